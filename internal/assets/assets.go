@@ -1,0 +1,71 @@
+// Package assets finds the files that a microVM is made of: the guest kernel,
+// the guest agent and the vmm program. They lie together in one folder: the
+// one the running program is in, or the one that AGENTRUN_ASSETS names.
+package assets
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+)
+
+// EnvFolder names the environment variable that overrides the folder.
+const EnvFolder = "AGENTRUN_ASSETS"
+
+// Asset is one file, by the name it is installed under.
+type Asset string
+
+// The files of a microVM.
+const (
+	Kernel     Asset = "vmlinux"
+	GuestAgent Asset = "guest-agent"
+	VMM        Asset = "vmm"
+	// TestGuest is the bare guest that measures the host's side of a VM.
+	TestGuest Asset = "testguest.elf"
+)
+
+// Folder is where the assets lie.
+func Folder() (string, error) {
+	if dir := os.Getenv(EnvFolder); dir != "" {
+		return filepath.Abs(dir)
+	}
+	exe, err := os.Executable()
+	if err != nil {
+		return "", fmt.Errorf("find the folder of this program: %w", err)
+	}
+	if exe, err = filepath.EvalSymlinks(exe); err != nil {
+		return "", fmt.Errorf("find the folder of this program: %w", err)
+	}
+	return filepath.Dir(exe), nil
+}
+
+// Path finds an asset.
+func Path(a Asset) (string, error) {
+	dir, err := Folder()
+	if err != nil {
+		return "", err
+	}
+	path := filepath.Join(dir, string(a))
+	if _, err := os.Stat(path); err != nil {
+		if errors.Is(err, fs.ErrNotExist) {
+			return "", fmt.Errorf("%s is not in %s: run make build, or set %s to the folder that has it", a, dir, EnvFolder)
+		}
+		return "", fmt.Errorf("find %s: %w", a, err)
+	}
+	return path, nil
+}
+
+// Open opens an asset for reading.
+func Open(a Asset) (*os.File, error) {
+	path, err := Path(a)
+	if err != nil {
+		return nil, err
+	}
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("open %s: %w", a, err)
+	}
+	return f, nil
+}

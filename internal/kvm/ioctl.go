@@ -1,0 +1,189 @@
+package kvm
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// ioctl request numbers: _IO, _IOR, _IOW and _IOWR of asm-generic/ioctl.h
+// with KVM's type 0xAE.
+const (
+	ioNone  = 0
+	ioWrite = 1
+	ioRead  = 2
+
+	kvmType = 0xAE
+)
+
+func request(dir, nr, size uintptr) uintptr { return dir<<30 | size<<16 | kvmType<<8 | nr }
+
+var (
+	reqGetAPIVersion      = request(ioNone, 0x00, 0)
+	reqCreateVM           = request(ioNone, 0x01, 0)
+	reqGetMSRIndexList    = request(ioRead|ioWrite, 0x02, 4)
+	reqCheckExtension     = request(ioNone, 0x03, 0)
+	reqGetVCPUMmapSize    = request(ioNone, 0x04, 0)
+	reqGetSupportedCPUID  = request(ioRead|ioWrite, 0x05, 8)
+	reqCreateVCPU         = request(ioNone, 0x41, 0)
+	reqSetUserMemory      = request(ioWrite, 0x46, unsafe.Sizeof(memoryRegion{}))
+	reqSetTSSAddr         = request(ioNone, 0x47, 0)
+	reqSetIdentityMapAddr = request(ioWrite, 0x48, 8)
+	reqSetClock           = request(ioWrite, 0x7b, unsafe.Sizeof(Clock{}))
+	reqGetClock           = request(ioRead, 0x7c, unsafe.Sizeof(Clock{}))
+	reqRun                = request(ioNone, 0x80, 0)
+	reqGetRegs            = request(ioRead, 0x81, unsafe.Sizeof(Regs{}))
+	reqSetRegs            = request(ioWrite, 0x82, unsafe.Sizeof(Regs{}))
+	reqGetSregs           = request(ioRead, 0x83, unsafe.Sizeof(Sregs{}))
+	reqSetSregs           = request(ioWrite, 0x84, unsafe.Sizeof(Sregs{}))
+	reqGetMSRs            = request(ioRead|ioWrite, 0x88, 8)
+	reqSetMSRs            = request(ioWrite, 0x89, 8)
+	reqGetLAPIC           = request(ioRead, 0x8e, unsafe.Sizeof(LAPIC{}))
+	reqSetLAPIC           = request(ioWrite, 0x8f, unsafe.Sizeof(LAPIC{}))
+	reqSetCPUID2          = request(ioWrite, 0x90, 8)
+	reqGetMPState         = request(ioRead, 0x98, 4)
+	reqSetMPState         = request(ioWrite, 0x99, 4)
+	reqEnableCap          = request(ioWrite, 0xa3, unsafe.Sizeof(enableCap{}))
+	reqGetTSCKHz          = request(ioNone, 0xa3, 0)
+	reqSignalMSI          = request(ioWrite, 0xa5, unsafe.Sizeof(MSI{}))
+)
+
+// ioctl calls fd with a plain argument and retries EINTR.
+func ioctl(fd int, req, arg uintptr) (int, error) {
+	for {
+		r, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(fd), req, arg)
+		switch errno {
+		case 0:
+			return int(r), nil
+		case unix.EINTR:
+			continue
+		default:
+			return int(r), errno
+		}
+	}
+}
+
+// ioctlPtr calls fd with a pointer. The conversion happens in the call's
+// argument list, so the object stays where it is until the call returns.
+func ioctlPtr(fd int, req uintptr, arg unsafe.Pointer) (int, error) {
+	for {
+		r, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(fd), req, uintptr(arg))
+		switch errno {
+		case 0:
+			return int(r), nil
+		case unix.EINTR:
+			continue
+		default:
+			return int(r), errno
+		}
+	}
+}
+
+// Capability is a KVM_CAP_* number.
+type Capability uintptr
+
+// Capabilities that the VMM asks for.
+const (
+	CapUserMemory       Capability = 3
+	CapExtCPUID         Capability = 7
+	CapMPState          Capability = 14
+	CapIRQRouting       Capability = 25
+	CapAdjustClock      Capability = 39
+	CapXSave            Capability = 55
+	CapTSCControl       Capability = 60
+	CapTSCDeadlineTimer Capability = 72
+	CapSignalMSI        Capability = 77
+	CapSplitIRQChip     Capability = 121
+	CapX2APICAPI        Capability = 129
+	CapImmediateExit    Capability = 136
+)
+
+// APIVersion is the only version of the stable KVM API.
+const APIVersion = 12
+
+// System is an open /dev/kvm.
+type System struct {
+	file     *os.File
+	mmapSize int
+}
+
+// Open opens /dev/kvm and checks the API version.
+func Open() (*System, error) {
+	f, err := os.OpenFile("/dev/kvm", os.O_RDWR, 0)
+	if err != nil {
+		return nil, fmt.Errorf("open KVM: %w", err)
+	}
+	s, err := FromFile(f)
+	if err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return s, nil
+}
+
+// FromFile takes an open /dev/kvm, as a jailed process is given one.
+func FromFile(f *os.File) (*System, error) {
+	v, err := ioctl(int(f.Fd()), reqGetAPIVersion, 0)
+	if err != nil {
+		return nil, fmt.Errorf("ask KVM for its API version: %w", err)
+	}
+	if v != APIVersion {
+		return nil, fmt.Errorf("KVM API version %d: only %d is supported", v, APIVersion)
+	}
+	size, err := ioctl(int(f.Fd()), reqGetVCPUMmapSize, 0)
+	if err != nil {
+		return nil, fmt.Errorf("ask KVM for the size of its run area: %w", err)
+	}
+	if size < runAreaMin {
+		return nil, fmt.Errorf("KVM run area of %d bytes: at least %d expected", size, runAreaMin)
+	}
+	return &System{file: f, mmapSize: size}, nil
+}
+
+// Close closes /dev/kvm; VMs made from it live on.
+func (s *System) Close() error { return s.file.Close() }
+
+func (s *System) fd() int { return int(s.file.Fd()) }
+
+// CheckExtension returns KVM's answer for a capability, 0 when it lacks it.
+func (s *System) CheckExtension(c Capability) int {
+	r, err := ioctl(s.fd(), reqCheckExtension, uintptr(c))
+	if err != nil {
+		return 0
+	}
+	return r
+}
+
+// MaxCPUIDEntries is KVM's own limit (KVM_MAX_CPUID_ENTRIES).
+const MaxCPUIDEntries = 256
+
+type cpuidTable struct {
+	n, _    uint32
+	entries [MaxCPUIDEntries]CPUIDEntry
+}
+
+// SupportedCPUID lists what the host and KVM can offer a guest.
+func (s *System) SupportedCPUID() ([]CPUIDEntry, error) {
+	t := &cpuidTable{n: MaxCPUIDEntries}
+	if _, err := ioctlPtr(s.fd(), reqGetSupportedCPUID, unsafe.Pointer(t)); err != nil {
+		return nil, fmt.Errorf("get supported CPUID: %w", err)
+	}
+	return append([]CPUIDEntry(nil), t.entries[:t.n]...), nil
+}
+
+const maxMSRs = 512
+
+// MSRIndexList lists the MSRs that make up a vCPU's state on this host.
+func (s *System) MSRIndexList() ([]uint32, error) {
+	var l struct {
+		n       uint32
+		indices [maxMSRs]uint32
+	}
+	l.n = maxMSRs
+	if _, err := ioctlPtr(s.fd(), reqGetMSRIndexList, unsafe.Pointer(&l)); err != nil {
+		return nil, fmt.Errorf("get MSR index list: %w", err)
+	}
+	return append([]uint32(nil), l.indices[:l.n]...), nil
+}

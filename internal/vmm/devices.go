@@ -1,0 +1,34 @@
+package vmm
+
+import (
+	"fmt"
+
+	"agentrun.dev/internal/kvm"
+	"agentrun.dev/internal/virtio"
+)
+
+// createDevices makes the interrupt controller, the console and the virtio
+// devices. Disks come first, then networks, so that their order in the guest
+// is the caller's.
+func (vm *VM) createDevices(cfg Config) error {
+	vm.ioapic = newIOAPIC(func(m kvm.MSI) error { return vm.kvm.SignalMSI(m) })
+	vm.serial = newSerial(&vm.console, func() error { return vm.ioapic.raise(serialGSI) })
+	vm.ports.serial, vm.ports.marker = vm.serial, cfg.Marker
+	vm.windows.ioapic = vm.ioapic
+
+	vm.balloon = virtio.NewBalloon()
+	vm.attach(virtio.NewRNG())
+	vm.attach(vm.balloon)
+	return nil
+}
+
+// attach gives a device the next window and interrupt line.
+func (vm *VM) attach(d virtio.Device) {
+	gsi := firstVirtioGSI + uint32(len(vm.windows.virtio))
+	m := virtio.NewMMIO(vm.mem, d, func() {
+		if err := vm.ioapic.raise(gsi); err != nil {
+			vm.end(Exit{ReasonInternalError, fmt.Sprintf("raise interrupt %d: %v", gsi, err)})
+		}
+	})
+	vm.windows.virtio = append(vm.windows.virtio, m)
+}

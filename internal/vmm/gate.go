@@ -1,0 +1,86 @@
+package vmm
+
+import "sync"
+
+// gate lets vCPUs run, holds them, or sends them home. A vCPU comes to it
+// only after KVM_RUN returned EINTR, when no port or memory access of its
+// guest is half done.
+type gate struct {
+	mu     sync.Mutex // protects all following fields
+	change *sync.Cond
+	held   bool // vCPUs wait here
+	closed bool // vCPUs leave for good
+	parked int  // how many wait here now
+	gone   int  // how many have left for good
+}
+
+func newGate() *gate {
+	g := &gate{held: true}
+	g.change = sync.NewCond(&g.mu)
+	return g
+}
+
+// pass holds the vCPU while the gate is held. It reports false when the vCPU
+// must end.
+func (g *gate) pass(c *vcpu) bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.held && !g.closed {
+		g.parked++
+		g.change.Broadcast()
+		for g.held && !g.closed {
+			g.change.Wait()
+		}
+		g.parked--
+	}
+	if g.closed {
+		g.gone++
+		g.change.Broadcast()
+		return false
+	}
+	c.kvm.SetImmediateExit(false)
+	return true
+}
+
+// hold asks the vCPUs to stop and waits until all stand still. It reports
+// false if the gate was closed before or meanwhile.
+func (g *gate) hold(vcpus []*vcpu) bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.held = true
+	for _, c := range vcpus {
+		c.kick()
+	}
+	for g.parked < len(vcpus) && !g.closed {
+		g.change.Wait()
+	}
+	return !g.closed
+}
+
+// release lets held vCPUs go on.
+func (g *gate) release() {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.held = false
+	g.change.Broadcast()
+}
+
+// close sends all vCPUs home. It does not wait: a vCPU thread may call it.
+func (g *gate) close(vcpus []*vcpu) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.closed = true
+	for _, c := range vcpus {
+		c.kick()
+	}
+	g.change.Broadcast()
+}
+
+// waitGone waits until n vCPUs have left for good.
+func (g *gate) waitGone(n int) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	for g.gone < n {
+		g.change.Wait()
+	}
+}

@@ -1,0 +1,91 @@
+package vmm
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"runtime"
+	"sync/atomic"
+
+	"agentrun.dev/internal/kvm"
+	"golang.org/x/sys/unix"
+)
+
+// kickSignal interrupts KVM_RUN. Go's runtime handles SIGURG on every thread
+// for its own preemption and ignores those it did not send.
+const kickSignal = unix.SIGURG
+
+// vcpu is one processor and the thread that runs it.
+type vcpu struct {
+	id  int
+	vm  *VM
+	kvm *kvm.VCPU
+	tid atomic.Int32
+}
+
+// run is the body of the vCPU's thread: it enters the guest until the VM
+// ends.
+func (c *vcpu) run() {
+	// The thread is never unlocked: it ends with the goroutine, so that no
+	// other goroutine inherits a thread that is being kicked.
+	runtime.LockOSThread()
+	c.tid.Store(int32(unix.Gettid()))
+	for {
+		err := c.kvm.Run()
+		switch {
+		case errors.Is(err, unix.EINTR), errors.Is(err, unix.EAGAIN):
+			if !c.vm.gate.pass(c) {
+				return
+			}
+			continue
+		case err != nil:
+			c.vm.end(Exit{ReasonInternalError, fmt.Sprintf("vCPU %d: run: %v", c.id, err)})
+		default:
+			if exit, ended := c.handle(); ended {
+				c.vm.end(exit)
+			}
+		}
+	}
+}
+
+// kick makes the vCPU leave KVM_RUN, now or as soon as it enters it.
+func (c *vcpu) kick() {
+	c.kvm.SetImmediateExit(true)
+	if tid := c.tid.Load(); tid != 0 {
+		// ESRCH means that the thread has ended: then it is out already.
+		_ = unix.Tgkill(os.Getpid(), int(tid), kickSignal)
+	}
+}
+
+// handle serves one exit. It reports the VM's end if the exit means that.
+func (c *vcpu) handle() (Exit, bool) {
+	switch reason := c.kvm.ExitReason(); reason {
+	case kvm.ExitIO:
+		return c.vm.ports.access(c.kvm.IO())
+	case kvm.ExitMMIO:
+		if err := c.vm.windows.access(c.kvm.MMIO()); err != nil {
+			return Exit{ReasonInternalError, fmt.Sprintf("vCPU %d: %v", c.id, err)}, true
+		}
+	case kvm.ExitIntr, kvm.ExitIRQWindow, kvm.ExitIOAPICEOI:
+		// Nothing to do: KVM only lets user space know.
+	case kvm.ExitShutdown:
+		return Exit{ReasonTripleFault, c.where()}, true
+	case kvm.ExitInternalError:
+		e := c.kvm.InternalError()
+		return Exit{ReasonInternalError, fmt.Sprintf("KVM suberror %d %#x, %s", e.Suberror, e.Data, c.where())}, true
+	case kvm.ExitFailEntry:
+		return Exit{ReasonInternalError, fmt.Sprintf("VM entry failed, hardware reason %#x, %s", c.kvm.FailEntryReason(), c.where())}, true
+	default:
+		return Exit{ReasonInternalError, fmt.Sprintf("unexpected KVM exit %d, %s", reason, c.where())}, true
+	}
+	return Exit{}, false
+}
+
+// where says where the processor was, for a person who reads the exit.
+func (c *vcpu) where() string {
+	r, err := c.kvm.Regs()
+	if err != nil {
+		return fmt.Sprintf("vCPU %d", c.id)
+	}
+	return fmt.Sprintf("vCPU %d at %#x", c.id, r.RIP)
+}

@@ -1,0 +1,153 @@
+package vmm
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+
+	"agentrun.dev/internal/guestmem"
+	"agentrun.dev/internal/kvm"
+	"agentrun.dev/internal/virtio"
+)
+
+// VM is one machine. Its methods are safe for concurrent use.
+type VM struct {
+	kvm     *kvm.VM
+	mem     *guestmem.Memory
+	vcpus   []*vcpu
+	ioapic  *ioapic
+	serial  *serial
+	console consoleLog
+	windows windows
+	ports   ports
+	balloon *virtio.Balloon
+	gate    *gate
+
+	endOnce sync.Once
+	exit    Exit // set before done is closed
+	done    chan struct{}
+
+	mu      sync.Mutex // protects all following fields
+	started bool
+	paused  bool
+	closed  bool
+}
+
+// ErrEnded says that the guest is no longer running.
+var ErrEnded = errors.New("the guest has ended")
+
+// Start lets the guest run for the first time.
+func (vm *VM) Start() error {
+	vm.mu.Lock()
+	defer vm.mu.Unlock()
+	if vm.started || vm.closed {
+		return errors.New("start: the guest was started before")
+	}
+	vm.started = true
+	vm.gate.release()
+	for _, c := range vm.vcpus {
+		go c.run()
+	}
+	return nil
+}
+
+// Done is closed when the guest has ended.
+func (vm *VM) Done() <-chan struct{} { return vm.done }
+
+// Wait returns how the guest ended, once it has.
+func (vm *VM) Wait() Exit {
+	<-vm.done
+	return vm.exit
+}
+
+// Stop ends the guest at once, as if its power was cut.
+func (vm *VM) Stop() { vm.end(Exit{Reason: ReasonStopped}) }
+
+// end records how the guest ended and sends the vCPUs home. The first caller
+// wins. It must not wait for the vCPUs: one of them may be the caller.
+func (vm *VM) end(e Exit) {
+	vm.endOnce.Do(func() {
+		vm.exit = e
+		vm.gate.close(vm.vcpus)
+		close(vm.done)
+	})
+}
+
+// Pause stops all vCPUs and devices. When it returns nothing touches guest
+// memory or a disk any more, and no access of the guest is half done.
+func (vm *VM) Pause() error {
+	vm.mu.Lock()
+	defer vm.mu.Unlock()
+	if !vm.started || vm.closed {
+		return fmt.Errorf("pause: %w", ErrEnded)
+	}
+	if vm.paused {
+		return nil
+	}
+	if !vm.gate.hold(vm.vcpus) {
+		return fmt.Errorf("pause: %w", ErrEnded)
+	}
+	for _, d := range vm.windows.virtio {
+		d.Pause()
+	}
+	vm.paused = true
+	return nil
+}
+
+// Resume lets a paused guest go on.
+func (vm *VM) Resume() error {
+	vm.mu.Lock()
+	defer vm.mu.Unlock()
+	if vm.closed {
+		return fmt.Errorf("resume: %w", ErrEnded)
+	}
+	if !vm.paused {
+		return nil
+	}
+	for _, d := range vm.windows.virtio {
+		d.Resume()
+	}
+	vm.paused = false
+	vm.gate.release()
+	return nil
+}
+
+// Close ends the guest if it still runs and frees everything. It returns how
+// the guest ended.
+func (vm *VM) Close() (Exit, error) {
+	vm.Stop()
+	vm.mu.Lock()
+	defer vm.mu.Unlock()
+	if vm.closed {
+		return vm.exit, nil
+	}
+	vm.closed = true
+	if vm.started {
+		vm.gate.waitGone(len(vm.vcpus))
+	}
+	return vm.exit, vm.free()
+}
+
+// free releases what boot made; the vCPUs must not be running.
+func (vm *VM) free() error {
+	var errs []error
+	for _, d := range vm.windows.virtio {
+		d.Close()
+	}
+	for _, c := range vm.vcpus {
+		errs = append(errs, c.kvm.Close())
+	}
+	if vm.kvm != nil {
+		errs = append(errs, vm.kvm.Close())
+	}
+	if vm.mem != nil {
+		errs = append(errs, vm.mem.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// Console returns the tail of what the guest printed.
+func (vm *VM) Console() Console { return vm.console.snapshot() }
+
+// SetBalloon asks the guest to give back this much of its memory.
+func (vm *VM) SetBalloon(bytes uint64) { vm.balloon.SetTarget(uint32(bytes / guestmem.PageSize)) }
