@@ -48,6 +48,7 @@ var (
 	reqSetMPState         = request(ioWrite, 0x99, 4)
 	reqEnableCap          = request(ioWrite, 0xa3, unsafe.Sizeof(enableCap{}))
 	reqGetTSCKHz          = request(ioNone, 0xa3, 0)
+	reqSetXCRs            = request(ioWrite, 0xa7, unsafe.Sizeof(xcrs{}))
 	reqSignalMSI          = request(ioWrite, 0xa5, unsafe.Sizeof(MSI{}))
 )
 
@@ -95,6 +96,7 @@ const (
 	CapXSave            Capability = 55
 	CapTSCControl       Capability = 60
 	CapTSCDeadlineTimer Capability = 72
+	CapXCRS             Capability = 56
 	CapSignalMSI        Capability = 77
 	CapSplitIRQChip     Capability = 121
 	CapX2APICAPI        Capability = 129

@@ -107,6 +107,16 @@ type enableCap struct {
 	_          [64]byte
 }
 
+// xcrs is struct kvm_xcrs.
+type xcrs struct {
+	n, flags uint32
+	entries  [16]struct {
+		index, _ uint32
+		value    uint64
+	}
+	_ [16]uint64
+}
+
 // The kernel's ABI; a wrong size does not compile.
 var (
 	_ [144]byte  = [unsafe.Sizeof(Regs{})]byte{}
@@ -119,4 +129,5 @@ var (
 	_ [32]byte   = [unsafe.Sizeof(MSI{})]byte{}
 	_ [32]byte   = [unsafe.Sizeof(memoryRegion{})]byte{}
 	_ [104]byte  = [unsafe.Sizeof(enableCap{})]byte{}
+	_ [392]byte  = [unsafe.Sizeof(xcrs{})]byte{}
 )

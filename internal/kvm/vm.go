@@ -160,6 +160,14 @@ func (c *VCPU) SetCPUID(entries []CPUIDEntry) error {
 	return c.get("set CPUID", reqSetCPUID2, unsafe.Pointer(t))
 }
 
+// SetXCR0 writes the extended control register that enables parts of the
+// processor's extended state.
+func (c *VCPU) SetXCR0(value uint64) error {
+	x := xcrs{n: 1}
+	x.entries[0].value = value
+	return c.get("set XCR0", reqSetXCRs, unsafe.Pointer(&x))
+}
+
 type msrTable struct {
 	n, _    uint32
 	entries [maxMSRs]MSREntry

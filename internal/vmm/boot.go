@@ -1,7 +1,6 @@
 package vmm
 
 import (
-	"crypto/rand"
 	"errors"
 	"fmt"
 
@@ -17,6 +16,7 @@ var requiredCapabilities = []struct {
 }{
 	{kvm.CapUserMemory, "user memory"},
 	{kvm.CapExtCPUID, "extended CPUID"},
+	{kvm.CapXCRS, "extended control registers"},
 	{kvm.CapMPState, "MP state"},
 	{kvm.CapSignalMSI, "MSI injection"},
 	{kvm.CapSplitIRQChip, "split irqchip"},
@@ -29,7 +29,7 @@ func Boot(cfg Config) (*VM, error) {
 	if err := cfg.validate(); err != nil {
 		return nil, errors.Join(fmt.Errorf("boot: %w", err), cfg.closeFiles())
 	}
-	vm := &VM{gate: newGate(), done: make(chan struct{})}
+	vm := &VM{cfg: cfg, gate: newGate(), done: make(chan struct{})}
 	if err := vm.boot(cfg); err != nil {
 		return nil, errors.Join(fmt.Errorf("boot: %w", err), vm.free(), cfg.closeFiles())
 	}
@@ -117,6 +117,11 @@ func (vm *VM) createVCPUs(cfg Config) error {
 		if err := c.SetMSRs(bootMSRs); err != nil {
 			return err
 		}
+		if mask := xstateMask(common); mask != 0 {
+			if err := c.SetXCR0(mask); err != nil {
+				return err
+			}
+		}
 	}
 	return nil
 }
@@ -157,18 +162,4 @@ func (vm *VM) writeTables(vcpus int) error {
 		return fmt.Errorf("write ACPI tables: %w", err)
 	}
 	return vm.writeGeneration()
-}
-
-// generationLen is the size of a VMGENID.
-const generationLen = 16
-
-func (vm *VM) writeGeneration() error {
-	id := make([]byte, generationLen)
-	if _, err := rand.Read(id); err != nil {
-		return fmt.Errorf("make a generation id: %w", err)
-	}
-	if err := vm.mem.Write(generationAddr, id); err != nil {
-		return fmt.Errorf("write generation id: %w", err)
-	}
-	return nil
 }

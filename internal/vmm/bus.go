@@ -118,8 +118,8 @@ func (p *ports) in(port uint16, data []byte) {
 	switch {
 	case port >= serialPort && port < serialPort+serialPorts:
 		p.serial.read(port-serialPort, data)
-	case port == acpi.SleepStatusPort:
-		fill(data, 0)
+	case port == acpi.SleepStatusPort, port == keyboardPort:
+		fill(data, 0) // not asleep; the controller takes commands
 	case port == acpi.PanicPort:
 		putLittleEndian(data, panicEvent) // the events this device takes
 	case port == cmosData:

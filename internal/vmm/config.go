@@ -58,10 +58,6 @@ type Vsock struct {
 	Accept func(port uint32) (*os.File, bool)
 }
 
-// GuestCID is the context id of every guest: forks keep it, since each has a
-// device of its own.
-const GuestCID = 3
-
 func (c *Config) validate() error {
 	switch {
 	case c.KVM == nil:

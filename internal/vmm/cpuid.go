@@ -130,6 +130,20 @@ func (p Profile) apply(supported []kvm.CPUIDEntry, tscDeadline bool) ([]kvm.CPUI
 	return out, nil
 }
 
+// xstateMask is every part of the extended state that the guest can enable,
+// 0 without XSAVE. The processors start with all of it enabled, as firmware
+// leaves them: the sizes that CPUID reports follow XCR0, and a KVM below which
+// XSETBV is not trapped (QEMU's emulated SVM) would report those of XCR0 = 1
+// for ever.
+func xstateMask(entries []kvm.CPUIDEntry) uint64 {
+	for _, e := range entries {
+		if e.Function == leafXState && e.Index == 0 {
+			return uint64(e.EDX)<<32 | uint64(e.EAX)
+		}
+	}
+	return 0
+}
+
 // forVCPU adds what differs between the processors: ids and a flat topology
 // of one socket with one thread per core.
 func forVCPU(common []kvm.CPUIDEntry, id, count int) []kvm.CPUIDEntry {

@@ -16,6 +16,24 @@ func (vm *VM) createDevices(cfg Config) error {
 	vm.ports.serial, vm.ports.marker = vm.serial, cfg.Marker
 	vm.windows.ioapic = vm.ioapic
 
+	for i, d := range cfg.Disks {
+		disk, err := virtio.OpenFileDisk(d.File, d.ReadOnly)
+		if err != nil {
+			return fmt.Errorf("disk %d: %w", i, err)
+		}
+		vm.attach(virtio.NewBlock(virtio.BlockConfig{Disk: disk, ID: d.ID}))
+	}
+	for i, n := range cfg.Nets {
+		card, err := virtio.NewNet(virtio.NetConfig{MAC: n.MAC, MTU: n.MTU, Socket: n.Socket})
+		if err != nil {
+			return fmt.Errorf("network %d: %w", i, err)
+		}
+		vm.attach(card)
+	}
+	if cfg.Vsock != nil {
+		vm.vsock = virtio.NewVsock(virtio.VsockConfig{Accept: cfg.Vsock.Accept})
+		vm.attach(vm.vsock)
+	}
 	vm.balloon = virtio.NewBalloon()
 	vm.attach(virtio.NewRNG())
 	vm.attach(vm.balloon)

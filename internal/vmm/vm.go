@@ -3,6 +3,7 @@ package vmm
 import (
 	"errors"
 	"fmt"
+	"os"
 	"sync"
 
 	"agentrun.dev/internal/guestmem"
@@ -20,7 +21,9 @@ type VM struct {
 	console consoleLog
 	windows windows
 	ports   ports
+	vsock   *virtio.Vsock // nil without one
 	balloon *virtio.Balloon
+	cfg     Config // whose disks and sockets the VM closes
 	gate    *gate
 
 	endOnce sync.Once
@@ -125,7 +128,7 @@ func (vm *VM) Close() (Exit, error) {
 	if vm.started {
 		vm.gate.waitGone(len(vm.vcpus))
 	}
-	return vm.exit, vm.free()
+	return vm.exit, errors.Join(vm.free(), vm.cfg.closeFiles())
 }
 
 // free releases what boot made; the vCPUs must not be running.
@@ -148,6 +151,17 @@ func (vm *VM) free() error {
 
 // Console returns the tail of what the guest printed.
 func (vm *VM) Console() Console { return vm.console.snapshot() }
+
+// Connect opens a stream to a port in the guest; conn is the host's end, one
+// of a non-blocking unix stream pair, and the VM takes it over. The result is
+// told once: nil when the guest accepted.
+func (vm *VM) Connect(port uint32, conn *os.File, result func(error)) {
+	if vm.vsock == nil {
+		result(errors.Join(errors.New("connect: this guest has no vsock device"), conn.Close()))
+		return
+	}
+	vm.vsock.Connect(port, conn, result)
+}
 
 // SetBalloon asks the guest to give back this much of its memory.
 func (vm *VM) SetBalloon(bytes uint64) { vm.balloon.SetTarget(uint32(bytes / guestmem.PageSize)) }

@@ -1,0 +1,69 @@
+# AgentRun. `make` alone lists the targets. What is not a one-liner is in scripts/.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+BUILD := $(CURDIR)/build
+export AGENTRUN_ASSETS := $(BUILD)
+export GOLANGCI_VERSION := v2.14.0
+
+FUZZTIME ?= 5m
+BENCH ?= .
+BENCHTIME ?= 1s
+
+.PHONY: help
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: build
+build: ## all programs, the guest kernel and the test guest, into build/
+	@scripts/build.sh
+
+.PHONY: demo
+demo: ## build what is missing, boot a microVM and run commands in it
+	@scripts/demo.sh
+
+.PHONY: test
+test: ## everything: static checks, tests on the host, tests with microVMs
+	@scripts/test.sh
+
+.PHONY: soak
+soak: ## make test with full counts
+	@AGENTRUN_SOAK=1 scripts/test.sh
+
+.PHONY: testbed
+testbed: $(BUILD)/testbed ## start the emulated machine with AMD-V
+	@$(BUILD)/testbed start
+	@$(BUILD)/testbed status
+	@echo "make shell: a shell in it; build/testbed exec CMD: a command; build/testbed stop: end it"
+
+.PHONY: shell
+shell: $(BUILD)/testbed ## a shell in the emulated machine
+	@$(BUILD)/testbed shell
+
+.PHONY: $(BUILD)/testbed
+$(BUILD)/testbed:
+	@scripts/packages.sh
+	@CGO_ENABLED=0 go build -trimpath -ldflags='-s -w' -o $@ ./testbed
+
+.PHONY: lint
+lint: ## golangci-lint, fetched and built on first use
+	@scripts/lint.sh
+
+.PHONY: fuzz
+fuzz: ## every fuzz test for FUZZTIME (5m)
+	@FUZZTIME=$(FUZZTIME) scripts/fuzz.sh
+
+.PHONY: bench
+bench: ## the benchmarks matching BENCH (.), those with microVMs included
+	@BENCH='$(BENCH)' BENCHTIME=$(BENCHTIME) scripts/bench.sh
+
+.PHONY: cover
+cover: ## statement coverage of the tests on the host, per package
+	@scripts/cover.sh
+
+.PHONY: clean
+clean: ## stop the emulated machine and remove build/ (the cache stays)
+	@if [ -x $(BUILD)/testbed ]; then $(BUILD)/testbed stop || true; fi
+	@rm -rf $(BUILD)

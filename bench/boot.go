@@ -1,0 +1,147 @@
+package bench
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"os"
+	"text/tabwriter"
+	"time"
+
+	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/guestrpc"
+)
+
+// BootConfig says what Boot measures.
+type BootConfig struct {
+	// Root is an EROFS image with a program true in its PATH.
+	Root string
+	// Memory and VCPUs size the guest.
+	Memory uint64
+	VCPUs  int
+	// Boots, Pings and Execs are how often each is measured.
+	Boots, Pings, Execs int
+}
+
+// BootReport is what Boot found.
+type BootReport struct {
+	Memory uint64 `json:"memory_bytes"`
+	VCPUs  int    `json:"vcpus"`
+	// Floor is the least this host's KVM takes for any machine.
+	Floor Summary `json:"floor"`
+	// Boot is from the call to the first answer of the guest's agent, the
+	// start of the vmm process and the packing of the agent included.
+	Boot Summary `json:"boot_to_first_answer"`
+	// Ping and Exec are round trips to a running guest: to its agent, and for
+	// a process (true) from start to its exit status.
+	Ping Summary `json:"warm_ping"`
+	Exec Summary `json:"warm_exec"`
+	// Noisy says that the floor varied so much that the numbers mean little.
+	Noisy bool `json:"noisy"`
+}
+
+// Boot measures boot to first answer, warm ping and warm exec, the floor
+// sampled in between.
+func Boot(ctx context.Context, cfg BootConfig) (_ BootReport, err error) {
+	report := BootReport{Memory: cfg.Memory, VCPUs: cfg.VCPUs}
+	floor, err := NewFloor()
+	if err != nil {
+		return report, err
+	}
+	defer func() { _ = floor.Close() }()
+	root, err := os.Open(cfg.Root)
+	if err != nil {
+		return report, fmt.Errorf("bench boot: %w", err)
+	}
+	defer func() { _ = root.Close() }()
+
+	var floors, boots, pings, execs []time.Duration
+	sampleFloor := func(n int) error {
+		for range n {
+			d, err := floor.Sample()
+			if err != nil {
+				return err
+			}
+			floors = append(floors, d)
+		}
+		return nil
+	}
+	if err := sampleFloor(5); err != nil { // the first ones warm up caches
+		return report, err
+	}
+	floors = floors[:0]
+	for range cfg.Boots {
+		if err := sampleFloor(5); err != nil {
+			return report, err
+		}
+		start := time.Now()
+		g, err := microvm.Boot(ctx, microvm.Spec{Root: root, Memory: cfg.Memory, VCPUs: cfg.VCPUs})
+		if err != nil {
+			return report, err
+		}
+		err = g.Agent.Ping(ctx)
+		boots = append(boots, time.Since(start))
+		if err == nil {
+			pings, err = repeat(pings, cfg.Pings/cfg.Boots, func() error { return g.Agent.Ping(ctx) })
+		}
+		if err == nil {
+			execs, err = repeat(execs, cfg.Execs/cfg.Boots, func() error { return execTrue(ctx, g) })
+		}
+		g.Kill()
+		if err != nil {
+			return report, err
+		}
+	}
+	report.Floor, report.Boot = Summarize(floors), Summarize(boots)
+	report.Ping, report.Exec = Summarize(pings), Summarize(execs)
+	report.Noisy = report.Floor.Noisy()
+	return report, nil
+}
+
+// warmUps are not counted: the guest pages in what it needs.
+const warmUps = 3
+
+func repeat(sample []time.Duration, n int, do func() error) ([]time.Duration, error) {
+	for i := range n + warmUps {
+		start := time.Now()
+		if err := do(); err != nil {
+			return sample, err
+		}
+		if i >= warmUps {
+			sample = append(sample, time.Since(start))
+		}
+	}
+	return sample, nil
+}
+
+func execTrue(ctx context.Context, g *microvm.Guest) error {
+	status, err := g.Agent.Run(ctx, guestrpc.ExecRequest{Argv: []string{"true"}, InheritEnv: true}, nil, nil, nil)
+	if err != nil {
+		return err
+	}
+	if status.Code != 0 {
+		return fmt.Errorf("true returned %d", status.Code)
+	}
+	return nil
+}
+
+// Print writes the report as a table.
+func (r BootReport) Print(w io.Writer) error {
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
+	fmt.Fprintf(w, "microVM of %d MiB, %d vCPU; milliseconds\n", r.Memory>>20, r.VCPUs)
+	fmt.Fprintln(t, "\tn\tp10\tp50\tp90\tp99\tp50/floor\t")
+	for _, row := range []struct {
+		name string
+		s    Summary
+	}{{"floor", r.Floor}, {"boot to first answer", r.Boot}, {"warm ping", r.Ping}, {"warm exec", r.Exec}} {
+		fmt.Fprintf(t, "%s\t%d\t%.2f\t%.2f\t%.2f\t%.2f\t%.2f\t\n",
+			row.name, row.s.N, row.s.P10, row.s.P50, row.s.P90, row.s.P99, row.s.P50/r.Floor.P50)
+	}
+	if err := t.Flush(); err != nil {
+		return err
+	}
+	if r.Noisy {
+		fmt.Fprintln(w, "too noisy: the floor's median is more than 1.5 times its tenth percentile")
+	}
+	return nil
+}

@@ -1,0 +1,38 @@
+// Package bench measures AgentRun on the machine it runs on. Published
+// numbers come from here: each is given beside the floor of the same run, the
+// least that KVM itself takes, because machines differ and are noisy.
+package bench
+
+import (
+	"slices"
+	"time"
+)
+
+// Summary describes a sample of durations by its quantiles, in milliseconds.
+type Summary struct {
+	N   int     `json:"n"`
+	P10 float64 `json:"p10_ms"`
+	P50 float64 `json:"p50_ms"`
+	P90 float64 `json:"p90_ms"`
+	P99 float64 `json:"p99_ms"`
+}
+
+// Summarize sorts a sample and takes its quantiles.
+func Summarize(sample []time.Duration) Summary {
+	if len(sample) == 0 {
+		return Summary{}
+	}
+	s := slices.Clone(sample)
+	slices.Sort(s)
+	at := func(q float64) float64 {
+		return float64(s[int(q*float64(len(s)-1)+0.5)].Nanoseconds()) / 1e6
+	}
+	return Summary{N: len(s), P10: at(0.10), P50: at(0.50), P90: at(0.90), P99: at(0.99)}
+}
+
+// noisyRatio: a floor whose median is this many times its tenth percentile
+// was disturbed by something else on the machine.
+const noisyRatio = 1.5
+
+// Noisy reports whether a run's floor shows that its numbers mean little.
+func (s Summary) Noisy() bool { return s.P50 > noisyRatio*s.P10 }

@@ -1,0 +1,100 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"io"
+	"os"
+	"os/signal"
+
+	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/guestrpc"
+	"golang.org/x/sys/unix"
+	"golang.org/x/term"
+)
+
+// exec runs the command in a booted guest and streams its input and output.
+func (o *runOptions) exec(ctx context.Context, g *microvm.Guest, argv []string, stdin io.Reader, stdout, stderr io.Writer) (status guestrpc.ExitStatus, err error) {
+	req := guestrpc.ExecRequest{
+		Argv: argv, Env: o.env, InheritEnv: true, Cwd: o.workdir, User: o.user,
+		Timeout: o.timeout, TTY: o.tty, Stdin: o.stdin,
+	}
+	terminal, err := o.terminal(stdin)
+	if err != nil {
+		return status, err
+	}
+	if terminal != nil {
+		req.Rows, req.Cols = terminal.size()
+		restore, err := terminal.raw()
+		if err != nil {
+			return status, err
+		}
+		defer func() { err = errors.Join(err, restore()) }()
+	}
+	if !o.stdin {
+		stdin = nil
+	}
+	x, err := g.Agent.Exec(ctx, req)
+	if err != nil {
+		return status, err
+	}
+	defer func() { _ = x.Close() }()
+	if terminal != nil {
+		defer terminal.follow(ctx, x)()
+	}
+	return x.Copy(stdin, stdout, stderr)
+}
+
+// terminal is the local terminal behind an interactive session.
+type terminal struct{ fd int }
+
+// terminal returns nil unless the command gets a terminal and ours feeds it.
+func (o *runOptions) terminal(stdin io.Reader) (*terminal, error) {
+	f, ok := stdin.(*os.File)
+	if !o.tty || !o.stdin || !ok {
+		return nil, nil
+	}
+	if !term.IsTerminal(int(f.Fd())) {
+		return nil, errors.New("-t with -i needs a terminal, but the input is none: leave -t out")
+	}
+	return &terminal{fd: int(f.Fd())}, nil
+}
+
+func (t *terminal) size() (rows, cols uint16) {
+	c, r, err := term.GetSize(t.fd)
+	if err != nil || r <= 0 || c <= 0 || r > 0xffff || c > 0xffff {
+		return 24, 80
+	}
+	return uint16(r), uint16(c)
+}
+
+// raw hands every key to the guest, until restore.
+func (t *terminal) raw() (restore func() error, err error) {
+	old, err := term.MakeRaw(t.fd)
+	if err != nil {
+		return nil, err
+	}
+	return func() error { return term.Restore(t.fd, old) }, nil
+}
+
+// follow keeps the guest's terminal as large as ours, until stop.
+func (t *terminal) follow(ctx context.Context, x *guestrpc.ExecSession) (stop func()) {
+	changed := make(chan os.Signal, 1)
+	signal.Notify(changed, unix.SIGWINCH)
+	done := make(chan struct{})
+	go func() {
+		for {
+			select {
+			case <-changed:
+				rows, cols := t.size()
+				_ = x.Resize(ctx, rows, cols) // the process may just have ended
+			case <-done:
+				return
+			}
+		}
+	}()
+	return func() {
+		signal.Stop(changed)
+		close(done)
+	}
+}

@@ -1,0 +1,57 @@
+// Command agentrun runs sandboxes for AI agents on this machine.
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
+)
+
+// version is set by the build (-ldflags -X main.version=…).
+var version = "dev"
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, unix.SIGTERM)
+	err := run(ctx, os.Args[1:], os.Stdin, os.Stdout, os.Stderr)
+	stop()
+	var code exitCode
+	switch {
+	case errors.As(err, &code):
+		os.Exit(int(code))
+	case err != nil:
+		fmt.Fprintln(os.Stderr, "agentrun:", err)
+		os.Exit(exitFailure)
+	}
+}
+
+// Exit codes of agentrun itself, apart from those that a command in a sandbox
+// ends with (as in docker run).
+const exitFailure = 125
+
+// exitCode is the result of a command that ran as it should: it is passed on,
+// not reported.
+type exitCode int
+
+func (c exitCode) Error() string { return fmt.Sprintf("exit code %d", int(c)) }
+
+func run(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.Writer) error {
+	root := &cobra.Command{
+		Use:           "agentrun",
+		Short:         "Isolated computers for AI agents",
+		Version:       version,
+		SilenceErrors: true,
+		SilenceUsage:  true,
+	}
+	root.SetArgs(args)
+	root.SetIn(stdin)
+	root.SetOut(stdout)
+	root.SetErr(stderr)
+	root.AddCommand(newRunCommand(), newDoctorCommand(), newBenchCommand())
+	return root.ExecuteContext(ctx)
+}

@@ -1,0 +1,209 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/image"
+	"agentrun.dev/internal/vmm"
+	"github.com/spf13/cobra"
+)
+
+// runOptions are the flags of agentrun run.
+type runOptions struct {
+	rootfs   string
+	kernel   string
+	memory   byteSize
+	cpus     int
+	disks    []string
+	env      []string
+	workdir  string
+	user     string
+	hostname string
+	timeout  time.Duration
+	stdin    bool
+	tty      bool
+	console  bool
+	cmdline  string
+}
+
+// shutdownGrace is what processes that the command left behind get to end.
+const shutdownGrace = 2 * time.Second
+
+func newRunCommand() *cobra.Command {
+	o := runOptions{memory: 256 << 20, cpus: 1}
+	cmd := &cobra.Command{
+		Use:   "run --rootfs DIR [flags] -- COMMAND [ARG...]",
+		Short: "Boot a microVM, run a command in it, and throw it away",
+		Long: `Boot a microVM from a folder, run a command in it and return its exit code.
+
+The folder is packed into a read-only image; what the command writes goes to a
+layer in memory and is gone when the command ends. Nothing has to be installed
+in the folder.
+
+The exit code is the command's own, 128+N if signal N ended it, 124 if
+--timeout did, and 125 if the microVM could not be run.`,
+		Example: `  agentrun run --rootfs ./busybox -- uname -a
+  agentrun run --rootfs ./debian -it -- bash
+  echo 'print(1+1)' | agentrun run --rootfs ./debian -i -- python3 -`,
+		Args: cobra.MinimumNArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return runCommand(cmd.Context(), o, args, cmd.InOrStdin(), cmd.OutOrStdout(), cmd.ErrOrStderr())
+		},
+	}
+	f := cmd.Flags()
+	f.SetInterspersed(false)
+	f.StringVar(&o.rootfs, "rootfs", "", "folder with the root filesystem, or an EROFS image of one (required)")
+	f.StringVar(&o.kernel, "kernel", "", "uncompressed vmlinux to boot instead of AgentRun's own")
+	f.Var(&o.memory, "memory", "RAM of the microVM, such as 512M or 2G")
+	f.IntVar(&o.cpus, "cpus", o.cpus, fmt.Sprintf("processors of the microVM, 1 to %d", vmm.MaxVCPUs))
+	f.StringArrayVar(&o.disks, "disk", nil, "file to attach as a disk, FILE or FILE:ro (repeatable; /dev/vdb, /dev/vdc, …)")
+	f.StringArrayVarP(&o.env, "env", "e", nil, "environment variable NAME=VALUE for the command (repeatable)")
+	f.StringVarP(&o.workdir, "workdir", "w", "", "folder the command starts in (default: the user's home)")
+	f.StringVarP(&o.user, "user", "u", "", "user the command runs as: NAME, UID, or UID:GID (default: root)")
+	f.StringVar(&o.hostname, "hostname", "sandbox", "host name of the microVM")
+	f.DurationVar(&o.timeout, "timeout", 0, "kill the command after this long, such as 30s")
+	f.BoolVarP(&o.stdin, "interactive", "i", false, "pass this terminal's input on to the command")
+	f.BoolVarP(&o.tty, "tty", "t", false, "give the command a terminal")
+	f.BoolVar(&o.console, "console", false, "print the microVM's console log to stderr at the end")
+	f.StringVar(&o.cmdline, "append", "", "more words for the kernel command line")
+	if err := cmd.MarkFlagRequired("rootfs"); err != nil {
+		panic(err) // the flag was defined above
+	}
+	return cmd
+}
+
+func runCommand(ctx context.Context, o runOptions, argv []string, stdin io.Reader, stdout, stderr io.Writer) (err error) {
+	spec, closeFiles, err := o.spec(ctx)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, closeFiles()) }()
+	g, err := microvm.Boot(ctx, spec)
+	if err != nil {
+		return err
+	}
+	status, err := o.exec(ctx, g, argv, stdin, stdout, stderr)
+	if o.console {
+		console, consoleErr := g.Console(context.WithoutCancel(ctx))
+		_, writeErr := stderr.Write(console)
+		err = errors.Join(err, consoleErr, writeErr)
+	}
+	if err != nil {
+		g.Kill()
+		exit, _ := g.Wait()
+		if exit.Reason != vmm.ReasonKilled {
+			err = fmt.Errorf("%w (the microVM ended: %v)", err, exit)
+		}
+		return err
+	}
+	if _, err := g.Shutdown(ctx, shutdownGrace); err != nil {
+		return err
+	}
+	return result(status)
+}
+
+// exitTimedOut is what timeout(1) returns.
+const exitTimedOut = 124
+
+func result(s guestrpc.ExitStatus) error {
+	switch {
+	case s.TimedOut:
+		return exitCode(exitTimedOut)
+	case s.Code != 0:
+		return exitCode(s.Code)
+	}
+	return nil
+}
+
+// spec opens what the flags name.
+func (o *runOptions) spec(ctx context.Context) (_ microvm.Spec, closeFiles func() error, err error) {
+	var files []*os.File
+	closeFiles = func() error {
+		var errs []error
+		for _, f := range files {
+			errs = append(errs, f.Close())
+		}
+		return errors.Join(errs...)
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, closeFiles())
+		}
+	}()
+	open := func(path string, flag int) (*os.File, error) {
+		f, err := os.OpenFile(path, flag, 0)
+		if err == nil {
+			files = append(files, f)
+		}
+		return f, err
+	}
+	spec := microvm.Spec{Memory: uint64(o.memory), VCPUs: o.cpus, Hostname: o.hostname, Cmdline: o.cmdline}
+	if spec.Root, err = openRoot(ctx, o.rootfs); err != nil {
+		return spec, nil, err
+	}
+	files = append(files, spec.Root)
+	if o.kernel != "" {
+		if spec.Kernel, err = open(o.kernel, os.O_RDONLY); err != nil {
+			return spec, nil, fmt.Errorf("--kernel: %w", err)
+		}
+	}
+	for _, d := range o.disks {
+		path, readOnly := strings.CutSuffix(d, ":ro")
+		flag := os.O_RDWR
+		if readOnly {
+			flag = os.O_RDONLY
+		}
+		f, err := open(path, flag)
+		if err != nil {
+			return spec, nil, fmt.Errorf("--disk: %w", err)
+		}
+		spec.Disks = append(spec.Disks, vmm.Disk{File: f, ReadOnly: readOnly, ID: filepath.Base(path)})
+	}
+	return spec, closeFiles, nil
+}
+
+// openRoot opens a root filesystem for a guest.
+func openRoot(ctx context.Context, path string) (_ *os.File, err error) {
+	path, cleanup, err := rootPath(ctx, path)
+	if err != nil {
+		return nil, err
+	}
+	// An open file outlives its name.
+	defer func() { err = errors.Join(err, cleanup()) }()
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("--rootfs: %w", err)
+	}
+	return f, nil
+}
+
+// rootPath is the path of an image: the given one, or that of an image made
+// of the given folder, which cleanup removes.
+func rootPath(ctx context.Context, path string) (_ string, cleanup func() error, err error) {
+	info, err := os.Stat(path)
+	if err != nil {
+		return "", nil, fmt.Errorf("--rootfs: %w", err)
+	}
+	if !info.IsDir() {
+		return path, func() error { return nil }, nil
+	}
+	dir, err := os.MkdirTemp("", "agentrun-root-")
+	if err != nil {
+		return "", nil, fmt.Errorf("--rootfs: %w", err)
+	}
+	cleanup = func() error { return os.RemoveAll(dir) }
+	out := filepath.Join(dir, "root.erofs")
+	if err := image.FromDir(ctx, path, out); err != nil {
+		return "", nil, errors.Join(err, cleanup())
+	}
+	return out, cleanup, nil
+}

@@ -1,0 +1,35 @@
+// Command vmm runs one microVM. It is started by a parent that speaks
+// package vmmctl with it over descriptor 3, and it opens nothing by path.
+package main
+
+import (
+	"fmt"
+	"os"
+	"runtime/debug"
+
+	"agentrun.dev/internal/vmmctl"
+	"agentrun.dev/internal/vmmserver"
+)
+
+// controlFD is where the parent leaves the control socket.
+const controlFD = 3
+
+// gcPercent trades CPU for memory: the heap of a vmm is a few hundred KiB,
+// and there is one per sandbox.
+const gcPercent = 50
+
+func main() {
+	if err := run(); err != nil {
+		fmt.Fprintln(os.Stderr, "vmm:", err)
+		os.Exit(1)
+	}
+}
+
+func run() error {
+	debug.SetGCPercent(gcPercent)
+	conn, err := vmmctl.NewConn(os.NewFile(controlFD, "vmm control"))
+	if err != nil {
+		return fmt.Errorf("%w (vmm is started by agentrun, not by hand)", err)
+	}
+	return vmmserver.Serve(conn)
+}

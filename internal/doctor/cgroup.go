@@ -1,0 +1,114 @@
+package doctor
+
+import (
+	"bufio"
+	"path"
+	"slices"
+	"strings"
+)
+
+// wantedControllers limit what one sandbox may use of its host.
+var wantedControllers = []string{"memory", "cpu", "pids", "io"}
+
+// cgroupLayout is how the control groups of a host are mounted.
+type cgroupLayout struct {
+	v2 bool
+	v1 bool
+	// folders maps a controller, by its v2 name, to its hierarchy's folder.
+	folders map[string]string
+}
+
+// name is what administrators call the layout.
+func (l cgroupLayout) name() string {
+	switch {
+	case l.v1 && l.v2:
+		return "hybrid (v1 controllers beside v2)"
+	case l.v2:
+		return "v2"
+	case l.v1:
+		return "v1"
+	}
+	return "none"
+}
+
+// readCgroups finds the hierarchies in the mount table (proc(5): the fields
+// after the lone hyphen are type, source and super options).
+func (h *host) readCgroups() (cgroupLayout, error) {
+	l := cgroupLayout{folders: map[string]string{}}
+	table, err := h.read("proc/self/mountinfo")
+	if err != nil {
+		return l, err
+	}
+	lines := bufio.NewScanner(strings.NewReader(table))
+	lines.Buffer(nil, 1<<20)
+	for lines.Scan() {
+		before, after, ok := strings.Cut(lines.Text(), " - ")
+		left, right := strings.Fields(before), strings.Fields(after)
+		if !ok || len(left) < 5 || len(right) < 3 {
+			continue
+		}
+		folder := left[4]
+		switch right[0] {
+		case "cgroup2":
+			l.v2 = true
+			have, err := h.read(path.Join(strings.TrimPrefix(folder, "/"), "cgroup.controllers"))
+			if err != nil {
+				continue
+			}
+			for c := range strings.FieldsSeq(have) {
+				l.folders[c] = folder
+			}
+		case "cgroup":
+			l.v1 = true
+			for c := range strings.SplitSeq(right[2], ",") {
+				if c == "blkio" {
+					c = "io"
+				}
+				if _, taken := l.folders[c]; !taken {
+					l.folders[c] = folder
+				}
+			}
+		}
+	}
+	return l, nil
+}
+
+func checkCgroups(h *host) []Check {
+	c := Check{Name: CheckCgroups, Status: OK}
+	l, err := h.readCgroups()
+	if err != nil {
+		c.Status, c.Detail, c.Fix = Warn, "the mount table cannot be read", "mount /proc"
+		return one(c)
+	}
+	var usable, absent, locked []string
+	for _, name := range wantedControllers {
+		switch folder, ok := l.folders[name]; {
+		case !ok:
+			absent = append(absent, name)
+		case !h.Probes.Writable(folder):
+			locked = append(locked, name)
+		default:
+			usable = append(usable, name)
+		}
+	}
+	c.Detail = l.name()
+	if len(usable) > 0 {
+		c.Detail += "; usable: " + strings.Join(usable, ", ")
+	}
+	if len(absent) > 0 {
+		c.Status = Warn
+		c.Detail += "; absent: " + strings.Join(absent, ", ")
+		c.Fix = "mount a cgroup2 file system that offers them"
+	}
+	if len(locked) > 0 {
+		c.Status = Warn
+		c.Detail += "; not writable by this user: " + strings.Join(locked, ", ")
+		c.Fix = "run as root, or have a cgroup delegated to this user (systemd: Delegate=yes)"
+	}
+	if c.Status == Warn {
+		c.Fix += "; nothing sets limits yet, sandboxes of a daemon will"
+	} else if l.v1 && slices.Contains(usable, "io") {
+		c.Detail += " (v1 does not slow buffered writes down)"
+	}
+	return one(c)
+}

@@ -1,0 +1,185 @@
+// Package doctor looks at a host and says whether a microVM can run on it,
+// what is missing and how to put that right. It changes nothing.
+//
+// What it reads are the files under /proc, /sys and /dev and the answers of a
+// few system calls; both are inputs of Run, so that tests can play hosts they
+// do not run on.
+package doctor
+
+import (
+	"context"
+	"io/fs"
+	"os"
+	"os/exec"
+
+	"agentrun.dev/internal/assets"
+)
+
+// Status is the outcome of one check.
+type Status string
+
+// The outcomes. A warning is something a person should know; a failure keeps
+// sandboxes from running on this host.
+const (
+	OK   Status = "ok"
+	Warn Status = "warn"
+	Fail Status = "fail"
+)
+
+// Check is one thing that was looked at.
+type Check struct {
+	// Name says what was looked at. Names are part of the JSON schema.
+	Name   string `json:"name"`
+	Status Status `json:"status"`
+	// Detail says what was found.
+	Detail string `json:"detail"`
+	// Fix says what to do about a warning or a failure.
+	Fix string `json:"fix,omitempty"`
+}
+
+// Names of the checks, in the order of a report. CheckCapabilities is there
+// only when /dev/kvm could be opened.
+const (
+	CheckKVM          = "kvm"
+	CheckCapabilities = "kvm-capabilities"
+	CheckCPU          = "cpu"
+	CheckKernel       = "kernel"
+	CheckCgroups      = "cgroups"
+	CheckUserfaultfd  = "userfaultfd"
+	CheckMemfd        = "memfd"
+	CheckMemory       = "memory"
+	CheckDisk         = "disk"
+	CheckAssets       = "assets"
+	CheckTools        = "tools"
+)
+
+// Engine is a way to run sandboxes.
+type Engine string
+
+// The engines that a report can name.
+const (
+	EngineMicroVM Engine = "microvm"
+	// EngineNone means that no engine works on this host as it is.
+	EngineNone Engine = "none"
+)
+
+// Schema is the version of a report's JSON form. It grows when a field
+// changes its meaning or goes away, not when one is added.
+const Schema = 1
+
+// Report is what was found on a host.
+type Report struct {
+	Schema int `json:"schema"`
+	// Engine is the engine that works on this host.
+	Engine Engine `json:"engine"`
+	// Advice says in a sentence what to do next.
+	Advice string  `json:"advice"`
+	Checks []Check `json:"checks"`
+}
+
+// Usable says whether sandboxes can run on the host.
+func (r Report) Usable() bool { return r.Engine != EngineNone }
+
+// Config is where to look. Its zero value, filled by Run, is the real host.
+type Config struct {
+	// Files is the host's root folder: proc, sys and dev are read from it.
+	Files fs.FS
+	// CacheFolder is where images and kernels are kept; it need not exist.
+	CacheFolder string
+	// Probes ask the kernel. A nil one is replaced by the real one.
+	Probes Probes
+}
+
+// Probes are the questions that no file answers.
+type Probes struct {
+	// KVM opens /dev/kvm and names the capabilities that it lacks. The error
+	// is that of opening it.
+	KVM func() (missing []string, err error)
+	// Userfaultfd makes a userfaultfd, whatever way is open to this process,
+	// and returns its features (UFFD_FEATURE_*).
+	Userfaultfd func() (features uint64, err error)
+	// Memfd makes a file in memory and seals it.
+	Memfd func() error
+	// Disk returns the free bytes of the file system that holds a path.
+	Disk func(path string) (free uint64, err error)
+	// Writable says whether this process may make things in a folder.
+	Writable func(path string) bool
+	// Asset finds a part of a microVM.
+	Asset func(assets.Asset) (path string, err error)
+	// LookPath finds a program.
+	LookPath func(name string) (path string, err error)
+}
+
+func (c *Config) fill() {
+	if c.Files == nil {
+		c.Files = os.DirFS("/")
+	}
+	p := &c.Probes
+	if p.KVM == nil {
+		p.KVM = probeKVM
+	}
+	if p.Userfaultfd == nil {
+		p.Userfaultfd = probeUserfaultfd
+	}
+	if p.Memfd == nil {
+		p.Memfd = probeMemfd
+	}
+	if p.Disk == nil {
+		p.Disk = probeDisk
+	}
+	if p.Writable == nil {
+		p.Writable = probeWritable
+	}
+	if p.Asset == nil {
+		p.Asset = assets.Path
+	}
+	if p.LookPath == nil {
+		p.LookPath = exec.LookPath
+	}
+}
+
+// host is a configured Config with what several checks need to know.
+type host struct {
+	Config
+	cpu cpuInfo
+}
+
+// Run makes all checks. It ends early, with the checks made so far, when the
+// context does.
+func Run(ctx context.Context, cfg Config) Report {
+	cfg.fill()
+	h := &host{Config: cfg, cpu: readCPU(cfg.Files)}
+	r := Report{Schema: Schema, Checks: []Check{}}
+	for _, check := range []func(*host) []Check{
+		checkKVM, checkCPU, checkKernel, checkCgroups, checkUserfaultfd, checkMemfd,
+		checkMemory, checkDisk, checkAssets, checkTools,
+	} {
+		if ctx.Err() != nil {
+			break
+		}
+		r.Checks = append(r.Checks, check(h)...)
+	}
+	r.Engine, r.Advice = conclude(ctx, r.Checks)
+	return r
+}
+
+// conclude picks the engine. There is only one yet.
+func conclude(ctx context.Context, checks []Check) (Engine, string) {
+	if ctx.Err() != nil {
+		return EngineNone, "The examination was interrupted: run it again."
+	}
+	failed, kvmFailed := false, false
+	for _, c := range checks {
+		if c.Status == Fail {
+			failed = true
+			kvmFailed = kvmFailed || c.Name == CheckKVM
+		}
+	}
+	switch {
+	case kvmFailed:
+		return EngineNone, "MicroVMs do not run on this host itself. In a checkout of AgentRun they run in its testbed, an emulated machine with AMD-V: make demo, then build/testbed shell."
+	case failed:
+		return EngineNone, "MicroVMs will run on this host once the failed checks are put right."
+	}
+	return EngineMicroVM, "MicroVMs run on this host."
+}

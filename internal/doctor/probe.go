@@ -1,0 +1,108 @@
+package doctor
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"path/filepath"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"agentrun.dev/internal/kvm"
+	"agentrun.dev/internal/vmm"
+)
+
+func probeKVM() ([]string, error) {
+	sys, err := kvm.Open()
+	if err != nil {
+		return nil, err
+	}
+	missing := vmm.MissingCapabilities(sys)
+	return missing, sys.Close()
+}
+
+// Requests of linux/uapi/linux/userfaultfd.h.
+const (
+	userfaultfdNew = 0xaa00      // USERFAULTFD_IOC_NEW
+	uffdioAPI      = 0xc018_aa3f // UFFDIO_API
+	uffdAPIVersion = 0xaa
+)
+
+// uffdAPI is struct uffdio_api.
+type uffdAPI struct{ api, features, ioctls uint64 }
+
+// The kernel's ABI; a wrong size does not compile.
+var _ [24]byte = [unsafe.Sizeof(uffdAPI{})]byte{}
+
+// probeUserfaultfd takes the device when it may, else the system call. Both
+// must see faults taken inside the kernel, as KVM_RUN takes them: a descriptor
+// for user-mode faults alone would not do.
+func probeUserfaultfd() (features uint64, err error) {
+	fd, deviceErr := openUserfaultfd()
+	if deviceErr != nil {
+		r, _, errno := unix.Syscall(unix.SYS_USERFAULTFD, unix.O_CLOEXEC|unix.O_NONBLOCK, 0, 0)
+		if errno != 0 {
+			return 0, fmt.Errorf("%w; userfaultfd: %w", deviceErr, errno)
+		}
+		fd = int(r)
+	}
+	defer func() { err = errors.Join(err, unix.Close(fd)) }()
+	// Asking for no feature returns those the kernel has.
+	a := uffdAPI{api: uffdAPIVersion}
+	// Invariant: a lives on this frame until the call returns.
+	if _, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(fd), uffdioAPI, uintptr(unsafe.Pointer(&a))); errno != 0 {
+		return 0, fmt.Errorf("ask for the features of userfaultfd: %w", errno)
+	}
+	return a.features, nil
+}
+
+func openUserfaultfd() (fd int, err error) {
+	dev, err := unix.Open("/dev/userfaultfd", unix.O_RDWR|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return 0, fmt.Errorf("open /dev/userfaultfd: %w", err)
+	}
+	defer func() { err = errors.Join(err, unix.Close(dev)) }()
+	r, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(dev), userfaultfdNew, unix.O_CLOEXEC|unix.O_NONBLOCK)
+	if errno != 0 {
+		return 0, fmt.Errorf("make a userfaultfd: %w", errno)
+	}
+	return int(r), nil
+}
+
+// probeMemfd makes what the product makes: a file that can no longer change.
+func probeMemfd() (err error) {
+	fd, err := unix.MemfdCreate("doctor", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	if err != nil {
+		return fmt.Errorf("memfd_create: %w", err)
+	}
+	defer func() { err = errors.Join(err, unix.Close(fd)) }()
+	const seals = unix.F_SEAL_WRITE | unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
+	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals); err != nil {
+		return fmt.Errorf("seal it: %w", err)
+	}
+	return nil
+}
+
+// probeDisk asks the nearest folder that exists: the cache is made when it is
+// first needed.
+func probeDisk(path string) (uint64, error) {
+	path, err := filepath.Abs(path)
+	if err != nil {
+		return 0, err
+	}
+	for {
+		var s unix.Statfs_t
+		err := unix.Statfs(path, &s)
+		switch parent := filepath.Dir(path); {
+		case err == nil:
+			return s.Bavail * uint64(s.Bsize), nil
+		case !errors.Is(err, fs.ErrNotExist) || parent == path:
+			return 0, fmt.Errorf("look at %s: %w", path, err)
+		default:
+			path = parent
+		}
+	}
+}
+
+func probeWritable(path string) bool { return unix.Access(path, unix.W_OK) == nil }

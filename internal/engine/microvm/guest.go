@@ -1,0 +1,146 @@
+package microvm
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+	"time"
+
+	"agentrun.dev/internal/assets"
+	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/vmm"
+)
+
+// Spec describes a Linux guest to boot.
+type Spec struct {
+	// Kernel is a vmlinux; nil takes the one that comes with AgentRun.
+	Kernel *os.File
+	// Root is the image of the root filesystem, an EROFS file; guests share
+	// it and write to a layer of their own in memory.
+	Root *os.File
+	// Disks become /dev/vdb, /dev/vdc, …
+	Disks []vmm.Disk
+	// Nets become eth0, …
+	Nets     []vmm.Net
+	Memory   uint64
+	VCPUs    int
+	Hostname string
+	// Cmdline is appended to the kernel's command line.
+	Cmdline string
+}
+
+// kernelCmdline is what every guest boots with: a quiet console, no search for
+// a PCI bus, no module loading, and a reset (which the VMM sees) on a panic.
+const kernelCmdline = "console=ttyS0 quiet panic=-1 pci=off 8250.nr_uarts=1 sysctl.kernel.modules_disabled=1"
+
+// Guest is a booted Linux guest whose agent has answered.
+type Guest struct {
+	*Process
+	// Agent is a session with the guest's agent.
+	Agent *guestrpc.Client
+}
+
+// Boot boots a guest and returns when its agent has answered.
+func Boot(ctx context.Context, spec Spec) (_ *Guest, err error) {
+	vmmPath, err := assets.Path(assets.VMM)
+	if err != nil {
+		return nil, err
+	}
+	agent, err := assets.Open(assets.GuestAgent)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = agent.Close() }()
+	kernel := spec.Kernel
+	if kernel == nil {
+		if kernel, err = assets.Open(assets.Kernel); err != nil {
+			return nil, err
+		}
+		defer func() { _ = kernel.Close() }()
+	}
+	initrd, err := Initramfs(agent)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = initrd.Close() }()
+	p, err := Start(vmmPath, Machine{
+		Kernel: kernel, Initrd: initrd, Cmdline: spec.cmdline(), Memory: spec.Memory, VCPUs: spec.VCPUs,
+		Disks: append([]vmm.Disk{{File: spec.Root, ReadOnly: true, ID: "root"}}, spec.Disks...),
+		Nets:  spec.Nets,
+	})
+	if err != nil {
+		return nil, err
+	}
+	g, err := connect(ctx, p)
+	if err != nil {
+		console, _ := p.Console(context.WithoutCancel(ctx)) // the process may be gone
+		p.Kill()
+		if _, tail := p.Wait(); len(console) == 0 {
+			console = tail
+		}
+		if len(console) > 0 {
+			err = fmt.Errorf("%w\nthe guest's console ended with:\n%s", err, lastLines(console, 20))
+		}
+		return nil, err
+	}
+	return g, nil
+}
+
+func (s *Spec) cmdline() string {
+	parts := []string{kernelCmdline, "agentrun.root=/dev/vda"}
+	if s.Hostname != "" {
+		parts = append(parts, "agentrun.hostname="+s.Hostname)
+	}
+	if s.Cmdline != "" {
+		parts = append(parts, s.Cmdline)
+	}
+	return strings.Join(parts, " ")
+}
+
+func connect(ctx context.Context, p *Process) (*Guest, error) {
+	if err := p.WaitReady(ctx); err != nil {
+		return nil, err
+	}
+	conn, err := p.Dial(ctx, AgentPort)
+	if err != nil {
+		return nil, err
+	}
+	client, err := guestrpc.NewClient(ctx, conn)
+	if err != nil {
+		return nil, err
+	}
+	return &Guest{Process: p, Agent: client}, nil
+}
+
+// lastLines is the end of a text.
+func lastLines(text []byte, n int) string {
+	lines := strings.Split(strings.TrimRight(string(text), "\r\n"), "\n")
+	return strings.Join(lines[max(0, len(lines)-n):], "\n")
+}
+
+// Shutdown powers the guest off from inside: its processes get grace to end,
+// its disks are synced. A guest that is still there some time after the grace
+// is stopped.
+func (g *Guest) Shutdown(ctx context.Context, grace time.Duration) (vmm.Exit, error) {
+	ctx, cancel := context.WithTimeout(ctx, grace+shutdownMargin)
+	defer cancel()
+	err := g.Agent.Shutdown(ctx, guestrpc.ShutdownRequest{Mode: guestrpc.PowerOff, Grace: grace})
+	if err == nil {
+		select {
+		case <-g.Done():
+		case <-ctx.Done():
+			err = fmt.Errorf("shut down: %w", ctx.Err())
+		}
+	}
+	if err != nil {
+		g.Kill()
+	}
+	exit, _ := g.Wait()
+	return exit, errors.Join(err, g.Agent.Close())
+}
+
+// shutdownMargin is what a guest gets beyond the grace of its processes, to
+// sync its disks and power off.
+const shutdownMargin = 30 * time.Second

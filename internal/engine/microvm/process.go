@@ -1,0 +1,322 @@
+// Package microvm runs sandboxes as microVMs: one vmm process per VM, started
+// and spoken to here.
+package microvm
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"sync"
+
+	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmmctl"
+	"golang.org/x/sys/unix"
+)
+
+// AgentPort is the vsock port that the guest's agent listens on.
+const AgentPort = 1024
+
+// Machine describes a VM to boot. The files stay the caller's.
+type Machine struct {
+	Kernel  *os.File
+	Initrd  *os.File // may be nil
+	Cmdline string
+	Memory  uint64
+	VCPUs   int
+	Disks   []vmm.Disk
+	Nets    []vmm.Net
+}
+
+// Process is a running vmm process with its VM.
+type Process struct {
+	cmd    *exec.Cmd
+	conn   *vmmctl.Conn
+	stderr *os.File // a sealed memfd: what the process said when it crashed
+
+	ready    chan struct{} // closed when the guest's agent listens
+	done     chan struct{} // closed when the process has ended
+	exit     vmm.Exit      // set before done is closed
+	lastTail []byte        // the console's tail at the end, likewise
+
+	mu      sync.Mutex // protects all following fields
+	nextID  uint64
+	waiting map[uint64]chan *vmmctl.Reply // nil once the process has ended
+}
+
+// stderrLimit bounds what a dying vmm can say: a Go stack trace.
+const stderrLimit = 64 << 10
+
+// Start starts a vmm process from the binary at path and boots the machine.
+// It returns when the guest's processors run; WaitReady tells when its agent
+// listens.
+func Start(path string, m Machine) (*Process, error) {
+	kvmFile, err := os.OpenFile("/dev/kvm", os.O_RDWR, 0)
+	if err != nil {
+		return nil, fmt.Errorf("open KVM: %w (agentrun doctor says what this host lacks)", err)
+	}
+	defer func() { _ = kvmFile.Close() }() // the vmm has its own copy
+	p, err := spawn(path)
+	if err != nil {
+		return nil, err
+	}
+	boot := &vmmctl.Boot{
+		Cmdline: m.Cmdline, Memory: m.Memory, VCPUs: uint64(m.VCPUs), HasInitrd: m.Initrd != nil,
+	}
+	files := []*os.File{kvmFile, m.Kernel}
+	if m.Initrd != nil {
+		files = append(files, m.Initrd)
+	}
+	for _, d := range m.Disks {
+		boot.Disks = append(boot.Disks, vmmctl.BootDisk{ReadOnly: d.ReadOnly, ID: d.ID})
+		files = append(files, d.File)
+	}
+	for _, n := range m.Nets {
+		boot.Nets = append(boot.Nets, vmmctl.BootNet{MAC: n.MAC, MTU: n.MTU})
+		files = append(files, n.Socket)
+	}
+	reply := make(chan *vmmctl.Reply, 1)
+	p.waiting[0] = reply // Boot is answered with id 0
+	sendErr := p.conn.Send(boot, files...)
+	go p.receive()
+	if _, err := p.await(context.Background(), reply); err != nil || sendErr != nil {
+		p.Kill()
+		return nil, fmt.Errorf("start microVM: %w", errors.Join(sendErr, err))
+	}
+	return p, nil
+}
+
+// spawn starts the process with its control socket.
+func spawn(path string) (*Process, error) {
+	parent, child, err := vmmctl.Pair()
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = child.Close() }() // the process has its own copy
+	stderr, err := sealedMemfd("vmm stderr", stderrLimit)
+	if err != nil {
+		return nil, errors.Join(err, parent.Close())
+	}
+	conn, err := vmmctl.NewConn(parent)
+	if err != nil {
+		return nil, errors.Join(err, parent.Close(), stderr.Close())
+	}
+	cmd := exec.Command(path)
+	cmd.ExtraFiles = []*os.File{child}
+	cmd.Stderr = stderr
+	cmd.Env = []string{} // nothing of the parent's environment concerns a VM
+	if err := cmd.Start(); err != nil {
+		return nil, errors.Join(fmt.Errorf("start vmm process: %w", err), conn.Close(), stderr.Close())
+	}
+	return &Process{
+		cmd: cmd, conn: conn, stderr: stderr, nextID: 1,
+		ready: make(chan struct{}), done: make(chan struct{}), waiting: map[uint64]chan *vmmctl.Reply{},
+	}, nil
+}
+
+// sealedMemfd is a file in memory that cannot grow beyond size.
+func sealedMemfd(name string, size int64) (*os.File, error) {
+	fd, err := unix.MemfdCreate(name, unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	if err != nil {
+		return nil, fmt.Errorf("make memfd: %w", err)
+	}
+	f := os.NewFile(uintptr(fd), name)
+	err = f.Truncate(size)
+	if err == nil {
+		_, err = unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, unix.F_SEAL_GROW|unix.F_SEAL_SHRINK)
+	}
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("seal memfd: %w", err), f.Close())
+	}
+	return f, nil
+}
+
+// receive reads what the process says until its end of the socket closes,
+// then reaps it.
+func (p *Process) receive() {
+	var last *vmmctl.Exit
+	var ready sync.Once
+	for {
+		m, files, err := p.conn.Receive()
+		if err != nil {
+			break // io.EOF, or nonsense: either way the process is done for
+		}
+		for _, f := range files {
+			_ = f.Close() // a vmm has no business sending any
+		}
+		switch m := m.(type) {
+		case *vmmctl.Reply:
+			p.mu.Lock()
+			ch := p.waiting[m.ID]
+			delete(p.waiting, m.ID)
+			p.mu.Unlock()
+			if ch != nil {
+				ch <- m
+			}
+		case *vmmctl.Ready:
+			ready.Do(func() { close(p.ready) })
+		case *vmmctl.Exit:
+			last = m
+		}
+	}
+	p.finish(last)
+}
+
+// finish reaps the process and tells everybody who waits.
+func (p *Process) finish(last *vmmctl.Exit) {
+	_ = p.conn.Close() // only ours; makes a confused process stop
+	err := p.cmd.Wait()
+	if last != nil {
+		p.exit = vmm.Exit{Reason: vmm.Reason(last.Reason), Detail: last.Detail}
+		p.lastTail = last.Console
+	} else {
+		p.exit = vmm.Exit{Reason: vmm.ReasonKilled, Detail: lastWords(err, p.stderr)}
+	}
+	_ = p.stderr.Close()
+	p.mu.Lock()
+	p.waiting = nil
+	p.mu.Unlock()
+	close(p.done)
+}
+
+// lastWords says how a process without an Exit message died.
+func lastWords(waitErr error, stderr *os.File) string {
+	said := make([]byte, stderrLimit)
+	n, _ := stderr.ReadAt(said, 0) // nothing said is fine
+	said = bytes.TrimSpace(bytes.TrimRight(said[:n], "\x00"))
+	how := "vmm process exited without a word"
+	if waitErr != nil {
+		how = "vmm process: " + waitErr.Error()
+	}
+	if len(said) > 0 {
+		how += ": " + string(said)
+	}
+	return how
+}
+
+// WaitReady waits until the guest's agent listens.
+func (p *Process) WaitReady(ctx context.Context) error {
+	select {
+	case <-p.ready:
+		return nil
+	case <-p.done:
+		return fmt.Errorf("the guest ended before its agent was ready: %v", p.exit)
+	case <-ctx.Done():
+		return fmt.Errorf("wait for the guest's agent: %w", ctx.Err())
+	}
+}
+
+// Done is closed when the VM and its process have ended.
+func (p *Process) Done() <-chan struct{} { return p.done }
+
+// Wait returns how the VM ended and the tail of its console.
+func (p *Process) Wait() (vmm.Exit, []byte) {
+	<-p.done
+	return p.exit, p.lastTail
+}
+
+// Pid is the process id of the vmm.
+func (p *Process) Pid() int { return p.cmd.Process.Pid }
+
+// Kill ends process and VM at once and waits until they are gone.
+func (p *Process) Kill() {
+	_ = p.cmd.Process.Kill() // already gone is fine
+	<-p.done
+}
+
+// Dial opens a stream to a vsock port of the guest.
+func (p *Process) Dial(ctx context.Context, port uint32) (net.Conn, error) {
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
+	if err != nil {
+		return nil, fmt.Errorf("dial guest port %d: %w", port, err)
+	}
+	ours, theirs := os.NewFile(uintptr(fds[0]), "guest stream"), os.NewFile(uintptr(fds[1]), "guest stream")
+	_, err = p.request(ctx, func(id uint64) vmmctl.Message { return &vmmctl.Connect{ID: id, Port: port} }, theirs)
+	err = errors.Join(err, theirs.Close())
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("dial guest port %d: %w", port, err), ours.Close())
+	}
+	conn, err := net.FileConn(ours)
+	if err = errors.Join(err, ours.Close()); err != nil {
+		return nil, fmt.Errorf("dial guest port %d: %w", port, err)
+	}
+	return conn, nil
+}
+
+// Pause stops the guest's processors and devices.
+func (p *Process) Pause(ctx context.Context) error { return p.simple(ctx, vmmctl.KindPause) }
+
+// Resume lets a paused guest go on.
+func (p *Process) Resume(ctx context.Context) error { return p.simple(ctx, vmmctl.KindResume) }
+
+// RenewGeneration gives the guest a new generation id and tells its kernel,
+// which reseeds its random number generator.
+func (p *Process) RenewGeneration(ctx context.Context) error {
+	return p.simple(ctx, vmmctl.KindGeneration)
+}
+
+// Stop cuts the guest's power.
+func (p *Process) Stop(ctx context.Context) error { return p.simple(ctx, vmmctl.KindStop) }
+
+// Console returns the tail of what the guest printed.
+func (p *Process) Console(ctx context.Context) ([]byte, error) {
+	r, err := p.request(ctx, func(id uint64) vmmctl.Message {
+		return &vmmctl.Simple{Kind: vmmctl.KindConsole, ID: id}
+	})
+	if err != nil {
+		return nil, fmt.Errorf("read console: %w", err)
+	}
+	return r.Data, nil
+}
+
+// SetBalloon asks the guest to give back this much of its memory.
+func (p *Process) SetBalloon(ctx context.Context, bytes uint64) error {
+	_, err := p.request(ctx, func(id uint64) vmmctl.Message { return &vmmctl.Balloon{ID: id, Bytes: bytes} })
+	return err
+}
+
+func (p *Process) simple(ctx context.Context, kind vmmctl.Kind) error {
+	_, err := p.request(ctx, func(id uint64) vmmctl.Message { return &vmmctl.Simple{Kind: kind, ID: id} })
+	return err
+}
+
+// request sends a message and waits for its reply.
+func (p *Process) request(ctx context.Context, message func(id uint64) vmmctl.Message, files ...*os.File) (*vmmctl.Reply, error) {
+	reply := make(chan *vmmctl.Reply, 1)
+	p.mu.Lock()
+	if p.waiting == nil {
+		p.mu.Unlock()
+		return nil, p.ended()
+	}
+	id := p.nextID
+	p.nextID++
+	p.waiting[id] = reply
+	p.mu.Unlock()
+	if err := p.conn.Send(message(id), files...); err != nil && !errors.Is(err, io.ErrClosedPipe) {
+		p.mu.Lock()
+		delete(p.waiting, id)
+		p.mu.Unlock()
+		return nil, err
+	}
+	return p.await(ctx, reply)
+}
+
+func (p *Process) await(ctx context.Context, reply <-chan *vmmctl.Reply) (*vmmctl.Reply, error) {
+	select {
+	case r := <-reply:
+		if r.Error != "" {
+			return nil, errors.New(r.Error)
+		}
+		return r, nil
+	case <-p.done:
+		return nil, p.ended()
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}
+
+func (p *Process) ended() error { return fmt.Errorf("%w: %v", vmm.ErrEnded, p.exit) }

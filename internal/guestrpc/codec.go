@@ -1,0 +1,210 @@
+package guestrpc
+
+import (
+	"strconv"
+	"time"
+
+	"agentrun.dev/internal/wire"
+)
+
+// Limits of message fields.
+const (
+	maxID        = 128
+	maxPath      = 4096
+	maxUser      = 256
+	maxArgs      = 8192
+	maxArg       = 60 << 10
+	maxShort     = 256 // host names, kernel releases and the like
+	maxListItems = 4096
+	maxItem      = 20 << 10 // a FileInfo with two paths, or an ExecInfo
+)
+
+// message is a struct that can cross the wire. visit names its fields in
+// order to c, which either writes or fills them: one list of fields serves
+// both directions, so they can not disagree.
+type message interface {
+	visit(c *codec)
+}
+
+// messageVersion is the version of every message in protocol version 1. When
+// one gets a new field, it is visited last, after a check of c.since(2).
+const messageVersion = 1
+
+// codec visits the fields of a message, writing them if e is set and reading
+// them if d is.
+type codec struct {
+	e       *wire.Encoder
+	d       *wire.Decoder
+	version uint64
+	err     error // of the writing side
+}
+
+// marshal encodes m. A field over its limit is the caller's mistake and is
+// reported as such rather than sent.
+func marshal(b []byte, m message) ([]byte, error) {
+	c := codec{e: wire.NewEncoder(b), version: messageVersion}
+	c.e.Version(messageVersion)
+	m.visit(&c)
+	return c.e.Bytes(), c.err
+}
+
+// unmarshal decodes b into m, which must be zero.
+func unmarshal(b []byte, m message) error {
+	c := codec{d: wire.NewDecoder(b)}
+	c.version = c.d.Version(messageVersion)
+	m.visit(&c)
+	return c.d.Finish()
+}
+
+func (c *codec) tooLong(what string, n, limit int) {
+	if c.err == nil {
+		c.err = newError(CodeInvalidArgument, what, " has length ", strconv.Itoa(n), ", the limit is ", strconv.Itoa(limit))
+	}
+}
+
+func (c *codec) str(what string, v *string, limit int) {
+	if c.d != nil {
+		*v = c.d.String(limit)
+		return
+	}
+	if len(*v) > limit {
+		c.tooLong(what, len(*v), limit)
+		return
+	}
+	c.e.String(*v)
+}
+
+func (c *codec) strs(what string, v *[]string, maxCount, maxLen int) {
+	if c.d != nil {
+		*v = c.d.Strings(maxCount, maxLen)
+		return
+	}
+	if len(*v) > maxCount {
+		c.tooLong(what, len(*v), maxCount)
+		return
+	}
+	for _, s := range *v {
+		if len(s) > maxLen {
+			c.tooLong("an entry of "+what, len(s), maxLen)
+			return
+		}
+	}
+	c.e.Strings(*v)
+}
+
+func (c *codec) bool(v *bool) {
+	if c.d != nil {
+		*v = c.d.Bool()
+		return
+	}
+	c.e.Bool(*v)
+}
+
+func (c *codec) u64(v *uint64) {
+	if c.d != nil {
+		*v = c.d.Uvarint()
+		return
+	}
+	c.e.Uvarint(*v)
+}
+
+func (c *codec) i64(v *int64) {
+	if c.d != nil {
+		*v = c.d.Varint()
+		return
+	}
+	c.e.Varint(*v)
+}
+
+// number carries any integer type as an unsigned number of at most limit.
+func number[T ~uint8 | ~uint16 | ~uint32 | ~int | ~int32](c *codec, what string, v *T, limit uint64) {
+	if c.d != nil {
+		*v = T(c.d.UvarintMax(limit))
+		return
+	}
+	if *v < 0 || uint64(*v) > limit {
+		if c.err == nil {
+			c.err = newError(CodeInvalidArgument, what, " is out of range")
+		}
+		return
+	}
+	c.e.Uvarint(uint64(*v))
+}
+
+func (c *codec) dur(v *time.Duration) { c.i64((*int64)(v)) }
+
+// zeroTime is the zero time.Time in seconds since 1970.
+const zeroTime = -62135596800
+
+func (c *codec) time(v *time.Time) {
+	if c.d != nil {
+		sec, nsec := c.d.Varint(), c.d.UvarintMax(1e9-1)
+		if sec != zeroTime || nsec != 0 {
+			*v = time.Unix(sec, int64(nsec))
+		}
+		return
+	}
+	c.e.Varint(v.Unix())
+	c.e.Uvarint(uint64(v.Nanosecond()))
+}
+
+// list carries a list of messages, each as bytes, so that they can grow.
+func list[T any, P interface {
+	*T
+	message
+}](c *codec, what string, v *[]T, maxCount int) {
+	if c.d != nil {
+		n := c.d.Count(maxCount)
+		for range n {
+			b := c.d.View(maxItem)
+			if c.d.Err() != nil {
+				return
+			}
+			var item T
+			if err := unmarshal(b, P(&item)); err != nil {
+				c.d.Fail(err)
+				return
+			}
+			*v = append(*v, item)
+		}
+		return
+	}
+	if len(*v) > maxCount {
+		c.tooLong(what, len(*v), maxCount)
+		return
+	}
+	c.e.Uvarint(uint64(len(*v)))
+	for i := range *v {
+		b, err := marshal(nil, P(&(*v)[i]))
+		if err == nil && len(b) > maxItem {
+			err = newError(CodeInvalidArgument, "an entry of ", what, " is too large")
+		}
+		if err != nil {
+			c.err = err
+			return
+		}
+		c.e.Data(b)
+	}
+}
+
+// nested carries one message inside another, as bytes.
+func (c *codec) nested(m message) {
+	if c.d != nil {
+		b := c.d.View(maxItem)
+		if c.d.Err() != nil {
+			return
+		}
+		if err := unmarshal(b, m); err != nil {
+			c.d.Fail(err)
+		}
+		return
+	}
+	b, err := marshal(nil, m)
+	if err != nil && c.err == nil {
+		c.err = err
+	}
+	c.e.Data(b)
+}
+
+// since reports whether the fields of message version v are there.
+func (c *codec) since(v uint64) bool { return c.version >= v }

@@ -1,0 +1,106 @@
+package guestrpc
+
+import "time"
+
+// Method is what a stream asks for. The numbers are part of the protocol.
+type Method uint16
+
+// The methods. 64 to 79 are kept for the identity of a fork (generation,
+// entropy, clock, host name, secrets), 80 and up for ports and code kernels.
+const (
+	MethodInfo     Method = 1
+	MethodSync     Method = 2
+	MethodShutdown Method = 3
+
+	MethodExec        Method = 16
+	MethodAttach      Method = 17
+	MethodListExecs   Method = 18
+	MethodSignal      Method = 19
+	MethodResize      Method = 20
+	MethodReleaseExec Method = 21
+
+	MethodStat     Method = 32
+	MethodList     Method = 33
+	MethodRead     Method = 34
+	MethodWrite    Method = 35
+	MethodMkdir    Method = 36
+	MethodMove     Method = 37
+	MethodRemove   Method = 38
+	MethodSymlink  Method = 39
+	MethodReadlink Method = 40
+	MethodChmod    Method = 41
+	MethodChown    Method = 42
+	MethodWatch    Method = 43
+)
+
+// toGuest returns the channels that a method sends to the guest on.
+func (m Method) toGuest() channelSet {
+	switch m {
+	case MethodExec, MethodAttach, MethodWrite:
+		return channels(Stdin)
+	}
+	return 0
+}
+
+// toHost returns the channels that a method sends to the host on.
+func (m Method) toHost() channelSet {
+	switch m {
+	case MethodExec, MethodAttach:
+		return channels(Stdout, Stderr)
+	case MethodRead:
+		return channels(Stdout)
+	case MethodWatch:
+		return channels(Control)
+	}
+	return 0
+}
+
+// streaming reports whether HEADERS comes first.
+func (m Method) streaming() bool { return m.toHost() != 0 || m == MethodShutdown }
+
+// empty is a request or reply without fields.
+type empty struct{}
+
+func (*empty) visit(*codec) {}
+
+// Info describes the agent and its guest.
+type Info struct {
+	AgentVersion string
+	Kernel       string // release, as in uname
+	Hostname     string
+	BootID       string
+	Uptime       time.Duration
+	Generation   uint64 // raised by every fork
+	Processes    uint32 // pids in the guest
+}
+
+func (m *Info) visit(c *codec) {
+	c.str("agent version", &m.AgentVersion, maxShort)
+	c.str("kernel", &m.Kernel, maxShort)
+	c.str("hostname", &m.Hostname, maxShort)
+	c.str("boot id", &m.BootID, maxShort)
+	c.dur(&m.Uptime)
+	c.u64(&m.Generation)
+	number(c, "processes", &m.Processes, 1<<32-1)
+}
+
+// ShutdownMode says how a guest ends.
+type ShutdownMode uint8
+
+// The ways to shut down.
+const (
+	PowerOff ShutdownMode = 1
+	Reboot   ShutdownMode = 2
+)
+
+// ShutdownRequest ends the guest: every process gets SIGTERM, and what is
+// left after Grace gets SIGKILL; file systems are synced and unmounted.
+type ShutdownRequest struct {
+	Mode  ShutdownMode
+	Grace time.Duration
+}
+
+func (m *ShutdownRequest) visit(c *codec) {
+	number(c, "mode", &m.Mode, uint64(Reboot))
+	c.dur(&m.Grace)
+}

@@ -1,0 +1,224 @@
+package guestrpc
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"io"
+	"strconv"
+	"sync"
+	"time"
+)
+
+const (
+	// MaxStreams is the number of calls that a server runs at a time; further
+	// ones are refused with resource_exhausted.
+	MaxStreams = 128
+
+	// serverWindow is the window of each channel that the agent receives on.
+	serverWindow = 64 << 10
+)
+
+// Handler is what the agent does. Each call runs on a goroutine of its own.
+// The context ends when the host cancels the call or the connection is lost.
+// An error is sent to the host with the code that ErrorFrom finds in it.
+type Handler interface {
+	Info(ctx context.Context) (Info, error)
+	Sync(ctx context.Context) error
+	// Shutdown calls accept before it does what can not be undone.
+	Shutdown(ctx context.Context, req *ShutdownRequest, accept func() error) error
+
+	// Exec and Attach return when the process has ended and its output has
+	// been sent, or when ctx ends; the process must not end because of that.
+	Exec(ctx context.Context, req *ExecRequest, s *ExecStream) (ExitStatus, error)
+	Attach(ctx context.Context, req *AttachRequest, s *ExecStream) (ExitStatus, error)
+	ListExecs(ctx context.Context, req *ListExecsRequest) (ListExecsReply, error)
+	Signal(ctx context.Context, req *SignalRequest) error
+	Resize(ctx context.Context, req *ResizeRequest) error
+	ReleaseExec(ctx context.Context, req *ReleaseExecRequest) error
+
+	Stat(ctx context.Context, req *StatRequest) (FileInfo, error)
+	List(ctx context.Context, req *ListRequest) (ListReply, error)
+	Read(ctx context.Context, req *ReadRequest, s *ReadStream) error
+	// Write reads the contents from r until io.EOF. Any other error means that
+	// the host gave up.
+	Write(ctx context.Context, req *WriteRequest, r io.Reader) (WriteReply, error)
+	Mkdir(ctx context.Context, req *MkdirRequest) error
+	Move(ctx context.Context, req *MoveRequest) error
+	Remove(ctx context.Context, req *RemoveRequest) error
+	Symlink(ctx context.Context, req *SymlinkRequest) error
+	Readlink(ctx context.Context, req *ReadlinkRequest) (string, error)
+	Chmod(ctx context.Context, req *ChmodRequest) error
+	Chown(ctx context.Context, req *ChownRequest) error
+	Watch(ctx context.Context, req *WatchRequest, s *WatchStream) error
+}
+
+// server is the agent's end of a session.
+type server struct {
+	s       *session
+	handler Handler
+	calls   sync.WaitGroup
+
+	mu      sync.Mutex // protects running
+	running int
+}
+
+// Serve speaks to one host over conn until the connection or ctx ends, and
+// closes conn. When it returns all its calls have returned. A connection that
+// the host has closed is no error. Close of conn must end a Read under way.
+func Serve(ctx context.Context, conn io.ReadWriteCloser, h Handler, capabilities ...string) error {
+	s := newSession(conn, serverWindow)
+	srv := &server{s: s, handler: h}
+	s.onOpen = srv.open
+	stop := context.AfterFunc(ctx, func() { s.fail(context.Cause(ctx)) })
+	defer stop()
+	err := srv.handshake(capabilities)
+	if err == nil {
+		err = s.readLoop()
+	} else {
+		s.fail(err)
+		err = s.err
+	}
+	srv.calls.Wait()
+	if errors.Is(err, io.EOF) {
+		return nil
+	}
+	return err
+}
+
+func (srv *server) handshake(capabilities []string) error {
+	s := srv.s
+	peer, err := readHello(s.r)
+	if err != nil {
+		return err
+	}
+	// Sent even if the versions do not match, so that the host can say so.
+	if _, err := s.conn.Write(s.ourHello(capabilities)); err != nil {
+		return err
+	}
+	s.peer = peer
+	s.version, err = negotiate(peer)
+	return err
+}
+
+// open begins a call. It is called by the read loop and does not wait.
+func (srv *server) open(id uint32, payload []byte) error {
+	s := srv.s
+	method, n := binary.Uvarint(payload)
+	if n <= 0 || method > 1<<16-1 {
+		return violation("OPEN without a method")
+	}
+	s.mu.Lock()
+	if id <= s.lastID {
+		s.mu.Unlock()
+		return violation("stream id " + strconv.Itoa(int(id)) + " opened twice or out of order")
+	}
+	s.lastID = id
+	s.mu.Unlock()
+
+	run, err := srv.bind(Method(method), payload[n:])
+	if err != nil {
+		s.reset(id, ErrorFrom(err))
+		return nil
+	}
+	if !srv.begin() {
+		s.reset(id, newError(CodeResourceExhausted, "the guest agent runs ", strconv.Itoa(MaxStreams), " calls already"))
+		return nil
+	}
+	st := newStream(s, id, Method(method).toGuest())
+	st.blocking = true
+	s.mu.Lock()
+	if s.streams == nil { // the session ended meanwhile
+		s.mu.Unlock()
+		srv.end()
+		return nil
+	}
+	s.streams[id] = st
+	s.mu.Unlock()
+	srv.calls.Add(1)
+	go srv.call(st, run)
+	return nil
+}
+
+// begin counts a call unless there are too many.
+func (srv *server) begin() bool {
+	srv.mu.Lock()
+	defer srv.mu.Unlock()
+	if srv.running >= MaxStreams {
+		return false
+	}
+	srv.running++
+	return true
+}
+
+func (srv *server) end() {
+	srv.mu.Lock()
+	srv.running--
+	srv.mu.Unlock()
+}
+
+// call runs a handler and sends its result.
+func (srv *server) call(st *stream, run callFunc) {
+	defer srv.calls.Done()
+	reply, err := protect(st, run)
+	h := header{typ: frameReply, stream: st.id}
+	var payload []byte
+	if err == nil {
+		payload, err = marshal(nil, reply)
+	}
+	if err == nil && uint32(len(payload)) > srv.s.peer.maxPayload {
+		err = newError(CodeResourceExhausted, "reply is larger than a frame")
+	}
+	if err != nil {
+		h.typ = frameReset
+		payload = appendError(nil, ErrorFrom(err))
+	}
+	srv.s.forget(st.id)
+	if !st.finish(nil) {
+		srv.end()
+		return // the host has reset the stream
+	}
+	if srv.s.w.acquire(nil) != nil {
+		srv.end()
+		return
+	}
+	// Before the host can see the reply and open the next stream, but not
+	// before we have the turn: at most one call that is not counted exists.
+	srv.end()
+	// If it fails, the session has ended and the host knows.
+	_ = srv.s.w.writeHoldingTurn(nil, h, payload)
+}
+
+// protect turns a panic of a handler into an error: the agent is PID 1, and
+// its death is that of the guest.
+func protect(st *stream, run callFunc) (reply message, err error) {
+	defer func() {
+		if r := recover(); r != nil {
+			what := "unknown"
+			switch v := r.(type) {
+			case error:
+				what = v.Error()
+			case string:
+				what = v
+			}
+			err = newError(CodeInternal, "panic in guest agent: ", what)
+		}
+	}()
+	return run(streamContext{st}, st)
+}
+
+// streamContext is the context of a call. It needs no goroutine.
+type streamContext struct{ st *stream }
+
+func (c streamContext) Deadline() (time.Time, bool) { return time.Time{}, false }
+func (c streamContext) Done() <-chan struct{}       { return c.st.done }
+func (c streamContext) Value(any) any               { return nil }
+
+func (c streamContext) Err() error {
+	select {
+	case <-c.st.done:
+		return context.Canceled
+	default:
+		return nil
+	}
+}

@@ -1,0 +1,13 @@
+// Package vmmctl is the language between a parent and the vmm process it
+// started: one VM per process, one control socket per VM.
+//
+// The socket is a SOCK_SEQPACKET pair, so each message is whole and carries
+// its file descriptors with it; the vmm process opens nothing by path. The
+// parent sends Boot first, then requests with an id of its choosing; the vmm
+// answers each with a Reply of the same id, tells Ready when the guest's
+// agent has reported for duty, and Exit as its last word. When the socket
+// closes without an Exit the process was killed; when the parent's end closes
+// the VM is stopped.
+//
+// Every message is one byte of kind followed by a wire message.
+package vmmctl

@@ -1,0 +1,101 @@
+// Command gotest runs go test and says what happened in few lines: one per
+// package, the output of what failed, the reason of what was skipped, and a
+// closing count. A skipped test fails the run unless a file allows it: a suite
+// that skips what it cannot run looks like one that passes.
+//
+//	go run ./scripts/gotest [-allow FILE] [-v] -- GO-TEST-ARGUMENTS…
+package main
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"os/signal"
+)
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
+	defer stop()
+	err := run(ctx, os.Args[1:], os.Stdout)
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "gotest:", err)
+		os.Exit(1) //nolint:gocritic // stop has nothing left to do
+	}
+}
+
+func run(ctx context.Context, args []string, out io.Writer) error {
+	flags := flag.NewFlagSet("gotest", flag.ContinueOnError)
+	allowFile := flags.String("allow", "", "file that lists tests which may be skipped: PACKAGE TEST REASON")
+	verbose := flags.Bool("v", false, "print a line per test that passed, not only per package")
+	if err := flags.Parse(args); err != nil {
+		return err
+	}
+	allowed, err := readAllowed(*allowFile)
+	if err != nil {
+		return err
+	}
+	cmd := exec.CommandContext(ctx, "go", append([]string{"test", "-json"}, flags.Args()...)...)
+	// Interrupted, go test ends its tests itself; killed, it would leave them.
+	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
+	cmd.Stderr = os.Stderr
+	stdout, err := cmd.StdoutPipe()
+	if err != nil {
+		return err
+	}
+	if err := cmd.Start(); err != nil {
+		return fmt.Errorf("start go test: %w", err)
+	}
+	s := newSummary(out, *verbose, allowed)
+	readErr := readEvents(stdout, s.event)
+	waitErr := cmd.Wait()
+	verdict := s.close()
+	if readErr != nil {
+		return readErr
+	}
+	if verdict != nil {
+		return verdict
+	}
+	if waitErr != nil {
+		return fmt.Errorf("go test: %w", waitErr)
+	}
+	return nil
+}
+
+// event is a line of go test -json (go doc test2json).
+type event struct {
+	Action      string
+	Package     string
+	ImportPath  string // of a build
+	Test        string
+	Elapsed     float64
+	Output      string
+	FailedBuild string
+}
+
+// readEvents passes every event on. Lines that are none come from programs
+// which write past go test's pipes, and are passed on as output.
+func readEvents(r io.Reader, f func(event)) error {
+	lines := bufio.NewReader(r)
+	for {
+		line, err := lines.ReadBytes('\n')
+		if len(line) > 0 {
+			var e event
+			if json.Unmarshal(line, &e) != nil || e.Action == "" {
+				e = event{Action: "stray", Output: string(line)}
+			}
+			f(e)
+		}
+		switch {
+		case errors.Is(err, io.EOF):
+			return nil
+		case err != nil:
+			return fmt.Errorf("read from go test: %w", err)
+		}
+	}
+}

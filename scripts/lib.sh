@@ -1,0 +1,73 @@
+# Sourced by the other scripts: the repository's folder, phases, the host's KVM.
+set -euo pipefail
+
+repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+build=$repo/build
+cd "$repo"
+export AGENTRUN_ASSETS=${AGENTRUN_ASSETS:-$build}
+cache=${AGENTRUN_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/agentrun}
+
+die() {
+	printf '%s: %s\n' "$(basename "$0")" "$*" >&2
+	exit 1
+}
+
+command -v go >/dev/null ||
+	die "Go is missing: install Go 1.26, or any from 1.21 on, which fetches 1.26 itself (https://go.dev/doc/install)"
+
+script_begin=$(date +%s%N)
+
+# seconds_since NANOSECONDS: for people.
+seconds_since() {
+	local ms=$((($(date +%s%N) - $1) / 1000000))
+	printf '%d.%d s' $((ms / 1000)) $((ms % 1000 / 100))
+}
+
+# phase NAME COMMAND…: runs a step under a heading, and says how long it took.
+phase() {
+	local name=$1 begin status=0
+	shift
+	printf '\n== %s\n' "$name"
+	begin=$(date +%s%N)
+	# A subshell with -e of its own: a function that is tested, as in
+	# `"$@" || …`, would go on after a failing command.
+	set +e
+	(
+		set -e
+		"$@"
+	)
+	status=$?
+	set -e
+	if [ $status -ne 0 ]; then
+		printf '== %s: FAILED after %s\n' "$name" "$(seconds_since "$begin")"
+		return $status
+	fi
+	printf '== %s: %s\n' "$name" "$(seconds_since "$begin")"
+}
+
+# Programs are static and name no folder of the machine that built them.
+go_build() { CGO_ENABLED=0 go build -trimpath -ldflags='-s -w' "$@"; }
+
+build_programs() {
+	mkdir -p "$build"
+	go_build -o "$build/" ./cmd/... ./testbed
+}
+
+build_test_guest() { guest/testguest/build.sh "$build/testguest.elf"; }
+
+# The kernel comes from the cache; a copy, so that nobody writes to that.
+build_kernel() {
+	local kernel
+	kernel=$(guest/kernel/build.sh | tail -n1)
+	mkdir -p "$build"
+	if ! cmp -s "$kernel" "$build/vmlinux"; then
+		cp "$kernel" "$build/vmlinux.tmp"
+		mv "$build/vmlinux.tmp" "$build/vmlinux"
+	fi
+}
+
+# where prints "hardware" or "testbed": which KVM microVMs are to run on.
+where() { "$build/testbed" check 2>/dev/null; }
+
+# own_kvm says whether this host has a /dev/kvm of any kind that we may use.
+own_kvm() { [ -r /dev/kvm ] && [ -w /dev/kvm ]; }

@@ -1,0 +1,70 @@
+#!/bin/bash
+# Runs all checks and tests: scripts/test.sh (or make test). AGENTRUN_SOAK=1
+# asks the tests for full counts.
+. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+# Packages whose tests need /dev/kvm, of any kind: they boot the bare test
+# guest. Tests that boot Linux are under test/microvm.
+kvm_packages() { go list ./internal/kvm ./internal/vmm/... ./internal/vmmserver; }
+linux_packages() { go list ./test/microvm/... 2>/dev/null || true; }
+host_packages() {
+	local packages
+	packages=$(go list ./... | grep -v '^agentrun\.dev/test/microvm')
+	own_kvm || packages=$(grep -vxF "$(kvm_packages)" <<<"$packages")
+	echo "$packages"
+}
+
+# Bare-guest and Linux-guest tests take their time in an emulated machine.
+timeout=15m
+[ -z "${AGENTRUN_SOAK:-}" ] || timeout=2h
+
+gotest() { "$build/gotest" -allow scripts/skips.allow "$@"; }
+
+static_checks() {
+	local unformatted
+	unformatted=$(gofmt -l cmd internal scripts test testbed)
+	[ -z "$unformatted" ] || die "not formatted (gofmt -w):
+$unformatted"
+	go vet ./...
+	for script in scripts/*.sh guest/*/*.sh .ci/run; do bash -n "$script"; done
+}
+
+host_tests() {
+	# -race needs cgo; -count=1 because a cached result has tested nothing.
+	# shellcheck disable=SC2046 # one argument per package
+	CGO_ENABLED=1 gotest -- -race -count=1 -timeout=$timeout $(host_packages)
+}
+
+microvm_tests() {
+	local packages=(-count=1 -timeout=$timeout "$@")
+	if [ "$(where)" = hardware ]; then
+		CGO_ENABLED=0 gotest -v -- "${packages[@]}"
+	else
+		# One package at a time: the emulated machine has two processors.
+		CGO_ENABLED=0 gotest -v -- -p 1 -exec "$build/testbed exec" "${packages[@]}"
+	fi
+}
+
+scripts/packages.sh
+phase "programs" build_programs
+go build -o "$build/gotest" ./scripts/gotest
+phase "test guest" build_test_guest
+phase "static checks" static_checks
+phase "lint" scripts/lint.sh --if-possible
+phase "guest kernel" build_kernel
+if own_kvm; then
+	phase "tests on the host, with its own /dev/kvm for the bare guest" host_tests
+else
+	phase "tests on the host (no /dev/kvm: the bare guest runs in the testbed alone)" host_tests
+fi
+if [ "$(where)" = hardware ]; then
+	# shellcheck disable=SC2046
+	phase "tests with Linux guests, on this host's KVM" microvm_tests $(linux_packages)
+else
+	phase "testbed" "$build/testbed" start
+	# shellcheck disable=SC2046
+	phase "tests with the bare guest, in the testbed" microvm_tests $(kvm_packages)
+	# shellcheck disable=SC2046
+	phase "tests with Linux guests, in the testbed" microvm_tests $(linux_packages)
+fi
+printf '\nall passed in %s\n' "$(seconds_since "$script_begin")"

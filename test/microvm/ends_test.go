@@ -1,0 +1,128 @@
+package microvm
+
+import (
+	"context"
+	"errors"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/vmm"
+	"golang.org/x/sys/unix"
+)
+
+// TestEnds: each way a Linux guest can end is noticed, with its reason. A
+// triple fault and an internal error of KVM are forced by the bare test guest
+// (internal/vmm), since Linux cannot be made to have them at will.
+func TestEnds(t *testing.T) {
+	trigger := func(script string) func(*testing.T, *testGuest) {
+		return func(t *testing.T, g *testGuest) {
+			// The answer may be lost with the guest.
+			_, _ = g.Agent.Run(t.Context(), shell(script), nil, nil, nil)
+		}
+	}
+	for _, c := range []struct {
+		name    string
+		vcpus   int
+		trigger func(*testing.T, *testGuest)
+		want    vmm.Reason
+		console string
+	}{
+		{
+			name: "power-off by the agent", vcpus: 2, want: vmm.ReasonPowerOff,
+			trigger: func(t *testing.T, g *testGuest) {
+				if exit, err := g.Shutdown(t.Context(), time.Second); err != nil {
+					t.Errorf("shutdown: %v, %v", exit, err)
+				}
+			},
+		},
+		{name: "power-off by a program", vcpus: 1, want: vmm.ReasonPowerOff, trigger: trigger("poweroff -f")},
+		{name: "reset by a program", vcpus: 2, want: vmm.ReasonReset, trigger: trigger("reboot -f")},
+		{
+			name: "reset by the agent", vcpus: 1, want: vmm.ReasonReset,
+			trigger: func(t *testing.T, g *testGuest) {
+				if err := g.Agent.Shutdown(t.Context(), guestrpc.ShutdownRequest{Mode: guestrpc.Reboot}); err != nil {
+					t.Error(err)
+				}
+			},
+		},
+		{
+			name: "kernel panic", vcpus: 2, want: vmm.ReasonPanic, console: "Kernel panic - not syncing",
+			trigger: trigger("echo c > /proc/sysrq-trigger"),
+		},
+		{
+			name: "killed vmm", vcpus: 1, want: vmm.ReasonKilled,
+			trigger: func(t *testing.T, g *testGuest) {
+				if err := unix.Kill(g.Pid(), unix.SIGKILL); err != nil {
+					t.Error(err)
+				}
+			},
+		},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			g := boot(t, c.vcpus)
+			c.trigger(t, g)
+			exit, console := g.Wait()
+			if exit.Reason != c.want {
+				t.Errorf("ended with %v, want %s", exit, c.want)
+			}
+			if !strings.Contains(string(console), c.console) {
+				t.Errorf("the console's tail does not say %q:\n%s", c.console, console)
+			}
+			if _, err := g.Dial(t.Context(), 1024); !errors.Is(err, vmm.ErrEnded) {
+				t.Errorf("dial after the end: %v, want %v", err, vmm.ErrEnded)
+			}
+		})
+	}
+}
+
+// TestBootFailureIsExplained: a guest that cannot boot says why.
+func TestBootFailureIsExplained(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		edit func(*testing.T, *microvm.Spec)
+		want []string
+	}{
+		{
+			name: "root is no filesystem", want: []string{"/dev/vda", "erofs"},
+			edit: func(t *testing.T, s *microvm.Spec) { s.Root, _ = disk(t, mib, nil) },
+		},
+		{
+			name: "unknown word for the agent", want: []string{"agentrun.nonsense"},
+			edit: func(_ *testing.T, s *microvm.Spec) { s.Cmdline = "agentrun.nonsense=1" },
+		},
+		{
+			name: "kernel is none", want: []string{"load kernel", "ELF"},
+			edit: func(t *testing.T, s *microvm.Spec) { s.Kernel, _ = disk(t, mib, nil) },
+		},
+		{
+			name: "too little memory", want: []string{"32 MiB"},
+			edit: func(_ *testing.T, s *microvm.Spec) { s.Memory = 32 * mib },
+		},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			root, err := os.Open(rootImage)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer func() { _ = root.Close() }()
+			spec := microvm.Spec{Root: root, Memory: 256 * mib, VCPUs: 1}
+			c.edit(t, &spec)
+			ctx, cancel := context.WithTimeout(t.Context(), bootTimeout)
+			defer cancel()
+			g, err := microvm.Boot(ctx, spec)
+			if err == nil {
+				g.Kill()
+				t.Fatal("booted")
+			}
+			for _, w := range c.want {
+				if !strings.Contains(err.Error(), w) {
+					t.Errorf("error does not say %q:\n%v", w, err)
+				}
+			}
+		})
+	}
+}

@@ -1,0 +1,146 @@
+// Package microvm tests real Linux guests on real KVM, through the same code
+// that agentrun uses: a vmm process per guest, the guest kernel and the guest
+// agent. make test runs it on the host's KVM where that is hardware-backed,
+// and in the testbed elsewhere.
+package microvm
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/image"
+)
+
+const mib = 1 << 20
+
+// rootImage is an EROFS image of a busybox root, made once.
+var rootImage string
+
+func TestMain(m *testing.M) { os.Exit(runTests(m)) }
+
+func runTests(m *testing.M) int {
+	dir, err := os.MkdirTemp("", "agentrun-test-")
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	defer func() { _ = os.RemoveAll(dir) }()
+	if err := makeRoot(dir); err != nil {
+		fmt.Fprintln(os.Stderr, "make a root filesystem for the tests:", err)
+		return 1
+	}
+	return m.Run()
+}
+
+func makeRoot(dir string) error {
+	root := filepath.Join(dir, "root")
+	out, err := exec.Command("../../guest/rootfs/busybox.sh", root).CombinedOutput()
+	if err != nil {
+		return fmt.Errorf("%w: %s", err, out)
+	}
+	rootImage = filepath.Join(dir, "root.erofs")
+	return image.FromDir(context.Background(), root, rootImage)
+}
+
+// soak selects full counts.
+var soak = os.Getenv("AGENTRUN_SOAK") != ""
+
+// count is n in make soak and reduced in make test.
+func count(n, reduced int) int {
+	if soak {
+		return n
+	}
+	return reduced
+}
+
+// testGuest is a booted guest with helpers that fail the test.
+type testGuest struct {
+	*microvm.Guest
+	t testing.TB
+}
+
+// bootTimeout is generous: the testbed may share two slow cores.
+const bootTimeout = 3 * time.Minute
+
+// boot boots a guest with the given number of vCPUs; edit may change more.
+func boot(t testing.TB, vcpus int, edit ...func(*microvm.Spec)) *testGuest {
+	t.Helper()
+	root, err := os.Open(rootImage)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = root.Close() }()
+	spec := microvm.Spec{Root: root, Memory: 256 * mib, VCPUs: vcpus, Hostname: "test"}
+	for _, e := range edit {
+		e(&spec)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), bootTimeout)
+	defer cancel()
+	g, err := microvm.Boot(ctx, spec)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if t.Failed() {
+			if console, err := g.Console(context.Background()); err == nil {
+				t.Logf("console:\n%s", console)
+			}
+		}
+		g.Kill()
+	})
+	return &testGuest{Guest: g, t: t}
+}
+
+// result is what a command did.
+type result struct {
+	status         guestrpc.ExitStatus
+	stdout, stderr string
+}
+
+// run runs a request to its end.
+func (g *testGuest) run(t testing.TB, req guestrpc.ExecRequest, stdin string) result {
+	t.Helper()
+	var stdout, stderr bytes.Buffer
+	var in *strings.Reader
+	if stdin != "" {
+		in = strings.NewReader(stdin)
+	}
+	var status guestrpc.ExitStatus
+	var err error
+	if in != nil {
+		status, err = g.Agent.Run(t.Context(), req, in, &stdout, &stderr)
+	} else {
+		status, err = g.Agent.Run(t.Context(), req, nil, &stdout, &stderr)
+	}
+	if err != nil {
+		t.Fatalf("run %q: %v", req.Argv, err)
+	}
+	return result{status, stdout.String(), stderr.String()}
+}
+
+// sh runs a shell command that must succeed and returns its output.
+func (g *testGuest) sh(t testing.TB, format string, args ...any) string {
+	t.Helper()
+	script := fmt.Sprintf(format, args...)
+	r := g.run(t, guestrpc.ExecRequest{Argv: []string{"sh", "-c", script}, InheritEnv: true}, "")
+	if r.status.Code != 0 {
+		t.Fatalf("%s: exit code %d, stdout %q, stderr %q", script, r.status.Code, r.stdout, r.stderr)
+	}
+	return strings.TrimSpace(r.stdout)
+}
+
+// forEachSMP runs a test with 1 and with 2 vCPUs.
+func forEachSMP(t *testing.T, test func(t *testing.T, vcpus int)) {
+	for _, vcpus := range []int{1, 2} {
+		t.Run(fmt.Sprintf("%dvCPU", vcpus), func(t *testing.T) { test(t, vcpus) })
+	}
+}

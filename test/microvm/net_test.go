@@ -1,0 +1,89 @@
+package microvm
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"os"
+	"testing"
+
+	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/vmm"
+	"golang.org/x/sys/unix"
+)
+
+// TestNetwork: frames reach the socket that the caller gave, and frames from
+// it reach the guest: its ping is answered by a few lines that speak ARP and
+// ICMP.
+func TestNetwork(t *testing.T) {
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ours, theirs := os.NewFile(uintptr(fds[0]), "wire"), os.NewFile(uintptr(fds[1]), "wire")
+	mac := [6]byte{0x02, 0, 0, 0, 0, 1}
+	g := boot(t, 2, func(s *microvm.Spec) {
+		s.Nets = []vmm.Net{{Socket: theirs, MAC: mac, MTU: 1500}}
+		s.Cmdline = "agentrun.ip=10.0.2.15/24,gw=10.0.2.2"
+	})
+	if err := theirs.Close(); err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan error, 1)
+	go func() { done <- answer(ours) }()
+	g.sh(t, "ping -c 3 -s 1400 -W 20 10.0.2.2")
+	if got := g.sh(t, "cat /sys/class/net/eth0/address /sys/class/net/eth0/mtu"); got != "02:00:00:00:00:01\n1500" {
+		t.Errorf("address and MTU are %q", got)
+	}
+	if err := ours.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-done; !errors.Is(err, os.ErrClosed) {
+		t.Errorf("the wire ended with %v", err)
+	}
+}
+
+// answer plays 10.0.2.2 until its end of the wire closes.
+func answer(wire *os.File) error {
+	our := []byte{0x02, 0, 0, 0, 0, 2}
+	frame := make([]byte, 2048)
+	for {
+		n, err := wire.Read(frame)
+		if err != nil {
+			return err
+		}
+		f := frame[:n]
+		if n < 42 {
+			continue
+		}
+		switch binary.BigEndian.Uint16(f[12:]) {
+		case 0x0806: // ARP: who has …?
+			if !bytes.Equal(f[38:42], []byte{10, 0, 2, 2}) {
+				continue
+			}
+			binary.BigEndian.PutUint16(f[20:], 2) // reply
+			copy(f[32:42], f[22:32])              // to the asker
+			copy(f[22:], our)
+			copy(f[28:], []byte{10, 0, 2, 2})
+		case 0x0800: // IPv4: echo back an ICMP echo request
+			if f[23] != 1 || f[34] != 8 {
+				continue
+			}
+			var src [4]byte
+			copy(src[:], f[26:30])
+			copy(f[26:30], f[30:34])
+			copy(f[30:34], src[:])
+			f[34] = 0
+			// Type went from 8 to 0, so the ones' complement sum grows by 0x800.
+			sum := uint32(binary.BigEndian.Uint16(f[36:])) + 0x0800
+			binary.BigEndian.PutUint16(f[36:], uint16(sum+sum>>16))
+		default:
+			continue
+		}
+		copy(f[0:6], f[6:12])
+		copy(f[6:12], our)
+		if _, err := wire.Write(f); err != nil {
+			return err
+		}
+	}
+}

@@ -1,0 +1,165 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"strings"
+
+	"golang.org/x/sys/unix"
+	"golang.org/x/term"
+
+	"agentrun.dev/testbed/internal/machine"
+	"agentrun.dev/testbed/internal/wire"
+)
+
+// command is what to run inside.
+type command struct {
+	argv []string
+	dir  string
+	tty  bool
+}
+
+// execute runs a command in the machine, starting that if need be, and returns
+// its exit code as an exitError.
+func execute(ctx context.Context, m *machine.Machine, c command) error {
+	if _, err := m.Start(ctx, machine.Config{}); err != nil {
+		return err
+	}
+	conn, err := m.Connect(ctx)
+	if err != nil {
+		return err
+	}
+	defer conn.Close()
+
+	start := wire.Start{Argv: c.argv, Env: passedEnv(os.Environ()), Dir: c.dir, TTY: c.tty}
+	if c.tty {
+		if cols, rows, err := term.GetSize(0); err == nil {
+			start.Rows, start.Cols = uint16(rows), uint16(cols)
+		}
+		if old, err := term.MakeRaw(0); err == nil {
+			defer term.Restore(0, old)
+		}
+	}
+	raw, err := json.Marshal(start)
+	if err != nil {
+		return err
+	}
+	if err := wire.Chunks(raw, func(p []byte) error { return conn.Send(wire.StartPart, p) }); err != nil {
+		return fmt.Errorf("send the command: %w", err)
+	}
+	if err := conn.Send(wire.Begin, nil); err != nil {
+		return fmt.Errorf("send the command: %w", err)
+	}
+
+	stop := forwardSignals(conn, c.tty)
+	defer stop()
+	acks := make(chan int, 1)
+	go sendStdin(conn, acks)
+	return receive(m, conn, acks)
+}
+
+// passedEnv keeps the variables that mean the same inside.
+func passedEnv(env []string) []string {
+	exact := map[string]bool{"HOME": true, "PATH": true, "TERM": true, "CI": true, "TMPDIR": true}
+	var out []string
+	for _, kv := range env {
+		name, _, _ := strings.Cut(kv, "=")
+		if exact[name] || strings.HasPrefix(name, "AGENTRUN_") || strings.HasPrefix(name, "GO") {
+			out = append(out, kv)
+		}
+	}
+	return out
+}
+
+// receive writes the command's output until it has ended.
+func receive(m *machine.Machine, conn *machine.Conn, acks chan<- int) error {
+	for {
+		t, payload, err := conn.Receive()
+		if errors.Is(err, io.EOF) {
+			return fmt.Errorf("the machine ended while the command ran; last lines of its console:\n%s", m.ConsoleTail(20))
+		} else if err != nil {
+			return fmt.Errorf("receive from the machine: %w", err)
+		}
+		switch t {
+		case wire.Stdout:
+			_, err = os.Stdout.Write(payload)
+		case wire.Stderr:
+			_, err = os.Stderr.Write(payload)
+		case wire.StdinAck:
+			n, parseErr := wire.ParseUint32(payload)
+			if parseErr != nil {
+				return parseErr
+			}
+			// Never blocks for long: sendStdin takes acks whenever it waits,
+			// and otherwise there is at most one for each of its frames.
+			select {
+			case acks <- int(n):
+			default:
+				go func() { acks <- int(n) }()
+			}
+		case wire.Exit:
+			code, parseErr := wire.ParseUint32(payload)
+			if parseErr != nil {
+				return parseErr
+			}
+			if code != 0 {
+				return exitError(code)
+			}
+			return nil
+		case wire.Failed:
+			return errors.New(string(payload))
+		}
+		if err != nil {
+			// Our reader is gone (a closed pipe): so is the command then.
+			return fmt.Errorf("write the command's output: %w", err)
+		}
+	}
+}
+
+// sendStdin sends stdin, never more than the window ahead of the process.
+func sendStdin(conn *machine.Conn, acks <-chan int) {
+	room := wire.Window
+	buf := make([]byte, wire.MaxPayload)
+	for {
+		n, err := os.Stdin.Read(buf)
+		for room < n {
+			room += <-acks
+		}
+		if n > 0 {
+			room -= n
+			if conn.Send(wire.Stdin, buf[:n]) != nil {
+				return
+			}
+		}
+		if err != nil {
+			_ = conn.Send(wire.StdinEOF, nil)
+			return
+		}
+	}
+}
+
+// forwardSignals passes what would end or resize us on to the command.
+func forwardSignals(conn *machine.Conn, tty bool) (stop func()) {
+	signals := make(chan os.Signal, 16)
+	signal.Notify(signals, unix.SIGINT, unix.SIGTERM, unix.SIGQUIT, unix.SIGHUP)
+	if tty {
+		signal.Notify(signals, unix.SIGWINCH)
+	}
+	go func() {
+		for s := range signals {
+			if s == unix.SIGWINCH {
+				if cols, rows, err := term.GetSize(0); err == nil {
+					_ = conn.Send(wire.Resize, wire.Size(uint16(rows), uint16(cols)))
+				}
+				continue
+			}
+			_ = conn.Send(wire.Signal, []byte{byte(s.(unix.Signal))})
+		}
+	}()
+	return func() { signal.Stop(signals) }
+}

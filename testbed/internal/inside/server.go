@@ -1,0 +1,152 @@
+package inside
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"time"
+
+	"agentrun.dev/testbed/internal/wire"
+)
+
+// idleLimit ends a machine which nobody uses, so that a forgotten one does not
+// hold gigabytes of somebody's memory.
+const idleLimit = 20 * time.Minute
+
+// idler powers the machine off when it had no session for a while.
+type idler struct {
+	mu     sync.Mutex // protects the following fields
+	active int
+	timer  *time.Timer
+}
+
+func newIdler() *idler { return &idler{timer: time.AfterFunc(idleLimit, powerOff)} }
+
+func (i *idler) enter() {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	i.active++
+	i.timer.Stop()
+}
+
+func (i *idler) leave() {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	if i.active--; i.active == 0 {
+		i.timer.Reset(idleLimit)
+	}
+}
+
+// serve serves all ports and returns only on an error.
+func serve() error {
+	names, err := filepath.Glob("/sys/class/virtio-ports/*/name")
+	if err != nil {
+		return err
+	}
+	idle := newIdler()
+	failed := make(chan error, len(names))
+	served := 0
+	for _, file := range names {
+		b, err := os.ReadFile(file)
+		if err != nil {
+			return err
+		}
+		name := strings.TrimSpace(string(b))
+		if !strings.HasPrefix(name, PortPrefix) {
+			continue
+		}
+		p, err := openPort("/dev/" + filepath.Base(filepath.Dir(file)))
+		if err != nil {
+			return err
+		}
+		s := &server{port: p, name: strings.TrimPrefix(name, PortPrefix), idle: idle}
+		p.gone = func() { s.endSession() }
+		served++
+		go func() { failed <- s.run() }()
+	}
+	if served == 0 {
+		return errors.New("no virtio-serial port named " + PortPrefix + "*")
+	}
+	return <-failed
+}
+
+// server serves one port, one session after another.
+type server struct {
+	port    *port
+	name    string // "0", "1", …: also the suffix of the port's 9p device
+	idle    *idler
+	session *session // only touched by the goroutine of run
+}
+
+func (s *server) run() error {
+	buf := make([]byte, wire.MaxPayload)
+	for {
+		nonce, version, err := wire.ReadHello(s.port.r)
+		if err != nil {
+			return fmt.Errorf("port %s: %w", s.name, err)
+		}
+		s.endSession()
+		// An answer nobody takes (the client was killed in between) must not
+		// hold up the next client: its hello is behind this one.
+		if err := s.port.sendRaw(wire.Ack(nonce)); err != nil || version != wire.Version {
+			continue
+		}
+		if err := s.frames(buf); !errors.Is(err, wire.ErrResync) {
+			s.endSession()
+			return fmt.Errorf("port %s: %w", s.name, err)
+		}
+	}
+}
+
+// frames handles a client's frames until its successor greets.
+func (s *server) frames(buf []byte) error {
+	var start []byte
+	for {
+		t, payload, err := wire.ReadFrame(s.port.r, buf)
+		if err != nil {
+			return err
+		}
+		switch t {
+		case wire.StartPart:
+			if len(start)+len(payload) > wire.MaxStart {
+				s.port.send(wire.Failed, []byte("the arguments and the environment are too long"))
+				return wire.ErrResync
+			}
+			start = append(start, payload...)
+		case wire.Begin:
+			s.endSession()
+			s.begin(start)
+			start = nil
+		case wire.PowerOff:
+			powerOff()
+		default:
+			if s.session != nil {
+				s.session.handle(t, payload)
+			}
+		}
+	}
+}
+
+func (s *server) begin(start []byte) {
+	var request wire.Start
+	err := json.Unmarshal(start, &request)
+	if err == nil {
+		s.session, err = newSession(s, request)
+	}
+	if err != nil {
+		s.port.send(wire.Failed, []byte(err.Error()))
+	}
+}
+
+// endSession kills what the last client started, if it still runs.
+func (s *server) endSession() {
+	if s.session == nil {
+		return
+	}
+	s.session.end()
+	s.session = nil
+}

@@ -1,0 +1,266 @@
+package inside
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"sync"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+
+	"agentrun.dev/testbed/internal/wire"
+)
+
+// session is one command run for one client: a helper process in its own PID
+// and mount namespace (helper.go) and the goroutines which move its bytes.
+type session struct {
+	server *server
+	cmd    *exec.Cmd
+	cgroup string
+	master *os.File // the PTY, or nil
+
+	quit chan struct{} // closed when the process has ended
+	done chan struct{} // closed when nothing is left of the session
+	wake chan struct{} // there is stdin to feed
+
+	mu     sync.Mutex // protects the following fields
+	queued []byte     // stdin not yet taken by feed, at most wire.Window
+	eof    bool
+}
+
+func newSession(srv *server, start wire.Start) (*session, error) {
+	s := &session{
+		server: srv,
+		cgroup: cgroupRoot + "/testbed-" + srv.name,
+		quit:   make(chan struct{}),
+		done:   make(chan struct{}),
+		wake:   make(chan struct{}, 1),
+	}
+	spec, err := json.Marshal(sessionSpec{Start: start, Port: srv.name})
+	if err != nil {
+		return nil, err
+	}
+	// The specification may be larger than an argument can be (128 KiB).
+	specFile, err := memfile(spec)
+	if err != nil {
+		return nil, err
+	}
+	defer specFile.Close()
+	if err := os.MkdirAll(s.cgroup, 0o755); err != nil {
+		return nil, err
+	}
+	cgroup, err := os.Open(s.cgroup)
+	if err != nil {
+		return nil, err
+	}
+	defer cgroup.Close()
+
+	s.cmd = exec.Command("/proc/self/exe")
+	s.cmd.Args = []string{roleSession}
+	s.cmd.Env = []string{}
+	s.cmd.ExtraFiles = []*os.File{specFile}
+	s.cmd.SysProcAttr = &syscall.SysProcAttr{
+		Cloneflags:  syscall.CLONE_NEWNS | syscall.CLONE_NEWPID,
+		UseCgroupFD: true,
+		CgroupFD:    int(cgroup.Fd()),
+		Setsid:      true,
+	}
+	stdin, outputs, err := s.wire(start)
+	if err != nil {
+		return nil, err
+	}
+	if err := s.cmd.Start(); err != nil {
+		return nil, fmt.Errorf("start the session: %w", err)
+	}
+	srv.idle.enter()
+	go s.run(stdin, outputs)
+	return s, nil
+}
+
+type output struct {
+	r io.ReadCloser
+	t wire.Type
+}
+
+// wire connects the helper's three standard files and returns our ends.
+func (s *session) wire(start wire.Start) (io.WriteCloser, []output, error) {
+	if start.TTY {
+		master, slave, err := openPTY(start.Rows, start.Cols)
+		if err != nil {
+			return nil, nil, err
+		}
+		s.master = master
+		s.cmd.Stdin, s.cmd.Stdout, s.cmd.Stderr = slave, slave, slave
+		return master, []output{{master, wire.Stdout}}, nil
+	}
+	stdin, err := s.cmd.StdinPipe()
+	if err != nil {
+		return nil, nil, err
+	}
+	stdout, err := s.cmd.StdoutPipe()
+	if err != nil {
+		return nil, nil, err
+	}
+	stderr, err := s.cmd.StderrPipe()
+	if err != nil {
+		return nil, nil, err
+	}
+	return stdin, []output{{stdout, wire.Stdout}, {stderr, wire.Stderr}}, nil
+}
+
+// run moves the session's bytes until the process has ended, and reports that.
+func (s *session) run(stdin io.WriteCloser, outputs []output) {
+	defer close(s.done)
+	defer s.server.idle.leave()
+	if s.master != nil {
+		s.cmd.Stdin.(*os.File).Close() // the slave: ours would keep the PTY open
+	}
+	inputDone := make(chan struct{})
+	go func() {
+		defer close(inputDone)
+		s.feed(stdin)
+	}()
+	var copies sync.WaitGroup
+	for _, o := range outputs {
+		copies.Go(func() { s.drain(o) })
+	}
+	// Killing the helper kills its PID namespace, so the pipes end with it and
+	// no output is lost by waiting for them first.
+	copies.Wait()
+	code := exitCode(s.cmd.Wait())
+	if s.master != nil {
+		s.master.Close()
+	}
+	close(s.quit)
+	<-inputDone
+	removeCgroup(s.cgroup)
+	s.server.port.send(wire.Exit, wire.Uint32(code))
+}
+
+// feed writes stdin as it comes, and acknowledges what the process took.
+func (s *session) feed(stdin io.WriteCloser) {
+	for {
+		select {
+		case <-s.wake:
+		case <-s.quit:
+			return
+		}
+		b, eof := s.pop()
+		if len(b) > 0 {
+			// A process which closed its stdin drops the rest, as a pipe does.
+			_, _ = stdin.Write(b)
+			_ = s.server.port.send(wire.StdinAck, wire.Uint32(uint32(len(b))))
+		}
+		if eof && s.master == nil {
+			stdin.Close()
+			return
+		} else if eof {
+			_, _ = stdin.Write([]byte{4}) // ^D: a terminal has no other end
+		}
+	}
+}
+
+func (s *session) drain(o output) {
+	buf := make([]byte, wire.MaxPayload)
+	for {
+		n, err := o.r.Read(buf)
+		if n > 0 {
+			// A client which is gone reads nothing: go on draining, end() has
+			// killed the process.
+			_ = s.server.port.send(o.t, buf[:n])
+		}
+		if err != nil {
+			return
+		}
+	}
+}
+
+// handle takes a frame of the client. It must not block.
+func (s *session) handle(t wire.Type, payload []byte) {
+	switch t {
+	case wire.Stdin:
+		s.push(payload, false)
+	case wire.StdinEOF:
+		s.push(nil, true)
+	case wire.Signal:
+		if len(payload) == 1 {
+			_ = s.cmd.Process.Signal(syscall.Signal(payload[0]))
+		}
+	case wire.Resize:
+		if rows, cols, err := wire.ParseSize(payload); err == nil && s.master != nil {
+			_ = setSize(s.master, rows, cols)
+		}
+	}
+}
+
+func (s *session) push(b []byte, eof bool) {
+	s.mu.Lock()
+	if len(s.queued)+len(b) <= wire.Window { // beyond it the client is not ours
+		s.queued = append(s.queued, b...)
+	}
+	s.eof = s.eof || eof
+	s.mu.Unlock()
+	select {
+	case s.wake <- struct{}{}:
+	default:
+	}
+}
+
+func (s *session) pop() ([]byte, bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	b, eof := s.queued, s.eof
+	s.queued, s.eof = nil, false
+	return b, eof
+}
+
+// end kills the session and waits until nothing of it is left.
+func (s *session) end() {
+	s.server.port.interrupt()
+	_ = s.cmd.Process.Kill()
+	<-s.done
+	s.server.port.resume()
+}
+
+func exitCode(err error) uint32 {
+	if err == nil {
+		return 0
+	}
+	if exit, ok := err.(*exec.ExitError); ok {
+		status := exit.Sys().(syscall.WaitStatus)
+		if status.Signaled() {
+			return 128 + uint32(status.Signal())
+		}
+		return uint32(status.ExitStatus())
+	}
+	return exitTestbed
+}
+
+func memfile(b []byte) (*os.File, error) {
+	fd, err := unix.MemfdCreate("session", unix.MFD_CLOEXEC)
+	if err != nil {
+		return nil, fmt.Errorf("memfd_create: %w", err)
+	}
+	f := os.NewFile(uintptr(fd), "session")
+	if _, err := f.WriteAt(b, 0); err != nil {
+		f.Close()
+		return nil, err
+	}
+	return f, nil
+}
+
+// removeCgroup removes a cgroup and those which the command made below it.
+func removeCgroup(path string) {
+	entries, _ := os.ReadDir(path)
+	for _, e := range entries {
+		if e.IsDir() {
+			removeCgroup(path + "/" + e.Name())
+		}
+	}
+	if err := os.Remove(path); err != nil {
+		fmt.Fprintf(os.Stderr, "testbed machine: %v\n", err)
+	}
+}

@@ -1,0 +1,155 @@
+package machine
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"os"
+	"strconv"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"agentrun.dev/testbed/internal/wire"
+)
+
+// helloLimit bounds the answer to a greeting of a machine which is up. The
+// session before on the same port is killed first, which takes a moment.
+const helloLimit = time.Minute
+
+// Conn is a client's hold of one port.
+type Conn struct {
+	file *os.File
+	lock *os.File // held with flock: one client per port
+	r    *bufio.Reader
+	in   []byte
+
+	mu  sync.Mutex // protects out and the order of frames
+	out []byte
+}
+
+// Connect takes a free port of the running machine; when all are taken it
+// waits for one.
+func (m *Machine) Connect(ctx context.Context) (*Conn, error) {
+	first := rand.IntN(Ports)
+	for i := range Ports {
+		port := strconv.Itoa((first + i) % Ports)
+		lock, err := lockFile(m.file("port-"+port+".lock"), unix.LOCK_EX|unix.LOCK_NB)
+		if errors.Is(err, unix.EWOULDBLOCK) {
+			continue
+		} else if err != nil {
+			return nil, err
+		}
+		return m.dialLocked(ctx, port, lock)
+	}
+	port := strconv.Itoa(first)
+	lock, err := lockFile(m.file("port-"+port+".lock"), unix.LOCK_EX)
+	if err != nil {
+		return nil, err
+	}
+	return m.dialLocked(ctx, port, lock)
+}
+
+func (m *Machine) dialLocked(ctx context.Context, port string, lock *os.File) (*Conn, error) {
+	ctx, cancel := context.WithTimeout(ctx, helloLimit)
+	defer cancel()
+	c, err := m.dial(ctx, port)
+	if err != nil {
+		lock.Close()
+		return nil, fmt.Errorf("the testbed machine does not answer (try: testbed stop): %w", err)
+	}
+	c.lock = lock
+	return c, nil
+}
+
+// dial connects to a port and greets.
+func (m *Machine) dial(ctx context.Context, port string) (*Conn, error) {
+	// Through the folder's descriptor: a socket's path has 107 bytes at most.
+	dir, err := os.Open(m.state)
+	if err != nil {
+		return nil, err
+	}
+	defer dir.Close()
+	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("socket: %w", err)
+	}
+	addr := &unix.SockaddrUnix{Name: fmt.Sprintf("/proc/self/fd/%d/%s", dir.Fd(), socketName(port))}
+	if err := unix.Connect(fd, addr); err != nil {
+		unix.Close(fd)
+		return nil, fmt.Errorf("connect to %s: %w", m.file(socketName(port)), err)
+	}
+	if err := unix.SetNonblock(fd, true); err != nil {
+		unix.Close(fd)
+		return nil, err
+	}
+	f := os.NewFile(uintptr(fd), m.file(socketName(port)))
+	c := &Conn{file: f, r: bufio.NewReaderSize(f, 128<<10), in: make([]byte, wire.MaxPayload)}
+	if err := c.greet(ctx); err != nil {
+		f.Close()
+		return nil, err
+	}
+	return c, nil
+}
+
+func (c *Conn) greet(ctx context.Context) error {
+	stop := context.AfterFunc(ctx, func() { c.file.SetDeadline(time.Unix(1, 0)) })
+	defer stop()
+	nonce := wire.NewNonce()
+	if _, err := c.file.Write(wire.Hello(nonce)); err != nil {
+		return fmt.Errorf("greet: %w", err)
+	}
+	version, err := wire.ReadAck(c.r, nonce)
+	if errors.Is(err, io.EOF) {
+		return errors.New("QEMU ended")
+	} else if err != nil {
+		return fmt.Errorf("wait for the answer to the greeting: %w", err)
+	}
+	if version != wire.Version {
+		return fmt.Errorf("it was started by another version of the testbed (protocol %d, this one %d): run testbed stop", version, wire.Version)
+	}
+	return nil
+}
+
+// Send sends one frame.
+func (c *Conn) Send(t wire.Type, payload []byte) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.out = wire.AppendFrame(c.out[:0], t, payload)
+	_, err := c.file.Write(c.out)
+	return err
+}
+
+// Receive returns the next frame; the payload is valid until the next call.
+func (c *Conn) Receive() (wire.Type, []byte, error) { return wire.ReadFrame(c.r, c.in) }
+
+// Close gives the port back. The server kills what still runs for it.
+func (c *Conn) Close() error {
+	err := c.file.Close()
+	if c.lock != nil {
+		c.lock.Close()
+	}
+	return err
+}
+
+func (m *Machine) requestPowerOff() error {
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+	defer cancel()
+	c, err := m.dial(ctx, "control")
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	if err := c.Send(wire.PowerOff, nil); err != nil {
+		return err
+	}
+	// The machine's end is the answer; without waiting for it our close could
+	// overtake the frame.
+	c.file.SetReadDeadline(time.Now().Add(5 * time.Second))
+	_, _, _ = c.Receive()
+	return nil
+}

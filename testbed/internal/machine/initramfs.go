@@ -1,0 +1,71 @@
+package machine
+
+import (
+	"debug/elf"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"agentrun.dev/testbed/internal/inside"
+)
+
+// writeInitramfs writes the machine's only file system of its own: this
+// program as /init, and the modules.
+func writeInitramfs(path, results string, modules []string) error {
+	self, err := os.Executable()
+	if err != nil {
+		return err
+	}
+	if err := mustBeStatic(self); err != nil {
+		return err
+	}
+	tmp := path + ".new"
+	f, err := os.Create(tmp)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	c := newCpioWriter(f)
+	for _, dir := range []string{"dev", "proc", "sys", "run", "results", "session", "modules"} {
+		c.folder(dir)
+	}
+	// The kernel opens it for /init before devtmpfs is there.
+	c.char("dev/console", 5, 1)
+	c.executable("init", self)
+	c.file("results.path", []byte(results+"\n"))
+	var list strings.Builder
+	for _, m := range modules {
+		data, err := readModule(m)
+		if err != nil {
+			return err
+		}
+		name := "modules/" + strings.TrimSuffix(strings.TrimSuffix(filepath.Base(m), ".xz"), ".zst")
+		c.file(name, data)
+		fmt.Fprintf(&list, "/%s\n", name)
+	}
+	c.file(strings.TrimPrefix(inside.ModulesFile, "/"), []byte(list.String()))
+	if err := c.close(); err != nil {
+		return err
+	}
+	if err := f.Close(); err != nil {
+		return err
+	}
+	return os.Rename(tmp, path)
+}
+
+// mustBeStatic refuses a binary that needs an interpreter: there is none in
+// the initramfs. This program avoids package net for that reason.
+func mustBeStatic(path string) error {
+	f, err := elf.Open(path)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	for _, p := range f.Progs {
+		if p.Type == elf.PT_INTERP {
+			return fmt.Errorf("%s is linked dynamically and cannot be the machine's init: build it with CGO_ENABLED=0 go build ./testbed", path)
+		}
+	}
+	return nil
+}

@@ -1,0 +1,215 @@
+// Package machine is the host's side of the testbed: a QEMU machine, emulated
+// in software, whose emulated AMD-V gives the programs inside a real /dev/kvm.
+//
+// One machine belongs to one checkout of the repository and is shared by all
+// its commands; its files (sockets, pid, console) are in one state folder.
+package machine
+
+import (
+	"bufio"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// Ports is how many commands can run in the machine at once.
+const Ports = 8
+
+// ErrNotRunning means that the machine is not up.
+var ErrNotRunning = errors.New("the testbed machine is not running")
+
+// Machine is the testbed machine of one checkout.
+type Machine struct {
+	repo  string
+	state string
+}
+
+// Open finds the machine of the checkout around folder (or around the running
+// program). It does not start it.
+func Open(folder string) (*Machine, error) {
+	repo, err := findRepo(folder)
+	if err != nil {
+		exe, exeErr := os.Executable()
+		if exeErr != nil {
+			return nil, err
+		}
+		if repo, exeErr = findRepo(filepath.Dir(exe)); exeErr != nil {
+			return nil, err
+		}
+	}
+	cache, err := cacheFolder()
+	if err != nil {
+		return nil, err
+	}
+	sum := sha256.Sum256([]byte(repo))
+	m := &Machine{repo: repo, state: filepath.Join(cache, "testbed", hex.EncodeToString(sum[:8]))}
+	if err := os.MkdirAll(m.state, 0o700); err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
+// State is the folder of the machine's sockets, pid file and console log.
+func (m *Machine) State() string { return m.state }
+
+// Results is the folder which the machine can write to, at the same path.
+func (m *Machine) Results() string { return filepath.Join(m.repo, "build", "out") }
+
+func (m *Machine) file(name string) string { return filepath.Join(m.state, name) }
+
+// name marks our QEMU process in its command line.
+func (m *Machine) name() string {
+	sum := sha256.Sum256([]byte(m.state))
+	return "agentrun-testbed-" + hex.EncodeToString(sum[:8])
+}
+
+func findRepo(folder string) (string, error) {
+	start, err := filepath.EvalSymlinks(folder)
+	if err != nil {
+		return "", err
+	}
+	for dir := start; ; dir = filepath.Dir(dir) {
+		mod, err := os.ReadFile(filepath.Join(dir, "go.mod"))
+		if err == nil && strings.HasPrefix(string(mod), "module agentrun.dev\n") {
+			return dir, nil
+		}
+		if dir == filepath.Dir(dir) {
+			return "", fmt.Errorf("%s is not in a checkout of AgentRun: run the testbed from one", folder)
+		}
+	}
+}
+
+func cacheFolder() (string, error) {
+	if dir := os.Getenv("AGENTRUN_CACHE"); dir != "" {
+		return filepath.Abs(dir)
+	}
+	dir, err := os.UserCacheDir()
+	if err != nil {
+		return "", fmt.Errorf("find a cache folder (set AGENTRUN_CACHE): %w", err)
+	}
+	return filepath.Join(dir, "agentrun"), nil
+}
+
+// PID returns the machine's process, or ErrNotRunning.
+func (m *Machine) PID() (int, error) {
+	b, err := os.ReadFile(m.file("pid"))
+	if errors.Is(err, os.ErrNotExist) {
+		return 0, ErrNotRunning
+	} else if err != nil {
+		return 0, err
+	}
+	pid, err := strconv.Atoi(strings.TrimSpace(string(b)))
+	if err != nil || pid < 2 || !m.isOurs(pid) {
+		return 0, ErrNotRunning
+	}
+	return pid, nil
+}
+
+// isOurs tells our QEMU from a process which got the same number later.
+func (m *Machine) isOurs(pid int) bool {
+	cmdline, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
+	return err == nil && strings.Contains(string(cmdline), "\x00"+m.name()+"\x00")
+}
+
+// Stop ends the machine: politely, then by force. Only the process that we
+// verified is ever signalled, through a pidfd, so that a reused number is not.
+func (m *Machine) Stop() error {
+	unlock, err := m.lock()
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	pid, err := m.PID()
+	if err != nil {
+		return err
+	}
+	fd, err := unix.PidfdOpen(pid, 0)
+	if errors.Is(err, unix.ESRCH) {
+		return ErrNotRunning
+	} else if err != nil {
+		return fmt.Errorf("open process %d: %w", pid, err)
+	}
+	defer unix.Close(fd)
+	if !m.isOurs(pid) {
+		return ErrNotRunning
+	}
+	steps := []struct {
+		act  func() error
+		wait time.Duration
+	}{
+		{m.requestPowerOff, 5 * time.Second},
+		{func() error { return unix.PidfdSendSignal(fd, unix.SIGTERM, nil, 0) }, 5 * time.Second},
+		{func() error { return unix.PidfdSendSignal(fd, unix.SIGKILL, nil, 0) }, 10 * time.Second},
+	}
+	for _, s := range steps {
+		if err := s.act(); err == nil && waitExit(fd, s.wait) {
+			return os.RemoveAll(m.file("pid"))
+		}
+	}
+	return fmt.Errorf("process %d (QEMU) does not end; see %s", pid, m.file("console.log"))
+}
+
+// waitExit waits for a process to end: a pidfd becomes readable then.
+func waitExit(pidfd int, limit time.Duration) bool {
+	deadline := time.Now().Add(limit)
+	for {
+		left := time.Until(deadline)
+		n, err := unix.Poll([]unix.PollFd{{Fd: int32(pidfd), Events: unix.POLLIN}}, int(max(0, left.Milliseconds())))
+		if n > 0 {
+			return true
+		}
+		if !errors.Is(err, unix.EINTR) {
+			return false
+		}
+	}
+}
+
+// lock serialises start and stop of this machine between processes.
+func (m *Machine) lock() (unlock func(), err error) {
+	f, err := lockFile(m.file("lock"), unix.LOCK_EX)
+	if err != nil {
+		return nil, err
+	}
+	return func() { f.Close() }, nil
+}
+
+func lockFile(path string, how int) (*os.File, error) {
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	for {
+		err = unix.Flock(int(f.Fd()), how)
+		if err == nil {
+			return f, nil
+		}
+		if !errors.Is(err, unix.EINTR) {
+			f.Close()
+			return nil, fmt.Errorf("lock %s: %w", path, err)
+		}
+	}
+}
+
+// ConsoleTail returns the last lines of the machine's console.
+func (m *Machine) ConsoleTail(lines int) string {
+	f, err := os.Open(m.file("console.log"))
+	if err != nil {
+		return err.Error()
+	}
+	defer f.Close()
+	var last []string
+	for s := bufio.NewScanner(f); s.Scan(); {
+		if last = append(last, s.Text()); len(last) > lines {
+			last = last[1:]
+		}
+	}
+	return strings.Join(last, "\n")
+}
