@@ -115,7 +115,7 @@ func repeat(sample []time.Duration, n int, do func() error) ([]time.Duration, er
 }
 
 func execTrue(ctx context.Context, g *microvm.Guest) error {
-	status, err := g.Agent.Run(ctx, guestrpc.ExecRequest{Argv: []string{"true"}, InheritEnv: true}, nil, nil, nil)
+	status, err := g.Agent.Run(ctx, guestrpc.ExecRequest{Argv: []string{"true"}}, nil, nil, nil)
 	if err != nil {
 		return err
 	}

@@ -1,23 +1,19 @@
 #!/bin/bash
-# Runs the benchmarks that match BENCH: on the host, then those with microVMs
-# on hardware KVM or in the testbed. Numbers of the testbed are to be read as
-# ratios to the floor printed beside them.
+# Measures: the Go benchmarks that match BENCH on the host, then microVMs
+# (agentrun bench) on hardware KVM or in the testbed. Times of the testbed mean
+# something only beside the floor that is printed with them.
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-
-flags=(-run='^$' -bench="${BENCH:-.}" -benchmem -benchtime="${BENCHTIME:-1s}" -timeout=2h)
 
 host_benchmarks() {
 	# shellcheck disable=SC2046 # one argument per package
-	go test "${flags[@]}" $(go list ./... | grep -v '^agentrun\.dev/test/microvm') | grep -vE 'no test files|^(ok|PASS|goos|goarch|cpu)'
+	go test -run='^$' -bench="${BENCH:-.}" -benchmem -benchtime="${BENCHTIME:-1s}" -timeout=2h \
+		$(go list ./... | grep -v '^agentrun\.dev/test/microvm') |
+		awk '/^pkg:|^Benchmark|^---|^FAIL/'
 }
 
 microvm_benchmarks() {
-	local packages
-	packages=$(go list ./test/microvm/... ./internal/vmm/...)
-	local exec=()
-	[ "$(where)" = hardware ] || exec=(-exec "$build/testbed exec")
-	# shellcheck disable=SC2086
-	CGO_ENABLED=0 go test -p 1 "${exec[@]}" "${flags[@]}" $packages
+	guest/rootfs/busybox.sh "$build/demo-rootfs"
+	inside build/agentrun bench boot --rootfs build/demo-rootfs
 }
 
 scripts/packages.sh

@@ -4,11 +4,6 @@
 
 rootfs=$build/demo-rootfs
 
-# inside COMMAND…: runs a program where microVMs run on this machine.
-inside() {
-	if [ "$place" = hardware ]; then "$@"; else "$build/testbed" exec -- "$@"; fi
-}
-
 # show COMMAND…: prints a command as one would type it, and runs it.
 show() {
 	printf '\n$ %s\n' "$*"

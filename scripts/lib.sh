@@ -46,7 +46,11 @@ phase() {
 }
 
 # Programs are static and name no folder of the machine that built them.
-go_build() { CGO_ENABLED=0 go build -trimpath -ldflags='-s -w' "$@"; }
+go_build() {
+	local version
+	version=$(git describe --tags --always --dirty 2>/dev/null || echo dev)
+	CGO_ENABLED=0 go build -trimpath -ldflags="-s -w -X main.version=$version" "$@"
+}
 
 build_programs() {
 	mkdir -p "$build"
@@ -68,6 +72,11 @@ build_kernel() {
 
 # where prints "hardware" or "testbed": which KVM microVMs are to run on.
 where() { "$build/testbed" check 2>/dev/null; }
+
+# inside COMMAND…: runs a program on the KVM that where names.
+inside() {
+	if [ "$(where)" = hardware ]; then "$@"; else "$build/testbed" exec -- "$@"; fi
+}
 
 # own_kvm says whether this host has a /dev/kvm of any kind that we may use.
 own_kvm() { [ -r /dev/kvm ] && [ -w /dev/kvm ]; }

@@ -11,6 +11,8 @@ host_packages() {
 	local packages
 	packages=$(go list ./... | grep -v '^agentrun\.dev/test/microvm')
 	own_kvm || packages=$(grep -vxF "$(kvm_packages)" <<<"$packages")
+	# Where KVM is hardware nothing needs the testbed, and QEMU may be missing.
+	[ "$(where)" != hardware ] || packages=$(grep -v '^agentrun\.dev/testbed' <<<"$packages")
 	echo "$packages"
 }
 
@@ -22,7 +24,7 @@ gotest() { "$build/gotest" -allow scripts/skips.allow "$@"; }
 
 static_checks() {
 	local unformatted
-	unformatted=$(gofmt -l cmd internal scripts test testbed)
+	unformatted=$(gofmt -l $(go list -f "{{.Dir}}" ./...) | sort -u)
 	[ -z "$unformatted" ] || die "not formatted (gofmt -w):
 $unformatted"
 	go vet ./...

@@ -42,7 +42,7 @@ func execute(ctx context.Context, m *machine.Machine, c command) error {
 			start.Rows, start.Cols = uint16(rows), uint16(cols)
 		}
 		if old, err := term.MakeRaw(0); err == nil {
-			defer term.Restore(0, old)
+			defer func() { _ = term.Restore(0, old) }() // nothing to do about a terminal that is gone
 		}
 	}
 	raw, err := json.Marshal(start)

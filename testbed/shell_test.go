@@ -26,7 +26,7 @@ func TestShellHasATerminal(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), commandLimit)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, binary, "shell", "bash", "-c",
-		`trap "stty size" WINCH; tty; stty size; sleep 1000 & wait; read line; echo "got $line"; exit 4`)
+		`tty; stty size; until [ "$(stty size)" = "44 120" ]; do sleep 0.1; done; stty size; read line; echo "got $line"; exit 4`)
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = slave, slave, slave
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, Setctty: true}
 	if err := cmd.Start(); err != nil {

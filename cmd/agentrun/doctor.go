@@ -2,7 +2,6 @@ package main
 
 import (
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -15,8 +14,8 @@ import (
 	"agentrun.dev/internal/doctor"
 )
 
-// errUnusable is doctor's verdict as an exit code; the report has said why.
-var errUnusable = errors.New("no engine works on this host as it is")
+// exitUnusable is doctor's verdict; the report has said why.
+const exitUnusable exitCode = 1
 
 func newDoctorCommand() *cobra.Command {
 	var asJSON bool
@@ -39,7 +38,7 @@ The exit code is 1 when no engine works on this host.`,
 				return fmt.Errorf("print the report: %w", err)
 			}
 			if !report.Usable() {
-				return errUnusable
+				return exitUnusable
 			}
 			return nil
 		},

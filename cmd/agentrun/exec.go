@@ -16,7 +16,7 @@ import (
 // exec runs the command in a booted guest and streams its input and output.
 func (o *runOptions) exec(ctx context.Context, g *microvm.Guest, argv []string, stdin io.Reader, stdout, stderr io.Writer) (status guestrpc.ExitStatus, err error) {
 	req := guestrpc.ExecRequest{
-		Argv: argv, Env: o.env, InheritEnv: true, Cwd: o.workdir, User: o.user,
+		Argv: argv, Env: o.env, Cwd: o.workdir, User: o.user,
 		Timeout: o.timeout, TTY: o.tty, Stdin: o.stdin,
 	}
 	terminal, err := o.terminal(stdin)

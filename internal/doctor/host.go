@@ -41,7 +41,7 @@ func checkCPU(h *host) []Check {
 	case h.cpu.vendor != "GenuineIntel" && h.cpu.vendor != "AuthenticAMD":
 		c.Status, c.Detail, c.Fix = Warn, c.Detail+": neither Intel nor AMD", "nothing to do; this processor has not been tried"
 	case !h.cpu.flags["constant_tsc"]:
-		c.Status, c.Detail, c.Fix = Warn, c.Detail+": its time stamp counter changes speed", "nothing to do; clocks of guests may be slow to read"
+		c.Status, c.Detail, c.Fix = Warn, c.Detail+": its time stamp counter may change speed (no constant_tsc)", "nothing to do; clocks of guests may be slow to read"
 	}
 	return one(c)
 }

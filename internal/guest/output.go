@@ -188,6 +188,11 @@ func (o *Output) take(fd int, p []byte) (fillResult, int) {
 			continue
 		case err == syscall.EAGAIN && o.left < 0:
 			return fillEmpty, 0
+		case err == syscall.EIO && o.tty && o.left < 0:
+			// Nobody has the terminal open, but the process lives: it may be about
+			// to exit, or open /dev/tty again. Closing the master would kill it with
+			// SIGHUP.
+			return fillEmpty, 0
 		case n <= 0:
 			// 0 is the end of a pipe, EIO that of a terminal without a slave, and
 			// EAGAIN that of a stream whose process has ended. No other error can

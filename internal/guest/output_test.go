@@ -104,7 +104,7 @@ func TestDetachedOutputIsBounded(t *testing.T) {
 func TestReattach(t *testing.T) {
 	const limit = 4096
 	ps := newProcesses(t, Config{OutputLimit: limit})
-	p := start(t, ps, ExecSpec{Args: sh(pattern(64_000) + "; read x; echo end"), Stdin: true})
+	p := start(t, ps, ExecSpec{Args: sh(pattern(3200) + "; read x; seq -f %07.0f 400 7999; read x; echo end"), Stdin: true})
 	r := attach(t, p.Stdout(), 0)
 	got := make([]byte, 1000)
 	if _, err := io.ReadFull(readerOf(t, r), got); err != nil || string(got) != patternAt(0, 1000) {
@@ -122,6 +122,7 @@ func TestReattach(t *testing.T) {
 	if _, err := r.TryRead(got); err != ErrClosed {
 		t.Errorf("read from a closed reader: %v", err)
 	}
+	p.WriteStdin(nil, []byte("\n"))
 	rest := make([]byte, 64_000-8)
 	if _, err := io.ReadFull(readerOf(t, again), rest); err != nil || string(rest) != patternAt(8, 64_000-8) {
 		t.Fatalf("what followed is wrong: %v", err)

@@ -30,7 +30,7 @@ type Exit struct {
 	TimedOut bool // killed because ExecSpec.Timeout had passed
 	User     time.Duration
 	System   time.Duration
-	MaxRSS   int64 // bytes
+	MaxRSS   int64 // bytes; never less than the agent's own, whose memory the child had until its exec
 	Wall     time.Duration
 	Stdout   OutputStats
 	Stderr   OutputStats
@@ -109,8 +109,9 @@ func (p *Process) Exit() (Exit, bool) {
 
 // WriteStdin writes all of b, waiting for the process to make room until stop
 // closes (ErrStopped). It fails with ErrEnded after the process has ended and
-// with ErrClosed after CloseStdin or when the process has closed its end. The
-// count says how many bytes were taken in any case.
+// with ErrClosed after CloseStdin or when the process has closed its end, which
+// it also does while it is dying. The count says how many bytes were taken in
+// any case.
 func (p *Process) WriteStdin(stop <-chan struct{}, b []byte) (int, error) {
 	if p.stdin == nil {
 		return 0, fail(ErrClosed, "write stdin of exec", p.id, "it was started with closed stdin")

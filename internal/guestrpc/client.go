@@ -42,7 +42,7 @@ func NewClient(ctx context.Context, conn io.ReadWriteCloser, capabilities ...str
 	s := newSession(conn, clientWindow)
 	c := &Client{s: s, pings: make(map[uint64]chan struct{})}
 	s.onPong = c.onPong
-	stop := context.AfterFunc(ctx, func() { conn.Close() })
+	stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
 	err := c.handshake(capabilities)
 	if !stop() && err == nil {
 		err = ctx.Err()
@@ -58,7 +58,7 @@ func NewClient(ctx context.Context, conn io.ReadWriteCloser, capabilities ...str
 		}
 		return nil, &Error{Code: CodeUnavailable, Message: "connect to guest agent: " + err.Error(), cause: err}
 	}
-	go s.readLoop()
+	go func() { _ = s.readLoop() }() // Err says why it ended
 	return c, nil
 }
 

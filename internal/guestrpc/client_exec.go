@@ -132,7 +132,7 @@ func (x *ExecSession) Copy(stdin io.Reader, stdout, stderr io.Writer) (ExitStatu
 			// A process need not read all its input; its exit status tells
 			// whether it minded.
 			_, _ = io.Copy(w, stdin)
-			w.Close()
+			_ = w.Close()
 		}()
 	}
 	return x.drain(stdout, stderr)
@@ -160,7 +160,7 @@ func (x *ExecSession) copyOutput(w io.Writer, r io.Reader) error {
 	}
 	_, err := io.CopyBuffer(onlyWriter{w}, onlyReader{r}, make([]byte, 32<<10))
 	if err != nil {
-		x.Close()
+		_ = x.Close()
 	}
 	return err
 }

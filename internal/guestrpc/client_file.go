@@ -3,6 +3,7 @@ package guestrpc
 import (
 	"context"
 	"encoding/binary"
+	"errors"
 	"io"
 	"strconv"
 )
@@ -14,7 +15,7 @@ func (c *Client) Stat(ctx context.Context, req StatRequest) (FileInfo, error) {
 	return info, err
 }
 
-// List returns one page of a folder; see ListReply.More.
+// List returns one page of a folder; see ListReply.Next.
 func (c *Client) List(ctx context.Context, req ListRequest) (ListReply, error) {
 	var page ListReply
 	err := c.call(ctx, MethodList, &req, &page)
@@ -44,7 +45,7 @@ func (r *FileReader) Info() FileInfo { return r.info }
 // Read returns io.EOF only when all that was asked for has come.
 func (r *FileReader) Read(p []byte) (int, error) {
 	n, err := r.st.read(Stdout, p)
-	if err == io.EOF {
+	if errors.Is(err, io.EOF) {
 		// The reply tells a complete file from one that could not be read on.
 		if replyErr := r.st.result(&empty{}); replyErr != nil {
 			err = replyErr
@@ -191,7 +192,7 @@ func (w *Watcher) Next() (WatchEvent, error) {
 	}
 	b := make([]byte, n)
 	if err := w.readFull(b); err != nil {
-		if err == io.EOF {
+		if errors.Is(err, io.EOF) {
 			return e, w.malformed()
 		}
 		return e, err

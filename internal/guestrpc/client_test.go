@@ -150,7 +150,7 @@ func TestFiles(t *testing.T) {
 	if err != nil || reply.Size != int64(len(data)) {
 		t.Fatalf("write: %+v, %v", reply, err)
 	}
-	got, err := c.ReadFile(ctx, ReadRequest{Path: "/f", Length: -1}, 1<<20)
+	got, err := c.ReadFile(ctx, ReadRequest{Path: "/f"}, 1<<20)
 	if err != nil || !bytes.Equal(got, data) {
 		t.Fatalf("read %d bytes, %v", len(got), err)
 	}
@@ -159,10 +159,10 @@ func TestFiles(t *testing.T) {
 		t.Errorf("read %q, %v", got, err)
 	}
 	var e *Error
-	if _, err = c.ReadFile(ctx, ReadRequest{Path: "/f", Length: -1}, 1000); !errors.As(err, &e) || e.Code != CodeResourceExhausted {
+	if _, err = c.ReadFile(ctx, ReadRequest{Path: "/f"}, 1000); !errors.As(err, &e) || e.Code != CodeResourceExhausted {
 		t.Errorf("over the limit: %v", err)
 	}
-	r, err := c.OpenRead(ctx, ReadRequest{Path: "/f", Length: -1})
+	r, err := c.OpenRead(ctx, ReadRequest{Path: "/f"})
 	if err != nil || r.Info().Size != int64(len(data)) {
 		t.Fatal(err)
 	}
@@ -174,7 +174,7 @@ func TestFiles(t *testing.T) {
 		t.Errorf("open: %v", err)
 	}
 	g.put("bad sector", "part")
-	if got, err := c.ReadFile(ctx, ReadRequest{Path: "bad sector", Length: -1}, 100); err == nil {
+	if got, err := c.ReadFile(ctx, ReadRequest{Path: "bad sector"}, 100); err == nil {
 		t.Errorf("read %q from a bad disk without an error", got)
 	}
 	_, err = c.WriteFile(ctx, WriteRequest{Path: "full"}, bytes.NewReader(make([]byte, 1<<20)))
@@ -203,7 +203,7 @@ func TestFileVerbs(t *testing.T) {
 		t.Errorf("stat: %v", err)
 	}
 	page, err := c.List(ctx, ListRequest{Path: "/"})
-	if err != nil || len(page.Entries) != 1 || page.Entries[0].Path != "/f" || page.More {
+	if err != nil || len(page.Entries) != 1 || page.Entries[0].Path != "/f" || page.Next != "" {
 		t.Errorf("list %+v, %v", page, err)
 	}
 	for _, err := range []error{
@@ -211,7 +211,7 @@ func TestFileVerbs(t *testing.T) {
 		c.Move(ctx, MoveRequest{From: "/a", To: "/b"}),
 		c.Remove(ctx, RemoveRequest{Path: "/d", Recursive: true}),
 		c.Chmod(ctx, ChmodRequest{Path: "/f", Perm: 0o640}),
-		c.Chown(ctx, ChownRequest{Path: "/f", Owner: "1:2"}),
+		c.Chown(ctx, ChownRequest{Path: "/f", Owner: "1", Group: "2", Follow: true}),
 		c.Symlink(ctx, SymlinkRequest{Path: "/l", Target: "f"}),
 	} {
 		if err != nil {

@@ -116,6 +116,20 @@ func (c *codec) i64(v *int64) {
 	c.e.Varint(*v)
 }
 
+// i32 carries a number that may be negative.
+func (c *codec) i32(what string, v *int32) {
+	if c.d != nil {
+		n := c.d.Varint()
+		if int64(int32(n)) != n {
+			c.d.Fail(newError(CodeInvalidArgument, what, " is out of range"))
+			return
+		}
+		*v = int32(n)
+		return
+	}
+	c.e.Varint(int64(*v))
+}
+
 // number carries any integer type as an unsigned number of at most limit.
 func number[T ~uint8 | ~uint16 | ~uint32 | ~int | ~int32](c *codec, what string, v *T, limit uint64) {
 	if c.d != nil {
@@ -205,6 +219,34 @@ func (c *codec) nested(m message) {
 	}
 	c.e.Data(b)
 }
+
+// replyBudget is what the entries of a page may take of a frame, so that the
+// other fields fit beside them.
+const replyBudget = MaxPayload - maxPath - 64
+
+// fit returns how many of the items fit into a reply.
+func fit[T any, P interface {
+	*T
+	message
+}](items []T) int {
+	var b []byte
+	left := replyBudget
+	for i := range items {
+		var err error
+		b, err = marshal(b[:0], P(&items[i]))
+		left -= len(b) + 3 // and its length
+		if err != nil || len(b) > maxItem || left < 0 {
+			return i
+		}
+	}
+	return min(len(items), maxListItems)
+}
+
+// FitFiles returns how many of the entries fit into a ListReply.
+func FitFiles(entries []FileInfo) int { return fit(entries) }
+
+// FitExecs returns how many of the processes fit into a ListExecsReply.
+func FitExecs(execs []ExecInfo) int { return fit(execs) }
 
 // since reports whether the fields of message version v are there.
 func (c *codec) since(v uint64) bool { return c.version >= v }

@@ -79,8 +79,6 @@ func (e *Error) Is(target error) bool {
 		return e.Code == CodeInvalidArgument
 	case context.DeadlineExceeded:
 		return e.Code == CodeDeadlineExceeded
-	case context.Canceled:
-		return e.Code == CodeAborted
 	}
 	return false
 }
@@ -99,7 +97,7 @@ func ErrorFrom(err error) *Error {
 	}
 	var e *Error
 	if errors.As(err, &e) {
-		if e == err {
+		if e == err { //nolint:errorlint // identity is meant: a wrapped one keeps the words around it
 			return e
 		}
 		return &Error{Code: e.Code, Message: err.Error()}

@@ -95,7 +95,7 @@ func TestBulkTransfer(t *testing.T) {
 	io.CopyN(sum, &noise{}, size)
 
 	grown := heapGrowth(func(sample func()) {
-		r, err := c.OpenRead(ctx, ReadRequest{Path: "x", Length: -1})
+		r, err := c.OpenRead(ctx, ReadRequest{Path: "x"})
 		if err != nil {
 			t.Fatal(err)
 		}

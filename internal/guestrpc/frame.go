@@ -2,6 +2,7 @@ package guestrpc
 
 import (
 	"encoding/binary"
+	"errors"
 	"io"
 	"strconv"
 )
@@ -153,7 +154,7 @@ func (f *frameReader) next() (header, []byte, error) {
 	}
 	f.lastLarge = h.length > idleBuffer-headerSize
 	p, err := f.take(int(h.length))
-	if err == io.EOF {
+	if errors.Is(err, io.EOF) {
 		err = io.ErrUnexpectedEOF
 	}
 	return h, p, err

@@ -75,7 +75,7 @@ func TestErrorFrom(t *testing.T) {
 		{fs.ErrPermission, CodePermissionDenied, fs.ErrPermission},
 		{fs.ErrInvalid, CodeInvalidArgument, fs.ErrInvalid},
 		{context.DeadlineExceeded, CodeDeadlineExceeded, context.DeadlineExceeded},
-		{context.Canceled, CodeAborted, context.Canceled},
+		{context.Canceled, CodeAborted, nil},
 		{syscall.ESRCH, CodeNotFound, fs.ErrNotExist},
 		{syscall.EEXIST, CodeAlreadyExists, fs.ErrExist},
 		{syscall.ELOOP, CodeInvalidArgument, fs.ErrInvalid},
@@ -138,7 +138,7 @@ func BenchmarkRead1MiB(b *testing.B) {
 	b.SetBytes(1 << 20)
 	b.ReportAllocs()
 	for b.Loop() {
-		r, err := c.OpenRead(ctx, ReadRequest{Path: "x", Length: -1})
+		r, err := c.OpenRead(ctx, ReadRequest{Path: "x"})
 		if err != nil {
 			b.Fatal(err)
 		}

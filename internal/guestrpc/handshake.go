@@ -70,7 +70,7 @@ func readHello(f *frameReader) (hello, error) {
 		return hello{}, violation("hello of " + strconv.Itoa(n) + " bytes")
 	}
 	if b, err = f.take(n); err != nil {
-		if err == io.EOF {
+		if errors.Is(err, io.EOF) {
 			err = io.ErrUnexpectedEOF
 		}
 		return hello{}, err

@@ -358,7 +358,7 @@ func (g *fakeGuest) Read(_ context.Context, req *ReadRequest, s *ReadStream) err
 		return err
 	}
 	b = b[req.Offset:]
-	if req.Length >= 0 {
+	if req.Length > 0 {
 		b = b[:req.Length]
 	}
 	if _, err := s.Write(b); err != nil {
@@ -423,7 +423,7 @@ func (g *fakeGuest) Chmod(_ context.Context, req *ChmodRequest) error {
 }
 
 func (g *fakeGuest) Chown(_ context.Context, req *ChownRequest) error {
-	g.note("chown " + req.Owner)
+	g.note("chown " + req.Owner + ":" + req.Group)
 	return nil
 }
 

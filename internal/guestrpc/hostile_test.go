@@ -100,7 +100,7 @@ func stuckGuest() Handler {
 
 // serveBytes lets a host send in and close its end; it returns how Serve
 // ended and what it sent.
-func serveBytes(t *testing.T, h Handler, in []byte) (error, []byte) {
+func serveBytes(t *testing.T, h Handler, in []byte) ([]byte, error) {
 	t.Helper()
 	host, guest := socketPair(t)
 	served := make(chan error, 1)
@@ -110,13 +110,13 @@ func serveBytes(t *testing.T, h Handler, in []byte) (error, []byte) {
 		host.(interface{ CloseWrite() error }).CloseWrite()
 	}()
 	out, _ := io.ReadAll(host)
-	return <-served, out
+	return out, <-served
 }
 
 func TestHostileHost(t *testing.T) {
 	for _, tt := range hostileFrames {
 		t.Run(tt.name, func(t *testing.T) {
-			err, out := serveBytes(t, stuckGuest(), concat(testHello(), tt.in))
+			out, err := serveBytes(t, stuckGuest(), concat(testHello(), tt.in))
 			var pe *ProtocolError
 			if !errors.As(err, &pe) || !strings.Contains(err.Error(), tt.want) {
 				t.Fatalf("Serve returned %v, want a violation with %q", err, tt.want)
@@ -152,7 +152,7 @@ var hostileHellos = []struct {
 func TestHostileHello(t *testing.T) {
 	for _, tt := range hostileHellos {
 		t.Run("host "+tt.name, func(t *testing.T) {
-			err, _ := serveBytes(t, stuckGuest(), tt.in)
+			_, err := serveBytes(t, stuckGuest(), tt.in)
 			if err == nil || !strings.Contains(err.Error(), tt.want) {
 				t.Errorf("Serve returned %v, want %q", err, tt.want)
 			}
@@ -182,7 +182,7 @@ func TestVersionErrorNamesTheOlderEnd(t *testing.T) {
 func TestTruncatedFrames(t *testing.T) {
 	whole := concat(exec, frame(frameData, 0, 1, 1, 2, 3))
 	for n := 1; n < len(whole); n++ {
-		err, _ := serveBytes(t, newFakeGuest(), concat(testHello(), whole[:n]))
+		_, err := serveBytes(t, newFakeGuest(), concat(testHello(), whole[:n]))
 		if n == len(exec) {
 			if err != nil {
 				t.Errorf("cut between frames: %v", err)
@@ -207,7 +207,7 @@ func TestMalformedRequestsAreRefused(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			// The session goes on: the ping after it is answered.
-			err, out := serveBytes(t, newFakeGuest(), concat(testHello(), frame(frameOpen, 0, 1, payload...), frame(framePing, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8)))
+			out, err := serveBytes(t, newFakeGuest(), concat(testHello(), frame(frameOpen, 0, 1, payload...), frame(framePing, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8)))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -231,7 +231,7 @@ func TestMalformedRequestsAreRefused(t *testing.T) {
 
 func TestFramesOfForgottenStreamsAreDropped(t *testing.T) {
 	reset := frame(frameReset, 0, 1, appendError(nil, errCancelled)...)
-	err, _ := serveBytes(t, newFakeGuest(), concat(testHello(), exec, reset, frame(frameData, 0, 1, 1), frame(frameEOF, 0, 1), frame(frameEOF, 0, 1), frame(frameWindow, 1, 1, window(1)...), reset))
+	_, err := serveBytes(t, newFakeGuest(), concat(testHello(), exec, reset, frame(frameData, 0, 1, 1), frame(frameEOF, 0, 1), frame(frameEOF, 0, 1), frame(frameWindow, 1, 1, window(1)...), reset))
 	if err != nil {
 		t.Error(err)
 	}
@@ -290,7 +290,7 @@ func TestReadLoopGoesOnWhileWritesAreBlocked(t *testing.T) {
 	g.block = make(chan struct{})
 	go Serve(context.Background(), guest, &bulkGuest{fakeGuest: g, size: 1 << 40})
 	host.Write(versionsWindow(maxWindow))
-	host.Write(openFrame(1, MethodRead, &ReadRequest{Path: "x", Length: -1}))
+	host.Write(openFrame(1, MethodRead, &ReadRequest{Path: "x"}))
 	for id := uint32(3); id < 103; id += 2 {
 		host.Write(frame(framePing, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8))
 		host.Write(openFrame(id, MethodSync, &empty{}))

@@ -7,10 +7,10 @@ import "time"
 type ExecRequest struct {
 	ID         string   // empty: the agent picks one
 	Argv       []string // Argv[0] is looked up in the PATH of the environment
-	Env        []string // "NAME=value", added to the base environment or alone
-	InheritEnv bool     // start from the agent's base environment
-	Cwd        string   // empty: the user's home
-	User       string   // "name", "uid" or "uid:gid"; empty: root
+	Env        []string // "NAME=value", over the base environment
+	CleanEnv   bool     // leave the base environment out
+	Cwd        string   // absolute; empty: the user's home
+	User       string   // "name", "uid", "name:group" or "uid:gid"; empty: root
 	TTY        bool     // stdin, stdout and stderr are one terminal; output comes as stdout
 	Rows, Cols uint16
 	Timeout    time.Duration // 0: none; then the whole session of the process is killed
@@ -21,7 +21,7 @@ func (m *ExecRequest) visit(c *codec) {
 	c.str("id", &m.ID, maxID)
 	c.strs("argv", &m.Argv, maxArgs, maxArg)
 	c.strs("env", &m.Env, maxArgs, maxArg)
-	c.bool(&m.InheritEnv)
+	c.bool(&m.CleanEnv)
 	c.str("cwd", &m.Cwd, maxPath)
 	c.str("user", &m.User, maxUser)
 	c.bool(&m.TTY)
@@ -71,8 +71,8 @@ func (m *ExecStarted) visit(c *codec) {
 	c.nested(&m.Stderr)
 }
 
-// OutputTotal counts the bytes that a process wrote, and those that were
-// dropped from the agent's log of them.
+// OutputTotal counts the bytes that a process wrote, and those of them that
+// the agent had to drop before anyone read them.
 type OutputTotal struct {
 	Bytes   int64
 	Dropped int64
@@ -85,7 +85,7 @@ func (m *OutputTotal) visit(c *codec) {
 
 // ExitStatus is how a process ended.
 type ExitStatus struct {
-	Code           int32 // exit code, or 128+Signal as a shell would say it
+	Code           int32 // exit code, or 128+Signal as a shell would say it; -1 if unknown
 	Signal         int32 // 0 if it exited by itself
 	Core           bool
 	TimedOut       bool // killed because of ExecRequest.Timeout
@@ -97,7 +97,7 @@ type ExitStatus struct {
 }
 
 func (m *ExitStatus) visit(c *codec) {
-	number(c, "exit code", &m.Code, 1<<16-1)
+	c.i32("exit code", &m.Code)
 	number(c, "signal", &m.Signal, 255)
 	c.bool(&m.Core)
 	c.bool(&m.TimedOut)

@@ -15,7 +15,7 @@ func (m *FileScope) visit(c *codec) {
 
 // FileInfo describes a file.
 type FileInfo struct {
-	Path    string // relative to the folder in a List, absolute otherwise
+	Path    string // absolute
 	Mode    uint32 // st_mode: type and permission bits
 	Size    int64
 	UID     uint32
@@ -28,10 +28,14 @@ type FileInfo struct {
 
 // The type bits of FileInfo.Mode; see inode(7).
 const (
-	ModeType    = 0o170000
-	ModeDir     = 0o040000
-	ModeRegular = 0o100000
-	ModeSymlink = 0o120000
+	ModeType        = 0o170000
+	ModeFIFO        = 0o010000
+	ModeCharDevice  = 0o020000
+	ModeDir         = 0o040000
+	ModeBlockDevice = 0o060000
+	ModeRegular     = 0o100000
+	ModeSymlink     = 0o120000
+	ModeSocket      = 0o140000
 )
 
 // IsDir reports whether the file is a folder.
@@ -63,32 +67,32 @@ func (m *StatRequest) visit(c *codec) {
 }
 
 // ListRequest asks for the files in a folder, down to Depth levels, sorted by
-// path.
+// name, a folder before its contents.
 type ListRequest struct {
 	FileScope
 	Path  string
 	Depth uint32 // 1: the folder's own entries; 0 means 1
-	After string // continue after this path, from the last entry of a page
-	Limit uint32 // entries in a page; 0: as many as fit
+	Token string // ListReply.Next of the page before; empty begins
+	Limit uint32 // entries in a page; fewer come if they do not fit a frame
 }
 
 func (m *ListRequest) visit(c *codec) {
 	m.FileScope.visit(c)
 	c.str("path", &m.Path, maxPath)
 	number(c, "depth", &m.Depth, 1<<32-1)
-	c.str("after", &m.After, maxPath)
+	c.str("token", &m.Token, maxPath)
 	number(c, "limit", &m.Limit, 1<<32-1)
 }
 
 // ListReply is one page.
 type ListReply struct {
 	Entries []FileInfo
-	More    bool // ask again, after the last path
+	Next    string // token of the next page; empty after the last
 }
 
 func (m *ListReply) visit(c *codec) {
 	list(c, "entries", &m.Entries, maxListItems)
-	c.bool(&m.More)
+	c.str("next", &m.Next, maxPath)
 }
 
 // ReadRequest asks for a part of a file.
@@ -96,7 +100,7 @@ type ReadRequest struct {
 	FileScope
 	Path   string
 	Offset int64
-	Length int64 // negative: to the end
+	Length int64 // 0: to the end
 }
 
 func (m *ReadRequest) visit(c *codec) {
@@ -119,12 +123,15 @@ const (
 // WriteRequest writes a file, which is created if it does not exist.
 type WriteRequest struct {
 	FileScope
-	Path    string
-	Perm    uint32 // permission bits of a new file; 0 means 0644
-	Mode    WriteMode
-	Offset  int64 // for WriteAt
-	Parents bool  // create missing folders
-	Atomic  bool  // with WriteTruncate: temp file, fsync, rename; nothing changes if it fails
+	Path      string
+	Perm      uint32 // permission bits of a new file; 0 means 0644
+	Mode      WriteMode
+	Offset    int64 // for WriteAt
+	NoCreate  bool  // fail if there is no such file
+	Exclusive bool  // fail if there is one
+	Parents   bool  // create missing folders
+	Sync      bool  // on disk before the reply; Atomic always is
+	Atomic    bool  // with WriteTruncate: temp file, fsync, rename; nothing changes if it fails
 }
 
 func (m *WriteRequest) visit(c *codec) {
@@ -133,7 +140,10 @@ func (m *WriteRequest) visit(c *codec) {
 	number(c, "perm", &m.Perm, 0o7777)
 	number(c, "mode", &m.Mode, uint64(WriteAppend))
 	c.i64(&m.Offset)
+	c.bool(&m.NoCreate)
+	c.bool(&m.Exclusive)
 	c.bool(&m.Parents)
+	c.bool(&m.Sync)
 	c.bool(&m.Atomic)
 }
 
@@ -232,17 +242,21 @@ func (m *ChmodRequest) visit(c *codec) {
 	number(c, "perm", &m.Perm, 0o7777)
 }
 
-// ChownRequest sets the owner.
+// ChownRequest sets the owner and the group, by name or number; empty keeps
+// what it was.
 type ChownRequest struct {
 	FileScope
-	Path  string
-	Owner string // "name", "uid", "uid:gid"
+	Path         string
+	Owner, Group string
+	Follow       bool // follow a symlink at the end of the path
 }
 
 func (m *ChownRequest) visit(c *codec) {
 	m.FileScope.visit(c)
 	c.str("path", &m.Path, maxPath)
 	c.str("owner", &m.Owner, maxUser)
+	c.str("group", &m.Group, maxUser)
+	c.bool(&m.Follow)
 }
 
 // WatchRequest asks for changes of a file or folder.
@@ -266,20 +280,25 @@ const (
 	EventCreate   EventKind = 1
 	EventWrite    EventKind = 2
 	EventRemove   EventKind = 3
-	EventRename   EventKind = 4 // moved away from Path
-	EventChmod    EventKind = 5
+	EventRename   EventKind = 4 // moved away from Path; Cookie pairs it with an EventMovedTo
+	EventChmod    EventKind = 5 // mode, owner, times or link count changed
 	EventOverflow EventKind = 6 // events were lost: look again at everything
+	EventMovedTo  EventKind = 7 // moved to Path
+	EventClose    EventKind = 8 // closed after it was open for writing
+	EventGone     EventKind = 9 // the watched path itself is gone; the last event
 )
 
 // WatchEvent is one change.
 type WatchEvent struct {
-	Kind EventKind
-	Path string // absolute
-	Dir  bool
+	Kind   EventKind
+	Path   string // absolute
+	Dir    bool
+	Cookie uint32
 }
 
 func (m *WatchEvent) visit(c *codec) {
-	number(c, "kind", &m.Kind, uint64(EventOverflow))
+	number(c, "kind", &m.Kind, uint64(EventGone))
 	c.str("path", &m.Path, maxPath)
 	c.bool(&m.Dir)
+	number(c, "cookie", &m.Cookie, 1<<32-1)
 }

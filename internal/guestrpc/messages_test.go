@@ -28,10 +28,10 @@ func samples() []message {
 	file := FileInfo{Path: "a/b", Mode: ModeSymlink | 0o777, Size: 9, UID: 1, GID: math.MaxUint32, Owner: "o", Group: "g", ModTime: time.Unix(-5, 7), Target: "t"}
 	return []message{
 		&empty{},
-		&Info{AgentVersion: "1", Kernel: "6.1", Hostname: "h", BootID: "b", Uptime: 5, Generation: math.MaxUint64, Processes: 4},
+		&Info{AgentVersion: "1", Kernel: "6.1", Machine: "m", Hostname: "h", BootID: "b", Uptime: 5, Generation: math.MaxUint64, Processes: 4, Execs: 5, MemoryTotal: 6, MemoryFree: 7},
 		&ShutdownRequest{Mode: Reboot, Grace: time.Second},
 		&ExecRequest{
-			ID: "i", Argv: []string{"sh", "-c", ""}, Env: []string{"A=b"}, InheritEnv: true, Cwd: "/", User: "1:2",
+			ID: "i", Argv: []string{"sh", "-c", ""}, Env: []string{"A=b"}, CleanEnv: true, Cwd: "/", User: "1:2",
 			TTY: true, Rows: 24, Cols: math.MaxUint16, Timeout: time.Minute, Stdin: true,
 		},
 		&AttachRequest{ID: "i", StdoutOffset: math.MaxInt64, StderrOffset: -1},
@@ -47,10 +47,10 @@ func samples() []message {
 		&ReleaseExecRequest{ID: "i"},
 		&StatRequest{FileScope: scope, Path: "/p", Follow: true},
 		&file,
-		&ListRequest{FileScope: scope, Path: "/p", Depth: 3, After: "x", Limit: 7},
-		&ListReply{Entries: []FileInfo{file, {}}, More: true},
-		&ReadRequest{FileScope: scope, Path: "/p", Offset: 5, Length: -1},
-		&WriteRequest{FileScope: scope, Path: "/p", Perm: 0o4755, Mode: WriteAppend, Offset: 9, Parents: true, Atomic: true},
+		&ListRequest{FileScope: scope, Path: "/p", Depth: 3, Token: "x", Limit: 7},
+		&ListReply{Entries: []FileInfo{file, {}}, Next: "n"},
+		&ReadRequest{FileScope: scope, Path: "/p", Offset: 5},
+		&WriteRequest{FileScope: scope, Path: "/p", Perm: 0o4755, Mode: WriteAppend, Offset: 9, NoCreate: true, Exclusive: true, Parents: true, Sync: true, Atomic: true},
 		&WriteReply{Written: 1, Size: 2},
 		&MkdirRequest{FileScope: scope, Path: "/p", Perm: 0o755, Parents: true},
 		&MoveRequest{FileScope: scope, From: "a", To: "b", Overwrite: true},
@@ -59,9 +59,9 @@ func samples() []message {
 		&ReadlinkRequest{FileScope: scope, Path: "/p"},
 		&readlinkReply{target: "t"},
 		&ChmodRequest{FileScope: scope, Path: "/p", Perm: 0o7777},
-		&ChownRequest{FileScope: scope, Path: "/p", Owner: "1:2"},
+		&ChownRequest{FileScope: scope, Path: "/p", Owner: "1", Group: "2", Follow: true},
 		&WatchRequest{FileScope: scope, Path: "/p", Recursive: true},
-		&WatchEvent{Kind: EventOverflow, Path: "/p", Dir: true},
+		&WatchEvent{Kind: EventGone, Path: "/p", Dir: true, Cookie: 7},
 	}
 }
 
@@ -111,6 +111,26 @@ func TestOverlongFieldsAreNotSent(t *testing.T) {
 		if _, err := marshal(nil, m); !errors.Is(err, fs.ErrInvalid) {
 			t.Errorf("%T: %v", m, err)
 		}
+	}
+}
+
+func TestPagesFitAFrame(t *testing.T) {
+	files := make([]FileInfo, 5000)
+	for i := range files {
+		files[i] = FileInfo{Path: "/" + strings.Repeat("x", i%300), ModTime: time.Unix(1<<33, 1)}
+	}
+	files[70].Path = strings.Repeat("y", maxPath)
+	n := FitFiles(files)
+	b, err := marshal(nil, &ListReply{Entries: files[:n], Next: strings.Repeat("n", maxPath)})
+	if err != nil || len(b) > MaxPayload || n < 200 {
+		t.Errorf("%d entries take %d bytes, %v", n, len(b), err)
+	}
+	files[3].Path += "too long" + strings.Repeat("y", maxPath)
+	if n := FitFiles(files); n != 3 {
+		t.Errorf("%d entries fit, with one that can not be sent", n)
+	}
+	if n := FitExecs([]ExecInfo{{ID: "a"}}); n != 1 {
+		t.Errorf("%d execs fit", n)
 	}
 }
 

@@ -2,6 +2,10 @@ package guestrpc
 
 import "time"
 
+// AgentPort is the vsock port on which the agent listens in the guest, and the
+// one it dials on the host, once, to say that it listens.
+const AgentPort = 1024
+
 // Method is what a stream asks for. The numbers are part of the protocol.
 type Method uint16
 
@@ -67,21 +71,29 @@ func (*empty) visit(*codec) {}
 type Info struct {
 	AgentVersion string
 	Kernel       string // release, as in uname
+	Machine      string // such as x86_64
 	Hostname     string
 	BootID       string
 	Uptime       time.Duration
 	Generation   uint64 // raised by every fork
 	Processes    uint32 // pids in the guest
+	Execs        uint32 // running ones that were started with Exec
+	MemoryTotal  uint64 // bytes
+	MemoryFree   uint64
 }
 
 func (m *Info) visit(c *codec) {
 	c.str("agent version", &m.AgentVersion, maxShort)
 	c.str("kernel", &m.Kernel, maxShort)
+	c.str("machine", &m.Machine, maxShort)
 	c.str("hostname", &m.Hostname, maxShort)
 	c.str("boot id", &m.BootID, maxShort)
 	c.dur(&m.Uptime)
 	c.u64(&m.Generation)
 	number(c, "processes", &m.Processes, 1<<32-1)
+	number(c, "execs", &m.Execs, 1<<32-1)
+	c.u64(&m.MemoryTotal)
+	c.u64(&m.MemoryFree)
 }
 
 // ShutdownMode says how a guest ends.

@@ -2,6 +2,7 @@ package guestrpc
 
 import (
 	"encoding/binary"
+	"errors"
 	"io"
 	"strconv"
 	"sync"
@@ -48,12 +49,13 @@ func (s *session) ourHello(capabilities []string) []byte {
 // Only the first call counts.
 func (s *session) fail(err error) {
 	s.closeOnce.Do(func() {
-		if pe, ok := err.(*ProtocolError); ok {
+		var pe *ProtocolError
+		if errors.As(err, &pe) {
 			s.sayGoaway(newError(CodeAborted, pe.Reason))
 		}
 		s.err = err
 		close(s.closed)
-		s.conn.Close()
+		_ = s.conn.Close() // nothing more can be done about it
 		s.mu.Lock()
 		streams := s.streams
 		s.streams = nil
@@ -77,7 +79,7 @@ func (s *session) lost() *Error {
 	switch {
 	case goaway != nil:
 		why += "peer said: " + goaway.Message
-	case cause == io.EOF:
+	case errors.Is(cause, io.EOF):
 		why += "closed by peer"
 	default:
 		why += cause.Error()

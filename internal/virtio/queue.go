@@ -99,7 +99,7 @@ func (q *Queue) check() error {
 	return nil
 }
 
-// Pop takes the next buffer of the avail ring (§2.7.14). ok is false when there
+// Pop takes the next buffer of the avail ring (§2.7.6). ok is false when there
 // is none or the queue is not ready. An error wraps ErrQueue, and leaves the
 // ring where it was.
 func (q *Queue) Pop() (c Chain, ok bool, err error) {
@@ -265,7 +265,7 @@ func (q *Queue) Push(head uint16, n uint32) error {
 
 // WantsInterrupt reports whether the driver wants to hear of used buffers
 // (§2.7.7.2). Push stored the used index with a full barrier, so a driver that
-// unmasks and then looks at the index misses nothing (§2.7.13.3).
+// unmasks and then looks at the index misses nothing (§2.7.14).
 func (q *Queue) WantsInterrupt() bool {
 	if !q.ready {
 		return false

@@ -62,7 +62,7 @@ func (r *RNG) fill(c Chain) (uint32, error) {
 	dst := c.Writable
 	for want := min(size(dst), rngMaxRequest); want > 0; {
 		p := r.chunk[:min(want, rngChunk)]
-		rand.Read(p) // never fails: it ends the process where the kernel cannot
+		_, _ = rand.Read(p) // never fails: it ends the process where the kernel cannot
 		if _, err := scatter(r.ctx.Mem, dst, p); err != nil {
 			return 0, fmt.Errorf("rng: %w", err)
 		}

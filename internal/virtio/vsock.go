@@ -40,7 +40,7 @@ const (
 	// ones; the host's ends of connections live between.
 	vsockFirstPort = 1 << 30
 	vsockLastPort  = 1<<31 - 1
-	// vsockCloseTimeout is how long a guest may take to confirm a close; the
+	// vsockCloseTimeout is how long a guest may take to confirm a close (§5.10.6.5); the
 	// value is Linux's.
 	vsockCloseTimeout = 8 * time.Second
 	// vsockLazyBytes: see Vsock.finishTx.
@@ -238,9 +238,10 @@ func (d *Vsock) Stats() VsockStats {
 
 // Connect opens a connection to a port the guest listens on. conn is one end of
 // a non-blocking unix stream socket pair, which the device takes over and
-// closes. result is called once, from any goroutine, with nil when the guest
-// has accepted; it must not block and must not call the transport. cancel gives
-// up (a guest may never answer) or, later, aborts the connection.
+// closes. result is called once, from any goroutine and perhaps before Connect
+// returns, with nil when the guest has accepted; it must not block and must not
+// call the transport. cancel gives up (a guest may never answer) or, later,
+// aborts the connection.
 func (d *Vsock) Connect(port uint32, conn *os.File, result func(error)) (cancel func()) {
 	d.mu.Lock()
 	defer d.unlock()

@@ -159,7 +159,7 @@ func (c *vsockConn) take(h vsockHeader, packet []guestmem.Range) error {
 	case opData:
 		return c.takeData(packet, h.len)
 	case opShutdown:
-		c.peerShut |= h.flags & shutBoth // hints are permanent, §5.10.6.6
+		c.peerShut |= h.flags & shutBoth // hints are permanent, §5.10.6.5
 		c.settle()
 	case opCreditUpdate:
 	case opCreditRequest:
@@ -265,7 +265,7 @@ func (c *vsockConn) forwarded(n int) {
 }
 
 // settle carries out what the guest has shut down, once all it sent before has
-// been forwarded (§5.10.6.6): when it is done with both directions the
+// been forwarded (§5.10.6.5): when it is done with both directions the
 // connection ends, and a RST confirms it.
 func (c *vsockConn) settle() {
 	if c.closed || len(c.out) > 0 {

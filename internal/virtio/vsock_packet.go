@@ -13,7 +13,7 @@ const (
 	opCreditRequest = 7
 )
 
-// Flags of opShutdown, §5.10.6.6.
+// Flags of opShutdown, §5.10.6.5.
 const (
 	shutReceive = 1 // the sender of the packet will receive no more
 	shutSend    = 2 // it will send no more

@@ -68,7 +68,7 @@ func (d *Vsock) takePacket(packet []guestmem.Range, n uint64) error {
 		d.stats.Dropped++ // a lie about the source has nobody to answer
 		return nil
 	case h.dstCID != HostCID || h.kind != vsockStream:
-		d.refuse(h) // §5.10.6.1 for the type; there is no one else to talk to
+		d.refuse(h) // §5.10.6.4 for the type; there is no one else to talk to
 		return nil
 	}
 	c := d.conns[h.key()]

@@ -54,6 +54,9 @@ type Boot struct {
 	VCPUs     uint64
 	Profile   string
 	HasInitrd bool
+	// ReadyPort is the host port that the guest's agent dials once, when it
+	// listens. It is the only one that a guest's dialing has an effect on.
+	ReadyPort uint32
 	Disks     []BootDisk
 	Nets      []BootNet
 }
@@ -165,6 +168,7 @@ func (m *Boot) encode(e *wire.Encoder) {
 	e.Uvarint(m.VCPUs)
 	e.String(m.Profile)
 	e.Bool(m.HasInitrd)
+	e.Uvarint(uint64(m.ReadyPort))
 	e.Uvarint(uint64(len(m.Disks)))
 	for _, d := range m.Disks {
 		e.Bool(d.ReadOnly)
@@ -183,6 +187,7 @@ func (m *Boot) decode(d *wire.Decoder) {
 	m.VCPUs = d.UvarintMax(1 << 16)
 	m.Profile = d.String(maxText)
 	m.HasInitrd = d.Bool()
+	m.ReadyPort = uint32(d.UvarintMax(1<<32 - 1))
 	for range d.Count(maxDevices) {
 		m.Disks = append(m.Disks, BootDisk{ReadOnly: d.Bool(), ID: d.String(maxText)})
 	}

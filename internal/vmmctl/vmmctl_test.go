@@ -13,7 +13,7 @@ import (
 func messages() []Message {
 	return []Message{
 		&Boot{
-			Cmdline: "quiet", Memory: 256 << 20, VCPUs: 2, Profile: "host-v1", HasInitrd: true,
+			Cmdline: "quiet", Memory: 256 << 20, VCPUs: 2, Profile: "host-v1", HasInitrd: true, ReadyPort: 1024,
 			Disks: []BootDisk{{ReadOnly: true, ID: "root"}, {}},
 			Nets:  []BootNet{{MAC: [6]byte{2, 0, 0, 0, 0, 1}, MTU: 1500}},
 		},

@@ -14,10 +14,6 @@ import (
 	"agentrun.dev/internal/vmmctl"
 )
 
-// ReadyPort is the host port that the guest's agent dials once, when it
-// listens. It is the only host port a guest can reach.
-const ReadyPort = 1024
-
 // Serve takes a Boot message, runs the VM and returns when it has ended and
 // the parent was told why.
 func Serve(conn *vmmctl.Conn) error {
@@ -29,7 +25,7 @@ func Serve(conn *vmmctl.Conn) error {
 	if !ok {
 		return fmt.Errorf("first control message is %T, not Boot", m)
 	}
-	s := &server{conn: conn}
+	s := &server{conn: conn, readyPort: boot.ReadyPort}
 	if err := s.boot(boot, files); err != nil {
 		return conn.Send(&vmmctl.Reply{Error: vmmctl.Clip(err.Error())})
 	}
@@ -50,9 +46,10 @@ func Serve(conn *vmmctl.Conn) error {
 }
 
 type server struct {
-	conn  *vmmctl.Conn
-	vm    *vmm.VM
-	ready sync.Once
+	conn      *vmmctl.Conn
+	vm        *vmm.VM
+	readyPort uint32
+	ready     sync.Once
 }
 
 // boot hands the descriptors to the VM in the order that Boot documents.
@@ -107,7 +104,7 @@ func (s *server) boot(b *vmmctl.Boot, files []*os.File) error {
 // accept runs on a vCPU thread when the guest dials the host. The connection
 // itself carries nothing: that it was made is the message.
 func (s *server) accept(port uint32) (*os.File, bool) {
-	if port == ReadyPort {
+	if port == s.readyPort {
 		s.ready.Do(func() {
 			go func() { _ = s.conn.Send(&vmmctl.Ready{}) }() // a dead parent is noticed by requests
 		})

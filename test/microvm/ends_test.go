@@ -72,7 +72,7 @@ func TestEnds(t *testing.T) {
 			if !strings.Contains(string(console), c.console) {
 				t.Errorf("the console's tail does not say %q:\n%s", c.console, console)
 			}
-			if _, err := g.Dial(t.Context(), 1024); !errors.Is(err, vmm.ErrEnded) {
+			if _, err := g.Dial(t.Context(), guestrpc.AgentPort); !errors.Is(err, vmm.ErrEnded) {
 				t.Errorf("dial after the end: %v, want %v", err, vmm.ErrEnded)
 			}
 		})

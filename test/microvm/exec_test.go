@@ -55,7 +55,7 @@ func TestExecOptions(t *testing.T) {
 		}{
 			{
 				name: "arguments are not a shell's",
-				req:  guestrpc.ExecRequest{Argv: []string{"printf", "%s|", "a b", "$HOME", "", "*"}, InheritEnv: true},
+				req:  guestrpc.ExecRequest{Argv: []string{"printf", "%s|", "a b", "$HOME", "", "*"}},
 				want: result{stdout: "a b|$HOME||*|"},
 			},
 			{
@@ -65,22 +65,22 @@ func TestExecOptions(t *testing.T) {
 			},
 			{
 				name: "environment",
-				req:  guestrpc.ExecRequest{Argv: []string{"/bin/sh", "-c", `echo "$A-$B-${PATH:+path}"`}, Env: []string{"A=1", "B=two words", "PATH=/bin"}},
+				req:  guestrpc.ExecRequest{CleanEnv: true, Argv: []string{"/bin/sh", "-c", `echo "$A-$B-${PATH:+path}"`}, Env: []string{"A=1", "B=two words", "PATH=/bin"}},
 				want: result{stdout: "1-two words-path\n"},
 			},
 			{
 				name: "working folder",
-				req:  guestrpc.ExecRequest{Argv: []string{"pwd"}, InheritEnv: true, Cwd: "/proc/sys"},
+				req:  guestrpc.ExecRequest{Argv: []string{"pwd"}, Cwd: "/proc/sys"},
 				want: result{stdout: "/proc/sys\n"},
 			},
 			{
 				name: "user by name",
-				req:  guestrpc.ExecRequest{Argv: []string{"sh", "-c", "id -u; id -g; echo $HOME"}, InheritEnv: true, User: "user"},
+				req:  guestrpc.ExecRequest{Argv: []string{"sh", "-c", "id -u; id -g; echo $HOME"}, User: "user"},
 				want: result{stdout: "1000\n1000\n/home/user\n"},
 			},
 			{
 				name: "user by number",
-				req:  guestrpc.ExecRequest{Argv: []string{"sh", "-c", "id -u; id -g"}, InheritEnv: true, User: "4242:77", Cwd: "/"},
+				req:  guestrpc.ExecRequest{Argv: []string{"sh", "-c", "id -u; id -g"}, User: "4242:77", Cwd: "/"},
 				want: result{stdout: "4242\n77\n"},
 			},
 			{name: "stdin", req: shell("cat; echo end"), stdin: "line 1\nline 2", want: result{stdout: "line 1\nline 2end\n"}},
@@ -89,7 +89,11 @@ func TestExecOptions(t *testing.T) {
 			{name: "signal", req: shell("kill -TERM $$"), want: result{status: guestrpc.ExitStatus{Code: 128 + 15, Signal: 15}}},
 			{
 				name: "timeout ends the children too",
-				req:  func() guestrpc.ExecRequest { r := shell("sleep 1000 & sleep 1000"); r.Timeout = 200 * time.Millisecond; return r }(),
+				req: func() guestrpc.ExecRequest {
+					r := shell("sleep 1000 & sleep 1000")
+					r.Timeout = 200 * time.Millisecond
+					return r
+				}(),
 				want: result{status: guestrpc.ExitStatus{Code: 128 + 9, Signal: 9, TimedOut: true}},
 			},
 		} {
@@ -108,7 +112,7 @@ func TestExecOptions(t *testing.T) {
 			t.Errorf("%s sleeps are left after their timeout", left)
 		}
 		t.Run("not found", func(t *testing.T) {
-			_, err := g.Agent.Exec(t.Context(), guestrpc.ExecRequest{Argv: []string{"no-such-program"}, InheritEnv: true})
+			_, err := g.Agent.Exec(t.Context(), guestrpc.ExecRequest{Argv: []string{"no-such-program"}})
 			var e *guestrpc.Error
 			if !errors.As(err, &e) || e.Code != guestrpc.CodeNotFound || !strings.Contains(e.Message, "no-such-program") {
 				t.Fatalf("error %v does not name what was not found", err)
@@ -118,7 +122,7 @@ func TestExecOptions(t *testing.T) {
 }
 
 func shell(script string) guestrpc.ExecRequest {
-	return guestrpc.ExecRequest{Argv: []string{"sh", "-c", script}, InheritEnv: true}
+	return guestrpc.ExecRequest{Argv: []string{"sh", "-c", script}}
 }
 
 // TestKill kills a process group, and a whole session whose members ignore
@@ -341,7 +345,7 @@ func dial(t *testing.T, g *testGuest) *guestrpc.Client {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
-	conn, err := g.Dial(ctx, microvm.AgentPort)
+	conn, err := g.Dial(ctx, guestrpc.AgentPort)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -131,7 +131,7 @@ func (g *testGuest) run(t testing.TB, req guestrpc.ExecRequest, stdin string) re
 func (g *testGuest) sh(t testing.TB, format string, args ...any) string {
 	t.Helper()
 	script := fmt.Sprintf(format, args...)
-	r := g.run(t, guestrpc.ExecRequest{Argv: []string{"sh", "-c", script}, InheritEnv: true}, "")
+	r := g.run(t, guestrpc.ExecRequest{Argv: []string{"sh", "-c", script}}, "")
 	if r.status.Code != 0 {
 		t.Fatalf("%s: exit code %d, stdout %q, stderr %q", script, r.status.Code, r.stdout, r.stderr)
 	}

@@ -103,7 +103,7 @@ func connect(ctx context.Context, p *Process) (*Guest, error) {
 	if err := p.WaitReady(ctx); err != nil {
 		return nil, err
 	}
-	conn, err := p.Dial(ctx, AgentPort)
+	conn, err := p.Dial(ctx, guestrpc.AgentPort)
 	if err != nil {
 		return nil, err
 	}

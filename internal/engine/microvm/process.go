@@ -13,13 +13,11 @@ import (
 	"os/exec"
 	"sync"
 
+	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/vmm"
 	"agentrun.dev/internal/vmmctl"
 	"golang.org/x/sys/unix"
 )
-
-// AgentPort is the vsock port that the guest's agent listens on.
-const AgentPort = 1024
 
 // Machine describes a VM to boot. The files stay the caller's.
 type Machine struct {
@@ -66,6 +64,7 @@ func Start(path string, m Machine) (*Process, error) {
 	}
 	boot := &vmmctl.Boot{
 		Cmdline: m.Cmdline, Memory: m.Memory, VCPUs: uint64(m.VCPUs), HasInitrd: m.Initrd != nil,
+		ReadyPort: guestrpc.AgentPort,
 	}
 	files := []*os.File{kvmFile, m.Kernel}
 	if m.Initrd != nil {

@@ -144,7 +144,9 @@ func runCommand(start wire.Start) (int, error) {
 	os.Clearenv()
 	for _, kv := range append(start.Env, "AGENTRUN_TESTBED=1") {
 		if k, v, ok := strings.Cut(kv, "="); ok {
-			os.Setenv(k, v)
+			if err := os.Setenv(k, v); err != nil {
+				return exitTestbed, fmt.Errorf("set variable %q: %w", k, err)
+			}
 		}
 	}
 	if err := os.Chdir(start.Dir); err != nil {

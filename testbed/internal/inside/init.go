@@ -143,7 +143,7 @@ func loadModules() error {
 			return err
 		}
 		err = unix.FinitModule(int(f.Fd()), "", 0)
-		f.Close()
+		_ = f.Close() // only read from
 		if err != nil && !errors.Is(err, unix.EEXIST) {
 			return fmt.Errorf("load module %s: %w", filepath.Base(path), err)
 		}

@@ -14,9 +14,6 @@ import (
 	"agentrun.dev/testbed/internal/wire"
 )
 
-// errHostGone means that no client is connected to the port any more.
-var errHostGone = errors.New("the client is gone")
-
 // port is one virtio-serial port.
 //
 // Its reads return 0 while no client is connected. That is an edge, not an

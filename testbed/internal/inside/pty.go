@@ -16,7 +16,7 @@ func openPTY(rows, cols uint16) (master, slave *os.File, err error) {
 	master = os.NewFile(uintptr(fd), "ptmx")
 	defer func() {
 		if err != nil {
-			master.Close()
+			_ = master.Close() // nothing was written
 		}
 	}()
 	if err := unix.IoctlSetPointerInt(fd, unix.TIOCSPTLCK, 0); err != nil {

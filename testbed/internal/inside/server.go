@@ -113,7 +113,8 @@ func (s *server) frames(buf []byte) error {
 		switch t {
 		case wire.StartPart:
 			if len(start)+len(payload) > wire.MaxStart {
-				s.port.send(wire.Failed, []byte("the arguments and the environment are too long"))
+				// A client that is gone does not need to know.
+				_ = s.port.send(wire.Failed, []byte("the arguments and the environment are too long"))
 				return wire.ErrResync
 			}
 			start = append(start, payload...)
@@ -138,7 +139,7 @@ func (s *server) begin(start []byte) {
 		s.session, err = newSession(s, request)
 	}
 	if err != nil {
-		s.port.send(wire.Failed, []byte(err.Error()))
+		_ = s.port.send(wire.Failed, []byte(err.Error())) // or the client is gone
 	}
 }
 

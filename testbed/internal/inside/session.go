@@ -2,6 +2,7 @@ package inside
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -116,7 +117,7 @@ func (s *session) run(stdin io.WriteCloser, outputs []output) {
 	defer close(s.done)
 	defer s.server.idle.leave()
 	if s.master != nil {
-		s.cmd.Stdin.(*os.File).Close() // the slave: ours would keep the PTY open
+		_ = s.cmd.Stdin.(*os.File).Close() // the slave: ours would keep the PTY open
 	}
 	inputDone := make(chan struct{})
 	go func() {
@@ -132,12 +133,12 @@ func (s *session) run(stdin io.WriteCloser, outputs []output) {
 	copies.Wait()
 	code := exitCode(s.cmd.Wait())
 	if s.master != nil {
-		s.master.Close()
+		_ = s.master.Close() // the process at its other end is dead
 	}
 	close(s.quit)
 	<-inputDone
 	removeCgroup(s.cgroup)
-	s.server.port.send(wire.Exit, wire.Uint32(code))
+	_ = s.server.port.send(wire.Exit, wire.Uint32(code))
 }
 
 // feed writes stdin as it comes, and acknowledges what the process took.
@@ -155,7 +156,7 @@ func (s *session) feed(stdin io.WriteCloser) {
 			_ = s.server.port.send(wire.StdinAck, wire.Uint32(uint32(len(b))))
 		}
 		if eof && s.master == nil {
-			stdin.Close()
+			_ = stdin.Close() // a broken pipe is no concern of ours
 			return
 		} else if eof {
 			_, _ = stdin.Write([]byte{4}) // ^D: a terminal has no other end
@@ -229,7 +230,8 @@ func exitCode(err error) uint32 {
 	if err == nil {
 		return 0
 	}
-	if exit, ok := err.(*exec.ExitError); ok {
+	var exit *exec.ExitError
+	if errors.As(err, &exit) {
 		status := exit.Sys().(syscall.WaitStatus)
 		if status.Signaled() {
 			return 128 + uint32(status.Signal())
@@ -246,7 +248,7 @@ func memfile(b []byte) (*os.File, error) {
 	}
 	f := os.NewFile(uintptr(fd), "session")
 	if _, err := f.WriteAt(b, 0); err != nil {
-		f.Close()
+		_ = f.Close() // of no use any more
 		return nil, err
 	}
 	return f, nil

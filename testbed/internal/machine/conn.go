@@ -59,7 +59,7 @@ func (m *Machine) dialLocked(ctx context.Context, port string, lock *os.File) (*
 	defer cancel()
 	c, err := m.dial(ctx, port)
 	if err != nil {
-		lock.Close()
+		_ = lock.Close() // only locked
 		return nil, fmt.Errorf("the testbed machine does not answer (try: testbed stop): %w", err)
 	}
 	c.lock = lock
@@ -90,7 +90,7 @@ func (m *Machine) dial(ctx context.Context, port string) (*Conn, error) {
 	f := os.NewFile(uintptr(fd), m.file(socketName(port)))
 	c := &Conn{file: f, r: bufio.NewReaderSize(f, 128<<10), in: make([]byte, wire.MaxPayload)}
 	if err := c.greet(ctx); err != nil {
-		f.Close()
+		_ = f.Close() // the greeting's error says more
 		return nil, err
 	}
 	return c, nil
@@ -131,7 +131,7 @@ func (c *Conn) Receive() (wire.Type, []byte, error) { return wire.ReadFrame(c.r,
 func (c *Conn) Close() error {
 	err := c.file.Close()
 	if c.lock != nil {
-		c.lock.Close()
+		_ = c.lock.Close() // only locked
 	}
 	return err
 }

@@ -178,7 +178,7 @@ func (m *Machine) lock() (unlock func(), err error) {
 	if err != nil {
 		return nil, err
 	}
-	return func() { f.Close() }, nil
+	return func() { _ = f.Close() }, nil
 }
 
 func lockFile(path string, how int) (*os.File, error) {
@@ -192,7 +192,7 @@ func lockFile(path string, how int) (*os.File, error) {
 			return f, nil
 		}
 		if !errors.Is(err, unix.EINTR) {
-			f.Close()
+			_ = f.Close() // only locked
 			return nil, fmt.Errorf("lock %s: %w", path, err)
 		}
 	}

@@ -26,22 +26,24 @@ const Version = 1
 // Type says what a frame carries.
 type Type uint8
 
+// The frames of a client.
 const (
-	// Client to server.
 	StartPart Type = iota + 1 // a piece of the JSON form of Start
 	Begin                     // the Start is complete
 	Stdin                     // bytes for stdin, never more than Window unacknowledged
-	StdinEOF                  //
+	StdinEOF                  // the end of stdin
 	Signal                    // one byte: the signal's number
 	Resize                    // two uint16: rows, columns
 	PowerOff                  // end the machine
+)
 
-	// Server to client.
-	Stdout   // bytes
-	Stderr   // bytes
-	StdinAck // uint32: bytes of stdin taken by the process
-	Exit     // uint32: the exit code; the last frame of a session
-	Failed   // text: why the command could not be started; the last frame
+// The frames of the server.
+const (
+	Stdout   Type = iota + 64 // bytes
+	Stderr                    // bytes
+	StdinAck                  // uint32: bytes of stdin taken by the process
+	Exit                      // uint32: the exit code; the last frame of a session
+	Failed                    // text: why the command could not be started; the last frame
 )
 
 const (

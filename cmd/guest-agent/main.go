@@ -1,0 +1,95 @@
+// Command guest-agent is PID 1 of a sandbox. It sets the machine up, listens
+// on vsock port 1024 for the host (CID 2), tells the host that it is ready by
+// dialing the host's port 1024, and serves until the machine goes down.
+//
+//	guest-agent                        as PID 1
+//	guest-agent --listen-unix PATH     on a host, for tests: no mounts, no vsock
+package main
+
+import (
+	"context"
+	"errors"
+	"os"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"agentrun.dev/internal/guest"
+	"agentrun.dev/internal/guestrpc"
+)
+
+// version is set by the linker: -X main.version=…
+var version = "dev"
+
+func main() {
+	err := run(os.Args[1:])
+	if err == nil {
+		return
+	}
+	log(err.Error())
+	if os.Getpid() != 1 {
+		os.Exit(1)
+	}
+	// PID 1 must not return: the kernel would panic and tell the host less.
+	unix.Sync()
+	if err := unix.Reboot(unix.LINUX_REBOOT_CMD_POWER_OFF); err != nil {
+		log("power off: " + err.Error())
+	}
+	select {}
+}
+
+func run(args []string) error {
+	keepSmall()
+	switch {
+	case len(args) == 2 && args[0] == "--listen-unix":
+		return runOnHost(args[1])
+	case os.Getpid() == 1:
+		return runAsInit()
+	}
+	return errors.New("guest-agent runs as PID 1 of a sandbox; elsewhere use: guest-agent --listen-unix PATH")
+}
+
+// runAsInit serves a sandbox. Arguments are ignored: the kernel passes what it
+// does not know of its command line to PID 1.
+func runAsInit() error {
+	machine, err := guest.Boot(log)
+	if err != nil {
+		return err
+	}
+	ps := guest.NewProcesses(guest.Config{Log: log, Orphans: true})
+	server := &guest.Server{
+		Processes: ps,
+		Version:   version,
+		Log:       log,
+		Down: func(action guest.Action, grace time.Duration) error {
+			return guest.Shutdown(ps, machine, action, grace)
+		},
+	}
+	l, err := guest.ListenVsock(guestrpc.AgentPort)
+	if err != nil {
+		return err
+	}
+	if err := guest.SayReady(guestrpc.AgentPort); err != nil {
+		log(err.Error()) // a host that does not wait for it may still connect
+	}
+	return server.Serve(context.Background(), l)
+}
+
+// runOnHost serves a unix socket with the rights of the caller.
+func runOnHost(path string) error {
+	l, err := guest.ListenUnix(path)
+	if err != nil {
+		return err
+	}
+	defer l.Close()
+	ps := guest.NewProcesses(guest.Config{Log: log})
+	defer ps.Close()
+	server := &guest.Server{Processes: ps, Version: version, Log: log}
+	return server.Serve(context.Background(), l)
+}
+
+// log writes to the console, which is where a sandbox's boot is read.
+func log(msg string) {
+	// There is nowhere to say that the console can not be written.
+	_, _ = os.Stderr.WriteString("guest-agent: " + msg + "\n")
+}

@@ -1,0 +1,154 @@
+package guest
+
+import (
+	"context"
+	"errors"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"agentrun.dev/internal/guestrpc"
+)
+
+// maxConns bounds the hosts that are connected at a time. One is normal.
+const maxConns = 16
+
+// Server binds the protocol to what the agent can do. It implements
+// guestrpc.Handler.
+type Server struct {
+	Processes *Processes
+	Accounts  Accounts
+	Version   string           // of the agent
+	Log       func(msg string) // may be nil
+
+	// Down ends the machine and returns only if it could not; nil refuses to.
+	Down func(action Action, grace time.Duration) error
+
+	conns atomic.Int32
+}
+
+var _ guestrpc.Handler = (*Server)(nil)
+
+// Serve accepts connections until the listener is closed.
+func (s *Server) Serve(ctx context.Context, l *Listener) error {
+	for {
+		conn, err := l.Accept()
+		if err != nil {
+			return err
+		}
+		if s.conns.Add(1) > maxConns {
+			s.conns.Add(-1)
+			conn.Close()
+			s.log("refused a connection: 16 are open")
+			continue
+		}
+		go func() {
+			defer s.conns.Add(-1)
+			err := guestrpc.Serve(ctx, conn, s)
+			// The host going away, even in the middle of something, is normal.
+			var pe *guestrpc.ProtocolError
+			var ve *guestrpc.VersionError
+			if errors.As(err, &pe) || errors.As(err, &ve) {
+				s.log("connection ended: " + err.Error())
+			}
+		}()
+	}
+}
+
+func (s *Server) log(msg string) {
+	if s.Log != nil {
+		s.Log(msg)
+	}
+}
+
+// Info implements guestrpc.Handler.
+func (s *Server) Info(context.Context) (guestrpc.Info, error) {
+	info, err := s.Processes.Info(s.Version)
+	return guestrpc.Info{
+		AgentVersion: info.Version,
+		Kernel:       info.Kernel,
+		Machine:      info.Machine,
+		Hostname:     info.Hostname,
+		BootID:       info.BootID,
+		Uptime:       info.Uptime,
+		Processes:    uint32(info.Processes),
+		Execs:        uint32(info.Execs),
+		MemoryTotal:  info.MemoryTotal,
+		MemoryFree:   info.MemoryFree,
+	}, rpcError(err)
+}
+
+// Sync implements guestrpc.Handler.
+func (s *Server) Sync(context.Context) error {
+	unix.Sync()
+	return nil
+}
+
+// Shutdown implements guestrpc.Handler.
+func (s *Server) Shutdown(_ context.Context, req *guestrpc.ShutdownRequest, accept func() error) error {
+	var action Action
+	switch req.Mode {
+	case guestrpc.PowerOff:
+		action = PowerOff
+	case guestrpc.Reboot:
+		action = Reboot
+	default:
+		return rpcError(fail(ErrInvalid, "shut down", "", "want power-off or reboot"))
+	}
+	if s.Down == nil {
+		return rpcError(fail(ErrUnsupported, "shut down", "", "the agent is not PID 1"))
+	}
+	// A host that is gone by now has asked for it all the same.
+	_ = accept()
+	return rpcError(s.Down(action, req.Grace))
+}
+
+// rpcError gives an error of this package its code on the wire.
+func rpcError(err error) error {
+	if err == nil {
+		return nil
+	}
+	var own *Error
+	if !errors.As(err, &own) {
+		var kind Kind
+		if !errors.As(err, &kind) {
+			return guestrpc.ErrorFrom(err)
+		}
+		own = &Error{Kind: kind}
+	}
+	return &guestrpc.Error{Code: codeOf(own.Kind), Message: err.Error()}
+}
+
+func codeOf(kind Kind) guestrpc.Code {
+	switch kind {
+	case ErrNotFound:
+		return guestrpc.CodeNotFound
+	case ErrExists, ErrDuplicateID:
+		return guestrpc.CodeAlreadyExists
+	case ErrInvalid, ErrBadUser, ErrBadDir:
+		return guestrpc.CodeInvalidArgument
+	case ErrPermission, ErrReadOnly, ErrNotExecutable:
+		return guestrpc.CodePermissionDenied
+	case ErrNoSpace, ErrTooMany, ErrTooLarge:
+		return guestrpc.CodeResourceExhausted
+	case ErrStopped:
+		return guestrpc.CodeAborted
+	case ErrShuttingDown:
+		return guestrpc.CodeUnavailable
+	case ErrIO:
+		return guestrpc.CodeInternal
+	}
+	// What is left depends on the state of the file or process.
+	return guestrpc.CodeFailedPrecondition
+}
+
+// Signal implements guestrpc.Handler.
+func (s *Server) Signal(_ context.Context, req *guestrpc.SignalRequest) error {
+	p, err := s.Processes.Get(req.ID)
+	if err != nil {
+		return rpcError(err)
+	}
+	return rpcError(p.Signal(syscall.Signal(req.Signal), Scope(req.Scope)))
+}
