@@ -6,8 +6,12 @@ rootfs=$build/demo-rootfs
 
 # show COMMAND…: prints a command as one would type it, and runs it.
 show() {
-	printf '\n$ %s\n' "$*"
-	local begin status=0
+	local begin status=0 word line='$'
+	for word in "$@"; do
+		case $word in *[!A-Za-z0-9_./=-]*) word="'$word'" ;; esac
+		line+=" $word"
+	done
+	printf '\n%s\n' "$line"
 	begin=$(date +%s%N)
 	inside "$@" || status=$?
 	printf '  (exit code %d, %s)\n' $status "$(seconds_since "$begin")"

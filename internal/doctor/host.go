@@ -39,9 +39,9 @@ func checkCPU(h *host) []Check {
 	case !h.cpu.flags["lm"]:
 		c.Status, c.Detail, c.Fix = Fail, c.Detail+": not a 64-bit x86 processor", "use an x86-64 host: AgentRun runs on no other yet"
 	case h.cpu.vendor != "GenuineIntel" && h.cpu.vendor != "AuthenticAMD":
-		c.Status, c.Detail, c.Fix = Warn, c.Detail+": neither Intel nor AMD", "nothing to do; this processor has not been tried"
+		c.Status, c.Detail, c.Fix = Warn, c.Detail+": neither Intel nor AMD", "run make test: this processor has not been tried"
 	case !h.cpu.flags["constant_tsc"]:
-		c.Status, c.Detail, c.Fix = Warn, c.Detail+": its time stamp counter may change speed (no constant_tsc)", "nothing to do; clocks of guests may be slow to read"
+		c.Status, c.Detail, c.Fix = Warn, c.Detail+": its time stamp counter may change speed (no constant_tsc)", "in a virtual machine, show it the host's processor (QEMU: -cpu host); guests may read their clocks slowly otherwise"
 	}
 	return one(c)
 }
@@ -60,7 +60,7 @@ func checkKernel(h *host) []Check {
 	v, ok := parseVersion(release)
 	switch {
 	case !ok:
-		c.Status, c.Fix = Warn, "nothing to do; a version number like 6.1 was expected"
+		c.Status, c.Fix = Warn, "make sure that it is 5.10 or newer: a number like 6.1 was expected"
 	case slices.Compare(v[:], oldKernel[:]) < 0:
 		c.Status = Warn
 		c.Detail += fmt.Sprintf(" is older than %d.%d", oldKernel[0], oldKernel[1])

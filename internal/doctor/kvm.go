@@ -117,7 +117,7 @@ func kvmKind(h *host, openErr error) Check {
 		return Check{
 			Status: Warn,
 			Detail: fmt.Sprintf("hardware virtualization (%s), nested: this host is itself a virtual machine", h.cpu.extension()),
-			Fix:    "nothing to do for function; expect slower exits than on bare metal",
+			Fix:    "for full speed run on bare metal: exits are slower here",
 		}
 	}
 	return Check{Status: OK, Detail: fmt.Sprintf("hardware virtualization (%s)", h.cpu.extension())}

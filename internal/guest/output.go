@@ -289,6 +289,9 @@ func (o *Output) Attach(from int64) (*Reader, error) {
 	}
 	r := &Reader{out: o, next: max(from, o.start), ready: make(chan struct{}, 1)}
 	r.began, r.lost = r.next, r.next-from
+	if r.next < o.end || o.eof {
+		wake(r.ready)
+	}
 	o.readers = append(o.readers, r)
 	return r, nil
 }

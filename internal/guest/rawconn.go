@@ -41,7 +41,7 @@ func NewConn(fd int) (*Conn, error) {
 	file := os.NewFile(uintptr(fd), "connection")
 	raw, err := file.SyscallConn()
 	if err != nil {
-		file.Close()
+		_ = file.Close()
 		return nil, failed("prepare", "connection", err)
 	}
 	c := &Conn{file: file, raw: raw, in: transfer{trap: unix.SYS_READ}, out: transfer{trap: unix.SYS_WRITE}}

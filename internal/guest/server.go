@@ -3,6 +3,7 @@ package guest
 import (
 	"context"
 	"errors"
+	"sync"
 	"sync/atomic"
 	"syscall"
 	"time"
@@ -31,8 +32,11 @@ type Server struct {
 
 var _ guestrpc.Handler = (*Server)(nil)
 
-// Serve accepts connections until the listener is closed.
+// Serve accepts connections until the listener is closed. It returns when the
+// last of them has ended, for which ctx may have to end.
 func (s *Server) Serve(ctx context.Context, l *Listener) error {
+	var open sync.WaitGroup
+	defer open.Wait()
 	for {
 		conn, err := l.Accept()
 		if err != nil {
@@ -40,11 +44,11 @@ func (s *Server) Serve(ctx context.Context, l *Listener) error {
 		}
 		if s.conns.Add(1) > maxConns {
 			s.conns.Add(-1)
-			conn.Close()
+			_ = conn.Close()
 			s.log("refused a connection: 16 are open")
 			continue
 		}
-		go func() {
+		open.Go(func() {
 			defer s.conns.Add(-1)
 			err := guestrpc.Serve(ctx, conn, s)
 			// The host going away, even in the middle of something, is normal.
@@ -53,7 +57,7 @@ func (s *Server) Serve(ctx context.Context, l *Listener) error {
 			if errors.As(err, &pe) || errors.As(err, &ve) {
 				s.log("connection ended: " + err.Error())
 			}
-		}()
+		})
 	}
 }
 

@@ -34,7 +34,7 @@ func ListenUnix(path string) (*Listener, error) {
 	if err == nil {
 		l.path = path
 		if err = unix.Chmod(path, 0o600); err != nil {
-			l.Close()
+			_ = l.Close()
 		}
 	}
 	if err != nil {
@@ -58,7 +58,7 @@ func listen(family int, addr unix.Sockaddr) (*Listener, error) {
 	file := os.NewFile(uintptr(fd), "listener")
 	raw, err := file.SyscallConn()
 	if err != nil {
-		file.Close()
+		_ = file.Close()
 		return nil, err
 	}
 	return &Listener{file: file, raw: raw}, nil
@@ -67,7 +67,7 @@ func listen(family int, addr unix.Sockaddr) (*Listener, error) {
 // Close ends an Accept under way.
 func (l *Listener) Close() error {
 	if l.path != "" {
-		os.Remove(l.path)
+		_ = os.Remove(l.path) // someone may have removed it before
 	}
 	return l.file.Close()
 }

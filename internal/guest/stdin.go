@@ -98,11 +98,11 @@ func (in *input) wait(stop <-chan struct{}, step func(uintptr) bool) error {
 // the end-of-file character, as from Ctrl-D.
 func (in *input) close() error {
 	if in.tty {
-		_, err := in.file.Write([]byte{4})
-		if err != nil {
+		var err error
+		if in.raw.Control(func(fd uintptr) { _, err = unix.Write(int(fd), []byte{4}) }) != nil || err == syscall.EIO {
 			return ErrClosed
 		}
-		return nil
+		return failed("write", "end of file to terminal", err)
 	}
 	if in.file.Close() != nil {
 		return ErrClosed

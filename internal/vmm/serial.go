@@ -68,7 +68,8 @@ func (s *serial) writeByte(reg uint16, v byte) error {
 			return nil
 		}
 		s.console.append(v)
-		if st.InterruptEnable&ierTransmitEmpty != 0 {
+		// One edge until the driver has read its cause.
+		if st.InterruptEnable&ierTransmitEmpty != 0 && !st.TransmitEmpty {
 			st.TransmitEmpty = true
 			return s.raise()
 		}

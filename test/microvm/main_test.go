@@ -93,6 +93,9 @@ func boot(t testing.TB, vcpus int, edit ...func(*microvm.Spec)) *testGuest {
 		if t.Failed() {
 			if console, err := g.Console(context.Background()); err == nil {
 				t.Logf("console:\n%s", console)
+			} else {
+				exit, console := g.Wait()
+				t.Logf("the guest ended: %v; console:\n%s", exit, console)
 			}
 		}
 		g.Kill()
