@@ -14,8 +14,8 @@ import (
 
 // BootConfig says what Boot measures.
 type BootConfig struct {
-	// Root is an EROFS image with a program true in its PATH.
-	Root string
+	// Root is an EROFS image, Program a program in it that does nothing.
+	Root, Program string
 	// Memory and VCPUs size the guest.
 	Memory uint64
 	VCPUs  int
@@ -33,7 +33,7 @@ type BootReport struct {
 	// start of the vmm process and the packing of the agent included.
 	Boot Summary `json:"boot_to_first_answer"`
 	// Ping and Exec are round trips to a running guest: to its agent, and for
-	// a process (true) from start to its exit status.
+	// a process from start to its exit status.
 	Ping Summary `json:"warm_ping"`
 	Exec Summary `json:"warm_exec"`
 	// Noisy says that the floor varied so much that the numbers mean little.
@@ -85,7 +85,7 @@ func Boot(ctx context.Context, cfg BootConfig) (_ BootReport, err error) {
 			pings, err = repeat(pings, cfg.Pings/cfg.Boots, func() error { return g.Agent.Ping(ctx) })
 		}
 		if err == nil {
-			execs, err = repeat(execs, cfg.Execs/cfg.Boots, func() error { return execTrue(ctx, g) })
+			execs, err = repeat(execs, cfg.Execs/cfg.Boots, func() error { return execProgram(ctx, g, cfg.Program) })
 		}
 		g.Kill()
 		if err != nil {
@@ -114,13 +114,13 @@ func repeat(sample []time.Duration, n int, do func() error) ([]time.Duration, er
 	return sample, nil
 }
 
-func execTrue(ctx context.Context, g *microvm.Guest) error {
-	status, err := g.Agent.Run(ctx, guestrpc.ExecRequest{Argv: []string{"true"}}, nil, nil, nil)
+func execProgram(ctx context.Context, g *microvm.Guest, program string) error {
+	status, err := g.Agent.Run(ctx, guestrpc.ExecRequest{Argv: []string{program}}, nil, nil, nil)
 	if err != nil {
 		return err
 	}
 	if status.Code != 0 {
-		return fmt.Errorf("true returned %d", status.Code)
+		return fmt.Errorf("%s returned %d", program, status.Code)
 	}
 	return nil
 }

@@ -6,6 +6,6 @@
 mkdir -p "$build"
 # shellcheck disable=SC2046 # one argument per package
 go test -count=1 -covermode=atomic -coverprofile="$build/cover.out" \
-	$(go list ./... | grep -v '^agentrun\.dev/test/microvm') |
+	$(go list ./... | grep -vE '^agentrun\.dev/(test/microvm|testbed$)') |
 	awk '/coverage:/ { sub(/\(cached\)/, ""); print } /^(---|FAIL)/ { print }'
 go tool cover -func="$build/cover.out" | tail -n1

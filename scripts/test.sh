@@ -17,7 +17,7 @@ host_packages() {
 }
 
 # Bare-guest and Linux-guest tests take their time in an emulated machine.
-timeout=15m
+timeout=25m
 [ -z "${AGENTRUN_SOAK:-}" ] || timeout=2h
 
 gotest() { "$build/gotest" -allow scripts/skips.allow "$@"; }

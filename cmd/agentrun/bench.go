@@ -24,7 +24,7 @@ func newBenchBootCommand() *cobra.Command {
 		Short: "Boot to first answer, warm ping and warm exec of a microVM",
 		Long: `Boot microVMs and measure, on this machine and beside the floor of the same run:
 the time from the call to the first answer of the guest's agent, the round trip
-of a ping, and of a process (true) from its start to its exit status.
+of a ping, and of a process from its start to its exit status.
 
 The floor is the least that KVM takes for any machine: KVM_CREATE_VM, split
 irqchip, a private mapping of 256 MiB, one slot, one vCPU, its registers, and a
@@ -56,6 +56,7 @@ run to the first port write.`,
 	f.IntVar(&cfg.Execs, "execs", cfg.Execs, "how many processes to run")
 	f.IntVar(&cfg.VCPUs, "cpus", cfg.VCPUs, "processors of the microVM")
 	f.Var(&memory, "memory", "RAM of the microVM")
+	f.StringVar(&cfg.Program, "program", "true", "program of the root filesystem whose execution is measured")
 	f.BoolVar(&asJSON, "json", false, "print JSON")
 	if err := cmd.MarkFlagRequired("rootfs"); err != nil {
 		panic(err) // the flag was defined above

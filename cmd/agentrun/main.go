@@ -8,7 +8,9 @@ import (
 	"io"
 	"os"
 	"os/signal"
+	"time"
 
+	"agentrun.dev/internal/gomonitor"
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 )
@@ -17,6 +19,8 @@ import (
 var version = "dev"
 
 func main() {
+	// A matter of speed only, and refused to users without privileges.
+	_ = gomonitor.Slow(monitorSlack)
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, unix.SIGTERM)
 	err := run(ctx, os.Args[1:], os.Stdin, os.Stdout, os.Stderr)
 	stop()
@@ -29,6 +33,10 @@ func main() {
 		os.Exit(exitFailure)
 	}
 }
+
+// monitorSlack bounds how long a thread that blocks in a system call keeps
+// other goroutines from running when all Ps are taken.
+const monitorSlack = time.Millisecond
 
 // Exit codes of agentrun itself, apart from those that a command in a sandbox
 // ends with (as in docker run).

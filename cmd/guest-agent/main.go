@@ -14,9 +14,14 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"agentrun.dev/internal/gomonitor"
 	"agentrun.dev/internal/guest"
 	"agentrun.dev/internal/guestrpc"
 )
+
+// monitorSlack bounds how long a goroutine that blocks in a system call can
+// hold up the others: there is one P.
+const monitorSlack = 2 * time.Millisecond
 
 // version is set by the linker: -X main.version=…
 var version = "dev"
@@ -55,6 +60,9 @@ func runAsInit() error {
 	machine, err := guest.Boot(log)
 	if err != nil {
 		return err
+	}
+	if err := gomonitor.Slow(monitorSlack); err != nil {
+		log(err.Error()) // it works all the same, only slower
 	}
 	ps := guest.NewProcesses(guest.Config{Log: log, Orphans: true})
 	server := &guest.Server{

@@ -6,7 +6,9 @@ import (
 	"fmt"
 	"os"
 	"runtime/debug"
+	"time"
 
+	"agentrun.dev/internal/gomonitor"
 	"agentrun.dev/internal/vmmctl"
 	"agentrun.dev/internal/vmmserver"
 )
@@ -18,6 +20,10 @@ const controlFD = 3
 // and there is one per sandbox.
 const gcPercent = 50
 
+// monitorSlack can be long: vmmserver makes a P for each vCPU, which spends
+// its life in a system call, and two for the rest.
+const monitorSlack = 10 * time.Millisecond
+
 func main() {
 	if err := run(); err != nil {
 		fmt.Fprintln(os.Stderr, "vmm:", err)
@@ -27,6 +33,9 @@ func main() {
 
 func run() error {
 	debug.SetGCPercent(gcPercent)
+	if err := gomonitor.Slow(monitorSlack); err != nil {
+		fmt.Fprintln(os.Stderr, "vmm:", err) // it works all the same, only slower
+	}
 	conn, err := vmmctl.NewConn(os.NewFile(controlFD, "vmm control"))
 	if err != nil {
 		return fmt.Errorf("%w (vmm is started by agentrun, not by hand)", err)

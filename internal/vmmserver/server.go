@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"runtime"
 	"sync"
 
 	"agentrun.dev/internal/kvm"
@@ -25,6 +26,9 @@ func Serve(conn *vmmctl.Conn) error {
 	if !ok {
 		return fmt.Errorf("first control message is %T, not Boot", m)
 	}
+	// A vCPU keeps its P while it is in the guest, so there must be more Ps
+	// than vCPUs: for the control socket and for the devices.
+	runtime.GOMAXPROCS(int(boot.VCPUs) + 2)
 	s := &server{conn: conn, readyPort: boot.ReadyPort}
 	if err := s.boot(boot, files); err != nil {
 		return conn.Send(&vmmctl.Reply{Error: vmmctl.Clip(err.Error())})

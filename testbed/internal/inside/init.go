@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -60,6 +61,11 @@ func runInit() {
 	if err := prepare(); err != nil {
 		fatal(err)
 	}
+	held, err := holdKVM()
+	if err != nil {
+		fatal(err)
+	}
+	defer runtime.KeepAlive(held)
 	server := exec.Command("/proc/self/exe")
 	server.Args = []string{roleServer}
 	server.Stdout, server.Stderr = os.Stdout, os.Stderr

@@ -121,6 +121,8 @@ func (m *Machine) qemuArgs(cfg Config) []string {
 		"-kernel", m.file("vmlinux"), "-initrd", m.file("initramfs"),
 		"-append", "console=ttyS0 quiet panic=-1 tsc=reliable mitigations=off",
 		"-serial", "file:console.log",
+		// For a person who looks into a machine that hangs: info registers.
+		"-monitor", "unix:monitor.socket,server=on,wait=off",
 		"-device", "virtio-serial-pci,max_ports=" + strconv.Itoa(Ports+2),
 		"-fsdev", "local,id=results,path=" + results + ",security_model=none,multidevs=remap",
 		"-device", "virtio-9p-pci,fsdev=results,mount_tag=" + inside.ResultsTag,

@@ -1,0 +1,36 @@
+package inside
+
+import (
+	"fmt"
+
+	"agentrun.dev/internal/kvm"
+)
+
+// holdKVM keeps one machine, which never runs, for as long as the process
+// lives.
+//
+// KVM patches the kernel's text when the first VM comes and when the last one
+// goes (preempt_notifier_key), and likewise for the first processor whose LAPIC
+// is disabled (apic_sw_disabled). QEMU's TCG now and then misses such a patch:
+// a processor of the testbed goes on to run the breakpoint that is no longer
+// there, kprobe_int3_handler sends it back to the same instruction, and it hangs
+// for good. The machine held here makes sure that none of these keys ever
+// changes again. A busy host looks the same: it always has VMs.
+func holdKVM() (*kvm.VCPU, error) {
+	sys, err := kvm.Open()
+	if err != nil {
+		return nil, err
+	}
+	vm, err := sys.CreateVM()
+	if err != nil {
+		return nil, fmt.Errorf("hold a VM: %w", err)
+	}
+	if err := vm.EnableSplitIRQChip(24); err != nil {
+		return nil, fmt.Errorf("hold a VM: %w", err)
+	}
+	c, err := vm.CreateVCPU(0)
+	if err != nil {
+		return nil, fmt.Errorf("hold a VM: %w", err)
+	}
+	return c, nil
+}
