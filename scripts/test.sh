@@ -3,9 +3,9 @@
 # asks the tests for full counts.
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-# Packages whose tests need /dev/kvm, of any kind: they boot the bare test
+# Packages whose tests need /dev/kvm, of any kind, for at most the bare test
 # guest. Tests that boot Linux are under test/microvm.
-kvm_packages() { go list ./internal/kvm ./internal/vmm/... ./internal/vmmserver; }
+kvm_packages() { go list ./bench ./internal/kvm ./internal/vmm/... ./internal/vmmserver; }
 linux_packages() { go list ./test/microvm/... 2>/dev/null || true; }
 host_packages() {
 	local packages

@@ -62,7 +62,7 @@ func switchRights(uid, gid uint32, groups []uint32) error {
 
 // setFSID sets the id and asks for it again: setfsuid(2) reports no errors.
 func setFSID(trap uintptr, id uint32) bool {
-	syscall.RawSyscall(trap, uintptr(id), 0, 0)
+	_, _, _ = syscall.RawSyscall(trap, uintptr(id), 0, 0)
 	const none = ^uint32(0) // never valid: the call only returns the current id
 	now, _, _ := syscall.RawSyscall(trap, uintptr(none), 0, 0)
 	return uint32(now) == id

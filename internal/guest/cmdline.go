@@ -72,8 +72,8 @@ func ParseCmdline(line string, extra ...string) (BootConfig, error) {
 }
 
 func (cfg *BootConfig) set(key, value string, extra []string) error {
-	good := true
-	want := ""
+	var good bool
+	var want string
 	switch key {
 	case "agentrun.root":
 		cfg.Root, good, want = value, validDevice(value), "a device such as /dev/vda"

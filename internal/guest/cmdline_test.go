@@ -19,7 +19,8 @@ func TestParseCmdline(t *testing.T) {
 		t.Errorf("empty: %+v, %v", got, err)
 	}
 	for _, bad := range []string{
-		"agentrun.typo=1", "agentrun.root", "agentrun.root=", "agentrun.root=vda", "agentrun.root=/dev/../etc", "agentrun.root=/dev/a//b",
+		"agentrun.typo=1", "agentrun.root", "agentrun.root=", "agentrun.root=vda", "agentrun.root=/dev/../etc", "agentrun.root=/dev/..", "agentrun.root=/dev/a/..", "agentrun.root=/dev/a/../b", "agentrun.root=/dev/.",
+		"agentrun.root=/dev/a//b",
 		"agentrun.root=/dev/a agentrun.root=/dev/a", "agentrun.rootfstype=erofs", "agentrun.overlay=none",
 		"agentrun.root=/dev/a agentrun.rootfstype=../x", "agentrun.root=/dev/a agentrun.overlay=/etc", "agentrun.root=/dev/a agentrun.rootflags=a;b",
 		"agentrun.hostname=", "agentrun.hostname=-a", "agentrun.hostname=a..b", "agentrun.hostname=" + strings.Repeat("a", 64),

@@ -148,7 +148,7 @@ func findProgram(name, dir, path string) (string, error) {
 		}
 		return full, nil
 	}
-	worst := error(fail(ErrNotFound, "start", name, "not in PATH "+path))
+	worst := fail(ErrNotFound, "start", name, "not in PATH "+path)
 	for more := true; more; {
 		var elem string
 		elem, path, more = strings.Cut(path, ":")

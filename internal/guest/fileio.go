@@ -401,7 +401,7 @@ func (w *FileWriter) release() {
 		w.fd = -1
 	}
 	if w.temp != "" {
-		unix.Unlinkat(w.dir, w.temp, 0)
+		_ = unix.Unlinkat(w.dir, w.temp, 0) // best effort: nobody knows the name
 		w.temp = ""
 	}
 	if w.dir >= 0 {

@@ -38,8 +38,8 @@ func (ps *Processes) Info(version string) (SystemInfo, error) {
 	if err := unix.Sysinfo(&si); err != nil {
 		return info, failed("read", "system information", err)
 	}
-	info.MemoryTotal = uint64(si.Totalram) * uint64(si.Unit)
-	info.MemoryFree = uint64(si.Freeram) * uint64(si.Unit)
+	info.MemoryTotal = si.Totalram * uint64(si.Unit)
+	info.MemoryFree = si.Freeram * uint64(si.Unit)
 	var ts unix.Timespec
 	if err := unix.ClockGettime(unix.CLOCK_BOOTTIME, &ts); err != nil {
 		return info, failed("read", "clock", err)

@@ -79,7 +79,7 @@ func moveAcross(src int, from string, dst int, to string, overwrite bool) error 
 		err = rename(dst, temp, dst, to, overwrite)
 	}
 	if err != nil {
-		removeAny(dst, temp) // best effort: the first error is the one to tell
+		_ = removeAny(dst, temp) // best effort: the first error is the one to tell
 		return err
 	}
 	return removeAny(src, from)

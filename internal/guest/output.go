@@ -247,7 +247,7 @@ func (o *Output) finish() {
 // room for is left to the pump, which takes no more than was there now: a
 // background child that writes without end cannot keep the stream open.
 func (o *Output) ended() {
-	o.raw.Control(func(fd uintptr) { // an error means the pump has seen the end
+	_ = o.raw.Control(func(fd uintptr) { // an error means the pump has seen the end
 		o.mu.Lock()
 		defer o.mu.Unlock()
 		o.left = terminalTail

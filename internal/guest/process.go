@@ -1,6 +1,7 @@
 package guest
 
 import (
+	"errors"
 	"os"
 	"sync"
 	"syscall"
@@ -83,6 +84,36 @@ func (p *Process) Stdout() *Output { return p.stdout }
 // Stderr is what it wrote to standard error; nil with a terminal.
 func (p *Process) Stderr() *Output { return p.stderr }
 
+// Readers are one reader on each output of a process.
+type Readers struct {
+	Stdout *Reader
+	Stderr *Reader // nil with a terminal
+}
+
+// Close detaches both.
+func (r Readers) Close() {
+	r.Stdout.Close()
+	if r.Stderr != nil {
+		r.Stderr.Close()
+	}
+}
+
+// Attach attaches a reader to each output; see Output.Attach.
+func (p *Process) Attach(stdoutFrom, stderrFrom int64) (Readers, error) {
+	stdout, err := p.stdout.Attach(stdoutFrom)
+	if err != nil {
+		return Readers{}, err
+	}
+	r := Readers{Stdout: stdout}
+	if p.stderr != nil {
+		if r.Stderr, err = p.stderr.Attach(stderrFrom); err != nil {
+			stdout.Close()
+			return Readers{}, err
+		}
+	}
+	return r, nil
+}
+
 // Done closes when the process has ended. With no reader attached the output
 // is complete by then; an attached reader goes on until io.EOF.
 func (p *Process) Done() <-chan struct{} { return p.done }
@@ -129,9 +160,10 @@ func (p *Process) CloseStdin() error {
 }
 
 func (p *Process) stdinErr(op string, err error) error {
-	kind, ok := err.(Kind)
-	if !ok {
-		return err
+	var own *Error
+	var kind Kind
+	if errors.As(err, &own) || !errors.As(err, &kind) {
+		return err // nil, or it names its thing already
 	}
 	if kind == ErrClosed {
 		p.mu.Lock()
@@ -208,7 +240,7 @@ func (p *Process) expire() {
 	p.mu.Lock()
 	p.timedOut = !p.reaped
 	p.mu.Unlock()
-	p.Signal(syscall.SIGKILL, ScopeSession) // ErrEnded: it was faster
+	_ = p.Signal(syscall.SIGKILL, ScopeSession) // ErrEnded: it was faster
 }
 
 // reap takes the status of the ended process, if it has ended.
@@ -247,7 +279,7 @@ func (p *Process) reap() bool {
 // finish closes what belonged to the process and announces its end.
 func (p *Process) finish() {
 	if p.stdin != nil && p.master == nil {
-		p.stdin.file.Close()
+		_ = p.stdin.file.Close() // fails if CloseStdin was faster
 	}
 	p.stdout.ended()
 	if p.stderr != nil {

@@ -97,7 +97,7 @@ func (ps *Processes) Close() {
 	ps.refuse()
 	for _, p := range ps.List() {
 		if _, ended := p.Exit(); !ended {
-			p.Signal(syscall.SIGKILL, ScopeSession)
+			_ = p.Signal(syscall.SIGKILL, ScopeSession) // ErrEnded: it was faster
 			<-p.Done()
 		}
 	}
@@ -182,10 +182,32 @@ func (ps *Processes) Forget(id string) error {
 	return nil
 }
 
-// Start runs a program. The errors are ErrNotFound, ErrPermission,
+// Start runs a program. With nobody attached it never blocks on its output, of
+// which only the last Config.OutputLimit bytes are kept. The errors are ErrNotFound, ErrPermission,
 // ErrIsDirectory, ErrNotExecutable, ErrBadInterpreter, ErrBadUser, ErrBadDir,
 // ErrTooMany, ErrTooLarge, ErrDuplicateID, ErrInvalid and ErrShuttingDown.
 func (ps *Processes) Start(spec ExecSpec) (*Process, error) {
+	return ps.startWith(spec, nil)
+}
+
+// StartAttached is Start with a reader on each output since before the first
+// byte, so that nothing is lost however much the program writes at once. The
+// caller must close the readers.
+func (ps *Processes) StartAttached(spec ExecSpec) (*Process, Readers, error) {
+	var r Readers
+	p, err := ps.startWith(spec, func(p *Process) (err error) {
+		r, err = p.Attach(0, 0)
+		return err
+	})
+	if err != nil {
+		return nil, Readers{}, err
+	}
+	return p, r, nil
+}
+
+// startWith calls prepare, unless it is nil, before the program runs. What
+// prepare attaches to is dropped together with the process if it cannot run.
+func (ps *Processes) startWith(spec ExecSpec, prepare func(*Process) error) (*Process, error) {
 	if err := checkSpec(&spec); err != nil {
 		return nil, err
 	}
@@ -193,7 +215,7 @@ func (ps *Processes) Start(spec ExecSpec) (*Process, error) {
 	if err != nil {
 		return nil, err
 	}
-	p, err := ps.start(spec, base)
+	p, err := ps.start(spec, base, prepare)
 	ps.mu.Lock()
 	ps.starting--
 	if err != nil {
@@ -229,7 +251,7 @@ func (ps *Processes) reserve(spec *ExecSpec) ([]string, error) {
 	return ps.env, nil
 }
 
-func (ps *Processes) start(spec ExecSpec, base []string) (*Process, error) {
+func (ps *Processes) start(spec ExecSpec, base []string, prepare func(*Process) error) (*Process, error) {
 	id, err := ps.cfg.Accounts.Lookup(spec.User)
 	if err != nil {
 		return nil, err
@@ -246,6 +268,14 @@ func (ps *Processes) start(spec ExecSpec, base []string) (*Process, error) {
 	if err := s.open(p, &id); err != nil {
 		s.closeParent()
 		return nil, err
+	}
+	// Before the fork and not just before the pumps: the reaper, too, takes
+	// output when the program ends at once.
+	if prepare != nil {
+		if err := prepare(p); err != nil {
+			s.closeParent()
+			return nil, err
+		}
 	}
 	attr := &syscall.ProcAttr{
 		Dir:   dir,
@@ -321,7 +351,7 @@ func (s *stdio) open(p *Process, id *Identity) (err error) {
 		return err
 	}
 	if !p.spec.Stdin {
-		in.Close() // reads as empty; needs no /dev/null
+		_ = in.Close() // the child's end reads as empty; needs no /dev/null
 	} else if p.stdin, err = newInput(in, false); err != nil {
 		return err
 	}
@@ -374,6 +404,6 @@ func (s *stdio) closeChild() {
 
 func (s *stdio) closeParent() {
 	for _, f := range s.parent {
-		f.Close()
+		_ = f.Close() // nothing was written to it
 	}
 }

@@ -19,7 +19,7 @@ func openTerminal(rows, cols uint16, id *Identity) (master *os.File, slave int, 
 	master = os.NewFile(uintptr(fd), "terminal")
 	defer func() {
 		if err != nil {
-			master.Close()
+			_ = master.Close() // the first error is the one to tell
 		}
 	}()
 	if err = unix.IoctlSetPointerInt(fd, unix.TIOCSPTLCK, 0); err != nil {

@@ -62,7 +62,7 @@ func (ps *Processes) reapChildren() (ended []*Process, none bool) {
 		delete(ps.byPID, pid)
 		ps.mu.Unlock()
 		if p == nil {
-			wait4(pid, nil, nil)
+			_, _ = wait4(pid, nil, nil) // an orphan's status interests nobody
 		} else if p.reap() {
 			ended = append(ended, p)
 		}

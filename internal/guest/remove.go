@@ -114,7 +114,7 @@ func removeTree(dir int, name string) error {
 			if err != nil {
 				return failed("remove", sub, err)
 			}
-			way = append(way, level{sub, uint64(st.Dev), st.Ino})
+			way = append(way, level{sub, st.Dev, st.Ino})
 			unix.Close(fd)
 			fd = next
 			continue
@@ -141,7 +141,7 @@ func removeTree(dir int, name string) error {
 		if err := unix.Fstat(fd, &st); err != nil {
 			return err
 		}
-		if uint64(st.Dev) != last.dev || st.Ino != last.ino {
+		if st.Dev != last.dev || st.Ino != last.ino {
 			return fail(ErrBusy, "remove", last.name, "it was moved while it was being removed")
 		}
 		if err := ignoreGone(unix.Unlinkat(fd, last.name, unix.AT_REMOVEDIR)); err != nil && err != syscall.ENOTEMPTY {

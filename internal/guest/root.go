@@ -1,6 +1,7 @@
 package guest
 
 import (
+	"errors"
 	"strings"
 	"syscall"
 
@@ -233,7 +234,8 @@ func switchRoot(mayMake bool, log func(string)) error {
 
 // rename404 names the folder as the image's author knows it.
 func rename404(err error, dir string) error {
-	if e, ok := err.(*Error); ok {
+	var e *Error
+	if errors.As(err, &e) {
 		e.Thing = dir
 	}
 	return err

@@ -17,7 +17,7 @@ const (
 
 // Exec implements guestrpc.Handler.
 func (s *Server) Exec(ctx context.Context, req *guestrpc.ExecRequest, st *guestrpc.ExecStream) (guestrpc.ExitStatus, error) {
-	p, err := s.Processes.Start(ExecSpec{
+	p, out, err := s.Processes.StartAttached(ExecSpec{
 		ID:       req.ID,
 		Args:     req.Argv,
 		Env:      req.Env,
@@ -33,7 +33,7 @@ func (s *Server) Exec(ctx context.Context, req *guestrpc.ExecRequest, st *guestr
 	if err != nil {
 		return guestrpc.ExitStatus{}, rpcError(err)
 	}
-	return s.follow(ctx, p, 0, 0, st)
+	return s.follow(ctx, p, out, st)
 }
 
 // Attach implements guestrpc.Handler.
@@ -42,26 +42,21 @@ func (s *Server) Attach(ctx context.Context, req *guestrpc.AttachRequest, st *gu
 	if err != nil {
 		return guestrpc.ExitStatus{}, rpcError(err)
 	}
-	return s.follow(ctx, p, max(req.StdoutOffset, FromEnd), max(req.StderrOffset, FromEnd), st)
+	out, err := p.Attach(max(req.StdoutOffset, FromEnd), max(req.StderrOffset, FromEnd))
+	if err != nil {
+		return guestrpc.ExitStatus{}, rpcError(err)
+	}
+	return s.follow(ctx, p, out, st)
 }
 
 // follow connects a process to a host until the process has ended or the host
 // has left. Each output has its own goroutine: one that the host does not read
-// must not hold up the other.
-func (s *Server) follow(ctx context.Context, p *Process, stdoutFrom, stderrFrom int64, st *guestrpc.ExecStream) (guestrpc.ExitStatus, error) {
-	stdout, err := p.Stdout().Attach(stdoutFrom)
-	if err != nil {
-		return guestrpc.ExitStatus{}, rpcError(err)
-	}
-	defer stdout.Close()
-	started := guestrpc.ExecStarted{ID: p.ID(), PID: int32(p.PID()), Stdout: outputStart(stdout)}
-	var stderr *Reader
-	if p.Stderr() != nil {
-		if stderr, err = p.Stderr().Attach(stderrFrom); err != nil {
-			return guestrpc.ExitStatus{}, rpcError(err)
-		}
-		defer stderr.Close()
-		started.Stderr = outputStart(stderr)
+// must not hold up the other. It closes the readers.
+func (s *Server) follow(ctx context.Context, p *Process, out Readers, st *guestrpc.ExecStream) (guestrpc.ExitStatus, error) {
+	defer out.Close()
+	started := guestrpc.ExecStarted{ID: p.ID(), PID: int32(p.PID()), Stdout: outputStart(out.Stdout)}
+	if out.Stderr != nil {
+		started.Stderr = outputStart(out.Stderr)
 	}
 	if err := st.Started(started); err != nil {
 		return guestrpc.ExitStatus{}, err
@@ -70,12 +65,12 @@ func (s *Server) follow(ctx context.Context, p *Process, stdoutFrom, stderrFrom 
 		go feed(ctx, p, st.Stdin())
 	}
 	done := make(chan error, 1)
-	if stderr != nil {
-		go func() { done <- pumpOutput(ctx, stderr, guestrpc.Stderr, st) }()
+	if out.Stderr != nil {
+		go func() { done <- pumpOutput(ctx, out.Stderr, guestrpc.Stderr, st) }()
 	} else {
 		done <- st.CloseOutput(guestrpc.Stderr)
 	}
-	err = pumpOutput(ctx, stdout, guestrpc.Stdout, st)
+	err := pumpOutput(ctx, out.Stdout, guestrpc.Stdout, st)
 	if other := <-done; err == nil {
 		err = other
 	}

@@ -56,17 +56,17 @@ func signalMember(pid, sid int, sig syscall.Signal) bool {
 	if _, session, ok := groupAndSession(pid); !ok || session != sid {
 		return false
 	}
-	return unix.PidfdSendSignal(fd, unix.Signal(sig), nil, 0) == nil
+	return unix.PidfdSendSignal(fd, sig, nil, 0) == nil
 }
 
-// eachPID calls fn for every process in /proc.
+// eachPID calls fn for every process in /proc, as far as it can be read.
 func eachPID(fn func(pid int)) {
 	fd, err := open(unix.AT_FDCWD, "/proc", unix.O_RDONLY|unix.O_DIRECTORY, 0)
 	if err != nil {
 		return
 	}
 	defer unix.Close(fd)
-	eachName(fd, func(name []byte) bool {
+	_ = eachName(fd, func(name []byte) bool {
 		if name[0] >= '1' && name[0] <= '9' {
 			if pid, err := strconv.Atoi(string(name)); err == nil {
 				fn(pid)

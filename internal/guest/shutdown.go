@@ -58,12 +58,12 @@ func Shutdown(ps *Processes, machine *Machine, action Action, grace time.Duratio
 // endAll ends every process but this one.
 func endAll(ps *Processes, grace time.Duration) {
 	gone := ps.awaitChildless()
-	syscall.Kill(-1, syscall.SIGTERM) // ESRCH: there is nobody
-	syscall.Kill(-1, syscall.SIGCONT) // a stopped process would not notice
+	_ = syscall.Kill(-1, syscall.SIGTERM) // ESRCH: there is nobody
+	_ = syscall.Kill(-1, syscall.SIGCONT) // a stopped process would not notice
 	if within(gone, grace) {
 		return
 	}
-	syscall.Kill(-1, syscall.SIGKILL)
+	_ = syscall.Kill(-1, syscall.SIGKILL) // ESRCH: the last one has just ended
 	if !within(gone, killWait) {
 		ps.log("shut down: some processes did not end after SIGKILL")
 	}

@@ -76,14 +76,16 @@ func (f *Files) Watch(path string, recursive bool) (*Watch, error) {
 		err = w.id.do(func() error { return w.addTree(fd, path, false) })
 	}
 	if err != nil {
-		w.file.Close()
+		_ = w.file.Close() // the first error is the one to tell
 		return nil, failed("watch", path, err)
 	}
 	return w, nil
 }
 
 // Close frees everything and makes Next return ErrClosed.
-func (w *Watch) Close() { w.file.Close() }
+func (w *Watch) Close() {
+	_ = w.file.Close() // fails only if it is closed already
+}
 
 // Next blocks until there are events and returns at least one. It returns
 // ErrClosed after Close and after an EventGone.
@@ -229,10 +231,10 @@ func (w *Watch) add(path string, report bool) {
 
 // leave stops watching a folder that moved away: its paths are no longer true.
 func (w *Watch) leave(path string) {
-	w.raw.Control(func(fd uintptr) {
+	_ = w.raw.Control(func(fd uintptr) { // an error means that the watch is closed
 		for wd, p := range w.dirs {
 			if p == path || strings.HasPrefix(p, path+"/") {
-				unix.InotifyRmWatch(int(fd), uint32(wd))
+				_, _ = unix.InotifyRmWatch(int(fd), uint32(wd)) // fails if the folder is gone
 				delete(w.dirs, wd)
 			}
 		}

@@ -357,9 +357,10 @@ func vsockPacket(op uint16, flags uint32, payload string) []byte {
 		srcCID: GuestCID, dstCID: HostCID, srcPort: 9, dstPort: acceptPort, kind: vsockStream,
 		op: op, flags: flags, len: uint32(len(payload)), bufAlloc: 1000,
 	}
-	p := make([]byte, vsockHeaderLen)
+	p := make([]byte, vsockHeaderLen+len(payload))
 	h.put(p)
-	return append(p, payload...)
+	copy(p[vsockHeaderLen:], payload)
+	return p
 }
 
 func FuzzVsock(f *testing.F) {

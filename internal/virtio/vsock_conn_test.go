@@ -66,10 +66,11 @@ func TestVsockHostCredit(t *testing.T) {
 	g.feed(8)
 	k, _ := g.dial(9)
 	h, _ := connHeader(g, k)
-	sent, room := uint32(0), uint32(0)
+	sent := uint32(0)
 	for {
 		// A correct guest: never more than it knows to be free.
-		if room = h.bufAlloc - (sent - h.fwdCnt); room == 0 {
+		room := h.bufAlloc - (sent - h.fwdCnt)
+		if room == 0 {
 			break
 		}
 		n := min(room, 48<<10)

@@ -1,12 +1,14 @@
 package machine
 
 import (
+	"bytes"
 	"debug/elf"
 	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
 
+	"agentrun.dev/internal/cpio"
 	"agentrun.dev/testbed/internal/inside"
 )
 
@@ -26,14 +28,21 @@ func writeInitramfs(path, results string, modules []string) error {
 		return err
 	}
 	defer f.Close()
-	c := newCpioWriter(f)
+	c := cpio.NewWriter(f)
+	file := func(name string, data []byte) {
+		c.File(name, 0o644, int64(len(data)), bytes.NewReader(data))
+	}
 	for _, dir := range []string{"dev", "proc", "sys", "run", "results", "session", "modules"} {
-		c.folder(dir)
+		c.Folder(dir)
 	}
 	// The kernel opens it for /init before devtmpfs is there.
-	c.char("dev/console", 5, 1)
-	c.executable("init", self)
-	c.file("results.path", []byte(results+"\n"))
+	c.Device("dev/console", 5, 1)
+	program, err := os.ReadFile(self)
+	if err != nil {
+		return err
+	}
+	c.File("init", 0o755, int64(len(program)), bytes.NewReader(program))
+	file("results.path", []byte(results+"\n"))
 	var list strings.Builder
 	for _, m := range modules {
 		data, err := readModule(m)
@@ -41,12 +50,12 @@ func writeInitramfs(path, results string, modules []string) error {
 			return err
 		}
 		name := "modules/" + strings.TrimSuffix(strings.TrimSuffix(filepath.Base(m), ".xz"), ".zst")
-		c.file(name, data)
+		file(name, data)
 		fmt.Fprintf(&list, "/%s\n", name)
 	}
-	c.file(strings.TrimPrefix(inside.ModulesFile, "/"), []byte(list.String()))
-	if err := c.close(); err != nil {
-		return err
+	file(strings.TrimPrefix(inside.ModulesFile, "/"), []byte(list.String()))
+	if err := c.Close(); err != nil {
+		return fmt.Errorf("write the initramfs: %w", err)
 	}
 	if err := f.Close(); err != nil {
 		return err

@@ -1,0 +1,133 @@
+package image
+
+import (
+	"context"
+	"encoding/binary"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// The superblock (fs/erofs/erofs_fs.h).
+const (
+	superblock = 1024
+	magic      = 0xE0F5E1E2
+)
+
+func rootfs(t *testing.T) string {
+	t.Helper()
+	dir := t.TempDir()
+	if err := os.Mkdir(filepath.Join(dir, "bin"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(dir, "bin", "tool"), []byte("hello"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	return dir
+}
+
+func wantEmpty(t *testing.T, dir string) {
+	t.Helper()
+	entries, err := os.ReadDir(dir)
+	if err != nil || len(entries) != 0 {
+		t.Errorf("left behind: %v, %v", entries, err)
+	}
+}
+
+func TestFromDir(t *testing.T) {
+	folder := t.TempDir()
+	out := filepath.Join(folder, "root.erofs")
+	for range 2 { // the second replaces the first
+		if err := FromDir(t.Context(), rootfs(t), out); err != nil {
+			t.Fatal(err)
+		}
+	}
+	image, err := os.ReadFile(out)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(image) < superblock+128 {
+		t.Fatalf("an image of %d bytes", len(image))
+	}
+	if got := binary.LittleEndian.Uint32(image[superblock:]); got != magic {
+		t.Errorf("magic %#x at %d, want %#x: no EROFS", got, superblock, uint32(magic))
+	}
+	if !strings.Contains(string(image), "hello") {
+		t.Error("the file's content is not in the image as it is")
+	}
+	entries, err := os.ReadDir(folder)
+	if err != nil || len(entries) != 1 {
+		t.Errorf("beside the image: %v, %v", entries, err)
+	}
+}
+
+func TestFromDirErrors(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "file")
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	missing := filepath.Join(t.TempDir(), "missing")
+	for name, dir := range map[string]string{"missing": missing, "not a folder": file} {
+		folder := t.TempDir()
+		err := FromDir(t.Context(), dir, filepath.Join(folder, "out"))
+		if err == nil || !strings.Contains(err.Error(), dir) {
+			t.Errorf("%s: %v; want an error that names %s", name, err, dir)
+		}
+		wantEmpty(t, folder)
+	}
+	if err := FromDir(t.Context(), rootfs(t), filepath.Join(missing, "out")); err == nil || !strings.Contains(err.Error(), missing) {
+		t.Errorf("no folder for the image: %v", err)
+	}
+}
+
+// TestFromDirLeavesNothing: a packer that fails, is stopped or whose result
+// cannot be put in place leaves no part of an image.
+func TestFromDirLeavesNothing(t *testing.T) {
+	t.Run("stopped", func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		cancel()
+		folder := t.TempDir()
+		if err := FromDir(ctx, rootfs(t), filepath.Join(folder, "out")); err == nil {
+			t.Error("an image was made for a caller that had gone")
+		}
+		wantEmpty(t, folder)
+	})
+	t.Run("mkfs fails", func(t *testing.T) {
+		bin := t.TempDir()
+		script := "#!/bin/sh\necho 'disk on fire' >&2\nexit 1\n"
+		if err := os.WriteFile(filepath.Join(bin, "mkfs.erofs"), []byte(script), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		t.Setenv("PATH", bin+":"+os.Getenv("PATH"))
+		folder, dir := t.TempDir(), rootfs(t)
+		err := FromDir(t.Context(), dir, filepath.Join(folder, "out"))
+		if err == nil || !strings.Contains(err.Error(), dir) || !strings.Contains(err.Error(), "disk on fire") {
+			t.Errorf("got %v; want the folder and what mkfs said", err)
+		}
+		wantEmpty(t, folder)
+	})
+	t.Run("mkfs is missing", func(t *testing.T) {
+		t.Setenv("PATH", t.TempDir())
+		folder := t.TempDir()
+		err := FromDir(t.Context(), rootfs(t), filepath.Join(folder, "out"))
+		if err == nil || !strings.Contains(err.Error(), "erofs-utils") {
+			t.Errorf("got %v; want the package to install", err)
+		}
+		wantEmpty(t, folder)
+	})
+	t.Run("a folder is in the way", func(t *testing.T) {
+		folder := t.TempDir()
+		out := filepath.Join(folder, "out")
+		if err := os.Mkdir(out, 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := FromDir(t.Context(), rootfs(t), out); err == nil || !strings.Contains(err.Error(), out) {
+			t.Errorf("got %v; want an error that names %s", err, out)
+		}
+		if err := os.Remove(out); err != nil {
+			t.Fatal(err)
+		}
+		wantEmpty(t, folder)
+	})
+}
