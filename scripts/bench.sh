@@ -13,7 +13,8 @@ host_benchmarks() {
 
 microvm_benchmarks() {
 	guest/rootfs/busybox.sh "$build/demo-rootfs"
-	inside build/agentrun bench boot --rootfs build/demo-rootfs
+	inside build/agentrun bench boot --rootfs build/demo-rootfs --program nothing
+	inside build/agentrun bench boot --rootfs build/demo-rootfs --program true --boots 3
 }
 
 scripts/packages.sh

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Makes a small root filesystem, a folder with a static busybox and its
-# commands: guest/rootfs/busybox.sh OUT
+# commands, and a program that does nothing: guest/rootfs/busybox.sh OUT
 set -euo pipefail
 [ $# -eq 1 ] || { echo "usage: busybox.sh OUT" >&2; exit 2; }
 
@@ -28,6 +28,10 @@ chmod 755 "$tmp/bin/busybox"
 for name in $("$busybox" --list); do
 	[ "$name" = busybox ] || ln -s busybox "$tmp/bin/$name"
 done
+
+# The smallest program there is: what its execution costs is the cost of
+# executing anything.
+gcc -nostdlib -static -o "$tmp/bin/nothing" "$(dirname "${BASH_SOURCE[0]}")/nothing.S"
 
 cat >"$tmp/etc/passwd" <<-'END'
 	root:x:0:0:root:/root:/bin/sh

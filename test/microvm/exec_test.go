@@ -190,8 +190,11 @@ func TestTerminal(t *testing.T) {
 	}
 }
 
-// bulk is what 100 MiB of seed lines look like.
-const bulkScript = `i=0; while [ $i -lt 64 ]; do printf '%%064d' $i; i=$((i+1)); done > /tmp/seed; n=%d; while [ $n -gt 0 ]; do cat /tmp/seed; n=$((n-1)); done`
+// bulkScript prints n MiB: a seed of 64 numbered lines of 64 bytes, doubled to
+// 1 MiB, n times.
+const bulkScript = `cd /tmp; i=0; while [ $i -lt 64 ]; do printf '%%064d' $i; i=$((i+1)); done > a
+i=0; while [ $i -lt 8 ]; do cat a a > b; mv b a; i=$((i+1)); done
+n=%d; while [ $n -gt 0 ]; do cat a; n=$((n-1)); done`
 
 // TestBulk moves 100 MiB out through stdout, and in and out through a file,
 // checksummed on both sides.
@@ -202,7 +205,7 @@ func TestBulk(t *testing.T) {
 		t.Run("stdout", func(t *testing.T) {
 			h := sha256.New()
 			n := &counter{w: h}
-			status, err := g.Agent.Run(t.Context(), shell(fmt.Sprintf(bulkScript, size/4096)), nil, n, nil)
+			status, err := g.Agent.Run(t.Context(), shell(fmt.Sprintf(bulkScript, size/mib)), nil, n, nil)
 			if err != nil || status.Code != 0 {
 				t.Fatalf("status %+v, %v", status, err)
 			}
