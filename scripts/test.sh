@@ -41,7 +41,7 @@ host_tests() {
 # now and then (see defaultCPUs in testbed/internal/machine): then it is a new
 # machine's turn. A failure in a machine that answers is a failure.
 parallel_test() {
-	local try
+	local try timeout=3m
 	for try in 1 2 3; do
 		"$build/testbed" stop
 		"$build/testbed" start --cpus 2
@@ -60,7 +60,7 @@ microvm_tests() {
 	if [ "$(where)" = hardware ]; then
 		CGO_ENABLED=0 gotest -v -- "${packages[@]}"
 	else
-		# One package at a time: the emulated machine has two processors.
+		# One package at a time: the emulated machine is slow enough.
 		CGO_ENABLED=0 gotest -v -- -p 1 -exec "$build/testbed exec" "${packages[@]}"
 	fi
 }

@@ -23,7 +23,7 @@ import (
 
 const usage = `usage: testbed COMMAND
 
-  start [--memory 8G] [--cpus 2]  start the machine unless it is up
+  start [--memory 8G] [--cpus 1]  start the machine unless it is up
   stop                            end it
   status                          say whether it is up
   exec [--] CMD [ARGS…]           run a command inside, in this folder
@@ -103,7 +103,7 @@ func run(ctx context.Context, args []string) error {
 func start(ctx context.Context, m *machine.Machine, args []string) error {
 	flags := flag.NewFlagSet("start", flag.ContinueOnError)
 	memory := flags.String("memory", "", "memory of the machine, for example 8G or 4096M (default: 8G, or half of the host's if less)")
-	cpus := flags.Int("cpus", 2, "processors of the machine")
+	cpus := flags.Int("cpus", 0, "processors of the machine (default 1)")
 	if err := flags.Parse(args); err != nil {
 		return exitError(2)
 	}

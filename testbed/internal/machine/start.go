@@ -20,7 +20,7 @@ import (
 // Config is the size of the machine.
 type Config struct {
 	MemoryMiB int // 0: 8 GiB, or half of the host's if that is less
-	CPUs      int // 0: 2
+	CPUs      int // 0: 1
 }
 
 // startLimit is far above the 3 to 5 seconds a start takes, for busy hosts.
