@@ -260,7 +260,7 @@ func TestMemoryComesBack(t *testing.T) {
 func TestConsoleSpam(t *testing.T) {
 	g := boot(t, 2)
 	before := privateKiB(t, g)
-	g.sh(t, "dd if=/dev/zero bs=1k count=%d 2>/dev/null | tr '\\0' x > /dev/console; echo the end > /dev/console", count(1024, 72))
+	g.sh(t, "dd if=/dev/zero bs=1k count=%d 2>/dev/null | tr '\\0' x > /dev/console; echo the end > /dev/console", count(1024, 8))
 	console, err := g.Console(t.Context())
 	if err != nil {
 		t.Fatal(err)
