@@ -232,7 +232,7 @@ func TestBulk(t *testing.T) {
 			if got, _, _ := strings.Cut(g.sh(t, "sha256sum /tmp/bulk"), " "); got != sum {
 				t.Fatalf("the guest has digest %s, want %s", got, sum)
 			}
-			r, err := g.Agent.OpenRead(t.Context(), guestrpc.ReadRequest{Path: "/tmp/bulk", Length: -1})
+			r, err := g.Agent.OpenRead(t.Context(), guestrpc.ReadRequest{Path: "/tmp/bulk"})
 			if err != nil {
 				t.Fatal(err)
 			}
