@@ -125,9 +125,9 @@ func result(s guestrpc.ExitStatus) error {
 }
 
 // spec opens what the flags name.
-func (o *runOptions) spec(ctx context.Context) (_ microvm.Spec, closeFiles func() error, err error) {
+func (o *runOptions) spec(ctx context.Context) (_ microvm.Spec, _ func() error, err error) {
 	var files []*os.File
-	closeFiles = func() error {
+	closeFiles := func() error {
 		var errs []error
 		for _, f := range files {
 			errs = append(errs, f.Close())
