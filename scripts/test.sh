@@ -42,7 +42,8 @@ hardware_tests() { CGO_ENABLED=0 gotest -v -- -count=1 -timeout=$timeout "$@"; }
 # in_testbed CPUS ARGUMENTS OF go test…: one package at a time, since the
 # emulated machine is slow enough. QEMU 7.2's emulation of SVM hangs now and then
 # (see defaultCPUs in testbed/internal/machine), so a run that fails gets a new
-# machine, twice. What is wrong with AgentRun is wrong three times.
+# machine, twice, and the output says so. This can hide a rare failure of ours:
+# it has to go when the cause is known.
 in_testbed() {
 	local cpus=$1 try limit=8m
 	shift
