@@ -45,7 +45,7 @@ hardware_tests() { CGO_ENABLED=0 gotest -v -- -count=1 -timeout=$timeout "$@"; }
 # machine, twice, and the output says so. This can hide a rare failure of ours:
 # it has to go when the cause is known.
 in_testbed() {
-	local cpus=$1 try limit=8m
+	local cpus=$1 try limit=4m
 	shift
 	[ -z "${AGENTRUN_SOAK:-}" ] || limit=$timeout
 	for try in 1 2 3; do
@@ -59,10 +59,13 @@ in_testbed() {
 	return 1
 }
 
+# Each test by itself, so that a machine that hangs costs one test's time.
 linux_tests_in_testbed() {
-	local package
-	for package in $(linux_packages); do
-		in_testbed 1 -skip='^TestParallel$' "$package"
+	local folder test
+	for folder in test/microvm test/microvm/script; do
+		for test in $(grep -ho '^func Test[A-Za-z0-9_]*' "$folder"/*_test.go | cut -c6- | grep -vxE 'TestMain|TestParallel'); do
+			in_testbed 1 -run="^$test\$" "./$folder"
+		done
 	done
 }
 
