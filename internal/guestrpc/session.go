@@ -6,6 +6,7 @@ import (
 	"io"
 	"strconv"
 	"sync"
+	"time"
 )
 
 // session is what both ends have in common once the hellos are exchanged: a
@@ -87,15 +88,22 @@ func (s *session) lost() *Error {
 	return &Error{Code: CodeUnavailable, Message: why, cause: cause}
 }
 
-// sayGoaway tells the peer why the session ends, if that can be done without
-// waiting.
+// goawayPatience is how long the end of a session waits for a frame that is
+// being written, so that the peer hears why it ends. A peer that does not read
+// does not hear it.
+const goawayPatience = time.Second
+
+// sayGoaway tells the peer why the session ends. The holder of the write turn
+// must not call it.
 func (s *session) sayGoaway(e *Error) {
 	if s.w.try == nil {
 		return
 	}
+	patience := time.NewTimer(goawayPatience)
+	defer patience.Stop()
 	select {
 	case s.w.turn <- struct{}{}:
-	default:
+	case <-patience.C:
 		return
 	}
 	payload := appendError(nil, e)
