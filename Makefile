@@ -33,19 +33,15 @@ soak: ## make test with full counts
 	@AGENTRUN_SOAK=1 scripts/test.sh
 
 .PHONY: testbed
-testbed: $(BUILD)/testbed ## start the emulated machine with AMD-V
-	@$(BUILD)/testbed start
+testbed: ## start the emulated machine with AMD-V
+	@scripts/testbed.sh
 	@$(BUILD)/testbed status
 	@echo "make shell: a shell in it; build/testbed exec CMD: a command; build/testbed stop: end it"
 
 .PHONY: shell
-shell: $(BUILD)/testbed ## a shell in the emulated machine
+shell: ## a shell in the emulated machine
+	@scripts/testbed.sh
 	@$(BUILD)/testbed shell
-
-.PHONY: $(BUILD)/testbed
-$(BUILD)/testbed:
-	@scripts/packages.sh
-	@CGO_ENABLED=0 go build -trimpath -ldflags='-s -w' -o $@ ./testbed
 
 .PHONY: lint
 lint: ## golangci-lint, fetched and built on first use

@@ -6,4 +6,5 @@ scripts/packages.sh
 phase "programs" build_programs
 phase "test guest" build_test_guest
 phase "guest kernel" build_kernel
+[ "$(where)" = hardware ] || phase "QEMU for the testbed" build_testbed_qemu
 ls -l "$build" | awk 'NF > 8 && /^-/ { printf "  %-16s %7.1f MiB\n", $9, $5 / 1048576 }'

@@ -24,6 +24,7 @@ phase "guest kernel (a few minutes the first time)" build_kernel
 phase "a root filesystem of busybox" guest/rootfs/busybox.sh "$rootfs"
 place=$(where)
 if [ "$place" = testbed ]; then
+	phase "QEMU for the testbed (a few minutes the first time)" build_testbed_qemu
 	phase "testbed: this machine has no hardware KVM, so an emulated one with AMD-V" "$build/testbed" start
 fi
 

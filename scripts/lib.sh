@@ -59,15 +59,24 @@ build_programs() {
 
 build_test_guest() { guest/testguest/build.sh "$build/testguest.elf"; }
 
-# The kernel comes from the cache; a copy, so that nobody writes to that.
+# from_cache FILE NAME: a copy in build/, so that nobody writes to the cache.
+from_cache() {
+	mkdir -p "$build"
+	cmp -s "$1" "$build/$2" && return
+	cp "$1" "$build/$2.tmp"
+	mv "$build/$2.tmp" "$build/$2"
+}
+
 build_kernel() {
 	local kernel
 	kernel=$(guest/kernel/build.sh | tail -n1)
-	mkdir -p "$build"
-	if ! cmp -s "$kernel" "$build/vmlinux"; then
-		cp "$kernel" "$build/vmlinux.tmp"
-		mv "$build/vmlinux.tmp" "$build/vmlinux"
-	fi
+	from_cache "$kernel" vmlinux
+}
+
+build_testbed_qemu() {
+	local qemu
+	qemu=$(testbed/qemu/build.sh | tail -n1)
+	from_cache "$qemu" qemu-system-x86_64
 }
 
 # where prints "hardware" or "testbed": which KVM microVMs are to run on.

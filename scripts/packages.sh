@@ -22,7 +22,8 @@ if [ -w /dev/kvm ] && [ ! -e /sys/module/kvm_pvm ] && grep -qwE 'vmx|svm' /proc/
 	fi
 fi
 if [ $hardware = no ]; then
-	packages+=(qemu-system-x86)
+	# To build QEMU (testbed/qemu), and the firmware it runs.
+	packages+=(ninja-build pkg-config libglib2.0-dev libfdt-dev libattr1-dev python3-venv dpkg-dev patch qemu-system-data seabios)
 	# Debian's cloud kernels have no 9p; testbed says so if only they are there.
 	compgen -G '/boot/vmlinuz-*-amd64' >/dev/null || packages+=(linux-image-amd64)
 fi
@@ -41,7 +42,8 @@ if ! command -v dpkg-query >/dev/null || ! command -v apt-get >/dev/null; then
 		  ${packages[*]}
 		(gcc and make, flex, bison, bc, libelf and openssl headers, xz, mkfs.erofs, mkfs.ext4, iasl, cpio,
 		a Linux source tarball named /usr/src/linux-source-VERSION.tar.xz or given as AGENTRUN_KERNEL_SOURCE,
-		and, without hardware KVM, qemu-system-x86_64 and a kernel in /boot with 9p and kvm-amd modules)
+		and, without hardware KVM, what testbed/qemu/build.sh needs, which fetches Debian's source with
+		apt-get, QEMU's firmware, and a kernel in /boot with 9p and kvm-amd modules)
 	END
 	exit 1
 fi

@@ -39,41 +39,10 @@ host_tests() {
 
 hardware_tests() { CGO_ENABLED=0 gotest -v -- -count=1 -timeout=$timeout "$@"; }
 
-# in_testbed CPUS ARGUMENTS OF go test…: one package at a time, since the
-# emulated machine is slow enough. QEMU 7.2's emulation of SVM hangs now and then
-# (see defaultCPUs in testbed/internal/machine), so a run that fails gets a new
-# machine, twice, and the output says so. This can hide a rare failure of ours:
-# it has to go when the cause is known.
+# One package at a time: the emulated machine is slow enough.
 in_testbed() {
-	local cpus=$1 try limit=4m
-	shift
-	[ -z "${AGENTRUN_SOAK:-}" ] || limit=$timeout
-	for try in 1 2 3; do
-		"$build/testbed" start --cpus "$cpus"
-		if CGO_ENABLED=0 gotest -v -- -count=1 -timeout=$limit -p 1 -exec "$build/testbed exec" "$@"; then
-			return 0
-		fi
-		echo "== try $try of 3 failed in this emulated machine"
-		"$build/testbed" stop
-	done
-	return 1
-}
-
-# Each test by itself, so that a machine that hangs costs one test's time.
-linux_tests_in_testbed() {
-	local folder test
-	for folder in test/microvm test/microvm/script; do
-		for test in $(grep -ho '^func Test[A-Za-z0-9_]*' "$folder"/*_test.go | cut -c6- | grep -vxE 'TestMain|TestParallel'); do
-			in_testbed 1 -run="^$test\$" "./$folder"
-		done
-	done
-}
-
-# Two processors that really run at once need a machine with two.
-parallel_test_in_testbed() {
-	"$build/testbed" stop
-	in_testbed 2 -run='^TestParallel$' ./test/microvm
-	"$build/testbed" stop
+	"$build/testbed" start
+	CGO_ENABLED=0 gotest -v -- -count=1 -timeout=$timeout -p 1 -exec "$build/testbed exec" "$@"
 }
 
 scripts/packages.sh
@@ -83,18 +52,18 @@ phase "test guest" build_test_guest
 phase "static checks" static_checks
 phase "lint" scripts/lint.sh --if-possible
 phase "guest kernel" build_kernel
+[ "$(where)" = hardware ] || phase "QEMU for the testbed" build_testbed_qemu
 if own_kvm; then
 	phase "tests on the host, with its own /dev/kvm for the bare guest" host_tests
 else
 	phase "tests on the host (no /dev/kvm: the bare guest runs in the testbed alone)" host_tests
 fi
+# shellcheck disable=SC2046 # one argument per package
 if [ "$(where)" = hardware ]; then
-	# shellcheck disable=SC2046
 	phase "tests with Linux guests, on this host's KVM" hardware_tests $(linux_packages)
 else
-	# shellcheck disable=SC2046
-	phase "tests with the bare guest, in the testbed" in_testbed 1 $(kvm_packages)
-	phase "tests with Linux guests, in the testbed" linux_tests_in_testbed
-	phase "two processors at once, in the testbed" parallel_test_in_testbed
+	phase "tests with the bare guest, in the testbed" in_testbed $(kvm_packages)
+	phase "tests with Linux guests, in the testbed" in_testbed $(linux_packages)
+	"$build/testbed" stop
 fi
 printf '\nall passed in %s\n' "$(seconds_since "$script_begin")"

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"strconv"
 	"strings"
 	"syscall"
@@ -53,9 +54,10 @@ func (m *Machine) Start(ctx context.Context, cfg Config) (started bool, err erro
 }
 
 func (m *Machine) launch(cfg Config) error {
-	qemu, err := exec.LookPath("qemu-system-x86_64")
-	if err != nil {
-		return fmt.Errorf("QEMU is missing (Debian package qemu-system-x86; run scripts/packages.sh): %w", err)
+	// Not the distribution's: its emulation of SVM is not right (testbed/qemu).
+	qemu := filepath.Join(m.repo, "build", "qemu-system-x86_64")
+	if _, err := os.Stat(qemu); err != nil {
+		return fmt.Errorf("the testbed's QEMU is missing: run make testbed, which builds it once: %w", err)
 	}
 	k, err := findKernel()
 	if err != nil {
@@ -91,12 +93,8 @@ func (m *Machine) launch(cfg Config) error {
 	return nil
 }
 
-// defaultCPUs is one because QEMU 7.2 emulates two that run KVM guests with two
-// processors not quite right: in one of about forty boots the guest, or the
-// machine itself, went on with old bytes of code that the other processor had
-// just changed, and hung or faulted. With one processor there is nobody to
-// change them meanwhile. Guests have several all the same.
-const defaultCPUs = 1
+// defaultCPUs is what lets guests with several processors really run at once.
+const defaultCPUs = 2
 
 func fillDefaults(cfg *Config) error {
 	if cfg.CPUs == 0 {
