@@ -166,7 +166,7 @@ func (o *runOptions) spec(ctx context.Context) (_ microvm.Spec, _ func() error, 
 		if err != nil {
 			return spec, nil, fmt.Errorf("--disk: %w", err)
 		}
-		spec.Disks = append(spec.Disks, vmm.Disk{File: f, ReadOnly: readOnly, ID: filepath.Base(path)})
+		spec.Disks = append(spec.Disks, microvm.Disk{File: f, ReadOnly: readOnly, ID: filepath.Base(path)})
 	}
 	return spec, closeFiles, nil
 }

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"sync"
 
 	"golang.org/x/sys/unix"
 )
@@ -43,6 +44,11 @@ func (r Region) HostAddr() uintptr { return addressOf(r.bytes) }
 type Memory struct {
 	regions []Region
 	size    uint64
+	mapped  []Span // what NewLayered put files behind
+
+	mu     sync.Mutex // protects all following fields
+	backed []Span     // of mapped, what still has its file
+	holes  int        // how many mappings discards have made
 }
 
 // NewAnonymous maps size bytes of zeroed private memory. Pages cost nothing
@@ -157,7 +163,7 @@ func (m *Memory) LoadUint16(gpa uint64) (uint16, error) {
 
 // StoreUint16 publishes a little-endian 16-bit ring index with a full
 // barrier: earlier writes are visible before it and later loads happen after
-// it (virtio 1.2 §2.7.13.3 needs the latter before it reads the flags that
+// it (virtio 1.2 §2.7.13.3 and §2.7.14 need the latter before it reads the flags that
 // suppress interrupts).
 func (m *Memory) StoreUint16(gpa uint64, v uint16) error {
 	p, err := m.pointer16(gpa)
@@ -198,7 +204,21 @@ func (m *Memory) Discard(gpa, n uint64) error {
 	if err := unix.Madvise(b, unix.MADV_DONTNEED); err != nil {
 		return fmt.Errorf("discard guest memory %#x+%#x: %w", gpa, n, err)
 	}
+	if len(m.mapped) == 0 {
+		return nil
+	}
+	if err := m.discard(Span{ramOffset(gpa + head), uint64(len(b))}); err != nil {
+		return fmt.Errorf("discard guest memory %#x+%#x: %w", gpa, n, err)
+	}
 	return nil
+}
+
+// ramOffset is where an address of RAM is when the gap is not counted.
+func ramOffset(gpa uint64) uint64 {
+	if gpa >= GapEnd {
+		return gpa - (GapEnd - GapStart)
+	}
+	return gpa
 }
 
 // Range is a checked-by-use piece of guest memory, as a descriptor names it.

@@ -100,6 +100,7 @@ const (
 	CapSplitIRQChip     Capability = 121
 	CapX2APICAPI        Capability = 129
 	CapImmediateExit    Capability = 136
+	CapXSave2           Capability = 208
 )
 
 // APIVersion is the only version of the stable KVM API.

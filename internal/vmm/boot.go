@@ -4,51 +4,34 @@ import (
 	"errors"
 	"fmt"
 
-	"agentrun.dev/internal/guestmem"
 	"agentrun.dev/internal/kvm"
 	"agentrun.dev/internal/vmm/acpi"
 )
-
-// requiredCapabilities is what a host's KVM must offer.
-var requiredCapabilities = []struct {
-	cap  kvm.Capability
-	name string
-}{
-	{kvm.CapUserMemory, "user memory"},
-	{kvm.CapExtCPUID, "extended CPUID"},
-	{kvm.CapXCRS, "extended control registers"},
-	{kvm.CapMPState, "MP state"},
-	{kvm.CapSignalMSI, "MSI injection"},
-	{kvm.CapSplitIRQChip, "split irqchip"},
-	{kvm.CapImmediateExit, "immediate exit"},
-}
 
 // Boot makes a machine with its kernel loaded. It does not run yet: Start
 // does that.
 func Boot(cfg Config) (*VM, error) {
 	if err := cfg.validate(); err != nil {
-		return nil, errors.Join(fmt.Errorf("boot: %w", err), cfg.closeFiles())
+		return nil, errors.Join(fmt.Errorf("boot: %w", err), cfg.close())
 	}
-	vm := &VM{cfg: cfg, gate: newGate(), done: make(chan struct{})}
+	s, err := NewShell(ShellConfig{KVM: cfg.KVM, Memory: cfg.Memory, VCPUs: cfg.VCPUs, Profile: cfg.Profile})
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("boot: %w", err), cfg.close())
+	}
+	vm := s.take()
 	if err := vm.boot(cfg); err != nil {
-		return nil, errors.Join(fmt.Errorf("boot: %w", err), vm.free(), cfg.closeFiles())
+		return nil, errors.Join(fmt.Errorf("boot: %w", err), vm.free(), cfg.close())
 	}
 	return vm, nil
 }
 
 func (vm *VM) boot(cfg Config) error {
-	for _, c := range requiredCapabilities {
-		if cfg.KVM.CheckExtension(c.cap) == 0 {
-			return fmt.Errorf("this host's KVM lacks %s: a Linux kernel of version 4.19 or newer has it", c.name)
+	for _, c := range vm.vcpus {
+		if err := c.kvm.SetMSRs(bootMSRs); err != nil {
+			return err
 		}
 	}
-	if err := vm.createMachine(cfg); err != nil {
-		return err
-	}
-	if err := vm.createVCPUs(cfg); err != nil {
-		return err
-	}
-	if err := vm.createDevices(cfg); err != nil {
+	if err := vm.createDevices(cfg.Devices, nil); err != nil {
 		return err
 	}
 	if err := vm.writeTables(cfg.VCPUs); err != nil {
@@ -68,62 +51,6 @@ func (vm *VM) boot(cfg Config) error {
 		return err
 	}
 	return enterLongMode(vm.vcpus[0].kvm, entry)
-}
-
-// createMachine makes the VM, its interrupt controllers and its memory.
-func (vm *VM) createMachine(cfg Config) (err error) {
-	if vm.kvm, err = cfg.KVM.CreateVM(); err != nil {
-		return err
-	}
-	if err := vm.kvm.SetTSSAddress(tssAddr); err != nil {
-		return err
-	}
-	if err := vm.kvm.EnableSplitIRQChip(ioapicPins); err != nil {
-		return err
-	}
-	if vm.mem, err = guestmem.NewAnonymous(cfg.Memory); err != nil {
-		return err
-	}
-	for i, r := range vm.mem.Regions() {
-		if err := vm.kvm.SetMemory(uint32(i), r.GPA, r.Size(), r.HostAddr()); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-func (vm *VM) createVCPUs(cfg Config) error {
-	supported, err := cfg.KVM.SupportedCPUID()
-	if err != nil {
-		return err
-	}
-	profile := cfg.Profile
-	if profile == "" {
-		profile = ProfileHostV1
-	}
-	common, err := profile.apply(supported, cfg.KVM.CheckExtension(kvm.CapTSCDeadlineTimer) != 0)
-	if err != nil {
-		return err
-	}
-	for id := range cfg.VCPUs {
-		c, err := vm.kvm.CreateVCPU(id)
-		if err != nil {
-			return err
-		}
-		vm.vcpus = append(vm.vcpus, &vcpu{id: id, vm: vm, kvm: c})
-		if err := c.SetCPUID(forVCPU(common, id, cfg.VCPUs)); err != nil {
-			return err
-		}
-		if err := c.SetMSRs(bootMSRs); err != nil {
-			return err
-		}
-		if mask := xstateMask(common); mask != 0 {
-			if err := c.SetXCR0(mask); err != nil {
-				return err
-			}
-		}
-	}
-	return nil
 }
 
 // bootMSRs is what firmware would have set on each processor.

@@ -4,14 +4,13 @@ import (
 	"sync/atomic"
 
 	"agentrun.dev/internal/kvm"
-	"agentrun.dev/internal/virtio"
 	"agentrun.dev/internal/vmm/acpi"
 )
 
 // windows dispatches memory accesses outside RAM.
 type windows struct {
 	ioapic *ioapic
-	virtio []*virtio.MMIO
+	virtio []device
 }
 
 // ioapicWindow is the size of the IOAPIC's register window.

@@ -6,11 +6,12 @@ import (
 	"os"
 
 	"agentrun.dev/internal/kvm"
+	"agentrun.dev/internal/virtio"
 )
 
-// Config describes a machine to boot. The VMM takes over the files it names:
-// they are closed when the VM is, or when Boot fails.
+// Config describes a machine to boot.
 type Config struct {
+	Devices
 	// KVM is the open virtualization interface. The caller keeps it.
 	KVM *kvm.System
 	// Kernel is an uncompressed x86-64 ELF vmlinux. The caller keeps it.
@@ -24,6 +25,11 @@ type Config struct {
 	VCPUs  int
 	// Profile names the CPU features; empty means ProfileHostV1.
 	Profile Profile
+}
+
+// Devices is what a machine is connected to. The VMM takes over the files it
+// names: they are closed when the VM is, or when Boot or Load fails.
+type Devices struct {
 	// Disks become /dev/vda, /dev/vdb, … in this order.
 	Disks []Disk
 	// Nets become eth0, eth1, … in this order.
@@ -34,12 +40,19 @@ type Config struct {
 	Marker Marker
 }
 
-// Disk is a block device backed by a file.
+// Disk is a block device and what it stores to.
 type Disk struct {
-	File     *os.File
-	ReadOnly bool
+	Backend virtio.Disk
 	// ID is what the guest reads as the disk's serial number (≤ 20 bytes).
 	ID string
+	// Close is called when the VM has ended.
+	Close func() error
+}
+
+// FileDisk is a disk in a file, which the VM takes over.
+func FileDisk(f *os.File, readOnly bool, id string) (Disk, error) {
+	backend, err := virtio.OpenFileDisk(f, readOnly)
+	return Disk{Backend: backend, ID: id, Close: f.Close}, err
 }
 
 // Net is a network interface whose frames go to and come from a socket, one
@@ -64,33 +77,43 @@ func (c *Config) validate() error {
 		return errors.New("no KVM handle given")
 	case c.Kernel == nil:
 		return errors.New("no kernel given")
-	case c.VCPUs < 1 || c.VCPUs > MaxVCPUs:
-		return fmt.Errorf("%d vCPUs: between 1 and %d are possible", c.VCPUs, MaxVCPUs)
-	case c.Memory < MinMemory || c.Memory > MaxMemory:
-		return fmt.Errorf("%d MiB of memory: between %d MiB and %d GiB are possible", c.Memory>>20, MinMemory>>20, uint64(MaxMemory)>>30)
-	case c.deviceCount() > maxVirtio:
-		return fmt.Errorf("%d virtio devices: at most %d are possible", c.deviceCount(), maxVirtio)
+	}
+	return c.Devices.validate()
+}
+
+func validateSize(memory uint64, vcpus int) error {
+	switch {
+	case vcpus < 1 || vcpus > MaxVCPUs:
+		return fmt.Errorf("%d vCPUs: between 1 and %d are possible", vcpus, MaxVCPUs)
+	case memory < MinMemory || memory > MaxMemory:
+		return fmt.Errorf("%d MiB of memory: between %d MiB and %d GiB are possible", memory>>20, MinMemory>>20, uint64(MaxMemory)>>30)
 	}
 	return nil
 }
 
-// deviceCount includes the entropy source and the balloon that every guest
-// has.
-func (c *Config) deviceCount() int {
-	n := 2 + len(c.Disks) + len(c.Nets)
-	if c.Vsock != nil {
+func (d *Devices) validate() error {
+	if n := d.count(); n > maxVirtio {
+		return fmt.Errorf("%d virtio devices: at most %d are possible", n, maxVirtio)
+	}
+	return nil
+}
+
+// count includes the entropy source and the balloon that every guest has.
+func (d *Devices) count() int {
+	n := 2 + len(d.Disks) + len(d.Nets)
+	if d.Vsock != nil {
 		n++
 	}
 	return n
 }
 
-// closeFiles closes what the VM would have taken over.
-func (c *Config) closeFiles() error {
+// close closes what the VM has taken over.
+func (d *Devices) close() error {
 	var errs []error
-	for _, d := range c.Disks {
-		errs = append(errs, d.File.Close())
+	for _, disk := range d.Disks {
+		errs = append(errs, disk.Close())
 	}
-	for _, n := range c.Nets {
+	for _, n := range d.Nets {
 		errs = append(errs, n.Socket.Close())
 	}
 	return errors.Join(errs...)

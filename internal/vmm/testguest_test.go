@@ -34,6 +34,10 @@ type testGuest struct {
 	args     []uint32 // of the command the guest is reading; vCPU thread only
 }
 
+func newTestGuest() *testGuest {
+	return &testGuest{commands: make(chan []uint32), nudge: make(chan struct{}), results: make(chan uint32, 16)}
+}
+
 func (g *testGuest) Out(v uint32) { g.results <- v }
 
 // In blocks the vCPU until there is a command, so an idle guest costs nothing.
@@ -78,9 +82,9 @@ func openTestGuest(t testing.TB) *os.File {
 // bootTestGuest boots the bare guest and waits for its first word.
 func bootTestGuest(t testing.TB, memory uint64, vcpus int) *testGuest {
 	t.Helper()
-	g := &testGuest{commands: make(chan []uint32), nudge: make(chan struct{}), results: make(chan uint32, 16)}
+	g := newTestGuest()
 	vm, err := Boot(Config{
-		KVM: openKVM(t), Kernel: openTestGuest(t), Memory: memory, VCPUs: vcpus, Marker: g,
+		KVM: openKVM(t), Kernel: openTestGuest(t), Memory: memory, VCPUs: vcpus, Devices: Devices{Marker: g},
 	})
 	if err != nil {
 		t.Fatal(err)

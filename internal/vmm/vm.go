@@ -23,7 +23,8 @@ type VM struct {
 	ports   ports
 	vsock   *virtio.Vsock // nil without one
 	balloon *virtio.Balloon
-	cfg     Config // whose disks and sockets the VM closes
+	profile Profile
+	devices Devices // which the VM closes
 	gate    *gate
 
 	endOnce sync.Once
@@ -34,6 +35,7 @@ type VM struct {
 	started bool
 	paused  bool
 	closed  bool
+	stopped *ClockState // the guest's time while it stands still
 }
 
 // ErrEnded says that the guest is no longer running.
@@ -47,6 +49,11 @@ func (vm *VM) Start() error {
 		return errors.New("start: the guest was started before")
 	}
 	vm.started = true
+	if vm.stopped != nil {
+		if err := vm.resumeDevices(); err != nil {
+			return fmt.Errorf("start: %w", err)
+		}
+	}
 	vm.gate.release()
 	for _, c := range vm.vcpus {
 		go c.run()
@@ -94,6 +101,9 @@ func (vm *VM) Pause() error {
 		d.Pause()
 	}
 	vm.paused = true
+	if err := vm.stopClock(); err != nil {
+		return fmt.Errorf("pause: %w", err)
+	}
 	return nil
 }
 
@@ -107,11 +117,23 @@ func (vm *VM) Resume() error {
 	if !vm.paused {
 		return nil
 	}
-	for _, d := range vm.windows.virtio {
-		d.Resume()
+	if err := vm.resumeDevices(); err != nil {
+		return fmt.Errorf("resume: %w", err)
 	}
 	vm.paused = false
 	vm.gate.release()
+	return nil
+}
+
+// resumeDevices lets the guest's time and its devices go on, just before its
+// processors do.
+func (vm *VM) resumeDevices() error {
+	if err := vm.startClock(); err != nil {
+		return err
+	}
+	for _, d := range vm.windows.virtio {
+		d.Resume()
+	}
 	return nil
 }
 
@@ -128,7 +150,7 @@ func (vm *VM) Close() (Exit, error) {
 	if vm.started {
 		vm.gate.waitGone(len(vm.vcpus))
 	}
-	return vm.exit, errors.Join(vm.free(), vm.cfg.closeFiles())
+	return vm.exit, errors.Join(vm.free(), vm.devices.close())
 }
 
 // free releases what boot made; the vCPUs must not be running.

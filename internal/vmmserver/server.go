@@ -84,13 +84,17 @@ func (s *server) boot(b *vmmctl.Boot, files []*os.File) error {
 		Memory:  b.Memory,
 		VCPUs:   int(b.VCPUs),
 		Profile: vmm.Profile(b.Profile),
-		Vsock:   &vmm.Vsock{Accept: s.accept},
+		Devices: vmm.Devices{Vsock: &vmm.Vsock{Accept: s.accept}},
 	}
 	if b.HasInitrd {
 		cfg.Initrd = next()
 	}
 	for _, d := range b.Disks {
-		cfg.Disks = append(cfg.Disks, vmm.Disk{File: next(), ReadOnly: d.ReadOnly, ID: d.ID})
+		disk, err := vmm.FileDisk(next(), d.ReadOnly, d.ID)
+		if err != nil {
+			return err
+		}
+		cfg.Disks = append(cfg.Disks, disk)
 	}
 	for _, n := range b.Nets {
 		cfg.Nets = append(cfg.Nets, vmm.Net{Socket: next(), MAC: n.MAC, MTU: n.MTU})

@@ -13,7 +13,6 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine/microvm"
-	"agentrun.dev/internal/vmm"
 	"golang.org/x/sys/unix"
 )
 
@@ -61,7 +60,7 @@ func TestDisks(t *testing.T) {
 		rw, rwHost := disk(t, size, nil)
 		ro, roHost := disk(t, size, &pattern{state: 1})
 		g := boot(t, vcpus, func(s *microvm.Spec) {
-			s.Disks = []vmm.Disk{{File: rw, ID: "writable"}, {File: ro, ReadOnly: true, ID: "fixed"}}
+			s.Disks = []microvm.Disk{{File: rw, ID: "writable"}, {File: ro, ReadOnly: true, ID: "fixed"}}
 		})
 		if got := g.sh(t, "cat /sys/block/vdb/serial /sys/block/vdc/serial /sys/block/vdc/ro"); got != "writablefixed1" && got != "writable\nfixed\n1" {
 			t.Errorf("serials and ro flag read %q", got)
@@ -106,7 +105,7 @@ func blocks(t *testing.T, f *os.File) int64 {
 // TestFilesystem mounts ext4 from a disk, works in it, and finds it clean.
 func TestFilesystem(t *testing.T) {
 	rw, _ := disk(t, 64*mib, nil)
-	g := boot(t, 2, func(s *microvm.Spec) { s.Disks = []vmm.Disk{{File: rw}} })
+	g := boot(t, 2, func(s *microvm.Spec) { s.Disks = []microvm.Disk{{File: rw}} })
 	g.sh(t, "mke2fs -F /dev/vdb >/dev/null 2>&1 && mkdir -p /mnt && mount -t ext4 /dev/vdb /mnt")
 	g.sh(t, "i=0; while [ $i -lt 200 ]; do mkdir -p /mnt/d$((i%%7)); echo $i > /mnt/d$((i%%7))/f$i; i=$((i+1)); done; sync")
 	if got := g.sh(t, "umount /mnt && mount -t ext4 -o ro /dev/vdb /mnt && cat /mnt/d*/f* | wc -l"); got != "200" {

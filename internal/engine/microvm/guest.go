@@ -21,7 +21,7 @@ type Spec struct {
 	// it and write to a layer of their own in memory.
 	Root *os.File
 	// Disks become /dev/vdb, /dev/vdc, …
-	Disks []vmm.Disk
+	Disks []Disk
 	// Nets become eth0, …
 	Nets     []vmm.Net
 	Memory   uint64
@@ -67,7 +67,7 @@ func Boot(ctx context.Context, spec Spec) (_ *Guest, err error) {
 	defer func() { _ = initrd.Close() }()
 	p, err := Start(vmmPath, Machine{
 		Kernel: kernel, Initrd: initrd, Cmdline: spec.cmdline(), Memory: spec.Memory, VCPUs: spec.VCPUs,
-		Disks: append([]vmm.Disk{{File: spec.Root, ReadOnly: true, ID: "root"}}, spec.Disks...),
+		Disks: append([]Disk{{File: spec.Root, ReadOnly: true, ID: "root"}}, spec.Disks...),
 		Nets:  spec.Nets,
 	})
 	if err != nil {

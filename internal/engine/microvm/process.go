@@ -26,8 +26,16 @@ type Machine struct {
 	Cmdline string
 	Memory  uint64
 	VCPUs   int
-	Disks   []vmm.Disk
+	Disks   []Disk
 	Nets    []vmm.Net
+}
+
+// Disk is a block device backed by a file.
+type Disk struct {
+	File     *os.File
+	ReadOnly bool
+	// ID is what the guest reads as the disk's serial number (≤ 20 bytes).
+	ID string
 }
 
 // Process is a running vmm process with its VM.

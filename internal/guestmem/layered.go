@@ -1,0 +1,239 @@
+package guestmem
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// Span is a piece of RAM by its offset, which counts RAM alone and not the
+// gap. Both are multiples of PageSize.
+type Span struct{ Start, Length uint64 }
+
+// end is the first offset after the span.
+func (s Span) end() uint64 { return s.Start + s.Length }
+
+// Mapping backs a piece of RAM with a file that nobody writes any more.
+type Mapping struct {
+	Span
+	File *os.File
+	// Offset is where the piece begins in the file.
+	Offset uint64
+}
+
+// maxHoles bounds the mappings that a guest's discards can make of RAM that is
+// backed by a file.
+const maxHoles = 256
+
+// NewLayered maps size bytes of RAM: private copies of the mappings' files
+// where there are any, zeros elsewhere. The zeros are anonymous memory: a fault
+// in a hole of a file would add a page to the file.
+func NewLayered(size uint64, mappings []Mapping) (*Memory, error) {
+	m, err := NewAnonymous(size)
+	if err != nil {
+		return nil, err
+	}
+	for _, p := range mappings {
+		if err := m.mapFile(p); err != nil {
+			return nil, errors.Join(err, m.Close())
+		}
+		m.mapped = append(m.mapped, p.Span)
+	}
+	m.backed = m.mapped
+	return m, nil
+}
+
+// mapFile maps one piece, in two parts if it lies on both sides of the gap.
+func (m *Memory) mapFile(p Mapping) error {
+	last := uint64(0)
+	if n := len(m.mapped); n > 0 {
+		last = m.mapped[n-1].end()
+	}
+	if p.Start%PageSize|p.Length%PageSize|p.Offset%PageSize != 0 || p.Length == 0 ||
+		p.Start < last || p.Start > m.size || p.Length > m.size-p.Start || p.Offset > 1<<62 {
+		return fmt.Errorf("map guest memory %#x+%#x: not in order, not aligned or outside the %#x bytes of RAM", p.Start, p.Length, m.size)
+	}
+	offset := p.Offset
+	return m.each(p.Span, func(b []byte) error {
+		err := mapFixed(b, int(p.File.Fd()), int64(offset), 0)
+		if err != nil {
+			return fmt.Errorf("map guest memory %#x+%#x: %w", p.Start, p.Length, err)
+		}
+		offset += uint64(len(b))
+		return nil
+	})
+}
+
+// each calls do with the bytes of a span, region by region.
+func (m *Memory) each(s Span, do func([]byte) error) error {
+	base := uint64(0)
+	for i := range m.regions {
+		r := &m.regions[i]
+		from, to := max(s.Start, base), min(s.end(), base+r.Size())
+		if from < to {
+			if err := do(r.bytes[from-base : to-base]); err != nil {
+				return err
+			}
+		}
+		base += r.Size()
+	}
+	return nil
+}
+
+// mapFixed replaces the pages of b, which belong to a mapping of ours.
+func mapFixed(b []byte, fd int, offset int64, flags int) error {
+	_, err := unix.MmapPtr(fd, offset, unsafe.Pointer(unsafe.SliceData(b)), uintptr(len(b)),
+		unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_FIXED|unix.MAP_NORESERVE|flags)
+	return err
+}
+
+// discard drops the pages of a span so that they read as zeros. For memory
+// with a file behind it MADV_DONTNEED would bring the file's bytes back, so
+// such pages become anonymous memory, or, when a guest has made many such
+// holes, are cleared.
+func (m *Memory) discard(s Span) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	var left []Span
+	for _, b := range m.backed {
+		from, to := max(s.Start, b.Start), min(s.end(), b.end())
+		if from >= to {
+			left = append(left, b)
+			continue
+		}
+		if m.holes == maxHoles {
+			left = append(left, b)
+			_ = m.each(Span{from, to - from}, func(p []byte) error { clear(p); return nil })
+			continue
+		}
+		m.holes++
+		err := m.each(Span{from, to - from}, func(p []byte) error { return mapFixed(p, -1, 0, unix.MAP_ANONYMOUS) })
+		if err != nil {
+			return err
+		}
+		if b.Start < from {
+			left = append(left, Span{b.Start, from - b.Start})
+		}
+		if to < b.end() {
+			left = append(left, Span{to, b.end() - to})
+		}
+	}
+	m.backed = left
+	return nil
+}
+
+// Flags of an entry of /proc/self/pagemap (Documentation/admin-guide/mm/pagemap.rst).
+const (
+	pagemapFile    = 1 << 61
+	pagemapSwapped = 1 << 62
+	pagemapPresent = 1 << 63
+	pagemapEntry   = 8
+)
+
+// Changed lists the pages that are not what NewLayered or NewAnonymous made
+// them: those of this process's own, as pagemap (an open /proc/self/pagemap)
+// tells, and those whose file was taken away. Pages of zeros are listed apart.
+// The guest must stand still.
+func (m *Memory) Changed(pagemap *os.File) (data, zeros []Span, err error) {
+	entries := make([]uint64, 4096)
+	raw := unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(entries))), len(entries)*pagemapEntry)
+	discarded := m.discarded()
+	start := uint64(0)
+	for i := range m.regions {
+		r := &m.regions[i]
+		for off := uint64(0); off < r.Size(); {
+			n := min(uint64(len(entries)), (r.Size()-off)/PageSize)
+			index := (uint64(r.HostAddr()) + off) / PageSize
+			if _, err := pagemap.ReadAt(raw[:n*pagemapEntry], int64(index*pagemapEntry)); err != nil {
+				return nil, nil, fmt.Errorf("list changed pages: %w", err)
+			}
+			for k, e := range entries[:n] {
+				page := off + uint64(k)*PageSize
+				own := e&(pagemapPresent|pagemapSwapped) != 0 && e&pagemapFile == 0
+				switch {
+				case own && !isZero(r.bytes[page:page+PageSize]):
+					data = extend(data, start+page)
+				case own || discarded.has(start+page):
+					zeros = extend(zeros, start+page)
+				}
+			}
+			off += n * PageSize
+		}
+		start += r.Size()
+	}
+	return data, zeros, nil
+}
+
+// spanCursor answers for ascending offsets whether they lie in sorted spans.
+type spanCursor []Span
+
+func (c *spanCursor) has(offset uint64) bool {
+	for len(*c) > 0 && (*c)[0].end() <= offset {
+		*c = (*c)[1:]
+	}
+	return len(*c) > 0 && (*c)[0].Start <= offset
+}
+
+// discarded lists what had a file behind it and has none any more.
+func (m *Memory) discarded() spanCursor {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	var out []Span
+	left := m.backed
+	for _, s := range m.mapped {
+		at := s.Start
+		for len(left) > 0 && left[0].Start < s.end() {
+			if at < left[0].Start {
+				out = append(out, Span{at, left[0].Start - at})
+			}
+			at = left[0].end()
+			left = left[1:]
+		}
+		if at < s.end() {
+			out = append(out, Span{at, s.end() - at})
+		}
+	}
+	return out
+}
+
+// extend adds a page to the last span, or begins one.
+func extend(spans []Span, page uint64) []Span {
+	if n := len(spans); n > 0 && spans[n-1].end() == page {
+		spans[n-1].Length += PageSize
+		return spans
+	}
+	return append(spans, Span{page, PageSize})
+}
+
+// isZero looks at eight bytes at a time.
+func isZero(page []byte) bool {
+	words := unsafe.Slice((*uint64)(unsafe.Pointer(unsafe.SliceData(page))), len(page)/8)
+	for _, w := range words {
+		if w != 0 {
+			return false
+		}
+	}
+	return true
+}
+
+// WriteSpans writes the content of the spans to w, one after the other. The
+// guest must stand still.
+func (m *Memory) WriteSpans(w io.Writer, spans []Span) error {
+	for _, s := range spans {
+		if s.Start > m.size || s.Length > m.size-s.Start {
+			return fmt.Errorf("%w: offset %#x+%#x", ErrRange, s.Start, s.Length)
+		}
+		err := m.each(s, func(b []byte) error {
+			_, err := w.Write(b)
+			return err
+		})
+		if err != nil {
+			return fmt.Errorf("write guest memory: %w", err)
+		}
+	}
+	return nil
+}

@@ -1,0 +1,318 @@
+package vmm
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"reflect"
+	"sync"
+	"testing"
+
+	"agentrun.dev/internal/guestmem"
+	"agentrun.dev/internal/kvm"
+	"golang.org/x/sys/unix"
+)
+
+// frozen is a bare guest at rest: its state as it would be in a file, and its
+// memory as one sealed layer.
+type frozen struct {
+	state  []byte
+	layer  *os.File
+	spans  []guestmem.Span
+	memory uint64
+	vcpus  int
+}
+
+func pagemap(t testing.TB) *os.File {
+	t.Helper()
+	f, err := os.Open("/proc/self/pagemap")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = f.Close() })
+	return f
+}
+
+// freeze saves a running guest, which goes on. below is what it was forked
+// from: the new layer holds what that has, too.
+func freeze(t testing.TB, sys *kvm.System, g *testGuest, below *frozen) *frozen {
+	t.Helper()
+	if err := g.Pause(); err != nil {
+		t.Fatal(err)
+	}
+	s, err := g.Save(sys)
+	if err != nil {
+		t.Fatal(err)
+	}
+	state, err := s.Marshal()
+	if err != nil {
+		t.Fatal(err)
+	}
+	data, _, err := g.ChangedMemory(pagemap(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if below != nil {
+		data = union(data, below.spans)
+	}
+	fd, err := unix.MemfdCreate("layer", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := os.NewFile(uintptr(fd), "layer")
+	t.Cleanup(func() { _ = f.Close() })
+	if err := g.WriteMemory(f, data); err != nil {
+		t.Fatal(err)
+	}
+	const seals = unix.F_SEAL_WRITE | unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
+	if _, err := unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, seals); err != nil {
+		t.Fatal(err)
+	}
+	if err := g.Resume(); err != nil {
+		t.Fatal(err)
+	}
+	return &frozen{state: state, layer: f, spans: data, memory: s.Memory, vcpus: len(s.VCPUs)}
+}
+
+// union merges two sorted lists of spans.
+func union(a, b []guestmem.Span) []guestmem.Span {
+	in := map[uint64]bool{}
+	var last uint64
+	for _, s := range append(append([]guestmem.Span{}, a...), b...) {
+		for p := s.Start; p < s.Start+s.Length; p += guestmem.PageSize {
+			in[p] = true
+			last = max(last, p)
+		}
+	}
+	var out []guestmem.Span
+	for p := uint64(0); p <= last; p += guestmem.PageSize {
+		if !in[p] {
+			continue
+		}
+		if n := len(out); n > 0 && out[n-1].Start+out[n-1].Length == p {
+			out[n-1].Length += guestmem.PageSize
+		} else {
+			out = append(out, guestmem.Span{Start: p, Length: guestmem.PageSize})
+		}
+	}
+	return out
+}
+
+func (f *frozen) mappings() (out []guestmem.Mapping) {
+	offset := uint64(0)
+	for _, s := range f.spans {
+		out = append(out, guestmem.Mapping{Span: s, File: f.layer, Offset: offset})
+		offset += s.Length
+	}
+	return out
+}
+
+func (f *frozen) shell(t testing.TB, sys *kvm.System) *Shell {
+	t.Helper()
+	s, err := NewShell(ShellConfig{KVM: sys, Memory: f.memory, VCPUs: f.vcpus, Layers: f.mappings()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+// load makes a child run in a shell.
+func (f *frozen) load(t testing.TB, s *Shell) *testGuest {
+	t.Helper()
+	state, err := UnmarshalState(f.state)
+	if err != nil {
+		t.Fatal(err)
+	}
+	g := newTestGuest()
+	if g.VM, err = s.Load(state, Devices{Marker: g}); err != nil {
+		t.Fatal(err)
+	}
+	if err := g.Start(); err != nil {
+		t.Fatal(err)
+	}
+	return g
+}
+
+// fork makes a child that lasts as long as the test.
+func (f *frozen) fork(t testing.TB, sys *kvm.System) *testGuest {
+	t.Helper()
+	g := f.load(t, f.shell(t, sys))
+	t.Cleanup(func() {
+		if _, err := g.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return g
+}
+
+func (g *testGuest) mustDo(t testing.TB, want uint32, command ...uint32) {
+	t.Helper()
+	if got := g.do(t, command...); got != want {
+		t.Errorf("command %v: %d, not %d", command, got, want)
+	}
+}
+
+const firstPage = 32 << 20 / guestmem.PageSize // above the guest itself
+
+// TestForkGoesOn: children continue from the parent's memory, and neither the
+// parent nor any other child sees what one writes.
+func TestForkGoesOn(t *testing.T) {
+	for _, vcpus := range []int{1, 2} {
+		t.Run(fmt.Sprintf("%d vCPUs", vcpus), func(t *testing.T) {
+			sys := openKVM(t)
+			parent := bootTestGuest(t, 64<<20, vcpus)
+			parent.mustDo(t, 1000, cmdDirty, firstPage, 1000, 1, 7)
+			f := freeze(t, sys, parent, nil)
+
+			// The parent goes on: later writes are its own.
+			parent.mustDo(t, 100, cmdDirty, firstPage, 100, 1, 8)
+
+			var children []*testGuest
+			for i := range 8 {
+				c := f.fork(t, sys)
+				children = append(children, c)
+				c.mustDo(t, 1000, cmdCheck, firstPage, 1000, 1, 7)
+				c.mustDo(t, 50, cmdDirty, firstPage, 50, 1, uint32(100+i))
+				c.mustDo(t, 500, cmdDirty, firstPage+4000, 500, 1, uint32(100+i)) // was never touched
+			}
+			for i, c := range children {
+				c.mustDo(t, 50, cmdCheck, firstPage, 50, 1, uint32(100+i))
+				c.mustDo(t, 950, cmdCheck, firstPage+50, 950, 1, 7)
+				c.mustDo(t, 500, cmdCheck, firstPage+4000, 500, 1, uint32(100+i))
+			}
+			parent.mustDo(t, 100, cmdCheck, firstPage, 100, 1, 8)
+			parent.mustDo(t, 900, cmdCheck, firstPage+100, 900, 1, 7)
+			f.fork(t, sys).mustDo(t, 1000, cmdCheck, firstPage, 1000, 1, 7)
+		})
+	}
+}
+
+// TestForkOfFork, five deep: each generation has all earlier writes.
+func TestForkOfFork(t *testing.T) {
+	sys := openKVM(t)
+	g := bootTestGuest(t, 64<<20, 1)
+	var f *frozen
+	for depth := range uint32(6) {
+		g.mustDo(t, 20, cmdDirty, firstPage+depth*20, 20, 1, depth)
+		f = freeze(t, sys, g, f)
+		g = f.fork(t, sys)
+		for d := range depth + 1 {
+			g.mustDo(t, 20, cmdCheck, firstPage+d*20, 20, 1, d)
+		}
+	}
+}
+
+// TestForksAtOnce: many alive at the same time, each with its own memory.
+func TestForksAtOnce(t *testing.T) {
+	sys := openKVM(t)
+	parent := bootTestGuest(t, 64<<20, 1)
+	parent.mustDo(t, 64, cmdDirty, firstPage, 64, 1, 1)
+	f := freeze(t, sys, parent, nil)
+	count := 100
+	if os.Getenv("AGENTRUN_SOAK") != "" {
+		count = 500
+	}
+	guests := make([]*testGuest, count)
+	var wg sync.WaitGroup
+	for i := range guests {
+		guests[i] = f.fork(t, sys)
+	}
+	for i, g := range guests {
+		wg.Go(func() {
+			g.mustDo(t, 32, cmdDirty, firstPage, 32, 1, uint32(1000+i))
+			g.mustDo(t, 32, cmdCheck, firstPage, 32, 1, uint32(1000+i))
+			g.mustDo(t, 32, cmdCheck, firstPage+32, 32, 1, 1)
+		})
+	}
+	wg.Wait()
+}
+
+// TestDiscardedLayerReadsZeros: what a guest gives back does not come again
+// from the layer below, in itself or in its children.
+func TestDiscardedLayerReadsZeros(t *testing.T) {
+	sys := openKVM(t)
+	parent := bootTestGuest(t, 64<<20, 1)
+	parent.mustDo(t, 100, cmdDirty, firstPage, 100, 1, 7)
+	child := freeze(t, sys, parent, nil).fork(t, sys)
+	if err := child.mem.Discard((firstPage+10)*guestmem.PageSize, 20*guestmem.PageSize); err != nil {
+		t.Fatal(err)
+	}
+	child.mustDo(t, 80, cmdCheck, firstPage, 100, 1, 7)
+	if err := child.Pause(); err != nil {
+		t.Fatal(err)
+	}
+	_, zeros, err := child.ChangedMemory(pagemap(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := guestmem.Span{Start: (firstPage + 10) * guestmem.PageSize, Length: 20 * guestmem.PageSize}
+	found := false
+	for _, z := range zeros {
+		found = found || z.Start <= want.Start && z.Start+z.Length >= want.Start+want.Length
+	}
+	if !found {
+		t.Errorf("discarded pages %+v are not among the zeros %+v", want, zeros)
+	}
+}
+
+// TestStateRoundTrip: a state comes back from its bytes as it was.
+func TestStateRoundTrip(t *testing.T) {
+	sys := openKVM(t)
+	g := bootTestGuest(t, 64<<20, 2)
+	f := freeze(t, sys, g, nil)
+	s, err := UnmarshalState(f.state)
+	if err != nil {
+		t.Fatal(err)
+	}
+	again, err := s.Marshal()
+	if err != nil || !bytes.Equal(again, f.state) {
+		t.Fatalf("encoded again it differs (%v)", err)
+	}
+	s2, err := UnmarshalState(again)
+	if err != nil || !reflect.DeepEqual(s, s2) {
+		t.Fatalf("decoded again it differs (%v)", err)
+	}
+	if s.VCPUs[0].Regs.RIP == 0 || len(s.VCPUs) != 2 || len(s.VCPUs[0].MSRs) < 10 || s.Clock.Nanoseconds == 0 || s.TSCKHz == 0 {
+		t.Errorf("state lacks something: %d vCPUs, %d MSRs, %+v", len(s.VCPUs), len(s.VCPUs[0].MSRs), s.Clock)
+	}
+}
+
+// TestLoadRefuses what does not fit, and says why.
+func TestLoadRefuses(t *testing.T) {
+	sys := openKVM(t)
+	g := bootTestGuest(t, 64<<20, 1)
+	f := freeze(t, sys, g, nil)
+	for name, tt := range map[string]struct {
+		change func(*State)
+		want   string
+	}{
+		"profile": {func(s *State) { s.Profile = "other" }, `CPU profile "other"`},
+		"memory":  {func(s *State) { s.Memory *= 2 }, "128 MiB of memory"},
+		"vCPUs":   {func(s *State) { s.VCPUs = append(s.VCPUs, s.VCPUs[0]) }, "2 vCPUs"},
+		"devices": {func(s *State) { s.Devices = s.Devices[1:] }, "virtio devices"},
+		"device":  {func(s *State) { s.Devices[0].Own = s.Devices[0].Own[1:] }, "state of virtio device 0"},
+		"kind":    {func(s *State) { s.Devices[0].MMIO.DeviceType = 2 }, "device type 2"},
+		"queue":   {func(s *State) { s.Devices[0].MMIO.Queues[0].Size = 3 }, "queue"},
+		"xsave":   {func(s *State) { s.VCPUs[0].XSave = s.VCPUs[0].XSave[:100] }, "extended state"},
+		"TSC":     {func(s *State) { s.TSCKHz *= 3 }, "kHz"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s, err := UnmarshalState(f.state)
+			if err != nil {
+				t.Fatal(err)
+			}
+			tt.change(s)
+			vm, err := f.shell(t, sys).Load(s, Devices{Marker: newTestGuest()})
+			if err == nil {
+				_, _ = vm.Close()
+				if name == "TSC" || name == "queue" {
+					return // a host that scales, a queue that is not in use
+				}
+				t.Fatal("was accepted")
+			}
+			if !bytes.Contains([]byte(err.Error()), []byte(tt.want)) {
+				t.Errorf("error %q does not say %q", err, tt.want)
+			}
+		})
+	}
+}

@@ -1,0 +1,126 @@
+package vmm
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+
+	"agentrun.dev/internal/kvm"
+)
+
+// Load puts a saved machine into the shell, with devices of its own. It does
+// not run yet: Start does that, and the guest's time goes on from there.
+func (s *Shell) Load(state *State, devices Devices) (*VM, error) {
+	vm := s.take()
+	if vm == nil {
+		return nil, errors.Join(errors.New("restore: the shell was used before"), devices.close())
+	}
+	if err := vm.load(state, devices); err != nil {
+		return nil, errors.Join(fmt.Errorf("restore: %w", err), vm.free(), devices.close())
+	}
+	return vm, nil
+}
+
+func (vm *VM) load(state *State, devices Devices) error {
+	switch {
+	case state.Profile != vm.profile:
+		return fmt.Errorf("the state is of CPU profile %q, the machine has %q", state.Profile, vm.profile)
+	case state.Memory != vm.mem.Size():
+		return fmt.Errorf("the state is of %d MiB of memory, the machine has %d", state.Memory>>20, vm.mem.Size()>>20)
+	case len(state.VCPUs) != len(vm.vcpus):
+		return fmt.Errorf("the state is of %d vCPUs, the machine has %d", len(state.VCPUs), len(vm.vcpus))
+	}
+	if err := devices.validate(); err != nil {
+		return err
+	}
+	for i, c := range vm.vcpus {
+		if err := loadVCPU(c.kvm, &state.VCPUs[i], int(state.TSCKHz), vm.kvm.XSaveSize()); err != nil {
+			return fmt.Errorf("vCPU %d: %w", i, err)
+		}
+	}
+	if err := vm.createDevices(devices, state); err != nil {
+		return err
+	}
+	clock := state.Clock
+	vm.stopped = &clock
+	// The guest learns that it is a copy before its processors run: its
+	// kernel reseeds, and its connections to the host are gone.
+	if err := vm.writeGeneration(); err != nil {
+		return err
+	}
+	if err := vm.ioapic.raise(eventGSI); err != nil {
+		return fmt.Errorf("announce generation id: %w", err)
+	}
+	if vm.vsock != nil {
+		vm.vsock.TransportReset()
+	}
+	return nil
+}
+
+// lateMSRs are set by startClock.
+var lateMSRs = []uint32{msrTSC, msrTSCDeadline}
+
+// loadVCPU puts a vCPU that has never run into a state. The control registers
+// and the APIC's mode decide what the rest means, so they come early; events
+// come last, when nothing disturbs them any more.
+func loadVCPU(c *kvm.VCPU, s *VCPUState, tscKHz, xsaveSize int) (err error) {
+	do := func(step func() error) {
+		if err == nil {
+			err = step()
+		}
+	}
+	do(func() error { return matchTSC(c, tscKHz) })
+	do(func() error { return c.SetXCR0(s.XCR0) })
+	do(func() error {
+		if len(s.XSave) != xsaveSize {
+			return fmt.Errorf("the extended state has %d bytes, this host's has %d: the snapshot is from another kind of processor", len(s.XSave), xsaveSize)
+		}
+		return c.SetXSave(s.XSave)
+	})
+	do(func() error { return c.SetSregs(s.Sregs) })
+	do(func() error { return c.SetRegs(s.Regs) })
+	do(func() error { return setChangedMSRs(c, s.MSRs) })
+	do(func() error { return c.SetLAPIC(&s.LAPIC) })
+	do(func() error { return c.SetDebugRegs(&s.DebugRegs) })
+	do(func() error { return c.SetMPState(s.MPState) })
+	do(func() error { return c.SetEvents(&s.Events) })
+	return err
+}
+
+// matchTSC makes sure that the guest's TSC ticks as it did. KVM takes a
+// frequency close to the host's as it is and needs scaling for others.
+func matchTSC(c *kvm.VCPU, khz int) error {
+	have, err := c.TSCFrequency()
+	if err != nil || have == khz {
+		return err
+	}
+	if err := c.SetTSCFrequency(khz); err != nil {
+		return fmt.Errorf("the snapshot's TSC has %d kHz, this host's %d, and it cannot scale: restore it where it was taken: %w", khz, have, err)
+	}
+	return nil
+}
+
+// setChangedMSRs writes the registers that a fresh vCPU does not have already.
+func setChangedMSRs(c *kvm.VCPU, saved []kvm.MSREntry) error {
+	indices := make([]uint32, len(saved))
+	for i, m := range saved {
+		indices[i] = m.Index
+	}
+	fresh, err := c.MSRs(indices)
+	if err != nil {
+		return err
+	}
+	changed := make([]kvm.MSREntry, 0, len(saved))
+	for _, m := range saved {
+		// fresh has the same order and may lack some.
+		same := false
+		if len(fresh) > 0 && fresh[0].Index == m.Index {
+			same = fresh[0].Data == m.Data
+			fresh = fresh[1:]
+		}
+		if !same && !slices.Contains(lateMSRs, m.Index) {
+			changed = append(changed, m)
+		}
+	}
+	return c.SetMSRs(changed)
+}

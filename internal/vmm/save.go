@@ -1,0 +1,99 @@
+package vmm
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"os"
+
+	"agentrun.dev/internal/guestmem"
+	"agentrun.dev/internal/kvm"
+)
+
+// errNotPaused says that a running machine has no state to save.
+var errNotPaused = errors.New("the guest is not paused")
+
+// Save describes a paused machine, without its memory and disks.
+func (vm *VM) Save(sys *kvm.System) (*State, error) {
+	vm.mu.Lock()
+	defer vm.mu.Unlock()
+	if !vm.paused || vm.closed {
+		return nil, fmt.Errorf("save: %w", errNotPaused)
+	}
+	s := &State{
+		Profile: vm.profile, Memory: vm.mem.Size(), Clock: *vm.stopped,
+		IOAPIC: vm.ioapic.save(), Serial: vm.serial.save(),
+	}
+	khz, err := vm.vcpus[0].kvm.TSCFrequency()
+	if err != nil {
+		return nil, fmt.Errorf("save: %w", err)
+	}
+	s.TSCKHz = uint32(khz)
+	indices, err := sys.MSRIndexList()
+	if err != nil {
+		return nil, fmt.Errorf("save: %w", err)
+	}
+	size := vm.kvm.XSaveSize()
+	for _, c := range vm.vcpus {
+		state, err := saveVCPU(c.kvm, size, indices)
+		if err != nil {
+			return nil, fmt.Errorf("save vCPU %d: %w", c.id, err)
+		}
+		s.VCPUs = append(s.VCPUs, state)
+	}
+	for i, d := range vm.windows.virtio {
+		mmio, err := d.Save()
+		if err != nil {
+			return nil, fmt.Errorf("save: %w", err)
+		}
+		own, err := d.save()
+		if err != nil {
+			return nil, fmt.Errorf("save virtio device %d: %w", i, err)
+		}
+		s.Devices = append(s.Devices, DeviceState{mmio, own})
+	}
+	return s, nil
+}
+
+// saveVCPU reads a vCPU in the order that KVM wants: the run state first,
+// since reading it takes pending INIT and SIPI in, the events last.
+func saveVCPU(c *kvm.VCPU, xsaveSize int, msrs []uint32) (s VCPUState, err error) {
+	read := func(what func() error) {
+		if err == nil {
+			err = what()
+		}
+	}
+	read(func() (err error) { s.MPState, err = c.MPState(); return err })
+	read(func() (err error) { s.Regs, err = c.Regs(); return err })
+	read(func() (err error) { s.Sregs, err = c.Sregs(); return err })
+	read(func() (err error) { s.XCR0, err = c.XCR0(); return err })
+	s.XSave = make([]byte, xsaveSize)
+	read(func() error { return c.XSave(s.XSave) })
+	read(func() (err error) { s.DebugRegs, err = c.DebugRegs(); return err })
+	read(func() (err error) { s.LAPIC, err = c.LAPIC(); return err })
+	read(func() (err error) { s.MSRs, err = c.MSRs(msrs); return err })
+	read(func() (err error) { s.Events, err = c.Events(); return err })
+	return s, err
+}
+
+// ChangedMemory lists the pages of a paused machine that differ from the
+// layers it was made with; zeros are listed apart. pagemap is the process's
+// /proc/self/pagemap.
+func (vm *VM) ChangedMemory(pagemap *os.File) (data, zeros []guestmem.Span, err error) {
+	vm.mu.Lock()
+	defer vm.mu.Unlock()
+	if !vm.paused || vm.closed {
+		return nil, nil, fmt.Errorf("list changed memory: %w", errNotPaused)
+	}
+	return vm.mem.Changed(pagemap)
+}
+
+// WriteMemory writes pieces of a paused machine's memory, one after the other.
+func (vm *VM) WriteMemory(w io.Writer, spans []guestmem.Span) error {
+	vm.mu.Lock()
+	defer vm.mu.Unlock()
+	if !vm.paused || vm.closed {
+		return fmt.Errorf("write memory: %w", errNotPaused)
+	}
+	return vm.mem.WriteSpans(w, spans)
+}

@@ -1,0 +1,124 @@
+package vmm
+
+import (
+	"errors"
+	"fmt"
+
+	"agentrun.dev/internal/guestmem"
+	"agentrun.dev/internal/kvm"
+)
+
+// requiredCapabilities is what a host's KVM must offer.
+var requiredCapabilities = []struct {
+	cap  kvm.Capability
+	name string
+}{
+	{kvm.CapUserMemory, "user memory"},
+	{kvm.CapExtCPUID, "extended CPUID"},
+	{kvm.CapXCRS, "extended control registers"},
+	{kvm.CapMPState, "MP state"},
+	{kvm.CapSignalMSI, "MSI injection"},
+	{kvm.CapSplitIRQChip, "split irqchip"},
+	{kvm.CapImmediateExit, "immediate exit"},
+}
+
+// ShellConfig describes a shell.
+type ShellConfig struct {
+	// KVM is the open virtualization interface. The caller keeps it.
+	KVM *kvm.System
+	// Memory is the RAM in bytes, VCPUs the number of processors.
+	Memory uint64
+	VCPUs  int
+	// Profile names the CPU features; empty means ProfileHostV1.
+	Profile Profile
+	// Layers is the content of the RAM, zeros where there is none. The
+	// caller keeps the files.
+	Layers []guestmem.Mapping
+}
+
+// Shell is a machine with memory and processors but without a state. It can be
+// made long before it is needed.
+type Shell struct{ vm *VM }
+
+// NewShell makes a shell; Load or Close ends it.
+func NewShell(cfg ShellConfig) (*Shell, error) {
+	if err := validateSize(cfg.Memory, cfg.VCPUs); err != nil {
+		return nil, err
+	}
+	if cfg.Profile == "" {
+		cfg.Profile = ProfileHostV1
+	}
+	vm := &VM{profile: cfg.Profile, gate: newGate(), done: make(chan struct{})}
+	if err := vm.create(cfg); err != nil {
+		return nil, errors.Join(err, vm.free())
+	}
+	return &Shell{vm}, nil
+}
+
+// take makes the shell's machine the caller's.
+func (s *Shell) take() *VM {
+	vm := s.vm
+	s.vm = nil
+	return vm
+}
+
+// Close frees a shell that was not used.
+func (s *Shell) Close() error {
+	if s.vm == nil {
+		return nil
+	}
+	return s.take().free()
+}
+
+func (vm *VM) create(cfg ShellConfig) (err error) {
+	for _, c := range requiredCapabilities {
+		if cfg.KVM.CheckExtension(c.cap) == 0 {
+			return fmt.Errorf("this host's KVM lacks %s: a Linux kernel of version 4.19 or newer has it", c.name)
+		}
+	}
+	if vm.kvm, err = cfg.KVM.CreateVM(); err != nil {
+		return err
+	}
+	if err := vm.kvm.SetTSSAddress(tssAddr); err != nil {
+		return err
+	}
+	if err := vm.kvm.EnableSplitIRQChip(ioapicPins); err != nil {
+		return err
+	}
+	if vm.mem, err = guestmem.NewLayered(cfg.Memory, cfg.Layers); err != nil {
+		return err
+	}
+	for i, r := range vm.mem.Regions() {
+		if err := vm.kvm.SetMemory(uint32(i), r.GPA, r.Size(), r.HostAddr()); err != nil {
+			return err
+		}
+	}
+	return vm.createVCPUs(cfg)
+}
+
+func (vm *VM) createVCPUs(cfg ShellConfig) error {
+	supported, err := cfg.KVM.SupportedCPUID()
+	if err != nil {
+		return err
+	}
+	common, err := cfg.Profile.apply(supported, cfg.KVM.CheckExtension(kvm.CapTSCDeadlineTimer) != 0)
+	if err != nil {
+		return err
+	}
+	for id := range cfg.VCPUs {
+		c, err := vm.kvm.CreateVCPU(id)
+		if err != nil {
+			return err
+		}
+		vm.vcpus = append(vm.vcpus, &vcpu{id: id, vm: vm, kvm: c})
+		if err := c.SetCPUID(forVCPU(common, id, cfg.VCPUs)); err != nil {
+			return err
+		}
+		if mask := xstateMask(common); mask != 0 {
+			if err := c.SetXCR0(mask); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
