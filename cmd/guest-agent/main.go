@@ -72,6 +72,7 @@ func runAsInit() error {
 		Down: func(action guest.Action, grace time.Duration) error {
 			return guest.Shutdown(ps, machine, action, grace)
 		},
+		Renewer: guest.NewRenewer(),
 	}
 	l, err := guest.ListenVsock(guestrpc.AgentPort)
 	if err != nil {

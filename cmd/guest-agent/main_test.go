@@ -56,6 +56,10 @@ func TestAgentOnAUnixSocket(t *testing.T) {
 	if err != nil || info.AgentVersion != version {
 		t.Errorf("%+v, %v", info, err)
 	}
+	// Here the machine is not its own to change.
+	if reply, err := c.Renew(ctx, guestrpc.RenewRequest{Entropy: make([]byte, guestrpc.MinEntropy), Generation: 1}); err == nil || !strings.Contains(err.Error(), "not PID 1") {
+		t.Errorf("renewed on a host: %+v, %v", reply, err)
+	}
 }
 
 // dial tries until the agent listens: a unix socket gives no event for that.

@@ -1,5 +1,6 @@
 // Command vmm runs one microVM. It is started by a parent that speaks
-// package vmmctl with it over descriptor 3, and it opens nothing by path.
+// package vmmctl with it over descriptor 3, and it opens nothing by path
+// but its own page map.
 package main
 
 import (
@@ -40,5 +41,9 @@ func run() error {
 	if err != nil {
 		return fmt.Errorf("%w (vmm is started by agentrun, not by hand)", err)
 	}
-	return vmmserver.Serve(conn)
+	pagemap, err := os.Open("/proc/self/pagemap")
+	if err != nil {
+		return err
+	}
+	return vmmserver.Serve(conn, pagemap)
 }

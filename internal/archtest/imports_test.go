@@ -93,13 +93,16 @@ var importRules = map[string][]string{
 
 	"internal/virtio":   {"internal/guestmem"},
 	"internal/vmm/acpi": {},
-	"internal/vmm":      {"internal/kvm", "internal/guestmem", "internal/virtio", "internal/vmm/acpi"},
+	"internal/vmm":      {"internal/kvm", "internal/guestmem", "internal/virtio", "internal/vmm/acpi", "internal/wire"},
 
-	"internal/vmmctl":    {"internal/wire"},
-	"internal/vmmserver": {"internal/kvm", "internal/vmm", "internal/vmmctl"},
+	"internal/vmmctl":    {"internal/layer", "internal/wire"},
+	"internal/vmmserver": {"internal/guestmem", "internal/kvm", "internal/layer", "internal/vmm", "internal/vmmctl"},
 	"cmd/vmm":            {"internal/gomonitor", "internal/vmmctl", "internal/vmmserver"},
 
 	"internal/image": {},
+
+	"internal/layer":    {"internal/guestmem"},
+	"internal/snapshot": {"internal/layer"},
 
 	"testbed":                  {"testbed/internal/inside", "testbed/internal/machine", "testbed/internal/wire"},
 	"testbed/internal/wire":    {},

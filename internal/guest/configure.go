@@ -40,13 +40,19 @@ func configure(cfg *BootConfig, log func(string)) error {
 	if err := writeNames("/etc", name); err != nil {
 		log(err.Error())
 	}
+	// Programs can watch the file only if it is there before the first fork.
+	if err := writeGeneration("", 0); err != nil {
+		log(err.Error())
+	}
 	return nil
 }
+
+const hostnameRule = "want at most 63 letters, digits and hyphens"
 
 // SetHostname sets the kernel's host name.
 func SetHostname(name string) error {
 	if !ValidHostname(name) {
-		return fail(ErrInvalid, "set host name", name, "want at most 63 letters, digits and hyphens")
+		return fail(ErrInvalid, "set host name", name, hostnameRule)
 	}
 	return failed("set host name", name, unix.Sethostname([]byte(name)))
 }
@@ -188,19 +194,8 @@ func writeNames(etc, name string) error {
 	if err != nil && err != syscall.ENOENT {
 		return failed("read", etc+"/hosts", err)
 	}
-	var add []byte
-	if n := len(hosts); n > 0 && hosts[n-1] != '\n' {
-		add = append(add, '\n')
-	}
-	missing := false
-	if !namesHost(hosts, "localhost") {
-		add, missing = append(add, "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n"...), true
-	}
-	if !namesHost(hosts, name) {
-		add, missing = append(add, "127.0.1.1\t"+name+"\n"...), true
-	}
-	if missing {
-		if err := writeFile(etc+"/hosts", append(hosts, add...)); err != nil {
+	if text := withNames(hosts, name); len(text) != len(hosts) {
+		if err := writeFile(etc+"/hosts", text); err != nil {
 			return err
 		}
 	}
@@ -208,6 +203,24 @@ func writeNames(etc, name string) error {
 		return writeFile(etc+"/hostname", []byte(name+"\n"))
 	}
 	return nil
+}
+
+// hostLine is what is added to a hosts file for the sandbox's own name.
+func hostLine(name string) string { return "127.0.1.1\t" + name + "\n" }
+
+// withNames returns the text of a hosts file with what is missing at its end.
+func withNames(hosts []byte, name string) []byte {
+	var add []byte
+	if !namesHost(hosts, "localhost") {
+		add = append(add, "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n"...)
+	}
+	if !namesHost(hosts, name) {
+		add = append(add, hostLine(name)...)
+	}
+	if n := len(hosts); n > 0 && hosts[n-1] != '\n' && len(add) > 0 {
+		add = append([]byte{'\n'}, add...)
+	}
+	return append(hosts, add...)
 }
 
 // namesHost reports whether a hosts file has an address for name.

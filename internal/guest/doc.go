@@ -1,7 +1,8 @@
 // Package guest owns what happens inside a microVM: it is the logic of the
 // guest agent, PID 1 of every sandbox. It builds the root filesystem, runs and
-// reaps processes, keeps their output, moves files in and out as any user, and
-// shuts the machine down. It needs nothing installed in the root filesystem.
+// reaps processes, keeps their output, moves files in and out as any user,
+// gives a fork its identity, and shuts the machine down. It needs nothing
+// installed in the root filesystem.
 //
 // The agent is forked together with its VM, so every page it dirties and every
 // wake-up it causes is paid once per fork. The rules that follow from that:

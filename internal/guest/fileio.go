@@ -286,15 +286,7 @@ func (w *FileWriter) openTemp(opts *WriteOptions) error {
 			return err
 		}
 	}
-	for range 16 {
-		w.temp = tempName()
-		w.fd, err = open(w.dir, w.temp, unix.O_WRONLY|unix.O_CREAT|unix.O_EXCL|unix.O_NOFOLLOW, 0o600)
-		if err != syscall.EEXIST {
-			break
-		}
-	}
-	if err != nil {
-		w.temp = ""
+	if w.fd, w.temp, err = makeTemp(w.dir); err != nil {
 		return err
 	}
 	perm := opts.Perm
@@ -308,6 +300,21 @@ func (w *FileWriter) openTemp(opts *WriteOptions) error {
 		}
 	}
 	return unix.Fchmod(w.fd, perm)
+}
+
+// makeTemp makes a file in dir that is to take the place of another.
+func makeTemp(dir int) (fd int, name string, err error) {
+	for range 16 {
+		name = tempName()
+		fd, err = open(dir, name, unix.O_WRONLY|unix.O_CREAT|unix.O_EXCL|unix.O_NOFOLLOW, 0o600)
+		if err != syscall.EEXIST {
+			break
+		}
+	}
+	if err != nil {
+		return -1, "", err
+	}
+	return fd, name, nil
 }
 
 // tempName is hidden and unlikely to be taken; O_EXCL and trying again make it

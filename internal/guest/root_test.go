@@ -144,6 +144,7 @@ func TestBootWithTmpfsOverlay(t *testing.T) {
 			expectFile("/etc/hosts", "127.0.0.1 localhost\n127.0.1.1\tbox-1\n"),
 			expectFile("/etc/hostname", "box-1\n"),
 			expectFile("/etc/resolv.conf", "nameserver 10.0.2.3\nnameserver 1.1.1.1\n"),
+			expectFile("/run/agentrun/generation", "0\n"),
 			expectMounted("/", "/proc", "/sys", "/dev", "/dev/pts", "/dev/shm", "/run", "/sys/fs/cgroup"),
 			os.WriteFile("/tmp/new", nil, 0o600),
 			os.Remove("/etc/os-release"),

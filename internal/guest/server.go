@@ -27,6 +27,9 @@ type Server struct {
 	// Down ends the machine and returns only if it could not; nil refuses to.
 	Down func(action Action, grace time.Duration) error
 
+	// Renewer gives a fork its identity; nil refuses to.
+	Renewer *Renewer
+
 	conns atomic.Int32
 }
 
@@ -70,6 +73,10 @@ func (s *Server) log(msg string) {
 // Info implements guestrpc.Handler.
 func (s *Server) Info(context.Context) (guestrpc.Info, error) {
 	info, err := s.Processes.Info(s.Version)
+	generation := uint64(0)
+	if s.Renewer != nil {
+		generation = s.Renewer.Generation()
+	}
 	return guestrpc.Info{
 		AgentVersion: info.Version,
 		Kernel:       info.Kernel,
@@ -77,6 +84,7 @@ func (s *Server) Info(context.Context) (guestrpc.Info, error) {
 		Hostname:     info.Hostname,
 		BootID:       info.BootID,
 		Uptime:       info.Uptime,
+		Generation:   generation,
 		Processes:    uint32(info.Processes),
 		Execs:        uint32(info.Execs),
 		MemoryTotal:  info.MemoryTotal,
@@ -107,6 +115,16 @@ func (s *Server) Shutdown(_ context.Context, req *guestrpc.ShutdownRequest, acce
 	// A host that is gone by now has asked for it all the same.
 	_ = accept()
 	return rpcError(s.Down(action, req.Grace))
+}
+
+// Renew implements guestrpc.Handler.
+func (s *Server) Renew(ctx context.Context, req *guestrpc.RenewRequest) (guestrpc.RenewReply, error) {
+	if s.Renewer == nil {
+		clear(req.Entropy)
+		return guestrpc.RenewReply{}, rpcError(fail(ErrUnsupported, "renew", "", "the agent is not PID 1"))
+	}
+	reply, err := s.Renewer.Renew(ctx, req)
+	return reply, rpcError(err)
 }
 
 // rpcError gives an error of this package its code on the wire.

@@ -24,8 +24,15 @@ import (
 // startServer serves on a unix socket and returns its path.
 func startServer(t testing.TB, down func(Action, time.Duration) error) string {
 	t.Helper()
+	return serve(t, &Server{Down: down})
+}
+
+// serve completes a server and serves it on a unix socket, whose path it
+// returns.
+func serve(t testing.TB, s *Server) string {
+	t.Helper()
 	ps := NewProcesses(Config{})
-	s := &Server{Processes: ps, Version: "test", Log: func(msg string) { t.Log(msg) }, Down: down}
+	s.Processes, s.Version, s.Log = ps, "test", func(msg string) { t.Log(msg) }
 	path := filepath.Join(t.TempDir(), "agent.sock")
 	l, err := ListenUnix(path)
 	if err != nil {

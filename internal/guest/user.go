@@ -264,7 +264,11 @@ func readBounded(name string) []byte {
 // readFile reads a regular file of at most limit bytes without ever blocking
 // on what it finds there.
 func readFile(name string, limit int) ([]byte, error) {
-	fd, err := open(unix.AT_FDCWD, name, unix.O_RDONLY|unix.O_NONBLOCK|unix.O_NOCTTY, 0)
+	return readFileAt(unix.AT_FDCWD, name, 0, limit)
+}
+
+func readFileAt(dirfd int, name string, flags, limit int) ([]byte, error) {
+	fd, err := open(dirfd, name, flags|unix.O_RDONLY|unix.O_NONBLOCK|unix.O_NOCTTY, 0)
 	if err != nil {
 		return nil, err
 	}

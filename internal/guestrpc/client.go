@@ -292,6 +292,15 @@ func (c *Client) Sync(ctx context.Context) error {
 	return c.call(ctx, MethodSync, &empty{}, &empty{})
 }
 
+// Renew gives a fork an identity of its own. If it fails, the fork still has
+// that of its parent, all of it or a part, and must not be used. The caller
+// wipes req.Entropy when it is done with it.
+func (c *Client) Renew(ctx context.Context, req RenewRequest) (RenewReply, error) {
+	var reply RenewReply
+	err := c.call(ctx, MethodRenew, &req, &reply)
+	return reply, err
+}
+
 // Shutdown ends the guest. It returns once the agent has accepted; Done tells
 // when the connection is gone.
 func (c *Client) Shutdown(ctx context.Context, req ShutdownRequest) error {

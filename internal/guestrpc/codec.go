@@ -1,6 +1,7 @@
 package guestrpc
 
 import (
+	"math"
 	"strconv"
 	"time"
 
@@ -92,6 +93,19 @@ func (c *codec) strs(what string, v *[]string, maxCount, maxLen int) {
 	c.e.Strings(*v)
 }
 
+// data carries bytes. Errors tell how many there are, never what they are.
+func (c *codec) data(what string, v *[]byte, limit int) {
+	if c.d != nil {
+		*v = c.d.Data(limit)
+		return
+	}
+	if len(*v) > limit {
+		c.tooLong(what, len(*v), limit)
+		return
+	}
+	c.e.Data(*v)
+}
+
 func (c *codec) bool(v *bool) {
 	if c.d != nil {
 		*v = c.d.Bool()
@@ -160,6 +174,28 @@ func (c *codec) time(v *time.Time) {
 	}
 	c.e.Varint(v.Unix())
 	c.e.Uvarint(uint64(v.Nanosecond()))
+}
+
+// clock carries the time of a clock in nanoseconds since 1970; 0 is no time.
+func (c *codec) clock(v *time.Time) {
+	if c.d != nil {
+		if ns := c.d.UvarintMax(math.MaxInt64); ns != 0 {
+			*v = time.Unix(0, int64(ns))
+		}
+		return
+	}
+	if v.IsZero() {
+		c.e.Uvarint(0)
+		return
+	}
+	ns := v.UnixNano() // wraps outside of its range
+	if ns <= 0 || !time.Unix(0, ns).Equal(*v) {
+		if c.err == nil {
+			c.err = newError(CodeInvalidArgument, "wall clock is not after 1970 and before 2262")
+		}
+		return
+	}
+	c.e.Uvarint(uint64(ns))
 }
 
 // list carries a list of messages, each as bytes, so that they can grow.

@@ -72,6 +72,7 @@ type fakeGuest struct {
 	links    map[string]string
 	calls    []string
 	shutdown *ShutdownRequest
+	renewed  []RenewRequest
 	watch    chan WatchEvent
 	block    chan struct{} // Sync waits for it, if set
 	blocked  chan struct{} // Sync says that it waits
@@ -325,6 +326,19 @@ func (g *fakeGuest) Shutdown(_ context.Context, req *ShutdownRequest, accept fun
 	g.shutdown = req
 	g.mu.Unlock()
 	return accept()
+}
+
+func (g *fakeGuest) Renew(ctx context.Context, req *RenewRequest) (RenewReply, error) {
+	if req.Generation == blockedRenewal {
+		<-ctx.Done()
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if n := len(g.renewed); n > 0 && req.Generation <= g.renewed[n-1].Generation {
+		return RenewReply{}, &Error{Code: CodeInvalidArgument, Message: "refused " + req.String()}
+	}
+	g.renewed = append(g.renewed, *req)
+	return RenewReply{Generation: req.Generation, ClockStep: -time.Second}, nil
 }
 
 func (g *fakeGuest) Stat(_ context.Context, req *StatRequest) (FileInfo, error) {

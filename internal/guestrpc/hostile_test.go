@@ -82,6 +82,7 @@ var hostileFrames = []struct {
 	{"data on stdout", concat(exec, frame(frameData, Stdout, 1, 1)), "does not use"},
 	{"EOF on stdout", concat(exec, frame(frameEOF, Stdout, 1)), "not used"},
 	{"data for a call without any", concat(openFrame(1, MethodSync, &empty{}), frame(frameData, 0, 1, 1)), "does not use"},
+	{"data for a renewal", concat(openFrame(1, MethodRenew, renewal(blockedRenewal)), frame(frameData, 0, 1, 1)), "does not use"},
 	{"window of 0", concat(exec, frame(frameWindow, Stdout, 1, window(0)...)), "WINDOW"},
 	{"window of 4 GiB", concat(exec, frame(frameWindow, Stdout, 1, window(1<<32-1)...)), "WINDOW"},
 	{"windows adding up", concat(exec, frame(frameWindow, Stdout, 1, window(maxWindow)...), frame(frameWindow, Stdout, 1, window(maxWindow)...), frame(frameWindow, Stdout, 1, window(maxWindow)...)), "WINDOW"},
@@ -196,7 +197,7 @@ func TestTruncatedFrames(t *testing.T) {
 }
 
 func TestMalformedRequestsAreRefused(t *testing.T) {
-	for name, payload := range map[string][]byte{
+	payloads := map[string][]byte{
 		"no message":     {byte(MethodExec)},
 		"version 0":      {byte(MethodExec), 0},
 		"huge count":     {byte(MethodExec), 1, 0, 0xff, 0xff, 0xff, 0xff, 0x7f},
@@ -204,7 +205,11 @@ func TestMalformedRequestsAreRefused(t *testing.T) {
 		"trailing bytes": {byte(MethodSync), 1, 0},
 		"unknown method": {99, 1},
 		"bad enum":       {byte(MethodSignal), 1, 1, 'x', 9, 77},
-	} {
+	}
+	for name, b := range malformedRenewals {
+		payloads["renewal with "+name] = append([]byte{byte(MethodRenew)}, b...)
+	}
+	for name, payload := range payloads {
 		t.Run(name, func(t *testing.T) {
 			// The session goes on: the ping after it is answered.
 			out, err := serveBytes(t, newFakeGuest(), concat(testHello(), frame(frameOpen, 0, 1, payload...), frame(framePing, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8)))
@@ -219,9 +224,11 @@ func TestMalformedRequestsAreRefused(t *testing.T) {
 			if err != nil || h.typ != frameReset || h.stream != 1 {
 				t.Fatalf("got %+v, %v", h, err)
 			}
-			if e, err := decodeError(p); err != nil || e.Code != CodeInvalidArgument {
-				t.Errorf("got %v, %v", e, err)
+			e, err := decodeError(p)
+			if err != nil || e.Code != CodeInvalidArgument {
+				t.Fatalf("got %v, %v", e, err)
 			}
+			expectNoSecret(t, e.Error())
 			if h, _, err := r.next(); err != nil || h.typ != framePong {
 				t.Errorf("got %+v, %v", h, err)
 			}

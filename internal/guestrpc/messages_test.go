@@ -9,6 +9,7 @@ import (
 	"io/fs"
 	"math"
 	"reflect"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -62,6 +63,11 @@ func samples() []message {
 		&ChownRequest{FileScope: scope, Path: "/p", Owner: "1", Group: "2", Follow: true},
 		&WatchRequest{FileScope: scope, Path: "/p", Recursive: true},
 		&WatchEvent{Kind: EventGone, Path: "/p", Dir: true, Cookie: 7},
+		&RenewRequest{
+			Entropy: bytes.Repeat([]byte{0xa5}, MaxEntropy), WallClock: time.Unix(0, math.MaxInt64), Hostname: "h",
+			MachineID: strings.Repeat("f", maxMachineID), Generation: math.MaxUint64,
+		},
+		&RenewReply{Generation: math.MaxUint64, ClockStep: math.MinInt64},
 	}
 }
 
@@ -106,6 +112,13 @@ func TestOverlongFieldsAreNotSent(t *testing.T) {
 		&ListExecsReply{Execs: []ExecInfo{{Argv: []string{strings.Repeat("x", 4096), strings.Repeat("x", 4096), strings.Repeat("x", 4096), strings.Repeat("x", 4096), strings.Repeat("x", 4096), "x"}}}},
 		&ExecStarted{PID: -1},
 		&ChmodRequest{Perm: 0o10000},
+		&RenewRequest{Entropy: make([]byte, MaxEntropy+1)},
+		&RenewRequest{Hostname: long},
+		&RenewRequest{MachineID: strings.Repeat("f", maxMachineID+1)},
+		&RenewRequest{WallClock: time.Unix(0, 0)},
+		&RenewRequest{WallClock: time.Unix(0, -1)},
+		&RenewRequest{WallClock: time.Unix(0, math.MaxInt64).Add(1)},
+		&RenewRequest{WallClock: time.Unix(18446744075, 0)}, // 2^64 ns and a second: wraps to after 1970
 		&nesting{inner: StatRequest{Path: long}},
 	} {
 		if _, err := marshal(nil, m); !errors.Is(err, fs.ErrInvalid) {
@@ -170,6 +183,10 @@ func FuzzMessages(f *testing.F) {
 		f.Add(byte(i), b)
 	}
 	kinds := samples()
+	renewal := slices.IndexFunc(kinds, func(m message) bool { _, ok := m.(*RenewRequest); return ok })
+	for _, b := range malformedRenewals {
+		f.Add(byte(renewal), b)
+	}
 	f.Fuzz(func(t *testing.T, kind byte, in []byte) {
 		if len(in) > MaxPayload {
 			return
@@ -232,7 +249,7 @@ func fuzzServer(conn *fixedConn) {
 	g.killAll()
 }
 
-// fuzzClient opens streams 1 to 9 and lets the guest answer.
+// fuzzClient opens streams 1 to 11 and lets the guest answer.
 func fuzzClient(conn *fixedConn) {
 	c, err := Dial(conn)
 	if err != nil {
@@ -247,6 +264,7 @@ func fuzzClient(conn *fixedConn) {
 	}{
 		{MethodExec, &ExecRequest{Argv: []string{"x"}}}, {MethodRead, &ReadRequest{}}, {MethodWrite, &WriteRequest{}},
 		{MethodListExecs, &ListExecsRequest{}}, {MethodWatch, &WatchRequest{}},
+		{MethodRenew, &RenewRequest{}},
 	} {
 		st, err := c.open(ctx, call.m, call.req)
 		if err != nil {
@@ -277,6 +295,7 @@ func fuzzClient(conn *fixedConn) {
 			}
 		}
 	})
+	wg.Go(func() { _ = streams[5].result(&RenewReply{}) })
 	wg.Wait()
 }
 
@@ -290,6 +309,13 @@ func FuzzSession(f *testing.F) {
 	}
 	for _, tt := range hostileAnswers {
 		f.Add(true, concat(testHello(), tt.in))
+	}
+	f.Add(false, concat(testHello(), openFrame(1, MethodRenew, renewal(1)), openFrame(3, MethodRenew, renewal(1))))
+	for _, b := range malformedRenewals {
+		f.Add(false, concat(testHello(), frame(frameOpen, 0, 1, append([]byte{byte(MethodRenew)}, b...)...)))
+	}
+	for _, b := range malformedRenewReplies {
+		f.Add(true, concat(testHello(), frame(frameReply, 0, 11, b...)))
 	}
 	f.Fuzz(func(t *testing.T, toClient bool, in []byte) {
 		conn := newFixedConn(in)

@@ -9,8 +9,8 @@ const AgentPort = 1024
 // Method is what a stream asks for. The numbers are part of the protocol.
 type Method uint16
 
-// The methods. 64 to 79 are kept for the identity of a fork (generation,
-// entropy, clock, host name, secrets), 80 and up for ports and code kernels.
+// The methods. 65 to 79 are kept for what else makes the identity of a fork
+// (secrets), 80 and up for ports and code kernels.
 const (
 	MethodInfo     Method = 1
 	MethodSync     Method = 2
@@ -35,6 +35,8 @@ const (
 	MethodChmod    Method = 41
 	MethodChown    Method = 42
 	MethodWatch    Method = 43
+
+	MethodRenew Method = 64
 )
 
 // toGuest returns the channels that a method sends to the guest on.

@@ -27,6 +27,9 @@ type Handler interface {
 	Sync(ctx context.Context) error
 	// Shutdown calls accept before it does what can not be undone.
 	Shutdown(ctx context.Context, req *ShutdownRequest, accept func() error) error
+	// Renew owns req and wipes its entropy before it returns, whatever it
+	// returns.
+	Renew(ctx context.Context, req *RenewRequest) (RenewReply, error)
 
 	// Exec and Attach return when the process has ended and its output has
 	// been sent, or when ctx ends; the process must not end because of that.

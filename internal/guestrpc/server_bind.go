@@ -22,6 +22,10 @@ func (srv *server) bind(m Method, body []byte) (callFunc, error) {
 		return streamed(body, func(ctx context.Context, req *ShutdownRequest, st *stream) (message, error) {
 			return &empty{}, h.Shutdown(ctx, req, func() error { return st.sendHeaders(&empty{}) })
 		})
+	case MethodRenew:
+		run, err := answered[RenewReply](body, h.Renew)
+		clear(body) // the entropy, in the session's read buffer
+		return run, err
 	case MethodExec:
 		return streamed(body, func(ctx context.Context, req *ExecRequest, st *stream) (message, error) {
 			exit, err := h.Exec(ctx, req, &ExecStream{st})

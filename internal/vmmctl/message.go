@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 
+	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/wire"
 )
 
@@ -21,6 +22,8 @@ const (
 	KindStop    Kind = 7
 	// KindGeneration gives the guest a new generation id.
 	KindGeneration Kind = 8
+	KindRestore    Kind = 9
+	KindSave       Kind = 10
 
 	KindReply Kind = 64
 	KindReady Kind = 65
@@ -32,11 +35,11 @@ const (
 	maxText    = 4096
 	maxConsole = 64 << 10
 	maxDevices = 24
-	// MaxMessage bounds one message; a console tail is the largest part.
-	MaxMessage = maxConsole + 2*maxText
-	// MaxFiles bounds the descriptors of one message: KVM, kernel, initrd
-	// and one per device.
-	MaxFiles = 3 + maxDevices
+	// MaxMessage bounds one message; the images of a machine with many
+	// layered disks are the largest.
+	MaxMessage = 128 << 10
+	// MaxFiles bounds the descriptors of one message; the kernel takes 253.
+	MaxFiles = 240
 )
 
 // Message is anything that crosses the control socket.
@@ -46,32 +49,81 @@ type Message interface {
 	decode(*wire.Decoder)
 }
 
-// Boot describes the machine. Its descriptors come in this order: KVM,
-// kernel, initrd (if HasInitrd), one per disk, one per net.
+// Boot describes a machine to boot. Its descriptors come in this order: KVM,
+// kernel, initrd (if HasInitrd), those of the devices.
 type Boot struct {
 	Cmdline   string
 	Memory    uint64
 	VCPUs     uint64
 	Profile   string
 	HasInitrd bool
+	Devices   Devices
+}
+
+// Restore describes a machine to continue. Its descriptors come in this
+// order: KVM, the saved state, the layers of the memory, those of the devices.
+type Restore struct {
+	Memory  layer.Image
+	Profile string
+	VCPUs   uint64
+	Devices Devices
+}
+
+// Devices is what a machine is connected to. Its descriptors are those of each
+// disk, then one per net.
+type Devices struct {
 	// ReadyPort is the host port that the guest's agent dials once, when it
 	// listens. It is the only one that a guest's dialing has an effect on.
 	ReadyPort uint32
-	Disks     []BootDisk
-	Nets      []BootNet
+	Disks     []Disk
+	Nets      []Net
 }
 
-// BootDisk is a disk of Boot.
-type BootDisk struct {
+// Disk is a disk in one file, or one with an image: then its descriptors are
+// the image's layers and its own writable top.
+type Disk struct {
 	ReadOnly bool
 	ID       string
+	Image    *layer.Image
 }
 
-// BootNet is a network interface of Boot.
-type BootNet struct {
+// Files is how many descriptors a disk comes with.
+func (d *Disk) Files() int {
+	if d.Image == nil {
+		return 1
+	}
+	return len(d.Image.Layers) + 1
+}
+
+// Files is how many descriptors the devices come with.
+func (d *Devices) Files() int {
+	n := len(d.Nets)
+	for i := range d.Disks {
+		n += d.Disks[i].Files()
+	}
+	return n
+}
+
+// Net is a network interface.
+type Net struct {
 	MAC [6]byte
 	MTU uint16
 }
+
+// Save writes a paused machine to files: its state, what its memory has beyond
+// its image, and the same for each disk that has an image. The reply's data is
+// a Saved.
+type Save struct{ ID uint64 }
+
+// Saved says what the layers that Save wrote are made of.
+type Saved struct {
+	Memory Change
+	Disks  []Change
+}
+
+// Change is a layer: the runs that it holds one after the other, and those
+// that have become zeros.
+type Change struct{ Runs, Zeros []layer.Run }
 
 // Connect opens a stream to a port of the guest; its one descriptor is the
 // host's end.
@@ -97,7 +149,7 @@ type Reply struct {
 	ID uint64
 	// Error is empty on success.
 	Error string
-	// Data is the console's tail for a console request.
+	// Data is the console's tail for a console request, a Saved for Save.
 	Data []byte
 }
 
@@ -130,6 +182,10 @@ func Unmarshal(b []byte) (Message, error) {
 	switch k := Kind(b[0]); k {
 	case KindBoot:
 		m = &Boot{}
+	case KindRestore:
+		m = &Restore{}
+	case KindSave:
+		m = &Save{}
 	case KindConnect:
 		m = &Connect{}
 	case KindPause, KindResume, KindConsole, KindStop, KindGeneration:
@@ -155,51 +211,14 @@ func Unmarshal(b []byte) (Message, error) {
 }
 
 func (*Boot) kind() Kind     { return KindBoot }
+func (*Restore) kind() Kind  { return KindRestore }
+func (*Save) kind() Kind     { return KindSave }
 func (*Connect) kind() Kind  { return KindConnect }
 func (m *Simple) kind() Kind { return m.Kind }
 func (*Balloon) kind() Kind  { return KindBalloon }
 func (*Reply) kind() Kind    { return KindReply }
 func (*Ready) kind() Kind    { return KindReady }
 func (*Exit) kind() Kind     { return KindExit }
-
-func (m *Boot) encode(e *wire.Encoder) {
-	e.String(m.Cmdline)
-	e.Uvarint(m.Memory)
-	e.Uvarint(m.VCPUs)
-	e.String(m.Profile)
-	e.Bool(m.HasInitrd)
-	e.Uvarint(uint64(m.ReadyPort))
-	e.Uvarint(uint64(len(m.Disks)))
-	for _, d := range m.Disks {
-		e.Bool(d.ReadOnly)
-		e.String(d.ID)
-	}
-	e.Uvarint(uint64(len(m.Nets)))
-	for _, n := range m.Nets {
-		e.Data(n.MAC[:])
-		e.Uvarint(uint64(n.MTU))
-	}
-}
-
-func (m *Boot) decode(d *wire.Decoder) {
-	m.Cmdline = d.String(maxText)
-	m.Memory = d.Uvarint()
-	m.VCPUs = d.UvarintMax(1 << 16)
-	m.Profile = d.String(maxText)
-	m.HasInitrd = d.Bool()
-	m.ReadyPort = uint32(d.UvarintMax(1<<32 - 1))
-	for range d.Count(maxDevices) {
-		m.Disks = append(m.Disks, BootDisk{ReadOnly: d.Bool(), ID: d.String(maxText)})
-	}
-	for range d.Count(maxDevices) {
-		var n BootNet
-		if copy(n.MAC[:], d.View(len(n.MAC))) != len(n.MAC) {
-			d.Fail(errors.New("a MAC address has six bytes"))
-		}
-		n.MTU = uint16(d.UvarintMax(1<<16 - 1))
-		m.Nets = append(m.Nets, n)
-	}
-}
 
 func (m *Connect) encode(e *wire.Encoder) { e.Uvarint(m.ID); e.Uvarint(uint64(m.Port)) }
 func (m *Connect) decode(d *wire.Decoder) {

@@ -8,15 +8,34 @@ import (
 	"reflect"
 	"strings"
 	"testing"
+
+	"agentrun.dev/internal/layer"
 )
+
+func image() layer.Image {
+	return layer.Image{
+		Size:    1 << 20,
+		Layers:  []layer.Ref{{Digest: layer.Digest{1}, Size: 8 << 10}, {Digest: layer.Digest{2}, Size: 4 << 10}},
+		Extents: []layer.Extent{{Start: 0, Length: 4 << 10, Layer: 1}, {Start: 64 << 10, Length: 8 << 10, Layer: 0}},
+	}
+}
+
+func devices() Devices {
+	im := image()
+	return Devices{
+		ReadyPort: 1024,
+		Disks:     []Disk{{ReadOnly: true, ID: "root"}, {}, {ID: "data", Image: &im}},
+		Nets:      []Net{{MAC: [6]byte{2, 0, 0, 0, 0, 1}, MTU: 1500}},
+	}
+}
 
 func messages() []Message {
 	return []Message{
 		&Boot{
-			Cmdline: "quiet", Memory: 256 << 20, VCPUs: 2, Profile: "host-v1", HasInitrd: true, ReadyPort: 1024,
-			Disks: []BootDisk{{ReadOnly: true, ID: "root"}, {}},
-			Nets:  []BootNet{{MAC: [6]byte{2, 0, 0, 0, 0, 1}, MTU: 1500}},
+			Cmdline: "quiet", Memory: 256 << 20, VCPUs: 2, Profile: "host-v1", HasInitrd: true, Devices: devices(),
 		},
+		&Restore{Memory: image(), Profile: "host-v1", VCPUs: 1, Devices: devices()},
+		&Save{ID: 9},
 		&Connect{ID: 7, Port: 1<<32 - 1},
 		&Simple{Kind: KindPause, ID: 1},
 		&Simple{Kind: KindGeneration, ID: 2},

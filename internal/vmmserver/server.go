@@ -1,5 +1,6 @@
-// Package vmmserver is the vmm process's side of package vmmctl: it boots the
-// one VM it is told to, serves the parent's requests and reports the end.
+// Package vmmserver is the vmm process's side of package vmmctl: it boots or
+// restores the one VM it is told to, serves the parent's requests and reports
+// the end.
 package vmmserver
 
 import (
@@ -11,26 +12,38 @@ import (
 	"sync"
 
 	"agentrun.dev/internal/kvm"
+	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/vmm"
 	"agentrun.dev/internal/vmmctl"
 )
 
-// Serve takes a Boot message, runs the VM and returns when it has ended and
-// the parent was told why.
-func Serve(conn *vmmctl.Conn) error {
+// Serve takes a Boot or Restore message, runs the VM and returns when it has
+// ended and the parent was told why. pagemap is this process's own
+// /proc/self/pagemap, which tells what to save.
+func Serve(conn *vmmctl.Conn, pagemap *os.File) error {
 	m, files, err := conn.Receive()
 	if err != nil {
 		return err
 	}
-	boot, ok := m.(*vmmctl.Boot)
-	if !ok {
-		return fmt.Errorf("first control message is %T, not Boot", m)
+	s := &server{conn: conn, pagemap: pagemap, files: files}
+	var vcpus uint64
+	var start func() error
+	switch m := m.(type) {
+	case *vmmctl.Boot:
+		vcpus, start = m.VCPUs, func() error { return s.boot(m) }
+	case *vmmctl.Restore:
+		vcpus, start = m.VCPUs, func() error { return s.restore(m) }
+	default:
+		return fmt.Errorf("first control message is %T, neither Boot nor Restore", m)
 	}
 	// A vCPU keeps its P while it is in the guest, so there must be more Ps
 	// than vCPUs: for the control socket and for the devices.
-	runtime.GOMAXPROCS(int(boot.VCPUs) + 2)
-	s := &server{conn: conn, readyPort: boot.ReadyPort}
-	if err := s.boot(boot, files); err != nil {
+	runtime.GOMAXPROCS(int(min(vcpus, vmm.MaxVCPUs)) + 2)
+	err = start()
+	for _, f := range s.files {
+		err = errors.Join(err, f.Close()) // what an early error left over
+	}
+	if err != nil {
 		return conn.Send(&vmmctl.Reply{Error: vmmctl.Clip(err.Error())})
 	}
 	if err := conn.Send(&vmmctl.Reply{}); err != nil {
@@ -51,62 +64,13 @@ func Serve(conn *vmmctl.Conn) error {
 
 type server struct {
 	conn      *vmmctl.Conn
+	pagemap   *os.File
+	files     []*os.File // of the first message, those not yet taken
+	sys       *kvm.System
 	vm        *vmm.VM
+	disks     []*layer.Disk // those that can be saved
 	readyPort uint32
 	ready     sync.Once
-}
-
-// boot hands the descriptors to the VM in the order that Boot documents.
-func (s *server) boot(b *vmmctl.Boot, files []*os.File) error {
-	want := 2 + len(b.Disks) + len(b.Nets)
-	if b.HasInitrd {
-		want++
-	}
-	if len(files) != want {
-		for _, f := range files {
-			_ = f.Close()
-		}
-		return fmt.Errorf("boot message came with %d files, not %d", len(files), want)
-	}
-	next := func() *os.File {
-		f := files[0]
-		files = files[1:]
-		return f
-	}
-	sys, err := kvm.FromFile(next())
-	if err != nil {
-		return err
-	}
-	cfg := vmm.Config{
-		KVM:     sys,
-		Kernel:  next(),
-		Cmdline: b.Cmdline,
-		Memory:  b.Memory,
-		VCPUs:   int(b.VCPUs),
-		Profile: vmm.Profile(b.Profile),
-		Devices: vmm.Devices{Vsock: &vmm.Vsock{Accept: s.accept}},
-	}
-	if b.HasInitrd {
-		cfg.Initrd = next()
-	}
-	for _, d := range b.Disks {
-		disk, err := vmm.FileDisk(next(), d.ReadOnly, d.ID)
-		if err != nil {
-			return err
-		}
-		cfg.Disks = append(cfg.Disks, disk)
-	}
-	for _, n := range b.Nets {
-		cfg.Nets = append(cfg.Nets, vmm.Net{Socket: next(), MAC: n.MAC, MTU: n.MTU})
-	}
-	if s.vm, err = vmm.Boot(cfg); err != nil {
-		return err
-	}
-	err = cfg.Kernel.Close()
-	if cfg.Initrd != nil {
-		err = errors.Join(err, cfg.Initrd.Close())
-	}
-	return errors.Join(err, s.vm.Start())
 }
 
 // accept runs on a vCPU thread when the guest dials the host. The connection
@@ -146,6 +110,10 @@ func (s *server) request(m vmmctl.Message, files []*os.File) error {
 			_ = s.reply(c.ID, err, nil) // a dead parent is noticed by requests
 		})
 		return nil
+	}
+	if save, ok := m.(*vmmctl.Save); ok {
+		saved, err := s.save(files)
+		return s.reply(save.ID, err, saved)
 	}
 	for _, f := range files {
 		_ = f.Close() // nobody asked for it

@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/vmm"
@@ -72,8 +73,8 @@ func TestEnds(t *testing.T) {
 			if !strings.Contains(string(console), c.console) {
 				t.Errorf("the console's tail does not say %q:\n%s", c.console, console)
 			}
-			if _, err := g.Dial(t.Context(), guestrpc.AgentPort); !errors.Is(err, vmm.ErrEnded) {
-				t.Errorf("dial after the end: %v, want %v", err, vmm.ErrEnded)
+			if _, err := g.Dial(t.Context(), guestrpc.AgentPort); !errors.Is(err, engine.ErrEnded) {
+				t.Errorf("dial after the end: %v, want %v", err, engine.ErrEnded)
 			}
 		})
 	}

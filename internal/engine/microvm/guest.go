@@ -73,19 +73,29 @@ func Boot(ctx context.Context, spec Spec) (_ *Guest, err error) {
 	if err != nil {
 		return nil, err
 	}
-	g, err := connect(ctx, p)
+	err = p.WaitReady(ctx)
+	var g *Guest
+	if err == nil {
+		g, err = dialAgent(ctx, p)
+	}
 	if err != nil {
-		console, _ := p.Console(context.WithoutCancel(ctx)) // the process may be gone
-		p.Kill()
-		if _, tail := p.Wait(); len(console) == 0 {
-			console = tail
-		}
-		if len(console) > 0 {
-			err = fmt.Errorf("%w\nthe guest's console ended with:\n%s", err, lastLines(console, 20))
-		}
-		return nil, err
+		return nil, abandon(ctx, p, err)
 	}
 	return g, nil
+}
+
+// abandon kills a guest that did not come up and adds to the error what its
+// console says.
+func abandon(ctx context.Context, p *Process, err error) error {
+	console, _ := p.Console(context.WithoutCancel(ctx)) // the process may be gone
+	p.Kill()
+	if _, tail := p.Wait(); len(console) == 0 {
+		console = tail
+	}
+	if len(console) > 0 {
+		err = fmt.Errorf("%w\nthe guest's console ended with:\n%s", err, lastLines(console, 20))
+	}
+	return err
 }
 
 func (s *Spec) cmdline() string {
@@ -99,10 +109,8 @@ func (s *Spec) cmdline() string {
 	return strings.Join(parts, " ")
 }
 
-func connect(ctx context.Context, p *Process) (*Guest, error) {
-	if err := p.WaitReady(ctx); err != nil {
-		return nil, err
-	}
+// dialAgent opens a session with the agent of a guest.
+func dialAgent(ctx context.Context, p *Process) (*Guest, error) {
 	conn, err := p.Dial(ctx, guestrpc.AgentPort)
 	if err != nil {
 		return nil, err

@@ -13,7 +13,9 @@ import (
 	"os/exec"
 	"sync"
 
+	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/vmm"
 	"agentrun.dev/internal/vmmctl"
 	"golang.org/x/sys/unix"
@@ -30,12 +32,15 @@ type Machine struct {
 	Nets    []vmm.Net
 }
 
-// Disk is a block device backed by a file.
+// Disk is a block device in a file.
 type Disk struct {
 	File     *os.File
 	ReadOnly bool
 	// ID is what the guest reads as the disk's serial number (≤ 20 bytes).
 	ID string
+	// Image makes the file the writable top of a disk that begins with this
+	// content, which has no layers when it is booted, and that can be captured.
+	Image *layer.Image
 }
 
 // Process is a running vmm process with its VM.
@@ -61,34 +66,39 @@ const stderrLimit = 64 << 10
 // It returns when the guest's processors run; WaitReady tells when its agent
 // listens.
 func Start(path string, m Machine) (*Process, error) {
-	kvmFile, err := os.OpenFile("/dev/kvm", os.O_RDWR, 0)
-	if err != nil {
-		return nil, fmt.Errorf("open KVM: %w (agentrun doctor says what this host lacks)", err)
-	}
-	defer func() { _ = kvmFile.Close() }() // the vmm has its own copy
-	p, err := spawn(path)
+	kvmFile, err := openKVM()
 	if err != nil {
 		return nil, err
 	}
+	defer func() { _ = kvmFile.Close() }() // the vmm has its own copy
 	boot := &vmmctl.Boot{
 		Cmdline: m.Cmdline, Memory: m.Memory, VCPUs: uint64(m.VCPUs), HasInitrd: m.Initrd != nil,
-		ReadyPort: guestrpc.AgentPort,
+		Devices: vmmctl.Devices{ReadyPort: guestrpc.AgentPort},
 	}
 	files := []*os.File{kvmFile, m.Kernel}
 	if m.Initrd != nil {
 		files = append(files, m.Initrd)
 	}
 	for _, d := range m.Disks {
-		boot.Disks = append(boot.Disks, vmmctl.BootDisk{ReadOnly: d.ReadOnly, ID: d.ID})
+		boot.Devices.Disks = append(boot.Devices.Disks, vmmctl.Disk{ReadOnly: d.ReadOnly, ID: d.ID, Image: d.Image})
 		files = append(files, d.File)
 	}
 	for _, n := range m.Nets {
-		boot.Nets = append(boot.Nets, vmmctl.BootNet{MAC: n.MAC, MTU: n.MTU})
+		boot.Devices.Nets = append(boot.Devices.Nets, vmmctl.Net{MAC: n.MAC, MTU: n.MTU})
 		files = append(files, n.Socket)
 	}
+	return launch(path, boot, files)
+}
+
+// launch starts a vmm process with its first message, Boot or Restore.
+func launch(path string, first vmmctl.Message, files []*os.File) (*Process, error) {
+	p, err := spawn(path)
+	if err != nil {
+		return nil, err
+	}
 	reply := make(chan *vmmctl.Reply, 1)
-	p.waiting[0] = reply // Boot is answered with id 0
-	sendErr := p.conn.Send(boot, files...)
+	p.waiting[0] = reply // the first message is answered with id 0
+	sendErr := p.conn.Send(first, files...)
 	go p.receive()
 	if _, err := p.await(context.Background(), reply); err != nil || sendErr != nil {
 		p.Kill()
@@ -326,4 +336,4 @@ func (p *Process) await(ctx context.Context, reply <-chan *vmmctl.Reply) (*vmmct
 	}
 }
 
-func (p *Process) ended() error { return fmt.Errorf("%w: %v", vmm.ErrEnded, p.exit) }
+func (p *Process) ended() error { return fmt.Errorf("%w: %v", engine.ErrEnded, p.exit) }

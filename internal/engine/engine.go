@@ -1,0 +1,97 @@
+// Package engine is the contract between AgentRun and what runs sandboxes:
+// boot, snapshot, fork, speak to, pause, count, end. Package enginetest holds
+// the tests that every engine must pass.
+package engine
+
+import (
+	"context"
+	"errors"
+	"net"
+	"os"
+	"time"
+
+	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/snapshot"
+)
+
+// Spec describes a sandbox to boot. The files stay the caller's.
+type Spec struct {
+	// Kernel is a vmlinux; nil takes the one that comes with AgentRun.
+	// Engines without a guest kernel of their own ignore it.
+	Kernel *os.File
+	// Root is the root filesystem, an EROFS image. Sandboxes share it and
+	// write to a layer of their own.
+	Root   *os.File
+	Memory uint64
+	VCPUs  int
+	// Scratch is the size of an empty disk of the sandbox's own, 0 for none.
+	Scratch  uint64
+	Hostname string
+	// Cmdline is appended to the guest kernel's command line.
+	Cmdline string
+}
+
+// ForkOptions is what makes a fork differ from its siblings.
+type ForkOptions struct {
+	// Hostname is the fork's; empty makes one up.
+	Hostname string
+}
+
+// Engine runs sandboxes of one kind.
+type Engine interface {
+	// Name is what snapshots of this engine carry.
+	Name() string
+	// Boot returns when the sandbox's agent has answered.
+	Boot(context.Context, Spec) (Sandbox, error)
+	// Fork makes a sandbox that continues from a snapshot, with an identity of
+	// its own: reseeded, its clock set, its host name and machine id renewed.
+	// It returns when the sandbox's agent has confirmed that.
+	Fork(context.Context, *snapshot.Snapshot, ForkOptions) (Sandbox, error)
+	Close() error
+}
+
+// Sandbox is one running sandbox. Its methods are safe for concurrent use.
+type Sandbox interface {
+	// Agent is a session with the sandbox's agent.
+	Agent() *guestrpc.Client
+	// Dial opens a stream to a port inside.
+	Dial(ctx context.Context, port uint32) (net.Conn, error)
+	// Snapshot captures memory, processes and disks at one instant into a new
+	// folder. The sandbox goes on.
+	Snapshot(ctx context.Context, dir string) (*snapshot.Snapshot, error)
+	// Pause stops the sandbox's processors until Resume. Its own clocks do not
+	// notice.
+	Pause(context.Context) error
+	Resume(context.Context) error
+	Stats(context.Context) (Stats, error)
+	// Done is closed when the sandbox has ended.
+	Done() <-chan struct{}
+	// Wait returns how it ended, once it has.
+	Wait() error
+	// Close ends the sandbox at once and frees everything. Shutdown is the
+	// polite way.
+	Close() error
+	Shutdown(ctx context.Context, grace time.Duration) error
+}
+
+// Stats is what a sandbox costs, in bytes.
+type Stats struct {
+	// Own is the memory of this sandbox alone: the process's private pages,
+	// the guest's included.
+	Own uint64
+	// Proportional is the process's share of everything that it maps (PSS).
+	Proportional uint64
+	// Layers and Mappings are how many files its memory is made of, and in how
+	// many pieces.
+	Layers, Mappings int
+	// Generation counts the forks between a boot and this sandbox.
+	Generation uint64
+}
+
+// Errors that engines wrap.
+var (
+	// ErrEnded says that the sandbox is no longer running.
+	ErrEnded = errors.New("the sandbox has ended")
+	// ErrMismatch says that a snapshot does not fit this engine or this host.
+	ErrMismatch = errors.New("the snapshot does not fit")
+)

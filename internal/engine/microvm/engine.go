@@ -1,0 +1,254 @@
+package microvm
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"os"
+	"strconv"
+	"time"
+
+	"agentrun.dev/internal/assets"
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/vmmctl"
+	"golang.org/x/sys/unix"
+)
+
+// Name is what snapshots of this engine carry.
+const Name = snapshot.Engine
+
+// Engine runs sandboxes as microVMs that fork.
+type Engine struct {
+	resident *layer.Resident
+	scratch  string
+	vmm      string
+}
+
+var _ engine.Engine = (*Engine)(nil)
+
+// Config says where an Engine keeps what it needs.
+type Config struct {
+	// Resident is a folder on tmpfs for the memory layers that sandboxes map.
+	Resident string
+	// Scratch is a folder for what sandboxes write to their disks. Files there
+	// have no name and vanish with their sandbox.
+	Scratch string
+}
+
+// New makes an engine.
+func New(cfg Config) (*Engine, error) {
+	path, err := assets.Path(assets.VMM)
+	if err != nil {
+		return nil, err
+	}
+	if err := os.MkdirAll(cfg.Scratch, 0o700); err != nil {
+		return nil, fmt.Errorf("open engine: %w", err)
+	}
+	resident, err := layer.OpenResident(cfg.Resident)
+	if err != nil {
+		return nil, fmt.Errorf("open engine: %w", err)
+	}
+	return &Engine{resident: resident, scratch: cfg.Scratch, vmm: path}, nil
+}
+
+// Name is "microvm".
+func (e *Engine) Name() string { return Name }
+
+// Close frees the engine; sandboxes live on.
+func (e *Engine) Close() error { return e.resident.Close() }
+
+// Boot boots a sandbox and returns when its agent has answered.
+func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, error) {
+	kernel := spec.Kernel
+	if kernel == nil {
+		var err error
+		if kernel, err = assets.Open(assets.Kernel); err != nil {
+			return nil, err
+		}
+		defer func() { _ = kernel.Close() }()
+	}
+	root, err := fileRef(spec.Root)
+	if err != nil {
+		return nil, fmt.Errorf("root filesystem: %w", err)
+	}
+	kernelRef, err := fileDigest(kernel)
+	if err != nil {
+		return nil, fmt.Errorf("kernel: %w", err)
+	}
+	s := &sandbox{
+		engine: e, kernel: kernelRef, hostname: spec.Hostname, vcpus: spec.VCPUs,
+		memory: layer.Image{Size: spec.Memory},
+		disks:  []disk{{id: "root", readOnly: true, image: wholeFile(root)}},
+	}
+	if s.root, err = reopen(spec.Root); err != nil {
+		return nil, err
+	}
+	low := Spec{
+		Kernel: kernel, Root: spec.Root, Memory: spec.Memory, VCPUs: spec.VCPUs,
+		Hostname: spec.Hostname, Cmdline: spec.Cmdline,
+	}
+	if spec.Scratch > 0 {
+		im := layer.Image{Size: spec.Scratch}
+		top, err := e.top()
+		if err != nil {
+			return nil, errors.Join(err, s.release())
+		}
+		defer func() { _ = top.Close() }()
+		low.Disks = append(low.Disks, Disk{File: top, ID: "scratch", Image: &im})
+		s.disks = append(s.disks, disk{id: "scratch", image: im})
+	}
+	if s.Guest, err = Boot(ctx, low); err != nil {
+		return nil, errors.Join(err, s.release())
+	}
+	return s, nil
+}
+
+// top makes a file without a name for what a disk's guest writes.
+func (e *Engine) top() (*os.File, error) {
+	f, err := os.OpenFile(e.scratch, os.O_RDWR|unix.O_TMPFILE, 0o600)
+	if err != nil {
+		return nil, fmt.Errorf("make a disk's writable layer: %w", err)
+	}
+	return f, nil
+}
+
+// Fork makes a sandbox that continues from a snapshot.
+func (e *Engine) Fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.ForkOptions) (engine.Sandbox, error) {
+	m := snap.Manifest()
+	if m.Engine != Name {
+		return nil, fmt.Errorf("fork %s: %w: it is of engine %q, not %q", snap.ID(), engine.ErrMismatch, m.Engine, Name)
+	}
+	s, err := e.fork(ctx, snap, opts)
+	if err != nil {
+		return nil, fmt.Errorf("fork %s: %w", snap.ID(), err)
+	}
+	return s, nil
+}
+
+func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.ForkOptions) (_ *sandbox, err error) {
+	m := snap.Manifest()
+	s := &sandbox{
+		engine: e, kernel: m.Kernel, hostname: opts.Hostname, vcpus: m.VCPUs,
+		memory: m.Memory.Layer(), parent: snap,
+	}
+	if s.generation, err = nextGeneration(m); err != nil {
+		return nil, err
+	}
+	if s.hostname == "" {
+		s.hostname = "sandbox-" + randomHex(4)
+	}
+	restore := &vmmctl.Restore{
+		Memory: s.memory, Profile: m.CPU.Profile, VCPUs: uint64(m.VCPUs),
+		Devices: vmmctl.Devices{ReadyPort: guestrpc.AgentPort},
+	}
+	var files []*os.File
+	defer func() {
+		for _, f := range files {
+			_ = f.Close() // the vmm has its own copies
+		}
+	}()
+	add := func(f *os.File, openErr error) {
+		if err == nil {
+			err = openErr
+		}
+		if openErr == nil {
+			files = append(files, f)
+		}
+	}
+	add(openKVM())
+	add(memoryFile("state", snap.State()))
+	for _, ref := range s.memory.Layers {
+		add(e.resident.Load(ctx, ref, func() (*os.File, error) { return snap.OpenLayer(ref) }))
+	}
+	for _, d := range m.Disks {
+		im := d.Image.Layer()
+		s.disks = append(s.disks, disk{id: d.ID, readOnly: d.ReadOnly, image: im})
+		for _, ref := range im.Layers {
+			add(snap.OpenLayer(ref))
+		}
+		wire := vmmctl.Disk{ReadOnly: d.ReadOnly, ID: d.ID}
+		if !d.ReadOnly {
+			wire.Image = &im
+			add(e.top())
+		}
+		restore.Devices.Disks = append(restore.Devices.Disks, wire)
+	}
+	if err != nil {
+		return nil, err
+	}
+	p, err := launch(e.vmm, restore, files)
+	if err != nil {
+		return nil, err
+	}
+	if s.Guest, err = dialAgent(ctx, p); err == nil {
+		err = s.renew(ctx)
+	}
+	if err != nil {
+		return nil, abandon(ctx, p, err)
+	}
+	return s, nil
+}
+
+// renew gives a fork an identity of its own. A fork that cannot be reseeded is
+// not given to anybody.
+func (s *sandbox) renew(ctx context.Context) error {
+	entropy := make([]byte, 64)
+	if _, err := rand.Read(entropy); err != nil {
+		return fmt.Errorf("draw entropy: %w", err)
+	}
+	_, err := s.Agent().Renew(ctx, guestrpc.RenewRequest{
+		Entropy: entropy, WallClock: time.Now(), Hostname: s.hostname,
+		MachineID: randomHex(16), Generation: s.generation,
+	})
+	if err != nil {
+		return fmt.Errorf("renew the fork's identity: %w", err)
+	}
+	return nil
+}
+
+// generationLabel counts the forks that led to a snapshot.
+const generationLabel = "generation"
+
+func nextGeneration(m snapshot.Manifest) (uint64, error) {
+	text, ok := m.Labels[generationLabel]
+	if !ok {
+		return 1, nil
+	}
+	n, err := strconv.ParseUint(text, 10, 32)
+	if err != nil {
+		return 0, fmt.Errorf("label %s of the snapshot: %w", generationLabel, err)
+	}
+	return n + 1, nil
+}
+
+func randomHex(n int) string {
+	b := make([]byte, n)
+	_, _ = rand.Read(b) // it never fails: crypto/rand ends the process instead
+	return hex.EncodeToString(b)
+}
+
+func openKVM() (*os.File, error) {
+	f, err := os.OpenFile("/dev/kvm", os.O_RDWR, 0)
+	if err != nil {
+		return nil, fmt.Errorf("open KVM: %w (agentrun doctor says what this host lacks)", err)
+	}
+	return f, nil
+}
+
+// memoryFile is a file in memory with some content.
+func memoryFile(name string, content []byte) (*os.File, error) {
+	fd, err := unix.MemfdCreate(name, unix.MFD_CLOEXEC)
+	if err != nil {
+		return nil, fmt.Errorf("make memfd: %w", err)
+	}
+	f := os.NewFile(uintptr(fd), name)
+	if _, err := f.WriteAt(content, 0); err != nil {
+		return nil, errors.Join(fmt.Errorf("fill memfd: %w", err), f.Close())
+	}
+	return f, nil
+}

@@ -1,0 +1,131 @@
+package microvm
+
+import (
+	"context"
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/snapshot"
+)
+
+// sandbox is a guest that knows what it was made of, so that it can be
+// captured.
+type sandbox struct {
+	*Guest
+	engine     *Engine
+	kernel     string // digest
+	hostname   string
+	vcpus      int
+	memory     layer.Image
+	disks      []disk
+	generation uint64
+	parent     *snapshot.Snapshot // whose layers it maps; nil after a boot
+	root       *os.File           // the root filesystem after a boot
+
+	capture sync.Mutex // one snapshot at a time
+}
+
+// disk is a disk and the image below it.
+type disk struct {
+	id       string
+	readOnly bool
+	image    layer.Image
+}
+
+var _ engine.Sandbox = (*sandbox)(nil)
+
+func (s *sandbox) Agent() *guestrpc.Client { return s.Guest.Agent }
+
+// Wait returns how the VM ended.
+func (s *sandbox) Wait() error {
+	exit, _ := s.Guest.Wait()
+	return fmt.Errorf("%w: %v", engine.ErrEnded, exit)
+}
+
+// Close kills the VM.
+func (s *sandbox) Close() error {
+	s.Kill()
+	return errors.Join(s.Guest.Agent.Close(), s.release())
+}
+
+func (s *sandbox) Shutdown(ctx context.Context, grace time.Duration) error {
+	_, err := s.Guest.Shutdown(ctx, grace)
+	return errors.Join(err, s.release())
+}
+
+func (s *sandbox) release() error {
+	if s.root == nil {
+		return nil
+	}
+	f := s.root
+	s.root = nil
+	return f.Close()
+}
+
+// Stats reads what the vmm process costs.
+func (s *sandbox) Stats(context.Context) (engine.Stats, error) {
+	st := engine.Stats{Layers: len(s.memory.Layers), Mappings: len(s.memory.Extents), Generation: s.generation}
+	b, err := os.ReadFile("/proc/" + strconv.Itoa(s.Pid()) + "/smaps_rollup")
+	if err != nil {
+		return st, fmt.Errorf("read the memory of the vmm process: %w", errors.Join(engine.ErrEnded, err))
+	}
+	for line := range strings.Lines(string(b)) {
+		name, rest, _ := strings.Cut(line, ":")
+		kib, err := strconv.ParseUint(strings.TrimSuffix(strings.TrimSpace(rest), " kB"), 10, 64)
+		if err != nil {
+			continue // the first line is a range of addresses
+		}
+		switch name {
+		case "Private_Clean", "Private_Dirty":
+			st.Own += kib << 10
+		case "Pss":
+			st.Proportional += kib << 10
+		}
+	}
+	return st, nil
+}
+
+// fileRef hashes a file whose size is a multiple of the page size.
+func fileRef(f *os.File) (layer.Ref, error) {
+	w := layer.NewWriter(io.Discard)
+	if _, err := io.Copy(w, io.NewSectionReader(f, 0, 1<<62)); err != nil {
+		return layer.Ref{}, fmt.Errorf("hash %s: %w", f.Name(), err)
+	}
+	ref := w.Ref()
+	if ref.Size == 0 || ref.Size%layer.PageSize != 0 {
+		return ref, fmt.Errorf("%s has %d bytes, which is not a multiple of %d: build it with agentrun or pad it", f.Name(), ref.Size, layer.PageSize)
+	}
+	return ref, nil
+}
+
+func fileDigest(f *os.File) (string, error) {
+	h := sha256.New()
+	if _, err := io.Copy(h, io.NewSectionReader(f, 0, 1<<62)); err != nil {
+		return "", fmt.Errorf("hash %s: %w", f.Name(), err)
+	}
+	return layer.Digest(h.Sum(nil)).String(), nil
+}
+
+// wholeFile is the image that is one file.
+func wholeFile(ref layer.Ref) layer.Image {
+	return layer.Image{Size: ref.Size, Layers: []layer.Ref{ref}, Extents: []layer.Extent{{Length: ref.Size}}}
+}
+
+// reopen is another descriptor of an open file.
+func reopen(f *os.File) (*os.File, error) {
+	g, err := os.Open("/proc/self/fd/" + strconv.Itoa(int(f.Fd())))
+	if err != nil {
+		return nil, fmt.Errorf("reopen %s: %w", f.Name(), err)
+	}
+	return g, nil
+}

@@ -1,0 +1,236 @@
+package microvm
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"slices"
+	"strconv"
+	"time"
+
+	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmmctl"
+)
+
+// Snapshot captures the sandbox into a new folder. Memory and disks are
+// written while it stands still; hashing and storing goes on beside it.
+func (s *sandbox) Snapshot(ctx context.Context, dir string) (_ *snapshot.Snapshot, err error) {
+	s.capture.Lock()
+	defer s.capture.Unlock()
+	c, err := s.freeze(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("snapshot: %w", err)
+	}
+	defer c.close()
+	snap, err := s.store(ctx, dir, c)
+	if err != nil {
+		return nil, fmt.Errorf("snapshot: %w", err)
+	}
+	return snap, nil
+}
+
+// captured is a sandbox as it was at one instant.
+type captured struct {
+	saved  *vmmctl.Saved
+	state  *os.File
+	memory *os.File   // a resident file that has no name yet
+	disks  []*os.File // one per writable disk
+}
+
+func (c *captured) close() {
+	for _, f := range append([]*os.File{c.state, c.memory}, c.disks...) {
+		if f != nil {
+			_ = f.Close() // read or abandoned
+		}
+	}
+}
+
+// freeze pauses the sandbox, saves it and lets it go on.
+func (s *sandbox) freeze(ctx context.Context) (_ *captured, err error) {
+	c := &captured{}
+	defer func() {
+		if err != nil {
+			c.close()
+		}
+	}()
+	if c.state, err = memoryFile("state", nil); err != nil {
+		return nil, err
+	}
+	if c.memory, err = s.engine.resident.Create(); err != nil {
+		return nil, err
+	}
+	files := []*os.File{c.state, c.memory}
+	for _, d := range s.disks {
+		if d.readOnly {
+			continue
+		}
+		f, err := s.engine.top()
+		if err != nil {
+			return nil, err
+		}
+		c.disks = append(c.disks, f)
+		files = append(files, f)
+	}
+	if err := s.Pause(ctx); err != nil {
+		return nil, err
+	}
+	reply, err := s.request(ctx, func(id uint64) vmmctl.Message { return &vmmctl.Save{ID: id} }, files...)
+	// Whatever happened, the sandbox must not stay paused.
+	err = errors.Join(err, s.Resume(context.WithoutCancel(ctx)))
+	if err != nil {
+		return nil, err
+	}
+	c.saved, err = vmmctl.UnmarshalSaved(reply.Data)
+	return c, err
+}
+
+// store makes a snapshot folder of what was captured.
+func (s *sandbox) store(ctx context.Context, dir string, c *captured) (_ *snapshot.Snapshot, err error) {
+	b, err := snapshot.NewBuilder(dir)
+	if err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, b.Abort())
+		}
+	}()
+	st := &storing{Builder: b, sandbox: s, stored: map[layer.Digest]bool{}}
+	encoded, err := io.ReadAll(io.NewSectionReader(c.state, 0, snapshot.MaxState))
+	if err != nil {
+		return nil, err
+	}
+	state, err := vmm.UnmarshalState(encoded)
+	if err != nil {
+		return nil, err
+	}
+	memory, err := st.lay(ctx, s.memory, c.memory, c.saved.Memory)
+	if err != nil {
+		return nil, err
+	}
+	// The first fork finds the layer in memory.
+	if err := s.adopt(ctx, c.memory, memory); err != nil {
+		return nil, err
+	}
+	cpu, err := hostCPU()
+	if err != nil {
+		return nil, err
+	}
+	cpu.Profile = string(state.Profile)
+	m := snapshot.Manifest{
+		Created: time.Now().UTC().Truncate(time.Second), Kernel: s.kernel,
+		CPU: cpu, TSCKHz: uint64(state.TSCKHz), VCPUs: s.vcpus,
+		Memory: snapshot.ImageOf(memory), Hostname: s.hostname,
+		Labels: map[string]string{generationLabel: strconv.FormatUint(s.generation, 10)},
+	}
+	if s.parent != nil {
+		m.Parent = s.parent.ID().String()
+	}
+	writable := 0
+	for _, d := range s.disks {
+		im := d.image
+		if d.readOnly {
+			err = st.keep(im)
+		} else if writable < len(c.saved.Disks) {
+			im, err = st.lay(ctx, im, c.disks[writable], c.saved.Disks[writable])
+			writable++
+		} else {
+			err = fmt.Errorf("disk %s was not saved", d.id)
+		}
+		if err != nil {
+			return nil, err
+		}
+		m.Disks = append(m.Disks, snapshot.Disk{ID: d.id, ReadOnly: d.readOnly, Image: snapshot.ImageOf(im)})
+	}
+	return st.Commit(m, encoded)
+}
+
+// adopt makes the new memory layer resident; an image without one has nothing
+// to adopt.
+func (s *sandbox) adopt(ctx context.Context, f *os.File, im layer.Image) error {
+	ref, err := fileRef(f)
+	if err != nil || !slices.Contains(im.Layers, ref) {
+		return nil // nothing was written, or all of it was covered
+	}
+	return s.engine.resident.Adopt(ctx, f, ref)
+}
+
+// storing is a snapshot in the making.
+type storing struct {
+	*snapshot.Builder
+	sandbox *sandbox
+	stored  map[layer.Digest]bool
+}
+
+// lay stores a captured layer and puts it over the image below.
+func (st *storing) lay(ctx context.Context, below layer.Image, f *os.File, c vmmctl.Change) (im layer.Image, err error) {
+	var ref layer.Ref
+	if len(c.Runs) > 0 {
+		if ref, err = fileRef(f); err != nil {
+			return im, err
+		}
+		if err := st.add(ref, f); err != nil {
+			return im, err
+		}
+	}
+	im, err = layer.Overlay(below, ref, c.Runs, c.Zeros)
+	if errors.Is(err, layer.ErrNeedsCompaction) {
+		if below, err = st.compact(ctx, below); err != nil {
+			return im, err
+		}
+		im, err = layer.Overlay(below, ref, c.Runs, c.Zeros)
+	}
+	if err != nil {
+		return im, err
+	}
+	return im, st.keep(im)
+}
+
+// compact makes one layer of an image that has too many.
+func (st *storing) compact(ctx context.Context, im layer.Image) (layer.Image, error) {
+	f, err := st.sandbox.engine.top()
+	if err != nil {
+		return im, err
+	}
+	defer func() { _ = f.Close() }() // the snapshot has a copy
+	out, err := layer.Compact(ctx, im, st.sandbox.parent.OpenLayer, f)
+	if err != nil {
+		return im, err
+	}
+	for _, ref := range out.Layers {
+		if err := st.add(ref, f); err != nil {
+			return im, err
+		}
+	}
+	return out, nil
+}
+
+func (st *storing) add(ref layer.Ref, f *os.File) error {
+	st.stored[ref.Digest] = true
+	return st.AddLayer(ref, f)
+}
+
+// keep stores what an image still lacks: layers of the parent, which are
+// linked, or the root filesystem of a sandbox that was booted.
+func (st *storing) keep(im layer.Image) error {
+	for _, ref := range im.Layers {
+		if st.stored[ref.Digest] {
+			continue
+		}
+		st.stored[ref.Digest] = true
+		var err error
+		if st.sandbox.parent != nil {
+			err = st.LinkLayer(ref, st.sandbox.parent)
+		} else {
+			err = st.AddLayer(ref, st.sandbox.root)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}

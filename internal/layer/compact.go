@@ -1,0 +1,108 @@
+package layer
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"io"
+	"os"
+)
+
+// chunkSize is how much is read at once.
+const chunkSize = 256 << 10
+
+// Compact writes one new layer with everything in im that is not zero, and
+// returns the image that consists of it. Zero pages between others are kept
+// where leaving them out would need more than MaxRuns runs. An image of zeros
+// has no layer, and nothing is written. Compact closes what open returns.
+func Compact(ctx context.Context, im Image, open func(Ref) (*os.File, error), w io.Writer) (Image, error) {
+	if err := im.Validate(); err != nil {
+		return Image{}, fmt.Errorf("compact: %w", err)
+	}
+	var files []*os.File
+	defer func() { _ = below{files: files}.close() }() // only read from
+	for _, ref := range im.Layers {
+		f, err := open(ref)
+		if err != nil {
+			return Image{}, fmt.Errorf("compact: open layer %s: %w", ref.Digest, err)
+		}
+		files = append(files, f)
+	}
+	src, err := openBelow(im, files)
+	if err != nil {
+		return Image{}, fmt.Errorf("compact: %w", err)
+	}
+	read := func(p []byte, off uint64) error {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		return src.read(p, off)
+	}
+	runs, err := used(im.Extents, read)
+	if err != nil {
+		return Image{}, fmt.Errorf("compact: %w", err)
+	}
+	runs = Coalesce(runs, MaxRuns)
+	out := NewWriter(w)
+	if err := copyRuns(out, runs, read); err != nil {
+		return Image{}, fmt.Errorf("compact: %w", err)
+	}
+	return Overlay(Image{Size: im.Size}, out.Ref(), runs, nil)
+}
+
+// reader fills p with what is at off.
+type reader func(p []byte, off uint64) error
+
+// used finds the pages of the extents that are not zero.
+func used(extents []Extent, read reader) ([]Run, error) {
+	covered := make([]Run, 0, len(extents))
+	for _, e := range extents {
+		covered = append(covered, Run{e.Start, e.Length})
+	}
+	var runs []Run
+	err := eachChunk(covered, read, func(p []byte, off uint64) error {
+		for i := 0; i < len(p); i += PageSize {
+			if bytes.Equal(p[i:i+PageSize], zeroPage[:]) {
+				continue
+			}
+			at := off + uint64(i)
+			if n := len(runs); n > 0 && runs[n-1].end() == at {
+				runs[n-1].Length += PageSize
+			} else {
+				runs = append(runs, Run{at, PageSize})
+			}
+		}
+		return nil
+	})
+	return runs, err
+}
+
+var zeroPage [PageSize]byte
+
+// copyRuns writes the content of runs, packed.
+func copyRuns(w io.Writer, runs []Run, read reader) error {
+	return eachChunk(runs, read, func(p []byte, _ uint64) error {
+		if _, err := w.Write(p); err != nil {
+			return fmt.Errorf("write layer: %w", err)
+		}
+		return nil
+	})
+}
+
+// eachChunk reads the runs piece by piece and gives each piece to do.
+func eachChunk(runs []Run, read reader, do func(p []byte, off uint64) error) error {
+	buf := make([]byte, chunkSize)
+	for _, r := range runs {
+		for off := r.Start; off < r.end(); {
+			p := buf[:min(chunkSize, r.end()-off)]
+			if err := read(p, off); err != nil {
+				return err
+			}
+			if err := do(p, off); err != nil {
+				return err
+			}
+			off += uint64(len(p))
+		}
+	}
+	return nil
+}

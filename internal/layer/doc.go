@@ -1,0 +1,15 @@
+// Package layer owns the content of memories and disks: immutable files of
+// pages named by their digest (Ref), and flat lists that say which page comes
+// from where (Image).
+//
+//	image      | zeros |  extent  |  extent  | zeros |  extent  |
+//	                       │           │                  │
+//	layer 0    | pages ◄───┘        ...│...           ◄───┘ |
+//	layer 1    | pages ◄───────────────┘ |
+//
+// Overlay makes the image of a child from its parent's and one new layer,
+// Compact makes an image of one layer again. Resident keeps layers in memory
+// for vmm processes to map; Disk is a writable block device above an image.
+//
+// A vmm process links this package, so it needs little: no JSON, no network.
+package layer

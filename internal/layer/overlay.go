@@ -1,0 +1,191 @@
+package layer
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"slices"
+)
+
+// ErrNeedsCompaction says that an image has too many layers or extents to take
+// another layer. Compact makes room.
+var ErrNeedsCompaction = errors.New("image needs compaction")
+
+// Coalesce joins neighbours of sorted, disjoint runs, those with the smallest
+// gaps first, until at most most (at least one) are left. Adjacent ones are
+// always joined, empty ones dropped.
+func Coalesce(runs []Run, most int) []Run {
+	most = max(most, 1)
+	runs = joinGaps(runs, func(gap uint64) bool { return gap == 0 })
+	excess := len(runs) - most
+	if excess <= 0 {
+		return runs
+	}
+	gaps := make([]uint64, 0, len(runs)-1)
+	for i := range runs[1:] {
+		gaps = append(gaps, runs[i+1].Start-runs[i].end())
+	}
+	slices.Sort(gaps)
+	limit := gaps[excess-1]
+	// Of the gaps as large as the limit only as many are joined as needed.
+	below, _ := slices.BinarySearch(gaps, limit)
+	ties := excess - below
+	return joinGaps(runs, func(gap uint64) bool {
+		if gap == limit {
+			ties--
+			return ties >= 0
+		}
+		return gap < limit
+	})
+}
+
+// joinGaps joins the neighbours between which join accepts the gap.
+func joinGaps(runs []Run, join func(gap uint64) bool) []Run {
+	var out []Run
+	for _, r := range runs {
+		if r.Length == 0 {
+			continue
+		}
+		if n := len(out); n > 0 && join(r.Start-out[n-1].end()) {
+			out[n-1].Length = r.end() - out[n-1].Start
+			continue
+		}
+		out = append(out, r)
+	}
+	return out
+}
+
+// Overlay lays a packed layer over base: the runs, stored one after the other
+// from offset 0 on. zeros are ranges that read as zeros now; where a run and
+// zeros overlap, the run wins. If runs is empty, top is ignored. Layers that
+// are not used any more are dropped.
+func Overlay(base Image, top Ref, runs, zeros []Run) (Image, error) {
+	if err := base.Validate(); err != nil {
+		return Image{}, fmt.Errorf("overlay: %w", err)
+	}
+	if err := validateRuns(runs, base.Size); err != nil {
+		return Image{}, fmt.Errorf("overlay runs: %w", err)
+	}
+	if err := validateRuns(zeros, base.Size); err != nil {
+		return Image{}, fmt.Errorf("overlay zeros: %w", err)
+	}
+	if len(runs) > MaxRuns {
+		return Image{}, fmt.Errorf("overlay %d runs: at most %d are possible, coalesce them first", len(runs), MaxRuns)
+	}
+	out := Image{
+		Size:    base.Size,
+		Layers:  slices.Clone(base.Layers),
+		Extents: subtract(subtract(base.Extents, zeros), runs),
+	}
+	if len(runs) > 0 {
+		if err := out.add(top, runs); err != nil {
+			return Image{}, err
+		}
+	}
+	out.tidy()
+	if len(out.Layers) > MaxLayers || len(out.Extents) > MaxExtents {
+		return Image{}, fmt.Errorf("%d layers (limit %d), %d extents (limit %d): %w",
+			len(out.Layers), MaxLayers, len(out.Extents), MaxExtents, ErrNeedsCompaction)
+	}
+	return out, nil
+}
+
+// validateRuns checks that runs are sorted, disjoint and inside size bytes.
+func validateRuns(runs []Run, size uint64) error {
+	var end uint64
+	for i, r := range runs {
+		switch {
+		case r.Start%PageSize != 0 || r.Length%PageSize != 0 || r.Length == 0:
+			return fmt.Errorf("run %d (%#x+%#x): not in whole pages", i, r.Start, r.Length)
+		case r.Start < end:
+			return fmt.Errorf("run %d starts at %#x, before the end %#x of the one before", i, r.Start, end)
+		case r.Start > size || r.Length > size-r.Start:
+			return fmt.Errorf("run %d (%#x+%#x): beyond the size %#x", i, r.Start, r.Length, size)
+		}
+		end = r.end()
+	}
+	return nil
+}
+
+// subtract removes sorted cuts from sorted extents.
+func subtract(extents []Extent, cuts []Run) []Extent {
+	var out []Extent
+	for _, e := range extents {
+		for len(cuts) > 0 && cuts[0].end() <= e.Start {
+			cuts = cuts[1:]
+		}
+		// The last cut of this extent may reach into the next one.
+		for _, c := range cuts {
+			if c.Start >= e.end() {
+				break
+			}
+			if c.Start > e.Start {
+				out = append(out, e.head(c.Start-e.Start))
+			}
+			e = e.tail(min(c.end(), e.end()) - e.Start)
+		}
+		if e.Length > 0 {
+			out = append(out, e)
+		}
+	}
+	return out
+}
+
+// head is the first n bytes of an extent, tail what follows them.
+func (e Extent) head(n uint64) Extent { return Extent{e.Start, n, e.Layer, e.Offset} }
+func (e Extent) tail(n uint64) Extent {
+	return Extent{e.Start + n, e.Length - n, e.Layer, e.Offset + n}
+}
+
+// add appends the extents of a packed layer, which tidy sorts in.
+func (im *Image) add(top Ref, runs []Run) error {
+	if err := top.validate(); err != nil {
+		return fmt.Errorf("overlay: %w", err)
+	}
+	// The same bytes may have been written before: one file, one layer.
+	i := slices.IndexFunc(im.Layers, func(r Ref) bool { return r.Digest == top.Digest })
+	if i < 0 {
+		i = len(im.Layers)
+		im.Layers = append(im.Layers, top)
+	}
+	if have := im.Layers[i].Size; have != top.Size {
+		return fmt.Errorf("overlay layer %s: it has %d bytes, and %d in the image below", top.Digest, top.Size, have)
+	}
+	var off uint64
+	for _, r := range runs {
+		im.Extents = append(im.Extents, Extent{r.Start, r.Length, i, off})
+		off += r.Length
+	}
+	if off != top.Size {
+		return fmt.Errorf("overlay layer %s: it has %d bytes, its runs have %d", top.Digest, top.Size, off)
+	}
+	return nil
+}
+
+// tidy sorts the extents, merges those that continue each other and drops
+// layers that nothing uses.
+func (im *Image) tidy() {
+	slices.SortFunc(im.Extents, func(a, b Extent) int { return cmp.Compare(a.Start, b.Start) })
+	var merged []Extent
+	number := make([]int, len(im.Layers))
+	for _, e := range im.Extents {
+		number[e.Layer] = 1
+		if n := len(merged); n > 0 && e.continues(merged[n-1]) {
+			merged[n-1].Length += e.Length
+			continue
+		}
+		merged = append(merged, e)
+	}
+	var layers []Ref
+	for i, l := range im.Layers {
+		if number[i] == 0 {
+			continue
+		}
+		number[i] = len(layers)
+		layers = append(layers, l)
+	}
+	for i := range merged {
+		merged[i].Layer = number[merged[i].Layer]
+	}
+	im.Layers, im.Extents = layers, merged
+}

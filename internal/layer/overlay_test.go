@@ -1,0 +1,294 @@
+package layer
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"math/rand/v2"
+	"os"
+	"slices"
+	"testing"
+)
+
+func TestCoalesce(t *testing.T) {
+	const p = PageSize
+	for _, c := range []struct {
+		name string
+		in   []Run
+		most int
+		want []Run
+	}{
+		{"nothing", nil, 3, nil},
+		{"adjacent", []Run{{0, p}, {p, p}, {3 * p, p}}, 9, []Run{{0, 2 * p}, {3 * p, p}}},
+		{"smallest gap", []Run{{0, p}, {5 * p, p}, {7 * p, p}}, 2, []Run{{0, p}, {5 * p, 3 * p}}},
+		{"first of equals", []Run{{0, p}, {2 * p, p}, {4 * p, p}}, 2, []Run{{0, 3 * p}, {4 * p, p}}},
+		{"at least one", []Run{{0, p}, {9 * p, p}}, 0, []Run{{0, 10 * p}}},
+		{"empty runs", []Run{{0, p}, {2 * p, 0}, {4 * p, p}}, 9, []Run{{0, p}, {4 * p, p}}},
+	} {
+		if got := Coalesce(c.in, c.most); !slices.Equal(got, c.want) {
+			t.Errorf("%s: %v, want %v", c.name, got, c.want)
+		}
+	}
+}
+
+// randomRuns are sorted and disjoint, sometimes adjacent.
+func randomRuns(r *rand.Rand, pages uint64, most int) []Run {
+	var runs []Run
+	var at uint64
+	for range r.IntN(most + 1) {
+		at += uint64(r.IntN(int(2*pages/uint64(most)) + 1))
+		n := uint64(1 + r.IntN(3))
+		if at+n > pages {
+			break
+		}
+		runs = append(runs, Run{at * PageSize, n * PageSize})
+		at += n
+	}
+	return runs
+}
+
+// TestCoalesceIsOptimal compares the cost with that of the smallest gaps.
+func TestCoalesceIsOptimal(t *testing.T) {
+	r := rand.New(rand.NewPCG(1, 1))
+	for range 2000 {
+		runs := randomRuns(r, 400, 90)
+		before := slices.Clone(runs)
+		most := 1 + r.IntN(MaxRuns)
+		got := Coalesce(runs, most)
+		if !slices.Equal(runs, before) {
+			t.Fatal("the argument was changed")
+		}
+		if err := validateRuns(got, 400*PageSize); err != nil || len(got) > most {
+			t.Fatalf("%d runs of at most %d: %v", len(got), most, err)
+		}
+		joined := map[uint64]bool{}
+		var cost uint64
+		for _, g := range got {
+			cost += g.Length
+			for at := g.Start; at < g.end(); at += PageSize {
+				joined[at] = true
+			}
+		}
+		var gaps []uint64
+		for i, run := range runs {
+			cost -= run.Length
+			for at := run.Start; at < run.end(); at += PageSize {
+				if !joined[at] {
+					t.Fatalf("page %#x was lost", at)
+				}
+			}
+			if i > 0 {
+				gaps = append(gaps, run.Start-runs[i-1].end())
+			}
+		}
+		slices.Sort(gaps)
+		for i := 0; i < len(runs)-most; i++ {
+			cost -= gaps[i]
+		}
+		if cost != 0 {
+			t.Fatalf("%d bytes more than necessary", int64(cost))
+		}
+	}
+}
+
+// packed writes the model's content of runs as a layer.
+func packed(s store, model []byte, runs []Run) Ref {
+	return s.put(func(w *Writer) {
+		for _, r := range runs {
+			if _, err := w.Write(model[r.Start:r.end()]); err != nil {
+				s.t.Fatal(err)
+			}
+		}
+	})
+}
+
+// TestGenerations changes an image again and again, as forks of forks do, and
+// compares it and its ancestors with byte slices.
+func TestGenerations(t *testing.T) {
+	limits := 0
+	for seed := range uint64(30) {
+		r := rand.New(rand.NewPCG(seed, 2))
+		s := newStore(t)
+		pages := uint64(100 + r.IntN(500))
+		im := Image{Size: pages * PageSize}
+		model := make([]byte, im.Size)
+		var ancestors []Image
+		var contents [][]byte
+		for range 25 {
+			ancestors, contents = append(ancestors, im), append(contents, slices.Clone(model))
+			runs := Coalesce(randomRuns(r, pages, 100), MaxRuns)
+			zeros := randomRuns(r, pages, MaxRuns)
+			for _, z := range zeros {
+				clear(model[z.Start:z.end()])
+			}
+			for _, run := range runs {
+				for at := run.Start; at < run.end(); at += PageSize {
+					if r.IntN(4) > 0 {
+						copy(model[at:], page(r))
+					} else {
+						clear(model[at : at+PageSize])
+					}
+				}
+			}
+			im = grow(t, s, im, model, runs, zeros, &limits)
+			if err := im.Validate(); err != nil {
+				t.Fatal(err)
+			}
+			sameBytes(t, "image", s.content(im), model)
+		}
+		for i, a := range ancestors {
+			sameBytes(t, "ancestor", s.content(a), contents[i])
+		}
+	}
+	if limits == 0 {
+		t.Error("no image reached a limit")
+	}
+}
+
+// grow overlays, after a compaction if that is needed. One is always enough.
+func grow(t *testing.T, s store, im Image, model []byte, runs, zeros []Run, limits *int) Image {
+	t.Helper()
+	top := packed(s, model, runs)
+	out, err := Overlay(im, top, runs, zeros)
+	if !errors.Is(err, ErrNeedsCompaction) {
+		if err != nil {
+			t.Fatal(err)
+		}
+		return out
+	}
+	*limits++
+	before := s.content(im)
+	var small Image
+	s.put(func(w *Writer) {
+		small, err = Compact(t.Context(), im, s.open, w)
+		if err != nil {
+			t.Fatal(err)
+		}
+	})
+	if err := small.Validate(); err != nil || len(small.Layers) > 1 || len(small.Extents) > MaxRuns {
+		t.Fatalf("compacted: %d layers, %d extents, %v", len(small.Layers), len(small.Extents), err)
+	}
+	sameBytes(t, "compacted", s.content(small), before)
+	if out, err = Overlay(small, top, runs, zeros); err != nil {
+		t.Fatalf("overlay of a compacted image: %v", err)
+	}
+	return out
+}
+
+func TestOverlayTidies(t *testing.T) {
+	const p = PageSize
+	base := Image{8 * p, []Ref{ref(1, 4), ref(2, 2)}, []Extent{ext(0, 4, 0, 0), ext(5, 2, 1, 0)}}
+	for _, c := range []struct {
+		name  string
+		top   Ref
+		runs  []Run
+		zeros []Run
+		want  Image
+	}{
+		{"nothing", Ref{}, nil, nil, base},
+		{"zeros split", Ref{}, nil, []Run{{p, p}},
+			Image{8 * p, base.Layers, []Extent{ext(0, 1, 0, 0), ext(2, 2, 0, 2), ext(5, 2, 1, 0)}}},
+		{"zeros of all", Ref{}, nil, []Run{{0, 8 * p}}, Image{Size: 8 * p}},
+		{"zeros over two extents", Ref{}, nil, []Run{{3 * p, 3 * p}},
+			Image{8 * p, base.Layers, []Extent{ext(0, 3, 0, 0), ext(6, 1, 1, 1)}}},
+		{"a layer falls away", ref(3, 5), []Run{{0, 5 * p}}, nil,
+			Image{8 * p, []Ref{ref(2, 2), ref(3, 5)}, []Extent{ext(0, 5, 1, 0), ext(5, 2, 0, 0)}}},
+		{"adjacent runs are one extent", ref(3, 2), []Run{{p, p}, {2 * p, p}}, nil,
+			Image{8 * p, []Ref{ref(1, 4), ref(2, 2), ref(3, 2)}, []Extent{ext(0, 1, 0, 0), ext(1, 2, 2, 0), ext(3, 1, 0, 3), ext(5, 2, 1, 0)}}},
+		{"a run wins over zeros", ref(3, 1), []Run{{p, p}}, []Run{{0, 4 * p}},
+			Image{8 * p, []Ref{ref(2, 2), ref(3, 1)}, []Extent{ext(1, 1, 1, 0), ext(5, 2, 0, 0)}}},
+		{"a layer that is there already", ref(2, 2), []Run{{0, p}, {7 * p, p}}, nil,
+			Image{8 * p, base.Layers, []Extent{ext(0, 1, 1, 0), ext(1, 3, 0, 1), ext(5, 2, 1, 0), ext(7, 1, 1, 1)}}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			got, err := Overlay(base, c.top, c.runs, c.zeros)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got.Size != c.want.Size || !slices.Equal(got.Layers, c.want.Layers) || !slices.Equal(got.Extents, c.want.Extents) {
+				t.Errorf("%+v, want %+v", got, c.want)
+			}
+		})
+	}
+}
+
+func TestOverlayRefuses(t *testing.T) {
+	const p = PageSize
+	base := Image{8 * p, []Ref{ref(1, 4)}, []Extent{ext(0, 4, 0, 0)}}
+	crowd := make([]Run, MaxRuns+1)
+	for i := range crowd {
+		crowd[i] = Run{uint64(2*i) * p, p}
+	}
+	for _, c := range []struct {
+		name  string
+		base  Image
+		top   Ref
+		runs  []Run
+		zeros []Run
+		say   string
+	}{
+		{"a bad base", Image{Size: 1}, Ref{}, nil, nil, "image of 1 bytes"},
+		{"unsorted runs", base, ref(2, 2), []Run{{p, p}, {0, p}}, nil, "runs: run 1 starts at"},
+		{"runs beyond", base, ref(2, 2), []Run{{7 * p, 2 * p}}, nil, "beyond the size"},
+		{"odd zeros", base, Ref{}, nil, []Run{{1, p}}, "zeros: run 0"},
+		{"too many runs", Image{Size: 1 << 30}, ref(2, MaxRuns+1), crowd, nil, "coalesce"},
+		{"a bad layer", base, ref(2, 0), []Run{{0, p}}, nil, "of 0 bytes"},
+		{"a layer too long", base, ref(2, 3), []Run{{0, p}}, nil, "its runs have 4096"},
+		{"a known layer of another size", base, ref(1, 1), []Run{{5 * p, p}}, nil, "in the image below"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			_, err := Overlay(c.base, c.top, c.runs, c.zeros)
+			wantError(t, err, c.say)
+			if errors.Is(err, ErrNeedsCompaction) {
+				t.Error("compaction would not help")
+			}
+		})
+	}
+}
+
+func TestCompactZeros(t *testing.T) {
+	s := newStore(t)
+	zero := s.bytes(make([]byte, 4*PageSize))
+	im := Image{8 * PageSize, []Ref{zero}, []Extent{ext(2, 4, 0, 0)}}
+	var out bytes.Buffer
+	got, err := Compact(t.Context(), im, s.open, &out)
+	if err != nil || len(got.Layers) != 0 || got.Size != im.Size || out.Len() != 0 {
+		t.Errorf("%+v, %d bytes, %v", got, out.Len(), err)
+	}
+}
+
+func TestCompactFails(t *testing.T) {
+	s := newStore(t)
+	l := s.bytes(bytes.Repeat([]byte{7}, 4*PageSize))
+	im := Image{8 * PageSize, []Ref{l}, []Extent{ext(2, 4, 0, 0)}}
+	if _, err := Compact(t.Context(), Image{}, s.open, io.Discard); err == nil {
+		t.Error("an empty image was compacted")
+	}
+	_, err := Compact(t.Context(), im, func(Ref) (*os.File, error) { return nil, os.ErrNotExist }, io.Discard)
+	wantError(t, err, "open layer "+l.Digest.String())
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := Compact(ctx, im, s.open, io.Discard); !errors.Is(err, context.Canceled) {
+		t.Errorf("after the end of the context: %v", err)
+	}
+	full, err := os.OpenFile("/dev/full", os.O_WRONLY, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer full.Close()
+	_, err = Compact(t.Context(), im, s.open, full)
+	wantError(t, err, "write layer", "no space")
+	// A layer that lost its end, before or after it was opened.
+	b, err := openBelow(im, s.openAll(im))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer b.close()
+	if err := os.Truncate(s.path(l), PageSize); err != nil {
+		t.Fatal(err)
+	}
+	wantError(t, b.read(make([]byte, im.Size), 0), "read layer "+l.Digest.String(), "unexpected EOF")
+	_, err = Compact(t.Context(), im, s.open, io.Discard)
+	wantError(t, err, "has 4096 bytes", "says 16384")
+}

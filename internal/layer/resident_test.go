@@ -1,0 +1,531 @@
+package layer
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// childEnv makes the test binary a loader process: "folder source digest size".
+const childEnv = "AGENTRUN_TEST_LOADER"
+
+func TestMain(m *testing.M) {
+	if args := os.Getenv(childEnv); args != "" {
+		if err := loader(args); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+		return
+	}
+	os.Exit(m.Run())
+}
+
+// loader loads one layer, after a byte from standard input. It writes "open"
+// when it has to copy.
+func loader(args string) error {
+	var dir, source, digest string
+	var want Ref
+	if _, err := fmt.Sscan(args, &dir, &source, &digest, &want.Size); err != nil {
+		return err
+	}
+	var err error
+	if want.Digest, err = ParseDigest(digest); err != nil {
+		return err
+	}
+	r, err := OpenResident(dir)
+	if err != nil {
+		return err
+	}
+	fmt.Println("ready")
+	if _, err := io.ReadFull(os.Stdin, make([]byte, 1)); err != nil {
+		return err
+	}
+	f, err := r.Load(context.Background(), want, func() (*os.File, error) {
+		fmt.Println("open")
+		return os.Open(source)
+	})
+	if err != nil {
+		return err
+	}
+	return f.Close()
+}
+
+// startLoader starts a loader process and waits until it is ready.
+func startLoader(t *testing.T, dir, source string, r Ref) (cmd *exec.Cmd, in io.WriteCloser, out *os.File) {
+	t.Helper()
+	exe, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd = exec.CommandContext(t.Context(), exe)
+	cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%s %s %s %d", childEnv, dir, source, r.Digest, r.Size))
+	cmd.Stderr = os.Stderr
+	if in, err = cmd.StdinPipe(); err != nil {
+		t.Fatal(err)
+	}
+	// Not StdoutPipe: the output is read after Wait as well.
+	out, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd.Stdout = w
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	if err := w.Close(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = out.Close() }) // only read from
+	expect(t, out, "ready\n")
+	return cmd, in, out
+}
+
+func expect(t *testing.T, r io.Reader, line string) {
+	t.Helper()
+	p := make([]byte, len(line))
+	if _, err := io.ReadFull(r, p); err != nil || string(p) != line {
+		t.Fatalf("the loader says %q (%v), want %q", p, err, line)
+	}
+}
+
+func newResident(t *testing.T) (*Resident, string) {
+	t.Helper()
+	dir := filepath.Join(shm(t), "layers")
+	r, err := OpenResident(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := r.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return r, dir
+}
+
+func readAll(t *testing.T, f *os.File) []byte {
+	t.Helper()
+	b, err := io.ReadAll(f)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := f.Close(); err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+// leftovers are the names in a folder, the lock aside.
+func leftovers(t *testing.T, dir string) []string {
+	t.Helper()
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var names []string
+	for _, e := range entries {
+		if e.Name() != lockName {
+			names = append(names, e.Name())
+		}
+	}
+	return names
+}
+
+func TestResident(t *testing.T) {
+	r, dir := newResident(t)
+	s := newStore(t)
+	var refs []Ref
+	for i := range 3 {
+		content := bytes.Repeat([]byte{byte(i + 1)}, (i+1)*chunkSize+PageSize)
+		l := s.bytes(content)
+		refs = append(refs, l)
+		for range 2 {
+			f, err := r.Load(t.Context(), l, func() (*os.File, error) { return s.open(l) })
+			if err != nil {
+				t.Fatal(err)
+			}
+			sameBytes(t, "layer", readAll(t, f), content)
+		}
+	}
+	info, err := os.Stat(filepath.Join(dir, refs[0].Digest.String()))
+	if err != nil || info.Mode() != 0o400 {
+		t.Errorf("mode %v, %v", info.Mode(), err)
+	}
+	total := refs[0].Size + refs[1].Size + refs[2].Size
+	if files, n, err := r.Stats(); files != 3 || n != total || err != nil {
+		t.Errorf("%d files, %d bytes, %v", files, n, err)
+	}
+	if n, err := r.Keep(func(d Digest) bool { return d != refs[1].Digest }); n != 1 || err != nil {
+		t.Errorf("%d removed, %v", n, err)
+	}
+	for range 2 { // also if it is gone
+		if err := r.Remove(refs[0].Digest); err != nil {
+			t.Error(err)
+		}
+	}
+	if got := leftovers(t, dir); !slices.Equal(got, []string{refs[2].Digest.String()}) {
+		t.Errorf("left are %v", got)
+	}
+	again, err := OpenResident(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if files, _, err := again.Stats(); files != 1 || err != nil {
+		t.Errorf("%d files, %v", files, err)
+	}
+	if err := again.Close(); err != nil {
+		t.Error(err)
+	}
+	if _, _, err := again.Stats(); err == nil {
+		t.Error("statistics of a closed folder")
+	}
+	_, err = again.Load(t.Context(), refs[0], func() (*os.File, error) { return s.open(refs[0]) })
+	wantError(t, err, "closed")
+	if _, err := again.Create(); err == nil {
+		t.Error("a file in a closed folder")
+	}
+	wantError(t, again.Remove(refs[0].Digest), "closed")
+}
+
+// TestDescriptor: what Load returns cannot be written, and a mapping outlives
+// the file.
+func TestDescriptor(t *testing.T) {
+	r, _ := newResident(t)
+	s := newStore(t)
+	content := bytes.Repeat([]byte{5}, 4*PageSize)
+	l := s.bytes(content)
+	f, err := r.Load(t.Context(), l, func() (*os.File, error) { return s.open(l) })
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if _, err := f.WriteAt([]byte{1}, 0); !errors.Is(err, unix.EBADF) {
+		t.Errorf("write: %v", err)
+	}
+	if err := f.Truncate(0); err == nil {
+		t.Error("truncated")
+	}
+	if _, err := unix.Mmap(int(f.Fd()), 0, PageSize, unix.PROT_WRITE, unix.MAP_SHARED); !errors.Is(err, unix.EACCES) {
+		t.Errorf("shared writable mapping: %v", err)
+	}
+	m, err := unix.Mmap(int(f.Fd()), 0, len(content), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Remove(l.Digest); err != nil {
+		t.Fatal(err)
+	}
+	m[0] = 77
+	sameBytes(t, "mapping", m[1:], content[1:])
+	sameBytes(t, "file", readAll(t, f), content)
+	if err := unix.Munmap(m); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestLoadRefuses(t *testing.T) {
+	r, dir := newResident(t)
+	s := newStore(t)
+	content := bytes.Repeat([]byte{5}, 2*chunkSize)
+	l := s.bytes(content)
+	flipped := slices.Clone(content)
+	flipped[len(flipped)-1] ^= 1
+	for _, c := range []struct {
+		name    string
+		content []byte
+		say     []string
+	}{
+		{"corrupted", flipped, []string{"damaged", l.Digest.String(), "expected"}},
+		{"truncated", content[:len(content)-1], []string{"524287", "524288"}},
+		{"empty", nil, []string{"has 0 bytes", "524288"}},
+		{"longer", append(slices.Clone(content), 1), []string{"524289", "524288"}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			path := filepath.Join(t.TempDir(), "layer")
+			if err := os.WriteFile(path, c.content, 0o600); err != nil {
+				t.Fatal(err)
+			}
+			_, err := r.Load(t.Context(), l, func() (*os.File, error) { return os.Open(path) })
+			wantError(t, err, append(c.say, "load layer "+l.Digest.String(), path)...)
+
+			// The same through a pipe, whose size nobody knows before.
+			_, err = r.Load(t.Context(), l, func() (*os.File, error) { return pipe(t, c.content), nil })
+			wantError(t, err, "load layer "+l.Digest.String(), "expected")
+		})
+	}
+	_, err := r.Load(t.Context(), l, func() (*os.File, error) { return nil, fs.ErrPermission })
+	if !errors.Is(err, fs.ErrPermission) {
+		t.Errorf("a source that cannot be opened: %v", err)
+	}
+	_, err = r.Load(t.Context(), l, func() (*os.File, error) { return os.Open(dir) })
+	wantError(t, err, "copy "+dir)
+	_, err = r.Load(t.Context(), Ref{}, nil)
+	wantError(t, err, "of 0 bytes")
+	ctx, cancel := context.WithCancel(t.Context())
+	_, err = r.Load(ctx, l, func() (*os.File, error) { cancel(); return s.open(l) })
+	if !errors.Is(err, context.Canceled) {
+		t.Errorf("after the end of the context: %v", err)
+	}
+	if got := leftovers(t, dir); got != nil {
+		t.Errorf("left are %v", got)
+	}
+	f, err := r.Load(t.Context(), l, func() (*os.File, error) { return pipe(t, content), nil })
+	if err != nil {
+		t.Fatal(err)
+	}
+	sameBytes(t, "layer", readAll(t, f), content)
+	_, err = r.Load(t.Context(), Ref{l.Digest, PageSize}, nil)
+	wantError(t, err, "has 524288 bytes, 4096 are expected")
+}
+
+// pipe has content in it.
+func pipe(t *testing.T, content []byte) *os.File {
+	t.Helper()
+	out, in, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	go func() {
+		_, _ = in.Write(content) // the reader may stop early
+		_ = in.Close()
+	}()
+	return out
+}
+
+func TestLoadOnceInOneProcess(t *testing.T) {
+	r, _ := newResident(t)
+	s := newStore(t)
+	content := bytes.Repeat([]byte{5}, 1<<20)
+	l := s.bytes(content)
+	var opened atomic.Int32
+	var wg sync.WaitGroup
+	for range 16 {
+		wg.Go(func() {
+			f, err := r.Load(t.Context(), l, func() (*os.File, error) {
+				opened.Add(1)
+				return s.open(l)
+			})
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			got, err := io.ReadAll(f)
+			if err := errors.Join(err, f.Close()); err != nil || !bytes.Equal(got, content) {
+				t.Errorf("%d bytes, %v", len(got), err)
+			}
+		})
+	}
+	wg.Wait()
+	if opened.Load() != 1 {
+		t.Errorf("loaded %d times", opened.Load())
+	}
+}
+
+func TestLoadOnceInManyProcesses(t *testing.T) {
+	_, dir := newResident(t)
+	s := newStore(t)
+	l := s.bytes(bytes.Repeat([]byte{5}, 8<<20))
+	var all []*exec.Cmd
+	var ins []io.WriteCloser
+	var outs []*os.File
+	for range 4 {
+		cmd, in, out := startLoader(t, dir, s.path(l), l)
+		all, ins, outs = append(all, cmd), append(ins, in), append(outs, out)
+	}
+	for _, in := range ins {
+		if _, err := in.Write([]byte{1}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var said strings.Builder
+	for i, cmd := range all {
+		if _, err := io.Copy(&said, outs[i]); err != nil {
+			t.Error(err)
+		}
+		if err := cmd.Wait(); err != nil {
+			t.Error(err)
+		}
+	}
+	if said.String() != "open\n" {
+		t.Errorf("the loaders said %q", said.String())
+	}
+}
+
+// TestKilledLoader kills a process in the middle of a copy: the source is a
+// FIFO that gives half of the layer.
+func TestKilledLoader(t *testing.T) {
+	r, dir := newResident(t)
+	s := newStore(t)
+	content := bytes.Repeat([]byte{5}, 2*chunkSize)
+	l := s.bytes(content)
+	fifo := filepath.Join(t.TempDir(), "fifo")
+	if err := unix.Mkfifo(fifo, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	cmd, in, out := startLoader(t, dir, fifo, l)
+	if _, err := in.Write([]byte{1}); err != nil {
+		t.Fatal(err)
+	}
+	expect(t, out, "open\n")
+	half, err := os.OpenFile(fifo, os.O_WRONLY, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	// More than a FIFO holds: when this returns, the copy has begun.
+	if _, err := half.Write(content[:chunkSize+PageSize]); err != nil {
+		t.Fatal(err)
+	}
+	source := func() (*os.File, error) { return s.open(l) }
+	ctx, cancel := context.WithCancel(t.Context())
+	waiting := make(chan error)
+	go func() { // one that gives up before the loader ends
+		_, err := r.Load(ctx, l, source)
+		waiting <- err
+	}()
+	cancel()
+	if err := <-waiting; !errors.Is(err, context.Canceled) {
+		t.Errorf("waiting for another process: %v", err)
+	}
+	if got := leftovers(t, dir); got != nil {
+		t.Errorf("during the copy there are %v", got)
+	}
+	if err := cmd.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Wait(); err == nil {
+		t.Error("the loader was not killed")
+	}
+	if err := half.Close(); err != nil {
+		t.Error(err)
+	}
+	if got := leftovers(t, dir); got != nil {
+		t.Errorf("the killed loader left %v", got)
+	}
+	f, err := r.Load(t.Context(), l, source)
+	if err != nil {
+		t.Fatal(err)
+	}
+	sameBytes(t, "layer", readAll(t, f), content)
+}
+
+// TestWaiter gives up while another goroutine loads.
+func TestWaiter(t *testing.T) {
+	r, _ := newResident(t)
+	s := newStore(t)
+	l := s.bytes(bytes.Repeat([]byte{5}, PageSize))
+	ctx, cancel := context.WithCancel(t.Context())
+	f, err := r.Load(t.Context(), l, func() (*os.File, error) {
+		cancel()
+		if _, err := r.Load(ctx, l, nil); !errors.Is(err, context.Canceled) {
+			t.Errorf("waiting for another goroutine: %v", err)
+		}
+		return s.open(l)
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := f.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestAdopt(t *testing.T) {
+	r, dir := newResident(t)
+	content := bytes.Repeat([]byte{6}, 3*PageSize)
+	for range 2 { // the second finds it there
+		f, err := r.Create()
+		if err != nil {
+			t.Fatal(err)
+		}
+		w := NewWriter(f)
+		if _, err := w.Write(content); err != nil {
+			t.Fatal(err)
+		}
+		if got := leftovers(t, dir); len(got) > 1 {
+			t.Errorf("before Adopt there are %v", got)
+		}
+		wantError(t, r.Adopt(t.Context(), f, Ref{Digest{1}, PageSize}), "12288 bytes, 4096")
+		wantError(t, r.Adopt(t.Context(), f, Ref{}), "of 0 bytes")
+		ctx, cancel := context.WithCancel(t.Context())
+		cancel()
+		if err := r.Adopt(ctx, f, w.Ref()); !errors.Is(err, context.Canceled) {
+			t.Errorf("after the end of the context: %v", err)
+		}
+		if err := r.Adopt(t.Context(), f, w.Ref()); err != nil {
+			t.Fatal(err)
+		}
+		if err := f.Close(); err != nil {
+			t.Fatal(err)
+		}
+		wantError(t, r.Adopt(t.Context(), f, w.Ref()), "adopt layer", "closed")
+		got, err := r.Load(t.Context(), w.Ref(), nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		sameBytes(t, "layer", readAll(t, got), content)
+	}
+	// A file from elsewhere cannot be linked into the folder.
+	f, err := os.Create(filepath.Join(t.TempDir(), "other"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	w := NewWriter(f)
+	if _, err := w.Write(content[:PageSize]); err != nil {
+		t.Fatal(err)
+	}
+	wantError(t, r.Adopt(t.Context(), f, w.Ref()), "adopt layer "+w.Ref().Digest.String())
+}
+
+func TestOpenResidentRefuses(t *testing.T) {
+	dir := shm(t)
+	link, file := filepath.Join(dir, "link"), filepath.Join(dir, "file")
+	if err := os.Symlink(dir, link); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	open := filepath.Join(dir, "open")
+	if err := os.Mkdir(open, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct{ name, dir, say string }{
+		{"symbolic link", link, "not a directory"},
+		{"file", file, "not a directory"},
+		{"no parent", filepath.Join(dir, "a", "b"), "no such file"},
+		{"not on tmpfs", "/proc/self/fd", "not on tmpfs"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			_, err := OpenResident(c.dir)
+			wantError(t, err, c.dir, c.say)
+		})
+	}
+	for _, mode := range []os.FileMode{0o701, 0o710, 0o720, 0o755, 0o777} {
+		if err := os.Chmod(open, mode); err != nil {
+			t.Fatal(err)
+		}
+		_, err := OpenResident(open)
+		wantError(t, err, open, "chmod 700")
+	}
+	if os.Geteuid() == 0 {
+		if err := errors.Join(os.Chmod(open, 0o700), os.Chown(open, 12345, 12345)); err != nil {
+			t.Fatal(err)
+		}
+		_, err := OpenResident(open)
+		wantError(t, err, open, "another user")
+	}
+}

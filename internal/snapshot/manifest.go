@@ -1,0 +1,148 @@
+package snapshot
+
+import (
+	"fmt"
+	"time"
+
+	"agentrun.dev/internal/layer"
+)
+
+const (
+	// Format is the version of the folder and its manifest.
+	Format = 1
+	// Engine names who can restore the state, and its version.
+	Engine = "microvm/1"
+	// MaxManifest and MaxState bound the two files that are read into memory.
+	MaxManifest = 1 << 20
+	MaxState    = 16 << 20
+)
+
+// ID is the SHA-256 of a manifest, and so of everything that it names.
+type ID layer.Digest
+
+// String is the lower-case hexadecimal form.
+func (id ID) String() string { return layer.Digest(id).String() }
+
+// ParseID accepts what String gives.
+func ParseID(s string) (ID, error) {
+	d, err := layer.ParseDigest(s)
+	if err != nil {
+		return ID{}, fmt.Errorf("snapshot id: %w", err)
+	}
+	return ID(d), nil
+}
+
+// Manifest describes a saved machine. It holds no path.
+type Manifest struct {
+	// Format and Engine are filled in by Commit if they are zero.
+	Format int    `json:"format"`
+	Engine string `json:"engine"`
+	// Created is UTC in whole seconds.
+	Created time.Time `json:"created"`
+	// Parent is the id of the snapshot that the machine was a fork of.
+	Parent string `json:"parent,omitempty"`
+	// Kernel is the digest of the guest's vmlinux.
+	Kernel   string            `json:"kernel"`
+	CPU      CPU               `json:"cpu"`
+	TSCKHz   uint64            `json:"tsc_khz"`
+	VCPUs    int               `json:"vcpus"`
+	Memory   Image             `json:"memory"`
+	Disks    []Disk            `json:"disks,omitempty"`
+	Nets     []Net             `json:"nets,omitempty"`
+	Hostname string            `json:"hostname,omitempty"`
+	Labels   map[string]string `json:"labels,omitempty"`
+	// State is filled in by Commit.
+	State Blob `json:"state"`
+}
+
+// CPU is the processor that the machine ran on.
+type CPU struct {
+	// Profile names the features that the guest sees.
+	Profile  string `json:"profile"`
+	Vendor   string `json:"vendor"`
+	Family   int    `json:"family"`
+	Model    int    `json:"model"`
+	Stepping int    `json:"stepping"`
+}
+
+// Disk is the content of a disk at the moment of the snapshot.
+type Disk struct {
+	ID       string `json:"id"`
+	ReadOnly bool   `json:"read_only,omitempty"`
+	Image    Image  `json:"image"`
+}
+
+// Net is a network device.
+type Net struct {
+	MAC string `json:"mac"`
+	MTU int    `json:"mtu"`
+}
+
+// Blob names the content of a file.
+type Blob struct {
+	Digest layer.Digest `json:"digest"`
+	Size   uint64       `json:"size"`
+}
+
+// Image is a layer.Image with names for JSON.
+type Image struct {
+	Size    uint64   `json:"size"`
+	Layers  []Blob   `json:"layers,omitempty"`
+	Extents []Extent `json:"extents,omitempty"`
+}
+
+// Extent is a layer.Extent with names for JSON.
+type Extent struct {
+	Start  uint64 `json:"start"`
+	Length uint64 `json:"length"`
+	Layer  int    `json:"layer"`
+	Offset uint64 `json:"offset"`
+}
+
+// ImageOf is the form of an image in a manifest.
+func ImageOf(im layer.Image) Image {
+	out := Image{Size: im.Size}
+	for _, r := range im.Layers {
+		out.Layers = append(out.Layers, Blob(r))
+	}
+	for _, e := range im.Extents {
+		out.Extents = append(out.Extents, Extent(e))
+	}
+	return out
+}
+
+// Layer is the image in the form that is worked with.
+func (im Image) Layer() layer.Image {
+	out := layer.Image{Size: im.Size}
+	for _, b := range im.Layers {
+		out.Layers = append(out.Layers, layer.Ref(b))
+	}
+	for _, e := range im.Extents {
+		out.Extents = append(out.Extents, layer.Extent(e))
+	}
+	return out
+}
+
+// Layers lists each layer of the snapshot once, memory first.
+func (m Manifest) Layers() []layer.Ref {
+	var list []layer.Ref
+	seen := map[layer.Digest]bool{}
+	for _, im := range m.images() {
+		for _, b := range im.Layers {
+			if !seen[b.Digest] {
+				seen[b.Digest] = true
+				list = append(list, layer.Ref(b))
+			}
+		}
+	}
+	return list
+}
+
+// images are the memory and the disks.
+func (m Manifest) images() []Image {
+	list := []Image{m.Memory}
+	for _, d := range m.Disks {
+		list = append(list, d.Image)
+	}
+	return list
+}

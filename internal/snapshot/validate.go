@@ -1,0 +1,164 @@
+package snapshot
+
+import (
+	"fmt"
+	"net"
+	"strings"
+	"time"
+	"unicode"
+	"unicode/utf8"
+
+	"agentrun.dev/internal/layer"
+)
+
+// Bounds of what a manifest may say. A vmm has narrower ones of its own.
+const (
+	maxVCPUs   = 256
+	maxDevices = 24
+	maxTSCKHz  = 100_000_000
+	maxLabels  = 64
+	maxLabel   = 256
+	maxDiskID  = 20 // virtio 1.2 §5.2.6: VIRTIO_BLK_ID_BYTES
+	minMTU     = 68 // virtio 1.2 §5.1.4.1
+	maxMTU     = 65535
+)
+
+// checkOrigin says what to do with a snapshot of another program.
+func checkOrigin(format int, engine string) error {
+	if format != Format {
+		return fmt.Errorf("format: %d, this agentrun reads %d: use the version that made the snapshot, or make a new one", format, Format)
+	}
+	if engine != Engine {
+		return fmt.Errorf("engine: %.80q, this agentrun restores %q: use the version that made the snapshot, or make a new one", engine, Engine)
+	}
+	return nil
+}
+
+// Validate checks every value. An error begins with the field's name.
+func (m Manifest) Validate() error {
+	if err := checkOrigin(m.Format, m.Engine); err != nil {
+		return err
+	}
+	if m.Created.Location() != time.UTC || m.Created.Nanosecond() != 0 || m.Created.Year() < 1970 || m.Created.Year() > 9999 {
+		return fmt.Errorf("created: %s is not UTC in whole seconds, from 1970 to 9999", m.Created)
+	}
+	if m.Parent != "" {
+		if _, err := ParseID(m.Parent); err != nil {
+			return fmt.Errorf("parent: %w", err)
+		}
+	}
+	if _, err := layer.ParseDigest(m.Kernel); err != nil {
+		return fmt.Errorf("kernel: %w", err)
+	}
+	if err := m.CPU.validate(); err != nil {
+		return fmt.Errorf("cpu: %w", err)
+	}
+	switch {
+	case m.TSCKHz == 0 || m.TSCKHz > maxTSCKHz:
+		return fmt.Errorf("tsc_khz: %d is not between 1 and %d", m.TSCKHz, maxTSCKHz)
+	case m.VCPUs < 1 || m.VCPUs > maxVCPUs:
+		return fmt.Errorf("vcpus: %d is not between 1 and %d", m.VCPUs, maxVCPUs)
+	case m.State.Size == 0 || m.State.Size > MaxState:
+		return fmt.Errorf("state: %d bytes are not between 1 and %d", m.State.Size, MaxState)
+	case !validHostname(m.Hostname):
+		return fmt.Errorf("hostname: %.80q has other characters than letters, digits and hyphens, or more than 63", m.Hostname)
+	}
+	if err := validateLabels(m.Labels); err != nil {
+		return fmt.Errorf("labels: %w", err)
+	}
+	if err := m.validateDevices(); err != nil {
+		return err
+	}
+	return m.validateImages()
+}
+
+func (c CPU) validate() error {
+	switch {
+	case !printable(c.Profile, 64):
+		return fmt.Errorf("profile: %.80q is not a name of 1 to 64 characters", c.Profile)
+	case !printable(c.Vendor, 64):
+		return fmt.Errorf("vendor: %.80q is not a name of 1 to 64 characters", c.Vendor)
+	// CPUID 1: extended family and family add up to 270 at most, a model has
+	// eight bits, a stepping four.
+	case c.Family < 0 || c.Family > 0x10e || c.Model < 0 || c.Model > 0xff || c.Stepping < 0 || c.Stepping > 0xf:
+		return fmt.Errorf("family %d, model %d, stepping %d: no processor has these", c.Family, c.Model, c.Stepping)
+	}
+	return nil
+}
+
+// printable accepts 1 to most visible ASCII characters.
+func printable(s string, most int) bool {
+	for i := range len(s) {
+		if s[i] <= ' ' || s[i] > '~' {
+			return false
+		}
+	}
+	return s != "" && len(s) <= most
+}
+
+func letterOrDigit(c rune) bool {
+	return c >= '0' && c <= '9' || c >= 'a' && c <= 'z' || c >= 'A' && c <= 'Z'
+}
+
+// validHostname accepts the agent's host names, and none.
+func validHostname(s string) bool {
+	return len(s) <= 63 && strings.IndexFunc(s, func(c rune) bool { return !letterOrDigit(c) && c != '-' }) < 0
+}
+
+func validateLabels(labels map[string]string) error {
+	if len(labels) > maxLabels {
+		return fmt.Errorf("%d are more than %d", len(labels), maxLabels)
+	}
+	for k, v := range labels {
+		if k == "" || len(k) > maxLabel || strings.IndexFunc(k, func(c rune) bool { return !letterOrDigit(c) && !strings.ContainsRune("-_./", c) }) >= 0 {
+			return fmt.Errorf("the key %.80q has other characters than letters, digits and -_./, or not 1 to %d", k, maxLabel)
+		}
+		if len(v) > maxLabel || !utf8.ValidString(v) || strings.IndexFunc(v, unicode.IsControl) >= 0 {
+			return fmt.Errorf("the value of %q has control characters, or more than %d bytes", k, maxLabel)
+		}
+	}
+	return nil
+}
+
+func (m Manifest) validateDevices() error {
+	if len(m.Disks) > maxDevices || len(m.Nets) > maxDevices {
+		return fmt.Errorf("disks, nets: %d and %d; at most %d are possible", len(m.Disks), len(m.Nets), maxDevices)
+	}
+	seen := map[string]bool{}
+	for i, d := range m.Disks {
+		if !printable(d.ID, maxDiskID) || seen[d.ID] {
+			return fmt.Errorf("disks[%d].id: %.80q is not 1 to %d characters, or is there twice", i, d.ID, maxDiskID)
+		}
+		seen[d.ID] = true
+	}
+	for i, n := range m.Nets {
+		mac, err := net.ParseMAC(n.MAC)
+		if err != nil || len(mac) != 6 || mac.String() != n.MAC || mac[0]&1 != 0 {
+			return fmt.Errorf("nets[%d].mac: %.80q is not the address of one device, as in 02:00:00:00:00:01", i, n.MAC)
+		}
+		if n.MTU < minMTU || n.MTU > maxMTU {
+			return fmt.Errorf("nets[%d].mtu: %d is not between %d and %d", i, n.MTU, minMTU, maxMTU)
+		}
+	}
+	return nil
+}
+
+func (m Manifest) validateImages() error {
+	sizes := map[layer.Digest]uint64{}
+	for i, im := range m.images() {
+		name := "memory"
+		if i > 0 {
+			name = fmt.Sprintf("disks[%d].image", i-1)
+		}
+		if err := im.Layer().Validate(); err != nil {
+			return fmt.Errorf("%s: %w", name, err)
+		}
+		for _, l := range im.Layers {
+			if size, ok := sizes[l.Digest]; ok && size != l.Size {
+				return fmt.Errorf("%s: layer %s has %d bytes here and %d elsewhere", name, l.Digest, l.Size, size)
+			}
+			sizes[l.Digest] = l.Size
+		}
+	}
+	return nil
+}

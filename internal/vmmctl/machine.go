@@ -1,0 +1,169 @@
+package vmmctl
+
+import (
+	"errors"
+	"fmt"
+
+	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/wire"
+)
+
+func (m *Boot) encode(e *wire.Encoder) {
+	e.String(m.Cmdline)
+	e.Uvarint(m.Memory)
+	e.Uvarint(m.VCPUs)
+	e.String(m.Profile)
+	e.Bool(m.HasInitrd)
+	m.Devices.encode(e)
+}
+
+func (m *Boot) decode(d *wire.Decoder) {
+	m.Cmdline = d.String(maxText)
+	m.Memory = d.Uvarint()
+	m.VCPUs = d.UvarintMax(1 << 16)
+	m.Profile = d.String(maxText)
+	m.HasInitrd = d.Bool()
+	m.Devices.decode(d)
+}
+
+func (m *Restore) encode(e *wire.Encoder) {
+	encodeImage(e, &m.Memory)
+	e.String(m.Profile)
+	e.Uvarint(m.VCPUs)
+	m.Devices.encode(e)
+}
+
+func (m *Restore) decode(d *wire.Decoder) {
+	m.Memory = decodeImage(d)
+	m.Profile = d.String(maxText)
+	m.VCPUs = d.UvarintMax(1 << 16)
+	m.Devices.decode(d)
+}
+
+func (m *Devices) encode(e *wire.Encoder) {
+	e.Uvarint(uint64(m.ReadyPort))
+	e.Uvarint(uint64(len(m.Disks)))
+	for i := range m.Disks {
+		k := &m.Disks[i]
+		e.Bool(k.ReadOnly)
+		e.String(k.ID)
+		e.Bool(k.Image != nil)
+		if k.Image != nil {
+			encodeImage(e, k.Image)
+		}
+	}
+	e.Uvarint(uint64(len(m.Nets)))
+	for _, n := range m.Nets {
+		e.Data(n.MAC[:])
+		e.Uvarint(uint64(n.MTU))
+	}
+}
+
+func (m *Devices) decode(d *wire.Decoder) {
+	m.ReadyPort = uint32(d.UvarintMax(1<<32 - 1))
+	for range d.Count(maxDevices) {
+		k := Disk{ReadOnly: d.Bool(), ID: d.String(maxText)}
+		if d.Bool() {
+			im := decodeImage(d)
+			k.Image = &im
+		}
+		m.Disks = append(m.Disks, k)
+	}
+	for range d.Count(maxDevices) {
+		var n Net
+		if copy(n.MAC[:], d.View(len(n.MAC))) != len(n.MAC) {
+			d.Fail(errors.New("a MAC address has six bytes"))
+		}
+		n.MTU = uint16(d.UvarintMax(1<<16 - 1))
+		m.Nets = append(m.Nets, n)
+	}
+}
+
+func encodeImage(e *wire.Encoder, im *layer.Image) {
+	e.Uvarint(im.Size)
+	e.Uvarint(uint64(len(im.Layers)))
+	for _, r := range im.Layers {
+		e.Data(r.Digest[:])
+		e.Uvarint(r.Size)
+	}
+	e.Uvarint(uint64(len(im.Extents)))
+	for _, x := range im.Extents {
+		e.Uvarint(x.Start)
+		e.Uvarint(x.Length)
+		e.Uvarint(uint64(x.Layer))
+		e.Uvarint(x.Offset)
+	}
+}
+
+func decodeImage(d *wire.Decoder) (im layer.Image) {
+	im.Size = d.Uvarint()
+	for range d.Count(layer.MaxLayers) {
+		var r layer.Ref
+		if copy(r.Digest[:], d.View(len(r.Digest))) != len(r.Digest) {
+			d.Fail(fmt.Errorf("a digest has %d bytes", len(r.Digest)))
+		}
+		r.Size = d.Uvarint()
+		im.Layers = append(im.Layers, r)
+	}
+	for range d.Count(layer.MaxExtents) {
+		im.Extents = append(im.Extents, layer.Extent{
+			Start: d.Uvarint(), Length: d.Uvarint(), Layer: int(d.UvarintMax(layer.MaxLayers)), Offset: d.Uvarint(),
+		})
+	}
+	if d.Err() == nil {
+		if err := im.Validate(); err != nil {
+			d.Fail(err)
+		}
+	}
+	return im
+}
+
+func (m *Save) encode(e *wire.Encoder) { e.Uvarint(m.ID) }
+func (m *Save) decode(d *wire.Decoder) { m.ID = d.Uvarint() }
+
+// Marshal encodes what was saved, for a Reply's data.
+func (s *Saved) Marshal() []byte {
+	e := wire.NewEncoder(nil)
+	e.Version(messageVersion)
+	s.Memory.encode(e)
+	e.Uvarint(uint64(len(s.Disks)))
+	for i := range s.Disks {
+		s.Disks[i].encode(e)
+	}
+	return e.Bytes()
+}
+
+// UnmarshalSaved decodes a Reply's data.
+func UnmarshalSaved(b []byte) (*Saved, error) {
+	s := &Saved{}
+	d := wire.NewDecoder(b)
+	d.Version(messageVersion)
+	s.Memory.decode(d)
+	for range d.Count(maxDevices) {
+		var c Change
+		c.decode(d)
+		s.Disks = append(s.Disks, c)
+	}
+	if err := d.Finish(); err != nil {
+		return nil, fmt.Errorf("decode what was saved: %w", err)
+	}
+	return s, nil
+}
+
+func (c *Change) encode(e *wire.Encoder) {
+	for _, runs := range [][]layer.Run{c.Runs, c.Zeros} {
+		e.Uvarint(uint64(len(runs)))
+		for _, r := range runs {
+			e.Uvarint(r.Start)
+			e.Uvarint(r.Length)
+		}
+	}
+}
+
+func (c *Change) decode(d *wire.Decoder) {
+	for _, runs := range []*[]layer.Run{&c.Runs, &c.Zeros} {
+		for range d.Count(layer.MaxExtents) {
+			*runs = append(*runs, layer.Run{Start: d.Uvarint(), Length: d.Uvarint()})
+		}
+	}
+}

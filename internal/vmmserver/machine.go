@@ -1,0 +1,140 @@
+package vmmserver
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"os"
+
+	"agentrun.dev/internal/guestmem"
+	"agentrun.dev/internal/kvm"
+	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmmctl"
+)
+
+// take returns the next n descriptors of the first message.
+func (s *server) take(n int) []*os.File {
+	files := s.files[:n:n]
+	s.files = s.files[n:]
+	return files
+}
+
+// begin checks the number of descriptors and takes the first, KVM.
+func (s *server) begin(want int) (err error) {
+	if len(s.files) != want {
+		return fmt.Errorf("the message came with %d files, not %d", len(s.files), want)
+	}
+	s.sys, err = kvm.FromFile(s.take(1)[0])
+	return err
+}
+
+// boot hands the descriptors to the VM in the order that Boot documents.
+func (s *server) boot(b *vmmctl.Boot) error {
+	own := 2
+	if b.HasInitrd {
+		own++
+	}
+	if err := s.begin(own + b.Devices.Files()); err != nil {
+		return err
+	}
+	cfg := vmm.Config{
+		KVM: s.sys, Kernel: s.take(1)[0], Cmdline: b.Cmdline,
+		Memory: b.Memory, VCPUs: int(b.VCPUs), Profile: vmm.Profile(b.Profile),
+	}
+	defer func() { _ = cfg.Kernel.Close() }() // only read
+	if b.HasInitrd {
+		cfg.Initrd = s.take(1)[0]
+		defer func() { _ = cfg.Initrd.Close() }()
+	}
+	var err error
+	if cfg.Devices, err = s.devices(&b.Devices); err != nil {
+		return err
+	}
+	if s.vm, err = vmm.Boot(cfg); err != nil {
+		return err
+	}
+	return s.vm.Start()
+}
+
+// maxState bounds a saved state: eight vCPUs with all their registers are far
+// below.
+const maxState = 1 << 20
+
+// restore does the same for Restore.
+func (s *server) restore(r *vmmctl.Restore) error {
+	if err := s.begin(2 + len(r.Memory.Layers) + r.Devices.Files()); err != nil {
+		return err
+	}
+	state, err := readState(s.take(1)[0])
+	if err != nil {
+		return err
+	}
+	layers := s.take(len(r.Memory.Layers))
+	cfg := vmm.ShellConfig{KVM: s.sys, Memory: r.Memory.Size, VCPUs: int(r.VCPUs), Profile: vmm.Profile(r.Profile)}
+	for _, e := range r.Memory.Extents {
+		cfg.Layers = append(cfg.Layers, guestmem.Mapping{
+			Span: guestmem.Span{Start: e.Start, Length: e.Length}, File: layers[e.Layer], Offset: e.Offset,
+		})
+	}
+	shell, err := vmm.NewShell(cfg)
+	for _, f := range layers {
+		err = errors.Join(err, f.Close()) // a mapping needs no descriptor
+	}
+	if err != nil {
+		return err
+	}
+	devices, err := s.devices(&r.Devices)
+	if err != nil {
+		return errors.Join(err, shell.Close())
+	}
+	if s.vm, err = shell.Load(state, devices); err != nil {
+		return err
+	}
+	return s.vm.Start()
+}
+
+func readState(f *os.File) (*vmm.State, error) {
+	b, err := io.ReadAll(io.LimitReader(io.NewSectionReader(f, 0, maxState+1), maxState+1))
+	if err = errors.Join(err, f.Close()); err != nil {
+		return nil, fmt.Errorf("read the machine's state: %w", err)
+	}
+	if len(b) > maxState {
+		return nil, fmt.Errorf("the machine's state has more than %d bytes", maxState)
+	}
+	return vmm.UnmarshalState(b)
+}
+
+// devices takes the descriptors of the disks and nets.
+func (s *server) devices(d *vmmctl.Devices) (out vmm.Devices, err error) {
+	s.readyPort = d.ReadyPort
+	out.Vsock = &vmm.Vsock{Accept: s.accept}
+	for i := range d.Disks {
+		k := &d.Disks[i]
+		files := s.take(k.Files())
+		var disk vmm.Disk
+		if k.Image == nil {
+			disk, err = vmm.FileDisk(files[0], k.ReadOnly, k.ID)
+		} else {
+			disk, err = s.layered(k, files)
+		}
+		if err != nil {
+			return out, fmt.Errorf("disk %d: %w", i, err)
+		}
+		out.Disks = append(out.Disks, disk)
+	}
+	for _, n := range d.Nets {
+		out.Nets = append(out.Nets, vmm.Net{Socket: s.take(1)[0], MAC: n.MAC, MTU: n.MTU})
+	}
+	return out, nil
+}
+
+func (s *server) layered(k *vmmctl.Disk, files []*os.File) (vmm.Disk, error) {
+	last := len(files) - 1
+	disk, err := layer.NewDisk(*k.Image, files[:last], files[last])
+	if err != nil {
+		return vmm.Disk{}, err
+	}
+	s.disks = append(s.disks, disk)
+	return vmm.Disk{Backend: disk, ID: k.ID, Close: disk.Close}, nil
+}
