@@ -8,11 +8,13 @@ import (
 const (
 	// PageSize is the granule of everything here.
 	PageSize = 4096
-	// MaxLayers, MaxExtents and MaxRuns bound an image: each extent of a
-	// memory is a mapping, and the time of a fork grows with them.
-	MaxLayers  = 8
+	// MaxLayers is how many files an image may consist of.
+	MaxLayers = 8
+	// MaxExtents bounds an image: each extent of a memory is a mapping, and
+	// the time of a fork grows with them.
 	MaxExtents = 256
-	// MaxRuns is how many extents one new layer may bring.
+	// MaxRuns is how many extents one new layer may bring. So many runs and
+	// zeros fit over any image that was compacted.
 	MaxRuns = 64
 	// MaxSize bounds images and layers: the largest file that ext4 can hold.
 	// Offsets below it add up without overflow.

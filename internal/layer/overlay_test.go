@@ -107,10 +107,10 @@ func packed(s store, model []byte, runs []Run) Ref {
 // compares it and its ancestors with byte slices.
 func TestGenerations(t *testing.T) {
 	limits := 0
-	for seed := range uint64(30) {
+	for seed := range uint64(10) {
 		r := rand.New(rand.NewPCG(seed, 2))
 		s := newStore(t)
-		pages := uint64(100 + r.IntN(500))
+		pages := uint64(100 + r.IntN(400))
 		im := Image{Size: pages * PageSize}
 		model := make([]byte, im.Size)
 		var ancestors []Image

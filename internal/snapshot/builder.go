@@ -40,10 +40,13 @@ func NewBuilder(dir string) (*Builder, error) {
 
 func (b *Builder) begin() error {
 	// The move at the end would refuse too, after all the work.
-	if _, err := b.parent.Lstat(b.name); !errors.Is(err, fs.ErrNotExist) {
-		return errors.Join(err, errors.New("something is there already: choose another name, or remove it"))
+	_, err := b.parent.Lstat(b.name)
+	if err == nil {
+		return errors.New("something is there already: choose another name, or remove it")
 	}
-	var err error
+	if !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
 	if b.temp, b.lock, err = lockTemp(b.parent); err != nil {
 		return err
 	}

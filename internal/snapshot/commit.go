@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"path/filepath"
 
 	"agentrun.dev/internal/layer"
 )
@@ -26,9 +25,12 @@ func (b *Builder) Commit(m Manifest, state []byte) (*Snapshot, error) {
 			return nil, fmt.Errorf("commit snapshot: %s: %w", s.name, err)
 		}
 	}
-	dir := filepath.Join(b.parent.Name(), b.name)
+	root, err := b.parent.OpenRoot(b.name)
 	b.close()
-	return Open(dir)
+	if err != nil {
+		return nil, fmt.Errorf("open committed snapshot: %w", err)
+	}
+	return open(root)
 }
 
 // step is a part of a commit. Between any two of them the process may die.

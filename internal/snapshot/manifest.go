@@ -12,9 +12,10 @@ const (
 	Format = 1
 	// Engine names who can restore the state, and its version.
 	Engine = "microvm/1"
-	// MaxManifest and MaxState bound the two files that are read into memory.
+	// MaxManifest bounds manifest.json, which is read into memory.
 	MaxManifest = 1 << 20
-	MaxState    = 16 << 20
+	// MaxState bounds the state, likewise.
+	MaxState = 16 << 20
 )
 
 // ID is the SHA-256 of a manifest, and so of everything that it names.

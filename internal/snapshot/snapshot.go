@@ -33,9 +33,13 @@ func Open(dir string) (*Snapshot, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open snapshot: %w", err)
 	}
+	return open(root)
+}
+
+func open(root *os.Root) (*Snapshot, error) {
 	s := &Snapshot{root: root}
 	if err := s.read(); err != nil {
-		return nil, errors.Join(fmt.Errorf("open snapshot %s: %w", dir, err), root.Close())
+		return nil, errors.Join(fmt.Errorf("open snapshot %s: %w", root.Name(), err), root.Close())
 	}
 	return s, nil
 }

@@ -96,6 +96,11 @@ func printable(s string, most int) bool {
 	return s != "" && len(s) <= most
 }
 
+// text accepts at most so many bytes of anything that a terminal may show.
+func text(s string, most int) bool {
+	return len(s) <= most && utf8.ValidString(s) && strings.IndexFunc(s, unicode.IsControl) < 0
+}
+
 func letterOrDigit(c rune) bool {
 	return c >= '0' && c <= '9' || c >= 'a' && c <= 'z' || c >= 'A' && c <= 'Z'
 }
@@ -113,7 +118,7 @@ func validateLabels(labels map[string]string) error {
 		if k == "" || len(k) > maxLabel || strings.IndexFunc(k, func(c rune) bool { return !letterOrDigit(c) && !strings.ContainsRune("-_./", c) }) >= 0 {
 			return fmt.Errorf("the key %.80q has other characters than letters, digits and -_./, or not 1 to %d", k, maxLabel)
 		}
-		if len(v) > maxLabel || !utf8.ValidString(v) || strings.IndexFunc(v, unicode.IsControl) >= 0 {
+		if !text(v, maxLabel) {
 			return fmt.Errorf("the value of %q has control characters, or more than %d bytes", k, maxLabel)
 		}
 	}
@@ -124,12 +129,10 @@ func (m Manifest) validateDevices() error {
 	if len(m.Disks) > maxDevices || len(m.Nets) > maxDevices {
 		return fmt.Errorf("disks, nets: %d and %d; at most %d are possible", len(m.Disks), len(m.Nets), maxDevices)
 	}
-	seen := map[string]bool{}
 	for i, d := range m.Disks {
-		if !printable(d.ID, maxDiskID) || seen[d.ID] {
-			return fmt.Errorf("disks[%d].id: %.80q is not 1 to %d characters, or is there twice", i, d.ID, maxDiskID)
+		if !text(d.ID, maxDiskID) {
+			return fmt.Errorf("disks[%d].id: %.80q has control characters, or more than %d bytes", i, d.ID, maxDiskID)
 		}
-		seen[d.ID] = true
 	}
 	for i, n := range m.Nets {
 		mac, err := net.ParseMAC(n.MAC)

@@ -92,7 +92,6 @@ run "pip install $meson" venv/bin/pip install -q "$meson"
 mkdir out
 cd out
 PATH=$work/venv/bin:$PATH run "configure" ../source/configure --python="$work/venv/bin/python3" \
-	--prefix=/usr --firmwarepath=/usr/share/qemu:/usr/share/seabios \
 	--target-list=x86_64-softmmu --without-default-features --without-default-devices \
 	--with-devices-x86_64=testbed --enable-tcg --enable-fdt=system --enable-virtfs --enable-attr \
 	--disable-docs --disable-install-blobs --disable-debug-info --disable-werror

@@ -89,7 +89,7 @@ cat > /counter.sh <<'END'
 n=0
 trap 'echo $n > /run/test/count; echo done > /run/test/answer' USR1
 echo ready > /run/test/ready
-while :; do n=$((n+1)); usleep 10000; done
+while :; do n=$((n+1)); usleep 200000; done
 END
 sh /counter.sh </dev/null >/dev/null 2>&1 &
 echo $! > /run/test/pid

@@ -110,9 +110,13 @@ func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, er
 
 // top makes a file without a name for what a disk's guest writes.
 func (e *Engine) top() (*os.File, error) {
-	f, err := os.OpenFile(e.scratch, os.O_RDWR|unix.O_TMPFILE, 0o600)
+	f, err := os.CreateTemp(e.scratch, "disk-")
 	if err != nil {
 		return nil, fmt.Errorf("make a disk's writable layer: %w", err)
+	}
+	// Not O_TMPFILE: overlay filesystems have learnt it only in Linux 6.2.
+	if err := os.Remove(f.Name()); err != nil {
+		return nil, errors.Join(fmt.Errorf("make a disk's writable layer: %w", err), f.Close())
 	}
 	return f, nil
 }

@@ -120,7 +120,7 @@ func (m *Machine) qemuArgs(cfg Config) []string {
 	// A comma ends an option's value unless doubled.
 	results := strings.ReplaceAll(m.Results(), ",", ",,")
 	args := []string{
-		"-name", m.name(),
+		"-name", m.name(), "-L", "/usr/share/qemu", "-L", "/usr/share/seabios",
 		"-M", "q35", "-accel", "tcg,thread=multi,tb-size=1024", "-cpu", "EPYC,+svm,+npt",
 		"-smp", strconv.Itoa(cfg.CPUs), "-m", strconv.Itoa(cfg.MemoryMiB),
 		"-no-user-config", "-nodefaults", "-display", "none", "-no-reboot",
