@@ -5,11 +5,9 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"text/tabwriter"
 	"time"
 
 	"agentrun.dev/internal/engine/microvm"
-	"agentrun.dev/internal/guestrpc"
 )
 
 // BootConfig says what Boot measures.
@@ -85,7 +83,7 @@ func Boot(ctx context.Context, cfg BootConfig) (_ BootReport, err error) {
 			pings, err = repeat(pings, cfg.Pings/cfg.Boots, func() error { return g.Agent.Ping(ctx) })
 		}
 		if err == nil {
-			execs, err = repeat(execs, cfg.Execs/cfg.Boots, func() error { return execProgram(ctx, g, cfg.Program) })
+			execs, err = repeat(execs, cfg.Execs/cfg.Boots, func() error { return execProgram(ctx, g.Agent, cfg.Program) })
 		}
 		g.Kill()
 		if err != nil {
@@ -114,34 +112,14 @@ func repeat(sample []time.Duration, n int, do func() error) ([]time.Duration, er
 	return sample, nil
 }
 
-func execProgram(ctx context.Context, g *microvm.Guest, program string) error {
-	status, err := g.Agent.Run(ctx, guestrpc.ExecRequest{Argv: []string{program}}, nil, nil, nil)
-	if err != nil {
-		return err
-	}
-	if status.Code != 0 {
-		return fmt.Errorf("%s returned %d", program, status.Code)
-	}
-	return nil
-}
-
 // Print writes the report as a table.
 func (r BootReport) Print(w io.Writer) error {
-	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
 	fmt.Fprintf(w, "microVM of %d MiB, %d vCPU; milliseconds\n", r.Memory>>20, r.VCPUs)
-	fmt.Fprintln(t, "\tn\tp10\tp50\tp90\tp99\tp50/floor\t")
-	for _, row := range []struct {
-		name string
-		s    Summary
-	}{{"floor", r.Floor}, {"boot to first answer", r.Boot}, {"warm ping", r.Ping}, {"warm exec", r.Exec}} {
-		fmt.Fprintf(t, "%s\t%d\t%.2f\t%.2f\t%.2f\t%.2f\t%.2f\t\n",
-			row.name, row.s.N, row.s.P10, row.s.P50, row.s.P90, row.s.P99, row.s.P50/r.Floor.P50)
+	err := printTable(w, r.Floor, []row{
+		{"floor", r.Floor}, {"boot to first answer", r.Boot}, {"warm ping", r.Ping}, {"warm exec", r.Exec},
+	})
+	if err == nil && r.Noisy {
+		fmt.Fprintln(w, noisyWarning)
 	}
-	if err := t.Flush(); err != nil {
-		return err
-	}
-	if r.Noisy {
-		fmt.Fprintln(w, "too noisy: the floor's median is more than 1.5 times its tenth percentile")
-	}
-	return nil
+	return err
 }

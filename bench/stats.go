@@ -36,3 +36,12 @@ const noisyRatio = 1.5
 
 // Noisy reports whether a run's floor shows that its numbers mean little.
 func (s Summary) Noisy() bool { return s.P50 > noisyRatio*s.P10 }
+
+func median(sample []uint64) uint64 {
+	if len(sample) == 0 {
+		return 0
+	}
+	s := slices.Clone(sample)
+	slices.Sort(s)
+	return s[len(s)/2]
+}

@@ -1,8 +1,12 @@
 package main
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
+	"io"
+	"os"
 
 	"agentrun.dev/bench"
 	"github.com/spf13/cobra"
@@ -10,7 +14,7 @@ import (
 
 func newBenchCommand() *cobra.Command {
 	cmd := &cobra.Command{Use: "bench", Short: "Measure AgentRun on this machine, beside the floor that KVM sets"}
-	cmd.AddCommand(newBenchBootCommand())
+	cmd.AddCommand(newBenchBootCommand(), newBenchForkCommand())
 	return cmd
 }
 
@@ -41,12 +45,7 @@ run to the first port write.`,
 			if err != nil {
 				return err
 			}
-			if asJSON {
-				e := json.NewEncoder(cmd.OutOrStdout())
-				e.SetIndent("", "  ")
-				return e.Encode(report)
-			}
-			return report.Print(cmd.OutOrStdout())
+			return printBench(cmd.OutOrStdout(), report, asJSON)
 		},
 	}
 	f := cmd.Flags()
@@ -62,4 +61,81 @@ run to the first port write.`,
 		panic(err) // the flag was defined above
 	}
 	return cmd
+}
+
+// benchReport is what every benchmark returns.
+type benchReport interface{ Print(io.Writer) error }
+
+func printBench(w io.Writer, r benchReport, asJSON bool) error {
+	if !asJSON {
+		return r.Print(w)
+	}
+	e := json.NewEncoder(w)
+	e.SetIndent("", "  ")
+	return e.Encode(r)
+}
+
+func newBenchForkCommand() *cobra.Command {
+	cfg := bench.ForkConfig{VCPUs: 1, Count: 100}
+	memory := byteSize(256 << 20)
+	var rootfs, guest, engineName string
+	var asJSON bool
+	cmd := &cobra.Command{
+		Use:   "fork (--rootfs DIR | --guest test)",
+		Short: "Forks: to the first instruction, the first answer and the first program",
+		Long: `Boot a microVM, freeze it, fork it again and again and measure, beside the floor
+of the same run: when the state is restored, when the agent has answered (with an
+identity of its own), when a program has ended, and the memory that a fork costs.
+All forks stay alive to the end.
+
+--guest test measures the host's side alone, in one process, with a bare guest
+that runs on any KVM: to the first guest instruction, and the same from shells
+made ahead (VM, vCPU and memory there, state not yet loaded).`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) (err error) {
+			if engineName != "microvm" {
+				return fmt.Errorf("--engine %q: only microvm is there", engineName)
+			}
+			cfg.Memory = uint64(memory)
+			var r bench.ForkReport
+			switch {
+			case guest == bench.GuestTest:
+				r, err = bench.ForkBare(cmd.Context(), cfg)
+			case guest != bench.GuestLinux:
+				return fmt.Errorf("--guest %q: linux or test", guest)
+			case rootfs == "":
+				return errors.New("--rootfs is missing: a folder with a root filesystem, or an EROFS image of one")
+			default:
+				r, err = benchForkLinux(cmd.Context(), cfg, rootfs)
+			}
+			if err != nil {
+				return err
+			}
+			return printBench(cmd.OutOrStdout(), r, asJSON)
+		},
+	}
+	f := cmd.Flags()
+	f.StringVar(&rootfs, "rootfs", "", "folder with a root filesystem, or an EROFS image of one")
+	f.StringVar(&guest, "guest", bench.GuestLinux, "linux, or test for the bare guest")
+	f.StringVar(&engineName, "engine", "microvm", "engine to measure")
+	f.IntVarP(&cfg.Count, "count", "n", cfg.Count, "how many forks")
+	f.IntVar(&cfg.VCPUs, "cpus", cfg.VCPUs, "processors of the microVM")
+	f.Var(&memory, "memory", "RAM of the microVM")
+	f.StringVar(&cfg.Program, "program", "true", "program of the root filesystem whose execution is measured")
+	f.BoolVar(&asJSON, "json", false, "print JSON")
+	return cmd
+}
+
+func benchForkLinux(ctx context.Context, cfg bench.ForkConfig, rootfs string) (_ bench.ForkReport, err error) {
+	root, cleanup, err := rootPath(ctx, rootfs)
+	if err != nil {
+		return bench.ForkReport{}, err
+	}
+	defer func() { err = errors.Join(err, cleanup()) }()
+	cfg.Root = root
+	if cfg.Folder, err = os.MkdirTemp("", "agentrun-bench-"); err != nil {
+		return bench.ForkReport{}, err
+	}
+	defer func() { err = errors.Join(err, os.RemoveAll(cfg.Folder)) }()
+	return bench.Fork(ctx, cfg)
 }

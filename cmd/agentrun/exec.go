@@ -6,15 +6,35 @@ import (
 	"io"
 	"os"
 	"os/signal"
+	"time"
 
-	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/guestrpc"
+	"github.com/spf13/pflag"
 	"golang.org/x/sys/unix"
 	"golang.org/x/term"
 )
 
-// exec runs the command in a booted guest and streams its input and output.
-func (o *runOptions) exec(ctx context.Context, g *microvm.Guest, argv []string, stdin io.Reader, stdout, stderr io.Writer) (status guestrpc.ExitStatus, err error) {
+// execOptions are the flags of commands that run a program in a sandbox.
+type execOptions struct {
+	env     []string
+	workdir string
+	user    string
+	timeout time.Duration
+	stdin   bool
+	tty     bool
+}
+
+func (o *execOptions) flags(f *pflag.FlagSet) {
+	f.StringArrayVarP(&o.env, "env", "e", nil, "environment variable NAME=VALUE for the command (repeatable)")
+	f.StringVarP(&o.workdir, "workdir", "w", "", "folder the command starts in (default: the user's home)")
+	f.StringVarP(&o.user, "user", "u", "", "user the command runs as: NAME, UID, or UID:GID (default: root)")
+	f.DurationVar(&o.timeout, "timeout", 0, "kill the command after this long, such as 30s")
+	f.BoolVarP(&o.stdin, "interactive", "i", false, "pass this terminal's input on to the command")
+	f.BoolVarP(&o.tty, "tty", "t", false, "give the command a terminal")
+}
+
+// exec runs the command in a guest and streams its input and output.
+func (o *execOptions) exec(ctx context.Context, agent *guestrpc.Client, argv []string, stdin io.Reader, stdout, stderr io.Writer) (status guestrpc.ExitStatus, err error) {
 	req := guestrpc.ExecRequest{
 		Argv: argv, Env: o.env, Cwd: o.workdir, User: o.user,
 		Timeout: o.timeout, TTY: o.tty, Stdin: o.stdin,
@@ -34,7 +54,7 @@ func (o *runOptions) exec(ctx context.Context, g *microvm.Guest, argv []string, 
 	if !o.stdin {
 		stdin = nil
 	}
-	x, err := g.Agent.Exec(ctx, req)
+	x, err := agent.Exec(ctx, req)
 	if err != nil {
 		return status, err
 	}
@@ -49,7 +69,7 @@ func (o *runOptions) exec(ctx context.Context, g *microvm.Guest, argv []string, 
 type terminal struct{ fd int }
 
 // terminal returns nil unless the command gets a terminal and ours feeds it.
-func (o *runOptions) terminal(stdin io.Reader) (*terminal, error) {
+func (o *execOptions) terminal(stdin io.Reader) (*terminal, error) {
 	f, ok := stdin.(*os.File)
 	if !o.tty || !o.stdin || !ok {
 		return nil, nil

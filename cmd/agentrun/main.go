@@ -60,6 +60,7 @@ func run(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.
 	root.SetIn(stdin)
 	root.SetOut(stdout)
 	root.SetErr(stderr)
-	root.AddCommand(newRunCommand(), newDoctorCommand(), newBenchCommand())
+	root.AddCommand(newRunCommand(), newSnapshotCommand(), newForkCommand(), newExecCommand(), newListCommand(), newRemoveCommand(),
+		newDoctorCommand(), newBenchCommand())
 	return root.ExecuteContext(ctx)
 }

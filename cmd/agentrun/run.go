@@ -24,15 +24,10 @@ type runOptions struct {
 	memory   byteSize
 	cpus     int
 	disks    []string
-	env      []string
-	workdir  string
-	user     string
 	hostname string
-	timeout  time.Duration
-	stdin    bool
-	tty      bool
 	console  bool
 	cmdline  string
+	execOptions
 }
 
 // shutdownGrace is what processes that the command left behind get to end.
@@ -66,13 +61,8 @@ The exit code is the command's own, 128+N if signal N ended it, 124 if
 	f.Var(&o.memory, "memory", "RAM of the microVM, such as 512M or 2G")
 	f.IntVar(&o.cpus, "cpus", o.cpus, fmt.Sprintf("processors of the microVM, 1 to %d", vmm.MaxVCPUs))
 	f.StringArrayVar(&o.disks, "disk", nil, "file to attach as a disk, FILE or FILE:ro (repeatable; /dev/vdb, /dev/vdc, …)")
-	f.StringArrayVarP(&o.env, "env", "e", nil, "environment variable NAME=VALUE for the command (repeatable)")
-	f.StringVarP(&o.workdir, "workdir", "w", "", "folder the command starts in (default: the user's home)")
-	f.StringVarP(&o.user, "user", "u", "", "user the command runs as: NAME, UID, or UID:GID (default: root)")
+	o.execOptions.flags(f)
 	f.StringVar(&o.hostname, "hostname", "sandbox", "host name of the microVM")
-	f.DurationVar(&o.timeout, "timeout", 0, "kill the command after this long, such as 30s")
-	f.BoolVarP(&o.stdin, "interactive", "i", false, "pass this terminal's input on to the command")
-	f.BoolVarP(&o.tty, "tty", "t", false, "give the command a terminal")
 	f.BoolVar(&o.console, "console", false, "print the microVM's console log to stderr at the end")
 	f.StringVar(&o.cmdline, "append", "", "more words for the kernel command line")
 	if err := cmd.MarkFlagRequired("rootfs"); err != nil {
@@ -91,7 +81,7 @@ func runCommand(ctx context.Context, o runOptions, argv []string, stdin io.Reade
 	if err != nil {
 		return err
 	}
-	status, err := o.exec(ctx, g, argv, stdin, stdout, stderr)
+	status, err := o.exec(ctx, g.Agent, argv, stdin, stdout, stderr)
 	if o.console {
 		console, consoleErr := g.Console(context.WithoutCancel(ctx))
 		_, writeErr := stderr.Write(console)

@@ -35,6 +35,10 @@ type Spec struct {
 type ForkOptions struct {
 	// Hostname is the fork's; empty makes one up.
 	Hostname string
+	// Socket makes the fork outlive its maker: it can be attached to through
+	// a socket at this path. Its folder decides who may. Empty ends the fork
+	// with the process that made it.
+	Socket string
 }
 
 // Engine runs sandboxes of one kind.

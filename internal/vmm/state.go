@@ -117,8 +117,10 @@ func UnmarshalState(b []byte) (*State, error) {
 		return nil, errors.New("decode the machine's state: this is no state of a microVM")
 	}
 	d := wire.NewDecoder(b[len(stateMagic):])
-	if v := d.Version(stateVersion); v != stateVersion {
-		d.Fail(fmt.Errorf("version %d is not supported, only %d", v, stateVersion))
+	// A machine is restored whole or not at all: a newer state is not read in
+	// part, as other messages are.
+	if v := d.Uvarint(); v != stateVersion {
+		d.Fail(fmt.Errorf("version %d is not supported, only %d: it was saved by another version of agentrun", v, stateVersion))
 	}
 	get := func(v any) {
 		p := d.View(binary.Size(v))

@@ -7,7 +7,8 @@
 // answers each with a Reply of the same id, tells Ready when the guest's
 // agent has reported for duty, and Exit as its last word. When the socket
 // closes without an Exit the process was killed; when the parent's end closes
-// the VM is stopped.
+// the VM is stopped, unless the parent gave it a socket to listen on: then
+// others connect there and are parents like the first.
 //
 // Every message is one byte of kind followed by a wire message.
 package vmmctl

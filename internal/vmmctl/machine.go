@@ -41,6 +41,7 @@ func (m *Restore) decode(d *wire.Decoder) {
 }
 
 func (m *Devices) encode(e *wire.Encoder) {
+	e.Bool(m.Listen)
 	e.Uvarint(uint64(m.ReadyPort))
 	e.Uvarint(uint64(len(m.Disks)))
 	for i := range m.Disks {
@@ -60,6 +61,7 @@ func (m *Devices) encode(e *wire.Encoder) {
 }
 
 func (m *Devices) decode(d *wire.Decoder) {
+	m.Listen = d.Bool()
 	m.ReadyPort = uint32(d.UvarintMax(1<<32 - 1))
 	for range d.Count(maxDevices) {
 		k := Disk{ReadOnly: d.Bool(), ID: d.String(maxText)}

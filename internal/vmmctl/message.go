@@ -70,8 +70,11 @@ type Restore struct {
 }
 
 // Devices is what a machine is connected to. Its descriptors are those of each
-// disk, then one per net.
+// disk, one per net, and the listening socket (if Listen).
 type Devices struct {
+	// Listen says that one more descriptor follows: a socket on which the vmm
+	// accepts further parents. With it the VM outlives its first parent.
+	Listen bool
 	// ReadyPort is the host port that the guest's agent dials once, when it
 	// listens. It is the only one that a guest's dialing has an effect on.
 	ReadyPort uint32
@@ -98,6 +101,9 @@ func (d *Disk) Files() int {
 // Files is how many descriptors the devices come with.
 func (d *Devices) Files() int {
 	n := len(d.Nets)
+	if d.Listen {
+		n++
+	}
 	for i := range d.Disks {
 		n += d.Disks[i].Files()
 	}

@@ -23,9 +23,9 @@ func image() layer.Image {
 func devices() Devices {
 	im := image()
 	return Devices{
-		ReadyPort: 1024,
-		Disks:     []Disk{{ReadOnly: true, ID: "root"}, {}, {ID: "data", Image: &im}},
-		Nets:      []Net{{MAC: [6]byte{2, 0, 0, 0, 0, 1}, MTU: 1500}},
+		Listen: true, ReadyPort: 1024,
+		Disks: []Disk{{ReadOnly: true, ID: "root"}, {}, {ID: "data", Image: &im}},
+		Nets:  []Net{{MAC: [6]byte{2, 0, 0, 0, 0, 1}, MTU: 1500}},
 	}
 }
 

@@ -108,7 +108,7 @@ func readState(f *os.File) (*vmm.State, error) {
 // devices takes the descriptors of the disks and nets.
 func (s *server) devices(d *vmmctl.Devices) (out vmm.Devices, err error) {
 	s.readyPort = d.ReadyPort
-	out.Vsock = &vmm.Vsock{Accept: s.accept}
+	out.Vsock = &vmm.Vsock{Accept: s.dialed}
 	for i := range d.Disks {
 		k := &d.Disks[i]
 		files := s.take(k.Files())
@@ -125,6 +125,9 @@ func (s *server) devices(d *vmmctl.Devices) (out vmm.Devices, err error) {
 	}
 	for _, n := range d.Nets {
 		out.Nets = append(out.Nets, vmm.Net{Socket: s.take(1)[0], MAC: n.MAC, MTU: n.MTU})
+	}
+	if d.Listen {
+		s.listener = s.take(1)[0]
 	}
 	return out, nil
 }

@@ -10,6 +10,7 @@ import (
 	"os"
 	"runtime"
 	"sync"
+	"time"
 
 	"agentrun.dev/internal/kvm"
 	"agentrun.dev/internal/layer"
@@ -25,7 +26,7 @@ func Serve(conn *vmmctl.Conn, pagemap *os.File) error {
 	if err != nil {
 		return err
 	}
-	s := &server{conn: conn, pagemap: pagemap, files: files}
+	s := &server{pagemap: pagemap, files: files, parents: map[*vmmctl.Conn]bool{conn: true}}
 	var vcpus uint64
 	var start func() error
 	switch m := m.(type) {
@@ -49,53 +50,100 @@ func Serve(conn *vmmctl.Conn, pagemap *os.File) error {
 	if err := conn.Send(&vmmctl.Reply{}); err != nil {
 		return err
 	}
-	go s.requests()
-	exit := s.vm.Wait()
-	console := s.vm.Console()
-	sendErr := conn.Send(&vmmctl.Exit{
-		Reason: string(exit.Reason), Detail: vmmctl.Clip(exit.Detail), Console: console.Tail,
-	})
-	_, closeErr := s.vm.Close()
-	if errors.Is(sendErr, os.ErrClosed) || exit.Reason == vmm.ReasonStopped {
-		sendErr = nil // the parent has gone; that is why we stopped
+	go s.serve(conn)
+	if s.listener != nil {
+		go s.accept()
 	}
-	return errors.Join(sendErr, closeErr)
+	exit := s.vm.Wait()
+	s.broadcast(&vmmctl.Exit{
+		Reason: string(exit.Reason), Detail: vmmctl.Clip(exit.Detail), Console: s.vm.Console().Tail,
+	})
+	_, err = s.vm.Close()
+	return err
 }
 
 type server struct {
-	conn      *vmmctl.Conn
 	pagemap   *os.File
 	files     []*os.File // of the first message, those not yet taken
 	sys       *kvm.System
 	vm        *vmm.VM
 	disks     []*layer.Disk // those that can be saved
+	listener  *os.File      // nil: the VM ends with its parent
 	readyPort uint32
 	ready     sync.Once
+
+	mu      sync.Mutex // protects parents
+	parents map[*vmmctl.Conn]bool
 }
 
-// accept runs on a vCPU thread when the guest dials the host. The connection
+// broadcastPatience is how long a message to all waits for a parent that does
+// not read. The end of a VM must not.
+const broadcastPatience = time.Second
+
+// broadcast tells all parents something. One that has gone is noticed by
+// serve.
+func (s *server) broadcast(m vmmctl.Message) {
+	var sends sync.WaitGroup
+	s.mu.Lock()
+	for conn := range s.parents {
+		sends.Go(func() { _ = conn.Send(m) })
+	}
+	s.mu.Unlock()
+	sent := make(chan struct{})
+	go func() { sends.Wait(); close(sent) }()
+	patience := time.NewTimer(broadcastPatience)
+	defer patience.Stop()
+	select {
+	case <-sent:
+	case <-patience.C:
+	}
+}
+
+// accept takes further parents for as long as the process lives.
+func (s *server) accept() {
+	for {
+		conn, err := vmmctl.Accept(s.listener)
+		if err != nil {
+			fmt.Fprintln(os.Stderr, "vmm:", err)
+			return
+		}
+		s.mu.Lock()
+		s.parents[conn] = true
+		s.mu.Unlock()
+		go s.serve(conn)
+	}
+}
+
+// dialed runs on a vCPU thread when the guest dials the host. The connection
 // itself carries nothing: that it was made is the message.
-func (s *server) accept(port uint32) (*os.File, bool) {
+func (s *server) dialed(port uint32) (*os.File, bool) {
 	if port == s.readyPort {
-		s.ready.Do(func() {
-			go func() { _ = s.conn.Send(&vmmctl.Ready{}) }() // a dead parent is noticed by requests
-		})
+		s.ready.Do(func() { go s.broadcast(&vmmctl.Ready{}) })
 	}
 	return nil, false
 }
 
-// requests serves the parent until it closes its end, which stops the VM.
-func (s *server) requests() {
-	defer s.vm.Stop()
+// serve answers one parent until it closes its end. That stops a VM that has
+// no other way to be reached.
+func (s *server) serve(conn *vmmctl.Conn) {
+	defer func() {
+		s.mu.Lock()
+		delete(s.parents, conn)
+		s.mu.Unlock()
+		_ = conn.Close() // the other end is closed
+		if s.listener == nil {
+			s.vm.Stop()
+		}
+	}()
 	for {
-		m, files, err := s.conn.Receive()
+		m, files, err := conn.Receive()
 		if err != nil {
 			if !errors.Is(err, io.EOF) {
 				fmt.Fprintln(os.Stderr, "vmm:", err)
 			}
 			return
 		}
-		if err := s.request(m, files); err != nil {
+		if err := s.request(conn, m, files); err != nil {
 			fmt.Fprintln(os.Stderr, "vmm:", err)
 			return
 		}
@@ -103,17 +151,17 @@ func (s *server) requests() {
 }
 
 // request serves one message. An error means that the parent cannot be
-// understood or reached, and ends the VM.
-func (s *server) request(m vmmctl.Message, files []*os.File) error {
+// understood or reached.
+func (s *server) request(conn *vmmctl.Conn, m vmmctl.Message, files []*os.File) error {
 	if c, ok := m.(*vmmctl.Connect); ok && len(files) == 1 {
 		s.vm.Connect(c.Port, files[0], func(err error) {
-			_ = s.reply(c.ID, err, nil) // a dead parent is noticed by requests
+			_ = reply(conn, c.ID, err, nil) // a dead parent is noticed by serve
 		})
 		return nil
 	}
 	if save, ok := m.(*vmmctl.Save); ok {
 		saved, err := s.save(files)
-		return s.reply(save.ID, err, saved)
+		return reply(conn, save.ID, err, saved)
 	}
 	for _, f := range files {
 		_ = f.Close() // nobody asked for it
@@ -121,29 +169,29 @@ func (s *server) request(m vmmctl.Message, files []*os.File) error {
 	switch m := m.(type) {
 	case *vmmctl.Balloon:
 		s.vm.SetBalloon(m.Bytes)
-		return s.reply(m.ID, nil, nil)
+		return reply(conn, m.ID, nil, nil)
 	case *vmmctl.Simple:
 		switch m.Kind {
 		case vmmctl.KindPause:
-			return s.reply(m.ID, s.vm.Pause(), nil)
+			return reply(conn, m.ID, s.vm.Pause(), nil)
 		case vmmctl.KindResume:
-			return s.reply(m.ID, s.vm.Resume(), nil)
+			return reply(conn, m.ID, s.vm.Resume(), nil)
 		case vmmctl.KindConsole:
-			return s.reply(m.ID, nil, s.vm.Console().Tail)
+			return reply(conn, m.ID, nil, s.vm.Console().Tail)
 		case vmmctl.KindGeneration:
-			return s.reply(m.ID, s.vm.RenewGeneration(), nil)
+			return reply(conn, m.ID, s.vm.RenewGeneration(), nil)
 		case vmmctl.KindStop:
 			s.vm.Stop()
-			return s.reply(m.ID, nil, nil)
+			return reply(conn, m.ID, nil, nil)
 		}
 	}
 	return fmt.Errorf("unexpected control message %T with %d files", m, len(files))
 }
 
-func (s *server) reply(id uint64, err error, data []byte) error {
+func reply(conn *vmmctl.Conn, id uint64, err error, data []byte) error {
 	r := &vmmctl.Reply{ID: id, Data: data}
 	if err != nil {
 		r.Error = vmmctl.Clip(err.Error())
 	}
-	return s.conn.Send(r)
+	return conn.Send(r)
 }

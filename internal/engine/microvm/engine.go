@@ -135,16 +135,11 @@ func (e *Engine) Fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 }
 
 func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.ForkOptions) (_ *sandbox, err error) {
+	begin := time.Now()
 	m := snap.Manifest()
-	s := &sandbox{
-		engine: e, kernel: m.Kernel, hostname: opts.Hostname, vcpus: m.VCPUs,
-		memory: m.Memory.Layer(), parent: snap,
-	}
-	if s.generation, err = nextGeneration(m); err != nil {
+	s, err := e.describe(snap, opts.Hostname)
+	if err != nil {
 		return nil, err
-	}
-	if s.hostname == "" {
-		s.hostname = "sandbox-" + randomHex(4)
 	}
 	restore := &vmmctl.Restore{
 		Memory: s.memory, Profile: m.CPU.Profile, VCPUs: uint64(m.VCPUs),
@@ -169,18 +164,20 @@ func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 	for _, ref := range s.memory.Layers {
 		add(e.resident.Load(ctx, ref, func() (*os.File, error) { return snap.OpenLayer(ref) }))
 	}
-	for _, d := range m.Disks {
-		im := d.Image.Layer()
-		s.disks = append(s.disks, disk{id: d.ID, readOnly: d.ReadOnly, image: im})
-		for _, ref := range im.Layers {
+	for _, d := range s.disks {
+		for _, ref := range d.image.Layers {
 			add(snap.OpenLayer(ref))
 		}
-		wire := vmmctl.Disk{ReadOnly: d.ReadOnly, ID: d.ID}
-		if !d.ReadOnly {
-			wire.Image = &im
+		wire := vmmctl.Disk{ReadOnly: d.readOnly, ID: d.id}
+		if !d.readOnly {
+			wire.Image = &d.image
 			add(e.top())
 		}
 		restore.Devices.Disks = append(restore.Devices.Disks, wire)
+	}
+	if opts.Socket != "" {
+		restore.Devices.Listen = true
+		add(vmmctl.Listen(opts.Socket))
 	}
 	if err != nil {
 		return nil, err
@@ -189,6 +186,7 @@ func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 	if err != nil {
 		return nil, err
 	}
+	s.restored = time.Since(begin)
 	if s.Guest, err = dialAgent(ctx, p); err == nil {
 		err = s.renew(ctx)
 	}
@@ -196,6 +194,85 @@ func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 		return nil, abandon(ctx, p, err)
 	}
 	return s, nil
+}
+
+// describe says what a fork of a snapshot is made of.
+func (e *Engine) describe(snap *snapshot.Snapshot, hostname string) (*sandbox, error) {
+	m := snap.Manifest()
+	generation, err := nextGeneration(m)
+	if err != nil {
+		return nil, err
+	}
+	if hostname == "" {
+		hostname = "sandbox-" + randomHex(4)
+	}
+	s := &sandbox{
+		engine: e, kernel: m.Kernel, hostname: hostname, vcpus: m.VCPUs,
+		memory: m.Memory.Layer(), generation: generation, parent: snap,
+	}
+	for _, d := range m.Disks {
+		s.disks = append(s.disks, disk{id: d.ID, readOnly: d.ReadOnly, image: d.Image.Layer()})
+	}
+	return s, nil
+}
+
+// Attach connects to a sandbox that was forked from snap with a Socket.
+func (e *Engine) Attach(ctx context.Context, snap *snapshot.Snapshot, opts engine.ForkOptions, id ProcessID) (*Attached, error) {
+	s, err := e.describe(snap, opts.Hostname)
+	if err != nil {
+		return nil, err
+	}
+	p, err := attach(opts.Socket, id)
+	if errors.Is(err, unix.ESRCH) {
+		err = fmt.Errorf("%w: its process is gone", engine.ErrEnded)
+	}
+	if err != nil {
+		return nil, err
+	}
+	if s.Guest, err = dialAgent(ctx, p); err != nil {
+		return nil, errors.Join(err, p.conn.Close())
+	}
+	return &Attached{s}, nil
+}
+
+// Attached is a sandbox that lives on when its connection ends.
+type Attached struct{ *sandbox }
+
+// Detach leaves the sandbox alone.
+func (a *Attached) Detach() error {
+	return errors.Join(a.Guest.Agent.Close(), a.conn.Close(), a.parent.Close())
+}
+
+// Restored is how long after the call to Fork a sandbox's processors ran.
+func Restored(sb engine.Sandbox) time.Duration {
+	if s, ok := sb.(*sandbox); ok {
+		return s.restored
+	}
+	return 0
+}
+
+// Identify says by which process a sandbox is found again.
+func Identify(sb engine.Sandbox) (ProcessID, error) {
+	s, ok := sb.(*sandbox)
+	if !ok {
+		return ProcessID{}, fmt.Errorf("identify: %T is no microVM", sb)
+	}
+	return identify(s.Pid())
+}
+
+// Detach leaves a sandbox that was forked with a Socket to itself.
+func Detach(sb engine.Sandbox) error {
+	s, ok := sb.(*sandbox)
+	if !ok {
+		return fmt.Errorf("detach: %T is no microVM", sb)
+	}
+	return errors.Join(s.Guest.Agent.Close(), s.conn.Close())
+}
+
+// KeepResident frees the resident memory layers that are not used. VMs that
+// map them are not disturbed.
+func (e *Engine) KeepResident(used func(layer.Digest) bool) (removed int, err error) {
+	return e.resident.Keep(used)
 }
 
 // renew gives a fork an identity of its own. A fork that cannot be reseeded is

@@ -3,7 +3,6 @@
 package microvm
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -12,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"sync"
+	"syscall"
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/guestrpc"
@@ -45,9 +45,8 @@ type Disk struct {
 
 // Process is a running vmm process with its VM.
 type Process struct {
-	cmd    *exec.Cmd
+	handle handle
 	conn   *vmmctl.Conn
-	stderr *os.File // a sealed memfd: what the process said when it crashed
 
 	ready    chan struct{} // closed when the guest's agent listens
 	done     chan struct{} // closed when the process has ended
@@ -126,13 +125,19 @@ func spawn(path string) (*Process, error) {
 	cmd.ExtraFiles = []*os.File{child}
 	cmd.Stderr = stderr
 	cmd.Env = []string{} // nothing of the parent's environment concerns a VM
+	// A terminal's signals are for its own processes.
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	if err := cmd.Start(); err != nil {
 		return nil, errors.Join(fmt.Errorf("start vmm process: %w", err), conn.Close(), stderr.Close())
 	}
+	return newProcess(&ownChild{cmd, stderr}, conn), nil
+}
+
+func newProcess(h handle, conn *vmmctl.Conn) *Process {
 	return &Process{
-		cmd: cmd, conn: conn, stderr: stderr, nextID: 1,
+		handle: h, conn: conn, nextID: 1,
 		ready: make(chan struct{}), done: make(chan struct{}), waiting: map[uint64]chan *vmmctl.Reply{},
-	}, nil
+	}
 }
 
 // sealedMemfd is a file in memory that cannot grow beyond size.
@@ -186,33 +191,17 @@ func (p *Process) receive() {
 // finish reaps the process and tells everybody who waits.
 func (p *Process) finish(last *vmmctl.Exit) {
 	_ = p.conn.Close() // only ours; makes a confused process stop
-	err := p.cmd.Wait()
+	words := p.handle.wait()
 	if last != nil {
 		p.exit = vmm.Exit{Reason: vmm.Reason(last.Reason), Detail: last.Detail}
 		p.lastTail = last.Console
 	} else {
-		p.exit = vmm.Exit{Reason: vmm.ReasonKilled, Detail: lastWords(err, p.stderr)}
+		p.exit = vmm.Exit{Reason: vmm.ReasonKilled, Detail: words}
 	}
-	_ = p.stderr.Close()
 	p.mu.Lock()
 	p.waiting = nil
 	p.mu.Unlock()
 	close(p.done)
-}
-
-// lastWords says how a process without an Exit message died.
-func lastWords(waitErr error, stderr *os.File) string {
-	said := make([]byte, stderrLimit)
-	n, _ := stderr.ReadAt(said, 0) // nothing said is fine
-	said = bytes.TrimSpace(bytes.TrimRight(said[:n], "\x00"))
-	how := "vmm process exited without a word"
-	if waitErr != nil {
-		how = "vmm process: " + waitErr.Error()
-	}
-	if len(said) > 0 {
-		how += ": " + string(said)
-	}
-	return how
 }
 
 // WaitReady waits until the guest's agent listens.
@@ -237,11 +226,11 @@ func (p *Process) Wait() (vmm.Exit, []byte) {
 }
 
 // Pid is the process id of the vmm.
-func (p *Process) Pid() int { return p.cmd.Process.Pid }
+func (p *Process) Pid() int { return p.handle.pid() }
 
 // Kill ends process and VM at once and waits until they are gone.
 func (p *Process) Kill() {
-	_ = p.cmd.Process.Kill() // already gone is fine
+	p.handle.kill()
 	<-p.done
 }
 

@@ -31,6 +31,7 @@ type sandbox struct {
 	generation uint64
 	parent     *snapshot.Snapshot // whose layers it maps; nil after a boot
 	root       *os.File           // the root filesystem after a boot
+	restored   time.Duration      // from the call of Fork until it ran
 
 	capture sync.Mutex // one snapshot at a time
 }
@@ -74,8 +75,14 @@ func (s *sandbox) release() error {
 
 // Stats reads what the vmm process costs.
 func (s *sandbox) Stats(context.Context) (engine.Stats, error) {
-	st := engine.Stats{Layers: len(s.memory.Layers), Mappings: len(s.memory.Extents), Generation: s.generation}
-	b, err := os.ReadFile("/proc/" + strconv.Itoa(s.Pid()) + "/smaps_rollup")
+	st, err := ProcessStats(s.Pid())
+	st.Layers, st.Mappings, st.Generation = len(s.memory.Layers), len(s.memory.Extents), s.generation
+	return st, err
+}
+
+// ProcessStats reads the memory of a vmm process.
+func ProcessStats(pid int) (st engine.Stats, err error) {
+	b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/smaps_rollup")
 	if err != nil {
 		return st, fmt.Errorf("read the memory of the vmm process: %w", errors.Join(engine.ErrEnded, err))
 	}

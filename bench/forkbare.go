@@ -1,0 +1,199 @@
+package bench
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"time"
+
+	"agentrun.dev/internal/assets"
+	"agentrun.dev/internal/guestmem"
+	"agentrun.dev/internal/kvm"
+	"agentrun.dev/internal/vmm"
+	"golang.org/x/sys/unix"
+)
+
+// ForkBare measures forks of the bare test guest, in this process: what the
+// host's side of a fork costs, on any KVM.
+func ForkBare(ctx context.Context, cfg ForkConfig) (_ ForkReport, err error) {
+	report := ForkReport{Guest: GuestTest, Memory: cfg.Memory, VCPUs: cfg.VCPUs, Count: cfg.Count}
+	sys, err := kvm.Open()
+	if err != nil {
+		return report, err
+	}
+	defer func() { err = errors.Join(err, sys.Close()) }()
+	f, err := freezeBare(sys, cfg)
+	if err != nil {
+		return report, fmt.Errorf("bench fork: %w", err)
+	}
+	defer func() { err = errors.Join(err, f.layer.Close()) }()
+	floor, err := NewFloor()
+	if err != nil {
+		return report, err
+	}
+	defer func() { err = errors.Join(err, floor.Close()) }()
+	var alive []*vmm.VM
+	defer func() {
+		for _, vm := range alive {
+			_, closeErr := vm.Close()
+			err = errors.Join(err, closeErr)
+		}
+	}()
+
+	var floors, restored, first, shells []time.Duration
+	for i := range cfg.Count + warmUps {
+		if err := ctx.Err(); err != nil {
+			return report, err
+		}
+		d, err := floor.Sample()
+		if err != nil {
+			return report, err
+		}
+		start := time.Now()
+		shell, err := vmm.NewShell(f.config(sys))
+		if err != nil {
+			return report, err
+		}
+		vm, load, run, err := f.start(shell, start)
+		if err != nil {
+			return report, err
+		}
+		alive = append(alive, vm)
+		ahead, err := vmm.NewShell(f.config(sys))
+		if err != nil {
+			return report, err
+		}
+		vm, _, fromShell, err := f.start(ahead, time.Now())
+		if err != nil {
+			return report, err
+		}
+		alive = append(alive, vm)
+		if i >= warmUps {
+			floors, restored = append(floors, d), append(restored, load)
+			first, shells = append(first, run), append(shells, fromShell)
+		}
+	}
+	report.Floor, report.Restored = Summarize(floors), Summarize(restored)
+	report.FirstInstruction, report.FromShell = Summarize(first), Summarize(shells)
+	report.Alive = len(alive)
+	report.Noisy = report.Floor.Noisy()
+	return report, nil
+}
+
+// frozenBare is a bare guest at rest.
+type frozenBare struct {
+	state  *vmm.State
+	layer  *os.File
+	mapped []guestmem.Mapping
+}
+
+func (f *frozenBare) config(sys *kvm.System) vmm.ShellConfig {
+	return vmm.ShellConfig{KVM: sys, Memory: f.state.Memory, VCPUs: len(f.state.VCPUs), Profile: f.state.Profile, Layers: f.mapped}
+}
+
+// start loads a guest into a shell and runs it to its first port access.
+func (f *frozenBare) start(shell *vmm.Shell, since time.Time) (vm *vmm.VM, loaded, ran time.Duration, err error) {
+	m := newMarker()
+	if vm, err = shell.Load(f.state, vmm.Devices{Marker: m}); err != nil {
+		return nil, 0, 0, err
+	}
+	loaded = time.Since(since)
+	m.done = vm.Done()
+	if err := vm.Start(); err != nil {
+		return nil, 0, 0, err
+	}
+	select {
+	case at := <-m.asked:
+		return vm, loaded, at.Sub(since), nil
+	case <-vm.Done():
+		return nil, 0, 0, fmt.Errorf("a forked test guest ended: %v", vm.Wait())
+	}
+}
+
+// marker is a host that notes when the guest first asks for a command.
+type marker struct {
+	booted chan struct{}
+	asked  chan time.Time
+	// done keeps a guest that has asked waiting until it ends, so that it
+	// costs no time; nil lets it ask again.
+	done <-chan struct{}
+}
+
+func newMarker() *marker {
+	return &marker{booted: make(chan struct{}, 1), asked: make(chan time.Time, 1)}
+}
+
+func (m *marker) Out(uint32) {
+	select {
+	case m.booted <- struct{}{}:
+	default:
+	}
+}
+
+// In is called by one vCPU's thread.
+func (m *marker) In(uint16) uint32 {
+	if m.done != nil {
+		m.asked <- time.Now()
+		<-m.done
+	}
+	return 0 // no command
+}
+
+// freezeBare boots the test guest and saves it.
+func freezeBare(sys *kvm.System, cfg ForkConfig) (_ *frozenBare, err error) {
+	kernel, err := assets.Open(assets.TestGuest)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, kernel.Close()) }()
+	pagemap, err := os.Open("/proc/self/pagemap")
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, pagemap.Close()) }()
+	m := newMarker()
+	vm, err := vmm.Boot(vmm.Config{
+		KVM: sys, Kernel: kernel, Memory: cfg.Memory, VCPUs: cfg.VCPUs, Devices: vmm.Devices{Marker: m},
+	})
+	if err != nil {
+		return nil, err
+	}
+	defer func() {
+		_, closeErr := vm.Close()
+		err = errors.Join(err, closeErr)
+	}()
+	if err := vm.Start(); err != nil {
+		return nil, err
+	}
+	<-m.booted
+	if err := vm.Pause(); err != nil {
+		return nil, err
+	}
+	f := &frozenBare{}
+	if f.state, err = vm.Save(sys); err != nil {
+		return nil, err
+	}
+	data, _, err := vm.ChangedMemory(pagemap)
+	if err != nil {
+		return nil, err
+	}
+	fd, err := unix.MemfdCreate("layer", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	if err != nil {
+		return nil, err
+	}
+	f.layer = os.NewFile(uintptr(fd), "layer")
+	if err := vm.WriteMemory(f.layer, data); err != nil {
+		return nil, errors.Join(err, f.layer.Close())
+	}
+	const seals = unix.F_SEAL_WRITE | unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
+	if _, err := unix.FcntlInt(f.layer.Fd(), unix.F_ADD_SEALS, seals); err != nil {
+		return nil, errors.Join(err, f.layer.Close())
+	}
+	offset := uint64(0)
+	for _, s := range data {
+		f.mapped = append(f.mapped, guestmem.Mapping{Span: s, File: f.layer, Offset: offset})
+		offset += s.Length
+	}
+	return f, nil
+}

@@ -1,0 +1,128 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/local"
+	"agentrun.dev/internal/vmm"
+	"github.com/spf13/cobra"
+)
+
+// withStore opens the user's snapshots and sandboxes for one command.
+func withStore(do func(*local.Store) error) (err error) {
+	dir, err := local.DefaultFolder()
+	if err != nil {
+		return err
+	}
+	s, err := local.Open(dir)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, s.Close()) }()
+	return do(s)
+}
+
+// snapshotOptions are the flags of agentrun snapshot.
+type snapshotOptions struct {
+	rootfs  string
+	kernel  string
+	from    string
+	memory  byteSize
+	scratch byteSize
+	cpus    int
+}
+
+func newSnapshotCommand() *cobra.Command {
+	o := snapshotOptions{memory: 256 << 20, cpus: 1}
+	cmd := &cobra.Command{
+		Use:   "snapshot NAME (--rootfs DIR | --from SANDBOX) [flags] [-- COMMAND [ARG...]]",
+		Short: "Boot a microVM, warm it up and freeze it; or freeze a running sandbox",
+		Long: `Freeze a machine under a name, memory, processes and disks included.
+
+With --rootfs a microVM is booted from a folder. COMMAND, if there is one, warms
+it up: it must end with success, and what it leaves running runs in every fork.
+With --from a sandbox made by agentrun fork is frozen; it goes on afterwards.`,
+		Example: `  agentrun snapshot base --rootfs ./debian -- sh -c 'server >/dev/null 2>&1 & wait-for-server'
+  agentrun snapshot after-setup --from base-1`,
+		Args: cobra.MinimumNArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return o.run(cmd.Context(), args[0], args[1:], cmd.OutOrStdout(), cmd.ErrOrStderr())
+		},
+	}
+	f := cmd.Flags()
+	f.StringVar(&o.rootfs, "rootfs", "", "folder with the root filesystem, or an EROFS image of one")
+	f.StringVar(&o.from, "from", "", "running sandbox to freeze")
+	f.StringVar(&o.kernel, "kernel", "", "uncompressed vmlinux to boot instead of AgentRun's own")
+	f.Var(&o.memory, "memory", "RAM of the microVM, such as 512M or 2G")
+	f.Var(&o.scratch, "scratch", "size of an empty disk, /dev/vdb, that forks get a copy of (default: none)")
+	f.IntVar(&o.cpus, "cpus", o.cpus, fmt.Sprintf("processors of the microVM, 1 to %d", vmm.MaxVCPUs))
+	cmd.MarkFlagsOneRequired("rootfs", "from")
+	for _, flag := range []string{"rootfs", "kernel", "memory", "scratch", "cpus"} {
+		cmd.MarkFlagsMutuallyExclusive("from", flag)
+	}
+	return cmd
+}
+
+func (o *snapshotOptions) run(ctx context.Context, text string, argv []string, stdout, stderr io.Writer) error {
+	name, err := local.ParseName(text)
+	if err != nil {
+		return err
+	}
+	return withStore(func(s *local.Store) error {
+		if o.from == "" {
+			err = o.template(ctx, s, name, argv, stdout, stderr)
+		} else {
+			err = o.capture(ctx, s, name, argv)
+		}
+		if err != nil {
+			return err
+		}
+		_, err = fmt.Fprintln(stdout, name)
+		return err
+	})
+}
+
+func (o *snapshotOptions) capture(ctx context.Context, s *local.Store, name local.Name, argv []string) error {
+	if len(argv) > 0 {
+		return errors.New("--from takes no command: run it with agentrun exec before")
+	}
+	from, err := local.ParseName(o.from)
+	if err != nil {
+		return err
+	}
+	return s.Capture(ctx, from, name)
+}
+
+func (o *snapshotOptions) template(ctx context.Context, s *local.Store, name local.Name, argv []string, stdout, stderr io.Writer) error {
+	root, err := openRoot(ctx, o.rootfs)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = root.Close() }() // only read
+	spec := engine.Spec{Root: root, Memory: uint64(o.memory), VCPUs: o.cpus, Scratch: uint64(o.scratch), Hostname: string(name)}
+	if o.kernel != "" {
+		if spec.Kernel, err = os.Open(o.kernel); err != nil {
+			return fmt.Errorf("--kernel: %w", err)
+		}
+		defer func() { _ = spec.Kernel.Close() }() // only read
+	}
+	return s.Template(ctx, name, spec, func(sb engine.Sandbox) error {
+		if len(argv) == 0 {
+			return nil
+		}
+		st, err := sb.Agent().Run(ctx, guestrpc.ExecRequest{Argv: argv}, nil, stdout, stderr)
+		if err != nil {
+			return err
+		}
+		if st.Code != 0 {
+			return fmt.Errorf("the warm-up command ended with exit code %d: nothing was frozen", st.Code)
+		}
+		return nil
+	})
+}

@@ -1,0 +1,330 @@
+// Package local keeps the snapshots and sandboxes of one user on one machine,
+// in folders and without a daemon.
+//
+//	<folder>/snapshots/<name>/            a snapshot (package snapshot)
+//	<folder>/sandboxes/<name>/from/       what the sandbox was forked from, hard links
+//	<folder>/sandboxes/<name>/control     the vmm's socket
+//	<folder>/sandboxes/<name>/sandbox.json  written last: which process it is
+//	<folder>/scratch/                     disks' writable layers, without names
+//
+// A sandbox does not need the snapshot it came from: it holds links to the
+// files, so that either can be removed at any time.
+package local
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/snapshot"
+)
+
+// EnvFolder names the environment variable that overrides the folder.
+const EnvFolder = "AGENTRUN_STATE"
+
+// Name is the name of a snapshot or sandbox, and of its folder.
+type Name string
+
+var namePattern = regexp.MustCompile(`^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$`)
+
+// ParseName checks a name: it is a host name's label, since a sandbox's name
+// becomes its host name.
+func ParseName(s string) (Name, error) {
+	if !namePattern.MatchString(s) {
+		return "", fmt.Errorf("name %q: use 1 to 63 lower-case letters, digits and hyphens, with a letter or digit at both ends", s)
+	}
+	return Name(s), nil
+}
+
+// ErrNotFound says that there is neither a snapshot nor a sandbox of a name.
+var ErrNotFound = errors.New("no such snapshot or sandbox")
+
+// Store is the folder and the engine that runs its sandboxes.
+type Store struct {
+	dir    string
+	engine *microvm.Engine
+}
+
+// DefaultFolder is where a user's snapshots and sandboxes are.
+func DefaultFolder() (string, error) {
+	if dir := os.Getenv(EnvFolder); dir != "" {
+		return filepath.Abs(dir)
+	}
+	if os.Geteuid() == 0 {
+		return "/var/lib/agentrun", nil
+	}
+	if dir := os.Getenv("XDG_STATE_HOME"); dir != "" {
+		return filepath.Join(dir, "agentrun"), nil
+	}
+	home, err := os.UserHomeDir()
+	if err != nil {
+		return "", fmt.Errorf("find the folder for sandboxes (set %s): %w", EnvFolder, err)
+	}
+	return filepath.Join(home, ".local", "state", "agentrun"), nil
+}
+
+// Open opens a folder, and makes it if it is missing.
+func Open(dir string) (*Store, error) {
+	for _, d := range []string{dir, filepath.Join(dir, "snapshots"), filepath.Join(dir, "sandboxes")} {
+		if err := os.MkdirAll(d, 0o700); err != nil {
+			return nil, fmt.Errorf("open the folder for sandboxes: %w", err)
+		}
+	}
+	// One per folder, so that tidying one does not empty the other.
+	sum := sha256.Sum256([]byte(dir))
+	e, err := microvm.New(microvm.Config{
+		Resident: "/dev/shm/agentrun-" + strconv.Itoa(os.Geteuid()) + "-" + hex.EncodeToString(sum[:4]),
+		Scratch:  filepath.Join(dir, "scratch"),
+	})
+	if err != nil {
+		return nil, err
+	}
+	return &Store{dir: dir, engine: e}, nil
+}
+
+// Close frees the store; sandboxes live on.
+func (s *Store) Close() error { return s.engine.Close() }
+
+func (s *Store) snapshotDir(n Name) string { return filepath.Join(s.dir, "snapshots", string(n)) }
+func (s *Store) sandboxDir(n Name) string  { return filepath.Join(s.dir, "sandboxes", string(n)) }
+
+// Files of a sandbox's folder.
+const (
+	fromName    = "from"
+	controlName = "control"
+	recordName  = "sandbox.json"
+)
+
+// record is what sandbox.json holds.
+type record struct {
+	Process  microvm.ProcessID `json:"process"`
+	BootID   string            `json:"boot_id"` // process ids are good until the machine restarts
+	Created  time.Time         `json:"created"`
+	Snapshot string            `json:"snapshot"`
+}
+
+func bootID() (string, error) {
+	b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return "", fmt.Errorf("read this machine's boot id: %w", err)
+	}
+	return strings.TrimSpace(string(b)), nil
+}
+
+// Template boots a sandbox, lets warm prepare it, and captures it under a
+// name.
+func (s *Store) Template(ctx context.Context, name Name, spec engine.Spec, warm func(engine.Sandbox) error) (err error) {
+	if exists(s.snapshotDir(name)) {
+		return fmt.Errorf("snapshot %s is there already: agentrun rm %s removes it", name, name)
+	}
+	sb, err := s.engine.Boot(ctx, spec)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, sb.Close()) }()
+	if err := warm(sb); err != nil {
+		return err
+	}
+	return s.capture(ctx, sb, s.snapshotDir(name))
+}
+
+func (s *Store) capture(ctx context.Context, sb engine.Sandbox, dir string) error {
+	snap, err := sb.Snapshot(ctx, dir)
+	if err != nil {
+		return err
+	}
+	return snap.Close()
+}
+
+// Capture takes a snapshot of a running sandbox.
+func (s *Store) Capture(ctx context.Context, from, name Name) (err error) {
+	sb, err := s.Attach(ctx, from)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, sb.Detach()) }()
+	return s.capture(ctx, sb, s.snapshotDir(name))
+}
+
+// Fork makes sandboxes that continue from a snapshot or from a running
+// sandbox, which is captured once. Each has its own outcome.
+func (s *Store) Fork(ctx context.Context, from Name, names []Name) (outcomes []error, err error) {
+	dir := s.snapshotDir(from)
+	if !exists(dir) {
+		if !exists(s.sandboxDir(from)) {
+			return nil, fmt.Errorf("fork %s: %w", from, ErrNotFound)
+		}
+		temp, err := os.MkdirTemp(s.dir, "fork-")
+		if err != nil {
+			return nil, fmt.Errorf("fork %s: %w", from, err)
+		}
+		defer func() { _ = os.RemoveAll(temp) }() // the children have links
+		dir = filepath.Join(temp, fromName)
+		sb, err := s.Attach(ctx, from)
+		if err != nil {
+			return nil, err
+		}
+		if err := errors.Join(s.capture(ctx, sb, dir), sb.Detach()); err != nil {
+			return nil, fmt.Errorf("fork %s: %w", from, err)
+		}
+	}
+	snap, err := snapshot.Open(dir)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, snap.Close()) }()
+	for _, n := range names {
+		outcomes = append(outcomes, s.fork(ctx, snap, n))
+	}
+	return outcomes, nil
+}
+
+func (s *Store) fork(ctx context.Context, snap *snapshot.Snapshot, name Name) (err error) {
+	dir := s.sandboxDir(name)
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		if errors.Is(err, fs.ErrExist) {
+			return fmt.Errorf("sandbox %s is there already: choose another name", name)
+		}
+		return fmt.Errorf("fork: %w", err)
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, os.RemoveAll(dir))
+		}
+	}()
+	if err := clone(snap, filepath.Join(dir, fromName)); err != nil {
+		return err
+	}
+	sb, err := s.engine.Fork(ctx, snap, engine.ForkOptions{Hostname: string(name), Socket: filepath.Join(dir, controlName)})
+	if err != nil {
+		return err
+	}
+	if err := s.leave(sb, dir, snap); err != nil {
+		return errors.Join(err, sb.Close())
+	}
+	return nil
+}
+
+// leave writes down which process a sandbox is, and lets it go.
+func (s *Store) leave(sb engine.Sandbox, dir string, snap *snapshot.Snapshot) error {
+	boot, err := bootID()
+	if err != nil {
+		return err
+	}
+	id, err := microvm.Identify(sb)
+	if err != nil {
+		return err
+	}
+	b, err := json.MarshalIndent(record{id, boot, time.Now().UTC().Truncate(time.Second), snap.ID().String()}, "", "  ")
+	if err != nil {
+		return err
+	}
+	temp := filepath.Join(dir, recordName+".tmp")
+	if err := os.WriteFile(temp, append(b, '\n'), 0o600); err != nil {
+		return err
+	}
+	if err := os.Rename(temp, filepath.Join(dir, recordName)); err != nil {
+		return err
+	}
+	return microvm.Detach(sb)
+}
+
+// clone makes another folder of a snapshot that shares its files.
+func clone(snap *snapshot.Snapshot, dir string) error {
+	b, err := snapshot.NewBuilder(dir)
+	if err != nil {
+		return err
+	}
+	m := snap.Manifest()
+	seen := map[layer.Digest]bool{}
+	for _, ref := range m.Layers() {
+		if seen[ref.Digest] {
+			continue
+		}
+		seen[ref.Digest] = true
+		if err := b.LinkLayer(ref, snap); err != nil {
+			return errors.Join(err, b.Abort())
+		}
+	}
+	c, err := b.Commit(m, snap.State())
+	if err != nil {
+		return errors.Join(err, b.Abort())
+	}
+	return c.Close()
+}
+
+// Attach connects to a running sandbox.
+func (s *Store) Attach(ctx context.Context, name Name) (*microvm.Attached, error) {
+	r, err := s.record(name)
+	if err != nil {
+		return nil, err
+	}
+	snap, err := snapshot.Open(filepath.Join(s.sandboxDir(name), fromName))
+	if err != nil {
+		return nil, err
+	}
+	opts := engine.ForkOptions{Hostname: string(name), Socket: filepath.Join(s.sandboxDir(name), controlName)}
+	sb, err := s.engine.Attach(ctx, snap, opts, r.Process)
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("sandbox %s: %w", name, err), snap.Close())
+	}
+	return sb, nil
+}
+
+// record reads which process a sandbox is.
+func (s *Store) record(name Name) (r record, err error) {
+	b, err := os.ReadFile(filepath.Join(s.sandboxDir(name), recordName))
+	if errors.Is(err, fs.ErrNotExist) {
+		if exists(s.sandboxDir(name)) {
+			return r, fmt.Errorf("sandbox %s is being made, or was left half made: agentrun rm %s removes it", name, name)
+		}
+		return r, fmt.Errorf("sandbox %s: %w", name, ErrNotFound)
+	}
+	if err != nil {
+		return r, fmt.Errorf("sandbox %s: %w", name, err)
+	}
+	if err := json.Unmarshal(b, &r); err != nil {
+		return r, fmt.Errorf("sandbox %s: %s is damaged: %w", name, recordName, err)
+	}
+	boot, err := bootID()
+	if err != nil {
+		return r, err
+	}
+	if r.BootID != boot {
+		return r, fmt.Errorf("sandbox %s: %w when this machine restarted", name, engine.ErrEnded)
+	}
+	return r, nil
+}
+
+// FreeNames makes up names for forks: the source's and a number.
+func (s *Store) FreeNames(from Name, count int) ([]Name, error) {
+	var names []Name
+	for i := 1; len(names) < count; i++ {
+		n, err := ParseName(string(from) + "-" + strconv.Itoa(i))
+		if err != nil {
+			return nil, fmt.Errorf("make up a name: %w", err)
+		}
+		if !exists(s.sandboxDir(n)) && !exists(s.snapshotDir(n)) {
+			names = append(names, n)
+		}
+	}
+	return names, nil
+}
+
+func exists(path string) bool {
+	_, err := os.Lstat(path)
+	return err == nil
+}
