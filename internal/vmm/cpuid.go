@@ -133,7 +133,7 @@ func (p Profile) apply(supported []kvm.CPUIDEntry, tscDeadline bool) ([]kvm.CPUI
 // xstateMask is every part of the extended state that the guest can enable,
 // 0 without XSAVE. The processors start with all of it enabled, as firmware
 // leaves them: the sizes that CPUID reports follow XCR0, and a KVM below which
-// XSETBV is not trapped (QEMU's emulated SVM) would report those of XCR0 = 1
+// XSETBV is not trapped (QEMU 7.2's emulated SVM) would report those of XCR0 = 1
 // for ever.
 func xstateMask(entries []kvm.CPUIDEntry) uint64 {
 	for _, e := range entries {

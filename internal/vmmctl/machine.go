@@ -40,12 +40,12 @@ func (m *Restore) decode(d *wire.Decoder) {
 	m.Devices.decode(d)
 }
 
-func (m *Devices) encode(e *wire.Encoder) {
-	e.Bool(m.Listen)
-	e.Uvarint(uint64(m.ReadyPort))
-	e.Uvarint(uint64(len(m.Disks)))
-	for i := range m.Disks {
-		k := &m.Disks[i]
+func (d *Devices) encode(e *wire.Encoder) {
+	e.Bool(d.Listen)
+	e.Uvarint(uint64(d.ReadyPort))
+	e.Uvarint(uint64(len(d.Disks)))
+	for i := range d.Disks {
+		k := &d.Disks[i]
 		e.Bool(k.ReadOnly)
 		e.String(k.ID)
 		e.Bool(k.Image != nil)
@@ -53,31 +53,31 @@ func (m *Devices) encode(e *wire.Encoder) {
 			encodeImage(e, k.Image)
 		}
 	}
-	e.Uvarint(uint64(len(m.Nets)))
-	for _, n := range m.Nets {
+	e.Uvarint(uint64(len(d.Nets)))
+	for _, n := range d.Nets {
 		e.Data(n.MAC[:])
 		e.Uvarint(uint64(n.MTU))
 	}
 }
 
-func (m *Devices) decode(d *wire.Decoder) {
-	m.Listen = d.Bool()
-	m.ReadyPort = uint32(d.UvarintMax(1<<32 - 1))
-	for range d.Count(maxDevices) {
-		k := Disk{ReadOnly: d.Bool(), ID: d.String(maxText)}
-		if d.Bool() {
-			im := decodeImage(d)
+func (d *Devices) decode(w *wire.Decoder) {
+	d.Listen = w.Bool()
+	d.ReadyPort = uint32(w.UvarintMax(1<<32 - 1))
+	for range w.Count(maxDevices) {
+		k := Disk{ReadOnly: w.Bool(), ID: w.String(maxText)}
+		if w.Bool() {
+			im := decodeImage(w)
 			k.Image = &im
 		}
-		m.Disks = append(m.Disks, k)
+		d.Disks = append(d.Disks, k)
 	}
-	for range d.Count(maxDevices) {
+	for range w.Count(maxDevices) {
 		var n Net
-		if copy(n.MAC[:], d.View(len(n.MAC))) != len(n.MAC) {
-			d.Fail(errors.New("a MAC address has six bytes"))
+		if copy(n.MAC[:], w.View(len(n.MAC))) != len(n.MAC) {
+			w.Fail(errors.New("a MAC address has six bytes"))
 		}
-		n.MTU = uint16(d.UvarintMax(1<<16 - 1))
-		m.Nets = append(m.Nets, n)
+		n.MTU = uint16(w.UvarintMax(1<<16 - 1))
+		d.Nets = append(d.Nets, n)
 	}
 }
 

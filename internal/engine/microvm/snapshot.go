@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"slices"
 	"strconv"
 	"time"
 
@@ -108,13 +107,15 @@ func (s *sandbox) store(ctx context.Context, dir string, c *captured) (_ *snapsh
 	if err != nil {
 		return nil, err
 	}
-	memory, err := st.lay(ctx, s.memory, c.memory, c.saved.Memory)
+	memory, fresh, err := st.lay(ctx, s.memory, c.memory, c.saved.Memory)
 	if err != nil {
 		return nil, err
 	}
-	// The first fork finds the layer in memory.
-	if err := s.adopt(ctx, c.memory, memory); err != nil {
-		return nil, err
+	if fresh.Size > 0 {
+		// The first fork finds the layer in memory.
+		if err := s.engine.resident.Adopt(ctx, c.memory, fresh); err != nil {
+			return nil, err
+		}
 	}
 	cpu, err := hostCPU()
 	if err != nil {
@@ -136,7 +137,7 @@ func (s *sandbox) store(ctx context.Context, dir string, c *captured) (_ *snapsh
 		if d.readOnly {
 			err = st.keep(im)
 		} else if writable < len(c.saved.Disks) {
-			im, err = st.lay(ctx, im, c.disks[writable], c.saved.Disks[writable])
+			im, _, err = st.lay(ctx, im, c.disks[writable], c.saved.Disks[writable])
 			writable++
 		} else {
 			err = fmt.Errorf("disk %s was not saved", d.id)
@@ -149,16 +150,6 @@ func (s *sandbox) store(ctx context.Context, dir string, c *captured) (_ *snapsh
 	return st.Commit(m, encoded)
 }
 
-// adopt makes the new memory layer resident; an image without one has nothing
-// to adopt.
-func (s *sandbox) adopt(ctx context.Context, f *os.File, im layer.Image) error {
-	ref, err := fileRef(f)
-	if err != nil || !slices.Contains(im.Layers, ref) {
-		return nil // nothing was written, or all of it was covered
-	}
-	return s.engine.resident.Adopt(ctx, f, ref)
-}
-
 // storing is a snapshot in the making.
 type storing struct {
 	*snapshot.Builder
@@ -166,28 +157,28 @@ type storing struct {
 	stored  map[layer.Digest]bool
 }
 
-// lay stores a captured layer and puts it over the image below.
-func (st *storing) lay(ctx context.Context, below layer.Image, f *os.File, c vmmctl.Change) (im layer.Image, err error) {
-	var ref layer.Ref
+// lay stores a captured layer, if anything was captured, and puts it over the
+// image below.
+func (st *storing) lay(ctx context.Context, below layer.Image, f *os.File, c vmmctl.Change) (im layer.Image, ref layer.Ref, err error) {
 	if len(c.Runs) > 0 {
 		if ref, err = fileRef(f); err != nil {
-			return im, err
+			return im, ref, err
 		}
 		if err := st.add(ref, f); err != nil {
-			return im, err
+			return im, ref, err
 		}
 	}
 	im, err = layer.Overlay(below, ref, c.Runs, c.Zeros)
 	if errors.Is(err, layer.ErrNeedsCompaction) {
 		if below, err = st.compact(ctx, below); err != nil {
-			return im, err
+			return im, ref, err
 		}
 		im, err = layer.Overlay(below, ref, c.Runs, c.Zeros)
 	}
 	if err != nil {
-		return im, err
+		return im, ref, err
 	}
-	return im, st.keep(im)
+	return im, ref, st.keep(im)
 }
 
 // compact makes one layer of an image that has too many.
