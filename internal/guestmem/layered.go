@@ -136,12 +136,13 @@ const (
 
 // Changed lists the pages that are not what NewLayered or NewAnonymous made
 // them: those of this process's own, as pagemap (an open /proc/self/pagemap)
-// tells, and those whose file was taken away. Pages of zeros are listed apart.
-// The guest must stand still.
+// tells, and those whose file was taken away. Pages of zeros are listed apart,
+// and only where a file was: elsewhere they are what they were. The guest must
+// stand still.
 func (m *Memory) Changed(pagemap *os.File) (data, zeros []Span, err error) {
 	entries := make([]uint64, 4096)
 	raw := unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(entries))), len(entries)*pagemapEntry)
-	discarded := m.discarded()
+	discarded, mapped := m.discarded(), spanCursor(m.mapped)
 	start := uint64(0)
 	for i := range m.regions {
 		r := &m.regions[i]
@@ -157,7 +158,7 @@ func (m *Memory) Changed(pagemap *os.File) (data, zeros []Span, err error) {
 				switch {
 				case own && !isZero(r.bytes[page:page+PageSize]):
 					data = extend(data, start+page)
-				case own || discarded.has(start+page):
+				case (own || discarded.has(start+page)) && mapped.has(start+page):
 					zeros = extend(zeros, start+page)
 				}
 			}

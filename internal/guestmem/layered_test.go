@@ -1,0 +1,180 @@
+package guestmem
+
+import (
+	"bytes"
+	"errors"
+	"math/rand/v2"
+	"os"
+	"testing"
+)
+
+// layerFile is a file of n pages, page i filled with byte i+1.
+func layerFile(t *testing.T, n int) *os.File {
+	t.Helper()
+	var b []byte
+	for i := range n {
+		b = append(b, bytes.Repeat([]byte{byte(i + 1)}, PageSize)...)
+	}
+	return tempFile(t, b)
+}
+
+func pagemap(t *testing.T) *os.File {
+	t.Helper()
+	f, err := os.Open("/proc/self/pagemap")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = f.Close() })
+	return f
+}
+
+func layered(t *testing.T, size uint64, mappings ...Mapping) *Memory {
+	t.Helper()
+	m, err := NewLayered(size, mappings)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := m.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return m
+}
+
+func span(page, pages uint64) Span { return Span{page * PageSize, pages * PageSize} }
+
+func TestLayeredRefuses(t *testing.T) {
+	f := layerFile(t, 4)
+	for name, maps := range map[string][]Mapping{
+		"beyond the end": {{Span: span(7, 2), File: f}},
+		"far beyond":     {{Span: Span{1 << 62, PageSize}, File: f}},
+		"length wraps":   {{Span: Span{PageSize, ^uint64(PageSize - 1)}, File: f}},
+		"start odd":      {{Span: Span{1, PageSize}, File: f}},
+		"length odd":     {{Span: Span{0, PageSize + 1}, File: f}},
+		"offset odd":     {{Span: span(0, 1), File: f, Offset: 1}},
+		"offset huge":    {{Span: span(0, 1), File: f, Offset: 1 << 63}},
+		"empty":          {{Span: span(1, 0), File: f}},
+		"overlap":        {{Span: span(1, 2), File: f}, {Span: span(2, 1), File: f}},
+		"not in order":   {{Span: span(3, 1), File: f}, {Span: span(1, 1), File: f}},
+	} {
+		if m, err := NewLayered(8*PageSize, maps); err == nil {
+			_ = m.Close()
+			t.Errorf("%s: accepted", name)
+		}
+	}
+}
+
+// TestLayeredAroundTheGap: a mapping may lie on both sides of the gap.
+func TestLayeredAroundTheGap(t *testing.T) {
+	m := layered(t, bigSize, Mapping{Span: Span{GapStart - PageSize, 3 * PageSize}, File: layerFile(t, 4), Offset: PageSize})
+	for gpa, want := range map[uint64]byte{GapStart - 1: 2, GapEnd: 3, GapEnd + PageSize: 4, GapEnd + 2*PageSize: 0, GapStart - PageSize - 1: 0} {
+		got := make([]byte, 1)
+		if err := m.Read(gpa, got); err != nil || got[0] != want {
+			t.Errorf("%#x holds %d, not %d (%v)", gpa, got[0], want, err)
+		}
+	}
+	if err := m.Discard(GapEnd, PageSize); err != nil {
+		t.Fatal(err)
+	}
+	got := make([]byte, PageSize)
+	if err := m.Read(GapEnd, got); err != nil || !bytes.Equal(got, make([]byte, PageSize)) {
+		t.Errorf("a discarded page above the gap holds %d (%v)", got[0], err)
+	}
+}
+
+// TestLayeredIsPrivate: writes reach neither the file nor another memory.
+func TestLayeredIsPrivate(t *testing.T) {
+	f := layerFile(t, 4)
+	a := layered(t, 8*PageSize, Mapping{Span: span(1, 4), File: f})
+	b := layered(t, 8*PageSize, Mapping{Span: span(1, 4), File: f})
+	if err := a.Write(PageSize, []byte("mine")); err != nil {
+		t.Fatal(err)
+	}
+	got := make([]byte, 4)
+	if err := b.Read(PageSize, got); err != nil || string(got) != "\x01\x01\x01\x01" {
+		t.Errorf("the other memory holds %q (%v)", got, err)
+	}
+	if _, err := f.ReadAt(got, 0); err != nil || string(got) != "\x01\x01\x01\x01" {
+		t.Errorf("the file holds %q (%v)", got, err)
+	}
+}
+
+// TestLayeredAgainstModel: random writes and discards, more of them than there
+// may be holes, against plain bytes; what Changed lists, laid over the layer,
+// gives the memory again.
+func TestLayeredAgainstModel(t *testing.T) {
+	const pages = 4096
+	f := layerFile(t, 200)
+	maps := []Mapping{{Span: span(10, 200), File: f}, {Span: span(1000, 100), File: f, Offset: 50 * PageSize}, {Span: span(2000, 1), File: f}}
+	base := make([]byte, pages*PageSize)
+	for _, p := range maps {
+		if _, err := f.ReadAt(base[p.Start:p.Start+p.Length], int64(p.Offset)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for seed := range uint64(4) {
+		r := rand.New(rand.NewPCG(seed, 1))
+		m := layered(t, pages*PageSize, maps...)
+		model := bytes.Clone(base)
+		for range 1200 {
+			page, n := r.Uint64N(2100), 1+r.Uint64N(3)
+			at := page * PageSize
+			switch r.IntN(3) {
+			case 0:
+				if err := m.Discard(at, n*PageSize); err != nil {
+					t.Fatal(err)
+				}
+				clear(model[at : at+n*PageSize])
+			case 1:
+				p := []byte{byte(r.Uint32()), 0, byte(seed)}
+				if err := m.Write(at+100, p); err != nil {
+					t.Fatal(err)
+				}
+				copy(model[at+100:], p)
+			case 2: // reading alone changes nothing
+				if err := m.Read(at, make([]byte, n*PageSize)); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		got := make([]byte, len(model))
+		if err := m.Read(0, got); err != nil || !bytes.Equal(got, model) {
+			t.Fatalf("seed %d: memory differs from the model (%v)", seed, err)
+		}
+		data, zeros, err := m.Changed(pagemap(t))
+		if err != nil {
+			t.Fatal(err)
+		}
+		again := bytes.Clone(base)
+		for _, z := range zeros {
+			clear(again[z.Start:z.end()])
+		}
+		var out bytes.Buffer
+		if err := m.WriteSpans(&out, data); err != nil {
+			t.Fatal(err)
+		}
+		for _, d := range data {
+			copy(again[d.Start:d.end()], out.Next(int(d.Length)))
+		}
+		if !bytes.Equal(again, model) {
+			t.Fatalf("seed %d: layer and changes do not give the memory", seed)
+		}
+		var listed uint64
+		for _, s := range append(data, zeros...) {
+			listed += s.Length
+		}
+		if listed > 1600*PageSize { // of 1200 changes, and nothing that was only read
+			t.Errorf("seed %d: %d pages are listed as changed", seed, listed/PageSize)
+		}
+	}
+}
+
+func TestWriteSpansChecks(t *testing.T) {
+	m := layered(t, 4*PageSize)
+	for _, s := range []Span{span(4, 1), span(3, 2), {1 << 63, PageSize}, {0, 1 << 63}} {
+		if err := m.WriteSpans(&bytes.Buffer{}, []Span{s}); !errors.Is(err, ErrRange) {
+			t.Errorf("%+v: %v", s, err)
+		}
+	}
+}

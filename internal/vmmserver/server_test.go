@@ -1,0 +1,274 @@
+package vmmserver
+
+import (
+	"errors"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"agentrun.dev/internal/assets"
+	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmmctl"
+)
+
+// parent is the other end of a server that runs in this process.
+type parent struct {
+	*vmmctl.Conn
+	served chan error
+}
+
+func serve(t *testing.T) *parent {
+	t.Helper()
+	ours, theirs, err := vmmctl.Pair()
+	if err != nil {
+		t.Fatal(err)
+	}
+	conn, err := vmmctl.NewConn(ours)
+	if err != nil {
+		t.Fatal(err)
+	}
+	server, err := vmmctl.NewConn(theirs)
+	if err != nil {
+		t.Fatal(err)
+	}
+	pagemap, err := os.Open("/proc/self/pagemap")
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := &parent{conn, make(chan error, 1)}
+	go func() {
+		p.served <- Serve(server, pagemap)
+		_ = server.Close()
+		_ = pagemap.Close()
+	}()
+	t.Cleanup(func() { _ = conn.Close() })
+	return p
+}
+
+// send sends a message with files that stay ours.
+func send(t *testing.T, c *vmmctl.Conn, m vmmctl.Message, files ...*os.File) {
+	t.Helper()
+	if err := c.Send(m, files...); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func receive[M vmmctl.Message](t *testing.T, c *vmmctl.Conn) M {
+	t.Helper()
+	m, _, err := c.Receive()
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, ok := m.(M)
+	if !ok {
+		t.Fatalf("received %#v", m)
+	}
+	return got
+}
+
+// answer waits for the reply to a request.
+func answer(t *testing.T, c *vmmctl.Conn, id uint64) *vmmctl.Reply {
+	t.Helper()
+	r := receive[*vmmctl.Reply](t, c)
+	if r.ID != id {
+		t.Fatalf("reply to %d, not %d", r.ID, id)
+	}
+	return r
+}
+
+func open(t *testing.T, path string) *os.File {
+	t.Helper()
+	f, err := os.OpenFile(path, os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = f.Close() })
+	return f
+}
+
+func create(t *testing.T, name string) *os.File {
+	t.Helper()
+	f, err := os.Create(filepath.Join(t.TempDir(), name))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = f.Close() })
+	return f
+}
+
+func bareGuest(t *testing.T) *os.File {
+	t.Helper()
+	f, err := assets.Open(assets.TestGuest)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = f.Close() })
+	return f
+}
+
+const memory = 64 << 20
+
+// TestSaveAndRestore: a machine with a layered disk is saved by one server and
+// continued by another, and what they say of it fits.
+func TestSaveAndRestore(t *testing.T) {
+	p := serve(t)
+	disk := layer.Image{Size: 1 << 20}
+	boot := &vmmctl.Boot{Memory: memory, VCPUs: 1, Devices: vmmctl.Devices{Disks: []vmmctl.Disk{{ID: "data", Image: &disk}}}}
+	kvm := open(t, "/dev/kvm")
+	send(t, p.Conn, boot, kvm, bareGuest(t), create(t, "top"))
+	if r := answer(t, p.Conn, 0); r.Error != "" {
+		t.Fatal(r.Error)
+	}
+
+	// Only a paused machine can be saved, and only into the right files.
+	state, mem, change := create(t, "state"), create(t, "memory"), create(t, "disk")
+	send(t, p.Conn, &vmmctl.Save{ID: 1}, state, mem, change)
+	if r := answer(t, p.Conn, 1); !strings.Contains(r.Error, "not paused") {
+		t.Fatalf("saved while it ran: %q", r.Error)
+	}
+	send(t, p.Conn, &vmmctl.Simple{Kind: vmmctl.KindPause, ID: 2})
+	if r := answer(t, p.Conn, 2); r.Error != "" {
+		t.Fatal(r.Error)
+	}
+	send(t, p.Conn, &vmmctl.Save{ID: 3}, state)
+	if r := answer(t, p.Conn, 3); !strings.Contains(r.Error, "1 files came, not 3") {
+		t.Fatalf("saved into one file: %q", r.Error)
+	}
+	send(t, p.Conn, &vmmctl.Save{ID: 4}, state, mem, change)
+	r := answer(t, p.Conn, 4)
+	if r.Error != "" {
+		t.Fatal(r.Error)
+	}
+	saved, err := vmmctl.UnmarshalSaved(r.Data)
+	if err != nil || len(saved.Disks) != 1 || len(saved.Memory.Runs) == 0 {
+		t.Fatalf("saved %+v, %v", saved, err)
+	}
+
+	w := layer.NewWriter(io.Discard)
+	if _, err := io.Copy(w, io.NewSectionReader(mem, 0, memory)); err != nil {
+		t.Fatal(err)
+	}
+	image, err := layer.Overlay(layer.Image{Size: memory}, w.Ref(), saved.Memory.Runs, saved.Memory.Zeros)
+	if err != nil {
+		t.Fatal(err)
+	}
+	child := serve(t)
+	restore := &vmmctl.Restore{Memory: image, VCPUs: 1, Profile: string(vmm.ProfileHostV1), Devices: boot.Devices}
+	send(t, child.Conn, restore, kvm, state, mem, create(t, "top"))
+	if r := answer(t, child.Conn, 0); r.Error != "" {
+		t.Fatal(r.Error)
+	}
+	for _, c := range []*parent{p, child} {
+		send(t, c.Conn, &vmmctl.Simple{Kind: vmmctl.KindStop, ID: 9})
+		for {
+			m, _, err := c.Receive()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if exit, ok := m.(*vmmctl.Exit); ok {
+				if exit.Reason != string(vmm.ReasonStopped) {
+					t.Errorf("it ended by %s: %s", exit.Reason, exit.Detail)
+				}
+				break
+			}
+		}
+		if err := <-c.served; err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// TestParentCloses: without a listener the machine ends with its parent; with
+// one it goes on, and others are parents like the first.
+func TestParentCloses(t *testing.T) {
+	kvm := open(t, "/dev/kvm")
+	alone := serve(t)
+	send(t, alone.Conn, &vmmctl.Boot{Memory: memory, VCPUs: 1}, kvm, bareGuest(t))
+	if r := answer(t, alone.Conn, 0); r.Error != "" {
+		t.Fatal(r.Error)
+	}
+	if err := alone.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-alone.served; err != nil {
+		t.Error(err)
+	}
+
+	path := filepath.Join(t.TempDir(), strings.Repeat("long-", 30), "control")
+	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	listener, err := vmmctl.Listen(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	first := serve(t)
+	send(t, first.Conn, &vmmctl.Boot{Memory: memory, VCPUs: 1, Devices: vmmctl.Devices{Listen: true}}, kvm, bareGuest(t), listener)
+	if r := answer(t, first.Conn, 0); r.Error != "" {
+		t.Fatal(r.Error)
+	}
+	if err := errors.Join(listener.Close(), first.Close()); err != nil {
+		t.Fatal(err)
+	}
+	var parents []*vmmctl.Conn
+	for i := range uint64(3) {
+		c, err := vmmctl.Dial(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = c.Close() })
+		send(t, c, &vmmctl.Simple{Kind: vmmctl.KindConsole, ID: i})
+		if r := answer(t, c, i); r.Error != "" {
+			t.Fatal(r.Error)
+		}
+		parents = append(parents, c)
+	}
+	send(t, parents[0], &vmmctl.Simple{Kind: vmmctl.KindStop, ID: 7})
+	for _, c := range parents[1:] {
+		if exit := receive[*vmmctl.Exit](t, c); exit.Reason != string(vmm.ReasonStopped) {
+			t.Errorf("it ended by %s", exit.Reason)
+		}
+	}
+	if err := <-first.served; err != nil {
+		t.Error(err)
+	}
+}
+
+// TestRefuses what is not a machine, with a reason for the parent.
+func TestRefuses(t *testing.T) {
+	kvm, guest := open(t, "/dev/kvm"), bareGuest(t)
+	empty := create(t, "empty")
+	image := layer.Image{Size: memory}
+	for name, tt := range map[string]struct {
+		first vmmctl.Message
+		files []*os.File
+		want  string
+	}{
+		"too few files":  {&vmmctl.Boot{Memory: memory, VCPUs: 1}, []*os.File{kvm}, "1 files, not 2"},
+		"too many files": {&vmmctl.Boot{Memory: memory, VCPUs: 1}, []*os.File{kvm, guest, empty}, "3 files, not 2"},
+		"not KVM":        {&vmmctl.Boot{Memory: memory, VCPUs: 1}, []*os.File{empty, guest}, "API version"},
+		"no kernel":      {&vmmctl.Boot{Memory: memory, VCPUs: 1}, []*os.File{kvm, empty}, "kernel"},
+		"no vCPU":        {&vmmctl.Boot{Memory: memory}, []*os.File{kvm, guest}, "0 vCPUs"},
+		"many vCPUs":     {&vmmctl.Boot{Memory: memory, VCPUs: 1 << 16}, []*os.File{kvm, guest}, "65536 vCPUs"},
+		"no state":       {&vmmctl.Restore{Memory: image, VCPUs: 1}, []*os.File{kvm, empty}, "no state of a microVM"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := serve(t)
+			send(t, p.Conn, tt.first, tt.files...)
+			if r := answer(t, p.Conn, 0); !strings.Contains(r.Error, tt.want) {
+				t.Errorf("error %q does not say %q", r.Error, tt.want)
+			}
+			if err := <-p.served; err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	p := serve(t)
+	send(t, p.Conn, &vmmctl.Ready{})
+	if err := <-p.served; err == nil {
+		t.Error("a first message that is neither Boot nor Restore was taken")
+	}
+}
