@@ -95,13 +95,22 @@ it could not be run.`,
 			if err != nil {
 				return err
 			}
+			argv := args[1:]
+			if argv[0] == "--" {
+				// Flags end at the sandbox's name, so that the command's own are
+				// left alone, and what separates it is left, too.
+				argv = argv[1:]
+			}
+			if len(argv) == 0 {
+				return errors.New("exec: no command given after the sandbox's name")
+			}
 			return withStore(func(s *local.Store) (err error) {
 				sb, err := s.Attach(cmd.Context(), name)
 				if err != nil {
 					return err
 				}
 				defer func() { err = errors.Join(err, sb.Detach()) }()
-				status, err := o.exec(cmd.Context(), sb.Agent(), args[1:], cmd.InOrStdin(), cmd.OutOrStdout(), cmd.ErrOrStderr())
+				status, err := o.exec(cmd.Context(), sb.Agent(), argv, cmd.InOrStdin(), cmd.OutOrStdout(), cmd.ErrOrStderr())
 				if err != nil {
 					return err
 				}

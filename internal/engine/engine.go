@@ -68,6 +68,8 @@ type Sandbox interface {
 	Pause(context.Context) error
 	Resume(context.Context) error
 	Stats(context.Context) (Stats, error)
+	// Console is the tail of what the sandbox's kernel has printed.
+	Console(context.Context) ([]byte, error)
 	// Done is closed when the sandbox has ended.
 	Done() <-chan struct{}
 	// Wait returns how it ended, once it has.

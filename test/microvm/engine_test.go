@@ -42,7 +42,7 @@ func TestConformance(t *testing.T) {
 		enginetest.Run(t, enginetest.Target{
 			Engine:        newEngine(t),
 			Spec:          engine.Spec{Root: openRoot(t), Memory: 128 * mib, VCPUs: vcpus, Scratch: 64 * mib, Hostname: "source"},
-			Forks:         count(100, 10),
+			Forks:         count(100, 6),
 			ScratchDevice: "/dev/vdb",
 		})
 	})
