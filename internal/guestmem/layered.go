@@ -37,6 +37,13 @@ func NewLayered(size uint64, mappings []Mapping) (*Memory, error) {
 	if err != nil {
 		return nil, err
 	}
+	if len(mappings) > 0 {
+		// A fork is to own what it writes and not 2 MiB around it. Kernels
+		// without huge pages refuse, and need not be told.
+		for _, r := range m.regions {
+			_ = unix.Madvise(r.bytes, unix.MADV_NOHUGEPAGE)
+		}
+	}
 	for _, p := range mappings {
 		if err := m.mapFile(p); err != nil {
 			return nil, errors.Join(err, m.Close())
