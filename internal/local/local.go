@@ -127,8 +127,8 @@ func bootID() (string, error) {
 // Template boots a sandbox, lets warm prepare it, and captures it under a
 // name.
 func (s *Store) Template(ctx context.Context, name Name, spec engine.Spec, warm func(engine.Sandbox) error) (err error) {
-	if exists(s.snapshotDir(name)) {
-		return fmt.Errorf("snapshot %s is there already: agentrun rm %s removes it", name, name)
+	if err := s.free(name); err != nil {
+		return err
 	}
 	sb, err := s.engine.Boot(ctx, spec)
 	if err != nil {
@@ -141,6 +141,17 @@ func (s *Store) Template(ctx context.Context, name Name, spec engine.Spec, warm 
 	return s.capture(ctx, sb, s.snapshotDir(name))
 }
 
+// free reports whether a name can be given to a snapshot or sandbox: each names
+// one thing.
+func (s *Store) free(name Name) error {
+	for kind, dir := range map[string]string{"snapshot": s.snapshotDir(name), "sandbox": s.sandboxDir(name)} {
+		if exists(dir) {
+			return fmt.Errorf("%s %s is there already: choose another name, or remove it with agentrun rm %s", kind, name, name)
+		}
+	}
+	return nil
+}
+
 func (s *Store) capture(ctx context.Context, sb engine.Sandbox, dir string) error {
 	snap, err := sb.Snapshot(ctx, dir)
 	if err != nil {
@@ -151,6 +162,9 @@ func (s *Store) capture(ctx context.Context, sb engine.Sandbox, dir string) erro
 
 // Capture takes a snapshot of a running sandbox.
 func (s *Store) Capture(ctx context.Context, from, name Name) (err error) {
+	if err := s.free(name); err != nil {
+		return err
+	}
 	sb, err := s.Attach(ctx, from)
 	if err != nil {
 		return err
@@ -193,11 +207,11 @@ func (s *Store) Fork(ctx context.Context, from Name, names []Name) (outcomes []e
 }
 
 func (s *Store) fork(ctx context.Context, snap *snapshot.Snapshot, name Name) (err error) {
+	if err := s.free(name); err != nil {
+		return err
+	}
 	dir := s.sandboxDir(name)
-	if err := os.Mkdir(dir, 0o700); err != nil {
-		if errors.Is(err, fs.ErrExist) {
-			return fmt.Errorf("sandbox %s is there already: choose another name", name)
-		}
+	if err := os.Mkdir(dir, 0o700); err != nil { // another fork may have been faster
 		return fmt.Errorf("fork: %w", err)
 	}
 	defer func() {
@@ -317,7 +331,7 @@ func (s *Store) FreeNames(from Name, count int) ([]Name, error) {
 		if err != nil {
 			return nil, fmt.Errorf("make up a name: %w", err)
 		}
-		if !exists(s.sandboxDir(n)) && !exists(s.snapshotDir(n)) {
+		if s.free(n) == nil {
 			names = append(names, n)
 		}
 	}

@@ -100,11 +100,22 @@ func (vm *VM) Pause() error {
 	for _, d := range vm.windows.virtio {
 		d.Pause()
 	}
-	vm.paused = true
 	if err := vm.stopClock(); err != nil {
+		for _, d := range vm.windows.virtio {
+			d.Resume()
+		}
+		vm.gate.release()
 		return fmt.Errorf("pause: %w", err)
 	}
+	vm.paused = true
 	return nil
+}
+
+// Paused reports whether the guest stands still.
+func (vm *VM) Paused() bool {
+	vm.mu.Lock()
+	defer vm.mu.Unlock()
+	return vm.paused
 }
 
 // Resume lets a paused guest go on.

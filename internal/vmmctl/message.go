@@ -116,9 +116,9 @@ type Net struct {
 	MTU uint16
 }
 
-// Save writes a paused machine to files: its state, what its memory has beyond
-// its image, and the same for each disk that has an image. The reply's data is
-// a Saved.
+// Save writes a machine, as it is at one instant, to files: its state, what its
+// memory has beyond its image, and the same for each disk that has an image. A
+// machine that was running goes on. The reply's data is a Saved.
 type Save struct{ ID uint64 }
 
 // Saved says what the layers that Save wrote are made of.

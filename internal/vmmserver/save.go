@@ -11,8 +11,8 @@ import (
 	"agentrun.dev/internal/vmmctl"
 )
 
-// save writes the paused VM to the files of a Save message and says what the
-// layers hold.
+// save writes the VM, at one instant, to the files of a Save message and says
+// what the layers hold. A VM that was running goes on afterwards.
 func (s *server) save(files []*os.File) (reply []byte, err error) {
 	defer func() {
 		for _, f := range files {
@@ -22,6 +22,21 @@ func (s *server) save(files []*os.File) (reply []byte, err error) {
 	if len(files) != 2+len(s.disks) {
 		return nil, fmt.Errorf("save: %d files came, not %d: the state, the memory and one per layered disk", len(files), 2+len(s.disks))
 	}
+	err = s.still(func() (err error) {
+		if !s.vm.Paused() {
+			if err := s.vm.Pause(); err != nil {
+				return err
+			}
+			defer func() { err = errors.Join(err, s.vm.Resume()) }()
+		}
+		reply, err = s.write(files)
+		return err
+	})
+	return reply, err
+}
+
+// write saves a VM that stands still.
+func (s *server) write(files []*os.File) ([]byte, error) {
 	state, err := s.vm.Save(s.sys)
 	if err != nil {
 		return nil, err

@@ -9,6 +9,7 @@ import (
 	"io"
 	"os"
 	"runtime"
+	"runtime/debug"
 	"sync"
 	"time"
 
@@ -54,6 +55,9 @@ func Serve(conn *vmmctl.Conn, pagemap *os.File) error {
 	if s.listener != nil {
 		go s.accept()
 	}
+	// Making a VM leaves garbage that a heap this small would keep for ever.
+	settled := time.AfterFunc(settleTime, debug.FreeOSMemory)
+	defer settled.Stop()
 	exit := s.vm.Wait()
 	s.broadcast(&vmmctl.Exit{
 		Reason: string(exit.Reason), Detail: vmmctl.Clip(exit.Detail), Console: s.vm.Console().Tail,
@@ -61,6 +65,9 @@ func Serve(conn *vmmctl.Conn, pagemap *os.File) error {
 	_, err = s.vm.Close()
 	return err
 }
+
+// settleTime is when a VM's first requests, which must be fast, are over.
+const settleTime = time.Second
 
 type server struct {
 	pagemap   *os.File
@@ -72,8 +79,17 @@ type server struct {
 	readyPort uint32
 	ready     sync.Once
 
+	stillMu sync.Mutex // held by who pauses, resumes or saves
+
 	mu      sync.Mutex // protects parents
 	parents map[*vmmctl.Conn]bool
+}
+
+// still runs what depends on the guest standing still, or changes that.
+func (s *server) still(do func() error) error {
+	s.stillMu.Lock()
+	defer s.stillMu.Unlock()
+	return do()
 }
 
 // broadcastPatience is how long a message to all waits for a parent that does
@@ -160,8 +176,11 @@ func (s *server) request(conn *vmmctl.Conn, m vmmctl.Message, files []*os.File) 
 		return nil
 	}
 	if save, ok := m.(*vmmctl.Save); ok {
-		saved, err := s.save(files)
-		return reply(conn, save.ID, err, saved)
+		go func() { // it takes long, and the parent may want more
+			saved, err := s.save(files)
+			_ = reply(conn, save.ID, err, saved) // a dead parent is noticed by serve
+		}()
+		return nil
 	}
 	for _, f := range files {
 		_ = f.Close() // nobody asked for it
@@ -173,9 +192,9 @@ func (s *server) request(conn *vmmctl.Conn, m vmmctl.Message, files []*os.File) 
 	case *vmmctl.Simple:
 		switch m.Kind {
 		case vmmctl.KindPause:
-			return reply(conn, m.ID, s.vm.Pause(), nil)
+			return reply(conn, m.ID, s.still(s.vm.Pause), nil)
 		case vmmctl.KindResume:
-			return reply(conn, m.ID, s.vm.Resume(), nil)
+			return reply(conn, m.ID, s.still(s.vm.Resume), nil)
 		case vmmctl.KindConsole:
 			return reply(conn, m.ID, nil, s.vm.Console().Tail)
 		case vmmctl.KindGeneration:

@@ -72,21 +72,17 @@ func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, er
 		}
 		defer func() { _ = kernel.Close() }()
 	}
-	root, err := fileRef(spec.Root)
-	if err != nil {
-		return nil, fmt.Errorf("root filesystem: %w", err)
-	}
-	kernelRef, err := fileDigest(kernel)
-	if err != nil {
-		return nil, fmt.Errorf("kernel: %w", err)
-	}
 	s := &sandbox{
-		engine: e, kernel: kernelRef, hostname: spec.Hostname, vcpus: spec.VCPUs,
+		engine: e, hostname: spec.Hostname, vcpus: spec.VCPUs, boot: &bootFiles{},
 		memory: layer.Image{Size: spec.Memory},
-		disks:  []disk{{id: "root", readOnly: true, image: wholeFile(root)}},
+		disks:  []disk{{id: "root", readOnly: true}},
 	}
-	if s.root, err = reopen(spec.Root); err != nil {
+	var err error
+	if s.boot.kernel, err = reopen(kernel); err != nil {
 		return nil, err
+	}
+	if s.boot.root, err = reopen(spec.Root); err != nil {
+		return nil, errors.Join(err, s.boot.kernel.Close())
 	}
 	low := Spec{
 		Kernel: kernel, Root: spec.Root, Memory: spec.Memory, VCPUs: spec.VCPUs,

@@ -30,10 +30,30 @@ type sandbox struct {
 	disks      []disk
 	generation uint64
 	parent     *snapshot.Snapshot // whose layers it maps; nil after a boot
-	root       *os.File           // the root filesystem after a boot
+	boot       *bootFiles         // nil in a fork
 	restored   time.Duration      // from the call of Fork until it ran
 
 	capture sync.Mutex // one snapshot at a time
+}
+
+// bootFiles is what a sandbox was booted from.
+type bootFiles struct{ kernel, root *os.File }
+
+// identifyBoot hashes what a sandbox was booted from, when that is first
+// needed: a sandbox that is never captured does not pay for it.
+func (s *sandbox) identifyBoot() (err error) {
+	if s.boot == nil || s.kernel != "" {
+		return nil
+	}
+	root, err := fileRef(s.boot.root)
+	if err != nil {
+		return fmt.Errorf("root filesystem: %w", err)
+	}
+	s.disks[0].image = wholeFile(root)
+	if s.kernel, err = fileDigest(s.boot.kernel); err != nil {
+		return fmt.Errorf("kernel: %w", err)
+	}
+	return nil
 }
 
 // disk is a disk and the image below it.
@@ -64,13 +84,16 @@ func (s *sandbox) Shutdown(ctx context.Context, grace time.Duration) error {
 	return errors.Join(err, s.release())
 }
 
+// release closes what a booted sandbox keeps for its snapshots.
 func (s *sandbox) release() error {
-	if s.root == nil {
+	s.capture.Lock()
+	defer s.capture.Unlock()
+	if s.boot == nil {
 		return nil
 	}
-	f := s.root
-	s.root = nil
-	return f.Close()
+	b := s.boot
+	s.boot = nil
+	return errors.Join(b.kernel.Close(), b.root.Close())
 }
 
 // Stats reads what the vmm process costs.

@@ -20,16 +20,27 @@ import (
 func (s *sandbox) Snapshot(ctx context.Context, dir string) (_ *snapshot.Snapshot, err error) {
 	s.capture.Lock()
 	defer s.capture.Unlock()
-	c, err := s.freeze(ctx)
+	b, err := snapshot.NewBuilder(dir)
 	if err != nil {
-		return nil, fmt.Errorf("snapshot: %w", err)
+		return nil, err
 	}
-	defer c.close()
-	snap, err := s.store(ctx, dir, c)
+	snap, err := s.build(ctx, b)
 	if err != nil {
-		return nil, fmt.Errorf("snapshot: %w", err)
+		return nil, errors.Join(fmt.Errorf("snapshot: %w", err), b.Abort())
 	}
 	return snap, nil
+}
+
+func (s *sandbox) build(ctx context.Context, b *snapshot.Builder) (*snapshot.Snapshot, error) {
+	if err := s.identifyBoot(); err != nil {
+		return nil, err
+	}
+	c, err := s.freeze(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer c.close()
+	return s.store(ctx, b, c)
 }
 
 // captured is a sandbox as it was at one instant.
@@ -48,7 +59,7 @@ func (c *captured) close() {
 	}
 }
 
-// freeze pauses the sandbox, saves it and lets it go on.
+// freeze saves the sandbox as it is at one instant.
 func (s *sandbox) freeze(ctx context.Context) (_ *captured, err error) {
 	c := &captured{}
 	defer func() {
@@ -74,12 +85,7 @@ func (s *sandbox) freeze(ctx context.Context) (_ *captured, err error) {
 		c.disks = append(c.disks, f)
 		files = append(files, f)
 	}
-	if err := s.Pause(ctx); err != nil {
-		return nil, err
-	}
 	reply, err := s.request(ctx, func(id uint64) vmmctl.Message { return &vmmctl.Save{ID: id} }, files...)
-	// Whatever happened, the sandbox must not stay paused.
-	err = errors.Join(err, s.Resume(context.WithoutCancel(ctx)))
 	if err != nil {
 		return nil, err
 	}
@@ -88,16 +94,7 @@ func (s *sandbox) freeze(ctx context.Context) (_ *captured, err error) {
 }
 
 // store makes a snapshot folder of what was captured.
-func (s *sandbox) store(ctx context.Context, dir string, c *captured) (_ *snapshot.Snapshot, err error) {
-	b, err := snapshot.NewBuilder(dir)
-	if err != nil {
-		return nil, err
-	}
-	defer func() {
-		if err != nil {
-			err = errors.Join(err, b.Abort())
-		}
-	}()
+func (s *sandbox) store(ctx context.Context, b *snapshot.Builder, c *captured) (*snapshot.Snapshot, error) {
 	st := &storing{Builder: b, sandbox: s, stored: map[layer.Digest]bool{}}
 	encoded, err := io.ReadAll(io.NewSectionReader(c.state, 0, snapshot.MaxState))
 	if err != nil {
@@ -217,7 +214,7 @@ func (st *storing) keep(im layer.Image) error {
 		if st.sandbox.parent != nil {
 			err = st.LinkLayer(ref, st.sandbox.parent)
 		} else {
-			err = st.AddLayer(ref, st.sandbox.root)
+			err = st.AddLayer(ref, st.sandbox.boot.root)
 		}
 		if err != nil {
 			return err
