@@ -319,7 +319,7 @@ func openKVM() (*os.File, error) {
 
 // memoryFile is a file in memory with some content.
 func memoryFile(name string, content []byte) (*os.File, error) {
-	fd, err := unix.MemfdCreate(name, unix.MFD_CLOEXEC)
+	fd, err := unix.MemfdCreate(name, unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 	if err != nil {
 		return nil, fmt.Errorf("make memfd: %w", err)
 	}

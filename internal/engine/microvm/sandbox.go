@@ -128,7 +128,7 @@ func ProcessStats(pid int) (st engine.Stats, err error) {
 // fileRef hashes a file whose size is a multiple of the page size.
 func fileRef(f *os.File) (layer.Ref, error) {
 	w := layer.NewWriter(io.Discard)
-	if _, err := io.Copy(w, io.NewSectionReader(f, 0, 1<<62)); err != nil {
+	if _, err := io.Copy(w, wholeOf(f)); err != nil {
 		return layer.Ref{}, fmt.Errorf("hash %s: %w", f.Name(), err)
 	}
 	ref := w.Ref()
@@ -140,11 +140,14 @@ func fileRef(f *os.File) (layer.Ref, error) {
 
 func fileDigest(f *os.File) (string, error) {
 	h := sha256.New()
-	if _, err := io.Copy(h, io.NewSectionReader(f, 0, 1<<62)); err != nil {
+	if _, err := io.Copy(h, wholeOf(f)); err != nil {
 		return "", fmt.Errorf("hash %s: %w", f.Name(), err)
 	}
 	return layer.Digest(h.Sum(nil)).String(), nil
 }
+
+// wholeOf reads a file from its beginning, wherever others are in it.
+func wholeOf(f *os.File) io.Reader { return io.NewSectionReader(f, 0, 1<<62) }
 
 // wholeFile is the image that is one file.
 func wholeFile(ref layer.Ref) layer.Image {

@@ -13,6 +13,7 @@ import (
 	"agentrun.dev/internal/snapshot"
 	"agentrun.dev/internal/vmm"
 	"agentrun.dev/internal/vmmctl"
+	"golang.org/x/sys/unix"
 )
 
 // Snapshot captures the sandbox into a new folder. Memory and disks are
@@ -47,7 +48,7 @@ func (s *sandbox) build(ctx context.Context, b *snapshot.Builder) (*snapshot.Sna
 type captured struct {
 	saved  *vmmctl.Saved
 	state  *os.File
-	memory *os.File   // a resident file that has no name yet
+	memory *os.File   // a sealed memfd
 	disks  []*os.File // one per writable disk
 }
 
@@ -70,7 +71,7 @@ func (s *sandbox) freeze(ctx context.Context) (_ *captured, err error) {
 	if c.state, err = memoryFile("state", nil); err != nil {
 		return nil, err
 	}
-	if c.memory, err = s.engine.resident.Create(); err != nil {
+	if c.memory, err = memoryFile("memory", nil); err != nil {
 		return nil, err
 	}
 	files := []*os.File{c.state, c.memory}
@@ -89,6 +90,12 @@ func (s *sandbox) freeze(ctx context.Context) (_ *captured, err error) {
 	if err != nil {
 		return nil, err
 	}
+	// The vmm may still have it open, and is not trusted: other sandboxes
+	// will map this.
+	const seals = unix.F_SEAL_WRITE | unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
+	if _, err := unix.FcntlInt(c.memory.Fd(), unix.F_ADD_SEALS, seals); err != nil {
+		return nil, fmt.Errorf("seal the memory layer: %w", err)
+	}
 	c.saved, err = vmmctl.UnmarshalSaved(reply.Data)
 	return c, err
 }
@@ -104,15 +111,9 @@ func (s *sandbox) store(ctx context.Context, b *snapshot.Builder, c *captured) (
 	if err != nil {
 		return nil, err
 	}
-	memory, fresh, err := st.lay(ctx, s.memory, c.memory, c.saved.Memory)
+	memory, err := st.layMemory(ctx, c)
 	if err != nil {
 		return nil, err
-	}
-	if fresh.Size > 0 {
-		// The first fork finds the layer in memory.
-		if err := s.engine.resident.Adopt(ctx, c.memory, fresh); err != nil {
-			return nil, err
-		}
 	}
 	cpu, err := hostCPU()
 	if err != nil {
@@ -134,7 +135,7 @@ func (s *sandbox) store(ctx context.Context, b *snapshot.Builder, c *captured) (
 		if d.readOnly {
 			err = st.keep(im)
 		} else if writable < len(c.saved.Disks) {
-			im, _, err = st.lay(ctx, im, c.disks[writable], c.saved.Disks[writable])
+			im, err = st.layDisk(ctx, im, c.disks[writable], c.saved.Disks[writable])
 			writable++
 		} else {
 			err = fmt.Errorf("disk %s was not saved", d.id)
@@ -154,28 +155,61 @@ type storing struct {
 	stored  map[layer.Digest]bool
 }
 
-// lay stores a captured layer, if anything was captured, and puts it over the
-// image below.
-func (st *storing) lay(ctx context.Context, below layer.Image, f *os.File, c vmmctl.Change) (im layer.Image, ref layer.Ref, err error) {
+// layMemory stores the captured memory, and keeps it in memory for the first
+// fork.
+func (st *storing) layMemory(ctx context.Context, c *captured) (layer.Image, error) {
+	below := st.sandbox.memory
+	if len(c.saved.Memory.Runs) == 0 {
+		return st.lay(ctx, below, layer.Ref{}, nil, c.saved.Memory)
+	}
+	resident := st.sandbox.engine.resident
+	f, err := resident.Create()
+	if err != nil {
+		return below, err
+	}
+	defer func() { _ = f.Close() }() // it has a name, or is abandoned
+	w := layer.NewWriter(f)
+	if _, err := io.Copy(w, wholeOf(c.memory)); err != nil {
+		return below, fmt.Errorf("copy the memory layer: %w", err)
+	}
+	im, err := st.lay(ctx, below, w.Ref(), f, c.saved.Memory)
+	if err != nil {
+		return below, err
+	}
+	return im, resident.Adopt(ctx, f, w.Ref())
+}
+
+// layDisk stores what was captured of a disk.
+func (st *storing) layDisk(ctx context.Context, below layer.Image, f *os.File, c vmmctl.Change) (layer.Image, error) {
+	var ref layer.Ref
 	if len(c.Runs) > 0 {
+		var err error
 		if ref, err = fileRef(f); err != nil {
-			return im, ref, err
+			return below, err
 		}
+	}
+	return st.lay(ctx, below, ref, f, c)
+}
+
+// lay stores a layer, if anything was captured, and puts it over the image
+// below.
+func (st *storing) lay(ctx context.Context, below layer.Image, ref layer.Ref, f *os.File, c vmmctl.Change) (im layer.Image, err error) {
+	if len(c.Runs) > 0 {
 		if err := st.add(ref, f); err != nil {
-			return im, ref, err
+			return im, err
 		}
 	}
 	im, err = layer.Overlay(below, ref, c.Runs, c.Zeros)
 	if errors.Is(err, layer.ErrNeedsCompaction) {
 		if below, err = st.compact(ctx, below); err != nil {
-			return im, ref, err
+			return im, err
 		}
 		im, err = layer.Overlay(below, ref, c.Runs, c.Zeros)
 	}
 	if err != nil {
-		return im, ref, err
+		return im, err
 	}
-	return im, ref, st.keep(im)
+	return im, st.keep(im)
 }
 
 // compact makes one layer of an image that has too many.
