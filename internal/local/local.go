@@ -54,8 +54,9 @@ var ErrNotFound = errors.New("no such snapshot or sandbox")
 
 // Store is the folder and the engine that runs its sandboxes.
 type Store struct {
-	dir    string
-	engine *microvm.Engine
+	dir      string
+	resident string // where its memory layers are
+	engine   *microvm.Engine
 }
 
 // DefaultFolder is where a user's snapshots and sandboxes are.
@@ -85,14 +86,12 @@ func Open(dir string) (*Store, error) {
 	}
 	// One per folder, so that tidying one does not empty the other.
 	sum := sha256.Sum256([]byte(dir))
-	e, err := microvm.New(microvm.Config{
-		Resident: "/dev/shm/agentrun-" + strconv.Itoa(os.Geteuid()) + "-" + hex.EncodeToString(sum[:4]),
-		Scratch:  filepath.Join(dir, "scratch"),
-	})
+	resident := "/dev/shm/agentrun-" + strconv.Itoa(os.Geteuid()) + "-" + hex.EncodeToString(sum[:4])
+	e, err := microvm.New(microvm.Config{Resident: resident, Scratch: filepath.Join(dir, "scratch")})
 	if err != nil {
 		return nil, err
 	}
-	return &Store{dir: dir, engine: e}, nil
+	return &Store{dir: dir, resident: resident, engine: e}, nil
 }
 
 // Close frees the store; sandboxes live on.
