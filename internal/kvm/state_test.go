@@ -1,0 +1,126 @@
+package kvm
+
+import (
+	"bytes"
+	"errors"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// supported gives a vCPU the features that its host has: without them there is
+// no extended state to speak of.
+func supported(t *testing.T, sys *System, c *VCPU) {
+	t.Helper()
+	entries, err := sys.SupportedCPUID()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := c.SetCPUID(entries); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// TestVCPUState: what is read from one vCPU can be put into another.
+func TestVCPUState(t *testing.T) {
+	sys := openKVM(t)
+	a, b := newVCPU(t, sys), newVCPU(t, sys)
+	supported(t, sys, a)
+	supported(t, sys, b)
+
+	xsave := make([]byte, MinXSaveSize)
+	if err := a.XSave(xsave); err != nil {
+		t.Fatal(err)
+	}
+	// The x87 control word, at the start of the legacy area.
+	xsave[0], xsave[1] = 0x7f, 0x02
+	again := make([]byte, MinXSaveSize)
+	if err := errors.Join(b.SetXSave(xsave), b.XSave(again)); err != nil || !bytes.Equal(again[:2], xsave[:2]) {
+		t.Errorf("x87 control word %x became %x (%v)", xsave[:2], again[:2], err)
+	}
+	if err := b.XSave(make([]byte, 100)); err == nil {
+		t.Error("100 bytes were taken for an extended state")
+	}
+	if err := b.SetXSave(make([]byte, 100)); err == nil {
+		t.Error("an extended state of 100 bytes was set")
+	}
+
+	if x, err := a.XCR0(); err != nil || x&1 == 0 {
+		t.Errorf("XCR0 %#x, %v", x, err)
+	}
+	debug, err := a.DebugRegs()
+	if err != nil {
+		t.Fatal(err)
+	}
+	debug[0] = 0x55 // DR0
+	if err := b.SetDebugRegs(&debug); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := b.DebugRegs(); err != nil || got != debug {
+		t.Errorf("debug registers %x became %x (%v)", debug, got, err)
+	}
+	events, err := a.Events()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := b.SetEvents(&events); err != nil {
+		t.Error(err)
+	}
+	// A vCPU without kvm-clock need not be told that it stood still.
+	if err := b.ClockStopped(); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestMSRList: those that a vCPU does not have are left out, the others are all
+// there and in order, however many are asked for.
+func TestMSRList(t *testing.T) {
+	sys := openKVM(t)
+	c := newVCPU(t, sys)
+	supported(t, sys, c)
+	indices, err := sys.MSRIndexList()
+	if err != nil {
+		t.Fatal(err)
+	}
+	known, err := c.MSRs(indices)
+	if err != nil || len(known) < len(indices)/2 {
+		t.Fatalf("%d of %d, %v", len(known), len(indices), err)
+	}
+	const unknown = 0x12345678
+	var asked []uint32
+	for range 3 {
+		for _, m := range known {
+			asked = append(asked, unknown, m.Index)
+		}
+	}
+	got, err := c.MSRs(append(asked, unknown))
+	if err != nil || len(got) != 3*len(known) {
+		t.Fatalf("%d of %d, %v", len(got), 3*len(known), err)
+	}
+	for i, m := range got {
+		if m.Index != known[i%len(known)].Index {
+			t.Fatalf("place %d has %#x, not %#x", i, m.Index, known[i%len(known)].Index)
+		}
+	}
+}
+
+// TestTSCOffset: the guest's counter goes on from where it is told to.
+func TestTSCOffset(t *testing.T) {
+	c := newVCPU(t, openKVM(t))
+	const start = 1 << 50
+	err := c.SetTSCOffset(start - HostTSC())
+	if errors.Is(err, unix.ENXIO) {
+		// Before Linux 5.16 the counter itself is written.
+		err = c.SetMSRs([]MSREntry{{Index: 0x10, Data: start}})
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	first, err := c.MSR(0x10)
+	if err != nil || first < start {
+		t.Fatalf("it was set to %d and reads %d (%v)", uint64(start), first, err)
+	}
+	if second, err := c.MSR(0x10); err != nil || second < first {
+		t.Errorf("it went back from %d to %d (%v)", first, second, err)
+	}
+}
