@@ -175,15 +175,20 @@ func (s *System) SupportedCPUID() ([]CPUIDEntry, error) {
 	return append([]CPUIDEntry(nil), t.entries[:t.n]...), nil
 }
 
-const maxMSRs = 512
+// maxMSRIndices is more than any KVM lists, maxMSRs what one call takes
+// (fewer than MAX_IO_MSRS).
+const (
+	maxMSRIndices = 1024
+	maxMSRs       = 255
+)
 
 // MSRIndexList lists the MSRs that make up a vCPU's state on this host.
 func (s *System) MSRIndexList() ([]uint32, error) {
 	var l struct {
 		n       uint32
-		indices [maxMSRs]uint32
+		indices [maxMSRIndices]uint32
 	}
-	l.n = maxMSRs
+	l.n = maxMSRIndices
 	if _, err := ioctlPtr(s.fd(), reqGetMSRIndexList, unsafe.Pointer(&l)); err != nil {
 		return nil, fmt.Errorf("get MSR index list: %w", err)
 	}

@@ -188,17 +188,17 @@ func (c *VCPU) MSR(index uint32) (uint64, error) {
 // SetMSRs writes model-specific registers in order and names the one that
 // was refused.
 func (c *VCPU) SetMSRs(entries []MSREntry) error {
-	if len(entries) > maxMSRs {
-		return fmt.Errorf("set MSRs: %d entries, at most %d", len(entries), maxMSRs)
-	}
-	t := &msrTable{n: uint32(len(entries))}
-	copy(t.entries[:], entries)
-	n, err := ioctlPtr(c.fd, reqSetMSRs, unsafe.Pointer(t))
-	if err != nil {
-		return fmt.Errorf("set MSRs: %w", err)
-	}
-	if n < len(entries) {
-		return fmt.Errorf("set MSR %#x: refused by KVM", entries[n].Index)
+	for len(entries) > 0 {
+		t := &msrTable{n: uint32(min(len(entries), maxMSRs))}
+		copy(t.entries[:], entries[:t.n])
+		n, err := ioctlPtr(c.fd, reqSetMSRs, unsafe.Pointer(t))
+		if err != nil {
+			return fmt.Errorf("set MSRs: %w", err)
+		}
+		if n < int(t.n) {
+			return fmt.Errorf("set MSR %#x: refused by KVM", entries[n].Index)
+		}
+		entries = entries[n:]
 	}
 	return nil
 }
