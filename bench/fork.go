@@ -57,7 +57,7 @@ type ForkReport struct {
 	// after the first answer and after the first program.
 	OwnAfterAnswer uint64 `json:"own_after_answer_bytes"`
 	OwnAfterExec   uint64 `json:"own_after_exec_bytes"`
-	// All is the time for Count forks until the last has answered.
+	// All is the sum of the forks' times to their first answers.
 	All   float64 `json:"all_ms"`
 	Alive int     `json:"alive"`
 	Noisy bool    `json:"noisy"`

@@ -174,7 +174,7 @@ func (s *suite) testForkContinues(t *testing.T) {
 	if pid, was := sh(t, a, "cat /run/test/pid"), sh(t, s.booted, "cat /run/test/pid"); pid != was {
 		t.Errorf("the process has pid %s, in the source %s", pid, was)
 	}
-	if got := sh(t, a, "cat /warm; hostname >/dev/null; echo ok"); got != "warmed up\nok" {
+	if got := sh(t, a, "cat /warm"); got != "warmed up" {
 		t.Errorf("files: %q", got)
 	}
 	if s.ScratchDevice != "" {
@@ -235,7 +235,7 @@ func (s *suite) testPrivate(t *testing.T) {
 		wg.Wait()
 	}
 	each(func(i int) string {
-		script := fmt.Sprintf("[ $(ls /run/test | wc -l) -ge 2 ]; echo %d > /run/test/mine; echo %d > /mine; echo %d > /dev/shm/mine 2>/dev/null; ", i, i, i)
+		script := fmt.Sprintf("echo %d > /run/test/mine; echo %d > /mine; ", i, i)
 		if device != "" {
 			script += fmt.Sprintf("echo disk %d | dd of=%s bs=512 seek=8 conv=fsync 2>/dev/null; ", i, device)
 		}

@@ -56,7 +56,7 @@ func New(cfg Config) (*Engine, error) {
 	return &Engine{resident: resident, scratch: cfg.Scratch, vmm: path}, nil
 }
 
-// Name is "microvm".
+// Name is what snapshots of this engine carry.
 func (e *Engine) Name() string { return Name }
 
 // Close frees the engine; sandboxes live on.
