@@ -3,6 +3,7 @@ package guest
 import (
 	"bytes"
 	"encoding/binary"
+	"encoding/hex"
 	"syscall"
 	"unsafe"
 
@@ -40,8 +41,11 @@ func configure(cfg *BootConfig, log func(string)) error {
 	if err := writeNames("/etc", name); err != nil {
 		log(err.Error())
 	}
+	if err := writeMachineID("/etc"); err != nil {
+		log(err.Error())
+	}
 	// Programs can watch the file only if it is there before the first fork.
-	if err := writeGeneration("", 0); err != nil {
+	if err := replaceGeneration("", []byte("0\n")); err != nil {
 		log(err.Error())
 	}
 	return nil
@@ -203,6 +207,24 @@ func writeNames(etc, name string) error {
 		return writeFile(etc+"/hostname", []byte(name+"\n"))
 	}
 	return nil
+}
+
+// writeMachineID gives a machine without an id one (machine-id(5)): what is
+// there when a fork renews it need not be made then.
+func writeMachineID(etc string) error {
+	path := etc + "/machine-id"
+	if have, err := readFile(path, 4096); err != syscall.ENOENT && (err != nil || len(bytes.TrimSpace(have)) > 0) {
+		return failed("read", path, err)
+	}
+	var id [16]byte
+	if _, err := unix.Getrandom(id[:], 0); err != nil {
+		return failed("draw", path, err)
+	}
+	text := append(hex.AppendEncode(nil, id[:]), '\n')
+	if err := writeFile(path, text); err != nil {
+		return err
+	}
+	return failed("change mode of", path, unix.Chmod(path, machineIDMode))
 }
 
 // hostLine is what is added to a hosts file for the sandbox's own name.

@@ -1,7 +1,6 @@
 package guest
 
 import (
-	"bytes"
 	"context"
 	"encoding/binary"
 	"strconv"
@@ -29,9 +28,8 @@ import (
 //
 // For programs that cannot, there is /run/agentrun/generation: a number in
 // decimal, 0 from boot on and higher in every fork, written after all the rest
-// is renewed. A watch (inotify(7)) of the folder sees IN_MOVED_TO of the name;
-// one of the file sees IN_ATTRIB and IN_DELETE_SELF, and must then be made
-// again, as the file is replaced.
+// is renewed. A watch (inotify(7)) of the folder sees IN_MODIFY of the name, or
+// IN_MOVED_TO where the guest was not prepared for the fork.
 type Renewer struct {
 	root   string // before /etc and /run; empty but in tests
 	random string // the kernel's generator
@@ -41,8 +39,11 @@ type Renewer struct {
 	setClock    func(clock int32, to *unix.Timespec) error
 	setHostname func(name string) error
 
-	renewing   sync.Mutex // serializes Renew
 	generation atomic.Uint64
+
+	renewing sync.Mutex // serializes Renew and Prepare; protects kept
+	kept     [numKept]keptFile
+	buf      []byte // of contents
 }
 
 // NewRenewer returns the one that renews this machine.
@@ -73,35 +74,45 @@ func (r *Renewer) Renew(ctx context.Context, req *guestrpc.RenewRequest) (guestr
 		return reply, fail(ErrInvalid, "renew as generation", strconv.FormatUint(req.Generation, 10),
 			"the guest is at "+strconv.FormatUint(now, 10)+" and wants a higher one")
 	}
+	return r.apply(req)
+}
+
+// apply does what is asked for.
+func (r *Renewer) apply(req *guestrpc.RenewRequest) (guestrpc.RenewReply, error) {
+	var none, reply guestrpc.RenewReply
 	if err := r.reseed(req.Entropy); err != nil {
-		return reply, err
+		return none, err
 	}
-	var step time.Duration
 	if !req.WallClock.IsZero() {
 		var err error
-		if step, err = r.stepClock(req.WallClock); err != nil {
-			return reply, err
+		if reply.ClockStep, err = r.stepClock(req.WallClock); err != nil {
+			return none, err
 		}
 	}
 	if req.Hostname != "" {
 		if err := r.rename(req.Hostname); err != nil {
-			return reply, err
+			return none, err
 		}
 	}
 	if req.MachineID != "" {
-		err := r.inEtc(func(etc int) error {
-			return replaceFile(etc, "machine-id", []byte(req.MachineID+"\n"), 0o444) // machine-id(5)
+		err := r.put(keptMachineID, []byte(req.MachineID+"\n"), func(data []byte) error {
+			return r.inEtc(func(etc int) error { return replaceFile(etc, "machine-id", data, machineIDMode) })
 		})
 		if err != nil {
-			return reply, cannotReplace("/etc/machine-id", err)
+			return none, cannotReplace("/etc/machine-id", err)
 		}
 	}
-	if err := writeGeneration(r.root, req.Generation); err != nil {
-		return reply, err
+	text := append(strconv.AppendUint(nil, req.Generation, 10), '\n')
+	if err := r.put(keptGeneration, text, func(text []byte) error { return replaceGeneration(r.root, text) }); err != nil {
+		return none, err
 	}
 	r.generation.Store(req.Generation)
-	return guestrpc.RenewReply{Generation: req.Generation, ClockStep: step}, nil
+	reply.Generation = req.Generation
+	return reply, nil
 }
+
+// machineIDMode is that of machine-id(5).
+const machineIDMode = 0o444
 
 // checkRenewal refuses what could only be done in part.
 func checkRenewal(req *guestrpc.RenewRequest) error {
@@ -165,135 +176,4 @@ func (r *Renewer) stepClock(to time.Time) (time.Duration, error) {
 		return 0, failed("set", "wall clock", err)
 	}
 	return time.Duration(to.UnixNano() - now.Nano()), nil
-}
-
-// rename changes the host name, in the kernel and in the files that boot
-// writes it to. A file that is missing, or a link, is the image's own affair.
-func (r *Renewer) rename(name string) error {
-	var uts unix.Utsname
-	if err := unix.Uname(&uts); err != nil {
-		return failed("read", "host name", err)
-	}
-	old := unix.ByteSliceToString(uts.Nodename[:])
-	if err := r.setHostname(name); err != nil {
-		return err
-	}
-	err := r.inEtc(func(etc int) error {
-		var st unix.Stat_t
-		if !isRegular(etc, "hostname", &st) {
-			return nil
-		}
-		return replaceFile(etc, "hostname", []byte(name+"\n"), st.Mode&modeBits)
-	})
-	if err != nil {
-		return cannotReplace("/etc/hostname", err)
-	}
-	err = r.inEtc(func(etc int) error { return renameInHosts(etc, old, name) })
-	if err != nil {
-		return cannotReplace("/etc/hosts", err)
-	}
-	return nil
-}
-
-// renameInHosts puts the new name in the place of the line that was added for
-// the old one; what the image says itself stays.
-func renameInHosts(etc int, old, name string) error {
-	var st unix.Stat_t
-	if !isRegular(etc, "hosts", &st) || st.Size > maxAccountFile {
-		return nil // boot has not written it either
-	}
-	hosts, err := readFileAt(etc, "hosts", unix.O_NOFOLLOW, maxAccountFile)
-	if err != nil {
-		return err
-	}
-	text := append([]byte{'\n'}, hosts...)
-	text = bytes.Replace(text, []byte("\n"+hostLine(old)), []byte("\n"+hostLine(name)), 1)
-	text = withNames(text[1:], name)
-	if bytes.Equal(text, hosts) {
-		return nil
-	}
-	return replaceFile(etc, "hosts", text, st.Mode&modeBits)
-}
-
-// inEtc calls fn with /etc, if there is one. A link is not followed.
-func (r *Renewer) inEtc(fn func(etc int) error) error {
-	etc, err := open(unix.AT_FDCWD, r.root+"/etc", unix.O_PATH|unix.O_DIRECTORY|unix.O_NOFOLLOW, 0)
-	if err == syscall.ENOENT {
-		return nil
-	}
-	if err != nil {
-		return failed("open", "/etc", err)
-	}
-	defer unix.Close(etc)
-	return fn(etc)
-}
-
-// cannotReplace says why a fork cannot be made, and what to do about it.
-func cannotReplace(path string, err error) error {
-	switch kindOf(err) {
-	case ErrReadOnly:
-		return fail(ErrReadOnly, "replace", path, "boot the template with a root that can be written, such as agentrun.overlay=tmpfs")
-	case ErrNoSpace:
-		return fail(ErrNoSpace, "replace", path, "make room in the template before it is forked")
-	}
-	return failed("replace", path, err)
-}
-
-// writeGeneration makes the file that tells programs of a fork.
-func writeGeneration(root string, n uint64) error {
-	const folder, name = "/run/agentrun", "generation"
-	if err := mkdirExact(root+folder, 0o755); err != nil && err != syscall.EEXIST {
-		return failed("make folder", folder, err)
-	}
-	dir, err := open(unix.AT_FDCWD, root+folder, unix.O_PATH|unix.O_DIRECTORY|unix.O_NOFOLLOW, 0)
-	if err != nil {
-		return failed("open", folder, err)
-	}
-	defer unix.Close(dir)
-	text := strconv.AppendUint(nil, n, 10)
-	return failed("replace", folder+"/"+name, replaceFile(dir, name, append(text, '\n'), 0o444))
-}
-
-// isRegular reports whether name is a regular file in dir, itself and not by
-// way of a link.
-func isRegular(dir int, name string, st *unix.Stat_t) bool {
-	return unix.Fstatat(dir, name, st, unix.AT_SYMLINK_NOFOLLOW) == nil && fileType(st.Mode) == TypeFile
-}
-
-// replaceFile puts a new file in the place of name in dir, atomically. A
-// regular file passes its owner on; a link is replaced, never followed.
-func replaceFile(dir int, name string, data []byte, mode uint32) error {
-	fd, temp, err := makeTemp(dir)
-	if err != nil {
-		return err
-	}
-	defer unix.Close(fd)
-	if err = fillReplacement(fd, dir, name, data, mode); err == nil {
-		err = unix.Renameat(dir, temp, dir, name)
-	}
-	if err != nil {
-		_ = unix.Unlinkat(dir, temp, 0) // best effort: nobody knows the name
-		return err
-	}
-	return syncFolder(dir)
-}
-
-func fillReplacement(fd, dir int, name string, data []byte, mode uint32) error {
-	var old unix.Stat_t
-	if isRegular(dir, name, &old) {
-		if err := unix.Fchown(fd, int(old.Uid), int(old.Gid)); err != nil {
-			return err
-		}
-	}
-	if err := unix.Fchmod(fd, mode); err != nil {
-		return err
-	}
-	for len(data) > 0 {
-		n, err := unix.Write(fd, data)
-		if err != nil && err != syscall.EINTR {
-			return err
-		}
-		data = data[max(n, 0):]
-	}
-	return fsync(fd)
 }

@@ -95,7 +95,7 @@ func newTestRenewer(t *testing.T) (*Renewer, *fakeKernel) {
 	writeTestFile(t, root+"/etc/hostname", "parent\n", 0o644)
 	writeTestFile(t, root+"/etc/hosts", "127.0.0.1\tlocalhost\n127.0.1.1\t"+host+"\n10.0.0.1\tother\n", 0o644)
 	writeTestFile(t, root+"/etc/machine-id", "parent-id\n", 0o444)
-	if err := writeGeneration(root, 0); err != nil {
+	if err := replaceGeneration(root, []byte("0\n")); err != nil {
 		t.Fatal(err)
 	}
 	k := &fakeKernel{fail: map[string]error{}}

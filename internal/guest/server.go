@@ -127,6 +127,14 @@ func (s *Server) Renew(ctx context.Context, req *guestrpc.RenewRequest) (guestrp
 	return reply, rpcError(err)
 }
 
+// Prepare implements guestrpc.Handler.
+func (s *Server) Prepare(ctx context.Context, req *guestrpc.PrepareRequest) error {
+	if s.Renewer == nil {
+		return rpcError(fail(ErrUnsupported, "prepare", "", "the agent is not PID 1"))
+	}
+	return rpcError(s.Renewer.Prepare(ctx, req.Settle))
+}
+
 // rpcError gives an error of this package its code on the wire.
 func rpcError(err error) error {
 	if err == nil {

@@ -73,6 +73,7 @@ type fakeGuest struct {
 	calls    []string
 	shutdown *ShutdownRequest
 	renewed  []RenewRequest
+	prepared []PrepareRequest
 	watch    chan WatchEvent
 	block    chan struct{} // Sync waits for it, if set
 	blocked  chan struct{} // Sync says that it waits
@@ -326,6 +327,13 @@ func (g *fakeGuest) Shutdown(_ context.Context, req *ShutdownRequest, accept fun
 	g.shutdown = req
 	g.mu.Unlock()
 	return accept()
+}
+
+func (g *fakeGuest) Prepare(_ context.Context, req *PrepareRequest) error {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.prepared = append(g.prepared, *req)
+	return nil
 }
 
 func (g *fakeGuest) Renew(ctx context.Context, req *RenewRequest) (RenewReply, error) {

@@ -47,6 +47,15 @@ func (m RenewRequest) GoString() string { return m.String() }
 // MarshalText is what encoders and structured loggers print.
 func (m RenewRequest) MarshalText() ([]byte, error) { return []byte(m.String()), nil }
 
+// PrepareRequest makes a guest ready to be captured.
+type PrepareRequest struct {
+	// Settle waits until the guest's kernel has done what it has put off, so
+	// that not every fork does it. That takes some ten milliseconds.
+	Settle bool
+}
+
+func (m *PrepareRequest) visit(c *codec) { c.bool(&m.Settle) }
+
 // RenewReply tells what a renewal has done.
 type RenewReply struct {
 	Generation uint64        // of the guest from now on

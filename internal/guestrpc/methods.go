@@ -9,7 +9,7 @@ const AgentPort = 1024
 // Method is what a stream asks for. The numbers are part of the protocol.
 type Method uint16
 
-// The methods. 65 to 79 are kept for what else makes the identity of a fork
+// The methods. 66 to 79 are kept for what else makes the identity of a fork
 // (secrets), 80 and up for ports and code kernels.
 const (
 	MethodInfo     Method = 1
@@ -36,7 +36,8 @@ const (
 	MethodChown    Method = 42
 	MethodWatch    Method = 43
 
-	MethodRenew Method = 64
+	MethodRenew   Method = 64
+	MethodPrepare Method = 65
 )
 
 // toGuest returns the channels that a method sends to the guest on.

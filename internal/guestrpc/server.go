@@ -19,7 +19,7 @@ const (
 	serverWindow = 64 << 10
 )
 
-// Handler is what the agent does. Each call runs on a goroutine of its own.
+// Handler is what the agent does. Calls run concurrently.
 // The context ends when the host cancels the call or the connection is lost.
 // An error is sent to the host with the code that ErrorFrom finds in it.
 type Handler interface {
@@ -30,6 +30,8 @@ type Handler interface {
 	// Renew owns req and wipes its entropy before it returns, whatever it
 	// returns.
 	Renew(ctx context.Context, req *RenewRequest) (RenewReply, error)
+	// Prepare makes the next Renew cheap.
+	Prepare(ctx context.Context, req *PrepareRequest) error
 
 	// Exec and Attach return when the process has ended and its output has
 	// been sent, or when ctx ends; the process must not end because of that.
@@ -61,6 +63,11 @@ type server struct {
 	s       *session
 	handler Handler
 	calls   sync.WaitGroup
+	// jobs goes to a goroutine that has run a call before and waits for the
+	// next: its stack has grown, which in a fork is worth fifty page faults.
+	// There is at most one; idle holds its place.
+	jobs chan job
+	idle chan struct{}
 
 	mu      sync.Mutex // protects running
 	running int
@@ -71,7 +78,7 @@ type server struct {
 // the host has closed is no error. Close of conn must end a Read under way.
 func Serve(ctx context.Context, conn io.ReadWriteCloser, h Handler, capabilities ...string) error {
 	s := newSession(conn, serverWindow)
-	srv := &server{s: s, handler: h}
+	srv := &server{s: s, handler: h, jobs: make(chan job), idle: make(chan struct{}, 1)}
 	s.onOpen = srv.open
 	stop := context.AfterFunc(ctx, func() { s.fail(context.Cause(ctx)) })
 	defer stop()
@@ -138,9 +145,37 @@ func (srv *server) open(id uint32, payload []byte) error {
 	}
 	s.streams[id] = st
 	s.mu.Unlock()
-	srv.calls.Add(1)
-	go srv.call(st, run)
+	j := job{st, run}
+	select {
+	case srv.jobs <- j:
+	default:
+		srv.calls.Go(func() { srv.work(j) })
+	}
 	return nil
+}
+
+// job is a call that is to be run.
+type job struct {
+	st  *stream
+	run callFunc
+}
+
+// work runs a call, and further ones if no other goroutine waits for them.
+func (srv *server) work(j job) {
+	for {
+		srv.call(j.st, j.run)
+		select {
+		case srv.idle <- struct{}{}:
+		default:
+			return
+		}
+		select {
+		case j = <-srv.jobs:
+			<-srv.idle
+		case <-srv.s.closed:
+			return
+		}
+	}
 }
 
 // begin counts a call unless there are too many.
@@ -162,7 +197,6 @@ func (srv *server) end() {
 
 // call runs a handler and sends its result.
 func (srv *server) call(st *stream, run callFunc) {
-	defer srv.calls.Done()
 	reply, err := protect(st, run)
 	h := header{typ: frameReply, stream: st.id}
 	var payload []byte

@@ -26,6 +26,8 @@ func (srv *server) bind(m Method, body []byte) (callFunc, error) {
 		run, err := answered[RenewReply](body, h.Renew)
 		clear(body) // the entropy, in the session's read buffer
 		return run, err
+	case MethodPrepare:
+		return done(body, h.Prepare)
 	case MethodExec:
 		return streamed(body, func(ctx context.Context, req *ExecRequest, st *stream) (message, error) {
 			exit, err := h.Exec(ctx, req, &ExecStream{st})

@@ -3,17 +3,17 @@ package guestrpc
 import (
 	"bytes"
 	"context"
+	"encoding/binary"
 	"errors"
 	"io"
-	"slices"
 )
 
-// Standby is a session that is open and was never used. When its guest is
-// captured, each copy of the guest has the agent's end of it, and Resume makes
-// a client for that: a fork need not open a connection.
+// Standby is a session that waits for its guest to be captured. Each copy of
+// the guest then has the agent's end of it, and Resume makes a client for that:
+// a fork need not open a connection.
 type Standby struct {
 	client *Client
-	agreed []byte
+	hellos []byte // ours and the agent's
 }
 
 // OpenStandby exchanges hellos over conn, which it owns from here on. ctx
@@ -26,8 +26,23 @@ func OpenStandby(ctx context.Context, conn io.ReadWriteCloser) (*Standby, error)
 	return &Standby{c, c.s.peer.append(c.s.ourHello(nil))}, nil
 }
 
-// Agreed is what Resume needs: both hellos, ours first.
-func (s *Standby) Agreed() []byte { return slices.Clone(s.agreed) }
+// Prepare makes the guest ready to be captured. It renews the guest with the
+// identity that it has, on this session: what a fork's Renew will do was then
+// done before, and costs little.
+func (s *Standby) Prepare(ctx context.Context, req PrepareRequest) error {
+	return s.client.call(ctx, MethodPrepare, &req, &empty{})
+}
+
+// idSize is the length of a stream's id.
+const idSize = 4
+
+// Agreed is what Resume needs: the id of the last stream and both hellos, ours
+// first. No call may be under way.
+func (s *Standby) Agreed() []byte {
+	s.client.s.mu.Lock()
+	defer s.client.s.mu.Unlock()
+	return append(binary.LittleEndian.AppendUint32(nil, s.client.s.lastID), s.hellos...)
+}
 
 // Close ends the session, here and not in copies of the guest.
 func (s *Standby) Close() error { return s.client.Close() }
@@ -36,7 +51,7 @@ func (s *Standby) Close() error { return s.client.Close() }
 // end is the peer of conn. It sends nothing and waits for nothing. conn is
 // closed if it fails.
 func Resume(conn io.ReadWriteCloser, agreed []byte) (*Client, error) {
-	ours, peer, err := parseAgreed(agreed)
+	ours, peer, lastID, err := parseAgreed(agreed)
 	if err != nil {
 		err = &Error{Code: CodeUnavailable, Message: "resume the session with the guest agent: " + err.Error(), cause: err}
 		return nil, errors.Join(err, conn.Close())
@@ -44,25 +59,30 @@ func Resume(conn io.ReadWriteCloser, agreed []byte) (*Client, error) {
 	c := newClient(conn, ours.window)
 	// What the agent was told by an earlier version of this package holds.
 	c.s.r.maxPayload = ours.maxPayload
+	c.s.lastID = lastID
 	c.s.peer, c.s.version = peer, min(ours.maxVersion, peer.maxVersion)
 	c.start()
 	return c, nil
 }
 
-func parseAgreed(b []byte) (ours, peer hello, err error) {
-	text := bytes.NewReader(b)
-	r := newFrameReader(text)
+func parseAgreed(b []byte) (ours, peer hello, lastID uint32, err error) {
+	if len(b) < idSize {
+		return ours, peer, 0, errNotPeer
+	}
+	lastID = binary.LittleEndian.Uint32(b)
+	hellos := bytes.NewReader(b[idSize:])
+	r := newFrameReader(hellos)
 	if ours, err = readHello(r); err != nil {
-		return ours, peer, err
+		return ours, peer, 0, err
 	}
 	if peer, err = readHello(r); err != nil {
-		return ours, peer, err
+		return ours, peer, 0, err
 	}
-	if r.end != r.start || text.Len() > 0 {
-		return ours, peer, violation("more than two hellos")
+	if r.end != r.start || hellos.Len() > 0 {
+		return ours, peer, 0, violation("more than two hellos")
 	}
 	if v := min(ours.maxVersion, peer.maxVersion); v < MinVersion || v > MaxVersion {
 		err = &VersionError{OurMin: MinVersion, OurMax: MaxVersion, PeerMin: peer.minVersion, PeerMax: peer.maxVersion}
 	}
-	return ours, peer, err
+	return ours, peer, lastID, err
 }

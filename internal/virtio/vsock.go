@@ -103,6 +103,7 @@ type Vsock struct {
 	standby connKey
 	saved   VsockConnState // a standby that nobody has adopted so far
 	adopted *vsockConn     // one that the guest has not answered on so far
+	settled func()         // called once it has
 	gone    []connKey
 
 	rxDirty   bool   // receive buffers were used since the last announcement
@@ -157,6 +158,10 @@ func (d *Vsock) unlock() {
 	if !d.live {
 		d.dropAll() // a broken ring ends the connections, too
 	}
+	if c := d.adopted; c != nil && (c.answered || c.closed) {
+		d.settleGone()
+		d.flush()
+	}
 	if d.rxDirty {
 		d.rxDirty = false
 		if d.announce(vsockRx) {
@@ -175,7 +180,7 @@ func (d *Vsock) unlock() {
 func (d *Vsock) Reset() {
 	d.deactivate()
 	d.mu.Lock()
-	d.standby, d.saved, d.adopted, d.gone = connKey{}, VsockConnState{}, nil, nil
+	d.standby, d.saved, d.adopted, d.settled, d.gone = connKey{}, VsockConnState{}, nil, nil, nil
 	d.rxDirty, d.lazySlots, d.lazyBytes = false, 0, 0
 	d.unlock()
 	d.wg.Wait()

@@ -23,7 +23,9 @@ var errNoStandby = errors.New("vsock: the state has no standby connection")
 
 // Adopt gives the standby connection of a restored guest its other end, after
 // MMIO.Restore and before Resume. Without it the connection is gone, too.
-func (d *Vsock) Adopt(conn *os.File) error {
+// settled is called once, without the device's lock, when the guest has
+// answered or will not: what it is to hear besides can be told then.
+func (d *Vsock) Adopt(conn *os.File, settled func()) error {
 	d.mu.Lock()
 	defer d.unlock()
 	s := d.saved
@@ -37,7 +39,7 @@ func (d *Vsock) Adopt(conn *os.File) error {
 	c.open = true
 	c.takenCnt, c.fwdCnt, c.toldCnt = s.Taken, s.Taken, s.Told
 	c.sentCnt, c.peerAlloc, c.peerCnt = s.Sent, s.PeerAlloc, s.PeerCnt
-	d.adopted, d.saved = c, VsockConnState{}
+	d.adopted, d.settled, d.saved = c, settled, VsockConnState{}
 	return nil
 }
 
@@ -54,7 +56,8 @@ func (d *Vsock) settleGone() {
 		if !c.closed && !c.answered {
 			return
 		}
-		d.adopted = nil
+		d.callbacks = append(d.callbacks, d.settled)
+		d.adopted, d.settled = nil, nil
 	}
 	for _, k := range d.gone {
 		d.queueReset(resetOf(k))

@@ -44,7 +44,8 @@ func (g *vsockGuest) copyOf(want bool) (adopt *os.File) {
 		return nil
 	}
 	a, b := socketpair(g.t, unix.SOCK_STREAM)
-	if err := g.dev.Adopt(a); err != nil {
+	g.settled.Store(0)
+	if err := g.dev.Adopt(a, func() { g.settled.Add(1) }); err != nil {
 		g.t.Fatal(err)
 	}
 	g.bus.Resume()
@@ -70,7 +71,13 @@ func TestVsockStandby(t *testing.T) {
 			t.Fatalf("generation %d read %q", generation, p)
 		}
 		g.wantNothing()
+		if g.settled.Load() != 0 {
+			t.Fatal("settled before the guest has answered")
+		}
 		g.tx(k, opData, 0, []byte("child"))
+		if g.settled.Load() != 1 {
+			t.Fatalf("settled %d times", g.settled.Load())
+		}
 		mustRead(t, end, []byte("child"))
 		if generation == 0 {
 			g.want(other, opReset)
@@ -112,7 +119,7 @@ func TestVsockStandbyRefused(t *testing.T) {
 			g.copyOf(false)
 			g.want(k, opReset)
 			a, _ := socketpair(t, unix.SOCK_STREAM)
-			if err := g.dev.Adopt(a); err == nil {
+			if err := g.dev.Adopt(a, nil); err == nil {
 				t.Fatal("adopted")
 			}
 		})
@@ -130,6 +137,22 @@ func TestVsockStandbyRefused(t *testing.T) {
 	g.restore(g.dev, s)
 	g.bus.Resume()
 	g.want(k, opReset)
+}
+
+// TestVsockStandbyLost: a guest that ends the standby without an answer is
+// told of the others all the same.
+func TestVsockStandbyLost(t *testing.T) {
+	g := newVsockGuest(t, 0)
+	g.feed(8)
+	other, _ := g.dial(9)
+	k, _ := g.callStandby(52)
+	end := g.copyOf(true)
+	g.tx(k, opReset, 0, nil)
+	g.want(other, opReset)
+	wantEOF(t, end)
+	if g.settled.Load() != 1 {
+		t.Fatalf("settled %d times", g.settled.Load())
+	}
 }
 
 // TestVsockGoneTold: what a guest says on a connection that is gone is answered

@@ -20,9 +20,6 @@ func (d *Vsock) serveTx() {
 			d.fail(fmt.Errorf("queue %d: %w", vsockTx, err))
 			return
 		}
-		if d.adopted != nil {
-			d.settleGone()
-		}
 		d.push(vsockTx, c.Head, 0)
 		d.finishTx(c.slots, n)
 		if len(d.resets)+len(d.talking) > 0 {

@@ -19,6 +19,10 @@ func (vm *VM) RenewGeneration() error {
 	if err := vm.writeGeneration(); err != nil {
 		return err
 	}
+	return vm.announceGeneration()
+}
+
+func (vm *VM) announceGeneration() error {
 	if err := vm.ioapic.raise(eventGSI); err != nil {
 		return fmt.Errorf("announce generation id: %w", err)
 	}

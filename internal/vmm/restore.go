@@ -43,22 +43,25 @@ func (vm *VM) load(state *State, devices Devices) error {
 	}
 	clock := state.Clock
 	vm.stopped = &clock
-	if d := vm.devices.Vsock; d != nil && d.Standby != nil {
-		standby := d.Standby
-		d.Standby = nil // the device's from here on
-		if err := vm.vsock.Adopt(standby); err != nil {
-			return err
-		}
-	}
-	// The guest learns that it is a copy before its processors run: its
-	// kernel reseeds.
 	if err := vm.writeGeneration(); err != nil {
 		return err
 	}
-	if err := vm.ioapic.raise(eventGSI); err != nil {
-		return fmt.Errorf("announce generation id: %w", err)
+	if d := vm.devices.Vsock; d != nil && d.Standby != nil {
+		standby := d.Standby
+		d.Standby = nil // the device's from here on
+		return vm.vsock.Adopt(standby, vm.announceLater)
 	}
-	return nil
+	return vm.announceGeneration()
+}
+
+// announceLater tells the guest's kernel that it is a copy, when the guest has
+// answered for the first time: whoever goes on with the standby connection
+// renews the guest, its random numbers before all, and need not wait for the
+// ACPI interpreter.
+func (vm *VM) announceLater() {
+	if err := vm.announceGeneration(); err != nil {
+		vm.end(Exit{ReasonInternalError, err.Error()})
+	}
 }
 
 // lateMSRs are set by startClock.

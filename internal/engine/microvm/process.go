@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"sync"
+	"sync/atomic"
 	"syscall"
 
 	"agentrun.dev/internal/engine"
@@ -52,6 +53,8 @@ type Process struct {
 	done     chan struct{} // closed when the process has ended
 	exit     vmm.Exit      // set before done is closed
 	lastTail []byte        // the console's tail at the end, likewise
+
+	paused atomic.Bool // as far as this parent knows
 
 	mu      sync.Mutex // protects all following fields
 	nextID  uint64
@@ -271,10 +274,16 @@ func streamPair() (ours net.Conn, theirs *os.File, err error) {
 }
 
 // Pause stops the guest's processors and devices.
-func (p *Process) Pause(ctx context.Context) error { return p.simple(ctx, vmmctl.KindPause) }
+func (p *Process) Pause(ctx context.Context) error {
+	p.paused.Store(true)
+	return p.simple(ctx, vmmctl.KindPause)
+}
 
 // Resume lets a paused guest go on.
-func (p *Process) Resume(ctx context.Context) error { return p.simple(ctx, vmmctl.KindResume) }
+func (p *Process) Resume(ctx context.Context) error {
+	p.paused.Store(false)
+	return p.simple(ctx, vmmctl.KindResume)
+}
 
 // RenewGeneration gives the guest a new generation id and tells its kernel,
 // which reseeds its random number generator.

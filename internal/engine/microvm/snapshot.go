@@ -53,17 +53,23 @@ const standbyPatience = 5 * time.Second
 // openStandby has a session with the agent ready for the forks to go on with.
 // A guest that stands still has no agent to open one with: its forks will.
 func (s *sandbox) openStandby(ctx context.Context) {
-	if s.standby != nil {
+	if s.paused.Load() {
 		return
 	}
 	ctx, cancel := context.WithTimeout(ctx, standbyPatience)
 	defer cancel()
-	conn, err := s.dial(ctx, guestrpc.AgentPort, true)
-	if err != nil {
-		return
+	if s.standby == nil {
+		conn, err := s.dial(ctx, guestrpc.AgentPort, true)
+		if err != nil {
+			return
+		}
+		if s.standby, err = guestrpc.OpenStandby(ctx, conn); err != nil {
+			return
+		}
 	}
-	if standby, err := guestrpc.OpenStandby(ctx, conn); err == nil {
-		s.standby = standby
+	if err := s.standby.Prepare(ctx, guestrpc.PrepareRequest{Settle: true}); err != nil {
+		_ = s.standby.Close() // its guest does not answer, or not as it should
+		s.standby = nil
 	}
 }
 
