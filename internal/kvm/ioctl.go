@@ -4,6 +4,8 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
+	"sync"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -110,6 +112,10 @@ const APIVersion = 12
 type System struct {
 	file     *os.File
 	mmapSize int
+
+	cpuidOnce sync.Once
+	cpuid     []CPUIDEntry
+	cpuidErr  error
 }
 
 // Open opens /dev/kvm and checks the API version.
@@ -166,13 +172,19 @@ type cpuidTable struct {
 	entries [MaxCPUIDEntries]CPUIDEntry
 }
 
-// SupportedCPUID lists what the host and KVM can offer a guest.
+// SupportedCPUID lists what the host and KVM can offer a guest. It asks once:
+// where the host is itself a guest, KVM's hundred CPUID instructions cost as
+// much as a VM.
 func (s *System) SupportedCPUID() ([]CPUIDEntry, error) {
-	t := &cpuidTable{n: MaxCPUIDEntries}
-	if _, err := ioctlPtr(s.fd(), reqGetSupportedCPUID, unsafe.Pointer(t)); err != nil {
-		return nil, fmt.Errorf("get supported CPUID: %w", err)
-	}
-	return append([]CPUIDEntry(nil), t.entries[:t.n]...), nil
+	s.cpuidOnce.Do(func() {
+		t := &cpuidTable{n: MaxCPUIDEntries}
+		if _, err := ioctlPtr(s.fd(), reqGetSupportedCPUID, unsafe.Pointer(t)); err != nil {
+			s.cpuidErr = fmt.Errorf("get supported CPUID: %w", err)
+			return
+		}
+		s.cpuid = slices.Clone(t.entries[:t.n])
+	})
+	return slices.Clone(s.cpuid), s.cpuidErr
 }
 
 // maxMSRIndices is more than any KVM lists, maxMSRs what one call takes

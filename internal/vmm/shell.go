@@ -120,5 +120,10 @@ func (vm *VM) createVCPUs(cfg ShellConfig) error {
 			}
 		}
 	}
+	// Their threads are made while the rest is: they wait at the gate.
+	vm.threads = true
+	for _, c := range vm.vcpus {
+		go c.run()
+	}
 	return nil
 }

@@ -23,13 +23,16 @@ type vcpu struct {
 	tid atomic.Int32
 }
 
-// run is the body of the vCPU's thread: it enters the guest until the VM
-// ends.
+// run is the body of the vCPU's thread: it waits for the gate to be opened and
+// then enters the guest until the VM ends.
 func (c *vcpu) run() {
 	// The thread is never unlocked: it ends with the goroutine, so that no
 	// other goroutine inherits a thread that is being kicked.
 	runtime.LockOSThread()
 	c.tid.Store(int32(unix.Gettid()))
+	if !c.vm.gate.pass(c) {
+		return
+	}
 	for {
 		err := c.kvm.Run()
 		switch {

@@ -16,6 +16,7 @@ type VM struct {
 	kvm     *kvm.VM
 	mem     *guestmem.Memory
 	vcpus   []*vcpu
+	threads bool // each vCPU has a thread that runs it or waits at the gate
 	ioapic  *ioapic
 	serial  *serial
 	console consoleLog
@@ -55,9 +56,6 @@ func (vm *VM) Start() error {
 		}
 	}
 	vm.gate.release()
-	for _, c := range vm.vcpus {
-		go c.run()
-	}
 	return nil
 }
 
@@ -158,14 +156,15 @@ func (vm *VM) Close() (Exit, error) {
 		return vm.exit, nil
 	}
 	vm.closed = true
-	if vm.started {
-		vm.gate.waitGone(len(vm.vcpus))
-	}
 	return vm.exit, errors.Join(vm.free(), vm.devices.close())
 }
 
-// free releases what boot made; the vCPUs must not be running.
+// free releases what NewShell and createDevices made.
 func (vm *VM) free() error {
+	if vm.threads {
+		vm.gate.close(vm.vcpus)
+		vm.gate.waitGone(len(vm.vcpus))
+	}
 	var errs []error
 	for _, d := range vm.windows.virtio {
 		d.Close()
