@@ -6,10 +6,10 @@ package main
 import (
 	"fmt"
 	"os"
-	"runtime/debug"
 	"time"
 
 	"agentrun.dev/internal/gomonitor"
+	"agentrun.dev/internal/lowmem"
 	"agentrun.dev/internal/vmmctl"
 	"agentrun.dev/internal/vmmserver"
 )
@@ -17,12 +17,11 @@ import (
 // controlFD is where the parent leaves the control socket.
 const controlFD = 3
 
-// gcPercent trades CPU for memory: the heap of a vmm is a few hundred KiB,
-// and there is one per sandbox.
-const gcPercent = 50
+// headroom is how much garbage may pile up before it is collected, at least.
+const headroom = 2 << 20
 
 // monitorSlack can be long: vmmserver makes a P for each vCPU, which spends
-// its life in a system call, and two for the rest.
+// its life in a system call, and one for the rest.
 const monitorSlack = 10 * time.Millisecond
 
 func main() {
@@ -33,7 +32,7 @@ func main() {
 }
 
 func run() error {
-	debug.SetGCPercent(gcPercent)
+	lowmem.Keep(headroom)
 	if err := gomonitor.Slow(monitorSlack); err != nil {
 		fmt.Fprintln(os.Stderr, "vmm:", err) // it works all the same, only slower
 	}

@@ -87,6 +87,7 @@ var importRules = map[string][]string{
 	"internal/cpio":      {},
 	"internal/assets":    {},
 	"internal/gomonitor": {},
+	"internal/lowmem":    {},
 
 	"internal/guestrpc": {"internal/wire"},
 	"internal/guest":    {"internal/guestrpc", "internal/wire"},
@@ -97,7 +98,7 @@ var importRules = map[string][]string{
 
 	"internal/vmmctl":    {"internal/layer", "internal/wire"},
 	"internal/vmmserver": {"internal/guestmem", "internal/kvm", "internal/layer", "internal/vmm", "internal/vmmctl"},
-	"cmd/vmm":            {"internal/gomonitor", "internal/vmmctl", "internal/vmmserver"},
+	"cmd/vmm":            {"internal/gomonitor", "internal/lowmem", "internal/vmmctl", "internal/vmmserver"},
 
 	"internal/image": {},
 

@@ -23,6 +23,11 @@ type Conn struct {
 	oob []byte
 }
 
+// usualMessage is what Receive keeps room for. There is one Conn in each vmm
+// process, whose memory is that of the sandbox: the larger messages, first and
+// last of a VM, get room of their own.
+const usualMessage = 1 << 10
+
 // NewConn wraps a SOCK_SEQPACKET socket and takes it over.
 func NewConn(f *os.File) (*Conn, error) {
 	raw, err := f.SyscallConn()
@@ -76,13 +81,21 @@ func (c *Conn) Send(m Message, files ...*os.File) error {
 // io.EOF when the other end is closed.
 func (c *Conn) Receive() (Message, []*os.File, error) {
 	if c.buf == nil {
-		c.buf = make([]byte, MaxMessage+1)
+		c.buf = make([]byte, usualMessage)
 		c.oob = make([]byte, unix.CmsgSpace(4*MaxFiles))
 	}
+	buf := c.buf
 	var n, oobn, flags int
 	var recvErr error
 	err := c.raw.Read(func(fd uintptr) bool {
-		n, oobn, flags, _, recvErr = unix.Recvmsg(int(fd), c.buf, c.oob, unix.MSG_CMSG_CLOEXEC)
+		// Looking at a message with its descriptors would make copies of them;
+		// where there is no room for any the kernel makes none.
+		if n, _, recvErr = unix.Recvfrom(int(fd), nil, unix.MSG_PEEK|unix.MSG_TRUNC); recvErr == nil {
+			if n > len(buf) {
+				buf = make([]byte, min(n, MaxMessage))
+			}
+			n, oobn, flags, _, recvErr = unix.Recvmsg(int(fd), buf, c.oob, unix.MSG_CMSG_CLOEXEC)
+		}
 		return !errors.Is(recvErr, unix.EAGAIN) && !errors.Is(recvErr, unix.EINTR)
 	})
 	if errors.Is(recvErr, unix.ECONNRESET) {
@@ -100,7 +113,7 @@ func (c *Conn) Receive() (Message, []*os.File, error) {
 	}
 	var m Message
 	if err == nil {
-		m, err = Unmarshal(c.buf[:n])
+		m, err = Unmarshal(buf[:n])
 	}
 	if err != nil {
 		for _, f := range files {

@@ -51,10 +51,8 @@ func (s *server) boot(b *vmmctl.Boot) error {
 	if cfg.Devices, err = s.devices(&b.Devices); err != nil {
 		return err
 	}
-	if s.vm, err = vmm.Boot(cfg); err != nil {
-		return err
-	}
-	return s.vm.Start()
+	s.vm, err = vmm.Boot(cfg)
+	return err
 }
 
 // maxState bounds a saved state: eight vCPUs with all their registers are far
@@ -88,10 +86,8 @@ func (s *server) restore(r *vmmctl.Restore) error {
 	if err != nil {
 		return errors.Join(err, shell.Close())
 	}
-	if s.vm, err = shell.Load(state, devices); err != nil {
-		return err
-	}
-	return s.vm.Start()
+	s.vm, err = shell.Load(state, devices)
+	return err
 }
 
 func readState(f *os.File) (*vmm.State, error) {

@@ -9,7 +9,6 @@ import (
 	"io"
 	"os"
 	"runtime"
-	"runtime/debug"
 	"sync"
 	"time"
 
@@ -29,19 +28,21 @@ func Serve(conn *vmmctl.Conn, pagemap *os.File) error {
 	}
 	s := &server{pagemap: pagemap, files: files, parents: map[*vmmctl.Conn]bool{conn: true}}
 	var vcpus uint64
-	var start func() error
 	switch m := m.(type) {
 	case *vmmctl.Boot:
-		vcpus, start = m.VCPUs, func() error { return s.boot(m) }
+		vcpus, err = m.VCPUs, s.boot(m)
 	case *vmmctl.Restore:
-		vcpus, start = m.VCPUs, func() error { return s.restore(m) }
+		vcpus, err = m.VCPUs, s.restore(m)
 	default:
 		return fmt.Errorf("first control message is %T, neither Boot nor Restore", m)
 	}
-	// A vCPU keeps its P while it is in the guest, so there must be more Ps
-	// than vCPUs: for the control socket and for the devices.
-	runtime.GOMAXPROCS(int(min(vcpus, vmm.MaxVCPUs)) + 2)
-	err = start()
+	if err == nil {
+		// A vCPU keeps its P while it is in the guest, so there must be more Ps
+		// than vCPUs, for the control socket and the devices. Not earlier: each
+		// P that has run has caches of its own.
+		runtime.GOMAXPROCS(int(min(vcpus, vmm.MaxVCPUs)) + 1)
+		err = s.vm.Start()
+	}
 	for _, f := range s.files {
 		err = errors.Join(err, f.Close()) // what an early error left over
 	}
@@ -55,9 +56,6 @@ func Serve(conn *vmmctl.Conn, pagemap *os.File) error {
 	if s.listener != nil {
 		go s.accept()
 	}
-	// Making a VM leaves garbage that a heap this small would keep for ever.
-	settled := time.AfterFunc(settleTime, debug.FreeOSMemory)
-	defer settled.Stop()
 	exit := s.vm.Wait()
 	s.broadcast(&vmmctl.Exit{
 		Reason: string(exit.Reason), Detail: vmmctl.Clip(exit.Detail), Console: s.vm.Console().Tail,
@@ -69,9 +67,6 @@ func Serve(conn *vmmctl.Conn, pagemap *os.File) error {
 // errPaused: whoever asks for a standby is about to capture the guest, and
 // would wait for an answer in vain.
 var errPaused = errors.New("connect: the guest is paused")
-
-// settleTime is when a VM's first requests, which must be fast, are over.
-const settleTime = time.Second
 
 type server struct {
 	pagemap   *os.File

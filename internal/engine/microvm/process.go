@@ -128,8 +128,9 @@ func spawn(path string) (*Process, error) {
 	cmd.ExtraFiles = []*os.File{child}
 	cmd.Stderr = stderr
 	// Nothing of the parent's environment concerns a VM. Huge pages would make
-	// a heap of a few hundred KiB cost 4 MiB.
-	cmd.Env = []string{"GODEBUG=disablethp=1"}
+	// a heap of a few hundred KiB cost 4 MiB; each P has caches of its own, and
+	// vmmserver makes as many as it needs.
+	cmd.Env = []string{"GODEBUG=disablethp=1", "GOMAXPROCS=1"}
 	// A terminal's signals are for its own processes.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	if err := cmd.Start(); err != nil {
