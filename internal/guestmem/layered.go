@@ -147,9 +147,32 @@ const (
 // and only where a file was: elsewhere they are what they were. The guest must
 // stand still.
 func (m *Memory) Changed(pagemap *os.File) (data, zeros []Span, err error) {
+	discarded, mapped := m.discarded(), spanCursor(m.mapped)
+	err = m.eachPage(pagemap, func(offset uint64, own bool, page []byte) {
+		switch {
+		case own && !isZero(page):
+			data = extend(data, offset)
+		case (own || discarded.has(offset)) && mapped.has(offset):
+			zeros = extend(zeros, offset)
+		}
+	})
+	return data, zeros, err
+}
+
+// Own lists the pages that are this process's own. The guest may run.
+func (m *Memory) Own(pagemap *os.File) (own []Span, err error) {
+	err = m.eachPage(pagemap, func(offset uint64, mine bool, _ []byte) {
+		if mine {
+			own = extend(own, offset)
+		}
+	})
+	return own, err
+}
+
+// eachPage calls visit for every page of RAM.
+func (m *Memory) eachPage(pagemap *os.File, visit func(offset uint64, own bool, page []byte)) error {
 	entries := make([]uint64, 4096)
 	raw := unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(entries))), len(entries)*pagemapEntry)
-	discarded, mapped := m.discarded(), spanCursor(m.mapped)
 	start := uint64(0)
 	for i := range m.regions {
 		r := &m.regions[i]
@@ -157,23 +180,31 @@ func (m *Memory) Changed(pagemap *os.File) (data, zeros []Span, err error) {
 			n := min(uint64(len(entries)), (r.Size()-off)/PageSize)
 			index := (uint64(r.HostAddr()) + off) / PageSize
 			if _, err := pagemap.ReadAt(raw[:n*pagemapEntry], int64(index*pagemapEntry)); err != nil {
-				return nil, nil, fmt.Errorf("list changed pages: %w", err)
+				return fmt.Errorf("list pages: %w", err)
 			}
 			for k, e := range entries[:n] {
 				page := off + uint64(k)*PageSize
 				own := e&(pagemapPresent|pagemapSwapped) != 0 && e&pagemapFile == 0
-				switch {
-				case own && !isZero(r.bytes[page:page+PageSize]):
-					data = extend(data, start+page)
-				case (own || discarded.has(start+page)) && mapped.has(start+page):
-					zeros = extend(zeros, start+page)
-				}
+				visit(start+page, own, r.bytes[page:page+PageSize])
 			}
 			off += n * PageSize
 		}
 		start += r.Size()
 	}
-	return data, zeros, nil
+	return nil
+}
+
+// Populate makes pages this process's own before the guest writes to them. To
+// do it for many at once is cheaper than a fault for each: two, mostly, since a
+// guest reads a page before it writes to it. It is of no consequence where it
+// fails (before Linux 5.14 the kernel cannot).
+func (m *Memory) Populate(spans []Span) {
+	for _, s := range spans {
+		if s.Start > m.size || s.Length > m.size-s.Start {
+			continue
+		}
+		_ = m.each(s, func(b []byte) error { return unix.Madvise(b, unix.MADV_POPULATE_WRITE) })
+	}
 }
 
 // spanCursor answers for ascending offsets whether they lie in sorted spans.

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"math/rand/v2"
 	"os"
+	"slices"
 	"testing"
 )
 
@@ -176,5 +177,29 @@ func TestWriteSpansChecks(t *testing.T) {
 		if err := m.WriteSpans(&bytes.Buffer{}, []Span{s}); !errors.Is(err, ErrRange) {
 			t.Errorf("%+v: %v", s, err)
 		}
+	}
+}
+
+// TestPopulate: pages are this process's own before anybody writes to them,
+// with the content of their file, and the list of them says so.
+func TestPopulate(t *testing.T) {
+	f := layerFile(t, 16)
+	m := layered(t, 64*PageSize, Mapping{Span: span(8, 16), File: f})
+	pages := pagemap(t)
+	if own, err := m.Own(pages); err != nil || len(own) != 0 {
+		t.Fatalf("own at first: %v, %v", own, err)
+	}
+	want := []Span{span(9, 2), span(40, 1)}
+	m.Populate(append(want, span(1<<28, 1), span(63, 2))) // the last two are nowhere
+	own, err := m.Own(pages)
+	if err != nil || !slices.Equal(own, want) {
+		t.Fatalf("own %v, %v, want %v", own, err, want)
+	}
+	got, below := make([]byte, PageSize), make([]byte, PageSize)
+	if err := m.Read(9*PageSize, got); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := f.ReadAt(below, PageSize); err != nil || !bytes.Equal(got, below) {
+		t.Fatalf("a populated page is not what its file has (%v)", err)
 	}
 }

@@ -89,6 +89,17 @@ func (vm *VM) ChangedMemory(pagemap *os.File) (data, zeros []guestmem.Span, err 
 	return vm.mem.Changed(pagemap)
 }
 
+// OwnMemory lists the pages that are not those of the layers. The guest may
+// run.
+func (vm *VM) OwnMemory(pagemap *os.File) ([]guestmem.Span, error) {
+	vm.mu.Lock()
+	defer vm.mu.Unlock()
+	if vm.closed {
+		return nil, fmt.Errorf("list memory: %w", ErrEnded)
+	}
+	return vm.mem.Own(pagemap)
+}
+
 // WriteMemory writes pieces of a paused machine's memory, one after the other.
 func (vm *VM) WriteMemory(w io.Writer, spans []guestmem.Span) error {
 	vm.mu.Lock()

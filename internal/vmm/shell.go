@@ -34,6 +34,8 @@ type ShellConfig struct {
 	// Layers is the content of the RAM, zeros where there is none. The
 	// caller keeps the files.
 	Layers []guestmem.Mapping
+	// Populate lists pages that the guest will write to at once.
+	Populate []guestmem.Span
 }
 
 // Shell is a machine with memory and processors but without a state. It can be
@@ -88,6 +90,7 @@ func (vm *VM) create(cfg ShellConfig) (err error) {
 	if vm.mem, err = guestmem.NewLayered(cfg.Memory, cfg.Layers); err != nil {
 		return err
 	}
+	vm.mem.Populate(cfg.Populate)
 	for i, r := range vm.mem.Regions() {
 		if err := vm.kvm.SetMemory(uint32(i), r.GPA, r.Size(), r.HostAddr()); err != nil {
 			return err

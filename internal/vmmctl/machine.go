@@ -30,6 +30,7 @@ func (m *Restore) encode(e *wire.Encoder) {
 	encodeImage(e, &m.Memory)
 	e.String(m.Profile)
 	e.Uvarint(m.VCPUs)
+	encodeRuns(e, m.Populate)
 	m.Devices.encode(e)
 }
 
@@ -37,6 +38,7 @@ func (m *Restore) decode(d *wire.Decoder) {
 	m.Memory = decodeImage(d)
 	m.Profile = d.String(maxText)
 	m.VCPUs = d.UvarintMax(1 << 16)
+	m.Populate = decodeRuns(d, MaxTouched)
 	m.Devices.decode(d)
 }
 
@@ -155,19 +157,44 @@ func UnmarshalSaved(b []byte) (*Saved, error) {
 }
 
 func (c *Change) encode(e *wire.Encoder) {
-	for _, runs := range [][]layer.Run{c.Runs, c.Zeros} {
-		e.Uvarint(uint64(len(runs)))
-		for _, r := range runs {
-			e.Uvarint(r.Start)
-			e.Uvarint(r.Length)
-		}
-	}
+	encodeRuns(e, c.Runs)
+	encodeRuns(e, c.Zeros)
 }
 
 func (c *Change) decode(d *wire.Decoder) {
-	for _, runs := range []*[]layer.Run{&c.Runs, &c.Zeros} {
-		for range d.Count(layer.MaxExtents) {
-			*runs = append(*runs, layer.Run{Start: d.Uvarint(), Length: d.Uvarint()})
-		}
+	c.Runs, c.Zeros = decodeRuns(d, layer.MaxExtents), decodeRuns(d, layer.MaxExtents)
+}
+
+// MarshalRuns encodes a list of runs, for a Reply's data.
+func MarshalRuns(runs []layer.Run) []byte {
+	e := wire.NewEncoder(nil)
+	e.Version(messageVersion)
+	encodeRuns(e, runs)
+	return e.Bytes()
+}
+
+// UnmarshalRuns decodes a Reply's data.
+func UnmarshalRuns(b []byte) ([]layer.Run, error) {
+	d := wire.NewDecoder(b)
+	d.Version(messageVersion)
+	runs := decodeRuns(d, MaxTouched)
+	if err := d.Finish(); err != nil {
+		return nil, fmt.Errorf("decode runs: %w", err)
 	}
+	return runs, nil
+}
+
+func encodeRuns(e *wire.Encoder, runs []layer.Run) {
+	e.Uvarint(uint64(len(runs)))
+	for _, r := range runs {
+		e.Uvarint(r.Start)
+		e.Uvarint(r.Length)
+	}
+}
+
+func decodeRuns(d *wire.Decoder, most int) (runs []layer.Run) {
+	for range d.Count(most) {
+		runs = append(runs, layer.Run{Start: d.Uvarint(), Length: d.Uvarint()})
+	}
+	return runs
 }

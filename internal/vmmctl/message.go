@@ -24,6 +24,8 @@ const (
 	KindGeneration Kind = 8
 	KindRestore    Kind = 9
 	KindSave       Kind = 10
+	// KindTouched asks which pages of memory are the machine's own.
+	KindTouched Kind = 11
 
 	KindReply Kind = 64
 	KindReady Kind = 65
@@ -35,6 +37,8 @@ const (
 	maxText    = 4096
 	maxConsole = 64 << 10
 	maxDevices = 24
+	// MaxTouched bounds the runs of pages that are told of.
+	MaxTouched = 1024
 	// MaxMessage bounds one message; the images of a machine with many
 	// layered disks are the largest.
 	MaxMessage = 128 << 10
@@ -66,7 +70,9 @@ type Restore struct {
 	Memory  layer.Image
 	Profile string
 	VCPUs   uint64
-	Devices Devices
+	// Populate lists pages that the guest will write to at once.
+	Populate []layer.Run
+	Devices  Devices
 }
 
 // Devices is what a machine is connected to. Its descriptors are those of each
@@ -146,7 +152,8 @@ type Connect struct {
 	Standby bool
 }
 
-// Simple is a request without arguments: Pause, Resume, Console, Stop or Generation.
+// Simple is a request without arguments: Pause, Resume, Console, Stop,
+// Generation or Touched.
 type Simple struct {
 	Kind Kind
 	ID   uint64
@@ -163,7 +170,8 @@ type Reply struct {
 	ID uint64
 	// Error is empty on success.
 	Error string
-	// Data is the console's tail for a console request, a Saved for Save.
+	// Data is the console's tail for a console request, a Saved for Save, and
+	// runs for Touched.
 	Data []byte
 }
 
@@ -202,7 +210,7 @@ func Unmarshal(b []byte) (Message, error) {
 		m = &Save{}
 	case KindConnect:
 		m = &Connect{}
-	case KindPause, KindResume, KindConsole, KindStop, KindGeneration:
+	case KindPause, KindResume, KindConsole, KindStop, KindGeneration, KindTouched:
 		m = &Simple{Kind: k}
 	case KindBalloon:
 		m = &Balloon{}

@@ -75,6 +75,9 @@ func (s *server) restore(r *vmmctl.Restore) error {
 			Span: guestmem.Span{Start: e.Start, Length: e.Length}, File: layers[e.Layer], Offset: e.Offset,
 		})
 	}
+	for _, p := range r.Populate {
+		cfg.Populate = append(cfg.Populate, guestmem.Span{Start: p.Start, Length: p.Length})
+	}
 	shell, err := vmm.NewShell(cfg)
 	for _, f := range layers {
 		err = errors.Join(err, f.Close()) // a mapping needs no descriptor

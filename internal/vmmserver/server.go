@@ -201,6 +201,9 @@ func (s *server) request(conn *vmmctl.Conn, m vmmctl.Message, files []*os.File) 
 			return reply(conn, m.ID, nil, s.vm.Console().Tail)
 		case vmmctl.KindGeneration:
 			return reply(conn, m.ID, s.vm.RenewGeneration(), nil)
+		case vmmctl.KindTouched:
+			own, err := s.vm.OwnMemory(s.pagemap)
+			return reply(conn, m.ID, err, vmmctl.MarshalRuns(toRuns(own[:min(len(own), vmmctl.MaxTouched)])))
 		case vmmctl.KindStop:
 			s.vm.Stop()
 			return reply(conn, m.ID, nil, nil)

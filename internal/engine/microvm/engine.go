@@ -28,6 +28,7 @@ type Engine struct {
 	resident *layer.Resident
 	scratch  string
 	vmm      string
+	touched  touched
 }
 
 var _ engine.Engine = (*Engine)(nil)
@@ -138,8 +139,9 @@ func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 	if err != nil {
 		return nil, err
 	}
+	populate, learn := e.touched.of(snap.ID())
 	restore := &vmmctl.Restore{
-		Memory: s.memory, Profile: m.CPU.Profile, VCPUs: uint64(m.VCPUs),
+		Memory: s.memory, Profile: m.CPU.Profile, VCPUs: uint64(m.VCPUs), Populate: populate,
 		Devices: vmmctl.Devices{ReadyPort: guestrpc.AgentPort},
 	}
 	var files []*os.File
@@ -205,6 +207,9 @@ func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 	}
 	if err != nil {
 		return nil, abandon(ctx, p, err)
+	}
+	if learn {
+		go e.touched.learn(context.WithoutCancel(ctx), snap.ID(), p)
 	}
 	return s, nil
 }
