@@ -102,6 +102,8 @@ var importRules = map[string][]string{
 
 	"internal/image": {},
 
+	"internal/engine/ready": {"internal/engine", "internal/snapshot"},
+
 	"internal/layer":    {"internal/guestmem"},
 	"internal/snapshot": {"internal/layer"},
 

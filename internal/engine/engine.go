@@ -67,6 +67,11 @@ type Sandbox interface {
 	// notice.
 	Pause(context.Context) error
 	Resume(context.Context) error
+	// Claim lets a paused fork go on as another one: its random numbers are
+	// reseeded and its clock set before anything is served, its generation is
+	// raised, and its host name changed unless hostname is empty. It returns
+	// when the sandbox's agent has confirmed that.
+	Claim(ctx context.Context, hostname string) error
 	Stats(context.Context) (Stats, error)
 	// Console is the tail of what the sandbox's kernel has printed.
 	Console(context.Context) ([]byte, error)

@@ -226,8 +226,9 @@ func (e *Engine) describe(snap *snapshot.Snapshot, hostname string) (*sandbox, e
 	}
 	s := &sandbox{
 		engine: e, kernel: m.Kernel, hostname: hostname, vcpus: m.VCPUs,
-		memory: m.Memory.Layer(), generation: generation, parent: snap,
+		memory: m.Memory.Layer(), parent: snap,
 	}
+	s.generation.Store(generation)
 	for _, d := range m.Disks {
 		s.disks = append(s.disks, disk{id: d.ID, readOnly: d.ReadOnly, image: d.Image.Layer()})
 	}
@@ -291,23 +292,6 @@ func Detach(sb engine.Sandbox) error {
 // map them are not disturbed.
 func (e *Engine) KeepResident(used func(layer.Digest) bool) (removed int, err error) {
 	return e.resident.Keep(used)
-}
-
-// renew gives a fork an identity of its own. A fork that cannot be reseeded is
-// not given to anybody.
-func (s *sandbox) renew(ctx context.Context) error {
-	entropy := make([]byte, 64)
-	if _, err := rand.Read(entropy); err != nil {
-		return fmt.Errorf("draw entropy: %w", err)
-	}
-	_, err := s.Agent().Renew(ctx, guestrpc.RenewRequest{
-		Entropy: entropy, WallClock: time.Now(), Hostname: s.hostname,
-		MachineID: randomHex(16), Generation: s.generation,
-	})
-	if err != nil {
-		return fmt.Errorf("renew the fork's identity: %w", err)
-	}
-	return nil
 }
 
 // generationLabel counts the forks that led to a snapshot.

@@ -319,6 +319,15 @@ func (p *Process) simple(ctx context.Context, kind vmmctl.Kind) error {
 
 // request sends a message and waits for its reply.
 func (p *Process) request(ctx context.Context, message func(id uint64) vmmctl.Message, files ...*os.File) (*vmmctl.Reply, error) {
+	reply, err := p.post(message, files...)
+	if err != nil {
+		return nil, err
+	}
+	return p.await(ctx, reply)
+}
+
+// post sends a message; its reply, for await, comes later.
+func (p *Process) post(message func(id uint64) vmmctl.Message, files ...*os.File) (<-chan *vmmctl.Reply, error) {
 	reply := make(chan *vmmctl.Reply, 1)
 	p.mu.Lock()
 	if p.waiting == nil {
@@ -335,7 +344,7 @@ func (p *Process) request(ctx context.Context, message func(id uint64) vmmctl.Me
 		p.mu.Unlock()
 		return nil, err
 	}
-	return p.await(ctx, reply)
+	return reply, nil
 }
 
 func (p *Process) await(ctx context.Context, reply <-chan *vmmctl.Reply) (*vmmctl.Reply, error) {

@@ -10,6 +10,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"agentrun.dev/internal/engine"
@@ -28,7 +29,7 @@ type sandbox struct {
 	vcpus      int
 	memory     layer.Image
 	disks      []disk
-	generation uint64
+	generation atomic.Uint64
 	parent     *snapshot.Snapshot // whose layers it maps; nil after a boot
 	boot       *bootFiles         // nil in a fork
 	restored   time.Duration      // from the call of Fork until it ran
@@ -104,7 +105,7 @@ func (s *sandbox) release() error {
 // Stats reads what the vmm process costs.
 func (s *sandbox) Stats(context.Context) (engine.Stats, error) {
 	st, err := ProcessStats(s.Pid())
-	st.Layers, st.Mappings, st.Generation = len(s.memory.Layers), len(s.memory.Extents), s.generation
+	st.Layers, st.Mappings, st.Generation = len(s.memory.Layers), len(s.memory.Extents), s.generation.Load()
 	return st, err
 }
 

@@ -167,7 +167,7 @@ func (s *sandbox) store(ctx context.Context, b *snapshot.Builder, c *captured) (
 		Created: time.Now().UTC().Truncate(time.Second), Kernel: s.kernel,
 		CPU: cpu, TSCKHz: uint64(state.TSCKHz), VCPUs: s.vcpus,
 		Memory: snapshot.ImageOf(memory), Hostname: s.hostname, Session: s.session(state),
-		Labels: map[string]string{generationLabel: strconv.FormatUint(s.generation, 10)},
+		Labels: map[string]string{generationLabel: strconv.FormatUint(s.generation.Load(), 10)},
 	}
 	if s.parent != nil {
 		m.Parent = s.parent.ID().String()
