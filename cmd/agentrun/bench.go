@@ -14,7 +14,7 @@ import (
 
 func newBenchCommand() *cobra.Command {
 	cmd := &cobra.Command{Use: "bench", Short: "Measure AgentRun on this machine, beside the floor that KVM sets"}
-	cmd.AddCommand(newBenchBootCommand(), newBenchForkCommand())
+	cmd.AddCommand(newBenchBootCommand(), newBenchForkCommand(), newBenchClaimCommand())
 	return cmd
 }
 
@@ -22,7 +22,9 @@ func newBenchCommand() *cobra.Command {
 func newFloorCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: bench.FloorCommand, Args: cobra.NoArgs, Hidden: true,
-		RunE: func(cmd *cobra.Command, _ []string) error { return bench.ServeFloor(cmd.InOrStdin(), cmd.OutOrStdout()) },
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return bench.ServeFloor(cmd.InOrStdin(), cmd.OutOrStdout())
+		},
 	}
 }
 

@@ -1,0 +1,166 @@
+package bench
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/engine/ready"
+	"agentrun.dev/internal/snapshot"
+)
+
+// ClaimConfig says what Claim measures.
+type ClaimConfig struct {
+	// Root is an EROFS image, Program a program in it that does nothing.
+	Root, Program string
+	Memory        uint64
+	VCPUs         int
+	// Count is how many claims are made one after the other, Ready how many
+	// sandboxes wait, Burst how many claims are made at once.
+	Count, Ready, Burst int
+	// Folder is for the snapshot and the sandboxes' disks.
+	Folder string
+}
+
+// ClaimReport is what it found. Times are from the call.
+type ClaimReport struct {
+	Memory uint64  `json:"memory_bytes"`
+	VCPUs  int     `json:"vcpus"`
+	Ready  int     `json:"ready"`
+	Floor  Summary `json:"floor"`
+	// Ping is a warm one, the measure of a claim: a claim returns when the
+	// sandbox's agent has confirmed its new identity.
+	Ping  Summary `json:"warm_ping"`
+	Claim Summary `json:"claim"`
+	// Burst is how long each of many claims at once took, BurstAll all of them;
+	// Forked is how many of them found no sandbox waiting.
+	Burst    Summary `json:"burst"`
+	BurstAll float64 `json:"burst_all_ms"`
+	Forked   uint64  `json:"burst_forked"`
+	Noisy    bool    `json:"noisy"`
+}
+
+// Claim measures claims of ready sandboxes.
+func Claim(ctx context.Context, cfg ClaimConfig) (_ ClaimReport, err error) {
+	report := ClaimReport{Memory: cfg.Memory, VCPUs: cfg.VCPUs, Ready: cfg.Ready}
+	resident, err := os.MkdirTemp("/dev/shm", "agentrun-bench-")
+	if err != nil {
+		return report, fmt.Errorf("bench claim: %w", err)
+	}
+	defer func() { err = errors.Join(err, os.RemoveAll(resident)) }()
+	e, err := microvm.New(microvm.Config{Resident: resident, Scratch: filepath.Join(cfg.Folder, "scratch")})
+	if err != nil {
+		return report, err
+	}
+	defer func() { err = errors.Join(err, e.Close()) }()
+	snap, err := claimTemplate(ctx, e, cfg)
+	if err != nil {
+		return report, err
+	}
+	defer func() { err = errors.Join(err, snap.Close()) }()
+	pool := ready.New(ready.Config{Engine: e, Snapshot: snap, Count: cfg.Ready})
+	defer func() { err = errors.Join(err, pool.Close()) }()
+	floor, err := NewFloor()
+	if err != nil {
+		return report, err
+	}
+	defer func() { err = errors.Join(err, floor.Close()) }()
+
+	var floors, pings, claims []time.Duration
+	for i := range cfg.Count + warmUps {
+		if err := pool.WaitFull(ctx); err != nil {
+			return report, err
+		}
+		d, err := floor.Sample()
+		if err != nil {
+			return report, err
+		}
+		start := time.Now()
+		sb, err := pool.Claim(ctx, "")
+		if err != nil {
+			return report, err
+		}
+		took := time.Since(start)
+		if i >= warmUps {
+			floors, claims = append(floors, d), append(claims, took)
+		}
+		pings, err = repeat(pings, 3, func() error { return sb.Agent().Ping(ctx) })
+		if err = errors.Join(err, sb.Close()); err != nil {
+			return report, err
+		}
+	}
+	report.Floor, report.Claim, report.Ping = Summarize(floors), Summarize(claims), Summarize(pings)
+	report.Noisy = report.Floor.Noisy()
+	if err := pool.WaitFull(ctx); err != nil {
+		return report, err
+	}
+	return report, report.burst(ctx, pool, cfg.Burst)
+}
+
+// claimTemplate boots a guest and freezes it.
+func claimTemplate(ctx context.Context, e *microvm.Engine, cfg ClaimConfig) (_ *snapshot.Snapshot, err error) {
+	root, err := os.Open(cfg.Root)
+	if err != nil {
+		return nil, fmt.Errorf("bench claim: %w", err)
+	}
+	defer func() { _ = root.Close() }() // only read
+	source, err := e.Boot(ctx, engine.Spec{Root: root, Memory: cfg.Memory, VCPUs: cfg.VCPUs})
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, source.Close()) }()
+	if err := execProgram(ctx, source.Agent(), cfg.Program); err != nil {
+		return nil, err
+	}
+	return source.Snapshot(ctx, filepath.Join(cfg.Folder, "snapshot"))
+}
+
+// burst makes n claims at once.
+func (r *ClaimReport) burst(ctx context.Context, pool *ready.Pool, n int) error {
+	before := pool.Stats().Forked
+	var claims sync.WaitGroup
+	took, errs := make([]time.Duration, n), make([]error, n)
+	claimed := make([]engine.Sandbox, n)
+	start := time.Now()
+	for i := range n {
+		claims.Go(func() {
+			claimed[i], errs[i] = pool.Claim(ctx, "")
+			took[i] = time.Since(start)
+		})
+	}
+	claims.Wait()
+	r.BurstAll = float64(time.Since(start).Nanoseconds()) / 1e6
+	r.Burst, r.Forked = Summarize(took), pool.Stats().Forked-before
+	for _, sb := range claimed {
+		if sb != nil {
+			errs = append(errs, sb.Agent().Ping(ctx), sb.Close())
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// Print writes the report as a table.
+func (r ClaimReport) Print(w io.Writer) error {
+	fmt.Fprintf(w, "claims of %d ready sandboxes, %d MiB, %d vCPU; milliseconds\n", r.Ready, r.Memory>>20, r.VCPUs)
+	err := printTable(w, r.Floor, []row{
+		{"floor", r.Floor}, {"warm ping", r.Ping}, {"claim", r.Claim}, {"claims in a burst", r.Burst},
+	})
+	if err != nil {
+		return err
+	}
+	if r.Ping.P50 > 0 {
+		fmt.Fprintf(w, "a claim takes %.1f times as long as a warm ping\n", r.Claim.P50/r.Ping.P50)
+	}
+	fmt.Fprintf(w, "burst: %d claims in %.0f ms, %d of them by a fork\n", r.Burst.N, r.BurstAll, r.Forked)
+	if r.Noisy {
+		fmt.Fprintln(w, noisyWarning)
+	}
+	return nil
+}

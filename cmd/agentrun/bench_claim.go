@@ -1,0 +1,55 @@
+package main
+
+import (
+	"errors"
+	"os"
+
+	"agentrun.dev/bench"
+	"github.com/spf13/cobra"
+)
+
+func newBenchClaimCommand() *cobra.Command {
+	cfg := bench.ClaimConfig{VCPUs: 1, Count: 50, Ready: 10, Burst: 100}
+	memory := byteSize(256 << 20)
+	var rootfs string
+	var asJSON bool
+	cmd := &cobra.Command{
+		Use:   "claim --rootfs DIR",
+		Short: "Claims of ready sandboxes: forked, answered and paused before",
+		Long: `Boot a microVM, freeze it, keep forks of it ready (they have answered once and are
+paused) and measure claims: from the call until the sandbox runs and its agent has
+confirmed a new identity, beside a warm ping and the floor of the same run. Then
+many claims are made at once; those that find no sandbox ready are forks.`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) (err error) {
+			root, cleanup, err := rootPath(cmd.Context(), rootfs)
+			if err != nil {
+				return err
+			}
+			defer func() { err = errors.Join(err, cleanup()) }()
+			cfg.Root, cfg.Memory = root, uint64(memory)
+			if cfg.Folder, err = os.MkdirTemp("", "agentrun-bench-"); err != nil {
+				return err
+			}
+			defer func() { err = errors.Join(err, os.RemoveAll(cfg.Folder)) }()
+			report, err := bench.Claim(cmd.Context(), cfg)
+			if err != nil {
+				return err
+			}
+			return printBench(cmd.OutOrStdout(), report, asJSON)
+		},
+	}
+	f := cmd.Flags()
+	f.StringVar(&rootfs, "rootfs", "", "folder with a root filesystem, or an EROFS image of one (required)")
+	f.IntVarP(&cfg.Count, "count", "n", cfg.Count, "how many claims, one after the other")
+	f.IntVar(&cfg.Ready, "ready", cfg.Ready, "how many sandboxes wait")
+	f.IntVar(&cfg.Burst, "burst", cfg.Burst, "how many claims at once")
+	f.IntVar(&cfg.VCPUs, "cpus", cfg.VCPUs, "processors of the microVM")
+	f.Var(&memory, "memory", "RAM of the microVM")
+	f.StringVar(&cfg.Program, "program", "true", "program of the root filesystem that warms it up")
+	f.BoolVar(&asJSON, "json", false, "print JSON")
+	if err := cmd.MarkFlagRequired("rootfs"); err != nil {
+		panic(err) // the flag was defined above
+	}
+	return cmd
+}

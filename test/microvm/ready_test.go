@@ -1,0 +1,115 @@
+package microvm
+
+import (
+	"context"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/engine/ready"
+	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/snapshot"
+)
+
+// bootSnapshot boots a guest, warms it up with a shell command and freezes it.
+func bootSnapshot(t *testing.T, e *microvm.Engine, vcpus int, warmUp string) *snapshot.Snapshot {
+	t.Helper()
+	ctx := t.Context()
+	sb, err := e.Boot(ctx, engine.Spec{Root: openRoot(t), Memory: 128 * mib, VCPUs: vcpus, Hostname: "template"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = sb.Close() })
+	inShell(t, sb, warmUp)
+	snap, err := sb.Snapshot(ctx, filepath.Join(t.TempDir(), "snapshot"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = snap.Close() })
+	return snap
+}
+
+// inShell runs a shell command that must succeed and returns what it printed.
+func inShell(t testing.TB, sb engine.Sandbox, script string) string {
+	t.Helper()
+	var stdout, stderr strings.Builder
+	st, err := sb.Agent().Run(context.Background(), guestrpc.ExecRequest{Argv: []string{"sh", "-c", script}}, nil, &stdout, &stderr)
+	if err != nil || st.Code != 0 {
+		t.Fatalf("%s: exit code %d, %v: %s", script, st.Code, err, stderr.String())
+	}
+	return strings.TrimSpace(stdout.String())
+}
+
+const whoAmI = "hostname; cat /etc/machine-id /run/agentrun/generation; head -c 16 /dev/urandom | od -An -tx1; uptime >/dev/null; cat /warm"
+
+// TestReady: sandboxes that wait are claimed, each with an identity of its own;
+// their time does not count the wait; one that dies is replaced; claims beyond
+// them are forks.
+func TestReady(t *testing.T) {
+	forEachSMP(t, func(t *testing.T, vcpus int) {
+		e := newEngine(t)
+		snap := bootSnapshot(t, e, vcpus, "echo warmed up > /warm")
+		p := ready.New(ready.Config{Engine: e, Snapshot: snap, Count: 3})
+		t.Cleanup(func() {
+			if err := p.Close(); err != nil {
+				t.Error(err)
+			}
+		})
+		if err := p.WaitFull(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		n := count(100, 6)
+		seen := map[string]string{}
+		var mu sync.Mutex
+		var claims sync.WaitGroup
+		for range n {
+			claims.Go(func() {
+				sb, err := p.Claim(t.Context(), "")
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				defer func() { _ = sb.Close() }()
+				said := inShell(t, sb, whoAmI)
+				lines := strings.Split(said, "\n")
+				if len(lines) != 5 || lines[4] != "warmed up" {
+					t.Errorf("a claimed sandbox says %q", said)
+					return
+				}
+				mu.Lock()
+				defer mu.Unlock()
+				for i, what := range []string{"host name", "machine id", "", "random bytes"} {
+					key := what + " " + lines[i]
+					if what != "" && seen[key] != "" {
+						t.Errorf("two sandboxes have the %s", key)
+					}
+					seen[key] = said
+				}
+			})
+		}
+		claims.Wait()
+		if s := p.Stats(); s.Claimed+s.Forked != uint64(n) || s.Claimed < 3 {
+			t.Errorf("%+v", s)
+		}
+		if err := p.WaitFull(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		sb, err := p.Claim(t.Context(), "mine")
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = sb.Close() })
+		if got := inShell(t, sb, "hostname; cat /etc/hostname; grep -c mine /etc/hosts; cat /run/agentrun/generation"); got != "mine\nmine\n1\n2" {
+			t.Errorf("the claimed sandbox says %q", got)
+		}
+		if st, err := sb.Stats(t.Context()); err != nil || st.Generation != 2 {
+			t.Errorf("%+v, %v", st, err)
+		}
+		if err := p.WaitFull(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	})
+}
