@@ -68,6 +68,7 @@ func samples() []message {
 			MachineID: strings.Repeat("f", maxMachineID), Generation: math.MaxUint64,
 		},
 		&RenewReply{Generation: math.MaxUint64, ClockStep: math.MinInt64},
+		&PrepareRequest{Settle: true},
 	}
 }
 
