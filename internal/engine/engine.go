@@ -35,6 +35,10 @@ type Spec struct {
 type ForkOptions struct {
 	// Hostname is the fork's; empty makes one up.
 	Hostname string
+	// KeepIdentity makes the fork the same sandbox that was captured, which
+	// exists no more: it keeps its host name and machine id, and is reseeded and
+	// its clock set like any.
+	KeepIdentity bool
 	// Socket makes the fork outlive its maker: it can be attached to through
 	// a socket at this path. Its folder decides who may. Empty ends the fork
 	// with the process that made it.

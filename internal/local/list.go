@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"time"
@@ -11,13 +12,14 @@ import (
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/snapshot"
+	"golang.org/x/sys/unix"
 )
 
 // Entry is a snapshot or a sandbox in a listing.
 type Entry struct {
 	Name Name   `json:"name"`
 	Kind string `json:"kind"` // KindSnapshot or KindSandbox
-	// Status is "running", "ended", or what is wrong with it.
+	// Status is one of the Status constants, or what is wrong with it.
 	Status  string    `json:"status"`
 	Created time.Time `json:"created,omitzero"`
 	// Snapshot is the id of the snapshot, or of the one the sandbox came from.
@@ -28,6 +30,9 @@ type Entry struct {
 	// snapshots of one family share most of them.
 	Stored uint64 `json:"stored,omitempty"`
 	Layers int    `json:"layers,omitempty"`
+	// Unshared is what of it nobody else has: the bytes on disk that removing
+	// the snapshot or sandbox frees.
+	Unshared uint64 `json:"unshared,omitempty"`
 	// Own is the memory of a running sandbox alone.
 	Own uint64 `json:"own,omitempty"`
 	PID int    `json:"pid,omitempty"`
@@ -41,6 +46,8 @@ const (
 	StatusReady   = "ready"
 	StatusRunning = "running"
 	StatusEnded   = "ended"
+	StatusPaused  = "paused"
+	StatusAsleep  = "hibernated"
 )
 
 // List lists all snapshots, then all sandboxes.
@@ -83,19 +90,44 @@ func describe(dir string) Entry {
 		e.Stored += ref.Size
 		e.Layers++
 	}
+	e.Unshared = unshared(dir)
 	return e
 }
 
+// unshared adds up the files of a folder that have no other name.
+func unshared(dir string) (bytes uint64) {
+	_ = filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
+		var st unix.Stat_t
+		if err == nil && d.Type().IsRegular() && unix.Lstat(path, &st) == nil && st.Nlink == 1 {
+			bytes += uint64(st.Blocks) * statBlock
+		}
+		return nil // what vanishes meanwhile does not count
+	})
+	return bytes
+}
+
+// statBlock is the unit of stat(2)'s st_blocks.
+const statBlock = 512
+
 func (s *Store) describeSandbox(n Name) Entry {
-	e := describe(filepath.Join(s.sandboxDir(n), fromName))
 	r, err := s.record(n)
-	e.Created, e.PID = r.Created, r.Process.PID
+	if err != nil {
+		return Entry{Status: err.Error(), Created: r.Created, PID: r.Process.PID}
+	}
+	e := describe(filepath.Join(s.sandboxDir(n), r.From))
+	e.Created = r.Created
+	if !r.Hibernated {
+		e.PID = r.Process.PID
+	}
 	switch {
-	case err != nil:
-		e.Status = err.Error()
 	case e.Status != StatusReady:
+	case r.Hibernated:
+		e.Status = StatusAsleep
 	case r.Process.Alive():
 		e.Status = StatusRunning
+		if r.Paused {
+			e.Status = StatusPaused
+		}
 		if st, err := microvm.ProcessStats(r.Process.PID); err == nil {
 			e.Own = st.Own
 		}
@@ -134,7 +166,7 @@ func (s *Store) Remove(ctx context.Context, name Name) error {
 // dead builders left. Running sandboxes keep what they have mapped.
 func (s *Store) tidy() error {
 	used := map[layer.Digest]bool{}
-	for _, pattern := range []string{"snapshots/*", "sandboxes/*/from"} {
+	for _, pattern := range []string{"snapshots/*", "sandboxes/*/from*"} {
 		dirs, err := filepath.Glob(filepath.Join(s.dir, pattern))
 		if err != nil {
 			return err

@@ -2,7 +2,8 @@
 // in folders and without a daemon.
 //
 //	<folder>/snapshots/<name>/            a snapshot (package snapshot)
-//	<folder>/sandboxes/<name>/from/       what the sandbox was forked from, hard links
+//	<folder>/sandboxes/<name>/from*/      what the sandbox was forked from, hard links,
+//	                                      or what it was when it was hibernated
 //	<folder>/sandboxes/<name>/control     the vmm's socket
 //	<folder>/sandboxes/<name>/sandbox.json  written last: which process it is
 //	<folder>/scratch/                     disks' writable layers, without names
@@ -113,6 +114,12 @@ type record struct {
 	BootID   string            `json:"boot_id"` // process ids are good until the machine restarts
 	Created  time.Time         `json:"created"`
 	Snapshot string            `json:"snapshot"`
+	// From is the folder of the snapshot that its memory and disks are based
+	// on: another after each hibernation.
+	From string `json:"from"`
+	// Paused: its processors stand still. Hibernated: From is the sandbox.
+	Paused     bool `json:"paused,omitempty"`
+	Hibernated bool `json:"hibernated,omitempty"`
 }
 
 func bootID() (string, error) {
@@ -225,34 +232,10 @@ func (s *Store) fork(ctx context.Context, snap *snapshot.Snapshot, name Name) (e
 	if err != nil {
 		return err
 	}
-	if err := s.leave(sb, dir, snap); err != nil {
+	if err := s.leave(sb, name, fromName, time.Now().UTC().Truncate(time.Second), snap); err != nil {
 		return errors.Join(err, sb.Close())
 	}
 	return nil
-}
-
-// leave writes down which process a sandbox is, and lets it go.
-func (s *Store) leave(sb engine.Sandbox, dir string, snap *snapshot.Snapshot) error {
-	boot, err := bootID()
-	if err != nil {
-		return err
-	}
-	id, err := microvm.Identify(sb)
-	if err != nil {
-		return err
-	}
-	b, err := json.MarshalIndent(record{id, boot, time.Now().UTC().Truncate(time.Second), snap.ID().String()}, "", "  ")
-	if err != nil {
-		return err
-	}
-	temp := filepath.Join(dir, recordName+".tmp")
-	if err := os.WriteFile(temp, append(b, '\n'), 0o600); err != nil {
-		return err
-	}
-	if err := os.Rename(temp, filepath.Join(dir, recordName)); err != nil {
-		return err
-	}
-	return microvm.Detach(sb)
 }
 
 // clone makes another folder of a snapshot that shares its files.
@@ -279,13 +262,16 @@ func clone(snap *snapshot.Snapshot, dir string) error {
 	return c.Close()
 }
 
-// Attach connects to a running sandbox.
+// Attach connects to a sandbox. One that is paused or hibernated goes on.
 func (s *Store) Attach(ctx context.Context, name Name) (*microvm.Attached, error) {
+	if err := s.Resume(ctx, name); err != nil {
+		return nil, err
+	}
 	r, err := s.record(name)
 	if err != nil {
 		return nil, err
 	}
-	snap, err := snapshot.Open(filepath.Join(s.sandboxDir(name), fromName))
+	snap, err := snapshot.Open(filepath.Join(s.sandboxDir(name), r.From))
 	if err != nil {
 		return nil, err
 	}
@@ -315,6 +301,12 @@ func (s *Store) record(name Name) (r record, err error) {
 	boot, err := bootID()
 	if err != nil {
 		return r, err
+	}
+	if r.From == "" || r.From != filepath.Base(r.From) || !strings.HasPrefix(r.From, fromName) {
+		return r, fmt.Errorf("sandbox %s: %s is damaged: it is from %q", name, recordName, r.From)
+	}
+	if r.Hibernated { // which a restart does not end
+		return r, nil
 	}
 	if r.BootID != boot {
 		return r, fmt.Errorf("sandbox %s: %w when this machine restarted", name, engine.ErrEnded)

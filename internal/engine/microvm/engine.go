@@ -203,7 +203,7 @@ func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 		s.Guest, err = dialAgent(ctx, p)
 	}
 	if err == nil {
-		err = s.renew(ctx)
+		err = s.renew(ctx, opts.KeepIdentity)
 	}
 	if err != nil {
 		return nil, abandon(ctx, p, err)
@@ -241,10 +241,7 @@ func (e *Engine) Attach(ctx context.Context, snap *snapshot.Snapshot, opts engin
 	if err != nil {
 		return nil, err
 	}
-	p, err := attach(opts.Socket, id)
-	if errors.Is(err, unix.ESRCH) {
-		err = fmt.Errorf("%w: its process is gone", engine.ErrEnded)
-	}
+	p, err := AttachProcess(opts.Socket, id)
 	if err != nil {
 		return nil, err
 	}
@@ -254,8 +251,29 @@ func (e *Engine) Attach(ctx context.Context, snap *snapshot.Snapshot, opts engin
 	return &Attached{s}, nil
 }
 
+// AttachProcess connects to the process of a sandbox, whose guest may stand
+// still.
+func AttachProcess(socket string, id ProcessID) (*Process, error) {
+	p, err := attach(socket, id)
+	if errors.Is(err, unix.ESRCH) {
+		err = fmt.Errorf("%w: its process is gone", engine.ErrEnded)
+	}
+	return p, err
+}
+
+// Detach leaves the process alone.
+func (p *Process) Detach() error { return p.conn.Close() }
+
 // Attached is a sandbox that lives on when its connection ends.
 type Attached struct{ *sandbox }
+
+// Prepare makes the sandbox ready to be captured after it was paused.
+func (a *Attached) Prepare(ctx context.Context) error {
+	a.capture.Lock()
+	defer a.capture.Unlock()
+	a.openStandby(ctx)
+	return ctx.Err()
+}
 
 // Detach leaves the sandbox alone.
 func (a *Attached) Detach() error {

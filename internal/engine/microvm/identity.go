@@ -12,8 +12,12 @@ import (
 
 // renew gives a fork an identity of its own. A fork that cannot be reseeded is
 // not given to anybody.
-func (s *sandbox) renew(ctx context.Context) error {
-	return s.renewAs(ctx, guestrpc.RenewRequest{Hostname: s.hostname, MachineID: randomHex(16), Generation: s.generation.Load()})
+func (s *sandbox) renew(ctx context.Context, keepIdentity bool) error {
+	req := guestrpc.RenewRequest{Generation: s.generation.Load()}
+	if !keepIdentity {
+		req.Hostname, req.MachineID = s.hostname, randomHex(16)
+	}
+	return s.renewAs(ctx, req)
 }
 
 // renewAs completes a request with what every renewal has, and sends it.
