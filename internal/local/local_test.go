@@ -51,7 +51,8 @@ func TestLeftOvers(t *testing.T) {
 	for name, tt := range map[Name]struct{ record, want string }{
 		"half":    {"", "half made"},
 		"damaged": {"{", "damaged"},
-		"old":     {`{"process":{"pid":1,"start":1},"boot_id":"another"}`, engine.ErrEnded.Error()},
+		"old":     {`{"process":{"pid":1,"start":1},"boot_id":"another","from":"from"}`, engine.ErrEnded.Error()},
+		"astray":  {`{"process":{"pid":1,"start":1},"boot_id":"x","from":"../from"}`, "damaged"},
 	} {
 		dir := s.sandboxDir(name)
 		if err := os.Mkdir(dir, 0o700); err != nil {
@@ -67,7 +68,7 @@ func TestLeftOvers(t *testing.T) {
 		}
 	}
 	entries, err := s.List()
-	if err != nil || len(entries) != 3 {
+	if err != nil || len(entries) != 4 {
 		t.Fatalf("%d entries, %v", len(entries), err)
 	}
 	for _, e := range entries {
