@@ -98,6 +98,9 @@ func Open(dir string) (*Store, error) {
 // Close frees the store; sandboxes live on.
 func (s *Store) Close() error { return s.engine.Close() }
 
+// SnapshotFolder is where a snapshot is.
+func (s *Store) SnapshotFolder(n Name) string { return s.snapshotDir(n) }
+
 func (s *Store) snapshotDir(n Name) string { return filepath.Join(s.dir, "snapshots", string(n)) }
 func (s *Store) sandboxDir(n Name) string  { return filepath.Join(s.dir, "sandboxes", string(n)) }
 
