@@ -261,8 +261,13 @@ func AttachProcess(socket string, id ProcessID) (*Process, error) {
 	return p, err
 }
 
-// Detach leaves the process alone.
-func (p *Process) Detach() error { return p.conn.Close() }
+// Detach leaves the process alone; one that has ended is fine.
+func (p *Process) Detach() error {
+	if err := p.conn.Close(); !errors.Is(err, os.ErrClosed) {
+		return err
+	}
+	return nil
+}
 
 // Attached is a sandbox that lives on when its connection ends.
 type Attached struct{ *sandbox }
@@ -277,7 +282,7 @@ func (a *Attached) Prepare(ctx context.Context) error {
 
 // Detach leaves the sandbox alone.
 func (a *Attached) Detach() error {
-	return errors.Join(a.Guest.Agent.Close(), a.release(), a.conn.Close(), a.parent.Close())
+	return errors.Join(a.Guest.Agent.Close(), a.release(), a.Process.Detach(), a.parent.Close())
 }
 
 // Restored is how long after the call to Fork a sandbox's processors ran.
@@ -303,7 +308,7 @@ func Detach(sb engine.Sandbox) error {
 	if !ok {
 		return fmt.Errorf("detach: %T is no microVM", sb)
 	}
-	return errors.Join(s.Guest.Agent.Close(), s.release(), s.conn.Close())
+	return errors.Join(s.Guest.Agent.Close(), s.release(), s.Process.Detach())
 }
 
 // KeepResident frees the resident memory layers that are not used. VMs that
