@@ -151,7 +151,7 @@ func Fork(ctx context.Context, cfg ForkConfig) (_ ForkReport, err error) {
 	report.Floor, report.Restored = Summarize(floors), Summarize(restored)
 	report.FirstAnswer, report.FirstExec = Summarize(answers), Summarize(execs)
 	report.Ping, report.Exec = Summarize(pings), Summarize(warm)
-	report.OwnAfterAnswer, report.OwnAfterExec = median(own), median(used)
+	report.OwnAfterAnswer, report.OwnAfterExec = Median(own), Median(used)
 	for _, d := range answers {
 		report.All += float64(d.Nanoseconds()) / 1e6
 	}
@@ -186,7 +186,7 @@ func (r ForkReport) Print(w io.Writer) error {
 	}
 	fmt.Fprintf(w, "%d forks alive at the end\n", r.Alive)
 	if r.Noisy {
-		fmt.Fprintln(w, noisyWarning)
+		fmt.Fprintln(w, NoisyWarning)
 	}
 	return nil
 }
@@ -197,7 +197,8 @@ type row struct {
 	s    Summary
 }
 
-const noisyWarning = "too noisy: the floor's median is more than 1.5 times its tenth percentile"
+// NoisyWarning is what a report says whose floor was disturbed.
+const NoisyWarning = "too noisy: the floor's median is more than 1.5 times its tenth percentile"
 
 func printTable(w io.Writer, floor Summary, rows []row) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
