@@ -61,7 +61,6 @@ func (a *agentRun) freeze(ctx context.Context) (err error) {
 	return err
 }
 
-// fork measures one with its new identity, which the peers do not give theirs.
 func (a *agentRun) fork(ctx context.Context) (_ []forked, err error) {
 	begin := time.Now()
 	sb, err := a.engine.Fork(ctx, a.snap, engine.ForkOptions{})
@@ -69,8 +68,8 @@ func (a *agentRun) fork(ctx context.Context) (_ []forked, err error) {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, sb.Close()) }()
-	f := forked{returned: time.Since(begin)}
-	f.answered = f.returned // Fork returns when the agent has answered
+	f := forked{renewed: time.Since(begin)}
+	f.running, f.answered = microvm.Restored(sb)
 	id, err := microvm.Identify(sb)
 	if err != nil {
 		return nil, err

@@ -312,17 +312,25 @@ func (f *firecracker) fork(ctx context.Context) (_ []forked, err error) {
 	if err != nil {
 		return nil, err
 	}
-	whole := forked{returned: time.Since(begin)}
+	whole := forked{running: time.Since(begin)}
 	if err := p.dial(ctx); err != nil {
 		return nil, err
 	}
 	whole.answered = time.Since(begin)
+	// What a fork of ours has done before it is given to anybody.
+	if _, err := p.agent.Renew(ctx, guestrpc.RenewRequest{
+		Entropy: make([]byte, 64), WallClock: time.Now(), Hostname: "fork", MachineID: strings.Repeat("0a", 16), Generation: 1,
+	}); err != nil {
+		return nil, err
+	}
+	whole.renewed = time.Since(begin)
 	if whole, err = whole.use(ctx, p.agent, p.cmd.Process.Pid, f.cfg.Program); err != nil {
 		return nil, err
 	}
 	waiting := whole
-	waiting.returned -= started
+	waiting.running -= started
 	waiting.answered -= started
+	waiting.renewed -= started
 	waiting.executed -= started
 	return []forked{waiting, whole}, nil
 }

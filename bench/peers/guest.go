@@ -42,7 +42,7 @@ func (f forked) use(ctx context.Context, agent *guestrpc.Client, pid int, progra
 	if err != nil {
 		return f, err
 	}
-	f.executed = f.answered + d
+	f.executed = f.renewed + d
 	f.ownAfterExec, err = anonymous(pid)
 	return f, err
 }

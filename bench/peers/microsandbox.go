@@ -82,7 +82,7 @@ func (m *microsandbox) fork(context.Context) (forks []forked, err error) {
 			return nil, fmt.Errorf("%s: %w", op, err)
 		}
 		forks = append(forks, forked{
-			returned: ms(a.Returned), answered: ms(a.Answered), executed: ms(a.Executed),
+			running: ms(a.Returned), answered: ms(a.Answered), executed: ms(a.Executed),
 			ownAfterAnswer: a.OwnAfterAnswer << 10, ownAfterExec: a.OwnAfterExec << 10,
 		})
 	}

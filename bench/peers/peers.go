@@ -59,8 +59,8 @@ type subject interface {
 
 // forked is one fork. Times are from the call.
 type forked struct {
-	returned, answered, executed time.Duration
-	ownAfterAnswer, ownAfterExec uint64 // bytes
+	running, answered, renewed, executed time.Duration // renewed is 0 where nothing is
+	ownAfterAnswer, ownAfterExec         uint64        // bytes
 }
 
 // entrant is a subject with what was measured of it.
@@ -190,13 +190,16 @@ func (e *entrant) column(i int) (c Column) {
 	if e.failed != nil {
 		c.Failed = e.failed.Error()
 	}
-	var returned, answered, executed []time.Duration
+	var running, answered, renewed, executed []time.Duration
 	var fresh, used []uint64
 	for _, f := range e.forks {
-		returned, answered, executed = append(returned, f[i].returned), append(answered, f[i].answered), append(executed, f[i].executed)
+		running, answered, executed = append(running, f[i].running), append(answered, f[i].answered), append(executed, f[i].executed)
+		if f[i].renewed > 0 {
+			renewed = append(renewed, f[i].renewed)
+		}
 		fresh, used = append(fresh, f[i].ownAfterAnswer), append(used, f[i].ownAfterExec)
 	}
-	c.Returned, c.Answered, c.Executed = bench.Summarize(returned), bench.Summarize(answered), bench.Summarize(executed)
+	c.Running, c.Answered, c.Renewed, c.Executed = bench.Summarize(running), bench.Summarize(answered), bench.Summarize(renewed), bench.Summarize(executed)
 	c.OwnAfterAnswer, c.OwnAfterExec = bench.Median(fresh), bench.Median(used)
 	if i == 0 { // the source is the same for all columns
 		c.Boot, c.Ping, c.Exec, c.Live = bench.Summarize(e.boots), bench.Summarize(e.pings), bench.Summarize(e.execs), bench.Summarize(e.lives)

@@ -184,6 +184,7 @@ func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 	}
 	s.restored = time.Since(begin)
 	if s.Guest, err = dialAgent(ctx, p); err == nil {
+		s.answered = time.Since(begin)
 		err = s.renew(ctx)
 	}
 	if err != nil {
@@ -239,12 +240,13 @@ func (a *Attached) Detach() error {
 	return errors.Join(a.Guest.Agent.Close(), a.conn.Close(), a.parent.Close())
 }
 
-// Restored is how long after the call to Fork a sandbox's processors ran.
-func Restored(sb engine.Sandbox) time.Duration {
+// Restored is how long after the call to Fork a sandbox's processors ran, and
+// answered, when its agent first did, still with the identity of the snapshot.
+func Restored(sb engine.Sandbox) (restored, answered time.Duration) {
 	if s, ok := sb.(*sandbox); ok {
-		return s.restored
+		return s.restored, s.answered
 	}
-	return 0
+	return 0, 0
 }
 
 // Identify says by which process a sandbox is found again.

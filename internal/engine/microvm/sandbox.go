@@ -32,6 +32,7 @@ type sandbox struct {
 	parent     *snapshot.Snapshot // whose layers it maps; nil after a boot
 	boot       *bootFiles         // nil in a fork
 	restored   time.Duration      // from the call of Fork until it ran
+	answered   time.Duration      // likewise, until its agent answered
 
 	capture sync.Mutex // one snapshot at a time
 }
