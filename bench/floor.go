@@ -21,17 +21,18 @@ var floorCode = []byte{
 
 const floorEntry = 0x1000
 
-// Floor is the least that starting a machine can cost on this host:
-// KVM_CREATE_VM, split irqchip, a private mapping of 256 MiB, one slot, one
-// vCPU, its registers, and a run to the first port write. Nothing else.
-type Floor struct {
+// floorHere measures the least that starting a machine can cost on this host,
+// in this process: KVM_CREATE_VM, split irqchip, a private mapping of 256 MiB,
+// one slot, one vCPU, its registers, and a run to the first port write.
+// Nothing else.
+type floorHere struct {
 	sys    *kvm.System
 	memory int // memfd that holds the code; every machine maps it privately
 	undo   []func() error
 }
 
-// NewFloor prepares the memory that all machines of the floor share.
-func NewFloor() (*Floor, error) {
+// newFloorHere prepares the memory that all machines of the floor share.
+func newFloorHere() (*floorHere, error) {
 	sys, err := kvm.Open()
 	if err != nil {
 		return nil, err
@@ -40,7 +41,7 @@ func NewFloor() (*Floor, error) {
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("prepare the floor: %w", err), sys.Close())
 	}
-	f := &Floor{sys: sys, memory: fd}
+	f := &floorHere{sys: sys, memory: fd}
 	err = unix.Ftruncate(fd, floorMemory)
 	if err == nil {
 		_, err = unix.Pwrite(fd, floorCode, floorEntry)
@@ -52,19 +53,23 @@ func NewFloor() (*Floor, error) {
 }
 
 // Close frees all machines and what they share.
-func (f *Floor) Close() error {
+func (f *floorHere) Close() error {
+	return errors.Join(f.clear(), unix.Close(f.memory), f.sys.Close())
+}
+
+// clear frees the machines that were sampled.
+func (f *floorHere) clear() error {
 	var errs []error
 	for _, undo := range slices.Backward(f.undo) {
 		errs = append(errs, undo())
 	}
-	return errors.Join(append(errs, unix.Close(f.memory), f.sys.Close())...)
+	f.undo = nil
+	return errors.Join(errs...)
 }
 
 // Sample starts one machine and returns how long it took to its first
-// instruction that the host sees. The machine stays until Close: taking one
-// down costs as much again, goes on in the kernel for a while, and would be
-// measured with the next.
-func (f *Floor) Sample() (time.Duration, error) {
+// instruction that the host sees. The machine stays until clear.
+func (f *floorHere) Sample() (time.Duration, error) {
 	start := time.Now()
 	vm, err := f.sys.CreateVM()
 	if err != nil {
@@ -93,7 +98,7 @@ func (f *Floor) Sample() (time.Duration, error) {
 	return time.Since(start), nil
 }
 
-func (f *Floor) run(c *kvm.VCPU) error {
+func (f *floorHere) run(c *kvm.VCPU) error {
 	s, err := c.Sregs()
 	if err != nil {
 		return err

@@ -138,8 +138,7 @@ func Fork(ctx context.Context, cfg ForkConfig) (_ ForkReport, err error) {
 		}
 		if i >= warmUps {
 			floors, answers, execs = append(floors, d), append(answers, answered), append(execs, executed)
-			ran, _ := microvm.Restored(sb)
-			restored = append(restored, ran)
+			restored = append(restored, microvm.Restored(sb))
 			own, used = append(own, before.Own), append(used, after.Own)
 		}
 		if pings, err = repeat(pings, 2, func() error { return sb.Agent().Ping(ctx) }); err != nil {

@@ -28,7 +28,8 @@ func ForkBare(ctx context.Context, cfg ForkConfig) (_ ForkReport, err error) {
 		return report, fmt.Errorf("bench fork: %w", err)
 	}
 	defer func() { err = errors.Join(err, f.layer.Close()) }()
-	floor, err := NewFloor()
+	// In this process, as the forks are: they pay for its mappings too.
+	floor, err := newFloorHere()
 	if err != nil {
 		return report, err
 	}

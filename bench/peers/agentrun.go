@@ -68,8 +68,9 @@ func (a *agentRun) fork(ctx context.Context) (_ []forked, err error) {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, sb.Close()) }()
-	f := forked{renewed: time.Since(begin)}
-	f.running, f.answered = microvm.Restored(sb)
+	// The first answer confirms the new identity.
+	f := forked{running: microvm.Restored(sb), renewed: time.Since(begin)}
+	f.answered = f.renewed
 	id, err := microvm.Identify(sb)
 	if err != nil {
 		return nil, err

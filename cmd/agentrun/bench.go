@@ -18,6 +18,14 @@ func newBenchCommand() *cobra.Command {
 	return cmd
 }
 
+// newFloorCommand is this program started again by package bench.
+func newFloorCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: bench.FloorCommand, Args: cobra.NoArgs, Hidden: true,
+		RunE: func(cmd *cobra.Command, _ []string) error { return bench.ServeFloor(cmd.InOrStdin(), cmd.OutOrStdout()) },
+	}
+}
+
 func newBenchBootCommand() *cobra.Command {
 	cfg := bench.BootConfig{VCPUs: 1, Boots: 10, Pings: 500, Execs: 200}
 	memory := byteSize(256 << 20)

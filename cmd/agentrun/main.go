@@ -61,6 +61,6 @@ func run(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.
 	root.SetOut(stdout)
 	root.SetErr(stderr)
 	root.AddCommand(newRunCommand(), newSnapshotCommand(), newForkCommand(), newExecCommand(), newListCommand(), newRemoveCommand(),
-		newDoctorCommand(), newBenchCommand())
+		newDoctorCommand(), newBenchCommand(), newFloorCommand())
 	return root.ExecuteContext(ctx)
 }

@@ -39,9 +39,8 @@ func Dial(conn io.ReadWriteCloser) (*Client, error) {
 // ctx bounds the handshake only. conn must be such that Close ends a Read that
 // is under way, as with every net.Conn; conn is closed if NewClient fails.
 func NewClient(ctx context.Context, conn io.ReadWriteCloser, capabilities ...string) (*Client, error) {
-	s := newSession(conn, clientWindow)
-	c := &Client{s: s, pings: make(map[uint64]chan struct{})}
-	s.onPong = c.onPong
+	c := newClient(conn, clientWindow)
+	s := c.s
 	stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
 	err := c.handshake(capabilities)
 	if !stop() && err == nil {
@@ -58,8 +57,19 @@ func NewClient(ctx context.Context, conn io.ReadWriteCloser, capabilities ...str
 		}
 		return nil, &Error{Code: CodeUnavailable, Message: "connect to guest agent: " + err.Error(), cause: err}
 	}
-	go func() { _ = s.readLoop() }() // Err says why it ended
+	c.start()
 	return c, nil
+}
+
+func newClient(conn io.ReadWriteCloser, window uint32) *Client {
+	s := newSession(conn, window)
+	c := &Client{s: s, pings: make(map[uint64]chan struct{})}
+	s.onPong = c.onPong
+	return c
+}
+
+func (c *Client) start() {
+	go func() { _ = c.s.readLoop() }() // Err says why it ended
 }
 
 func (c *Client) handshake(capabilities []string) error {

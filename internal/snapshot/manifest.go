@@ -52,6 +52,9 @@ type Manifest struct {
 	Nets     []Net             `json:"nets,omitempty"`
 	Hostname string            `json:"hostname,omitempty"`
 	Labels   map[string]string `json:"labels,omitempty"`
+	// Session is what a fork needs to go on with a session that the guest's
+	// agent holds open for it; empty when there is none.
+	Session []byte `json:"session,omitempty"`
 	// State is filled in by Commit.
 	State Blob `json:"state"`
 }

@@ -18,6 +18,7 @@ const (
 	maxTSCKHz  = 100_000_000
 	maxLabels  = 64
 	maxLabel   = 256
+	maxSession = 8 << 10
 	maxDiskID  = 20 // virtio 1.2 §5.2.6: VIRTIO_BLK_ID_BYTES
 	minMTU     = 68 // virtio 1.2 §5.1.4.1
 	maxMTU     = 65535
@@ -60,6 +61,8 @@ func (m Manifest) Validate() error {
 		return fmt.Errorf("vcpus: %d is not between 1 and %d", m.VCPUs, maxVCPUs)
 	case m.State.Size == 0 || m.State.Size > MaxState:
 		return fmt.Errorf("state: %d bytes are not between 1 and %d", m.State.Size, MaxState)
+	case len(m.Session) > maxSession:
+		return fmt.Errorf("session: %d bytes are more than %d", len(m.Session), maxSession)
 	case !validHostname(m.Hostname):
 		return fmt.Errorf("hostname: %.80q has other characters than letters, digits and hyphens, or more than 63", m.Hostname)
 	}

@@ -405,7 +405,12 @@ func fuzzVsock(t *testing.T, program []byte) {
 		}
 		switch p[0] % 4 {
 		case 2:
-			d.TransportReset()
+			if len(hosts) < 8 {
+				d.ConnectStandby(uint32(len(p)), pair(), func(error) {})
+			}
+			if st := d.Save(); st.Gone > MaxVsockConns {
+				t.Fatalf("%d connections are gone", st.Gone)
+			}
 		case 3:
 			if len(hosts) < 8 {
 				d.Connect(uint32(len(p)), pair(), func(error) {})

@@ -418,15 +418,16 @@ func (m *MMIO) Pause() {
 	m.paused.Store(true)
 }
 
-// Resume lets the device run, scan its queues and raise one interrupt for
-// whatever the driver may have missed.
+// Resume lets the device run and scan its queues, and raises the interrupt that
+// the driver has not acknowledged. Others it has seen: KVM takes an interrupt
+// before raise returns, and has it in the state of the processor.
 func (m *MMIO) Resume() {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.paused.Store(false)
 	m.dev.Resume()
-	if m.status.Load()&statusDriverOK != 0 {
-		m.interrupt(interruptUsed)
+	if cause := m.interrupts.Load(); cause != 0 && m.status.Load()&statusDriverOK != 0 {
+		m.interrupt(cause)
 	}
 }
 

@@ -3,7 +3,6 @@ package virtio
 import (
 	"encoding/binary"
 	"errors"
-	"fmt"
 	"os"
 	"sync"
 	"time"
@@ -98,9 +97,13 @@ type Vsock struct {
 	resets  []vsockHeader
 	talking []*vsockConn
 
-	resetDue    bool   // a transport reset event waits for an event buffer
-	resetUnread bool   // the guest has not handled the event yet
-	resetIndex  uint16 // avail index of the event queue when it was sent
+	// standby is the connection that a copy of the guest goes on with, the
+	// zero key for none; gone are those that it does not, and that the guest
+	// has not been told of so far (see vsock_standby.go).
+	standby connKey
+	saved   VsockConnState // a standby that nobody has adopted so far
+	adopted *vsockConn     // one that the guest has not answered on so far
+	gone    []connKey
 
 	rxDirty   bool   // receive buffers were used since the last announcement
 	lazySlots uint32 // descriptors and bytes of transmit buffers that were
@@ -172,7 +175,7 @@ func (d *Vsock) unlock() {
 func (d *Vsock) Reset() {
 	d.deactivate()
 	d.mu.Lock()
-	d.resetDue, d.resetUnread = false, false
+	d.standby, d.saved, d.adopted, d.gone = connKey{}, VsockConnState{}, nil, nil
 	d.rxDirty, d.lazySlots, d.lazyBytes = false, 0, 0
 	d.unlock()
 	d.wg.Wait()
@@ -188,6 +191,9 @@ func (d *Vsock) dropAll() {
 
 func (d *Vsock) Resume() {
 	d.unpause()
+	d.mu.Lock()
+	d.settleGone()
+	d.unlock()
 	d.scan()
 }
 
@@ -212,8 +218,7 @@ func (d *Vsock) Notify(q int) {
 		d.serveTx()
 		d.flush()
 	case vsockEvent:
-		d.serveEvent()
-		d.flush()
+		// Its one event would reset all connections, the standby too.
 	}
 }
 
@@ -243,6 +248,10 @@ func (d *Vsock) Stats() VsockStats {
 // call the transport. cancel gives up (a guest may never answer) or, later,
 // aborts the connection.
 func (d *Vsock) Connect(port uint32, conn *os.File, result func(error)) (cancel func()) {
+	return d.connect(port, conn, false, result)
+}
+
+func (d *Vsock) connect(port uint32, conn *os.File, standby bool, result func(error)) (cancel func()) {
 	d.mu.Lock()
 	defer d.unlock()
 	refuse := func(err error) func() {
@@ -261,6 +270,9 @@ func (d *Vsock) Connect(port uint32, conn *os.File, result func(error)) (cancel 
 	c, err := d.newConn(connKey{host: d.pickPort(port), guest: port}, conn)
 	if err != nil {
 		return refuse(err)
+	}
+	if standby {
+		d.standby = c.key
 	}
 	c.result = result
 	c.say(sayRequest)
@@ -285,61 +297,6 @@ func (d *Vsock) pickPort(guest uint32) uint32 {
 			return p
 		}
 	}
-}
-
-// TransportReset tells a forked guest that its connections are gone
-// (§5.10.6.7): all of them are dropped. Requests to connect wait until the
-// guest has handled the event: Linux handles events and packets in different
-// threads, and a connection made in between would be reset with the old ones.
-// Without a running driver, i.e. before MMIO.Restore, it does nothing.
-func (d *Vsock) TransportReset() {
-	d.mu.Lock()
-	defer d.unlock()
-	d.dropAll()
-	if !d.live {
-		return
-	}
-	d.resetDue = true
-	d.serveEvent()
-}
-
-// serveEvent delivers a due event, and notices that the guest has handled the
-// last one: it gives the buffer back for the next.
-func (d *Vsock) serveEvent() {
-	if !d.running() {
-		return
-	}
-	q := d.ctx.Queues[vsockEvent]
-	if d.resetUnread && q.ready {
-		idx, err := q.availIndex()
-		if err != nil {
-			d.fail(fmt.Errorf("queue %d: %w", vsockEvent, err))
-			return
-		}
-		d.resetUnread = idx == d.resetIndex
-	}
-	if !d.resetDue {
-		return
-	}
-	c, ok := d.pop(vsockEvent)
-	if !ok {
-		return
-	}
-	const eventLen = 4
-	var event [eventLen]byte // VIRTIO_VSOCK_EVENT_TRANSPORT_RESET is 0
-	if n, err := scatter(d.ctx.Mem, c.Writable, event[:]); err != nil || n < eventLen {
-		d.fail(fmt.Errorf("%w: vsock event buffer of %d bytes", ErrQueue, n))
-		return
-	}
-	// Read before the guest can know of the event, hence before it can answer.
-	idx, err := q.availIndex()
-	if err != nil {
-		d.fail(fmt.Errorf("queue %d: %w", vsockEvent, err))
-		return
-	}
-	d.resetDue, d.resetUnread, d.resetIndex = false, true, idx
-	d.push(vsockEvent, c.Head, eventLen)
-	d.announce(vsockEvent)
 }
 
 // shutdownSocket closes a direction; the error does not matter, as a socket

@@ -36,6 +36,7 @@ type vsockConn struct {
 	out      []byte
 	flushing bool // a goroutine writes out
 	deaf     bool // the host reads no more; what the guest sends is dropped
+	answered bool // the guest has sent data
 
 	// Host to guest.
 	sentCnt   uint32
@@ -98,10 +99,8 @@ func (c *vsockConn) abort(err error) {
 	if c.closed {
 		return
 	}
-	h := c.header()
-	h.op, h.bufAlloc, h.fwdCnt = opReset, 0, 0
 	c.drop(err)
-	c.dev.queueReset(h)
+	c.dev.queueReset(resetOf(c.key))
 }
 
 // report tells the result of Connect, once the lock is released.
@@ -178,6 +177,7 @@ func (c *vsockConn) takeData(packet []guestmem.Range, n uint32) error {
 		return nil
 	}
 	c.takenCnt += n
+	c.answered = true
 	c.dev.stats.TxBytes += uint64(n)
 	for left := uint64(n); left > 0 && !c.closed; {
 		p, rest, err := c.dev.payload(packet, left)

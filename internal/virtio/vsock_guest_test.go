@@ -60,14 +60,6 @@ func (g *vsockGuest) feed(n int) {
 	g.kick(vsockRx)
 }
 
-// feedEvents gives n event buffers.
-func (g *vsockGuest) feedEvents(n int) {
-	for range n {
-		g.add(vsockEvent, g.in(8))
-	}
-	g.kick(vsockEvent)
-}
-
 // fill completes a header with what a well-behaved guest would send.
 func (g *vsockGuest) fill(h vsockHeader) vsockHeader {
 	h.srcCID, h.dstCID, h.kind, h.bufAlloc, h.fwdCnt = GuestCID, HostCID, vsockStream, g.credit, g.fwd

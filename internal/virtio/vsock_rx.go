@@ -53,7 +53,7 @@ func (d *Vsock) flushTalking() bool {
 	keep := d.talking[:0]
 	full := false
 	for _, c := range d.talking {
-		for c.unsaid != 0 && !full && !(d.resetHeld() && c.unsaid&sayRequest != 0) {
+		for c.unsaid != 0 && !full {
 			bit := uint8(1) << bits.TrailingZeros8(c.unsaid)
 			if !d.sendControl(c.controlHeader(bit)) {
 				full = true
@@ -72,9 +72,6 @@ func (d *Vsock) flushTalking() bool {
 	d.talking = keep
 	return !full
 }
-
-// resetHeld: requests wait for the guest to handle a transport reset.
-func (d *Vsock) resetHeld() bool { return d.resetDue || d.resetUnread }
 
 func (c *vsockConn) controlHeader(bit uint8) vsockHeader {
 	h := c.header()

@@ -1,20 +1,80 @@
 package virtio
 
-// VsockState is a Vsock at rest. Connections are not part of it: their other
-// ends are processes of the host, and a restored guest gets a transport reset.
+import "golang.org/x/sys/unix"
+
+// VsockState is a Vsock at rest. Connections are not part of it, but for one:
+// their other ends are processes of the host, and a copy of the guest is told
+// that they are gone.
 type VsockState struct {
 	// NextPort goes on counting, so that a new connection is not taken for one
 	// from before the capture.
 	NextPort uint32
-	// ResetDue says that the guest has yet to handle a transport reset.
-	ResetDue bool
+	// Standby is the connection that a copy goes on with; its ports are 0 when
+	// there is none.
+	Standby VsockConnState
+	// Gone is how many of Ports are connections that the guest believes in.
+	Gone  uint32
+	Ports [MaxVsockConns]VsockPorts
+}
+
+// VsockPorts are the two ports of a connection.
+type VsockPorts struct{ Host, Guest uint32 }
+
+// VsockConnState is an idle connection at rest: its ports and the counters of
+// its credit.
+type VsockConnState struct {
+	Host, Guest        uint32
+	Taken, Told        uint32 // guest to host; all of it was forwarded
+	Sent               uint32 // host to guest
+	PeerAlloc, PeerCnt uint32
 }
 
 // Save describes the device; it must be paused.
 func (d *Vsock) Save() VsockState {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	return VsockState{NextPort: d.nextPort, ResetDue: d.resetDue || d.resetUnread}
+	s := VsockState{NextPort: d.nextPort}
+	note := func(k connKey) {
+		if s.Gone < MaxVsockConns {
+			s.Ports[s.Gone] = VsockPorts{k.host, k.guest}
+			s.Gone++
+		}
+	}
+	for key, c := range d.conns {
+		if key == d.standby && c.idle() {
+			s.Standby = VsockConnState{
+				Host: key.host, Guest: key.guest, Taken: c.takenCnt, Told: c.toldCnt,
+				Sent: c.sentCnt, PeerAlloc: c.peerAlloc, PeerCnt: c.peerCnt,
+			}
+			continue
+		}
+		note(key)
+	}
+	for _, k := range d.gone {
+		note(k)
+	}
+	// Last, as these can be missed: the guest's next packet brings another.
+	for _, h := range d.resets {
+		note(connKey{host: h.srcPort, guest: h.dstPort})
+	}
+	return s
+}
+
+// HasStandby reports whether a copy can go on with the standby connection.
+func (s VsockState) HasStandby() bool { return s.Standby.Host != 0 }
+
+// idle: nothing is on its way in either direction that a copy would miss.
+func (c *vsockConn) idle() bool {
+	if !c.open || c.unsaid != 0 || len(c.out) > 0 || c.flushing || c.deaf || c.eof || c.peerShut != 0 || c.hostShut != 0 {
+		return false
+	}
+	unread := -1
+	err := c.raw.Control(func(fd uintptr) {
+		if n, err := unix.IoctlGetInt(int(fd), unix.TIOCINQ); err == nil {
+			unread = n
+		}
+	})
+	return err == nil && unread == 0
 }
 
 // Restore prepares a fresh device, before MMIO.Restore.
@@ -22,6 +82,9 @@ func (d *Vsock) Restore(s VsockState) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.nextPort = min(max(s.NextPort, vsockFirstPort), vsockLastPort)
-	d.resetDue = s.ResetDue
+	d.saved = s.Standby
+	for _, k := range s.Ports[:min(s.Gone, MaxVsockConns)] {
+		d.gone = append(d.gone, connKey{host: k.Host, guest: k.Guest})
+	}
 	return nil
 }

@@ -2,6 +2,7 @@ package virtio
 
 import (
 	"bytes"
+	"maps"
 	"os"
 	"testing"
 	"time"
@@ -9,53 +10,143 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-func TestVsockTransportReset(t *testing.T) {
+// callStandby connects the connection that copies go on with.
+func (g *vsockGuest) callStandby(port uint32) (connKey, *os.File) {
+	g.t.Helper()
+	a, b := socketpair(g.t, unix.SOCK_STREAM)
+	result := make(chan error, 1)
+	g.dev.ConnectStandby(port, a, func(err error) { result <- err })
+	h, _ := g.rx()
+	k := connKey{host: h.srcPort, guest: port}
+	g.tx(k, opResponse, 0, nil)
+	if err := await(g.t, result); err != nil {
+		g.t.Fatal(err)
+	}
+	return k, b
+}
+
+// copyOf captures the guest and goes on in a copy of it.
+func (g *vsockGuest) copyOf(want bool) (adopt *os.File) {
+	g.t.Helper()
+	s := g.save()
+	state := g.dev.Save()
+	if state.HasStandby() != want {
+		g.t.Fatalf("standby saved: %v, want %v", state.HasStandby(), want)
+	}
+	g.bus.Close()
+	g.dev = g.newDevice(g.t, 0)
+	if err := g.dev.Restore(state); err != nil {
+		g.t.Fatal(err)
+	}
+	g.restore(g.dev, s)
+	if !want {
+		g.bus.Resume()
+		return nil
+	}
+	a, b := socketpair(g.t, unix.SOCK_STREAM)
+	if err := g.dev.Adopt(a); err != nil {
+		g.t.Fatal(err)
+	}
+	g.bus.Resume()
+	return b
+}
+
+// TestVsockStandby: a copy goes on with the one connection, and is told of the
+// others when it has answered on that one.
+func TestVsockStandby(t *testing.T) {
 	g := newVsockGuest(t, 0)
 	g.feed(8)
-	g.feedEvents(2)
-	_, host := g.dial(9)
-	g.dev.TransportReset()
-	wantEOF(t, host)
-	if _, n := g.wantUsed(vsockEvent); n != 4 {
-		t.Fatalf("used %d", n)
+	other, _ := g.dial(9)
+	k, host := g.callStandby(52)
+	mustWrite(t, host, []byte("before"))
+	g.want(k, opData)
+	g.tx(k, opData, 0, []byte("answer"))
+	mustRead(t, host, []byte("answer"))
+	for generation := range 3 {
+		end := g.copyOf(true)
+		g.wantNothing()
+		mustWrite(t, end, []byte("hello"))
+		if _, p := g.want(k, opData); string(p) != "hello" {
+			t.Fatalf("generation %d read %q", generation, p)
+		}
+		g.wantNothing()
+		g.tx(k, opData, 0, []byte("child"))
+		mustRead(t, end, []byte("child"))
+		if generation == 0 {
+			g.want(other, opReset)
+		}
+		g.wantNothing()
+		// Each copy must name its own.
+		if g.dev.Save().HasStandby() {
+			t.Fatal("a connection that was adopted is a standby again")
+		}
+		if err := end.Close(); err != nil {
+			t.Fatal(err)
+		}
+		g.want(k, opShutdown)
+		g.tx(k, opReset, 0, nil)
+		k, _ = g.callStandby(52)
 	}
-	// A connection made before the guest has handled the event waits.
-	a, _ := socketpair(t, unix.SOCK_STREAM)
-	result := make(chan error, 1)
-	g.dev.Connect(52, a, func(err error) { result <- err })
-	g.kick(vsockRx)
-	g.kick(vsockEvent)
-	g.wantNothing()
-	old := connKey{host: acceptPort, guest: 9}
-	g.tx(old, opData, 0, nil) // others do not
-	g.want(old, opReset)
-	g.feedEvents(1)
-	h, _ := g.rx()
-	if h.op != opRequest {
-		t.Fatalf("packet %+v", h)
+	g.wantHealthy()
+}
+
+// TestVsockStandbyRefused: a connection with something on its way is not handed
+// on, and one that nobody adopts is reset like all.
+func TestVsockStandbyRefused(t *testing.T) {
+	for name, disturb := range map[string]func(*vsockGuest, connKey, *os.File){
+		"unread by the guest": func(g *vsockGuest, _ connKey, host *os.File) {
+			g.bus.Pause()
+			mustWrite(g.t, host, []byte("x"))
+		},
+		"shut by the guest": func(g *vsockGuest, k connKey, _ *os.File) { g.tx(k, opShutdown, shutSend, nil) },
+		"shut by the host": func(g *vsockGuest, k connKey, host *os.File) {
+			closeWrite(g.t, host)
+			g.want(k, opShutdown)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			g := newVsockGuest(t, 0)
+			g.feed(8)
+			k, host := g.callStandby(52)
+			disturb(g, k, host)
+			g.copyOf(false)
+			g.want(k, opReset)
+			a, _ := socketpair(t, unix.SOCK_STREAM)
+			if err := g.dev.Adopt(a); err == nil {
+				t.Fatal("adopted")
+			}
+		})
 	}
-	g.tx(connKey{host: h.srcPort, guest: 52}, opResponse, 0, nil)
-	if err := await(t, result); err != nil {
+	g := newVsockGuest(t, 0)
+	g.feed(8)
+	k, _ := g.callStandby(52)
+	s := g.save()
+	state := g.dev.Save()
+	g.bus.Close()
+	g.dev = g.newDevice(t, 0)
+	if err := g.dev.Restore(state); err != nil {
 		t.Fatal(err)
 	}
-	// Without an event buffer the event waits for one.
-	for range 2 {
-		g.dev.TransportReset()
-	}
-	g.wantUsed(vsockEvent)
-	g.wantUsed(vsockEvent)
-	g.dev.TransportReset()
-	if _, _, ok := g.used(vsockEvent); ok || !g.dev.Save().ResetDue {
-		t.Fatal("event without a buffer")
-	}
-	g.feedEvents(1)
-	g.wantUsed(vsockEvent)
-	g.wantHealthy()
-	g.writeReg(regStatus, 0)
-	g.dev.TransportReset() // nobody to tell
-	if g.dev.Save().ResetDue {
-		t.Fatal("event without a driver")
-	}
+	g.restore(g.dev, s)
+	g.bus.Resume()
+	g.want(k, opReset)
+}
+
+// TestVsockGoneTold: what a guest says on a connection that is gone is answered
+// at once, and its ports can be used for a new one.
+func TestVsockGoneTold(t *testing.T) {
+	g := newVsockGuest(t, 0)
+	g.feed(8)
+	first, _ := g.dial(9)
+	second, _ := g.dial(10)
+	k, _ := g.callStandby(52)
+	g.copyOf(true)
+	g.tx(first, opData, 0, []byte("old"))
+	g.want(first, opReset)
+	g.tx(second, opRequest, 0, nil)
+	g.want(second, opResponse)
+	g.tx(k, opData, 0, []byte("answer"))
+	g.wantNothing()
 }
 
 // TestVsockSaveRestore: packets that were not looked at are in the ring, the
@@ -63,7 +154,6 @@ func TestVsockTransportReset(t *testing.T) {
 func TestVsockSaveRestore(t *testing.T) {
 	g := newVsockGuest(t, 0)
 	g.feed(8)
-	g.feedEvents(1)
 	k, host := g.dial(9)
 	k52, _ := g.call(52)
 	s := g.save()
@@ -93,17 +183,21 @@ func TestVsockSaveRestore(t *testing.T) {
 		t.Fatal(err)
 	}
 	g.restore(g.dev, s)
-	g.dev.TransportReset()
-	if _, _, ok := g.used(vsockEvent); ok {
-		t.Fatal("event before Resume")
-	}
+	g.wantNothing()
 	g.bus.Resume()
-	g.wantUsed(vsockEvent)
 	g.wantUsed(vsockTx)
 	g.wantUsed(vsockTx)
-	g.want(k, opReset)
-	g.want(connKey{host: acceptPort, guest: 10}, opResponse)
-	g.feedEvents(1)
+	told := map[connKey]uint16{}
+	for range 5 { // one more for the data that it had sent on the first
+		h, _ := g.rx()
+		told[connKey{host: h.srcPort, guest: h.dstPort}] = h.op
+	}
+	want := map[connKey]uint16{
+		k: opReset, k52: opReset, {host: k52.host + 1, guest: 1}: opReset, {host: acceptPort, guest: 10}: opResponse,
+	}
+	if !maps.Equal(told, want) {
+		t.Fatalf("the guest was told %v, want %v", told, want)
+	}
 	if k2, _ := g.call(52); k2.host == k52.host {
 		t.Fatal("a port was used again")
 	}

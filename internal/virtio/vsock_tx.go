@@ -20,6 +20,9 @@ func (d *Vsock) serveTx() {
 			d.fail(fmt.Errorf("queue %d: %w", vsockTx, err))
 			return
 		}
+		if d.adopted != nil {
+			d.settleGone()
+		}
 		d.push(vsockTx, c.Head, 0)
 		d.finishTx(c.slots, n)
 		if len(d.resets)+len(d.talking) > 0 {
@@ -94,6 +97,7 @@ func (d *Vsock) refuse(h vsockHeader) {
 		d.stats.Dropped++
 		return
 	}
+	d.forgetGone(h.key())
 	d.queueReset(h.resetReply())
 }
 
@@ -123,6 +127,7 @@ func (d *Vsock) takeUnknown(h vsockHeader) {
 		return
 	}
 	d.forgetReset(h.resetReply())
+	d.forgetGone(h.key())
 	c, err := d.newConn(h.key(), file)
 	if err != nil {
 		_ = file.Close() // not a socket that can be used

@@ -69,6 +69,9 @@ type Vsock struct {
 	// end of the connection, or false to refuse. It runs on a vCPU thread
 	// and must not block.
 	Accept func(port uint32) (*os.File, bool)
+	// Standby is the host's end of the connection that a restored guest goes
+	// on with (State.Standby); nil ends that connection, too.
+	Standby *os.File
 }
 
 func (c *Config) validate() error {
@@ -115,6 +118,9 @@ func (d *Devices) close() error {
 	}
 	for _, n := range d.Nets {
 		errs = append(errs, n.Socket.Close())
+	}
+	if d.Vsock != nil && d.Vsock.Standby != nil {
+		errs = append(errs, d.Vsock.Standby.Close())
 	}
 	return errors.Join(errs...)
 }

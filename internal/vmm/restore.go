@@ -43,16 +43,20 @@ func (vm *VM) load(state *State, devices Devices) error {
 	}
 	clock := state.Clock
 	vm.stopped = &clock
+	if d := vm.devices.Vsock; d != nil && d.Standby != nil {
+		standby := d.Standby
+		d.Standby = nil // the device's from here on
+		if err := vm.vsock.Adopt(standby); err != nil {
+			return err
+		}
+	}
 	// The guest learns that it is a copy before its processors run: its
-	// kernel reseeds, and its connections to the host are gone.
+	// kernel reseeds.
 	if err := vm.writeGeneration(); err != nil {
 		return err
 	}
 	if err := vm.ioapic.raise(eventGSI); err != nil {
 		return fmt.Errorf("announce generation id: %w", err)
-	}
-	if vm.vsock != nil {
-		vm.vsock.TransportReset()
 	}
 	return nil
 }

@@ -24,6 +24,7 @@ func (vm *VM) Save(sys *kvm.System) (*State, error) {
 		Profile: vm.profile, Memory: vm.mem.Size(), Clock: *vm.stopped,
 		IOAPIC: vm.ioapic.save(), Serial: vm.serial.save(),
 	}
+	s.Standby = vm.vsock != nil && vm.vsock.Save().HasStandby()
 	khz, err := vm.vcpus[0].kvm.TSCFrequency()
 	if err != nil {
 		return nil, fmt.Errorf("save: %w", err)

@@ -22,6 +22,8 @@ type State struct {
 	Serial SerialState
 	// Devices are the virtio devices in the order of their windows.
 	Devices []DeviceState
+	// Standby says that a copy can go on with a connection to the host.
+	Standby bool
 }
 
 // ClockState is the guest's time at the moment it stopped.
@@ -58,7 +60,7 @@ type DeviceState struct {
 
 const (
 	stateMagic   = "AGRSTATE"
-	stateVersion = 1
+	stateVersion = 2
 
 	maxXSave    = 64 << 10
 	maxMSRs     = 1024
@@ -104,6 +106,7 @@ func (s *State) Marshal() ([]byte, error) {
 		put(&s.Devices[i].MMIO)
 		e.Data(s.Devices[i].Own)
 	}
+	e.Bool(s.Standby)
 	if err := errors.Join(errs...); err != nil {
 		return nil, fmt.Errorf("encode the machine's state: %w", err)
 	}
@@ -169,6 +172,7 @@ func UnmarshalState(b []byte) (*State, error) {
 		v.Own = d.Data(maxOwnState)
 		s.Devices = append(s.Devices, v)
 	}
+	s.Standby = d.Bool()
 	if err := d.Finish(); err != nil {
 		return nil, fmt.Errorf("decode the machine's state: %w", err)
 	}

@@ -187,10 +187,15 @@ func (vm *VM) Console() Console { return vm.console.snapshot() }
 
 // Connect opens a stream to a port in the guest; conn is the host's end, one
 // of a non-blocking unix stream pair, and the VM takes it over. The result is
-// told once: nil when the guest accepted.
-func (vm *VM) Connect(port uint32, conn *os.File, result func(error)) {
+// told once: nil when the guest accepted. Copies of the guest go on with the
+// stream that was made last as a standby, if it is idle then.
+func (vm *VM) Connect(port uint32, conn *os.File, standby bool, result func(error)) {
 	if vm.vsock == nil {
 		result(errors.Join(errors.New("connect: this guest has no vsock device"), conn.Close()))
+		return
+	}
+	if standby {
+		vm.vsock.ConnectStandby(port, conn, result)
 		return
 	}
 	vm.vsock.Connect(port, conn, result)

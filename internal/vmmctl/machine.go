@@ -42,6 +42,7 @@ func (m *Restore) decode(d *wire.Decoder) {
 
 func (d *Devices) encode(e *wire.Encoder) {
 	e.Bool(d.Listen)
+	e.Bool(d.Standby)
 	e.Uvarint(uint64(d.ReadyPort))
 	e.Uvarint(uint64(len(d.Disks)))
 	for i := range d.Disks {
@@ -62,6 +63,7 @@ func (d *Devices) encode(e *wire.Encoder) {
 
 func (d *Devices) decode(w *wire.Decoder) {
 	d.Listen = w.Bool()
+	d.Standby = w.Bool()
 	d.ReadyPort = uint32(w.UvarintMax(1<<32 - 1))
 	for range w.Count(maxDevices) {
 		k := Disk{ReadOnly: w.Bool(), ID: w.String(maxText)}

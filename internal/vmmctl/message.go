@@ -70,7 +70,8 @@ type Restore struct {
 }
 
 // Devices is what a machine is connected to. Its descriptors are those of each
-// disk, one per net, and the listening socket (if Listen).
+// disk, one per net, the listening socket (if Listen) and that of the standby
+// connection (if Standby).
 type Devices struct {
 	// Listen says that one more descriptor follows: a socket on which the vmm
 	// accepts further parents. With it the VM outlives its first parent.
@@ -78,8 +79,11 @@ type Devices struct {
 	// ReadyPort is the host port that the guest's agent dials once, when it
 	// listens. It is the only one that a guest's dialing has an effect on.
 	ReadyPort uint32
-	Disks     []Disk
-	Nets      []Net
+	// Standby says that one more descriptor follows: the host's end of the
+	// connection that a restored guest goes on with.
+	Standby bool
+	Disks   []Disk
+	Nets    []Net
 }
 
 // Disk is a disk in one file, or one with an image: then its descriptors are
@@ -102,6 +106,9 @@ func (d *Disk) Files() int {
 func (d *Devices) Files() int {
 	n := len(d.Nets)
 	if d.Listen {
+		n++
+	}
+	if d.Standby {
 		n++
 	}
 	for i := range d.Disks {
@@ -132,10 +139,11 @@ type Saved struct {
 type Change struct{ Runs, Zeros []layer.Run }
 
 // Connect opens a stream to a port of the guest; its one descriptor is the
-// host's end.
+// host's end. A standby is the one that copies of the guest go on with.
 type Connect struct {
-	ID   uint64
-	Port uint32
+	ID      uint64
+	Port    uint32
+	Standby bool
 }
 
 // Simple is a request without arguments: Pause, Resume, Console, Stop or Generation.
@@ -226,9 +234,14 @@ func (*Reply) kind() Kind    { return KindReply }
 func (*Ready) kind() Kind    { return KindReady }
 func (*Exit) kind() Kind     { return KindExit }
 
-func (m *Connect) encode(e *wire.Encoder) { e.Uvarint(m.ID); e.Uvarint(uint64(m.Port)) }
+func (m *Connect) encode(e *wire.Encoder) {
+	e.Uvarint(m.ID)
+	e.Uvarint(uint64(m.Port))
+	e.Bool(m.Standby)
+}
+
 func (m *Connect) decode(d *wire.Decoder) {
-	m.ID, m.Port = d.Uvarint(), uint32(d.UvarintMax(1<<32-1))
+	m.ID, m.Port, m.Standby = d.Uvarint(), uint32(d.UvarintMax(1<<32-1)), d.Bool()
 }
 
 func (m *Simple) encode(e *wire.Encoder) { e.Uvarint(m.ID) }

@@ -129,6 +129,9 @@ func (s *server) devices(d *vmmctl.Devices) (out vmm.Devices, err error) {
 	if d.Listen {
 		s.listener = s.take(1)[0]
 	}
+	if d.Standby {
+		out.Vsock.Standby = s.take(1)[0]
+	}
 	return out, nil
 }
 

@@ -66,6 +66,10 @@ func Serve(conn *vmmctl.Conn, pagemap *os.File) error {
 	return err
 }
 
+// errPaused: whoever asks for a standby is about to capture the guest, and
+// would wait for an answer in vain.
+var errPaused = errors.New("connect: the guest is paused")
+
 // settleTime is when a VM's first requests, which must be fast, are over.
 const settleTime = time.Second
 
@@ -170,7 +174,10 @@ func (s *server) serve(conn *vmmctl.Conn) {
 // understood or reached.
 func (s *server) request(conn *vmmctl.Conn, m vmmctl.Message, files []*os.File) error {
 	if c, ok := m.(*vmmctl.Connect); ok && len(files) == 1 {
-		s.vm.Connect(c.Port, files[0], func(err error) {
+		if c.Standby && s.vm.Paused() {
+			return reply(conn, c.ID, errors.Join(errPaused, files[0].Close()), nil)
+		}
+		s.vm.Connect(c.Port, files[0], c.Standby, func(err error) {
 			_ = reply(conn, c.ID, err, nil) // a dead parent is noticed by serve
 		})
 		return nil

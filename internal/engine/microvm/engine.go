@@ -6,6 +6,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"net"
 	"os"
 	"strconv"
 	"time"
@@ -175,16 +176,31 @@ func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 		restore.Devices.Listen = true
 		add(vmmctl.Listen(opts.Socket))
 	}
+	var standby net.Conn
+	if err == nil && len(m.Session) > 0 {
+		var theirs *os.File
+		standby, theirs, err = streamPair()
+		restore.Devices.Standby = true
+		add(theirs, err)
+	}
 	if err != nil {
 		return nil, err
 	}
 	p, err := launch(e.vmm, restore, files)
 	if err != nil {
+		if standby != nil {
+			err = errors.Join(err, standby.Close())
+		}
 		return nil, err
 	}
 	s.restored = time.Since(begin)
-	if s.Guest, err = dialAgent(ctx, p); err == nil {
-		s.answered = time.Since(begin)
+	if standby != nil {
+		s.Guest = &Guest{Process: p}
+		s.Guest.Agent, err = guestrpc.Resume(standby, m.Session)
+	} else {
+		s.Guest, err = dialAgent(ctx, p)
+	}
+	if err == nil {
 		err = s.renew(ctx)
 	}
 	if err != nil {
@@ -237,16 +253,15 @@ type Attached struct{ *sandbox }
 
 // Detach leaves the sandbox alone.
 func (a *Attached) Detach() error {
-	return errors.Join(a.Guest.Agent.Close(), a.conn.Close(), a.parent.Close())
+	return errors.Join(a.Guest.Agent.Close(), a.release(), a.conn.Close(), a.parent.Close())
 }
 
-// Restored is how long after the call to Fork a sandbox's processors ran, and
-// answered, when its agent first did, still with the identity of the snapshot.
-func Restored(sb engine.Sandbox) (restored, answered time.Duration) {
+// Restored is how long after the call to Fork a sandbox's processors ran.
+func Restored(sb engine.Sandbox) time.Duration {
 	if s, ok := sb.(*sandbox); ok {
-		return s.restored, s.answered
+		return s.restored
 	}
-	return 0, 0
+	return 0
 }
 
 // Identify says by which process a sandbox is found again.
@@ -264,7 +279,7 @@ func Detach(sb engine.Sandbox) error {
 	if !ok {
 		return fmt.Errorf("detach: %T is no microVM", sb)
 	}
-	return errors.Join(s.Guest.Agent.Close(), s.conn.Close())
+	return errors.Join(s.Guest.Agent.Close(), s.release(), s.conn.Close())
 }
 
 // KeepResident frees the resident memory layers that are not used. VMs that

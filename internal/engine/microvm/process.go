@@ -238,21 +238,36 @@ func (p *Process) Kill() {
 
 // Dial opens a stream to a vsock port of the guest.
 func (p *Process) Dial(ctx context.Context, port uint32) (net.Conn, error) {
-	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
+	return p.dial(ctx, port, false)
+}
+
+func (p *Process) dial(ctx context.Context, port uint32, standby bool) (net.Conn, error) {
+	ours, theirs, err := streamPair()
 	if err != nil {
 		return nil, fmt.Errorf("dial guest port %d: %w", port, err)
 	}
-	ours, theirs := os.NewFile(uintptr(fds[0]), "guest stream"), os.NewFile(uintptr(fds[1]), "guest stream")
-	_, err = p.request(ctx, func(id uint64) vmmctl.Message { return &vmmctl.Connect{ID: id, Port: port} }, theirs)
-	err = errors.Join(err, theirs.Close())
-	if err != nil {
+	_, err = p.request(ctx, func(id uint64) vmmctl.Message {
+		return &vmmctl.Connect{ID: id, Port: port, Standby: standby}
+	}, theirs)
+	if err = errors.Join(err, theirs.Close()); err != nil {
 		return nil, errors.Join(fmt.Errorf("dial guest port %d: %w", port, err), ours.Close())
 	}
-	conn, err := net.FileConn(ours)
-	if err = errors.Join(err, ours.Close()); err != nil {
-		return nil, fmt.Errorf("dial guest port %d: %w", port, err)
+	return ours, nil
+}
+
+// streamPair makes the two ends of a stream to a guest: ours, and that of the
+// vmm.
+func streamPair() (ours net.Conn, theirs *os.File, err error) {
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
+	if err != nil {
+		return nil, nil, fmt.Errorf("make a stream: %w", err)
 	}
-	return conn, nil
+	f, theirs := os.NewFile(uintptr(fds[0]), "guest stream"), os.NewFile(uintptr(fds[1]), "guest stream")
+	ours, err = net.FileConn(f)
+	if err = errors.Join(err, f.Close()); err != nil {
+		return nil, nil, errors.Join(fmt.Errorf("make a stream: %w", err), theirs.Close())
+	}
+	return ours, theirs, nil
 }
 
 // Pause stops the guest's processors and devices.

@@ -32,9 +32,9 @@ type sandbox struct {
 	parent     *snapshot.Snapshot // whose layers it maps; nil after a boot
 	boot       *bootFiles         // nil in a fork
 	restored   time.Duration      // from the call of Fork until it ran
-	answered   time.Duration      // likewise, until its agent answered
 
-	capture sync.Mutex // one snapshot at a time
+	capture sync.Mutex        // one snapshot at a time; protects standby
+	standby *guestrpc.Standby // nil before the first snapshot
 }
 
 // bootFiles is what a sandbox was booted from.
@@ -85,10 +85,14 @@ func (s *sandbox) Shutdown(ctx context.Context, grace time.Duration) error {
 	return errors.Join(err, s.release())
 }
 
-// release closes what a booted sandbox keeps for its snapshots.
+// release closes what a sandbox keeps for its snapshots.
 func (s *sandbox) release() error {
 	s.capture.Lock()
 	defer s.capture.Unlock()
+	if s.standby != nil {
+		_ = s.standby.Close() // nothing was sent
+		s.standby = nil
+	}
 	if s.boot == nil {
 		return nil
 	}

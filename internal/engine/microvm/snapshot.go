@@ -9,6 +9,7 @@ import (
 	"strconv"
 	"time"
 
+	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/snapshot"
 	"agentrun.dev/internal/vmm"
@@ -36,12 +37,48 @@ func (s *sandbox) build(ctx context.Context, b *snapshot.Builder) (*snapshot.Sna
 	if err := s.identifyBoot(); err != nil {
 		return nil, err
 	}
+	s.openStandby(ctx)
 	c, err := s.freeze(ctx)
 	if err != nil {
 		return nil, err
 	}
 	defer c.close()
 	return s.store(ctx, b, c)
+}
+
+// standbyPatience is how long a capture waits for a guest whose agent does not
+// answer, though it may well be captured.
+const standbyPatience = 5 * time.Second
+
+// openStandby has a session with the agent ready for the forks to go on with.
+// A guest that stands still has no agent to open one with: its forks will.
+func (s *sandbox) openStandby(ctx context.Context) {
+	if s.standby != nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, standbyPatience)
+	defer cancel()
+	conn, err := s.dial(ctx, guestrpc.AgentPort, true)
+	if err != nil {
+		return
+	}
+	if standby, err := guestrpc.OpenStandby(ctx, conn); err == nil {
+		s.standby = standby
+	}
+}
+
+// session is what a fork of the captured sandbox needs to go on with the
+// standby, or nothing: then it opens a session of its own.
+func (s *sandbox) session(state *vmm.State) []byte {
+	switch {
+	case s.standby == nil:
+		return nil
+	case state.Standby:
+		return s.standby.Agreed()
+	}
+	_ = s.standby.Close() // it is of no use: the next capture opens another
+	s.standby = nil
+	return nil
 }
 
 // captured is a sandbox as it was at one instant.
@@ -123,7 +160,7 @@ func (s *sandbox) store(ctx context.Context, b *snapshot.Builder, c *captured) (
 	m := snapshot.Manifest{
 		Created: time.Now().UTC().Truncate(time.Second), Kernel: s.kernel,
 		CPU: cpu, TSCKHz: uint64(state.TSCKHz), VCPUs: s.vcpus,
-		Memory: snapshot.ImageOf(memory), Hostname: s.hostname,
+		Memory: snapshot.ImageOf(memory), Hostname: s.hostname, Session: s.session(state),
 		Labels: map[string]string{generationLabel: strconv.FormatUint(s.generation, 10)},
 	}
 	if s.parent != nil {
