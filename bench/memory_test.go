@@ -59,7 +59,7 @@ func TestParseSmaps(t *testing.T) {
 
 // TestReadMemory: memory mapped as guests' is, told apart from the rest.
 func TestReadMemory(t *testing.T) {
-	const size, touched = 64 << 20, 100
+	const size, touched = 64 << 20, 4096
 	before, mapped, err := ownMemory()
 	if err != nil {
 		t.Fatal(err)
@@ -80,8 +80,9 @@ func TestReadMemory(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if grown := m.Guest - before.Guest; grown != uint64(touched*page) {
-		t.Errorf("the guest's pages grew by %d bytes, want %d pages", grown, touched)
+	// The race detector maps its own memory in the same way, a few MiB of it.
+	if grown, want := m.Guest-before.Guest, uint64(touched*page); grown < want || grown > want+want/2 {
+		t.Errorf("the guest's pages grew by %d bytes, want %d", grown, want)
 	}
 	if m.Process == 0 || m.ProcessShare == 0 || m.PageTables == 0 {
 		t.Errorf("of the process itself: %+v", m)
