@@ -40,7 +40,7 @@ Who cannot run is named with the reason.`,
 				return err
 			}
 			if plot != "" {
-				if err := os.WriteFile(plot, []byte(report.SVG()), 0o644); err != nil {
+				if err := os.WriteFile(plot, []byte(report.SVG()), 0o600); err != nil {
 					return fmt.Errorf("--plot: %w", err)
 				}
 			}
