@@ -60,6 +60,22 @@ func processMemory(process string) (m Memory, mapped uint64, err error) {
 	return m, mapped, err
 }
 
+// Anonymous is the memory of a process that no file and no other process has,
+// in bytes. Private memory says more than that: it counts the pages of a file
+// that only one process happens to map.
+func Anonymous(pid int) (uint64, error) {
+	path := filepath.Join("/proc", strconv.Itoa(pid), "smaps_rollup")
+	b, err := os.ReadFile(path)
+	if err != nil {
+		return 0, fmt.Errorf("read the memory of a process: %w", err)
+	}
+	n, err := field(string(b), "Anonymous:")
+	if err != nil {
+		return 0, fmt.Errorf("%s: %w", path, err)
+	}
+	return n, nil
+}
+
 // perFork is what each of some forks in one process has added to it since
 // begin, and to the kernel in all.
 func (m Memory) perFork(begin Memory, kernel int64, forks int) Memory {

@@ -95,6 +95,15 @@ func TestReadMemory(t *testing.T) {
 	}
 }
 
+func TestAnonymous(t *testing.T) {
+	if n, err := Anonymous(os.Getpid()); err != nil || n == 0 {
+		t.Errorf("of this process: %d, %v", n, err)
+	}
+	if _, err := Anonymous(-1); err == nil {
+		t.Error("a process that cannot be has memory")
+	}
+}
+
 func TestKernelMemory(t *testing.T) {
 	k := newKernelMemory()
 	before, err := k.read()

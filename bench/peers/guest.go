@@ -5,12 +5,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
-	"strconv"
-	"strings"
 	"sync"
 	"time"
 
+	"agentrun.dev/bench"
 	"agentrun.dev/internal/guestrpc"
 )
 
@@ -35,7 +33,7 @@ func runShell(ctx context.Context, agent *guestrpc.Client, script string) error 
 // use runs a program in a fork that has answered, with a look at the memory of
 // its process before and after.
 func (f forked) use(ctx context.Context, agent *guestrpc.Client, pid int, program string) (_ forked, err error) {
-	if f.ownAfterAnswer, err = anonymous(pid); err != nil {
+	if f.ownAfterAnswer, err = bench.Anonymous(pid); err != nil {
 		return f, err
 	}
 	d, err := timed(time.Now(), func() error { return runProgram(ctx, agent, program) })
@@ -43,7 +41,7 @@ func (f forked) use(ctx context.Context, agent *guestrpc.Client, pid int, progra
 		return f, err
 	}
 	f.executed = f.renewed + d
-	f.ownAfterExec, err = anonymous(pid)
+	f.ownAfterExec, err = bench.Anonymous(pid)
 	return f, err
 }
 
@@ -152,22 +150,4 @@ func (t *ticks) longestGap(from int) (longest time.Duration) {
 		longest = max(longest, t.at[i].Sub(t.at[i-1]))
 	}
 	return longest
-}
-
-// anonymous is the memory of a process that no file and no other process has,
-// in bytes. Private memory says more than that: it counts the pages of a file
-// that only one process happens to map.
-func anonymous(pid int) (uint64, error) {
-	path := "/proc/" + strconv.Itoa(pid) + "/smaps_rollup"
-	b, err := os.ReadFile(path)
-	if err != nil {
-		return 0, fmt.Errorf("read the memory of a process: %w", err)
-	}
-	for line := range strings.Lines(string(b)) {
-		if rest, ok := strings.CutPrefix(line, "Anonymous:"); ok {
-			kib, err := strconv.ParseUint(strings.TrimSuffix(strings.TrimSpace(rest), " kB"), 10, 64)
-			return kib << 10, err
-		}
-	}
-	return 0, fmt.Errorf("%s does not say how much is anonymous", path)
 }

@@ -184,15 +184,6 @@ func TestLongestGap(t *testing.T) {
 	}
 }
 
-func TestAnonymous(t *testing.T) {
-	if n, err := anonymous(os.Getpid()); err != nil || n == 0 {
-		t.Errorf("of this process: %d, %v", n, err)
-	}
-	if _, err := anonymous(-1); err == nil {
-		t.Error("a process that cannot be has memory")
-	}
-}
-
 func TestUnavailable(t *testing.T) {
 	for _, c := range []struct {
 		s    subject
