@@ -48,37 +48,37 @@ func (m *microsandbox) open(ctx context.Context) (err error) {
 	if m.driver, err = startDriver(m.cfg.Python, "MSB_HOME="+filepath.Join(m.home.dir, "h")); err != nil {
 		return err
 	}
-	return m.driver.call(request{
+	return m.driver.call(ctx, request{
 		Op: "load", Archive: archive, MemoryMiB: m.cfg.Memory >> 20, CPUs: m.cfg.VCPUs, Program: m.cfg.Program,
 	}, nil)
 }
 
-func (m *microsandbox) boot(context.Context) (time.Duration, error) {
+func (m *microsandbox) boot(ctx context.Context) (time.Duration, error) {
 	var a forkAnswer
-	err := m.driver.call(request{Op: "boot"}, &a)
+	err := m.driver.call(ctx, request{Op: "boot"}, &a)
 	return ms(a.Answered), err
 }
 
-func (m *microsandbox) ping(context.Context) (time.Duration, error) { return m.simple("ping") }
-func (m *microsandbox) exec(context.Context) (time.Duration, error) { return m.simple("exec") }
+func (m *microsandbox) ping(ctx context.Context) (time.Duration, error) { return m.simple(ctx, "ping") }
+func (m *microsandbox) exec(ctx context.Context) (time.Duration, error) { return m.simple(ctx, "exec") }
 
-func (m *microsandbox) freeze(context.Context) error {
-	_, err := m.simple("freeze")
+func (m *microsandbox) freeze(ctx context.Context) error {
+	_, err := m.simple(ctx, "freeze")
 	return err
 }
 
-func (m *microsandbox) simple(op string) (time.Duration, error) {
+func (m *microsandbox) simple(ctx context.Context, op string) (time.Duration, error) {
 	var a struct {
 		MS float64 `json:"ms"`
 	}
-	err := m.driver.call(request{Op: op}, &a)
+	err := m.driver.call(ctx, request{Op: op}, &a)
 	return ms(a.MS), err
 }
 
-func (m *microsandbox) fork(context.Context) (forks []forked, err error) {
+func (m *microsandbox) fork(ctx context.Context) (forks []forked, err error) {
 	for _, op := range []string{"fork", "restore"} {
 		var a forkAnswer
-		if err := m.driver.call(request{Op: op}, &a); err != nil {
+		if err := m.driver.call(ctx, request{Op: op}, &a); err != nil {
 			return nil, fmt.Errorf("%s: %w", op, err)
 		}
 		forks = append(forks, forked{
@@ -89,11 +89,11 @@ func (m *microsandbox) fork(context.Context) (forks []forked, err error) {
 	return forks, nil
 }
 
-func (m *microsandbox) live(context.Context) (time.Duration, error) {
+func (m *microsandbox) live(ctx context.Context) (time.Duration, error) {
 	var a struct {
 		Silence float64 `json:"silence_ms"`
 	}
-	err := m.driver.call(request{Op: "live", Dirty: dirtyScript(m.cfg.Dirty)}, &a)
+	err := m.driver.call(ctx, request{Op: "live", Dirty: dirtyScript(m.cfg.Dirty)}, &a)
 	return ms(a.Silence), err
 }
 
@@ -156,28 +156,32 @@ func startDriver(python string, env ...string) (*driver, error) {
 	return d, nil
 }
 
-// call sends a request and decodes the answer's result.
-func (d *driver) call(r request, result any) error {
+// call sends a request and decodes the answer's result. A driver that does not
+// answer in time is killed.
+func (d *driver) call(ctx context.Context, r request, result any) error {
+	stop := context.AfterFunc(ctx, func() { _ = d.cmd.Process.Kill() }) // it may be gone
+	defer stop()
 	line, err := json.Marshal(r)
 	if err != nil {
 		return err
 	}
 	if _, err := d.stdin.Write(append(line, '\n')); err != nil {
-		return d.ended(err)
+		return d.ended(ctx, err)
 	}
 	answer, err := d.answers.ReadBytes('\n')
 	if err != nil {
-		return d.ended(err)
+		return d.ended(ctx, err)
 	}
 	return parseAnswer(answer, result)
 }
 
 // ended says why a driver does not answer.
-func (d *driver) ended(err error) error {
+func (d *driver) ended(ctx context.Context, err error) error {
 	_ = d.stdin.Close() // it may be gone
 	if waitErr := d.cmd.Wait(); waitErr != nil {
 		err = waitErr
 	}
+	err = errors.Join(context.Cause(ctx), err)
 	return fmt.Errorf("the driver ended: %w: %s", err, strings.TrimSpace(d.said.String()))
 }
 
@@ -208,7 +212,9 @@ func (d *driver) close() error {
 	if d.cmd.ProcessState != nil {
 		return nil // it has ended, and was reported
 	}
-	err := d.call(request{Op: "stop"}, nil)
+	ctx, cancel := context.WithTimeout(context.Background(), stepLimit)
+	defer cancel()
+	err := d.call(ctx, request{Op: "stop"}, nil)
 	if d.cmd.ProcessState != nil {
 		return err
 	}

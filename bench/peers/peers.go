@@ -115,6 +115,11 @@ type race struct {
 	entrants []*entrant
 }
 
+// stepLimit ends a peer that hangs: its slowest step takes seconds.
+const stepLimit = 5 * time.Minute
+
+var errStepLimit = fmt.Errorf("no answer in %v", stepLimit)
+
 // warmUps are rounds that are not counted.
 const warmUps = 1
 
@@ -125,15 +130,15 @@ func (r *race) run(ctx context.Context) error {
 	phases := []struct {
 		name  string
 		count int
-		do    func(*entrant, bool) error
+		do    func(context.Context, *entrant, bool) error
 	}{
-		{"prepare", 1, func(e *entrant, _ bool) error { return e.open(ctx) }},
-		{"boot", r.cfg.Boots, func(e *entrant, _ bool) error {
+		{"prepare", 1, func(ctx context.Context, e *entrant, _ bool) error { return e.open(ctx) }},
+		{"boot", r.cfg.Boots, func(ctx context.Context, e *entrant, _ bool) error {
 			d, err := e.boot(ctx)
 			e.boots = append(e.boots, d)
 			return err
 		}},
-		{"warm", r.cfg.Warm + warmUps, func(e *entrant, count bool) error {
+		{"warm", r.cfg.Warm + warmUps, func(ctx context.Context, e *entrant, count bool) error {
 			ping, err := e.ping(ctx)
 			if err != nil {
 				return err
@@ -144,15 +149,15 @@ func (r *race) run(ctx context.Context) error {
 			}
 			return err
 		}},
-		{"snapshot", 1, func(e *entrant, _ bool) error { return e.freeze(ctx) }},
-		{"fork", r.cfg.Forks + warmUps, func(e *entrant, count bool) error {
+		{"snapshot", 1, func(ctx context.Context, e *entrant, _ bool) error { return e.freeze(ctx) }},
+		{"fork", r.cfg.Forks + warmUps, func(ctx context.Context, e *entrant, count bool) error {
 			forks, err := e.fork(ctx)
 			if err == nil && count {
 				e.forks = append(e.forks, forks)
 			}
 			return err
 		}},
-		{"live fork", r.cfg.Lives + warmUps, func(e *entrant, count bool) error {
+		{"live fork", r.cfg.Lives + warmUps, func(ctx context.Context, e *entrant, count bool) error {
 			d, err := e.live(ctx)
 			if err == nil && count {
 				e.lives = append(e.lives, d)
@@ -172,12 +177,16 @@ func (r *race) run(ctx context.Context) error {
 				}
 				r.floors = append(r.floors, d)
 				r.cfg.Progress("%s %d/%d: %s", p.name, i+1, p.count, e.peer)
-				if err := p.do(e, i >= warmUps); err != nil {
-					if ctx.Err() != nil || e.peer == AgentRun {
-						return fmt.Errorf("%s: %s: %w", e.peer, p.name, err)
-					}
-					e.failed = fmt.Errorf("%s: %w", p.name, err)
+				step, cancel := context.WithTimeoutCause(ctx, stepLimit, errStepLimit)
+				err = p.do(step, e, i >= warmUps)
+				cancel()
+				if err == nil {
+					continue
 				}
+				if ctx.Err() != nil || e.peer == AgentRun {
+					return fmt.Errorf("%s: %s: %w", e.peer, p.name, err)
+				}
+				e.failed = fmt.Errorf("%s: %w", p.name, err)
 			}
 		}
 	}

@@ -129,13 +129,13 @@ func TestDriver(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := d.call(request{Op: "load"}, nil); err == nil || !strings.Contains(err.Error(), "Error: ") {
+	if err := d.call(t.Context(), request{Op: "load"}, nil); err == nil || !strings.Contains(err.Error(), "Error: ") {
 		t.Errorf("a load of nothing: %v", err)
 	}
 	if err := d.stdin.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if err := d.call(request{Op: "boot"}, nil); err == nil || !strings.Contains(err.Error(), "the driver ended") {
+	if err := d.call(t.Context(), request{Op: "boot"}, nil); err == nil || !strings.Contains(err.Error(), "the driver ended") {
 		t.Errorf("after its end: %v", err)
 	}
 	if err := d.close(); err != nil {
@@ -143,6 +143,26 @@ func TestDriver(t *testing.T) {
 	}
 	if _, err := startDriver("/nonexistent/python"); err == nil {
 		t.Error("an interpreter that is not there was started")
+	}
+}
+
+// TestDriverHangs: one that does not answer is ended with its step.
+func TestDriverHangs(t *testing.T) {
+	silent := filepath.Join(t.TempDir(), "python")
+	if err := os.WriteFile(silent, []byte("#!/bin/sh\nexec sleep 1000\n"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	d, err := startDriver(silent)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancelCause(t.Context())
+	cancel(errStepLimit)
+	if err := d.call(ctx, request{Op: "load"}, nil); !errors.Is(err, errStepLimit) {
+		t.Errorf("error %v", err)
+	}
+	if err := d.close(); err != nil {
+		t.Errorf("close a driver that was killed: %v", err)
 	}
 }
 
