@@ -215,7 +215,8 @@ func (s *suite) testIdentity(t *testing.T) {
 // look, in seconds: the look itself takes time on a slow machine.
 const patienceForClock = 60
 
-// testPrivate: many forks write everywhere and look everywhere.
+// testPrivate: many forks write everywhere and look everywhere, and draw random
+// numbers of their own.
 func (s *suite) testPrivate(t *testing.T) {
 	forks := make([]engine.Sandbox, s.Forks)
 	for i := range forks {
@@ -245,13 +246,18 @@ func (s *suite) testPrivate(t *testing.T) {
 			t.Errorf("fork %d: %q", i, got)
 		}
 	})
+	var drawn sync.Map // random numbers: which fork had them
 	each(func(int) string {
-		script := "hostname; cat /run/test/mine /mine; "
+		script := "head -c 16 /dev/urandom | od -An -tx1; hostname; cat /run/test/mine /mine; "
 		if device != "" {
 			script += fmt.Sprintf("dd if=%s bs=512 skip=8 count=1 2>/dev/null | head -n1", device)
 		}
 		return script
 	}, func(i int, got string) {
+		random, got, _ := strings.Cut(got, "\n")
+		if other, twice := drawn.LoadOrStore(random, i); twice {
+			t.Errorf("forks %d and %d drew the same random numbers, %s", other, i, random)
+		}
 		want := fmt.Sprintf("fork-%d\n%d\n%d", i, i, i)
 		if device != "" {
 			want += fmt.Sprintf("\ndisk %d", i)
