@@ -28,6 +28,14 @@ type bar struct {
 	label  string
 }
 
+// threeDigits has that many, or all before the point.
+func threeDigits(x float64) string {
+	if x >= 100 {
+		return fmt.Sprintf("%.0f", x)
+	}
+	return fmt.Sprintf("%.3g", x)
+}
+
 // SVG draws medians as bars on a logarithmic scale, grouped by measure and
 // labelled with their milliseconds and their ratio to AgentRun's.
 func (r Report) SVG() string {
@@ -42,7 +50,7 @@ func (r Report) SVG() string {
 			if s.N == 0 || s.P50 <= 0 {
 				continue
 			}
-			label := fmt.Sprintf("%.3g ms", s.P50)
+			label := threeDigits(s.P50) + " ms"
 			if x := ratio(s.P50, ours.P50); x != "" && c.Peer != AgentRun {
 				label += " (" + x + "×)"
 			}
@@ -73,8 +81,8 @@ func (r Report) SVG() string {
 	text := func(x float64, y int, anchor, s string) {
 		fmt.Fprintf(&b, `<text x="%.1f" y="%d" text-anchor="%s">%s</text>`+"\n", x, y, anchor, html.EscapeString(s))
 	}
-	text(10, 20, "start", fmt.Sprintf("medians, milliseconds on a logarithmic scale; microVMs of %d MiB, %d vCPU; floor %.3g ms",
-		r.Memory>>20, r.VCPUs, r.Floor.P50))
+	text(10, 20, "start", fmt.Sprintf("medians, milliseconds on a logarithmic scale; microVMs of %d MiB, %d vCPU; floor %s ms",
+		r.Memory>>20, r.VCPUs, threeDigits(r.Floor.P50)))
 	for e := from; e <= to; e++ {
 		at := x(math.Pow(10, e))
 		fmt.Fprintf(&b, `<line x1="%.1f" y1="%d" x2="%.1f" y2="%d" stroke="#dddddd"/>`+"\n", at, plotTop-8, at, bottom)
