@@ -14,7 +14,7 @@ BENCHTIME ?= 1s
 
 .PHONY: help
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: build
 build: ## all programs, the guest kernel and the test guest, into build/
@@ -54,6 +54,10 @@ fuzz: ## every fuzz test for FUZZTIME (5m)
 .PHONY: bench
 bench: ## the benchmarks matching BENCH (.), those with microVMs included
 	@BENCH='$(BENCH)' BENCHTIME=$(BENCHTIME) scripts/bench.sh
+
+.PHONY: bench-peers
+bench-peers: ## AgentRun beside microsandbox and, with FIRECRACKER=PATH, Firecracker
+	@scripts/bench-peers.sh
 
 .PHONY: cover
 cover: ## statement coverage of the tests on the host, per package

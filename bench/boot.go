@@ -119,7 +119,7 @@ func (r BootReport) Print(w io.Writer) error {
 		{"floor", r.Floor}, {"boot to first answer", r.Boot}, {"warm ping", r.Ping}, {"warm exec", r.Exec},
 	})
 	if err == nil && r.Noisy {
-		fmt.Fprintln(w, noisyWarning)
+		fmt.Fprintln(w, NoisyWarning)
 	}
 	return err
 }

@@ -160,7 +160,7 @@ func (r ClaimReport) Print(w io.Writer) error {
 	}
 	fmt.Fprintf(w, "burst: %d claims in %.0f ms, %d of them by a fork\n", r.Burst.N, r.BurstAll, r.Forked)
 	if r.Noisy {
-		fmt.Fprintln(w, noisyWarning)
+		fmt.Fprintln(w, NoisyWarning)
 	}
 	return nil
 }

@@ -13,7 +13,11 @@ import (
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/snapshot"
 )
+
+// EngineMicroVM is the engine that can be measured.
+const EngineMicroVM = "microvm"
 
 // Guests that forks are measured with.
 const (
@@ -29,12 +33,18 @@ type ForkConfig struct {
 	VCPUs         int
 	// Count is how many forks are made one after the other; all stay alive.
 	Count int
+	// Walls are numbers of forks to make against the wall clock, Parallel how
+	// many of them at once.
+	Walls    []int
+	Parallel int
 	// Folder is for the snapshot and the forks' disks.
 	Folder string
 }
 
-// ForkReport is what they found. Times are from the call.
+// ForkReport is what they found. Times are from the call; what does not apply
+// to a guest has no samples.
 type ForkReport struct {
+	Engine string  `json:"engine"`
 	Guest  string  `json:"guest"`
 	Memory uint64  `json:"memory_bytes"`
 	VCPUs  int     `json:"vcpus"`
@@ -53,110 +63,176 @@ type ForkReport struct {
 	// Ping and Exec are measured in forks that were used before.
 	Ping Summary `json:"warm_ping"`
 	Exec Summary `json:"warm_exec"`
-	// Own is the private memory of a fork's process, in bytes, the median
-	// after the first answer and after the first program.
-	OwnAfterAnswer uint64 `json:"own_after_answer_bytes"`
-	OwnAfterExec   uint64 `json:"own_after_exec_bytes"`
-	// All is the sum of the forks' times to their first answers.
-	All   float64 `json:"all_ms"`
-	Alive int     `json:"alive"`
-	Noisy bool    `json:"noisy"`
+	// AfterAnswer and AfterExec are what a fork costs when it has answered
+	// (a bare guest: when it has run), and when it has run a program.
+	AfterAnswer Memory `json:"memory_after_answer"`
+	AfterExec   Memory `json:"memory_after_exec"`
+	// KernelFrom says whose growth the kernel's memory is: cgroup or machine.
+	KernelFrom string `json:"kernel_memory_of"`
+	Walls      []Wall `json:"walls"`
+	Alive      int    `json:"alive"`
+	Noisy      bool   `json:"noisy"`
+}
+
+// Wall is how long it took until a number of forks had answered.
+type Wall struct {
+	Forks    int     `json:"forks"`
+	Parallel int     `json:"parallel"`
+	MS       float64 `json:"ms"`
 }
 
 // Fork measures forks of a Linux guest: a new process each, identity included.
 func Fork(ctx context.Context, cfg ForkConfig) (_ ForkReport, err error) {
-	report := ForkReport{Guest: GuestLinux, Memory: cfg.Memory, VCPUs: cfg.VCPUs, Count: cfg.Count}
-	resident, err := os.MkdirTemp("/dev/shm", "agentrun-bench-")
-	if err != nil {
-		return report, fmt.Errorf("bench fork: %w", err)
-	}
-	defer func() { err = errors.Join(err, os.RemoveAll(resident)) }()
-	e, err := microvm.New(microvm.Config{Resident: resident, Scratch: filepath.Join(cfg.Folder, "scratch")})
+	report := ForkReport{Engine: EngineMicroVM, Guest: GuestLinux, Memory: cfg.Memory, VCPUs: cfg.VCPUs, Count: cfg.Count}
+	s, err := newForkSource(ctx, cfg)
 	if err != nil {
 		return report, err
 	}
-	defer func() { err = errors.Join(err, e.Close()) }()
-	root, err := os.Open(cfg.Root)
-	if err != nil {
-		return report, fmt.Errorf("bench fork: %w", err)
-	}
-	defer func() { _ = root.Close() }() // only read
-	source, err := e.Boot(ctx, engine.Spec{Root: root, Memory: cfg.Memory, VCPUs: cfg.VCPUs})
-	if err != nil {
+	defer func() { err = errors.Join(err, s.close()) }()
+	if err := s.measure(ctx, &report); err != nil {
 		return report, err
 	}
-	defer func() { err = errors.Join(err, source.Close()) }()
-	if _, err := repeat(nil, 0, func() error { return execProgram(ctx, source.Agent(), cfg.Program) }); err != nil {
-		return report, err
-	}
-	snap, err := source.Snapshot(ctx, filepath.Join(cfg.Folder, "snapshot"))
-	if err != nil {
-		return report, err
-	}
-	defer func() { err = errors.Join(err, snap.Close()) }()
-	if err := source.Pause(ctx); err != nil { // it must not disturb its children
-		return report, err
-	}
-	floor, err := NewFloor()
-	if err != nil {
-		return report, err
-	}
-	defer func() { err = errors.Join(err, floor.Close()) }()
+	report.Walls, err = walls(ctx, cfg, func(ctx context.Context) (func() error, error) {
+		sb, err := s.engine.Fork(ctx, s.snap, engine.ForkOptions{})
+		if err != nil {
+			return nil, err
+		}
+		return sb.Close, nil
+	})
+	return report, err
+}
 
-	var forks []engine.Sandbox
+// forkSource is a snapshot of a warm guest, and what it needs.
+type forkSource struct {
+	cfg    ForkConfig
+	engine *microvm.Engine
+	snap   *snapshot.Snapshot
+	undo   []func() error
+}
+
+func newForkSource(ctx context.Context, cfg ForkConfig) (_ *forkSource, err error) {
+	s := &forkSource{cfg: cfg}
 	defer func() {
-		for _, sb := range forks {
-			err = errors.Join(err, sb.Close())
+		if err != nil {
+			err = errors.Join(fmt.Errorf("bench fork: %w", err), s.close())
 		}
 	}()
-	var floors, restored, answers, execs, pings, warm []time.Duration
-	var own, used []uint64
-	for i := range cfg.Count + warmUps {
+	resident, err := os.MkdirTemp("/dev/shm", "agentrun-bench-")
+	if err != nil {
+		return nil, err
+	}
+	s.undo = append(s.undo, func() error { return os.RemoveAll(resident) })
+	s.engine, err = microvm.New(microvm.Config{Resident: resident, Scratch: filepath.Join(cfg.Folder, "scratch")})
+	if err != nil {
+		return nil, err
+	}
+	s.undo = append(s.undo, s.engine.Close)
+	root, err := os.Open(cfg.Root)
+	if err != nil {
+		return nil, err
+	}
+	s.undo = append(s.undo, root.Close)
+	source, err := s.engine.Boot(ctx, engine.Spec{Root: root, Memory: cfg.Memory, VCPUs: cfg.VCPUs})
+	if err != nil {
+		return nil, err
+	}
+	s.undo = append(s.undo, source.Close)
+	if _, err := repeat(nil, 0, func() error { return execProgram(ctx, source.Agent(), cfg.Program) }); err != nil {
+		return nil, err
+	}
+	if s.snap, err = source.Snapshot(ctx, filepath.Join(cfg.Folder, "snapshot")); err != nil {
+		return nil, err
+	}
+	s.undo = append(s.undo, s.snap.Close)
+	return s, source.Pause(ctx) // it must not disturb its children
+}
+
+func (s *forkSource) close() error { return undoAll(s.undo) }
+
+// forkSamples are the samples of a report.
+type forkSamples struct {
+	floors, restored, answers, execs, pings, warm []time.Duration
+	fresh, used                                   []Memory
+}
+
+// measure makes forks one after the other, the floor in between.
+func (s *forkSource) measure(ctx context.Context, report *ForkReport) (err error) {
+	floor, err := NewFloor()
+	if err != nil {
+		return err
+	}
+	var undo []func() error
+	defer func() { err = errors.Join(err, undoAll(undo), floor.Close()) }()
+	kernel := newKernelMemory()
+	var all forkSamples
+	for i := range s.cfg.Count + warmUps {
 		d, err := floor.Sample()
 		if err != nil {
-			return report, err
+			return err
 		}
-		start := time.Now()
-		sb, err := e.Fork(ctx, snap, engine.ForkOptions{})
+		if i == warmUps { // what was measured so far does not count
+			all = forkSamples{}
+		}
+		all.floors = append(all.floors, d)
+		sb, err := s.measureOne(ctx, kernel, &all)
+		if sb != nil {
+			undo = append(undo, sb.Close)
+		}
 		if err != nil {
-			return report, err
-		}
-		answered := time.Since(start)
-		forks = append(forks, sb)
-		before, err := sb.Stats(ctx)
-		if err != nil {
-			return report, err
-		}
-		begin := time.Now()
-		if err := execProgram(ctx, sb.Agent(), cfg.Program); err != nil {
-			return report, err
-		}
-		executed := answered + time.Since(begin)
-		after, err := sb.Stats(ctx)
-		if err != nil {
-			return report, err
-		}
-		if i >= warmUps {
-			floors, answers, execs = append(floors, d), append(answers, answered), append(execs, executed)
-			restored = append(restored, microvm.Restored(sb))
-			own, used = append(own, before.Own), append(used, after.Own)
-		}
-		if pings, err = repeat(pings, 2, func() error { return sb.Agent().Ping(ctx) }); err != nil {
-			return report, err
-		}
-		if warm, err = repeat(warm, 1, func() error { return execProgram(ctx, sb.Agent(), cfg.Program) }); err != nil {
-			return report, err
+			return err
 		}
 	}
-	report.Floor, report.Restored = Summarize(floors), Summarize(restored)
-	report.FirstAnswer, report.FirstExec = Summarize(answers), Summarize(execs)
-	report.Ping, report.Exec = Summarize(pings), Summarize(warm)
-	report.OwnAfterAnswer, report.OwnAfterExec = median(own), median(used)
-	for _, d := range answers {
-		report.All += float64(d.Nanoseconds()) / 1e6
+	report.Floor, report.Restored = Summarize(all.floors), Summarize(all.restored)
+	report.FirstAnswer, report.FirstExec = Summarize(all.answers), Summarize(all.execs)
+	report.Ping, report.Exec = Summarize(all.pings), Summarize(all.warm)
+	report.AfterAnswer, report.AfterExec = medianMemory(all.fresh), medianMemory(all.used)
+	report.KernelFrom = kernel.From
+	report.Alive, report.Noisy = len(undo), report.Floor.Noisy()
+	return nil
+}
+
+// measureOne makes a fork, which stays alive, and uses it.
+func (s *forkSource) measureOne(ctx context.Context, kernel kernelMemory, all *forkSamples) (engine.Sandbox, error) {
+	before, err := kernel.read()
+	if err != nil {
+		return nil, err
 	}
-	report.Alive, report.Noisy = len(forks), report.Floor.Noisy()
-	return report, nil
+	start := time.Now()
+	sb, err := s.engine.Fork(ctx, s.snap, engine.ForkOptions{})
+	if err != nil {
+		return nil, err
+	}
+	answered := time.Since(start)
+	id, err := microvm.Identify(sb)
+	if err != nil {
+		return sb, err
+	}
+	look := func(sample []Memory) ([]Memory, error) {
+		m, err := readMemory(id.PID, s.cfg.Memory)
+		if err != nil {
+			return sample, err
+		}
+		m.Kernel, err = kernel.grown(before)
+		return append(sample, m), err
+	}
+	if all.fresh, err = look(all.fresh); err != nil {
+		return sb, err
+	}
+	begin := time.Now()
+	if err := execProgram(ctx, sb.Agent(), s.cfg.Program); err != nil {
+		return sb, err
+	}
+	executed := answered + time.Since(begin)
+	if all.used, err = look(all.used); err != nil {
+		return sb, err
+	}
+	all.restored = append(all.restored, microvm.Restored(sb))
+	all.answers, all.execs = append(all.answers, answered), append(all.execs, executed)
+	if all.pings, err = repeat(all.pings, 2, func() error { return sb.Agent().Ping(ctx) }); err != nil {
+		return sb, err
+	}
+	all.warm, err = repeat(all.warm, 1, func() error { return execProgram(ctx, sb.Agent(), s.cfg.Program) })
+	return sb, err
 }
 
 func execProgram(ctx context.Context, agent *guestrpc.Client, program string) error {
@@ -181,14 +257,34 @@ func (r ForkReport) Print(w io.Writer) error {
 	if err != nil {
 		return err
 	}
-	if r.OwnAfterAnswer > 0 {
-		fmt.Fprintf(w, "private memory of a fork's process: %d KiB after the first answer, %d KiB after a program\n", r.OwnAfterAnswer>>10, r.OwnAfterExec>>10)
+	if err := r.printMemory(w); err != nil {
+		return err
+	}
+	for _, wall := range r.Walls {
+		fmt.Fprintf(w, "%d forks, %d at once: all had answered after %.0f ms, %.2f ms each\n",
+			wall.Forks, wall.Parallel, wall.MS, wall.MS/float64(wall.Forks))
 	}
 	fmt.Fprintf(w, "%d forks alive at the end\n", r.Alive)
 	if r.Noisy {
-		fmt.Fprintln(w, noisyWarning)
+		fmt.Fprintln(w, NoisyWarning)
 	}
 	return nil
+}
+
+func (r ForkReport) printMemory(w io.Writer) error {
+	fmt.Fprintf(w, "\nmemory of a fork, KiB (the kernel: by the growth of the %s's)\n", r.KernelFrom)
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
+	fmt.Fprintln(t, "\tguest pages\tprocess, private\tprocess, PSS\tkernel\tof that page tables\t")
+	for _, line := range []struct {
+		name string
+		m    Memory
+	}{{"after the first answer", r.AfterAnswer}, {"after a program", r.AfterExec}} {
+		if m := line.m; m != (Memory{}) {
+			fmt.Fprintf(t, "%s\t%d\t%d\t%d\t%d\t%d\t\n",
+				line.name, m.Guest>>10, m.Process>>10, m.ProcessShare>>10, m.Kernel>>10, m.PageTables>>10)
+		}
+	}
+	return t.Flush()
 }
 
 // row is a line of a table; one without samples is left out.
@@ -197,7 +293,8 @@ type row struct {
 	s    Summary
 }
 
-const noisyWarning = "too noisy: the floor's median is more than 1.5 times its tenth percentile"
+// NoisyWarning is what a report says whose floor was disturbed.
+const NoisyWarning = "too noisy: the floor's median is more than 1.5 times its tenth percentile"
 
 func printTable(w io.Writer, floor Summary, rows []row) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)

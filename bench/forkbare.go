@@ -17,7 +17,7 @@ import (
 // ForkBare measures forks of the bare test guest, in this process: what the
 // host's side of a fork costs, on any KVM.
 func ForkBare(ctx context.Context, cfg ForkConfig) (_ ForkReport, err error) {
-	report := ForkReport{Guest: GuestTest, Memory: cfg.Memory, VCPUs: cfg.VCPUs, Count: cfg.Count}
+	report := ForkReport{Engine: EngineMicroVM, Guest: GuestTest, Memory: cfg.Memory, VCPUs: cfg.VCPUs, Count: cfg.Count}
 	sys, err := kvm.Open()
 	if err != nil {
 		return report, err
@@ -28,62 +28,103 @@ func ForkBare(ctx context.Context, cfg ForkConfig) (_ ForkReport, err error) {
 		return report, fmt.Errorf("bench fork: %w", err)
 	}
 	defer func() { err = errors.Join(err, f.layer.Close()) }()
+	if err := f.measure(ctx, cfg, &report); err != nil {
+		return report, err
+	}
+	report.Walls, err = walls(ctx, cfg, func(context.Context) (func() error, error) {
+		begin := time.Now()
+		shell, err := vmm.NewShell(f.config(f.sys))
+		if err != nil {
+			return nil, err
+		}
+		vm, _, _, err := f.start(shell, begin)
+		if err != nil {
+			return nil, err
+		}
+		return closer(vm), nil
+	})
+	return report, err
+}
+
+func closer(vm *vmm.VM) func() error {
+	return func() error {
+		_, err := vm.Close()
+		return err
+	}
+}
+
+// measure makes forks one after the other, half of them from shells made
+// ahead, the floor in between.
+func (f *frozenBare) measure(ctx context.Context, cfg ForkConfig, report *ForkReport) (err error) {
 	// In this process, as the forks are: they pay for its mappings too.
 	floor, err := newFloorHere()
 	if err != nil {
-		return report, err
+		return err
 	}
-	defer func() { err = errors.Join(err, floor.Close()) }()
-	var alive []*vmm.VM
-	defer func() {
-		for _, vm := range alive {
-			_, closeErr := vm.Close()
-			err = errors.Join(err, closeErr)
-		}
-	}()
-
+	var undo []func() error
+	defer func() { err = errors.Join(err, undoAll(undo), floor.Close()) }()
+	kernel := newKernelMemory()
+	begin, _, err := ownMemory()
+	if err != nil {
+		return err
+	}
 	var floors, restored, first, shells []time.Duration
 	for i := range cfg.Count + warmUps {
 		if err := ctx.Err(); err != nil {
-			return report, err
+			return err
 		}
 		d, err := floor.Sample()
 		if err != nil {
-			return report, err
+			return err
+		}
+		before, err := kernel.read()
+		if err != nil {
+			return err
 		}
 		start := time.Now()
-		shell, err := vmm.NewShell(f.config(sys))
+		shell, err := vmm.NewShell(f.config(f.sys))
 		if err != nil {
-			return report, err
+			return err
 		}
 		vm, load, run, err := f.start(shell, start)
 		if err != nil {
-			return report, err
+			return err
 		}
-		alive = append(alive, vm)
-		ahead, err := vmm.NewShell(f.config(sys))
+		undo = append(undo, closer(vm))
+		ahead, err := vmm.NewShell(f.config(f.sys))
 		if err != nil {
-			return report, err
+			return err
 		}
 		vm, _, fromShell, err := f.start(ahead, time.Now())
 		if err != nil {
-			return report, err
+			return err
 		}
-		alive = append(alive, vm)
+		undo = append(undo, closer(vm))
+		grown, err := kernel.grown(before)
+		if err != nil {
+			return err
+		}
+		report.AfterAnswer.Kernel += grown
 		if i >= warmUps {
 			floors, restored = append(floors, d), append(restored, load)
 			first, shells = append(first, run), append(shells, fromShell)
 		}
 	}
+	end, _, err := ownMemory()
+	if err != nil {
+		return err
+	}
+	report.AfterAnswer = end.perFork(begin, report.AfterAnswer.Kernel, len(undo))
+	report.KernelFrom = kernel.From
 	report.Floor, report.Restored = Summarize(floors), Summarize(restored)
 	report.FirstInstruction, report.FromShell = Summarize(first), Summarize(shells)
-	report.Alive = len(alive)
-	report.Noisy = report.Floor.Noisy()
-	return report, nil
+	report.Alive, report.Noisy = len(undo), report.Floor.Noisy()
+	return nil
 }
 
 // frozenBare is a bare guest at rest.
 type frozenBare struct {
+	sys    *kvm.System
 	state  *vmm.State
 	layer  *os.File
 	mapped []guestmem.Mapping
@@ -171,7 +212,7 @@ func freezeBare(sys *kvm.System, cfg ForkConfig) (_ *frozenBare, err error) {
 	if err := vm.Pause(); err != nil {
 		return nil, err
 	}
-	f := &frozenBare{}
+	f := &frozenBare{sys: sys}
 	if f.state, err = vm.Save(sys); err != nil {
 		return nil, err
 	}

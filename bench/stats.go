@@ -37,7 +37,8 @@ const noisyRatio = 1.5
 // Noisy reports whether a run's floor shows that its numbers mean little.
 func (s Summary) Noisy() bool { return s.P50 > noisyRatio*s.P10 }
 
-func median(sample []uint64) uint64 {
+// Median is the upper one of two in the middle.
+func Median(sample []uint64) uint64 {
 	if len(sample) == 0 {
 		return 0
 	}

@@ -6,7 +6,7 @@
 #   scripts/packages.sh --check    only say what is missing; exit 1 if anything
 set -euo pipefail
 
-packages=(build-essential busybox-static flex bison bc libelf-dev libssl-dev xz-utils erofs-utils e2fsprogs acpica-tools cpio)
+packages=(build-essential busybox-static flex bison bc libelf-dev libssl-dev xz-utils erofs-utils e2fsprogs acpica-tools cpio python3)
 
 # Any version of the kernel source will do; linux-source is the newest's name.
 if ! compgen -G '/usr/src/linux-source-*.tar.xz' >/dev/null; then

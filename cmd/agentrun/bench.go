@@ -14,7 +14,7 @@ import (
 
 func newBenchCommand() *cobra.Command {
 	cmd := &cobra.Command{Use: "bench", Short: "Measure AgentRun on this machine, beside the floor that KVM sets"}
-	cmd.AddCommand(newBenchBootCommand(), newBenchForkCommand(), newBenchClaimCommand())
+	cmd.AddCommand(newBenchBootCommand(), newBenchForkCommand(), newBenchClaimCommand(), newBenchPeersCommand())
 	return cmd
 }
 
@@ -86,7 +86,7 @@ func printBench(w io.Writer, r benchReport, asJSON bool) error {
 }
 
 func newBenchForkCommand() *cobra.Command {
-	cfg := bench.ForkConfig{VCPUs: 1, Count: 100}
+	cfg := bench.ForkConfig{VCPUs: 1, Count: 100, Parallel: 1}
 	memory := byteSize(256 << 20)
 	var rootfs, guest, engineName string
 	var asJSON bool
@@ -95,16 +95,22 @@ func newBenchForkCommand() *cobra.Command {
 		Short: "Forks: to the first instruction, the first answer and the first program",
 		Long: `Boot a microVM, freeze it, fork it again and again and measure, beside the floor
 of the same run: when the state is restored, when the agent has answered (with an
-identity of its own), when a program has ended, and the memory that a fork costs.
-All forks stay alive to the end.
+identity of its own), when a program has ended, a warm ping and a warm program, and
+the memory that a fork costs, after its first answer and after a program: pages of
+its own in the guest's RAM, the private memory and PSS of the process apart from
+them, and by how much the kernel's memory has grown. All forks stay alive to the
+end.
+
+--wall 1,100,500 makes so many forks against the wall clock, each time anew; one
+after the other, as agentrun fork does, or --parallel N at once.
 
 --guest test measures the host's side alone, in one process, with a bare guest
 that runs on any KVM: to the first guest instruction, and the same from shells
 made ahead (VM, vCPU and memory there, state not yet loaded).`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) (err error) {
-			if engineName != "microvm" {
-				return fmt.Errorf("--engine %q: only microvm is there", engineName)
+			if err := checkForkFlags(engineName, cfg); err != nil {
+				return err
 			}
 			cfg.Memory = uint64(memory)
 			var r bench.ForkReport
@@ -127,13 +133,32 @@ made ahead (VM, vCPU and memory there, state not yet loaded).`,
 	f := cmd.Flags()
 	f.StringVar(&rootfs, "rootfs", "", "folder with a root filesystem, or an EROFS image of one")
 	f.StringVar(&guest, "guest", bench.GuestLinux, "linux, or test for the bare guest")
-	f.StringVar(&engineName, "engine", "microvm", "engine to measure")
+	f.StringVar(&engineName, "engine", bench.EngineMicroVM, "engine to measure")
 	f.IntVarP(&cfg.Count, "count", "n", cfg.Count, "how many forks")
+	f.IntSliceVar(&cfg.Walls, "wall", nil, "numbers of forks to make against the wall clock")
+	f.IntVar(&cfg.Parallel, "parallel", cfg.Parallel, "how many of these to make at once")
 	f.IntVar(&cfg.VCPUs, "cpus", cfg.VCPUs, "processors of the microVM")
 	f.Var(&memory, "memory", "RAM of the microVM")
 	f.StringVar(&cfg.Program, "program", "true", "program of the root filesystem whose execution is measured")
 	f.BoolVar(&asJSON, "json", false, "print JSON")
 	return cmd
+}
+
+func checkForkFlags(engineName string, cfg bench.ForkConfig) error {
+	switch {
+	case engineName != bench.EngineMicroVM:
+		return fmt.Errorf("--engine %q: only %s can be measured", engineName, bench.EngineMicroVM)
+	case cfg.Count < 1:
+		return fmt.Errorf("--count %d: at least 1 is needed", cfg.Count)
+	case cfg.Parallel < 1:
+		return fmt.Errorf("--parallel %d: at least 1 is needed", cfg.Parallel)
+	}
+	for _, n := range cfg.Walls {
+		if n < 1 {
+			return fmt.Errorf("--wall %d: at least 1 is needed", n)
+		}
+	}
+	return nil
 }
 
 func benchForkLinux(ctx context.Context, cfg bench.ForkConfig, rootfs string) (_ bench.ForkReport, err error) {

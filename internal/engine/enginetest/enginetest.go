@@ -215,11 +215,21 @@ func (s *suite) testIdentity(t *testing.T) {
 // look, in seconds: the look itself takes time on a slow machine.
 const patienceForClock = 60
 
-// testPrivate: many forks write everywhere and look everywhere.
+// testPrivate: many forks write everywhere and look everywhere, and draw random
+// numbers of their own.
 func (s *suite) testPrivate(t *testing.T) {
+	// Without the counter, which in a hundred forks would leave no processor
+	// time for anything else.
+	source := s.fork(t, s.warm, engine.ForkOptions{})
+	sh(t, source, "kill $(cat /run/test/pid)")
+	quiet, err := source.Snapshot(t.Context(), filepath.Join(s.dir, "quiet"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = quiet.Close() })
 	forks := make([]engine.Sandbox, s.Forks)
 	for i := range forks {
-		forks[i] = s.fork(t, s.warm, engine.ForkOptions{Hostname: fmt.Sprintf("fork-%d", i)})
+		forks[i] = s.fork(t, quiet, engine.ForkOptions{Hostname: fmt.Sprintf("fork-%d", i)})
 	}
 	device := s.ScratchDevice
 	var wg sync.WaitGroup
@@ -245,13 +255,18 @@ func (s *suite) testPrivate(t *testing.T) {
 			t.Errorf("fork %d: %q", i, got)
 		}
 	})
+	var drawn sync.Map // random numbers: which fork had them
 	each(func(int) string {
-		script := "hostname; cat /run/test/mine /mine; "
+		script := "head -c 16 /dev/urandom | od -An -tx1; hostname; cat /run/test/mine /mine; "
 		if device != "" {
 			script += fmt.Sprintf("dd if=%s bs=512 skip=8 count=1 2>/dev/null | head -n1", device)
 		}
 		return script
 	}, func(i int, got string) {
+		random, got, _ := strings.Cut(got, "\n")
+		if other, twice := drawn.LoadOrStore(random, i); twice {
+			t.Errorf("forks %d and %d drew the same random numbers, %s", other, i, random)
+		}
 		want := fmt.Sprintf("fork-%d\n%d\n%d", i, i, i)
 		if device != "" {
 			want += fmt.Sprintf("\ndisk %d", i)
@@ -260,7 +275,7 @@ func (s *suite) testPrivate(t *testing.T) {
 			t.Errorf("fork %d sees %q, not %q", i, got, want)
 		}
 	})
-	if got := sh(t, s.fork(t, s.warm, engine.ForkOptions{}), "ls /mine /run/test/mine 2>/dev/null; echo none"); got != "none" {
+	if got := sh(t, s.fork(t, quiet, engine.ForkOptions{}), "ls /mine /run/test/mine 2>/dev/null; echo none"); got != "none" {
 		t.Errorf("a new fork sees what others wrote: %q", got)
 	}
 }

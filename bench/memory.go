@@ -1,0 +1,257 @@
+package bench
+
+import (
+	"bufio"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+)
+
+// Memory is what a fork costs, in bytes.
+type Memory struct {
+	// Guest are the pages of the guest's RAM that it does not share with its
+	// snapshot any more.
+	Guest uint64 `json:"guest_bytes"`
+	// Process is the private memory of the vmm process without the guest's
+	// RAM, and ProcessShare that with its share of what it has in common with
+	// others (PSS), such as the program's text.
+	Process      uint64 `json:"process_private_bytes"`
+	ProcessShare uint64 `json:"process_pss_bytes"`
+	// PageTables are those of the process (VmPTE), which are in Kernel, too.
+	PageTables uint64 `json:"page_tables_bytes"`
+	// Kernel is by how much the kernel's memory grew with the fork: of the
+	// cgroup where it is known there, else of the whole machine.
+	Kernel int64 `json:"kernel_bytes"`
+}
+
+// readMemory reads what a vmm process with a guest of so much RAM has; Kernel
+// is not a matter of one process.
+func readMemory(pid int, ram uint64) (Memory, error) {
+	m, mapped, err := processMemory(strconv.Itoa(pid))
+	if err == nil && mapped != ram {
+		err = fmt.Errorf("process %d maps %d bytes as guest memory, the guest has %d (with vm.overcommit_memory=2 it cannot be told apart)", pid, mapped, ram)
+	}
+	return m, err
+}
+
+// ownMemory is that of this process, with all the guests in it.
+func ownMemory() (Memory, uint64, error) { return processMemory("self") }
+
+func processMemory(process string) (m Memory, mapped uint64, err error) {
+	folder := filepath.Join("/proc", process)
+	smaps, err := os.Open(filepath.Join(folder, "smaps"))
+	if err != nil {
+		return m, 0, fmt.Errorf("read the memory of a process: %w", err)
+	}
+	defer func() { _ = smaps.Close() }() // only read
+	if m, mapped, err = parseSmaps(smaps); err != nil {
+		return m, 0, fmt.Errorf("%s: %w", smaps.Name(), err)
+	}
+	status, err := os.ReadFile(filepath.Join(folder, "status"))
+	if err != nil {
+		return m, 0, fmt.Errorf("read the memory of a process: %w", err)
+	}
+	m.PageTables, err = field(string(status), "VmPTE:")
+	return m, mapped, err
+}
+
+// Anonymous is the memory of a process that no file and no other process has,
+// in bytes. Private memory says more than that: it counts the pages of a file
+// that only one process happens to map.
+func Anonymous(pid int) (uint64, error) {
+	path := filepath.Join("/proc", strconv.Itoa(pid), "smaps_rollup")
+	b, err := os.ReadFile(path)
+	if err != nil {
+		return 0, fmt.Errorf("read the memory of a process: %w", err)
+	}
+	n, err := field(string(b), "Anonymous:")
+	if err != nil {
+		return 0, fmt.Errorf("%s: %w", path, err)
+	}
+	return n, nil
+}
+
+// perFork is what each of some forks in one process has added to it since
+// begin, and to the kernel in all.
+func (m Memory) perFork(begin Memory, kernel int64, forks int) Memory {
+	n := uint64(forks)
+	each := func(now, then uint64) uint64 { return (max(now, then) - then) / n }
+	return Memory{
+		Guest: each(m.Guest, begin.Guest), Process: each(m.Process, begin.Process),
+		ProcessShare: each(m.ProcessShare, begin.ProcessShare), PageTables: each(m.PageTables, begin.PageTables),
+		Kernel: kernel / int64(forks),
+	}
+}
+
+// mapping is an entry of /proc/PID/smaps, in bytes.
+type mapping struct {
+	size, private, share, anonymous uint64
+	flags                           []string
+}
+
+// parseSmaps tells the guest's RAM, which alone is mapped without a reservation
+// of swap (guestmem maps it so, and the Go runtime nothing), from the rest, and
+// returns how much of it is mapped.
+func parseSmaps(r io.Reader) (m Memory, guest uint64, err error) {
+	var at mapping
+	add := func() {
+		if slices.Contains(at.flags, "nr") {
+			guest += at.size
+			// Private memory would count pages of the snapshot that just one
+			// process maps, too.
+			m.Guest += at.anonymous
+		} else {
+			m.Process += at.private
+			m.ProcessShare += at.share
+		}
+		at = mapping{}
+	}
+	lines := bufio.NewScanner(r)
+	for lines.Scan() {
+		name, rest, ok := strings.Cut(lines.Text(), ":")
+		if !ok || strings.Contains(name, " ") {
+			continue // the line with the addresses
+		}
+		if name == "VmFlags" { // the last of each mapping
+			at.flags = strings.Fields(rest)
+			add()
+			continue
+		}
+		var to *uint64
+		switch name {
+		case "Size":
+			to = &at.size
+		case "Private_Clean", "Private_Dirty":
+			to = &at.private
+		case "Pss":
+			to = &at.share
+		case "Anonymous":
+			to = &at.anonymous
+		default:
+			continue
+		}
+		n, err := kibibytes(rest)
+		if err != nil {
+			return m, 0, err
+		}
+		*to += n
+	}
+	return m, guest, lines.Err()
+}
+
+// kibibytes parses "     12 kB".
+func kibibytes(s string) (uint64, error) {
+	n, err := strconv.ParseUint(strings.TrimSpace(strings.TrimSuffix(strings.TrimSpace(s), "kB")), 10, 64)
+	return n << 10, err
+}
+
+// field is a number of kibibytes in a file of /proc, in bytes.
+func field(text, name string) (uint64, error) {
+	for line := range strings.Lines(text) {
+		if rest, ok := strings.CutPrefix(line, name); ok {
+			return kibibytes(rest)
+		}
+	}
+	return 0, fmt.Errorf("there is no %s", name)
+}
+
+// kernelMemory reads the memory that the kernel has for itself: slabs, stacks,
+// page tables, those of KVM included.
+type kernelMemory struct {
+	// From says where the numbers are from.
+	From string
+	read func() (uint64, error)
+}
+
+// grown is the growth since a reading.
+func (k kernelMemory) grown(since uint64) (int64, error) {
+	now, err := k.read()
+	return int64(now) - int64(since), err
+}
+
+// newKernelMemory takes this process's cgroup, or else the whole machine.
+func newKernelMemory() kernelMemory {
+	if path, err := cgroupFile("memory.stat"); err == nil {
+		k := kernelMemory{"cgroup", func() (uint64, error) { return cgroupKernel(path) }}
+		if _, err := k.read(); err == nil {
+			return k
+		}
+	}
+	return kernelMemory{"machine", func() (uint64, error) {
+		b, err := os.ReadFile("/proc/meminfo")
+		if err != nil {
+			return 0, err
+		}
+		return machineKernel(string(b))
+	}}
+}
+
+// cgroupFile is a file of this process's cgroup (v2).
+func cgroupFile(name string) (string, error) {
+	b, err := os.ReadFile("/proc/self/cgroup")
+	if err != nil {
+		return "", err
+	}
+	for line := range strings.Lines(string(b)) {
+		if path, ok := strings.CutPrefix(line, "0::"); ok {
+			return filepath.Join("/sys/fs/cgroup", strings.TrimSpace(path), name), nil
+		}
+	}
+	return "", errors.New("no cgroup of version 2")
+}
+
+// cgroupKernel reads the field kernel, which Linux has from 5.18 on.
+func cgroupKernel(path string) (uint64, error) {
+	b, err := os.ReadFile(path)
+	if err != nil {
+		return 0, err
+	}
+	for line := range strings.Lines(string(b)) {
+		if rest, ok := strings.CutPrefix(line, "kernel "); ok {
+			return strconv.ParseUint(strings.TrimSpace(rest), 10, 64)
+		}
+	}
+	return 0, fmt.Errorf("%s has no field kernel", path)
+}
+
+// machineKernel adds up what /proc/meminfo says of the kernel's own memory.
+// Older kernels lack some of it.
+func machineKernel(meminfo string) (sum uint64, err error) {
+	for _, name := range []string{"Slab:", "KernelStack:", "PageTables:", "SecPageTables:", "Percpu:"} {
+		n, err := field(meminfo, name)
+		if err != nil && name == "Slab:" {
+			return 0, err
+		}
+		sum += n
+	}
+	return sum, nil
+}
+
+// medianMemory takes the median of each part, and of the kernel's growth the
+// mean: it grows in steps.
+func medianMemory(sample []Memory) (m Memory) {
+	if len(sample) == 0 {
+		return m
+	}
+	part := func(of func(Memory) uint64) uint64 {
+		var s []uint64
+		for _, x := range sample {
+			s = append(s, of(x))
+		}
+		return Median(s)
+	}
+	m.Guest = part(func(x Memory) uint64 { return x.Guest })
+	m.Process = part(func(x Memory) uint64 { return x.Process })
+	m.ProcessShare = part(func(x Memory) uint64 { return x.ProcessShare })
+	m.PageTables = part(func(x Memory) uint64 { return x.PageTables })
+	for _, x := range sample {
+		m.Kernel += x.Kernel
+	}
+	m.Kernel /= int64(len(sample))
+	return m
+}

@@ -1,0 +1,119 @@
+package peers
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/snapshot"
+)
+
+// agentRun is ours, through its engine.
+type agentRun struct {
+	cfg    Config
+	memory string
+
+	engine *microvm.Engine
+	root   *os.File
+	source engine.Sandbox
+	snap   *snapshot.Snapshot
+	count  int
+}
+
+func (a *agentRun) open(context.Context) (err error) {
+	if a.engine, err = microvm.New(microvm.Config{Resident: a.memory, Scratch: filepath.Join(a.cfg.Folder, "scratch")}); err != nil {
+		return err
+	}
+	a.root, err = os.Open(a.cfg.RootImage)
+	return err
+}
+
+func (a *agentRun) boot(ctx context.Context) (time.Duration, error) {
+	if a.source != nil {
+		if err := a.source.Close(); err != nil {
+			return 0, err
+		}
+	}
+	begin := time.Now()
+	var err error
+	a.source, err = a.engine.Boot(ctx, engine.Spec{Root: a.root, Memory: a.cfg.Memory, VCPUs: a.cfg.VCPUs})
+	if err != nil {
+		return 0, err
+	}
+	return timed(begin, func() error { return a.source.Agent().Ping(ctx) })
+}
+
+func (a *agentRun) ping(ctx context.Context) (time.Duration, error) {
+	return timed(time.Now(), func() error { return a.source.Agent().Ping(ctx) })
+}
+
+func (a *agentRun) exec(ctx context.Context) (time.Duration, error) {
+	return timed(time.Now(), func() error { return runProgram(ctx, a.source.Agent(), a.cfg.Program) })
+}
+
+func (a *agentRun) freeze(ctx context.Context) (err error) {
+	a.snap, err = a.source.Snapshot(ctx, filepath.Join(a.cfg.Folder, "snapshot"))
+	return err
+}
+
+func (a *agentRun) fork(ctx context.Context) (_ []forked, err error) {
+	begin := time.Now()
+	sb, err := a.engine.Fork(ctx, a.snap, engine.ForkOptions{})
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, sb.Close()) }()
+	// The first answer confirms the new identity.
+	f := forked{running: microvm.Restored(sb), renewed: time.Since(begin)}
+	f.answered = f.renewed
+	id, err := microvm.Identify(sb)
+	if err != nil {
+		return nil, err
+	}
+	if f, err = f.use(ctx, sb.Agent(), id.PID, a.cfg.Program); err != nil {
+		return nil, err
+	}
+	return []forked{f}, nil
+}
+
+func (a *agentRun) live(ctx context.Context) (time.Duration, error) {
+	if err := runShell(ctx, a.source.Agent(), dirtyScript(a.cfg.Dirty)); err != nil {
+		return 0, fmt.Errorf("dirty memory: %w", err)
+	}
+	return silence(ctx, a.source.Agent(), func() (err error) {
+		a.count++
+		dir := filepath.Join(a.cfg.Folder, fmt.Sprintf("live-%d", a.count))
+		snap, err := a.source.Snapshot(ctx, dir)
+		if err != nil {
+			return err
+		}
+		defer func() { err = errors.Join(err, snap.Close(), os.RemoveAll(dir)) }()
+		sb, err := a.engine.Fork(ctx, snap, engine.ForkOptions{})
+		if err != nil {
+			return err
+		}
+		return sb.Close()
+	})
+}
+
+func (a *agentRun) close() error {
+	var errs []error
+	if a.source != nil {
+		errs = append(errs, a.source.Close())
+	}
+	if a.snap != nil {
+		errs = append(errs, a.snap.Close())
+	}
+	if a.root != nil {
+		errs = append(errs, a.root.Close())
+	}
+	if a.engine != nil {
+		errs = append(errs, a.engine.Close())
+	}
+	return errors.Join(errs...)
+}

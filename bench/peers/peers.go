@@ -1,0 +1,230 @@
+// Package peers measures other runtimes of microVMs beside AgentRun, in one
+// run: the same root filesystem, size and program, alternating with each other
+// and with the floor, so that ratios mean something. It owns how each of them is
+// driven. A peer that cannot run is named with the reason.
+package peers
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"time"
+
+	"agentrun.dev/bench"
+)
+
+// Config says what Run measures.
+type Config struct {
+	// RootDir is a root filesystem as a folder, RootImage the same as EROFS.
+	RootDir, RootImage string
+	// Program does nothing; it is a path in the root filesystem.
+	Program string
+	Memory  uint64
+	VCPUs   int
+	// Boots, Warm, Forks and Lives are how often each is measured.
+	Boots, Warm, Forks, Lives int
+	// Dirty is what the source writes between two live forks, in bytes.
+	Dirty uint64
+	// Python is an interpreter that has microsandbox; empty without one.
+	Python string
+	// Firecracker is the path of its binary; empty without one.
+	Firecracker string
+	// Folder is for everything that is not memory.
+	Folder string
+	// Progress is told what is being done.
+	Progress func(format string, args ...any)
+}
+
+// subject is a runtime that is measured: it keeps one source, a sandbox that
+// others are forked from.
+type subject interface {
+	// open prepares what all sandboxes need.
+	open(context.Context) error
+	// boot starts a source, ends the one before, and returns the time to its
+	// first answer.
+	boot(context.Context) (time.Duration, error)
+	ping(context.Context) (time.Duration, error)
+	exec(context.Context) (time.Duration, error)
+	// freeze takes the snapshot that fork starts from.
+	freeze(context.Context) error
+	// fork makes sandboxes, one for each of the subject's columns, measures
+	// and ends them.
+	fork(context.Context) ([]forked, error)
+	// live dirties the source's memory, forks it while it runs and returns
+	// how long it stood still.
+	live(context.Context) (time.Duration, error)
+	close() error
+}
+
+// forked is one fork. Times are from the call.
+type forked struct {
+	running, answered, renewed, executed time.Duration // renewed is 0 where nothing is
+	ownAfterAnswer, ownAfterExec         uint64        // bytes
+}
+
+// entrant is a subject with what was measured of it.
+type entrant struct {
+	subject
+	peer                       string
+	columns                    []string // how it forks; one way has one name
+	failed                     error
+	boots, pings, execs, lives []time.Duration
+	forks                      [][]forked // by column
+}
+
+// Run measures AgentRun and its peers.
+func Run(ctx context.Context, cfg Config) (_ Report, err error) {
+	memory, err := os.MkdirTemp("/dev/shm", "agentrun-peers-")
+	if err != nil {
+		return Report{}, fmt.Errorf("bench peers: %w", err)
+	}
+	defer func() { err = errors.Join(err, os.RemoveAll(memory)) }()
+	floor, err := bench.NewFloor()
+	if err != nil {
+		return Report{}, err
+	}
+	defer func() { err = errors.Join(err, floor.Close()) }()
+	r := &race{cfg: cfg, floor: floor, entrants: []*entrant{
+		{peer: AgentRun, columns: []string{"fork"}, subject: &agentRun{cfg: cfg, memory: memory}},
+		{peer: Microsandbox, columns: []string{"fork", "restore"}, subject: &microsandbox{cfg: cfg}},
+		{peer: Firecracker, columns: []string{"waiting process", "new process"}, subject: &firecracker{cfg: cfg, memory: memory}},
+	}}
+	defer func() {
+		for _, e := range r.entrants {
+			err = errors.Join(err, e.close())
+		}
+	}()
+	if err := r.run(ctx); err != nil {
+		return Report{}, err
+	}
+	return r.report(), nil
+}
+
+// The names of those who are measured.
+const (
+	AgentRun     = "AgentRun"
+	Microsandbox = "microsandbox"
+	Firecracker  = "Firecracker"
+)
+
+type race struct {
+	cfg      Config
+	floor    *bench.Floor
+	floors   []time.Duration
+	entrants []*entrant
+}
+
+// stepLimit ends a peer that hangs: its slowest step takes seconds.
+const stepLimit = 5 * time.Minute
+
+var errStepLimit = fmt.Errorf("no answer in %v", stepLimit)
+
+// warmUps are rounds that are not counted.
+const warmUps = 1
+
+func (r *race) run(ctx context.Context) error {
+	if _, err := r.floor.Sample(); err != nil { // the first fills caches
+		return err
+	}
+	phases := []struct {
+		name  string
+		count int
+		do    func(context.Context, *entrant, bool) error
+	}{
+		{"prepare", 1, func(ctx context.Context, e *entrant, _ bool) error { return e.open(ctx) }},
+		{"boot", r.cfg.Boots, func(ctx context.Context, e *entrant, _ bool) error {
+			d, err := e.boot(ctx)
+			e.boots = append(e.boots, d)
+			return err
+		}},
+		{"warm", r.cfg.Warm + warmUps, func(ctx context.Context, e *entrant, count bool) error {
+			ping, err := e.ping(ctx)
+			if err != nil {
+				return err
+			}
+			exec, err := e.exec(ctx)
+			if count {
+				e.pings, e.execs = append(e.pings, ping), append(e.execs, exec)
+			}
+			return err
+		}},
+		{"snapshot", 1, func(ctx context.Context, e *entrant, _ bool) error { return e.freeze(ctx) }},
+		{"fork", r.cfg.Forks + warmUps, func(ctx context.Context, e *entrant, count bool) error {
+			forks, err := e.fork(ctx)
+			if err == nil && count {
+				e.forks = append(e.forks, forks)
+			}
+			return err
+		}},
+		{"live fork", r.cfg.Lives + warmUps, func(ctx context.Context, e *entrant, count bool) error {
+			d, err := e.live(ctx)
+			if err == nil && count {
+				e.lives = append(e.lives, d)
+			}
+			return err
+		}},
+	}
+	for _, p := range phases {
+		for i := range p.count {
+			for _, e := range r.entrants {
+				if e.failed != nil {
+					continue
+				}
+				d, err := r.floor.Sample()
+				if err != nil {
+					return err
+				}
+				r.floors = append(r.floors, d)
+				r.cfg.Progress("%s %d/%d: %s", p.name, i+1, p.count, e.peer)
+				step, cancel := context.WithTimeoutCause(ctx, stepLimit, errStepLimit)
+				err = p.do(step, e, i >= warmUps)
+				cancel()
+				if err == nil {
+					continue
+				}
+				if ctx.Err() != nil || e.peer == AgentRun {
+					return fmt.Errorf("%s: %s: %w", e.peer, p.name, err)
+				}
+				e.failed = fmt.Errorf("%s: %w", p.name, err)
+			}
+		}
+	}
+	return nil
+}
+
+// column is what was measured of one way to fork.
+func (e *entrant) column(i int) (c Column) {
+	c = Column{Peer: e.peer, Way: e.columns[i]}
+	if e.failed != nil {
+		c.Failed = e.failed.Error()
+	}
+	var running, answered, renewed, executed []time.Duration
+	var fresh, used []uint64
+	for _, f := range e.forks {
+		running, answered, executed = append(running, f[i].running), append(answered, f[i].answered), append(executed, f[i].executed)
+		if f[i].renewed > 0 {
+			renewed = append(renewed, f[i].renewed)
+		}
+		fresh, used = append(fresh, f[i].ownAfterAnswer), append(used, f[i].ownAfterExec)
+	}
+	c.Running, c.Answered, c.Renewed, c.Executed = bench.Summarize(running), bench.Summarize(answered), bench.Summarize(renewed), bench.Summarize(executed)
+	c.OwnAfterAnswer, c.OwnAfterExec = bench.Median(fresh), bench.Median(used)
+	if i == 0 { // the source is the same for all columns
+		c.Boot, c.Ping, c.Exec, c.Live = bench.Summarize(e.boots), bench.Summarize(e.pings), bench.Summarize(e.execs), bench.Summarize(e.lives)
+	}
+	return c
+}
+
+func (r *race) report() Report {
+	report := Report{
+		Memory: r.cfg.Memory, VCPUs: r.cfg.VCPUs, Dirty: r.cfg.Dirty, Floor: bench.Summarize(r.floors),
+	}
+	for _, e := range r.entrants {
+		for i := range e.columns {
+			report.Columns = append(report.Columns, e.column(i))
+		}
+	}
+	report.Noisy = report.Floor.Noisy()
+	return report
+}

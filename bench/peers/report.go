@@ -1,0 +1,141 @@
+package peers
+
+import (
+	"fmt"
+	"io"
+	"strings"
+	"text/tabwriter"
+
+	"agentrun.dev/bench"
+)
+
+// Report is what Run found.
+type Report struct {
+	Memory uint64        `json:"memory_bytes"`
+	VCPUs  int           `json:"vcpus"`
+	Dirty  uint64        `json:"live_dirty_bytes"`
+	Floor  bench.Summary `json:"floor"`
+	// Columns begin with AgentRun's.
+	Columns []Column `json:"columns"`
+	// Noisy says that the floor varied so much that the numbers mean little.
+	Noisy bool `json:"noisy"`
+}
+
+// Column is a runtime and one of its ways to fork. What was not measured has
+// no samples.
+type Column struct {
+	Peer string `json:"peer"`
+	Way  string `json:"way"`
+	// Failed is why there is nothing, or nothing more.
+	Failed string `json:"failed,omitempty"`
+
+	Boot bench.Summary `json:"boot_to_first_answer"`
+	Ping bench.Summary `json:"warm_ping"`
+	Exec bench.Summary `json:"warm_exec"`
+	// From the call until the fork runs (microsandbox tells only when its call
+	// returns), to the first answer of the agent inside, to the new identity
+	// that our agent gives it, and to the exit status of a program after that.
+	Running  bench.Summary `json:"fork_running"`
+	Answered bench.Summary `json:"fork_first_answer"`
+	Renewed  bench.Summary `json:"fork_identity_renewed"`
+	Executed bench.Summary `json:"fork_first_exec"`
+	// Live is how long a running source stood still while it was forked.
+	Live bench.Summary `json:"live_fork_silence"`
+	// Own is the median of the fork's anonymous memory, in bytes.
+	OwnAfterAnswer uint64 `json:"own_after_answer_bytes"`
+	OwnAfterExec   uint64 `json:"own_after_exec_bytes"`
+}
+
+func (c Column) name() string { return c.Peer + ", " + c.Way }
+
+// measure is a line of the table for every column that has it.
+type measure struct {
+	name string
+	of   func(Column) bench.Summary
+	// ofSource says that it is the same however one forks.
+	ofSource bool
+}
+
+// label names who was measured.
+func (m measure) label(c Column) string {
+	if m.ofSource {
+		return c.Peer
+	}
+	return c.name()
+}
+
+func (r Report) measures() []measure {
+	return []measure{
+		{"boot to first answer", func(c Column) bench.Summary { return c.Boot }, true},
+		{"warm ping", func(c Column) bench.Summary { return c.Ping }, true},
+		{"warm exec", func(c Column) bench.Summary { return c.Exec }, true},
+		{"fork: running", func(c Column) bench.Summary { return c.Running }, false},
+		{"fork: first answer", func(c Column) bench.Summary { return c.Answered }, false},
+		{"fork: identity renewed", func(c Column) bench.Summary { return c.Renewed }, false},
+		{"fork: first exec done", func(c Column) bench.Summary { return c.Executed }, false},
+		{fmt.Sprintf("live fork, %d MiB dirty: source silent", r.Dirty>>20), func(c Column) bench.Summary { return c.Live }, true},
+	}
+}
+
+// ours is AgentRun's number, what others are compared with.
+func (r Report) ours(m measure) bench.Summary {
+	for _, c := range r.Columns {
+		if c.Peer == AgentRun {
+			return m.of(c)
+		}
+	}
+	return bench.Summary{}
+}
+
+// ratio is of two medians; "" if one is missing.
+func ratio(a, b float64) string {
+	if a == 0 || b == 0 {
+		return ""
+	}
+	return fmt.Sprintf("%.2f", a/b)
+}
+
+// Print writes the report as a table.
+func (r Report) Print(w io.Writer) error {
+	fmt.Fprintf(w, "microVMs of %d MiB and %d vCPU, taking turns; milliseconds\n", r.Memory>>20, r.VCPUs)
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
+	fmt.Fprintln(t, "\tn\tp10\tp50\tp90\tp99\tp50/floor\tp50/AgentRun\t")
+	line := func(name string, s, ours bench.Summary) {
+		fmt.Fprintf(t, "%s\t%d\t%.2f\t%.2f\t%.2f\t%.2f\t%s\t%s\t\n",
+			name, s.N, s.P10, s.P50, s.P90, s.P99, ratio(s.P50, r.Floor.P50), ratio(s.P50, ours.P50))
+	}
+	line("floor", r.Floor, bench.Summary{})
+	for _, m := range r.measures() {
+		ours := r.ours(m)
+		for _, c := range r.Columns {
+			if s := m.of(c); s.N > 0 {
+				line(m.name+": "+m.label(c), s, ours)
+			}
+		}
+	}
+	if err := t.Flush(); err != nil {
+		return err
+	}
+	fmt.Fprintln(w, "\nanonymous memory of a fork, KiB")
+	t = tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
+	fmt.Fprintln(t, "\tafter its first answer\tafter a program\t")
+	for _, c := range r.Columns {
+		if c.OwnAfterAnswer > 0 {
+			fmt.Fprintf(t, "%s\t%d\t%d\t\n", c.name(), c.OwnAfterAnswer>>10, c.OwnAfterExec>>10)
+		}
+	}
+	if err := t.Flush(); err != nil {
+		return err
+	}
+	told := map[string]bool{}
+	for _, c := range r.Columns {
+		if c.Failed != "" && !told[c.Peer] {
+			told[c.Peer] = true
+			fmt.Fprintf(w, "%s was not measured, or not to the end: %s\n", c.Peer, strings.ReplaceAll(c.Failed, "\n", "\n  "))
+		}
+	}
+	if r.Noisy {
+		fmt.Fprintln(w, bench.NoisyWarning)
+	}
+	return nil
+}
