@@ -31,6 +31,7 @@ type ForkConfig struct {
 	Count int
 	// Folder is for the snapshot and the forks' disks.
 	Folder string
+	Jail   microvm.JailPolicy
 }
 
 // ForkReport is what they found. Times are from the call.
@@ -71,7 +72,7 @@ func Fork(ctx context.Context, cfg ForkConfig) (_ ForkReport, err error) {
 		return report, fmt.Errorf("bench fork: %w", err)
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(resident)) }()
-	e, err := microvm.New(microvm.Config{Resident: resident, Scratch: filepath.Join(cfg.Folder, "scratch")})
+	e, err := microvm.New(microvm.Config{Resident: resident, Scratch: filepath.Join(cfg.Folder, "scratch"), Jail: cfg.Jail})
 	if err != nil {
 		return report, err
 	}

@@ -87,6 +87,8 @@ var importRules = map[string][]string{
 	"internal/cpio":      {},
 	"internal/assets":    {},
 	"internal/gomonitor": {},
+	"internal/lockdown":  {},
+	"internal/jail":      {},
 
 	"internal/guestrpc": {"internal/wire"},
 	"internal/guest":    {"internal/guestrpc", "internal/wire"},
@@ -97,7 +99,7 @@ var importRules = map[string][]string{
 
 	"internal/vmmctl":    {"internal/layer", "internal/wire"},
 	"internal/vmmserver": {"internal/guestmem", "internal/kvm", "internal/layer", "internal/vmm", "internal/vmmctl"},
-	"cmd/vmm":            {"internal/gomonitor", "internal/vmmctl", "internal/vmmserver"},
+	"cmd/vmm":            {"internal/kvm", "internal/lockdown", "internal/vmmctl", "internal/vmmserver"},
 
 	"internal/image": {},
 

@@ -9,6 +9,7 @@ import (
 
 	"agentrun.dev/internal/assets"
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/microvm"
 )
 
 func TestParseName(t *testing.T) {
@@ -32,7 +33,7 @@ func store(t *testing.T) *Store {
 		t.Fatal(err)
 	}
 	t.Setenv(assets.EnvFolder, folder)
-	s, err := Open(filepath.Join(t.TempDir(), "state"))
+	s, err := Open(filepath.Join(t.TempDir(), "state"), microvm.JailPolicy{})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -50,7 +50,7 @@ type Message interface {
 }
 
 // Boot describes a machine to boot. Its descriptors come in this order: KVM,
-// kernel, initrd (if HasInitrd), those of the devices.
+// the vmm process's own page map, kernel, initrd (if HasInitrd), those of the devices.
 type Boot struct {
 	Cmdline   string
 	Memory    uint64
@@ -61,7 +61,7 @@ type Boot struct {
 }
 
 // Restore describes a machine to continue. Its descriptors come in this
-// order: KVM, the saved state, the layers of the memory, those of the devices.
+// order: KVM, the vmm process's own page map, the saved state, the layers of the memory, those of the devices.
 type Restore struct {
 	Memory  layer.Image
 	Profile string

@@ -20,14 +20,13 @@ import (
 )
 
 // Serve takes a Boot or Restore message, runs the VM and returns when it has
-// ended and the parent was told why. pagemap is this process's own
-// /proc/self/pagemap, which tells what to save.
-func Serve(conn *vmmctl.Conn, pagemap *os.File) error {
+// ended and the parent was told why.
+func Serve(conn *vmmctl.Conn) error {
 	m, files, err := conn.Receive()
 	if err != nil {
 		return err
 	}
-	s := &server{pagemap: pagemap, files: files, parents: map[*vmmctl.Conn]bool{conn: true}}
+	s := &server{files: files, parents: map[*vmmctl.Conn]bool{conn: true}}
 	var vcpus uint64
 	var start func() error
 	switch m := m.(type) {
@@ -70,7 +69,7 @@ func Serve(conn *vmmctl.Conn, pagemap *os.File) error {
 const settleTime = time.Second
 
 type server struct {
-	pagemap   *os.File
+	pagemap   *os.File   // this process's own: tells what to save
 	files     []*os.File // of the first message, those not yet taken
 	sys       *kvm.System
 	vm        *vmm.VM

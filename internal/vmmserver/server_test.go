@@ -34,15 +34,10 @@ func serve(t *testing.T) *parent {
 	if err != nil {
 		t.Fatal(err)
 	}
-	pagemap, err := os.Open("/proc/self/pagemap")
-	if err != nil {
-		t.Fatal(err)
-	}
 	p := &parent{conn, make(chan error, 1)}
 	go func() {
-		p.served <- Serve(server, pagemap)
+		p.served <- Serve(server)
 		_ = server.Close()
-		_ = pagemap.Close()
 	}()
 	t.Cleanup(func() { _ = conn.Close() })
 	return p
@@ -79,9 +74,15 @@ func answer(t *testing.T, c *vmmctl.Conn, id uint64) *vmmctl.Reply {
 	return r
 }
 
+const selfPagemap = "/proc/self/pagemap"
+
 func open(t *testing.T, path string) *os.File {
 	t.Helper()
-	f, err := os.OpenFile(path, os.O_RDWR, 0)
+	flag := os.O_RDWR
+	if path == selfPagemap {
+		flag = os.O_RDONLY
+	}
+	f, err := os.OpenFile(path, flag, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -117,8 +118,8 @@ func TestSaveAndRestore(t *testing.T) {
 	p := serve(t)
 	disk := layer.Image{Size: 1 << 20}
 	boot := &vmmctl.Boot{Memory: memory, VCPUs: 1, Devices: vmmctl.Devices{Disks: []vmmctl.Disk{{ID: "data", Image: &disk}}}}
-	kvm := open(t, "/dev/kvm")
-	send(t, p.Conn, boot, kvm, bareGuest(t), create(t, "top"))
+	kvm, pagemap := open(t, "/dev/kvm"), open(t, selfPagemap)
+	send(t, p.Conn, boot, kvm, pagemap, bareGuest(t), create(t, "top"))
 	if r := answer(t, p.Conn, 0); r.Error != "" {
 		t.Fatal(r.Error)
 	}
@@ -158,7 +159,7 @@ func TestSaveAndRestore(t *testing.T) {
 	}
 	child := serve(t)
 	restore := &vmmctl.Restore{Memory: image, VCPUs: 1, Profile: string(vmm.ProfileHostV1), Devices: boot.Devices}
-	send(t, child.Conn, restore, kvm, state, mem, create(t, "top"))
+	send(t, child.Conn, restore, kvm, pagemap, state, mem, create(t, "top"))
 	if r := answer(t, child.Conn, 0); r.Error != "" {
 		t.Fatal(r.Error)
 	}
@@ -185,9 +186,9 @@ func TestSaveAndRestore(t *testing.T) {
 // TestParentCloses: without a listener the machine ends with its parent; with
 // one it goes on, and others are parents like the first.
 func TestParentCloses(t *testing.T) {
-	kvm := open(t, "/dev/kvm")
+	kvm, pagemap := open(t, "/dev/kvm"), open(t, selfPagemap)
 	alone := serve(t)
-	send(t, alone.Conn, &vmmctl.Boot{Memory: memory, VCPUs: 1}, kvm, bareGuest(t))
+	send(t, alone.Conn, &vmmctl.Boot{Memory: memory, VCPUs: 1}, kvm, pagemap, bareGuest(t))
 	if r := answer(t, alone.Conn, 0); r.Error != "" {
 		t.Fatal(r.Error)
 	}
@@ -207,7 +208,7 @@ func TestParentCloses(t *testing.T) {
 		t.Fatal(err)
 	}
 	first := serve(t)
-	send(t, first.Conn, &vmmctl.Boot{Memory: memory, VCPUs: 1, Devices: vmmctl.Devices{Listen: true}}, kvm, bareGuest(t), listener)
+	send(t, first.Conn, &vmmctl.Boot{Memory: memory, VCPUs: 1, Devices: vmmctl.Devices{Listen: true}}, kvm, pagemap, bareGuest(t), listener)
 	if r := answer(t, first.Conn, 0); r.Error != "" {
 		t.Fatal(r.Error)
 	}
@@ -240,7 +241,7 @@ func TestParentCloses(t *testing.T) {
 
 // TestRefuses what is not a machine, with a reason for the parent.
 func TestRefuses(t *testing.T) {
-	kvm, guest := open(t, "/dev/kvm"), bareGuest(t)
+	kvm, pagemap, guest := open(t, "/dev/kvm"), open(t, selfPagemap), bareGuest(t)
 	empty := create(t, "empty")
 	image := layer.Image{Size: memory}
 	for name, tt := range map[string]struct {
@@ -248,13 +249,13 @@ func TestRefuses(t *testing.T) {
 		files []*os.File
 		want  string
 	}{
-		"too few files":  {&vmmctl.Boot{Memory: memory, VCPUs: 1}, []*os.File{kvm}, "1 files, not 2"},
-		"too many files": {&vmmctl.Boot{Memory: memory, VCPUs: 1}, []*os.File{kvm, guest, empty}, "3 files, not 2"},
-		"not KVM":        {&vmmctl.Boot{Memory: memory, VCPUs: 1}, []*os.File{empty, guest}, "API version"},
-		"no kernel":      {&vmmctl.Boot{Memory: memory, VCPUs: 1}, []*os.File{kvm, empty}, "kernel"},
-		"no vCPU":        {&vmmctl.Boot{Memory: memory}, []*os.File{kvm, guest}, "0 vCPUs"},
-		"many vCPUs":     {&vmmctl.Boot{Memory: memory, VCPUs: 1 << 16}, []*os.File{kvm, guest}, "65536 vCPUs"},
-		"no state":       {&vmmctl.Restore{Memory: image, VCPUs: 1}, []*os.File{kvm, empty}, "no state of a microVM"},
+		"too few files":  {&vmmctl.Boot{Memory: memory, VCPUs: 1}, []*os.File{kvm, pagemap}, "2 files, not 3"},
+		"too many files": {&vmmctl.Boot{Memory: memory, VCPUs: 1}, []*os.File{kvm, pagemap, guest, empty}, "4 files, not 3"},
+		"not KVM":        {&vmmctl.Boot{Memory: memory, VCPUs: 1}, []*os.File{empty, pagemap, guest}, "API version"},
+		"no kernel":      {&vmmctl.Boot{Memory: memory, VCPUs: 1}, []*os.File{kvm, pagemap, empty}, "kernel"},
+		"no vCPU":        {&vmmctl.Boot{Memory: memory}, []*os.File{kvm, pagemap, guest}, "0 vCPUs"},
+		"many vCPUs":     {&vmmctl.Boot{Memory: memory, VCPUs: 1 << 16}, []*os.File{kvm, pagemap, guest}, "65536 vCPUs"},
+		"no state":       {&vmmctl.Restore{Memory: image, VCPUs: 1}, []*os.File{kvm, pagemap, empty}, "no state of a microVM"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			p := serve(t)

@@ -9,12 +9,12 @@ import (
 	"io"
 	"net"
 	"os"
-	"os/exec"
+	"slices"
 	"sync"
-	"syscall"
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/jail"
 	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/vmm"
 	"agentrun.dev/internal/vmmctl"
@@ -30,6 +30,7 @@ type Machine struct {
 	VCPUs   int
 	Disks   []Disk
 	Nets    []vmm.Net
+	Limits  engine.Limits
 }
 
 // Disk is a block device in a file.
@@ -47,6 +48,7 @@ type Disk struct {
 type Process struct {
 	handle handle
 	conn   *vmmctl.Conn
+	cell   *jail.Cell
 
 	ready    chan struct{} // closed when the guest's agent listens
 	done     chan struct{} // closed when the process has ended
@@ -61,10 +63,9 @@ type Process struct {
 // stderrLimit bounds what a dying vmm can say: a Go stack trace.
 const stderrLimit = 64 << 10
 
-// Start starts a vmm process from the binary at path and boots the machine.
-// It returns when the guest's processors run; WaitReady tells when its agent
-// listens.
-func Start(path string, m Machine) (*Process, error) {
+// Start starts a vmm process in a jail and boots the machine. It returns when
+// the guest's processors run; WaitReady tells when its agent listens.
+func Start(j *jail.Jail, m Machine) (*Process, error) {
 	kvmFile, err := openKVM()
 	if err != nil {
 		return nil, err
@@ -86,18 +87,23 @@ func Start(path string, m Machine) (*Process, error) {
 		boot.Devices.Nets = append(boot.Devices.Nets, vmmctl.Net{MAC: n.MAC, MTU: n.MTU})
 		files = append(files, n.Socket)
 	}
-	return launch(path, boot, files)
+	return launch(j, boot, files, m.Limits)
 }
 
-// launch starts a vmm process with its first message, Boot or Restore.
-func launch(path string, first vmmctl.Message, files []*os.File) (*Process, error) {
-	p, err := spawn(path)
+// launch starts a vmm process with its first message, Boot or Restore, and the
+// files of that but the page map, which only now exists.
+func launch(j *jail.Jail, first vmmctl.Message, files []*os.File, asked engine.Limits) (*Process, error) {
+	limits, err := limitsFor(first, files, asked)
+	if err != nil {
+		return nil, err
+	}
+	p, pagemap, err := spawn(j, limits)
 	if err != nil {
 		return nil, err
 	}
 	reply := make(chan *vmmctl.Reply, 1)
 	p.waiting[0] = reply // the first message is answered with id 0
-	sendErr := p.conn.Send(first, files...)
+	sendErr := errors.Join(p.conn.Send(first, slices.Insert(files, 1, pagemap)...), pagemap.Close())
 	go p.receive()
 	if _, err := p.await(context.Background(), reply); err != nil || sendErr != nil {
 		p.Kill()
@@ -107,32 +113,27 @@ func launch(path string, first vmmctl.Message, files []*os.File) (*Process, erro
 }
 
 // spawn starts the process with its control socket.
-func spawn(path string) (*Process, error) {
+func spawn(j *jail.Jail, limits jail.Limits) (_ *Process, pagemap *os.File, err error) {
 	parent, child, err := vmmctl.Pair()
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	defer func() { _ = child.Close() }() // the process has its own copy
 	stderr, err := sealedMemfd("vmm stderr", stderrLimit)
 	if err != nil {
-		return nil, errors.Join(err, parent.Close())
+		return nil, nil, errors.Join(err, parent.Close())
 	}
 	conn, err := vmmctl.NewConn(parent)
 	if err != nil {
-		return nil, errors.Join(err, parent.Close(), stderr.Close())
+		return nil, nil, errors.Join(err, parent.Close(), stderr.Close())
 	}
-	cmd := exec.Command(path)
-	cmd.ExtraFiles = []*os.File{child}
-	cmd.Stderr = stderr
-	// Nothing of the parent's environment concerns a VM. Huge pages would make
-	// a heap of a few hundred KiB cost 4 MiB.
-	cmd.Env = []string{"GODEBUG=disablethp=1"}
-	// A terminal's signals are for its own processes.
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
-	if err := cmd.Start(); err != nil {
-		return nil, errors.Join(fmt.Errorf("start vmm process: %w", err), conn.Close(), stderr.Close())
+	started, err := j.Start(limits, child, stderr)
+	if err != nil {
+		return nil, nil, errors.Join(err, conn.Close(), stderr.Close())
 	}
-	return newProcess(&ownChild{cmd, stderr}, conn), nil
+	p := newProcess(&ownChild{started, stderr}, conn)
+	p.cell = started.Cell
+	return p, started.Pagemap, nil
 }
 
 func newProcess(h handle, conn *vmmctl.Conn) *Process {

@@ -36,12 +36,19 @@ func (s *sandbox) build(ctx context.Context, b *snapshot.Builder) (*snapshot.Sna
 	if err := s.identifyBoot(); err != nil {
 		return nil, err
 	}
-	c, err := s.freeze(ctx)
+	// What the vmm process writes to the memory layer is charged to it until
+	// the layer is closed.
+	back, err := s.cell.Extend(s.memory.Size)
 	if err != nil {
 		return nil, err
 	}
-	defer c.close()
-	return s.store(ctx, b, c)
+	c, err := s.freeze(ctx)
+	if err != nil {
+		return nil, errors.Join(err, back())
+	}
+	snap, err := s.store(ctx, b, c)
+	c.close()
+	return snap, errors.Join(err, back())
 }
 
 // captured is a sandbox as it was at one instant.
