@@ -98,7 +98,7 @@ var importRules = map[string][]string{
 	"internal/vmm":      {"internal/kvm", "internal/guestmem", "internal/virtio", "internal/vmm/acpi", "internal/wire"},
 
 	"internal/vmmctl":    {"internal/layer", "internal/wire"},
-	"internal/vmmserver": {"internal/guestmem", "internal/kvm", "internal/layer", "internal/vmm", "internal/vmmctl"},
+	"internal/vmmserver": {"internal/guestmem", "internal/kvm", "internal/layer", "internal/virtio", "internal/vmm", "internal/vmmctl"},
 	"cmd/vmm":            {"internal/kvm", "internal/lockdown", "internal/vmmctl", "internal/vmmserver"},
 
 	"internal/image": {},

@@ -89,7 +89,7 @@ func TestLeftOvers(t *testing.T) {
 
 func TestNotFound(t *testing.T) {
 	s := store(t)
-	if _, err := s.Fork(t.Context(), "nobody", []Name{"x"}); !errors.Is(err, ErrNotFound) {
+	if _, err := s.Fork(t.Context(), "nobody", []Name{"x"}, engine.Limits{}); !errors.Is(err, ErrNotFound) {
 		t.Errorf("fork: %v", err)
 	}
 	if _, err := s.Attach(t.Context(), "nobody"); !errors.Is(err, ErrNotFound) {

@@ -3,9 +3,10 @@ package lockdown
 import "golang.org/x/sys/unix"
 
 // threadFlags are those with which the Go runtime makes a thread
-// (runtime/os_linux.go); with any others it is not a thread of this process, or
-// gets namespaces.
-const threadFlags = unix.CLONE_VM | unix.CLONE_FS | unix.CLONE_FILES | unix.CLONE_SIGHAND | unix.CLONE_SYSVSEM | unix.CLONE_THREAD
+// (runtime/os_linux.go and, for the last, sys_linux_amd64.s); with any others it
+// is not a thread of this process, or gets namespaces.
+const threadFlags = unix.CLONE_VM | unix.CLONE_FS | unix.CLONE_FILES | unix.CLONE_SIGHAND |
+	unix.CLONE_SYSVSEM | unix.CLONE_THREAD | unix.CLONE_SETTLS
 
 // program is the filter of a process with this id. The frequent and the
 // conditional come first; the kernel remembers which calls are always allowed

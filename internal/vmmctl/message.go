@@ -88,6 +88,8 @@ type Disk struct {
 	ReadOnly bool
 	ID       string
 	Image    *layer.Image
+	// BytesPerSecond and OpsPerSecond limit what it does; 0 is no limit.
+	BytesPerSecond, OpsPerSecond uint64
 }
 
 // Files is how many descriptors a disk comes with.

@@ -26,9 +26,9 @@ func memoryLimit(ram uint64) uint64 { return ram + ram/overheadPerRAM + overhead
 // control connections block; a vCPU and a device have one each.
 const threadsFixed = 48
 
-// limitsFor says what the process of a machine may take. files are those of
-// the message.
-func limitsFor(first vmmctl.Message, files []*os.File, asked engine.Limits) (jail.Limits, error) {
+// limitMachine sets the limits of a machine's disks in its first message, and
+// says what its process may take. files are those of the message.
+func limitMachine(first vmmctl.Message, files []*os.File, asked engine.Limits) (jail.Limits, error) {
 	var ram, vcpus uint64
 	var devices *vmmctl.Devices
 	switch m := first.(type) {
@@ -51,6 +51,7 @@ func limitsFor(first vmmctl.Message, files []*os.File, asked engine.Limits) (jai
 		d := &devices.Disks[i]
 		top := next[d.Files()-1]
 		next = next[d.Files():]
+		d.BytesPerSecond, d.OpsPerSecond = asked.IO.BytesPerSecond, asked.IO.OpsPerSecond
 		size, err := memoryOf(d, top)
 		if err != nil {
 			return l, err

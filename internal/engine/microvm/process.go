@@ -93,7 +93,7 @@ func Start(j *jail.Jail, m Machine) (*Process, error) {
 // launch starts a vmm process with its first message, Boot or Restore, and the
 // files of that but the page map, which only now exists.
 func launch(j *jail.Jail, first vmmctl.Message, files []*os.File, asked engine.Limits) (*Process, error) {
-	limits, err := limitsFor(first, files, asked)
+	limits, err := limitMachine(first, files, asked)
 	if err != nil {
 		return nil, err
 	}
