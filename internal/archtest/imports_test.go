@@ -90,6 +90,8 @@ var importRules = map[string][]string{
 	"internal/lockdown":  {},
 	"internal/jail":      {},
 
+	"internal/jail/escapee": {"internal/kvm", "internal/lockdown"},
+
 	"internal/guestrpc": {"internal/wire"},
 	"internal/guest":    {"internal/guestrpc", "internal/wire"},
 
