@@ -24,8 +24,6 @@ type Cell struct {
 type Process struct {
 	*os.Process
 	Cell *Cell
-	// Pagemap is the process's /proc/self/pagemap, which it cannot open.
-	Pagemap *os.File
 }
 
 // Start starts the program with these limits. It finds control as its
@@ -66,7 +64,7 @@ func (c *Cell) start(t *thread, limits Limits, control, stderr *os.File) (*Proce
 		}
 		defer done()
 	}
-	process, pagemap, err := t.start(attr)
+	process, err := t.start(attr)
 	if err != nil {
 		return nil, err
 	}
@@ -78,9 +76,9 @@ func (c *Cell) start(t *thread, limits Limits, control, stderr *os.File) (*Proce
 		}
 	}
 	if err != nil {
-		return nil, errors.Join(err, pagemap.Close(), end(process))
+		return nil, errors.Join(err, end(process))
 	}
-	return &Process{Process: process, Cell: c, Pagemap: pagemap}, nil
+	return &Process{Process: process, Cell: c}, nil
 }
 
 // end kills a process that has done nothing yet.
@@ -156,14 +154,19 @@ func (c *Cell) Memory() (usage, limit uint64, err error) {
 	return c.group.memory()
 }
 
-// Extend lets the process have more memory until back is called.
+// Extend lets the process have more memory until back is called. For one that
+// has ended that is nothing.
 func (c *Cell) Extend(bytes uint64) (back func() error, err error) {
+	nothing := func() error { return nil }
 	if c.group == nil {
-		return func() error { return nil }, nil
+		return nothing, nil
 	}
 	_, limit, err := c.group.memory()
 	if err == nil {
 		err = c.group.setMemory(limit + bytes)
+	}
+	if gone(err) {
+		return nothing, nil
 	}
 	if err != nil {
 		return nil, fmt.Errorf("extend the memory of a vmm process: %w", err)

@@ -83,7 +83,7 @@ func start(t *testing.T, j *Jail, l Limits) *inmate {
 	if err := theirs.Close(); err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { _, _, _ = ours.Close(), stderr.Close(), p.Pagemap.Close() })
+	t.Cleanup(func() { _, _ = ours.Close(), stderr.Close() })
 	return &inmate{p, ours, stderr}
 }
 
@@ -257,6 +257,12 @@ func TestPagemapHidesAddresses(t *testing.T) {
 	j := open(t, config(t))
 	p := start(t, j, roomy)
 	defer p.end(t, true)
+	p.order(t, "hold", 0, 0)
+	pagemap, err := OpenPagemap(p.Pid)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = pagemap.Close() }()
 	maps, err := os.ReadFile(fmt.Sprintf("/proc/%d/maps", p.Pid))
 	if err != nil {
 		t.Fatal(err)
@@ -269,7 +275,7 @@ func TestPagemapHidesAddresses(t *testing.T) {
 	var entry [8]byte
 	present := false
 	for page := range uint64(64) {
-		if _, err := p.Pagemap.ReadAt(entry[:], int64((address>>12+page)*8)); err != nil {
+		if _, err := pagemap.ReadAt(entry[:], int64((address>>12+page)*8)); err != nil {
 			t.Fatal(err)
 		}
 		if entry[7]&0x80 == 0 {
@@ -332,7 +338,7 @@ func TestLimitsAreRequired(t *testing.T) {
 	for _, bad := range []Limits{{}, {Memory: mib, MilliCPUs: 1000}, {Memory: 1 << 63, MilliCPUs: 1000, Threads: 10}, {Memory: 32 * mib, MilliCPUs: 1, Threads: 10}} {
 		if p, err := j.Start(bad, os.Stdin, os.Stderr); err == nil {
 			t.Errorf("limits %+v were accepted", bad)
-			_, _ = p.Kill(), p.Pagemap.Close()
+			_ = p.Kill()
 		}
 	}
 	if left := names(t, cfg.Folder); len(left) > 0 {

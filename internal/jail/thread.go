@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"os"
 	"runtime"
-	"strconv"
 	"syscall"
 	"time"
 
@@ -18,7 +17,6 @@ type thread struct {
 	walls    bool // whether it is in namespaces
 	requests chan *request
 	program  string   // as the thread sees it
-	proc     *os.File // /proc, which the thread does not see
 	null     *os.File // the processes' standard input and output
 	ended    chan struct{}
 }
@@ -31,7 +29,6 @@ type request struct {
 
 type started struct {
 	process *os.Process
-	pagemap *os.File
 	err     error
 }
 
@@ -48,15 +45,11 @@ var environment = []string{"GODEBUG=disablethp=1,containermaxprocs=0,updatemaxpr
 
 // startThread makes the thread, in namespaces if walls are wanted.
 func startThread(program string, walls bool) (*thread, error) {
-	proc, err := os.Open("/proc")
+	null, err := os.OpenFile(os.DevNull, os.O_RDWR, 0)
 	if err != nil {
 		return nil, err
 	}
-	null, err := os.OpenFile(os.DevNull, os.O_RDWR, 0)
-	if err != nil {
-		return nil, errors.Join(err, proc.Close())
-	}
-	t := &thread{walls: walls, requests: make(chan *request), program: program, proc: proc, null: null, ended: make(chan struct{})}
+	t := &thread{walls: walls, requests: make(chan *request), program: program, null: null, ended: make(chan struct{})}
 	ready := make(chan error)
 	go t.run(ready)
 	if err := <-ready; err != nil {
@@ -69,18 +62,18 @@ func startThread(program string, walls bool) (*thread, error) {
 func (t *thread) close() error {
 	close(t.requests)
 	<-t.ended
-	return errors.Join(t.proc.Close(), t.null.Close())
+	return t.null.Close()
 }
 
 // start has the thread start a process.
-func (t *thread) start(attr *os.ProcAttr) (*os.Process, *os.File, error) {
+func (t *thread) start(attr *os.ProcAttr) (*os.Process, error) {
 	reply := make(chan started, 1)
 	t.requests <- &request{attr, reply}
 	s := <-reply
-	if s.err != nil && s.process != nil {
-		s.err = errors.Join(s.err, end(s.process)) // which the thread is not allowed to
+	if s.err != nil {
+		return nil, fmt.Errorf("start vmm process: %w", s.err)
 	}
-	return s.process, s.pagemap, s.err
+	return s.process, nil
 }
 
 // run is the thread. It is never unlocked, so that the runtime ends it with the
@@ -106,24 +99,9 @@ func (t *thread) run(ready chan<- error) {
 		return
 	}
 	for r := range t.requests {
-		r.reply <- t.serve(r.attr)
+		p, err := os.StartProcess(t.program, []string{"vmm"}, r.attr)
+		r.reply <- started{p, err}
 	}
-}
-
-// serve starts a process and opens its page map. Both are done here: the one
-// for the namespaces, the other for the lack of CAP_SYS_ADMIN, without which the
-// page map does not tell physical addresses.
-func (t *thread) serve(attr *os.ProcAttr) started {
-	p, err := os.StartProcess(t.program, []string{"vmm"}, attr)
-	if err != nil {
-		return started{err: fmt.Errorf("start vmm process: %w", err)}
-	}
-	path := strconv.Itoa(p.Pid) + "/pagemap"
-	fd, err := unix.Openat(int(t.proc.Fd()), path, unix.O_RDONLY|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return started{process: p, err: fmt.Errorf("open the page map of the vmm process: %w", err)}
-	}
-	return started{process: p, pagemap: os.NewFile(uintptr(fd), "page map")}
 }
 
 // innerProgram is where the program is in the jail's root.
@@ -180,8 +158,8 @@ func pivot(program string) error {
 	return nil
 }
 
-// reduceCapabilities leaves the thread with those that starting a process and
-// opening its page map take, and its processes with no way to any.
+// reduceCapabilities leaves the thread with those that starting a process
+// takes, and its processes with no way to any.
 func reduceCapabilities() error {
 	for c := uintptr(0); ; c++ {
 		err := unix.Prctl(unix.PR_CAPBSET_DROP, c, 0, 0, 0)
@@ -193,7 +171,7 @@ func reduceCapabilities() error {
 		}
 	}
 	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
-	const keep = 1<<unix.CAP_SETUID | 1<<unix.CAP_SETGID | 1<<unix.CAP_SYS_PTRACE | 1<<unix.CAP_DAC_READ_SEARCH
+	const keep = 1<<unix.CAP_SETUID | 1<<unix.CAP_SETGID
 	data := [2]unix.CapUserData{{Effective: keep, Permitted: keep}}
 	return unix.Capset(&header, &data[0])
 }

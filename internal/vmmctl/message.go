@@ -50,7 +50,7 @@ type Message interface {
 }
 
 // Boot describes a machine to boot. Its descriptors come in this order: KVM,
-// the vmm process's own page map, kernel, initrd (if HasInitrd), those of the devices.
+// kernel, initrd (if HasInitrd), those of the devices.
 type Boot struct {
 	Cmdline   string
 	Memory    uint64
@@ -61,7 +61,7 @@ type Boot struct {
 }
 
 // Restore describes a machine to continue. Its descriptors come in this
-// order: KVM, the vmm process's own page map, the saved state, the layers of the memory, those of the devices.
+// order: KVM, the saved state, the layers of the memory, those of the devices.
 type Restore struct {
 	Memory  layer.Image
 	Profile string
@@ -119,7 +119,8 @@ type Net struct {
 }
 
 // Save writes a machine, as it is at one instant, to files: its state, what its
-// memory has beyond its image, and the same for each disk that has an image. A
+// memory has beyond its image, and the same for each disk that has an image.
+// Before them comes the page map of the vmm process, which it cannot open. A
 // machine that was running goes on. The reply's data is a Saved.
 type Save struct{ ID uint64 }
 

@@ -21,21 +21,18 @@ func (s *server) take(n int) []*os.File {
 	return files
 }
 
-// begin checks the number of descriptors and takes the first, KVM and the
-// page map.
+// begin checks the number of descriptors and takes the first, KVM.
 func (s *server) begin(want int) (err error) {
-	if len(s.files) != 2+want {
-		return fmt.Errorf("the message came with %d files, not %d", len(s.files), 2+want)
+	if len(s.files) != want {
+		return fmt.Errorf("the message came with %d files, not %d", len(s.files), want)
 	}
-	files := s.take(2)
-	s.pagemap = files[1]
-	s.sys, err = kvm.FromFile(files[0])
+	s.sys, err = kvm.FromFile(s.take(1)[0])
 	return err
 }
 
 // boot hands the descriptors to the VM in the order that Boot documents.
 func (s *server) boot(b *vmmctl.Boot) error {
-	own := 1
+	own := 2
 	if b.HasInitrd {
 		own++
 	}
@@ -67,7 +64,7 @@ const maxState = 1 << 20
 
 // restore does the same for Restore.
 func (s *server) restore(r *vmmctl.Restore) error {
-	if err := s.begin(1 + len(r.Memory.Layers) + r.Devices.Files()); err != nil {
+	if err := s.begin(2 + len(r.Memory.Layers) + r.Devices.Files()); err != nil {
 		return err
 	}
 	state, err := readState(s.take(1)[0])

@@ -69,7 +69,6 @@ func Serve(conn *vmmctl.Conn) error {
 const settleTime = time.Second
 
 type server struct {
-	pagemap   *os.File   // this process's own: tells what to save
 	files     []*os.File // of the first message, those not yet taken
 	sys       *kvm.System
 	vm        *vmm.VM

@@ -74,15 +74,9 @@ func answer(t *testing.T, c *vmmctl.Conn, id uint64) *vmmctl.Reply {
 	return r
 }
 
-const selfPagemap = "/proc/self/pagemap"
-
 func open(t *testing.T, path string) *os.File {
 	t.Helper()
-	flag := os.O_RDWR
-	if path == selfPagemap {
-		flag = os.O_RDONLY
-	}
-	f, err := os.OpenFile(path, flag, 0)
+	f, err := os.OpenFile(path, os.O_RDWR, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -118,8 +112,8 @@ func TestSaveAndRestore(t *testing.T) {
 	p := serve(t)
 	disk := layer.Image{Size: 1 << 20}
 	boot := &vmmctl.Boot{Memory: memory, VCPUs: 1, Devices: vmmctl.Devices{Disks: []vmmctl.Disk{{ID: "data", Image: &disk}}}}
-	kvm, pagemap := open(t, "/dev/kvm"), open(t, selfPagemap)
-	send(t, p.Conn, boot, kvm, pagemap, bareGuest(t), create(t, "top"))
+	kvm := open(t, "/dev/kvm")
+	send(t, p.Conn, boot, kvm, bareGuest(t), create(t, "top"))
 	if r := answer(t, p.Conn, 0); r.Error != "" {
 		t.Fatal(r.Error)
 	}
@@ -127,11 +121,16 @@ func TestSaveAndRestore(t *testing.T) {
 	// A machine is saved into the right files only, whether it runs or not, and
 	// afterwards it does what it did before.
 	state, mem, change := create(t, "state"), create(t, "memory"), create(t, "disk")
+	pagemap, err := os.Open("/proc/self/pagemap")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = pagemap.Close() }()
 	send(t, p.Conn, &vmmctl.Save{ID: 1}, state)
-	if r := answer(t, p.Conn, 1); !strings.Contains(r.Error, "1 files came, not 3") {
+	if r := answer(t, p.Conn, 1); !strings.Contains(r.Error, "1 files came, not 4") {
 		t.Fatalf("saved into one file: %q", r.Error)
 	}
-	send(t, p.Conn, &vmmctl.Save{ID: 2}, create(t, "state"), create(t, "memory"), create(t, "disk"))
+	send(t, p.Conn, &vmmctl.Save{ID: 2}, pagemap, create(t, "state"), create(t, "memory"), create(t, "disk"))
 	if r := answer(t, p.Conn, 2); r.Error != "" {
 		t.Fatal(r.Error)
 	}
@@ -139,7 +138,7 @@ func TestSaveAndRestore(t *testing.T) {
 	if r := answer(t, p.Conn, 3); r.Error != "" {
 		t.Fatal(r.Error)
 	}
-	send(t, p.Conn, &vmmctl.Save{ID: 4}, state, mem, change)
+	send(t, p.Conn, &vmmctl.Save{ID: 4}, pagemap, state, mem, change)
 	r := answer(t, p.Conn, 4)
 	if r.Error != "" {
 		t.Fatal(r.Error)
@@ -159,7 +158,7 @@ func TestSaveAndRestore(t *testing.T) {
 	}
 	child := serve(t)
 	restore := &vmmctl.Restore{Memory: image, VCPUs: 1, Profile: string(vmm.ProfileHostV1), Devices: boot.Devices}
-	send(t, child.Conn, restore, kvm, pagemap, state, mem, create(t, "top"))
+	send(t, child.Conn, restore, kvm, state, mem, create(t, "top"))
 	if r := answer(t, child.Conn, 0); r.Error != "" {
 		t.Fatal(r.Error)
 	}
@@ -186,9 +185,9 @@ func TestSaveAndRestore(t *testing.T) {
 // TestParentCloses: without a listener the machine ends with its parent; with
 // one it goes on, and others are parents like the first.
 func TestParentCloses(t *testing.T) {
-	kvm, pagemap := open(t, "/dev/kvm"), open(t, selfPagemap)
+	kvm := open(t, "/dev/kvm")
 	alone := serve(t)
-	send(t, alone.Conn, &vmmctl.Boot{Memory: memory, VCPUs: 1}, kvm, pagemap, bareGuest(t))
+	send(t, alone.Conn, &vmmctl.Boot{Memory: memory, VCPUs: 1}, kvm, bareGuest(t))
 	if r := answer(t, alone.Conn, 0); r.Error != "" {
 		t.Fatal(r.Error)
 	}
@@ -208,7 +207,7 @@ func TestParentCloses(t *testing.T) {
 		t.Fatal(err)
 	}
 	first := serve(t)
-	send(t, first.Conn, &vmmctl.Boot{Memory: memory, VCPUs: 1, Devices: vmmctl.Devices{Listen: true}}, kvm, pagemap, bareGuest(t), listener)
+	send(t, first.Conn, &vmmctl.Boot{Memory: memory, VCPUs: 1, Devices: vmmctl.Devices{Listen: true}}, kvm, bareGuest(t), listener)
 	if r := answer(t, first.Conn, 0); r.Error != "" {
 		t.Fatal(r.Error)
 	}
@@ -241,7 +240,7 @@ func TestParentCloses(t *testing.T) {
 
 // TestRefuses what is not a machine, with a reason for the parent.
 func TestRefuses(t *testing.T) {
-	kvm, pagemap, guest := open(t, "/dev/kvm"), open(t, selfPagemap), bareGuest(t)
+	kvm, guest := open(t, "/dev/kvm"), bareGuest(t)
 	empty := create(t, "empty")
 	image := layer.Image{Size: memory}
 	for name, tt := range map[string]struct {
@@ -249,13 +248,13 @@ func TestRefuses(t *testing.T) {
 		files []*os.File
 		want  string
 	}{
-		"too few files":  {&vmmctl.Boot{Memory: memory, VCPUs: 1}, []*os.File{kvm, pagemap}, "2 files, not 3"},
-		"too many files": {&vmmctl.Boot{Memory: memory, VCPUs: 1}, []*os.File{kvm, pagemap, guest, empty}, "4 files, not 3"},
-		"not KVM":        {&vmmctl.Boot{Memory: memory, VCPUs: 1}, []*os.File{empty, pagemap, guest}, "API version"},
-		"no kernel":      {&vmmctl.Boot{Memory: memory, VCPUs: 1}, []*os.File{kvm, pagemap, empty}, "kernel"},
-		"no vCPU":        {&vmmctl.Boot{Memory: memory}, []*os.File{kvm, pagemap, guest}, "0 vCPUs"},
-		"many vCPUs":     {&vmmctl.Boot{Memory: memory, VCPUs: 1 << 16}, []*os.File{kvm, pagemap, guest}, "65536 vCPUs"},
-		"no state":       {&vmmctl.Restore{Memory: image, VCPUs: 1}, []*os.File{kvm, pagemap, empty}, "no state of a microVM"},
+		"too few files":  {&vmmctl.Boot{Memory: memory, VCPUs: 1}, []*os.File{kvm}, "1 files, not 2"},
+		"too many files": {&vmmctl.Boot{Memory: memory, VCPUs: 1}, []*os.File{kvm, guest, empty}, "3 files, not 2"},
+		"not KVM":        {&vmmctl.Boot{Memory: memory, VCPUs: 1}, []*os.File{empty, guest}, "API version"},
+		"no kernel":      {&vmmctl.Boot{Memory: memory, VCPUs: 1}, []*os.File{kvm, empty}, "kernel"},
+		"no vCPU":        {&vmmctl.Boot{Memory: memory}, []*os.File{kvm, guest}, "0 vCPUs"},
+		"many vCPUs":     {&vmmctl.Boot{Memory: memory, VCPUs: 1 << 16}, []*os.File{kvm, guest}, "65536 vCPUs"},
+		"no state":       {&vmmctl.Restore{Memory: image, VCPUs: 1}, []*os.File{kvm, empty}, "no state of a microVM"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			p := serve(t)

@@ -9,7 +9,6 @@ import (
 	"io"
 	"net"
 	"os"
-	"slices"
 	"sync"
 
 	"agentrun.dev/internal/engine"
@@ -90,20 +89,19 @@ func Start(j *jail.Jail, m Machine) (*Process, error) {
 	return launch(j, boot, files, m.Limits)
 }
 
-// launch starts a vmm process with its first message, Boot or Restore, and the
-// files of that but the page map, which only now exists.
+// launch starts a vmm process with its first message, Boot or Restore.
 func launch(j *jail.Jail, first vmmctl.Message, files []*os.File, asked engine.Limits) (*Process, error) {
 	limits, err := limitMachine(first, files, asked)
 	if err != nil {
 		return nil, err
 	}
-	p, pagemap, err := spawn(j, limits)
+	p, err := spawn(j, limits)
 	if err != nil {
 		return nil, err
 	}
 	reply := make(chan *vmmctl.Reply, 1)
 	p.waiting[0] = reply // the first message is answered with id 0
-	sendErr := errors.Join(p.conn.Send(first, slices.Insert(files, 1, pagemap)...), pagemap.Close())
+	sendErr := p.conn.Send(first, files...)
 	go p.receive()
 	if _, err := p.await(context.Background(), reply); err != nil || sendErr != nil {
 		p.Kill()
@@ -113,27 +111,27 @@ func launch(j *jail.Jail, first vmmctl.Message, files []*os.File, asked engine.L
 }
 
 // spawn starts the process with its control socket.
-func spawn(j *jail.Jail, limits jail.Limits) (_ *Process, pagemap *os.File, err error) {
+func spawn(j *jail.Jail, limits jail.Limits) (*Process, error) {
 	parent, child, err := vmmctl.Pair()
 	if err != nil {
-		return nil, nil, err
+		return nil, err
 	}
 	defer func() { _ = child.Close() }() // the process has its own copy
 	stderr, err := sealedMemfd("vmm stderr", stderrLimit)
 	if err != nil {
-		return nil, nil, errors.Join(err, parent.Close())
+		return nil, errors.Join(err, parent.Close())
 	}
 	conn, err := vmmctl.NewConn(parent)
 	if err != nil {
-		return nil, nil, errors.Join(err, parent.Close(), stderr.Close())
+		return nil, errors.Join(err, parent.Close(), stderr.Close())
 	}
 	started, err := j.Start(limits, child, stderr)
 	if err != nil {
-		return nil, nil, errors.Join(err, conn.Close(), stderr.Close())
+		return nil, errors.Join(err, conn.Close(), stderr.Close())
 	}
 	p := newProcess(&ownChild{started, stderr}, conn)
 	p.cell = started.Cell
-	return p, started.Pagemap, nil
+	return p, nil
 }
 
 func newProcess(h handle, conn *vmmctl.Conn) *Process {

@@ -9,6 +9,7 @@ import (
 	"strconv"
 	"time"
 
+	"agentrun.dev/internal/jail"
 	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/snapshot"
 	"agentrun.dev/internal/vmm"
@@ -81,7 +82,12 @@ func (s *sandbox) freeze(ctx context.Context) (_ *captured, err error) {
 	if c.memory, err = memoryFile("memory", nil); err != nil {
 		return nil, err
 	}
-	files := []*os.File{c.state, c.memory}
+	pagemap, err := jail.OpenPagemap(s.Pid())
+	if err != nil {
+		return nil, errors.Join(err, s.stopped())
+	}
+	defer func() { _ = pagemap.Close() }() // the vmm has its own copy
+	files := []*os.File{pagemap, c.state, c.memory}
 	for _, d := range s.disks {
 		if d.readOnly {
 			continue
@@ -105,6 +111,16 @@ func (s *sandbox) freeze(ctx context.Context) (_ *captured, err error) {
 	}
 	c.saved, err = vmmctl.UnmarshalSaved(reply.Data)
 	return c, err
+}
+
+// stopped is ErrEnded if the sandbox has ended.
+func (s *sandbox) stopped() error {
+	select {
+	case <-s.Done():
+		return s.ended()
+	default:
+		return nil
+	}
 }
 
 // store makes a snapshot folder of what was captured.
