@@ -6,7 +6,6 @@ import (
 	"os"
 	"runtime"
 	"syscall"
-	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -31,12 +30,6 @@ type started struct {
 	process *os.Process
 	err     error
 }
-
-// timerSlack is what all threads of a vmm inherit. It is for the Go runtime's
-// monitor, which would otherwise wake up every 20 µs while vCPUs run (package
-// gomonitor has the story). A process in an empty root could not set it for that
-// thread; and no other thread of a vmm has timers that must be precise.
-const timerSlack = 10 * time.Millisecond
 
 // environment is all that a process gets. Huge pages would make a heap of a few
 // hundred KiB cost 4 MiB; there is no cgroup file to read a number of processors
@@ -90,8 +83,8 @@ func (t *thread) run(ready chan<- error) {
 		return
 	}
 	defer close(t.ended)
-	err := unix.Prctl(unix.PR_SET_TIMERSLACK, uintptr(timerSlack.Nanoseconds()), 0, 0, 0)
-	if err == nil && t.walls {
+	var err error
+	if t.walls {
 		err = t.enter()
 	}
 	ready <- err

@@ -10,8 +10,10 @@ import (
 	"net"
 	"os"
 	"sync"
+	"time"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/gomonitor"
 	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/jail"
 	"agentrun.dev/internal/layer"
@@ -95,6 +97,11 @@ func launch(j *jail.Jail, first vmmctl.Message, files []*os.File, asked engine.L
 	if err != nil {
 		return nil, err
 	}
+	return begin(j, limits, first, files)
+}
+
+// begin is launch with limits.
+func begin(j *jail.Jail, limits jail.Limits, first vmmctl.Message, files []*os.File) (*Process, error) {
 	p, err := spawn(j, limits)
 	if err != nil {
 		return nil, err
@@ -107,8 +114,15 @@ func launch(j *jail.Jail, first vmmctl.Message, files []*os.File, asked engine.L
 		p.Kill()
 		return nil, fmt.Errorf("start microVM: %w", errors.Join(sendErr, err))
 	}
+	// In its jail the process cannot do it itself. A matter of speed only, and
+	// refused to users without privileges.
+	go func() { _ = gomonitor.SlowProcess(p.Pid(), monitorSlack) }()
 	return p, nil
 }
+
+// monitorSlack can be long: vmmserver makes a P for each vCPU, which spends
+// its life in a system call, and two for the rest.
+const monitorSlack = 10 * time.Millisecond
 
 // spawn starts the process with its control socket.
 func spawn(j *jail.Jail, limits jail.Limits) (*Process, error) {
