@@ -243,6 +243,10 @@ func (p *Process) Wait() (vmm.Exit, []byte) {
 // Pid is the process id of the vmm.
 func (p *Process) Pid() int { return p.handle.pid() }
 
+// Charged is how much memory of the machine the VM occupies, all that it costs
+// included, and the limit of it; both are 0 for a VM without limits.
+func (p *Process) Charged() (usage, limit uint64, err error) { return p.cell.Memory() }
+
 // Kill ends process and VM at once and waits until they are gone.
 func (p *Process) Kill() {
 	p.handle.kill()
