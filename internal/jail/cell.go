@@ -145,8 +145,8 @@ func (c *Cell) UID() int { return c.uid }
 // gone says that a group was removed, or is just now being.
 func gone(err error) bool { return errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENODEV) }
 
-// Memory is how much memory is charged to the process now, and its limit. Both
-// are 0 if nobody counts.
+// Memory is how much memory is charged to the process now, without cached pages
+// of files, and its limit. Both are 0 if nobody counts.
 func (c *Cell) Memory() (usage, limit uint64, err error) {
 	if c.group == nil {
 		return 0, 0, nil

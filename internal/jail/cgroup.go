@@ -50,7 +50,8 @@ type group interface {
 	add(pid int) error
 	// oomKills counts what the kernel has killed for want of memory.
 	oomKills() (uint64, error)
-	// memory is how much is charged, and the limit of it.
+	// memory is how much is charged, but for files' cached pages, which the
+	// kernel takes back when it needs them, and the limit of it.
 	memory() (usage, limit uint64, err error)
 	setMemory(limit uint64) error
 }
@@ -70,3 +71,6 @@ func openHierarchy(parent string) (hierarchy, error) {
 	}
 	return h, err
 }
+
+// withoutCache subtracts what was read a moment later, and may be more.
+func withoutCache(usage, cached uint64) uint64 { return usage - min(usage, cached) }

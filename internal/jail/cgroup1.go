@@ -120,8 +120,9 @@ func (g v1Group) memory() (usage, limit uint64, err error) {
 	if err != nil {
 		return 0, 0, fmt.Errorf("read cgroup: %w", err)
 	}
-	m := st.GetMemory().GetUsage()
-	return m.GetUsage(), m.GetLimit(), nil
+	m := st.GetMemory()
+	cached := m.GetTotalActiveFile() + m.GetTotalInactiveFile()
+	return withoutCache(m.GetUsage().GetUsage(), cached), m.GetUsage().GetLimit(), nil
 }
 
 func (g v1Group) setMemory(limit uint64) error {

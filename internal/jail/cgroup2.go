@@ -111,7 +111,8 @@ func (g v2Group) memory() (usage, limit uint64, err error) {
 	if err != nil {
 		return 0, 0, fmt.Errorf("read cgroup: %w", err)
 	}
-	return st.GetMemory().GetUsage(), st.GetMemory().GetUsageLimit(), nil
+	m := st.GetMemory()
+	return withoutCache(m.GetUsage(), m.GetActiveFile()+m.GetInactiveFile()), m.GetUsageLimit(), nil
 }
 
 func (g v2Group) setMemory(limit uint64) error {

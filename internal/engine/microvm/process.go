@@ -244,7 +244,8 @@ func (p *Process) Wait() (vmm.Exit, []byte) {
 func (p *Process) Pid() int { return p.handle.pid() }
 
 // Charged is how much memory of the machine the VM occupies, all that it costs
-// included, and the limit of it; both are 0 for a VM without limits.
+// included but for cached pages of files, and the limit of it; both are 0 for a
+// VM without limits.
 func (p *Process) Charged() (usage, limit uint64, err error) { return p.cell.Memory() }
 
 // Kill ends process and VM at once and waits until they are gone.
