@@ -1,6 +1,10 @@
 package lockdown
 
-import "golang.org/x/sys/unix"
+import (
+	"fmt"
+
+	"golang.org/x/sys/unix"
+)
 
 // Offsets in struct seccomp_data: the system call's number, the architecture,
 // and the low half of an argument on a little-endian machine.
@@ -58,14 +62,20 @@ func allowWithout(number uintptr, arg int, bits uint32) rule {
 }
 
 // assemble makes one program of rules, which are tried in their order.
-func assemble(rules []rule) []unix.SockFilter {
+func assemble(rules []rule) ([]unix.SockFilter, error) {
 	p := []unix.SockFilter{
 		load(offArch), {Code: opEqual, K: unix.AUDIT_ARCH_X86_64, Jt: 1}, ret(retKill),
 		load(offNumber),
 	}
 	for _, r := range rules {
+		if len(r.block) > maxSkip {
+			return nil, fmt.Errorf("the rule of system call %d has %d instructions, at most %d can be skipped", r.number, len(r.block), maxSkip)
+		}
 		p = append(p, jump(opEqual, uint32(r.number), len(r.block)))
 		p = append(p, r.block...)
 	}
-	return append(p, ret(retKill))
+	return append(p, ret(retKill)), nil
 }
+
+// maxSkip is how far a conditional jump goes.
+const maxSkip = 255

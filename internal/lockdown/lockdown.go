@@ -8,6 +8,7 @@
 package lockdown
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"runtime"
@@ -28,7 +29,11 @@ func Enter(ioctls []uint32) error {
 	if err := unix.Setrlimit(unix.RLIMIT_CORE, &unix.Rlimit{Cur: 1, Max: 1}); err != nil {
 		return fmt.Errorf("forbid core dumps: %w", err)
 	}
-	if err := install(program(os.Getpid(), ioctls)); err != nil {
+	filter, err := program(os.Getpid(), ioctls)
+	if err == nil {
+		err = install(filter)
+	}
+	if err != nil {
 		return fmt.Errorf("filter system calls: %w", err)
 	}
 	return nil
@@ -49,7 +54,7 @@ func dropCapabilities() error {
 		return errno
 	}
 	if have, err = capabilities(); err == nil && have {
-		err = fmt.Errorf("the kernel has left some")
+		err = errors.New("the kernel has left some")
 	}
 	return err
 }

@@ -11,7 +11,7 @@ const threadFlags = unix.CLONE_VM | unix.CLONE_FS | unix.CLONE_FILES | unix.CLON
 // program is the filter of a process with this id. The frequent and the
 // conditional come first; the kernel remembers which calls are always allowed
 // and does not run the program for them.
-func program(pid int, ioctls []uint32) []unix.SockFilter {
+func program(pid int, ioctls []uint32) ([]unix.SockFilter, error) {
 	rules := []rule{
 		allowValues(unix.SYS_IOCTL, 1, ioctls...),
 		// Nothing becomes code that was not in the binary.

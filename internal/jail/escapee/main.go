@@ -175,6 +175,12 @@ var attempts = map[string]func(order) any{
 	"panic":   func(order) any { panic("a word at the end") },
 	"hold":    func(order) any { return hold() },
 	"fill":    func(o order) any { return fill(o.Bytes) },
+	"report and hold": func(order) any {
+		if err := answer("locked down"); err != nil {
+			return err
+		}
+		return hold()
+	},
 }
 
 const at = ^uintptr(99) // AT_FDCWD, -100
