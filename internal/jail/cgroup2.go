@@ -40,7 +40,7 @@ func v2Resources(l Limits) *cgroup2.Resources {
 func (h *v2) dir(name string) string { return path.Join(v2Mount, h.parent, name) }
 
 func (h *v2) create(name string) (group, error) {
-	if err := os.Mkdir(h.dir(name), 0o755); err != nil {
+	if err := os.Mkdir(h.dir(name), 0o750); err != nil {
 		return nil, fmt.Errorf("make cgroup: %w", err)
 	}
 	return h.open(name)

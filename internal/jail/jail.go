@@ -178,16 +178,14 @@ func (j *Jail) Sweep() error {
 	return c.sweep()
 }
 
-func (c *cells) sweep() error {
-	return c.uids.sweep(c.removeGroup)
-}
+func (a *cells) sweep() error { return a.uids.sweep(a.removeGroup) }
 
 // groupName is the cgroup of the process with a user id.
 func groupName(uid int) string { return "vm-" + strconv.Itoa(uid) }
 
-func (c *cells) removeGroup(uid int) error {
-	if c.groups == nil {
+func (a *cells) removeGroup(uid int) error {
+	if a.groups == nil {
 		return nil
 	}
-	return c.groups.remove(groupName(uid))
+	return a.groups.remove(groupName(uid))
 }

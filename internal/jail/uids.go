@@ -1,10 +1,11 @@
 package jail
 
 import (
+	"crypto/rand"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io/fs"
-	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -35,7 +36,10 @@ var errTaken = errors.New("the user id is taken")
 // take locks a free id. stale says that it was used before by a process that
 // nobody has cleaned up after.
 func (u *uids) take() (uid int, lock *os.File, stale bool, err error) {
-	start := rand.IntN(u.count)
+	// Anywhere, so that those in use are rarely tried. (rand.Read never fails.)
+	var b [4]byte
+	_, _ = rand.Read(b[:])
+	start := int(binary.NativeEndian.Uint32(b[:]) % uint32(u.count))
 	for i := range u.count {
 		uid = u.first + (start+i)%u.count
 		lock, stale, err = u.lock(uid)

@@ -206,7 +206,7 @@ func call(number uintptr, args ...uintptr) any {
 		return errno
 	}
 	if (number == unix.SYS_FORK || number == unix.SYS_CLONE) && r == 0 {
-		syscall.RawSyscall(unix.SYS_EXIT_GROUP, 0, 0, 0) // the child that must not be
+		_, _, _ = syscall.RawSyscall(unix.SYS_EXIT_GROUP, 0, 0, 0) // the child that must not be
 	}
 	return "succeeded"
 }
