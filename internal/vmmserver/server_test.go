@@ -10,6 +10,7 @@ import (
 
 	"agentrun.dev/internal/assets"
 	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/virtio"
 	"agentrun.dev/internal/vmm"
 	"agentrun.dev/internal/vmmctl"
 )
@@ -271,5 +272,17 @@ func TestRefuses(t *testing.T) {
 	send(t, p.Conn, &vmmctl.Ready{})
 	if err := <-p.served; err == nil {
 		t.Error("a first message that is neither Boot nor Restore was taken")
+	}
+}
+
+// TestRates: the limits of a disk reach the device.
+func TestRates(t *testing.T) {
+	s := &server{files: []*os.File{create(t, "disk")}}
+	out, err := s.devices(&vmmctl.Devices{Disks: []vmmctl.Disk{{BytesPerSecond: 1000, OpsPerSecond: 10}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if want := (virtio.Rate{Bytes: 1000, Ops: 10}); out.Disks[0].Rate != want {
+		t.Errorf("rate %+v, want %+v", out.Disks[0].Rate, want)
 	}
 }
