@@ -29,11 +29,13 @@ type Process struct {
 // Start starts the program with these limits. It finds control as its
 // descriptor 3, and stderr as 2.
 func (j *Jail) Start(limits Limits, control, stderr *os.File) (_ *Process, err error) {
+	j.using.RLock()
+	defer j.using.RUnlock()
 	all, err := j.cells()
 	if err != nil {
 		return nil, err
 	}
-	t, err := j.thread()
+	t, err := j.usable()
 	if err != nil {
 		return nil, err
 	}
@@ -49,6 +51,20 @@ func (j *Jail) Start(limits Limits, control, stderr *os.File) (_ *Process, err e
 		return nil, errors.Join(fmt.Errorf("jail a vmm process: %w", err), releaseErr)
 	}
 	return p, nil
+}
+
+// usable is the thread of a jail that is not closed.
+func (j *Jail) usable() (*thread, error) {
+	t, err := j.thread()
+	if err != nil {
+		return nil, err
+	}
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if j.closed {
+		return nil, errClosed
+	}
+	return t, nil
 }
 
 func (c *Cell) start(t *thread, limits Limits, control, stderr *os.File) (*Process, error) {

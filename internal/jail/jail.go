@@ -74,6 +74,8 @@ type Jail struct {
 	cells  func() (*cells, error)
 	thread func() (*thread, error)
 
+	using sync.RWMutex // held by who starts a process; Close waits for them
+
 	mu     sync.Mutex // protects the following
 	closed bool
 	inside *thread // nil until a process was started
@@ -108,6 +110,8 @@ func (j *Jail) Check() error {
 var errNotRoot = errors.New("only root can give processes user ids, namespaces and limits of their own: " +
 	"run as root, or accept sandboxes with nothing but a system call filter around them (--allow-unjailed)")
 
+var errClosed = errors.New("the jail is closed")
+
 // openCells also frees what processes that ended unobserved have left.
 func (j *Jail) openCells() (_ *cells, err error) {
 	c := &cells{}
@@ -123,12 +127,10 @@ func (j *Jail) openCells() (_ *cells, err error) {
 		}
 		c.groups = nil
 	}
-	if c.uids, err = openUIDs(j.cfg.Folder, j.cfg.FirstUID, j.cfg.UIDs); err == nil {
-		err = c.sweep()
-	}
-	if err != nil {
+	if c.uids, err = openUIDs(j.cfg.Folder, j.cfg.FirstUID, j.cfg.UIDs); err != nil {
 		return nil, fmt.Errorf("make a jail: %w", err)
 	}
+	_ = c.sweep() // what resists is in nobody's way, and Sweep tells
 	return c, nil
 }
 
@@ -137,7 +139,7 @@ func (j *Jail) openThread() (*thread, error) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	if j.closed {
-		return nil, errors.New("make a jail: it is closed")
+		return nil, errClosed
 	}
 	program, err := filepath.Abs(j.cfg.Program)
 	if err != nil {
@@ -153,8 +155,10 @@ func (j *Jail) openThread() (*thread, error) {
 	return j.inside, nil
 }
 
-// Close frees the jail; its processes live on. Nothing may be started by then.
+// Close frees the jail; its processes live on.
 func (j *Jail) Close() error {
+	j.using.Lock()
+	defer j.using.Unlock()
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	j.closed = true

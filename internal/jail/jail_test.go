@@ -483,6 +483,28 @@ func TestMachineIsUntouched(t *testing.T) {
 	p.end(t, true)
 }
 
+// TestUnlimited: where no limits can be set nothing is started, unless that was
+// accepted.
+func TestUnlimited(t *testing.T) {
+	cfg := config(t)
+	cfg.Cgroup = "no\nname" // the kernel refuses a line break
+	if err := open(t, cfg).Check(); err == nil || !strings.Contains(err.Error(), "--allow-unlimited") {
+		t.Errorf("limits that cannot be set: %v", err)
+	}
+	if _, err := open(t, cfg).Start(roomy, os.Stdin, os.Stderr); err == nil {
+		t.Error("a process without limits was started")
+	}
+	cfg.AllowUnlimited = true
+	p := start(t, open(t, cfg), roomy)
+	if _, limit, err := p.Cell.Memory(); limit != 0 || err != nil {
+		t.Errorf("limit %d, %v", limit, err)
+	}
+	p.order(t, "open", 0, 0)
+	if status, _ := p.end(t, false); !status.Signaled() || status.Signal() != unix.SIGSYS || p.Cell.UID() == 0 {
+		t.Errorf("user %d, ended with %#x", p.Cell.UID(), status)
+	}
+}
+
 // TestRefusals: a jail that cannot be made starts nothing.
 func TestRefusals(t *testing.T) {
 	cfg := config(t)
@@ -495,11 +517,16 @@ func TestRefusals(t *testing.T) {
 	if err := open(t, cfg).Check(); err == nil {
 		t.Error("a folder that cannot be made was accepted")
 	}
-	closed := New(config(t))
-	if err := closed.Close(); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := closed.Start(roomy, os.Stdin, os.Stderr); err == nil {
-		t.Error("a closed jail has started something")
+	for _, used := range []bool{false, true} {
+		closed := New(config(t))
+		if used {
+			start(t, closed, roomy).end(t, true)
+		}
+		if err := closed.Close(); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := closed.Start(roomy, os.Stdin, os.Stderr); !errors.Is(err, errClosed) {
+			t.Errorf("a closed jail, used before: %t, was asked to start something: %v", used, err)
+		}
 	}
 }

@@ -106,16 +106,13 @@ func (u *uids) sweep(clean func(uid int) error) error {
 	if err != nil {
 		return fmt.Errorf("list user ids: %w", err)
 	}
+	var errs []error
 	for _, e := range entries {
-		uid, err := strconv.Atoi(e.Name())
-		if err != nil {
-			continue // not ours
-		}
-		if err := u.reclaim(uid, clean); err != nil {
-			return err
+		if uid, err := strconv.Atoi(e.Name()); err == nil { // else it is not ours
+			errs = append(errs, u.reclaim(uid, clean))
 		}
 	}
-	return nil
+	return errors.Join(errs...)
 }
 
 // reclaim frees an id if no process has it.
