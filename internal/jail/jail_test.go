@@ -513,6 +513,17 @@ func TestRefusals(t *testing.T) {
 		t.Errorf("a program that is not there: %v", err)
 	}
 	cfg = config(t)
+	cfg.Program = filepath.Join(t.TempDir(), "private")
+	if err := os.WriteFile(cfg.Program, nil, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := open(t, cfg).Start(roomy, os.Stdin, os.Stderr); err == nil || !strings.Contains(err.Error(), "everybody must be allowed to read and execute "+cfg.Program) {
+		t.Errorf("a program that only root may execute: %v", err)
+	}
+	if left := names(t, cfg.Folder); len(left) > 0 {
+		t.Errorf("user ids %q are left", left)
+	}
+	cfg = config(t)
 	cfg.Folder = filepath.Join(cfg.Program, "no-folder")
 	if err := open(t, cfg).Check(); err == nil {
 		t.Error("a folder that cannot be made was accepted")

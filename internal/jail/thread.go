@@ -3,6 +3,7 @@ package jail
 import (
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"runtime"
 	"syscall"
@@ -15,7 +16,8 @@ import (
 type thread struct {
 	walls    bool // whether it is in namespaces
 	requests chan *request
-	program  string   // as the thread sees it
+	source   string   // the program
+	program  string   // the same, as the thread sees it
 	null     *os.File // the processes' standard input and output
 	ended    chan struct{}
 }
@@ -42,7 +44,10 @@ func startThread(program string, walls bool) (*thread, error) {
 	if err != nil {
 		return nil, err
 	}
-	t := &thread{walls: walls, requests: make(chan *request), program: program, null: null, ended: make(chan struct{})}
+	t := &thread{
+		walls: walls, source: program, program: program, null: null,
+		requests: make(chan *request), ended: make(chan struct{}),
+	}
 	ready := make(chan error)
 	go t.run(ready)
 	if err := <-ready; err != nil {
@@ -63,6 +68,9 @@ func (t *thread) start(attr *os.ProcAttr) (*os.Process, error) {
 	reply := make(chan started, 1)
 	t.requests <- &request{attr, reply}
 	s := <-reply
+	if errors.Is(s.err, fs.ErrPermission) {
+		s.err = fmt.Errorf("%w (everybody must be allowed to read and execute %s)", s.err, t.source)
+	}
 	if s.err != nil {
 		return nil, fmt.Errorf("start vmm process: %w", s.err)
 	}
