@@ -2,6 +2,7 @@ package bench
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -19,6 +20,7 @@ type BootConfig struct {
 	VCPUs  int
 	// Boots, Pings and Execs are how often each is measured.
 	Boots, Pings, Execs int
+	Jail                microvm.JailPolicy
 }
 
 // BootReport is what Boot found.
@@ -53,6 +55,12 @@ func Boot(ctx context.Context, cfg BootConfig) (_ BootReport, err error) {
 	}
 	defer func() { _ = root.Close() }()
 
+	vmms, err := microvm.NewJail(cfg.Jail)
+	if err != nil {
+		return report, err
+	}
+	defer func() { err = errors.Join(err, vmms.Close()) }()
+
 	var floors, boots, pings, execs []time.Duration
 	sampleFloor := func(n int) error {
 		for range n {
@@ -73,7 +81,7 @@ func Boot(ctx context.Context, cfg BootConfig) (_ BootReport, err error) {
 			return report, err
 		}
 		start := time.Now()
-		g, err := microvm.Boot(ctx, microvm.Spec{Root: root, Memory: cfg.Memory, VCPUs: cfg.VCPUs})
+		g, err := microvm.Boot(ctx, vmms, microvm.Spec{Root: root, Memory: cfg.Memory, VCPUs: cfg.VCPUs})
 		if err != nil {
 			return report, err
 		}

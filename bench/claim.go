@@ -27,6 +27,7 @@ type ClaimConfig struct {
 	Count, Ready, Burst int
 	// Folder is for the snapshot and the sandboxes' disks.
 	Folder string
+	Jail   microvm.JailPolicy
 }
 
 // ClaimReport is what it found. Times are from the call.
@@ -55,7 +56,7 @@ func Claim(ctx context.Context, cfg ClaimConfig) (_ ClaimReport, err error) {
 		return report, fmt.Errorf("bench claim: %w", err)
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(resident)) }()
-	e, err := microvm.New(microvm.Config{Resident: resident, Scratch: filepath.Join(cfg.Folder, "scratch")})
+	e, err := microvm.New(microvm.Config{Resident: resident, Scratch: filepath.Join(cfg.Folder, "scratch"), Jail: cfg.Jail})
 	if err != nil {
 		return report, err
 	}

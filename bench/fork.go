@@ -39,6 +39,7 @@ type ForkConfig struct {
 	Parallel int
 	// Folder is for the snapshot and the forks' disks.
 	Folder string
+	Jail   microvm.JailPolicy
 }
 
 // ForkReport is what they found. Times are from the call; what does not apply
@@ -122,7 +123,7 @@ func newForkSource(ctx context.Context, cfg ForkConfig) (_ *forkSource, err erro
 		return nil, err
 	}
 	s.undo = append(s.undo, func() error { return os.RemoveAll(resident) })
-	s.engine, err = microvm.New(microvm.Config{Resident: resident, Scratch: filepath.Join(cfg.Folder, "scratch")})
+	s.engine, err = microvm.New(microvm.Config{Resident: resident, Scratch: filepath.Join(cfg.Folder, "scratch"), Jail: cfg.Jail})
 	if err != nil {
 		return nil, err
 	}

@@ -54,7 +54,7 @@ go_build() {
 
 build_programs() {
 	mkdir -p "$build"
-	go_build -o "$build/" ./cmd/... ./testbed
+	go_build -o "$build/" ./cmd/... ./testbed ./internal/jail/escapee
 }
 
 build_test_guest() { guest/testguest/build.sh "$build/testguest.elf"; }

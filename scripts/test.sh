@@ -5,7 +5,9 @@
 
 # Packages whose tests need /dev/kvm, of any kind, for at most the bare test
 # guest. Tests that boot Linux are under test/microvm.
-kvm_packages() { go list ./bench ./internal/kvm ./internal/vmm/... ./internal/vmmserver; }
+kvm_packages() { go list ./bench ./internal/engine/microvm ./internal/kvm ./internal/vmm/... ./internal/vmmserver; }
+# Their tests also run in the testbed: it has cgroups v2, where hosts may have v1.
+cgroup_packages() { go list ./internal/jail; }
 linux_packages() { go list ./test/microvm/... 2>/dev/null || true; }
 host_packages() {
 	local packages
@@ -76,7 +78,7 @@ fi
 if [ "$(where)" = hardware ]; then
 	phase "tests with Linux guests, on this host's KVM" hardware_tests $(linux_packages)
 else
-	phase "tests with the bare guest, in the testbed" in_testbed $(kvm_packages)
+	phase "tests with the bare guest, in the testbed" in_testbed $(kvm_packages) $(cgroup_packages)
 	phase "tests with Linux guests, in the testbed" in_testbed -skip='^TestParallel$' $(linux_packages)
 	phase "two processors at once, in the testbed" parallel_in_testbed
 	"$build/testbed" stop

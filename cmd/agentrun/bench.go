@@ -66,6 +66,7 @@ run to the first port write.`,
 	f.IntVar(&cfg.VCPUs, "cpus", cfg.VCPUs, "processors of the microVM")
 	f.Var(&memory, "memory", "RAM of the microVM")
 	f.StringVar(&cfg.Program, "program", "true", "program of the root filesystem whose execution is measured")
+	policyFlags(f, &cfg.Jail)
 	f.BoolVar(&asJSON, "json", false, "print JSON")
 	if err := cmd.MarkFlagRequired("rootfs"); err != nil {
 		panic(err) // the flag was defined above
@@ -140,6 +141,7 @@ made ahead (VM, vCPU and memory there, state not yet loaded).`,
 	f.IntVar(&cfg.VCPUs, "cpus", cfg.VCPUs, "processors of the microVM")
 	f.Var(&memory, "memory", "RAM of the microVM")
 	f.StringVar(&cfg.Program, "program", "true", "program of the root filesystem whose execution is measured")
+	policyFlags(f, &cfg.Jail)
 	f.BoolVar(&asJSON, "json", false, "print JSON")
 	return cmd
 }

@@ -48,6 +48,7 @@ many claims are made at once; those that find no sandbox ready are forks.`,
 	f.Var(&memory, "memory", "RAM of the microVM")
 	f.StringVar(&cfg.Program, "program", "true", "program of the root filesystem that warms it up")
 	f.BoolVar(&asJSON, "json", false, "print JSON")
+	policyFlags(f, &cfg.Jail)
 	if err := cmd.MarkFlagRequired("rootfs"); err != nil {
 		panic(err) // the flag was defined above
 	}

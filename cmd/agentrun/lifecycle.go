@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 
+	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/local"
 	"github.com/spf13/cobra"
 )
@@ -29,10 +30,11 @@ so by itself.`, (*local.Store).Hibernate)
 }
 
 func newLifecycleCommand(name, short, long string, do func(*local.Store, context.Context, local.Name) error) *cobra.Command {
-	return &cobra.Command{
+	var policy microvm.JailPolicy // to wake a sandbox is to start it
+	cmd := &cobra.Command{
 		Use: name + " SANDBOX...", Short: short, Long: long, Args: cobra.MinimumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return withStore(func(s *local.Store) error {
+			return withStore(policy, func(s *local.Store) error {
 				var errs []error
 				for _, a := range args {
 					n, err := local.ParseName(a)
@@ -45,4 +47,6 @@ func newLifecycleCommand(name, short, long string, do func(*local.Store, context
 			})
 		},
 	}
+	policyFlags(cmd.Flags(), &policy)
+	return cmd
 }

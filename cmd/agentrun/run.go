@@ -10,6 +10,7 @@ import (
 	"strings"
 	"time"
 
+	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/image"
@@ -27,6 +28,8 @@ type runOptions struct {
 	hostname string
 	console  bool
 	cmdline  string
+	limits   engine.Limits
+	policy   microvm.JailPolicy
 	execOptions
 }
 
@@ -61,6 +64,8 @@ The exit code is the command's own, 128+N if signal N ended it, 124 if
 	f.Var(&o.memory, "memory", "RAM of the microVM, such as 512M or 2G")
 	f.IntVar(&o.cpus, "cpus", o.cpus, fmt.Sprintf("processors of the microVM, 1 to %d", vmm.MaxVCPUs))
 	f.StringArrayVar(&o.disks, "disk", nil, "file to attach as a disk, FILE or FILE:ro (repeatable; /dev/vdb, /dev/vdc, …)")
+	limitFlags(f, &o.limits)
+	policyFlags(f, &o.policy)
 	o.execOptions.flags(f)
 	f.StringVar(&o.hostname, "hostname", "sandbox", "host name of the microVM")
 	f.BoolVar(&o.console, "console", false, "print the microVM's console log to stderr at the end")
@@ -77,7 +82,12 @@ func runCommand(ctx context.Context, o runOptions, argv []string, stdin io.Reade
 		return err
 	}
 	defer func() { err = errors.Join(err, closeFiles()) }()
-	g, err := microvm.Boot(ctx, spec)
+	vmms, err := microvm.NewJail(o.policy)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, vmms.Close()) }()
+	g, err := microvm.Boot(ctx, vmms, spec)
 	if err != nil {
 		return err
 	}
@@ -136,7 +146,7 @@ func (o *runOptions) spec(ctx context.Context) (_ microvm.Spec, _ func() error, 
 		}
 		return f, err
 	}
-	spec := microvm.Spec{Memory: uint64(o.memory), VCPUs: o.cpus, Hostname: o.hostname, Cmdline: o.cmdline}
+	spec := microvm.Spec{Memory: uint64(o.memory), VCPUs: o.cpus, Hostname: o.hostname, Cmdline: o.cmdline, Limits: o.limits}
 	if spec.Root, err = openRoot(ctx, o.rootfs); err != nil {
 		return spec, nil, err
 	}

@@ -9,13 +9,22 @@ import (
 	"text/tabwriter"
 	"time"
 
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/local"
 	"github.com/spf13/cobra"
 )
 
+// forkOptions are the flags of agentrun fork.
+type forkOptions struct {
+	count  int
+	names  []string
+	limits engine.Limits
+	policy microvm.JailPolicy
+}
+
 func newForkCommand() *cobra.Command {
-	var count int
-	var names []string
+	var o forkOptions
 	cmd := &cobra.Command{
 		Use:   "fork SNAPSHOT|SANDBOX [-n COUNT | --name NAME...]",
 		Short: "Make sandboxes that continue from a snapshot or from a running sandbox",
@@ -29,27 +38,29 @@ the exit code is 125 if any failed.`,
   agentrun fork base-1 --name try-a --name try-b`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return fork(cmd.Context(), args[0], count, names, cmd.OutOrStdout())
+			return o.run(cmd.Context(), args[0], cmd.OutOrStdout())
 		},
 	}
 	f := cmd.Flags()
-	f.IntVarP(&count, "count", "n", 1, "how many")
-	f.StringArrayVar(&names, "name", nil, "name of a fork (repeatable; default: the source's name and a number)")
+	f.IntVarP(&o.count, "count", "n", 1, "how many")
+	f.StringArrayVar(&o.names, "name", nil, "name of a fork (repeatable; default: the source's name and a number)")
+	limitFlags(f, &o.limits)
+	policyFlags(f, &o.policy)
 	cmd.MarkFlagsMutuallyExclusive("count", "name")
 	return cmd
 }
 
-func fork(ctx context.Context, source string, count int, names []string, stdout io.Writer) error {
+func (o *forkOptions) run(ctx context.Context, source string, stdout io.Writer) error {
 	from, err := local.ParseName(source)
 	if err != nil {
 		return err
 	}
-	if count < 1 || count > 1000 {
-		return fmt.Errorf("-n %d: between 1 and 1000 are possible", count)
+	if o.count < 1 || o.count > 1000 {
+		return fmt.Errorf("-n %d: between 1 and 1000 are possible", o.count)
 	}
-	return withStore(func(s *local.Store) error {
+	return withStore(o.policy, func(s *local.Store) error {
 		var wanted []local.Name
-		for _, n := range names {
+		for _, n := range o.names {
 			parsed, err := local.ParseName(n)
 			if err != nil {
 				return err
@@ -57,11 +68,11 @@ func fork(ctx context.Context, source string, count int, names []string, stdout 
 			wanted = append(wanted, parsed)
 		}
 		if wanted == nil {
-			if wanted, err = s.FreeNames(from, count); err != nil {
+			if wanted, err = s.FreeNames(from, o.count); err != nil {
 				return err
 			}
 		}
-		outcomes, err := s.Fork(ctx, from, wanted)
+		outcomes, err := s.Fork(ctx, from, wanted, o.limits)
 		if err != nil {
 			return err
 		}
@@ -81,12 +92,13 @@ func fork(ctx context.Context, source string, count int, names []string, stdout 
 
 func newExecCommand() *cobra.Command {
 	var o execOptions
+	var policy microvm.JailPolicy // to wake a sandbox is to start it
 	cmd := &cobra.Command{
 		Use:   "exec SANDBOX [flags] -- COMMAND [ARG...]",
 		Short: "Run a command in a sandbox",
 		Long: `Run a command in a sandbox made by agentrun fork and return its exit code:
 the command's own, 128+N if signal N ended it, 124 if --timeout did, and 125 if
-it could not be run.`,
+it could not be run. A sandbox that is paused or hibernated goes on.`,
 		Example: `  agentrun exec base-1 -- uname -a
   agentrun exec -it base-1 -- sh`,
 		Args: cobra.MinimumNArgs(2),
@@ -104,7 +116,7 @@ it could not be run.`,
 			if len(argv) == 0 {
 				return errors.New("exec: no command given after the sandbox's name")
 			}
-			return withStore(func(s *local.Store) (err error) {
+			return withStore(policy, func(s *local.Store) (err error) {
 				sb, err := s.Attach(cmd.Context(), name)
 				if err != nil {
 					return err
@@ -120,6 +132,7 @@ it could not be run.`,
 	}
 	cmd.Flags().SetInterspersed(false)
 	o.flags(cmd.Flags())
+	policyFlags(cmd.Flags(), &policy)
 	return cmd
 }
 
@@ -130,7 +143,7 @@ func newListCommand() *cobra.Command {
 		Short: "List snapshots and sandboxes",
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return withStore(func(s *local.Store) error {
+			return withStore(startsNothing, func(s *local.Store) error {
 				entries, err := s.List()
 				if err != nil {
 					return err
@@ -177,7 +190,7 @@ func newRemoveCommand() *cobra.Command {
 they came from; what they share is deleted with the last that uses it.`,
 		Args: cobra.MinimumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return withStore(func(s *local.Store) error {
+			return withStore(startsNothing, func(s *local.Store) error {
 				var errs []error
 				for _, a := range args {
 					name, err := local.ParseName(a)

@@ -8,6 +8,7 @@ import (
 	"os"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/local"
 	"agentrun.dev/internal/vmm"
@@ -15,12 +16,12 @@ import (
 )
 
 // withStore opens the user's snapshots and sandboxes for one command.
-func withStore(do func(*local.Store) error) (err error) {
+func withStore(policy microvm.JailPolicy, do func(*local.Store) error) (err error) {
 	dir, err := local.DefaultFolder()
 	if err != nil {
 		return err
 	}
-	s, err := local.Open(dir)
+	s, err := local.Open(dir, policy)
 	if err != nil {
 		return err
 	}
@@ -36,6 +37,8 @@ type snapshotOptions struct {
 	memory  byteSize
 	scratch byteSize
 	cpus    int
+	limits  engine.Limits
+	policy  microvm.JailPolicy
 }
 
 func newSnapshotCommand() *cobra.Command {
@@ -62,8 +65,10 @@ With --from a sandbox made by agentrun fork is frozen; it goes on afterwards.`,
 	f.Var(&o.memory, "memory", "RAM of the microVM, such as 512M or 2G")
 	f.Var(&o.scratch, "scratch", "size of an empty disk, /dev/vdb, that forks get a copy of (default: none)")
 	f.IntVar(&o.cpus, "cpus", o.cpus, fmt.Sprintf("processors of the microVM, 1 to %d", vmm.MaxVCPUs))
+	limitFlags(f, &o.limits)
+	policyFlags(f, &o.policy)
 	cmd.MarkFlagsOneRequired("rootfs", "from")
-	for _, flag := range []string{"rootfs", "kernel", "memory", "scratch", "cpus"} {
+	for _, flag := range []string{"rootfs", "kernel", "memory", "scratch", "cpus", "cpu-limit", "io-bytes", "io-ops"} {
 		cmd.MarkFlagsMutuallyExclusive("from", flag)
 	}
 	return cmd
@@ -74,7 +79,7 @@ func (o *snapshotOptions) run(ctx context.Context, text string, argv []string, s
 	if err != nil {
 		return err
 	}
-	return withStore(func(s *local.Store) error {
+	return withStore(o.policy, func(s *local.Store) error {
 		if o.from == "" {
 			err = o.template(ctx, s, name, argv, stdout, stderr)
 		} else {
@@ -105,7 +110,7 @@ func (o *snapshotOptions) template(ctx context.Context, s *local.Store, name loc
 		return err
 	}
 	defer func() { _ = root.Close() }() // only read
-	spec := engine.Spec{Root: root, Memory: uint64(o.memory), VCPUs: o.cpus, Scratch: uint64(o.scratch), Hostname: string(name)}
+	spec := engine.Spec{Root: root, Memory: uint64(o.memory), VCPUs: o.cpus, Scratch: uint64(o.scratch), Hostname: string(name), Limits: o.limits}
 	if o.kernel != "" {
 		if spec.Kernel, err = os.Open(o.kernel); err != nil {
 			return fmt.Errorf("--kernel: %w", err)

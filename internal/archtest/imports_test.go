@@ -88,6 +88,10 @@ var importRules = map[string][]string{
 	"internal/assets":    {},
 	"internal/gomonitor": {},
 	"internal/lowmem":    {},
+	"internal/lockdown":  {},
+	"internal/jail":      {},
+
+	"internal/jail/escapee": {"internal/kvm", "internal/lockdown"},
 
 	"internal/guestrpc": {"internal/wire"},
 	"internal/guest":    {"internal/guestrpc", "internal/wire"},
@@ -97,8 +101,8 @@ var importRules = map[string][]string{
 	"internal/vmm":      {"internal/kvm", "internal/guestmem", "internal/virtio", "internal/vmm/acpi", "internal/wire"},
 
 	"internal/vmmctl":    {"internal/layer", "internal/wire"},
-	"internal/vmmserver": {"internal/guestmem", "internal/kvm", "internal/layer", "internal/vmm", "internal/vmmctl"},
-	"cmd/vmm":            {"internal/gomonitor", "internal/lowmem", "internal/vmmctl", "internal/vmmserver"},
+	"internal/vmmserver": {"internal/guestmem", "internal/kvm", "internal/layer", "internal/virtio", "internal/vmm", "internal/vmmctl"},
+	"cmd/vmm":            {"internal/kvm", "internal/lockdown", "internal/lowmem", "internal/vmmctl", "internal/vmmserver"},
 
 	"internal/image": {},
 

@@ -106,7 +106,7 @@ func checkCgroups(h *host) []Check {
 		c.Fix = "run as root, or have a cgroup delegated to this user (systemd: Delegate=yes)"
 	}
 	if c.Status == Warn {
-		c.Fix += "; nothing sets limits yet, sandboxes of a daemon will"
+		c.Fix += "; without limits sandboxes start only with --allow-unlimited"
 	} else if l.v1 && slices.Contains(usable, "io") {
 		c.Detail += " (v1 does not slow buffered writes down)"
 	}

@@ -1,5 +1,6 @@
 // Package doctor looks at a host and says whether a microVM can run on it,
-// what is missing and how to put that right. It changes nothing.
+// what is missing and how to put that right. It changes nothing, but for the
+// empty cgroup and the empty folder that the trial of a jail leaves.
 //
 // What it reads are the files under /proc, /sys and /dev and the answers of a
 // few system calls; both are inputs of Run, so that tests can play hosts they
@@ -45,6 +46,7 @@ const (
 	CheckCPU          = "cpu"
 	CheckKernel       = "kernel"
 	CheckCgroups      = "cgroups"
+	CheckJail         = "jail"
 	CheckUserfaultfd  = "userfaultfd"
 	CheckMemfd        = "memfd"
 	CheckMemory       = "memory"
@@ -95,6 +97,9 @@ type Probes struct {
 	// KVM opens /dev/kvm and names the capabilities that it lacks. The error
 	// is that of opening it.
 	KVM func() (missing []string, err error)
+	// Jail builds the walls around a process, limits included, and says what is
+	// in the way.
+	Jail func() error
 	// Userfaultfd makes a userfaultfd, whatever way is open to this process,
 	// and returns its features (UFFD_FEATURE_*).
 	Userfaultfd func() (features uint64, err error)
@@ -117,6 +122,9 @@ func (c *Config) fill() {
 	p := &c.Probes
 	if p.KVM == nil {
 		p.KVM = probeKVM
+	}
+	if p.Jail == nil {
+		p.Jail = probeJail
 	}
 	if p.Userfaultfd == nil {
 		p.Userfaultfd = probeUserfaultfd
@@ -151,7 +159,7 @@ func Run(ctx context.Context, cfg Config) Report {
 	h := &host{Config: cfg, cpu: readCPU(cfg.Files)}
 	r := Report{Schema: Schema, Checks: []Check{}}
 	for _, check := range []func(*host) []Check{
-		checkKVM, checkCPU, checkKernel, checkCgroups, checkUserfaultfd, checkMemfd,
+		checkKVM, checkCPU, checkKernel, checkCgroups, checkJail, checkUserfaultfd, checkMemfd,
 		checkMemory, checkDisk, checkAssets, checkTools,
 	} {
 		if ctx.Err() != nil {

@@ -39,6 +39,7 @@ func loadHost(t *testing.T, name string) fs.FS {
 func wellProbes() Probes {
 	return Probes{
 		KVM:         func() ([]string, error) { return nil, nil },
+		Jail:        func() error { return nil },
 		Userfaultfd: func() (uint64, error) { return uffdPagefaultWP | uffdShmemWP, nil },
 		Memfd:       func() error { return nil },
 		Disk:        func(string) (uint64, error) { return 50 * gib, nil },
@@ -108,6 +109,9 @@ func TestHosts(t *testing.T) {
 		{"cgroups not delegated", "amd-debian12", func(p *Probes) {
 			p.Writable = func(string) bool { return false }
 		}, CheckCgroups, Warn, "not writable by this user: memory, cpu, pids, io", "Delegate=yes", EngineMicroVM},
+		{"no jail", "amd-debian12", func(p *Probes) {
+			p.Jail = func() error { return errors.New("make namespaces: operation not permitted") }
+		}, CheckJail, Fail, "operation not permitted", "--allow-unjailed", EngineNone},
 		{"no userfaultfd", "amd-debian12", func(p *Probes) {
 			p.Userfaultfd = func() (uint64, error) { return 0, errors.New("operation not permitted") }
 		}, CheckUserfaultfd, Warn, "operation not permitted", "/dev/userfaultfd", EngineMicroVM},
@@ -157,7 +161,7 @@ func TestHosts(t *testing.T) {
 func checkShape(t *testing.T, r Report) {
 	t.Helper()
 	want := []string{
-		CheckKVM, CheckCapabilities, CheckCPU, CheckKernel, CheckCgroups, CheckUserfaultfd,
+		CheckKVM, CheckCapabilities, CheckCPU, CheckKernel, CheckCgroups, CheckJail, CheckUserfaultfd,
 		CheckMemfd, CheckMemory, CheckDisk, CheckAssets, CheckTools,
 	}
 	var got []string

@@ -96,6 +96,16 @@ const (
 	uffdShmemWP     = 1 << 12
 )
 
+// checkJail builds a jail, since only the attempt tells whether all of it works.
+func checkJail(h *host) []Check {
+	c := Check{Name: CheckJail, Status: OK, Detail: "user ids, namespaces, an empty root and limits of their own for microVMs"}
+	if err := h.Probes.Jail(); err != nil {
+		c.Status, c.Detail = Fail, err.Error()
+		c.Fix = "run as root, on a machine or in a container that may mount and make namespaces; or start sandboxes with --allow-unlimited or --allow-unjailed"
+	}
+	return one(c)
+}
+
 func checkUserfaultfd(h *host) []Check {
 	c := Check{Name: CheckUserfaultfd, Status: OK}
 	var ways []string

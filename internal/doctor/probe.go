@@ -9,6 +9,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"agentrun.dev/internal/assets"
+	"agentrun.dev/internal/jail"
 	"agentrun.dev/internal/kvm"
 	"agentrun.dev/internal/vmm"
 )
@@ -106,3 +108,13 @@ func probeDisk(path string) (uint64, error) {
 }
 
 func probeWritable(path string) bool { return unix.Access(path, unix.W_OK) == nil }
+
+// probeJail makes a jail as a sandbox's would be, and takes it down again.
+func probeJail() error {
+	path, err := assets.Path(assets.VMM)
+	if err != nil {
+		return err
+	}
+	j := jail.New(jail.Config{Program: path})
+	return errors.Join(j.Check(), j.Close())
+}

@@ -29,6 +29,23 @@ type Spec struct {
 	Hostname string
 	// Cmdline is appended to the guest kernel's command line.
 	Cmdline string
+	Limits  Limits
+}
+
+// Limits bound what a sandbox takes from its host. Its memory is always
+// limited, to its RAM and what running it costs.
+type Limits struct {
+	// MilliCPUs are thousandths of a processor's time; 0 is one processor more
+	// than the sandbox has, for its devices.
+	MilliCPUs uint64
+	// IO is for each disk.
+	IO IOLimits
+}
+
+// IOLimits bound what a disk reads and writes; 0 is no limit. What was not used
+// for a while may be used at once, up to a second's worth.
+type IOLimits struct {
+	BytesPerSecond, OpsPerSecond uint64
 }
 
 // ForkOptions is what makes a fork differ from its siblings.
@@ -43,6 +60,7 @@ type ForkOptions struct {
 	// a socket at this path. Its folder decides who may. Empty ends the fork
 	// with the process that made it.
 	Socket string
+	Limits Limits
 }
 
 // Engine runs sandboxes of one kind.

@@ -24,8 +24,12 @@ import (
 
 // Slow lets the monitor's sleeps take up to d longer. It needs the right to
 // set another thread's timer slack (CAP_SYS_NICE) and /proc.
-func Slow(d time.Duration) error {
-	tid, err := monitorThread("/proc/self/task")
+func Slow(d time.Duration) error { return SlowProcess(os.Getpid(), d) }
+
+// SlowProcess does it for another process, which must be a Go program that has
+// reached its main function.
+func SlowProcess(pid int, d time.Duration) error {
+	tid, err := monitorThread("/proc/"+strconv.Itoa(pid)+"/task", pid)
 	if err != nil {
 		return fmt.Errorf("slow down the runtime's monitor: %w", err)
 	}
@@ -47,18 +51,18 @@ const maxPID = 1 << 22
 
 // monitorThread finds the monitor: the runtime starts it before any other
 // thread (runtime.main), so its id is the next after the first thread's.
-func monitorThread(tasks string) (int, error) {
+func monitorThread(tasks string, pid int) (int, error) {
 	entries, err := os.ReadDir(tasks)
 	if err != nil {
 		return 0, err
 	}
-	found, nearest, self := 0, maxPID, os.Getpid()
+	found, nearest := 0, maxPID
 	for _, e := range entries {
 		tid, err := strconv.Atoi(e.Name())
-		if err != nil || tid == self {
+		if err != nil || tid == pid {
 			continue
 		}
-		if after := (tid - self + maxPID) % maxPID; after < nearest {
+		if after := (tid - pid + maxPID) % maxPID; after < nearest {
 			found, nearest = tid, after
 		}
 	}

@@ -32,24 +32,24 @@ func TestMonitorThread(t *testing.T) {
 		"wrapped around":        {[]int{self, self - 1, self - 3}, self - 3},
 		"later ones wrapped":    {[]int{self - 3, self, self + 5}, self + 5},
 	} {
-		if got, err := monitorThread(tasks(t, c.ids...)); err != nil || got != c.want {
+		if got, err := monitorThread(tasks(t, c.ids...), self); err != nil || got != c.want {
 			t.Errorf("%s: pid %d, got %d, %v; want %d", name, self, got, err, c.want)
 		}
 	}
 }
 
 func TestMonitorThreadErrors(t *testing.T) {
-	if _, err := monitorThread(tasks(t, os.Getpid())); err == nil || !strings.Contains(err.Error(), "one thread") {
+	if _, err := monitorThread(tasks(t, os.Getpid()), os.Getpid()); err == nil || !strings.Contains(err.Error(), "one thread") {
 		t.Errorf("one thread: %v", err)
 	}
-	if _, err := monitorThread(filepath.Join(t.TempDir(), "none")); !os.IsNotExist(err) {
+	if _, err := monitorThread(filepath.Join(t.TempDir(), "none"), 1); !os.IsNotExist(err) {
 		t.Errorf("no folder: %v", err)
 	}
 	dir := tasks(t, os.Getpid(), os.Getpid()+4)
 	if err := os.Mkdir(filepath.Join(dir, "strange"), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	if got, err := monitorThread(dir); err != nil || got != os.Getpid()+4 {
+	if got, err := monitorThread(dir, os.Getpid()); err != nil || got != os.Getpid()+4 {
 		t.Errorf("a name that is no id: %d, %v", got, err)
 	}
 }
@@ -59,7 +59,7 @@ func TestSlow(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("only root may set another thread's timer slack")
 	}
-	tid, err := monitorThread("/proc/self/task")
+	tid, err := monitorThread("/proc/self/task", os.Getpid())
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -21,7 +21,18 @@ const (
 	kvmType = 0xAE
 )
 
-func request(dir, nr, size uintptr) uintptr { return dir<<30 | size<<16 | kvmType<<8 | nr }
+// requests are all numbers that request has made, which it does only while
+// the package is initialized.
+var requests []uint32
+
+func request(dir, nr, size uintptr) uintptr {
+	r := dir<<30 | size<<16 | kvmType<<8 | nr
+	requests = append(requests, uint32(r))
+	return r
+}
+
+// Requests lists every ioctl that this package uses, for a system call filter.
+func Requests() []uint32 { return slices.Clone(requests) }
 
 var (
 	reqGetAPIVersion     = request(ioNone, 0x00, 0)

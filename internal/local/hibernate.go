@@ -9,7 +9,6 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
-	"time"
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
@@ -33,7 +32,7 @@ func (s *Store) still(ctx context.Context, name Name, change func(*microvm.Proce
 	if r.Hibernated {
 		return fmt.Errorf("sandbox %s is hibernated: agentrun resume %s wakes it", name, name)
 	}
-	p, err := microvm.AttachProcess(filepath.Join(s.sandboxDir(name), controlName), r.Process)
+	p, err := s.engine.AttachProcess(filepath.Join(s.sandboxDir(name), controlName), r.Process)
 	if err != nil {
 		return fmt.Errorf("sandbox %s: %w", name, err)
 	}
@@ -125,11 +124,14 @@ func (s *Store) wake(ctx context.Context, name Name, r record) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, snap.Close()) }()
-	sb, err := s.engine.Fork(ctx, snap, engine.ForkOptions{Hostname: string(name), Socket: control, KeepIdentity: true})
+	sb, err := s.engine.Fork(ctx, snap, engine.ForkOptions{
+		Hostname: string(name), Socket: control, KeepIdentity: true, Limits: r.Limits,
+	})
 	if err != nil {
 		return fmt.Errorf("resume %s: %w", name, err)
 	}
-	if err := s.leave(sb, name, r.From, r.Created, snap); err != nil {
+	r.Hibernated, r.Snapshot = false, snap.ID().String()
+	if err := s.leave(sb, name, r); err != nil {
 		return errors.Join(err, sb.Close())
 	}
 	return nil
@@ -158,17 +160,14 @@ func (s *Store) write(name Name, r record) error {
 }
 
 // leave writes down which process a sandbox is, and lets it go.
-func (s *Store) leave(sb engine.Sandbox, name Name, from string, created time.Time, snap *snapshot.Snapshot) error {
-	boot, err := bootID()
-	if err != nil {
+func (s *Store) leave(sb engine.Sandbox, name Name, r record) (err error) {
+	if r.BootID, err = bootID(); err != nil {
 		return err
 	}
-	id, err := microvm.Identify(sb)
-	if err != nil {
+	if r.Process, err = microvm.Identify(sb); err != nil {
 		return err
 	}
-	err = s.write(name, record{Process: id, BootID: boot, Created: created, Snapshot: snap.ID().String(), From: from})
-	if err != nil {
+	if err := s.write(name, r); err != nil {
 		return err
 	}
 	return microvm.Detach(sb)

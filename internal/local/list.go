@@ -183,5 +183,5 @@ func (s *Store) tidy() error {
 		}
 	}
 	_, err := s.engine.KeepResident(func(d layer.Digest) bool { return used[d] })
-	return errors.Join(err, snapshot.CleanTemp(filepath.Join(s.dir, "snapshots")))
+	return errors.Join(err, s.engine.Sweep(), snapshot.CleanTemp(filepath.Join(s.dir, "snapshots")))
 }

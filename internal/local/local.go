@@ -79,7 +79,7 @@ func DefaultFolder() (string, error) {
 }
 
 // Open opens a folder, and makes it if it is missing.
-func Open(dir string) (*Store, error) {
+func Open(dir string, policy microvm.JailPolicy) (*Store, error) {
 	for _, d := range []string{dir, filepath.Join(dir, "snapshots"), filepath.Join(dir, "sandboxes")} {
 		if err := os.MkdirAll(d, 0o700); err != nil {
 			return nil, fmt.Errorf("open the folder for sandboxes: %w", err)
@@ -88,7 +88,7 @@ func Open(dir string) (*Store, error) {
 	// One per folder, so that tidying one does not empty the other.
 	sum := sha256.Sum256([]byte(dir))
 	resident := "/dev/shm/agentrun-" + strconv.Itoa(os.Geteuid()) + "-" + hex.EncodeToString(sum[:4])
-	e, err := microvm.New(microvm.Config{Resident: resident, Scratch: filepath.Join(dir, "scratch")})
+	e, err := microvm.New(microvm.Config{Resident: resident, Scratch: filepath.Join(dir, "scratch"), Jail: policy})
 	if err != nil {
 		return nil, err
 	}
@@ -119,7 +119,8 @@ type record struct {
 	Snapshot string            `json:"snapshot"`
 	// From is the folder of the snapshot that its memory and disks are based
 	// on: another after each hibernation.
-	From string `json:"from"`
+	From   string        `json:"from"`
+	Limits engine.Limits `json:"limits"`
 	// Paused: its processors stand still. Hibernated: From is the sandbox.
 	Paused     bool `json:"paused,omitempty"`
 	Hibernated bool `json:"hibernated,omitempty"`
@@ -184,7 +185,7 @@ func (s *Store) Capture(ctx context.Context, from, name Name) (err error) {
 
 // Fork makes sandboxes that continue from a snapshot or from a running
 // sandbox, which is captured once. Each has its own outcome.
-func (s *Store) Fork(ctx context.Context, from Name, names []Name) (outcomes []error, err error) {
+func (s *Store) Fork(ctx context.Context, from Name, names []Name, limits engine.Limits) (outcomes []error, err error) {
 	dir := s.snapshotDir(from)
 	if !exists(dir) {
 		if !exists(s.sandboxDir(from)) {
@@ -210,12 +211,12 @@ func (s *Store) Fork(ctx context.Context, from Name, names []Name) (outcomes []e
 	}
 	defer func() { err = errors.Join(err, snap.Close()) }()
 	for _, n := range names {
-		outcomes = append(outcomes, s.fork(ctx, snap, n))
+		outcomes = append(outcomes, s.fork(ctx, snap, n, limits))
 	}
 	return outcomes, nil
 }
 
-func (s *Store) fork(ctx context.Context, snap *snapshot.Snapshot, name Name) (err error) {
+func (s *Store) fork(ctx context.Context, snap *snapshot.Snapshot, name Name, limits engine.Limits) (err error) {
 	if err := s.free(name); err != nil {
 		return err
 	}
@@ -231,11 +232,13 @@ func (s *Store) fork(ctx context.Context, snap *snapshot.Snapshot, name Name) (e
 	if err := clone(snap, filepath.Join(dir, fromName)); err != nil {
 		return err
 	}
-	sb, err := s.engine.Fork(ctx, snap, engine.ForkOptions{Hostname: string(name), Socket: filepath.Join(dir, controlName)})
+	sb, err := s.engine.Fork(ctx, snap, engine.ForkOptions{
+		Hostname: string(name), Socket: filepath.Join(dir, controlName), Limits: limits,
+	})
 	if err != nil {
 		return err
 	}
-	if err := s.leave(sb, name, fromName, time.Now().UTC().Truncate(time.Second), snap); err != nil {
+	if err := s.leave(sb, name, record{From: fromName, Limits: limits, Created: time.Now().UTC().Truncate(time.Second), Snapshot: snap.ID().String()}); err != nil {
 		return errors.Join(err, sb.Close())
 	}
 	return nil

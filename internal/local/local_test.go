@@ -9,6 +9,7 @@ import (
 
 	"agentrun.dev/internal/assets"
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/microvm"
 )
 
 func TestParseName(t *testing.T) {
@@ -32,7 +33,7 @@ func store(t *testing.T) *Store {
 		t.Fatal(err)
 	}
 	t.Setenv(assets.EnvFolder, folder)
-	s, err := Open(filepath.Join(t.TempDir(), "state"))
+	s, err := Open(filepath.Join(t.TempDir(), "state"), microvm.JailPolicy{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -89,7 +90,7 @@ func TestLeftOvers(t *testing.T) {
 
 func TestNotFound(t *testing.T) {
 	s := store(t)
-	if _, err := s.Fork(t.Context(), "nobody", []Name{"x"}); !errors.Is(err, ErrNotFound) {
+	if _, err := s.Fork(t.Context(), "nobody", []Name{"x"}, engine.Limits{}); !errors.Is(err, ErrNotFound) {
 		t.Errorf("fork: %v", err)
 	}
 	if _, err := s.Attach(t.Context(), "nobody"); !errors.Is(err, ErrNotFound) {

@@ -53,7 +53,8 @@ const (
 type BlockConfig struct {
 	Disk Disk
 	// ID is the serial the guest reads, cut to 20 bytes.
-	ID string
+	ID   string
+	Rate Rate
 }
 
 // BlockStats counts what a Block did since it was made.
@@ -78,13 +79,17 @@ type Block struct {
 
 	header   [blkHeaderLen]byte // of the request in flight
 	segments [blkMaxSegments * blkSegmentLen]byte
+	throttle *throttle
 
 	requests, errors, read, written, flushes atomic.Uint64
 }
 
 // NewBlock makes a device in front of a disk.
 func NewBlock(cfg BlockConfig) *Block {
-	b := &Block{disk: cfg.Disk, worker: newWorker(), sectors: uint64(cfg.Disk.Size()) / SectorSize}
+	b := &Block{
+		disk: cfg.Disk, worker: newWorker(), throttle: newThrottle(cfg.Rate),
+		sectors: uint64(cfg.Disk.Size()) / SectorSize,
+	}
 	copy(b.id[:], cfg.ID)
 	b.describe()
 	return b
@@ -152,11 +157,16 @@ func (b *Block) Stats() BlockStats {
 func (b *Block) step() bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	if !b.throttle.admit(b.worker.wake) {
+		return false
+	}
 	c, ok := b.pop(0)
 	if !ok {
 		return false
 	}
+	before := b.read.Load() + b.written.Load()
 	n, err := b.handle(c)
+	b.throttle.spend(b.read.Load() + b.written.Load() - before)
 	if err != nil {
 		b.fail(fmt.Errorf("queue 0: %w", err))
 		return false
@@ -341,6 +351,7 @@ func (b *Block) erase(s segment, feature uint64) byte {
 		err = b.disk.Discard(off, n)
 	} else {
 		err = b.disk.WriteZeroes(off, n, s.flags&segmentUnmap != 0)
+		b.written.Add(uint64(n))
 	}
 	switch {
 	case errors.Is(err, errors.ErrUnsupported):

@@ -44,7 +44,8 @@ type Devices struct {
 type Disk struct {
 	Backend virtio.Disk
 	// ID is what the guest reads as the disk's serial number (≤ 20 bytes).
-	ID string
+	ID   string
+	Rate virtio.Rate
 	// Close is called when the VM has ended.
 	Close func() error
 }

@@ -40,7 +40,7 @@ func (vm *VM) createDevices(d Devices, state *State) error {
 	}
 
 	for i, disk := range d.Disks {
-		if err := attach(vm, virtio.NewBlock(virtio.BlockConfig{Disk: disk.Backend, ID: disk.ID}), state); err != nil {
+		if err := attach(vm, virtio.NewBlock(virtio.BlockConfig{Disk: disk.Backend, ID: disk.ID, Rate: disk.Rate}), state); err != nil {
 			return fmt.Errorf("disk %d: %w", i, err)
 		}
 	}

@@ -55,6 +55,8 @@ func (d *Devices) encode(e *wire.Encoder) {
 		if k.Image != nil {
 			encodeImage(e, k.Image)
 		}
+		e.Uvarint(k.BytesPerSecond)
+		e.Uvarint(k.OpsPerSecond)
 	}
 	e.Uvarint(uint64(len(d.Nets)))
 	for _, n := range d.Nets {
@@ -73,6 +75,7 @@ func (d *Devices) decode(w *wire.Decoder) {
 			im := decodeImage(w)
 			k.Image = &im
 		}
+		k.BytesPerSecond, k.OpsPerSecond = w.Uvarint(), w.Uvarint()
 		d.Disks = append(d.Disks, k)
 	}
 	for range w.Count(maxDevices) {

@@ -24,7 +24,8 @@ const (
 	KindGeneration Kind = 8
 	KindRestore    Kind = 9
 	KindSave       Kind = 10
-	// KindTouched asks which pages of memory are the machine's own.
+	// KindTouched asks which pages of memory are the machine's own; it comes
+	// with the process's page map.
 	KindTouched Kind = 11
 
 	KindReply Kind = 64
@@ -98,6 +99,8 @@ type Disk struct {
 	ReadOnly bool
 	ID       string
 	Image    *layer.Image
+	// BytesPerSecond and OpsPerSecond limit what it does; 0 is no limit.
+	BytesPerSecond, OpsPerSecond uint64
 }
 
 // Files is how many descriptors a disk comes with.
@@ -130,7 +133,8 @@ type Net struct {
 }
 
 // Save writes a machine, as it is at one instant, to files: its state, what its
-// memory has beyond its image, and the same for each disk that has an image. A
+// memory has beyond its image, and the same for each disk that has an image.
+// Before them comes the page map of the vmm process, which it cannot open. A
 // machine that was running goes on. The reply's data is a Saved.
 type Save struct{ ID uint64 }
 

@@ -24,7 +24,7 @@ func devices() Devices {
 	im := image()
 	return Devices{
 		Listen: true, ReadyPort: 1024,
-		Disks: []Disk{{ReadOnly: true, ID: "root"}, {}, {ID: "data", Image: &im}},
+		Disks: []Disk{{ReadOnly: true, ID: "root"}, {}, {ID: "data", Image: &im, BytesPerSecond: 1 << 40, OpsPerSecond: 100}},
 		Nets:  []Net{{MAC: [6]byte{2, 0, 0, 0, 0, 1}, MTU: 1500}},
 	}
 }

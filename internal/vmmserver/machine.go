@@ -9,6 +9,7 @@ import (
 	"agentrun.dev/internal/guestmem"
 	"agentrun.dev/internal/kvm"
 	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/virtio"
 	"agentrun.dev/internal/vmm"
 	"agentrun.dev/internal/vmmctl"
 )
@@ -120,6 +121,7 @@ func (s *server) devices(d *vmmctl.Devices) (out vmm.Devices, err error) {
 		if err != nil {
 			return out, fmt.Errorf("disk %d: %w", i, err)
 		}
+		disk.Rate = virtio.Rate{Bytes: k.BytesPerSecond, Ops: k.OpsPerSecond}
 		out.Disks = append(out.Disks, disk)
 	}
 	for _, n := range d.Nets {

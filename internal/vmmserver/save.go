@@ -19,8 +19,8 @@ func (s *server) save(files []*os.File) (reply []byte, err error) {
 			err = errors.Join(err, f.Close())
 		}
 	}()
-	if len(files) != 2+len(s.disks) {
-		return nil, fmt.Errorf("save: %d files came, not %d: the state, the memory and one per layered disk", len(files), 2+len(s.disks))
+	if len(files) != 3+len(s.disks) {
+		return nil, fmt.Errorf("save: %d files came, not %d: the page map, the state, the memory and one per layered disk", len(files), 3+len(s.disks))
 	}
 	err = s.still(func() (err error) {
 		if !s.vm.Paused() {
@@ -29,14 +29,14 @@ func (s *server) save(files []*os.File) (reply []byte, err error) {
 			}
 			defer func() { err = errors.Join(err, s.vm.Resume()) }()
 		}
-		reply, err = s.write(files)
+		reply, err = s.write(files[0], files[1:])
 		return err
 	})
 	return reply, err
 }
 
 // write saves a VM that stands still.
-func (s *server) write(files []*os.File) ([]byte, error) {
+func (s *server) write(pagemap *os.File, files []*os.File) ([]byte, error) {
 	state, err := s.vm.Save(s.sys)
 	if err != nil {
 		return nil, err
@@ -49,7 +49,7 @@ func (s *server) write(files []*os.File) ([]byte, error) {
 		return nil, fmt.Errorf("save the machine's state: %w", err)
 	}
 	var saved vmmctl.Saved
-	if saved.Memory, err = s.saveMemory(files[1]); err != nil {
+	if saved.Memory, err = s.saveMemory(pagemap, files[1]); err != nil {
 		return nil, err
 	}
 	for i, d := range s.disks {
@@ -67,8 +67,8 @@ func (s *server) write(files []*os.File) ([]byte, error) {
 // shorter ones are stored like data.
 const minZeroRun = 64 << 10
 
-func (s *server) saveMemory(out *os.File) (c vmmctl.Change, err error) {
-	data, zeros, err := s.vm.ChangedMemory(s.pagemap)
+func (s *server) saveMemory(pagemap, out *os.File) (c vmmctl.Change, err error) {
+	data, zeros, err := s.vm.ChangedMemory(pagemap)
 	if err != nil {
 		return c, err
 	}

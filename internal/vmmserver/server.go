@@ -19,14 +19,13 @@ import (
 )
 
 // Serve takes a Boot or Restore message, runs the VM and returns when it has
-// ended and the parent was told why. pagemap is this process's own
-// /proc/self/pagemap, which tells what to save.
-func Serve(conn *vmmctl.Conn, pagemap *os.File) error {
+// ended and the parent was told why.
+func Serve(conn *vmmctl.Conn) error {
 	m, files, err := conn.Receive()
 	if err != nil {
 		return err
 	}
-	s := &server{pagemap: pagemap, files: files, parents: map[*vmmctl.Conn]bool{conn: true}}
+	s := &server{files: files, parents: map[*vmmctl.Conn]bool{conn: true}}
 	var vcpus uint64
 	switch m := m.(type) {
 	case *vmmctl.Boot:
@@ -69,7 +68,6 @@ func Serve(conn *vmmctl.Conn, pagemap *os.File) error {
 var errPaused = errors.New("connect: the guest is paused")
 
 type server struct {
-	pagemap   *os.File
 	files     []*os.File // of the first message, those not yet taken
 	sys       *kvm.System
 	vm        *vmm.VM
@@ -184,6 +182,11 @@ func (s *server) request(conn *vmmctl.Conn, m vmmctl.Message, files []*os.File) 
 		}()
 		return nil
 	}
+	if m, ok := m.(*vmmctl.Simple); ok && m.Kind == vmmctl.KindTouched && len(files) == 1 {
+		own, err := s.vm.OwnMemory(files[0])
+		err = errors.Join(err, files[0].Close())
+		return reply(conn, m.ID, err, vmmctl.MarshalRuns(toRuns(own[:min(len(own), vmmctl.MaxTouched)])))
+	}
 	for _, f := range files {
 		_ = f.Close() // nobody asked for it
 	}
@@ -201,9 +204,6 @@ func (s *server) request(conn *vmmctl.Conn, m vmmctl.Message, files []*os.File) 
 			return reply(conn, m.ID, nil, s.vm.Console().Tail)
 		case vmmctl.KindGeneration:
 			return reply(conn, m.ID, s.vm.RenewGeneration(), nil)
-		case vmmctl.KindTouched:
-			own, err := s.vm.OwnMemory(s.pagemap)
-			return reply(conn, m.ID, err, vmmctl.MarshalRuns(toRuns(own[:min(len(own), vmmctl.MaxTouched)])))
 		case vmmctl.KindStop:
 			s.vm.Stop()
 			return reply(conn, m.ID, nil, nil)

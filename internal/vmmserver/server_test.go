@@ -10,6 +10,7 @@ import (
 
 	"agentrun.dev/internal/assets"
 	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/virtio"
 	"agentrun.dev/internal/vmm"
 	"agentrun.dev/internal/vmmctl"
 )
@@ -34,15 +35,10 @@ func serve(t *testing.T) *parent {
 	if err != nil {
 		t.Fatal(err)
 	}
-	pagemap, err := os.Open("/proc/self/pagemap")
-	if err != nil {
-		t.Fatal(err)
-	}
 	p := &parent{conn, make(chan error, 1)}
 	go func() {
-		p.served <- Serve(server, pagemap)
+		p.served <- Serve(server)
 		_ = server.Close()
-		_ = pagemap.Close()
 	}()
 	t.Cleanup(func() { _ = conn.Close() })
 	return p
@@ -126,11 +122,16 @@ func TestSaveAndRestore(t *testing.T) {
 	// A machine is saved into the right files only, whether it runs or not, and
 	// afterwards it does what it did before.
 	state, mem, change := create(t, "state"), create(t, "memory"), create(t, "disk")
+	pagemap, err := os.Open("/proc/self/pagemap")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = pagemap.Close() }()
 	send(t, p.Conn, &vmmctl.Save{ID: 1}, state)
-	if r := answer(t, p.Conn, 1); !strings.Contains(r.Error, "1 files came, not 3") {
+	if r := answer(t, p.Conn, 1); !strings.Contains(r.Error, "1 files came, not 4") {
 		t.Fatalf("saved into one file: %q", r.Error)
 	}
-	send(t, p.Conn, &vmmctl.Save{ID: 2}, create(t, "state"), create(t, "memory"), create(t, "disk"))
+	send(t, p.Conn, &vmmctl.Save{ID: 2}, pagemap, create(t, "state"), create(t, "memory"), create(t, "disk"))
 	if r := answer(t, p.Conn, 2); r.Error != "" {
 		t.Fatal(r.Error)
 	}
@@ -138,7 +139,7 @@ func TestSaveAndRestore(t *testing.T) {
 	if r := answer(t, p.Conn, 3); r.Error != "" {
 		t.Fatal(r.Error)
 	}
-	send(t, p.Conn, &vmmctl.Save{ID: 4}, state, mem, change)
+	send(t, p.Conn, &vmmctl.Save{ID: 4}, pagemap, state, mem, change)
 	r := answer(t, p.Conn, 4)
 	if r.Error != "" {
 		t.Fatal(r.Error)
@@ -271,5 +272,17 @@ func TestRefuses(t *testing.T) {
 	send(t, p.Conn, &vmmctl.Ready{})
 	if err := <-p.served; err == nil {
 		t.Error("a first message that is neither Boot nor Restore was taken")
+	}
+}
+
+// TestRates: the limits of a disk reach the device.
+func TestRates(t *testing.T) {
+	s := &server{files: []*os.File{create(t, "disk")}}
+	out, err := s.devices(&vmmctl.Devices{Disks: []vmmctl.Disk{{BytesPerSecond: 1000, OpsPerSecond: 10}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if want := (virtio.Rate{Bytes: 1000, Ops: 10}); out.Disks[0].Rate != want {
+		t.Errorf("rate %+v, want %+v", out.Disks[0].Rate, want)
 	}
 }

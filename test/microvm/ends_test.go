@@ -114,7 +114,7 @@ func TestBootFailureIsExplained(t *testing.T) {
 			c.edit(t, &spec)
 			ctx, cancel := context.WithTimeout(t.Context(), bootTimeout)
 			defer cancel()
-			g, err := microvm.Boot(ctx, spec)
+			g, err := microvm.Boot(ctx, vmms, spec)
 			if err == nil {
 				g.Kill()
 				t.Fatal("booted")

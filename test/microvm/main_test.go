@@ -18,9 +18,13 @@ import (
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/image"
+	"agentrun.dev/internal/jail"
 )
 
 const mib = 1 << 20
+
+// vmms is where all vmm processes are.
+var vmms *jail.Jail
 
 // rootImage is an EROFS image of a busybox root, made once.
 var rootImage string
@@ -38,6 +42,11 @@ func runTests(m *testing.M) int {
 		fmt.Fprintln(os.Stderr, "make a root filesystem for the tests:", err)
 		return 1
 	}
+	if vmms, err = microvm.NewJail(microvm.JailPolicy{}); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	defer func() { _ = vmms.Close() }()
 	return m.Run()
 }
 
@@ -85,7 +94,7 @@ func boot(t testing.TB, vcpus int, edit ...func(*microvm.Spec)) *testGuest {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), bootTimeout)
 	defer cancel()
-	g, err := microvm.Boot(ctx, spec)
+	g, err := microvm.Boot(ctx, vmms, spec)
 	if err != nil {
 		t.Fatal(err)
 	}

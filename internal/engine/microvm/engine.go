@@ -14,6 +14,7 @@ import (
 	"agentrun.dev/internal/assets"
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/jail"
 	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/snapshot"
 	"agentrun.dev/internal/vmmctl"
@@ -27,7 +28,7 @@ const Name = snapshot.Engine
 type Engine struct {
 	resident *layer.Resident
 	scratch  string
-	vmm      string
+	vmm      *jail.Jail
 	touched  touched
 }
 
@@ -40,11 +41,31 @@ type Config struct {
 	// Scratch is a folder for what sandboxes write to their disks. Files there
 	// have no name and vanish with their sandbox.
 	Scratch string
+	// Jail says what to do where sandboxes cannot be jailed or limited.
+	Jail JailPolicy
+}
+
+// JailPolicy says what is accepted where walls cannot be built. The zero value
+// refuses.
+type JailPolicy struct {
+	// AllowUnlimited starts sandboxes without limits by cgroups.
+	AllowUnlimited bool
+	// AllowUnjailed starts them with nothing but a system call filter.
+	AllowUnjailed bool
+}
+
+// NewJail makes the jail for vmm processes.
+func NewJail(policy JailPolicy) (*jail.Jail, error) {
+	path, err := assets.Path(assets.VMM)
+	if err != nil {
+		return nil, err
+	}
+	return jail.New(jail.Config{Program: path, AllowUnlimited: policy.AllowUnlimited, AllowUnjailed: policy.AllowUnjailed}), nil
 }
 
 // New makes an engine.
 func New(cfg Config) (*Engine, error) {
-	path, err := assets.Path(assets.VMM)
+	vmms, err := NewJail(cfg.Jail)
 	if err != nil {
 		return nil, err
 	}
@@ -55,14 +76,14 @@ func New(cfg Config) (*Engine, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open engine: %w", err)
 	}
-	return &Engine{resident: resident, scratch: cfg.Scratch, vmm: path}, nil
+	return &Engine{resident: resident, scratch: cfg.Scratch, vmm: vmms}, nil
 }
 
 // Name is what snapshots of this engine carry.
 func (e *Engine) Name() string { return Name }
 
 // Close frees the engine; sandboxes live on.
-func (e *Engine) Close() error { return e.resident.Close() }
+func (e *Engine) Close() error { return errors.Join(e.resident.Close(), e.vmm.Close()) }
 
 // Boot boots a sandbox and returns when its agent has answered.
 func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, error) {
@@ -88,7 +109,7 @@ func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, er
 	}
 	low := Spec{
 		Kernel: kernel, Root: spec.Root, Memory: spec.Memory, VCPUs: spec.VCPUs,
-		Hostname: spec.Hostname, Cmdline: spec.Cmdline,
+		Hostname: spec.Hostname, Cmdline: spec.Cmdline, Limits: spec.Limits,
 	}
 	if spec.Scratch > 0 {
 		im := layer.Image{Size: spec.Scratch}
@@ -100,7 +121,7 @@ func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, er
 		low.Disks = append(low.Disks, Disk{File: top, ID: "scratch", Image: &im})
 		s.disks = append(s.disks, disk{id: "scratch", image: im})
 	}
-	if s.Guest, err = Boot(ctx, low); err != nil {
+	if s.Guest, err = Boot(ctx, e.vmm, low); err != nil {
 		return nil, errors.Join(err, s.release())
 	}
 	return s, nil
@@ -188,7 +209,7 @@ func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 	if err != nil {
 		return nil, err
 	}
-	p, err := launch(e.vmm, restore, files)
+	p, err := launch(e.vmm, restore, files, opts.Limits)
 	if err != nil {
 		if standby != nil {
 			err = errors.Join(err, standby.Close())
@@ -241,7 +262,7 @@ func (e *Engine) Attach(ctx context.Context, snap *snapshot.Snapshot, opts engin
 	if err != nil {
 		return nil, err
 	}
-	p, err := AttachProcess(opts.Socket, id)
+	p, err := e.AttachProcess(opts.Socket, id)
 	if err != nil {
 		return nil, err
 	}
@@ -253,8 +274,8 @@ func (e *Engine) Attach(ctx context.Context, snap *snapshot.Snapshot, opts engin
 
 // AttachProcess connects to the process of a sandbox, whose guest may stand
 // still.
-func AttachProcess(socket string, id ProcessID) (*Process, error) {
-	p, err := attach(socket, id)
+func (e *Engine) AttachProcess(socket string, id ProcessID) (*Process, error) {
+	p, err := attach(e.vmm, socket, id)
 	if errors.Is(err, unix.ESRCH) {
 		err = fmt.Errorf("%w: its process is gone", engine.ErrEnded)
 	}
@@ -310,6 +331,10 @@ func Detach(sb engine.Sandbox) error {
 	}
 	return errors.Join(s.Guest.Agent.Close(), s.release(), s.Process.Detach())
 }
+
+// Sweep frees the user ids and cgroups of sandboxes that ended while nobody
+// watched.
+func (e *Engine) Sweep() error { return e.vmm.Sweep() }
 
 // KeepResident frees the resident memory layers that are not used. VMs that
 // map them are not disturbed.

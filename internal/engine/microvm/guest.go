@@ -9,7 +9,9 @@ import (
 	"time"
 
 	"agentrun.dev/internal/assets"
+	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/jail"
 	"agentrun.dev/internal/vmm"
 )
 
@@ -29,6 +31,7 @@ type Spec struct {
 	Hostname string
 	// Cmdline is appended to the kernel's command line.
 	Cmdline string
+	Limits  engine.Limits
 }
 
 // kernelCmdline is what every guest boots with: a quiet console, no search for
@@ -43,11 +46,7 @@ type Guest struct {
 }
 
 // Boot boots a guest and returns when its agent has answered.
-func Boot(ctx context.Context, spec Spec) (_ *Guest, err error) {
-	vmmPath, err := assets.Path(assets.VMM)
-	if err != nil {
-		return nil, err
-	}
+func Boot(ctx context.Context, j *jail.Jail, spec Spec) (_ *Guest, err error) {
 	agent, err := assets.Open(assets.GuestAgent)
 	if err != nil {
 		return nil, err
@@ -65,10 +64,10 @@ func Boot(ctx context.Context, spec Spec) (_ *Guest, err error) {
 		return nil, err
 	}
 	defer func() { _ = initrd.Close() }()
-	p, err := Start(vmmPath, Machine{
+	p, err := Start(j, Machine{
 		Kernel: kernel, Initrd: initrd, Cmdline: spec.cmdline(), Memory: spec.Memory, VCPUs: spec.VCPUs,
 		Disks: append([]Disk{{File: spec.Root, ReadOnly: true, ID: "root"}}, spec.Disks...),
-		Nets:  spec.Nets,
+		Nets:  spec.Nets, Limits: spec.Limits,
 	})
 	if err != nil {
 		return nil, err

@@ -7,10 +7,10 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
-	"os/exec"
 	"strconv"
 	"strings"
 
+	"agentrun.dev/internal/jail"
 	"agentrun.dev/internal/vmmctl"
 	"golang.org/x/sys/unix"
 )
@@ -27,28 +27,44 @@ type handle interface {
 
 // ownChild is a process that we have started.
 type ownChild struct {
-	cmd    *exec.Cmd
-	stderr *os.File // a sealed memfd: what the process said when it crashed
+	process *jail.Process
+	stderr  *os.File // a sealed memfd: what the process said when it crashed
 }
 
-func (c *ownChild) pid() int { return c.cmd.Process.Pid }
+func (c *ownChild) pid() int { return c.process.Pid }
 
-func (c *ownChild) kill() { _ = c.cmd.Process.Kill() }
+func (c *ownChild) kill() { _ = c.process.Kill() }
 
 func (c *ownChild) wait() string {
-	err := c.cmd.Wait()
+	state, err := c.process.Wait()
 	defer func() { _ = c.stderr.Close() }()
 	said := make([]byte, stderrLimit)
 	n, _ := c.stderr.ReadAt(said, 0) // nothing said is fine
 	said = bytes.TrimSpace(bytes.TrimRight(said[:n], "\x00"))
 	how := "vmm process exited without a word"
-	if err != nil {
+	switch {
+	case err != nil:
 		how = "vmm process: " + err.Error()
+	case !state.Success():
+		how = "vmm process: " + state.String()
 	}
 	if len(said) > 0 {
 		how += ": " + string(said)
 	}
-	return how
+	return release(c.process.Cell) + how
+}
+
+// release frees the cell of a process that has ended, and says what is to be
+// known of it before all else.
+func release(c *jail.Cell) (words string) {
+	oomKills, err := c.Release()
+	if oomKills > 0 {
+		words = fmt.Sprintf("out of memory: the kernel killed %d in the cgroup, whose limit was reached; ", oomKills)
+	}
+	if err != nil {
+		words += err.Error() + "; "
+	}
+	return words
 }
 
 // ProcessID names a process for as long as the machine is up: numbers are
@@ -143,6 +159,7 @@ func StopListening(ctx context.Context, socket string) error {
 type adopted struct {
 	id    ProcessID
 	pidfd *os.File
+	cell  *jail.Cell // nil: somebody else cares for that
 }
 
 // adopt gets hold of a process, and fails if it is not the one that was meant.
@@ -151,7 +168,7 @@ func adopt(id ProcessID) (*adopted, error) {
 	if err != nil {
 		return nil, fmt.Errorf("find process %d: %w", id.PID, err)
 	}
-	a := &adopted{id, os.NewFile(uintptr(fd), "pidfd")}
+	a := &adopted{id: id, pidfd: os.NewFile(uintptr(fd), "pidfd")}
 	// Only now, when the number cannot be used again.
 	now, err := identify(id.PID)
 	if err == nil && now != id {
@@ -182,7 +199,11 @@ func (a *adopted) wait() string {
 	if err := raw.Read(pidfdEnded); err != nil {
 		return "vmm process: " + err.Error()
 	}
-	return "vmm process ended without a word"
+	words := "vmm process ended without a word"
+	if a.cell != nil {
+		words = release(a.cell) + words
+	}
+	return words
 }
 
 // pidfdEnded reports whether the process of a pidfd has ended.
@@ -193,16 +214,20 @@ func pidfdEnded(fd uintptr) bool {
 }
 
 // attach connects to a vmm that listens at a socket.
-func attach(socket string, id ProcessID) (*Process, error) {
+func attach(j *jail.Jail, socket string, id ProcessID) (*Process, error) {
 	h, err := adopt(id)
 	if err != nil {
 		return nil, err
+	}
+	if h.cell, err = j.Find(id.PID); err != nil {
+		return nil, errors.Join(err, h.pidfd.Close())
 	}
 	conn, err := vmmctl.Dial(socket)
 	if err != nil {
 		return nil, errors.Join(err, h.pidfd.Close())
 	}
 	p := newProcess(h, conn)
+	p.cell = h.cell
 	go p.receive()
 	return p, nil
 }

@@ -9,13 +9,14 @@ import (
 	"io"
 	"net"
 	"os"
-	"os/exec"
 	"sync"
 	"sync/atomic"
-	"syscall"
+	"time"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/gomonitor"
 	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/jail"
 	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/vmm"
 	"agentrun.dev/internal/vmmctl"
@@ -31,6 +32,7 @@ type Machine struct {
 	VCPUs   int
 	Disks   []Disk
 	Nets    []vmm.Net
+	Limits  engine.Limits
 }
 
 // Disk is a block device in a file.
@@ -48,6 +50,7 @@ type Disk struct {
 type Process struct {
 	handle handle
 	conn   *vmmctl.Conn
+	cell   *jail.Cell
 
 	ready    chan struct{} // closed when the guest's agent listens
 	done     chan struct{} // closed when the process has ended
@@ -64,10 +67,9 @@ type Process struct {
 // stderrLimit bounds what a dying vmm can say: a Go stack trace.
 const stderrLimit = 64 << 10
 
-// Start starts a vmm process from the binary at path and boots the machine.
-// It returns when the guest's processors run; WaitReady tells when its agent
-// listens.
-func Start(path string, m Machine) (*Process, error) {
+// Start starts a vmm process in a jail and boots the machine. It returns when
+// the guest's processors run; WaitReady tells when its agent listens.
+func Start(j *jail.Jail, m Machine) (*Process, error) {
 	kvmFile, err := openKVM()
 	if err != nil {
 		return nil, err
@@ -89,12 +91,21 @@ func Start(path string, m Machine) (*Process, error) {
 		boot.Devices.Nets = append(boot.Devices.Nets, vmmctl.Net{MAC: n.MAC, MTU: n.MTU})
 		files = append(files, n.Socket)
 	}
-	return launch(path, boot, files)
+	return launch(j, boot, files, m.Limits)
 }
 
 // launch starts a vmm process with its first message, Boot or Restore.
-func launch(path string, first vmmctl.Message, files []*os.File) (*Process, error) {
-	p, err := spawn(path)
+func launch(j *jail.Jail, first vmmctl.Message, files []*os.File, asked engine.Limits) (*Process, error) {
+	limits, err := limitMachine(first, files, asked)
+	if err != nil {
+		return nil, err
+	}
+	return begin(j, limits, first, files)
+}
+
+// begin is launch with limits.
+func begin(j *jail.Jail, limits jail.Limits, first vmmctl.Message, files []*os.File) (*Process, error) {
+	p, err := spawn(j, limits)
 	if err != nil {
 		return nil, err
 	}
@@ -106,11 +117,18 @@ func launch(path string, first vmmctl.Message, files []*os.File) (*Process, erro
 		p.Kill()
 		return nil, fmt.Errorf("start microVM: %w", errors.Join(sendErr, err))
 	}
+	// In its jail the process cannot do it itself. A matter of speed only, and
+	// refused to users without privileges.
+	go func() { _ = gomonitor.SlowProcess(p.Pid(), monitorSlack) }()
 	return p, nil
 }
 
+// monitorSlack can be long: vmmserver makes a P for each vCPU, which spends
+// its life in a system call, and two for the rest.
+const monitorSlack = 10 * time.Millisecond
+
 // spawn starts the process with its control socket.
-func spawn(path string) (*Process, error) {
+func spawn(j *jail.Jail, limits jail.Limits) (*Process, error) {
 	parent, child, err := vmmctl.Pair()
 	if err != nil {
 		return nil, err
@@ -124,19 +142,13 @@ func spawn(path string) (*Process, error) {
 	if err != nil {
 		return nil, errors.Join(err, parent.Close(), stderr.Close())
 	}
-	cmd := exec.Command(path)
-	cmd.ExtraFiles = []*os.File{child}
-	cmd.Stderr = stderr
-	// Nothing of the parent's environment concerns a VM. Huge pages would make
-	// a heap of a few hundred KiB cost 4 MiB; each P has caches of its own, and
-	// vmmserver makes as many as it needs.
-	cmd.Env = []string{"GODEBUG=disablethp=1", "GOMAXPROCS=1"}
-	// A terminal's signals are for its own processes.
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
-	if err := cmd.Start(); err != nil {
-		return nil, errors.Join(fmt.Errorf("start vmm process: %w", err), conn.Close(), stderr.Close())
+	started, err := j.Start(limits, child, stderr)
+	if err != nil {
+		return nil, errors.Join(err, conn.Close(), stderr.Close())
 	}
-	return newProcess(&ownChild{cmd, stderr}, conn), nil
+	p := newProcess(&ownChild{started, stderr}, conn)
+	p.cell = started.Cell
+	return p, nil
 }
 
 func newProcess(h handle, conn *vmmctl.Conn) *Process {
@@ -233,6 +245,11 @@ func (p *Process) Wait() (vmm.Exit, []byte) {
 
 // Pid is the process id of the vmm.
 func (p *Process) Pid() int { return p.handle.pid() }
+
+// Charged is how much memory of the machine the VM occupies, all that it costs
+// included but for cached pages of files, and the limit of it; both are 0 for a
+// VM without limits.
+func (p *Process) Charged() (usage, limit uint64, err error) { return p.cell.Memory() }
 
 // Kill ends process and VM at once and waits until they are gone.
 func (p *Process) Kill() {

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/jail"
 	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/snapshot"
 	"agentrun.dev/internal/vmm"
@@ -38,12 +39,19 @@ func (s *sandbox) build(ctx context.Context, b *snapshot.Builder) (*snapshot.Sna
 		return nil, err
 	}
 	s.openStandby(ctx)
-	c, err := s.freeze(ctx)
+	// What the vmm process writes to the memory layer is charged to it until
+	// the layer is closed.
+	back, err := s.cell.Extend(s.memory.Size)
 	if err != nil {
 		return nil, err
 	}
-	defer c.close()
-	return s.store(ctx, b, c)
+	c, err := s.freeze(ctx)
+	if err != nil {
+		return nil, errors.Join(err, back())
+	}
+	snap, err := s.store(ctx, b, c)
+	c.close()
+	return snap, errors.Join(err, back())
 }
 
 // standbyPatience is how long a capture waits for a guest whose agent does not
@@ -117,7 +125,12 @@ func (s *sandbox) freeze(ctx context.Context) (_ *captured, err error) {
 	if c.memory, err = memoryFile("memory", nil); err != nil {
 		return nil, err
 	}
-	files := []*os.File{c.state, c.memory}
+	pagemap, err := jail.OpenPagemap(s.Pid())
+	if err != nil {
+		return nil, errors.Join(err, s.stopped())
+	}
+	defer func() { _ = pagemap.Close() }() // the vmm has its own copy
+	files := []*os.File{pagemap, c.state, c.memory}
 	for _, d := range s.disks {
 		if d.readOnly {
 			continue
@@ -141,6 +154,16 @@ func (s *sandbox) freeze(ctx context.Context) (_ *captured, err error) {
 	}
 	c.saved, err = vmmctl.UnmarshalSaved(reply.Data)
 	return c, err
+}
+
+// stopped is ErrEnded if the sandbox has ended.
+func (s *sandbox) stopped() error {
+	select {
+	case <-s.Done():
+		return s.ended()
+	default:
+		return nil
+	}
 }
 
 // store makes a snapshot folder of what was captured.

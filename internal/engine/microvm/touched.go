@@ -4,6 +4,7 @@ import (
 	"context"
 	"sync"
 
+	"agentrun.dev/internal/jail"
 	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/snapshot"
 	"agentrun.dev/internal/vmmctl"
@@ -73,9 +74,14 @@ func (t *touched) learn(ctx context.Context, id snapshot.ID, p *Process) {
 
 // touched lists the pages of memory that are the guest's own.
 func (p *Process) touched(ctx context.Context) ([]layer.Run, error) {
+	pagemap, err := jail.OpenPagemap(p.Pid())
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = pagemap.Close() }() // the vmm has its own copy
 	r, err := p.request(ctx, func(id uint64) vmmctl.Message {
 		return &vmmctl.Simple{Kind: vmmctl.KindTouched, ID: id}
-	})
+	}, pagemap)
 	if err != nil {
 		return nil, err
 	}

@@ -20,6 +20,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/image"
 	"agentrun.dev/internal/local"
@@ -54,7 +55,7 @@ func TestMain(m *testing.M) {
 
 // work runs many operations at once, for ever.
 func work(dir string) error {
-	s, err := local.Open(dir)
+	s, err := local.Open(dir, microvm.JailPolicy{})
 	if err != nil {
 		return err
 	}
@@ -95,7 +96,7 @@ func live(s *local.Store, name string) error {
 }
 
 func fork(s *local.Store, from, to local.Name) error {
-	outcomes, err := s.Fork(context.Background(), from, []local.Name{to})
+	outcomes, err := s.Fork(context.Background(), from, []local.Name{to}, engine.Limits{})
 	return errors.Join(append(outcomes, err)...)
 }
 
@@ -121,7 +122,7 @@ func say(s *local.Store, name local.Name, word string) (err error) {
 // nothing is left.
 func TestParentKilled(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "state")
-	s, err := local.Open(dir)
+	s, err := local.Open(dir, microvm.JailPolicy{})
 	if err != nil {
 		t.Fatal(err)
 	}

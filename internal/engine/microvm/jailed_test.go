@@ -1,0 +1,288 @@
+package microvm
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"path/filepath"
+	"runtime"
+	"strconv"
+	"strings"
+	"testing"
+
+	"agentrun.dev/internal/assets"
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/jail"
+	"agentrun.dev/internal/vmmctl"
+)
+
+const mib = 1 << 20
+
+// testJail is a jail whose ids and groups are not those of other tests.
+type testJail struct {
+	*jail.Jail
+	folder, cgroup string
+}
+
+func openJail(t *testing.T) testJail {
+	t.Helper()
+	path, err := assets.Path(assets.VMM)
+	if err != nil {
+		t.Fatal(err)
+	}
+	j := testJail{folder: t.TempDir(), cgroup: fmt.Sprintf("agentrun-test-%d-%s", os.Getpid(), strings.ToLower(t.Name()))}
+	j.Jail = jail.New(jail.Config{Program: path, Folder: j.folder, Cgroup: j.cgroup})
+	t.Cleanup(func() {
+		if err := j.Close(); err != nil {
+			t.Error(err)
+		}
+		for _, d := range j.groups(t, "") {
+			if err := os.Remove(d); err != nil {
+				t.Errorf("left behind: %v", err)
+			}
+		}
+	})
+	return j
+}
+
+// groups lists the jail's cgroups of a kind, in all hierarchies.
+func (j testJail) groups(t *testing.T, pattern string) (all []string) {
+	t.Helper()
+	for _, root := range []string{"/sys/fs/cgroup", "/sys/fs/cgroup/*"} {
+		dirs, err := filepath.Glob(filepath.Join(root, j.cgroup, pattern))
+		if err != nil {
+			t.Fatal(err)
+		}
+		all = append(all, dirs...)
+	}
+	return all
+}
+
+// bareMachine is the test guest, which runs on any KVM.
+func bareMachine(t testing.TB) Machine {
+	t.Helper()
+	f, err := assets.Open(assets.TestGuest)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = f.Close() })
+	return Machine{Kernel: f, Memory: 64 * mib, VCPUs: 2}
+}
+
+func startBare(t *testing.T, j testJail) *Process {
+	t.Helper()
+	p, err := Start(j.Jail, bareMachine(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(p.Kill)
+	return p
+}
+
+// TestVMMIsJailed looks at a vmm that runs a guest: every thread is locked
+// down, it is nobody, and its limits are set.
+func TestVMMIsJailed(t *testing.T) {
+	j := openJail(t)
+	p, other := startBare(t, j), startBare(t, j)
+	threads, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/status", p.Pid()))
+	if err != nil || len(threads) < 3 {
+		t.Fatalf("%d threads, %v", len(threads), err)
+	}
+	uid := strconv.Itoa(p.cell.UID())
+	for _, path := range threads {
+		b, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, want := range []string{
+			"Seccomp:\t2", "NoNewPrivs:\t1", "Uid:\t" + uid + "\t" + uid + "\t" + uid + "\t" + uid, "Groups:\t ",
+			"CapInh:\t0000000000000000", "CapPrm:\t0000000000000000", "CapEff:\t0000000000000000", "CapBnd:\t0000000000000000",
+		} {
+			if !strings.Contains(string(b), "\n"+want+"\n") {
+				t.Errorf("%s has no %q:\n%s", path, want, b)
+			}
+		}
+	}
+	if p.cell.UID() == other.cell.UID() {
+		t.Errorf("two VMs have user id %s", uid)
+	}
+	usage, limit, err := p.cell.Memory()
+	if err != nil || limit != memoryLimit(64*mib) || usage == 0 || usage > limit {
+		t.Errorf("memory: %d of %d, %v", usage, limit, err)
+	}
+	if got := len(j.groups(t, "vm-"+uid)); got == 0 {
+		t.Error("it has no cgroup")
+	}
+	own := ownMemory(t, p.Pid())
+	t.Logf("private memory: %d KiB, charged: %d KiB", own>>10, usage>>10)
+	if most := uint64(3 * mib / 2); own > most {
+		t.Errorf("the vmm process has %d bytes of its own, more than %d", own, most)
+	}
+	for _, link := range []string{"mnt", "net", "ipc", "uts"} {
+		read := func(pid string) string {
+			target, err := os.Readlink("/proc/" + pid + "/ns/" + link)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return target
+		}
+		if mine, its := read("self"), read(strconv.Itoa(p.Pid())); mine == its || its != read(strconv.Itoa(other.Pid())) {
+			t.Errorf("the %s namespace: ours is %s, the vmms' %s and %s", link, mine, its, read(strconv.Itoa(other.Pid())))
+		}
+	}
+}
+
+// ownMemory is what a vmm process has for itself alone, without its guest's
+// RAM, which is its only large mapping that can be written.
+func ownMemory(t *testing.T, pid int) (bytes uint64) {
+	t.Helper()
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/smaps", pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	writable, ram := false, false
+	for line := range strings.Lines(string(b)) {
+		fields := strings.Fields(line)
+		if len(fields) < 2 {
+			continue
+		}
+		kib, _ := strconv.ParseUint(fields[1], 10, 64) // 0 where it is no number
+		switch fields[0] {
+		default:
+			if strings.Contains(fields[0], "-") {
+				writable = strings.HasPrefix(fields[1], "rw")
+			}
+		case "Size:":
+			ram = writable && kib >= 64<<10
+		case "Private_Clean:", "Private_Dirty:":
+			if !ram {
+				bytes += kib << 10
+			}
+		}
+	}
+	return bytes
+}
+
+// TestOutOfMemory: a vmm that the kernel kills for want of memory says so,
+// through its cgroup, and leaves nothing.
+func TestOutOfMemory(t *testing.T) {
+	j := openJail(t)
+	initrd, err := memoryFile("initrd", bytes.Repeat([]byte{1}, 40*mib))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = initrd.Close() }()
+	kvm, err := openKVM()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = kvm.Close() }()
+	boot := &vmmctl.Boot{Memory: 128 * mib, VCPUs: 1, HasInitrd: true}
+	p, err := begin(j.Jail, jail.Limits{Memory: 20 * mib, MilliCPUs: 1000, Threads: 64}, boot, []*os.File{kvm, bareMachine(t).Kernel, initrd})
+	if err == nil {
+		p.Kill()
+		t.Fatal("40 MiB were copied under a limit of 20")
+	}
+	if !strings.Contains(err.Error(), "out of memory: the kernel killed 1 in the cgroup") {
+		t.Errorf("the error does not tell: %v", err)
+	}
+	if left := j.groups(t, "vm-*"); len(left) > 0 {
+		t.Errorf("left: %q", left)
+	}
+}
+
+// TestNothingIsLeft makes and kills VMs, and looks for what they left.
+func TestNothingIsLeft(t *testing.T) {
+	j := openJail(t)
+	startBare(t, j).Kill() // whatever is made once
+	count := 30
+	if os.Getenv("AGENTRUN_SOAK") != "" {
+		count = 1000
+	}
+	type traces struct {
+		files, goroutines, children int
+		mounts                      string
+	}
+	look := func() traces {
+		t.Helper()
+		fds, err := os.ReadDir("/proc/self/fd")
+		if err != nil {
+			t.Fatal(err)
+		}
+		mounts, err := os.ReadFile("/proc/self/mountinfo")
+		if err != nil {
+			t.Fatal(err)
+		}
+		var children int
+		tasks, err := filepath.Glob("/proc/self/task/*/children")
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, path := range tasks {
+			if b, err := os.ReadFile(path); err == nil { // a thread may have ended
+				children += len(strings.Fields(string(b)))
+			}
+		}
+		return traces{len(fds), runtime.NumGoroutine(), children, string(mounts)}
+	}
+	machine := bareMachine(t)
+	before := look()
+	for i := range count {
+		p, err := Start(j.Jail, machine)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if i%3 == 0 {
+			if err := p.Stop(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			<-p.Done()
+		} else {
+			p.Kill()
+		}
+	}
+	after := look()
+	// The last VM's start may still be setting its monitor's slack; what every VM
+	// left would be far more.
+	const few = 5
+	if after.files > before.files+few || after.goroutines > before.goroutines+few || after.children != before.children || after.mounts != before.mounts {
+		t.Errorf("before: %+v\nafter: %+v", before, after)
+	}
+	if left := j.groups(t, "vm-*"); len(left) > 0 {
+		t.Errorf("cgroups: %q", left)
+	}
+	ids, err := os.ReadDir(j.folder)
+	if err != nil || len(ids) > 0 {
+		t.Errorf("user ids: %v, %v", ids, err)
+	}
+}
+
+// TestLimitMachine: what a machine may take follows from what it is.
+func TestLimitMachine(t *testing.T) {
+	onTmpfs, err := memoryFile("disk", make([]byte, 3*mib))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = onTmpfs.Close() }()
+	boot := &vmmctl.Boot{Memory: 256 * mib, VCPUs: 2, Devices: vmmctl.Devices{Disks: []vmmctl.Disk{{ReadOnly: true}, {}}}}
+	files := []*os.File{nil, nil, onTmpfs, onTmpfs}
+	l, err := limitMachine(boot, files, engine.Limits{IO: engine.IOLimits{BytesPerSecond: 5, OpsPerSecond: 6}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if want := memoryLimit(256*mib) + 3*mib; l.Memory != want {
+		t.Errorf("memory %d, want %d: RAM, overhead, and what the guest writes to tmpfs", l.Memory, want)
+	}
+	if l.MilliCPUs != 3000 || l.Threads != threadsFixed+4 {
+		t.Errorf("limits %+v", l)
+	}
+	if d := boot.Devices.Disks[1]; d.BytesPerSecond != 5 || d.OpsPerSecond != 6 {
+		t.Errorf("disk %+v", d)
+	}
+	if l, err = limitMachine(boot, files, engine.Limits{MilliCPUs: 250}); err != nil || l.MilliCPUs != 250 {
+		t.Errorf("limits %+v, %v", l, err)
+	}
+	if _, err := limitMachine(&vmmctl.Ready{}, nil, engine.Limits{}); err == nil {
+		t.Error("a message that makes no machine has limits")
+	}
+}

@@ -1,0 +1,85 @@
+package microvm
+
+import (
+	"fmt"
+	"os"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/jail"
+	"agentrun.dev/internal/vmmctl"
+	"golang.org/x/sys/unix"
+)
+
+// What a VM costs beyond its RAM, all of which is charged to its cgroup: the
+// process, KVM's structures and the buffers of its sockets and disks; and, by the
+// page, the page tables of the process and of the guest and what KVM notes
+// of each page.
+const (
+	overheadFixed  = 24 << 20
+	overheadPerRAM = 64 // one byte for so many
+)
+
+// memoryLimit is what a VM with this RAM can need at most.
+func memoryLimit(ram uint64) uint64 { return ram + ram/overheadPerRAM + overheadFixed }
+
+// threadsFixed is room for the Go runtime's own threads and for those that
+// control connections block; a vCPU and a device have one each.
+const threadsFixed = 48
+
+// limitMachine sets the limits of a machine's disks in its first message, and
+// says what its process may take. files are those of the message.
+func limitMachine(first vmmctl.Message, files []*os.File, asked engine.Limits) (jail.Limits, error) {
+	var ram, vcpus uint64
+	var devices *vmmctl.Devices
+	switch m := first.(type) {
+	case *vmmctl.Boot:
+		ram, vcpus, devices = m.Memory, m.VCPUs, &m.Devices
+	case *vmmctl.Restore:
+		ram, vcpus, devices = m.Memory.Size, m.VCPUs, &m.Devices
+	default:
+		return jail.Limits{}, fmt.Errorf("a machine does not begin with a %T", first)
+	}
+	l := jail.Limits{
+		Memory: memoryLimit(ram), MilliCPUs: asked.MilliCPUs,
+		Threads: threadsFixed + int(vcpus) + len(devices.Disks) + len(devices.Nets),
+	}
+	if l.MilliCPUs == 0 {
+		l.MilliCPUs = (vcpus + 1) * 1000
+	}
+	next := files[len(files)-devices.Files():]
+	for i := range devices.Disks {
+		d := &devices.Disks[i]
+		top := next[d.Files()-1]
+		next = next[d.Files():]
+		d.BytesPerSecond, d.OpsPerSecond = asked.IO.BytesPerSecond, asked.IO.OpsPerSecond
+		size, err := memoryOf(d, top)
+		if err != nil {
+			return l, err
+		}
+		l.Memory += size
+	}
+	return l, nil
+}
+
+// memoryOf is how much memory a guest can fill by writing to a disk: all of it
+// where the file is on tmpfs, since its pages are the VM's and can go nowhere.
+func memoryOf(d *vmmctl.Disk, top *os.File) (uint64, error) {
+	if d.ReadOnly {
+		return 0, nil
+	}
+	var fs unix.Statfs_t
+	if err := unix.Fstatfs(int(top.Fd()), &fs); err != nil {
+		return 0, fmt.Errorf("look at the file system of disk %s: %w", d.ID, err)
+	}
+	if fs.Type != unix.TMPFS_MAGIC && fs.Type != unix.RAMFS_MAGIC {
+		return 0, nil
+	}
+	if d.Image != nil {
+		return d.Image.Size, nil
+	}
+	info, err := top.Stat()
+	if err != nil {
+		return 0, fmt.Errorf("look at disk %s: %w", d.ID, err)
+	}
+	return uint64(info.Size()), nil
+}

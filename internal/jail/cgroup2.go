@@ -1,0 +1,124 @@
+package jail
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path"
+	"syscall"
+
+	"github.com/containerd/cgroups/v3/cgroup2"
+)
+
+// v2 is the one hierarchy of all controllers.
+type v2 struct{ parent string }
+
+const v2Mount = "/sys/fs/cgroup"
+
+func openV2(parent string) (*v2, error) {
+	h := &v2{"/" + parent}
+	// Making one group with all limits enables the controllers down to it, and
+	// shows that they are there.
+	trial := fmt.Sprintf("trial-%d", os.Getpid())
+	m, err := cgroup2.NewManager(v2Mount, path.Join(h.parent, trial), v2Resources(Limits{Memory: 1 << 30, MilliCPUs: 1000, Threads: 1}))
+	if err != nil {
+		return nil, err
+	}
+	return h, m.Delete()
+}
+
+func v2Resources(l Limits) *cgroup2.Resources {
+	memory, quota := int64(l.Memory), l.quota()
+	return &cgroup2.Resources{
+		Memory: &cgroup2.Memory{Max: &memory},
+		CPU:    &cgroup2.CPU{Max: cgroup2.NewCPUMax(&quota, nil)},
+		Pids:   &cgroup2.Pids{Max: int64(l.Threads)},
+	}
+}
+
+func (h *v2) dir(name string) string { return path.Join(v2Mount, h.parent, name) }
+
+func (h *v2) create(name string) (group, error) {
+	if err := os.Mkdir(h.dir(name), 0o750); err != nil {
+		return nil, fmt.Errorf("make cgroup: %w", err)
+	}
+	return h.open(name)
+}
+
+func (h *v2) open(name string) (group, error) {
+	if _, err := os.Stat(h.dir(name)); err != nil {
+		return nil, fmt.Errorf("find cgroup: %w", err)
+	}
+	m, err := cgroup2.Load(path.Join(h.parent, name), cgroup2.WithMountpoint(v2Mount))
+	if err != nil {
+		return nil, fmt.Errorf("find cgroup %s: %w", name, err)
+	}
+	return v2Group{m, h.dir(name)}, nil
+}
+
+func (h *v2) remove(name string) error {
+	g, err := h.open(name)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err == nil {
+		err = g.(v2Group).Delete()
+	}
+	if err != nil {
+		return fmt.Errorf("remove cgroup %s: %w", name, err)
+	}
+	return nil
+}
+
+type v2Group struct {
+	*cgroup2.Manager
+	dir string
+}
+
+func (g v2Group) set(l Limits) error {
+	if err := l.check(); err != nil {
+		return err
+	}
+	if err := g.Update(v2Resources(l)); err != nil {
+		return fmt.Errorf("set cgroup limits: %w", err)
+	}
+	return nil
+}
+
+func (g v2Group) bornInside(sys *syscall.SysProcAttr) (func(), error) {
+	f, err := os.Open(g.dir)
+	if err != nil {
+		return nil, fmt.Errorf("open cgroup: %w", err)
+	}
+	sys.UseCgroupFD, sys.CgroupFD = true, int(f.Fd())
+	return func() { _ = f.Close() }, nil // only a name
+}
+
+// add has nothing to do: the process was born inside.
+func (v2Group) add(int) error { return nil }
+
+func (g v2Group) oomKills() (uint64, error) {
+	st, err := g.StatFiltered(cgroup2.StatMemoryEvents)
+	if err != nil {
+		return 0, fmt.Errorf("read cgroup: %w", err)
+	}
+	return st.GetMemoryEvents().GetOomKill(), nil
+}
+
+func (g v2Group) memory() (usage, limit uint64, err error) {
+	st, err := g.StatFiltered(cgroup2.StatMemory)
+	if err != nil {
+		return 0, 0, fmt.Errorf("read cgroup: %w", err)
+	}
+	m := st.GetMemory()
+	return withoutCache(m.GetUsage(), m.GetActiveFile()+m.GetInactiveFile()), m.GetUsageLimit(), nil
+}
+
+func (g v2Group) setMemory(limit uint64) error {
+	bytes := int64(limit)
+	if err := g.Update(&cgroup2.Resources{Memory: &cgroup2.Memory{Max: &bytes}}); err != nil {
+		return fmt.Errorf("set cgroup limit: %w", err)
+	}
+	return nil
+}

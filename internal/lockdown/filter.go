@@ -1,0 +1,81 @@
+package lockdown
+
+import (
+	"fmt"
+
+	"golang.org/x/sys/unix"
+)
+
+// Offsets in struct seccomp_data: the system call's number, the architecture,
+// and the low half of an argument on a little-endian machine.
+const (
+	offNumber = 0
+	offArch   = 4
+)
+
+func offArg(i int) uint32 { return uint32(16 + 8*i) }
+
+// Instructions of classic BPF, as far as a filter needs them.
+const (
+	opLoad    = unix.BPF_LD | unix.BPF_W | unix.BPF_ABS
+	opEqual   = unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K
+	opAnySet  = unix.BPF_JMP | unix.BPF_JSET | unix.BPF_K
+	opReturn  = unix.BPF_RET | unix.BPF_K
+	retAllow  = unix.SECCOMP_RET_ALLOW
+	retKill   = unix.SECCOMP_RET_KILL_PROCESS
+	retNoSuch = unix.SECCOMP_RET_ERRNO | uint32(unix.ENOSYS)
+)
+
+func load(offset uint32) unix.SockFilter { return unix.SockFilter{Code: opLoad, K: offset} }
+func ret(action uint32) unix.SockFilter  { return unix.SockFilter{Code: opReturn, K: action} }
+
+// jump goes on with the next instruction if the test holds, or leaves out skip
+// of them.
+func jump(op uint16, k uint32, skip int) unix.SockFilter {
+	return unix.SockFilter{Code: op, K: k, Jf: uint8(skip)}
+}
+
+// rule is what happens to a system call: a block that ends the program on every
+// path, since it may have loaded an argument over the call's number.
+type rule struct {
+	number uintptr
+	block  []unix.SockFilter
+}
+
+func allow(number uintptr) rule { return rule{number, []unix.SockFilter{ret(retAllow)}} }
+
+// allowValues allows a call if the low half of an argument, which must be all
+// of it that the kernel looks at, is one of these.
+func allowValues(number uintptr, arg int, values ...uint32) rule {
+	block := []unix.SockFilter{load(offArg(arg))}
+	for _, v := range values {
+		block = append(block, jump(opEqual, v, 1), ret(retAllow))
+	}
+	return rule{number, append(block, ret(retKill))}
+}
+
+// allowWithout allows a call if none of these bits is set in an argument.
+func allowWithout(number uintptr, arg int, bits uint32) rule {
+	return rule{number, []unix.SockFilter{
+		load(offArg(arg)), jump(opAnySet, bits, 1), ret(retKill), ret(retAllow),
+	}}
+}
+
+// assemble makes one program of rules, which are tried in their order.
+func assemble(rules []rule) ([]unix.SockFilter, error) {
+	p := []unix.SockFilter{
+		load(offArch), {Code: opEqual, K: unix.AUDIT_ARCH_X86_64, Jt: 1}, ret(retKill),
+		load(offNumber),
+	}
+	for _, r := range rules {
+		if len(r.block) > maxSkip {
+			return nil, fmt.Errorf("the rule of system call %d has %d instructions, at most %d can be skipped", r.number, len(r.block), maxSkip)
+		}
+		p = append(p, jump(opEqual, uint32(r.number), len(r.block)))
+		p = append(p, r.block...)
+	}
+	return append(p, ret(retKill)), nil
+}
+
+// maxSkip is how far a conditional jump goes.
+const maxSkip = 255

@@ -1,0 +1,113 @@
+package lockdown
+
+import (
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// call is a system call as a filter sees it.
+type call struct {
+	arch   uint32
+	number uint32
+	args   [6]uint64
+}
+
+// run interprets a program as the kernel does.
+func run(t *testing.T, program []unix.SockFilter, c call) uint32 {
+	t.Helper()
+	word := func(offset uint32) uint32 {
+		switch {
+		case offset == offNumber:
+			return c.number
+		case offset == offArch:
+			return c.arch
+		case offset >= 16 && offset < 64 && offset%4 == 0:
+			return uint32(c.args[(offset-16)/8] >> (offset % 8 * 8))
+		}
+		t.Fatalf("load from offset %d", offset)
+		return 0
+	}
+	accumulator := uint32(0)
+	for at := 0; at < len(program); at++ {
+		i := program[at]
+		holds := false
+		switch i.Code {
+		case opLoad:
+			accumulator = word(i.K)
+			continue
+		case opReturn:
+			return i.K
+		case opEqual:
+			holds = accumulator == i.K
+		case opAnySet:
+			holds = accumulator&i.K != 0
+		default:
+			t.Fatalf("instruction %#x", i.Code)
+		}
+		if holds {
+			at += int(i.Jt)
+		} else {
+			at += int(i.Jf)
+		}
+	}
+	t.Fatal("the program ran off its end")
+	return 0
+}
+
+func TestFilter(t *testing.T) {
+	const pid = 4711
+	program, err := program(pid, []uint32{0xae80, 0xae41})
+	if err != nil {
+		t.Fatal(err)
+	}
+	x64 := func(number uintptr, args ...uint64) call {
+		c := call{arch: unix.AUDIT_ARCH_X86_64, number: uint32(number)}
+		copy(c.args[:], args)
+		return c
+	}
+	for _, number := range always {
+		if got := run(t, program, x64(number, 1<<63, 1<<63)); got != retAllow {
+			t.Errorf("system call %d: %#x", number, got)
+		}
+	}
+	for name, tt := range map[string]struct {
+		call
+		want uint32
+	}{
+		"KVM_RUN":               {x64(unix.SYS_IOCTL, 9, 0xae80), retAllow},
+		"another ioctl":         {x64(unix.SYS_IOCTL, 9, 0xae81), retKill},
+		"an ioctl's upper half": {x64(unix.SYS_IOCTL, 9, 1<<32|0xae41), retAllow}, // the kernel does not look at it
+		"data":                  {x64(unix.SYS_MMAP, 0, 4096, unix.PROT_READ|unix.PROT_WRITE), retAllow},
+		"code":                  {x64(unix.SYS_MMAP, 0, 4096, unix.PROT_READ|unix.PROT_EXEC), retKill},
+		"to code":               {x64(unix.SYS_MPROTECT, 0, 4096, unix.PROT_EXEC), retKill},
+		"a thread":              {x64(unix.SYS_CLONE, threadFlags), retAllow},
+		"a process":             {x64(unix.SYS_CLONE, uint64(unix.SIGCHLD)), retKill},
+		"a thread with more":    {x64(unix.SYS_CLONE, threadFlags|unix.CLONE_NEWUSER), retKill},
+		"clone3":                {x64(unix.SYS_CLONE3), retNoSuch},
+		"its own thread":        {x64(unix.SYS_TGKILL, pid, 1, 23), retAllow},
+		"another's thread":      {x64(unix.SYS_TGKILL, pid+1, 1, 23), retKill},
+		"flags":                 {x64(unix.SYS_FCNTL, 3, unix.F_GETFL), retAllow},
+		"a lock":                {x64(unix.SYS_FCNTL, 3, unix.F_OFD_SETLK), retKill},
+		"a name":                {x64(unix.SYS_PRCTL, unix.PR_SET_VMA), retAllow},
+		"another prctl":         {x64(unix.SYS_PRCTL, unix.PR_SET_DUMPABLE), retKill},
+		"open":                  {x64(unix.SYS_OPENAT), retKill},
+		"execve":                {x64(unix.SYS_EXECVE), retKill},
+		"x32":                   {x64(0x4000_0000 | unix.SYS_READ), retKill},
+		"32 bits":               {call{arch: unix.AUDIT_ARCH_I386, number: unix.SYS_READ}, retKill},
+	} {
+		if got := run(t, program, tt.call); got != tt.want {
+			t.Errorf("%s: %#x, want %#x", name, got, tt.want)
+		}
+	}
+}
+
+// TestRuleTooLong: a jump that does not fit must not wrap around.
+func TestRuleTooLong(t *testing.T) {
+	if _, err := program(1, make([]uint32, 127)); err == nil {
+		t.Error("a rule of 256 instructions was accepted")
+	}
+	if _, err := program(1, make([]uint32, 126)); err != nil {
+		t.Error(err)
+	}
+}

@@ -1,0 +1,90 @@
+// Package lockdown takes away from a process, for good, what it does not need
+// once it serves a guest: capabilities, core dumps, and all system calls but
+// those that a vmm and the Go runtime below it make. Whatever else it tries,
+// the kernel kills it.
+//
+// It is the inner wall. The outer ones, which a process cannot put around
+// itself without opening paths, are package jail's.
+package lockdown
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"runtime"
+	"syscall"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// Enter locks the whole process down, all its threads and those to come.
+// ioctls are the only requests that ioctl(2) will take from then on.
+func Enter(ioctls []uint32) error {
+	if err := dropCapabilities(); err != nil {
+		return fmt.Errorf("drop capabilities: %w", err)
+	}
+	// A core would hold the guest's memory. A limit of one byte, unlike none,
+	// also keeps the kernel from starting a handler for it (core(5)).
+	if err := unix.Setrlimit(unix.RLIMIT_CORE, &unix.Rlimit{Cur: 1, Max: 1}); err != nil {
+		return fmt.Errorf("forbid core dumps: %w", err)
+	}
+	filter, err := program(os.Getpid(), ioctls)
+	if err == nil {
+		err = install(filter)
+	}
+	if err != nil {
+		return fmt.Errorf("filter system calls: %w", err)
+	}
+	return nil
+}
+
+// dropCapabilities makes sure that no thread has any. A process started by
+// package jail has none to begin with.
+func dropCapabilities() error {
+	have, err := capabilities()
+	if err != nil || !have {
+		return err
+	}
+	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+	var none [2]unix.CapUserData
+	// Capabilities are a thread's own; those that run now must lose theirs, too.
+	_, _, errno := syscall.AllThreadsSyscall(unix.SYS_CAPSET, uintptr(unsafe.Pointer(&header)), uintptr(unsafe.Pointer(&none)), 0)
+	if errno != 0 {
+		return errno
+	}
+	if have, err = capabilities(); err == nil && have {
+		err = errors.New("the kernel has left some")
+	}
+	return err
+}
+
+// capabilities reports whether the thread has any.
+func capabilities() (bool, error) {
+	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+	var data [2]unix.CapUserData
+	if err := unix.Capget(&header, &data[0]); err != nil {
+		return false, err
+	}
+	return data != [2]unix.CapUserData{}, nil
+}
+
+// install puts a filter on all threads at once. No one of them can be faster.
+func install(p []unix.SockFilter) error {
+	runtime.LockOSThread() // no_new_privs is a thread's; the filter spreads it
+	defer runtime.UnlockOSThread()
+	if err := unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0); err != nil {
+		return fmt.Errorf("set no_new_privs: %w", err)
+	}
+	prog := unix.SockFprog{Len: uint16(len(p)), Filter: &p[0]}
+	// The kernel copies the program before the call returns.
+	tid, _, errno := unix.Syscall(unix.SYS_SECCOMP, unix.SECCOMP_SET_MODE_FILTER, unix.SECCOMP_FILTER_FLAG_TSYNC, uintptr(unsafe.Pointer(&prog)))
+	runtime.KeepAlive(p)
+	if errno != 0 {
+		return errno
+	}
+	if tid != 0 {
+		return fmt.Errorf("thread %d has a filter of its own", tid)
+	}
+	return nil
+}

@@ -1,0 +1,69 @@
+package lockdown
+
+import "golang.org/x/sys/unix"
+
+// threadFlags are those with which the Go runtime makes a thread
+// (runtime/os_linux.go and, for the last, sys_linux_amd64.s); with any others it
+// is not a thread of this process, or gets namespaces.
+const threadFlags = unix.CLONE_VM | unix.CLONE_FS | unix.CLONE_FILES | unix.CLONE_SIGHAND |
+	unix.CLONE_SYSVSEM | unix.CLONE_THREAD | unix.CLONE_SETTLS
+
+// program is the filter of a process with this id. The frequent and the
+// conditional come first; the kernel remembers which calls are always allowed
+// and does not run the program for them.
+func program(pid int, ioctls []uint32) ([]unix.SockFilter, error) {
+	rules := []rule{
+		allowValues(unix.SYS_IOCTL, 1, ioctls...),
+		// Nothing becomes code that was not in the binary.
+		allowWithout(unix.SYS_MMAP, 2, unix.PROT_EXEC),
+		allowWithout(unix.SYS_MPROTECT, 2, unix.PROT_EXEC),
+		allowValues(unix.SYS_CLONE, 0, threadFlags),
+		// Its flags are in memory, out of a filter's sight. Without it, callers
+		// take clone.
+		{unix.SYS_CLONE3, []unix.SockFilter{ret(retNoSuch)}},
+		// To its own threads alone: vCPUs are kicked, goroutines preempted.
+		allowValues(unix.SYS_TGKILL, 0, uint32(pid)),
+		// No locks, no leases, no owners.
+		allowValues(unix.SYS_FCNTL, 1, unix.F_GETFL, unix.F_SETFL, unix.F_GETFD, unix.F_SETFD, unix.F_DUPFD_CLOEXEC),
+		// The runtime names its mappings.
+		allowValues(unix.SYS_PRCTL, 0, unix.PR_SET_VMA),
+	}
+	for _, number := range always {
+		rules = append(rules, allow(number))
+	}
+	return assemble(rules)
+}
+
+// always are the calls that are allowed whatever their arguments: they act on
+// memory, on descriptors that the process was given, or on itself.
+var always = []uintptr{
+	// Descriptors.
+	unix.SYS_READ, unix.SYS_WRITE, unix.SYS_READV, unix.SYS_WRITEV,
+	unix.SYS_PREAD64, unix.SYS_PWRITE64, unix.SYS_PREADV, unix.SYS_PWRITEV,
+	unix.SYS_CLOSE, unix.SYS_FSTAT, unix.SYS_LSEEK,
+	unix.SYS_FSYNC, unix.SYS_FDATASYNC, unix.SYS_FALLOCATE, unix.SYS_FTRUNCATE,
+	// Sockets that are there: no new ones, and none that is not connected.
+	unix.SYS_SENDMSG, unix.SYS_RECVMSG, unix.SYS_ACCEPT4, unix.SYS_SHUTDOWN,
+	// Waiting.
+	unix.SYS_EPOLL_CREATE1, unix.SYS_EPOLL_CTL, unix.SYS_EPOLL_PWAIT, unix.SYS_EVENTFD2,
+	unix.SYS_POLL, unix.SYS_PPOLL, unix.SYS_FUTEX, unix.SYS_NANOSLEEP, unix.SYS_RESTART_SYSCALL,
+	// Memory.
+	unix.SYS_MUNMAP, unix.SYS_MADVISE, unix.SYS_BRK,
+	// Threads, signals, time, random numbers.
+	unix.SYS_RT_SIGACTION, unix.SYS_RT_SIGPROCMASK, unix.SYS_RT_SIGRETURN, unix.SYS_SIGALTSTACK,
+	unix.SYS_GETPID, unix.SYS_GETTID, unix.SYS_SCHED_YIELD, unix.SYS_SCHED_GETAFFINITY,
+	unix.SYS_CLOCK_GETTIME, unix.SYS_GETRANDOM,
+	unix.SYS_EXIT, unix.SYS_EXIT_GROUP,
+}
+
+// Userfaultfd are the requests with which memory is write-protected while its
+// guest runs (linux/userfaultfd.h, and PAGEMAP_SCAN of linux/fs.h).
+var Userfaultfd = []uint32{
+	0x0000_aa00, // USERFAULTFD_IOC_NEW
+	0xc018_aa3f, // UFFDIO_API
+	0xc020_aa00, // UFFDIO_REGISTER
+	0x8010_aa01, // UFFDIO_UNREGISTER
+	0x8010_aa02, // UFFDIO_WAKE
+	0xc018_aa06, // UFFDIO_WRITEPROTECT
+	0xc060_6610, // PAGEMAP_SCAN
+}

@@ -1,0 +1,72 @@
+package microvm
+
+import (
+	"strings"
+	"testing"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/guestrpc"
+)
+
+// TestAllOfItsRAM: a guest may use all of its RAM; what its VM costs beyond
+// that has room under the limit.
+func TestAllOfItsRAM(t *testing.T) {
+	forEachSMP(t, func(t *testing.T, vcpus int) {
+		const ram = 192 * mib
+		g := boot(t, vcpus, func(s *microvm.Spec) { s.Memory = ram })
+		before, limit, err := g.Charged()
+		if err != nil || limit <= ram {
+			t.Fatalf("limit %d, %v", limit, err)
+		}
+		// All but what the kernel wants to keep free; a guest that takes more
+		// kills its own processes.
+		g.sh(t, `mkdir /run/fill && mount -t tmpfs -o size=100%% none /run/fill
+			free=$(awk '/MemAvailable/ { print int($2 / 1024) - 6 }' /proc/meminfo)
+			dd if=/dev/zero of=/run/fill/all bs=1M count=$free 2>/dev/null`)
+		usage, _, err := g.Charged()
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Logf("RAM %d MiB: %.1f MiB charged at first, %.1f MiB when all is used, limit %.1f MiB",
+			ram/mib, float64(before)/mib, float64(usage)/mib, float64(limit)/mib)
+		if usage < ram*9/10 {
+			t.Errorf("only %d of %d bytes of RAM were used: this tested nothing", usage, ram)
+		}
+		if usage > limit-4*mib {
+			t.Errorf("%d bytes are charged, which leaves less than 4 MiB to the limit of %d", usage, limit)
+		}
+		// A whole pass over it, and it still answers.
+		if got := g.sh(t, "cat /run/fill/all >/dev/null && rm /run/fill/all && echo alive"); got != "alive" {
+			t.Errorf("afterwards it said %q", got)
+		}
+	})
+}
+
+// TestCaptureOfFullGuest: what is charged nearly doubles while a guest's memory
+// is captured, and that is not the end of it.
+func TestCaptureOfFullGuest(t *testing.T) {
+	sb, err := newEngine(t).Boot(t.Context(), engine.Spec{Root: openRoot(t), Memory: 128 * mib, VCPUs: 1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = sb.Close() }()
+	shell := func(script string) guestrpc.ExecRequest {
+		return guestrpc.ExecRequest{Argv: []string{"sh", "-c", script}}
+	}
+	status, err := sb.Agent().Run(t.Context(), shell(`mkdir /run/fill && mount -t tmpfs -o size=100% none /run/fill
+		dd if=/dev/urandom of=/run/fill/all bs=1M count=70 2>/dev/null`), nil, nil, nil)
+	if err != nil || status.Code != 0 {
+		t.Fatalf("%+v, %v", status, err)
+	}
+	snap, err := sb.Snapshot(t.Context(), t.TempDir()+"/full")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = snap.Close() }()
+	var out strings.Builder
+	status, err = sb.Agent().Run(t.Context(), shell("ls /run/fill"), nil, &out, nil)
+	if err != nil || status.Code != 0 || strings.TrimSpace(out.String()) != "all" {
+		t.Errorf("after the capture: %+v, %v, %q", status, err, out.String())
+	}
+}
