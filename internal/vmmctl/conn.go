@@ -90,7 +90,7 @@ func (c *Conn) Receive() (Message, []*os.File, error) {
 	err := c.raw.Read(func(fd uintptr) bool {
 		// Looking at a message with its descriptors would make copies of them;
 		// where there is no room for any the kernel makes none.
-		if n, _, recvErr = unix.Recvfrom(int(fd), nil, unix.MSG_PEEK|unix.MSG_TRUNC); recvErr == nil {
+		if n, _, _, _, recvErr = unix.Recvmsg(int(fd), nil, nil, unix.MSG_PEEK|unix.MSG_TRUNC); recvErr == nil {
 			if n > len(buf) {
 				buf = make([]byte, min(n, MaxMessage))
 			}
