@@ -1,6 +1,10 @@
 package virtio
 
-import "golang.org/x/sys/unix"
+import (
+	"errors"
+
+	"golang.org/x/sys/unix"
+)
 
 // VsockState is a Vsock at rest. Connections are not part of it, but for one:
 // their other ends are processes of the host, and a copy of the guest is told
@@ -68,13 +72,11 @@ func (c *vsockConn) idle() bool {
 	if !c.open || c.unsaid != 0 || len(c.out) > 0 || c.flushing || c.deaf || c.eof || c.peerShut != 0 || c.hostShut != 0 {
 		return false
 	}
-	unread := -1
+	var look error
 	err := c.raw.Control(func(fd uintptr) {
-		if n, err := unix.IoctlGetInt(int(fd), unix.TIOCINQ); err == nil {
-			unread = n
-		}
+		_, _, _, _, look = unix.Recvmsg(int(fd), make([]byte, 1), nil, unix.MSG_PEEK|unix.MSG_DONTWAIT)
 	})
-	return err == nil && unread == 0
+	return err == nil && errors.Is(look, unix.EAGAIN) // nothing to read, nor the end
 }
 
 // Restore prepares a fresh device, before MMIO.Restore.
