@@ -141,6 +141,9 @@ func newForkSource(ctx context.Context, cfg ForkConfig) (_ *forkSource, err erro
 	if _, err := repeat(nil, 0, func() error { return execProgram(ctx, source.Agent(), cfg.Program) }); err != nil {
 		return nil, err
 	}
+	if err := source.Agent().Close(); err != nil { // as a template's is, before it is captured
+		return nil, err
+	}
 	if s.snap, err = source.Snapshot(ctx, filepath.Join(cfg.Folder, "snapshot")); err != nil {
 		return nil, err
 	}

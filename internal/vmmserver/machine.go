@@ -95,12 +95,17 @@ func (s *server) restore(r *vmmctl.Restore) error {
 }
 
 func readState(f *os.File) (*vmm.State, error) {
-	b, err := io.ReadAll(io.LimitReader(io.NewSectionReader(f, 0, maxState+1), maxState+1))
-	if err = errors.Join(err, f.Close()); err != nil {
+	defer func() { _ = f.Close() }() // only read
+	size, err := f.Seek(0, io.SeekEnd)
+	if err != nil {
 		return nil, fmt.Errorf("read the machine's state: %w", err)
 	}
-	if len(b) > maxState {
+	if size > maxState {
 		return nil, fmt.Errorf("the machine's state has more than %d bytes", maxState)
+	}
+	b := make([]byte, size)
+	if _, err := f.ReadAt(b, 0); err != nil {
+		return nil, fmt.Errorf("read the machine's state: %w", err)
 	}
 	return vmm.UnmarshalState(b)
 }
