@@ -120,6 +120,9 @@ func claimTemplate(ctx context.Context, e *microvm.Engine, cfg ClaimConfig) (_ *
 	if err := execProgram(ctx, source.Agent(), cfg.Program); err != nil {
 		return nil, err
 	}
+	if err := source.Settle(ctx); err != nil {
+		return nil, err
+	}
 	if err := source.Agent().Close(); err != nil { // as a template's is, before it is captured
 		return nil, err
 	}

@@ -141,6 +141,9 @@ func newForkSource(ctx context.Context, cfg ForkConfig) (_ *forkSource, err erro
 	if _, err := repeat(nil, 0, func() error { return execProgram(ctx, source.Agent(), cfg.Program) }); err != nil {
 		return nil, err
 	}
+	if err := source.Settle(ctx); err != nil {
+		return nil, err
+	}
 	if err := source.Agent().Close(); err != nil { // as a template's is, before it is captured
 		return nil, err
 	}

@@ -82,6 +82,9 @@ type Sandbox interface {
 	Agent() *guestrpc.Client
 	// Dial opens a stream to a port inside.
 	Dial(ctx context.Context, port uint32) (net.Conn, error)
+	// Settle waits, some seconds at most, until the sandbox has done what it
+	// puts off: what a template has not done, each of its forks does.
+	Settle(context.Context) error
 	// Snapshot captures memory, processes and disks at one instant into a new
 	// folder. The sandbox goes on.
 	Snapshot(ctx context.Context, dir string) (*snapshot.Snapshot, error)

@@ -148,6 +148,9 @@ func (s *Store) Template(ctx context.Context, name Name, spec engine.Spec, warm 
 	if err := warm(sb); err != nil {
 		return err
 	}
+	if err := sb.Settle(ctx); err != nil {
+		return err
+	}
 	// Forks need not be told that this session is gone, each for itself.
 	if err := sb.Agent().Close(); err != nil {
 		return err

@@ -41,10 +41,14 @@ type Balloon struct {
 	refused   uint64 // ranges that were not guest memory
 	pfns      []uint32
 	raw       []byte
+	reported  chan struct{} // holds at most one notice of a report
 }
 
 // NewBalloon makes an empty balloon.
-func NewBalloon() *Balloon { return &Balloon{} }
+func NewBalloon() *Balloon { return &Balloon{reported: make(chan struct{}, 1)} }
+
+// Reported has a notice after each report of free pages.
+func (b *Balloon) Reported() <-chan struct{} { return b.reported }
 
 func (b *Balloon) Type() uint32     { return TypeBalloon }
 func (b *Balloon) Features() uint64 { return balloonDeflateOnOOM | balloonReporting }
@@ -183,6 +187,10 @@ func (b *Balloon) discardPages(pfn, n uint64) {
 func (b *Balloon) report(c Chain) (uint32, error) {
 	for _, r := range c.Writable {
 		b.discard(r.GPA, uint64(r.Len))
+	}
+	select {
+	case b.reported <- struct{}{}:
+	default:
 	}
 	return 0, nil
 }

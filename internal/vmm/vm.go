@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"sync"
+	"time"
 
 	"agentrun.dev/internal/guestmem"
 	"agentrun.dev/internal/kvm"
@@ -198,6 +199,28 @@ func (vm *VM) Connect(port uint32, conn *os.File, standby bool, result func(erro
 		return
 	}
 	vm.vsock.Connect(port, conn, result)
+}
+
+// Settle waits until the guest has given back the memory that it does not use:
+// it reports free pages some seconds after they became free, and a copy that is
+// made before would do so by itself, and again and again in each copy. It waits
+// until a report was followed by quiet, and no longer than limit.
+func (vm *VM) Settle(quiet, limit time.Duration) {
+	end := time.NewTimer(limit)
+	defer end.Stop()
+	var calm <-chan time.Time // nil before the first report
+	for {
+		select {
+		case <-vm.balloon.Reported():
+			calm = time.After(quiet)
+		case <-calm:
+			return
+		case <-end.C:
+			return
+		case <-vm.done:
+			return
+		}
+	}
 }
 
 // SetBalloon asks the guest to give back this much of its memory.

@@ -27,6 +27,8 @@ const (
 	// KindTouched asks which pages of memory are the machine's own; it comes
 	// with the process's page map.
 	KindTouched Kind = 11
+	// KindSettle waits until the guest has given back what it does not use.
+	KindSettle Kind = 12
 
 	KindReply Kind = 64
 	KindReady Kind = 65
@@ -157,7 +159,7 @@ type Connect struct {
 }
 
 // Simple is a request without arguments: Pause, Resume, Console, Stop,
-// Generation or Touched.
+// Generation, Touched or Settle.
 type Simple struct {
 	Kind Kind
 	ID   uint64
@@ -214,7 +216,7 @@ func Unmarshal(b []byte) (Message, error) {
 		m = &Save{}
 	case KindConnect:
 		m = &Connect{}
-	case KindPause, KindResume, KindConsole, KindStop, KindGeneration, KindTouched:
+	case KindPause, KindResume, KindConsole, KindStop, KindGeneration, KindTouched, KindSettle:
 		m = &Simple{Kind: k}
 	case KindBalloon:
 		m = &Balloon{}

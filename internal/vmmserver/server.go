@@ -67,6 +67,12 @@ func Serve(conn *vmmctl.Conn) error {
 // would wait for an answer in vain.
 var errPaused = errors.New("connect: the guest is paused")
 
+// A guest reports free pages two seconds after they became free, in bursts.
+const (
+	settleQuiet = 300 * time.Millisecond
+	settleLimit = 5 * time.Second
+)
+
 type server struct {
 	files     []*os.File // of the first message, those not yet taken
 	sys       *kvm.System
@@ -204,6 +210,12 @@ func (s *server) request(conn *vmmctl.Conn, m vmmctl.Message, files []*os.File) 
 			return reply(conn, m.ID, nil, s.vm.Console().Tail)
 		case vmmctl.KindGeneration:
 			return reply(conn, m.ID, s.vm.RenewGeneration(), nil)
+		case vmmctl.KindSettle:
+			go func() { // it takes long, and the parent may want more
+				s.vm.Settle(settleQuiet, settleLimit)
+				_ = reply(conn, m.ID, nil, nil) // a dead parent is noticed by serve
+			}()
+			return nil
 		case vmmctl.KindStop:
 			s.vm.Stop()
 			return reply(conn, m.ID, nil, nil)

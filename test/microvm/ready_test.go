@@ -52,7 +52,7 @@ func TestReady(t *testing.T) {
 	forEachSMP(t, func(t *testing.T, vcpus int) {
 		e := newEngine(t)
 		snap := bootSnapshot(t, e, vcpus, "echo warmed up > /warm")
-		p := ready.New(ready.Config{Engine: e, Snapshot: snap, Count: 3})
+		p := ready.New(ready.Config{Engine: e, Snapshot: snap, Count: 2})
 		t.Cleanup(func() {
 			if err := p.Close(); err != nil {
 				t.Error(err)
@@ -61,7 +61,7 @@ func TestReady(t *testing.T) {
 		if err := p.WaitFull(t.Context()); err != nil {
 			t.Fatal(err)
 		}
-		n := count(100, 6)
+		n := count(100, 5)
 		seen := map[string]string{}
 		var mu sync.Mutex
 		var claims sync.WaitGroup
@@ -91,7 +91,7 @@ func TestReady(t *testing.T) {
 			})
 		}
 		claims.Wait()
-		if s := p.Stats(); s.Claimed+s.Forked != uint64(n) || s.Claimed < 3 {
+		if s := p.Stats(); s.Claimed+s.Forked != uint64(n) || s.Claimed < 2 {
 			t.Errorf("%+v", s)
 		}
 		if err := p.WaitFull(t.Context()); err != nil {

@@ -309,6 +309,9 @@ func (p *Process) RenewGeneration(ctx context.Context) error {
 	return p.simple(ctx, vmmctl.KindGeneration)
 }
 
+// Settle waits until the guest has given back the memory that it does not use.
+func (p *Process) Settle(ctx context.Context) error { return p.simple(ctx, vmmctl.KindSettle) }
+
 // Stop cuts the guest's power.
 func (p *Process) Stop(ctx context.Context) error { return p.simple(ctx, vmmctl.KindStop) }
 

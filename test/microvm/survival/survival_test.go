@@ -67,7 +67,7 @@ func work(dir string) error {
 	return <-errs
 }
 
-func workers() int { return count(50, 6) }
+func workers() int { return count(50, 4) }
 
 // live makes a sandbox, uses it, captures it, lets it sleep and wake, forks it
 // and removes it all, again and again. It returns the first error.
@@ -129,7 +129,7 @@ func TestParentKilled(t *testing.T) {
 	t.Cleanup(func() { _ = s.Close() })
 	template(t, s)
 	before := vmms(t)
-	for range count(20, 4) {
+	for range count(20, 2) {
 		kill(t, dir)
 		adopt(t, s)
 		if left := slices.DeleteFunc(vmms(t), func(pid int) bool { return slices.Contains(before, pid) }); len(left) > 0 {
