@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"sync"
+	"sync/atomic"
 
 	"agentrun.dev/internal/guestmem"
 	"agentrun.dev/internal/kvm"
@@ -27,9 +28,15 @@ type VM struct {
 	devices Devices // which the VM closes
 	gate    *gate
 
+	// capturing is held by the capture that goes on, capture is it.
+	capturing sync.Mutex
+	capture   atomic.Pointer[Capture]
+
 	endOnce sync.Once
 	exit    Exit // set before done is closed
 	done    chan struct{}
+
+	closing sync.Mutex // held by Close
 
 	mu      sync.Mutex // protects all following fields
 	started bool
@@ -152,15 +159,24 @@ func (vm *VM) resumeDevices() error {
 // the guest ended.
 func (vm *VM) Close() (Exit, error) {
 	vm.Stop()
+	vm.closing.Lock()
+	defer vm.closing.Unlock()
 	vm.mu.Lock()
-	defer vm.mu.Unlock()
-	if vm.closed {
+	closed, started := vm.closed, vm.started
+	vm.closed = true
+	vm.mu.Unlock()
+	if closed {
 		return vm.exit, nil
 	}
-	vm.closed = true
-	if vm.started {
+	if started {
+		// A vCPU may wait for a capture to save its page: that goes on.
 		vm.gate.waitGone(len(vm.vcpus))
 	}
+	if c := vm.capture.Load(); c != nil {
+		c.Cancel(ErrEnded)
+	}
+	vm.capturing.Lock() // it reads guest memory
+	defer vm.capturing.Unlock()
 	return vm.exit, errors.Join(vm.free(), vm.devices.close())
 }
 

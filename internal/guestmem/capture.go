@@ -1,0 +1,321 @@
+package guestmem
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+const (
+	// blockSize is what is saved and released at once.
+	blockSize  = 64 << 10
+	blockPages = blockSize / PageSize
+	// stepBlocks is how many blocks are released at once, or mapped, when
+	// nothing has to be saved.
+	stepBlocks = 64
+	// maxMappings bounds the mappings that captures make of RAM.
+	maxMappings = 1024
+)
+
+// CaptureConfig says how a memory is captured.
+type CaptureConfig struct {
+	// Userfaultfd is an open /dev/userfaultfd. Without it, or where it cannot
+	// protect this memory, the guest must stand still until Copy has returned.
+	Userfaultfd *os.File
+	// Pagemap is this process's /proc/self/pagemap.
+	Pagemap *os.File
+	// File gets the pages, each at its offset in RAM.
+	File *os.File
+}
+
+// Capture is a memory as it was at one instant, the call of Begin. Its methods
+// are called by one goroutine, in this order: Begin, List, Copy, Share, Close.
+type Capture struct {
+	m       *Memory
+	pagemap *os.File
+	file    *os.File
+	uffd    userfaultfd // -1: the guest stands still
+	reason  error       // why uffd is -1
+	swap    bool        // this host has swap space
+
+	// Of the instant: where the image has data, and where that was discarded.
+	mapped, discarded []Span
+
+	blocks  []block // nil without uffd
+	spans   []Span  // what Copy was asked for
+	planned atomic.Bool
+
+	stop    int // an eventfd that ends serve
+	served  chan struct{}
+	failure atomic.Pointer[error]
+	faults  atomic.Uint64
+	longest atomic.Int64
+	copied  atomic.Uint64
+	shared  uint64
+}
+
+// block is a piece of RAM of blockSize.
+type block struct {
+	mu sync.Mutex // protects saved and own, and is held while released changes
+	// released says that its pages may have changed since the instant.
+	released atomic.Bool
+	// Bits for the pages: those in the file, those that were the process's own
+	// (known when it is released), those that the layer is to have (constant
+	// once planned is set).
+	saved, own, want uint16
+}
+
+// CaptureStats says what a capture cost.
+type CaptureStats struct {
+	// Faults is how many writes of the guest had to wait, LongestWait how long
+	// the longest was being served.
+	Faults      uint64
+	LongestWait time.Duration
+	// Copied is the bytes that were stored, Shared those that this memory has
+	// from the layer since.
+	Copied, Shared uint64
+}
+
+// NewCapture prepares a capture while the guest still runs.
+func (m *Memory) NewCapture(cfg CaptureConfig) *Capture {
+	c := &Capture{m: m, pagemap: cfg.Pagemap, file: cfg.File, uffd: -1, reason: errors.New("no userfaultfd was given")}
+	var info unix.Sysinfo_t
+	c.swap = unix.Sysinfo(&info) != nil || info.Totalswap != 0
+	if cfg.Userfaultfd == nil {
+		return c
+	}
+	if err := c.prepare(cfg.Userfaultfd); err != nil {
+		c.reason = err
+		return c
+	}
+	c.reason = nil
+	c.blocks = make([]block, (m.size+blockSize-1)/blockSize)
+	c.served = make(chan struct{})
+	go c.serve()
+	return c
+}
+
+// prepare sets uffd, or leaves nothing behind.
+func (c *Capture) prepare(device *os.File) error {
+	u, err := newUserfaultfd(device)
+	if err != nil {
+		return err
+	}
+	for i := range c.m.regions {
+		if err := u.register(c.m.regions[i].bytes); err != nil {
+			return errors.Join(err, u.close())
+		}
+	}
+	if c.stop, err = unix.Eventfd(0, unix.EFD_CLOEXEC); err != nil {
+		return errors.Join(fmt.Errorf("make an eventfd: %w", err), u.close())
+	}
+	c.uffd = u
+	return nil
+}
+
+// Beside reports whether the guest may run as soon as Begin has returned; if
+// not, why.
+func (c *Capture) Beside() (bool, error) { return c.uffd >= 0, c.reason }
+
+// Begin is the instant. The guest and its devices stand still.
+func (c *Capture) Begin() error {
+	c.remember()
+	if c.uffd < 0 {
+		return nil
+	}
+	if !c.m.live.CompareAndSwap(nil, c) {
+		return errors.New("capture memory: another capture goes on")
+	}
+	for _, p := range c.layout(Span{0, c.m.size}) {
+		if err := c.m.each(p.Span, func(b []byte) error { return c.uffd.protect(b, true) }); err != nil {
+			return fmt.Errorf("capture memory: %w", err)
+		}
+	}
+	return nil
+}
+
+// remember notes what the guest's discards may change.
+func (c *Capture) remember() {
+	c.m.mu.Lock()
+	defer c.m.mu.Unlock()
+	c.mapped, c.discarded = c.m.mapped, c.m.layout.without(c.m.mapped)
+}
+
+func (c *Capture) layout(s Span) []mapping {
+	c.m.mu.Lock()
+	defer c.m.mu.Unlock()
+	return c.m.layout.within(s)
+}
+
+// fail makes the capture useless, and the guest go on.
+func (c *Capture) fail(err error) { c.failure.CompareAndSwap(nil, &err) }
+
+// Cancel makes Copy give up. It may be called at any time.
+func (c *Capture) Cancel(reason error) { c.fail(reason) }
+
+// Err is why the capture failed, if it did.
+func (c *Capture) Err() error {
+	if p := c.failure.Load(); p != nil {
+		return *p
+	}
+	return nil
+}
+
+// Stats may be called at any time.
+func (c *Capture) Stats() CaptureStats {
+	return CaptureStats{
+		Faults: c.faults.Load(), LongestWait: time.Duration(c.longest.Load()),
+		Copied: c.copied.Load(), Shared: c.shared,
+	}
+}
+
+// serve answers the guest's writes to protected pages, until Close.
+func (c *Capture) serve() {
+	defer close(c.served)
+	var messages [uffdMessagesPerRead]uffdMessage
+	for {
+		got, err := c.uffd.wait(c.stop, &messages)
+		if err != nil {
+			// Nobody can be answered any more. Closing the descriptor takes
+			// the protection away and wakes all.
+			c.fail(err)
+			return
+		}
+		if len(got) == 0 {
+			return
+		}
+		began := time.Now()
+		for _, m := range got {
+			if m.event != uffdEventPagefault {
+				continue
+			}
+			if offset, ok := c.m.offsetOf(uintptr(m.address)); ok {
+				if err := c.release(offset/blockSize, true); err != nil {
+					c.fail(err)
+				}
+				c.faults.Add(1)
+			}
+		}
+		if d := int64(time.Since(began)); d > c.longest.Load() {
+			c.longest.Store(d) // only this goroutine stores
+		}
+	}
+}
+
+// offsetOf is where in RAM a host address is.
+func (m *Memory) offsetOf(address uintptr) (uint64, bool) {
+	for i := range m.regions {
+		r := &m.regions[i]
+		if off := uint64(address - r.HostAddr()); address >= r.HostAddr() && off < r.Size() {
+			return ramOffset(r.GPA) + off, true
+		}
+	}
+	return 0, false
+}
+
+// releaseSpan makes a span writable for the host.
+func (c *Capture) releaseSpan(offset, n uint64) error {
+	if n == 0 {
+		return nil
+	}
+	for i := offset / blockSize; i <= (offset+n-1)/blockSize; i++ {
+		if err := c.release(i, false); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// release saves a block and lets it be written. waiter says that a vCPU may be
+// waiting for it.
+func (c *Capture) release(i uint64, waiter bool) error {
+	b := &c.blocks[i]
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	span := c.spanOf(i, 1)
+	if b.released.Load() {
+		if waiter { // it came to wait while the block was being released
+			return c.m.each(span, c.uffd.wake)
+		}
+		return nil
+	}
+	if c.Err() == nil { // a capture that failed is not completed
+		want := ^uint16(0)
+		if c.planned.Load() {
+			want = b.want
+		}
+		if err := c.save(i, want); err != nil {
+			c.fail(err)
+		}
+	}
+	b.released.Store(true)
+	return c.unprotect(span)
+}
+
+// spanOf is the RAM of n blocks from i on.
+func (c *Capture) spanOf(i, n uint64) Span {
+	start := i * blockSize
+	return Span{start, min(start+n*blockSize, c.m.size) - start}
+}
+
+// unprotect makes a span writable; its blocks are locked.
+func (c *Capture) unprotect(s Span) error {
+	return c.m.each(s, func(b []byte) error { return c.uffd.protect(b, false) })
+}
+
+// releaseUnwanted lets the guest write to blocks [from, to) of which nothing
+// is to be saved any more.
+func (c *Capture) releaseUnwanted(from, to uint64) error {
+	var errs []error
+	for i := from; i < to; {
+		n := c.lockUnreleased(i, min(to, i+stepBlocks))
+		if n == 0 {
+			i++
+			continue
+		}
+		errs = append(errs, c.unprotect(c.spanOf(i, n)))
+		c.unlockReleased(i, n)
+		i += n
+	}
+	return errors.Join(errs...)
+}
+
+// lockUnreleased locks the blocks from i on up to the first that is released.
+// Locks are taken upwards, and by one goroutine more than one.
+func (c *Capture) lockUnreleased(i, end uint64) (n uint64) {
+	for ; i < end; i++ {
+		c.blocks[i].mu.Lock()
+		if c.blocks[i].released.Load() {
+			c.blocks[i].mu.Unlock()
+			break
+		}
+		n++
+	}
+	return n
+}
+
+func (c *Capture) unlockReleased(i, n uint64) {
+	for k := i; k < i+n; k++ {
+		c.blocks[k].released.Store(true)
+		c.blocks[k].mu.Unlock()
+	}
+}
+
+// Close takes all protection away. The layer is complete if Copy said so.
+func (c *Capture) Close() error {
+	if c.uffd < 0 {
+		return nil
+	}
+	err := c.releaseUnwanted(0, uint64(len(c.blocks)))
+	// From here on nothing is protected and host writes need no care.
+	c.m.live.CompareAndSwap(c, nil)
+	var one = [8]byte{1}
+	_, stopErr := unix.Write(c.stop, one[:])
+	<-c.served
+	return errors.Join(err, stopErr, c.uffd.close(), unix.Close(c.stop))
+}
