@@ -44,7 +44,8 @@ type Capture struct {
 	swap    bool        // this host has swap space
 
 	// Of the instant: where the image has data, and where that was discarded.
-	mapped, discarded []Span
+	// What earlier captures failed to hand over counts as changed.
+	mapped, discarded, orphan []Span
 
 	blocks  []block // nil without uffd
 	spans   []Span  // what Copy was asked for
@@ -143,7 +144,7 @@ func (c *Capture) Begin() error {
 func (c *Capture) remember() {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
-	c.mapped, c.discarded = c.m.mapped, c.m.layout.without(c.m.mapped)
+	c.mapped, c.discarded, c.orphan = c.m.mapped, c.m.layout.without(c.m.mapped), c.m.orphan
 }
 
 func (c *Capture) layout(s Span) []mapping {
@@ -317,5 +318,17 @@ func (c *Capture) Close() error {
 	var one = [8]byte{1}
 	_, stopErr := unix.Write(c.stop, one[:])
 	<-c.served
-	return errors.Join(err, stopErr, c.uffd.close(), unix.Close(c.stop))
+	err = errors.Join(err, stopErr, c.uffd.close(), unix.Close(c.stop))
+	if err != nil {
+		c.disown()
+	}
+	return err
+}
+
+// disown says that what this capture stored will not be used, whatever of it
+// is mapped by now.
+func (c *Capture) disown() {
+	c.m.mu.Lock()
+	defer c.m.mu.Unlock()
+	c.m.orphan = unite(c.m.orphan, c.spans)
 }

@@ -57,7 +57,7 @@ const listChunk = 4096
 // zeros are listed apart, and only where the image has data.
 func (c *Capture) List(include []Span) (data, zeros []Span, err error) {
 	l := lister{
-		Capture: c, included: include, mapped: c.mapped, discarded: c.discarded, entry: make([]uint64, listChunk),
+		Capture: c, included: unite(include, c.orphan), mapped: c.mapped, discarded: c.discarded, entry: make([]uint64, listChunk),
 	}
 	start := uint64(0)
 	for i := range c.m.regions {
@@ -311,7 +311,7 @@ func (c *Capture) Share() error {
 		return err
 	}
 	c.m.mu.Lock()
-	c.m.mapped = unite(c.m.mapped, c.spans)
+	c.m.mapped, c.m.orphan = unite(c.m.mapped, c.spans), nil // they were among the spans
 	source := len(c.m.layout) + 1 // any number that no mapping has
 	for _, p := range c.m.layout {
 		source = max(source, p.source+1)
@@ -324,6 +324,7 @@ func (c *Capture) Share() error {
 		for at := s.Start; at < s.end(); {
 			next, err := c.shareStep(at, s.end(), source)
 			if err != nil {
+				c.disown()
 				return err
 			}
 			at = next

@@ -53,6 +53,7 @@ type Memory struct {
 	mu     sync.Mutex // protects all following fields
 	mapped []Span     // where the image that this memory began with, or was rebased to, has data
 	layout layout     // what is mapped where
+	orphan []Span     // mapped from a layer that is in nobody's image: changed for ever
 	holes  int        // how many mappings discards have made
 }
 

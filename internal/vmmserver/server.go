@@ -70,16 +70,19 @@ func Serve(conn *vmmctl.Conn, pagemap *os.File) error {
 const settleTime = time.Second
 
 type server struct {
-	pagemap   *os.File
-	files     []*os.File // of the first message, those not yet taken
-	sys       *kvm.System
-	vm        *vmm.VM
-	disks     []*layer.Disk // those that can be saved
-	listener  *os.File      // nil: the VM ends with its parent
-	readyPort uint32
-	ready     sync.Once
+	pagemap *os.File
+	// userfaultfd is its device, nil where there is none.
+	userfaultfd *os.File
+	files       []*os.File // of the first message, those not yet taken
+	sys         *kvm.System
+	vm          *vmm.VM
+	disks       []*layer.Disk // those that can be saved
+	listener    *os.File      // nil: the VM ends with its parent
+	readyPort   uint32
+	ready       sync.Once
 
-	stillMu sync.Mutex // held by who pauses, resumes or saves
+	saving  sync.Mutex // held by a save until its copy is complete
+	stillMu sync.Mutex // held by who pauses or resumes
 
 	mu      sync.Mutex // protects parents
 	parents map[*vmmctl.Conn]bool
@@ -177,7 +180,7 @@ func (s *server) request(conn *vmmctl.Conn, m vmmctl.Message, files []*os.File) 
 	}
 	if save, ok := m.(*vmmctl.Save); ok {
 		go func() { // it takes long, and the parent may want more
-			saved, err := s.save(files)
+			saved, err := s.save(save, files)
 			_ = reply(conn, save.ID, err, saved) // a dead parent is noticed by serve
 		}()
 		return nil
