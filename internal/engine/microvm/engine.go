@@ -73,7 +73,7 @@ func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, er
 		defer func() { _ = kernel.Close() }()
 	}
 	s := &sandbox{
-		engine: e, hostname: spec.Hostname, vcpus: spec.VCPUs, boot: &bootFiles{},
+		engine: e, hostname: spec.Hostname, vcpus: spec.VCPUs, boot: &bootFiles{users: 1},
 		memory: layer.Image{Size: spec.Memory},
 		disks:  []disk{{id: "root", readOnly: true}},
 	}
@@ -130,15 +130,34 @@ func (e *Engine) Fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 	return s, nil
 }
 
-func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.ForkOptions) (_ *sandbox, err error) {
-	begin := time.Now()
-	m := snap.Manifest()
+func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.ForkOptions) (*sandbox, error) {
 	s, err := e.describe(snap, opts.Hostname)
 	if err != nil {
 		return nil, err
 	}
+	return e.restore(ctx, s, opts, origin{
+		profile: snap.Manifest().CPU.Profile,
+		state:   func() (*os.File, error) { return memoryFile("state", snap.State()) },
+		memory: func(ctx context.Context, ref layer.Ref) (*os.File, error) {
+			return e.resident.Load(ctx, ref, func() (*os.File, error) { return snap.OpenLayer(ref) })
+		},
+		disk: func(_ *disk, ref layer.Ref) (*os.File, error) { return snap.OpenLayer(ref) },
+	})
+}
+
+// origin is where a fork's parts come from. The files are the fork's to close.
+type origin struct {
+	profile string
+	state   func() (*os.File, error)
+	memory  func(context.Context, layer.Ref) (*os.File, error)
+	disk    func(*disk, layer.Ref) (*os.File, error)
+}
+
+// restore starts a fork that was described.
+func (e *Engine) restore(ctx context.Context, s *sandbox, opts engine.ForkOptions, from origin) (_ *sandbox, err error) {
+	begin := time.Now()
 	restore := &vmmctl.Restore{
-		Memory: s.memory, Profile: m.CPU.Profile, VCPUs: uint64(m.VCPUs),
+		Memory: s.memory, Profile: from.profile, VCPUs: uint64(s.vcpus),
 		Devices: vmmctl.Devices{ReadyPort: guestrpc.AgentPort},
 	}
 	var files []*os.File
@@ -156,13 +175,22 @@ func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 		}
 	}
 	add(openKVM())
-	add(memoryFile("state", snap.State()))
-	for _, ref := range s.memory.Layers {
-		add(e.resident.Load(ctx, ref, func() (*os.File, error) { return snap.OpenLayer(ref) }))
+	if uffd := openUserfaultfd(); uffd != nil {
+		restore.HasUserfaultfd = true
+		add(uffd, nil)
 	}
-	for _, d := range s.disks {
-		for _, ref := range d.image.Layers {
-			add(snap.OpenLayer(ref))
+	add(from.state())
+	for _, ref := range s.memory.Layers {
+		add(from.memory(ctx, ref))
+	}
+	for i := range s.disks {
+		d := &s.disks[i]
+		refs := d.image.Layers
+		if d.readOnly && len(refs) == 0 {
+			refs = []layer.Ref{{}} // what a sandbox was booted from has no digest until it is captured
+		}
+		for _, ref := range refs {
+			add(from.disk(d, ref))
 		}
 		wire := vmmctl.Disk{ReadOnly: d.readOnly, ID: d.id}
 		if !d.readOnly {
@@ -171,7 +199,8 @@ func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 		}
 		restore.Devices.Disks = append(restore.Devices.Disks, wire)
 	}
-	if opts.Socket != "" {
+	s.attachable = opts.Socket != ""
+	if s.attachable {
 		restore.Devices.Listen = true
 		add(vmmctl.Listen(opts.Socket))
 	}
@@ -204,8 +233,9 @@ func (e *Engine) describe(snap *snapshot.Snapshot, hostname string) (*sandbox, e
 	}
 	s := &sandbox{
 		engine: e, kernel: m.Kernel, hostname: hostname, vcpus: m.VCPUs,
-		memory: m.Memory.Layer(), generation: generation, parent: snap,
+		generation: generation, parent: snap,
 	}
+	s.setMemory(m.Memory.Layer())
 	for _, d := range m.Disks {
 		s.disks = append(s.disks, disk{id: d.ID, readOnly: d.ReadOnly, image: d.Image.Layer()})
 	}
@@ -218,6 +248,7 @@ func (e *Engine) Attach(ctx context.Context, snap *snapshot.Snapshot, opts engin
 	if err != nil {
 		return nil, err
 	}
+	s.attachable = true
 	p, err := attach(opts.Socket, id)
 	if errors.Is(err, unix.ESRCH) {
 		err = fmt.Errorf("%w: its process is gone", engine.ErrEnded)
@@ -315,6 +346,16 @@ func openKVM() (*os.File, error) {
 		return nil, fmt.Errorf("open KVM: %w (agentrun doctor says what this host lacks)", err)
 	}
 	return f, nil
+}
+
+// openUserfaultfd opens the device that live forks without copying need, or
+// returns nil where there is none: then memory is copied in the pause.
+func openUserfaultfd() *os.File {
+	f, err := os.OpenFile("/dev/userfaultfd", os.O_RDWR, 0)
+	if err != nil {
+		return nil
+	}
+	return f
 }
 
 // memoryFile is a file in memory with some content.

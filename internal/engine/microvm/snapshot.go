@@ -16,8 +16,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Snapshot captures the sandbox into a new folder. Memory and disks are
-// written while it stands still; hashing and storing goes on beside it.
+// Snapshot captures the sandbox into a new folder. Copying, hashing and storing
+// goes on beside it.
 func (s *sandbox) Snapshot(ctx context.Context, dir string) (_ *snapshot.Snapshot, err error) {
 	s.capture.Lock()
 	defer s.capture.Unlock()
@@ -36,19 +36,42 @@ func (s *sandbox) build(ctx context.Context, b *snapshot.Builder) (*snapshot.Sna
 	if err := s.identifyBoot(); err != nil {
 		return nil, err
 	}
-	c, err := s.freeze(ctx)
+	// What live layers hold is stored once more: they have no digest.
+	durable, save := s.durable()
+	c, err := s.freeze(ctx, save)
 	if err != nil {
 		return nil, err
 	}
 	defer c.close()
-	return s.store(ctx, b, c)
+	return durable.store(ctx, b, c)
+}
+
+// durable describes the sandbox without its live layers, and a Save that
+// stores what they hold.
+func (s *sandbox) durable() (*sandbox, *vmmctl.Save) {
+	save := &vmmctl.Save{}
+	d := &sandbox{
+		engine: s.engine, kernel: s.kernel, hostname: s.hostname, vcpus: s.vcpus,
+		generation: s.generation, parent: s.parent, boot: s.boot,
+	}
+	d.memory, save.Memory = s.memory.Without(s.live.has)
+	save.Memory = uniteRuns(save.Memory, s.owed)
+	for _, k := range s.disks {
+		var runs []layer.Run
+		k.image, runs = k.image.Without(s.live.has)
+		if !k.readOnly {
+			save.Disks = append(save.Disks, uniteRuns(runs, k.owed))
+		}
+		d.disks = append(d.disks, k)
+	}
+	return d, save
 }
 
 // captured is a sandbox as it was at one instant.
 type captured struct {
 	saved  *vmmctl.Saved
 	state  *os.File
-	memory *os.File   // a sealed memfd
+	memory *os.File   // a sealed memfd, each page at its offset in RAM
 	disks  []*os.File // one per writable disk
 }
 
@@ -61,9 +84,13 @@ func (c *captured) close() {
 }
 
 // freeze saves the sandbox as it is at one instant.
-func (s *sandbox) freeze(ctx context.Context) (_ *captured, err error) {
+func (s *sandbox) freeze(ctx context.Context, save *vmmctl.Save) (_ *captured, err error) {
 	c := &captured{}
+	var tops []*os.File
 	defer func() {
+		for _, f := range tops {
+			_ = f.Close() // the vmm has its own copies
+		}
 		if err != nil {
 			c.close()
 		}
@@ -79,25 +106,41 @@ func (s *sandbox) freeze(ctx context.Context) (_ *captured, err error) {
 		if d.readOnly {
 			continue
 		}
-		f, err := s.engine.top()
-		if err != nil {
-			return nil, err
+		for _, list := range []*[]*os.File{&c.disks, &tops} {
+			f, err := s.engine.top()
+			if err != nil {
+				return nil, err
+			}
+			*list = append(*list, f)
+			files = append(files, f)
 		}
-		c.disks = append(c.disks, f)
-		files = append(files, f)
 	}
-	reply, err := s.request(ctx, func(id uint64) vmmctl.Message { return &vmmctl.Save{ID: id} }, files...)
+	if save.Rebase {
+		// A vmm that was asked to rebase does so, whether anybody waits or not.
+		ctx = context.WithoutCancel(ctx)
+	}
+	reply, err := s.request(ctx, func(id uint64) vmmctl.Message { save.ID = id; return save }, files...)
 	if err != nil {
 		return nil, err
 	}
-	// The vmm may still have it open, and is not trusted: other sandboxes
-	// will map this.
-	const seals = unix.F_SEAL_WRITE | unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
-	if _, err := unix.FcntlInt(c.memory.Fd(), unix.F_ADD_SEALS, seals); err != nil {
-		return nil, fmt.Errorf("seal the memory layer: %w", err)
+	if c.saved, err = vmmctl.UnmarshalSaved(reply.Data); err != nil {
+		return nil, err
 	}
-	c.saved, err = vmmctl.UnmarshalSaved(reply.Data)
-	return c, err
+	if len(c.saved.Disks) != len(c.disks) {
+		return nil, fmt.Errorf("%d disks were saved, not %d", len(c.saved.Disks), len(c.disks))
+	}
+	// The vmm may still have them open, and is not trusted: other sandboxes
+	// are made of them.
+	const seals = unix.F_SEAL_WRITE | unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
+	for _, f := range []*os.File{c.memory, c.state} {
+		if _, err := unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, seals); err != nil {
+			if save.Rebase {
+				s.owe(c.saved)
+			}
+			return nil, fmt.Errorf("seal the captured %s: %w", f.Name(), err)
+		}
+	}
+	return c, nil
 }
 
 // store makes a snapshot folder of what was captured.
@@ -134,11 +177,9 @@ func (s *sandbox) store(ctx context.Context, b *snapshot.Builder, c *captured) (
 		im := d.image
 		if d.readOnly {
 			err = st.keep(im)
-		} else if writable < len(c.saved.Disks) {
+		} else {
 			im, err = st.layDisk(ctx, im, c.disks[writable], c.saved.Disks[writable])
 			writable++
-		} else {
-			err = fmt.Errorf("disk %s was not saved", d.id)
 		}
 		if err != nil {
 			return nil, err
@@ -169,8 +210,10 @@ func (st *storing) layMemory(ctx context.Context, c *captured) (layer.Image, err
 	}
 	defer func() { _ = f.Close() }() // it has a name, or is abandoned
 	w := layer.NewWriter(f)
-	if _, err := io.Copy(w, wholeOf(c.memory)); err != nil {
-		return below, fmt.Errorf("copy the memory layer: %w", err)
+	for _, r := range c.saved.Memory.Runs {
+		if _, err := io.Copy(w, io.NewSectionReader(c.memory, int64(r.Start), int64(r.Length))); err != nil {
+			return below, fmt.Errorf("copy the memory layer: %w", err)
+		}
 	}
 	im, err := st.lay(ctx, below, w.Ref(), f, c.saved.Memory)
 	if err != nil {
