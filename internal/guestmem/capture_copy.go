@@ -207,6 +207,13 @@ func eachRun(mask uint16, do func(first, n int) error) error {
 // Copy stores the spans, which are sorted and do not overlap, and hold all
 // that List listed as data. Everything else is the guest's again at once.
 func (c *Capture) Copy(spans []Span) error {
+	if err := c.copy(spans); err != nil {
+		c.fail(err)
+	}
+	return c.Err()
+}
+
+func (c *Capture) copy(spans []Span) error {
 	c.spans = spans
 	if err := c.file.Truncate(int64(c.m.size)); err != nil {
 		return fmt.Errorf("store captured memory: %w", err)
@@ -233,7 +240,7 @@ func (c *Capture) Copy(spans []Span) error {
 			return err
 		}
 	}
-	return c.Err()
+	return nil
 }
 
 // plan notes for each block what the layer is to have of it.
