@@ -298,6 +298,10 @@ func (b *liveBare) capture(file *os.File, s *liveSamples, r *LiveReport) (_ *fro
 		}
 		return c.Copy(spans)
 	}
+	stood, err := c.Arm(vm.Still)
+	if err != nil {
+		return nil, err
+	}
 	pause, err := vm.Still(func() (err error) {
 		if f.state, err = vm.Save(b.sys); err != nil {
 			return err
@@ -320,7 +324,7 @@ func (b *liveBare) capture(file *os.File, s *liveSamples, r *LiveReport) (_ *fro
 		r.StoodStill = why.Error()
 	}
 	b.below, b.khz = f.mapped, uint64(f.state.TSCKHz)
-	s.pause, s.captured = append(s.pause, pause), append(s.captured, time.Since(start))
+	s.pause, s.captured = append(s.pause, max(stood, pause)), append(s.captured, time.Since(start))
 	r.Copied, r.Shared = c.Stats().Copied, c.Stats().Shared
 	return f, nil
 }

@@ -34,14 +34,21 @@ type CaptureConfig struct {
 }
 
 // Capture is a memory as it was at one instant, the call of Begin. Its methods
-// are called by one goroutine, in this order: Begin, List, Copy, Share, Close.
+// are called by one goroutine, in this order: Announce and Arm (if Early), Begin,
+// List, Copy, Share, Close.
 type Capture struct {
 	m       *Memory
 	pagemap *os.File
 	file    *os.File
 	uffd    userfaultfd // -1: the guest stands still
 	reason  error       // why uffd is -1
+	early   bool        // pages that are not there can be protected, too
 	swap    bool        // this host has swap space
+
+	// writers is held for reading by who releases and writes, and for writing
+	// while Arm or Begin protects. begun says that the instant has come.
+	writers sync.RWMutex
+	begun   atomic.Bool
 
 	// Of the instant: where the image has data, and where that was discarded.
 	// What earlier captures failed to hand over counts as changed.
@@ -96,6 +103,9 @@ func (m *Memory) NewCapture(cfg CaptureConfig) *Capture {
 	}
 	c.reason = nil
 	c.blocks = make([]block, (m.size+blockSize-1)/blockSize)
+	for i := range c.blocks {
+		c.blocks[i].released.Store(true) // nothing is protected yet
+	}
 	c.served = make(chan struct{})
 	go c.serve()
 	return c
@@ -103,19 +113,72 @@ func (m *Memory) NewCapture(cfg CaptureConfig) *Capture {
 
 // prepare sets uffd, or leaves nothing behind.
 func (c *Capture) prepare(device *os.File) error {
-	u, err := newUserfaultfd(device)
+	u, early, err := newUserfaultfd(device)
 	if err != nil {
 		return err
 	}
-	for i := range c.m.regions {
-		if err := u.register(c.m.regions[i].bytes); err != nil {
-			return errors.Join(err, u.close())
-		}
+	if err := c.register(u); err != nil {
+		return errors.Join(err, u.close())
 	}
 	if c.stop, err = unix.Eventfd(0, unix.EFD_CLOEXEC); err != nil {
 		return errors.Join(fmt.Errorf("make an eventfd: %w", err), u.close())
 	}
-	c.uffd = u
+	c.uffd, c.early = u, early
+	return nil
+}
+
+// register registers all RAM; what is registered already stays so.
+func (c *Capture) register(u userfaultfd) error {
+	for i := range c.m.regions {
+		if err := u.register(c.m.regions[i].bytes); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Early reports whether Announce and Arm can take most of the work out of
+// Begin.
+func (c *Capture) Early() bool { return c.early }
+
+// Announce makes the host's writes heed the capture. It is called while the
+// guest and its devices stand still for a moment, before Arm.
+func (c *Capture) Announce() error {
+	if !c.m.live.CompareAndSwap(nil, c) {
+		return errors.New("capture memory: another capture goes on")
+	}
+	return nil
+}
+
+// Arm protects everything while the guest runs. What is written meanwhile loses
+// its protection again, and Begin has only that left to do.
+func (c *Capture) Arm() error {
+	for i := uint64(0); i < uint64(len(c.blocks)); i += stepBlocks {
+		if err := c.armStep(i, min(stepBlocks, uint64(len(c.blocks))-i)); err != nil {
+			return fmt.Errorf("capture memory: %w", err)
+		}
+	}
+	return nil
+}
+
+func (c *Capture) armStep(i, n uint64) error {
+	c.writers.Lock()
+	defer c.writers.Unlock()
+	for k := i; k < i+n; k++ {
+		c.blocks[k].mu.Lock()
+		defer c.blocks[k].mu.Unlock()
+		c.blocks[k].released.Store(false)
+	}
+	return c.protect(c.spanOf(i, n))
+}
+
+// protect write-protects a span, mapping by mapping.
+func (c *Capture) protect(s Span) error {
+	for _, p := range c.layout(s) {
+		if err := c.m.each(p.Span, func(b []byte) error { return c.uffd.protect(b, true) }); err != nil {
+			return err
+		}
+	}
 	return nil
 }
 
@@ -126,16 +189,36 @@ func (c *Capture) Beside() (bool, error) { return c.uffd >= 0, c.reason }
 // Begin is the instant. The guest and its devices stand still.
 func (c *Capture) Begin() error {
 	c.remember()
+	// An answer to a write of before may still be under way.
+	c.writers.Lock()
+	defer c.writers.Unlock()
+	c.begun.Store(true)
 	if c.uffd < 0 {
 		return nil
 	}
-	if !c.m.live.CompareAndSwap(nil, c) {
-		return errors.New("capture memory: another capture goes on")
+	if c.m.live.Load() != c {
+		if err := c.Announce(); err != nil {
+			return err
+		}
 	}
-	for _, p := range c.layout(Span{0, c.m.size}) {
-		if err := c.m.each(p.Span, func(b []byte) error { return c.uffd.protect(b, true) }); err != nil {
+	// The guest's discards may have made new mappings.
+	if err := c.register(c.uffd); err != nil {
+		return fmt.Errorf("capture memory: %w", err)
+	}
+	blocks := uint64(len(c.blocks))
+	for i := uint64(0); i < blocks; i++ {
+		n := uint64(0)
+		for i+n < blocks && c.blocks[i+n].released.Load() {
+			c.blocks[i+n].released.Store(false)
+			n++
+		}
+		if n == 0 {
+			continue
+		}
+		if err := c.protect(c.spanOf(i, n)); err != nil {
 			return fmt.Errorf("capture memory: %w", err)
 		}
+		i += n
 	}
 	return nil
 }
@@ -196,7 +279,10 @@ func (c *Capture) serve() {
 				continue
 			}
 			if offset, ok := c.m.offsetOf(uintptr(m.address)); ok {
-				if err := c.release(offset/blockSize, true); err != nil {
+				c.writers.RLock()
+				err := c.release(offset/blockSize, true)
+				c.writers.RUnlock()
+				if err != nil {
 					c.fail(err)
 				}
 				c.faults.Add(1)
@@ -245,7 +331,9 @@ func (c *Capture) release(i uint64, waiter bool) error {
 		}
 		return nil
 	}
-	if c.Err() == nil { // a capture that failed is not completed
+	// Before the instant there is nothing to save, and a capture that failed is
+	// not completed.
+	if c.begun.Load() && c.Err() == nil {
 		want := ^uint16(0)
 		if c.planned.Load() {
 			want = b.want

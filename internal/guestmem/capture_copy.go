@@ -319,7 +319,7 @@ func (c *Capture) Share() error {
 	}
 	c.m.mu.Lock()
 	c.m.mapped, c.m.orphan = unite(c.m.mapped, c.spans), nil // they were among the spans
-	source := len(c.m.layout) + 1 // any number that no mapping has
+	source := len(c.m.layout) + 1                            // any number that no mapping has
 	for _, p := range c.m.layout {
 		source = max(source, p.source+1)
 	}

@@ -137,14 +137,28 @@ func (m *Memory) Read(gpa uint64, p []byte) error {
 	return nil
 }
 
-// toWrite is slice for a caller that will write there: a capture that goes on
-// saves the old content first.
-func (m *Memory) toWrite(gpa, n uint64) ([]byte, error) {
-	b, err := m.slice(gpa, n)
-	if err != nil {
-		return nil, err
+// writing begins a write by the host, which ends with Capture.written. Without
+// a capture under way it costs one load.
+func (m *Memory) writing() *Capture {
+	c := m.live.Load()
+	if c != nil {
+		c.writers.RLock()
 	}
-	if c := m.live.Load(); c != nil {
+	return c
+}
+
+// written ends a write by the host.
+func (c *Capture) written() {
+	if c != nil {
+		c.writers.RUnlock()
+	}
+}
+
+// toWrite is slice for a caller that will write there, between writing and
+// written: a capture saves the old content first.
+func (m *Memory) toWrite(c *Capture, gpa, n uint64) ([]byte, error) {
+	b, err := m.slice(gpa, n)
+	if err == nil && c != nil {
 		err = c.releaseSpan(ramOffset(gpa), n)
 	}
 	return b, err
@@ -152,7 +166,9 @@ func (m *Memory) toWrite(gpa, n uint64) ([]byte, error) {
 
 // Write copies p into guest memory at gpa.
 func (m *Memory) Write(gpa uint64, p []byte) error {
-	b, err := m.toWrite(gpa, uint64(len(p)))
+	c := m.writing()
+	defer c.written()
+	b, err := m.toWrite(c, gpa, uint64(len(p)))
 	if err != nil {
 		return err
 	}
@@ -162,7 +178,9 @@ func (m *Memory) Write(gpa uint64, p []byte) error {
 
 // Zero clears n bytes at gpa.
 func (m *Memory) Zero(gpa, n uint64) error {
-	b, err := m.toWrite(gpa, n)
+	c := m.writing()
+	defer c.written()
+	b, err := m.toWrite(c, gpa, n)
 	if err != nil {
 		return err
 	}
@@ -174,7 +192,11 @@ func (m *Memory) Zero(gpa, n uint64) error {
 // ordering: what the guest wrote before it published the index is visible.
 // gpa must be 2-aligned, as virtio 1.2 §2.7 demands of every ring.
 func (m *Memory) LoadUint16(gpa uint64) (uint16, error) {
-	p, err := m.pointer16(gpa, m.slice)
+	b, err := m.slice(gpa, 2)
+	if err != nil {
+		return 0, err
+	}
+	p, err := pointer16(gpa, b)
 	if err != nil {
 		return 0, err
 	}
@@ -186,7 +208,13 @@ func (m *Memory) LoadUint16(gpa uint64) (uint16, error) {
 // it (virtio 1.2 §2.7.13.3 and §2.7.14 need the latter before it reads the flags that
 // suppress interrupts).
 func (m *Memory) StoreUint16(gpa uint64, v uint16) error {
-	p, err := m.pointer16(gpa, m.toWrite)
+	c := m.writing()
+	defer c.written()
+	b, err := m.toWrite(c, gpa, 2)
+	if err != nil {
+		return err
+	}
+	p, err := pointer16(gpa, b)
 	if err != nil {
 		return err
 	}
@@ -194,13 +222,9 @@ func (m *Memory) StoreUint16(gpa uint64, v uint16) error {
 	return nil
 }
 
-func (m *Memory) pointer16(gpa uint64, access func(gpa, n uint64) ([]byte, error)) (*uint16, error) {
+func pointer16(gpa uint64, b []byte) (*uint16, error) {
 	if gpa%2 != 0 {
 		return nil, fmt.Errorf("%w: %#x is not 2-aligned", ErrRange, gpa)
-	}
-	b, err := access(gpa, 2)
-	if err != nil {
-		return nil, err
 	}
 	return pointerTo16(b), nil
 }
@@ -208,7 +232,9 @@ func (m *Memory) pointer16(gpa uint64, access func(gpa, n uint64) ([]byte, error
 // Discard gives whole pages inside [gpa, gpa+n) back to the host; the guest
 // reads zeros there afterwards. Partial pages at the ends are kept.
 func (m *Memory) Discard(gpa, n uint64) error {
-	b, err := m.toWrite(gpa, n)
+	c := m.writing()
+	defer c.written()
+	b, err := m.toWrite(c, gpa, n)
 	if err != nil {
 		return err
 	}
@@ -251,7 +277,10 @@ const maxIovecs = 1024
 // It returns how many bytes arrived; fewer than asked without an error means
 // the file ended.
 func (m *Memory) ReadFile(fd int, offset int64, ranges []Range) (int64, error) {
-	return m.transfer(ranges, m.toWrite, func(iov [][]byte, done int64) (int, error) {
+	c := m.writing()
+	defer c.written()
+	access := func(gpa, n uint64) ([]byte, error) { return m.toWrite(c, gpa, n) }
+	return m.transfer(ranges, access, func(iov [][]byte, done int64) (int, error) {
 		return unix.Preadv(fd, iov, offset+done)
 	})
 }

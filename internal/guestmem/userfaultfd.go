@@ -20,6 +20,7 @@ const (
 	uffdAPIVersion      = 0xaa
 	uffdFeatureWP       = 1 << 0  // UFFD_FEATURE_PAGEFAULT_FLAG_WP
 	uffdFeatureShmemWP  = 1 << 12 // UFFD_FEATURE_WP_HUGETLBFS_SHMEM
+	uffdFeatureAbsentWP = 1 << 13 // UFFD_FEATURE_WP_UNPOPULATED
 	uffdRegisterWP      = 1 << 1  // UFFDIO_REGISTER_MODE_WP
 	uffdWriteProtectOn  = 1 << 0  // UFFDIO_WRITEPROTECT_MODE_WP
 	uffdEventPagefault  = 0x12    // UFFD_EVENT_PAGEFAULT
@@ -52,17 +53,24 @@ var (
 type userfaultfd int
 
 // newUserfaultfd makes one from /dev/userfaultfd that can protect shmem.
-func newUserfaultfd(device *os.File) (userfaultfd, error) {
+// absent says that it protects anonymous pages that are not there, too (since
+// Linux 6.4).
+func newUserfaultfd(device *os.File) (u userfaultfd, absent bool, err error) {
 	r, _, errno := unix.Syscall(unix.SYS_IOCTL, device.Fd(), userfaultfdNew, unix.O_CLOEXEC|unix.O_NONBLOCK)
 	if errno != 0 {
-		return -1, fmt.Errorf("make a userfaultfd: %w", errno)
+		return -1, false, fmt.Errorf("make a userfaultfd: %w", errno)
 	}
-	u := userfaultfd(r)
-	api := uffdAPI{api: uffdAPIVersion, features: uffdFeatureWP | uffdFeatureShmemWP}
-	if err := u.ioctl(uffdioAPI, unsafe.Pointer(&api)); err != nil {
-		return -1, errors.Join(fmt.Errorf("ask userfaultfd for write protection of shared memory: %w", err), u.close())
+	u = userfaultfd(r)
+	for _, absent := range []bool{true, false} {
+		api := uffdAPI{api: uffdAPIVersion, features: uffdFeatureWP | uffdFeatureShmemWP}
+		if absent {
+			api.features |= uffdFeatureAbsentWP
+		}
+		if err = u.ioctl(uffdioAPI, unsafe.Pointer(&api)); err == nil {
+			return u, absent, nil
+		}
 	}
-	return u, nil
+	return -1, false, errors.Join(fmt.Errorf("ask userfaultfd for write protection of shared memory: %w", err), u.close())
 }
 
 func (u userfaultfd) close() error { return unix.Close(int(u)) }

@@ -28,6 +28,19 @@ func (vm *VM) NewCapture(cfg guestmem.CaptureConfig) (*Capture, error) {
 	return c, nil
 }
 
+// Arm does ahead what can be done while the guest runs; still is VM.Still, or
+// does what that does. It returns for how long the guest stood still.
+func (c *Capture) Arm(still func(do func() error) (time.Duration, error)) (time.Duration, error) {
+	if !c.Early() {
+		return 0, nil
+	}
+	stood, err := still(c.Announce)
+	if err != nil {
+		return stood, err
+	}
+	return stood, c.Capture.Arm()
+}
+
 // Close ends the capture: nothing is protected any more.
 func (c *Capture) Close() error {
 	err := c.Capture.Close()

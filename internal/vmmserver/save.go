@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"slices"
+	"time"
 
 	"agentrun.dev/internal/guestmem"
 	"agentrun.dev/internal/layer"
@@ -69,24 +70,23 @@ func (s *server) saveTo(m *vmmctl.Save, w *saveFiles) (saved vmmctl.Saved, err e
 	beside, why := c.Beside()
 	var state *vmm.State
 	var disks []*layer.Frozen
-	var pause int64
-	err = s.still(func() error {
-		stood, err := s.vm.Still(func() (err error) {
-			if state, err = s.vm.Save(s.sys); err != nil {
-				return err
-			}
-			if err := c.Begin(); err != nil {
-				return err
-			}
-			if disks, err = s.freezeDisks(w); err != nil {
-				return err
-			}
-			if !beside {
-				saved.Memory, err = saveMemory(c, m.Memory)
-			}
+	stood, err := c.Arm(s.stand)
+	if err != nil {
+		return saved, err
+	}
+	pause, err := s.stand(func() (err error) {
+		if state, err = s.vm.Save(s.sys); err != nil {
 			return err
-		})
-		pause = stood.Nanoseconds()
+		}
+		if err := c.Begin(); err != nil {
+			return err
+		}
+		if disks, err = s.freezeDisks(w); err != nil {
+			return err
+		}
+		if !beside {
+			saved.Memory, err = saveMemory(c, m.Memory)
+		}
 		return err
 	})
 	if err != nil {
@@ -127,9 +127,19 @@ func (s *server) saveTo(m *vmmctl.Save, w *saveFiles) (saved vmmctl.Saved, err e
 		}
 	}
 	st := c.Stats()
-	saved.Pause, saved.Wait, saved.Waits = uint64(pause), uint64(st.LongestWait), st.Faults
+	saved.Pause, saved.Wait, saved.Waits = uint64(max(stood, pause)), uint64(st.LongestWait), st.Faults
 	saved.Copied, saved.Shared = st.Copied, st.Shared
 	return saved, nil
+}
+
+// stand does something while the guest stands still, and nobody else changes
+// that.
+func (s *server) stand(do func() error) (stood time.Duration, err error) {
+	err = s.still(func() error {
+		stood, err = s.vm.Still(do)
+		return err
+	})
+	return stood, err
 }
 
 // freezeDisks is done while nobody uses them.
