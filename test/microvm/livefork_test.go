@@ -80,7 +80,7 @@ func TestLiveForks(t *testing.T) {
 		}
 		t.Cleanup(func() { _ = source.Close() })
 		counters(t, source, vcpus)
-		forks := count(1000, 24)
+		forks := count(1000, 10)
 		var most [2]struct{ mappings, descriptors int }
 		for i := range forks {
 			before := counts(t, source)
