@@ -105,7 +105,7 @@ func TestLiveForks(t *testing.T) {
 			half := 2 * i / forks
 			m, d := resources(t, source)
 			most[half].mappings, most[half].descriptors = max(most[half].mappings, m), max(most[half].descriptors, d)
-			if i%50 == 0 || i == forks-1 {
+			if i%50 == 0 || i == forks-1 || !soak {
 				t.Logf("fork %d: %d mappings, %d descriptors, %+v", i, m, d, f.Stats)
 			}
 		}
