@@ -46,8 +46,8 @@ type LiveReport struct {
 	// written, begun as the fork was called; QuietWait the same without a fork.
 	Wait      Summary `json:"longest_write"`
 	QuietWait Summary `json:"longest_write_without_fork"`
-	// Pass is how long that pass took, Next the one after it, QuietPass one
-	// without a fork.
+	// Pass is how long that pass took, Next the first one after a fork whose
+	// copy is complete, QuietPass one without a fork.
 	Pass      Summary `json:"pass_during_fork"`
 	Next      Summary `json:"next_pass"`
 	QuietPass Summary `json:"pass_without_fork"`
@@ -57,7 +57,6 @@ type LiveReport struct {
 	One      Summary `json:"first_answer_of_one"`
 	Ten      Summary `json:"first_answer_of_ten"`
 	Copied   uint64  `json:"copied_bytes"`
-	Shared   uint64  `json:"shared_bytes"`
 	Noisy    bool    `json:"noisy"`
 }
 
@@ -88,13 +87,13 @@ func (r LiveReport) Print(w io.Writer) error {
 		{"floor", r.Floor}, {"pause", r.Pause}, {"longest gap in the guest's TSC", r.Gap},
 		{"  the same without a fork", r.QuietGap}, {"longest write during a fork", r.Wait},
 		{"  the same without a fork", r.QuietWait}, {"pass over memory during a fork", r.Pass},
-		{"  the next pass", r.Next}, {"  a pass without a fork", r.QuietPass},
+		{"  the first pass after a fork", r.Next}, {"  a pass without a fork", r.QuietPass},
 		{"copy complete", r.Captured}, {"first answer of one child", r.One}, {"last first answer of ten", r.Ten},
 	})
 	if err != nil {
 		return err
 	}
-	fmt.Fprintf(w, "per fork %d MiB copied, %d MiB shared with the source afterwards\n", r.Copied>>20, r.Shared>>20)
+	fmt.Fprintf(w, "the last fork copied %d MiB\n", r.Copied>>20)
 	if r.StoodStill != "" {
 		fmt.Fprintln(w, "memory was copied in the pause:", r.StoodStill)
 	}

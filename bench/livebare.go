@@ -208,9 +208,10 @@ func (b *liveBare) round(s *liveSamples, r *LiveReport) error {
 		return err
 	}
 	s.gap = append(s.gap, gap)
-	if err := b.dirty(); err != nil {
+	if _, pass, err = b.timed(nothing); err != nil {
 		return err
 	}
+	s.next = append(s.next, pass)
 	wait, pass, err = b.timed(func() error {
 		_, err := b.fork(0, s, r)
 		return err
@@ -219,10 +220,6 @@ func (b *liveBare) round(s *liveSamples, r *LiveReport) error {
 		return err
 	}
 	s.wait, s.pass = append(s.wait, wait), append(s.pass, pass)
-	if _, pass, err = b.timed(nothing); err != nil {
-		return err
-	}
-	s.next = append(s.next, pass)
 	d, err := b.fork(10, s, r)
 	s.ten = append(s.ten, d)
 	return err
@@ -315,7 +312,7 @@ func (b *liveBare) capture(file *os.File, s *liveSamples, r *LiveReport) (_ *fro
 		err = store()
 	}
 	if err == nil {
-		err = c.Share()
+		err = errors.Join(c.Adopt(), c.Share())
 	}
 	if err != nil {
 		return nil, err
@@ -325,7 +322,7 @@ func (b *liveBare) capture(file *os.File, s *liveSamples, r *LiveReport) (_ *fro
 	}
 	b.below, b.khz = f.mapped, uint64(f.state.TSCKHz)
 	s.pause, s.captured = append(s.pause, max(stood, pause)), append(s.captured, time.Since(start))
-	r.Copied, r.Shared = c.Stats().Copied, c.Stats().Shared
+	r.Copied = c.Stats().Copied
 	return f, nil
 }
 

@@ -67,6 +67,9 @@ func Live(ctx context.Context, cfg LiveConfig) (report LiveReport, err error) {
 // liveRound measures a fork under a source that writes all the time, and one
 // of ten children.
 func liveRound(ctx context.Context, source engine.Sandbox, p *toucher, s *liveSamples, r *LiveReport) error {
+	if _, _, err := p.run(onePass, nil); err != nil { // what the last round left
+		return err
+	}
 	wait, pass, err := p.run(longPasses, nil)
 	if err != nil {
 		return err
@@ -81,12 +84,13 @@ func liveRound(ctx context.Context, source engine.Sandbox, p *toucher, s *liveSa
 		return err
 	}
 	s.wait, s.pass = append(s.wait, wait), append(s.pass, pass)
-	if _, pass, err = p.run(onePass, nil); err != nil {
+	d, err := liveForks(ctx, source, 10, s, r)
+	if err != nil {
 		return err
 	}
-	s.next = append(s.next, pass)
-	d, err := liveForks(ctx, source, 10, s, r)
 	s.ten = append(s.ten, d)
+	_, pass, err = p.run(onePass, nil)
+	s.next = append(s.next, pass)
 	return err
 }
 
@@ -105,7 +109,7 @@ func liveForks(ctx context.Context, source engine.Sandbox, children int, s *live
 		}
 	}
 	s.pause, s.captured = append(s.pause, f.Stats.Pause), append(s.captured, f.Stats.Captured)
-	r.StoodStill, r.Copied, r.Shared = f.Stats.StoodStill, f.Stats.Copied, f.Stats.Shared
+	r.StoodStill, r.Copied = f.Stats.StoodStill, f.Stats.Copied
 	return d, errors.Join(errs...)
 }
 

@@ -104,9 +104,8 @@ type LiveForkStats struct {
 	// was not yet copied was being served; Waits counts them.
 	LongestWait time.Duration
 	Waits       uint64
-	// Copied is the bytes of memory that were stored, Shared those that the
-	// source has in common with its children since.
-	Copied, Shared uint64
+	// Copied is the bytes of memory that were stored.
+	Copied uint64
 	// StoodStill is empty if memory was copied beside the running source. If it
 	// was copied in the pause, it says why.
 	StoodStill string

@@ -18,6 +18,9 @@ const (
 	// stepBlocks is how many blocks are released at once, or mapped, when
 	// nothing has to be saved.
 	stepBlocks = 64
+	// aroundBlocks, a power of two, is how many are released with one that the
+	// guest writes to, when nothing has to be saved.
+	aroundBlocks = 16
 	// maxMappings bounds the mappings that captures make of RAM.
 	maxMappings = 1024
 )
@@ -35,7 +38,7 @@ type CaptureConfig struct {
 
 // Capture is a memory as it was at one instant, the call of Begin. Its methods
 // are called by one goroutine, in this order: Announce and Arm (if Early), Begin,
-// List, Copy, Share, Close.
+// List, Copy, Adopt, Share, Close.
 type Capture struct {
 	m       *Memory
 	pagemap *os.File
@@ -57,6 +60,8 @@ type Capture struct {
 	blocks  []block // nil without uffd
 	spans   []Span  // what Copy was asked for
 	planned atomic.Bool
+	// adopted says that nothing has to be saved any more.
+	adopted atomic.Bool
 
 	stop    int // an eventfd that ends serve
 	served  chan struct{}
@@ -280,7 +285,7 @@ func (c *Capture) serve() {
 			}
 			if offset, ok := c.m.offsetOf(uintptr(m.address)); ok {
 				c.writers.RLock()
-				err := c.release(offset/blockSize, true)
+				err := c.answer(offset / blockSize)
 				c.writers.RUnlock()
 				if err != nil {
 					c.fail(err)
@@ -292,6 +297,17 @@ func (c *Capture) serve() {
 			c.longest.Store(d) // only this goroutine stores
 		}
 	}
+}
+
+// answer lets a vCPU that waits for a block go on. Once nothing has to be saved,
+// its surroundings are let go with it: who writes here will write there.
+func (c *Capture) answer(i uint64) error {
+	err := c.release(i, true)
+	if c.adopted.Load() {
+		first := i &^ (aroundBlocks - 1)
+		err = errors.Join(err, c.releaseUnwanted(first, min(first+aroundBlocks, uint64(len(c.blocks)))))
+	}
+	return err
 }
 
 // offsetOf is where in RAM a host address is.
@@ -375,7 +391,7 @@ func (c *Capture) releaseUnwanted(from, to uint64) error {
 }
 
 // lockUnreleased locks the blocks from i on up to the first that is released.
-// Locks are taken upwards, and by one goroutine more than one.
+// Who takes several locks takes them upwards.
 func (c *Capture) lockUnreleased(i, end uint64) (n uint64) {
 	for ; i < end; i++ {
 		c.blocks[i].mu.Lock()
@@ -407,7 +423,7 @@ func (c *Capture) Close() error {
 	_, stopErr := unix.Write(c.stop, one[:])
 	<-c.served
 	err = errors.Join(err, stopErr, c.uffd.close(), unix.Close(c.stop))
-	if err != nil {
+	if err != nil && c.adopted.Load() {
 		c.disown()
 	}
 	return err

@@ -310,23 +310,31 @@ func (c *Capture) copyStill() error {
 	return nil
 }
 
-// Share makes the layer this memory's own: what was copied counts as
-// unchanged from now on. Where nothing was written since, the file takes the
-// place of the private copies.
-func (c *Capture) Share() error {
+// Adopt makes the layer part of this memory's image: what was copied counts as
+// unchanged from now on.
+func (c *Capture) Adopt() error {
 	if err := c.Err(); err != nil {
 		return err
 	}
 	c.m.mu.Lock()
+	defer c.m.mu.Unlock()
 	c.m.mapped, c.m.orphan = unite(c.m.mapped, c.spans), nil // they were among the spans
-	source := len(c.m.layout) + 1                            // any number that no mapping has
+	c.adopted.Store(true)
+	return nil
+}
+
+// Share puts the file of a layer that was adopted where private copies are,
+// as far as nothing was written there since.
+func (c *Capture) Share() error {
+	if err := c.Err(); err != nil || c.uffd < 0 {
+		return err // without userfaultfd nothing says what was written since
+	}
+	c.m.mu.Lock()
+	source := 1 // any number that no mapping has
 	for _, p := range c.m.layout {
 		source = max(source, p.source+1)
 	}
 	c.m.mu.Unlock()
-	if c.uffd < 0 {
-		return nil // nothing says what was written since
-	}
 	for _, s := range c.spans {
 		for at := s.Start; at < s.end(); {
 			next, err := c.shareStep(at, s.end(), source)

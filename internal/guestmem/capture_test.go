@@ -201,6 +201,10 @@ func (c *captureModel) round(round int, late, swap, still bool) {
 	during()
 	share := c.r.IntN(2) == 0
 	if share {
+		if err := cap.Adopt(); err != nil {
+			t.Fatal(err)
+		}
+		during()
 		if err := cap.Share(); err != nil {
 			t.Fatal(err)
 		}

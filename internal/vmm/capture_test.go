@@ -43,6 +43,7 @@ type liveForker struct {
 	uffd     *os.File
 	pagemap  *os.File
 	mappings []guestmem.Mapping // of the source's image
+	shared   uint64             // bytes, of all captures
 	late     bool               // as with kernels that cannot protect what is not there
 }
 
@@ -112,9 +113,10 @@ func (l *liveForker) fork(t testing.TB, g *testGuest, share bool, beside func())
 		t.Fatal(err)
 	}
 	if share {
-		if err := c.Share(); err != nil {
+		if err := errors.Join(c.Adopt(), c.Share()); err != nil {
 			t.Fatal(err)
 		}
+		l.shared += c.Stats().Shared
 		l.mappings = nil
 		for _, s := range data {
 			l.mappings = append(l.mappings, guestmem.Mapping{Span: s, File: file, Offset: s.Start})
@@ -157,6 +159,9 @@ func TestLiveFork(t *testing.T) {
 				source.mustDo(t, 300, cmdCheck, firstPage, 300, 3, 8+round)
 				source.mustDo(t, 200, cmdCheck, firstPage+3500, 200, 2, 8+round)
 				source.mustDo(t, 100, cmdCheck, firstPage+900, 100, 1, 7)
+			}
+			if share != (l.shared > 0) {
+				t.Errorf("%d bytes are shared with the source", l.shared)
 			}
 		})
 	}
@@ -330,8 +335,8 @@ func TestFailedCapture(t *testing.T) {
 			if err := c.Copy(data); err == nil {
 				t.Error("the copy succeeded")
 			}
-			if err := c.Share(); err == nil {
-				t.Error("a layer that is not complete was shared")
+			if err := c.Adopt(); err == nil {
+				t.Error("a layer that is not complete was adopted")
 			}
 			if err := c.Close(); err != nil {
 				t.Error(err)

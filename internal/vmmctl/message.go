@@ -144,8 +144,8 @@ type Saved struct {
 	// long the longest of its writes had to wait afterwards.
 	Pause, Wait uint64
 	// Waits counts such writes, Copied the bytes that were stored of the
-	// memory, Shared those that the machine has from the layer since.
-	Waits, Copied, Shared uint64
+	// memory.
+	Waits, Copied uint64
 	// StoodStill is empty if the memory was copied beside the running guest;
 	// if not, it says why.
 	StoodStill string

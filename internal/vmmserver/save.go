@@ -19,6 +19,10 @@ import (
 func (s *server) save(m *vmmctl.Save, files []*os.File) (_ []byte, err error) {
 	s.saving.Lock()
 	defer s.saving.Unlock()
+	if s.leave != nil {
+		s.leave()
+		s.leave = nil
+	}
 	if want := 2 + 2*len(s.disks); len(files) != want || len(m.Disks) > len(s.disks) {
 		return nil, errors.Join(
 			fmt.Errorf("save: %d files came, not %d: the state, the memory, and per layered disk a layer and a top", len(files), want),
@@ -61,9 +65,9 @@ func (s *server) saveTo(m *vmmctl.Save, w *saveFiles) (saved vmmctl.Saved, err e
 	if err != nil {
 		return saved, err
 	}
-	closed := false
+	kept := false
 	defer func() {
-		if !closed {
+		if !kept {
 			err = errors.Join(err, c.Close())
 		}
 	}()
@@ -112,24 +116,48 @@ func (s *server) saveTo(m *vmmctl.Save, w *saveFiles) (saved vmmctl.Saved, err e
 		}
 		saved.Disks = append(saved.Disks, change)
 	}
+	st := c.Stats()
+	saved.Pause, saved.Wait, saved.Waits = uint64(max(stood, pause)), uint64(st.LongestWait), st.Faults
+	saved.Copied = st.Copied
 	if m.Rebase {
-		if err := c.Share(); err != nil {
+		if err := c.Adopt(); err != nil {
 			return saved, err
 		}
-	}
-	closed = true
-	if err := c.Close(); err != nil {
-		return saved, err
-	}
-	if m.Rebase {
 		for _, d := range disks {
 			d.Rebase()
 		}
+		if beside {
+			kept = true
+			s.linger(c)
+		}
 	}
-	st := c.Stats()
-	saved.Pause, saved.Wait, saved.Waits = uint64(max(stood, pause)), uint64(st.LongestWait), st.Faults
-	saved.Copied, saved.Shared = st.Copied, st.Shared
 	return saved, nil
+}
+
+// lingerTime is how long memory stays protected after a copy is complete. What
+// the guest has not written by then is shared with its children; what it has,
+// and would copy again, is left to it.
+const lingerTime = time.Second
+
+// linger ends a capture that is complete: after some time, or when leave is
+// called, or with the VM.
+func (s *server) linger(c *vmm.Capture) {
+	hurry, gone := make(chan struct{}), make(chan struct{})
+	s.leave = func() { close(hurry); <-gone }
+	go func() {
+		defer close(gone)
+		timer := time.NewTimer(lingerTime)
+		defer timer.Stop()
+		select {
+		case <-timer.C:
+		case <-hurry:
+		case <-s.vm.Done():
+		}
+		// What could not be shared counts as changed.
+		if err := errors.Join(c.Share(), c.Close()); err != nil && !errors.Is(err, vmm.ErrEnded) {
+			fmt.Fprintln(os.Stderr, "vmm: share memory with forks:", err)
+		}
+	}()
 }
 
 // stand does something while the guest stands still, and nobody else changes

@@ -81,7 +81,8 @@ type server struct {
 	readyPort   uint32
 	ready       sync.Once
 
-	saving  sync.Mutex // held by a save until its copy is complete
+	saving  sync.Mutex // held by a save until its copy is complete; protects leave
+	leave   func()     // ends the capture that lingers, if there is one
 	stillMu sync.Mutex // held by who pauses or resumes
 
 	mu      sync.Mutex // protects parents

@@ -102,7 +102,7 @@ func (s *sandbox) liveFork(ctx context.Context, opts []engine.ForkOptions) (*eng
 	out.Stats = engine.LiveForkStats{
 		Pause: time.Duration(saved.Pause), Captured: time.Since(begin),
 		LongestWait: time.Duration(saved.Wait), Waits: saved.Waits,
-		Copied: saved.Copied, Shared: saved.Shared, StoodStill: saved.StoodStill,
+		Copied: saved.Copied, StoodStill: saved.StoodStill,
 	}
 	s.mu.Lock()
 	s.lastFork = out.Stats
