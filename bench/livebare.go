@@ -77,6 +77,7 @@ type liveBare struct {
 	spins         uint32             // of a spin of some length
 	below         []guestmem.Mapping // what the source maps by now
 	layer         *os.File           // in which that is
+	lingers       *vmm.Capture       // the last, until it is left
 }
 
 func newLiveBare(cfg LiveConfig) (_ *liveBare, err error) {
@@ -117,6 +118,7 @@ func newLiveBare(cfg LiveConfig) (_ *liveBare, err error) {
 func (b *liveBare) close() error {
 	var errs []error
 	if b.source != nil {
+		errs = append(errs, b.leave())
 		_, err := b.source.vm.Close()
 		errs = append(errs, err)
 	}
@@ -237,12 +239,11 @@ func (b *liveBare) fork(children int, s *liveSamples, r *LiveReport) (_ time.Dur
 	if err != nil {
 		return 0, errors.Join(err, file.Close())
 	}
-	if b.layer != nil {
-		err = b.layer.Close() // all that it had is in the new one
-	}
-	b.layer = file
-	if err != nil {
-		return 0, err
+	old := b.layer
+	if b.layer = file; old != nil {
+		if err := old.Close(); err != nil { // all that it had is in the new one
+			return 0, err
+		}
 	}
 	var last time.Duration
 	for range children {
@@ -265,13 +266,21 @@ func (b *liveBare) fork(children int, s *liveSamples, r *LiveReport) (_ time.Dur
 
 // capture stores the source beside itself, as a vmm process does.
 func (b *liveBare) capture(file *os.File, s *liveSamples, r *LiveReport) (_ *frozenBare, err error) {
+	if err := b.leave(); err != nil {
+		return nil, err
+	}
 	start := time.Now()
 	vm := b.source.vm
 	c, err := vm.NewCapture(guestmem.CaptureConfig{Userfaultfd: b.uffd, Pagemap: b.pagemap, File: file})
 	if err != nil {
 		return nil, err
 	}
-	defer func() { err = errors.Join(err, c.Close()) }()
+	kept := false
+	defer func() {
+		if !kept {
+			err = errors.Join(err, c.Close())
+		}
+	}()
 	beside, why := c.Beside()
 	f := &frozenBare{layer: file}
 	store := func() error {
@@ -312,7 +321,7 @@ func (b *liveBare) capture(file *os.File, s *liveSamples, r *LiveReport) (_ *fro
 		err = store()
 	}
 	if err == nil {
-		err = errors.Join(c.Adopt(), c.Share())
+		err = c.Adopt()
 	}
 	if err != nil {
 		return nil, err
@@ -323,7 +332,19 @@ func (b *liveBare) capture(file *os.File, s *liveSamples, r *LiveReport) (_ *fro
 	b.below, b.khz = f.mapped, uint64(f.state.TSCKHz)
 	s.pause, s.captured = append(s.pause, max(stood, pause)), append(s.captured, time.Since(start))
 	r.Copied = c.Stats().Copied
+	b.lingers, kept = c, true
 	return f, nil
+}
+
+// leave shares what the source has not written since the last fork. A vmm
+// process does that some time after it, or before the next.
+func (b *liveBare) leave() error {
+	c := b.lingers
+	if c == nil {
+		return nil
+	}
+	b.lingers = nil
+	return errors.Join(c.Share(), c.Close())
 }
 
 // bareGuest gives commands to a bare guest, one after the other. While it has

@@ -33,15 +33,18 @@ func (s *server) save(m *vmmctl.Save, files []*os.File) (_ []byte, err error) {
 		w.layers, w.tops = append(w.layers, files[i]), append(w.tops, files[i+1])
 	}
 	saved, err := s.saveTo(m, &w)
-	err = errors.Join(err, closeAll(append(w.layers, w.state, w.memory)), closeAll(w.tops))
+	if w.memory != nil {
+		err = errors.Join(err, w.memory.Close())
+	}
+	err = errors.Join(err, w.state.Close(), closeAll(w.layers), closeAll(w.tops))
 	if err != nil {
 		return nil, err
 	}
 	return saved.Marshal(), nil
 }
 
-// saveFiles is what a Save message came with; tops are removed once they
-// belong to a disk.
+// saveFiles is what a Save message came with, without what belongs to others
+// by now: tops to a disk, the memory to a capture that lingers.
 type saveFiles struct {
 	state, memory *os.File
 	layers, tops  []*os.File
@@ -128,7 +131,8 @@ func (s *server) saveTo(m *vmmctl.Save, w *saveFiles) (saved vmmctl.Saved, err e
 		}
 		if beside {
 			kept = true
-			s.linger(c)
+			s.linger(c, w.memory)
+			w.memory = nil
 		}
 	}
 	return saved, nil
@@ -141,7 +145,7 @@ const lingerTime = time.Second
 
 // linger ends a capture that is complete: after some time, or when leave is
 // called, or with the VM.
-func (s *server) linger(c *vmm.Capture) {
+func (s *server) linger(c *vmm.Capture, file *os.File) {
 	hurry, gone := make(chan struct{}), make(chan struct{})
 	s.leave = func() { close(hurry); <-gone }
 	go func() {
@@ -154,7 +158,7 @@ func (s *server) linger(c *vmm.Capture) {
 		case <-s.vm.Done():
 		}
 		// What could not be shared counts as changed.
-		if err := errors.Join(c.Share(), c.Close()); err != nil && !errors.Is(err, vmm.ErrEnded) {
+		if err := errors.Join(c.Share(), c.Close(), file.Close()); err != nil && !errors.Is(err, vmm.ErrEnded) {
 			fmt.Fprintln(os.Stderr, "vmm: share memory with forks:", err)
 		}
 	}()

@@ -1,6 +1,7 @@
 package vmmserver
 
 import (
+	"bytes"
 	"errors"
 	"os"
 	"path/filepath"
@@ -145,6 +146,23 @@ func mustSave(t *testing.T, c *vmmctl.Conn, m *vmmctl.Save, files ...*os.File) *
 	return saved
 }
 
+// mappingsOf counts this process's mappings of a file.
+func mappingsOf(t *testing.T, name string) int {
+	t.Helper()
+	b, err := os.ReadFile("/proc/self/maps")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return strings.Count(string(b), name)
+}
+
+func length(runs []layer.Run) (n uint64) {
+	for _, r := range runs {
+		n += r.Length
+	}
+	return n
+}
+
 // TestSaveAndRestore: a machine with a layered disk is saved by one server and
 // continued by another, and what they say of it fits; with userfaultfd and
 // without.
@@ -158,7 +176,7 @@ func testSaveAndRestore(t *testing.T, live bool) {
 	p := serve(t)
 	disk := layer.Image{Size: 1 << 20}
 	boot := &vmmctl.Boot{
-		Memory: memory, VCPUs: 1, HasUserfaultfd: live,
+		Memory: memory, VCPUs: 1, HasUserfaultfd: live, HasInitrd: true,
 		Devices: vmmctl.Devices{Disks: []vmmctl.Disk{{ID: "data", Image: &disk}}},
 	}
 	kvm := open(t, "/dev/kvm")
@@ -166,7 +184,11 @@ func testSaveAndRestore(t *testing.T, live bool) {
 	if live {
 		devices = append(devices, open(t, "/dev/userfaultfd"))
 	}
-	send(t, p.Conn, boot, append(devices, bareGuest(t), create(t, "top"))...)
+	initrd := create(t, "initrd") // something to be shared
+	if _, err := initrd.Write(bytes.Repeat([]byte("initrd"), 1<<20)); err != nil {
+		t.Fatal(err)
+	}
+	send(t, p.Conn, boot, append(slices.Clone(devices), bareGuest(t), initrd, create(t, "top"))...)
 	if r := answer(t, p.Conn, 0); r.Error != "" {
 		t.Fatal(r.Error)
 	}
@@ -194,6 +216,13 @@ func testSaveAndRestore(t *testing.T, live bool) {
 	again := mustSave(t, p.Conn, &vmmctl.Save{ID: 4}, state2, mem2, change2, top2)
 	if again.Pause != 0 {
 		t.Errorf("a paused machine stood still for %d ns", again.Pause)
+	}
+	// The second save has ended the first one's time to share.
+	if n := mappingsOf(t, "/memfd:memory"); live != (n > 0) {
+		t.Errorf("the source has %d mappings of its layer", n)
+	}
+	if live && length(again.Memory.Runs) > length(saved.Memory.Runs)/4 {
+		t.Errorf("%d bytes, then %d bytes of a machine that has not changed", length(saved.Memory.Runs), length(again.Memory.Runs))
 	}
 	image, err = layer.OverlayInPlace(image, layer.Ref{Digest: layer.Digest{2}, Size: memory}, again.Memory.Runs, again.Memory.Zeros)
 	if err != nil {
