@@ -44,7 +44,9 @@ func LiveBare(ctx context.Context, cfg LiveConfig) (report LiveReport, err error
 	}
 	defer func() { err = errors.Join(err, floor.Close()) }()
 	// All RAM is there, as after a while of work.
-	b.source.do(bareRead, 0, uint32(cfg.Memory/guestmem.PageSize), 1)
+	if err := b.source.do(bareRead, 0, uint32(cfg.Memory/guestmem.PageSize), 1); err != nil {
+		return report, fmt.Errorf("bench live: %w", err)
+	}
 	var s liveSamples
 	for i := range cfg.Count + warmUps {
 		if err := ctx.Err(); err != nil {

@@ -81,7 +81,7 @@ func (c *captureModel) change() {
 	case 1, 2:
 		err = c.m.Write(at, p)
 	case 3:
-		at, n = at&^1, 2
+		at &^= 1
 		p = []byte{p[0], 7}
 		err = c.m.StoreUint16(at, uint16(p[0])|7<<8)
 	case 4:

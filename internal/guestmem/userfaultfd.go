@@ -34,10 +34,10 @@ type (
 	uffdWriteProtect struct{ start, length, mode uint64 }
 	// uffdMessage is struct uffd_msg of a page fault.
 	uffdMessage struct {
-		event          uint8
-		_              [7]uint8
-		flags, address uint64
-		_              uint64
+		event   uint8
+		_       [15]uint8 // with the flags: only writes are asked for
+		address uint64
+		_       uint64
 	}
 )
 
