@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"runtime"
 	"time"
 
 	"agentrun.dev/internal/assets"
@@ -33,6 +34,9 @@ func LiveBare(ctx context.Context, cfg LiveConfig) (report LiveReport, err error
 	if end := (bareFirstPage + pages*uint64(cfg.Stride)) * guestmem.PageSize; cfg.Stride < 1 || pages == 0 || end > cfg.Memory {
 		return report, fmt.Errorf("bench live: %d pages, %d apart, do not fit into %d MiB of memory", pages, cfg.Stride, cfg.Memory>>20)
 	}
+	// As in a vmm process: a vCPU keeps its P while it is in the guest, and who
+	// answers its writes must find one, whatever else goes on.
+	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(2*cfg.VCPUs + 4))
 	b, err := newLiveBare(cfg)
 	if err != nil {
 		return report, fmt.Errorf("bench live: %w", err)

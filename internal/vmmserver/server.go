@@ -39,8 +39,9 @@ func Serve(conn *vmmctl.Conn, pagemap *os.File) error {
 		return fmt.Errorf("first control message is %T, neither Boot nor Restore", m)
 	}
 	// A vCPU keeps its P while it is in the guest, so there must be more Ps
-	// than vCPUs: for the control socket and for the devices.
-	runtime.GOMAXPROCS(int(min(vcpus, vmm.MaxVCPUs)) + 2)
+	// than vCPUs: for the control socket, for the devices, and during a save for
+	// who copies and who answers a vCPU that waits.
+	runtime.GOMAXPROCS(int(min(vcpus, vmm.MaxVCPUs)) + 4)
 	err = start()
 	for _, f := range s.files {
 		err = errors.Join(err, f.Close()) // what an early error left over
