@@ -3,6 +3,7 @@ package guestmem
 import (
 	"errors"
 	"fmt"
+	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -343,9 +344,23 @@ func (c *Capture) Share() error {
 				return err
 			}
 			at = next
+			rest()
 		}
 	}
 	return nil
+}
+
+// shareRest is between two steps of Share. Each invalidates mappings of KVM's,
+// and a page fault of the guest begins again when that happens meanwhile:
+// without rest it would wait for all steps.
+const shareRest = 100 * time.Microsecond
+
+// rest gives the processor away for a moment, but does not sleep: on a busy
+// host that would take milliseconds, and the next fork may be waiting.
+func rest() {
+	for began := time.Now(); time.Since(began) < shareRest; {
+		_, _, _ = unix.Syscall(unix.SYS_SCHED_YIELD, 0, 0, 0) // it never fails
+	}
 }
 
 // shareStep maps one piece from at on, and says where to go on.
