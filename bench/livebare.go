@@ -146,7 +146,12 @@ func (b *liveBare) dirty() error {
 
 // timed has the source write its memory once more, beside begin, and returns
 // its longest write and how long all took.
-func (b *liveBare) timed(begin func() error) (longest, all time.Duration, err error) {
+func (b *liveBare) timed(begin func() error, forks bool) (longest, all time.Duration, err error) {
+	if forks { // sharing what the last fork left is long over
+		if err := b.leave(); err != nil {
+			return 0, 0, err
+		}
+	}
 	start := time.Now()
 	b.source.commands <- []uint32{bareTimed, bareFirstPage, b.pages, uint32(b.cfg.Stride), 1}
 	if err := begin(); err != nil {
@@ -197,7 +202,7 @@ func (b *liveBare) round(s *liveSamples, r *LiveReport) error {
 		}
 	}
 	nothing := func() error { return nil }
-	wait, pass, err := b.timed(nothing)
+	wait, pass, err := b.timed(nothing, false)
 	if err != nil {
 		return err
 	}
@@ -207,6 +212,9 @@ func (b *liveBare) round(s *liveSamples, r *LiveReport) error {
 		return err
 	}
 	s.quietGap = append(s.quietGap, gap)
+	if err := b.leave(); err != nil {
+		return err
+	}
 	gap, err = b.spin(func() error {
 		d, err := b.fork(1, s, r)
 		s.one = append(s.one, d)
@@ -216,14 +224,14 @@ func (b *liveBare) round(s *liveSamples, r *LiveReport) error {
 		return err
 	}
 	s.gap = append(s.gap, gap)
-	if _, pass, err = b.timed(nothing); err != nil {
+	if _, pass, err = b.timed(nothing, false); err != nil {
 		return err
 	}
 	s.next = append(s.next, pass)
 	wait, pass, err = b.timed(func() error {
 		_, err := b.fork(0, s, r)
 		return err
-	})
+	}, true)
 	if err != nil {
 		return err
 	}
