@@ -14,7 +14,7 @@ import (
 
 func newBenchCommand() *cobra.Command {
 	cmd := &cobra.Command{Use: "bench", Short: "Measure AgentRun on this machine, beside the floor that KVM sets"}
-	cmd.AddCommand(newBenchBootCommand(), newBenchForkCommand(), newBenchClaimCommand(), newBenchPeersCommand())
+	cmd.AddCommand(newBenchBootCommand(), newBenchForkCommand(), newBenchLiveCommand(), newBenchClaimCommand(), newBenchPeersCommand())
 	return cmd
 }
 

@@ -117,7 +117,8 @@ func TestHosts(t *testing.T) {
 		}, CheckUserfaultfd, Warn, "operation not permitted", "/dev/userfaultfd", EngineMicroVM},
 		{"userfaultfd without WP", "amd-debian12", func(p *Probes) {
 			p.Userfaultfd = func() (uint64, error) { return uffdPagefaultWP, nil }
-		}, CheckUserfaultfd, Warn, "features 0x1", "5.19", EngineMicroVM},
+		}, CheckUserfaultfd, Warn, "features 0x1", "6.1", EngineMicroVM},
+		{"no device for userfaultfd", "intel-nested", nil, CheckUserfaultfd, Warn, "no /dev/userfaultfd", "stands still", EngineMicroVM},
 		{"no memfd", "amd-debian12", func(p *Probes) {
 			p.Memfd = func() error { return errors.New("function not implemented") }
 		}, CheckMemfd, Fail, "not implemented", "seccomp", EngineNone},

@@ -106,6 +106,9 @@ func checkJail(h *host) []Check {
 	return one(c)
 }
 
+// forksStandStill is what a host without userfaultfd costs.
+const forksStandStill = "a running sandbox stands still while a fork copies its memory"
+
 func checkUserfaultfd(h *host) []Check {
 	c := Check{Name: CheckUserfaultfd, Status: OK}
 	var ways []string
@@ -120,11 +123,15 @@ func checkUserfaultfd(h *host) []Check {
 	case err != nil:
 		c.Status = Warn
 		c.Detail = fmt.Sprintf("cannot be used by this user: %v", err)
-		c.Fix = "run as root, or open /dev/userfaultfd (Linux 6.1 and later) to this user's group; nothing needs it yet, live forks will"
+		c.Fix = "run as root, or open /dev/userfaultfd (Linux 6.1 and later) to this user's group; until then " + forksStandStill
 	case features&uffdPagefaultWP == 0 || features&uffdShmemWP == 0:
 		c.Status = Warn
 		c.Detail = fmt.Sprintf("without write protection of shared memory (features %#x)", features)
-		c.Fix = "boot Linux 5.19 or later; nothing needs it yet, live forks will"
+		c.Fix = "boot Linux 6.1 or later; until then " + forksStandStill
+	case !h.exists("dev/userfaultfd"):
+		c.Status = Warn
+		c.Detail = "with write protection, but there is no /dev/userfaultfd to hand to a microVM"
+		c.Fix = "boot Linux 6.1 or later, or give this container the device; until then " + forksStandStill
 	default:
 		c.Detail = "with write protection"
 	}

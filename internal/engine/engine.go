@@ -88,6 +88,10 @@ type Sandbox interface {
 	// Snapshot captures memory, processes and disks at one instant into a new
 	// folder. The sandbox goes on.
 	Snapshot(ctx context.Context, dir string) (*snapshot.Snapshot, error)
+	// Fork makes one sandbox for each of the options that continue from this
+	// one, all from the same instant. This one goes on: it stands still for
+	// moments only. Each fork has its own outcome; the error is that of all.
+	Fork(ctx context.Context, opts []ForkOptions) (*LiveFork, error)
 	// Pause stops the sandbox's processors until Resume. Its own clocks do not
 	// notice.
 	Pause(context.Context) error
@@ -110,6 +114,33 @@ type Sandbox interface {
 	Shutdown(ctx context.Context, grace time.Duration) error
 }
 
+// LiveFork is what forking a running sandbox gave.
+type LiveFork struct {
+	// Forks and Errs have an entry for each fork that was asked for, one of
+	// which is nil.
+	Forks []Sandbox
+	Errs  []error
+	Stats LiveForkStats
+}
+
+// LiveForkStats is what a live fork cost its source.
+type LiveForkStats struct {
+	// Pause is for how long the source stood still.
+	Pause time.Duration
+	// Captured is the time from the call until the copy was complete and
+	// children could be made of it.
+	Captured time.Duration
+	// LongestWait is how long the longest of the source's writes to memory that
+	// was not yet copied was being served; Waits counts them.
+	LongestWait time.Duration
+	Waits       uint64
+	// Copied is the bytes of memory that were stored.
+	Copied uint64
+	// StoodStill is empty if memory was copied beside the running source. If it
+	// was copied in the pause, it says why.
+	StoodStill string
+}
+
 // Stats is what a sandbox costs, in bytes.
 type Stats struct {
 	// Own is the memory of this sandbox alone: the process's private pages,
@@ -122,6 +153,8 @@ type Stats struct {
 	Layers, Mappings int
 	// Generation counts the forks between a boot and this sandbox.
 	Generation uint64
+	// LastFork is what the last live fork of this sandbox cost.
+	LastFork LiveForkStats
 }
 
 // Errors that engines wrap.

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"math"
 	"sync"
+	"sync/atomic"
 
 	"golang.org/x/sys/unix"
 )
@@ -44,10 +45,15 @@ func (r Region) HostAddr() uintptr { return addressOf(r.bytes) }
 type Memory struct {
 	regions []Region
 	size    uint64
-	mapped  []Span // what NewLayered put files behind
+
+	// live is the capture that goes on beside the guest: host writes must
+	// save what it protects. It changes only while nobody writes.
+	live atomic.Pointer[Capture]
 
 	mu     sync.Mutex // protects all following fields
-	backed []Span     // of mapped, what still has its file
+	mapped []Span     // where the image that this memory began with, or was rebased to, has data
+	layout layout     // what is mapped where
+	orphan []Span     // mapped from a layer that is in nobody's image: changed for ever
 	holes  int        // how many mappings discards have made
 }
 
@@ -64,6 +70,7 @@ func NewAnonymous(size uint64) (*Memory, error) {
 		if err != nil {
 			return nil, errors.Join(fmt.Errorf("map %d bytes of guest memory: %w", piece.size, err), m.Close())
 		}
+		m.layout = append(m.layout, mapping{Span: Span{ramOffset(piece.gpa), piece.size}})
 		m.regions = append(m.regions, Region{GPA: piece.gpa, bytes: b})
 	}
 	return m, nil
@@ -130,9 +137,38 @@ func (m *Memory) Read(gpa uint64, p []byte) error {
 	return nil
 }
 
+// writing begins a write by the host, which ends with Capture.written. Without
+// a capture under way it costs one load.
+func (m *Memory) writing() *Capture {
+	c := m.live.Load()
+	if c != nil {
+		c.writers.RLock()
+	}
+	return c
+}
+
+// written ends a write by the host.
+func (c *Capture) written() {
+	if c != nil {
+		c.writers.RUnlock()
+	}
+}
+
+// toWrite is slice for a caller that will write there, between writing and
+// written: a capture saves the old content first.
+func (m *Memory) toWrite(c *Capture, gpa, n uint64) ([]byte, error) {
+	b, err := m.slice(gpa, n)
+	if err == nil && c != nil {
+		err = c.releaseSpan(ramOffset(gpa), n)
+	}
+	return b, err
+}
+
 // Write copies p into guest memory at gpa.
 func (m *Memory) Write(gpa uint64, p []byte) error {
-	b, err := m.slice(gpa, uint64(len(p)))
+	c := m.writing()
+	defer c.written()
+	b, err := m.toWrite(c, gpa, uint64(len(p)))
 	if err != nil {
 		return err
 	}
@@ -142,7 +178,9 @@ func (m *Memory) Write(gpa uint64, p []byte) error {
 
 // Zero clears n bytes at gpa.
 func (m *Memory) Zero(gpa, n uint64) error {
-	b, err := m.slice(gpa, n)
+	c := m.writing()
+	defer c.written()
+	b, err := m.toWrite(c, gpa, n)
 	if err != nil {
 		return err
 	}
@@ -154,7 +192,11 @@ func (m *Memory) Zero(gpa, n uint64) error {
 // ordering: what the guest wrote before it published the index is visible.
 // gpa must be 2-aligned, as virtio 1.2 §2.7 demands of every ring.
 func (m *Memory) LoadUint16(gpa uint64) (uint16, error) {
-	p, err := m.pointer16(gpa)
+	b, err := m.slice(gpa, 2)
+	if err != nil {
+		return 0, err
+	}
+	p, err := pointer16(gpa, b)
 	if err != nil {
 		return 0, err
 	}
@@ -166,7 +208,13 @@ func (m *Memory) LoadUint16(gpa uint64) (uint16, error) {
 // it (virtio 1.2 §2.7.13.3 and §2.7.14 need the latter before it reads the flags that
 // suppress interrupts).
 func (m *Memory) StoreUint16(gpa uint64, v uint16) error {
-	p, err := m.pointer16(gpa)
+	c := m.writing()
+	defer c.written()
+	b, err := m.toWrite(c, gpa, 2)
+	if err != nil {
+		return err
+	}
+	p, err := pointer16(gpa, b)
 	if err != nil {
 		return err
 	}
@@ -174,13 +222,9 @@ func (m *Memory) StoreUint16(gpa uint64, v uint16) error {
 	return nil
 }
 
-func (m *Memory) pointer16(gpa uint64) (*uint16, error) {
+func pointer16(gpa uint64, b []byte) (*uint16, error) {
 	if gpa%2 != 0 {
 		return nil, fmt.Errorf("%w: %#x is not 2-aligned", ErrRange, gpa)
-	}
-	b, err := m.slice(gpa, 2)
-	if err != nil {
-		return nil, err
 	}
 	return pointerTo16(b), nil
 }
@@ -188,7 +232,9 @@ func (m *Memory) pointer16(gpa uint64) (*uint16, error) {
 // Discard gives whole pages inside [gpa, gpa+n) back to the host; the guest
 // reads zeros there afterwards. Partial pages at the ends are kept.
 func (m *Memory) Discard(gpa, n uint64) error {
-	b, err := m.slice(gpa, n)
+	c := m.writing()
+	defer c.written()
+	b, err := m.toWrite(c, gpa, n)
 	if err != nil {
 		return err
 	}
@@ -203,9 +249,6 @@ func (m *Memory) Discard(gpa, n uint64) error {
 	}
 	if err := unix.Madvise(b, unix.MADV_DONTNEED); err != nil {
 		return fmt.Errorf("discard guest memory %#x+%#x: %w", gpa, n, err)
-	}
-	if len(m.mapped) == 0 {
-		return nil
 	}
 	if err := m.discard(Span{ramOffset(gpa + head), uint64(len(b))}); err != nil {
 		return fmt.Errorf("discard guest memory %#x+%#x: %w", gpa, n, err)
@@ -234,20 +277,23 @@ const maxIovecs = 1024
 // It returns how many bytes arrived; fewer than asked without an error means
 // the file ended.
 func (m *Memory) ReadFile(fd int, offset int64, ranges []Range) (int64, error) {
-	return m.transfer(ranges, func(iov [][]byte, done int64) (int, error) {
+	c := m.writing()
+	defer c.written()
+	access := func(gpa, n uint64) ([]byte, error) { return m.toWrite(c, gpa, n) }
+	return m.transfer(ranges, access, func(iov [][]byte, done int64) (int, error) {
 		return unix.Preadv(fd, iov, offset+done)
 	})
 }
 
 // WriteFile writes the ranges, in order, to fd from offset on.
 func (m *Memory) WriteFile(fd int, offset int64, ranges []Range) (int64, error) {
-	return m.transfer(ranges, func(iov [][]byte, done int64) (int, error) {
+	return m.transfer(ranges, m.slice, func(iov [][]byte, done int64) (int, error) {
 		return unix.Pwritev(fd, iov, offset+done)
 	})
 }
 
 // transfer moves all ranges by vectored calls, going on after short ones.
-func (m *Memory) transfer(ranges []Range, call func(iov [][]byte, done int64) (int, error)) (int64, error) {
+func (m *Memory) transfer(ranges []Range, access func(gpa, n uint64) ([]byte, error), call func(iov [][]byte, done int64) (int, error)) (int64, error) {
 	iov := make([][]byte, 0, min(len(ranges), maxIovecs))
 	var done int64
 	for len(ranges) > 0 {
@@ -255,7 +301,7 @@ func (m *Memory) transfer(ranges []Range, call func(iov [][]byte, done int64) (i
 		iov = iov[:0]
 		var want int64
 		for _, r := range ranges[:n] {
-			b, err := m.slice(r.GPA, uint64(r.Len))
+			b, err := access(r.GPA, uint64(r.Len))
 			if err != nil {
 				return done, err
 			}

@@ -360,7 +360,7 @@ func TestTransferGoesOn(t *testing.T) {
 	if err := m.Write(0, []byte("abcdefgh")); err != nil {
 		t.Fatal(err)
 	}
-	n, err := m.transfer([]Range{{0, 3}, {3, 0}, {3, 2}, {5, 3}}, func(iov [][]byte, done int64) (int, error) {
+	n, err := m.transfer([]Range{{0, 3}, {3, 0}, {3, 2}, {5, 3}}, m.slice, func(iov [][]byte, done int64) (int, error) {
 		if calls++; calls%3 == 0 {
 			return -1, unix.EINTR
 		}

@@ -44,18 +44,17 @@ func NewLayered(size uint64, mappings []Mapping) (*Memory, error) {
 			_ = unix.Madvise(r.bytes, unix.MADV_NOHUGEPAGE)
 		}
 	}
-	for _, p := range mappings {
-		if err := m.mapFile(p); err != nil {
+	for i, p := range mappings {
+		if err := m.mapFile(p, i+1); err != nil {
 			return nil, errors.Join(err, m.Close())
 		}
 		m.mapped = append(m.mapped, p.Span)
 	}
-	m.backed = m.mapped
 	return m, nil
 }
 
 // mapFile maps one piece, in two parts if it lies on both sides of the gap.
-func (m *Memory) mapFile(p Mapping) error {
+func (m *Memory) mapFile(p Mapping, source int) error {
 	last := uint64(0)
 	if n := len(m.mapped); n > 0 {
 		last = m.mapped[n-1].end()
@@ -72,11 +71,12 @@ func (m *Memory) mapFile(p Mapping) error {
 		}
 		offset += uint64(len(b))
 		return nil
-	})
+	}, func(s Span) { m.layout.place(s, source) })
 }
 
-// each calls do with the bytes of a span, region by region.
-func (m *Memory) each(s Span, do func([]byte) error) error {
+// each calls do with the bytes of a span, region by region, and then after
+// with the part of the span.
+func (m *Memory) each(s Span, do func([]byte) error, after ...func(Span)) error {
 	base := uint64(0)
 	for i := range m.regions {
 		r := &m.regions[i]
@@ -84,6 +84,9 @@ func (m *Memory) each(s Span, do func([]byte) error) error {
 		if from < to {
 			if err := do(r.bytes[from-base : to-base]); err != nil {
 				return err
+			}
+			for _, f := range after {
+				f(Span{from, to - from})
 			}
 		}
 		base += r.Size()
@@ -105,72 +108,37 @@ func mapFixed(b []byte, fd int, offset int64, flags int) error {
 func (m *Memory) discard(s Span) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	var left []Span
-	for _, b := range m.backed {
-		from, to := max(s.Start, b.Start), min(s.end(), b.end())
-		if from >= to {
-			left = append(left, b)
+	for _, p := range m.layout.within(s) {
+		if p.source == 0 {
 			continue
 		}
 		if m.holes == maxHoles {
-			left = append(left, b)
-			_ = m.each(Span{from, to - from}, func(p []byte) error { clear(p); return nil })
+			_ = m.each(p.Span, func(b []byte) error { clear(b); return nil })
 			continue
 		}
 		m.holes++
-		err := m.each(Span{from, to - from}, func(p []byte) error { return mapFixed(p, -1, 0, unix.MAP_ANONYMOUS) })
+		err := m.each(p.Span, func(b []byte) error { return mapFixed(b, -1, 0, unix.MAP_ANONYMOUS) })
 		if err != nil {
 			return err
 		}
-		if b.Start < from {
-			left = append(left, Span{b.Start, from - b.Start})
-		}
-		if to < b.end() {
-			left = append(left, Span{to, b.end() - to})
-		}
+		m.layout.place(p.Span, 0)
 	}
-	m.backed = left
 	return nil
 }
-
-// Flags of an entry of /proc/self/pagemap (Documentation/admin-guide/mm/pagemap.rst).
-const (
-	pagemapFile    = 1 << 61
-	pagemapSwapped = 1 << 62
-	pagemapPresent = 1 << 63
-	pagemapEntry   = 8
-)
 
 // Changed lists the pages that are not what NewLayered or NewAnonymous made
 // them: those of this process's own, as pagemap (an open /proc/self/pagemap)
 // tells, and those whose file was taken away. Pages of zeros are listed apart,
-// and only where a file was: elsewhere they are what they were. The guest must
-// stand still.
+// and only where the image has data: elsewhere they are what they were. The
+// guest must stand still.
 func (m *Memory) Changed(pagemap *os.File) (data, zeros []Span, err error) {
-	discarded, mapped := m.discarded(), spanCursor(m.mapped)
-	err = m.eachPage(pagemap, func(offset uint64, own bool, page []byte) {
-		switch {
-		case own && !isZero(page):
-			data = extend(data, offset)
-		case (own || discarded.has(offset)) && mapped.has(offset):
-			zeros = extend(zeros, offset)
-		}
-	})
-	return data, zeros, err
+	c := &Capture{m: m, pagemap: pagemap, uffd: -1}
+	c.remember()
+	return c.List(nil)
 }
 
 // Own lists the pages that are this process's own. The guest may run.
 func (m *Memory) Own(pagemap *os.File) (own []Span, err error) {
-	err = m.eachPage(pagemap, func(offset uint64, mine bool, _ []byte) {
-		if mine {
-			own = extend(own, offset)
-		}
-	})
-	return own, err
-}
-
-// eachPage calls visit for every page of RAM.
-func (m *Memory) eachPage(pagemap *os.File, visit func(offset uint64, own bool, page []byte)) error {
 	entries := make([]uint64, 4096)
 	raw := unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(entries))), len(entries)*pagemapEntry)
 	start := uint64(0)
@@ -180,18 +148,18 @@ func (m *Memory) eachPage(pagemap *os.File, visit func(offset uint64, own bool, 
 			n := min(uint64(len(entries)), (r.Size()-off)/PageSize)
 			index := (uint64(r.HostAddr()) + off) / PageSize
 			if _, err := pagemap.ReadAt(raw[:n*pagemapEntry], int64(index*pagemapEntry)); err != nil {
-				return fmt.Errorf("list pages: %w", err)
+				return nil, fmt.Errorf("list pages: %w", err)
 			}
 			for k, e := range entries[:n] {
-				page := off + uint64(k)*PageSize
-				own := e&(pagemapPresent|pagemapSwapped) != 0 && e&pagemapFile == 0
-				visit(start+page, own, r.bytes[page:page+PageSize])
+				if e&pagemapPresent != 0 && e&pagemapFile == 0 {
+					own = extend(own, start+off+uint64(k)*PageSize)
+				}
 			}
 			off += n * PageSize
 		}
 		start += r.Size()
 	}
-	return nil
+	return own, nil
 }
 
 // Populate makes pages this process's own before the guest writes to them. To
@@ -215,28 +183,6 @@ func (c *spanCursor) has(offset uint64) bool {
 		*c = (*c)[1:]
 	}
 	return len(*c) > 0 && (*c)[0].Start <= offset
-}
-
-// discarded lists what had a file behind it and has none any more.
-func (m *Memory) discarded() spanCursor {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	var out []Span
-	left := m.backed
-	for _, s := range m.mapped {
-		at := s.Start
-		for len(left) > 0 && left[0].Start < s.end() {
-			if at < left[0].Start {
-				out = append(out, Span{at, left[0].Start - at})
-			}
-			at = left[0].end()
-			left = left[1:]
-		}
-		if at < s.end() {
-			out = append(out, Span{at, s.end() - at})
-		}
-	}
-	return out
 }
 
 // extend adds a page to the last span, or begins one.

@@ -6,6 +6,7 @@ import (
 	"io/fs"
 	"os"
 	"strconv"
+	"sync"
 	"syscall"
 
 	"golang.org/x/sys/unix"
@@ -18,6 +19,8 @@ type Cell struct {
 	uid   int      // 0: unjailed
 	lock  *os.File // nil in a cell that was found
 	group group    // nil: unlimited
+
+	extending sync.Mutex // held while the limit of memory is changed
 }
 
 // Process is one that was started.
@@ -177,10 +180,7 @@ func (c *Cell) Extend(bytes uint64) (back func() error, err error) {
 	if c.group == nil {
 		return nothing, nil
 	}
-	_, limit, err := c.group.memory()
-	if err == nil {
-		err = c.group.setMemory(limit + bytes)
-	}
+	err = c.changeMemory(func(limit uint64) uint64 { return limit + bytes })
 	if gone(err) {
 		return nothing, nil
 	}
@@ -188,11 +188,23 @@ func (c *Cell) Extend(bytes uint64) (back func() error, err error) {
 		return nil, fmt.Errorf("extend the memory of a vmm process: %w", err)
 	}
 	return func() error {
-		if err := c.group.setMemory(limit); err != nil && !gone(err) {
+		err := c.changeMemory(func(limit uint64) uint64 { return limit - min(bytes, limit) })
+		if err != nil && !gone(err) {
 			return fmt.Errorf("reduce the memory of a vmm process: %w", err)
 		}
 		return nil
 	}, nil
+}
+
+// changeMemory changes the limit of memory.
+func (c *Cell) changeMemory(change func(limit uint64) uint64) error {
+	c.extending.Lock()
+	defer c.extending.Unlock()
+	_, limit, err := c.group.memory()
+	if err != nil {
+		return err
+	}
+	return c.group.setMemory(change(limit))
 }
 
 // Release frees the cell of a process that has ended, and says how often the

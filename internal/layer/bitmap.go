@@ -87,3 +87,21 @@ func (b *bitmap) span(first, end uint64) (in bool, next uint64) {
 	}
 	return in, min(next, end)
 }
+
+// add puts everything of another set of the same size into b.
+func (b *bitmap) add(other *bitmap) {
+	for i, c := range other.chunks {
+		switch {
+		case c == nil || b.chunks[i] == fullChunk:
+		case c == fullChunk:
+			b.chunks[i] = fullChunk
+		default:
+			if b.chunks[i] == nil {
+				b.chunks[i] = new(bitmapChunk)
+			}
+			for k, word := range c {
+				b.chunks[i][k] |= word
+			}
+		}
+	}
+}

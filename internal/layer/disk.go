@@ -12,16 +12,14 @@ import (
 // errReadOnly answers writes to a disk without a top.
 var errReadOnly = errors.New("disk is read-only")
 
-// Disk is a block device above an image. What was written is in a private
-// sparse file, the top, at the same offsets. It is used by one goroutine at a
-// time.
+// Disk is a block device above an image. What was written is in private sparse
+// files, the newest of which is the top. It is used by one goroutine at a time.
 type Disk struct {
-	below below
-	top   *os.File // nil: read-only
-	fd    int      // of top
-	// present says which blocks of PageSize the top has. What the top holds
-	// elsewhere (a write that failed half way) is never read.
-	present bitmap
+	view // stages[0] is the top; none: read-only
+	// since is what the files put aside have of what was written since Rebase.
+	since bitmap
+	// merged says that the file put aside last is in the one before, too.
+	merged bool
 	// noPunch is set when the file system of the top turns out to have no holes.
 	noPunch bool
 	part    []guestmem.Range // reused by each request
@@ -36,15 +34,15 @@ func NewDisk(im Image, layers []*os.File, top *os.File) (*Disk, error) {
 	if err != nil {
 		return nil, fmt.Errorf("make disk: %w", err)
 	}
-	d := &Disk{below: b, top: top}
+	d := &Disk{view: view{below: b}}
 	if top == nil {
 		return d, nil
 	}
-	d.fd = int(top.Fd())
 	if err := prepareTop(top, im.Size); err != nil {
 		return nil, fmt.Errorf("make disk: top %s: %w", top.Name(), err)
 	}
-	d.present = newBitmap(im.Size / PageSize)
+	d.stages = []*stage{newStage(top, im.Size)}
+	d.since = newBitmap(im.Size / PageSize)
 	return d, nil
 }
 
@@ -67,17 +65,17 @@ func prepareTop(top *os.File, size uint64) error {
 	return top.Truncate(int64(size))
 }
 
-// Close closes the layers and the top.
+// Close closes the layers, the top and what was put aside.
 func (d *Disk) Close() error {
 	err := d.below.close()
-	if d.top != nil {
-		err = errors.Join(err, d.top.Close())
+	for _, s := range d.stages {
+		err = errors.Join(err, s.file.Close())
 	}
 	return err
 }
 
 func (d *Disk) Size() int64    { return int64(d.below.image.Size) }
-func (d *Disk) ReadOnly() bool { return d.top == nil }
+func (d *Disk) ReadOnly() bool { return len(d.stages) == 0 }
 
 // check refuses what the block device does not send.
 func (d *Disk) check(off, n int64) error {
@@ -85,32 +83,6 @@ func (d *Disk) check(off, n int64) error {
 		return fmt.Errorf("disk range %#x+%#x: beyond the size %#x", off, n, d.Size())
 	}
 	return nil
-}
-
-// origin says where bytes of the disk come from.
-type origin int
-
-const (
-	fromZeros origin = iota
-	fromTop
-	fromLayer
-)
-
-// segment finds the origin of the bytes at off and how far, at most to end,
-// it holds. e is for fromLayer.
-func (d *Disk) segment(off, end uint64) (from origin, e Extent, next uint64) {
-	if d.top != nil {
-		in, block := d.present.span(off/PageSize, (end+PageSize-1)/PageSize)
-		end = min(end, block*PageSize)
-		if in {
-			return fromTop, Extent{}, end
-		}
-	}
-	e, ok, next := d.below.image.Find(off)
-	if !ok {
-		return fromZeros, Extent{}, min(end, next)
-	}
-	return fromLayer, e, min(end, next)
 }
 
 func (d *Disk) ReadAt(mem *guestmem.Memory, ranges []guestmem.Range, off int64) (int64, error) {
@@ -122,9 +94,18 @@ func (d *Disk) ReadAt(mem *guestmem.Memory, ranges []guestmem.Range, off int64) 
 	var done int64
 	for done < total {
 		at := uint64(off + done)
-		from, e, next := d.segment(at, uint64(off+total))
+		s, e, in, next := d.segment(at, uint64(off+total))
 		d.part = rest.take(d.part[:0], int64(next-at))
-		n, err := d.readSegment(mem, from, e, at)
+		var n int64
+		var err error
+		switch {
+		case s != nil:
+			n, err = mem.ReadFile(s.fd, int64(at), d.part)
+		case in:
+			n, err = mem.ReadFile(int(d.below.files[e.Layer].Fd()), int64(e.Offset+(at-e.Start)), d.part)
+		default:
+			n, err = zeroRanges(mem, d.part)
+		}
 		done += n
 		if err != nil || n < int64(next-at) {
 			return done, err
@@ -133,16 +114,8 @@ func (d *Disk) ReadAt(mem *guestmem.Memory, ranges []guestmem.Range, off int64) 
 	return done, nil
 }
 
-// readSegment fills d.part from one origin.
-func (d *Disk) readSegment(mem *guestmem.Memory, from origin, e Extent, off uint64) (int64, error) {
-	switch from {
-	case fromTop:
-		return mem.ReadFile(d.fd, int64(off), d.part)
-	case fromLayer:
-		return mem.ReadFile(int(d.below.files[e.Layer].Fd()), int64(e.Offset+(off-e.Start)), d.part)
-	}
-	var n int64
-	for _, r := range d.part {
+func zeroRanges(mem *guestmem.Memory, ranges []guestmem.Range) (n int64, err error) {
+	for _, r := range ranges {
 		if err := mem.Zero(r.GPA, uint64(r.Len)); err != nil {
 			return n, err
 		}
@@ -181,21 +154,4 @@ func (c *cursor) take(part []guestmem.Range, n int64) []guestmem.Range {
 		n -= int64(r.Len)
 	}
 	return part
-}
-
-// read fills p with the disk's content, for the host.
-func (d *Disk) read(p []byte, off uint64) error {
-	for len(p) > 0 {
-		from, _, next := d.segment(off, off+uint64(len(p)))
-		n := next - off
-		if from == fromTop {
-			if _, err := d.top.ReadAt(p[:n], int64(off)); err != nil {
-				return fmt.Errorf("read disk at %#x: %w", off, err)
-			}
-		} else if err := d.below.read(p[:n], off); err != nil {
-			return err
-		}
-		p, off = p[n:], next
-	}
-	return nil
 }

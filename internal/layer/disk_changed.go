@@ -2,11 +2,8 @@ package layer
 
 import (
 	"cmp"
-	"errors"
 	"io"
 	"slices"
-
-	"golang.org/x/sys/unix"
 )
 
 // Changed lists what differs from the image below: runs to be stored, and
@@ -14,11 +11,22 @@ import (
 // have at most MaxRuns entries and do not overlap; runs are joined over small
 // gaps, whose content is to be stored with them.
 func (d *Disk) Changed() (runs, zeros []Run) {
-	if d.top == nil {
+	if d.ReadOnly() {
 		return nil, nil
 	}
-	runs, zeros = d.topContent()
-	zeros = d.hiding(zeros)
+	all := newBitmap(d.below.image.Size / PageSize)
+	for _, s := range d.stages {
+		all.add(&s.present)
+	}
+	return d.changed(&all, nil)
+}
+
+// changed is Changed for a set of blocks that are in stages. include is stored
+// in any case.
+func (v *view) changed(set *bitmap, include []Run) (runs, zeros []Run) {
+	runs, zeros = v.content(set)
+	runs = joinOverlaps(sortRuns(append(runs, include...)))
+	zeros = cut(v.hiding(zeros), runs)
 	if len(zeros) > MaxRuns {
 		// The small ones are cheaper stored than listed.
 		bySize := slices.Clone(zeros)
@@ -35,30 +43,35 @@ func (d *Disk) Changed() (runs, zeros []Run) {
 	return runs, zeros
 }
 
+// joinOverlaps makes sorted runs disjoint.
+func joinOverlaps(runs []Run) []Run {
+	var out []Run
+	for _, r := range runs {
+		if n := len(out); n > 0 && r.Start < out[n-1].end() {
+			out[n-1].Length = max(out[n-1].end(), r.end()) - out[n-1].Start
+			continue
+		}
+		out = append(out, r)
+	}
+	return out
+}
+
+// cut removes sorted cuts from sorted runs.
+func cut(runs, cuts []Run) []Run {
+	extents := make([]Extent, len(runs))
+	for i, r := range runs {
+		extents[i] = Extent{Start: r.Start, Length: r.Length}
+	}
+	var out []Run
+	for _, e := range subtract(extents, cuts) {
+		out = append(out, Run{e.Start, e.Length})
+	}
+	return out
+}
+
 func sortRuns(runs []Run) []Run {
 	slices.SortFunc(runs, func(a, b Run) int { return cmp.Compare(a.Start, b.Start) })
 	return runs
-}
-
-// topContent divides the present blocks into data and holes.
-func (d *Disk) topContent() (data, holes []Run) {
-	blocks := d.below.image.Size / PageSize
-	h := holeFinder{fd: d.fd, size: d.below.image.Size}
-	for first := uint64(0); first < blocks; {
-		in, next := d.present.span(first, blocks)
-		for off, end := first*PageSize, next*PageSize; in && off < end; {
-			hole, to := h.at(off)
-			to = min(to, end)
-			if hole {
-				holes = appendRun(holes, off, to)
-			} else {
-				data = appendRun(data, off, to)
-			}
-			off = to
-		}
-		first = next
-	}
-	return data, holes
 }
 
 // appendRun adds [off, end), to the last run if it ends there.
@@ -70,15 +83,15 @@ func appendRun(runs []Run, off, end uint64) []Run {
 	return append(runs, Run{off, end - off})
 }
 
-// hiding keeps those parts of zeros that have an extent below: elsewhere there
-// are zeros already.
-func (d *Disk) hiding(zeros []Run) []Run {
+// hiding keeps those parts of zeros that hide something, in the image or in an
+// older stage: elsewhere there are zeros already.
+func (v *view) hiding(zeros []Run) []Run {
+	older := view{v.below, v.stages[1:]}
 	var out []Run
 	for _, z := range zeros {
 		for off := z.Start; off < z.end(); {
-			_, ok, next := d.below.image.Find(off)
-			next = min(next, z.end())
-			if ok {
+			s, _, in, next := older.segment(off, z.end())
+			if s != nil || in {
 				out = appendRun(out, off, next)
 			}
 			off = next
@@ -87,50 +100,14 @@ func (d *Disk) hiding(zeros []Run) []Run {
 	return out
 }
 
-// holeFinder walks through the holes of a file, forwards. It knows the piece
-// that it looked at last: one hole may span many blocks.
-type holeFinder struct {
-	fd         int
-	size       uint64
-	start, end uint64 // of the data last found; before it is a hole
-}
-
-// at says whether there is a hole at off, which is a multiple of PageSize, and
-// to where that holds in whole blocks. What the file system cannot tell is
-// data.
-func (h *holeFinder) at(off uint64) (hole bool, end uint64) {
-	if off >= h.end {
-		h.find(off)
-	}
-	if off < h.start {
-		return true, h.start
-	}
-	return false, h.end
-}
-
-func (h *holeFinder) find(off uint64) {
-	h.start, h.end = off, h.size
-	data, err := unix.Seek(h.fd, int64(off), unix.SEEK_DATA)
-	if errors.Is(err, unix.ENXIO) { // nothing up to the end
-		h.start = h.size
-		return
-	}
-	if err != nil {
-		return
-	}
-	next, err := unix.Seek(h.fd, data, unix.SEEK_HOLE)
-	if err != nil {
-		return
-	}
-	// Blocks of the file system may be smaller than ours.
-	h.start = uint64(data) &^ (PageSize - 1)
-	h.end = min((uint64(next)+PageSize-1)&^(PageSize-1), h.size)
-}
-
 // WriteChanged writes the present content of runs, one after the other.
 func (d *Disk) WriteChanged(w io.Writer, runs []Run) error {
-	if err := validateRuns(runs, d.below.image.Size); err != nil {
+	return d.writeRuns(w, runs)
+}
+
+func (v *view) writeRuns(w io.Writer, runs []Run) error {
+	if err := validateRuns(runs, v.below.image.Size); err != nil {
 		return err
 	}
-	return copyRuns(w, runs, d.read)
+	return copyRuns(w, runs, v.read)
 }

@@ -274,9 +274,9 @@ func TestHugeDisk(t *testing.T) {
 	if err := d.Discard(sector, d.Size()-sector); err != nil {
 		t.Fatal(err)
 	}
-	d.present.set(5, im.Size/PageSize) // as if there had been something below
+	d.stages[0].present.set(5, im.Size/PageSize) // as if there had been something below
 	chunks := 0
-	for _, c := range d.present.chunks {
+	for _, c := range d.stages[0].present.chunks {
 		if c != nil && c != fullChunk {
 			chunks++
 		}
@@ -429,11 +429,11 @@ func TestDiskErrors(t *testing.T) {
 	wantError(t, d.WriteChanged(io.Discard, []Run{{0, 4 * PageSize}}), "unexpected EOF")
 
 	// A top that cannot be written any more.
-	if err := d.top.Close(); err != nil {
+	if err := d.stages[0].file.Close(); err != nil {
 		t.Fatal(err)
 	}
-	d.fd = -1
-	d.present.set(6, 7)
+	d.stages[0].fd = -1
+	d.stages[0].present.set(6, 7)
 	wantError(t, d.Discard(sector, sector), "copy up", "closed")
 	wantError(t, d.Discard(5*PageSize, PageSize), "punch hole")
 	wantError(t, d.Discard(6*PageSize, sector), "write zeros")

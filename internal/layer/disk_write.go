@@ -3,6 +3,7 @@ package layer
 import (
 	"errors"
 	"fmt"
+	"os"
 
 	"agentrun.dev/internal/guestmem"
 	"golang.org/x/sys/unix"
@@ -13,18 +14,19 @@ func (d *Disk) WriteAt(mem *guestmem.Memory, ranges []guestmem.Range, off int64)
 	if err := d.beginWrite(off, total); err != nil {
 		return 0, err
 	}
-	done, err := mem.WriteFile(d.fd, off, ranges)
+	top := d.stages[0]
+	done, err := mem.WriteFile(top.fd, off, ranges)
 	// A block counts once it was written as a whole; those at the ends were
 	// copied up before. After an error the others keep their old content.
 	first, end := wholeBlocks(uint64(off), uint64(off+done))
-	d.present.set(first, end)
+	top.present.set(first, end)
 	return done, err
 }
 
 // beginWrite checks a range that will be written and copies up the blocks at
 // its ends that are written in part.
 func (d *Disk) beginWrite(off, n int64) error {
-	if d.top == nil {
+	if d.ReadOnly() {
 		return errReadOnly
 	}
 	if err := d.check(off, n); err != nil || n == 0 {
@@ -43,16 +45,17 @@ func (d *Disk) beginWrite(off, n int64) error {
 
 // copyUp brings a block into the top.
 func (d *Disk) copyUp(block uint64) error {
-	if d.present.has(block) {
+	top := d.stages[0]
+	if top.present.has(block) {
 		return nil
 	}
-	if err := d.below.read(d.block[:], block*PageSize); err != nil {
+	if err := d.read(d.block[:], block*PageSize); err != nil {
 		return fmt.Errorf("copy up: %w", err)
 	}
-	if _, err := d.top.WriteAt(d.block[:], int64(block*PageSize)); err != nil {
+	if _, err := top.file.WriteAt(d.block[:], int64(block*PageSize)); err != nil {
 		return fmt.Errorf("copy up: %w", err)
 	}
-	d.present.set(block, block+1)
+	top.present.set(block, block+1)
 	return nil
 }
 
@@ -62,12 +65,14 @@ func wholeBlocks(off, end uint64) (first, last uint64) {
 	return first, max(first, last)
 }
 
-// Flush makes the top durable; the layers are already.
+// Flush makes what was written durable; the layers are already.
 func (d *Disk) Flush() error {
-	if d.top == nil {
-		return nil
+	for _, s := range d.stages {
+		if err := retry(func() error { return unix.Fdatasync(s.fd) }); err != nil {
+			return err
+		}
 	}
-	return retry(func() error { return unix.Fdatasync(d.fd) })
+	return nil
 }
 
 // Discard makes the range read as zeros, so that no snapshot carries it on.
@@ -84,13 +89,13 @@ func (d *Disk) zero(off, n int64) error {
 	start, end := uint64(off), uint64(off+n)
 	first, last := wholeBlocks(start, end)
 	// A range within one block has no whole one, and first lies behind it.
-	if err := d.writeZeros(start, min(first*PageSize, end)); err != nil {
+	if err := writeZeros(d.stages[0].file, start, min(first*PageSize, end)); err != nil {
 		return err
 	}
 	if err := d.zeroBlocks(first, last); err != nil {
 		return err
 	}
-	return d.writeZeros(last*PageSize, end)
+	return writeZeros(d.stages[0].file, last*PageSize, end)
 }
 
 // zeroBlocks makes whole blocks zero. Those that are zeros already, with
@@ -103,14 +108,14 @@ func (d *Disk) zeroBlocks(first, last uint64) error {
 		return err
 	}
 	for off, end := first*PageSize, last*PageSize; off < end; {
-		from, _, next := d.segment(off, end)
-		if from != fromZeros {
+		s, _, in, next := d.segment(off, end)
+		if s != nil || in {
 			if d.noPunch {
-				if err := d.writeZeros(off, next); err != nil {
+				if err := writeZeros(d.stages[0].file, off, next); err != nil {
 					return err
 				}
 			}
-			d.present.set(off/PageSize, next/PageSize)
+			d.stages[0].present.set(off/PageSize, next/PageSize)
 		}
 		off = next
 	}
@@ -122,23 +127,28 @@ func (d *Disk) punch(off, end uint64) error {
 	if d.noPunch {
 		return nil
 	}
-	err := retry(func() error {
-		return unix.Fallocate(d.fd, unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, int64(off), int64(end-off))
-	})
+	err := punchHole(d.stages[0].fd, off, end)
 	if errors.Is(err, errors.ErrUnsupported) {
 		d.noPunch = true
 		return nil
 	}
+	return err
+}
+
+func punchHole(fd int, off, end uint64) error {
+	err := retry(func() error {
+		return unix.Fallocate(fd, unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, int64(off), int64(end-off))
+	})
 	if err != nil {
 		return fmt.Errorf("punch hole %#x-%#x: %w", off, end, err)
 	}
 	return nil
 }
 
-// writeZeros writes zeros to the top.
-func (d *Disk) writeZeros(off, end uint64) error {
+// writeZeros writes zeros to a file.
+func writeZeros(f *os.File, off, end uint64) error {
 	for off < end {
-		n, err := d.top.WriteAt(zeroPage[:min(PageSize, end-off)], int64(off))
+		n, err := f.WriteAt(zeroPage[:min(PageSize, end-off)], int64(off))
 		if err != nil {
 			return fmt.Errorf("write zeros: %w", err)
 		}

@@ -2,6 +2,7 @@ package layer
 
 import (
 	"fmt"
+	"slices"
 	"sort"
 )
 
@@ -123,4 +124,18 @@ func (im Image) Bytes() uint64 {
 		n += e.Length
 	}
 	return n
+}
+
+// Without is the image without some layers, and the runs that were in them.
+func (im Image) Without(drop func(Ref) bool) (rest Image, runs []Run) {
+	rest = Image{Size: im.Size, Layers: slices.Clone(im.Layers)}
+	for _, e := range im.Extents {
+		if drop(im.Layers[e.Layer]) {
+			runs = appendRun(runs, e.Start, e.end())
+			continue
+		}
+		rest.Extents = append(rest.Extents, e)
+	}
+	rest.tidy()
+	return rest, runs
 }

@@ -60,6 +60,35 @@ func joinGaps(runs []Run, join func(gap uint64) bool) []Run {
 // zeros overlap, the run wins. If runs is empty, top is ignored. Layers that
 // are not used any more are dropped.
 func Overlay(base Image, top Ref, runs, zeros []Run) (Image, error) {
+	var offset uint64
+	extents := make([]Extent, len(runs))
+	for i, r := range runs {
+		extents[i] = Extent{Start: r.Start, Length: r.Length, Offset: offset}
+		offset += r.Length
+	}
+	im, err := overlay(base, top, extents, runs, zeros)
+	if err == nil && len(runs) > 0 && offset != top.Size {
+		return Image{}, fmt.Errorf("overlay layer %s: it has %d bytes, its runs have %d", top.Digest, top.Size, offset)
+	}
+	return im, err
+}
+
+// OverlayInPlace is Overlay for a layer as large as the image that has each run
+// at its own offset, and nothing elsewhere.
+func OverlayInPlace(base Image, top Ref, runs, zeros []Run) (Image, error) {
+	extents := make([]Extent, len(runs))
+	for i, r := range runs {
+		extents[i] = Extent{Start: r.Start, Length: r.Length, Offset: r.Start}
+	}
+	im, err := overlay(base, top, extents, runs, zeros)
+	if err == nil && len(runs) > 0 && top.Size != base.Size {
+		return Image{}, fmt.Errorf("overlay layer %s: it has %d bytes, the image %d", top.Digest, top.Size, base.Size)
+	}
+	return im, err
+}
+
+// overlay puts extents, which are those of runs and in a layer top, over base.
+func overlay(base Image, top Ref, extents []Extent, runs, zeros []Run) (Image, error) {
 	if err := base.Validate(); err != nil {
 		return Image{}, fmt.Errorf("overlay: %w", err)
 	}
@@ -78,7 +107,7 @@ func Overlay(base Image, top Ref, runs, zeros []Run) (Image, error) {
 		Extents: subtract(subtract(base.Extents, zeros), runs),
 	}
 	if len(runs) > 0 {
-		if err := out.add(top, runs); err != nil {
+		if err := out.add(top, extents); err != nil {
 			return Image{}, err
 		}
 	}
@@ -137,8 +166,8 @@ func (e Extent) tail(n uint64) Extent {
 	return Extent{e.Start + n, e.Length - n, e.Layer, e.Offset + n}
 }
 
-// add appends the extents of a packed layer, which tidy sorts in.
-func (im *Image) add(top Ref, runs []Run) error {
+// add appends the extents of one layer, which tidy sorts in.
+func (im *Image) add(top Ref, extents []Extent) error {
 	if err := top.validate(); err != nil {
 		return fmt.Errorf("overlay: %w", err)
 	}
@@ -151,13 +180,9 @@ func (im *Image) add(top Ref, runs []Run) error {
 	if have := im.Layers[i].Size; have != top.Size {
 		return fmt.Errorf("overlay layer %s: it has %d bytes, and %d in the image below", top.Digest, top.Size, have)
 	}
-	var off uint64
-	for _, r := range runs {
-		im.Extents = append(im.Extents, Extent{r.Start, r.Length, i, off})
-		off += r.Length
-	}
-	if off != top.Size {
-		return fmt.Errorf("overlay layer %s: it has %d bytes, its runs have %d", top.Digest, top.Size, off)
+	for _, e := range extents {
+		e.Layer = i
+		im.Extents = append(im.Extents, e)
 	}
 	return nil
 }

@@ -21,6 +21,8 @@ type frozen struct {
 	spans  []guestmem.Span
 	memory uint64
 	vcpus  int
+	// inPlace says that each span is in the layer at its own offset.
+	inPlace bool
 }
 
 func pagemap(t testing.TB) *os.File {
@@ -101,6 +103,9 @@ func union(a, b []guestmem.Span) []guestmem.Span {
 func (f *frozen) mappings() (out []guestmem.Mapping) {
 	offset := uint64(0)
 	for _, s := range f.spans {
+		if f.inPlace {
+			offset = s.Start
+		}
 		out = append(out, guestmem.Mapping{Span: s, File: f.layer, Offset: offset})
 		offset += s.Length
 	}

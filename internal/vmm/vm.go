@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"agentrun.dev/internal/guestmem"
@@ -29,9 +30,15 @@ type VM struct {
 	devices Devices // which the VM closes
 	gate    *gate
 
+	// capturing is held by the capture that goes on, capture is it.
+	capturing sync.Mutex
+	capture   atomic.Pointer[Capture]
+
 	endOnce sync.Once
 	exit    Exit // set before done is closed
 	done    chan struct{}
+
+	closing sync.Mutex // held by Close
 
 	mu      sync.Mutex // protects all following fields
 	started bool
@@ -151,21 +158,36 @@ func (vm *VM) resumeDevices() error {
 // the guest ended.
 func (vm *VM) Close() (Exit, error) {
 	vm.Stop()
+	vm.closing.Lock()
+	defer vm.closing.Unlock()
 	vm.mu.Lock()
-	defer vm.mu.Unlock()
-	if vm.closed {
+	closed := vm.closed
+	vm.closed = true
+	vm.mu.Unlock()
+	if closed {
 		return vm.exit, nil
 	}
-	vm.closed = true
+	// A vCPU may wait for a capture to save its page: that goes on.
+	vm.leave()
+	if c := vm.capture.Load(); c != nil {
+		c.Cancel(ErrEnded)
+	}
+	vm.capturing.Lock() // it reads guest memory
+	defer vm.capturing.Unlock()
 	return vm.exit, errors.Join(vm.free(), vm.devices.close())
 }
 
-// free releases what NewShell and createDevices made.
-func (vm *VM) free() error {
+// leave ends the vCPUs' threads, and waits until they are gone.
+func (vm *VM) leave() {
 	if vm.threads {
 		vm.gate.close(vm.vcpus)
 		vm.gate.waitGone(len(vm.vcpus))
 	}
+}
+
+// free releases what NewShell and createDevices made.
+func (vm *VM) free() error {
+	vm.leave()
 	var errs []error
 	for _, d := range vm.windows.virtio {
 		d.Close()

@@ -13,6 +13,7 @@ func (m *Boot) encode(e *wire.Encoder) {
 	e.Uvarint(m.Memory)
 	e.Uvarint(m.VCPUs)
 	e.String(m.Profile)
+	e.Bool(m.HasUserfaultfd)
 	e.Bool(m.HasInitrd)
 	m.Devices.encode(e)
 }
@@ -22,6 +23,7 @@ func (m *Boot) decode(d *wire.Decoder) {
 	m.Memory = d.Uvarint()
 	m.VCPUs = d.UvarintMax(1 << 16)
 	m.Profile = d.String(maxText)
+	m.HasUserfaultfd = d.Bool()
 	m.HasInitrd = d.Bool()
 	m.Devices.decode(d)
 }
@@ -31,6 +33,7 @@ func (m *Restore) encode(e *wire.Encoder) {
 	e.String(m.Profile)
 	e.Uvarint(m.VCPUs)
 	encodeRuns(e, m.Populate)
+	e.Bool(m.HasUserfaultfd)
 	m.Devices.encode(e)
 }
 
@@ -39,6 +42,7 @@ func (m *Restore) decode(d *wire.Decoder) {
 	m.Profile = d.String(maxText)
 	m.VCPUs = d.UvarintMax(1 << 16)
 	m.Populate = decodeRuns(d, MaxTouched)
+	m.HasUserfaultfd = d.Bool()
 	m.Devices.decode(d)
 }
 
@@ -127,8 +131,32 @@ func decodeImage(d *wire.Decoder) (im layer.Image) {
 	return im
 }
 
-func (m *Save) encode(e *wire.Encoder) { e.Uvarint(m.ID) }
-func (m *Save) decode(d *wire.Decoder) { m.ID = d.Uvarint() }
+func (m *Save) encode(e *wire.Encoder) {
+	e.Uvarint(m.ID)
+	e.Bool(m.Rebase)
+	encodeRuns(e, m.Memory)
+	e.Uvarint(uint64(len(m.Disks)))
+	for _, runs := range m.Disks {
+		encodeRuns(e, runs)
+	}
+}
+
+func (m *Save) decode(d *wire.Decoder) {
+	m.ID = d.Uvarint()
+	m.Rebase = d.Bool()
+	m.Memory = decodeRuns(d, layer.MaxExtents)
+	for range d.Count(maxDevices) {
+		m.Disks = append(m.Disks, decodeRuns(d, layer.MaxExtents))
+	}
+}
+
+func encodeRuns(e *wire.Encoder, runs []layer.Run) {
+	e.Uvarint(uint64(len(runs)))
+	for _, r := range runs {
+		e.Uvarint(r.Start)
+		e.Uvarint(r.Length)
+	}
+}
 
 // Marshal encodes what was saved, for a Reply's data.
 func (s *Saved) Marshal() []byte {
@@ -139,6 +167,10 @@ func (s *Saved) Marshal() []byte {
 	for i := range s.Disks {
 		s.Disks[i].encode(e)
 	}
+	for _, n := range []uint64{s.Pause, s.Wait, s.Waits, s.Copied} {
+		e.Uvarint(n)
+	}
+	e.String(s.StoodStill)
 	return e.Bytes()
 }
 
@@ -153,6 +185,10 @@ func UnmarshalSaved(b []byte) (*Saved, error) {
 		c.decode(d)
 		s.Disks = append(s.Disks, c)
 	}
+	for _, n := range []*uint64{&s.Pause, &s.Wait, &s.Waits, &s.Copied} {
+		*n = d.Uvarint()
+	}
+	s.StoodStill = d.String(maxText)
 	if err := d.Finish(); err != nil {
 		return nil, fmt.Errorf("decode what was saved: %w", err)
 	}
@@ -185,14 +221,6 @@ func UnmarshalRuns(b []byte) ([]layer.Run, error) {
 		return nil, fmt.Errorf("decode runs: %w", err)
 	}
 	return runs, nil
-}
-
-func encodeRuns(e *wire.Encoder, runs []layer.Run) {
-	e.Uvarint(uint64(len(runs)))
-	for _, r := range runs {
-		e.Uvarint(r.Start)
-		e.Uvarint(r.Length)
-	}
 }
 
 func decodeRuns(d *wire.Decoder, most int) (runs []layer.Run) {

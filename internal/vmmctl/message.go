@@ -57,22 +57,26 @@ type Message interface {
 }
 
 // Boot describes a machine to boot. Its descriptors come in this order: KVM,
-// kernel, initrd (if HasInitrd), those of the devices.
+// /dev/userfaultfd (if HasUserfaultfd), kernel, initrd (if HasInitrd), those of
+// the devices.
 type Boot struct {
-	Cmdline   string
-	Memory    uint64
-	VCPUs     uint64
-	Profile   string
-	HasInitrd bool
-	Devices   Devices
+	Cmdline        string
+	Memory         uint64
+	VCPUs          uint64
+	Profile        string
+	HasUserfaultfd bool
+	HasInitrd      bool
+	Devices        Devices
 }
 
 // Restore describes a machine to continue. Its descriptors come in this
-// order: KVM, the saved state, the layers of the memory, those of the devices.
+// order: KVM, /dev/userfaultfd (if HasUserfaultfd), the saved state, the layers
+// of the memory, those of the devices.
 type Restore struct {
-	Memory  layer.Image
-	Profile string
-	VCPUs   uint64
+	Memory         layer.Image
+	Profile        string
+	VCPUs          uint64
+	HasUserfaultfd bool
 	// Populate lists pages that the guest will write to at once.
 	Populate []layer.Run
 	Devices  Devices
@@ -135,15 +139,34 @@ type Net struct {
 }
 
 // Save writes a machine, as it is at one instant, to files: its state, what its
-// memory has beyond its image, and the same for each disk that has an image.
-// Before them comes the page map of the vmm process, which it cannot open. A
-// machine that was running goes on. The reply's data is a Saved.
-type Save struct{ ID uint64 }
+// memory has beyond its image, and the same for each disk that has an image. A
+// machine that was running goes on as soon as it can. Its descriptors are the
+// page map of the vmm process, which it cannot open, the state, the memory
+// (which gets each page at its offset in RAM), and for each disk with an image
+// the layer and an empty file that becomes its top. The reply's data is a Saved.
+type Save struct {
+	ID uint64
+	// Rebase says that what is saved becomes part of the machine's image: the
+	// next Save tells what changed after this one, if this one succeeds.
+	Rebase bool
+	// Memory and Disks are to be stored even if they did not change.
+	Memory []layer.Run
+	Disks  [][]layer.Run
+}
 
-// Saved says what the layers that Save wrote are made of.
+// Saved says what the layers that Save wrote are made of, and what it cost.
 type Saved struct {
 	Memory Change
 	Disks  []Change
+	// Pause is for how long the guest stood still, in nanoseconds, and Wait how
+	// long the longest of its writes had to wait afterwards.
+	Pause, Wait uint64
+	// Waits counts such writes, Copied the bytes that were stored of the
+	// memory.
+	Waits, Copied uint64
+	// StoodStill is empty if the memory was copied beside the running guest;
+	// if not, it says why.
+	StoodStill string
 }
 
 // Change is a layer: the runs that it holds one after the other, and those

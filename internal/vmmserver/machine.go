@@ -21,12 +21,19 @@ func (s *server) take(n int) []*os.File {
 	return files
 }
 
-// begin checks the number of descriptors and takes the first, KVM.
-func (s *server) begin(want int) (err error) {
+// begin checks the number of descriptors and takes the first, KVM and
+// userfaultfd's device.
+func (s *server) begin(want int, userfaultfd bool) (err error) {
+	if userfaultfd {
+		want++
+	}
 	if len(s.files) != want {
 		return fmt.Errorf("the message came with %d files, not %d", len(s.files), want)
 	}
 	s.sys, err = kvm.FromFile(s.take(1)[0])
+	if userfaultfd {
+		s.userfaultfd = s.take(1)[0]
+	}
 	return err
 }
 
@@ -36,7 +43,7 @@ func (s *server) boot(b *vmmctl.Boot) error {
 	if b.HasInitrd {
 		own++
 	}
-	if err := s.begin(own + b.Devices.Files()); err != nil {
+	if err := s.begin(own+b.Devices.Files(), b.HasUserfaultfd); err != nil {
 		return err
 	}
 	cfg := vmm.Config{
@@ -62,7 +69,7 @@ const maxState = 1 << 20
 
 // restore does the same for Restore.
 func (s *server) restore(r *vmmctl.Restore) error {
-	if err := s.begin(2 + len(r.Memory.Layers) + r.Devices.Files()); err != nil {
+	if err := s.begin(2+len(r.Memory.Layers)+r.Devices.Files(), r.HasUserfaultfd); err != nil {
 		return err
 	}
 	state, err := readState(s.take(1)[0])

@@ -4,71 +4,215 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"runtime"
 	"slices"
+	"time"
 
 	"agentrun.dev/internal/guestmem"
 	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/vmm"
 	"agentrun.dev/internal/vmmctl"
 )
 
 // save writes the VM, at one instant, to the files of a Save message and says
-// what the layers hold. A VM that was running goes on afterwards.
-func (s *server) save(files []*os.File) (reply []byte, err error) {
-	defer func() {
-		for _, f := range files {
-			err = errors.Join(err, f.Close())
-		}
-	}()
-	if len(files) != 3+len(s.disks) {
-		return nil, fmt.Errorf("save: %d files came, not %d: the page map, the state, the memory and one per layered disk", len(files), 3+len(s.disks))
+// what the layers hold. A VM that was running goes on while that is copied; a
+// second save waits until the first is complete.
+func (s *server) save(m *vmmctl.Save, files []*os.File) (_ []byte, err error) {
+	s.saving.Lock()
+	defer s.saving.Unlock()
+	if s.leave != nil {
+		s.leave()
+		s.leave = nil
 	}
-	err = s.still(func() (err error) {
-		if !s.vm.Paused() {
-			if err := s.vm.Pause(); err != nil {
-				return err
-			}
-			defer func() { err = errors.Join(err, s.vm.Resume()) }()
-		}
-		reply, err = s.write(files[0], files[1:])
-		return err
-	})
-	return reply, err
-}
-
-// write saves a VM that stands still.
-func (s *server) write(pagemap *os.File, files []*os.File) ([]byte, error) {
-	state, err := s.vm.Save(s.sys)
+	if want := 3 + 2*len(s.disks); len(files) != want || len(m.Disks) > len(s.disks) {
+		return nil, errors.Join(
+			fmt.Errorf("save: %d files came, not %d: the page map, the state, the memory, and per layered disk a layer and a top", len(files), want),
+			closeAll(files))
+	}
+	// There must be Ps for who copies and who answers a vCPU that waits.
+	runtime.GOMAXPROCS(max(runtime.GOMAXPROCS(0), s.procs+3))
+	if s.pagemap == nil {
+		s.pagemap = files[0] // for those who linger, too
+	} else if err := files[0].Close(); err != nil {
+		return nil, errors.Join(err, closeAll(files[1:]))
+	}
+	w := saveFiles{state: files[1], memory: files[2]}
+	for i := 3; i < len(files); i += 2 {
+		w.layers, w.tops = append(w.layers, files[i]), append(w.tops, files[i+1])
+	}
+	saved, err := s.saveTo(m, &w)
+	if w.memory != nil {
+		err = errors.Join(err, w.memory.Close())
+	}
+	err = errors.Join(err, w.state.Close(), closeAll(w.layers), closeAll(w.tops))
 	if err != nil {
 		return nil, err
-	}
-	encoded, err := state.Marshal()
-	if err != nil {
-		return nil, err
-	}
-	if _, err := files[0].WriteAt(encoded, 0); err != nil {
-		return nil, fmt.Errorf("save the machine's state: %w", err)
-	}
-	var saved vmmctl.Saved
-	if saved.Memory, err = s.saveMemory(pagemap, files[1]); err != nil {
-		return nil, err
-	}
-	for i, d := range s.disks {
-		var c vmmctl.Change
-		c.Runs, c.Zeros = d.Changed()
-		if err := d.WriteChanged(files[2+i], c.Runs); err != nil {
-			return nil, fmt.Errorf("save disk: %w", err)
-		}
-		saved.Disks = append(saved.Disks, c)
 	}
 	return saved.Marshal(), nil
+}
+
+// saveFiles is what a Save message came with, without what belongs to others
+// by now: tops to a disk, the memory to a capture that lingers.
+type saveFiles struct {
+	state, memory *os.File
+	layers, tops  []*os.File
+}
+
+func closeAll(files []*os.File) error {
+	var errs []error
+	for _, f := range files {
+		errs = append(errs, f.Close())
+	}
+	return errors.Join(errs...)
+}
+
+func (s *server) saveTo(m *vmmctl.Save, w *saveFiles) (saved vmmctl.Saved, err error) {
+	for i, d := range s.disks {
+		if err := d.Prepare(w.tops[i]); err != nil {
+			return saved, fmt.Errorf("save disk %d: %w", i, err)
+		}
+	}
+	c, err := s.vm.NewCapture(guestmem.CaptureConfig{Userfaultfd: s.userfaultfd, Pagemap: s.pagemap, File: w.memory})
+	if err != nil {
+		return saved, err
+	}
+	kept := false
+	defer func() {
+		if !kept {
+			err = errors.Join(err, c.Close())
+		}
+	}()
+	beside, why := c.Beside()
+	var state *vmm.State
+	var disks []*layer.Frozen
+	stood, err := c.Arm(s.stand)
+	if err != nil {
+		return saved, err
+	}
+	pause, err := s.stand(func() (err error) {
+		if state, err = s.vm.Save(s.sys); err != nil {
+			return err
+		}
+		if err := c.Begin(); err != nil {
+			return err
+		}
+		if disks, err = s.freezeDisks(w); err != nil {
+			return err
+		}
+		if !beside {
+			saved.Memory, err = saveMemory(c, m.Memory)
+		}
+		return err
+	})
+	if err != nil {
+		return saved, err
+	}
+	if !beside {
+		saved.StoodStill = vmmctl.Clip(why.Error())
+	} else if saved.Memory, err = saveMemory(c, m.Memory); err != nil {
+		return saved, err
+	}
+	if err := saveState(state, w.state); err != nil {
+		return saved, err
+	}
+	for i, d := range disks {
+		var include []layer.Run
+		if i < len(m.Disks) {
+			include = m.Disks[i]
+		}
+		var change vmmctl.Change
+		change.Runs, change.Zeros = d.Changed(include)
+		if err := d.WriteChanged(w.layers[i], change.Runs); err != nil {
+			return saved, fmt.Errorf("save disk %d: %w", i, err)
+		}
+		saved.Disks = append(saved.Disks, change)
+	}
+	st := c.Stats()
+	saved.Pause, saved.Wait, saved.Waits = uint64(max(stood, pause)), uint64(st.LongestWait), st.Faults
+	saved.Copied = st.Copied
+	if m.Rebase {
+		if err := c.Adopt(); err != nil {
+			return saved, err
+		}
+		for _, d := range disks {
+			d.Rebase()
+		}
+		if beside {
+			kept = true
+			s.linger(c, w.memory)
+			w.memory = nil
+		}
+	}
+	return saved, nil
+}
+
+// lingerTime is how long memory stays protected after a copy is complete. What
+// the guest has not written by then is shared with its children; what it has,
+// and would copy again, is left to it.
+const lingerTime = time.Second
+
+// linger ends a capture that is complete: after some time, or when leave is
+// called, or with the VM.
+func (s *server) linger(c *vmm.Capture, file *os.File) {
+	hurry, gone := make(chan struct{}), make(chan struct{})
+	s.leave = func() { close(hurry); <-gone }
+	go func() {
+		defer close(gone)
+		timer := time.NewTimer(lingerTime)
+		defer timer.Stop()
+		select {
+		case <-timer.C:
+		case <-hurry:
+		case <-s.vm.Done():
+		}
+		// What could not be shared counts as changed.
+		if err := errors.Join(c.Share(), c.Close(), file.Close()); err != nil && !errors.Is(err, vmm.ErrEnded) {
+			fmt.Fprintln(os.Stderr, "vmm: share memory with forks:", err)
+		}
+	}()
+}
+
+// stand does something while the guest stands still, and nobody else changes
+// that.
+func (s *server) stand(do func() error) (stood time.Duration, err error) {
+	err = s.still(func() error {
+		stood, err = s.vm.Still(do)
+		return err
+	})
+	return stood, err
+}
+
+// freezeDisks is done while nobody uses them.
+func (s *server) freezeDisks(w *saveFiles) (disks []*layer.Frozen, err error) {
+	for i, d := range s.disks {
+		f, err := d.Freeze(w.tops[0])
+		w.tops = w.tops[1:]
+		if err != nil {
+			return nil, fmt.Errorf("save disk %d: %w", i, err)
+		}
+		disks = append(disks, f)
+	}
+	return disks, nil
+}
+
+func saveState(state *vmm.State, to *os.File) error {
+	encoded, err := state.Marshal()
+	if err != nil {
+		return err
+	}
+	if _, err := to.WriteAt(encoded, 0); err != nil {
+		return fmt.Errorf("save the machine's state: %w", err)
+	}
+	return nil
 }
 
 // minZeroRun is the least run of zeros that is worth an extent of its own;
 // shorter ones are stored like data.
 const minZeroRun = 64 << 10
 
-func (s *server) saveMemory(pagemap, out *os.File) (c vmmctl.Change, err error) {
-	data, zeros, err := s.vm.ChangedMemory(pagemap)
+// saveMemory stores what a capture has.
+func saveMemory(from *vmm.Capture, include []layer.Run) (c vmmctl.Change, err error) {
+	data, zeros, err := from.List(toSpans(include))
 	if err != nil {
 		return c, err
 	}
@@ -91,11 +235,7 @@ func (s *server) saveMemory(pagemap, out *os.File) (c vmmctl.Change, err error) 
 	c.Zeros = slices.DeleteFunc(c.Zeros, func(z layer.Run) bool {
 		return slices.ContainsFunc(c.Runs, func(r layer.Run) bool { return z.Start >= r.Start && z.Start < r.Start+r.Length })
 	})
-	spans := make([]guestmem.Span, len(c.Runs))
-	for i, r := range c.Runs {
-		spans[i] = guestmem.Span{Start: r.Start, Length: r.Length}
-	}
-	return c, s.vm.WriteMemory(out, spans)
+	return c, from.Copy(toSpans(c.Runs))
 }
 
 func toRuns(spans []guestmem.Span) []layer.Run {
@@ -104,4 +244,12 @@ func toRuns(spans []guestmem.Span) []layer.Run {
 		runs[i] = layer.Run{Start: s.Start, Length: s.Length}
 	}
 	return runs
+}
+
+func toSpans(runs []layer.Run) []guestmem.Span {
+	spans := make([]guestmem.Span, len(runs))
+	for i, r := range runs {
+		spans[i] = guestmem.Span{Start: r.Start, Length: r.Length}
+	}
+	return spans
 }

@@ -39,7 +39,8 @@ func Serve(conn *vmmctl.Conn) error {
 		// A vCPU keeps its P while it is in the guest, so there must be more Ps
 		// than vCPUs, for the control socket and the devices. Not earlier: each
 		// P that has run has caches of its own.
-		runtime.GOMAXPROCS(int(min(vcpus, vmm.MaxVCPUs)) + 1)
+		s.procs = int(min(vcpus, vmm.MaxVCPUs)) + 1
+		runtime.GOMAXPROCS(s.procs)
 		err = s.vm.Start()
 	}
 	for _, f := range s.files {
@@ -74,15 +75,21 @@ const (
 )
 
 type server struct {
-	files     []*os.File // of the first message, those not yet taken
-	sys       *kvm.System
-	vm        *vmm.VM
-	disks     []*layer.Disk // those that can be saved
-	listener  *os.File      // nil: the VM ends with its parent
-	readyPort uint32
-	ready     sync.Once
+	pagemap *os.File // this process's own; nil before the first save
+	// userfaultfd is its device, nil where there is none.
+	userfaultfd *os.File
+	files       []*os.File // of the first message, those not yet taken
+	sys         *kvm.System
+	vm          *vmm.VM
+	procs       int           // how many Ps there are but during a save
+	disks       []*layer.Disk // those that can be saved
+	listener    *os.File      // nil: the VM ends with its parent
+	readyPort   uint32
+	ready       sync.Once
 
-	stillMu sync.Mutex // held by who pauses, resumes or saves
+	saving  sync.Mutex // held by a save until its copy is complete; protects leave
+	leave   func()     // ends the capture that lingers, if there is one
+	stillMu sync.Mutex // held by who pauses or resumes
 
 	mu      sync.Mutex // protects parents
 	parents map[*vmmctl.Conn]bool
@@ -183,7 +190,7 @@ func (s *server) request(conn *vmmctl.Conn, m vmmctl.Message, files []*os.File) 
 	}
 	if save, ok := m.(*vmmctl.Save); ok {
 		go func() { // it takes long, and the parent may want more
-			saved, err := s.save(files)
+			saved, err := s.save(save, files)
 			_ = reply(conn, save.ID, err, saved) // a dead parent is noticed by serve
 		}()
 		return nil

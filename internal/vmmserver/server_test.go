@@ -1,10 +1,11 @@
 package vmmserver
 
 import (
+	"bytes"
 	"errors"
-	"io"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -13,6 +14,7 @@ import (
 	"agentrun.dev/internal/virtio"
 	"agentrun.dev/internal/vmm"
 	"agentrun.dev/internal/vmmctl"
+	"golang.org/x/sys/unix"
 )
 
 // parent is the other end of a server that runs in this process.
@@ -107,62 +109,140 @@ func bareGuest(t *testing.T) *os.File {
 
 const memory = 64 << 20
 
+// saveFilesFor makes what a Save of a machine with one layered disk is sent
+// with.
+func saveFilesFor(t *testing.T) (state, mem, disk, top *os.File) {
+	t.Helper()
+	return create(t, "state"), memfd(t), create(t, "disk"), create(t, "top")
+}
+
+func memfd(t *testing.T) *os.File {
+	t.Helper()
+	fd, err := unix.MemfdCreate("memory", unix.MFD_CLOEXEC)
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := os.NewFile(uintptr(fd), "memory")
+	t.Cleanup(func() { _ = f.Close() })
+	return f
+}
+
+// mustSave asks for a Save and returns what it says.
+func mustSave(t *testing.T, c *vmmctl.Conn, m *vmmctl.Save, files ...*os.File) *vmmctl.Saved {
+	t.Helper()
+	pagemap, err := os.Open("/proc/self/pagemap")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = pagemap.Close() }()
+	send(t, c, m, append([]*os.File{pagemap}, files...)...)
+	r := answer(t, c, m.ID)
+	if r.Error != "" {
+		t.Fatal(r.Error)
+	}
+	saved, err := vmmctl.UnmarshalSaved(r.Data)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return saved
+}
+
+// mappingsOf counts this process's mappings of a file.
+func mappingsOf(t *testing.T, name string) int {
+	t.Helper()
+	b, err := os.ReadFile("/proc/self/maps")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return strings.Count(string(b), name)
+}
+
+func length(runs []layer.Run) (n uint64) {
+	for _, r := range runs {
+		n += r.Length
+	}
+	return n
+}
+
 // TestSaveAndRestore: a machine with a layered disk is saved by one server and
-// continued by another, and what they say of it fits.
+// continued by another, and what they say of it fits; with userfaultfd and
+// without.
 func TestSaveAndRestore(t *testing.T) {
+	for name, live := range map[string]bool{"live": true, "standing still": false} {
+		t.Run(name, func(t *testing.T) { testSaveAndRestore(t, live) })
+	}
+}
+
+func testSaveAndRestore(t *testing.T, live bool) {
 	p := serve(t)
 	disk := layer.Image{Size: 1 << 20}
-	boot := &vmmctl.Boot{Memory: memory, VCPUs: 1, Devices: vmmctl.Devices{Disks: []vmmctl.Disk{{ID: "data", Image: &disk}}}}
+	boot := &vmmctl.Boot{
+		Memory: memory, VCPUs: 1, HasUserfaultfd: live, HasInitrd: true,
+		Devices: vmmctl.Devices{Disks: []vmmctl.Disk{{ID: "data", Image: &disk}}},
+	}
 	kvm := open(t, "/dev/kvm")
-	send(t, p.Conn, boot, kvm, bareGuest(t), create(t, "top"))
+	devices := []*os.File{kvm}
+	if live {
+		devices = append(devices, open(t, "/dev/userfaultfd"))
+	}
+	initrd := create(t, "initrd") // something to be shared
+	if _, err := initrd.Write(bytes.Repeat([]byte("initrd"), 1<<20)); err != nil {
+		t.Fatal(err)
+	}
+	send(t, p.Conn, boot, append(slices.Clone(devices), bareGuest(t), initrd, create(t, "top"))...)
 	if r := answer(t, p.Conn, 0); r.Error != "" {
 		t.Fatal(r.Error)
 	}
 
 	// A machine is saved into the right files only, whether it runs or not, and
 	// afterwards it does what it did before.
-	state, mem, change := create(t, "state"), create(t, "memory"), create(t, "disk")
-	pagemap, err := os.Open("/proc/self/pagemap")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = pagemap.Close() }()
+	state, mem, change, top := saveFilesFor(t)
 	send(t, p.Conn, &vmmctl.Save{ID: 1}, state)
-	if r := answer(t, p.Conn, 1); !strings.Contains(r.Error, "1 files came, not 4") {
+	if r := answer(t, p.Conn, 1); !strings.Contains(r.Error, "1 files came, not 5") {
 		t.Fatalf("saved into one file: %q", r.Error)
 	}
-	send(t, p.Conn, &vmmctl.Save{ID: 2}, pagemap, create(t, "state"), create(t, "memory"), create(t, "disk"))
-	if r := answer(t, p.Conn, 2); r.Error != "" {
-		t.Fatal(r.Error)
+	saved := mustSave(t, p.Conn, &vmmctl.Save{ID: 2, Rebase: true}, state, mem, change, top)
+	if len(saved.Disks) != 1 || len(saved.Memory.Runs) == 0 || saved.Pause == 0 || (saved.StoodStill == "") != live {
+		t.Fatalf("saved %+v", saved)
+	}
+	image, err := layer.OverlayInPlace(layer.Image{Size: memory}, layer.Ref{Digest: layer.Digest{1}, Size: memory}, saved.Memory.Runs, saved.Memory.Zeros)
+	if err != nil {
+		t.Fatal(err)
 	}
 	send(t, p.Conn, &vmmctl.Simple{Kind: vmmctl.KindPause, ID: 3})
 	if r := answer(t, p.Conn, 3); r.Error != "" {
 		t.Fatal(r.Error)
 	}
-	send(t, p.Conn, &vmmctl.Save{ID: 4}, pagemap, state, mem, change)
-	r := answer(t, p.Conn, 4)
-	if r.Error != "" {
-		t.Fatal(r.Error)
+	state2, mem2, change2, top2 := saveFilesFor(t)
+	again := mustSave(t, p.Conn, &vmmctl.Save{ID: 4}, state2, mem2, change2, top2)
+	if again.Pause != 0 {
+		t.Errorf("a paused machine stood still for %d ns", again.Pause)
 	}
-	saved, err := vmmctl.UnmarshalSaved(r.Data)
-	if err != nil || len(saved.Disks) != 1 || len(saved.Memory.Runs) == 0 {
-		t.Fatalf("saved %+v, %v", saved, err)
+	// The second save has ended the first one's time to share.
+	if n := mappingsOf(t, "/memfd:memory"); live != (n > 0) {
+		t.Errorf("the source has %d mappings of its layer", n)
 	}
-
-	w := layer.NewWriter(io.Discard)
-	if _, err := io.Copy(w, io.NewSectionReader(mem, 0, memory)); err != nil {
-		t.Fatal(err)
+	if live && length(again.Memory.Runs) > length(saved.Memory.Runs)/4 {
+		t.Errorf("%d bytes, then %d bytes of a machine that has not changed", length(saved.Memory.Runs), length(again.Memory.Runs))
 	}
-	image, err := layer.Overlay(layer.Image{Size: memory}, w.Ref(), saved.Memory.Runs, saved.Memory.Zeros)
+	image, err = layer.OverlayInPlace(image, layer.Ref{Digest: layer.Digest{2}, Size: memory}, again.Memory.Runs, again.Memory.Zeros)
 	if err != nil {
 		t.Fatal(err)
 	}
+	layers := []*os.File{}
+	for _, l := range image.Layers {
+		layers = append(layers, map[layer.Digest]*os.File{{1}: mem, {2}: mem2}[l.Digest])
+	}
+
 	child := serve(t)
-	restore := &vmmctl.Restore{Memory: image, VCPUs: 1, Profile: string(vmm.ProfileHostV1), Devices: boot.Devices}
-	send(t, child.Conn, restore, kvm, state, mem, create(t, "top"))
+	restore := &vmmctl.Restore{Memory: image, VCPUs: 1, Profile: string(vmm.ProfileHostV1), HasUserfaultfd: live, Devices: boot.Devices}
+	files := append(append(slices.Clone(devices), state2), layers...)
+	send(t, child.Conn, restore, append(files, create(t, "top"))...)
 	if r := answer(t, child.Conn, 0); r.Error != "" {
 		t.Fatal(r.Error)
 	}
+	state3, mem3, change3, top3 := saveFilesFor(t)
+	mustSave(t, child.Conn, &vmmctl.Save{ID: 5}, state3, mem3, change3, top3)
 	for _, c := range []*parent{p, child} {
 		send(t, c.Conn, &vmmctl.Simple{Kind: vmmctl.KindStop, ID: 9})
 		for {

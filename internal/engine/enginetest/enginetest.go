@@ -72,6 +72,7 @@ func Run(t *testing.T, target Target) {
 	t.Run("Identity", s.testIdentity)
 	t.Run("Private", s.testPrivate)
 	t.Run("ForkOfFork", s.testForkOfFork)
+	t.Run("LiveFork", s.testLiveFork)
 	t.Run("Moved", s.testMoved)
 	t.Run("Pause", s.testPause)
 	t.Run("Stats", s.testStats)

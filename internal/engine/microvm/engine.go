@@ -96,7 +96,7 @@ func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, er
 		defer func() { _ = kernel.Close() }()
 	}
 	s := &sandbox{
-		engine: e, hostname: spec.Hostname, vcpus: spec.VCPUs, boot: &bootFiles{},
+		engine: e, hostname: spec.Hostname, vcpus: spec.VCPUs, boot: &bootFiles{users: 1},
 		memory: layer.Image{Size: spec.Memory},
 		disks:  []disk{{id: "root", readOnly: true}},
 	}
@@ -153,16 +153,42 @@ func (e *Engine) Fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 	return s, nil
 }
 
-func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.ForkOptions) (_ *sandbox, err error) {
-	begin := time.Now()
-	m := snap.Manifest()
+func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.ForkOptions) (*sandbox, error) {
 	s, err := e.describe(snap, opts.Hostname)
 	if err != nil {
 		return nil, err
 	}
+	m := snap.Manifest()
 	populate, learn := e.touched.of(snap.ID())
+	from := origin{
+		profile: m.CPU.Profile, session: m.Session, populate: populate,
+		state: func() (*os.File, error) { return memoryFile("state", snap.State()) },
+		memory: func(ctx context.Context, ref layer.Ref) (*os.File, error) {
+			return e.resident.Load(ctx, ref, func() (*os.File, error) { return snap.OpenLayer(ref) })
+		},
+		disk: func(_ *disk, ref layer.Ref) (*os.File, error) { return snap.OpenLayer(ref) },
+	}
+	if s, err = e.restore(ctx, s, opts, from); err == nil && learn {
+		go e.touched.learn(context.WithoutCancel(ctx), snap.ID(), s.Process)
+	}
+	return s, err
+}
+
+// origin is where a fork's parts come from. The files are the fork's to close.
+type origin struct {
+	profile  string
+	session  []byte      // of the standby; empty: the fork opens one
+	populate []layer.Run // what the fork will write to at once
+	state    func() (*os.File, error)
+	memory   func(context.Context, layer.Ref) (*os.File, error)
+	disk     func(*disk, layer.Ref) (*os.File, error)
+}
+
+// restore starts a fork that was described.
+func (e *Engine) restore(ctx context.Context, s *sandbox, opts engine.ForkOptions, from origin) (_ *sandbox, err error) {
+	begin := time.Now()
 	restore := &vmmctl.Restore{
-		Memory: s.memory, Profile: m.CPU.Profile, VCPUs: uint64(m.VCPUs), Populate: populate,
+		Memory: s.memory, Profile: from.profile, VCPUs: uint64(s.vcpus), Populate: from.populate,
 		Devices: vmmctl.Devices{ReadyPort: guestrpc.AgentPort},
 	}
 	var files []*os.File
@@ -180,13 +206,22 @@ func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 		}
 	}
 	add(openKVM())
-	add(memoryFile("state", snap.State()))
-	for _, ref := range s.memory.Layers {
-		add(e.resident.Load(ctx, ref, func() (*os.File, error) { return snap.OpenLayer(ref) }))
+	if uffd := openUserfaultfd(); uffd != nil {
+		restore.HasUserfaultfd = true
+		add(uffd, nil)
 	}
-	for _, d := range s.disks {
-		for _, ref := range d.image.Layers {
-			add(snap.OpenLayer(ref))
+	add(from.state())
+	for _, ref := range s.memory.Layers {
+		add(from.memory(ctx, ref))
+	}
+	for i := range s.disks {
+		d := &s.disks[i]
+		refs := d.image.Layers
+		if d.readOnly && len(refs) == 0 {
+			refs = []layer.Ref{{}} // what a sandbox was booted from has no digest until it is captured
+		}
+		for _, ref := range refs {
+			add(from.disk(d, ref))
 		}
 		wire := vmmctl.Disk{ReadOnly: d.readOnly, ID: d.id}
 		if !d.readOnly {
@@ -195,12 +230,13 @@ func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 		}
 		restore.Devices.Disks = append(restore.Devices.Disks, wire)
 	}
-	if opts.Socket != "" {
+	s.attachable = opts.Socket != ""
+	if s.attachable {
 		restore.Devices.Listen = true
 		add(vmmctl.Listen(opts.Socket))
 	}
 	var standby net.Conn
-	if err == nil && len(m.Session) > 0 {
+	if err == nil && len(from.session) > 0 {
 		var theirs *os.File
 		standby, theirs, err = streamPair()
 		restore.Devices.Standby = true
@@ -219,7 +255,7 @@ func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 	s.restored = time.Since(begin)
 	if standby != nil {
 		s.Guest = &Guest{Process: p}
-		s.Guest.Agent, err = guestrpc.Resume(standby, m.Session)
+		s.Guest.Agent, err = guestrpc.Resume(standby, from.session)
 	} else {
 		s.Guest, err = dialAgent(ctx, p)
 	}
@@ -228,9 +264,6 @@ func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 	}
 	if err != nil {
 		return nil, abandon(ctx, p, err)
-	}
-	if learn {
-		go e.touched.learn(context.WithoutCancel(ctx), snap.ID(), p)
 	}
 	return s, nil
 }
@@ -247,9 +280,10 @@ func (e *Engine) describe(snap *snapshot.Snapshot, hostname string) (*sandbox, e
 	}
 	s := &sandbox{
 		engine: e, kernel: m.Kernel, hostname: hostname, vcpus: m.VCPUs,
-		memory: m.Memory.Layer(), parent: snap,
+		parent: snap,
 	}
 	s.generation.Store(generation)
+	s.setMemory(m.Memory.Layer())
 	for _, d := range m.Disks {
 		s.disks = append(s.disks, disk{id: d.ID, readOnly: d.ReadOnly, image: d.Image.Layer()})
 	}
@@ -262,6 +296,7 @@ func (e *Engine) Attach(ctx context.Context, snap *snapshot.Snapshot, opts engin
 	if err != nil {
 		return nil, err
 	}
+	s.attachable = true
 	p, err := e.AttachProcess(opts.Socket, id)
 	if err != nil {
 		return nil, err
@@ -297,7 +332,7 @@ type Attached struct{ *sandbox }
 func (a *Attached) Prepare(ctx context.Context) error {
 	a.capture.Lock()
 	defer a.capture.Unlock()
-	a.openStandby(ctx)
+	a.openStandby(ctx, true)
 	return ctx.Err()
 }
 
@@ -369,6 +404,16 @@ func openKVM() (*os.File, error) {
 		return nil, fmt.Errorf("open KVM: %w (agentrun doctor says what this host lacks)", err)
 	}
 	return f, nil
+}
+
+// openUserfaultfd opens the device that live forks without copying need, or
+// returns nil where there is none: then memory is copied in the pause.
+func openUserfaultfd() *os.File {
+	f, err := os.OpenFile("/dev/userfaultfd", os.O_RDWR, 0)
+	if err != nil {
+		return nil
+	}
+	return f
 }
 
 // memoryFile is a file in memory with some content.

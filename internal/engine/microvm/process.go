@@ -79,7 +79,13 @@ func Start(j *jail.Jail, m Machine) (*Process, error) {
 		Cmdline: m.Cmdline, Memory: m.Memory, VCPUs: uint64(m.VCPUs), HasInitrd: m.Initrd != nil,
 		Devices: vmmctl.Devices{ReadyPort: guestrpc.AgentPort},
 	}
-	files := []*os.File{kvmFile, m.Kernel}
+	files := []*os.File{kvmFile}
+	if uffd := openUserfaultfd(); uffd != nil {
+		defer func() { _ = uffd.Close() }()
+		boot.HasUserfaultfd = true
+		files = append(files, uffd)
+	}
+	files = append(files, m.Kernel)
 	if m.Initrd != nil {
 		files = append(files, m.Initrd)
 	}

@@ -33,13 +33,43 @@ type sandbox struct {
 	parent     *snapshot.Snapshot // whose layers it maps; nil after a boot
 	boot       *bootFiles         // nil in a fork
 	restored   time.Duration      // from the call of Fork until it ran
+	// attachable says that other processes may speak to it, which would not
+	// know its live layers.
+	attachable bool
 
-	capture sync.Mutex        // one snapshot at a time; protects standby
-	standby *guestrpc.Standby // nil before the first snapshot
+	capture sync.Mutex        // one capture at a time; protects memory, the disks' images and all following fields
+	standby *guestrpc.Standby // nil before the first capture
+	live    liveLayers        // those of memory and of the disks that are in no snapshot
+	owed    []layer.Run       // of memory: the vmm believes them kept
+
+	mu       sync.Mutex // protects all following fields
+	layers   int        // of memory
+	mappings int
+	lastFork engine.LiveForkStats
 }
 
-// bootFiles is what a sandbox was booted from.
-type bootFiles struct{ kernel, root *os.File }
+// bootFiles is what a sandbox and its live forks were booted from.
+type bootFiles struct {
+	kernel, root *os.File
+
+	mu    sync.Mutex // protects users
+	users int
+}
+
+func (b *bootFiles) use() {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.users++
+}
+
+func (b *bootFiles) release() error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.users--; b.users > 0 {
+		return nil
+	}
+	return errors.Join(b.kernel.Close(), b.root.Close())
+}
 
 // identifyBoot hashes what a sandbox was booted from, when that is first
 // needed: a sandbox that is never captured does not pay for it.
@@ -63,6 +93,7 @@ type disk struct {
 	id       string
 	readOnly bool
 	image    layer.Image
+	owed     []layer.Run // as the sandbox's
 }
 
 var _ engine.Sandbox = (*sandbox)(nil)
@@ -86,7 +117,7 @@ func (s *sandbox) Shutdown(ctx context.Context, grace time.Duration) error {
 	return errors.Join(err, s.release())
 }
 
-// release closes what a sandbox keeps for its snapshots.
+// release closes what a sandbox keeps for its captures.
 func (s *sandbox) release() error {
 	s.capture.Lock()
 	defer s.capture.Unlock()
@@ -94,19 +125,31 @@ func (s *sandbox) release() error {
 		_ = s.standby.Close() // nothing was sent
 		s.standby = nil
 	}
+	err := s.live.release()
+	s.live = nil
 	if s.boot == nil {
-		return nil
+		return err
 	}
 	b := s.boot
 	s.boot = nil
-	return errors.Join(b.kernel.Close(), b.root.Close())
+	return errors.Join(err, b.release())
 }
 
 // Stats reads what the vmm process costs.
 func (s *sandbox) Stats(context.Context) (engine.Stats, error) {
 	st, err := ProcessStats(s.Pid())
-	st.Layers, st.Mappings, st.Generation = len(s.memory.Layers), len(s.memory.Extents), s.generation.Load()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	st.Layers, st.Mappings, st.Generation, st.LastFork = s.layers, s.mappings, s.generation.Load(), s.lastFork
 	return st, err
+}
+
+// setMemory changes what the memory is made of.
+func (s *sandbox) setMemory(im layer.Image) {
+	s.memory = im
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.layers, s.mappings = len(im.Layers), len(im.Extents)
 }
 
 // ProcessStats reads the memory of a vmm process.

@@ -18,8 +18,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Snapshot captures the sandbox into a new folder. Memory and disks are
-// written while it stands still; hashing and storing goes on beside it.
+// Snapshot captures the sandbox into a new folder. Copying, hashing and storing
+// goes on beside it.
 func (s *sandbox) Snapshot(ctx context.Context, dir string) (_ *snapshot.Snapshot, err error) {
 	s.capture.Lock()
 	defer s.capture.Unlock()
@@ -38,20 +38,38 @@ func (s *sandbox) build(ctx context.Context, b *snapshot.Builder) (*snapshot.Sna
 	if err := s.identifyBoot(); err != nil {
 		return nil, err
 	}
-	s.openStandby(ctx)
-	// What the vmm process writes to the memory layer is charged to it until
-	// the layer is closed.
-	back, err := s.cell.Extend(s.memory.Size)
+	s.openStandby(ctx, true)
+	// What live layers hold is stored once more: they have no digest.
+	durable, save := s.durable()
+	c, err := s.freeze(ctx, save)
 	if err != nil {
 		return nil, err
 	}
-	c, err := s.freeze(ctx)
-	if err != nil {
-		return nil, errors.Join(err, back())
-	}
-	snap, err := s.store(ctx, b, c)
+	snap, err := durable.store(ctx, b, c)
 	c.close()
-	return snap, errors.Join(err, back())
+	return snap, err
+}
+
+// durable describes the sandbox without its live layers, and a Save that
+// stores what they hold.
+func (s *sandbox) durable() (*sandbox, *vmmctl.Save) {
+	save := &vmmctl.Save{}
+	d := &sandbox{
+		engine: s.engine, kernel: s.kernel, hostname: s.hostname, vcpus: s.vcpus,
+		parent: s.parent, boot: s.boot,
+	}
+	d.generation.Store(s.generation.Load())
+	d.memory, save.Memory = s.memory.Without(s.live.has)
+	save.Memory = uniteRuns(save.Memory, s.owed)
+	for _, k := range s.disks {
+		var runs []layer.Run
+		k.image, runs = k.image.Without(s.live.has)
+		if !k.readOnly {
+			save.Disks = append(save.Disks, uniteRuns(runs, k.owed))
+		}
+		d.disks = append(d.disks, k)
+	}
+	return d, save
 }
 
 // standbyPatience is how long a capture waits for a guest whose agent does not
@@ -60,7 +78,8 @@ const standbyPatience = 5 * time.Second
 
 // openStandby has a session with the agent ready for the forks to go on with.
 // A guest that stands still has no agent to open one with: its forks will.
-func (s *sandbox) openStandby(ctx context.Context) {
+// settle is worth its time for a capture that many are forked from.
+func (s *sandbox) openStandby(ctx context.Context, settle bool) {
 	if s.paused.Load() {
 		return
 	}
@@ -75,7 +94,7 @@ func (s *sandbox) openStandby(ctx context.Context) {
 			return
 		}
 	}
-	if err := s.standby.Prepare(ctx, guestrpc.PrepareRequest{Settle: true}); err != nil {
+	if err := s.standby.Prepare(ctx, guestrpc.PrepareRequest{Settle: settle}); err != nil {
 		_ = s.standby.Close() // its guest does not answer, or not as it should
 		s.standby = nil
 	}
@@ -97,24 +116,71 @@ func (s *sandbox) session(state *vmm.State) []byte {
 
 // captured is a sandbox as it was at one instant.
 type captured struct {
-	saved  *vmmctl.Saved
-	state  *os.File
-	memory *os.File   // a sealed memfd
-	disks  []*os.File // one per writable disk
+	saved   *vmmctl.Saved
+	state   *os.File
+	machine *vmm.State // what is in it
+	encoded []byte     // likewise
+	session []byte     // of the standby; empty without one
+	memory  *charged   // a sealed memfd, each page at its offset in RAM
+	disks   []*os.File // one per writable disk
 }
 
 func (c *captured) close() {
-	for _, f := range append([]*os.File{c.state, c.memory}, c.disks...) {
+	if c.memory != nil {
+		_ = c.memory.Close() // read or abandoned
+	}
+	for _, f := range append([]*os.File{c.state}, c.disks...) {
 		if f != nil {
-			_ = f.Close() // read or abandoned
+			_ = f.Close()
 		}
 	}
 }
 
+// charged is a file in memory that counts against the limit of the vmm process
+// that has filled it; the limit is higher until it is closed.
+type charged struct {
+	*os.File
+	back func() error
+}
+
+func (c *charged) Close() error { return errors.Join(c.File.Close(), c.back()) }
+
+// newCharged makes a file for at most size bytes.
+func newCharged(cell *jail.Cell, size uint64) (*charged, error) {
+	f, err := memoryFile("memory", nil)
+	if err != nil {
+		return nil, err
+	}
+	back, err := cell.Extend(size)
+	if err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return &charged{f, back}, nil
+}
+
+// holds says how large the file has become.
+func (c *charged) holds(cell *jail.Cell, runs []layer.Run) error {
+	size := uint64(0)
+	for _, r := range runs {
+		size += r.Length
+	}
+	back, err := cell.Extend(size)
+	if err != nil {
+		return err
+	}
+	err = c.back()
+	c.back = back
+	return err
+}
+
 // freeze saves the sandbox as it is at one instant.
-func (s *sandbox) freeze(ctx context.Context) (_ *captured, err error) {
+func (s *sandbox) freeze(ctx context.Context, save *vmmctl.Save) (_ *captured, err error) {
 	c := &captured{}
+	var tops []*os.File
 	defer func() {
+		for _, f := range tops {
+			_ = f.Close() // the vmm has its own copies
+		}
 		if err != nil {
 			c.close()
 		}
@@ -122,7 +188,7 @@ func (s *sandbox) freeze(ctx context.Context) (_ *captured, err error) {
 	if c.state, err = memoryFile("state", nil); err != nil {
 		return nil, err
 	}
-	if c.memory, err = memoryFile("memory", nil); err != nil {
+	if c.memory, err = newCharged(s.cell, s.memory.Size); err != nil {
 		return nil, err
 	}
 	pagemap, err := jail.OpenPagemap(s.Pid())
@@ -130,30 +196,59 @@ func (s *sandbox) freeze(ctx context.Context) (_ *captured, err error) {
 		return nil, errors.Join(err, s.stopped())
 	}
 	defer func() { _ = pagemap.Close() }() // the vmm has its own copy
-	files := []*os.File{pagemap, c.state, c.memory}
+	files := []*os.File{pagemap, c.state, c.memory.File}
 	for _, d := range s.disks {
 		if d.readOnly {
 			continue
 		}
-		f, err := s.engine.top()
-		if err != nil {
-			return nil, err
+		for _, list := range []*[]*os.File{&c.disks, &tops} {
+			f, err := s.engine.top()
+			if err != nil {
+				return nil, err
+			}
+			*list = append(*list, f)
+			files = append(files, f)
 		}
-		c.disks = append(c.disks, f)
-		files = append(files, f)
 	}
-	reply, err := s.request(ctx, func(id uint64) vmmctl.Message { return &vmmctl.Save{ID: id} }, files...)
+	if save.Rebase {
+		// A vmm that was asked to rebase does so, whether anybody waits or not.
+		ctx = context.WithoutCancel(ctx)
+	}
+	reply, err := s.request(ctx, func(id uint64) vmmctl.Message { save.ID = id; return save }, files...)
 	if err != nil {
 		return nil, err
 	}
-	// The vmm may still have it open, and is not trusted: other sandboxes
-	// will map this.
-	const seals = unix.F_SEAL_WRITE | unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
-	if _, err := unix.FcntlInt(c.memory.Fd(), unix.F_ADD_SEALS, seals); err != nil {
-		return nil, fmt.Errorf("seal the memory layer: %w", err)
+	if c.saved, err = vmmctl.UnmarshalSaved(reply.Data); err != nil {
+		return nil, err
 	}
-	c.saved, err = vmmctl.UnmarshalSaved(reply.Data)
-	return c, err
+	if len(c.saved.Disks) != len(c.disks) {
+		return nil, fmt.Errorf("%d disks were saved, not %d", len(c.saved.Disks), len(c.disks))
+	}
+	// The vmm may still have them open, and is not trusted: other sandboxes
+	// are made of them.
+	const seals = unix.F_SEAL_WRITE | unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
+	for _, f := range []*os.File{c.memory.File, c.state} {
+		if _, sealErr := unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, seals); sealErr != nil {
+			err = fmt.Errorf("seal the captured %s: %w", f.Name(), sealErr)
+		}
+	}
+	if err == nil {
+		err = c.memory.holds(s.cell, c.saved.Memory.Runs)
+	}
+	if err == nil {
+		c.encoded, err = io.ReadAll(io.NewSectionReader(c.state, 0, snapshot.MaxState))
+	}
+	if err == nil {
+		c.machine, err = vmm.UnmarshalState(c.encoded)
+	}
+	if err != nil {
+		if save.Rebase {
+			s.owe(c.saved)
+		}
+		return nil, err
+	}
+	c.session = s.session(c.machine)
+	return c, nil
 }
 
 // stopped is ErrEnded if the sandbox has ended.
@@ -169,14 +264,6 @@ func (s *sandbox) stopped() error {
 // store makes a snapshot folder of what was captured.
 func (s *sandbox) store(ctx context.Context, b *snapshot.Builder, c *captured) (*snapshot.Snapshot, error) {
 	st := &storing{Builder: b, sandbox: s, stored: map[layer.Digest]bool{}}
-	encoded, err := io.ReadAll(io.NewSectionReader(c.state, 0, snapshot.MaxState))
-	if err != nil {
-		return nil, err
-	}
-	state, err := vmm.UnmarshalState(encoded)
-	if err != nil {
-		return nil, err
-	}
 	memory, err := st.layMemory(ctx, c)
 	if err != nil {
 		return nil, err
@@ -185,11 +272,11 @@ func (s *sandbox) store(ctx context.Context, b *snapshot.Builder, c *captured) (
 	if err != nil {
 		return nil, err
 	}
-	cpu.Profile = string(state.Profile)
+	cpu.Profile = string(c.machine.Profile)
 	m := snapshot.Manifest{
 		Created: time.Now().UTC().Truncate(time.Second), Kernel: s.kernel,
-		CPU: cpu, TSCKHz: uint64(state.TSCKHz), VCPUs: s.vcpus,
-		Memory: snapshot.ImageOf(memory), Hostname: s.hostname, Session: s.session(state),
+		CPU: cpu, TSCKHz: uint64(c.machine.TSCKHz), VCPUs: s.vcpus,
+		Memory: snapshot.ImageOf(memory), Hostname: s.hostname, Session: c.session,
 		Labels: map[string]string{generationLabel: strconv.FormatUint(s.generation.Load(), 10)},
 	}
 	if s.parent != nil {
@@ -200,18 +287,16 @@ func (s *sandbox) store(ctx context.Context, b *snapshot.Builder, c *captured) (
 		im := d.image
 		if d.readOnly {
 			err = st.keep(im)
-		} else if writable < len(c.saved.Disks) {
+		} else {
 			im, err = st.layDisk(ctx, im, c.disks[writable], c.saved.Disks[writable])
 			writable++
-		} else {
-			err = fmt.Errorf("disk %s was not saved", d.id)
 		}
 		if err != nil {
 			return nil, err
 		}
 		m.Disks = append(m.Disks, snapshot.Disk{ID: d.id, ReadOnly: d.readOnly, Image: snapshot.ImageOf(im)})
 	}
-	return st.Commit(m, encoded)
+	return st.Commit(m, c.encoded)
 }
 
 // storing is a snapshot in the making.
@@ -235,8 +320,10 @@ func (st *storing) layMemory(ctx context.Context, c *captured) (layer.Image, err
 	}
 	defer func() { _ = f.Close() }() // it has a name, or is abandoned
 	w := layer.NewWriter(f)
-	if _, err := io.Copy(w, wholeOf(c.memory)); err != nil {
-		return below, fmt.Errorf("copy the memory layer: %w", err)
+	for _, r := range c.saved.Memory.Runs {
+		if _, err := io.Copy(w, io.NewSectionReader(c.memory, int64(r.Start), int64(r.Length))); err != nil {
+			return below, fmt.Errorf("copy the memory layer: %w", err)
+		}
 	}
 	im, err := st.lay(ctx, below, w.Ref(), f, c.saved.Memory)
 	if err != nil {

@@ -1,0 +1,104 @@
+package bench
+
+import (
+	"fmt"
+	"io"
+	"time"
+)
+
+// LiveConfig says what Live and LiveBare measure.
+type LiveConfig struct {
+	// Root is an EROFS image with the program touch-pages, for Linux.
+	Root   string
+	Memory uint64
+	VCPUs  int
+	// Dirty is how much memory the source has written before each fork, in
+	// pages that lie Stride apart.
+	Dirty  uint64
+	Stride int
+	// Count is how many forks are measured.
+	Count int
+	// Folder is for disks.
+	Folder string
+}
+
+// LiveReport is what they found. Each fork is of a source that has written
+// Dirty bytes and is busy.
+type LiveReport struct {
+	Guest  string `json:"guest"`
+	Memory uint64 `json:"memory_bytes"`
+	VCPUs  int    `json:"vcpus"`
+	Dirty  uint64 `json:"dirty_bytes"`
+	Stride int    `json:"stride_pages"`
+	Count  int    `json:"count"`
+	// StoodStill says why memory was copied in the pause, if it was.
+	StoodStill string  `json:"stood_still,omitempty"`
+	Floor      Summary `json:"floor"`
+	// Pause is for how long the source stood still, as the host saw it. Gap is
+	// the longest gap between two readings of the TSC that the guest saw
+	// around it, and QuietGap the same without a fork: what the host's other
+	// work costs. Where KVM can, a guest's TSC does not count a pause, and
+	// the gap says nothing.
+	Pause    Summary `json:"pause"`
+	Gap      Summary `json:"guest_gap"`
+	QuietGap Summary `json:"guest_gap_without_fork"`
+	// Wait is the longest write of the source's first pass over what it had
+	// written, begun as the fork was called; QuietWait the same without a fork.
+	Wait      Summary `json:"longest_write"`
+	QuietWait Summary `json:"longest_write_without_fork"`
+	// Pass is how long that pass took, Next the first one after a fork whose
+	// copy is complete, QuietPass one without a fork.
+	Pass      Summary `json:"pass_during_fork"`
+	Next      Summary `json:"next_pass"`
+	QuietPass Summary `json:"pass_without_fork"`
+	// Captured is from the call until the copy is complete, One and Ten until
+	// the first of one and the last of ten children has answered.
+	Captured Summary `json:"captured"`
+	One      Summary `json:"first_answer_of_one"`
+	Ten      Summary `json:"first_answer_of_ten"`
+	Copied   uint64  `json:"copied_bytes"`
+	Noisy    bool    `json:"noisy"`
+}
+
+func newLiveReport(guest string, cfg LiveConfig) LiveReport {
+	return LiveReport{
+		Guest: guest, Memory: cfg.Memory, VCPUs: cfg.VCPUs, Dirty: cfg.Dirty, Stride: cfg.Stride, Count: cfg.Count,
+	}
+}
+
+// liveSamples are what a LiveReport summarizes.
+type liveSamples struct {
+	floor, pause, gap, quietGap, wait, quietWait, pass, next, quietPass, captured, one, ten []time.Duration
+}
+
+func (s *liveSamples) summarize(r *LiveReport) {
+	r.Floor, r.Pause, r.Gap, r.QuietGap = Summarize(s.floor), Summarize(s.pause), Summarize(s.gap), Summarize(s.quietGap)
+	r.Wait, r.QuietWait = Summarize(s.wait), Summarize(s.quietWait)
+	r.Pass, r.Next, r.QuietPass = Summarize(s.pass), Summarize(s.next), Summarize(s.quietPass)
+	r.Captured, r.One, r.Ten = Summarize(s.captured), Summarize(s.one), Summarize(s.ten)
+	r.Noisy = r.Floor.Noisy()
+}
+
+// Print writes the report as a table.
+func (r LiveReport) Print(w io.Writer) error {
+	fmt.Fprintf(w, "%d live forks of a %s guest, %d MiB, %d vCPU, %d MiB written, every page of %d; milliseconds\n",
+		r.Count, r.Guest, r.Memory>>20, r.VCPUs, r.Dirty>>20, r.Stride)
+	err := printTable(w, r.Floor, []row{
+		{"floor", r.Floor}, {"pause", r.Pause}, {"longest gap in the guest's TSC", r.Gap},
+		{"  the same without a fork", r.QuietGap}, {"longest write during a fork", r.Wait},
+		{"  the same without a fork", r.QuietWait}, {"pass over memory during a fork", r.Pass},
+		{"  the first pass after a fork", r.Next}, {"  a pass without a fork", r.QuietPass},
+		{"copy complete", r.Captured}, {"first answer of one child", r.One}, {"last first answer of ten", r.Ten},
+	})
+	if err != nil {
+		return err
+	}
+	fmt.Fprintf(w, "the last fork copied %d MiB\n", r.Copied>>20)
+	if r.StoodStill != "" {
+		fmt.Fprintln(w, "memory was copied in the pause:", r.StoodStill)
+	}
+	if r.Noisy {
+		fmt.Fprintln(w, NoisyWarning)
+	}
+	return nil
+}

@@ -1,0 +1,429 @@
+package bench
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"runtime"
+	"time"
+
+	"agentrun.dev/internal/assets"
+	"agentrun.dev/internal/guestmem"
+	"agentrun.dev/internal/kvm"
+	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/vmm"
+	"golang.org/x/sys/unix"
+)
+
+// Commands of the bare test guest (guest/testguest/testguest.c).
+const (
+	bareDirty = 2
+	bareRead  = 4
+	bareTimed = 5
+	bareSpin  = 6
+)
+
+// bareFirstPage is above the bare guest itself.
+const bareFirstPage = 32 << 20 / guestmem.PageSize
+
+// LiveBare measures live forks of the bare test guest, in this process.
+func LiveBare(ctx context.Context, cfg LiveConfig) (report LiveReport, err error) {
+	report = newLiveReport(GuestTest, cfg)
+	pages := cfg.Dirty / guestmem.PageSize
+	if end := (bareFirstPage + pages*uint64(cfg.Stride)) * guestmem.PageSize; cfg.Stride < 1 || pages == 0 || end > cfg.Memory {
+		return report, fmt.Errorf("bench live: %d pages, %d apart, do not fit into %d MiB of memory", pages, cfg.Stride, cfg.Memory>>20)
+	}
+	// As in a vmm process: a vCPU keeps its P while it is in the guest, and who
+	// answers its writes must find one, whatever else goes on.
+	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(2*cfg.VCPUs + 4))
+	b, err := newLiveBare(cfg)
+	if err != nil {
+		return report, fmt.Errorf("bench live: %w", err)
+	}
+	defer func() { err = errors.Join(err, b.close()) }()
+	floor, err := NewFloor()
+	if err != nil {
+		return report, err
+	}
+	defer func() { err = errors.Join(err, floor.Close()) }()
+	// All RAM is there, as after a while of work.
+	if err := b.source.do(bareRead, 0, uint32(cfg.Memory/guestmem.PageSize), 1); err != nil {
+		return report, fmt.Errorf("bench live: %w", err)
+	}
+	var s liveSamples
+	for i := range cfg.Count + warmUps {
+		if err := ctx.Err(); err != nil {
+			return report, err
+		}
+		if i == warmUps {
+			s = liveSamples{}
+		}
+		d, err := floor.Sample()
+		if err != nil {
+			return report, err
+		}
+		s.floor = append(s.floor, d)
+		if err := b.round(&s, &report); err != nil {
+			return report, fmt.Errorf("bench live: %w", err)
+		}
+	}
+	s.summarize(&report)
+	return report, nil
+}
+
+// liveBare is a bare guest that is forked again and again.
+type liveBare struct {
+	cfg           LiveConfig
+	sys           *kvm.System
+	pagemap, uffd *os.File // uffd may be nil
+	source        *bareGuest
+	pages         uint32
+	khz           uint64
+	spins         uint32             // of a spin of some length
+	below         []guestmem.Mapping // what the source maps by now
+	layer         *os.File           // in which that is
+	lingers       *vmm.Capture       // the last, until it is left
+}
+
+func newLiveBare(cfg LiveConfig) (_ *liveBare, err error) {
+	b := &liveBare{cfg: cfg, pages: uint32(cfg.Dirty / guestmem.PageSize)}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, b.close())
+		}
+	}()
+	if b.sys, err = kvm.Open(); err != nil {
+		return nil, err
+	}
+	if b.pagemap, err = os.Open("/proc/self/pagemap"); err != nil {
+		return nil, err
+	}
+	if b.uffd, err = os.OpenFile("/dev/userfaultfd", os.O_RDWR, 0); err != nil {
+		b.uffd = nil // it is copied in the pause then, and the report says so
+	}
+	kernel, err := assets.Open(assets.TestGuest)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, kernel.Close()) }()
+	g := newBareGuest()
+	if g.vm, err = vmm.Boot(vmm.Config{KVM: b.sys, Kernel: kernel, Memory: cfg.Memory, VCPUs: cfg.VCPUs, Devices: vmm.Devices{Marker: g}}); err != nil {
+		return nil, err
+	}
+	b.source = g
+	if err := g.vm.Start(); err != nil {
+		return nil, err
+	}
+	if _, err := g.result(); err != nil { // its first word
+		return nil, err
+	}
+	return b, nil
+}
+
+func (b *liveBare) close() error {
+	var errs []error
+	if b.source != nil {
+		errs = append(errs, b.leave())
+		_, err := b.source.vm.Close()
+		errs = append(errs, err)
+	}
+	for _, f := range []*os.File{b.layer, b.pagemap, b.uffd} {
+		if f != nil {
+			errs = append(errs, f.Close())
+		}
+	}
+	if b.sys != nil {
+		errs = append(errs, b.sys.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// dirty makes the source write its memory.
+func (b *liveBare) dirty() error {
+	return b.source.do(bareDirty, bareFirstPage, b.pages, uint32(b.cfg.Stride), 1)
+}
+
+// timed has the source write its memory once more, beside begin, and returns
+// its longest write and how long all took.
+func (b *liveBare) timed(begin func() error, forks bool) (longest, all time.Duration, err error) {
+	if forks { // sharing what the last fork left is long over
+		if err := b.leave(); err != nil {
+			return 0, 0, err
+		}
+	}
+	start := time.Now()
+	b.source.commands <- []uint32{bareTimed, bareFirstPage, b.pages, uint32(b.cfg.Stride), 1}
+	if err := begin(); err != nil {
+		return 0, 0, err
+	}
+	longest, err = b.source.ticks(b.khz)
+	if err == nil {
+		_, err = b.source.result()
+	}
+	return longest, b.source.at.Sub(start), err
+}
+
+// spin has the source look at its TSC, beside begin, and returns the longest
+// gap.
+func (b *liveBare) spin(begin func() error) (time.Duration, error) {
+	b.source.commands <- []uint32{bareSpin, b.spins}
+	if err := begin(); err != nil {
+		return 0, err
+	}
+	return b.source.ticks(b.khz)
+}
+
+// spinTime is how long the source looks at its TSC: longer than a pause.
+const spinTime = 200 * time.Millisecond
+
+// calibrate finds out how many readings of the TSC take spinTime.
+func (b *liveBare) calibrate() error {
+	b.spins = 1000
+	start := time.Now()
+	if _, err := b.spin(func() error { return nil }); err != nil {
+		return err
+	}
+	b.spins = uint32(max(1000, 1000*spinTime/max(time.Since(start), time.Microsecond)))
+	return nil
+}
+
+// round measures one fork of each kind.
+func (b *liveBare) round(s *liveSamples, r *LiveReport) error {
+	if err := b.dirty(); err != nil {
+		return err
+	}
+	if b.spins == 0 {
+		if _, err := b.fork(0, s, r); err != nil { // tells the TSC's frequency
+			return err
+		}
+		if err := errors.Join(b.calibrate(), b.dirty()); err != nil {
+			return err
+		}
+	}
+	nothing := func() error { return nil }
+	wait, pass, err := b.timed(nothing, false)
+	if err != nil {
+		return err
+	}
+	s.quietWait, s.quietPass = append(s.quietWait, wait), append(s.quietPass, pass)
+	gap, err := b.spin(nothing)
+	if err != nil {
+		return err
+	}
+	s.quietGap = append(s.quietGap, gap)
+	if err := b.leave(); err != nil {
+		return err
+	}
+	gap, err = b.spin(func() error {
+		d, err := b.fork(1, s, r)
+		s.one = append(s.one, d)
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	s.gap = append(s.gap, gap)
+	if _, pass, err = b.timed(nothing, false); err != nil {
+		return err
+	}
+	s.next = append(s.next, pass)
+	wait, pass, err = b.timed(func() error {
+		_, err := b.fork(0, s, r)
+		return err
+	}, true)
+	if err != nil {
+		return err
+	}
+	s.wait, s.pass = append(s.wait, wait), append(s.pass, pass)
+	d, err := b.fork(10, s, r)
+	s.ten = append(s.ten, d)
+	return err
+}
+
+// fork forks the source and returns when the last of the children has run.
+func (b *liveBare) fork(children int, s *liveSamples, r *LiveReport) (_ time.Duration, err error) {
+	start := time.Now()
+	fd, err := unix.MemfdCreate("layer", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	if err != nil {
+		return 0, err
+	}
+	file := os.NewFile(uintptr(fd), "layer")
+	f, err := b.capture(file, s, r)
+	if err != nil {
+		return 0, errors.Join(err, file.Close())
+	}
+	old := b.layer
+	if b.layer = file; old != nil {
+		if err := old.Close(); err != nil { // all that it had is in the new one
+			return 0, err
+		}
+	}
+	var last time.Duration
+	for range children {
+		shell, err := vmm.NewShell(f.config(b.sys))
+		if err != nil {
+			return 0, err
+		}
+		vm, _, ran, err := f.start(shell, start)
+		if err != nil {
+			return 0, err
+		}
+		last = ran
+		defer func() {
+			_, closeErr := vm.Close()
+			err = errors.Join(err, closeErr)
+		}()
+	}
+	return last, nil
+}
+
+// capture stores the source beside itself, as a vmm process does.
+func (b *liveBare) capture(file *os.File, s *liveSamples, r *LiveReport) (_ *frozenBare, err error) {
+	if err := b.leave(); err != nil {
+		return nil, err
+	}
+	start := time.Now()
+	vm := b.source.vm
+	c, err := vm.NewCapture(guestmem.CaptureConfig{Userfaultfd: b.uffd, Pagemap: b.pagemap, File: file})
+	if err != nil {
+		return nil, err
+	}
+	kept := false
+	defer func() {
+		if !kept {
+			err = errors.Join(err, c.Close())
+		}
+	}()
+	beside, why := c.Beside()
+	f := &frozenBare{layer: file}
+	store := func() error {
+		var below []guestmem.Span
+		for _, m := range b.below {
+			below = append(below, m.Span)
+		}
+		data, _, err := c.List(below)
+		if err != nil {
+			return err
+		}
+		runs := make([]layer.Run, len(data))
+		for i, d := range data {
+			runs[i] = layer.Run{Start: d.Start, Length: d.Length}
+		}
+		var spans []guestmem.Span
+		for _, run := range layer.Coalesce(runs, layer.MaxRuns) {
+			span := guestmem.Span{Start: run.Start, Length: run.Length}
+			spans = append(spans, span)
+			f.mapped = append(f.mapped, guestmem.Mapping{Span: span, File: file, Offset: span.Start})
+		}
+		return c.Copy(spans)
+	}
+	stood, err := c.Arm(vm.Still)
+	if err != nil {
+		return nil, err
+	}
+	pause, err := vm.Still(func() (err error) {
+		if f.state, err = vm.Save(b.sys); err != nil {
+			return err
+		}
+		if err := c.Begin(); err != nil || beside {
+			return err
+		}
+		return store()
+	})
+	if err == nil && beside {
+		err = store()
+	}
+	if err == nil {
+		err = c.Adopt()
+	}
+	if err != nil {
+		return nil, err
+	}
+	if !beside {
+		r.StoodStill = why.Error()
+	}
+	b.below, b.khz = f.mapped, uint64(f.state.TSCKHz)
+	s.pause, s.captured = append(s.pause, max(stood, pause)), append(s.captured, time.Since(start))
+	r.Copied = c.Stats().Copied
+	b.lingers, kept = c, true
+	return f, nil
+}
+
+// leave shares what the source has not written since the last fork. A vmm
+// process does that some time after it, or before the next.
+func (b *liveBare) leave() error {
+	c := b.lingers
+	if c == nil {
+		return nil
+	}
+	b.lingers = nil
+	return errors.Join(c.Share(), c.Close())
+}
+
+// bareGuest gives commands to a bare guest, one after the other. While it has
+// none, the guest asks again and again: a pause does not wait for a command.
+type bareGuest struct {
+	vm       *vmm.VM
+	commands chan []uint32
+	results  chan timedResult
+	args     []uint32  // of the command that is being read; vCPU thread only
+	at       time.Time // of the result that was taken last
+}
+
+type timedResult struct {
+	value uint32
+	at    time.Time
+}
+
+func newBareGuest() *bareGuest {
+	return &bareGuest{commands: make(chan []uint32, 1), results: make(chan timedResult, 16)}
+}
+
+func (g *bareGuest) Out(v uint32) { g.results <- timedResult{v, time.Now()} }
+
+func (g *bareGuest) In(port uint16) uint32 {
+	if port == vmm.MarkerCommand {
+		select {
+		case g.args = <-g.commands:
+		default:
+			return 0
+		}
+	}
+	if len(g.args) == 0 {
+		return 0
+	}
+	v := g.args[0]
+	g.args = g.args[1:]
+	return v
+}
+
+// do runs a command with one result.
+func (g *bareGuest) do(command ...uint32) error {
+	g.commands <- command
+	_, err := g.result()
+	return err
+}
+
+func (g *bareGuest) result() (uint32, error) {
+	select {
+	case r := <-g.results:
+		g.at = r.at
+		return r.value, nil
+	case <-g.vm.Done():
+		return 0, fmt.Errorf("the test guest ended: %v", g.vm.Wait())
+	}
+}
+
+// ticks takes a result of two words, in ticks of a TSC.
+func (g *bareGuest) ticks(khz uint64) (time.Duration, error) {
+	low, err := g.result()
+	if err != nil {
+		return 0, err
+	}
+	high, err := g.result()
+	if err != nil || khz == 0 {
+		return 0, err
+	}
+	return time.Duration((uint64(high)<<32 | uint64(low)) * 1_000_000 / khz), nil
+}

@@ -1,0 +1,382 @@
+package microvm
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"os"
+	"runtime"
+	"slices"
+	"sync"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/vmmctl"
+)
+
+// liveLayer is a layer of a live fork: it is in no snapshot, its name is no
+// digest, and it lives as long as a sandbox uses it.
+type liveLayer struct {
+	file  *os.File
+	close func() error
+
+	mu    sync.Mutex // protects users
+	users int
+}
+
+func (l *liveLayer) use() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.users++
+}
+
+func (l *liveLayer) release() error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.users--; l.users > 0 {
+		return nil
+	}
+	return l.close()
+}
+
+// liveLayers are those of one sandbox.
+type liveLayers map[layer.Digest]*liveLayer
+
+func (l liveLayers) has(r layer.Ref) bool { return l[r.Digest] != nil }
+
+func (l liveLayers) release() error {
+	var errs []error
+	for _, x := range l {
+		errs = append(errs, x.release())
+	}
+	return errors.Join(errs...)
+}
+
+// add names a layer that somebody uses from now on.
+func (l liveLayers) add(file *os.File, size uint64, closeIt func() error) layer.Ref {
+	r := layer.Ref{Size: size}
+	_, _ = rand.Read(r.Digest[:]) // it never fails: crypto/rand ends the process instead
+	l[r.Digest] = &liveLayer{file: file, close: closeIt, users: 1}
+	return r
+}
+
+// usedBy lists those that the images use, for another user.
+func (l liveLayers) usedBy(images ...layer.Image) liveLayers {
+	out := liveLayers{}
+	for _, im := range images {
+		for _, r := range im.Layers {
+			if x := l[r.Digest]; x != nil && out[r.Digest] == nil {
+				x.use()
+				out[r.Digest] = x
+			}
+		}
+	}
+	return out
+}
+
+// Fork makes sandboxes that continue from this one.
+func (s *sandbox) Fork(ctx context.Context, opts []engine.ForkOptions) (*engine.LiveFork, error) {
+	f, err := s.liveFork(ctx, opts)
+	if err != nil {
+		return nil, fmt.Errorf("fork a running sandbox: %w", err)
+	}
+	return f, nil
+}
+
+func (s *sandbox) liveFork(ctx context.Context, opts []engine.ForkOptions) (*engine.LiveFork, error) {
+	begin := time.Now()
+	m, saved, err := s.captureLive(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = m.release() }() // the children have their own shares
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
+	out := &engine.LiveFork{Forks: make([]engine.Sandbox, len(opts)), Errs: make([]error, len(opts))}
+	out.Stats = engine.LiveForkStats{
+		Pause: time.Duration(saved.Pause), Captured: time.Since(begin),
+		LongestWait: time.Duration(saved.Wait), Waits: saved.Waits,
+		Copied: saved.Copied, StoodStill: saved.StoodStill,
+	}
+	s.mu.Lock()
+	s.lastFork = out.Stats
+	s.mu.Unlock()
+
+	var wg sync.WaitGroup
+	turn := make(chan struct{}, runtime.NumCPU())
+	for i := range opts {
+		wg.Go(func() {
+			turn <- struct{}{}
+			defer func() { <-turn }()
+			child, err := m.child(ctx, opts[i])
+			if err != nil {
+				out.Errs[i] = err
+				return
+			}
+			out.Forks[i] = child
+		})
+	}
+	wg.Wait()
+	return out, nil
+}
+
+// moment is a running sandbox as it was at one instant: what children are made
+// of.
+type moment struct {
+	sandbox // never runs; its images and live layers are those of the instant
+	state   *os.File
+	profile string
+	session []byte
+}
+
+func (m *moment) release() error { return errors.Join(m.sandbox.release(), m.state.Close()) }
+
+// captureLive captures the sandbox, which has what was captured in common with
+// its children from then on, unless others may attach to it.
+func (s *sandbox) captureLive(ctx context.Context) (*moment, *vmmctl.Saved, error) {
+	s.capture.Lock()
+	defer s.capture.Unlock()
+	if s.boot == nil && s.parent == nil {
+		return nil, nil, engine.ErrEnded
+	}
+	s.openStandby(ctx, false)
+	for effort := s.leastEffort(); ; effort++ {
+		save := s.include(effort)
+		save.Rebase = !s.attachable
+		c, err := s.freeze(ctx, save)
+		if err != nil {
+			return nil, nil, err
+		}
+		m, err := s.lay(c, save.Rebase)
+		c.close()
+		if err == nil {
+			return m, c.saved, nil
+		}
+		if save.Rebase {
+			s.owe(c.saved)
+		}
+		if !errors.Is(err, layer.ErrNeedsCompaction) || effort == storeAll {
+			return nil, nil, err
+		}
+	}
+}
+
+// How much is stored again to keep images small.
+const (
+	storeChanged = iota // nothing
+	storeLive           // what live layers hold, which then are superfluous
+	storeAll            // everything: the image is one layer
+)
+
+// leastEffort is the effort with which the images may stay small enough.
+func (s *sandbox) leastEffort() int {
+	images := []layer.Image{s.memory}
+	for _, d := range s.disks {
+		if !d.readOnly {
+			images = append(images, d.image)
+		}
+	}
+	for _, im := range images {
+		if len(im.Layers) >= layer.MaxLayers || len(im.Extents) > layer.MaxExtents-layer.MaxRuns {
+			return storeLive
+		}
+	}
+	return storeChanged
+}
+
+// include says what a Save of some effort stores beyond what changed.
+func (s *sandbox) include(effort int) *vmmctl.Save {
+	pick := func(im layer.Image, owed []layer.Run) []layer.Run {
+		_, runs := im.Without(func(r layer.Ref) bool {
+			return effort == storeAll || effort == storeLive && s.live.has(r)
+		})
+		return uniteRuns(runs, owed)
+	}
+	save := &vmmctl.Save{Memory: pick(s.memory, s.owed)}
+	for i := range s.disks {
+		if d := &s.disks[i]; !d.readOnly {
+			save.Disks = append(save.Disks, pick(d.image, d.owed))
+		}
+	}
+	return save
+}
+
+// owe notes what the vmm believes to be kept and is not: it is stored with the
+// next capture.
+func (s *sandbox) owe(saved *vmmctl.Saved) {
+	s.owed = uniteRuns(s.owed, saved.Memory.Runs, saved.Memory.Zeros)
+	writable := 0
+	for i := range s.disks {
+		if d := &s.disks[i]; !d.readOnly {
+			d.owed = uniteRuns(d.owed, saved.Disks[writable].Runs, saved.Disks[writable].Zeros)
+			writable++
+		}
+	}
+}
+
+// uniteRuns merges runs; those that touch become one, and there are few
+// enough for a message.
+func uniteRuns(lists ...[]layer.Run) []layer.Run {
+	all := slices.Concat(lists...)
+	slices.SortFunc(all, func(a, b layer.Run) int {
+		if a.Start < b.Start {
+			return -1
+		}
+		return 1
+	})
+	var out []layer.Run
+	for _, r := range all {
+		if n := len(out); n > 0 && r.Start <= out[n-1].Start+out[n-1].Length {
+			out[n-1].Length = max(out[n-1].Start+out[n-1].Length, r.Start+r.Length) - out[n-1].Start
+			continue
+		}
+		out = append(out, r)
+	}
+	return layer.Coalesce(out, layer.MaxExtents)
+}
+
+// lay makes a moment of what was captured, and rebases the sandbox on it if the
+// vmm was.
+func (s *sandbox) lay(c *captured, rebase bool) (_ *moment, err error) {
+	fresh := liveLayers{}
+	defer func() { err = errors.Join(err, fresh.release()) }() // who uses them has a share by then
+	m := &moment{profile: string(c.machine.Profile), session: c.session}
+	images, err := s.overlay(c, fresh)
+	if err != nil {
+		return nil, err
+	}
+	all := maps.Clone(fresh)
+	maps.Copy(all, s.live)
+	if rebase {
+		old := s.live
+		s.live = all.usedBy(images...)
+		err = old.release()
+		s.setImages(images)
+	}
+	m.engine, m.kernel, m.vcpus, m.parent = s.engine, s.kernel, s.vcpus, s.parent
+	m.generation.Store(s.generation.Load())
+	m.disks, m.live = slices.Clone(s.disks), all.usedBy(images...)
+	m.setImages(images)
+	if m.boot = s.boot; m.boot != nil {
+		m.boot.use()
+	}
+	m.state, c.state = c.state, nil
+	return m, err
+}
+
+// overlay lays what was captured over the images of memory and disks; fresh
+// gets the new layers.
+func (s *sandbox) overlay(c *captured, fresh liveLayers) (images []layer.Image, err error) {
+	var ref layer.Ref
+	if len(c.saved.Memory.Runs) > 0 {
+		ref = fresh.add(c.memory.File, s.memory.Size, c.memory.Close)
+		c.memory = nil
+	}
+	im, err := layer.OverlayInPlace(s.memory, ref, c.saved.Memory.Runs, c.saved.Memory.Zeros)
+	if err != nil {
+		return nil, err
+	}
+	images = append(images, im)
+	for i := range s.disks {
+		d := &s.disks[i]
+		if d.readOnly {
+			continue
+		}
+		k := len(images) - 1
+		change, ref := c.saved.Disks[k], layer.Ref{}
+		if len(change.Runs) > 0 {
+			f, size, err := s.engine.privateCopy(c.disks[k])
+			if err != nil {
+				return nil, err
+			}
+			ref = fresh.add(f, size, f.Close)
+		}
+		if im, err = layer.Overlay(d.image, ref, change.Runs, change.Zeros); err != nil {
+			return nil, err
+		}
+		images = append(images, im)
+	}
+	return images, nil
+}
+
+// setImages takes what overlay returned: the memory's image, then those of the
+// writable disks. Nothing is owed any more.
+func (s *sandbox) setImages(images []layer.Image) {
+	s.setMemory(images[0])
+	s.owed = nil
+	next := 1
+	for i := range s.disks {
+		if d := &s.disks[i]; !d.readOnly {
+			d.image, d.owed = images[next], nil
+			next++
+		}
+	}
+}
+
+// privateCopy copies what a vmm has written into a file that it cannot write.
+func (e *Engine) privateCopy(from *os.File) (_ *os.File, size uint64, err error) {
+	to, err := e.top()
+	if err != nil {
+		return nil, 0, err
+	}
+	// The vmm has moved the offset, which both ends share.
+	if _, err = from.Seek(0, io.SeekStart); err == nil {
+		var n int64
+		n, err = io.Copy(to, from)
+		size = uint64(n)
+	}
+	if err != nil {
+		return nil, 0, errors.Join(fmt.Errorf("copy a disk's layer: %w", err), to.Close())
+	}
+	return to, size, nil
+}
+
+// child starts a sandbox that continues from the moment.
+func (m *moment) child(ctx context.Context, opts engine.ForkOptions) (*sandbox, error) {
+	images := []layer.Image{m.memory}
+	for _, d := range m.disks {
+		images = append(images, d.image)
+	}
+	s := &sandbox{
+		engine: m.engine, kernel: m.kernel, hostname: opts.Hostname, vcpus: m.vcpus, parent: m.parent,
+		disks: slices.Clone(m.disks), live: m.live.usedBy(images...), boot: m.boot,
+	}
+	s.generation.Store(m.generation.Load() + 1)
+	if s.boot != nil {
+		s.boot.use()
+	}
+	if s.hostname == "" {
+		s.hostname = "sandbox-" + randomHex(4)
+	}
+	s.setMemory(m.memory)
+	child, err := m.engine.restore(ctx, s, opts, origin{
+		profile: m.profile, session: m.session,
+		state: func() (*os.File, error) { return reopen(m.state) },
+		memory: func(ctx context.Context, ref layer.Ref) (*os.File, error) {
+			if l := s.live[ref.Digest]; l != nil {
+				return reopen(l.file)
+			}
+			return m.engine.resident.Load(ctx, ref, func() (*os.File, error) { return m.parent.OpenLayer(ref) })
+		},
+		disk: func(d *disk, ref layer.Ref) (*os.File, error) {
+			switch l := s.live[ref.Digest]; {
+			case l != nil:
+				return reopen(l.file)
+			case m.parent != nil:
+				return m.parent.OpenLayer(ref)
+			case d.readOnly:
+				return reopen(m.boot.root)
+			}
+			return nil, fmt.Errorf("disk %s: layer %s is nowhere", d.id, ref.Digest)
+		},
+	})
+	if err != nil {
+		return nil, errors.Join(err, s.release())
+	}
+	return child, nil
+}

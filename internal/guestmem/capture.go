@@ -1,0 +1,438 @@
+package guestmem
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+const (
+	// blockSize is what is saved and released at once.
+	blockSize  = 64 << 10
+	blockPages = blockSize / PageSize
+	// stepBlocks is how many blocks are released at once, or mapped, when
+	// nothing has to be saved.
+	stepBlocks = 64
+	// aroundBlocks, a power of two, is how many are released with one that the
+	// guest writes to, when nothing has to be saved.
+	aroundBlocks = 16
+	// maxMappings bounds the mappings that captures make of RAM.
+	maxMappings = 1024
+)
+
+// CaptureConfig says how a memory is captured.
+type CaptureConfig struct {
+	// Userfaultfd is an open /dev/userfaultfd. Without it, or where it cannot
+	// protect this memory, the guest must stand still until Copy has returned.
+	Userfaultfd *os.File
+	// Pagemap is this process's /proc/self/pagemap.
+	Pagemap *os.File
+	// File gets the pages, each at its offset in RAM.
+	File *os.File
+}
+
+// Capture is a memory as it was at one instant, the call of Begin. Its methods
+// are called by one goroutine, in this order: Announce and Arm (if Early), Begin,
+// List, Copy, Adopt, Share, Close.
+type Capture struct {
+	m       *Memory
+	pagemap *os.File
+	file    *os.File
+	uffd    userfaultfd // -1: the guest stands still
+	reason  error       // why uffd is -1
+	early   bool        // pages that are not there can be protected, too
+	swap    bool        // this host has swap space
+
+	// writers is held for reading by who releases and writes, and for writing
+	// while Arm or Begin protects. begun says that the instant has come.
+	writers sync.RWMutex
+	begun   atomic.Bool
+
+	// Of the instant: where the image has data, and where that was discarded.
+	// What earlier captures failed to hand over counts as changed.
+	mapped, discarded, orphan []Span
+
+	blocks  []block // nil without uffd
+	spans   []Span  // what Copy was asked for
+	planned atomic.Bool
+	// adopted says that nothing has to be saved any more.
+	adopted atomic.Bool
+
+	stop    int // an eventfd that ends serve
+	served  chan struct{}
+	failure atomic.Pointer[error]
+	faults  atomic.Uint64
+	longest atomic.Int64
+	copied  atomic.Uint64
+	shared  uint64
+}
+
+// block is a piece of RAM of blockSize.
+type block struct {
+	mu sync.Mutex // protects saved and own, and is held while released changes
+	// released says that its pages may have changed since the instant.
+	released atomic.Bool
+	// Bits for the pages: those in the file, those that were the process's own
+	// (known when it is released), those that the layer is to have (constant
+	// once planned is set).
+	saved, own, want uint16
+}
+
+// CaptureStats says what a capture cost.
+type CaptureStats struct {
+	// Faults is how many writes of the guest had to wait, LongestWait how long
+	// the longest was being served.
+	Faults      uint64
+	LongestWait time.Duration
+	// Copied is the bytes that were stored, Shared those that this memory has
+	// from the layer since.
+	Copied, Shared uint64
+}
+
+// NewCapture prepares a capture while the guest still runs.
+func (m *Memory) NewCapture(cfg CaptureConfig) *Capture {
+	c := &Capture{m: m, pagemap: cfg.Pagemap, file: cfg.File, uffd: -1, reason: errors.New("no userfaultfd was given")}
+	var info unix.Sysinfo_t
+	c.swap = unix.Sysinfo(&info) != nil || info.Totalswap != 0
+	if cfg.Userfaultfd == nil {
+		return c
+	}
+	if err := c.prepare(cfg.Userfaultfd); err != nil {
+		c.reason = err
+		return c
+	}
+	c.reason = nil
+	c.blocks = make([]block, (m.size+blockSize-1)/blockSize)
+	for i := range c.blocks {
+		c.blocks[i].released.Store(true) // nothing is protected yet
+	}
+	c.served = make(chan struct{})
+	go c.serve()
+	return c
+}
+
+// prepare sets uffd, or leaves nothing behind.
+func (c *Capture) prepare(device *os.File) error {
+	u, early, err := newUserfaultfd(device)
+	if err != nil {
+		return err
+	}
+	if err := c.register(u); err != nil {
+		return errors.Join(err, u.close())
+	}
+	if c.stop, err = unix.Eventfd(0, unix.EFD_CLOEXEC); err != nil {
+		return errors.Join(fmt.Errorf("make an eventfd: %w", err), u.close())
+	}
+	c.uffd, c.early = u, early
+	return nil
+}
+
+// register registers all RAM; what is registered already stays so.
+func (c *Capture) register(u userfaultfd) error {
+	for i := range c.m.regions {
+		if err := u.register(c.m.regions[i].bytes); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Early reports whether Announce and Arm can take most of the work out of
+// Begin.
+func (c *Capture) Early() bool { return c.early }
+
+// Announce makes the host's writes heed the capture. It is called while the
+// guest and its devices stand still for a moment, before Arm.
+func (c *Capture) Announce() error {
+	if !c.m.live.CompareAndSwap(nil, c) {
+		return errors.New("capture memory: another capture goes on")
+	}
+	return nil
+}
+
+// Arm protects everything while the guest runs. What is written meanwhile loses
+// its protection again, and Begin has only that left to do.
+func (c *Capture) Arm() error {
+	for i := uint64(0); i < uint64(len(c.blocks)); i += stepBlocks {
+		if err := c.armStep(i, min(stepBlocks, uint64(len(c.blocks))-i)); err != nil {
+			return fmt.Errorf("capture memory: %w", err)
+		}
+	}
+	return nil
+}
+
+func (c *Capture) armStep(i, n uint64) error {
+	c.writers.Lock()
+	defer c.writers.Unlock()
+	for k := i; k < i+n; k++ {
+		c.blocks[k].mu.Lock()
+		defer c.blocks[k].mu.Unlock()
+		c.blocks[k].released.Store(false)
+	}
+	return c.protect(c.spanOf(i, n))
+}
+
+// protect write-protects a span, mapping by mapping.
+func (c *Capture) protect(s Span) error {
+	for _, p := range c.layout(s) {
+		if err := c.m.each(p.Span, func(b []byte) error { return c.uffd.protect(b, true) }); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Beside reports whether the guest may run as soon as Begin has returned; if
+// not, why.
+func (c *Capture) Beside() (bool, error) { return c.uffd >= 0, c.reason }
+
+// Begin is the instant. The guest and its devices stand still.
+func (c *Capture) Begin() error {
+	c.remember()
+	// An answer to a write of before may still be under way.
+	c.writers.Lock()
+	defer c.writers.Unlock()
+	c.begun.Store(true)
+	if c.uffd < 0 {
+		return nil
+	}
+	if c.m.live.Load() != c {
+		if err := c.Announce(); err != nil {
+			return err
+		}
+	}
+	// The guest's discards may have made new mappings.
+	if err := c.register(c.uffd); err != nil {
+		return fmt.Errorf("capture memory: %w", err)
+	}
+	blocks := uint64(len(c.blocks))
+	for i := uint64(0); i < blocks; i++ {
+		n := uint64(0)
+		for i+n < blocks && c.blocks[i+n].released.Load() {
+			c.blocks[i+n].released.Store(false)
+			n++
+		}
+		if n == 0 {
+			continue
+		}
+		if err := c.protect(c.spanOf(i, n)); err != nil {
+			return fmt.Errorf("capture memory: %w", err)
+		}
+		i += n
+	}
+	return nil
+}
+
+// remember notes what the guest's discards may change.
+func (c *Capture) remember() {
+	c.m.mu.Lock()
+	defer c.m.mu.Unlock()
+	c.mapped, c.discarded, c.orphan = c.m.mapped, c.m.layout.without(c.m.mapped), c.m.orphan
+}
+
+func (c *Capture) layout(s Span) []mapping {
+	c.m.mu.Lock()
+	defer c.m.mu.Unlock()
+	return c.m.layout.within(s)
+}
+
+// fail makes the capture useless, and the guest go on.
+func (c *Capture) fail(err error) { c.failure.CompareAndSwap(nil, &err) }
+
+// Cancel makes Copy give up. It may be called at any time.
+func (c *Capture) Cancel(reason error) { c.fail(reason) }
+
+// Err is why the capture failed, if it did.
+func (c *Capture) Err() error {
+	if p := c.failure.Load(); p != nil {
+		return *p
+	}
+	return nil
+}
+
+// Stats may be called at any time.
+func (c *Capture) Stats() CaptureStats {
+	return CaptureStats{
+		Faults: c.faults.Load(), LongestWait: time.Duration(c.longest.Load()),
+		Copied: c.copied.Load(), Shared: c.shared,
+	}
+}
+
+// serve answers the guest's writes to protected pages, until Close.
+func (c *Capture) serve() {
+	defer close(c.served)
+	var messages [uffdMessagesPerRead]uffdMessage
+	for {
+		got, err := c.uffd.wait(c.stop, &messages)
+		if err != nil {
+			// Nobody can be answered any more. Closing the descriptor takes
+			// the protection away and wakes all.
+			c.fail(err)
+			return
+		}
+		if len(got) == 0 {
+			return
+		}
+		began := time.Now()
+		for _, m := range got {
+			if m.event != uffdEventPagefault {
+				continue
+			}
+			if offset, ok := c.m.offsetOf(uintptr(m.address)); ok {
+				c.writers.RLock()
+				err := c.answer(offset / blockSize)
+				c.writers.RUnlock()
+				if err != nil {
+					c.fail(err)
+				}
+				c.faults.Add(1)
+			}
+		}
+		if d := int64(time.Since(began)); d > c.longest.Load() {
+			c.longest.Store(d) // only this goroutine stores
+		}
+	}
+}
+
+// answer lets a vCPU that waits for a block go on. Once nothing has to be saved,
+// its surroundings are let go with it: who writes here will write there.
+func (c *Capture) answer(i uint64) error {
+	err := c.release(i, true)
+	if c.adopted.Load() {
+		first := i &^ (aroundBlocks - 1)
+		err = errors.Join(err, c.releaseUnwanted(first, min(first+aroundBlocks, uint64(len(c.blocks)))))
+	}
+	return err
+}
+
+// offsetOf is where in RAM a host address is.
+func (m *Memory) offsetOf(address uintptr) (uint64, bool) {
+	for i := range m.regions {
+		r := &m.regions[i]
+		if off := uint64(address - r.HostAddr()); address >= r.HostAddr() && off < r.Size() {
+			return ramOffset(r.GPA) + off, true
+		}
+	}
+	return 0, false
+}
+
+// releaseSpan makes a span writable for the host.
+func (c *Capture) releaseSpan(offset, n uint64) error {
+	if n == 0 {
+		return nil
+	}
+	for i := offset / blockSize; i <= (offset+n-1)/blockSize; i++ {
+		if err := c.release(i, false); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// release saves a block and lets it be written. waiter says that a vCPU may be
+// waiting for it.
+func (c *Capture) release(i uint64, waiter bool) error {
+	b := &c.blocks[i]
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	span := c.spanOf(i, 1)
+	if b.released.Load() {
+		if waiter { // it came to wait while the block was being released
+			return c.m.each(span, c.uffd.wake)
+		}
+		return nil
+	}
+	// Before the instant there is nothing to save, and a capture that failed is
+	// not completed.
+	if c.begun.Load() && c.Err() == nil {
+		want := ^uint16(0)
+		if c.planned.Load() {
+			want = b.want
+		}
+		if err := c.save(i, want); err != nil {
+			c.fail(err)
+		}
+	}
+	b.released.Store(true)
+	return c.unprotect(span)
+}
+
+// spanOf is the RAM of n blocks from i on.
+func (c *Capture) spanOf(i, n uint64) Span {
+	start := i * blockSize
+	return Span{start, min(start+n*blockSize, c.m.size) - start}
+}
+
+// unprotect makes a span writable; its blocks are locked.
+func (c *Capture) unprotect(s Span) error {
+	return c.m.each(s, func(b []byte) error { return c.uffd.protect(b, false) })
+}
+
+// releaseUnwanted lets the guest write to blocks [from, to) of which nothing
+// is to be saved any more.
+func (c *Capture) releaseUnwanted(from, to uint64) error {
+	var errs []error
+	for i := from; i < to; {
+		n := c.lockUnreleased(i, min(to, i+stepBlocks))
+		if n == 0 {
+			i++
+			continue
+		}
+		errs = append(errs, c.unprotect(c.spanOf(i, n)))
+		c.unlockReleased(i, n)
+		i += n
+	}
+	return errors.Join(errs...)
+}
+
+// lockUnreleased locks the blocks from i on up to the first that is released.
+// Who takes several locks takes them upwards.
+func (c *Capture) lockUnreleased(i, end uint64) (n uint64) {
+	for ; i < end; i++ {
+		c.blocks[i].mu.Lock()
+		if c.blocks[i].released.Load() {
+			c.blocks[i].mu.Unlock()
+			break
+		}
+		n++
+	}
+	return n
+}
+
+func (c *Capture) unlockReleased(i, n uint64) {
+	for k := i; k < i+n; k++ {
+		c.blocks[k].released.Store(true)
+		c.blocks[k].mu.Unlock()
+	}
+}
+
+// Close takes all protection away. The layer is complete if Copy said so.
+func (c *Capture) Close() error {
+	if c.uffd < 0 {
+		return nil
+	}
+	err := c.releaseUnwanted(0, uint64(len(c.blocks)))
+	// From here on nothing is protected and host writes need no care.
+	c.m.live.CompareAndSwap(c, nil)
+	var one = [8]byte{1}
+	_, stopErr := unix.Write(c.stop, one[:])
+	<-c.served
+	err = errors.Join(err, stopErr, c.uffd.close(), unix.Close(c.stop))
+	if err != nil && c.adopted.Load() {
+		c.disown()
+	}
+	return err
+}
+
+// disown says that what this capture stored will not be used, whatever of it
+// is mapped by now.
+func (c *Capture) disown() {
+	c.m.mu.Lock()
+	defer c.m.mu.Unlock()
+	c.m.orphan = unite(c.m.orphan, c.spans)
+}

@@ -1,0 +1,409 @@
+package guestmem
+
+import (
+	"errors"
+	"fmt"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// Flags of an entry of /proc/self/pagemap (Documentation/admin-guide/mm/pagemap.rst).
+const (
+	pagemapProtected = 1 << 57
+	pagemapFile      = 1 << 61
+	pagemapSwapped   = 1 << 62
+	pagemapPresent   = 1 << 63
+	pagemapEntry     = 8
+)
+
+// entries reads the page map of part of a region.
+func (c *Capture) entries(b []byte, into []uint64) error {
+	into = into[:len(b)/PageSize]
+	// Invariant: the bytes are those of into.
+	raw := unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(into))), len(into)*pagemapEntry)
+	if _, err := c.pagemap.ReadAt(raw, int64(addressOf(b)/PageSize*pagemapEntry)); err != nil {
+		return fmt.Errorf("read the page map: %w", err)
+	}
+	return nil
+}
+
+// isOwn decides from its entry whether a page was the process's own at the
+// instant. page is its content, which is not changing.
+func (c *Capture) isOwn(entry uint64, page []byte) (bool, error) {
+	if c.uffd >= 0 && entry&pagemapProtected == 0 {
+		return false, nil // it came into being later
+	}
+	if c.uffd >= 0 && entry&(pagemapSwapped|pagemapFile) == pagemapSwapped {
+		if !c.swap {
+			return false, nil // a marker for a page of the file
+		}
+		// Swapped out, or such a marker. Reading brings either in.
+		_ = isZero(page)
+		var again [1]uint64
+		if err := c.entries(page, again[:]); err != nil {
+			return false, err
+		}
+		entry = again[0]
+	}
+	return entry&(pagemapPresent|pagemapSwapped) != 0 && entry&pagemapFile == 0, nil
+}
+
+// listChunk is how many entries are read at once, a multiple of blockPages.
+const listChunk = 4096
+
+// List says what the layer of this capture has to hold: the pages that were
+// the process's own, and those of include, which are sorted. Pages that were
+// zeros are listed apart, and only where the image has data.
+func (c *Capture) List(include []Span) (data, zeros []Span, err error) {
+	l := lister{
+		Capture: c, included: unite(include, c.orphan), mapped: c.mapped, discarded: c.discarded, entry: make([]uint64, listChunk),
+	}
+	start := uint64(0)
+	for i := range c.m.regions {
+		r := c.m.regions[i].bytes
+		for off := 0; off < len(r); off += listChunk * PageSize {
+			if err := l.chunk(r[off:min(len(r), off+listChunk*PageSize)], start+uint64(off)); err != nil {
+				return nil, nil, fmt.Errorf("list changed pages: %w", err)
+			}
+		}
+		start += uint64(len(r))
+	}
+	return l.data, l.zeros, nil
+}
+
+// lister is a walk through all pages.
+type lister struct {
+	*Capture
+	included, mapped, discarded spanCursor
+
+	entry       []uint64
+	data, zeros []Span
+}
+
+func (l *lister) chunk(b []byte, start uint64) error {
+	if err := l.entries(b, l.entry); err != nil {
+		return err
+	}
+	for off := 0; off < len(b); off += blockSize {
+		part := b[off:min(len(b), off+blockSize)]
+		if err := l.block(part, start+uint64(off), l.entry[off/PageSize:]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (l *lister) block(b []byte, start uint64, entry []uint64) error {
+	var own, zero, included uint16
+	for k := range len(b) / PageSize {
+		page := b[k*PageSize : (k+1)*PageSize]
+		is, err := l.isOwn(entry[k], page)
+		if err != nil {
+			return err
+		}
+		bit := uint16(1) << k
+		if is {
+			own |= bit
+		}
+		if l.included.has(start + uint64(k)*PageSize) {
+			included |= bit
+		}
+		if (own|included)&bit != 0 && isZero(page) {
+			zero |= bit
+		}
+	}
+	if l.uffd >= 0 {
+		// What was read is of the instant only if the block is still as it was.
+		if s := &l.blocks[start/blockSize]; s.released.Load() {
+			s.mu.Lock()
+			own, zero = s.own, ^s.saved
+			s.mu.Unlock()
+		}
+	}
+	for k := range len(b) / PageSize {
+		bit, at := uint16(1)<<k, start+uint64(k)*PageSize
+		stored := (own|included)&bit != 0
+		hidden, has := l.discarded.has(at), l.mapped.has(at)
+		switch {
+		case stored && zero&bit == 0:
+			l.data = extend(l.data, at)
+		case (stored || hidden) && has:
+			l.zeros = extend(l.zeros, at)
+		}
+	}
+	return nil
+}
+
+// save writes those pages of a locked, unreleased block that are wanted and
+// not yet saved.
+func (c *Capture) save(i uint64, want uint16) error {
+	b := &c.blocks[i]
+	s := c.spanOf(i, 1)
+	var entry [blockPages]uint64
+	return c.m.each(s, func(bytes []byte) error {
+		if err := c.entries(bytes, entry[:]); err != nil {
+			return err
+		}
+		var still, own uint16
+		for k := range len(bytes) / PageSize {
+			if entry[k]&pagemapProtected != 0 {
+				still |= 1 << k
+			}
+			is, err := c.isOwn(entry[k], bytes[k*PageSize:(k+1)*PageSize])
+			if err != nil {
+				return err
+			}
+			if is {
+				own |= 1 << k
+			}
+		}
+		b.own = own
+		return c.write(bytes, s.Start, want&still&^b.saved, &b.saved)
+	})
+}
+
+// write stores the pages of mask, in runs, and notes them.
+func (c *Capture) write(bytes []byte, start uint64, mask uint16, done *uint16) error {
+	return eachRun(mask, func(first, n int) error {
+		run := bytes[first*PageSize : (first+n)*PageSize]
+		if err := c.writeAt(run, start+uint64(first)*PageSize); err != nil {
+			return err
+		}
+		*done |= runMask(first, n)
+		return nil
+	})
+}
+
+func (c *Capture) writeAt(p []byte, offset uint64) error {
+	n, err := c.file.WriteAt(p, int64(offset))
+	c.copied.Add(uint64(n))
+	if err != nil {
+		return fmt.Errorf("store captured memory: %w", err)
+	}
+	return nil
+}
+
+func runMask(first, n int) uint16 { return uint16((uint32(1)<<n - 1) << first) }
+
+// eachRun calls do for each run of set bits.
+func eachRun(mask uint16, do func(first, n int) error) error {
+	for first := 0; first < blockPages; first++ {
+		n := 0
+		for first+n < blockPages && mask>>(first+n)&1 != 0 {
+			n++
+		}
+		if n == 0 {
+			continue
+		}
+		if err := do(first, n); err != nil {
+			return err
+		}
+		first += n
+	}
+	return nil
+}
+
+// Copy stores the spans, which are sorted and do not overlap, and hold all
+// that List listed as data. Everything else is the guest's again at once.
+func (c *Capture) Copy(spans []Span) error {
+	if err := c.copy(spans); err != nil {
+		c.fail(err)
+	}
+	return c.Err()
+}
+
+func (c *Capture) copy(spans []Span) error {
+	c.spans = spans
+	if err := c.file.Truncate(int64(c.m.size)); err != nil {
+		return fmt.Errorf("store captured memory: %w", err)
+	}
+	if c.uffd < 0 {
+		return c.copyStill()
+	}
+	c.plan()
+	next := uint64(0)
+	for _, s := range c.spans {
+		first, end := s.Start/blockSize, (s.end()+blockSize-1)/blockSize
+		if next < first {
+			if err := c.releaseUnwanted(next, first); err != nil {
+				return err
+			}
+		}
+		next = end
+	}
+	if err := c.releaseUnwanted(next, uint64(len(c.blocks))); err != nil {
+		return err
+	}
+	for i := range c.blocks {
+		if err := errors.Join(c.copyBlock(uint64(i)), c.Err()); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// plan notes for each block what the layer is to have of it.
+func (c *Capture) plan() {
+	for _, s := range c.spans {
+		for at := s.Start; at < s.end(); {
+			i := at / blockSize
+			end := min(s.end(), (i+1)*blockSize)
+			c.blocks[i].want |= runMask(int(at%blockSize/PageSize), int((end-at)/PageSize))
+			at = end
+		}
+	}
+	c.planned.Store(true)
+}
+
+// copyBlock completes what the layer has of a block.
+func (c *Capture) copyBlock(i uint64) error {
+	b := &c.blocks[i]
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if !b.released.Load() {
+		if err := c.save(i, b.want); err != nil {
+			return err
+		}
+	}
+	start := i * blockSize
+	// Pages that were not there are zeros: holes would be filled by the first
+	// who reads them.
+	err := eachRun(b.want&^b.saved, func(first, n int) error {
+		return c.allocate(0, Span{start + uint64(first)*PageSize, uint64(n) * PageSize})
+	})
+	if err != nil {
+		return err
+	}
+	// What was saved before it was known that nobody needs it.
+	return eachRun(b.saved&^b.want, func(first, n int) error {
+		const punch = unix.FALLOC_FL_PUNCH_HOLE | unix.FALLOC_FL_KEEP_SIZE
+		return c.allocate(punch, Span{start + uint64(first)*PageSize, uint64(n) * PageSize})
+	})
+}
+
+func (c *Capture) allocate(mode uint32, s Span) error {
+	for {
+		err := unix.Fallocate(int(c.file.Fd()), mode, int64(s.Start), int64(s.Length))
+		if errors.Is(err, unix.EINTR) {
+			continue
+		}
+		if err != nil {
+			return fmt.Errorf("store captured memory: %w", err)
+		}
+		return nil
+	}
+}
+
+// copyStill copies while the guest stands still.
+func (c *Capture) copyStill() error {
+	for _, s := range c.spans {
+		at := s.Start
+		err := c.m.each(s, func(b []byte) error {
+			defer func() { at += uint64(len(b)) }()
+			return c.writeAt(b, at)
+		})
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Adopt makes the layer part of this memory's image: what was copied counts as
+// unchanged from now on.
+func (c *Capture) Adopt() error {
+	if err := c.Err(); err != nil {
+		return err
+	}
+	c.m.mu.Lock()
+	defer c.m.mu.Unlock()
+	c.m.mapped, c.m.orphan = unite(c.m.mapped, c.spans), nil // they were among the spans
+	c.adopted.Store(true)
+	return nil
+}
+
+// Share puts the file of a layer that was adopted where private copies are,
+// as far as nothing was written there since.
+func (c *Capture) Share() error {
+	if err := c.Err(); err != nil || c.uffd < 0 {
+		return err // without userfaultfd nothing says what was written since
+	}
+	c.m.mu.Lock()
+	source := 1 // any number that no mapping has
+	for _, p := range c.m.layout {
+		source = max(source, p.source+1)
+	}
+	c.m.mu.Unlock()
+	for _, s := range c.spans {
+		for at := s.Start; at < s.end(); {
+			next, err := c.shareStep(at, s.end(), source)
+			if err != nil {
+				c.disown()
+				return err
+			}
+			at = next
+			rest()
+		}
+	}
+	return nil
+}
+
+// shareRest is between two steps of Share. Each invalidates mappings of KVM's,
+// and a page fault of the guest begins again when that happens meanwhile:
+// without rest it would wait for all steps.
+const shareRest = 100 * time.Microsecond
+
+// rest gives the processor away for a moment, but does not sleep: on a busy
+// host that would take milliseconds, and the next fork may be waiting.
+func rest() {
+	for began := time.Now(); time.Since(began) < shareRest; {
+		_, _, _ = unix.Syscall(unix.SYS_SCHED_YIELD, 0, 0, 0) // it never fails
+	}
+}
+
+// shareStep maps one piece from at on, and says where to go on.
+func (c *Capture) shareStep(at, end uint64, source int) (next uint64, err error) {
+	first := at / blockSize
+	n := c.lockUnreleased(first, min((end+blockSize-1)/blockSize, first+stepBlocks))
+	if n == 0 {
+		return (first + 1) * blockSize, nil
+	}
+	whole := c.spanOf(first, n)
+	piece := Span{at, min(end, whole.end()) - at}
+	if piece.Length < blockSize || !c.place(piece, source) {
+		for i := first; i < first+n; i++ {
+			c.blocks[i].mu.Unlock()
+		}
+		return piece.end(), nil
+	}
+	defer c.unlockReleased(first, n)
+	err = c.m.each(piece, func(b []byte) error {
+		if err := mapFixed(b, int(c.file.Fd()), int64(at), 0); err != nil {
+			return fmt.Errorf("map the new layer: %w", err)
+		}
+		at += uint64(len(b))
+		// Who waited for a page that is gone tries the new one.
+		return c.uffd.wake(b)
+	})
+	if err == nil && whole.Start < piece.Start {
+		err = c.unprotect(Span{whole.Start, piece.Start - whole.Start})
+	}
+	if err == nil && piece.end() < whole.end() {
+		err = c.unprotect(Span{piece.end(), whole.end() - piece.end()})
+	}
+	c.shared += piece.Length
+	return piece.end(), err
+}
+
+// place notes a mapping that is about to be made, unless there are too many.
+func (c *Capture) place(s Span, source int) bool {
+	c.m.mu.Lock()
+	defer c.m.mu.Unlock()
+	if len(c.m.layout)+2 > maxMappings {
+		return false
+	}
+	c.m.layout.place(s, source)
+	return true
+}

@@ -1,0 +1,352 @@
+package guestmem
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"slices"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+func openFile(t *testing.T, path string, flags int) *os.File {
+	t.Helper()
+	f, err := os.OpenFile(path, flags, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = f.Close() })
+	return f
+}
+
+func newMemfd(t *testing.T, content []byte) *os.File {
+	t.Helper()
+	fd, err := unix.MemfdCreate("layer", unix.MFD_CLOEXEC)
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := os.NewFile(uintptr(fd), "layer")
+	t.Cleanup(func() { _ = f.Close() })
+	if _, err := f.WriteAt(content, 0); err != nil {
+		t.Fatal(err)
+	}
+	return f
+}
+
+// guestWrite writes as a vCPU does: the fault is taken inside a system call.
+func guestWrite(t *testing.T, m *Memory, from *os.File, gpa uint64, p []byte) {
+	t.Helper()
+	b, err := m.slice(gpa, uint64(len(p)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := from.WriteAt(p, 0); err != nil {
+		t.Fatal(err)
+	}
+	for len(b) > 0 {
+		n, err := unix.Pread(int(from.Fd()), b, int64(len(p)-len(b)))
+		if err != nil {
+			t.Fatalf("a guest's write: %v", err)
+		}
+		b = b[n:]
+	}
+}
+
+// captureModel is a memory, what it should hold, and what its image holds.
+type captureModel struct {
+	t          *testing.T
+	r          *rand.Rand
+	m          *Memory
+	now, image []byte
+	scratch    *os.File
+}
+
+// change writes somewhere, as the guest or as the host.
+func (c *captureModel) change() {
+	size := uint64(len(c.now))
+	at := c.r.Uint64N(size)
+	n := min(c.r.Uint64N(3*PageSize)+1, size-at)
+	p := make([]byte, n)
+	for i := range p {
+		p[i] = byte(c.r.Uint32())
+	}
+	var err error
+	switch c.r.IntN(8) {
+	case 0:
+		clear(p)
+		err = c.m.Zero(at, n)
+	case 1, 2:
+		err = c.m.Write(at, p)
+	case 3:
+		at &^= 1
+		p = []byte{p[0], 7}
+		err = c.m.StoreUint16(at, uint16(p[0])|7<<8)
+	case 4:
+		at, n = at&^(PageSize-1), PageSize*min(1+c.r.Uint64N(40), (size-at&^(PageSize-1))/PageSize)
+		p = make([]byte, n)
+		err = c.m.Discard(at, n)
+	case 5:
+		if _, err = c.scratch.WriteAt(p, 0); err == nil {
+			_, err = c.m.ReadFile(int(c.scratch.Fd()), 0, []Range{{at, uint32(n)}})
+		}
+	default:
+		guestWrite(c.t, c.m, c.scratch, at, p)
+	}
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	copy(c.now[at:], p)
+}
+
+// TestCaptureModel: whatever guest and host write before, during and after a
+// capture, it holds the memory of its instant, and the memory loses nothing;
+// with and without sharing, protecting ahead, swap and userfaultfd.
+func TestCaptureModel(t *testing.T) {
+	for _, how := range []struct {
+		name              string
+		late, swap, still bool
+	}{{name: "early"}, {name: "late", late: true}, {name: "swap", swap: true}, {name: "late with swap", late: true, swap: true}, {name: "still", still: true}} {
+		t.Run(how.name, func(t *testing.T) {
+			for seed := range uint64(4) {
+				c := newCaptureModel(t, seed)
+				for round := range 12 {
+					c.round(round, how.late, how.swap, how.still)
+				}
+				if err := c.m.Close(); err != nil {
+					t.Fatal(err)
+				}
+			}
+		})
+	}
+}
+
+func newCaptureModel(t *testing.T, seed uint64) *captureModel {
+	const size = 4<<20 + 5*PageSize // the last block is not whole
+	c := &captureModel{t: t, r: rand.New(rand.NewPCG(seed, 1)), now: make([]byte, size), scratch: newMemfd(t, nil)}
+	base := make([]byte, 2<<20)
+	for i := range base {
+		base[i] = byte(c.r.Uint32())
+	}
+	file := newMemfd(t, base)
+	mappings := []Mapping{
+		{Span{3 * PageSize, 256 << 10}, file, 0},
+		{Span{1 << 20, 64 << 10}, file, 1 << 20},
+		{Span{1<<20 + 64<<10, 9 * PageSize}, file, 512 << 10},
+		{Span{3 << 20, 1 << 20}, file, 1 << 20},
+	}
+	for _, m := range mappings {
+		copy(c.now[m.Start:m.end()], base[m.Offset:])
+	}
+	c.image = bytes.Clone(c.now)
+	var err error
+	if c.m, err = NewLayered(size, mappings); err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+func (c *captureModel) round(round int, late, swap, still bool) {
+	t := c.t
+	for range 10 {
+		c.change()
+	}
+	cfg := CaptureConfig{Pagemap: openFile(t, "/proc/self/pagemap", os.O_RDONLY), File: newMemfd(t, nil)}
+	if !still {
+		cfg.Userfaultfd = openFile(t, "/dev/userfaultfd", os.O_RDWR)
+	}
+	cap := c.m.NewCapture(cfg)
+	cap.swap = swap
+	if ok, why := cap.Beside(); ok == still {
+		t.Fatal(ok, why)
+	}
+	if cap.Early() && !late {
+		if err := cap.Announce(); err != nil {
+			t.Fatal(err)
+		}
+		if err := cap.Arm(); err != nil {
+			t.Fatal(err)
+		}
+		for range 5 {
+			c.change()
+		}
+	}
+	if err := cap.Begin(); err != nil {
+		t.Fatal(err)
+	}
+	was := bytes.Clone(c.now)
+	during := func() {
+		for range c.r.IntN(6) {
+			if !still {
+				c.change()
+			}
+		}
+	}
+	during()
+	var include []Span
+	if c.r.IntN(3) == 0 {
+		include = []Span{{c.r.Uint64N(200) * PageSize, 64 * PageSize}}
+	}
+	data, zeros, err := cap.List(include)
+	if err != nil {
+		t.Fatal(err)
+	}
+	during()
+	spans := joined(data, c.r.Uint64N(6)*PageSize)
+	if err := cap.Copy(spans); err != nil {
+		t.Fatal(err)
+	}
+	during()
+	share := c.r.IntN(2) == 0
+	if share {
+		if err := cap.Adopt(); err != nil {
+			t.Fatal(err)
+		}
+		during()
+		if err := cap.Share(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	during()
+	if err := cap.Close(); err != nil {
+		t.Fatal(err)
+	}
+	during()
+
+	child := bytes.Clone(c.image)
+	for _, z := range zeros {
+		clear(child[z.Start:z.end()])
+	}
+	for _, s := range spans {
+		if _, err := cfg.File.ReadAt(child[s.Start:s.end()], int64(s.Start)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if i := firstDifference(child, was); i >= 0 {
+		t.Fatalf("round %d: page %d of the capture (include %v, shared %v) is not what it was", round, i/PageSize, include, share)
+	}
+	if share {
+		c.image = child
+	}
+	got := make([]byte, len(c.now))
+	if err := c.m.Read(0, got); err != nil {
+		t.Fatal(err)
+	}
+	if i := firstDifference(got, c.now); i >= 0 {
+		t.Fatalf("round %d: page %d of the memory is not what was written", round, i/PageSize)
+	}
+	checkFilled(t, cfg.File, spans)
+}
+
+// joined closes small gaps.
+func joined(spans []Span, gap uint64) []Span {
+	var out []Span
+	for _, s := range spans {
+		if n := len(out); n > 0 && s.Start-out[n-1].end() <= gap {
+			out[n-1].Length = s.end() - out[n-1].Start
+			continue
+		}
+		out = append(out, s)
+	}
+	return out
+}
+
+func firstDifference(a, b []byte) int {
+	for i := range a {
+		if a[i] != b[i] {
+			return i
+		}
+	}
+	return -1
+}
+
+// checkFilled: a layer has its spans and nothing else: a hole would be filled by
+// the first who reads it, and what is beside costs memory.
+func checkFilled(t *testing.T, f *os.File, spans []Span) {
+	t.Helper()
+	var got []Span
+	for at := int64(0); ; {
+		start, err := unix.Seek(int(f.Fd()), at, unix.SEEK_DATA)
+		if errors.Is(err, unix.ENXIO) {
+			break
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		end, err := unix.Seek(int(f.Fd()), start, unix.SEEK_HOLE)
+		if err != nil {
+			t.Fatal(err)
+		}
+		got = append(got, Span{uint64(start), uint64(end - start)})
+		at = end
+	}
+	if want := joined(spans, 0); !slices.Equal(got, want) {
+		t.Errorf("the layer's file has %v, it was to have %v", got, want)
+	}
+}
+
+// TestCaptureRefuses: one capture at a time, and a file system that cannot be
+// protected is copied standing still.
+func TestCaptureRefuses(t *testing.T) {
+	pagemap, uffd := openFile(t, "/proc/self/pagemap", os.O_RDONLY), openFile(t, "/dev/userfaultfd", os.O_RDWR)
+	m, err := NewAnonymous(1 << 20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = m.Close() }()
+	first := m.NewCapture(CaptureConfig{Userfaultfd: uffd, Pagemap: pagemap, File: newMemfd(t, nil)})
+	if err := first.Begin(); err != nil {
+		t.Fatal(err)
+	}
+	second := m.NewCapture(CaptureConfig{Userfaultfd: uffd, Pagemap: pagemap, File: newMemfd(t, nil)})
+	if ok, why := second.Beside(); ok || why == nil {
+		t.Errorf("a memory is protected twice at once: %v, %v", ok, why)
+	}
+	if err := errors.Join(second.Close(), first.Close()); err != nil {
+		t.Error(err)
+	}
+	third := m.NewCapture(CaptureConfig{Userfaultfd: newMemfd(t, nil), Pagemap: pagemap, File: newMemfd(t, nil)})
+	if ok, why := third.Beside(); ok || why == nil {
+		t.Errorf("a file that is no userfaultfd protects: %v, %v", ok, why)
+	}
+	if err := third.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestLayout(t *testing.T) {
+	text := func(l layout) string {
+		s := ""
+		for _, p := range l {
+			s += fmt.Sprintf("%d-%d:%d ", p.Start, p.end(), p.source)
+		}
+		return s
+	}
+	l := layout{{Span{0, 100}, 0}}
+	for _, step := range []struct {
+		at     Span
+		source int
+		want   string
+	}{
+		{Span{10, 20}, 1, "0-10:0 10-30:1 30-100:0 "},
+		{Span{20, 5}, 2, "0-10:0 10-20:1 20-25:2 25-30:1 30-100:0 "},
+		{Span{25, 15}, 2, "0-10:0 10-20:1 20-40:2 40-100:0 "},
+		{Span{0, 10}, 0, "0-10:0 10-20:1 20-40:2 40-100:0 "},
+		{Span{5, 95}, 3, "0-5:0 5-100:3 "},
+		{Span{0, 100}, 4, "0-100:4 "},
+	} {
+		l.place(step.at, step.source)
+		if got := text(l); got != step.want {
+			t.Fatalf("after %v: %s, not %s", step.at, got, step.want)
+		}
+	}
+	l.place(Span{50, 10}, 0)
+	if got := text(l.within(Span{45, 10})); got != "45-50:4 50-55:0 " {
+		t.Error(got)
+	}
+	if got := l.without([]Span{{0, 52}, {55, 20}}); !slices.Equal(got, []Span{{50, 2}, {55, 5}}) {
+		t.Error(got)
+	}
+}

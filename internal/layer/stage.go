@@ -1,0 +1,133 @@
+package layer
+
+import (
+	"errors"
+	"fmt"
+	"os"
+
+	"golang.org/x/sys/unix"
+)
+
+// stage is a private sparse file with part of a disk, at the disk's offsets.
+type stage struct {
+	file *os.File
+	fd   int
+	// present says which blocks of PageSize the file has. What it holds
+	// elsewhere (a write that failed half way) is never read.
+	present bitmap
+}
+
+func newStage(file *os.File, size uint64) *stage {
+	return &stage{file: file, fd: int(file.Fd()), present: newBitmap(size / PageSize)}
+}
+
+// view is a disk's content: the newest stage that has a block decides, and the
+// image where none has it.
+type view struct {
+	below  below
+	stages []*stage // newest first
+}
+
+// segment finds where the bytes at off come from and how far, at most to end,
+// that holds: from a stage, from a layer of the image (in), or from nowhere,
+// which means zeros.
+func (v *view) segment(off, end uint64) (s *stage, e Extent, in bool, next uint64) {
+	for _, s := range v.stages {
+		has, block := s.present.span(off/PageSize, (end+PageSize-1)/PageSize)
+		end = min(end, block*PageSize)
+		if has {
+			return s, Extent{}, false, end
+		}
+	}
+	e, in, next = v.below.image.Find(off)
+	return nil, e, in, min(end, next)
+}
+
+// read fills p with the content, for the host.
+func (v *view) read(p []byte, off uint64) error {
+	for len(p) > 0 {
+		s, _, _, next := v.segment(off, off+uint64(len(p)))
+		n := next - off
+		if s != nil {
+			if _, err := s.file.ReadAt(p[:n], int64(off)); err != nil {
+				return fmt.Errorf("read disk at %#x: %w", off, err)
+			}
+		} else if err := v.below.read(p[:n], off); err != nil {
+			return err
+		}
+		p, off = p[n:], next
+	}
+	return nil
+}
+
+// content divides the blocks of a set, all of which are in stages, into data
+// and holes.
+func (v *view) content(set *bitmap) (data, holes []Run) {
+	blocks := v.below.image.Size / PageSize
+	finders := make([]holeFinder, len(v.stages))
+	for i, s := range v.stages {
+		finders[i] = holeFinder{fd: s.fd, size: v.below.image.Size}
+	}
+	for first := uint64(0); first < blocks; {
+		in, next := set.span(first, blocks)
+		for off, end := first*PageSize, next*PageSize; in && off < end; {
+			s, _, _, to := v.segment(off, end)
+			hole := false
+			for i := range v.stages {
+				if v.stages[i] == s {
+					var known uint64
+					hole, known = finders[i].at(off)
+					to = min(to, known)
+				}
+			}
+			if hole {
+				holes = appendRun(holes, off, to)
+			} else {
+				data = appendRun(data, off, to)
+			}
+			off = to
+		}
+		first = next
+	}
+	return data, holes
+}
+
+// holeFinder walks through the holes of a file, forwards. It knows the piece
+// that it looked at last: one hole may span many blocks.
+type holeFinder struct {
+	fd         int
+	size       uint64
+	start, end uint64 // of the data last found; before it is a hole
+}
+
+// at says whether there is a hole at off, which is a multiple of PageSize, and
+// to where that holds in whole blocks. What the file system cannot tell is
+// data.
+func (h *holeFinder) at(off uint64) (hole bool, end uint64) {
+	if off >= h.end {
+		h.find(off)
+	}
+	if off < h.start {
+		return true, h.start
+	}
+	return false, h.end
+}
+
+func (h *holeFinder) find(off uint64) {
+	h.start, h.end = off, h.size
+	data, err := unix.Seek(h.fd, int64(off), unix.SEEK_DATA)
+	if errors.Is(err, unix.ENXIO) { // nothing up to the end
+		h.start = h.size
+		return
+	}
+	if err != nil {
+		return
+	}
+	next, err := unix.Seek(h.fd, data, unix.SEEK_HOLE)
+	if err != nil {
+		return
+	}
+	// Blocks of the file system may be smaller than ours.
+	h.start = uint64(data) &^ (PageSize - 1)
+	h.end = min((uint64(next)+PageSize-1)&^(PageSize-1), h.size)
+}

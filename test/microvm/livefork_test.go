@@ -1,0 +1,190 @@
+package microvm
+
+import (
+	"fmt"
+	"os"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/microvm"
+)
+
+// counters starts programs that count in memory and on disk in step, one per
+// vCPU (guest/rootfs/counter.c).
+func counters(t *testing.T, sb engine.Sandbox, n int) {
+	t.Helper()
+	command(t, sb, "mkdir -p /run/count")
+	for i := range n {
+		command(t, sb, fmt.Sprintf("counter /dev/vdb %d /run/count/%d </dev/null >/dev/null 2>&1 & "+
+			"until [ -s /run/count/%d ]; do usleep 1000; done", 8*i, i, i))
+	}
+}
+
+// goesOn waits until all counters of a sandbox have checked what they found,
+// several rounds long, and says how far they were before. None may have found
+// its memory and its disk to be of different instants.
+func goesOn(t *testing.T, sb engine.Sandbox) (rounds []int) {
+	t.Helper()
+	for i, line := range strings.Split(command(t, sb, "for c in /run/count/*; do counter $c 3; done"), "\n") {
+		fields := strings.Fields(line)
+		if len(fields) != 2 {
+			t.Fatalf("a counter says %q", line)
+		}
+		n, err := strconv.Atoi(fields[0])
+		if err != nil || fields[1] != "0000" {
+			t.Fatalf("in round %s memory and disk do not agree (%s)", fields[0], fields[1])
+		}
+		if i%2 == 0 { // the first of two lines
+			rounds = append(rounds, n)
+		}
+	}
+	return rounds
+}
+
+// resources counts the mappings and descriptors of a sandbox's process.
+func resources(t *testing.T, sb engine.Sandbox) (mappings, descriptors int) {
+	t.Helper()
+	id, err := microvm.Identify(sb)
+	if err != nil {
+		t.Fatal(err)
+	}
+	maps, err := os.ReadFile(fmt.Sprintf("/proc/%d/maps", id.PID))
+	if err != nil {
+		t.Fatal(err)
+	}
+	fds, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", id.PID))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return strings.Count(string(maps), "\n"), len(fds)
+}
+
+// TestLiveForks, in a row, of a source that counts in memory and on disk in
+// step: both agree in every child, the source loses nothing, and the last
+// forks cost what the first did.
+func TestLiveForks(t *testing.T) {
+	forEachSMP(t, func(t *testing.T, vcpus int) {
+		e := newEngine(t)
+		source, err := e.Boot(t.Context(), engine.Spec{Root: openRoot(t), Memory: 128 * mib, VCPUs: vcpus, Scratch: 64 * mib})
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = source.Close() })
+		counters(t, source, vcpus)
+		forks := count(1000, 10)
+		var most [2]struct{ mappings, descriptors int }
+		for i := range forks {
+			before := goesOn(t, source)
+			f, err := source.Fork(t.Context(), []engine.ForkOptions{{}})
+			if err != nil || f.Errs[0] != nil {
+				t.Fatal(i, err, f)
+			}
+			if f.Stats.StoodStill != "" {
+				t.Fatalf("memory was copied in the pause: %s", f.Stats.StoodStill)
+			}
+			child := f.Forks[0]
+			at := goesOn(t, child)
+			if len(at) != vcpus {
+				t.Fatalf("fork %d: %d counters", i, len(at))
+			}
+			for k := range at {
+				if at[k] < before[k] {
+					t.Fatalf("fork %d: counter %d stands at %d, the source was at %d before", i, k, at[k], before[k])
+				}
+			}
+			if err := child.Close(); err != nil {
+				t.Fatal(err)
+			}
+			half := 2 * i / forks
+			m, d := resources(t, source)
+			most[half].mappings, most[half].descriptors = max(most[half].mappings, m), max(most[half].descriptors, d)
+			if i%50 == 0 || i == forks-1 || !soak {
+				t.Logf("fork %d: %d mappings, %d descriptors, %+v", i, m, d, f.Stats)
+			}
+		}
+		goesOn(t, source)
+		quiet(t, source)
+		// They swing as layers are added and folded, but do not grow.
+		if most[1].mappings > most[0].mappings+64 || most[1].descriptors > most[0].descriptors+8 {
+			t.Errorf("at most %+v in the first half, %+v in the second", most[0], most[1])
+		}
+	})
+}
+
+// TestLiveForksAtOnce: forks that are asked for while the copy of another is
+// under way, and several children of one instant.
+func TestLiveForksAtOnce(t *testing.T) {
+	e := newEngine(t)
+	source, err := e.Boot(t.Context(), engine.Spec{Root: openRoot(t), Memory: 128 * mib, VCPUs: 1, Scratch: 64 * mib})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = source.Close() })
+	counters(t, source, 1)
+	var wg sync.WaitGroup
+	for range count(8, 3) { // each child keeps a processor busy
+		wg.Go(func() {
+			f, err := source.Fork(t.Context(), make([]engine.ForkOptions, 2))
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			for i, child := range f.Forks {
+				if f.Errs[i] != nil {
+					t.Error(f.Errs[i])
+					continue
+				}
+				goesOn(t, child)
+				if err := child.Close(); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	wg.Wait()
+	goesOn(t, source)
+}
+
+// TestLiveForkOfKilled: a source that is killed in the middle of a fork ends
+// the fork with an error, and nothing of it is used.
+func TestLiveForkOfKilled(t *testing.T) {
+	e := newEngine(t)
+	for range count(20, 3) {
+		source, err := e.Boot(t.Context(), engine.Spec{Root: openRoot(t), Memory: 128 * mib, VCPUs: 1, Scratch: 64 * mib})
+		if err != nil {
+			t.Fatal(err)
+		}
+		id, err := microvm.Identify(source)
+		if err != nil {
+			t.Fatal(err)
+		}
+		forked := make(chan error, 1)
+		go func() {
+			for { // until it is hit
+				f, err := source.Fork(t.Context(), []engine.ForkOptions{{}})
+				if err != nil {
+					forked <- err
+					return
+				}
+				if f.Errs[0] != nil {
+					t.Error(f.Errs[0])
+					continue
+				}
+				if err := f.Forks[0].Agent().Ping(t.Context()); err != nil {
+					t.Errorf("a child that was given out does not answer: %v", err)
+				}
+				_ = f.Forks[0].Close()
+			}
+		}()
+		if err := id.Kill(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if err := <-forked; err == nil {
+			t.Error("a killed sandbox was forked")
+		}
+		_ = source.Close()
+	}
+}
