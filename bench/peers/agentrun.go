@@ -22,7 +22,6 @@ type agentRun struct {
 	root   *os.File
 	source engine.Sandbox
 	snap   *snapshot.Snapshot
-	count  int
 }
 
 func (a *agentRun) open(context.Context) (err error) {
@@ -85,19 +84,15 @@ func (a *agentRun) live(ctx context.Context) (time.Duration, error) {
 	if err := runShell(ctx, a.source.Agent(), dirtyScript(a.cfg.Dirty)); err != nil {
 		return 0, fmt.Errorf("dirty memory: %w", err)
 	}
-	return silence(ctx, a.source.Agent(), func() (err error) {
-		a.count++
-		dir := filepath.Join(a.cfg.Folder, fmt.Sprintf("live-%d", a.count))
-		snap, err := a.source.Snapshot(ctx, dir)
+	return silence(ctx, a.source.Agent(), func() error {
+		f, err := a.source.Fork(ctx, make([]engine.ForkOptions, 1))
 		if err != nil {
 			return err
 		}
-		defer func() { err = errors.Join(err, snap.Close(), os.RemoveAll(dir)) }()
-		sb, err := a.engine.Fork(ctx, snap, engine.ForkOptions{})
-		if err != nil {
-			return err
+		if f.Forks[0] == nil {
+			return f.Errs[0]
 		}
-		return sb.Close()
+		return f.Forks[0].Close()
 	})
 }
 
