@@ -18,29 +18,39 @@ type layout []mapping
 
 // place notes that s is mapped from source now.
 func (l *layout) place(s Span, source int) {
-	out := make(layout, 0, len(*l)+2)
-	add := func(p mapping) {
-		if n := len(out); n > 0 && out[n-1].end() == p.Start && p.continues(out[n-1]) {
-			out[n-1].Length += p.Length
-			return
-		}
-		out = append(out, p)
+	old := *l
+	var out layout
+	if n := len(old); n > 0 && old[n-1].Start <= s.Start {
+		// A memory is mapped in order: only its last piece is split.
+		last := [...]mapping{old[n-1]}
+		out, old = old[:n-1], last[:]
+	} else {
+		out = make(layout, 0, len(old)+2)
 	}
 	placed := false
-	for _, p := range *l {
+	for _, p := range old {
 		if p.Start < s.Start {
-			add(mapping{Span{p.Start, min(p.end(), s.Start) - p.Start}, p.source})
+			out = out.add(mapping{Span{p.Start, min(p.end(), s.Start) - p.Start}, p.source})
 		}
 		if !placed && p.end() > s.Start {
-			add(mapping{s, source})
+			out = out.add(mapping{s, source})
 			placed = true
 		}
 		if p.end() > s.end() {
 			from := max(p.Start, s.end())
-			add(mapping{Span{from, p.end() - from}, p.source})
+			out = out.add(mapping{Span{from, p.end() - from}, p.source})
 		}
 	}
 	*l = out
+}
+
+// add puts a piece at the end.
+func (l layout) add(p mapping) layout {
+	if n := len(l); n > 0 && l[n-1].end() == p.Start && p.continues(l[n-1]) {
+		l[n-1].Length += p.Length
+		return l
+	}
+	return append(l, p)
 }
 
 // continues reports whether p and prev, which touch, are one mapping. Those of
