@@ -145,9 +145,9 @@ func (r *ClaimReport) burst(ctx context.Context, pool *ready.Pool, n int) error 
 	claims.Wait()
 	r.BurstAll = float64(time.Since(start).Nanoseconds()) / 1e6
 	r.Burst, r.Forked = Summarize(took), pool.Stats().Forked-before
-	for _, sb := range claimed {
+	for i, sb := range claimed {
 		if sb != nil {
-			errs = append(errs, sb.Agent().Ping(ctx), sb.Close())
+			errs[i] = errors.Join(sb.Agent().Ping(ctx), sb.Close())
 		}
 	}
 	return errors.Join(errs...)

@@ -352,7 +352,7 @@ func (c *Capture) Share() error {
 
 // shareRest is between two steps of Share. Each invalidates mappings of KVM's,
 // and a page fault of the guest begins again when that happens meanwhile:
-// without rest it would wait for all steps.
+// without rest it could wait for all steps.
 const shareRest = 100 * time.Microsecond
 
 // rest gives the processor away for a moment, but does not sleep: on a busy

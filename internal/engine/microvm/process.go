@@ -130,7 +130,7 @@ func begin(j *jail.Jail, limits jail.Limits, first vmmctl.Message, files []*os.F
 }
 
 // monitorSlack can be long: vmmserver makes a P for each vCPU, which spends
-// its life in a system call, and two for the rest.
+// its life in a system call, and one for the rest.
 const monitorSlack = 10 * time.Millisecond
 
 // spawn starts the process with its control socket.
