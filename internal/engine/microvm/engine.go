@@ -304,6 +304,12 @@ func (e *Engine) Attach(ctx context.Context, snap *snapshot.Snapshot, opts engin
 	if s.Guest, err = dialAgent(ctx, p); err != nil {
 		return nil, errors.Join(err, p.conn.Close())
 	}
+	// One that was claimed after it was forked has a higher one.
+	info, err := s.Agent().Info(ctx)
+	if err != nil {
+		return nil, errors.Join(err, s.Agent().Close(), p.conn.Close())
+	}
+	s.generation.Store(info.Generation)
 	return &Attached{s}, nil
 }
 
