@@ -169,7 +169,7 @@ func TestDead(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if s := p.Stats(); s.Lost != 6 || s.Forked != 1 || sb.(*fakeSandbox).refuse.Load() {
+	if s := p.Stats(); s.Lost != 6 || s.Forked+s.Claimed != 1 || sb.(*fakeSandbox).refuse.Load() {
 		t.Errorf("%+v", s)
 	}
 }
