@@ -167,10 +167,14 @@ func TestLiveFork(t *testing.T) {
 	}
 }
 
-// soakCount is n in make soak and reduced in make test.
+// soakCount is n in make soak and reduced in make test, more so in the testbed,
+// where everything takes ten times as long.
 func soakCount(n, reduced int) int {
 	if os.Getenv("AGENTRUN_SOAK") != "" {
 		return n
+	}
+	if os.Getenv("AGENTRUN_TESTBED") != "" {
+		return (reduced + 4) / 5
 	}
 	return reduced
 }

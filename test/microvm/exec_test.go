@@ -201,7 +201,7 @@ n=%d; while [ $n -gt 0 ]; do cat a; n=$((n-1)); done`
 func TestBulk(t *testing.T) {
 	forEachSMP(t, func(t *testing.T, vcpus int) {
 		g := boot(t, vcpus, func(s *microvm.Spec) { s.Memory = 512 * mib })
-		size := int64(count(100, 24)) * mib
+		size := int64(count(100, 16)) * mib
 		t.Run("stdout", func(t *testing.T) {
 			h := sha256.New()
 			n := &counter{w: h}

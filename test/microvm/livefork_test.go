@@ -74,7 +74,7 @@ func TestLiveForks(t *testing.T) {
 		}
 		t.Cleanup(func() { _ = source.Close() })
 		counters(t, source, vcpus)
-		forks := count(1000, 10)
+		forks := count(1000, 6)
 		var most [2]struct{ mappings, descriptors int }
 		for i := range forks {
 			before := goesOn(t, source)

@@ -26,7 +26,11 @@ const Ports = 8
 // ErrNotRunning means that the machine is not up.
 var ErrNotRunning = errors.New("the testbed machine is not running")
 
-// Machine is the testbed machine of one checkout.
+// EnvMachine names the environment variable that chooses another machine of the
+// same checkout, by any name.
+const EnvMachine = "AGENTRUN_TESTBED_MACHINE"
+
+// Machine is a testbed machine of one checkout.
 type Machine struct {
 	repo  string
 	state string
@@ -49,7 +53,7 @@ func Open(folder string) (*Machine, error) {
 	if err != nil {
 		return nil, err
 	}
-	sum := sha256.Sum256([]byte(repo))
+	sum := sha256.Sum256([]byte(repo + os.Getenv(EnvMachine)))
 	m := &Machine{repo: repo, state: filepath.Join(cache, "testbed", hex.EncodeToString(sum[:8]))}
 	if err := os.MkdirAll(m.state, 0o700); err != nil {
 		return nil, err
