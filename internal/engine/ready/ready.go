@@ -145,6 +145,7 @@ func (p *Pool) Claim(ctx context.Context, hostname string) (engine.Sandbox, erro
 			break
 		}
 		err := sb.Claim(ctx, hostname)
+		p.notice() // not before: to make the next one would slow this one down
 		if err == nil {
 			p.count(func(s *Stats) { s.Claimed++ })
 			return sb.Sandbox, nil
@@ -179,7 +180,6 @@ func (p *Pool) take() *parked {
 	sb := p.parked[0]
 	p.parked = append(p.parked[:0:0], p.parked[1:]...)
 	close(sb.taken)
-	p.notice()
 	return sb
 }
 
