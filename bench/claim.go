@@ -5,15 +5,12 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
-	"path/filepath"
 	"sync"
 	"time"
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/ready"
-	"agentrun.dev/internal/snapshot"
 )
 
 // ClaimConfig says what Claim measures.
@@ -51,22 +48,14 @@ type ClaimReport struct {
 // Claim measures claims of ready sandboxes.
 func Claim(ctx context.Context, cfg ClaimConfig) (_ ClaimReport, err error) {
 	report := ClaimReport{Memory: cfg.Memory, VCPUs: cfg.VCPUs, Ready: cfg.Ready}
-	resident, err := os.MkdirTemp("/dev/shm", "agentrun-bench-")
-	if err != nil {
-		return report, fmt.Errorf("bench claim: %w", err)
-	}
-	defer func() { err = errors.Join(err, os.RemoveAll(resident)) }()
-	e, err := microvm.New(microvm.Config{Resident: resident, Scratch: filepath.Join(cfg.Folder, "scratch"), Jail: cfg.Jail})
+	source, err := newForkSource(ctx, ForkConfig{
+		Root: cfg.Root, Program: cfg.Program, Memory: cfg.Memory, VCPUs: cfg.VCPUs, Folder: cfg.Folder, Jail: cfg.Jail,
+	})
 	if err != nil {
 		return report, err
 	}
-	defer func() { err = errors.Join(err, e.Close()) }()
-	snap, err := claimTemplate(ctx, e, cfg)
-	if err != nil {
-		return report, err
-	}
-	defer func() { err = errors.Join(err, snap.Close()) }()
-	pool := ready.New(ready.Config{Engine: e, Snapshot: snap, Count: cfg.Ready})
+	defer func() { err = errors.Join(err, source.close()) }()
+	pool := ready.New(ready.Config{Engine: source.engine, Snapshot: source.snap, Count: cfg.Ready})
 	defer func() { err = errors.Join(err, pool.Close()) }()
 	floor, err := NewFloor()
 	if err != nil {
@@ -103,30 +92,6 @@ func Claim(ctx context.Context, cfg ClaimConfig) (_ ClaimReport, err error) {
 		return report, err
 	}
 	return report, report.burst(ctx, pool, cfg.Burst)
-}
-
-// claimTemplate boots a guest and freezes it.
-func claimTemplate(ctx context.Context, e *microvm.Engine, cfg ClaimConfig) (_ *snapshot.Snapshot, err error) {
-	root, err := os.Open(cfg.Root)
-	if err != nil {
-		return nil, fmt.Errorf("bench claim: %w", err)
-	}
-	defer func() { _ = root.Close() }() // only read
-	source, err := e.Boot(ctx, engine.Spec{Root: root, Memory: cfg.Memory, VCPUs: cfg.VCPUs})
-	if err != nil {
-		return nil, err
-	}
-	defer func() { err = errors.Join(err, source.Close()) }()
-	if err := execProgram(ctx, source.Agent(), cfg.Program); err != nil {
-		return nil, err
-	}
-	if err := source.Settle(ctx); err != nil {
-		return nil, err
-	}
-	if err := source.Agent().Close(); err != nil { // as a template's is, before it is captured
-		return nil, err
-	}
-	return source.Snapshot(ctx, filepath.Join(cfg.Folder, "snapshot"))
 }
 
 // burst makes n claims at once.

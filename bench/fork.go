@@ -115,7 +115,7 @@ func newForkSource(ctx context.Context, cfg ForkConfig) (_ *forkSource, err erro
 	s := &forkSource{cfg: cfg}
 	defer func() {
 		if err != nil {
-			err = errors.Join(fmt.Errorf("bench fork: %w", err), s.close())
+			err = errors.Join(fmt.Errorf("prepare the benchmark: %w", err), s.close())
 		}
 	}()
 	resident, err := os.MkdirTemp("/dev/shm", "agentrun-bench-")

@@ -21,7 +21,6 @@ type fakeEngine struct {
 	engine.Engine
 	t     *testing.T
 	alive atomic.Int32
-	made  atomic.Int32
 
 	mu   sync.Mutex // protects all following fields
 	fail error      // of Fork
@@ -53,7 +52,6 @@ func (e *fakeEngine) Fork(ctx context.Context, _ *snapshot.Snapshot, _ engine.Fo
 	}
 	sb := &fakeSandbox{from: e, agent: agent, done: make(chan struct{})}
 	e.alive.Add(1)
-	e.made.Add(1)
 	e.all = append(e.all, sb)
 	return sb, nil
 }
