@@ -173,10 +173,10 @@ func (st *stream) finish(err error) bool {
 
 // abort ends the stream on both ends and drops what has been received.
 func (st *stream) abort(err error) {
+	st.s.forget(st.id) // before a caller that waits can see the end
 	if !st.finish(err) {
 		return
 	}
-	st.s.forget(st.id)
 	st.mu.Lock()
 	for i := range st.in {
 		st.in[i].buf, st.in[i].off = nil, 0
