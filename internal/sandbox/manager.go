@@ -1,0 +1,278 @@
+package sandbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/journal"
+	"agentrun.dev/internal/snapshot"
+)
+
+// Engine is what a Manager needs of an engine.
+type Engine interface {
+	engine.Engine
+	// Adopt takes over a sandbox that was forked with a folder by a process
+	// that is gone. One that is gone as well is engine.ErrEnded.
+	Adopt(ctx context.Context, folder string) (engine.Sandbox, error)
+	// Remove ends what runs in a folder, whoever started it, and deletes it.
+	Remove(ctx context.Context, folder string) error
+}
+
+// Builder makes the snapshot of a template's revision in a new folder.
+type Builder interface {
+	// Build returns the digest of the image that it has used.
+	Build(ctx context.Context, b Build, spec TemplateSpec, dir string) (image string, err error)
+	// Finish brings a fork of a snapshot that was taken after the init commands
+	// to where one that was taken when ready is.
+	Finish(ctx context.Context, spec TemplateSpec, sb engine.Sandbox) error
+}
+
+// Config is what a Manager works with.
+type Config struct {
+	// Dir is the state folder.
+	Dir     string
+	Engine  Engine
+	Builder Builder
+	// Capacity is how much memory sandboxes may reserve together.
+	Capacity uint64
+	// Overhead is what a machine reserves beyond its RAM.
+	Overhead uint64
+	// Boot identifies the host's boot.
+	Boot string
+	Log  *slog.Logger
+}
+
+// Manager owns the objects of a node. Its methods are safe for concurrent use.
+type Manager struct {
+	cfg      Config
+	db       *journal.DB
+	capacity admission
+	ctx      context.Context // ends when the manager closes
+	cancel   context.CancelFunc
+	work     sync.WaitGroup // all goroutines
+
+	mu        sync.Mutex // protects all following fields
+	closed    bool
+	sandboxes map[ID]*member // all that have not ended
+	names     map[Key]ID     // likewise
+	pools     map[Key]*pool
+	builds    map[buildKey]*build // those under way
+}
+
+// The journal's collections. Sandboxes are kept by id, the rest by key.
+var (
+	templates = journal.Collection[Template]("templates")
+	builds    = journal.Collection[Build]("builds")
+	pools     = journal.Collection[Pool]("pools")
+	sandboxes = journal.Collection[Sandbox]("sandboxes")
+	forks     = journal.Collection[Fork]("forks")
+)
+
+// Open opens the state folder, takes over what is still running and goes on
+// with what was under way.
+func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
+	for _, dir := range []string{machinesDir, imagesDir, snapshotsDir} {
+		if err := os.MkdirAll(filepath.Join(cfg.Dir, dir), 0o700); err != nil {
+			return nil, fmt.Errorf("open the state folder: %w", err)
+		}
+	}
+	db, err := journal.Open(filepath.Join(cfg.Dir, "journal"))
+	if err != nil {
+		return nil, err
+	}
+	m := &Manager{
+		cfg: cfg, db: db, capacity: admission{capacity: cfg.Capacity},
+		sandboxes: map[ID]*member{}, names: map[Key]ID{}, pools: map[Key]*pool{}, builds: map[buildKey]*build{},
+	}
+	m.ctx, m.cancel = context.WithCancel(context.WithoutCancel(ctx))
+	if err := m.recover(ctx); err != nil {
+		return nil, errors.Join(fmt.Errorf("recover the state: %w", err), m.Close())
+	}
+	return m, nil
+}
+
+// Close lets go of everything. Sandboxes run on; the next Open finds them.
+func (m *Manager) Close() error {
+	m.mu.Lock()
+	if m.closed {
+		m.mu.Unlock()
+		return nil
+	}
+	m.closed = true
+	running := m.pools
+	m.pools = map[Key]*pool{}
+	members := m.sandboxes
+	m.mu.Unlock()
+	m.cancel()
+	var errs []error
+	for _, p := range running {
+		errs = append(errs, p.close())
+	}
+	for _, s := range members {
+		errs = append(errs, s.detach())
+	}
+	m.work.Wait()
+	return errors.Join(append(errs, m.db.Close())...)
+}
+
+// begin is called before anything is changed.
+func (m *Manager) begin() error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.closed {
+		return Errorf(CodeClosing, "the daemon is shutting down").Try("Try again when it is back")
+	}
+	return nil
+}
+
+// Folders of the state folder.
+const (
+	machinesDir  = "machines"
+	imagesDir    = "images"
+	snapshotsDir = "snapshots"
+)
+
+func (m *Manager) machineDir(id ID) string  { return filepath.Join(m.cfg.Dir, machinesDir, string(id)) }
+func (m *Manager) imageDir(id ID) string    { return filepath.Join(m.cfg.Dir, imagesDir, string(id)) }
+func (m *Manager) snapshotDir(id ID) string { return filepath.Join(m.cfg.Dir, snapshotsDir, string(id)) }
+
+// recover brings journal, machines and files into line, in the order that
+// docs/design/forkd.md gives.
+func (m *Manager) recover(ctx context.Context) error {
+	var found []Sandbox
+	now := time.Now()
+	err := m.db.Update(func(tx *journal.Tx) error {
+		if err := sandboxes.Each(tx, "", func(_ string, s Sandbox) error {
+			found = append(found, s)
+			return nil
+		}); err != nil {
+			return err
+		}
+		for i := range found {
+			if err := settle(tx, &found[i], m.cfg.Boot, now); err != nil {
+				return err
+			}
+		}
+		return settleForks(tx)
+	})
+	if err != nil {
+		return err
+	}
+	for _, s := range found {
+		if s.State == Starting || s.State == Ended {
+			continue
+		}
+		if err := m.adopt(ctx, s); err != nil {
+			return err
+		}
+	}
+	if err := m.sweep(ctx); err != nil {
+		return err
+	}
+	return m.recoverPools()
+}
+
+// settle decides what an intent has come to.
+func settle(tx *journal.Tx, s *Sandbox, boot string, now time.Time) error {
+	switch s.State {
+	case Starting:
+		return sandboxes.Delete(tx, string(s.ID))
+	case Hibernating:
+		s.State, s.Image = Running, ""
+	case Resuming:
+		s.State, s.Machine = Hibernated, ""
+	}
+	if (s.State == Running || s.State == Paused) && s.Boot != boot {
+		s.end(ReasonHostRestart, "the host was restarted while it ran", now)
+	}
+	return sandboxes.Put(tx, string(s.ID), *s)
+}
+
+// settleForks forgets forks that never had an answer: their children that are
+// in the journal stay.
+func settleForks(tx *journal.Tx) error {
+	var unfinished []Fork
+	err := forks.Each(tx, "", func(_ string, f Fork) error {
+		if f.Phase == PhasePending {
+			unfinished = append(unfinished, f)
+		}
+		return nil
+	})
+	for _, f := range unfinished {
+		err = errors.Join(err, forks.Delete(tx, f.String()))
+	}
+	return err
+}
+
+// adopt takes over a sandbox that was there before.
+func (m *Manager) adopt(ctx context.Context, s Sandbox) error {
+	b := m.newMember(s)
+	m.mu.Lock()
+	m.sandboxes[s.ID], m.names[s.Key] = b, s.ID
+	m.mu.Unlock()
+	if s.State == Hibernated {
+		return nil
+	}
+	m.capacity.take(s.Memory)
+	sb, err := m.cfg.Engine.Adopt(ctx, m.machineDir(s.Machine))
+	if err == nil && s.State == Running {
+		// Whoever was to pause or capture it may have been cut off.
+		err = sb.Resume(ctx)
+	}
+	if err == nil {
+		b.attach(sb)
+		return nil
+	}
+	if ctx.Err() != nil {
+		return ctx.Err()
+	}
+	m.cfg.Log.Warn("a sandbox is gone", "sandbox", s.ID, "error", err)
+	return b.ended(ReasonLost, err.Error())
+}
+
+// sweep removes what no object names.
+func (m *Manager) sweep(ctx context.Context) error {
+	named := map[string]bool{}
+	err := m.db.View(func(tx *journal.Tx) error {
+		return errors.Join(
+			sandboxes.Each(tx, "", func(_ string, s Sandbox) error {
+				if s.State != Ended {
+					named[m.machineDir(s.Machine)], named[m.imageDir(s.Image)] = true, true
+				}
+				return nil
+			}),
+			builds.Each(tx, "", func(_ string, b Build) error {
+				named[m.snapshotDir(ID(b.Snapshot))] = true
+				return nil
+			}))
+	})
+	if err != nil {
+		return err
+	}
+	for dir, remove := range map[string]func(string) error{
+		machinesDir:  func(path string) error { return m.cfg.Engine.Remove(ctx, path) },
+		imagesDir:    snapshot.Remove,
+		snapshotsDir: snapshot.Remove,
+	} {
+		entries, err := os.ReadDir(filepath.Join(m.cfg.Dir, dir))
+		if err != nil {
+			return err
+		}
+		for _, e := range entries {
+			if path := filepath.Join(m.cfg.Dir, dir, e.Name()); !named[path] {
+				if err := remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+					return fmt.Errorf("remove what is left in %s: %w", path, err)
+				}
+			}
+		}
+	}
+	return nil
+}

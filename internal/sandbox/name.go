@@ -1,0 +1,83 @@
+package sandbox
+
+import (
+	"crypto/rand"
+	"encoding/base32"
+	"fmt"
+	"regexp"
+	"strings"
+)
+
+// Name is the name of an object within its namespace: a DNS label, because it
+// becomes a host name.
+type Name string
+
+// Namespace separates objects of different owners. It is a DNS label, too.
+type Namespace string
+
+// DefaultNamespace is taken where none is given.
+const DefaultNamespace Namespace = "default"
+
+var label = regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$`)
+
+const labelRule = "1 to 63 lower-case letters, digits and dashes, beginning and ending with a letter or digit"
+
+// ParseName checks a name.
+func ParseName(s string) (Name, error) {
+	if !label.MatchString(s) {
+		return "", Errorf(CodeInvalid, "the name %s is not valid", quote(s)).Because("it is not %s", labelRule)
+	}
+	return Name(s), nil
+}
+
+// ParseNamespace checks a namespace. An empty one is the default.
+func ParseNamespace(s string) (Namespace, error) {
+	if s == "" {
+		return DefaultNamespace, nil
+	}
+	if !label.MatchString(s) {
+		return "", Errorf(CodeInvalid, "the namespace %s is not valid", quote(s)).Because("it is not %s", labelRule)
+	}
+	return Namespace(s), nil
+}
+
+// quote shows untrusted text in an error, shortened.
+func quote(s string) string {
+	const most = 80
+	if len(s) > most {
+		return fmt.Sprintf("%q...", s[:most])
+	}
+	return fmt.Sprintf("%q", s)
+}
+
+// Key names an object of one kind.
+type Key struct {
+	Namespace Namespace `json:"namespace"`
+	Name      Name      `json:"name"`
+}
+
+func (k Key) String() string { return string(k.Namespace) + "/" + string(k.Name) }
+
+// ID identifies a sandbox or a machine, for ever. All have the same length, so
+// that none is a prefix of another.
+type ID string
+
+const idLength = 20
+
+var idText = base32.NewEncoding("abcdefghijklmnopqrstuvwxyz234567").WithPadding(base32.NoPadding)
+
+// newID makes an id up: 100 random bits.
+func newID() ID {
+	var b [13]byte
+	_, _ = rand.Read(b[:]) // never fails
+	return ID(idText.EncodeToString(b[:])[:idLength])
+}
+
+// ParseID checks an id.
+func ParseID(s string) (ID, error) {
+	if len(s) != idLength || strings.Trim(s, "abcdefghijklmnopqrstuvwxyz234567") != "" {
+		return "", Errorf(CodeInvalid, "the id %s is not valid", quote(s)).
+			Because("it is not %d of the characters a-z and 2-7", idLength)
+	}
+	return ID(s), nil
+}
