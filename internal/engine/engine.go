@@ -56,10 +56,12 @@ type ForkOptions struct {
 	// exists no more: it keeps its host name and machine id, and is reseeded and
 	// its clock set like any.
 	KeepIdentity bool
-	// Socket makes the fork outlive its maker: it can be attached to through
-	// a socket at this path. Its folder decides who may. Empty ends the fork
-	// with the process that made it.
-	Socket string
+	// Folder makes the fork outlive its maker: an empty folder of its own, in
+	// which the engine keeps what Adopt finds it by. Whoever can reach the folder
+	// has the fork in his hands. Empty ends the fork with the process that made
+	// it. What was booted, and not forked from a snapshot, has no forks with a
+	// folder.
+	Folder string
 	Limits Limits
 }
 
@@ -73,12 +75,20 @@ type Engine interface {
 	// its own: reseeded, its clock set, its host name and machine id renewed.
 	// It returns when the sandbox's agent has confirmed that.
 	Fork(context.Context, *snapshot.Snapshot, ForkOptions) (Sandbox, error)
+	// Adopt takes over a sandbox that has a folder, while no other process has
+	// it. It may stand still: it has no session with its agent until Resume,
+	// which does no harm to one that runs. One that is gone is ErrEnded.
+	Adopt(ctx context.Context, folder string) (Sandbox, error)
+	// Remove ends what runs in a folder, whoever started it and however far that
+	// came, and deletes the folder.
+	Remove(ctx context.Context, folder string) error
 	Close() error
 }
 
 // Sandbox is one running sandbox. Its methods are safe for concurrent use.
 type Sandbox interface {
-	// Agent is a session with the sandbox's agent.
+	// Agent is a session with the sandbox's agent; nil if it was adopted and not
+	// resumed since.
 	Agent() *guestrpc.Client
 	// Dial opens a stream to a port inside.
 	Dial(ctx context.Context, port uint32) (net.Conn, error)
@@ -108,8 +118,10 @@ type Sandbox interface {
 	Done() <-chan struct{}
 	// Wait returns how it ended, once it has.
 	Wait() error
-	// Close ends the sandbox at once and frees everything. Shutdown is the
-	// polite way.
+	// Detach lets go of a sandbox that has a folder. It goes on.
+	Detach() error
+	// Close ends the sandbox at once and frees everything but its folder, which
+	// is its maker's. Shutdown is the polite way.
 	Close() error
 	Shutdown(ctx context.Context, grace time.Duration) error
 }
@@ -161,6 +173,8 @@ type Stats struct {
 var (
 	// ErrEnded says that the sandbox is no longer running.
 	ErrEnded = errors.New("the sandbox has ended")
+	// ErrOutOfMemory says that it ended because it reached its memory limit.
+	ErrOutOfMemory = errors.New("out of memory")
 	// ErrMismatch says that a snapshot does not fit this engine or this host.
 	ErrMismatch = errors.New("the snapshot does not fit")
 )

@@ -7,24 +7,13 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"strconv"
-	"strings"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/snapshot"
 )
 
 // Pause stops a sandbox's processors. It keeps its memory.
-func (s *Store) Pause(ctx context.Context, name Name) error {
-	return s.still(ctx, name, func(p *microvm.Process, r *record) error {
-		r.Paused = true
-		return p.Pause(ctx)
-	})
-}
-
-// still changes whether a sandbox runs, and writes that down.
-func (s *Store) still(ctx context.Context, name Name, change func(*microvm.Process, *record) error) (err error) {
+func (s *Store) Pause(ctx context.Context, name Name) (err error) {
 	r, err := s.record(name)
 	if err != nil {
 		return err
@@ -32,14 +21,15 @@ func (s *Store) still(ctx context.Context, name Name, change func(*microvm.Proce
 	if r.Hibernated {
 		return fmt.Errorf("sandbox %s is hibernated: agentrun resume %s wakes it", name, name)
 	}
-	p, err := s.engine.AttachProcess(filepath.Join(s.sandboxDir(name), controlName), r.Process)
+	sb, err := s.adopt(ctx, name, r)
 	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, sb.Detach()) }()
+	if err := sb.Pause(ctx); err != nil {
 		return fmt.Errorf("sandbox %s: %w", name, err)
 	}
-	defer func() { err = errors.Join(err, p.Detach()) }()
-	if err := change(p, &r); err != nil {
-		return fmt.Errorf("sandbox %s: %w", name, err)
-	}
+	r.Paused = true
 	return s.write(name, r)
 }
 
@@ -48,99 +38,82 @@ func (s *Store) still(ctx context.Context, name Name, change func(*microvm.Proce
 // id stay, its clock is set and its random numbers are reseeded.
 func (s *Store) Resume(ctx context.Context, name Name) error {
 	r, err := s.record(name)
-	switch {
-	case err != nil:
+	if err != nil || !r.Hibernated && !r.Paused {
 		return err
-	case r.Hibernated:
-		return s.wake(ctx, name, r)
-	case !r.Paused:
-		return nil
-	}
-	return s.still(ctx, name, func(p *microvm.Process, r *record) error {
-		r.Paused = false
-		return p.Resume(ctx)
-	})
-}
-
-// Hibernate writes a sandbox to disk and frees its memory. It stands still from
-// the moment of the capture on, so nothing is lost when this is interrupted.
-func (s *Store) Hibernate(ctx context.Context, name Name) (err error) {
-	r, err := s.record(name)
-	if err != nil {
-		return err
-	}
-	if r.Hibernated {
-		return nil
-	}
-	if r.Paused { // its agent has to prepare the capture
-		if err := s.Resume(ctx, name); err != nil {
-			return err
-		}
-		r.Paused = false
 	}
 	sb, err := s.Attach(ctx, name)
 	if err != nil {
 		return err
 	}
-	detach := sb.Detach
-	defer func() { err = errors.Join(err, detach()) }()
-	next := nextFrom(r.From)
-	dir := filepath.Join(s.sandboxDir(name), next)
-	// Of an attempt that was interrupted.
-	if err := errors.Join(os.RemoveAll(dir), snapshot.CleanTemp(s.sandboxDir(name))); err != nil {
-		return fmt.Errorf("hibernate %s: %w", name, err)
-	}
-	if err := sb.Prepare(ctx); err != nil {
-		return fmt.Errorf("hibernate %s: %w", name, err)
-	}
-	if err := sb.Pause(ctx); err != nil {
-		return fmt.Errorf("hibernate %s: %w", name, err)
-	}
-	if err := s.capture(ctx, sb, dir); err != nil {
-		return errors.Join(fmt.Errorf("hibernate %s: %w", name, err), sb.Resume(ctx))
-	}
-	old, process := r.From, r.Process
-	r.From, r.Hibernated = next, true
-	if err := s.write(name, r); err != nil {
-		return errors.Join(err, sb.Resume(ctx))
-	}
-	if err := process.Kill(ctx); err != nil {
-		return fmt.Errorf("hibernate %s: %w", name, err)
-	}
-	return errors.Join(os.RemoveAll(filepath.Join(s.sandboxDir(name), old)), s.tidy())
+	return sb.Detach()
 }
 
-// wake forks a sandbox from what was written when it was hibernated.
-func (s *Store) wake(ctx context.Context, name Name, r record) (err error) {
-	dir := s.sandboxDir(name)
-	control := filepath.Join(dir, controlName)
-	// Whoever was interrupted may have left a process: the one that was
-	// captured, or one that woke and that nobody knows of.
-	if err := errors.Join(r.Process.Kill(ctx), microvm.StopListening(ctx, control), removeIfThere(control)); err != nil {
-		return fmt.Errorf("resume %s: %w", name, err)
+// Hibernate writes a sandbox to disk and frees its memory. It stands still from
+// the moment of the capture on, so nothing is lost when this is interrupted.
+func (s *Store) Hibernate(ctx context.Context, name Name) error {
+	r, err := s.record(name)
+	if err != nil || r.Hibernated {
+		return err
 	}
-	snap, err := snapshot.Open(filepath.Join(dir, r.From))
+	sb, err := s.Attach(ctx, name)
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, snap.Close()) }()
-	sb, err := s.engine.Fork(ctx, snap, engine.ForkOptions{
-		Hostname: string(name), Socket: control, KeepIdentity: true, Limits: r.Limits,
-	})
+	image := s.imageDir(name, r.Life)
+	// Of an attempt that was interrupted.
+	err = errors.Join(os.RemoveAll(image), snapshot.CleanTemp(s.sandboxDir(name)))
+	if err == nil {
+		err = sb.Pause(ctx)
+	}
+	if err == nil {
+		err = s.capture(ctx, sb, image)
+	}
+	if err == nil {
+		r.Hibernated, r.Paused = true, false
+		err = s.write(name, r)
+	}
 	if err != nil {
-		return fmt.Errorf("resume %s: %w", name, err)
+		return errors.Join(fmt.Errorf("hibernate %s: %w", name, err), sb.Resume(context.WithoutCancel(ctx)), sb.Detach())
 	}
-	r.Hibernated, r.Snapshot = false, snap.ID().String()
-	if err := s.leave(sb, name, r); err != nil {
-		return errors.Join(err, sb.Close())
+	if err := errors.Join(sb.Close(), s.engine.Remove(ctx, s.machineDir(name, r.Life))); err != nil {
+		return fmt.Errorf("hibernate %s: %w", name, err)
 	}
-	return nil
+	return s.tidy()
 }
 
-// nextFrom names the folder after the one that a sandbox was forked from.
-func nextFrom(from string) string {
-	n, _ := strconv.Atoi(strings.TrimPrefix(from, fromName+"-")) // the first has no number
-	return fromName + "-" + strconv.Itoa(n+1)
+// wake forks a sandbox from what was written when it was hibernated.
+func (s *Store) wake(ctx context.Context, name Name, r record) (_ engine.Sandbox, err error) {
+	image, machine := s.imageDir(name, r.Life), s.machineDir(name, r.Life+1)
+	// Whoever was interrupted may have left a machine: the one that was
+	// captured, or one that woke and that nobody knows of.
+	for _, left := range []string{s.machineDir(name, r.Life), machine} {
+		if err := s.engine.Remove(ctx, left); err != nil {
+			return nil, fmt.Errorf("resume %s: %w", name, err)
+		}
+	}
+	if err := os.Mkdir(machine, 0o700); err != nil {
+		return nil, fmt.Errorf("resume %s: %w", name, err)
+	}
+	snap, err := snapshot.Open(image)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, snap.Close()) }()
+	sb, err := s.engine.Fork(ctx, snap, engine.ForkOptions{
+		Hostname: string(name), Folder: machine, KeepIdentity: true, Limits: r.Limits,
+	})
+	if err != nil {
+		return nil, fmt.Errorf("resume %s: %w", name, err)
+	}
+	r.Life++
+	r.Hibernated, r.Snapshot = false, snap.ID().String()
+	if err := s.write(name, r); err != nil {
+		return nil, errors.Join(err, sb.Close())
+	}
+	if err := snapshot.Remove(image); err != nil { // its machine has links
+		return nil, errors.Join(fmt.Errorf("resume %s: %w", name, err), sb.Detach())
+	}
+	return sb, nil
 }
 
 // write replaces a sandbox's record.
@@ -159,23 +132,10 @@ func (s *Store) write(name Name, r record) error {
 	return nil
 }
 
-// leave writes down which process a sandbox is, and lets it go.
-func (s *Store) leave(sb engine.Sandbox, name Name, r record) (err error) {
-	if r.BootID, err = bootID(); err != nil {
-		return err
-	}
-	if r.Process, err = microvm.Identify(sb); err != nil {
-		return err
-	}
+// leave writes down what a new sandbox is, and lets it go.
+func (s *Store) leave(sb engine.Sandbox, name Name, r record) error {
 	if err := s.write(name, r); err != nil {
-		return err
+		return errors.Join(err, sb.Close(), os.RemoveAll(s.sandboxDir(name)))
 	}
-	return microvm.Detach(sb)
-}
-
-func removeIfThere(path string) error {
-	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
-		return err
-	}
-	return nil
+	return sb.Detach()
 }

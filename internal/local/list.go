@@ -112,27 +112,34 @@ const statBlock = 512
 func (s *Store) describeSandbox(n Name) Entry {
 	r, err := s.record(n)
 	if err != nil {
-		return Entry{Status: err.Error(), Created: r.Created, PID: r.Process.PID}
+		return Entry{Status: err.Error(), Created: r.Created}
 	}
-	e := describe(filepath.Join(s.sandboxDir(n), r.From))
-	e.Created = r.Created
-	if !r.Hibernated {
-		e.PID = r.Process.PID
+	if r.Hibernated {
+		e := describe(s.imageDir(n, r.Life))
+		e.Created = r.Created
+		if e.Status == StatusReady {
+			e.Status = StatusAsleep
+		}
+		return e
 	}
+	machine := s.machineDir(n, r.Life)
+	e := describe(microvm.SnapshotOf(machine))
+	e.Created, e.Unshared = r.Created, unshared(machine)
+	if e.Status != StatusReady {
+		return e
+	}
+	e.PID, err = microvm.ProcessOf(machine)
 	switch {
-	case e.Status != StatusReady:
-	case r.Hibernated:
-		e.Status = StatusAsleep
-	case r.Process.Alive():
-		e.Status = StatusRunning
-		if r.Paused {
-			e.Status = StatusPaused
-		}
-		if st, err := microvm.ProcessStats(r.Process.PID); err == nil {
-			e.Own = st.Own
-		}
-	default:
+	case err != nil:
 		e.Status = StatusEnded
+		return e
+	case r.Paused:
+		e.Status = StatusPaused
+	default:
+		e.Status = StatusRunning
+	}
+	if st, err := microvm.ProcessStats(e.PID); err == nil {
+		e.Own = st.Own
 	}
 	return e
 }
@@ -140,12 +147,12 @@ func (s *Store) describeSandbox(n Name) Entry {
 // Remove ends a sandbox and forgets it, or deletes a snapshot.
 func (s *Store) Remove(ctx context.Context, name Name) error {
 	if dir := s.sandboxDir(name); exists(dir) {
-		// A sandbox left half made has no record, but may have a process.
-		if r, err := s.record(name); err == nil {
-			if err := r.Process.Kill(ctx); err != nil {
-				return fmt.Errorf("remove sandbox %s: %w", name, err)
-			}
-		} else if err := microvm.StopListening(ctx, filepath.Join(dir, controlName)); err != nil {
+		// One that was left half made has no record, but may have a machine.
+		machines, err := filepath.Glob(filepath.Join(dir, "machine-*"))
+		for _, m := range machines {
+			err = errors.Join(err, s.engine.Remove(ctx, m))
+		}
+		if err != nil {
 			return fmt.Errorf("remove sandbox %s: %w", name, err)
 		}
 		if err := os.RemoveAll(dir); err != nil {
@@ -166,7 +173,7 @@ func (s *Store) Remove(ctx context.Context, name Name) error {
 // dead builders left. Running sandboxes keep what they have mapped.
 func (s *Store) tidy() error {
 	used := map[layer.Digest]bool{}
-	for _, pattern := range []string{"snapshots/*", "sandboxes/*/from*"} {
+	for _, pattern := range []string{"snapshots/*", "sandboxes/*/image-*", "sandboxes/*/machine-*/from"} {
 		dirs, err := filepath.Glob(filepath.Join(s.dir, pattern))
 		if err != nil {
 			return err

@@ -2,14 +2,13 @@
 // in folders and without a daemon.
 //
 //	<folder>/snapshots/<name>/            a snapshot (package snapshot)
-//	<folder>/sandboxes/<name>/from*/      what the sandbox was forked from, hard links,
-//	                                      or what it was when it was hibernated
-//	<folder>/sandboxes/<name>/control     the vmm's socket
-//	<folder>/sandboxes/<name>/sandbox.json  written last: which process it is
+//	<folder>/sandboxes/<name>/machine-N/  where the engine finds it while it runs
+//	<folder>/sandboxes/<name>/image-N/    what it was when it was hibernated
+//	<folder>/sandboxes/<name>/sandbox.json  written last: which of them it is
 //	<folder>/scratch/                     disks' writable layers, without names
 //
-// A sandbox does not need the snapshot it came from: it holds links to the
-// files, so that either can be removed at any time.
+// A sandbox does not need the snapshot it came from, nor the sandbox: either can
+// be removed at any time.
 package local
 
 import (
@@ -24,12 +23,10 @@ import (
 	"path/filepath"
 	"regexp"
 	"strconv"
-	"strings"
 	"time"
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
-	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/snapshot"
 )
 
@@ -104,34 +101,28 @@ func (s *Store) SnapshotFolder(n Name) string { return s.snapshotDir(n) }
 func (s *Store) snapshotDir(n Name) string { return filepath.Join(s.dir, "snapshots", string(n)) }
 func (s *Store) sandboxDir(n Name) string  { return filepath.Join(s.dir, "sandboxes", string(n)) }
 
-// Files of a sandbox's folder.
-const (
-	fromName    = "from"
-	controlName = "control"
-	recordName  = "sandbox.json"
-)
+// recordName is the file of a sandbox's folder that says what it is.
+const recordName = "sandbox.json"
 
 // record is what sandbox.json holds.
 type record struct {
-	Process  microvm.ProcessID `json:"process"`
-	BootID   string            `json:"boot_id"` // process ids are good until the machine restarts
-	Created  time.Time         `json:"created"`
-	Snapshot string            `json:"snapshot"`
-	// From is the folder of the snapshot that its memory and disks are based
-	// on: another after each hibernation.
-	From   string        `json:"from"`
-	Limits engine.Limits `json:"limits"`
-	// Paused: its processors stand still. Hibernated: From is the sandbox.
+	Created  time.Time     `json:"created"`
+	Snapshot string        `json:"snapshot,omitempty"` // that it comes from
+	Limits   engine.Limits `json:"limits"`
+	// Life counts the machines and images that it has had.
+	Life uint64 `json:"life"`
+	// Paused: its processors stand still. Hibernated: it is an image, and has no
+	// machine.
 	Paused     bool `json:"paused,omitempty"`
 	Hibernated bool `json:"hibernated,omitempty"`
 }
 
-func bootID() (string, error) {
-	b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
-	if err != nil {
-		return "", fmt.Errorf("read this machine's boot id: %w", err)
-	}
-	return strings.TrimSpace(string(b)), nil
+func (s *Store) machineDir(n Name, life uint64) string {
+	return filepath.Join(s.sandboxDir(n), "machine-"+strconv.FormatUint(life, 10))
+}
+
+func (s *Store) imageDir(n Name, life uint64) string {
+	return filepath.Join(s.sandboxDir(n), "image-"+strconv.FormatUint(life, 10))
 }
 
 // Template boots a sandbox, lets warm prepare it, and captures it under a
@@ -191,112 +182,117 @@ func (s *Store) Capture(ctx context.Context, from, name Name) (err error) {
 }
 
 // Fork makes sandboxes that continue from a snapshot or from a running
-// sandbox, which is captured once. Each has its own outcome.
+// sandbox, all from the same instant. Each has its own outcome.
 func (s *Store) Fork(ctx context.Context, from Name, names []Name, limits engine.Limits) (outcomes []error, err error) {
-	dir := s.snapshotDir(from)
-	if !exists(dir) {
-		if !exists(s.sandboxDir(from)) {
-			return nil, fmt.Errorf("fork %s: %w", from, ErrNotFound)
-		}
-		temp, err := os.MkdirTemp(s.dir, "fork-")
-		if err != nil {
-			return nil, fmt.Errorf("fork %s: %w", from, err)
-		}
-		defer func() { _ = os.RemoveAll(temp) }() // the children have links
-		dir = filepath.Join(temp, fromName)
-		sb, err := s.Attach(ctx, from)
-		if err != nil {
-			return nil, err
-		}
-		if err := errors.Join(s.capture(ctx, sb, dir), sb.Detach()); err != nil {
-			return nil, fmt.Errorf("fork %s: %w", from, err)
+	opts := make([]engine.ForkOptions, len(names))
+	outcomes = make([]error, len(names))
+	for i, n := range names {
+		opts[i] = engine.ForkOptions{Hostname: string(n), Folder: s.machineDir(n, 0), Limits: limits}
+		outcomes[i] = s.make(n)
+	}
+	made, id, err := s.forkFrom(ctx, from, opts, outcomes)
+	for i, n := range names {
+		if err == nil && outcomes[i] == nil {
+			outcomes[i] = s.leave(made[i], n, record{Limits: limits, Created: time.Now().UTC().Truncate(time.Second), Snapshot: id})
+		} else if !errors.Is(outcomes[i], errTaken) {
+			outcomes[i] = errors.Join(outcomes[i], os.RemoveAll(s.sandboxDir(n)))
 		}
 	}
-	snap, err := snapshot.Open(dir)
-	if err != nil {
-		return nil, err
-	}
-	defer func() { err = errors.Join(err, snap.Close()) }()
-	for _, n := range names {
-		outcomes = append(outcomes, s.fork(ctx, snap, n, limits))
-	}
-	return outcomes, nil
+	return outcomes, err
 }
 
-func (s *Store) fork(ctx context.Context, snap *snapshot.Snapshot, name Name, limits engine.Limits) (err error) {
-	if err := s.free(name); err != nil {
-		return err
-	}
-	dir := s.sandboxDir(name)
-	if err := os.Mkdir(dir, 0o700); err != nil { // another fork may have been faster
-		return fmt.Errorf("fork: %w", err)
-	}
-	defer func() {
+// forkFrom makes the forks that have no outcome yet.
+func (s *Store) forkFrom(ctx context.Context, from Name, opts []engine.ForkOptions, outcomes []error) (made []engine.Sandbox, id string, err error) {
+	made = make([]engine.Sandbox, len(opts))
+	if dir := s.snapshotDir(from); exists(dir) {
+		snap, err := snapshot.Open(dir)
 		if err != nil {
-			err = errors.Join(err, os.RemoveAll(dir))
+			return nil, "", err
 		}
-	}()
-	if err := clone(snap, filepath.Join(dir, fromName)); err != nil {
-		return err
+		for i, o := range opts {
+			if outcomes[i] == nil {
+				made[i], outcomes[i] = s.engine.Fork(ctx, snap, o)
+			}
+		}
+		return made, snap.ID().String(), snap.Close()
 	}
-	sb, err := s.engine.Fork(ctx, snap, engine.ForkOptions{
-		Hostname: string(name), Socket: filepath.Join(dir, controlName), Limits: limits,
-	})
+	if !exists(s.sandboxDir(from)) {
+		return nil, "", fmt.Errorf("fork %s: %w", from, ErrNotFound)
+	}
+	source, err := s.Attach(ctx, from)
 	if err != nil {
-		return err
+		return nil, "", err
 	}
-	if err := s.leave(sb, name, record{From: fromName, Limits: limits, Created: time.Now().UTC().Truncate(time.Second), Snapshot: snap.ID().String()}); err != nil {
-		return errors.Join(err, sb.Close())
+	defer func() { err = errors.Join(err, source.Detach()) }()
+	var wanted []engine.ForkOptions
+	var index []int
+	for i, o := range opts {
+		if outcomes[i] == nil {
+			wanted, index = append(wanted, o), append(index, i)
+		}
+	}
+	live, err := source.Fork(ctx, wanted)
+	if err != nil {
+		return nil, "", fmt.Errorf("fork %s: %w", from, err)
+	}
+	for k, i := range index {
+		made[i], outcomes[i] = live.Forks[k], live.Errs[k]
+	}
+	return made, "", nil
+}
+
+// errTaken says that a folder is another sandbox's.
+var errTaken = errors.New("the name is taken")
+
+// make makes the folder of a new sandbox, which marks it as half made.
+func (s *Store) make(name Name) error {
+	if err := s.free(name); err != nil {
+		return fmt.Errorf("%w: %w", errTaken, err)
+	}
+	if err := os.Mkdir(s.sandboxDir(name), 0o700); err != nil { // another fork may have been faster
+		return fmt.Errorf("fork: %w: %w", errTaken, err)
+	}
+	if err := os.Mkdir(s.machineDir(name, 0), 0o700); err != nil {
+		return fmt.Errorf("fork: %w", err)
 	}
 	return nil
 }
 
-// clone makes another folder of a snapshot that shares its files.
-func clone(snap *snapshot.Snapshot, dir string) error {
-	b, err := snapshot.NewBuilder(dir)
-	if err != nil {
-		return err
-	}
-	m := snap.Manifest()
-	seen := map[layer.Digest]bool{}
-	for _, ref := range m.Layers() {
-		if seen[ref.Digest] {
-			continue
-		}
-		seen[ref.Digest] = true
-		if err := b.LinkLayer(ref, snap); err != nil {
-			return errors.Join(err, b.Abort())
-		}
-	}
-	c, err := b.Commit(m, snap.State())
-	if err != nil {
-		return errors.Join(err, b.Abort())
-	}
-	return c.Close()
-}
-
 // Attach connects to a sandbox. One that is paused or hibernated goes on.
-func (s *Store) Attach(ctx context.Context, name Name) (*microvm.Attached, error) {
-	if err := s.Resume(ctx, name); err != nil {
-		return nil, err
-	}
+func (s *Store) Attach(ctx context.Context, name Name) (engine.Sandbox, error) {
 	r, err := s.record(name)
 	if err != nil {
 		return nil, err
 	}
-	snap, err := snapshot.Open(filepath.Join(s.sandboxDir(name), r.From))
+	if r.Hibernated {
+		return s.wake(ctx, name, r)
+	}
+	sb, err := s.adopt(ctx, name, r)
 	if err != nil {
 		return nil, err
 	}
-	opts := engine.ForkOptions{Hostname: string(name), Socket: filepath.Join(s.sandboxDir(name), controlName)}
-	sb, err := s.engine.Attach(ctx, snap, opts, r.Process)
-	if err != nil {
-		return nil, errors.Join(fmt.Errorf("sandbox %s: %w", name, err), snap.Close())
+	if err := sb.Resume(ctx); err != nil {
+		return nil, errors.Join(fmt.Errorf("sandbox %s: %w", name, err), sb.Detach())
+	}
+	if r.Paused {
+		r.Paused = false
+		if err := s.write(name, r); err != nil {
+			return nil, errors.Join(err, sb.Detach())
+		}
 	}
 	return sb, nil
 }
 
-// record reads which process a sandbox is.
+// adopt connects to a sandbox that may stand still.
+func (s *Store) adopt(ctx context.Context, name Name, r record) (engine.Sandbox, error) {
+	sb, err := s.engine.Adopt(ctx, s.machineDir(name, r.Life))
+	if err != nil {
+		return nil, fmt.Errorf("sandbox %s: %w", name, err)
+	}
+	return sb, nil
+}
+
+// record reads what a sandbox is.
 func (s *Store) record(name Name) (r record, err error) {
 	b, err := os.ReadFile(filepath.Join(s.sandboxDir(name), recordName))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -310,19 +306,6 @@ func (s *Store) record(name Name) (r record, err error) {
 	}
 	if err := json.Unmarshal(b, &r); err != nil {
 		return r, fmt.Errorf("sandbox %s: %s is damaged: %w", name, recordName, err)
-	}
-	boot, err := bootID()
-	if err != nil {
-		return r, err
-	}
-	if r.From == "" || r.From != filepath.Base(r.From) || !strings.HasPrefix(r.From, fromName) {
-		return r, fmt.Errorf("sandbox %s: %s is damaged: it is from %q", name, recordName, r.From)
-	}
-	if r.Hibernated { // which a restart does not end
-		return r, nil
-	}
-	if r.BootID != boot {
-		return r, fmt.Errorf("sandbox %s: %w when this machine restarted", name, engine.ErrEnded)
 	}
 	return r, nil
 }

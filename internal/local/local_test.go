@@ -52,11 +52,14 @@ func TestLeftOvers(t *testing.T) {
 	for name, tt := range map[Name]struct{ record, want string }{
 		"half":    {"", "half made"},
 		"damaged": {"{", "damaged"},
-		"old":     {`{"process":{"pid":1,"start":1},"boot_id":"another","from":"from"}`, engine.ErrEnded.Error()},
-		"astray":  {`{"process":{"pid":1,"start":1},"boot_id":"x","from":"../from"}`, "damaged"},
+		"old":     {`{"life":3}`, engine.ErrEnded.Error()},
 	} {
-		dir := s.sandboxDir(name)
-		if err := os.Mkdir(dir, 0o700); err != nil {
+		dir, machine := s.sandboxDir(name), s.machineDir(name, 3)
+		if err := os.MkdirAll(machine, 0o700); err != nil {
+			t.Fatal(err)
+		}
+		const earlier = `{"process":{"pid":1,"start":1},"boot_id":"another"}`
+		if err := os.WriteFile(filepath.Join(machine, "process.json"), []byte(earlier), 0o600); err != nil {
 			t.Fatal(err)
 		}
 		if tt.record != "" {
@@ -69,7 +72,7 @@ func TestLeftOvers(t *testing.T) {
 		}
 	}
 	entries, err := s.List()
-	if err != nil || len(entries) != 4 {
+	if err != nil || len(entries) != 3 {
 		t.Fatalf("%d entries, %v", len(entries), err)
 	}
 	for _, e := range entries {

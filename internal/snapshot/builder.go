@@ -182,3 +182,26 @@ func (b *Builder) linkOrCopy(ref layer.Ref, f *os.File) error {
 	b.added[ref.Digest] = ref.Size
 	return nil
 }
+
+// Clone makes another folder of a snapshot that shares its files.
+func (s *Snapshot) Clone(dir string) (*Snapshot, error) {
+	b, err := NewBuilder(dir)
+	if err != nil {
+		return nil, err
+	}
+	seen := map[layer.Digest]bool{}
+	for _, ref := range s.manifest.Layers() {
+		if seen[ref.Digest] {
+			continue
+		}
+		seen[ref.Digest] = true
+		if err := b.LinkLayer(ref, s); err != nil {
+			return nil, errors.Join(err, b.Abort())
+		}
+	}
+	c, err := b.Commit(s.manifest, s.state)
+	if err != nil {
+		return nil, errors.Join(err, b.Abort())
+	}
+	return c, nil
+}

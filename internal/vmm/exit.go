@@ -22,6 +22,9 @@ const (
 	ReasonStopped Reason = "stopped"
 	// ReasonKilled: the VMM process ended without a last word.
 	ReasonKilled Reason = "killed"
+	// ReasonOutOfMemory: the VMM process was killed because it reached the limit
+	// of its memory.
+	ReasonOutOfMemory Reason = "out-of-memory"
 )
 
 // Exit is how a guest ended.

@@ -73,6 +73,8 @@ func Run(t *testing.T, target Target) {
 	t.Run("Private", s.testPrivate)
 	t.Run("ForkOfFork", s.testForkOfFork)
 	t.Run("LiveFork", s.testLiveFork)
+	t.Run("Adopt", s.testAdopt)
+	t.Run("AdoptRefuses", s.testAdoptRefuses)
 	t.Run("Moved", s.testMoved)
 	t.Run("Pause", s.testPause)
 	t.Run("Stats", s.testStats)

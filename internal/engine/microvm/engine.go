@@ -161,22 +161,26 @@ func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 	m := snap.Manifest()
 	populate, learn := e.touched.of(snap.ID())
 	from := origin{
-		profile: m.CPU.Profile, session: m.Session, populate: populate,
+		profile: m.CPU.Profile, based: true, session: m.Session, populate: populate,
 		state: func() (*os.File, error) { return memoryFile("state", snap.State()) },
 		memory: func(ctx context.Context, ref layer.Ref) (*os.File, error) {
 			return e.resident.Load(ctx, ref, func() (*os.File, error) { return snap.OpenLayer(ref) })
 		},
 		disk: func(_ *disk, ref layer.Ref) (*os.File, error) { return snap.OpenLayer(ref) },
 	}
-	if s, err = e.restore(ctx, s, opts, from); err == nil && learn {
+	if _, err = e.restore(ctx, s, opts, from); err != nil {
+		return nil, errors.Join(err, s.release())
+	}
+	if learn {
 		go e.touched.learn(context.WithoutCancel(ctx), snap.ID(), s.Process)
 	}
-	return s, err
+	return s, nil
 }
 
 // origin is where a fork's parts come from. The files are the fork's to close.
 type origin struct {
 	profile  string
+	based    bool        // its images are those of its parent
 	session  []byte      // of the standby; empty: the fork opens one
 	populate []layer.Run // what the fork will write to at once
 	state    func() (*os.File, error)
@@ -230,10 +234,12 @@ func (e *Engine) restore(ctx context.Context, s *sandbox, opts engine.ForkOption
 		}
 		restore.Devices.Disks = append(restore.Devices.Disks, wire)
 	}
-	s.attachable = opts.Socket != ""
-	if s.attachable {
+	if s.folder = folder(opts.Folder); s.folder != "" {
+		if err == nil {
+			err = s.folder.prepare(s)
+		}
 		restore.Devices.Listen = true
-		add(vmmctl.Listen(opts.Socket))
+		add(vmmctl.Listen(s.folder.control()))
 	}
 	var standby net.Conn
 	if err == nil && len(from.session) > 0 {
@@ -261,6 +267,9 @@ func (e *Engine) restore(ctx context.Context, s *sandbox, opts engine.ForkOption
 	}
 	if err == nil {
 		err = s.renew(ctx, opts.KeepIdentity)
+	}
+	if err == nil && s.folder != "" {
+		err = s.folder.write(s, from.based)
 	}
 	if err != nil {
 		return nil, abandon(ctx, p, err)
@@ -290,63 +299,6 @@ func (e *Engine) describe(snap *snapshot.Snapshot, hostname string) (*sandbox, e
 	return s, nil
 }
 
-// Attach connects to a sandbox that was forked from snap with a Socket.
-func (e *Engine) Attach(ctx context.Context, snap *snapshot.Snapshot, opts engine.ForkOptions, id ProcessID) (*Attached, error) {
-	s, err := e.describe(snap, opts.Hostname)
-	if err != nil {
-		return nil, err
-	}
-	s.attachable = true
-	p, err := e.AttachProcess(opts.Socket, id)
-	if err != nil {
-		return nil, err
-	}
-	if s.Guest, err = dialAgent(ctx, p); err != nil {
-		return nil, errors.Join(err, p.conn.Close())
-	}
-	// One that was claimed after it was forked has a higher one.
-	info, err := s.Agent().Info(ctx)
-	if err != nil {
-		return nil, errors.Join(err, s.Agent().Close(), p.conn.Close())
-	}
-	s.generation.Store(info.Generation)
-	return &Attached{s}, nil
-}
-
-// AttachProcess connects to the process of a sandbox, whose guest may stand
-// still.
-func (e *Engine) AttachProcess(socket string, id ProcessID) (*Process, error) {
-	p, err := attach(e.vmm, socket, id)
-	if errors.Is(err, unix.ESRCH) {
-		err = fmt.Errorf("%w: its process is gone", engine.ErrEnded)
-	}
-	return p, err
-}
-
-// Detach leaves the process alone; one that has ended is fine.
-func (p *Process) Detach() error {
-	if err := p.conn.Close(); !errors.Is(err, os.ErrClosed) {
-		return err
-	}
-	return nil
-}
-
-// Attached is a sandbox that lives on when its connection ends.
-type Attached struct{ *sandbox }
-
-// Prepare makes the sandbox ready to be captured after it was paused.
-func (a *Attached) Prepare(ctx context.Context) error {
-	a.capture.Lock()
-	defer a.capture.Unlock()
-	a.openStandby(ctx, true)
-	return ctx.Err()
-}
-
-// Detach leaves the sandbox alone.
-func (a *Attached) Detach() error {
-	return errors.Join(a.Guest.Agent.Close(), a.release(), a.Process.Detach(), a.parent.Close())
-}
-
 // Restored is how long after the call to Fork a sandbox's processors ran.
 func Restored(sb engine.Sandbox) time.Duration {
 	if s, ok := sb.(*sandbox); ok {
@@ -362,15 +314,6 @@ func Identify(sb engine.Sandbox) (ProcessID, error) {
 		return ProcessID{}, fmt.Errorf("identify: %T is no microVM", sb)
 	}
 	return identify(s.Pid())
-}
-
-// Detach leaves a sandbox that was forked with a Socket to itself.
-func Detach(sb engine.Sandbox) error {
-	s, ok := sb.(*sandbox)
-	if !ok {
-		return fmt.Errorf("detach: %T is no microVM", sb)
-	}
-	return errors.Join(s.Guest.Agent.Close(), s.release(), s.Process.Detach())
 }
 
 // Sweep frees the user ids and cgroups of sandboxes that ended while nobody

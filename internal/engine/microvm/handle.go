@@ -22,7 +22,13 @@ type handle interface {
 	kill()
 	// wait returns when the process has ended, with its last words. It is
 	// called once, and frees the handle.
-	wait() string
+	wait() lastWords
+}
+
+// lastWords is what is known of a process that has ended.
+type lastWords struct {
+	text        string
+	outOfMemory bool // its cgroup's limit was reached
 }
 
 // ownChild is a process that we have started.
@@ -35,7 +41,7 @@ func (c *ownChild) pid() int { return c.process.Pid }
 
 func (c *ownChild) kill() { _ = c.process.Kill() }
 
-func (c *ownChild) wait() string {
+func (c *ownChild) wait() lastWords {
 	state, err := c.process.Wait()
 	defer func() { _ = c.stderr.Close() }()
 	said := make([]byte, stderrLimit)
@@ -51,20 +57,21 @@ func (c *ownChild) wait() string {
 	if len(said) > 0 {
 		how += ": " + string(said)
 	}
-	return release(c.process.Cell) + how
+	return release(c.process.Cell, how)
 }
 
 // release frees the cell of a process that has ended, and says what is to be
 // known of it before all else.
-func release(c *jail.Cell) (words string) {
+func release(c *jail.Cell, how string) lastWords {
+	var words string
 	oomKills, err := c.Release()
 	if oomKills > 0 {
-		words = fmt.Sprintf("out of memory: the kernel killed %d in the cgroup, whose limit was reached; ", oomKills)
+		words = fmt.Sprintf("the kernel killed %d in the cgroup, whose limit was reached; ", oomKills)
 	}
 	if err != nil {
 		words += err.Error() + "; "
 	}
-	return words
+	return lastWords{words + how, oomKills > 0}
 }
 
 // ProcessID names a process for as long as the machine is up: numbers are
@@ -190,20 +197,20 @@ func (a *adopted) kill() {
 	_ = raw.Control(func(fd uintptr) { _ = unix.PidfdSendSignal(int(fd), unix.SIGKILL, nil, 0) })
 }
 
-func (a *adopted) wait() string {
+func (a *adopted) wait() lastWords {
 	defer func() { _ = a.pidfd.Close() }()
 	raw, err := a.pidfd.SyscallConn()
+	if err == nil {
+		err = raw.Read(pidfdEnded)
+	}
 	if err != nil {
-		return err.Error()
+		return lastWords{text: "vmm process: " + err.Error()}
 	}
-	if err := raw.Read(pidfdEnded); err != nil {
-		return "vmm process: " + err.Error()
-	}
-	words := "vmm process ended without a word"
+	const how = "vmm process ended without a word"
 	if a.cell != nil {
-		words = release(a.cell) + words
+		return release(a.cell, how)
 	}
-	return words
+	return lastWords{text: how}
 }
 
 // pidfdEnded reports whether the process of a pidfd has ended.

@@ -77,7 +77,7 @@ func TestAdoptedEnds(t *testing.T) {
 				}
 			}
 			words := make(chan string, 1)
-			go func() { words <- a.wait() }()
+			go func() { words <- a.wait().text }()
 			if !early {
 				a.kill()
 			}

@@ -42,6 +42,14 @@ const entropySize = 64
 func (s *sandbox) Claim(ctx context.Context, hostname string) error {
 	s.capture.Lock() // a snapshot takes the identity with it
 	defer s.capture.Unlock()
+	if err := s.folder.change(func(r *processRecord) {
+		r.Generation = s.generation.Load() + 1
+		if hostname != "" {
+			r.Hostname = hostname
+		}
+	}); err != nil {
+		return fmt.Errorf("claim: %w", err)
+	}
 	resumed, err := s.post(func(id uint64) vmmctl.Message { return &vmmctl.Simple{Kind: vmmctl.KindResume, ID: id} })
 	if err != nil {
 		return fmt.Errorf("claim: %w", err)

@@ -183,7 +183,7 @@ func TestOutOfMemory(t *testing.T) {
 		p.Kill()
 		t.Fatal("40 MiB were copied under a limit of 20")
 	}
-	if !strings.Contains(err.Error(), "out of memory: the kernel killed 1 in the cgroup") {
+	if !strings.Contains(err.Error(), "out-of-memory: the kernel killed 1 in the cgroup") {
 		t.Errorf("the error does not tell: %v", err)
 	}
 	if left := j.groups(t, "vm-*"); len(left) > 0 {

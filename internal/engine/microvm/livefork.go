@@ -56,6 +56,16 @@ func (l liveLayers) release() error {
 	return errors.Join(errs...)
 }
 
+// leave is called before a sandbox that uses them is left to itself: they go on
+// to be counted where they are counted.
+func (l liveLayers) leave() {
+	for _, x := range l {
+		x.mu.Lock()
+		x.close = x.file.Close
+		x.mu.Unlock()
+	}
+}
+
 // add names a layer that somebody uses from now on.
 func (l liveLayers) add(file *os.File, size uint64, closeIt func() error) layer.Ref {
 	r := layer.Ref{Size: size}
@@ -137,7 +147,7 @@ type moment struct {
 func (m *moment) release() error { return errors.Join(m.sandbox.release(), m.state.Close()) }
 
 // captureLive captures the sandbox, which has what was captured in common with
-// its children from then on, unless others may attach to it.
+// its children from then on.
 func (s *sandbox) captureLive(ctx context.Context) (*moment, *vmmctl.Saved, error) {
 	s.capture.Lock()
 	defer s.capture.Unlock()
@@ -147,19 +157,20 @@ func (s *sandbox) captureLive(ctx context.Context) (*moment, *vmmctl.Saved, erro
 	s.openStandby(ctx, false)
 	for effort := s.leastEffort(); ; effort++ {
 		save := s.include(effort)
-		save.Rebase = !s.attachable
+		save.Rebase = true
+		if err := s.folder.change(func(r *processRecord) { r.Based = false }); err != nil {
+			return nil, nil, err
+		}
 		c, err := s.freeze(ctx, save)
 		if err != nil {
 			return nil, nil, err
 		}
-		m, err := s.lay(c, save.Rebase)
+		m, err := s.lay(c)
 		c.close()
 		if err == nil {
 			return m, c.saved, nil
 		}
-		if save.Rebase {
-			s.owe(c.saved)
-		}
+		s.owe(c.saved)
 		if !errors.Is(err, layer.ErrNeedsCompaction) || effort == storeAll {
 			return nil, nil, err
 		}
@@ -240,9 +251,9 @@ func uniteRuns(lists ...[]layer.Run) []layer.Run {
 	return layer.Coalesce(out, layer.MaxExtents)
 }
 
-// lay makes a moment of what was captured, and rebases the sandbox on it if the
+// lay makes a moment of what was captured, and rebases the sandbox on it, as the
 // vmm was.
-func (s *sandbox) lay(c *captured, rebase bool) (_ *moment, err error) {
+func (s *sandbox) lay(c *captured) (_ *moment, err error) {
 	fresh := liveLayers{}
 	defer func() { err = errors.Join(err, fresh.release()) }() // who uses them has a share by then
 	m := &moment{profile: string(c.machine.Profile), session: c.session}
@@ -252,12 +263,10 @@ func (s *sandbox) lay(c *captured, rebase bool) (_ *moment, err error) {
 	}
 	all := maps.Clone(fresh)
 	maps.Copy(all, s.live)
-	if rebase {
-		old := s.live
-		s.live = all.usedBy(images...)
-		err = old.release()
-		s.setImages(images)
-	}
+	old := s.live
+	s.live = all.usedBy(images...)
+	err = old.release()
+	s.setImages(images)
 	m.engine, m.kernel, m.vcpus, m.parent = s.engine, s.kernel, s.vcpus, s.parent
 	m.generation.Store(s.generation.Load())
 	m.disks, m.live = slices.Clone(s.disks), all.usedBy(images...)

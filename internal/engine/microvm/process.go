@@ -220,7 +220,10 @@ func (p *Process) finish(last *vmmctl.Exit) {
 		p.exit = vmm.Exit{Reason: vmm.Reason(last.Reason), Detail: last.Detail}
 		p.lastTail = last.Console
 	} else {
-		p.exit = vmm.Exit{Reason: vmm.ReasonKilled, Detail: words}
+		p.exit = vmm.Exit{Reason: vmm.ReasonKilled, Detail: words.text}
+	}
+	if words.outOfMemory {
+		p.exit.Reason = vmm.ReasonOutOfMemory
 	}
 	p.mu.Lock()
 	p.waiting = nil

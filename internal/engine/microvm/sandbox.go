@@ -17,6 +17,7 @@ import (
 	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/vmm"
 )
 
 // sandbox is a guest that knows what it was made of, so that it can be
@@ -33,16 +34,15 @@ type sandbox struct {
 	parent     *snapshot.Snapshot // whose layers it maps; nil after a boot
 	boot       *bootFiles         // nil in a fork
 	restored   time.Duration      // from the call of Fork until it ran
-	// attachable says that other processes may speak to it, which would not
-	// know its live layers.
-	attachable bool
+	folder     folder             // empty: it ends with this process
+	ownParent  bool               // parent is its own to close
 
 	capture sync.Mutex        // one capture at a time; protects memory, the disks' images and all following fields
 	standby *guestrpc.Standby // nil before the first capture
 	live    liveLayers        // those of memory and of the disks that are in no snapshot
 	owed    []layer.Run       // of memory: the vmm believes them kept
 
-	mu       sync.Mutex // protects all following fields
+	mu       sync.Mutex // protects all following fields, and Guest.Agent
 	layers   int        // of memory
 	mappings int
 	lastFork engine.LiveForkStats
@@ -98,18 +98,32 @@ type disk struct {
 
 var _ engine.Sandbox = (*sandbox)(nil)
 
-func (s *sandbox) Agent() *guestrpc.Client { return s.Guest.Agent }
+func (s *sandbox) Agent() *guestrpc.Client {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.Guest.Agent
+}
 
 // Wait returns how the VM ended.
 func (s *sandbox) Wait() error {
 	exit, _ := s.Guest.Wait()
+	if exit.Reason == vmm.ReasonOutOfMemory {
+		return fmt.Errorf("%w: %w: %s", engine.ErrEnded, engine.ErrOutOfMemory, exit.Detail)
+	}
 	return fmt.Errorf("%w: %v", engine.ErrEnded, exit)
 }
 
 // Close kills the VM.
 func (s *sandbox) Close() error {
 	s.Kill()
-	return errors.Join(s.Guest.Agent.Close(), s.release())
+	return errors.Join(s.closeAgent(), s.release())
+}
+
+func (s *sandbox) closeAgent() error {
+	if a := s.Agent(); a != nil {
+		return a.Close()
+	}
+	return nil
 }
 
 func (s *sandbox) Shutdown(ctx context.Context, grace time.Duration) error {
@@ -127,6 +141,10 @@ func (s *sandbox) release() error {
 	}
 	err := s.live.release()
 	s.live = nil
+	if s.ownParent {
+		err = errors.Join(err, s.parent.Close())
+		s.ownParent = false
+	}
 	if s.boot == nil {
 		return err
 	}
