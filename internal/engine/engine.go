@@ -173,6 +173,8 @@ type Stats struct {
 var (
 	// ErrEnded says that the sandbox is no longer running.
 	ErrEnded = errors.New("the sandbox has ended")
+	// ErrPoweredOff says that it ended itself.
+	ErrPoweredOff = errors.New("it powered itself off")
 	// ErrOutOfMemory says that it ended because it reached its memory limit.
 	ErrOutOfMemory = errors.New("out of memory")
 	// ErrMismatch says that a snapshot does not fit this engine or this host.

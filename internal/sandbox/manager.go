@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"log/slog"
 	"os"
@@ -28,8 +29,8 @@ type Engine interface {
 
 // Builder makes the snapshot of a template's revision in a new folder.
 type Builder interface {
-	// Build returns the digest of the image that it has used.
-	Build(ctx context.Context, b Build, spec TemplateSpec, dir string) (image string, err error)
+	// Build writes what happens to log, for people.
+	Build(ctx context.Context, spec TemplateSpec, stage Stage, dir string, log io.Writer) (Built, error)
 	// Finish brings a fork of a snapshot that was taken after the init commands
 	// to where one that was taken when ready is.
 	Finish(ctx context.Context, spec TemplateSpec, sb engine.Sandbox) error
@@ -79,7 +80,7 @@ var (
 // Open opens the state folder, takes over what is still running and goes on
 // with what was under way.
 func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
-	for _, dir := range []string{machinesDir, imagesDir, snapshotsDir} {
+	for _, dir := range []string{machinesDir, imagesDir, snapshotsDir, logsDir} {
 		if err := os.MkdirAll(filepath.Join(cfg.Dir, dir), 0o700); err != nil {
 			return nil, fmt.Errorf("open the state folder: %w", err)
 		}
@@ -138,11 +139,18 @@ const (
 	machinesDir  = "machines"
 	imagesDir    = "images"
 	snapshotsDir = "snapshots"
+	logsDir      = "logs"
 )
 
-func (m *Manager) machineDir(id ID) string  { return filepath.Join(m.cfg.Dir, machinesDir, string(id)) }
-func (m *Manager) imageDir(id ID) string    { return filepath.Join(m.cfg.Dir, imagesDir, string(id)) }
-func (m *Manager) snapshotDir(id ID) string { return filepath.Join(m.cfg.Dir, snapshotsDir, string(id)) }
+func (m *Manager) machineDir(id ID) string { return filepath.Join(m.cfg.Dir, machinesDir, string(id)) }
+func (m *Manager) imageDir(id ID) string   { return filepath.Join(m.cfg.Dir, imagesDir, string(id)) }
+func (m *Manager) snapshotDir(id ID) string {
+	return filepath.Join(m.cfg.Dir, snapshotsDir, string(id))
+}
+
+func (m *Manager) logFile(id ID) string {
+	return filepath.Join(m.cfg.Dir, logsDir, string(id)+".log")
+}
 
 // recover brings journal, machines and files into line, in the order that
 // docs/design/forkd.md gives.
@@ -178,6 +186,21 @@ func (m *Manager) recover(ctx context.Context) error {
 		return err
 	}
 	return m.recoverPools()
+}
+
+// startMachine makes a machine in a new folder. The caller has reserved its
+// memory.
+func (m *Manager) startMachine(limits engine.Limits, start func(engine.ForkOptions) (engine.Sandbox, error)) (engine.Sandbox, ID, error) {
+	id := newID()
+	dir := m.machineDir(id)
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		return nil, "", fmt.Errorf("make a machine: %w", err)
+	}
+	sb, err := start(engine.ForkOptions{Folder: dir, Limits: limits})
+	if err != nil {
+		return nil, "", errors.Join(err, m.cfg.Engine.Remove(m.ctx, dir))
+	}
+	return sb, id, nil
 }
 
 // settle decides what an intent has come to.
@@ -250,7 +273,7 @@ func (m *Manager) sweep(ctx context.Context) error {
 				return nil
 			}),
 			builds.Each(tx, "", func(_ string, b Build) error {
-				named[m.snapshotDir(ID(b.Snapshot))] = true
+				named[m.snapshotDir(b.Snapshot)] = true
 				return nil
 			}))
 	})

@@ -98,10 +98,21 @@ type Build struct {
 	Stage    Stage     `json:"stage"`
 	Phase    Phase     `json:"phase"`
 	Problem  string    `json:"problem,omitempty"` // why it failed
-	Image    string    `json:"image,omitempty"`   // the digest it was made of
-	Snapshot string    `json:"snapshot,omitempty"`
 	Started  time.Time `json:"started"`
 	Finished time.Time `json:"finished,omitzero"`
+	// Snapshot is where it is, or is to be; its log has the same name.
+	Snapshot ID `json:"snapshot"`
+	Built
+}
+
+// Built is what a build found out.
+type Built struct {
+	// Image is the digest of the image that it is made of.
+	Image string `json:"image,omitempty"`
+	// Env, Workdir and User are those of the template, completed by the image's.
+	Env     Env    `json:"env,omitempty"`
+	Workdir string `json:"workdir,omitempty"`
+	User    string `json:"user,omitempty"`
 }
 
 // PoolSpec is what a pool keeps.

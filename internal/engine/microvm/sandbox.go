@@ -107,8 +107,11 @@ func (s *sandbox) Agent() *guestrpc.Client {
 // Wait returns how the VM ended.
 func (s *sandbox) Wait() error {
 	exit, _ := s.Guest.Wait()
-	if exit.Reason == vmm.ReasonOutOfMemory {
+	switch exit.Reason {
+	case vmm.ReasonOutOfMemory:
 		return fmt.Errorf("%w: %w: %s", engine.ErrEnded, engine.ErrOutOfMemory, exit.Detail)
+	case vmm.ReasonPowerOff:
+		return fmt.Errorf("%w: %w", engine.ErrEnded, engine.ErrPoweredOff)
 	}
 	return fmt.Errorf("%w: %v", engine.ErrEnded, exit)
 }

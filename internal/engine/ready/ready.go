@@ -16,9 +16,14 @@ import (
 	"agentrun.dev/internal/snapshot"
 )
 
+// Engine is what a pool needs of an engine.
+type Engine interface {
+	Fork(context.Context, *snapshot.Snapshot, engine.ForkOptions) (engine.Sandbox, error)
+}
+
 // Config describes a pool.
 type Config struct {
-	Engine engine.Engine
+	Engine Engine
 	// Snapshot is forked again and again. The caller closes it, after the pool.
 	Snapshot *snapshot.Snapshot
 	// Count is how many sandboxes wait.
@@ -51,6 +56,7 @@ type Pool struct {
 	missed chan struct{} // holds at most one notice that one is missing
 
 	mu      sync.Mutex // protects all following fields
+	count   int        // how many sandboxes are to wait
 	parked  []*parked
 	stats   Stats
 	closed  bool
@@ -69,7 +75,7 @@ func New(cfg Config) *Pool {
 		cfg.Options = func() engine.ForkOptions { return engine.ForkOptions{} }
 	}
 	ctx, cancel := context.WithCancel(context.Background())
-	p := &Pool{cfg: cfg, cancel: cancel, missed: make(chan struct{}, 1), changed: make(chan struct{})}
+	p := &Pool{cfg: cfg, count: cfg.Count, cancel: cancel, missed: make(chan struct{}, 1), changed: make(chan struct{})}
 	p.done.Go(func() { p.fill(ctx) })
 	return p
 }
@@ -113,16 +119,17 @@ func (p *Pool) tell() {
 
 // WaitFull waits until all sandboxes of the pool are there.
 func (p *Pool) WaitFull(ctx context.Context) error {
-	return p.wait(ctx, func(s Stats) bool { return s.Ready >= p.cfg.Count })
+	return p.wait(ctx, func(s Stats) bool { return s.Ready >= p.count })
 }
 
-// wait waits until the pool is as it should be.
+// wait waits until the pool is as it should be; good is called with the mutex.
 func (p *Pool) wait(ctx context.Context, good func(Stats) bool) error {
 	for {
 		p.mu.Lock()
 		s, changed := p.now(), p.changed
+		is := good(s)
 		p.mu.Unlock()
-		if good(s) {
+		if is {
 			return nil
 		}
 		select {
@@ -147,22 +154,22 @@ func (p *Pool) Claim(ctx context.Context, hostname string) (engine.Sandbox, erro
 		err := sb.Claim(ctx, hostname)
 		p.notice() // not before: to make the next one would slow this one down
 		if err == nil {
-			p.count(func(s *Stats) { s.Claimed++ })
+			p.record(func(s *Stats) { s.Claimed++ })
 			return sb.Sandbox, nil
 		}
 		err = errors.Join(err, sb.Close())
 		if ctx.Err() != nil {
 			return nil, fmt.Errorf("claim a ready sandbox: %w", err)
 		}
-		p.count(func(s *Stats) { s.Lost++; s.LastError = err.Error() })
+		p.record(func(s *Stats) { s.Lost++; s.LastError = err.Error() })
 	}
-	p.count(func(s *Stats) { s.Forked++ })
+	p.record(func(s *Stats) { s.Forked++ })
 	opts := p.cfg.Options()
 	opts.Hostname = hostname
 	return p.cfg.Engine.Fork(ctx, p.cfg.Snapshot, opts)
 }
 
-func (p *Pool) count(change func(*Stats)) {
+func (p *Pool) record(change func(*Stats)) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	change(&p.stats)
@@ -210,7 +217,7 @@ func (p *Pool) fill(ctx context.Context) {
 				backoff = firstBackoff
 				continue
 			}
-			p.count(func(s *Stats) { s.Failed++; s.LastError = err.Error() })
+			p.record(func(s *Stats) { s.Failed++; s.LastError = err.Error() })
 			select {
 			case <-time.After(backoff):
 			case <-ctx.Done():
@@ -229,7 +236,30 @@ func (p *Pool) fill(ctx context.Context) {
 func (p *Pool) missing() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return len(p.parked) < p.cfg.Count
+	return len(p.parked) < p.count
+}
+
+// Resize changes how many sandboxes wait. What is too many ends.
+func (p *Pool) Resize(count int) {
+	p.mu.Lock()
+	p.count = count
+	var tooMany []*parked
+	if len(p.parked) > count {
+		// The youngest have settled the least.
+		tooMany = append(tooMany, p.parked[count:]...)
+		p.parked = append(p.parked[:0:0], p.parked[:count]...)
+		for _, sb := range tooMany {
+			close(sb.taken)
+		}
+	}
+	p.tell()
+	p.mu.Unlock()
+	for _, sb := range tooMany {
+		if err := sb.Close(); err != nil {
+			p.record(func(s *Stats) { s.LastError = err.Error() })
+		}
+	}
+	p.notice()
 }
 
 // add makes a sandbox and parks it.

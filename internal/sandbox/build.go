@@ -1,0 +1,202 @@
+package sandbox
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"time"
+
+	"agentrun.dev/internal/journal"
+)
+
+// buildKey names a build.
+type buildKey struct {
+	Template Key
+	Revision string
+	Stage    Stage
+}
+
+func (k buildKey) String() string {
+	return k.Template.String() + "/" + k.Revision + "/" + string(k.Stage)
+}
+
+func (b Build) key() buildKey { return buildKey{b.Template, b.Revision, b.Stage} }
+
+// build is a build under way.
+type build struct {
+	cancel context.CancelFunc
+	done   chan struct{}
+}
+
+// revision is the digest of a spec.
+func (s TemplateSpec) revision() string {
+	b, err := json.Marshal(s)
+	if err != nil {
+		panic(err) // it has only plain fields
+	}
+	sum := sha256.Sum256(b)
+	return hex.EncodeToString(sum[:8])
+}
+
+// ApplyTemplate makes a template or changes it. Pools of it follow; sandboxes
+// that were claimed stay as they are. A template that has not changed and whose
+// build failed is built again.
+func (m *Manager) ApplyTemplate(k Key, spec TemplateSpec) (Template, error) {
+	if err := m.begin(); err != nil {
+		return Template{}, err
+	}
+	if err := spec.validate(); err != nil {
+		return Template{}, err
+	}
+	t := Template{Key: k, Spec: spec, Revision: spec.revision(), Created: time.Now().UTC()}
+	err := m.db.Update(func(tx *journal.Tx) error {
+		old, found, err := templates.Get(tx, k.String())
+		if err != nil {
+			return err
+		}
+		if found {
+			t.Created = old.Created
+		}
+		for _, stage := range []Stage{AfterInit, AfterReady} {
+			bk := buildKey{k, t.Revision, stage}
+			if b, found, err := builds.Get(tx, bk.String()); err != nil {
+				return err
+			} else if found && b.Phase == PhaseFailed {
+				if err := builds.Delete(tx, bk.String()); err != nil {
+					return err
+				}
+			}
+		}
+		return templates.Put(tx, k.String(), t)
+	})
+	if err != nil {
+		return Template{}, fmt.Errorf("apply template %s: %w", k, err)
+	}
+	m.ensureBuild(t, AfterReady)
+	m.refill()
+	return t, nil
+}
+
+// ensureBuild sees to it that a template's revision is built.
+func (m *Manager) ensureBuild(t Template, stage Stage) {
+	k := buildKey{t.Key, t.Revision, stage}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.closed || m.builds[k] != nil {
+		return
+	}
+	if b, err := m.build(k); err == nil && (b.Phase == PhaseReady || b.Phase == PhaseFailed) {
+		return
+	}
+	ctx, cancel := context.WithCancel(m.ctx)
+	run := &build{cancel, make(chan struct{})}
+	m.builds[k] = run
+	m.work.Go(func() {
+		defer cancel()
+		err := m.runBuild(ctx, k, t.Spec)
+		if err != nil && ctx.Err() == nil {
+			m.cfg.Log.Error("build a template", "template", t.Key, "error", err)
+		}
+		m.mu.Lock()
+		delete(m.builds, k)
+		m.mu.Unlock()
+		close(run.done)
+		m.refill()
+	})
+}
+
+// build reads a build from the journal.
+func (m *Manager) build(k buildKey) (b Build, err error) {
+	err = m.db.View(func(tx *journal.Tx) error {
+		var found bool
+		if b, found, err = builds.Get(tx, k.String()); err == nil && !found {
+			err = notFound(KindTemplate, k.Template)
+		}
+		return err
+	})
+	return b, err
+}
+
+func (m *Manager) putBuild(b Build) error {
+	return m.db.Update(func(tx *journal.Tx) error { return builds.Put(tx, b.key().String(), b) })
+}
+
+// runBuild builds, and writes down what came of it.
+func (m *Manager) runBuild(ctx context.Context, k buildKey, spec TemplateSpec) (err error) {
+	b := Build{Template: k.Template, Revision: k.Revision, Stage: k.Stage, Phase: PhaseBuilding, Started: time.Now().UTC(), Snapshot: newID()}
+	if err := m.putBuild(b); err != nil {
+		return err
+	}
+	log, err := os.OpenFile(m.logFile(b.Snapshot), os.O_CREATE|os.O_EXCL|os.O_WRONLY|os.O_APPEND, 0o600)
+	if err != nil {
+		return fmt.Errorf("write a build's log: %w", err)
+	}
+	defer func() { err = errors.Join(err, log.Close()) }()
+	dir := m.snapshotDir(b.Snapshot)
+	memory := m.machineMemory(spec)
+	if err = m.reserve(memory); err == nil {
+		b.Built, err = m.cfg.Builder.Build(ctx, spec, k.Stage, dir, log)
+		m.capacity.release(memory)
+	}
+	if ctx.Err() != nil { // the next daemon builds it
+		return errors.Join(err, removeSnapshot(dir))
+	}
+	b.Finished = time.Now().UTC()
+	b.Phase = PhaseReady
+	if err != nil {
+		b.Phase, b.Problem = PhaseFailed, err.Error()
+		if _, werr := fmt.Fprintf(log, "the template is not built: %v\n", err); werr != nil {
+			return werr
+		}
+		return errors.Join(m.putBuild(b), removeSnapshot(dir))
+	}
+	return m.putBuild(b)
+}
+
+// machineMemory is what a machine of a template reserves.
+func (m *Manager) machineMemory(spec TemplateSpec) uint64 { return spec.Memory + m.cfg.Overhead }
+
+// reserve takes memory for a machine.
+func (m *Manager) reserve(bytes uint64) error { return m.capacity.reserve(bytes) }
+
+// collectBuilds deletes builds that nobody will fork any more.
+func (m *Manager) collectBuilds() error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	used := map[buildKey]bool{}
+	for k := range m.builds {
+		used[k] = true
+	}
+	for _, p := range m.pools {
+		p.uses(used)
+	}
+	var dead []Build
+	err := m.db.Update(func(tx *journal.Tx) error {
+		err := builds.Each(tx, "", func(_ string, b Build) error {
+			t, found, err := templates.Get(tx, b.Template.String())
+			if err == nil && !used[b.key()] && (!found || t.Revision != b.Revision) {
+				dead = append(dead, b)
+			}
+			return err
+		})
+		for _, b := range dead {
+			err = errors.Join(err, builds.Delete(tx, b.key().String()))
+		}
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	var errs []error
+	for _, b := range dead {
+		errs = append(errs, removeSnapshot(m.snapshotDir(b.Snapshot)))
+		if err := os.Remove(m.logFile(b.Snapshot)); !errors.Is(err, os.ErrNotExist) {
+			errs = append(errs, err)
+		}
+	}
+	return errors.Join(errs...)
+}

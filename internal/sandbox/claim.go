@@ -1,0 +1,96 @@
+package sandbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"time"
+
+	"agentrun.dev/internal/journal"
+)
+
+// Claim makes a sandbox of a pool. It returns when the sandbox has answered.
+func (m *Manager) Claim(ctx context.Context, k Key, spec ClaimSpec) (Sandbox, error) {
+	if err := m.begin(); err != nil {
+		return Sandbox{}, err
+	}
+	if err := spec.validate(); err != nil {
+		return Sandbox{}, err
+	}
+	m.mu.Lock()
+	p := m.pools[Key{k.Namespace, spec.Pool}]
+	m.mu.Unlock()
+	if p == nil {
+		return Sandbox{}, notFound(KindPool, Key{k.Namespace, spec.Pool})
+	}
+	b, err := m.enlist(Sandbox{
+		Key: k, Pool: spec.Pool, Engine: m.cfg.Engine.Name(), Metadata: spec.Metadata, Lifetime: spec.Lifetime,
+	})
+	if err != nil {
+		return Sandbox{}, err
+	}
+	machine, from, err := p.claim(ctx, string(k.Name))
+	if err != nil {
+		return Sandbox{}, errors.Join(err, b.forget())
+	}
+	err = b.change(func(s *Sandbox) {
+		s.State, s.Machine, s.Boot, s.Memory = Running, machine.id, m.cfg.Boot, machine.memory
+		s.Template, s.Revision, s.Limits = from.build.Template.Name, from.build.Revision, from.spec.limits()
+		s.Workdir, s.User, s.Env = from.build.Workdir, from.build.User, merge(from.build.Env, spec.Env)
+		s.Clock.start(time.Now())
+	})
+	if err != nil {
+		return Sandbox{}, errors.Join(err, b.forget(), machine.Close())
+	}
+	b.attach(machine.Sandbox)
+	b.unlock()
+	return b.now(), nil
+}
+
+// merge lays variables over others.
+func merge(below, above Env) Env {
+	if len(below) == 0 {
+		return above
+	}
+	out := maps.Clone(below)
+	maps.Copy(out, above)
+	return out
+}
+
+// enlist begins a sandbox: its name is taken, its intent is in the journal, and
+// it is the caller's turn.
+func (m *Manager) enlist(s Sandbox) (*member, error) {
+	s.ID, s.State, s.Created = newID(), Starting, time.Now().UTC()
+	b := m.newMember(s)
+	<-b.turn
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.closed {
+		return nil, Errorf(CodeClosing, "the daemon is shutting down")
+	}
+	if _, taken := m.names[s.Key]; taken {
+		return nil, Errorf(CodeExists, "sandbox %s exists already in namespace %s", s.Name, s.Namespace).
+			Try("Choose another name, or end it with `agentrun kill %s`", s.Name)
+	}
+	if err := m.db.Update(func(tx *journal.Tx) error { return sandboxes.Put(tx, string(s.ID), s) }); err != nil {
+		return nil, fmt.Errorf("sandbox %s: %w", s.Name, err)
+	}
+	m.sandboxes[s.ID], m.names[s.Key] = b, s.ID
+	return b, nil
+}
+
+// forget undoes enlist: the sandbox never was.
+func (b *member) forget() error {
+	m := b.manager
+	m.mu.Lock()
+	delete(m.sandboxes, b.id)
+	delete(m.names, b.record.Key)
+	m.mu.Unlock()
+	b.mu.Lock()
+	b.record.State = Ended
+	b.mu.Unlock()
+	close(b.gone)
+	b.unlock()
+	return m.db.Update(func(tx *journal.Tx) error { return sandboxes.Delete(tx, string(b.id)) })
+}

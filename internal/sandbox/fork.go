@@ -1,0 +1,157 @@
+package sandbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"strconv"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/journal"
+)
+
+// maxFork is how many children a fork can have.
+const maxFork = 1000
+
+// Fork makes n sandboxes that continue from a running one, all from the same
+// instant, named <fork>-1 to <fork>-n. One that is paused or hibernated goes on
+// first. Each child has its own outcome; the error is that of all.
+func (m *Manager) Fork(ctx context.Context, k Key, source Name, n int) (f Fork, err error) {
+	if n < 1 || n > maxFork {
+		return f, invalid("replicas", "%d is not between 1 and %d", n, maxFork)
+	}
+	if _, err := ParseName(childName(k.Name, n)); err != nil {
+		return f, err
+	}
+	f = Fork{Key: k, Source: source, Replicas: n, Phase: PhasePending, Created: time.Now().UTC()}
+	_, err = m.with(ctx, Key{k.Namespace, source}, func(b *member) error {
+		if err := b.resume(ctx); err != nil {
+			return err
+		}
+		f.SourceID = b.id
+		if err := m.enlistFork(f); err != nil {
+			return err
+		}
+		if err := m.forkMember(ctx, b, &f); err != nil {
+			return errors.Join(err, m.db.Update(func(tx *journal.Tx) error { return forks.Delete(tx, k.String()) }))
+		}
+		f.Phase = PhaseReady
+		for _, c := range f.Children {
+			if c.Problem != "" {
+				f.Phase = PhaseFailed
+			}
+		}
+		return m.db.Update(func(tx *journal.Tx) error { return forks.Put(tx, k.String(), f) })
+	})
+	return f, err
+}
+
+func childName(fork Name, n int) string { return string(fork) + "-" + strconv.Itoa(n) }
+
+func (m *Manager) enlistFork(f Fork) error {
+	return m.db.Update(func(tx *journal.Tx) error {
+		if _, found, err := forks.Get(tx, f.String()); err != nil {
+			return err
+		} else if found {
+			return Errorf(CodeExists, "fork %s exists already in namespace %s", f.Name, f.Namespace).
+				Try("Choose another name")
+		}
+		return forks.Put(tx, f.String(), f)
+	})
+}
+
+// forkMember forks a sandbox whose turn it is.
+func (m *Manager) forkMember(ctx context.Context, b *member, f *Fork) error {
+	last := b.now()
+	f.Children = make([]ForkOutcome, f.Replicas)
+	var children []*child
+	for i := range f.Children {
+		out := &f.Children[i]
+		out.Name = Name(childName(f.Name, i+1))
+		c, err := m.enlistChild(last, f.Name, out)
+		if err != nil {
+			out.Problem = err.Error()
+			continue
+		}
+		children = append(children, c)
+	}
+	if len(children) == 0 {
+		return Errorf(CodeCapacity, "none of the forks of %s could be made", last.Name).Because("%s", f.Children[0].Problem)
+	}
+	opts := make([]engine.ForkOptions, len(children))
+	for i, c := range children {
+		opts[i] = engine.ForkOptions{Hostname: string(c.out.Name), Folder: m.machineDir(c.machine), Limits: last.Limits}
+	}
+	live, err := b.machine.Fork(ctx, opts)
+	if err != nil {
+		err = fmt.Errorf("fork sandbox %s: %w", last.Name, err)
+		for _, c := range children {
+			err = errors.Join(err, c.drop(m))
+		}
+		return err
+	}
+	f.Pause = live.Stats.Pause
+	var errs []error
+	for i, c := range children {
+		if live.Errs[i] == nil {
+			live.Errs[i] = c.begin(m, live.Forks[i])
+		}
+		if live.Errs[i] != nil {
+			c.out.Problem = live.Errs[i].Error()
+			errs = append(errs, c.drop(m))
+			continue
+		}
+		c.out.ID = c.id
+	}
+	return errors.Join(errs...)
+}
+
+// child is a fork in the making.
+type child struct {
+	*member
+	out     *ForkOutcome
+	machine ID
+	memory  uint64
+}
+
+// enlistChild takes what a child needs before it is made.
+func (m *Manager) enlistChild(source Sandbox, fork Name, out *ForkOutcome) (*child, error) {
+	if err := m.reserve(source.Memory); err != nil {
+		return nil, err
+	}
+	c := &child{out: out, machine: newID(), memory: source.Memory}
+	s := source
+	s.Name, s.Parent, s.Fork = out.Name, source.ID, fork
+	s.Machine, s.Boot, s.Image, s.Clock = "", "", "", Clock{}
+	err := os.Mkdir(m.machineDir(c.machine), 0o700)
+	if err == nil {
+		c.member, err = m.enlist(s)
+	}
+	if err != nil {
+		m.capacity.release(source.Memory)
+		return nil, errors.Join(err, m.cfg.Engine.Remove(m.ctx, m.machineDir(c.machine)))
+	}
+	return c, nil
+}
+
+// begin makes a child of what runs.
+func (c *child) begin(m *Manager, sb engine.Sandbox) error {
+	err := c.change(func(s *Sandbox) {
+		s.State, s.Machine, s.Boot = Running, c.machine, m.cfg.Boot
+		s.Clock.start(time.Now())
+	})
+	if err != nil {
+		return errors.Join(err, sb.Close())
+	}
+	c.attach(sb)
+	c.unlock()
+	return nil
+}
+
+// drop undoes enlistChild.
+func (c *child) drop(m *Manager) error {
+	m.capacity.release(c.memory)
+	return errors.Join(c.forget(), m.cfg.Engine.Remove(m.ctx, m.machineDir(c.machine)))
+}

@@ -1,0 +1,177 @@
+package sandbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/snapshot"
+)
+
+// with runs do while it is the sandbox's turn.
+func (m *Manager) with(ctx context.Context, k Key, do func(*member) error) (Sandbox, error) {
+	if err := m.begin(); err != nil {
+		return Sandbox{}, err
+	}
+	b, err := m.find(k)
+	if err != nil {
+		return Sandbox{}, err
+	}
+	if err := b.lock(ctx); err != nil {
+		return Sandbox{}, err
+	}
+	defer b.unlock()
+	if b.now().State == Ended { // while we waited
+		return Sandbox{}, m.whyGone(k)
+	}
+	err = do(b)
+	return b.now(), err
+}
+
+// Pause stops a sandbox's processors; it keeps its memory. One that is paused
+// or hibernated is left alone.
+func (m *Manager) Pause(ctx context.Context, k Key) (Sandbox, error) {
+	return m.with(ctx, k, func(b *member) error { return b.pause(ctx) })
+}
+
+func (b *member) pause(ctx context.Context) error {
+	if b.now().State != Running {
+		return nil
+	}
+	if err := b.machine.Pause(ctx); err != nil {
+		return fmt.Errorf("pause sandbox %s: %w", b.id, err)
+	}
+	if err := b.change(func(s *Sandbox) { s.State = Paused; s.Clock.stop(time.Now()) }); err != nil {
+		return errors.Join(err, b.machine.Resume(context.WithoutCancel(ctx)))
+	}
+	return nil
+}
+
+// Resume lets a sandbox go on that was paused or hibernated.
+func (m *Manager) Resume(ctx context.Context, k Key) (Sandbox, error) {
+	return m.with(ctx, k, func(b *member) error { return b.resume(ctx) })
+}
+
+func (b *member) resume(ctx context.Context) error {
+	switch b.now().State {
+	case Paused:
+		if err := b.machine.Resume(ctx); err != nil {
+			return fmt.Errorf("resume sandbox %s: %w", b.id, err)
+		}
+		if err := b.change(func(s *Sandbox) { s.State = Running; s.Clock.start(time.Now()) }); err != nil {
+			return errors.Join(err, b.machine.Pause(context.WithoutCancel(ctx)))
+		}
+	case Hibernated:
+		return b.wake(ctx)
+	}
+	return nil
+}
+
+// Hibernate writes a sandbox to disk and frees its memory.
+func (m *Manager) Hibernate(ctx context.Context, k Key) (Sandbox, error) {
+	return m.with(ctx, k, func(b *member) error { return b.hibernate(ctx) })
+}
+
+func (b *member) hibernate(ctx context.Context) error {
+	last := b.now()
+	if last.State == Hibernated {
+		return nil
+	}
+	image := newID()
+	if err := b.change(func(s *Sandbox) { s.State, s.Image = Hibernating, image }); err != nil {
+		return err
+	}
+	err := b.machine.Pause(ctx)
+	if err == nil {
+		var snap *snapshot.Snapshot
+		if snap, err = b.machine.Snapshot(ctx, b.manager.imageDir(image)); err == nil {
+			err = snap.Close()
+		}
+	}
+	if err == nil {
+		err = b.change(func(s *Sandbox) {
+			s.State, s.Machine, s.Boot = Hibernated, "", ""
+			s.Clock.stop(time.Now())
+		})
+	}
+	if err != nil {
+		err = fmt.Errorf("hibernate sandbox %s: %w", b.id, err)
+		back := context.WithoutCancel(ctx)
+		if last.State == Running {
+			err = errors.Join(err, b.machine.Resume(back))
+		}
+		return errors.Join(err,
+			b.change(func(s *Sandbox) { s.State, s.Image = last.State, "" }),
+			removeSnapshot(b.manager.imageDir(image)))
+	}
+	return b.dropMachine(last)
+}
+
+// wake makes a machine of what was written when the sandbox was hibernated.
+func (b *member) wake(ctx context.Context) error {
+	m, last := b.manager, b.now()
+	if err := m.reserve(last.Memory); err != nil {
+		return err
+	}
+	sb, machine, err := b.wakeMachine(ctx, last)
+	if err != nil {
+		m.capacity.release(last.Memory)
+		return errors.Join(fmt.Errorf("wake sandbox %s: %w", b.id, err),
+			b.change(func(s *Sandbox) { s.State = Hibernated }))
+	}
+	if err := b.change(func(s *Sandbox) {
+		s.State, s.Machine, s.Boot, s.Image = Running, machine, m.cfg.Boot, ""
+		s.Clock.start(time.Now())
+	}); err != nil {
+		m.capacity.release(last.Memory)
+		return errors.Join(err, sb.Close(), m.cfg.Engine.Remove(m.ctx, m.machineDir(machine)))
+	}
+	b.attach(sb)
+	return removeSnapshot(m.imageDir(last.Image))
+}
+
+func (b *member) wakeMachine(ctx context.Context, last Sandbox) (_ engine.Sandbox, _ ID, err error) {
+	m := b.manager
+	if err := b.change(func(s *Sandbox) { s.State = Resuming }); err != nil {
+		return nil, "", err
+	}
+	snap, err := snapshot.Open(m.imageDir(last.Image))
+	if err != nil {
+		return nil, "", err
+	}
+	defer func() { err = errors.Join(err, snap.Close()) }()
+	return m.startMachine(last.Limits, func(o engine.ForkOptions) (engine.Sandbox, error) {
+		o.Hostname, o.KeepIdentity = string(last.Name), true
+		return m.cfg.Engine.Fork(ctx, snap, o)
+	})
+}
+
+// removeSnapshot deletes a snapshot's folder, if there is one.
+func removeSnapshot(dir string) error {
+	if err := snapshot.Remove(dir); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return nil
+}
+
+// Kill ends a sandbox.
+func (m *Manager) Kill(ctx context.Context, k Key) (Sandbox, error) {
+	return m.with(ctx, k, func(b *member) error { return b.ended(ReasonKilled, "") })
+}
+
+// Extend gives a sandbox a timeout that counts from now on; 0 is none.
+func (m *Manager) Extend(ctx context.Context, k Key, timeout time.Duration) (Sandbox, error) {
+	if timeout < 0 {
+		return Sandbox{}, Errorf(CodeInvalid, "the timeout %v is negative", timeout)
+	}
+	return m.with(ctx, k, func(b *member) error {
+		return b.change(func(s *Sandbox) {
+			if s.Timeout = timeout; timeout > 0 {
+				s.Timeout += s.Clock.elapsed(time.Now())
+			}
+		})
+	})
+}

@@ -1,0 +1,388 @@
+package sandbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"agentrun.dev/internal/engine"
+)
+
+func key(name string) Key { return Key{DefaultNamespace, Name(name)} }
+
+// setUp applies a template and a pool, and waits until the pool is full.
+func setUp(t *testing.T, m *Manager, replicas int) {
+	t.Helper()
+	if _, err := m.ApplyTemplate(key("python"), TemplateSpec{Image: "one", MilliCPUs: 1000, Memory: 64 * mib}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := m.ApplyPool(key("pool"), PoolSpec{Template: "python", Replicas: replicas}); err != nil {
+		t.Fatal(err)
+	}
+	synctest.Wait()
+	if _, st, err := m.Pool(key("pool")); err != nil || st != (PoolStatus{Phase: PhaseReady, Ready: replicas, Snapshots: replicas}) {
+		t.Fatalf("pool: %+v, %v", st, err)
+	}
+}
+
+func claim(t *testing.T, m *Manager, name string, l Lifetime) Sandbox {
+	t.Helper()
+	s, err := m.Claim(t.Context(), key(name), ClaimSpec{Pool: "pool", Lifetime: l, Env: Env{"WHO": name}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+// memory is what the machine of a sandbox holds.
+func (h *host) memory(t *testing.T, m *Manager, name string) map[string]string {
+	t.Helper()
+	s, err := m.Sandbox(key(name))
+	if err != nil {
+		t.Fatal(err)
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	p := h.processes[m.machineDir(s.Machine)]
+	if p == nil {
+		t.Fatalf("%s has no machine", name)
+	}
+	return p.memory
+}
+
+func wantState(t *testing.T, m *Manager, name string, want State) Sandbox {
+	t.Helper()
+	s, err := m.Sandbox(key(name))
+	if err != nil || s.State != want {
+		t.Fatalf("%s is %q, not %q (%v)", name, s.State, want, err)
+	}
+	return s
+}
+
+// wantEnded looks into the history.
+func wantEnded(t *testing.T, m *Manager, name string, want Reason) {
+	t.Helper()
+	if _, err := m.Sandbox(key(name)); !HasCode(err, CodeEnded) || !strings.Contains(err.Error(), string(want)) {
+		t.Errorf("%s: %v, want that it ended as %s", name, err, want)
+	}
+	all, err := m.Sandboxes(DefaultNamespace, Page{}, true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, s := range all {
+		if s.Name == Name(name) && s.Reason == want && !s.Ended.IsZero() {
+			return
+		}
+	}
+	t.Errorf("%s did not end as %s: %+v", name, want, all)
+}
+
+// TestLife: a claim takes a ready sandbox, which is replaced; it can be listed,
+// paused, hibernated, woken by use and killed, and is remembered.
+func TestLife(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := newHost(t)
+		m := daemon(t, t.TempDir(), h)
+		defer func() { _ = m.Close() }()
+		setUp(t, m, 2)
+		s := claim(t, m, "a", Lifetime{})
+		if s.State != Running || len(s.ID) != idLength || s.Env["WHO"] != "a" || s.Env["FROM"] != "image" || s.Workdir != DefaultWorkdir {
+			t.Errorf("claimed %+v", s)
+		}
+		if got := h.memory(t, m, "a"); got["hostname"] != "a" || got["image"] != "one" {
+			t.Errorf("it holds %v", got)
+		}
+		synctest.Wait()
+		if _, st, err := m.Pool(key("pool")); err != nil || st.Ready != 2 {
+			t.Errorf("the pool was not filled again: %+v, %v", st, err)
+		}
+		if _, err := m.Claim(t.Context(), key("a"), ClaimSpec{Pool: "pool"}); !HasCode(err, CodeExists) {
+			t.Errorf("claimed twice: %v", err)
+		}
+		if _, err := m.Claim(t.Context(), key("b"), ClaimSpec{Pool: "nobody"}); !HasCode(err, CodeNotFound) {
+			t.Errorf("claimed of no pool: %v", err)
+		}
+		h.memory(t, m, "a")["mine"] = "kept"
+		for _, step := range []struct {
+			do   func(context.Context, Key) (Sandbox, error)
+			want State
+		}{
+			{m.Pause, Paused}, {m.Pause, Paused}, {m.Resume, Running}, {m.Resume, Running},
+			{m.Hibernate, Hibernated}, {m.Hibernate, Hibernated}, {m.Pause, Hibernated}, {m.Resume, Running},
+			{m.Pause, Paused}, {m.Hibernate, Hibernated},
+		} {
+			if s, err := step.do(t.Context(), key("a")); err != nil || s.State != step.want {
+				t.Fatalf("%q, %v, want %q", s.State, err, step.want)
+			}
+		}
+		used := m.capacity.reserved()
+		u, err := m.Use(t.Context(), key("a"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if m.capacity.reserved() != used+64*mib {
+			t.Error("a hibernated sandbox has reserved memory")
+		}
+		if got := h.memory(t, m, "a"); got["mine"] != "kept" {
+			t.Errorf("it woke up with %v", got)
+		}
+		u.Done()
+		if _, err := m.Kill(t.Context(), key("a")); err != nil {
+			t.Fatal(err)
+		}
+		wantEnded(t, m, "a", ReasonKilled)
+		if left, err := m.Sandboxes(DefaultNamespace, Page{}, false); err != nil || len(left) != 0 {
+			t.Errorf("left: %v, %v", left, err)
+		}
+		if err := m.DeletePool(key("pool")); err != nil {
+			t.Fatal(err)
+		}
+		wantNothing(t, m, h)
+	})
+}
+
+// wantNothing: no sandbox is there, and nothing of one.
+func wantNothing(t *testing.T, m *Manager, h *host) {
+	t.Helper()
+	if n := m.capacity.reserved(); n != 0 {
+		t.Errorf("%d bytes are still reserved", n)
+	}
+	if len(h.processes) != 0 {
+		t.Errorf("left: %v", h.processes)
+	}
+	for _, dir := range []string{machinesDir, imagesDir} {
+		if left, err := filepath.Glob(filepath.Join(m.cfg.Dir, dir, "*")); err != nil || len(left) != 0 {
+			t.Errorf("left: %v, %v", left, err)
+		}
+	}
+}
+
+// TestTimeouts: a timeout counts the time that a sandbox runs, an idle timeout
+// the time that nobody uses it, and both do what they were told to.
+func TestTimeouts(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := newHost(t)
+		m := daemon(t, t.TempDir(), h)
+		defer func() { _ = m.Close() }()
+		setUp(t, m, 0)
+		ctx := t.Context()
+		after := func(d time.Duration) { time.Sleep(d); synctest.Wait() }
+		claim(t, m, "killed", Lifetime{Timeout: time.Minute})
+		claim(t, m, "extended", Lifetime{Timeout: time.Minute})
+		claim(t, m, "paused", Lifetime{Timeout: time.Minute, OnTimeout: TimeoutPause})
+		claim(t, m, "asleep", Lifetime{IdleTimeout: time.Minute, OnTimeout: TimeoutHibernate})
+		claim(t, m, "busy", Lifetime{IdleTimeout: time.Minute})
+		claim(t, m, "still", Lifetime{Timeout: time.Minute, IdleTimeout: 2 * time.Minute})
+		u, err := m.Use(ctx, key("busy"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		after(30 * time.Second)
+		if _, err := m.Hibernate(ctx, key("still")); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := m.Extend(ctx, key("extended"), time.Minute); err != nil {
+			t.Fatal(err)
+		}
+		after(29 * time.Second)
+		wantState(t, m, "killed", Running)
+		after(time.Second)
+		wantEnded(t, m, "killed", ReasonTimeout)
+		wantState(t, m, "extended", Running)
+		wantState(t, m, "paused", Paused)
+		wantState(t, m, "asleep", Hibernated)
+		wantState(t, m, "busy", Running)
+		after(30 * time.Second)
+		wantEnded(t, m, "extended", ReasonTimeout)
+		after(time.Hour)
+		wantState(t, m, "busy", Running)
+		wantState(t, m, "still", Hibernated)
+		u.Done()
+		after(time.Minute)
+		wantEnded(t, m, "busy", ReasonIdle)
+		// What was away for long has what it had left, and no more.
+		if _, err := m.Resume(ctx, key("still")); err != nil {
+			t.Fatal(err)
+		}
+		after(29 * time.Second)
+		wantState(t, m, "still", Running)
+		after(time.Second)
+		wantEnded(t, m, "still", ReasonTimeout)
+		// What its timeout has paused runs for as long again.
+		for range 2 {
+			if _, err := m.Resume(ctx, key("paused")); err != nil {
+				t.Fatal(err)
+			}
+			after(59 * time.Second)
+			wantState(t, m, "paused", Running)
+			after(time.Second)
+			wantState(t, m, "paused", Paused)
+		}
+	})
+}
+
+// TestDeath: a sandbox that ends by itself is known to have, with the reason.
+func TestDeath(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := newHost(t)
+		m := daemon(t, t.TempDir(), h)
+		defer func() { _ = m.Close() }()
+		setUp(t, m, 0)
+		for want, cause := range map[Reason]error{
+			ReasonOutOfMemory: fmt.Errorf("%w: %w", engine.ErrEnded, engine.ErrOutOfMemory),
+			ReasonExited:      fmt.Errorf("%w: %w", engine.ErrEnded, engine.ErrPoweredOff),
+			ReasonCrashed:     engine.ErrEnded,
+		} {
+			name := strings.ReplaceAll(string(want), "_", "-")
+			s := claim(t, m, name, Lifetime{})
+			h.end(m.machineDir(s.Machine), cause)
+			synctest.Wait()
+			wantEnded(t, m, name, want)
+		}
+		wantNothing(t, m, h)
+	})
+}
+
+// TestWakeOnce: many that want a hibernated sandbox at once wake it once.
+func TestWakeOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := newHost(t)
+		m := daemon(t, t.TempDir(), h)
+		defer func() { _ = m.Close() }()
+		setUp(t, m, 0)
+		claim(t, m, "a", Lifetime{})
+		if _, err := m.Hibernate(t.Context(), key("a")); err != nil {
+			t.Fatal(err)
+		}
+		var all sync.WaitGroup
+		for range 20 {
+			all.Go(func() {
+				u, err := m.Use(t.Context(), key("a"))
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				u.Done()
+			})
+		}
+		all.Wait()
+		if len(h.processes) != 1 {
+			t.Errorf("%d machines", len(h.processes))
+		}
+	})
+}
+
+// TestFork: children continue from their source, each with an outcome of its
+// own, and know where they come from.
+func TestFork(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := newHost(t)
+		m := daemon(t, t.TempDir(), h, func(c *Config) { c.Capacity = 4 * 64 * mib })
+		defer func() { _ = m.Close() }()
+		setUp(t, m, 0)
+		source := claim(t, m, "a", Lifetime{Timeout: time.Hour})
+		h.memory(t, m, "a")["x"] = "1"
+		claim(t, m, "f-2", Lifetime{}) // a child's name is taken
+		f, err := m.Fork(t.Context(), key("f"), "a", 4)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if f.Phase != PhaseFailed || f.Children[0].Problem != "" || f.Children[1].Problem == "" ||
+			f.Children[2].Problem != "" || !strings.Contains(f.Children[3].Problem, "no room") {
+			t.Errorf("%+v", f)
+		}
+		h.memory(t, m, "f-1")["x"] = "2"
+		if h.memory(t, m, "a")["x"] != "1" || h.memory(t, m, "f-3")["x"] != "1" {
+			t.Error("a child's memory is not its own")
+		}
+		child := wantState(t, m, "f-3", Running)
+		if child.Parent != source.ID || child.Fork != "f" || child.Env["WHO"] != "a" || child.Timeout != time.Hour {
+			t.Errorf("%+v", child)
+		}
+		if _, err := m.Fork(t.Context(), key("f"), "a", 1); !HasCode(err, CodeExists) {
+			t.Errorf("forked twice under one name: %v", err)
+		}
+		if _, err := m.Fork(t.Context(), key("g"), "a", 1); !HasCode(err, CodeCapacity) {
+			t.Errorf("forked beyond the capacity: %v", err)
+		}
+		if _, err := m.ForkOf(key("g")); !HasCode(err, CodeNotFound) {
+			t.Errorf("a fork that never was: %v", err)
+		}
+		if _, err := m.Kill(t.Context(), key("f-2")); err != nil {
+			t.Fatal(err)
+		}
+		// A fork of a child; its source wakes up for it.
+		if _, err := m.Hibernate(t.Context(), key("f-1")); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := m.Fork(t.Context(), key("g"), "f-1", 1); err != nil {
+			t.Fatal(err)
+		}
+		if h.memory(t, m, "g-1")["x"] != "2" {
+			t.Error("a grandchild is not its parent's")
+		}
+	})
+}
+
+// TestTemplateChange: a pool goes over to a new revision when that is built;
+// until then it serves the old one; a build that fails is told.
+func TestTemplateChange(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h, b := newHost(t), &builder{}
+		m := daemon(t, t.TempDir(), h, func(c *Config) { c.Builder = b })
+		defer func() { _ = m.Close() }()
+		setUp(t, m, 2)
+		claim(t, m, "old", Lifetime{})
+		synctest.Wait()
+		apply := func(image string) {
+			t.Helper()
+			if _, err := m.ApplyTemplate(key("python"), TemplateSpec{Image: image, MilliCPUs: 1000, Memory: 64 * mib}); err != nil {
+				t.Fatal(err)
+			}
+			synctest.Wait()
+		}
+		status := func() PoolStatus {
+			_, st, err := m.Pool(key("pool"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			return st
+		}
+		b.gate = make(chan struct{})
+		apply("two")
+		if st := status(); st != (PoolStatus{Phase: PhaseBuilding, Ready: 2}) {
+			t.Errorf("while the new revision is built: %+v", st)
+		}
+		claim(t, m, "between", Lifetime{})
+		close(b.gate)
+		synctest.Wait()
+		if st := status(); st != (PoolStatus{Phase: PhaseReady, Ready: 2, Snapshots: 2}) {
+			t.Errorf("when it is built: %+v", st)
+		}
+		claim(t, m, "new", Lifetime{})
+		for name, image := range map[string]string{"old": "one", "between": "one", "new": "two"} {
+			if got := h.memory(t, m, name)["image"]; got != image {
+				t.Errorf("%s is of image %q, not %q", name, got, image)
+			}
+		}
+		if left, err := filepath.Glob(filepath.Join(m.cfg.Dir, snapshotsDir, "*")); err != nil || len(left) != 1 {
+			t.Errorf("snapshots: %v, %v", left, err)
+		}
+		b.fail = errors.New("command 1 exited with 1")
+		apply("three")
+		if st := status(); st.Phase == PhaseReady || !strings.Contains(st.Problem, "exited with 1") || st.Snapshots != 0 {
+			t.Errorf("when a build has failed: %+v", st)
+		}
+		b.fail = nil
+		apply("three")
+		if st := status(); st != (PoolStatus{Phase: PhaseReady, Ready: 2, Snapshots: 2}) {
+			t.Errorf("when it was applied again: %+v", st)
+		}
+	})
+}

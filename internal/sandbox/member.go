@@ -1,0 +1,212 @@
+package sandbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/journal"
+)
+
+// member is a sandbox that has not ended, with the machine that runs it.
+type member struct {
+	manager *Manager
+	id      ID
+
+	// turn holds one token while nobody changes what the sandbox is doing. It
+	// is a mutex that can be waited for with a context.
+	turn chan struct{}
+
+	mu      sync.Mutex // protects all following fields
+	record  Sandbox    // as it is in the journal
+	machine engine.Sandbox
+	gone    chan struct{} // closed when it has ended
+	users   int           // requests that are being served
+	used    Clock         // runs while it runs and nobody uses it
+	timer   *time.Timer   // for whichever of its timeouts is next
+}
+
+func (m *Manager) newMember(s Sandbox) *member {
+	b := &member{manager: m, id: s.ID, record: s, turn: make(chan struct{}, 1), gone: make(chan struct{})}
+	b.turn <- struct{}{}
+	return b
+}
+
+// lock waits for the sandbox's turn.
+func (b *member) lock(ctx context.Context) error {
+	select {
+	case <-b.turn:
+		return nil
+	case <-ctx.Done():
+		return fmt.Errorf("sandbox %s: %w", b.id, ctx.Err())
+	}
+}
+
+func (b *member) unlock() { b.turn <- struct{}{} }
+
+// snapshot returns the record as it is now.
+func (b *member) now() Sandbox {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.record
+}
+
+// change writes a change of the record to the journal, and then makes it. The
+// caller has the turn.
+func (b *member) change(do func(*Sandbox)) error {
+	next := b.now()
+	do(&next)
+	if err := b.manager.db.Update(func(tx *journal.Tx) error {
+		return sandboxes.Put(tx, string(b.id), next)
+	}); err != nil {
+		return fmt.Errorf("sandbox %s: %w", b.id, err)
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.record = next
+	b.arm()
+	return nil
+}
+
+// attach gives the sandbox its machine and watches it.
+func (b *member) attach(sb engine.Sandbox) {
+	b.mu.Lock()
+	b.machine = sb
+	b.arm()
+	b.mu.Unlock()
+	b.manager.work.Go(func() {
+		select {
+		case <-sb.Done():
+			b.died(sb)
+		case <-b.manager.ctx.Done():
+		}
+	})
+}
+
+// died ends a sandbox whose machine has ended by itself.
+func (b *member) died(sb engine.Sandbox) {
+	if b.lock(b.manager.ctx) != nil {
+		return // the next daemon finds out
+	}
+	defer b.unlock()
+	b.mu.Lock()
+	mine := b.machine == sb
+	b.mu.Unlock()
+	if !mine {
+		return // it was hibernated, or killed by request
+	}
+	cause := sb.Wait()
+	reason := ReasonCrashed
+	switch {
+	case errors.Is(cause, engine.ErrOutOfMemory):
+		reason = ReasonOutOfMemory
+	case errors.Is(cause, engine.ErrPoweredOff):
+		reason = ReasonExited
+	}
+	if err := b.ended(reason, cause.Error()); err != nil {
+		b.manager.cfg.Log.Error("end a sandbox that has died", "sandbox", b.id, "error", err)
+	}
+}
+
+// end is what the end of a sandbox changes in its record.
+func (s *Sandbox) end(reason Reason, detail string, now time.Time) {
+	s.State, s.Reason, s.Detail, s.Ended = Ended, reason, detail, now.UTC()
+	s.Clock.stop(now)
+	s.Machine, s.Image, s.Boot = "", "", ""
+}
+
+// ended ends the sandbox in the journal, and then what is left of it: whoever
+// is killed in between leaves what the next daemon sweeps. The caller has the
+// turn.
+func (b *member) ended(reason Reason, detail string) error {
+	m, last := b.manager, b.now()
+	if err := b.change(func(s *Sandbox) { s.end(reason, detail, time.Now()) }); err != nil {
+		return err
+	}
+	m.mu.Lock()
+	delete(m.sandboxes, b.id)
+	delete(m.names, last.Key)
+	m.mu.Unlock()
+	close(b.gone)
+	var errs []error
+	if last.Image != "" {
+		errs = append(errs, removeSnapshot(m.imageDir(last.Image)))
+	}
+	errs = append(errs, b.dropMachine(last))
+	m.trimHistory()
+	return errors.Join(errs...)
+}
+
+// dropMachine ends the machine that the sandbox had as last says.
+func (b *member) dropMachine(last Sandbox) error {
+	b.mu.Lock()
+	sb := b.machine
+	b.machine = nil
+	if b.timer != nil {
+		b.timer.Stop()
+	}
+	b.mu.Unlock()
+	if last.Machine == "" {
+		return nil
+	}
+	var errs []error
+	if sb != nil {
+		errs = append(errs, sb.Close())
+	}
+	m := b.manager
+	errs = append(errs, m.cfg.Engine.Remove(m.ctx, m.machineDir(last.Machine)))
+	m.capacity.release(last.Memory)
+	m.refill()
+	return errors.Join(errs...)
+}
+
+// detach lets the machine go.
+func (b *member) detach() error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.timer != nil {
+		b.timer.Stop()
+	}
+	if b.machine == nil {
+		return nil
+	}
+	return b.machine.Detach()
+}
+
+// find returns the sandbox of a name.
+func (m *Manager) find(k Key) (*member, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if id, ok := m.names[k]; ok {
+		return m.sandboxes[id], nil
+	}
+	return nil, m.whyGone(k)
+}
+
+// whyGone is the error for a sandbox that is not there: it has ended, or never
+// was.
+func (m *Manager) whyGone(k Key) error {
+	var last Sandbox
+	err := m.db.View(func(tx *journal.Tx) error {
+		return sandboxes.Each(tx, "", func(_ string, s Sandbox) error {
+			if s.Key == k && s.State == Ended && s.Ended.After(last.Ended) {
+				last = s
+			}
+			return nil
+		})
+	})
+	switch {
+	case err != nil:
+		return err
+	case last.ID == "":
+		return notFound(KindSandbox, k)
+	}
+	e := Errorf(CodeEnded, "sandbox %s has ended (%s)", k.Name, last.Reason)
+	if last.Detail != "" {
+		e.Because("%s", last.Detail)
+	}
+	return e.Try("Claim a new one")
+}

@@ -1,0 +1,374 @@
+package sandbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/ready"
+	"agentrun.dev/internal/journal"
+	"agentrun.dev/internal/snapshot"
+)
+
+// pool keeps sandboxes ready.
+type pool struct {
+	manager *Manager
+	key     Key
+	wake    chan struct{} // holds at most one notice to look again
+	cancel  context.CancelFunc
+	done    chan struct{}
+
+	mu      sync.Mutex // protects all following fields
+	spec    PoolSpec
+	current *stock   // nil before the first build is ready
+	older   []*stock // of earlier revisions, until the current one is full
+	problem string   // why there is no current one of the template's revision
+	phase   Phase
+}
+
+// stock is the sandboxes of one build that wait.
+type stock struct {
+	build Build
+	spec  TemplateSpec
+	snap  *snapshot.Snapshot
+	ready *ready.Pool
+}
+
+func (s *stock) close() error { return errors.Join(s.ready.Close(), s.snap.Close()) }
+
+// ApplyPool makes a pool or changes it.
+func (m *Manager) ApplyPool(k Key, spec PoolSpec) (Pool, error) {
+	if err := m.begin(); err != nil {
+		return Pool{}, err
+	}
+	if spec.Stage == "" {
+		spec.Stage = AfterReady
+	}
+	if err := spec.validate(); err != nil {
+		return Pool{}, err
+	}
+	p := Pool{Key: k, Spec: spec, Created: time.Now().UTC()}
+	err := m.db.Update(func(tx *journal.Tx) error {
+		if _, found, err := templates.Get(tx, Key{k.Namespace, spec.Template}.String()); err != nil || !found {
+			return errors.Join(err, notFound(KindTemplate, Key{k.Namespace, spec.Template}))
+		}
+		if old, found, err := pools.Get(tx, k.String()); err != nil {
+			return err
+		} else if found {
+			p.Created = old.Created
+		}
+		return pools.Put(tx, k.String(), p)
+	})
+	if err != nil {
+		return Pool{}, fmt.Errorf("apply pool %s: %w", k.Name, err)
+	}
+	m.mu.Lock()
+	running := m.pools[k]
+	if running == nil && !m.closed {
+		m.startPool(p)
+	}
+	m.mu.Unlock()
+	if running != nil {
+		running.mu.Lock()
+		running.spec = spec
+		running.mu.Unlock()
+		running.notice()
+	}
+	return p, nil
+}
+
+// DeletePool ends a pool and the sandboxes that wait in it.
+func (m *Manager) DeletePool(k Key) error {
+	if err := m.begin(); err != nil {
+		return err
+	}
+	err := m.db.Update(func(tx *journal.Tx) error {
+		if _, found, err := pools.Get(tx, k.String()); err != nil || !found {
+			return errors.Join(err, notFound(KindPool, k))
+		}
+		return pools.Delete(tx, k.String())
+	})
+	if err != nil {
+		return err
+	}
+	m.mu.Lock()
+	p := m.pools[k]
+	delete(m.pools, k)
+	m.mu.Unlock()
+	if p != nil {
+		err = p.close()
+	}
+	return errors.Join(err, m.collectBuilds())
+}
+
+// recoverPools starts the pools that the journal has.
+func (m *Manager) recoverPools() error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.db.View(func(tx *journal.Tx) error {
+		return pools.Each(tx, "", func(_ string, p Pool) error {
+			m.startPool(p)
+			return nil
+		})
+	})
+}
+
+// startPool is called with the mutex.
+func (m *Manager) startPool(p Pool) {
+	ctx, cancel := context.WithCancel(m.ctx)
+	run := &pool{
+		manager: m, key: p.Key, spec: p.Spec, phase: PhasePending,
+		wake: make(chan struct{}, 1), cancel: cancel, done: make(chan struct{}),
+	}
+	m.pools[p.Key] = run
+	m.work.Go(func() {
+		defer close(run.done)
+		run.run(ctx)
+	})
+}
+
+// refill makes all pools look at what they lack: memory may have been freed, a
+// build may be ready.
+func (m *Manager) refill() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, p := range m.pools {
+		p.notice()
+	}
+}
+
+func (p *pool) notice() {
+	select {
+	case p.wake <- struct{}{}:
+	default:
+	}
+}
+
+// run keeps the pool in line with its spec and its template.
+func (p *pool) run(ctx context.Context) {
+	for {
+		if err := p.reconcile(ctx); err != nil && ctx.Err() == nil {
+			p.fail(err.Error())
+		}
+		select {
+		case <-p.wake:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+func (p *pool) fail(problem string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.problem = problem
+	if p.phase = PhasePending; p.current == nil {
+		p.phase = PhaseFailed
+	}
+}
+
+func (p *pool) reconcile(ctx context.Context) error {
+	p.mu.Lock()
+	spec, current := p.spec, p.current
+	p.mu.Unlock()
+	t, err := p.manager.Template(Key{p.key.Namespace, spec.Template})
+	if err != nil {
+		return err
+	}
+	k := buildKey{t.Key, t.Revision, spec.Stage}
+	if current == nil || current.build.key() != k {
+		p.manager.ensureBuild(t, spec.Stage)
+		b, err := p.manager.build(k)
+		switch {
+		case HasCode(err, CodeNotFound) || err == nil && b.Phase == PhaseBuilding:
+			p.mu.Lock()
+			p.phase, p.problem = PhaseBuilding, ""
+			p.mu.Unlock()
+			return nil // its end wakes us
+		case err != nil:
+			return err
+		case b.Phase == PhaseFailed:
+			return fmt.Errorf("template %s: %s", t.Name, b.Problem)
+		}
+		if current, err = p.open(b, t.Spec, spec.Replicas); err != nil {
+			return err
+		}
+		p.mu.Lock()
+		if p.current != nil {
+			p.older = append(p.older, p.current)
+		}
+		p.current = current
+		p.mu.Unlock()
+	}
+	p.mu.Lock()
+	p.phase, p.problem = PhaseReady, ""
+	p.mu.Unlock()
+	current.ready.Resize(spec.Replicas)
+	return p.retire(ctx, current)
+}
+
+// retire closes the stocks of earlier revisions once the current one is full.
+func (p *pool) retire(ctx context.Context, current *stock) error {
+	p.mu.Lock()
+	none := len(p.older) == 0
+	p.mu.Unlock()
+	if none {
+		return nil
+	}
+	if err := current.ready.WaitFull(ctx); err != nil {
+		return nil // it is closing: so are they
+	}
+	p.mu.Lock()
+	old := p.older
+	p.older = nil
+	p.mu.Unlock()
+	var errs []error
+	for _, s := range old {
+		errs = append(errs, s.close())
+	}
+	return errors.Join(append(errs, p.manager.collectBuilds())...)
+}
+
+// open makes the stock of a build.
+func (p *pool) open(b Build, spec TemplateSpec, count int) (*stock, error) {
+	snap, err := snapshot.Open(p.manager.snapshotDir(b.Snapshot))
+	if err != nil {
+		return nil, fmt.Errorf("the snapshot of template %s: %w", b.Template.Name, err)
+	}
+	s := &stock{build: b, spec: spec, snap: snap}
+	s.ready = ready.New(ready.Config{
+		Snapshot: snap, Count: count,
+		Engine: forker(func(ctx context.Context, snap *snapshot.Snapshot, o engine.ForkOptions) (engine.Sandbox, error) {
+			return p.manager.forkParked(ctx, s, o.Hostname)
+		}),
+	})
+	return s, nil
+}
+
+// forker is a function that forks, for package ready.
+type forker func(context.Context, *snapshot.Snapshot, engine.ForkOptions) (engine.Sandbox, error)
+
+func (f forker) Fork(ctx context.Context, snap *snapshot.Snapshot, o engine.ForkOptions) (engine.Sandbox, error) {
+	return f(ctx, snap, o)
+}
+
+// parked is a machine without a sandbox.
+type parked struct {
+	engine.Sandbox
+	manager *Manager
+	id      ID
+	memory  uint64
+}
+
+// Close ends the machine and all that is left of it.
+func (p *parked) Close() error {
+	m := p.manager
+	err := errors.Join(p.Sandbox.Close(), m.cfg.Engine.Remove(context.WithoutCancel(m.ctx), m.machineDir(p.id)))
+	m.capacity.release(p.memory)
+	return err
+}
+
+// forkParked makes a machine of a build, as far as it takes to be ready.
+func (m *Manager) forkParked(ctx context.Context, s *stock, hostname string) (engine.Sandbox, error) {
+	memory := m.machineMemory(s.spec)
+	if err := m.reserve(memory); err != nil {
+		return nil, err
+	}
+	sb, id, err := m.startMachine(s.spec.limits(), func(o engine.ForkOptions) (engine.Sandbox, error) {
+		o.Hostname = hostname
+		return m.cfg.Engine.Fork(ctx, s.snap, o)
+	})
+	if err != nil {
+		m.capacity.release(memory)
+		return nil, err
+	}
+	p := &parked{sb, m, id, memory}
+	if s.build.Stage == AfterInit {
+		if err := m.cfg.Builder.Finish(ctx, s.spec, sb); err != nil {
+			return nil, errors.Join(err, p.Close())
+		}
+	}
+	return p, nil
+}
+
+func (s TemplateSpec) limits() engine.Limits { return engine.Limits{MilliCPUs: s.MilliCPUs} }
+
+// claim takes a machine of the newest revision that has one, or makes one.
+func (p *pool) claim(ctx context.Context, hostname string) (*parked, *stock, error) {
+	p.mu.Lock()
+	current, older := p.current, p.older
+	problem, phase := p.problem, p.phase
+	p.mu.Unlock()
+	if current == nil {
+		e := Errorf(CodeNotReady, "pool %s has no sandboxes yet", p.key.Name)
+		if phase == PhaseFailed {
+			return nil, nil, e.Because("%s", problem).Try("`agentrun logs template/%s` has more", p.spec.Template)
+		}
+		return nil, nil, e.Try("`agentrun get pool %s` shows how far it is", p.key.Name)
+	}
+	from := current
+	for i := len(older) - 1; i >= 0 && from.ready.Stats().Ready == 0; i-- {
+		from = older[i]
+	}
+	if from.ready.Stats().Ready == 0 {
+		from = current
+	}
+	sb, err := from.ready.Claim(ctx, hostname)
+	if err != nil {
+		return nil, nil, err
+	}
+	return sb.(*parked), from, nil
+}
+
+// status is what the pool has.
+func (p *pool) status() PoolStatus {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	st := PoolStatus{Phase: p.phase, Problem: p.problem}
+	if p.current != nil {
+		now := p.current.ready.Stats()
+		st.Ready = now.Ready
+		if p.phase == PhaseReady { // the current one is of the template's revision
+			st.Snapshots = now.Ready
+		}
+		if st.Problem == "" && now.Ready < p.spec.Replicas {
+			st.Problem = now.LastError
+		}
+	}
+	for _, s := range p.older {
+		st.Ready += s.ready.Stats().Ready
+	}
+	return st
+}
+
+func (p *pool) uses(into map[buildKey]bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, s := range p.older {
+		into[s.build.key()] = true
+	}
+	if p.current != nil {
+		into[p.current.build.key()] = true
+	}
+}
+
+// close ends the pool and what waits in it.
+func (p *pool) close() error {
+	p.cancel()
+	<-p.done
+	p.mu.Lock()
+	all := p.older
+	if p.current != nil {
+		all = append(all, p.current)
+	}
+	p.current, p.older = nil, nil
+	p.mu.Unlock()
+	var errs []error
+	for _, s := range all {
+		errs = append(errs, s.close())
+	}
+	return errors.Join(errs...)
+}
