@@ -20,7 +20,6 @@ import (
 
 // runOptions are the flags of agentrun run.
 type runOptions struct {
-	rootfs   string
 	kernel   string
 	memory   byteSize
 	cpus     int
@@ -30,7 +29,9 @@ type runOptions struct {
 	cmdline  string
 	limits   engine.Limits
 	policy   microvm.JailPolicy
+	rootOptions
 	execOptions
+	entrypoint optionalString
 }
 
 // shutdownGrace is what processes that the command left behind get to end.
@@ -39,27 +40,34 @@ const shutdownGrace = 2 * time.Second
 func newRunCommand() *cobra.Command {
 	o := runOptions{memory: 256 << 20, cpus: 1}
 	cmd := &cobra.Command{
-		Use:   "run --rootfs DIR [flags] -- COMMAND [ARG...]",
+		Use:   "run (--image IMAGE | --rootfs DIR) [flags] [-- COMMAND [ARG...]]",
 		Short: "Boot a microVM, run a command in it, and throw it away",
-		Long: `Boot a microVM from a folder, run a command in it and return its exit code.
+		Long: `Boot a microVM from an image or from a folder, run a command in it and return its
+exit code. What the command writes goes to a layer in memory and is gone when the
+command ends. Nothing has to be installed in the image or folder.
 
-The folder is packed into a read-only image; what the command writes goes to a
-layer in memory and is gone when the command ends. Nothing has to be installed
-in the folder.
+With --image the image's settings hold, as with docker run: COMMAND takes the place
+of its command and follows its entrypoint (--entrypoint replaces that, with '' for
+none), its environment is there with --env over it, and it runs as the image's user
+in its working folder unless --user and --workdir say otherwise. An image that is
+known here by this name is taken as it is; otherwise it is pulled first.
+
+With --rootfs the folder is packed into a read-only image; COMMAND is needed.
 
 The exit code is the command's own, 128+N if signal N ended it, 124 if
 --timeout did, and 125 if the microVM could not be run.`,
-		Example: `  agentrun run --rootfs ./busybox -- uname -a
+		Example: `  agentrun run --image python:3.12-slim -- python -c 'print(1+1)'
+  agentrun run --rootfs ./busybox -- uname -a
   agentrun run --rootfs ./debian -it -- bash
   echo 'print(1+1)' | agentrun run --rootfs ./debian -i -- python3 -`,
-		Args: cobra.MinimumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return runCommand(cmd.Context(), o, args, cmd.InOrStdin(), cmd.OutOrStdout(), cmd.ErrOrStderr())
 		},
 	}
 	f := cmd.Flags()
 	f.SetInterspersed(false)
-	f.StringVar(&o.rootfs, "rootfs", "", "folder with the root filesystem, or an EROFS image of one (required)")
+	o.rootOptions.flags(f)
+	f.Var(&o.entrypoint, "entrypoint", "program that COMMAND is given to, in place of the image's; '' for none")
 	f.StringVar(&o.kernel, "kernel", "", "uncompressed vmlinux to boot instead of AgentRun's own")
 	f.Var(&o.memory, "memory", "RAM of the microVM, such as 512M or 2G")
 	f.IntVar(&o.cpus, "cpus", o.cpus, fmt.Sprintf("processors of the microVM, 1 to %d", vmm.MaxVCPUs))
@@ -70,18 +78,28 @@ The exit code is the command's own, 128+N if signal N ended it, 124 if
 	f.StringVar(&o.hostname, "hostname", "sandbox", "host name of the microVM")
 	f.BoolVar(&o.console, "console", false, "print the microVM's console log to stderr at the end")
 	f.StringVar(&o.cmdline, "append", "", "more words for the kernel command line")
-	if err := cmd.MarkFlagRequired("rootfs"); err != nil {
-		panic(err) // the flag was defined above
-	}
+	cmd.MarkFlagsOneRequired("image", "rootfs")
+	cmd.MarkFlagsMutuallyExclusive("image", "rootfs")
+	cmd.MarkFlagsMutuallyExclusive("entrypoint", "rootfs")
 	return cmd
 }
 
 func runCommand(ctx context.Context, o runOptions, argv []string, stdin io.Reader, stdout, stderr io.Writer) (err error) {
-	spec, closeFiles, err := o.spec(ctx)
+	spec, config, closeFiles, err := o.spec(ctx, stderr)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, closeFiles()) }()
+	if o.entrypoint.set {
+		config.Cmd, config.Entrypoint = nil, nil
+		if o.entrypoint.value != "" {
+			config.Entrypoint = []string{o.entrypoint.value}
+		}
+	}
+	if argv = config.Command(argv); len(argv) == 0 {
+		return errors.New("no command was given, and the image has none: write it behind --")
+	}
+	o.execOptions.apply(config)
 	vmms, err := microvm.NewJail(o.policy)
 	if err != nil {
 		return err
@@ -125,7 +143,7 @@ func result(s guestrpc.ExitStatus) error {
 }
 
 // spec opens what the flags name.
-func (o *runOptions) spec(ctx context.Context) (_ microvm.Spec, _ func() error, err error) {
+func (o *runOptions) spec(ctx context.Context, stderr io.Writer) (_ microvm.Spec, config image.Config, _ func() error, err error) {
 	var files []*os.File
 	closeFiles := func() error {
 		var errs []error
@@ -147,13 +165,13 @@ func (o *runOptions) spec(ctx context.Context) (_ microvm.Spec, _ func() error, 
 		return f, err
 	}
 	spec := microvm.Spec{Memory: uint64(o.memory), VCPUs: o.cpus, Hostname: o.hostname, Cmdline: o.cmdline, Limits: o.limits}
-	if spec.Root, err = openRoot(ctx, o.rootfs); err != nil {
-		return spec, nil, err
+	if spec.Root, config, err = o.openRoot(ctx, stderr); err != nil {
+		return spec, config, nil, err
 	}
 	files = append(files, spec.Root)
 	if o.kernel != "" {
 		if spec.Kernel, err = open(o.kernel, os.O_RDONLY); err != nil {
-			return spec, nil, fmt.Errorf("--kernel: %w", err)
+			return spec, config, nil, fmt.Errorf("--kernel: %w", err)
 		}
 	}
 	for _, d := range o.disks {
@@ -164,46 +182,9 @@ func (o *runOptions) spec(ctx context.Context) (_ microvm.Spec, _ func() error, 
 		}
 		f, err := open(path, flag)
 		if err != nil {
-			return spec, nil, fmt.Errorf("--disk: %w", err)
+			return spec, config, nil, fmt.Errorf("--disk: %w", err)
 		}
 		spec.Disks = append(spec.Disks, microvm.Disk{File: f, ReadOnly: readOnly, ID: filepath.Base(path)})
 	}
-	return spec, closeFiles, nil
-}
-
-// openRoot opens a root filesystem for a guest.
-func openRoot(ctx context.Context, path string) (_ *os.File, err error) {
-	path, cleanup, err := rootPath(ctx, path)
-	if err != nil {
-		return nil, err
-	}
-	// An open file outlives its name.
-	defer func() { err = errors.Join(err, cleanup()) }()
-	f, err := os.Open(path)
-	if err != nil {
-		return nil, fmt.Errorf("--rootfs: %w", err)
-	}
-	return f, nil
-}
-
-// rootPath is the path of an image: the given one, or that of an image made
-// of the given folder, which cleanup removes.
-func rootPath(ctx context.Context, path string) (_ string, cleanup func() error, err error) {
-	info, err := os.Stat(path)
-	if err != nil {
-		return "", nil, fmt.Errorf("--rootfs: %w", err)
-	}
-	if !info.IsDir() {
-		return path, func() error { return nil }, nil
-	}
-	dir, err := os.MkdirTemp("", "agentrun-root-")
-	if err != nil {
-		return "", nil, fmt.Errorf("--rootfs: %w", err)
-	}
-	cleanup = func() error { return os.RemoveAll(dir) }
-	out := filepath.Join(dir, "root.erofs")
-	if err := image.FromDir(ctx, path, out); err != nil {
-		return "", nil, errors.Join(err, cleanup())
-	}
-	return out, cleanup, nil
+	return spec, config, closeFiles, nil
 }

@@ -31,7 +31,6 @@ func withStore(policy microvm.JailPolicy, do func(*local.Store) error) (err erro
 
 // snapshotOptions are the flags of agentrun snapshot.
 type snapshotOptions struct {
-	rootfs  string
 	kernel  string
 	from    string
 	memory  byteSize
@@ -39,19 +38,23 @@ type snapshotOptions struct {
 	cpus    int
 	limits  engine.Limits
 	policy  microvm.JailPolicy
+	rootOptions
 }
 
 func newSnapshotCommand() *cobra.Command {
 	o := snapshotOptions{memory: 256 << 20, cpus: 1}
 	cmd := &cobra.Command{
-		Use:   "snapshot NAME (--rootfs DIR | --from SANDBOX) [flags] [-- COMMAND [ARG...]]",
+		Use:   "snapshot NAME (--image IMAGE | --rootfs DIR | --from SANDBOX) [flags] [-- COMMAND [ARG...]]",
 		Short: "Boot a microVM, warm it up and freeze it; or freeze a running sandbox",
 		Long: `Freeze a machine under a name, memory, processes and disks included.
 
-With --rootfs a microVM is booted from a folder. COMMAND, if there is one, warms
-it up: it must end with success, and what it leaves running runs in every fork.
+With --image or --rootfs a microVM is booted from an image or from a folder. COMMAND,
+if there is one, warms it up: it must end with success, and what it leaves running
+runs in every fork. It runs as the image's user, in its working folder and with its
+environment; the image's own entrypoint and command are not run.
 With --from a sandbox made by agentrun fork is frozen; it goes on afterwards.`,
-		Example: `  agentrun snapshot base --rootfs ./debian -- sh -c 'server >/dev/null 2>&1 & wait-for-server'
+		Example: `  agentrun snapshot py --image python:3.12-slim -- python -c 'import json'
+  agentrun snapshot base --rootfs ./debian -- sh -c 'server >/dev/null 2>&1 & wait-for-server'
   agentrun snapshot after-setup --from base-1`,
 		Args: cobra.MinimumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -59,7 +62,7 @@ With --from a sandbox made by agentrun fork is frozen; it goes on afterwards.`,
 		},
 	}
 	f := cmd.Flags()
-	f.StringVar(&o.rootfs, "rootfs", "", "folder with the root filesystem, or an EROFS image of one")
+	o.rootOptions.flags(f)
 	f.StringVar(&o.from, "from", "", "running sandbox to freeze")
 	f.StringVar(&o.kernel, "kernel", "", "uncompressed vmlinux to boot instead of AgentRun's own")
 	f.Var(&o.memory, "memory", "RAM of the microVM, such as 512M or 2G")
@@ -67,8 +70,9 @@ With --from a sandbox made by agentrun fork is frozen; it goes on afterwards.`,
 	f.IntVar(&o.cpus, "cpus", o.cpus, fmt.Sprintf("processors of the microVM, 1 to %d", vmm.MaxVCPUs))
 	limitFlags(f, &o.limits)
 	policyFlags(f, &o.policy)
-	cmd.MarkFlagsOneRequired("rootfs", "from")
-	for _, flag := range []string{"rootfs", "kernel", "memory", "scratch", "cpus", "cpu-limit", "io-bytes", "io-ops"} {
+	cmd.MarkFlagsOneRequired("image", "rootfs", "from")
+	cmd.MarkFlagsMutuallyExclusive("image", "rootfs")
+	for _, flag := range []string{"image", "rootfs", "kernel", "memory", "scratch", "cpus", "cpu-limit", "io-bytes", "io-ops"} {
 		cmd.MarkFlagsMutuallyExclusive("from", flag)
 	}
 	return cmd
@@ -105,7 +109,7 @@ func (o *snapshotOptions) capture(ctx context.Context, s *local.Store, name loca
 }
 
 func (o *snapshotOptions) template(ctx context.Context, s *local.Store, name local.Name, argv []string, stdout, stderr io.Writer) error {
-	root, err := openRoot(ctx, o.rootfs)
+	root, config, err := o.openRoot(ctx, stderr)
 	if err != nil {
 		return err
 	}
@@ -121,7 +125,7 @@ func (o *snapshotOptions) template(ctx context.Context, s *local.Store, name loc
 		if len(argv) == 0 {
 			return nil
 		}
-		st, err := sb.Agent().Run(ctx, guestrpc.ExecRequest{Argv: argv}, nil, stdout, stderr)
+		st, err := sb.Agent().Run(ctx, guestrpc.ExecRequest{Argv: argv, Env: config.Env, Cwd: config.WorkingDir, User: config.User}, nil, stdout, stderr)
 		if err != nil {
 			return err
 		}

@@ -1,0 +1,150 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+
+	"agentrun.dev/internal/image"
+	"github.com/spf13/pflag"
+)
+
+// rootOptions are the flags of commands that boot a root filesystem.
+type rootOptions struct {
+	rootfs string
+	image  string
+	pull   string
+	registryOptions
+}
+
+// When an image is pulled (--pull).
+const (
+	pullMissing = "missing"
+	pullAlways  = "always"
+	pullNever   = "never"
+)
+
+func (o *rootOptions) flags(f *pflag.FlagSet) {
+	f.StringVar(&o.image, "image", "", "image to boot, by its name or digest")
+	f.StringVar(&o.rootfs, "rootfs", "", "folder with the root filesystem, or an EROFS image of one")
+	f.StringVar(&o.pull, "pull", pullMissing, "when to ask the image's registry: missing, always or never")
+	o.registryOptions.flags(f)
+}
+
+// openRoot opens a root filesystem for a guest, and the settings of the image
+// that it is of.
+func (o *rootOptions) openRoot(ctx context.Context, stderr io.Writer) (*os.File, image.Config, error) {
+	if o.image != "" {
+		return o.openImage(ctx, stderr)
+	}
+	f, err := openRoot(ctx, o.rootfs)
+	return f, image.Config{}, err
+}
+
+func (o *rootOptions) openImage(ctx context.Context, stderr io.Writer) (_ *os.File, config image.Config, err error) {
+	store, err := openImages()
+	if err != nil {
+		return nil, config, err
+	}
+	img, err := o.findImage(ctx, store, stderr)
+	if err != nil {
+		return nil, config, fmt.Errorf("--image: %w", err)
+	}
+	if img.Platform != image.DefaultPlatform {
+		return nil, config, fmt.Errorf("--image: %s is for %s, sandboxes run %s: agentrun image pull %s fetches that", o.image, img.Platform, image.DefaultPlatform, o.image)
+	}
+	h, err := store.Open(ctx, img.Digest)
+	if err != nil {
+		return nil, config, fmt.Errorf("--image: %w", err)
+	}
+	// An open file outlives its name.
+	defer func() { err = errors.Join(err, h.Close()) }()
+	f, err := h.Root()
+	return f, h.Image.Config, err
+}
+
+// findImage takes what is known here before it asks a registry.
+func (o *rootOptions) findImage(ctx context.Context, store *image.Store, stderr io.Writer) (*image.Image, error) {
+	switch o.pull {
+	case pullMissing, pullNever:
+		img, err := store.Resolve(o.image)
+		if err == nil || o.pull == pullNever || !errors.Is(err, image.ErrNotFound) {
+			return img, err
+		}
+	case pullAlways:
+	default:
+		return nil, fmt.Errorf("--pull %q: write %s, %s or %s", o.pull, pullMissing, pullAlways, pullNever)
+	}
+	ref, err := image.ParseReference(o.image)
+	if err != nil {
+		return nil, err
+	}
+	p := pullOptions{platform: image.DefaultPlatform, registryOptions: o.registryOptions}
+	p.limitOptions.flags(pflag.NewFlagSet("", pflag.ContinueOnError)) // their defaults
+	return p.pull(ctx, store, ref, stderr)
+}
+
+// apply lets an image's settings hold where flags say nothing else.
+func (o *execOptions) apply(c image.Config) {
+	o.env = c.Environ(o.env)
+	if o.user == "" {
+		o.user = c.User
+	}
+	if o.workdir == "" {
+		o.workdir = c.WorkingDir
+	}
+}
+
+// optionalString is a flag that may be set to nothing.
+type optionalString struct {
+	value string
+	set   bool
+}
+
+func (s *optionalString) String() string { return s.value }
+func (s *optionalString) Type() string   { return "string" }
+
+func (s *optionalString) Set(v string) error {
+	s.value, s.set = v, true
+	return nil
+}
+
+// openRoot opens a root filesystem for a guest.
+func openRoot(ctx context.Context, path string) (_ *os.File, err error) {
+	path, cleanup, err := rootPath(ctx, path)
+	if err != nil {
+		return nil, err
+	}
+	// An open file outlives its name.
+	defer func() { err = errors.Join(err, cleanup()) }()
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("--rootfs: %w", err)
+	}
+	return f, nil
+}
+
+// rootPath is the path of an image: the given one, or that of an image made
+// of the given folder, which cleanup removes.
+func rootPath(ctx context.Context, path string) (_ string, cleanup func() error, err error) {
+	info, err := os.Stat(path)
+	if err != nil {
+		return "", nil, fmt.Errorf("--rootfs: %w", err)
+	}
+	if !info.IsDir() {
+		return path, func() error { return nil }, nil
+	}
+	dir, err := os.MkdirTemp("", "agentrun-root-")
+	if err != nil {
+		return "", nil, fmt.Errorf("--rootfs: %w", err)
+	}
+	cleanup = func() error { return os.RemoveAll(dir) }
+	out := filepath.Join(dir, "root.erofs")
+	if err := image.FromDir(ctx, path, out); err != nil {
+		return "", nil, errors.Join(err, cleanup())
+	}
+	return out, cleanup, nil
+}

@@ -1,0 +1,184 @@
+package image
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// ErrInUse says that an image was not removed because something uses it.
+var ErrInUse = errors.New("the image is in use")
+
+// Removed says what Remove did.
+type Removed struct {
+	Digest Digest
+	// Untagged is the name that was taken away, if any.
+	Untagged string
+	// Deleted says that the image is gone: it had no other name.
+	Deleted bool
+}
+
+// Remove takes a name away from an image, and deletes the image if that was the
+// last; by its digest it deletes it with all names. An image in use stays as it
+// is: ErrInUse.
+func (s *Store) Remove(ctx context.Context, text string) (r Removed, err error) {
+	var trash string
+	err = s.locked(ctx, func() error {
+		n, err := s.readNames()
+		if err != nil {
+			return err
+		}
+		if r.Digest, err = s.resolve(n, text); err != nil {
+			return err
+		}
+		var all []string
+		for name, d := range n.Names {
+			if d == r.Digest {
+				all = append(all, name)
+			}
+		}
+		gone := all
+		if ref, err := ParseReference(text); err == nil && slices.Contains(all, ref.String()) {
+			r.Untagged = ref.String()
+			gone = []string{r.Untagged}
+		}
+		if len(gone) == len(all) {
+			if trash, err = s.discard(r.Digest); err != nil {
+				return err
+			}
+			r.Deleted = true
+		}
+		return s.changeNames(func(n map[string]Digest) {
+			for _, name := range gone {
+				delete(n, name)
+			}
+		})
+	})
+	return r, errors.Join(err, empty(trash))
+}
+
+// discard moves an image that nothing uses to where work is. The store is
+// locked; emptying it may take its time after that.
+func (s *Store) discard(d Digest) (trash string, err error) {
+	holders, err := s.Holders(d)
+	if err != nil {
+		return "", err
+	}
+	if len(holders) > 0 {
+		var by []string
+		for _, h := range holders {
+			by = append(by, h.String())
+		}
+		return "", fmt.Errorf("remove image %s: %w by %s", d.Short(), ErrInUse, strings.Join(by, ", "))
+	}
+	f, err := os.Open(filepath.Join(s.rootDir(d), metadataName))
+	if err == nil {
+		defer f.Close()
+		if tryLock(f, unix.LOCK_EX) != nil {
+			return "", fmt.Errorf("remove image %s: %w by a running process", d.Short(), ErrInUse)
+		}
+	}
+	trash, err = os.MkdirTemp(s.path(workName), "trash-")
+	if err != nil {
+		return "", fmt.Errorf("remove image: %w", err)
+	}
+	if err := os.Rename(s.rootDir(d), filepath.Join(trash, d.hex())); err != nil {
+		return "", errors.Join(fmt.Errorf("remove image %s: %w", d.Short(), err), os.Remove(trash))
+	}
+	return trash, nil
+}
+
+func empty(trash string) error {
+	if trash == "" {
+		return nil
+	}
+	return os.RemoveAll(trash)
+}
+
+// Pruned says what Prune removed.
+type Pruned struct {
+	Images []Digest `json:"images"`
+	// Freed is the size of their files.
+	Freed int64 `json:"freed"`
+}
+
+// Prune deletes images that have no name and that nothing uses, and what killed
+// processes have left. With all it deletes those with names, too. What a pull
+// or a build is making it leaves alone.
+func (s *Store) Prune(ctx context.Context, all bool) (p Pruned, err error) {
+	var trash []string
+	err = s.locked(ctx, func() error {
+		if err := errors.Join(s.sweep(), s.sweepLocks()); err != nil {
+			return err
+		}
+		n, err := s.readNames()
+		if err != nil {
+			return err
+		}
+		digests, err := s.digests()
+		if err != nil {
+			return err
+		}
+		for _, d := range digests {
+			img, loadErr := s.loadNamed(n, d)
+			if loadErr == nil && len(img.Names) > 0 && !all {
+				continue
+			}
+			t, err := s.discard(d)
+			if errors.Is(err, ErrInUse) {
+				continue
+			}
+			if err != nil {
+				return err
+			}
+			trash = append(trash, t)
+			p.Images = append(p.Images, d)
+			if loadErr == nil {
+				p.Freed += img.Size()
+			}
+		}
+		if len(p.Images) > 0 {
+			err = s.changeNames(func(n map[string]Digest) {
+				for name, d := range n {
+					if slices.Contains(p.Images, d) {
+						delete(n, name)
+					}
+				}
+			})
+		}
+		return err
+	})
+	for _, t := range trash {
+		err = errors.Join(err, empty(t))
+	}
+	return p, err
+}
+
+// sweepLocks removes the lock files of images that nobody is making. The store
+// is locked; whoever waits for such a lock notices that its file is gone.
+func (s *Store) sweepLocks() error {
+	entries, err := os.ReadDir(s.path(makingName))
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		path := s.path(makingName, e.Name())
+		f, err := os.Open(path)
+		if err != nil {
+			continue // removed meanwhile
+		}
+		if tryLock(f, unix.LOCK_EX) == nil {
+			err = os.Remove(path)
+		}
+		if err = errors.Join(err, f.Close()); err != nil {
+			return err
+		}
+	}
+	return nil
+}

@@ -1,0 +1,18 @@
+// Package image turns images into the form that sandboxes start from: a
+// read-only, uncompressed EROFS file that any number of guests share, and the
+// configuration that came with it. It pulls them from registries, imports them
+// from archives, builds them of Debian packages, and keeps them in a Store:
+//
+//	<folder>/lock                 held for moments: names, commits, collection
+//	<folder>/names.json           local names, each of one image
+//	<folder>/roots/<hex>/         an image, by its digest; never changed
+//	    image.json                what it is (Image); a running user holds a lock on it
+//	    root.erofs                the root filesystem
+//	    plain.erofs               the same without extended attributes, if it has any
+//	<folder>/held/<hex>/<holder>  marks of what uses an image across restarts
+//	<folder>/making/<hex>.lock    held by whoever pulls or builds this image
+//	<folder>/work/<random>/       images in the making, locked by their makers
+//
+// An image appears in roots whole or not at all. What a killed process leaves
+// in work has no lock any more, and the next that makes an image removes it.
+package image

@@ -1,0 +1,54 @@
+package image
+
+import (
+	"fmt"
+
+	"github.com/google/go-containerregistry/pkg/name"
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+)
+
+// Reference names an image as docker pull does: [REGISTRY/]NAME[:TAG|@DIGEST].
+// Short and long forms of a name are equal.
+type Reference struct{ ref name.Reference }
+
+// ParseReference checks a reference.
+func ParseReference(s string) (Reference, error) {
+	ref, err := name.ParseReference(s)
+	if err != nil {
+		return Reference{}, fmt.Errorf("image %q: write [REGISTRY/]NAME[:TAG] or [REGISTRY/]NAME@sha256:DIGEST: %w", s, err)
+	}
+	return Reference{ref}, nil
+}
+
+// String is the long form, which names.json has.
+func (r Reference) String() string { return r.ref.Name() }
+
+// Registry is the host[:port] that the image comes from.
+func (r Reference) Registry() string { return r.ref.Context().RegistryStr() }
+
+// DefaultPlatform is what sandboxes run.
+const DefaultPlatform = "linux/amd64"
+
+// Platform is an operating system and an architecture, as linux/amd64.
+type Platform struct{ OS, Architecture, Variant string }
+
+// ParsePlatform checks a platform; "" is the default one.
+func ParsePlatform(s string) (Platform, error) {
+	if s == "" {
+		s = DefaultPlatform
+	}
+	p, err := v1.ParsePlatform(s)
+	if err != nil || p.OS == "" || p.Architecture == "" || p.OSVersion != "" {
+		return Platform{}, fmt.Errorf("platform %q: write OS/ARCHITECTURE, such as %s", s, DefaultPlatform)
+	}
+	if p.OS != "linux" {
+		return Platform{}, fmt.Errorf("platform %q: only Linux images have a root filesystem for sandboxes", s)
+	}
+	return Platform{OS: p.OS, Architecture: p.Architecture, Variant: p.Variant}, nil
+}
+
+func (p Platform) v1() v1.Platform {
+	return v1.Platform{OS: p.OS, Architecture: p.Architecture, Variant: p.Variant}
+}
+
+func (p Platform) String() string { return p.v1().String() }

@@ -1,0 +1,45 @@
+package tree
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"path/filepath"
+	"slices"
+
+	"golang.org/x/sys/unix"
+)
+
+// Survey finds out the facts of a tree that was made by other means.
+func Survey(dir string) (facts Facts, err error) {
+	err = filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		facts.Entries++
+		info, err := d.Info()
+		if err != nil {
+			return err
+		}
+		if info.Mode().IsRegular() {
+			facts.Bytes += info.Size()
+		}
+		found, err := xattrs(path, unix.Llistxattr)
+		if errors.Is(err, unix.ENOTSUP) {
+			return nil
+		}
+		if err != nil {
+			return fmt.Errorf("read extended attributes of %s: %w", path, err)
+		}
+		facts.Xattrs = facts.Xattrs || len(found) > 0
+		if slices.Contains(found, Capability) {
+			name, err := filepath.Rel(dir, path)
+			if err != nil {
+				return err
+			}
+			facts.Capabilities = append(facts.Capabilities, "/"+name)
+		}
+		return nil
+	})
+	return facts, err
+}

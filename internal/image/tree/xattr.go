@@ -1,0 +1,126 @@
+package tree
+
+import (
+	"archive/tar"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+const (
+	// paxXattr is the prefix of a PAX record with an extended attribute.
+	paxXattr = "SCHILY.xattr."
+	// Capability is the extended attribute with a program's capabilities.
+	Capability = "security.capability"
+	// maxDropped bounds the list of attributes that were left out.
+	maxDropped = 32
+)
+
+// keptXattr says which extended attributes mean something in a guest. Others
+// are of the machine the image was made on (SELinux labels, integrity hashes),
+// or would change how a guest's overlay works (trusted.overlay).
+func keptXattr(name string) bool {
+	switch name {
+	case Capability, "system.posix_acl_access", "system.posix_acl_default":
+		return true
+	}
+	return strings.HasPrefix(name, "user.")
+}
+
+func (t *Tree) setXattrs(full string, hdr *tar.Header, set func(name string, value []byte) error) error {
+	for record, value := range hdr.PAXRecords {
+		name, ok := strings.CutPrefix(record, paxXattr)
+		if !ok {
+			continue
+		}
+		if !keptXattr(name) {
+			if len(t.dropped) < maxDropped {
+				t.dropped[printable(name)] = true
+			}
+			continue
+		}
+		if err := set(name, []byte(value)); err != nil {
+			if errors.Is(err, unix.ENOTSUP) {
+				return fmt.Errorf("set extended attribute %s: %w: the filesystem of the state folder has to support it", printable(name), err)
+			}
+			return fmt.Errorf("set extended attribute %s: %w", printable(name), err)
+		}
+		t.withXattrs[full] = true
+	}
+	return nil
+}
+
+// Facts is what is to be known of a tree that its files do not tell at once.
+type Facts struct {
+	// Bytes is the size of all files that were unpacked.
+	Bytes   int64
+	Entries int
+	// Xattrs says that some file has extended attributes.
+	Xattrs bool
+	// Capabilities are the files with capabilities, by their path from the root.
+	Capabilities []string
+	// DroppedXattrs are names of extended attributes that were left out.
+	DroppedXattrs []string
+}
+
+// Finish sets what could not be set while layers were applied.
+func (t *Tree) Finish() (Facts, error) {
+	facts := Facts{Bytes: t.bytes, Entries: t.entries}
+	for full := range t.withXattrs {
+		xattrs, err := t.listXattrs(full)
+		if err != nil {
+			return facts, fmt.Errorf("read extended attributes of %q: %w", printable(full), err)
+		}
+		facts.Xattrs = facts.Xattrs || len(xattrs) > 0
+		if slices.Contains(xattrs, Capability) {
+			facts.Capabilities = append(facts.Capabilities, "/"+full)
+		}
+	}
+	slices.Sort(facts.Capabilities)
+	for name := range t.dropped {
+		facts.DroppedXattrs = append(facts.DroppedXattrs, name)
+	}
+	slices.Sort(facts.DroppedXattrs)
+	return facts, t.setTimes()
+}
+
+// listXattrs lists what the tree keeps of the attributes of a path; of one that
+// is gone there are none.
+func (t *Tree) listXattrs(full string) ([]string, error) {
+	if _, err := t.root.Lstat(orRoot(full)); err != nil {
+		return nil, nil //nolint:nilerr // a later layer has removed it
+	}
+	path := "/proc/self/fd/"
+	if full == "" {
+		f, err := t.root.Open(".")
+		if err != nil {
+			return nil, err
+		}
+		defer f.Close()
+		path += fmt.Sprint(f.Fd())
+		return xattrs(path, unix.Listxattr)
+	}
+	parent, err := t.openParent(full)
+	if err != nil {
+		return nil, err
+	}
+	return xattrs(fmt.Sprintf("%s%d/%s", path, parent.Fd(), full[strings.LastIndexByte(full, '/')+1:]), unix.Llistxattr)
+}
+
+func xattrs(path string, list func(string, []byte) (int, error)) ([]string, error) {
+	buf := make([]byte, 64<<10) // XATTR_LIST_MAX
+	n, err := list(path, buf)
+	if err != nil {
+		return nil, err
+	}
+	var names []string
+	for name := range strings.SplitSeq(strings.TrimRight(string(buf[:n]), "\x00"), "\x00") {
+		if keptXattr(name) {
+			names = append(names, name)
+		}
+	}
+	return names, nil
+}
