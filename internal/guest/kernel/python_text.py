@@ -19,7 +19,7 @@ BLANK = re.compile(r"(?:[ \t\r\n]|\\\n|#[^\n]*(?=\n|\Z))+")
 WORD = re.compile(r"""(?:[^\s'"\\`$;|&<>()]|\\.|'[^']*'|"(?:[^"\\]|\\.)*"|[$`])+""", re.S)
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*(?:\[[^]]*\])?\+?=")
 REDIRECTION = re.compile(r"\d*(?:>>|>\||>&|<<<|<>|<&|<|>)[ \t]*")
-PYTHON_ASSIGNMENT = re.compile(r"[ \t]+(?:[-+*/%@&|^]|//|\*\*|<<|>>)?=(?=\s)")
+PYTHON_OPERATOR = re.compile(r"[ \t]+(?:[-+*/%@&|^=!:]|//|\*\*|<<|>>)?=(?=\s)")  # assignments, comparisons
 
 
 def classify(source, names):
@@ -91,7 +91,7 @@ def is_command(source, parses):
     if word in SHELL_COMPOUNDS:
         end = SHELL_COMPOUNDS[word]
         return not parses and re.search(r"\b%s\b" % end, source[at:]) is not None
-    if keyword.iskeyword(word) or PYTHON_ASSIGNMENT.match(source, at):
+    if keyword.iskeyword(word) or PYTHON_OPERATOR.match(source, at):
         return False
     if source.startswith("(", at):  # a call, or the definition of a function
         return not parses and re.match(r"\(\s*\)\s*[{(]", source[at:]) is not None
