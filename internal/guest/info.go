@@ -47,7 +47,11 @@ func (ps *Processes) Info(version string) (SystemInfo, error) {
 	info.Uptime = time.Duration(ts.Nano())
 	eachPID(func(int) { info.Processes++ })
 	ps.mu.Lock()
-	info.Execs = len(ps.byPID)
+	for _, p := range ps.byPID {
+		if p.id != "" {
+			info.Execs++
+		}
+	}
 	ps.mu.Unlock()
 	return info, nil
 }

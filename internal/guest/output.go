@@ -410,6 +410,21 @@ type sink struct {
 	buf []byte
 }
 
+// discard reads once.
+func (s *sink) discard(fd int) (n int, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.buf != nil {
+		return unix.Read(fd, s.buf)
+	}
+	// Nothing is known to be there yet: look with one byte first.
+	var one [1]byte
+	if n, err = unix.Read(fd, one[:]); n == 1 {
+		s.buf = make([]byte, 16<<10)
+	}
+	return n, err
+}
+
 // swallow reads until every writer is gone, then closes the file.
 func (s *sink) swallow(file *os.File, raw syscall.RawConn) {
 	defer file.Close()
@@ -420,17 +435,7 @@ func (s *sink) swallow(file *os.File, raw syscall.RawConn) {
 		n := 0
 		var err error
 		waitErr := raw.Read(func(fd uintptr) bool {
-			s.mu.Lock()
-			defer s.mu.Unlock()
-			if s.buf == nil {
-				// Nothing is known to be there yet: look with one byte first.
-				var one [1]byte
-				if n, err = unix.Read(int(fd), one[:]); n == 1 {
-					s.buf = make([]byte, 16<<10)
-				}
-			} else {
-				n, err = unix.Read(int(fd), s.buf)
-			}
+			n, err = s.discard(int(fd))
 			return err != syscall.EAGAIN
 		})
 		if errors.Is(waitErr, os.ErrDeadlineExceeded) {

@@ -53,8 +53,8 @@ type Process struct {
 	spec    ExecSpec
 	pid     int
 	started time.Time
-	stdout  *Output
-	stderr  *Output // nil with a terminal
+	stdout  *Output // nil for a kernel
+	stderr  *Output // nil with a terminal, and for a kernel
 	stdin   *input  // nil when standard input is closed
 	master  *os.File
 	done    chan struct{}
@@ -129,7 +129,9 @@ func (p *Process) Exit() (Exit, bool) {
 	p.mu.Lock()
 	e := p.exit
 	p.mu.Unlock()
-	e.Stdout = p.stdout.Stats()
+	if p.stdout != nil {
+		e.Stdout = p.stdout.Stats()
+	}
 	if p.stderr != nil {
 		e.Stderr = p.stderr.Stats()
 	} else {
@@ -281,7 +283,9 @@ func (p *Process) finish() {
 	if p.stdin != nil && p.master == nil {
 		_ = p.stdin.file.Close() // fails if CloseStdin was faster
 	}
-	p.stdout.ended()
+	if p.stdout != nil {
+		p.stdout.ended()
+	}
 	if p.stderr != nil {
 		p.stderr.ended()
 	}

@@ -57,6 +57,7 @@ type Processes struct {
 
 	mu        sync.Mutex // protects all following fields
 	env       []string
+	envSet    uint64              // how often env was replaced
 	byID      map[string]*Process // nil value: being started
 	byPID     map[int]*Process    // running
 	starting  int
@@ -95,11 +96,9 @@ func NewProcesses(cfg Config) *Processes {
 // tests and for an agent that is not PID 1; PID 1 uses Shutdown.
 func (ps *Processes) Close() {
 	ps.refuse()
-	for _, p := range ps.List() {
-		if _, ended := p.Exit(); !ended {
-			_ = p.Signal(syscall.SIGKILL, ScopeSession) // ErrEnded: it was faster
-			<-p.Done()
-		}
+	for _, p := range ps.running() {
+		_ = p.Signal(syscall.SIGKILL, ScopeSession) // ErrEnded: it was faster
+		<-p.Done()
 	}
 	signal.Stop(ps.chld)
 	close(ps.close)
@@ -131,6 +130,7 @@ func (ps *Processes) SetEnv(env []string) error {
 	kept := append([]string(nil), env...)
 	ps.mu.Lock()
 	ps.env = kept
+	ps.envSet++
 	ps.mu.Unlock()
 	return nil
 }
@@ -155,6 +155,17 @@ func (ps *Processes) List() []*Process {
 		if p != nil {
 			list = append(list, p)
 		}
+	}
+	return list
+}
+
+// running returns what has not been reaped, kernels too.
+func (ps *Processes) running() []*Process {
+	ps.mu.Lock()
+	defer ps.mu.Unlock()
+	list := make([]*Process, 0, len(ps.byPID))
+	for _, p := range ps.byPID {
+		list = append(list, p)
 	}
 	return list
 }
@@ -317,7 +328,9 @@ func (ps *Processes) fork(p *Process, program string, attr *syscall.ProcAttr) er
 	p.pid = pid
 	ps.mu.Lock()
 	ps.byPID[pid] = p
-	ps.byID[p.id] = p
+	if p.id != "" { // a kernel is not an exec
+		ps.byID[p.id] = p
+	}
 	ps.mu.Unlock()
 	return nil
 }
@@ -373,27 +386,35 @@ func (s *stdio) output(child int, id *Identity) (*Output, error) {
 // pipe makes the pipe of one standard stream: the child's end blocks, ours does
 // not. The pipe belongs to the user, who could not open /dev/stdout otherwise.
 func (s *stdio) pipe(child int, id *Identity) (*os.File, error) {
+	ours, theirs, err := s.makePipe(child == 0, id)
+	if err == nil {
+		s.child[child] = theirs
+		s.opened++
+	}
+	return ours, err
+}
+
+func (s *stdio) makePipe(toChild bool, id *Identity) (*os.File, int, error) {
 	var fd [2]int
 	if err := unix.Pipe2(fd[:], unix.O_CLOEXEC); err != nil {
-		return nil, failed("make a pipe", "", err)
+		return nil, -1, failed("make a pipe", "", err)
 	}
 	ours, theirs := fd[0], fd[1]
-	if child == 0 {
+	if toChild {
 		ours, theirs = fd[1], fd[0]
 	}
-	s.child[child] = theirs
-	s.opened++
 	err := unix.SetNonblock(ours, true)
 	if err == nil && !id.root() {
 		err = unix.Fchown(theirs, int(id.UID), int(id.GID))
 	}
 	if err != nil {
 		unix.Close(ours)
-		return nil, failed("prepare a pipe", "", err)
+		unix.Close(theirs)
+		return nil, -1, failed("prepare a pipe", "", err)
 	}
 	f := os.NewFile(uintptr(ours), "pipe")
 	s.parent = append(s.parent, f)
-	return f, nil
+	return f, theirs, nil
 }
 
 func (s *stdio) closeChild() {

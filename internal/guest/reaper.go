@@ -71,13 +71,7 @@ func (ps *Processes) reapChildren() (ended []*Process, none bool) {
 
 // reapOwn takes only the execs started here.
 func (ps *Processes) reapOwn() (ended []*Process) {
-	ps.mu.Lock()
-	running := make([]*Process, 0, len(ps.byPID))
-	for _, p := range ps.byPID {
-		running = append(running, p)
-	}
-	ps.mu.Unlock()
-	for _, p := range running {
+	for _, p := range ps.running() {
 		if p.reap() {
 			ps.mu.Lock()
 			delete(ps.byPID, p.pid)

@@ -31,6 +31,9 @@ type Server struct {
 	Renewer *Renewer
 
 	conns atomic.Int32
+
+	codeOnce sync.Once
+	code     atomic.Pointer[Kernels] // nil until code is run
 }
 
 var _ guestrpc.Handler = (*Server)(nil)
@@ -124,6 +127,9 @@ func (s *Server) Renew(ctx context.Context, req *guestrpc.RenewRequest) (guestrp
 		return guestrpc.RenewReply{}, rpcError(fail(ErrUnsupported, "renew", "", "the agent is not PID 1"))
 	}
 	reply, err := s.Renewer.Renew(ctx, req)
+	if ks := s.code.Load(); ks != nil && err == nil {
+		ks.renewed()
+	}
 	return reply, rpcError(err)
 }
 

@@ -90,8 +90,14 @@ func outputStart(r *Reader) guestrpc.OutputStart {
 	return guestrpc.OutputStart{Offset: r.Began(), Dropped: r.Lost()}
 }
 
+// outputSink takes output to the host.
+type outputSink interface {
+	WriteOutput(c guestrpc.Channel, p []byte) error
+	CloseOutput(c guestrpc.Channel) error
+}
+
 // pumpOutput sends an output to the host until it ends.
-func pumpOutput(ctx context.Context, r *Reader, c guestrpc.Channel, st *guestrpc.ExecStream) error {
+func pumpOutput(ctx context.Context, r *Reader, c guestrpc.Channel, st outputSink) error {
 	buf := make([]byte, firstCopy)
 	for {
 		n, err := r.Read(ctx.Done(), buf)

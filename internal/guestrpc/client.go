@@ -262,16 +262,24 @@ func (c *Client) openStreaming(ctx context.Context, m Method, req, headers messa
 	if err != nil {
 		return nil, err
 	}
+	if err := st.headersInto(headers); err != nil {
+		return nil, err
+	}
+	return st, nil
+}
+
+// headersInto waits until a streaming call is accepted.
+func (st *stream) headersInto(headers message) error {
 	b, err := st.waitHeaders()
 	if err != nil {
-		return nil, err
+		return err
 	}
 	if err := unmarshal(b, headers); err != nil {
 		err = badReply(err)
 		st.abort(err)
-		return nil, err
+		return err
 	}
-	return st, nil
+	return nil
 }
 
 // result waits for the reply of a call and decodes it.

@@ -9,8 +9,8 @@ const AgentPort = 1024
 // Method is what a stream asks for. The numbers are part of the protocol.
 type Method uint16
 
-// The methods. 66 to 79 are kept for what else makes the identity of a fork
-// (secrets), 80 and up for ports and code kernels.
+// The methods. 67 to 79 are kept for what else makes the identity of a fork
+// (secrets), 80 to 95 for ports.
 const (
 	MethodInfo     Method = 1
 	MethodSync     Method = 2
@@ -38,12 +38,22 @@ const (
 
 	MethodRenew   Method = 64
 	MethodPrepare Method = 65
+	MethodSetEnv  Method = 66
+
+	MethodCodeRun       Method = 96
+	MethodCodeAttach    Method = 97
+	MethodCodeInterrupt Method = 98
+	MethodCodeRelease   Method = 99
+	MethodCodeCreate    Method = 100
+	MethodCodeList      Method = 101
+	MethodCodeRestart   Method = 102
+	MethodCodeClose     Method = 103
 )
 
 // toGuest returns the channels that a method sends to the guest on.
 func (m Method) toGuest() channelSet {
 	switch m {
-	case MethodExec, MethodAttach, MethodWrite:
+	case MethodExec, MethodAttach, MethodWrite, MethodCodeRun:
 		return channels(Stdin)
 	}
 	return 0
@@ -58,6 +68,8 @@ func (m Method) toHost() channelSet {
 		return channels(Stdout)
 	case MethodWatch:
 		return channels(Control)
+	case MethodCodeRun, MethodCodeAttach:
+		return channels(Stdout, Stderr, Control)
 	}
 	return 0
 }

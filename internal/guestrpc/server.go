@@ -32,6 +32,8 @@ type Handler interface {
 	Renew(ctx context.Context, req *RenewRequest) (RenewReply, error)
 	// Prepare makes the next Renew cheap.
 	Prepare(ctx context.Context, req *PrepareRequest) error
+	// SetEnv replaces the base environment.
+	SetEnv(ctx context.Context, req *SetEnvRequest) error
 
 	// Exec and Attach return when the process has ended and its output has
 	// been sent, or when ctx ends; the process must not end because of that.
@@ -56,6 +58,17 @@ type Handler interface {
 	Chmod(ctx context.Context, req *ChmodRequest) error
 	Chown(ctx context.Context, req *ChownRequest) error
 	Watch(ctx context.Context, req *WatchRequest, s *WatchStream) error
+
+	// CodeRun and CodeAttach return when the execution has ended and its
+	// outputs have been sent, or when ctx ends; the execution goes on.
+	CodeRun(ctx context.Context, req *CodeRunRequest, s *CodeStream) (CodeStatus, error)
+	CodeAttach(ctx context.Context, req *CodeAttachRequest, s *CodeStream) (CodeStatus, error)
+	CodeInterrupt(ctx context.Context, req *CodeInterruptRequest) error
+	CodeRelease(ctx context.Context, req *CodeReleaseRequest) error
+	CodeCreate(ctx context.Context, req *CodeCreateRequest) (CodeContext, error)
+	CodeList(ctx context.Context) (CodeListReply, error)
+	CodeRestart(ctx context.Context, req *CodeContextRequest) error
+	CodeClose(ctx context.Context, req *CodeContextRequest) error
 }
 
 // server is the agent's end of a session.

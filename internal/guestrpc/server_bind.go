@@ -47,6 +47,9 @@ func (srv *server) bind(m Method, body []byte) (callFunc, error) {
 	case MethodReleaseExec:
 		return done(body, h.ReleaseExec)
 	}
+	if m >= MethodCodeRun || m == MethodSetEnv {
+		return srv.bindCode(m, body)
+	}
 	return srv.bindFile(m, body)
 }
 
@@ -88,7 +91,11 @@ func (srv *server) bindFile(m Method, body []byte) (callFunc, error) {
 			return &empty{}, h.Watch(ctx, req, &WatchStream{st: st})
 		})
 	}
-	return nil, newError(CodeInvalidArgument, "method ", strconv.Itoa(int(m)), " is not known to this guest agent; rebuild the template")
+	return nil, unknownMethod(m)
+}
+
+func unknownMethod(m Method) error {
+	return newError(CodeInvalidArgument, "method ", strconv.Itoa(int(m)), " is not known to this guest agent; rebuild the template")
 }
 
 // request is a pointer to a request struct.

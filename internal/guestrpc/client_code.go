@@ -1,0 +1,234 @@
+package guestrpc
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"io"
+	"strings"
+	"sync"
+	"sync/atomic"
+)
+
+// SetEnv replaces the base environment of execs and kernels.
+func (c *Client) SetEnv(ctx context.Context, req SetEnvRequest) error {
+	return c.call(ctx, MethodSetEnv, &req, &empty{})
+}
+
+// CodeSession is a connection to an execution in the guest, which does not
+// depend on it: CodeAttach finds it again. Stdout, Stderr and the events have to
+// be read, each to its end: an execution whose output is not read is held up.
+type CodeSession struct {
+	st      *stream
+	started CodeStarted
+	stdout  execReader
+	stderr  execReader
+	next    atomic.Int64 // sequence number of the next event
+}
+
+// StartCode starts an execution. The session ends with ctx, the execution does
+// not.
+func (c *Client) StartCode(ctx context.Context, req CodeRunRequest) (*CodeSession, error) {
+	source := req.Source
+	if len(source) > MaxCode {
+		return nil, newError(CodeInvalidArgument, "the source is larger than 16 MiB; write it to a file and run that")
+	}
+	if req.More = len(source) > maxCodeInline; !req.More {
+		return c.codeSession(ctx, MethodCodeRun, &req)
+	}
+	req.Source = ""
+	st, err := c.open(ctx, MethodCodeRun, &req)
+	if err != nil {
+		return nil, err
+	}
+	// If the guest has refused the call, the headers say why.
+	if _, err = io.Copy(execStdin{st}, strings.NewReader(source)); err == nil {
+		_ = st.closeWrite(Stdin)
+	}
+	return newCodeSession(st)
+}
+
+// AttachCode joins an execution that was started before.
+func (c *Client) AttachCode(ctx context.Context, req CodeAttachRequest) (*CodeSession, error) {
+	return c.codeSession(ctx, MethodCodeAttach, &req)
+}
+
+func (c *Client) codeSession(ctx context.Context, m Method, req message) (*CodeSession, error) {
+	st, err := c.open(ctx, m, req)
+	if err != nil {
+		return nil, err
+	}
+	return newCodeSession(st)
+}
+
+func newCodeSession(st *stream) (*CodeSession, error) {
+	x := &CodeSession{st: st}
+	if err := st.headersInto(&x.started); err != nil {
+		return nil, err
+	}
+	x.stdout.st, x.stdout.channel = st, Stdout
+	x.stderr.st, x.stderr.channel = st, Stderr
+	x.stdout.offset.Store(x.started.Stdout.Offset)
+	x.stderr.offset.Store(x.started.Stderr.Offset)
+	x.next.Store(x.started.Events.Offset)
+	return x, nil
+}
+
+// ID names the execution.
+func (x *CodeSession) ID() string { return x.started.ID }
+
+// Started tells where the outputs begin.
+func (x *CodeSession) Started() CodeStarted { return x.started }
+
+// Stdout reads what the execution writes.
+func (x *CodeSession) Stdout() io.Reader { return &x.stdout }
+
+// Stderr reads what the execution writes to standard error.
+func (x *CodeSession) Stderr() io.Reader { return &x.stderr }
+
+// Resume is the request that continues where this session has come to.
+func (x *CodeSession) Resume() CodeAttachRequest {
+	return CodeAttachRequest{ID: x.ID(), StdoutOffset: x.stdout.offset.Load(), StderrOffset: x.stderr.offset.Load(), Event: x.next.Load()}
+}
+
+// NextEvent waits for an event; io.EOF says that there are no more. Only one
+// goroutine may call it at a time.
+func (x *CodeSession) NextEvent() (CodeEvent, error) {
+	e, err := readCodeEvent(readerFunc(func(p []byte) (int, error) { return x.st.read(Control, p) }))
+	if err == nil {
+		x.next.Store(int64(e.Seq) + 1)
+	}
+	var own *Error
+	if errors.As(err, &own) && own.Code == CodeInternal {
+		x.st.abort(err)
+	}
+	return e, err
+}
+
+// readCodeEvent reads an event: its length, then itself.
+func readCodeEvent(r io.Reader) (CodeEvent, error) {
+	var e CodeEvent
+	var size [4]byte
+	if _, err := io.ReadFull(r, size[:]); err != nil {
+		if errors.Is(err, io.ErrUnexpectedEOF) {
+			err = malformedCodeEvent()
+		}
+		return e, err
+	}
+	n := binary.LittleEndian.Uint32(size[:])
+	if n > MaxCodeEvent+64 {
+		return e, malformedCodeEvent()
+	}
+	// Not more than has come: the length may be a lie.
+	b, err := io.ReadAll(io.LimitReader(r, int64(n)))
+	if err != nil {
+		return e, err
+	}
+	if uint32(len(b)) != n || unmarshal(b, &e) != nil {
+		return CodeEvent{}, malformedCodeEvent()
+	}
+	return e, nil
+}
+
+func malformedCodeEvent() error { return newError(CodeInternal, "guest sent a malformed event") }
+
+// Wait returns how the execution ended. It does not read the outputs.
+func (x *CodeSession) Wait() (CodeStatus, error) {
+	var status CodeStatus
+	err := x.st.result(&status)
+	return status, err
+}
+
+// Close leaves the execution to itself.
+func (x *CodeSession) Close() error {
+	x.st.abort(ErrClosed)
+	return nil
+}
+
+// Copy serves a session to the end of its execution: outputs are copied, and
+// events given to event, in order. Nil throws them away. If one of them fails,
+// the session is closed.
+func (x *CodeSession) Copy(stdout, stderr io.Writer, event func(CodeEvent) error) (CodeStatus, error) {
+	var wg sync.WaitGroup
+	var errs [3]error
+	copyTo := func(i int, w io.Writer, r io.Reader) {
+		if w == nil {
+			w = io.Discard
+		}
+		if _, errs[i] = io.CopyBuffer(onlyWriter{w}, onlyReader{r}, make([]byte, 32<<10)); errs[i] != nil {
+			_ = x.Close()
+		}
+	}
+	wg.Go(func() { copyTo(0, stdout, x.Stdout()) })
+	wg.Go(func() { copyTo(1, stderr, x.Stderr()) })
+	errs[2] = x.eachEvent(event)
+	wg.Wait()
+	if err := errors.Join(errs[:]...); err != nil {
+		if _, waitErr := x.Wait(); waitErr != nil && !errors.Is(waitErr, ErrClosed) {
+			err = waitErr // says why the copies failed
+		}
+		return CodeStatus{}, err
+	}
+	return x.Wait()
+}
+
+func (x *CodeSession) eachEvent(f func(CodeEvent) error) error {
+	for {
+		e, err := x.NextEvent()
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err == nil && f != nil {
+			err = f(e)
+		}
+		if err != nil {
+			_ = x.Close()
+			return err
+		}
+	}
+}
+
+// RunCode runs a source to its end, as Copy does.
+func (c *Client) RunCode(ctx context.Context, req CodeRunRequest, stdout, stderr io.Writer, event func(CodeEvent) error) (CodeStatus, error) {
+	x, err := c.StartCode(ctx, req)
+	if err != nil {
+		return CodeStatus{}, err
+	}
+	defer x.Close()
+	return x.Copy(stdout, stderr, event)
+}
+
+// InterruptCode interrupts an execution.
+func (c *Client) InterruptCode(ctx context.Context, req CodeInterruptRequest) error {
+	return c.call(ctx, MethodCodeInterrupt, &req, &empty{})
+}
+
+// ReleaseCode forgets an execution that has ended, and its output.
+func (c *Client) ReleaseCode(ctx context.Context, id string) error {
+	return c.call(ctx, MethodCodeRelease, &CodeReleaseRequest{ID: id}, &empty{})
+}
+
+// CreateContext makes a context.
+func (c *Client) CreateContext(ctx context.Context, req CodeCreateRequest) (CodeContext, error) {
+	var reply CodeContext
+	err := c.call(ctx, MethodCodeCreate, &req, &reply)
+	return reply, err
+}
+
+// ListContexts returns the contexts, sorted by id.
+func (c *Client) ListContexts(ctx context.Context) ([]CodeContext, error) {
+	var reply CodeListReply
+	err := c.call(ctx, MethodCodeList, &empty{}, &reply)
+	return reply.Contexts, err
+}
+
+// RestartContext ends the kernel of a context, and with it what runs there. The
+// next execution has a new one.
+func (c *Client) RestartContext(ctx context.Context, id string) error {
+	return c.call(ctx, MethodCodeRestart, &CodeContextRequest{ID: id}, &empty{})
+}
+
+// CloseContext ends the kernel of a context and forgets the context.
+func (c *Client) CloseContext(ctx context.Context, id string) error {
+	return c.call(ctx, MethodCodeClose, &CodeContextRequest{ID: id}, &empty{})
+}
