@@ -7,6 +7,7 @@ import (
 	"maps"
 	"time"
 
+	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/journal"
 )
 
@@ -34,10 +35,16 @@ func (m *Manager) Claim(ctx context.Context, k Key, spec ClaimSpec) (Sandbox, er
 	if err != nil {
 		return Sandbox{}, errors.Join(err, b.forget())
 	}
+	env := merge(from.build.Env, spec.Env)
+	if len(spec.Env) > 0 { // the template's are there already
+		if err := machine.Agent().SetEnv(ctx, guestrpc.SetEnvRequest{Env: env.Strings()}); err != nil {
+			return Sandbox{}, errors.Join(fmt.Errorf("set the environment of sandbox %s: %w", k.Name, err), b.forget(), machine.Close())
+		}
+	}
 	err = b.change(func(s *Sandbox) {
 		s.State, s.Machine, s.Boot, s.Memory = Running, machine.id, m.cfg.Boot, machine.memory
 		s.Template, s.Revision, s.Limits = from.build.Template.Name, from.build.Revision, from.spec.limits()
-		s.Workdir, s.User, s.Env = from.build.Workdir, from.build.User, merge(from.build.Env, spec.Env)
+		s.Workdir, s.User, s.Env = from.build.Workdir, from.build.User, env
 		s.Clock.start(time.Now())
 	})
 	if err != nil {

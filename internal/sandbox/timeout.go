@@ -1,9 +1,6 @@
 package sandbox
 
-import (
-	"context"
-	"time"
-)
+import "time"
 
 // rearm sets the timer for the next of the sandbox's timeouts.
 func (b *member) rearm() {
@@ -90,65 +87,3 @@ func (b *member) expire() {
 
 // retryExpiry is when a timeout is tried again that could not be acted upon.
 const retryExpiry = 5 * time.Second
-
-// Use is a sandbox that runs and that somebody uses, until Done.
-type Use struct {
-	member *member
-	// Sandbox is as it was when the use began.
-	Sandbox Sandbox
-}
-
-// Use begins to use a sandbox. One that is paused or hibernated goes on; many
-// that ask at once wake it once.
-func (m *Manager) Use(ctx context.Context, k Key) (*Use, error) {
-	if err := m.begin(); err != nil {
-		return nil, err
-	}
-	b, err := m.find(k)
-	if err != nil {
-		return nil, err
-	}
-	if u := b.use(); u != nil {
-		return u, nil
-	}
-	var u *Use
-	_, err = m.with(ctx, k, func(b *member) error {
-		if err := b.resume(ctx); err != nil {
-			return err
-		}
-		u = b.use()
-		return nil
-	})
-	if err != nil {
-		return nil, err
-	}
-	if u == nil {
-		return nil, m.whyGone(k)
-	}
-	return u, nil
-}
-
-// use counts a user of a sandbox that runs.
-func (b *member) use() *Use {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	if b.record.State != Running || b.machine == nil {
-		return nil
-	}
-	b.users++
-	if b.users == 1 {
-		b.arm()
-	}
-	return &Use{b, b.record}
-}
-
-// Done ends the use.
-func (u *Use) Done() {
-	b := u.member
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	b.users--
-	if b.users == 0 {
-		b.arm()
-	}
-}

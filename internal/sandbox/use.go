@@ -1,0 +1,112 @@
+package sandbox
+
+import (
+	"context"
+	"net"
+	"slices"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/guestrpc"
+)
+
+// Use is a sandbox that runs and that somebody uses, until Done.
+type Use struct {
+	member  *member
+	machine engine.Sandbox
+	// Sandbox is as it was when the use began.
+	Sandbox Sandbox
+}
+
+// Agent speaks to what is inside. Execs and executions of code that it starts
+// go on when the use is over.
+func (u *Use) Agent() *guestrpc.Client { return u.machine.Agent() }
+
+// Dial opens a stream to a port inside.
+func (u *Use) Dial(ctx context.Context, port uint32) (net.Conn, error) {
+	return u.machine.Dial(ctx, port)
+}
+
+// Stats is what the sandbox costs.
+func (u *Use) Stats(ctx context.Context) (engine.Stats, error) { return u.machine.Stats(ctx) }
+
+// Scope is as whom and from where files are reached where nothing else is said.
+func (u *Use) Scope() guestrpc.FileScope {
+	return guestrpc.FileScope{User: u.Sandbox.User, Cwd: u.Sandbox.Workdir}
+}
+
+// Exec completes what a request leaves open: user and working folder. The
+// environment is there already.
+func (u *Use) Exec(req guestrpc.ExecRequest) guestrpc.ExecRequest {
+	if req.User == "" {
+		req.User = u.Sandbox.User
+	}
+	if req.Cwd == "" {
+		req.Cwd = u.Sandbox.Workdir
+	}
+	return req
+}
+
+// Use begins to use a sandbox. One that is paused or hibernated goes on; many
+// that ask at once wake it once.
+func (m *Manager) Use(ctx context.Context, k Key) (*Use, error) {
+	if err := m.begin(); err != nil {
+		return nil, err
+	}
+	b, err := m.find(k)
+	if err != nil {
+		return nil, err
+	}
+	if u := b.use(); u != nil {
+		return u, nil
+	}
+	var u *Use
+	_, err = m.with(ctx, k, func(b *member) error {
+		if err := b.resume(ctx); err != nil {
+			return err
+		}
+		u = b.use()
+		return nil
+	})
+	if err != nil {
+		return nil, err
+	}
+	if u == nil {
+		return nil, m.whyGone(k)
+	}
+	return u, nil
+}
+
+// use counts a user of a sandbox that runs.
+func (b *member) use() *Use {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.record.State != Running || b.machine == nil {
+		return nil
+	}
+	b.users++
+	if b.users == 1 {
+		b.arm()
+	}
+	return &Use{member: b, machine: b.machine, Sandbox: b.record}
+}
+
+// Done ends the use.
+func (u *Use) Done() {
+	b := u.member
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.users--
+	if b.users == 0 {
+		b.arm()
+	}
+}
+
+// Strings is the environment as execs take it, sorted.
+func (e Env) Strings() []string {
+	out := make([]string, 0, len(e))
+	for name, value := range e {
+		out = append(out, name+"="+value)
+	}
+	slices.Sort(out)
+	return out
+}
