@@ -97,7 +97,7 @@ func (h *host) Adopt(_ context.Context, folder string) (engine.Sandbox, error) {
 // hold speaks to a process, through an agent that is real.
 func (h *host) hold(p *process, folder string) (*handle, error) {
 	ours, theirs := net.Pipe()
-	go func() { _ = guestrpc.Serve(context.Background(), theirs, &guest.Server{}) }()
+	go func() { _ = guestrpc.Serve(context.Background(), theirs, &guest.Server{Processes: &guest.Processes{}}) }()
 	agent, err := guestrpc.NewClient(context.Background(), ours)
 	if err != nil {
 		return nil, err
