@@ -10,7 +10,6 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine/microvm"
-	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/snapshot"
 	"golang.org/x/sys/unix"
 )
@@ -170,25 +169,17 @@ func (s *Store) Remove(ctx context.Context, name Name) error {
 }
 
 // tidy frees the memory layers that no snapshot and no sandbox uses, and what
-// dead builders left. Running sandboxes keep what they have mapped.
+// dead builders left.
 func (s *Store) tidy() error {
-	used := map[layer.Digest]bool{}
-	for _, pattern := range []string{"snapshots/*", "sandboxes/*/image-*", "sandboxes/*/machine-*/from"} {
+	var folders, snapshots []string
+	for pattern, list := range map[string]*[]string{
+		"snapshots/*": &snapshots, "sandboxes/*/image-*": &snapshots, "sandboxes/*/machine-*": &folders,
+	} {
 		dirs, err := filepath.Glob(filepath.Join(s.dir, pattern))
 		if err != nil {
 			return err
 		}
-		for _, dir := range dirs {
-			snap, err := snapshot.Open(dir)
-			if err != nil {
-				continue
-			}
-			for _, ref := range snap.Manifest().Layers() {
-				used[ref.Digest] = true
-			}
-			_ = snap.Close() // only read
-		}
+		*list = append(*list, dirs...)
 	}
-	_, err := s.engine.KeepResident(func(d layer.Digest) bool { return used[d] })
-	return errors.Join(err, s.engine.Sweep(), snapshot.CleanTemp(filepath.Join(s.dir, "snapshots")))
+	return errors.Join(s.engine.Keep(folders, snapshots), snapshot.CleanTemp(filepath.Join(s.dir, "snapshots")))
 }

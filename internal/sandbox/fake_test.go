@@ -60,6 +60,8 @@ func (h *host) hook() func() {
 func (h *host) Name() string { return "fake" }
 func (h *host) Close() error { return nil }
 
+func (h *host) Keep([]string, []string) error { return nil }
+
 func (h *host) Boot(context.Context, engine.Spec) (engine.Sandbox, error) {
 	return nil, errors.New("not used")
 }

@@ -261,3 +261,25 @@ func (e *Engine) Remove(ctx context.Context, dir string) error {
 	}
 	return e.vmm.Sweep()
 }
+
+// Keep frees the memory layers that neither the sandboxes in these folders nor
+// these snapshots use, and what sandboxes left that ended while nobody watched.
+// What runs keeps what it has mapped.
+func (e *Engine) Keep(folders, snapshots []string) error {
+	used := map[layer.Digest]bool{}
+	for _, f := range folders {
+		snapshots = append(snapshots, folder(f).from())
+	}
+	for _, dir := range snapshots {
+		snap, err := snapshot.Open(dir)
+		if err != nil {
+			continue // it is being made, or being removed
+		}
+		for _, ref := range snap.Manifest().Layers() {
+			used[ref.Digest] = true
+		}
+		_ = snap.Close() // only read
+	}
+	_, err := e.resident.Keep(func(d layer.Digest) bool { return used[d] })
+	return errors.Join(err, e.vmm.Sweep())
+}

@@ -316,16 +316,6 @@ func Identify(sb engine.Sandbox) (ProcessID, error) {
 	return identify(s.Pid())
 }
 
-// Sweep frees the user ids and cgroups of sandboxes that ended while nobody
-// watched.
-func (e *Engine) Sweep() error { return e.vmm.Sweep() }
-
-// KeepResident frees the resident memory layers that are not used. VMs that
-// map them are not disturbed.
-func (e *Engine) KeepResident(used func(layer.Digest) bool) (removed int, err error) {
-	return e.resident.Keep(used)
-}
-
 // generationLabel counts the forks that led to a snapshot.
 const generationLabel = "generation"
 
