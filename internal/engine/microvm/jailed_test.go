@@ -107,7 +107,7 @@ func TestVMMIsJailed(t *testing.T) {
 		t.Errorf("two VMs have user id %s", uid)
 	}
 	usage, limit, err := p.cell.Memory()
-	if err != nil || limit != memoryLimit(64*mib) || usage == 0 || usage > limit {
+	if err != nil || limit != MemoryLimit(64*mib) || usage == 0 || usage > limit {
 		t.Errorf("memory: %d of %d, %v", usage, limit, err)
 	}
 	if got := len(j.groups(t, "vm-"+uid)); got == 0 {
@@ -270,7 +270,7 @@ func TestLimitMachine(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if want := memoryLimit(256*mib) + 3*mib; l.Memory != want {
+	if want := MemoryLimit(256*mib) + 3*mib; l.Memory != want {
 		t.Errorf("memory %d, want %d: RAM, overhead, and what the guest writes to tmpfs", l.Memory, want)
 	}
 	if l.MilliCPUs != 3000 || l.Threads != threadsFixed+4 {

@@ -19,8 +19,8 @@ const (
 	overheadPerRAM = 64 // one byte for so many
 )
 
-// memoryLimit is what a VM with this RAM can need at most.
-func memoryLimit(ram uint64) uint64 { return ram + ram/overheadPerRAM + overheadFixed }
+// MemoryLimit is what a VM with this RAM can need at most.
+func MemoryLimit(ram uint64) uint64 { return ram + ram/overheadPerRAM + overheadFixed }
 
 // threadsFixed is room for the Go runtime's own threads and for those that
 // control connections block; a vCPU and a device have one each.
@@ -40,7 +40,7 @@ func limitMachine(first vmmctl.Message, files []*os.File, asked engine.Limits) (
 		return jail.Limits{}, fmt.Errorf("a machine does not begin with a %T", first)
 	}
 	l := jail.Limits{
-		Memory: memoryLimit(ram), MilliCPUs: asked.MilliCPUs,
+		Memory: MemoryLimit(ram), MilliCPUs: asked.MilliCPUs,
 		Threads: threadsFixed + int(vcpus) + len(devices.Disks) + len(devices.Nets),
 	}
 	if l.MilliCPUs == 0 {
