@@ -100,7 +100,8 @@ func (s *sandbox) liveFork(ctx context.Context, opts []engine.ForkOptions) (*eng
 	out := &engine.LiveFork{Forks: make([]engine.Sandbox, len(opts)), Errs: make([]error, len(opts))}
 	out.Stats = engine.LiveForkStats{
 		Pause: time.Duration(saved.Pause), Captured: time.Since(begin),
-		LongestWait: time.Duration(saved.Wait), Waits: saved.Waits,
+		Waits: saved.Waits, MedianWait: time.Duration(saved.MedianWait),
+		WaitOf99: time.Duration(saved.WaitOf99), LongestWait: time.Duration(saved.Wait),
 		Copied: saved.Copied, StoodStill: saved.StoodStill,
 	}
 	s.mu.Lock()
