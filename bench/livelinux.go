@@ -91,6 +91,14 @@ func liveRound(ctx context.Context, source engine.Sandbox, p *toucher, s *liveSa
 	s.ten = append(s.ten, d)
 	_, pass, err = p.run(onePass, nil)
 	s.next = append(s.next, pass)
+	if err != nil {
+		return err
+	}
+	silent, err := Silence(ctx, source.Agent(), func() error {
+		_, err := liveForks(ctx, source, 1, s, r)
+		return err
+	})
+	s.silence = append(s.silence, silent)
 	return err
 }
 
