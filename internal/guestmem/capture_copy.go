@@ -3,6 +3,7 @@ package guestmem
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 	"unsafe"
 
@@ -275,10 +276,8 @@ func (c *Capture) Share() error {
 		return err // without userfaultfd nothing says what was written since
 	}
 	c.m.mu.Lock()
-	source := 1 // any number that no mapping has
-	for _, p := range c.m.layout {
-		source = max(source, p.source+1)
-	}
+	c.m.shares++
+	source := c.m.restored + c.m.shares
 	c.m.mu.Unlock()
 	for _, s := range c.spans {
 		for at := s.Start; at < s.end(); {
@@ -316,7 +315,7 @@ func (c *Capture) shareStep(at, end uint64, source int) (next uint64, err error)
 	}
 	whole := c.spanOf(first, n)
 	piece := Span{at, min(end, whole.end()) - at}
-	if piece.Length < blockSize || !c.place(piece, source) {
+	if piece.Length < blockSize && !c.overCapture(piece) || !c.place(piece, source) {
 		for i := first; i < first+n; i++ {
 			c.blocks[i].mu.Unlock()
 		}
@@ -339,6 +338,12 @@ func (c *Capture) shareStep(at, end uint64, source int) (next uint64, err error)
 	}
 	c.shared += piece.Length
 	return piece.end(), err
+}
+
+// overCapture says that a file of an earlier capture is mapped somewhere in a
+// piece: as long as it is, all of that file stays in memory.
+func (c *Capture) overCapture(s Span) bool {
+	return slices.ContainsFunc(c.layout(s), func(p mapping) bool { return p.source > c.m.restored })
 }
 
 // place notes a mapping that is about to be made, unless there are too many.
