@@ -100,7 +100,7 @@ func (s *Store) Hibernate(ctx context.Context, name Name) (err error) {
 		return errors.Join(fmt.Errorf("hibernate %s: %w", name, err), sb.Resume(ctx))
 	}
 	old, process := r.From, r.Process
-	r.From, r.Hibernated = next, true
+	r.From, r.Hibernated, r.Live = next, true, nil
 	if err := s.write(name, r); err != nil {
 		return errors.Join(err, sb.Resume(ctx))
 	}

@@ -121,6 +121,9 @@ type record struct {
 	// on: another after each hibernation.
 	From   string        `json:"from"`
 	Limits engine.Limits `json:"limits"`
+	// Live is what it has beyond From, if it was forked from a running
+	// sandbox.
+	Live *microvm.LiveImages `json:"live,omitempty"`
 	// Paused: its processors stand still. Hibernated: From is the sandbox.
 	Paused     bool `json:"paused,omitempty"`
 	Hibernated bool `json:"hibernated,omitempty"`
@@ -190,67 +193,6 @@ func (s *Store) Capture(ctx context.Context, from, name Name) (err error) {
 	return s.capture(ctx, sb, s.snapshotDir(name))
 }
 
-// Fork makes sandboxes that continue from a snapshot or from a running
-// sandbox, which is captured once. Each has its own outcome.
-func (s *Store) Fork(ctx context.Context, from Name, names []Name, limits engine.Limits) (outcomes []error, err error) {
-	dir := s.snapshotDir(from)
-	if !exists(dir) {
-		if !exists(s.sandboxDir(from)) {
-			return nil, fmt.Errorf("fork %s: %w", from, ErrNotFound)
-		}
-		temp, err := os.MkdirTemp(s.dir, "fork-")
-		if err != nil {
-			return nil, fmt.Errorf("fork %s: %w", from, err)
-		}
-		defer func() { _ = os.RemoveAll(temp) }() // the children have links
-		dir = filepath.Join(temp, fromName)
-		sb, err := s.Attach(ctx, from)
-		if err != nil {
-			return nil, err
-		}
-		if err := errors.Join(s.capture(ctx, sb, dir), sb.Detach()); err != nil {
-			return nil, fmt.Errorf("fork %s: %w", from, err)
-		}
-	}
-	snap, err := snapshot.Open(dir)
-	if err != nil {
-		return nil, err
-	}
-	defer func() { err = errors.Join(err, snap.Close()) }()
-	for _, n := range names {
-		outcomes = append(outcomes, s.fork(ctx, snap, n, limits))
-	}
-	return outcomes, nil
-}
-
-func (s *Store) fork(ctx context.Context, snap *snapshot.Snapshot, name Name, limits engine.Limits) (err error) {
-	if err := s.free(name); err != nil {
-		return err
-	}
-	dir := s.sandboxDir(name)
-	if err := os.Mkdir(dir, 0o700); err != nil { // another fork may have been faster
-		return fmt.Errorf("fork: %w", err)
-	}
-	defer func() {
-		if err != nil {
-			err = errors.Join(err, os.RemoveAll(dir))
-		}
-	}()
-	if err := clone(snap, filepath.Join(dir, fromName)); err != nil {
-		return err
-	}
-	sb, err := s.engine.Fork(ctx, snap, engine.ForkOptions{
-		Hostname: string(name), Socket: filepath.Join(dir, controlName), Limits: limits,
-	})
-	if err != nil {
-		return err
-	}
-	if err := s.leave(sb, name, record{From: fromName, Limits: limits, Created: time.Now().UTC().Truncate(time.Second), Snapshot: snap.ID().String()}); err != nil {
-		return errors.Join(err, sb.Close())
-	}
-	return nil
-}
-
 // clone makes another folder of a snapshot that shares its files.
 func clone(snap *snapshot.Snapshot, dir string) error {
 	b, err := snapshot.NewBuilder(dir)
@@ -289,7 +231,7 @@ func (s *Store) Attach(ctx context.Context, name Name) (*microvm.Attached, error
 		return nil, err
 	}
 	opts := engine.ForkOptions{Hostname: string(name), Socket: filepath.Join(s.sandboxDir(name), controlName)}
-	sb, err := s.engine.Attach(ctx, snap, opts, r.Process)
+	sb, err := s.engine.Attach(ctx, snap, r.Live, opts, r.Process)
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("sandbox %s: %w", name, err), snap.Close())
 	}

@@ -290,11 +290,17 @@ func (e *Engine) describe(snap *snapshot.Snapshot, hostname string) (*sandbox, e
 	return s, nil
 }
 
-// Attach connects to a sandbox that was forked from snap with a Socket.
-func (e *Engine) Attach(ctx context.Context, snap *snapshot.Snapshot, opts engine.ForkOptions, id ProcessID) (*Attached, error) {
+// Attach connects to a sandbox that was forked with a Socket from snap; or, if
+// live is given, from a running sandbox that was.
+func (e *Engine) Attach(ctx context.Context, snap *snapshot.Snapshot, live *LiveImages, opts engine.ForkOptions, id ProcessID) (*Attached, error) {
 	s, err := e.describe(snap, opts.Hostname)
 	if err != nil {
 		return nil, err
+	}
+	if live != nil {
+		if err := s.adopt(live); err != nil {
+			return nil, fmt.Errorf("attach: its description is damaged: %w", err)
+		}
 	}
 	s.attachable = true
 	p, err := e.AttachProcess(opts.Socket, id)
@@ -370,7 +376,7 @@ func Detach(sb engine.Sandbox) error {
 	if !ok {
 		return fmt.Errorf("detach: %T is no microVM", sb)
 	}
-	return errors.Join(s.Guest.Agent.Close(), s.release(), s.Process.Detach())
+	return errors.Join(s.Guest.Agent.Close(), s.leave(), s.Process.Detach())
 }
 
 // Sweep frees the user ids and cgroups of sandboxes that ended while nobody

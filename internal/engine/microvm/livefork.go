@@ -21,8 +21,9 @@ import (
 // liveLayer is a layer of a live fork: it is in no snapshot, its name is no
 // digest, and it lives as long as a sandbox uses it.
 type liveLayer struct {
-	file  *os.File
-	holds uint64 // bytes
+	file  *os.File  // nil: only the sandbox's process has it, as held says
+	held  HeldLayer // for a sandbox that was attached to
+	holds uint64    // bytes
 	close func() error
 
 	mu    sync.Mutex // protects users
@@ -35,13 +36,16 @@ func (l *liveLayer) use() {
 	l.users++
 }
 
-func (l *liveLayer) release() error {
+func (l *liveLayer) release() error { return l.drop(l.close) }
+
+// drop ends one use, and does something with the last.
+func (l *liveLayer) drop(last func() error) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.users--; l.users > 0 {
 		return nil
 	}
-	return l.close()
+	return last()
 }
 
 // liveLayers are those of one sandbox.
@@ -169,7 +173,11 @@ func (s *sandbox) captureLive(ctx context.Context) (*moment, *vmmctl.Saved, erro
 		return nil, nil, engine.ErrEnded
 	}
 	s.openStandby(ctx, false)
-	for effort := s.leastEffort(); ; effort++ {
+	effort := s.leastEffort()
+	if !s.findLive() {
+		effort = max(effort, storeLive) // then nobody needs them
+	}
+	for ; ; effort++ {
 		save := s.include(effort)
 		save.Rebase = !s.attachable
 		c, err := s.freeze(ctx, save)
