@@ -74,7 +74,7 @@ func liveRound(ctx context.Context, source engine.Sandbox, p *toucher, s *liveSa
 	if err != nil {
 		return err
 	}
-	s.quietWait, s.quietPass = append(s.quietWait, wait), append(s.quietPass, pass)
+	s.quietStalls.longest, s.quietPass = append(s.quietStalls.longest, wait), append(s.quietPass, pass)
 	wait, pass, err = p.run(longPasses, func() error {
 		d, err := liveForks(ctx, source, 1, s, r)
 		s.one = append(s.one, d)
@@ -83,7 +83,7 @@ func liveRound(ctx context.Context, source engine.Sandbox, p *toucher, s *liveSa
 	if err != nil {
 		return err
 	}
-	s.wait, s.pass = append(s.wait, wait), append(s.pass, pass)
+	s.stalls.longest, s.pass = append(s.stalls.longest, wait), append(s.pass, pass)
 	d, err := liveForks(ctx, source, 10, s, r)
 	if err != nil {
 		return err
@@ -91,6 +91,14 @@ func liveRound(ctx context.Context, source engine.Sandbox, p *toucher, s *liveSa
 	s.ten = append(s.ten, d)
 	_, pass, err = p.run(onePass, nil)
 	s.next = append(s.next, pass)
+	if err != nil {
+		return err
+	}
+	silent, err := Silence(ctx, source.Agent(), func() error {
+		_, err := liveForks(ctx, source, 1, s, r)
+		return err
+	})
+	s.silence = append(s.silence, silent)
 	return err
 }
 
@@ -109,6 +117,9 @@ func liveForks(ctx context.Context, source engine.Sandbox, children int, s *live
 		}
 	}
 	s.pause, s.captured = append(s.pause, f.Stats.Pause), append(s.captured, f.Stats.Captured)
+	if f.Stats.Waits > 0 {
+		s.served.add(f.Stats.MedianWait, f.Stats.WaitOf99, f.Stats.LongestWait)
+	}
 	r.StoodStill, r.Copied = f.Stats.StoodStill, f.Stats.Copied
 	return d, errors.Join(errs...)
 }

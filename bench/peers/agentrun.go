@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"time"
 
+	"agentrun.dev/bench"
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/snapshot"
@@ -80,11 +81,12 @@ func (a *agentRun) fork(ctx context.Context) (_ []forked, err error) {
 	return []forked{f}, nil
 }
 
-func (a *agentRun) live(ctx context.Context) (time.Duration, error) {
+func (a *agentRun) live(ctx context.Context) (l lived, err error) {
 	if err := runShell(ctx, a.source.Agent(), dirtyScript(a.cfg.Dirty)); err != nil {
-		return 0, fmt.Errorf("dirty memory: %w", err)
+		return l, fmt.Errorf("dirty memory: %w", err)
 	}
-	return silence(ctx, a.source.Agent(), func() error {
+	l.silence, err = bench.Silence(ctx, a.source.Agent(), func() error {
+		begin := time.Now()
 		f, err := a.source.Fork(ctx, make([]engine.ForkOptions, 1))
 		if err != nil {
 			return err
@@ -92,8 +94,14 @@ func (a *agentRun) live(ctx context.Context) (time.Duration, error) {
 		if f.Forks[0] == nil {
 			return f.Errs[0]
 		}
+		l.pause, l.answered = f.Stats.Pause, time.Since(begin)
 		return f.Forks[0].Close()
 	})
+	if err != nil {
+		return l, err
+	}
+	l.next, err = timed(time.Now(), func() error { return runShell(ctx, a.source.Agent(), dirtyScript(a.cfg.Dirty)) })
+	return l, err
 }
 
 func (a *agentRun) close() error {

@@ -39,8 +39,13 @@ type Column struct {
 	Answered bench.Summary `json:"fork_first_answer"`
 	Renewed  bench.Summary `json:"fork_identity_renewed"`
 	Executed bench.Summary `json:"fork_first_exec"`
-	// Live is how long a running source stood still while it was forked.
-	Live bench.Summary `json:"live_fork_silence"`
+	// Of a running source that is forked: the longest time for which it was not
+	// heard, for how long it stood still, when the fork has answered, and how
+	// long the source then takes to write the same memory again.
+	Silence bench.Summary `json:"live_fork_silence"`
+	Pause   bench.Summary `json:"live_fork_pause"`
+	Live    bench.Summary `json:"live_fork_first_answer"`
+	Next    bench.Summary `json:"live_fork_next_pass"`
 	// Own is the median of the fork's anonymous memory, in bytes.
 	OwnAfterAnswer uint64 `json:"own_after_answer_bytes"`
 	OwnAfterExec   uint64 `json:"own_after_exec_bytes"`
@@ -65,6 +70,7 @@ func (m measure) label(c Column) string {
 }
 
 func (r Report) measures() []measure {
+	live := fmt.Sprintf("live fork, %d MiB dirty: ", r.Dirty>>20)
 	return []measure{
 		{"boot to first answer", func(c Column) bench.Summary { return c.Boot }, true},
 		{"warm ping", func(c Column) bench.Summary { return c.Ping }, true},
@@ -73,7 +79,10 @@ func (r Report) measures() []measure {
 		{"fork: first answer", func(c Column) bench.Summary { return c.Answered }, false},
 		{"fork: identity renewed", func(c Column) bench.Summary { return c.Renewed }, false},
 		{"fork: first exec done", func(c Column) bench.Summary { return c.Executed }, false},
-		{fmt.Sprintf("live fork, %d MiB dirty: source silent", r.Dirty>>20), func(c Column) bench.Summary { return c.Live }, true},
+		{live + "pause", func(c Column) bench.Summary { return c.Pause }, true},
+		{live + "source silent", func(c Column) bench.Summary { return c.Silence }, true},
+		{live + "first answer", func(c Column) bench.Summary { return c.Live }, true},
+		{live + "next pass", func(c Column) bench.Summary { return c.Next }, true},
 	}
 }
 

@@ -7,11 +7,12 @@ import (
 	"os"
 
 	"agentrun.dev/bench"
+	"agentrun.dev/internal/guestmem"
 	"github.com/spf13/cobra"
 )
 
 func newBenchLiveCommand() *cobra.Command {
-	cfg := bench.LiveConfig{VCPUs: 1, Count: 20, Stride: 1}
+	cfg := bench.LiveConfig{VCPUs: 1, Count: 20, Stride: 1, Patience: guestmem.DefaultPatience}
 	memory, dirty := byteSize(512<<20), byteSize(100<<20)
 	var rootfs, guest string
 	var asJSON bool
@@ -54,6 +55,7 @@ runs on any KVM and has read all its memory before.`,
 	f.IntVarP(&cfg.Count, "count", "n", cfg.Count, "how many forks of each kind")
 	f.IntVar(&cfg.VCPUs, "cpus", cfg.VCPUs, "processors of the microVM")
 	f.IntVar(&cfg.Stride, "stride", cfg.Stride, "write every page (1), every fourth (4), …")
+	f.DurationVar(&cfg.Patience, "patience", cfg.Patience, "how long the copy of a bare guest gives way to it; 0 does not")
 	f.Var(&memory, "memory", "RAM of the microVM")
 	f.Var(&dirty, "dirty", "memory written before each fork")
 	f.BoolVar(&asJSON, "json", false, "print JSON")

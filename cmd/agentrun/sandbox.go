@@ -21,6 +21,9 @@ type forkOptions struct {
 	names  []string
 	limits engine.Limits
 	policy microvm.JailPolicy
+	json   bool
+	// verbose says on stderr what it took.
+	verbose bool
 }
 
 func newForkCommand() *cobra.Command {
@@ -28,20 +31,24 @@ func newForkCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "fork SNAPSHOT|SANDBOX [-n COUNT | --name NAME...]",
 		Short: "Make sandboxes that continue from a snapshot or from a running sandbox",
-		Long: `Make sandboxes that continue from a snapshot, or from a running sandbox, which is
-frozen once and goes on. Each has its own memory, disks, host name, machine id
-and random numbers. They run until agentrun rm.
+		Long: `Make sandboxes that continue from a snapshot, or from one instant of a running
+sandbox, which stands still for milliseconds and goes on while its memory is
+copied. Each has its own memory, disks, host name, machine id and random numbers.
+They run until agentrun rm.
 
 The names are printed, one per line. A fork that fails does not stop the others;
-the exit code is 125 if any failed.`,
+the exit code is 125 if any failed. --verbose says what it took, --json prints
+both.`,
 		Example: `  agentrun fork base -n 3
   agentrun fork base-1 --name try-a --name try-b`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return o.run(cmd.Context(), args[0], cmd.OutOrStdout())
+			return o.run(cmd.Context(), args[0], cmd.OutOrStdout(), cmd.ErrOrStderr())
 		},
 	}
 	f := cmd.Flags()
+	f.BoolVar(&o.json, "json", false, "print JSON: names, failures, and what it took")
+	f.BoolVarP(&o.verbose, "verbose", "v", false, "say on standard error what it took")
 	f.IntVarP(&o.count, "count", "n", 1, "how many")
 	f.StringArrayVar(&o.names, "name", nil, "name of a fork (repeatable; default: the source's name and a number)")
 	limitFlags(f, &o.limits)
@@ -50,7 +57,7 @@ the exit code is 125 if any failed.`,
 	return cmd
 }
 
-func (o *forkOptions) run(ctx context.Context, source string, stdout io.Writer) error {
+func (o *forkOptions) run(ctx context.Context, source string, stdout, stderr io.Writer) error {
 	from, err := local.ParseName(source)
 	if err != nil {
 		return err
@@ -72,21 +79,12 @@ func (o *forkOptions) run(ctx context.Context, source string, stdout io.Writer) 
 				return err
 			}
 		}
-		outcomes, err := s.Fork(ctx, from, wanted, o.limits)
+		begin := time.Now()
+		f, err := s.Fork(ctx, from, wanted, o.limits)
 		if err != nil {
 			return err
 		}
-		var failed []error
-		for i, err := range outcomes {
-			if err != nil {
-				failed = append(failed, fmt.Errorf("%s: %w", wanted[i], err))
-				continue
-			}
-			if _, err := fmt.Fprintln(stdout, wanted[i]); err != nil {
-				return err
-			}
-		}
-		return errors.Join(failed...)
+		return o.report(newForkReport(wanted, f, time.Since(begin)), stdout, stderr)
 	})
 }
 

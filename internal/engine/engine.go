@@ -142,10 +142,11 @@ type LiveForkStats struct {
 	// Captured is the time from the call until the copy was complete and
 	// children could be made of it.
 	Captured time.Duration
-	// LongestWait is how long the longest of the source's writes to memory that
-	// was not yet copied was being served; Waits counts them.
-	LongestWait time.Duration
-	Waits       uint64
+	// Waits counts the source's writes to memory that was not yet copied. Half
+	// of them, and 99 of 100, were being served for no longer than MedianWait
+	// and WaitOf99.
+	Waits                             uint64
+	MedianWait, WaitOf99, LongestWait time.Duration
 	// Copied is the bytes of memory that were stored.
 	Copied uint64
 	// StoodStill is empty if memory was copied beside the running source. If it

@@ -135,7 +135,7 @@ func (s *Store) write(name Name, r record) error {
 // leave writes down what a new sandbox is, and lets it go.
 func (s *Store) leave(sb engine.Sandbox, name Name, r record) error {
 	if err := s.write(name, r); err != nil {
-		return errors.Join(err, sb.Close(), os.RemoveAll(s.sandboxDir(name)))
+		return errors.Join(err, sb.Close())
 	}
 	return sb.Detach()
 }

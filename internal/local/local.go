@@ -27,7 +27,6 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
-	"agentrun.dev/internal/snapshot"
 )
 
 // EnvFolder names the environment variable that overrides the folder.
@@ -179,83 +178,6 @@ func (s *Store) Capture(ctx context.Context, from, name Name) (err error) {
 	}
 	defer func() { err = errors.Join(err, sb.Detach()) }()
 	return s.capture(ctx, sb, s.snapshotDir(name))
-}
-
-// Fork makes sandboxes that continue from a snapshot or from a running
-// sandbox, all from the same instant. Each has its own outcome.
-func (s *Store) Fork(ctx context.Context, from Name, names []Name, limits engine.Limits) (outcomes []error, err error) {
-	opts := make([]engine.ForkOptions, len(names))
-	outcomes = make([]error, len(names))
-	for i, n := range names {
-		opts[i] = engine.ForkOptions{Hostname: string(n), Folder: s.machineDir(n, 0), Limits: limits}
-		outcomes[i] = s.make(n)
-	}
-	made, id, err := s.forkFrom(ctx, from, opts, outcomes)
-	for i, n := range names {
-		if err == nil && outcomes[i] == nil {
-			outcomes[i] = s.leave(made[i], n, record{Limits: limits, Created: time.Now().UTC().Truncate(time.Second), Snapshot: id})
-		} else if !errors.Is(outcomes[i], errTaken) {
-			outcomes[i] = errors.Join(outcomes[i], os.RemoveAll(s.sandboxDir(n)))
-		}
-	}
-	return outcomes, err
-}
-
-// forkFrom makes the forks that have no outcome yet.
-func (s *Store) forkFrom(ctx context.Context, from Name, opts []engine.ForkOptions, outcomes []error) (made []engine.Sandbox, id string, err error) {
-	made = make([]engine.Sandbox, len(opts))
-	if dir := s.snapshotDir(from); exists(dir) {
-		snap, err := snapshot.Open(dir)
-		if err != nil {
-			return nil, "", err
-		}
-		for i, o := range opts {
-			if outcomes[i] == nil {
-				made[i], outcomes[i] = s.engine.Fork(ctx, snap, o)
-			}
-		}
-		return made, snap.ID().String(), snap.Close()
-	}
-	if !exists(s.sandboxDir(from)) {
-		return nil, "", fmt.Errorf("fork %s: %w", from, ErrNotFound)
-	}
-	source, err := s.Attach(ctx, from)
-	if err != nil {
-		return nil, "", err
-	}
-	defer func() { err = errors.Join(err, source.Detach()) }()
-	var wanted []engine.ForkOptions
-	var index []int
-	for i, o := range opts {
-		if outcomes[i] == nil {
-			wanted, index = append(wanted, o), append(index, i)
-		}
-	}
-	live, err := source.Fork(ctx, wanted)
-	if err != nil {
-		return nil, "", fmt.Errorf("fork %s: %w", from, err)
-	}
-	for k, i := range index {
-		made[i], outcomes[i] = live.Forks[k], live.Errs[k]
-	}
-	return made, "", nil
-}
-
-// errTaken says that a folder is another sandbox's.
-var errTaken = errors.New("the name is taken")
-
-// make makes the folder of a new sandbox, which marks it as half made.
-func (s *Store) make(name Name) error {
-	if err := s.free(name); err != nil {
-		return fmt.Errorf("%w: %w", errTaken, err)
-	}
-	if err := os.Mkdir(s.sandboxDir(name), 0o700); err != nil { // another fork may have been faster
-		return fmt.Errorf("fork: %w: %w", errTaken, err)
-	}
-	if err := os.Mkdir(s.machineDir(name, 0), 0o700); err != nil {
-		return fmt.Errorf("fork: %w", err)
-	}
-	return nil
 }
 
 // Attach connects to a sandbox. One that is paused or hibernated goes on.

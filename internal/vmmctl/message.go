@@ -158,12 +158,14 @@ type Save struct {
 type Saved struct {
 	Memory Change
 	Disks  []Change
-	// Pause is for how long the guest stood still, in nanoseconds, and Wait how
-	// long the longest of its writes had to wait afterwards.
-	Pause, Wait uint64
-	// Waits counts such writes, Copied the bytes that were stored of the
-	// memory.
-	Waits, Copied uint64
+	// Pause is for how long the guest stood still, in nanoseconds.
+	Pause uint64
+	// Waits counts the guest's writes that had to wait afterwards. Half of them,
+	// and 99 of 100, were being served for no longer than these, and Wait is the
+	// longest.
+	Waits, MedianWait, WaitOf99, Wait uint64
+	// Copied is the bytes that were stored of the memory.
+	Copied uint64
 	// StoodStill is empty if the memory was copied beside the running guest;
 	// if not, it says why.
 	StoodStill string

@@ -229,10 +229,7 @@ func (s *sandbox) Detach() error {
 	if s.folder == "" {
 		return errors.New("detach: the sandbox has no folder to be found by: it can only be closed")
 	}
-	s.capture.Lock()
-	s.live.leave()
-	s.capture.Unlock()
-	return errors.Join(s.closeAgent(), s.release(), s.Process.Detach())
+	return errors.Join(s.closeAgent(), s.leave(), s.Process.Detach())
 }
 
 // Detach leaves the process alone; one that has ended is fine.

@@ -57,7 +57,8 @@ type Process struct {
 	exit     vmm.Exit      // set before done is closed
 	lastTail []byte        // the console's tail at the end, likewise
 
-	paused atomic.Bool // as far as this parent knows
+	paused  atomic.Bool // as far as this parent knows
+	charges charges
 
 	mu      sync.Mutex // protects all following fields
 	nextID  uint64

@@ -135,14 +135,19 @@ func (s *sandbox) Shutdown(ctx context.Context, grace time.Duration) error {
 }
 
 // release closes what a sandbox keeps for its captures.
-func (s *sandbox) release() error {
+func (s *sandbox) release() error { return s.end(liveLayers.release) }
+
+// leave is release for a sandbox that lives on.
+func (s *sandbox) leave() error { return s.end(liveLayers.leave) }
+
+func (s *sandbox) end(live func(liveLayers) error) error {
 	s.capture.Lock()
 	defer s.capture.Unlock()
 	if s.standby != nil {
 		_ = s.standby.Close() // nothing was sent
 		s.standby = nil
 	}
-	err := s.live.release()
+	err := live(s.live)
 	s.live = nil
 	if s.ownParent {
 		err = errors.Join(err, s.parent.Close())

@@ -96,8 +96,11 @@ func live(s *local.Store, name string) error {
 }
 
 func fork(s *local.Store, from, to local.Name) error {
-	outcomes, err := s.Fork(context.Background(), from, []local.Name{to}, engine.Limits{})
-	return errors.Join(append(outcomes, err)...)
+	f, err := s.Fork(context.Background(), from, []local.Name{to}, engine.Limits{})
+	if err != nil {
+		return err
+	}
+	return errors.Join(f.Errs...)
 }
 
 // say has a sandbox repeat a word.
