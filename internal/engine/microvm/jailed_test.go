@@ -178,7 +178,7 @@ func TestOutOfMemory(t *testing.T) {
 	}
 	defer func() { _ = kvm.Close() }()
 	boot := &vmmctl.Boot{Memory: 128 * mib, VCPUs: 1, HasInitrd: true}
-	p, err := begin(j.Jail, jail.Limits{Memory: 20 * mib, MilliCPUs: 1000, Threads: 64}, boot, []*os.File{kvm, bareMachine(t).Kernel, initrd})
+	p, err := begin(j.Jail, jail.Limits{Memory: 20 * mib, MilliCPUs: 1000, Threads: 64}, &message{boot, []*os.File{kvm, bareMachine(t).Kernel, initrd}})
 	if err == nil {
 		p.Kill()
 		t.Fatal("40 MiB were copied under a limit of 20")
@@ -257,16 +257,16 @@ func TestNothingIsLeft(t *testing.T) {
 	}
 }
 
-// TestLimitMachine: what a machine may take follows from what it is.
-func TestLimitMachine(t *testing.T) {
+// TestMachineLimits: what a machine may take follows from what it is.
+func TestMachineLimits(t *testing.T) {
 	onTmpfs, err := memoryFile("disk", make([]byte, 3*mib))
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer func() { _ = onTmpfs.Close() }()
-	boot := &vmmctl.Boot{Memory: 256 * mib, VCPUs: 2, Devices: vmmctl.Devices{Disks: []vmmctl.Disk{{ReadOnly: true}, {}}}}
-	files := []*os.File{nil, nil, onTmpfs, onTmpfs}
-	l, err := limitMachine(boot, files, engine.Limits{IO: engine.IOLimits{BytesPerSecond: 5, OpsPerSecond: 6}})
+	devices := &vmmctl.Devices{Disks: []vmmctl.Disk{{ReadOnly: true}, {}}}
+	files := []*os.File{onTmpfs, onTmpfs}
+	l, err := machineLimits(256*mib, 2, devices, files, engine.Limits{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -276,13 +276,7 @@ func TestLimitMachine(t *testing.T) {
 	if l.MilliCPUs != 3000 || l.Threads != threadsFixed+4 {
 		t.Errorf("limits %+v", l)
 	}
-	if d := boot.Devices.Disks[1]; d.BytesPerSecond != 5 || d.OpsPerSecond != 6 {
-		t.Errorf("disk %+v", d)
-	}
-	if l, err = limitMachine(boot, files, engine.Limits{MilliCPUs: 250}); err != nil || l.MilliCPUs != 250 {
+	if l, err = machineLimits(256*mib, 2, devices, files, engine.Limits{MilliCPUs: 250}); err != nil || l.MilliCPUs != 250 {
 		t.Errorf("limits %+v, %v", l, err)
-	}
-	if _, err := limitMachine(&vmmctl.Ready{}, nil, engine.Limits{}); err == nil {
-		t.Error("a message that makes no machine has limits")
 	}
 }

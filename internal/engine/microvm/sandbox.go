@@ -33,6 +33,7 @@ type sandbox struct {
 	parent     *snapshot.Snapshot // whose layers it maps; nil after a boot
 	boot       *bootFiles         // nil in a fork
 	restored   time.Duration      // from the call of Fork until it ran
+	fromShell  bool               // which was made before that call
 	// attachable says that other processes may speak to it, which would not
 	// know its live layers.
 	attachable bool
