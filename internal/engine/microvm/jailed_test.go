@@ -191,7 +191,56 @@ func TestOutOfMemory(t *testing.T) {
 	}
 }
 
-// TestNothingIsLeft makes and kills VMs, and looks for what they left.
+// traces is what VMs could leave in this process and on the machine.
+type traces struct {
+	files, goroutines, children int
+	mounts                      string
+}
+
+func look(t *testing.T) traces {
+	t.Helper()
+	fds, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	mounts, err := os.ReadFile("/proc/self/mountinfo")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var children int
+	tasks, err := filepath.Glob("/proc/self/task/*/children")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, path := range tasks {
+		if b, err := os.ReadFile(path); err == nil { // a thread may have ended
+			children += len(strings.Fields(string(b)))
+		}
+	}
+	return traces{len(fds), runtime.NumGoroutine(), children, string(mounts)}
+}
+
+// nothingLeft looks for what VMs have left that are gone.
+func (j testJail) nothingLeft(t *testing.T, before traces) {
+	t.Helper()
+	after := look(t)
+	// The last VM's start may still be setting its monitor's slack; what every VM
+	// left would be far more.
+	const few = 5
+	if after.files > before.files+few || after.goroutines > before.goroutines+few || after.children != before.children || after.mounts != before.mounts {
+		t.Errorf("before: %+v\nafter: %+v", before, after)
+	}
+	if left := j.groups(t, "vm-*"); len(left) > 0 {
+		t.Errorf("cgroups: %q", left)
+	}
+	ids, err := os.ReadDir(j.folder)
+	if err != nil || len(ids) > 0 {
+		t.Errorf("user ids: %v, %v", ids, err)
+	}
+}
+
+// TestNothingIsLeft makes and kills VMs, and shells, and looks for what they
+// left.
 func TestNothingIsLeft(t *testing.T) {
 	j := openJail(t)
 	startBare(t, j).Kill() // whatever is made once
@@ -199,34 +248,10 @@ func TestNothingIsLeft(t *testing.T) {
 	if os.Getenv("AGENTRUN_SOAK") != "" {
 		count = 1000
 	}
-	type traces struct {
-		files, goroutines, children int
-		mounts                      string
-	}
-	look := func() traces {
-		t.Helper()
-		fds, err := os.ReadDir("/proc/self/fd")
-		if err != nil {
-			t.Fatal(err)
-		}
-		mounts, err := os.ReadFile("/proc/self/mountinfo")
-		if err != nil {
-			t.Fatal(err)
-		}
-		var children int
-		tasks, err := filepath.Glob("/proc/self/task/*/children")
-		if err != nil {
-			t.Fatal(err)
-		}
-		for _, path := range tasks {
-			if b, err := os.ReadFile(path); err == nil { // a thread may have ended
-				children += len(strings.Fields(string(b)))
-			}
-		}
-		return traces{len(fds), runtime.NumGoroutine(), children, string(mounts)}
-	}
+	snap := shellSnapshot(t, filepath.Join(t.TempDir(), "snapshot"))
+	e := jailedEngine(t, j.Jail, residentFolder(t))
 	machine := bareMachine(t)
-	before := look()
+	before := look(t)
 	for i := range count {
 		p, err := Start(j.Jail, machine)
 		if err != nil {
@@ -240,20 +265,15 @@ func TestNothingIsLeft(t *testing.T) {
 		} else {
 			p.Kill()
 		}
+		sh, err := e.newShell(t.Context(), snap)
+		if err != nil {
+			t.Fatal(err)
+		}
+		sh.Kill()
 	}
-	after := look()
-	// The last VM's start may still be setting its monitor's slack; what every VM
-	// left would be far more.
-	const few = 5
-	if after.files > before.files+few || after.goroutines > before.goroutines+few || after.children != before.children || after.mounts != before.mounts {
-		t.Errorf("before: %+v\nafter: %+v", before, after)
-	}
-	if left := j.groups(t, "vm-*"); len(left) > 0 {
-		t.Errorf("cgroups: %q", left)
-	}
-	ids, err := os.ReadDir(j.folder)
-	if err != nil || len(ids) > 0 {
-		t.Errorf("user ids: %v, %v", ids, err)
+	j.nothingLeft(t, before)
+	if err := e.Close(); err != nil {
+		t.Error(err)
 	}
 }
 
