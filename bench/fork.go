@@ -37,6 +37,9 @@ type ForkConfig struct {
 	// many of them at once.
 	Walls    []int
 	Parallel int
+	// Shells is how many shells wait for as many forks again, which are made in
+	// turns with the others; 0 makes none of these. Linux only.
+	Shells int
 	// Folder is for the snapshot and the forks' disks.
 	Folder string
 	Jail   microvm.JailPolicy
@@ -68,6 +71,8 @@ type ForkReport struct {
 	// (a bare guest: when it has run), and when it has run a program.
 	AfterAnswer Memory `json:"memory_after_answer"`
 	AfterExec   Memory `json:"memory_after_exec"`
+	// Shells are forks into shells that waited; nil if none were made.
+	Shells *ShellReport `json:"from_shells,omitempty"`
 	// KernelFrom says whose growth the kernel's memory is: cgroup or machine.
 	KernelFrom string `json:"kernel_memory_of"`
 	Walls      []Wall `json:"walls"`
@@ -108,6 +113,7 @@ type forkSource struct {
 	cfg    ForkConfig
 	engine *microvm.Engine
 	snap   *snapshot.Snapshot
+	ahead  ahead
 	undo   []func() error
 }
 
@@ -151,7 +157,10 @@ func newForkSource(ctx context.Context, cfg ForkConfig) (_ *forkSource, err erro
 		return nil, err
 	}
 	s.undo = append(s.undo, s.snap.Close)
-	return s, source.Pause(ctx) // it must not disturb its children
+	if err := source.Pause(ctx); err != nil { // it must not disturb its children
+		return nil, err
+	}
+	return s, s.openAhead(resident)
 }
 
 func (s *forkSource) close() error { return undoAll(s.undo) }
@@ -171,23 +180,38 @@ func (s *forkSource) measure(ctx context.Context, report *ForkReport) (err error
 	var undo []func() error
 	defer func() { err = errors.Join(err, undoAll(undo), floor.Close()) }()
 	kernel := newKernelMemory()
-	var all forkSamples
-	for i := range s.cfg.Count + warmUps {
+	var all, ahead forkSamples
+	turn := func(samples *forkSamples, fork forkFunc) error {
 		d, err := floor.Sample()
 		if err != nil {
 			return err
 		}
-		if i == warmUps { // what was measured so far does not count
-			all = forkSamples{}
-		}
-		all.floors = append(all.floors, d)
-		sb, err := s.measureOne(ctx, kernel, &all)
+		samples.floors = append(samples.floors, d)
+		sb, err := s.measureOne(ctx, kernel, samples, fork)
 		if sb != nil {
 			undo = append(undo, sb.Close)
 		}
-		if err != nil {
+		return err
+	}
+	for i := range s.cfg.Count + warmUps {
+		if i == warmUps { // what was measured so far does not count
+			all, ahead = forkSamples{}, forkSamples{}
+		}
+		if err := turn(&all, s.cold); err != nil {
 			return err
 		}
+		if s.cfg.Shells == 0 {
+			continue
+		}
+		if err := s.ahead.shells.WaitFull(ctx); err != nil {
+			return err
+		}
+		if err := turn(&ahead, s.fromShell); err != nil {
+			return err
+		}
+	}
+	if s.cfg.Shells > 0 {
+		report.Shells = ahead.shells(s.cfg.Shells)
 	}
 	report.Floor, report.Restored = Summarize(all.floors), Summarize(all.restored)
 	report.FirstAnswer, report.FirstExec = Summarize(all.answers), Summarize(all.execs)
@@ -198,18 +222,30 @@ func (s *forkSource) measure(ctx context.Context, report *ForkReport) (err error
 	return nil
 }
 
+// forkFunc makes a fork and says after what time it had answered.
+type forkFunc func(context.Context) (engine.Sandbox, time.Duration, error)
+
+// cold is a fork without anything made ahead.
+func (s *forkSource) cold(ctx context.Context) (engine.Sandbox, time.Duration, error) {
+	return timedFork(ctx, s.engine, s.snap)
+}
+
+func timedFork(ctx context.Context, e *microvm.Engine, snap *snapshot.Snapshot) (engine.Sandbox, time.Duration, error) {
+	start := time.Now()
+	sb, err := e.Fork(ctx, snap, engine.ForkOptions{})
+	return sb, time.Since(start), err
+}
+
 // measureOne makes a fork, which stays alive, and uses it.
-func (s *forkSource) measureOne(ctx context.Context, kernel kernelMemory, all *forkSamples) (engine.Sandbox, error) {
+func (s *forkSource) measureOne(ctx context.Context, kernel kernelMemory, all *forkSamples, fork forkFunc) (engine.Sandbox, error) {
 	before, err := kernel.read()
 	if err != nil {
 		return nil, err
 	}
-	start := time.Now()
-	sb, err := s.engine.Fork(ctx, s.snap, engine.ForkOptions{})
+	sb, answered, err := fork(ctx)
 	if err != nil {
-		return nil, err
+		return sb, err
 	}
-	answered := time.Since(start)
 	id, err := microvm.Identify(sb)
 	if err != nil {
 		return sb, err
@@ -264,6 +300,9 @@ func (r ForkReport) Print(w io.Writer) error {
 	if err != nil {
 		return err
 	}
+	if err := r.Shells.print(w); err != nil {
+		return err
+	}
 	if err := r.printMemory(w); err != nil {
 		return err
 	}
@@ -282,10 +321,15 @@ func (r ForkReport) printMemory(w io.Writer) error {
 	fmt.Fprintf(w, "\nmemory of a fork, KiB (the kernel: by the growth of the %s's)\n", r.KernelFrom)
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
 	fmt.Fprintln(t, "\tguest pages\tprocess, private\tprocess, PSS\tkernel\tof that page tables\t")
-	for _, line := range []struct {
+	type line struct {
 		name string
 		m    Memory
-	}{{"after the first answer", r.AfterAnswer}, {"after a program", r.AfterExec}} {
+	}
+	lines := []line{{"after the first answer", r.AfterAnswer}, {"after a program", r.AfterExec}}
+	if r.Shells != nil {
+		lines = append(lines, line{"from a shell, after the first answer", r.Shells.AfterAnswer}, line{"from a shell, after a program", r.Shells.AfterExec})
+	}
+	for _, line := range lines {
 		if m := line.m; m != (Memory{}) {
 			fmt.Fprintf(t, "%s\t%d\t%d\t%d\t%d\t%d\t\n",
 				line.name, m.Guest>>10, m.Process>>10, m.ProcessShare>>10, m.Kernel>>10, m.PageTables>>10)

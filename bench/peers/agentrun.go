@@ -61,24 +61,47 @@ func (a *agentRun) freeze(ctx context.Context) (err error) {
 	return err
 }
 
+// fork makes a fork in a process of its own, and one in a shell that waited.
 func (a *agentRun) fork(ctx context.Context) (_ []forked, err error) {
+	cold, err := a.forkOne(ctx, nil)
+	if err != nil {
+		return nil, err
+	}
+	shells, err := a.engine.KeepShells(a.snap, 1)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, shells.Close()) }()
+	if err := shells.WaitFull(ctx); err != nil {
+		return nil, err
+	}
+	ahead, err := a.forkOne(ctx, shells)
+	return []forked{cold, ahead}, err
+}
+
+func (a *agentRun) forkOne(ctx context.Context, shells engine.Shells) (f forked, err error) {
 	begin := time.Now()
 	sb, err := a.engine.Fork(ctx, a.snap, engine.ForkOptions{})
 	if err != nil {
-		return nil, err
+		return f, err
 	}
 	defer func() { err = errors.Join(err, sb.Close()) }()
 	// The first answer confirms the new identity.
-	f := forked{running: microvm.Restored(sb), renewed: time.Since(begin)}
+	f = forked{running: microvm.Restored(sb), renewed: time.Since(begin)}
 	f.answered = f.renewed
+	if shells != nil {
+		if !microvm.FromShell(sb) {
+			return f, errors.New("no shell waited")
+		}
+		if err := shells.WaitFull(ctx); err != nil { // the next one must not disturb the program
+			return f, err
+		}
+	}
 	id, err := microvm.Identify(sb)
 	if err != nil {
-		return nil, err
+		return f, err
 	}
-	if f, err = f.use(ctx, sb.Agent(), id.PID, a.cfg.Program); err != nil {
-		return nil, err
-	}
-	return []forked{f}, nil
+	return f.use(ctx, sb.Agent(), id.PID, a.cfg.Program)
 }
 
 func (a *agentRun) live(ctx context.Context) (l lived, err error) {

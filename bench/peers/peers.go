@@ -94,9 +94,9 @@ func Run(ctx context.Context, cfg Config) (_ Report, err error) {
 	}
 	defer func() { err = errors.Join(err, floor.Close()) }()
 	r := &race{cfg: cfg, floor: floor, entrants: []*entrant{
-		{peer: AgentRun, columns: []string{"fork"}, subject: &agentRun{cfg: cfg, memory: memory}},
+		{peer: AgentRun, columns: []string{newProcess, waitingProcess}, subject: &agentRun{cfg: cfg, memory: memory}},
 		{peer: Microsandbox, columns: []string{"fork", "restore"}, subject: &microsandbox{cfg: cfg}},
-		{peer: Firecracker, columns: []string{"waiting process", "new process"}, subject: &firecracker{cfg: cfg, memory: memory}},
+		{peer: Firecracker, columns: []string{waitingProcess, newProcess}, subject: &firecracker{cfg: cfg, memory: memory}},
 	}}
 	defer func() {
 		for _, e := range r.entrants {
@@ -114,6 +114,13 @@ const (
 	AgentRun     = "AgentRun"
 	Microsandbox = "microsandbox"
 	Firecracker  = "Firecracker"
+)
+
+// Ways to fork that two have: with all that it takes, and into a process that was
+// there before.
+const (
+	newProcess     = "new process"
+	waitingProcess = "waiting process"
 )
 
 type race struct {

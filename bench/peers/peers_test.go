@@ -99,6 +99,30 @@ func TestColumn(t *testing.T) {
 	}
 }
 
+// TestOurs: like is compared with like.
+func TestOurs(t *testing.T) {
+	ms := func(x float64) bench.Summary { return bench.Summary{N: 1, P50: x} }
+	r := Report{Columns: []Column{
+		{Peer: AgentRun, Way: newProcess, Boot: ms(1), Answered: ms(2)},
+		{Peer: AgentRun, Way: waitingProcess, Answered: ms(3)},
+		{Peer: Firecracker, Way: waitingProcess, Boot: ms(4), Answered: ms(5)},
+	}}
+	boot := measure{of: func(c Column) bench.Summary { return c.Boot }}
+	answered := measure{of: func(c Column) bench.Summary { return c.Answered }}
+	for _, c := range []struct {
+		m    measure
+		way  string
+		want float64
+	}{
+		{answered, newProcess, 2}, {answered, waitingProcess, 3}, {answered, "restore", 2},
+		{boot, waitingProcess, 1}, {measure{of: func(c Column) bench.Summary { return c.Live }}, newProcess, 0},
+	} {
+		if got := r.ours(c.m, c.way).P50; got != c.want {
+			t.Errorf("%s: %v, want %v", c.way, got, c.want)
+		}
+	}
+}
+
 func TestParseAnswer(t *testing.T) {
 	var a forkAnswer
 	if err := parseAnswer([]byte(`{"result": {"returned_ms": 1.5, "answered_ms": 2, "executed_ms": 3, "own_after_answer_kib": 4, "own_after_exec_kib": 5}}`), &a); err != nil {

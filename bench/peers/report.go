@@ -86,14 +86,15 @@ func (r Report) measures() []measure {
 	}
 }
 
-// ours is AgentRun's number, what others are compared with.
-func (r Report) ours(m measure) bench.Summary {
+// ours is AgentRun's number, what another is compared with: that of the same way
+// to fork where AgentRun has it, else that of its first.
+func (r Report) ours(m measure, way string) (s bench.Summary) {
 	for _, c := range r.Columns {
-		if c.Peer == AgentRun {
-			return m.of(c)
+		if x := m.of(c); c.Peer == AgentRun && x.N > 0 && (s.N == 0 || c.Way == way) {
+			s = x
 		}
 	}
-	return bench.Summary{}
+	return s
 }
 
 // ratio is of two medians; "" if one is missing.
@@ -115,10 +116,9 @@ func (r Report) Print(w io.Writer) error {
 	}
 	line("floor", r.Floor, bench.Summary{})
 	for _, m := range r.measures() {
-		ours := r.ours(m)
 		for _, c := range r.Columns {
 			if s := m.of(c); s.N > 0 {
-				line(m.name+": "+m.label(c), s, ours)
+				line(m.name+": "+m.label(c), s, r.ours(m, c.Way))
 			}
 		}
 	}

@@ -105,12 +105,16 @@ end.
 --wall 1,100,500 makes so many forks against the wall clock, each time anew; one
 after the other, as agentrun fork does, or --parallel N at once.
 
+--shells N makes as many forks again, in turns with the others, into N shells that
+wait: jailed processes with VM, vCPU and memory, the state not yet loaded. They are
+reported apart.
+
 --guest test measures the host's side alone, in one process, with a bare guest
 that runs on any KVM: to the first guest instruction, and the same from shells
 made ahead (VM, vCPU and memory there, state not yet loaded).`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) (err error) {
-			if err := checkForkFlags(engineName, cfg); err != nil {
+			if err := checkForkFlags(engineName, guest, cfg); err != nil {
 				return err
 			}
 			cfg.Memory = uint64(memory)
@@ -138,6 +142,7 @@ made ahead (VM, vCPU and memory there, state not yet loaded).`,
 	f.IntVarP(&cfg.Count, "count", "n", cfg.Count, "how many forks")
 	f.IntSliceVar(&cfg.Walls, "wall", nil, "numbers of forks to make against the wall clock")
 	f.IntVar(&cfg.Parallel, "parallel", cfg.Parallel, "how many of these to make at once")
+	f.IntVar(&cfg.Shells, "shells", 0, "how many shells wait for forks that are measured apart (Linux)")
 	f.IntVar(&cfg.VCPUs, "cpus", cfg.VCPUs, "processors of the microVM")
 	f.Var(&memory, "memory", "RAM of the microVM")
 	f.StringVar(&cfg.Program, "program", "true", "program of the root filesystem whose execution is measured")
@@ -146,7 +151,7 @@ made ahead (VM, vCPU and memory there, state not yet loaded).`,
 	return cmd
 }
 
-func checkForkFlags(engineName string, cfg bench.ForkConfig) error {
+func checkForkFlags(engineName, guest string, cfg bench.ForkConfig) error {
 	switch {
 	case engineName != bench.EngineMicroVM:
 		return fmt.Errorf("--engine %q: only %s can be measured", engineName, bench.EngineMicroVM)
@@ -154,6 +159,10 @@ func checkForkFlags(engineName string, cfg bench.ForkConfig) error {
 		return fmt.Errorf("--count %d: at least 1 is needed", cfg.Count)
 	case cfg.Parallel < 1:
 		return fmt.Errorf("--parallel %d: at least 1 is needed", cfg.Parallel)
+	case cfg.Shells < 0:
+		return fmt.Errorf("--shells %d: 0 or more", cfg.Shells)
+	case cfg.Shells > 0 && guest == bench.GuestTest:
+		return errors.New("--shells: the bare guest is always measured from shells, too")
 	}
 	for _, n := range cfg.Walls {
 		if n < 1 {

@@ -43,6 +43,7 @@ many claims are made at once; those that find no sandbox ready are forks.`,
 	f.StringVar(&rootfs, "rootfs", "", "folder with a root filesystem, or an EROFS image of one (required)")
 	f.IntVarP(&cfg.Count, "count", "n", cfg.Count, "how many claims, one after the other")
 	f.IntVar(&cfg.Ready, "ready", cfg.Ready, "how many sandboxes wait")
+	f.IntVar(&cfg.Shells, "shells", 0, "how many forks beyond them wait half made")
 	f.IntVar(&cfg.Burst, "burst", cfg.Burst, "how many claims at once")
 	f.IntVar(&cfg.VCPUs, "cpus", cfg.VCPUs, "processors of the microVM")
 	f.Var(&memory, "memory", "RAM of the microVM")

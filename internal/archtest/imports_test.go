@@ -90,6 +90,7 @@ var importRules = map[string][]string{
 	"internal/lowmem":    {},
 	"internal/lockdown":  {},
 	"internal/jail":      {},
+	"internal/stock":     {},
 
 	"internal/jail/escapee": {"internal/kvm", "internal/lockdown"},
 
@@ -106,7 +107,7 @@ var importRules = map[string][]string{
 
 	"internal/image": {},
 
-	"internal/engine/ready": {"internal/engine", "internal/snapshot"},
+	"internal/engine/ready": {"internal/engine", "internal/snapshot", "internal/stock"},
 
 	"internal/layer":    {"internal/guestmem"},
 	"internal/snapshot": {"internal/layer"},

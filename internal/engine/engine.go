@@ -85,6 +85,36 @@ type Engine interface {
 	Close() error
 }
 
+// Ahead is an engine that can make parts of forks before they are asked for.
+type Ahead interface {
+	// KeepShells has so many shells wait: sandboxes of a snapshot that have all
+	// but a state. Fork takes one where there is one, and the next is made when
+	// it has returned. The snapshot must not be closed before the shells are.
+	KeepShells(snap *snapshot.Snapshot, count int) (Shells, error)
+}
+
+// Shells are those of one call of KeepShells.
+type Shells interface {
+	// WaitFull waits until all of them are there.
+	WaitFull(context.Context) error
+	Stats() ShellStats
+	// Close ends those that wait.
+	Close() error
+}
+
+// ShellStats describes shells.
+type ShellStats struct {
+	// Waiting is how many are there now.
+	Waiting int `json:"waiting"`
+	// Taken counts forks that got one.
+	Taken uint64 `json:"taken"`
+	// Lost counts those that ended while they waited, Failed attempts to make
+	// one, and LastError is the reason of the last.
+	Lost      uint64 `json:"lost"`
+	Failed    uint64 `json:"failed"`
+	LastError string `json:"last_error,omitempty"`
+}
+
 // Sandbox is one running sandbox. Its methods are safe for concurrent use.
 type Sandbox interface {
 	// Agent is a session with the sandbox's agent; nil if it was adopted and not

@@ -176,6 +176,19 @@ func (c *Cell) Memory() (usage, limit uint64, err error) {
 	return c.group.memory()
 }
 
+// Limit gives the process other limits than it was started with.
+func (c *Cell) Limit(l Limits) error {
+	if c.group == nil {
+		return nil
+	}
+	c.extending.Lock()
+	defer c.extending.Unlock()
+	if err := c.group.set(l); err != nil {
+		return fmt.Errorf("limit a vmm process: %w", err)
+	}
+	return nil
+}
+
 // Extend lets the process have more memory until back is called, and as long
 // after that as it has it. For one that has ended that is nothing.
 func (c *Cell) Extend(bytes uint64) (back func() error, err error) {

@@ -232,7 +232,7 @@ func saveMemory(from *vmm.Capture, include []layer.Run) (c vmmctl.Change, err er
 		}
 		return 1
 	})
-	c.Runs = layer.Coalesce(runs, layer.MaxRuns)
+	c.Runs = layer.Gather(runs)
 	// Zeros in a gap that was closed are stored with it.
 	c.Zeros = slices.DeleteFunc(c.Zeros, func(z layer.Run) bool {
 		return slices.ContainsFunc(c.Runs, func(r layer.Run) bool { return z.Start >= r.Start && z.Start < r.Start+r.Length })

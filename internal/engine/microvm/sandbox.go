@@ -36,6 +36,7 @@ type sandbox struct {
 	restored   time.Duration      // from the call of Fork until it ran
 	folder     folder             // empty: it ends with this process
 	ownParent  bool               // parent is its own to close
+	fromShell  bool               // which was made before that call
 
 	capture sync.Mutex        // one capture at a time; protects memory, the disks' images and all following fields
 	standby *guestrpc.Standby // nil before the first capture

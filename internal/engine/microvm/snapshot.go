@@ -214,16 +214,6 @@ func (s *sandbox) freeze(ctx context.Context, save *vmmctl.Save) (_ *captured, e
 	return c, nil
 }
 
-// stopped is ErrEnded if the sandbox has ended.
-func (s *sandbox) stopped() error {
-	select {
-	case <-s.Done():
-		return s.ended()
-	default:
-		return nil
-	}
-}
-
 // store makes a snapshot folder of what was captured.
 func (s *sandbox) store(ctx context.Context, b *snapshot.Builder, c *captured) (*snapshot.Snapshot, error) {
 	st := &storing{Builder: b, sandbox: s, stored: map[layer.Digest]bool{}}
