@@ -16,6 +16,7 @@ import (
 	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/jail"
 	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/procid"
 	"agentrun.dev/internal/snapshot"
 	"agentrun.dev/internal/vmmctl"
 	"golang.org/x/sys/unix"
@@ -361,7 +362,7 @@ func Identify(sb engine.Sandbox) (ProcessID, error) {
 	if !ok {
 		return ProcessID{}, fmt.Errorf("identify: %T is no microVM", sb)
 	}
-	return identify(s.Pid())
+	return procid.Of(s.Pid())
 }
 
 // Detach leaves a sandbox that was forked with a Socket to itself.
