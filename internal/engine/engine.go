@@ -6,11 +6,15 @@ package engine
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net"
 	"os"
+	"strconv"
 	"time"
 
 	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/procid"
 	"agentrun.dev/internal/snapshot"
 )
 
@@ -25,6 +29,7 @@ type Spec struct {
 	Memory uint64
 	VCPUs  int
 	// Scratch is the size of an empty disk of the sandbox's own, 0 for none.
+	// Engines without disks let the root filesystem grow by so much instead.
 	Scratch  uint64
 	Hostname string
 	// Cmdline is appended to the guest kernel's command line.
@@ -67,6 +72,8 @@ type ForkOptions struct {
 type Engine interface {
 	// Name is what snapshots of this engine carry.
 	Name() string
+	// Capabilities say how this engine differs from others.
+	Capabilities() Capabilities
 	// Boot returns when the sandbox's agent has answered.
 	Boot(context.Context, Spec) (Sandbox, error)
 	// Fork makes a sandbox that continues from a snapshot, with an identity of
@@ -155,6 +162,82 @@ type Stats struct {
 	Generation uint64
 	// LastFork is what the last live fork of this sandbox cost.
 	LastFork LiveForkStats
+}
+
+// Capabilities say how an engine differs from others, for those to whom it
+// matters. The tests of all engines check each of them.
+type Capabilities struct {
+	// Disks: a scratch disk is a block device of its own.
+	Disks bool
+	// ClockCountsPauses: the monotonic clock inside counts the time in which a
+	// sandbox is paused or hibernated. Timeouts of execs do not, on any engine.
+	ClockCountsPauses bool
+	// TCPPorts: Dial reaches TCP ports of the sandbox's loopback. Without it,
+	// ports are those of the agent and of programs that listen on vsock.
+	TCPPorts bool
+	// CopiesInPause: a live fork copies memory while its source stands still.
+	CopiesInPause bool
+}
+
+// ReasonOutOfMemory begins the reason of a sandbox that the host's kernel has
+// ended for want of memory.
+const ReasonOutOfMemory = "out_of_memory"
+
+// Survivor is an engine whose forks can outlive their maker (ForkOptions.Socket)
+// and be found again.
+type Survivor interface {
+	Engine
+	// Identify says by which process a sandbox is found again, and Detach
+	// leaves it to itself.
+	Identify(Sandbox) (procid.ID, error)
+	Detach(Sandbox) error
+	// Attach connects to a sandbox that was forked from a snapshot, which the
+	// result closes.
+	Attach(context.Context, *snapshot.Snapshot, ForkOptions, procid.ID) (Attached, error)
+	// AttachProcess connects to a sandbox that may stand still.
+	AttachProcess(ctx context.Context, socket string, id procid.ID) (Process, error)
+	// StopListening ends a sandbox of which only its socket is known. Nobody
+	// there is fine.
+	StopListening(ctx context.Context, socket string) error
+	// ProcessStats reads the memory of a sandbox by its process.
+	ProcessStats(pid int) (Stats, error)
+	// KeepResident frees the resident layers that are not used; Sweep what
+	// sandboxes have left that ended while nobody watched.
+	KeepResident(used func(layer.Digest) bool) (removed int, err error)
+	Sweep() error
+}
+
+// Attached is a sandbox that lives on when its connection ends.
+type Attached interface {
+	Sandbox
+	// Prepare makes the sandbox ready to be captured after it was paused.
+	Prepare(context.Context) error
+	// Detach leaves the sandbox alone.
+	Detach() error
+}
+
+// Process is the process of a sandbox.
+type Process interface {
+	Pause(context.Context) error
+	Resume(context.Context) error
+	// Detach leaves it alone.
+	Detach() error
+}
+
+// GenerationLabel counts the forks that led to a snapshot.
+const GenerationLabel = "generation"
+
+// NextGeneration is that of a fork of a snapshot.
+func NextGeneration(m snapshot.Manifest) (uint64, error) {
+	text, ok := m.Labels[GenerationLabel]
+	if !ok {
+		return 1, nil
+	}
+	n, err := strconv.ParseUint(text, 10, 32)
+	if err != nil {
+		return 0, fmt.Errorf("label %s of the snapshot: %w", GenerationLabel, err)
+	}
+	return n + 1, nil
 }
 
 // Errors that engines wrap.

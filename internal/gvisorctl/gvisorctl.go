@@ -37,6 +37,8 @@ const (
 	OpResume Op = "resume"
 	// OpCheckpoint writes the sandbox to the folder Dir, and goes on.
 	OpCheckpoint Op = "checkpoint"
+	// OpDescribe asks what sandbox it is.
+	OpDescribe Op = "describe"
 	// OpConsole asks for the tail of what the agent has printed.
 	OpConsole Op = "console"
 	// OpStop ends the sandbox.
@@ -51,6 +53,7 @@ type Message struct {
 	ID uint64 `json:"id"`
 	Op Op     `json:"op,omitempty"`
 
+	// Create is also in the reply to OpDescribe.
 	Create *Create `json:"create,omitempty"`
 	Port   uint32  `json:"port,omitempty"`
 	Dir    string  `json:"dir,omitempty"`

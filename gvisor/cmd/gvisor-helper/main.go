@@ -18,9 +18,12 @@ import (
 	"gvisor.dev/gvisor/runsc/cmd/util"
 )
 
+// control is the descriptor of the control socket.
+const control = 3
+
 func main() {
 	if len(os.Args) == 2 && os.Args[1] == "serve" {
-		if err := helper.Serve(os.NewFile(3, "control")); err != nil {
+		if err := helper.Serve(control); err != nil {
 			fmt.Fprintln(os.Stderr, "gvisor-helper:", err)
 			os.Exit(1)
 		}

@@ -29,8 +29,7 @@ type sandboxed struct {
 	conf    *config.Config
 	cont    *container.Container
 	host    *guestmux.Host
-	runDir  string
-	console *console
+	made    *gvisorctl.Create
 
 	mu      sync.Mutex // one change of the sandbox's state at a time; protects all following fields
 	running bool       // started or restored
@@ -43,7 +42,7 @@ const channelFD = 3
 // create makes a sandbox that waits to be started or restored. The caller is
 // locked to its thread, which must live as long as the sandbox: gVisor's kernel
 // is killed with it.
-func create(c *gvisorctl.Create, root, agent *os.File, out *console) (*sandboxed, error) {
+func create(c *gvisorctl.Create, root, agent *os.File) (*sandboxed, error) {
 	conf, err := newConfig(c)
 	if err != nil {
 		return nil, err
@@ -66,7 +65,7 @@ func create(c *gvisorctl.Create, root, agent *os.File, out *console) (*sandboxed
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("make the sandbox: %w", err), ours.Close())
 	}
-	return &sandboxed{conf: conf, cont: cont, host: guestmux.NewHost(ours), runDir: c.RunDir, console: out}, nil
+	return &sandboxed{conf: conf, cont: cont, host: guestmux.NewHost(ours), made: c}, nil
 }
 
 // start boots the agent.
@@ -78,7 +77,7 @@ func (s *sandboxed) start(ctx context.Context) error {
 // runs.
 func (s *sandboxed) restore(ctx context.Context, files []*os.File) error {
 	// runsc opens the files by their names in a folder.
-	dir := filepath.Join(s.runDir, "restore")
+	dir := filepath.Join(s.made.RunDir, "restore")
 	if err := os.Mkdir(dir, 0o700); err != nil {
 		return fmt.Errorf("restore: %w", err)
 	}

@@ -33,8 +33,9 @@ type server struct {
 	exit    *gvisorctl.Exit
 }
 
-// Serve serves a control socket until the sandbox has ended.
-func Serve(control *os.File) error {
+// Serve serves a control socket, which it takes over, until the sandbox has
+// ended.
+func Serve(control int) error {
 	// gVisor's kernel is killed with the thread that has started it: this one,
 	// which is the main thread, since it is locked before any other runs.
 	runtime.LockOSThread()
@@ -43,10 +44,10 @@ func Serve(control *os.File) error {
 	if err != nil {
 		return err
 	}
-	if err := unix.SetNonblock(int(control.Fd()), true); err != nil {
+	if err := unix.SetNonblock(control, true); err != nil {
 		return fmt.Errorf("control socket: %w", err)
 	}
-	conn, err := gvisorctl.NewConn(os.NewFile(control.Fd(), "control"))
+	conn, err := gvisorctl.NewConn(os.NewFile(uintptr(control), "control"))
 	if err != nil {
 		return err
 	}
@@ -194,6 +195,9 @@ func (s *server) try(ctx context.Context, m *gvisorctl.Message, files []*os.File
 		took, err := box.checkpoint(m.Dir)
 		reply.Took = took
 		return err
+	case gvisorctl.OpDescribe:
+		reply.Create, reply.SentryPID = box.made, box.cont.SandboxPid()
+		return nil
 	case gvisorctl.OpConsole:
 		reply.Data = s.console.bytes()
 		return nil
@@ -215,7 +219,7 @@ func (s *server) create(c *gvisorctl.Create, files []*os.File, reply *gvisorctl.
 			done <- errors.New("there is a sandbox already")
 			return
 		}
-		box, err := create(c, files[0], files[1], s.console)
+		box, err := create(c, files[0], files[1])
 		if err == nil {
 			s.mu.Lock()
 			s.box = box

@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"net"
 	"os"
-	"strconv"
 	"time"
 
 	"agentrun.dev/internal/assets"
@@ -33,7 +32,7 @@ type Engine struct {
 	touched  touched
 }
 
-var _ engine.Engine = (*Engine)(nil)
+var _ engine.Survivor = (*Engine)(nil)
 
 // Config says where an Engine keeps what it needs.
 type Config struct {
@@ -82,6 +81,9 @@ func New(cfg Config) (*Engine, error) {
 
 // Name is what snapshots of this engine carry.
 func (e *Engine) Name() string { return Name }
+
+// Capabilities say how this engine differs from others.
+func (e *Engine) Capabilities() engine.Capabilities { return engine.Capabilities{Disks: true} }
 
 // Close frees the engine; sandboxes live on.
 func (e *Engine) Close() error { return errors.Join(e.resident.Close(), e.vmm.Close()) }
@@ -272,7 +274,7 @@ func (e *Engine) restore(ctx context.Context, s *sandbox, opts engine.ForkOption
 // describe says what a fork of a snapshot is made of.
 func (e *Engine) describe(snap *snapshot.Snapshot, hostname string) (*sandbox, error) {
 	m := snap.Manifest()
-	generation, err := nextGeneration(m)
+	generation, err := engine.NextGeneration(m)
 	if err != nil {
 		return nil, err
 	}
@@ -292,13 +294,13 @@ func (e *Engine) describe(snap *snapshot.Snapshot, hostname string) (*sandbox, e
 }
 
 // Attach connects to a sandbox that was forked from snap with a Socket.
-func (e *Engine) Attach(ctx context.Context, snap *snapshot.Snapshot, opts engine.ForkOptions, id ProcessID) (*Attached, error) {
+func (e *Engine) Attach(ctx context.Context, snap *snapshot.Snapshot, opts engine.ForkOptions, id procid.ID) (engine.Attached, error) {
 	s, err := e.describe(snap, opts.Hostname)
 	if err != nil {
 		return nil, err
 	}
 	s.attachable = true
-	p, err := e.AttachProcess(opts.Socket, id)
+	p, err := e.attachProcess(opts.Socket, id)
 	if err != nil {
 		return nil, err
 	}
@@ -316,7 +318,11 @@ func (e *Engine) Attach(ctx context.Context, snap *snapshot.Snapshot, opts engin
 
 // AttachProcess connects to the process of a sandbox, whose guest may stand
 // still.
-func (e *Engine) AttachProcess(socket string, id ProcessID) (*Process, error) {
+func (e *Engine) AttachProcess(_ context.Context, socket string, id procid.ID) (engine.Process, error) {
+	return e.attachProcess(socket, id)
+}
+
+func (e *Engine) attachProcess(socket string, id procid.ID) (*Process, error) {
 	p, err := attach(e.vmm, socket, id)
 	if errors.Is(err, unix.ESRCH) {
 		err = fmt.Errorf("%w: its process is gone", engine.ErrEnded)
@@ -357,22 +363,31 @@ func Restored(sb engine.Sandbox) time.Duration {
 }
 
 // Identify says by which process a sandbox is found again.
-func Identify(sb engine.Sandbox) (ProcessID, error) {
+func (e *Engine) Identify(sb engine.Sandbox) (procid.ID, error) {
 	s, ok := sb.(*sandbox)
 	if !ok {
-		return ProcessID{}, fmt.Errorf("identify: %T is no microVM", sb)
+		return procid.ID{}, fmt.Errorf("identify: %T is no microVM", sb)
 	}
 	return procid.Of(s.Pid())
 }
 
 // Detach leaves a sandbox that was forked with a Socket to itself.
-func Detach(sb engine.Sandbox) error {
+func (e *Engine) Detach(sb engine.Sandbox) error {
 	s, ok := sb.(*sandbox)
 	if !ok {
 		return fmt.Errorf("detach: %T is no microVM", sb)
 	}
 	return errors.Join(s.Guest.Agent.Close(), s.release(), s.Process.Detach())
 }
+
+// StopListening ends a vmm of which only its socket is known. Nobody there is
+// fine.
+func (e *Engine) StopListening(ctx context.Context, socket string) error {
+	return stopListening(ctx, socket)
+}
+
+// ProcessStats reads the memory of a vmm process.
+func (e *Engine) ProcessStats(pid int) (engine.Stats, error) { return ProcessStats(pid) }
 
 // Sweep frees the user ids and cgroups of sandboxes that ended while nobody
 // watched.
@@ -382,21 +397,6 @@ func (e *Engine) Sweep() error { return e.vmm.Sweep() }
 // map them are not disturbed.
 func (e *Engine) KeepResident(used func(layer.Digest) bool) (removed int, err error) {
 	return e.resident.Keep(used)
-}
-
-// generationLabel counts the forks that led to a snapshot.
-const generationLabel = "generation"
-
-func nextGeneration(m snapshot.Manifest) (uint64, error) {
-	text, ok := m.Labels[generationLabel]
-	if !ok {
-		return 1, nil
-	}
-	n, err := strconv.ParseUint(text, 10, 32)
-	if err != nil {
-		return 0, fmt.Errorf("label %s of the snapshot: %w", generationLabel, err)
-	}
-	return n + 1, nil
 }
 
 func randomHex(n int) string {

@@ -66,12 +66,8 @@ func release(c *jail.Cell) (words string) {
 	return words
 }
 
-// ProcessID names the process of a sandbox.
-type ProcessID = procid.ID
-
-// StopListening ends a vmm of which only its socket is known. Nobody there is
-// fine.
-func StopListening(ctx context.Context, socket string) error {
+// stopListening tells a vmm at a socket to stop, and waits until it has.
+func stopListening(ctx context.Context, socket string) error {
 	conn, err := vmmctl.Dial(socket)
 	if errors.Is(err, unix.ECONNREFUSED) || errors.Is(err, fs.ErrNotExist) {
 		return nil
@@ -114,7 +110,7 @@ func (a *adopted) wait() string {
 }
 
 // attach connects to a vmm that listens at a socket.
-func attach(j *jail.Jail, socket string, id ProcessID) (*Process, error) {
+func attach(j *jail.Jail, socket string, id procid.ID) (*Process, error) {
 	h, err := procid.Adopt(id)
 	if err != nil {
 		return nil, err
