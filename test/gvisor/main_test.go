@@ -23,7 +23,12 @@ var rootImage string
 
 func TestMain(m *testing.M) { os.Exit(runTests(m)) }
 
+// dirEnv is where the engine of a test keeps everything, for parents that the
+// tests start and kill.
+const dirEnv = "AGENTRUN_TEST_DIR"
+
 func runTests(m *testing.M) int {
+	enginetest.Orphan(func() (engine.Survivor, error) { return gvisor.New(config(os.Getenv(dirEnv))) })
 	dir, err := os.MkdirTemp("", "agentrun-test-")
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)
@@ -43,15 +48,24 @@ func runTests(m *testing.M) int {
 	return m.Run()
 }
 
-// newEngine makes an engine with folders of its own.
-func newEngine(t testing.TB, cfg gvisor.Config) *gvisor.Engine {
+func config(dir string) gvisor.Config {
+	return gvisor.Config{Resident: filepath.Join(dir, "resident"), RunDir: filepath.Join(dir, "run")}
+}
+
+// tempDir is a folder on tmpfs.
+func tempDir(t testing.TB) string {
 	t.Helper()
 	dir, err := os.MkdirTemp("/dev/shm", "agentrun-test-")
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = os.RemoveAll(dir) })
-	cfg.Resident, cfg.RunDir = filepath.Join(dir, "resident"), filepath.Join(dir, "run")
+	return dir
+}
+
+// newEngine makes an engine.
+func newEngine(t testing.TB, cfg gvisor.Config) *gvisor.Engine {
+	t.Helper()
 	e, err := gvisor.New(cfg)
 	if err != nil {
 		t.Fatal(err)
@@ -87,9 +101,11 @@ func spec(t testing.TB) engine.Spec {
 func TestConformance(t *testing.T) {
 	for name, ahead := range map[string]int{"made at once": 0, "made ahead": 2} {
 		t.Run(name, func(t *testing.T) {
+			dir := tempDir(t)
+			cfg := config(dir)
+			cfg.Precreate = ahead
 			enginetest.Run(t, enginetest.Target{
-				Engine: newEngine(t, gvisor.Config{Precreate: ahead}),
-				Spec:   spec(t), Forks: count(50, 6),
+				Engine: newEngine(t, cfg), Spec: spec(t), Forks: count(50, 6), ChildEnv: []string{dirEnv + "=" + dir},
 			})
 		})
 	}

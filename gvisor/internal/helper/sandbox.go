@@ -18,7 +18,6 @@ import (
 	"agentrun.dev/internal/gvisorctl"
 	"golang.org/x/sys/unix"
 	"gvisor.dev/gvisor/pkg/state/statefile"
-	"gvisor.dev/gvisor/runsc/boot"
 	"gvisor.dev/gvisor/runsc/config"
 	"gvisor.dev/gvisor/runsc/container"
 	"gvisor.dev/gvisor/runsc/sandbox"
@@ -26,10 +25,10 @@ import (
 
 // sandboxed is the sandbox of this process.
 type sandboxed struct {
-	conf    *config.Config
-	cont    *container.Container
-	host    *guestmux.Host
-	made    *gvisorctl.Create
+	conf *config.Config
+	cont *container.Container
+	host *guestmux.Host
+	made *gvisorctl.Create
 
 	mu      sync.Mutex // one change of the sandbox's state at a time; protects all following fields
 	running bool       // started or restored
@@ -87,7 +86,7 @@ func (s *sandboxed) restore(ctx context.Context, files []*os.File) error {
 		}
 	}
 	return s.begin(ctx, func() error {
-		return s.cont.Restore(s.conf, dir, false, true, &boot.CreateLinksAndRoutesArgs{})
+		return s.cont.Restore(s.conf, dir, false, true, nil)
 	})
 }
 

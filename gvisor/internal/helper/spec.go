@@ -50,7 +50,10 @@ var allCapabilities = []string{
 // part of the checkpoint.
 func newSpec(c *gvisorctl.Create, root string) *specs.Spec {
 	caps := allCapabilities
-	size := func(options ...string) []string { return options }
+	// A file system in memory may fill as much of it as in a microVM.
+	part := func(of uint64, options ...string) []string {
+		return append(options, "size="+strconv.FormatUint(c.Memory/of, 10), "nosuid", "nodev")
+	}
 	return &specs.Spec{
 		Version: "1.0.0", Hostname: c.Hostname,
 		Root: &specs.Root{Path: filepath.Join(c.RunDir, "bundle", "root")},
@@ -63,11 +66,11 @@ func newSpec(c *gvisorctl.Create, root string) *specs.Spec {
 		},
 		Mounts: []specs.Mount{
 			{Destination: "/proc", Type: "proc", Source: "proc"},
-			{Destination: "/sys", Type: "sysfs", Source: "sysfs", Options: size("ro")},
-			{Destination: "/dev", Type: "tmpfs", Source: "tmpfs", Options: size("mode=0755", "nosuid")},
-			{Destination: "/dev/pts", Type: "devpts", Source: "devpts", Options: size("gid=5", "mode=620", "ptmxmode=666")},
-			{Destination: "/dev/shm", Type: "tmpfs", Source: "tmpfs", Options: size("mode=1777", "nosuid", "nodev")},
-			{Destination: "/run", Type: "tmpfs", Source: "tmpfs", Options: size("mode=0755", "nosuid", "nodev")},
+			{Destination: "/sys", Type: "sysfs", Source: "sysfs", Options: []string{"ro"}},
+			{Destination: "/dev", Type: "tmpfs", Source: "tmpfs", Options: []string{"mode=0755", "nosuid"}},
+			{Destination: "/dev/pts", Type: "devpts", Source: "devpts", Options: []string{"gid=5", "mode=620", "ptmxmode=666"}},
+			{Destination: "/dev/shm", Type: "tmpfs", Source: "tmpfs", Options: part(2, "mode=1777")},
+			{Destination: "/run", Type: "tmpfs", Source: "tmpfs", Options: part(5, "mode=0755")},
 		},
 		Linux: &specs.Linux{Namespaces: []specs.LinuxNamespace{
 			{Type: specs.PIDNamespace}, {Type: specs.IPCNamespace}, {Type: specs.UTSNamespace},

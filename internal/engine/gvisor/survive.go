@@ -175,6 +175,9 @@ func (e *Engine) attach(ctx context.Context, socket string, id procid.ID) (*proc
 	}
 	conn, err := gvisorctl.Dial(socket)
 	if err != nil {
+		if !id.Alive() { // and nobody has reaped it
+			err = fmt.Errorf("%w: its process is gone", engine.ErrEnded)
+		}
 		return nil, errors.Join(err, held.Close())
 	}
 	p := &process{

@@ -324,7 +324,7 @@ func (e *Engine) AttachProcess(_ context.Context, socket string, id procid.ID) (
 
 func (e *Engine) attachProcess(socket string, id procid.ID) (*Process, error) {
 	p, err := attach(e.vmm, socket, id)
-	if errors.Is(err, unix.ESRCH) {
+	if err != nil && !id.Alive() {
 		err = fmt.Errorf("%w: its process is gone", engine.ErrEnded)
 	}
 	return p, err
