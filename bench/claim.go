@@ -10,6 +10,7 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/engine/ready"
 )
 
@@ -25,10 +26,14 @@ type ClaimConfig struct {
 	// Folder is for the snapshot and the sandboxes' disks.
 	Folder string
 	Jail   microvm.JailPolicy
+	// Engine and Warm are as of a ForkConfig.
+	Engine pick.Kind
+	Warm   string
 }
 
 // ClaimReport is what it found. Times are from the call.
 type ClaimReport struct {
+	Engine string  `json:"engine"`
 	Memory uint64  `json:"memory_bytes"`
 	VCPUs  int     `json:"vcpus"`
 	Ready  int     `json:"ready"`
@@ -48,16 +53,19 @@ type ClaimReport struct {
 // Claim measures claims of ready sandboxes.
 func Claim(ctx context.Context, cfg ClaimConfig) (_ ClaimReport, err error) {
 	report := ClaimReport{Memory: cfg.Memory, VCPUs: cfg.VCPUs, Ready: cfg.Ready}
-	source, err := newForkSource(ctx, ForkConfig{
+	from := ForkConfig{
 		Root: cfg.Root, Program: cfg.Program, Memory: cfg.Memory, VCPUs: cfg.VCPUs, Folder: cfg.Folder, Jail: cfg.Jail,
-	})
+		Engine: cfg.Engine, Warm: cfg.Warm,
+	}
+	source, err := newForkSource(ctx, from)
 	if err != nil {
 		return report, err
 	}
 	defer func() { err = errors.Join(err, source.close()) }()
+	report.Engine = string(from.engine())
 	pool := ready.New(ready.Config{Engine: source.engine, Snapshot: source.snap, Count: cfg.Ready})
 	defer func() { err = errors.Join(err, pool.Close()) }()
-	floor, err := NewFloor()
+	floor, err := floorOf(from.engine(), cfg.Root)
 	if err != nil {
 		return report, err
 	}

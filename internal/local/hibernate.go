@@ -11,20 +11,20 @@ import (
 	"strings"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/snapshot"
 )
 
 // Pause stops a sandbox's processors. It keeps its memory.
 func (s *Store) Pause(ctx context.Context, name Name) error {
-	return s.still(ctx, name, func(p *microvm.Process, r *record) error {
+	return s.still(ctx, name, func(p engine.Process, r *record) error {
 		r.Paused = true
 		return p.Pause(ctx)
 	})
 }
 
 // still changes whether a sandbox runs, and writes that down.
-func (s *Store) still(ctx context.Context, name Name, change func(*microvm.Process, *record) error) (err error) {
+func (s *Store) still(ctx context.Context, name Name, change func(engine.Process, *record) error) (err error) {
 	r, err := s.record(name)
 	if err != nil {
 		return err
@@ -32,7 +32,11 @@ func (s *Store) still(ctx context.Context, name Name, change func(*microvm.Proce
 	if r.Hibernated {
 		return fmt.Errorf("sandbox %s is hibernated: agentrun resume %s wakes it", name, name)
 	}
-	p, err := s.engine.AttachProcess(filepath.Join(s.sandboxDir(name), controlName), r.Process)
+	e, err := s.engine(r.engine())
+	if err != nil {
+		return err
+	}
+	p, err := e.AttachProcess(ctx, filepath.Join(s.sandboxDir(name), controlName), r.Process)
 	if err != nil {
 		return fmt.Errorf("sandbox %s: %w", name, err)
 	}
@@ -56,7 +60,7 @@ func (s *Store) Resume(ctx context.Context, name Name) error {
 	case !r.Paused:
 		return nil
 	}
-	return s.still(ctx, name, func(p *microvm.Process, r *record) error {
+	return s.still(ctx, name, func(p engine.Process, r *record) error {
 		r.Paused = false
 		return p.Resume(ctx)
 	})
@@ -116,7 +120,11 @@ func (s *Store) wake(ctx context.Context, name Name, r record) (err error) {
 	control := filepath.Join(dir, controlName)
 	// Whoever was interrupted may have left a process: the one that was
 	// captured, or one that woke and that nobody knows of.
-	if err := errors.Join(r.Process.Kill(ctx), microvm.StopListening(ctx, control), removeIfThere(control)); err != nil {
+	e, err := s.engine(r.engine())
+	if err != nil {
+		return fmt.Errorf("resume %s: %w", name, err)
+	}
+	if err := errors.Join(r.Process.Kill(ctx), e.StopListening(ctx, control), removeIfThere(control)); err != nil {
 		return fmt.Errorf("resume %s: %w", name, err)
 	}
 	snap, err := snapshot.Open(filepath.Join(dir, r.From))
@@ -124,14 +132,14 @@ func (s *Store) wake(ctx context.Context, name Name, r record) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, snap.Close()) }()
-	sb, err := s.engine.Fork(ctx, snap, engine.ForkOptions{
+	sb, err := e.Fork(ctx, snap, engine.ForkOptions{
 		Hostname: string(name), Socket: control, KeepIdentity: true, Limits: r.Limits,
 	})
 	if err != nil {
 		return fmt.Errorf("resume %s: %w", name, err)
 	}
 	r.Hibernated, r.Snapshot = false, snap.ID().String()
-	if err := s.leave(sb, name, r); err != nil {
+	if err := s.leave(e, sb, name, r); err != nil {
 		return errors.Join(err, sb.Close())
 	}
 	return nil
@@ -160,17 +168,20 @@ func (s *Store) write(name Name, r record) error {
 }
 
 // leave writes down which process a sandbox is, and lets it go.
-func (s *Store) leave(sb engine.Sandbox, name Name, r record) (err error) {
+func (s *Store) leave(e engine.Survivor, sb engine.Sandbox, name Name, r record) (err error) {
 	if r.BootID, err = bootID(); err != nil {
 		return err
 	}
-	if r.Process, err = microvm.Identify(sb); err != nil {
+	if r.Process, err = e.Identify(sb); err != nil {
+		return err
+	}
+	if r.Engine, err = pick.Of(e.Name()); err != nil {
 		return err
 	}
 	if err := s.write(name, r); err != nil {
 		return err
 	}
-	return microvm.Detach(sb)
+	return e.Detach(sb)
 }
 
 func removeIfThere(path string) error {

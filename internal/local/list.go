@@ -9,7 +9,7 @@ import (
 	"path/filepath"
 	"time"
 
-	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/snapshot"
 	"golang.org/x/sys/unix"
@@ -19,6 +19,8 @@ import (
 type Entry struct {
 	Name Name   `json:"name"`
 	Kind string `json:"kind"` // KindSnapshot or KindSandbox
+	// Engine is what it runs on.
+	Engine pick.Kind `json:"engine,omitempty"`
 	// Status is one of the Status constants, or what is wrong with it.
 	Status  string    `json:"status"`
 	Created time.Time `json:"created,omitzero"`
@@ -85,7 +87,11 @@ func describe(dir string) Entry {
 	}
 	defer func() { _ = snap.Close() }() // only read
 	m := snap.Manifest()
-	e := Entry{Status: StatusReady, Created: m.Created, Snapshot: snap.ID().String(), VCPUs: m.VCPUs, Memory: m.Memory.Size}
+	kind, err := pick.Of(m.Engine)
+	if err != nil {
+		return Entry{Status: err.Error()}
+	}
+	e := Entry{Status: StatusReady, Engine: kind, Created: m.Created, Snapshot: snap.ID().String(), VCPUs: m.VCPUs, Memory: m.Memory.Size}
 	for _, ref := range m.Layers() {
 		e.Stored += ref.Size
 		e.Layers++
@@ -128,8 +134,10 @@ func (s *Store) describeSandbox(n Name) Entry {
 		if r.Paused {
 			e.Status = StatusPaused
 		}
-		if st, err := microvm.ProcessStats(r.Process.PID); err == nil {
-			e.Own = st.Own
+		if en, err := s.engine(r.engine()); err == nil {
+			if st, err := en.ProcessStats(r.Process.PID); err == nil {
+				e.Own = st.Own
+			}
 		}
 	default:
 		e.Status = StatusEnded
@@ -145,7 +153,7 @@ func (s *Store) Remove(ctx context.Context, name Name) error {
 			if err := r.Process.Kill(ctx); err != nil {
 				return fmt.Errorf("remove sandbox %s: %w", name, err)
 			}
-		} else if err := microvm.StopListening(ctx, filepath.Join(dir, controlName)); err != nil {
+		} else if err := s.stopUnknown(ctx, dir); err != nil {
 			return fmt.Errorf("remove sandbox %s: %w", name, err)
 		}
 		if err := os.RemoveAll(dir); err != nil {
@@ -160,6 +168,21 @@ func (s *Store) Remove(ctx context.Context, name Name) error {
 		return s.tidy()
 	}
 	return fmt.Errorf("remove %s: %w", name, ErrNotFound)
+}
+
+// stopUnknown ends the process of a sandbox that was left half made: what it was
+// made of says on which engine.
+func (s *Store) stopUnknown(ctx context.Context, dir string) error {
+	snap, err := snapshot.Open(filepath.Join(dir, fromName))
+	if err != nil {
+		return nil // there was none yet
+	}
+	defer func() { _ = snap.Close() }() // only read
+	e, err := s.engineOf(snap)
+	if err != nil {
+		return err
+	}
+	return e.StopListening(ctx, filepath.Join(dir, controlName))
 }
 
 // tidy frees the memory layers that no snapshot and no sandbox uses, and what
@@ -182,6 +205,14 @@ func (s *Store) tidy() error {
 			_ = snap.Close() // only read
 		}
 	}
-	_, err := s.engine.KeepResident(func(d layer.Digest) bool { return used[d] })
-	return errors.Join(err, s.engine.Sweep(), snapshot.CleanTemp(filepath.Join(s.dir, "snapshots")))
+	errs := []error{snapshot.CleanTemp(filepath.Join(s.dir, "snapshots"))}
+	for _, kind := range pick.Kinds {
+		e, err := s.engine(kind)
+		if err != nil {
+			continue // it is not installed here, and has left nothing
+		}
+		_, err = e.KeepResident(func(d layer.Digest) bool { return used[d] })
+		errs = append(errs, err, e.Sweep())
+	}
+	return errors.Join(errs...)
 }

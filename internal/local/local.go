@@ -25,11 +25,14 @@ import (
 	"regexp"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/procid"
 	"agentrun.dev/internal/snapshot"
 )
 
@@ -53,11 +56,14 @@ func ParseName(s string) (Name, error) {
 // ErrNotFound says that there is neither a snapshot nor a sandbox of a name.
 var ErrNotFound = errors.New("no such snapshot or sandbox")
 
-// Store is the folder and the engine that runs its sandboxes.
+// Store is the folder and the engines that run its sandboxes.
 type Store struct {
 	dir      string
 	resident string // where its memory layers are
-	engine   *microvm.Engine
+	policy   microvm.JailPolicy
+
+	mu     sync.Mutex // protects opened
+	opened map[pick.Kind]engine.Survivor
 }
 
 // DefaultFolder is where a user's snapshots and sandboxes are.
@@ -88,15 +94,43 @@ func Open(dir string, policy microvm.JailPolicy) (*Store, error) {
 	// One per folder, so that tidying one does not empty the other.
 	sum := sha256.Sum256([]byte(dir))
 	resident := "/dev/shm/agentrun-" + strconv.Itoa(os.Geteuid()) + "-" + hex.EncodeToString(sum[:4])
-	e, err := microvm.New(microvm.Config{Resident: resident, Scratch: filepath.Join(dir, "scratch"), Jail: policy})
+	return &Store{dir: dir, resident: resident, policy: policy, opened: map[pick.Kind]engine.Survivor{}}, nil
+}
+
+// engine opens an engine when it is first needed: a machine need not have all.
+func (s *Store) engine(kind pick.Kind) (engine.Survivor, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if e := s.opened[kind]; e != nil {
+		return e, nil
+	}
+	e, err := pick.Open(kind, pick.Config{Resident: s.resident, Scratch: filepath.Join(s.dir, "scratch"), Jail: s.policy})
 	if err != nil {
 		return nil, err
 	}
-	return &Store{dir: dir, resident: resident, engine: e}, nil
+	s.opened[kind] = e
+	return e, nil
+}
+
+// engineOf opens the engine that a snapshot is of.
+func (s *Store) engineOf(snap *snapshot.Snapshot) (engine.Survivor, error) {
+	kind, err := pick.Of(snap.Manifest().Engine)
+	if err != nil {
+		return nil, err
+	}
+	return s.engine(kind)
 }
 
 // Close frees the store; sandboxes live on.
-func (s *Store) Close() error { return s.engine.Close() }
+func (s *Store) Close() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var errs []error
+	for _, e := range s.opened {
+		errs = append(errs, e.Close())
+	}
+	return errors.Join(errs...)
+}
 
 // SnapshotFolder is where a snapshot is.
 func (s *Store) SnapshotFolder(n Name) string { return s.snapshotDir(n) }
@@ -113,10 +147,12 @@ const (
 
 // record is what sandbox.json holds.
 type record struct {
-	Process  microvm.ProcessID `json:"process"`
-	BootID   string            `json:"boot_id"` // process ids are good until the machine restarts
-	Created  time.Time         `json:"created"`
-	Snapshot string            `json:"snapshot"`
+	Process  procid.ID `json:"process"`
+	BootID   string    `json:"boot_id"` // process ids are good until the machine restarts
+	Created  time.Time `json:"created"`
+	Snapshot string    `json:"snapshot"`
+	// Engine is that of the sandbox; empty is a microVM's.
+	Engine pick.Kind `json:"engine,omitempty"`
 	// From is the folder of the snapshot that its memory and disks are based
 	// on: another after each hibernation.
 	From   string        `json:"from"`
@@ -134,13 +170,25 @@ func bootID() (string, error) {
 	return strings.TrimSpace(string(b)), nil
 }
 
-// Template boots a sandbox, lets warm prepare it, and captures it under a
-// name.
-func (s *Store) Template(ctx context.Context, name Name, spec engine.Spec, warm func(engine.Sandbox) error) (err error) {
+// engine is the kind of engine of a sandbox.
+func (r *record) engine() pick.Kind {
+	if r.Engine == "" {
+		return pick.MicroVM
+	}
+	return r.Engine
+}
+
+// Template boots a sandbox on an engine, lets warm prepare it, and captures it
+// under a name.
+func (s *Store) Template(ctx context.Context, name Name, kind pick.Kind, spec engine.Spec, warm func(engine.Sandbox) error) (err error) {
 	if err := s.free(name); err != nil {
 		return err
 	}
-	sb, err := s.engine.Boot(ctx, spec)
+	e, err := s.engine(kind)
+	if err != nil {
+		return err
+	}
+	sb, err := e.Boot(ctx, spec)
 	if err != nil {
 		return err
 	}
@@ -239,13 +287,17 @@ func (s *Store) fork(ctx context.Context, snap *snapshot.Snapshot, name Name, li
 	if err := clone(snap, filepath.Join(dir, fromName)); err != nil {
 		return err
 	}
-	sb, err := s.engine.Fork(ctx, snap, engine.ForkOptions{
+	e, err := s.engineOf(snap)
+	if err != nil {
+		return err
+	}
+	sb, err := e.Fork(ctx, snap, engine.ForkOptions{
 		Hostname: string(name), Socket: filepath.Join(dir, controlName), Limits: limits,
 	})
 	if err != nil {
 		return err
 	}
-	if err := s.leave(sb, name, record{From: fromName, Limits: limits, Created: time.Now().UTC().Truncate(time.Second), Snapshot: snap.ID().String()}); err != nil {
+	if err := s.leave(e, sb, name, record{From: fromName, Limits: limits, Created: time.Now().UTC().Truncate(time.Second), Snapshot: snap.ID().String()}); err != nil {
 		return errors.Join(err, sb.Close())
 	}
 	return nil
@@ -276,7 +328,7 @@ func clone(snap *snapshot.Snapshot, dir string) error {
 }
 
 // Attach connects to a sandbox. One that is paused or hibernated goes on.
-func (s *Store) Attach(ctx context.Context, name Name) (*microvm.Attached, error) {
+func (s *Store) Attach(ctx context.Context, name Name) (engine.Attached, error) {
 	if err := s.Resume(ctx, name); err != nil {
 		return nil, err
 	}
@@ -289,7 +341,11 @@ func (s *Store) Attach(ctx context.Context, name Name) (*microvm.Attached, error
 		return nil, err
 	}
 	opts := engine.ForkOptions{Hostname: string(name), Socket: filepath.Join(s.sandboxDir(name), controlName)}
-	sb, err := s.engine.Attach(ctx, snap, opts, r.Process)
+	e, err := s.engine(r.engine())
+	if err != nil {
+		return nil, errors.Join(err, snap.Close())
+	}
+	sb, err := e.Attach(ctx, snap, opts, r.Process)
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("sandbox %s: %w", name, err), snap.Close())
 	}

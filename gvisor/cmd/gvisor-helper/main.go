@@ -33,6 +33,6 @@ func main() {
 	const group = ""
 	cli.Run(nil, map[util.SubCommand]string{
 		new(sentrycmd.Boot): group, new(sentrycmd.Umount): group,
-		new(cmd.Restore): group, new(cmd.Delete): group, new(cmd.Create): group, new(cmd.Run): group,
+		new(cmd.Run): group, new(cmd.Checkpoint): group, new(cmd.Restore): group, new(cmd.Delete): group,
 	}, nil)
 }

@@ -29,32 +29,52 @@ func (s *sandbox) Stats(context.Context) (engine.Stats, error) {
 }
 
 // ProcessStats reads the memory of a helper and of all processes below it.
-//
-// The memory of programs, and files that they have written, is one file in
-// memory that gVisor's kernel and its processes map in parts: what is allocated
-// of it counts, mapped or not.
 func ProcessStats(helper int) (st engine.Stats, err error) {
-	var shmem, allocated uint64
+	p, err := ReadParts(helper)
+	st.Own = p.Programs + p.Anonymous
+	st.Proportional = st.Own + p.Files
+	return st, err
+}
+
+// Parts are what a sandbox's memory is made of, in bytes.
+type Parts struct {
+	// Programs is the memory of programs and of files that they have written:
+	// one file in memory that gVisor's kernel and its processes map in parts.
+	// What is allocated of it counts, mapped or not.
+	Programs uint64
+	// Anonymous is the memory of the processes themselves.
+	Anonymous uint64
+	// Files is their share of files that are mapped, such as programs' text.
+	Files uint64
+	// PageTables are those of the processes.
+	PageTables uint64
+}
+
+// ReadParts reads the memory of a helper and of all processes below it.
+func ReadParts(helper int) (p Parts, err error) {
+	var mapped, allocated uint64
 	seen := map[uint64]bool{}
 	for _, pid := range family(helper) {
-		roll, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/smaps_rollup")
+		folder := "/proc/" + strconv.Itoa(pid)
+		roll, err := os.ReadFile(folder + "/smaps_rollup")
 		if err != nil || len(roll) == 0 {
 			if pid == helper {
-				return st, fmt.Errorf("read the memory of gvisor-helper: %w", errors.Join(engine.ErrEnded, err))
+				return p, fmt.Errorf("read the memory of gvisor-helper: %w", errors.Join(engine.ErrEnded, err))
 			}
 			continue // it has ended meanwhile
 		}
-		st.Own += field(roll, "Pss_Anon")
-		st.Proportional += field(roll, "Pss_File")
-		shmem += field(roll, "Pss_Shmem")
+		p.Anonymous += field(roll, "Pss_Anon")
+		p.Files += field(roll, "Pss_File")
+		mapped += field(roll, "Pss_Shmem")
 		allocated += memoryFiles(pid, seen)
+		status, _ := os.ReadFile(folder + "/status") // it may have ended
+		p.PageTables += field(status, "VmPTE")
 	}
-	st.Own += max(shmem, allocated)
-	st.Proportional += st.Own
-	return st, nil
+	p.Programs = max(mapped, allocated)
+	return p, nil
 }
 
-// field reads a line of smaps_rollup, in bytes.
+// field reads a line of a file of /proc, in bytes.
 func field(roll []byte, name string) uint64 {
 	for line := range strings.Lines(string(roll)) {
 		key, rest, _ := strings.Cut(line, ":")

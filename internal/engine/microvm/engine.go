@@ -363,7 +363,10 @@ func Restored(sb engine.Sandbox) time.Duration {
 }
 
 // Identify says by which process a sandbox is found again.
-func (e *Engine) Identify(sb engine.Sandbox) (procid.ID, error) {
+func (e *Engine) Identify(sb engine.Sandbox) (procid.ID, error) { return Identify(sb) }
+
+// Identify says by which process a microVM is found again.
+func Identify(sb engine.Sandbox) (procid.ID, error) {
 	s, ok := sb.(*sandbox)
 	if !ok {
 		return procid.ID{}, fmt.Errorf("identify: %T is no microVM", sb)
