@@ -12,8 +12,8 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/guestrpc"
-	"agentrun.dev/internal/image"
 	"agentrun.dev/internal/vmm"
 	"github.com/spf13/cobra"
 )
@@ -30,6 +30,7 @@ type runOptions struct {
 	cmdline  string
 	limits   engine.Limits
 	policy   microvm.JailPolicy
+	engine   pick.Kind
 	execOptions
 }
 
@@ -40,15 +41,16 @@ func newRunCommand() *cobra.Command {
 	o := runOptions{memory: 256 << 20, cpus: 1}
 	cmd := &cobra.Command{
 		Use:   "run --rootfs DIR [flags] -- COMMAND [ARG...]",
-		Short: "Boot a microVM, run a command in it, and throw it away",
-		Long: `Boot a microVM from a folder, run a command in it and return its exit code.
+		Short: "Boot a sandbox, run a command in it, and throw it away",
+		Long: `Boot a sandbox from a folder, run a command in it and return its exit code. It is
+a microVM where there is hardware KVM, and runs on gVisor elsewhere (--engine).
 
 The folder is packed into a read-only image; what the command writes goes to a
 layer in memory and is gone when the command ends. Nothing has to be installed
 in the folder.
 
 The exit code is the command's own, 128+N if signal N ended it, 124 if
---timeout did, and 125 if the microVM could not be run.`,
+--timeout did, and 125 if the sandbox could not be run.`,
 		Example: `  agentrun run --rootfs ./busybox -- uname -a
   agentrun run --rootfs ./debian -it -- bash
   echo 'print(1+1)' | agentrun run --rootfs ./debian -i -- python3 -`,
@@ -64,6 +66,7 @@ The exit code is the command's own, 128+N if signal N ended it, 124 if
 	f.Var(&o.memory, "memory", "RAM of the microVM, such as 512M or 2G")
 	f.IntVar(&o.cpus, "cpus", o.cpus, fmt.Sprintf("processors of the microVM, 1 to %d", vmm.MaxVCPUs))
 	f.StringArrayVar(&o.disks, "disk", nil, "file to attach as a disk, FILE or FILE:ro (repeatable; /dev/vdb, /dev/vdc, …)")
+	engineFlag(f, &o.engine)
 	limitFlags(f, &o.limits)
 	policyFlags(f, &o.policy)
 	o.execOptions.flags(f)
@@ -77,7 +80,10 @@ The exit code is the command's own, 128+N if signal N ended it, 124 if
 }
 
 func runCommand(ctx context.Context, o runOptions, argv []string, stdin io.Reader, stdout, stderr io.Writer) (err error) {
-	spec, closeFiles, err := o.spec(ctx)
+	if kind, _ := pick.Choose(o.engine); kind == pick.GVisor {
+		return o.runOnGVisor(ctx, argv, stdin, stdout, stderr)
+	}
+	spec, closeFiles, err := o.spec(ctx, stderr)
 	if err != nil {
 		return err
 	}
@@ -125,7 +131,7 @@ func result(s guestrpc.ExitStatus) error {
 }
 
 // spec opens what the flags name.
-func (o *runOptions) spec(ctx context.Context) (_ microvm.Spec, _ func() error, err error) {
+func (o *runOptions) spec(ctx context.Context, stderr io.Writer) (_ microvm.Spec, _ func() error, err error) {
 	var files []*os.File
 	closeFiles := func() error {
 		var errs []error
@@ -147,7 +153,7 @@ func (o *runOptions) spec(ctx context.Context) (_ microvm.Spec, _ func() error, 
 		return f, err
 	}
 	spec := microvm.Spec{Memory: uint64(o.memory), VCPUs: o.cpus, Hostname: o.hostname, Cmdline: o.cmdline, Limits: o.limits}
-	if spec.Root, err = openRoot(ctx, o.rootfs); err != nil {
+	if spec.Root, err = openRoot(ctx, o.rootfs, pick.MicroVM, stderr); err != nil {
 		return spec, nil, err
 	}
 	files = append(files, spec.Root)
@@ -169,41 +175,4 @@ func (o *runOptions) spec(ctx context.Context) (_ microvm.Spec, _ func() error, 
 		spec.Disks = append(spec.Disks, microvm.Disk{File: f, ReadOnly: readOnly, ID: filepath.Base(path)})
 	}
 	return spec, closeFiles, nil
-}
-
-// openRoot opens a root filesystem for a guest.
-func openRoot(ctx context.Context, path string) (_ *os.File, err error) {
-	path, cleanup, err := rootPath(ctx, path)
-	if err != nil {
-		return nil, err
-	}
-	// An open file outlives its name.
-	defer func() { err = errors.Join(err, cleanup()) }()
-	f, err := os.Open(path)
-	if err != nil {
-		return nil, fmt.Errorf("--rootfs: %w", err)
-	}
-	return f, nil
-}
-
-// rootPath is the path of an image: the given one, or that of an image made
-// of the given folder, which cleanup removes.
-func rootPath(ctx context.Context, path string) (_ string, cleanup func() error, err error) {
-	info, err := os.Stat(path)
-	if err != nil {
-		return "", nil, fmt.Errorf("--rootfs: %w", err)
-	}
-	if !info.IsDir() {
-		return path, func() error { return nil }, nil
-	}
-	dir, err := os.MkdirTemp("", "agentrun-root-")
-	if err != nil {
-		return "", nil, fmt.Errorf("--rootfs: %w", err)
-	}
-	cleanup = func() error { return os.RemoveAll(dir) }
-	out := filepath.Join(dir, "root.erofs")
-	if err := image.FromDir(ctx, path, out); err != nil {
-		return "", nil, errors.Join(err, cleanup())
-	}
-	return out, cleanup, nil
 }

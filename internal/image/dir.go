@@ -6,16 +6,48 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
+
+	"golang.org/x/sys/unix"
 )
 
 // FromDir packs a folder into an EROFS image at out, which appears whole or
 // not at all. The image has no inline data and no compression, so that every
 // engine can read it and pages map straight onto the file.
-func FromDir(ctx context.Context, dir, out string) (err error) {
+func FromDir(ctx context.Context, dir, out string) error { return fromDir(ctx, dir, out) }
+
+// FromDirPlain is FromDir without extended attributes, which gVisor cannot read:
+// a file that has any could not be opened. lost names the files that had some,
+// such as the capabilities of programs, from the folder on.
+func FromDirPlain(ctx context.Context, dir, out string) (lost []string, err error) {
+	err = filepath.WalkDir(dir, func(path string, _ fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		n, err := unix.Llistxattr(path, nil)
+		if err != nil && !errors.Is(err, unix.ENOTSUP) {
+			return fmt.Errorf("list the extended attributes of %s: %w", path, err)
+		}
+		if n > 0 {
+			name, err := filepath.Rel(dir, path)
+			if err != nil {
+				return err
+			}
+			lost = append(lost, name)
+		}
+		return ctx.Err()
+	})
+	if err != nil {
+		return nil, fmt.Errorf("root filesystem: %w", err)
+	}
+	return lost, fromDir(ctx, dir, out, "-x-1")
+}
+
+func fromDir(ctx context.Context, dir, out string, more ...string) (err error) {
 	info, err := os.Stat(dir)
 	if err != nil {
 		return fmt.Errorf("root filesystem: %w", err)
@@ -40,7 +72,8 @@ func FromDir(ctx context.Context, dir, out string) (err error) {
 		return fmt.Errorf("pack root filesystem: %w", err)
 	}
 	var said strings.Builder
-	cmd := exec.CommandContext(ctx, mkfs, "-E", "noinline_data", "--preserve-mtime", "--quiet", tmp.Name(), dir)
+	args := append([]string{"-E", "noinline_data", "--preserve-mtime", "--quiet"}, more...)
+	cmd := exec.CommandContext(ctx, mkfs, append(args, tmp.Name(), dir)...)
 	cmd.Stderr = &said
 	if err := cmd.Run(); err != nil {
 		return fmt.Errorf("pack root filesystem %s with mkfs.erofs: %w: %s", dir, err, strings.TrimSpace(said.String()))
