@@ -207,7 +207,10 @@ func (p *process) finish() {
 	if kills > 0 {
 		words = fmt.Sprintf("%s: the kernel killed %d in the cgroup, whose limit was reached; %s", engine.ReasonOutOfMemory, kills, words)
 	}
-	if err = errors.Join(err, os.RemoveAll(p.engine.runDirOf(p.id))); err != nil {
+	if err == nil { // else Sweep finds the rest by the folder
+		err = os.RemoveAll(p.engine.runDirOf(p.id))
+	}
+	if err != nil {
 		words += "; " + err.Error()
 	}
 	p.exit = words
