@@ -3,10 +3,10 @@ package jail
 import (
 	"errors"
 	"fmt"
-	"io/fs"
 	"os/exec"
 	"sync"
 	"syscall"
+	"time"
 )
 
 // Groups are cgroups for processes that have walls of their own, and for all
@@ -115,15 +115,26 @@ func (g *Group) change(to func(uint64) uint64) error {
 	return nil
 }
 
-// Release removes the group of processes that have ended, and says how many the
-// kernel has killed for want of memory.
+// Release removes the group, and says how many the kernel has killed in it for
+// want of memory. Its processes have ended, or are about to: there is no event
+// that tells of the last one's end on every kind of cgroup.
 func (g *Group) Release() (oomKills uint64, err error) {
 	if g == nil {
 		return 0, nil
 	}
 	oomKills, err = g.group.oomKills()
-	if errors.Is(err, fs.ErrNotExist) {
+	if gone(err) {
 		err = nil
 	}
-	return oomKills, errors.Join(err, g.groups.hierarchy.remove(g.name))
+	var removeErr error
+	for wait := time.Millisecond; wait < releasePatience; wait *= 2 {
+		if removeErr = g.groups.hierarchy.remove(g.name); removeErr == nil {
+			break
+		}
+		time.Sleep(wait)
+	}
+	return oomKills, errors.Join(err, removeErr)
 }
+
+// releasePatience bounds the longest single wait for processes that are ending.
+const releasePatience = 2 * time.Second

@@ -171,9 +171,10 @@ func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 		return nil, errors.Join(err, s.release())
 	}
 	defer files.close() // the sandbox has its own
-	if err := s.restore(ctx, files, opts, e.waiting.take(e, snap, s, opts.Limits)); err != nil {
+	if err := s.restore(ctx, files, opts, e.waiting.take(snap, opts.Limits)); err != nil {
 		return nil, err
 	}
+	e.waiting.refill(s, snap, opts.Limits)
 	return s, nil
 }
 

@@ -24,34 +24,40 @@ type waiting struct {
 	idle   sync.Cond // making has become less
 }
 
-// take gives a sandbox that waits for forks of a snapshot, or nil, and has
-// others made.
-func (w *waiting) take(e *Engine, snap *snapshot.Snapshot, s *sandbox, limits engine.Limits) *process {
-	if w.want == 0 {
-		return nil
-	}
+// take gives a sandbox that waits for forks of a snapshot, or nil.
+func (w *waiting) take(snap *snapshot.Snapshot, limits engine.Limits) *process {
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	for snap.ID() == w.of && limits == w.limits && len(w.ready) > 0 {
+		p := w.ready[0]
+		w.ready = w.ready[1:]
+		select {
+		case <-p.done: // it has ended while it waited
+		default:
+			return p
+		}
+	}
+	return nil
+}
+
+// refill has sandboxes made for the next forks of a snapshot. It is called when a
+// fork has answered: to make them meanwhile would slow it down.
+func (w *waiting) refill(s *sandbox, snap *snapshot.Snapshot, limits engine.Limits) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.want == 0 || w.closed {
+		return
+	}
 	if snap.ID() != w.of || limits != w.limits {
 		go kill(w.ready)
 		w.of, w.limits, w.ready = snap.ID(), limits, nil
 		w.shape = s.shape()
-		w.shape.hostname = "sandbox"
+		w.shape.hostname = "sandbox" // each gets its own when it is restored
 	}
-	var p *process
-	for len(w.ready) > 0 && p == nil {
-		p, w.ready = w.ready[0], w.ready[1:]
-		select {
-		case <-p.done:
-			p = nil // it has ended while it waited
-		default:
-		}
-	}
-	for len(w.ready)+w.making < w.want && !w.closed {
+	for len(w.ready)+w.making < w.want {
 		w.making++
-		go w.add(e, w.of, w.shape, limits, s.root.use())
+		go w.add(s.engine, w.of, w.shape, limits, s.root.use())
 	}
-	return p
 }
 
 // add makes one.

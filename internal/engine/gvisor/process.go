@@ -209,7 +209,10 @@ func (p *process) finish() {
 		p.outOfMemory = true
 		words = fmt.Sprintf("the kernel killed %d in the cgroup, whose limit was reached; %s", kills, words)
 	}
-	if err = errors.Join(err, os.RemoveAll(p.engine.runDirOf(p.id))); err != nil {
+	if err == nil { // else Sweep finds the rest by the folder
+		err = os.RemoveAll(p.engine.runDirOf(p.id))
+	}
+	if err != nil {
 		words += "; " + err.Error()
 	}
 	p.exit = words
