@@ -10,6 +10,7 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/engine/ready"
 )
 
@@ -27,10 +28,14 @@ type ClaimConfig struct {
 	// Folder is for the snapshot and the sandboxes' disks.
 	Folder string
 	Jail   microvm.JailPolicy
+	// Engine and Warm are as of a ForkConfig.
+	Engine pick.Kind
+	Warm   string
 }
 
 // ClaimReport is what it found. Times are from the call.
 type ClaimReport struct {
+	Engine string  `json:"engine"`
 	Memory uint64  `json:"memory_bytes"`
 	VCPUs  int     `json:"vcpus"`
 	Ready  int     `json:"ready"`
@@ -51,19 +56,22 @@ type ClaimReport struct {
 // Claim measures claims of ready sandboxes.
 func Claim(ctx context.Context, cfg ClaimConfig) (_ ClaimReport, err error) {
 	report := ClaimReport{Memory: cfg.Memory, VCPUs: cfg.VCPUs, Ready: cfg.Ready, Shells: cfg.Shells}
-	source, err := newForkSource(ctx, ForkConfig{
+	from := ForkConfig{
 		Root: cfg.Root, Program: cfg.Program, Memory: cfg.Memory, VCPUs: cfg.VCPUs, Folder: cfg.Folder, Jail: cfg.Jail,
-	})
+		Engine: cfg.Engine, Warm: cfg.Warm,
+	}
+	source, err := newForkSource(ctx, from)
 	if err != nil {
 		return report, err
 	}
 	defer func() { err = errors.Join(err, source.close()) }()
+	report.Engine = string(from.engine())
 	pool, err := ready.New(ready.Config{Engine: source.engine, Snapshot: source.snap, Count: cfg.Ready, Shells: cfg.Shells})
 	if err != nil {
 		return report, err
 	}
 	defer func() { err = errors.Join(err, pool.Close()) }()
-	floor, err := NewFloor()
+	floor, err := floorOf(from.engine(), cfg.Root)
 	if err != nil {
 		return report, err
 	}

@@ -11,13 +11,13 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/gvisor"
 	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/procid"
 	"agentrun.dev/internal/snapshot"
 )
-
-// EngineMicroVM is the engine that can be measured.
-const EngineMicroVM = "microvm"
 
 // Guests that forks are measured with.
 const (
@@ -43,17 +43,32 @@ type ForkConfig struct {
 	// Folder is for the snapshot and the forks' disks.
 	Folder string
 	Jail   microvm.JailPolicy
+	// Engine is the one to measure; empty is the microVM's.
+	Engine pick.Kind
+	// Warm is a shell script that runs before the guest is frozen.
+	Warm string
+	// Precreate is how many sandboxes gVisor makes ahead of each fork.
+	Precreate int
+}
+
+func (c *ForkConfig) engine() pick.Kind {
+	if c.Engine == "" {
+		return pick.MicroVM
+	}
+	return c.Engine
 }
 
 // ForkReport is what they found. Times are from the call; what does not apply
 // to a guest has no samples.
 type ForkReport struct {
-	Engine string  `json:"engine"`
-	Guest  string  `json:"guest"`
-	Memory uint64  `json:"memory_bytes"`
-	VCPUs  int     `json:"vcpus"`
-	Count  int     `json:"count"`
-	Floor  Summary `json:"floor"`
+	Engine string `json:"engine"`
+	Guest  string `json:"guest"`
+	Memory uint64 `json:"memory_bytes"`
+	VCPUs  int    `json:"vcpus"`
+	Count  int    `json:"count"`
+	// Precreate is how many sandboxes were made ahead of each fork.
+	Precreate int     `json:"precreate,omitempty"`
+	Floor     Summary `json:"floor"`
 	// Restored: the machine's state is loaded. FirstInstruction: the guest
 	// was seen to run. FromShell: the same, with VM, vCPU and memory made
 	// ahead. Only the bare guest shows these two.
@@ -89,7 +104,9 @@ type Wall struct {
 
 // Fork measures forks of a Linux guest: a new process each, identity included.
 func Fork(ctx context.Context, cfg ForkConfig) (_ ForkReport, err error) {
-	report := ForkReport{Engine: EngineMicroVM, Guest: GuestLinux, Memory: cfg.Memory, VCPUs: cfg.VCPUs, Count: cfg.Count}
+	report := ForkReport{
+		Engine: string(cfg.engine()), Guest: GuestLinux, Memory: cfg.Memory, VCPUs: cfg.VCPUs, Count: cfg.Count, Precreate: cfg.Precreate,
+	}
 	s, err := newForkSource(ctx, cfg)
 	if err != nil {
 		return report, err
@@ -111,7 +128,7 @@ func Fork(ctx context.Context, cfg ForkConfig) (_ ForkReport, err error) {
 // forkSource is a snapshot of a warm guest, and what it needs.
 type forkSource struct {
 	cfg    ForkConfig
-	engine *microvm.Engine
+	engine engine.Engine
 	snap   *snapshot.Snapshot
 	ahead  ahead
 	undo   []func() error
@@ -129,7 +146,9 @@ func newForkSource(ctx context.Context, cfg ForkConfig) (_ *forkSource, err erro
 		return nil, err
 	}
 	s.undo = append(s.undo, func() error { return os.RemoveAll(resident) })
-	s.engine, err = microvm.New(microvm.Config{Resident: resident, Scratch: filepath.Join(cfg.Folder, "scratch"), Jail: cfg.Jail})
+	s.engine, err = pick.Open(cfg.engine(), pick.Config{
+		Resident: resident, Scratch: filepath.Join(cfg.Folder, "scratch"), Jail: cfg.Jail, Precreate: cfg.Precreate,
+	})
 	if err != nil {
 		return nil, err
 	}
@@ -147,6 +166,11 @@ func newForkSource(ctx context.Context, cfg ForkConfig) (_ *forkSource, err erro
 	if _, err := repeat(nil, 0, func() error { return execProgram(ctx, source.Agent(), cfg.Program) }); err != nil {
 		return nil, err
 	}
+	if cfg.Warm != "" {
+		if err := execProgram(ctx, source.Agent(), "sh", "-c", cfg.Warm); err != nil {
+			return nil, err
+		}
+	}
 	if err := source.Settle(ctx); err != nil {
 		return nil, err
 	}
@@ -163,6 +187,14 @@ func newForkSource(ctx context.Context, cfg ForkConfig) (_ *forkSource, err erro
 	return s, s.openAhead(resident)
 }
 
+// identify says which process a sandbox is.
+func (c *ForkConfig) identify(sb engine.Sandbox) (procid.ID, error) {
+	if c.engine() == pick.GVisor {
+		return gvisor.Identify(sb)
+	}
+	return microvm.Identify(sb)
+}
+
 func (s *forkSource) close() error { return undoAll(s.undo) }
 
 // forkSamples are the samples of a report.
@@ -173,7 +205,7 @@ type forkSamples struct {
 
 // measure makes forks one after the other, the floor in between.
 func (s *forkSource) measure(ctx context.Context, report *ForkReport) (err error) {
-	floor, err := NewFloor()
+	floor, err := floorOf(s.cfg.engine(), s.cfg.Root)
 	if err != nil {
 		return err
 	}
@@ -230,7 +262,7 @@ func (s *forkSource) cold(ctx context.Context) (engine.Sandbox, time.Duration, e
 	return timedFork(ctx, s.engine, s.snap)
 }
 
-func timedFork(ctx context.Context, e *microvm.Engine, snap *snapshot.Snapshot) (engine.Sandbox, time.Duration, error) {
+func timedFork(ctx context.Context, e engine.Engine, snap *snapshot.Snapshot) (engine.Sandbox, time.Duration, error) {
 	start := time.Now()
 	sb, err := e.Fork(ctx, snap, engine.ForkOptions{})
 	return sb, time.Since(start), err
@@ -242,16 +274,21 @@ func (s *forkSource) measureOne(ctx context.Context, kernel kernelMemory, all *f
 	if err != nil {
 		return nil, err
 	}
+	if ahead, ok := s.engine.(*gvisor.Engine); ok && s.cfg.Precreate > 0 && len(all.answers) > 0 {
+		if err := ahead.Precreated(ctx); err != nil {
+			return nil, err
+		}
+	}
 	sb, answered, err := fork(ctx)
 	if err != nil {
 		return sb, err
 	}
-	id, err := microvm.Identify(sb)
+	id, err := s.cfg.identify(sb)
 	if err != nil {
 		return sb, err
 	}
 	look := func(sample []Memory) ([]Memory, error) {
-		m, err := readMemory(id.PID, s.cfg.Memory)
+		m, err := s.memory(id.PID)
 		if err != nil {
 			return sample, err
 		}
@@ -269,7 +306,7 @@ func (s *forkSource) measureOne(ctx context.Context, kernel kernelMemory, all *f
 	if all.used, err = look(all.used); err != nil {
 		return sb, err
 	}
-	all.restored = append(all.restored, microvm.Restored(sb))
+	all.restored = append(all.restored, microvm.Restored(sb)+gvisor.Restored(sb)) // it is of one of them
 	all.answers, all.execs = append(all.answers, answered), append(all.execs, executed)
 	if all.pings, err = repeat(all.pings, 2, func() error { return sb.Agent().Ping(ctx) }); err != nil {
 		return sb, err
@@ -278,20 +315,32 @@ func (s *forkSource) measureOne(ctx context.Context, kernel kernelMemory, all *f
 	return sb, err
 }
 
-func execProgram(ctx context.Context, agent *guestrpc.Client, program string) error {
-	status, err := agent.Run(ctx, guestrpc.ExecRequest{Argv: []string{program}}, nil, nil, nil)
+// memory reads what a fork costs.
+func (s *forkSource) memory(pid int) (Memory, error) {
+	if s.cfg.engine() != pick.GVisor {
+		return readMemory(pid, s.cfg.Memory)
+	}
+	p, err := gvisor.ReadParts(pid)
+	return Memory{Guest: p.Programs, Process: p.Anonymous, ProcessShare: p.Anonymous + p.Files, PageTables: p.PageTables}, err
+}
+
+func execProgram(ctx context.Context, agent *guestrpc.Client, argv ...string) error {
+	status, err := agent.Run(ctx, guestrpc.ExecRequest{Argv: argv}, nil, nil, nil)
 	if err != nil {
 		return err
 	}
 	if status.Code != 0 {
-		return fmt.Errorf("%s returned %d", program, status.Code)
+		return fmt.Errorf("%s returned %d", argv[0], status.Code)
 	}
 	return nil
 }
 
 // Print writes the report as a table.
 func (r ForkReport) Print(w io.Writer) error {
-	fmt.Fprintf(w, "%d forks of a %s guest, %d MiB, %d vCPU; milliseconds\n", r.Count, r.Guest, r.Memory>>20, r.VCPUs)
+	fmt.Fprintf(w, "%d forks of a %s guest on %s, %d MiB, %d vCPU; milliseconds\n", r.Count, r.Guest, r.Engine, r.Memory>>20, r.VCPUs)
+	if r.Precreate > 0 {
+		fmt.Fprintf(w, "%d sandboxes waited, made but not restored, before each fork\n", r.Precreate)
+	}
 	err := printTable(w, r.Floor, []row{
 		{"floor", r.Floor}, {"state restored", r.Restored}, {"first instruction", r.FirstInstruction},
 		{"first instruction, from a shell", r.FromShell}, {"first answer", r.FirstAnswer},

@@ -5,6 +5,8 @@ import (
 	"io"
 	"slices"
 	"time"
+
+	"agentrun.dev/internal/engine/pick"
 )
 
 // LiveConfig says what Live and LiveBare measure.
@@ -23,11 +25,21 @@ type LiveConfig struct {
 	Patience time.Duration
 	// Folder is for disks.
 	Folder string
+	// Engine is the one to measure; empty is the microVM's.
+	Engine pick.Kind
+}
+
+func (c *LiveConfig) engine() pick.Kind {
+	if c.Engine == "" {
+		return pick.MicroVM
+	}
+	return c.Engine
 }
 
 // LiveReport is what they found. Each fork is of a source that has written
 // Dirty bytes and is busy.
 type LiveReport struct {
+	Engine string `json:"engine"`
 	Guest  string `json:"guest"`
 	Memory uint64 `json:"memory_bytes"`
 	VCPUs  int    `json:"vcpus"`
@@ -72,7 +84,7 @@ type LiveReport struct {
 
 func newLiveReport(guest string, cfg LiveConfig) LiveReport {
 	return LiveReport{
-		Guest: guest, Memory: cfg.Memory, VCPUs: cfg.VCPUs, Dirty: cfg.Dirty, Stride: cfg.Stride, Count: cfg.Count,
+		Engine: string(cfg.engine()), Guest: guest, Memory: cfg.Memory, VCPUs: cfg.VCPUs, Dirty: cfg.Dirty, Stride: cfg.Stride, Count: cfg.Count,
 	}
 }
 
@@ -93,8 +105,8 @@ func (s *liveSamples) summarize(r *LiveReport) {
 
 // Print writes the report as a table.
 func (r LiveReport) Print(w io.Writer) error {
-	fmt.Fprintf(w, "%d live forks of a %s guest, %d MiB, %d vCPU, %d MiB written, every page of %d; milliseconds\n",
-		r.Count, r.Guest, r.Memory>>20, r.VCPUs, r.Dirty>>20, r.Stride)
+	fmt.Fprintf(w, "%d live forks of a %s guest on %s, %d MiB, %d vCPU, %d MiB written, every page of %d; milliseconds\n",
+		r.Count, r.Guest, r.Engine, r.Memory>>20, r.VCPUs, r.Dirty>>20, r.Stride)
 	rows := []row{
 		{"floor", r.Floor}, {"pause", r.Pause}, {"longest gap in the guest's TSC", r.Gap},
 		{"  the same without a fork", r.QuietGap},

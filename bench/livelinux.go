@@ -12,7 +12,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/guestrpc"
 )
 
@@ -24,7 +24,7 @@ func Live(ctx context.Context, cfg LiveConfig) (report LiveReport, err error) {
 		return report, fmt.Errorf("bench live: %w", err)
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(resident)) }()
-	e, err := microvm.New(microvm.Config{Resident: resident, Scratch: filepath.Join(cfg.Folder, "scratch")})
+	e, err := pick.Open(cfg.engine(), pick.Config{Resident: resident, Scratch: filepath.Join(cfg.Folder, "scratch")})
 	if err != nil {
 		return report, err
 	}
@@ -41,7 +41,7 @@ func Live(ctx context.Context, cfg LiveConfig) (report LiveReport, err error) {
 	defer func() { err = errors.Join(err, source.Close()) }()
 	p := startToucher(ctx, source, cfg)
 	defer p.stop()
-	floor, err := NewFloor()
+	floor, err := floorOf(cfg.engine(), cfg.Root)
 	if err != nil {
 		return report, err
 	}

@@ -91,11 +91,13 @@ var importRules = map[string][]string{
 	"internal/lockdown":  {},
 	"internal/jail":      {},
 	"internal/stock":     {},
+	"internal/procid":    {},
+	"internal/guestmux":  {},
 
 	"internal/jail/escapee": {"internal/kvm", "internal/lockdown"},
 
 	"internal/guestrpc": {"internal/wire"},
-	"internal/guest":    {"internal/guestrpc", "internal/wire"},
+	"internal/guest":    {"internal/guestmux", "internal/guestrpc", "internal/wire"},
 
 	"internal/virtio":   {"internal/guestmem"},
 	"internal/vmm/acpi": {},
@@ -107,7 +109,9 @@ var importRules = map[string][]string{
 
 	"internal/image": {},
 
-	"internal/engine/ready": {"internal/engine", "internal/snapshot", "internal/stock"},
+	"internal/gvisorctl":     {"internal/vmmctl"},
+	"internal/engine/folder": {"internal/engine", "internal/layer", "internal/procid", "internal/snapshot"},
+	"internal/engine/ready":  {"internal/engine", "internal/snapshot", "internal/stock"},
 
 	"internal/layer":    {"internal/guestmem"},
 	"internal/snapshot": {"internal/layer"},

@@ -6,8 +6,10 @@ package engine
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net"
 	"os"
+	"strconv"
 	"time"
 
 	"agentrun.dev/internal/guestrpc"
@@ -25,6 +27,7 @@ type Spec struct {
 	Memory uint64
 	VCPUs  int
 	// Scratch is the size of an empty disk of the sandbox's own, 0 for none.
+	// Engines without disks let the root filesystem grow by so much instead.
 	Scratch  uint64
 	Hostname string
 	// Cmdline is appended to the guest kernel's command line.
@@ -69,6 +72,8 @@ type ForkOptions struct {
 type Engine interface {
 	// Name is what snapshots of this engine carry.
 	Name() string
+	// Capabilities say how this engine differs from others.
+	Capabilities() Capabilities
 	// Boot returns when the sandbox's agent has answered.
 	Boot(context.Context, Spec) (Sandbox, error)
 	// Fork makes a sandbox that continues from a snapshot, with an identity of
@@ -82,6 +87,13 @@ type Engine interface {
 	// Remove ends what runs in a folder, whoever started it and however far that
 	// came, and deletes the folder.
 	Remove(ctx context.Context, folder string) error
+	// Inspect tells which process runs in a folder, and what it costs as far as
+	// that is seen from outside. One that is gone is ErrEnded.
+	Inspect(folder string) (pid int, _ Stats, _ error)
+	// Keep frees what the engine keeps in memory for others than the sandboxes
+	// in these folders and these snapshots, and what sandboxes left that ended
+	// while nobody watched. What runs keeps what it has.
+	Keep(folders, snapshots []string) error
 	Close() error
 }
 
@@ -198,6 +210,37 @@ type Stats struct {
 	Generation uint64
 	// LastFork is what the last live fork of this sandbox cost.
 	LastFork LiveForkStats
+}
+
+// Capabilities say how an engine differs from others, for those to whom it
+// matters. The tests of all engines check each of them.
+type Capabilities struct {
+	// Disks: a scratch disk is a block device of its own.
+	Disks bool
+	// ClockCountsPauses: the monotonic clock inside counts the time in which a
+	// sandbox is paused or hibernated. Timeouts of execs do not, on any engine.
+	ClockCountsPauses bool
+	// TCPPorts: Dial reaches TCP ports of the sandbox's loopback. Without it,
+	// ports are those of the agent and of programs that listen on vsock.
+	TCPPorts bool
+	// CopiesInPause: a live fork copies memory while its source stands still.
+	CopiesInPause bool
+}
+
+// GenerationLabel counts the forks that led to a snapshot.
+const GenerationLabel = "generation"
+
+// NextGeneration is that of a fork of a snapshot.
+func NextGeneration(m snapshot.Manifest) (uint64, error) {
+	text, ok := m.Labels[GenerationLabel]
+	if !ok {
+		return 1, nil
+	}
+	n, err := strconv.ParseUint(text, 10, 32)
+	if err != nil {
+		return 0, fmt.Errorf("label %s of the snapshot: %w", GenerationLabel, err)
+	}
+	return n + 1, nil
 }
 
 // Errors that engines wrap.

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/snapshot"
 )
 
@@ -31,17 +32,17 @@ func (s *Store) Fork(ctx context.Context, from Name, names []Name, limits engine
 			which = append(which, i)
 		}
 	}
-	live, id, err := s.forkFrom(ctx, from, opts)
+	live, r, err := s.forkFrom(ctx, from, opts)
 	if err != nil {
 		for _, i := range which {
 			err = errors.Join(err, os.RemoveAll(s.sandboxDir(names[i])))
 		}
 		return nil, fmt.Errorf("fork %s: %w", from, err)
 	}
-	if id == "" {
+	if r.Snapshot == "" {
 		out.Live = &live.Stats
 	}
-	r := record{Limits: limits, Created: time.Now().UTC().Truncate(time.Second), Snapshot: id}
+	r.Limits, r.Created = limits, time.Now().UTC().Truncate(time.Second)
 	for k, i := range which {
 		err := live.Errs[k]
 		if err == nil {
@@ -54,30 +55,44 @@ func (s *Store) Fork(ctx context.Context, from Name, names []Name, limits engine
 	return out, nil
 }
 
-// forkFrom forks a snapshot, whose id it returns, or a running sandbox.
-func (s *Store) forkFrom(ctx context.Context, from Name, opts []engine.ForkOptions) (out *engine.LiveFork, id string, err error) {
+// forkFrom forks a snapshot or a running sandbox. The record says on which engine,
+// and which snapshot.
+func (s *Store) forkFrom(ctx context.Context, from Name, opts []engine.ForkOptions) (out *engine.LiveFork, r record, err error) {
 	if dir := s.snapshotDir(from); exists(dir) {
 		snap, err := snapshot.Open(dir)
 		if err != nil {
-			return nil, "", err
+			return nil, r, err
+		}
+		defer func() { err = errors.Join(err, snap.Close()) }()
+		if r.Engine, err = pick.Of(snap.Manifest().Engine); err != nil {
+			return nil, r, err
+		}
+		e, err := s.engine(r.Engine)
+		if err != nil {
+			return nil, r, err
 		}
 		out = &engine.LiveFork{}
 		for _, o := range opts {
-			sb, err := s.engine.Fork(ctx, snap, o)
+			sb, err := e.Fork(ctx, snap, o)
 			out.Forks, out.Errs = append(out.Forks, sb), append(out.Errs, err)
 		}
-		return out, snap.ID().String(), snap.Close()
+		r.Snapshot = snap.ID().String()
+		return out, r, nil
 	}
 	if !exists(s.sandboxDir(from)) {
-		return nil, "", ErrNotFound
+		return nil, r, ErrNotFound
+	}
+	old, err := s.record(from)
+	if err != nil {
+		return nil, r, err
 	}
 	source, err := s.Attach(ctx, from)
 	if err != nil {
-		return nil, "", err
+		return nil, r, err
 	}
 	defer func() { err = errors.Join(err, source.Detach()) }()
 	out, err = source.Fork(ctx, opts)
-	return out, "", err
+	return out, record{Engine: old.Engine}, err
 }
 
 // make makes the folder of a new sandbox, which marks it as half made.

@@ -23,6 +23,7 @@ import (
 
 // host is a machine with processes that outlive daemons: it plays an engine.
 type host struct {
+	engine.Engine // what is not used
 	// step is called before and after each call, when nothing is under way.
 	step func()
 

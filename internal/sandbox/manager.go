@@ -17,19 +17,6 @@ import (
 	"agentrun.dev/internal/snapshot"
 )
 
-// Engine is what a Manager needs of an engine.
-type Engine interface {
-	engine.Engine
-	// Adopt takes over a sandbox that was forked with a folder by a process
-	// that is gone. One that is gone as well is engine.ErrEnded.
-	Adopt(ctx context.Context, folder string) (engine.Sandbox, error)
-	// Remove ends what runs in a folder, whoever started it, and deletes it.
-	Remove(ctx context.Context, folder string) error
-	// Keep frees what the engine keeps in memory for others than the sandboxes
-	// in these folders and these snapshots.
-	Keep(folders, snapshots []string) error
-}
-
 // Builder makes the snapshot of a template's revision in a new folder.
 type Builder interface {
 	// Build writes what happens to log, for people.
@@ -43,7 +30,7 @@ type Builder interface {
 type Config struct {
 	// Dir is the state folder.
 	Dir     string
-	Engine  Engine
+	Engine  engine.Engine
 	Builder Builder
 	// Capacity is how much memory sandboxes may reserve together.
 	Capacity uint64

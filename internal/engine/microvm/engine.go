@@ -13,6 +13,7 @@ import (
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/jail"
 	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/procid"
 	"agentrun.dev/internal/snapshot"
 	"golang.org/x/sys/unix"
 )
@@ -82,6 +83,9 @@ func New(cfg Config) (*Engine, error) {
 
 // Name is what snapshots of this engine carry.
 func (e *Engine) Name() string { return Name }
+
+// Capabilities say how this engine differs from others.
+func (e *Engine) Capabilities() engine.Capabilities { return engine.Capabilities{Disks: true} }
 
 // Close frees the engine and ends its shells; sandboxes live on.
 func (e *Engine) Close() error {
@@ -171,12 +175,12 @@ func FromShell(sb engine.Sandbox) bool {
 }
 
 // Identify says by which process a sandbox is found again.
-func Identify(sb engine.Sandbox) (ProcessID, error) {
+func Identify(sb engine.Sandbox) (procid.ID, error) {
 	s, ok := sb.(*sandbox)
 	if !ok {
-		return ProcessID{}, fmt.Errorf("identify: %T is no microVM", sb)
+		return procid.ID{}, fmt.Errorf("identify: %T is no microVM", sb)
 	}
-	return identify(s.Pid())
+	return procid.Of(s.Pid())
 }
 
 func randomHex(n int) string {

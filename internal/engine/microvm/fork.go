@@ -6,10 +6,10 @@ import (
 	"fmt"
 	"net"
 	"os"
-	"strconv"
 	"time"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/folder"
 	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/jail"
 	"agentrun.dev/internal/layer"
@@ -93,7 +93,7 @@ func (e *Engine) restore(ctx context.Context, s *sandbox, opts engine.ForkOption
 		err = s.renew(ctx, opts.KeepIdentity)
 	}
 	if err == nil && s.folder != "" {
-		err = s.folder.write(s, from.based)
+		err = s.folder.Write(s.Pid(), folder.Record{Hostname: s.hostname, Generation: s.generation.Load(), Based: from.based})
 	}
 	if err != nil {
 		return nil, abandon(ctx, p, err)
@@ -157,10 +157,10 @@ func (e *Engine) prepareLoad(s *sandbox, opts engine.ForkOptions, from origin) (
 			l.add(&err, f, openErr)
 		}
 	}
-	if s.folder = folder(opts.Folder); err == nil && s.folder != "" {
-		if err = s.folder.prepare(s); err == nil {
+	if s.folder = folder.Folder(opts.Folder); err == nil && s.folder != "" {
+		if err = s.settleIn(); err == nil {
 			l.load.Devices.Listen = true
-			f, openErr := vmmctl.Listen(s.folder.control())
+			f, openErr := vmmctl.Listen(s.folder.Control())
 			l.add(&err, f, openErr)
 		}
 	}
@@ -285,7 +285,7 @@ func (e *Engine) limits(s *sandbox, asked engine.Limits) (jail.Limits, error) {
 // describe says what a fork of a snapshot is made of.
 func (e *Engine) describe(snap *snapshot.Snapshot, hostname string) (*sandbox, error) {
 	m := snap.Manifest()
-	generation, err := nextGeneration(m)
+	generation, err := engine.NextGeneration(m)
 	if err != nil {
 		return nil, err
 	}
@@ -302,19 +302,4 @@ func (e *Engine) describe(snap *snapshot.Snapshot, hostname string) (*sandbox, e
 		s.disks = append(s.disks, disk{id: d.ID, readOnly: d.ReadOnly, image: d.Image.Layer()})
 	}
 	return s, nil
-}
-
-// generationLabel counts the forks that led to a snapshot.
-const generationLabel = "generation"
-
-func nextGeneration(m snapshot.Manifest) (uint64, error) {
-	text, ok := m.Labels[generationLabel]
-	if !ok {
-		return 1, nil
-	}
-	n, err := strconv.ParseUint(text, 10, 32)
-	if err != nil {
-		return 0, fmt.Errorf("label %s of the snapshot: %w", generationLabel, err)
-	}
-	return n + 1, nil
 }

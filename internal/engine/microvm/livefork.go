@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/folder"
 	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/vmmctl"
 )
@@ -185,7 +186,7 @@ func (s *sandbox) captureLive(ctx context.Context) (*moment, *vmmctl.Saved, erro
 	for effort := s.leastEffort(); ; effort++ {
 		save := s.include(effort)
 		save.Rebase = true
-		if err := s.folder.change(func(r *processRecord) { r.Based = false }); err != nil {
+		if err := s.folder.Change(func(r *folder.Record) { r.Based = false }); err != nil {
 			return nil, nil, err
 		}
 		c, err := s.freeze(ctx, save)

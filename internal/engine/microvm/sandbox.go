@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/folder"
 	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/snapshot"
@@ -34,7 +35,7 @@ type sandbox struct {
 	parent     *snapshot.Snapshot // whose layers it maps; nil after a boot
 	boot       *bootFiles         // nil in a fork
 	restored   time.Duration      // from the call of Fork until it ran
-	folder     folder             // empty: it ends with this process
+	folder     folder.Folder      // empty: it ends with this process
 	ownParent  bool               // parent is its own to close
 	fromShell  bool               // which was made before that call
 

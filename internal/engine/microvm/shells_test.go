@@ -19,6 +19,7 @@ import (
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/jail"
 	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/procid"
 	"agentrun.dev/internal/snapshot"
 	"agentrun.dev/internal/stock"
 	"golang.org/x/sys/unix"
@@ -287,13 +288,13 @@ func TestShellsEndWithParent(t *testing.T) {
 	if line, err := bufio.NewReader(out).ReadString('\n'); line != "kept\n" {
 		t.Errorf("it said %q, %v", line, err)
 	}
-	var ended []*adopted
+	var ended []*procid.Handle
 	for _, pid := range j.pids(t) {
-		id, err := identify(pid)
+		id, err := procid.Of(pid)
 		if err != nil {
 			t.Fatal(err)
 		}
-		a, err := adopt(id)
+		a, err := procid.Adopt(id)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -307,7 +308,9 @@ func TestShellsEndWithParent(t *testing.T) {
 	}
 	_ = cmd.Wait() // it was killed
 	for _, a := range ended {
-		a.wait() // or the test runs into its limit
+		if err := errors.Join(a.Wait(), a.Close()); err != nil { // or the test runs into its limit
+			t.Error(err)
+		}
 	}
 	if err := j.Sweep(); err != nil {
 		t.Error(err)

@@ -9,6 +9,7 @@ import (
 	"strconv"
 	"time"
 
+	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/jail"
 	"agentrun.dev/internal/layer"
@@ -230,7 +231,7 @@ func (s *sandbox) store(ctx context.Context, b *snapshot.Builder, c *captured) (
 		Created: time.Now().UTC().Truncate(time.Second), Kernel: s.kernel,
 		CPU: cpu, TSCKHz: uint64(c.machine.TSCKHz), VCPUs: s.vcpus,
 		Memory: snapshot.ImageOf(memory), Hostname: s.hostname, Session: c.session,
-		Labels: map[string]string{generationLabel: strconv.FormatUint(s.generation.Load(), 10)},
+		Labels: map[string]string{engine.GenerationLabel: strconv.FormatUint(s.generation.Load(), 10)},
 	}
 	if s.parent != nil {
 		m.Parent = s.parent.ID().String()
