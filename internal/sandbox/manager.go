@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"agentrun.dev/internal/engine"
@@ -59,6 +60,9 @@ type Manager struct {
 	ctx      context.Context // ends when the manager closes
 	cancel   context.CancelFunc
 	work     sync.WaitGroup // all goroutines
+	// forgotten is when outcomes were last forgotten, in Unix time. It is read in
+	// transactions, which may not wait for mu: who has mu may wait for them.
+	forgotten atomic.Int64
 
 	mu        sync.Mutex // protects all following fields
 	closed    bool
@@ -66,6 +70,7 @@ type Manager struct {
 	names     map[Key]ID     // likewise
 	pools     map[Key]*pool
 	builds    map[buildKey]*build // those under way
+	requests  map[string]*request // those with an idempotency key, likewise
 }
 
 // The journal's collections. Sandboxes are kept by id, the rest by key.
@@ -92,6 +97,7 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 	m := &Manager{
 		cfg: cfg, db: db, capacity: admission{capacity: cfg.Capacity},
 		sandboxes: map[ID]*member{}, names: map[Key]ID{}, pools: map[Key]*pool{}, builds: map[buildKey]*build{},
+		requests: map[string]*request{},
 	}
 	m.ctx, m.cancel = context.WithCancel(context.WithoutCancel(ctx))
 	if err := m.recover(ctx); err != nil {
