@@ -220,6 +220,23 @@ func (s *Server) Resize(_ context.Context, req *guestrpc.ResizeRequest) error {
 	return rpcError(p.Resize(req.Rows, req.Cols))
 }
 
+// WriteStdin implements guestrpc.Handler.
+func (s *Server) WriteStdin(ctx context.Context, req *guestrpc.WriteStdinRequest) error {
+	p, err := s.Processes.Get(req.ID)
+	if err != nil {
+		return rpcError(err)
+	}
+	if len(req.Data) > 0 {
+		if _, err := p.WriteStdin(ctx.Done(), req.Data); err != nil {
+			return rpcError(err)
+		}
+	}
+	if req.EOF {
+		return rpcError(p.CloseStdin())
+	}
+	return nil
+}
+
 // ReleaseExec implements guestrpc.Handler.
 func (s *Server) ReleaseExec(_ context.Context, req *guestrpc.ReleaseExecRequest) error {
 	return rpcError(s.Processes.Forget(req.ID))

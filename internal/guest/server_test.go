@@ -219,6 +219,39 @@ func TestServerTerminal(t *testing.T) {
 	}
 }
 
+// TestServerWriteStdin: stdin is written without joining the process, all of it
+// arrives, in order, and a process that takes no input says so.
+func TestServerWriteStdin(t *testing.T) {
+	c := startClient(t)
+	ctx := rpcContext(t)
+	req := shell(`exec cat`)
+	req.Stdin = true
+	x, err := c.Exec(ctx, req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := strings.Repeat("0123456789abcde\n", 3*guestrpc.MaxStdin/16) + "end"
+	wrote := make(chan error, 1)
+	go func() { wrote <- c.WriteStdin(ctx, x.ID(), strings.NewReader(want), true) }()
+	got, err := io.ReadAll(x.Stdout())
+	if err != nil || string(got) != want {
+		t.Errorf("%d bytes came back, not %d (%v)", len(got), len(want), err)
+	}
+	if err := <-wrote; err != nil {
+		t.Error(err)
+	}
+	if exit, err := x.Wait(); err != nil || exit.Code != 0 {
+		t.Errorf("%+v, %v", exit, err)
+	}
+	var own *guestrpc.Error
+	if err := c.WriteStdin(ctx, x.ID(), strings.NewReader("x"), false); !errors.As(err, &own) || own.Code != guestrpc.CodeFailedPrecondition {
+		t.Errorf("write to what has ended: %v", err)
+	}
+	if err := c.WriteStdin(ctx, "none", strings.NewReader("x"), false); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("write to nobody: %v", err)
+	}
+}
+
 func TestServerAttachAfterConnectionLoss(t *testing.T) {
 	path := startServer(t, nil)
 	c, conn := dialServer(t, path)

@@ -207,6 +207,23 @@ func (c *Client) Resize(ctx context.Context, req ResizeRequest) error {
 	return c.call(ctx, MethodResize, &req, &empty{})
 }
 
+// WriteStdin writes all of r to the stdin of a process, and closes it if eof is
+// set. It returns when the process's pipe has taken it all.
+func (c *Client) WriteStdin(ctx context.Context, id string, r io.Reader, eof bool) error {
+	buf := make([]byte, MaxStdin)
+	for {
+		n, err := io.ReadFull(r, buf)
+		last := errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF)
+		if err != nil && !last {
+			return err
+		}
+		req := WriteStdinRequest{ID: id, Data: buf[:n], EOF: last && eof}
+		if err := c.call(ctx, MethodWriteStdin, &req, &empty{}); err != nil || last {
+			return err
+		}
+	}
+}
+
 // ReleaseExec forgets a process that has ended, and its output.
 func (c *Client) ReleaseExec(ctx context.Context, id string) error {
 	return c.call(ctx, MethodReleaseExec, &ReleaseExecRequest{ID: id}, &empty{})

@@ -285,6 +285,11 @@ func (g *fakeGuest) Signal(_ context.Context, req *SignalRequest) error {
 	return err
 }
 
+func (g *fakeGuest) WriteStdin(_ context.Context, req *WriteStdinRequest) error {
+	_, err := g.get(req.ID)
+	return err
+}
+
 func (g *fakeGuest) Resize(_ context.Context, req *ResizeRequest) error {
 	p, err := g.get(req.ID)
 	if err == nil {

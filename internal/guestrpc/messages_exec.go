@@ -187,6 +187,23 @@ func (m *ResizeRequest) visit(c *codec) {
 	number(c, "cols", &m.Cols, 1<<16-1)
 }
 
+// MaxStdin is the size of one WriteStdinRequest's data.
+const MaxStdin = 32 << 10
+
+// WriteStdinRequest writes to the stdin of a process without joining it. The
+// answer comes when the process's pipe or terminal has taken it all.
+type WriteStdinRequest struct {
+	ID   string
+	Data []byte
+	EOF  bool // close it afterwards; a terminal gets Ctrl-D
+}
+
+func (m *WriteStdinRequest) visit(c *codec) {
+	c.str("id", &m.ID, maxID)
+	c.data("data", &m.Data, MaxStdin)
+	c.bool(&m.EOF)
+}
+
 // ReleaseExecRequest forgets a process that has ended, and its output.
 type ReleaseExecRequest struct {
 	ID string

@@ -45,6 +45,7 @@ func samples() []message {
 		}},
 		&SignalRequest{ID: "i", Signal: 15, Scope: ScopeSession},
 		&ResizeRequest{ID: "i", Rows: 1, Cols: 2},
+		&WriteStdinRequest{ID: "i", Data: []byte{0, 255}, EOF: true},
 		&ReleaseExecRequest{ID: "i"},
 		&StatRequest{FileScope: scope, Path: "/p", Follow: true},
 		&file,

@@ -22,6 +22,7 @@ const (
 	MethodSignal      Method = 19
 	MethodResize      Method = 20
 	MethodReleaseExec Method = 21
+	MethodWriteStdin  Method = 22
 
 	MethodStat     Method = 32
 	MethodList     Method = 33

@@ -42,6 +42,7 @@ type Handler interface {
 	ListExecs(ctx context.Context, req *ListExecsRequest) (ListExecsReply, error)
 	Signal(ctx context.Context, req *SignalRequest) error
 	Resize(ctx context.Context, req *ResizeRequest) error
+	WriteStdin(ctx context.Context, req *WriteStdinRequest) error
 	ReleaseExec(ctx context.Context, req *ReleaseExecRequest) error
 
 	Stat(ctx context.Context, req *StatRequest) (FileInfo, error)

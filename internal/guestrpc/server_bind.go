@@ -46,6 +46,8 @@ func (srv *server) bind(m Method, body []byte) (callFunc, error) {
 		return done(body, h.Resize)
 	case MethodReleaseExec:
 		return done(body, h.ReleaseExec)
+	case MethodWriteStdin:
+		return done(body, h.WriteStdin)
 	}
 	if m >= MethodCodeRun || m == MethodSetEnv {
 		return srv.bindCode(m, body)

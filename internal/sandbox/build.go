@@ -30,6 +30,7 @@ func (b Build) key() buildKey { return buildKey{b.Template, b.Revision, b.Stage}
 type build struct {
 	cancel context.CancelFunc
 	done   chan struct{}
+	log    buildLog
 }
 
 // revision is the digest of a spec.
@@ -93,11 +94,11 @@ func (m *Manager) ensureBuild(t Template, stage Stage) {
 		return
 	}
 	ctx, cancel := context.WithCancel(m.ctx)
-	run := &build{cancel, make(chan struct{})}
+	run := &build{cancel: cancel, done: make(chan struct{}), log: newBuildLog()}
 	m.builds[k] = run
 	m.work.Go(func() {
 		defer cancel()
-		err := m.runBuild(ctx, k, t.Spec)
+		err := m.runBuild(ctx, k, t.Spec, &run.log)
 		if err != nil && ctx.Err() == nil {
 			m.cfg.Log.Error("build a template", "template", t.Key, "error", err)
 		}
@@ -126,13 +127,12 @@ func (m *Manager) putBuild(b Build) error {
 }
 
 // runBuild builds, and writes down what came of it.
-func (m *Manager) runBuild(ctx context.Context, k buildKey, spec TemplateSpec) (err error) {
+func (m *Manager) runBuild(ctx context.Context, k buildKey, spec TemplateSpec, log *buildLog) (err error) {
 	b := Build{Template: k.Template, Revision: k.Revision, Stage: k.Stage, Phase: PhaseBuilding, Started: time.Now().UTC(), Snapshot: newID()}
 	if err := m.putBuild(b); err != nil {
 		return err
 	}
-	log, err := os.OpenFile(m.logFile(b.Snapshot), os.O_CREATE|os.O_EXCL|os.O_WRONLY|os.O_APPEND, 0o600)
-	if err != nil {
+	if err := log.open(m.logFile(b.Snapshot)); err != nil {
 		return fmt.Errorf("write a build's log: %w", err)
 	}
 	defer func() { err = errors.Join(err, log.Close()) }()

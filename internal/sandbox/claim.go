@@ -13,6 +13,10 @@ import (
 
 // Claim makes a sandbox of a pool. It returns when the sandbox has answered.
 func (m *Manager) Claim(ctx context.Context, k Key, spec ClaimSpec) (Sandbox, error) {
+	return m.claim(ctx, k, spec, nil)
+}
+
+func (m *Manager) claim(ctx context.Context, k Key, spec ClaimSpec, also record[Sandbox]) (Sandbox, error) {
 	if err := m.begin(); err != nil {
 		return Sandbox{}, err
 	}
@@ -41,12 +45,12 @@ func (m *Manager) Claim(ctx context.Context, k Key, spec ClaimSpec) (Sandbox, er
 			return Sandbox{}, errors.Join(fmt.Errorf("set the environment of sandbox %s: %w", k.Name, err), b.forget(), machine.Close())
 		}
 	}
-	err = b.change(func(s *Sandbox) {
+	err = b.changeAnd(func(s *Sandbox) {
 		s.State, s.Machine, s.Boot, s.Memory = Running, machine.id, m.cfg.Boot, machine.memory
 		s.Template, s.Revision, s.Limits = from.build.Template.Name, from.build.Revision, from.spec.limits()
 		s.Workdir, s.User, s.Env = from.build.Workdir, from.build.User, env
 		s.Clock.start(time.Now())
-	})
+	}, also)
 	if err != nil {
 		return Sandbox{}, errors.Join(err, b.forget(), machine.Close())
 	}

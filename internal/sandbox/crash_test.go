@@ -9,6 +9,7 @@ import (
 	"testing/synctest"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/sandbox/sandboxtest"
 )
 
 // accident is a host as a daemon left it that was killed at some step.
@@ -39,21 +40,21 @@ func TestKilled(t *testing.T) {
 
 // killEverywhere lives through everything and takes a picture at each step.
 func killEverywhere(t *testing.T, pictures string) (all []accident) {
-	dir, h := t.TempDir(), newHost(t)
+	dir, h := t.TempDir(), sandboxtest.NewHost(t)
 	m := daemon(t, dir, h)
 	defer func() { _ = m.Close() }()
 	setUp(t, m, 0) // nothing happens in the background
 	answered := map[string]string{}
 	doing := ""
-	h.step = func() {
+	h.Step = func() {
 		a := accident{doing: doing, dir: filepath.Join(pictures, fmt.Sprint(len(all))), processes: map[string]map[string]string{}, answered: maps.Clone(answered)}
 		copyState(t, dir, a.dir)
-		for folder, p := range h.processes {
+		for _, folder := range h.Folders() {
 			rel, err := filepath.Rel(dir, folder)
 			if err != nil {
 				t.Fatal(err)
 			}
-			a.processes[rel] = maps.Clone(p.memory)
+			a.processes[rel] = maps.Clone(h.Memory(folder))
 		}
 		all = append(all, a)
 	}
@@ -64,7 +65,7 @@ func killEverywhere(t *testing.T, pictures string) (all []accident) {
 	}{
 		{"claim", func() error {
 			_, err := m.Claim(ctx, key("a"), ClaimSpec{Pool: "pool"})
-			h.memory(t, m, "a")["mine"] = "a"
+			memory(t, h, m, "a")["mine"] = "a"
 			answered["a"] = "a"
 			return err
 		}},
@@ -75,7 +76,7 @@ func killEverywhere(t *testing.T, pictures string) (all []accident) {
 		{"fork", func() error {
 			f, err := m.Fork(ctx, key("f"), "a", 2)
 			for _, c := range f.Children {
-				h.memory(t, m, string(c.Name))["mine"] = string(c.Name)
+				memory(t, h, m, string(c.Name))["mine"] = string(c.Name)
 				answered[string(c.Name)] = string(c.Name)
 			}
 			return err
@@ -97,15 +98,15 @@ func killEverywhere(t *testing.T, pictures string) (all []accident) {
 			t.Fatalf("%s: %v", doing, err)
 		}
 	}
-	h.step = nil
+	h.Step = nil
 	return all
 }
 
 // examine starts a daemon after the accident.
 func (a accident) examine(t *testing.T) {
-	h := newHost(t)
+	h := sandboxtest.NewHost(t)
 	for rel, memory := range a.processes {
-		h.processes[filepath.Join(a.dir, rel)] = &process{memory: memory, done: make(chan struct{})}
+		h.Put(filepath.Join(a.dir, rel), memory)
 	}
 	m := daemon(t, a.dir, h)
 	defer func() { _ = m.Close() }()
@@ -122,8 +123,8 @@ func (a accident) examine(t *testing.T) {
 			t.Errorf("%s is listed as %s and cannot be used: %v", s.Name, s.State, err)
 			continue
 		}
-		if want, told := a.answered[string(s.Name)]; told && h.memory(t, m, string(s.Name))["mine"] != want {
-			t.Errorf("%s holds %v", s.Name, h.memory(t, m, string(s.Name)))
+		if want, told := a.answered[string(s.Name)]; told && memory(t, h, m, string(s.Name))["mine"] != want {
+			t.Errorf("%s holds %v", s.Name, memory(t, h, m, string(s.Name)))
 		}
 		u.Done()
 	}
@@ -132,8 +133,8 @@ func (a accident) examine(t *testing.T) {
 			t.Errorf("%s is lost", name)
 		}
 	}
-	if len(h.processes) != len(listed) {
-		t.Errorf("%d machines of %d sandboxes", len(h.processes), len(listed))
+	if len(h.Folders()) != len(listed) {
+		t.Errorf("%d machines of %d sandboxes", len(h.Folders()), len(listed))
 	}
 	for _, s := range listed {
 		if _, err := m.Kill(t.Context(), s.Key); err != nil {
@@ -147,7 +148,7 @@ func (a accident) examine(t *testing.T) {
 // restart ends what ran and spares what slept.
 func TestRestart(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		dir, h := t.TempDir(), newHost(t)
+		dir, h := t.TempDir(), sandboxtest.NewHost(t)
 		m := daemon(t, dir, h)
 		setUp(t, m, 1)
 		claim(t, m, "runs", Lifetime{})
@@ -179,8 +180,8 @@ func TestRestart(t *testing.T) {
 		}
 		synctest.Wait()
 		m.crash()
-		for folder := range maps.Clone(h.processes) {
-			h.end(folder, engine.ErrEnded)
+		for _, folder := range h.Folders() {
+			h.End(folder, engine.ErrEnded)
 		}
 		m = daemon(t, dir, h, func(c *Config) { c.Boot = "next" })
 		defer func() { _ = m.Close() }()

@@ -18,7 +18,11 @@ const maxFork = 1000
 // Fork makes n sandboxes that continue from a running one, all from the same
 // instant, named <fork>-1 to <fork>-n. One that is paused or hibernated goes on
 // first. Each child has its own outcome; the error is that of all.
-func (m *Manager) Fork(ctx context.Context, k Key, source Name, n int) (f Fork, err error) {
+func (m *Manager) Fork(ctx context.Context, k Key, source Name, n int) (Fork, error) {
+	return m.fork(ctx, k, source, n, nil)
+}
+
+func (m *Manager) fork(ctx context.Context, k Key, source Name, n int, also record[Fork]) (f Fork, err error) {
 	if n < 1 || n > maxFork {
 		return f, invalid("replicas", "%d is not between 1 and %d", n, maxFork)
 	}
@@ -43,7 +47,9 @@ func (m *Manager) Fork(ctx context.Context, k Key, source Name, n int) (f Fork, 
 				f.Phase = PhaseFailed
 			}
 		}
-		return m.db.Update(func(tx *journal.Tx) error { return forks.Put(tx, k.String(), f) })
+		return m.db.Update(func(tx *journal.Tx) error {
+			return errors.Join(forks.Put(tx, k.String(), f), also.write(tx, f))
+		})
 	})
 	return f, err
 }

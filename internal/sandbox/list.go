@@ -67,7 +67,7 @@ type Page struct {
 // Bounds of a page.
 const (
 	defaultPage = 100
-	maxPage     = 1000
+	maxPage     = 1001 // one more than a client sees, to tell whether there is more
 )
 
 func (p Page) limit() int {
@@ -119,13 +119,13 @@ func (m *Manager) Sandboxes(n Namespace, p Page, ended bool) (out []Sandbox, err
 			return nil
 		})
 	})
-	slices.SortFunc(out, func(a, b Sandbox) int { return strings.Compare(a.position(), b.position()) })
-	out = slices.DeleteFunc(out, func(s Sandbox) bool { return s.position() <= p.After })
+	slices.SortFunc(out, func(a, b Sandbox) int { return strings.Compare(a.Position(), b.Position()) })
+	out = slices.DeleteFunc(out, func(s Sandbox) bool { return s.Position() <= p.After })
 	return out[:min(len(out), p.limit())], err
 }
 
-// position orders sandboxes: names may be used again after an end.
-func (s Sandbox) position() string { return string(s.Name) + "/" + string(s.ID) }
+// Position orders sandboxes: names may be used again after an end.
+func (s Sandbox) Position() string { return string(s.Name) + "/" + string(s.ID) }
 
 // historySize is how many ended sandboxes are remembered.
 const historySize = 1000

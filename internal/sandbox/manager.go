@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"agentrun.dev/internal/engine"
@@ -50,6 +51,9 @@ type Manager struct {
 	cancel   context.CancelFunc
 	work     sync.WaitGroup // all goroutines
 	dirty    chan struct{}  // holds at most one notice that something was removed
+	// forgotten is when outcomes were last forgotten, in Unix time. It is read in
+	// transactions, which may not wait for mu: who has mu may wait for them.
+	forgotten atomic.Int64
 
 	mu        sync.Mutex // protects all following fields
 	closed    bool
@@ -57,6 +61,7 @@ type Manager struct {
 	names     map[Key]ID     // likewise
 	pools     map[Key]*pool
 	builds    map[buildKey]*build // those under way
+	requests  map[string]*request // those with an idempotency key, likewise
 }
 
 // The journal's collections. Sandboxes are kept by id, the rest by key.
@@ -87,6 +92,7 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 		cfg: cfg, db: db, capacity: admission{capacity: cfg.Capacity},
 		dirty:     make(chan struct{}, 1),
 		sandboxes: map[ID]*member{}, names: map[Key]ID{}, pools: map[Key]*pool{}, builds: map[buildKey]*build{},
+		requests: map[string]*request{},
 	}
 	m.ctx, m.cancel = context.WithCancel(context.WithoutCancel(ctx))
 	if err := m.recover(ctx); err != nil {

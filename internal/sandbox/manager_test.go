@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/sandbox/sandboxtest"
 )
 
 func key(name string) Key { return Key{DefaultNamespace, Name(name)} }
@@ -41,19 +42,17 @@ func claim(t *testing.T, m *Manager, name string, l Lifetime) Sandbox {
 }
 
 // memory is what the machine of a sandbox holds.
-func (h *host) memory(t *testing.T, m *Manager, name string) map[string]string {
+func memory(t *testing.T, h *sandboxtest.Host, m *Manager, name string) map[string]string {
 	t.Helper()
 	s, err := m.Sandbox(key(name))
 	if err != nil {
 		t.Fatal(err)
 	}
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	p := h.processes[m.machineDir(s.Machine)]
-	if p == nil {
+	held := h.Memory(m.machineDir(s.Machine))
+	if held == nil {
 		t.Fatalf("%s has no machine", name)
 	}
-	return p.memory
+	return held
 }
 
 func wantState(t *testing.T, m *Manager, name string, want State) Sandbox {
@@ -87,7 +86,7 @@ func wantEnded(t *testing.T, m *Manager, name string, want Reason) {
 // paused, hibernated, woken by use and killed, and is remembered.
 func TestLife(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		h := newHost(t)
+		h := sandboxtest.NewHost(t)
 		m := daemon(t, t.TempDir(), h)
 		defer func() { _ = m.Close() }()
 		setUp(t, m, 2)
@@ -95,7 +94,7 @@ func TestLife(t *testing.T) {
 		if s.State != Running || len(s.ID) != idLength || s.Env["WHO"] != "a" || s.Env["FROM"] != "image" || s.Workdir != DefaultWorkdir {
 			t.Errorf("claimed %+v", s)
 		}
-		if got := h.memory(t, m, "a"); got["hostname"] != "a" || got["image"] != "one" {
+		if got := memory(t, h, m, "a"); got["hostname"] != "a" || got["image"] != "one" {
 			t.Errorf("it holds %v", got)
 		}
 		synctest.Wait()
@@ -108,7 +107,7 @@ func TestLife(t *testing.T) {
 		if _, err := m.Claim(t.Context(), key("b"), ClaimSpec{Pool: "nobody"}); !HasCode(err, CodeNotFound) {
 			t.Errorf("claimed of no pool: %v", err)
 		}
-		h.memory(t, m, "a")["mine"] = "kept"
+		memory(t, h, m, "a")["mine"] = "kept"
 		for _, step := range []struct {
 			do   func(context.Context, Key) (Sandbox, error)
 			want State
@@ -129,7 +128,7 @@ func TestLife(t *testing.T) {
 		if m.capacity.reserved() != used+64*mib {
 			t.Error("a hibernated sandbox has reserved memory")
 		}
-		if got := h.memory(t, m, "a"); got["mine"] != "kept" {
+		if got := memory(t, h, m, "a"); got["mine"] != "kept" {
 			t.Errorf("it woke up with %v", got)
 		}
 		u.Done()
@@ -148,13 +147,13 @@ func TestLife(t *testing.T) {
 }
 
 // wantNothing: no sandbox is there, and nothing of one.
-func wantNothing(t *testing.T, m *Manager, h *host) {
+func wantNothing(t *testing.T, m *Manager, h *sandboxtest.Host) {
 	t.Helper()
 	if n := m.capacity.reserved(); n != 0 {
 		t.Errorf("%d bytes are still reserved", n)
 	}
-	if len(h.processes) != 0 {
-		t.Errorf("left: %v", h.processes)
+	if len(h.Folders()) != 0 {
+		t.Errorf("left: %v", h.Folders())
 	}
 	for _, dir := range []string{machinesDir, imagesDir} {
 		if left, err := filepath.Glob(filepath.Join(m.cfg.Dir, dir, "*")); err != nil || len(left) != 0 {
@@ -167,7 +166,7 @@ func wantNothing(t *testing.T, m *Manager, h *host) {
 // the time that nobody uses it, and both do what they were told to.
 func TestTimeouts(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		h := newHost(t)
+		h := sandboxtest.NewHost(t)
 		m := daemon(t, t.TempDir(), h)
 		defer func() { _ = m.Close() }()
 		setUp(t, m, 0)
@@ -230,7 +229,7 @@ func TestTimeouts(t *testing.T) {
 // TestDeath: a sandbox that ends by itself is known to have, with the reason.
 func TestDeath(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		h := newHost(t)
+		h := sandboxtest.NewHost(t)
 		m := daemon(t, t.TempDir(), h)
 		defer func() { _ = m.Close() }()
 		setUp(t, m, 0)
@@ -241,7 +240,7 @@ func TestDeath(t *testing.T) {
 		} {
 			name := strings.ReplaceAll(string(want), "_", "-")
 			s := claim(t, m, name, Lifetime{})
-			h.end(m.machineDir(s.Machine), cause)
+			h.End(m.machineDir(s.Machine), cause)
 			synctest.Wait()
 			wantEnded(t, m, name, want)
 		}
@@ -252,7 +251,7 @@ func TestDeath(t *testing.T) {
 // TestWakeOnce: many that want a hibernated sandbox at once wake it once.
 func TestWakeOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		h := newHost(t)
+		h := sandboxtest.NewHost(t)
 		m := daemon(t, t.TempDir(), h)
 		defer func() { _ = m.Close() }()
 		setUp(t, m, 0)
@@ -272,8 +271,8 @@ func TestWakeOnce(t *testing.T) {
 			})
 		}
 		all.Wait()
-		if len(h.processes) != 1 {
-			t.Errorf("%d machines", len(h.processes))
+		if len(h.Folders()) != 1 {
+			t.Errorf("%d machines", len(h.Folders()))
 		}
 	})
 }
@@ -282,12 +281,12 @@ func TestWakeOnce(t *testing.T) {
 // own, and know where they come from.
 func TestFork(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		h := newHost(t)
+		h := sandboxtest.NewHost(t)
 		m := daemon(t, t.TempDir(), h, func(c *Config) { c.Capacity = 4 * 64 * mib })
 		defer func() { _ = m.Close() }()
 		setUp(t, m, 0)
 		source := claim(t, m, "a", Lifetime{Timeout: time.Hour})
-		h.memory(t, m, "a")["x"] = "1"
+		memory(t, h, m, "a")["x"] = "1"
 		claim(t, m, "f-2", Lifetime{}) // a child's name is taken
 		f, err := m.Fork(t.Context(), key("f"), "a", 4)
 		if err != nil {
@@ -297,8 +296,8 @@ func TestFork(t *testing.T) {
 			f.Children[2].Problem != "" || !strings.Contains(f.Children[3].Problem, "no room") {
 			t.Errorf("%+v", f)
 		}
-		h.memory(t, m, "f-1")["x"] = "2"
-		if h.memory(t, m, "a")["x"] != "1" || h.memory(t, m, "f-3")["x"] != "1" {
+		memory(t, h, m, "f-1")["x"] = "2"
+		if memory(t, h, m, "a")["x"] != "1" || memory(t, h, m, "f-3")["x"] != "1" {
 			t.Error("a child's memory is not its own")
 		}
 		child := wantState(t, m, "f-3", Running)
@@ -324,7 +323,7 @@ func TestFork(t *testing.T) {
 		if _, err := m.Fork(t.Context(), key("g"), "f-1", 1); err != nil {
 			t.Fatal(err)
 		}
-		if h.memory(t, m, "g-1")["x"] != "2" {
+		if memory(t, h, m, "g-1")["x"] != "2" {
 			t.Error("a grandchild is not its parent's")
 		}
 	})
@@ -334,7 +333,7 @@ func TestFork(t *testing.T) {
 // until then it serves the old one; a build that fails is told.
 func TestTemplateChange(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		h, b := newHost(t), &builder{}
+		h, b := sandboxtest.NewHost(t), &builder{}
 		m := daemon(t, t.TempDir(), h, func(c *Config) { c.Builder = b })
 		defer func() { _ = m.Close() }()
 		setUp(t, m, 2)
@@ -367,7 +366,7 @@ func TestTemplateChange(t *testing.T) {
 		}
 		claim(t, m, "new", Lifetime{})
 		for name, image := range map[string]string{"old": "one", "between": "one", "new": "two"} {
-			if got := h.memory(t, m, name)["image"]; got != image {
+			if got := memory(t, h, m, name)["image"]; got != image {
 				t.Errorf("%s is of image %q, not %q", name, got, image)
 			}
 		}

@@ -27,6 +27,8 @@ type member struct {
 	users   int           // requests that are being served
 	used    Clock         // runs while it runs and nobody uses it
 	timer   *time.Timer   // for whichever of its timeouts is next
+	// contexts are the default ones that were seen to be there.
+	contexts map[string]bool
 }
 
 func (m *Manager) newMember(s Sandbox) *member {
@@ -56,11 +58,14 @@ func (b *member) now() Sandbox {
 
 // change writes a change of the record to the journal, and then makes it. The
 // caller has the turn.
-func (b *member) change(do func(*Sandbox)) error {
+func (b *member) change(do func(*Sandbox)) error { return b.changeAnd(do, nil) }
+
+// changeAnd is change with what else belongs into the same transaction.
+func (b *member) changeAnd(do func(*Sandbox), also record[Sandbox]) error {
 	next := b.now()
 	do(&next)
 	if err := b.manager.db.Update(func(tx *journal.Tx) error {
-		return sandboxes.Put(tx, string(b.id), next)
+		return errors.Join(sandboxes.Put(tx, string(b.id), next), also.write(tx, next))
 	}); err != nil {
 		return fmt.Errorf("sandbox %s: %w", b.id, err)
 	}

@@ -30,6 +30,15 @@ func ParseName(s string) (Name, error) {
 	return Name(s), nil
 }
 
+// maxBase leaves room for what NewName and a fork add to a name.
+const maxBase = 48
+
+// NewName makes a name up that begins with base.
+func NewName(base Name) Name {
+	cut := strings.TrimRight(string(base[:min(len(base), maxBase)]), "-")
+	return Name(cut + "-" + string(newID()[:6]))
+}
+
 // ParseNamespace checks a namespace. An empty one is the default.
 func ParseNamespace(s string) (Namespace, error) {
 	if s == "" {

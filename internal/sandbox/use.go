@@ -2,6 +2,8 @@ package sandbox
 
 import (
 	"context"
+	"errors"
+	"io/fs"
 	"net"
 	"slices"
 
@@ -44,6 +46,43 @@ func (u *Use) Exec(req guestrpc.ExecRequest) guestrpc.ExecRequest {
 		req.Cwd = u.Sandbox.Workdir
 	}
 	return req
+}
+
+// DefaultContext names the context of a language that code runs in where none is
+// named, and sees to it that it is there, with the sandbox's user and folder.
+func (u *Use) DefaultContext(ctx context.Context, language string) (string, error) {
+	name := "default"
+	if language != "" && language != "python" {
+		name += "-" + language
+	}
+	b := u.member
+	b.mu.Lock()
+	there := b.contexts[name]
+	b.mu.Unlock()
+	if there {
+		return name, nil
+	}
+	scope := u.Scope()
+	_, err := u.Agent().CreateContext(ctx, guestrpc.CodeCreateRequest{ID: name, Language: language, Cwd: scope.Cwd, User: scope.User})
+	if err != nil && !errors.Is(err, fs.ErrExist) {
+		return "", err
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.contexts == nil {
+		b.contexts = map[string]bool{}
+	}
+	b.contexts[name] = true
+	return name, nil
+}
+
+// CloseContext ends the kernel of a context and forgets the context.
+func (u *Use) CloseContext(ctx context.Context, id string) error {
+	b := u.member
+	b.mu.Lock()
+	delete(b.contexts, id)
+	b.mu.Unlock()
+	return u.Agent().CloseContext(ctx, id)
 }
 
 // Use begins to use a sandbox. One that is paused or hibernated goes on; many

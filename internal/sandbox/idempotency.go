@@ -1,0 +1,176 @@
+package sandbox
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"time"
+
+	"agentrun.dev/internal/journal"
+)
+
+// Once identifies a request that may come more than once and is to be done once.
+type Once struct {
+	key  string // digest of whose and which request it is
+	body string // digest of what it asks for
+}
+
+// NewOnce identifies the request of a principal to a route under a key of the
+// principal's choice.
+func NewOnce(principal, route, key string, body []byte) Once {
+	return Once{key: digest([]byte(fmt.Sprintf("%q %q %q", principal, route, key))), body: digest(body)}
+}
+
+func digest(b []byte) string {
+	sum := sha256.Sum256(b)
+	return hex.EncodeToString(sum[:])
+}
+
+// outcome is what came of a request that worked. It is written in the same
+// transaction as what the request made: either both are there, or neither.
+type outcome struct {
+	Body    string    `json:"body"`
+	Time    time.Time `json:"time"`
+	Sandbox *Sandbox  `json:"sandbox,omitempty"`
+	Fork    *Fork     `json:"fork,omitempty"`
+}
+
+var outcomes = journal.Collection[outcome]("outcomes")
+
+// keepOutcomes is for how long a request is remembered; every forgetOutcomes
+// those are looked for that can be forgotten.
+const (
+	keepOutcomes   = 24 * time.Hour
+	forgetOutcomes = time.Hour
+)
+
+// request is one that is being served.
+type request struct {
+	body string
+	done chan struct{}
+}
+
+// record writes what else belongs into the transaction that makes an object.
+type record[T any] func(*journal.Tx, T) error
+
+func (r record[T]) write(tx *journal.Tx, object T) error {
+	if r == nil {
+		return nil
+	}
+	return r(tx, object)
+}
+
+// ClaimOnce is Claim for a request that may come again. If it was done already,
+// replayed is set and the sandbox is as it was then.
+func (m *Manager) ClaimOnce(ctx context.Context, once Once, k Key, spec ClaimSpec) (s Sandbox, replayed bool, err error) {
+	before, err := m.doOnce(ctx, once, func() error {
+		s, err = m.claim(ctx, k, spec, func(tx *journal.Tx, s Sandbox) error {
+			return m.putOutcome(tx, once, outcome{Sandbox: &s})
+		})
+		return err
+	})
+	if before != nil && before.Sandbox != nil {
+		return *before.Sandbox, true, nil
+	}
+	return s, false, err
+}
+
+// ForkOnce is Fork for a request that may come again, as ClaimOnce is Claim.
+func (m *Manager) ForkOnce(ctx context.Context, once Once, k Key, source Name, n int) (f Fork, replayed bool, err error) {
+	before, err := m.doOnce(ctx, once, func() error {
+		f, err = m.fork(ctx, k, source, n, func(tx *journal.Tx, f Fork) error {
+			return m.putOutcome(tx, once, outcome{Fork: &f})
+		})
+		return err
+	})
+	if before != nil && before.Fork != nil {
+		return *before.Fork, true, nil
+	}
+	return f, false, err
+}
+
+// doOnce does a request, or returns what came of it before. While the same one
+// is being served it waits: if that fails, this one is tried.
+func (m *Manager) doOnce(ctx context.Context, once Once, do func() error) (*outcome, error) {
+	for {
+		before, other, err := m.beginRequest(once)
+		if err != nil {
+			return nil, err
+		}
+		if before != nil {
+			return before, nil
+		}
+		if other == nil {
+			break
+		}
+		select {
+		case <-other.done:
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
+	defer m.endRequest(once)
+	return nil, do()
+}
+
+// beginRequest makes the request the caller's, unless it was done before or
+// another caller does it.
+func (m *Manager) beginRequest(once Once) (*outcome, *request, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if other := m.requests[once.key]; other != nil {
+		return nil, other, once.check(other.body)
+	}
+	var before outcome
+	var found bool
+	err := m.db.View(func(tx *journal.Tx) (err error) {
+		before, found, err = outcomes.Get(tx, once.key)
+		return err
+	})
+	if err != nil {
+		return nil, nil, err
+	}
+	if found && time.Since(before.Time) < keepOutcomes {
+		return &before, nil, once.check(before.Body)
+	}
+	m.requests[once.key] = &request{body: once.body, done: make(chan struct{})}
+	return nil, nil, nil
+}
+
+func (m *Manager) endRequest(once Once) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	close(m.requests[once.key].done)
+	delete(m.requests, once.key)
+}
+
+// check refuses a key that was used for something else.
+func (o Once) check(body string) error {
+	if o.body == body {
+		return nil
+	}
+	return Errorf(CodeConflict, "the idempotency key was used for another request").
+		Because("its body was different").Try("Use a new key for a new request")
+}
+
+// putOutcome remembers a request, and forgets those that are old.
+func (m *Manager) putOutcome(tx *journal.Tx, once Once, o outcome) error {
+	o.Body, o.Time = once.body, time.Now().UTC()
+	var old []string
+	var err error
+	last := m.forgotten.Load()
+	if o.Time.Sub(time.Unix(last, 0)) > forgetOutcomes && m.forgotten.CompareAndSwap(last, o.Time.Unix()) {
+		err = outcomes.Each(tx, "", func(key string, before outcome) error {
+			if o.Time.Sub(before.Time) >= keepOutcomes {
+				old = append(old, key)
+			}
+			return nil
+		})
+	}
+	for _, key := range old {
+		err = errors.Join(err, outcomes.Delete(tx, key))
+	}
+	return errors.Join(err, outcomes.Put(tx, once.key, o))
+}

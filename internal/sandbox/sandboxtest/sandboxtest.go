@@ -1,0 +1,274 @@
+// Package sandboxtest is for tests only: an engine whose sandboxes are real
+// guest agents in this process, with the host's files and programs, instead of
+// machines. They outlive the daemons that use them, as machines do.
+package sandboxtest
+
+import (
+	"context"
+	"errors"
+	"maps"
+	"net"
+	"os"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/guest"
+	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/snapshot"
+)
+
+// Host is a machine with processes that outlive daemons: it plays an engine.
+type Host struct {
+	engine.Engine // what is not used
+
+	// Step is called before and after each call, when nothing is under way.
+	Step func()
+	// Execs makes the agents run programs. It is not for synctest: the kernel
+	// tells of their end.
+	Execs bool
+
+	mu        sync.Mutex // protects all following fields
+	processes map[string]*Process
+	failNext  error
+}
+
+// Process is a sandbox that runs.
+type Process struct {
+	memory map[string]string
+	paused bool
+	done   chan struct{}
+	cause  error
+	agent  *guest.Server
+}
+
+// NewHost makes a host that ends with the test.
+func NewHost(t testing.TB) *Host {
+	h := &Host{processes: map[string]*Process{}}
+	t.Cleanup(func() {
+		h.mu.Lock()
+		folders := slices.Collect(maps.Keys(h.processes))
+		h.mu.Unlock()
+		for _, folder := range folders {
+			h.End(folder, engine.ErrEnded)
+		}
+	})
+	return h
+}
+
+// FailNext makes the next start of a process fail.
+func (h *Host) FailNext(err error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.failNext = err
+}
+
+// Memory is what the process of a folder holds, nil if there is none.
+func (h *Host) Memory(folder string) map[string]string {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if p := h.processes[folder]; p != nil {
+		return p.memory
+	}
+	return nil
+}
+
+// Put makes a process that holds memory.
+func (h *Host) Put(folder string, memory map[string]string) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.put(folder, memory)
+}
+
+func (h *Host) put(folder string, memory map[string]string) *Process {
+	p := &Process{memory: memory, done: make(chan struct{}), agent: &guest.Server{Processes: &guest.Processes{}}}
+	if h.Execs {
+		p.agent.Processes = guest.NewProcesses(guest.Config{})
+	}
+	h.processes[folder] = p
+	return p
+}
+
+// Folders are those of the processes that run.
+func (h *Host) Folders() []string {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return slices.Sorted(maps.Keys(h.processes))
+}
+
+func (h *Host) hook() func() {
+	if h.Step != nil {
+		h.Step()
+		return h.Step
+	}
+	return func() {}
+}
+
+func (h *Host) Name() string { return "fake" }
+func (h *Host) Close() error { return nil }
+
+func (h *Host) Keep([]string, []string) error { return nil }
+
+func (h *Host) Boot(context.Context, engine.Spec) (engine.Sandbox, error) {
+	return nil, errors.New("not used")
+}
+
+func (h *Host) start(folder string, memory map[string]string) (engine.Sandbox, error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if err := h.failNext; err != nil {
+		h.failNext = nil
+		return nil, err
+	}
+	if _, err := os.Stat(folder); err != nil {
+		return nil, err
+	}
+	return h.hold(h.put(folder, maps.Clone(memory)), folder)
+}
+
+func (h *Host) Fork(_ context.Context, snap *snapshot.Snapshot, o engine.ForkOptions) (engine.Sandbox, error) {
+	defer h.hook()()
+	return h.start(o.Folder, snap.Manifest().Labels)
+}
+
+func (h *Host) Adopt(_ context.Context, folder string) (engine.Sandbox, error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	p := h.processes[folder]
+	if p == nil {
+		return nil, engine.ErrEnded
+	}
+	return h.hold(p, folder)
+}
+
+// hold speaks to a process, through an agent that is real.
+func (h *Host) hold(p *Process, folder string) (*handle, error) {
+	ours, theirs := net.Pipe()
+	go func() { _ = guestrpc.Serve(context.Background(), theirs, p.agent) }()
+	agent, err := guestrpc.NewClient(context.Background(), ours)
+	if err != nil {
+		return nil, err
+	}
+	go func() {
+		<-p.done
+		_ = agent.Close()
+	}()
+	return &handle{host: h, Process: p, folder: folder, agent: agent}, nil
+}
+
+func (h *Host) Remove(_ context.Context, folder string) error {
+	defer h.hook()()
+	h.End(folder, engine.ErrEnded)
+	return os.RemoveAll(folder)
+}
+
+// End ends a process, if it is there.
+func (h *Host) End(folder string, cause error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if p := h.processes[folder]; p != nil {
+		delete(h.processes, folder)
+		p.cause = cause
+		close(p.done)
+		if h.Execs {
+			p.agent.Processes.Close()
+		}
+	}
+}
+
+// handle is a daemon's hold on a process.
+type handle struct {
+	engine.Sandbox // what is not used
+	host           *Host
+	*Process
+	folder string
+	agent  *guestrpc.Client
+}
+
+func (s *handle) Agent() *guestrpc.Client                    { return s.agent }
+func (s *handle) Settle(context.Context) error               { return nil }
+func (s *handle) Claim(_ context.Context, name string) error { return s.set("hostname", name) }
+func (s *handle) Detach() error                              { return s.agent.Close() }
+func (s *handle) Done() <-chan struct{}                      { return s.done }
+func (s *handle) Wait() error                                { <-s.done; return s.cause }
+
+func (s *handle) set(key, value string) error {
+	s.host.mu.Lock()
+	defer s.host.mu.Unlock()
+	s.memory[key] = value
+	s.paused = false
+	return nil
+}
+
+func (s *handle) Pause(context.Context) error {
+	defer s.host.hook()()
+	s.host.mu.Lock()
+	defer s.host.mu.Unlock()
+	s.paused = true
+	return nil
+}
+
+func (s *handle) Resume(context.Context) error {
+	s.host.mu.Lock()
+	defer s.host.mu.Unlock()
+	s.paused = false
+	return nil
+}
+
+func (s *handle) Snapshot(_ context.Context, dir string) (*snapshot.Snapshot, error) {
+	defer s.host.hook()()
+	s.host.mu.Lock()
+	defer s.host.mu.Unlock()
+	return Capture(dir, s.memory)
+}
+
+func (s *handle) Fork(_ context.Context, opts []engine.ForkOptions) (*engine.LiveFork, error) {
+	defer s.host.hook()()
+	f := &engine.LiveFork{Forks: make([]engine.Sandbox, len(opts)), Errs: make([]error, len(opts))}
+	for i, o := range opts {
+		f.Forks[i], f.Errs[i] = s.host.start(o.Folder, s.memory)
+		if s.host.Step != nil {
+			s.host.Step()
+		}
+	}
+	return f, nil
+}
+
+func (s *handle) Close() error {
+	defer s.host.hook()()
+	s.host.End(s.folder, engine.ErrEnded)
+	return nil
+}
+
+func (s *handle) Shutdown(context.Context, time.Duration) error { return s.Close() }
+
+// Capture makes a snapshot whose labels are the memory.
+func Capture(dir string, memory map[string]string) (*snapshot.Snapshot, error) {
+	b, err := snapshot.NewBuilder(dir)
+	if err != nil {
+		return nil, err
+	}
+	page := make([]byte, layer.PageSize)
+	f, err := os.CreateTemp("", "page")
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = f.Close(); _ = os.Remove(f.Name()) }()
+	w := layer.NewWriter(f)
+	if _, err := w.Write(page); err != nil {
+		return nil, err
+	}
+	ref := w.Ref()
+	if err := b.AddLayer(ref, f); err != nil {
+		return nil, errors.Join(err, b.Abort())
+	}
+	im := snapshot.ImageOf(layer.Image{Size: ref.Size, Layers: []layer.Ref{ref}, Extents: []layer.Extent{{Length: ref.Size}}})
+	return b.Commit(snapshot.Manifest{
+		Created: time.Unix(0, 0).UTC(), Kernel: strings.Repeat("ab", 32), TSCKHz: 1, VCPUs: 1, Memory: im,
+		CPU: snapshot.CPU{Profile: "x", Vendor: "y", Family: 1}, Labels: memory,
+	}, []byte("state"))
+}

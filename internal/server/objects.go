@@ -1,0 +1,248 @@
+package server
+
+import (
+	"context"
+	"net/http"
+
+	"agentrun.dev/api/rest"
+	"agentrun.dev/internal/sandbox"
+)
+
+// object serves a route that looks at one object, or deletes it.
+func object[T any](a *api, w http.ResponseWriter, r *http.Request, namespace, name string, get func(sandbox.Key) (T, error)) {
+	k, err := key(namespace, name)
+	var found T
+	if err == nil {
+		found, err = get(k)
+	}
+	a.answer(w, r, http.StatusOK, found, err)
+}
+
+// remove serves a route that deletes an object.
+func remove(a *api, w http.ResponseWriter, r *http.Request, namespace, name string, del func(sandbox.Key) error) {
+	k, err := key(namespace, name)
+	if err == nil {
+		err = del(k)
+	}
+	a.done(w, r, err)
+}
+
+// listing serves a route that lists objects.
+func listing[T, R any](a *api, w http.ResponseWriter, r *http.Request, namespace string, p sandbox.Page, err error,
+	find func(sandbox.Namespace, sandbox.Page) ([]T, error), position func(T) string, show func(T) (R, error), wrap func(items []R, next string) any,
+) {
+	var n sandbox.Namespace
+	if err == nil {
+		n, err = sandbox.ParseNamespace(namespace)
+	}
+	var found []T
+	if err == nil {
+		found, err = find(n, p)
+	}
+	if err != nil {
+		a.fail(w, r, err)
+		return
+	}
+	found, next := cut(found, p, position)
+	items := make([]R, 0, len(found))
+	for _, one := range found {
+		shown, err := show(one)
+		if sandbox.HasCode(err, sandbox.CodeNotFound) {
+			continue // it was deleted meanwhile
+		}
+		if err != nil {
+			a.fail(w, r, err)
+			return
+		}
+		items = append(items, shown)
+	}
+	a.answer(w, r, http.StatusOK, wrap(items, next), nil)
+}
+
+// ListTemplates implements rest.ServerInterface.
+func (a *api) ListTemplates(w http.ResponseWriter, r *http.Request, namespace string, q rest.ListTemplatesParams) {
+	p, err := page(q.Limit, q.After)
+	listing(a, w, r, namespace, p, err, a.Service.Templates,
+		func(t sandbox.Template) string { return string(t.Name) }, a.showTemplate,
+		func(items []rest.Template, next string) any { return rest.TemplateList{Items: items, Next: next} })
+}
+
+// GetTemplate implements rest.ServerInterface.
+func (a *api) GetTemplate(w http.ResponseWriter, r *http.Request, namespace, name string) {
+	object(a, w, r, namespace, name, func(k sandbox.Key) (rest.Template, error) {
+		t, err := a.Service.Template(k)
+		if err != nil {
+			return rest.Template{}, err
+		}
+		return a.showTemplate(t)
+	})
+}
+
+// PutTemplate implements rest.ServerInterface.
+func (a *api) PutTemplate(w http.ResponseWriter, r *http.Request, namespace, name string) {
+	object(a, w, r, namespace, name, func(k sandbox.Key) (rest.Template, error) {
+		var given rest.TemplateSpec
+		if _, err := a.readJSON(w, r, 8*maxBody, &given); err != nil {
+			return rest.Template{}, err
+		}
+		spec, err := templateSpec(given)
+		if err != nil {
+			return rest.Template{}, err
+		}
+		t, err := a.Service.ApplyTemplate(k, spec)
+		if err != nil {
+			return rest.Template{}, err
+		}
+		return a.showTemplate(t)
+	})
+}
+
+// DeleteTemplate implements rest.ServerInterface.
+func (a *api) DeleteTemplate(w http.ResponseWriter, r *http.Request, namespace, name string) {
+	remove(a, w, r, namespace, name, a.Service.DeleteTemplate)
+}
+
+// GetTemplateLog implements rest.ServerInterface.
+func (a *api) GetTemplateLog(w http.ResponseWriter, r *http.Request, namespace, name string, q rest.GetTemplateLogParams) {
+	k, err := key(namespace, name)
+	stage := sandbox.AfterReady
+	if q.Stage != "" {
+		stage = sandbox.Stage(q.Stage)
+	}
+	if err == nil && stage != sandbox.AfterReady && stage != sandbox.AfterInit {
+		err = invalid("stage", "%q is neither Init nor Ready", trimmed(string(stage)))
+	}
+	if err != nil {
+		a.fail(w, r, err)
+		return
+	}
+	out := &flowing{api: a, w: w, kind: "text/plain; charset=utf-8"}
+	err = a.Service.CopyBuildLog(r.Context(), k, stage, q.Follow == nil || *q.Follow, out)
+	if err != nil {
+		a.fail(w, r, err)
+		return
+	}
+	out.begin() // of an empty log
+}
+
+// ListPools implements rest.ServerInterface.
+func (a *api) ListPools(w http.ResponseWriter, r *http.Request, namespace string, q rest.ListPoolsParams) {
+	p, err := page(q.Limit, q.After)
+	listing(a, w, r, namespace, p, err, a.Service.Pools,
+		func(p sandbox.Pool) string { return string(p.Name) },
+		func(p sandbox.Pool) (rest.Pool, error) { return a.showPool(p.Key) },
+		func(items []rest.Pool, next string) any { return rest.PoolList{Items: items, Next: next} })
+}
+
+// GetPool implements rest.ServerInterface.
+func (a *api) GetPool(w http.ResponseWriter, r *http.Request, namespace, name string) {
+	object(a, w, r, namespace, name, a.showPool)
+}
+
+// PutPool implements rest.ServerInterface.
+func (a *api) PutPool(w http.ResponseWriter, r *http.Request, namespace, name string) {
+	object(a, w, r, namespace, name, func(k sandbox.Key) (rest.Pool, error) {
+		var given rest.PoolSpec
+		if _, err := a.readJSON(w, r, maxBody, &given); err != nil {
+			return rest.Pool{}, err
+		}
+		template, err := sandbox.ParseName(given.Template)
+		if err != nil {
+			return rest.Pool{}, err
+		}
+		spec := sandbox.PoolSpec{Template: template, Replicas: given.Replicas, Stage: sandbox.Stage(given.SnapshotAfter)}
+		if _, err := a.Service.ApplyPool(k, spec); err != nil {
+			return rest.Pool{}, err
+		}
+		return a.showPool(k)
+	})
+}
+
+// DeletePool implements rest.ServerInterface.
+func (a *api) DeletePool(w http.ResponseWriter, r *http.Request, namespace, name string) {
+	remove(a, w, r, namespace, name, a.Service.DeletePool)
+}
+
+// ListForks implements rest.ServerInterface.
+func (a *api) ListForks(w http.ResponseWriter, r *http.Request, namespace string, q rest.ListForksParams) {
+	p, err := page(q.Limit, q.After)
+	listing(a, w, r, namespace, p, err, a.Service.Forks,
+		func(f sandbox.Fork) string { return string(f.Name) },
+		func(f sandbox.Fork) (rest.Fork, error) { return showFork(f), nil },
+		func(items []rest.Fork, next string) any { return rest.ForkList{Items: items, Next: next} })
+}
+
+// GetFork implements rest.ServerInterface.
+func (a *api) GetFork(w http.ResponseWriter, r *http.Request, namespace, name string) {
+	object(a, w, r, namespace, name, func(k sandbox.Key) (rest.Fork, error) {
+		f, err := a.Service.ForkOf(k)
+		return showFork(f), err
+	})
+}
+
+// DeleteFork implements rest.ServerInterface.
+func (a *api) DeleteFork(w http.ResponseWriter, r *http.Request, namespace, name string) {
+	remove(a, w, r, namespace, name, func(k sandbox.Key) error { return a.Service.DeleteFork(r.Context(), k) })
+}
+
+// ForkSandbox implements rest.ServerInterface.
+func (a *api) ForkSandbox(w http.ResponseWriter, r *http.Request, namespace, name string, q rest.ForkSandboxParams) {
+	f, err := func() (f sandbox.Fork, err error) {
+		source, err := key(namespace, name)
+		if err != nil {
+			return f, err
+		}
+		var given rest.ForkCreate
+		body, err := a.readJSON(w, r, maxBody, &given)
+		if err != nil {
+			return f, err
+		}
+		k := sandbox.Key{Namespace: source.Namespace, Name: sandbox.NewName(source.Name)}
+		if given.Name != "" {
+			if k.Name, err = sandbox.ParseName(given.Name); err != nil {
+				return f, err
+			}
+		}
+		once, err := idempotent(r, body)
+		if err != nil {
+			return f, err
+		}
+		if once == nil {
+			return a.Service.Fork(r.Context(), k, source.Name, given.Replicas)
+		}
+		f, replayed, err := a.Service.ForkOnce(r.Context(), *once, k, source.Name, given.Replicas)
+		noteReplay(w, replayed)
+		return f, err
+	}()
+	a.answer(w, r, http.StatusCreated, showFork(f), err)
+}
+
+// maxIdempotencyKey is the length of the longest key.
+const maxIdempotencyKey = 255
+
+// idempotent is the identity of a request that has an idempotency key.
+func idempotent(r *http.Request, body []byte) (*sandbox.Once, error) {
+	given, ok := r.Header["Idempotency-Key"]
+	if !ok {
+		return nil, nil
+	}
+	if len(given) != 1 || given[0] == "" || len(given[0]) > maxIdempotencyKey {
+		return nil, invalid("Idempotency-Key", "it has 1 to %d characters, and is given once", maxIdempotencyKey)
+	}
+	once := sandbox.NewOnce(principalOf(r).Name, r.Method+" "+r.URL.Path, given[0], body)
+	return &once, nil
+}
+
+func noteReplay(w http.ResponseWriter, replayed bool) {
+	if replayed {
+		w.Header().Set("Idempotency-Replayed", "true")
+	}
+}
+
+// sandboxVerb serves a route that changes what a sandbox does.
+func (a *api) sandboxVerb(w http.ResponseWriter, r *http.Request, namespace, name string, do func(context.Context, sandbox.Key) (sandbox.Sandbox, error)) {
+	object(a, w, r, namespace, name, func(k sandbox.Key) (rest.Sandbox, error) {
+		s, err := do(r.Context(), k)
+		return showSandbox(s), err
+	})
+}

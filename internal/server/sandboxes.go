@@ -1,0 +1,100 @@
+package server
+
+import (
+	"context"
+	"net/http"
+
+	"agentrun.dev/api/rest"
+	"agentrun.dev/internal/sandbox"
+)
+
+// ListSandboxes implements rest.ServerInterface.
+func (a *api) ListSandboxes(w http.ResponseWriter, r *http.Request, namespace string, q rest.ListSandboxesParams) {
+	p, err := page(q.Limit, q.After)
+	listing(a, w, r, namespace, p, err,
+		func(n sandbox.Namespace, p sandbox.Page) ([]sandbox.Sandbox, error) {
+			return a.Service.Sandboxes(n, p, q.Ended)
+		},
+		sandbox.Sandbox.Position,
+		func(s sandbox.Sandbox) (rest.Sandbox, error) { return showSandbox(s), nil },
+		func(items []rest.Sandbox, next string) any { return rest.SandboxList{Items: items, Next: next} })
+}
+
+// CreateSandbox implements rest.ServerInterface.
+func (a *api) CreateSandbox(w http.ResponseWriter, r *http.Request, namespace string, _ rest.CreateSandboxParams) {
+	s, err := func() (s sandbox.Sandbox, err error) {
+		n, err := sandbox.ParseNamespace(namespace)
+		if err != nil {
+			return s, err
+		}
+		var given rest.SandboxCreate
+		body, err := a.readJSON(w, r, maxBody, &given)
+		if err != nil {
+			return s, err
+		}
+		spec, err := claimSpec(given)
+		if err != nil {
+			return s, err
+		}
+		k := sandbox.Key{Namespace: n, Name: sandbox.NewName(spec.Pool)}
+		if given.Name != "" {
+			if k.Name, err = sandbox.ParseName(given.Name); err != nil {
+				return s, err
+			}
+		}
+		once, err := idempotent(r, body)
+		if err != nil {
+			return s, err
+		}
+		if once == nil {
+			return a.Service.Claim(r.Context(), k, spec)
+		}
+		s, replayed, err := a.Service.ClaimOnce(r.Context(), *once, k, spec)
+		noteReplay(w, replayed)
+		return s, err
+	}()
+	a.answer(w, r, http.StatusCreated, showSandbox(s), err)
+}
+
+// GetSandbox implements rest.ServerInterface.
+func (a *api) GetSandbox(w http.ResponseWriter, r *http.Request, namespace, name string) {
+	a.sandboxVerb(w, r, namespace, name, func(_ context.Context, k sandbox.Key) (sandbox.Sandbox, error) { return a.Service.Sandbox(k) })
+}
+
+// DeleteSandbox implements rest.ServerInterface.
+func (a *api) DeleteSandbox(w http.ResponseWriter, r *http.Request, namespace, name string) {
+	a.sandboxVerb(w, r, namespace, name, a.Service.Kill)
+}
+
+// PauseSandbox implements rest.ServerInterface.
+func (a *api) PauseSandbox(w http.ResponseWriter, r *http.Request, namespace, name string) {
+	a.sandboxVerb(w, r, namespace, name, a.Service.Pause)
+}
+
+// ResumeSandbox implements rest.ServerInterface.
+func (a *api) ResumeSandbox(w http.ResponseWriter, r *http.Request, namespace, name string) {
+	a.sandboxVerb(w, r, namespace, name, a.Service.Resume)
+}
+
+// HibernateSandbox implements rest.ServerInterface.
+func (a *api) HibernateSandbox(w http.ResponseWriter, r *http.Request, namespace, name string) {
+	a.sandboxVerb(w, r, namespace, name, a.Service.Hibernate)
+}
+
+// ExtendSandbox implements rest.ServerInterface.
+func (a *api) ExtendSandbox(w http.ResponseWriter, r *http.Request, namespace, name string) {
+	a.sandboxVerb(w, r, namespace, name, func(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
+		var given rest.Extend
+		if _, err := a.readJSON(w, r, maxBody, &given); err != nil {
+			return sandbox.Sandbox{}, err
+		}
+		if given.Timeout == "" {
+			return sandbox.Sandbox{}, invalid("timeout", "it is missing; 0s is none")
+		}
+		timeout, err := parseDuration("timeout", given.Timeout)
+		if err != nil {
+			return sandbox.Sandbox{}, err
+		}
+		return a.Service.Extend(ctx, k, timeout)
+	})
+}

@@ -1,0 +1,242 @@
+// Package server serves the REST API of a node: api/openapi.yaml over whatever
+// implements Service. Everything a client sends is hostile until it is parsed.
+package server
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"io"
+	"log/slog"
+	"net/http"
+	"path"
+	"regexp"
+	"runtime/debug"
+	"strings"
+	"time"
+
+	"agentrun.dev/api/rest"
+	"agentrun.dev/internal/sandbox"
+)
+
+// Service is what is served. *sandbox.Manager implements it.
+type Service interface {
+	ApplyTemplate(k sandbox.Key, spec sandbox.TemplateSpec) (sandbox.Template, error)
+	Template(k sandbox.Key) (sandbox.Template, error)
+	Templates(n sandbox.Namespace, p sandbox.Page) ([]sandbox.Template, error)
+	Builds(t sandbox.Template) ([]sandbox.Build, error)
+	CopyBuildLog(ctx context.Context, k sandbox.Key, stage sandbox.Stage, follow bool, w io.Writer) error
+	DeleteTemplate(k sandbox.Key) error
+
+	ApplyPool(k sandbox.Key, spec sandbox.PoolSpec) (sandbox.Pool, error)
+	Pool(k sandbox.Key) (sandbox.Pool, sandbox.PoolStatus, error)
+	Pools(n sandbox.Namespace, p sandbox.Page) ([]sandbox.Pool, error)
+	DeletePool(k sandbox.Key) error
+
+	Claim(ctx context.Context, k sandbox.Key, spec sandbox.ClaimSpec) (sandbox.Sandbox, error)
+	ClaimOnce(ctx context.Context, once sandbox.Once, k sandbox.Key, spec sandbox.ClaimSpec) (sandbox.Sandbox, bool, error)
+	Sandbox(k sandbox.Key) (sandbox.Sandbox, error)
+	Sandboxes(n sandbox.Namespace, p sandbox.Page, ended bool) ([]sandbox.Sandbox, error)
+	Pause(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error)
+	Resume(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error)
+	Hibernate(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error)
+	Extend(ctx context.Context, k sandbox.Key, timeout time.Duration) (sandbox.Sandbox, error)
+	Kill(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error)
+	Use(ctx context.Context, k sandbox.Key) (*sandbox.Use, error)
+
+	Fork(ctx context.Context, k sandbox.Key, source sandbox.Name, n int) (sandbox.Fork, error)
+	ForkOnce(ctx context.Context, once sandbox.Once, k sandbox.Key, source sandbox.Name, n int) (sandbox.Fork, bool, error)
+	ForkOf(k sandbox.Key) (sandbox.Fork, error)
+	Forks(n sandbox.Namespace, p sandbox.Page) ([]sandbox.Fork, error)
+	DeleteFork(ctx context.Context, k sandbox.Key) error
+}
+
+var _ Service = (*sandbox.Manager)(nil)
+
+// Config is what a server works with.
+type Config struct {
+	Service Service
+	// Authenticate says who makes a request; an error refuses it.
+	Authenticate func(*http.Request) (Principal, error)
+	// Version is the daemon's.
+	Version string
+	Log     *slog.Logger
+	// BodyTimeout is how long a client may take to send a JSON body, and
+	// StallTimeout how long it may neither send nor take anything while it
+	// streams. 0 are 30 seconds and a minute.
+	BodyTimeout, StallTimeout time.Duration
+}
+
+// Bounds of every request.
+const (
+	maxHeader         = 64 << 10
+	readHeaderTimeout = 10 * time.Second
+	idleTimeout       = 2 * time.Minute
+	bodyTimeout       = 30 * time.Second
+	stallTimeout      = time.Minute
+)
+
+// api implements the routes.
+type api struct{ Config }
+
+var _ rest.ServerInterface = (*api)(nil)
+
+// New makes the handler of all routes.
+func New(cfg Config) http.Handler {
+	if cfg.BodyTimeout == 0 {
+		cfg.BodyTimeout = bodyTimeout
+	}
+	if cfg.StallTimeout == 0 {
+		cfg.StallTimeout = stallTimeout
+	}
+	a := &api{cfg}
+	mux := http.NewServeMux()
+	rest.HandlerWithOptions(a, rest.StdHTTPServerOptions{
+		BaseRouter: mux,
+		ErrorHandlerFunc: func(w http.ResponseWriter, r *http.Request, err error) {
+			a.fail(w, r, sandbox.Errorf(sandbox.CodeInvalid, "%v", err))
+		},
+	})
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { a.serve(mux, w, r) })
+}
+
+// HTTP makes the server for a handler, with the bounds that it needs. The
+// caller serves with it, and ends it.
+func HTTP(h http.Handler, log *slog.Logger) *http.Server {
+	return &http.Server{
+		Handler:           h,
+		ReadHeaderTimeout: readHeaderTimeout,
+		IdleTimeout:       idleTimeout,
+		MaxHeaderBytes:    maxHeader,
+		ConnContext:       withPeer,
+		ErrorLog:          slog.NewLogLogger(log.Handler(), slog.LevelDebug),
+	}
+}
+
+// contextKey keys what a request carries.
+type contextKey int
+
+const (
+	principalKey contextKey = iota
+	peerKey
+)
+
+func principalOf(r *http.Request) Principal {
+	p, _ := r.Context().Value(principalKey).(Principal)
+	return p
+}
+
+var requestID = regexp.MustCompile(`^[A-Za-z0-9_-]{1,64}$`)
+
+// serve is around every request: id, log, panics, who it is, where it goes.
+func (a *api) serve(mux *http.ServeMux, w http.ResponseWriter, r *http.Request) {
+	id := r.Header.Get("X-Request-Id")
+	if !requestID.MatchString(id) {
+		id = rand.Text()
+	}
+	w.Header().Set("X-Request-Id", id)
+	rec := &recorder{ResponseWriter: w}
+	start := time.Now()
+	var who Principal
+	defer func() {
+		p := recover()
+		err, _ := p.(error)
+		if p != nil && !errors.Is(err, http.ErrAbortHandler) {
+			a.Log.Error("a request has panicked", "request", id, "panic", p, "stack", string(debug.Stack()))
+		}
+		switch {
+		case p == nil:
+		case began(rec):
+			rec.status = statusCutOff
+		default:
+			a.fail(rec, r, sandbox.Errorf(sandbox.CodeInternal, "the daemon has a defect").Try("Report it with the request id %s", id))
+		}
+		// Neither the query nor a header: paths and tokens are the client's matter.
+		a.Log.Info("request", "request", id, "principal", who.Name, "method", r.Method, "path", r.URL.Path,
+			"status", rec.status, "bytes", rec.bytes, "duration", time.Since(start))
+		if rec.status == statusCutOff {
+			panic(http.ErrAbortHandler)
+		}
+	}()
+	who, err := a.Authenticate(r)
+	if err != nil {
+		a.fail(rec, r, err)
+		return
+	}
+	r = r.WithContext(context.WithValue(r.Context(), principalKey, who))
+	if err := checkURL(mux, r); err != nil {
+		a.fail(rec, r, err)
+		return
+	}
+	mux.ServeHTTP(rec, r)
+}
+
+// statusCutOff is logged for a response that could not be completed.
+const statusCutOff = 599
+
+// checkURL refuses what has no route, and what only has one in another form.
+func checkURL(mux *http.ServeMux, r *http.Request) error {
+	// Names and ids need no escapes, so nothing can hide in one.
+	if r.URL.Path != r.URL.EscapedPath() || path.Clean(r.URL.Path) != r.URL.Path {
+		return sandbox.Errorf(sandbox.CodeInvalid, "the path of the URL is not valid").
+			Because("it has escapes, empty or relative parts").Try("Paths of files go into the query, as `path`")
+	}
+	_, pattern := mux.Handler(r)
+	if pattern == "" {
+		for _, method := range []string{http.MethodGet, http.MethodPut, http.MethodPost, http.MethodDelete} {
+			other := *r
+			other.Method = method
+			if _, pattern := mux.Handler(&other); pattern != "" {
+				return sandbox.Errorf(codeMethod, "%s is not something that can be done with %s", r.Method, r.URL.Path)
+			}
+		}
+		return sandbox.Errorf(sandbox.CodeNotFound, "there is nothing at %s", r.URL.Path).Try("api/openapi.yaml lists all routes")
+	}
+	return checkQuery(pattern, r.URL.RawQuery)
+}
+
+// recorder remembers what was answered.
+type recorder struct {
+	http.ResponseWriter
+	status int
+	bytes  int64
+}
+
+func (w *recorder) WriteHeader(status int) {
+	if w.status == 0 {
+		w.status = status
+	}
+	w.ResponseWriter.WriteHeader(status)
+}
+
+func (w *recorder) Write(p []byte) (int, error) {
+	if w.status == 0 {
+		w.status = http.StatusOK
+	}
+	n, err := w.ResponseWriter.Write(p)
+	w.bytes += int64(n)
+	return n, err
+}
+
+// Unwrap is for http.ResponseController.
+func (w *recorder) Unwrap() http.ResponseWriter { return w.ResponseWriter }
+
+// began reports whether an answer is under way.
+func began(w http.ResponseWriter) bool {
+	rec, ok := w.(*recorder)
+	return ok && rec.status != 0
+}
+
+// GetVersion implements rest.ServerInterface.
+func (a *api) GetVersion(w http.ResponseWriter, r *http.Request) {
+	a.answer(w, r, http.StatusOK, rest.Version{Version: a.Version, Api: rest.VersionApiV1}, nil)
+}
+
+// trimmed shortens untrusted text in an error.
+func trimmed(s string) string {
+	const most = 80
+	if len(s) > most {
+		s = s[:most] + "..."
+	}
+	return strings.ToValidUTF8(s, "?")
+}
