@@ -60,7 +60,7 @@ func (f Folder) Write(pid int, r Record) (err error) {
 	if r.Process, err = procid.Of(pid); err != nil {
 		return err
 	}
-	if r.BootID, err = bootID(); err != nil {
+	if r.BootID, err = BootID(); err != nil {
 		return err
 	}
 	return f.replace(r)
@@ -117,7 +117,7 @@ func (f Folder) Read() (Record, error) {
 	if err != nil {
 		return r, err
 	}
-	boot, err := bootID()
+	boot, err := BootID()
 	if err == nil && r.BootID != boot {
 		err = fmt.Errorf("%w when this machine restarted", engine.ErrEnded)
 	}
@@ -172,7 +172,8 @@ func Layers(folders, snapshots []string) map[layer.Digest]bool {
 	return used
 }
 
-func bootID() (string, error) {
+// BootID identifies the host's boot.
+func BootID() (string, error) {
 	b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
 	if err != nil {
 		return "", fmt.Errorf("read this machine's boot id: %w", err)

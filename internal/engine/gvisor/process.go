@@ -44,6 +44,13 @@ const (
 	maxThreads = 16 << 10
 )
 
+// Need is how much memory a sandbox is counted with that uses all its RAM. Its
+// limit is higher: there is room for files, and for surges of gVisor's kernel.
+func Need(ram uint64) uint64 { return ram + ram/overheadPerRAM + usualOverhead }
+
+// usualOverhead is what helper and kernel of a sandbox use, with some room.
+const usualOverhead = 64 << 20
+
 func (s shape) limits(asked engine.Limits) jail.Limits {
 	l := jail.Limits{
 		Memory:    s.memory + s.disk + (s.memory+s.disk)/overheadPerRAM + overheadFixed,
