@@ -15,6 +15,9 @@ var pythonKernel string
 //go:embed python_text.py
 var pythonText string
 
+//go:embed shell.sh
+var shellKernel string
+
 // pythonBoot reads the driver from the control pipe and runs it. It has names of
 // its own: __main__ is the user's.
 const pythonBoot = `import os
@@ -46,6 +49,7 @@ type Language struct {
 func Languages() []Language {
 	return []Language{
 		{Name: "python", Programs: []string{"python3", "python"}, Args: []string{"-c", pythonBoot}, Driver: []string{pythonKernel, pythonText}, Text: true, Env: true},
+		{Name: "bash", Programs: []string{"bash", "sh"}, Args: []string{"-c", shellKernel}, Lines: true},
 	}
 }
 
