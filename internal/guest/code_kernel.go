@@ -199,7 +199,7 @@ func (k *kernelProcess) read() {
 	if k.lang.Lines {
 		read = k.readLines
 	}
-	err := read()
+	err := read(k.events)
 	_ = k.events.file.Close() // it was only read
 	if err != nil && !errors.Is(err, io.EOF) {
 		k.broken.Store(&protocolFailure{err.Error()})
@@ -214,18 +214,18 @@ const (
 	errKernelField = Kind("it sent a malformed frame")
 )
 
-func (k *kernelProcess) readFrames() error {
+func (k *kernelProcess) readFrames(r io.Reader) error {
 	isReady := false
 	for {
 		var size [4]byte
-		if _, err := io.ReadFull(k.events, size[:]); err != nil {
+		if _, err := io.ReadFull(r, size[:]); err != nil {
 			return io.EOF // in the middle of a frame it is not worth telling
 		}
 		n := int(binary.LittleEndian.Uint32(size[:]))
 		if n == 0 || n > maxKernelFrame {
 			return errKernelFrame
 		}
-		body, err := io.ReadAll(io.LimitReader(k.events, int64(n)))
+		body, err := io.ReadAll(io.LimitReader(r, int64(n)))
 		if err != nil || len(body) < n {
 			return io.EOF
 		}

@@ -78,12 +78,12 @@ func shellLine(b []byte, kind byte, text string) []byte {
 }
 
 // readLines is readFrames for a shell.
-func (k *kernelProcess) readLines() error {
+func (k *kernelProcess) readLines(r io.Reader) error {
 	var line []byte
 	buf := make([]byte, maxShellLine)
 	isReady := false
 	for {
-		n, err := k.events.Read(buf)
+		n, err := r.Read(buf)
 		if err != nil {
 			return io.EOF
 		}
