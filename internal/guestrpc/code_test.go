@@ -131,7 +131,10 @@ func TestCode(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	if got := strings.Join(g.calls, ", "); got != "env A=b, interrupt i, release r, restart s, close c" {
+	g.mu.Lock()
+	asked := g.calls
+	g.mu.Unlock()
+	if got := strings.Join(asked, ", "); got != "env A=b, interrupt i, release r, restart s, close c" {
 		t.Errorf("%s", got)
 	}
 	if info, err := c.CreateContext(ctx, CodeCreateRequest{ID: "n"}); err != nil || info.ID != "n" || info.PID != 5 {
