@@ -31,8 +31,32 @@ function send(kind, ...payload) {
   const body = Buffer.concat([Buffer.from([kind]), ...payload]);
   const head = Buffer.alloc(4);
   head.writeUInt32LE(body.length);
-  let frame = Buffer.concat([head, body]);
-  while (frame.length > 0) frame = frame.subarray(fs.writeSync(4, frame));
+  writeAll(4, Buffer.concat([head, body]));
+}
+
+function writeAll(fd, b) {
+  while (b.length > 0) {
+    try {
+      b = b.subarray(fs.writeSync(fd, b));
+    } catch (e) {
+      if (e.code !== 'EAGAIN') throw e; // a child has made the pipe non-blocking
+      Atomics.wait(new Int32Array(new SharedArrayBuffer(4)), 0, 0, 1);
+    }
+  }
+}
+
+// Node's own streams for pipes hang for ever if a script is terminated between a
+// write and its callback. These have no state that could be left behind.
+for (const [name, fd] of [['stdout', 1], ['stderr', 2]]) {
+  const stream = new Writable({ decodeStrings: false });
+  stream.fd = fd;
+  stream.write = (chunk, encoding, done) => {
+    if (typeof encoding === 'function') [encoding, done] = [undefined, encoding];
+    writeAll(fd, typeof chunk === 'string' ? Buffer.from(chunk, encoding) : Buffer.from(chunk));
+    if (done) process.nextTick(done);
+    return true;
+  };
+  Object.defineProperty(process, name, { value: stream, configurable: true, enumerable: true });
 }
 
 class Reader {
@@ -148,14 +172,17 @@ function run(source) {
   return new Promise((resolve) => {
     running = (e) => resolve([e, undefined]);
     count++;
-    process.removeListener('SIGINT', onInterrupt);
-    try {
-      session.eval(source + '\n', session.context, '<cell ' + count + '>', (e, value) => resolve([e, value]));
-    } catch (e) {
-      resolve([e, undefined]);
-    } finally {
-      process.on('SIGINT', onInterrupt);
-    }
+    // Not from a microtask: V8 forgets those that wait when a script is terminated.
+    setImmediate(() => {
+      process.removeListener('SIGINT', onInterrupt);
+      try {
+        session.eval(source + '\n', session.context, '<cell ' + count + '>', (e, value) => resolve([e, value]));
+      } catch (e) {
+        resolve([e, undefined]);
+      } finally {
+        process.on('SIGINT', onInterrupt);
+      }
+    });
   }).then(([e, value]) => {
     running = null;
     if (e instanceof Exit) return [EXITED, e.code];
