@@ -97,7 +97,9 @@ var importRules = map[string][]string{
 	"internal/jail/escapee": {"internal/kvm", "internal/lockdown"},
 
 	"internal/guestrpc": {"internal/wire"},
-	"internal/guest":    {"internal/guestmux", "internal/guestrpc", "internal/wire"},
+	"internal/guest":    {"internal/guest/kernel", "internal/guestmux", "internal/guestrpc", "internal/wire"},
+
+	"internal/guest/kernel": {},
 
 	"internal/virtio":   {"internal/guestmem"},
 	"internal/vmm/acpi": {},
