@@ -366,7 +366,8 @@ func TestPullOverBadConnections(t *testing.T) {
 			return true
 		}, []string{digest.String(), "other content", "digest"}, 1},
 		"too much": {func(_ *testing.T, w http.ResponseWriter, _ int) bool {
-			_, _ = w.Write(append(wrong, 1, 2, 3))
+			_, _ = w.Write(wrong)
+			_, _ = w.Write([]byte{1, 2, 3})
 			return true
 		}, []string{digest.String(), "more than"}, 1},
 		"gone": {func(_ *testing.T, w http.ResponseWriter, _ int) bool {
