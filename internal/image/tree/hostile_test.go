@@ -52,6 +52,8 @@ func TestHostileArchives(t *testing.T) {
 		{name: "whiteout of .", layers: [][]entry{{dir("a/"), file("a/.wh..", "")}}, entry: "a/.wh..", says: "hides"},
 		{name: "whiteout of nothing", layers: [][]entry{{dir("a/"), file("a/.wh.", "")}}, entry: "a/.wh.", says: "hides"},
 		{name: "unknown kind of whiteout", layers: [][]entry{{dir("a/"), file("a/.wh..wh.plnk", "")}}, entry: "a/.wh..wh.plnk", says: "hides"},
+		{name: "folder named as a whiteout", layers: [][]entry{{file(".wh.a/b", "")}}, entry: ".wh.a/b", says: "whiteouts"},
+		{name: "folder named as a whiteout, deeper", layers: [][]entry{{file("x/.wh.a/b", "")}}, entry: "x/.wh.a/b", says: "whiteouts"},
 		{name: "hard link out", layers: [][]entry{{hardlink("h", "../outside/canary")}}, entry: "h", says: ".."},
 		{name: "hard link to an absolute path", layers: [][]entry{{hardlink("h", "/etc/passwd")}}, entry: "h", says: "absolute"},
 		{name: "hard link through a link out", layers: [][]entry{{symlink("l", "../outside"), hardlink("h", "l/canary")}}, entry: "h", says: "out of the root"},

@@ -188,6 +188,9 @@ func (t *Tree) apply(l *layer, hdr *tar.Header, content io.Reader) error {
 		return err
 	}
 	base := path.Base(name)
+	if strings.HasPrefix(name, whiteoutPrefix) && base != name || strings.Contains(above(name), "/"+whiteoutPrefix) {
+		return refuse("folders cannot be named as whiteouts are")
+	}
 	if strings.HasPrefix(base, whiteoutPrefix) {
 		return t.whiteout(l, name)
 	}
@@ -197,7 +200,7 @@ func (t *Tree) apply(l *layer, hdr *tar.Header, content io.Reader) error {
 		}
 		return t.folderEntry(l, "", hdr)
 	}
-	folder, err := t.folder(path.Dir(name), l)
+	folder, err := t.folder(above(name), l)
 	if err != nil {
 		return err
 	}
@@ -209,6 +212,14 @@ func (t *Tree) apply(l *layer, hdr *tar.Header, content io.Reader) error {
 		return t.folderEntry(l, full, hdr)
 	}
 	return t.fileEntry(l, full, hdr, content)
+}
+
+// above is the folder that a path is in; that of the root's entries is "".
+func above(full string) string {
+	if dir := path.Dir(full); dir != "." {
+		return dir
+	}
+	return ""
 }
 
 // maxPath keeps paths below PATH_MAX when the tree is packed, from a folder
@@ -243,8 +254,8 @@ const maxLinks = 40
 // and returns its path without links. With a layer it makes what is missing;
 // without, that is fs.ErrNotExist.
 func (t *Tree) folder(name string, l *layer) (string, error) {
-	if name == "." || name == "" || t.dirs[name] {
-		return strings.TrimPrefix(name, "."), nil
+	if name == "" || t.dirs[name] {
+		return name, nil
 	}
 	at, links := "", 0
 	todo := strings.Split(name, "/")
@@ -258,7 +269,7 @@ func (t *Tree) folder(name string, l *layer) (string, error) {
 			if at == "" {
 				return "", refuse("a link on its way leads out of the root")
 			}
-			at = strings.TrimPrefix(path.Dir(at), ".")
+			at = above(at)
 			continue
 		}
 		next := path.Join(at, part)
@@ -319,7 +330,7 @@ func (t *Tree) makeFolder(full string) error {
 // touch marks the folders above a path, and the path if it is a folder that
 // the layer implies, as this layer's.
 func (l *layer) touch(full string) {
-	for p := full; p != "." && p != ""; p = path.Dir(p) {
+	for p := full; p != ""; p = above(p) {
 		if l.seen[p]&markBelow != 0 {
 			return
 		}

@@ -51,6 +51,7 @@ func TestLayers(t *testing.T) {
 		{"hard link replaced", [][]entry{{file("a", "1"), hardlink("b", "a")}, {file("a", "2")}}, []string{"a=2", "b=1"}},
 		{"hard link to a lower layer", [][]entry{{file("a", "1")}, {hardlink("b", "a")}}, []string{"a=1", "b=1"}},
 		{"whiteout of a link to a folder", [][]entry{{dir("t/"), file("t/x", "1"), symlink("l", "t")}, {file(".wh.l", "")}}, []string{"t/", "t/x=1"}},
+		{"hidden folders", [][]entry{{dir(".a/"), symlink(".a/l", ".b"), dir(".a/.b/"), file(".a/.b/x", "1")}, {symlink(".a/.b/y", "x"), file(".a/l/z", "2"), hardlink(".a/h", ".a/.b/x"), file(".a/.b/.wh.x", "")}}, []string{".a/", ".a/.b/", ".a/.b/y->x", ".a/.b/z=2", ".a/h=1", ".a/l->.b"}},
 		{"global header", [][]entry{{{Header: tar.Header{Typeflag: tar.TypeXGlobalHeader, Name: "pax_global_header", PAXRecords: map[string]string{"comment": "x"}}}, file("a", "1")}}, []string{"a=1"}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
