@@ -297,6 +297,11 @@ func TestRegistryAccess(t *testing.T) {
 		}
 		_, err := LoadRegistries(path)
 		wantError(t, err, path, "insecure")
+		for _, host := range []string{"", "Upper.example", "https://x.example", "a b", "docker.io"} {
+			if err := (Registries{Hosts: map[string]Registry{host: {PlainHTTP: true}}}).Validate(); err == nil {
+				t.Errorf("host %q was taken", host)
+			}
+		}
 		if r, err := LoadRegistries(path + ".none"); err != nil || len(r.Hosts) != 0 {
 			t.Errorf("a missing file: %v, %v", r, err)
 		}

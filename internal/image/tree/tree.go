@@ -113,12 +113,17 @@ func New(dir string, limits Limits) (*Tree, error) {
 	if err != nil {
 		return nil, fmt.Errorf("unpack image: %w", err)
 	}
-	return &Tree{
+	t := &Tree{
 		root: root, limits: limits,
 		dirs: map[string]bool{}, times: map[string]folderTime{},
 		withXattrs: map[string]bool{}, dropped: map[string]bool{},
 		buf: make([]byte, 256<<10),
-	}, nil
+	}
+	// What the root is if no layer says so, whatever the umask and the time.
+	if err := errors.Join(root.Chmod(".", 0o755), t.remember("", time.Unix(0, 0))); err != nil {
+		return nil, errors.Join(fmt.Errorf("unpack image: %w", err), root.Close())
+	}
+	return t, nil
 }
 
 // Close frees the tree; the folder stays.

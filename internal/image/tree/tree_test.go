@@ -147,6 +147,20 @@ func TestMetadata(t *testing.T) {
 	}
 }
 
+// TestUmask: modes are what layers say, or what is usual, whatever the umask.
+func TestUmask(t *testing.T) {
+	defer unix.Umask(unix.Umask(0o077))
+	root, _ := mustUnpack(t, archive(t, file("implied/f", "1").with(func(h *tar.Header) { h.Mode = 0o666 })))
+	for name, want := range map[string]uint32{".": unix.S_IFDIR | 0o755, "implied": unix.S_IFDIR | 0o755, "implied/f": unix.S_IFREG | 0o666} {
+		if st := stat(t, filepath.Join(root, name)); st.Mode != want {
+			t.Errorf("%s has mode %o, want %o", name, st.Mode, want)
+		}
+	}
+	if st := stat(t, root); st.Mtim.Sec != 0 {
+		t.Errorf("the root's time is %d", st.Mtim.Sec)
+	}
+}
+
 // TestFactsOfTheResult: a capability that a later layer takes away is none.
 func TestFactsOfTheResult(t *testing.T) {
 	withCap := file("ping", "x").with(func(h *tar.Header) { h.PAXRecords = map[string]string{paxXattr + Capability: capNetRaw} })
