@@ -290,6 +290,35 @@ func TestRegistryAccess(t *testing.T) {
 			t.Error(err)
 		}
 	})
+	t.Run("tokens", func(t *testing.T) {
+		r, s := newRegistry(t, withTLS), newStore(t)
+		ref := r.push(t, "x", img)
+		realm := "https://" + r.host
+		r.set(func(w http.ResponseWriter, req *http.Request) bool {
+			user, password, _ := req.BasicAuth()
+			switch {
+			case req.URL.Path == "/token" && user == "bob" && password == "secret":
+				_, _ = w.Write([]byte(`{"token": "opaque"}`))
+			case req.URL.Path == "/token" || req.Header.Get("Authorization") != "Bearer opaque":
+				w.Header().Set("WWW-Authenticate", `Bearer realm="`+realm+`/token",service="test"`)
+				w.WriteHeader(http.StatusUnauthorized)
+			default:
+				return false
+			}
+			return true
+		})
+		dockerConfig(t, r.host, "bob", "wrong")
+		_, err := s.Pull(t.Context(), ref, r.options(t))
+		wantError(t, err, "docker login "+r.host)
+		dockerConfig(t, r.host, "bob", "secret")
+		if _, err := s.Pull(t.Context(), ref, r.options(t)); err != nil {
+			t.Error(err)
+		}
+		// Credentials do not go to a token server without TLS.
+		realm = "http://" + r.host
+		_, err = newStore(t).Pull(t.Context(), ref, r.options(t))
+		wantError(t, err, "not allowed", "https")
+	})
 	t.Run("settings that are none", func(t *testing.T) {
 		path := filepath.Join(t.TempDir(), "registries.json")
 		if err := os.WriteFile(path, []byte(`{"registries": {"x": {"insecure": true}}}`), 0o600); err != nil {
@@ -420,6 +449,41 @@ func TestPullOverBadConnections(t *testing.T) {
 			}
 			wantTidy(t, s)
 		})
+	}
+}
+
+// TestWrongManifest: what is served for a digest has to have it, and so has the
+// configuration.
+func TestWrongManifest(t *testing.T) {
+	img := imageOf(t, v1.Config{}, layerOf(t, tarOf(t, map[string]string{"a": "1"})))
+	other := imageOf(t, v1.Config{}, layerOf(t, tarOf(t, map[string]string{"a": "2"})))
+	config, err := img.ConfigName()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, suffix := range map[string]string{"manifest": "/manifests/" + string(digestOf(t, img)), "configuration": "/blobs/" + config.String()} {
+		r, s := newRegistry(t, withTLS), newStore(t)
+		r.push(t, "x:1", img)
+		served, err := other.RawManifest()
+		if suffix[1] == 'b' {
+			served, err = other.RawConfigFile()
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.set(func(w http.ResponseWriter, req *http.Request) bool {
+			if req.Method != http.MethodGet || !strings.HasSuffix(req.URL.Path, suffix) {
+				return false
+			}
+			w.Header().Set("Content-Type", string(types.OCIManifestSchema1))
+			_, _ = w.Write(served)
+			return true
+		})
+		ref := mustRef(t, r.host+"/x@"+string(digestOf(t, img)))
+		if got, err := s.Pull(t.Context(), ref, r.options(t)); err == nil {
+			t.Errorf("%s: another one was taken: %+v", name, got)
+		}
+		wantTidy(t, s)
 	}
 }
 

@@ -93,8 +93,12 @@ func TestMetadata(t *testing.T) {
 		}),
 		file("d/ünï", "name"),
 	)
-	// A later layer touches the folder; its time stays what its entry said.
-	root, facts := mustUnpack(t, layer, archive(t, file("d/later", "x")))
+	// A later layer touches the folder; its time stays what its entry said. The
+	// root has attributes, too.
+	root, facts := mustUnpack(t, layer, archive(t, file("d/later", "x"), dir("./").with(func(h *tar.Header) {
+		h.Mode = 0o750
+		h.PAXRecords = map[string]string{paxXattr + "user.root": "x"}
+	})))
 	at := func(name string) unix.Stat_t { return stat(t, filepath.Join(root, name)) }
 	for _, c := range []struct {
 		name          string
@@ -106,6 +110,7 @@ func TestMetadata(t *testing.T) {
 		size          int64
 		skipSizeCheck bool
 	}{
+		{name: ".", mode: unix.S_IFDIR | 0o750, links: 4, skipSizeCheck: true},
 		{name: "d", mode: unix.S_IFDIR | 0o1777, uid: 5, gid: 6, links: 2, skipSizeCheck: true},
 		{name: "d/suid", mode: unix.S_IFREG | 0o4755, uid: 70000, gid: 4294967294, links: 2, size: 1},
 		{name: "d/hard", mode: unix.S_IFREG | 0o4755, uid: 70000, gid: 4294967294, links: 2, size: 1},
