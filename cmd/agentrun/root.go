@@ -9,6 +9,7 @@ import (
 
 	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/image"
+	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 )
 
@@ -32,6 +33,16 @@ func (o *rootOptions) flags(f *pflag.FlagSet) {
 	f.StringVar(&o.rootfs, "rootfs", "", "folder with the root filesystem, or an EROFS image of one")
 	f.StringVar(&o.pull, "pull", pullMissing, "when to ask the image's registry: missing, always or never")
 	o.registryOptions.flags(f)
+}
+
+// imageFlags say something about images alone.
+var imageFlags = []string{"image", "pull", "ca-file", "plain-http", "registries"}
+
+// exclusive keeps flags of one kind of root from being given for another.
+func (o *rootOptions) exclusive(cmd *cobra.Command, more ...string) {
+	for _, flag := range append(imageFlags, more...) {
+		cmd.MarkFlagsMutuallyExclusive("rootfs", flag)
+	}
 }
 
 // openRoot opens a root filesystem for a guest, and the settings of the image

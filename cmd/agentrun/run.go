@@ -83,8 +83,7 @@ The exit code is the command's own, 128+N if signal N ended it, 124 if
 	f.BoolVar(&o.console, "console", false, "print the microVM's console log to stderr at the end")
 	f.StringVar(&o.cmdline, "append", "", "more words for the kernel command line")
 	cmd.MarkFlagsOneRequired("image", "rootfs")
-	cmd.MarkFlagsMutuallyExclusive("image", "rootfs")
-	cmd.MarkFlagsMutuallyExclusive("entrypoint", "rootfs")
+	o.exclusive(cmd, "entrypoint")
 	return cmd
 }
 

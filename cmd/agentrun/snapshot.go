@@ -74,8 +74,8 @@ With --from a sandbox made by agentrun fork is frozen; it goes on afterwards.`,
 	limitFlags(f, &o.limits)
 	policyFlags(f, &o.policy)
 	cmd.MarkFlagsOneRequired("image", "rootfs", "from")
-	cmd.MarkFlagsMutuallyExclusive("image", "rootfs")
-	for _, flag := range []string{"image", "rootfs", "kernel", "memory", "scratch", "cpus", "engine", "cpu-limit", "io-bytes", "io-ops"} {
+	o.exclusive(cmd)
+	for _, flag := range append([]string{"rootfs", "kernel", "memory", "scratch", "cpus", "engine", "cpu-limit", "io-bytes", "io-ops"}, imageFlags...) {
 		cmd.MarkFlagsMutuallyExclusive("from", flag)
 	}
 	return cmd

@@ -109,7 +109,9 @@ var importRules = map[string][]string{
 	"internal/vmmserver": {"internal/guestmem", "internal/kvm", "internal/layer", "internal/virtio", "internal/vmm", "internal/vmmctl"},
 	"cmd/vmm":            {"internal/kvm", "internal/lockdown", "internal/lowmem", "internal/vmmctl", "internal/vmmserver"},
 
-	"internal/image": {},
+	"internal/image":        {"internal/image/debian", "internal/image/tree"},
+	"internal/image/tree":   {},
+	"internal/image/debian": {},
 
 	"internal/gvisorctl":     {"internal/vmmctl"},
 	"internal/engine/folder": {"internal/engine", "internal/layer", "internal/procid", "internal/snapshot"},
