@@ -37,7 +37,7 @@ func TestHostileBodies(t *testing.T) {
 	}{
 		"no body":              {"PUT", pool, nil, nil, 415, "unsupported_media_type", ""},
 		"a form":               {"PUT", pool, "{}", []string{"Content-Type", "application/x-www-form-urlencoded"}, 415, "unsupported_media_type", "curl"},
-		"empty":                {"PUT", pool, "", nil, 415, "unsupported_media_type", ""},
+		"empty":                {"PUT", pool, "", nil, 400, "invalid", "JSON"},
 		"not JSON":             {"PUT", pool, "template: x", nil, 400, "invalid", "JSON"},
 		"half":                 {"PUT", pool, `{"template":`, nil, 400, "invalid", "JSON"},
 		"a list":               {"PUT", pool, `[]`, nil, 400, "invalid", "JSON"},
@@ -201,7 +201,7 @@ func TestDescribed(t *testing.T) {
 
 // TestSlowSender: who does not send its body in time is told so, and let go.
 func TestSlowSender(t *testing.T) {
-	n := newNode(t, func(c *Config) { c.BodyTimeout, c.StallTimeout = 50*time.Millisecond, 50*time.Millisecond })
+	n := newNode(t, func(c *Config) { c.BodyTimeout, c.StallTimeout = 50*time.Millisecond, 250*time.Millisecond })
 	n.setUp()
 	n.claim("a")
 	for _, request := range []string{
@@ -225,11 +225,17 @@ func TestSlowSender(t *testing.T) {
 			t.Errorf("the connection was not closed: %v", err)
 		}
 	}
+	// One that is refused before its body is read is let go as well.
+	conn := n.dial()
+	fmt.Fprintf(conn, "PUT %s/sandboxes/nobody/files?path=f HTTP/1.1\r\nHost: n\r\nContent-Length: 100\r\n\r\n{", v1)
+	if answer, err := io.ReadAll(conn); err != nil || !bytes.Contains(answer, []byte("404 Not Found")) {
+		t.Errorf("%s, %v", answer, err)
+	}
 	if _, err := os.Stat(filepath.Join(n.workdir, "f")); err == nil {
 		t.Error("half a file was written")
 	}
 	// A request that takes longer than any of these to serve is served.
-	if r := as[rest.ExecResult](n.do("POST", v1+"/sandboxes/a/execs", rest.ExecRequest{Shell: "sleep 0.3; echo done"}).ok(200)); r.Stdout != "done\n" {
+	if r := as[rest.ExecResult](n.do("POST", v1+"/sandboxes/a/execs", rest.ExecRequest{Shell: "sleep 0.4; echo done"}).ok(200)); r.Stdout != "done\n" {
 		t.Errorf("%+v", r)
 	}
 }
