@@ -3,6 +3,7 @@ package guest
 import (
 	"context"
 	"io"
+	"strings"
 
 	"agentrun.dev/internal/guestrpc"
 )
@@ -39,6 +40,13 @@ func absolute(f *Files, cwd, path string) (string, error) {
 		cwd = "/"
 	case cwd[0] != '/':
 		return "", fail(ErrInvalid, "find", path, "the folder it is relative to must be absolute")
+	}
+	// "." is the same everywhere, and would be in every path that is answered.
+	for strings.HasPrefix(path, "./") {
+		path = strings.TrimLeft(path[2:], "/")
+	}
+	if path == "" || path == "." {
+		return cwd, nil
 	}
 	return joinPath(cwd, path), nil
 }

@@ -80,5 +80,12 @@ func HasCode(err error, code Code) bool { return errors.Is(err, &Error{Code: cod
 
 func notFound(kind Kind, k Key) *Error {
 	return Errorf(CodeNotFound, "%s %s does not exist in namespace %s", kind, k.Name, k.Namespace).
-		Try("`agentrun get %ss -n %s` lists those that do", kind, k.Namespace)
+		Try("`agentrun get %s -n %s` lists those that do", kind.plural(), k.Namespace)
+}
+
+func (k Kind) plural() string {
+	if k == KindSandbox {
+		return "sandboxes"
+	}
+	return string(k) + "s"
 }

@@ -127,6 +127,8 @@ func (a *api) fail(w http.ResponseWriter, r *http.Request, err error) {
 	if began(w) {
 		panic(http.ErrAbortHandler)
 	}
+	// net/http reads what is left of the body, and may not do so for ever.
+	_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(a.BodyTimeout))
 	e := wireError(err)
 	status := statuses[sandbox.Code(e.Code)]
 	if status >= http.StatusInternalServerError && status != http.StatusServiceUnavailable {

@@ -260,7 +260,11 @@ func (a *api) ListExecs(w http.ResponseWriter, r *http.Request, namespace, name 
 
 // GetExec implements rest.ServerInterface.
 func (a *api) GetExec(w http.ResponseWriter, r *http.Request, namespace, name, id string) {
-	u, err := a.use(r.Context(), namespace, name)
+	err := checkID("id", id)
+	var u *sandbox.Use
+	if err == nil {
+		u, err = a.use(r.Context(), namespace, name)
+	}
 	if err != nil {
 		a.fail(w, r, err)
 		return

@@ -65,10 +65,10 @@ func (b *body) Read(p []byte) (int, error) {
 
 // done tells whose fault it was that the upload failed.
 func (b *body) done(err error) error {
-	_ = http.NewResponseController(b.w).SetReadDeadline(time.Time{})
 	if b.err != nil {
 		return bodyError(b.err, 0)
 	}
+	_ = http.NewResponseController(b.w).SetReadDeadline(time.Time{})
 	return err
 }
 

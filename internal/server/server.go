@@ -63,7 +63,8 @@ type Config struct {
 	Log     *slog.Logger
 	// BodyTimeout is how long a client may take to send a JSON body, and
 	// StallTimeout how long it may neither send nor take anything while it
-	// streams. 0 are 30 seconds and a minute.
+	// streams. 0 are 30 seconds and a minute. The second is the longer one: an
+	// answer may have to wait for what is left of a body.
 	BodyTimeout, StallTimeout time.Duration
 }
 
