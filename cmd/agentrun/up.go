@@ -34,6 +34,7 @@ type upOptions struct {
 	engine   pick.Kind
 	policy   microvm.JailPolicy
 	listen   string
+	public   string
 	capacity byteSize
 	verbose  bool
 	registryOptions
@@ -58,6 +59,7 @@ Sandboxes do not end with it: the next agentrun up finds them as they are.`,
 	f := cmd.Flags()
 	engineFlag(f, &o.engine)
 	f.StringVar(&o.listen, "listen", "", "TCP address to serve on as well, such as 127.0.0.1:7070")
+	f.StringVar(&o.public, "advertise", "", "address that others reach --listen by (default: that address)")
 	f.Var(&o.capacity, "capacity", "memory that sandboxes may reserve together (default: four fifths of this machine's)")
 	f.BoolVarP(&o.verbose, "verbose", "v", false, "log every request")
 	policyFlags(f, &o.policy)
@@ -91,7 +93,7 @@ func (o *upOptions) run(ctx context.Context, stderr io.Writer) error {
 	kind, why := pick.Choose(o.engine)
 	d, err := forkd.Open(ctx, forkd.Config{
 		Dir: dir, Images: images, Pull: image.PullOptions{Registries: registries}, Engine: kind, Jail: o.policy,
-		Listen: o.listen, Capacity: capacity, Version: version,
+		Listen: o.listen, Advertise: o.public, Capacity: capacity, Version: version,
 		Log: slog.New(slog.NewJSONHandler(stderr, &slog.HandlerOptions{Level: level})),
 	})
 	if err != nil {

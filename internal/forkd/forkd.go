@@ -42,6 +42,8 @@ type Config struct {
 	Jail   microvm.JailPolicy
 	// Listen is a TCP address to serve on beside the socket; empty is none.
 	Listen string
+	// Advertise is what others reach that address by; empty is the address.
+	Advertise string
 	// Capacity is how much memory sandboxes may reserve together, in bytes.
 	Capacity uint64
 	Version  string
@@ -120,11 +122,12 @@ func (d *Daemon) listen(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("listen on %s: %w. A socket's path has at most 107 bytes: choose a shorter state folder", path, err)
 	}
-	d.add(l, server.LocalUser)
+	d.sockets = append(d.sockets, l)
 	if err := os.Chmod(path, 0o600); err != nil {
 		return fmt.Errorf("listen: %w", err)
 	}
 	if d.cfg.Listen == "" {
+		d.serve(server.LocalUser, "")
 		return nil
 	}
 	if err := makeToken(TokenFile(d.cfg.Dir)); err != nil {
@@ -137,13 +140,21 @@ func (d *Daemon) listen(ctx context.Context) error {
 	if l, err = lc.Listen(ctx, "tcp", d.cfg.Listen); err != nil {
 		return fmt.Errorf("listen on %s: %w", d.cfg.Listen, err)
 	}
-	d.add(l, authenticate)
+	d.sockets = append(d.sockets, l)
+	endpoint := d.cfg.Advertise
+	if endpoint == "" {
+		endpoint = l.Addr().String()
+	}
+	d.serve(server.LocalUser, endpoint)
+	d.serve(authenticate, endpoint)
 	return nil
 }
 
-func (d *Daemon) add(l net.Listener, authenticate func(*http.Request) (server.Principal, error)) {
-	h := server.New(server.Config{Service: d.manager, Authenticate: authenticate, Version: d.cfg.Version, Log: d.cfg.Log})
-	d.sockets = append(d.sockets, l)
+// serve makes the server of the next socket.
+func (d *Daemon) serve(authenticate func(*http.Request) (server.Principal, error), endpoint string) {
+	h := server.New(server.Config{
+		Service: d.manager, Authenticate: authenticate, Version: d.cfg.Version, Endpoint: endpoint, Log: d.cfg.Log,
+	})
 	d.servers = append(d.servers, server.HTTP(h, d.cfg.Log))
 }
 
