@@ -65,6 +65,11 @@ func EnterContainer(args ...string) error {
 // BootContainer configures a container: limits, names, the generation.
 func BootContainer(log func(string)) error {
 	unix.Umask(0o022)
+	// What was executed by its descriptor has a number for a name.
+	name := []byte("init\x00")
+	if err := unix.Prctl(unix.PR_SET_NAME, uintptr(unsafe.Pointer(&name[0])), 0, 0, 0); err != nil {
+		log(failed("name", "init", err).Error())
+	}
 	var uts unix.Utsname
 	if err := unix.Uname(&uts); err != nil {
 		return failed("read", "host name", err)
