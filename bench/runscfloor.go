@@ -68,7 +68,7 @@ func newRunscFloor(root string) (_ *runscFloor, err error) {
 		},
 	})
 	if err == nil {
-		err = errors.Join(os.WriteFile(filepath.Join(f.dir, "config.json"), spec, 0o600), os.Mkdir(filepath.Join(f.dir, "root"), 0o755))
+		err = errors.Join(os.WriteFile(filepath.Join(f.dir, "config.json"), spec, 0o600), os.Mkdir(filepath.Join(f.dir, "root"), 0o700))
 	}
 	if err == nil {
 		err = f.freeze()

@@ -94,7 +94,12 @@ var importRules = map[string][]string{
 	"internal/jail/escapee": {"internal/kvm", "internal/lockdown"},
 
 	"internal/guestrpc": {"internal/wire"},
-	"internal/guest":    {"internal/guestrpc", "internal/wire"},
+	"internal/guest":    {"internal/guestmux", "internal/guestrpc", "internal/wire"},
+	"internal/guestmux": {},
+	"internal/procid":   {},
+
+	"internal/gvisorctl":     {"internal/vmmctl"},
+	"internal/engine/gvisor": {"internal/assets", "internal/engine", "internal/guestrpc", "internal/gvisorctl", "internal/jail", "internal/layer", "internal/procid", "internal/snapshot", "internal/vmmctl", "internal/wire"},
 
 	"internal/virtio":   {"internal/guestmem"},
 	"internal/vmm/acpi": {},
@@ -151,6 +156,15 @@ func TestTestbedIsNoLibrary(t *testing.T) {
 			if imp == testbed || strings.HasPrefix(imp, testbed+"/") {
 				t.Errorf("%s imports %s", p.ImportPath, imp)
 			}
+		}
+	}
+}
+
+// TestNoGVisorHere: gVisor is in a module of its own, and only there.
+func TestNoGVisorHere(t *testing.T) {
+	for _, p := range goList(t, "-deps", "./...") {
+		if strings.HasPrefix(p.ImportPath, "gvisor.dev/") {
+			t.Errorf("%s is linked into this module", p.ImportPath)
 		}
 	}
 }
