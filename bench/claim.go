@@ -65,7 +65,7 @@ func Claim(ctx context.Context, cfg ClaimConfig) (_ ClaimReport, err error) {
 	report.Engine = string(from.engine())
 	pool := ready.New(ready.Config{Engine: source.engine, Snapshot: source.snap, Count: cfg.Ready})
 	defer func() { err = errors.Join(err, pool.Close()) }()
-	floor, err := floorOf(from.engine(), cfg.Root)
+	floor, err := floorOf(from.engine(), cfg.Root, cfg.Warm)
 	if err != nil {
 		return report, err
 	}
