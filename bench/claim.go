@@ -71,7 +71,7 @@ func Claim(ctx context.Context, cfg ClaimConfig) (_ ClaimReport, err error) {
 		return report, err
 	}
 	defer func() { err = errors.Join(err, pool.Close()) }()
-	floor, err := floorOf(from.engine(), cfg.Root)
+	floor, err := floorOf(from.engine(), cfg.Root, cfg.Warm)
 	if err != nil {
 		return report, err
 	}

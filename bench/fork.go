@@ -205,7 +205,7 @@ type forkSamples struct {
 
 // measure makes forks one after the other, the floor in between.
 func (s *forkSource) measure(ctx context.Context, report *ForkReport) (err error) {
-	floor, err := floorOf(s.cfg.engine(), s.cfg.Root)
+	floor, err := floorOf(s.cfg.engine(), s.cfg.Root, s.cfg.Warm)
 	if err != nil {
 		return err
 	}

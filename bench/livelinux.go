@@ -41,7 +41,7 @@ func Live(ctx context.Context, cfg LiveConfig) (report LiveReport, err error) {
 	defer func() { err = errors.Join(err, source.Close()) }()
 	p := startToucher(ctx, source, cfg)
 	defer p.stop()
-	floor, err := floorOf(cfg.engine(), cfg.Root)
+	floor, err := floorOf(cfg.engine(), cfg.Root, "")
 	if err != nil {
 		return report, err
 	}

@@ -24,10 +24,11 @@ type sampler interface {
 }
 
 // floorOf is the floor of an engine: what KVM takes for any machine, or what
-// runsc takes by its command line to restore a shell that answers.
-func floorOf(kind pick.Kind, root string) (sampler, error) {
+// runsc takes by its command line to restore a shell that answers, beside what
+// warm has left running.
+func floorOf(kind pick.Kind, root, warm string) (sampler, error) {
 	if kind == pick.GVisor {
-		return newRunscFloor(root)
+		return newRunscFloor(root, warm)
 	}
 	return NewFloor()
 }
@@ -42,7 +43,7 @@ type runscFloor struct {
 // echo answers each line.
 const echo = "while read line; do echo $line; done"
 
-func newRunscFloor(root string) (_ *runscFloor, err error) {
+func newRunscFloor(root, warm string) (_ *runscFloor, err error) {
 	defer func() {
 		if err != nil {
 			err = fmt.Errorf("prepare the floor: %w", err)
@@ -60,15 +61,18 @@ func newRunscFloor(root string) (_ *runscFloor, err error) {
 	}
 	spec, err := json.Marshal(&specs.Spec{
 		Version: "1.0.0", Root: &specs.Root{Path: filepath.Join(f.dir, "root")},
-		Process: &specs.Process{Args: []string{"sh", "-c", echo}, Cwd: "/", Env: []string{"PATH=/usr/bin:/bin"}},
-		Mounts:  []specs.Mount{{Destination: "/proc", Type: "proc", Source: "proc"}},
-		Linux:   &specs.Linux{},
+		Process: &specs.Process{Args: []string{"sh", "-c", warm + "\n" + echo}, Cwd: "/", Env: []string{"PATH=/usr/bin:/bin"}},
+		Mounts: []specs.Mount{
+			{Destination: "/proc", Type: "proc", Source: "proc"}, {Destination: "/dev", Type: "tmpfs", Source: "tmpfs"},
+			{Destination: "/run", Type: "tmpfs", Source: "tmpfs"},
+		},
+		Linux: &specs.Linux{},
 		Annotations: map[string]string{
 			"dev.gvisor.spec.rootfs.source": root, "dev.gvisor.spec.rootfs.type": "erofs", "dev.gvisor.spec.rootfs.overlay": "memory",
 		},
 	})
 	if err == nil {
-		err = errors.Join(os.WriteFile(filepath.Join(f.dir, "config.json"), spec, 0o600), os.Mkdir(filepath.Join(f.dir, "root"), 0o755))
+		err = errors.Join(os.WriteFile(filepath.Join(f.dir, "config.json"), spec, 0o600), os.Mkdir(filepath.Join(f.dir, "root"), 0o700))
 	}
 	if err == nil {
 		err = f.freeze()

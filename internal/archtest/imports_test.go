@@ -101,6 +101,8 @@ var importRules = map[string][]string{
 
 	"internal/guest/kernel": {},
 
+	"internal/engine/gvisor": {"internal/assets", "internal/engine", "internal/engine/folder", "internal/guestrpc", "internal/gvisorctl", "internal/jail", "internal/layer", "internal/procid", "internal/snapshot", "internal/vmmctl", "internal/wire"},
+
 	"internal/virtio":   {"internal/guestmem"},
 	"internal/vmm/acpi": {},
 	"internal/vmm":      {"internal/kvm", "internal/guestmem", "internal/virtio", "internal/vmm/acpi", "internal/wire"},
@@ -160,6 +162,15 @@ func TestTestbedIsNoLibrary(t *testing.T) {
 			if imp == testbed || strings.HasPrefix(imp, testbed+"/") {
 				t.Errorf("%s imports %s", p.ImportPath, imp)
 			}
+		}
+	}
+}
+
+// TestNoGVisorHere: gVisor is in a module of its own, and only there.
+func TestNoGVisorHere(t *testing.T) {
+	for _, p := range goList(t, "-deps", "./...") {
+		if strings.HasPrefix(p.ImportPath, "gvisor.dev/") {
+			t.Errorf("%s is linked into this module", p.ImportPath)
 		}
 	}
 }

@@ -101,7 +101,8 @@ func newMux(ch io.ReadWriteCloser) *mux {
 func (m *mux) send(k kind, epoch uint64, stream uint32, payload []byte) error {
 	m.sending.Lock()
 	defer m.sending.Unlock()
-	b := append(m.out[:0], byte(k))
+	b := m.out[:0]
+	b = append(b, byte(k))
 	b = binary.LittleEndian.AppendUint64(b, epoch)
 	b = binary.LittleEndian.AppendUint32(b, stream)
 	b = append(b, payload...)

@@ -127,8 +127,9 @@ func (g *Group) Release() (oomKills uint64, err error) {
 		err = nil
 	}
 	var removeErr error
-	for wait := time.Millisecond; wait < releasePatience; wait *= 2 {
-		if removeErr = g.groups.hierarchy.remove(g.name); removeErr == nil {
+	for begin, wait := time.Now(), time.Millisecond; ; wait = min(2*wait, releaseStep) {
+		removeErr = g.groups.hierarchy.remove(g.name)
+		if removeErr == nil || time.Since(begin) > releasePatience {
 			break
 		}
 		time.Sleep(wait)
@@ -136,5 +137,9 @@ func (g *Group) Release() (oomKills uint64, err error) {
 	return oomKills, errors.Join(err, removeErr)
 }
 
-// releasePatience bounds the longest single wait for processes that are ending.
-const releasePatience = 2 * time.Second
+// releasePatience is how long processes that were killed may take to end, on a
+// machine that is busy, and releaseStep how often it is looked at the least.
+const (
+	releasePatience = 10 * time.Second
+	releaseStep     = 50 * time.Millisecond
+)

@@ -10,8 +10,9 @@ import (
 const (
 	// Format is the version of the folder and its manifest.
 	Format = 1
-	// Engine and EngineGVisor name who can restore the state, and its version.
-	Engine       = "microvm/1"
+	// Engine names who can restore the state, and its version.
+	Engine = "microvm/1"
+	// EngineGVisor is the same for sandboxes on gVisor.
 	EngineGVisor = "gvisor/1"
 	// MaxManifest bounds manifest.json, which is read into memory.
 	MaxManifest = 1 << 20

@@ -8,12 +8,15 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"testing"
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/enginetest"
 	"agentrun.dev/internal/engine/gvisor"
 	"agentrun.dev/internal/image"
+	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/snapshot"
 )
 
 const mib = 1 << 20
@@ -110,3 +113,8 @@ func TestConformance(t *testing.T) {
 		})
 	}
 }
+
+func itoa(n int) string { return strconv.Itoa(n) }
+
+// layerOf is the layer that holds a snapshot's pages.
+func layerOf(snap *snapshot.Snapshot) layer.Ref { return layer.Ref(snap.Manifest().GVisor.Pages) }

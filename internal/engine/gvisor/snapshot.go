@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/gvisorctl"
 	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/snapshot"
@@ -62,6 +63,7 @@ func (s *sandbox) take(ctx context.Context) (_ checkpoint, pause time.Duration, 
 		<-s.done
 		return checkpoint{}, 0, s.ended()
 	}
+	s.prepare(ctx)
 	dir, remove, err := s.engine.residentDir()
 	if err != nil {
 		return checkpoint{}, 0, err
@@ -78,6 +80,30 @@ func (s *sandbox) take(ctx context.Context) (_ checkpoint, pause time.Duration, 
 	}
 	c, err := openCheckpoint(dir)
 	return c, reply.Took, errors.Join(err, back())
+}
+
+// preparePatience is how long a capture waits for an agent that does not answer,
+// though its sandbox may well be captured.
+const preparePatience = 5 * time.Second
+
+// prepare has the agent rehearse a renewal, which is quick in the forks then:
+// the files that it changes are open.
+func (s *sandbox) prepare(ctx context.Context) {
+	if s.paused.Load() {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, preparePatience)
+	defer cancel()
+	conn, err := s.Dial(ctx, guestrpc.AgentPort)
+	if err != nil {
+		return
+	}
+	standby, err := guestrpc.OpenStandby(ctx, conn)
+	if err != nil {
+		return
+	}
+	_ = standby.Prepare(ctx, guestrpc.PrepareRequest{}) // forks do without
+	_ = standby.Close()                                 // nothing more is said
 }
 
 // Snapshot captures the sandbox into a new folder.

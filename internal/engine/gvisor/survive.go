@@ -64,7 +64,11 @@ func (e *Engine) sweep(groups *jail.Groups) error {
 			continue
 		}
 		if groups != nil {
-			errs = append(errs, groups.Remove(groupName(d.Name())))
+			// The processes of one that was killed just now are still ending.
+			if g, err := groups.Open(groupName(d.Name())); err == nil {
+				_, err = g.Release()
+				errs = append(errs, err)
+			}
 		}
 		errs = append(errs, os.RemoveAll(e.runDirOf(d.Name())))
 	}
