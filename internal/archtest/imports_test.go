@@ -106,7 +106,8 @@ var importRules = map[string][]string{
 
 	"internal/image": {},
 
-	"internal/engine/ready": {"internal/engine", "internal/snapshot"},
+	"internal/stock":        {},
+	"internal/engine/ready": {"internal/engine", "internal/snapshot", "internal/stock"},
 
 	"internal/layer":    {"internal/guestmem"},
 	"internal/snapshot": {"internal/layer"},

@@ -17,6 +17,15 @@ import (
 	"agentrun.dev/internal/vmmctl"
 )
 
+// checkFit refuses a snapshot of another engine or processor.
+func (e *Engine) checkFit(snap *snapshot.Snapshot) error {
+	m := snap.Manifest()
+	if m.Engine != Name {
+		return fmt.Errorf("%w: it is of engine %q, not %q", engine.ErrMismatch, m.Engine, Name)
+	}
+	return e.cpu.check(m)
+}
+
 func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.ForkOptions) (*sandbox, error) {
 	s, err := e.describe(snap, opts.Hostname)
 	if err != nil {
