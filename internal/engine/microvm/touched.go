@@ -2,6 +2,7 @@ package microvm
 
 import (
 	"context"
+	"slices"
 	"sync"
 
 	"agentrun.dev/internal/jail"
@@ -65,7 +66,11 @@ func (t *touched) set(id snapshot.ID, runs []layer.Run) {
 func (t *touched) learn(ctx context.Context, id snapshot.ID, p *Process) bool {
 	runs, err := p.touched(ctx)
 	if err != nil {
-		return false // the fork has ended: the others do without
+		t.mu.Lock()
+		defer t.mu.Unlock()
+		delete(t.runs, id) // the fork has ended: the next one is asked
+		t.order = slices.DeleteFunc(t.order, func(other snapshot.ID) bool { return other == id })
+		return false
 	}
 	pages := uint64(0)
 	for _, r := range runs {
