@@ -36,11 +36,14 @@ func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 	from.populate = populate
 	from.shell = func() (*Process, bool) { return e.shells.take(snap.ID()) }
 	defer e.shells.refill(snap.ID()) // not before: to make the next one would slow this one down
-	if s, err = e.restore(ctx, s, opts, from); err == nil && learn {
-		// Now, before anybody uses it: what it does later is not what all do.
-		if e.touched.learn(ctx, snap.ID(), s.Process) {
-			e.shells.renew(snap.ID())
-		}
+	s, err = e.restore(ctx, s, opts, from)
+	switch {
+	case !learn:
+	case err != nil:
+		e.touched.forget(snap.ID())
+	// Now, before anybody uses it: what it does later is not what all do.
+	case e.touched.learn(ctx, snap.ID(), s.Process):
+		e.shells.renew(snap.ID())
 	}
 	return s, err
 }

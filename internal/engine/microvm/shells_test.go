@@ -141,6 +141,9 @@ func TestShells(t *testing.T) {
 	if _, err := e.Fork(t.Context(), snap, engine.ForkOptions{}); err == nil || !strings.Contains(err.Error(), noState) {
 		t.Errorf("forked: %v", err)
 	}
+	if _, learn := e.touched.of(snap.ID()); !learn {
+		t.Error("a fork that failed was the only one to learn from")
+	}
 	waitFull(t, kept)
 	if st := kept.Stats(); st.Waiting != 3 || st.Taken != 1 || st.Lost != 0 {
 		t.Errorf("%+v", st)
