@@ -9,8 +9,8 @@ import (
 	"github.com/containerd/cgroups/v3"
 )
 
-// TestLimitsAreSet reads back what the kernel has, and runs into the limit of
-// threads. (TestOOM does that for memory.)
+// TestLimitsAreSet reads back what the kernel has, also when the limits were
+// changed, and runs into the limit of threads. (TestOOM does that for memory.)
 func TestLimitsAreSet(t *testing.T) {
 	cfg := config(t)
 	j := open(t, cfg)
@@ -32,18 +32,33 @@ func TestLimitsAreSet(t *testing.T) {
 		}
 		return ""
 	}
-	for file, want := range map[string]string{
+	check := func(wanted map[string]string) {
+		t.Helper()
+		for file, want := range wanted {
+			v2 := file == "memory.max" || file == "cpu.max"
+			if cgroups.Mode() == cgroups.Unified != v2 && file != "pids.max" {
+				continue // the other version's name
+			}
+			if got := read(file); got != want {
+				t.Errorf("%s is %q, want %q", file, got, want)
+			}
+		}
+	}
+	check(map[string]string{
 		"memory.max": "104857600", "memory.limit_in_bytes": "104857600",
 		"cpu.max": "150000 100000", "cpu.cfs_quota_us": "150000",
 		"pids.max": "12",
-	} {
-		v2 := file == "memory.max" || file == "cpu.max"
-		if cgroups.Mode() == cgroups.Unified != v2 && file != "pids.max" {
-			continue // the other version's name
-		}
-		if got := read(file); got != want {
-			t.Errorf("%s is %q, want %q", file, got, want)
-		}
+	})
+	if err := p.Cell.Limit(Limits{Memory: 50 * mib, MilliCPUs: 700, Threads: 12}); err != nil {
+		t.Fatal(err)
+	}
+	check(map[string]string{
+		"memory.max": "52428800", "memory.limit_in_bytes": "52428800",
+		"cpu.max": "70000 100000", "cpu.cfs_quota_us": "70000",
+		"pids.max": "12",
+	})
+	if err := p.Cell.Limit(Limits{Memory: 50 * mib}); err == nil {
+		t.Error("half a limit was accepted")
 	}
 	p.order(t, "threads", 0, 0)
 	if said := p.answer(t); said != "" {

@@ -40,7 +40,7 @@ func manifest(memory, disk layer.Ref) Manifest {
 	return Manifest{
 		Created:  time.Date(2026, 3, 4, 5, 6, 7, 0, time.UTC),
 		Kernel:   strings.Repeat("ab", 32),
-		CPU:      CPU{Profile: "host-v1", Vendor: "AuthenticAMD", Family: 23, Model: 1, Stepping: 2},
+		CPU:      CPU{Profile: "host-v1", Vendor: "AuthenticAMD", Family: 23, Model: 1, Stepping: 2, Features: map[string]uint32{"1.0.ecx": 1 << 31, "7.0.ebx": 5}},
 		TSCKHz:   2_400_000,
 		VCPUs:    2,
 		Memory:   image(memory),

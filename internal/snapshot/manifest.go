@@ -88,6 +88,9 @@ type CPU struct {
 	Family   int    `json:"family"`
 	Model    int    `json:"model"`
 	Stepping int    `json:"stepping"`
+	// Features are words of CPUID, by names such as "7.0.ebx": what the guest
+	// may have found and used. A snapshot without them is from an older version.
+	Features map[string]uint32 `json:"features,omitempty"`
 }
 
 // Disk is the content of a disk at the moment of the snapshot.

@@ -63,6 +63,13 @@ func TestValidate(t *testing.T) {
 		{"cpu: family", func(m *Manifest) { m.CPU.Family = -1 }},
 		{"stepping 16", func(m *Manifest) { m.CPU.Stepping = 16 }},
 		{"model 256", func(m *Manifest) { m.CPU.Model = 256 }},
+		{"cpu: features", func(m *Manifest) { m.CPU.Features = map[string]uint32{"": 1} }},
+		{"cpu: features: 65", func(m *Manifest) {
+			m.CPU.Features = map[string]uint32{}
+			for i := range uint32(65) {
+				m.CPU.Features[fmt.Sprint(i)] = i
+			}
+		}},
 		{"tsc_khz", func(m *Manifest) { m.TSCKHz = 0 }},
 		{"tsc_khz", func(m *Manifest) { m.TSCKHz = math.MaxUint64 }},
 		{"vcpus", func(m *Manifest) { m.VCPUs = 0 }},

@@ -23,7 +23,9 @@ const (
 	maxDiskID  = 20 // virtio 1.2 §5.2.6: VIRTIO_BLK_ID_BYTES
 	minMTU     = 68 // virtio 1.2 §5.1.4.1
 	maxMTU     = 65535
-	// Today's processors have about 200.
+	// maxFeatures is far more words than describe a processor, maxCPUFeatures
+	// more names: today's have about 200.
+	maxFeatures    = 64
 	maxCPUFeatures = 1024
 )
 
@@ -133,6 +135,13 @@ func (c CPU) validate() error {
 	// eight bits, a stepping four.
 	case c.Family < 0 || c.Family > 0x10e || c.Model < 0 || c.Model > 0xff || c.Stepping < 0 || c.Stepping > 0xf:
 		return fmt.Errorf("family %d, model %d, stepping %d: no processor has these", c.Family, c.Model, c.Stepping)
+	case len(c.Features) > maxFeatures:
+		return fmt.Errorf("features: %d words are more than %d", len(c.Features), maxFeatures)
+	}
+	for name := range c.Features {
+		if !printable(name, 32) {
+			return fmt.Errorf("features: %.80q is not a name of 1 to 32 characters", name)
+		}
 	}
 	return nil
 }

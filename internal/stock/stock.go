@@ -66,7 +66,7 @@ type waiting[T Item] struct {
 
 // New makes a stock and fills it in the background.
 func New[T Item](cfg Config[T]) *Stock[T] {
-	ctx, cancel := context.WithCancel(context.Background())
+	ctx, cancel := context.WithCancel(context.Background()) //nolint:gosec // G118: Close calls it
 	s := &Stock[T]{cfg: cfg, count: cfg.Count, cancel: cancel, missed: make(chan struct{}, 1), changed: make(chan struct{})}
 	s.done.Go(func() { s.fill(ctx) })
 	return s

@@ -3,9 +3,9 @@
 //
 // The socket is a SOCK_SEQPACKET pair, so each message is whole and carries
 // its file descriptors with it; the vmm process opens nothing by path. The
-// parent sends Boot first, or Shell and Load, then requests with an id of its choosing; the vmm
-// answers each with a Reply of the same id, tells Ready when the guest's
-// agent has reported for duty, and Exit as its last word. When the socket
+// parent sends Boot first, or Shell and Load, then requests with an id of its
+// choosing; the vmm answers each with a Reply of the same id, tells Ready when
+// the guest's agent has reported for duty, and Exit as its last word. When the socket
 // closes without an Exit the process was killed; when the parent's end closes
 // the VM is stopped, unless the parent gave it a socket to listen on: then
 // others connect there and are parents like the first.

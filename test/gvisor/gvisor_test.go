@@ -232,7 +232,7 @@ func TestOutOfMemory(t *testing.T) {
 	case <-ctx.Done():
 		t.Fatal("the sandbox lives on")
 	}
-	if err := sb.Wait(); !errors.Is(err, engine.ErrEnded) || !strings.Contains(err.Error(), engine.ReasonOutOfMemory) {
+	if err := sb.Wait(); !errors.Is(err, engine.ErrEnded) || !errors.Is(err, engine.ErrOutOfMemory) {
 		t.Errorf("it ended with: %v", err)
 	}
 }
@@ -241,7 +241,10 @@ func TestOutOfMemory(t *testing.T) {
 // identity of their own.
 func TestReady(t *testing.T) {
 	e := newEngine(t, config(tempDir(t)))
-	pool := ready.New(ready.Config{Engine: e, Snapshot: freeze(t, boot(t, e)), Count: 2})
+	pool, err := ready.New(ready.Config{Engine: e, Snapshot: freeze(t, boot(t, e)), Count: 2})
+	if err != nil {
+		t.Fatal(err)
+	}
 	defer func() { _ = pool.Close() }()
 	if err := pool.WaitFull(t.Context()); err != nil {
 		t.Fatal(err)
@@ -287,7 +290,7 @@ func TestNothingLeft(t *testing.T) {
 	dir := tempDir(t)
 	e := newEngine(t, config(dir))
 	sb := boot(t, e)
-	id, err := e.Identify(sb)
+	id, err := gvisor.Identify(sb)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -2,15 +2,38 @@ package microvm
 
 import (
 	"encoding/binary"
+	"errors"
 	"fmt"
+	"strings"
+	"sync"
 
+	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/kvm"
 	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/vmm"
 )
 
-// hostCPU names this host's processor, so that a person who moves a snapshot
-// to another kind can be told so.
-func hostCPU() (cpu snapshot.CPU, err error) {
+// hostCPU remembers this host's processor, which does not change: to ask takes a
+// while.
+type hostCPU struct {
+	mu  sync.Mutex // protects cpu
+	cpu snapshot.CPU
+}
+
+func (h *hostCPU) get() (cpu snapshot.CPU, err error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.cpu.Vendor == "" {
+		if cpu, err = readCPU(); err != nil {
+			return cpu, err
+		}
+		h.cpu = cpu
+	}
+	return h.cpu, nil
+}
+
+// readCPU asks for this host's processor and what guests find of it.
+func readCPU() (cpu snapshot.CPU, err error) {
 	f, err := openKVM()
 	if err != nil {
 		return cpu, err
@@ -44,7 +67,38 @@ func hostCPU() (cpu snapshot.CPU, err error) {
 		}
 	}
 	if cpu.Vendor == "" {
-		return cpu, fmt.Errorf("KVM names no processor")
+		return cpu, errors.New("KVM names no processor")
 	}
-	return cpu, nil
+	cpu.Profile = string(vmm.ProfileHostV1)
+	cpu.Features, err = vmm.ProfileHostV1.Features(sys)
+	return cpu, err
+}
+
+// check refuses a snapshot whose guest has found another processor than this
+// host has, and would go on to use it.
+func (h *hostCPU) check(m snapshot.Manifest) error {
+	host, err := h.get()
+	if err != nil {
+		return err
+	}
+	if why := differs(m.CPU, host); why != "" {
+		return fmt.Errorf("%w: %s: fork it on the kind of host where it was made, or make it anew here", engine.ErrMismatch, why)
+	}
+	return nil
+}
+
+// differs says why a guest of one processor cannot go on with another; "" if it
+// can. A stepping makes no difference, nor do features that are added.
+func differs(was, is snapshot.CPU) string {
+	kind := func(c snapshot.CPU) string { return fmt.Sprintf("%s family %d model %d", c.Vendor, c.Family, c.Model) }
+	if kind(was) != kind(is) {
+		return fmt.Sprintf("its processor was %s, this host's is %s", kind(was), kind(is))
+	}
+	if was.Profile != is.Profile {
+		return fmt.Sprintf("its CPU profile is %q, this version has %q", was.Profile, is.Profile)
+	}
+	if missing := vmm.MissingFeatures(was.Features, is.Features); len(missing) > 0 {
+		return "its processor had what this host or its KVM lacks: " + strings.Join(missing, ", ")
+	}
+	return ""
 }

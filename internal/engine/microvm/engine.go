@@ -28,6 +28,7 @@ type Engine struct {
 	vmm      *jail.Jail
 	touched  touched
 	shells   shellSet
+	cpu      hostCPU
 }
 
 var _ engine.Engine = (*Engine)(nil)
@@ -149,9 +150,8 @@ func (e *Engine) top() (*os.File, error) {
 
 // Fork makes a sandbox that continues from a snapshot.
 func (e *Engine) Fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.ForkOptions) (engine.Sandbox, error) {
-	m := snap.Manifest()
-	if m.Engine != Name {
-		return nil, fmt.Errorf("fork %s: %w: it is of engine %q, not %q", snap.ID(), engine.ErrMismatch, m.Engine, Name)
+	if err := e.checkFit(snap); err != nil {
+		return nil, fmt.Errorf("fork %s: %w", snap.ID(), err)
 	}
 	s, err := e.fork(ctx, snap, opts)
 	if err != nil {

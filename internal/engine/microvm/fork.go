@@ -17,6 +17,15 @@ import (
 	"agentrun.dev/internal/vmmctl"
 )
 
+// checkFit refuses a snapshot of another engine or processor.
+func (e *Engine) checkFit(snap *snapshot.Snapshot) error {
+	m := snap.Manifest()
+	if m.Engine != Name {
+		return fmt.Errorf("%w: it is of engine %q, not %q", engine.ErrMismatch, m.Engine, Name)
+	}
+	return e.cpu.check(m)
+}
+
 func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.ForkOptions) (*sandbox, error) {
 	s, err := e.describe(snap, opts.Hostname)
 	if err != nil {
@@ -27,15 +36,17 @@ func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 	from.populate = populate
 	from.shell = func() (*Process, bool) { return e.shells.take(snap.ID()) }
 	defer e.shells.refill(snap.ID()) // not before: to make the next one would slow this one down
-	if _, err = e.restore(ctx, s, opts, from); err != nil {
-		return nil, errors.Join(err, s.release())
+	_, err = e.restore(ctx, s, opts, from)
+	switch {
+	case !learn:
+	case err != nil:
+		e.touched.forget(snap.ID())
+	// Now, before anybody uses it: what it does later is not what all do.
+	case e.touched.learn(ctx, snap.ID(), s.Process):
+		e.shells.renew(snap.ID())
 	}
-	if learn {
-		go func() {
-			if e.touched.learn(context.WithoutCancel(ctx), snap.ID(), s.Process) {
-				e.shells.renew(snap.ID())
-			}
-		}()
+	if err != nil {
+		return nil, errors.Join(err, s.release())
 	}
 	return s, nil
 }

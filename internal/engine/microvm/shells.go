@@ -22,8 +22,8 @@ var _ engine.Ahead = (*Engine)(nil)
 
 // KeepShells has shells wait for forks of a snapshot.
 func (e *Engine) KeepShells(snap *snapshot.Snapshot, count int) (engine.Shells, error) {
-	if m := snap.Manifest(); m.Engine != Name {
-		return nil, fmt.Errorf("keep shells of %s: %w: it is of engine %q, not %q", snap.ID(), engine.ErrMismatch, m.Engine, Name)
+	if err := e.checkFit(snap); err != nil {
+		return nil, fmt.Errorf("keep shells of %s: %w", snap.ID(), err)
 	}
 	s := &shells{set: &e.shells, id: snap.ID()}
 	s.stock = stock.New(stock.Config[shell]{

@@ -57,6 +57,12 @@ func residentFolder(t *testing.T) string {
 // is none, so that nothing can be loaded.
 func shellSnapshot(t *testing.T, dir string) *snapshot.Snapshot {
 	t.Helper()
+	return doctoredSnapshot(t, dir, func(*snapshot.CPU) {})
+}
+
+// doctoredSnapshot is one that claims to be from another processor.
+func doctoredSnapshot(t *testing.T, dir string, doctor func(*snapshot.CPU)) *snapshot.Snapshot {
+	t.Helper()
 	f, err := os.Create(filepath.Join(t.TempDir(), "layer"))
 	if err != nil {
 		t.Fatal(err)
@@ -73,11 +79,11 @@ func shellSnapshot(t *testing.T, dir string) *snapshot.Snapshot {
 	if err := b.AddLayer(w.Ref(), f); err != nil {
 		t.Fatal(err)
 	}
-	cpu, err := hostCPU()
+	cpu, err := readCPU()
 	if err != nil {
 		t.Fatal(err)
 	}
-	cpu.Profile = "host-v1"
+	doctor(&cpu)
 	snap, err := b.Commit(snapshot.Manifest{
 		Created: time.Now().UTC().Truncate(time.Second), Kernel: strings.Repeat("ab", 32), CPU: cpu, TSCKHz: 1, VCPUs: 2,
 		Memory: snapshot.ImageOf(layer.Image{
@@ -135,6 +141,9 @@ func TestShells(t *testing.T) {
 	// It says that it cannot be done, as a cold fork would.
 	if _, err := e.Fork(t.Context(), snap, engine.ForkOptions{}); err == nil || !strings.Contains(err.Error(), noState) {
 		t.Errorf("forked: %v", err)
+	}
+	if _, learn := e.touched.of(snap.ID()); !learn {
+		t.Error("a fork that failed was the only one to learn from")
 	}
 	waitFull(t, kept)
 	if st := kept.Stats(); st.Waiting != 3 || st.Taken != 1 || st.Lost != 0 {

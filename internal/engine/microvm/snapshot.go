@@ -222,11 +222,13 @@ func (s *sandbox) store(ctx context.Context, b *snapshot.Builder, c *captured) (
 	if err != nil {
 		return nil, err
 	}
-	cpu, err := hostCPU()
+	cpu, err := s.engine.cpu.get()
 	if err != nil {
 		return nil, err
 	}
-	cpu.Profile = string(c.machine.Profile)
+	if string(c.machine.Profile) != cpu.Profile {
+		return nil, fmt.Errorf("the machine has CPU profile %q, not %q", c.machine.Profile, cpu.Profile)
+	}
 	m := snapshot.Manifest{
 		Created: time.Now().UTC().Truncate(time.Second), Kernel: s.kernel,
 		CPU: cpu, TSCKHz: uint64(c.machine.TSCKHz), VCPUs: s.vcpus,

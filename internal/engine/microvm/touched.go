@@ -2,6 +2,7 @@ package microvm
 
 import (
 	"context"
+	"slices"
 	"sync"
 
 	"agentrun.dev/internal/jail"
@@ -61,11 +62,20 @@ func (t *touched) set(id snapshot.ID, runs []layer.Run) {
 	}
 }
 
+// forget lets the next fork be asked.
+func (t *touched) forget(id snapshot.ID) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	delete(t.runs, id)
+	t.order = slices.DeleteFunc(t.order, func(other snapshot.ID) bool { return other == id })
+}
+
 // learn asks a fork that has just answered. It reports whether that helped.
 func (t *touched) learn(ctx context.Context, id snapshot.ID, p *Process) bool {
 	runs, err := p.touched(ctx)
 	if err != nil {
-		return false // the fork has ended: the others do without
+		t.forget(id) // the fork has ended
+		return false
 	}
 	pages := uint64(0)
 	for _, r := range runs {
