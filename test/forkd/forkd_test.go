@@ -1,0 +1,184 @@
+// Package forkd tests the daemon through the agentrun command, with scripts that
+// read like the manual (testdata/*.txtar), on real sandboxes of the engine that
+// this machine has.
+package forkd
+
+import (
+	"archive/tar"
+	"errors"
+	"io"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"agentrun.dev/internal/assets"
+	"github.com/google/go-containerregistry/pkg/name"
+	"github.com/google/go-containerregistry/pkg/v1/empty"
+	"github.com/google/go-containerregistry/pkg/v1/mutate"
+	"github.com/google/go-containerregistry/pkg/v1/tarball"
+	"github.com/rogpeppe/go-internal/testscript"
+)
+
+func TestScripts(t *testing.T) {
+	folder, err := assets.Folder()
+	if err != nil {
+		t.Fatal(err)
+	}
+	image := pythonImage(t)
+	testscript.Run(t, testscript.Params{
+		Dir: "testdata",
+		// The scripts run agentrun as a user does, from PATH.
+		Setup: func(env *testscript.Env) error {
+			env.Setenv("PATH", folder+string(os.PathListSeparator)+env.Getenv("PATH"))
+			env.Setenv("IMAGE", image)
+			// A socket's path is short.
+			state, err := os.MkdirTemp("", "agentrun-state-")
+			if err != nil {
+				return err
+			}
+			env.Setenv("AGENTRUN_STATE", state)
+			env.Defer(func() {
+				if err := leave(folder, state); err != nil {
+					t.Error(err)
+				}
+			})
+			return nil
+		},
+		Cmds: map[string]func(*testscript.TestScript, bool, []string){
+			"until": waitFor,
+		},
+		RequireExplicitExec: true,
+	})
+}
+
+// leave ends the daemon and the sandboxes that a script has left.
+func leave(folder, state string) error {
+	run := func(args ...string) error {
+		cmd := exec.Command(filepath.Join(folder, "agentrun"), args...)
+		cmd.Env = append(os.Environ(), "AGENTRUN_STATE="+state)
+		out, err := cmd.CombinedOutput()
+		if err != nil {
+			return errors.New(strings.Join(args, " ") + ": " + string(out))
+		}
+		return nil
+	}
+	var errs []error
+	if _, err := os.Stat(filepath.Join(state, "forkd", "socket")); err == nil {
+		out, err := exec.Command("sh", "-c", "AGENTRUN_STATE="+state+" "+filepath.Join(folder, "agentrun")+" get claims | tail -n +2 | cut -d' ' -f1").Output()
+		if err == nil {
+			for _, name := range strings.Fields(string(out)) {
+				errs = append(errs, run("delete", "claim", name))
+			}
+			errs = append(errs, run("down"))
+		}
+	}
+	return errors.Join(append(errs, os.RemoveAll(state))...)
+}
+
+// waitFor repeats a command until its output has a text:
+//
+//	until TEXT agentrun ARG...
+func waitFor(ts *testscript.TestScript, neg bool, args []string) {
+	if neg || len(args) < 2 {
+		ts.Fatalf("usage: until TEXT COMMAND [ARG...]")
+	}
+	const patience = 2 * time.Minute
+	for begin := time.Now(); ; time.Sleep(100 * time.Millisecond) {
+		err := ts.Exec(args[1], args[2:]...)
+		out := ts.ReadFile("stdout") + ts.ReadFile("stderr")
+		if err == nil && strings.Contains(out, args[0]) {
+			return
+		}
+		if time.Since(begin) > patience {
+			ts.Fatalf("%s never said %q; it last said %q (%v)", strings.Join(args[1:], " "), args[0], out, err)
+		}
+	}
+}
+
+// pythonImage packs this machine's Python into an image, as docker save would.
+func pythonImage(t *testing.T) string {
+	t.Helper()
+	dir := t.TempDir()
+	root, layer, out := filepath.Join(dir, "root"), filepath.Join(dir, "layer.tar"), filepath.Join(dir, "image.tar")
+	if said, err := exec.Command("../../guest/rootfs/python.sh", root).CombinedOutput(); err != nil {
+		t.Fatalf("make a root filesystem: %v\n%s", err, said)
+	}
+	if err := tarOf(root, layer); err != nil {
+		t.Fatal(err)
+	}
+	l, err := tarball.LayerFromFile(layer)
+	if err != nil {
+		t.Fatal(err)
+	}
+	img, err := mutate.AppendLayers(empty.Image, l)
+	if err != nil {
+		t.Fatal(err)
+	}
+	config, err := img.ConfigFile()
+	if err != nil {
+		t.Fatal(err)
+	}
+	config = config.DeepCopy()
+	config.OS, config.Architecture = "linux", "amd64"
+	config.Config.Env = []string{"PATH=/bin:/usr/bin:/sbin", "FROM_IMAGE=yes"}
+	if img, err = mutate.ConfigFile(img, config); err != nil {
+		t.Fatal(err)
+	}
+	tag, err := name.NewTag("python:3.12-slim")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := tarball.WriteToFile(out, tag, img); err != nil {
+		t.Fatal(err)
+	}
+	return out
+}
+
+func tarOf(root, out string) (err error) {
+	f, err := os.Create(out)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, f.Close()) }()
+	w := tar.NewWriter(f)
+	err = filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
+		if err != nil || path == root {
+			return err
+		}
+		return addTo(w, root, path, d)
+	})
+	return errors.Join(err, w.Close())
+}
+
+func addTo(w *tar.Writer, root, path string, d fs.DirEntry) error {
+	info, err := d.Info()
+	if err != nil {
+		return err
+	}
+	target := ""
+	if info.Mode()&fs.ModeSymlink != 0 {
+		if target, err = os.Readlink(path); err != nil {
+			return err
+		}
+	}
+	h, err := tar.FileInfoHeader(info, target)
+	if err != nil {
+		return err
+	}
+	if h.Name, err = filepath.Rel(root, path); err != nil {
+		return err
+	}
+	if err := w.WriteHeader(h); err != nil || !info.Mode().IsRegular() {
+		return err
+	}
+	f, err := os.Open(path)
+	if err != nil {
+		return err
+	}
+	_, err = io.Copy(w, f)
+	return errors.Join(err, f.Close())
+}
