@@ -322,6 +322,12 @@ func (m *Manager) sweep(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	// What was being written when somebody was killed.
+	for _, dir := range []string{imagesDir, snapshotsDir} {
+		if err := snapshot.CleanTemp(filepath.Join(m.cfg.Dir, dir)); err != nil {
+			return err
+		}
+	}
 	for dir, remove := range map[string]func(string) error{
 		machinesDir:  func(path string) error { return m.cfg.Engine.Remove(ctx, path) },
 		imagesDir:    snapshot.Remove,

@@ -1,0 +1,297 @@
+package forkd
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"agentrun.dev/api/rest"
+	"agentrun.dev/internal/assets"
+	"agentrun.dev/internal/client"
+)
+
+// count is how often something is done: as often as asked for, or less in a
+// normal test run.
+func count(n, reduced int) int {
+	if os.Getenv("AGENTRUN_SOAK") != "" {
+		return n
+	}
+	return reduced
+}
+
+// node is a state folder and the daemon on it.
+type node struct {
+	t      *testing.T
+	state  string
+	client *client.Client
+	daemon *exec.Cmd
+	said   bytes.Buffer
+}
+
+func newNode(t *testing.T) *node {
+	t.Helper()
+	state, err := os.MkdirTemp("", "agentrun-state-")
+	if err != nil {
+		t.Fatal(err)
+	}
+	n := &node{t: t, state: state}
+	if n.client, err = client.New(client.Config{Socket: filepath.Join(state, "forkd", "socket")}); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		n.client.Close()
+		_ = os.RemoveAll(state)
+	})
+	return n
+}
+
+func (n *node) command(args ...string) *exec.Cmd {
+	folder, err := assets.Folder()
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	cmd := exec.Command(filepath.Join(folder, "agentrun"), args...)
+	cmd.Env = append(os.Environ(), "AGENTRUN_STATE="+n.state)
+	return cmd
+}
+
+// up starts a daemon and waits until it answers.
+func (n *node) up() {
+	n.t.Helper()
+	n.said.Reset()
+	n.daemon = n.command("up")
+	n.daemon.Stderr = &n.said
+	if err := n.daemon.Start(); err != nil {
+		n.t.Fatal(err)
+	}
+	ended := make(chan error, 1)
+	go func() { ended <- n.daemon.Wait() }()
+	for {
+		if _, err := n.client.Version(n.t.Context()); err == nil {
+			return
+		}
+		select {
+		case err := <-ended:
+			n.t.Fatalf("the daemon ended: %v\n%s", err, n.said.String())
+		case <-time.After(20 * time.Millisecond):
+		}
+	}
+}
+
+// kill ends the daemon without a word.
+func (n *node) kill() {
+	_ = n.daemon.Process.Kill() // it runs
+	n.client.Close()
+}
+
+// down ends it politely.
+func (n *node) down() {
+	n.t.Helper()
+	if out, err := n.command("down").CombinedOutput(); err != nil {
+		n.t.Errorf("down: %v: %s", err, out)
+	}
+}
+
+// template makes a pool of two.
+func (n *node) template(image string) {
+	n.t.Helper()
+	if out, err := n.command("image", "import", image).CombinedOutput(); err != nil {
+		n.t.Fatalf("%v: %s", err, out)
+	}
+	ctx := n.t.Context()
+	_, err := n.client.PutTemplate(ctx, "python", rest.TemplateSpec{
+		Image: "python:3.12-slim", MilliCPUs: 1000, Memory: 128 << 20, Warmup: &rest.Program{Language: "python", Text: "warm = 1"},
+	})
+	if err == nil {
+		_, err = n.client.PutPool(ctx, "pool", rest.PoolSpec{Template: "python", Replicas: 2})
+	}
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	for {
+		p, err := n.client.Pool(ctx, "pool")
+		if err != nil || p.Phase == rest.PhaseFailed {
+			n.t.Fatalf("%+v, %v", p, err)
+		}
+		if p.Ready > 0 {
+			return
+		}
+		time.Sleep(50 * time.Millisecond) // the API has nothing to wait on
+	}
+}
+
+// told is what clients know of the sandboxes: those that they were told of.
+type told struct {
+	mu    sync.Mutex // protects all following fields
+	holds map[string]string
+	maybe map[string]bool // they may be there or not: a call for them was cut off
+}
+
+func (k *told) set(name, value string) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.holds[name] = value
+	delete(k.maybe, name)
+}
+
+func (k *told) unsure(name string) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	delete(k.holds, name)
+	k.maybe[name] = true
+}
+
+// mark puts a secret of its own into a sandbox's kernel and files.
+func (n *node) mark(ctx context.Context, name string) (string, error) {
+	value := strconv.FormatUint(rand.Uint64(), 36)
+	r, err := n.client.RunCode(ctx, name, rest.CodeRequest{Code: "mine = " + strconv.Quote(value) + "; open('mine', 'w').write(mine)"})
+	if err == nil && r.ExitCode != 0 {
+		err = fmt.Errorf("mark %s: %+v", name, r)
+	}
+	return value, err
+}
+
+// live claims, uses, forks, hibernates and ends sandboxes until it is cut off.
+func (n *node) live(ctx context.Context, known *told, who string, step func()) {
+	for i := 0; ctx.Err() == nil; i++ {
+		name, fork := fmt.Sprintf("%s-%d", who, i), fmt.Sprintf("%s-%d-f", who, i)
+		child := fork + "-1"
+		for _, do := range []func() error{
+			func() error {
+				known.unsure(name)
+				_, err := n.client.CreateSandbox(ctx, rest.SandboxCreate{Name: name, Pool: "pool"}, "")
+				return err
+			},
+			func() error { return n.remark(ctx, known, name) },
+			func() error { _, err := n.client.Do(ctx, name, client.Hibernate); return err },
+			func() error {
+				known.unsure(child)
+				_, err := n.client.Fork(ctx, name, rest.ForkCreate{Name: fork, Replicas: 1}, "")
+				return err
+			},
+			func() error { return n.remark(ctx, known, child) },
+			func() error { _, err := n.client.Do(ctx, child, client.Pause); return err },
+			func() error {
+				known.unsure(name)
+				_, err := n.client.Kill(ctx, name)
+				return err
+			},
+		} {
+			if err := do(); err != nil {
+				if ctx.Err() == nil && !cutOff(err) {
+					n.t.Errorf("%s: %v", name, err)
+				}
+				return
+			}
+			step()
+		}
+	}
+}
+
+// remark marks a sandbox. A call that is cut off may have marked it or not.
+func (n *node) remark(ctx context.Context, known *told, name string) error {
+	known.unsure(name)
+	value, err := n.mark(ctx, name)
+	if err == nil {
+		known.set(name, value)
+	}
+	return err
+}
+
+// cutOff reports whether the daemon went away during a call.
+func cutOff(err error) bool {
+	var refused *client.Error
+	return !errors.As(err, &refused) || refused.Code == "shutting_down"
+}
+
+// TestKilled: the daemon is killed in the middle of everything, again and again.
+// Each sandbox that somebody was told of is there afterwards, with its memory and
+// its files; all that is listed can be used; and in the end nothing is left.
+func TestKilled(t *testing.T) {
+	n := newNode(t)
+	n.up()
+	n.template(pythonImage(t))
+	workers := count(6, 2)
+	known := &told{holds: map[string]string{}, maybe: map[string]bool{}}
+	for round := range count(20, 3) {
+		ctx, cancel := context.WithCancel(t.Context())
+		steps := make(chan struct{}, 1000)
+		var all sync.WaitGroup
+		for w := range workers {
+			who := fmt.Sprintf("r%d-w%d", round, w)
+			all.Go(func() { n.live(ctx, known, who, func() { steps <- struct{}{} }) })
+		}
+		for range 1 + rand.IntN(6*workers) {
+			<-steps
+		}
+		// In the middle of whatever comes next.
+		time.Sleep(time.Duration(rand.IntN(150)) * time.Millisecond)
+		n.kill()
+		cancel()
+		all.Wait()
+		n.up()
+		n.examine(known)
+	}
+	for name := range known.holds {
+		if _, err := n.client.Kill(t.Context(), name); err != nil {
+			t.Error(err)
+		}
+	}
+	if err := n.client.DeletePool(t.Context(), "pool"); err != nil {
+		t.Error(err)
+	}
+	n.down()
+	left, err := filepath.Glob(filepath.Join(n.state, "forkd", "machines", "*"))
+	if images, imagesErr := filepath.Glob(filepath.Join(n.state, "forkd", "images", "*")); err != nil || imagesErr != nil || len(left)+len(images) > 0 {
+		t.Errorf("left: %q %q", left, images)
+	}
+	if out, err := exec.Command("pgrep", "-f", n.state).Output(); err == nil {
+		t.Errorf("processes are left: %s", out)
+	}
+}
+
+// examine looks at all sandboxes after a daemon was killed. Those that nobody
+// was told of are ended.
+func (n *node) examine(known *told) {
+	n.t.Helper()
+	ctx := n.t.Context()
+	listed, err := n.client.Sandboxes(ctx, false)
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	there := map[string]bool{}
+	for _, s := range listed {
+		there[s.Name] = true
+		value, sure := known.holds[s.Name]
+		if !sure {
+			if !known.maybe[s.Name] {
+				n.t.Errorf("%s is listed, and nobody asked for it", s.Name)
+			}
+			if _, err := n.client.Kill(ctx, s.Name); err != nil {
+				n.t.Errorf("%s was listed as %s and cannot be ended: %v", s.Name, s.State, err)
+			}
+			continue
+		}
+		r, err := n.client.RunCode(ctx, s.Name, rest.CodeRequest{Code: "print(mine, open('mine').read())"})
+		if got := strings.TrimSpace(r.Stdout); err != nil || got != value+" "+value {
+			n.t.Errorf("%s (%s) holds %q and not %q twice: %v %+v", s.Name, s.State, got, value, err, r.Error)
+		}
+	}
+	for name := range known.holds {
+		if !there[name] {
+			n.t.Errorf("%s is lost", name)
+		}
+	}
+	known.maybe = map[string]bool{}
+	n.t.Logf("%d sandboxes, %d of them known well", len(listed), len(known.holds))
+}
