@@ -313,7 +313,7 @@ func TestToken(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	var logged bytes.Buffer
+	var logged lockedLog
 	n := newNode(t, func(c *Config) {
 		c.Authenticate = authenticate
 		c.Log = slog.New(slog.NewTextHandler(&logged, nil))
@@ -361,7 +361,7 @@ func (panics) Pools(sandbox.Namespace, sandbox.Page) ([]sandbox.Pool, error) { p
 
 // TestPanic: it is told, logged, and the daemon goes on.
 func TestPanic(t *testing.T) {
-	var logged bytes.Buffer
+	var logged lockedLog
 	n := newNode(t, func(c *Config) {
 		c.Service = panics{c.Service}
 		c.Log = slog.New(slog.NewTextHandler(&logged, nil))
