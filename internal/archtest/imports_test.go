@@ -5,6 +5,7 @@ package archtest
 import (
 	"encoding/json"
 	"errors"
+	"go/ast"
 	"go/parser"
 	"go/token"
 	"io"
@@ -108,6 +109,10 @@ var importRules = map[string][]string{
 
 	"internal/engine/ready": {"internal/engine", "internal/snapshot"},
 
+	"api/rest":        {},
+	"internal/client": {"api/rest"},
+	"internal/server": {"api/rest", "internal/guestrpc", "internal/sandbox"},
+
 	"internal/layer":    {"internal/guestmem"},
 	"internal/snapshot": {"internal/layer"},
 
@@ -151,6 +156,16 @@ func TestTestbedIsNoLibrary(t *testing.T) {
 			if imp == testbed || strings.HasPrefix(imp, testbed+"/") {
 				t.Errorf("%s imports %s", p.ImportPath, imp)
 			}
+		}
+	}
+}
+
+// TestTestPackages: packages that are for tests are imported by tests only.
+func TestTestPackages(t *testing.T) {
+	const forTests = module + "/internal/sandbox/sandboxtest"
+	for _, p := range goList(t, "./...") {
+		if slices.Contains(p.Imports, forTests) {
+			t.Errorf("%s imports %s in what is not a test", p.ImportPath, forTests)
 		}
 	}
 }
@@ -217,7 +232,7 @@ func TestPackageDocs(t *testing.T) {
 				t.Errorf("%v", err)
 				continue
 			}
-			if f.Doc == nil || strings.HasSuffix(name, "_test.go") && strings.HasSuffix(f.Name.Name, "_test") {
+			if f.Doc == nil || ast.IsGenerated(f) || strings.HasSuffix(name, "_test.go") && strings.HasSuffix(f.Name.Name, "_test") {
 				continue
 			}
 			documented = append(documented, name)
