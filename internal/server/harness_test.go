@@ -57,7 +57,7 @@ func (b *builder) Finish(context.Context, sandbox.TemplateSpec, engine.Sandbox) 
 
 // node is a daemon with its API on a Unix socket.
 type node struct {
-	t       *testing.T
+	t       testing.TB
 	manager *sandbox.Manager
 	builder *builder
 	workdir string
@@ -67,7 +67,7 @@ type node struct {
 	spec    *openapi3.T
 }
 
-func newNode(t *testing.T, change ...func(*Config)) *node {
+func newNode(t testing.TB, change ...func(*Config)) *node {
 	t.Helper()
 	n := &node{t: t, workdir: t.TempDir(), socket: filepath.Join(t.TempDir(), "s")}
 	n.builder = &builder{workdir: n.workdir, gate: make(chan struct{})}
@@ -112,7 +112,7 @@ func newNode(t *testing.T, change ...func(*Config)) *node {
 }
 
 // loadSpec reads the description of the API.
-func loadSpec(t *testing.T) (*openapi3.T, routers.Router) {
+func loadSpec(t testing.TB) (*openapi3.T, routers.Router) {
 	t.Helper()
 	spec, err := openapi3.NewLoader().LoadFromFile(filepath.Join("..", "..", "api", "openapi.yaml"))
 	if err != nil {
@@ -130,7 +130,7 @@ func loadSpec(t *testing.T) (*openapi3.T, routers.Router) {
 
 // response is an answer that conforms to the description.
 type response struct {
-	t      *testing.T
+	t      testing.TB
 	status int
 	header http.Header
 	body   []byte
