@@ -10,6 +10,7 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/engine/ready"
 )
 
@@ -22,16 +23,23 @@ type ClaimConfig struct {
 	// Count is how many claims are made one after the other, Ready how many
 	// sandboxes wait, Burst how many claims are made at once.
 	Count, Ready, Burst int
+	// Shells is how many forks are half made, for when no sandbox waits.
+	Shells int
 	// Folder is for the snapshot and the sandboxes' disks.
 	Folder string
 	Jail   microvm.JailPolicy
+	// Engine and Warm are as of a ForkConfig.
+	Engine pick.Kind
+	Warm   string
 }
 
 // ClaimReport is what it found. Times are from the call.
 type ClaimReport struct {
+	Engine string  `json:"engine"`
 	Memory uint64  `json:"memory_bytes"`
 	VCPUs  int     `json:"vcpus"`
 	Ready  int     `json:"ready"`
+	Shells int     `json:"shells"`
 	Floor  Summary `json:"floor"`
 	// Ping is a warm one, the measure of a claim: a claim returns when the
 	// sandbox's agent has confirmed its new identity.
@@ -47,17 +55,23 @@ type ClaimReport struct {
 
 // Claim measures claims of ready sandboxes.
 func Claim(ctx context.Context, cfg ClaimConfig) (_ ClaimReport, err error) {
-	report := ClaimReport{Memory: cfg.Memory, VCPUs: cfg.VCPUs, Ready: cfg.Ready}
-	source, err := newForkSource(ctx, ForkConfig{
+	report := ClaimReport{Memory: cfg.Memory, VCPUs: cfg.VCPUs, Ready: cfg.Ready, Shells: cfg.Shells}
+	from := ForkConfig{
 		Root: cfg.Root, Program: cfg.Program, Memory: cfg.Memory, VCPUs: cfg.VCPUs, Folder: cfg.Folder, Jail: cfg.Jail,
-	})
+		Engine: cfg.Engine, Warm: cfg.Warm,
+	}
+	source, err := newForkSource(ctx, from)
 	if err != nil {
 		return report, err
 	}
 	defer func() { err = errors.Join(err, source.close()) }()
-	pool := ready.New(ready.Config{Engine: source.engine, Snapshot: source.snap, Count: cfg.Ready})
+	report.Engine = string(from.engine())
+	pool, err := ready.New(ready.Config{Engine: source.engine, Snapshot: source.snap, Count: cfg.Ready, Shells: cfg.Shells})
+	if err != nil {
+		return report, err
+	}
 	defer func() { err = errors.Join(err, pool.Close()) }()
-	floor, err := NewFloor()
+	floor, err := floorOf(from.engine(), cfg.Root, cfg.Warm)
 	if err != nil {
 		return report, err
 	}
@@ -120,7 +134,7 @@ func (r *ClaimReport) burst(ctx context.Context, pool *ready.Pool, n int) error 
 
 // Print writes the report as a table.
 func (r ClaimReport) Print(w io.Writer) error {
-	fmt.Fprintf(w, "claims of %d ready sandboxes, %d MiB, %d vCPU; milliseconds\n", r.Ready, r.Memory>>20, r.VCPUs)
+	fmt.Fprintf(w, "claims of %d ready sandboxes, %d shells, %d MiB, %d vCPU; milliseconds\n", r.Ready, r.Shells, r.Memory>>20, r.VCPUs)
 	err := printTable(w, r.Floor, []row{
 		{"floor", r.Floor}, {"warm ping", r.Ping}, {"claim", r.Claim}, {"claims in a burst", r.Burst},
 	})

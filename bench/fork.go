@@ -11,13 +11,13 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/gvisor"
 	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/procid"
 	"agentrun.dev/internal/snapshot"
 )
-
-// EngineMicroVM is the engine that can be measured.
-const EngineMicroVM = "microvm"
 
 // Guests that forks are measured with.
 const (
@@ -37,20 +37,38 @@ type ForkConfig struct {
 	// many of them at once.
 	Walls    []int
 	Parallel int
+	// Shells is how many shells wait for as many forks again, which are made in
+	// turns with the others; 0 makes none of these. Linux only.
+	Shells int
 	// Folder is for the snapshot and the forks' disks.
 	Folder string
 	Jail   microvm.JailPolicy
+	// Engine is the one to measure; empty is the microVM's.
+	Engine pick.Kind
+	// Warm is a shell script that runs before the guest is frozen.
+	Warm string
+	// Precreate is how many sandboxes gVisor makes ahead of each fork.
+	Precreate int
+}
+
+func (c *ForkConfig) engine() pick.Kind {
+	if c.Engine == "" {
+		return pick.MicroVM
+	}
+	return c.Engine
 }
 
 // ForkReport is what they found. Times are from the call; what does not apply
 // to a guest has no samples.
 type ForkReport struct {
-	Engine string  `json:"engine"`
-	Guest  string  `json:"guest"`
-	Memory uint64  `json:"memory_bytes"`
-	VCPUs  int     `json:"vcpus"`
-	Count  int     `json:"count"`
-	Floor  Summary `json:"floor"`
+	Engine string `json:"engine"`
+	Guest  string `json:"guest"`
+	Memory uint64 `json:"memory_bytes"`
+	VCPUs  int    `json:"vcpus"`
+	Count  int    `json:"count"`
+	// Precreate is how many sandboxes were made ahead of each fork.
+	Precreate int     `json:"precreate,omitempty"`
+	Floor     Summary `json:"floor"`
 	// Restored: the machine's state is loaded. FirstInstruction: the guest
 	// was seen to run. FromShell: the same, with VM, vCPU and memory made
 	// ahead. Only the bare guest shows these two.
@@ -68,6 +86,8 @@ type ForkReport struct {
 	// (a bare guest: when it has run), and when it has run a program.
 	AfterAnswer Memory `json:"memory_after_answer"`
 	AfterExec   Memory `json:"memory_after_exec"`
+	// Shells are forks into shells that waited; nil if none were made.
+	Shells *ShellReport `json:"from_shells,omitempty"`
 	// KernelFrom says whose growth the kernel's memory is: cgroup or machine.
 	KernelFrom string `json:"kernel_memory_of"`
 	Walls      []Wall `json:"walls"`
@@ -84,7 +104,9 @@ type Wall struct {
 
 // Fork measures forks of a Linux guest: a new process each, identity included.
 func Fork(ctx context.Context, cfg ForkConfig) (_ ForkReport, err error) {
-	report := ForkReport{Engine: EngineMicroVM, Guest: GuestLinux, Memory: cfg.Memory, VCPUs: cfg.VCPUs, Count: cfg.Count}
+	report := ForkReport{
+		Engine: string(cfg.engine()), Guest: GuestLinux, Memory: cfg.Memory, VCPUs: cfg.VCPUs, Count: cfg.Count, Precreate: cfg.Precreate,
+	}
 	s, err := newForkSource(ctx, cfg)
 	if err != nil {
 		return report, err
@@ -106,8 +128,9 @@ func Fork(ctx context.Context, cfg ForkConfig) (_ ForkReport, err error) {
 // forkSource is a snapshot of a warm guest, and what it needs.
 type forkSource struct {
 	cfg    ForkConfig
-	engine *microvm.Engine
+	engine engine.Engine
 	snap   *snapshot.Snapshot
+	ahead  ahead
 	undo   []func() error
 }
 
@@ -123,7 +146,9 @@ func newForkSource(ctx context.Context, cfg ForkConfig) (_ *forkSource, err erro
 		return nil, err
 	}
 	s.undo = append(s.undo, func() error { return os.RemoveAll(resident) })
-	s.engine, err = microvm.New(microvm.Config{Resident: resident, Scratch: filepath.Join(cfg.Folder, "scratch"), Jail: cfg.Jail})
+	s.engine, err = pick.Open(cfg.engine(), pick.Config{
+		Resident: resident, Scratch: filepath.Join(cfg.Folder, "scratch"), Jail: cfg.Jail, Precreate: cfg.Precreate,
+	})
 	if err != nil {
 		return nil, err
 	}
@@ -141,6 +166,11 @@ func newForkSource(ctx context.Context, cfg ForkConfig) (_ *forkSource, err erro
 	if _, err := repeat(nil, 0, func() error { return execProgram(ctx, source.Agent(), cfg.Program) }); err != nil {
 		return nil, err
 	}
+	if cfg.Warm != "" {
+		if err := execProgram(ctx, source.Agent(), "sh", "-c", cfg.Warm); err != nil {
+			return nil, err
+		}
+	}
 	if err := source.Settle(ctx); err != nil {
 		return nil, err
 	}
@@ -151,7 +181,18 @@ func newForkSource(ctx context.Context, cfg ForkConfig) (_ *forkSource, err erro
 		return nil, err
 	}
 	s.undo = append(s.undo, s.snap.Close)
-	return s, source.Pause(ctx) // it must not disturb its children
+	if err := source.Pause(ctx); err != nil { // it must not disturb its children
+		return nil, err
+	}
+	return s, s.openAhead(resident)
+}
+
+// identify says which process a sandbox is.
+func (c *ForkConfig) identify(sb engine.Sandbox) (procid.ID, error) {
+	if c.engine() == pick.GVisor {
+		return gvisor.Identify(sb)
+	}
+	return microvm.Identify(sb)
 }
 
 func (s *forkSource) close() error { return undoAll(s.undo) }
@@ -164,30 +205,45 @@ type forkSamples struct {
 
 // measure makes forks one after the other, the floor in between.
 func (s *forkSource) measure(ctx context.Context, report *ForkReport) (err error) {
-	floor, err := NewFloor()
+	floor, err := floorOf(s.cfg.engine(), s.cfg.Root, s.cfg.Warm)
 	if err != nil {
 		return err
 	}
 	var undo []func() error
 	defer func() { err = errors.Join(err, undoAll(undo), floor.Close()) }()
 	kernel := newKernelMemory()
-	var all forkSamples
-	for i := range s.cfg.Count + warmUps {
+	var all, ahead forkSamples
+	turn := func(samples *forkSamples, fork forkFunc) error {
 		d, err := floor.Sample()
 		if err != nil {
 			return err
 		}
-		if i == warmUps { // what was measured so far does not count
-			all = forkSamples{}
-		}
-		all.floors = append(all.floors, d)
-		sb, err := s.measureOne(ctx, kernel, &all)
+		samples.floors = append(samples.floors, d)
+		sb, err := s.measureOne(ctx, kernel, samples, fork)
 		if sb != nil {
 			undo = append(undo, sb.Close)
 		}
-		if err != nil {
+		return err
+	}
+	for i := range s.cfg.Count + warmUps {
+		if i == warmUps { // what was measured so far does not count
+			all, ahead = forkSamples{}, forkSamples{}
+		}
+		if err := turn(&all, s.cold); err != nil {
 			return err
 		}
+		if s.cfg.Shells == 0 {
+			continue
+		}
+		if err := s.ahead.shells.WaitFull(ctx); err != nil {
+			return err
+		}
+		if err := turn(&ahead, s.fromShell); err != nil {
+			return err
+		}
+	}
+	if s.cfg.Shells > 0 {
+		report.Shells = ahead.shells(s.cfg.Shells)
 	}
 	report.Floor, report.Restored = Summarize(all.floors), Summarize(all.restored)
 	report.FirstAnswer, report.FirstExec = Summarize(all.answers), Summarize(all.execs)
@@ -198,24 +254,41 @@ func (s *forkSource) measure(ctx context.Context, report *ForkReport) (err error
 	return nil
 }
 
+// forkFunc makes a fork and says after what time it had answered.
+type forkFunc func(context.Context) (engine.Sandbox, time.Duration, error)
+
+// cold is a fork without anything made ahead.
+func (s *forkSource) cold(ctx context.Context) (engine.Sandbox, time.Duration, error) {
+	return timedFork(ctx, s.engine, s.snap)
+}
+
+func timedFork(ctx context.Context, e engine.Engine, snap *snapshot.Snapshot) (engine.Sandbox, time.Duration, error) {
+	start := time.Now()
+	sb, err := e.Fork(ctx, snap, engine.ForkOptions{})
+	return sb, time.Since(start), err
+}
+
 // measureOne makes a fork, which stays alive, and uses it.
-func (s *forkSource) measureOne(ctx context.Context, kernel kernelMemory, all *forkSamples) (engine.Sandbox, error) {
+func (s *forkSource) measureOne(ctx context.Context, kernel kernelMemory, all *forkSamples, fork forkFunc) (engine.Sandbox, error) {
 	before, err := kernel.read()
 	if err != nil {
 		return nil, err
 	}
-	start := time.Now()
-	sb, err := s.engine.Fork(ctx, s.snap, engine.ForkOptions{})
-	if err != nil {
-		return nil, err
+	if ahead, ok := s.engine.(*gvisor.Engine); ok && s.cfg.Precreate > 0 && len(all.answers) > 0 {
+		if err := ahead.Precreated(ctx); err != nil {
+			return nil, err
+		}
 	}
-	answered := time.Since(start)
-	id, err := microvm.Identify(sb)
+	sb, answered, err := fork(ctx)
+	if err != nil {
+		return sb, err
+	}
+	id, err := s.cfg.identify(sb)
 	if err != nil {
 		return sb, err
 	}
 	look := func(sample []Memory) ([]Memory, error) {
-		m, err := readMemory(id.PID, s.cfg.Memory)
+		m, err := s.memory(id.PID)
 		if err != nil {
 			return sample, err
 		}
@@ -233,7 +306,7 @@ func (s *forkSource) measureOne(ctx context.Context, kernel kernelMemory, all *f
 	if all.used, err = look(all.used); err != nil {
 		return sb, err
 	}
-	all.restored = append(all.restored, microvm.Restored(sb))
+	all.restored = append(all.restored, microvm.Restored(sb)+gvisor.Restored(sb)) // it is of one of them
 	all.answers, all.execs = append(all.answers, answered), append(all.execs, executed)
 	if all.pings, err = repeat(all.pings, 2, func() error { return sb.Agent().Ping(ctx) }); err != nil {
 		return sb, err
@@ -242,26 +315,41 @@ func (s *forkSource) measureOne(ctx context.Context, kernel kernelMemory, all *f
 	return sb, err
 }
 
-func execProgram(ctx context.Context, agent *guestrpc.Client, program string) error {
-	status, err := agent.Run(ctx, guestrpc.ExecRequest{Argv: []string{program}}, nil, nil, nil)
+// memory reads what a fork costs.
+func (s *forkSource) memory(pid int) (Memory, error) {
+	if s.cfg.engine() != pick.GVisor {
+		return readMemory(pid, s.cfg.Memory)
+	}
+	p, err := gvisor.ReadParts(pid)
+	return Memory{Guest: p.Programs, Process: p.Anonymous, ProcessShare: p.Anonymous + p.Files, PageTables: p.PageTables}, err
+}
+
+func execProgram(ctx context.Context, agent *guestrpc.Client, argv ...string) error {
+	status, err := agent.Run(ctx, guestrpc.ExecRequest{Argv: argv}, nil, nil, nil)
 	if err != nil {
 		return err
 	}
 	if status.Code != 0 {
-		return fmt.Errorf("%s returned %d", program, status.Code)
+		return fmt.Errorf("%s returned %d", argv[0], status.Code)
 	}
 	return nil
 }
 
 // Print writes the report as a table.
 func (r ForkReport) Print(w io.Writer) error {
-	fmt.Fprintf(w, "%d forks of a %s guest, %d MiB, %d vCPU; milliseconds\n", r.Count, r.Guest, r.Memory>>20, r.VCPUs)
+	fmt.Fprintf(w, "%d forks of a %s guest on %s, %d MiB, %d vCPU; milliseconds\n", r.Count, r.Guest, r.Engine, r.Memory>>20, r.VCPUs)
+	if r.Precreate > 0 {
+		fmt.Fprintf(w, "%d sandboxes waited, made but not restored, before each fork\n", r.Precreate)
+	}
 	err := printTable(w, r.Floor, []row{
 		{"floor", r.Floor}, {"state restored", r.Restored}, {"first instruction", r.FirstInstruction},
 		{"first instruction, from a shell", r.FromShell}, {"first answer", r.FirstAnswer},
 		{"first exec done", r.FirstExec}, {"warm ping", r.Ping}, {"warm exec", r.Exec},
 	})
 	if err != nil {
+		return err
+	}
+	if err := r.Shells.print(w); err != nil {
 		return err
 	}
 	if err := r.printMemory(w); err != nil {
@@ -282,10 +370,15 @@ func (r ForkReport) printMemory(w io.Writer) error {
 	fmt.Fprintf(w, "\nmemory of a fork, KiB (the kernel: by the growth of the %s's)\n", r.KernelFrom)
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
 	fmt.Fprintln(t, "\tguest pages\tprocess, private\tprocess, PSS\tkernel\tof that page tables\t")
-	for _, line := range []struct {
+	type line struct {
 		name string
 		m    Memory
-	}{{"after the first answer", r.AfterAnswer}, {"after a program", r.AfterExec}} {
+	}
+	lines := []line{{"after the first answer", r.AfterAnswer}, {"after a program", r.AfterExec}}
+	if r.Shells != nil {
+		lines = append(lines, line{"from a shell, after the first answer", r.Shells.AfterAnswer}, line{"from a shell, after a program", r.Shells.AfterExec})
+	}
+	for _, line := range lines {
 		if m := line.m; m != (Memory{}) {
 			fmt.Fprintf(t, "%s\t%d\t%d\t%d\t%d\t%d\t\n",
 				line.name, m.Guest>>10, m.Process>>10, m.ProcessShare>>10, m.Kernel>>10, m.PageTables>>10)

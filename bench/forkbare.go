@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/assets"
+	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/guestmem"
 	"agentrun.dev/internal/kvm"
 	"agentrun.dev/internal/vmm"
@@ -17,7 +18,7 @@ import (
 // ForkBare measures forks of the bare test guest, in this process: what the
 // host's side of a fork costs, on any KVM.
 func ForkBare(ctx context.Context, cfg ForkConfig) (_ ForkReport, err error) {
-	report := ForkReport{Engine: EngineMicroVM, Guest: GuestTest, Memory: cfg.Memory, VCPUs: cfg.VCPUs, Count: cfg.Count}
+	report := ForkReport{Engine: string(pick.MicroVM), Guest: GuestTest, Memory: cfg.Memory, VCPUs: cfg.VCPUs, Count: cfg.Count}
 	sys, err := kvm.Open()
 	if err != nil {
 		return report, err

@@ -3,7 +3,10 @@ package bench
 import (
 	"fmt"
 	"io"
+	"slices"
 	"time"
+
+	"agentrun.dev/internal/engine/pick"
 )
 
 // LiveConfig says what Live and LiveBare measure.
@@ -18,13 +21,25 @@ type LiveConfig struct {
 	Stride int
 	// Count is how many forks are measured.
 	Count int
+	// Patience is how long the bare guest's captures give way to it.
+	Patience time.Duration
 	// Folder is for disks.
 	Folder string
+	// Engine is the one to measure; empty is the microVM's.
+	Engine pick.Kind
+}
+
+func (c *LiveConfig) engine() pick.Kind {
+	if c.Engine == "" {
+		return pick.MicroVM
+	}
+	return c.Engine
 }
 
 // LiveReport is what they found. Each fork is of a source that has written
 // Dirty bytes and is busy.
 type LiveReport struct {
+	Engine string `json:"engine"`
 	Guest  string `json:"guest"`
 	Memory uint64 `json:"memory_bytes"`
 	VCPUs  int    `json:"vcpus"`
@@ -42,15 +57,22 @@ type LiveReport struct {
 	Pause    Summary `json:"pause"`
 	Gap      Summary `json:"guest_gap"`
 	QuietGap Summary `json:"guest_gap_without_fork"`
-	// Wait is the longest write of the source's first pass over what it had
-	// written, begun as the fork was called; QuietWait the same without a fork.
-	Wait      Summary `json:"longest_write"`
-	QuietWait Summary `json:"longest_write_without_fork"`
+	// Stalls are those writes that had to wait of the source's first pass over
+	// what it had written, begun as the fork was called, as the guest's TSC
+	// tells; QuietStalls as many of the slowest without a fork. Of a Linux guest
+	// only the longest is known. Served is how long the host took to answer
+	// them.
+	Stalls      Stalls `json:"stalls"`
+	QuietStalls Stalls `json:"slowest_writes_without_fork"`
+	Served      Stalls `json:"stalls_served"`
 	// Pass is how long that pass took, Next the first one after a fork whose
 	// copy is complete, QuietPass one without a fork.
 	Pass      Summary `json:"pass_during_fork"`
 	Next      Summary `json:"next_pass"`
 	QuietPass Summary `json:"pass_without_fork"`
+	// Silence is the longest time for which a program in a Linux source that
+	// prints every 2 ms was not heard outside, during a fork of one child.
+	Silence Summary `json:"silence"`
 	// Captured is from the call until the copy is complete, One and Ten until
 	// the first of one and the last of ten children has answered.
 	Captured Summary `json:"captured"`
@@ -62,35 +84,43 @@ type LiveReport struct {
 
 func newLiveReport(guest string, cfg LiveConfig) LiveReport {
 	return LiveReport{
-		Guest: guest, Memory: cfg.Memory, VCPUs: cfg.VCPUs, Dirty: cfg.Dirty, Stride: cfg.Stride, Count: cfg.Count,
+		Engine: string(cfg.engine()), Guest: guest, Memory: cfg.Memory, VCPUs: cfg.VCPUs, Dirty: cfg.Dirty, Stride: cfg.Stride, Count: cfg.Count,
 	}
 }
 
 // liveSamples are what a LiveReport summarizes.
 type liveSamples struct {
-	floor, pause, gap, quietGap, wait, quietWait, pass, next, quietPass, captured, one, ten []time.Duration
+	floor, pause, gap, quietGap, pass, next, quietPass, silence, captured, one, ten []time.Duration
+
+	stalls, quietStalls, served stallSamples
 }
 
 func (s *liveSamples) summarize(r *LiveReport) {
 	r.Floor, r.Pause, r.Gap, r.QuietGap = Summarize(s.floor), Summarize(s.pause), Summarize(s.gap), Summarize(s.quietGap)
-	r.Wait, r.QuietWait = Summarize(s.wait), Summarize(s.quietWait)
+	r.Stalls, r.QuietStalls, r.Served = s.stalls.summarize(), s.quietStalls.summarize(), s.served.summarize()
 	r.Pass, r.Next, r.QuietPass = Summarize(s.pass), Summarize(s.next), Summarize(s.quietPass)
-	r.Captured, r.One, r.Ten = Summarize(s.captured), Summarize(s.one), Summarize(s.ten)
+	r.Silence, r.Captured, r.One, r.Ten = Summarize(s.silence), Summarize(s.captured), Summarize(s.one), Summarize(s.ten)
 	r.Noisy = r.Floor.Noisy()
 }
 
 // Print writes the report as a table.
 func (r LiveReport) Print(w io.Writer) error {
-	fmt.Fprintf(w, "%d live forks of a %s guest, %d MiB, %d vCPU, %d MiB written, every page of %d; milliseconds\n",
-		r.Count, r.Guest, r.Memory>>20, r.VCPUs, r.Dirty>>20, r.Stride)
-	err := printTable(w, r.Floor, []row{
+	fmt.Fprintf(w, "%d live forks of a %s guest on %s, %d MiB, %d vCPU, %d MiB written, every page of %d; milliseconds\n",
+		r.Count, r.Guest, r.Engine, r.Memory>>20, r.VCPUs, r.Dirty>>20, r.Stride)
+	rows := []row{
 		{"floor", r.Floor}, {"pause", r.Pause}, {"longest gap in the guest's TSC", r.Gap},
-		{"  the same without a fork", r.QuietGap}, {"longest write during a fork", r.Wait},
-		{"  the same without a fork", r.QuietWait}, {"pass over memory during a fork", r.Pass},
+		{"  the same without a fork", r.QuietGap},
+	}
+	rows = append(rows, r.Stalls.rows("a write stalled", "")...)
+	rows = append(rows, r.QuietStalls.rows("as many without a fork", "  ")...)
+	rows = append(rows, r.Served.rows("answered by the host", "  ")...)
+	rows = append(rows, []row{
+		{"pass over memory during a fork", r.Pass},
 		{"  the first pass after a fork", r.Next}, {"  a pass without a fork", r.QuietPass},
-		{"copy complete", r.Captured}, {"first answer of one child", r.One}, {"last first answer of ten", r.Ten},
-	})
-	if err != nil {
+		{"longest silence of the source", r.Silence}, {"copy complete", r.Captured}, {"first answer of one child", r.One}, {"last first answer of ten", r.Ten},
+	}...)
+	rows = slices.DeleteFunc(rows, func(r row) bool { return r.s.N == 0 })
+	if err := printTable(w, r.Floor, rows); err != nil {
 		return err
 	}
 	fmt.Fprintf(w, "the last fork copied %d MiB\n", r.Copied>>20)

@@ -18,10 +18,10 @@ import (
 
 // Commands of the bare test guest (guest/testguest/testguest.c).
 const (
-	bareDirty = 2
-	bareRead  = 4
-	bareTimed = 5
-	bareSpin  = 6
+	bareDirty   = 2
+	bareRead    = 4
+	bareSpin    = 6
+	bareClasses = 11
 )
 
 // bareFirstPage is above the bare guest itself.
@@ -144,24 +144,35 @@ func (b *liveBare) dirty() error {
 	return b.source.do(bareDirty, bareFirstPage, b.pages, uint32(b.cfg.Stride), 1)
 }
 
+// leastStall is what a write takes at least that may have waited.
+const leastStall = 4 * time.Microsecond
+
 // timed has the source write its memory once more, beside begin, and returns
-// its longest write and how long all took.
-func (b *liveBare) timed(begin func() error, forks bool) (longest, all time.Duration, err error) {
+// how long its writes took, one by one and all of them.
+func (b *liveBare) timed(begin func() error, forks bool) (w writes, all time.Duration, err error) {
 	if forks { // sharing what the last fork left is long over
 		if err := b.leave(); err != nil {
-			return 0, 0, err
+			return w, 0, err
 		}
 	}
 	start := time.Now()
-	b.source.commands <- []uint32{bareTimed, bareFirstPage, b.pages, uint32(b.cfg.Stride), 1}
+	least := uint32(uint64(leastStall) * b.khz / 1e6)
+	b.source.commands <- []uint32{bareClasses, bareFirstPage, b.pages, uint32(b.cfg.Stride), 1, least}
 	if err := begin(); err != nil {
-		return 0, 0, err
+		return w, 0, err
 	}
-	longest, err = b.source.ticks(b.khz)
-	if err == nil {
-		_, err = b.source.result()
+	w.khz = b.khz
+	if w.longest, err = b.source.ticks(b.khz); err != nil {
+		return w, 0, err
 	}
-	return longest, b.source.at.Sub(start), err
+	all = b.source.at.Sub(start)
+	for i := range w.classes {
+		if w.classes[i], err = b.source.result(); err != nil {
+			return w, 0, err
+		}
+	}
+	_, err = b.source.result()
+	return w, all, err
 }
 
 // spin has the source look at its TSC, beside begin, and returns the longest
@@ -202,11 +213,11 @@ func (b *liveBare) round(s *liveSamples, r *LiveReport) error {
 		}
 	}
 	nothing := func() error { return nil }
-	wait, pass, err := b.timed(nothing, false)
+	quiet, pass, err := b.timed(nothing, false)
 	if err != nil {
 		return err
 	}
-	s.quietWait, s.quietPass = append(s.quietWait, wait), append(s.quietPass, pass)
+	s.quietPass = append(s.quietPass, pass)
 	gap, err := b.spin(nothing)
 	if err != nil {
 		return err
@@ -228,14 +239,20 @@ func (b *liveBare) round(s *liveSamples, r *LiveReport) error {
 		return err
 	}
 	s.next = append(s.next, pass)
-	wait, pass, err = b.timed(func() error {
+	var served guestmem.CaptureStats
+	forked, pass, err := b.timed(func() error {
 		_, err := b.fork(0, s, r)
+		served = b.lingers.Stats()
 		return err
 	}, true)
 	if err != nil {
 		return err
 	}
-	s.wait, s.pass = append(s.wait, wait), append(s.pass, pass)
+	s.pass = append(s.pass, pass)
+	s.served.capture(served)
+	n := served.Faults
+	s.stalls.add(forked.slowest(n, 0.5), forked.slowest(n, 0.99), forked.longest)
+	s.quietStalls.add(quiet.slowest(n, 0.5), quiet.slowest(n, 0.99), quiet.longest)
 	d, err := b.fork(10, s, r)
 	s.ten = append(s.ten, d)
 	return err
@@ -285,7 +302,7 @@ func (b *liveBare) capture(file *os.File, s *liveSamples, r *LiveReport) (_ *fro
 	}
 	start := time.Now()
 	vm := b.source.vm
-	c, err := vm.NewCapture(guestmem.CaptureConfig{Userfaultfd: b.uffd, Pagemap: b.pagemap, File: file})
+	c, err := vm.NewCapture(guestmem.CaptureConfig{Userfaultfd: b.uffd, Pagemap: b.pagemap, File: file, Patience: b.cfg.Patience})
 	if err != nil {
 		return nil, err
 	}
@@ -377,7 +394,7 @@ type timedResult struct {
 }
 
 func newBareGuest() *bareGuest {
-	return &bareGuest{commands: make(chan []uint32, 1), results: make(chan timedResult, 16)}
+	return &bareGuest{commands: make(chan []uint32, 1), results: make(chan timedResult, 4+writeClasses)}
 }
 
 func (g *bareGuest) Out(v uint32) { g.results <- timedResult{v, time.Now()} }
@@ -425,5 +442,5 @@ func (g *bareGuest) ticks(khz uint64) (time.Duration, error) {
 	if err != nil || khz == 0 {
 		return 0, err
 	}
-	return time.Duration((uint64(high)<<32 | uint64(low)) * 1_000_000 / khz), nil
+	return inTime(uint64(high)<<32|uint64(low), khz), nil
 }

@@ -12,7 +12,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/guestrpc"
 )
 
@@ -24,7 +24,7 @@ func Live(ctx context.Context, cfg LiveConfig) (report LiveReport, err error) {
 		return report, fmt.Errorf("bench live: %w", err)
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(resident)) }()
-	e, err := microvm.New(microvm.Config{Resident: resident, Scratch: filepath.Join(cfg.Folder, "scratch")})
+	e, err := pick.Open(cfg.engine(), pick.Config{Resident: resident, Scratch: filepath.Join(cfg.Folder, "scratch")})
 	if err != nil {
 		return report, err
 	}
@@ -41,7 +41,7 @@ func Live(ctx context.Context, cfg LiveConfig) (report LiveReport, err error) {
 	defer func() { err = errors.Join(err, source.Close()) }()
 	p := startToucher(ctx, source, cfg)
 	defer p.stop()
-	floor, err := NewFloor()
+	floor, err := floorOf(cfg.engine(), cfg.Root, "")
 	if err != nil {
 		return report, err
 	}
@@ -74,7 +74,7 @@ func liveRound(ctx context.Context, source engine.Sandbox, p *toucher, s *liveSa
 	if err != nil {
 		return err
 	}
-	s.quietWait, s.quietPass = append(s.quietWait, wait), append(s.quietPass, pass)
+	s.quietStalls.longest, s.quietPass = append(s.quietStalls.longest, wait), append(s.quietPass, pass)
 	wait, pass, err = p.run(longPasses, func() error {
 		d, err := liveForks(ctx, source, 1, s, r)
 		s.one = append(s.one, d)
@@ -83,7 +83,7 @@ func liveRound(ctx context.Context, source engine.Sandbox, p *toucher, s *liveSa
 	if err != nil {
 		return err
 	}
-	s.wait, s.pass = append(s.wait, wait), append(s.pass, pass)
+	s.stalls.longest, s.pass = append(s.stalls.longest, wait), append(s.pass, pass)
 	d, err := liveForks(ctx, source, 10, s, r)
 	if err != nil {
 		return err
@@ -91,6 +91,14 @@ func liveRound(ctx context.Context, source engine.Sandbox, p *toucher, s *liveSa
 	s.ten = append(s.ten, d)
 	_, pass, err = p.run(onePass, nil)
 	s.next = append(s.next, pass)
+	if err != nil {
+		return err
+	}
+	silent, err := Silence(ctx, source.Agent(), func() error {
+		_, err := liveForks(ctx, source, 1, s, r)
+		return err
+	})
+	s.silence = append(s.silence, silent)
 	return err
 }
 
@@ -109,6 +117,9 @@ func liveForks(ctx context.Context, source engine.Sandbox, children int, s *live
 		}
 	}
 	s.pause, s.captured = append(s.pause, f.Stats.Pause), append(s.captured, f.Stats.Captured)
+	if f.Stats.Waits > 0 {
+		s.served.add(f.Stats.MedianWait, f.Stats.WaitOf99, f.Stats.LongestWait)
+	}
 	r.StoodStill, r.Copied = f.Stats.StoodStill, f.Stats.Copied
 	return d, errors.Join(errs...)
 }

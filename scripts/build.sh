@@ -4,6 +4,7 @@
 
 scripts/packages.sh
 phase "programs" build_programs
+phase "gVisor" build_gvisor_helper
 phase "test guest" build_test_guest
 phase "guest kernel" build_kernel
 [ "$(where)" = hardware ] || phase "QEMU for the testbed" build_testbed_qemu

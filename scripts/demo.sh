@@ -1,8 +1,12 @@
 #!/bin/bash
-# Builds what is missing, boots microVMs and shows what they do: make demo.
+# Builds what is missing, runs sandboxes and shows what they do: make demo.
+# ENGINE=microvm or gvisor chooses the engine; else it is microVMs on hardware KVM
+# and gVisor elsewhere.
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-rootfs=$build/demo-rootfs
+engine=${ENGINE:-auto}
+agentrun=build/agentrun
+export AGENTRUN_STATE=$build/demo-state
 
 # show COMMAND…: prints a command as one would type it, and runs it.
 show() {
@@ -13,28 +17,76 @@ show() {
 	done
 	printf '\n%s\n' "$line"
 	begin=$(date +%s%N)
-	inside "$@" || status=$?
+	on_place "$@" || status=$?
 	printf '  (exit code %d, %s)\n' $status "$(seconds_since "$begin")"
 	return $status
 }
 
+# on_place COMMAND…: here, or in the testbed.
+on_place() { if [ "$place" = testbed ]; then inside "$@"; else "$@"; fi; }
+
 phase "Debian packages" scripts/packages.sh
 phase "programs" build_programs
-phase "guest kernel (a few minutes the first time)" build_kernel
-phase "a root filesystem of busybox" guest/rootfs/busybox.sh "$rootfs"
-place=$(where)
-if [ "$place" = testbed ]; then
-	phase "QEMU for the testbed (a few minutes the first time)" build_testbed_qemu
-	phase "testbed: this machine has no hardware KVM, so an emulated one with AMD-V" "$build/testbed" start
+if [ "$engine" = auto ]; then
+	engine=gvisor
+	[ "$(where)" != hardware ] || engine=microvm
 fi
+place=here
+case $engine in
+gvisor)
+	phase "gVisor (a few minutes the first time)" build_gvisor_helper
+	;;
+microvm)
+	phase "guest kernel (a few minutes the first time)" build_kernel
+	place=$(where)
+	if [ "$place" = testbed ]; then
+		phase "QEMU for the testbed (a few minutes the first time)" build_testbed_qemu
+		phase "testbed: this machine has no hardware KVM, so an emulated one with AMD-V" "$build/testbed" start
+	fi
+	;;
+*) die "ENGINE=$engine: microvm or gvisor" ;;
+esac
 
-agentrun=build/agentrun
-root=${rootfs#"$repo"/}
-printf '\n== MicroVMs, on %s\n' "$([ "$place" = hardware ] && echo "this machine's KVM" || echo "the testbed's KVM")"
-inside "$agentrun" doctor || true
-show "$agentrun" run --rootfs "$root" -- uname -a
-show "$agentrun" run --rootfs "$root" -- sh -c 'echo "PID 1 is $(cat /proc/1/comm), $(nproc) CPU, clock $(cat /sys/devices/system/clocksource/clocksource0/current_clocksource)"'
-show "$agentrun" run --rootfs "$root" -- sh -c 'echo to stdout; echo to stderr >&2; exit 7' || [ $? -eq 7 ]
+# cached_rootfs NAME: a root filesystem in the cache, by its recipes and the programs in it.
+cached_rootfs() {
+	local hash
+	hash=$(sha256sum guest/rootfs/*.sh guest/rootfs/*.c /usr/bin/python3 | sha256sum | cut -c1-16)
+	local dir=$cache/rootfs/$1-$hash
+	[ -d "$dir" ] || guest/rootfs/"$1".sh "$dir"
+	ln -sfn "$dir" "$build/$1-rootfs"
+}
+rm -rf "$build/demo-rootfs" # a folder of earlier versions
+phase "a root filesystem of busybox" cached_rootfs busybox
+ln -sfn "$(readlink "$build/busybox-rootfs")" "$build/demo-rootfs"
+root=build/demo-rootfs
+
+printf '\n== Sandboxes, on %s\n' "$([ "$engine" = gvisor ] && echo gVisor || { [ "$place" = testbed ] && echo "the testbed's KVM" || echo "this machine's KVM"; })"
+on_place "$agentrun" doctor || true
+show "$agentrun" run --engine "$engine" --rootfs "$root/" -- uname -a
+show "$agentrun" run --engine "$engine" --rootfs "$root/" -- sh -c 'echo "PID 1 is $(cat /proc/1/comm), $(nproc) CPU"'
+show "$agentrun" run --engine "$engine" --rootfs "$root/" -- sh -c 'echo to stdout; echo to stderr >&2; exit 7' || [ $? -eq 7 ]
+
+# A Python interpreter that has imported its modules and holds data waits in the
+# template. Each fork goes on from there, with a question of its own.
+forks() {
+	local question name answer
+	on_place "$agentrun" rm demo demo-1 demo-2 demo-3 >/dev/null 2>&1 || true
+	show "$agentrun" snapshot demo --engine "$engine" --rootfs build/python-rootfs/ --memory 512M -- sh -c "$(cat scripts/demo-warm.sh)"
+	show "$agentrun" fork demo -n 3
+	printf '\ndemo: an interpreter with the primes below 100000 in memory, %s\n' "$engine"
+	for question in 'sum(primes)' 'max(b - a for a, b in zip(primes, primes[1:]))' 'sum(p % 4 == 1 for p in primes)'; do
+		name=demo-$((${#answers[@]} + 1))
+		answer=$(on_place "$agentrun" exec "$name" -- sh -c "echo '$question' > /run/ask; cat /run/answer")
+		answers+=("$answer")
+		[ ${#answers[@]} -lt 3 ] && printf '├── ' || printf '└── '
+		printf '%s: %s = %s\n' "$name" "$question" "$answer"
+	done
+	on_place "$agentrun" rm demo demo-1 demo-2 demo-3
+	[ "${answers[0]}" = 454396537 ] && [ "${answers[1]}" = 72 ] && [ "${answers[2]}" = 4783 ] || die "the forks answered ${answers[*]}"
+}
+answers=()
+phase "a root filesystem with Python" cached_rootfs python
+phase "an interpreter, warmed up once and forked three times" forks
 
 printf '\nDone in %s. More: %s run --help' "$(seconds_since "$script_begin")" "$agentrun"
 if [ "$place" = testbed ]; then

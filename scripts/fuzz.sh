@@ -16,7 +16,7 @@ while read -r folder target; do
 	n=$((n + 1))
 	begin=$(date +%s%N)
 	[[ $folder = /* || $folder = ./* ]] || folder=./$folder
-	if said=$(go test -run='^$' -fuzz="^$target\$" -fuzztime="$time" "$folder" 2>&1 </dev/null); then
+	if said=$(go test -run='^$' -fuzz="^$target\$" -fuzztime="$time" -fuzzminimizetime=5s "$folder" 2>&1 </dev/null); then
 		last=$(grep -E '^fuzz: elapsed' <<<"$said" | tail -n1 || true)
 		printf 'ok    %d/%d %s %s (%s)\n' $n "$count" "$folder" "$target" "${last#fuzz: }"
 	else

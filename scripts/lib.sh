@@ -57,6 +57,28 @@ build_programs() {
 	go_build -o "$build/" ./cmd/... ./testbed ./internal/jail/escapee
 }
 
+# gVisor is large and rarely changes: its helper is kept in the cache under the
+# hash of all that it is built from. A module of its own, see docs/design/gvisor.md.
+build_gvisor_helper() {
+	local hash helper
+	hash=$({
+		go version
+		cat gvisor/go.mod gvisor/go.sum go.mod
+		find gvisor internal/guestmux internal/gvisorctl internal/vmmctl internal/layer internal/guestmem internal/wire \
+			-name '*.go' ! -name '*_test.go' -o -name '*.s' | LC_ALL=C sort | xargs sha256sum
+	} | sha256sum | cut -c1-16)
+	helper=$cache/gvisor/gvisor-helper-$hash
+	if [ ! -x "$helper" ]; then
+		echo "building gVisor (a few minutes, once)" >&2
+		mkdir -p "$cache/gvisor"
+		# The snapshots of one build are not another's: no version, nothing that
+		# differs from one checkout to the next.
+		(cd gvisor && CGO_ENABLED=0 go build -trimpath -ldflags="-s -w" -o "$helper.tmp" ./cmd/gvisor-helper)
+		mv "$helper.tmp" "$helper"
+	fi
+	from_cache "$helper" gvisor-helper
+}
+
 build_test_guest() { guest/testguest/build.sh "$build/testguest.elf"; }
 
 # from_cache FILE NAME: a copy in build/, so that nobody writes to the cache.

@@ -26,10 +26,11 @@ gotest() { "$build/gotest" -allow scripts/skips.allow "$@"; }
 
 static_checks() {
 	local unformatted
-	unformatted=$(gofmt -l $(go list -f "{{.Dir}}" ./...) | sort -u)
+	unformatted=$(gofmt -l $(go list -f "{{.Dir}}" ./...) gvisor | sort -u)
 	[ -z "$unformatted" ] || die "not formatted (gofmt -w):
 $unformatted"
 	go vet ./...
+	(cd gvisor && CGO_ENABLED=0 go vet ./...)
 	for script in scripts/*.sh guest/*/*.sh testbed/qemu/*.sh .ci/run; do bash -n "$script"; done
 }
 
@@ -38,6 +39,9 @@ host_tests() {
 	# shellcheck disable=SC2046 # one argument per package
 	CGO_ENABLED=1 gotest -- -race -count=1 -timeout=$timeout $(host_packages)
 }
+
+# The helper's own tests; gVisor with -race would be built anew.
+gvisor_tests() { (cd gvisor && CGO_ENABLED=0 gotest -allow ../scripts/skips.allow -- -count=1 -timeout=$timeout ./...); }
 
 hardware_tests() { CGO_ENABLED=0 gotest -v -- -count=1 -timeout=$timeout "$@"; }
 
@@ -80,6 +84,7 @@ parallel_in_testbed() {
 
 scripts/packages.sh
 phase "programs" build_programs
+phase "gVisor" build_gvisor_helper
 go build -o "$build/gotest" ./scripts/gotest
 phase "test guest" build_test_guest
 phase "static checks" static_checks
@@ -91,6 +96,7 @@ if own_kvm; then
 else
 	phase "tests on the host (no /dev/kvm: the bare guest runs in the testbed alone)" host_tests
 fi
+phase "tests of gVisor's helper" gvisor_tests
 # shellcheck disable=SC2046 # one argument per package
 if [ "$(where)" = hardware ]; then
 	phase "tests with Linux guests, on this host's KVM" hardware_tests $(linux_packages)

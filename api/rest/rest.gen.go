@@ -1227,6 +1227,9 @@ type TerminalSize struct {
 type Version struct {
 	Api VersionApi `json:"api"`
 
+	// Endpoint Where sandboxes are reached: the address that the daemon advertises; missing if it serves on its socket alone.
+	Endpoint string `json:"endpoint,omitempty"`
+
 	// Version Of the daemon.
 	Version string `json:"version"`
 }

@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"time"
 
+	"agentrun.dev/bench"
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/snapshot"
@@ -60,31 +61,55 @@ func (a *agentRun) freeze(ctx context.Context) (err error) {
 	return err
 }
 
+// fork makes a fork in a process of its own, and one in a shell that waited.
 func (a *agentRun) fork(ctx context.Context) (_ []forked, err error) {
+	cold, err := a.forkOne(ctx, nil)
+	if err != nil {
+		return nil, err
+	}
+	shells, err := a.engine.KeepShells(a.snap, 1)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, shells.Close()) }()
+	if err := shells.WaitFull(ctx); err != nil {
+		return nil, err
+	}
+	ahead, err := a.forkOne(ctx, shells)
+	return []forked{cold, ahead}, err
+}
+
+func (a *agentRun) forkOne(ctx context.Context, shells engine.Shells) (f forked, err error) {
 	begin := time.Now()
 	sb, err := a.engine.Fork(ctx, a.snap, engine.ForkOptions{})
 	if err != nil {
-		return nil, err
+		return f, err
 	}
 	defer func() { err = errors.Join(err, sb.Close()) }()
 	// The first answer confirms the new identity.
-	f := forked{running: microvm.Restored(sb), renewed: time.Since(begin)}
+	f = forked{running: microvm.Restored(sb), renewed: time.Since(begin)}
 	f.answered = f.renewed
+	if shells != nil {
+		if !microvm.FromShell(sb) {
+			return f, errors.New("no shell waited")
+		}
+		if err := shells.WaitFull(ctx); err != nil { // the next one must not disturb the program
+			return f, err
+		}
+	}
 	id, err := microvm.Identify(sb)
 	if err != nil {
-		return nil, err
+		return f, err
 	}
-	if f, err = f.use(ctx, sb.Agent(), id.PID, a.cfg.Program); err != nil {
-		return nil, err
-	}
-	return []forked{f}, nil
+	return f.use(ctx, sb.Agent(), id.PID, a.cfg.Program)
 }
 
-func (a *agentRun) live(ctx context.Context) (time.Duration, error) {
+func (a *agentRun) live(ctx context.Context) (l lived, err error) {
 	if err := runShell(ctx, a.source.Agent(), dirtyScript(a.cfg.Dirty)); err != nil {
-		return 0, fmt.Errorf("dirty memory: %w", err)
+		return l, fmt.Errorf("dirty memory: %w", err)
 	}
-	return silence(ctx, a.source.Agent(), func() error {
+	l.silence, err = bench.Silence(ctx, a.source.Agent(), func() error {
+		begin := time.Now()
 		f, err := a.source.Fork(ctx, make([]engine.ForkOptions, 1))
 		if err != nil {
 			return err
@@ -92,8 +117,14 @@ func (a *agentRun) live(ctx context.Context) (time.Duration, error) {
 		if f.Forks[0] == nil {
 			return f.Errs[0]
 		}
+		l.pause, l.answered = f.Stats.Pause, time.Since(begin)
 		return f.Forks[0].Close()
 	})
+	if err != nil {
+		return l, err
+	}
+	l.next, err = timed(time.Now(), func() error { return runShell(ctx, a.source.Agent(), dirtyScript(a.cfg.Dirty)) })
+	return l, err
 }
 
 func (a *agentRun) close() error {

@@ -89,12 +89,12 @@ func (m *microsandbox) fork(ctx context.Context) (forks []forked, err error) {
 	return forks, nil
 }
 
-func (m *microsandbox) live(ctx context.Context) (time.Duration, error) {
+func (m *microsandbox) live(ctx context.Context) (lived, error) {
 	var a struct {
 		Silence float64 `json:"silence_ms"`
 	}
 	err := m.driver.call(ctx, request{Op: "live", Dirty: dirtyScript(m.cfg.Dirty)}, &a)
-	return ms(a.Silence), err
+	return lived{silence: ms(a.Silence)}, err
 }
 
 func (m *microsandbox) close() error {

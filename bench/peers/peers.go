@@ -51,9 +51,8 @@ type subject interface {
 	// fork makes sandboxes, one for each of the subject's columns, measures
 	// and ends them.
 	fork(context.Context) ([]forked, error)
-	// live dirties the source's memory, forks it while it runs and returns
-	// how long it stood still.
-	live(context.Context) (time.Duration, error)
+	// live dirties the source's memory and forks it while it runs.
+	live(context.Context) (lived, error)
 	close() error
 }
 
@@ -63,14 +62,23 @@ type forked struct {
 	ownAfterAnswer, ownAfterExec         uint64        // bytes
 }
 
+// lived is one fork of a running source. What a runtime does not tell is 0.
+type lived struct {
+	// silence is the longest time for which the source was not heard, pause for
+	// how long it stood still, answered when the fork has answered, next how long
+	// the source then took to write the same memory again.
+	silence, pause, answered, next time.Duration
+}
+
 // entrant is a subject with what was measured of it.
 type entrant struct {
 	subject
-	peer                       string
-	columns                    []string // how it forks; one way has one name
-	failed                     error
-	boots, pings, execs, lives []time.Duration
-	forks                      [][]forked // by column
+	peer                string
+	columns             []string // how it forks; one way has one name
+	failed              error
+	boots, pings, execs []time.Duration
+	lives               []lived
+	forks               [][]forked // by column
 }
 
 // Run measures AgentRun and its peers.
@@ -86,9 +94,9 @@ func Run(ctx context.Context, cfg Config) (_ Report, err error) {
 	}
 	defer func() { err = errors.Join(err, floor.Close()) }()
 	r := &race{cfg: cfg, floor: floor, entrants: []*entrant{
-		{peer: AgentRun, columns: []string{"fork"}, subject: &agentRun{cfg: cfg, memory: memory}},
+		{peer: AgentRun, columns: []string{newProcess, waitingProcess}, subject: &agentRun{cfg: cfg, memory: memory}},
 		{peer: Microsandbox, columns: []string{"fork", "restore"}, subject: &microsandbox{cfg: cfg}},
-		{peer: Firecracker, columns: []string{"waiting process", "new process"}, subject: &firecracker{cfg: cfg, memory: memory}},
+		{peer: Firecracker, columns: []string{waitingProcess, newProcess}, subject: &firecracker{cfg: cfg, memory: memory}},
 	}}
 	defer func() {
 		for _, e := range r.entrants {
@@ -106,6 +114,13 @@ const (
 	AgentRun     = "AgentRun"
 	Microsandbox = "microsandbox"
 	Firecracker  = "Firecracker"
+)
+
+// Ways to fork that two have: with all that it takes, and into a process that was
+// there before.
+const (
+	newProcess     = "new process"
+	waitingProcess = "waiting process"
 )
 
 type race struct {
@@ -158,9 +173,9 @@ func (r *race) run(ctx context.Context) error {
 			return err
 		}},
 		{"live fork", r.cfg.Lives + warmUps, func(ctx context.Context, e *entrant, count bool) error {
-			d, err := e.live(ctx)
+			l, err := e.live(ctx)
 			if err == nil && count {
-				e.lives = append(e.lives, d)
+				e.lives = append(e.lives, l)
 			}
 			return err
 		}},
@@ -211,9 +226,24 @@ func (e *entrant) column(i int) (c Column) {
 	c.Running, c.Answered, c.Renewed, c.Executed = bench.Summarize(running), bench.Summarize(answered), bench.Summarize(renewed), bench.Summarize(executed)
 	c.OwnAfterAnswer, c.OwnAfterExec = bench.Median(fresh), bench.Median(used)
 	if i == 0 { // the source is the same for all columns
-		c.Boot, c.Ping, c.Exec, c.Live = bench.Summarize(e.boots), bench.Summarize(e.pings), bench.Summarize(e.execs), bench.Summarize(e.lives)
+		c.Boot, c.Ping, c.Exec = bench.Summarize(e.boots), bench.Summarize(e.pings), bench.Summarize(e.execs)
+		c.Silence = e.summarizeLives(func(l lived) time.Duration { return l.silence })
+		c.Pause = e.summarizeLives(func(l lived) time.Duration { return l.pause })
+		c.Live = e.summarizeLives(func(l lived) time.Duration { return l.answered })
+		c.Next = e.summarizeLives(func(l lived) time.Duration { return l.next })
 	}
 	return c
+}
+
+// summarizeLives summarizes one of the measures of live forks, where it was taken.
+func (e *entrant) summarizeLives(of func(lived) time.Duration) bench.Summary {
+	var sample []time.Duration
+	for _, l := range e.lives {
+		if d := of(l); d > 0 {
+			sample = append(sample, d)
+		}
+	}
+	return bench.Summarize(sample)
 }
 
 func (r *race) report() Report {

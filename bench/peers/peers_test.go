@@ -99,6 +99,30 @@ func TestColumn(t *testing.T) {
 	}
 }
 
+// TestOurs: like is compared with like.
+func TestOurs(t *testing.T) {
+	ms := func(x float64) bench.Summary { return bench.Summary{N: 1, P50: x} }
+	r := Report{Columns: []Column{
+		{Peer: AgentRun, Way: newProcess, Boot: ms(1), Answered: ms(2)},
+		{Peer: AgentRun, Way: waitingProcess, Answered: ms(3)},
+		{Peer: Firecracker, Way: waitingProcess, Boot: ms(4), Answered: ms(5)},
+	}}
+	boot := measure{of: func(c Column) bench.Summary { return c.Boot }}
+	answered := measure{of: func(c Column) bench.Summary { return c.Answered }}
+	for _, c := range []struct {
+		m    measure
+		way  string
+		want float64
+	}{
+		{answered, newProcess, 2}, {answered, waitingProcess, 3}, {answered, "restore", 2},
+		{boot, waitingProcess, 1}, {measure{of: func(c Column) bench.Summary { return c.Live }}, newProcess, 0},
+	} {
+		if got := r.ours(c.m, c.way).P50; got != c.want {
+			t.Errorf("%s: %v, want %v", c.way, got, c.want)
+		}
+	}
+}
+
 func TestParseAnswer(t *testing.T) {
 	var a forkAnswer
 	if err := parseAnswer([]byte(`{"result": {"returned_ms": 1.5, "answered_ms": 2, "executed_ms": 3, "own_after_answer_kib": 4, "own_after_exec_kib": 5}}`), &a); err != nil {
@@ -163,44 +187,6 @@ func TestDriverHangs(t *testing.T) {
 	}
 	if err := d.close(); err != nil {
 		t.Errorf("close a driver that was killed: %v", err)
-	}
-}
-
-func TestLongestGap(t *testing.T) {
-	k := newTicks()
-	start := time.Unix(0, 0)
-	for _, at := range []int{0, 50, 60, 90, 95} { // a long silence before the fork does not count
-		k.at = append(k.at, start.Add(time.Duration(at)*time.Millisecond))
-	}
-	if got := k.longestGap(1); got != 30*time.Millisecond {
-		t.Errorf("the longest gap from the second tick on is %v", got)
-	}
-	if got := k.longestGap(4); got != 0 {
-		t.Errorf("after the last tick: %v", got)
-	}
-	ctx, cancel := context.WithCancel(t.Context())
-	cancel()
-	if err := k.hear(ctx, 1); !errors.Is(err, context.Canceled) {
-		t.Errorf("a tick that never came: %v", err)
-	}
-	heard := make(chan error, 1)
-	go func() { heard <- k.hear(t.Context(), 2) }()
-	for range 3 {
-		if _, err := k.Write([]byte("\n")); err != nil {
-			t.Fatal(err)
-		}
-	}
-	// It may have begun to listen after some of them.
-	for {
-		select {
-		case err := <-heard:
-			if err != nil {
-				t.Error(err)
-			}
-			return
-		default:
-			_, _ = k.Write([]byte("\n"))
-		}
 	}
 }
 

@@ -37,13 +37,13 @@ func threeDigits(x float64) string {
 }
 
 // SVG draws medians as bars on a logarithmic scale, grouped by measure and
-// labelled with their milliseconds and their ratio to AgentRun's.
+// labelled with their milliseconds and their ratio to AgentRun's of the
+// same way.
 func (r Report) SVG() string {
 	var groups [][]bar
 	var names []string
 	low, high := math.Inf(1), 0.0
 	for _, m := range r.measures() {
-		ours := r.ours(m)
 		var bars []bar
 		for i, c := range r.Columns {
 			s := m.of(c)
@@ -51,7 +51,7 @@ func (r Report) SVG() string {
 				continue
 			}
 			label := threeDigits(s.P50) + " ms"
-			if x := ratio(s.P50, ours.P50); x != "" && c.Peer != AgentRun {
+			if x := ratio(s.P50, r.ours(m, c.Way).P50); x != "" && c.Peer != AgentRun {
 				label += " (" + x + "×)"
 			}
 			bars = append(bars, bar{i, s.P50, label})

@@ -39,8 +39,13 @@ type Column struct {
 	Answered bench.Summary `json:"fork_first_answer"`
 	Renewed  bench.Summary `json:"fork_identity_renewed"`
 	Executed bench.Summary `json:"fork_first_exec"`
-	// Live is how long a running source stood still while it was forked.
-	Live bench.Summary `json:"live_fork_silence"`
+	// Of a running source that is forked: the longest time for which it was not
+	// heard, for how long it stood still, when the fork has answered, and how
+	// long the source then takes to write the same memory again.
+	Silence bench.Summary `json:"live_fork_silence"`
+	Pause   bench.Summary `json:"live_fork_pause"`
+	Live    bench.Summary `json:"live_fork_first_answer"`
+	Next    bench.Summary `json:"live_fork_next_pass"`
 	// Own is the median of the fork's anonymous memory, in bytes.
 	OwnAfterAnswer uint64 `json:"own_after_answer_bytes"`
 	OwnAfterExec   uint64 `json:"own_after_exec_bytes"`
@@ -65,6 +70,7 @@ func (m measure) label(c Column) string {
 }
 
 func (r Report) measures() []measure {
+	live := fmt.Sprintf("live fork, %d MiB dirty: ", r.Dirty>>20)
 	return []measure{
 		{"boot to first answer", func(c Column) bench.Summary { return c.Boot }, true},
 		{"warm ping", func(c Column) bench.Summary { return c.Ping }, true},
@@ -73,18 +79,22 @@ func (r Report) measures() []measure {
 		{"fork: first answer", func(c Column) bench.Summary { return c.Answered }, false},
 		{"fork: identity renewed", func(c Column) bench.Summary { return c.Renewed }, false},
 		{"fork: first exec done", func(c Column) bench.Summary { return c.Executed }, false},
-		{fmt.Sprintf("live fork, %d MiB dirty: source silent", r.Dirty>>20), func(c Column) bench.Summary { return c.Live }, true},
+		{live + "pause", func(c Column) bench.Summary { return c.Pause }, true},
+		{live + "source silent", func(c Column) bench.Summary { return c.Silence }, true},
+		{live + "first answer", func(c Column) bench.Summary { return c.Live }, true},
+		{live + "next pass", func(c Column) bench.Summary { return c.Next }, true},
 	}
 }
 
-// ours is AgentRun's number, what others are compared with.
-func (r Report) ours(m measure) bench.Summary {
+// ours is AgentRun's number, what another is compared with: that of the same way
+// to fork where AgentRun has it, else that of its first.
+func (r Report) ours(m measure, way string) (s bench.Summary) {
 	for _, c := range r.Columns {
-		if c.Peer == AgentRun {
-			return m.of(c)
+		if x := m.of(c); c.Peer == AgentRun && x.N > 0 && (s.N == 0 || c.Way == way) {
+			s = x
 		}
 	}
-	return bench.Summary{}
+	return s
 }
 
 // ratio is of two medians; "" if one is missing.
@@ -106,10 +116,9 @@ func (r Report) Print(w io.Writer) error {
 	}
 	line("floor", r.Floor, bench.Summary{})
 	for _, m := range r.measures() {
-		ours := r.ours(m)
 		for _, c := range r.Columns {
 			if s := m.of(c); s.N > 0 {
-				line(m.name+": "+m.label(c), s, ours)
+				line(m.name+": "+m.label(c), s, r.ours(m, c.Way))
 			}
 		}
 	}

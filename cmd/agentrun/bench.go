@@ -9,11 +9,12 @@ import (
 	"os"
 
 	"agentrun.dev/bench"
+	"agentrun.dev/internal/engine/pick"
 	"github.com/spf13/cobra"
 )
 
 func newBenchCommand() *cobra.Command {
-	cmd := &cobra.Command{Use: "bench", Short: "Measure AgentRun on this machine, beside the floor that KVM sets"}
+	cmd := &cobra.Command{Use: "bench", Short: "Measure AgentRun on this machine, beside the floor that KVM or runsc sets"}
 	cmd.AddCommand(newBenchBootCommand(), newBenchForkCommand(), newBenchLiveCommand(), newBenchClaimCommand(), newBenchPeersCommand())
 	return cmd
 }
@@ -45,7 +46,7 @@ irqchip, a private mapping of 256 MiB, one slot, one vCPU, its registers, and a
 run to the first port write.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) (err error) {
-			root, cleanup, err := rootPath(cmd.Context(), rootfs)
+			root, cleanup, err := rootPath(cmd.Context(), rootfs, pick.MicroVM, cmd.ErrOrStderr())
 			if err != nil {
 				return err
 			}
@@ -89,7 +90,7 @@ func printBench(w io.Writer, r benchReport, asJSON bool) error {
 func newBenchForkCommand() *cobra.Command {
 	cfg := bench.ForkConfig{VCPUs: 1, Count: 100, Parallel: 1}
 	memory := byteSize(256 << 20)
-	var rootfs, guest, engineName string
+	var rootfs, guest string
 	var asJSON bool
 	cmd := &cobra.Command{
 		Use:   "fork (--rootfs DIR | --guest test)",
@@ -105,12 +106,20 @@ end.
 --wall 1,100,500 makes so many forks against the wall clock, each time anew; one
 after the other, as agentrun fork does, or --parallel N at once.
 
+--shells N makes as many forks again, in turns with the others, into N shells that
+wait: jailed processes with VM, vCPU and memory, the state not yet loaded. They are
+reported apart.
+
 --guest test measures the host's side alone, in one process, with a bare guest
 that runs on any KVM: to the first guest instruction, and the same from shells
-made ahead (VM, vCPU and memory there, state not yet loaded).`,
+made ahead (VM, vCPU and memory there, state not yet loaded).
+
+On gVisor the floor is a plain runsc restore, by its command line, of a shell that
+answers.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) (err error) {
-			if err := checkForkFlags(engineName, cfg); err != nil {
+			cfg.Engine, _ = pick.Choose(cfg.Engine)
+			if err := checkForkFlags(guest, cfg); err != nil {
 				return err
 			}
 			cfg.Memory = uint64(memory)
@@ -123,7 +132,7 @@ made ahead (VM, vCPU and memory there, state not yet loaded).`,
 			case rootfs == "":
 				return errors.New("--rootfs is missing: a folder with a root filesystem, or an EROFS image of one")
 			default:
-				r, err = benchForkLinux(cmd.Context(), cfg, rootfs)
+				r, err = benchForkLinux(cmd.Context(), cfg, rootfs, cmd.ErrOrStderr())
 			}
 			if err != nil {
 				return err
@@ -134,10 +143,13 @@ made ahead (VM, vCPU and memory there, state not yet loaded).`,
 	f := cmd.Flags()
 	f.StringVar(&rootfs, "rootfs", "", "folder with a root filesystem, or an EROFS image of one")
 	f.StringVar(&guest, "guest", bench.GuestLinux, "linux, or test for the bare guest")
-	f.StringVar(&engineName, "engine", bench.EngineMicroVM, "engine to measure")
+	engineFlag(f, &cfg.Engine)
+	f.StringVar(&cfg.Warm, "warm", "", "shell script that warms the guest up before it is frozen; what it leaves running runs in every fork")
+	f.IntVar(&cfg.Precreate, "precreate", 0, "gVisor: so many sandboxes wait, made but not yet restored, before each fork")
 	f.IntVarP(&cfg.Count, "count", "n", cfg.Count, "how many forks")
 	f.IntSliceVar(&cfg.Walls, "wall", nil, "numbers of forks to make against the wall clock")
 	f.IntVar(&cfg.Parallel, "parallel", cfg.Parallel, "how many of these to make at once")
+	f.IntVar(&cfg.Shells, "shells", 0, "how many shells wait for forks that are measured apart (Linux)")
 	f.IntVar(&cfg.VCPUs, "cpus", cfg.VCPUs, "processors of the microVM")
 	f.Var(&memory, "memory", "RAM of the microVM")
 	f.StringVar(&cfg.Program, "program", "true", "program of the root filesystem whose execution is measured")
@@ -146,14 +158,20 @@ made ahead (VM, vCPU and memory there, state not yet loaded).`,
 	return cmd
 }
 
-func checkForkFlags(engineName string, cfg bench.ForkConfig) error {
+func checkForkFlags(guest string, cfg bench.ForkConfig) error {
 	switch {
-	case engineName != bench.EngineMicroVM:
-		return fmt.Errorf("--engine %q: only %s can be measured", engineName, bench.EngineMicroVM)
+	case cfg.Precreate < 0 || cfg.Precreate > 100:
+		return fmt.Errorf("--precreate %d: 0 to 100 are possible", cfg.Precreate)
 	case cfg.Count < 1:
 		return fmt.Errorf("--count %d: at least 1 is needed", cfg.Count)
 	case cfg.Parallel < 1:
 		return fmt.Errorf("--parallel %d: at least 1 is needed", cfg.Parallel)
+	case cfg.Shells < 0:
+		return fmt.Errorf("--shells %d: 0 or more", cfg.Shells)
+	case cfg.Shells > 0 && cfg.Engine == pick.GVisor:
+		return errors.New("--shells: gVisor has none; --precreate makes its sandboxes ahead")
+	case cfg.Shells > 0 && guest == bench.GuestTest:
+		return errors.New("--shells: the bare guest is always measured from shells, too")
 	}
 	for _, n := range cfg.Walls {
 		if n < 1 {
@@ -163,8 +181,8 @@ func checkForkFlags(engineName string, cfg bench.ForkConfig) error {
 	return nil
 }
 
-func benchForkLinux(ctx context.Context, cfg bench.ForkConfig, rootfs string) (_ bench.ForkReport, err error) {
-	root, cleanup, err := rootPath(ctx, rootfs)
+func benchForkLinux(ctx context.Context, cfg bench.ForkConfig, rootfs string, stderr io.Writer) (_ bench.ForkReport, err error) {
+	root, cleanup, err := rootPath(ctx, rootfs, cfg.Engine, stderr)
 	if err != nil {
 		return bench.ForkReport{}, err
 	}

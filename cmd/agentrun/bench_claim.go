@@ -5,6 +5,7 @@ import (
 	"os"
 
 	"agentrun.dev/bench"
+	"agentrun.dev/internal/engine/pick"
 	"github.com/spf13/cobra"
 )
 
@@ -22,7 +23,8 @@ confirmed a new identity, beside a warm ping and the floor of the same run. Then
 many claims are made at once; those that find no sandbox ready are forks.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) (err error) {
-			root, cleanup, err := rootPath(cmd.Context(), rootfs)
+			cfg.Engine, _ = pick.Choose(cfg.Engine)
+			root, cleanup, err := rootPath(cmd.Context(), rootfs, cfg.Engine, cmd.ErrOrStderr())
 			if err != nil {
 				return err
 			}
@@ -43,10 +45,13 @@ many claims are made at once; those that find no sandbox ready are forks.`,
 	f.StringVar(&rootfs, "rootfs", "", "folder with a root filesystem, or an EROFS image of one (required)")
 	f.IntVarP(&cfg.Count, "count", "n", cfg.Count, "how many claims, one after the other")
 	f.IntVar(&cfg.Ready, "ready", cfg.Ready, "how many sandboxes wait")
+	f.IntVar(&cfg.Shells, "shells", 0, "how many forks beyond them wait half made")
 	f.IntVar(&cfg.Burst, "burst", cfg.Burst, "how many claims at once")
 	f.IntVar(&cfg.VCPUs, "cpus", cfg.VCPUs, "processors of the microVM")
 	f.Var(&memory, "memory", "RAM of the microVM")
 	f.StringVar(&cfg.Program, "program", "true", "program of the root filesystem that warms it up")
+	engineFlag(f, &cfg.Engine)
+	f.StringVar(&cfg.Warm, "warm", "", "shell script that warms the guest up before it is frozen")
 	f.BoolVar(&asJSON, "json", false, "print JSON")
 	policyFlags(f, &cfg.Jail)
 	if err := cmd.MarkFlagRequired("rootfs"); err != nil {

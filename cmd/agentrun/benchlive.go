@@ -4,14 +4,17 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 
 	"agentrun.dev/bench"
+	"agentrun.dev/internal/engine/pick"
+	"agentrun.dev/internal/guestmem"
 	"github.com/spf13/cobra"
 )
 
 func newBenchLiveCommand() *cobra.Command {
-	cfg := bench.LiveConfig{VCPUs: 1, Count: 20, Stride: 1}
+	cfg := bench.LiveConfig{VCPUs: 1, Count: 20, Stride: 1, Patience: guestmem.DefaultPatience}
 	memory, dirty := byteSize(512<<20), byteSize(100<<20)
 	var rootfs, guest string
 	var asJSON bool
@@ -40,7 +43,8 @@ runs on any KVM and has read all its memory before.`,
 			case rootfs == "":
 				return errors.New("--rootfs is missing: a folder with a root filesystem, or an EROFS image of one")
 			default:
-				r, err = benchLiveLinux(cmd.Context(), cfg, rootfs)
+				cfg.Engine, _ = pick.Choose(cfg.Engine)
+				r, err = benchLiveLinux(cmd.Context(), cfg, rootfs, cmd.ErrOrStderr())
 			}
 			if err != nil {
 				return err
@@ -54,14 +58,16 @@ runs on any KVM and has read all its memory before.`,
 	f.IntVarP(&cfg.Count, "count", "n", cfg.Count, "how many forks of each kind")
 	f.IntVar(&cfg.VCPUs, "cpus", cfg.VCPUs, "processors of the microVM")
 	f.IntVar(&cfg.Stride, "stride", cfg.Stride, "write every page (1), every fourth (4), …")
+	f.DurationVar(&cfg.Patience, "patience", cfg.Patience, "how long the copy of a bare guest gives way to it; 0 does not")
 	f.Var(&memory, "memory", "RAM of the microVM")
 	f.Var(&dirty, "dirty", "memory written before each fork")
+	engineFlag(f, &cfg.Engine)
 	f.BoolVar(&asJSON, "json", false, "print JSON")
 	return cmd
 }
 
-func benchLiveLinux(ctx context.Context, cfg bench.LiveConfig, rootfs string) (_ bench.LiveReport, err error) {
-	root, cleanup, err := rootPath(ctx, rootfs)
+func benchLiveLinux(ctx context.Context, cfg bench.LiveConfig, rootfs string, stderr io.Writer) (_ bench.LiveReport, err error) {
+	root, cleanup, err := rootPath(ctx, rootfs, cfg.Engine, stderr)
 	if err != nil {
 		return bench.LiveReport{}, err
 	}

@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 
 	"agentrun.dev/bench/peers"
+	"agentrun.dev/internal/engine/pick"
 	"github.com/spf13/cobra"
 )
 
@@ -68,7 +69,7 @@ Who cannot run is named with the reason.`,
 }
 
 func benchPeers(ctx context.Context, cfg peers.Config, rootfs string) (_ peers.Report, err error) {
-	root, cleanup, err := rootPath(ctx, rootfs)
+	root, cleanup, err := rootPath(ctx, rootfs, pick.MicroVM, os.Stderr)
 	if err != nil {
 		return peers.Report{}, err
 	}

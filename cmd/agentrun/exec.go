@@ -5,12 +5,10 @@ import (
 	"errors"
 	"io"
 	"os"
-	"os/signal"
 	"time"
 
 	"agentrun.dev/internal/guestrpc"
 	"github.com/spf13/pflag"
-	"golang.org/x/sys/unix"
 	"golang.org/x/term"
 )
 
@@ -99,22 +97,8 @@ func (t *terminal) raw() (restore func() error, err error) {
 
 // follow keeps the guest's terminal as large as ours, until stop.
 func (t *terminal) follow(ctx context.Context, x *guestrpc.ExecSession) (stop func()) {
-	changed := make(chan os.Signal, 1)
-	signal.Notify(changed, unix.SIGWINCH)
-	done := make(chan struct{})
-	go func() {
-		for {
-			select {
-			case <-changed:
-				rows, cols := t.size()
-				_ = x.Resize(ctx, rows, cols) // the process may just have ended
-			case <-done:
-				return
-			}
-		}
-	}()
-	return func() {
-		signal.Stop(changed)
-		close(done)
-	}
+	return onResize(func() {
+		rows, cols := t.size()
+		_ = x.Resize(ctx, rows, cols) // the process may just have ended
+	})
 }

@@ -100,15 +100,16 @@ func (o *registryOptions) registries() (r image.Registries, err error) {
 	}
 	r.CAFiles = append(r.CAFiles, o.caFiles...)
 	for _, host := range o.plainHTTP {
-		if host == "" || strings.ContainsAny(host, "/@ ") {
-			return r, fmt.Errorf("--plain-http %q: write HOST or HOST:PORT", host)
-		}
 		if r.Hosts == nil {
 			r.Hosts = map[string]image.Registry{}
 		}
-		settings := r.Hosts[strings.ToLower(host)]
+		host = strings.ToLower(host)
+		settings := r.Hosts[host]
 		settings.PlainHTTP = true
-		r.Hosts[strings.ToLower(host)] = settings
+		r.Hosts[host] = settings
+	}
+	if err := r.Validate(); err != nil {
+		return r, fmt.Errorf("--plain-http: %w", err)
 	}
 	return r, nil
 }

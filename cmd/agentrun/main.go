@@ -61,7 +61,8 @@ func run(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.
 	root.SetOut(stdout)
 	root.SetErr(stderr)
 	root.AddCommand(newRunCommand(), newSnapshotCommand(), newForkCommand(), newExecCommand(), newListCommand(), newRemoveCommand(),
-		newPauseCommand(), newResumeCommand(), newHibernateCommand(), newImageCommand(),
+		newPauseCommand(), newResumeCommand(), newHibernateCommand(), newImageCommand(), newUpCommand(), newDownCommand(),
+		newApplyCommand(), newGetCommand(), newDeleteCommand(), newLogsCommand(), newCodeCommand(), newCopyCommand(), newTreeCommand(),
 		newDoctorCommand(), newBenchCommand(), newFloorCommand())
 	return root.ExecuteContext(ctx)
 }

@@ -6,9 +6,10 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"path/filepath"
 
+	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/image"
+	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 )
 
@@ -34,17 +35,27 @@ func (o *rootOptions) flags(f *pflag.FlagSet) {
 	o.registryOptions.flags(f)
 }
 
+// imageFlags say something about images alone.
+var imageFlags = []string{"image", "pull", "ca-file", "plain-http", "registries"}
+
+// exclusive keeps flags of one kind of root from being given for another.
+func (o *rootOptions) exclusive(cmd *cobra.Command, more ...string) {
+	for _, flag := range append(imageFlags, more...) {
+		cmd.MarkFlagsMutuallyExclusive("rootfs", flag)
+	}
+}
+
 // openRoot opens a root filesystem for a guest, and the settings of the image
 // that it is of.
-func (o *rootOptions) openRoot(ctx context.Context, stderr io.Writer) (*os.File, image.Config, error) {
+func (o *rootOptions) openRoot(ctx context.Context, kind pick.Kind, stderr io.Writer) (*os.File, image.Config, error) {
 	if o.image != "" {
-		return o.openImage(ctx, stderr)
+		return o.openImage(ctx, kind, stderr)
 	}
-	f, err := openRoot(ctx, o.rootfs)
+	f, err := openRoot(ctx, o.rootfs, kind, stderr)
 	return f, image.Config{}, err
 }
 
-func (o *rootOptions) openImage(ctx context.Context, stderr io.Writer) (_ *os.File, config image.Config, err error) {
+func (o *rootOptions) openImage(ctx context.Context, kind pick.Kind, stderr io.Writer) (_ *os.File, config image.Config, err error) {
 	store, err := openImages()
 	if err != nil {
 		return nil, config, err
@@ -62,7 +73,14 @@ func (o *rootOptions) openImage(ctx context.Context, stderr io.Writer) (_ *os.Fi
 	}
 	// An open file outlives its name.
 	defer func() { err = errors.Join(err, h.Close()) }()
-	f, err := h.Root()
+	if kind != pick.GVisor {
+		f, err := h.Root()
+		return f, h.Image.Config, err
+	}
+	if err := sayLost(stderr, h.Image.Capabilities); err != nil {
+		return nil, config, err
+	}
+	f, err := h.PlainRoot()
 	return f, h.Image.Config, err
 }
 
@@ -110,41 +128,4 @@ func (s *optionalString) Type() string   { return "string" }
 func (s *optionalString) Set(v string) error {
 	s.value, s.set = v, true
 	return nil
-}
-
-// openRoot opens a root filesystem for a guest.
-func openRoot(ctx context.Context, path string) (_ *os.File, err error) {
-	path, cleanup, err := rootPath(ctx, path)
-	if err != nil {
-		return nil, err
-	}
-	// An open file outlives its name.
-	defer func() { err = errors.Join(err, cleanup()) }()
-	f, err := os.Open(path)
-	if err != nil {
-		return nil, fmt.Errorf("--rootfs: %w", err)
-	}
-	return f, nil
-}
-
-// rootPath is the path of an image: the given one, or that of an image made
-// of the given folder, which cleanup removes.
-func rootPath(ctx context.Context, path string) (_ string, cleanup func() error, err error) {
-	info, err := os.Stat(path)
-	if err != nil {
-		return "", nil, fmt.Errorf("--rootfs: %w", err)
-	}
-	if !info.IsDir() {
-		return path, func() error { return nil }, nil
-	}
-	dir, err := os.MkdirTemp("", "agentrun-root-")
-	if err != nil {
-		return "", nil, fmt.Errorf("--rootfs: %w", err)
-	}
-	cleanup = func() error { return os.RemoveAll(dir) }
-	out := filepath.Join(dir, "root.erofs")
-	if err := image.FromDir(ctx, path, out); err != nil {
-		return "", nil, errors.Join(err, cleanup())
-	}
-	return out, cleanup, nil
 }

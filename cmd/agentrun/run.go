@@ -12,6 +12,7 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/image"
 	"agentrun.dev/internal/vmm"
@@ -29,6 +30,7 @@ type runOptions struct {
 	cmdline  string
 	limits   engine.Limits
 	policy   microvm.JailPolicy
+	engine   pick.Kind
 	rootOptions
 	execOptions
 	entrypoint optionalString
@@ -41,9 +43,10 @@ func newRunCommand() *cobra.Command {
 	o := runOptions{memory: 256 << 20, cpus: 1}
 	cmd := &cobra.Command{
 		Use:   "run (--image IMAGE | --rootfs DIR) [flags] [-- COMMAND [ARG...]]",
-		Short: "Boot a microVM, run a command in it, and throw it away",
-		Long: `Boot a microVM from an image or from a folder, run a command in it and return its
-exit code. What the command writes goes to a layer in memory and is gone when the
+		Short: "Boot a sandbox, run a command in it, and throw it away",
+		Long: `Boot a sandbox from an image or from a folder, run a command in it and return its
+exit code. It is a microVM where there is hardware KVM, and runs on gVisor elsewhere
+(--engine). What the command writes goes to a layer in memory and is gone when the
 command ends. Nothing has to be installed in the image or folder.
 
 With --image the image's settings hold, as with docker run: COMMAND takes the place
@@ -55,7 +58,7 @@ known here by this name is taken as it is; otherwise it is pulled first.
 With --rootfs the folder is packed into a read-only image; COMMAND is needed.
 
 The exit code is the command's own, 128+N if signal N ended it, 124 if
---timeout did, and 125 if the microVM could not be run.`,
+--timeout did, and 125 if the sandbox could not be run.`,
 		Example: `  agentrun run --image python:3.12-slim -- python -c 'print(1+1)'
   agentrun run --rootfs ./busybox -- uname -a
   agentrun run --rootfs ./debian -it -- bash
@@ -72,6 +75,7 @@ The exit code is the command's own, 128+N if signal N ended it, 124 if
 	f.Var(&o.memory, "memory", "RAM of the microVM, such as 512M or 2G")
 	f.IntVar(&o.cpus, "cpus", o.cpus, fmt.Sprintf("processors of the microVM, 1 to %d", vmm.MaxVCPUs))
 	f.StringArrayVar(&o.disks, "disk", nil, "file to attach as a disk, FILE or FILE:ro (repeatable; /dev/vdb, /dev/vdc, …)")
+	engineFlag(f, &o.engine)
 	limitFlags(f, &o.limits)
 	policyFlags(f, &o.policy)
 	o.execOptions.flags(f)
@@ -79,17 +83,12 @@ The exit code is the command's own, 128+N if signal N ended it, 124 if
 	f.BoolVar(&o.console, "console", false, "print the microVM's console log to stderr at the end")
 	f.StringVar(&o.cmdline, "append", "", "more words for the kernel command line")
 	cmd.MarkFlagsOneRequired("image", "rootfs")
-	cmd.MarkFlagsMutuallyExclusive("image", "rootfs")
-	cmd.MarkFlagsMutuallyExclusive("entrypoint", "rootfs")
+	o.exclusive(cmd, "entrypoint")
 	return cmd
 }
 
-func runCommand(ctx context.Context, o runOptions, argv []string, stdin io.Reader, stdout, stderr io.Writer) (err error) {
-	spec, config, closeFiles, err := o.spec(ctx, stderr)
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, closeFiles()) }()
+// command is what runs, with the image's settings where flags say nothing else.
+func (o *runOptions) command(argv []string, config image.Config) ([]string, error) {
 	if o.entrypoint.set {
 		config.Cmd, config.Entrypoint = nil, nil
 		if o.entrypoint.value != "" {
@@ -97,9 +96,24 @@ func runCommand(ctx context.Context, o runOptions, argv []string, stdin io.Reade
 		}
 	}
 	if argv = config.Command(argv); len(argv) == 0 {
-		return errors.New("no command was given, and the image has none: write it behind --")
+		return nil, errors.New("no command was given, and the image has none: write it behind --")
 	}
 	o.execOptions.apply(config)
+	return argv, nil
+}
+
+func runCommand(ctx context.Context, o runOptions, argv []string, stdin io.Reader, stdout, stderr io.Writer) (err error) {
+	if kind, _ := pick.Choose(o.engine); kind == pick.GVisor {
+		return o.runOnGVisor(ctx, argv, stdin, stdout, stderr)
+	}
+	spec, config, closeFiles, err := o.spec(ctx, stderr)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, closeFiles()) }()
+	if argv, err = o.command(argv, config); err != nil {
+		return err
+	}
 	vmms, err := microvm.NewJail(o.policy)
 	if err != nil {
 		return err
@@ -165,7 +179,7 @@ func (o *runOptions) spec(ctx context.Context, stderr io.Writer) (_ microvm.Spec
 		return f, err
 	}
 	spec := microvm.Spec{Memory: uint64(o.memory), VCPUs: o.cpus, Hostname: o.hostname, Cmdline: o.cmdline, Limits: o.limits}
-	if spec.Root, config, err = o.openRoot(ctx, stderr); err != nil {
+	if spec.Root, config, err = o.openRoot(ctx, pick.MicroVM, stderr); err != nil {
 		return spec, config, nil, err
 	}
 	files = append(files, spec.Root)

@@ -9,9 +9,12 @@ import (
 	"text/tabwriter"
 	"time"
 
+	"agentrun.dev/api/rest"
+	"agentrun.dev/internal/client"
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/local"
+	"agentrun.dev/internal/sandbox"
 	"github.com/spf13/cobra"
 )
 
@@ -21,6 +24,10 @@ type forkOptions struct {
 	names  []string
 	limits engine.Limits
 	policy microvm.JailPolicy
+	daemon daemonOptions
+	json   bool
+	// verbose says on stderr what it took.
+	verbose bool
 }
 
 func newForkCommand() *cobra.Command {
@@ -28,29 +35,67 @@ func newForkCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "fork SNAPSHOT|SANDBOX [-n COUNT | --name NAME...]",
 		Short: "Make sandboxes that continue from a snapshot or from a running sandbox",
-		Long: `Make sandboxes that continue from a snapshot, or from a running sandbox, which is
-frozen once and goes on. Each has its own memory, disks, host name, machine id
-and random numbers. They run until agentrun rm.
+		Long: `Make sandboxes that continue from a snapshot, or from one instant of a running
+sandbox, which stands still for milliseconds and goes on while its memory is
+copied. Each has its own memory, disks, host name, machine id and random numbers.
+They run until agentrun rm.
 
 The names are printed, one per line. A fork that fails does not stop the others;
-the exit code is 125 if any failed.`,
+the exit code is 125 if any failed. --verbose says what it took, --json prints
+both.`,
 		Example: `  agentrun fork base -n 3
   agentrun fork base-1 --name try-a --name try-b`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return o.run(cmd.Context(), args[0], cmd.OutOrStdout())
+			return choose(args[0], func() error {
+				return o.forkInDaemon(cmd.Context(), args[0], cmd.OutOrStdout())
+			}, func() error {
+				return o.run(cmd.Context(), args[0], cmd.OutOrStdout(), cmd.ErrOrStderr())
+			})
 		},
 	}
 	f := cmd.Flags()
+	f.BoolVar(&o.json, "json", false, "print JSON: names, failures, and what it took")
+	f.BoolVarP(&o.verbose, "verbose", "v", false, "say on standard error what it took")
 	f.IntVarP(&o.count, "count", "n", 1, "how many")
+	f.StringVar(&o.daemon.namespace, "namespace", string(sandbox.DefaultNamespace), "namespace of a sandbox of the daemon")
 	f.StringArrayVar(&o.names, "name", nil, "name of a fork (repeatable; default: the source's name and a number)")
 	limitFlags(f, &o.limits)
 	policyFlags(f, &o.policy)
-	cmd.MarkFlagsMutuallyExclusive("count", "name")
 	return cmd
 }
 
-func (o *forkOptions) run(ctx context.Context, source string, stdout io.Writer) error {
+// forkInDaemon forks a sandbox of the daemon. Its children are named after the
+// fork.
+func (o *forkOptions) forkInDaemon(ctx context.Context, source string, stdout io.Writer) error {
+	if len(o.names) > 1 || o.limits != (engine.Limits{}) {
+		return errors.New("a fork of the daemon has one --name, after which its children are called, and the limits of its source")
+	}
+	spec := rest.ForkCreate{Replicas: o.count}
+	if len(o.names) == 1 {
+		spec.Name = o.names[0]
+	}
+	return o.daemon.with(func(c *client.Client) error {
+		f, err := c.Fork(ctx, source, spec, "")
+		if err != nil {
+			return err
+		}
+		if o.json {
+			return printJSON(stdout, f)
+		}
+		var failed []error
+		for _, child := range f.Children {
+			if child.Problem != "" {
+				failed = append(failed, fmt.Errorf("%s: %s", child.Name, child.Problem))
+			} else if _, err := fmt.Fprintln(stdout, child.Name); err != nil {
+				return err
+			}
+		}
+		return errors.Join(failed...)
+	})
+}
+
+func (o *forkOptions) run(ctx context.Context, source string, stdout, stderr io.Writer) error {
 	from, err := local.ParseName(source)
 	if err != nil {
 		return err
@@ -67,36 +112,32 @@ func (o *forkOptions) run(ctx context.Context, source string, stdout io.Writer) 
 			}
 			wanted = append(wanted, parsed)
 		}
+		if wanted != nil && o.count != 1 {
+			return errors.New("-n and --name: a name for each fork, or how many, but not both")
+		}
 		if wanted == nil {
 			if wanted, err = s.FreeNames(from, o.count); err != nil {
 				return err
 			}
 		}
-		outcomes, err := s.Fork(ctx, from, wanted, o.limits)
+		begin := time.Now()
+		f, err := s.Fork(ctx, from, wanted, o.limits)
 		if err != nil {
 			return err
 		}
-		var failed []error
-		for i, err := range outcomes {
-			if err != nil {
-				failed = append(failed, fmt.Errorf("%s: %w", wanted[i], err))
-				continue
-			}
-			if _, err := fmt.Fprintln(stdout, wanted[i]); err != nil {
-				return err
-			}
-		}
-		return errors.Join(failed...)
+		return o.report(newForkReport(wanted, f, time.Since(begin)), stdout, stderr)
 	})
 }
 
 func newExecCommand() *cobra.Command {
 	var o execOptions
+	var daemon daemonOptions
 	var policy microvm.JailPolicy // to wake a sandbox is to start it
 	cmd := &cobra.Command{
 		Use:   "exec SANDBOX [flags] -- COMMAND [ARG...]",
 		Short: "Run a command in a sandbox",
-		Long: `Run a command in a sandbox made by agentrun fork and return its exit code:
+		Long: `Run a command in a sandbox, of the daemon or made by agentrun fork without one, and
+return its exit code:
 the command's own, 128+N if signal N ended it, 124 if --timeout did, and 125 if
 it could not be run. A sandbox that is paused or hibernated goes on.`,
 		Example: `  agentrun exec base-1 -- uname -a
@@ -116,24 +157,36 @@ it could not be run. A sandbox that is paused or hibernated goes on.`,
 			if len(argv) == 0 {
 				return errors.New("exec: no command given after the sandbox's name")
 			}
-			return withStore(policy, func(s *local.Store) (err error) {
-				sb, err := s.Attach(cmd.Context(), name)
-				if err != nil {
-					return err
-				}
-				defer func() { err = errors.Join(err, sb.Detach()) }()
-				status, err := o.exec(cmd.Context(), sb.Agent(), argv, cmd.InOrStdin(), cmd.OutOrStdout(), cmd.ErrOrStderr())
-				if err != nil {
-					return err
-				}
-				return result(status)
+			return choose(args[0], func() error {
+				return daemon.with(func(c *client.Client) error {
+					return o.execInDaemon(cmd.Context(), c, args[0], argv, cmd.InOrStdin(), cmd.OutOrStdout(), cmd.ErrOrStderr())
+				})
+			}, func() error {
+				return o.execInStore(cmd, name, policy, argv)
 			})
 		},
 	}
 	cmd.Flags().SetInterspersed(false)
 	o.flags(cmd.Flags())
+	daemon.flags(cmd.Flags())
 	policyFlags(cmd.Flags(), &policy)
 	return cmd
+}
+
+// execInStore is agentrun exec in a sandbox that is kept without a daemon.
+func (o *execOptions) execInStore(cmd *cobra.Command, name local.Name, policy microvm.JailPolicy, argv []string) error {
+	return withStore(policy, func(s *local.Store) (err error) {
+		sb, err := s.Attach(cmd.Context(), name)
+		if err != nil {
+			return err
+		}
+		defer func() { err = errors.Join(err, sb.Detach()) }()
+		status, err := o.exec(cmd.Context(), sb.Agent(), argv, cmd.InOrStdin(), cmd.OutOrStdout(), cmd.ErrOrStderr())
+		if err != nil {
+			return err
+		}
+		return result(status)
+	})
 }
 
 func newListCommand() *cobra.Command {
@@ -163,7 +216,7 @@ func newListCommand() *cobra.Command {
 
 func printList(w io.Writer, entries []local.Entry) error {
 	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
-	if _, err := fmt.Fprintln(t, "NAME\tKIND\tSTATUS\tCREATED\tCPUS\tMEMORY\tOWN\tSTORED\tUNSHARED"); err != nil {
+	if _, err := fmt.Fprintln(t, "NAME\tKIND\tENGINE\tSTATUS\tCREATED\tCPUS\tMEMORY\tOWN\tSTORED\tUNSHARED"); err != nil {
 		return err
 	}
 	size := func(n uint64) string {
@@ -173,7 +226,7 @@ func printList(w io.Writer, entries []local.Entry) error {
 		return fmt.Sprintf("%.1f MiB", float64(n)/(1<<20))
 	}
 	for _, e := range entries {
-		_, err := fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%d\t%s\t%s\t%s\t%s\n", e.Name, e.Kind, e.Status,
+		_, err := fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%d\t%s\t%s\t%s\t%s\n", e.Name, e.Kind, e.Engine, e.Status,
 			e.Created.Local().Format(time.DateTime), e.VCPUs, size(e.Memory), size(e.Own), size(e.Stored), size(e.Unshared))
 		if err != nil {
 			return err
@@ -183,24 +236,26 @@ func printList(w io.Writer, entries []local.Entry) error {
 }
 
 func newRemoveCommand() *cobra.Command {
-	return &cobra.Command{
+	var o daemonOptions
+	cmd := &cobra.Command{
 		Use:   "rm NAME...",
 		Short: "End and forget sandboxes, delete snapshots",
 		Long: `End and forget sandboxes, delete snapshots. Sandboxes do not need the snapshot
 they came from; what they share is deleted with the last that uses it.`,
 		Args: cobra.MinimumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return withStore(startsNothing, func(s *local.Store) error {
-				var errs []error
-				for _, a := range args {
-					name, err := local.ParseName(a)
-					if err == nil {
-						err = s.Remove(cmd.Context(), name)
-					}
-					errs = append(errs, err)
-				}
-				return errors.Join(errs...)
+			return each(args, func(a string) error {
+				return choose(a, func() error {
+					return o.with(func(c *client.Client) error {
+						_, err := c.Kill(cmd.Context(), a)
+						return err
+					})
+				}, func() error {
+					return withStore(startsNothing, func(s *local.Store) error { return s.Remove(cmd.Context(), local.Name(a)) })
+				})
 			})
 		},
 	}
+	o.flags(cmd.Flags())
+	return cmd
 }

@@ -9,6 +9,7 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/local"
 	"agentrun.dev/internal/vmm"
@@ -38,6 +39,7 @@ type snapshotOptions struct {
 	cpus    int
 	limits  engine.Limits
 	policy  microvm.JailPolicy
+	engine  pick.Kind
 	rootOptions
 }
 
@@ -45,10 +47,10 @@ func newSnapshotCommand() *cobra.Command {
 	o := snapshotOptions{memory: 256 << 20, cpus: 1}
 	cmd := &cobra.Command{
 		Use:   "snapshot NAME (--image IMAGE | --rootfs DIR | --from SANDBOX) [flags] [-- COMMAND [ARG...]]",
-		Short: "Boot a microVM, warm it up and freeze it; or freeze a running sandbox",
+		Short: "Boot a sandbox, warm it up and freeze it; or freeze a running one",
 		Long: `Freeze a machine under a name, memory, processes and disks included.
 
-With --image or --rootfs a microVM is booted from an image or from a folder. COMMAND,
+With --image or --rootfs a sandbox is booted from an image or from a folder. COMMAND,
 if there is one, warms it up: it must end with success, and what it leaves running
 runs in every fork. It runs as the image's user, in its working folder and with its
 environment; the image's own entrypoint and command are not run.
@@ -66,13 +68,14 @@ With --from a sandbox made by agentrun fork is frozen; it goes on afterwards.`,
 	f.StringVar(&o.from, "from", "", "running sandbox to freeze")
 	f.StringVar(&o.kernel, "kernel", "", "uncompressed vmlinux to boot instead of AgentRun's own")
 	f.Var(&o.memory, "memory", "RAM of the microVM, such as 512M or 2G")
-	f.Var(&o.scratch, "scratch", "size of an empty disk, /dev/vdb, that forks get a copy of (default: none)")
+	f.Var(&o.scratch, "scratch", "size of an empty disk, /dev/vdb, that forks get a copy of (default: none); on gVisor, by how much the root filesystem may grow (default: half of the memory)")
 	f.IntVar(&o.cpus, "cpus", o.cpus, fmt.Sprintf("processors of the microVM, 1 to %d", vmm.MaxVCPUs))
+	engineFlag(f, &o.engine)
 	limitFlags(f, &o.limits)
 	policyFlags(f, &o.policy)
 	cmd.MarkFlagsOneRequired("image", "rootfs", "from")
-	cmd.MarkFlagsMutuallyExclusive("image", "rootfs")
-	for _, flag := range []string{"image", "rootfs", "kernel", "memory", "scratch", "cpus", "cpu-limit", "io-bytes", "io-ops"} {
+	o.exclusive(cmd)
+	for _, flag := range append([]string{"rootfs", "kernel", "memory", "scratch", "cpus", "engine", "cpu-limit", "io-bytes", "io-ops"}, imageFlags...) {
 		cmd.MarkFlagsMutuallyExclusive("from", flag)
 	}
 	return cmd
@@ -109,19 +112,23 @@ func (o *snapshotOptions) capture(ctx context.Context, s *local.Store, name loca
 }
 
 func (o *snapshotOptions) template(ctx context.Context, s *local.Store, name local.Name, argv []string, stdout, stderr io.Writer) error {
-	root, config, err := o.openRoot(ctx, stderr)
+	kind, _ := pick.Choose(o.engine)
+	root, config, err := o.openRoot(ctx, kind, stderr)
 	if err != nil {
 		return err
 	}
 	defer func() { _ = root.Close() }() // only read
 	spec := engine.Spec{Root: root, Memory: uint64(o.memory), VCPUs: o.cpus, Scratch: uint64(o.scratch), Hostname: string(name), Limits: o.limits}
 	if o.kernel != "" {
+		if kind == pick.GVisor {
+			return errors.New("--kernel is for microVMs: gVisor is a kernel of its own (--engine microvm)")
+		}
 		if spec.Kernel, err = os.Open(o.kernel); err != nil {
 			return fmt.Errorf("--kernel: %w", err)
 		}
 		defer func() { _ = spec.Kernel.Close() }() // only read
 	}
-	return s.Template(ctx, name, spec, func(sb engine.Sandbox) error {
+	return s.Template(ctx, name, kind, spec, func(sb engine.Sandbox) error {
 		if len(argv) == 0 {
 			return nil
 		}

@@ -2,7 +2,9 @@
 // on vsock port 1024 for the host (CID 2), tells the host that it is ready by
 // dialing the host's port 1024, and serves until the machine goes down.
 //
-//	guest-agent                        as PID 1
+//	guest-agent                        as PID 1 of a microVM
+//	guest-agent --enter-container      as PID 1 of a container: runs the next
+//	guest-agent --container            as PID 1 of a container (gVisor)
 //	guest-agent --listen-unix PATH     on a host, for tests: no mounts, no vsock
 package main
 
@@ -10,6 +12,7 @@ import (
 	"context"
 	"errors"
 	"os"
+	"slices"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -35,6 +38,9 @@ func main() {
 	if os.Getpid() != 1 {
 		os.Exit(1)
 	}
+	if slices.Contains(os.Args, "--container") || slices.Contains(os.Args, "--enter-container") {
+		os.Exit(1)
+	}
 	// PID 1 must not return: the kernel would panic and tell the host less.
 	unix.Sync()
 	if err := unix.Reboot(unix.LINUX_REBOOT_CMD_POWER_OFF); err != nil {
@@ -48,6 +54,10 @@ func run(args []string) error {
 	switch {
 	case len(args) == 2 && args[0] == "--listen-unix":
 		return runOnHost(args[1])
+	case os.Getpid() == 1 && slices.Equal(args, []string{"--enter-container"}):
+		return guest.EnterContainer("--container")
+	case os.Getpid() == 1 && slices.Equal(args, []string{"--container"}):
+		return runInContainer()
 	case os.Getpid() == 1:
 		return runAsInit()
 	}
@@ -82,6 +92,32 @@ func runAsInit() error {
 		log(err.Error()) // a host that does not wait for it may still connect
 	}
 	return server.Serve(context.Background(), l)
+}
+
+// runInContainer serves a sandbox whose kernel is gVisor's. Its host says all
+// else over the channel.
+func runInContainer() error {
+	if err := guest.BootContainer(log); err != nil {
+		return err
+	}
+	ps := guest.NewProcesses(guest.Config{Log: log, Orphans: true, ClockJumps: true})
+	server := &guest.Server{
+		Processes: ps,
+		Version:   version,
+		Log:       log,
+		Down: func(action guest.Action, grace time.Duration) error {
+			if action != guest.PowerOff {
+				return errors.New("a container cannot be rebooted: fork its snapshot again")
+			}
+			return guest.ShutdownContainer(ps, grace)
+		},
+		Renewer: guest.NewContainerRenewer(),
+	}
+	channel, err := guest.ContainerChannel()
+	if err != nil {
+		return err
+	}
+	return server.ServeChannel(context.Background(), channel)
 }
 
 // runOnHost serves a unix socket with the rights of the caller.

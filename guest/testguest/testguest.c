@@ -27,12 +27,18 @@
  *   8 triple fault -                         (does not return)
  *   9 halt       -                           (cli, hlt forever)
  *  10 jump       address                     (runs whatever is there)
+ *  11 classes    start count stride value least
+ *                                            as 5, and before the count how many writes took
+ *                                            that many ticks, for each of 128 classes
  *   others       -                           0xffffffff
  *
  * start is a page number (4 KiB pages), the i-th page is start + i*stride, and
  * the 8 bytes at the start of page p become
  *   (value << 32 | p & 0xffffffff) * 0x9e3779b97f4a7c15   (mod 2^64)
  * so a host can compute them as well.
+ *
+ * Of writes that take least ticks or more, those of 4 << o | p << o to the next
+ * are in class 4 * o + p, p being 0 to 3: an octave has four classes.
  */
 
 typedef unsigned char u8;
@@ -122,6 +128,39 @@ static void timed(void)
 	outl(RESULT, r.count);
 }
 
+enum { CLASSES = 128 };
+static u32 classes[CLASSES];
+
+static void classify(u64 took)
+{
+	u32 octave = 63 - (u32)__builtin_clzl(took | 4) - 2;
+	u32 class = 4 * octave + (u32)(took >> octave & 3);
+	classes[class < CLASSES ? class : CLASSES - 1]++;
+}
+
+static void timed_classes(void)
+{
+	struct range r = range();
+	u32 value = arg();
+	u64 least = arg(), longest = 0;
+	for (int i = 0; i < CLASSES; i++)
+		classes[i] = 0;
+	for (u64 i = 0, n = r.start; i < r.count; i++, n += r.stride) {
+		u64 before = ticks();
+		*page(n) = pattern(value, n);
+		u64 took = ticks() - before;
+		if (took > longest)
+			longest = took;
+		if (took >= least)
+			classify(took);
+	}
+	outl(RESULT, (u32)longest);
+	outl(RESULT, (u32)(longest >> 32));
+	for (int i = 0; i < CLASSES; i++)
+		outl(RESULT, classes[i]);
+	outl(RESULT, r.count);
+}
+
 static void spin(void)
 {
 	u64 count = arg(), longest = 0, last = ticks();
@@ -183,6 +222,7 @@ __attribute__((noreturn, used)) static void guest_main(void)
 		case 8: triple_fault();
 		case 9: halt();
 		case 10: jump();
+		case 11: timed_classes(); break;
 		default: outl(RESULT, 0xffffffff);
 		}
 	}

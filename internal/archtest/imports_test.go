@@ -91,11 +91,18 @@ var importRules = map[string][]string{
 	"internal/lowmem":    {},
 	"internal/lockdown":  {},
 	"internal/jail":      {},
+	"internal/stock":     {},
+	"internal/procid":    {},
+	"internal/guestmux":  {},
 
 	"internal/jail/escapee": {"internal/kvm", "internal/lockdown"},
 
 	"internal/guestrpc": {"internal/wire"},
-	"internal/guest":    {"internal/guestrpc", "internal/wire"},
+	"internal/guest":    {"internal/guest/kernel", "internal/guestmux", "internal/guestrpc", "internal/wire"},
+
+	"internal/guest/kernel": {},
+
+	"internal/engine/gvisor": {"internal/assets", "internal/engine", "internal/engine/folder", "internal/guestrpc", "internal/gvisorctl", "internal/jail", "internal/layer", "internal/procid", "internal/snapshot", "internal/vmmctl", "internal/wire"},
 
 	"internal/virtio":   {"internal/guestmem"},
 	"internal/vmm/acpi": {},
@@ -105,9 +112,13 @@ var importRules = map[string][]string{
 	"internal/vmmserver": {"internal/guestmem", "internal/kvm", "internal/layer", "internal/virtio", "internal/vmm", "internal/vmmctl"},
 	"cmd/vmm":            {"internal/kvm", "internal/lockdown", "internal/lowmem", "internal/vmmctl", "internal/vmmserver"},
 
-	"internal/image": {},
+	"internal/image":        {"internal/image/debian", "internal/image/tree"},
+	"internal/image/tree":   {},
+	"internal/image/debian": {},
 
-	"internal/engine/ready": {"internal/engine", "internal/snapshot"},
+	"internal/gvisorctl":     {"internal/vmmctl"},
+	"internal/engine/folder": {"internal/engine", "internal/layer", "internal/procid", "internal/snapshot"},
+	"internal/engine/ready":  {"internal/engine", "internal/snapshot", "internal/stock"},
 
 	"api/rest":        {},
 	"internal/client": {"api/rest"},
@@ -166,6 +177,15 @@ func TestTestPackages(t *testing.T) {
 	for _, p := range goList(t, "./...") {
 		if slices.Contains(p.Imports, forTests) {
 			t.Errorf("%s imports %s in what is not a test", p.ImportPath, forTests)
+		}
+	}
+}
+
+// TestNoGVisorHere: gVisor is in a module of its own, and only there.
+func TestNoGVisorHere(t *testing.T) {
+	for _, p := range goList(t, "-deps", "./...") {
+		if strings.HasPrefix(p.ImportPath, "gvisor.dev/") {
+			t.Errorf("%s is linked into this module", p.ImportPath)
 		}
 	}
 }

@@ -1,5 +1,5 @@
-// Package assets finds the files that a microVM is made of: the guest kernel,
-// the guest agent and the vmm program. They lie together in one folder: the
+// Package assets finds the files that sandboxes are made of: the guest kernel,
+// the guest agent, the vmm program and gVisor's helper. They lie together in one folder: the
 // one the running program is in, or the one that AGENTRUN_ASSETS names.
 package assets
 
@@ -17,11 +17,13 @@ const EnvFolder = "AGENTRUN_ASSETS"
 // Asset is one file, by the name it is installed under.
 type Asset string
 
-// The files of a microVM.
+// The files of sandboxes.
 const (
 	Kernel     Asset = "vmlinux"
 	GuestAgent Asset = "guest-agent"
 	VMM        Asset = "vmm"
+	// GVisorHelper runs sandboxes on gVisor.
+	GVisorHelper Asset = "gvisor-helper"
 	// TestGuest is the bare guest that measures the host's side of a VM.
 	TestGuest Asset = "testguest.elf"
 )

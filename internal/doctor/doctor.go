@@ -1,4 +1,4 @@
-// Package doctor looks at a host and says whether a microVM can run on it,
+// Package doctor looks at a host and says which engine runs sandboxes on it,
 // what is missing and how to put that right. It changes nothing, but for the
 // empty cgroup and the empty folder that the trial of a jail leaves.
 //
@@ -12,6 +12,7 @@ import (
 	"io/fs"
 	"os"
 	"os/exec"
+	"slices"
 
 	"agentrun.dev/internal/assets"
 )
@@ -53,6 +54,7 @@ const (
 	CheckDisk         = "disk"
 	CheckAssets       = "assets"
 	CheckTools        = "tools"
+	CheckGVisor       = "gvisor"
 )
 
 // Engine is a way to run sandboxes.
@@ -61,6 +63,7 @@ type Engine string
 // The engines that a report can name.
 const (
 	EngineMicroVM Engine = "microvm"
+	EngineGVisor  Engine = "gvisor"
 	// EngineNone means that no engine works on this host as it is.
 	EngineNone Engine = "none"
 )
@@ -72,7 +75,7 @@ const Schema = 1
 // Report is what was found on a host.
 type Report struct {
 	Schema int `json:"schema"`
-	// Engine is the engine that works on this host.
+	// Engine is the engine that is used on this host unless another is asked for.
 	Engine Engine `json:"engine"`
 	// Advice says in a sentence what to do next.
 	Advice string  `json:"advice"`
@@ -109,7 +112,9 @@ type Probes struct {
 	Disk func(path string) (free uint64, err error)
 	// Writable says whether this process may make things in a folder.
 	Writable func(path string) bool
-	// Asset finds a part of a microVM.
+	// Root says whether this process is root's.
+	Root func() bool
+	// Asset finds a part of a sandbox.
 	Asset func(assets.Asset) (path string, err error)
 	// LookPath finds a program.
 	LookPath func(name string) (path string, err error)
@@ -138,6 +143,9 @@ func (c *Config) fill() {
 	if p.Writable == nil {
 		p.Writable = probeWritable
 	}
+	if p.Root == nil {
+		p.Root = func() bool { return os.Geteuid() == 0 }
+	}
 	if p.Asset == nil {
 		p.Asset = assets.Path
 	}
@@ -160,7 +168,7 @@ func Run(ctx context.Context, cfg Config) Report {
 	r := Report{Schema: Schema, Checks: []Check{}}
 	for _, check := range []func(*host) []Check{
 		checkKVM, checkCPU, checkKernel, checkCgroups, checkJail, checkUserfaultfd, checkMemfd,
-		checkMemory, checkDisk, checkAssets, checkTools,
+		checkMemory, checkDisk, checkAssets, checkTools, checkGVisor,
 	} {
 		if ctx.Err() != nil {
 			break
@@ -171,23 +179,37 @@ func Run(ctx context.Context, cfg Config) Report {
 	return r
 }
 
-// conclude picks the engine. There is only one yet.
+// onlyMicroVMs are the checks that concern microVMs alone.
+var onlyMicroVMs = []string{CheckKVM, CheckCapabilities, CheckJail, CheckUserfaultfd, CheckAssets}
+
+// conclude picks the engine, as auto does, and says why: microVMs on hardware
+// KVM, gVisor elsewhere.
 func conclude(ctx context.Context, checks []Check) (Engine, string) {
 	if ctx.Err() != nil {
 		return EngineNone, "The examination was interrupted: run it again."
 	}
-	failed, kvmFailed := false, false
+	var kvm, gvisor, common, micro bool // what has failed
 	for _, c := range checks {
-		if c.Status == Fail {
-			failed = true
-			kvmFailed = kvmFailed || c.Name == CheckKVM
+		switch {
+		case c.Name == CheckGVisor:
+			gvisor = c.Status != OK
+		case c.Status != Fail:
+		case c.Name == CheckKVM:
+			kvm = true
+		case slices.Contains(onlyMicroVMs, c.Name):
+			micro = true
+		default:
+			common = true
 		}
 	}
+	const testbed = "To see microVMs, in a checkout of AgentRun: make demo ENGINE=microvm, which runs them in its testbed, an emulated machine with AMD-V."
 	switch {
-	case kvmFailed:
-		return EngineNone, "MicroVMs do not run on this host itself. In a checkout of AgentRun they run in its testbed, an emulated machine with AMD-V: make demo, then build/testbed shell."
-	case failed:
+	case !kvm && !micro && !common:
+		return EngineMicroVM, "MicroVMs run on this host, since its KVM is backed by hardware."
+	case !kvm:
 		return EngineNone, "MicroVMs will run on this host once the failed checks are put right."
+	case gvisor || common:
+		return EngineNone, "Sandboxes will run on this host, on gVisor, once the failed checks are put right. " + testbed
 	}
-	return EngineMicroVM, "MicroVMs run on this host."
+	return EngineGVisor, "Sandboxes run on gVisor on this host, since it has no KVM that is backed by hardware. " + testbed
 }

@@ -44,6 +44,7 @@ func wellProbes() Probes {
 		Memfd:       func() error { return nil },
 		Disk:        func(string) (uint64, error) { return 50 * gib, nil },
 		Writable:    func(string) bool { return true },
+		Root:        func() bool { return true },
 		Asset:       func(a assets.Asset) (string, error) { return "/opt/agentrun/" + string(a), nil },
 		LookPath:    func(name string) (string, error) { return "/usr/bin/" + name, nil },
 	}
@@ -88,21 +89,21 @@ func TestHosts(t *testing.T) {
 		{"nested", "intel-nested", nil, CheckKVM, Warn, "(VMX), nested", "slower", EngineMicroVM},
 		{"old kernel", "intel-nested", nil, CheckKernel, Warn, "Linux 5.4.0-150-generic is older than 5.10", "newer", EngineMicroVM},
 		{"cgroup v1", "intel-nested", nil, CheckCgroups, OK, "v1; usable: memory, cpu, pids, io (v1 does not", "", EngineMicroVM},
-		{"kvm-pvm", "kvm-pvm", nil, CheckKVM, Fail, "supervisor is emulated", "build/testbed shell", EngineNone},
-		{"hybrid cgroups", "kvm-pvm", nil, CheckCgroups, OK, "hybrid", "", EngineNone},
-		{"kvm-pvm's capabilities", "kvm-pvm", nil, CheckCapabilities, OK, "all", "", EngineNone},
-		{"module not loaded, AMD", "amd-debian12", noKVM, CheckKVM, Fail, "has SVM", "modprobe kvm_amd", EngineNone},
-		{"module not loaded, Intel", "intel-nested", noKVM, CheckKVM, Fail, "has VMX", "modprobe kvm_intel", EngineNone},
+		{"kvm-pvm", "kvm-pvm", nil, CheckKVM, Fail, "supervisor is emulated", "build/testbed shell", EngineGVisor},
+		{"hybrid cgroups", "kvm-pvm", nil, CheckCgroups, OK, "hybrid", "", EngineGVisor},
+		{"kvm-pvm's capabilities", "kvm-pvm", nil, CheckCapabilities, OK, "all", "", EngineGVisor},
+		{"module not loaded, AMD", "amd-debian12", noKVM, CheckKVM, Fail, "has SVM", "modprobe kvm_amd", EngineGVisor},
+		{"module not loaded, Intel", "intel-nested", noKVM, CheckKVM, Fail, "has VMX", "modprobe kvm_intel", EngineGVisor},
 		{"VM without nesting", "cloud-vm", noKVM, CheckKVM, Fail, "without nested virtualization", "testbed", EngineNone},
 		{"no controllers", "cloud-vm", noKVM, CheckCgroups, Warn, "absent: memory, cpu, pids, io", "cgroup2", EngineNone},
 		{"little memory", "cloud-vm", noKVM, CheckMemory, Fail, "90 MiB of 512 MiB available", "128 MiB", EngineNone},
 		{"KVM without extension", "cloud-vm", nil, CheckKVM, Fail, "not hardware virtualization", "testbed", EngineNone},
 		{"no permission", "amd-debian12", func(p *Probes) {
 			p.KVM = func() ([]string, error) { return nil, pathError(fs.ErrPermission) }
-		}, CheckKVM, Fail, "may not be opened", "usermod -aG kvm", EngineNone},
+		}, CheckKVM, Fail, "may not be opened", "usermod -aG kvm", EngineGVisor},
 		{"KVM broken", "amd-debian12", func(p *Probes) {
 			p.KVM = func() ([]string, error) { return nil, errors.New("API version 11") }
-		}, CheckKVM, Fail, "API version 11", "dmesg", EngineNone},
+		}, CheckKVM, Fail, "API version 11", "dmesg", EngineGVisor},
 		{"capability missing", "amd-debian12", func(p *Probes) {
 			p.KVM = func() ([]string, error) { return []string{"split irqchip", "MP state"}, nil }
 		}, CheckCapabilities, Fail, "missing: split irqchip, MP state", "4.19", EngineNone},
@@ -139,6 +140,29 @@ func TestHosts(t *testing.T) {
 				return "", fs.ErrNotExist
 			}
 		}, CheckAssets, Fail, "missing: vmlinux, guest-agent", "make build", EngineNone},
+		{"gVisor can be used", "kvm-pvm", nil, CheckGVisor, OK, "no extended attributes", "", EngineGVisor},
+		{"gVisor without its helper", "kvm-pvm", func(p *Probes) {
+			p.Asset = func(a assets.Asset) (string, error) {
+				if a == assets.GVisorHelper {
+					return "", fs.ErrNotExist
+				}
+				return "/opt/agentrun/" + string(a), nil
+			}
+		}, CheckGVisor, Warn, "missing: gvisor-helper", "make build", EngineNone},
+		{"gVisor without root", "kvm-pvm", func(p *Probes) {
+			p.Root = func() bool { return false }
+		}, CheckGVisor, Warn, "only root", "run as root", EngineNone},
+		{"KVM without gVisor", "amd-debian12", func(p *Probes) {
+			p.Root = func() bool { return false }
+		}, CheckGVisor, Warn, "only root", "run as root", EngineMicroVM},
+		{"gVisor without a kernel for microVMs", "kvm-pvm", func(p *Probes) {
+			p.Asset = func(a assets.Asset) (string, error) {
+				if a == assets.Kernel {
+					return "", fs.ErrNotExist
+				}
+				return "/opt/agentrun/" + string(a), nil
+			}
+		}, CheckAssets, Fail, "missing: vmlinux", "make build", EngineGVisor},
 		{"no mkfs.erofs", "amd-debian12", func(p *Probes) {
 			p.LookPath = func(string) (string, error) { return "", fs.ErrNotExist }
 		}, CheckTools, Fail, "mkfs.erofs", "erofs-utils", EngineNone},
@@ -163,7 +187,7 @@ func checkShape(t *testing.T, r Report) {
 	t.Helper()
 	want := []string{
 		CheckKVM, CheckCapabilities, CheckCPU, CheckKernel, CheckCgroups, CheckJail, CheckUserfaultfd,
-		CheckMemfd, CheckMemory, CheckDisk, CheckAssets, CheckTools,
+		CheckMemfd, CheckMemory, CheckDisk, CheckAssets, CheckTools, CheckGVisor,
 	}
 	var got []string
 	for _, c := range r.Checks {

@@ -252,3 +252,22 @@ func checkTools(h *host) []Check {
 	c.Detail = p
 	return one(c)
 }
+
+// checkGVisor looks at what sandboxes on gVisor need. It is a warning at most:
+// microVMs do without.
+func checkGVisor(h *host) []Check {
+	c := Check{Name: CheckGVisor, Status: Warn}
+	for _, a := range []assets.Asset{assets.GVisorHelper, assets.GuestAgent} {
+		if _, err := h.Probes.Asset(a); err != nil {
+			c.Detail, c.Fix = "missing: "+string(a), "run make build, or set "+assets.EnvFolder+" to the folder that has it"
+			return one(c)
+		}
+	}
+	if !h.Probes.Root() {
+		c.Detail, c.Fix = "only root can build a sandbox's walls", "run as root"
+		return one(c)
+	}
+	c.Status = OK
+	c.Detail = "can be used; it carries no extended attributes, so files lose their capabilities, and has no disks of its own"
+	return one(c)
+}

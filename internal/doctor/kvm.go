@@ -62,6 +62,16 @@ func (c cpuInfo) extension() string {
 // virtual says that the host is itself a guest.
 func (c cpuInfo) virtual() bool { return c.flags["hypervisor"] }
 
+// HardwareKVM reports whether this host has a KVM that hardware backs, on which
+// microVMs run well, and what was found.
+func HardwareKVM() (ok bool, detail string) {
+	var cfg Config
+	cfg.fill()
+	_, err := cfg.Probes.KVM()
+	kind := kvmKind(&host{Config: cfg, cpu: readCPU(cfg.Files)}, err)
+	return kind.Status != Fail, kind.Detail
+}
+
 const (
 	useTestbed  = "in a checkout, use the testbed (make demo, build/testbed shell)"
 	useHardware = "use a host with VMX or SVM"

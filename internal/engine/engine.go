@@ -6,8 +6,10 @@ package engine
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net"
 	"os"
+	"strconv"
 	"time"
 
 	"agentrun.dev/internal/guestrpc"
@@ -25,6 +27,7 @@ type Spec struct {
 	Memory uint64
 	VCPUs  int
 	// Scratch is the size of an empty disk of the sandbox's own, 0 for none.
+	// Engines without disks let the root filesystem grow by so much instead.
 	Scratch  uint64
 	Hostname string
 	// Cmdline is appended to the guest kernel's command line.
@@ -69,6 +72,8 @@ type ForkOptions struct {
 type Engine interface {
 	// Name is what snapshots of this engine carry.
 	Name() string
+	// Capabilities say how this engine differs from others.
+	Capabilities() Capabilities
 	// Boot returns when the sandbox's agent has answered.
 	Boot(context.Context, Spec) (Sandbox, error)
 	// Fork makes a sandbox that continues from a snapshot, with an identity of
@@ -82,7 +87,44 @@ type Engine interface {
 	// Remove ends what runs in a folder, whoever started it and however far that
 	// came, and deletes the folder.
 	Remove(ctx context.Context, folder string) error
+	// Inspect tells which process runs in a folder, and what it costs as far as
+	// that is seen from outside. One that is gone is ErrEnded.
+	Inspect(folder string) (pid int, _ Stats, _ error)
+	// Keep frees what the engine keeps in memory for others than the sandboxes
+	// in these folders and these snapshots, and what sandboxes left that ended
+	// while nobody watched. What runs keeps what it has.
+	Keep(folders, snapshots []string) error
 	Close() error
+}
+
+// Ahead is an engine that can make parts of forks before they are asked for.
+type Ahead interface {
+	// KeepShells has so many shells wait: sandboxes of a snapshot that have all
+	// but a state. Fork takes one where there is one, and the next is made when
+	// it has returned. The snapshot must not be closed before the shells are.
+	KeepShells(snap *snapshot.Snapshot, count int) (Shells, error)
+}
+
+// Shells are those of one call of KeepShells.
+type Shells interface {
+	// WaitFull waits until all of them are there.
+	WaitFull(context.Context) error
+	Stats() ShellStats
+	// Close ends those that wait.
+	Close() error
+}
+
+// ShellStats describes shells.
+type ShellStats struct {
+	// Waiting is how many are there now.
+	Waiting int `json:"waiting"`
+	// Taken counts forks that got one.
+	Taken uint64 `json:"taken"`
+	// Lost counts those that ended while they waited, Failed attempts to make
+	// one, and LastError is the reason of the last.
+	Lost      uint64 `json:"lost"`
+	Failed    uint64 `json:"failed"`
+	LastError string `json:"last_error,omitempty"`
 }
 
 // Sandbox is one running sandbox. Its methods are safe for concurrent use.
@@ -142,10 +184,11 @@ type LiveForkStats struct {
 	// Captured is the time from the call until the copy was complete and
 	// children could be made of it.
 	Captured time.Duration
-	// LongestWait is how long the longest of the source's writes to memory that
-	// was not yet copied was being served; Waits counts them.
-	LongestWait time.Duration
-	Waits       uint64
+	// Waits counts the source's writes to memory that was not yet copied. Half
+	// of them, and 99 of 100, were being served for no longer than MedianWait
+	// and WaitOf99.
+	Waits                             uint64
+	MedianWait, WaitOf99, LongestWait time.Duration
 	// Copied is the bytes of memory that were stored.
 	Copied uint64
 	// StoodStill is empty if memory was copied beside the running source. If it
@@ -167,6 +210,37 @@ type Stats struct {
 	Generation uint64
 	// LastFork is what the last live fork of this sandbox cost.
 	LastFork LiveForkStats
+}
+
+// Capabilities say how an engine differs from others, for those to whom it
+// matters. The tests of all engines check each of them.
+type Capabilities struct {
+	// Disks: a scratch disk is a block device of its own.
+	Disks bool
+	// ClockCountsPauses: the monotonic clock inside counts the time in which a
+	// sandbox is paused or hibernated. Timeouts of execs do not, on any engine.
+	ClockCountsPauses bool
+	// TCPPorts: Dial reaches TCP ports of the sandbox's loopback. Without it,
+	// ports are those of the agent and of programs that listen on vsock.
+	TCPPorts bool
+	// CopiesInPause: a live fork copies memory while its source stands still.
+	CopiesInPause bool
+}
+
+// GenerationLabel counts the forks that led to a snapshot.
+const GenerationLabel = "generation"
+
+// NextGeneration is that of a fork of a snapshot.
+func NextGeneration(m snapshot.Manifest) (uint64, error) {
+	text, ok := m.Labels[GenerationLabel]
+	if !ok {
+		return 1, nil
+	}
+	n, err := strconv.ParseUint(text, 10, 32)
+	if err != nil {
+		return 0, fmt.Errorf("label %s of the snapshot: %w", GenerationLabel, err)
+	}
+	return n + 1, nil
 }
 
 // Errors that engines wrap.

@@ -180,6 +180,8 @@ func (ks *Kernels) contextFor(req *guestrpc.CodeRunRequest) (*codeContext, error
 	switch {
 	case req.Language != "" && req.Language != c.lang.Name:
 		return nil, fail(ErrInvalid, "run "+req.Language+" in context", id, "its language is "+c.lang.Name)
+	case c.lang.Lines && strings.IndexByte(req.Source, 0) >= 0:
+		return nil, fail(ErrInvalid, "run code in context", id, "the source holds a zero byte")
 	case req.Mode == guestrpc.ModeText && !c.lang.Text:
 		return nil, fail(ErrInvalid, "run a text in context", id, "only a Python kernel tells commands from code; send it as code")
 	case len(req.Env) > 0 && !c.lang.Env:

@@ -67,7 +67,7 @@ type kernelDone struct {
 
 // startKernel starts an interpreter for a context. It does not wait until that
 // is ready.
-func (ps *Processes) startKernel(c *codeContext, generation uint64) (*kernelProcess, error) {
+func (ps *Processes) startKernel(c *codeContext, lang kernel.Language, generation uint64) (*kernelProcess, error) {
 	ps.mu.Lock()
 	base, envSet := ps.env, ps.envSet
 	ps.mu.Unlock()
@@ -76,13 +76,13 @@ func (ps *Processes) startKernel(c *codeContext, generation uint64) (*kernelProc
 		return nil, err
 	}
 	k := &kernelProcess{
-		lang: c.lang, envSet: envSet, generation: generation, oomKills: oomKills(),
+		lang: lang, envSet: envSet, generation: generation, oomKills: oomKills(),
 		ready: make(chan struct{}), begin: make(chan struct{}, 1), done: make(chan kernelDone, 1), closed: make(chan struct{}),
 	}
-	spec := ExecSpec{Args: append([]string{""}, c.lang.Args...), Env: c.env, Dir: c.cwd, User: c.user}
+	spec := ExecSpec{Args: append([]string{""}, lang.Args...), Env: c.env, Dir: c.cwd, User: c.user}
 	var path string
 	k.env, path = buildEnv(&spec, base, &id)
-	dir, program, err := resolveAny(c.lang.Programs, &spec, &id, path)
+	dir, program, err := resolveAny(lang.Programs, &spec, &id, path)
 	if err != nil {
 		return nil, err
 	}
@@ -115,18 +115,14 @@ func (ps *Processes) startKernel(c *codeContext, generation uint64) (*kernelProc
 
 // resolveAny finds the first program that exists.
 func resolveAny(programs []string, spec *ExecSpec, id *Identity, path string) (dir, program string, err error) {
-	var first error
 	for _, name := range programs {
 		spec.Args[0] = name
 		dir, program, err = resolve(spec, id, path)
-		if err == nil {
-			return dir, program, nil
-		}
-		if first == nil {
-			first = err
+		if !errors.Is(err, ErrNotFound) {
+			return dir, program, err
 		}
 	}
-	return "", "", first
+	return "", "", fail(ErrNotFound, "start the kernel", programs[0], "not in PATH "+path+"; use an image that has it")
 }
 
 // open makes the five pipes and returns the kernel's ends, which the caller
@@ -199,7 +195,11 @@ func frame(kind byte, fields func(e *wire.Encoder)) []byte {
 // read reads what the kernel says until it ends or breaks the rules.
 func (k *kernelProcess) read() {
 	defer close(k.closed)
-	err := k.readFrames()
+	read := k.readFrames
+	if k.lang.Lines {
+		read = k.readLines
+	}
+	err := read(k.events)
 	_ = k.events.file.Close() // it was only read
 	if err != nil && !errors.Is(err, io.EOF) {
 		k.broken.Store(&protocolFailure{err.Error()})
@@ -214,18 +214,18 @@ const (
 	errKernelField = Kind("it sent a malformed frame")
 )
 
-func (k *kernelProcess) readFrames() error {
+func (k *kernelProcess) readFrames(r io.Reader) error {
 	isReady := false
 	for {
 		var size [4]byte
-		if _, err := io.ReadFull(k.events, size[:]); err != nil {
+		if _, err := io.ReadFull(r, size[:]); err != nil {
 			return io.EOF // in the middle of a frame it is not worth telling
 		}
 		n := int(binary.LittleEndian.Uint32(size[:]))
 		if n == 0 || n > maxKernelFrame {
 			return errKernelFrame
 		}
-		body, err := io.ReadAll(io.LimitReader(k.events, int64(n)))
+		body, err := io.ReadAll(io.LimitReader(r, int64(n)))
 		if err != nil || len(body) < n {
 			return io.EOF
 		}
@@ -274,15 +274,24 @@ func (k *kernelProcess) handle(kind byte, body []byte) error {
 			return errKernelField
 		}
 		r.code = int32(code)
-		select {
-		case k.done <- r:
-		default:
-			return errKernelOrder
-		}
+		return k.say(r)
 	default:
 		return errKernelField
 	}
 	return nil
+}
+
+// say tells of the end of the execution that runs.
+func (k *kernelProcess) say(r kernelDone) error {
+	if k.log.Load() == nil {
+		return errKernelOrder
+	}
+	select {
+	case k.done <- r:
+		return nil
+	default:
+		return errKernelOrder
+	}
 }
 
 // kill ends the kernel and everything in its session.

@@ -1,8 +1,10 @@
 package guest
 
 import (
+	"errors"
 	"time"
 
+	"agentrun.dev/internal/guest/kernel"
 	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/wire"
 )
@@ -46,6 +48,12 @@ func (ks *Kernels) run(c *codeContext, e *execution) {
 	}
 	e.status.Language = c.lang.Name
 	k, err := ks.kernelFor(c, e)
+	if errors.Is(err, ErrNotFound) && e.mode == guestrpc.ModeText {
+		// Where there is no Python a text can only be a command.
+		if k, err = ks.shellFor(c, e); err == nil {
+			defer k.end()
+		}
+	}
 	if err != nil {
 		e.err = err
 		return
@@ -72,10 +80,27 @@ func (ks *Kernels) run(c *codeContext, e *execution) {
 	k.log.Store(nil)
 	k.stdout.end()
 	k.stderr.end()
-	if e.status.State != guestrpc.CodeDied && !e.warm && e.status.Language == c.lang.Name {
+	if e.status.State != guestrpc.CodeDied && !e.warm && e.status.Language != shellName {
 		k.count++
 	}
 	e.status.Count = k.count
+}
+
+// shellName is the language of a text that was a command.
+const shellName = "shell"
+
+// shellFor starts a shell for one text.
+func (ks *Kernels) shellFor(c *codeContext, e *execution) (*kernelProcess, error) {
+	bash, _ := kernel.Find("bash")
+	k, err := ks.Processes.startKernel(c, bash, ks.generation())
+	if err != nil {
+		return nil, err
+	}
+	e.status.Language = shellName
+	ks.mu.Lock()
+	c.kernel, c.ending = k, ""
+	ks.mu.Unlock()
+	return k, nil
 }
 
 // kernelFor returns the kernel of a context, and starts it if need be.
@@ -89,14 +114,14 @@ func (ks *Kernels) kernelFor(c *codeContext, e *execution) (*kernelProcess, erro
 	if k.alive() && ending == "" {
 		return k, nil
 	}
-	if k != nil {
+	if k != nil && k.lang.Name == c.lang.Name {
 		<-k.proc.Done()
 		e.status.FreshReason = ending
 		if ending == "" {
 			e.status.FreshReason = k.reason()
 		}
 	}
-	fresh, err := ks.Processes.startKernel(c, ks.generation())
+	fresh, err := ks.Processes.startKernel(c, c.lang, ks.generation())
 	if err != nil {
 		return nil, err
 	}
@@ -130,6 +155,10 @@ func (ks *Kernels) await(c *codeContext, e *execution, k *kernelProcess, expired
 			}
 			ks.mu.Unlock()
 		case r := <-k.done:
+			select {
+			case <-k.begin: // it came before that, and was not looked at
+			default:
+			}
 			e.ended(r)
 			return
 		case <-k.proc.Done():
@@ -161,7 +190,7 @@ func (ks *Kernels) await(c *codeContext, e *execution, k *kernelProcess, expired
 func (e *execution) ended(r kernelDone) {
 	e.status.State, e.status.Code = r.state, r.code
 	if r.shell {
-		e.status.Language = "shell"
+		e.status.Language = shellName
 	}
 }
 
@@ -173,6 +202,8 @@ func (ks *Kernels) died(c *codeContext, e *execution, k *kernelProcess) {
 	ks.mu.Unlock()
 	e.status.State, e.status.Code = guestrpc.CodeDied, int32(exit.Code)
 	switch {
+	case k.lang.Lines && ending == "" && exit.Signal == 0 && k.broken.Load() == nil:
+		e.status.State = guestrpc.CodeExited // it is what exit means in a shell
 	case ending != "":
 		e.status.Reason = ending
 	case e.status.TimedOut:
@@ -187,12 +218,18 @@ func (ks *Kernels) died(c *codeContext, e *execution, k *kernelProcess) {
 
 // requestsFor is all that the kernel has to be told for an execution.
 func (k *kernelProcess) requestsFor(ks *Kernels, c *codeContext, e *execution) []byte {
+	now := ks.generation()
+	reseed := now != k.generation
+	k.generation = now
+	set, unset := k.changedEnv(ks.Processes, c)
+	if k.lang.Lines {
+		return shellRequests(reseed, set, unset, e)
+	}
 	var b []byte
-	if now := ks.generation(); now != k.generation {
-		k.generation = now
+	if reseed {
 		b = append(b, frame(frameReseed, nil)...)
 	}
-	if set, unset := k.changedEnv(ks.Processes, c); len(set)+len(unset) > 0 {
+	if len(set)+len(unset) > 0 {
 		b = append(b, frame(frameEnv, func(e *wire.Encoder) {
 			e.Strings(set)
 			e.Strings(unset)

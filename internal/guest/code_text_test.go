@@ -127,6 +127,39 @@ func TestCodeTextRuns(t *testing.T) {
 	}
 }
 
+func TestCodeTextWithoutPython(t *testing.T) {
+	c := startClient(t)
+	bin := openDir(t)
+	if err := os.Symlink("/bin/sh", bin+"/sh"); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := c.CreateContext(rpcContext(t), guestrpc.CodeCreateRequest{ID: "default", Cwd: "/", Env: []string{"PATH=" + bin}}); err != nil {
+		t.Fatal(err)
+	}
+	text := func(s string) codeOutcome {
+		return runCode(t, c, guestrpc.CodeRunRequest{Mode: guestrpc.ModeText, Source: s, Timeout: 20 * time.Second})
+	}
+	for _, tt := range []struct {
+		text   string
+		code   int32
+		stdout string
+	}{{"cd /tmp; X=1; echo hi; (exit 3)", 3, "hi\n"}, {"echo $PWD $X", 0, "/\n"}, {"exit 5", 5, ""}, {"print(1)", 2, ""}, {"nosuch", 127, ""}} {
+		if o := text(tt.text); o.Code != tt.code || o.stdout != tt.stdout || o.Language != "shell" || o.State == guestrpc.CodeDied {
+			t.Errorf("%q: %+v, stdout %q, stderr %q", tt.text, o.CodeStatus, o.stdout, o.stderr)
+		}
+	}
+	x, err := c.StartCode(rpcContext(t), guestrpc.CodeRunRequest{Source: "1"})
+	if err == nil {
+		_, err = x.Copy(nil, nil, nil)
+	}
+	if code(err) != guestrpc.CodeNotFound || !strings.Contains(err.Error(), "use an image that has it") {
+		t.Errorf("%v", err)
+	}
+	if o := text("echo still"); o.stdout != "still\n" {
+		t.Errorf("%+v", o)
+	}
+}
+
 func TestCodeInAFork(t *testing.T) {
 	r, _ := newTestRenewer(t)
 	c, _ := dialServer(t, serve(t, &Server{Renewer: r}))

@@ -58,11 +58,13 @@ type Process struct {
 	stdin   *input  // nil when standard input is closed
 	master  *os.File
 	done    chan struct{}
+	// clockJumps is that of Config.
+	clockJumps bool
 
 	mu       sync.Mutex // protects all following fields
 	reaped   bool       // the pid may belong to someone else
 	timedOut bool
-	timer    *time.Timer
+	timer    *countdown
 	exit     Exit // without the output's counters
 }
 
@@ -234,7 +236,7 @@ func (p *Process) arm() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if !p.reaped {
-		p.timer = time.AfterFunc(p.spec.Timeout, p.expire)
+		p.timer = startCountdown(p.spec.Timeout, p.clockJumps, p.expire)
 	}
 }
 
@@ -258,7 +260,7 @@ func (p *Process) reap() bool {
 	p.reaped = true
 	p.exit = Exit{Wall: time.Since(p.started)}
 	if p.timer != nil {
-		p.timer.Stop()
+		p.timer.stop()
 		p.timer = nil
 	}
 	if err != nil {

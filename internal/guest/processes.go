@@ -32,6 +32,10 @@ type Config struct {
 	Orphans bool
 
 	Accounts Accounts // where users and groups are read
+
+	// ClockJumps says that the monotonic clock counts the time in which the
+	// sandbox stood still, or was not there: timeouts must not.
+	ClockJumps bool
 }
 
 const (
@@ -272,7 +276,7 @@ func (ps *Processes) start(spec ExecSpec, base []string, prepare func(*Process) 
 	if err != nil {
 		return nil, err
 	}
-	p := &Process{id: spec.ID, spec: spec, done: make(chan struct{})}
+	p := &Process{id: spec.ID, spec: spec, done: make(chan struct{}), clockJumps: ps.cfg.ClockJumps}
 	p.spec.Env = nil // it may hold secrets, and is not needed again
 	s := stdio{limit: ps.cfg.OutputLimit, sink: &ps.sink}
 	defer s.closeChild()

@@ -110,3 +110,13 @@ func (c *Conn) Close() error { return c.file.Close() }
 
 // SyscallConn lets guestrpc write without waiting.
 func (c *Conn) SyscallConn() (syscall.RawConn, error) { return c.raw, nil }
+
+// CloseWrite tells the other end that nothing more comes.
+func (c *Conn) CloseWrite() error {
+	var shutErr error
+	err := c.raw.Control(func(fd uintptr) { shutErr = unix.Shutdown(int(fd), unix.SHUT_WR) })
+	if err != nil {
+		return err
+	}
+	return shutErr
+}

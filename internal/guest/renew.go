@@ -39,6 +39,10 @@ type Renewer struct {
 	setClock    func(clock int32, to *unix.Timespec) error
 	setHostname func(name string) error
 
+	// hosts says that the generator and the wall clock are the host's: they
+	// are looked at, not set.
+	hosts bool
+
 	generation atomic.Uint64
 
 	renewing sync.Mutex // serializes Renew and Prepare; protects kept
@@ -80,12 +84,16 @@ func (r *Renewer) Renew(ctx context.Context, req *guestrpc.RenewRequest) (guestr
 // apply does what is asked for.
 func (r *Renewer) apply(req *guestrpc.RenewRequest) (guestrpc.RenewReply, error) {
 	var none, reply guestrpc.RenewReply
-	if err := r.reseed(req.Entropy); err != nil {
+	reseed, stepClock := r.reseed, r.stepClock
+	if r.hosts {
+		reseed, stepClock = checkGenerator, checkClock
+	}
+	if err := reseed(req.Entropy); err != nil {
 		return none, err
 	}
 	if !req.WallClock.IsZero() {
 		var err error
-		if reply.ClockStep, err = r.stepClock(req.WallClock); err != nil {
+		if reply.ClockStep, err = stepClock(req.WallClock); err != nil {
 			return none, err
 		}
 	}

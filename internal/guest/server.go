@@ -3,6 +3,7 @@ package guest
 import (
 	"context"
 	"errors"
+	"io"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -48,22 +49,34 @@ func (s *Server) Serve(ctx context.Context, l *Listener) error {
 		if err != nil {
 			return err
 		}
-		if s.conns.Add(1) > maxConns {
-			s.conns.Add(-1)
+		if !s.admit() {
 			_ = conn.Close()
-			s.log("refused a connection: 16 are open")
 			continue
 		}
-		open.Go(func() {
-			defer s.conns.Add(-1)
-			err := guestrpc.Serve(ctx, conn, s)
-			// The host going away, even in the middle of something, is normal.
-			var pe *guestrpc.ProtocolError
-			var ve *guestrpc.VersionError
-			if errors.As(err, &pe) || errors.As(err, &ve) {
-				s.log("connection ended: " + err.Error())
-			}
-		})
+		open.Go(func() { s.serve(ctx, conn) })
+	}
+}
+
+// admit counts one more connection, unless there are too many. serve counts it
+// off again.
+func (s *Server) admit() bool {
+	if s.conns.Add(1) > maxConns {
+		s.conns.Add(-1)
+		s.log("refused a connection: 16 are open")
+		return false
+	}
+	return true
+}
+
+// serve speaks with one host until it goes away, which is normal even in the
+// middle of something.
+func (s *Server) serve(ctx context.Context, conn io.ReadWriteCloser) {
+	defer s.conns.Add(-1)
+	err := guestrpc.Serve(ctx, conn, s)
+	var pe *guestrpc.ProtocolError
+	var ve *guestrpc.VersionError
+	if errors.As(err, &pe) || errors.As(err, &ve) {
+		s.log("connection ended: " + err.Error())
 	}
 }
 

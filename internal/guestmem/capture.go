@@ -25,6 +25,10 @@ const (
 	maxMappings = 1024
 )
 
+// DefaultPatience is how much later a fork may be complete so that its source is
+// not disturbed.
+const DefaultPatience = 250 * time.Millisecond
+
 // CaptureConfig says how a memory is captured.
 type CaptureConfig struct {
 	// Userfaultfd is an open /dev/userfaultfd. Without it, or where it cannot
@@ -34,6 +38,9 @@ type CaptureConfig struct {
 	Pagemap *os.File
 	// File gets the pages, each at its offset in RAM.
 	File *os.File
+	// Patience is for how long Copy works with what the processors have left
+	// when the guest has had its share. After that it works like everybody.
+	Patience time.Duration
 }
 
 // Capture is a memory as it was at one instant, the call of Begin. Its methods
@@ -60,35 +67,41 @@ type Capture struct {
 	blocks  []block // nil without uffd
 	spans   []Span  // what Copy was asked for
 	planned atomic.Bool
-	// adopted says that nothing has to be saved any more.
-	adopted atomic.Bool
+	// complete says that nothing has to be saved any more, adopted that the
+	// layer is part of the image.
+	complete, adopted atomic.Bool
+
+	spare    *spare // nil without uffd
+	patience time.Duration
 
 	stop    int // an eventfd that ends serve
 	served  chan struct{}
 	failure atomic.Pointer[error]
-	faults  atomic.Uint64
-	longest atomic.Int64
+	waits   Waits
 	copied  atomic.Uint64
 	shared  uint64
 }
 
 // block is a piece of RAM of blockSize.
 type block struct {
-	mu sync.Mutex // protects saved and own, and is held while released changes
+	mu sync.Mutex // protects own and direct, and is held while released changes
 	// released says that its pages may have changed since the instant.
 	released atomic.Bool
-	// Bits for the pages: those in the file, those that were the process's own
-	// (known when it is released), those that the layer is to have (constant
-	// once planned is set).
-	saved, own, want uint16
+	// Bits for the pages: those in the file, or pending to be; those that were
+	// the process's own (known when it is released); those that were stored
+	// before it was known whether the layer is to have them; those that it is to
+	// have (constant once planned is set).
+	saved             atomic.Uint32
+	own, direct, want uint16
 }
 
 // CaptureStats says what a capture cost.
 type CaptureStats struct {
-	// Faults is how many writes of the guest had to wait, LongestWait how long
-	// the longest was being served.
-	Faults      uint64
-	LongestWait time.Duration
+	// Faults is how many writes of the guest had to wait. The waits are how
+	// long they were being served: half of them, and 99 of 100, no longer than
+	// this.
+	Faults                            uint64
+	MedianWait, WaitOf99, LongestWait time.Duration
 	// Copied is the bytes that were stored, Shared those that this memory has
 	// from the layer since.
 	Copied, Shared uint64
@@ -96,7 +109,10 @@ type CaptureStats struct {
 
 // NewCapture prepares a capture while the guest still runs.
 func (m *Memory) NewCapture(cfg CaptureConfig) *Capture {
-	c := &Capture{m: m, pagemap: cfg.Pagemap, file: cfg.File, uffd: -1, reason: errors.New("no userfaultfd was given")}
+	c := &Capture{
+		m: m, pagemap: cfg.Pagemap, file: cfg.File, patience: cfg.Patience,
+		uffd: -1, reason: errors.New("no userfaultfd was given"),
+	}
 	var info unix.Sysinfo_t
 	c.swap = unix.Sysinfo(&info) != nil || info.Totalswap != 0
 	if cfg.Userfaultfd == nil {
@@ -125,10 +141,14 @@ func (c *Capture) prepare(device *os.File) error {
 	if err := c.register(u); err != nil {
 		return errors.Join(err, u.close())
 	}
-	if c.stop, err = unix.Eventfd(0, unix.EFD_CLOEXEC); err != nil {
-		return errors.Join(fmt.Errorf("make an eventfd: %w", err), u.close())
+	spare, err := newSpare()
+	if err != nil {
+		return errors.Join(err, u.close())
 	}
-	c.uffd, c.early = u, early
+	if c.stop, err = unix.Eventfd(0, unix.EFD_CLOEXEC); err != nil {
+		return errors.Join(fmt.Errorf("make an eventfd: %w", err), u.close(), spare.close())
+	}
+	c.uffd, c.early, c.spare = u, early, spare
 	return nil
 }
 
@@ -255,124 +275,6 @@ func (c *Capture) Err() error {
 	return nil
 }
 
-// Stats may be called at any time.
-func (c *Capture) Stats() CaptureStats {
-	return CaptureStats{
-		Faults: c.faults.Load(), LongestWait: time.Duration(c.longest.Load()),
-		Copied: c.copied.Load(), Shared: c.shared,
-	}
-}
-
-// serve answers the guest's writes to protected pages, until Close.
-func (c *Capture) serve() {
-	defer close(c.served)
-	var messages [uffdMessagesPerRead]uffdMessage
-	for {
-		got, err := c.uffd.wait(c.stop, &messages)
-		if err != nil {
-			// Nobody can be answered any more. Closing the descriptor takes
-			// the protection away and wakes all.
-			c.fail(err)
-			return
-		}
-		if len(got) == 0 {
-			return
-		}
-		began := time.Now()
-		for _, m := range got {
-			if m.event != uffdEventPagefault {
-				continue
-			}
-			if offset, ok := c.m.offsetOf(uintptr(m.address)); ok {
-				c.writers.RLock()
-				err := c.answer(offset / blockSize)
-				c.writers.RUnlock()
-				if err != nil {
-					c.fail(err)
-				}
-				c.faults.Add(1)
-			}
-		}
-		if d := int64(time.Since(began)); d > c.longest.Load() {
-			c.longest.Store(d) // only this goroutine stores
-		}
-	}
-}
-
-// answer lets a vCPU that waits for a block go on. Once nothing has to be saved,
-// its surroundings are let go with it: who writes here will write there.
-func (c *Capture) answer(i uint64) error {
-	err := c.release(i, true)
-	if c.adopted.Load() {
-		first := i &^ (aroundBlocks - 1)
-		err = errors.Join(err, c.releaseUnwanted(first, min(first+aroundBlocks, uint64(len(c.blocks)))))
-	}
-	return err
-}
-
-// offsetOf is where in RAM a host address is.
-func (m *Memory) offsetOf(address uintptr) (uint64, bool) {
-	for i := range m.regions {
-		r := &m.regions[i]
-		if off := uint64(address - r.HostAddr()); address >= r.HostAddr() && off < r.Size() {
-			return ramOffset(r.GPA) + off, true
-		}
-	}
-	return 0, false
-}
-
-// releaseSpan makes a span writable for the host.
-func (c *Capture) releaseSpan(offset, n uint64) error {
-	if n == 0 {
-		return nil
-	}
-	for i := offset / blockSize; i <= (offset+n-1)/blockSize; i++ {
-		if err := c.release(i, false); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// release saves a block and lets it be written. waiter says that a vCPU may be
-// waiting for it.
-func (c *Capture) release(i uint64, waiter bool) error {
-	b := &c.blocks[i]
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	span := c.spanOf(i, 1)
-	if b.released.Load() {
-		if waiter { // it came to wait while the block was being released
-			return c.m.each(span, c.uffd.wake)
-		}
-		return nil
-	}
-	// Before the instant there is nothing to save, and a capture that failed is
-	// not completed.
-	if c.begun.Load() && c.Err() == nil {
-		want := ^uint16(0)
-		if c.planned.Load() {
-			want = b.want
-		}
-		if err := c.save(i, want); err != nil {
-			c.fail(err)
-		}
-	}
-	b.released.Store(true)
-	return c.unprotect(span)
-}
-
-// spanOf is the RAM of n blocks from i on.
-func (c *Capture) spanOf(i, n uint64) Span {
-	start := i * blockSize
-	return Span{start, min(start+n*blockSize, c.m.size) - start}
-}
-
-// unprotect makes a span writable; its blocks are locked.
-func (c *Capture) unprotect(s Span) error {
-	return c.m.each(s, func(b []byte) error { return c.uffd.protect(b, false) })
-}
-
 // releaseUnwanted lets the guest write to blocks [from, to) of which nothing
 // is to be saved any more.
 func (c *Capture) releaseUnwanted(from, to uint64) error {
@@ -422,7 +324,7 @@ func (c *Capture) Close() error {
 	var one = [8]byte{1}
 	_, stopErr := unix.Write(c.stop, one[:])
 	<-c.served
-	err = errors.Join(err, stopErr, c.uffd.close(), unix.Close(c.stop))
+	err = errors.Join(err, stopErr, c.uffd.close(), unix.Close(c.stop), c.spare.close())
 	if err != nil && c.adopted.Load() {
 		c.disown()
 	}

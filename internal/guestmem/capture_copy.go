@@ -3,6 +3,7 @@ package guestmem
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 	"unsafe"
 
@@ -118,7 +119,7 @@ func (l *lister) block(b []byte, start uint64, entry []uint64) error {
 		// What was read is of the instant only if the block is still as it was.
 		if s := &l.blocks[start/blockSize]; s.released.Load() {
 			s.mu.Lock()
-			own, zero = s.own, ^s.saved
+			own, zero = s.own, ^uint16(s.saved.Load())
 			s.mu.Unlock()
 		}
 	}
@@ -136,43 +137,10 @@ func (l *lister) block(b []byte, start uint64, entry []uint64) error {
 	return nil
 }
 
-// save writes those pages of a locked, unreleased block that are wanted and
-// not yet saved.
-func (c *Capture) save(i uint64, want uint16) error {
-	b := &c.blocks[i]
-	s := c.spanOf(i, 1)
-	var entry [blockPages]uint64
-	return c.m.each(s, func(bytes []byte) error {
-		if err := c.entries(bytes, entry[:]); err != nil {
-			return err
-		}
-		var still, own uint16
-		for k := range len(bytes) / PageSize {
-			if entry[k]&pagemapProtected != 0 {
-				still |= 1 << k
-			}
-			is, err := c.isOwn(entry[k], bytes[k*PageSize:(k+1)*PageSize])
-			if err != nil {
-				return err
-			}
-			if is {
-				own |= 1 << k
-			}
-		}
-		b.own = own
-		return c.write(bytes, s.Start, want&still&^b.saved, &b.saved)
-	})
-}
-
-// write stores the pages of mask, in runs, and notes them.
-func (c *Capture) write(bytes []byte, start uint64, mask uint16, done *uint16) error {
+// write stores the pages of mask of a block, which begins at start.
+func (c *Capture) write(bytes []byte, start uint64, mask uint16) error {
 	return eachRun(mask, func(first, n int) error {
-		run := bytes[first*PageSize : (first+n)*PageSize]
-		if err := c.writeAt(run, start+uint64(first)*PageSize); err != nil {
-			return err
-		}
-		*done |= runMask(first, n)
-		return nil
+		return c.writeAt(bytes[first*PageSize:(first+n)*PageSize], start+uint64(first)*PageSize)
 	})
 }
 
@@ -236,11 +204,14 @@ func (c *Capture) copy(spans []Span) error {
 	if err := c.releaseUnwanted(next, uint64(len(c.blocks))); err != nil {
 		return err
 	}
-	for i := range c.blocks {
-		if err := errors.Join(c.copyBlock(uint64(i)), c.Err()); err != nil {
-			return err
-		}
+	if err := c.copyBlocks(); err != nil {
+		return err
 	}
+	c.complete.Store(true)
+	// Who is about to save something, once more, does that before the file is
+	// given away.
+	c.writers.Lock()
+	defer c.writers.Unlock()
 	return nil
 }
 
@@ -255,32 +226,6 @@ func (c *Capture) plan() {
 		}
 	}
 	c.planned.Store(true)
-}
-
-// copyBlock completes what the layer has of a block.
-func (c *Capture) copyBlock(i uint64) error {
-	b := &c.blocks[i]
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	if !b.released.Load() {
-		if err := c.save(i, b.want); err != nil {
-			return err
-		}
-	}
-	start := i * blockSize
-	// Pages that were not there are zeros: holes would be filled by the first
-	// who reads them.
-	err := eachRun(b.want&^b.saved, func(first, n int) error {
-		return c.allocate(0, Span{start + uint64(first)*PageSize, uint64(n) * PageSize})
-	})
-	if err != nil {
-		return err
-	}
-	// What was saved before it was known that nobody needs it.
-	return eachRun(b.saved&^b.want, func(first, n int) error {
-		const punch = unix.FALLOC_FL_PUNCH_HOLE | unix.FALLOC_FL_KEEP_SIZE
-		return c.allocate(punch, Span{start + uint64(first)*PageSize, uint64(n) * PageSize})
-	})
 }
 
 func (c *Capture) allocate(mode uint32, s Span) error {
@@ -331,10 +276,8 @@ func (c *Capture) Share() error {
 		return err // without userfaultfd nothing says what was written since
 	}
 	c.m.mu.Lock()
-	source := 1 // any number that no mapping has
-	for _, p := range c.m.layout {
-		source = max(source, p.source+1)
-	}
+	c.m.shares++
+	source := c.m.restored + c.m.shares
 	c.m.mu.Unlock()
 	for _, s := range c.spans {
 		for at := s.Start; at < s.end(); {
@@ -372,7 +315,7 @@ func (c *Capture) shareStep(at, end uint64, source int) (next uint64, err error)
 	}
 	whole := c.spanOf(first, n)
 	piece := Span{at, min(end, whole.end()) - at}
-	if piece.Length < blockSize || !c.place(piece, source) {
+	if piece.Length < blockSize && !c.overCapture(piece) || !c.place(piece, source) {
 		for i := first; i < first+n; i++ {
 			c.blocks[i].mu.Unlock()
 		}
@@ -395,6 +338,12 @@ func (c *Capture) shareStep(at, end uint64, source int) (next uint64, err error)
 	}
 	c.shared += piece.Length
 	return piece.end(), err
+}
+
+// overCapture says that a file of an earlier capture is mapped somewhere in a
+// piece: as long as it is, all of that file stays in memory.
+func (c *Capture) overCapture(s Span) bool {
+	return slices.ContainsFunc(c.layout(s), func(p mapping) bool { return p.source > c.m.restored })
 }
 
 // place notes a mapping that is about to be made, unless there are too many.

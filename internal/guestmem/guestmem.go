@@ -43,8 +43,9 @@ func (r Region) HostAddr() uintptr { return addressOf(r.bytes) }
 // Memory is the RAM of one guest. Its methods are safe for concurrent use;
 // the guest itself is a concurrent user that obeys no lock.
 type Memory struct {
-	regions []Region
-	size    uint64
+	regions  []Region
+	size     uint64
+	restored int // how many mappings it began with
 
 	// live is the capture that goes on beside the guest: host writes must
 	// save what it protects. It changes only while nobody writes.
@@ -55,6 +56,7 @@ type Memory struct {
 	layout layout     // what is mapped where
 	orphan []Span     // mapped from a layer that is in nobody's image: changed for ever
 	holes  int        // how many mappings discards have made
+	shares int        // how many captures were shared
 }
 
 // NewAnonymous maps size bytes of zeroed private memory. Pages cost nothing

@@ -44,6 +44,7 @@ func NewLayered(size uint64, mappings []Mapping) (*Memory, error) {
 			_ = unix.Madvise(r.bytes, unix.MADV_NOHUGEPAGE)
 		}
 	}
+	m.restored = len(mappings)
 	for i, p := range mappings {
 		if err := m.mapFile(p, i+1); err != nil {
 			return nil, errors.Join(err, m.Close())

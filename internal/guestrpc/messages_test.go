@@ -70,6 +70,25 @@ func samples() []message {
 		},
 		&RenewReply{Generation: math.MaxUint64, ClockStep: math.MinInt64},
 		&PrepareRequest{Settle: true},
+		&SetEnvRequest{Env: []string{"A=b", ""}},
+		&CodeRunRequest{
+			ID: "i", Context: "c", Language: "python", Mode: ModeText, Source: "1 + 1", More: true, Env: []string{"A=b"}, Timeout: time.Minute,
+		},
+		&CodeAttachRequest{ID: "i", StdoutOffset: math.MaxInt64, StderrOffset: -1, Event: math.MinInt64},
+		&CodeStarted{ID: "i", Context: "c", Stdout: OutputStart{Offset: 3, Dropped: 4}, Stderr: OutputStart{Offset: 5, Dropped: 6}, Events: OutputStart{Offset: 7, Dropped: 8}},
+		&CodeStatus{
+			State: CodeCancelled, Code: -1, TimedOut: true, Fresh: true, FreshReason: "f", Reason: "r", Language: "shell", Count: math.MaxUint64,
+			Stdout: OutputTotal{Bytes: 1, Dropped: 2}, Stderr: OutputTotal{Bytes: 3, Dropped: 4}, Events: OutputTotal{Bytes: 5, Dropped: 6}, Wall: time.Hour,
+		},
+		&CodeEvent{Seq: math.MaxUint64, Kind: 255, Stdout: 1, Stderr: -2, Data: []byte("data")},
+		&CodeBegun{Fresh: true, Reason: "r", PID: math.MaxInt32},
+		&CodeResult{Items: []CodeItem{{MIME: "text/plain", Data: []byte("x")}, {MIME: "image/png"}}},
+		&CodeError{Name: "n", Value: "v", Traceback: "t"},
+		&CodeInterruptRequest{Context: "c", ID: "i"},
+		&CodeReleaseRequest{ID: "i"},
+		&CodeCreateRequest{ID: "i", Language: "node", Cwd: "/", User: "1:2", Env: []string{"A=b"}, Start: true},
+		&CodeListReply{Contexts: []CodeContext{{ID: "i", Language: "l", Cwd: "/", User: "u", PID: math.MaxInt32, Version: "3", Running: "r", Queued: math.MaxUint32}, {}}},
+		&CodeContextRequest{ID: "i"},
 	}
 }
 
@@ -122,6 +141,12 @@ func TestOverlongFieldsAreNotSent(t *testing.T) {
 		&RenewRequest{WallClock: time.Unix(0, math.MaxInt64).Add(1)},
 		&RenewRequest{WallClock: time.Unix(18446744075, 0)}, // 2^64 ns and a second: wraps to after 1970
 		&nesting{inner: StatRequest{Path: long}},
+		&CodeRunRequest{Source: long},
+		&CodeRunRequest{Mode: ModeText + 1},
+		&CodeEvent{Data: make([]byte, MaxCodeEvent+1)},
+		&CodeResult{Items: make([]CodeItem, maxCodeItems+1)},
+		&CodeResult{Items: []CodeItem{{MIME: long}}},
+		&CodeListReply{Contexts: make([]CodeContext, maxContexts+1)},
 	} {
 		if _, err := marshal(nil, m); !errors.Is(err, fs.ErrInvalid) {
 			t.Errorf("%T: %v", m, err)
@@ -251,7 +276,7 @@ func fuzzServer(conn *fixedConn) {
 	g.killAll()
 }
 
-// fuzzClient opens streams 1 to 11 and lets the guest answer.
+// fuzzClient opens streams 1 to 13 and lets the guest answer.
 func fuzzClient(conn *fixedConn) {
 	c, err := Dial(conn)
 	if err != nil {
@@ -266,7 +291,7 @@ func fuzzClient(conn *fixedConn) {
 	}{
 		{MethodExec, &ExecRequest{Argv: []string{"x"}}}, {MethodRead, &ReadRequest{}}, {MethodWrite, &WriteRequest{}},
 		{MethodListExecs, &ListExecsRequest{}}, {MethodWatch, &WatchRequest{}},
-		{MethodRenew, &RenewRequest{}},
+		{MethodRenew, &RenewRequest{}}, {MethodCodeRun, &CodeRunRequest{}},
 	} {
 		st, err := c.open(ctx, call.m, call.req)
 		if err != nil {
@@ -298,6 +323,11 @@ func fuzzClient(conn *fixedConn) {
 		}
 	})
 	wg.Go(func() { _ = streams[5].result(&RenewReply{}) })
+	wg.Go(func() {
+		if x, err := newCodeSession(streams[6]); err == nil {
+			_, _ = x.Copy(nil, nil, nil)
+		}
+	})
 	wg.Wait()
 }
 

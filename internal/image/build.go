@@ -51,7 +51,11 @@ func (s *Store) build(ctx context.Context, r debian.Recipe, o BuildOptions) (_ *
 	if err != nil {
 		return nil, err
 	}
-	key, err := buildKey(ctx, r, epoch)
+	sources, err := r.Sources(ctx)
+	if err != nil {
+		return nil, err
+	}
+	key, err := buildKey(r, sources, epoch)
 	if err != nil {
 		return nil, err
 	}
@@ -76,12 +80,13 @@ func (s *Store) build(ctx context.Context, r debian.Recipe, o BuildOptions) (_ *
 	}
 	defer func() { err = errors.Join(err, w.close()) }()
 	root, scratch := filepath.Join(w.dir, "root"), filepath.Join(w.dir, "scratch")
+	//nolint:gosec // all users of the image enter its root; the folder above is ours alone
 	if err := errors.Join(os.Mkdir(root, 0o755), os.Mkdir(scratch, 0o700)); err != nil {
 		return nil, err
 	}
 	report.phase(Progress{Phase: PhaseBootstrap})
 	err = r.Build(ctx, root, scratch, debian.Options{
-		Log: o.Log, Epoch: epoch, Pip: func() { report.phase(Progress{Phase: PhasePip}) },
+		Sources: sources, Log: o.Log, Epoch: epoch, Pip: func() { report.phase(Progress{Phase: PhasePip}) },
 	})
 	if err != nil {
 		return nil, err
@@ -125,11 +130,7 @@ func sourceDateEpoch() (time.Time, error) {
 }
 
 // buildKey is the hash of all that goes into a build.
-func buildKey(ctx context.Context, r debian.Recipe, epoch time.Time) (string, error) {
-	sources, err := r.Sources(ctx)
-	if err != nil {
-		return "", err
-	}
+func buildKey(r debian.Recipe, sources []string, epoch time.Time) (string, error) {
 	b, err := json.Marshal(map[string]any{"version": buildVersion, "recipe": r, "sources": sources, "epoch": epoch.Unix(), "platform": DefaultPlatform})
 	if err != nil {
 		return "", err

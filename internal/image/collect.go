@@ -60,7 +60,7 @@ func (s *Store) Remove(ctx context.Context, text string) (r Removed, err error) 
 			}
 		})
 	})
-	return r, errors.Join(err, empty(trash))
+	return r, errors.Join(err, emptyTrash(trash))
 }
 
 // discard moves an image that nothing uses to where work is. The store is
@@ -94,7 +94,7 @@ func (s *Store) discard(d Digest) (trash string, err error) {
 	return trash, nil
 }
 
-func empty(trash string) error {
+func emptyTrash(trash string) error {
 	if trash == "" {
 		return nil
 	}
@@ -155,7 +155,7 @@ func (s *Store) Prune(ctx context.Context, all bool) (p Pruned, err error) {
 		return err
 	})
 	for _, t := range trash {
-		err = errors.Join(err, empty(t))
+		err = errors.Join(err, emptyTrash(t))
 	}
 	return p, err
 }

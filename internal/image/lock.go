@@ -22,7 +22,7 @@ func lockFile(ctx context.Context, path string, how int) (*os.File, error) {
 	if tryLock(f, how) == nil {
 		return f, nil
 	}
-	got := make(chan error, 1)
+	got := make(chan error) // not buffered: what it takes in was received
 	go func() {
 		err := flock(f, how)
 		select {
@@ -38,12 +38,7 @@ func lockFile(ctx context.Context, path string, how int) (*os.File, error) {
 		}
 		return f, nil
 	case <-ctx.Done():
-		select {
-		case err := <-got: // at the last moment
-			return nil, errors.Join(context.Cause(ctx), err, f.Close())
-		default:
-			return nil, context.Cause(ctx)
-		}
+		return nil, context.Cause(ctx)
 	}
 }
 

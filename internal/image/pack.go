@@ -6,17 +6,47 @@ import (
 	"errors"
 	"fmt"
 	"hash/crc32"
+	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
 	"syscall"
+
+	"golang.org/x/sys/unix"
 )
 
 // FromDir packs a folder into an EROFS image at out, which appears whole or
 // not at all. The image has no inline data and no compression, so that every
 // engine can read it and pages map straight onto the file.
 func FromDir(ctx context.Context, dir, out string) error { return pack(ctx, dir, out, true) }
+
+// FromDirPlain is FromDir without extended attributes, which gVisor cannot read:
+// a file that has any could not be opened. lost names the files that had some,
+// such as the capabilities of programs, from the folder on.
+func FromDirPlain(ctx context.Context, dir, out string) (lost []string, err error) {
+	err = filepath.WalkDir(dir, func(path string, _ fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		n, err := unix.Llistxattr(path, nil)
+		if err != nil && !errors.Is(err, unix.ENOTSUP) {
+			return fmt.Errorf("list the extended attributes of %s: %w", path, err)
+		}
+		if n > 0 {
+			name, err := filepath.Rel(dir, path)
+			if err != nil {
+				return err
+			}
+			lost = append(lost, name)
+		}
+		return ctx.Err()
+	})
+	if err != nil {
+		return nil, fmt.Errorf("root filesystem: %w", err)
+	}
+	return lost, pack(ctx, dir, out, false)
+}
 
 // pack packs a folder with or without the files' extended attributes. The same
 // folder gives the same bytes.

@@ -7,6 +7,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"golang.org/x/sys/unix"
 )
 
 // The superblock (fs/erofs/erofs_fs.h).
@@ -130,4 +132,32 @@ func TestFromDirLeavesNothing(t *testing.T) {
 		}
 		wantEmpty(t, folder)
 	})
+}
+
+// TestPlain: extended attributes are left out, and the files that had some are
+// named.
+func TestPlain(t *testing.T) {
+	dir := rootfs(t)
+	tool := filepath.Join(dir, "bin", "tool")
+	if err := unix.Setxattr(tool, "user.note", []byte("unmistakable"), 0); err != nil {
+		t.Fatalf("this file system has no extended attributes: set TMPDIR to one that has: %v", err)
+	}
+	out := filepath.Join(t.TempDir(), "root.erofs")
+	lost, err := FromDirPlain(t.Context(), dir, out)
+	if err != nil || len(lost) != 1 || lost[0] != "bin/tool" {
+		t.Errorf("lost %q, %v", lost, err)
+	}
+	plain, err := os.ReadFile(out)
+	if err != nil || strings.Contains(string(plain), "unmistakable") {
+		t.Errorf("the attribute is in the image (%v)", err)
+	}
+	if err := FromDir(t.Context(), dir, out); err != nil {
+		t.Fatal(err)
+	}
+	if b, err := os.ReadFile(out); err != nil || !strings.Contains(string(b), "unmistakable") {
+		t.Errorf("the attribute is not in an image that keeps them (%v)", err)
+	}
+	if _, err := FromDirPlain(t.Context(), filepath.Join(dir, "missing"), out); err == nil {
+		t.Error("a folder that is not there was packed")
+	}
 }

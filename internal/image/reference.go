@@ -2,6 +2,7 @@ package image
 
 import (
 	"fmt"
+	"regexp"
 
 	"github.com/google/go-containerregistry/pkg/name"
 	v1 "github.com/google/go-containerregistry/pkg/v1"
@@ -11,9 +12,16 @@ import (
 // Short and long forms of a name are equal.
 type Reference struct{ ref name.Reference }
 
+// repositoryPattern is that of the OCI distribution specification ("Pulling
+// manifests"); the library takes more.
+var repositoryPattern = regexp.MustCompile(`^[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*(/[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*)*$`)
+
 // ParseReference checks a reference.
 func ParseReference(s string) (Reference, error) {
 	ref, err := name.ParseReference(s)
+	if err == nil && !repositoryPattern.MatchString(ref.Context().RepositoryStr()) {
+		err = fmt.Errorf("%q is no name of a repository", ref.Context().RepositoryStr())
+	}
 	if err != nil {
 		return Reference{}, fmt.Errorf("image %q: write [REGISTRY/]NAME[:TAG] or [REGISTRY/]NAME@sha256:DIGEST: %w", s, err)
 	}

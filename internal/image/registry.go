@@ -48,13 +48,30 @@ func LoadRegistries(path string) (r Registries, err error) {
 		d.DisallowUnknownFields()
 		err = d.Decode(&r)
 	}
+	if err == nil {
+		err = r.Validate()
+	}
 	if err != nil {
 		return r, fmt.Errorf("read the settings of registries in %s: %w", path, err)
 	}
 	return r, nil
 }
 
-func (r Registries) plainHTTP(host string) bool { return r.Hosts[host].PlainHTTP }
+// Validate checks the hosts' names.
+func (r Registries) Validate() error {
+	for host := range r.Hosts {
+		registry, err := name.NewRegistry(host)
+		if err != nil || host == "" || strings.ContainsAny(host, "/@ ") || host != strings.ToLower(host) {
+			return fmt.Errorf("registry %q: write its host, or host:port, in lower case", host)
+		}
+		if registry.RegistryStr() != host {
+			return fmt.Errorf("registry %q: its host is %s", host, registry.RegistryStr())
+		}
+	}
+	return nil
+}
+
+func (r Registries) plainHTTP(host string) bool { return r.Hosts[strings.ToLower(host)].PlainHTTP }
 
 // reference is the reference as the library wants it to reach the registry.
 func (r Registries) reference(ref Reference) (name.Reference, error) {
@@ -73,6 +90,9 @@ type gate struct {
 }
 
 func (r Registries) transport() (*gate, error) {
+	if err := r.Validate(); err != nil {
+		return nil, err
+	}
 	others, err := newTransport(r.CAFiles)
 	if err != nil {
 		return nil, err

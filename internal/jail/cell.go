@@ -20,7 +20,10 @@ type Cell struct {
 	lock  *os.File // nil in a cell that was found
 	group group    // nil: unlimited
 
-	extending sync.Mutex // held while the limit of memory is changed
+	extending sync.Mutex // held while the limit of memory is changed; protects surplus
+	// surplus is what the limit is too high by: memory that was given back and
+	// is still there.
+	surplus uint64
 }
 
 // Process is one that was started.
@@ -173,14 +176,27 @@ func (c *Cell) Memory() (usage, limit uint64, err error) {
 	return c.group.memory()
 }
 
-// Extend lets the process have more memory until back is called. For one that
-// has ended that is nothing.
+// Limit gives the process other limits than it was started with.
+func (c *Cell) Limit(l Limits) error {
+	if c.group == nil {
+		return nil
+	}
+	c.extending.Lock()
+	defer c.extending.Unlock()
+	if err := c.group.set(l); err != nil {
+		return fmt.Errorf("limit a vmm process: %w", err)
+	}
+	return nil
+}
+
+// Extend lets the process have more memory until back is called, and as long
+// after that as it has it. For one that has ended that is nothing.
 func (c *Cell) Extend(bytes uint64) (back func() error, err error) {
 	nothing := func() error { return nil }
 	if c.group == nil {
 		return nothing, nil
 	}
-	err = c.changeMemory(func(limit uint64) uint64 { return limit + bytes })
+	err = c.changeMemory(bytes, 0)
 	if gone(err) {
 		return nothing, nil
 	}
@@ -188,7 +204,7 @@ func (c *Cell) Extend(bytes uint64) (back func() error, err error) {
 		return nil, fmt.Errorf("extend the memory of a vmm process: %w", err)
 	}
 	return func() error {
-		err := c.changeMemory(func(limit uint64) uint64 { return limit - min(bytes, limit) })
+		err := c.changeMemory(0, bytes)
 		if err != nil && !gone(err) {
 			return fmt.Errorf("reduce the memory of a vmm process: %w", err)
 		}
@@ -196,15 +212,33 @@ func (c *Cell) Extend(bytes uint64) (back func() error, err error) {
 	}, nil
 }
 
-// changeMemory changes the limit of memory.
-func (c *Cell) changeMemory(change func(limit uint64) uint64) error {
+// roomToFree is what is left above what a process uses when its limit is
+// lowered: it goes on allocating meanwhile.
+const roomToFree = 16 << 20
+
+// changeMemory changes the limit of memory. It is not lowered to below what is
+// in use: the kernel would kill the process, which may be about to unmap a file
+// that others have closed. The next change makes up for it.
+func (c *Cell) changeMemory(more, less uint64) error {
 	c.extending.Lock()
 	defer c.extending.Unlock()
-	_, limit, err := c.group.memory()
+	usage, limit, err := c.group.memory()
 	if err != nil {
 		return err
 	}
-	return c.group.setMemory(change(limit))
+	limit += more
+	surplus := c.surplus + less
+	possible := limit - min(limit, usage+roomToFree)
+	lower := min(surplus, possible)
+	if more == 0 && lower == 0 {
+		c.surplus = surplus
+		return nil
+	}
+	if err := c.group.setMemory(limit - lower); err != nil {
+		return err
+	}
+	c.surplus = surplus - lower
+	return nil
 }
 
 // Release frees the cell of a process that has ended, and says how often the

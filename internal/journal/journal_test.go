@@ -33,7 +33,9 @@ func TestCollection(t *testing.T) {
 		want error
 	}{
 		{func(tx *Tx) error { return notes.Put(tx, "b/1", note{"one"}) }, nil},
-		{func(tx *Tx) error { return errors.Join(notes.Put(tx, "b/2", note{"two"}), notes.Put(tx, "c/1", note{"other"})) }, nil},
+		{func(tx *Tx) error {
+			return errors.Join(notes.Put(tx, "b/2", note{"two"}), notes.Put(tx, "c/1", note{"other"}))
+		}, nil},
 		{func(tx *Tx) error { return errors.Join(notes.Delete(tx, "b/1"), failed) }, failed},
 		{func(tx *Tx) error { return notes.Delete(tx, "not there") }, nil},
 	} {

@@ -13,7 +13,7 @@ const chunkSize = 256 << 10
 
 // Compact writes one new layer with everything in im that is not zero, and
 // returns the image that consists of it. Zero pages between others are kept
-// where leaving them out would need more than MaxRuns runs. An image of zeros
+// where Gather wants it. An image of zeros
 // has no layer, and nothing is written. Compact closes what open returns.
 func Compact(ctx context.Context, im Image, open func(Ref) (*os.File, error), w io.Writer) (Image, error) {
 	if err := im.Validate(); err != nil {
@@ -42,7 +42,7 @@ func Compact(ctx context.Context, im Image, open func(Ref) (*os.File, error), w 
 	if err != nil {
 		return Image{}, fmt.Errorf("compact: %w", err)
 	}
-	runs = Coalesce(runs, MaxRuns)
+	runs = Gather(runs)
 	out := NewWriter(w)
 	if err := copyRuns(out, runs, read); err != nil {
 		return Image{}, fmt.Errorf("compact: %w", err)

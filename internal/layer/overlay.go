@@ -17,19 +17,59 @@ var ErrNeedsCompaction = errors.New("image needs compaction")
 func Coalesce(runs []Run, most int) []Run {
 	most = max(most, 1)
 	runs = joinGaps(runs, func(gap uint64) bool { return gap == 0 })
-	excess := len(runs) - most
-	if excess <= 0 {
+	if len(runs) <= most {
 		return runs
 	}
-	gaps := make([]uint64, 0, len(runs)-1)
-	for i := range runs[1:] {
-		gaps = append(gaps, runs[i+1].Start-runs[i].end())
+	return joinSmallest(runs, gapsOf(runs), len(runs)-most)
+}
+
+const (
+	// gatheredGap is the largest gap that is worth storing to save an extent,
+	// which costs each fork two mappings and keeps the kernel from mapping
+	// what is around a page with it.
+	gatheredGap = 64 << 10
+	// Gathering may add so much to a layer, and this part of what it holds.
+	gatheredBytes = 1 << 20
+	gatheredPart  = 16
+)
+
+// Gather is Coalesce for a layer of memory, which has at most MaxRuns: small
+// gaps are closed beyond what is necessary, as far as the layer does not grow
+// much by it.
+func Gather(runs []Run) []Run {
+	runs = joinGaps(runs, func(gap uint64) bool { return gap == 0 })
+	budget := uint64(gatheredBytes)
+	for _, r := range runs {
+		budget += r.Length / gatheredPart
+	}
+	gaps := gapsOf(runs)
+	n := 0
+	for n < len(gaps) && (len(runs)-n > MaxRuns || gaps[n] <= min(gatheredGap, budget)) {
+		budget -= min(gaps[n], budget)
+		n++
+	}
+	return joinSmallest(runs, gaps, n)
+}
+
+// gapsOf is the sizes of the gaps between runs, ascending.
+func gapsOf(runs []Run) []uint64 {
+	var gaps []uint64
+	for i := 1; i < len(runs); i++ {
+		gaps = append(gaps, runs[i].Start-runs[i-1].end())
 	}
 	slices.Sort(gaps)
-	limit := gaps[excess-1]
+	return gaps
+}
+
+// joinSmallest closes n gaps.
+func joinSmallest(runs []Run, gaps []uint64, n int) []Run {
+	if n == 0 {
+		return runs
+	}
+	limit := gaps[n-1]
 	// Of the gaps as large as the limit only as many are joined as needed.
 	below, _ := slices.BinarySearch(gaps, limit)
-	ties := excess - below
+	ties := n - below
 	return joinGaps(runs, func(gap uint64) bool {
 		if gap == limit {
 			ties--

@@ -32,6 +32,45 @@ func TestCoalesce(t *testing.T) {
 	}
 }
 
+func TestGather(t *testing.T) {
+	const p = PageSize
+	far := Run{1 << 30, p}
+	many := func(n int, gap uint64) (runs []Run) {
+		for i := range uint64(n) {
+			runs = append(runs, Run{i * (p + gap), p})
+		}
+		return runs
+	}
+	for _, c := range []struct {
+		name string
+		in   []Run
+		want int
+	}{
+		{"nothing", nil, 0},
+		{"small gaps", append(many(10, gatheredGap), far), 2},
+		{"large gaps", append(many(10, gatheredGap+p), far), 11},
+		// 16 gaps of 64 KiB are 1 MiB; of what they join a sixteenth may be added.
+		{"as long as it costs little", many(40, gatheredGap), 40 - gatheredBytes/gatheredGap},
+		{"what is large may grow more", append(many(40, gatheredGap), Run{1 << 30, 1 << 30}), 2},
+		{"not more than fit", many(500, gatheredGap), MaxRuns},
+		{"too many large gaps", many(MaxRuns+1, gatheredGap+p), MaxRuns},
+	} {
+		before := slices.Clone(c.in)
+		got := Gather(c.in)
+		if len(got) != c.want {
+			t.Errorf("%s: %d runs, want %d", c.name, len(got), c.want)
+		}
+		if !slices.Equal(c.in, before) {
+			t.Errorf("%s: the argument was changed", c.name)
+		}
+		for _, r := range c.in {
+			if !slices.ContainsFunc(got, func(g Run) bool { return g.Start <= r.Start && r.end() <= g.end() }) {
+				t.Errorf("%s: run %#x was lost", c.name, r.Start)
+			}
+		}
+	}
+}
+
 // randomRuns are sorted and disjoint, sometimes adjacent.
 func randomRuns(r *rand.Rand, pages uint64, most int) []Run {
 	var runs []Run

@@ -75,7 +75,7 @@ func (s *Store) Hibernate(ctx context.Context, name Name) error {
 	if err != nil {
 		return errors.Join(fmt.Errorf("hibernate %s: %w", name, err), sb.Resume(context.WithoutCancel(ctx)), sb.Detach())
 	}
-	if err := errors.Join(sb.Close(), s.engine.Remove(ctx, s.machineDir(name, r.Life))); err != nil {
+	if err := errors.Join(sb.Close(), s.removeMachine(ctx, s.machineDir(name, r.Life))); err != nil {
 		return fmt.Errorf("hibernate %s: %w", name, err)
 	}
 	return s.tidy()
@@ -87,7 +87,7 @@ func (s *Store) wake(ctx context.Context, name Name, r record) (_ engine.Sandbox
 	// Whoever was interrupted may have left a machine: the one that was
 	// captured, or one that woke and that nobody knows of.
 	for _, left := range []string{s.machineDir(name, r.Life), machine} {
-		if err := s.engine.Remove(ctx, left); err != nil {
+		if err := s.removeMachine(ctx, left); err != nil {
 			return nil, fmt.Errorf("resume %s: %w", name, err)
 		}
 	}
@@ -99,7 +99,11 @@ func (s *Store) wake(ctx context.Context, name Name, r record) (_ engine.Sandbox
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, snap.Close()) }()
-	sb, err := s.engine.Fork(ctx, snap, engine.ForkOptions{
+	e, err := s.engineOf(snap)
+	if err != nil {
+		return nil, fmt.Errorf("resume %s: %w", name, err)
+	}
+	sb, err := e.Fork(ctx, snap, engine.ForkOptions{
 		Hostname: string(name), Folder: machine, KeepIdentity: true, Limits: r.Limits,
 	})
 	if err != nil {
@@ -135,7 +139,7 @@ func (s *Store) write(name Name, r record) error {
 // leave writes down what a new sandbox is, and lets it go.
 func (s *Store) leave(sb engine.Sandbox, name Name, r record) error {
 	if err := s.write(name, r); err != nil {
-		return errors.Join(err, sb.Close(), os.RemoveAll(s.sandboxDir(name)))
+		return errors.Join(err, sb.Close())
 	}
 	return sb.Detach()
 }

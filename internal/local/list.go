@@ -9,8 +9,9 @@ import (
 	"path/filepath"
 	"time"
 
-	"agentrun.dev/internal/engine/microvm"
-	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/folder"
+	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/snapshot"
 	"golang.org/x/sys/unix"
 )
@@ -19,6 +20,8 @@ import (
 type Entry struct {
 	Name Name   `json:"name"`
 	Kind string `json:"kind"` // KindSnapshot or KindSandbox
+	// Engine is what it runs on.
+	Engine pick.Kind `json:"engine,omitempty"`
 	// Status is one of the Status constants, or what is wrong with it.
 	Status  string    `json:"status"`
 	Created time.Time `json:"created,omitzero"`
@@ -85,7 +88,11 @@ func describe(dir string) Entry {
 	}
 	defer func() { _ = snap.Close() }() // only read
 	m := snap.Manifest()
-	e := Entry{Status: StatusReady, Created: m.Created, Snapshot: snap.ID().String(), VCPUs: m.VCPUs, Memory: m.Memory.Size}
+	kind, err := pick.Of(m.Engine)
+	if err != nil {
+		return Entry{Status: err.Error()}
+	}
+	e := Entry{Status: StatusReady, Engine: kind, Created: m.Created, Snapshot: snap.ID().String(), VCPUs: m.VCPUs, Memory: m.Memory.Size}
 	for _, ref := range m.Layers() {
 		e.Stored += ref.Size
 		e.Layers++
@@ -123,25 +130,45 @@ func (s *Store) describeSandbox(n Name) Entry {
 		return e
 	}
 	machine := s.machineDir(n, r.Life)
-	e := describe(microvm.SnapshotOf(machine))
+	e := describe(folder.Folder(machine).From())
 	e.Created, e.Unshared = r.Created, unshared(machine)
 	if e.Status != StatusReady {
 		return e
 	}
-	e.PID, err = microvm.ProcessOf(machine)
+	runs, err := s.engine(r.Engine)
+	if err != nil {
+		e.Status = err.Error()
+		return e
+	}
+	pid, st, err := runs.Inspect(machine)
 	switch {
-	case err != nil:
+	case errors.Is(err, engine.ErrEnded):
 		e.Status = StatusEnded
+		return e
+	case err != nil:
+		e.Status = err.Error()
 		return e
 	case r.Paused:
 		e.Status = StatusPaused
 	default:
 		e.Status = StatusRunning
 	}
-	if st, err := microvm.ProcessStats(e.PID); err == nil {
-		e.Own = st.Own
-	}
+	e.PID, e.Own = pid, st.Own
 	return e
+}
+
+// removeMachine ends what runs in a machine's folder. What it was made of says on
+// which engine.
+func (s *Store) removeMachine(ctx context.Context, dir string) error {
+	snap, err := snapshot.Open(folder.Folder(dir).From())
+	if err != nil { // nothing was started yet
+		return os.RemoveAll(dir)
+	}
+	e, err := s.engineOf(snap)
+	if err = errors.Join(err, snap.Close()); err != nil {
+		return err
+	}
+	return e.Remove(ctx, dir)
 }
 
 // Remove ends a sandbox and forgets it, or deletes a snapshot.
@@ -150,7 +177,7 @@ func (s *Store) Remove(ctx context.Context, name Name) error {
 		// One that was left half made has no record, but may have a machine.
 		machines, err := filepath.Glob(filepath.Join(dir, "machine-*"))
 		for _, m := range machines {
-			err = errors.Join(err, s.engine.Remove(ctx, m))
+			err = errors.Join(err, s.removeMachine(ctx, m))
 		}
 		if err != nil {
 			return fmt.Errorf("remove sandbox %s: %w", name, err)
@@ -170,25 +197,23 @@ func (s *Store) Remove(ctx context.Context, name Name) error {
 }
 
 // tidy frees the memory layers that no snapshot and no sandbox uses, and what
-// dead builders left. Running sandboxes keep what they have mapped.
+// dead builders left.
 func (s *Store) tidy() error {
-	used := map[layer.Digest]bool{}
-	for _, pattern := range []string{"snapshots/*", "sandboxes/*/image-*", "sandboxes/*/machine-*/from"} {
+	var folders, snapshots []string
+	for pattern, list := range map[string]*[]string{
+		"snapshots/*": &snapshots, "sandboxes/*/image-*": &snapshots, "sandboxes/*/machine-*": &folders,
+	} {
 		dirs, err := filepath.Glob(filepath.Join(s.dir, pattern))
 		if err != nil {
 			return err
 		}
-		for _, dir := range dirs {
-			snap, err := snapshot.Open(dir)
-			if err != nil {
-				continue
-			}
-			for _, ref := range snap.Manifest().Layers() {
-				used[ref.Digest] = true
-			}
-			_ = snap.Close() // only read
+		*list = append(*list, dirs...)
+	}
+	errs := []error{snapshot.CleanTemp(filepath.Join(s.dir, "snapshots"))}
+	for _, kind := range pick.Kinds {
+		if e, err := s.engine(kind); err == nil { // one that cannot be opened has left nothing
+			errs = append(errs, e.Keep(folders, snapshots))
 		}
 	}
-	_, err := s.engine.KeepResident(func(d layer.Digest) bool { return used[d] })
-	return errors.Join(err, s.engine.Sweep(), snapshot.CleanTemp(filepath.Join(s.dir, "snapshots")))
+	return errors.Join(errs...)
 }

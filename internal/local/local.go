@@ -23,10 +23,12 @@ import (
 	"path/filepath"
 	"regexp"
 	"strconv"
+	"sync"
 	"time"
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/snapshot"
 )
 
@@ -50,11 +52,14 @@ func ParseName(s string) (Name, error) {
 // ErrNotFound says that there is neither a snapshot nor a sandbox of a name.
 var ErrNotFound = errors.New("no such snapshot or sandbox")
 
-// Store is the folder and the engine that runs its sandboxes.
+// Store is the folder and the engines that run its sandboxes.
 type Store struct {
 	dir      string
 	resident string // where its memory layers are
-	engine   *microvm.Engine
+	policy   microvm.JailPolicy
+
+	mu     sync.Mutex // protects opened
+	opened map[pick.Kind]engine.Engine
 }
 
 // DefaultFolder is where a user's snapshots and sandboxes are.
@@ -85,15 +90,43 @@ func Open(dir string, policy microvm.JailPolicy) (*Store, error) {
 	// One per folder, so that tidying one does not empty the other.
 	sum := sha256.Sum256([]byte(dir))
 	resident := "/dev/shm/agentrun-" + strconv.Itoa(os.Geteuid()) + "-" + hex.EncodeToString(sum[:4])
-	e, err := microvm.New(microvm.Config{Resident: resident, Scratch: filepath.Join(dir, "scratch"), Jail: policy})
+	return &Store{dir: dir, resident: resident, policy: policy, opened: map[pick.Kind]engine.Engine{}}, nil
+}
+
+// engine opens an engine when it is first needed: a machine need not have all.
+func (s *Store) engine(kind pick.Kind) (engine.Engine, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if e := s.opened[kind]; e != nil {
+		return e, nil
+	}
+	e, err := pick.Open(kind, pick.Config{Resident: s.resident, Scratch: filepath.Join(s.dir, "scratch"), Jail: s.policy})
 	if err != nil {
 		return nil, err
 	}
-	return &Store{dir: dir, resident: resident, engine: e}, nil
+	s.opened[kind] = e
+	return e, nil
+}
+
+// engineOf opens the engine that a snapshot is of.
+func (s *Store) engineOf(snap *snapshot.Snapshot) (engine.Engine, error) {
+	kind, err := pick.Of(snap.Manifest().Engine)
+	if err != nil {
+		return nil, err
+	}
+	return s.engine(kind)
 }
 
 // Close frees the store; sandboxes live on.
-func (s *Store) Close() error { return s.engine.Close() }
+func (s *Store) Close() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var errs []error
+	for _, e := range s.opened {
+		errs = append(errs, e.Close())
+	}
+	return errors.Join(errs...)
+}
 
 // SnapshotFolder is where a snapshot is.
 func (s *Store) SnapshotFolder(n Name) string { return s.snapshotDir(n) }
@@ -107,6 +140,7 @@ const recordName = "sandbox.json"
 // record is what sandbox.json holds.
 type record struct {
 	Created  time.Time     `json:"created"`
+	Engine   pick.Kind     `json:"engine"`
 	Snapshot string        `json:"snapshot,omitempty"` // that it comes from
 	Limits   engine.Limits `json:"limits"`
 	// Life counts the machines and images that it has had.
@@ -125,13 +159,17 @@ func (s *Store) imageDir(n Name, life uint64) string {
 	return filepath.Join(s.sandboxDir(n), "image-"+strconv.FormatUint(life, 10))
 }
 
-// Template boots a sandbox, lets warm prepare it, and captures it under a
-// name.
-func (s *Store) Template(ctx context.Context, name Name, spec engine.Spec, warm func(engine.Sandbox) error) (err error) {
+// Template boots a sandbox on an engine, lets warm prepare it, and captures it
+// under a name.
+func (s *Store) Template(ctx context.Context, name Name, kind pick.Kind, spec engine.Spec, warm func(engine.Sandbox) error) (err error) {
 	if err := s.free(name); err != nil {
 		return err
 	}
-	sb, err := s.engine.Boot(ctx, spec)
+	e, err := s.engine(kind)
+	if err != nil {
+		return err
+	}
+	sb, err := e.Boot(ctx, spec)
 	if err != nil {
 		return err
 	}
@@ -181,83 +219,6 @@ func (s *Store) Capture(ctx context.Context, from, name Name) (err error) {
 	return s.capture(ctx, sb, s.snapshotDir(name))
 }
 
-// Fork makes sandboxes that continue from a snapshot or from a running
-// sandbox, all from the same instant. Each has its own outcome.
-func (s *Store) Fork(ctx context.Context, from Name, names []Name, limits engine.Limits) (outcomes []error, err error) {
-	opts := make([]engine.ForkOptions, len(names))
-	outcomes = make([]error, len(names))
-	for i, n := range names {
-		opts[i] = engine.ForkOptions{Hostname: string(n), Folder: s.machineDir(n, 0), Limits: limits}
-		outcomes[i] = s.make(n)
-	}
-	made, id, err := s.forkFrom(ctx, from, opts, outcomes)
-	for i, n := range names {
-		if err == nil && outcomes[i] == nil {
-			outcomes[i] = s.leave(made[i], n, record{Limits: limits, Created: time.Now().UTC().Truncate(time.Second), Snapshot: id})
-		} else if !errors.Is(outcomes[i], errTaken) {
-			outcomes[i] = errors.Join(outcomes[i], os.RemoveAll(s.sandboxDir(n)))
-		}
-	}
-	return outcomes, err
-}
-
-// forkFrom makes the forks that have no outcome yet.
-func (s *Store) forkFrom(ctx context.Context, from Name, opts []engine.ForkOptions, outcomes []error) (made []engine.Sandbox, id string, err error) {
-	made = make([]engine.Sandbox, len(opts))
-	if dir := s.snapshotDir(from); exists(dir) {
-		snap, err := snapshot.Open(dir)
-		if err != nil {
-			return nil, "", err
-		}
-		for i, o := range opts {
-			if outcomes[i] == nil {
-				made[i], outcomes[i] = s.engine.Fork(ctx, snap, o)
-			}
-		}
-		return made, snap.ID().String(), snap.Close()
-	}
-	if !exists(s.sandboxDir(from)) {
-		return nil, "", fmt.Errorf("fork %s: %w", from, ErrNotFound)
-	}
-	source, err := s.Attach(ctx, from)
-	if err != nil {
-		return nil, "", err
-	}
-	defer func() { err = errors.Join(err, source.Detach()) }()
-	var wanted []engine.ForkOptions
-	var index []int
-	for i, o := range opts {
-		if outcomes[i] == nil {
-			wanted, index = append(wanted, o), append(index, i)
-		}
-	}
-	live, err := source.Fork(ctx, wanted)
-	if err != nil {
-		return nil, "", fmt.Errorf("fork %s: %w", from, err)
-	}
-	for k, i := range index {
-		made[i], outcomes[i] = live.Forks[k], live.Errs[k]
-	}
-	return made, "", nil
-}
-
-// errTaken says that a folder is another sandbox's.
-var errTaken = errors.New("the name is taken")
-
-// make makes the folder of a new sandbox, which marks it as half made.
-func (s *Store) make(name Name) error {
-	if err := s.free(name); err != nil {
-		return fmt.Errorf("%w: %w", errTaken, err)
-	}
-	if err := os.Mkdir(s.sandboxDir(name), 0o700); err != nil { // another fork may have been faster
-		return fmt.Errorf("fork: %w: %w", errTaken, err)
-	}
-	if err := os.Mkdir(s.machineDir(name, 0), 0o700); err != nil {
-		return fmt.Errorf("fork: %w", err)
-	}
-	return nil
-}
-
 // Attach connects to a sandbox. One that is paused or hibernated goes on.
 func (s *Store) Attach(ctx context.Context, name Name) (engine.Sandbox, error) {
 	r, err := s.record(name)
@@ -285,7 +246,11 @@ func (s *Store) Attach(ctx context.Context, name Name) (engine.Sandbox, error) {
 
 // adopt connects to a sandbox that may stand still.
 func (s *Store) adopt(ctx context.Context, name Name, r record) (engine.Sandbox, error) {
-	sb, err := s.engine.Adopt(ctx, s.machineDir(name, r.Life))
+	e, err := s.engine(r.Engine)
+	if err != nil {
+		return nil, err
+	}
+	sb, err := e.Adopt(ctx, s.machineDir(name, r.Life))
 	if err != nil {
 		return nil, fmt.Errorf("sandbox %s: %w", name, err)
 	}

@@ -52,7 +52,7 @@ func TestLeftOvers(t *testing.T) {
 	for name, tt := range map[Name]struct{ record, want string }{
 		"half":    {"", "half made"},
 		"damaged": {"{", "damaged"},
-		"old":     {`{"life":3}`, engine.ErrEnded.Error()},
+		"old":     {`{"life":3,"engine":"microvm"}`, engine.ErrEnded.Error()},
 	} {
 		dir, machine := s.sandboxDir(name), s.machineDir(name, 3)
 		if err := os.MkdirAll(machine, 0o700); err != nil {

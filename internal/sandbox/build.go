@@ -143,7 +143,7 @@ func (m *Manager) runBuild(ctx context.Context, k buildKey, spec TemplateSpec, l
 		m.capacity.release(memory)
 	}
 	if ctx.Err() != nil { // the next daemon builds it
-		return errors.Join(err, removeSnapshot(dir))
+		return errors.Join(err, m.removeSnapshot(dir))
 	}
 	b.Finished = time.Now().UTC()
 	b.Phase = PhaseReady
@@ -152,13 +152,13 @@ func (m *Manager) runBuild(ctx context.Context, k buildKey, spec TemplateSpec, l
 		if _, werr := fmt.Fprintf(log, "the template is not built: %v\n", err); werr != nil {
 			return werr
 		}
-		return errors.Join(m.putBuild(b), removeSnapshot(dir))
+		return errors.Join(m.putBuild(b), m.removeSnapshot(dir))
 	}
 	return m.putBuild(b)
 }
 
 // machineMemory is what a machine of a template reserves.
-func (m *Manager) machineMemory(spec TemplateSpec) uint64 { return spec.Memory + m.cfg.Overhead }
+func (m *Manager) machineMemory(spec TemplateSpec) uint64 { return m.cfg.Reserve(spec.Memory) }
 
 // reserve takes memory for a machine.
 func (m *Manager) reserve(bytes uint64) error { return m.capacity.reserve(bytes) }
@@ -193,7 +193,7 @@ func (m *Manager) collectBuilds() error {
 	}
 	var errs []error
 	for _, b := range dead {
-		errs = append(errs, removeSnapshot(m.snapshotDir(b.Snapshot)))
+		errs = append(errs, m.removeSnapshot(m.snapshotDir(b.Snapshot)))
 		if err := os.Remove(m.logFile(b.Snapshot)); !errors.Is(err, os.ErrNotExist) {
 			errs = append(errs, err)
 		}

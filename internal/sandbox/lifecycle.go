@@ -105,7 +105,7 @@ func (b *member) hibernate(ctx context.Context) error {
 		}
 		return errors.Join(err,
 			b.change(func(s *Sandbox) { s.State, s.Image = last.State, "" }),
-			removeSnapshot(b.manager.imageDir(image)))
+			b.manager.removeSnapshot(b.manager.imageDir(image)))
 	}
 	return b.dropMachine(last)
 }
@@ -130,7 +130,7 @@ func (b *member) wake(ctx context.Context) error {
 		return errors.Join(err, sb.Close(), m.cfg.Engine.Remove(m.ctx, m.machineDir(machine)))
 	}
 	b.attach(sb)
-	return removeSnapshot(m.imageDir(last.Image))
+	return m.removeSnapshot(m.imageDir(last.Image))
 }
 
 func (b *member) wakeMachine(ctx context.Context, last Sandbox) (_ engine.Sandbox, _ ID, err error) {
@@ -150,7 +150,8 @@ func (b *member) wakeMachine(ctx context.Context, last Sandbox) (_ engine.Sandbo
 }
 
 // removeSnapshot deletes a snapshot's folder, if there is one.
-func removeSnapshot(dir string) error {
+func (m *Manager) removeSnapshot(dir string) error {
+	defer m.removed()
 	if err := snapshot.Remove(dir); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}

@@ -18,16 +18,6 @@ import (
 	"agentrun.dev/internal/snapshot"
 )
 
-// Engine is what a Manager needs of an engine.
-type Engine interface {
-	engine.Engine
-	// Adopt takes over a sandbox that was forked with a folder by a process
-	// that is gone. One that is gone as well is engine.ErrEnded.
-	Adopt(ctx context.Context, folder string) (engine.Sandbox, error)
-	// Remove ends what runs in a folder, whoever started it, and deletes it.
-	Remove(ctx context.Context, folder string) error
-}
-
 // Builder makes the snapshot of a template's revision in a new folder.
 type Builder interface {
 	// Build writes what happens to log, for people.
@@ -41,12 +31,12 @@ type Builder interface {
 type Config struct {
 	// Dir is the state folder.
 	Dir     string
-	Engine  Engine
+	Engine  engine.Engine
 	Builder Builder
 	// Capacity is how much memory sandboxes may reserve together.
 	Capacity uint64
-	// Overhead is what a machine reserves beyond its RAM.
-	Overhead uint64
+	// Reserve is what a machine with that much RAM takes; nil is no more than it.
+	Reserve func(ram uint64) uint64
 	// Boot identifies the host's boot.
 	Boot string
 	Log  *slog.Logger
@@ -60,6 +50,7 @@ type Manager struct {
 	ctx      context.Context // ends when the manager closes
 	cancel   context.CancelFunc
 	work     sync.WaitGroup // all goroutines
+	dirty    chan struct{}  // holds at most one notice that something was removed
 	// forgotten is when outcomes were last forgotten, in Unix time. It is read in
 	// transactions, which may not wait for mu: who has mu may wait for them.
 	forgotten atomic.Int64
@@ -94,8 +85,12 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 	if err != nil {
 		return nil, err
 	}
+	if cfg.Reserve == nil {
+		cfg.Reserve = func(ram uint64) uint64 { return ram }
+	}
 	m := &Manager{
 		cfg: cfg, db: db, capacity: admission{capacity: cfg.Capacity},
+		dirty:     make(chan struct{}, 1),
 		sandboxes: map[ID]*member{}, names: map[Key]ID{}, pools: map[Key]*pool{}, builds: map[buildKey]*build{},
 		requests: map[string]*request{},
 	}
@@ -103,6 +98,7 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 	if err := m.recover(ctx); err != nil {
 		return nil, errors.Join(fmt.Errorf("recover the state: %w", err), m.Close())
 	}
+	m.work.Go(m.tidyUp)
 	return m, nil
 }
 
@@ -192,6 +188,46 @@ func (m *Manager) recover(ctx context.Context) error {
 		return err
 	}
 	return m.recoverPools()
+}
+
+// tidyUp frees memory, some time after things were removed.
+func (m *Manager) tidyUp() {
+	const quiet = time.Second // many may be removed at once
+	for {
+		select {
+		case <-m.dirty:
+		case <-m.ctx.Done():
+			return
+		}
+		select {
+		case <-time.After(quiet):
+		case <-m.ctx.Done():
+			return
+		}
+		if err := m.keep(); err != nil {
+			m.cfg.Log.Error("free memory that is not used", "error", err)
+		}
+	}
+}
+
+// removed is called when something was removed that may have used memory.
+func (m *Manager) removed() {
+	select {
+	case m.dirty <- struct{}{}:
+	default:
+	}
+}
+
+func (m *Manager) keep() error {
+	var folders, snapshots []string
+	for dir, list := range map[string]*[]string{machinesDir: &folders, imagesDir: &snapshots, snapshotsDir: &snapshots} {
+		found, err := filepath.Glob(filepath.Join(m.cfg.Dir, dir, "*"))
+		if err != nil {
+			return err
+		}
+		*list = append(*list, found...)
+	}
+	return m.cfg.Engine.Keep(folders, snapshots)
 }
 
 // startMachine makes a machine in a new folder. The caller has reserved its

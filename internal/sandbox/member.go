@@ -138,7 +138,7 @@ func (b *member) ended(reason Reason, detail string) error {
 	close(b.gone)
 	var errs []error
 	if last.Image != "" {
-		errs = append(errs, removeSnapshot(m.imageDir(last.Image)))
+		errs = append(errs, m.removeSnapshot(m.imageDir(last.Image)))
 	}
 	errs = append(errs, b.dropMachine(last))
 	m.trimHistory()
@@ -164,6 +164,7 @@ func (b *member) dropMachine(last Sandbox) error {
 	m := b.manager
 	errs = append(errs, m.cfg.Engine.Remove(m.ctx, m.machineDir(last.Machine)))
 	m.capacity.release(last.Memory)
+	m.removed()
 	m.refill()
 	return errors.Join(errs...)
 }

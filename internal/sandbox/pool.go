@@ -239,12 +239,15 @@ func (p *pool) open(b Build, spec TemplateSpec, count int) (*stock, error) {
 		return nil, fmt.Errorf("the snapshot of template %s: %w", b.Template.Name, err)
 	}
 	s := &stock{build: b, spec: spec, snap: snap}
-	s.ready = ready.New(ready.Config{
+	s.ready, err = ready.New(ready.Config{
 		Snapshot: snap, Count: count,
-		Engine: forker(func(ctx context.Context, snap *snapshot.Snapshot, o engine.ForkOptions) (engine.Sandbox, error) {
+		Engine: forker(func(ctx context.Context, _ *snapshot.Snapshot, o engine.ForkOptions) (engine.Sandbox, error) {
 			return p.manager.forkParked(ctx, s, o.Hostname)
 		}),
 	})
+	if err != nil {
+		return nil, errors.Join(err, snap.Close())
+	}
 	return s, nil
 }
 

@@ -58,8 +58,8 @@ type Config struct {
 	Service Service
 	// Authenticate says who makes a request; an error refuses it.
 	Authenticate func(*http.Request) (Principal, error)
-	// Version is the daemon's.
-	Version string
+	// Version is the daemon's, Endpoint where others reach it.
+	Version, Endpoint string
 	Log     *slog.Logger
 	// BodyTimeout is how long a client may take to send a JSON body, and
 	// StallTimeout how long it may neither send nor take anything while it
@@ -230,7 +230,7 @@ func began(w http.ResponseWriter) bool {
 
 // GetVersion implements rest.ServerInterface.
 func (a *api) GetVersion(w http.ResponseWriter, r *http.Request) {
-	a.answer(w, r, http.StatusOK, rest.Version{Version: a.Version, Api: rest.VersionApiV1}, nil)
+	a.answer(w, r, http.StatusOK, rest.Version{Version: a.Version, Endpoint: a.Endpoint, Api: rest.VersionApiV1}, nil)
 }
 
 // trimmed shortens untrusted text in an error.

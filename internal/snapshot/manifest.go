@@ -12,6 +12,8 @@ const (
 	Format = 1
 	// Engine names who can restore the state, and its version.
 	Engine = "microvm/1"
+	// EngineGVisor is the same for sandboxes on gVisor.
+	EngineGVisor = "gvisor/1"
 	// MaxManifest bounds manifest.json, which is read into memory.
 	MaxManifest = 1 << 20
 	// MaxState bounds the state, likewise.
@@ -35,17 +37,18 @@ func ParseID(s string) (ID, error) {
 
 // Manifest describes a saved machine. It holds no path.
 type Manifest struct {
-	// Format and Engine are filled in by Commit if they are zero.
+	// Format and Engine are filled in by Commit if they are zero: a microVM's.
 	Format int    `json:"format"`
 	Engine string `json:"engine"`
 	// Created is UTC in whole seconds.
 	Created time.Time `json:"created"`
 	// Parent is the id of the snapshot that the machine was a fork of.
 	Parent string `json:"parent,omitempty"`
-	// Kernel is the digest of the guest's vmlinux.
-	Kernel   string            `json:"kernel"`
+	// Kernel is the digest of the guest's vmlinux, TSCKHz its counter's speed:
+	// of microVMs.
+	Kernel   string            `json:"kernel,omitempty"`
 	CPU      CPU               `json:"cpu"`
-	TSCKHz   uint64            `json:"tsc_khz"`
+	TSCKHz   uint64            `json:"tsc_khz,omitempty"`
 	VCPUs    int               `json:"vcpus"`
 	Memory   Image             `json:"memory"`
 	Disks    []Disk            `json:"disks,omitempty"`
@@ -55,8 +58,26 @@ type Manifest struct {
 	// Session is what a fork needs to go on with a session that the guest's
 	// agent holds open for it; empty when there is none.
 	Session []byte `json:"session,omitempty"`
+	// GVisor is there for sandboxes on gVisor, and only for them.
+	GVisor *GVisor `json:"gvisor,omitempty"`
 	// State is filled in by Commit.
 	State Blob `json:"state"`
+}
+
+// GVisor is what only sandboxes on gVisor have. Their Memory has a size and no
+// content.
+type GVisor struct {
+	// Helper is the digest of the program that has written the checkpoint: no
+	// other reads it.
+	Helper string `json:"helper"`
+	// Platform is how gVisor runs programs; a checkpoint is of one.
+	Platform string `json:"platform"`
+	// CPUFeatures are those of the processor that programs may have found.
+	CPUFeatures []string `json:"cpu_features"`
+	// Disk is by how much the root may grow.
+	Disk uint64 `json:"disk"`
+	// Pages are the pages of memory that are in use, a layer.
+	Pages Blob `json:"pages"`
 }
 
 // CPU is the processor that the machine ran on.
@@ -131,13 +152,19 @@ func (im Image) Layer() layer.Image {
 func (m Manifest) Layers() []layer.Ref {
 	var list []layer.Ref
 	seen := map[layer.Digest]bool{}
+	add := func(b Blob) {
+		if !seen[b.Digest] {
+			seen[b.Digest] = true
+			list = append(list, layer.Ref(b))
+		}
+	}
 	for _, im := range m.images() {
 		for _, b := range im.Layers {
-			if !seen[b.Digest] {
-				seen[b.Digest] = true
-				list = append(list, layer.Ref(b))
-			}
+			add(b)
 		}
+	}
+	if m.GVisor != nil {
+		add(m.GVisor.Pages)
 	}
 	return list
 }

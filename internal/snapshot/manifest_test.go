@@ -51,7 +51,7 @@ func TestValidate(t *testing.T) {
 		spoil func(*Manifest)
 	}{
 		{"format: 2", func(m *Manifest) { m.Format = 2 }},
-		{"engine: \"gvisor/1\"", func(m *Manifest) { m.Engine = "gvisor/1" }},
+		{"engine: \"other/1\"", func(m *Manifest) { m.Engine = "other/1" }},
 		{"created", func(m *Manifest) { m.Created = time.Time{} }},
 		{"created", func(m *Manifest) { m.Created = m.Created.Add(1) }},
 		{"created", func(m *Manifest) { m.Created = m.Created.In(time.FixedZone("x", 3600)) }},
@@ -136,7 +136,7 @@ func TestDecodeRefuses(t *testing.T) {
 		{"digest in capitals", strings.Replace(text, `"checksum":"`, `"checksum":"F`, 1), "digest"},
 		{"changed value", strings.Replace(text, "box-1", "box-2", 1), "checksum"},
 		{"later format", strings.Replace(text, `"format":1`, `"format":2,"new":[]`, 1), "format: 2, this agentrun reads 1: use the version that made"},
-		{"other engine", strings.Replace(text, Engine, "gvisor/1", 1), `engine: "gvisor/1", this agentrun restores "microvm/1"`},
+		{"other engine", strings.Replace(text, Engine, "other/1", 1), `engine: "other/1", this agentrun restores "microvm/1"`},
 		{"later engine", strings.Replace(text, Engine, "microvm/2", 1), "or make a new one"},
 	} {
 		t.Run(c.name, func(t *testing.T) {

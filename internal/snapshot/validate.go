@@ -1,6 +1,7 @@
 package snapshot
 
 import (
+	"errors"
 	"fmt"
 	"net"
 	"strings"
@@ -22,6 +23,8 @@ const (
 	maxDiskID  = 20 // virtio 1.2 §5.2.6: VIRTIO_BLK_ID_BYTES
 	minMTU     = 68 // virtio 1.2 §5.1.4.1
 	maxMTU     = 65535
+	// Today's processors have about 200.
+	maxCPUFeatures = 1024
 )
 
 // checkOrigin says what to do with a snapshot of another program.
@@ -29,8 +32,8 @@ func checkOrigin(format int, engine string) error {
 	if format != Format {
 		return fmt.Errorf("format: %d, this agentrun reads %d: use the version that made the snapshot, or make a new one", format, Format)
 	}
-	if engine != Engine {
-		return fmt.Errorf("engine: %.80q, this agentrun restores %q: use the version that made the snapshot, or make a new one", engine, Engine)
+	if engine != Engine && engine != EngineGVisor {
+		return fmt.Errorf("engine: %.80q, this agentrun restores %q and %q: use the version that made the snapshot, or make a new one", engine, Engine, EngineGVisor)
 	}
 	return nil
 }
@@ -48,15 +51,13 @@ func (m Manifest) Validate() error {
 			return fmt.Errorf("parent: %w", err)
 		}
 	}
-	if _, err := layer.ParseDigest(m.Kernel); err != nil {
-		return fmt.Errorf("kernel: %w", err)
+	if err := m.validateEngine(); err != nil {
+		return err
 	}
 	if err := m.CPU.validate(); err != nil {
 		return fmt.Errorf("cpu: %w", err)
 	}
 	switch {
-	case m.TSCKHz == 0 || m.TSCKHz > maxTSCKHz:
-		return fmt.Errorf("tsc_khz: %d is not between 1 and %d", m.TSCKHz, maxTSCKHz)
 	case m.VCPUs < 1 || m.VCPUs > maxVCPUs:
 		return fmt.Errorf("vcpus: %d is not between 1 and %d", m.VCPUs, maxVCPUs)
 	case m.State.Size == 0 || m.State.Size > MaxState:
@@ -73,6 +74,53 @@ func (m Manifest) Validate() error {
 		return err
 	}
 	return m.validateImages()
+}
+
+// validateEngine checks what only one engine's snapshots have.
+func (m Manifest) validateEngine() error {
+	if m.Engine == EngineGVisor {
+		switch {
+		case m.Kernel != "" || m.TSCKHz != 0 || len(m.Nets) != 0 || len(m.Memory.Layers) != 0:
+			return errors.New("kernel, tsc_khz, nets, memory: these are of microVMs")
+		case m.GVisor == nil:
+			return errors.New("gvisor: missing")
+		}
+		if err := m.GVisor.validate(); err != nil {
+			return fmt.Errorf("gvisor: %w", err)
+		}
+		return nil
+	}
+	if m.GVisor != nil {
+		return errors.New("gvisor: this is no snapshot of that engine")
+	}
+	if _, err := layer.ParseDigest(m.Kernel); err != nil {
+		return fmt.Errorf("kernel: %w", err)
+	}
+	if m.TSCKHz == 0 || m.TSCKHz > maxTSCKHz {
+		return fmt.Errorf("tsc_khz: %d is not between 1 and %d", m.TSCKHz, maxTSCKHz)
+	}
+	return nil
+}
+
+func (g *GVisor) validate() error {
+	if _, err := layer.ParseDigest(g.Helper); err != nil {
+		return fmt.Errorf("helper: %w", err)
+	}
+	if !printable(g.Platform, 64) {
+		return fmt.Errorf("platform: %.80q is not a name of 1 to 64 characters", g.Platform)
+	}
+	if len(g.CPUFeatures) > maxCPUFeatures {
+		return fmt.Errorf("cpu_features: %d are more than %d", len(g.CPUFeatures), maxCPUFeatures)
+	}
+	for _, f := range g.CPUFeatures {
+		if !printable(f, 64) {
+			return fmt.Errorf("cpu_features: %.80q is not a name of 1 to 64 characters", f)
+		}
+	}
+	if g.Pages.Size == 0 || g.Pages.Size%layer.PageSize != 0 {
+		return fmt.Errorf("pages: %d bytes are not whole pages", g.Pages.Size)
+	}
+	return nil
 }
 
 func (c CPU) validate() error {

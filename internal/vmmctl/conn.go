@@ -50,8 +50,10 @@ func Pair() (parent, child *os.File, err error) {
 func (c *Conn) Close() error { return c.file.Close() }
 
 // Send sends one message with copies of the given files.
-func (c *Conn) Send(m Message, files ...*os.File) error {
-	b := Marshal(m)
+func (c *Conn) Send(m Message, files ...*os.File) error { return c.SendBytes(Marshal(m), files...) }
+
+// SendBytes is Send for a message of another protocol.
+func (c *Conn) SendBytes(b []byte, files ...*os.File) error {
 	if len(b) > MaxMessage || len(files) > MaxFiles {
 		return fmt.Errorf("send control message: %d bytes and %d files: at most %d and %d", len(b), len(files), MaxMessage, MaxFiles)
 	}
@@ -80,6 +82,23 @@ func (c *Conn) Send(m Message, files ...*os.File) error {
 // Receive waits for one message. The caller owns the files. The error is
 // io.EOF when the other end is closed.
 func (c *Conn) Receive() (Message, []*os.File, error) {
+	b, files, err := c.ReceiveBytes()
+	if err != nil {
+		return nil, nil, err
+	}
+	m, err := Unmarshal(b)
+	if err != nil {
+		for _, f := range files {
+			err = errors.Join(err, f.Close())
+		}
+		return nil, nil, err
+	}
+	return m, files, nil
+}
+
+// ReceiveBytes is Receive for a message of another protocol, which is good
+// until the next call.
+func (c *Conn) ReceiveBytes() ([]byte, []*os.File, error) {
 	if c.buf == nil {
 		c.buf = make([]byte, usualMessage)
 		c.oob = make([]byte, unix.CmsgSpace(4*MaxFiles))
@@ -111,17 +130,13 @@ func (c *Conn) Receive() (Message, []*os.File, error) {
 	if err == nil && n == 0 {
 		err = io.EOF
 	}
-	var m Message
-	if err == nil {
-		m, err = Unmarshal(buf[:n])
-	}
 	if err != nil {
 		for _, f := range files {
 			err = errors.Join(err, f.Close())
 		}
 		return nil, nil, err
 	}
-	return m, files, nil
+	return buf[:n], files, nil
 }
 
 func receivedFiles(oob []byte) ([]*os.File, error) {

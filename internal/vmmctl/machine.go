@@ -28,21 +28,29 @@ func (m *Boot) decode(d *wire.Decoder) {
 	m.Devices.decode(d)
 }
 
-func (m *Restore) encode(e *wire.Encoder) {
+func (m *Shell) encode(e *wire.Encoder) {
 	encodeImage(e, &m.Memory)
 	e.String(m.Profile)
 	e.Uvarint(m.VCPUs)
 	encodeRuns(e, m.Populate)
 	e.Bool(m.HasUserfaultfd)
-	m.Devices.encode(e)
 }
 
-func (m *Restore) decode(d *wire.Decoder) {
+func (m *Shell) decode(d *wire.Decoder) {
 	m.Memory = decodeImage(d)
 	m.Profile = d.String(maxText)
 	m.VCPUs = d.UvarintMax(1 << 16)
 	m.Populate = decodeRuns(d, MaxTouched)
 	m.HasUserfaultfd = d.Bool()
+}
+
+func (m *Load) encode(e *wire.Encoder) {
+	e.Uvarint(m.ID)
+	m.Devices.encode(e)
+}
+
+func (m *Load) decode(d *wire.Decoder) {
+	m.ID = d.Uvarint()
 	m.Devices.decode(d)
 }
 
@@ -167,7 +175,7 @@ func (s *Saved) Marshal() []byte {
 	for i := range s.Disks {
 		s.Disks[i].encode(e)
 	}
-	for _, n := range []uint64{s.Pause, s.Wait, s.Waits, s.Copied} {
+	for _, n := range []uint64{s.Pause, s.Waits, s.MedianWait, s.WaitOf99, s.Wait, s.Copied} {
 		e.Uvarint(n)
 	}
 	e.String(s.StoodStill)
@@ -185,7 +193,7 @@ func UnmarshalSaved(b []byte) (*Saved, error) {
 		c.decode(d)
 		s.Disks = append(s.Disks, c)
 	}
-	for _, n := range []*uint64{&s.Pause, &s.Wait, &s.Waits, &s.Copied} {
+	for _, n := range []*uint64{&s.Pause, &s.Waits, &s.MedianWait, &s.WaitOf99, &s.Wait, &s.Copied} {
 		*n = d.Uvarint()
 	}
 	s.StoodStill = d.String(maxText)

@@ -22,13 +22,14 @@ const (
 	KindStop    Kind = 7
 	// KindGeneration gives the guest a new generation id.
 	KindGeneration Kind = 8
-	KindRestore    Kind = 9
+	KindShell      Kind = 9
 	KindSave       Kind = 10
 	// KindTouched asks which pages of memory are the machine's own; it comes
 	// with the process's page map.
 	KindTouched Kind = 11
 	// KindSettle waits until the guest has given back what it does not use.
 	KindSettle Kind = 12
+	KindLoad   Kind = 13
 
 	KindReply Kind = 64
 	KindReady Kind = 65
@@ -69,17 +70,24 @@ type Boot struct {
 	Devices        Devices
 }
 
-// Restore describes a machine to continue. Its descriptors come in this
-// order: KVM, /dev/userfaultfd (if HasUserfaultfd), the saved state, the layers
-// of the memory, those of the devices.
-type Restore struct {
+// Shell describes a machine that is made before it is known what goes on in it:
+// memory and processors without a state. Load follows, at once or much later.
+// Its descriptors come in this order: KVM, /dev/userfaultfd (if HasUserfaultfd),
+// the layers of the memory.
+type Shell struct {
 	Memory         layer.Image
 	Profile        string
 	VCPUs          uint64
 	HasUserfaultfd bool
 	// Populate lists pages that the guest will write to at once.
 	Populate []layer.Run
-	Devices  Devices
+}
+
+// Load continues a saved machine in a shell. Its descriptors are the saved
+// state and those of the devices.
+type Load struct {
+	ID      uint64
+	Devices Devices
 }
 
 // Devices is what a machine is connected to. Its descriptors are those of each
@@ -158,12 +166,14 @@ type Save struct {
 type Saved struct {
 	Memory Change
 	Disks  []Change
-	// Pause is for how long the guest stood still, in nanoseconds, and Wait how
-	// long the longest of its writes had to wait afterwards.
-	Pause, Wait uint64
-	// Waits counts such writes, Copied the bytes that were stored of the
-	// memory.
-	Waits, Copied uint64
+	// Pause is for how long the guest stood still, in nanoseconds.
+	Pause uint64
+	// Waits counts the guest's writes that had to wait afterwards. Half of them,
+	// and 99 of 100, were being served for no longer than these, and Wait is the
+	// longest.
+	Waits, MedianWait, WaitOf99, Wait uint64
+	// Copied is the bytes that were stored of the memory.
+	Copied uint64
 	// StoodStill is empty if the memory was copied beside the running guest;
 	// if not, it says why.
 	StoodStill string
@@ -194,7 +204,7 @@ type Balloon struct {
 	Bytes uint64
 }
 
-// Reply answers the request with the same id; Boot has id 0.
+// Reply answers the request with the same id; Boot and Shell have id 0.
 type Reply struct {
 	ID uint64
 	// Error is empty on success.
@@ -233,8 +243,10 @@ func Unmarshal(b []byte) (Message, error) {
 	switch k := Kind(b[0]); k {
 	case KindBoot:
 		m = &Boot{}
-	case KindRestore:
-		m = &Restore{}
+	case KindShell:
+		m = &Shell{}
+	case KindLoad:
+		m = &Load{}
 	case KindSave:
 		m = &Save{}
 	case KindConnect:
@@ -262,7 +274,8 @@ func Unmarshal(b []byte) (Message, error) {
 }
 
 func (*Boot) kind() Kind     { return KindBoot }
-func (*Restore) kind() Kind  { return KindRestore }
+func (*Shell) kind() Kind    { return KindShell }
+func (*Load) kind() Kind     { return KindLoad }
 func (*Save) kind() Kind     { return KindSave }
 func (*Connect) kind() Kind  { return KindConnect }
 func (m *Simple) kind() Kind { return m.Kind }

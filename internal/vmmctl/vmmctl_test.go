@@ -34,7 +34,8 @@ func messages() []Message {
 		&Boot{
 			Cmdline: "quiet", Memory: 256 << 20, VCPUs: 2, Profile: "host-v1", HasInitrd: true, Devices: devices(),
 		},
-		&Restore{Memory: image(), Profile: "host-v1", VCPUs: 1, Devices: devices()},
+		&Shell{Memory: image(), Profile: "host-v1", VCPUs: 1, HasUserfaultfd: true, Populate: []layer.Run{{Start: 4096, Length: 8192}}},
+		&Load{ID: 8, Devices: devices()},
 		&Save{ID: 9},
 		&Connect{ID: 7, Port: 1<<32 - 1},
 		&Simple{Kind: KindPause, ID: 1},

@@ -67,33 +67,38 @@ func (s *server) boot(b *vmmctl.Boot) error {
 // below.
 const maxState = 1 << 20
 
-// restore does the same for Restore.
-func (s *server) restore(r *vmmctl.Restore) error {
-	if err := s.begin(2+len(r.Memory.Layers)+r.Devices.Files(), r.HasUserfaultfd); err != nil {
-		return err
+// shell does the same for Shell.
+func (s *server) shell(m *vmmctl.Shell) (*vmm.Shell, error) {
+	if err := s.begin(1+len(m.Memory.Layers), m.HasUserfaultfd); err != nil {
+		return nil, err
 	}
-	state, err := readState(s.take(1)[0])
-	if err != nil {
-		return err
-	}
-	layers := s.take(len(r.Memory.Layers))
-	cfg := vmm.ShellConfig{KVM: s.sys, Memory: r.Memory.Size, VCPUs: int(r.VCPUs), Profile: vmm.Profile(r.Profile)}
-	for _, e := range r.Memory.Extents {
+	layers := s.take(len(m.Memory.Layers))
+	cfg := vmm.ShellConfig{KVM: s.sys, Memory: m.Memory.Size, VCPUs: int(m.VCPUs), Profile: vmm.Profile(m.Profile)}
+	for _, e := range m.Memory.Extents {
 		cfg.Layers = append(cfg.Layers, guestmem.Mapping{
 			Span: guestmem.Span{Start: e.Start, Length: e.Length}, File: layers[e.Layer], Offset: e.Offset,
 		})
 	}
-	for _, p := range r.Populate {
+	for _, p := range m.Populate {
 		cfg.Populate = append(cfg.Populate, guestmem.Span{Start: p.Start, Length: p.Length})
 	}
 	shell, err := vmm.NewShell(cfg)
-	for _, f := range layers {
-		err = errors.Join(err, f.Close()) // a mapping needs no descriptor
+	if err := errors.Join(err, closeAll(layers)); err != nil { // a mapping needs no descriptor
+		return nil, err
 	}
+	return shell, nil
+}
+
+// load continues a machine in a shell, which it takes over.
+func (s *server) load(shell *vmm.Shell, m *vmmctl.Load) error {
+	if want := 1 + m.Devices.Files(); len(s.files) != want {
+		return errors.Join(fmt.Errorf("the message came with %d files, not %d", len(s.files), want), shell.Close())
+	}
+	state, err := readState(s.take(1)[0])
 	if err != nil {
-		return err
+		return errors.Join(err, shell.Close())
 	}
-	devices, err := s.devices(&r.Devices)
+	devices, err := s.devices(&m.Devices)
 	if err != nil {
 		return errors.Join(err, shell.Close())
 	}

@@ -72,7 +72,9 @@ func (s *server) saveTo(m *vmmctl.Save, w *saveFiles) (saved vmmctl.Saved, err e
 			return saved, fmt.Errorf("save disk %d: %w", i, err)
 		}
 	}
-	c, err := s.vm.NewCapture(guestmem.CaptureConfig{Userfaultfd: s.userfaultfd, Pagemap: s.pagemap, File: w.memory})
+	c, err := s.vm.NewCapture(guestmem.CaptureConfig{
+		Userfaultfd: s.userfaultfd, Pagemap: s.pagemap, File: w.memory, Patience: guestmem.DefaultPatience,
+	})
 	if err != nil {
 		return saved, err
 	}
@@ -128,8 +130,8 @@ func (s *server) saveTo(m *vmmctl.Save, w *saveFiles) (saved vmmctl.Saved, err e
 		saved.Disks = append(saved.Disks, change)
 	}
 	st := c.Stats()
-	saved.Pause, saved.Wait, saved.Waits = uint64(max(stood, pause)), uint64(st.LongestWait), st.Faults
-	saved.Copied = st.Copied
+	saved.Pause, saved.Copied, saved.Waits = uint64(max(stood, pause)), st.Copied, st.Faults
+	saved.MedianWait, saved.WaitOf99, saved.Wait = uint64(st.MedianWait), uint64(st.WaitOf99), uint64(st.LongestWait)
 	if m.Rebase {
 		if err := c.Adopt(); err != nil {
 			return saved, err
@@ -230,7 +232,7 @@ func saveMemory(from *vmm.Capture, include []layer.Run) (c vmmctl.Change, err er
 		}
 		return 1
 	})
-	c.Runs = layer.Coalesce(runs, layer.MaxRuns)
+	c.Runs = layer.Gather(runs)
 	// Zeros in a gap that was closed are stored with it.
 	c.Zeros = slices.DeleteFunc(c.Zeros, func(z layer.Run) bool {
 		return slices.ContainsFunc(c.Runs, func(r layer.Run) bool { return z.Start >= r.Start && z.Start < r.Start+r.Length })

@@ -18,38 +18,25 @@ import (
 	"agentrun.dev/internal/vmmctl"
 )
 
-// Serve takes a Boot or Restore message, runs the VM and returns when it has
-// ended and the parent was told why.
+// Serve takes a Boot message, or Shell and Load, runs the VM and returns when it
+// has ended and the parent was told why. A parent that goes between Shell and
+// Load ends it, too.
 func Serve(conn *vmmctl.Conn) error {
-	m, files, err := conn.Receive()
-	if err != nil {
-		return err
-	}
-	s := &server{files: files, parents: map[*vmmctl.Conn]bool{conn: true}}
-	var vcpus uint64
-	switch m := m.(type) {
-	case *vmmctl.Boot:
-		vcpus, err = m.VCPUs, s.boot(m)
-	case *vmmctl.Restore:
-		vcpus, err = m.VCPUs, s.restore(m)
-	default:
-		return fmt.Errorf("first control message is %T, neither Boot nor Restore", m)
-	}
+	s := &server{parents: map[*vmmctl.Conn]bool{conn: true}}
+	id, err := s.make(conn)
 	if err == nil {
-		// A vCPU keeps its P while it is in the guest, so there must be more Ps
-		// than vCPUs, for the control socket and the devices. Not earlier: each
-		// P that has run has caches of its own.
-		s.procs = int(min(vcpus, vmm.MaxVCPUs)) + 1
-		runtime.GOMAXPROCS(s.procs)
 		err = s.vm.Start()
 	}
-	for _, f := range s.files {
-		err = errors.Join(err, f.Close()) // what an early error left over
+	err = errors.Join(err, closeAll(s.files)) // what an early error left over
+	switch {
+	case errors.Is(err, errGone):
+		return nil
+	case errors.Is(err, errUnanswered):
+		return err
+	case err != nil:
+		return reply(conn, id, err, nil)
 	}
-	if err != nil {
-		return conn.Send(&vmmctl.Reply{Error: vmmctl.Clip(err.Error())})
-	}
-	if err := conn.Send(&vmmctl.Reply{}); err != nil {
+	if err := reply(conn, id, nil, nil); err != nil {
 		return err
 	}
 	go s.serve(conn)
@@ -62,6 +49,68 @@ func Serve(conn *vmmctl.Conn) error {
 	})
 	_, err = s.vm.Close()
 	return err
+}
+
+var (
+	// errGone: a shell is of no use without its parent.
+	errGone = errors.New("the parent has gone")
+	// errUnanswered: a parent that cannot be understood gets no answer.
+	errUnanswered = errors.New("no message that was expected")
+)
+
+// make makes the VM. It returns the id of the message that wants to know.
+func (s *server) make(conn *vmmctl.Conn) (id uint64, err error) {
+	var m vmmctl.Message
+	if m, s.files, err = conn.Receive(); err != nil {
+		return 0, fmt.Errorf("%w: %w", errUnanswered, err)
+	}
+	switch m := m.(type) {
+	case *vmmctl.Boot:
+		if err := s.boot(m); err != nil {
+			return 0, err
+		}
+		s.spread(m.VCPUs)
+		return 0, nil
+	case *vmmctl.Shell:
+		shell, err := s.shell(m)
+		if err != nil {
+			return 0, err
+		}
+		id, err := s.fill(conn, shell)
+		if err == nil {
+			s.spread(m.VCPUs)
+		}
+		return id, err
+	}
+	return 0, fmt.Errorf("%w: the first is %T, neither Boot nor Shell", errUnanswered, m)
+}
+
+// fill says that the shell is there and waits for what is to go on in it.
+func (s *server) fill(conn *vmmctl.Conn, shell *vmm.Shell) (id uint64, err error) {
+	var m vmmctl.Message
+	if err = reply(conn, 0, nil, nil); err == nil {
+		m, s.files, err = conn.Receive()
+	}
+	if err != nil {
+		why := errUnanswered
+		if errors.Is(err, io.EOF) {
+			why = errGone
+		}
+		return 0, errors.Join(fmt.Errorf("%w: %w", why, err), shell.Close())
+	}
+	load, ok := m.(*vmmctl.Load)
+	if !ok {
+		return 0, errors.Join(fmt.Errorf("%w: %T after Shell, not Load", errUnanswered, m), shell.Close())
+	}
+	return load.ID, s.load(shell, load)
+}
+
+// spread makes as many Ps as a VM needs. A vCPU keeps its P while it is in the
+// guest, so there must be more Ps than vCPUs, for the control socket and the
+// devices. Not earlier: each P that has run has caches of its own.
+func (s *server) spread(vcpus uint64) {
+	s.procs = int(min(vcpus, vmm.MaxVCPUs)) + 1
+	runtime.GOMAXPROCS(s.procs)
 }
 
 // errPaused: whoever asks for a standby is about to capture the guest, and

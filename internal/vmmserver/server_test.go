@@ -235,11 +235,13 @@ func testSaveAndRestore(t *testing.T, live bool) {
 	}
 
 	child := serve(t)
-	restore := &vmmctl.Restore{Memory: image, VCPUs: 1, Profile: string(vmm.ProfileHostV1), HasUserfaultfd: live, Devices: boot.Devices}
-	files := append(append(slices.Clone(devices), state2), layers...)
-	send(t, child.Conn, restore, append(files, create(t, "top"))...)
-	if r := answer(t, child.Conn, 0); r.Error != "" {
-		t.Fatal(r.Error)
+	shell := &vmmctl.Shell{Memory: image, VCPUs: 1, Profile: string(vmm.ProfileHostV1), HasUserfaultfd: live}
+	send(t, child.Conn, shell, append(slices.Clone(devices), layers...)...)
+	send(t, child.Conn, &vmmctl.Load{ID: 8, Devices: boot.Devices}, state2, create(t, "top"))
+	for _, id := range []uint64{0, 8} {
+		if r := answer(t, child.Conn, id); r.Error != "" {
+			t.Fatal(r.Error)
+		}
 	}
 	state3, mem3, change3, top3 := saveFilesFor(t)
 	mustSave(t, child.Conn, &vmmctl.Save{ID: 5}, state3, mem3, change3, top3)
@@ -335,7 +337,8 @@ func TestRefuses(t *testing.T) {
 		"no kernel":      {&vmmctl.Boot{Memory: memory, VCPUs: 1}, []*os.File{kvm, empty}, "kernel"},
 		"no vCPU":        {&vmmctl.Boot{Memory: memory}, []*os.File{kvm, guest}, "0 vCPUs"},
 		"many vCPUs":     {&vmmctl.Boot{Memory: memory, VCPUs: 1 << 16}, []*os.File{kvm, guest}, "65536 vCPUs"},
-		"no state":       {&vmmctl.Restore{Memory: image, VCPUs: 1}, []*os.File{kvm, empty}, "no state of a microVM"},
+		"a shell's file": {&vmmctl.Shell{Memory: image, VCPUs: 1}, []*os.File{kvm, empty}, "2 files, not 1"},
+		"an empty shell": {&vmmctl.Shell{Memory: image}, []*os.File{kvm}, "0 vCPUs"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			p := serve(t)
@@ -351,7 +354,49 @@ func TestRefuses(t *testing.T) {
 	p := serve(t)
 	send(t, p.Conn, &vmmctl.Ready{})
 	if err := <-p.served; err == nil {
-		t.Error("a first message that is neither Boot nor Restore was taken")
+		t.Error("a first message that is neither Boot nor Shell was taken")
+	}
+}
+
+// TestShell: a shell waits; it refuses what cannot go on in it, and ends with
+// its parent.
+func TestShell(t *testing.T) {
+	kvm, empty := open(t, "/dev/kvm"), create(t, "empty")
+	for name, tt := range map[string]struct {
+		next  vmmctl.Message // nil: the parent goes
+		files []*os.File
+		want  string // empty: no answer
+		fails bool
+	}{
+		"the parent goes": {},
+		"no state":        {next: &vmmctl.Load{ID: 5}, files: []*os.File{empty}, want: "no state of a microVM"},
+		"no file":         {next: &vmmctl.Load{ID: 5}, want: "0 files, not 1"},
+		"too many files":  {next: &vmmctl.Load{ID: 5}, files: []*os.File{empty, empty}, want: "2 files, not 1"},
+		"another shell":   {next: &vmmctl.Shell{Memory: layer.Image{Size: memory}, VCPUs: 1}, files: []*os.File{kvm}, fails: true},
+		"a request":       {next: &vmmctl.Simple{Kind: vmmctl.KindPause, ID: 1}, fails: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := serve(t)
+			send(t, p.Conn, &vmmctl.Shell{Memory: layer.Image{Size: memory}, VCPUs: 2}, kvm)
+			if r := answer(t, p.Conn, 0); r.Error != "" {
+				t.Fatal(r.Error)
+			}
+			if tt.next == nil {
+				if err := p.Close(); err != nil {
+					t.Fatal(err)
+				}
+			} else {
+				send(t, p.Conn, tt.next, tt.files...)
+			}
+			if tt.want != "" {
+				if r := answer(t, p.Conn, 5); !strings.Contains(r.Error, tt.want) {
+					t.Errorf("error %q does not say %q", r.Error, tt.want)
+				}
+			}
+			if err := <-p.served; (err != nil) != tt.fails {
+				t.Errorf("it ended with %v", err)
+			}
+		})
 	}
 }
 

@@ -13,18 +13,37 @@ import (
 // newEngine makes an engine with folders of its own.
 func newEngine(t testing.TB) *microvm.Engine {
 	t.Helper()
-	resident, err := os.MkdirTemp("/dev/shm", "agentrun-test-")
+	return openEngine(t, tempDir(t))
+}
+
+// tempDir is a folder on tmpfs.
+func tempDir(t testing.TB) string {
+	t.Helper()
+	dir, err := os.MkdirTemp("/dev/shm", "agentrun-test-")
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { _ = os.RemoveAll(resident) })
-	e, err := microvm.New(microvm.Config{Resident: resident, Scratch: filepath.Join(t.TempDir(), "scratch")})
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	return dir
+}
+
+func openEngine(t testing.TB, dir string) *microvm.Engine {
+	t.Helper()
+	e, err := engineIn(dir)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = e.Close() })
 	return e
 }
+
+func engineIn(dir string) (*microvm.Engine, error) {
+	return microvm.New(microvm.Config{Resident: filepath.Join(dir, "resident"), Scratch: filepath.Join(dir, "scratch")})
+}
+
+// dirEnv is where the engine of a test keeps everything, for parents that the
+// tests start and kill.
+const dirEnv = "AGENTRUN_TEST_DIR"
 
 func openRoot(t testing.TB) *os.File {
 	t.Helper()
@@ -39,11 +58,13 @@ func openRoot(t testing.TB) *os.File {
 // TestConformance: microVMs keep the contract of engines.
 func TestConformance(t *testing.T) {
 	forEachSMP(t, func(t *testing.T, vcpus int) {
+		dir := tempDir(t)
 		enginetest.Run(t, enginetest.Target{
-			Engine:        newEngine(t),
+			Engine:        openEngine(t, dir),
 			Spec:          engine.Spec{Root: openRoot(t), Memory: 128 * mib, VCPUs: vcpus, Scratch: 64 * mib, Hostname: "source"},
 			Forks:         count(100, 6),
 			ScratchDevice: "/dev/vdb",
+			ChildEnv:      []string{dirEnv + "=" + dir},
 		})
 	})
 }

@@ -15,6 +15,8 @@ import (
 	"testing"
 	"time"
 
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/enginetest"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/image"
@@ -32,6 +34,7 @@ var rootImage string
 func TestMain(m *testing.M) { os.Exit(runTests(m)) }
 
 func runTests(m *testing.M) int {
+	enginetest.Orphan(func() (engine.Engine, error) { return engineIn(os.Getenv(dirEnv)) })
 	dir, err := os.MkdirTemp("", "agentrun-test-")
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)

@@ -52,7 +52,10 @@ func TestReady(t *testing.T) {
 	forEachSMP(t, func(t *testing.T, vcpus int) {
 		e := newEngine(t)
 		snap := bootSnapshot(t, e, vcpus, "echo warmed up > /warm")
-		p := ready.New(ready.Config{Engine: e, Snapshot: snap, Count: 2})
+		p, err := ready.New(ready.Config{Engine: e, Snapshot: snap, Count: 2, Shells: 1})
+		if err != nil {
+			t.Fatal(err)
+		}
 		t.Cleanup(func() {
 			if err := p.Close(); err != nil {
 				t.Error(err)

@@ -32,6 +32,8 @@ type Target struct {
 	Forks int
 	// ScratchDevice is the scratch disk in the guest, empty without one.
 	ScratchDevice string
+	// ChildEnv is the environment in which Orphan opens the same engine.
+	ChildEnv []string
 }
 
 // patience ends a test that hangs; nothing is measured with it.
@@ -40,6 +42,7 @@ const patience = 5 * time.Minute
 // suite is a booted and warmed-up sandbox, captured once; the tests fork it.
 type suite struct {
 	Target
+	caps   engine.Capabilities
 	booted engine.Sandbox
 	warm   *snapshot.Snapshot
 	dir    string
@@ -47,7 +50,10 @@ type suite struct {
 
 // Run runs the suite.
 func Run(t *testing.T, target Target) {
-	s := &suite{Target: target, dir: t.TempDir()}
+	s := &suite{Target: target, caps: target.Engine.Capabilities(), dir: t.TempDir()}
+	if s.caps.Disks != (s.ScratchDevice != "") {
+		t.Fatalf("the engine's disks: %t, the scratch disk: %q", s.caps.Disks, s.ScratchDevice)
+	}
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
 	var err error
@@ -77,6 +83,9 @@ func Run(t *testing.T, target Target) {
 	t.Run("AdoptRefuses", s.testAdoptRefuses)
 	t.Run("Moved", s.testMoved)
 	t.Run("Pause", s.testPause)
+	t.Run("Hibernate", s.testHibernate)
+	t.Run("Limits", s.testLimits)
+	t.Run("Adoption", s.testAdoption)
 	t.Run("Stats", s.testStats)
 	t.Run("Close", s.testClose)
 	t.Run("Refuses", s.testRefuses)
@@ -154,6 +163,7 @@ func (s *suite) testDial(t *testing.T) {
 	if _, err := sb.Dial(t.Context(), 9); err == nil {
 		t.Error("nobody listens on port 9, and yet it was connected")
 	}
+	s.testDialTCP(t, sb)
 }
 
 func (s *suite) testSourceGoesOn(t *testing.T) {
@@ -334,8 +344,8 @@ func (s *suite) testMoved(t *testing.T) {
 	}
 }
 
-// testPause: a paused sandbox answers nothing, and its monotonic clock does
-// not count the pause.
+// testPause: a paused sandbox answers nothing. Whether its monotonic clock counts
+// the pause is as the engine says.
 func (s *suite) testPause(t *testing.T) {
 	sb := s.fork(t, s.warm, engine.ForkOptions{})
 	uptime := func() time.Duration {
@@ -361,8 +371,9 @@ func (s *suite) testPause(t *testing.T) {
 		t.Fatal(err)
 	}
 	gap := time.Since(paused)
-	if passed, real := uptime()-begin, time.Since(wall); passed > real-gap+time.Second {
-		t.Errorf("the guest counted %v of %v, of which %v were paused", passed, real, gap)
+	passed, real := uptime()-begin, time.Since(wall)
+	if counted := passed > real-gap+time.Second; counted != s.caps.ClockCountsPauses {
+		t.Errorf("the guest counted %v of %v, of which %v were paused; the engine says that it counts pauses: %t", passed, real, gap, s.caps.ClockCountsPauses)
 	}
 	if err := sb.Agent().Ping(t.Context()); err != nil {
 		t.Error(err)

@@ -6,18 +6,15 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
-	"net"
 	"os"
-	"strconv"
 	"time"
 
 	"agentrun.dev/internal/assets"
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/jail"
 	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/procid"
 	"agentrun.dev/internal/snapshot"
-	"agentrun.dev/internal/vmmctl"
 	"golang.org/x/sys/unix"
 )
 
@@ -27,9 +24,10 @@ const Name = snapshot.Engine
 // Engine runs sandboxes as microVMs that fork.
 type Engine struct {
 	resident *layer.Resident
-	scratch  string
+	scratch  *os.File // a folder
 	vmm      *jail.Jail
 	touched  touched
+	shells   shellSet
 }
 
 var _ engine.Engine = (*Engine)(nil)
@@ -72,18 +70,27 @@ func New(cfg Config) (*Engine, error) {
 	if err := os.MkdirAll(cfg.Scratch, 0o700); err != nil {
 		return nil, fmt.Errorf("open engine: %w", err)
 	}
-	resident, err := layer.OpenResident(cfg.Resident)
+	scratch, err := os.Open(cfg.Scratch)
 	if err != nil {
 		return nil, fmt.Errorf("open engine: %w", err)
 	}
-	return &Engine{resident: resident, scratch: cfg.Scratch, vmm: vmms}, nil
+	resident, err := layer.OpenResident(cfg.Resident)
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("open engine: %w", err), scratch.Close())
+	}
+	return &Engine{resident: resident, scratch: scratch, vmm: vmms}, nil
 }
 
 // Name is what snapshots of this engine carry.
 func (e *Engine) Name() string { return Name }
 
-// Close frees the engine; sandboxes live on.
-func (e *Engine) Close() error { return errors.Join(e.resident.Close(), e.vmm.Close()) }
+// Capabilities say how this engine differs from others.
+func (e *Engine) Capabilities() engine.Capabilities { return engine.Capabilities{Disks: true} }
+
+// Close frees the engine and ends its shells; sandboxes live on.
+func (e *Engine) Close() error {
+	return errors.Join(e.shells.close(), e.resident.Close(), e.scratch.Close(), e.vmm.Close())
+}
 
 // Boot boots a sandbox and returns when its agent has answered.
 func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, error) {
@@ -129,7 +136,7 @@ func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, er
 
 // top makes a file without a name for what a disk's guest writes.
 func (e *Engine) top() (*os.File, error) {
-	f, err := os.CreateTemp(e.scratch, "disk-")
+	f, err := os.CreateTemp(e.scratch.Name(), "disk-")
 	if err != nil {
 		return nil, fmt.Errorf("make a disk's writable layer: %w", err)
 	}
@@ -153,152 +160,6 @@ func (e *Engine) Fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 	return s, nil
 }
 
-func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.ForkOptions) (*sandbox, error) {
-	s, err := e.describe(snap, opts.Hostname)
-	if err != nil {
-		return nil, err
-	}
-	m := snap.Manifest()
-	populate, learn := e.touched.of(snap.ID())
-	from := origin{
-		profile: m.CPU.Profile, based: true, session: m.Session, populate: populate,
-		state: func() (*os.File, error) { return memoryFile("state", snap.State()) },
-		memory: func(ctx context.Context, ref layer.Ref) (*os.File, error) {
-			return e.resident.Load(ctx, ref, func() (*os.File, error) { return snap.OpenLayer(ref) })
-		},
-		disk: func(_ *disk, ref layer.Ref) (*os.File, error) { return snap.OpenLayer(ref) },
-	}
-	if _, err = e.restore(ctx, s, opts, from); err != nil {
-		return nil, errors.Join(err, s.release())
-	}
-	if learn {
-		go e.touched.learn(context.WithoutCancel(ctx), snap.ID(), s.Process)
-	}
-	return s, nil
-}
-
-// origin is where a fork's parts come from. The files are the fork's to close.
-type origin struct {
-	profile  string
-	based    bool        // its images are those of its parent
-	session  []byte      // of the standby; empty: the fork opens one
-	populate []layer.Run // what the fork will write to at once
-	state    func() (*os.File, error)
-	memory   func(context.Context, layer.Ref) (*os.File, error)
-	disk     func(*disk, layer.Ref) (*os.File, error)
-}
-
-// restore starts a fork that was described.
-func (e *Engine) restore(ctx context.Context, s *sandbox, opts engine.ForkOptions, from origin) (_ *sandbox, err error) {
-	begin := time.Now()
-	restore := &vmmctl.Restore{
-		Memory: s.memory, Profile: from.profile, VCPUs: uint64(s.vcpus), Populate: from.populate,
-		Devices: vmmctl.Devices{ReadyPort: guestrpc.AgentPort},
-	}
-	var files []*os.File
-	defer func() {
-		for _, f := range files {
-			_ = f.Close() // the vmm has its own copies
-		}
-	}()
-	add := func(f *os.File, openErr error) {
-		if err == nil {
-			err = openErr
-		}
-		if openErr == nil {
-			files = append(files, f)
-		}
-	}
-	add(openKVM())
-	if uffd := openUserfaultfd(); uffd != nil {
-		restore.HasUserfaultfd = true
-		add(uffd, nil)
-	}
-	add(from.state())
-	for _, ref := range s.memory.Layers {
-		add(from.memory(ctx, ref))
-	}
-	for i := range s.disks {
-		d := &s.disks[i]
-		refs := d.image.Layers
-		if d.readOnly && len(refs) == 0 {
-			refs = []layer.Ref{{}} // what a sandbox was booted from has no digest until it is captured
-		}
-		for _, ref := range refs {
-			add(from.disk(d, ref))
-		}
-		wire := vmmctl.Disk{ReadOnly: d.readOnly, ID: d.id}
-		if !d.readOnly {
-			wire.Image = &d.image
-			add(e.top())
-		}
-		restore.Devices.Disks = append(restore.Devices.Disks, wire)
-	}
-	if s.folder = folder(opts.Folder); s.folder != "" {
-		if err == nil {
-			err = s.folder.prepare(s)
-		}
-		restore.Devices.Listen = true
-		add(vmmctl.Listen(s.folder.control()))
-	}
-	var standby net.Conn
-	if err == nil && len(from.session) > 0 {
-		var theirs *os.File
-		standby, theirs, err = streamPair()
-		restore.Devices.Standby = true
-		add(theirs, err)
-	}
-	if err != nil {
-		return nil, err
-	}
-	p, err := launch(e.vmm, restore, files, opts.Limits)
-	if err != nil {
-		if standby != nil {
-			err = errors.Join(err, standby.Close())
-		}
-		return nil, err
-	}
-	s.restored = time.Since(begin)
-	if standby != nil {
-		s.Guest = &Guest{Process: p}
-		s.Guest.Agent, err = guestrpc.Resume(standby, from.session)
-	} else {
-		s.Guest, err = dialAgent(ctx, p)
-	}
-	if err == nil {
-		err = s.renew(ctx, opts.KeepIdentity)
-	}
-	if err == nil && s.folder != "" {
-		err = s.folder.write(s, from.based)
-	}
-	if err != nil {
-		return nil, abandon(ctx, p, err)
-	}
-	return s, nil
-}
-
-// describe says what a fork of a snapshot is made of.
-func (e *Engine) describe(snap *snapshot.Snapshot, hostname string) (*sandbox, error) {
-	m := snap.Manifest()
-	generation, err := nextGeneration(m)
-	if err != nil {
-		return nil, err
-	}
-	if hostname == "" {
-		hostname = "sandbox-" + randomHex(4)
-	}
-	s := &sandbox{
-		engine: e, kernel: m.Kernel, hostname: hostname, vcpus: m.VCPUs,
-		parent: snap,
-	}
-	s.generation.Store(generation)
-	s.setMemory(m.Memory.Layer())
-	for _, d := range m.Disks {
-		s.disks = append(s.disks, disk{id: d.ID, readOnly: d.ReadOnly, image: d.Image.Layer()})
-	}
-	return s, nil
-}
-
 // Restored is how long after the call to Fork a sandbox's processors ran.
 func Restored(sb engine.Sandbox) time.Duration {
 	if s, ok := sb.(*sandbox); ok {
@@ -307,38 +168,19 @@ func Restored(sb engine.Sandbox) time.Duration {
 	return 0
 }
 
+// FromShell reports whether a sandbox was forked into a shell that had waited.
+func FromShell(sb engine.Sandbox) bool {
+	s, ok := sb.(*sandbox)
+	return ok && s.fromShell
+}
+
 // Identify says by which process a sandbox is found again.
-func Identify(sb engine.Sandbox) (ProcessID, error) {
+func Identify(sb engine.Sandbox) (procid.ID, error) {
 	s, ok := sb.(*sandbox)
 	if !ok {
-		return ProcessID{}, fmt.Errorf("identify: %T is no microVM", sb)
+		return procid.ID{}, fmt.Errorf("identify: %T is no microVM", sb)
 	}
-	return identify(s.Pid())
-}
-
-// Sweep frees the user ids and cgroups of sandboxes that ended while nobody
-// watched.
-func (e *Engine) Sweep() error { return e.vmm.Sweep() }
-
-// KeepResident frees the resident memory layers that are not used. VMs that
-// map them are not disturbed.
-func (e *Engine) KeepResident(used func(layer.Digest) bool) (removed int, err error) {
-	return e.resident.Keep(used)
-}
-
-// generationLabel counts the forks that led to a snapshot.
-const generationLabel = "generation"
-
-func nextGeneration(m snapshot.Manifest) (uint64, error) {
-	text, ok := m.Labels[generationLabel]
-	if !ok {
-		return 1, nil
-	}
-	n, err := strconv.ParseUint(text, 10, 32)
-	if err != nil {
-		return 0, fmt.Errorf("label %s of the snapshot: %w", generationLabel, err)
-	}
-	return n + 1, nil
+	return procid.Of(s.Pid())
 }
 
 func randomHex(n int) string {

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"time"
 
+	"agentrun.dev/internal/engine/folder"
 	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/vmmctl"
 )
@@ -42,7 +43,7 @@ const entropySize = 64
 func (s *sandbox) Claim(ctx context.Context, hostname string) error {
 	s.capture.Lock() // a snapshot takes the identity with it
 	defer s.capture.Unlock()
-	if err := s.folder.change(func(r *processRecord) {
+	if err := s.folder.Change(func(r *folder.Record) {
 		r.Generation = s.generation.Load() + 1
 		if hostname != "" {
 			r.Hostname = hostname

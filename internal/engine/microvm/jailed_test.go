@@ -107,7 +107,7 @@ func TestVMMIsJailed(t *testing.T) {
 		t.Errorf("two VMs have user id %s", uid)
 	}
 	usage, limit, err := p.cell.Memory()
-	if err != nil || limit != memoryLimit(64*mib) || usage == 0 || usage > limit {
+	if err != nil || limit != MemoryLimit(64*mib) || usage == 0 || usage > limit {
 		t.Errorf("memory: %d of %d, %v", usage, limit, err)
 	}
 	if got := len(j.groups(t, "vm-"+uid)); got == 0 {
@@ -178,7 +178,7 @@ func TestOutOfMemory(t *testing.T) {
 	}
 	defer func() { _ = kvm.Close() }()
 	boot := &vmmctl.Boot{Memory: 128 * mib, VCPUs: 1, HasInitrd: true}
-	p, err := begin(j.Jail, jail.Limits{Memory: 20 * mib, MilliCPUs: 1000, Threads: 64}, boot, []*os.File{kvm, bareMachine(t).Kernel, initrd})
+	p, err := begin(j.Jail, jail.Limits{Memory: 20 * mib, MilliCPUs: 1000, Threads: 64}, &message{boot, []*os.File{kvm, bareMachine(t).Kernel, initrd}})
 	if err == nil {
 		p.Kill()
 		t.Fatal("40 MiB were copied under a limit of 20")
@@ -191,57 +191,39 @@ func TestOutOfMemory(t *testing.T) {
 	}
 }
 
-// TestNothingIsLeft makes and kills VMs, and looks for what they left.
-func TestNothingIsLeft(t *testing.T) {
-	j := openJail(t)
-	startBare(t, j).Kill() // whatever is made once
-	count := 30
-	if os.Getenv("AGENTRUN_SOAK") != "" {
-		count = 1000
+// traces is what VMs could leave in this process and on the machine.
+type traces struct {
+	files, goroutines, children int
+	mounts                      string
+}
+
+func look(t *testing.T) traces {
+	t.Helper()
+	fds, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		t.Fatal(err)
 	}
-	type traces struct {
-		files, goroutines, children int
-		mounts                      string
+	mounts, err := os.ReadFile("/proc/self/mountinfo")
+	if err != nil {
+		t.Fatal(err)
 	}
-	look := func() traces {
-		t.Helper()
-		fds, err := os.ReadDir("/proc/self/fd")
-		if err != nil {
-			t.Fatal(err)
-		}
-		mounts, err := os.ReadFile("/proc/self/mountinfo")
-		if err != nil {
-			t.Fatal(err)
-		}
-		var children int
-		tasks, err := filepath.Glob("/proc/self/task/*/children")
-		if err != nil {
-			t.Fatal(err)
-		}
-		for _, path := range tasks {
-			if b, err := os.ReadFile(path); err == nil { // a thread may have ended
-				children += len(strings.Fields(string(b)))
-			}
-		}
-		return traces{len(fds), runtime.NumGoroutine(), children, string(mounts)}
+	var children int
+	tasks, err := filepath.Glob("/proc/self/task/*/children")
+	if err != nil {
+		t.Fatal(err)
 	}
-	machine := bareMachine(t)
-	before := look()
-	for i := range count {
-		p, err := Start(j.Jail, machine)
-		if err != nil {
-			t.Fatal(err)
-		}
-		if i%3 == 0 {
-			if err := p.Stop(t.Context()); err != nil {
-				t.Fatal(err)
-			}
-			<-p.Done()
-		} else {
-			p.Kill()
+	for _, path := range tasks {
+		if b, err := os.ReadFile(path); err == nil { // a thread may have ended
+			children += len(strings.Fields(string(b)))
 		}
 	}
-	after := look()
+	return traces{len(fds), runtime.NumGoroutine(), children, string(mounts)}
+}
+
+// nothingLeft looks for what VMs have left that are gone.
+func (j testJail) nothingLeft(t *testing.T, before traces) {
+	t.Helper()
+	after := look(t)
 	// The last VM's start may still be setting its monitor's slack; what every VM
 	// left would be far more.
 	const few = 5
@@ -257,32 +239,64 @@ func TestNothingIsLeft(t *testing.T) {
 	}
 }
 
-// TestLimitMachine: what a machine may take follows from what it is.
-func TestLimitMachine(t *testing.T) {
+// TestNothingIsLeft makes and kills VMs, and shells, and looks for what they
+// left.
+func TestNothingIsLeft(t *testing.T) {
+	j := openJail(t)
+	startBare(t, j).Kill() // whatever is made once
+	count := 30
+	if os.Getenv("AGENTRUN_SOAK") != "" {
+		count = 1000
+	}
+	snap := shellSnapshot(t, filepath.Join(t.TempDir(), "snapshot"))
+	e := jailedEngine(t, j.Jail, residentFolder(t))
+	machine := bareMachine(t)
+	before := look(t)
+	for i := range count {
+		p, err := Start(j.Jail, machine)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if i%3 == 0 {
+			if err := p.Stop(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			<-p.Done()
+		} else {
+			p.Kill()
+		}
+		sh, err := e.newShell(t.Context(), snap)
+		if err != nil {
+			t.Fatal(err)
+		}
+		sh.Kill()
+	}
+	j.nothingLeft(t, before)
+	if err := e.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestMachineLimits: what a machine may take follows from what it is.
+func TestMachineLimits(t *testing.T) {
 	onTmpfs, err := memoryFile("disk", make([]byte, 3*mib))
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer func() { _ = onTmpfs.Close() }()
-	boot := &vmmctl.Boot{Memory: 256 * mib, VCPUs: 2, Devices: vmmctl.Devices{Disks: []vmmctl.Disk{{ReadOnly: true}, {}}}}
-	files := []*os.File{nil, nil, onTmpfs, onTmpfs}
-	l, err := limitMachine(boot, files, engine.Limits{IO: engine.IOLimits{BytesPerSecond: 5, OpsPerSecond: 6}})
+	devices := &vmmctl.Devices{Disks: []vmmctl.Disk{{ReadOnly: true}, {}}}
+	files := []*os.File{onTmpfs, onTmpfs}
+	l, err := machineLimits(256*mib, 2, devices, files, engine.Limits{})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if want := memoryLimit(256*mib) + 3*mib; l.Memory != want {
+	if want := MemoryLimit(256*mib) + 3*mib; l.Memory != want {
 		t.Errorf("memory %d, want %d: RAM, overhead, and what the guest writes to tmpfs", l.Memory, want)
 	}
 	if l.MilliCPUs != 3000 || l.Threads != threadsFixed+4 {
 		t.Errorf("limits %+v", l)
 	}
-	if d := boot.Devices.Disks[1]; d.BytesPerSecond != 5 || d.OpsPerSecond != 6 {
-		t.Errorf("disk %+v", d)
-	}
-	if l, err = limitMachine(boot, files, engine.Limits{MilliCPUs: 250}); err != nil || l.MilliCPUs != 250 {
+	if l, err = machineLimits(256*mib, 2, devices, files, engine.Limits{MilliCPUs: 250}); err != nil || l.MilliCPUs != 250 {
 		t.Errorf("limits %+v, %v", l, err)
-	}
-	if _, err := limitMachine(&vmmctl.Ready{}, nil, engine.Limits{}); err == nil {
-		t.Error("a message that makes no machine has limits")
 	}
 }

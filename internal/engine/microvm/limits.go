@@ -19,40 +19,25 @@ const (
 	overheadPerRAM = 64 // one byte for so many
 )
 
-// memoryLimit is what a VM with this RAM can need at most.
-func memoryLimit(ram uint64) uint64 { return ram + ram/overheadPerRAM + overheadFixed }
+// MemoryLimit is what a VM with this RAM can need at most.
+func MemoryLimit(ram uint64) uint64 { return ram + ram/overheadPerRAM + overheadFixed }
 
 // threadsFixed is room for the Go runtime's own threads and for those that
 // control connections block; a vCPU and a device have one each.
 const threadsFixed = 48
 
-// limitMachine sets the limits of a machine's disks in its first message, and
-// says what its process may take. files are those of the message.
-func limitMachine(first vmmctl.Message, files []*os.File, asked engine.Limits) (jail.Limits, error) {
-	var ram, vcpus uint64
-	var devices *vmmctl.Devices
-	switch m := first.(type) {
-	case *vmmctl.Boot:
-		ram, vcpus, devices = m.Memory, m.VCPUs, &m.Devices
-	case *vmmctl.Restore:
-		ram, vcpus, devices = m.Memory.Size, m.VCPUs, &m.Devices
-	default:
-		return jail.Limits{}, fmt.Errorf("a machine does not begin with a %T", first)
-	}
+// machineLimits is what the process of a machine may take. tops has, for each
+// disk, the file that is written to, or any on the same file system.
+func machineLimits(ram, vcpus uint64, devices *vmmctl.Devices, tops []*os.File, asked engine.Limits) (jail.Limits, error) {
 	l := jail.Limits{
-		Memory: memoryLimit(ram), MilliCPUs: asked.MilliCPUs,
+		Memory: MemoryLimit(ram), MilliCPUs: asked.MilliCPUs,
 		Threads: threadsFixed + int(vcpus) + len(devices.Disks) + len(devices.Nets),
 	}
 	if l.MilliCPUs == 0 {
 		l.MilliCPUs = (vcpus + 1) * 1000
 	}
-	next := files[len(files)-devices.Files():]
 	for i := range devices.Disks {
-		d := &devices.Disks[i]
-		top := next[d.Files()-1]
-		next = next[d.Files():]
-		d.BytesPerSecond, d.OpsPerSecond = asked.IO.BytesPerSecond, asked.IO.OpsPerSecond
-		size, err := memoryOf(d, top)
+		size, err := memoryOf(&devices.Disks[i], tops[i])
 		if err != nil {
 			return l, err
 		}

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/folder"
 	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/vmmctl"
 )
@@ -22,6 +23,7 @@ import (
 // digest, and it lives as long as a sandbox uses it.
 type liveLayer struct {
 	file  *os.File
+	holds uint64 // bytes
 	close func() error
 
 	mu    sync.Mutex // protects users
@@ -34,13 +36,16 @@ func (l *liveLayer) use() {
 	l.users++
 }
 
-func (l *liveLayer) release() error {
+func (l *liveLayer) release() error { return l.drop(l.close) }
+
+// drop ends one use, and does something with the last.
+func (l *liveLayer) drop(last func() error) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.users--; l.users > 0 {
 		return nil
 	}
-	return l.close()
+	return last()
 }
 
 // liveLayers are those of one sandbox.
@@ -56,22 +61,44 @@ func (l liveLayers) release() error {
 	return errors.Join(errs...)
 }
 
-// leave is called before a sandbox that uses them is left to itself: they go on
-// to be counted where they are counted.
-func (l liveLayers) leave() {
+// leave is release for a sandbox that goes on using them: what they hold stays
+// in memory, and is counted where it is.
+func (l liveLayers) leave() error {
+	var errs []error
 	for _, x := range l {
-		x.mu.Lock()
-		x.close = x.file.Close
-		x.mu.Unlock()
+		errs = append(errs, x.drop(x.file.Close))
 	}
+	return errors.Join(errs...)
 }
 
 // add names a layer that somebody uses from now on.
-func (l liveLayers) add(file *os.File, size uint64, closeIt func() error) layer.Ref {
+func (l liveLayers) add(file *os.File, size uint64, runs []layer.Run, closeIt func() error) layer.Ref {
 	r := layer.Ref{Size: size}
 	_, _ = rand.Read(r.Digest[:]) // it never fails: crypto/rand ends the process instead
-	l[r.Digest] = &liveLayer{file: file, close: closeIt, users: 1}
+	x := &liveLayer{file: file, close: closeIt, users: 1}
+	for _, run := range runs {
+		x.holds += run.Length
+	}
+	l[r.Digest] = x
 	return r
+}
+
+// leastUse is the part of a layer, as its inverse, that an image must show so
+// that the layer is worth its memory.
+const leastUse = 4
+
+// wasteful tells live layers of which an image shows little: all that they hold
+// is in memory as long as anything of them is used. To store that little again
+// frees them.
+func (l liveLayers) wasteful(im layer.Image) func(layer.Ref) bool {
+	shown := map[layer.Digest]uint64{}
+	for _, e := range im.Extents {
+		shown[im.Layers[e.Layer].Digest] += e.Length
+	}
+	return func(r layer.Ref) bool {
+		x := l[r.Digest]
+		return x != nil && leastUse*shown[r.Digest] < x.holds
+	}
 }
 
 // usedBy lists those that the images use, for another user.
@@ -110,7 +137,8 @@ func (s *sandbox) liveFork(ctx context.Context, opts []engine.ForkOptions) (*eng
 	out := &engine.LiveFork{Forks: make([]engine.Sandbox, len(opts)), Errs: make([]error, len(opts))}
 	out.Stats = engine.LiveForkStats{
 		Pause: time.Duration(saved.Pause), Captured: time.Since(begin),
-		LongestWait: time.Duration(saved.Wait), Waits: saved.Waits,
+		Waits: saved.Waits, MedianWait: time.Duration(saved.MedianWait),
+		WaitOf99: time.Duration(saved.WaitOf99), LongestWait: time.Duration(saved.Wait),
 		Copied: saved.Copied, StoodStill: saved.StoodStill,
 	}
 	s.mu.Lock()
@@ -158,7 +186,7 @@ func (s *sandbox) captureLive(ctx context.Context) (*moment, *vmmctl.Saved, erro
 	for effort := s.leastEffort(); ; effort++ {
 		save := s.include(effort)
 		save.Rebase = true
-		if err := s.folder.change(func(r *processRecord) { r.Based = false }); err != nil {
+		if err := s.folder.Change(func(r *folder.Record) { r.Based = false }); err != nil {
 			return nil, nil, err
 		}
 		c, err := s.freeze(ctx, save)
@@ -203,8 +231,9 @@ func (s *sandbox) leastEffort() int {
 // include says what a Save of some effort stores beyond what changed.
 func (s *sandbox) include(effort int) *vmmctl.Save {
 	pick := func(im layer.Image, owed []layer.Run) []layer.Run {
+		wasteful := s.live.wasteful(im)
 		_, runs := im.Without(func(r layer.Ref) bool {
-			return effort == storeAll || effort == storeLive && s.live.has(r)
+			return effort == storeAll || effort == storeLive && s.live.has(r) || wasteful(r)
 		})
 		return uniteRuns(runs, owed)
 	}
@@ -283,7 +312,7 @@ func (s *sandbox) lay(c *captured) (_ *moment, err error) {
 func (s *sandbox) overlay(c *captured, fresh liveLayers) (images []layer.Image, err error) {
 	var ref layer.Ref
 	if len(c.saved.Memory.Runs) > 0 {
-		ref = fresh.add(c.memory.File, s.memory.Size, c.memory.Close)
+		ref = fresh.add(c.memory.File, s.memory.Size, c.saved.Memory.Runs, c.memory.Close)
 		c.memory = nil
 	}
 	im, err := layer.OverlayInPlace(s.memory, ref, c.saved.Memory.Runs, c.saved.Memory.Zeros)
@@ -303,7 +332,7 @@ func (s *sandbox) overlay(c *captured, fresh liveLayers) (images []layer.Image, 
 			if err != nil {
 				return nil, err
 			}
-			ref = fresh.add(f, size, f.Close)
+			ref = fresh.add(f, size, change.Runs, f.Close)
 		}
 		if im, err = layer.Overlay(d.image, ref, change.Runs, change.Zeros); err != nil {
 			return nil, err

@@ -51,13 +51,15 @@ type Process struct {
 	handle handle
 	conn   *vmmctl.Conn
 	cell   *jail.Cell
+	limits jail.Limits // what it was given; zero if somebody else did
 
 	ready    chan struct{} // closed when the guest's agent listens
 	done     chan struct{} // closed when the process has ended
 	exit     vmm.Exit      // set before done is closed
 	lastTail []byte        // the console's tail at the end, likewise
 
-	paused atomic.Bool // as far as this parent knows
+	paused  atomic.Bool // as far as this parent knows
+	charges charges
 
 	mu      sync.Mutex // protects all following fields
 	nextID  uint64
@@ -89,44 +91,62 @@ func Start(j *jail.Jail, m Machine) (*Process, error) {
 	if m.Initrd != nil {
 		files = append(files, m.Initrd)
 	}
+	var tops []*os.File
 	for _, d := range m.Disks {
-		boot.Devices.Disks = append(boot.Devices.Disks, vmmctl.Disk{ReadOnly: d.ReadOnly, ID: d.ID, Image: d.Image})
-		files = append(files, d.File)
+		boot.Devices.Disks = append(boot.Devices.Disks, vmmctl.Disk{
+			ReadOnly: d.ReadOnly, ID: d.ID, Image: d.Image,
+			BytesPerSecond: m.Limits.IO.BytesPerSecond, OpsPerSecond: m.Limits.IO.OpsPerSecond,
+		})
+		tops = append(tops, d.File)
 	}
+	files = append(files, tops...)
 	for _, n := range m.Nets {
 		boot.Devices.Nets = append(boot.Devices.Nets, vmmctl.Net{MAC: n.MAC, MTU: n.MTU})
 		files = append(files, n.Socket)
 	}
-	return launch(j, boot, files, m.Limits)
-}
-
-// launch starts a vmm process with its first message, Boot or Restore.
-func launch(j *jail.Jail, first vmmctl.Message, files []*os.File, asked engine.Limits) (*Process, error) {
-	limits, err := limitMachine(first, files, asked)
+	limits, err := machineLimits(m.Memory, uint64(m.VCPUs), &boot.Devices, tops, m.Limits)
 	if err != nil {
 		return nil, err
 	}
-	return begin(j, limits, first, files)
+	return begin(j, limits, &message{boot, files})
 }
 
-// begin is launch with limits.
-func begin(j *jail.Jail, limits jail.Limits, first vmmctl.Message, files []*os.File) (*Process, error) {
-	p, err := spawn(j, limits)
+// begin starts a vmm process and returns when its first message was answered.
+func begin(j *jail.Jail, limits jail.Limits, first *message) (*Process, error) {
+	p, made, err := open(j, limits, first)
 	if err != nil {
 		return nil, err
+	}
+	if _, err := p.await(context.Background(), made); err != nil {
+		p.Kill()
+		return nil, fmt.Errorf("start microVM: %w", err)
+	}
+	p.slowMonitor()
+	return p, nil
+}
+
+// open starts a vmm process with its first message, Boot or Shell, whose reply
+// comes later.
+func open(j *jail.Jail, limits jail.Limits, first *message) (*Process, <-chan *vmmctl.Reply, error) {
+	p, err := spawn(j, limits)
+	if err != nil {
+		return nil, nil, err
 	}
 	reply := make(chan *vmmctl.Reply, 1)
 	p.waiting[0] = reply // the first message is answered with id 0
-	sendErr := p.conn.Send(first, files...)
+	err = p.conn.Send(first.Message, first.files...)
 	go p.receive()
-	if _, err := p.await(context.Background(), reply); err != nil || sendErr != nil {
+	if err != nil {
 		p.Kill()
-		return nil, fmt.Errorf("start microVM: %w", errors.Join(sendErr, err))
+		return nil, nil, fmt.Errorf("start microVM: %w", errors.Join(err, p.ended()))
 	}
-	// In its jail the process cannot do it itself. A matter of speed only, and
-	// refused to users without privileges.
+	return p, reply, nil
+}
+
+// slowMonitor does what the process cannot do itself in its jail. A matter of
+// speed only, and refused to users without privileges.
+func (p *Process) slowMonitor() {
 	go func() { _ = gomonitor.SlowProcess(p.Pid(), monitorSlack) }()
-	return p, nil
 }
 
 // monitorSlack can be long: vmmserver makes a P for each vCPU, which spends
@@ -153,7 +173,7 @@ func spawn(j *jail.Jail, limits jail.Limits) (*Process, error) {
 		return nil, errors.Join(err, conn.Close(), stderr.Close())
 	}
 	p := newProcess(&ownChild{started, stderr}, conn)
-	p.cell = started.Cell
+	p.cell, p.limits = started.Cell, limits
 	return p, nil
 }
 
@@ -376,17 +396,32 @@ func (p *Process) post(message func(id uint64) vmmctl.Message, files ...*os.File
 	return reply, nil
 }
 
+// refusal is what a vmm says to a request that it does not fulfil.
+type refusal string
+
+func (r refusal) Error() string { return string(r) }
+
 func (p *Process) await(ctx context.Context, reply <-chan *vmmctl.Reply) (*vmmctl.Reply, error) {
 	select {
 	case r := <-reply:
 		if r.Error != "" {
-			return nil, errors.New(r.Error)
+			return nil, refusal(r.Error)
 		}
 		return r, nil
 	case <-p.done:
 		return nil, p.ended()
 	case <-ctx.Done():
 		return nil, ctx.Err()
+	}
+}
+
+// stopped is ErrEnded if the process has ended.
+func (p *Process) stopped() error {
+	select {
+	case <-p.done:
+		return p.ended()
+	default:
+		return nil
 	}
 }
 

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/folder"
 	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/snapshot"
@@ -34,8 +35,9 @@ type sandbox struct {
 	parent     *snapshot.Snapshot // whose layers it maps; nil after a boot
 	boot       *bootFiles         // nil in a fork
 	restored   time.Duration      // from the call of Fork until it ran
-	folder     folder             // empty: it ends with this process
+	folder     folder.Folder      // empty: it ends with this process
 	ownParent  bool               // parent is its own to close
+	fromShell  bool               // which was made before that call
 
 	capture sync.Mutex        // one capture at a time; protects memory, the disks' images and all following fields
 	standby *guestrpc.Standby // nil before the first capture
@@ -135,14 +137,19 @@ func (s *sandbox) Shutdown(ctx context.Context, grace time.Duration) error {
 }
 
 // release closes what a sandbox keeps for its captures.
-func (s *sandbox) release() error {
+func (s *sandbox) release() error { return s.end(liveLayers.release) }
+
+// leave is release for a sandbox that lives on.
+func (s *sandbox) leave() error { return s.end(liveLayers.leave) }
+
+func (s *sandbox) end(live func(liveLayers) error) error {
 	s.capture.Lock()
 	defer s.capture.Unlock()
 	if s.standby != nil {
 		_ = s.standby.Close() // nothing was sent
 		s.standby = nil
 	}
-	err := s.live.release()
+	err := live(s.live)
 	s.live = nil
 	if s.ownParent {
 		err = errors.Join(err, s.parent.Close())

@@ -9,6 +9,7 @@ import (
 	"strconv"
 	"time"
 
+	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/jail"
 	"agentrun.dev/internal/layer"
@@ -136,43 +137,6 @@ func (c *captured) close() {
 	}
 }
 
-// charged is a file in memory that counts against the limit of the vmm process
-// that has filled it; the limit is higher until it is closed.
-type charged struct {
-	*os.File
-	back func() error
-}
-
-func (c *charged) Close() error { return errors.Join(c.File.Close(), c.back()) }
-
-// newCharged makes a file for at most size bytes.
-func newCharged(cell *jail.Cell, size uint64) (*charged, error) {
-	f, err := memoryFile("memory", nil)
-	if err != nil {
-		return nil, err
-	}
-	back, err := cell.Extend(size)
-	if err != nil {
-		return nil, errors.Join(err, f.Close())
-	}
-	return &charged{f, back}, nil
-}
-
-// holds says how large the file has become.
-func (c *charged) holds(cell *jail.Cell, runs []layer.Run) error {
-	size := uint64(0)
-	for _, r := range runs {
-		size += r.Length
-	}
-	back, err := cell.Extend(size)
-	if err != nil {
-		return err
-	}
-	err = c.back()
-	c.back = back
-	return err
-}
-
 // freeze saves the sandbox as it is at one instant.
 func (s *sandbox) freeze(ctx context.Context, save *vmmctl.Save) (_ *captured, err error) {
 	c := &captured{}
@@ -188,7 +152,7 @@ func (s *sandbox) freeze(ctx context.Context, save *vmmctl.Save) (_ *captured, e
 	if c.state, err = memoryFile("state", nil); err != nil {
 		return nil, err
 	}
-	if c.memory, err = newCharged(s.cell, s.memory.Size); err != nil {
+	if c.memory, err = s.newCharged(s.memory.Size); err != nil {
 		return nil, err
 	}
 	pagemap, err := jail.OpenPagemap(s.Pid())
@@ -233,7 +197,7 @@ func (s *sandbox) freeze(ctx context.Context, save *vmmctl.Save) (_ *captured, e
 		}
 	}
 	if err == nil {
-		err = c.memory.holds(s.cell, c.saved.Memory.Runs)
+		err = c.memory.holds(c.saved.Memory.Runs)
 	}
 	if err == nil {
 		c.encoded, err = io.ReadAll(io.NewSectionReader(c.state, 0, snapshot.MaxState))
@@ -249,16 +213,6 @@ func (s *sandbox) freeze(ctx context.Context, save *vmmctl.Save) (_ *captured, e
 	}
 	c.session = s.session(c.machine)
 	return c, nil
-}
-
-// stopped is ErrEnded if the sandbox has ended.
-func (s *sandbox) stopped() error {
-	select {
-	case <-s.Done():
-		return s.ended()
-	default:
-		return nil
-	}
 }
 
 // store makes a snapshot folder of what was captured.
@@ -277,7 +231,7 @@ func (s *sandbox) store(ctx context.Context, b *snapshot.Builder, c *captured) (
 		Created: time.Now().UTC().Truncate(time.Second), Kernel: s.kernel,
 		CPU: cpu, TSCKHz: uint64(c.machine.TSCKHz), VCPUs: s.vcpus,
 		Memory: snapshot.ImageOf(memory), Hostname: s.hostname, Session: c.session,
-		Labels: map[string]string{generationLabel: strconv.FormatUint(s.generation.Load(), 10)},
+		Labels: map[string]string{engine.GenerationLabel: strconv.FormatUint(s.generation.Load(), 10)},
 	}
 	if s.parent != nil {
 		m.Parent = s.parent.ID().String()

@@ -39,6 +39,13 @@ func (t *touched) of(id snapshot.ID) (runs []layer.Run, learn bool) {
 	return nil, true
 }
 
+// known returns the pages to populate, as far as that is known.
+func (t *touched) known(id snapshot.ID) []layer.Run {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.runs[id]
+}
+
 // set records what was learnt. The lock must be held.
 func (t *touched) set(id snapshot.ID, runs []layer.Run) {
 	if t.runs == nil {
@@ -54,22 +61,23 @@ func (t *touched) set(id snapshot.ID, runs []layer.Run) {
 	}
 }
 
-// learn asks a fork that has just answered.
-func (t *touched) learn(ctx context.Context, id snapshot.ID, p *Process) {
+// learn asks a fork that has just answered. It reports whether that helped.
+func (t *touched) learn(ctx context.Context, id snapshot.ID, p *Process) bool {
 	runs, err := p.touched(ctx)
 	if err != nil {
-		return // the fork has ended: the others do without
+		return false // the fork has ended: the others do without
 	}
 	pages := uint64(0)
 	for _, r := range runs {
 		pages += r.Length / layer.PageSize
 	}
 	if pages > maxTouched {
-		return
+		return false
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.set(id, runs)
+	return true
 }
 
 // touched lists the pages of memory that are the guest's own.

@@ -10,10 +10,10 @@ import (
 	"errors"
 	"fmt"
 	"sync"
-	"time"
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/stock"
 )
 
 // Engine is what a pool needs of an engine.
@@ -28,6 +28,9 @@ type Config struct {
 	Snapshot *snapshot.Snapshot
 	// Count is how many sandboxes wait.
 	Count int
+	// Shells is how many forks, for claims beyond those that wait and to replace
+	// them, are half made. An engine that cannot do that makes none.
+	Shells int
 	// Options are those of the next sandbox; nil uses none. It is called for
 	// each sandbox that is made, and again for each claim that finds none.
 	Options func() engine.ForkOptions
@@ -51,260 +54,99 @@ type Stats struct {
 // use.
 type Pool struct {
 	cfg    Config
-	cancel context.CancelFunc
-	done   sync.WaitGroup
-	missed chan struct{} // holds at most one notice that one is missing
+	shells engine.Shells // nil without any
+	stock  *stock.Stock[engine.Sandbox]
 
-	mu      sync.Mutex // protects all following fields
-	count   int        // how many sandboxes are to wait
-	parked  []*parked
-	stats   Stats
-	closed  bool
-	changed chan struct{} // closed and made anew with each change of the above
-}
-
-// parked is a sandbox that waits.
-type parked struct {
-	engine.Sandbox
-	taken chan struct{} // closed when it does not wait any more
+	mu              sync.Mutex // protects all following fields
+	claimed, forked uint64
 }
 
 // New makes a pool and fills it in the background.
-func New(cfg Config) *Pool {
+func New(cfg Config) (*Pool, error) {
 	if cfg.Options == nil {
 		cfg.Options = func() engine.ForkOptions { return engine.ForkOptions{} }
 	}
-	ctx, cancel := context.WithCancel(context.Background())
-	p := &Pool{cfg: cfg, count: cfg.Count, cancel: cancel, missed: make(chan struct{}, 1), changed: make(chan struct{})}
-	p.done.Go(func() { p.fill(ctx) })
-	return p
+	p := &Pool{cfg: cfg}
+	if ahead, ok := cfg.Engine.(engine.Ahead); ok && cfg.Shells > 0 {
+		var err error
+		if p.shells, err = ahead.KeepShells(cfg.Snapshot, cfg.Shells); err != nil {
+			return nil, fmt.Errorf("make a pool: %w", err)
+		}
+	}
+	p.stock = stock.New(stock.Config[engine.Sandbox]{What: "ready sandboxes", Count: cfg.Count, Make: p.park})
+	return p, nil
 }
 
 // Close ends the sandboxes that wait. Those that were claimed are not touched.
 func (p *Pool) Close() error {
-	p.cancel()
-	p.mu.Lock()
-	p.closed = true
-	left := p.parked
-	p.parked = nil
-	p.mu.Unlock()
-	var errs []error
-	for _, sb := range left {
-		close(sb.taken)
-		errs = append(errs, sb.Close())
+	err := p.stock.Close()
+	if p.shells != nil {
+		err = errors.Join(err, p.shells.Close())
 	}
-	p.done.Wait()
-	return errors.Join(errs...)
+	return err
 }
 
 // Stats describes the pool as it is now.
 func (p *Pool) Stats() Stats {
+	s := p.stock.Stats()
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return p.now()
-}
-
-// now describes the pool; the lock must be held.
-func (p *Pool) now() Stats {
-	s := p.stats
-	s.Ready = len(p.parked)
-	return s
-}
-
-// tell wakes those who wait for a change; the lock must be held.
-func (p *Pool) tell() {
-	close(p.changed)
-	p.changed = make(chan struct{})
+	return Stats{
+		Ready: s.Waiting, Claimed: p.claimed, Forked: p.forked,
+		Lost: s.Lost, Failed: s.Failed, LastError: s.LastError,
+	}
 }
 
 // WaitFull waits until all sandboxes of the pool are there.
-func (p *Pool) WaitFull(ctx context.Context) error {
-	return p.wait(ctx, func(s Stats) bool { return s.Ready >= p.count })
-}
+func (p *Pool) WaitFull(ctx context.Context) error { return p.stock.WaitFull(ctx) }
 
-// wait waits until the pool is as it should be; good is called with the mutex.
-func (p *Pool) wait(ctx context.Context, good func(Stats) bool) error {
-	for {
-		p.mu.Lock()
-		s, changed := p.now(), p.changed
-		is := good(s)
-		p.mu.Unlock()
-		if is {
-			return nil
-		}
-		select {
-		case <-changed:
-		case <-ctx.Done():
-			if s.LastError != "" {
-				return fmt.Errorf("wait for ready sandboxes: %w (the last one failed: %s)", ctx.Err(), s.LastError)
-			}
-			return fmt.Errorf("wait for ready sandboxes: %w", ctx.Err())
-		}
-	}
-}
+// Resize changes how many sandboxes wait. What is too many ends.
+func (p *Pool) Resize(count int) { p.stock.Resize(count) }
 
 // Claim returns a sandbox with an identity of its own, which runs and has
 // answered. hostname is its host name; empty leaves the choice to the engine.
 func (p *Pool) Claim(ctx context.Context, hostname string) (engine.Sandbox, error) {
 	for {
-		sb := p.take()
-		if sb == nil {
+		sb, ok := p.stock.Take()
+		if !ok {
 			break
 		}
 		err := sb.Claim(ctx, hostname)
-		p.notice() // not before: to make the next one would slow this one down
+		p.stock.Refill() // not before: to make the next one would slow this one down
 		if err == nil {
-			p.record(func(s *Stats) { s.Claimed++ })
-			return sb.Sandbox, nil
+			p.count(&p.claimed)
+			return sb, nil
 		}
 		err = errors.Join(err, sb.Close())
 		if ctx.Err() != nil {
 			return nil, fmt.Errorf("claim a ready sandbox: %w", err)
 		}
-		p.record(func(s *Stats) { s.Lost++; s.LastError = err.Error() })
+		p.stock.Refuse(err)
 	}
-	p.record(func(s *Stats) { s.Forked++ })
+	p.count(&p.forked)
 	opts := p.cfg.Options()
 	opts.Hostname = hostname
 	return p.cfg.Engine.Fork(ctx, p.cfg.Snapshot, opts)
 }
 
-func (p *Pool) record(change func(*Stats)) {
+func (p *Pool) count(n *uint64) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	change(&p.stats)
-	p.tell()
+	*n++
 }
 
-// take removes a sandbox from the pool: the one that waits for the longest, as
-// it has settled the most.
-func (p *Pool) take() *parked {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if len(p.parked) == 0 {
-		return nil
-	}
-	sb := p.parked[0]
-	p.parked = append(p.parked[:0:0], p.parked[1:]...)
-	close(sb.taken)
-	return sb
-}
-
-// notice makes fill look again.
-func (p *Pool) notice() {
-	select {
-	case p.missed <- struct{}{}:
-	default:
-	}
-}
-
-// Attempts that fail are repeated after a while that doubles.
-const (
-	firstBackoff = 50 * time.Millisecond
-	lastBackoff  = 10 * time.Second
-)
-
-// fill makes one sandbox after the other, until there are enough.
-func (p *Pool) fill(ctx context.Context) {
-	backoff := firstBackoff
-	for {
-		for p.missing() {
-			err := p.add(ctx)
-			if ctx.Err() != nil {
-				return
-			}
-			if err == nil {
-				backoff = firstBackoff
-				continue
-			}
-			p.record(func(s *Stats) { s.Failed++; s.LastError = err.Error() })
-			select {
-			case <-time.After(backoff):
-			case <-ctx.Done():
-				return
-			}
-			backoff = min(2*backoff, lastBackoff)
-		}
-		select {
-		case <-p.missed:
-		case <-ctx.Done():
-			return
-		}
-	}
-}
-
-func (p *Pool) missing() bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return len(p.parked) < p.count
-}
-
-// Resize changes how many sandboxes wait. What is too many ends.
-func (p *Pool) Resize(count int) {
-	p.mu.Lock()
-	p.count = count
-	var tooMany []*parked
-	if len(p.parked) > count {
-		// The youngest have settled the least.
-		tooMany = append(tooMany, p.parked[count:]...)
-		p.parked = append(p.parked[:0:0], p.parked[:count]...)
-		for _, sb := range tooMany {
-			close(sb.taken)
-		}
-	}
-	p.tell()
-	p.mu.Unlock()
-	for _, sb := range tooMany {
-		if err := sb.Close(); err != nil {
-			p.record(func(s *Stats) { s.LastError = err.Error() })
-		}
-	}
-	p.notice()
-}
-
-// add makes a sandbox and parks it.
-func (p *Pool) add(ctx context.Context) error {
+// park makes a sandbox that waits.
+func (p *Pool) park(ctx context.Context) (engine.Sandbox, error) {
 	sb, err := p.cfg.Engine.Fork(ctx, p.cfg.Snapshot, p.cfg.Options())
 	if err != nil {
-		return err
+		return nil, err
 	}
 	// What a fork does beside its first answer goes before this one.
 	if err = sb.Agent().Ping(ctx); err == nil {
 		err = sb.Pause(ctx)
 	}
 	if err != nil {
-		return errors.Join(fmt.Errorf("park a sandbox: %w", err), sb.Close())
+		return nil, errors.Join(fmt.Errorf("park a sandbox: %w", err), sb.Close())
 	}
-	w := &parked{sb, make(chan struct{})}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.closed {
-		return sb.Close()
-	}
-	p.parked = append(p.parked, w)
-	p.tell()
-	p.done.Go(func() { p.watch(w) })
-	return nil
-}
-
-// watch replaces a sandbox that ends while it waits.
-func (p *Pool) watch(w *parked) {
-	select {
-	case <-w.taken:
-		return
-	case <-w.Done():
-	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	for i, other := range p.parked {
-		if other == w {
-			p.parked = append(p.parked[:i:i], p.parked[i+1:]...)
-			p.stats.Lost++
-			p.stats.LastError = w.Wait().Error()
-			p.notice()
-			p.tell()
-			break
-		}
-	}
-	_ = w.Close() // it has ended; this frees what is left of it
+	return sb, nil
 }

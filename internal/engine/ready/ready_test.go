@@ -13,6 +13,7 @@ import (
 	"agentrun.dev/internal/guest"
 	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/stock"
 )
 
 // fakeEngine makes sandboxes without a machine: their agents are real, their
@@ -89,7 +90,10 @@ func (s *fakeSandbox) Close() error {
 func newPool(t *testing.T, n int) (*Pool, *fakeEngine) {
 	t.Helper()
 	e := &fakeEngine{t: t}
-	p := New(Config{Engine: e, Count: n})
+	p, err := New(Config{Engine: e, Count: n})
+	if err != nil {
+		t.Fatal(err)
+	}
 	t.Cleanup(func() {
 		if err := p.Close(); err != nil {
 			t.Error(err)
@@ -154,7 +158,7 @@ func TestDead(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if err := p.wait(t.Context(), func(s Stats) bool { return s.Lost == 3 }); err != nil {
+	if err := p.stock.WaitUntil(t.Context(), func(s stock.Stats) bool { return s.Lost == 3 }); err != nil {
 		t.Fatal(err)
 	}
 	full(t, p)
@@ -175,10 +179,13 @@ func TestDead(t *testing.T) {
 // TestFailure: a pool that cannot be filled says why, and recovers.
 func TestFailure(t *testing.T) {
 	e := &fakeEngine{t: t, fail: errors.New("no memory")}
-	p := New(Config{Engine: e, Count: 1})
+	p, err := New(Config{Engine: e, Count: 1})
+	if err != nil {
+		t.Fatal(err)
+	}
 	t.Cleanup(func() { _ = p.Close() })
 	ctx, cancel := context.WithCancel(t.Context())
-	if err := p.wait(ctx, func(s Stats) bool { return s.Failed > 0 }); err != nil {
+	if err := p.stock.WaitUntil(ctx, func(s stock.Stats) bool { return s.Failed > 0 }); err != nil {
 		t.Fatal(err)
 	}
 	cancel()
@@ -192,4 +199,42 @@ func TestFailure(t *testing.T) {
 	e.fail = nil
 	e.mu.Unlock()
 	full(t, p)
+}
+
+// aheadEngine says what shells were asked of it.
+type aheadEngine struct {
+	*fakeEngine
+	asked, closed int
+	fail          error
+}
+
+func (e *aheadEngine) KeepShells(_ *snapshot.Snapshot, n int) (engine.Shells, error) {
+	e.asked += n
+	return (*fakeShells)(e), e.fail
+}
+
+type fakeShells aheadEngine
+
+func (*fakeShells) WaitFull(context.Context) error { return nil }
+func (*fakeShells) Stats() engine.ShellStats       { return engine.ShellStats{} }
+func (s *fakeShells) Close() error                 { s.closed++; return nil }
+
+// TestShells: a pool has its engine keep shells for as long as it lives.
+func TestShells(t *testing.T) {
+	e := &aheadEngine{fakeEngine: &fakeEngine{t: t}}
+	p, err := New(Config{Engine: e, Count: 1, Shells: 4})
+	if err != nil {
+		t.Fatal(err)
+	}
+	full(t, p)
+	if e.asked != 4 || e.closed != 0 {
+		t.Errorf("%d shells, %d closed", e.asked, e.closed)
+	}
+	if err := p.Close(); err != nil || e.closed != 1 {
+		t.Errorf("%v, %d closed", err, e.closed)
+	}
+	e.fail = errors.New("no")
+	if _, err := New(Config{Engine: e, Shells: 1}); !errors.Is(err, e.fail) {
+		t.Errorf("%v", err)
+	}
 }

@@ -15,6 +15,27 @@ var pythonKernel string
 //go:embed python_text.py
 var pythonText string
 
+//go:embed shell.sh
+var shellKernel string
+
+//go:embed node.js
+var nodeKernel string
+
+// nodeBoot reads the driver from the control pipe and runs it.
+const nodeBoot = `(() => {
+  const read = (n) => {
+    const b = Buffer.alloc(n);
+    for (let at = 0; at < n; ) {
+      const got = require("fs").readSync(3, b, at, n - at);
+      if (got === 0) process.exit(70);
+      at += got;
+    }
+    return b;
+  };
+  const source = read(read(4).readUInt32LE()).toString();
+  require("vm").runInThisContext("(function (require) {" + source + "\n})", { filename: "<agentrun>" })(require);
+})()`
+
 // pythonBoot reads the driver from the control pipe and runs it. It has names of
 // its own: __main__ is the user's.
 const pythonBoot = `import os
@@ -46,6 +67,8 @@ type Language struct {
 func Languages() []Language {
 	return []Language{
 		{Name: "python", Programs: []string{"python3", "python"}, Args: []string{"-c", pythonBoot}, Driver: []string{pythonKernel, pythonText}, Text: true, Env: true},
+		{Name: "bash", Programs: []string{"bash", "sh"}, Args: []string{"-c", shellKernel}, Lines: true},
+		{Name: "node", Programs: []string{"node", "nodejs"}, Args: []string{"-e", nodeBoot}, Driver: []string{nodeKernel}},
 	}
 }
 

@@ -27,11 +27,7 @@ func (r Recipe) Build(ctx context.Context, root, work string, o Options) error {
 		return err
 	}
 	start := time.Now()
-	sources, err := r.Sources(ctx)
-	if err != nil {
-		return err
-	}
-	if err := r.bootstrap(ctx, root, sources, o.Log); err != nil {
+	if err := r.bootstrap(ctx, root, o.Sources, o.Log); err != nil {
 		return err
 	}
 	in := &chroot{root: root, work: work, log: o.Log}
@@ -43,11 +39,12 @@ func (r Recipe) Build(ctx context.Context, root, work string, o Options) error {
 			return err
 		}
 	}
-	if err := clean(root, sources); err != nil {
+	if err := clean(root, o.Sources); err != nil {
 		return fmt.Errorf("clean up the root filesystem: %w", err)
 	}
 	epoch := o.Epoch
 	if epoch.IsZero() {
+		var err error
 		if epoch, err = newestBefore(root, start); err != nil {
 			return fmt.Errorf("read times: %w", err)
 		}

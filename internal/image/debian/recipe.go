@@ -33,9 +33,11 @@ type Recipe struct {
 
 // Options are how a recipe is followed.
 type Options struct {
+	// Sources are the recipe's (Recipe.Sources).
+	Sources []string
 	// Log is told what the programs say.
 	Log io.Writer
-	// Phase is told when wheels come after packages.
+	// Pip is called when wheels come after packages.
 	Pip func()
 	// Epoch is the time that files get which were made while building; zero is
 	// that of the newest file of a package.

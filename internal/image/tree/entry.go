@@ -74,7 +74,7 @@ func (t *Tree) fileEntry(l *layer, full string, hdr *tar.Header, content io.Read
 		return err
 	}
 	l.seen[full] |= markFile
-	l.touch(path.Dir(full))
+	l.touch(above(full))
 	switch hdr.Typeflag {
 	case tar.TypeReg, tar.TypeCont, tar.TypeGNUSparse:
 		return t.regular(l, full, hdr, content)
@@ -98,7 +98,7 @@ func (t *Tree) linkTarget(linkname string) (string, error) {
 	if name == "" {
 		return "", refuse("a hard link to the root")
 	}
-	folder, err := t.folder(path.Dir(name), nil)
+	folder, err := t.folder(above(name), nil)
 	if err != nil {
 		return "", fmt.Errorf("hard link to %q: %w", printable(linkname), err)
 	}
@@ -284,7 +284,7 @@ func timespec(m time.Time) (unix.Timespec, error) {
 }
 
 func (t *Tree) openParent(full string) (*os.File, error) {
-	dir := orRoot(strings.TrimPrefix(path.Dir(full), "."))
+	dir := orRoot(above(full))
 	if t.parent != nil && t.parentPath == dir {
 		return t.parent, nil
 	}

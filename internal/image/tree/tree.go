@@ -113,12 +113,17 @@ func New(dir string, limits Limits) (*Tree, error) {
 	if err != nil {
 		return nil, fmt.Errorf("unpack image: %w", err)
 	}
-	return &Tree{
+	t := &Tree{
 		root: root, limits: limits,
 		dirs: map[string]bool{}, times: map[string]folderTime{},
 		withXattrs: map[string]bool{}, dropped: map[string]bool{},
 		buf: make([]byte, 256<<10),
-	}, nil
+	}
+	// What the root is if no layer says so, whatever the umask and the time.
+	if err := errors.Join(root.Chmod(".", 0o755), t.remember("", time.Unix(0, 0))); err != nil {
+		return nil, errors.Join(fmt.Errorf("unpack image: %w", err), root.Close())
+	}
+	return t, nil
 }
 
 // Close frees the tree; the folder stays.
@@ -188,6 +193,9 @@ func (t *Tree) apply(l *layer, hdr *tar.Header, content io.Reader) error {
 		return err
 	}
 	base := path.Base(name)
+	if strings.HasPrefix(name, whiteoutPrefix) && base != name || strings.Contains(above(name), "/"+whiteoutPrefix) {
+		return refuse("folders cannot be named as whiteouts are")
+	}
 	if strings.HasPrefix(base, whiteoutPrefix) {
 		return t.whiteout(l, name)
 	}
@@ -197,7 +205,7 @@ func (t *Tree) apply(l *layer, hdr *tar.Header, content io.Reader) error {
 		}
 		return t.folderEntry(l, "", hdr)
 	}
-	folder, err := t.folder(path.Dir(name), l)
+	folder, err := t.folder(above(name), l)
 	if err != nil {
 		return err
 	}
@@ -209,6 +217,14 @@ func (t *Tree) apply(l *layer, hdr *tar.Header, content io.Reader) error {
 		return t.folderEntry(l, full, hdr)
 	}
 	return t.fileEntry(l, full, hdr, content)
+}
+
+// above is the folder that a path is in; that of the root's entries is "".
+func above(full string) string {
+	if dir := path.Dir(full); dir != "." {
+		return dir
+	}
+	return ""
 }
 
 // maxPath keeps paths below PATH_MAX when the tree is packed, from a folder
@@ -243,8 +259,8 @@ const maxLinks = 40
 // and returns its path without links. With a layer it makes what is missing;
 // without, that is fs.ErrNotExist.
 func (t *Tree) folder(name string, l *layer) (string, error) {
-	if name == "." || name == "" || t.dirs[name] {
-		return strings.TrimPrefix(name, "."), nil
+	if name == "" || t.dirs[name] {
+		return name, nil
 	}
 	at, links := "", 0
 	todo := strings.Split(name, "/")
@@ -258,7 +274,7 @@ func (t *Tree) folder(name string, l *layer) (string, error) {
 			if at == "" {
 				return "", refuse("a link on its way leads out of the root")
 			}
-			at = strings.TrimPrefix(path.Dir(at), ".")
+			at = above(at)
 			continue
 		}
 		next := path.Join(at, part)
@@ -319,7 +335,7 @@ func (t *Tree) makeFolder(full string) error {
 // touch marks the folders above a path, and the path if it is a folder that
 // the layer implies, as this layer's.
 func (l *layer) touch(full string) {
-	for p := full; p != "." && p != ""; p = path.Dir(p) {
+	for p := full; p != ""; p = above(p) {
 		if l.seen[p]&markBelow != 0 {
 			return
 		}

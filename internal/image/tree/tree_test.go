@@ -51,6 +51,7 @@ func TestLayers(t *testing.T) {
 		{"hard link replaced", [][]entry{{file("a", "1"), hardlink("b", "a")}, {file("a", "2")}}, []string{"a=2", "b=1"}},
 		{"hard link to a lower layer", [][]entry{{file("a", "1")}, {hardlink("b", "a")}}, []string{"a=1", "b=1"}},
 		{"whiteout of a link to a folder", [][]entry{{dir("t/"), file("t/x", "1"), symlink("l", "t")}, {file(".wh.l", "")}}, []string{"t/", "t/x=1"}},
+		{"hidden folders", [][]entry{{dir(".a/"), symlink(".a/l", ".b"), dir(".a/.b/"), file(".a/.b/x", "1")}, {symlink(".a/.b/y", "x"), file(".a/l/z", "2"), hardlink(".a/h", ".a/.b/x"), file(".a/.b/.wh.x", "")}}, []string{".a/", ".a/.b/", ".a/.b/y->x", ".a/.b/z=2", ".a/h=1", ".a/l->.b"}},
 		{"global header", [][]entry{{{Header: tar.Header{Typeflag: tar.TypeXGlobalHeader, Name: "pax_global_header", PAXRecords: map[string]string{"comment": "x"}}}, file("a", "1")}}, []string{"a=1"}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -92,8 +93,12 @@ func TestMetadata(t *testing.T) {
 		}),
 		file("d/ünï", "name"),
 	)
-	// A later layer touches the folder; its time stays what its entry said.
-	root, facts := mustUnpack(t, layer, archive(t, file("d/later", "x")))
+	// A later layer touches the folder; its time stays what its entry said. The
+	// root has attributes, too.
+	root, facts := mustUnpack(t, layer, archive(t, file("d/later", "x"), dir("./").with(func(h *tar.Header) {
+		h.Mode = 0o750
+		h.PAXRecords = map[string]string{paxXattr + "user.root": "x"}
+	})))
 	at := func(name string) unix.Stat_t { return stat(t, filepath.Join(root, name)) }
 	for _, c := range []struct {
 		name          string
@@ -105,6 +110,7 @@ func TestMetadata(t *testing.T) {
 		size          int64
 		skipSizeCheck bool
 	}{
+		{name: ".", mode: unix.S_IFDIR | 0o750, links: 4, skipSizeCheck: true},
 		{name: "d", mode: unix.S_IFDIR | 0o1777, uid: 5, gid: 6, links: 2, skipSizeCheck: true},
 		{name: "d/suid", mode: unix.S_IFREG | 0o4755, uid: 70000, gid: 4294967294, links: 2, size: 1},
 		{name: "d/hard", mode: unix.S_IFREG | 0o4755, uid: 70000, gid: 4294967294, links: 2, size: 1},
@@ -143,6 +149,20 @@ func TestMetadata(t *testing.T) {
 	surveyed, err := Survey(root)
 	if err != nil || !surveyed.Xattrs || !slices.Equal(surveyed.Capabilities, facts.Capabilities) {
 		t.Errorf("surveyed: %+v, %v", surveyed, err)
+	}
+}
+
+// TestUmask: modes are what layers say, or what is usual, whatever the umask.
+func TestUmask(t *testing.T) {
+	defer unix.Umask(unix.Umask(0o077))
+	root, _ := mustUnpack(t, archive(t, file("implied/f", "1").with(func(h *tar.Header) { h.Mode = 0o666 })))
+	for name, want := range map[string]uint32{".": unix.S_IFDIR | 0o755, "implied": unix.S_IFDIR | 0o755, "implied/f": unix.S_IFREG | 0o666} {
+		if st := stat(t, filepath.Join(root, name)); st.Mode != want {
+			t.Errorf("%s has mode %o, want %o", name, st.Mode, want)
+		}
+	}
+	if st := stat(t, root); st.Mtim.Sec != 0 {
+		t.Errorf("the root's time is %d", st.Mtim.Sec)
 	}
 }
 

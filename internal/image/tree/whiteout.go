@@ -16,7 +16,7 @@ const (
 // whiteout hides what is below this layer.
 func (t *Tree) whiteout(l *layer, name string) error {
 	base := path.Base(name)
-	folder, err := t.folder(path.Dir(name), nil)
+	folder, err := t.folder(above(name), nil)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil // nothing is there to hide
 	}

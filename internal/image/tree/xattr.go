@@ -4,6 +4,7 @@ import (
 	"archive/tar"
 	"errors"
 	"fmt"
+	"io/fs"
 	"slices"
 	"strings"
 
@@ -90,8 +91,11 @@ func (t *Tree) Finish() (Facts, error) {
 // listXattrs lists what the tree keeps of the attributes of a path; of one that
 // is gone there are none.
 func (t *Tree) listXattrs(full string) ([]string, error) {
-	if _, err := t.root.Lstat(orRoot(full)); err != nil {
-		return nil, nil //nolint:nilerr // a later layer has removed it
+	switch _, err := t.root.Lstat(orRoot(full)); {
+	case errors.Is(err, fs.ErrNotExist), errors.Is(err, unix.ENOTDIR):
+		return nil, nil // a later layer has removed it
+	case err != nil:
+		return nil, err
 	}
 	path := "/proc/self/fd/"
 	if full == "" {

@@ -24,6 +24,8 @@ import (
 
 // Host is a machine with processes that outlive daemons: it plays an engine.
 type Host struct {
+	engine.Engine // what is not used
+
 	// Step is called before and after each call, when nothing is under way.
 	Step func()
 	// Execs makes the agents run programs. It is not for synctest: the kernel
@@ -108,6 +110,8 @@ func (h *Host) hook() func() {
 
 func (h *Host) Name() string { return "fake" }
 func (h *Host) Close() error { return nil }
+
+func (h *Host) Keep([]string, []string) error { return nil }
 
 func (h *Host) Boot(context.Context, engine.Spec) (engine.Sandbox, error) {
 	return nil, errors.New("not used")

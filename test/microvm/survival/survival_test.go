@@ -21,6 +21,7 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/image"
 	"agentrun.dev/internal/local"
@@ -96,8 +97,11 @@ func live(s *local.Store, name string) error {
 }
 
 func fork(s *local.Store, from, to local.Name) error {
-	outcomes, err := s.Fork(context.Background(), from, []local.Name{to}, engine.Limits{})
-	return errors.Join(append(outcomes, err)...)
+	f, err := s.Fork(context.Background(), from, []local.Name{to}, engine.Limits{})
+	if err != nil {
+		return err
+	}
+	return errors.Join(f.Errs...)
 }
 
 // say has a sandbox repeat a word.
@@ -162,7 +166,7 @@ func template(t *testing.T, s *local.Store) {
 	}
 	defer func() { _ = f.Close() }()
 	spec := engine.Spec{Root: f, Memory: 64 * mib, VCPUs: 1, Scratch: 8 * mib, Hostname: "base"}
-	if err := s.Template(t.Context(), base, spec, func(engine.Sandbox) error { return nil }); err != nil {
+	if err := s.Template(t.Context(), base, pick.MicroVM, spec, func(engine.Sandbox) error { return nil }); err != nil {
 		t.Fatal(err)
 	}
 }

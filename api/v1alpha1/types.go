@@ -1,0 +1,171 @@
+// Package v1alpha1 is the form in which people write AgentRun's objects: the
+// same YAML for `agentrun apply` on one machine and for a cluster.
+package v1alpha1
+
+import (
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+// APIVersion is the group and version of all kinds.
+const APIVersion = "agentrun.dev/v1alpha1"
+
+// The kinds.
+const (
+	KindSandboxTemplate = "SandboxTemplate"
+	KindSandboxPool     = "SandboxPool"
+	KindSandboxClaim    = "SandboxClaim"
+	KindSandboxFork     = "SandboxFork"
+)
+
+// SandboxTemplate describes sandboxes: what they are made of and how they are
+// warmed up.
+type SandboxTemplate struct {
+	metav1.TypeMeta   `json:",inline"`
+	metav1.ObjectMeta `json:"metadata,omitempty"`
+
+	Spec SandboxTemplateSpec `json:"spec"`
+}
+
+// SandboxTemplateSpec is what a template is made of.
+type SandboxTemplateSpec struct {
+	// Image is a local tag, or a reference that a registry knows.
+	Image string `json:"image"`
+	// Init are shell commands that run one after another before the snapshot.
+	Init []string `json:"init,omitempty"`
+	Env  []EnvVar `json:"env,omitempty"`
+	// Workdir is the working folder of everything; /workspace if it is empty.
+	Workdir string `json:"workdir,omitempty"`
+	// User runs everything; the image's if it is empty.
+	User      string    `json:"user,omitempty"`
+	Resources Resources `json:"resources,omitempty"`
+	// Ready says when a sandbox is ready to be captured or claimed.
+	Ready *ReadyCheck `json:"ready,omitempty"`
+	// Warmup is code that runs in a language kernel, so that what it has imported
+	// is in the snapshot.
+	Warmup *Warmup `json:"warmup,omitempty"`
+
+	Volumes       []Volume       `json:"volumes,omitempty"`
+	NetworkPolicy *NetworkPolicy `json:"networkPolicy,omitempty"`
+}
+
+// EnvVar is an environment variable.
+type EnvVar struct {
+	Name  string `json:"name"`
+	Value string `json:"value,omitempty"`
+}
+
+// Resources is what a sandbox may use.
+type Resources struct {
+	CPU    resource.Quantity `json:"cpu,omitempty"`    // 1 if it is missing
+	Memory resource.Quantity `json:"memory,omitempty"` // 512Mi if it is missing
+	Disk   resource.Quantity `json:"disk,omitempty"`
+}
+
+// ReadyCheck has one of Command, Port and Delay.
+type ReadyCheck struct {
+	// Command is ready when it exits with 0.
+	Command string `json:"command,omitempty"`
+	// Port is ready when something listens on it.
+	Port int32 `json:"port,omitempty"`
+	// Delay is ready when that much time has passed.
+	Delay *metav1.Duration `json:"delay,omitempty"`
+	// Timeout is how long it may take; a minute if it is missing.
+	Timeout *metav1.Duration `json:"timeout,omitempty"`
+}
+
+// Warmup is code for a language kernel.
+type Warmup struct {
+	Language string `json:"language,omitempty"` // python if it is empty
+	Code     string `json:"code"`
+}
+
+// Volume is a folder that has a life of its own.
+type Volume struct {
+	Name       string            `json:"name"`
+	MountPath  string            `json:"mountPath,omitempty"`
+	Size       resource.Quantity `json:"size,omitempty"`
+	ForkPolicy string            `json:"forkPolicy,omitempty"`
+}
+
+// NetworkPolicy says what a sandbox can reach.
+type NetworkPolicy struct {
+	Egress string   `json:"egress,omitempty"` // deny
+	Allow  []string `json:"allow,omitempty"`
+}
+
+// SandboxPool keeps sandboxes of a template ready to be claimed.
+type SandboxPool struct {
+	metav1.TypeMeta   `json:",inline"`
+	metav1.ObjectMeta `json:"metadata,omitempty"`
+
+	Spec SandboxPoolSpec `json:"spec"`
+}
+
+// SandboxPoolSpec is what a pool keeps.
+type SandboxPoolSpec struct {
+	TemplateRef Ref `json:"templateRef"`
+	// Replicas is how many sandboxes wait; 1 if it is missing.
+	Replicas *int32 `json:"replicas,omitempty"`
+	// SnapshotAfter is Ready, or Init: then each sandbox passes the ready check
+	// and the warm-up by itself.
+	SnapshotAfter string `json:"snapshotAfter,omitempty"`
+}
+
+// Ref names another object of the same namespace.
+type Ref struct {
+	Name string `json:"name"`
+}
+
+// SandboxClaim is a sandbox of a pool.
+type SandboxClaim struct {
+	metav1.TypeMeta   `json:",inline"`
+	metav1.ObjectMeta `json:"metadata,omitempty"`
+
+	Spec SandboxClaimSpec `json:"spec"`
+}
+
+// SandboxClaimSpec is what a claim asks for.
+type SandboxClaimSpec struct {
+	PoolRef  Ref               `json:"poolRef"`
+	Env      []EnvVar          `json:"env,omitempty"`
+	Secrets  []Secret          `json:"secrets,omitempty"`
+	Metadata map[string]string `json:"metadata,omitempty"`
+	// Timeout counts the time that the sandbox runs, IdleTimeout the time that
+	// nobody uses it; OnTimeout is kill, pause or hibernate.
+	Timeout     *metav1.Duration `json:"timeout,omitempty"`
+	IdleTimeout *metav1.Duration `json:"idleTimeout,omitempty"`
+	OnTimeout   string           `json:"onTimeout,omitempty"`
+}
+
+// Secret is a secret that a sandbox gets as an environment variable, named by
+// the secret's key.
+type Secret struct {
+	Name      string    `json:"name"`
+	SecretRef SecretRef `json:"secretRef"`
+}
+
+// SecretRef is a key of a Secret.
+type SecretRef struct {
+	Name string `json:"name"`
+	Key  string `json:"key"`
+}
+
+// SandboxFork is copies of a running sandbox.
+type SandboxFork struct {
+	metav1.TypeMeta   `json:",inline"`
+	metav1.ObjectMeta `json:"metadata,omitempty"`
+
+	Spec SandboxForkSpec `json:"spec"`
+}
+
+// SandboxForkSpec is what a fork asks for.
+type SandboxForkSpec struct {
+	// SourceRef is a claim or a child of a fork.
+	SourceRef Ref `json:"sourceRef"`
+	// Replicas is how many; 1 if it is missing.
+	Replicas *int32 `json:"replicas,omitempty"`
+	// AllowSecretInheritance lets children have the source's secrets though
+	// another principal has supplied them.
+	AllowSecretInheritance bool `json:"allowSecretInheritance,omitempty"`
+}

@@ -1,0 +1,78 @@
+package bench
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"path/filepath"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/microvm"
+)
+
+// ShellReport is what forks into shells that waited took: processes with VM,
+// vCPU and memory made ahead, the state not yet loaded.
+type ShellReport struct {
+	// Shells is how many waited.
+	Shells int `json:"shells"`
+	// Floor was sampled in turns with these forks.
+	Floor       Summary `json:"floor"`
+	Restored    Summary `json:"restored"`
+	FirstAnswer Summary `json:"first_answer"`
+	// FirstExec does not count the time in which the next shell is made.
+	FirstExec   Summary `json:"first_exec"`
+	AfterAnswer Memory  `json:"memory_after_answer"`
+	AfterExec   Memory  `json:"memory_after_exec"`
+}
+
+// ahead is an engine that has shells wait; the forks of another have none.
+type ahead struct {
+	engine *microvm.Engine
+	shells engine.Shells
+}
+
+func (s *forkSource) openAhead(resident string) (err error) {
+	if s.cfg.Shells == 0 {
+		return nil
+	}
+	s.ahead.engine, err = microvm.New(microvm.Config{Resident: resident, Scratch: filepath.Join(s.cfg.Folder, "scratch"), Jail: s.cfg.Jail})
+	if err != nil {
+		return err
+	}
+	s.undo = append(s.undo, s.ahead.engine.Close)
+	s.ahead.shells, err = s.ahead.engine.KeepShells(s.snap, s.cfg.Shells)
+	return err
+}
+
+// fromShell is a fork into a shell, and returns when that was replaced.
+func (s *forkSource) fromShell(ctx context.Context) (engine.Sandbox, time.Duration, error) {
+	sb, took, err := timedFork(ctx, s.ahead.engine, s.snap)
+	if err == nil && !microvm.FromShell(sb) {
+		err = errors.New("no shell waited, although all were there")
+	}
+	if err == nil {
+		err = s.ahead.shells.WaitFull(ctx)
+	}
+	return sb, took, err
+}
+
+// shells sums up forks into so many shells.
+func (all *forkSamples) shells(n int) *ShellReport {
+	return &ShellReport{
+		Shells: n, Floor: Summarize(all.floors), Restored: Summarize(all.restored),
+		FirstAnswer: Summarize(all.answers), FirstExec: Summarize(all.execs),
+		AfterAnswer: medianMemory(all.fresh), AfterExec: medianMemory(all.used),
+	}
+}
+
+func (r *ShellReport) print(w io.Writer) error {
+	if r == nil {
+		return nil
+	}
+	fmt.Fprintf(w, "\nas many forks, in turns with these, into shells of which %d waited\n", r.Shells)
+	return printTable(w, r.Floor, []row{
+		{"floor", r.Floor}, {"state restored", r.Restored}, {"first answer", r.FirstAnswer}, {"first exec done", r.FirstExec},
+	})
+}

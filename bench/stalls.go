@@ -1,0 +1,74 @@
+package bench
+
+import (
+	"time"
+
+	"agentrun.dev/internal/guestmem"
+)
+
+// Stalls describes how long a source's writes had to wait during a fork: half
+// of those that had to, 99 of 100 of them, and the longest. Each fork is one
+// sample.
+type Stalls struct {
+	P50     Summary `json:"p50"`
+	P99     Summary `json:"p99"`
+	Longest Summary `json:"longest"`
+}
+
+// stallSamples are what Stalls summarizes.
+type stallSamples struct{ p50, p99, longest []time.Duration }
+
+func (s *stallSamples) add(p50, p99, longest time.Duration) {
+	s.p50, s.p99, s.longest = append(s.p50, p50), append(s.p99, p99), append(s.longest, longest)
+}
+
+// capture adds what a capture tells.
+func (s *stallSamples) capture(st guestmem.CaptureStats) {
+	if st.Faults > 0 {
+		s.add(st.MedianWait, st.WaitOf99, st.LongestWait)
+	}
+}
+
+func (s *stallSamples) summarize() Stalls {
+	return Stalls{Summarize(s.p50), Summarize(s.p99), Summarize(s.longest)}
+}
+
+func (s Stalls) rows(name, indent string) []row {
+	return []row{{indent + name + ", p50", s.P50}, {indent + "p99", s.P99}, {indent + "longest", s.Longest}}
+}
+
+// writeClasses is how many classes of duration the bare guest counts its writes
+// in (guest/testguest/testguest.c).
+const writeClasses = 128
+
+// writes are those of a bare guest's pass over its memory.
+type writes struct {
+	longest time.Duration
+	classes [writeClasses]uint32
+	khz     uint64 // of the TSC
+}
+
+// slowest is the duration that, of the n slowest writes, this part does not
+// exceed: the upper bound of its class.
+func (w *writes) slowest(n uint64, part float64) time.Duration {
+	beyond := uint64((1 - part) * float64(n)) // that many are slower
+	for class := writeClasses - 1; class >= 0; class-- {
+		k := uint64(w.classes[class])
+		if k <= beyond {
+			beyond -= k
+			continue
+		}
+		octave, quarter := class/4, class%4
+		ticks := uint64(4+quarter+1) << octave
+		return min(inTime(ticks, w.khz), w.longest)
+	}
+	return 0
+}
+
+// inTime is how long that many ticks of a TSC are.
+func inTime(ticks, khz uint64) time.Duration {
+	if khz == 0 {
+		return 0
+	}
+	return time.Duration(float64(ticks) * 1e6 / float64(khz))
+}

@@ -1,0 +1,174 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"strings"
+	"time"
+
+	"agentrun.dev/api/rest"
+	"agentrun.dev/internal/client"
+	"agentrun.dev/internal/manifest"
+	"agentrun.dev/internal/sandbox"
+	"github.com/spf13/cobra"
+)
+
+// applyOptions are the flags of agentrun apply.
+type applyOptions struct {
+	daemonOptions
+	files   []string
+	timeout time.Duration
+}
+
+func newApplyCommand() *cobra.Command {
+	var o applyOptions
+	cmd := &cobra.Command{
+		Use:   "apply -f FILE",
+		Short: "Make what a YAML file describes: templates, pools, claims, forks",
+		Long: `Make or change what YAML documents describe: SandboxTemplate, SandboxPool,
+SandboxClaim and SandboxFork of agentrun.dev/v1alpha1, one after the other. A claim
+waits until its pool has a sandbox. A claim or fork that is there already is left
+alone. Fields that are not known are refused.`,
+		Example: `  agentrun apply -f pool.yaml
+  agentrun apply -f - < claim.yaml`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return o.run(cmd.Context(), cmd.InOrStdin(), cmd.OutOrStdout())
+		},
+	}
+	f := cmd.Flags()
+	o.flags(f)
+	f.StringArrayVarP(&o.files, "filename", "f", nil, "file to read, - for standard input (repeatable)")
+	f.DurationVar(&o.timeout, "timeout", 10*time.Minute, "how long a claim waits for its pool")
+	_ = cmd.MarkFlagRequired("filename") // it exists
+	return cmd
+}
+
+func (o *applyOptions) run(ctx context.Context, stdin io.Reader, stdout io.Writer) error {
+	var objects []manifest.Object
+	for _, name := range o.files {
+		list, err := o.read(name, stdin)
+		if err != nil {
+			return fmt.Errorf("%s: %w", name, err)
+		}
+		objects = append(objects, list...)
+	}
+	for _, object := range objects {
+		what := strings.ToLower(object.Kind()) + "/" + string(object.Name)
+		in := daemonOptions{namespace: string(object.Namespace)}
+		var done string
+		err := in.with(func(c *client.Client) (err error) {
+			done, err = o.apply(ctx, c, object)
+			return err
+		})
+		if err != nil {
+			return fmt.Errorf("%s: %w", what, err)
+		}
+		if _, err := fmt.Fprintf(stdout, "%s %s\n", what, done); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (o *applyOptions) read(name string, stdin io.Reader) ([]manifest.Object, error) {
+	namespace, err := sandbox.ParseNamespace(o.namespace)
+	if err != nil {
+		return nil, err
+	}
+	if name == "-" {
+		return manifest.Read(stdin, namespace)
+	}
+	f, err := os.Open(name)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = f.Close() }() // only read
+	return manifest.Read(f, namespace)
+}
+
+// apply makes one object and says what was done.
+func (o *applyOptions) apply(ctx context.Context, c *client.Client, object manifest.Object) (done string, err error) {
+	name := string(object.Name)
+	switch {
+	case object.Template != nil:
+		_, err = c.PutTemplate(ctx, name, templateOf(*object.Template))
+		return "applied", err
+	case object.Pool != nil:
+		p := *object.Pool
+		_, err = c.PutPool(ctx, name, rest.PoolSpec{Replicas: p.Replicas, SnapshotAfter: rest.Stage(p.Stage), Template: string(p.Template)})
+		return "applied", err
+	case object.Claim != nil:
+		err = o.claim(ctx, c, name, *object.Claim)
+	default:
+		_, err = c.Fork(ctx, string(object.Fork.Source), rest.ForkCreate{Name: name, Replicas: object.Fork.Replicas}, "")
+	}
+	if client.HasCode(err, rest.ErrorCode(sandbox.CodeExists)) {
+		return "exists", nil
+	}
+	return "created", err
+}
+
+// claim waits for a pool that has nothing yet.
+func (o *applyOptions) claim(ctx context.Context, c *client.Client, name string, spec sandbox.ClaimSpec) error {
+	ctx, cancel := context.WithTimeout(ctx, o.timeout)
+	defer cancel()
+	for {
+		_, err := c.CreateSandbox(ctx, rest.SandboxCreate{
+			Name: name, Pool: string(spec.Pool), Env: rest.Env(spec.Env), Metadata: spec.Metadata,
+			Timeout: durationText(spec.Timeout), IdleTimeout: durationText(spec.IdleTimeout), OnTimeout: rest.OnTimeout(spec.OnTimeout),
+		}, "")
+		if !client.HasCode(err, rest.ErrorCode(sandbox.CodeNotReady)) {
+			return err
+		}
+		if err := waitForPool(ctx, c, string(spec.Pool)); err != nil {
+			return err
+		}
+	}
+}
+
+// waitForPool waits until a pool has a template that is built.
+func waitForPool(ctx context.Context, c *client.Client, name string) error {
+	const look = 200 * time.Millisecond // the API has nothing to wait on
+	for {
+		p, err := c.Pool(ctx, name)
+		switch {
+		case err != nil:
+			return err
+		case p.Phase == rest.PhaseReady:
+			return nil
+		case p.Phase == rest.PhaseFailed:
+			return fmt.Errorf("pool %s: %s", name, p.Problem)
+		}
+		select {
+		case <-time.After(look):
+		case <-ctx.Done():
+			return errors.Join(fmt.Errorf("wait for pool %s, which is %s", name, p.Phase), ctx.Err())
+		}
+	}
+}
+
+// durationText is a duration as the API takes it.
+func durationText(d time.Duration) rest.Duration {
+	if d == 0 {
+		return ""
+	}
+	return d.String()
+}
+
+func templateOf(s sandbox.TemplateSpec) rest.TemplateSpec {
+	t := rest.TemplateSpec{
+		Image: s.Image, Init: s.Init, Env: rest.Env(s.Env), Workdir: s.Workdir, User: s.User,
+		MilliCPUs: int64(s.MilliCPUs), Memory: int64(s.Memory),
+	}
+	if r := s.Ready; r != nil {
+		t.Ready = &rest.ReadyCheck{Command: r.Command, Port: int(r.Port), Delay: durationText(r.Delay), Timeout: durationText(r.Timeout)}
+	}
+	if w := s.Warmup; w != nil {
+		t.Warmup = &rest.Program{Language: w.Language, Text: w.Text}
+	}
+	return t
+}

@@ -1,0 +1,98 @@
+package main
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"time"
+
+	"agentrun.dev/internal/local"
+)
+
+// forkReport is what agentrun fork prints.
+type forkReport struct {
+	Forks []forkOutcome `json:"forks"`
+	// Milliseconds is from the call until all forks have answered and are known.
+	Milliseconds float64 `json:"ms"`
+	// Live is what it cost a running source.
+	Live *liveReport `json:"live,omitempty"`
+}
+
+type forkOutcome struct {
+	Name  local.Name `json:"name"`
+	Error string     `json:"error,omitempty"`
+	err   error
+}
+
+// liveReport is engine.LiveForkStats for people and programs.
+type liveReport struct {
+	Pause       float64 `json:"pause_ms"`
+	Captured    float64 `json:"captured_ms"`
+	Waits       uint64  `json:"stalled_writes"`
+	MedianWait  float64 `json:"stall_p50_ms"`
+	WaitOf99    float64 `json:"stall_p99_ms"`
+	LongestWait float64 `json:"stall_longest_ms"`
+	Copied      uint64  `json:"copied_bytes"`
+	StoodStill  string  `json:"stood_still,omitempty"`
+}
+
+func newForkReport(names []local.Name, f *local.Forked, took time.Duration) forkReport {
+	ms := func(d time.Duration) float64 { return float64(d.Microseconds()) / 1e3 }
+	r := forkReport{Milliseconds: ms(took)}
+	for i, err := range f.Errs {
+		o := forkOutcome{Name: names[i], err: err}
+		if err != nil {
+			o.Error = err.Error()
+		}
+		r.Forks = append(r.Forks, o)
+	}
+	if st := f.Live; st != nil {
+		r.Live = &liveReport{
+			Pause: ms(st.Pause), Captured: ms(st.Captured), Waits: st.Waits, MedianWait: ms(st.MedianWait),
+			WaitOf99: ms(st.WaitOf99), LongestWait: ms(st.LongestWait), Copied: st.Copied, StoodStill: st.StoodStill,
+		}
+	}
+	return r
+}
+
+// report prints what came of it; the error is that of the forks that failed.
+func (o *forkOptions) report(r forkReport, stdout, stderr io.Writer) error {
+	var failed []error
+	for _, f := range r.Forks {
+		if f.err != nil {
+			failed = append(failed, fmt.Errorf("%s: %w", f.Name, f.err))
+		} else if !o.json {
+			if _, err := fmt.Fprintln(stdout, f.Name); err != nil {
+				return err
+			}
+		}
+	}
+	if o.json {
+		e := json.NewEncoder(stdout)
+		e.SetIndent("", "  ")
+		if err := e.Encode(r); err != nil {
+			return err
+		}
+	}
+	if o.verbose {
+		if err := r.explain(stderr); err != nil {
+			return err
+		}
+	}
+	return errors.Join(failed...)
+}
+
+// explain says what it took, to a person.
+func (r forkReport) explain(w io.Writer) error {
+	text := fmt.Sprintf("%d forks in %.0f ms\n", len(r.Forks), r.Milliseconds)
+	if l := r.Live; l != nil {
+		text += fmt.Sprintf("the source stood still for %.1f ms; %.1f MiB were copied in %.0f ms\n", l.Pause, float64(l.Copied)/(1<<20), l.Captured)
+		text += fmt.Sprintf("%d of its writes waited: p50 %.2f ms, p99 %.2f ms, longest %.2f ms\n", l.Waits, l.MedianWait, l.WaitOf99, l.LongestWait)
+		if l.StoodStill != "" {
+			text += "it stood still for all of the copy: " + l.StoodStill + "\n"
+		}
+	}
+	_, err := io.WriteString(w, text)
+	return err
+}

@@ -1,0 +1,178 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"os"
+	"path/filepath"
+
+	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/engine/pick"
+	"agentrun.dev/internal/forkd"
+	"agentrun.dev/internal/image"
+	"agentrun.dev/internal/local"
+	"agentrun.dev/internal/procid"
+	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
+)
+
+// daemonFolder is the daemon's part of the state folder.
+func daemonFolder() (string, error) {
+	dir, err := local.DefaultFolder()
+	if err != nil {
+		return "", err
+	}
+	return filepath.Join(dir, "forkd"), nil
+}
+
+// upOptions are the flags of agentrun up.
+type upOptions struct {
+	engine   pick.Kind
+	policy   microvm.JailPolicy
+	listen   string
+	public   string
+	capacity byteSize
+	verbose  bool
+	registryOptions
+}
+
+func newUpCommand() *cobra.Command {
+	var o upOptions
+	cmd := &cobra.Command{
+		Use:   "up",
+		Short: "Start the daemon: templates, pools, sandboxes and forks over an API",
+		Long: `Start the daemon of this machine, forkd, and stay with it until it is told to end
+(Ctrl-C, agentrun down). It serves the API of docs/api.md on a Unix socket in the
+state folder, for its own user and root, and with --listen on a TCP address, for
+those who have the token that is in the state folder.
+
+Sandboxes do not end with it: the next agentrun up finds them as they are.`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return o.run(cmd.Context(), cmd.ErrOrStderr())
+		},
+	}
+	f := cmd.Flags()
+	engineFlag(f, &o.engine)
+	f.StringVar(&o.listen, "listen", "", "TCP address to serve on as well, such as 127.0.0.1:7070")
+	f.StringVar(&o.public, "advertise", "", "address that others reach --listen by (default: that address)")
+	f.Var(&o.capacity, "capacity", "memory that sandboxes may reserve together (default: four fifths of this machine's)")
+	f.BoolVarP(&o.verbose, "verbose", "v", false, "log every request")
+	policyFlags(f, &o.policy)
+	o.registryOptions.flags(f)
+	return cmd
+}
+
+func (o *upOptions) run(ctx context.Context, stderr io.Writer) error {
+	dir, err := daemonFolder()
+	if err != nil {
+		return err
+	}
+	images, err := openImages()
+	if err != nil {
+		return err
+	}
+	registries, err := o.registries()
+	if err != nil {
+		return err
+	}
+	capacity := uint64(o.capacity)
+	if capacity == 0 {
+		if capacity, err = defaultCapacity(); err != nil {
+			return err
+		}
+	}
+	level := slog.LevelWarn
+	if o.verbose {
+		level = slog.LevelInfo
+	}
+	kind, why := pick.Choose(o.engine)
+	d, err := forkd.Open(ctx, forkd.Config{
+		Dir: dir, Images: images, Pull: image.PullOptions{Registries: registries}, Engine: kind, Jail: o.policy,
+		Listen: o.listen, Advertise: o.public, Capacity: capacity, Version: version,
+		Log: slog.New(slog.NewJSONHandler(stderr, &slog.HandlerOptions{Level: level})),
+	})
+	if err != nil {
+		return err
+	}
+	fmt.Fprintf(stderr, "agentrun: engine %s (%s), %d MiB for sandboxes\n", kind, why, capacity>>20)
+	for _, a := range d.Addresses() {
+		fmt.Fprintf(stderr, "agentrun: serving on %s\n", a)
+	}
+	return d.Serve(ctx)
+}
+
+// defaultCapacity leaves a fifth of the machine to others.
+func defaultCapacity() (uint64, error) {
+	var info unix.Sysinfo_t
+	if err := unix.Sysinfo(&info); err != nil {
+		return 0, fmt.Errorf("find out how much memory there is: %w", err)
+	}
+	return info.Totalram * uint64(info.Unit) / 5 * 4, nil
+}
+
+func newDownCommand() *cobra.Command {
+	return &cobra.Command{
+		Use:   "down",
+		Short: "End the daemon; sandboxes run on",
+		Long: `End the daemon of this machine and wait until it has ended. Sandboxes run on, and the
+next agentrun up finds them; those that wait in pools end.`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error { return down(cmd.Context()) },
+	}
+}
+
+func down(ctx context.Context) error {
+	dir, err := daemonFolder()
+	if err != nil {
+		return err
+	}
+	id, err := daemonProcess(ctx, forkd.Socket(dir))
+	if err != nil {
+		return fmt.Errorf("find the daemon: %w", err)
+	}
+	held, err := procid.Adopt(id)
+	if err != nil {
+		return fmt.Errorf("end the daemon: %w", err)
+	}
+	if err := unix.Kill(id.PID, unix.SIGTERM); err != nil {
+		return errors.Join(fmt.Errorf("end the daemon: %w", err), held.Close())
+	}
+	ended := make(chan error, 1)
+	go func() { ended <- errors.Join(held.Wait(), held.Close()) }()
+	select {
+	case err := <-ended:
+		return err
+	case <-ctx.Done():
+		return fmt.Errorf("wait for the daemon to end: %w", ctx.Err())
+	}
+}
+
+// daemonProcess is the process that listens on a socket.
+func daemonProcess(ctx context.Context, socket string) (procid.ID, error) {
+	var dialer net.Dialer
+	conn, err := dialer.DialContext(ctx, "unix", socket)
+	if errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.ECONNREFUSED) {
+		return procid.ID{}, fmt.Errorf("no daemon is running: agentrun up starts one (%w)", err)
+	}
+	if err != nil {
+		return procid.ID{}, err
+	}
+	defer func() { _ = conn.Close() }() // nothing was said
+	raw, err := conn.(*net.UnixConn).SyscallConn()
+	if err != nil {
+		return procid.ID{}, err
+	}
+	var peer *unix.Ucred
+	var peerErr error
+	if err := raw.Control(func(fd uintptr) {
+		peer, peerErr = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
+	}); err != nil || peerErr != nil {
+		return procid.ID{}, errors.Join(err, peerErr)
+	}
+	return procid.Of(int(peer.Pid))
+}

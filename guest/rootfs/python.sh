@@ -1,0 +1,29 @@
+#!/bin/bash
+# Makes a root filesystem with Python from this machine's own python3, its
+# standard library and the shared libraries that it needs, on top of busybox:
+# guest/rootfs/python.sh OUT
+set -euo pipefail
+[ $# -eq 1 ] || { echo "usage: python.sh OUT" >&2; exit 2; }
+
+# Debian's, if it is there: another one may be a script that picks a version.
+python=$(PATH=/usr/bin:$PATH command -v python3) || { echo "rootfs: python3 is missing: sudo apt-get install python3" >&2; exit 1; }
+python=$(readlink -f "$("$python" -c 'import sys; print(sys.executable)')")
+version=$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
+stdlib=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
+
+"$(dirname "${BASH_SOURCE[0]}")/busybox.sh" "$1"
+# busybox.sh makes /usr/bin a link to /bin.
+cp "$python" "$1/bin/$version"
+ln -sf "$version" "$1/bin/python3"
+mkdir -p "$1$stdlib"
+tar -C "$stdlib" --exclude=test --exclude=tests --exclude=idlelib --exclude=tkinter --exclude=lib2to3 \
+	--exclude=ensurepip --exclude='config-*' --exclude=dist-packages --exclude=site-packages -cf - . | tar -C "$1$stdlib" -xf -
+
+# The libraries of the interpreter and of its extension modules, and the loader.
+# ldd fails for a module that is not linked dynamically, and goes on.
+{ find "$1$stdlib" -name '*.so' -print0 | xargs -0 ldd "$python" 2>/dev/null || true; } |
+	awk '$2 == "=>" && $3 ~ /^\// { print $3 } $1 ~ /^\// && NF == 2 && $1 !~ /:$/ { print $1 }' | sort -u |
+	while read -r library; do
+		mkdir -p "$1$(dirname "$library")"
+		cp -L "$library" "$1$library"
+	done

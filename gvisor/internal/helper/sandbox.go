@@ -1,0 +1,201 @@
+package helper
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"path/filepath"
+	"strconv"
+	"sync"
+	"time"
+
+	"agentrun.dev/internal/guestmux"
+	"agentrun.dev/internal/gvisorctl"
+	"golang.org/x/sys/unix"
+	"gvisor.dev/gvisor/pkg/state/statefile"
+	"gvisor.dev/gvisor/runsc/config"
+	"gvisor.dev/gvisor/runsc/container"
+	"gvisor.dev/gvisor/runsc/sandbox"
+)
+
+// sandboxed is the sandbox of this process.
+type sandboxed struct {
+	conf *config.Config
+	cont *container.Container
+	host *guestmux.Host
+	made *gvisorctl.Create
+
+	mu      sync.Mutex // one change of the sandbox's state at a time; protects all following fields
+	running bool       // started or restored
+	paused  bool
+}
+
+// channelFD is the agent's end of the channel, in the sandbox.
+const channelFD = 3
+
+// create makes a sandbox that waits to be started or restored. The caller is
+// locked to its thread, which must live as long as the sandbox: gVisor's kernel
+// is killed with it.
+func create(c *gvisorctl.Create, root, agent *os.File) (*sandboxed, error) {
+	conf, err := newConfig(c)
+	if err != nil {
+		return nil, err
+	}
+	spec := newSpec(c, "/proc/self/fd/"+strconv.Itoa(int(root.Fd())))
+	bundle, err := writeBundle(c, spec)
+	if err != nil {
+		return nil, err
+	}
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
+	if err != nil {
+		return nil, fmt.Errorf("make the agent's channel: %w", err)
+	}
+	ours, theirs := os.NewFile(uintptr(fds[0]), "channel"), os.NewFile(uintptr(fds[1]), "channel")
+	defer func() { _ = theirs.Close() }() // the sandbox has its own
+	cont, err := container.New(conf, container.Args{
+		ID: c.ID, Spec: spec, BundleDir: bundle, Attached: true,
+		PassFiles: map[int]*os.File{channelFD: theirs}, ExecFile: agent,
+	})
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("make the sandbox: %w", err), ours.Close())
+	}
+	return &sandboxed{conf: conf, cont: cont, host: guestmux.NewHost(ours), made: c}, nil
+}
+
+// start boots the agent.
+func (s *sandboxed) start(ctx context.Context) error {
+	return s.begin(ctx, func() error { return s.cont.Start(s.conf) })
+}
+
+// restore continues from a checkpoint. Its pages are read while the sandbox
+// runs.
+func (s *sandboxed) restore(ctx context.Context, files []*os.File) error {
+	// runsc opens the files by their names in a folder.
+	dir := filepath.Join(s.made.RunDir, "restore")
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		return fmt.Errorf("restore: %w", err)
+	}
+	for i, name := range gvisorctl.CheckpointFiles {
+		if err := os.Symlink("/proc/self/fd/"+strconv.Itoa(int(files[i].Fd())), filepath.Join(dir, name)); err != nil {
+			return fmt.Errorf("restore: %w", err)
+		}
+	}
+	return s.begin(ctx, func() error {
+		return s.cont.Restore(s.conf, dir, false, true, nil)
+	})
+}
+
+// begin lets the sandbox run, and waits until its agent has answered.
+func (s *sandboxed) begin(ctx context.Context, run func() error) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.running {
+		return errors.New("the sandbox runs already")
+	}
+	if err := run(); err != nil {
+		return err
+	}
+	s.running = true
+	epoch := make([]byte, 8)
+	_, _ = rand.Read(epoch) // it never fails: crypto/rand ends the process instead
+	if err := s.host.Reset(ctx, binary.LittleEndian.Uint64(epoch)); err != nil {
+		return fmt.Errorf("wait for the agent: %w", err)
+	}
+	return nil
+}
+
+// dial connects a stream to a port of the sandbox, until either end closes.
+func (s *sandboxed) dial(ctx context.Context, port uint32, f *os.File) error {
+	conn, err := net.FileConn(f)
+	if err != nil {
+		return fmt.Errorf("dial: %w", err)
+	}
+	st, err := s.host.Open(ctx, port)
+	if err != nil {
+		return errors.Join(fmt.Errorf("dial port %d: %w", port, err), conn.Close())
+	}
+	go bridge(conn.(*net.UnixConn), st)
+	return nil
+}
+
+func bridge(conn *net.UnixConn, st *guestmux.Stream) {
+	var both sync.WaitGroup
+	both.Go(func() {
+		if _, err := io.Copy(st, conn); err != nil {
+			_ = st.Close() // ends the other direction
+			return
+		}
+		_ = st.CloseWrite() // fails if the sandbox is gone
+	})
+	if _, err := io.Copy(conn, st); err != nil {
+		_ = st.Close()
+	}
+	_ = conn.CloseWrite()
+	both.Wait()
+	_ = st.Close()
+	_ = conn.Close()
+}
+
+func (s *sandboxed) pause() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.paused {
+		return nil
+	}
+	// Not by the container, which would write a file: a claim waits for this.
+	if err := s.cont.Sandbox.Pause(s.cont.ID); err != nil {
+		return fmt.Errorf("pause: %w", err)
+	}
+	s.paused = true
+	return nil
+}
+
+func (s *sandboxed) resume() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !s.paused {
+		return nil
+	}
+	if err := s.cont.Sandbox.Resume(s.cont.ID); err != nil {
+		return fmt.Errorf("resume: %w", err)
+	}
+	s.paused = false
+	return nil
+}
+
+// checkpoint writes the sandbox to a folder and says how long that took: the
+// sandbox stands still meanwhile. One that was paused stays so.
+func (s *sandboxed) checkpoint(dir string) (time.Duration, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	begin := time.Now()
+	err := s.cont.Checkpoint(s.conf, dir, sandbox.CheckpointOpts{Compression: statefile.CompressionLevelNone, Resume: true})
+	if err != nil {
+		return 0, fmt.Errorf("checkpoint: %w", err)
+	}
+	return time.Since(begin), nil
+}
+
+// wait returns how the sandbox ended.
+func (s *sandboxed) wait() *gvisorctl.Exit {
+	status, err := s.cont.Wait()
+	switch {
+	case err != nil:
+		return &gvisorctl.Exit{Reason: gvisorctl.ReasonKilled, Detail: "gVisor's kernel: " + err.Error()}
+	case status.Exited() && status.ExitStatus() == 0:
+		return &gvisorctl.Exit{Reason: gvisorctl.ReasonPowerOff}
+	case status.Exited():
+		return &gvisorctl.Exit{Reason: gvisorctl.ReasonKilled, Detail: fmt.Sprintf("the agent exited with code %d", status.ExitStatus())}
+	}
+	return &gvisorctl.Exit{Reason: gvisorctl.ReasonKilled, Detail: fmt.Sprintf("killed by signal %d (%v)", status.Signal(), status.Signal())}
+}
+
+// destroy ends the sandbox and removes what runsc keeps of it.
+func (s *sandboxed) destroy() error {
+	return errors.Join(s.host.Close(), s.cont.Destroy())
+}

@@ -1,0 +1,269 @@
+// Package helper is the process beside a sandbox on gVisor: it has the sandbox
+// made by runsc, holds the host's end of the channel to its agent, and does what
+// its parents ask for over control sockets.
+package helper
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"runtime"
+	"slices"
+	"sync"
+
+	"agentrun.dev/internal/gvisorctl"
+	"agentrun.dev/internal/vmmctl"
+	"golang.org/x/sys/unix"
+	"gvisor.dev/gvisor/pkg/log"
+)
+
+// server is a sandbox and those who speak to it.
+type server struct {
+	box     *sandboxed
+	console *console
+	creates chan func() // run by the main thread
+	ended   chan struct{}
+
+	mu      sync.Mutex // protects all following fields
+	parents []gvisorctl.Conn
+	survive bool // a parent that goes does not end the sandbox
+	stopped bool // by request
+	exit    *gvisorctl.Exit
+}
+
+// Serve serves a control socket, which it takes over, until the sandbox has
+// ended.
+func Serve(control int) error {
+	// gVisor's kernel is killed with the thread that has started it: this one,
+	// which is the main thread, since it is locked before any other runs.
+	runtime.LockOSThread()
+	log.SetTarget(log.GoogleEmitter{Writer: &log.Writer{Next: io.Discard}})
+	out, err := captureStdio()
+	if err != nil {
+		return err
+	}
+	if err := unix.SetNonblock(control, true); err != nil {
+		return fmt.Errorf("control socket: %w", err)
+	}
+	conn, err := gvisorctl.NewConn(os.NewFile(uintptr(control), "control"))
+	if err != nil {
+		return err
+	}
+	s := &server{console: out, creates: make(chan func()), ended: make(chan struct{})}
+	s.add(conn)
+	go s.serve(conn)
+	for {
+		select {
+		case f := <-s.creates:
+			f()
+		case <-s.ended:
+			return s.finish()
+		}
+	}
+}
+
+// captureStdio makes what the sandbox's agent prints the console: runsc gives
+// sandboxes the standard descriptors of this process.
+func captureStdio() (*console, error) {
+	r, w, err := os.Pipe()
+	if err != nil {
+		return nil, fmt.Errorf("make the console: %w", err)
+	}
+	os.Stdout, os.Stderr = w, w
+	out := &console{}
+	go func() { _, _ = io.Copy(out, r) }()
+	return out, nil
+}
+
+func (s *server) add(c gvisorctl.Conn) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.parents = append(s.parents, c)
+}
+
+// end says that the sandbox has ended; the first reason counts.
+func (s *server) end(exit *gvisorctl.Exit) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.exit != nil {
+		return
+	}
+	if s.stopped {
+		exit = &gvisorctl.Exit{Reason: gvisorctl.ReasonStopped}
+	}
+	s.exit = exit
+	close(s.ended)
+}
+
+// finish removes the sandbox and tells the parents how it ended.
+func (s *server) finish() error {
+	var err error
+	if s.box != nil {
+		err = s.box.destroy()
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.exit.Console = s.console.bytes()
+	for _, c := range s.parents {
+		_ = c.Send(&gvisorctl.Message{Exit: s.exit}) // it may have gone
+	}
+	return err
+}
+
+// serve does what a parent asks for until it goes.
+func (s *server) serve(c gvisorctl.Conn) {
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	for {
+		m, files, err := c.Receive()
+		if err != nil {
+			break
+		}
+		go func() {
+			reply := s.do(ctx, m, files)
+			reply.ID, reply.Reply = m.ID, true
+			for _, f := range files {
+				_ = f.Close() // what is kept was copied
+			}
+			_ = c.Send(reply) // a parent that has gone is noticed by Receive
+		}()
+	}
+	_ = c.Close()
+	s.mu.Lock()
+	s.parents = slices.DeleteFunc(s.parents, func(o gvisorctl.Conn) bool { return o == c })
+	survive := s.survive
+	s.mu.Unlock()
+	if !survive {
+		s.end(&gvisorctl.Exit{Reason: gvisorctl.ReasonStopped})
+	}
+}
+
+// accept takes on parents that come later.
+func (s *server) accept(listener *os.File) {
+	for {
+		c, err := vmmctl.Accept(listener)
+		if err != nil {
+			return
+		}
+		conn := gvisorctl.Conn{Conn: c}
+		s.add(conn)
+		go s.serve(conn)
+	}
+}
+
+// do does one request.
+func (s *server) do(ctx context.Context, m *gvisorctl.Message, files []*os.File) *gvisorctl.Message {
+	reply := &gvisorctl.Message{}
+	if err := s.try(ctx, m, files, reply); err != nil {
+		reply.Error = err.Error()
+	}
+	return reply
+}
+
+var errFiles = errors.New("the request came with the wrong files")
+
+func (s *server) try(ctx context.Context, m *gvisorctl.Message, files []*os.File, reply *gvisorctl.Message) error {
+	if m.Op == gvisorctl.OpCreate {
+		if len(files) != 2 || m.Create == nil {
+			return errFiles
+		}
+		return s.create(m.Create, files, reply)
+	}
+	s.mu.Lock()
+	box := s.box
+	s.mu.Unlock()
+	if box == nil {
+		return fmt.Errorf("%s: there is no sandbox yet", m.Op)
+	}
+	switch m.Op {
+	case gvisorctl.OpStart:
+		return box.start(ctx)
+	case gvisorctl.OpRestore:
+		return s.restore(ctx, m, files)
+	case gvisorctl.OpDial:
+		if len(files) != 1 {
+			return errFiles
+		}
+		return box.dial(ctx, m.Port, files[0])
+	case gvisorctl.OpPause:
+		return box.pause()
+	case gvisorctl.OpResume:
+		return box.resume()
+	case gvisorctl.OpCheckpoint:
+		took, err := box.checkpoint(m.Dir)
+		reply.Took = took
+		return err
+	case gvisorctl.OpDescribe:
+		reply.Create, reply.SentryPID = box.made, box.cont.SandboxPid()
+		return nil
+	case gvisorctl.OpConsole:
+		reply.Data = s.console.bytes()
+		return nil
+	case gvisorctl.OpStop:
+		s.mu.Lock()
+		s.stopped = true
+		s.mu.Unlock()
+		s.end(nil)
+		return nil
+	}
+	return fmt.Errorf("unknown request %q", m.Op)
+}
+
+// create makes the sandbox, on the main thread.
+func (s *server) create(c *gvisorctl.Create, files []*os.File, reply *gvisorctl.Message) error {
+	done := make(chan error, 1)
+	s.creates <- func() {
+		if s.box != nil {
+			done <- errors.New("there is a sandbox already")
+			return
+		}
+		box, err := create(c, files[0], files[1])
+		if err == nil {
+			s.mu.Lock()
+			s.box = box
+			s.mu.Unlock()
+		}
+		done <- err
+	}
+	if err := <-done; err != nil {
+		return err
+	}
+	reply.SentryPID = s.box.cont.SandboxPid()
+	go func() { s.end(s.box.wait()) }()
+	return nil
+}
+
+func (s *server) restore(ctx context.Context, m *gvisorctl.Message, files []*os.File) error {
+	want := len(gvisorctl.CheckpointFiles)
+	if m.Listen {
+		want++
+	}
+	if len(files) != want {
+		return errFiles
+	}
+	if m.Listen {
+		listener, err := reopen(files[want-1])
+		if err != nil {
+			return err
+		}
+		s.mu.Lock()
+		s.survive = true
+		s.mu.Unlock()
+		go s.accept(listener)
+	}
+	return s.box.restore(ctx, files)
+}
+
+// reopen is a copy of a descriptor that outlives the request.
+func reopen(f *os.File) (*os.File, error) {
+	fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("copy a descriptor: %w", err)
+	}
+	if err := unix.SetNonblock(fd, true); err != nil {
+		return nil, fmt.Errorf("copy a descriptor: %w", err)
+	}
+	return os.NewFile(uintptr(fd), f.Name()), nil
+}

@@ -1,0 +1,144 @@
+package helper
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+
+	"agentrun.dev/internal/gvisorctl"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"gvisor.dev/gvisor/runsc/config"
+	"gvisor.dev/gvisor/runsc/flag"
+)
+
+// newConfig is runsc's configuration: no network but a loopback, no cgroups of
+// its own (the engine has put this process into one), and nothing of the host
+// changed.
+func newConfig(c *gvisorctl.Create) (*config.Config, error) {
+	flags := flag.NewFlagSet("runsc", flag.ContinueOnError)
+	config.RegisterFlags(flags)
+	if err := flags.Parse([]string{
+		"--root=" + filepath.Join(c.RunDir, "state"), "--platform=" + c.Platform,
+		"--network=none", "--ignore-cgroups", "--host-settings=ignore",
+	}); err != nil {
+		return nil, fmt.Errorf("configure gVisor: %w", err)
+	}
+	conf, err := config.NewFromFlags(flags)
+	if err != nil {
+		return nil, fmt.Errorf("configure gVisor: %w", err)
+	}
+	return conf, nil
+}
+
+// allCapabilities are those of root, in the sandbox: its kernel is gVisor's.
+var allCapabilities = []string{
+	"CAP_AUDIT_CONTROL", "CAP_AUDIT_READ", "CAP_AUDIT_WRITE", "CAP_BLOCK_SUSPEND", "CAP_CHOWN", "CAP_DAC_OVERRIDE",
+	"CAP_DAC_READ_SEARCH", "CAP_FOWNER", "CAP_FSETID", "CAP_IPC_LOCK", "CAP_IPC_OWNER", "CAP_KILL", "CAP_LEASE",
+	"CAP_LINUX_IMMUTABLE", "CAP_MAC_ADMIN", "CAP_MAC_OVERRIDE", "CAP_MKNOD", "CAP_NET_ADMIN", "CAP_NET_BIND_SERVICE",
+	"CAP_NET_BROADCAST", "CAP_NET_RAW", "CAP_SETFCAP", "CAP_SETGID", "CAP_SETPCAP", "CAP_SETUID", "CAP_SYSLOG",
+	"CAP_SYS_ADMIN", "CAP_SYS_BOOT", "CAP_SYS_CHROOT", "CAP_SYS_MODULE", "CAP_SYS_NICE", "CAP_SYS_PACCT",
+	"CAP_SYS_PTRACE", "CAP_SYS_RAWIO", "CAP_SYS_RESOURCE", "CAP_SYS_TIME", "CAP_SYS_TTY_CONFIG", "CAP_WAKE_ALARM",
+}
+
+// newSpec describes the sandbox for runsc. What may differ between a sandbox
+// and its forks is the host name and where the root is; the size of the disk is
+// part of the checkpoint.
+func newSpec(c *gvisorctl.Create, root string) *specs.Spec {
+	caps := allCapabilities
+	// A file system in memory may fill as much of it as in a microVM.
+	part := func(of uint64, options ...string) []string {
+		return append(options, "size="+strconv.FormatUint(c.Memory/of, 10), "nosuid", "nodev")
+	}
+	return &specs.Spec{
+		Version: "1.0.0", Hostname: c.Hostname,
+		Root: &specs.Root{Path: filepath.Join(c.RunDir, "bundle", "root")},
+		Process: &specs.Process{
+			Args: []string{"init", "--enter-container"}, Cwd: "/",
+			Capabilities: &specs.LinuxCapabilities{Bounding: caps, Effective: caps, Inheritable: caps, Permitted: caps},
+			Rlimits: []specs.POSIXRlimit{
+				{Type: "RLIMIT_NOFILE", Soft: 65536, Hard: 1 << 20},
+			},
+		},
+		Mounts: []specs.Mount{
+			{Destination: "/proc", Type: "proc", Source: "proc"},
+			{Destination: "/sys", Type: "sysfs", Source: "sysfs", Options: []string{"ro"}},
+			{Destination: "/dev", Type: "tmpfs", Source: "tmpfs", Options: []string{"mode=0755", "nosuid"}},
+			{Destination: "/dev/pts", Type: "devpts", Source: "devpts", Options: []string{"gid=5", "mode=620", "ptmxmode=666"}},
+			{Destination: "/dev/shm", Type: "tmpfs", Source: "tmpfs", Options: part(2, "mode=1777")},
+			{Destination: "/run", Type: "tmpfs", Source: "tmpfs", Options: part(5, "mode=0755")},
+		},
+		Linux: &specs.Linux{Namespaces: []specs.LinuxNamespace{
+			{Type: specs.PIDNamespace}, {Type: specs.IPCNamespace}, {Type: specs.UTSNamespace},
+			{Type: specs.MountNamespace}, {Type: specs.NetworkNamespace},
+		}},
+		Annotations: map[string]string{
+			"dev.gvisor.spec.rootfs.source":  root,
+			"dev.gvisor.spec.rootfs.type":    "erofs",
+			"dev.gvisor.spec.rootfs.overlay": "memory",
+			"dev.gvisor.spec.rootfs.options": "size=" + strconv.FormatUint(c.Disk, 10),
+		},
+	}
+}
+
+// shapeName is a file in the bundle that tells the sandbox's kernel how large
+// it is to seem. runsc would take that from a cgroup that it has made.
+const shapeName = "agentrun-shape"
+
+// writeBundle makes the folder that runsc starts from.
+func writeBundle(c *gvisorctl.Create, spec *specs.Spec) (string, error) {
+	bundle := filepath.Join(c.RunDir, "bundle")
+	b, err := json.Marshal(spec)
+	if err == nil {
+		err = os.MkdirAll(spec.Root.Path, 0o755)
+	}
+	if err == nil {
+		err = os.WriteFile(filepath.Join(bundle, "config.json"), b, 0o600)
+	}
+	if err == nil {
+		shape := []string{"--cpu-num=" + strconv.Itoa(c.VCPUs), "--total-memory=" + strconv.FormatUint(c.Memory, 10)}
+		err = os.WriteFile(filepath.Join(bundle, shapeName), []byte(strings.Join(shape, "\n")), 0o600)
+	}
+	if err != nil {
+		return "", fmt.Errorf("make the sandbox's bundle: %w", err)
+	}
+	return bundle, nil
+}
+
+// BootArgs completes the command line of the sandbox's kernel with the shape of
+// its bundle. Other command lines, and those that are complete, stay as they
+// are.
+func BootArgs(args []string) []string {
+	boot := slices.Index(args, "boot")
+	if boot < 0 || slices.ContainsFunc(args, func(a string) bool { return strings.HasPrefix(a, "--cpu-num") }) {
+		return args
+	}
+	bundle := ""
+	for _, a := range args[boot:] {
+		if dir, ok := strings.CutPrefix(a, "--bundle="); ok {
+			bundle = dir
+		}
+	}
+	shape, err := os.ReadFile(filepath.Join(bundle, shapeName))
+	if errors.Is(err, os.ErrNotExist) {
+		return args // runsc's own command line
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "gvisor-helper:", err)
+		os.Exit(1)
+	}
+	out := slices.Clone(args[:boot+1])
+	out = append(out, strings.Split(string(shape), "\n")...)
+	for i := boot + 1; i < len(args); i++ {
+		if args[i] == "--total-memory" {
+			i++ // the host's, which is its value
+			continue
+		}
+		out = append(out, args[i])
+	}
+	return out
+}

@@ -1,0 +1,212 @@
+package enginetest
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/procid"
+	"agentrun.dev/internal/snapshot"
+)
+
+// deadline is the timeout of an exec whose sandbox goes away for longer.
+const deadline = 12 * time.Second
+
+// testHibernate: a sandbox that is written to disk while it stands still, ended,
+// and forked again with its identity is the same sandbox. The timeout of an exec
+// counts the time in which it runs.
+func (s *suite) testHibernate(t *testing.T) {
+	sb := s.fork(t, s.warm, engine.ForkOptions{Hostname: "sleeper"})
+	const who = "hostname; cat /etc/machine-id"
+	before := sh(t, sb, who)
+	started, err := sb.Agent().Exec(t.Context(), guestrpc.ExecRequest{ID: "long", Argv: []string{"sleep", "1000"}, Timeout: deadline})
+	if err != nil {
+		t.Fatal(err)
+	}
+	id := started.ID()
+	if err := sb.Pause(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	asleep, err := sb.Snapshot(t.Context(), filepath.Join(s.dir, "asleep"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = asleep.Close() })
+	if err := sb.Close(); err != nil {
+		t.Fatal(err)
+	}
+	time.Sleep(deadline + time.Second) // this is what is tested: time in which it is not there
+
+	awake := s.fork(t, asleep, engine.ForkOptions{KeepIdentity: true})
+	if after := sh(t, awake, who); after != before {
+		t.Errorf("it was %q and is %q", before, after)
+	}
+	execs, err := awake.Agent().ListExecs(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range execs {
+		if e.ID == id && !e.Running {
+			t.Errorf("an exec with a timeout of %v has ended while its sandbox was away: %+v", deadline, e.Exit)
+		}
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	again, err := awake.Agent().Attach(ctx, guestrpc.AttachRequest{ID: id})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if st, err := again.Wait(); err != nil || !st.TimedOut {
+		t.Errorf("it still has a timeout, but ended with %+v, %v", st, err)
+	}
+}
+
+// testLimits: a program that wants more memory than there is, or writes more
+// than its disk holds, harms nobody else.
+func (s *suite) testLimits(t *testing.T) {
+	sb := s.fork(t, s.warm, engine.ForkOptions{})
+	if got := sh(t, sb, "dd if=/dev/zero of=/big bs=1048576 2>&1 | grep -c 'No space left'; rm -f /big"); got != "1" {
+		t.Errorf("a root filesystem that is full: %q", got)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	st, err := sb.Agent().Run(ctx, guestrpc.ExecRequest{Argv: []string{"awk", `BEGIN { s = "0123456789abcdef"; while (1) s = s s }`}}, nil, nil, nil)
+	if err != nil || st.Code == 0 {
+		t.Errorf("a program that wants all memory: %+v, %v", st, err)
+	}
+	if got := sh(t, sb, "echo alive"); got != "alive" {
+		t.Errorf("after it: %q", got)
+	}
+	if got := sh(t, s.booted, "echo alive"); got != "alive" {
+		t.Errorf("another sandbox: %q", got)
+	}
+}
+
+// orphanEnv names the environment variable by which a test's program becomes a
+// parent that is to be killed.
+const orphanEnv = "AGENTRUN_ENGINETEST_ORPHAN"
+
+// orphan is what that parent is told, and found what it has made.
+type orphan struct {
+	Snapshot string `json:"snapshot"`
+	Folder   string `json:"folder"`
+	Error    string `json:"error,omitempty"`
+}
+
+// Orphan makes this process the parent of a sandbox, and waits to be killed, if
+// the suite has started it for that; else it returns at once. Programs that call
+// Run call it first.
+func Orphan(open func() (engine.Engine, error)) {
+	text := os.Getenv(orphanEnv)
+	if text == "" {
+		return
+	}
+	var o orphan
+	err := json.Unmarshal([]byte(text), &o)
+	if err == nil {
+		err = o.fork(open)
+	}
+	if err != nil {
+		o.Error = err.Error()
+	}
+	if err := json.NewEncoder(os.Stdout).Encode(o); err != nil {
+		os.Exit(1)
+	}
+	select {}
+}
+
+func (o *orphan) fork(open func() (engine.Engine, error)) error {
+	e, err := open()
+	if err != nil {
+		return err
+	}
+	snap, err := snapshot.Open(o.Snapshot)
+	if err != nil {
+		return err
+	}
+	_, err = e.Fork(context.Background(), snap, engine.ForkOptions{Hostname: "orphan", Folder: o.Folder})
+	return err
+}
+
+// testAdoption: a sandbox with a folder lives on when its maker is killed, and
+// another process goes on with it.
+func (s *suite) testAdoption(t *testing.T) {
+	o := orphan{Snapshot: filepath.Join(s.dir, "warm"), Folder: folder(t)}
+	text, err := json.Marshal(o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command(self)
+	cmd.Env = append(os.Environ(), orphanEnv+"="+string(text))
+	cmd.Env = append(cmd.Env, s.ChildEnv...)
+	cmd.Stderr = os.Stderr
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	err = json.NewDecoder(out).Decode(&o)
+	_ = cmd.Process.Kill() // SIGKILL: it cannot say goodbye
+	_ = cmd.Wait()
+	if err != nil || o.Error != "" {
+		t.Fatalf("%v %s", err, o.Error)
+	}
+	t.Cleanup(func() { _ = s.Engine.Remove(context.Background(), o.Folder) })
+	pid, st, err := s.Engine.Inspect(o.Folder)
+	if err != nil || pid == 0 || st.Own == 0 {
+		t.Fatalf("process %d with %+v, %v: the sandbox has died with its parent", pid, st, err)
+	}
+	for range 2 { // a parent that leaves does no harm either
+		sb, err := s.Engine.Adopt(t.Context(), o.Folder)
+		if err != nil {
+			t.Fatal(err)
+		}
+		resume(t, sb)
+		if got := sh(t, sb, "hostname; cat /warm"); got != "orphan\nwarmed up" {
+			t.Errorf("the orphan says %q", got)
+		}
+		if st, err := sb.Stats(t.Context()); err != nil || st.Generation != 1 || st.Own == 0 {
+			t.Errorf("stats %+v, %v", st, err)
+		}
+		if err := sb.Detach(); err != nil {
+			t.Error(err)
+		}
+	}
+	if err := s.Engine.Remove(t.Context(), o.Folder); err != nil {
+		t.Fatal(err)
+	}
+	if id, err := procid.Of(pid); err == nil && id.Alive() {
+		t.Error("a sandbox that was removed is still there")
+	}
+	if err := s.Engine.Keep(nil, []string{o.Snapshot}); err != nil {
+		t.Error(err)
+	}
+}
+
+// testDialTCP: where Dial reaches TCP ports, a server inside is spoken to, both
+// ways and to the end.
+func (s *suite) testDialTCP(t *testing.T, sb engine.Sandbox) {
+	const port = 7777
+	sh(t, sb, fmt.Sprintf("nc -l -p %d -e cat </dev/null >/dev/null 2>&1 & while ! grep -q ':1E61 ' /proc/net/tcp /proc/net/tcp6; do usleep 10000; done", port))
+	conn, err := sb.Dial(t.Context(), port)
+	if (err == nil) != s.caps.TCPPorts {
+		t.Fatalf("dial a TCP port: %v; the engine says that it can: %t", err, s.caps.TCPPorts)
+	}
+	if err == nil {
+		defer func() { _ = conn.Close() }()
+		echoed(t, conn)
+	}
+}

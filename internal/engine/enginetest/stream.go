@@ -1,0 +1,27 @@
+package enginetest
+
+import (
+	"bytes"
+	"errors"
+	"io"
+	"net"
+	"testing"
+)
+
+// echoed sends more than any buffer on the way holds, and wants it back.
+func echoed(t *testing.T, conn net.Conn) {
+	t.Helper()
+	sent := bytes.Repeat([]byte("0123456789abcdef"), 1<<16)
+	wrote := make(chan error, 1)
+	go func() {
+		_, err := conn.Write(sent)
+		if half, ok := conn.(interface{ CloseWrite() error }); ok {
+			err = errors.Join(err, half.CloseWrite())
+		}
+		wrote <- err
+	}()
+	got, err := io.ReadAll(conn)
+	if err := errors.Join(err, <-wrote); err != nil || !bytes.Equal(got, sent) {
+		t.Errorf("%d of %d bytes came back, %v", len(got), len(sent), err)
+	}
+}

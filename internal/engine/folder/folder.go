@@ -1,0 +1,182 @@
+// Package folder keeps what a sandbox that outlives its maker is found by:
+//
+//	control       the socket of the process that runs it
+//	from/         the snapshot that it comes from, in hard links: the sandbox
+//	              does not need the original
+//	process.json  written last: which process it is
+package folder
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/procid"
+	"agentrun.dev/internal/snapshot"
+)
+
+// Folder is the path of one; empty is none.
+type Folder string
+
+// Record is what process.json holds.
+type Record struct {
+	Process procid.ID `json:"process"`
+	// BootID is the host's: process ids are good until it restarts.
+	BootID   string `json:"boot_id"`
+	Hostname string `json:"hostname"`
+	// Generation is at least the sandbox's.
+	Generation uint64 `json:"generation"`
+	// Based says that memory and disks are those of the snapshot and what was
+	// written since. Otherwise there is something in between that only the
+	// process has.
+	Based bool `json:"based"`
+}
+
+// Control is the path of the socket.
+func (f Folder) Control() string { return filepath.Join(string(f), "control") }
+
+// From is the path of the snapshot.
+func (f Folder) From() string { return filepath.Join(string(f), "from") }
+
+func (f Folder) record() string { return filepath.Join(string(f), "process.json") }
+
+// Prepare makes the folder ready for a fork of parent that is about to be
+// started. It returns the fork's own copy of parent.
+func (f Folder) Prepare(parent *snapshot.Snapshot) (*snapshot.Snapshot, error) {
+	if parent == nil {
+		return nil, errors.New("a fork of a sandbox that was booted cannot outlive this process: snapshot it first, and fork the snapshot")
+	}
+	return parent.Clone(f.From())
+}
+
+// Write says that the sandbox is a process.
+func (f Folder) Write(pid int, r Record) (err error) {
+	if r.Process, err = procid.Of(pid); err != nil {
+		return err
+	}
+	if r.BootID, err = BootID(); err != nil {
+		return err
+	}
+	return f.replace(r)
+}
+
+func (f Folder) replace(r Record) error {
+	b, err := json.Marshal(r)
+	if err != nil {
+		return err
+	}
+	// A crash of the host ends the sandbox: nothing has to be durable.
+	temp := f.record() + ".new"
+	if err := os.WriteFile(temp, append(b, '\n'), 0o600); err != nil {
+		return fmt.Errorf("write down the sandbox's process: %w", err)
+	}
+	if err := os.Rename(temp, f.record()); err != nil {
+		return fmt.Errorf("write down the sandbox's process: %w", err)
+	}
+	return nil
+}
+
+func (f Folder) read() (r Record, err error) {
+	b, err := os.ReadFile(f.record())
+	if err != nil {
+		return r, fmt.Errorf("read which process the sandbox is: %w", err)
+	}
+	if err := json.Unmarshal(b, &r); err != nil {
+		return r, fmt.Errorf("%s is damaged: %w", f.record(), err)
+	}
+	return r, nil
+}
+
+// Change changes what is written down, unless there is no folder. It is called
+// before what is written happens.
+func (f Folder) Change(do func(*Record)) error {
+	if f == "" {
+		return nil
+	}
+	r, err := f.read()
+	if err != nil {
+		return err
+	}
+	old := r
+	if do(&r); r == old {
+		return nil
+	}
+	return f.replace(r)
+}
+
+// Read returns what is written down of a sandbox that may still run. One of an
+// earlier boot of the host is engine.ErrEnded.
+func (f Folder) Read() (Record, error) {
+	r, err := f.read()
+	if err != nil {
+		return r, err
+	}
+	boot, err := BootID()
+	if err == nil && r.BootID != boot {
+		err = fmt.Errorf("%w when this machine restarted", engine.ErrEnded)
+	}
+	return r, err
+}
+
+// Process is the process of a sandbox that runs. One that is gone is
+// engine.ErrEnded.
+func (f Folder) Process() (pid int, err error) {
+	r, err := f.Read()
+	if err == nil && !r.Process.Alive() {
+		err = fmt.Errorf("%w: its process is gone", engine.ErrEnded)
+	}
+	return r.Process.PID, err
+}
+
+// Remove ends what runs in the folder and deletes it. stop ends a process of
+// which only its socket is known; nobody there is fine.
+func (f Folder) Remove(ctx context.Context, stop func(ctx context.Context, socket string) error) error {
+	r, err := f.Read()
+	if err == nil {
+		err = r.Process.Kill(ctx)
+	} else {
+		// Nothing is written down, but it may have been started.
+		err = stop(ctx, f.Control())
+	}
+	if err == nil {
+		err = os.RemoveAll(string(f))
+	}
+	if err != nil {
+		return fmt.Errorf("remove the sandbox in %s: %w", f, err)
+	}
+	return nil
+}
+
+// Layers are those that the sandboxes in these folders and these snapshots use.
+func Layers(folders, snapshots []string) map[layer.Digest]bool {
+	used := map[layer.Digest]bool{}
+	for _, f := range folders {
+		snapshots = append(snapshots, Folder(f).From())
+	}
+	for _, dir := range snapshots {
+		snap, err := snapshot.Open(dir)
+		if err != nil {
+			continue // it is being made, or being removed
+		}
+		for _, ref := range snap.Manifest().Layers() {
+			used[ref.Digest] = true
+		}
+		_ = snap.Close() // only read
+	}
+	return used
+}
+
+// BootID identifies the host's boot.
+func BootID() (string, error) {
+	b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return "", fmt.Errorf("read this machine's boot id: %w", err)
+	}
+	return strings.TrimSpace(string(b)), nil
+}

@@ -1,0 +1,326 @@
+// Package gvisor runs sandboxes on gVisor, for machines without usable KVM:
+// each has a kernel of its own, written in Go, that runs as a process and takes
+// the system calls of the programs inside. See docs/design/gvisor.md.
+package gvisor
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"sync"
+	"time"
+
+	"agentrun.dev/internal/assets"
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/folder"
+	"agentrun.dev/internal/gvisorctl"
+	"agentrun.dev/internal/jail"
+	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/vmmctl"
+	"golang.org/x/sys/unix"
+)
+
+// Name is what snapshots of this engine carry.
+const Name = snapshot.EngineGVisor
+
+// Config says where an Engine keeps what it needs.
+type Config struct {
+	// Resident is a folder on tmpfs for the pages that sandboxes are restored
+	// from.
+	Resident string
+	// RunDir is a folder, on tmpfs, for what gVisor keeps of running sandboxes;
+	// empty is /run/agentrun/gvisor. All engines of a machine share it.
+	RunDir string
+	// AllowUnlimited starts sandboxes without limits by cgroups where there are
+	// none.
+	AllowUnlimited bool
+	// Precreate is how many sandboxes are made ahead for the snapshot that was
+	// forked last, so that a fork has only to be restored.
+	Precreate int
+}
+
+// Engine runs sandboxes on gVisor.
+type Engine struct {
+	cfg      Config
+	resident *layer.Resident
+	helper   string // path
+	digest   func() (string, error)
+	groups   func() (*jail.Groups, error)
+	features func() (*processor, error)
+	waiting  waiting
+}
+
+var _ engine.Engine = (*Engine)(nil)
+
+// defaultRunDir is where gVisor's files of running sandboxes are.
+const defaultRunDir = "/run/agentrun/gvisor"
+
+// New makes an engine.
+func New(cfg Config) (*Engine, error) {
+	if os.Geteuid() != 0 {
+		return nil, errors.New("open engine: gVisor needs root to build a sandbox's walls: run as root")
+	}
+	path, err := assets.Path(assets.GVisorHelper)
+	if err != nil {
+		return nil, err
+	}
+	if cfg.RunDir == "" {
+		cfg.RunDir = defaultRunDir
+	}
+	if err := os.MkdirAll(cfg.RunDir, 0o700); err != nil {
+		return nil, fmt.Errorf("open engine: %w", err)
+	}
+	resident, err := layer.OpenResident(cfg.Resident)
+	if err != nil {
+		return nil, fmt.Errorf("open engine: %w", err)
+	}
+	e := &Engine{cfg: cfg, resident: resident, helper: path}
+	e.waiting.want = cfg.Precreate
+	e.digest = sync.OnceValues(func() (string, error) { return fileDigest(path) })
+	e.features = sync.OnceValues(hostProcessor)
+	e.groups = sync.OnceValues(e.openGroups)
+	return e, nil
+}
+
+// openGroups also frees what sandboxes that ended unobserved have left.
+func (e *Engine) openGroups() (*jail.Groups, error) {
+	g, err := jail.OpenGroups()
+	if err != nil {
+		if e.cfg.AllowUnlimited {
+			return nil, nil
+		}
+		return nil, fmt.Errorf("%w (agentrun doctor says what this host lacks; --allow-unlimited goes on without)", err)
+	}
+	_ = e.sweep(g) // what resists is in nobody's way, and Sweep tells
+	return g, nil
+}
+
+// Name is what snapshots of this engine carry.
+func (e *Engine) Name() string { return Name }
+
+// Capabilities say how this engine differs from others.
+func (e *Engine) Capabilities() engine.Capabilities {
+	return engine.Capabilities{ClockCountsPauses: true, TCPPorts: true, CopiesInPause: true}
+}
+
+// Close frees the engine; sandboxes live on.
+func (e *Engine) Close() error { return errors.Join(e.waiting.close(), e.resident.Close()) }
+
+// Boot boots a sandbox and returns when its agent has answered.
+func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, error) {
+	if spec.Cmdline != "" {
+		return nil, errors.New("boot: gVisor has no kernel command line")
+	}
+	if spec.Limits.IO != (engine.IOLimits{}) {
+		return nil, errors.New("boot: gVisor has no disks whose speed could be limited: its writable layer is memory")
+	}
+	root, err := reopen(spec.Root)
+	if err != nil {
+		return nil, fmt.Errorf("boot: %w", err)
+	}
+	s := &sandbox{
+		engine: e, hostname: spec.Hostname, vcpus: spec.VCPUs, memory: spec.Memory, disk: diskSize(spec),
+		root: newShared(root),
+	}
+	if s.hostname == "" {
+		s.hostname = "sandbox"
+	}
+	if s.process, err = e.create(ctx, s.shape(), spec.Limits, root); err == nil {
+		_, err = s.request(ctx, &gvisorctl.Message{Op: gvisorctl.OpStart})
+	}
+	if err == nil {
+		err = s.dialAgent(ctx)
+	}
+	if err != nil {
+		return nil, errors.Join(s.abandon(ctx, fmt.Errorf("boot: %w", err)), s.release())
+	}
+	return s, nil
+}
+
+// diskSize is by how much the root may grow: what was asked for, or half of the
+// memory, as in a microVM.
+func diskSize(spec engine.Spec) uint64 {
+	if spec.Scratch > 0 {
+		return spec.Scratch
+	}
+	return spec.Memory / 2
+}
+
+// Fork makes a sandbox that continues from a snapshot.
+func (e *Engine) Fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.ForkOptions) (engine.Sandbox, error) {
+	s, err := e.fork(ctx, snap, opts)
+	if err != nil {
+		return nil, fmt.Errorf("fork %s: %w", snap.ID(), err)
+	}
+	return s, nil
+}
+
+func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.ForkOptions) (_ *sandbox, err error) {
+	s, err := e.describe(snap, opts.Hostname)
+	if err != nil {
+		return nil, err
+	}
+	files, err := e.checkpointOf(ctx, snap)
+	if err != nil {
+		return nil, errors.Join(err, s.release())
+	}
+	defer files.close() // the sandbox has its own
+	if err := s.restore(ctx, files, opts, e.waiting.take(snap, opts.Limits)); err != nil {
+		return nil, err
+	}
+	e.waiting.refill(s, snap, opts.Limits)
+	return s, nil
+}
+
+// describe says what a fork of a snapshot is made of, and refuses those that do
+// not fit.
+func (e *Engine) describe(snap *snapshot.Snapshot, hostname string) (*sandbox, error) {
+	m := snap.Manifest()
+	if m.Engine != Name {
+		return nil, fmt.Errorf("%w: it is of engine %q, not %q", engine.ErrMismatch, m.Engine, Name)
+	}
+	if err := e.fits(m.GVisor); err != nil {
+		return nil, err
+	}
+	generation, err := engine.NextGeneration(m)
+	if err != nil {
+		return nil, err
+	}
+	if len(m.Disks) != 1 || len(m.Disks[0].Image.Layers) != 1 {
+		return nil, fmt.Errorf("%w: it has no root filesystem in one piece", engine.ErrMismatch)
+	}
+	ref := layer.Ref(m.Disks[0].Image.Layers[0])
+	root, err := snap.OpenLayer(ref)
+	if err != nil {
+		return nil, err
+	}
+	if hostname == "" {
+		hostname = "sandbox-" + randomHex(4)
+	}
+	s := &sandbox{
+		engine: e, hostname: hostname, vcpus: m.VCPUs, memory: m.Memory.Size, disk: m.GVisor.Disk,
+		root: newShared(root), parent: snap,
+	}
+	s.root.ref = ref
+	s.generation.Store(generation)
+	return s, nil
+}
+
+// fits refuses a checkpoint that this helper, or this machine, cannot restore.
+func (e *Engine) fits(g *snapshot.GVisor) error {
+	digest, err := e.digest()
+	if err != nil {
+		return err
+	}
+	cpu, err := e.features()
+	if err != nil {
+		return err
+	}
+	switch missing := cpu.lacks(g.CPUFeatures); {
+	case g.Helper != digest:
+		return fmt.Errorf("%w: it was made by another build of gvisor-helper (%.12s, this is %.12s): use that build, or make the snapshot anew", engine.ErrMismatch, g.Helper, digest)
+	case g.Platform != platform:
+		return fmt.Errorf("%w: it was made on gVisor's platform %q, this is %q", engine.ErrMismatch, g.Platform, platform)
+	case len(missing) > 0:
+		return fmt.Errorf("%w: this processor lacks %v, which programs in it may use", engine.ErrMismatch, missing)
+	}
+	return nil
+}
+
+// restore starts a fork that was described. ready is a sandbox that waits for
+// it, or nil.
+func (s *sandbox) restore(ctx context.Context, files checkpoint, opts engine.ForkOptions, ready *process) (err error) {
+	begin := time.Now()
+	m := &gvisorctl.Message{Op: gvisorctl.OpRestore}
+	pass := files.list()
+	if s.folder = folder.Folder(opts.Folder); s.folder != "" {
+		own, err := s.folder.Prepare(s.parent)
+		if err != nil {
+			return errors.Join(err, s.release())
+		}
+		s.parent, s.ownParent = own, true
+		listener, err := vmmctl.Listen(s.folder.Control())
+		if err != nil {
+			return errors.Join(err, s.release())
+		}
+		defer func() { _ = listener.Close() }() // the helper has its own
+		m.Listen = true
+		pass = append(pass, listener)
+	}
+	if s.process = ready; ready == nil {
+		if opts.Limits.IO != (engine.IOLimits{}) {
+			err = errors.New("gVisor has no disks whose speed could be limited")
+		} else {
+			s.process, err = s.engine.create(ctx, s.shape(), opts.Limits, s.root.file)
+		}
+	}
+	if err == nil {
+		_, err = s.request(ctx, m, pass...)
+	}
+	s.restored = time.Since(begin)
+	if err == nil {
+		err = s.dialAgent(ctx)
+	}
+	if err == nil {
+		err = s.renew(ctx, opts.KeepIdentity)
+	}
+	if err == nil && s.folder != "" {
+		err = s.folder.Write(s.helper, folder.Record{Hostname: s.hostname, Generation: s.generation.Load()})
+	}
+	if err != nil {
+		return errors.Join(s.abandon(ctx, err), s.release())
+	}
+	return nil
+}
+
+// Restored is how long after the call to Fork a sandbox's processors ran.
+func Restored(sb engine.Sandbox) time.Duration {
+	if s, ok := sb.(*sandbox); ok {
+		return s.restored
+	}
+	return 0
+}
+
+func randomHex(n int) string {
+	b := make([]byte, n)
+	_, _ = rand.Read(b) // it never fails: crypto/rand ends the process instead
+	return hex.EncodeToString(b)
+}
+
+// reopen is another descriptor of an open file.
+func reopen(f *os.File) (*os.File, error) {
+	g, err := os.Open("/proc/self/fd/" + strconv.Itoa(int(f.Fd())))
+	if err != nil {
+		return nil, fmt.Errorf("reopen %s: %w", f.Name(), err)
+	}
+	return g, nil
+}
+
+// residentDir is a new folder beside the resident pages, of one checkpoint. It is
+// locked until it is removed.
+func (e *Engine) residentDir() (dir string, remove func() error, err error) {
+	dir, err = os.MkdirTemp(e.cfg.Resident, checkpointPrefix)
+	if err != nil {
+		return "", nil, fmt.Errorf("make room for a checkpoint: %w", err)
+	}
+	lock, err := os.Open(dir)
+	if err == nil {
+		err = unix.Flock(int(lock.Fd()), unix.LOCK_EX)
+	}
+	if err != nil {
+		return "", nil, errors.Join(fmt.Errorf("make room for a checkpoint: %w", err), os.RemoveAll(dir))
+	}
+	return dir, func() error { return errors.Join(os.RemoveAll(dir), lock.Close()) }, nil
+}
+
+// checkpointPrefix begins the names of such folders.
+const checkpointPrefix = "checkpoint-"
+
+// runDirOf is where gVisor's files of a sandbox are.
+func (e *Engine) runDirOf(id string) string { return filepath.Join(e.cfg.RunDir, id) }

@@ -1,0 +1,60 @@
+package gvisor
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"time"
+
+	"agentrun.dev/internal/engine"
+)
+
+// Fork forks a running sandbox: its checkpoint is written to memory, and the
+// forks are restored from that, at once. It stands still while it is written.
+func (s *sandbox) Fork(ctx context.Context, opts []engine.ForkOptions) (*engine.LiveFork, error) {
+	s.capture.Lock()
+	defer s.capture.Unlock()
+	begin := time.Now()
+	c, pause, err := s.take(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("fork: %w", err)
+	}
+	defer c.close() // the forks have their own
+	f := &engine.LiveFork{Forks: make([]engine.Sandbox, len(opts)), Errs: make([]error, len(opts))}
+	f.Stats = engine.LiveForkStats{
+		Pause: pause, Captured: time.Since(begin), Copied: c.size(),
+		StoodStill: "gVisor writes a checkpoint while its sandbox stands still",
+	}
+	s.mu.Lock()
+	s.lastFork = f.Stats
+	s.mu.Unlock()
+	var all sync.WaitGroup
+	for i, o := range opts {
+		all.Go(func() {
+			child, err := s.child(ctx, c, o)
+			if err != nil {
+				f.Errs[i] = fmt.Errorf("fork: %w", err)
+				return
+			}
+			f.Forks[i] = child
+		})
+	}
+	all.Wait()
+	return f, nil
+}
+
+// child starts a sandbox that continues from a checkpoint of this one.
+func (s *sandbox) child(ctx context.Context, c checkpoint, opts engine.ForkOptions) (*sandbox, error) {
+	child := &sandbox{
+		engine: s.engine, hostname: opts.Hostname, vcpus: s.vcpus, memory: s.memory, disk: s.disk,
+		root: s.root.use(), parent: s.parent,
+	}
+	if child.hostname == "" {
+		child.hostname = "sandbox-" + randomHex(4)
+	}
+	child.generation.Store(s.generation.Load() + 1)
+	if err := child.restore(ctx, c, opts, nil); err != nil {
+		return nil, err
+	}
+	return child, nil
+}

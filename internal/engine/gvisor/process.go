@@ -1,0 +1,335 @@
+package gvisor
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"sync"
+	"sync/atomic"
+	"syscall"
+
+	"agentrun.dev/internal/assets"
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/gvisorctl"
+	"agentrun.dev/internal/jail"
+	"agentrun.dev/internal/procid"
+	"agentrun.dev/internal/vmmctl"
+	"golang.org/x/sys/unix"
+)
+
+// platform is how gVisor runs programs. The others are slower (ptrace), or hang
+// on some machines that have a /dev/kvm (kvm).
+const platform = "systrap"
+
+// shape is what a sandbox is made for.
+type shape struct {
+	hostname     string
+	memory, disk uint64
+	vcpus        int
+}
+
+// What a sandbox costs beyond the memory of its programs and its disk, all of
+// which is charged to its cgroup: the helper, gVisor's kernel, and what it
+// notes of each page.
+const (
+	overheadFixed  = 160 << 20
+	overheadPerRAM = 16 // one byte for so many
+	// maxThreads is room for the threads of gVisor's kernel, and for a thread of
+	// the host for each of the sandbox's.
+	maxThreads = 16 << 10
+)
+
+// Need is how much memory a sandbox is counted with that uses all its RAM. Its
+// limit is higher: there is room for files, and for surges of gVisor's kernel.
+func Need(ram uint64) uint64 { return ram + ram/overheadPerRAM + usualOverhead }
+
+// usualOverhead is what helper and kernel of a sandbox use, with some room.
+const usualOverhead = 64 << 20
+
+func (s shape) limits(asked engine.Limits) jail.Limits {
+	l := jail.Limits{
+		Memory:    s.memory + s.disk + (s.memory+s.disk)/overheadPerRAM + overheadFixed,
+		MilliCPUs: asked.MilliCPUs, Threads: maxThreads,
+	}
+	if l.MilliCPUs == 0 {
+		l.MilliCPUs = uint64(s.vcpus+1) * 1000
+	}
+	return l
+}
+
+// process is the helper of a sandbox.
+type process struct {
+	engine *Engine
+	id     string // of the sandbox
+	helper int    // process ids
+	sentry int
+	child  *exec.Cmd      // nil if somebody else has started it
+	held   *procid.Handle // nil for our own child
+	group  *jail.Group    // nil without limits
+	conn   gvisorctl.Conn
+
+	done        chan struct{} // closed when the helper has ended
+	exit        string        // why; set before done is closed
+	outOfMemory bool          // likewise
+
+	paused atomic.Bool // as far as this parent knows
+
+	mu      sync.Mutex // protects all following fields
+	last    *gvisorctl.Exit
+	nextID  uint64
+	waiting map[uint64]chan *gvisorctl.Message // nil once the helper has ended
+}
+
+// groupName is the cgroup of a sandbox.
+func groupName(id string) string { return "gvisor-" + id }
+
+// create starts a helper and has it make a sandbox, which waits.
+func (e *Engine) create(ctx context.Context, sh shape, asked engine.Limits, root *os.File) (*process, error) {
+	groups, err := e.groups()
+	if err != nil {
+		return nil, err
+	}
+	agent, err := assets.Open(assets.GuestAgent)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = agent.Close() }() // the helper has its own
+	p := &process{
+		engine: e, id: randomHex(16), nextID: 1,
+		done: make(chan struct{}), waiting: map[uint64]chan *gvisorctl.Message{},
+	}
+	if groups != nil {
+		if p.group, err = groups.Create(groupName(p.id), sh.limits(asked)); err != nil {
+			return nil, err
+		}
+	}
+	if err := p.start(); err != nil {
+		_, releaseErr := p.group.Release()
+		return nil, errors.Join(err, releaseErr, os.RemoveAll(e.runDirOf(p.id)))
+	}
+	go p.receive()
+	reply, err := p.request(ctx, &gvisorctl.Message{Op: gvisorctl.OpCreate, Create: &gvisorctl.Create{
+		ID: p.id, RunDir: e.runDirOf(p.id), Platform: platform, Hostname: sh.hostname,
+		Memory: sh.memory, Disk: sh.disk, VCPUs: sh.vcpus,
+	}}, root, agent)
+	if err != nil {
+		p.kill()
+		return nil, err
+	}
+	p.sentry = reply.SentryPID
+	return p, nil
+}
+
+// start starts the helper. It holds a lock on its folder for as long as it
+// lives, so that whoever comes later can tell what is left over.
+func (p *process) start() error {
+	unlock, err := p.engine.lockRunDir(unix.LOCK_SH)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	dir := p.engine.runDirOf(p.id)
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		return fmt.Errorf("start gvisor-helper: %w", err)
+	}
+	lock, err := os.OpenFile(filepath.Join(dir, lockName), os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return fmt.Errorf("start gvisor-helper: %w", err)
+	}
+	defer func() { _ = lock.Close() }() // the helper has its own
+	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
+		return fmt.Errorf("start gvisor-helper: %w", err)
+	}
+	ours, theirs, err := vmmctl.Pair()
+	if err != nil {
+		return err
+	}
+	defer func() { _ = theirs.Close() }() // the helper has its own
+	if p.conn, err = gvisorctl.NewConn(ours); err != nil {
+		return errors.Join(err, ours.Close())
+	}
+	cmd := exec.Command(p.engine.helper, "serve")
+	cmd.Env = []string{}
+	cmd.Dir = "/"
+	cmd.ExtraFiles = []*os.File{theirs, lock}
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+	if err := p.group.Start(cmd); err != nil {
+		return errors.Join(fmt.Errorf("start gvisor-helper: %w", err), p.conn.Close())
+	}
+	p.child, p.helper = cmd, cmd.Process.Pid
+	return nil
+}
+
+// receive reads what the helper says until it ends, then reaps it.
+func (p *process) receive() {
+	for {
+		m, files, err := p.conn.Receive()
+		if err != nil {
+			break // io.EOF, or nonsense: either way the helper is done for
+		}
+		for _, f := range files {
+			_ = f.Close() // a helper has no business sending any
+		}
+		p.mu.Lock()
+		if m.Exit != nil {
+			p.last = m.Exit
+		}
+		ch := p.waiting[m.ID]
+		if m.Reply {
+			delete(p.waiting, m.ID)
+		}
+		p.mu.Unlock()
+		if m.Reply && ch != nil {
+			ch <- m
+		}
+	}
+	p.finish()
+}
+
+// finish reaps the helper, frees what it had, and tells everybody who waits.
+func (p *process) finish() {
+	_ = p.conn.Close() // a confused helper ends
+	words := "gvisor-helper ended without a word"
+	if p.child != nil {
+		if err := p.child.Wait(); err != nil {
+			words = "gvisor-helper: " + err.Error()
+		}
+	} else if err := errors.Join(p.held.Wait(), p.held.Close()); err != nil {
+		words = "gvisor-helper: " + err.Error()
+	}
+	p.mu.Lock()
+	p.waiting = nil
+	if p.last != nil {
+		words = p.last.Reason
+		if p.last.Detail != "" {
+			words += ": " + p.last.Detail
+		}
+	}
+	p.mu.Unlock()
+	kills, err := p.group.Release()
+	if kills > 0 {
+		p.outOfMemory = true
+		words = fmt.Sprintf("the kernel killed %d in the cgroup, whose limit was reached; %s", kills, words)
+	}
+	if err == nil { // else Sweep finds the rest by the folder
+		err = os.RemoveAll(p.engine.runDirOf(p.id))
+	}
+	if err != nil {
+		words += "; " + err.Error()
+	}
+	p.exit = words
+	close(p.done)
+}
+
+func (p *process) ended() error {
+	if p.outOfMemory {
+		return fmt.Errorf("%w: %w: %s", engine.ErrEnded, engine.ErrOutOfMemory, p.exit)
+	}
+	return fmt.Errorf("%w: %s", engine.ErrEnded, p.exit)
+}
+
+// kill ends helper and sandbox at once and waits until they are gone.
+func (p *process) kill() {
+	if p.child != nil {
+		_ = p.child.Process.Kill() // it has ended already
+	} else {
+		p.held.Kill()
+	}
+	<-p.done
+}
+
+// request sends a message and waits for its reply.
+func (p *process) request(ctx context.Context, m *gvisorctl.Message, files ...*os.File) (*gvisorctl.Message, error) {
+	reply, err := p.post(m, files...)
+	if err != nil {
+		return nil, err
+	}
+	return p.await(ctx, reply)
+}
+
+// post sends a message; its reply, for await, comes later.
+func (p *process) post(m *gvisorctl.Message, files ...*os.File) (<-chan *gvisorctl.Message, error) {
+	reply := make(chan *gvisorctl.Message, 1)
+	p.mu.Lock()
+	if p.waiting == nil {
+		p.mu.Unlock()
+		<-p.done
+		return nil, p.ended()
+	}
+	m.ID = p.nextID
+	p.nextID++
+	p.waiting[m.ID] = reply
+	p.mu.Unlock()
+	// A helper that has gone is noticed by receive.
+	if err := p.conn.Send(m, files...); err != nil && !errors.Is(err, unix.EPIPE) && !errors.Is(err, io.ErrClosedPipe) && !errors.Is(err, os.ErrClosed) {
+		p.mu.Lock()
+		delete(p.waiting, m.ID)
+		p.mu.Unlock()
+		return nil, err
+	}
+	return reply, nil
+}
+
+func (p *process) await(ctx context.Context, reply <-chan *gvisorctl.Message) (*gvisorctl.Message, error) {
+	select {
+	case r := <-reply:
+		if r.Error != "" {
+			return nil, errors.New(r.Error)
+		}
+		return r, nil
+	case <-p.done:
+		return nil, p.ended()
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}
+
+// Dial opens a stream to a port inside: the agent's, or a TCP port of the
+// sandbox's loopback.
+func (p *process) Dial(ctx context.Context, port uint32) (net.Conn, error) {
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
+	if err != nil {
+		return nil, fmt.Errorf("dial port %d: %w", port, err)
+	}
+	f, theirs := os.NewFile(uintptr(fds[0]), "stream"), os.NewFile(uintptr(fds[1]), "stream")
+	ours, err := net.FileConn(f)
+	if err = errors.Join(err, f.Close()); err != nil {
+		return nil, errors.Join(fmt.Errorf("dial port %d: %w", port, err), theirs.Close())
+	}
+	_, err = p.request(ctx, &gvisorctl.Message{Op: gvisorctl.OpDial, Port: port}, theirs)
+	if err = errors.Join(err, theirs.Close()); err != nil {
+		return nil, errors.Join(fmt.Errorf("dial port %d: %w", port, err), ours.Close())
+	}
+	return ours, nil
+}
+
+// Pause stops the sandbox's programs.
+func (p *process) Pause(ctx context.Context) error {
+	p.paused.Store(true)
+	_, err := p.request(ctx, &gvisorctl.Message{Op: gvisorctl.OpPause})
+	return err
+}
+
+// Resume lets a paused sandbox go on.
+func (p *process) Resume(ctx context.Context) error {
+	p.paused.Store(false)
+	_, err := p.request(ctx, &gvisorctl.Message{Op: gvisorctl.OpResume})
+	return err
+}
+
+// Console is the tail of what the agent has printed.
+func (p *process) Console(ctx context.Context) ([]byte, error) {
+	r, err := p.request(ctx, &gvisorctl.Message{Op: gvisorctl.OpConsole})
+	if err != nil {
+		return nil, fmt.Errorf("read console: %w", err)
+	}
+	return r.Data, nil
+}
+
+// Done is closed when the sandbox has ended.
+func (p *process) Done() <-chan struct{} { return p.done }

@@ -1,0 +1,235 @@
+package gvisor
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/folder"
+	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/gvisorctl"
+	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/snapshot"
+)
+
+// sandbox knows what it was made of, so that it can be captured.
+type sandbox struct {
+	*process
+	engine       *Engine
+	hostname     string
+	vcpus        int
+	memory, disk uint64
+	root         *shared
+	generation   atomic.Uint64
+	parent       *snapshot.Snapshot // that it was forked from; nil after a boot
+	ownParent    bool               // parent is its own to close
+	restored     time.Duration
+	folder       folder.Folder // empty: it ends with this process
+
+	capture sync.Mutex // one capture at a time; a snapshot takes the identity with it
+
+	mu       sync.Mutex       // protects all following fields
+	agent    *guestrpc.Client // nil if it was adopted and not resumed since
+	lastFork engine.LiveForkStats
+}
+
+var _ engine.Sandbox = (*sandbox)(nil)
+
+// shared is the image of the root filesystem of a sandbox and its live forks.
+type shared struct {
+	file *os.File
+
+	mu    sync.Mutex // protects all following fields
+	ref   layer.Ref  // zero until it is needed
+	users int
+}
+
+func newShared(f *os.File) *shared { return &shared{file: f, users: 1} }
+
+func (r *shared) use() *shared {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.users++
+	return r
+}
+
+// release closes the file after the last use. A sandbox may release it twice.
+func (r *shared) release() error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.users--; r.users != 0 {
+		return nil
+	}
+	return r.file.Close()
+}
+
+func (s *sandbox) shape() shape { return shape{s.hostname, s.memory, s.disk, s.vcpus} }
+
+// dialAgent opens the session with the agent.
+func (s *sandbox) dialAgent(ctx context.Context) error {
+	conn, err := s.Dial(ctx, guestrpc.AgentPort)
+	if err != nil {
+		return err
+	}
+	agent, err := guestrpc.NewClient(ctx, conn)
+	if err != nil {
+		return err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.agent != nil { // somebody else was faster
+		return agent.Close()
+	}
+	s.agent = agent
+	return nil
+}
+
+func (s *sandbox) closeAgent() error {
+	if a := s.Agent(); a != nil {
+		return a.Close()
+	}
+	return nil
+}
+
+// abandon kills a sandbox that did not come up, and adds to the error what its
+// console says.
+func (s *sandbox) abandon(ctx context.Context, err error) error {
+	if s.process == nil {
+		return err
+	}
+	console, _ := s.Console(context.WithoutCancel(ctx)) // the helper may be gone
+	s.kill()
+	s.process.mu.Lock()
+	if len(console) == 0 && s.last != nil {
+		console = s.last.Console
+	}
+	s.process.mu.Unlock()
+	err = errors.Join(err, s.closeAgent())
+	if len(console) > 0 {
+		lines := strings.Split(strings.TrimRight(string(console), "\r\n"), "\n")
+		err = fmt.Errorf("%w\nthe sandbox's console ended with:\n%s", err, strings.Join(lines[max(0, len(lines)-20):], "\n"))
+	}
+	return err
+}
+
+// renew gives a fork an identity of its own.
+func (s *sandbox) renew(ctx context.Context, keepIdentity bool) error {
+	req := guestrpc.RenewRequest{Generation: s.generation.Load()}
+	if !keepIdentity {
+		req.Hostname, req.MachineID = s.hostname, randomHex(16)
+	}
+	return s.renewAs(ctx, req)
+}
+
+// renewAs completes a request with what every renewal has, and sends it.
+func (s *sandbox) renewAs(ctx context.Context, req guestrpc.RenewRequest) error {
+	req.Entropy = make([]byte, guestrpc.MinEntropy)
+	if _, err := rand.Read(req.Entropy); err != nil {
+		return fmt.Errorf("draw entropy: %w", err)
+	}
+	defer clear(req.Entropy)
+	req.WallClock = time.Now()
+	if _, err := s.Agent().Renew(ctx, req); err != nil {
+		return fmt.Errorf("renew the fork's identity: %w", err)
+	}
+	return nil
+}
+
+// Agent is a session with the sandbox's agent.
+func (s *sandbox) Agent() *guestrpc.Client {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.agent
+}
+
+// Settle has nothing to wait for: the host's kernel puts things off, not the
+// sandbox's.
+func (s *sandbox) Settle(ctx context.Context) error { return ctx.Err() }
+
+// Claim lets a paused fork go on as another one. The two requests go together:
+// the agent finds the second when it wakes up. A machine id it has already.
+func (s *sandbox) Claim(ctx context.Context, hostname string) error {
+	s.capture.Lock()
+	defer s.capture.Unlock()
+	if err := s.folder.Change(func(r *folder.Record) {
+		r.Generation = s.generation.Load() + 1
+		if hostname != "" {
+			r.Hostname = hostname
+		}
+	}); err != nil {
+		return fmt.Errorf("claim: %w", err)
+	}
+	resumed, err := s.post(&gvisorctl.Message{Op: gvisorctl.OpResume})
+	if err != nil {
+		return fmt.Errorf("claim: %w", err)
+	}
+	s.paused.Store(false)
+	err = s.renewAs(ctx, guestrpc.RenewRequest{Hostname: hostname, Generation: s.generation.Load() + 1})
+	if err == nil {
+		_, err = s.await(ctx, resumed)
+	}
+	if err != nil {
+		return fmt.Errorf("claim: %w", err)
+	}
+	s.generation.Add(1)
+	if hostname != "" {
+		s.hostname = hostname
+	}
+	return nil
+}
+
+// Wait returns how the sandbox ended.
+func (s *sandbox) Wait() error {
+	<-s.done
+	return s.ended()
+}
+
+// Close ends the sandbox at once.
+func (s *sandbox) Close() error {
+	s.kill()
+	return errors.Join(s.closeAgent(), s.release())
+}
+
+// release closes what a sandbox keeps for its captures, once.
+func (s *sandbox) release() error {
+	s.capture.Lock()
+	defer s.capture.Unlock()
+	if s.root == nil {
+		return nil
+	}
+	err := s.root.release()
+	s.root = nil
+	if s.ownParent {
+		err = errors.Join(err, s.parent.Close())
+		s.ownParent = false
+	}
+	return err
+}
+
+// shutdownMargin is what a sandbox gets beyond the grace of its processes.
+const shutdownMargin = 30 * time.Second
+
+// Shutdown ends the sandbox from inside: its processes get grace to end.
+func (s *sandbox) Shutdown(ctx context.Context, grace time.Duration) error {
+	ctx, cancel := context.WithTimeout(ctx, grace+shutdownMargin)
+	defer cancel()
+	err := s.Agent().Shutdown(ctx, guestrpc.ShutdownRequest{Mode: guestrpc.PowerOff, Grace: grace})
+	if err == nil {
+		select {
+		case <-s.done:
+		case <-ctx.Done():
+			err = fmt.Errorf("shut down: %w", ctx.Err())
+		}
+	}
+	if err != nil {
+		s.kill()
+	}
+	return errors.Join(err, s.closeAgent(), s.release())
+}

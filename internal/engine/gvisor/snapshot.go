@@ -1,0 +1,275 @@
+package gvisor
+
+import (
+	"context"
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strconv"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/gvisorctl"
+	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/wire"
+	"golang.org/x/sys/unix"
+)
+
+// checkpoint is the open files of one.
+type checkpoint struct {
+	state, meta, pages *os.File
+}
+
+func (c checkpoint) list() []*os.File { return []*os.File{c.state, c.meta, c.pages} }
+
+func (c checkpoint) close() {
+	for _, f := range c.list() {
+		if f != nil {
+			_ = f.Close() // only read
+		}
+	}
+}
+
+// openCheckpoint opens what was written to a folder.
+func openCheckpoint(dir string) (c checkpoint, err error) {
+	for i, f := range []**os.File{&c.state, &c.meta, &c.pages} {
+		if *f, err = os.Open(filepath.Join(dir, gvisorctl.CheckpointFiles[i])); err != nil {
+			c.close()
+			return checkpoint{}, fmt.Errorf("open checkpoint: %w", err)
+		}
+	}
+	return c, nil
+}
+
+// size is how many bytes there are.
+func (c checkpoint) size() (bytes uint64) {
+	for _, f := range c.list() {
+		if info, err := f.Stat(); err == nil {
+			bytes += uint64(info.Size())
+		}
+	}
+	return bytes
+}
+
+// take writes the sandbox, as it is at one instant, to files without a name. The
+// sandbox stands still for as long as that takes.
+func (s *sandbox) take(ctx context.Context) (_ checkpoint, pause time.Duration, err error) {
+	if s.root == nil {
+		<-s.done
+		return checkpoint{}, 0, s.ended()
+	}
+	s.prepare(ctx)
+	dir, remove, err := s.engine.residentDir()
+	if err != nil {
+		return checkpoint{}, 0, err
+	}
+	defer func() { err = errors.Join(err, remove()) }()
+	// The files are memory that is charged to whoever writes them.
+	back, err := s.group.Extend(s.memory + s.disk)
+	if err != nil {
+		return checkpoint{}, 0, err
+	}
+	reply, err := s.request(ctx, &gvisorctl.Message{Op: gvisorctl.OpCheckpoint, Dir: dir})
+	if err != nil {
+		return checkpoint{}, 0, errors.Join(err, back())
+	}
+	c, err := openCheckpoint(dir)
+	return c, reply.Took, errors.Join(err, back())
+}
+
+// preparePatience is how long a capture waits for an agent that does not answer,
+// though its sandbox may well be captured.
+const preparePatience = 5 * time.Second
+
+// prepare has the agent rehearse a renewal, which is quick in the forks then:
+// the files that it changes are open.
+func (s *sandbox) prepare(ctx context.Context) {
+	if s.paused.Load() {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, preparePatience)
+	defer cancel()
+	conn, err := s.Dial(ctx, guestrpc.AgentPort)
+	if err != nil {
+		return
+	}
+	standby, err := guestrpc.OpenStandby(ctx, conn)
+	if err != nil {
+		return
+	}
+	_ = standby.Prepare(ctx, guestrpc.PrepareRequest{}) // forks do without
+	_ = standby.Close()                                 // nothing more is said
+}
+
+// Snapshot captures the sandbox into a new folder.
+func (s *sandbox) Snapshot(ctx context.Context, dir string) (*snapshot.Snapshot, error) {
+	s.capture.Lock()
+	defer s.capture.Unlock()
+	b, err := snapshot.NewBuilder(dir)
+	if err != nil {
+		return nil, err
+	}
+	snap, err := s.build(ctx, b)
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("snapshot: %w", err), b.Abort())
+	}
+	return snap, nil
+}
+
+func (s *sandbox) build(ctx context.Context, b *snapshot.Builder) (*snapshot.Snapshot, error) {
+	helper, err := s.engine.digest()
+	if err != nil {
+		return nil, err
+	}
+	cpu, err := s.engine.features()
+	if err != nil {
+		return nil, err
+	}
+	c, _, err := s.take(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer c.close()
+	state, err := encodeState(c)
+	if err != nil {
+		return nil, err
+	}
+	pages, err := s.engine.storePages(ctx, b, c.pages)
+	if err != nil {
+		return nil, err
+	}
+	root, err := s.storeRoot(b)
+	if err != nil {
+		return nil, err
+	}
+	m := snapshot.Manifest{
+		Engine: Name, Created: time.Now().UTC().Truncate(time.Second),
+		CPU: cpu.cpu, VCPUs: s.vcpus, Memory: snapshot.Image{Size: s.memory}, Hostname: s.hostname,
+		Disks:  []snapshot.Disk{{ID: "root", ReadOnly: true, Image: snapshot.ImageOf(wholeFile(root))}},
+		Labels: map[string]string{engine.GenerationLabel: strconv.FormatUint(s.generation.Load(), 10)},
+		GVisor: &snapshot.GVisor{Helper: helper, Platform: platform, CPUFeatures: cpu.features, Disk: s.disk, Pages: snapshot.Blob(pages)},
+	}
+	if s.parent != nil {
+		m.Parent = s.parent.ID().String()
+	}
+	return b.Commit(m, state)
+}
+
+// storePages makes the pages a layer, and keeps them in memory for the first
+// fork: a copy, as the sandbox may still have the file open.
+func (e *Engine) storePages(ctx context.Context, b *snapshot.Builder, pages *os.File) (layer.Ref, error) {
+	f, err := e.resident.Create()
+	if err != nil {
+		return layer.Ref{}, err
+	}
+	defer func() { _ = f.Close() }() // it is adopted, or to go
+	w := layer.NewWriter(f)
+	if _, err := io.Copy(w, pages); err != nil {
+		return layer.Ref{}, fmt.Errorf("copy pages: %w", err)
+	}
+	ref := w.Ref()
+	if err := e.resident.Adopt(ctx, f, ref); err != nil {
+		return ref, err
+	}
+	return ref, b.AddLayer(ref, f)
+}
+
+// storeRoot makes the root filesystem a layer: a link to that of the snapshot
+// that the sandbox was forked from, or a copy.
+func (s *sandbox) storeRoot(b *snapshot.Builder) (layer.Ref, error) {
+	s.root.mu.Lock()
+	defer s.root.mu.Unlock()
+	if s.root.ref == (layer.Ref{}) {
+		w := layer.NewWriter(io.Discard)
+		if _, err := io.Copy(w, io.NewSectionReader(s.root.file, 0, 1<<62)); err != nil {
+			return layer.Ref{}, fmt.Errorf("hash the root filesystem: %w", err)
+		}
+		s.root.ref = w.Ref()
+	}
+	ref := s.root.ref
+	if ref.Size == 0 || ref.Size%layer.PageSize != 0 {
+		return ref, fmt.Errorf("the root filesystem has %d bytes, which is not a multiple of %d: build it with agentrun or pad it", ref.Size, layer.PageSize)
+	}
+	if s.parent != nil {
+		return ref, b.LinkLayer(ref, s.parent)
+	}
+	return ref, b.AddLayer(ref, s.root.file)
+}
+
+func wholeFile(ref layer.Ref) layer.Image {
+	return layer.Image{Size: ref.Size, Layers: []layer.Ref{ref}, Extents: []layer.Extent{{Length: ref.Size}}}
+}
+
+// stateVersion is that of the two files in a snapshot's state.
+const stateVersion = 1
+
+// encodeState packs the small files of a checkpoint.
+func encodeState(c checkpoint) ([]byte, error) {
+	e := wire.NewEncoder(nil)
+	e.Version(stateVersion)
+	for _, f := range []*os.File{c.state, c.meta} {
+		b, err := io.ReadAll(io.LimitReader(f, snapshot.MaxState+1))
+		if err != nil {
+			return nil, fmt.Errorf("read checkpoint: %w", err)
+		}
+		e.Data(b)
+	}
+	if e.Len() > snapshot.MaxState {
+		return nil, fmt.Errorf("the state of gVisor's kernel has %d bytes, more than %d: fewer processes and open files make it smaller", e.Len(), snapshot.MaxState)
+	}
+	return e.Bytes(), nil
+}
+
+// checkpointOf opens a snapshot's checkpoint. The pages are in memory: the
+// first time they are copied there, and verified.
+func (e *Engine) checkpointOf(ctx context.Context, snap *snapshot.Snapshot) (c checkpoint, err error) {
+	d := wire.NewDecoder(snap.State())
+	d.Version(stateVersion)
+	state, meta := d.View(snapshot.MaxState), d.View(snapshot.MaxState)
+	if err := d.Finish(); err != nil {
+		return c, fmt.Errorf("state: %w", err)
+	}
+	if c.state, err = memoryFile("checkpoint", state); err != nil {
+		return c, err
+	}
+	if c.meta, err = memoryFile("pages_meta", meta); err == nil {
+		ref := layer.Ref(snap.Manifest().GVisor.Pages)
+		c.pages, err = e.resident.Load(ctx, ref, func() (*os.File, error) { return snap.OpenLayer(ref) })
+	}
+	if err != nil {
+		c.close()
+		return checkpoint{}, err
+	}
+	return c, nil
+}
+
+// memoryFile is a file in memory with some content.
+func memoryFile(name string, content []byte) (*os.File, error) {
+	fd, err := unix.MemfdCreate(name, unix.MFD_CLOEXEC)
+	if err != nil {
+		return nil, fmt.Errorf("make memfd: %w", err)
+	}
+	f := os.NewFile(uintptr(fd), name)
+	if _, err := f.WriteAt(content, 0); err != nil {
+		return nil, errors.Join(fmt.Errorf("fill memfd: %w", err), f.Close())
+	}
+	return f, nil
+}
+
+func fileDigest(path string) (string, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return "", fmt.Errorf("hash %s: %w", path, err)
+	}
+	defer func() { _ = f.Close() }() // only read
+	h := sha256.New()
+	if _, err := io.Copy(h, f); err != nil {
+		return "", fmt.Errorf("hash %s: %w", path, err)
+	}
+	return layer.Digest(h.Sum(nil)).String(), nil
+}

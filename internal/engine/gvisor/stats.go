@@ -1,0 +1,126 @@
+package gvisor
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"agentrun.dev/internal/engine"
+	"golang.org/x/sys/unix"
+)
+
+// Stats reads what the sandbox's processes cost: the helper, gVisor's kernel,
+// and the processes in which it runs programs.
+func (s *sandbox) Stats(context.Context) (engine.Stats, error) {
+	select {
+	case <-s.done:
+		return engine.Stats{}, s.ended()
+	default:
+	}
+	st, err := ProcessStats(s.helper)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	st.Generation, st.LastFork = s.generation.Load(), s.lastFork
+	return st, err
+}
+
+// ProcessStats reads the memory of a helper and of all processes below it.
+func ProcessStats(helper int) (st engine.Stats, err error) {
+	p, err := ReadParts(helper)
+	st.Own = p.Programs + p.Anonymous
+	st.Proportional = st.Own + p.Files
+	return st, err
+}
+
+// Parts are what a sandbox's memory is made of, in bytes.
+type Parts struct {
+	// Programs is the memory of programs and of files that they have written:
+	// one file in memory that gVisor's kernel and its processes map in parts.
+	// What is allocated of it counts, mapped or not.
+	Programs uint64
+	// Anonymous is the memory of the processes themselves.
+	Anonymous uint64
+	// Files is their share of files that are mapped, such as programs' text.
+	Files uint64
+	// PageTables are those of the processes.
+	PageTables uint64
+}
+
+// ReadParts reads the memory of a helper and of all processes below it.
+func ReadParts(helper int) (p Parts, err error) {
+	var mapped, allocated uint64
+	seen := map[uint64]bool{}
+	for _, pid := range family(helper) {
+		folder := "/proc/" + strconv.Itoa(pid)
+		roll, err := os.ReadFile(folder + "/smaps_rollup")
+		if err != nil || len(roll) == 0 {
+			if pid == helper {
+				return p, fmt.Errorf("read the memory of gvisor-helper: %w", errors.Join(engine.ErrEnded, err))
+			}
+			continue // it has ended meanwhile
+		}
+		p.Anonymous += field(roll, "Pss_Anon")
+		p.Files += field(roll, "Pss_File")
+		mapped += field(roll, "Pss_Shmem")
+		allocated += memoryFiles(pid, seen)
+		status, _ := os.ReadFile(folder + "/status") // it may have ended
+		p.PageTables += field(status, "VmPTE")
+	}
+	p.Programs = max(mapped, allocated)
+	return p, nil
+}
+
+// field reads a line of a file of /proc, in bytes.
+func field(roll []byte, name string) uint64 {
+	for line := range strings.Lines(string(roll)) {
+		key, rest, _ := strings.Cut(line, ":")
+		if key == name {
+			kib, _ := strconv.ParseUint(strings.TrimSuffix(strings.TrimSpace(rest), " kB"), 10, 64)
+			return kib << 10
+		}
+	}
+	return 0
+}
+
+// family lists a process and all that descend from it.
+func family(pid int) []int {
+	list := []int{pid}
+	for i := 0; i < len(list); i++ {
+		tasks, _ := filepath.Glob("/proc/" + strconv.Itoa(list[i]) + "/task/*/children")
+		for _, t := range tasks {
+			b, _ := os.ReadFile(t) // a thread that has ended has none
+			for _, word := range strings.Fields(string(b)) {
+				if child, err := strconv.Atoi(word); err == nil {
+					list = append(list, child)
+				}
+			}
+		}
+	}
+	return list
+}
+
+// memoryFiles adds up what is allocated in the files in memory that a process
+// has open, each once.
+func memoryFiles(pid int, seen map[uint64]bool) (bytes uint64) {
+	dir := "/proc/" + strconv.Itoa(pid) + "/fd/"
+	fds, _ := os.ReadDir(dir) // it may have ended
+	for _, fd := range fds {
+		name, err := os.Readlink(dir + fd.Name())
+		if err != nil || !strings.HasPrefix(name, "/memfd:runsc") {
+			continue
+		}
+		var st unix.Stat_t
+		if unix.Stat(dir+fd.Name(), &st) == nil && !seen[st.Ino] {
+			seen[st.Ino] = true
+			bytes += uint64(st.Blocks) * statBlock
+		}
+	}
+	return bytes
+}
+
+// statBlock is the unit of stat(2)'s st_blocks.
+const statBlock = 512

@@ -1,0 +1,250 @@
+package gvisor
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/folder"
+	"agentrun.dev/internal/gvisorctl"
+	"agentrun.dev/internal/jail"
+	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/procid"
+	"agentrun.dev/internal/snapshot"
+	"golang.org/x/sys/unix"
+)
+
+// lockName is the file that a living helper has locked.
+const lockName = "lock"
+
+// lockRunDir keeps others from sweeping, or from making sandboxes meanwhile.
+func (e *Engine) lockRunDir(how int) (unlock func(), err error) {
+	f, err := os.OpenFile(filepath.Join(e.cfg.RunDir, "."+lockName), os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return nil, fmt.Errorf("lock the folder of sandboxes: %w", err)
+	}
+	for {
+		if err = unix.Flock(int(f.Fd()), how); !errors.Is(err, unix.EINTR) {
+			break
+		}
+	}
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("lock the folder of sandboxes: %w", err), f.Close())
+	}
+	return func() { _ = f.Close() }, nil // only a lock
+}
+
+// Sweep frees what sandboxes have left that ended while nobody watched.
+func (e *Engine) Sweep() error {
+	groups, err := e.groups()
+	if err != nil {
+		return err
+	}
+	return e.sweep(groups)
+}
+
+func (e *Engine) sweep(groups *jail.Groups) error {
+	unlock, err := e.lockRunDir(unix.LOCK_EX)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	entries, err := os.ReadDir(e.cfg.RunDir)
+	if err != nil {
+		return fmt.Errorf("sweep: %w", err)
+	}
+	var errs []error
+	for _, d := range entries {
+		if !d.IsDir() || inUse(filepath.Join(e.cfg.RunDir, d.Name(), lockName)) {
+			continue
+		}
+		if groups != nil {
+			// The processes of one that was killed just now are still ending.
+			if g, err := groups.Open(groupName(d.Name())); err == nil {
+				_, err = g.Release()
+				errs = append(errs, err)
+			}
+		}
+		errs = append(errs, os.RemoveAll(e.runDirOf(d.Name())))
+	}
+	return errors.Join(errs...)
+}
+
+// inUse reports whether somebody holds the lock.
+func inUse(path string) bool {
+	f, err := os.Open(path)
+	if err != nil {
+		return false
+	}
+	defer func() { _ = f.Close() }() // only a lock
+	return errors.Is(unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB), unix.EWOULDBLOCK)
+}
+
+// Keep frees the resident pages that neither the sandboxes in these folders nor
+// these snapshots use, checkpoints that were never finished, and what sandboxes
+// left that ended while nobody watched.
+func (e *Engine) Keep(folders, snapshots []string) error {
+	used := folder.Layers(folders, snapshots)
+	_, err := e.resident.Keep(func(d layer.Digest) bool { return used[d] })
+	return errors.Join(err, e.removeCheckpoints(), e.Sweep())
+}
+
+// Inspect tells which helper runs in a folder.
+func (e *Engine) Inspect(dir string) (pid int, st engine.Stats, err error) {
+	if pid, err = folder.Folder(dir).Process(); err == nil {
+		st, err = ProcessStats(pid)
+	}
+	return pid, st, err
+}
+
+// Identify says which process is the helper of a sandbox.
+func Identify(sb engine.Sandbox) (procid.ID, error) {
+	s, ok := sb.(*sandbox)
+	if !ok {
+		return procid.ID{}, fmt.Errorf("identify: %T is no sandbox of gVisor", sb)
+	}
+	return procid.Of(s.helper)
+}
+
+// Remove ends what runs in a folder and deletes it.
+func (e *Engine) Remove(ctx context.Context, dir string) error {
+	if err := folder.Folder(dir).Remove(ctx, stopListening); err != nil {
+		return err
+	}
+	return e.Sweep()
+}
+
+// Detach leaves the sandbox to itself; one that has ended is fine.
+func (s *sandbox) Detach() error {
+	if s.folder == "" {
+		return errors.New("detach: the sandbox has no folder to be found by: it can only be closed")
+	}
+	return errors.Join(s.closeAgent(), s.release(), s.process.Detach())
+}
+
+// Detach leaves the process alone; one that has ended is fine.
+func (p *process) Detach() error {
+	if err := p.conn.Close(); !errors.Is(err, os.ErrClosed) {
+		return err
+	}
+	return nil
+}
+
+// Adopt connects to a sandbox that was forked with a folder.
+func (e *Engine) Adopt(ctx context.Context, dir string) (engine.Sandbox, error) {
+	s, err := e.adopt(ctx, folder.Folder(dir))
+	if err != nil {
+		return nil, fmt.Errorf("adopt the sandbox in %s: %w", dir, err)
+	}
+	return s, nil
+}
+
+func (e *Engine) adopt(ctx context.Context, f folder.Folder) (_ *sandbox, err error) {
+	r, err := f.Read()
+	if err != nil {
+		return nil, err
+	}
+	snap, err := snapshot.Open(f.From())
+	if err != nil {
+		return nil, err
+	}
+	s, err := e.describe(snap, r.Hostname)
+	if err != nil {
+		return nil, errors.Join(err, snap.Close())
+	}
+	s.folder, s.ownParent = f, true
+	s.generation.Store(r.Generation)
+	if s.process, err = e.attach(ctx, f.Control(), r.Process); err != nil {
+		return nil, errors.Join(err, s.release())
+	}
+	s.paused.Store(true) // it may be
+	return s, nil
+}
+
+// Resume lets a paused sandbox go on. One that was adopted gets a session with
+// its agent.
+func (s *sandbox) Resume(ctx context.Context) error {
+	if err := s.process.Resume(ctx); err != nil || s.Agent() != nil {
+		return err
+	}
+	return s.dialAgent(ctx)
+}
+
+func (e *Engine) attach(ctx context.Context, socket string, id procid.ID) (*process, error) {
+	held, err := procid.Adopt(id)
+	if errors.Is(err, unix.ESRCH) {
+		return nil, fmt.Errorf("%w: its process is gone", engine.ErrEnded)
+	}
+	if err != nil {
+		return nil, err
+	}
+	conn, err := gvisorctl.Dial(socket)
+	if err != nil {
+		if !id.Alive() { // and nobody has reaped it
+			err = fmt.Errorf("%w: its process is gone", engine.ErrEnded)
+		}
+		return nil, errors.Join(err, held.Close())
+	}
+	p := &process{
+		engine: e, helper: id.PID, held: held, conn: conn, nextID: 1,
+		done: make(chan struct{}), waiting: map[uint64]chan *gvisorctl.Message{},
+	}
+	go p.receive()
+	reply, err := p.request(ctx, &gvisorctl.Message{Op: gvisorctl.OpDescribe})
+	if err != nil {
+		return nil, errors.Join(err, p.Detach())
+	}
+	p.id, p.sentry = reply.Create.ID, reply.SentryPID
+	groups, err := e.groups()
+	if err == nil && groups != nil {
+		p.group, err = groups.Open(groupName(p.id))
+	}
+	if err != nil {
+		return nil, errors.Join(err, p.Detach())
+	}
+	return p, nil
+}
+
+// stopListening ends a helper of which only its socket is known. Nobody there
+// is fine.
+func stopListening(ctx context.Context, socket string) error {
+	conn, err := gvisorctl.Dial(socket)
+	if errors.Is(err, unix.ECONNREFUSED) || errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
+	defer stop()
+	if err := conn.Send(&gvisorctl.Message{Op: gvisorctl.OpStop, ID: 1}); err != nil {
+		return errors.Join(err, conn.Close())
+	}
+	for {
+		if _, _, err := conn.Receive(); err != nil {
+			return errors.Join(ctx.Err(), conn.Close()) // it has gone
+		}
+	}
+}
+
+// removeCheckpoints deletes the folders of checkpoints that killed processes
+// have left.
+func (e *Engine) removeCheckpoints() error {
+	entries, err := os.ReadDir(e.cfg.Resident)
+	if err != nil {
+		return err
+	}
+	var errs []error
+	for _, d := range entries {
+		dir := filepath.Join(e.cfg.Resident, d.Name())
+		if d.IsDir() && strings.HasPrefix(d.Name(), checkpointPrefix) && !inUse(dir) {
+			errs = append(errs, os.RemoveAll(dir))
+		}
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,305 @@
+package microvm
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/folder"
+	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/jail"
+	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/vmmctl"
+)
+
+func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.ForkOptions) (*sandbox, error) {
+	s, err := e.describe(snap, opts.Hostname)
+	if err != nil {
+		return nil, err
+	}
+	populate, learn := e.touched.of(snap.ID())
+	from := e.originOf(snap)
+	from.populate = populate
+	from.shell = func() (*Process, bool) { return e.shells.take(snap.ID()) }
+	defer e.shells.refill(snap.ID()) // not before: to make the next one would slow this one down
+	if _, err = e.restore(ctx, s, opts, from); err != nil {
+		return nil, errors.Join(err, s.release())
+	}
+	if learn {
+		go func() {
+			if e.touched.learn(context.WithoutCancel(ctx), snap.ID(), s.Process) {
+				e.shells.renew(snap.ID())
+			}
+		}()
+	}
+	return s, nil
+}
+
+// origin is where a fork's parts come from. The files are the fork's to close.
+type origin struct {
+	profile  string
+	based    bool        // its images are those of its parent
+	session  []byte      // of the standby; empty: the fork opens one
+	populate []layer.Run // what the fork will write to at once
+	state    func() (*os.File, error)
+	memory   func(context.Context, layer.Ref) (*os.File, error)
+	disk     func(*disk, layer.Ref) (*os.File, error)
+	// shell takes one that waits for a fork like this; nil where there never is
+	// any.
+	shell func() (*Process, bool)
+}
+
+// originOf is that of a snapshot's forks.
+func (e *Engine) originOf(snap *snapshot.Snapshot) origin {
+	m := snap.Manifest()
+	return origin{
+		profile: m.CPU.Profile, based: true, session: m.Session,
+		state: func() (*os.File, error) { return memoryFile("state", snap.State()) },
+		memory: func(ctx context.Context, ref layer.Ref) (*os.File, error) {
+			return e.resident.Load(ctx, ref, func() (*os.File, error) { return snap.OpenLayer(ref) })
+		},
+		disk: func(_ *disk, ref layer.Ref) (*os.File, error) { return snap.OpenLayer(ref) },
+	}
+}
+
+// restore starts a fork that was described.
+func (e *Engine) restore(ctx context.Context, s *sandbox, opts engine.ForkOptions, from origin) (*sandbox, error) {
+	begin := time.Now()
+	l, err := e.prepareLoad(s, opts, from)
+	if err != nil {
+		return nil, err
+	}
+	defer l.close()
+	p, err := e.load(ctx, s, opts, from, l)
+	if err != nil {
+		if l.standby != nil {
+			err = errors.Join(err, l.standby.Close())
+		}
+		return nil, err
+	}
+	s.restored = time.Since(begin)
+	if l.standby != nil {
+		s.Guest = &Guest{Process: p}
+		s.Guest.Agent, err = guestrpc.Resume(l.standby, from.session)
+	} else {
+		s.Guest, err = dialAgent(ctx, p)
+	}
+	if err == nil {
+		err = s.renew(ctx, opts.KeepIdentity)
+	}
+	if err == nil && s.folder != "" {
+		err = s.folder.Write(s.Pid(), folder.Record{Hostname: s.hostname, Generation: s.generation.Load(), Based: from.based})
+	}
+	if err != nil {
+		return nil, abandon(ctx, p, err)
+	}
+	return s, nil
+}
+
+// message is one to a vmm process, with its files.
+type message struct {
+	vmmctl.Message
+	files []*os.File
+}
+
+// add adds a file that was opened, or takes the error.
+func (m *message) add(err *error, f *os.File, openErr error) {
+	if openErr == nil {
+		m.files = append(m.files, f)
+	} else if *err == nil {
+		*err = openErr
+	}
+}
+
+// close closes the files: a vmm has its own copies.
+func (m *message) close() {
+	for _, f := range m.files {
+		_ = f.Close() // only passed on
+	}
+}
+
+// loading is what makes a machine of a shell.
+type loading struct {
+	message
+	load    *vmmctl.Load
+	standby net.Conn // nil without one
+}
+
+// prepareLoad opens what a fork has for itself.
+func (e *Engine) prepareLoad(s *sandbox, opts engine.ForkOptions, from origin) (_ *loading, err error) {
+	l := &loading{load: &vmmctl.Load{Devices: e.devices(s)}}
+	l.Message = l.load
+	defer func() {
+		if err != nil {
+			l.close()
+		}
+	}()
+	state, openErr := from.state()
+	l.add(&err, state, openErr)
+	for i := range s.disks {
+		d, wire := &s.disks[i], &l.load.Devices.Disks[i]
+		wire.BytesPerSecond, wire.OpsPerSecond = opts.Limits.IO.BytesPerSecond, opts.Limits.IO.OpsPerSecond
+		refs := d.image.Layers
+		if d.readOnly && len(refs) == 0 {
+			refs = []layer.Ref{{}} // what a sandbox was booted from has no digest until it is captured
+		}
+		for _, ref := range refs {
+			f, openErr := from.disk(d, ref)
+			l.add(&err, f, openErr)
+		}
+		if !d.readOnly {
+			f, openErr := e.top()
+			l.add(&err, f, openErr)
+		}
+	}
+	if s.folder = folder.Folder(opts.Folder); err == nil && s.folder != "" {
+		if err = s.settleIn(); err == nil {
+			l.load.Devices.Listen = true
+			f, openErr := vmmctl.Listen(s.folder.Control())
+			l.add(&err, f, openErr)
+		}
+	}
+	if err == nil && len(from.session) > 0 {
+		var theirs *os.File
+		l.standby, theirs, err = streamPair()
+		l.load.Devices.Standby = true
+		l.add(&err, theirs, err)
+	}
+	return l, err
+}
+
+// devices describes those of a fork.
+func (e *Engine) devices(s *sandbox) vmmctl.Devices {
+	out := vmmctl.Devices{ReadyPort: guestrpc.AgentPort}
+	for i := range s.disks {
+		d := &s.disks[i]
+		wire := vmmctl.Disk{ReadOnly: d.readOnly, ID: d.id}
+		if !d.readOnly {
+			wire.Image = &d.image
+		}
+		out.Disks = append(out.Disks, wire)
+	}
+	return out
+}
+
+// load puts a fork into a shell that waits, or into one of its own.
+func (e *Engine) load(ctx context.Context, s *sandbox, opts engine.ForkOptions, from origin, l *loading) (*Process, error) {
+	limits, err := e.limits(s, opts.Limits)
+	if err != nil {
+		return nil, err
+	}
+	for from.shell != nil {
+		p, ok := from.shell()
+		if !ok {
+			break
+		}
+		err := p.fill(limits, l)
+		if err == nil {
+			s.fromShell = true
+			return p, nil
+		}
+		p.Kill()
+		if no := refusal(""); errors.As(err, &no) { // others would, too; one that has died while it waited says nothing
+			return nil, fmt.Errorf("start microVM: %w", err)
+		}
+	}
+	first, err := e.prepareShell(ctx, s, from)
+	if err != nil {
+		return nil, err
+	}
+	defer first.close()
+	p, made, err := open(e.vmm, limits, first)
+	if err != nil {
+		return nil, err
+	}
+	// Both messages go at once.
+	loaded, postErr := p.post(l.with, l.files...)
+	if _, err = p.await(context.Background(), made); err == nil {
+		err = postErr
+	}
+	if err == nil {
+		_, err = p.await(context.Background(), loaded)
+	}
+	if err != nil {
+		p.Kill()
+		return nil, fmt.Errorf("start microVM: %w", err)
+	}
+	p.slowMonitor()
+	return p, nil
+}
+
+// with is the message under an id.
+func (l *loading) with(id uint64) vmmctl.Message {
+	l.load.ID = id
+	return l.load
+}
+
+// fill makes a machine of the shell in a process, which was made with limits
+// that may differ.
+func (p *Process) fill(limits jail.Limits, l *loading) error {
+	if limits != p.limits {
+		if err := p.cell.Limit(limits); err != nil {
+			return err
+		}
+		p.limits = limits
+	}
+	_, err := p.request(context.Background(), l.with, l.files...)
+	return err
+}
+
+// prepareShell opens what all forks of an origin share.
+func (e *Engine) prepareShell(ctx context.Context, s *sandbox, from origin) (_ *message, err error) {
+	shell := &vmmctl.Shell{Memory: s.memory, Profile: from.profile, VCPUs: uint64(s.vcpus), Populate: from.populate}
+	m := &message{Message: shell}
+	f, openErr := openKVM()
+	m.add(&err, f, openErr)
+	if uffd := openUserfaultfd(); uffd != nil {
+		shell.HasUserfaultfd = true
+		m.add(&err, uffd, nil)
+	}
+	for _, ref := range s.memory.Layers {
+		f, openErr := from.memory(ctx, ref)
+		m.add(&err, f, openErr)
+	}
+	if err != nil {
+		m.close()
+	}
+	return m, err
+}
+
+// limits is what a fork's process may take.
+func (e *Engine) limits(s *sandbox, asked engine.Limits) (jail.Limits, error) {
+	devices := e.devices(s)
+	tops := make([]*os.File, len(devices.Disks))
+	for i := range tops {
+		tops[i] = e.scratch // where they will be
+	}
+	return machineLimits(s.memory.Size, uint64(s.vcpus), &devices, tops, asked)
+}
+
+// describe says what a fork of a snapshot is made of.
+func (e *Engine) describe(snap *snapshot.Snapshot, hostname string) (*sandbox, error) {
+	m := snap.Manifest()
+	generation, err := engine.NextGeneration(m)
+	if err != nil {
+		return nil, err
+	}
+	if hostname == "" {
+		hostname = "sandbox-" + randomHex(4)
+	}
+	s := &sandbox{
+		engine: e, kernel: m.Kernel, hostname: hostname, vcpus: m.VCPUs,
+		parent: snap,
+	}
+	s.generation.Store(generation)
+	s.setMemory(m.Memory.Layer())
+	for _, d := range m.Disks {
+		s.disks = append(s.disks, disk{id: d.ID, readOnly: d.ReadOnly, image: d.Image.Layer()})
+	}
+	return s, nil
+}

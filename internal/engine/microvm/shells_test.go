@@ -1,0 +1,321 @@
+package microvm
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"agentrun.dev/internal/assets"
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/jail"
+	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/procid"
+	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/stock"
+	"golang.org/x/sys/unix"
+)
+
+// jailedEngine is an engine whose vmm processes are in a test's jail.
+func jailedEngine(t *testing.T, j *jail.Jail, resident string) *Engine {
+	t.Helper()
+	r, err := layer.OpenResident(resident)
+	if err != nil {
+		t.Fatal(err)
+	}
+	scratch, err := os.Open(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &Engine{resident: r, scratch: scratch, vmm: j}
+}
+
+func residentFolder(t *testing.T) string {
+	t.Helper()
+	dir, err := os.MkdirTemp("/dev/shm", "agentrun-test-")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := os.RemoveAll(dir); err != nil {
+			t.Error(err)
+		}
+	})
+	return dir
+}
+
+// shellSnapshot is a snapshot that shells can be made of on any KVM; its state
+// is none, so that nothing can be loaded.
+func shellSnapshot(t *testing.T, dir string) *snapshot.Snapshot {
+	t.Helper()
+	f, err := os.Create(filepath.Join(t.TempDir(), "layer"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = f.Close() }() // it is copied
+	w := layer.NewWriter(f)
+	if _, err := w.Write(bytes.Repeat([]byte("memory! "), 2*mib/8)); err != nil {
+		t.Fatal(err)
+	}
+	b, err := snapshot.NewBuilder(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := b.AddLayer(w.Ref(), f); err != nil {
+		t.Fatal(err)
+	}
+	cpu, err := hostCPU()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cpu.Profile = "host-v1"
+	snap, err := b.Commit(snapshot.Manifest{
+		Created: time.Now().UTC().Truncate(time.Second), Kernel: strings.Repeat("ab", 32), CPU: cpu, TSCKHz: 1, VCPUs: 2,
+		Memory: snapshot.ImageOf(layer.Image{
+			Size: 64 * mib, Layers: []layer.Ref{w.Ref()},
+			Extents: []layer.Extent{{Start: mib, Length: mib}, {Start: 9 * mib, Length: mib, Offset: mib}},
+		}),
+		Disks: []snapshot.Disk{{ID: "scratch", Image: snapshot.Image{Size: mib}}},
+	}, []byte("no state"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = snap.Close() })
+	return snap
+}
+
+// pids lists the processes in the jail.
+func (j testJail) pids(t *testing.T) (pids []int) {
+	t.Helper()
+	for _, dir := range j.groups(t, "vm-*") {
+		b, err := os.ReadFile(filepath.Join(dir, "cgroup.procs"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, field := range strings.Fields(string(b)) {
+			pid, err := strconv.Atoi(field)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if !slices.Contains(pids, pid) { // a hierarchy per controller
+				pids = append(pids, pid)
+			}
+		}
+	}
+	return pids
+}
+
+const noState = "no state of a microVM"
+
+// TestShells: as many shells wait as were asked for, a fork takes one and
+// another takes its place, one that dies is replaced, and nothing is left.
+func TestShells(t *testing.T) {
+	j := openJail(t)
+	startBare(t, j).Kill() // whatever is made once
+	snap := shellSnapshot(t, filepath.Join(t.TempDir(), "snapshot"))
+	e := jailedEngine(t, j.Jail, residentFolder(t))
+	before := look(t)
+	kept, err := e.KeepShells(snap, 3)
+	if err != nil {
+		t.Fatal(err)
+	}
+	waitFull(t, kept)
+	if pids := j.pids(t); len(pids) != 3 {
+		t.Errorf("processes %v", pids)
+	}
+	// It says that it cannot be done, as a cold fork would.
+	if _, err := e.Fork(t.Context(), snap, engine.ForkOptions{}); err == nil || !strings.Contains(err.Error(), noState) {
+		t.Errorf("forked: %v", err)
+	}
+	waitFull(t, kept)
+	if st := kept.Stats(); st.Waiting != 3 || st.Taken != 1 || st.Lost != 0 {
+		t.Errorf("%+v", st)
+	}
+	if err := unix.Kill(j.pids(t)[0], unix.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	if err := kept.(*shells).stock.WaitUntil(t.Context(), func(st stock.Stats) bool { return st.Lost == 1 }); err != nil {
+		t.Fatal(err)
+	}
+	waitFull(t, kept)
+	e.shells.renew(snap.ID())
+	waitFull(t, kept)
+	if err := errors.Join(kept.Close(), kept.Close()); err != nil {
+		t.Fatal(err)
+	}
+	j.nothingLeft(t, before)
+
+	// The engine's end is that of its shells.
+	if kept, err = e.KeepShells(snap, 2); err != nil {
+		t.Fatal(err)
+	}
+	waitFull(t, kept)
+	if err := e.Close(); err != nil {
+		t.Fatal(err)
+	}
+	j.nothingLeft(t, before)
+	if _, err := e.KeepShells(snap, 1); err == nil {
+		t.Error("a closed engine keeps shells")
+	}
+}
+
+func waitFull(t *testing.T, s engine.Shells) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	if err := s.WaitFull(ctx); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// TestFillShell: a shell gets the limits of the fork that it is for; one that
+// has died is passed over, and without any a process is started.
+func TestFillShell(t *testing.T) {
+	j := openJail(t)
+	snap := shellSnapshot(t, filepath.Join(t.TempDir(), "snapshot"))
+	e := jailedEngine(t, j.Jail, residentFolder(t))
+	t.Cleanup(func() {
+		if err := e.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	asked := engine.ForkOptions{Limits: engine.Limits{MilliCPUs: 700}}
+	for name, c := range map[string]struct{ dead, alive int }{
+		"one waits": {0, 1}, "one has died": {2, 1}, "all have died": {1, 0}, "none": {0, 0},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var waiting []*Process
+			for i := range c.dead + c.alive {
+				sh, err := e.newShell(t.Context(), snap)
+				if err != nil {
+					t.Fatal(err)
+				}
+				t.Cleanup(sh.Kill)
+				if i < c.dead {
+					sh.Kill()
+				}
+				waiting = append(waiting, sh.Process)
+			}
+			all := slices.Clone(waiting)
+			from := e.originOf(snap)
+			from.shell = func() (p *Process, ok bool) {
+				if len(waiting) > 0 {
+					p, waiting, ok = waiting[0], waiting[1:], true
+				}
+				return p, ok
+			}
+			s, err := e.describe(snap, "")
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, err := e.restore(t.Context(), s, asked, from); err == nil || !strings.Contains(err.Error(), noState) {
+				t.Errorf("restored: %v", err)
+			}
+			if len(waiting) > 0 {
+				t.Errorf("%d were not tried", len(waiting))
+			}
+			for _, p := range all {
+				if p.limits.MilliCPUs != 700 && p.limits.MilliCPUs != 3000 {
+					t.Errorf("limits %+v", p.limits)
+				}
+			}
+			if c.alive > 0 && all[c.dead].limits.MilliCPUs != 700 {
+				t.Errorf("the fork's limits were not set: %+v", all[c.dead].limits)
+			}
+			if pids := j.pids(t); len(pids) > 0 {
+				t.Errorf("processes %v are left", pids)
+			}
+		})
+	}
+}
+
+// shellParent makes this program keep shells of a snapshot, in a jail: its
+// folder, cgroup, the snapshot and a folder for layers.
+const shellParent = "AGENTRUN_TEST_SHELL_PARENT"
+
+// TestShellParent is the process that TestShellsEndWithParent kills.
+func TestShellParent(t *testing.T) {
+	args := strings.Fields(os.Getenv(shellParent))
+	if len(args) != 4 {
+		return // it runs by itself: there is nothing to test
+	}
+	program, err := assets.Path(assets.VMM)
+	if err != nil {
+		t.Fatal(err)
+	}
+	snap, err := snapshot.Open(args[2])
+	if err != nil {
+		t.Fatal(err)
+	}
+	e := jailedEngine(t, jail.New(jail.Config{Program: program, Folder: args[0], Cgroup: args[1]}), args[3])
+	kept, err := e.KeepShells(snap, 2)
+	if err != nil {
+		t.Fatal(err)
+	}
+	waitFull(t, kept)
+	fmt.Println("kept")
+	<-t.Context().Done() // it is killed before
+}
+
+// TestShellsEndWithParent: shells that wait do not outlive a parent that was
+// killed, and the next one finds nothing but what can be swept.
+func TestShellsEndWithParent(t *testing.T) {
+	j := openJail(t)
+	dir := filepath.Join(t.TempDir(), "snapshot")
+	shellSnapshot(t, dir)
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.CommandContext(t.Context(), self, "-test.run=^TestShellParent$")
+	cmd.Env = append(os.Environ(), shellParent+"="+strings.Join([]string{j.folder, j.cgroup, dir, residentFolder(t)}, " "))
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	if line, err := bufio.NewReader(out).ReadString('\n'); line != "kept\n" {
+		t.Errorf("it said %q, %v", line, err)
+	}
+	var ended []*procid.Handle
+	for _, pid := range j.pids(t) {
+		id, err := procid.Of(pid)
+		if err != nil {
+			t.Fatal(err)
+		}
+		a, err := procid.Adopt(id)
+		if err != nil {
+			t.Fatal(err)
+		}
+		ended = append(ended, a)
+	}
+	if len(ended) != 2 {
+		t.Errorf("%d shells", len(ended))
+	}
+	if err := cmd.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	_ = cmd.Wait() // it was killed
+	for _, a := range ended {
+		if err := errors.Join(a.Wait(), a.Close()); err != nil { // or the test runs into its limit
+			t.Error(err)
+		}
+	}
+	if err := j.Sweep(); err != nil {
+		t.Error(err)
+	}
+	if left := j.groups(t, "vm-*"); len(left) > 0 {
+		t.Errorf("cgroups: %q", left)
+	}
+}

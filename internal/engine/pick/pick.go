@@ -1,0 +1,97 @@
+// Package pick chooses and opens engines by name.
+package pick
+
+import (
+	"fmt"
+	"strings"
+
+	"agentrun.dev/internal/doctor"
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/gvisor"
+	"agentrun.dev/internal/engine/microvm"
+)
+
+// Kind is an engine by the name that people use.
+type Kind string
+
+// The engines. Auto leaves the choice to the host.
+const (
+	Auto    Kind = "auto"
+	MicroVM Kind = "microvm"
+	GVisor  Kind = "gvisor"
+)
+
+// Kinds lists the engines.
+var Kinds = []Kind{MicroVM, GVisor}
+
+// String makes a Kind a flag.
+func (k *Kind) String() string { return string(*k) }
+
+// Type is what help texts call it.
+func (k *Kind) Type() string { return "engine" }
+
+// Set parses a name.
+func (k *Kind) Set(s string) error {
+	switch kind := Kind(s); kind {
+	case Auto, MicroVM, GVisor:
+		*k = kind
+		return nil
+	}
+	return fmt.Errorf("%q is no engine: %s, %s or %s", s, Auto, MicroVM, GVisor)
+}
+
+// Of is the kind of engine that a snapshot names.
+func Of(name string) (Kind, error) {
+	switch name {
+	case microvm.Name:
+		return MicroVM, nil
+	case gvisor.Name:
+		return GVisor, nil
+	}
+	return "", fmt.Errorf("no engine is called %.80q", name)
+}
+
+// Choose resolves Auto: microVMs on hardware KVM, gVisor elsewhere. why says so
+// in a sentence.
+func Choose(k Kind) (_ Kind, why string) {
+	if k != Auto {
+		return k, "it was asked for"
+	}
+	hardware, detail := doctor.HardwareKVM()
+	if hardware {
+		return MicroVM, "KVM: " + detail
+	}
+	return GVisor, "KVM is not hardware's: " + detail
+}
+
+// Config is what engines need.
+type Config struct {
+	// Resident is a folder on tmpfs, Scratch one on a disk.
+	Resident, Scratch string
+	Jail              microvm.JailPolicy
+	// Precreate is how many sandboxes gVisor makes ahead.
+	Precreate int
+}
+
+// Open opens an engine, which is not Auto.
+func Open(k Kind, cfg Config) (engine.Engine, error) {
+	switch k {
+	case MicroVM:
+		return microvm.New(microvm.Config{Resident: cfg.Resident, Scratch: cfg.Scratch, Jail: cfg.Jail})
+	case GVisor:
+		return gvisor.New(gvisor.Config{
+			Resident: cfg.Resident, Precreate: cfg.Precreate,
+			AllowUnlimited: cfg.Jail.AllowUnlimited || cfg.Jail.AllowUnjailed,
+		})
+	}
+	return nil, fmt.Errorf("engine %q: choose one of %s", k, strings.Join([]string{string(MicroVM), string(GVisor)}, ", "))
+}
+
+// Reserve is how much memory of the host a sandbox with that much RAM may come
+// to need.
+func Reserve(k Kind, ram uint64) uint64 {
+	if k == GVisor {
+		return gvisor.Need(ram)
+	}
+	return microvm.MemoryLimit(ram)
+}

@@ -1,0 +1,236 @@
+// Package forkd is the daemon of a node: it opens the state folder, an engine
+// and the images, and serves their API on a Unix socket and, if asked to, on a
+// TCP address. docs/design/forkd.md has the whole.
+package forkd
+
+import (
+	"context"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strconv"
+	"sync"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/folder"
+	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/engine/pick"
+	"agentrun.dev/internal/image"
+	"agentrun.dev/internal/sandbox"
+	"agentrun.dev/internal/server"
+	"agentrun.dev/internal/template"
+)
+
+// Config is what a daemon works with.
+type Config struct {
+	// Dir is the state folder; it belongs to one user and one daemon.
+	Dir string
+	// Images is where images are.
+	Images *image.Store
+	Pull   image.PullOptions
+	// Engine runs the sandboxes.
+	Engine pick.Kind
+	Jail   microvm.JailPolicy
+	// Listen is a TCP address to serve on beside the socket; empty is none.
+	Listen string
+	// Advertise is what others reach that address by; empty is the address.
+	Advertise string
+	// Capacity is how much memory sandboxes may reserve together, in bytes.
+	Capacity uint64
+	Version  string
+	Log      *slog.Logger
+}
+
+// Names in the state folder.
+const (
+	socketName = "socket"
+	tokenName  = "token"
+)
+
+// Socket is the path of the daemon's socket in a state folder.
+func Socket(dir string) string { return filepath.Join(dir, socketName) }
+
+// TokenFile is the path of the token that TCP clients need.
+func TokenFile(dir string) string { return filepath.Join(dir, tokenName) }
+
+// Daemon is an open daemon.
+type Daemon struct {
+	cfg     Config
+	engine  engine.Engine
+	manager *sandbox.Manager
+	servers []*http.Server
+	sockets []net.Listener
+}
+
+// Open takes over what an earlier daemon has left and begins to listen.
+func Open(ctx context.Context, cfg Config) (_ *Daemon, err error) {
+	d := &Daemon{cfg: cfg}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, d.close())
+		}
+	}()
+	if err := os.MkdirAll(cfg.Dir, 0o700); err != nil {
+		return nil, fmt.Errorf("open the state folder: %w", err)
+	}
+	boot, err := folder.BootID()
+	if err != nil {
+		return nil, err
+	}
+	d.engine, err = pick.Open(cfg.Engine, pick.Config{
+		Resident: residentFolder(cfg.Dir), Scratch: filepath.Join(cfg.Dir, "scratch"), Jail: cfg.Jail,
+	})
+	if err != nil {
+		return nil, err
+	}
+	d.manager, err = sandbox.Open(ctx, sandbox.Config{
+		Dir: cfg.Dir, Engine: d.engine, Boot: boot, Capacity: cfg.Capacity, Log: cfg.Log,
+		Reserve: func(ram uint64) uint64 { return pick.Reserve(cfg.Engine, ram) },
+		Builder: &template.Builder{Engine: d.engine, Images: cfg.Images, Pull: cfg.Pull, PlainRoots: cfg.Engine == pick.GVisor},
+	})
+	if err != nil {
+		return nil, err
+	}
+	return d, d.listen(ctx)
+}
+
+// residentFolder is one per state folder, so that tidying one does not empty
+// the other.
+func residentFolder(dir string) string {
+	sum := sha256.Sum256([]byte(dir))
+	return "/dev/shm/agentrun-" + strconv.Itoa(os.Geteuid()) + "-" + hex.EncodeToString(sum[:4])
+}
+
+// listen opens the socket and the TCP address. Whoever has the journal is the
+// only daemon of the folder: a socket that is there is a dead one's.
+func (d *Daemon) listen(ctx context.Context) error {
+	path := Socket(d.cfg.Dir)
+	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("listen: %w", err)
+	}
+	var lc net.ListenConfig
+	l, err := lc.Listen(ctx, "unix", path)
+	if err != nil {
+		return fmt.Errorf("listen on %s: %w. A socket's path has at most 107 bytes: choose a shorter state folder", path, err)
+	}
+	d.sockets = append(d.sockets, l)
+	if err := os.Chmod(path, 0o600); err != nil {
+		return fmt.Errorf("listen: %w", err)
+	}
+	if d.cfg.Listen == "" {
+		d.serve(server.LocalUser, "")
+		return nil
+	}
+	if err := makeToken(TokenFile(d.cfg.Dir)); err != nil {
+		return err
+	}
+	authenticate, err := server.Token(TokenFile(d.cfg.Dir))
+	if err != nil {
+		return err
+	}
+	if l, err = lc.Listen(ctx, "tcp", d.cfg.Listen); err != nil {
+		return fmt.Errorf("listen on %s: %w", d.cfg.Listen, err)
+	}
+	d.sockets = append(d.sockets, l)
+	endpoint := d.cfg.Advertise
+	if endpoint == "" {
+		endpoint = l.Addr().String()
+	}
+	d.serve(server.LocalUser, endpoint)
+	d.serve(authenticate, endpoint)
+	return nil
+}
+
+// serve makes the server of the next socket.
+func (d *Daemon) serve(authenticate func(*http.Request) (server.Principal, error), endpoint string) {
+	h := server.New(server.Config{
+		Service: d.manager, Authenticate: authenticate, Version: d.cfg.Version, Endpoint: endpoint, Log: d.cfg.Log,
+	})
+	d.servers = append(d.servers, server.HTTP(h, d.cfg.Log))
+}
+
+// makeToken makes a token if there is none yet.
+func makeToken(path string) error {
+	f, err := os.OpenFile(path, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600)
+	if errors.Is(err, fs.ErrExist) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("make a token: %w", err)
+	}
+	_, err = fmt.Fprintln(f, rand.Text())
+	if err = errors.Join(err, f.Sync(), f.Close()); err != nil {
+		return errors.Join(fmt.Errorf("make a token: %w", err), os.Remove(path))
+	}
+	return nil
+}
+
+// Addresses are those that the daemon serves on.
+func (d *Daemon) Addresses() []net.Addr {
+	var out []net.Addr
+	for _, l := range d.sockets {
+		out = append(out, l.Addr())
+	}
+	return out
+}
+
+// shutdownGrace is what requests get to finish when the daemon ends.
+const shutdownGrace = 5 * time.Second
+
+// Serve serves until ctx ends, and then lets go of everything. Sandboxes run
+// on; the next daemon finds them.
+func (d *Daemon) Serve(ctx context.Context) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	failed := make(chan error, len(d.servers))
+	var all sync.WaitGroup
+	for i, s := range d.servers {
+		all.Go(func() {
+			if err := s.Serve(d.sockets[i]); !errors.Is(err, http.ErrServerClosed) {
+				failed <- fmt.Errorf("serve on %s: %w", d.sockets[i].Addr(), err)
+				cancel()
+			}
+		})
+	}
+	<-ctx.Done()
+	grace, stop := context.WithTimeout(context.WithoutCancel(ctx), shutdownGrace)
+	defer stop()
+	for _, s := range d.servers {
+		if s.Shutdown(grace) != nil {
+			_ = s.Close() // streams go on for as long as there is a daemon
+		}
+	}
+	all.Wait()
+	close(failed)
+	var errs []error
+	for err := range failed {
+		errs = append(errs, err)
+	}
+	return errors.Join(append(errs, d.close())...)
+}
+
+// close frees what was opened.
+func (d *Daemon) close() error {
+	var errs []error
+	for _, l := range d.sockets {
+		if err := l.Close(); err != nil && !errors.Is(err, net.ErrClosed) {
+			errs = append(errs, err)
+		}
+	}
+	if d.manager != nil {
+		errs = append(errs, d.manager.Close())
+	}
+	if d.engine != nil {
+		errs = append(errs, d.engine.Close())
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,244 @@
+package guestmem
+
+import (
+	"errors"
+	"fmt"
+	"runtime"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// spareBlocks is how many blocks can wait to be stored.
+const spareBlocks = 32
+
+// spare is memory for blocks that a guest's write waits for. To store one in
+// the file costs a new page for each of its pages, and a turn with whoever is
+// storing others; to copy it to memory that is there takes microseconds.
+type spare struct {
+	memory []byte
+	// Each is in one of these, or with somebody who fills or stores it.
+	free, pending chan *held
+}
+
+// held is a block's content, at the same offsets, as far as mask says.
+type held struct {
+	bytes []byte
+	block uint64
+	mask  uint16
+}
+
+func newSpare() (*spare, error) {
+	memory, err := unix.Mmap(-1, 0, spareBlocks*blockSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+	if err != nil {
+		return nil, fmt.Errorf("make room for blocks that are waited for: %w", err)
+	}
+	for at := 0; at < len(memory); at += PageSize {
+		memory[at] = 1 // now, not when somebody waits
+	}
+	s := &spare{memory: memory, free: make(chan *held, spareBlocks), pending: make(chan *held, spareBlocks)}
+	for at := 0; at < len(memory); at += blockSize {
+		s.free <- &held{bytes: memory[at : at+blockSize]}
+	}
+	return s, nil
+}
+
+func (s *spare) close() error { return unix.Munmap(s.memory) }
+
+// save makes sure of a locked, unreleased block's content: of all that was
+// there, or, once that is known, of what the layer is to have.
+func (c *Capture) save(i uint64) error {
+	b := &c.blocks[i]
+	want := ^uint16(0)
+	planned := c.planned.Load()
+	if planned {
+		want = b.want
+	}
+	s := c.spanOf(i, 1)
+	return c.m.each(s, func(bytes []byte) error {
+		still, own, err := c.examine(bytes)
+		if err != nil {
+			return err
+		}
+		b.own = own
+		need := want & still &^ uint16(b.saved.Load())
+		if need == 0 {
+			return nil
+		}
+		select {
+		case h := <-c.spare.free:
+			h.fill(i, bytes, need)
+			c.spare.pending <- h // it has room for all
+		default:
+			if err := c.write(bytes, s.Start, need); err != nil {
+				return err
+			}
+			if !planned {
+				b.direct = need
+			}
+		}
+		b.saved.Or(uint32(need))
+		return nil
+	})
+}
+
+// fill takes the pages of mask.
+func (h *held) fill(block uint64, bytes []byte, mask uint16) {
+	h.block, h.mask = block, mask
+	_ = eachRun(mask, func(first, n int) error {
+		copy(h.bytes[first*PageSize:(first+n)*PageSize], bytes[first*PageSize:])
+		return nil // as always
+	})
+}
+
+// examine says which pages of a block are still protected, and which were the
+// process's own. It is right for a block that is not released.
+func (c *Capture) examine(bytes []byte) (still, own uint16, err error) {
+	var entry [blockPages]uint64
+	if err := c.entries(bytes, entry[:]); err != nil {
+		return 0, 0, err
+	}
+	for k := range len(bytes) / PageSize {
+		if entry[k]&pagemapProtected != 0 {
+			still |= 1 << k
+		}
+		is, err := c.isOwn(entry[k], bytes[k*PageSize:(k+1)*PageSize])
+		if err != nil {
+			return 0, 0, err
+		}
+		if is {
+			own |= 1 << k
+		}
+	}
+	return still, own, nil
+}
+
+// copier goes through all blocks. Several may, at different priorities: what
+// one does another may do again, with the same result.
+type copier struct {
+	*Capture
+	next   *atomic.Uint64
+	buffer held
+}
+
+// copyBlocks stores all that the layer is to have, first beside everybody
+// else, then like everybody.
+func (c *Capture) copyBlocks() error {
+	var next atomic.Uint64
+	run := func() error { return (&copier{c, &next, held{bytes: make([]byte, blockSize)}}).run() }
+	if c.patience <= 0 {
+		return run()
+	}
+	humble := make(chan error, 1)
+	go func() {
+		// The thread ends with the goroutine: its priority cannot be raised again.
+		runtime.LockOSThread()
+		// Where that is refused it is as urgent as everything else.
+		_ = beHumble()
+		humble <- run()
+	}()
+	patience := time.NewTimer(c.patience)
+	defer patience.Stop()
+	select {
+	case err := <-humble:
+		return err
+	case <-patience.C:
+	}
+	return errors.Join(run(), <-humble)
+}
+
+// beHumble makes this thread run when no other thread of its cgroup wants to.
+func beHumble() error {
+	var param struct{ priority int32 }
+	const schedIdle = 5 // SCHED_IDLE
+	// Invariant: param lives until the call returns.
+	_, _, errno := unix.Syscall(unix.SYS_SCHED_SETSCHEDULER, 0, schedIdle, uintptr(unsafe.Pointer(&param)))
+	if errno != 0 {
+		return errno
+	}
+	return nil
+}
+
+// run ends when all blocks are taken and nothing waits. Whoever releases a block
+// that was not taken yet makes it wait before.
+func (c *copier) run() error {
+	for {
+		i := c.next.Add(1) - 1
+		if err := errors.Join(c.storePending(), c.Err()); err != nil || i >= uint64(len(c.blocks)) {
+			return err
+		}
+		if err := c.block(i); err != nil {
+			return err
+		}
+	}
+}
+
+// storePending stores what waits, which makes room for more.
+func (c *copier) storePending() error {
+	for {
+		select {
+		case h := <-c.spare.pending:
+			err := c.write(h.bytes, h.block*blockSize, h.mask&c.blocks[h.block].want)
+			c.spare.free <- h
+			if err != nil {
+				return err
+			}
+		default:
+			return nil
+		}
+	}
+}
+
+// block completes what the layer has of a block. Nobody who waits for the
+// block waits for this.
+func (c *copier) block(i uint64) error {
+	b := &c.blocks[i]
+	if err := c.aside(i); err != nil {
+		return err
+	}
+	b.mu.Lock()
+	direct := b.direct
+	b.mu.Unlock()
+	start := i * blockSize
+	// Pages that were not there are zeros: holes would be filled by the first
+	// who reads them.
+	err := eachRun(b.want&^uint16(b.saved.Load()), func(first, n int) error {
+		return c.allocate(0, Span{start + uint64(first)*PageSize, uint64(n) * PageSize})
+	})
+	if err != nil {
+		return err
+	}
+	// What was stored before it was known that nobody needs it.
+	return eachRun(direct&^b.want, func(first, n int) error {
+		const punch = unix.FALLOC_FL_PUNCH_HOLE | unix.FALLOC_FL_KEEP_SIZE
+		return c.allocate(punch, Span{start + uint64(first)*PageSize, uint64(n) * PageSize})
+	})
+}
+
+// aside copies what the layer is to have of a block and, if the block was not
+// released meanwhile, stores it: whatever happens to the block then, the copy
+// is of the instant.
+func (c *copier) aside(i uint64) error {
+	b := &c.blocks[i]
+	if b.released.Load() || b.want&^uint16(b.saved.Load()) == 0 {
+		return nil
+	}
+	s := c.spanOf(i, 1)
+	return c.m.each(s, func(bytes []byte) error {
+		still, _, err := c.examine(bytes)
+		if err != nil {
+			return err
+		}
+		c.buffer.fill(i, bytes, b.want&still)
+		if b.released.Load() {
+			return nil // who did that has saved it
+		}
+		if err := c.write(c.buffer.bytes, s.Start, c.buffer.mask); err != nil {
+			return err
+		}
+		b.saved.Or(uint32(c.buffer.mask))
+		return nil
+	})
+}

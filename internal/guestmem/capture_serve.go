@@ -1,0 +1,117 @@
+package guestmem
+
+import (
+	"errors"
+	"time"
+)
+
+// Stats may be called at any time.
+func (c *Capture) Stats() CaptureStats {
+	return CaptureStats{
+		Faults: c.waits.Count(), MedianWait: c.waits.Quantile(0.5), WaitOf99: c.waits.Quantile(0.99), LongestWait: c.waits.Longest(),
+		Copied: c.copied.Load(), Shared: c.shared,
+	}
+}
+
+// serve answers the guest's writes to protected pages, until Close.
+func (c *Capture) serve() {
+	defer close(c.served)
+	var messages [uffdMessagesPerRead]uffdMessage
+	for {
+		got, err := c.uffd.wait(c.stop, &messages)
+		if err != nil {
+			// Nobody can be answered any more. Closing the descriptor takes
+			// the protection away and wakes all.
+			c.fail(err)
+			return
+		}
+		if len(got) == 0 {
+			return
+		}
+		began := time.Now()
+		for _, m := range got {
+			if m.event != uffdEventPagefault {
+				continue
+			}
+			if offset, ok := c.m.offsetOf(uintptr(m.address)); ok {
+				c.writers.RLock()
+				err := c.answer(offset / blockSize)
+				c.writers.RUnlock()
+				if err != nil {
+					c.fail(err)
+				}
+				c.waits.Add(time.Since(began)) // all were there when it began
+			}
+		}
+	}
+}
+
+// answer lets a vCPU that waits for a block go on. Once nothing has to be saved,
+// its surroundings are let go with it: who writes here will write there.
+func (c *Capture) answer(i uint64) error {
+	err := c.release(i, true)
+	if c.adopted.Load() {
+		first := i &^ (aroundBlocks - 1)
+		err = errors.Join(err, c.releaseUnwanted(first, min(first+aroundBlocks, uint64(len(c.blocks)))))
+	}
+	return err
+}
+
+// offsetOf is where in RAM a host address is.
+func (m *Memory) offsetOf(address uintptr) (uint64, bool) {
+	for i := range m.regions {
+		r := &m.regions[i]
+		if off := uint64(address - r.HostAddr()); address >= r.HostAddr() && off < r.Size() {
+			return ramOffset(r.GPA) + off, true
+		}
+	}
+	return 0, false
+}
+
+// releaseSpan makes a span writable for the host.
+func (c *Capture) releaseSpan(offset, n uint64) error {
+	if n == 0 {
+		return nil
+	}
+	for i := offset / blockSize; i <= (offset+n-1)/blockSize; i++ {
+		if err := c.release(i, false); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// release saves a block and lets it be written. waiter says that a vCPU may be
+// waiting for it.
+func (c *Capture) release(i uint64, waiter bool) error {
+	b := &c.blocks[i]
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	span := c.spanOf(i, 1)
+	if b.released.Load() {
+		if waiter { // it came to wait while the block was being released
+			return c.m.each(span, c.uffd.wake)
+		}
+		return nil
+	}
+	// Before the instant there is nothing to save, and when all is copied nothing
+	// more; a capture that failed is not completed.
+	if c.begun.Load() && !c.complete.Load() && c.Err() == nil {
+		if err := c.save(i); err != nil {
+			c.fail(err)
+		}
+	}
+	b.released.Store(true)
+	return c.unprotect(span)
+}
+
+// spanOf is the RAM of n blocks from i on.
+func (c *Capture) spanOf(i, n uint64) Span {
+	start := i * blockSize
+	return Span{start, min(start+n*blockSize, c.m.size) - start}
+}
+
+// unprotect makes a span writable; its blocks are locked.
+func (c *Capture) unprotect(s Span) error {
+	return c.m.each(s, func(b []byte) error { return c.uffd.protect(b, false) })
+}

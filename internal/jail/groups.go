@@ -1,0 +1,145 @@
+package jail
+
+import (
+	"errors"
+	"fmt"
+	"os/exec"
+	"sync"
+	"syscall"
+	"time"
+)
+
+// Groups are cgroups for processes that have walls of their own, and for all
+// that those start.
+type Groups struct{ hierarchy hierarchy }
+
+// OpenGroups finds the machine's cgroups.
+func OpenGroups() (*Groups, error) {
+	h, err := openHierarchy(defaultCgroup)
+	if err != nil {
+		return nil, fmt.Errorf("limit memory and processors by cgroups: %w", err)
+	}
+	return &Groups{h}, nil
+}
+
+// Create makes a group.
+func (g *Groups) Create(name string, limits Limits) (*Group, error) {
+	made, err := g.hierarchy.create(name)
+	if err != nil {
+		return nil, err
+	}
+	if err := made.set(limits); err != nil {
+		return nil, errors.Join(err, g.hierarchy.remove(name))
+	}
+	return &Group{groups: g, name: name, group: made}, nil
+}
+
+// Open finds a group; the error is fs.ErrNotExist if there is none.
+func (g *Groups) Open(name string) (*Group, error) {
+	found, err := g.hierarchy.open(name)
+	if err != nil {
+		return nil, err
+	}
+	return &Group{groups: g, name: name, group: found}, nil
+}
+
+// Remove removes a group whose processes have ended; none is fine.
+func (g *Groups) Remove(name string) error { return g.hierarchy.remove(name) }
+
+// Group is one cgroup. A nil Group limits nothing.
+type Group struct {
+	groups *Groups
+	name   string
+	group  group
+
+	mu sync.Mutex // serializes changes of the limit
+}
+
+// Start starts a program in the group. On old kernels it gets there a moment
+// after it has begun.
+func (g *Group) Start(cmd *exec.Cmd) error {
+	if g == nil {
+		return cmd.Start()
+	}
+	if cmd.SysProcAttr == nil {
+		cmd.SysProcAttr = &syscall.SysProcAttr{}
+	}
+	done, err := g.group.bornInside(cmd.SysProcAttr)
+	if err != nil {
+		return err
+	}
+	defer done()
+	if err := cmd.Start(); err != nil {
+		return err
+	}
+	if err := g.group.add(cmd.Process.Pid); err != nil {
+		return errors.Join(err, cmd.Process.Kill(), cmd.Wait())
+	}
+	return nil
+}
+
+// Memory is how much is charged, cached pages of files aside, and the limit.
+func (g *Group) Memory() (usage, limit uint64, err error) {
+	if g == nil {
+		return 0, 0, nil
+	}
+	return g.group.memory()
+}
+
+// Extend raises the limit of memory, until back is called.
+func (g *Group) Extend(bytes uint64) (back func() error, err error) {
+	if g == nil {
+		return func() error { return nil }, nil
+	}
+	if err := g.change(func(limit uint64) uint64 { return limit + bytes }); err != nil {
+		return nil, err
+	}
+	return func() error {
+		return g.change(func(limit uint64) uint64 { return limit - min(bytes, limit) })
+	}, nil
+}
+
+func (g *Group) change(to func(uint64) uint64) error {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	_, limit, err := g.group.memory()
+	if gone(err) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	if err := g.group.setMemory(to(limit)); err != nil && !gone(err) {
+		return err
+	}
+	return nil
+}
+
+// Release removes the group, and says how many the kernel has killed in it for
+// want of memory. Its processes have ended, or are about to: there is no event
+// that tells of the last one's end on every kind of cgroup.
+func (g *Group) Release() (oomKills uint64, err error) {
+	if g == nil {
+		return 0, nil
+	}
+	oomKills, err = g.group.oomKills()
+	if gone(err) {
+		err = nil
+	}
+	var removeErr error
+	for begin, wait := time.Now(), time.Millisecond; ; wait = min(2*wait, releaseStep) {
+		removeErr = g.groups.hierarchy.remove(g.name)
+		if removeErr == nil || time.Since(begin) > releasePatience {
+			break
+		}
+		time.Sleep(wait)
+	}
+	return oomKills, errors.Join(err, removeErr)
+}
+
+// releasePatience is how long processes that were killed may take to end, on a
+// machine that is busy, and releaseStep how often it is looked at the least.
+const (
+	releasePatience = 10 * time.Second
+	releaseStep     = 50 * time.Millisecond
+)

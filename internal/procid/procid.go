@@ -1,0 +1,133 @@
+// Package procid names processes so that they are found again, by whoever comes
+// later, and holds on to them.
+package procid
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// ID names a process for as long as the machine is up: numbers are used again, a
+// number together with its start time is not.
+type ID struct {
+	PID   int    `json:"pid"`
+	Start uint64 `json:"start"` // clock ticks since the machine's boot
+}
+
+// Of names a running process.
+func Of(pid int) (ID, error) {
+	b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
+	if err != nil {
+		return ID{}, fmt.Errorf("identify process %d: %w", pid, err)
+	}
+	// The name is in parentheses and may hold anything; what follows has no
+	// parentheses. The start time is field 22, the 20th after it.
+	_, rest, _ := strings.Cut(string(b[bytes.LastIndexByte(b, ')'):]), " ")
+	fields := strings.Fields(rest)
+	if len(fields) < 20 {
+		return ID{}, fmt.Errorf("identify process %d: its stat file is too short", pid)
+	}
+	start, err := strconv.ParseUint(fields[19], 10, 64)
+	if err != nil {
+		return ID{}, fmt.Errorf("identify process %d: %w", pid, err)
+	}
+	return ID{pid, start}, nil
+}
+
+// Alive reports whether the process still runs.
+func (id ID) Alive() bool {
+	h, err := Adopt(id)
+	if err != nil {
+		return false
+	}
+	defer func() { _ = h.Close() }()
+	ended := true
+	raw, err := h.pidfd.SyscallConn()
+	if err == nil {
+		err = raw.Control(func(fd uintptr) { ended = hasEnded(fd) })
+	}
+	return err == nil && !ended
+}
+
+// Kill ends the process and waits until it is gone.
+func (id ID) Kill(ctx context.Context) error {
+	h, err := Adopt(id)
+	if errors.Is(err, unix.ESRCH) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	h.Kill()
+	gone := make(chan error, 1)
+	go func() { gone <- errors.Join(h.Wait(), h.Close()) }()
+	select {
+	case err := <-gone:
+		return err
+	case <-ctx.Done():
+		return fmt.Errorf("kill process %d: %w", id.PID, ctx.Err())
+	}
+}
+
+// Handle is a hold on a process that somebody else has started.
+type Handle struct {
+	id    ID
+	pidfd *os.File
+}
+
+// Adopt gets hold of a process. The error is unix.ESRCH if it is not there, or
+// not the one that was meant.
+func Adopt(id ID) (*Handle, error) {
+	fd, err := unix.PidfdOpen(id.PID, unix.PIDFD_NONBLOCK)
+	if err != nil {
+		return nil, fmt.Errorf("find process %d: %w", id.PID, err)
+	}
+	h := &Handle{id: id, pidfd: os.NewFile(uintptr(fd), "pidfd")}
+	// Only now, when the number cannot be used again.
+	now, err := Of(id.PID)
+	if err == nil && now != id {
+		err = fmt.Errorf("process %d is another one now: %w", id.PID, unix.ESRCH)
+	}
+	if err != nil {
+		return nil, errors.Join(err, h.pidfd.Close())
+	}
+	return h, nil
+}
+
+// PID is the number of the process.
+func (h *Handle) PID() int { return h.id.PID }
+
+// Kill ends the process; one that has ended already is fine.
+func (h *Handle) Kill() {
+	raw, err := h.pidfd.SyscallConn()
+	if err != nil {
+		return // closed: it has ended
+	}
+	_ = raw.Control(func(fd uintptr) { _ = unix.PidfdSendSignal(int(fd), unix.SIGKILL, nil, 0) })
+}
+
+// Wait waits until the process has ended.
+func (h *Handle) Wait() error {
+	raw, err := h.pidfd.SyscallConn()
+	if err != nil {
+		return err
+	}
+	return raw.Read(hasEnded)
+}
+
+// Close lets go of the process.
+func (h *Handle) Close() error { return h.pidfd.Close() }
+
+// hasEnded reports whether the process of a pidfd has ended.
+func hasEnded(fd uintptr) bool {
+	poll := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+	n, err := unix.Poll(poll, 0)
+	return n > 0 || err != nil && !errors.Is(err, unix.EINTR)
+}

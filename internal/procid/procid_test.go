@@ -1,0 +1,119 @@
+package procid
+
+import (
+	"errors"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// sleeper is a process that somebody else looks after.
+func sleeper(t *testing.T) *exec.Cmd {
+	t.Helper()
+	cmd := exec.Command("sleep", "1000")
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		_ = cmd.Process.Kill() // it may be dead already
+		_ = cmd.Wait()
+	})
+	return cmd
+}
+
+func TestID(t *testing.T) {
+	id, err := Of(sleeper(t).Process.Pid)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !id.Alive() {
+		t.Error("a running process is not alive")
+	}
+	// The same number with another start is another process: neither alive
+	// nor killed.
+	other := ID{id.PID, id.Start + 1}
+	if other.Alive() {
+		t.Error("a process that never was is alive")
+	}
+	if err := other.Kill(t.Context()); err != nil || !id.Alive() {
+		t.Errorf("killing one that never was: %v; the other is alive: %t", err, id.Alive())
+	}
+	if _, err := Adopt(other); !errors.Is(err, unix.ESRCH) {
+		t.Errorf("adopting it: %v", err)
+	}
+	if err := id.Kill(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if id.Alive() {
+		t.Error("a killed process is alive")
+	}
+	if err := id.Kill(t.Context()); err != nil {
+		t.Errorf("killing it again: %v", err)
+	}
+}
+
+// TestAdoptedEnds: whoever adopts a process learns of its end, before and
+// while it waits.
+func TestAdoptedEnds(t *testing.T) {
+	for name, early := range map[string]bool{"already": true, "later": false} {
+		t.Run(name, func(t *testing.T) {
+			cmd := sleeper(t)
+			id, err := Of(cmd.Process.Pid)
+			if err != nil {
+				t.Fatal(err)
+			}
+			a, err := Adopt(id)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if early {
+				if err := id.Kill(t.Context()); err != nil {
+					t.Fatal(err)
+				}
+			}
+			waited := make(chan error, 1)
+			go func() { waited <- a.Wait() }()
+			if !early {
+				a.Kill()
+			}
+			if err := errors.Join(<-waited, a.Close()); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+func TestOddNames(t *testing.T) {
+	// A name with parentheses and spaces must not confuse the start time.
+	dir := t.TempDir()
+	path := filepath.Join(dir, "a) S 1 (b")
+	self, err := exec.LookPath("sleep")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Symlink(self, path); err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command(path, "1000")
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = cmd.Process.Kill(); _ = cmd.Wait() }()
+	odd, err := Of(cmd.Process.Pid)
+	if err != nil {
+		t.Fatal(err)
+	}
+	plain, err := Of(sleeper(t).Process.Pid)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if odd.Start == 0 || plain.Start < odd.Start || plain.Start > odd.Start+100*60 {
+		t.Errorf("start times %d and %d", odd.Start, plain.Start)
+	}
+	if _, err := Of(0); err == nil {
+		t.Error("process 0 was identified")
+	}
+}

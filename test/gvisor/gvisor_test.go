@@ -1,0 +1,310 @@
+package gvisor
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"agentrun.dev/internal/assets"
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/gvisor"
+	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/engine/ready"
+	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/snapshot"
+)
+
+// patience ends a test that hangs.
+const patience = 3 * time.Minute
+
+// sh runs a shell command that must succeed.
+func sh(t *testing.T, sb engine.Sandbox, script string) string {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	var out bytes.Buffer
+	st, err := sb.Agent().Run(ctx, guestrpc.ExecRequest{Argv: []string{"sh", "-c", script}}, nil, &out, &out)
+	if err != nil || st.Code != 0 {
+		t.Fatalf("%s: %+v, %v\n%s", script, st, err, out.Bytes())
+	}
+	return strings.TrimSpace(out.String())
+}
+
+func boot(t *testing.T, e *gvisor.Engine) engine.Sandbox {
+	t.Helper()
+	sb, err := e.Boot(t.Context(), spec(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = sb.Close() })
+	return sb
+}
+
+func freeze(t *testing.T, sb engine.Sandbox) *snapshot.Snapshot {
+	t.Helper()
+	snap, err := sb.Snapshot(t.Context(), filepath.Join(t.TempDir(), "snapshot"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = snap.Close() })
+	return snap
+}
+
+// TestMismatch: another engine and another build of the helper refuse a
+// snapshot, and say why.
+func TestMismatch(t *testing.T) {
+	snap := freeze(t, boot(t, newEngine(t, config(tempDir(t)))))
+	dir := tempDir(t)
+	other, err := microvm.New(microvm.Config{Resident: filepath.Join(dir, "resident"), Scratch: filepath.Join(dir, "scratch")})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = other.Close() }()
+	if _, err := other.Fork(t.Context(), snap, engine.ForkOptions{}); !errors.Is(err, engine.ErrMismatch) || !strings.Contains(err.Error(), gvisor.Name) {
+		t.Errorf("a microVM from it: %v", err)
+	}
+	// The same program with something behind it is another build.
+	build := t.TempDir()
+	for _, a := range []assets.Asset{assets.GVisorHelper, assets.GuestAgent} {
+		path, err := assets.Path(a)
+		if err != nil {
+			t.Fatal(err)
+		}
+		b, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(filepath.Join(build, string(a)), append(b, 0), 0o700); err != nil {
+			t.Fatal(err)
+		}
+	}
+	t.Setenv(assets.EnvFolder, build)
+	another := newEngine(t, config(tempDir(t)))
+	if _, err := another.Fork(t.Context(), snap, engine.ForkOptions{}); !errors.Is(err, engine.ErrMismatch) || !strings.Contains(err.Error(), "another build of gvisor-helper") {
+		t.Errorf("another helper: %v", err)
+	}
+}
+
+// TestDamaged: pages that are not what the manifest says are refused when they
+// are loaded.
+func TestDamaged(t *testing.T) {
+	snap := freeze(t, boot(t, newEngine(t, config(tempDir(t)))))
+	if err := snap.Verify(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	f, err := snap.OpenLayer(layerOf(snap))
+	if err != nil {
+		t.Fatal(err)
+	}
+	path, err := os.Readlink("/proc/self/fd/" + itoa(int(f.Fd())))
+	if err := errors.Join(err, f.Close(), os.Chmod(path, 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	g, err := os.OpenFile(path, os.O_WRONLY, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := g.WriteAt([]byte("damaged"), 4096); err != nil {
+		t.Fatal(err)
+	}
+	if err := g.Close(); err != nil {
+		t.Fatal(err)
+	}
+	fresh := newEngine(t, config(tempDir(t))) // which has not loaded them yet
+	if sb, err := fresh.Fork(t.Context(), snap, engine.ForkOptions{}); err == nil {
+		t.Error("a damaged snapshot was forked")
+		_ = sb.Close()
+	}
+	if err := snap.Verify(t.Context()); err == nil {
+		t.Error("it was verified")
+	}
+}
+
+// TestStreamsOpen: what goes on over a stream goes on, byte for byte, while the
+// sandbox is captured and forked, and the exec is there in the forks, too.
+func TestStreamsOpen(t *testing.T) {
+	e := newEngine(t, config(tempDir(t)))
+	sb := boot(t, e)
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	in, feed := io.Pipe()
+	out, echoed := io.Pipe()
+	ended := make(chan error, 1)
+	go func() {
+		st, err := sb.Agent().Run(ctx, guestrpc.ExecRequest{ID: "cat", Argv: []string{"cat"}}, in, echoed, nil)
+		if err == nil && st.Code != 0 {
+			err = errors.New("cat failed")
+		}
+		ended <- errors.Join(err, echoed.Close())
+	}()
+	const lines = 30000
+	line := strings.Repeat("x", 200) + "\n"
+	forked := make(chan struct{})
+	go func() {
+		for i := range lines {
+			if i == lines-1 { // not before: the exec is looked for in the forks
+				<-forked
+			}
+			if _, err := io.WriteString(feed, line); err != nil {
+				return
+			}
+		}
+		_ = feed.Close()
+	}()
+	first := make([]byte, len(line))
+	if _, err := io.ReadFull(out, first); err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		forks, err := sb.Fork(ctx, make([]engine.ForkOptions, 1))
+		if err != nil || forks.Errs[0] != nil {
+			t.Fatal(err, forks)
+		}
+		child := forks.Forks[0]
+		execs, err := child.Agent().ListExecs(ctx)
+		if err != nil || len(execs) != 1 || execs[0].ID != "cat" || !execs[0].Running {
+			t.Errorf("execs of the fork: %+v, %v", execs, err)
+		}
+		if got := sh(t, child, "echo still; cat /run/agentrun/generation"); got != "still\n1" {
+			t.Errorf("the fork says %q", got)
+		}
+		if err := child.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+	close(forked)
+	rest, err := io.ReadAll(out)
+	if err := errors.Join(err, <-ended); err != nil || len(rest) != (lines-1)*len(line) || strings.Trim(string(rest), "x\n") != "" {
+		t.Errorf("%d bytes came back, not %d, %v", len(rest), (lines-1)*len(line), err)
+	}
+}
+
+// TestChannelIsPrivate: programs inside reach neither the agent's channel nor
+// anything of the host.
+func TestChannelIsPrivate(t *testing.T) {
+	sb := boot(t, newEngine(t, config(tempDir(t))))
+	// gVisor shows descriptors of the host as host:[N]. The agent's channel is
+	// its descriptor 3; programs have none, and cannot open that one.
+	if got := sh(t, sb, "for f in /proc/$$/fd/*; do readlink $f; done | grep -c host:; readlink /proc/1/fd/3 | cut -d: -f1"); got != "0\nhost" {
+		t.Errorf("descriptors of the host in a program, and the agent's third: %q", got)
+	}
+	if got := sh(t, sb, "(: > /proc/1/fd/3) 2>/dev/null && echo reached || echo refused; (: < /proc/1/fd/3) 2>/dev/null && echo reached || echo refused"); got != "refused\nrefused" {
+		t.Errorf("opening the channel: %q", got)
+	}
+	if got := sh(t, sb, "grep : /proc/net/dev | cut -d: -f1"); got != "lo" {
+		t.Errorf("network devices: %q", got)
+	}
+	// A port of the host's loopback is not there.
+	if got := sh(t, sb, "nc -w 2 127.0.0.1 22 </dev/null >/dev/null 2>&1 && echo reached || echo nothing"); got != "nothing" {
+		t.Errorf("the host's port 22: %s", got)
+	}
+	if got := sh(t, sb, "cat /proc/1/comm"); got != "init" {
+		t.Errorf("PID 1 is called %q", got)
+	}
+}
+
+// TestOutOfMemory: a sandbox whose own kernel takes too much is ended, with the
+// reason.
+func TestOutOfMemory(t *testing.T) {
+	e := newEngine(t, config(tempDir(t)))
+	s := spec(t)
+	s.Memory, s.Scratch = 16*mib, 16*mib
+	sb, err := e.Boot(t.Context(), s)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = sb.Close() })
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	// Each process costs gVisor's kernel memory of its own.
+	go func() {
+		_, _ = sb.Agent().Run(ctx, guestrpc.ExecRequest{Argv: []string{"sh", "-c", "while :; do sleep 1000 & done"}}, nil, nil, nil) // it is cut off
+	}()
+	select {
+	case <-sb.Done():
+	case <-ctx.Done():
+		t.Fatal("the sandbox lives on")
+	}
+	if err := sb.Wait(); !errors.Is(err, engine.ErrEnded) || !strings.Contains(err.Error(), engine.ReasonOutOfMemory) {
+		t.Errorf("it ended with: %v", err)
+	}
+}
+
+// TestReady: sandboxes that have answered wait, paused, and are claimed with an
+// identity of their own.
+func TestReady(t *testing.T) {
+	e := newEngine(t, config(tempDir(t)))
+	pool := ready.New(ready.Config{Engine: e, Snapshot: freeze(t, boot(t, e)), Count: 2})
+	defer func() { _ = pool.Close() }()
+	if err := pool.WaitFull(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	seen := map[string]bool{}
+	for i, name := range []string{"left", "right"} {
+		sb, err := pool.Claim(t.Context(), name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		got := sh(t, sb, "hostname; cat /run/agentrun/generation; head -c 16 /dev/urandom | od -An -tx1")
+		if !strings.HasPrefix(got, name+"\n2\n") || seen[got[len(name):]] {
+			t.Errorf("claim %d says %q", i, got)
+		}
+		seen[got[len(name):]] = true
+		if err := sb.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// TestRefuses: what gVisor does not have is refused, not ignored.
+func TestRefuses(t *testing.T) {
+	e := newEngine(t, config(tempDir(t)))
+	for name, change := range map[string]func(*engine.Spec){
+		"command line": func(s *engine.Spec) { s.Cmdline = "quiet" },
+		"disks":        func(s *engine.Spec) { s.Limits.IO.OpsPerSecond = 1 },
+	} {
+		s := spec(t)
+		change(&s)
+		if sb, err := e.Boot(t.Context(), s); err == nil || !strings.Contains(err.Error(), "gVisor has no") {
+			t.Errorf("%s: %v", name, err)
+			if err == nil {
+				_ = sb.Close()
+			}
+		}
+	}
+}
+
+// TestNothingLeft: when sandboxes have ended, however they did, no process, no
+// folder and no cgroup of theirs is left.
+func TestNothingLeft(t *testing.T) {
+	dir := tempDir(t)
+	e := newEngine(t, config(dir))
+	sb := boot(t, e)
+	id, err := e.Identify(sb)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := id.Kill(t.Context()); err != nil { // as the kernel would
+		t.Fatal(err)
+	}
+	if err := sb.Wait(); !errors.Is(err, engine.ErrEnded) {
+		t.Error(err)
+	}
+	if err := errors.Join(sb.Close(), e.Sweep()); err != nil {
+		t.Error(err)
+	}
+	entries, err := filepath.Glob(filepath.Join(dir, "run", "[0-9a-f]*"))
+	if err != nil || len(entries) > 0 {
+		t.Errorf("left: %v, %v", entries, err)
+	}
+	if out, err := exec.Command("pgrep", "-f", filepath.Join(dir, "run")).Output(); err == nil {
+		t.Errorf("processes are left: %s", out)
+	}
+}

@@ -1,0 +1,120 @@
+// Package gvisor tests real sandboxes on gVisor, which runs on any machine,
+// through the same code that agentrun uses.
+package gvisor
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"testing"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/enginetest"
+	"agentrun.dev/internal/engine/gvisor"
+	"agentrun.dev/internal/image"
+	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/snapshot"
+)
+
+const mib = 1 << 20
+
+// rootImage is an EROFS image of a busybox root, made once.
+var rootImage string
+
+func TestMain(m *testing.M) { os.Exit(runTests(m)) }
+
+// dirEnv is where the engine of a test keeps everything, for parents that the
+// tests start and kill.
+const dirEnv = "AGENTRUN_TEST_DIR"
+
+func runTests(m *testing.M) int {
+	enginetest.Orphan(func() (engine.Engine, error) { return gvisor.New(config(os.Getenv(dirEnv))) })
+	dir, err := os.MkdirTemp("", "agentrun-test-")
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	defer func() { _ = os.RemoveAll(dir) }()
+	root := filepath.Join(dir, "root")
+	rootImage = filepath.Join(dir, "root.erofs")
+	out, err := exec.Command("../../guest/rootfs/busybox.sh", root).CombinedOutput()
+	if err == nil {
+		err = image.FromDir(context.Background(), root, rootImage)
+	}
+	if err != nil {
+		fmt.Fprintf(os.Stderr, "make a root filesystem for the tests: %v\n%s", err, out)
+		return 1
+	}
+	return m.Run()
+}
+
+func config(dir string) gvisor.Config {
+	return gvisor.Config{Resident: filepath.Join(dir, "resident"), RunDir: filepath.Join(dir, "run")}
+}
+
+// tempDir is a folder on tmpfs.
+func tempDir(t testing.TB) string {
+	t.Helper()
+	dir, err := os.MkdirTemp("/dev/shm", "agentrun-test-")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	return dir
+}
+
+// newEngine makes an engine.
+func newEngine(t testing.TB, cfg gvisor.Config) *gvisor.Engine {
+	t.Helper()
+	e, err := gvisor.New(cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = e.Close() })
+	return e
+}
+
+func openRoot(t testing.TB) *os.File {
+	t.Helper()
+	f, err := os.Open(rootImage)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = f.Close() })
+	return f
+}
+
+// count is n in make soak and reduced in make test.
+func count(n, reduced int) int {
+	if os.Getenv("AGENTRUN_SOAK") != "" {
+		return n
+	}
+	return reduced
+}
+
+func spec(t testing.TB) engine.Spec {
+	return engine.Spec{Root: openRoot(t), Memory: 128 * mib, VCPUs: 2, Scratch: 64 * mib, Hostname: "source"}
+}
+
+// TestConformance: sandboxes on gVisor keep the contract of engines, those made
+// ahead and those that are not.
+func TestConformance(t *testing.T) {
+	for name, ahead := range map[string]int{"made at once": 0, "made ahead": 2} {
+		t.Run(name, func(t *testing.T) {
+			dir := tempDir(t)
+			cfg := config(dir)
+			cfg.Precreate = ahead
+			enginetest.Run(t, enginetest.Target{
+				Engine: newEngine(t, cfg), Spec: spec(t), Forks: count(50, 6), ChildEnv: []string{dirEnv + "=" + dir},
+			})
+		})
+	}
+}
+
+func itoa(n int) string { return strconv.Itoa(n) }
+
+// layerOf is the layer that holds a snapshot's pages.
+func layerOf(snap *snapshot.Snapshot) layer.Ref { return layer.Ref(snap.Manifest().GVisor.Pages) }
