@@ -5,6 +5,7 @@ package archtest
 import (
 	"encoding/json"
 	"errors"
+	"go/ast"
 	"go/parser"
 	"go/token"
 	"io"
@@ -119,6 +120,10 @@ var importRules = map[string][]string{
 	"internal/engine/folder": {"internal/engine", "internal/layer", "internal/procid", "internal/snapshot"},
 	"internal/engine/ready":  {"internal/engine", "internal/snapshot", "internal/stock"},
 
+	"api/rest":        {},
+	"internal/client": {"api/rest"},
+	"internal/server": {"api/rest", "internal/guestrpc", "internal/sandbox"},
+
 	"internal/layer":    {"internal/guestmem"},
 	"internal/snapshot": {"internal/layer"},
 
@@ -162,6 +167,16 @@ func TestTestbedIsNoLibrary(t *testing.T) {
 			if imp == testbed || strings.HasPrefix(imp, testbed+"/") {
 				t.Errorf("%s imports %s", p.ImportPath, imp)
 			}
+		}
+	}
+}
+
+// TestTestPackages: packages that are for tests are imported by tests only.
+func TestTestPackages(t *testing.T) {
+	const forTests = module + "/internal/sandbox/sandboxtest"
+	for _, p := range goList(t, "./...") {
+		if slices.Contains(p.Imports, forTests) {
+			t.Errorf("%s imports %s in what is not a test", p.ImportPath, forTests)
 		}
 	}
 }
@@ -237,7 +252,7 @@ func TestPackageDocs(t *testing.T) {
 				t.Errorf("%v", err)
 				continue
 			}
-			if f.Doc == nil || strings.HasSuffix(name, "_test.go") && strings.HasSuffix(f.Name.Name, "_test") {
+			if f.Doc == nil || ast.IsGenerated(f) || strings.HasSuffix(name, "_test.go") && strings.HasSuffix(f.Name.Name, "_test") {
 				continue
 			}
 			documented = append(documented, name)

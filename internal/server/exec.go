@@ -342,7 +342,7 @@ const maxSignal = 64
 
 // parseSignal reads a signal's name, with or without SIG, or its number.
 func parseSignal(s string) (int32, error) {
-	if n, err := strconv.Atoi(s); err == nil && n > 0 && n <= maxSignal {
+	if n, err := strconv.ParseInt(s, 10, 32); err == nil && n > 0 && n <= maxSignal {
 		return int32(n), nil
 	}
 	name := strings.ToUpper(s)

@@ -1,6 +1,7 @@
 package server
 
 import (
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -57,7 +58,7 @@ func (a *api) upload(w http.ResponseWriter, r *http.Request) *body {
 func (b *body) Read(p []byte) (int, error) {
 	_ = http.NewResponseController(b.w).SetReadDeadline(time.Now().Add(b.api.StallTimeout)) // see send
 	n, err := b.from.Read(p)
-	if err != nil && err != io.EOF { //nolint:errorlint // a Reader returns io.EOF itself
+	if err != nil && !errors.Is(err, io.EOF) {
 		b.err = err
 	}
 	return n, err

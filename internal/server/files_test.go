@@ -112,7 +112,7 @@ func TestUploadCutOff(t *testing.T) {
 		t.Fatal(err)
 	}
 	res.Body.Close()
-	if res.StatusCode != 400 {
+	if res.StatusCode != http.StatusBadRequest {
 		t.Errorf("answered %d", res.StatusCode)
 	}
 	if got := n.do("GET", files, nil).ok(200); string(got.body) != "before" {

@@ -12,6 +12,7 @@ import (
 	"net/url"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -56,7 +57,7 @@ func (b *builder) Finish(context.Context, sandbox.TemplateSpec, engine.Sandbox) 
 
 // node is a daemon with its API on a Unix socket.
 type node struct {
-	t       *testing.T
+	t       testing.TB
 	manager *sandbox.Manager
 	builder *builder
 	workdir string
@@ -64,12 +65,11 @@ type node struct {
 	client  *http.Client
 	router  routers.Router
 	spec    *openapi3.T
-	log     *bytes.Buffer
 }
 
-func newNode(t *testing.T, change ...func(*Config)) *node {
+func newNode(t testing.TB, change ...func(*Config)) *node {
 	t.Helper()
-	n := &node{t: t, workdir: t.TempDir(), socket: filepath.Join(t.TempDir(), "s"), log: &bytes.Buffer{}}
+	n := &node{t: t, workdir: t.TempDir(), socket: filepath.Join(t.TempDir(), "s")}
 	n.builder = &builder{workdir: n.workdir, gate: make(chan struct{})}
 	host := sandboxtest.NewHost(t)
 	host.Execs = true
@@ -112,7 +112,7 @@ func newNode(t *testing.T, change ...func(*Config)) *node {
 }
 
 // loadSpec reads the description of the API.
-func loadSpec(t *testing.T) (*openapi3.T, routers.Router) {
+func loadSpec(t testing.TB) (*openapi3.T, routers.Router) {
 	t.Helper()
 	spec, err := openapi3.NewLoader().LoadFromFile(filepath.Join("..", "..", "api", "openapi.yaml"))
 	if err != nil {
@@ -130,7 +130,7 @@ func loadSpec(t *testing.T) (*openapi3.T, routers.Router) {
 
 // response is an answer that conforms to the description.
 type response struct {
-	t      *testing.T
+	t      testing.TB
 	status int
 	header http.Header
 	body   []byte
@@ -321,6 +321,24 @@ func (n *node) claim(name string) string {
 	return v1 + "/sandboxes/" + name
 }
 
+// lockedLog is a log that is read while it is written.
+type lockedLog struct {
+	mu  sync.Mutex // protects all following fields
+	buf bytes.Buffer
+}
+
+func (l *lockedLog) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.buf.Write(p)
+}
+
+func (l *lockedLog) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.buf.String()
+}
+
 func query(pairs ...string) string {
 	v := url.Values{}
 	for i := 0; i < len(pairs); i += 2 {
@@ -331,7 +349,7 @@ func query(pairs ...string) string {
 
 func ptr[T any](v T) *T { return &v }
 
-// text is what a stream wrote to one output, checked for gaps.
+// streamText is what a stream wrote to one output, checked for gaps.
 func streamText(t *testing.T, events []rest.ExecEvent, kind rest.ExecEventType, from int64) string {
 	t.Helper()
 	var all []byte

@@ -141,10 +141,10 @@ func TestHostilePaths(t *testing.T) {
 				data, _ := io.ReadAll(res.Body)
 				res.Body.Close()
 				var e rest.Error
-				if json.Unmarshal(data, &e) != nil || res.StatusCode != 400 && res.StatusCode != 404 && res.StatusCode != 405 || e.Code == "" {
+				if json.Unmarshal(data, &e) != nil || !slices.Contains([]int{http.StatusBadRequest, http.StatusNotFound, http.StatusMethodNotAllowed}, res.StatusCode) || e.Code == "" {
 					t.Errorf("%s %s: %d %s", method, url, res.StatusCode, data)
 				}
-				if res.StatusCode == 404 && bad != "" && !strings.Contains(e.Message, "nothing at") {
+				if res.StatusCode == http.StatusNotFound && bad != "" && !strings.Contains(e.Message, "nothing at") {
 					t.Errorf("%s %s was looked for: %s", method, url, data)
 				}
 				tried++
@@ -218,7 +218,7 @@ func TestSlowSender(t *testing.T) {
 			t.Fatal(err)
 		}
 		body, _ := io.ReadAll(res.Body)
-		if res.StatusCode != 408 || !bytes.Contains(body, []byte(`"timeout"`)) {
+		if res.StatusCode != http.StatusRequestTimeout || !bytes.Contains(body, []byte(`"timeout"`)) {
 			t.Errorf("%d %s", res.StatusCode, body)
 		}
 		if _, err := r.ReadByte(); err != io.EOF {
@@ -313,7 +313,7 @@ func TestToken(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	var logged bytes.Buffer
+	var logged lockedLog
 	n := newNode(t, func(c *Config) {
 		c.Authenticate = authenticate
 		c.Log = slog.New(slog.NewTextHandler(&logged, nil))
@@ -361,7 +361,7 @@ func (panics) Pools(sandbox.Namespace, sandbox.Page) ([]sandbox.Pool, error) { p
 
 // TestPanic: it is told, logged, and the daemon goes on.
 func TestPanic(t *testing.T) {
-	var logged bytes.Buffer
+	var logged lockedLog
 	n := newNode(t, func(c *Config) {
 		c.Service = panics{c.Service}
 		c.Log = slog.New(slog.NewTextHandler(&logged, nil))

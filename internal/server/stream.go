@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"mime"
 	"net/http"
+	"slices"
 	"strings"
 	"sync"
 	"unicode/utf8"
@@ -80,13 +81,13 @@ func (a *api) newEvents(w http.ResponseWriter, form string) *events {
 
 // send sends one event; kind is its type.
 func (e *events) send(kind string, event any) error {
-	data, err := json.Marshal(event)
+	line, err := json.Marshal(event)
 	if err != nil {
 		return err
 	}
-	line := append(data, '\n')
+	line = append(line, '\n')
 	if e.form == formSSE {
-		line = append([]byte("event: "+kind+"\ndata: "), append(line, '\n')...)
+		line = slices.Concat([]byte("event: "+kind+"\ndata: "), line, []byte("\n"))
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -125,12 +126,12 @@ type output struct {
 }
 
 func (o *output) Write(p []byte) (int, error) {
-	all := append(o.held, p...)
+	all := slices.Concat(o.held, p)
 	whole := len(all) - unfinished(all)
 	if err := o.emit(all[:whole]); err != nil {
 		return 0, err
 	}
-	o.held = append([]byte(nil), all[whole:]...)
+	o.held = all[whole:]
 	return len(p), nil
 }
 

@@ -1,0 +1,49 @@
+package server
+
+import (
+	"fmt"
+	"testing"
+
+	"agentrun.dev/api/rest"
+	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/sandbox"
+)
+
+// BenchmarkExec runs a program over REST, and by a bare call to the agent.
+func BenchmarkExec(b *testing.B) {
+	n := newNode(b)
+	n.setUp()
+	n.claim("a")
+	u, err := n.manager.Use(b.Context(), sandbox.Key{Namespace: "default", Name: "a"})
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer u.Done()
+	c := n.newClient()
+	for _, clients := range []int{1, 20} {
+		for _, way := range []struct {
+			name string
+			run  func() error
+		}{
+			{"agent", func() error {
+				_, err := u.Agent().Run(b.Context(), u.Exec(guestrpc.ExecRequest{Argv: []string{"true"}}), nil, nil, nil)
+				return err
+			}},
+			{"rest", func() error {
+				_, err := c.Run(b.Context(), "a", rest.ExecRequest{Argv: []string{"true"}})
+				return err
+			}},
+		} {
+			b.Run(fmt.Sprintf("%s/clients=%d", way.name, clients), func(b *testing.B) {
+				b.SetParallelism(clients) // per processor
+				b.RunParallel(func(pb *testing.PB) {
+					for pb.Next() {
+						if err := way.run(); err != nil {
+							b.Error(err)
+						}
+					}
+				})
+			})
+		}
+	}
+}
