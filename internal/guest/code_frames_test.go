@@ -5,6 +5,7 @@ import (
 	"errors"
 	"io"
 	"os"
+	"sync"
 	"testing"
 
 	"agentrun.dev/internal/guestrpc"
@@ -21,7 +22,7 @@ func listener() *kernelProcess {
 }
 
 // unheard takes requests that nobody reads.
-func unheard() *input {
+var unheard = sync.OnceValue(func() *input {
 	f, err := os.OpenFile(os.DevNull, os.O_WRONLY, 0)
 	if err != nil {
 		panic(err)
@@ -31,7 +32,7 @@ func unheard() *input {
 		panic(err)
 	}
 	return in
-}
+})
 
 var (
 	readyFrame = []byte{3, 0, 0, 0, frameReady, 1, '3'}
