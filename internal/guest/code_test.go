@@ -496,11 +496,11 @@ func TestCodeEnvironment(t *testing.T) {
 	if o := python(t, c, show); o.result(t) != "(['2', None, 'by user', 'own', 'n', '"+DefaultPath+"', None], 'n\\n')" {
 		t.Errorf("%s", o.result(t))
 	}
-	o := runCode(t, c, guestrpc.CodeRunRequest{Source: show, Env: []string{"ONCE=o", "BASE=3"}})
+	o := runCode(t, c, guestrpc.CodeRunRequest{Source: "os.environ['SET'] = 'stays'\n" + show, Env: []string{"ONCE=o", "BASE=3"}})
 	if o.result(t) != "(['3', None, 'by user', 'own', 'n', '"+DefaultPath+"', 'o'], 'n o\\n')" {
 		t.Errorf("%s", o.result(t))
 	}
-	if o := python(t, c, "os.environ.get('ONCE'), os.environ['BASE']"); o.result(t) != "(None, '2')" {
+	if o := python(t, c, "os.environ.get('ONCE'), os.environ['BASE'], os.environ['SET']"); o.result(t) != "(None, '2', 'stays')" {
 		t.Errorf("%s", o.result(t))
 	}
 	if err := c.SetEnv(ctx, guestrpc.SetEnvRequest{Env: []string{"=x"}}); !errors.Is(err, fs.ErrInvalid) {

@@ -319,8 +319,8 @@ func TestHandlerPanicIsAnError(t *testing.T) {
 
 func TestUnknownMethod(t *testing.T) {
 	c := start(t, newFakeGuest())
-	err := c.call(testContext(t), 99, &empty{}, &empty{})
-	if !errors.Is(err, fs.ErrInvalid) || !strings.Contains(err.Error(), "99") {
+	err := c.call(testContext(t), 999, &empty{}, &empty{})
+	if !errors.Is(err, fs.ErrInvalid) || !strings.Contains(err.Error(), "999") {
 		t.Fatalf("got %v", err)
 	}
 }

@@ -251,9 +251,9 @@ class Kernel:
 
     def run(self, mode, env, source):
         self.restore_streams()
-        before = dict(os.environ) if env else None
-        if env:
-            set_env(env, [])
+        # Only these come back: what else the cell sets is to stay.
+        before = {name: os.environ.get(name) for name in (kv.partition("=")[0] for kv in env)}
+        set_env(env, [])
         status, code, language = RAISED, 1, PYTHON
         try:
             status, code, language = self.user(self.dispatch, mode, source)
@@ -267,9 +267,7 @@ class Kernel:
         self.flush()
         if os.getpid() != self.pid:
             os._exit(code & 0xFF)  # a child of os.fork() has come to the cell's end
-        if env:
-            os.environ.clear()
-            os.environ.update(before)
+        set_env(["%s=%s" % kv for kv in before.items() if kv[1] is not None], [n for n, v in before.items() if v is None])
         self.pending = False
         self.send(DONE, uvarint(status) + varint(code) + uvarint(language))
 
