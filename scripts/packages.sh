@@ -7,6 +7,8 @@
 set -euo pipefail
 
 packages=(build-essential busybox-static flex bison bc libelf-dev libssl-dev xz-utils erofs-utils e2fsprogs acpica-tools cpio python3 mmdebstrap)
+# The kernels that code runs in, and what they are tested with.
+packages+=(bash nodejs python3-numpy python3-matplotlib)
 
 # Any version of the kernel source will do; linux-source is the newest's name.
 if ! compgen -G '/usr/src/linux-source-*.tar.xz' >/dev/null; then

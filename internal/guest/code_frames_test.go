@@ -4,6 +4,8 @@ import (
 	"bytes"
 	"errors"
 	"io"
+	"os"
+	"sync"
 	"testing"
 
 	"agentrun.dev/internal/guestrpc"
@@ -12,12 +14,25 @@ import (
 // listener is a kernel of which only the agent's end exists.
 func listener() *kernelProcess {
 	k := &kernelProcess{
-		proc: &Process{done: make(chan struct{})}, stdout: &kernelStream{}, stderr: &kernelStream{},
+		proc: &Process{done: make(chan struct{})}, requests: unheard(), stdout: &kernelStream{}, stderr: &kernelStream{},
 		ready: make(chan struct{}), begin: make(chan struct{}, 1), done: make(chan kernelDone, 1),
 	}
 	k.log.Store(newEventLog())
 	return k
 }
+
+// unheard takes requests that nobody reads.
+var unheard = sync.OnceValue(func() *input {
+	f, err := os.OpenFile(os.DevNull, os.O_WRONLY, 0)
+	if err != nil {
+		panic(err)
+	}
+	in, err := newInput(f, false)
+	if err != nil {
+		panic(err)
+	}
+	return in
+})
 
 var (
 	readyFrame = []byte{3, 0, 0, 0, frameReady, 1, '3'}
@@ -45,6 +60,7 @@ var badFrames = map[string]error{
 	string(beginFrame) + string(beginFrame):                     errKernelOrder,
 	"\x05\x00\x00\x00\x04":                                      io.EOF,
 	"\x05\x00":                                                  io.EOF,
+	"\x02\x00\x00\x00\x05\x01":                                  errKernelField,
 	string(beginFrame) + string(eventFrame) + string(doneFrame): io.EOF,
 }
 

@@ -21,11 +21,13 @@ const (
 	frameRun    = 1
 	frameEnv    = 2
 	frameReseed = 3
+	frameNoted  = 4
 
 	frameReady = 1
 	frameBegin = 2
 	frameEvent = 3
 	frameDone  = 4
+	frameNote  = 5
 
 	// maxKernelFrame is a type, the kind of an event, and its data.
 	maxKernelFrame = 2 + guestrpc.MaxCodeEvent
@@ -254,17 +256,19 @@ func (k *kernelProcess) handle(kind byte, body []byte) error {
 		default:
 			return errKernelOrder
 		}
-	case frameEvent:
+	case frameEvent, frameNote:
 		if len(body) == 0 || body[0] < byte(guestrpc.CodeEventResult) || body[0] > byte(guestrpc.CodeEventError) {
 			return errKernelField
 		}
-		log := k.log.Load()
-		if log == nil {
-			return nil // from a thread that goes on after its execution
-		}
-		log.add(k.proc.Done(), guestrpc.CodeEvent{
+		e := guestrpc.CodeEvent{
 			Kind: guestrpc.CodeEventKind(body[0]), Stdout: k.stdout.position(), Stderr: k.stderr.position(), Data: body[1:],
-		})
+		}
+		if log := k.log.Load(); log != nil { // else it is from a thread that goes on after its execution
+			log.add(k.proc.Done(), e)
+		}
+		if kind == frameNote {
+			_ = k.write(nil, frame(frameNoted, nil)) // it has died
+		}
 	case frameDone:
 		var r kernelDone
 		r.state = guestrpc.CodeState(d.UvarintMax(uint64(guestrpc.CodeExited)))

@@ -46,7 +46,14 @@ func (ks *Kernels) run(c *codeContext, e *execution) {
 		timer := time.AfterFunc(e.timeout, func() { close(expired) })
 		defer timer.Stop()
 	}
-	e.status.Language = c.lang.Name
+	for ks.attempt(c, e, expired) {
+	}
+}
+
+// attempt runs an execution in the kernel of its context. It reports whether
+// that died before it took the execution up, so that a new one can be tried.
+func (ks *Kernels) attempt(c *codeContext, e *execution, expired <-chan struct{}) (again bool) {
+	e.status = guestrpc.CodeStatus{Language: c.lang.Name}
 	k, err := ks.kernelFor(c, e)
 	if errors.Is(err, ErrNotFound) && e.mode == guestrpc.ModeText {
 		// Where there is no Python a text can only be a command.
@@ -56,7 +63,7 @@ func (ks *Kernels) run(c *codeContext, e *execution) {
 	}
 	if err != nil {
 		e.err = err
-		return
+		return false
 	}
 	// A kernel that is being started gets its driver first.
 	requests := k.requestsFor(ks, c, e)
@@ -78,12 +85,26 @@ func (ks *Kernels) run(c *codeContext, e *execution) {
 	_ = k.write(expired, requests)
 	ks.await(c, e, k, expired)
 	k.log.Store(nil)
+	if ks.untouched(c, e) {
+		k.stdout.begin(nil)
+		k.stderr.begin(nil)
+		return true
+	}
 	k.stdout.end()
 	k.stderr.end()
 	if e.status.State != guestrpc.CodeDied && !e.warm && e.status.Language != shellName {
 		k.count++
 	}
 	e.status.Count = k.count
+	return false
+}
+
+// untouched: a kernel that had run before died without having begun with e, by
+// itself. It was dead already, and nobody had noticed.
+func (ks *Kernels) untouched(c *codeContext, e *execution) bool {
+	ks.mu.Lock()
+	defer ks.mu.Unlock()
+	return e.status.State == guestrpc.CodeDied && !e.status.Fresh && !e.status.TimedOut && !c.begun && c.ending == ""
 }
 
 // shellName is the language of a text that was a command.
@@ -163,6 +184,13 @@ func (ks *Kernels) await(c *codeContext, e *execution, k *kernelProcess, expired
 			return
 		case <-k.proc.Done():
 			<-k.closed // its last words are read
+			select {
+			case <-k.begin:
+				ks.mu.Lock()
+				c.begun = true
+				ks.mu.Unlock()
+			default:
+			}
 			select {
 			case r := <-k.done:
 				e.ended(r)

@@ -1,6 +1,6 @@
 // Package guest owns what happens inside a microVM: it is the logic of the
 // guest agent, PID 1 of every sandbox. It builds the root filesystem, runs and
-// reaps processes, keeps their output, moves files in and out as any user,
+// reaps processes, runs code in language kernels, keeps the output of both, moves files in and out as any user,
 // gives a fork its identity, and shuts the machine down. It needs nothing
 // installed in the root filesystem.
 //
@@ -17,6 +17,9 @@
 //   - No encoding/json, reflection, fmt, os/user or os/exec. Programs are
 //     started with syscall.ForkExec, which is a CLONE_VM|CLONE_VFORK clone: the
 //     agent's memory is not copied, whatever its size.
+//
+// Code runs in interpreters that stay (docs/design/code.md). Nothing of that
+// exists before it is used, and a fork that does not use it pays nothing.
 //
 // An exec belongs to the agent, not to a connection: a caller that goes away
 // loses nothing but its place, and can attach again from an offset.

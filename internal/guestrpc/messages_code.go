@@ -49,7 +49,7 @@ type CodeRunRequest struct {
 	Source   string        // Client.RunCode takes up to MaxCode
 	More     bool          // the rest of the source follows
 	Env      []string      // of this execution only; Python only
-	Timeout  time.Duration // 0: none; else it is interrupted then, and killed a little later
+	Timeout  time.Duration // from when its turn comes, 0: none; then it is interrupted, and killed a little later
 }
 
 func (m *CodeRunRequest) visit(c *codec) {

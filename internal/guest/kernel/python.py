@@ -32,8 +32,8 @@ DRIVER = "<agentrun>"
 CONTROL = 200  # descriptors from here on are out of the way of closing loops
 
 # Requests and events.
-RUN, ENV, RESEED = 1, 2, 3
-READY, BEGIN, EVENT, DONE = 1, 2, 3, 4
+RUN, ENV, RESEED, NOTED = 1, 2, 3, 4
+READY, BEGIN, EVENT, DONE, NOTE = 1, 2, 3, 4, 5
 RESULT, DISPLAY, ERROR = 2, 3, 4
 MODE_CODE, MODE_TEXT = 0, 1
 OK, RAISED, INTERRUPTED, EXITED = 0, 1, 2, 3
@@ -204,6 +204,8 @@ class Kernel:
             with self.lock:
                 while frame:
                     frame = frame[os.write(self.events, frame) :]
+                if kind == NOTE:
+                    self.request()  # the agent has noted how far the outputs were
         except OSError:
             os._exit(70)  # the pipe is gone: so is everybody who could ask
         finally:
@@ -249,9 +251,9 @@ class Kernel:
 
     def run(self, mode, env, source):
         self.restore_streams()
-        before = dict(os.environ) if env else None
-        if env:
-            set_env(env, [])
+        # Only these come back: what else the cell sets is to stay.
+        before = {name: os.environ.get(name) for name in (kv.partition("=")[0] for kv in env)}
+        set_env(env, [])
         status, code, language = RAISED, 1, PYTHON
         try:
             status, code, language = self.user(self.dispatch, mode, source)
@@ -265,9 +267,7 @@ class Kernel:
         self.flush()
         if os.getpid() != self.pid:
             os._exit(code & 0xFF)  # a child of os.fork() has come to the cell's end
-        if env:
-            os.environ.clear()
-            os.environ.update(before)
+        set_env(["%s=%s" % kv for kv in before.items() if kv[1] is not None], [n for n, v in before.items() if v is None])
         self.pending = False
         self.send(DONE, uvarint(status) + varint(code) + uvarint(language))
 
@@ -398,8 +398,10 @@ class Kernel:
             body += item
             count += 1
         self.flush()
-        self.send(EVENT, bytes([kind]) + uvarint(1) + uvarint(count) + body)
-        if self.pending and _thread.get_ident() == self.main_thread:
+        ours = _thread.get_ident() == self.main_thread
+        # In another thread nobody could tell the answer from the next request.
+        self.send(NOTE if ours else EVENT, bytes([kind]) + uvarint(1) + uvarint(count) + body)
+        if self.pending and ours:
             self.pending = False
             raise KeyboardInterrupt
 

@@ -21,7 +21,7 @@ while IFS= read -r _agentrun_line <&3; do
 		trap "$_agentrun_int" INT
 		printf 'begin\n' >&4
 		# Sourced: a function around it would make its declarations local.
-		. /dev/fd/9 9<<_AGENTRUN_END_ 3<&- 4>&-
+		. /proc/self/fd/9 9<<_AGENTRUN_END_ 3<&- 4>&-
 $_agentrun_text
 _AGENTRUN_END_
 		_agentrun_code=$?
