@@ -187,3 +187,40 @@ func (o *runOptions) spec(ctx context.Context, stderr io.Writer) (_ microvm.Spec
 	}
 	return spec, config, closeFiles, nil
 }
+
+// openRoot opens a root filesystem for a guest.
+func openRoot(ctx context.Context, path string) (_ *os.File, err error) {
+	path, cleanup, err := rootPath(ctx, path)
+	if err != nil {
+		return nil, err
+	}
+	// An open file outlives its name.
+	defer func() { err = errors.Join(err, cleanup()) }()
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("--rootfs: %w", err)
+	}
+	return f, nil
+}
+
+// rootPath is the path of an image: the given one, or that of an image made
+// of the given folder, which cleanup removes.
+func rootPath(ctx context.Context, path string) (_ string, cleanup func() error, err error) {
+	info, err := os.Stat(path)
+	if err != nil {
+		return "", nil, fmt.Errorf("--rootfs: %w", err)
+	}
+	if !info.IsDir() {
+		return path, func() error { return nil }, nil
+	}
+	dir, err := os.MkdirTemp("", "agentrun-root-")
+	if err != nil {
+		return "", nil, fmt.Errorf("--rootfs: %w", err)
+	}
+	cleanup = func() error { return os.RemoveAll(dir) }
+	out := filepath.Join(dir, "root.erofs")
+	if err := image.FromDir(ctx, path, out); err != nil {
+		return "", nil, errors.Join(err, cleanup())
+	}
+	return out, cleanup, nil
+}

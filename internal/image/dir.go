@@ -11,12 +11,25 @@ import (
 	"path/filepath"
 	"strings"
 	"syscall"
+
+	"agentrun.dev/internal/image/tree"
 )
 
 // FromDir packs a folder into an EROFS image at out, which appears whole or
 // not at all. The image has no inline data and no compression, so that every
 // engine can read it and pages map straight onto the file.
 func FromDir(ctx context.Context, dir, out string) error { return pack(ctx, dir, out, true) }
+
+// FromDirPlain is FromDir without extended attributes, which gVisor cannot read:
+// a file that has any could not be opened. lost names the files that had some,
+// such as the capabilities of programs, from the folder on.
+func FromDirPlain(ctx context.Context, dir, out string) (lost []string, err error) {
+	facts, err := tree.Survey(dir)
+	if err != nil {
+		return nil, fmt.Errorf("root filesystem: %w", err)
+	}
+	return facts.WithXattrs, pack(ctx, dir, out, false)
+}
 
 // pack packs a folder with or without the files' extended attributes. The same
 // folder gives the same bytes.
