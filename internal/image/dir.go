@@ -28,7 +28,10 @@ func FromDirPlain(ctx context.Context, dir, out string) (lost []string, err erro
 	if err != nil {
 		return nil, fmt.Errorf("root filesystem: %w", err)
 	}
-	return facts.WithXattrs, pack(ctx, dir, out, false)
+	for _, name := range facts.WithXattrs {
+		lost = append(lost, strings.TrimPrefix(name, "/"))
+	}
+	return lost, pack(ctx, dir, out, false)
 }
 
 // pack packs a folder with or without the files' extended attributes. The same
