@@ -89,16 +89,9 @@ func runCommand(ctx context.Context, o runOptions, argv []string, stdin io.Reade
 		return err
 	}
 	defer func() { err = errors.Join(err, closeFiles()) }()
-	if o.entrypoint.set {
-		config.Cmd, config.Entrypoint = nil, nil
-		if o.entrypoint.value != "" {
-			config.Entrypoint = []string{o.entrypoint.value}
-		}
+	if argv, err = o.settings(config, argv); err != nil {
+		return err
 	}
-	if argv = config.Command(argv); len(argv) == 0 {
-		return errors.New("no command was given, and the image has none: write it behind --")
-	}
-	o.execOptions.apply(config)
 	vmms, err := microvm.NewJail(o.policy)
 	if err != nil {
 		return err
@@ -126,6 +119,22 @@ func runCommand(ctx context.Context, o runOptions, argv []string, stdin io.Reade
 		return err
 	}
 	return result(status)
+}
+
+// settings lets an image's settings hold where flags say nothing else, and
+// returns what is to be run.
+func (o *runOptions) settings(config image.Config, argv []string) ([]string, error) {
+	if o.entrypoint.set {
+		config.Cmd, config.Entrypoint = nil, nil
+		if o.entrypoint.value != "" {
+			config.Entrypoint = []string{o.entrypoint.value}
+		}
+	}
+	if argv = config.Command(argv); len(argv) == 0 {
+		return nil, errors.New("no command was given, and the image has none: write it behind --")
+	}
+	o.execOptions.apply(config)
+	return argv, nil
 }
 
 // exitTimedOut is what timeout(1) returns.
