@@ -42,7 +42,7 @@ func (o *runOptions) runOnGVisor(ctx context.Context, argv []string, stdin io.Re
 		return err
 	}
 	defer func() { _ = root.Close() }() // only read
-	if argv, err = o.command(argv, config); err != nil {
+	if argv, err = o.settings(config, argv); err != nil {
 		return err
 	}
 	sb, err := e.Boot(ctx, engine.Spec{Root: root, Memory: uint64(o.memory), VCPUs: o.cpus, Hostname: o.hostname, Limits: o.limits})

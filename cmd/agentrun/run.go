@@ -87,21 +87,6 @@ The exit code is the command's own, 128+N if signal N ended it, 124 if
 	return cmd
 }
 
-// command is what runs, with the image's settings where flags say nothing else.
-func (o *runOptions) command(argv []string, config image.Config) ([]string, error) {
-	if o.entrypoint.set {
-		config.Cmd, config.Entrypoint = nil, nil
-		if o.entrypoint.value != "" {
-			config.Entrypoint = []string{o.entrypoint.value}
-		}
-	}
-	if argv = config.Command(argv); len(argv) == 0 {
-		return nil, errors.New("no command was given, and the image has none: write it behind --")
-	}
-	o.execOptions.apply(config)
-	return argv, nil
-}
-
 func runCommand(ctx context.Context, o runOptions, argv []string, stdin io.Reader, stdout, stderr io.Writer) (err error) {
 	if kind, _ := pick.Choose(o.engine); kind == pick.GVisor {
 		return o.runOnGVisor(ctx, argv, stdin, stdout, stderr)
@@ -111,7 +96,7 @@ func runCommand(ctx context.Context, o runOptions, argv []string, stdin io.Reade
 		return err
 	}
 	defer func() { err = errors.Join(err, closeFiles()) }()
-	if argv, err = o.command(argv, config); err != nil {
+	if argv, err = o.settings(config, argv); err != nil {
 		return err
 	}
 	vmms, err := microvm.NewJail(o.policy)
@@ -141,6 +126,22 @@ func runCommand(ctx context.Context, o runOptions, argv []string, stdin io.Reade
 		return err
 	}
 	return result(status)
+}
+
+// settings lets an image's settings hold where flags say nothing else, and
+// returns what is to be run.
+func (o *runOptions) settings(config image.Config, argv []string) ([]string, error) {
+	if o.entrypoint.set {
+		config.Cmd, config.Entrypoint = nil, nil
+		if o.entrypoint.value != "" {
+			config.Entrypoint = []string{o.entrypoint.value}
+		}
+	}
+	if argv = config.Command(argv); len(argv) == 0 {
+		return nil, errors.New("no command was given, and the image has none: write it behind --")
+	}
+	o.execOptions.apply(config)
+	return argv, nil
 }
 
 // exitTimedOut is what timeout(1) returns.

@@ -100,7 +100,7 @@ func (s *Store) build(ctx context.Context, r debian.Recipe, o BuildOptions) (_ *
 		Platform: DefaultPlatform, Source: "debian " + r.Suite, Created: time.Now().UTC().Truncate(time.Second),
 		Config: buildConfig(r), Unpacked: facts.Bytes, Capabilities: facts.Capabilities, BuildKey: key,
 	}
-	if err := s.packRoot(ctx, w, root, img, facts.Xattrs); err != nil {
+	if err := s.packRoot(ctx, w, root, img, len(facts.WithXattrs) > 0); err != nil {
 		return nil, err
 	}
 	content, err := json.Marshal([]any{img.Root, img.Config})

@@ -86,7 +86,7 @@ func builtBefore(t *testing.T) *Store {
 		t.Fatal(err)
 	}
 	hash := sha256.New()
-	for _, f := range append(files, "build.go", "pack.go") {
+	for _, f := range append(files, "build.go", "dir.go") {
 		b, err := os.ReadFile(f)
 		if err != nil {
 			t.Fatal(err)

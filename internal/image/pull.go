@@ -262,7 +262,7 @@ func (s *Store) make(ctx context.Context, m *manifest, named []Reference, limits
 		Digest: m.digest, Platform: m.platform.String(), Source: m.source, Created: m.config.Created.Time, Config: config,
 		Unpacked: facts.Bytes, Capabilities: facts.Capabilities, DroppedXattrs: facts.DroppedXattrs,
 	}
-	if err := s.packRoot(ctx, w, root, img, facts.Xattrs); err != nil {
+	if err := s.packRoot(ctx, w, root, img, len(facts.WithXattrs) > 0); err != nil {
 		return nil, err
 	}
 	if err := s.commit(ctx, w, img, named); err != nil {

@@ -99,7 +99,7 @@ func (r Recipe) bootstrap(ctx context.Context, root string, sources []string, lo
 // leaves ends with it, and it ends with us. It returns what the command printed.
 func runApart(ctx context.Context, log io.Writer, env []string, argv ...string) ([]byte, error) {
 	apart := []string{"--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--"}
-	cmd := exec.CommandContext(ctx, "unshare", append(apart, argv...)...)
+	cmd := exec.CommandContext(ctx, "unshare", append(apart, argv...)...) //nolint:gosec // no shell takes them apart
 	cmd.Env = env
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	var said tail

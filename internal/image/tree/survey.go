@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"io/fs"
 	"path/filepath"
-	"slices"
 
 	"golang.org/x/sys/unix"
 )
@@ -31,14 +30,11 @@ func Survey(dir string) (facts Facts, err error) {
 		if err != nil {
 			return fmt.Errorf("read extended attributes of %s: %w", path, err)
 		}
-		facts.Xattrs = facts.Xattrs || len(found) > 0
-		if slices.Contains(found, Capability) {
-			name, err := filepath.Rel(dir, path)
-			if err != nil {
-				return err
-			}
-			facts.Capabilities = append(facts.Capabilities, "/"+name)
+		name, err := filepath.Rel(dir, path)
+		if err != nil {
+			return err
 		}
+		facts.add(filepath.Join("/", name), found)
 		return nil
 	})
 	return facts, err

@@ -143,11 +143,11 @@ func TestMetadata(t *testing.T) {
 			t.Errorf("%s is %q, want %q", name, got, want)
 		}
 	}
-	if !facts.Xattrs || !slices.Equal(facts.Capabilities, []string{"/d/cap"}) || !slices.Equal(facts.DroppedXattrs, []string{"security.selinux", "trusted.overlay.opaque"}) {
+	if !slices.Equal(facts.WithXattrs, []string{"/", "/d/cap"}) || !slices.Equal(facts.Capabilities, []string{"/d/cap"}) || !slices.Equal(facts.DroppedXattrs, []string{"security.selinux", "trusted.overlay.opaque"}) {
 		t.Errorf("facts: %+v", facts)
 	}
 	surveyed, err := Survey(root)
-	if err != nil || !surveyed.Xattrs || !slices.Equal(surveyed.Capabilities, facts.Capabilities) {
+	if err != nil || !slices.Equal(surveyed.WithXattrs, facts.WithXattrs) || !slices.Equal(surveyed.Capabilities, facts.Capabilities) {
 		t.Errorf("surveyed: %+v, %v", surveyed, err)
 	}
 }
@@ -170,7 +170,7 @@ func TestUmask(t *testing.T) {
 func TestFactsOfTheResult(t *testing.T) {
 	withCap := file("ping", "x").with(func(h *tar.Header) { h.PAXRecords = map[string]string{paxXattr + Capability: capNetRaw} })
 	for name, second := range map[string][]entry{"replaced": {file("ping", "y")}, "hidden": {file(".wh.ping", "")}} {
-		if _, facts := mustUnpack(t, archive(t, withCap), archive(t, second...)); facts.Xattrs || len(facts.Capabilities) != 0 {
+		if _, facts := mustUnpack(t, archive(t, withCap), archive(t, second...)); len(facts.WithXattrs) != 0 || len(facts.Capabilities) != 0 {
 			t.Errorf("%s: %+v", name, facts)
 		}
 	}

@@ -59,27 +59,37 @@ type Facts struct {
 	// Bytes is the size of all files that were unpacked.
 	Bytes   int64
 	Entries int
-	// Xattrs says that some file has extended attributes.
-	Xattrs bool
-	// Capabilities are the files with capabilities, by their path from the root.
+	// WithXattrs are the files with extended attributes, by their path from the
+	// root.
+	WithXattrs []string
+	// Capabilities are those of them with capabilities.
 	Capabilities []string
 	// DroppedXattrs are names of extended attributes that were left out.
 	DroppedXattrs []string
 }
 
+func (f *Facts) add(path string, xattrs []string) {
+	if len(xattrs) > 0 {
+		f.WithXattrs = append(f.WithXattrs, path)
+	}
+	if slices.Contains(xattrs, Capability) {
+		f.Capabilities = append(f.Capabilities, path)
+	}
+}
+
 // Finish sets what could not be set while layers were applied.
 func (t *Tree) Finish() (Facts, error) {
 	facts := Facts{Bytes: t.bytes, Entries: t.entries}
+	// A host may label every file that is made (SELinux): the root, too.
+	t.withXattrs[""] = true
 	for full := range t.withXattrs {
 		xattrs, err := t.listXattrs(full)
 		if err != nil {
 			return facts, fmt.Errorf("read extended attributes of %q: %w", printable(full), err)
 		}
-		facts.Xattrs = facts.Xattrs || len(xattrs) > 0
-		if slices.Contains(xattrs, Capability) {
-			facts.Capabilities = append(facts.Capabilities, "/"+full)
-		}
+		facts.add("/"+full, xattrs)
 	}
+	slices.Sort(facts.WithXattrs)
 	slices.Sort(facts.Capabilities)
 	for name := range t.dropped {
 		facts.DroppedXattrs = append(facts.DroppedXattrs, name)
@@ -88,8 +98,7 @@ func (t *Tree) Finish() (Facts, error) {
 	return facts, t.setTimes()
 }
 
-// listXattrs lists what the tree keeps of the attributes of a path; of one that
-// is gone there are none.
+// listXattrs lists the attributes of a path; of one that is gone there are none.
 func (t *Tree) listXattrs(full string) ([]string, error) {
 	switch _, err := t.root.Lstat(orRoot(full)); {
 	case errors.Is(err, fs.ErrNotExist), errors.Is(err, unix.ENOTDIR):
@@ -122,7 +131,7 @@ func xattrs(path string, list func(string, []byte) (int, error)) ([]string, erro
 	}
 	var names []string
 	for name := range strings.SplitSeq(strings.TrimRight(string(buf[:n]), "\x00"), "\x00") {
-		if keptXattr(name) {
+		if name != "" {
 			names = append(names, name)
 		}
 	}

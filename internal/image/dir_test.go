@@ -1,10 +1,13 @@
 package image
 
 import (
+	"bytes"
 	"context"
 	"encoding/binary"
 	"os"
+	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -61,6 +64,56 @@ func TestFromDir(t *testing.T) {
 	entries, err := os.ReadDir(folder)
 	if err != nil || len(entries) != 1 {
 		t.Errorf("beside the image: %v, %v", entries, err)
+	}
+}
+
+// TestFromDirPlain: the files whose attributes are left out are named.
+func TestFromDirPlain(t *testing.T) {
+	dir, out := rootfs(t), t.TempDir()
+	if err := unix.Setxattr(filepath.Join(dir, "bin", "tool"), "user.note", []byte("a note"), 0); err != nil {
+		t.Fatal(err)
+	}
+	with, without := filepath.Join(out, "with"), filepath.Join(out, "without")
+	if err := FromDir(t.Context(), dir, with); err != nil {
+		t.Fatal(err)
+	}
+	lost, err := FromDirPlain(t.Context(), dir, without)
+	if err != nil || !slices.Equal(lost, []string{"bin/tool"}) {
+		t.Errorf("lost %v, %v", lost, err)
+	}
+	for path, want := range map[string]bool{with: true, without: false} {
+		b, err := os.ReadFile(path)
+		if err != nil || bytes.Contains(b, []byte("a note")) != want {
+			t.Errorf("%s has the attribute: %v, want %v (%v)", filepath.Base(path), !want, want, err)
+		}
+	}
+	if _, err := FromDirPlain(t.Context(), filepath.Join(out, "none"), without); err == nil {
+		t.Error("a folder that is missing was packed")
+	}
+}
+
+// TestSameBytes: a folder gives the same image whenever it is packed.
+func TestSameBytes(t *testing.T) {
+	dir, out := rootfs(t), t.TempDir()
+	var images [][]byte
+	for _, name := range []string{"1", "2"} {
+		if err := FromDir(t.Context(), dir, filepath.Join(out, name)); err != nil {
+			t.Fatal(err)
+		}
+		b, err := os.ReadFile(filepath.Join(out, name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		images = append(images, b)
+	}
+	if !bytes.Equal(images[0], images[1]) {
+		t.Error("two images of one folder differ")
+	}
+	if built := binary.LittleEndian.Uint64(images[0][superblock+buildTimeAt:]); built != 0 {
+		t.Errorf("the superblock says that it was built at %d", built)
+	}
+	if said, err := exec.Command("fsck.erofs", filepath.Join(out, "1")).CombinedOutput(); err != nil {
+		t.Errorf("fsck.erofs: %v\n%s", err, said)
 	}
 }
 

@@ -6,14 +6,13 @@ import (
 	"errors"
 	"fmt"
 	"hash/crc32"
-	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
 	"syscall"
 
-	"golang.org/x/sys/unix"
+	"agentrun.dev/internal/image/tree"
 )
 
 // FromDir packs a folder into an EROFS image at out, which appears whole or
@@ -25,25 +24,12 @@ func FromDir(ctx context.Context, dir, out string) error { return pack(ctx, dir,
 // a file that has any could not be opened. lost names the files that had some,
 // such as the capabilities of programs, from the folder on.
 func FromDirPlain(ctx context.Context, dir, out string) (lost []string, err error) {
-	err = filepath.WalkDir(dir, func(path string, _ fs.DirEntry, err error) error {
-		if err != nil {
-			return err
-		}
-		n, err := unix.Llistxattr(path, nil)
-		if err != nil && !errors.Is(err, unix.ENOTSUP) {
-			return fmt.Errorf("list the extended attributes of %s: %w", path, err)
-		}
-		if n > 0 {
-			name, err := filepath.Rel(dir, path)
-			if err != nil {
-				return err
-			}
-			lost = append(lost, name)
-		}
-		return ctx.Err()
-	})
+	facts, err := tree.Survey(dir)
 	if err != nil {
 		return nil, fmt.Errorf("root filesystem: %w", err)
+	}
+	for _, name := range facts.WithXattrs {
+		lost = append(lost, strings.TrimPrefix(name, "/"))
 	}
 	return lost, pack(ctx, dir, out, false)
 }
