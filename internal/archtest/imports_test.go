@@ -116,6 +116,12 @@ var importRules = map[string][]string{
 	"internal/image/tree":   {},
 	"internal/image/debian": {},
 
+	"internal/journal":  {},
+	"api/v1alpha1":      {},
+	"internal/sandbox":  {"internal/engine", "internal/engine/ready", "internal/guestrpc", "internal/journal", "internal/snapshot"},
+	"internal/template": {"internal/engine", "internal/guestrpc", "internal/image", "internal/sandbox"},
+	"internal/manifest": {"api/v1alpha1", "internal/sandbox"},
+
 	"internal/gvisorctl":     {"internal/vmmctl"},
 	"internal/engine/folder": {"internal/engine", "internal/layer", "internal/procid", "internal/snapshot"},
 	"internal/engine/ready":  {"internal/engine", "internal/snapshot", "internal/stock"},
