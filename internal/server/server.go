@@ -60,7 +60,7 @@ type Config struct {
 	Authenticate func(*http.Request) (Principal, error)
 	// Version is the daemon's, Endpoint where others reach it.
 	Version, Endpoint string
-	Log     *slog.Logger
+	Log               *slog.Logger
 	// BodyTimeout is how long a client may take to send a JSON body, and
 	// StallTimeout how long it may neither send nor take anything while it
 	// streams. 0 are 30 seconds and a minute. The second is the longer one: an
