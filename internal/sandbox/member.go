@@ -212,7 +212,7 @@ func (m *Manager) whyGone(k Key) error {
 	}
 	e := Errorf(CodeEnded, "sandbox %s has ended (%s)", k.Name, last.Reason)
 	if last.Detail != "" {
-		e.Because("%s", last.Detail)
+		e = e.Because("%s", last.Detail)
 	}
 	return e.Try("Claim a new one")
 }

@@ -218,7 +218,7 @@ func (p *pool) retire(ctx context.Context, current *stock) error {
 	if none {
 		return nil
 	}
-	if err := current.ready.WaitFull(ctx); err != nil {
+	if full := current.ready.WaitFull(ctx) == nil; !full {
 		return nil // it is closing: so are they
 	}
 	p.mu.Lock()

@@ -118,9 +118,10 @@ func TestUploadCutOff(t *testing.T) {
 	if got := n.do("GET", files, nil).ok(200); string(got.body) != "before" {
 		t.Errorf("%q", got.body)
 	}
-	if left, err := os.ReadDir(n.workdir); err != nil || len(left) != 1 {
-		t.Errorf("left: %v, %v", left, err)
-	}
+	n.eventually(func() bool {
+		left, err := os.ReadDir(n.workdir)
+		return err == nil && len(left) == 1
+	})
 }
 
 // TestWatch: changes come as they happen, until what is watched is gone.

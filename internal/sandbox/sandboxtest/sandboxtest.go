@@ -32,6 +32,8 @@ type Host struct {
 	// tells of their end.
 	Execs bool
 
+	serving sync.WaitGroup // agents
+
 	mu        sync.Mutex // protects all following fields
 	processes map[string]*Process
 	failNext  error
@@ -56,6 +58,7 @@ func NewHost(t testing.TB) *Host {
 		for _, folder := range folders {
 			h.End(folder, engine.ErrEnded)
 		}
+		h.serving.Wait() // for what they have under way
 	})
 	return h
 }
@@ -148,7 +151,7 @@ func (h *Host) Adopt(_ context.Context, folder string) (engine.Sandbox, error) {
 // hold speaks to a process, through an agent that is real.
 func (h *Host) hold(p *Process, folder string) (*handle, error) {
 	ours, theirs := net.Pipe()
-	go func() { _ = guestrpc.Serve(context.Background(), theirs, p.agent) }()
+	h.serving.Go(func() { _ = guestrpc.Serve(context.Background(), theirs, p.agent) })
 	agent, err := guestrpc.NewClient(context.Background(), ours)
 	if err != nil {
 		return nil, err
