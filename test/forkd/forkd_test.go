@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"testing"
 	"time"
@@ -79,18 +80,20 @@ func leave(folder, state string) error {
 	return errors.Join(append(errs, os.RemoveAll(state))...)
 }
 
-// waitFor repeats a command until its output has a text:
+// waitFor repeats a command until its output matches:
 //
-//	until TEXT agentrun ARG...
+//	until REGEXP agentrun ARG...
 func waitFor(ts *testscript.TestScript, neg bool, args []string) {
 	if neg || len(args) < 2 {
-		ts.Fatalf("usage: until TEXT COMMAND [ARG...]")
+		ts.Fatalf("usage: until REGEXP COMMAND [ARG...]")
 	}
 	const patience = 2 * time.Minute
+	want, err := regexp.Compile(args[0])
+	ts.Check(err)
 	for begin := time.Now(); ; time.Sleep(100 * time.Millisecond) {
 		err := ts.Exec(args[1], args[2:]...)
 		out := ts.ReadFile("stdout") + ts.ReadFile("stderr")
-		if err == nil && strings.Contains(out, args[0]) {
+		if err == nil && want.MatchString(out) {
 			return
 		}
 		if time.Since(begin) > patience {
