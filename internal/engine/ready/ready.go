@@ -54,6 +54,7 @@ type Pool struct {
 	parked  []*parked
 	stats   Stats
 	closed  bool
+	holds   int           // while there are any, no sandbox is made
 	changed chan struct{} // closed and made anew with each change of the above
 }
 
@@ -229,7 +230,21 @@ func (p *Pool) fill(ctx context.Context) {
 func (p *Pool) missing() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return len(p.parked) < p.cfg.Count
+	return p.holds == 0 && len(p.parked) < p.cfg.Count
+}
+
+// Hold keeps the pool from making sandboxes until release is called: claims
+// then have the machine to themselves. One that is being made is completed.
+func (p *Pool) Hold() (release func()) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.holds++
+	return sync.OnceFunc(func() {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		p.holds--
+		p.notice()
+	})
 }
 
 // add makes a sandbox and parks it.
