@@ -42,7 +42,8 @@ type ClaimReport struct {
 	Shells int     `json:"shells"`
 	Floor  Summary `json:"floor"`
 	// Ping is a warm one, the measure of a claim: a claim returns when the
-	// sandbox's agent has confirmed its new identity.
+	// sandbox's agent has confirmed its new identity. They take turns, and no
+	// sandbox is made meanwhile.
 	Ping  Summary `json:"warm_ping"`
 	Claim Summary `json:"claim"`
 	// Burst is how long each of many claims at once took, BurstAll all of them;
@@ -77,35 +78,59 @@ func Claim(ctx context.Context, cfg ClaimConfig) (_ ClaimReport, err error) {
 	}
 	defer func() { err = errors.Join(err, floor.Close()) }()
 
-	var floors, pings, claims []time.Duration
-	for i := range cfg.Count + warmUps {
+	var s claimSamples
+	for len(s.claims) < cfg.Count {
 		if err := pool.WaitFull(ctx); err != nil {
 			return report, err
 		}
-		d, err := floor.Sample()
-		if err != nil {
-			return report, err
-		}
-		start := time.Now()
-		sb, err := pool.Claim(ctx, "")
-		if err != nil {
-			return report, err
-		}
-		took := time.Since(start)
-		if i >= warmUps {
-			floors, claims = append(floors, d), append(claims, took)
-		}
-		pings, err = repeat(pings, 3, func() error { return sb.Agent().Ping(ctx) })
-		if err = errors.Join(err, sb.Close()); err != nil {
+		if err := s.row(ctx, pool, floor, max(1, min(cfg.Ready, cfg.Count-len(s.claims)))); err != nil {
 			return report, err
 		}
 	}
-	report.Floor, report.Claim, report.Ping = Summarize(floors), Summarize(claims), Summarize(pings)
+	report.Floor, report.Claim, report.Ping = Summarize(s.floors), Summarize(s.claims), Summarize(s.pings)
 	report.Noisy = report.Floor.Noisy()
 	if err := pool.WaitFull(ctx); err != nil {
 		return report, err
 	}
 	return report, report.burst(ctx, pool, cfg.Burst)
+}
+
+type claimSamples struct{ floors, pings, claims []time.Duration }
+
+// row makes n claims one after the other, with a ping after each of the sandbox
+// that was claimed before it, while no sandbox is made.
+func (s *claimSamples) row(ctx context.Context, pool *ready.Pool, floor sampler, n int) (err error) {
+	release := pool.Hold()
+	defer release()
+	var warm engine.Sandbox
+	defer func() {
+		if warm != nil {
+			err = errors.Join(err, warm.Close())
+		}
+	}()
+	for range n {
+		d, err := floor.Sample()
+		if err != nil {
+			return err
+		}
+		s.floors = append(s.floors, d)
+		start := time.Now()
+		sb, err := pool.Claim(ctx, "")
+		if err != nil {
+			return err
+		}
+		s.claims = append(s.claims, time.Since(start))
+		if warm == nil {
+			warm = sb
+			continue
+		}
+		s.pings, err = repeat(s.pings, 1, func() error { return warm.Agent().Ping(ctx) })
+		err = errors.Join(err, warm.Close())
+		if warm = sb; err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // burst makes n claims at once.

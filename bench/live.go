@@ -72,7 +72,9 @@ type LiveReport struct {
 	QuietPass Summary `json:"pass_without_fork"`
 	// Silence is the longest time for which a program in a Linux source that
 	// prints every 2 ms was not heard outside, during a fork of one child.
-	Silence Summary `json:"silence"`
+	// QuietSilence is the same without a fork.
+	Silence      Summary `json:"silence"`
+	QuietSilence Summary `json:"silence_without_fork"`
 	// Captured is from the call until the copy is complete, One and Ten until
 	// the first of one and the last of ten children has answered.
 	Captured Summary `json:"captured"`
@@ -90,7 +92,7 @@ func newLiveReport(guest string, cfg LiveConfig) LiveReport {
 
 // liveSamples are what a LiveReport summarizes.
 type liveSamples struct {
-	floor, pause, gap, quietGap, pass, next, quietPass, silence, captured, one, ten []time.Duration
+	floor, pause, gap, quietGap, pass, next, quietPass, silence, quietSilence, captured, one, ten []time.Duration
 
 	stalls, quietStalls, served stallSamples
 }
@@ -99,6 +101,7 @@ func (s *liveSamples) summarize(r *LiveReport) {
 	r.Floor, r.Pause, r.Gap, r.QuietGap = Summarize(s.floor), Summarize(s.pause), Summarize(s.gap), Summarize(s.quietGap)
 	r.Stalls, r.QuietStalls, r.Served = s.stalls.summarize(), s.quietStalls.summarize(), s.served.summarize()
 	r.Pass, r.Next, r.QuietPass = Summarize(s.pass), Summarize(s.next), Summarize(s.quietPass)
+	r.QuietSilence = Summarize(s.quietSilence)
 	r.Silence, r.Captured, r.One, r.Ten = Summarize(s.silence), Summarize(s.captured), Summarize(s.one), Summarize(s.ten)
 	r.Noisy = r.Floor.Noisy()
 }
@@ -117,7 +120,7 @@ func (r LiveReport) Print(w io.Writer) error {
 	rows = append(rows, []row{
 		{"pass over memory during a fork", r.Pass},
 		{"  the first pass after a fork", r.Next}, {"  a pass without a fork", r.QuietPass},
-		{"longest silence of the source", r.Silence}, {"copy complete", r.Captured}, {"first answer of one child", r.One}, {"last first answer of ten", r.Ten},
+		{"longest silence of the source", r.Silence}, {"  the same without a fork", r.QuietSilence}, {"copy complete", r.Captured}, {"first answer of one child", r.One}, {"last first answer of ten", r.Ten},
 	}...)
 	rows = slices.DeleteFunc(rows, func(r row) bool { return r.s.N == 0 })
 	if err := printTable(w, r.Floor, rows); err != nil {

@@ -95,10 +95,14 @@ func liveRound(ctx context.Context, source engine.Sandbox, p *toucher, s *liveSa
 		return err
 	}
 	silent, err := Silence(ctx, source.Agent(), func() error {
-		_, err := liveForks(ctx, source, 1, s, r)
+		d, err = liveForks(ctx, source, 1, s, r)
 		return err
 	})
-	s.silence = append(s.silence, silent)
+	if err != nil {
+		return err
+	}
+	quiet, err := QuietSilence(ctx, source.Agent(), d)
+	s.silence, s.quietSilence = append(s.silence, silent), append(s.quietSilence, quiet)
 	return err
 }
 

@@ -48,6 +48,19 @@ func Silence(ctx context.Context, agent *guestrpc.Client, fork func() error) (_ 
 	return ticks.longestGap(begin), nil
 }
 
+// QuietSilence is the same while nobody forks the source, for some time: what
+// the source's own work and the rest of the machine cost.
+func QuietSilence(ctx context.Context, agent *guestrpc.Client, d time.Duration) (time.Duration, error) {
+	return Silence(ctx, agent, func() error {
+		select {
+		case <-time.After(d):
+			return nil
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	})
+}
+
 // ticks notes when something was written.
 type ticks struct {
 	mu   sync.Mutex // protects all following fields

@@ -123,6 +123,9 @@ func (a *agentRun) live(ctx context.Context) (l lived, err error) {
 	if err != nil {
 		return l, err
 	}
+	if l.quiet, err = bench.QuietSilence(ctx, a.source.Agent(), l.answered); err != nil {
+		return l, err
+	}
 	l.next, err = timed(time.Now(), func() error { return runShell(ctx, a.source.Agent(), dirtyScript(a.cfg.Dirty)) })
 	return l, err
 }

@@ -68,6 +68,8 @@ type lived struct {
 	// how long it stood still, answered when the fork has answered, next how long
 	// the source then took to write the same memory again.
 	silence, pause, answered, next time.Duration
+	// quiet is the silence without a fork, for as long as one took.
+	quiet time.Duration
 }
 
 // entrant is a subject with what was measured of it.
@@ -228,6 +230,7 @@ func (e *entrant) column(i int) (c Column) {
 	if i == 0 { // the source is the same for all columns
 		c.Boot, c.Ping, c.Exec = bench.Summarize(e.boots), bench.Summarize(e.pings), bench.Summarize(e.execs)
 		c.Silence = e.summarizeLives(func(l lived) time.Duration { return l.silence })
+		c.Quiet = e.summarizeLives(func(l lived) time.Duration { return l.quiet })
 		c.Pause = e.summarizeLives(func(l lived) time.Duration { return l.pause })
 		c.Live = e.summarizeLives(func(l lived) time.Duration { return l.answered })
 		c.Next = e.summarizeLives(func(l lived) time.Duration { return l.next })

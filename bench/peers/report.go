@@ -40,9 +40,10 @@ type Column struct {
 	Renewed  bench.Summary `json:"fork_identity_renewed"`
 	Executed bench.Summary `json:"fork_first_exec"`
 	// Of a running source that is forked: the longest time for which it was not
-	// heard, for how long it stood still, when the fork has answered, and how
+	// heard, the same without a fork, for how long it stood still, when the fork has answered, and how
 	// long the source then takes to write the same memory again.
 	Silence bench.Summary `json:"live_fork_silence"`
+	Quiet   bench.Summary `json:"live_silence_without_fork"`
 	Pause   bench.Summary `json:"live_fork_pause"`
 	Live    bench.Summary `json:"live_fork_first_answer"`
 	Next    bench.Summary `json:"live_fork_next_pass"`
@@ -81,6 +82,7 @@ func (r Report) measures() []measure {
 		{"fork: first exec done", func(c Column) bench.Summary { return c.Executed }, false},
 		{live + "pause", func(c Column) bench.Summary { return c.Pause }, true},
 		{live + "source silent", func(c Column) bench.Summary { return c.Silence }, true},
+		{live + "silent without a fork", func(c Column) bench.Summary { return c.Quiet }, true},
 		{live + "first answer", func(c Column) bench.Summary { return c.Live }, true},
 		{live + "next pass", func(c Column) bench.Summary { return c.Next }, true},
 	}

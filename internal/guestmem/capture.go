@@ -38,8 +38,8 @@ type CaptureConfig struct {
 	Pagemap *os.File
 	// File gets the pages, each at its offset in RAM.
 	File *os.File
-	// Patience is for how long Copy works with what the processors have left
-	// when the guest has had its share. After that it works like everybody.
+	// Patience is for how long Copy lets others run before each block. After
+	// that it takes its share of the processors.
 	Patience time.Duration
 }
 

@@ -302,7 +302,7 @@ const shareRest = 100 * time.Microsecond
 // host that would take milliseconds, and the next fork may be waiting.
 func rest() {
 	for began := time.Now(); time.Since(began) < shareRest; {
-		_, _, _ = unix.Syscall(unix.SYS_SCHED_YIELD, 0, 0, 0) // it never fails
+		giveWay()
 	}
 }
 

@@ -3,10 +3,7 @@ package guestmem
 import (
 	"errors"
 	"fmt"
-	"runtime"
-	"sync/atomic"
 	"time"
-	"unsafe"
 
 	"golang.org/x/sys/unix"
 )
@@ -115,64 +112,34 @@ func (c *Capture) examine(bytes []byte) (still, own uint16, err error) {
 	return still, own, nil
 }
 
-// copier goes through all blocks. Several may, at different priorities: what
-// one does another may do again, with the same result.
+// copyBlocks stores all that the layer is to have. For a while it lets everybody
+// else of its cgroup run before each block. Not by a lower priority: a copier
+// that is not given a processor would have others wait for what it has locked in
+// the kernel.
+func (c *Capture) copyBlocks() error {
+	k := copier{c, held{bytes: make([]byte, blockSize)}}
+	began := time.Now()
+	for i := range uint64(len(c.blocks)) {
+		if c.blocks[i].want != 0 && time.Since(began) < c.patience {
+			giveWay()
+		}
+		if err := errors.Join(k.storePending(), k.block(i), c.Err()); err != nil {
+			return err
+		}
+	}
+	// Whoever released a block that was not reached yet has made it wait before.
+	return k.storePending()
+}
+
+// giveWay lets other threads run that are ready to.
+func giveWay() {
+	_, _, _ = unix.Syscall(unix.SYS_SCHED_YIELD, 0, 0, 0) // it never fails
+}
+
+// copier stores blocks.
 type copier struct {
 	*Capture
-	next   *atomic.Uint64
 	buffer held
-}
-
-// copyBlocks stores all that the layer is to have, first beside everybody
-// else, then like everybody.
-func (c *Capture) copyBlocks() error {
-	var next atomic.Uint64
-	run := func() error { return (&copier{c, &next, held{bytes: make([]byte, blockSize)}}).run() }
-	if c.patience <= 0 {
-		return run()
-	}
-	humble := make(chan error, 1)
-	go func() {
-		// The thread ends with the goroutine: its priority cannot be raised again.
-		runtime.LockOSThread()
-		// Where that is refused it is as urgent as everything else.
-		_ = beHumble()
-		humble <- run()
-	}()
-	patience := time.NewTimer(c.patience)
-	defer patience.Stop()
-	select {
-	case err := <-humble:
-		return err
-	case <-patience.C:
-	}
-	return errors.Join(run(), <-humble)
-}
-
-// beHumble makes this thread run when no other thread of its cgroup wants to.
-func beHumble() error {
-	var param struct{ priority int32 }
-	const schedIdle = 5 // SCHED_IDLE
-	// Invariant: param lives until the call returns.
-	_, _, errno := unix.Syscall(unix.SYS_SCHED_SETSCHEDULER, 0, schedIdle, uintptr(unsafe.Pointer(&param)))
-	if errno != 0 {
-		return errno
-	}
-	return nil
-}
-
-// run ends when all blocks are taken and nothing waits. Whoever releases a block
-// that was not taken yet makes it wait before.
-func (c *copier) run() error {
-	for {
-		i := c.next.Add(1) - 1
-		if err := errors.Join(c.storePending(), c.Err()); err != nil || i >= uint64(len(c.blocks)) {
-			return err
-		}
-		if err := c.block(i); err != nil {
-			return err
-		}
-	}
 }
 
 // storePending stores what waits, which makes room for more.

@@ -85,9 +85,17 @@ func (c *Capture) releaseSpan(offset, n uint64) error {
 // waiting for it.
 func (c *Capture) release(i uint64, waiter bool) error {
 	b := &c.blocks[i]
+	span := c.spanOf(i, 1)
+	if c.planned.Load() && b.want == 0 {
+		// Nothing of it is stored or shared: who takes its protection away does
+		// no harm, and need not wait for those who do so in large steps.
+		if b.released.Load() && !waiter {
+			return nil
+		}
+		return c.unprotect(span)
+	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	span := c.spanOf(i, 1)
 	if b.released.Load() {
 		if waiter { // it came to wait while the block was being released
 			return c.m.each(span, c.uffd.wake)

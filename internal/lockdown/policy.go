@@ -8,9 +8,6 @@ import "golang.org/x/sys/unix"
 const threadFlags = unix.CLONE_VM | unix.CLONE_FS | unix.CLONE_FILES | unix.CLONE_SIGHAND |
 	unix.CLONE_SYSVSEM | unix.CLONE_THREAD | unix.CLONE_SETTLS
 
-// schedIdle is SCHED_IDLE of linux/uapi/linux/sched.h.
-const schedIdle = 5
-
 // program is the filter of a process with this id. The frequent and the
 // conditional come first; the kernel remembers which calls are always allowed
 // and does not run the program for them.
@@ -28,10 +25,6 @@ func program(pid int, ioctls []uint32) ([]unix.SockFilter, error) {
 		allowValues(unix.SYS_TGKILL, 0, uint32(pid)),
 		// No locks, no leases, no owners.
 		allowValues(unix.SYS_FCNTL, 1, unix.F_GETFL, unix.F_SETFL, unix.F_GETFD, unix.F_SETFD, unix.F_DUPFD_CLOEXEC),
-		// A thread may leave the processors to all others: itself, for good.
-		{unix.SYS_SCHED_SETSCHEDULER, []unix.SockFilter{
-			load(offArg(0)), jump(opEqual, 0, 3), load(offArg(1)), jump(opEqual, schedIdle, 1), ret(retAllow), ret(retKill),
-		}},
 		// The runtime names its mappings.
 		allowValues(unix.SYS_PRCTL, 0, unix.PR_SET_VMA),
 	}

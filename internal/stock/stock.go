@@ -52,6 +52,7 @@ type Stock[T Item] struct {
 
 	mu      sync.Mutex // protects all following fields
 	count   int        // how many are to wait
+	holds   int        // while there are any, none is made
 	waiting []*waiting[T]
 	stats   Stats
 	closed  bool
@@ -238,7 +239,7 @@ const (
 func (s *Stock[T]) fill(ctx context.Context) {
 	backoff := firstBackoff
 	for {
-		for s.wanting() {
+		for s.wanting() && !s.held() {
 			err := s.add(ctx)
 			if ctx.Err() != nil {
 				return
@@ -265,6 +266,27 @@ func (s *Stock[T]) fill(ctx context.Context) {
 			return
 		}
 	}
+}
+
+// Hold keeps the stock from making items until release is called: whoever uses
+// them then has the machine to himself. One that is being made is completed.
+func (s *Stock[T]) Hold() (release func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.holds++
+	return sync.OnceFunc(func() {
+		s.mu.Lock()
+		s.holds--
+		s.mu.Unlock()
+		s.Refill()
+	})
+}
+
+// held reports whether no item may be made.
+func (s *Stock[T]) held() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.holds > 0
 }
 
 // wanting reports whether items are missing or stale.

@@ -3,10 +3,12 @@ package microvm
 import (
 	"fmt"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
@@ -76,12 +78,17 @@ func TestLiveForks(t *testing.T) {
 		counters(t, source, vcpus)
 		forks := count(1000, 6)
 		var most [2]struct{ mappings, descriptors int }
+		var latency latencies
 		for i := range forks {
+			start := time.Now()
 			before := goesOn(t, source)
+			yardstick := time.Since(start)
+			start = time.Now()
 			f, err := source.Fork(t.Context(), []engine.ForkOptions{{}})
 			if err != nil || f.Errs[0] != nil {
 				t.Fatal(i, err, f)
 			}
+			latency = append(latency, float64(time.Since(start))/float64(yardstick))
 			if f.Stats.StoodStill != "" {
 				t.Fatalf("memory was copied in the pause: %s", f.Stats.StoodStill)
 			}
@@ -111,7 +118,35 @@ func TestLiveForks(t *testing.T) {
 		if most[1].mappings > most[0].mappings+64 || most[1].descriptors > most[0].descriptors+8 {
 			t.Errorf("at most %+v in the first half, %+v in the second", most[0], most[1])
 		}
+		latency.check(t)
 	})
+}
+
+// latencies are how long forks took, as multiples of what the source itself
+// took for some work just before: the machine is not always equally busy.
+type latencies []float64
+
+// slowestGrowth is how much slower the last forks may be than the first.
+const slowestGrowth = 2.5
+
+// check compares the medians of the first and the last forks. A few say
+// nothing.
+func (l latencies) check(t *testing.T) {
+	t.Helper()
+	const window = 50
+	if len(l) < 2*window {
+		return
+	}
+	first, last := median(l[:window]), median(l[len(l)-window:])
+	t.Logf("a fork takes %.2f times as long as the source's rounds at first, %.2f times at last", first, last)
+	if last > slowestGrowth*first {
+		t.Errorf("the last %d forks took %.1f times as long as the first", window, last/first)
+	}
+}
+
+func median(sample []float64) float64 {
+	s := slices.Sorted(slices.Values(sample))
+	return s[len(s)/2]
 }
 
 // TestLiveForksAtOnce: forks that are asked for while the copy of another is

@@ -103,6 +103,10 @@ func (p *Pool) WaitFull(ctx context.Context) error { return p.stock.WaitFull(ctx
 // Resize changes how many sandboxes wait. What is too many ends.
 func (p *Pool) Resize(count int) { p.stock.Resize(count) }
 
+// Hold keeps the pool from making sandboxes until release is called: claims then
+// have the machine to themselves.
+func (p *Pool) Hold() (release func()) { return p.stock.Hold() }
+
 // Claim returns a sandbox with an identity of its own, which runs and has
 // answered. hostname is its host name; empty leaves the choice to the engine.
 func (p *Pool) Claim(ctx context.Context, hostname string) (engine.Sandbox, error) {

@@ -145,6 +145,29 @@ func TestBurst(t *testing.T) {
 	}
 }
 
+// TestHold: while the pool is held nothing is made, whatever is claimed; then it
+// is filled again.
+func TestHold(t *testing.T) {
+	p, e := newPool(t, 3)
+	full(t, p)
+	release, again := p.Hold(), p.Hold()
+	for range 3 {
+		if _, err := p.Claim(t.Context(), ""); err != nil {
+			t.Fatal(err)
+		}
+	}
+	again()
+	again() // of no effect
+	e.mu.Lock()
+	made := len(e.all)
+	e.mu.Unlock()
+	if s := p.Stats(); s.Ready != 0 || s.Claimed != 3 || made != 3 {
+		t.Errorf("%+v, %d were made", s, made)
+	}
+	release()
+	full(t, p)
+}
+
 // TestDead: sandboxes that end while they wait are replaced, and one that
 // cannot be claimed is not handed out.
 func TestDead(t *testing.T) {

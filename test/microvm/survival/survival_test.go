@@ -38,10 +38,14 @@ const (
 )
 
 func count(n, reduced int) int {
-	if os.Getenv("AGENTRUN_SOAK") != "" {
-		return n
+	soak := os.Getenv("AGENTRUN_SOAK")
+	if soak == "" {
+		return reduced
 	}
-	return reduced
+	if most, err := strconv.Atoi(soak); err == nil && most > 1 {
+		n = max(reduced, min(n, most))
+	}
+	return n
 }
 
 func TestMain(m *testing.M) {
@@ -74,18 +78,20 @@ func workers() int { return count(50, 4) }
 // and removes it all, again and again. It returns the first error.
 func live(s *local.Store, name string) error {
 	ctx := context.Background()
-	box, kept, child := local.Name(name), local.Name(name+"-kept"), local.Name(name+"-child")
+	box, kept, child, twin := local.Name(name), local.Name(name+"-kept"), local.Name(name+"-child"), local.Name(name+"-twin")
 	for {
 		for _, step := range []func() error{
 			func() error { return fork(s, base, box) },
 			func() error { return say(s, box, "hello") },
+			func() error { return fork(s, box, twin) }, // of one that runs
+			func() error { return say(s, twin, "hello") },
 			func() error { return s.Capture(ctx, box, kept) },
 			func() error { return s.Hibernate(ctx, box) },
 			func() error { return fork(s, kept, child) },
 			func() error { return s.Resume(ctx, box) },
 			func() error { return s.Pause(ctx, child) },
 			func() error { return say(s, child, "hello") },
-			func() error { return s.Remove(ctx, child) },
+			func() error { return errors.Join(s.Remove(ctx, child), s.Remove(ctx, twin)) },
 			func() error { return errors.Join(s.Remove(ctx, box), s.Remove(ctx, kept)) },
 		} {
 			if err := step(); err != nil {
@@ -191,7 +197,7 @@ func kill(t *testing.T, dir string) {
 	}
 	// After some steps, and then in the middle of whatever comes next.
 	lines := bufio.NewScanner(out)
-	steps := 1 + rand.IntN(10*workers())
+	steps := 1 + rand.IntN(12*workers())
 	for range steps {
 		if !lines.Scan() {
 			break
