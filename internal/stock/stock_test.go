@@ -231,3 +231,25 @@ func TestResize(t *testing.T) {
 		t.Errorf("%d are alive, not the one that was taken", n)
 	}
 }
+
+// TestHold: while it is held a stock makes nothing, and afterwards what is
+// missing.
+func TestHold(t *testing.T) {
+	s, m := newStock(t, 2)
+	full(t, s)
+	release := s.Hold()
+	if _, ok := s.Take(); !ok {
+		t.Fatal("nothing waits")
+	}
+	s.Refill()
+	s.Hold()() // another one does not end the first
+	if n := m.made.Load(); n != 2 {
+		t.Errorf("%d were made", n)
+	}
+	release()
+	release()
+	full(t, s)
+	if n := m.made.Load(); n != 3 {
+		t.Errorf("%d were made, not 3", n)
+	}
+}
