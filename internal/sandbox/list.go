@@ -127,11 +127,23 @@ func (m *Manager) Sandboxes(n Namespace, p Page, ended bool) (out []Sandbox, err
 // Position orders sandboxes: names may be used again after an end.
 func (s Sandbox) Position() string { return string(s.Name) + "/" + string(s.ID) }
 
-// historySize is how many ended sandboxes are remembered.
-const historySize = 1000
+// historySize is how many ended sandboxes are remembered, at least, and
+// historyStep how many more before the oldest are forgotten.
+const (
+	historySize = 1000
+	historyStep = 100
+)
 
-// trimHistory forgets the sandboxes that ended first.
+// trimHistory is called for each sandbox that ends, and forgets those that ended
+// first, now and then.
 func (m *Manager) trimHistory() {
+	m.mu.Lock()
+	m.ends++
+	due := m.ends%historyStep == 0
+	m.mu.Unlock()
+	if !due {
+		return
+	}
 	err := m.db.Update(func(tx *journal.Tx) error {
 		var ended []Sandbox
 		err := sandboxes.Each(tx, "", func(_ string, s Sandbox) error {

@@ -57,6 +57,7 @@ type Manager struct {
 
 	mu        sync.Mutex // protects all following fields
 	closed    bool
+	ends      int            // sandboxes that have ended since the daemon began
 	sandboxes map[ID]*member // all that have not ended
 	names     map[Key]ID     // likewise
 	pools     map[Key]*pool
