@@ -30,6 +30,7 @@ func main() {
 		}
 		return
 	}
+	helper.LazyGC()
 	if err := filters.Use(); err != nil {
 		fmt.Fprintln(os.Stderr, "gvisor-helper:", err)
 		os.Exit(1)
