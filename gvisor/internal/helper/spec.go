@@ -99,7 +99,7 @@ func writeBundle(c *gvisorctl.Create, spec *specs.Spec) (string, error) {
 	bundle := bundleDir(c)
 	b, err := json.Marshal(spec)
 	if err == nil {
-		err = os.MkdirAll(spec.Root.Path, 0o755)
+		err = os.MkdirAll(spec.Root.Path, 0o700)
 	}
 	if err == nil {
 		err = os.WriteFile(filepath.Join(bundle, "config.json"), b, 0o600)
