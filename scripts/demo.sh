@@ -62,16 +62,16 @@ root=build/demo-rootfs
 
 printf '\n== Sandboxes, on %s\n' "$([ "$engine" = gvisor ] && echo gVisor || { [ "$place" = testbed ] && echo "the testbed's KVM" || echo "this machine's KVM"; })"
 on_place "$agentrun" doctor || true
-show "$agentrun" run --engine "$engine" --rootfs "$root/" -- uname -a
-show "$agentrun" run --engine "$engine" --rootfs "$root/" -- sh -c 'echo "PID 1 is $(cat /proc/1/comm), $(nproc) CPU"'
-show "$agentrun" run --engine "$engine" --rootfs "$root/" -- sh -c 'echo to stdout; echo to stderr >&2; exit 7' || [ $? -eq 7 ]
+show "$agentrun" run --engine "$engine" --rootfs "$root" -- uname -a
+show "$agentrun" run --engine "$engine" --rootfs "$root" -- sh -c 'echo "PID 1 is $(cat /proc/1/comm), $(nproc) CPU"'
+show "$agentrun" run --engine "$engine" --rootfs "$root" -- sh -c 'echo to stdout; echo to stderr >&2; exit 7' || [ $? -eq 7 ]
 
 # A Python interpreter that has imported its modules and holds data waits in the
 # template. Each fork goes on from there, with a question of its own.
 forks() {
 	local question name answer
 	on_place "$agentrun" rm demo demo-1 demo-2 demo-3 >/dev/null 2>&1 || true
-	show "$agentrun" snapshot demo --engine "$engine" --rootfs build/python-rootfs/ --memory 512M -- sh -c "$(cat scripts/demo-warm.sh)"
+	show "$agentrun" snapshot demo --engine "$engine" --rootfs build/python-rootfs --memory 512M -- sh -c "$(cat scripts/demo-warm.sh)"
 	show "$agentrun" fork demo -n 3
 	printf '\ndemo: an interpreter with the primes below 100000 in memory, %s\n' "$engine"
 	for question in 'sum(primes)' 'max(b - a for a, b in zip(primes, primes[1:]))' 'sum(p % 4 == 1 for p in primes)'; do

@@ -24,6 +24,9 @@ func FromDir(ctx context.Context, dir, out string) error { return fromDir(ctx, d
 // a file that has any could not be opened. lost names the files that had some,
 // such as the capabilities of programs, from the folder on.
 func FromDirPlain(ctx context.Context, dir, out string) (lost []string, err error) {
+	if dir, err = filepath.EvalSymlinks(dir); err != nil {
+		return nil, fmt.Errorf("root filesystem: %w", err)
+	}
 	err = filepath.WalkDir(dir, func(path string, _ fs.DirEntry, err error) error {
 		if err != nil {
 			return err
@@ -48,6 +51,10 @@ func FromDirPlain(ctx context.Context, dir, out string) (lost []string, err erro
 }
 
 func fromDir(ctx context.Context, dir, out string, more ...string) (err error) {
+	// mkfs.erofs would pack a link to the folder as what it is.
+	if dir, err = filepath.EvalSymlinks(dir); err != nil {
+		return fmt.Errorf("root filesystem: %w", err)
+	}
 	info, err := os.Stat(dir)
 	if err != nil {
 		return fmt.Errorf("root filesystem: %w", err)
