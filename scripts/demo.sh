@@ -52,7 +52,11 @@ cached_rootfs() {
 	local hash
 	hash=$(sha256sum guest/rootfs/*.sh guest/rootfs/*.c /usr/bin/python3 | sha256sum | cut -c1-16)
 	local dir=$cache/rootfs/$1-$hash
-	[ -d "$dir" ] || guest/rootfs/"$1".sh "$dir"
+	if [ ! -d "$dir" ]; then # whole or not at all
+		rm -rf "$dir.new"
+		guest/rootfs/"$1".sh "$dir.new"
+		mv "$dir.new" "$dir"
+	fi
 	ln -sfn "$dir" "$build/$1-rootfs"
 }
 rm -rf "$build/demo-rootfs" # a folder of earlier versions
