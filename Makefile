@@ -21,7 +21,7 @@ build: ## all programs, the guest kernel and the test guest, into build/
 	@scripts/build.sh
 
 .PHONY: demo
-demo: ## build what is missing, boot a microVM and run commands in it
+demo: ## build what is missing, run sandboxes, fork a warm Python (ENGINE=microvm|gvisor)
 	@scripts/demo.sh
 
 .PHONY: test

@@ -104,7 +104,7 @@ func (f *runscFloor) id() string { return fmt.Sprintf("floor-%016d", f.count) }
 
 func (f *runscFloor) command(args ...string) *exec.Cmd {
 	return exec.Command(f.runsc, append([]string{
-		"--root=" + filepath.Join(f.dir, "state"), "--platform=systrap", "--network=none", "--ignore-cgroups", "--host-settings=ignore",
+		"--root=" + filepath.Join(f.dir, "state"), "--platform=systrap", "--network=none", "--ignore-cgroups", "--host-settings=ignore", "--directfs=false",
 	}, args...)...)
 }
 

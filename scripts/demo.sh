@@ -6,7 +6,6 @@
 
 engine=${ENGINE:-auto}
 agentrun=build/agentrun
-export AGENTRUN_STATE=$build/demo-state
 
 # show COMMAND…: prints a command as one would type it, and runs it.
 show() {
@@ -52,7 +51,11 @@ cached_rootfs() {
 	local hash
 	hash=$(sha256sum guest/rootfs/*.sh guest/rootfs/*.c /usr/bin/python3 | sha256sum | cut -c1-16)
 	local dir=$cache/rootfs/$1-$hash
-	[ -d "$dir" ] || guest/rootfs/"$1".sh "$dir"
+	if [ ! -d "$dir" ]; then # whole or not at all
+		rm -rf "$dir.new"
+		guest/rootfs/"$1".sh "$dir.new"
+		mv "$dir.new" "$dir"
+	fi
 	ln -sfn "$dir" "$build/$1-rootfs"
 }
 rm -rf "$build/demo-rootfs" # a folder of earlier versions
@@ -62,31 +65,12 @@ root=build/demo-rootfs
 
 printf '\n== Sandboxes, on %s\n' "$([ "$engine" = gvisor ] && echo gVisor || { [ "$place" = testbed ] && echo "the testbed's KVM" || echo "this machine's KVM"; })"
 on_place "$agentrun" doctor || true
-show "$agentrun" run --engine "$engine" --rootfs "$root/" -- uname -a
-show "$agentrun" run --engine "$engine" --rootfs "$root/" -- sh -c 'echo "PID 1 is $(cat /proc/1/comm), $(nproc) CPU"'
-show "$agentrun" run --engine "$engine" --rootfs "$root/" -- sh -c 'echo to stdout; echo to stderr >&2; exit 7' || [ $? -eq 7 ]
+show "$agentrun" run --engine "$engine" --rootfs "$root" -- uname -a
+show "$agentrun" run --engine "$engine" --rootfs "$root" -- sh -c 'echo "PID 1 is $(cat /proc/1/comm), $(nproc) CPU"'
+show "$agentrun" run --engine "$engine" --rootfs "$root" -- sh -c 'echo to stdout; echo to stderr >&2; exit 7' || [ $? -eq 7 ]
 
-# A Python interpreter that has imported its modules and holds data waits in the
-# template. Each fork goes on from there, with a question of its own.
-forks() {
-	local question name answer
-	on_place "$agentrun" rm demo demo-1 demo-2 demo-3 >/dev/null 2>&1 || true
-	show "$agentrun" snapshot demo --engine "$engine" --rootfs build/python-rootfs/ --memory 512M -- sh -c "$(cat scripts/demo-warm.sh)"
-	show "$agentrun" fork demo -n 3
-	printf '\ndemo: an interpreter with the primes below 100000 in memory, %s\n' "$engine"
-	for question in 'sum(primes)' 'max(b - a for a, b in zip(primes, primes[1:]))' 'sum(p % 4 == 1 for p in primes)'; do
-		name=demo-$((${#answers[@]} + 1))
-		answer=$(on_place "$agentrun" exec "$name" -- sh -c "echo '$question' > /run/ask; cat /run/answer")
-		answers+=("$answer")
-		[ ${#answers[@]} -lt 3 ] && printf '├── ' || printf '└── '
-		printf '%s: %s = %s\n' "$name" "$question" "$answer"
-	done
-	on_place "$agentrun" rm demo demo-1 demo-2 demo-3
-	[ "${answers[0]}" = 454396537 ] && [ "${answers[1]}" = 72 ] && [ "${answers[2]}" = 4783 ] || die "the forks answered ${answers[*]}"
-}
-answers=()
 phase "a root filesystem with Python" cached_rootfs python
-phase "an interpreter, warmed up once and forked three times" forks
+phase "an interpreter, warmed up once and forked three times" on_place scripts/demo-forks.sh "$engine"
 
 printf '\nDone in %s. More: %s run --help' "$(seconds_since "$script_begin")" "$agentrun"
 if [ "$place" = testbed ]; then

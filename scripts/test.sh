@@ -41,7 +41,7 @@ host_tests() {
 }
 
 # The helper's own tests; gVisor with -race would be built anew.
-gvisor_tests() { (cd gvisor && CGO_ENABLED=0 gotest -allow ../scripts/skips.allow -- -count=1 -timeout=$timeout ./...); }
+gvisor_tests() { (cd gvisor && CGO_ENABLED=0 "$build/gotest" -allow ../scripts/skips.allow -- -count=1 -timeout=$timeout ./...); }
 
 hardware_tests() { CGO_ENABLED=0 gotest -v -- -count=1 -timeout=$timeout "$@"; }
 

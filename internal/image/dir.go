@@ -24,6 +24,9 @@ func FromDir(ctx context.Context, dir, out string) error { return pack(ctx, dir,
 // a file that has any could not be opened. lost names the files that had some,
 // such as the capabilities of programs, from the folder on.
 func FromDirPlain(ctx context.Context, dir, out string) (lost []string, err error) {
+	if dir, err = filepath.EvalSymlinks(dir); err != nil {
+		return nil, fmt.Errorf("root filesystem: %w", err)
+	}
 	facts, err := tree.Survey(dir)
 	if err != nil {
 		return nil, fmt.Errorf("root filesystem: %w", err)
@@ -37,6 +40,10 @@ func FromDirPlain(ctx context.Context, dir, out string) (lost []string, err erro
 // pack packs a folder with or without the files' extended attributes. The same
 // folder gives the same bytes.
 func pack(ctx context.Context, dir, out string, xattrs bool) (err error) {
+	// mkfs.erofs would pack a link to the folder as what it is.
+	if dir, err = filepath.EvalSymlinks(dir); err != nil {
+		return fmt.Errorf("root filesystem: %w", err)
+	}
 	info, err := os.Stat(dir)
 	if err != nil {
 		return fmt.Errorf("root filesystem: %w", err)

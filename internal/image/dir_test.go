@@ -196,7 +196,11 @@ func TestPlain(t *testing.T) {
 		t.Fatalf("this file system has no extended attributes: set TMPDIR to one that has: %v", err)
 	}
 	out := filepath.Join(t.TempDir(), "root.erofs")
-	lost, err := FromDirPlain(t.Context(), dir, out)
+	link := filepath.Join(t.TempDir(), "link")
+	if err := os.Symlink(dir, link); err != nil {
+		t.Fatal(err)
+	}
+	lost, err := FromDirPlain(t.Context(), link, out)
 	if err != nil || len(lost) != 1 || lost[0] != "bin/tool" {
 		t.Errorf("lost %q, %v", lost, err)
 	}
@@ -204,7 +208,10 @@ func TestPlain(t *testing.T) {
 	if err != nil || strings.Contains(string(plain), "unmistakable") {
 		t.Errorf("the attribute is in the image (%v)", err)
 	}
-	if err := FromDir(t.Context(), dir, out); err != nil {
+	if !strings.Contains(string(plain), "hello") {
+		t.Error("the folder behind the link is not in the image")
+	}
+	if err := FromDir(t.Context(), link, out); err != nil {
 		t.Fatal(err)
 	}
 	if b, err := os.ReadFile(out); err != nil || !strings.Contains(string(b), "unmistakable") {

@@ -11,6 +11,7 @@ import (
 	"fmt"
 	"os"
 
+	"agentrun.dev/gvisor/internal/filters"
 	"agentrun.dev/gvisor/internal/helper"
 	"gvisor.dev/gvisor/runsc/cli"
 	"gvisor.dev/gvisor/runsc/cmd"
@@ -28,6 +29,11 @@ func main() {
 			os.Exit(1)
 		}
 		return
+	}
+	helper.LazyGC()
+	if err := filters.Use(); err != nil {
+		fmt.Fprintln(os.Stderr, "gvisor-helper:", err)
+		os.Exit(1)
 	}
 	os.Args = helper.BootArgs(os.Args)
 	const group = ""

@@ -5,6 +5,8 @@ import (
 	"encoding/json"
 	"os"
 	"path/filepath"
+	"runtime"
+	"runtime/debug"
 	"slices"
 	"strings"
 	"testing"
@@ -61,6 +63,29 @@ func TestBundle(t *testing.T) {
 	}
 	if conf, err := newConfig(c); err != nil || conf.Platform != "systrap" || !conf.IgnoreCgroups {
 		t.Errorf("%+v, %v", conf, err)
+	}
+}
+
+// TestLazyGC: once the heap has grown, garbage is collected as usual.
+func TestLazyGC(t *testing.T) {
+	old := debug.SetGCPercent(lazyPercent)
+	defer debug.SetGCPercent(old)
+	asked := make(chan uint64, 10)
+	sizes := []uint64{1, 2, smallHeap + 1}
+	watchHeap(func() uint64 {
+		n := sizes[0]
+		sizes = sizes[1:]
+		asked <- n
+		return n
+	})
+	for _, want := range []uint64{1, 2, smallHeap + 1} {
+		runtime.GC()
+		if got := <-asked; got != want {
+			t.Errorf("looked at %d, not %d", got, want)
+		}
+	}
+	if liveHeap() == 0 {
+		t.Error("the heap is empty")
 	}
 }
 

@@ -2,7 +2,6 @@ package helper
 
 import (
 	"encoding/json"
-	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -25,6 +24,7 @@ func newConfig(c *gvisorctl.Create) (*config.Config, error) {
 	if err := flags.Parse([]string{
 		"--root=" + filepath.Join(c.RunDir, "state"), "--platform=" + c.Platform,
 		"--network=none", "--ignore-cgroups", "--host-settings=ignore",
+		"--directfs=false", // no files of the host: a narrower filter
 	}); err != nil {
 		return nil, fmt.Errorf("configure gVisor: %w", err)
 	}
@@ -56,7 +56,7 @@ func newSpec(c *gvisorctl.Create, root string) *specs.Spec {
 	}
 	return &specs.Spec{
 		Version: "1.0.0", Hostname: c.Hostname,
-		Root: &specs.Root{Path: filepath.Join(c.RunDir, "bundle", "root")},
+		Root: &specs.Root{Path: filepath.Join(bundleDir(c), "root")},
 		Process: &specs.Process{
 			Args: []string{"init", "--enter-container"}, Cwd: "/",
 			Capabilities: &specs.LinuxCapabilities{Bounding: caps, Effective: caps, Inheritable: caps, Permitted: caps},
@@ -85,23 +85,24 @@ func newSpec(c *gvisorctl.Create, root string) *specs.Spec {
 	}
 }
 
-// shapeName is a file in the bundle that tells the sandbox's kernel how large
-// it is to seem. runsc would take that from a cgroup that it has made.
-const shapeName = "agentrun-shape"
+// shapePrefix begins the name of the bundle's folder, which tells the sandbox's
+// kernel how large it is to seem: processors and memory. runsc would take that from
+// a cgroup that it has made; and the kernel may read no file of ours.
+const shapePrefix = "bundle@"
+
+func bundleDir(c *gvisorctl.Create) string {
+	return filepath.Join(c.RunDir, fmt.Sprintf("%s%d@%d", shapePrefix, c.VCPUs, c.Memory))
+}
 
 // writeBundle makes the folder that runsc starts from.
 func writeBundle(c *gvisorctl.Create, spec *specs.Spec) (string, error) {
-	bundle := filepath.Join(c.RunDir, "bundle")
+	bundle := bundleDir(c)
 	b, err := json.Marshal(spec)
 	if err == nil {
-		err = os.MkdirAll(spec.Root.Path, 0o755)
+		err = os.MkdirAll(spec.Root.Path, 0o700)
 	}
 	if err == nil {
 		err = os.WriteFile(filepath.Join(bundle, "config.json"), b, 0o600)
-	}
-	if err == nil {
-		shape := []string{"--cpu-num=" + strconv.Itoa(c.VCPUs), "--total-memory=" + strconv.FormatUint(c.Memory, 10)}
-		err = os.WriteFile(filepath.Join(bundle, shapeName), []byte(strings.Join(shape, "\n")), 0o600)
 	}
 	if err != nil {
 		return "", fmt.Errorf("make the sandbox's bundle: %w", err)
@@ -117,22 +118,20 @@ func BootArgs(args []string) []string {
 	if boot < 0 || slices.ContainsFunc(args, func(a string) bool { return strings.HasPrefix(a, "--cpu-num") }) {
 		return args
 	}
-	bundle := ""
+	var cpus int
+	var memory uint64
 	for _, a := range args[boot:] {
 		if dir, ok := strings.CutPrefix(a, "--bundle="); ok {
-			bundle = dir
+			if _, err := fmt.Sscanf(filepath.Base(dir), shapePrefix+"%d@%d", &cpus, &memory); err != nil {
+				return args // runsc's own command line
+			}
 		}
 	}
-	shape, err := os.ReadFile(filepath.Join(bundle, shapeName))
-	if errors.Is(err, os.ErrNotExist) {
-		return args // runsc's own command line
-	}
-	if err != nil {
-		fmt.Fprintln(os.Stderr, "gvisor-helper:", err)
-		os.Exit(1)
+	if cpus == 0 {
+		return args
 	}
 	out := slices.Clone(args[:boot+1])
-	out = append(out, strings.Split(string(shape), "\n")...)
+	out = append(out, "--cpu-num="+strconv.Itoa(cpus), "--total-memory="+strconv.FormatUint(memory, 10))
 	for i := boot + 1; i < len(args); i++ {
 		if args[i] == "--total-memory" {
 			i++ // the host's, which is its value

@@ -20,8 +20,9 @@ type waiting struct {
 	shape  shape
 	ready  []*process
 	making int
+	made   chan struct{} // closed, and made anew, when making has become less; may be nil
 	closed bool
-	idle   sync.Cond // making has become less
+	busy   sync.WaitGroup // those who make or end sandboxes; none is added after closed
 }
 
 // take gives a sandbox that waits for forks of a snapshot, or nil.
@@ -49,35 +50,38 @@ func (w *waiting) refill(s *sandbox, snap *snapshot.Snapshot, limits engine.Limi
 		return
 	}
 	if snap.ID() != w.of || limits != w.limits {
-		go kill(w.ready)
+		old := w.ready
+		w.busy.Go(func() { kill(old) })
 		w.of, w.limits, w.ready = snap.ID(), limits, nil
 		w.shape = s.shape()
 		w.shape.hostname = "sandbox" // each gets its own when it is restored
 	}
 	for len(w.ready)+w.making < w.want {
 		w.making++
-		go w.add(s.engine, w.of, w.shape, limits, s.root.use())
+		of, sh, root := w.of, w.shape, s.root.use()
+		w.busy.Go(func() { w.add(s.engine, of, sh, limits, root) })
 	}
 }
 
-// add makes one.
+// add makes one. Where that fails, the next fork makes its own, and says why it
+// cannot.
 func (w *waiting) add(e *Engine, of snapshot.ID, sh shape, limits engine.Limits, root *shared) {
 	p, err := e.create(context.Background(), sh, limits, root.file)
 	_ = root.release() // the sandbox has its own
 	w.mu.Lock()
-	defer w.mu.Unlock()
+	wanted := !w.closed && w.of == of && w.limits == limits
+	if err == nil && wanted {
+		w.ready = append(w.ready, p)
+	}
 	w.making--
-	if w.idle.L != nil {
-		w.idle.Broadcast()
+	if w.made != nil {
+		close(w.made)
+		w.made = nil
 	}
-	if err != nil {
-		return // the next fork makes its own, and says why it cannot
+	w.mu.Unlock()
+	if err == nil && !wanted {
+		p.kill()
 	}
-	if w.closed || w.of != of || w.limits != limits {
-		go p.kill()
-		return
-	}
-	w.ready = append(w.ready, p)
 }
 
 func kill(list []*process) {
@@ -90,42 +94,35 @@ func kill(list []*process) {
 // ends.
 func (e *Engine) Precreated(ctx context.Context) error {
 	w := &e.waiting
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	if w.idle.L == nil {
-		w.idle.L = &w.mu
-	}
-	stop := context.AfterFunc(ctx, func() {
+	for {
 		w.mu.Lock()
-		defer w.mu.Unlock()
-		w.idle.Broadcast()
-	})
-	defer stop()
-	for w.making > 0 && ctx.Err() == nil {
-		w.idle.Wait()
+		if w.made == nil {
+			w.made = make(chan struct{})
+		}
+		ready, making, made := len(w.ready), w.making, w.made
+		w.mu.Unlock()
+		switch {
+		case ready >= w.want:
+			return nil
+		case making == 0:
+			return errors.New("sandboxes could not be made ahead: a fork says why")
+		}
+		select {
+		case <-made:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
 	}
-	if err := ctx.Err(); err != nil {
-		return err
-	}
-	if len(w.ready) < w.want {
-		return errors.New("sandboxes could not be made ahead: a fork says why")
-	}
-	return nil
 }
 
 // close ends the sandboxes that wait.
 func (w *waiting) close() error {
 	w.mu.Lock()
-	if w.idle.L == nil {
-		w.idle.L = &w.mu
-	}
 	w.closed = true
-	for w.making > 0 {
-		w.idle.Wait()
-	}
 	list := w.ready
 	w.ready = nil
 	w.mu.Unlock()
+	w.busy.Wait()
 	kill(list)
 	return nil
 }

@@ -63,11 +63,16 @@ func (e *Engine) sweep(groups *jail.Groups) error {
 		if !d.IsDir() || inUse(filepath.Join(e.cfg.RunDir, d.Name(), lockName)) {
 			continue
 		}
+		// The processes of one that was killed just now are still ending. The
+		// folder goes last: without it nobody would find the group.
 		if groups != nil {
-			// The processes of one that was killed just now are still ending.
-			if g, err := groups.Open(groupName(d.Name())); err == nil {
+			g, err := groups.Open(groupName(d.Name()))
+			if err == nil {
 				_, err = g.Release()
+			}
+			if err != nil && !errors.Is(err, fs.ErrNotExist) {
 				errs = append(errs, err)
+				continue
 			}
 		}
 		errs = append(errs, os.RemoveAll(e.runDirOf(d.Name())))

@@ -1,0 +1,1 @@
+// Empty: lets the Go files declare a function whose body is elsewhere.

@@ -1,0 +1,79 @@
+package gvisor
+
+import (
+	"os"
+	"slices"
+	"testing"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/wire"
+)
+
+func TestProcessor(t *testing.T) {
+	p, err := hostProcessor()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if missing := p.lacks(p.features); len(missing) > 0 {
+		t.Errorf("this processor lacks what it has: %v", missing)
+	}
+	if missing := p.lacks([]string{"no-such-feature", p.features[0]}); !slices.Equal(missing, []string{"no-such-feature"}) {
+		t.Errorf("it lacks %v", missing)
+	}
+}
+
+// TestLimits: the limit holds what was asked for, the disk and the sentry.
+func TestLimits(t *testing.T) {
+	s := shape{memory: 160 << 20, disk: 16 << 20, vcpus: 2}
+	l := s.limits(engine.Limits{})
+	if want := uint64(160+16+11+160) << 20; l.Memory != want || l.MilliCPUs != 3000 || l.Threads == 0 {
+		t.Errorf("%+v, want %d bytes", l, want)
+	}
+	if l := s.limits(engine.Limits{MilliCPUs: 500}); l.MilliCPUs != 500 {
+		t.Errorf("%+v", l)
+	}
+}
+
+func TestDiskSize(t *testing.T) {
+	if n := diskSize(engine.Spec{Memory: 100, Scratch: 7}); n != 7 {
+		t.Error(n)
+	}
+	if n := diskSize(engine.Spec{Memory: 100}); n != 50 {
+		t.Error(n)
+	}
+}
+
+// TestState: the small files of a checkpoint come back as they were.
+func TestState(t *testing.T) {
+	var c checkpoint
+	var err error
+	if c.state, err = memoryFile("state", []byte("the state")); err != nil {
+		t.Fatal(err)
+	}
+	if c.meta, err = memoryFile("meta", nil); err != nil {
+		t.Fatal(err)
+	}
+	defer c.close()
+	b, err := encodeState(c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	d := wire.NewDecoder(b)
+	d.Version(stateVersion)
+	state, meta := string(d.View(100)), string(d.View(100))
+	if err := d.Finish(); err != nil || state != "the state" || meta != "" {
+		t.Errorf("%q, %q, %v", state, meta, err)
+	}
+}
+
+// TestOwnStats: the memory of a process and its family is read, and that of one
+// that is not there is an error.
+func TestOwnStats(t *testing.T) {
+	st, err := ProcessStats(os.Getpid())
+	if err != nil || st.Own == 0 || st.Proportional < st.Own {
+		t.Errorf("%+v, %v", st, err)
+	}
+	if _, err := ProcessStats(1 << 30); err == nil {
+		t.Error("a process that is not there has memory")
+	}
+}
