@@ -109,7 +109,7 @@ func decode(doc []byte, namespace sandbox.Namespace) (o Object, err error) {
 	read, known := kinds[head.Kind]
 	switch {
 	case head.APIVersion == "v1" && head.Kind == "Secret":
-		return o, errors.New("Secret: this version does not take secrets yet")
+		return o, errors.New("kind Secret: this version does not take secrets yet")
 	case head.APIVersion != v1alpha1.APIVersion:
 		return o, fmt.Errorf("apiVersion is %q, want %s", head.APIVersion, v1alpha1.APIVersion)
 	case !known:
