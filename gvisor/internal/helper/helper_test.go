@@ -53,12 +53,18 @@ func TestBundle(t *testing.T) {
 	if got := BootArgs(args); !slices.Equal(got, want) {
 		t.Errorf("%q", got)
 	}
+	if !IsOurs(args) || !IsOurs(want) {
+		t.Error("the kernel of a sandbox is not known as such")
+	}
 	if got := BootArgs(want); !slices.Equal(got, want) { // the kernel starts itself again
 		t.Errorf("a second time: %q", got)
 	}
 	for _, other := range [][]string{{"x", "restore", "y"}, {"x", "boot", "--bundle=" + t.TempDir(), "y"}} {
 		if got := BootArgs(other); !slices.Equal(got, other) {
 			t.Errorf("%q became %q", other, got)
+		}
+		if IsOurs(other) {
+			t.Errorf("%q is plain runsc's", other)
 		}
 	}
 	if conf, err := newConfig(c); err != nil || conf.Platform != "systrap" || !conf.IgnoreCgroups {

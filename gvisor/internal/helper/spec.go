@@ -110,26 +110,37 @@ func writeBundle(c *gvisorctl.Create, spec *specs.Spec) (string, error) {
 	return bundle, nil
 }
 
-// BootArgs completes the command line of the sandbox's kernel with the shape of
-// its bundle. Other command lines, and those that are complete, stay as they
-// are.
-func BootArgs(args []string) []string {
+// shapeOf finds the shape in the command line of a sandbox's kernel. Other
+// command lines, such as those of a plain runsc, have none.
+func shapeOf(args []string) (cpus int, memory uint64, ok bool) {
 	boot := slices.Index(args, "boot")
-	if boot < 0 || slices.ContainsFunc(args, func(a string) bool { return strings.HasPrefix(a, "--cpu-num") }) {
-		return args
+	if boot < 0 {
+		return 0, 0, false
 	}
-	var cpus int
-	var memory uint64
 	for _, a := range args[boot:] {
-		if dir, ok := strings.CutPrefix(a, "--bundle="); ok {
-			if _, err := fmt.Sscanf(filepath.Base(dir), shapePrefix+"%d@%d", &cpus, &memory); err != nil {
-				return args // runsc's own command line
-			}
+		if dir, found := strings.CutPrefix(a, "--bundle="); found {
+			_, err := fmt.Sscanf(filepath.Base(dir), shapePrefix+"%d@%d", &cpus, &memory)
+			return cpus, memory, err == nil
 		}
 	}
-	if cpus == 0 {
+	return 0, 0, false
+}
+
+// IsOurs reports whether a command line is that of the kernel of one of the
+// helper's sandboxes, rather than a plain runsc's.
+func IsOurs(args []string) bool {
+	_, _, ok := shapeOf(args)
+	return ok
+}
+
+// BootArgs completes the command line of the kernel of one of the helper's
+// sandboxes with its shape. One that is complete stays as it is.
+func BootArgs(args []string) []string {
+	cpus, memory, ok := shapeOf(args)
+	if !ok || slices.ContainsFunc(args, func(a string) bool { return strings.HasPrefix(a, "--cpu-num") }) {
 		return args
 	}
+	boot := slices.Index(args, "boot")
 	out := slices.Clone(args[:boot+1])
 	out = append(out, "--cpu-num="+strconv.Itoa(cpus), "--total-memory="+strconv.FormatUint(memory, 10))
 	for i := boot + 1; i < len(args); i++ {
