@@ -102,6 +102,9 @@ func (o *upOptions) run(ctx context.Context, stderr io.Writer) error {
 	fmt.Fprintf(stderr, "agentrun: engine %s (%s), %d MiB for sandboxes\n", kind, why, capacity>>20)
 	for _, a := range d.Addresses() {
 		fmt.Fprintf(stderr, "agentrun: serving on %s\n", a)
+		if tcp, ok := a.(*net.TCPAddr); ok && !tcp.IP.IsLoopback() {
+			fmt.Fprintf(stderr, "agentrun: %s is reached without TLS: whoever is on the way can read the token\n", a)
+		}
 	}
 	return d.Serve(ctx)
 }
