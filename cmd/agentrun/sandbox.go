@@ -216,7 +216,7 @@ func newListCommand() *cobra.Command {
 
 func printList(w io.Writer, entries []local.Entry) error {
 	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
-	if _, err := fmt.Fprintln(t, "NAME\tKIND\tENGINE\tSTATUS\tCREATED\tCPUS\tMEMORY\tOWN\tSTORED\tUNSHARED"); err != nil {
+	if _, err := fmt.Fprintln(t, "NAME\tKIND\tSTATUS\tCREATED\tCPUS\tMEMORY\tOWN\tSTORED\tUNSHARED\tENGINE"); err != nil {
 		return err
 	}
 	size := func(n uint64) string {
@@ -226,8 +226,8 @@ func printList(w io.Writer, entries []local.Entry) error {
 		return fmt.Sprintf("%.1f MiB", float64(n)/(1<<20))
 	}
 	for _, e := range entries {
-		_, err := fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%d\t%s\t%s\t%s\t%s\n", e.Name, e.Kind, e.Engine, e.Status,
-			e.Created.Local().Format(time.DateTime), e.VCPUs, size(e.Memory), size(e.Own), size(e.Stored), size(e.Unshared))
+		_, err := fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%d\t%s\t%s\t%s\t%s\t%s\n", e.Name, e.Kind, e.Status,
+			e.Created.Local().Format(time.DateTime), e.VCPUs, size(e.Memory), size(e.Own), size(e.Stored), size(e.Unshared), e.Engine)
 		if err != nil {
 			return err
 		}
