@@ -35,7 +35,7 @@ type node struct {
 	state  string
 	client *client.Client
 	daemon *exec.Cmd
-	said   bytes.Buffer
+	ended  chan error // of the daemon
 }
 
 func newNode(t *testing.T) *node {
@@ -68,21 +68,21 @@ func (n *node) command(args ...string) *exec.Cmd {
 // up starts a daemon and waits until it answers.
 func (n *node) up() {
 	n.t.Helper()
-	n.said.Reset()
-	n.daemon = n.command("up")
-	n.daemon.Stderr = &n.said
-	if err := n.daemon.Start(); err != nil {
+	var said bytes.Buffer
+	cmd, ended := n.command("up"), make(chan error, 1)
+	cmd.Stderr = &said
+	if err := cmd.Start(); err != nil {
 		n.t.Fatal(err)
 	}
-	ended := make(chan error, 1)
-	go func() { ended <- n.daemon.Wait() }()
+	go func() { ended <- cmd.Wait() }()
+	n.daemon, n.ended = cmd, ended
 	for {
 		if _, err := n.client.Version(n.t.Context()); err == nil {
 			return
 		}
 		select {
 		case err := <-ended:
-			n.t.Fatalf("the daemon ended: %v\n%s", err, n.said.String())
+			n.t.Fatalf("the daemon ended: %v\n%s", err, said.String())
 		case <-time.After(20 * time.Millisecond):
 		}
 	}
@@ -91,6 +91,7 @@ func (n *node) up() {
 // kill ends the daemon without a word.
 func (n *node) kill() {
 	_ = n.daemon.Process.Kill() // it runs
+	<-n.ended
 	n.client.Close()
 }
 
