@@ -170,23 +170,13 @@ sys.exit otherwise. With - the code is read from standard input.
 }
 
 func runCode(ctx context.Context, c *client.Client, name string, req rest.CodeRequest, stdout, stderr io.Writer) error {
-	end, err := c.StreamCode(ctx, name, req, client.Output{Stdout: stdout, Stderr: stderr}, func(e rest.CodeEvent) error {
-		switch e.Type {
-		case rest.CodeEventTypeResult, rest.CodeEventTypeDisplay:
-			_, err := fmt.Fprintln(stdout, e.Value["text/plain"])
-			return err
-		case rest.CodeEventTypeRaised:
-			if req.Mode == rest.CodeModeText {
-				return nil // it is on stderr
-			}
-			_, err := io.WriteString(stderr, e.Exception.Traceback)
-			return err
-		}
-		return nil
-	})
-	switch {
-	case err != nil:
+	p := &codePrinter{traceback: req.Mode != rest.CodeModeText} // of a text it is on stderr
+	p.stdout, p.stderr = counted{w: stdout, after: p.flush}, counted{w: stderr, after: p.flush}
+	end, err := c.StreamCode(ctx, name, req, client.Output{Stdout: &p.stdout, Stderr: &p.stderr}, p.event)
+	if err = errors.Join(err, p.all()); err != nil {
 		return err
+	}
+	switch {
 	case end.Reason != "":
 		return fmt.Errorf("the kernel has died: %s", end.Reason)
 	case end.TimedOut:
@@ -195,6 +185,72 @@ func runCode(ctx context.Context, c *client.Client, name string, req rest.CodeRe
 		return exitCode(*end.ExitCode)
 	}
 	return nil
+}
+
+// codePrinter prints what an execution writes and shows, in the order in which it
+// did so: an event says how much output came before it.
+type codePrinter struct {
+	stdout, stderr counted
+	traceback      bool
+	waiting        []rest.CodeEvent
+}
+
+// counted counts what was written.
+type counted struct {
+	w     io.Writer
+	n     int64
+	after func() error
+}
+
+func (c *counted) Write(p []byte) (int, error) {
+	n, err := c.w.Write(p)
+	c.n += int64(n)
+	if err == nil {
+		err = c.after()
+	}
+	return n, err
+}
+
+func (p *codePrinter) event(e rest.CodeEvent) error {
+	switch e.Type {
+	case rest.CodeEventTypeResult, rest.CodeEventTypeDisplay, rest.CodeEventTypeRaised:
+		p.waiting = append(p.waiting, e)
+	}
+	return p.flush()
+}
+
+// flush shows the events whose turn it is.
+func (p *codePrinter) flush() error {
+	for len(p.waiting) > 0 {
+		e := p.waiting[0]
+		if e.StdoutOffset != nil && *e.StdoutOffset > p.stdout.n || e.StderrOffset != nil && *e.StderrOffset > p.stderr.n {
+			return nil
+		}
+		p.waiting = p.waiting[1:]
+		if err := p.show(e); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// all shows what is left: some of the output before it may have been dropped.
+func (p *codePrinter) all() error {
+	for _, e := range p.waiting {
+		if err := p.show(e); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (p *codePrinter) show(e rest.CodeEvent) (err error) {
+	if e.Type != rest.CodeEventTypeRaised {
+		_, err = fmt.Fprintln(p.stdout.w, e.Value["text/plain"])
+	} else if p.traceback {
+		_, err = io.WriteString(p.stderr.w, e.Exception.Traceback)
+	}
+	return err
 }
 
 func newCopyCommand() *cobra.Command {
