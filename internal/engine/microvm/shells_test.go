@@ -112,7 +112,9 @@ func (j testJail) pids(t *testing.T) (pids []int) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if !slices.Contains(pids, pid) { // a hierarchy per controller
+			// There may be a hierarchy per controller; and one that has ended, and
+			// whose parent is just being told, is listed as 0 (cgroups v2).
+			if pid != 0 && !slices.Contains(pids, pid) {
 				pids = append(pids, pid)
 			}
 		}
