@@ -14,7 +14,7 @@ func mebibytes(n uint64) string { return fmt.Sprintf("%d MiB", (n+mib-1)/mib) }
 
 // Bounds of what a template may ask for.
 const (
-	MinMemory    = 32 * mib
+	MinMemory    = 64 * mib // what a Linux guest boots with
 	maxMemory    = 1 << 40
 	maxMilliCPUs = 256_000
 	maxDisk      = 1 << 46

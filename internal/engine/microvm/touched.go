@@ -77,17 +77,20 @@ func (t *touched) learn(ctx context.Context, id snapshot.ID, p *Process) bool {
 		t.forget(id) // the fork has ended
 		return false
 	}
-	pages := uint64(0)
-	for _, r := range runs {
-		pages += r.Length / layer.PageSize
-	}
-	if pages > maxTouched {
+	if pagesOf(runs) > maxTouched {
 		return false
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.set(id, runs)
 	return true
+}
+
+func pagesOf(runs []layer.Run) (pages uint64) {
+	for _, r := range runs {
+		pages += r.Length / layer.PageSize
+	}
+	return pages
 }
 
 // touched lists the pages of memory that are the guest's own.
