@@ -5,6 +5,7 @@ package forkd
 
 import (
 	"archive/tar"
+	"context"
 	"errors"
 	"io"
 	"io/fs"
@@ -17,6 +18,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/assets"
+	"agentrun.dev/internal/engine/pick"
 	"github.com/google/go-containerregistry/pkg/name"
 	"github.com/google/go-containerregistry/pkg/v1/empty"
 	"github.com/google/go-containerregistry/pkg/v1/mutate"
@@ -43,7 +45,7 @@ func TestScripts(t *testing.T) {
 			}
 			env.Setenv("AGENTRUN_STATE", state)
 			env.Defer(func() {
-				if err := leave(folder, state); err != nil {
+				if err := leave(state); err != nil {
 					t.Error(err)
 				}
 			})
@@ -56,28 +58,28 @@ func TestScripts(t *testing.T) {
 	})
 }
 
-// leave ends the daemon and the sandboxes that a script has left.
-func leave(folder, state string) error {
-	run := func(args ...string) error {
-		cmd := exec.Command(filepath.Join(folder, "agentrun"), args...)
-		cmd.Env = append(os.Environ(), "AGENTRUN_STATE="+state)
-		out, err := cmd.CombinedOutput()
-		if err != nil {
-			return errors.New(strings.Join(args, " ") + ": " + string(out))
-		}
-		return nil
+// leave ends the sandboxes that a script has left. Its daemon has ended already,
+// and sandboxes outlive daemons.
+func leave(state string) (err error) {
+	machines, err := filepath.Glob(filepath.Join(state, "forkd", "machines", "*"))
+	if err != nil || len(machines) == 0 {
+		return errors.Join(err, os.RemoveAll(state))
+	}
+	resident, err := os.MkdirTemp("/dev/shm", "agentrun-test-")
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, os.RemoveAll(resident)) }()
+	kind, _ := pick.Choose(pick.Auto)
+	e, err := pick.Open(kind, pick.Config{Resident: resident, Scratch: filepath.Join(state, "scratch")})
+	if err != nil {
+		return err
 	}
 	var errs []error
-	if _, err := os.Stat(filepath.Join(state, "forkd", "socket")); err == nil {
-		out, err := exec.Command("sh", "-c", "AGENTRUN_STATE="+state+" "+filepath.Join(folder, "agentrun")+" get claims | tail -n +2 | cut -d' ' -f1").Output()
-		if err == nil {
-			for _, name := range strings.Fields(string(out)) {
-				errs = append(errs, run("delete", "claim", name))
-			}
-			errs = append(errs, run("down"))
-		}
+	for _, m := range machines {
+		errs = append(errs, e.Remove(context.Background(), m))
 	}
-	return errors.Join(append(errs, os.RemoveAll(state))...)
+	return errors.Join(append(errs, e.Close(), os.RemoveAll(state))...)
 }
 
 // waitFor repeats a command until its output matches:
