@@ -102,7 +102,7 @@ var importRules = map[string][]string{
 
 	"internal/guest/kernel": {},
 
-	"internal/engine/gvisor": {"internal/assets", "internal/engine", "internal/engine/folder", "internal/guestrpc", "internal/gvisorctl", "internal/jail", "internal/layer", "internal/procid", "internal/snapshot", "internal/vmmctl", "internal/wire"},
+	"internal/engine/gvisor": {"internal/assets", "internal/engine", "internal/engine/folder", "internal/engine/identity", "internal/guestrpc", "internal/gvisorctl", "internal/jail", "internal/layer", "internal/procid", "internal/snapshot", "internal/vmmctl", "internal/wire"},
 
 	"internal/virtio":   {"internal/guestmem"},
 	"internal/vmm/acpi": {},
@@ -122,9 +122,10 @@ var importRules = map[string][]string{
 	"internal/template": {"internal/engine", "internal/guestrpc", "internal/image", "internal/sandbox"},
 	"internal/manifest": {"api/v1alpha1", "internal/sandbox"},
 
-	"internal/gvisorctl":     {"internal/vmmctl"},
-	"internal/engine/folder": {"internal/engine", "internal/layer", "internal/procid", "internal/snapshot"},
-	"internal/engine/ready":  {"internal/engine", "internal/snapshot", "internal/stock"},
+	"internal/gvisorctl":       {"internal/vmmctl"},
+	"internal/engine/folder":   {"internal/engine", "internal/layer", "internal/procid", "internal/snapshot"},
+	"internal/engine/identity": {"internal/engine/folder", "internal/guestrpc"},
+	"internal/engine/ready":    {"internal/engine", "internal/snapshot", "internal/stock"},
 
 	"api/rest":        {},
 	"internal/client": {"api/rest"},

@@ -183,25 +183,27 @@ func (b *Builder) linkOrCopy(ref layer.Ref, f *os.File) error {
 	return nil
 }
 
-// Clone makes another folder of a snapshot that shares its files.
-func (s *Snapshot) Clone(dir string) (*Snapshot, error) {
+// Make has fill make a snapshot at dir, with Commit. What fails leaves nothing.
+func Make(dir string, fill func(*Builder) (*Snapshot, error)) (*Snapshot, error) {
 	b, err := NewBuilder(dir)
 	if err != nil {
 		return nil, err
 	}
-	seen := map[layer.Digest]bool{}
-	for _, ref := range s.manifest.Layers() {
-		if seen[ref.Digest] {
-			continue
-		}
-		seen[ref.Digest] = true
-		if err := b.LinkLayer(ref, s); err != nil {
-			return nil, errors.Join(err, b.Abort())
-		}
-	}
-	c, err := b.Commit(s.manifest, s.state)
+	s, err := fill(b)
 	if err != nil {
 		return nil, errors.Join(err, b.Abort())
 	}
-	return c, nil
+	return s, nil
+}
+
+// Clone makes another folder of a snapshot that shares its files.
+func (s *Snapshot) Clone(dir string) (*Snapshot, error) {
+	return Make(dir, func(b *Builder) (*Snapshot, error) {
+		for _, ref := range s.manifest.Layers() {
+			if err := b.LinkLayer(ref, s); err != nil {
+				return nil, err
+			}
+		}
+		return b.Commit(s.manifest, s.state)
+	})
 }

@@ -5,8 +5,6 @@ package gvisor
 
 import (
 	"context"
-	"crypto/rand"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"os"
@@ -18,6 +16,7 @@ import (
 	"agentrun.dev/internal/assets"
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/folder"
+	"agentrun.dev/internal/engine/identity"
 	"agentrun.dev/internal/gvisorctl"
 	"agentrun.dev/internal/jail"
 	"agentrun.dev/internal/layer"
@@ -125,11 +124,11 @@ func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, er
 		return nil, fmt.Errorf("boot: %w", err)
 	}
 	s := &sandbox{
-		engine: e, hostname: spec.Hostname, vcpus: spec.VCPUs, memory: spec.Memory, disk: diskSize(spec),
+		engine: e, self: identity.Self{Hostname: spec.Hostname}, vcpus: spec.VCPUs, memory: spec.Memory, disk: diskSize(spec),
 		root: newShared(root),
 	}
-	if s.hostname == "" {
-		s.hostname = "sandbox"
+	if s.self.Hostname == "" {
+		s.self.Hostname = "sandbox"
 	}
 	if s.process, err = e.create(ctx, s.shape(), spec.Limits, root); err == nil {
 		_, err = s.request(ctx, &gvisorctl.Message{Op: gvisorctl.OpStart})
@@ -201,14 +200,14 @@ func (e *Engine) describe(snap *snapshot.Snapshot, hostname string) (*sandbox, e
 		return nil, err
 	}
 	if hostname == "" {
-		hostname = "sandbox-" + randomHex(4)
+		hostname = identity.Hostname()
 	}
 	s := &sandbox{
-		engine: e, hostname: hostname, vcpus: m.VCPUs, memory: m.Memory.Size, disk: m.GVisor.Disk,
+		engine: e, self: identity.Self{Hostname: hostname}, vcpus: m.VCPUs, memory: m.Memory.Size, disk: m.GVisor.Disk,
 		root: newShared(root), parent: snap,
 	}
 	s.root.ref = ref
-	s.generation.Store(generation)
+	s.self.Generation.Store(generation)
 	return s, nil
 }
 
@@ -239,13 +238,13 @@ func (s *sandbox) restore(ctx context.Context, files checkpoint, opts engine.For
 	begin := time.Now()
 	m := &gvisorctl.Message{Op: gvisorctl.OpRestore}
 	pass := files.list()
-	if s.folder = folder.Folder(opts.Folder); s.folder != "" {
-		own, err := s.folder.Prepare(s.parent)
+	if s.self.Folder = folder.Folder(opts.Folder); s.self.Folder != "" {
+		own, err := s.self.Folder.Prepare(s.parent)
 		if err != nil {
 			return errors.Join(err, s.release())
 		}
 		s.parent, s.ownParent = own, true
-		listener, err := vmmctl.Listen(s.folder.Control())
+		listener, err := vmmctl.Listen(s.self.Folder.Control())
 		if err != nil {
 			return errors.Join(err, s.release())
 		}
@@ -268,10 +267,10 @@ func (s *sandbox) restore(ctx context.Context, files checkpoint, opts engine.For
 		err = s.dialAgent(ctx)
 	}
 	if err == nil {
-		err = s.renew(ctx, opts.KeepIdentity)
+		err = s.self.Renew(ctx, s.Agent(), opts.KeepIdentity)
 	}
-	if err == nil && s.folder != "" {
-		err = s.folder.Write(s.helper, folder.Record{Hostname: s.hostname, Generation: s.generation.Load()})
+	if err == nil {
+		err = s.self.Write(s.helper, false)
 	}
 	if err != nil {
 		return errors.Join(s.abandon(ctx, err), s.release())
@@ -285,12 +284,6 @@ func Restored(sb engine.Sandbox) time.Duration {
 		return s.restored
 	}
 	return 0
-}
-
-func randomHex(n int) string {
-	b := make([]byte, n)
-	_, _ = rand.Read(b) // it never fails: crypto/rand ends the process instead
-	return hex.EncodeToString(b)
 }
 
 // reopen is another descriptor of an open file.

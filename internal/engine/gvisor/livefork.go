@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/identity"
 )
 
 // Fork forks a running sandbox: its checkpoint is written to memory, and the
@@ -46,13 +47,13 @@ func (s *sandbox) Fork(ctx context.Context, opts []engine.ForkOptions) (*engine.
 // child starts a sandbox that continues from a checkpoint of this one.
 func (s *sandbox) child(ctx context.Context, c checkpoint, opts engine.ForkOptions) (*sandbox, error) {
 	child := &sandbox{
-		engine: s.engine, hostname: opts.Hostname, vcpus: s.vcpus, memory: s.memory, disk: s.disk,
+		engine: s.engine, self: identity.Self{Hostname: opts.Hostname}, vcpus: s.vcpus, memory: s.memory, disk: s.disk,
 		root: s.root.use(), parent: s.parent,
 	}
-	if child.hostname == "" {
-		child.hostname = "sandbox-" + randomHex(4)
+	if child.self.Hostname == "" {
+		child.self.Hostname = identity.Hostname()
 	}
-	child.generation.Store(s.generation.Load() + 1)
+	child.self.Generation.Store(s.self.Generation.Load() + 1)
 	if err := child.restore(ctx, c, opts, nil); err != nil {
 		return nil, err
 	}

@@ -15,6 +15,7 @@ import (
 
 	"agentrun.dev/internal/assets"
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/identity"
 	"agentrun.dev/internal/gvisorctl"
 	"agentrun.dev/internal/jail"
 	"agentrun.dev/internal/procid"
@@ -100,7 +101,7 @@ func (e *Engine) create(ctx context.Context, sh shape, asked engine.Limits, root
 	}
 	defer func() { _ = agent.Close() }() // the helper has its own
 	p := &process{
-		engine: e, id: randomHex(16), nextID: 1,
+		engine: e, id: identity.Hex(16), nextID: 1,
 		done: make(chan struct{}), waiting: map[uint64]chan *gvisorctl.Message{},
 	}
 	if groups != nil {

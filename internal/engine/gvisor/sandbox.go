@@ -2,17 +2,15 @@ package gvisor
 
 import (
 	"context"
-	"crypto/rand"
 	"errors"
 	"fmt"
 	"os"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/engine/folder"
+	"agentrun.dev/internal/engine/identity"
 	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/gvisorctl"
 	"agentrun.dev/internal/layer"
@@ -23,15 +21,13 @@ import (
 type sandbox struct {
 	*process
 	engine       *Engine
-	hostname     string
+	self         identity.Self
 	vcpus        int
 	memory, disk uint64
 	root         *shared
-	generation   atomic.Uint64
 	parent       *snapshot.Snapshot // that it was forked from; nil after a boot
 	ownParent    bool               // parent is its own to close
 	restored     time.Duration
-	folder       folder.Folder // empty: it ends with this process
 
 	capture sync.Mutex // one capture at a time; a snapshot takes the identity with it
 
@@ -70,7 +66,7 @@ func (r *shared) release() error {
 	return r.file.Close()
 }
 
-func (s *sandbox) shape() shape { return shape{s.hostname, s.memory, s.disk, s.vcpus} }
+func (s *sandbox) shape() shape { return shape{s.self.Hostname, s.memory, s.disk, s.vcpus} }
 
 // dialAgent opens the session with the agent.
 func (s *sandbox) dialAgent(ctx context.Context) error {
@@ -119,29 +115,6 @@ func (s *sandbox) abandon(ctx context.Context, err error) error {
 	return err
 }
 
-// renew gives a fork an identity of its own.
-func (s *sandbox) renew(ctx context.Context, keepIdentity bool) error {
-	req := guestrpc.RenewRequest{Generation: s.generation.Load()}
-	if !keepIdentity {
-		req.Hostname, req.MachineID = s.hostname, randomHex(16)
-	}
-	return s.renewAs(ctx, req)
-}
-
-// renewAs completes a request with what every renewal has, and sends it.
-func (s *sandbox) renewAs(ctx context.Context, req guestrpc.RenewRequest) error {
-	req.Entropy = make([]byte, guestrpc.MinEntropy)
-	if _, err := rand.Read(req.Entropy); err != nil {
-		return fmt.Errorf("draw entropy: %w", err)
-	}
-	defer clear(req.Entropy)
-	req.WallClock = time.Now()
-	if _, err := s.Agent().Renew(ctx, req); err != nil {
-		return fmt.Errorf("renew the fork's identity: %w", err)
-	}
-	return nil
-}
-
 // Agent is a session with the sandbox's agent.
 func (s *sandbox) Agent() *guestrpc.Client {
 	s.mu.Lock()
@@ -153,36 +126,21 @@ func (s *sandbox) Agent() *guestrpc.Client {
 // sandbox's.
 func (s *sandbox) Settle(ctx context.Context) error { return ctx.Err() }
 
-// Claim lets a paused fork go on as another one. The two requests go together:
-// the agent finds the second when it wakes up. A machine id it has already.
+// Claim lets a paused fork go on as another one.
 func (s *sandbox) Claim(ctx context.Context, hostname string) error {
-	s.capture.Lock()
+	s.capture.Lock() // a snapshot takes the identity with it
 	defer s.capture.Unlock()
-	if err := s.folder.Change(func(r *folder.Record) {
-		r.Generation = s.generation.Load() + 1
-		if hostname != "" {
-			r.Hostname = hostname
+	return s.self.Claim(ctx, s.Agent(), hostname, func() (func(context.Context) error, error) {
+		resumed, err := s.post(&gvisorctl.Message{Op: gvisorctl.OpResume})
+		if err != nil {
+			return nil, err
 		}
-	}); err != nil {
-		return fmt.Errorf("claim: %w", err)
-	}
-	resumed, err := s.post(&gvisorctl.Message{Op: gvisorctl.OpResume})
-	if err != nil {
-		return fmt.Errorf("claim: %w", err)
-	}
-	s.paused.Store(false)
-	err = s.renewAs(ctx, guestrpc.RenewRequest{Hostname: hostname, Generation: s.generation.Load() + 1})
-	if err == nil {
-		_, err = s.await(ctx, resumed)
-	}
-	if err != nil {
-		return fmt.Errorf("claim: %w", err)
-	}
-	s.generation.Add(1)
-	if hostname != "" {
-		s.hostname = hostname
-	}
-	return nil
+		s.paused.Store(false)
+		return func(ctx context.Context) error {
+			_, err := s.await(ctx, resumed)
+			return err
+		}, nil
+	})
 }
 
 // Wait returns how the sandbox ended.

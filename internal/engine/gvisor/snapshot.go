@@ -110,13 +110,9 @@ func (s *sandbox) prepare(ctx context.Context) {
 func (s *sandbox) Snapshot(ctx context.Context, dir string) (*snapshot.Snapshot, error) {
 	s.capture.Lock()
 	defer s.capture.Unlock()
-	b, err := snapshot.NewBuilder(dir)
+	snap, err := snapshot.Make(dir, func(b *snapshot.Builder) (*snapshot.Snapshot, error) { return s.build(ctx, b) })
 	if err != nil {
-		return nil, err
-	}
-	snap, err := s.build(ctx, b)
-	if err != nil {
-		return nil, errors.Join(fmt.Errorf("snapshot: %w", err), b.Abort())
+		return nil, fmt.Errorf("snapshot: %w", err)
 	}
 	return snap, nil
 }
@@ -149,9 +145,9 @@ func (s *sandbox) build(ctx context.Context, b *snapshot.Builder) (*snapshot.Sna
 	}
 	m := snapshot.Manifest{
 		Engine: Name, Created: time.Now().UTC().Truncate(time.Second),
-		CPU: cpu.cpu, VCPUs: s.vcpus, Memory: snapshot.Image{Size: s.memory}, Hostname: s.hostname,
+		CPU: cpu.cpu, VCPUs: s.vcpus, Memory: snapshot.Image{Size: s.memory}, Hostname: s.self.Hostname,
 		Disks:  []snapshot.Disk{{ID: "root", ReadOnly: true, Image: snapshot.ImageOf(wholeFile(root))}},
-		Labels: map[string]string{engine.GenerationLabel: strconv.FormatUint(s.generation.Load(), 10)},
+		Labels: map[string]string{engine.GenerationLabel: strconv.FormatUint(s.self.Generation.Load(), 10)},
 		GVisor: &snapshot.GVisor{Helper: helper, Platform: platform, CPUFeatures: cpu.features, Disk: s.disk, Pages: snapshot.Blob(pages)},
 	}
 	if s.parent != nil {

@@ -24,7 +24,7 @@ func (s *sandbox) Stats(context.Context) (engine.Stats, error) {
 	st, err := ProcessStats(s.helper)
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	st.Generation, st.LastFork = s.generation.Load(), s.lastFork
+	st.Generation, st.LastFork = s.self.Generation.Load(), s.lastFork
 	return st, err
 }
 

@@ -126,7 +126,7 @@ func (e *Engine) Remove(ctx context.Context, dir string) error {
 
 // Detach leaves the sandbox to itself; one that has ended is fine.
 func (s *sandbox) Detach() error {
-	if s.folder == "" {
+	if s.self.Folder == "" {
 		return errors.New("detach: the sandbox has no folder to be found by: it can only be closed")
 	}
 	return errors.Join(s.closeAgent(), s.release(), s.process.Detach())
@@ -162,8 +162,8 @@ func (e *Engine) adopt(ctx context.Context, f folder.Folder) (_ *sandbox, err er
 	if err != nil {
 		return nil, errors.Join(err, snap.Close())
 	}
-	s.folder, s.ownParent = f, true
-	s.generation.Store(r.Generation)
+	s.self.Folder, s.ownParent = f, true
+	s.self.Generation.Store(r.Generation)
 	if s.process, err = e.attach(ctx, f.Control(), r.Process); err != nil {
 		return nil, errors.Join(err, s.release())
 	}

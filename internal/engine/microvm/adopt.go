@@ -16,7 +16,7 @@ import (
 // settleIn gives the sandbox a copy of its own of the snapshot that it comes
 // from.
 func (s *sandbox) settleIn() (err error) {
-	if s.parent, err = s.folder.Prepare(s.parent); err != nil {
+	if s.parent, err = s.self.Folder.Prepare(s.parent); err != nil {
 		return err
 	}
 	s.ownParent = true
@@ -50,8 +50,8 @@ func (e *Engine) adopt(f folder.Folder) (_ *sandbox, err error) {
 	if err != nil {
 		return nil, err
 	}
-	s.folder, s.ownParent = f, true
-	s.generation.Store(r.Generation)
+	s.self.Folder, s.ownParent = f, true
+	s.self.Generation.Store(r.Generation)
 	if !r.Based {
 		s.forget()
 	}
@@ -105,7 +105,7 @@ func (s *sandbox) Resume(ctx context.Context) error {
 
 // Detach leaves the sandbox to itself; one that has ended is fine.
 func (s *sandbox) Detach() error {
-	if s.folder == "" {
+	if s.self.Folder == "" {
 		return errors.New("detach: the sandbox has no folder to be found by: it can only be closed")
 	}
 	return errors.Join(s.closeAgent(), s.leave(), s.Process.Detach())

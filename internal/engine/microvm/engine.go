@@ -2,8 +2,6 @@ package microvm
 
 import (
 	"context"
-	"crypto/rand"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"os"
@@ -11,6 +9,7 @@ import (
 
 	"agentrun.dev/internal/assets"
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/identity"
 	"agentrun.dev/internal/jail"
 	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/procid"
@@ -104,7 +103,7 @@ func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, er
 		defer func() { _ = kernel.Close() }()
 	}
 	s := &sandbox{
-		engine: e, hostname: spec.Hostname, vcpus: spec.VCPUs, boot: &bootFiles{users: 1},
+		engine: e, self: identity.Self{Hostname: spec.Hostname}, vcpus: spec.VCPUs, boot: &bootFiles{users: 1},
 		memory: layer.Image{Size: spec.Memory},
 		disks:  []disk{{id: "root", readOnly: true}},
 	}
@@ -181,12 +180,6 @@ func Identify(sb engine.Sandbox) (procid.ID, error) {
 		return procid.ID{}, fmt.Errorf("identify: %T is no microVM", sb)
 	}
 	return procid.Of(s.Pid())
-}
-
-func randomHex(n int) string {
-	b := make([]byte, n)
-	_, _ = rand.Read(b) // it never fails: crypto/rand ends the process instead
-	return hex.EncodeToString(b)
 }
 
 func openKVM() (*os.File, error) {

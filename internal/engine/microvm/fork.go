@@ -10,6 +10,7 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/folder"
+	"agentrun.dev/internal/engine/identity"
 	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/jail"
 	"agentrun.dev/internal/layer"
@@ -101,10 +102,10 @@ func (e *Engine) restore(ctx context.Context, s *sandbox, opts engine.ForkOption
 		s.Guest, err = dialAgent(ctx, p)
 	}
 	if err == nil {
-		err = s.renew(ctx, opts.KeepIdentity)
+		err = s.self.Renew(ctx, s.Agent(), opts.KeepIdentity)
 	}
-	if err == nil && s.folder != "" {
-		err = s.folder.Write(s.Pid(), folder.Record{Hostname: s.hostname, Generation: s.generation.Load(), Based: from.based})
+	if err == nil {
+		err = s.self.Write(s.Pid(), from.based)
 	}
 	if err != nil {
 		return nil, abandon(ctx, p, err)
@@ -168,10 +169,10 @@ func (e *Engine) prepareLoad(s *sandbox, opts engine.ForkOptions, from origin) (
 			l.add(&err, f, openErr)
 		}
 	}
-	if s.folder = folder.Folder(opts.Folder); err == nil && s.folder != "" {
+	if s.self.Folder = folder.Folder(opts.Folder); err == nil && s.self.Folder != "" {
 		if err = s.settleIn(); err == nil {
 			l.load.Devices.Listen = true
-			f, openErr := vmmctl.Listen(s.folder.Control())
+			f, openErr := vmmctl.Listen(s.self.Folder.Control())
 			l.add(&err, f, openErr)
 		}
 	}
@@ -301,13 +302,13 @@ func (e *Engine) describe(snap *snapshot.Snapshot, hostname string) (*sandbox, e
 		return nil, err
 	}
 	if hostname == "" {
-		hostname = "sandbox-" + randomHex(4)
+		hostname = identity.Hostname()
 	}
 	s := &sandbox{
-		engine: e, kernel: m.Kernel, hostname: hostname, vcpus: m.VCPUs,
+		engine: e, kernel: m.Kernel, self: identity.Self{Hostname: hostname}, vcpus: m.VCPUs,
 		parent: snap,
 	}
-	s.generation.Store(generation)
+	s.self.Generation.Store(generation)
 	s.setMemory(m.Memory.Layer())
 	for _, d := range m.Disks {
 		s.disks = append(s.disks, disk{id: d.ID, readOnly: d.ReadOnly, image: d.Image.Layer()})

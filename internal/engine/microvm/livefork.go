@@ -15,6 +15,7 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/folder"
+	"agentrun.dev/internal/engine/identity"
 	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/vmmctl"
 )
@@ -186,7 +187,7 @@ func (s *sandbox) captureLive(ctx context.Context) (*moment, *vmmctl.Saved, erro
 	for effort := s.leastEffort(); ; effort++ {
 		save := s.include(effort)
 		save.Rebase = true
-		if err := s.folder.Change(func(r *folder.Record) { r.Based = false }); err != nil {
+		if err := s.self.Folder.Change(func(r *folder.Record) { r.Based = false }); err != nil {
 			return nil, nil, err
 		}
 		c, err := s.freeze(ctx, save)
@@ -297,7 +298,7 @@ func (s *sandbox) lay(c *captured) (_ *moment, err error) {
 	err = old.release()
 	s.setImages(images)
 	m.engine, m.kernel, m.vcpus, m.parent = s.engine, s.kernel, s.vcpus, s.parent
-	m.generation.Store(s.generation.Load())
+	m.self.Generation.Store(s.self.Generation.Load())
 	m.disks, m.live = slices.Clone(s.disks), all.usedBy(images...)
 	m.setImages(images)
 	if m.boot = s.boot; m.boot != nil {
@@ -381,15 +382,15 @@ func (m *moment) child(ctx context.Context, opts engine.ForkOptions) (*sandbox, 
 		images = append(images, d.image)
 	}
 	s := &sandbox{
-		engine: m.engine, kernel: m.kernel, hostname: opts.Hostname, vcpus: m.vcpus, parent: m.parent,
+		engine: m.engine, kernel: m.kernel, self: identity.Self{Hostname: opts.Hostname}, vcpus: m.vcpus, parent: m.parent,
 		disks: slices.Clone(m.disks), live: m.live.usedBy(images...), boot: m.boot,
 	}
-	s.generation.Store(m.generation.Load() + 1)
+	s.self.Generation.Store(m.self.Generation.Load() + 1)
 	if s.boot != nil {
 		s.boot.use()
 	}
-	if s.hostname == "" {
-		s.hostname = "sandbox-" + randomHex(4)
+	if s.self.Hostname == "" {
+		s.self.Hostname = identity.Hostname()
 	}
 	s.setMemory(m.memory)
 	child, err := m.engine.restore(ctx, s, opts, origin{

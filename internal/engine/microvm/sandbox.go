@@ -10,11 +10,10 @@ import (
 	"strconv"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/engine/folder"
+	"agentrun.dev/internal/engine/identity"
 	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/snapshot"
@@ -25,19 +24,17 @@ import (
 // captured.
 type sandbox struct {
 	*Guest
-	engine     *Engine
-	kernel     string // digest
-	hostname   string
-	vcpus      int
-	memory     layer.Image
-	disks      []disk
-	generation atomic.Uint64
-	parent     *snapshot.Snapshot // whose layers it maps; nil after a boot
-	boot       *bootFiles         // nil in a fork
-	restored   time.Duration      // from the call of Fork until it ran
-	folder     folder.Folder      // empty: it ends with this process
-	ownParent  bool               // parent is its own to close
-	fromShell  bool               // which was made before that call
+	engine    *Engine
+	self      identity.Self
+	kernel    string // digest
+	vcpus     int
+	memory    layer.Image
+	disks     []disk
+	parent    *snapshot.Snapshot // whose layers it maps; nil after a boot
+	boot      *bootFiles         // nil in a fork
+	restored  time.Duration      // from the call of Fork until it ran
+	ownParent bool               // parent is its own to close
+	fromShell bool               // which was made before that call
 
 	capture sync.Mutex        // one capture at a time; protects memory, the disks' images and all following fields
 	standby *guestrpc.Standby // nil before the first capture
@@ -168,7 +165,7 @@ func (s *sandbox) Stats(context.Context) (engine.Stats, error) {
 	st, err := ProcessStats(s.Pid())
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	st.Layers, st.Mappings, st.Generation, st.LastFork = s.layers, s.mappings, s.generation.Load(), s.lastFork
+	st.Layers, st.Mappings, st.Generation, st.LastFork = s.layers, s.mappings, s.self.Generation.Load(), s.lastFork
 	return st, err
 }
 

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/identity"
 	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/jail"
 	"agentrun.dev/internal/layer"
@@ -24,13 +25,9 @@ import (
 func (s *sandbox) Snapshot(ctx context.Context, dir string) (_ *snapshot.Snapshot, err error) {
 	s.capture.Lock()
 	defer s.capture.Unlock()
-	b, err := snapshot.NewBuilder(dir)
+	snap, err := snapshot.Make(dir, func(b *snapshot.Builder) (*snapshot.Snapshot, error) { return s.build(ctx, b) })
 	if err != nil {
-		return nil, err
-	}
-	snap, err := s.build(ctx, b)
-	if err != nil {
-		return nil, errors.Join(fmt.Errorf("snapshot: %w", err), b.Abort())
+		return nil, fmt.Errorf("snapshot: %w", err)
 	}
 	return snap, nil
 }
@@ -56,10 +53,10 @@ func (s *sandbox) build(ctx context.Context, b *snapshot.Builder) (*snapshot.Sna
 func (s *sandbox) durable() (*sandbox, *vmmctl.Save) {
 	save := &vmmctl.Save{}
 	d := &sandbox{
-		engine: s.engine, kernel: s.kernel, hostname: s.hostname, vcpus: s.vcpus,
+		engine: s.engine, kernel: s.kernel, self: identity.Self{Hostname: s.self.Hostname}, vcpus: s.vcpus,
 		parent: s.parent, boot: s.boot,
 	}
-	d.generation.Store(s.generation.Load())
+	d.self.Generation.Store(s.self.Generation.Load())
 	d.memory, save.Memory = s.memory.Without(s.live.has)
 	save.Memory = uniteRuns(save.Memory, s.owed)
 	for _, k := range s.disks {
@@ -232,8 +229,8 @@ func (s *sandbox) store(ctx context.Context, b *snapshot.Builder, c *captured) (
 	m := snapshot.Manifest{
 		Created: time.Now().UTC().Truncate(time.Second), Kernel: s.kernel,
 		CPU: cpu, TSCKHz: uint64(c.machine.TSCKHz), VCPUs: s.vcpus,
-		Memory: snapshot.ImageOf(memory), Hostname: s.hostname, Session: c.session,
-		Labels: map[string]string{engine.GenerationLabel: strconv.FormatUint(s.generation.Load(), 10)},
+		Memory: snapshot.ImageOf(memory), Hostname: s.self.Hostname, Session: c.session,
+		Labels: map[string]string{engine.GenerationLabel: strconv.FormatUint(s.self.Generation.Load(), 10)},
 	}
 	if s.parent != nil {
 		m.Parent = s.parent.ID().String()
