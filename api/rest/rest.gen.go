@@ -1192,9 +1192,6 @@ type TemplateList struct {
 
 // TemplateSpec defines model for TemplateSpec.
 type TemplateSpec struct {
-	// Disk Bytes.
-	Disk int64 `json:"disk,omitempty"`
-
 	// Env Environment variables by name.
 	Env Env `json:"env,omitempty"`
 

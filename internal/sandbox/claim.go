@@ -101,7 +101,6 @@ func (b *member) forget() error {
 	b.mu.Lock()
 	b.record.State = Ended
 	b.mu.Unlock()
-	close(b.gone)
 	b.unlock()
 	return m.db.Update(func(tx *journal.Tx) error { return sandboxes.Delete(tx, string(b.id)) })
 }

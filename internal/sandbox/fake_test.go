@@ -37,7 +37,7 @@ func (b *builder) Build(ctx context.Context, spec TemplateSpec, _ Stage, dir str
 	return Built{Image: "sha256:0", Workdir: DefaultWorkdir, Env: Env{"FROM": "image"}}, snap.Close()
 }
 
-func (b *builder) Finish(context.Context, TemplateSpec, engine.Sandbox) error { return nil }
+func (b *builder) Finish(context.Context, TemplateSpec, Built, engine.Sandbox) error { return nil }
 
 // daemon opens a manager on a state folder.
 func daemon(t *testing.T, dir string, h *sandboxtest.Host, change ...func(*Config)) *Manager {

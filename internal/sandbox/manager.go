@@ -24,7 +24,7 @@ type Builder interface {
 	Build(ctx context.Context, spec TemplateSpec, stage Stage, dir string, log io.Writer) (Built, error)
 	// Finish brings a fork of a snapshot that was taken after the init commands
 	// to where one that was taken when ready is.
-	Finish(ctx context.Context, spec TemplateSpec, sb engine.Sandbox) error
+	Finish(ctx context.Context, spec TemplateSpec, built Built, sb engine.Sandbox) error
 }
 
 // Config is what a Manager works with.

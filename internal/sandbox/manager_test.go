@@ -26,6 +26,9 @@ func setUp(t *testing.T, m *Manager, replicas int) {
 	if _, err := m.ApplyPool(key("pool"), PoolSpec{Template: "python", Replicas: replicas}); err != nil {
 		t.Fatal(err)
 	}
+	if err := m.WaitPool(t.Context(), key("pool")); err != nil {
+		t.Fatal(err)
+	}
 	synctest.Wait()
 	if _, st, err := m.Pool(key("pool")); err != nil || st != (PoolStatus{Phase: PhaseReady, Ready: replicas, Snapshots: replicas}) {
 		t.Fatalf("pool: %+v, %v", st, err)

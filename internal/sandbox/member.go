@@ -23,16 +23,15 @@ type member struct {
 	mu      sync.Mutex // protects all following fields
 	record  Sandbox    // as it is in the journal
 	machine engine.Sandbox
-	gone    chan struct{} // closed when it has ended
-	users   int           // requests that are being served
-	used    Clock         // runs while it runs and nobody uses it
-	timer   *time.Timer   // for whichever of its timeouts is next
+	users   int         // requests that are being served
+	used    Clock       // runs while it runs and nobody uses it
+	timer   *time.Timer // for whichever of its timeouts is next
 	// contexts are the default ones that were seen to be there.
 	contexts map[string]bool
 }
 
 func (m *Manager) newMember(s Sandbox) *member {
-	b := &member{manager: m, id: s.ID, record: s, turn: make(chan struct{}, 1), gone: make(chan struct{})}
+	b := &member{manager: m, id: s.ID, record: s, turn: make(chan struct{}, 1)}
 	b.turn <- struct{}{}
 	return b
 }
@@ -135,7 +134,6 @@ func (b *member) ended(reason Reason, detail string) error {
 	delete(m.sandboxes, b.id)
 	delete(m.names, last.Key)
 	m.mu.Unlock()
-	close(b.gone)
 	var errs []error
 	if last.Image != "" {
 		errs = append(errs, m.removeSnapshot(m.imageDir(last.Image)))

@@ -27,6 +27,14 @@ type pool struct {
 	older   []*stock // of earlier revisions, until the current one is full
 	problem string   // why there is no current one of the template's revision
 	phase   Phase
+	changed chan struct{} // closed and made anew with each change of phase
+}
+
+// set changes how far the pool is; the lock must be held.
+func (p *pool) set(phase Phase, problem string) {
+	p.phase, p.problem = phase, problem
+	close(p.changed)
+	p.changed = make(chan struct{})
 }
 
 // stock is the sandboxes of one build that wait.
@@ -104,6 +112,32 @@ func (m *Manager) DeletePool(k Key) error {
 	return errors.Join(err, m.collectBuilds())
 }
 
+// WaitPool waits until claims of a pool can be made, or its template has failed.
+func (m *Manager) WaitPool(ctx context.Context, k Key) error {
+	for {
+		m.mu.Lock()
+		p := m.pools[k]
+		m.mu.Unlock()
+		if p == nil {
+			return notFound(KindPool, k)
+		}
+		p.mu.Lock()
+		phase, problem, changed := p.phase, p.problem, p.changed
+		p.mu.Unlock()
+		switch phase {
+		case PhaseReady:
+			return nil
+		case PhaseFailed:
+			return Errorf(CodeNotReady, "pool %s has failed", k.Name).Because("%s", problem)
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return fmt.Errorf("wait for pool %s, which is %s: %w", k.Name, phase, ctx.Err())
+		}
+	}
+}
+
 // recoverPools starts the pools that the journal has.
 func (m *Manager) recoverPools() error {
 	m.mu.Lock()
@@ -121,7 +155,7 @@ func (m *Manager) startPool(p Pool) {
 	ctx, cancel := context.WithCancel(m.ctx)
 	run := &pool{
 		manager: m, key: p.Key, spec: p.Spec, phase: PhasePending,
-		wake: make(chan struct{}, 1), cancel: cancel, done: make(chan struct{}),
+		wake: make(chan struct{}, 1), cancel: cancel, done: make(chan struct{}), changed: make(chan struct{}),
 	}
 	m.pools[p.Key] = run
 	m.work.Go(func() {
@@ -164,10 +198,11 @@ func (p *pool) run(ctx context.Context) {
 func (p *pool) fail(problem string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.problem = problem
-	if p.phase = PhasePending; p.current == nil {
-		p.phase = PhaseFailed
+	phase := PhasePending
+	if p.current == nil {
+		phase = PhaseFailed
 	}
+	p.set(phase, problem)
 }
 
 func (p *pool) reconcile(ctx context.Context) error {
@@ -185,7 +220,7 @@ func (p *pool) reconcile(ctx context.Context) error {
 		switch {
 		case HasCode(err, CodeNotFound) || err == nil && b.Phase == PhaseBuilding:
 			p.mu.Lock()
-			p.phase, p.problem = PhaseBuilding, ""
+			p.set(PhaseBuilding, "")
 			p.mu.Unlock()
 			return nil // its end wakes us
 		case err != nil:
@@ -204,7 +239,7 @@ func (p *pool) reconcile(ctx context.Context) error {
 		p.mu.Unlock()
 	}
 	p.mu.Lock()
-	p.phase, p.problem = PhaseReady, ""
+	p.set(PhaseReady, "")
 	p.mu.Unlock()
 	current.ready.Resize(spec.Replicas)
 	return p.retire(ctx, current)
@@ -290,7 +325,7 @@ func (m *Manager) forkParked(ctx context.Context, s *stock, hostname string) (en
 	}
 	p := &parked{sb, m, id, memory}
 	if s.build.Stage == AfterInit {
-		if err := m.cfg.Builder.Finish(ctx, s.spec, sb); err != nil {
+		if err := m.cfg.Builder.Finish(ctx, s.spec, s.build.Built, sb); err != nil {
 			return nil, errors.Join(err, p.Close())
 		}
 	}

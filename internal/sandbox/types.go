@@ -14,11 +14,10 @@ type Kind string
 
 // The kinds.
 const (
-	KindTemplate   Kind = "template"
-	KindPool       Kind = "pool"
-	KindSandbox    Kind = "sandbox"
-	KindFork       Kind = "fork"
-	KindCheckpoint Kind = "checkpoint"
+	KindTemplate Kind = "template"
+	KindPool     Kind = "pool"
+	KindSandbox  Kind = "sandbox"
+	KindFork     Kind = "fork"
 )
 
 // Env is environment variables by name.
@@ -35,10 +34,9 @@ type TemplateSpec struct {
 	Env     Env    `json:"env,omitempty"`
 	Workdir string `json:"workdir,omitempty"`
 	User    string `json:"user,omitempty"`
-	// MilliCPUs are thousandths of a processor; Memory and Disk are bytes.
+	// MilliCPUs are thousandths of a processor, Memory is in bytes.
 	MilliCPUs uint64      `json:"milliCPUs"`
 	Memory    uint64      `json:"memory"`
-	Disk      uint64      `json:"disk,omitempty"`
 	Ready     *ReadyCheck `json:"ready,omitempty"`
 	// Warmup is code that is run in a language kernel, so that what it has
 	// imported and computed is in the snapshot.

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"io/fs"
-	"net"
 	"slices"
 
 	"agentrun.dev/internal/engine"
@@ -22,11 +21,6 @@ type Use struct {
 // Agent speaks to what is inside. Execs and executions of code that it starts
 // go on when the use is over.
 func (u *Use) Agent() *guestrpc.Client { return u.machine.Agent() }
-
-// Dial opens a stream to a port inside.
-func (u *Use) Dial(ctx context.Context, port uint32) (net.Conn, error) {
-	return u.machine.Dial(ctx, port)
-}
 
 // Stats is what the sandbox costs.
 func (u *Use) Stats(ctx context.Context) (engine.Stats, error) { return u.machine.Stats(ctx) }

@@ -17,12 +17,11 @@ const (
 	MinMemory    = 64 * mib // what a Linux guest boots with
 	maxMemory    = 1 << 40
 	maxMilliCPUs = 256_000
-	maxDisk      = 1 << 46
 	maxInit      = 100
 	maxText      = 1 << 20
 )
 
-// DefaultReplicas and others are taken where nothing is said.
+// These are taken where nothing is said.
 const (
 	DefaultMilliCPUs = 1000
 	DefaultMemory    = 512 * mib
@@ -42,8 +41,6 @@ func (s TemplateSpec) validate() error {
 		return invalid("resources.cpu", "%d thousandths of a processor are not between 1 and %d", s.MilliCPUs, maxMilliCPUs)
 	case s.Memory < MinMemory || s.Memory > maxMemory:
 		return invalid("resources.memory", "%s are not between %s and %s", mebibytes(s.Memory), mebibytes(MinMemory), mebibytes(maxMemory))
-	case s.Disk > maxDisk:
-		return invalid("resources.disk", "%s are more than %s", mebibytes(s.Disk), mebibytes(maxDisk))
 	case len(s.Init) > maxInit:
 		return invalid("init", "%d commands are more than %d", len(s.Init), maxInit)
 	case s.Workdir != "" && !path.IsAbs(s.Workdir):

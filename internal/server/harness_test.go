@@ -53,7 +53,9 @@ func (b *builder) Build(ctx context.Context, spec sandbox.TemplateSpec, _ sandbo
 	return sandbox.Built{Image: "sha256:0", Workdir: b.workdir, Env: spec.Env}, snap.Close()
 }
 
-func (b *builder) Finish(context.Context, sandbox.TemplateSpec, engine.Sandbox) error { return nil }
+func (b *builder) Finish(context.Context, sandbox.TemplateSpec, sandbox.Built, engine.Sandbox) error {
+	return nil
+}
 
 // node is a daemon with its API on a Unix socket.
 type node struct {

@@ -20,7 +20,7 @@ func TestVersion(t *testing.T) {
 func TestTemplates(t *testing.T) {
 	n := newNode(t)
 	spec := rest.TemplateSpec{
-		Image: "python", Env: rest.Env{"A": "b"}, Workdir: "/w", User: "me", MilliCPUs: 500, Memory: 64 << 20, Disk: 1 << 30,
+		Image: "python", Env: rest.Env{"A": "b"}, Workdir: "/w", User: "me", MilliCPUs: 500, Memory: 64 << 20,
 		Ready: &rest.ReadyCheck{Port: 80, Timeout: "1m30s"}, Warmup: &rest.Program{Language: "python", Text: "import os"},
 	}
 	made := as[rest.Template](n.do("PUT", v1+"/templates/a", spec).ok(200))

@@ -83,8 +83,8 @@ func (b *Builder) Build(ctx context.Context, spec sandbox.TemplateSpec, stage sa
 
 // Finish brings a fork of a snapshot that was taken after the init commands to
 // where one that was taken when ready is.
-func (b *Builder) Finish(ctx context.Context, spec sandbox.TemplateSpec, sb engine.Sandbox) error {
-	r := &run{agent: sb.Agent(), log: io.Discard, user: spec.User, workdir: spec.Workdir}
+func (b *Builder) Finish(ctx context.Context, spec sandbox.TemplateSpec, built sandbox.Built, sb engine.Sandbox) error {
+	r := &run{agent: sb.Agent(), log: io.Discard, user: built.User, workdir: built.Workdir}
 	return r.finish(ctx, spec)
 }
 
