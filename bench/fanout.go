@@ -129,21 +129,10 @@ func newFanout(ctx context.Context, cfg FanoutConfig) (f *fanout, err error) {
 	if _, err := f.manager.ApplyTemplate(fanoutKey(fanoutName), spec); err != nil {
 		return f, err
 	}
-	if err := f.manager.CopyBuildLog(ctx, fanoutKey(fanoutName), sandbox.AfterReady, true, io.Discard); err != nil {
+	if _, err := f.manager.ApplyPool(fanoutKey(fanoutName), sandbox.PoolSpec{Template: fanoutName, Stage: sandbox.AfterReady}); err != nil {
 		return f, err
 	}
-	_, err = f.manager.ApplyPool(fanoutKey(fanoutName), sandbox.PoolSpec{Template: fanoutName, Stage: sandbox.AfterReady})
-	for err == nil {
-		var st sandbox.PoolStatus
-		if _, st, err = f.manager.Pool(fanoutKey(fanoutName)); st.Phase == sandbox.PhaseReady {
-			break
-		}
-		if st.Phase == sandbox.PhaseFailed {
-			err = errors.New(st.Problem)
-		}
-		time.Sleep(10 * time.Millisecond) // a pool has nothing to wait on
-	}
-	return f, err
+	return f, f.manager.WaitPool(ctx, fanoutKey(fanoutName))
 }
 
 func (f *fanout) close() error { return undoAll(f.undo) }

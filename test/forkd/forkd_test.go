@@ -4,11 +4,8 @@
 package forkd
 
 import (
-	"archive/tar"
 	"context"
 	"errors"
-	"io"
-	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -112,8 +109,8 @@ func pythonImage(t *testing.T) string {
 	if said, err := exec.Command("../../guest/rootfs/python.sh", root).CombinedOutput(); err != nil {
 		t.Fatalf("make a root filesystem: %v\n%s", err, said)
 	}
-	if err := tarOf(root, layer); err != nil {
-		t.Fatal(err)
+	if said, err := exec.Command("tar", "-C", root, "-cf", layer, ".").CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, said)
 	}
 	l, err := tarball.LayerFromFile(layer)
 	if err != nil {
@@ -141,49 +138,4 @@ func pythonImage(t *testing.T) string {
 		t.Fatal(err)
 	}
 	return out
-}
-
-func tarOf(root, out string) (err error) {
-	f, err := os.Create(out)
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, f.Close()) }()
-	w := tar.NewWriter(f)
-	err = filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
-		if err != nil || path == root {
-			return err
-		}
-		return addTo(w, root, path, d)
-	})
-	return errors.Join(err, w.Close())
-}
-
-func addTo(w *tar.Writer, root, path string, d fs.DirEntry) error {
-	info, err := d.Info()
-	if err != nil {
-		return err
-	}
-	target := ""
-	if info.Mode()&fs.ModeSymlink != 0 {
-		if target, err = os.Readlink(path); err != nil {
-			return err
-		}
-	}
-	h, err := tar.FileInfoHeader(info, target)
-	if err != nil {
-		return err
-	}
-	if h.Name, err = filepath.Rel(root, path); err != nil {
-		return err
-	}
-	if err := w.WriteHeader(h); err != nil || !info.Mode().IsRegular() {
-		return err
-	}
-	f, err := os.Open(path)
-	if err != nil {
-		return err
-	}
-	_, err = io.Copy(w, f)
-	return errors.Join(err, f.Close())
 }
