@@ -97,8 +97,10 @@ func Claim(ctx context.Context, cfg ClaimConfig) (_ ClaimReport, err error) {
 
 type claimSamples struct{ floors, pings, claims []time.Duration }
 
-// row makes n claims one after the other, with a ping after each of the sandbox
-// that was claimed before it, while no sandbox is made.
+// row makes n claims one after the other, with a ping of the sandbox that was
+// claimed before it beside each, while no sandbox is made. What comes right after
+// the floor finds caches that another machine has filled: that is the claim's turn
+// and the ping's by turns.
 func (s *claimSamples) row(ctx context.Context, pool *ready.Pool, floor sampler, n int) (err error) {
 	release := pool.Hold()
 	defer release()
@@ -108,24 +110,35 @@ func (s *claimSamples) row(ctx context.Context, pool *ready.Pool, floor sampler,
 			err = errors.Join(err, warm.Close())
 		}
 	}()
-	for range n {
+	ping := func() (err error) {
+		if warm != nil {
+			s.pings, err = repeat(s.pings, 1, func() error { return warm.Agent().Ping(ctx) })
+		}
+		return err
+	}
+	for i := range n {
 		d, err := floor.Sample()
 		if err != nil {
 			return err
 		}
 		s.floors = append(s.floors, d)
+		if i%2 == 1 {
+			if err := ping(); err != nil {
+				return err
+			}
+		}
 		start := time.Now()
 		sb, err := pool.Claim(ctx, "")
 		if err != nil {
 			return err
 		}
 		s.claims = append(s.claims, time.Since(start))
-		if warm == nil {
-			warm = sb
-			continue
+		if i%2 == 0 {
+			err = ping()
 		}
-		s.pings, err = repeat(s.pings, 1, func() error { return warm.Agent().Ping(ctx) })
-		err = errors.Join(err, warm.Close())
+		if warm != nil {
+			err = errors.Join(err, warm.Close())
+		}
 		if warm = sb; err != nil {
 			return err
 		}
