@@ -148,6 +148,9 @@ type Sandbox interface {
 	// notice.
 	Pause(context.Context) error
 	Resume(context.Context) error
+	// Park is Pause for a fork that is to be claimed: Claim is faster then. Until
+	// Claim or Resume nothing may be sent to it, which might wake it, too.
+	Park(context.Context) error
 	// Claim lets a paused fork go on as another one: its random numbers are
 	// reseeded and its clock set before anything is served, its generation is
 	// raised, and its host name changed unless hostname is empty. It returns

@@ -111,6 +111,7 @@ type Vsock struct {
 	lazyBytes uint64 // used and not announced
 
 	callbacks []func() // results to report once the lock is released
+	knocked   func()   // see WakeOn
 	packet    []byte   // a packet in transit, in either direction
 	stats     VsockStats
 
@@ -197,6 +198,7 @@ func (d *Vsock) dropAll() {
 func (d *Vsock) Resume() {
 	d.unpause()
 	d.mu.Lock()
+	d.knocked = nil
 	d.settleGone()
 	d.unlock()
 	d.scan()

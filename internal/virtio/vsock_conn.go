@@ -387,6 +387,8 @@ func (c *vsockConn) deliver(fd int) verdict {
 	case c.eof || c.peerShut&shutReceive != 0:
 		c.eof = true
 		return c.watchHangup(fd)
+	case d.paused && d.knocked != nil && c.open:
+		return c.knock(fd)
 	case !d.running() || !c.open || !d.flush() || c.unsaid&sayResponse != 0:
 		return c.block()
 	}
@@ -428,6 +430,24 @@ func (c *vsockConn) deliver(fd int) verdict {
 	}
 	c.eof = true
 	return c.watchHangup(fd)
+}
+
+// knock tells who waits for it that the host has sent something to a guest that
+// is paused. An end of the stream is no such thing: the guest hears of it when it
+// goes on.
+func (c *vsockConn) knock(fd int) verdict {
+	var b [1]byte
+	n, _, _, _, err := unix.Recvmsg(fd, b[:], nil, unix.MSG_PEEK|unix.MSG_DONTWAIT)
+	switch {
+	case n > 0:
+		c.dev.callbacks = append(c.dev.callbacks, c.dev.knocked)
+		c.dev.knocked = nil
+	case errors.Is(err, unix.EINTR):
+		return again
+	case errors.Is(err, unix.EAGAIN):
+		return waitReadable
+	}
+	return c.block()
 }
 
 // watchHangup follows the end of the host's stream: first the host sends no

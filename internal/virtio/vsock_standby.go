@@ -18,6 +18,18 @@ func (d *Vsock) ConnectStandby(port uint32, conn *os.File, result func(error)) {
 	d.connect(port, conn, true, result)
 }
 
+// WakeOn has f called, once and without the device's lock, when the host sends
+// something on an open connection while the device is paused. Resume ends that, as
+// does WakeOn(nil).
+func (d *Vsock) WakeOn(f func()) {
+	d.mu.Lock()
+	defer d.unlock()
+	d.knocked = f
+	if f != nil {
+		d.wakeBlocked() // what has come already counts
+	}
+}
+
 // errNoStandby is a mistake of the caller, who knows what was saved.
 var errNoStandby = errors.New("vsock: the state has no standby connection")
 

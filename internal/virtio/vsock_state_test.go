@@ -304,3 +304,62 @@ func TestVsockResetUnderLoad(t *testing.T) {
 		t.Fatal("the ring changed after the reset")
 	}
 }
+
+// TestVsockWakeOn: what the host sends to a guest that is paused is noticed once,
+// the end of its stream is not, and nothing is lost.
+func TestVsockWakeOn(t *testing.T) {
+	g := newVsockGuest(t, 0)
+	g.feed(8)
+	k, host := g.call(52)
+	other, gone := g.call(53)
+	knocked := make(chan error, 8)
+	park := func() {
+		g.bus.Pause()
+		g.dev.WakeOn(func() { knocked <- nil })
+	}
+	for round := range 3 {
+		park()
+		if round == 0 {
+			if err := gone.Close(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		mustWrite(t, host, []byte("one"))
+		if err := await(t, knocked); err != nil {
+			t.Fatal(err)
+		}
+		mustWrite(t, host, []byte("two"))
+		g.wantNothing()
+		g.bus.Resume()
+		if round == 0 {
+			seen := map[connKey]bool{}
+			for range 2 {
+				h, _ := g.rx()
+				seen[connKey{host: h.srcPort, guest: h.dstPort}] = true
+			}
+			if !seen[k] || !seen[other] {
+				t.Fatalf("after it went on the guest heard of %v", seen)
+			}
+		} else if _, p := g.want(k, opData); string(p) != "onetwo" {
+			t.Fatalf("the guest read %q", p)
+		}
+		if len(knocked) != 0 {
+			t.Fatal("noticed twice")
+		}
+	}
+	park()
+	g.dev.WakeOn(nil)
+	mustWrite(t, host, []byte("three"))
+	g.wantNothing()
+	g.bus.Resume()
+	if _, p := g.want(k, opData); string(p) != "three" {
+		t.Fatalf("the guest read %q", p)
+	}
+	park()
+	g.bus.Resume()
+	mustWrite(t, host, []byte("four"))
+	if _, p := g.want(k, opData); string(p) != "four" || len(knocked) != 0 {
+		t.Fatalf("the guest read %q; noticed %d times while it ran", p, len(knocked))
+	}
+	g.wantHealthy()
+}

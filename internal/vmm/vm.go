@@ -98,6 +98,7 @@ func (vm *VM) Pause() error {
 		return fmt.Errorf("pause: %w", ErrEnded)
 	}
 	if vm.paused {
+		vm.wakeOn(nil)
 		return nil
 	}
 	if !vm.gate.hold(vm.vcpus) {
@@ -115,6 +116,25 @@ func (vm *VM) Pause() error {
 	}
 	vm.paused = true
 	return nil
+}
+
+// Park is Pause until the host sends something over vsock: knocked is then called,
+// once. Pause and Resume end that.
+func (vm *VM) Park(knocked func()) error {
+	if vm.vsock == nil {
+		return errors.New("park: this guest has no vsock device to be woken by")
+	}
+	if err := vm.Pause(); err != nil {
+		return err
+	}
+	vm.wakeOn(knocked)
+	return nil
+}
+
+func (vm *VM) wakeOn(knocked func()) {
+	if vm.vsock != nil {
+		vm.vsock.WakeOn(knocked)
+	}
 }
 
 // Paused reports whether the guest stands still.

@@ -30,6 +30,8 @@ const (
 	// KindSettle waits until the guest has given back what it does not use.
 	KindSettle Kind = 12
 	KindLoad   Kind = 13
+	// KindPark is Pause until the parent sends something on a stream.
+	KindPark Kind = 14
 
 	KindReply Kind = 64
 	KindReady Kind = 65
@@ -191,7 +193,7 @@ type Connect struct {
 	Standby bool
 }
 
-// Simple is a request without arguments: Pause, Resume, Console, Stop,
+// Simple is a request without arguments: Pause, Park, Resume, Console, Stop,
 // Generation, Touched or Settle.
 type Simple struct {
 	Kind Kind
@@ -251,7 +253,7 @@ func Unmarshal(b []byte) (Message, error) {
 		m = &Save{}
 	case KindConnect:
 		m = &Connect{}
-	case KindPause, KindResume, KindConsole, KindStop, KindGeneration, KindTouched, KindSettle:
+	case KindPause, KindPark, KindResume, KindConsole, KindStop, KindGeneration, KindTouched, KindSettle:
 		m = &Simple{Kind: k}
 	case KindBalloon:
 		m = &Balloon{}

@@ -260,6 +260,8 @@ func (s *server) request(conn *vmmctl.Conn, m vmmctl.Message, files []*os.File) 
 		switch m.Kind {
 		case vmmctl.KindPause:
 			return reply(conn, m.ID, s.still(s.vm.Pause), nil)
+		case vmmctl.KindPark:
+			return reply(conn, m.ID, s.still(func() error { return s.vm.Park(s.knocked) }), nil)
 		case vmmctl.KindResume:
 			return reply(conn, m.ID, s.still(s.vm.Resume), nil)
 		case vmmctl.KindConsole:
@@ -278,6 +280,15 @@ func (s *server) request(conn *vmmctl.Conn, m vmmctl.Message, files []*os.File) 
 		}
 	}
 	return fmt.Errorf("unexpected control message %T with %d files", m, len(files))
+}
+
+// knocked lets a parked machine go on. One that cannot has nobody to tell but by
+// its end: the parent waits for the guest's answer.
+func (s *server) knocked() {
+	if err := s.still(s.vm.Resume); err != nil {
+		fmt.Fprintln(os.Stderr, "vmm:", err)
+		s.vm.Stop()
+	}
 }
 
 func reply(conn *vmmctl.Conn, id uint64, err error, data []byte) error {

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"os"
 	"os/exec"
@@ -255,8 +256,12 @@ func TestReady(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
+		st, err := sb.Stats(t.Context())
+		if err != nil || st.Generation < 2 {
+			t.Errorf("%+v, %v", st, err)
+		}
 		got := sh(t, sb, "hostname; cat /run/agentrun/generation; head -c 16 /dev/urandom | od -An -tx1")
-		if !strings.HasPrefix(got, name+"\n2\n") || seen[got[len(name):]] {
+		if !strings.HasPrefix(got, fmt.Sprintf("%s\n%d\n", name, st.Generation)) || seen[got[len(name):]] {
 			t.Errorf("claim %d says %q", i, got)
 		}
 		seen[got[len(name):]] = true

@@ -83,6 +83,7 @@ func Run(t *testing.T, target Target) {
 	t.Run("AdoptRefuses", s.testAdoptRefuses)
 	t.Run("Moved", s.testMoved)
 	t.Run("Pause", s.testPause)
+	t.Run("Park", s.testPark)
 	t.Run("Hibernate", s.testHibernate)
 	t.Run("Limits", s.testLimits)
 	t.Run("Adoption", s.testAdoption)

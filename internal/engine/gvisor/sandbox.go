@@ -126,6 +126,9 @@ func (s *sandbox) Agent() *guestrpc.Client {
 // sandbox's.
 func (s *sandbox) Settle(ctx context.Context) error { return ctx.Err() }
 
+// Park is Pause: only its helper can let gVisor's kernel go on.
+func (s *sandbox) Park(ctx context.Context) error { return s.Pause(ctx) }
+
 // Claim lets a paused fork go on as another one.
 func (s *sandbox) Claim(ctx context.Context, hostname string) error {
 	s.capture.Lock() // a snapshot takes the identity with it

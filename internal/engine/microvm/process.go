@@ -59,6 +59,7 @@ type Process struct {
 	lastTail []byte        // the console's tail at the end, likewise
 
 	paused  atomic.Bool // as far as this parent knows
+	parked  atomic.Bool // it goes on when it is sent something
 	charges charges
 
 	mu      sync.Mutex // protects all following fields
@@ -323,12 +324,22 @@ func streamPair() (ours net.Conn, theirs *os.File, err error) {
 // Pause stops the guest's processors and devices.
 func (p *Process) Pause(ctx context.Context) error {
 	p.paused.Store(true)
+	p.parked.Store(false)
 	return p.simple(ctx, vmmctl.KindPause)
+}
+
+// Park is Pause until something is sent on one of the guest's streams.
+func (p *Process) Park(ctx context.Context) error {
+	p.paused.Store(true)
+	err := p.simple(ctx, vmmctl.KindPark)
+	p.parked.Store(err == nil)
+	return err
 }
 
 // Resume lets a paused guest go on.
 func (p *Process) Resume(ctx context.Context) error {
 	p.paused.Store(false)
+	p.parked.Store(false)
 	return p.simple(ctx, vmmctl.KindResume)
 }
 

@@ -153,11 +153,11 @@ func (p *Pool) park(ctx context.Context) (engine.Sandbox, error) {
 	}
 	// What a fork does beside its first answer goes before this one.
 	if err = sb.Agent().Ping(ctx); err == nil {
-		err = sb.Pause(ctx)
+		err = sb.Park(ctx)
 	}
 	for i := 0; err == nil && i < rehearsals; i++ {
 		if err = sb.Claim(ctx, ""); err == nil {
-			err = sb.Pause(ctx)
+			err = sb.Park(ctx)
 		}
 	}
 	if err != nil {

@@ -61,7 +61,7 @@ func (s *fakeSandbox) Agent() *guestrpc.Client { return s.agent }
 func (s *fakeSandbox) Done() <-chan struct{}   { return s.done }
 func (s *fakeSandbox) Wait() error             { <-s.done; return engine.ErrEnded }
 
-func (s *fakeSandbox) Pause(context.Context) error {
+func (s *fakeSandbox) Park(context.Context) error {
 	s.paused.Store(true)
 	return nil
 }
