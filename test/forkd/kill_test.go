@@ -256,8 +256,14 @@ func TestKilled(t *testing.T) {
 	if images, imagesErr := filepath.Glob(filepath.Join(n.state, "forkd", "images", "*")); err != nil || imagesErr != nil || len(left)+len(images) > 0 {
 		t.Errorf("left: %q %q", left, images)
 	}
+	n.noProcesses()
+}
+
+// noProcesses looks for what still runs with the state folder.
+func (n *node) noProcesses() {
+	n.t.Helper()
 	if out, err := exec.Command("pgrep", "-f", n.state).Output(); err == nil {
-		t.Errorf("processes are left: %s", out)
+		n.t.Errorf("processes are left: %s", out)
 	}
 }
 

@@ -1,0 +1,342 @@
+package forkd
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"io/fs"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"agentrun.dev/api/rest"
+	"agentrun.dev/internal/client"
+	"agentrun.dev/internal/engine/pick"
+)
+
+// usage is what a daemon and its sandboxes take of the machine.
+type usage struct {
+	Descriptors, Threads int
+	Memory               int64 // the daemon's own, in bytes
+	Mounts               int
+	Machines             int
+	// Disk is what the state folder has beside the journal, which keeps the
+	// history, and the logs.
+	Files int
+	Disk  int64
+}
+
+// look waits until nothing is going on and measures.
+func (n *node) look() (u usage) {
+	n.t.Helper()
+	n.rest()
+	proc := filepath.Join("/proc", strconv.Itoa(n.daemon.Process.Pid))
+	entries := func(dir string) int {
+		list, err := os.ReadDir(dir)
+		if err != nil {
+			n.t.Fatal(err)
+		}
+		return len(list)
+	}
+	u.Descriptors, u.Threads = entries(filepath.Join(proc, "fd")), entries(filepath.Join(proc, "task"))
+	u.Machines = entries(filepath.Join(n.state, "forkd", "machines"))
+	status, err := os.ReadFile(filepath.Join(proc, "status"))
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	for line := range strings.Lines(string(status)) {
+		if rest, ok := strings.CutPrefix(line, "RssAnon:"); ok {
+			kib, err := strconv.ParseInt(strings.Fields(rest)[0], 10, 64)
+			if err != nil {
+				n.t.Fatal(err)
+			}
+			u.Memory = kib << 10
+		}
+	}
+	mounts, err := os.ReadFile(filepath.Join(proc, "mountinfo"))
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	u.Mounts = bytes.Count(mounts, []byte("\n"))
+	err = filepath.WalkDir(n.state, func(path string, d fs.DirEntry, err error) error {
+		if err != nil || d.IsDir() || strings.Contains(filepath.Base(path), "journal") || filepath.Ext(path) == ".log" {
+			return err
+		}
+		info, err := d.Info()
+		if err == nil {
+			u.Files++
+			u.Disk += info.Size()
+		}
+		return err
+	})
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	return u
+}
+
+// rest waits until no sandbox is there and the pool is full.
+func (n *node) rest() {
+	n.t.Helper()
+	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) { // the API has nothing to wait on
+		p, err := n.client.Pool(n.t.Context(), "pool")
+		if err != nil {
+			n.t.Fatal(err)
+		}
+		left, err := n.client.Sandboxes(n.t.Context(), false)
+		if err != nil {
+			n.t.Fatal(err)
+		}
+		if len(left) == 0 && p.Ready == p.Spec.Replicas {
+			return
+		}
+		if time.Since(begin) > 5*time.Minute {
+			n.t.Fatalf("the daemon does not come to rest: %+v, %d sandboxes", p, len(left))
+		}
+	}
+}
+
+// emptyGroups are the cgroups of sandboxes that have no process. Other tests may
+// be about to put one in.
+func emptyGroups(t *testing.T) (empty []string) {
+	t.Helper()
+	err := filepath.WalkDir("/sys/fs/cgroup", func(path string, d fs.DirEntry, err error) error {
+		if err != nil || d.Name() != "cgroup.procs" {
+			return nil // it may have gone
+		}
+		dir := filepath.Dir(path)
+		name := filepath.Base(dir)
+		if !strings.HasPrefix(name, "gvisor-") && !strings.HasPrefix(name, "vm-") {
+			return nil
+		}
+		if b, err := os.ReadFile(path); err == nil && len(b) == 0 {
+			empty = append(empty, dir)
+		}
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return empty
+}
+
+// nothingLeft compares what there is with what there was.
+func (n *node) nothingLeft(before usage, groups []string) {
+	n.t.Helper()
+	after := n.look()
+	n.t.Logf("before %+v", before)
+	n.t.Logf("after  %+v", after)
+	// Idle connections and threads of the runtime come and go; what every
+	// sandbox left would be far more, and its history is a few hundred bytes.
+	const few, slack = 16, 64 << 20
+	if after.Descriptors > before.Descriptors+few || after.Threads > before.Threads+few || after.Memory > before.Memory+slack ||
+		after.Mounts > before.Mounts || after.Machines > before.Machines || after.Files > before.Files || after.Disk > before.Disk+before.Disk/4 {
+		n.t.Error("something is left")
+	}
+	for begin := time.Now(); ; time.Sleep(100 * time.Millisecond) { // there is no event for it
+		left := slices.DeleteFunc(emptyGroups(n.t), func(g string) bool { return slices.Contains(groups, g) })
+		if len(left) == 0 {
+			return
+		}
+		if time.Since(begin) > time.Minute {
+			n.t.Errorf("cgroups are left: %q", left)
+			return
+		}
+	}
+}
+
+// TestClaimsAndKills: sandboxes that come and go leave nothing behind.
+func TestClaimsAndKills(t *testing.T) {
+	n := newNode(t)
+	n.up()
+	n.template(pythonImage(t))
+	cycle := func(name string) error {
+		_, err := n.client.CreateSandbox(t.Context(), rest.SandboxCreate{Name: name, Pool: "pool"}, "")
+		if err == nil {
+			_, err = n.mark(t.Context(), name)
+		}
+		if err == nil {
+			_, err = n.client.Kill(t.Context(), name)
+		}
+		return err
+	}
+	if err := cycle("first"); err != nil { // what is made once
+		t.Fatal(err)
+	}
+	all := count(1000, 12)
+	if kind, _ := pick.Choose(pick.Auto); kind == pick.MicroVM {
+		all = count(200, 4)
+	}
+	groups, before := emptyGroups(t), n.look()
+	var next atomic.Int64
+	var clients sync.WaitGroup
+	for range 4 {
+		clients.Go(func() {
+			for i := next.Add(1); i <= int64(all); i = next.Add(1) {
+				if err := cycle(fmt.Sprintf("cycle-%d", i)); err != nil {
+					t.Errorf("cycle %d: %v", i, err)
+				}
+			}
+		})
+	}
+	clients.Wait()
+	n.nothingLeft(before, groups)
+	n.end()
+}
+
+// end ends the pool, the daemon and looks for processes.
+func (n *node) end() {
+	n.t.Helper()
+	if err := n.client.DeletePool(n.t.Context(), "pool"); err != nil {
+		n.t.Error(err)
+	}
+	n.down()
+	n.noProcesses()
+}
+
+// user is a client of the soak with sandboxes of its own.
+type user struct {
+	*node
+	name string
+	made int
+	// holds has what the sandboxes were told to remember; those that sleep are
+	// woken by the next call.
+	holds map[string]string
+}
+
+// mostSandboxes is how many a user has at once.
+const mostSandboxes = 4
+
+// step does one thing, chosen at random, and returns which.
+func (u *user) step(ctx context.Context) (what string, err error) {
+	names := make([]string, 0, len(u.holds))
+	for name := range u.holds {
+		names = append(names, name)
+	}
+	if len(names) == 0 {
+		return "claim", u.claim(ctx)
+	}
+	name := names[rand.IntN(len(names))]
+	switch p := rand.IntN(100); {
+	case p < 12 && len(names) < mostSandboxes:
+		return "claim", u.claim(ctx)
+	case p < 28:
+		delete(u.holds, name)
+		_, err := u.client.Kill(ctx, name)
+		return "kill", err
+	case p < 48 && len(names) < mostSandboxes:
+		return "fork", u.fork(ctx, name)
+	case p < 52:
+		_, err := u.client.Do(ctx, name, client.Hibernate)
+		return "hibernate", err
+	case p < 56:
+		_, err := u.client.Do(ctx, name, client.Resume)
+		return "resume", err
+	case p < 78:
+		return "code", u.check(ctx, name)
+	case p < 91:
+		r, err := u.client.Run(ctx, name, rest.ExecRequest{Argv: []string{"cat", "mine"}})
+		if err == nil && r.Stdout != u.holds[name] {
+			err = fmt.Errorf("the file of %s has %q, want %q", name, r.Stdout, u.holds[name])
+		}
+		return "exec", err
+	default:
+		var out strings.Builder
+		err := u.client.ReadFile(ctx, name, "mine", &out)
+		if err == nil && out.String() != u.holds[name] {
+			err = fmt.Errorf("the file of %s reads %q, want %q", name, out.String(), u.holds[name])
+		}
+		return "file", err
+	}
+}
+
+func (u *user) claim(ctx context.Context) error {
+	u.made++
+	name := fmt.Sprintf("%s-%d", u.name, u.made)
+	if _, err := u.client.CreateSandbox(ctx, rest.SandboxCreate{Name: name, Pool: "pool"}, ""); err != nil {
+		return err
+	}
+	value, err := u.mark(ctx, name)
+	u.holds[name] = value
+	return err
+}
+
+// fork makes a child, which must hold what its parent does.
+func (u *user) fork(ctx context.Context, name string) error {
+	u.made++
+	fork := fmt.Sprintf("%s-%d", u.name, u.made)
+	f, err := u.client.Fork(ctx, name, rest.ForkCreate{Name: fork, Replicas: 1}, "")
+	if err != nil {
+		return err
+	}
+	if len(f.Children) != 1 || f.Children[0].Problem != "" {
+		return fmt.Errorf("fork %s: %+v", fork, f)
+	}
+	child := f.Children[0].Name
+	u.holds[child] = u.holds[name]
+	return u.check(ctx, child)
+}
+
+func (u *user) check(ctx context.Context, name string) error {
+	r, err := u.client.RunCode(ctx, name, rest.CodeRequest{Code: "print(mine, end='')"})
+	if err == nil && r.Stdout != u.holds[name] {
+		err = fmt.Errorf("the kernel of %s has %q, want %q: %+v", name, r.Stdout, u.holds[name], r.Error)
+	}
+	return err
+}
+
+// TestSoak: many clients do everything at once. Nothing goes wrong, no sandbox
+// sees another's state, and nothing is left.
+func TestSoak(t *testing.T) {
+	n := newNode(t)
+	n.up()
+	n.template(pythonImage(t))
+	clients, steps := count(20, 4), count(10000, 120)
+	var mu sync.Mutex // protects done
+	done := map[string]int{}
+	work := func(u *user, steps int) {
+		for range steps {
+			what, err := u.step(t.Context())
+			if err != nil {
+				t.Errorf("%s: %s: %v", u.name, what, err)
+			}
+			mu.Lock()
+			done[what]++
+			mu.Unlock()
+		}
+		for name := range u.holds {
+			if _, err := u.client.Kill(t.Context(), name); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+	newUser := func(name string) *user { return &user{node: n, name: name, holds: map[string]string{}} }
+	work(newUser("first"), 20) // what is made once
+	groups, before := emptyGroups(t), n.look()
+	clear(done)
+	var all sync.WaitGroup
+	for i := range clients {
+		all.Go(func() { work(newUser(fmt.Sprintf("user-%d", i)), steps/clients) })
+	}
+	all.Wait()
+	t.Logf("did %v", done)
+	// A short run may happen to be another mix.
+	share := func(of ...string) (percent int) {
+		for _, what := range of {
+			percent += 100 * done[what]
+		}
+		return percent / steps
+	}
+	if steps > 1000 && (share("claim", "kill") < 20 || share("fork") < 10 || share("hibernate", "resume") < 5) {
+		t.Error("that was not the mix that is asked for")
+	}
+	n.nothingLeft(before, groups)
+	n.end()
+}
