@@ -298,6 +298,12 @@ func reopen(f *os.File) (*os.File, error) {
 // residentDir is a new folder beside the resident pages, of one checkpoint. It is
 // locked until it is removed.
 func (e *Engine) residentDir() (dir string, remove func() error, err error) {
+	// Between the two steps somebody else could take it for one that was left.
+	unlock, err := e.lockRunDir(unix.LOCK_SH)
+	if err != nil {
+		return "", nil, err
+	}
+	defer unlock()
 	dir, err = os.MkdirTemp(e.cfg.Resident, checkpointPrefix)
 	if err != nil {
 		return "", nil, fmt.Errorf("make room for a checkpoint: %w", err)

@@ -240,6 +240,11 @@ func stopListening(ctx context.Context, socket string) error {
 // removeCheckpoints deletes the folders of checkpoints that killed processes
 // have left.
 func (e *Engine) removeCheckpoints() error {
+	unlock, err := e.lockRunDir(unix.LOCK_EX)
+	if err != nil {
+		return err
+	}
+	defer unlock()
 	entries, err := os.ReadDir(e.cfg.Resident)
 	if err != nil {
 		return err
