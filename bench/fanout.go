@@ -5,20 +5,15 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"log/slog"
-	"os"
-	"path/filepath"
 	"slices"
 	"sync"
 	"time"
 
-	"agentrun.dev/internal/engine/folder"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/image"
 	"agentrun.dev/internal/sandbox"
-	"agentrun.dev/internal/template"
 )
 
 // FanoutConfig says what Fanout measures.
@@ -86,77 +81,16 @@ func Fanout(ctx context.Context, cfg FanoutConfig) (_ FanoutReport, err error) {
 
 // fanout is a pool of warm sandboxes.
 type fanout struct {
-	cfg     FanoutConfig
-	manager *sandbox.Manager
-	undo    []func() error
+	*node
+	cfg FanoutConfig
 }
 
-const fanoutName = "fanout"
-
-func fanoutKey(name string) sandbox.Key {
-	return sandbox.Key{Namespace: sandbox.DefaultNamespace, Name: sandbox.Name(name)}
-}
-
-func newFanout(ctx context.Context, cfg FanoutConfig) (f *fanout, err error) {
-	f = &fanout{cfg: cfg}
-	resident, err := os.MkdirTemp("/dev/shm", "agentrun-bench-")
-	if err != nil {
-		return f, err
-	}
-	f.undo = append(f.undo, func() error { return os.RemoveAll(resident) })
-	e, err := pick.Open(cfg.Engine, pick.Config{Resident: resident, Scratch: filepath.Join(cfg.Folder, "scratch"), Jail: cfg.Jail})
-	if err != nil {
-		return f, err
-	}
-	f.undo = append(f.undo, e.Close)
-	boot, err := folder.BootID()
-	if err != nil {
-		return f, err
-	}
-	f.manager, err = sandbox.Open(ctx, sandbox.Config{
-		Dir: filepath.Join(cfg.Folder, "state"), Engine: e, Boot: boot, Capacity: 1 << 62,
-		Builder: &template.Builder{Engine: e, Images: cfg.Images, PlainRoots: cfg.Engine == pick.GVisor},
-		Log:     slog.New(slog.DiscardHandler),
-	})
-	if err != nil {
-		return f, err
-	}
-	f.undo = append(f.undo, f.manager.Close)
-	spec := sandbox.TemplateSpec{
-		Image: cfg.Image, MilliCPUs: sandbox.DefaultMilliCPUs, Memory: cfg.Memory,
+func newFanout(ctx context.Context, cfg FanoutConfig) (*fanout, error) {
+	n, err := newNode(ctx, nodeConfig{
+		Image: cfg.Image, Images: cfg.Images, Memory: cfg.Memory, Folder: cfg.Folder, Engine: cfg.Engine, Jail: cfg.Jail,
 		Warmup: &sandbox.Program{Language: "python", Text: cfg.Warmup},
-	}
-	if _, err := f.manager.ApplyTemplate(fanoutKey(fanoutName), spec); err != nil {
-		return f, err
-	}
-	if _, err := f.manager.ApplyPool(fanoutKey(fanoutName), sandbox.PoolSpec{Template: fanoutName, Stage: sandbox.AfterReady}); err != nil {
-		return f, err
-	}
-	return f, f.manager.WaitPool(ctx, fanoutKey(fanoutName))
-}
-
-func (f *fanout) close() error { return undoAll(f.undo) }
-
-// use claims a fork and does something in it; took is without the claim.
-func (f *fanout) use(ctx context.Context, name string, do func(*sandbox.Use) error) (took time.Duration, err error) {
-	if _, err := f.manager.Claim(ctx, fanoutKey(name), sandbox.ClaimSpec{Pool: fanoutName}); err != nil {
-		return 0, err
-	}
-	u, err := f.manager.Use(ctx, fanoutKey(name))
-	if err != nil {
-		return 0, err
-	}
-	defer u.Done()
-	begin := time.Now()
-	err = do(u)
-	return time.Since(begin), err
-}
-
-// one is use of a fork that ends then.
-func (f *fanout) one(ctx context.Context, name string, do func(*sandbox.Use) error) (time.Duration, error) {
-	took, err := f.use(ctx, name, do)
-	_, killErr := f.manager.Kill(ctx, fanoutKey(name))
-	return took, errors.Join(err, killErr)
+	})
+	return &fanout{n, cfg}, err
 }
 
 // run evaluates the code.
@@ -196,7 +130,7 @@ func (f *fanout) all(ctx context.Context, report *FanoutReport) error {
 	for i := range f.cfg.Count {
 		name := fmt.Sprintf("fork-%d", i)
 		bytes, err := f.own(ctx, name)
-		_, killErr := f.manager.Kill(ctx, fanoutKey(name))
+		_, killErr := f.manager.Kill(ctx, benchKey(name))
 		if err := errors.Join(err, killErr); err != nil {
 			return err
 		}
@@ -209,7 +143,7 @@ func (f *fanout) all(ctx context.Context, report *FanoutReport) error {
 
 // own is the memory of a fork alone.
 func (f *fanout) own(ctx context.Context, name string) (uint64, error) {
-	u, err := f.manager.Use(ctx, fanoutKey(name))
+	u, err := f.manager.Use(ctx, benchKey(name))
 	if err != nil {
 		return 0, err
 	}

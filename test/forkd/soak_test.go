@@ -8,7 +8,6 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
-	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -18,7 +17,9 @@ import (
 
 	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/client"
+	"agentrun.dev/internal/engine/folder"
 	"agentrun.dev/internal/engine/pick"
+	"agentrun.dev/internal/procid"
 )
 
 // usage is what a daemon and its sandboxes take of the machine.
@@ -103,21 +104,50 @@ func (n *node) rest() {
 	}
 }
 
-// emptyGroups are the cgroups of sandboxes that have no process. Other tests may
-// be about to put one in.
-func emptyGroups(t *testing.T) (empty []string) {
+// traces are the processes and cgroups of sandboxes that were seen. Other tests
+// have some of their own at the same time.
+type traces struct {
+	mu        sync.Mutex // protects all following fields
+	processes map[procid.ID]bool
+	groups    map[string]bool
+}
+
+// note adds those that are there now.
+func (s *traces) note(n *node) {
+	machines, err := filepath.Glob(filepath.Join(n.state, "forkd", "machines", "*"))
+	if err != nil {
+		n.t.Error(err)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.groups == nil {
+		s.groups, s.processes = map[string]bool{}, map[procid.ID]bool{}
+	}
+	for _, m := range machines {
+		r, err := folder.Folder(m).Read()
+		if err != nil {
+			continue // it is being made, or has ended
+		}
+		b, _ := os.ReadFile(filepath.Join("/proc", strconv.Itoa(r.Process.PID), "cgroup")) // so may have its process
+		for line := range strings.Lines(string(b)) {
+			name := filepath.Base(strings.TrimSpace(line))
+			if strings.HasPrefix(name, "gvisor-") || strings.HasPrefix(name, "vm-") {
+				s.groups[name] = true
+				s.processes[r.Process] = true
+			}
+		}
+	}
+}
+
+// emptyGroups are those that exist and have no process.
+func emptyGroups(t *testing.T, names map[string]bool) (empty []string) {
 	t.Helper()
 	err := filepath.WalkDir("/sys/fs/cgroup", func(path string, d fs.DirEntry, err error) error {
-		if err != nil || d.Name() != "cgroup.procs" {
+		if err != nil || d.Name() != "cgroup.procs" || !names[filepath.Base(filepath.Dir(path))] {
 			return nil // it may have gone
 		}
-		dir := filepath.Dir(path)
-		name := filepath.Base(dir)
-		if !strings.HasPrefix(name, "gvisor-") && !strings.HasPrefix(name, "vm-") {
-			return nil
-		}
 		if b, err := os.ReadFile(path); err == nil && len(b) == 0 {
-			empty = append(empty, dir)
+			empty = append(empty, filepath.Dir(path))
 		}
 		return nil
 	})
@@ -128,7 +158,7 @@ func emptyGroups(t *testing.T) (empty []string) {
 }
 
 // nothingLeft compares what there is with what there was.
-func (n *node) nothingLeft(before usage, groups []string) {
+func (n *node) nothingLeft(before usage, seen *traces) {
 	n.t.Helper()
 	after := n.look()
 	n.t.Logf("before %+v", before)
@@ -140,8 +170,11 @@ func (n *node) nothingLeft(before usage, groups []string) {
 		after.Mounts > before.Mounts || after.Machines > before.Machines || after.Files > before.Files || after.Disk > before.Disk+before.Disk/4 {
 		n.t.Error("something is left")
 	}
+	if len(seen.groups) == 0 {
+		n.t.Error("no sandbox was seen")
+	}
 	for begin := time.Now(); ; time.Sleep(100 * time.Millisecond) { // there is no event for it
-		left := slices.DeleteFunc(emptyGroups(n.t), func(g string) bool { return slices.Contains(groups, g) })
+		left := emptyGroups(n.t, seen.groups)
 		if len(left) == 0 {
 			return
 		}
@@ -174,7 +207,8 @@ func TestClaimsAndKills(t *testing.T) {
 	if kind, _ := pick.Choose(pick.Auto); kind == pick.MicroVM {
 		all = count(200, 4)
 	}
-	groups, before := emptyGroups(t), n.look()
+	before := n.look()
+	var seen traces
 	var next atomic.Int64
 	var clients sync.WaitGroup
 	for range 4 {
@@ -183,22 +217,30 @@ func TestClaimsAndKills(t *testing.T) {
 				if err := cycle(fmt.Sprintf("cycle-%d", i)); err != nil {
 					t.Errorf("cycle %d: %v", i, err)
 				}
+				if i%4 == 0 {
+					seen.note(n)
+				}
 			}
 		})
 	}
 	clients.Wait()
-	n.nothingLeft(before, groups)
-	n.end()
+	n.nothingLeft(before, &seen)
+	n.end(&seen)
 }
 
-// end ends the pool, the daemon and looks for processes.
-func (n *node) end() {
+// end ends the pool and the daemon, and looks for processes.
+func (n *node) end(seen *traces) {
 	n.t.Helper()
 	if err := n.client.DeletePool(n.t.Context(), "pool"); err != nil {
 		n.t.Error(err)
 	}
 	n.down()
 	n.noProcesses()
+	for p := range seen.processes {
+		if p.Alive() {
+			n.t.Errorf("process %d is left", p.PID)
+		}
+	}
 }
 
 // user is a client of the soak with sandboxes of its own.
@@ -301,8 +343,12 @@ func TestSoak(t *testing.T) {
 	clients, steps := count(20, 4), count(10000, 120)
 	var mu sync.Mutex // protects done
 	done := map[string]int{}
+	var seen traces
 	work := func(u *user, steps int) {
-		for range steps {
+		for i := range steps {
+			if i%10 == 0 {
+				seen.note(n)
+			}
 			what, err := u.step(t.Context())
 			if err != nil {
 				t.Errorf("%s: %s: %v", u.name, what, err)
@@ -319,7 +365,7 @@ func TestSoak(t *testing.T) {
 	}
 	newUser := func(name string) *user { return &user{node: n, name: name, holds: map[string]string{}} }
 	work(newUser("first"), 20) // what is made once
-	groups, before := emptyGroups(t), n.look()
+	before := n.look()
 	clear(done)
 	var all sync.WaitGroup
 	for i := range clients {
@@ -337,6 +383,6 @@ func TestSoak(t *testing.T) {
 	if steps > 1000 && (share("claim", "kill") < 20 || share("fork") < 10 || share("hibernate", "resume") < 5) {
 		t.Error("that was not the mix that is asked for")
 	}
-	n.nothingLeft(before, groups)
-	n.end()
+	n.nothingLeft(before, &seen)
+	n.end(&seen)
 }

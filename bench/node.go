@@ -1,0 +1,105 @@
+package bench
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"time"
+
+	"agentrun.dev/internal/engine/folder"
+	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/engine/pick"
+	"agentrun.dev/internal/image"
+	"agentrun.dev/internal/sandbox"
+	"agentrun.dev/internal/template"
+)
+
+// nodeConfig describes a node with one pool.
+type nodeConfig struct {
+	// Image is one of Images.
+	Image  string
+	Images *image.Store
+	Memory uint64
+	Folder string
+	Engine pick.Kind
+	Jail   microvm.JailPolicy
+	// Warmup may be nil.
+	Warmup *sandbox.Program
+}
+
+// node is what a daemon has but for its server: a manager with a pool, in which no
+// sandbox waits.
+type node struct {
+	manager *sandbox.Manager
+	undo    []func() error
+}
+
+// benchPool is the name of the pool and of its template.
+const benchPool = "bench"
+
+func benchKey(name string) sandbox.Key {
+	return sandbox.Key{Namespace: sandbox.DefaultNamespace, Name: sandbox.Name(name)}
+}
+
+// newNode makes a node and waits for its pool. The caller closes it, also after an
+// error.
+func newNode(ctx context.Context, cfg nodeConfig) (*node, error) {
+	n := &node{}
+	resident, err := os.MkdirTemp("/dev/shm", "agentrun-bench-")
+	if err != nil {
+		return n, err
+	}
+	n.undo = append(n.undo, func() error { return os.RemoveAll(resident) })
+	e, err := pick.Open(cfg.Engine, pick.Config{Resident: resident, Scratch: filepath.Join(cfg.Folder, "scratch"), Jail: cfg.Jail})
+	if err != nil {
+		return n, err
+	}
+	n.undo = append(n.undo, e.Close)
+	boot, err := folder.BootID()
+	if err != nil {
+		return n, err
+	}
+	n.manager, err = sandbox.Open(ctx, sandbox.Config{
+		Dir: filepath.Join(cfg.Folder, "state"), Engine: e, Boot: boot, Capacity: 1 << 62,
+		Builder: &template.Builder{Engine: e, Images: cfg.Images, PlainRoots: cfg.Engine == pick.GVisor},
+		Log:     slog.New(slog.DiscardHandler),
+	})
+	if err != nil {
+		return n, err
+	}
+	n.undo = append(n.undo, n.manager.Close)
+	spec := sandbox.TemplateSpec{Image: cfg.Image, MilliCPUs: sandbox.DefaultMilliCPUs, Memory: cfg.Memory, Warmup: cfg.Warmup}
+	if _, err := n.manager.ApplyTemplate(benchKey(benchPool), spec); err != nil {
+		return n, err
+	}
+	if _, err := n.manager.ApplyPool(benchKey(benchPool), sandbox.PoolSpec{Template: benchPool, Stage: sandbox.AfterReady}); err != nil {
+		return n, err
+	}
+	return n, n.manager.WaitPool(ctx, benchKey(benchPool))
+}
+
+func (n *node) close() error { return undoAll(n.undo) }
+
+// use claims a fork and does something in it; took is without the claim.
+func (n *node) use(ctx context.Context, name string, do func(*sandbox.Use) error) (took time.Duration, err error) {
+	if _, err := n.manager.Claim(ctx, benchKey(name), sandbox.ClaimSpec{Pool: benchPool}); err != nil {
+		return 0, err
+	}
+	u, err := n.manager.Use(ctx, benchKey(name))
+	if err != nil {
+		return 0, err
+	}
+	defer u.Done()
+	begin := time.Now()
+	err = do(u)
+	return time.Since(begin), err
+}
+
+// one is use of a fork that ends then.
+func (n *node) one(ctx context.Context, name string, do func(*sandbox.Use) error) (time.Duration, error) {
+	took, err := n.use(ctx, name, do)
+	_, killErr := n.manager.Kill(ctx, benchKey(name))
+	return took, errors.Join(err, killErr)
+}
