@@ -20,6 +20,14 @@ help: ## list the targets
 build: ## all programs, the guest kernel and the test guest, into build/
 	@scripts/build.sh
 
+.PHONY: install
+install: ## what make build has made, into PREFIX (/usr) under DESTDIR
+	@scripts/install.sh
+
+.PHONY: docs
+docs: ## the reference of the REST API, from its description
+	@go run ./scripts/apidoc api/openapi.yaml >docs/api-reference.md
+
 .PHONY: demo
 demo: ## build what is missing, run sandboxes, fork a warm Python (ENGINE=microvm|gvisor)
 	@scripts/demo.sh

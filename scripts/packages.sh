@@ -6,7 +6,7 @@
 #   scripts/packages.sh --check    only say what is missing; exit 1 if anything
 set -euo pipefail
 
-packages=(build-essential busybox-static flex bison bc libelf-dev libssl-dev xz-utils erofs-utils e2fsprogs acpica-tools cpio python3 mmdebstrap)
+packages=(build-essential busybox-static flex bison bc libelf-dev libssl-dev xz-utils erofs-utils e2fsprogs acpica-tools cpio python3 mmdebstrap systemd)
 # The kernels that code runs in, and what they are tested with.
 packages+=(bash nodejs python3-numpy python3-matplotlib)
 
@@ -42,7 +42,7 @@ if ! command -v dpkg-query >/dev/null || ! command -v apt-get >/dev/null; then
 	cat >&2 <<-END
 		packages: this is not Debian or Ubuntu, so nothing is installed. Needed, by Debian's names:
 		  ${packages[*]}
-		(gcc and make, flex, bison, bc, libelf and openssl headers, xz, mkfs.erofs, mkfs.ext4, iasl, cpio, mmdebstrap,
+		(gcc and make, flex, bison, bc, libelf and openssl headers, xz, mkfs.erofs, mkfs.ext4, iasl, cpio, mmdebstrap, systemd-analyze,
 		a Linux source tarball named /usr/src/linux-source-VERSION.tar.xz or given as AGENTRUN_KERNEL_SOURCE,
 		and, without hardware KVM, what testbed/qemu/build.sh needs, which fetches Debian's source with
 		apt-get, QEMU's firmware, and a kernel in /boot with 9p and kvm-amd modules)

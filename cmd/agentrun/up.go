@@ -16,6 +16,7 @@ import (
 	"agentrun.dev/internal/image"
 	"agentrun.dev/internal/local"
 	"agentrun.dev/internal/procid"
+	"github.com/coreos/go-systemd/v22/daemon"
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 )
@@ -105,6 +106,10 @@ func (o *upOptions) run(ctx context.Context, stderr io.Writer) error {
 		if tcp, ok := a.(*net.TCPAddr); ok && !tcp.IP.IsLoopback() {
 			fmt.Fprintf(stderr, "agentrun: %s is reached without TLS: whoever is on the way can read the token\n", a)
 		}
+	}
+	// Under systemd (Type=notify) it is up now; elsewhere nobody is told.
+	if _, err := daemon.SdNotify(false, daemon.SdNotifyReady); err != nil {
+		return errors.Join(fmt.Errorf("tell systemd: %w", err), d.Close())
 	}
 	return d.Serve(ctx)
 }

@@ -218,6 +218,9 @@ func (d *Daemon) Serve(ctx context.Context) error {
 	return errors.Join(append(errs, d.close())...)
 }
 
+// Close is for a daemon that is not to serve.
+func (d *Daemon) Close() error { return d.close() }
+
 // close frees what was opened.
 func (d *Daemon) close() error {
 	var errs []error

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -65,26 +66,41 @@ func (n *node) command(args ...string) *exec.Cmd {
 	return cmd
 }
 
-// up starts a daemon and waits until it answers.
+// up starts a daemon and waits until it says, as it would to systemd, that it
+// serves.
 func (n *node) up() {
 	n.t.Helper()
+	notices, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Net: "unixgram", Name: filepath.Join(n.state, "notify")})
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	defer func() { _ = os.Remove(filepath.Join(n.state, "notify")) }()
+	defer func() { _ = notices.Close() }()
 	var said bytes.Buffer
 	cmd, ended := n.command("up"), make(chan error, 1)
+	cmd.Env = append(cmd.Env, "NOTIFY_SOCKET="+filepath.Join(n.state, "notify"))
 	cmd.Stderr = &said
 	if err := cmd.Start(); err != nil {
 		n.t.Fatal(err)
 	}
 	go func() { ended <- cmd.Wait() }()
 	n.daemon, n.ended = cmd, ended
-	for {
-		if _, err := n.client.Version(n.t.Context()); err == nil {
-			return
+	ready := make(chan string, 1)
+	go func() {
+		b := make([]byte, 64)
+		size, _ := notices.Read(b) // closed: the daemon has ended
+		ready <- string(b[:size])
+	}()
+	select {
+	case err := <-ended:
+		n.t.Fatalf("the daemon ended: %v\n%s", err, said.String())
+	case notice := <-ready:
+		if notice != "READY=1" {
+			n.t.Errorf("systemd is told %q", notice)
 		}
-		select {
-		case err := <-ended:
-			n.t.Fatalf("the daemon ended: %v\n%s", err, said.String())
-		case <-time.After(20 * time.Millisecond):
-		}
+	}
+	if _, err := n.client.Version(n.t.Context()); err != nil {
+		n.t.Fatal(err)
 	}
 }
 
