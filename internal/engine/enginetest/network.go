@@ -3,6 +3,7 @@ package enginetest
 import (
 	"bytes"
 	"context"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"slices"
@@ -81,7 +82,7 @@ func (s *suite) testNetwork(t *testing.T) {
 	// Nobody is at the other end.
 	for _, sb := range []engine.Sandbox{children[1], s.fork(t, snap, engine.ForkOptions{})} {
 		configured(t, sb)
-		fails(t, sb, lookUp("nobody.test")+" | grep .")
+		fails(t, sb, "timeout 3 "+lookUp("nobody.test")+" | grep .")
 		fails(t, sb, "nc -w 3 10.0.2.2 7 </dev/null")
 		fails(t, sb, "ping -c 1 -W 2 10.0.2.2")
 	}
@@ -133,7 +134,8 @@ func reaches(t *testing.T, sb engine.Sandbox, l *lan, name, answer string) {
 // is none in the fork.
 func isReset(t *testing.T, sb engine.Sandbox) {
 	t.Helper()
-	if got := sh(t, sb, "echo mine > /run/to; while kill -0 $(cat /run/nc) 2>/dev/null; do usleep 1000; done; cat /run/from"); got != "first" {
+	// Opened so, the queue takes it even if its reader has gone already.
+	if got := sh(t, sb, "exec 3<>/run/to; echo mine >&3; while kill -0 $(cat /run/nc) 2>/dev/null; do usleep 1000; done; cat /run/from"); got != "first" {
 		t.Errorf("over the source's connection came %q", got)
 	}
 }
@@ -158,7 +160,9 @@ func (s *suite) testNetworkRefuses(t *testing.T) {
 		"another socket": func(spec *engine.Spec) { spec.Wire = other },
 		"no interface":   func(spec *engine.Spec) { spec.Network = nil },
 		"many devices":   func(spec *engine.Spec) { spec.Network.MAC[0] = 3 },
-		"no address":     func(spec *engine.Spec) { spec.Network.Address = lanNetwork().Address.Masked(); spec.Network.MTU = 0 },
+		"no address":     func(spec *engine.Spec) { spec.Network.Address = netip.Prefix{} },
+		"no frames":      func(spec *engine.Spec) { spec.Network.MTU = 0 },
+		"far gateway":    func(spec *engine.Spec) { spec.Network.Gateway = netip.AddrFrom4([4]byte{192, 0, 2, 1}) },
 	} {
 		spec := s.Spec
 		spec.Network, spec.Wire = lanNetwork(), wire
