@@ -30,10 +30,6 @@ type lan struct {
 	conns map[string]*lanConn
 }
 
-// lanConn is a TCP connection to the lan: the numbers of the next byte that it
-// sends, and of the one that it wants.
-type lanConn struct{ next, want uint32 }
-
 // What the lan and its sandboxes are called.
 var (
 	lanMAC     = [6]byte{2, 0, 0, 0, 0, 2}
@@ -94,28 +90,25 @@ func (l *lan) serve() {
 			return // closed
 		}
 		l.mu.Lock()
-		reply, err := l.take(frame[:n])
+		replies, err := l.take(frame[:n])
 		if err != nil {
 			l.bad = append(l.bad, fmt.Sprintf("%v: %x", err, frame[:n]))
 		}
 		l.mu.Unlock()
-		if reply != nil {
-			_, _ = l.wire.Write(reply) // a full wire loses frames
+		for _, reply := range replies {
+			_, _ = l.wire.Write(reply) // the sandbox may have gone
 		}
 	}
 }
 
 const (
 	etherARP, etherIPv4           = 0x0806, 0x0800
-	protoICMP, protoTCP           = 1, 6
-	protoUDP                      = 17
-	flagFIN, flagSYN              = 1, 2
-	flagRST, flagPSH, flagACK     = 4, 8, 16
+	protoICMP, protoTCP, protoUDP = 1, 6, 17
 	etherLen, ipLen, minTransport = 14, 20, 8
 )
 
-// take looks at a frame and returns the answer, if there is one.
-func (l *lan) take(f []byte) ([]byte, error) {
+// take looks at a frame and returns the answers.
+func (l *lan) take(f []byte) ([][]byte, error) {
 	n := lanNetwork()
 	if len(f) < etherLen || len(f) > etherLen+n.MTU {
 		return nil, errors.New("its length")
@@ -140,7 +133,7 @@ func ethernet(kind uint16, body []byte) []byte {
 }
 
 // arpReply answers for the gateway and the DNS server.
-func arpReply(b []byte) []byte {
+func arpReply(b []byte) [][]byte {
 	if len(b) < 28 || b[7] != 1 {
 		return nil
 	}
@@ -153,10 +146,10 @@ func arpReply(b []byte) []byte {
 	copy(r[8:14], lanMAC[:])
 	copy(r[14:18], b[24:28])
 	copy(r[18:28], b[8:18])
-	return ethernet(etherARP, r)
+	return [][]byte{ethernet(etherARP, r)}
 }
 
-func (l *lan) takeIP(b []byte) ([]byte, error) {
+func (l *lan) takeIP(b []byte) ([][]byte, error) {
 	if len(b) < ipLen || b[0] != 0x45 || int(binary.BigEndian.Uint16(b[2:])) > len(b) {
 		return nil, nil // options, which nobody here sends but IGMP
 	}
@@ -175,27 +168,24 @@ func (l *lan) takeIP(b []byte) ([]byte, error) {
 	if sum != 0 {
 		return nil, errors.New("the checksum of its contents")
 	}
-	var reply []byte
+	var replies [][]byte
 	switch proto {
 	case protoICMP:
-		if data[0] != 8 {
-			return nil, nil
+		if data[0] == 8 {
+			reply := slices.Clone(data)
+			reply[0] = 0
+			setChecksum(reply, 2, nil)
+			replies = [][]byte{reply}
 		}
-		reply = slices.Clone(data)
-		reply[0] = 0
-		setChecksum(reply, 2, nil)
 	case protoUDP:
-		if reply = l.dns(data); reply == nil {
-			return nil, nil
-		}
+		replies = l.dns(data)
 	case protoTCP:
-		if reply = l.tcp(head, data); reply == nil {
-			return nil, nil
-		}
-	default:
-		return nil, nil
+		replies = l.tcp(head, data)
 	}
-	return ethernet(etherIPv4, ipReply(head, proto, reply)), nil
+	for i, r := range replies {
+		replies[i] = ethernet(etherIPv4, ipReply(head, proto, r))
+	}
+	return replies, nil
 }
 
 // ipReply goes back to where a packet with this header came from.
@@ -216,7 +206,7 @@ func ipReply(head []byte, proto byte, data []byte) []byte {
 }
 
 // dns answers a query for an A record, and with nothing any other.
-func (l *lan) dns(udp []byte) []byte {
+func (l *lan) dns(udp []byte) [][]byte {
 	q := udp[8:]
 	if binary.BigEndian.Uint16(udp[2:]) != 53 || len(q) < 12 {
 		return nil
@@ -243,58 +233,7 @@ func (l *lan) dns(udp []byte) []byte {
 		r = append(r, l.answer[:]...)
 	}
 	binary.BigEndian.PutUint16(r[4:], uint16(len(r)))
-	return r
-}
-
-// tcp plays the other end of a connection: it returns what it gets. What belongs
-// to none is reset.
-func (l *lan) tcp(head, b []byte) []byte {
-	if len(b) < 20 || int(b[12]>>4)*4 > len(b) {
-		return nil
-	}
-	seq, ack, flags, data := binary.BigEndian.Uint32(b[4:]), binary.BigEndian.Uint32(b[8:]), b[13], b[int(b[12]>>4)*4:]
-	to := netip.AddrPortFrom(netip.AddrFrom4([4]byte(head[16:20])), binary.BigEndian.Uint16(b[2:])).String()
-	key := to + string(b[:2])
-	send := func(flags byte, seq, ack uint32, data []byte) []byte {
-		r := make([]byte, 20, 20+len(data))
-		copy(r[0:], b[2:4])
-		copy(r[2:], b[0:2])
-		binary.BigEndian.PutUint32(r[4:], seq)
-		binary.BigEndian.PutUint32(r[8:], ack)
-		r[12], r[13] = 5<<4, flags
-		binary.BigEndian.PutUint16(r[14:], 1<<15)
-		return append(r, data...)
-	}
-	c := l.conns[key]
-	switch {
-	case flags&flagRST != 0:
-		delete(l.conns, key)
-		return nil
-	case flags&flagSYN != 0:
-		if c == nil {
-			l.dials = append(l.dials, to)
-		}
-		if binary.BigEndian.Uint16(b[2:]) != lanEchoPort {
-			return send(flagRST|flagACK, 0, seq+1, nil)
-		}
-		l.conns[key] = &lanConn{next: 1001, want: seq + 1}
-		return send(flagSYN|flagACK, 1000, seq+1, nil)
-	case c == nil:
-		return send(flagRST, ack, 0, nil)
-	case seq != c.want: // sent again
-		return send(flagACK, c.next, c.want, nil)
-	case len(data) == 0 && flags&flagFIN == 0:
-		return nil
-	}
-	first := c.next
-	c.want += uint32(len(data))
-	c.next += uint32(len(data))
-	if flags&flagFIN == 0 {
-		return send(flagACK|flagPSH, first, c.want, data)
-	}
-	c.want++
-	c.next++
-	return send(flagACK|flagPSH|flagFIN, first, c.want, data)
+	return [][]byte{r}
 }
 
 // pseudoHeader is what the checksums of UDP and TCP also cover.

@@ -82,9 +82,9 @@ func (s *suite) testNetwork(t *testing.T) {
 	// Nobody is at the other end.
 	for _, sb := range []engine.Sandbox{children[1], s.fork(t, snap, engine.ForkOptions{})} {
 		configured(t, sb)
-		fails(t, sb, "timeout 3 "+lookUp("nobody.test")+" | grep .")
-		fails(t, sb, "nc -w 3 10.0.2.2 7 </dev/null")
-		fails(t, sb, "ping -c 1 -W 2 10.0.2.2")
+		fails(t, sb, "timeout 1 "+lookUp("nobody.test")+" | grep .")
+		fails(t, sb, "nc -w 1 10.0.2.2 7 </dev/null")
+		fails(t, sb, "ping -c 1 -W 1 10.0.2.2")
 	}
 
 	// All the time, the source had its own, and its connection goes on.
