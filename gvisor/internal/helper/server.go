@@ -225,6 +225,11 @@ func (s *server) create(c *gvisorctl.Create, files []*os.File, reply *gvisorctl.
 		}
 		box, err := create(c, files[0], files[1])
 		if err == nil {
+			if err = lockDown(); err != nil {
+				err = errors.Join(err, box.destroy())
+			}
+		}
+		if err == nil {
 			s.mu.Lock()
 			s.box = box
 			s.mu.Unlock()
