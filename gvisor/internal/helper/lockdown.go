@@ -6,6 +6,7 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+	"gvisor.dev/gvisor/pkg/bpf"
 	"gvisor.dev/gvisor/pkg/seccomp"
 )
 
@@ -16,15 +17,35 @@ import (
 //
 // What else it tries fails. It is not killed for it: what runsc tries on its way
 // out must not take a sandbox along.
-func lockDown() error {
+func lockDown(f *compiling) error {
 	if err := keepCapabilities(unix.CAP_KILL); err != nil {
 		return fmt.Errorf("drop capabilities: %w", err)
 	}
-	// Installs it on all threads.
-	if err := lockdownFilter().Install(nil); err != nil {
-		return fmt.Errorf("filter system calls: %w", err)
+	<-f.done
+	if f.err == nil {
+		f.err = seccomp.SetFilter(f.code) // on all threads
+	}
+	if f.err != nil {
+		return fmt.Errorf("filter system calls: %w", f.err)
 	}
 	return nil
+}
+
+// compiling is the filter while it is compiled, some milliseconds.
+type compiling struct {
+	done chan struct{} // closed when the rest is set
+	code []bpf.Instruction
+	err  error
+}
+
+// compile begins with it; the sandbox is made meanwhile.
+func compile() *compiling {
+	f := &compiling{done: make(chan struct{})}
+	go func() {
+		f.code, _, f.err = lockdownFilter().Build()
+		close(f.done)
+	}()
+	return f
 }
 
 // keepCapabilities drops all but one, on all threads.

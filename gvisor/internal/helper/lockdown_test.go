@@ -41,7 +41,7 @@ func tryLocked(dir string) error {
 	if err := victim.Start(); err != nil {
 		return err
 	}
-	if err := lockDown(); err != nil {
+	if err := lockDown(compile()); err != nil {
 		return err
 	}
 	var errs []error

@@ -223,9 +223,10 @@ func (s *server) create(c *gvisorctl.Create, files []*os.File, reply *gvisorctl.
 			done <- errors.New("there is a sandbox already")
 			return
 		}
+		filter := compile()
 		box, err := create(c, files[0], files[1])
 		if err == nil {
-			if err = lockDown(); err != nil {
+			if err = lockDown(filter); err != nil {
 				err = errors.Join(err, box.destroy())
 			}
 		}
