@@ -202,7 +202,7 @@ func ipReply(head []byte, proto byte, data []byte) []byte {
 	case protoTCP:
 		setChecksum(data, 16, pseudoHeader(r, len(data)))
 	}
-	return append(r, data...)
+	return slices.Concat(r, data)
 }
 
 // dns answers a query for an A record, and with nothing any other.
