@@ -3,8 +3,8 @@
 // dialing the host's port 1024, and serves until the machine goes down.
 //
 //	guest-agent                        as PID 1 of a microVM
-//	guest-agent --enter-container      as PID 1 of a container: runs the next
-//	guest-agent --container            as PID 1 of a container (gVisor)
+//	guest-agent --enter-container …    as PID 1 of a container: runs the next
+//	guest-agent --container [--dns=ADDRESS]…   as PID 1 of a container (gVisor)
 //	guest-agent --listen-unix PATH     on a host, for tests: no mounts, no vsock
 package main
 
@@ -54,10 +54,10 @@ func run(args []string) error {
 	switch {
 	case len(args) == 2 && args[0] == "--listen-unix":
 		return runOnHost(args[1])
-	case os.Getpid() == 1 && slices.Equal(args, []string{"--enter-container"}):
-		return guest.EnterContainer("--container")
-	case os.Getpid() == 1 && slices.Equal(args, []string{"--container"}):
-		return runInContainer()
+	case os.Getpid() == 1 && len(args) > 0 && args[0] == "--enter-container":
+		return guest.EnterContainer(append([]string{"--container"}, args[1:]...)...)
+	case os.Getpid() == 1 && len(args) > 0 && args[0] == "--container":
+		return runInContainer(args[1:])
 	case os.Getpid() == 1:
 		return runAsInit()
 	}
@@ -96,8 +96,12 @@ func runAsInit() error {
 
 // runInContainer serves a sandbox whose kernel is gVisor's. Its host says all
 // else over the channel.
-func runInContainer() error {
-	if err := guest.BootContainer(log); err != nil {
+func runInContainer(args []string) error {
+	dns, err := guest.ParseContainer(args)
+	if err != nil {
+		return err
+	}
+	if err := guest.BootContainer(dns, log); err != nil {
 		return err
 	}
 	ps := guest.NewProcesses(guest.Config{Log: log, Orphans: true, ClockJumps: true})

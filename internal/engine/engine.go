@@ -33,6 +33,15 @@ type Spec struct {
 	// Cmdline is appended to the guest kernel's command line.
 	Cmdline string
 	Limits  Limits
+	// Network is the sandbox's interface, eth0. Without one it has a loopback
+	// only, and so have all that are forked from it.
+	Network *Network
+	// Wire is where its frames go: one end of a pair of unix datagram sockets
+	// (NewWire), an Ethernet frame in each message, checksums in place, nothing
+	// segmented by others. Who has the other end is all of the sandbox's network,
+	// and decides what it reaches. Without a wire the interface is there, and
+	// leads nowhere. It is never the host's network.
+	Wire *os.File
 }
 
 // Limits bound what a sandbox takes from its host. Its memory is always
@@ -66,6 +75,11 @@ type ForkOptions struct {
 	// folder.
 	Folder string
 	Limits Limits
+	// Wire is as of Spec: the fork's own, for the interface that it has from its
+	// source, with the same addresses. Without one that leads nowhere: never to
+	// where its source's does. Connections that the source has open go on in the
+	// source, and are reset in the fork. The file stays the caller's.
+	Wire *os.File
 }
 
 // Engine runs sandboxes of one kind.

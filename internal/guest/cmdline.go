@@ -176,6 +176,9 @@ func only(s string, class func(byte) bool, also string) bool {
 	return true
 }
 
+// maxDNS is MAXNS of resolv.conf(5).
+const maxDNS = 3
+
 func parseNet(s string) (*NetConfig, bool) {
 	var n NetConfig
 	first, rest, more := strings.Cut(s, ",")
@@ -201,7 +204,7 @@ func parseNet(s string) (*NetConfig, bool) {
 			return nil, false
 		case key == "gw" && n.Gateway == [4]byte{}:
 			n.Gateway = ip
-		case key == "dns" && len(n.DNS) < 3: // MAXNS of resolv.conf(5)
+		case key == "dns" && len(n.DNS) < maxDNS:
 			n.DNS = append(n.DNS, ip)
 		default:
 			return nil, false

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"os"
 	"strconv"
+	"strings"
 	"syscall"
 	"time"
 	"unsafe"
@@ -62,8 +63,22 @@ func EnterContainer(args ...string) error {
 	return failed(what, "execveat", errno)
 }
 
-// BootContainer configures a container: limits, names, the generation.
-func BootContainer(log func(string)) error {
+// ParseContainer reads the rest of the agent's command line in a container.
+func ParseContainer(args []string) (dns [][4]byte, err error) {
+	for _, a := range args {
+		value, ok := strings.CutPrefix(a, "--dns=")
+		ip, valid := parseIPv4(value)
+		if !ok || !valid || len(dns) == maxDNS {
+			return nil, fail(ErrInvalid, "parse", a, "want --dns=ADDRESS, three times at most")
+		}
+		dns = append(dns, ip)
+	}
+	return dns, nil
+}
+
+// BootContainer configures a container: limits, names, the generation, and who
+// is asked for names. The network is there already.
+func BootContainer(dns [][4]byte, log func(string)) error {
 	unix.Umask(0o022)
 	// What was executed by its descriptor has a number for a name.
 	name := []byte("init\x00")
@@ -77,6 +92,11 @@ func BootContainer(log func(string)) error {
 	if !canWrite("/tmp") {
 		if err := tmpMount.mount(true); err != nil {
 			log(err.Error())
+		}
+	}
+	if len(dns) > 0 {
+		if err := writeResolvConf("/etc", dns); err != nil {
+			return err
 		}
 	}
 	return configure(&BootConfig{Hostname: unix.ByteSliceToString(uts.Nodename[:])}, log)

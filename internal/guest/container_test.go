@@ -140,3 +140,21 @@ func TestServeChannel(t *testing.T) {
 		t.Error("the channel ended without a reason")
 	}
 }
+
+// TestParseContainer: a sandbox that boots without what was asked for is worse
+// than one that does not boot.
+func TestParseContainer(t *testing.T) {
+	got, err := ParseContainer([]string{"--dns=10.0.2.3", "--dns=9.9.9.9"})
+	if err != nil || len(got) != 2 || got[0] != [4]byte{10, 0, 2, 3} || got[1] != [4]byte{9, 9, 9, 9} {
+		t.Errorf("%v, %v", got, err)
+	}
+	if got, err := ParseContainer(nil); err != nil || got != nil {
+		t.Errorf("%v, %v", got, err)
+	}
+	const one = "--dns=1.2.3.4"
+	for _, bad := range [][]string{{"--dns"}, {"--dns="}, {"--dns=0.0.0.0"}, {"--dns=1.2.3.4.5"}, {"--dns=::1"}, {"dns=1.2.3.4"}, {one, one, one, one}} {
+		if got, err := ParseContainer(bad); err == nil {
+			t.Errorf("%q became %v", bad, got)
+		}
+	}
+}

@@ -12,6 +12,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net/netip"
 	"os"
 	"time"
 
@@ -25,10 +26,11 @@ type Op string
 const (
 	// OpCreate makes a sandbox: its root filesystem's image and the agent.
 	OpCreate Op = "create"
-	// OpStart boots it.
+	// OpStart boots it; with Network, the wire comes along.
 	OpStart Op = "start"
 	// OpRestore lets it go on from a checkpoint: its files in the order of
-	// CheckpointFiles; then, with Listen, a listening socket.
+	// CheckpointFiles; then, with Network, the wire; then, with Listen, a
+	// listening socket.
 	OpRestore Op = "restore"
 	// OpDial connects a stream, which comes with it, to Port.
 	OpDial Op = "dial"
@@ -58,6 +60,8 @@ type Message struct {
 	Port   uint32  `json:"port,omitempty"`
 	Dir    string  `json:"dir,omitempty"`
 	Listen bool    `json:"listen,omitempty"`
+	// Network is the interface of OpStart and OpRestore; nil is a loopback only.
+	Network *Network `json:"network,omitempty"`
 
 	// Of replies.
 	Reply bool   `json:"reply,omitempty"`
@@ -84,6 +88,19 @@ type Create struct {
 	Memory uint64 `json:"memory"`
 	Disk   uint64 `json:"disk"`
 	VCPUs  int    `json:"vcpus"`
+	// DNS are the servers that the agent writes to resolv.conf when it boots. They
+	// are part of a checkpoint, as the agent's command line is.
+	DNS []netip.Addr `json:"dns,omitempty"`
+}
+
+// Network is an interface, eth0, whose frames go to a wire: a unix datagram
+// socket.
+type Network struct {
+	MAC     [6]byte      `json:"mac"`
+	MTU     int          `json:"mtu"`
+	Address netip.Prefix `json:"address"`
+	// Gateway is not valid where there is none.
+	Gateway netip.Addr `json:"gateway"`
 }
 
 // Exit is how a sandbox ended.

@@ -8,7 +8,7 @@ import (
 // onGVisor is a manifest of a sandbox on gVisor.
 func onGVisor() Manifest {
 	m := full()
-	m.Engine, m.Kernel, m.TSCKHz, m.Nets, m.Session = EngineGVisor, "", 0, nil, nil
+	m.Engine, m.Kernel, m.TSCKHz, m.Session = EngineGVisor, "", 0, nil
 	m.Disks = m.Disks[:1]
 	m.GVisor = &GVisor{
 		Helper: strings.Repeat("ab", 32), Platform: "systrap", CPUFeatures: []string{"avx", "sse2"}, Disk: 1 << 20,

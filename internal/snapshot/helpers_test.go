@@ -45,7 +45,7 @@ func manifest(memory, disk layer.Ref) Manifest {
 		VCPUs:    2,
 		Memory:   image(memory),
 		Disks:    []Disk{{ID: "root", ReadOnly: true, Image: image(disk)}, {ID: "my data", Image: Image{Size: page}}},
-		Nets:     []Net{{MAC: "02:00:00:00:00:01", MTU: 1500}},
+		Nets:     []Net{{MAC: "02:00:00:00:00:01", MTU: 1500, Address: "10.0.2.15/24", Gateway: "10.0.2.2", DNS: []string{"10.0.2.3"}}},
 		Hostname: "box-1",
 		Labels:   map[string]string{"team/name": "<ümläut> & co", "b": ""},
 	}

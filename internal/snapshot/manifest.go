@@ -100,10 +100,15 @@ type Disk struct {
 	Image    Image  `json:"image"`
 }
 
-// Net is a network device.
+// Net is a network device, and what it was configured with when the machine was
+// booted.
 type Net struct {
 	MAC string `json:"mac"`
 	MTU int    `json:"mtu"`
+	// Address has the length of its network's prefix, as in 10.0.2.15/24.
+	Address string   `json:"address"`
+	Gateway string   `json:"gateway,omitempty"`
+	DNS     []string `json:"dns,omitempty"`
 }
 
 // Blob names the content of a file.

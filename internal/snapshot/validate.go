@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/netip"
 	"strings"
 	"time"
 	"unicode"
@@ -23,6 +24,7 @@ const (
 	maxDiskID  = 20 // virtio 1.2 §5.2.6: VIRTIO_BLK_ID_BYTES
 	minMTU     = 68 // virtio 1.2 §5.1.4.1
 	maxMTU     = 65535
+	maxDNS     = 3 // MAXNS of resolv.conf(5)
 	// maxFeatures is far more words than describe a processor, maxCPUFeatures
 	// more names: today's have about 200.
 	maxFeatures    = 64
@@ -82,8 +84,8 @@ func (m Manifest) Validate() error {
 func (m Manifest) validateEngine() error {
 	if m.Engine == EngineGVisor {
 		switch {
-		case m.Kernel != "" || m.TSCKHz != 0 || len(m.Nets) != 0 || len(m.Memory.Layers) != 0:
-			return errors.New("kernel, tsc_khz, nets, memory: these are of microVMs")
+		case m.Kernel != "" || m.TSCKHz != 0 || len(m.Memory.Layers) != 0:
+			return errors.New("kernel, tsc_khz, memory: these are of microVMs")
 		case m.GVisor == nil:
 			return errors.New("gvisor: missing")
 		}
@@ -195,15 +197,42 @@ func (m Manifest) validateDevices() error {
 		}
 	}
 	for i, n := range m.Nets {
-		mac, err := net.ParseMAC(n.MAC)
-		if err != nil || len(mac) != 6 || mac.String() != n.MAC || mac[0]&1 != 0 {
-			return fmt.Errorf("nets[%d].mac: %.80q is not the address of one device, as in 02:00:00:00:00:01", i, n.MAC)
-		}
-		if n.MTU < minMTU || n.MTU > maxMTU {
-			return fmt.Errorf("nets[%d].mtu: %d is not between %d and %d", i, n.MTU, minMTU, maxMTU)
+		if err := n.validate(); err != nil {
+			return fmt.Errorf("nets[%d].%w", i, err)
 		}
 	}
 	return nil
+}
+
+func (n Net) validate() error {
+	mac, err := net.ParseMAC(n.MAC)
+	if err != nil || len(mac) != 6 || mac.String() != n.MAC || mac[0]&1 != 0 {
+		return fmt.Errorf("mac: %.80q is not the address of one device, as in 02:00:00:00:00:01", n.MAC)
+	}
+	if n.MTU < minMTU || n.MTU > maxMTU {
+		return fmt.Errorf("mtu: %d is not between %d and %d", n.MTU, minMTU, maxMTU)
+	}
+	if p, err := netip.ParsePrefix(n.Address); err != nil || p.String() != n.Address || p.Bits() < 1 || !p.Addr().Is4() {
+		return fmt.Errorf("address: %.80q is not one of IPv4 with a prefix, as in 10.0.2.15/24", n.Address)
+	}
+	if n.Gateway != "" && !ipv4(n.Gateway) {
+		return fmt.Errorf("gateway: %.80q is not an address of IPv4", n.Gateway)
+	}
+	if len(n.DNS) > maxDNS {
+		return fmt.Errorf("dns: %d servers are more than %d", len(n.DNS), maxDNS)
+	}
+	for _, s := range n.DNS {
+		if !ipv4(s) {
+			return fmt.Errorf("dns: %.80q is not an address of IPv4", s)
+		}
+	}
+	return nil
+}
+
+// ipv4 accepts an address in its usual form.
+func ipv4(s string) bool {
+	a, err := netip.ParseAddr(s)
+	return err == nil && a.Is4() && a.String() == s
 }
 
 func (m Manifest) validateImages() error {

@@ -211,6 +211,36 @@ func TestChannelIsPrivate(t *testing.T) {
 	}
 }
 
+// TestHelperIsLockedDown: the process beside a sandbox has a filter on all its
+// threads, and of capabilities the one to end it.
+func TestHelperIsLockedDown(t *testing.T) {
+	e := newEngine(t, config(tempDir(t)))
+	sb := boot(t, e)
+	fork, err := e.Fork(t.Context(), freeze(t, sb), engine.ForkOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = fork.Close() }()
+	for _, sb := range []engine.Sandbox{sb, fork} {
+		id, err := gvisor.Identify(sb)
+		if err != nil {
+			t.Fatal(err)
+		}
+		threads, err := filepath.Glob("/proc/" + itoa(id.PID) + "/task/*/status")
+		if err != nil || len(threads) == 0 {
+			t.Fatal(threads, err)
+		}
+		for _, path := range threads {
+			b, _ := os.ReadFile(path) // a thread may have ended
+			for _, want := range []string{"Seccomp:\t2", "NoNewPrivs:\t1", "CapEff:\t0000000000000020"} {
+				if len(b) > 0 && !strings.Contains(string(b), want) {
+					t.Errorf("%s lacks %q:\n%s", path, want, b)
+				}
+			}
+		}
+	}
+}
+
 // TestOutOfMemory: a sandbox whose own kernel takes too much is ended, with the
 // reason.
 func TestOutOfMemory(t *testing.T) {

@@ -18,6 +18,7 @@ import (
 	"agentrun.dev/internal/gvisorctl"
 	"golang.org/x/sys/unix"
 	"gvisor.dev/gvisor/pkg/state/statefile"
+	"gvisor.dev/gvisor/runsc/boot"
 	"gvisor.dev/gvisor/runsc/config"
 	"gvisor.dev/gvisor/runsc/container"
 	"gvisor.dev/gvisor/runsc/sandbox"
@@ -67,14 +68,19 @@ func create(c *gvisorctl.Create, root, agent *os.File) (*sandboxed, error) {
 	return &sandboxed{conf: conf, cont: cont, host: guestmux.NewHost(ours), made: c}, nil
 }
 
-// start boots the agent.
-func (s *sandboxed) start(ctx context.Context) error {
-	return s.begin(ctx, func() error { return s.cont.Start(s.conf) })
+// start boots the agent. wire is nil without a network interface.
+func (s *sandboxed) start(ctx context.Context, n *gvisorctl.Network, wire *os.File) error {
+	return s.begin(ctx, func() error {
+		if n == nil {
+			return s.cont.Start(s.conf)
+		}
+		return s.startWired(linksOf(n, wire))
+	})
 }
 
 // restore continues from a checkpoint. Its pages are read while the sandbox
 // runs.
-func (s *sandboxed) restore(ctx context.Context, files []*os.File) error {
+func (s *sandboxed) restore(ctx context.Context, files []*os.File, n *gvisorctl.Network, wire *os.File) error {
 	// runsc opens the files by their names in a folder.
 	dir := filepath.Join(s.made.RunDir, "restore")
 	if err := os.Mkdir(dir, 0o700); err != nil {
@@ -85,8 +91,13 @@ func (s *sandboxed) restore(ctx context.Context, files []*os.File) error {
 			return fmt.Errorf("restore: %w", err)
 		}
 	}
+	var links *boot.CreateLinksAndRoutesArgs // nil: those of the configuration, a loopback
+	if n != nil {
+		links = linksOf(n, wire)
+		links.IsRestore = true
+	}
 	return s.begin(ctx, func() error {
-		return s.cont.Restore(s.conf, dir, false, true, nil)
+		return s.cont.Restore(s.conf, dir, false, true, links)
 	})
 }
 

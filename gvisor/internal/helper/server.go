@@ -179,7 +179,11 @@ func (s *server) try(ctx context.Context, m *gvisorctl.Message, files []*os.File
 	}
 	switch m.Op {
 	case gvisorctl.OpStart:
-		return box.start(ctx)
+		f, err := tellApart(m, files, 0)
+		if err != nil || f.listener != nil {
+			return errFiles
+		}
+		return box.start(ctx, m.Network, f.wire)
 	case gvisorctl.OpRestore:
 		return s.restore(ctx, m, files)
 	case gvisorctl.OpDial:
@@ -219,7 +223,13 @@ func (s *server) create(c *gvisorctl.Create, files []*os.File, reply *gvisorctl.
 			done <- errors.New("there is a sandbox already")
 			return
 		}
+		filter := compile()
 		box, err := create(c, files[0], files[1])
+		if err == nil {
+			if err = lockDown(filter); err != nil {
+				err = errors.Join(err, box.destroy())
+			}
+		}
 		if err == nil {
 			s.mu.Lock()
 			s.box = box
@@ -236,15 +246,12 @@ func (s *server) create(c *gvisorctl.Create, files []*os.File, reply *gvisorctl.
 }
 
 func (s *server) restore(ctx context.Context, m *gvisorctl.Message, files []*os.File) error {
-	want := len(gvisorctl.CheckpointFiles)
-	if m.Listen {
-		want++
+	f, err := tellApart(m, files, len(gvisorctl.CheckpointFiles))
+	if err != nil {
+		return err
 	}
-	if len(files) != want {
-		return errFiles
-	}
-	if m.Listen {
-		listener, err := reopen(files[want-1])
+	if f.listener != nil {
+		listener, err := reopen(f.listener)
 		if err != nil {
 			return err
 		}
@@ -253,7 +260,35 @@ func (s *server) restore(ctx context.Context, m *gvisorctl.Message, files []*os.
 		s.mu.Unlock()
 		go s.accept(listener)
 	}
-	return s.box.restore(ctx, files)
+	return s.box.restore(ctx, f.first, m.Network, f.wire)
+}
+
+// runFiles are those of a request that lets the sandbox run.
+type runFiles struct {
+	first          []*os.File
+	wire, listener *os.File // nil without
+}
+
+// tellApart sorts the files of such a request, of which so many come first.
+func tellApart(m *gvisorctl.Message, files []*os.File, first int) (f runFiles, err error) {
+	want := first
+	if m.Network != nil {
+		want++
+	}
+	if m.Listen {
+		want++
+	}
+	if len(files) != want {
+		return f, errFiles
+	}
+	f.first = files[:first]
+	if m.Network != nil {
+		f.wire = files[first]
+	}
+	if m.Listen {
+		f.listener = files[want-1]
+	}
+	return f, nil
 }
 
 // reopen is a copy of a descriptor that outlives the request.

@@ -15,15 +15,17 @@ import (
 	"gvisor.dev/gvisor/runsc/flag"
 )
 
-// newConfig is runsc's configuration: no network but a loopback, no cgroups of
-// its own (the engine has put this process into one), and nothing of the host
-// changed.
+// newConfig is runsc's configuration: a network namespace of the host with
+// nothing in it (what the sandbox has is said when it starts), no cgroups of its
+// own (the engine has put this process into one), and nothing of the host changed.
+// Programs may have raw sockets, for ping: what leaves the sandbox is looked at
+// outside, whoever has made it.
 func newConfig(c *gvisorctl.Create) (*config.Config, error) {
 	flags := flag.NewFlagSet("runsc", flag.ContinueOnError)
 	config.RegisterFlags(flags)
 	if err := flags.Parse([]string{
 		"--root=" + filepath.Join(c.RunDir, "state"), "--platform=" + c.Platform,
-		"--network=none", "--ignore-cgroups", "--host-settings=ignore",
+		"--network=none", "--net-raw", "--ignore-cgroups", "--host-settings=ignore",
 		"--directfs=false", // no files of the host: a narrower filter
 	}); err != nil {
 		return nil, fmt.Errorf("configure gVisor: %w", err)
@@ -58,7 +60,7 @@ func newSpec(c *gvisorctl.Create, root string) *specs.Spec {
 		Version: "1.0.0", Hostname: c.Hostname,
 		Root: &specs.Root{Path: filepath.Join(bundleDir(c), "root")},
 		Process: &specs.Process{
-			Args: []string{"init", "--enter-container"}, Cwd: "/",
+			Args: agentArgs(c), Cwd: "/",
 			Capabilities: &specs.LinuxCapabilities{Bounding: caps, Effective: caps, Inheritable: caps, Permitted: caps},
 			Rlimits: []specs.POSIXRlimit{
 				{Type: "RLIMIT_NOFILE", Soft: 65536, Hard: 1 << 20},
@@ -83,6 +85,15 @@ func newSpec(c *gvisorctl.Create, root string) *specs.Spec {
 			"dev.gvisor.spec.rootfs.options": "size=" + strconv.FormatUint(c.Disk, 10),
 		},
 	}
+}
+
+// agentArgs is the agent's command line.
+func agentArgs(c *gvisorctl.Create) []string {
+	args := []string{"init", "--enter-container"}
+	for _, a := range c.DNS {
+		args = append(args, "--dns="+a.String())
+	}
+	return args
 }
 
 // shapePrefix begins the name of the bundle's folder, which tells the sandbox's

@@ -87,6 +87,8 @@ func Run(t *testing.T, target Target) {
 	t.Run("Hibernate", s.testHibernate)
 	t.Run("Limits", s.testLimits)
 	t.Run("Adoption", s.testAdoption)
+	t.Run("Network", s.testNetwork)
+	t.Run("NetworkRefuses", s.testNetworkRefuses)
 	t.Run("Stats", s.testStats)
 	t.Run("Close", s.testClose)
 	t.Run("Refuses", s.testRefuses)

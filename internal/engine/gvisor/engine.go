@@ -119,19 +119,24 @@ func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, er
 	if spec.Limits.IO != (engine.IOLimits{}) {
 		return nil, errors.New("boot: gVisor has no disks whose speed could be limited: its writable layer is memory")
 	}
+	if spec.Network != nil {
+		if err := spec.Network.Check(); err != nil {
+			return nil, fmt.Errorf("boot: %w", err)
+		}
+	}
 	root, err := reopen(spec.Root)
 	if err != nil {
 		return nil, fmt.Errorf("boot: %w", err)
 	}
 	s := &sandbox{
 		engine: e, self: identity.Self{Hostname: spec.Hostname}, vcpus: spec.VCPUs, memory: spec.Memory, disk: diskSize(spec),
-		root: newShared(root),
+		root: newShared(root), network: spec.Network,
 	}
 	if s.self.Hostname == "" {
 		s.self.Hostname = "sandbox"
 	}
 	if s.process, err = e.create(ctx, s.shape(), spec.Limits, root); err == nil {
-		_, err = s.request(ctx, &gvisorctl.Message{Op: gvisorctl.OpStart})
+		_, err = s.run(ctx, &gvisorctl.Message{Op: gvisorctl.OpStart}, nil, spec.Wire, nil)
 	}
 	if err == nil {
 		err = s.dialAgent(ctx)
@@ -194,6 +199,10 @@ func (e *Engine) describe(snap *snapshot.Snapshot, hostname string) (*sandbox, e
 	if len(m.Disks) != 1 || len(m.Disks[0].Image.Layers) != 1 {
 		return nil, fmt.Errorf("%w: it has no root filesystem in one piece", engine.ErrMismatch)
 	}
+	network, err := engine.NetworkOf(m)
+	if err != nil {
+		return nil, err
+	}
 	ref := layer.Ref(m.Disks[0].Image.Layers[0])
 	root, err := snap.OpenLayer(ref)
 	if err != nil {
@@ -204,7 +213,7 @@ func (e *Engine) describe(snap *snapshot.Snapshot, hostname string) (*sandbox, e
 	}
 	s := &sandbox{
 		engine: e, self: identity.Self{Hostname: hostname}, vcpus: m.VCPUs, memory: m.Memory.Size, disk: m.GVisor.Disk,
-		root: newShared(root), parent: snap,
+		root: newShared(root), parent: snap, network: network,
 	}
 	s.root.ref = ref
 	s.self.Generation.Store(generation)
@@ -237,20 +246,17 @@ func (e *Engine) fits(g *snapshot.GVisor) error {
 func (s *sandbox) restore(ctx context.Context, files checkpoint, opts engine.ForkOptions, ready *process) (err error) {
 	begin := time.Now()
 	m := &gvisorctl.Message{Op: gvisorctl.OpRestore}
-	pass := files.list()
+	var listener *os.File
 	if s.self.Folder = folder.Folder(opts.Folder); s.self.Folder != "" {
 		own, err := s.self.Folder.Prepare(s.parent)
 		if err != nil {
 			return errors.Join(err, s.release())
 		}
 		s.parent, s.ownParent = own, true
-		listener, err := vmmctl.Listen(s.self.Folder.Control())
-		if err != nil {
+		if listener, err = vmmctl.Listen(s.self.Folder.Control()); err != nil {
 			return errors.Join(err, s.release())
 		}
 		defer func() { _ = listener.Close() }() // the helper has its own
-		m.Listen = true
-		pass = append(pass, listener)
 	}
 	if s.process = ready; ready == nil {
 		if opts.Limits.IO != (engine.IOLimits{}) {
@@ -260,7 +266,7 @@ func (s *sandbox) restore(ctx context.Context, files checkpoint, opts engine.For
 		}
 	}
 	if err == nil {
-		_, err = s.request(ctx, m, pass...)
+		_, err = s.run(ctx, m, files.list(), opts.Wire, listener)
 	}
 	s.restored = time.Since(begin)
 	if err == nil {

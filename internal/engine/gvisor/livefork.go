@@ -48,7 +48,7 @@ func (s *sandbox) Fork(ctx context.Context, opts []engine.ForkOptions) (*engine.
 func (s *sandbox) child(ctx context.Context, c checkpoint, opts engine.ForkOptions) (*sandbox, error) {
 	child := &sandbox{
 		engine: s.engine, self: identity.Self{Hostname: opts.Hostname}, vcpus: s.vcpus, memory: s.memory, disk: s.disk,
-		root: s.root.use(), parent: s.parent,
+		root: s.root.use(), parent: s.parent, network: s.network,
 	}
 	if child.self.Hostname == "" {
 		child.self.Hostname = identity.Hostname()

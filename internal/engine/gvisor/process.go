@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"net/netip"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -32,6 +33,7 @@ type shape struct {
 	hostname     string
 	memory, disk uint64
 	vcpus        int
+	dns          []netip.Addr
 }
 
 // What a sandbox costs beyond the memory of its programs and its disk, all of
@@ -116,7 +118,7 @@ func (e *Engine) create(ctx context.Context, sh shape, asked engine.Limits, root
 	go p.receive()
 	reply, err := p.request(ctx, &gvisorctl.Message{Op: gvisorctl.OpCreate, Create: &gvisorctl.Create{
 		ID: p.id, RunDir: e.runDirOf(p.id), Platform: platform, Hostname: sh.hostname,
-		Memory: sh.memory, Disk: sh.disk, VCPUs: sh.vcpus,
+		Memory: sh.memory, Disk: sh.disk, VCPUs: sh.vcpus, DNS: sh.dns,
 	}}, root, agent)
 	if err != nil {
 		p.kill()

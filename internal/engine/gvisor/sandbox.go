@@ -25,6 +25,7 @@ type sandbox struct {
 	vcpus        int
 	memory, disk uint64
 	root         *shared
+	network      *engine.Network    // nil without an interface
 	parent       *snapshot.Snapshot // that it was forked from; nil after a boot
 	ownParent    bool               // parent is its own to close
 	restored     time.Duration
@@ -66,7 +67,31 @@ func (r *shared) release() error {
 	return r.file.Close()
 }
 
-func (s *sandbox) shape() shape { return shape{s.self.Hostname, s.memory, s.disk, s.vcpus} }
+func (s *sandbox) shape() shape {
+	sh := shape{hostname: s.self.Hostname, memory: s.memory, disk: s.disk, vcpus: s.vcpus}
+	if s.network != nil {
+		sh.dns = s.network.DNS
+	}
+	return sh
+}
+
+// run sends a request that lets the sandbox run, with its files: those that come
+// first, the wire of its interface, and the listening socket, if there is one.
+func (s *sandbox) run(ctx context.Context, m *gvisorctl.Message, files []*os.File, wire, listener *os.File) (*gvisorctl.Message, error) {
+	wire, err := engine.OpenWire(s.network, wire)
+	if err != nil {
+		return nil, err
+	}
+	if n := s.network; n != nil {
+		defer func() { _ = wire.Close() }() // the helper has its own
+		m.Network = &gvisorctl.Network{MAC: n.MAC, MTU: n.MTU, Address: n.Address, Gateway: n.Gateway}
+		files = append(files, wire)
+	}
+	if m.Listen = listener != nil; m.Listen {
+		files = append(files, listener)
+	}
+	return s.request(ctx, m, files...)
+}
 
 // dialAgent opens the session with the agent.
 func (s *sandbox) dialAgent(ctx context.Context) error {

@@ -147,6 +147,7 @@ func (s *sandbox) build(ctx context.Context, b *snapshot.Builder) (*snapshot.Sna
 		Engine: Name, Created: time.Now().UTC().Truncate(time.Second),
 		CPU: cpu.cpu, VCPUs: s.vcpus, Memory: snapshot.Image{Size: s.memory}, Hostname: s.self.Hostname,
 		Disks:  []snapshot.Disk{{ID: "root", ReadOnly: true, Image: snapshot.ImageOf(wholeFile(root))}},
+		Nets:   s.network.Nets(),
 		Labels: map[string]string{engine.GenerationLabel: strconv.FormatUint(s.self.Generation.Load(), 10)},
 		GVisor: &snapshot.GVisor{Helper: helper, Platform: platform, CPUFeatures: cpu.features, Disk: s.disk, Pages: snapshot.Blob(pages)},
 	}

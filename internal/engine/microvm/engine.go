@@ -118,6 +118,13 @@ func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, er
 		Kernel: kernel, Root: spec.Root, Memory: spec.Memory, VCPUs: spec.VCPUs,
 		Hostname: spec.Hostname, Cmdline: spec.Cmdline, Limits: spec.Limits,
 	}
+	wire, err := s.plugIn(&low, spec)
+	if err != nil {
+		return nil, errors.Join(err, s.release())
+	}
+	if wire != nil {
+		defer func() { _ = wire.Close() }() // the vmm has its own
+	}
 	if spec.Scratch > 0 {
 		im := layer.Image{Size: spec.Scratch}
 		top, err := e.top()

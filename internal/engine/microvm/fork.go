@@ -169,6 +169,12 @@ func (e *Engine) prepareLoad(s *sandbox, opts engine.ForkOptions, from origin) (
 			l.add(&err, f, openErr)
 		}
 	}
+	if err == nil {
+		var wire *os.File
+		if wire, err = engine.OpenWire(s.network, opts.Wire); wire != nil {
+			l.add(&err, wire, err)
+		}
+	}
 	if s.self.Folder = folder.Folder(opts.Folder); err == nil && s.self.Folder != "" {
 		if err = s.settleIn(); err == nil {
 			l.load.Devices.Listen = true
@@ -195,6 +201,9 @@ func (e *Engine) devices(s *sandbox) vmmctl.Devices {
 			wire.Image = &d.image
 		}
 		out.Disks = append(out.Disks, wire)
+	}
+	if n := s.network; n != nil {
+		out.Nets = []vmmctl.Net{{MAC: n.MAC, MTU: uint16(n.MTU)}}
 	}
 	return out
 }
@@ -301,12 +310,16 @@ func (e *Engine) describe(snap *snapshot.Snapshot, hostname string) (*sandbox, e
 	if err != nil {
 		return nil, err
 	}
+	network, err := engine.NetworkOf(m)
+	if err != nil {
+		return nil, err
+	}
 	if hostname == "" {
 		hostname = identity.Hostname()
 	}
 	s := &sandbox{
 		engine: e, kernel: m.Kernel, self: identity.Self{Hostname: hostname}, vcpus: m.VCPUs,
-		parent: snap,
+		parent: snap, network: network,
 	}
 	s.self.Generation.Store(generation)
 	s.setMemory(m.Memory.Layer())

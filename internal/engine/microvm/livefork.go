@@ -297,7 +297,7 @@ func (s *sandbox) lay(c *captured) (_ *moment, err error) {
 	s.live = all.usedBy(images...)
 	err = old.release()
 	s.setImages(images)
-	m.engine, m.kernel, m.vcpus, m.parent = s.engine, s.kernel, s.vcpus, s.parent
+	m.engine, m.kernel, m.vcpus, m.parent, m.network = s.engine, s.kernel, s.vcpus, s.parent, s.network
 	m.self.Generation.Store(s.self.Generation.Load())
 	m.disks, m.live = slices.Clone(s.disks), all.usedBy(images...)
 	m.setImages(images)
@@ -383,7 +383,7 @@ func (m *moment) child(ctx context.Context, opts engine.ForkOptions) (*sandbox, 
 	}
 	s := &sandbox{
 		engine: m.engine, kernel: m.kernel, self: identity.Self{Hostname: opts.Hostname}, vcpus: m.vcpus, parent: m.parent,
-		disks: slices.Clone(m.disks), live: m.live.usedBy(images...), boot: m.boot,
+		disks: slices.Clone(m.disks), live: m.live.usedBy(images...), boot: m.boot, network: m.network,
 	}
 	s.self.Generation.Store(m.self.Generation.Load() + 1)
 	if s.boot != nil {

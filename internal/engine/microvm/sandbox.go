@@ -30,6 +30,7 @@ type sandbox struct {
 	vcpus     int
 	memory    layer.Image
 	disks     []disk
+	network   *engine.Network    // nil without an interface
 	parent    *snapshot.Snapshot // whose layers it maps; nil after a boot
 	boot      *bootFiles         // nil in a fork
 	restored  time.Duration      // from the call of Fork until it ran

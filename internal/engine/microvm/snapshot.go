@@ -54,7 +54,7 @@ func (s *sandbox) durable() (*sandbox, *vmmctl.Save) {
 	save := &vmmctl.Save{}
 	d := &sandbox{
 		engine: s.engine, kernel: s.kernel, self: identity.Self{Hostname: s.self.Hostname}, vcpus: s.vcpus,
-		parent: s.parent, boot: s.boot,
+		parent: s.parent, boot: s.boot, network: s.network,
 	}
 	d.self.Generation.Store(s.self.Generation.Load())
 	d.memory, save.Memory = s.memory.Without(s.live.has)
@@ -229,7 +229,7 @@ func (s *sandbox) store(ctx context.Context, b *snapshot.Builder, c *captured) (
 	m := snapshot.Manifest{
 		Created: time.Now().UTC().Truncate(time.Second), Kernel: s.kernel,
 		CPU: cpu, TSCKHz: uint64(c.machine.TSCKHz), VCPUs: s.vcpus,
-		Memory: snapshot.ImageOf(memory), Hostname: s.self.Hostname, Session: c.session,
+		Memory: snapshot.ImageOf(memory), Nets: s.network.Nets(), Hostname: s.self.Hostname, Session: c.session,
 		Labels: map[string]string{engine.GenerationLabel: strconv.FormatUint(s.self.Generation.Load(), 10)},
 	}
 	if s.parent != nil {

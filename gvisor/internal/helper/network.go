@@ -1,0 +1,81 @@
+package helper
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"strconv"
+
+	"agentrun.dev/internal/gvisorctl"
+	"golang.org/x/sys/unix"
+	"gvisor.dev/gvisor/pkg/control/client"
+	"gvisor.dev/gvisor/pkg/urpc"
+	"gvisor.dev/gvisor/runsc/boot"
+	"gvisor.dev/gvisor/runsc/config"
+)
+
+// nic is the name of the interface inside, as in a microVM.
+const nic = "eth0"
+
+// linksOf describes a loopback and an interface whose frames go to a wire.
+// Nothing is offloaded: what leaves is whole, and what comes is checked.
+func linksOf(n *gvisorctl.Network, wire *os.File) *boot.CreateLinksAndRoutesArgs {
+	prefix := ipNet(n.Address.Masked())
+	links := &boot.CreateLinksAndRoutesArgs{
+		FilePayload:   urpc.FilePayload{Files: []*os.File{wire}},
+		LoopbackLinks: []boot.LoopbackLink{boot.DefaultLoopbackLink},
+		FDBasedLinks: []boot.FDBasedLink{{
+			Name: nic, MTU: n.MTU, LinkAddress: net.HardwareAddr(n.MAC[:]),
+			Addresses:   []boot.IPWithPrefix{{Address: n.Address.Addr().AsSlice(), PrefixLen: n.Address.Bits()}},
+			Routes:      []boot.Route{{Destination: prefix}},
+			NumChannels: 1, ProcessorsPerChannel: 1,
+			// A full wire loses frames, and no program is told.
+			QDisc: config.QDiscFIFO,
+		}},
+	}
+	if n.Gateway.IsValid() {
+		links.Defaultv4Gateway = boot.DefaultRoute{Name: nic, Route: boot.Route{
+			Destination: ipNet(netip.PrefixFrom(netip.IPv4Unspecified(), 0)), Gateway: n.Gateway.AsSlice(),
+		}}
+	}
+	return links
+}
+
+func ipNet(p netip.Prefix) net.IPNet {
+	return net.IPNet{IP: p.Addr().AsSlice(), Mask: net.CIDRMask(p.Bits(), p.Addr().BitLen())}
+}
+
+// startWired starts the sandbox with these links. runsc takes links from a
+// namespace of the host, or makes a loopback; to start a sandbox with others, the
+// kernel is told them first. The host's network is what runsc sets nothing up for:
+// the kernel's own configuration, which it was made with, has none.
+func (s *sandboxed) startWired(links *boot.CreateLinksAndRoutesArgs) error {
+	if err := s.tellLinks(links); err != nil {
+		return fmt.Errorf("make the network interface: %w", err)
+	}
+	conf := *s.conf
+	conf.Network = config.NetworkHost
+	return s.cont.Start(&conf)
+}
+
+// tellLinks says what links there will be when the sandbox starts.
+func (s *sandboxed) tellLinks(links *boot.CreateLinksAndRoutesArgs) error {
+	path := s.cont.Sandbox.GetControlSocketPath()
+	if path == "" {
+		return errors.New("gVisor's kernel has no control socket")
+	}
+	// It may be too long for a socket's address.
+	fd, err := unix.Open(path, unix.O_PATH|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return fmt.Errorf("open %s: %w", path, err)
+	}
+	defer func() { _ = unix.Close(fd) }()
+	conn, err := client.ConnectTo("/proc/self/fd/" + strconv.Itoa(fd))
+	if err != nil {
+		return fmt.Errorf("connect to gVisor's kernel: %w", err)
+	}
+	defer func() { _ = conn.Close() }() // the answer has come
+	return conn.Call(boot.ContMgrSetNetworkArgs, links, nil)
+}

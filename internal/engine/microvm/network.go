@@ -1,0 +1,40 @@
+package microvm
+
+import (
+	"os"
+	"strings"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/vmm"
+)
+
+// plugIn gives a sandbox that is booted its network interface, if it is to have
+// one. The wire is the caller's to close.
+func (s *sandbox) plugIn(low *Spec, spec engine.Spec) (*os.File, error) {
+	if spec.Network != nil {
+		if err := spec.Network.Check(); err != nil {
+			return nil, err
+		}
+	}
+	wire, err := engine.OpenWire(spec.Network, spec.Wire)
+	if wire == nil {
+		return nil, err
+	}
+	s.network = spec.Network
+	low.Nets = []vmm.Net{{Socket: wire, MAC: s.network.MAC, MTU: uint16(s.network.MTU)}}
+	low.Cmdline = strings.TrimSpace(addressOf(s.network) + " " + low.Cmdline)
+	return wire, err
+}
+
+// addressOf is the part of the kernel's command line by which the agent
+// configures the interface.
+func addressOf(n *engine.Network) string {
+	parts := []string{"agentrun.ip=" + n.Address.String()}
+	if n.Gateway.IsValid() {
+		parts = append(parts, "gw="+n.Gateway.String())
+	}
+	for _, a := range n.DNS {
+		parts = append(parts, "dns="+a.String())
+	}
+	return strings.Join(parts, ",")
+}

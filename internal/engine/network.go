@@ -1,0 +1,173 @@
+package engine
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+
+	"agentrun.dev/internal/snapshot"
+	"golang.org/x/sys/unix"
+)
+
+// Network is the network interface of a sandbox, eth0 inside. It has no other,
+// and a loopback. Forks keep what it says and differ in their wires.
+type Network struct {
+	// MAC is that of the sandbox, an address of one device.
+	MAC [6]byte
+	// MTU is how many bytes a frame carries at most, its header not counted.
+	MTU int
+	// Address is the sandbox's own, IPv4, and how much of it is its network.
+	Address netip.Prefix
+	// Gateway is where all else is routed to. Without one, nothing is.
+	Gateway netip.Addr
+	// DNS are the servers in /etc/resolv.conf, three at most. Without any, that
+	// is as the image has it.
+	DNS []netip.Addr
+}
+
+// MaxMTU is the largest MTU of a sandbox.
+const MaxMTU = 9000
+
+// minMTU is the least for IPv4.
+const minMTU = 68
+
+// maxDNS is MAXNS of resolv.conf(5).
+const maxDNS = 3
+
+// Check refuses what engines cannot give a sandbox.
+func (n *Network) Check() error {
+	switch {
+	case n.MAC[0]&1 != 0 || n.MAC == [6]byte{}:
+		return fmt.Errorf("network: %v is not the address of one device", net.HardwareAddr(n.MAC[:]))
+	case n.MTU < minMTU || n.MTU > MaxMTU:
+		return fmt.Errorf("network: an MTU of %d is not between %d and %d", n.MTU, minMTU, MaxMTU)
+	case !usable(n.Address.Addr()) || n.Address.Bits() < 1:
+		return fmt.Errorf("network: %v is no IPv4 address with the length of its network's prefix", n.Address)
+	case n.Gateway.IsValid() && !usable(n.Gateway):
+		return fmt.Errorf("network: the gateway %v is no IPv4 address", n.Gateway)
+	case n.Gateway.IsValid() && !n.Address.Contains(n.Gateway):
+		return fmt.Errorf("network: the gateway %v is not in the sandbox's network, %v", n.Gateway, n.Address.Masked())
+	case len(n.DNS) > maxDNS:
+		return fmt.Errorf("network: %d DNS servers are more than %d", len(n.DNS), maxDNS)
+	}
+	for _, a := range n.DNS {
+		if !usable(a) {
+			return fmt.Errorf("network: the DNS server %v is no IPv4 address", a)
+		}
+	}
+	return nil
+}
+
+func usable(a netip.Addr) bool { return a.Is4() && !a.IsUnspecified() }
+
+// Nets is the interface in a manifest; none for nil.
+func (n *Network) Nets() []snapshot.Net {
+	if n == nil {
+		return nil
+	}
+	out := snapshot.Net{MAC: net.HardwareAddr(n.MAC[:]).String(), MTU: n.MTU, Address: n.Address.String()}
+	if n.Gateway.IsValid() {
+		out.Gateway = n.Gateway.String()
+	}
+	for _, a := range n.DNS {
+		out.DNS = append(out.DNS, a.String())
+	}
+	return []snapshot.Net{out}
+}
+
+// NetworkOf is the interface that a snapshot's sandboxes have, or nil.
+func NetworkOf(m snapshot.Manifest) (*Network, error) {
+	switch len(m.Nets) {
+	case 0:
+		return nil, nil
+	case 1:
+	default:
+		return nil, fmt.Errorf("%w: it has %d network interfaces, and one is possible", ErrMismatch, len(m.Nets))
+	}
+	in, out := m.Nets[0], &Network{MTU: m.Nets[0].MTU}
+	mac, err := net.ParseMAC(in.MAC)
+	if err != nil || len(mac) != len(out.MAC) {
+		return nil, fmt.Errorf("network of the snapshot: %q is no MAC address", in.MAC)
+	}
+	copy(out.MAC[:], mac)
+	if out.Address, err = netip.ParsePrefix(in.Address); err == nil && in.Gateway != "" {
+		out.Gateway, err = netip.ParseAddr(in.Gateway)
+	}
+	for _, s := range in.DNS {
+		a, dnsErr := netip.ParseAddr(s)
+		err = errors.Join(err, dnsErr)
+		out.DNS = append(out.DNS, a)
+	}
+	if err == nil {
+		err = out.Check()
+	}
+	if err != nil {
+		return nil, fmt.Errorf("network of the snapshot: %w", err)
+	}
+	return out, nil
+}
+
+// NewWire makes the two ends of a wire: ours is for whoever plays the network,
+// theirs for Spec.Wire or ForkOptions.Wire.
+func NewWire() (ours, theirs *os.File, err error) {
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
+	if err != nil {
+		return nil, nil, fmt.Errorf("make a wire: %w", err)
+	}
+	return os.NewFile(uintptr(fds[0]), "wire"), os.NewFile(uintptr(fds[1]), "wire"), nil
+}
+
+// OpenWire is what engines connect a sandbox's interface to: a copy of the wire
+// that was given, or one that leads nowhere. It is nil for a sandbox that has no
+// interface, which must not have been given a wire either.
+func OpenWire(n *Network, wire *os.File) (*os.File, error) {
+	switch {
+	case n == nil && wire != nil:
+		return nil, fmt.Errorf("%w: a wire was given, and the sandbox has no network interface: it gets one when it is booted (Spec.Network)", ErrMismatch)
+	case n == nil:
+		return nil, nil
+	case wire == nil:
+		ours, theirs, err := NewWire()
+		if err != nil {
+			return nil, err
+		}
+		if err := ours.Close(); err != nil {
+			return nil, errors.Join(err, theirs.Close())
+		}
+		return theirs, nil
+	}
+	return copyWire(wire)
+}
+
+// copyWire copies a wire, and refuses what is none. A stream has no frames; and
+// a socket that tells when its other end is gone (SOCK_SEQPACKET) has gVisor's
+// receiver read that without end.
+func copyWire(wire *os.File) (*os.File, error) {
+	raw, err := wire.SyscallConn()
+	if err != nil {
+		return nil, fmt.Errorf("wire: %w", err)
+	}
+	fd := -1
+	ctlErr := raw.Control(func(from uintptr) {
+		var domain, kind int
+		if domain, err = unix.GetsockoptInt(int(from), unix.SOL_SOCKET, unix.SO_DOMAIN); err != nil {
+			return
+		}
+		if kind, err = unix.GetsockoptInt(int(from), unix.SOL_SOCKET, unix.SO_TYPE); err != nil {
+			return
+		}
+		if domain != unix.AF_UNIX || kind != unix.SOCK_DGRAM {
+			err = errors.New("it is no unix datagram socket (engine.NewWire makes one)")
+			return
+		}
+		if err = unix.SetNonblock(int(from), true); err == nil {
+			fd, err = unix.FcntlInt(from, unix.F_DUPFD_CLOEXEC, 0)
+		}
+	})
+	if err = errors.Join(err, ctlErr); err != nil {
+		return nil, fmt.Errorf("wire: %w", err)
+	}
+	return os.NewFile(uintptr(fd), "wire"), nil
+}
