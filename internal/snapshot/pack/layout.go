@@ -9,7 +9,6 @@ import (
 	"fmt"
 	"io"
 	"strings"
-	"sync"
 	"time"
 
 	"agentrun.dev/internal/image"
@@ -69,7 +68,7 @@ func write(ctx context.Context, w io.Writer, snap *snapshot.Snapshot, o PackOpti
 	}
 	report.Phase(image.Progress{Phase: image.PhasePack, Total: total(snap)})
 	a := artifact{}
-	a.parts, err = cut(ctx, snap, report, func(_ context.Context, p part, content []byte) error { return out.blob(p.blob, content) })
+	a.parts, err = cut(ctx, snap, report, inOrder, func(_ context.Context, p part, content []byte) error { return out.blob(p.blob, content) })
 	if err != nil {
 		return digest, err
 	}
@@ -138,7 +137,6 @@ func (a *artifact) seal(snap *snapshot.Snapshot) (manifest, config []byte, err e
 // archive writes a layout. What is in it does not depend on when and by whom it
 // is written.
 type archive struct {
-	mu   sync.Mutex // protects the following fields
 	tar  *tar.Writer
 	time time.Time
 	has  map[v1.Hash]bool
@@ -146,22 +144,14 @@ type archive struct {
 
 // blob writes a blob once.
 func (a *archive) blob(d v1.Descriptor, content []byte) error {
-	a.mu.Lock()
-	defer a.mu.Unlock()
 	if a.has[d.Digest] {
 		return nil
 	}
 	a.has[d.Digest] = true
-	return a.write(blobPrefix+d.Digest.Hex, content)
+	return a.file(blobPrefix+d.Digest.Hex, content)
 }
 
 func (a *archive) file(name string, content []byte) error {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	return a.write(name, content)
-}
-
-func (a *archive) write(name string, content []byte) error {
 	err := a.tar.WriteHeader(&tar.Header{Typeflag: tar.TypeReg, Name: name, Mode: 0o444, Size: int64(len(content)), ModTime: a.time, Format: tar.FormatUSTAR})
 	if err == nil {
 		_, err = a.tar.Write(content)
@@ -212,14 +202,11 @@ func (a *archive) signatures(key *Signer, digest v1.Hash) (d v1.Descriptor, err 
 // Read makes a snapshot at dir of a file that Write has written.
 func Read(ctx context.Context, r io.ReaderAt, size int64, dir string, o UnpackOptions) (*snapshot.Snapshot, error) {
 	report := image.NewReporter(o.Progress)
-	l, err := openLayout(r, size)
+	l, err := openLayout(r, size, report)
 	if err != nil {
 		return nil, fmt.Errorf("unpack snapshot: %w", err)
 	}
 	manifest, err := l.small(ctx, l.manifest)
-	if err == nil {
-		err = l.complete(ctx, manifest)
-	}
 	var snap *snapshot.Snapshot
 	if err == nil {
 		snap, err = unpack(ctx, l, manifest, dir, report, o)
@@ -233,6 +220,7 @@ func Read(ctx context.Context, r io.ReaderAt, size int64, dir string, o UnpackOp
 
 // layout is an open file.
 type layout struct {
+	report   *image.Reporter
 	entries  map[string]*io.SectionReader // by name
 	manifest v1.Descriptor
 	signed   *v1.Descriptor
@@ -240,8 +228,8 @@ type layout struct {
 
 // openLayout finds what is in a file. Nothing is taken from it but names that
 // are known or digests.
-func openLayout(r io.ReaderAt, size int64) (*layout, error) {
-	l := &layout{entries: map[string]*io.SectionReader{}}
+func openLayout(r io.ReaderAt, size int64, report *image.Reporter) (*layout, error) {
+	l := &layout{report: report, entries: map[string]*io.SectionReader{}}
 	all := io.NewSectionReader(r, 0, size)
 	in := tar.NewReader(all)
 	for {
@@ -407,8 +395,11 @@ func (l *layout) part(ctx context.Context, d v1.Descriptor) (io.ReadCloser, erro
 	if err := same(layer.Digest(hash.Sum(nil)), d); err != nil {
 		return nil, err
 	}
+	l.report.Bytes(d.Size)
 	return io.NopCloser(io.NewSectionReader(e, 0, e.Size())), nil
 }
+
+func (l *layout) phase() image.Phase { return image.PhaseUnpack }
 
 func (l *layout) signatures(ctx context.Context, _ v1.Hash) ([]byte, error) {
 	if l.signed == nil {
@@ -418,23 +409,23 @@ func (l *layout) signatures(ctx context.Context, _ v1.Hash) ([]byte, error) {
 }
 
 // complete refuses a file that has more blobs than its manifests name.
-func (l *layout) complete(ctx context.Context, manifest []byte) error {
+func (l *layout) complete(ctx context.Context, a *artifact) error {
 	named := map[string]bool{layoutName: true, indexName: true}
 	name := func(d v1.Descriptor) { named[blobPrefix+d.Digest.Hex] = true }
 	name(l.manifest)
-	documents := [][]byte{manifest}
+	name(a.config)
+	for _, p := range a.parts {
+		name(p.blob)
+	}
 	if l.signed != nil {
 		name(*l.signed)
 		b, err := l.small(ctx, *l.signed)
 		if err != nil {
 			return fmt.Errorf("signatures: %w", err)
 		}
-		documents = append(documents, b)
-	}
-	for _, b := range documents {
-		var m v1.Manifest
-		if err := json.Unmarshal(b, &m); err != nil {
-			return fmt.Errorf("manifest: damaged: %w", err)
+		m, err := parseSignatures(b)
+		if err != nil {
+			return err
 		}
 		name(m.Config)
 		for _, d := range m.Layers {

@@ -68,21 +68,43 @@ type section struct {
 
 func (s section) Close() error { return s.file.Close() }
 
-// cut makes the parts of a snapshot and has each taken, one or more at the same
-// time, with its content, which is gone afterwards. The parts are in order.
-func cut(ctx context.Context, snap *snapshot.Snapshot, report *image.Reporter, take func(context.Context, part, []byte) error) ([]part, error) {
+// order is in which parts are taken.
+type order int
+
+const (
+	anyOrder order = iota // several at the same time
+	inOrder
+)
+
+// cut makes the parts of a snapshot and has each taken with its content, which is
+// gone afterwards. It returns the parts in order.
+func cut(ctx context.Context, snap *snapshot.Snapshot, report *image.Reporter, o order, take func(context.Context, part, []byte) error) ([]part, error) {
 	all := ranges(snap)
 	made := make([]*part, len(all))
-	g, working := errgroup.WithContext(ctx)
+	before := closed()
+	g, ctx := errgroup.WithContext(ctx)
 	g.SetLimit(workers())
 	for i, r := range all {
+		turn, done := before, make(chan struct{})
+		if before = done; o == anyOrder {
+			turn = closed()
+		}
 		g.Go(func() error {
-			p, content, err := r.compress(working)
-			if err == nil && p != nil {
-				err = take(working, *p, content)
+			p, content, err := r.compress(ctx)
+			if err != nil {
+				return err
+			}
+			select {
+			case <-turn:
+			case <-ctx.Done():
+				return context.Cause(ctx)
+			}
+			if p != nil {
+				err = take(ctx, *p, content)
 			}
 			made[i] = p
 			report.Bytes(int64(r.size))
+			close(done)
 			return err
 		})
 	}
@@ -96,6 +118,12 @@ func cut(ctx context.Context, snap *snapshot.Snapshot, report *image.Reporter, t
 		}
 	}
 	return out, nil
+}
+
+func closed() chan struct{} {
+	c := make(chan struct{})
+	close(c)
+	return c
 }
 
 // compress gives the part, or nil for zeros in a layer: those need none.

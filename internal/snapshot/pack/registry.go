@@ -44,7 +44,7 @@ func push(ctx context.Context, snap *snapshot.Snapshot, repo *image.Repository, 
 		return repo.Upload(ctx, image.Blob{Descriptor: d, Open: func() (io.ReadCloser, error) { return io.NopCloser(bytes.NewReader(content)), nil }})
 	}
 	a := artifact{}
-	a.parts, err = cut(ctx, snap, report, func(ctx context.Context, p part, content []byte) error {
+	a.parts, err = cut(ctx, snap, report, anyOrder, func(ctx context.Context, p part, content []byte) error {
 		return upload(ctx, p.descriptor(), content)
 	})
 	if err != nil {
@@ -114,7 +114,7 @@ func pull(ctx context.Context, repo *image.Repository, dir string, o UnpackOptio
 	if desc.MediaType.IsIndex() {
 		return nil, errors.New("it is an image for several platforms, not a snapshot: agentrun image pull takes it")
 	}
-	snap, err := unpack(ctx, remoteSource{repo}, manifest, dir, report, o)
+	snap, err := unpack(ctx, remoteSource{repo, report}, manifest, dir, report, o)
 	if err != nil {
 		return nil, err
 	}
@@ -123,7 +123,15 @@ func pull(ctx context.Context, repo *image.Repository, dir string, o UnpackOptio
 }
 
 // remoteSource is a pack in a registry.
-type remoteSource struct{ repo *image.Repository }
+type remoteSource struct {
+	repo   *image.Repository
+	report *image.Reporter
+}
+
+// complete: a repository has other things, too.
+func (remoteSource) complete(context.Context, *artifact) error { return nil }
+
+func (remoteSource) phase() image.Phase { return image.PhaseDownload }
 
 func (s remoteSource) small(ctx context.Context, d v1.Descriptor) ([]byte, error) {
 	r, err := s.part(ctx, d)
@@ -142,7 +150,7 @@ func (s remoteSource) part(ctx context.Context, d v1.Descriptor) (io.ReadCloser,
 		return nil, fmt.Errorf("memory for a part: %w", err)
 	}
 	f := os.NewFile(uintptr(fd), "part")
-	err = s.repo.Fetch(ctx, d, f, image.NewReporter(nil))
+	err = s.repo.Fetch(ctx, d, f, s.report)
 	if err == nil {
 		_, err = f.Seek(0, io.SeekStart)
 	}

@@ -127,12 +127,9 @@ func (v *Verifier) check(ctx context.Context, src source, manifest v1.Hash) erro
 	if raw == nil {
 		return fmt.Errorf("%w: it has no signature", ErrUnsigned)
 	}
-	if len(raw) > maxManifest {
-		return fmt.Errorf("signatures: more than %d bytes", maxManifest)
-	}
-	var m v1.Manifest
-	if err := json.Unmarshal(raw, &m); err != nil {
-		return fmt.Errorf("signatures: damaged: %w", err)
+	m, err := parseSignatures(raw)
+	if err != nil {
+		return err
 	}
 	why := errors.New("it has no signature")
 	for i, d := range m.Layers {
@@ -144,6 +141,17 @@ func (v *Verifier) check(ctx context.Context, src source, manifest v1.Hash) erro
 		}
 	}
 	return fmt.Errorf("%w: %w", ErrUnsigned, why)
+}
+
+// parseSignatures reads the manifest of an image of signatures.
+func parseSignatures(raw []byte) (m v1.Manifest, err error) {
+	if len(raw) > maxManifest {
+		return m, fmt.Errorf("signatures: more than %d bytes", maxManifest)
+	}
+	if err := json.Unmarshal(raw, &m); err != nil {
+		return m, fmt.Errorf("signatures: damaged: %w", err)
+	}
+	return m, nil
 }
 
 func (v *Verifier) checkOne(ctx context.Context, src source, d v1.Descriptor, manifest v1.Hash) error {

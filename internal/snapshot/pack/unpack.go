@@ -55,7 +55,11 @@ func (o UnpackOptions) limits() Limits {
 type source interface {
 	// small reads a blob into memory, and compares it with its digest.
 	small(ctx context.Context, d v1.Descriptor) ([]byte, error)
-	// part opens a blob that was compared with its digest.
+	// complete refuses a source that has more than the manifest names.
+	complete(ctx context.Context, a *artifact) error
+	// phase is what reading parts is.
+	phase() image.Phase
+	// part opens a blob that was compared with its digest, and reports its bytes.
 	part(ctx context.Context, d v1.Descriptor) (io.ReadCloser, error)
 	// signatures gives the manifest of the signatures of a manifest; nil if there
 	// are none.
@@ -71,6 +75,9 @@ func unpack(ctx context.Context, src source, manifest []byte, dir string, report
 		}
 	}
 	a, err := parse(manifest)
+	if err == nil {
+		err = src.complete(ctx, a)
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -133,7 +140,7 @@ func (u *unpacker) check(a *artifact, m snapshot.Manifest) ([][]part, error) {
 			return nil, err
 		}
 	}
-	u.report.Phase(image.Progress{Phase: image.PhaseUnpack, Total: int64(total)})
+	u.report.Phase(image.Progress{Phase: u.src.phase(), Total: int64(packed), Layers: len(parts)})
 	return parts, nil
 }
 
@@ -141,13 +148,15 @@ const maxRatio = 1 << 16
 
 func (u *unpacker) layers(ctx context.Context, b *snapshot.Builder, refs []layer.Ref, parts [][]part) error {
 	for i, ref := range refs {
-		if done, err := u.borrow(ctx, b, ref); done || err != nil {
-			if err != nil {
-				return err
-			}
+		lent, err := u.borrow(ctx, b, ref)
+		if err != nil {
+			return err
+		}
+		if lent {
+			u.skip(parts[i])
 			continue
 		}
-		err := b.FillLayer(ctx, ref, func(f *os.File) error {
+		err = b.FillLayer(ctx, ref, func(f *os.File) error {
 			g, ctx := errgroup.WithContext(ctx)
 			g.SetLimit(workers())
 			for _, p := range parts[i] {
@@ -163,9 +172,15 @@ func (u *unpacker) layers(ctx context.Context, b *snapshot.Builder, refs []layer
 		if err != nil {
 			return err
 		}
-		u.report.Bytes(int64(ref.Size))
 	}
 	return nil
+}
+
+// skip reports parts that need not be read.
+func (u *unpacker) skip(parts []part) {
+	for _, p := range parts {
+		u.report.Bytes(p.blob.Size)
+	}
 }
 
 // borrow takes a layer from a snapshot that is here, if its copy is sound.
@@ -189,7 +204,6 @@ func (u *unpacker) borrow(ctx context.Context, b *snapshot.Builder, ref layer.Re
 	if err := b.LinkLayer(ref, from); err != nil {
 		return false, err
 	}
-	u.report.Bytes(int64(ref.Size))
 	return true, nil
 }
 
