@@ -134,33 +134,6 @@ func TestSharedParts(t *testing.T) {
 	wantSame(t, three, second)
 }
 
-// TestPackable: what must not leave its machine does not, and is not taken from
-// elsewhere either.
-func TestPackable(t *testing.T) {
-	private := func(m *snapshot.Manifest) { m.Labels = map[string]string{PrivateLabel: ""} }
-	snap := small(t, private)
-	var out bytes.Buffer
-	if _, err := Write(t.Context(), &out, snap, PackOptions{}); !errors.Is(err, ErrPrivate) || out.Len() > 0 {
-		t.Errorf("packed: %v, %d bytes", err, out.Len())
-	}
-	r := newRegistry(t)
-	if _, err := Push(t.Context(), snap, r.ref(t, "a:1"), r.registries(), PackOptions{}); !errors.Is(err, ErrPrivate) || r.count("POST blob") > 0 {
-		t.Errorf("pushed: %v", err)
-	}
-	// One that somebody else has packed all the same.
-	b := open(t, packed(t, small(t), PackOptions{}))
-	config, err := snap.Manifest().Encode()
-	if err != nil {
-		t.Fatal(err)
-	}
-	b.manifest(func(m *v1.Manifest) { b.replace(&m.Config, config) })
-	_, parent, err := unpackInto(t, b.bytes(), UnpackOptions{})
-	wantRefused(t, parent, err, "private")
-	if !errors.Is(err, ErrPrivate) {
-		t.Error(err)
-	}
-}
-
 // TestAccept: what the host does not want is refused before its content is
 // fetched.
 func TestAccept(t *testing.T) {
