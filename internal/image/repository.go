@@ -7,6 +7,7 @@ import (
 	"io"
 	"net/http"
 	"os"
+	"time"
 
 	"github.com/google/go-containerregistry/pkg/authn"
 	"github.com/google/go-containerregistry/pkg/name"
@@ -108,9 +109,37 @@ type Blob struct {
 	Open func() (io.ReadCloser, error)
 }
 
-// Upload sends a blob, unless the repository has it.
+// Upload sends a blob, unless the repository has it. A registry that takes nothing
+// for a while is given up.
 func (r *Repository) Upload(ctx context.Context, b Blob) error {
-	return r.pusher.Upload(ctx, r.at.Context(), upload{b})
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	open := b.Open
+	b.Open = func() (io.ReadCloser, error) {
+		body, err := open()
+		if err != nil {
+			return nil, err
+		}
+		stalled := time.AfterFunc(stallTimeout, func() { cancel(fmt.Errorf("nothing was taken for %v", stallTimeout)) })
+		return &watched{meter{body, func(int) { stalled.Reset(stallTimeout) }}, stalled, body}, nil
+	}
+	err := r.pusher.Upload(ctx, r.at.Context(), upload{b})
+	if cause := context.Cause(ctx); err != nil && cause != nil {
+		return cause
+	}
+	return err
+}
+
+// watched is a body whose reader must not sleep.
+type watched struct {
+	meter
+	stalled *time.Timer
+	body    io.Closer
+}
+
+func (w *watched) Close() error {
+	w.stalled.Stop()
+	return w.body.Close()
 }
 
 // Put gives a manifest, whose blobs were uploaded, a name in this repository.

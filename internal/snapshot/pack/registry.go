@@ -77,14 +77,28 @@ func signatureTag(manifest v1.Hash) string { return manifest.Algorithm + "-" + m
 // pushSignature adds a signature to those that there are.
 func pushSignature(ctx context.Context, repo *image.Repository, key *Signer, digest v1.Hash) error {
 	tag := repo.Tag(signatureTag(digest))
-	img, err := repo.GetImage(ctx, tag)
-	if errors.Is(err, image.ErrNotThere) {
-		img, err = emptySignatures(), nil
-	}
-	if err == nil {
-		img, err = key.sign(img, repo.Name(), digest)
-	}
+	src := remoteSource{repo, image.NewReporter(nil)}
+	raw, err := src.signatures(ctx, digest)
 	if err != nil {
+		return err
+	}
+	img := emptySignatures()
+	if raw != nil {
+		m, err := parseSignatures(raw)
+		if err != nil {
+			return err
+		}
+		if len(m.Layers) >= maxSignatures || m.Config.Size > maxManifest {
+			return fmt.Errorf("it has %d signatures already, and a configuration of %d bytes", len(m.Layers), m.Config.Size)
+		}
+		if mine, err := key.verifier(); err != nil || mine.check(ctx, src, digest) == nil {
+			return err // signed before
+		}
+		if img, err = repo.GetImage(ctx, tag); err != nil {
+			return err
+		}
+	}
+	if img, err = key.sign(img, repo.Name(), digest); err != nil {
 		return err
 	}
 	return repo.PutImage(ctx, tag, img)

@@ -21,10 +21,12 @@ import (
 	"github.com/sigstore/sigstore/pkg/signature/payload"
 )
 
-// How cosign stores signatures: an image whose layers are what was signed.
+// payloadType is how cosign stores signatures: an image whose layers are what was
+// signed.
+const payloadType types.MediaType = "application/vnd.dev.cosign.simplesigning.v1+json"
+
 const (
-	payloadType  types.MediaType = "application/vnd.dev.cosign.simplesigning.v1+json"
-	signatureKey                 = "dev.cosignproject.cosign/signature"
+	signatureKey = "dev.cosignproject.cosign/signature"
 
 	maxSignatures = 64
 	maxPayload    = 64 << 10
@@ -58,6 +60,16 @@ func LoadSigner(path string, password func() ([]byte, error)) (*Signer, error) {
 	return &Signer{s}, nil
 }
 
+// verifier finds what the key has signed before.
+func (s *Signer) verifier() (*Verifier, error) {
+	key, err := s.signer.PublicKey()
+	if err != nil {
+		return nil, err
+	}
+	v, err := signature.LoadVerifier(key, crypto.SHA256)
+	return &Verifier{v}, err
+}
+
 // Verifier checks signatures of packs.
 type Verifier struct{ verifier signature.Verifier }
 
@@ -68,9 +80,6 @@ func LoadVerifier(path string) (*Verifier, error) {
 		return nil, fmt.Errorf("public key: %w", err)
 	}
 	key, err := cryptoutils.UnmarshalPEMToPublicKey(b)
-	if err == nil {
-		err = cryptoutils.ValidatePubKey(key)
-	}
 	var v signature.Verifier
 	if err == nil {
 		v, err = signature.LoadVerifier(key, crypto.SHA256)

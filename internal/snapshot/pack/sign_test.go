@@ -144,8 +144,17 @@ func TestSigned(t *testing.T) {
 	_, parent, err = r.pull(t, "team/signed:2", UnpackOptions{Key: public})
 	wantRefused(t, parent, err, ErrUnsigned.Error(), "the signature is of")
 
-	// A second signature does not take the first away.
+	// A second signature does not take the first away; a third of the same key is
+	// not needed.
 	r.push(t, "team/signed:1", snap, PackOptions{Key: another})
+	r.push(t, "team/signed:1", snap, PackOptions{Key: key})
+	raw, _, err = repo.Get(t.Context(), repo.Tag(signatureTag(describe(manifestOf(t, file)).Digest)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if m, err := parseSignatures(raw); err != nil || len(m.Layers) != 2 {
+		t.Errorf("%d signatures, %v", len(m.Layers), err)
+	}
 	for _, k := range []*Verifier{public, stranger} {
 		if _, _, err := r.pull(t, "team/signed:1", UnpackOptions{Key: k}); err != nil {
 			t.Error(err)

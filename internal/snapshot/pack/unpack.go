@@ -195,7 +195,7 @@ func (u *unpacker) borrow(ctx context.Context, b *snapshot.Builder, ref layer.Re
 	defer func() { _ = from.Close() }() // only read from
 	f, err := from.OpenLayer(ref)
 	if err != nil {
-		return false, nil //nolint:nilerr // it is fetched instead
+		return false, nil // it is fetched instead
 	}
 	defer func() { _ = f.Close() }() // likewise
 	if layer.Copy(ctx, io.Discard, f, ref) != nil {
