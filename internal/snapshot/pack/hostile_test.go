@@ -224,7 +224,7 @@ var hostile = []struct {
 	{"a configuration that is none", func(b *bundle) {
 		b.manifest(func(m *v1.Manifest) { b.replace(&m.Config, []byte("{}")) })
 	}, "the snapshot's manifest: format: 0"},
-	{"another format", func(b *bundle) { b.configRaw(`"format":1`, `"format":2`) }, "format: 2"},
+	{"another format", func(b *bundle) { b.configRaw(`"format":1`, `"format":9`) }, "format: 9"},
 	{"another engine", func(b *bundle) { b.configRaw(`"microvm/1"`, `"docker/7"`) }, `engine: "docker/7"`},
 	{"a checksum that is wrong", func(b *bundle) { b.configRaw(`"vcpus":1`, `"vcpus":2`) }, "checksum is wrong"},
 	{"a manifest in another form", func(b *bundle) { b.configRaw(`"vcpus":1`, `"vcpus": 1`) }, "canonical"},
