@@ -2,14 +2,18 @@ package pack
 
 import (
 	"bytes"
+	"crypto/ecdsa"
 	"crypto/elliptic"
 	"crypto/sha256"
+	"crypto/x509"
 	"encoding/base64"
+	"encoding/pem"
 	"errors"
 	"os"
 	"path/filepath"
 	"testing"
 
+	"agentrun.dev/internal/image"
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"github.com/sigstore/sigstore/pkg/cryptoutils"
 )
@@ -165,6 +169,58 @@ func TestSigned(t *testing.T) {
 func manifestOf(t testing.TB, pack []byte) []byte {
 	b := open(t, pack)
 	return b.find(blobName(decode[v1.IndexManifest](t, b.find(indexName).content).Manifests[0])).content
+}
+
+// TestCosignForm: a signature is where and what cosign expects, and is checked here
+// without any of the code that made it.
+func TestCosignForm(t *testing.T) {
+	private, public := keyFiles(t, nil)
+	key, err := LoadSigner(private, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := newRegistry(t)
+	digest := r.push(t, "team/signed:1", small(t), PackOptions{Key: key})
+	repo, err := r.registries().Open(r.ref(t, "team/signed:1"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer repo.Close()
+	raw, desc, err := repo.Get(t.Context(), repo.Tag("sha256-"+digest.Hex+".sig"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	m := decode[v1.Manifest](t, raw)
+	if desc.MediaType != "application/vnd.oci.image.manifest.v1+json" || m.Config.MediaType != "application/vnd.oci.image.config.v1+json" || len(m.Layers) != 1 {
+		t.Fatalf("%s", raw)
+	}
+	l := m.Layers[0]
+	if l.MediaType != "application/vnd.dev.cosign.simplesigning.v1+json" {
+		t.Errorf("payload of type %s", l.MediaType)
+	}
+	payload, err := remoteSource{repo, image.NewReporter(nil)}.small(t.Context(), l)
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := `{"critical":{"identity":{"docker-reference":"` + r.host + `/team/signed"},"image":{"docker-manifest-digest":"` + digest.String() +
+		`"},"type":"cosign container image signature"},"optional":null}`
+	if string(payload) != want {
+		t.Errorf("payload %s, want %s", payload, want)
+	}
+	b, err := os.ReadFile(public)
+	if err != nil {
+		t.Fatal(err)
+	}
+	block, _ := pem.Decode(b)
+	pub, err := x509.ParsePKIXPublicKey(block.Bytes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	sig, err := base64.StdEncoding.DecodeString(l.Annotations["dev.cosignproject.cosign/signature"])
+	sum := sha(payload)
+	if p, ok := pub.(*ecdsa.PublicKey); err != nil || !ok || !ecdsa.VerifyASN1(p, sum[:], sig) {
+		t.Errorf("%x is no signature of it: %v", sig, err)
+	}
 }
 
 // TestHostileSignatures: none of these is a signature.
