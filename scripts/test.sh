@@ -59,8 +59,8 @@ in_second_testbed() {
 	# shellcheck disable=SC2046 # one argument per package
 	in_testbed $(kvm_packages) $(cgroup_packages) $(linux_packages | grep -v '/test/microvm$' | grep -v '/script$') || status=$?
 	in_testbed -run='^TestConformance$' ./test/microvm || status=$?
-	# The daemon's manual, which on this host runs on gVisor.
-	in_testbed -run='^TestScripts$' ./test/forkd || status=$?
+	# The manuals of the daemon and of packs, which on this host run on gVisor.
+	in_testbed -run='^TestScripts$' ./test/forkd ./test/pack || status=$?
 	return "$status"
 }
 

@@ -11,7 +11,7 @@ import (
 	"golang.org/x/term"
 )
 
-// progressPrinter shows how making an image goes on: one line that changes on a
+// progressPrinter shows how making an image, or moving a snapshot, goes on: one line that changes on a
 // terminal, a line per phase elsewhere.
 type progressPrinter struct {
 	w        io.Writer
@@ -39,10 +39,12 @@ func (p *progressPrinter) show(now image.Progress) {
 	p.drawn = time.Now()
 	line := p.what + ": " + string(now.Phase)
 	switch {
-	case now.Phase == image.PhaseDownload && p.terminal:
+	case p.terminal && now.Total > 0 && now.Layer == 0:
 		line += fmt.Sprintf(" %s %s of %s", bar(now.Done, now.Total), mebibytes(now.Done), mebibytes(now.Total))
 	case now.Phase == image.PhaseDownload:
 		line += fmt.Sprintf(" %s in %d layers", mebibytes(now.Total), now.Layers)
+	case now.Layer == 0 && now.Total > 0:
+		line += " " + mebibytes(now.Total)
 	case now.Phase == image.PhaseUnpack && p.terminal:
 		line += fmt.Sprintf(" layer %d of %d", now.Layer, now.Layers)
 	case now.Phase == image.PhaseWait:

@@ -54,7 +54,10 @@ With --image or --rootfs a sandbox is booted from an image or from a folder. COM
 if there is one, warms it up: it must end with success, and what it leaves running
 runs in every fork. It runs as the image's user, in its working folder and with its
 environment; the image's own entrypoint and command are not run.
-With --from a sandbox made by agentrun fork is frozen; it goes on afterwards.`,
+With --from a sandbox made by agentrun fork is frozen; it goes on afterwards.
+
+pack, unpack, push and pull take snapshots to other machines, in a file or through a
+registry; they are no names for snapshots.`,
 		Example: `  agentrun snapshot py --image python:3.12-slim -- python -c 'import json'
   agentrun snapshot base --rootfs ./debian -- sh -c 'server >/dev/null 2>&1 & wait-for-server'
   agentrun snapshot after-setup --from base-1`,
@@ -78,6 +81,7 @@ With --from a sandbox made by agentrun fork is frozen; it goes on afterwards.`,
 	for _, flag := range append([]string{"rootfs", "kernel", "memory", "scratch", "cpus", "engine", "cpu-limit", "io-bytes", "io-ops"}, imageFlags...) {
 		cmd.MarkFlagsMutuallyExclusive("from", flag)
 	}
+	cmd.AddCommand(newSnapshotPackCommand(), newSnapshotUnpackCommand(), newSnapshotPushCommand(), newSnapshotPullCommand())
 	return cmd
 }
 

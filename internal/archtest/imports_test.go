@@ -134,6 +134,8 @@ var importRules = map[string][]string{
 	"internal/layer":    {"internal/guestmem"},
 	"internal/snapshot": {"internal/layer"},
 
+	"internal/snapshot/pack": {"internal/image", "internal/layer", "internal/snapshot"},
+
 	"testbed":                  {"testbed/internal/inside", "testbed/internal/machine", "testbed/internal/wire"},
 	"testbed/internal/wire":    {},
 	"testbed/internal/inside":  {"internal/kvm", "testbed/internal/wire"},

@@ -90,6 +90,9 @@ type Engine interface {
 	Capabilities() Capabilities
 	// Boot returns when the sandbox's agent has answered.
 	Boot(context.Context, Spec) (Sandbox, error)
+	// Fits refuses a snapshot that this engine, on this host, cannot fork, with
+	// what differs: ErrMismatch. It looks at the manifest alone.
+	Fits(snapshot.Manifest) error
 	// Fork makes a sandbox that continues from a snapshot, with an identity of
 	// its own: reseeded, its clock set, its host name and machine id renewed.
 	// It returns when the sandbox's agent has confirmed that.

@@ -46,7 +46,7 @@ func (s *Store) build(ctx context.Context, r debian.Recipe, o BuildOptions) (_ *
 	if err := r.Validate(); err != nil {
 		return nil, err
 	}
-	report := newReporter(o.Progress)
+	report := NewReporter(o.Progress)
 	epoch, err := sourceDateEpoch()
 	if err != nil {
 		return nil, err
@@ -59,7 +59,7 @@ func (s *Store) build(ctx context.Context, r debian.Recipe, o BuildOptions) (_ *
 	if err != nil {
 		return nil, err
 	}
-	lock, err := s.lockMaking(ctx, "build-"+key, func() { report.phase(Progress{Phase: PhaseWait}) })
+	lock, err := s.lockMaking(ctx, "build-"+key, func() { report.Phase(Progress{Phase: PhaseWait}) })
 	if err != nil {
 		return nil, err
 	}
@@ -67,7 +67,7 @@ func (s *Store) build(ctx context.Context, r debian.Recipe, o BuildOptions) (_ *
 	if !o.NoCache {
 		img, err := s.built(ctx, key, o.Names)
 		if err == nil {
-			report.phase(Progress{Phase: PhaseDone})
+			report.Phase(Progress{Phase: PhaseDone})
 			return img, nil
 		}
 		if !errors.Is(err, ErrNotFound) {
@@ -84,9 +84,9 @@ func (s *Store) build(ctx context.Context, r debian.Recipe, o BuildOptions) (_ *
 	if err := errors.Join(os.Mkdir(root, 0o755), os.Mkdir(scratch, 0o700)); err != nil {
 		return nil, err
 	}
-	report.phase(Progress{Phase: PhaseBootstrap})
+	report.Phase(Progress{Phase: PhaseBootstrap})
 	err = r.Build(ctx, root, scratch, debian.Options{
-		Sources: sources, Log: o.Log, Epoch: epoch, Pip: func() { report.phase(Progress{Phase: PhasePip}) },
+		Sources: sources, Log: o.Log, Epoch: epoch, Pip: func() { report.Phase(Progress{Phase: PhasePip}) },
 	})
 	if err != nil {
 		return nil, err
@@ -95,7 +95,7 @@ func (s *Store) build(ctx context.Context, r debian.Recipe, o BuildOptions) (_ *
 	if err != nil {
 		return nil, err
 	}
-	report.phase(Progress{Phase: PhasePack})
+	report.Phase(Progress{Phase: PhasePack})
 	img := &Image{
 		Platform: DefaultPlatform, Source: "debian " + r.Suite, Created: time.Now().UTC().Truncate(time.Second),
 		Config: buildConfig(r), Unpacked: facts.Bytes, Capabilities: facts.Capabilities, BuildKey: key,
@@ -111,7 +111,7 @@ func (s *Store) build(ctx context.Context, r debian.Recipe, o BuildOptions) (_ *
 	if err := s.commit(ctx, w, img, o.Names); err != nil {
 		return nil, err
 	}
-	report.phase(Progress{Phase: PhaseDone})
+	report.Phase(Progress{Phase: PhaseDone})
 	return img, nil
 }
 

@@ -25,7 +25,7 @@ type download struct {
 	puller     *remote.Puller
 	repository name.Repository
 	dir        string
-	report     *reporter
+	report     *Reporter
 }
 
 const (
@@ -42,7 +42,7 @@ func (d *download) apply(ctx context.Context, m *manifest, t *tree.Tree) error {
 	for _, l := range m.layers {
 		total += l.Size
 	}
-	d.report.phase(Progress{Phase: PhaseDownload, Total: total, Layers: len(m.layers)})
+	d.report.Phase(Progress{Phase: PhaseDownload, Total: total, Layers: len(m.layers)})
 	g, ctx := errgroup.WithContext(ctx)
 	slots := make(chan struct{}, parallelLayers)
 	here := make([]chan struct{}, len(m.layers))
@@ -58,7 +58,7 @@ func (d *download) apply(ctx context.Context, m *manifest, t *tree.Tree) error {
 			}
 			g.Go(func() error {
 				defer func() { <-slots }()
-				if err := d.layer(ctx, l, d.path(i)); err != nil {
+				if err := d.layerTo(ctx, l, d.path(i)); err != nil {
 					return fmt.Errorf("layer %d of %d (%s): %w", i+1, len(m.layers), l.Digest, err)
 				}
 				close(here[i])
@@ -75,7 +75,7 @@ func (d *download) apply(ctx context.Context, m *manifest, t *tree.Tree) error {
 				return context.Cause(ctx)
 			}
 			if d.allHere(here) {
-				d.report.phase(Progress{Phase: PhaseUnpack, Done: total, Total: total, Layer: i + 1, Layers: len(m.layers)})
+				d.report.Phase(Progress{Phase: PhaseUnpack, Done: total, Total: total, Layer: i + 1, Layers: len(m.layers)})
 			}
 			if err := applyFile(ctx, t, d.path(i), m.config.RootFS.DiffIDs[i]); err != nil {
 				return fmt.Errorf("layer %d of %d: %w", i+1, len(m.layers), err)
@@ -128,11 +128,19 @@ func applyLayer(ctx context.Context, t *tree.Tree, r io.Reader, diffID v1.Hash) 
 // asking again does not help.
 var errWrongContent = errors.New("the registry served other content than the manifest names")
 
-// layer fetches one layer into a file, again if the connection breaks.
-func (d *download) layer(ctx context.Context, l v1.Descriptor, path string) error {
+func (d *download) layerTo(ctx context.Context, l v1.Descriptor, path string) error {
+	f, err := os.Create(path)
+	if err != nil {
+		return err
+	}
+	return errors.Join(d.layer(ctx, l, f), f.Close())
+}
+
+// layer fetches one layer into an empty file, again if the connection breaks.
+func (d *download) layer(ctx context.Context, l v1.Descriptor, f *os.File) error {
 	wait := firstBackoff
 	for attempt := 1; ; attempt++ {
-		err := d.attempt(ctx, l, path)
+		err := d.attempt(ctx, l, f)
 		if err == nil {
 			return nil
 		}
@@ -150,7 +158,7 @@ func (d *download) layer(ctx context.Context, l v1.Descriptor, path string) erro
 	}
 }
 
-func (d *download) attempt(ctx context.Context, l v1.Descriptor, path string) (err error) {
+func (d *download) attempt(ctx context.Context, l v1.Descriptor, f *os.File) (err error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	stalled := time.AfterFunc(stallTimeout, func() {
@@ -166,15 +174,16 @@ func (d *download) attempt(ctx context.Context, l v1.Descriptor, path string) (e
 		return errors.Join(err, context.Cause(ctx))
 	}
 	defer body.Close()
-	f, err := os.Create(path)
-	if err != nil {
+	if _, err := f.Seek(0, io.SeekStart); err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, f.Close()) }()
+	if err := f.Truncate(0); err != nil { // of an attempt before
+		return err
+	}
 	hash := sha256.New()
 	in := &meter{Reader: body, moved: func(n int) {
 		stalled.Reset(stallTimeout)
-		d.report.bytes(int64(n))
+		d.report.Bytes(int64(n))
 	}}
 	// One byte more than there should be tells that there is more.
 	n, err := io.Copy(io.MultiWriter(f, hash), io.LimitReader(in, l.Size+1))
@@ -189,7 +198,7 @@ func (d *download) attempt(ctx context.Context, l v1.Descriptor, path string) (e
 	case err == nil:
 		err = io.ErrUnexpectedEOF
 	}
-	d.report.bytes(-n)
+	d.report.Bytes(-n)
 	if cause := context.Cause(ctx); cause != nil {
 		return cause
 	}

@@ -80,7 +80,7 @@ func (s *Store) importFrom(ctx context.Context, path string, o ImportOptions) (_
 	var out []*Image
 	for _, i := range found {
 		i.manifest.source = filepath.Base(path)
-		report := newReporter(o.Progress)
+		report := NewReporter(o.Progress)
 		img, err := s.make(ctx, i.manifest, i.names, limits, report, func(ctx context.Context, _ *work, t *tree.Tree) error {
 			return i.apply(ctx, t, report)
 		})
@@ -113,9 +113,9 @@ func unpackArchive(ctx context.Context, path, dir string, limits tree.Limits) (e
 	return err
 }
 
-func (i *importable) apply(ctx context.Context, t *tree.Tree, report *reporter) error {
+func (i *importable) apply(ctx context.Context, t *tree.Tree, report *Reporter) error {
 	for n := range i.manifest.config.RootFS.DiffIDs {
-		report.phase(Progress{Phase: PhaseUnpack, Layer: n + 1, Layers: len(i.manifest.layers)})
+		report.Phase(Progress{Phase: PhaseUnpack, Layer: n + 1, Layers: len(i.manifest.layers)})
 		if err := i.applyLayer(ctx, t, n); err != nil {
 			return fmt.Errorf("layer %d of %d: %w", n+1, len(i.manifest.layers), err)
 		}

@@ -14,47 +14,51 @@ const (
 	PhaseBootstrap Phase = "install packages"
 	PhasePip       Phase = "install wheels"
 	PhasePack      Phase = "pack"
+	PhaseVerify    Phase = "verify" // bytes of a snapshot
+	PhaseUpload    Phase = "upload" // likewise; what a registry has is not sent
 	PhaseDone      Phase = "done"
 )
 
 // Progress is where the work stands. Total is 0 when it is not known.
 type Progress struct {
 	Phase Phase
-	// Done of Total bytes are here, in the phase of downloads.
+	// Done of Total bytes are here, in the phase of downloads, or dealt with, in
+	// others that count bytes.
 	Done, Total int64
 	// Layer of Layers is unpacked, counted from 1, in the phase of unpacking.
 	Layer, Layers int
 }
 
-// reporter calls a progress function, one call at a time.
-type reporter struct {
+// Reporter calls a progress function, one call at a time.
+type Reporter struct {
 	mu sync.Mutex // protects the calls, and now
 	// now is where the work stands.
 	now    Progress
 	report func(Progress)
 }
 
-func newReporter(f func(Progress)) *reporter { return &reporter{report: f} }
+// NewReporter makes one; f may be nil.
+func NewReporter(f func(Progress)) *Reporter { return &Reporter{report: f} }
 
-// phase reports that a phase has begun.
-func (r *reporter) phase(p Progress) {
+// Phase reports that a phase has begun.
+func (r *Reporter) Phase(p Progress) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.now = p
 	r.call()
 }
 
-// bytes reports that so many more were downloaded, or were lost if negative.
-func (r *reporter) bytes(n int64) {
+// Bytes reports that so many more were moved, or were lost if negative.
+func (r *Reporter) Bytes(n int64) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.now.Done += n
-	if r.now.Phase == PhaseDownload {
+	if r.now.Total > 0 && r.now.Layer == 0 {
 		r.call()
 	}
 }
 
-func (r *reporter) call() {
+func (r *Reporter) call() {
 	if r.report != nil {
 		r.report(r.now)
 	}

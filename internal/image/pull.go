@@ -10,7 +10,6 @@ import (
 	"strings"
 
 	"agentrun.dev/internal/image/tree"
-	"github.com/google/go-containerregistry/pkg/authn"
 	"github.com/google/go-containerregistry/pkg/name"
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"github.com/google/go-containerregistry/pkg/v1/remote"
@@ -54,27 +53,18 @@ func (s *Store) Pull(ctx context.Context, ref Reference, o PullOptions) (*Image,
 }
 
 func (s *Store) pull(ctx context.Context, ref Reference, o PullOptions) (_ *Image, err error) {
-	report := newReporter(o.Progress)
-	report.phase(Progress{Phase: PhaseResolve})
-	at, err := o.Registries.reference(ref)
-	if err != nil {
-		return nil, err
-	}
-	gate, err := o.Registries.transport()
-	if err != nil {
-		return nil, err
-	}
-	defer gate.close()
+	report := NewReporter(o.Progress)
+	report.Phase(Progress{Phase: PhaseResolve})
 	platform, err := o.platform()
 	if err != nil {
 		return nil, err
 	}
-	puller, err := remote.NewPuller(remote.WithTransport(gate), remote.WithAuthFromKeychain(authn.DefaultKeychain),
-		remote.WithPlatform(platform.v1()), remote.WithUserAgent("agentrun"))
+	r, err := o.Registries.Open(ref, remote.WithPlatform(platform.v1()))
 	if err != nil {
 		return nil, err
 	}
-	remoteImage, err := resolveRemote(ctx, puller, at, platform)
+	defer r.Close()
+	remoteImage, err := resolveRemote(ctx, r.puller, r.at, platform)
 	if err != nil {
 		return nil, err
 	}
@@ -84,7 +74,7 @@ func (s *Store) pull(ctx context.Context, ref Reference, o PullOptions) (_ *Imag
 	}
 	m.source = ref.String()
 	fetch := func(ctx context.Context, w *work, t *tree.Tree) error {
-		d := &download{puller: puller, repository: at.Context(), dir: w.dir, report: report}
+		d := &download{puller: r.puller, repository: r.at.Context(), dir: w.dir, report: report}
 		return d.apply(ctx, m, t)
 	}
 	return s.make(ctx, m, []Reference{ref}, o.limits(), report, fetch)
@@ -214,16 +204,16 @@ var layerTypes = []types.MediaType{
 
 // make makes an image of layers that fetch applies to a tree, unless it is here
 // or someone else makes it.
-func (s *Store) make(ctx context.Context, m *manifest, named []Reference, limits tree.Limits, report *reporter,
+func (s *Store) make(ctx context.Context, m *manifest, named []Reference, limits tree.Limits, report *Reporter,
 	fetch func(context.Context, *work, *tree.Tree) error,
 ) (_ *Image, err error) {
-	lock, err := s.lockMaking(ctx, m.digest.hex(), func() { report.phase(Progress{Phase: PhaseWait}) })
+	lock, err := s.lockMaking(ctx, m.digest.hex(), func() { report.Phase(Progress{Phase: PhaseWait}) })
 	if err != nil {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, lock.Close()) }()
 	if img, err := s.found(ctx, m.digest, named); err == nil {
-		report.phase(Progress{Phase: PhaseDone})
+		report.Phase(Progress{Phase: PhaseDone})
 		return img, nil
 	}
 	w, err := s.newWork(ctx)
@@ -257,7 +247,7 @@ func (s *Store) make(ctx context.Context, m *manifest, named []Reference, limits
 	if err != nil {
 		return nil, err
 	}
-	report.phase(Progress{Phase: PhasePack})
+	report.Phase(Progress{Phase: PhasePack})
 	img := &Image{
 		Digest: m.digest, Platform: m.platform.String(), Source: m.source, Created: m.config.Created.Time, Config: config,
 		Unpacked: facts.Bytes, Capabilities: facts.Capabilities, DroppedXattrs: facts.DroppedXattrs,
@@ -268,7 +258,7 @@ func (s *Store) make(ctx context.Context, m *manifest, named []Reference, limits
 	if err := s.commit(ctx, w, img, named); err != nil {
 		return nil, err
 	}
-	report.phase(Progress{Phase: PhaseDone})
+	report.Phase(Progress{Phase: PhaseDone})
 	return img, nil
 }
 

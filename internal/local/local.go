@@ -110,7 +110,12 @@ func (s *Store) engine(kind pick.Kind) (engine.Engine, error) {
 
 // engineOf opens the engine that a snapshot is of.
 func (s *Store) engineOf(snap *snapshot.Snapshot) (engine.Engine, error) {
-	kind, err := pick.Of(snap.Manifest().Engine)
+	return s.engineFor(snap.Manifest().Engine)
+}
+
+// engineFor opens an engine by the name that snapshots carry.
+func (s *Store) engineFor(name string) (engine.Engine, error) {
+	kind, err := pick.Of(name)
 	if err != nil {
 		return nil, err
 	}

@@ -51,6 +51,13 @@ func marshal(f file) ([]byte, error) {
 	return out.Bytes(), nil
 }
 
+// ParseManifest reads the bytes of a manifest.json that came from elsewhere. They
+// have one form, so that a snapshot that is made of the result has the same id.
+func ParseManifest(b []byte) (Manifest, error) { return decode(b) }
+
+// Encode gives the bytes of manifest.json, whose SHA-256 is the snapshot's id.
+func (m Manifest) Encode() ([]byte, error) { return encode(m) }
+
 // decode accepts exactly what encode gives.
 func decode(b []byte) (Manifest, error) {
 	if len(b) > MaxManifest {

@@ -40,6 +40,9 @@ type Manifest struct {
 	// Format and Engine are filled in by Commit if they are zero: a microVM's.
 	Format int    `json:"format"`
 	Engine string `json:"engine"`
+	// Private says that the machine held secrets: its state and its own layers are
+	// sealed, and nobody may export it. Commit fills it in.
+	Private bool `json:"private,omitempty"`
 	// Created is UTC in whole seconds.
 	Created time.Time `json:"created"`
 	// Parent is the id of the snapshot that the machine was a fork of.

@@ -186,10 +186,7 @@ func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 // not fit.
 func (e *Engine) describe(snap *snapshot.Snapshot, hostname string) (*sandbox, error) {
 	m := snap.Manifest()
-	if m.Engine != Name {
-		return nil, fmt.Errorf("%w: it is of engine %q, not %q", engine.ErrMismatch, m.Engine, Name)
-	}
-	if err := e.fits(m.GVisor); err != nil {
+	if err := e.Fits(m); err != nil {
 		return nil, err
 	}
 	generation, err := engine.NextGeneration(m)
@@ -220,8 +217,13 @@ func (e *Engine) describe(snap *snapshot.Snapshot, hostname string) (*sandbox, e
 	return s, nil
 }
 
-// fits refuses a checkpoint that this helper, or this machine, cannot restore.
-func (e *Engine) fits(g *snapshot.GVisor) error {
+// Fits refuses a snapshot of another engine, and one that this helper or this
+// machine cannot restore.
+func (e *Engine) Fits(m snapshot.Manifest) error {
+	if m.Engine != Name {
+		return fmt.Errorf("%w: it is of engine %q, not %q", engine.ErrMismatch, m.Engine, Name)
+	}
+	g := m.GVisor
 	digest, err := e.digest()
 	if err != nil {
 		return err

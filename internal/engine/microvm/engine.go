@@ -156,7 +156,7 @@ func (e *Engine) top() (*os.File, error) {
 
 // Fork makes a sandbox that continues from a snapshot.
 func (e *Engine) Fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.ForkOptions) (engine.Sandbox, error) {
-	if err := e.checkFit(snap); err != nil {
+	if err := e.Fits(snap.Manifest()); err != nil {
 		return nil, fmt.Errorf("fork %s: %w", snap.ID(), err)
 	}
 	s, err := e.fork(ctx, snap, opts)

@@ -18,9 +18,8 @@ import (
 	"agentrun.dev/internal/vmmctl"
 )
 
-// checkFit refuses a snapshot of another engine or processor.
-func (e *Engine) checkFit(snap *snapshot.Snapshot) error {
-	m := snap.Manifest()
+// Fits refuses a snapshot of another engine or processor.
+func (e *Engine) Fits(m snapshot.Manifest) error {
 	if m.Engine != Name {
 		return fmt.Errorf("%w: it is of engine %q, not %q", engine.ErrMismatch, m.Engine, Name)
 	}

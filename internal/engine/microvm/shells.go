@@ -22,7 +22,7 @@ var _ engine.Ahead = (*Engine)(nil)
 
 // KeepShells has shells wait for forks of a snapshot.
 func (e *Engine) KeepShells(snap *snapshot.Snapshot, count int) (engine.Shells, error) {
-	if err := e.checkFit(snap); err != nil {
+	if err := e.Fits(snap.Manifest()); err != nil {
 		return nil, fmt.Errorf("keep shells of %s: %w", snap.ID(), err)
 	}
 	s := &shells{set: &e.shells, id: snap.ID()}

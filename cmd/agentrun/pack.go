@@ -1,0 +1,343 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strconv"
+
+	"agentrun.dev/internal/image"
+	"agentrun.dev/internal/local"
+	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/snapshot/pack"
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+	"golang.org/x/sys/unix"
+	"golang.org/x/term"
+)
+
+// passwordEnv is where cosign finds the password of its key.
+const passwordEnv = "COSIGN_PASSWORD"
+
+// packOptions are the flags of commands that pack snapshots.
+type packOptions struct{ signKey string }
+
+func (o *packOptions) flags(f *pflag.FlagSet) {
+	f.StringVar(&o.signKey, "sign-key", "", "private key to sign with: cosign's (its password is asked, or in "+passwordEnv+"), or a plain PEM file")
+}
+
+func (o *packOptions) resolve(p *progressPrinter) (out pack.PackOptions, err error) {
+	out.Progress = p.show
+	if o.signKey != "" {
+		if out.Key, err = pack.LoadSigner(o.signKey, askPassword); err != nil {
+			return out, fmt.Errorf("--sign-key: %w", err)
+		}
+	}
+	return out, nil
+}
+
+// askPassword finds the password of a key.
+func askPassword() ([]byte, error) {
+	if password, ok := os.LookupEnv(passwordEnv); ok {
+		return []byte(password), nil
+	}
+	in := int(os.Stdin.Fd())
+	if !term.IsTerminal(in) {
+		return nil, fmt.Errorf("the key has a password: set %s", passwordEnv)
+	}
+	fmt.Fprint(os.Stderr, "Password of the key: ")
+	defer fmt.Fprintln(os.Stderr)
+	return term.ReadPassword(in)
+}
+
+// unpackOptions are the flags of commands that unpack snapshots.
+type unpackOptions struct {
+	verifyKey string
+	maxSize   byteSize
+	maxRatio  uint64
+	anyHost   bool
+}
+
+func (o *unpackOptions) flags(f *pflag.FlagSet) {
+	limits := pack.DefaultLimits()
+	o.maxSize, o.maxRatio = byteSize(limits.Bytes), limits.Ratio
+	f.StringVar(&o.verifyKey, "verify-key", "", "public key (PEM, as cosign's) that must have signed the snapshot")
+	f.Var(&o.maxSize, "max-size", "refuse snapshots whose memory and disks are larger, all together")
+	f.Uint64Var(&o.maxRatio, "max-ratio", o.maxRatio, "refuse snapshots that are this many times larger than their packed form, zeros not counted")
+	f.BoolVar(&o.anyHost, "any-host", false, "keep a snapshot that this host cannot fork: one of another processor, engine or build")
+}
+
+func (o *unpackOptions) resolve(p *progressPrinter) (out pack.UnpackOptions, err error) {
+	out.Progress, out.Limits = p.show, pack.DefaultLimits()
+	if o.maxSize == 0 || o.maxSize > 1<<60 || o.maxRatio == 0 {
+		return out, errors.New("--max-size and --max-ratio have to be larger than 0")
+	}
+	out.Limits.Bytes, out.Limits.Ratio = uint64(o.maxSize), o.maxRatio
+	if o.verifyKey != "" {
+		if out.Key, err = pack.LoadVerifier(o.verifyKey); err != nil {
+			return out, fmt.Errorf("--verify-key: %w", err)
+		}
+	}
+	if o.anyHost {
+		out.Accept = func(snapshot.Manifest) error { return nil }
+	}
+	return out, nil
+}
+
+func newSnapshotPackCommand() *cobra.Command {
+	var o packOptions
+	cmd := &cobra.Command{
+		Use:   "pack NAME FILE",
+		Short: "Write a snapshot into one file, for other machines",
+		Long: `Write a snapshot into one file, with all that its forks need on another machine:
+memory, state, disks and the root filesystem. The file is an OCI image layout in a
+tar archive. A FILE of - is the standard output.
+
+The digest of the pack is printed. A snapshot that holds secrets is refused.`,
+		Example: `  agentrun snapshot pack py py.pack --sign-key cosign.key
+  agentrun snapshot pack py - | ssh other agentrun snapshot unpack - py`,
+		Args: cobra.ExactArgs(2),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			name, err := local.ParseName(args[0])
+			if err != nil {
+				return err
+			}
+			p := newProgressPrinter(cmd.ErrOrStderr(), args[0])
+			defer p.end()
+			options, err := o.resolve(p)
+			if err != nil {
+				return err
+			}
+			return withStore(startsNothing, func(s *local.Store) error {
+				if args[1] == "-" {
+					_, err := s.Pack(cmd.Context(), name, cmd.OutOrStdout(), options)
+					return err
+				}
+				return newFile(args[1], func(w io.Writer) error {
+					digest, err := s.Pack(cmd.Context(), name, w, options)
+					if err == nil {
+						fmt.Fprintln(cmd.OutOrStdout(), digest)
+					}
+					return err
+				})
+			})
+		},
+	}
+	o.flags(cmd.Flags())
+	return cmd
+}
+
+// newFile makes a file that has its name when all of it is on the disk. It is
+// for its owner alone: it may hold anything that was in a memory.
+func newFile(path string, fill func(io.Writer) error) (err error) {
+	if _, err := os.Lstat(path); err == nil {
+		return fmt.Errorf("%s is there already: choose another name, or remove it", path)
+	}
+	f, err := os.OpenFile(filepath.Dir(path), unix.O_TMPFILE|os.O_RDWR, 0o600)
+	named := ""
+	if errors.Is(err, unix.EOPNOTSUPP) { // overlay filesystems before Linux 6.2
+		if f, err = os.CreateTemp(filepath.Dir(path), ".agentrun-"); err == nil {
+			named = f.Name()
+		}
+	}
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if named != "" {
+			err = errors.Join(err, os.Remove(named))
+		}
+		err = errors.Join(err, f.Close())
+	}()
+	if err := fill(f); err != nil {
+		return err
+	}
+	if err := f.Sync(); err != nil {
+		return err
+	}
+	from := "/proc/self/fd/" + strconv.Itoa(int(f.Fd()))
+	if err := unix.Linkat(unix.AT_FDCWD, from, unix.AT_FDCWD, path, unix.AT_SYMLINK_FOLLOW); err != nil {
+		return &os.LinkError{Op: "link", Old: from, New: path, Err: err}
+	}
+	dir, err := os.Open(filepath.Dir(path))
+	if err != nil {
+		return err
+	}
+	return errors.Join(dir.Sync(), dir.Close())
+}
+
+func newSnapshotUnpackCommand() *cobra.Command {
+	var o unpackOptions
+	cmd := &cobra.Command{
+		Use:   "unpack FILE NAME",
+		Short: "Make a snapshot of a file that pack has written",
+		Long: `Make a snapshot of a file that agentrun snapshot pack has written. Each part is
+compared with its digest; the snapshot is there whole or not at all. With --verify-key
+it must be signed. One that this host cannot fork is refused, with the reason.
+A FILE of - is the standard input.`,
+		Example: `  agentrun snapshot unpack py.pack py --verify-key cosign.pub`,
+		Args:    cobra.ExactArgs(2),
+		RunE: func(cmd *cobra.Command, args []string) (err error) {
+			name, err := local.ParseName(args[1])
+			if err != nil {
+				return err
+			}
+			p := newProgressPrinter(cmd.ErrOrStderr(), args[1])
+			defer p.end()
+			options, err := o.resolve(p)
+			if err != nil {
+				return err
+			}
+			f, err := openPack(args[0], cmd.InOrStdin(), int64(o.maxSize))
+			if err != nil {
+				return err
+			}
+			defer func() { _ = f.Close() }() // only read
+			info, err := f.Stat()
+			if err != nil {
+				return err
+			}
+			return withStore(startsNothing, func(s *local.Store) error {
+				if err := s.Unpack(cmd.Context(), f, info.Size(), name, options); err != nil {
+					return err
+				}
+				_, err := fmt.Fprintln(cmd.OutOrStdout(), name)
+				return err
+			})
+		},
+	}
+	o.flags(cmd.Flags())
+	return cmd
+}
+
+// openPack opens a file, or a copy of the standard input, of which the end is
+// needed first.
+func openPack(path string, stdin io.Reader, limit int64) (*os.File, error) {
+	if path != "-" {
+		// Without O_NONBLOCK a FIFO would wait for a writer.
+		f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
+		if err != nil {
+			return nil, err
+		}
+		if info, err := f.Stat(); err != nil || !info.Mode().IsRegular() {
+			return nil, errors.Join(fmt.Errorf("%s is not a regular file: agentrun snapshot unpack - reads a stream", path), err, f.Close())
+		}
+		return f, nil
+	}
+	f, err := os.CreateTemp("", "agentrun-pack-")
+	if err != nil {
+		return nil, err
+	}
+	err = os.Remove(f.Name()) // an open file outlives its name
+	if err == nil {
+		var n int64
+		n, err = io.Copy(f, io.LimitReader(stdin, limit+1))
+		if n > limit {
+			err = fmt.Errorf("more than %d bytes (--max-size allows more)", limit)
+		}
+	}
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("read the standard input: %w", err), f.Close())
+	}
+	return f, nil
+}
+
+func newSnapshotPushCommand() *cobra.Command {
+	var o packOptions
+	var registries registryOptions
+	cmd := &cobra.Command{
+		Use:   "push NAME REFERENCE",
+		Short: "Put a snapshot into a registry, for other machines",
+		Long: `Put a snapshot into an OCI registry, with all that its forks need on another machine.
+Parts that the registry has are not sent again: those of snapshots that share a base,
+and those of a push that was interrupted. With --sign-key a signature is put beside it,
+where cosign verify finds it. Credentials come from docker's configuration.
+
+The digest of the pack is printed. A snapshot that holds secrets is refused.`,
+		Example: `  agentrun snapshot push py registry.example.com/team/py:warm --sign-key cosign.key`,
+		Args:    cobra.ExactArgs(2),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			name, ref, err := parseTravel(args[0], args[1])
+			if err != nil {
+				return err
+			}
+			p := newProgressPrinter(cmd.ErrOrStderr(), ref.String())
+			defer p.end()
+			options, err := o.resolve(p)
+			if err != nil {
+				return err
+			}
+			at, err := registries.registries()
+			if err != nil {
+				return err
+			}
+			return withStore(startsNothing, func(s *local.Store) error {
+				digest, err := s.Push(cmd.Context(), name, ref, at, options)
+				if err != nil {
+					return err
+				}
+				_, err = fmt.Fprintln(cmd.OutOrStdout(), digest)
+				return err
+			})
+		},
+	}
+	o.flags(cmd.Flags())
+	registries.flags(cmd.Flags())
+	return cmd
+}
+
+func newSnapshotPullCommand() *cobra.Command {
+	var o unpackOptions
+	var registries registryOptions
+	cmd := &cobra.Command{
+		Use:   "pull REFERENCE NAME",
+		Short: "Make a snapshot of one that push has put into a registry",
+		Long: `Make a snapshot of one that agentrun snapshot push has put into a registry, by tag or
+by digest. Layers that another snapshot here has are not fetched. Each part is compared
+with its digest; the snapshot is there whole or not at all. With --verify-key it must
+be signed. One that this host cannot fork is refused before it is fetched.`,
+		Example: `  agentrun snapshot pull registry.example.com/team/py:warm py --verify-key cosign.pub`,
+		Args:    cobra.ExactArgs(2),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			name, ref, err := parseTravel(args[1], args[0])
+			if err != nil {
+				return err
+			}
+			p := newProgressPrinter(cmd.ErrOrStderr(), ref.String())
+			defer p.end()
+			options, err := o.resolve(p)
+			if err != nil {
+				return err
+			}
+			at, err := registries.registries()
+			if err != nil {
+				return err
+			}
+			return pullSnapshot(cmd.Context(), ref, name, at, options, cmd.OutOrStdout())
+		},
+	}
+	o.flags(cmd.Flags())
+	registries.flags(cmd.Flags())
+	return cmd
+}
+
+func pullSnapshot(ctx context.Context, ref image.Reference, name local.Name, at image.Registries, o pack.UnpackOptions, stdout io.Writer) error {
+	return withStore(startsNothing, func(s *local.Store) error {
+		if err := s.Pull(ctx, ref, name, at, o); err != nil {
+			return err
+		}
+		_, err := fmt.Fprintln(stdout, name)
+		return err
+	})
+}
+
+// parseTravel checks the name of a snapshot and where it is in a registry.
+func parseTravel(name, ref string) (n local.Name, r image.Reference, err error) {
+	if n, err = local.ParseName(name); err == nil {
+		r, err = image.ParseReference(ref)
+	}
+	return n, r, err
+}

@@ -1,0 +1,39 @@
+package snapshot
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+
+	"agentrun.dev/internal/layer"
+)
+
+// FillLayer has fill write a layer into a file of zeros of its size, and refuses
+// one that is not what ref says. What is not written to stays a hole.
+func (b *Builder) FillLayer(ctx context.Context, ref layer.Ref, fill func(*os.File) error) error {
+	if done, err := b.has(ref); done || err != nil {
+		return err
+	}
+	name := ref.Digest.String()
+	f, err := b.layers.OpenFile(name, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o400)
+	if err != nil {
+		return fmt.Errorf("fill layer: %w", err)
+	}
+	err = f.Truncate(int64(ref.Size))
+	if err == nil {
+		err = fill(f)
+	}
+	if err == nil {
+		err = layer.Copy(ctx, io.Discard, f, ref)
+	}
+	if err == nil {
+		err = f.Sync()
+	}
+	if err = errors.Join(err, f.Close()); err != nil {
+		return errors.Join(fmt.Errorf("fill layer %s: %w", ref.Digest, err), b.layers.Remove(name))
+	}
+	b.added[ref.Digest] = ref.Size
+	return nil
+}
