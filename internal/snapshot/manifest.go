@@ -10,6 +10,9 @@ import (
 const (
 	// Format is the version of the folder and its manifest.
 	Format = 1
+	// FormatPrivate is that of a folder with sealed files, which a version that
+	// knows nothing of them must not take for damaged.
+	FormatPrivate = 2
 	// Engine names who can restore the state, and its version.
 	Engine = "microvm/1"
 	// EngineGVisor is the same for sandboxes on gVisor.
@@ -40,6 +43,9 @@ type Manifest struct {
 	// Format and Engine are filled in by Commit if they are zero: a microVM's.
 	Format int    `json:"format"`
 	Engine string `json:"engine"`
+	// Private says that the machine held secrets: its state and its own layers are
+	// sealed, and nobody may export it. Commit fills it in.
+	Private bool `json:"private,omitempty"`
 	// Created is UTC in whole seconds.
 	Created time.Time `json:"created"`
 	// Parent is the id of the snapshot that the machine was a fork of.
