@@ -79,6 +79,7 @@ var objectKinds = []objectKind{
 		},
 		remove: func(ctx context.Context, c *client.Client, name string) error { return c.DeleteFork(ctx, name) },
 	},
+	secretKind,
 }
 
 // objects makes a list of what a call gave.

@@ -31,10 +31,14 @@ func (m *Manager) fork(ctx context.Context, k Key, source Name, n int, also reco
 	}
 	f = Fork{Key: k, Source: source, Replicas: n, Phase: PhasePending, Created: time.Now().UTC()}
 	_, err = m.with(ctx, Key{k.Namespace, source}, func(b *member) error {
+		last := b.now()
+		if err := m.mayFork(ctx, last); err != nil {
+			return err
+		}
 		if err := b.resume(ctx); err != nil {
 			return err
 		}
-		f.SourceID = b.id
+		f.SourceID, f.By, f.HoldsSecrets = b.id, principalOf(ctx), last.holdsSecrets()
 		if err := m.enlistFork(f); err != nil {
 			return err
 		}

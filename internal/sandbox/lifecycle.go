@@ -87,7 +87,7 @@ func (b *member) hibernate(ctx context.Context) error {
 	err := b.machine.Pause(ctx)
 	if err == nil {
 		var snap *snapshot.Snapshot
-		if snap, err = b.machine.Snapshot(ctx, b.manager.imageDir(image)); err == nil {
+		if snap, err = b.machine.Snapshot(ctx, b.manager.imageDir(image), b.manager.sealing(last)...); err == nil {
 			err = snap.Close()
 		}
 	}
@@ -138,7 +138,7 @@ func (b *member) wakeMachine(ctx context.Context, last Sandbox) (_ engine.Sandbo
 	if err := b.change(func(s *Sandbox) { s.State = Resuming }); err != nil {
 		return nil, "", err
 	}
-	snap, err := snapshot.Open(m.imageDir(last.Image))
+	snap, err := snapshot.Open(m.imageDir(last.Image), snapshot.WithKey(m.cfg.Key))
 	if err != nil {
 		return nil, "", err
 	}

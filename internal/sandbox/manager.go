@@ -15,6 +15,7 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/journal"
+	"agentrun.dev/internal/seal"
 	"agentrun.dev/internal/snapshot"
 )
 
@@ -37,6 +38,9 @@ type Config struct {
 	Capacity uint64
 	// Reserve is what a machine with that much RAM takes; nil is no more than it.
 	Reserve func(ram uint64) uint64
+	// Key seals secrets, and images of sandboxes that hold some; nil is a daemon
+	// that takes no secrets.
+	Key *seal.Key
 	// Boot identifies the host's boot.
 	Boot string
 	Log  *slog.Logger
@@ -47,6 +51,7 @@ type Manager struct {
 	cfg      Config
 	db       *journal.DB
 	capacity admission
+	secrets  *secretStore
 	ctx      context.Context // ends when the manager closes
 	cancel   context.CancelFunc
 	work     sync.WaitGroup // all goroutines
@@ -86,11 +91,15 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 	if err != nil {
 		return nil, err
 	}
+	secrets, err := openSecrets(SecretsFolder(cfg.Dir), cfg.Key)
+	if err != nil {
+		return nil, errors.Join(err, db.Close())
+	}
 	if cfg.Reserve == nil {
 		cfg.Reserve = func(ram uint64) uint64 { return ram }
 	}
 	m := &Manager{
-		cfg: cfg, db: db, capacity: admission{capacity: cfg.Capacity},
+		cfg: cfg, db: db, secrets: secrets, capacity: admission{capacity: cfg.Capacity},
 		dirty:     make(chan struct{}, 1),
 		sandboxes: map[ID]*member{}, names: map[Key]ID{}, pools: map[Key]*pool{}, builds: map[buildKey]*build{},
 		requests: map[string]*request{},
@@ -143,6 +152,7 @@ const (
 	imagesDir    = "images"
 	snapshotsDir = "snapshots"
 	logsDir      = "logs"
+	secretsDir   = "secrets"
 )
 
 func (m *Manager) machineDir(id ID) string { return filepath.Join(m.cfg.Dir, machinesDir, string(id)) }

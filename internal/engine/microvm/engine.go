@@ -12,8 +12,8 @@ import (
 	"agentrun.dev/internal/engine/identity"
 	"agentrun.dev/internal/jail"
 	"agentrun.dev/internal/layer"
-	"agentrun.dev/internal/seal"
 	"agentrun.dev/internal/procid"
+	"agentrun.dev/internal/seal"
 	"agentrun.dev/internal/snapshot"
 	"golang.org/x/sys/unix"
 )
