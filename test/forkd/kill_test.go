@@ -35,7 +35,9 @@ type node struct {
 	state  string
 	client *client.Client
 	daemon *exec.Cmd
-	ended  chan error // of the daemon
+	ended  chan error   // of the daemon
+	flags  []string     // of agentrun up
+	log    bytes.Buffer // of all daemons; one that runs writes to it
 }
 
 func newNode(t *testing.T) *node {
@@ -68,9 +70,8 @@ func (n *node) command(args ...string) *exec.Cmd {
 // up starts a daemon and waits until it answers.
 func (n *node) up() {
 	n.t.Helper()
-	var said bytes.Buffer
-	cmd, ended := n.command("up"), make(chan error, 1)
-	cmd.Stderr = &said
+	cmd, ended := n.command(append([]string{"up"}, n.flags...)...), make(chan error, 1)
+	cmd.Stderr = &n.log
 	if err := cmd.Start(); err != nil {
 		n.t.Fatal(err)
 	}
@@ -82,7 +83,7 @@ func (n *node) up() {
 		}
 		select {
 		case err := <-ended:
-			n.t.Fatalf("the daemon ended: %v\n%s", err, said.String())
+			n.t.Fatalf("the daemon ended: %v\n%s", err, n.log.String())
 		case <-time.After(20 * time.Millisecond):
 		}
 	}
