@@ -1052,6 +1052,30 @@ type Program struct {
 	Text     string `json:"text"`
 }
 
+// Quota defines model for Quota.
+type Quota struct {
+	Namespace Name `json:"namespace"`
+
+	// Spec What is missing or 0 has no bound.
+	Spec QuotaSpec `json:"spec"`
+	Used QuotaUse  `json:"used"`
+}
+
+// QuotaSpec What is missing or 0 has no bound.
+type QuotaSpec struct {
+	// Memory Bytes that its machines may reserve together, those that wait in pools included. A hibernated sandbox reserves none.
+	Memory int64 `json:"memory,omitempty"`
+
+	// Sandboxes How many there may be, hibernated ones included. What waits in a pool is none yet.
+	Sandboxes int `json:"sandboxes,omitempty"`
+}
+
+// QuotaUse defines model for QuotaUse.
+type QuotaUse struct {
+	Memory    int64 `json:"memory"`
+	Sandboxes int   `json:"sandboxes"`
+}
+
 // ReadyCheck One of command, port and delay.
 type ReadyCheck struct {
 	// Command Ready when it exits with 0.
@@ -1492,6 +1516,9 @@ type GetTemplateLogParams struct {
 // PutPoolJSONRequestBody defines body for PutPool for application/json ContentType.
 type PutPoolJSONRequestBody = PoolSpec
 
+// PutQuotaJSONRequestBody defines body for PutQuota for application/json ContentType.
+type PutQuotaJSONRequestBody = QuotaSpec
+
 // CreateSandboxJSONRequestBody defines body for CreateSandbox for application/json ContentType.
 type CreateSandboxJSONRequestBody = SandboxCreate
 
@@ -1554,6 +1581,15 @@ type ServerInterface interface {
 	// PutPool Make a pool or change it.
 	// (PUT /v1/namespaces/{namespace}/pools/{name})
 	PutPool(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
+	// DeleteQuota Remove all bounds of the namespace.
+	// (DELETE /v1/namespaces/{namespace}/quota)
+	DeleteQuota(w http.ResponseWriter, r *http.Request, namespace Namespace)
+	// GetQuota What the namespace may use, and uses.
+	// (GET /v1/namespaces/{namespace}/quota)
+	GetQuota(w http.ResponseWriter, r *http.Request, namespace Namespace)
+	// PutQuota Bound the namespace from now on. What it has already stays.
+	// (PUT /v1/namespaces/{namespace}/quota)
+	PutQuota(w http.ResponseWriter, r *http.Request, namespace Namespace)
 	// ListSandboxes Sandboxes by name.
 	// (GET /v1/namespaces/{namespace}/sandboxes)
 	ListSandboxes(w http.ResponseWriter, r *http.Request, namespace Namespace, params ListSandboxesParams)
@@ -1979,6 +2015,84 @@ func (siw *ServerInterfaceWrapper) PutPool(w http.ResponseWriter, r *http.Reques
 
 	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		siw.Handler.PutPool(w, r, namespace, name)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// DeleteQuota operation middleware
+func (siw *ServerInterfaceWrapper) DeleteQuota(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.DeleteQuota(w, r, namespace)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// GetQuota operation middleware
+func (siw *ServerInterfaceWrapper) GetQuota(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.GetQuota(w, r, namespace)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// PutQuota operation middleware
+func (siw *ServerInterfaceWrapper) PutQuota(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.PutQuota(w, r, namespace)
 	}))
 
 	for _, middleware := range siw.HandlerMiddlewares {
@@ -4363,6 +4477,9 @@ func HandlerWithOptions(si ServerInterface, options StdHTTPServerOptions) http.H
 	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/secrets/{name}", wrapper.GetSecret)
 	m.HandleFunc(http.MethodPatch+" "+options.BaseURL+"/v1/namespaces/{namespace}/secrets/{name}", wrapper.PatchSecret)
 	m.HandleFunc(http.MethodPut+" "+options.BaseURL+"/v1/namespaces/{namespace}/secrets/{name}", wrapper.PutSecret)
+	m.HandleFunc(http.MethodDelete+" "+options.BaseURL+"/v1/namespaces/{namespace}/quota", wrapper.DeleteQuota)
+	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/quota", wrapper.GetQuota)
+	m.HandleFunc(http.MethodPut+" "+options.BaseURL+"/v1/namespaces/{namespace}/quota", wrapper.PutQuota)
 
 	return m
 }

@@ -101,6 +101,9 @@ func (m *Manager) enlist(s Sandbox) (*member, error) {
 		return nil, Errorf(CodeExists, "sandbox %s exists already in namespace %s", s.Name, s.Namespace).
 			Try("Choose another name, or end it with `agentrun kill %s`", s.Name)
 	}
+	if err := m.admit(s.Namespace); err != nil {
+		return nil, err
+	}
 	if err := m.db.Update(func(tx *journal.Tx) error { return sandboxes.Put(tx, string(s.ID), s) }); err != nil {
 		return nil, fmt.Errorf("sandbox %s: %w", s.Name, err)
 	}

@@ -128,7 +128,7 @@ type child struct {
 
 // enlistChild takes what a child needs before it is made.
 func (m *Manager) enlistChild(source Sandbox, fork Name, out *ForkOutcome) (*child, error) {
-	if err := m.reserve(source.Memory); err != nil {
+	if err := m.reserve(source.Namespace, source.Memory); err != nil {
 		return nil, err
 	}
 	c := &child{out: out, machine: newID(), memory: source.Memory}
@@ -140,7 +140,7 @@ func (m *Manager) enlistChild(source Sandbox, fork Name, out *ForkOutcome) (*chi
 		c.member, err = m.enlist(s)
 	}
 	if err != nil {
-		m.capacity.release(source.Memory)
+		m.capacity.release(source.Namespace, source.Memory)
 		return nil, errors.Join(err, m.cfg.Engine.Remove(m.ctx, m.machineDir(c.machine)))
 	}
 	return c, nil
@@ -162,6 +162,6 @@ func (c *child) begin(m *Manager, sb engine.Sandbox) error {
 
 // drop undoes enlistChild.
 func (c *child) drop(m *Manager) error {
-	m.capacity.release(c.memory)
+	m.capacity.release(c.now().Namespace, c.memory)
 	return errors.Join(c.forget(), m.cfg.Engine.Remove(m.ctx, m.machineDir(c.machine)))
 }

@@ -55,6 +55,9 @@ type Service interface {
 	Secret(k sandbox.Key) (sandbox.Secret, error)
 	Secrets(n sandbox.Namespace, p sandbox.Page) ([]sandbox.Secret, error)
 	DeleteSecret(k sandbox.Key) error
+
+	SetQuota(q sandbox.Quota) (sandbox.QuotaUse, error)
+	QuotaOf(n sandbox.Namespace) (sandbox.QuotaUse, error)
 }
 
 var _ Service = (*sandbox.Manager)(nil)
