@@ -42,6 +42,15 @@ func optionsOf(list []Option) (o options) {
 // for it on the way must not be on a disk either.
 func (b *Builder) Private() bool { return b.key != nil }
 
+// Continues refuses to make a snapshot that is not private of a machine that
+// comes from one that is; parent may be nil.
+func (b *Builder) Continues(parent *Snapshot) error {
+	if parent != nil && parent.manifest.Private && !b.Private() {
+		return ErrPrivate
+	}
+	return nil
+}
+
 // stored is a layer that was added.
 type stored struct {
 	size   uint64

@@ -33,6 +33,9 @@ func (s *sandbox) Snapshot(ctx context.Context, dir string, opts ...snapshot.Opt
 }
 
 func (s *sandbox) build(ctx context.Context, b *snapshot.Builder) (*snapshot.Snapshot, error) {
+	if err := b.Continues(s.parent); err != nil {
+		return nil, err
+	}
 	if err := s.identifyBoot(); err != nil {
 		return nil, err
 	}
