@@ -3,6 +3,7 @@ package seal
 import (
 	"bytes"
 	"crypto/rand"
+	"crypto/sha256"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -166,4 +167,28 @@ func FuzzReader(f *testing.F) {
 			t.Errorf("%q came from what nobody sealed", got)
 		}
 	})
+}
+
+// BenchmarkWriter beside the hash that every layer needs anyway.
+func BenchmarkWriter(b *testing.B) {
+	chunk := make([]byte, 1<<20)
+	_, _ = rand.Read(chunk)
+	k, err := Generate()
+	if err != nil {
+		b.Fatal(err)
+	}
+	w, err := k.Writer(io.Discard)
+	if err != nil {
+		b.Fatal(err)
+	}
+	for name, to := range map[string]io.Writer{"seal": w, "sha256": sha256.New()} {
+		b.Run(name, func(b *testing.B) {
+			b.SetBytes(int64(len(chunk)))
+			for b.Loop() {
+				if _, err := to.Write(chunk); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
+	}
 }
