@@ -19,11 +19,12 @@ const canary = "sk-live-7Yc2-canary-of-the-engine-tests"
 // filesWith are the files below a folder that hold the canary in the clear.
 func filesWith(t *testing.T, dir string) (found []string) {
 	t.Helper()
-	err := filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
+	files := os.DirFS(dir)
+	err := fs.WalkDir(files, ".", func(path string, d fs.DirEntry, err error) error {
 		if err != nil || !d.Type().IsRegular() {
 			return err
 		}
-		b, err := os.ReadFile(path)
+		b, err := fs.ReadFile(files, path)
 		if bytes.Contains(b, []byte(canary)) {
 			found = append(found, path)
 		}
