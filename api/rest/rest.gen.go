@@ -931,10 +931,15 @@ type FileWritten struct {
 
 // Fork defines model for Fork.
 type Fork struct {
-	Children  []ForkOutcome `json:"children"`
-	Created   time.Time     `json:"created"`
-	Name      Name          `json:"name"`
-	Namespace Name          `json:"namespace"`
+	// By Who asked for it.
+	By       string        `json:"by,omitempty"`
+	Children []ForkOutcome `json:"children"`
+	Created  time.Time     `json:"created"`
+
+	// HoldsSecrets The children hold their source's secrets.
+	HoldsSecrets bool `json:"holdsSecrets,omitempty"`
+	Name         Name `json:"name"`
+	Namespace    Name `json:"namespace"`
 
 	// Pause Such as `90s`, `10m` or `1h30m`.
 	//
@@ -1047,6 +1052,30 @@ type Program struct {
 	Text     string `json:"text"`
 }
 
+// Quota defines model for Quota.
+type Quota struct {
+	Namespace Name `json:"namespace"`
+
+	// Spec What is missing or 0 has no bound.
+	Spec QuotaSpec `json:"spec"`
+	Used QuotaUse  `json:"used"`
+}
+
+// QuotaSpec What is missing or 0 has no bound.
+type QuotaSpec struct {
+	// Memory Bytes that its machines may reserve together, those that wait in pools included. A hibernated sandbox reserves none.
+	Memory int64 `json:"memory,omitempty"`
+
+	// Sandboxes How many there may be, hibernated ones included. What waits in a pool is none yet.
+	Sandboxes int `json:"sandboxes,omitempty"`
+}
+
+// QuotaUse defines model for QuotaUse.
+type QuotaUse struct {
+	Memory    int64 `json:"memory"`
+	Sandboxes int   `json:"sandboxes"`
+}
+
 // ReadyCheck One of command, port and delay.
 type ReadyCheck struct {
 	// Command Ready when it exits with 0.
@@ -1102,8 +1131,14 @@ type Sandbox struct {
 	Pool     Name          `json:"pool"`
 	Reason   SandboxReason `json:"reason,omitempty"`
 	Revision string        `json:"revision"`
-	State    SandboxState  `json:"state"`
-	Template Name          `json:"template"`
+
+	// Secrets Which secrets it holds; never a value.
+	Secrets []SecretRef `json:"secrets,omitempty"`
+
+	// SecretsBy Who has supplied them, and may fork it.
+	SecretsBy string       `json:"secretsBy,omitempty"`
+	State     SandboxState `json:"state"`
+	Template  Name         `json:"template"`
 
 	// Timeout Such as `90s`, `10m` or `1h30m`.
 	//
@@ -1134,8 +1169,9 @@ type SandboxCreate struct {
 	Name     Name     `json:"name,omitempty"`
 
 	// OnTimeout What a timeout does.
-	OnTimeout OnTimeout `json:"onTimeout,omitempty"`
-	Pool      Name      `json:"pool"`
+	OnTimeout OnTimeout   `json:"onTimeout,omitempty"`
+	Pool      Name        `json:"pool"`
+	Secrets   []SecretRef `json:"secrets,omitempty"`
 
 	// Timeout Such as `90s`, `10m` or `1h30m`.
 	//
@@ -1149,6 +1185,40 @@ type SandboxList struct {
 
 	// Next `after` of the next page; missing on the last.
 	Next string `json:"next,omitempty"`
+}
+
+// Secret defines model for Secret.
+type Secret struct {
+	Changed   time.Time `json:"changed"`
+	Created   time.Time `json:"created"`
+	Keys      []string  `json:"keys"`
+	Name      Name      `json:"name"`
+	Namespace Name      `json:"namespace"`
+}
+
+// SecretList defines model for SecretList.
+type SecretList struct {
+	Items []Secret `json:"items"`
+
+	// Next `after` of the next page; missing on the last.
+	Next string `json:"next,omitempty"`
+}
+
+// SecretRef A value of a secret, as an environment variable.
+type SecretRef struct {
+	// Env The variable; the key if it is missing.
+	Env  string `json:"env,omitempty"`
+	Key  string `json:"key"`
+	Name Name   `json:"name"`
+}
+
+// SecretValues The values of a secret, at most 64 of at most 32 KiB. A key is in one of the two.
+type SecretValues struct {
+	// Data In base64.
+	Data map[string][]byte `json:"data,omitempty"`
+
+	// StringData As text.
+	StringData map[string]string `json:"stringData,omitempty"`
 }
 
 // Signal defines model for Signal.
@@ -1416,6 +1486,15 @@ type ForkSandboxParams struct {
 	IdempotencyKey IdempotencyKey `json:"Idempotency-Key,omitempty"`
 }
 
+// ListSecretsParams defines parameters for ListSecrets.
+type ListSecretsParams struct {
+	// Limit How many at most.
+	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
+
+	// After `next` of the page before.
+	After After `form:"after,omitempty" json:"after,omitempty"`
+}
+
 // ListTemplatesParams defines parameters for ListTemplates.
 type ListTemplatesParams struct {
 	// Limit How many at most.
@@ -1436,6 +1515,9 @@ type GetTemplateLogParams struct {
 
 // PutPoolJSONRequestBody defines body for PutPool for application/json ContentType.
 type PutPoolJSONRequestBody = PoolSpec
+
+// PutQuotaJSONRequestBody defines body for PutQuota for application/json ContentType.
+type PutQuotaJSONRequestBody = QuotaSpec
 
 // CreateSandboxJSONRequestBody defines body for CreateSandbox for application/json ContentType.
 type CreateSandboxJSONRequestBody = SandboxCreate
@@ -1467,6 +1549,12 @@ type MoveFileJSONRequestBody = MoveFile
 // ForkSandboxJSONRequestBody defines body for ForkSandbox for application/json ContentType.
 type ForkSandboxJSONRequestBody = ForkCreate
 
+// PatchSecretJSONRequestBody defines body for PatchSecret for application/json ContentType.
+type PatchSecretJSONRequestBody = SecretValues
+
+// PutSecretJSONRequestBody defines body for PutSecret for application/json ContentType.
+type PutSecretJSONRequestBody = SecretValues
+
 // PutTemplateJSONRequestBody defines body for PutTemplate for application/json ContentType.
 type PutTemplateJSONRequestBody = TemplateSpec
 
@@ -1493,6 +1581,15 @@ type ServerInterface interface {
 	// PutPool Make a pool or change it.
 	// (PUT /v1/namespaces/{namespace}/pools/{name})
 	PutPool(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
+	// DeleteQuota Remove all bounds of the namespace.
+	// (DELETE /v1/namespaces/{namespace}/quota)
+	DeleteQuota(w http.ResponseWriter, r *http.Request, namespace Namespace)
+	// GetQuota What the namespace may use, and uses.
+	// (GET /v1/namespaces/{namespace}/quota)
+	GetQuota(w http.ResponseWriter, r *http.Request, namespace Namespace)
+	// PutQuota Bound the namespace from now on. What it has already stays.
+	// (PUT /v1/namespaces/{namespace}/quota)
+	PutQuota(w http.ResponseWriter, r *http.Request, namespace Namespace)
 	// ListSandboxes Sandboxes by name.
 	// (GET /v1/namespaces/{namespace}/sandboxes)
 	ListSandboxes(w http.ResponseWriter, r *http.Request, namespace Namespace, params ListSandboxesParams)
@@ -1598,6 +1695,21 @@ type ServerInterface interface {
 	// ResumeSandbox Let it go on.
 	// (POST /v1/namespaces/{namespace}/sandboxes/{name}/resume)
 	ResumeSandbox(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
+	// ListSecrets Secrets by name, and what their keys are; never a value.
+	// (GET /v1/namespaces/{namespace}/secrets)
+	ListSecrets(w http.ResponseWriter, r *http.Request, namespace Namespace, params ListSecretsParams)
+	// DeleteSecret Delete a secret. Sandboxes that were claimed keep theirs.
+	// (DELETE /v1/namespaces/{namespace}/secrets/{name})
+	DeleteSecret(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
+	// GetSecret What a secret's keys are; never a value.
+	// (GET /v1/namespaces/{namespace}/secrets/{name})
+	GetSecret(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
+	// PatchSecret Set some values of a secret, which is made if it is not there.
+	// (PATCH /v1/namespaces/{namespace}/secrets/{name})
+	PatchSecret(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
+	// PutSecret Make a secret or replace all of its values. Sandboxes that were claimed keep theirs.
+	// (PUT /v1/namespaces/{namespace}/secrets/{name})
+	PutSecret(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
 	// ListTemplates Templates by name.
 	// (GET /v1/namespaces/{namespace}/templates)
 	ListTemplates(w http.ResponseWriter, r *http.Request, namespace Namespace, params ListTemplatesParams)
@@ -1903,6 +2015,84 @@ func (siw *ServerInterfaceWrapper) PutPool(w http.ResponseWriter, r *http.Reques
 
 	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		siw.Handler.PutPool(w, r, namespace, name)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// DeleteQuota operation middleware
+func (siw *ServerInterfaceWrapper) DeleteQuota(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.DeleteQuota(w, r, namespace)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// GetQuota operation middleware
+func (siw *ServerInterfaceWrapper) GetQuota(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.GetQuota(w, r, namespace)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// PutQuota operation middleware
+func (siw *ServerInterfaceWrapper) PutQuota(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.PutQuota(w, r, namespace)
 	}))
 
 	for _, middleware := range siw.HandlerMiddlewares {
@@ -3681,6 +3871,201 @@ func (siw *ServerInterfaceWrapper) ResumeSandbox(w http.ResponseWriter, r *http.
 	handler.ServeHTTP(w, r)
 }
 
+// ListSecrets operation middleware
+func (siw *ServerInterfaceWrapper) ListSecrets(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	// Parameter object where we will unmarshal all parameters from the context
+	var params ListSecretsParams
+
+	// ------------- Optional query parameter "limit" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "limit", r.URL.Query(), &params.Limit, runtime.BindQueryParameterOptions{Type: "integer", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "limit"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "limit", Err: err})
+		}
+		return
+	}
+
+	// ------------- Optional query parameter "after" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "after", r.URL.Query(), &params.After, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "after"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "after", Err: err})
+		}
+		return
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.ListSecrets(w, r, namespace, params)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// DeleteSecret operation middleware
+func (siw *ServerInterfaceWrapper) DeleteSecret(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	// ------------- Path parameter "name" -------------
+	var name Name
+
+	err = runtime.BindStyledParameterWithOptions("simple", "name", r.PathValue("name"), &name, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "name", Err: err})
+		return
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.DeleteSecret(w, r, namespace, name)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// GetSecret operation middleware
+func (siw *ServerInterfaceWrapper) GetSecret(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	// ------------- Path parameter "name" -------------
+	var name Name
+
+	err = runtime.BindStyledParameterWithOptions("simple", "name", r.PathValue("name"), &name, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "name", Err: err})
+		return
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.GetSecret(w, r, namespace, name)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// PatchSecret operation middleware
+func (siw *ServerInterfaceWrapper) PatchSecret(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	// ------------- Path parameter "name" -------------
+	var name Name
+
+	err = runtime.BindStyledParameterWithOptions("simple", "name", r.PathValue("name"), &name, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "name", Err: err})
+		return
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.PatchSecret(w, r, namespace, name)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// PutSecret operation middleware
+func (siw *ServerInterfaceWrapper) PutSecret(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	// ------------- Path parameter "name" -------------
+	var name Name
+
+	err = runtime.BindStyledParameterWithOptions("simple", "name", r.PathValue("name"), &name, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "name", Err: err})
+		return
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.PutSecret(w, r, namespace, name)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
 // ListTemplates operation middleware
 func (siw *ServerInterfaceWrapper) ListTemplates(w http.ResponseWriter, r *http.Request) {
 
@@ -4087,6 +4472,14 @@ func HandlerWithOptions(si ServerInterface, options StdHTTPServerOptions) http.H
 	m.HandleFunc(http.MethodDelete+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/code/contexts/{id}", wrapper.DeleteContext)
 	m.HandleFunc(http.MethodPost+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/code/contexts/{id}/restart", wrapper.RestartContext)
 	m.HandleFunc(http.MethodPost+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/code/contexts/{id}/interrupt", wrapper.InterruptContext)
+	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/secrets", wrapper.ListSecrets)
+	m.HandleFunc(http.MethodDelete+" "+options.BaseURL+"/v1/namespaces/{namespace}/secrets/{name}", wrapper.DeleteSecret)
+	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/secrets/{name}", wrapper.GetSecret)
+	m.HandleFunc(http.MethodPatch+" "+options.BaseURL+"/v1/namespaces/{namespace}/secrets/{name}", wrapper.PatchSecret)
+	m.HandleFunc(http.MethodPut+" "+options.BaseURL+"/v1/namespaces/{namespace}/secrets/{name}", wrapper.PutSecret)
+	m.HandleFunc(http.MethodDelete+" "+options.BaseURL+"/v1/namespaces/{namespace}/quota", wrapper.DeleteQuota)
+	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/quota", wrapper.GetQuota)
+	m.HandleFunc(http.MethodPut+" "+options.BaseURL+"/v1/namespaces/{namespace}/quota", wrapper.PutQuota)
 
 	return m
 }

@@ -138,11 +138,19 @@ type SandboxClaimSpec struct {
 	OnTimeout   string           `json:"onTimeout,omitempty"`
 }
 
-// Secret is a secret that a sandbox gets as an environment variable, named by
-// the secret's key.
+// Secret is a value of a secret that a sandbox gets as an environment variable,
+// named by the key:
+//
+//	secrets: [{name: llm, key: OPENAI_API_KEY}]
 type Secret struct {
-	Name      string    `json:"name"`
-	SecretRef SecretRef `json:"secretRef"`
+	// Name is the secret's. With SecretRef, which names the secret, it is that of
+	// the entry, and no other has it.
+	Name string `json:"name,omitempty"`
+	// Key is which of the secret's values.
+	Key string `json:"key,omitempty"`
+	// Env is the variable; empty is the key.
+	Env       string     `json:"env,omitempty"`
+	SecretRef *SecretRef `json:"secretRef,omitempty"`
 }
 
 // SecretRef is a key of a Secret.
@@ -165,7 +173,7 @@ type SandboxForkSpec struct {
 	SourceRef Ref `json:"sourceRef"`
 	// Replicas is how many; 1 if it is missing.
 	Replicas *int32 `json:"replicas,omitempty"`
-	// AllowSecretInheritance lets children have the source's secrets though
-	// another principal has supplied them.
+	// AllowSecretInheritance would let children have the source's secrets though
+	// another principal has supplied them. It is refused: who supplied them forks.
 	AllowSecretInheritance bool `json:"allowSecretInheritance,omitempty"`
 }

@@ -27,10 +27,10 @@ func newApplyCommand() *cobra.Command {
 	var o applyOptions
 	cmd := &cobra.Command{
 		Use:   "apply -f FILE",
-		Short: "Make what a YAML file describes: templates, pools, claims, forks",
+		Short: "Make what a YAML file describes: templates, pools, claims, forks, secrets",
 		Long: `Make or change what YAML documents describe: SandboxTemplate, SandboxPool,
-SandboxClaim and SandboxFork of agentrun.dev/v1alpha1, one after the other. A claim
-waits until its pool has a sandbox. A claim or fork that is there already is left
+SandboxClaim and SandboxFork of agentrun.dev/v1alpha1, and Secret of v1, one after the
+other. A claim waits until its pool has a sandbox. A claim or fork that is there already is left
 alone. Fields that are not known are refused.`,
 		Example: `  agentrun apply -f pool.yaml
   agentrun apply -f - < claim.yaml`,
@@ -101,6 +101,9 @@ func (o *applyOptions) apply(ctx context.Context, c *client.Client, object manif
 		p := *object.Pool
 		_, err = c.PutPool(ctx, name, rest.PoolSpec{Replicas: p.Replicas, SnapshotAfter: rest.Stage(p.Stage), Template: string(p.Template)})
 		return "applied", err
+	case object.Secret != nil:
+		_, err = c.PutSecret(ctx, name, rest.SecretValues{Data: object.Secret})
+		return "applied", err
 	case object.Claim != nil:
 		err = o.claim(ctx, c, name, *object.Claim)
 	default:
@@ -118,7 +121,7 @@ func (o *applyOptions) claim(ctx context.Context, c *client.Client, name string,
 	defer cancel()
 	for {
 		_, err := c.CreateSandbox(ctx, rest.SandboxCreate{
-			Name: name, Pool: string(spec.Pool), Env: rest.Env(spec.Env), Metadata: spec.Metadata,
+			Name: name, Pool: string(spec.Pool), Env: rest.Env(spec.Env), Secrets: secretRefsOf(spec.Secrets), Metadata: spec.Metadata,
 			Timeout: durationText(spec.Timeout), IdleTimeout: durationText(spec.IdleTimeout), OnTimeout: rest.OnTimeout(spec.OnTimeout),
 		}, "")
 		if !client.HasCode(err, rest.ErrorCode(sandbox.CodeNotReady)) {
@@ -149,6 +152,13 @@ func waitForPool(ctx context.Context, c *client.Client, name string) error {
 			return errors.Join(fmt.Errorf("wait for pool %s, which is %s", name, p.Phase), ctx.Err())
 		}
 	}
+}
+
+func secretRefsOf(refs []sandbox.SecretRef) (out []rest.SecretRef) {
+	for _, r := range refs {
+		out = append(out, rest.SecretRef{Name: string(r.Secret), Key: r.Key, Env: r.Env})
+	}
+	return out
 }
 
 // durationText is a duration as the API takes it.

@@ -79,6 +79,7 @@ var objectKinds = []objectKind{
 		},
 		remove: func(ctx context.Context, c *client.Client, name string) error { return c.DeleteFork(ctx, name) },
 	},
+	secretKind,
 }
 
 // objects makes a list of what a call gave.
@@ -139,7 +140,7 @@ func newGetCommand() *cobra.Command {
 	var asJSON, all bool
 	cmd := &cobra.Command{
 		Use:   "get KIND [NAME...]",
-		Short: "List templates, pools, claims or forks of the daemon",
+		Short: "List templates, pools, claims, forks or secrets of the daemon",
 		Example: `  agentrun get pools
   agentrun get claim agent-session-1`,
 		Args: cobra.MinimumNArgs(1),
@@ -212,7 +213,7 @@ func newDeleteCommand() *cobra.Command {
 	var o daemonOptions
 	cmd := &cobra.Command{
 		Use:     "delete KIND NAME...",
-		Short:   "Delete templates, pools or forks of the daemon, end sandboxes",
+		Short:   "Delete templates, pools, forks or secrets of the daemon, end sandboxes",
 		Example: `  agentrun delete claim agent-session-1`,
 		Args:    cobra.MinimumNArgs(2),
 		RunE: func(cmd *cobra.Command, args []string) error {

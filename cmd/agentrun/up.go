@@ -37,6 +37,7 @@ type upOptions struct {
 	listen   string
 	public   string
 	capacity byteSize
+	keyFile  string
 	verbose  bool
 	registryOptions
 }
@@ -62,6 +63,7 @@ Sandboxes do not end with it: the next agentrun up finds them as they are.`,
 	f.StringVar(&o.listen, "listen", "", "TCP address to serve on as well, such as 127.0.0.1:7070")
 	f.StringVar(&o.public, "advertise", "", "address that others reach --listen by (default: that address)")
 	f.Var(&o.capacity, "capacity", "memory that sandboxes may reserve together (default: four fifths of this machine's)")
+	f.StringVar(&o.keyFile, "secrets-key-file", "", "key that seals secrets on disk, an age identity; made if missing (default: secrets.key in the state folder)")
 	f.BoolVarP(&o.verbose, "verbose", "v", false, "log every request")
 	policyFlags(f, &o.policy)
 	o.registryOptions.flags(f)
@@ -94,7 +96,7 @@ func (o *upOptions) run(ctx context.Context, stderr io.Writer) error {
 	kind, why := pick.Choose(o.engine)
 	d, err := forkd.Open(ctx, forkd.Config{
 		Dir: dir, Images: images, Pull: image.PullOptions{Registries: registries}, Engine: kind, Jail: o.policy,
-		Listen: o.listen, Advertise: o.public, Capacity: capacity, Version: version,
+		Listen: o.listen, Advertise: o.public, Capacity: capacity, KeyFile: o.keyFile, Version: version,
 		Log: slog.New(slog.NewJSONHandler(stderr, &slog.HandlerOptions{Level: level})),
 	})
 	if err != nil {

@@ -93,6 +93,7 @@ var importRules = map[string][]string{
 	"internal/jail":      {},
 	"internal/stock":     {},
 	"internal/procid":    {},
+	"internal/seal":      {},
 	"internal/guestmux":  {},
 
 	"internal/jail/escapee": {"internal/kvm", "internal/lockdown"},
@@ -102,7 +103,7 @@ var importRules = map[string][]string{
 
 	"internal/guest/kernel": {},
 
-	"internal/engine/gvisor": {"internal/assets", "internal/engine", "internal/engine/folder", "internal/engine/identity", "internal/guestrpc", "internal/gvisorctl", "internal/jail", "internal/layer", "internal/procid", "internal/snapshot", "internal/vmmctl", "internal/wire"},
+	"internal/engine/gvisor": {"internal/assets", "internal/engine", "internal/engine/folder", "internal/engine/identity", "internal/guestrpc", "internal/gvisorctl", "internal/jail", "internal/layer", "internal/procid", "internal/seal", "internal/snapshot", "internal/vmmctl", "internal/wire"},
 
 	"internal/virtio":   {"internal/guestmem"},
 	"internal/vmm/acpi": {},
@@ -118,7 +119,7 @@ var importRules = map[string][]string{
 
 	"internal/journal":  {},
 	"api/v1alpha1":      {},
-	"internal/sandbox":  {"internal/engine", "internal/engine/ready", "internal/guestrpc", "internal/journal", "internal/snapshot"},
+	"internal/sandbox":  {"internal/engine", "internal/engine/ready", "internal/guestrpc", "internal/journal", "internal/seal", "internal/snapshot"},
 	"internal/template": {"internal/engine", "internal/guestrpc", "internal/image", "internal/sandbox"},
 	"internal/manifest": {"api/v1alpha1", "internal/sandbox"},
 
@@ -132,7 +133,7 @@ var importRules = map[string][]string{
 	"internal/server": {"api/rest", "internal/guestrpc", "internal/sandbox"},
 
 	"internal/layer":    {"internal/guestmem"},
-	"internal/snapshot": {"internal/layer"},
+	"internal/snapshot": {"internal/layer", "internal/seal"},
 
 	"internal/snapshot/pack": {"internal/image", "internal/layer", "internal/snapshot"},
 

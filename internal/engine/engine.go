@@ -155,8 +155,9 @@ type Sandbox interface {
 	// puts off: what a template has not done, each of its forks does.
 	Settle(context.Context) error
 	// Snapshot captures memory, processes and disks at one instant into a new
-	// folder. The sandbox goes on.
-	Snapshot(ctx context.Context, dir string) (*snapshot.Snapshot, error)
+	// folder. The sandbox goes on. That of a sandbox that holds secrets is made
+	// with snapshot.Sealed, and so are all of its forks.
+	Snapshot(ctx context.Context, dir string, opts ...snapshot.Option) (*snapshot.Snapshot, error)
 	// Fork makes one sandbox for each of the options that continue from this
 	// one, all from the same instant. This one goes on: it stands still for
 	// moments only. Each fork has its own outcome; the error is that of all.

@@ -26,6 +26,7 @@ import (
 	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/image"
 	"agentrun.dev/internal/sandbox"
+	"agentrun.dev/internal/seal"
 	"agentrun.dev/internal/server"
 	"agentrun.dev/internal/template"
 )
@@ -46,14 +47,18 @@ type Config struct {
 	Advertise string
 	// Capacity is how much memory sandboxes may reserve together, in bytes.
 	Capacity uint64
-	Version  string
-	Log      *slog.Logger
+	// KeyFile has the key that seals secrets; empty is one in the state folder. It
+	// is made if it is missing.
+	KeyFile string
+	Version string
+	Log     *slog.Logger
 }
 
 // Names in the state folder.
 const (
 	socketName = "socket"
 	tokenName  = "token"
+	keyName    = "secrets.key"
 )
 
 // Socket is the path of the daemon's socket in a state folder.
@@ -86,14 +91,18 @@ func Open(ctx context.Context, cfg Config) (_ *Daemon, err error) {
 	if err != nil {
 		return nil, err
 	}
+	key, err := openKey(cfg)
+	if err != nil {
+		return nil, err
+	}
 	d.engine, err = pick.Open(cfg.Engine, pick.Config{
-		Resident: residentFolder(cfg.Dir), Scratch: filepath.Join(cfg.Dir, "scratch"), Jail: cfg.Jail,
+		Resident: residentFolder(cfg.Dir), Scratch: filepath.Join(cfg.Dir, "scratch"), Jail: cfg.Jail, Key: key,
 	})
 	if err != nil {
 		return nil, err
 	}
 	d.manager, err = sandbox.Open(ctx, sandbox.Config{
-		Dir: cfg.Dir, Engine: d.engine, Boot: boot, Capacity: cfg.Capacity, Log: cfg.Log,
+		Dir: cfg.Dir, Engine: d.engine, Boot: boot, Capacity: cfg.Capacity, Key: key, Log: cfg.Log,
 		Reserve: func(ram uint64) uint64 { return pick.Reserve(cfg.Engine, ram) },
 		Builder: &template.Builder{Engine: d.engine, Images: cfg.Images, Pull: cfg.Pull, PlainRoots: cfg.Engine == pick.GVisor},
 	})
@@ -101,6 +110,24 @@ func Open(ctx context.Context, cfg Config) (_ *Daemon, err error) {
 		return nil, err
 	}
 	return d, d.listen(ctx)
+}
+
+// openKey opens the key of the secrets. A new one is made only where nothing was
+// sealed yet: another would open nothing of it.
+func openKey(cfg Config) (*seal.Key, error) {
+	file := cfg.KeyFile
+	if file == "" {
+		file = filepath.Join(cfg.Dir, keyName)
+	}
+	_, err := os.Stat(file)
+	if !errors.Is(err, fs.ErrNotExist) {
+		return seal.Open(file)
+	}
+	secrets := sandbox.SecretsFolder(cfg.Dir)
+	if _, err := os.Stat(secrets); err == nil {
+		return nil, fmt.Errorf("the key of the secrets, %s, is missing, and %s was sealed with it. Put it back; if it is lost, so are the secrets and the hibernated sandboxes that hold them: remove %s to go on without", file, secrets, secrets)
+	}
+	return seal.OpenOrMake(file)
 }
 
 // residentFolder is one per state folder, so that tidying one does not empty

@@ -113,6 +113,35 @@ func TestSchema(t *testing.T) {
 	_ = db.Close()
 }
 
+// TestMigrations: each schema that there ever was is opened by this build, and no
+// longer by the one that wrote it.
+func TestMigrations(t *testing.T) {
+	if len(migrations) != Schema-1 {
+		t.Fatalf("%d migrations lead to schema %d", len(migrations), Schema)
+	}
+	for from := uint32(1); from < Schema; from++ {
+		path := filepath.Join(t.TempDir(), "journal")
+		db, err := open(path, from, migrations)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := errors.Join(db.Update(func(tx *Tx) error { return notes.Put(tx, "k", note{"kept"}) }), db.Close()); err != nil {
+			t.Fatal(err)
+		}
+		if db, err = Open(path); err != nil {
+			t.Fatal(err)
+		}
+		var got note
+		if err := db.View(func(tx *Tx) (err error) { got, _, err = notes.Get(tx, "k"); return err }); err != nil || got.Text != "kept" {
+			t.Errorf("schema %d: %q, %v", from, got.Text, err)
+		}
+		_ = db.Close()
+		if _, err := open(path, from, migrations); !errors.Is(err, ErrNewer) {
+			t.Errorf("schema %d opens it again: %v", from, err)
+		}
+	}
+}
+
 func TestInUse(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "journal")
 	openTest(t, path)

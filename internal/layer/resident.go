@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"os"
 	"strconv"
@@ -83,7 +84,7 @@ func (r *Resident) Close() error { return r.root.Close() }
 // Load returns a read-only descriptor of a layer. If it is not resident, it is
 // copied from what open returns and verified on the way, once, however many
 // callers and processes ask for it.
-func (r *Resident) Load(ctx context.Context, ref Ref, open func() (*os.File, error)) (*os.File, error) {
+func (r *Resident) Load(ctx context.Context, ref Ref, open func() (io.ReadCloser, error)) (*os.File, error) {
 	if err := ref.validate(); err != nil {
 		return nil, err
 	}
@@ -145,7 +146,7 @@ func (r *Resident) end(d Digest) {
 }
 
 // load makes a layer resident, unless another process did meanwhile.
-func (r *Resident) load(ctx context.Context, ref Ref, open func() (*os.File, error)) error {
+func (r *Resident) load(ctx context.Context, ref Ref, open func() (io.ReadCloser, error)) error {
 	lock, err := r.lock(ctx, ref.Digest)
 	if err != nil {
 		return err

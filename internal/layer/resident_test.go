@@ -53,7 +53,7 @@ func loader(args string) error {
 	if _, err := io.ReadFull(os.Stdin, make([]byte, 1)); err != nil {
 		return err
 	}
-	f, err := r.Load(context.Background(), want, func() (*os.File, error) {
+	f, err := r.Load(context.Background(), want, func() (io.ReadCloser, error) {
 		fmt.Println("open")
 		return os.Open(source)
 	})
@@ -153,7 +153,7 @@ func TestResident(t *testing.T) {
 		l := s.bytes(content)
 		refs = append(refs, l)
 		for range 2 {
-			f, err := r.Load(t.Context(), l, func() (*os.File, error) { return s.open(l) })
+			f, err := r.Load(t.Context(), l, func() (io.ReadCloser, error) { return s.open(l) })
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -192,7 +192,7 @@ func TestResident(t *testing.T) {
 	if _, _, err := again.Stats(); err == nil {
 		t.Error("statistics of a closed folder")
 	}
-	_, err = again.Load(t.Context(), refs[0], func() (*os.File, error) { return s.open(refs[0]) })
+	_, err = again.Load(t.Context(), refs[0], func() (io.ReadCloser, error) { return s.open(refs[0]) })
 	wantError(t, err, "closed")
 	if _, err := again.Create(); err == nil {
 		t.Error("a file in a closed folder")
@@ -207,7 +207,7 @@ func TestDescriptor(t *testing.T) {
 	s := newStore(t)
 	content := bytes.Repeat([]byte{5}, 4*PageSize)
 	l := s.bytes(content)
-	f, err := r.Load(t.Context(), l, func() (*os.File, error) { return s.open(l) })
+	f, err := r.Load(t.Context(), l, func() (io.ReadCloser, error) { return s.open(l) })
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -258,31 +258,31 @@ func TestLoadRefuses(t *testing.T) {
 			if err := os.WriteFile(path, c.content, 0o600); err != nil {
 				t.Fatal(err)
 			}
-			_, err := r.Load(t.Context(), l, func() (*os.File, error) { return os.Open(path) })
+			_, err := r.Load(t.Context(), l, func() (io.ReadCloser, error) { return os.Open(path) })
 			wantError(t, err, append(c.say, "load layer "+l.Digest.String(), path)...)
 
 			// The same through a pipe, whose size nobody knows before.
-			_, err = r.Load(t.Context(), l, func() (*os.File, error) { return pipe(t, c.content), nil })
+			_, err = r.Load(t.Context(), l, func() (io.ReadCloser, error) { return pipe(t, c.content), nil })
 			wantError(t, err, "load layer "+l.Digest.String(), "expected")
 		})
 	}
-	_, err := r.Load(t.Context(), l, func() (*os.File, error) { return nil, fs.ErrPermission })
+	_, err := r.Load(t.Context(), l, func() (io.ReadCloser, error) { return nil, fs.ErrPermission })
 	if !errors.Is(err, fs.ErrPermission) {
 		t.Errorf("a source that cannot be opened: %v", err)
 	}
-	_, err = r.Load(t.Context(), l, func() (*os.File, error) { return os.Open(dir) })
+	_, err = r.Load(t.Context(), l, func() (io.ReadCloser, error) { return os.Open(dir) })
 	wantError(t, err, "copy "+dir)
 	_, err = r.Load(t.Context(), Ref{}, nil)
 	wantError(t, err, "of 0 bytes")
 	ctx, cancel := context.WithCancel(t.Context())
-	_, err = r.Load(ctx, l, func() (*os.File, error) { cancel(); return s.open(l) })
+	_, err = r.Load(ctx, l, func() (io.ReadCloser, error) { cancel(); return s.open(l) })
 	if !errors.Is(err, context.Canceled) {
 		t.Errorf("after the end of the context: %v", err)
 	}
 	if got := leftovers(t, dir); got != nil {
 		t.Errorf("left are %v", got)
 	}
-	f, err := r.Load(t.Context(), l, func() (*os.File, error) { return pipe(t, content), nil })
+	f, err := r.Load(t.Context(), l, func() (io.ReadCloser, error) { return pipe(t, content), nil })
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -314,7 +314,7 @@ func TestLoadOnceInOneProcess(t *testing.T) {
 	var wg sync.WaitGroup
 	for range 16 {
 		wg.Go(func() {
-			f, err := r.Load(t.Context(), l, func() (*os.File, error) {
+			f, err := r.Load(t.Context(), l, func() (io.ReadCloser, error) {
 				opened.Add(1)
 				return s.open(l)
 			})
@@ -388,7 +388,7 @@ func TestKilledLoader(t *testing.T) {
 	if _, err := half.Write(content[:chunkSize+PageSize]); err != nil {
 		t.Fatal(err)
 	}
-	source := func() (*os.File, error) { return s.open(l) }
+	source := func() (io.ReadCloser, error) { return s.open(l) }
 	ctx, cancel := context.WithCancel(t.Context())
 	waiting := make(chan error)
 	go func() { // one that gives up before the loader ends
@@ -427,7 +427,7 @@ func TestWaiter(t *testing.T) {
 	s := newStore(t)
 	l := s.bytes(bytes.Repeat([]byte{5}, PageSize))
 	ctx, cancel := context.WithCancel(t.Context())
-	f, err := r.Load(t.Context(), l, func() (*os.File, error) {
+	f, err := r.Load(t.Context(), l, func() (io.ReadCloser, error) {
 		cancel()
 		if _, err := r.Load(ctx, l, nil); !errors.Is(err, context.Canceled) {
 			t.Errorf("waiting for another goroutine: %v", err)

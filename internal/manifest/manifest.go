@@ -26,6 +26,7 @@ type Object struct {
 	Pool     *sandbox.PoolSpec
 	Claim    *sandbox.ClaimSpec
 	Fork     *ForkSpec
+	Secret   sandbox.SecretData
 }
 
 // ForkSpec is what a fork asks for.
@@ -43,6 +44,8 @@ func (o Object) Kind() string {
 		return v1alpha1.KindSandboxPool
 	case o.Claim != nil:
 		return v1alpha1.KindSandboxClaim
+	case o.Secret != nil:
+		return kindSecret
 	}
 	return v1alpha1.KindSandboxFork
 }
@@ -108,12 +111,12 @@ func decode(doc []byte, namespace sandbox.Namespace) (o Object, err error) {
 	}
 	read, known := kinds[head.Kind]
 	switch {
-	case head.APIVersion == "v1" && head.Kind == "Secret":
-		return o, errors.New("kind Secret: this version does not take secrets yet")
+	case head.APIVersion == "v1" && head.Kind == kindSecret:
+		read = readSecret
 	case head.APIVersion != v1alpha1.APIVersion:
 		return o, fmt.Errorf("apiVersion is %q, want %s", head.APIVersion, v1alpha1.APIVersion)
 	case !known:
-		return o, fmt.Errorf("kind %q is none of %s, %s, %s and %s", head.Kind,
+		return o, fmt.Errorf("kind %q is none of %s, %s, %s, %s, and Secret of v1", head.Kind,
 			v1alpha1.KindSandboxTemplate, v1alpha1.KindSandboxPool, v1alpha1.KindSandboxClaim, v1alpha1.KindSandboxFork)
 	}
 	if o.Namespace = namespace; head.Metadata.Namespace != "" {
@@ -218,9 +221,6 @@ func readClaim(o *Object, doc []byte) error {
 	if err != nil {
 		return err
 	}
-	if len(c.Spec.Secrets) > 0 {
-		return errors.New("secrets: this version does not take secrets yet; leave the field out")
-	}
 	pool, err := sandbox.ParseName(c.Spec.PoolRef.Name)
 	if err != nil {
 		return fmt.Errorf("poolRef: %w", err)
@@ -229,6 +229,9 @@ func readClaim(o *Object, doc []byte) error {
 		Timeout: duration(c.Spec.Timeout), IdleTimeout: duration(c.Spec.IdleTimeout), OnTimeout: sandbox.TimeoutAction(c.Spec.OnTimeout),
 	}}
 	if spec.Env, err = environment(c.Spec.Env); err != nil {
+		return err
+	}
+	if spec.Secrets, err = secretRefs(c.Spec.Secrets); err != nil {
 		return err
 	}
 	o.Claim = &spec
@@ -241,7 +244,7 @@ func readFork(o *Object, doc []byte) error {
 		return err
 	}
 	if f.Spec.AllowSecretInheritance {
-		return errors.New("allowSecretInheritance: this version does not take secrets yet; leave the field out")
+		return errors.New("allowSecretInheritance: who supplied the secrets forks a sandbox that holds them, nobody else; leave the field out")
 	}
 	source, err := sandbox.ParseName(f.Spec.SourceRef.Name)
 	if err != nil {

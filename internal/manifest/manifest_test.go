@@ -104,8 +104,6 @@ func TestRefuses(t *testing.T) {
 		"port":       {doc("SandboxTemplate", `{image: a, ready: {port: 70000}}`), "ready.port"},
 		"env":        {doc("SandboxTemplate", `{image: a, env: [{name: A}, {name: A}]}`), "twice"},
 		"quantity":   {doc("SandboxTemplate", `{image: a, resources: {cpu: much}}`), "quantities"},
-		"secrets":    {doc("SandboxClaim", `{poolRef: {name: p}, secrets: [{name: k, secretRef: {name: s, key: K}}]}`), "secrets"},
-		"secret":     {"apiVersion: v1\nkind: Secret\nmetadata: {name: s}\n", "Secret"},
 		"inherit":    {doc("SandboxFork", `{sourceRef: {name: p}, allowSecretInheritance: true}`), "allowSecretInheritance"},
 		"no source":  {doc("SandboxFork", `{replicas: 2}`), "sourceRef"},
 		"no pool":    {doc("SandboxClaim", `{}`), "poolRef"},

@@ -138,9 +138,9 @@ func (m *Manager) runBuild(ctx context.Context, k buildKey, spec TemplateSpec, l
 	defer func() { err = errors.Join(err, log.Close()) }()
 	dir := m.snapshotDir(b.Snapshot)
 	memory := m.machineMemory(spec)
-	if err = m.reserve(memory); err == nil {
+	if err = m.reserve(k.Template.Namespace, memory); err == nil {
 		b.Built, err = m.cfg.Builder.Build(ctx, spec, k.Stage, dir, log)
-		m.capacity.release(memory)
+		m.capacity.release(k.Template.Namespace, memory)
 	}
 	if ctx.Err() != nil { // the next daemon builds it
 		return errors.Join(err, m.removeSnapshot(dir))
@@ -160,8 +160,8 @@ func (m *Manager) runBuild(ctx context.Context, k buildKey, spec TemplateSpec, l
 // machineMemory is what a machine of a template reserves.
 func (m *Manager) machineMemory(spec TemplateSpec) uint64 { return m.cfg.Reserve(spec.Memory) }
 
-// reserve takes memory for a machine.
-func (m *Manager) reserve(bytes uint64) error { return m.capacity.reserve(bytes) }
+// reserve takes memory for a machine of a namespace.
+func (m *Manager) reserve(n Namespace, bytes uint64) error { return m.capacity.reserve(n, bytes) }
 
 // collectBuilds deletes builds that nobody will fork any more.
 func (m *Manager) collectBuilds() error {

@@ -7,6 +7,7 @@ import (
 	"maps"
 	"time"
 
+	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/journal"
 )
@@ -29,6 +30,10 @@ func (m *Manager) claim(ctx context.Context, k Key, spec ClaimSpec, also record[
 	if p == nil {
 		return Sandbox{}, notFound(KindPool, Key{k.Namespace, spec.Pool})
 	}
+	secrets, err := m.secretEnv(k.Namespace, spec.Secrets)
+	if err != nil {
+		return Sandbox{}, err
+	}
 	b, err := m.enlist(Sandbox{
 		Key: k, Pool: spec.Pool, Engine: m.cfg.Engine.Name(), Metadata: spec.Metadata, Lifetime: spec.Lifetime,
 	})
@@ -40,8 +45,8 @@ func (m *Manager) claim(ctx context.Context, k Key, spec ClaimSpec, also record[
 		return Sandbox{}, errors.Join(err, b.forget())
 	}
 	env := merge(from.build.Env, spec.Env)
-	if len(spec.Env) > 0 { // the template's are there already
-		if err := machine.Agent().SetEnv(ctx, guestrpc.SetEnvRequest{Env: env.Strings()}); err != nil {
+	if len(spec.Env)+len(secrets) > 0 { // the template's are there already
+		if err := setEnv(ctx, machine, merge(env, secrets)); err != nil {
 			return Sandbox{}, errors.Join(fmt.Errorf("set the environment of sandbox %s: %w", k.Name, err), b.forget(), machine.Close())
 		}
 	}
@@ -49,6 +54,9 @@ func (m *Manager) claim(ctx context.Context, k Key, spec ClaimSpec, also record[
 		s.State, s.Machine, s.Boot, s.Memory = Running, machine.id, m.cfg.Boot, machine.memory
 		s.Template, s.Revision, s.Limits = from.build.Template.Name, from.build.Revision, from.spec.limits()
 		s.Workdir, s.User, s.Env = from.build.Workdir, from.build.User, env
+		if len(secrets) > 0 {
+			s.Secrets, s.SecretsBy = spec.Secrets, principalOf(ctx)
+		}
 		s.Clock.start(time.Now())
 	}, also)
 	if err != nil {
@@ -57,6 +65,15 @@ func (m *Manager) claim(ctx context.Context, k Key, spec ClaimSpec, also record[
 	b.attach(machine.Sandbox)
 	b.unlock()
 	return b.now(), nil
+}
+
+// setEnv gives a machine its environment. Its agent holds it from then on, in
+// the forks and images of the machine as well: no daemon has to know it again.
+func setEnv(ctx context.Context, machine engine.Sandbox, env Env) error {
+	if err := env.checkSize(); err != nil {
+		return err
+	}
+	return machine.Agent().SetEnv(ctx, guestrpc.SetEnvRequest{Env: env.Strings()})
 }
 
 // merge lays variables over others.
@@ -83,6 +100,9 @@ func (m *Manager) enlist(s Sandbox) (*member, error) {
 	if _, taken := m.names[s.Key]; taken {
 		return nil, Errorf(CodeExists, "sandbox %s exists already in namespace %s", s.Name, s.Namespace).
 			Try("Choose another name, or end it with `agentrun kill %s`", s.Name)
+	}
+	if err := m.admit(s.Namespace); err != nil {
+		return nil, err
 	}
 	if err := m.db.Update(func(tx *journal.Tx) error { return sandboxes.Put(tx, string(s.ID), s) }); err != nil {
 		return nil, fmt.Errorf("sandbox %s: %w", s.Name, err)

@@ -58,13 +58,17 @@ func killEverywhere(t *testing.T, pictures string) (all []accident) {
 		}
 		all = append(all, a)
 	}
-	ctx := context.Background()
+	// Its images are sealed, and only alice forks it.
+	ctx := WithPrincipal(context.Background(), "alice")
+	if _, err := m.ApplySecret(key("llm"), SecretData{"K": []byte(canary)}); err != nil {
+		t.Fatal(err)
+	}
 	for _, step := range []struct {
 		name string
 		do   func() error
 	}{
 		{"claim", func() error {
-			_, err := m.Claim(ctx, key("a"), ClaimSpec{Pool: "pool"})
+			_, err := m.Claim(ctx, key("a"), ClaimSpec{Pool: "pool", Secrets: []SecretRef{{Secret: "llm", Key: "K"}}})
 			memory(t, h, m, "a")["mine"] = "a"
 			answered["a"] = "a"
 			return err
@@ -118,6 +122,9 @@ func (a accident) examine(t *testing.T) {
 	there := map[string]bool{}
 	for _, s := range listed {
 		there[string(s.Name)] = true
+		if !s.holdsSecrets() || s.SecretsBy != "alice" {
+			t.Errorf("%s does not know any more whose secrets it holds: %+v", s.Name, s)
+		}
 		u, err := m.Use(t.Context(), s.Key)
 		if err != nil {
 			t.Errorf("%s is listed as %s and cannot be used: %v", s.Name, s.State, err)

@@ -14,6 +14,7 @@ const (
 	CodeNotFound      Code = "not_found"
 	CodeExists        Code = "already_exists"
 	CodeConflict      Code = "conflict"
+	CodeDenied        Code = "permission_denied"
 	CodeEnded         Code = "ended"
 	CodeCapacity      Code = "insufficient_capacity"
 	CodeNotReady      Code = "not_ready"

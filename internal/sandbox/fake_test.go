@@ -6,10 +6,12 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"sync"
 	"testing"
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/sandbox/sandboxtest"
+	"agentrun.dev/internal/seal"
 )
 
 // builder makes templates of nothing.
@@ -39,11 +41,20 @@ func (b *builder) Build(ctx context.Context, spec TemplateSpec, _ Stage, dir str
 
 func (b *builder) Finish(context.Context, TemplateSpec, Built, engine.Sandbox) error { return nil }
 
+// testKey is one for all daemons of the tests.
+var testKey = sync.OnceValue(func() *seal.Key {
+	k, err := seal.Generate()
+	if err != nil {
+		panic(err)
+	}
+	return k
+})
+
 // daemon opens a manager on a state folder.
 func daemon(t *testing.T, dir string, h *sandboxtest.Host, change ...func(*Config)) *Manager {
 	t.Helper()
 	cfg := Config{
-		Dir: dir, Engine: h, Builder: &builder{}, Capacity: 1 << 40, Boot: "this",
+		Dir: dir, Engine: h, Builder: &builder{}, Capacity: 1 << 40, Boot: "this", Key: testKey(),
 		Log: slog.New(slog.NewTextHandler(io.Discard, nil)),
 	}
 	for _, c := range change {

@@ -31,10 +31,14 @@ func (m *Manager) fork(ctx context.Context, k Key, source Name, n int, also reco
 	}
 	f = Fork{Key: k, Source: source, Replicas: n, Phase: PhasePending, Created: time.Now().UTC()}
 	_, err = m.with(ctx, Key{k.Namespace, source}, func(b *member) error {
+		last := b.now()
+		if err := m.mayFork(ctx, last); err != nil {
+			return err
+		}
 		if err := b.resume(ctx); err != nil {
 			return err
 		}
-		f.SourceID = b.id
+		f.SourceID, f.By, f.HoldsSecrets = b.id, principalOf(ctx), last.holdsSecrets()
 		if err := m.enlistFork(f); err != nil {
 			return err
 		}
@@ -124,7 +128,7 @@ type child struct {
 
 // enlistChild takes what a child needs before it is made.
 func (m *Manager) enlistChild(source Sandbox, fork Name, out *ForkOutcome) (*child, error) {
-	if err := m.reserve(source.Memory); err != nil {
+	if err := m.reserve(source.Namespace, source.Memory); err != nil {
 		return nil, err
 	}
 	c := &child{out: out, machine: newID(), memory: source.Memory}
@@ -136,7 +140,7 @@ func (m *Manager) enlistChild(source Sandbox, fork Name, out *ForkOutcome) (*chi
 		c.member, err = m.enlist(s)
 	}
 	if err != nil {
-		m.capacity.release(source.Memory)
+		m.capacity.release(source.Namespace, source.Memory)
 		return nil, errors.Join(err, m.cfg.Engine.Remove(m.ctx, m.machineDir(c.machine)))
 	}
 	return c, nil
@@ -158,6 +162,6 @@ func (c *child) begin(m *Manager, sb engine.Sandbox) error {
 
 // drop undoes enlistChild.
 func (c *child) drop(m *Manager) error {
-	m.capacity.release(c.memory)
+	m.capacity.release(c.now().Namespace, c.memory)
 	return errors.Join(c.forget(), m.cfg.Engine.Remove(m.ctx, m.machineDir(c.machine)))
 }

@@ -87,7 +87,7 @@ func (b *member) hibernate(ctx context.Context) error {
 	err := b.machine.Pause(ctx)
 	if err == nil {
 		var snap *snapshot.Snapshot
-		if snap, err = b.machine.Snapshot(ctx, b.manager.imageDir(image)); err == nil {
+		if snap, err = b.machine.Snapshot(ctx, b.manager.imageDir(image), b.manager.sealing(last)...); err == nil {
 			err = snap.Close()
 		}
 	}
@@ -113,12 +113,12 @@ func (b *member) hibernate(ctx context.Context) error {
 // wake makes a machine of what was written when the sandbox was hibernated.
 func (b *member) wake(ctx context.Context) error {
 	m, last := b.manager, b.now()
-	if err := m.reserve(last.Memory); err != nil {
+	if err := m.reserve(last.Namespace, last.Memory); err != nil {
 		return err
 	}
 	sb, machine, err := b.wakeMachine(ctx, last)
 	if err != nil {
-		m.capacity.release(last.Memory)
+		m.capacity.release(last.Namespace, last.Memory)
 		return errors.Join(fmt.Errorf("wake sandbox %s: %w", b.id, err),
 			b.change(func(s *Sandbox) { s.State = Hibernated }))
 	}
@@ -126,7 +126,7 @@ func (b *member) wake(ctx context.Context) error {
 		s.State, s.Machine, s.Boot, s.Image = Running, machine, m.cfg.Boot, ""
 		s.Clock.start(time.Now())
 	}); err != nil {
-		m.capacity.release(last.Memory)
+		m.capacity.release(last.Namespace, last.Memory)
 		return errors.Join(err, sb.Close(), m.cfg.Engine.Remove(m.ctx, m.machineDir(machine)))
 	}
 	b.attach(sb)
@@ -138,7 +138,7 @@ func (b *member) wakeMachine(ctx context.Context, last Sandbox) (_ engine.Sandbo
 	if err := b.change(func(s *Sandbox) { s.State = Resuming }); err != nil {
 		return nil, "", err
 	}
-	snap, err := snapshot.Open(m.imageDir(last.Image))
+	snap, err := snapshot.Open(m.imageDir(last.Image), snapshot.WithKey(m.cfg.Key))
 	if err != nil {
 		return nil, "", err
 	}

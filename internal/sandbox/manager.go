@@ -15,6 +15,7 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/journal"
+	"agentrun.dev/internal/seal"
 	"agentrun.dev/internal/snapshot"
 )
 
@@ -37,6 +38,9 @@ type Config struct {
 	Capacity uint64
 	// Reserve is what a machine with that much RAM takes; nil is no more than it.
 	Reserve func(ram uint64) uint64
+	// Key seals secrets, and images of sandboxes that hold some; nil is a daemon
+	// that takes no secrets.
+	Key *seal.Key
 	// Boot identifies the host's boot.
 	Boot string
 	Log  *slog.Logger
@@ -46,7 +50,8 @@ type Config struct {
 type Manager struct {
 	cfg      Config
 	db       *journal.DB
-	capacity admission
+	capacity *admission
+	secrets  *secretStore
 	ctx      context.Context // ends when the manager closes
 	cancel   context.CancelFunc
 	work     sync.WaitGroup // all goroutines
@@ -54,6 +59,8 @@ type Manager struct {
 	// forgotten is when outcomes were last forgotten, in Unix time. It is read in
 	// transactions, which may not wait for mu: who has mu may wait for them.
 	forgotten atomic.Int64
+
+	quotaTurn sync.Mutex // held by who changes a quota
 
 	mu        sync.Mutex // protects all following fields
 	closed    bool
@@ -86,11 +93,15 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 	if err != nil {
 		return nil, err
 	}
+	secrets, err := openSecrets(SecretsFolder(cfg.Dir), cfg.Key)
+	if err != nil {
+		return nil, errors.Join(err, db.Close())
+	}
 	if cfg.Reserve == nil {
 		cfg.Reserve = func(ram uint64) uint64 { return ram }
 	}
 	m := &Manager{
-		cfg: cfg, db: db, capacity: admission{capacity: cfg.Capacity},
+		cfg: cfg, db: db, secrets: secrets, capacity: newAdmission(cfg.Capacity),
 		dirty:     make(chan struct{}, 1),
 		sandboxes: map[ID]*member{}, names: map[Key]ID{}, pools: map[Key]*pool{}, builds: map[buildKey]*build{},
 		requests: map[string]*request{},
@@ -143,6 +154,7 @@ const (
 	imagesDir    = "images"
 	snapshotsDir = "snapshots"
 	logsDir      = "logs"
+	secretsDir   = "secrets"
 )
 
 func (m *Manager) machineDir(id ID) string { return filepath.Join(m.cfg.Dir, machinesDir, string(id)) }
@@ -158,6 +170,9 @@ func (m *Manager) logFile(id ID) string {
 // recover brings journal, machines and files into line, in the order that
 // docs/design/forkd.md gives.
 func (m *Manager) recover(ctx context.Context) error {
+	if err := m.recoverQuotas(); err != nil {
+		return err
+	}
 	var found []Sandbox
 	now := time.Now()
 	err := m.db.Update(func(tx *journal.Tx) error {
@@ -287,7 +302,7 @@ func (m *Manager) adopt(ctx context.Context, s Sandbox) error {
 	if s.State == Hibernated {
 		return nil
 	}
-	m.capacity.take(s.Memory)
+	m.capacity.take(s.Namespace, s.Memory)
 	sb, err := m.cfg.Engine.Adopt(ctx, m.machineDir(s.Machine))
 	if err == nil && s.State == Running {
 		// Whoever was to pause or capture it may have been cut off.

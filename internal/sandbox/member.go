@@ -161,7 +161,7 @@ func (b *member) dropMachine(last Sandbox) error {
 	}
 	m := b.manager
 	errs = append(errs, m.cfg.Engine.Remove(m.ctx, m.machineDir(last.Machine)))
-	m.capacity.release(last.Memory)
+	m.capacity.release(last.Namespace, last.Memory)
 	m.removed()
 	m.refill()
 	return errors.Join(errs...)

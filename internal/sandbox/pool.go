@@ -298,21 +298,23 @@ type parked struct {
 	engine.Sandbox
 	manager *Manager
 	id      ID
-	memory  uint64
+
+	namespace Namespace
+	memory    uint64
 }
 
 // Close ends the machine and all that is left of it.
 func (p *parked) Close() error {
 	m := p.manager
 	err := errors.Join(p.Sandbox.Close(), m.cfg.Engine.Remove(context.WithoutCancel(m.ctx), m.machineDir(p.id)))
-	m.capacity.release(p.memory)
+	m.capacity.release(p.namespace, p.memory)
 	return err
 }
 
 // forkParked makes a machine of a build, as far as it takes to be ready.
 func (m *Manager) forkParked(ctx context.Context, s *stock, hostname string) (engine.Sandbox, error) {
-	memory := m.machineMemory(s.spec)
-	if err := m.reserve(memory); err != nil {
+	namespace, memory := s.build.Template.Namespace, m.machineMemory(s.spec)
+	if err := m.reserve(namespace, memory); err != nil {
 		return nil, err
 	}
 	sb, id, err := m.startMachine(s.spec.limits(), func(o engine.ForkOptions) (engine.Sandbox, error) {
@@ -320,10 +322,10 @@ func (m *Manager) forkParked(ctx context.Context, s *stock, hostname string) (en
 		return m.cfg.Engine.Fork(ctx, s.snap, o)
 	})
 	if err != nil {
-		m.capacity.release(memory)
+		m.capacity.release(namespace, memory)
 		return nil, err
 	}
-	p := &parked{sb, m, id, memory}
+	p := &parked{sb, m, id, namespace, memory}
 	if s.build.Stage == AfterInit {
 		if err := m.cfg.Builder.Finish(ctx, s.spec, s.build.Built, sb); err != nil {
 			return nil, errors.Join(err, p.Close())

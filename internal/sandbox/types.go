@@ -18,6 +18,7 @@ const (
 	KindPool     Kind = "pool"
 	KindSandbox  Kind = "sandbox"
 	KindFork     Kind = "fork"
+	KindSecret   Kind = "secret"
 )
 
 // Env is environment variables by name.
@@ -179,8 +180,10 @@ const (
 
 // ClaimSpec is what a claim asks for.
 type ClaimSpec struct {
-	Pool     Name              `json:"pool"`
-	Env      Env               `json:"env,omitempty"`
+	Pool Name `json:"pool"`
+	Env  Env  `json:"env,omitempty"`
+	// Secrets become variables of the environment when the claim is made.
+	Secrets  []SecretRef       `json:"secrets,omitempty"`
 	Metadata map[string]string `json:"metadata,omitempty"`
 	Lifetime
 }
@@ -204,13 +207,18 @@ type Sandbox struct {
 	Template Name              `json:"template"`
 	Revision string            `json:"revision"`
 	Engine   string            `json:"engine"`
-	Env      Env               `json:"env,omitempty"`
+	Env      Env               `json:"env,omitempty"` // without the secrets
 	Metadata map[string]string `json:"metadata,omitempty"`
 	Workdir  string            `json:"workdir"`
 	User     string            `json:"user,omitempty"`
 	Limits   engine.Limits     `json:"limits"`
 	// Memory is what it reserves while it has a machine.
 	Memory uint64 `json:"memory"`
+
+	// Secrets are those that its memory has in it, and SecretsBy who claimed it,
+	// or the sandbox that it was forked from, with them.
+	Secrets   []SecretRef `json:"secrets,omitempty"`
+	SecretsBy Principal   `json:"secretsBy,omitempty"`
 
 	// Parent and Fork are who it was forked from and by which fork.
 	Parent  ID        `json:"parent,omitempty"`
@@ -250,4 +258,7 @@ type Fork struct {
 	Children []ForkOutcome `json:"children,omitempty"`
 	// Pause is for how long the source stood still.
 	Pause time.Duration `json:"pause,omitempty"`
+	// By is who asked for it, HoldsSecrets whether the children have secrets.
+	By           Principal `json:"by,omitempty"`
+	HoldsSecrets bool      `json:"holdsSecrets,omitempty"`
 }

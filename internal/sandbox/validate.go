@@ -1,6 +1,7 @@
 package sandbox
 
 import (
+	"errors"
 	"fmt"
 	"path"
 	"regexp"
@@ -117,7 +118,7 @@ func (c ClaimSpec) validate() error {
 	if c.Pool == "" {
 		return invalid("poolRef", "a claim needs a pool")
 	}
-	if err := c.Env.validate(); err != nil {
+	if err := errors.Join(c.Env.validate(), c.validateSecrets()); err != nil {
 		return err
 	}
 	if len(c.Metadata) > maxMetadata {

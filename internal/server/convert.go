@@ -51,6 +51,9 @@ func claimSpec(g rest.SandboxCreate) (s sandbox.ClaimSpec, err error) {
 		return s, err
 	}
 	s.Env, s.Metadata, s.OnTimeout = sandbox.Env(g.Env), g.Metadata, sandbox.TimeoutAction(g.OnTimeout)
+	if s.Secrets, err = secretRefs(g.Secrets); err != nil {
+		return s, err
+	}
 	if s.Timeout, err = parseDuration("timeout", g.Timeout); err != nil {
 		return s, err
 	}
@@ -122,6 +125,7 @@ func showSandbox(s sandbox.Sandbox) rest.Sandbox {
 		Namespace: string(s.Namespace), Name: string(s.Name), Id: string(s.ID), State: rest.SandboxState(s.State),
 		Pool: string(s.Pool), Template: string(s.Template), Revision: s.Revision, Engine: s.Engine,
 		Metadata: s.Metadata, Workdir: s.Workdir, User: s.User, Memory: int64(s.Memory),
+		Secrets: showSecretRefs(s.Secrets), SecretsBy: string(s.SecretsBy),
 		Parent: string(s.Parent), Fork: string(s.Fork), Created: s.Created, Ended: showTime(s.Ended),
 		Reason: rest.SandboxReason(s.Reason), Detail: s.Detail,
 		Timeout: showDuration(s.Timeout), IdleTimeout: showDuration(s.IdleTimeout), OnTimeout: rest.OnTimeout(s.OnTimeout),
@@ -132,6 +136,7 @@ func showFork(f sandbox.Fork) rest.Fork {
 	out := rest.Fork{
 		Namespace: string(f.Namespace), Name: string(f.Name), Source: string(f.Source), SourceID: string(f.SourceID),
 		Replicas: f.Replicas, Created: f.Created, Phase: rest.Phase(f.Phase), Pause: showDuration(f.Pause),
+		By: string(f.By), HoldsSecrets: f.HoldsSecrets,
 		Children: make([]rest.ForkOutcome, 0, len(f.Children)),
 	}
 	for _, c := range f.Children {

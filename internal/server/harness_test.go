@@ -25,6 +25,7 @@ import (
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/sandbox/sandboxtest"
+	"agentrun.dev/internal/seal"
 )
 
 // builder makes templates of nothing; their sandboxes work in a folder.
@@ -76,9 +77,12 @@ func newNode(t testing.TB, change ...func(*Config)) *node {
 	host := sandboxtest.NewHost(t)
 	host.Execs = true
 	quiet := slog.New(slog.NewTextHandler(io.Discard, nil))
-	var err error
+	key, err := seal.Generate()
+	if err != nil {
+		t.Fatal(err)
+	}
 	n.manager, err = sandbox.Open(t.Context(), sandbox.Config{
-		Dir: t.TempDir(), Engine: host, Builder: n.builder, Capacity: 1 << 40, Boot: "this", Log: quiet,
+		Dir: t.TempDir(), Engine: host, Builder: n.builder, Capacity: 1 << 40, Boot: "this", Key: key, Log: quiet,
 	})
 	if err != nil {
 		t.Fatal(err)

@@ -49,6 +49,15 @@ type Service interface {
 	ForkOf(k sandbox.Key) (sandbox.Fork, error)
 	Forks(n sandbox.Namespace, p sandbox.Page) ([]sandbox.Fork, error)
 	DeleteFork(ctx context.Context, k sandbox.Key) error
+
+	ApplySecret(k sandbox.Key, data sandbox.SecretData) (sandbox.Secret, error)
+	SetSecret(k sandbox.Key, data sandbox.SecretData) (sandbox.Secret, error)
+	Secret(k sandbox.Key) (sandbox.Secret, error)
+	Secrets(n sandbox.Namespace, p sandbox.Page) ([]sandbox.Secret, error)
+	DeleteSecret(k sandbox.Key) error
+
+	SetQuota(q sandbox.Quota) (sandbox.QuotaUse, error)
+	QuotaOf(n sandbox.Namespace) (sandbox.QuotaUse, error)
 }
 
 var _ Service = (*sandbox.Manager)(nil)
@@ -164,7 +173,8 @@ func (a *api) serve(mux *http.ServeMux, w http.ResponseWriter, r *http.Request) 
 		a.fail(rec, r, err)
 		return
 	}
-	r = r.WithContext(context.WithValue(r.Context(), principalKey, who))
+	ctx := sandbox.WithPrincipal(r.Context(), sandbox.Principal(who.Name))
+	r = r.WithContext(context.WithValue(ctx, principalKey, who))
 	if err := checkURL(mux, r); err != nil {
 		a.fail(rec, r, err)
 		return
@@ -184,7 +194,7 @@ func checkURL(mux *http.ServeMux, r *http.Request) error {
 	}
 	_, pattern := mux.Handler(r)
 	if pattern == "" {
-		for _, method := range []string{http.MethodGet, http.MethodPut, http.MethodPost, http.MethodDelete} {
+		for _, method := range []string{http.MethodGet, http.MethodPut, http.MethodPost, http.MethodPatch, http.MethodDelete} {
 			other := *r
 			other.Method = method
 			if _, pattern := mux.Handler(&other); pattern != "" {

@@ -21,17 +21,18 @@ type Builder struct {
 	lock   *os.File // of the temporary folder
 	root   *os.Root // the temporary folder
 	layers *os.Root
-	added  map[layer.Digest]uint64 // sizes
+	added  map[layer.Digest]stored
+	options
 }
 
 // NewBuilder begins a snapshot that will be at dir. The caller ends with Abort,
 // which does nothing after Commit.
-func NewBuilder(dir string) (*Builder, error) {
+func NewBuilder(dir string, opts ...Option) (*Builder, error) {
 	p, err := openPlace(dir)
 	if err != nil {
 		return nil, fmt.Errorf("make snapshot: %w", err)
 	}
-	b := &Builder{place: p, added: map[layer.Digest]uint64{}}
+	b := &Builder{place: p, added: map[layer.Digest]stored{}, options: optionsOf(opts)}
 	if err := b.begin(); err != nil {
 		return nil, errors.Join(fmt.Errorf("make snapshot %s: %w", dir, err), b.Abort())
 	}
@@ -88,23 +89,23 @@ func (b *Builder) close() {
 
 // AddLayer copies a layer from the beginning of src, and refuses one that is
 // not what ref says.
-func (b *Builder) AddLayer(ref layer.Ref, src *os.File) error {
+func (b *Builder) AddLayer(ref layer.Ref, src io.Reader) error {
 	if done, err := b.has(ref); done || err != nil {
 		return err
 	}
-	name := ref.Digest.String()
+	name := layerName(ref.Digest, b.Private())
 	f, err := b.layers.OpenFile(name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o400)
 	if err != nil {
 		return fmt.Errorf("add layer: %w", err)
 	}
-	err = layer.Copy(context.Background(), f, src, ref)
+	err = b.writeLayer(f, ref, src)
 	if err == nil {
 		err = f.Sync()
 	}
 	if err = errors.Join(err, f.Close()); err != nil {
 		return errors.Join(fmt.Errorf("add layer %s: %w", ref.Digest, err), b.layers.Remove(name))
 	}
-	b.added[ref.Digest] = ref.Size
+	b.added[ref.Digest] = stored{ref.Size, b.Private()}
 	return nil
 }
 
@@ -113,25 +114,36 @@ func (b *Builder) has(ref layer.Ref) (bool, error) {
 	if b.temp == "" {
 		return false, errors.New("add layer: the snapshot is committed or aborted")
 	}
-	size, ok := b.added[ref.Digest]
-	if ok && size != ref.Size {
-		return false, fmt.Errorf("add layer %s: it has %d bytes, not %d", ref.Digest, size, ref.Size)
+	have, ok := b.added[ref.Digest]
+	if ok && have.size != ref.Size {
+		return false, fmt.Errorf("add layer %s: it has %d bytes, not %d", ref.Digest, have.size, ref.Size)
 	}
 	return ok, nil
 }
 
 // LinkLayer shares a layer with another snapshot: a hard link where that is
-// possible, else a copy that is verified.
+// possible, else a copy that is verified. A layer that is sealed is only shared
+// with a private snapshot.
 func (b *Builder) LinkLayer(ref layer.Ref, from *Snapshot) error {
 	if done, err := b.has(ref); done || err != nil {
 		return err
 	}
-	f, err := from.OpenLayer(ref)
+	f, sealed, err := from.openFile(ref)
 	if err != nil {
 		return fmt.Errorf("link layer: %w", err)
 	}
 	defer f.Close()
-	return b.linkOrCopy(ref, f)
+	if sealed && !b.Private() {
+		return fmt.Errorf("link layer %s: %w", ref.Digest, ErrPrivate)
+	}
+	if b.link(ref, f, sealed) {
+		return b.linked(ref, f, sealed)
+	}
+	src, err := from.ReadLayer(ref)
+	if err != nil {
+		return fmt.Errorf("link layer: %w", err)
+	}
+	return errors.Join(b.AddLayer(ref, src), src.Close())
 }
 
 // LinkFile makes an image file a layer. The file is hashed. It is linked if
@@ -160,32 +172,37 @@ func (b *Builder) LinkFile(ref layer.Ref, path string) error {
 	if err := layer.Copy(context.Background(), io.Discard, f, ref); err != nil {
 		return fmt.Errorf("link file %s: %w", path, err)
 	}
-	return b.linkOrCopy(ref, f)
+	if b.link(ref, f, false) {
+		return b.linked(ref, f, false)
+	}
+	return b.AddLayer(ref, f)
 }
 
-// linkOrCopy links an open file, so that what was checked is what is linked.
-func (b *Builder) linkOrCopy(ref layer.Ref, f *os.File) error {
+// link links an open file, so that what was checked is what is linked. It cannot
+// if that is on another file system, has too many links or is not ours.
+func (b *Builder) link(ref layer.Ref, f *os.File, sealed bool) bool {
 	dir, err := b.layers.Open(".")
 	if err != nil {
-		return fmt.Errorf("link layer: %w", err)
+		return false
 	}
 	defer dir.Close()
 	from := "/proc/self/fd/" + strconv.Itoa(int(f.Fd()))
-	err = unix.Linkat(unix.AT_FDCWD, from, int(dir.Fd()), ref.Digest.String(), unix.AT_SYMLINK_FOLLOW)
-	if err != nil {
-		return b.AddLayer(ref, f) // another file system, too many links, not ours
-	}
-	// Its content may have come here by a plain copy.
+	return unix.Linkat(unix.AT_FDCWD, from, int(dir.Fd()), layerName(ref.Digest, sealed), unix.AT_SYMLINK_FOLLOW) == nil
+}
+
+// linked counts a layer that was linked. Its content may have come here by a
+// plain copy.
+func (b *Builder) linked(ref layer.Ref, f *os.File, sealed bool) error {
 	if err := f.Sync(); err != nil {
 		return fmt.Errorf("link layer %s: %w", ref.Digest, err)
 	}
-	b.added[ref.Digest] = ref.Size
+	b.added[ref.Digest] = stored{ref.Size, sealed}
 	return nil
 }
 
 // Make has fill make a snapshot at dir, with Commit. What fails leaves nothing.
-func Make(dir string, fill func(*Builder) (*Snapshot, error)) (*Snapshot, error) {
-	b, err := NewBuilder(dir)
+func Make(dir string, fill func(*Builder) (*Snapshot, error), opts ...Option) (*Snapshot, error) {
+	b, err := NewBuilder(dir, opts...)
 	if err != nil {
 		return nil, err
 	}
@@ -196,8 +213,13 @@ func Make(dir string, fill func(*Builder) (*Snapshot, error)) (*Snapshot, error)
 	return s, nil
 }
 
-// Clone makes another folder of a snapshot that shares its files.
+// Clone makes another folder of a snapshot that shares its files, and is private
+// if it is.
 func (s *Snapshot) Clone(dir string) (*Snapshot, error) {
+	var opts []Option
+	if s.manifest.Private {
+		opts = append(opts, Sealed(s.key))
+	}
 	return Make(dir, func(b *Builder) (*Snapshot, error) {
 		for _, ref := range s.manifest.Layers() {
 			if err := b.LinkLayer(ref, s); err != nil {
@@ -205,5 +227,5 @@ func (s *Snapshot) Clone(dir string) (*Snapshot, error) {
 			}
 		}
 		return b.Commit(s.manifest, s.state)
-	})
+	}, opts...)
 }

@@ -30,7 +30,7 @@ func (b *Builder) Commit(m Manifest, state []byte) (*Snapshot, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open committed snapshot: %w", err)
 	}
-	return open(root)
+	return open(root, b.options)
 }
 
 // step is a part of a commit. Between any two of them the process may die.
@@ -45,6 +45,11 @@ func (b *Builder) plan(m Manifest, state []byte) ([]step, error) {
 	if m.Format == 0 {
 		m.Format = Format
 	}
+	if b.Private() {
+		m.Private, m.Format = true, FormatPrivate
+	} else if m.Private {
+		return nil, ErrPrivate
+	}
 	if m.Engine == "" {
 		m.Engine = Engine
 	}
@@ -53,10 +58,13 @@ func (b *Builder) plan(m Manifest, state []byte) ([]step, error) {
 	if err != nil {
 		return nil, err
 	}
+	if state, err = b.sealState(state); err != nil {
+		return nil, err
+	}
 	used := map[layer.Digest]bool{}
 	for _, ref := range m.Layers() {
 		used[ref.Digest] = true
-		if size, ok := b.added[ref.Digest]; !ok || size != ref.Size {
+		if have, ok := b.added[ref.Digest]; !ok || have.size != ref.Size {
 			return nil, fmt.Errorf("layer %s of %d bytes was not added", ref.Digest, ref.Size)
 		}
 	}
@@ -72,11 +80,11 @@ func (b *Builder) plan(m Manifest, state []byte) ([]step, error) {
 }
 
 func (b *Builder) drop(used map[layer.Digest]bool) error {
-	for d := range b.added {
+	for d, have := range b.added {
 		if used[d] {
 			continue
 		}
-		if err := b.layers.Remove(d.String()); err != nil {
+		if err := b.layers.Remove(layerName(d, have.sealed)); err != nil {
 			return err
 		}
 		delete(b.added, d)

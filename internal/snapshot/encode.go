@@ -23,11 +23,11 @@ func encode(m Manifest) ([]byte, error) {
 	if err := m.Validate(); err != nil {
 		return nil, fmt.Errorf("manifest: %w", err)
 	}
-	return seal(m)
+	return checksummed(m)
 }
 
-// seal encodes and adds the checksum.
-func seal(m Manifest) ([]byte, error) {
+// checksummed encodes and adds the checksum.
+func checksummed(m Manifest) ([]byte, error) {
 	b, err := marshal(file{Manifest: m})
 	if err != nil {
 		return nil, err
@@ -89,7 +89,7 @@ func decode(b []byte) (Manifest, error) {
 	if !bytes.Equal(again, b) {
 		return Manifest{}, errors.New("damaged: it is not in canonical form")
 	}
-	sealed, err := seal(f.Manifest)
+	sealed, err := checksummed(f.Manifest)
 	if err != nil {
 		return Manifest{}, err
 	}

@@ -11,8 +11,12 @@ import (
 )
 
 // FillLayer has fill write a layer into a file of zeros of its size, and refuses
-// one that is not what ref says. What is not written to stays a hole.
+// one that is not what ref says. What is not written to stays a hole. A private
+// snapshot has no such layers: what comes as holes would be in the clear.
 func (b *Builder) FillLayer(ctx context.Context, ref layer.Ref, fill func(*os.File) error) error {
+	if b.Private() {
+		return fmt.Errorf("fill layer %s: %w", ref.Digest, ErrPrivate)
+	}
 	if done, err := b.has(ref); done || err != nil {
 		return err
 	}
@@ -34,6 +38,6 @@ func (b *Builder) FillLayer(ctx context.Context, ref layer.Ref, fill func(*os.Fi
 	if err = errors.Join(err, f.Close()); err != nil {
 		return errors.Join(fmt.Errorf("fill layer %s: %w", ref.Digest, err), b.layers.Remove(name))
 	}
-	b.added[ref.Digest] = ref.Size
+	b.added[ref.Digest] = stored{size: ref.Size}
 	return nil
 }

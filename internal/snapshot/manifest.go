@@ -10,6 +10,9 @@ import (
 const (
 	// Format is the version of the folder and its manifest.
 	Format = 1
+	// FormatPrivate is that of a folder with sealed files, which a version that
+	// knows nothing of them must not take for damaged.
+	FormatPrivate = 2
 	// Engine names who can restore the state, and its version.
 	Engine = "microvm/1"
 	// EngineGVisor is the same for sandboxes on gVisor.

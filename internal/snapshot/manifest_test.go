@@ -50,7 +50,8 @@ func TestValidate(t *testing.T) {
 		field string
 		spoil func(*Manifest)
 	}{
-		{"format: 2", func(m *Manifest) { m.Format = 2 }},
+		{"private", func(m *Manifest) { m.Format = FormatPrivate }},
+		{"format: 3", func(m *Manifest) { m.Format = 3 }},
 		{"engine: \"other/1\"", func(m *Manifest) { m.Engine = "other/1" }},
 		{"created", func(m *Manifest) { m.Created = time.Time{} }},
 		{"created", func(m *Manifest) { m.Created = m.Created.Add(1) }},
@@ -116,7 +117,7 @@ func TestValidate(t *testing.T) {
 			t.Errorf("%s: encoded", c.field)
 		}
 		// The same as a file that somebody wrote, checksum included.
-		if b, err := seal(m); err == nil {
+		if b, err := checksummed(m); err == nil {
 			if _, err := decode(b); err == nil {
 				t.Errorf("%s: decoded", c.field)
 			}
@@ -150,7 +151,7 @@ func TestDecodeRefuses(t *testing.T) {
 		{"overflow", strings.Replace(text, `"tsc_khz":2400000`, `"tsc_khz":99999999999999999999`, 1), "tsc_khz"},
 		{"digest in capitals", strings.Replace(text, `"checksum":"`, `"checksum":"F`, 1), "digest"},
 		{"changed value", strings.Replace(text, "box-1", "box-2", 1), "checksum"},
-		{"later format", strings.Replace(text, `"format":1`, `"format":2,"new":[]`, 1), "format: 2, this agentrun reads 1: use the version that made"},
+		{"later format", strings.Replace(text, `"format":1`, `"format":3,"new":[]`, 1), "format: 3, this agentrun reads 1 and 2: use the version that made"},
 		{"other engine", strings.Replace(text, Engine, "other/1", 1), `engine: "other/1", this agentrun restores "microvm/1"`},
 		{"later engine", strings.Replace(text, Engine, "microvm/2", 1), "or make a new one"},
 	} {
@@ -246,7 +247,7 @@ func FuzzManifest(f *testing.F) {
 		if json.Unmarshal(b, &m) != nil {
 			return
 		}
-		if sealed, err := seal(m); err == nil {
+		if sealed, err := checksummed(m); err == nil {
 			check(sealed)
 		}
 	})

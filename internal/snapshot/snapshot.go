@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"path"
 
 	"agentrun.dev/internal/layer"
 )
@@ -24,27 +23,29 @@ type Snapshot struct {
 	id       ID
 	manifest Manifest
 	state    []byte
+	options
 }
 
 // Open reads a folder and checks the manifest, the state, and that each layer
-// is there with its size. Layers are hashed when they are loaded, or by Verify.
-func Open(dir string) (*Snapshot, error) {
+// is there with its size. Layers are hashed when they are loaded, or by Verify. A
+// private one needs the key that it was sealed with: ErrPrivate.
+func Open(dir string, opts ...Option) (*Snapshot, error) {
 	root, err := os.OpenRoot(dir)
 	if err != nil {
 		return nil, fmt.Errorf("open snapshot: %w", err)
 	}
-	return open(root)
+	return open(root, optionsOf(opts))
 }
 
-func open(root *os.Root) (*Snapshot, error) {
-	s := &Snapshot{root: root}
+func open(root *os.Root, o options) (*Snapshot, error) {
+	s := &Snapshot{root: root, options: o}
 	if err := s.read(); err != nil {
 		return nil, errors.Join(fmt.Errorf("open snapshot %s: %w", root.Name(), err), root.Close())
 	}
 	return s, nil
 }
 
-func (s *Snapshot) read() error {
+func (s *Snapshot) readManifest() error {
 	b, err := s.readFile(manifestName, MaxManifest)
 	if err != nil {
 		return err
@@ -53,7 +54,14 @@ func (s *Snapshot) read() error {
 	if s.manifest, err = decode(b); err != nil {
 		return fmt.Errorf("%s: %w", manifestName, err)
 	}
-	if s.state, err = s.readFile(stateName, MaxState); err != nil {
+	return nil
+}
+
+func (s *Snapshot) read() (err error) {
+	if err := s.readManifest(); err != nil {
+		return err
+	}
+	if s.state, err = s.readState(); err != nil {
 		return err
 	}
 	want := s.manifest.State
@@ -61,7 +69,7 @@ func (s *Snapshot) read() error {
 		return fmt.Errorf("%s is damaged: it has %d bytes with digest %s, the manifest says %d with %s", stateName, got.Size, got.Digest, want.Size, want.Digest)
 	}
 	for _, ref := range s.manifest.Layers() {
-		f, err := s.OpenLayer(ref)
+		f, _, err := s.openFile(ref)
 		if err != nil {
 			return err
 		}
@@ -120,22 +128,21 @@ func (s *Snapshot) Manifest() Manifest { return s.manifest }
 // State is that of processors and devices. It must not be changed.
 func (s *Snapshot) State() []byte { return s.state }
 
-// OpenLayer opens a layer to read. Its size was checked, its content not.
+// OpenLayer opens a layer to read. Its size was checked, its content not. One
+// that is sealed becomes a file in memory.
 func (s *Snapshot) OpenLayer(ref layer.Ref) (*os.File, error) {
-	f, info, err := openRegular(s.root, path.Join(layersName, ref.Digest.String()))
-	if err != nil {
-		return nil, fmt.Errorf("layer: %w", err)
+	f, sealed, err := s.openFile(ref)
+	if err != nil || !sealed {
+		return f, err
 	}
-	if uint64(info.Size()) != ref.Size {
-		return nil, errors.Join(fmt.Errorf("layer %s is damaged: it has %d bytes, the manifest says %d", ref.Digest, info.Size(), ref.Size), f.Close())
-	}
-	return f, nil
+	defer f.Close()
+	return s.unsealed(ref, f)
 }
 
 // Verify hashes the layers; Open has hashed the rest.
 func (s *Snapshot) Verify(ctx context.Context) error {
 	for _, ref := range s.manifest.Layers() {
-		f, err := s.OpenLayer(ref)
+		f, err := s.ReadLayer(ref)
 		if err != nil {
 			return fmt.Errorf("verify snapshot %s: %w", s.id, err)
 		}

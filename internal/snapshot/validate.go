@@ -33,8 +33,8 @@ const (
 
 // checkOrigin says what to do with a snapshot of another program.
 func checkOrigin(format int, engine string) error {
-	if format != Format {
-		return fmt.Errorf("format: %d, this agentrun reads %d: use the version that made the snapshot, or make a new one", format, Format)
+	if format != Format && format != FormatPrivate {
+		return fmt.Errorf("format: %d, this agentrun reads %d and %d: use the version that made the snapshot, or make a new one", format, Format, FormatPrivate)
 	}
 	if engine != Engine && engine != EngineGVisor {
 		return fmt.Errorf("engine: %.80q, this agentrun restores %q and %q: use the version that made the snapshot, or make a new one", engine, Engine, EngineGVisor)
@@ -46,6 +46,9 @@ func checkOrigin(format int, engine string) error {
 func (m Manifest) Validate() error {
 	if err := checkOrigin(m.Format, m.Engine); err != nil {
 		return err
+	}
+	if m.Private != (m.Format == FormatPrivate) {
+		return fmt.Errorf("private: a snapshot is private if and only if it has format %d", FormatPrivate)
 	}
 	if m.Created.Location() != time.UTC || m.Created.Nanosecond() != 0 || m.Created.Year() < 1970 || m.Created.Year() > 9999 {
 		return fmt.Errorf("created: %s is not UTC in whole seconds, from 1970 to 9999", m.Created)

@@ -16,6 +16,7 @@ import (
 
 	"agentrun.dev/internal/assets"
 	"agentrun.dev/internal/engine/pick"
+	"agentrun.dev/internal/seal"
 	"github.com/google/go-containerregistry/pkg/name"
 	"github.com/google/go-containerregistry/pkg/v1/empty"
 	"github.com/google/go-containerregistry/pkg/v1/mutate"
@@ -49,7 +50,8 @@ func TestScripts(t *testing.T) {
 			return nil
 		},
 		Cmds: map[string]func(*testscript.TestScript, bool, []string){
-			"until": waitFor,
+			"until":   waitFor,
+			"new-key": newKey,
 		},
 		RequireExplicitExec: true,
 	})
@@ -77,6 +79,17 @@ func leave(state string) (err error) {
 		errs = append(errs, e.Remove(context.Background(), m))
 	}
 	return errors.Join(append(errs, e.Close(), os.RemoveAll(state))...)
+}
+
+// newKey makes a key for secrets:
+//
+//	new-key FILE
+func newKey(ts *testscript.TestScript, neg bool, args []string) {
+	if neg || len(args) != 1 {
+		ts.Fatalf("usage: new-key FILE")
+	}
+	_, err := seal.OpenOrMake(ts.MkAbs(args[0]))
+	ts.Check(err)
 }
 
 // waitFor repeats a command until its output matches:

@@ -36,7 +36,9 @@ type node struct {
 	state  string
 	client *client.Client
 	daemon *exec.Cmd
-	ended  chan error // of the daemon
+	ended  chan error   // of the daemon
+	flags  []string     // of agentrun up
+	log    bytes.Buffer // of all daemons; one that runs writes to it
 }
 
 func newNode(t *testing.T) *node {
@@ -76,10 +78,9 @@ func (n *node) up() {
 	}
 	defer func() { _ = os.Remove(filepath.Join(n.state, "notify")) }()
 	defer func() { _ = notices.Close() }()
-	var said bytes.Buffer
-	cmd, ended := n.command("up"), make(chan error, 1)
+	cmd, ended := n.command(append([]string{"up"}, n.flags...)...), make(chan error, 1)
 	cmd.Env = append(cmd.Env, "NOTIFY_SOCKET="+filepath.Join(n.state, "notify"))
-	cmd.Stderr = &said
+	cmd.Stderr = &n.log
 	if err := cmd.Start(); err != nil {
 		n.t.Fatal(err)
 	}
@@ -93,7 +94,7 @@ func (n *node) up() {
 	}()
 	select {
 	case err := <-ended:
-		n.t.Fatalf("the daemon ended: %v\n%s", err, said.String())
+		n.t.Fatalf("the daemon ended: %v\n%s", err, n.log.String())
 	case notice := <-ready:
 		if notice != "READY=1" {
 			n.t.Errorf("systemd is told %q", notice)

@@ -16,6 +16,7 @@ import (
 	"agentrun.dev/internal/engine/gvisor"
 	"agentrun.dev/internal/image"
 	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/seal"
 	"agentrun.dev/internal/snapshot"
 )
 
@@ -107,8 +108,13 @@ func TestConformance(t *testing.T) {
 			dir := tempDir(t)
 			cfg := config(dir)
 			cfg.Precreate = ahead
+			key, err := seal.Generate()
+			if err != nil {
+				t.Fatal(err)
+			}
+			cfg.Key = key
 			enginetest.Run(t, enginetest.Target{
-				Engine: newEngine(t, cfg), Spec: spec(t), Forks: count(50, 6), ChildEnv: []string{dirEnv + "=" + dir},
+				Engine: newEngine(t, cfg), Spec: spec(t), Forks: count(50, 6), ChildEnv: []string{dirEnv + "=" + dir}, Key: key,
 			})
 		})
 	}

@@ -12,8 +12,14 @@ import (
 )
 
 // TestCompaction: a chain of forks longer than an image may have layers keeps
-// all that its ancestors wrote, in memory and on disk.
+// all that its ancestors wrote, in memory and on disk; so does one whose images
+// are sealed.
 func TestCompaction(t *testing.T) {
+	t.Run("plain", func(t *testing.T) { testCompaction(t) })
+	t.Run("sealed", func(t *testing.T) { testCompaction(t, snapshot.Sealed(testKey())) })
+}
+
+func testCompaction(t *testing.T, opts ...snapshot.Option) {
 	e := newEngine(t)
 	sb, err := e.Boot(t.Context(), engine.Spec{Root: openRoot(t), Memory: 128 * mib, VCPUs: 1, Scratch: 16 * mib})
 	if err != nil {
@@ -25,18 +31,14 @@ func TestCompaction(t *testing.T) {
 	memory, disk := layerWatch{name: "memory"}, layerWatch{name: "disk"}
 	for d := range depth {
 		command(t, sb, fmt.Sprintf("echo %d > /wrote-%d; echo disk %d | dd of=/dev/vdb bs=4096 seek=%d conv=fsync,notrunc 2>/dev/null", d, d, d, d))
-		child := forkFrom(t, e, sb, filepath.Join(dir, fmt.Sprint(d)))
+		child := forkFrom(t, e, sb, filepath.Join(dir, fmt.Sprint(d)), opts...)
 		if err := sb.Close(); err != nil {
 			t.Fatal(err)
 		}
 		sb = child
-		snap, err := snapshot.Open(filepath.Join(dir, fmt.Sprint(d)))
-		if err != nil {
-			t.Fatal(err)
-		}
-		m := snap.Manifest()
-		if err := snap.Close(); err != nil {
-			t.Fatal(err)
+		m, err := snapshot.ReadManifest(filepath.Join(dir, fmt.Sprint(d)))
+		if err != nil || m.Private != (len(opts) > 0) {
+			t.Fatalf("private: %v, %v", m.Private, err)
 		}
 		memory.see(t, d, len(m.Memory.Layers))
 		disk.see(t, d, len(m.Disks[1].Image.Layers))

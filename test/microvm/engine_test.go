@@ -3,11 +3,13 @@ package microvm
 import (
 	"os"
 	"path/filepath"
+	"sync"
 	"testing"
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/enginetest"
 	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/seal"
 )
 
 // newEngine makes an engine with folders of its own.
@@ -38,8 +40,17 @@ func openEngine(t testing.TB, dir string) *microvm.Engine {
 }
 
 func engineIn(dir string) (*microvm.Engine, error) {
-	return microvm.New(microvm.Config{Resident: filepath.Join(dir, "resident"), Scratch: filepath.Join(dir, "scratch")})
+	return microvm.New(microvm.Config{Resident: filepath.Join(dir, "resident"), Scratch: filepath.Join(dir, "scratch"), Key: testKey()})
 }
+
+// testKey is one for all engines of the tests.
+var testKey = sync.OnceValue(func() *seal.Key {
+	k, err := seal.Generate()
+	if err != nil {
+		panic(err)
+	}
+	return k
+})
 
 // dirEnv is where the engine of a test keeps everything, for parents that the
 // tests start and kill.
@@ -65,6 +76,7 @@ func TestConformance(t *testing.T) {
 			Forks:         count(100, 6),
 			ScratchDevice: "/dev/vdb",
 			ChildEnv:      []string{dirEnv + "=" + dir},
+			Key:           testKey(),
 		})
 	})
 }

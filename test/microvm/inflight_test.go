@@ -10,12 +10,13 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/snapshot"
 )
 
 // forkFrom forks a snapshot of a sandbox, and ends the fork with the test.
-func forkFrom(t *testing.T, e engine.Engine, sb engine.Sandbox, dir string) engine.Sandbox {
+func forkFrom(t *testing.T, e engine.Engine, sb engine.Sandbox, dir string, opts ...snapshot.Option) engine.Sandbox {
 	t.Helper()
-	snap, err := sb.Snapshot(t.Context(), dir)
+	snap, err := sb.Snapshot(t.Context(), dir, opts...)
 	if err != nil {
 		t.Fatal(err)
 	}

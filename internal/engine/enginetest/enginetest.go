@@ -18,6 +18,7 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/seal"
 	"agentrun.dev/internal/snapshot"
 )
 
@@ -34,6 +35,8 @@ type Target struct {
 	ScratchDevice string
 	// ChildEnv is the environment in which Orphan opens the same engine.
 	ChildEnv []string
+	// Key is the one that the engine was opened with.
+	Key *seal.Key
 }
 
 // patience ends a test that hangs; nothing is measured with it.
@@ -85,6 +88,7 @@ func Run(t *testing.T, target Target) {
 	t.Run("Pause", s.testPause)
 	t.Run("Park", s.testPark)
 	t.Run("Hibernate", s.testHibernate)
+	t.Run("Sealed", s.testSealed)
 	t.Run("Limits", s.testLimits)
 	t.Run("Adoption", s.testAdoption)
 	t.Run("Network", s.testNetwork)

@@ -160,14 +160,13 @@ func Layers(folders, snapshots []string) map[layer.Digest]bool {
 		snapshots = append(snapshots, Folder(f).From())
 	}
 	for _, dir := range snapshots {
-		snap, err := snapshot.Open(dir)
+		m, err := snapshot.ReadManifest(dir)
 		if err != nil {
 			continue // it is being made, or being removed
 		}
-		for _, ref := range snap.Manifest().Layers() {
+		for _, ref := range m.Layers() {
 			used[ref.Digest] = true
 		}
-		_ = snap.Close() // only read
 	}
 	return used
 }

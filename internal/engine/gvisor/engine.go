@@ -20,6 +20,7 @@ import (
 	"agentrun.dev/internal/gvisorctl"
 	"agentrun.dev/internal/jail"
 	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/seal"
 	"agentrun.dev/internal/snapshot"
 	"agentrun.dev/internal/vmmctl"
 	"golang.org/x/sys/unix"
@@ -42,6 +43,9 @@ type Config struct {
 	// Precreate is how many sandboxes are made ahead for the snapshot that was
 	// forked last, so that a fork has only to be restored.
 	Precreate int
+	// Key opens the private snapshots that adopted sandboxes come from; nil opens
+	// none.
+	Key *seal.Key
 }
 
 // Engine runs sandboxes on gVisor.

@@ -107,10 +107,10 @@ func (s *sandbox) prepare(ctx context.Context) {
 }
 
 // Snapshot captures the sandbox into a new folder.
-func (s *sandbox) Snapshot(ctx context.Context, dir string) (*snapshot.Snapshot, error) {
+func (s *sandbox) Snapshot(ctx context.Context, dir string, opts ...snapshot.Option) (*snapshot.Snapshot, error) {
 	s.capture.Lock()
 	defer s.capture.Unlock()
-	snap, err := snapshot.Make(dir, func(b *snapshot.Builder) (*snapshot.Snapshot, error) { return s.build(ctx, b) })
+	snap, err := snapshot.Make(dir, func(b *snapshot.Builder) (*snapshot.Snapshot, error) { return s.build(ctx, b) }, opts...)
 	if err != nil {
 		return nil, fmt.Errorf("snapshot: %w", err)
 	}
@@ -118,6 +118,9 @@ func (s *sandbox) Snapshot(ctx context.Context, dir string) (*snapshot.Snapshot,
 }
 
 func (s *sandbox) build(ctx context.Context, b *snapshot.Builder) (*snapshot.Snapshot, error) {
+	if err := b.Continues(s.parent); err != nil {
+		return nil, err
+	}
 	helper, err := s.engine.digest()
 	if err != nil {
 		return nil, err
@@ -236,7 +239,7 @@ func (e *Engine) checkpointOf(ctx context.Context, snap *snapshot.Snapshot) (c c
 	}
 	if c.meta, err = memoryFile("pages_meta", meta); err == nil {
 		ref := layer.Ref(snap.Manifest().GVisor.Pages)
-		c.pages, err = e.resident.Load(ctx, ref, func() (*os.File, error) { return snap.OpenLayer(ref) })
+		c.pages, err = e.resident.Load(ctx, ref, func() (io.ReadCloser, error) { return snap.ReadLayer(ref) })
 	}
 	if err != nil {
 		c.close()

@@ -154,7 +154,7 @@ func (e *Engine) adopt(ctx context.Context, f folder.Folder) (_ *sandbox, err er
 	if err != nil {
 		return nil, err
 	}
-	snap, err := snapshot.Open(f.From())
+	snap, err := snapshot.Open(f.From(), snapshot.WithKey(e.cfg.Key))
 	if err != nil {
 		return nil, err
 	}

@@ -37,7 +37,7 @@ func (e *Engine) adopt(f folder.Folder) (_ *sandbox, err error) {
 	if err != nil {
 		return nil, err
 	}
-	snap, err := snapshot.Open(f.From())
+	snap, err := snapshot.Open(f.From(), snapshot.WithKey(e.key))
 	if err != nil {
 		return nil, err
 	}

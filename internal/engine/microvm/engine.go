@@ -13,6 +13,7 @@ import (
 	"agentrun.dev/internal/jail"
 	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/procid"
+	"agentrun.dev/internal/seal"
 	"agentrun.dev/internal/snapshot"
 	"golang.org/x/sys/unix"
 )
@@ -28,6 +29,7 @@ type Engine struct {
 	touched  touched
 	shells   shellSet
 	cpu      hostCPU
+	key      *seal.Key
 }
 
 var _ engine.Engine = (*Engine)(nil)
@@ -41,6 +43,9 @@ type Config struct {
 	Scratch string
 	// Jail says what to do where sandboxes cannot be jailed or limited.
 	Jail JailPolicy
+	// Key opens the private snapshots that adopted sandboxes come from; nil opens
+	// none.
+	Key *seal.Key
 }
 
 // JailPolicy says what is accepted where walls cannot be built. The zero value
@@ -78,7 +83,7 @@ func New(cfg Config) (*Engine, error) {
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("open engine: %w", err), scratch.Close())
 	}
-	return &Engine{resident: resident, scratch: scratch, vmm: vmms}, nil
+	return &Engine{resident: resident, scratch: scratch, vmm: vmms, key: cfg.Key}, nil
 }
 
 // Name is what snapshots of this engine carry.

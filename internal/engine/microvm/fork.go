@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"os"
 	"time"
@@ -72,7 +73,7 @@ func (e *Engine) originOf(snap *snapshot.Snapshot) origin {
 		profile: m.CPU.Profile, based: true, session: m.Session,
 		state: func() (*os.File, error) { return memoryFile("state", snap.State()) },
 		memory: func(ctx context.Context, ref layer.Ref) (*os.File, error) {
-			return e.resident.Load(ctx, ref, func() (*os.File, error) { return snap.OpenLayer(ref) })
+			return e.resident.Load(ctx, ref, func() (io.ReadCloser, error) { return snap.ReadLayer(ref) })
 		},
 		disk: func(_ *disk, ref layer.Ref) (*os.File, error) { return snap.OpenLayer(ref) },
 	}

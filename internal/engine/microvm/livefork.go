@@ -400,7 +400,7 @@ func (m *moment) child(ctx context.Context, opts engine.ForkOptions) (*sandbox, 
 			if l := s.live[ref.Digest]; l != nil {
 				return reopen(l.file)
 			}
-			return m.engine.resident.Load(ctx, ref, func() (*os.File, error) { return m.parent.OpenLayer(ref) })
+			return m.engine.resident.Load(ctx, ref, func() (io.ReadCloser, error) { return m.parent.ReadLayer(ref) })
 		},
 		disk: func(d *disk, ref layer.Ref) (*os.File, error) {
 			switch l := s.live[ref.Digest]; {

@@ -22,10 +22,10 @@ import (
 
 // Snapshot captures the sandbox into a new folder. Copying, hashing and storing
 // goes on beside it.
-func (s *sandbox) Snapshot(ctx context.Context, dir string) (_ *snapshot.Snapshot, err error) {
+func (s *sandbox) Snapshot(ctx context.Context, dir string, opts ...snapshot.Option) (_ *snapshot.Snapshot, err error) {
 	s.capture.Lock()
 	defer s.capture.Unlock()
-	snap, err := snapshot.Make(dir, func(b *snapshot.Builder) (*snapshot.Snapshot, error) { return s.build(ctx, b) })
+	snap, err := snapshot.Make(dir, func(b *snapshot.Builder) (*snapshot.Snapshot, error) { return s.build(ctx, b) }, opts...)
 	if err != nil {
 		return nil, fmt.Errorf("snapshot: %w", err)
 	}
@@ -33,6 +33,9 @@ func (s *sandbox) Snapshot(ctx context.Context, dir string) (_ *snapshot.Snapsho
 }
 
 func (s *sandbox) build(ctx context.Context, b *snapshot.Builder) (*snapshot.Snapshot, error) {
+	if err := b.Continues(s.parent); err != nil {
+		return nil, err
+	}
 	if err := s.identifyBoot(); err != nil {
 		return nil, err
 	}
@@ -320,7 +323,11 @@ func (st *storing) lay(ctx context.Context, below layer.Image, ref layer.Ref, f 
 
 // compact makes one layer of an image that has too many.
 func (st *storing) compact(ctx context.Context, im layer.Image) (layer.Image, error) {
-	f, err := st.sandbox.engine.top()
+	newFile := st.sandbox.engine.top
+	if st.Private() { // what holds secrets is on no disk in the clear
+		newFile = st.sandbox.engine.resident.Create
+	}
+	f, err := newFile()
 	if err != nil {
 		return im, err
 	}

@@ -9,6 +9,7 @@ import (
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/gvisor"
 	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/seal"
 )
 
 // Kind is an engine by the name that people use.
@@ -71,16 +72,19 @@ type Config struct {
 	Jail              microvm.JailPolicy
 	// Precreate is how many sandboxes gVisor makes ahead.
 	Precreate int
+	// Key opens the private snapshots that adopted sandboxes come from; nil opens
+	// none.
+	Key *seal.Key
 }
 
 // Open opens an engine, which is not Auto.
 func Open(k Kind, cfg Config) (engine.Engine, error) {
 	switch k {
 	case MicroVM:
-		return microvm.New(microvm.Config{Resident: cfg.Resident, Scratch: cfg.Scratch, Jail: cfg.Jail})
+		return microvm.New(microvm.Config{Resident: cfg.Resident, Scratch: cfg.Scratch, Jail: cfg.Jail, Key: cfg.Key})
 	case GVisor:
 		return gvisor.New(gvisor.Config{
-			Resident: cfg.Resident, Precreate: cfg.Precreate,
+			Resident: cfg.Resident, Precreate: cfg.Precreate, Key: cfg.Key,
 			AllowUnlimited: cfg.Jail.AllowUnlimited || cfg.Jail.AllowUnjailed,
 		})
 	}

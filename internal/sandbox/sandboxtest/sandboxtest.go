@@ -222,11 +222,11 @@ func (s *handle) Resume(context.Context) error {
 	return nil
 }
 
-func (s *handle) Snapshot(_ context.Context, dir string) (*snapshot.Snapshot, error) {
+func (s *handle) Snapshot(_ context.Context, dir string, opts ...snapshot.Option) (*snapshot.Snapshot, error) {
 	defer s.host.hook()()
 	s.host.mu.Lock()
 	defer s.host.mu.Unlock()
-	return Capture(dir, s.memory)
+	return Capture(dir, s.memory, opts...)
 }
 
 func (s *handle) Fork(_ context.Context, opts []engine.ForkOptions) (*engine.LiveFork, error) {
@@ -250,8 +250,8 @@ func (s *handle) Close() error {
 func (s *handle) Shutdown(context.Context, time.Duration) error { return s.Close() }
 
 // Capture makes a snapshot whose labels are the memory.
-func Capture(dir string, memory map[string]string) (*snapshot.Snapshot, error) {
-	b, err := snapshot.NewBuilder(dir)
+func Capture(dir string, memory map[string]string, opts ...snapshot.Option) (*snapshot.Snapshot, error) {
+	b, err := snapshot.NewBuilder(dir, opts...)
 	if err != nil {
 		return nil, err
 	}

@@ -71,6 +71,11 @@ func whole(r layer.Ref) snapshot.Image {
 // make makes a snapshot of a memory and a disk.
 func makeSnapshot(t testing.TB, memory, disk content, edit ...func(*snapshot.Manifest)) *snapshot.Snapshot {
 	t.Helper()
+	return makeWith(t, nil, memory, disk, edit...)
+}
+
+func makeWith(t testing.TB, options []snapshot.Option, memory, disk content, edit ...func(*snapshot.Manifest)) *snapshot.Snapshot {
+	t.Helper()
 	m, mf := memory.write(t)
 	d, df := disk.write(t)
 	snap, err := snapshot.Make(filepath.Join(t.TempDir(), "source"), func(b *snapshot.Builder) (*snapshot.Snapshot, error) {
@@ -86,7 +91,7 @@ func makeSnapshot(t testing.TB, memory, disk content, edit ...func(*snapshot.Man
 			e(&manifest)
 		}
 		return b.Commit(manifest, []byte("processors and devices"))
-	})
+	}, options...)
 	if err != nil {
 		t.Fatal(err)
 	}

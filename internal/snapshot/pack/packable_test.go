@@ -5,13 +5,18 @@ import (
 	"errors"
 	"testing"
 
+	"agentrun.dev/internal/seal"
 	"agentrun.dev/internal/snapshot"
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 )
 
 // private is a snapshot of a machine that held secrets.
 func private(t *testing.T) *snapshot.Snapshot {
-	return small(t, func(m *snapshot.Manifest) { m.Private = true })
+	key, err := seal.Generate()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return makeWith(t, []snapshot.Option{snapshot.Sealed(key)}, content{size: page, pages: []uint64{0}}, content{size: page, pages: []uint64{0}, seed: 7})
 }
 
 // TestPackable: what must not leave its machine does not, and is not taken from

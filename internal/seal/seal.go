@@ -1,0 +1,164 @@
+// Package seal encrypts what is written to disk and holds secrets. The format is
+// age's (age-encryption.org/v1): each file has a key of its own, which the node's
+// key wraps, and is authenticated in chunks of 64 KiB, its end included. So a
+// file can be written and read as a stream, and one that was cut off or changed
+// is refused. docs/design/secrets.md says what this protects against.
+package seal
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"log/slog"
+	"os"
+	"path/filepath"
+
+	"filippo.io/age"
+)
+
+// Key is the key of a node. Formatting it never shows it.
+type Key struct {
+	identity *age.X25519Identity
+	name     string // where it came from, for errors
+}
+
+// ErrKey says that something was sealed with another key, or is damaged.
+var ErrKey = errors.New("it was sealed with another key, or is damaged")
+
+// Generate makes a key that is nowhere but in memory.
+func Generate() (*Key, error) {
+	id, err := age.GenerateX25519Identity()
+	if err != nil {
+		return nil, fmt.Errorf("make a key: %w", err)
+	}
+	return &Key{identity: id, name: "a key in memory"}, nil
+}
+
+// maxKeyFile is far more than a key and the comments around it have.
+const maxKeyFile = 16 << 10
+
+// Open reads a key file: an age identity, as age-keygen writes it. Nobody but its
+// owner may be able to read it.
+func Open(file string) (*Key, error) {
+	f, err := os.Open(file)
+	if err != nil {
+		return nil, fmt.Errorf("read the key: %w", err)
+	}
+	defer f.Close()
+	info, err := f.Stat()
+	if err != nil {
+		return nil, fmt.Errorf("read the key: %w", err)
+	}
+	if info.Mode().Perm()&0o077 != 0 {
+		return nil, fmt.Errorf("read the key: others may read %s (mode %04o). Run `chmod 600 %s`", file, info.Mode().Perm(), file)
+	}
+	// What is wrong with the content is not said: errors are logged.
+	ids, err := age.ParseIdentities(io.LimitReader(f, maxKeyFile))
+	if err != nil || len(ids) != 1 {
+		return nil, fmt.Errorf("read the key: %s is not one age identity. Make one with `age-keygen -o FILE`, or let AgentRun make it", file)
+	}
+	id, ok := ids[0].(*age.X25519Identity)
+	if !ok {
+		return nil, fmt.Errorf("read the key: %s is an age identity of another type than X25519", file)
+	}
+	return &Key{identity: id, name: file}, nil
+}
+
+// OpenOrMake is Open, and makes a key first if there is no file. A process that
+// is killed meanwhile leaves a whole key or none.
+func OpenOrMake(file string) (*Key, error) {
+	k, err := Open(file)
+	if !errors.Is(err, fs.ErrNotExist) {
+		return k, err
+	}
+	made, err := Generate()
+	if err != nil {
+		return nil, err
+	}
+	if err := made.write(file); err != nil {
+		return nil, fmt.Errorf("make the key %s: %w", file, err)
+	}
+	return Open(file)
+}
+
+func (k *Key) write(file string) (err error) {
+	f, err := os.CreateTemp(filepath.Dir(file), ".key-") // for this user alone
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, os.Remove(f.Name())) }()
+	_, err = fmt.Fprintf(f, "# The key of this node's secrets: docs/design/secrets.md.\n%s\n", k.identity)
+	if err = errors.Join(err, f.Sync(), f.Close()); err != nil {
+		return err
+	}
+	// Another process may have been faster: its key counts.
+	if err := os.Link(f.Name(), file); err != nil && !errors.Is(err, fs.ErrExist) {
+		return err
+	}
+	dir, err := os.Open(filepath.Dir(file))
+	if err != nil {
+		return err
+	}
+	defer dir.Close()
+	return dir.Sync()
+}
+
+// Writer seals what is written to it. It must be closed: a file without its end
+// is refused.
+func (k *Key) Writer(w io.Writer) (io.WriteCloser, error) {
+	out, err := age.Encrypt(w, k.identity.Recipient())
+	if err != nil {
+		return nil, fmt.Errorf("seal: %w", err)
+	}
+	return out, nil
+}
+
+// Reader gives what was sealed. An error wraps ErrKey if the key is another.
+func (k *Key) Reader(r io.Reader) (io.Reader, error) {
+	in, err := age.Decrypt(r, k.identity)
+	if err != nil {
+		return nil, fmt.Errorf("%w (%s)", ErrKey, k.name)
+	}
+	return in, nil
+}
+
+// Seal seals a few bytes.
+func (k *Key) Seal(plain []byte) ([]byte, error) {
+	var out bytes.Buffer
+	w, err := k.Writer(&out)
+	if err != nil {
+		return nil, err
+	}
+	_, err = w.Write(plain)
+	if err = errors.Join(err, w.Close()); err != nil {
+		return nil, fmt.Errorf("seal: %w", err)
+	}
+	return out.Bytes(), nil
+}
+
+// Unseal is the reverse of Seal.
+func (k *Key) Unseal(sealed []byte) ([]byte, error) {
+	r, err := k.Reader(bytes.NewReader(sealed))
+	if err != nil {
+		return nil, err
+	}
+	b, err := io.ReadAll(r)
+	if err != nil {
+		return nil, fmt.Errorf("%w (%s)", ErrKey, k.name)
+	}
+	return b, nil
+}
+
+// String tells nothing of the key.
+func (k *Key) String() string { return "seal.Key{…}" }
+
+// GoString is what %#v prints.
+func (k *Key) GoString() string { return k.String() }
+
+// LogValue is what a log gets.
+func (k *Key) LogValue() slog.Value { return slog.StringValue(k.String()) }
+
+// MarshalJSON refuses: a key is not to be in any answer or journal.
+func (k *Key) MarshalJSON() ([]byte, error) { return nil, errors.New("a key is not written as JSON") }

@@ -1,0 +1,104 @@
+package server
+
+import (
+	"net/http"
+
+	"agentrun.dev/api/rest"
+	"agentrun.dev/internal/sandbox"
+)
+
+// ListSecrets implements rest.ServerInterface.
+func (a *api) ListSecrets(w http.ResponseWriter, r *http.Request, namespace string, q rest.ListSecretsParams) {
+	p, err := page(q.Limit, q.After)
+	listing(a, w, r, namespace, p, err, a.Service.Secrets,
+		func(s sandbox.Secret) string { return string(s.Name) },
+		func(s sandbox.Secret) (rest.Secret, error) { return showSecret(s), nil },
+		func(items []rest.Secret, next string) any { return rest.SecretList{Items: items, Next: next} })
+}
+
+// GetSecret implements rest.ServerInterface.
+func (a *api) GetSecret(w http.ResponseWriter, r *http.Request, namespace, name string) {
+	object(a, w, r, namespace, name, func(k sandbox.Key) (rest.Secret, error) {
+		s, err := a.Service.Secret(k)
+		return showSecret(s), err
+	})
+}
+
+// PutSecret implements rest.ServerInterface.
+func (a *api) PutSecret(w http.ResponseWriter, r *http.Request, namespace, name string) {
+	a.writeSecret(w, r, namespace, name, a.Service.ApplySecret)
+}
+
+// PatchSecret implements rest.ServerInterface.
+func (a *api) PatchSecret(w http.ResponseWriter, r *http.Request, namespace, name string) {
+	a.writeSecret(w, r, namespace, name, a.Service.SetSecret)
+}
+
+// DeleteSecret implements rest.ServerInterface.
+func (a *api) DeleteSecret(w http.ResponseWriter, r *http.Request, namespace, name string) {
+	remove(a, w, r, namespace, name, a.Service.DeleteSecret)
+}
+
+func (a *api) writeSecret(w http.ResponseWriter, r *http.Request, namespace, name string, write func(sandbox.Key, sandbox.SecretData) (sandbox.Secret, error)) {
+	object(a, w, r, namespace, name, func(k sandbox.Key) (rest.Secret, error) {
+		var given rest.SecretValues
+		if _, err := a.readJSON(w, r, 8*maxBody, &given); err != nil {
+			return rest.Secret{}, hideBody(err)
+		}
+		data, err := secretData(given)
+		if err != nil {
+			return rest.Secret{}, err
+		}
+		s, err := write(k, data)
+		return showSecret(s), err
+	})
+}
+
+// hideBody leaves out of an error what is wrong with the text of a body: a part
+// of a value may be quoted there.
+func hideBody(err error) error {
+	if !sandbox.HasCode(err, sandbox.CodeInvalid) {
+		return err
+	}
+	return sandbox.Errorf(sandbox.CodeInvalid, "the body is not what it should be").
+		Because("what is wrong is not shown, as it may be a secret").
+		Try(`Send {"stringData": {"KEY": "text"}} or {"data": {"KEY": "base64"}}`)
+}
+
+// secretData is the values of both fields.
+func secretData(given rest.SecretValues) (sandbox.SecretData, error) {
+	data := sandbox.SecretData{}
+	for key, value := range given.Data {
+		data[key] = value
+	}
+	for key, value := range given.StringData {
+		if _, twice := data[key]; twice {
+			return nil, invalid("stringData", "the key %q is in data as well", trimmed(key))
+		}
+		data[key] = []byte(value)
+	}
+	return data, nil
+}
+
+func showSecret(s sandbox.Secret) rest.Secret {
+	return rest.Secret{Namespace: string(s.Namespace), Name: string(s.Name), Keys: s.Keys, Created: s.Created, Changed: s.Changed}
+}
+
+// secretRefs reads what a claim refers to.
+func secretRefs(given []rest.SecretRef) (out []sandbox.SecretRef, err error) {
+	for _, g := range given {
+		r := sandbox.SecretRef{Key: g.Key, Env: g.Env}
+		if r.Secret, err = sandbox.ParseName(g.Name); err != nil {
+			return nil, err
+		}
+		out = append(out, r)
+	}
+	return out, nil
+}
+
+func showSecretRefs(refs []sandbox.SecretRef) (out []rest.SecretRef) {
+	for _, r := range refs {
+		out = append(out, rest.SecretRef{Name: string(r.Secret), Key: r.Key, Env: r.Env})
+	}
+	return out
+}
