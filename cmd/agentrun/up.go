@@ -35,6 +35,9 @@ type upOptions struct {
 	policy   microvm.JailPolicy
 	listen   string
 	public   string
+	tlsCert  string
+	tlsKey   string
+	insecure bool
 	capacity byteSize
 	verbose  bool
 	registryOptions
@@ -47,8 +50,10 @@ func newUpCommand() *cobra.Command {
 		Short: "Start the daemon: templates, pools, sandboxes and forks over an API",
 		Long: `Start the daemon of this machine, forkd, and stay with it until it is told to end
 (Ctrl-C, agentrun down). It serves the API of docs/api.md on a Unix socket in the
-state folder, for its own user and root, and with --listen on a TCP address, for
-those who have the token that is in the state folder.
+state folder, for its own user and root, and with --listen on a TCP address over TLS,
+for those who have an API key. The first start with --listen makes one for an admin
+and shows it, once; agentrun key makes others. Without --tls-cert the daemon makes its
+certificate itself, and says where the file is that clients know it by.
 
 Sandboxes do not end with it: the next agentrun up finds them as they are.`,
 		Args: cobra.NoArgs,
@@ -60,6 +65,9 @@ Sandboxes do not end with it: the next agentrun up finds them as they are.`,
 	engineFlag(f, &o.engine)
 	f.StringVar(&o.listen, "listen", "", "TCP address to serve on as well, such as 127.0.0.1:7070")
 	f.StringVar(&o.public, "advertise", "", "address that others reach --listen by (default: that address)")
+	f.StringVar(&o.tlsCert, "tls-cert", "", "certificate for --listen, in PEM (default: one that is made)")
+	f.StringVar(&o.tlsKey, "tls-key", "", "its key, in PEM")
+	f.BoolVar(&o.insecure, "insecure-http", false, "serve --listen without TLS: keys and all else can be read on the way")
 	f.Var(&o.capacity, "capacity", "memory that sandboxes may reserve together (default: four fifths of this machine's)")
 	f.BoolVarP(&o.verbose, "verbose", "v", false, "log every request")
 	policyFlags(f, &o.policy)
@@ -68,6 +76,9 @@ Sandboxes do not end with it: the next agentrun up finds them as they are.`,
 }
 
 func (o *upOptions) run(ctx context.Context, stderr io.Writer) error {
+	if o.listen == "" && (o.public != "" || o.tlsCert != "" || o.tlsKey != "" || o.insecure) {
+		return errors.New("--advertise, --tls-cert, --tls-key and --insecure-http are about --listen, which is missing")
+	}
 	dir, err := daemonFolder()
 	if err != nil {
 		return err
@@ -93,7 +104,8 @@ func (o *upOptions) run(ctx context.Context, stderr io.Writer) error {
 	kind, why := pick.Choose(o.engine)
 	d, err := forkd.Open(ctx, forkd.Config{
 		Dir: dir, Images: images, Pull: image.PullOptions{Registries: registries}, Engine: kind, Jail: o.policy,
-		Listen: o.listen, Advertise: o.public, Capacity: capacity, Version: version,
+		Listen: o.listen, Advertise: o.public, TLSCert: o.tlsCert, TLSKey: o.tlsKey, InsecureHTTP: o.insecure,
+		Capacity: capacity, Version: version,
 		Log: slog.New(slog.NewJSONHandler(stderr, &slog.HandlerOptions{Level: level})),
 	})
 	if err != nil {
@@ -102,11 +114,22 @@ func (o *upOptions) run(ctx context.Context, stderr io.Writer) error {
 	fmt.Fprintf(stderr, "agentrun: engine %s (%s), %d MiB for sandboxes\n", kind, why, capacity>>20)
 	for _, a := range d.Addresses() {
 		fmt.Fprintf(stderr, "agentrun: serving on %s\n", a)
-		if tcp, ok := a.(*net.TCPAddr); ok && !tcp.IP.IsLoopback() {
-			fmt.Fprintf(stderr, "agentrun: %s is reached without TLS: whoever is on the way can read the token\n", a)
-		}
 	}
+	sayDoors(stderr, d.Doors())
 	return d.Serve(ctx)
+}
+
+// sayDoors tells what clients over TCP need.
+func sayDoors(w io.Writer, d forkd.Doors) {
+	if d.Insecure {
+		fmt.Fprintln(w, "agentrun: WARNING: --insecure-http: whoever is on the way can read API keys and everything else, and use them")
+	}
+	if d.CAFile != "" {
+		fmt.Fprintf(w, "agentrun: clients know this node by %s (%s), SHA-256 %s\n", d.CAFile, envCAFile, d.Fingerprint)
+	}
+	if d.FirstKey != "" {
+		fmt.Fprintf(w, "agentrun: the first API key, of an admin; it is shown once: %s\n", d.FirstKey)
+	}
 }
 
 // defaultCapacity leaves a fifth of the machine to others.

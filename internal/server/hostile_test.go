@@ -8,7 +8,6 @@ import (
 	"io"
 	"log/slog"
 	"net/http"
-	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"slices"
@@ -282,76 +281,6 @@ func TestBigHeader(t *testing.T) {
 	if res.StatusCode != http.StatusRequestHeaderFieldsTooLarge {
 		t.Errorf("answered %d", res.StatusCode)
 	}
-}
-
-// TestToken: only the right token, from a file that only its owner reads.
-func TestToken(t *testing.T) {
-	file := filepath.Join(t.TempDir(), "token")
-	const token = "0123456789abcdef0123456789"
-	write := func(text string, mode os.FileMode) {
-		t.Helper()
-		if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
-			t.Fatal(err)
-		}
-		if err := os.Chmod(file, mode); err != nil {
-			t.Fatal(err)
-		}
-	}
-	if _, err := Token(file); err == nil {
-		t.Error("no file")
-	}
-	write(token, 0o644)
-	if _, err := Token(file); err == nil || strings.Contains(err.Error(), token) {
-		t.Errorf("others may read it: %v", err)
-	}
-	write("short", 0o600)
-	if _, err := Token(file); err == nil {
-		t.Error("a short token")
-	}
-	write(token+"\n", 0o600)
-	authenticate, err := Token(file)
-	if err != nil {
-		t.Fatal(err)
-	}
-	var logged lockedLog
-	n := newNode(t, func(c *Config) {
-		c.Authenticate = authenticate
-		c.Log = slog.New(slog.NewTextHandler(&logged, nil))
-	})
-	for _, bad := range []string{"", "Bearer", "Bearer ", "Bearer x", "Bearer " + token[:25], "Bearer " + token + "0", "Bearer " + token + " ", "bearer " + token, "Basic " + token, token} {
-		r := n.request("GET", v1+"/pools", nil)
-		if bad != "" {
-			r.Header.Set("Authorization", bad)
-		}
-		res := n.send(r)
-		// A space at the end is not a part of the header's value.
-		if bad == "Bearer "+token+" " {
-			res.ok(200)
-			continue
-		}
-		res.refused(401, "unauthenticated")
-		if res.header.Get("WWW-Authenticate") != "Bearer" {
-			t.Error("it does not say how")
-		}
-	}
-	// A route that is not there tells nothing to a stranger.
-	n.do("GET", "/nothing", nil).refused(401, "unauthenticated")
-	n.do("GET", v1+"/pools?x=secretly", nil, "Authorization", "Bearer "+token).refused(400, "invalid")
-	n.do("GET", v1+"/pools", nil, "Authorization", "Bearer "+token, "X-Request-Id", "mine").ok(200)
-	n.client.CloseIdleConnections()
-	n.eventually(func() bool { return strings.Contains(logged.String(), "request=mine") })
-	if l := logged.String(); strings.Contains(l, token) || strings.Contains(l, "secretly") || !strings.Contains(l, "principal=token") || !strings.Contains(l, "status=401") {
-		t.Errorf("%s", l)
-	}
-}
-
-// TestLocalUser: only who is at the other end of a Unix socket is let in.
-func TestLocalUser(t *testing.T) {
-	if _, err := LocalUser(httptest.NewRequestWithContext(t.Context(), "GET", "/", nil)); !sandbox.HasCode(err, codeUnauthenticated) {
-		t.Errorf("over no socket: %v", err)
-	}
-	n := newNode(t)
-	n.do("GET", "/v1/version", nil).ok(200)
 }
 
 // panics is a service with a defect.
