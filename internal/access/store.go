@@ -84,11 +84,11 @@ func Open(db *journal.DB) (*Store, error) {
 			return errors.New("the secret of sandbox tokens is damaged")
 		}
 		return keys.Each(tx, "", func(_ string, r record) error {
-			h := &held{Key: r.Key}
-			if n, err := hex.Decode(h.digest[:], []byte(r.Digest)); err != nil || n != len(h.digest) || len(r.Digest) != 2*n {
+			sum, err := hex.DecodeString(r.Digest)
+			if err != nil || len(sum) != len(digest{}) {
 				return fmt.Errorf("key %s is damaged", r.ID)
 			}
-			s.hold(h)
+			s.hold(&held{Key: r.Key, digest: digest(sum)})
 			return nil
 		})
 	})
