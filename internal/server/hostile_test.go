@@ -95,6 +95,63 @@ func TestHostileBodies(t *testing.T) {
 	}
 }
 
+// TestHostileEverywhere: whatever is wrong with a body or a query is refused in
+// every route that takes one, those that come later included.
+func TestHostileEverywhere(t *testing.T) {
+	n := newNode(t)
+	n.setUp()
+	n.claim("a")
+	bodies := map[string]struct {
+		text, kind string
+		status     int
+		code       string
+	}{
+		"no JSON":        {"key: value", "application/json", 400, "invalid"},
+		"half":           {`{"a":`, "application/json", 400, "invalid"},
+		"a list":         {`[]`, "application/json", 400, "invalid"},
+		"a number":       {`7`, "application/json", 400, "invalid"},
+		"unknown field":  {`{"nope":1}`, "application/json", 400, "invalid"},
+		"nested":         {strings.Repeat(`{"a":`, 1<<16), "application/json", 400, "invalid"},
+		"a raw NUL":      {"{\"a\x00\":1}", "application/json", 400, "invalid"},
+		"not UTF-8":      {"{\"\xff\":1}", "application/json", 400, "invalid"},
+		"a form":         {"a=b", "application/x-www-form-urlencoded", 415, "unsupported_media_type"},
+		"no type":        {"{}", "", 415, "unsupported_media_type"},
+		"a broken type":  {"{}", "application/json; charset", 415, "unsupported_media_type"},
+		"larger than is": {`{"` + strings.Repeat("x", maxCodeBody) + `":1}`, "application/json", 413, "too_large"},
+	}
+	good := strings.NewReplacer("{namespace}", "default", "{name}", "a", "{id}", "x")
+	takesBody, takesQuery := 0, 0
+	operations(n.spec, func(method, path string, op *openapi3.Operation, item *openapi3.PathItem) {
+		if op.RequestBody != nil && op.RequestBody.Value.Content["application/json"] != nil {
+			takesBody++
+			for name, c := range bodies {
+				r := n.request(method, good.Replace(path), c.text)
+				r.Header.Set("Content-Type", c.kind)
+				res := n.send(r)
+				if e := as[rest.Error](res); res.status != c.status || string(e.Code) != c.code || len(e.Message+e.Cause) > 400 {
+					t.Errorf("%s, %s: %d %s", op.OperationID, name, res.status, res.body)
+				}
+			}
+		}
+		for _, p := range append(slices.Clone(item.Parameters), op.Parameters...) {
+			if p.Value.In != "query" {
+				continue
+			}
+			takesQuery++
+			for name, value := range map[string]string{"NUL": "%00", "not UTF-8": "%ff", "an escape": "%zz", "twice": "1&" + p.Value.Name + "=1"} {
+				r := n.request(method, good.Replace(path)+"?"+p.Value.Name+"="+value, nil)
+				if e := as[rest.Error](n.send(r)); e.Code != rest.ErrorCodeInvalid {
+					t.Errorf("%s, %s with %s: %+v", op.OperationID, p.Value.Name, name, e)
+				}
+			}
+		}
+	})
+	if takesBody < 13 || takesQuery < 30 {
+		t.Errorf("%d routes with bodies, %d parameters", takesBody, takesQuery)
+	}
+	n.do("GET", v1+"/sandboxes/a", nil).ok(200)
+}
+
 // operations calls f with every route that is described.
 func operations(spec *openapi3.T, f func(method, path string, op *openapi3.Operation, item *openapi3.PathItem)) {
 	for path, item := range spec.Paths.Map() {
