@@ -32,10 +32,11 @@ const (
 	backdated        = time.Hour           // for clocks that are behind
 )
 
-// Authority signs the certificate of a node that was not given one. It is in two
-// files; whoever has the first can tell the node from others.
+// Authority signs the certificate of a node that was not given one. It is in one
+// file with its key, so that both are there or neither.
 type Authority struct {
-	// File is the certificate, for clients.
+	// File is a copy of the certificate, for clients: whoever has it can tell the
+	// node from others.
 	File string
 	cert *x509.Certificate
 	key  *ecdsa.PrivateKey
@@ -45,29 +46,33 @@ type Authority struct {
 // or it is about to expire.
 func OpenAuthority(dir string) (*Authority, error) {
 	a := &Authority{File: filepath.Join(dir, "ca.pem")}
-	keyFile := filepath.Join(dir, "ca-key.pem")
+	whole := filepath.Join(dir, "authority.pem")
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("open the certificate authority: %w", err)
 	}
-	pair, err := tls.LoadX509KeyPair(a.File, keyFile)
+	pair, err := tls.LoadX509KeyPair(whole, whole)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
-		return a, a.make(keyFile)
-	case err != nil:
-		return nil, fmt.Errorf("open the certificate authority in %s: %w. Delete the folder to have a new one made; clients need its certificate then", dir, err)
+		err = a.make(whole)
+	case err == nil && time.Until(pair.Leaf.NotAfter) < authorityRenewal:
+		err = a.make(whole)
+	case err == nil:
+		var ok bool
+		if a.key, ok = pair.PrivateKey.(*ecdsa.PrivateKey); !ok {
+			err = errors.New("its key is not an ECDSA key")
+		}
+		a.cert = pair.Leaf
 	}
-	key, ok := pair.PrivateKey.(*ecdsa.PrivateKey)
-	if !ok {
-		return nil, fmt.Errorf("open the certificate authority in %s: its key is not an ECDSA key", dir)
+	if err == nil {
+		err = writePEM(a.File, 0o644, &pem.Block{Type: "CERTIFICATE", Bytes: a.cert.Raw})
 	}
-	a.cert, a.key = pair.Leaf, key
-	if time.Until(a.cert.NotAfter) < authorityRenewal {
-		return a, a.make(keyFile)
+	if err != nil {
+		return nil, fmt.Errorf("open the certificate authority: %w. If %s is damaged, delete it to have a new one made; clients need its certificate then", err, whole)
 	}
 	return a, nil
 }
 
-func (a *Authority) make(keyFile string) error {
+func (a *Authority) make(file string) error {
 	err := func() (err error) {
 		if a.key, err = ecdsa.GenerateKey(elliptic.P256(), rand.Reader); err != nil {
 			return err
@@ -91,11 +96,7 @@ func (a *Authority) make(keyFile string) error {
 		if err != nil {
 			return err
 		}
-		// The key first: a certificate without its key would be taken for damage.
-		if err := writePEM(keyFile, "PRIVATE KEY", private, 0o600); err != nil {
-			return err
-		}
-		return writePEM(a.File, "CERTIFICATE", der, 0o644)
+		return writePEM(file, 0o600, &pem.Block{Type: "PRIVATE KEY", Bytes: private}, &pem.Block{Type: "CERTIFICATE", Bytes: der})
 	}()
 	if err != nil {
 		return fmt.Errorf("make a certificate authority: %w", err)
@@ -116,7 +117,7 @@ func sign(c, parent *x509.Certificate, key, signer *ecdsa.PrivateKey) ([]byte, e
 	return x509.CreateCertificate(rand.Reader, c, parent, &key.PublicKey, signer)
 }
 
-func writePEM(path, kind string, der []byte, mode os.FileMode) (err error) {
+func writePEM(path string, mode os.FileMode, blocks ...*pem.Block) (err error) {
 	f, err := os.CreateTemp(filepath.Dir(path), ".new-*")
 	if err != nil {
 		return err
@@ -126,8 +127,10 @@ func writePEM(path, kind string, der []byte, mode os.FileMode) (err error) {
 			err = errors.Join(err, os.Remove(f.Name()))
 		}
 	}()
-	err = errors.Join(pem.Encode(f, &pem.Block{Type: kind, Bytes: der}), f.Chmod(mode), f.Sync(), f.Close())
-	if err != nil {
+	for _, b := range blocks {
+		err = errors.Join(err, pem.Encode(f, b))
+	}
+	if err = errors.Join(err, f.Chmod(mode), f.Sync(), f.Close()); err != nil {
 		return err
 	}
 	return os.Rename(f.Name(), path)

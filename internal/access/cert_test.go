@@ -3,6 +3,7 @@ package access
 import (
 	"crypto/tls"
 	"crypto/x509"
+	"encoding/pem"
 	"errors"
 	"net"
 	"os"
@@ -89,17 +90,27 @@ func TestAuthority(t *testing.T) {
 	if _, err := shake(t, cfg, old); err == nil {
 		t.Error("TLS 1.1 is spoken")
 	}
+	if err := os.Remove(a.File); err != nil {
+		t.Fatal(err)
+	}
 	again, err := OpenAuthority(dir)
 	if err != nil || again.Fingerprint() != a.Fingerprint() || len(a.Fingerprint()) != 64 {
 		t.Errorf("%v, %v", again, err)
 	}
-	if info, err := os.Stat(filepath.Join(dir, "ca-key.pem")); err != nil || info.Mode().Perm() != 0o600 {
+	if _, err := shake(t, cfg, trusting(t, a.File, "node.example")); err != nil {
+		t.Errorf("the file for clients is not there again: %v", err)
+	}
+	whole := filepath.Join(dir, "authority.pem")
+	if info, err := os.Stat(whole); err != nil || info.Mode().Perm() != 0o600 {
 		t.Errorf("%v, %v", info, err)
 	}
-	if err := os.WriteFile(a.File, []byte("damage"), 0o600); err != nil {
+	if shown, err := os.ReadFile(a.File); err != nil || strings.Contains(string(shown), "KEY") {
+		t.Errorf("%s, %v", shown, err)
+	}
+	if err := os.WriteFile(whole, []byte("damage"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := OpenAuthority(dir); err == nil || !strings.Contains(err.Error(), "Delete the folder") {
+	if _, err := OpenAuthority(dir); err == nil || !strings.Contains(err.Error(), "delete it") {
 		t.Errorf("%v", err)
 	}
 }
@@ -163,7 +174,7 @@ func TestGiven(t *testing.T) {
 			t.Fatal(err)
 		}
 		stamp = stamp.Add(time.Second)
-		err = errors.Join(writePEM(keyFile, "PRIVATE KEY", private, 0o600), writePEM(certFile, "CERTIFICATE", pair.Certificate[0], 0o644),
+		err = errors.Join(writePEM(keyFile, 0o600, &pem.Block{Type: "PRIVATE KEY", Bytes: private}), writePEM(certFile, 0o644, &pem.Block{Type: "CERTIFICATE", Bytes: pair.Certificate[0]}),
 			os.Chtimes(certFile, stamp, stamp))
 		if err != nil {
 			t.Fatal(err)

@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/coder/websocket"
 	"github.com/getkin/kin-openapi/openapi3"
 
 	"agentrun.dev/api/rest"
@@ -416,6 +417,37 @@ func TestKeyRoutes(t *testing.T) {
 	}
 	n.do("DELETE", "/v1/keys/aaaaaaaaaaaa", nil).refused(404, "not_found")
 	n.do("DELETE", "/v1/keys/x", nil).refused(400, "invalid")
+}
+
+// TestRevokedSocket: a terminal that is open ends with the key that opened it.
+func TestRevokedSocket(t *testing.T) {
+	n := newNode(t)
+	n.setUp()
+	path := n.claim("a") + "/execs"
+	text, k, err := n.access.Create(access.KeySpec{Name: "u", Role: access.RoleUser, Namespaces: []sandbox.Namespace{"default"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	u := n.with(text)
+	x := as[rest.ExecStarted](u.do("POST", path, rest.ExecRequest{Argv: []string{"cat"}, OpenStdin: true, Background: true}).ok(201))
+	conn, _, err := websocket.Dial(t.Context(), "ws://node"+path+"/"+x.Id+"/socket", &websocket.DialOptions{HTTPClient: u.client})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.CloseNow()
+	if _, data, err := conn.Read(t.Context()); err != nil || !bytes.Contains(data, []byte("started")) {
+		t.Fatalf("%s, %v", data, err)
+	}
+	if err := n.access.Revoke(k.ID); err != nil {
+		t.Fatal(err)
+	}
+	if _, data, err := conn.Read(t.Context()); err == nil {
+		t.Errorf("it goes on: %s", data)
+	}
+	// What it started is the sandbox's.
+	if i := as[rest.ExecInfo](n.do("GET", path+"/"+x.Id, nil).ok(200)); !i.Running {
+		t.Errorf("%+v", i)
+	}
 }
 
 type writeFunc func() error
