@@ -12,6 +12,8 @@ import (
 	"time"
 
 	"agentrun.dev/api/rest"
+	"agentrun.dev/internal/access"
+	"agentrun.dev/internal/audit"
 	"agentrun.dev/internal/client"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/pick"
@@ -125,8 +127,21 @@ func atOnce(clients, count int, do func() error) ([]time.Duration, error) {
 // serve serves the node's API on a socket, as the daemon does, until the node is
 // closed.
 func (n *node) serve(ctx context.Context, socket string) (*client.Client, error) {
+	keys, err := access.Open(n.manager.Journal())
+	if err != nil {
+		return nil, err
+	}
+	trail, err := audit.Open(audit.Config{Dir: filepath.Join(filepath.Dir(socket), "audit"), Failed: func(error) {}})
+	if err != nil {
+		keys.Close()
+		return nil, err
+	}
+	n.undo = append(n.undo, func() error {
+		keys.Close()
+		return trail.Close()
+	})
 	log := slog.New(slog.DiscardHandler)
-	h := server.New(server.Config{Service: n.manager, Authenticate: server.LocalUser, Version: "bench", Log: log})
+	h := server.New(server.Config{Service: n.manager, Access: keys, Audit: trail, Version: "bench", Log: log})
 	s := server.HTTP(h, log)
 	l, err := (&net.ListenConfig{}).Listen(ctx, "unix", socket)
 	if err != nil {

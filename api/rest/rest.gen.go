@@ -164,6 +164,7 @@ func (e Encoding) Valid() bool {
 // Defines values for ErrorCode.
 const (
 	ErrorCodeAlreadyExists        ErrorCode = "already_exists"
+	ErrorCodeAuditFailed          ErrorCode = "audit_failed"
 	ErrorCodeCannotRun            ErrorCode = "cannot_run"
 	ErrorCodeConflict             ErrorCode = "conflict"
 	ErrorCodeEnded                ErrorCode = "ended"
@@ -192,6 +193,8 @@ const (
 func (e ErrorCode) Valid() bool {
 	switch e {
 	case ErrorCodeAlreadyExists:
+		return true
+	case ErrorCodeAuditFailed:
 		return true
 	case ErrorCodeCannotRun:
 		return true
@@ -365,6 +368,27 @@ func (e Phase) Valid() bool {
 	case PhasePending:
 		return true
 	case PhaseReady:
+		return true
+	default:
+		return false
+	}
+}
+
+// Defines values for Role.
+const (
+	RoleAdmin  Role = "admin"
+	RoleUser   Role = "user"
+	RoleViewer Role = "viewer"
+)
+
+// Valid indicates whether the value is a known member of the Role enum.
+func (e Role) Valid() bool {
+	switch e {
+	case RoleAdmin:
+		return true
+	case RoleUser:
+		return true
+	case RoleViewer:
 		return true
 	default:
 		return false
@@ -973,10 +997,58 @@ type ForkOutcome struct {
 
 	// Problem Why there is none.
 	Problem string `json:"problem,omitempty"`
+
+	// Token Gives access to what is inside of this one sandbox, and to nothing else. Only in the response to the request that made it.
+	Token SandboxToken `json:"token,omitempty"`
 }
 
 // Id defines model for Id.
 type Id = string
+
+// Key defines model for Key.
+type Key struct {
+	Created time.Time `json:"created"`
+
+	// Expires Missing if it never does.
+	Expires *time.Time `json:"expires,omitempty"`
+	Id      string     `json:"id"`
+	Name    Name       `json:"name"`
+
+	// Namespaces Those that the key is for; `*` is all. An admin's is for all.
+	Namespaces KeyNamespaces `json:"namespaces"`
+	Role       Role          `json:"role"`
+}
+
+// KeyCreate defines model for KeyCreate.
+type KeyCreate struct {
+	// Lifetime Such as `90s`, `10m` or `1h30m`.
+	//
+	// Example: 10m
+	Lifetime Duration `json:"lifetime,omitempty"`
+	Name     Name     `json:"name"`
+
+	// Namespaces Those that the key is for; `*` is all. An admin's is for all.
+	Namespaces KeyNamespaces `json:"namespaces,omitempty"`
+	Role       Role          `json:"role"`
+}
+
+// KeyCreated defines model for KeyCreated.
+type KeyCreated struct {
+	Key Key `json:"key"`
+
+	// Text What is sent as `Authorization: Bearer`.
+	//
+	// Example: ar_...
+	Text string `json:"text"`
+}
+
+// KeyList defines model for KeyList.
+type KeyList struct {
+	Items []Key `json:"items"`
+}
+
+// KeyNamespaces Those that the key is for; `*` is all. An admin's is for all.
+type KeyNamespaces = []string
 
 // MakeFolder defines model for MakeFolder.
 type MakeFolder struct {
@@ -1095,6 +1167,9 @@ type ReadyCheck struct {
 	Timeout Duration `json:"timeout,omitempty"`
 }
 
+// Role defines model for Role.
+type Role string
+
 // Sandbox defines model for Sandbox.
 type Sandbox struct {
 	Created time.Time `json:"created"`
@@ -1144,8 +1219,11 @@ type Sandbox struct {
 	//
 	// Example: 10m
 	Timeout Duration `json:"timeout,omitempty"`
-	User    string   `json:"user,omitempty"`
-	Workdir string   `json:"workdir"`
+
+	// Token Gives access to what is inside of this one sandbox, and to nothing else. Only in the response to the request that made it.
+	Token   SandboxToken `json:"token,omitempty"`
+	User    string       `json:"user,omitempty"`
+	Workdir string       `json:"workdir"`
 }
 
 // SandboxReason defines model for Sandbox.Reason.
@@ -1186,6 +1264,9 @@ type SandboxList struct {
 	// Next `after` of the next page; missing on the last.
 	Next string `json:"next,omitempty"`
 }
+
+// SandboxToken Gives access to what is inside of this one sandbox, and to nothing else. Only in the response to the request that made it.
+type SandboxToken = string
 
 // Secret defines model for Secret.
 type Secret struct {
@@ -1513,6 +1594,9 @@ type GetTemplateLogParams struct {
 	Follow *bool `form:"follow,omitempty" json:"follow,omitempty"`
 }
 
+// CreateKeyJSONRequestBody defines body for CreateKey for application/json ContentType.
+type CreateKeyJSONRequestBody = KeyCreate
+
 // PutPoolJSONRequestBody defines body for PutPool for application/json ContentType.
 type PutPoolJSONRequestBody = PoolSpec
 
@@ -1560,6 +1644,15 @@ type PutTemplateJSONRequestBody = TemplateSpec
 
 // ServerInterface represents all server handlers.
 type ServerInterface interface {
+	// ListKeys All API keys, without their secrets, the oldest first. For admins.
+	// (GET /v1/keys)
+	ListKeys(w http.ResponseWriter, r *http.Request)
+	// CreateKey Make an API key. For admins.
+	// (POST /v1/keys)
+	CreateKey(w http.ResponseWriter, r *http.Request)
+	// RevokeKey Revoke an API key; requests that it is used for are cut off. For admins.
+	// (DELETE /v1/keys/{id})
+	RevokeKey(w http.ResponseWriter, r *http.Request, id Id)
 	// ListForks Forks by name.
 	// (GET /v1/namespaces/{namespace}/forks)
 	ListForks(w http.ResponseWriter, r *http.Request, namespace Namespace, params ListForksParams)
@@ -1738,6 +1831,60 @@ type ServerInterfaceWrapper struct {
 }
 
 type MiddlewareFunc func(http.Handler) http.Handler
+
+// ListKeys operation middleware
+func (siw *ServerInterfaceWrapper) ListKeys(w http.ResponseWriter, r *http.Request) {
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.ListKeys(w, r)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// CreateKey operation middleware
+func (siw *ServerInterfaceWrapper) CreateKey(w http.ResponseWriter, r *http.Request) {
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.CreateKey(w, r)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// RevokeKey operation middleware
+func (siw *ServerInterfaceWrapper) RevokeKey(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "id" -------------
+	var id Id
+
+	err = runtime.BindStyledParameterWithOptions("simple", "id", r.PathValue("id"), &id, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "id", Err: err})
+		return
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.RevokeKey(w, r, id)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
 
 // ListForks operation middleware
 func (siw *ServerInterfaceWrapper) ListForks(w http.ResponseWriter, r *http.Request) {
@@ -4480,6 +4627,9 @@ func HandlerWithOptions(si ServerInterface, options StdHTTPServerOptions) http.H
 	m.HandleFunc(http.MethodDelete+" "+options.BaseURL+"/v1/namespaces/{namespace}/quota", wrapper.DeleteQuota)
 	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/quota", wrapper.GetQuota)
 	m.HandleFunc(http.MethodPut+" "+options.BaseURL+"/v1/namespaces/{namespace}/quota", wrapper.PutQuota)
+	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/keys", wrapper.ListKeys)
+	m.HandleFunc(http.MethodPost+" "+options.BaseURL+"/v1/keys", wrapper.CreateKey)
+	m.HandleFunc(http.MethodDelete+" "+options.BaseURL+"/v1/keys/{id}", wrapper.RevokeKey)
 
 	return m
 }

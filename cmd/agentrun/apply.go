@@ -58,7 +58,7 @@ func (o *applyOptions) run(ctx context.Context, stdin io.Reader, stdout io.Write
 	}
 	for _, object := range objects {
 		what := strings.ToLower(object.Kind()) + "/" + string(object.Name)
-		in := daemonOptions{namespace: string(object.Namespace)}
+		in := daemonOptions{namespace: string(object.Namespace), server: o.server}
 		var done string
 		err := in.with(func(c *client.Client) (err error) {
 			done, err = o.apply(ctx, c, object)

@@ -2,31 +2,31 @@ package main
 
 import (
 	"errors"
-	"fmt"
 	"os"
 	"path/filepath"
 
 	"agentrun.dev/internal/client"
-	"agentrun.dev/internal/forkd"
 	"agentrun.dev/internal/local"
 	"agentrun.dev/internal/sandbox"
 	"github.com/spf13/pflag"
 )
 
-// Where a daemon is that is not the one of this machine's state folder.
-const (
-	envURL   = "AGENTRUN_URL"
-	envToken = "AGENTRUN_TOKEN"
-)
-
 // daemonOptions are the flags of commands that speak to the daemon.
-type daemonOptions struct{ namespace string }
+type daemonOptions struct {
+	namespace string
+	server    string
+}
 
 func (o *daemonOptions) flags(f *pflag.FlagSet) {
 	f.StringVarP(&o.namespace, "namespace", "n", string(sandbox.DefaultNamespace), "namespace of the objects")
+	o.serverFlag(f)
 }
 
-// dial makes a client of the daemon: that of $AGENTRUN_URL, or the local one.
+func (o *daemonOptions) serverFlag(f *pflag.FlagSet) {
+	f.StringVar(&o.server, "server", "", "URL of the daemon (default: $"+envServer+", then the configuration file, then this machine's)")
+}
+
+// dial makes a client of the daemon.
 func (o *daemonOptions) dial() (*client.Client, error) {
 	if o.namespace == "" {
 		o.namespace = string(sandbox.DefaultNamespace)
@@ -34,18 +34,12 @@ func (o *daemonOptions) dial() (*client.Client, error) {
 	if _, err := sandbox.ParseNamespace(o.namespace); err != nil {
 		return nil, err
 	}
-	if url := os.Getenv(envURL); url != "" {
-		return client.New(client.Config{URL: url, Token: os.Getenv(envToken), Namespace: o.namespace})
-	}
-	dir, err := daemonFolder()
+	at, err := findDaemon(o.server)
 	if err != nil {
 		return nil, err
 	}
-	socket := forkd.Socket(dir)
-	if _, err := os.Stat(socket); err != nil {
-		return nil, fmt.Errorf("no daemon is running: agentrun up starts one, or set %s (%w)", envURL, err)
-	}
-	return client.New(client.Config{Socket: socket, Namespace: o.namespace})
+	at.Namespace = o.namespace
+	return client.New(at.Config)
 }
 
 // with runs do with a client.
@@ -58,35 +52,36 @@ func (o *daemonOptions) with(do func(*client.Client) error) error {
 	return do(c)
 }
 
-// daemonHas reports whether a name is the daemon's rather than one of the
-// snapshots and sandboxes that commands keep without a daemon. Those go before.
-func daemonHas(name string) (bool, error) {
+// has reports whether a name is the daemon's rather than one of the snapshots and
+// sandboxes that commands keep without a daemon. Those go before, unless the
+// daemon was named.
+func (o *daemonOptions) has(name string) (bool, error) {
 	if _, err := local.ParseName(name); err != nil {
 		return false, err
 	}
-	if os.Getenv(envURL) != "" {
+	at, err := findDaemon(o.server)
+	if err == nil && at.named {
 		return true, nil
 	}
-	dir, err := local.DefaultFolder()
-	if err != nil {
+	if err != nil && !errors.Is(err, errNoDaemon) {
 		return false, err
+	}
+	dir, folderErr := local.DefaultFolder()
+	if folderErr != nil {
+		return false, folderErr
 	}
 	for _, kind := range []string{"snapshots", "sandboxes"} {
 		if _, err := os.Stat(filepath.Join(dir, kind, name)); err == nil {
 			return false, nil
 		}
 	}
-	_, err = os.Stat(forkd.Socket(filepath.Join(dir, "forkd")))
-	if errors.Is(err, os.ErrNotExist) {
-		return false, nil
-	}
-	return err == nil, err
+	return err == nil, nil
 }
 
 // choose runs what is for the daemon or what is without one, whoever has the
 // name.
-func choose(name string, inDaemon, without func() error) error {
-	has, err := daemonHas(name)
+func (o *daemonOptions) choose(name string, inDaemon, without func() error) error {
+	has, err := o.has(name)
 	switch {
 	case err != nil:
 		return err

@@ -36,7 +36,7 @@ func newLifecycleCommand(name, short, long string, verb client.Verb, do func(*lo
 		Use: name + " SANDBOX...", Short: short, Long: long, Args: cobra.MinimumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return each(args, func(a string) error {
-				return choose(a, func() error {
+				return daemon.choose(a, func() error {
 					return daemon.with(func(c *client.Client) error {
 						_, err := c.Do(cmd.Context(), a, verb)
 						return err

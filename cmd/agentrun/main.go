@@ -62,7 +62,8 @@ func run(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.
 	root.SetErr(stderr)
 	root.AddCommand(newRunCommand(), newSnapshotCommand(), newForkCommand(), newExecCommand(), newListCommand(), newRemoveCommand(),
 		newPauseCommand(), newResumeCommand(), newHibernateCommand(), newImageCommand(), newUpCommand(), newDownCommand(),
-		newApplyCommand(), newGetCommand(), newDeleteCommand(), newLogsCommand(), newCodeCommand(), newCopyCommand(), newTreeCommand(), newSecretCommand(), newQuotaCommand(),
+		newApplyCommand(), newGetCommand(), newDeleteCommand(), newLogsCommand(), newCodeCommand(), newCopyCommand(), newTreeCommand(),
+		newKeyCommand(), newSecretCommand(), newQuotaCommand(),
 		newDoctorCommand(), newBenchCommand(), newFloorCommand(), newManCommand())
 	return root.ExecuteContext(ctx)
 }

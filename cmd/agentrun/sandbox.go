@@ -47,7 +47,7 @@ both.`,
   agentrun fork base-1 --name try-a --name try-b`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return choose(args[0], func() error {
+			return o.daemon.choose(args[0], func() error {
 				return o.forkInDaemon(cmd.Context(), args[0], cmd.OutOrStdout())
 			}, func() error {
 				return o.run(cmd.Context(), args[0], cmd.OutOrStdout(), cmd.ErrOrStderr())
@@ -59,6 +59,7 @@ both.`,
 	f.BoolVarP(&o.verbose, "verbose", "v", false, "say on standard error what it took")
 	f.IntVarP(&o.count, "count", "n", 1, "how many")
 	f.StringVar(&o.daemon.namespace, "namespace", string(sandbox.DefaultNamespace), "namespace of a sandbox of the daemon")
+	o.daemon.serverFlag(f)
 	f.StringArrayVar(&o.names, "name", nil, "name of a fork (repeatable; default: the source's name and a number)")
 	limitFlags(f, &o.limits)
 	policyFlags(f, &o.policy)
@@ -157,7 +158,7 @@ it could not be run. A sandbox that is paused or hibernated goes on.`,
 			if len(argv) == 0 {
 				return errors.New("exec: no command given after the sandbox's name")
 			}
-			return choose(args[0], func() error {
+			return daemon.choose(args[0], func() error {
 				return daemon.with(func(c *client.Client) error {
 					return o.execInDaemon(cmd.Context(), c, args[0], argv, cmd.InOrStdin(), cmd.OutOrStdout(), cmd.ErrOrStderr())
 				})
@@ -245,7 +246,7 @@ they came from; what they share is deleted with the last that uses it.`,
 		Args: cobra.MinimumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return each(args, func(a string) error {
-				return choose(a, func() error {
+				return o.choose(a, func() error {
 					return o.with(func(c *client.Client) error {
 						_, err := c.Kill(cmd.Context(), a)
 						return err

@@ -36,6 +36,9 @@ type upOptions struct {
 	policy   microvm.JailPolicy
 	listen   string
 	public   string
+	tlsCert  string
+	tlsKey   string
+	insecure bool
 	capacity byteSize
 	keyFile  string
 	verbose  bool
@@ -49,8 +52,10 @@ func newUpCommand() *cobra.Command {
 		Short: "Start the daemon: templates, pools, sandboxes and forks over an API",
 		Long: `Start the daemon of this machine, forkd, and stay with it until it is told to end
 (Ctrl-C, agentrun down). It serves the API of docs/api.md on a Unix socket in the
-state folder, for its own user and root, and with --listen on a TCP address, for
-those who have the token that is in the state folder.
+state folder, for its own user and root, and with --listen on a TCP address over TLS,
+for those who have an API key. The first start with --listen makes one for an admin
+and shows it, once; agentrun key makes others. Without --tls-cert the daemon makes its
+certificate itself, and says where the file is that clients know it by.
 
 Sandboxes do not end with it: the next agentrun up finds them as they are.`,
 		Args: cobra.NoArgs,
@@ -62,6 +67,9 @@ Sandboxes do not end with it: the next agentrun up finds them as they are.`,
 	engineFlag(f, &o.engine)
 	f.StringVar(&o.listen, "listen", "", "TCP address to serve on as well, such as 127.0.0.1:7070")
 	f.StringVar(&o.public, "advertise", "", "address that others reach --listen by (default: that address)")
+	f.StringVar(&o.tlsCert, "tls-cert", "", "certificate for --listen, in PEM (default: one that is made)")
+	f.StringVar(&o.tlsKey, "tls-key", "", "its key, in PEM")
+	f.BoolVar(&o.insecure, "insecure-http", false, "serve --listen without TLS: keys and all else can be read on the way")
 	f.Var(&o.capacity, "capacity", "memory that sandboxes may reserve together (default: four fifths of this machine's)")
 	f.StringVar(&o.keyFile, "secrets-key-file", "", "key that seals secrets on disk, an age identity; made if missing (default: secrets.key in the state folder)")
 	f.BoolVarP(&o.verbose, "verbose", "v", false, "log every request")
@@ -71,6 +79,9 @@ Sandboxes do not end with it: the next agentrun up finds them as they are.`,
 }
 
 func (o *upOptions) run(ctx context.Context, stderr io.Writer) error {
+	if o.listen == "" && (o.public != "" || o.tlsCert != "" || o.tlsKey != "" || o.insecure) {
+		return errors.New("--advertise, --tls-cert, --tls-key and --insecure-http are about --listen, which is missing")
+	}
 	dir, err := daemonFolder()
 	if err != nil {
 		return err
@@ -96,7 +107,8 @@ func (o *upOptions) run(ctx context.Context, stderr io.Writer) error {
 	kind, why := pick.Choose(o.engine)
 	d, err := forkd.Open(ctx, forkd.Config{
 		Dir: dir, Images: images, Pull: image.PullOptions{Registries: registries}, Engine: kind, Jail: o.policy,
-		Listen: o.listen, Advertise: o.public, Capacity: capacity, KeyFile: o.keyFile, Version: version,
+		Listen: o.listen, Advertise: o.public, TLSCert: o.tlsCert, TLSKey: o.tlsKey, InsecureHTTP: o.insecure,
+		Capacity: capacity, KeyFile: o.keyFile, Version: version,
 		Log: slog.New(slog.NewJSONHandler(stderr, &slog.HandlerOptions{Level: level})),
 	})
 	if err != nil {
@@ -105,15 +117,26 @@ func (o *upOptions) run(ctx context.Context, stderr io.Writer) error {
 	fmt.Fprintf(stderr, "agentrun: engine %s (%s), %d MiB for sandboxes\n", kind, why, capacity>>20)
 	for _, a := range d.Addresses() {
 		fmt.Fprintf(stderr, "agentrun: serving on %s\n", a)
-		if tcp, ok := a.(*net.TCPAddr); ok && !tcp.IP.IsLoopback() {
-			fmt.Fprintf(stderr, "agentrun: %s is reached without TLS: whoever is on the way can read the token\n", a)
-		}
 	}
+	sayDoors(stderr, d.Doors())
 	// Under systemd (Type=notify) it is up now; elsewhere nobody is told.
 	if _, err := daemon.SdNotify(false, daemon.SdNotifyReady); err != nil {
 		return errors.Join(fmt.Errorf("tell systemd: %w", err), d.Close())
 	}
 	return d.Serve(ctx)
+}
+
+// sayDoors tells what clients over TCP need.
+func sayDoors(w io.Writer, d forkd.Doors) {
+	if d.Insecure {
+		fmt.Fprintln(w, "agentrun: WARNING: --insecure-http: whoever is on the way can read API keys and everything else, and use them")
+	}
+	if d.CAFile != "" {
+		fmt.Fprintf(w, "agentrun: clients know this node by %s (%s), SHA-256 %s\n", d.CAFile, envCAFile, d.Fingerprint)
+	}
+	if d.FirstKey != "" {
+		fmt.Fprintf(w, "agentrun: the first API key, of an admin; it is shown once: %s\n", d.FirstKey)
+	}
 }
 
 // defaultCapacity leaves a fifth of the machine to others.

@@ -130,7 +130,9 @@ var importRules = map[string][]string{
 
 	"api/rest":        {},
 	"internal/client": {"api/rest"},
-	"internal/server": {"api/rest", "internal/guestrpc", "internal/sandbox"},
+	"internal/access": {"internal/journal", "internal/sandbox"},
+	"internal/audit":  {},
+	"internal/server": {"api/rest", "internal/access", "internal/audit", "internal/guestrpc", "internal/sandbox"},
 
 	"internal/layer":    {"internal/guestmem"},
 	"internal/snapshot": {"internal/layer", "internal/seal"},

@@ -1,10 +1,12 @@
 // Package client speaks to a daemon over its REST API, on a Unix socket or over
-// HTTP with a token. Errors of the daemon are *Error.
+// HTTPS with an API key. Errors of the daemon are *Error.
 package client
 
 import (
 	"bytes"
 	"context"
+	"crypto/tls"
+	"crypto/x509"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -12,16 +14,21 @@ import (
 	"net"
 	"net/http"
 	"net/url"
+	"os"
 	"strings"
 
 	"agentrun.dev/api/rest"
 )
 
-// Config says where the daemon is: a socket, or a URL and a token.
+// Config says where the daemon is: a socket, or a URL and a key.
 type Config struct {
 	Socket string
 	URL    string
-	Token  string
+	// Key is an API key, or the token of a sandbox. On a socket none is needed.
+	Key string
+	// CAFile has the certificates that the daemon's is to be signed by, in PEM;
+	// empty is those that this machine trusts.
+	CAFile string
 	// Namespace is that of all calls; empty is default.
 	Namespace string
 }
@@ -30,13 +37,13 @@ type Config struct {
 type Client struct {
 	http  *http.Client
 	base  string
-	token string
+	key   string
 	space string
 }
 
 // New makes a client. It connects with the first call.
 func New(cfg Config) (*Client, error) {
-	c := &Client{base: strings.TrimSuffix(cfg.URL, "/"), token: cfg.Token, space: "/v1/namespaces/default"}
+	c := &Client{base: strings.TrimSuffix(cfg.URL, "/"), key: cfg.Key, space: "/v1/namespaces/default"}
 	if cfg.Namespace != "" {
 		c.space = "/v1/namespaces/" + url.PathEscape(cfg.Namespace)
 	}
@@ -44,6 +51,16 @@ func New(cfg Config) (*Client, error) {
 	// Many streams may be open at once, all to one host.
 	transport.MaxIdleConnsPerHost = 64
 	c.http = &http.Client{Transport: transport}
+	if strings.ContainsFunc(cfg.Key, unprintable) {
+		return nil, errors.New("the API key has spaces or other characters that no key has")
+	}
+	if cfg.CAFile != "" {
+		pool, err := authorities(cfg.CAFile)
+		if err != nil {
+			return nil, err
+		}
+		transport.TLSClientConfig = &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: pool}
+	}
 	if cfg.Socket != "" {
 		if cfg.URL != "" {
 			return nil, errors.New("a daemon has a socket or a URL, not both")
@@ -60,6 +77,21 @@ func New(cfg Config) (*Client, error) {
 		return nil, fmt.Errorf("%q is not the http or https URL of a daemon", cfg.URL)
 	}
 	return c, nil
+}
+
+func unprintable(r rune) bool { return r <= ' ' || r > '~' }
+
+// authorities reads the certificates that are trusted instead of this machine's.
+func authorities(file string) (*x509.CertPool, error) {
+	data, err := os.ReadFile(file)
+	if err != nil {
+		return nil, fmt.Errorf("read the certificates to trust: %w", err)
+	}
+	pool := x509.NewCertPool()
+	if !pool.AppendCertsFromPEM(data) {
+		return nil, fmt.Errorf("read the certificates to trust: %s has none in PEM", file)
+	}
+	return pool, nil
 }
 
 // Close lets go of connections that nobody uses.
@@ -131,10 +163,14 @@ func (c *Client) send(ctx context.Context, q call) (*http.Response, error) {
 	if body != nil {
 		r.Header.Set("Content-Type", kind)
 	}
-	if c.token != "" {
-		r.Header.Set("Authorization", "Bearer "+c.token)
+	if c.key != "" {
+		r.Header.Set("Authorization", "Bearer "+c.key)
 	}
 	res, err := c.http.Do(r)
+	var untrusted x509.UnknownAuthorityError
+	if errors.As(err, &untrusted) {
+		return nil, fmt.Errorf("speak to the daemon: %w. If it made its certificate itself, name its ca.pem (AGENTRUN_CA_FILE)", err)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("speak to the daemon: %w", err)
 	}

@@ -5,7 +5,6 @@ package forkd
 
 import (
 	"context"
-	"crypto/rand"
 	"crypto/sha256"
 	"encoding/hex"
 	"errors"
@@ -20,6 +19,8 @@ import (
 	"sync"
 	"time"
 
+	"agentrun.dev/internal/access"
+	"agentrun.dev/internal/audit"
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/folder"
 	"agentrun.dev/internal/engine/microvm"
@@ -45,6 +46,10 @@ type Config struct {
 	Listen string
 	// Advertise is what others reach that address by; empty is the address.
 	Advertise string
+	// TLSCert and TLSKey are files for that address; without them the daemon
+	// makes its own. InsecureHTTP serves it without TLS.
+	TLSCert, TLSKey string
+	InsecureHTTP    bool
 	// Capacity is how much memory sandboxes may reserve together, in bytes.
 	Capacity uint64
 	// KeyFile has the key that seals secrets; empty is one in the state folder. It
@@ -57,23 +62,24 @@ type Config struct {
 // Names in the state folder.
 const (
 	socketName = "socket"
-	tokenName  = "token"
 	keyName    = "secrets.key"
+	tlsName    = "tls"
+	auditName  = "audit"
 )
 
 // Socket is the path of the daemon's socket in a state folder.
 func Socket(dir string) string { return filepath.Join(dir, socketName) }
-
-// TokenFile is the path of the token that TCP clients need.
-func TokenFile(dir string) string { return filepath.Join(dir, tokenName) }
 
 // Daemon is an open daemon.
 type Daemon struct {
 	cfg     Config
 	engine  engine.Engine
 	manager *sandbox.Manager
+	access  *access.Store
+	audit   *audit.Log
 	servers []*http.Server
 	sockets []net.Listener
+	doors   Doors
 }
 
 // Open takes over what an earlier daemon has left and begins to listen.
@@ -105,6 +111,15 @@ func Open(ctx context.Context, cfg Config) (_ *Daemon, err error) {
 		Dir: cfg.Dir, Engine: d.engine, Boot: boot, Capacity: cfg.Capacity, Key: key, Log: cfg.Log,
 		Reserve: func(ram uint64) uint64 { return pick.Reserve(cfg.Engine, ram) },
 		Builder: &template.Builder{Engine: d.engine, Images: cfg.Images, Pull: cfg.Pull, PlainRoots: cfg.Engine == pick.GVisor},
+	})
+	if err != nil {
+		return nil, err
+	}
+	if d.access, err = access.Open(d.manager.Journal()); err != nil {
+		return nil, err
+	}
+	d.audit, err = audit.Open(audit.Config{
+		Dir: filepath.Join(cfg.Dir, auditName), Failed: func(err error) { cfg.Log.Error("the audit log", "error", err) },
 	})
 	if err != nil {
 		return nil, err
@@ -154,51 +169,28 @@ func (d *Daemon) listen(ctx context.Context) error {
 		return fmt.Errorf("listen: %w", err)
 	}
 	if d.cfg.Listen == "" {
-		d.serve(server.LocalUser, "")
+		d.serve("")
 		return nil
 	}
-	if err := makeToken(TokenFile(d.cfg.Dir)); err != nil {
+	if l, err = d.listenTCP(ctx); err != nil {
 		return err
-	}
-	authenticate, err := server.Token(TokenFile(d.cfg.Dir))
-	if err != nil {
-		return err
-	}
-	if l, err = lc.Listen(ctx, "tcp", d.cfg.Listen); err != nil {
-		return fmt.Errorf("listen on %s: %w", d.cfg.Listen, err)
 	}
 	d.sockets = append(d.sockets, l)
 	endpoint := d.cfg.Advertise
 	if endpoint == "" {
 		endpoint = l.Addr().String()
 	}
-	d.serve(server.LocalUser, endpoint)
-	d.serve(authenticate, endpoint)
+	d.serve(endpoint)
+	d.serve(endpoint)
 	return nil
 }
 
 // serve makes the server of the next socket.
-func (d *Daemon) serve(authenticate func(*http.Request) (server.Principal, error), endpoint string) {
+func (d *Daemon) serve(endpoint string) {
 	h := server.New(server.Config{
-		Service: d.manager, Authenticate: authenticate, Version: d.cfg.Version, Endpoint: endpoint, Log: d.cfg.Log,
+		Service: d.manager, Access: d.access, Audit: d.audit, Version: d.cfg.Version, Endpoint: endpoint, Log: d.cfg.Log,
 	})
 	d.servers = append(d.servers, server.HTTP(h, d.cfg.Log))
-}
-
-// makeToken makes a token if there is none yet.
-func makeToken(path string) error {
-	f, err := os.OpenFile(path, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600)
-	if errors.Is(err, fs.ErrExist) {
-		return nil
-	}
-	if err != nil {
-		return fmt.Errorf("make a token: %w", err)
-	}
-	_, err = fmt.Fprintln(f, rand.Text())
-	if err = errors.Join(err, f.Sync(), f.Close()); err != nil {
-		return errors.Join(fmt.Errorf("make a token: %w", err), os.Remove(path))
-	}
-	return nil
 }
 
 // Addresses are those that the daemon serves on.
@@ -255,6 +247,12 @@ func (d *Daemon) close() error {
 		if err := l.Close(); err != nil && !errors.Is(err, net.ErrClosed) {
 			errs = append(errs, err)
 		}
+	}
+	if d.audit != nil {
+		errs = append(errs, d.audit.Close())
+	}
+	if d.access != nil {
+		d.access.Close()
 	}
 	if d.manager != nil {
 		errs = append(errs, d.manager.Close())

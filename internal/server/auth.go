@@ -1,10 +1,7 @@
 package server
 
 import (
-	"bytes"
 	"context"
-	"crypto/sha256"
-	"crypto/subtle"
 	"errors"
 	"fmt"
 	"net"
@@ -14,11 +11,9 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"agentrun.dev/internal/access"
 	"agentrun.dev/internal/sandbox"
 )
-
-// Principal is who makes a request.
-type Principal struct{ Name string }
 
 // Codes of refusals that sandboxes have no part in.
 const (
@@ -29,61 +24,58 @@ const (
 	codeTooLarge        sandbox.Code = "too_large"
 	codeMedia           sandbox.Code = "unsupported_media_type"
 	codeTimeout         sandbox.Code = "timeout"
+	codeAudit           sandbox.Code = "audit_failed"
 )
 
-// minToken is the shortest token that is taken: 128 bits in base64.
-const minToken = 22
-
-// Token takes requests with the bearer token that a file holds, which nobody
-// but its owner may be able to read.
-func Token(file string) (func(*http.Request) (Principal, error), error) {
-	f, err := os.Open(file)
+// authenticate says who makes a request: whose key or token it has, or, if it
+// has none, which user is at the other end of the socket.
+func (a *api) authenticate(r *http.Request) (access.Principal, error) {
+	given := r.Header["Authorization"]
+	if len(given) == 0 {
+		return localUser(r)
+	}
+	text, ok := strings.CutPrefix(given[0], "Bearer ")
+	if !ok || len(given) > 1 {
+		return access.Principal{}, sandbox.Errorf(codeUnauthenticated, "the Authorization header is not understood").
+			Try("Send `Authorization: Bearer KEY`, once")
+	}
+	p, err := a.identify(text)
 	if err != nil {
-		return nil, fmt.Errorf("read the token: %w", err)
+		e := sandbox.Errorf(codeUnauthenticated, "the API key or token is not valid").Because("%v", err)
+		return access.Principal{}, e.Try("`agentrun key create` on the node makes a key")
 	}
-	defer f.Close()
-	info, err := f.Stat()
-	if err != nil {
-		return nil, fmt.Errorf("read the token: %w", err)
-	}
-	if info.Mode().Perm()&0o077 != 0 {
-		return nil, fmt.Errorf("read the token: others may read %s (mode %04o). Run `chmod 600 %s`", file, info.Mode().Perm(), file)
-	}
-	token, err := os.ReadFile(file)
-	if err != nil {
-		return nil, fmt.Errorf("read the token: %w", err)
-	}
-	token = bytes.TrimSpace(token)
-	if len(token) < minToken {
-		return nil, fmt.Errorf("read the token: %s has fewer than %d characters. Put a random one there", file, minToken)
-	}
-	// Digests have one length, so that the comparison does not tell the token's.
-	want := sha256.Sum256(token)
-	return func(r *http.Request) (Principal, error) {
-		given, ok := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
-		if !ok {
-			return Principal{}, sandbox.Errorf(codeUnauthenticated, "the request has no token").
-				Try("Send it as `Authorization: Bearer TOKEN`")
-		}
-		if got := sha256.Sum256([]byte(given)); subtle.ConstantTimeCompare(got[:], want[:]) != 1 {
-			return Principal{}, sandbox.Errorf(codeUnauthenticated, "the token is not valid")
-		}
-		return Principal{Name: "token"}, nil
-	}, nil
+	return p, nil
 }
 
-// LocalUser takes requests that come over a Unix socket from the user that the
+func (a *api) identify(text string) (access.Principal, error) {
+	if !access.IsToken(text) {
+		return a.Access.Find(text)
+	}
+	id, err := a.Access.Sandbox(text)
+	if err != nil {
+		return access.Principal{}, err
+	}
+	s, err := a.Service.SandboxByID(id)
+	if err != nil {
+		return access.Principal{}, errors.New("its sandbox has ended")
+	}
+	return access.OfSandbox(s), nil
+}
+
+// localUser takes requests that come over a Unix socket from the user that the
 // daemon runs as, or from root.
-func LocalUser(r *http.Request) (Principal, error) {
+func localUser(r *http.Request) (access.Principal, error) {
 	uid, ok := r.Context().Value(peerKey).(uint32)
 	if !ok {
-		return Principal{}, sandbox.Errorf(codeUnauthenticated, "the request did not come over the Unix socket")
+		return access.Principal{}, sandbox.Errorf(codeUnauthenticated, "the request has no API key").
+			Try("Send it as `Authorization: Bearer KEY`; `agentrun key create` on the node makes one")
 	}
+	name := fmt.Sprintf("uid:%d", uid)
 	if uid != 0 && int(uid) != os.Geteuid() {
-		return Principal{}, sandbox.Errorf(codeDenied, "user %d may not use this socket", uid).
+		return access.Principal{Name: name}, sandbox.Errorf(codeDenied, "user %d may not use this socket", uid).
 			Because("it is for user %d", os.Geteuid())
 	}
-	return Principal{Name: fmt.Sprintf("uid:%d", uid)}, nil
+	return access.Local(name), nil
 }
 
 // withPeer notes which user is at the other end of a Unix socket.

@@ -177,7 +177,7 @@ func TestClientCutOff(t *testing.T) {
 		_, _ = w.Write([]byte(answer))
 	}))
 	defer srv.Close()
-	c, err := client.New(client.Config{URL: srv.URL + "/", Token: "t", Namespace: "other"})
+	c, err := client.New(client.Config{URL: srv.URL + "/", Key: "t", Namespace: "other"})
 	if err != nil {
 		t.Fatal(err)
 	}

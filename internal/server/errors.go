@@ -43,6 +43,7 @@ var statuses = map[sandbox.Code]int{
 	sandbox.CodeCapacity:      http.StatusServiceUnavailable,
 	sandbox.CodeNotReady:      http.StatusServiceUnavailable,
 	sandbox.CodeClosing:       http.StatusServiceUnavailable,
+	codeAudit:                 http.StatusServiceUnavailable,
 	codeExhausted:             http.StatusInsufficientStorage,
 	codeTimeout:               http.StatusRequestTimeout,
 	codeUnavailable:           http.StatusBadGateway,

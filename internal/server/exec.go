@@ -22,7 +22,16 @@ func (a *api) use(ctx context.Context, namespace, name string) (*sandbox.Use, er
 	if err != nil {
 		return nil, err
 	}
-	return a.Service.Use(ctx, k)
+	u, err := a.Service.Use(ctx, k)
+	if err != nil {
+		return nil, err
+	}
+	// The name may have gone to another sandbox since the request was authorised.
+	if only := principalIn(ctx).Sandbox; only != "" && u.Sandbox.ID != only {
+		u.Done()
+		return nil, sandbox.NotFound(sandbox.KindSandbox, k)
+	}
+	return u, nil
 }
 
 // inside serves a route that is answered with nothing but success.

@@ -22,6 +22,8 @@ import (
 	"github.com/getkin/kin-openapi/routers/gorillamux"
 
 	"agentrun.dev/api/rest"
+	"agentrun.dev/internal/access"
+	"agentrun.dev/internal/audit"
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/sandbox/sandboxtest"
@@ -65,6 +67,8 @@ type node struct {
 	builder *builder
 	workdir string
 	socket  string
+	access  *access.Store
+	audit   string // its folder
 	client  *http.Client
 	router  routers.Router
 	spec    *openapi3.T
@@ -87,7 +91,15 @@ func newNode(t testing.TB, change ...func(*Config)) *node {
 	if err != nil {
 		t.Fatal(err)
 	}
-	cfg := Config{Service: n.manager, Authenticate: LocalUser, Version: "test", Log: quiet}
+	if n.access, err = access.Open(n.manager.Journal()); err != nil {
+		t.Fatal(err)
+	}
+	n.audit = t.TempDir()
+	trail, err := audit.Open(audit.Config{Dir: n.audit, Failed: func(err error) { t.Error(err) }})
+	if err != nil {
+		t.Fatal(err)
+	}
+	cfg := Config{Service: n.manager, Access: n.access, Audit: trail, Version: "test", Log: quiet}
 	for _, c := range change {
 		c(&cfg)
 	}
@@ -109,7 +121,8 @@ func newNode(t testing.TB, change ...func(*Config)) *node {
 		if err := <-served; !errors.Is(err, http.ErrServerClosed) {
 			t.Error(err)
 		}
-		if err := n.manager.Close(); err != nil {
+		n.access.Close()
+		if err := errors.Join(trail.Close(), n.manager.Close()); err != nil {
 			t.Error(err)
 		}
 	})

@@ -8,7 +8,6 @@ import (
 	"io"
 	"log/slog"
 	"net/http"
-	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"slices"
@@ -94,6 +93,63 @@ func TestHostileBodies(t *testing.T) {
 			}
 		})
 	}
+}
+
+// TestHostileEverywhere: whatever is wrong with a body or a query is refused in
+// every route that takes one, those that come later included.
+func TestHostileEverywhere(t *testing.T) {
+	n := newNode(t)
+	n.setUp()
+	n.claim("a")
+	bodies := map[string]struct {
+		text, kind string
+		status     int
+		code       string
+	}{
+		"no JSON":        {"key: value", "application/json", 400, "invalid"},
+		"half":           {`{"a":`, "application/json", 400, "invalid"},
+		"a list":         {`[]`, "application/json", 400, "invalid"},
+		"a number":       {`7`, "application/json", 400, "invalid"},
+		"unknown field":  {`{"nope":1}`, "application/json", 400, "invalid"},
+		"nested":         {strings.Repeat(`{"a":`, 1<<16), "application/json", 400, "invalid"},
+		"a raw NUL":      {"{\"a\x00\":1}", "application/json", 400, "invalid"},
+		"not UTF-8":      {"{\"\xff\":1}", "application/json", 400, "invalid"},
+		"a form":         {"a=b", "application/x-www-form-urlencoded", 415, "unsupported_media_type"},
+		"no type":        {"{}", "", 415, "unsupported_media_type"},
+		"a broken type":  {"{}", "application/json; charset", 415, "unsupported_media_type"},
+		"larger than is": {`{"` + strings.Repeat("x", maxCodeBody) + `":1}`, "application/json", 413, "too_large"},
+	}
+	good := strings.NewReplacer("{namespace}", "default", "{name}", "a", "{id}", "x")
+	takesBody, takesQuery := 0, 0
+	operations(n.spec, func(method, path string, op *openapi3.Operation, item *openapi3.PathItem) {
+		if op.RequestBody != nil && op.RequestBody.Value.Content["application/json"] != nil {
+			takesBody++
+			for name, c := range bodies {
+				r := n.request(method, good.Replace(path), c.text)
+				r.Header.Set("Content-Type", c.kind)
+				res := n.send(r)
+				if e := as[rest.Error](res); res.status != c.status || string(e.Code) != c.code || len(e.Message+e.Cause) > 400 {
+					t.Errorf("%s, %s: %d %s", op.OperationID, name, res.status, res.body)
+				}
+			}
+		}
+		for _, p := range append(slices.Clone(item.Parameters), op.Parameters...) {
+			if p.Value.In != "query" {
+				continue
+			}
+			takesQuery++
+			for name, value := range map[string]string{"NUL": "%00", "not UTF-8": "%ff", "an escape": "%zz", "twice": "1&" + p.Value.Name + "=1"} {
+				r := n.request(method, good.Replace(path)+"?"+p.Value.Name+"="+value, nil)
+				if e := as[rest.Error](n.send(r)); e.Code != rest.ErrorCodeInvalid {
+					t.Errorf("%s, %s with %s: %+v", op.OperationID, p.Value.Name, name, e)
+				}
+			}
+		}
+	})
+	if takesBody < 13 || takesQuery < 30 {
+		t.Errorf("%d routes with bodies, %d parameters", takesBody, takesQuery)
+	}
+	n.do("GET", v1+"/sandboxes/a", nil).ok(200)
 }
 
 // operations calls f with every route that is described.
@@ -282,76 +338,6 @@ func TestBigHeader(t *testing.T) {
 	if res.StatusCode != http.StatusRequestHeaderFieldsTooLarge {
 		t.Errorf("answered %d", res.StatusCode)
 	}
-}
-
-// TestToken: only the right token, from a file that only its owner reads.
-func TestToken(t *testing.T) {
-	file := filepath.Join(t.TempDir(), "token")
-	const token = "0123456789abcdef0123456789"
-	write := func(text string, mode os.FileMode) {
-		t.Helper()
-		if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
-			t.Fatal(err)
-		}
-		if err := os.Chmod(file, mode); err != nil {
-			t.Fatal(err)
-		}
-	}
-	if _, err := Token(file); err == nil {
-		t.Error("no file")
-	}
-	write(token, 0o644)
-	if _, err := Token(file); err == nil || strings.Contains(err.Error(), token) {
-		t.Errorf("others may read it: %v", err)
-	}
-	write("short", 0o600)
-	if _, err := Token(file); err == nil {
-		t.Error("a short token")
-	}
-	write(token+"\n", 0o600)
-	authenticate, err := Token(file)
-	if err != nil {
-		t.Fatal(err)
-	}
-	var logged lockedLog
-	n := newNode(t, func(c *Config) {
-		c.Authenticate = authenticate
-		c.Log = slog.New(slog.NewTextHandler(&logged, nil))
-	})
-	for _, bad := range []string{"", "Bearer", "Bearer ", "Bearer x", "Bearer " + token[:25], "Bearer " + token + "0", "Bearer " + token + " ", "bearer " + token, "Basic " + token, token} {
-		r := n.request("GET", v1+"/pools", nil)
-		if bad != "" {
-			r.Header.Set("Authorization", bad)
-		}
-		res := n.send(r)
-		// A space at the end is not a part of the header's value.
-		if bad == "Bearer "+token+" " {
-			res.ok(200)
-			continue
-		}
-		res.refused(401, "unauthenticated")
-		if res.header.Get("WWW-Authenticate") != "Bearer" {
-			t.Error("it does not say how")
-		}
-	}
-	// A route that is not there tells nothing to a stranger.
-	n.do("GET", "/nothing", nil).refused(401, "unauthenticated")
-	n.do("GET", v1+"/pools?x=secretly", nil, "Authorization", "Bearer "+token).refused(400, "invalid")
-	n.do("GET", v1+"/pools", nil, "Authorization", "Bearer "+token, "X-Request-Id", "mine").ok(200)
-	n.client.CloseIdleConnections()
-	n.eventually(func() bool { return strings.Contains(logged.String(), "request=mine") })
-	if l := logged.String(); strings.Contains(l, token) || strings.Contains(l, "secretly") || !strings.Contains(l, "principal=token") || !strings.Contains(l, "status=401") {
-		t.Errorf("%s", l)
-	}
-}
-
-// TestLocalUser: only who is at the other end of a Unix socket is let in.
-func TestLocalUser(t *testing.T) {
-	if _, err := LocalUser(httptest.NewRequestWithContext(t.Context(), "GET", "/", nil)); !sandbox.HasCode(err, codeUnauthenticated) {
-		t.Errorf("over no socket: %v", err)
-	}
-	n := newNode(t)
-	n.do("GET", "/v1/version", nil).ok(200)
 }
 
 // panics is a service with a defect.

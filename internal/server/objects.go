@@ -214,7 +214,16 @@ func (a *api) ForkSandbox(w http.ResponseWriter, r *http.Request, namespace, nam
 		noteReplay(w, replayed)
 		return f, err
 	}()
-	a.answer(w, r, http.StatusCreated, showFork(f), err)
+	shown := showFork(f)
+	if err == nil {
+		made(r, "forks/"+string(f.Name))
+		for i, c := range f.Children {
+			if c.ID != "" {
+				shown.Children[i].Token = a.Access.Token(c.ID)
+			}
+		}
+	}
+	a.answer(w, r, http.StatusCreated, shown, err)
 }
 
 // maxIdempotencyKey is the length of the longest key.

@@ -53,12 +53,23 @@ func (a *api) CreateSandbox(w http.ResponseWriter, r *http.Request, namespace st
 		noteReplay(w, replayed)
 		return s, err
 	}()
-	a.answer(w, r, http.StatusCreated, showSandbox(s), err)
+	shown := showSandbox(s)
+	if err == nil {
+		shown.Token = a.Access.Token(s.ID)
+		made(r, "sandboxes/"+string(s.Name))
+	}
+	a.answer(w, r, http.StatusCreated, shown, err)
 }
 
 // GetSandbox implements rest.ServerInterface.
 func (a *api) GetSandbox(w http.ResponseWriter, r *http.Request, namespace, name string) {
-	a.sandboxVerb(w, r, namespace, name, func(_ context.Context, k sandbox.Key) (sandbox.Sandbox, error) { return a.Service.Sandbox(k) })
+	a.sandboxVerb(w, r, namespace, name, func(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
+		s, err := a.Service.Sandbox(k)
+		if only := principalIn(ctx).Sandbox; err == nil && only != "" && s.ID != only { // see use
+			return sandbox.Sandbox{}, sandbox.NotFound(sandbox.KindSandbox, k)
+		}
+		return s, err
+	})
 }
 
 // DeleteSandbox implements rest.ServerInterface.

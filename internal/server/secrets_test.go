@@ -1,12 +1,13 @@
 package server
 
 import (
-	"net/http"
 	"slices"
 	"strings"
 	"testing"
 
 	"agentrun.dev/api/rest"
+	"agentrun.dev/internal/access"
+	"agentrun.dev/internal/sandbox"
 )
 
 // pool makes a template and a pool without ready sandboxes.
@@ -64,24 +65,22 @@ func TestSecretRoutes(t *testing.T) {
 // TestHolderForks: who claimed with secrets forks, others are refused, and both
 // can see why.
 func TestHolderForks(t *testing.T) {
-	who := "alice"
-	n := newNode(t, func(c *Config) {
-		c.Authenticate = func(*http.Request) (Principal, error) { return Principal{Name: who}, nil }
-	})
+	n := newNode(t)
 	n.pool()
+	bob := n.with(n.key(access.RoleUser, sandbox.DefaultNamespace))
+	n = n.with(n.key(access.RoleUser, sandbox.DefaultNamespace))
 	n.do("PUT", v1+"/secrets/s", rest.SecretValues{StringData: map[string]string{"K": "value-of-k"}}).ok(200)
 	s := as[rest.Sandbox](n.do("POST", v1+"/sandboxes", rest.SandboxCreate{Name: "a", Pool: "p", Secrets: []rest.SecretRef{{Name: "s", Key: "K", Env: "E"}}}).ok(201))
-	if s.SecretsBy != "alice" || !slices.Equal(s.Secrets, []rest.SecretRef{{Name: "s", Key: "K", Env: "E"}}) {
+	alice := s.SecretsBy
+	if !strings.HasPrefix(alice, "key:") || !slices.Equal(s.Secrets, []rest.SecretRef{{Name: "s", Key: "K", Env: "E"}}) {
 		t.Errorf("%+v", s)
 	}
 	ran := as[rest.ExecResult](n.do("POST", v1+"/sandboxes/a/execs", rest.ExecRequest{Shell: "echo $E"}).ok(200))
 	if strings.TrimSpace(ran.Stdout) != "value-of-k" {
 		t.Errorf("%+v", ran)
 	}
-	who = "bob"
-	n.do("POST", v1+"/sandboxes/a/forks", rest.ForkCreate{Name: "f", Replicas: 1}).refused(403, "permission_denied")
-	who = "alice"
-	if f := as[rest.Fork](n.do("POST", v1+"/sandboxes/a/forks", rest.ForkCreate{Name: "f", Replicas: 1}).ok(201)); !f.HoldsSecrets || f.By != "alice" {
+	bob.do("POST", v1+"/sandboxes/a/forks", rest.ForkCreate{Name: "f", Replicas: 1}).refused(403, "permission_denied")
+	if f := as[rest.Fork](n.do("POST", v1+"/sandboxes/a/forks", rest.ForkCreate{Name: "f", Replicas: 1}).ok(201)); !f.HoldsSecrets || f.By != alice {
 		t.Errorf("%+v", f)
 	}
 	for _, bad := range []rest.SecretRef{{Name: "s"}, {Name: "../s", Key: "K"}, {Name: "s", Key: "K", Env: "a b"}} {

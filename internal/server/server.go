@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"agentrun.dev/api/rest"
+	"agentrun.dev/internal/access"
 	"agentrun.dev/internal/sandbox"
 )
 
@@ -36,6 +37,7 @@ type Service interface {
 	Claim(ctx context.Context, k sandbox.Key, spec sandbox.ClaimSpec) (sandbox.Sandbox, error)
 	ClaimOnce(ctx context.Context, once sandbox.Once, k sandbox.Key, spec sandbox.ClaimSpec) (sandbox.Sandbox, bool, error)
 	Sandbox(k sandbox.Key) (sandbox.Sandbox, error)
+	SandboxByID(id sandbox.ID) (sandbox.Sandbox, error)
 	Sandboxes(n sandbox.Namespace, p sandbox.Page, ended bool) ([]sandbox.Sandbox, error)
 	Pause(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error)
 	Resume(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error)
@@ -65,8 +67,9 @@ var _ Service = (*sandbox.Manager)(nil)
 // Config is what a server works with.
 type Config struct {
 	Service Service
-	// Authenticate says who makes a request; an error refuses it.
-	Authenticate func(*http.Request) (Principal, error)
+	// Access knows keys and tokens, Audit keeps what is done with them.
+	Access *access.Store
+	Audit  Auditor
 	// Version is the daemon's, Endpoint where others reach it.
 	Version, Endpoint string
 	Log               *slog.Logger
@@ -87,7 +90,10 @@ const (
 )
 
 // api implements the routes.
-type api struct{ Config }
+type api struct {
+	Config
+	strangers throttle
+}
 
 var _ rest.ServerInterface = (*api)(nil)
 
@@ -99,7 +105,7 @@ func New(cfg Config) http.Handler {
 	if cfg.StallTimeout == 0 {
 		cfg.StallTimeout = stallTimeout
 	}
-	a := &api{cfg}
+	a := &api{Config: cfg}
 	mux := http.NewServeMux()
 	rest.HandlerWithOptions(a, rest.StdHTTPServerOptions{
 		BaseRouter: mux,
@@ -129,16 +135,20 @@ type contextKey int
 const (
 	principalKey contextKey = iota
 	peerKey
+	recordKey
 )
 
-func principalOf(r *http.Request) Principal {
-	p, _ := r.Context().Value(principalKey).(Principal)
+func principalOf(r *http.Request) access.Principal { return principalIn(r.Context()) }
+
+func principalIn(ctx context.Context) access.Principal {
+	p, _ := ctx.Value(principalKey).(access.Principal)
 	return p
 }
 
 var requestID = regexp.MustCompile(`^[A-Za-z0-9_-]{1,64}$`)
 
-// serve is around every request: id, log, panics, who it is, where it goes.
+// serve is around every request: id, logs, panics, who it is, what it may, where
+// it goes.
 func (a *api) serve(mux *http.ServeMux, w http.ResponseWriter, r *http.Request) {
 	id := r.Header.Get("X-Request-Id")
 	if !requestID.MatchString(id) {
@@ -147,7 +157,9 @@ func (a *api) serve(mux *http.ServeMux, w http.ResponseWriter, r *http.Request) 
 	w.Header().Set("X-Request-Id", id)
 	rec := &recorder{ResponseWriter: w}
 	start := time.Now()
-	var who Principal
+	_, pattern := mux.Handler(r)
+	about := findTarget(pattern, r.URL.Path)
+	audited := newRecord(r, id, about)
 	defer func() {
 		p := recover()
 		err, _ := p.(error)
@@ -162,20 +174,33 @@ func (a *api) serve(mux *http.ServeMux, w http.ResponseWriter, r *http.Request) 
 			a.fail(rec, r, sandbox.Errorf(sandbox.CodeInternal, "the daemon has a defect").Try("Report it with the request id %s", id))
 		}
 		// Neither the query nor a header: paths and tokens are the client's matter.
-		a.Log.Info("request", "request", id, "principal", who.Name, "method", r.Method, "path", r.URL.Path,
+		a.Log.Info("request", "request", id, "principal", audited.event.Principal, "method", r.Method, "path", r.URL.Path,
 			"status", rec.status, "bytes", rec.bytes, "duration", time.Since(start))
+		a.end(audited, rec.status)
 		if rec.status == statusCutOff {
 			panic(http.ErrAbortHandler)
 		}
 	}()
-	who, err := a.Authenticate(r)
+	who, err := a.authenticate(r)
+	audited.event.Principal = who.Name
 	if err != nil {
+		audited.denied = true
 		a.fail(rec, r, err)
 		return
 	}
-	ctx := sandbox.WithPrincipal(r.Context(), sandbox.Principal(who.Name))
-	r = r.WithContext(context.WithValue(ctx, principalKey, who))
-	if err := checkURL(mux, r); err != nil {
+	ctx, cancel := whileValid(sandbox.WithPrincipal(r.Context(), sandbox.Principal(who.Name)), who)
+	defer cancel()
+	r = r.WithContext(context.WithValue(ctx, recordKey, audited))
+	if err := checkURL(mux, pattern, r); err != nil {
+		a.fail(rec, r, err)
+		return
+	}
+	if err := a.authorise(who, about); err != nil {
+		audited.denied = true
+		a.fail(rec, r, err)
+		return
+	}
+	if err := a.begin(audited, about); err != nil {
 		a.fail(rec, r, err)
 		return
 	}
@@ -186,13 +211,12 @@ func (a *api) serve(mux *http.ServeMux, w http.ResponseWriter, r *http.Request) 
 const statusCutOff = 599
 
 // checkURL refuses what has no route, and what only has one in another form.
-func checkURL(mux *http.ServeMux, r *http.Request) error {
+func checkURL(mux *http.ServeMux, pattern string, r *http.Request) error {
 	// Names and ids need no escapes, so nothing can hide in one.
 	if r.URL.Path != r.URL.EscapedPath() || path.Clean(r.URL.Path) != r.URL.Path {
 		return sandbox.Errorf(sandbox.CodeInvalid, "the path of the URL is not valid").
 			Because("it has escapes, empty or relative parts").Try("Paths of files go into the query, as `path`")
 	}
-	_, pattern := mux.Handler(r)
 	if pattern == "" {
 		for _, method := range []string{http.MethodGet, http.MethodPut, http.MethodPost, http.MethodPatch, http.MethodDelete} {
 			other := *r
@@ -244,8 +268,9 @@ func (a *api) GetVersion(w http.ResponseWriter, r *http.Request) {
 }
 
 // trimmed shortens untrusted text in an error.
-func trimmed(s string) string {
-	const most = 80
+func trimmed(s string) string { return trimmedTo(s, 80) }
+
+func trimmedTo(s string, most int) string {
 	if len(s) > most {
 		s = s[:most] + "..."
 	}

@@ -52,6 +52,8 @@ func TestScripts(t *testing.T) {
 		Cmds: map[string]func(*testscript.TestScript, bool, []string){
 			"until":   waitFor,
 			"new-key": newKey,
+			"grab":    grab,
+			"server":  findServer,
 		},
 		RequireExplicitExec: true,
 	})
@@ -112,6 +114,37 @@ func waitFor(ts *testscript.TestScript, neg bool, args []string) {
 			ts.Fatalf("%s never said %q; it last said %q (%v)", strings.Join(args[1:], " "), args[0], out, err)
 		}
 	}
+}
+
+// grab sets a variable to what the first group of an expression matches in a file:
+//
+//	grab NAME REGEXP FILE
+func grab(ts *testscript.TestScript, neg bool, args []string) {
+	if neg || len(args) != 3 {
+		ts.Fatalf("usage: grab NAME REGEXP FILE")
+	}
+	want, err := regexp.Compile(args[1])
+	ts.Check(err)
+	found := want.FindStringSubmatch(ts.ReadFile(args[2]))
+	if len(found) != 2 {
+		ts.Fatalf("%s has no %s", args[2], args[1])
+	}
+	ts.Setenv(args[0], found[1])
+}
+
+// findServer sets SERVER to the URL that a daemon says it serves on:
+//
+//	server LOG [SCHEME]
+func findServer(ts *testscript.TestScript, neg bool, args []string) {
+	if neg || len(args) < 1 || len(args) > 2 {
+		ts.Fatalf("usage: server LOG [SCHEME]")
+	}
+	scheme := "https"
+	if len(args) == 2 {
+		scheme = args[1]
+	}
+	grab(ts, false, []string{"SERVER", `serving on (127\.0\.0\.1:\d+)`, args[0]})
+	ts.Setenv("SERVER", scheme+"://"+ts.Getenv("SERVER"))
 }
 
 // pythonImage packs this machine's Python into an image, as docker save would.

@@ -207,6 +207,8 @@ func (s *handle) set(key, value string) error {
 	return nil
 }
 
+func (s *handle) Park(ctx context.Context) error { return s.Pause(ctx) }
+
 func (s *handle) Pause(context.Context) error {
 	defer s.host.hook()()
 	s.host.mu.Lock()

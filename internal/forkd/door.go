@@ -1,0 +1,81 @@
+package forkd
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"net"
+	"path/filepath"
+
+	"agentrun.dev/internal/access"
+)
+
+// Doors is what people need to know to come in over TCP.
+type Doors struct {
+	// FirstKey is the admin's key that was made just now; it is known nowhere
+	// else, and empty if there was one before.
+	FirstKey string
+	// CAFile and Fingerprint are of the authority that the daemon made itself;
+	// empty if it was given a certificate, or serves without one.
+	CAFile, Fingerprint string
+	// Insecure says that there is no TLS.
+	Insecure bool
+}
+
+// Doors tells how the daemon is reached over TCP.
+func (d *Daemon) Doors() Doors { return d.doors }
+
+// listenTCP opens the TCP address, with TLS unless that was ruled out.
+func (d *Daemon) listenTCP(ctx context.Context) (_ net.Listener, err error) {
+	cfg := d.cfg
+	if (cfg.TLSCert == "") != (cfg.TLSKey == "") {
+		return nil, errors.New("a TLS certificate needs its key, and a key its certificate: give both or none")
+	}
+	if cfg.InsecureHTTP && cfg.TLSCert != "" {
+		return nil, errors.New("a TLS certificate and no TLS were asked for: leave one out")
+	}
+	var lc net.ListenConfig
+	l, err := lc.Listen(ctx, "tcp", cfg.Listen)
+	if err != nil {
+		return nil, fmt.Errorf("listen on %s: %w", cfg.Listen, err)
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, l.Close())
+		}
+	}()
+	settings, err := d.settings(l.Addr())
+	if err != nil {
+		return nil, err
+	}
+	// Last: a key that is made is also shown.
+	if d.doors.FirstKey, _, err = d.access.FirstKey(); err != nil {
+		return nil, err
+	}
+	if settings == nil {
+		return l, nil
+	}
+	return tls.NewListener(l, settings), nil
+}
+
+// settings are those for TLS; nil is none.
+func (d *Daemon) settings(addr net.Addr) (*tls.Config, error) {
+	switch {
+	case d.cfg.InsecureHTTP:
+		d.doors.Insecure = true
+		return nil, nil
+	case d.cfg.TLSCert != "":
+		return access.Given(d.cfg.TLSCert, d.cfg.TLSKey, func(err error) { d.cfg.Log.Error("the TLS certificate", "error", err) })
+	}
+	authority, err := access.OpenAuthority(filepath.Join(d.cfg.Dir, tlsName))
+	if err != nil {
+		return nil, err
+	}
+	hosts, err := access.Hosts(addr, d.cfg.Advertise)
+	if err != nil {
+		return nil, err
+	}
+	d.doors.CAFile, d.doors.Fingerprint = authority.File, authority.Fingerprint()
+	return authority.Server(hosts)
+}
