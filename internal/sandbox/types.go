@@ -18,6 +18,8 @@ const (
 	KindPool     Kind = "pool"
 	KindSandbox  Kind = "sandbox"
 	KindFork     Kind = "fork"
+	// KindCheckpoint is of what is on disk.
+	KindCheckpoint Kind = "checkpoint"
 )
 
 // Env is environment variables by name.
@@ -212,9 +214,12 @@ type Sandbox struct {
 	// Memory is what it reserves while it has a machine.
 	Memory uint64 `json:"memory"`
 
-	// Parent and Fork are who it was forked from and by which fork.
-	Parent  ID        `json:"parent,omitempty"`
-	Fork    Name      `json:"fork,omitempty"`
+	// Parent is the sandbox that it continues from, Fork or Checkpoint what it was
+	// made by.
+	Parent     ID   `json:"parent,omitempty"`
+	Fork       Name `json:"fork,omitempty"`
+	Checkpoint Name `json:"checkpoint,omitempty"`
+
 	Created time.Time `json:"created"`
 	Ended   time.Time `json:"ended,omitzero"`
 	Reason  Reason    `json:"reason,omitempty"`

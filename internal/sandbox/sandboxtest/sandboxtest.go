@@ -37,6 +37,7 @@ type Host struct {
 	mu        sync.Mutex // protects all following fields
 	processes map[string]*Process
 	failNext  error
+	failWrite error
 }
 
 // Process is a sandbox that runs.
@@ -68,6 +69,13 @@ func (h *Host) FailNext(err error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.failNext = err
+}
+
+// FailCapture makes the next capture of a process fail.
+func (h *Host) FailCapture(err error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.failWrite = err
 }
 
 // Memory is what the process of a folder holds, nil if there is none.
@@ -226,6 +234,10 @@ func (s *handle) Snapshot(_ context.Context, dir string) (*snapshot.Snapshot, er
 	defer s.host.hook()()
 	s.host.mu.Lock()
 	defer s.host.mu.Unlock()
+	if err := s.host.failWrite; err != nil {
+		s.host.failWrite = nil
+		return nil, err
+	}
 	return Capture(dir, s.memory)
 }
 
