@@ -50,12 +50,18 @@ func claimSpec(g rest.SandboxCreate) (s sandbox.ClaimSpec, err error) {
 	if s.Pool, err = sandbox.ParseName(g.Pool); err != nil {
 		return s, err
 	}
-	s.Env, s.Metadata, s.OnTimeout = sandbox.Env(g.Env), g.Metadata, sandbox.TimeoutAction(g.OnTimeout)
-	if s.Timeout, err = parseDuration("timeout", g.Timeout); err != nil {
-		return s, err
-	}
-	s.IdleTimeout, err = parseDuration("idleTimeout", g.IdleTimeout)
+	s.Env, s.Metadata = sandbox.Env(g.Env), g.Metadata
+	s.Lifetime, err = lifetime(g.Timeout, g.IdleTimeout, g.OnTimeout)
 	return s, err
+}
+
+func lifetime(timeout, idle string, action rest.OnTimeout) (l sandbox.Lifetime, err error) {
+	l.OnTimeout = sandbox.TimeoutAction(action)
+	if l.Timeout, err = parseDuration("timeout", timeout); err != nil {
+		return l, err
+	}
+	l.IdleTimeout, err = parseDuration("idleTimeout", idle)
+	return l, err
 }
 
 func showDuration(d time.Duration) string {
@@ -122,7 +128,7 @@ func showSandbox(s sandbox.Sandbox) rest.Sandbox {
 		Namespace: string(s.Namespace), Name: string(s.Name), Id: string(s.ID), State: rest.SandboxState(s.State),
 		Pool: string(s.Pool), Template: string(s.Template), Revision: s.Revision, Engine: s.Engine,
 		Metadata: s.Metadata, Workdir: s.Workdir, User: s.User, Memory: int64(s.Memory),
-		Parent: string(s.Parent), Fork: string(s.Fork), Created: s.Created, Ended: showTime(s.Ended),
+		Parent: string(s.Parent), Fork: string(s.Fork), Checkpoint: string(s.Checkpoint), Created: s.Created, Ended: showTime(s.Ended),
 		Reason: rest.SandboxReason(s.Reason), Detail: s.Detail,
 		Timeout: showDuration(s.Timeout), IdleTimeout: showDuration(s.IdleTimeout), OnTimeout: rest.OnTimeout(s.OnTimeout),
 	}

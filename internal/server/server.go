@@ -49,6 +49,18 @@ type Service interface {
 	ForkOf(k sandbox.Key) (sandbox.Fork, error)
 	Forks(n sandbox.Namespace, p sandbox.Page) ([]sandbox.Fork, error)
 	DeleteFork(ctx context.Context, k sandbox.Key) error
+
+	Checkpoint(ctx context.Context, k sandbox.Key, source sandbox.Name) (sandbox.CheckpointSize, error)
+	CheckpointOnce(ctx context.Context, once sandbox.Once, k sandbox.Key, source sandbox.Name) (sandbox.CheckpointSize, bool, error)
+	CheckpointOf(k sandbox.Key) (sandbox.CheckpointSize, error)
+	Checkpoints(n sandbox.Namespace, p sandbox.Page) ([]sandbox.CheckpointSize, error)
+	DeleteCheckpoint(k sandbox.Key) error
+	Restore(ctx context.Context, k sandbox.Key, checkpoint sandbox.Name, spec sandbox.RestoreSpec) (sandbox.Sandbox, error)
+	RestoreOnce(ctx context.Context, once sandbox.Once, k sandbox.Key, checkpoint sandbox.Name, spec sandbox.RestoreSpec) (sandbox.Sandbox, bool, error)
+
+	Cost(ctx context.Context, k sandbox.Key) (sandbox.Cost, error)
+	Costs(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Cost, error)
+	Node() (sandbox.NodeStatus, error)
 }
 
 var _ Service = (*sandbox.Manager)(nil)
