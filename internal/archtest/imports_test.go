@@ -129,7 +129,8 @@ var importRules = map[string][]string{
 
 	"api/rest":        {},
 	"internal/client": {"api/rest"},
-	"internal/server": {"api/rest", "internal/guestrpc", "internal/sandbox"},
+	"api/node/v1":     {},
+	"internal/server": {"api/node/v1", "api/rest", "internal/guestrpc", "internal/sandbox"},
 
 	"internal/layer":    {"internal/guestmem"},
 	"internal/snapshot": {"internal/layer"},

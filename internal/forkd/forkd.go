@@ -53,11 +53,15 @@ type Config struct {
 // Names in the state folder.
 const (
 	socketName = "socket"
+	nodeName   = "node.sock"
 	tokenName  = "token"
 )
 
 // Socket is the path of the daemon's socket in a state folder.
 func Socket(dir string) string { return filepath.Join(dir, socketName) }
+
+// NodeSocket is the path of the socket of the gRPC API for a controller.
+func NodeSocket(dir string) string { return filepath.Join(dir, nodeName) }
 
 // TokenFile is the path of the token that TCP clients need.
 func TokenFile(dir string) string { return filepath.Join(dir, tokenName) }
@@ -68,7 +72,9 @@ type Daemon struct {
 	engine  engine.Engine
 	manager *sandbox.Manager
 	servers []*http.Server
-	sockets []net.Listener
+	sockets []net.Listener // of the servers, in order
+	node    *server.Node
+	nodes   net.Listener // of node
 }
 
 // Open takes over what an earlier daemon has left and begins to listen.
@@ -113,21 +119,17 @@ func residentFolder(dir string) string {
 // listen opens the socket and the TCP address. Whoever has the journal is the
 // only daemon of the folder: a socket that is there is a dead one's.
 func (d *Daemon) listen(ctx context.Context) error {
-	path := Socket(d.cfg.Dir)
-	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("listen: %w", err)
-	}
-	var lc net.ListenConfig
-	l, err := lc.Listen(ctx, "unix", path)
+	l, err := listenUnix(ctx, Socket(d.cfg.Dir))
 	if err != nil {
-		return fmt.Errorf("listen on %s: %w. A socket's path has at most 107 bytes: choose a shorter state folder", path, err)
+		return err
 	}
 	d.sockets = append(d.sockets, l)
-	if err := os.Chmod(path, 0o600); err != nil {
-		return fmt.Errorf("listen: %w", err)
+	if d.nodes, err = listenUnix(ctx, NodeSocket(d.cfg.Dir)); err != nil {
+		return err
 	}
 	if d.cfg.Listen == "" {
 		d.serve(server.LocalUser, "")
+		d.serveNode("")
 		return nil
 	}
 	if err := makeToken(TokenFile(d.cfg.Dir)); err != nil {
@@ -137,7 +139,7 @@ func (d *Daemon) listen(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if l, err = lc.Listen(ctx, "tcp", d.cfg.Listen); err != nil {
+	if l, err = new(net.ListenConfig).Listen(ctx, "tcp", d.cfg.Listen); err != nil {
 		return fmt.Errorf("listen on %s: %w", d.cfg.Listen, err)
 	}
 	d.sockets = append(d.sockets, l)
@@ -147,15 +149,37 @@ func (d *Daemon) listen(ctx context.Context) error {
 	}
 	d.serve(server.LocalUser, endpoint)
 	d.serve(authenticate, endpoint)
+	d.serveNode(endpoint)
 	return nil
+}
+
+// listenUnix listens on a socket that is for the daemon's user alone.
+func listenUnix(ctx context.Context, path string) (net.Listener, error) {
+	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("listen: %w", err)
+	}
+	l, err := new(net.ListenConfig).Listen(ctx, "unix", path)
+	if err != nil {
+		return nil, fmt.Errorf("listen on %s: %w. A socket's path has at most 107 bytes: choose a shorter state folder", path, err)
+	}
+	if err := os.Chmod(path, 0o600); err != nil {
+		return nil, errors.Join(fmt.Errorf("listen: %w", err), l.Close())
+	}
+	return l, nil
 }
 
 // serve makes the server of the next socket.
 func (d *Daemon) serve(authenticate func(*http.Request) (server.Principal, error), endpoint string) {
-	h := server.New(server.Config{
-		Service: d.manager, Authenticate: authenticate, Version: d.cfg.Version, Endpoint: endpoint, Log: d.cfg.Log,
-	})
-	d.servers = append(d.servers, server.HTTP(h, d.cfg.Log))
+	cfg := d.serverConfig(endpoint)
+	cfg.Authenticate = authenticate
+	d.servers = append(d.servers, server.HTTP(server.New(cfg), d.cfg.Log))
+}
+
+// serveNode makes the server of the node's socket.
+func (d *Daemon) serveNode(endpoint string) { d.node = server.NewNode(d.serverConfig(endpoint)) }
+
+func (d *Daemon) serverConfig(endpoint string) server.Config {
+	return server.Config{Service: d.manager, Version: d.cfg.Version, Endpoint: endpoint, Log: d.cfg.Log}
 }
 
 // makeToken makes a token if there is none yet.
@@ -191,8 +215,14 @@ const shutdownGrace = 5 * time.Second
 func (d *Daemon) Serve(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	failed := make(chan error, len(d.servers))
+	failed := make(chan error, len(d.servers)+1)
 	var all sync.WaitGroup
+	all.Go(func() {
+		if err := d.node.Serve(d.nodes); err != nil {
+			failed <- fmt.Errorf("serve on %s: %w", d.nodes.Addr(), err)
+			cancel()
+		}
+	})
 	for i, s := range d.servers {
 		all.Go(func() {
 			if err := s.Serve(d.sockets[i]); !errors.Is(err, http.ErrServerClosed) {
@@ -204,6 +234,7 @@ func (d *Daemon) Serve(ctx context.Context) error {
 	<-ctx.Done()
 	grace, stop := context.WithTimeout(context.WithoutCancel(ctx), shutdownGrace)
 	defer stop()
+	d.node.Shutdown(grace)
 	for _, s := range d.servers {
 		if s.Shutdown(grace) != nil {
 			_ = s.Close() // streams go on for as long as there is a daemon
@@ -221,7 +252,10 @@ func (d *Daemon) Serve(ctx context.Context) error {
 // close frees what was opened.
 func (d *Daemon) close() error {
 	var errs []error
-	for _, l := range d.sockets {
+	for _, l := range append(d.sockets, d.nodes) {
+		if l == nil {
+			continue
+		}
 		if err := l.Close(); err != nil && !errors.Is(err, net.ErrClosed) {
 			errs = append(errs, err)
 		}

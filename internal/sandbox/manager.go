@@ -54,6 +54,7 @@ type Manager struct {
 	// forgotten is when outcomes were last forgotten, in Unix time. It is read in
 	// transactions, which may not wait for mu: who has mu may wait for them.
 	forgotten atomic.Int64
+	watches   watches
 
 	mu        sync.Mutex // protects all following fields
 	closed    bool

@@ -61,6 +61,7 @@ type Service interface {
 	Cost(ctx context.Context, k sandbox.Key) (sandbox.Cost, error)
 	Costs(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Cost, error)
 	Node() (sandbox.NodeStatus, error)
+	Watch(ctx context.Context, n sandbox.Namespace, each func(sandbox.Sandbox) error, synced func() error) error
 }
 
 var _ Service = (*sandbox.Manager)(nil)
@@ -132,6 +133,7 @@ type contextKey int
 const (
 	principalKey contextKey = iota
 	peerKey
+	patienceKey
 )
 
 func principalOf(r *http.Request) Principal {
