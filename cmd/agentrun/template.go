@@ -187,7 +187,7 @@ func buildTemplate(ctx context.Context, c *client.Client, name string, w io.Writ
 		return err
 	}
 	// What has not changed is built if it has failed, and left alone otherwise.
-	if t, err = c.PutTemplate(ctx, name, t.Spec); err != nil {
+	if _, err := c.PutTemplate(ctx, name, t.Spec); err != nil {
 		return err
 	}
 	if err := c.TemplateLog(ctx, name, rest.StageReady, true, w); err != nil {

@@ -1,6 +1,7 @@
 package snapshot
 
 import (
+	"errors"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -39,8 +40,11 @@ func (u *Usage) Add(dir string) (size Size, err error) {
 			return err
 		}
 		var st unix.Stat_t
-		if unix.Lstat(path, &st) != nil {
-			return nil
+		if err := unix.Lstat(path, &st); err != nil {
+			if errors.Is(err, unix.ENOENT) {
+				err = nil
+			}
+			return err
 		}
 		id, bytes := inode{st.Dev, st.Ino}, uint64(st.Blocks)*statBlock
 		if own[id] {
