@@ -576,6 +576,71 @@ type Build struct {
 	Started time.Time `json:"started"`
 }
 
+// Checkpoint defines model for Checkpoint.
+type Checkpoint struct {
+	Created time.Time `json:"created"`
+	Engine  string    `json:"engine"`
+
+	// Id Never used again.
+	Id string `json:"id"`
+
+	// Memory Bytes that a sandbox restored from it reserves.
+	Memory    int64  `json:"memory"`
+	Name      Name   `json:"name"`
+	Namespace Name   `json:"namespace"`
+	Pool      Name   `json:"pool"`
+	Revision  string `json:"revision"`
+
+	// Size Bytes on disk of all that it is made of.
+	Size   int64 `json:"size"`
+	Source Name  `json:"source"`
+
+	// SourceID Id of the sandbox that it was made of.
+	SourceID string `json:"sourceID"`
+	Template Name   `json:"template"`
+
+	// Unshared What of that nobody else has: what deleting it frees.
+	Unshared int64  `json:"unshared"`
+	User     string `json:"user,omitempty"`
+	Workdir  string `json:"workdir"`
+}
+
+// CheckpointCreate defines model for CheckpointCreate.
+type CheckpointCreate struct {
+	Name Name `json:"name,omitempty"`
+}
+
+// CheckpointList defines model for CheckpointList.
+type CheckpointList struct {
+	Items []Checkpoint `json:"items"`
+
+	// Next `after` of the next page; missing on the last.
+	Next string `json:"next,omitempty"`
+}
+
+// CheckpointRestore defines model for CheckpointRestore.
+type CheckpointRestore struct {
+	// Env Environment variables by name.
+	Env Env `json:"env,omitempty"`
+
+	// IdleTimeout Such as `90s`, `10m` or `1h30m`.
+	//
+	// Example: 10m
+	IdleTimeout Duration `json:"idleTimeout,omitempty"`
+
+	// Metadata Yours; at most 64 entries of at most 4096 bytes.
+	Metadata Metadata `json:"metadata,omitempty"`
+	Name     Name     `json:"name,omitempty"`
+
+	// OnTimeout What a timeout does.
+	OnTimeout OnTimeout `json:"onTimeout,omitempty"`
+
+	// Timeout Such as `90s`, `10m` or `1h30m`.
+	//
+	// Example: 10m
+	Timeout Duration `json:"timeout,omitempty"`
+}
+
 // CodeError defines model for CodeError.
 type CodeError struct {
 	// Name Example: ZeroDivisionError
@@ -1075,6 +1140,28 @@ type MoveFile struct {
 // Name defines model for Name.
 type Name = string
 
+// Node defines model for Node.
+type Node struct {
+	// Capacity Bytes of memory that machines may reserve together.
+	Capacity int64 `json:"capacity"`
+
+	// CheckpointBytes What checkpoints take on disk together; what they share counts once.
+	CheckpointBytes int64 `json:"checkpointBytes"`
+	Checkpoints     int   `json:"checkpoints"`
+
+	// Engine What runs the sandboxes.
+	Engine string `json:"engine"`
+
+	// Hibernated Those of them that are on disk.
+	Hibernated int `json:"hibernated"`
+
+	// Reserved Bytes that they have reserved: those of sandboxes, of pools and of builds.
+	Reserved int64 `json:"reserved"`
+
+	// Sandboxes Those that have not ended.
+	Sandboxes int `json:"sandboxes"`
+}
+
 // OnTimeout What a timeout does.
 type OnTimeout string
 
@@ -1172,7 +1259,9 @@ type Role string
 
 // Sandbox defines model for Sandbox.
 type Sandbox struct {
-	Created time.Time `json:"created"`
+	// Checkpoint Name of the checkpoint that it was restored from.
+	Checkpoint string    `json:"checkpoint,omitempty"`
+	Created    time.Time `json:"created"`
 
 	// Detail What is known beyond the reason.
 	Detail string     `json:"detail,omitempty"`
@@ -1201,7 +1290,7 @@ type Sandbox struct {
 	// OnTimeout What a timeout does.
 	OnTimeout OnTimeout `json:"onTimeout,omitempty"`
 
-	// Parent Id of the sandbox that it was forked from.
+	// Parent Id of the sandbox that it continues from.
 	Parent   string        `json:"parent,omitempty"`
 	Pool     Name          `json:"pool"`
 	Reason   SandboxReason `json:"reason,omitempty"`
@@ -1228,9 +1317,6 @@ type Sandbox struct {
 
 // SandboxReason defines model for Sandbox.Reason.
 type SandboxReason string
-
-// SandboxState defines model for Sandbox.State.
-type SandboxState string
 
 // SandboxCreate defines model for SandboxCreate.
 type SandboxCreate struct {
@@ -1260,6 +1346,42 @@ type SandboxCreate struct {
 // SandboxList defines model for SandboxList.
 type SandboxList struct {
 	Items []Sandbox `json:"items"`
+
+	// Next `after` of the next page; missing on the last.
+	Next string `json:"next,omitempty"`
+}
+
+// SandboxState defines model for SandboxState.
+type SandboxState string
+
+// SandboxStats defines model for SandboxStats.
+type SandboxStats struct {
+	// Cpu Nanoseconds of processor time since its machine was made.
+	Cpu int64 `json:"cpu"`
+
+	// Generation How many forks are between a boot and it.
+	Generation int64  `json:"generation,omitempty"`
+	Id         string `json:"id"`
+	Name       Name   `json:"name"`
+	Namespace  Name   `json:"namespace"`
+
+	// Own Bytes of memory that it alone has.
+	Own int64 `json:"own"`
+
+	// Reserved Bytes that it has reserved; 0 if it is on disk.
+	Reserved int64 `json:"reserved"`
+
+	// Shared Its part of the bytes that it has in common with others.
+	Shared int64        `json:"shared"`
+	State  SandboxState `json:"state"`
+
+	// Time When it was looked at.
+	Time time.Time `json:"time"`
+}
+
+// SandboxStatsList defines model for SandboxStatsList.
+type SandboxStatsList struct {
+	Items []SandboxStats `json:"items"`
 
 	// Next `after` of the next page; missing on the last.
 	Next string `json:"next,omitempty"`
@@ -1420,6 +1542,21 @@ type StderrOffset = int64
 // StdoutOffset defines model for StdoutOffset.
 type StdoutOffset = int64
 
+// ListCheckpointsParams defines parameters for ListCheckpoints.
+type ListCheckpointsParams struct {
+	// Limit How many at most.
+	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
+
+	// After `next` of the page before.
+	After After `form:"after,omitempty" json:"after,omitempty"`
+}
+
+// RestoreCheckpointParams defines parameters for RestoreCheckpoint.
+type RestoreCheckpointParams struct {
+	// IdempotencyKey Makes a retry safe: for 24 hours a request with the same key, by the same principal on the same route, gets the response of the first one that worked. With another body it is 409. While the first is being served, others wait for it. One that failed made nothing, and is not remembered.
+	IdempotencyKey IdempotencyKey `json:"Idempotency-Key,omitempty"`
+}
+
 // ListForksParams defines parameters for ListForks.
 type ListForksParams struct {
 	// Limit How many at most.
@@ -1452,6 +1589,12 @@ type ListSandboxesParams struct {
 
 // CreateSandboxParams defines parameters for CreateSandbox.
 type CreateSandboxParams struct {
+	// IdempotencyKey Makes a retry safe: for 24 hours a request with the same key, by the same principal on the same route, gets the response of the first one that worked. With another body it is 409. While the first is being served, others wait for it. One that failed made nothing, and is not remembered.
+	IdempotencyKey IdempotencyKey `json:"Idempotency-Key,omitempty"`
+}
+
+// CheckpointSandboxParams defines parameters for CheckpointSandbox.
+type CheckpointSandboxParams struct {
 	// IdempotencyKey Makes a retry safe: for 24 hours a request with the same key, by the same principal on the same route, gets the response of the first one that worked. With another body it is 409. While the first is being served, others wait for it. One that failed made nothing, and is not remembered.
 	IdempotencyKey IdempotencyKey `json:"Idempotency-Key,omitempty"`
 }
@@ -1576,6 +1719,15 @@ type ListSecretsParams struct {
 	After After `form:"after,omitempty" json:"after,omitempty"`
 }
 
+// ListStatsParams defines parameters for ListStats.
+type ListStatsParams struct {
+	// Limit How many at most.
+	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
+
+	// After `next` of the page before.
+	After After `form:"after,omitempty" json:"after,omitempty"`
+}
+
 // ListTemplatesParams defines parameters for ListTemplates.
 type ListTemplatesParams struct {
 	// Limit How many at most.
@@ -1597,6 +1749,9 @@ type GetTemplateLogParams struct {
 // CreateKeyJSONRequestBody defines body for CreateKey for application/json ContentType.
 type CreateKeyJSONRequestBody = KeyCreate
 
+// RestoreCheckpointJSONRequestBody defines body for RestoreCheckpoint for application/json ContentType.
+type RestoreCheckpointJSONRequestBody = CheckpointRestore
+
 // PutPoolJSONRequestBody defines body for PutPool for application/json ContentType.
 type PutPoolJSONRequestBody = PoolSpec
 
@@ -1605,6 +1760,9 @@ type PutQuotaJSONRequestBody = QuotaSpec
 
 // CreateSandboxJSONRequestBody defines body for CreateSandbox for application/json ContentType.
 type CreateSandboxJSONRequestBody = SandboxCreate
+
+// CheckpointSandboxJSONRequestBody defines body for CheckpointSandbox for application/json ContentType.
+type CheckpointSandboxJSONRequestBody = CheckpointCreate
 
 // RunCodeJSONRequestBody defines body for RunCode for application/json ContentType.
 type RunCodeJSONRequestBody = CodeRequest
@@ -1653,6 +1811,18 @@ type ServerInterface interface {
 	// RevokeKey Revoke an API key; requests that it is used for are cut off. For admins.
 	// (DELETE /v1/keys/{id})
 	RevokeKey(w http.ResponseWriter, r *http.Request, id Id)
+	// ListCheckpoints Checkpoints by name.
+	// (GET /v1/namespaces/{namespace}/checkpoints)
+	ListCheckpoints(w http.ResponseWriter, r *http.Request, namespace Namespace, params ListCheckpointsParams)
+	// DeleteCheckpoint Delete a checkpoint. Sandboxes that were restored from it stay.
+	// (DELETE /v1/namespaces/{namespace}/checkpoints/{name})
+	DeleteCheckpoint(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
+	// GetCheckpoint One checkpoint.
+	// (GET /v1/namespaces/{namespace}/checkpoints/{name})
+	GetCheckpoint(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
+	// RestoreCheckpoint Make a sandbox that continues from the checkpoint.
+	// (POST /v1/namespaces/{namespace}/checkpoints/{name}/restore)
+	RestoreCheckpoint(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name, params RestoreCheckpointParams)
 	// ListForks Forks by name.
 	// (GET /v1/namespaces/{namespace}/forks)
 	ListForks(w http.ResponseWriter, r *http.Request, namespace Namespace, params ListForksParams)
@@ -1695,6 +1865,9 @@ type ServerInterface interface {
 	// GetSandbox One sandbox. One that has ended is 410; the list has it, with `ended`.
 	// (GET /v1/namespaces/{namespace}/sandboxes/{name})
 	GetSandbox(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
+	// CheckpointSandbox Write it to disk, as it is, under a name. It goes on.
+	// (POST /v1/namespaces/{namespace}/sandboxes/{name}/checkpoints)
+	CheckpointSandbox(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name, params CheckpointSandboxParams)
 	// RunCode Run code in a kernel that stays.
 	// (POST /v1/namespaces/{namespace}/sandboxes/{name}/code)
 	RunCode(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
@@ -1788,6 +1961,9 @@ type ServerInterface interface {
 	// ResumeSandbox Let it go on.
 	// (POST /v1/namespaces/{namespace}/sandboxes/{name}/resume)
 	ResumeSandbox(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
+	// GetStats What a sandbox costs. It does not wake it.
+	// (GET /v1/namespaces/{namespace}/sandboxes/{name}/stats)
+	GetStats(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
 	// ListSecrets Secrets by name, and what their keys are; never a value.
 	// (GET /v1/namespaces/{namespace}/secrets)
 	ListSecrets(w http.ResponseWriter, r *http.Request, namespace Namespace, params ListSecretsParams)
@@ -1803,6 +1979,9 @@ type ServerInterface interface {
 	// PutSecret Make a secret or replace all of its values. Sandboxes that were claimed keep theirs.
 	// (PUT /v1/namespaces/{namespace}/secrets/{name})
 	PutSecret(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
+	// ListStats What sandboxes cost, by name. It wakes none.
+	// (GET /v1/namespaces/{namespace}/stats)
+	ListStats(w http.ResponseWriter, r *http.Request, namespace Namespace, params ListStatsParams)
 	// ListTemplates Templates by name.
 	// (GET /v1/namespaces/{namespace}/templates)
 	ListTemplates(w http.ResponseWriter, r *http.Request, namespace Namespace, params ListTemplatesParams)
@@ -1818,6 +1997,9 @@ type ServerInterface interface {
 	// GetTemplateLog The log of the template's build.
 	// (GET /v1/namespaces/{namespace}/templates/{name}/log)
 	GetTemplateLog(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name, params GetTemplateLogParams)
+	// GetNode What the node has, and what of it is taken.
+	// (GET /v1/node)
+	GetNode(w http.ResponseWriter, r *http.Request)
 	// GetVersion The version of the daemon.
 	// (GET /v1/version)
 	GetVersion(w http.ResponseWriter, r *http.Request)
@@ -1877,6 +2059,190 @@ func (siw *ServerInterfaceWrapper) RevokeKey(w http.ResponseWriter, r *http.Requ
 
 	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		siw.Handler.RevokeKey(w, r, id)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// ListCheckpoints operation middleware
+func (siw *ServerInterfaceWrapper) ListCheckpoints(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	// Parameter object where we will unmarshal all parameters from the context
+	var params ListCheckpointsParams
+
+	// ------------- Optional query parameter "limit" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "limit", r.URL.Query(), &params.Limit, runtime.BindQueryParameterOptions{Type: "integer", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "limit"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "limit", Err: err})
+		}
+		return
+	}
+
+	// ------------- Optional query parameter "after" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "after", r.URL.Query(), &params.After, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "after"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "after", Err: err})
+		}
+		return
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.ListCheckpoints(w, r, namespace, params)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// DeleteCheckpoint operation middleware
+func (siw *ServerInterfaceWrapper) DeleteCheckpoint(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	// ------------- Path parameter "name" -------------
+	var name Name
+
+	err = runtime.BindStyledParameterWithOptions("simple", "name", r.PathValue("name"), &name, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "name", Err: err})
+		return
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.DeleteCheckpoint(w, r, namespace, name)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// GetCheckpoint operation middleware
+func (siw *ServerInterfaceWrapper) GetCheckpoint(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	// ------------- Path parameter "name" -------------
+	var name Name
+
+	err = runtime.BindStyledParameterWithOptions("simple", "name", r.PathValue("name"), &name, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "name", Err: err})
+		return
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.GetCheckpoint(w, r, namespace, name)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// RestoreCheckpoint operation middleware
+func (siw *ServerInterfaceWrapper) RestoreCheckpoint(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	// ------------- Path parameter "name" -------------
+	var name Name
+
+	err = runtime.BindStyledParameterWithOptions("simple", "name", r.PathValue("name"), &name, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "name", Err: err})
+		return
+	}
+
+	// Parameter object where we will unmarshal all parameters from the context
+	var params RestoreCheckpointParams
+
+	headers := r.Header
+
+	// ------------- Optional header parameter "Idempotency-Key" -------------
+	if valueList, found := headers[http.CanonicalHeaderKey("Idempotency-Key")]; found {
+		var IdempotencyKey IdempotencyKey
+		n := len(valueList)
+		if n != 1 {
+			siw.ErrorHandlerFunc(w, r, &TooManyValuesForParamError{ParamName: "Idempotency-Key", Count: n})
+			return
+		}
+
+		err = runtime.BindStyledParameterWithOptions("simple", "Idempotency-Key", valueList[0], &IdempotencyKey, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationHeader, Explode: false, Required: false, Type: "string", Format: ""})
+		if err != nil {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "Idempotency-Key", Err: err})
+			return
+		}
+
+		params.IdempotencyKey = IdempotencyKey
+
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.RestoreCheckpoint(w, r, namespace, name, params)
 	}))
 
 	for _, middleware := range siw.HandlerMiddlewares {
@@ -2428,6 +2794,65 @@ func (siw *ServerInterfaceWrapper) GetSandbox(w http.ResponseWriter, r *http.Req
 
 	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		siw.Handler.GetSandbox(w, r, namespace, name)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// CheckpointSandbox operation middleware
+func (siw *ServerInterfaceWrapper) CheckpointSandbox(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	// ------------- Path parameter "name" -------------
+	var name Name
+
+	err = runtime.BindStyledParameterWithOptions("simple", "name", r.PathValue("name"), &name, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "name", Err: err})
+		return
+	}
+
+	// Parameter object where we will unmarshal all parameters from the context
+	var params CheckpointSandboxParams
+
+	headers := r.Header
+
+	// ------------- Optional header parameter "Idempotency-Key" -------------
+	if valueList, found := headers[http.CanonicalHeaderKey("Idempotency-Key")]; found {
+		var IdempotencyKey IdempotencyKey
+		n := len(valueList)
+		if n != 1 {
+			siw.ErrorHandlerFunc(w, r, &TooManyValuesForParamError{ParamName: "Idempotency-Key", Count: n})
+			return
+		}
+
+		err = runtime.BindStyledParameterWithOptions("simple", "Idempotency-Key", valueList[0], &IdempotencyKey, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationHeader, Explode: false, Required: false, Type: "string", Format: ""})
+		if err != nil {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "Idempotency-Key", Err: err})
+			return
+		}
+
+		params.IdempotencyKey = IdempotencyKey
+
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.CheckpointSandbox(w, r, namespace, name, params)
 	}))
 
 	for _, middleware := range siw.HandlerMiddlewares {
@@ -4018,6 +4443,41 @@ func (siw *ServerInterfaceWrapper) ResumeSandbox(w http.ResponseWriter, r *http.
 	handler.ServeHTTP(w, r)
 }
 
+// GetStats operation middleware
+func (siw *ServerInterfaceWrapper) GetStats(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	// ------------- Path parameter "name" -------------
+	var name Name
+
+	err = runtime.BindStyledParameterWithOptions("simple", "name", r.PathValue("name"), &name, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "name", Err: err})
+		return
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.GetStats(w, r, namespace, name)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
 // ListSecrets operation middleware
 func (siw *ServerInterfaceWrapper) ListSecrets(w http.ResponseWriter, r *http.Request) {
 
@@ -4204,6 +4664,61 @@ func (siw *ServerInterfaceWrapper) PutSecret(w http.ResponseWriter, r *http.Requ
 
 	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		siw.Handler.PutSecret(w, r, namespace, name)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// ListStats operation middleware
+func (siw *ServerInterfaceWrapper) ListStats(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	// Parameter object where we will unmarshal all parameters from the context
+	var params ListStatsParams
+
+	// ------------- Optional query parameter "limit" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "limit", r.URL.Query(), &params.Limit, runtime.BindQueryParameterOptions{Type: "integer", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "limit"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "limit", Err: err})
+		}
+		return
+	}
+
+	// ------------- Optional query parameter "after" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "after", r.URL.Query(), &params.After, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "after"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "after", Err: err})
+		}
+		return
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.ListStats(w, r, namespace, params)
 	}))
 
 	for _, middleware := range siw.HandlerMiddlewares {
@@ -4437,6 +4952,20 @@ func (siw *ServerInterfaceWrapper) GetTemplateLog(w http.ResponseWriter, r *http
 	handler.ServeHTTP(w, r)
 }
 
+// GetNode operation middleware
+func (siw *ServerInterfaceWrapper) GetNode(w http.ResponseWriter, r *http.Request) {
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.GetNode(w, r)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
 // GetVersion operation middleware
 func (siw *ServerInterfaceWrapper) GetVersion(w http.ResponseWriter, r *http.Request) {
 
@@ -4593,6 +5122,14 @@ func HandlerWithOptions(si ServerInterface, options StdHTTPServerOptions) http.H
 	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/forks", wrapper.ListForks)
 	m.HandleFunc(http.MethodDelete+" "+options.BaseURL+"/v1/namespaces/{namespace}/forks/{name}", wrapper.DeleteFork)
 	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/forks/{name}", wrapper.GetFork)
+	m.HandleFunc(http.MethodPost+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/checkpoints", wrapper.CheckpointSandbox)
+	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/checkpoints", wrapper.ListCheckpoints)
+	m.HandleFunc(http.MethodDelete+" "+options.BaseURL+"/v1/namespaces/{namespace}/checkpoints/{name}", wrapper.DeleteCheckpoint)
+	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/checkpoints/{name}", wrapper.GetCheckpoint)
+	m.HandleFunc(http.MethodPost+" "+options.BaseURL+"/v1/namespaces/{namespace}/checkpoints/{name}/restore", wrapper.RestoreCheckpoint)
+	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/node", wrapper.GetNode)
+	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/stats", wrapper.ListStats)
+	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/stats", wrapper.GetStats)
 	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/execs", wrapper.ListExecs)
 	m.HandleFunc(http.MethodPost+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/execs", wrapper.Exec)
 	m.HandleFunc(http.MethodDelete+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/execs/{id}", wrapper.ReleaseExec)

@@ -80,6 +80,15 @@ var objectKinds = []objectKind{
 		remove: func(ctx context.Context, c *client.Client, name string) error { return c.DeleteFork(ctx, name) },
 	},
 	secretKind,
+	{
+		names: []string{"checkpoints", "checkpoint"}, header: "NAME\tSOURCE\tTEMPLATE\tSIZE\tUNSHARED\tAGE",
+		list: func(ctx context.Context, c *client.Client, _ bool) ([]object, error) {
+			return objects(c.Checkpoints(ctx))(func(p rest.Checkpoint) object {
+				return object{p.Name, []string{p.Source, p.Template, mebibytes(p.Size), mebibytes(p.Unshared), age(p.Created)}, p}
+			})
+		},
+		remove: func(ctx context.Context, c *client.Client, name string) error { return c.DeleteCheckpoint(ctx, name) },
+	},
 }
 
 // objects makes a list of what a call gave.
@@ -140,10 +149,11 @@ func newGetCommand() *cobra.Command {
 	var asJSON, all bool
 	cmd := &cobra.Command{
 		Use:   "get KIND [NAME...]",
-		Short: "List templates, pools, claims, forks or secrets of the daemon",
+		Short: "List templates, pools, claims, forks, checkpoints or secrets of the daemon",
 		Example: `  agentrun get pools
   agentrun get claim agent-session-1`,
-		Args: cobra.MinimumNArgs(1),
+		Args:              cobra.MinimumNArgs(1),
+		ValidArgsFunction: o.completeKind,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			kind, err := findKind(args[0])
 			if err != nil {
@@ -213,9 +223,11 @@ func newDeleteCommand() *cobra.Command {
 	var o daemonOptions
 	cmd := &cobra.Command{
 		Use:     "delete KIND NAME...",
-		Short:   "Delete templates, pools, forks or secrets of the daemon, end sandboxes",
+		Short:   "Delete templates, pools, forks, checkpoints or secrets of the daemon, end sandboxes",
 		Example: `  agentrun delete claim agent-session-1`,
 		Args:    cobra.MinimumNArgs(2),
+
+		ValidArgsFunction: o.completeKind,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			kind, err := findKind(args[0])
 			if err != nil {

@@ -102,9 +102,7 @@ func onResize(do func()) (stop func()) {
 }
 
 func newLogsCommand() *cobra.Command {
-	var o daemonOptions
-	var follow bool
-	var stage string
+	var o logFlags
 	cmd := &cobra.Command{
 		Use:     "logs template/NAME",
 		Short:   "Print what happened when a template was built",
@@ -115,15 +113,10 @@ func newLogsCommand() *cobra.Command {
 			if !ok || kind != "template" {
 				return fmt.Errorf("%q: write template/NAME; the output of programs is that of agentrun exec", args[0])
 			}
-			return o.with(func(c *client.Client) error {
-				return c.TemplateLog(cmd.Context(), name, rest.Stage(stage), follow, cmd.OutOrStdout())
-			})
+			return o.print(cmd.Context(), name, cmd.OutOrStdout())
 		},
 	}
-	f := cmd.Flags()
-	o.flags(f)
-	f.BoolVarP(&follow, "follow", "f", false, "go on until the build has ended")
-	f.StringVar(&stage, "stage", string(rest.StageReady), "which of its snapshots: Init or Ready")
+	o.add(cmd)
 	return cmd
 }
 
@@ -142,7 +135,8 @@ sys.exit otherwise. With - the code is read from standard input.
 --text leaves the choice between Python and a shell command to the sandbox.`,
 		Example: `  agentrun code agent-session-1 'x = 41'
   agentrun code agent-session-1 'x + 1'`,
-		Args: cobra.ExactArgs(2),
+		Args:              cobra.ExactArgs(2),
+		ValidArgsFunction: o.complete(first, "sandboxes"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			source := args[1]
 			if source == "-" {

@@ -34,6 +34,7 @@ func newLifecycleCommand(name, short, long string, verb client.Verb, do func(*lo
 	var policy microvm.JailPolicy // to wake a sandbox is to start it
 	cmd := &cobra.Command{
 		Use: name + " SANDBOX...", Short: short, Long: long, Args: cobra.MinimumNArgs(1),
+		ValidArgsFunction: daemon.complete(all, "sandboxes"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return each(args, func(a string) error {
 				return daemon.choose(a, func() error {

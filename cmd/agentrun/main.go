@@ -63,7 +63,7 @@ func run(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.
 	root.AddCommand(newRunCommand(), newSnapshotCommand(), newForkCommand(), newExecCommand(), newListCommand(), newRemoveCommand(),
 		newPauseCommand(), newResumeCommand(), newHibernateCommand(), newImageCommand(), newUpCommand(), newDownCommand(),
 		newApplyCommand(), newGetCommand(), newDeleteCommand(), newLogsCommand(), newCodeCommand(), newCopyCommand(), newTreeCommand(),
-		newKeyCommand(), newSecretCommand(), newQuotaCommand(),
+		newKeyCommand(), newSecretCommand(), newQuotaCommand(), newCheckpointCommand(), newTopCommand(), newTemplateCommand(),
 		newDoctorCommand(), newBenchCommand(), newFloorCommand(), newManCommand())
 	return root.ExecuteContext(ctx)
 }

@@ -45,7 +45,8 @@ the exit code is 125 if any failed. --verbose says what it took, --json prints
 both.`,
 		Example: `  agentrun fork base -n 3
   agentrun fork base-1 --name try-a --name try-b`,
-		Args: cobra.ExactArgs(1),
+		Args:              cobra.ExactArgs(1),
+		ValidArgsFunction: o.daemon.complete(first, "sandboxes"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return o.daemon.choose(args[0], func() error {
 				return o.forkInDaemon(cmd.Context(), args[0], cmd.OutOrStdout())
@@ -143,7 +144,8 @@ the command's own, 128+N if signal N ended it, 124 if --timeout did, and 125 if
 it could not be run. A sandbox that is paused or hibernated goes on.`,
 		Example: `  agentrun exec base-1 -- uname -a
   agentrun exec -it base-1 -- sh`,
-		Args: cobra.MinimumNArgs(2),
+		Args:              cobra.MinimumNArgs(2),
+		ValidArgsFunction: daemon.complete(first, "sandboxes"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			name, err := local.ParseName(args[0])
 			if err != nil {
@@ -243,7 +245,8 @@ func newRemoveCommand() *cobra.Command {
 		Short: "End and forget sandboxes, delete snapshots",
 		Long: `End and forget sandboxes, delete snapshots. Sandboxes do not need the snapshot
 they came from; what they share is deleted with the last that uses it.`,
-		Args: cobra.MinimumNArgs(1),
+		Args:              cobra.MinimumNArgs(1),
+		ValidArgsFunction: o.complete(all, "sandboxes"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return each(args, func(a string) error {
 				return o.choose(a, func() error {

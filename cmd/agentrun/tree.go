@@ -16,7 +16,7 @@ func newTreeCommand() *cobra.Command {
 	var all bool
 	cmd := &cobra.Command{
 		Use:   "tree",
-		Short: "Draw which sandboxes were forked from which",
+		Short: "Draw which sandboxes continue from which",
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return o.with(func(c *client.Client) error {
@@ -34,7 +34,7 @@ func newTreeCommand() *cobra.Command {
 	return cmd
 }
 
-// family is a sandbox and what was forked from it.
+// family is a sandbox and what continues from it.
 type family struct {
 	rest.Sandbox
 	children []*family
@@ -72,7 +72,11 @@ func drawTree(w io.Writer, list []rest.Sandbox, all bool) error {
 }
 
 func (f *family) draw(b *strings.Builder, first, rest string) {
-	fmt.Fprintf(b, "%s%s  %s  %s\n", first, f.Name, sandboxStatus(f.Sandbox), age(f.Created))
+	fmt.Fprintf(b, "%s%s  %s  %s", first, f.Name, sandboxStatus(f.Sandbox), age(f.Created))
+	if f.Checkpoint != "" {
+		fmt.Fprintf(b, "  (restored from %s)", f.Checkpoint)
+	}
+	b.WriteByte('\n')
 	for i, c := range f.children {
 		if i < len(f.children)-1 {
 			c.draw(b, rest+"├── ", rest+"│   ")

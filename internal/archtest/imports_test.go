@@ -132,7 +132,8 @@ var importRules = map[string][]string{
 	"internal/client": {"api/rest"},
 	"internal/access": {"internal/journal", "internal/sandbox"},
 	"internal/audit":  {},
-	"internal/server": {"api/rest", "internal/access", "internal/audit", "internal/guestrpc", "internal/sandbox"},
+	"api/node/v1":     {},
+	"internal/server": {"api/node/v1", "api/rest", "internal/access", "internal/audit", "internal/guestrpc", "internal/sandbox"},
 
 	"internal/layer":    {"internal/guestmem"},
 	"internal/snapshot": {"internal/layer", "internal/seal"},

@@ -224,6 +224,9 @@ type Stats struct {
 	Own uint64
 	// Proportional is the process's share of everything that it maps (PSS).
 	Proportional uint64
+	// CPU is the processor time that it has taken since it was made, of the
+	// process and of the guest.
+	CPU time.Duration
 	// Layers and Mappings are how many files its memory is made of, and in how
 	// many pieces.
 	Layers, Mappings int

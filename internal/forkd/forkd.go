@@ -65,10 +65,14 @@ const (
 	keyName    = "secrets.key"
 	tlsName    = "tls"
 	auditName  = "audit"
+	nodeName   = "node.sock"
 )
 
 // Socket is the path of the daemon's socket in a state folder.
 func Socket(dir string) string { return filepath.Join(dir, socketName) }
+
+// NodeSocket is the path of the socket of the gRPC API for a controller.
+func NodeSocket(dir string) string { return filepath.Join(dir, nodeName) }
 
 // Daemon is an open daemon.
 type Daemon struct {
@@ -78,7 +82,9 @@ type Daemon struct {
 	access  *access.Store
 	audit   *audit.Log
 	servers []*http.Server
-	sockets []net.Listener
+	sockets []net.Listener // of the servers, in order
+	node    *server.Node
+	nodes   net.Listener // of node
 	doors   Doors
 }
 
@@ -155,21 +161,17 @@ func residentFolder(dir string) string {
 // listen opens the socket and the TCP address. Whoever has the journal is the
 // only daemon of the folder: a socket that is there is a dead one's.
 func (d *Daemon) listen(ctx context.Context) error {
-	path := Socket(d.cfg.Dir)
-	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("listen: %w", err)
-	}
-	var lc net.ListenConfig
-	l, err := lc.Listen(ctx, "unix", path)
+	l, err := listenUnix(ctx, Socket(d.cfg.Dir))
 	if err != nil {
-		return fmt.Errorf("listen on %s: %w. A socket's path has at most 107 bytes: choose a shorter state folder", path, err)
+		return err
 	}
 	d.sockets = append(d.sockets, l)
-	if err := os.Chmod(path, 0o600); err != nil {
-		return fmt.Errorf("listen: %w", err)
+	if d.nodes, err = listenUnix(ctx, NodeSocket(d.cfg.Dir)); err != nil {
+		return err
 	}
 	if d.cfg.Listen == "" {
 		d.serve("")
+		d.serveNode("")
 		return nil
 	}
 	if l, err = d.listenTCP(ctx); err != nil {
@@ -182,15 +184,37 @@ func (d *Daemon) listen(ctx context.Context) error {
 	}
 	d.serve(endpoint)
 	d.serve(endpoint)
+	d.serveNode(endpoint)
 	return nil
+}
+
+// listenUnix listens on a socket that is for the daemon's user alone.
+func listenUnix(ctx context.Context, path string) (net.Listener, error) {
+	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("listen: %w", err)
+	}
+	l, err := new(net.ListenConfig).Listen(ctx, "unix", path)
+	if err != nil {
+		return nil, fmt.Errorf("listen on %s: %w. A socket's path has at most 107 bytes: choose a shorter state folder", path, err)
+	}
+	if err := os.Chmod(path, 0o600); err != nil {
+		return nil, errors.Join(fmt.Errorf("listen: %w", err), l.Close())
+	}
+	return l, nil
 }
 
 // serve makes the server of the next socket.
 func (d *Daemon) serve(endpoint string) {
-	h := server.New(server.Config{
+	d.servers = append(d.servers, server.HTTP(server.New(d.serverConfig(endpoint)), d.cfg.Log))
+}
+
+// serveNode makes the server of the node's socket.
+func (d *Daemon) serveNode(endpoint string) { d.node = server.NewNode(d.serverConfig(endpoint)) }
+
+func (d *Daemon) serverConfig(endpoint string) server.Config {
+	return server.Config{
 		Service: d.manager, Access: d.access, Audit: d.audit, Version: d.cfg.Version, Endpoint: endpoint, Log: d.cfg.Log,
-	})
-	d.servers = append(d.servers, server.HTTP(h, d.cfg.Log))
+	}
 }
 
 // Addresses are those that the daemon serves on.
@@ -210,8 +234,14 @@ const shutdownGrace = 5 * time.Second
 func (d *Daemon) Serve(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	failed := make(chan error, len(d.servers))
+	failed := make(chan error, len(d.servers)+1)
 	var all sync.WaitGroup
+	all.Go(func() {
+		if err := d.node.Serve(d.nodes); err != nil {
+			failed <- fmt.Errorf("serve on %s: %w", d.nodes.Addr(), err)
+			cancel()
+		}
+	})
 	for i, s := range d.servers {
 		all.Go(func() {
 			if err := s.Serve(d.sockets[i]); !errors.Is(err, http.ErrServerClosed) {
@@ -223,6 +253,7 @@ func (d *Daemon) Serve(ctx context.Context) error {
 	<-ctx.Done()
 	grace, stop := context.WithTimeout(context.WithoutCancel(ctx), shutdownGrace)
 	defer stop()
+	d.node.Shutdown(grace)
 	for _, s := range d.servers {
 		if s.Shutdown(grace) != nil {
 			_ = s.Close() // streams go on for as long as there is a daemon
@@ -243,7 +274,10 @@ func (d *Daemon) Close() error { return d.close() }
 // close frees what was opened.
 func (d *Daemon) close() error {
 	var errs []error
-	for _, l := range d.sockets {
+	for _, l := range append(d.sockets, d.nodes) {
+		if l == nil {
+			continue
+		}
 		if err := l.Close(); err != nil && !errors.Is(err, net.ErrClosed) {
 			errs = append(errs, err)
 		}

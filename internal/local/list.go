@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"time"
@@ -13,7 +12,6 @@ import (
 	"agentrun.dev/internal/engine/folder"
 	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/snapshot"
-	"golang.org/x/sys/unix"
 )
 
 // Entry is a snapshot or a sandbox in a listing.
@@ -101,20 +99,11 @@ func describe(dir string) Entry {
 	return e
 }
 
-// unshared adds up the files of a folder that have no other name.
-func unshared(dir string) (bytes uint64) {
-	_ = filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
-		var st unix.Stat_t
-		if err == nil && d.Type().IsRegular() && unix.Lstat(path, &st) == nil && st.Nlink == 1 {
-			bytes += uint64(st.Blocks) * statBlock
-		}
-		return nil // what vanishes meanwhile does not count
-	})
-	return bytes
+// unshared is what a folder has that nobody else has, as far as it can be seen.
+func unshared(dir string) uint64 {
+	size, _ := new(snapshot.Usage).Add(dir) // it may be going away
+	return size.Unshared
 }
-
-// statBlock is the unit of stat(2)'s st_blocks.
-const statBlock = 512
 
 func (s *Store) describeSandbox(n Name) Entry {
 	r, err := s.record(n)

@@ -10,6 +10,7 @@ import (
 	"os"
 	"strconv"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -23,22 +24,58 @@ type ID struct {
 
 // Of names a running process.
 func Of(pid int) (ID, error) {
+	fields, err := stat(pid)
+	if err != nil {
+		return ID{}, fmt.Errorf("identify process %d: %w", pid, err)
+	}
+	return ID{pid, fields[statStart]}, nil
+}
+
+// Fields of /proc/PID/stat, as proc(5) numbers them.
+const (
+	statUser     = 14
+	statChildren = 17 // and the last of the four times: of children that were waited for
+	statStart    = 22
+)
+
+// stat reads the numbers of a process, up to its start time.
+func stat(pid int) (fields [statStart + 1]uint64, err error) {
 	b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
 	if err != nil {
-		return ID{}, fmt.Errorf("identify process %d: %w", pid, err)
+		return fields, err
 	}
 	// The name is in parentheses and may hold anything; what follows has no
-	// parentheses. The start time is field 22, the 20th after it.
-	_, rest, _ := strings.Cut(string(b[bytes.LastIndexByte(b, ')'):]), " ")
-	fields := strings.Fields(rest)
-	if len(fields) < 20 {
-		return ID{}, fmt.Errorf("identify process %d: its stat file is too short", pid)
+	// parentheses, and begins with field 3, which is a letter.
+	_, rest, _ := strings.Cut(string(b[bytes.LastIndexByte(b, ')')+1:]), " ")
+	words := strings.Fields(rest)
+	if len(words) < statStart-2 {
+		return fields, errors.New("its stat file is too short")
 	}
-	start, err := strconv.ParseUint(fields[19], 10, 64)
+	for i := statUser; i <= statStart; i++ {
+		n, err := strconv.ParseInt(words[i-3], 10, 64)
+		if err != nil {
+			return fields, err
+		}
+		fields[i] = uint64(n) // the nice value may be negative
+	}
+	return fields, nil
+}
+
+// tick is the unit of times in /proc: USER_HZ is 100 on all of Linux's ABIs.
+const tick = 10 * time.Millisecond
+
+// CPUTime is the processor time that a process has taken, and those of its
+// children that have ended and were waited for.
+func CPUTime(pid int) (time.Duration, error) {
+	fields, err := stat(pid)
 	if err != nil {
-		return ID{}, fmt.Errorf("identify process %d: %w", pid, err)
+		return 0, fmt.Errorf("read the processor time of process %d: %w", pid, err)
 	}
-	return ID{pid, start}, nil
+	var ticks uint64
+	for i := statUser; i <= statChildren; i++ {
+		ticks += fields[i]
+	}
+	return time.Duration(ticks) * tick, nil
 }
 
 // Alive reports whether the process still runs.

@@ -117,3 +117,24 @@ func TestOddNames(t *testing.T) {
 		t.Error("process 0 was identified")
 	}
 }
+
+// TestCPUTime: a process that works takes time, and those of its children that
+// have ended count.
+func TestCPUTime(t *testing.T) {
+	before, err := CPUTime(os.Getpid())
+	if err != nil {
+		t.Fatal(err)
+	}
+	work := exec.Command("sh", "-c", "i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done")
+	if err := work.Run(); err != nil {
+		t.Fatal(err)
+	}
+	used := work.ProcessState.UserTime() + work.ProcessState.SystemTime()
+	after, err := CPUTime(os.Getpid())
+	if err != nil || after-before < used/2 || used == 0 {
+		t.Errorf("%v after %v, of which a child has taken %v: %v", after, before, used, err)
+	}
+	if _, err := CPUTime(-1); err == nil {
+		t.Error("a process that never was has taken time")
+	}
+}

@@ -18,6 +18,7 @@ type accident struct {
 	dir       string
 	processes map[string]map[string]string // their memory
 	answered  map[string]string            // sandboxes that somebody was told of, and what they hold
+	kept      map[string]string            // likewise for checkpoints
 }
 
 // TestKilled: whatever the daemon was doing when it was killed, the next one
@@ -44,10 +45,10 @@ func killEverywhere(t *testing.T, pictures string) (all []accident) {
 	m := daemon(t, dir, h)
 	defer func() { _ = m.Close() }()
 	setUp(t, m, 0) // nothing happens in the background
-	answered := map[string]string{}
+	answered, kept := map[string]string{}, map[string]string{}
 	doing := ""
 	h.Step = func() {
-		a := accident{doing: doing, dir: filepath.Join(pictures, fmt.Sprint(len(all))), processes: map[string]map[string]string{}, answered: maps.Clone(answered)}
+		a := accident{doing: doing, dir: filepath.Join(pictures, fmt.Sprint(len(all))), processes: map[string]map[string]string{}, answered: maps.Clone(answered), kept: maps.Clone(kept)}
 		copyState(t, dir, a.dir)
 		for _, folder := range h.Folders() {
 			rel, err := filepath.Rel(dir, folder)
@@ -83,6 +84,26 @@ func killEverywhere(t *testing.T, pictures string) (all []accident) {
 				memory(t, h, m, string(c.Name))["mine"] = string(c.Name)
 				answered[string(c.Name)] = string(c.Name)
 			}
+			return err
+		}},
+		{"checkpoint", func() error {
+			_, err := m.Checkpoint(ctx, key("c"), "a")
+			kept["c"] = "a"
+			memory(t, h, m, "a")["mine"] = "changed"
+			answered["a"] = "changed"
+			return err
+		}},
+		{"restore", func() error {
+			_, err := m.Restore(ctx, key("r"), "c", RestoreSpec{})
+			answered["r"] = "a"
+			return err
+		}},
+		{"checkpoint one that sleeps", func() error {
+			if _, err := m.Hibernate(ctx, key("r")); err != nil {
+				return err
+			}
+			_, err := m.Checkpoint(ctx, key("d"), "r")
+			kept["d"] = "a"
 			return err
 		}},
 		{"hibernate a fork", func() error { _, err := m.Hibernate(ctx, key("f-1")); return err }},
@@ -140,6 +161,7 @@ func (a accident) examine(t *testing.T) {
 			t.Errorf("%s is lost", name)
 		}
 	}
+	a.restoreAll(t, m, h)
 	if len(h.Folders()) != len(listed) {
 		t.Errorf("%d machines of %d sandboxes", len(h.Folders()), len(listed))
 	}
@@ -149,6 +171,40 @@ func (a accident) examine(t *testing.T) {
 		}
 	}
 	wantNothing(t, m, h)
+}
+
+// restoreAll: every checkpoint that is listed can be restored, those that somebody
+// was told of are listed, and each can be deleted.
+func (a accident) restoreAll(t *testing.T, m *Manager, h *sandboxtest.Host) {
+	t.Helper()
+	list, err := m.Checkpoints(DefaultNamespace, Page{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	wantFolders(t, m, checkpointsDir, len(list))
+	there := map[string]bool{}
+	for _, c := range list {
+		there[string(c.Name)] = true
+		name := "again-" + string(c.Name)
+		if _, err := m.Restore(as(t, "alice"), key(name), c.Name, RestoreSpec{}); err != nil {
+			t.Errorf("%s is listed and cannot be restored: %v", c.Name, err)
+			continue
+		}
+		if want, told := a.kept[string(c.Name)]; told && memory(t, h, m, name)["mine"] != want {
+			t.Errorf("%s holds %v", c.Name, memory(t, h, m, name))
+		}
+		if _, err := m.Kill(t.Context(), key(name)); err != nil {
+			t.Error(err)
+		}
+		if err := m.DeleteCheckpoint(c.Key); err != nil {
+			t.Error(err)
+		}
+	}
+	for name := range a.kept {
+		if !there[name] {
+			t.Errorf("checkpoint %s is lost", name)
+		}
+	}
 }
 
 // TestRestart: a daemon that goes and comes back finds everything; the host's

@@ -83,7 +83,7 @@ func copyState(t *testing.T, from, to string) {
 		t.Fatal(err)
 	}
 	// os.CopyFS makes folders that others can read.
-	for _, d := range []string{machinesDir, imagesDir, snapshotsDir} {
+	for _, d := range []string{machinesDir, imagesDir, snapshotsDir, checkpointsDir} {
 		if err := os.Chmod(filepath.Join(to, d), 0o700); err != nil {
 			t.Fatal(err)
 		}

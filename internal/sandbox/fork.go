@@ -32,7 +32,7 @@ func (m *Manager) fork(ctx context.Context, k Key, source Name, n int, also reco
 	f = Fork{Key: k, Source: source, Replicas: n, Phase: PhasePending, Created: time.Now().UTC()}
 	_, err = m.with(ctx, Key{k.Namespace, source}, func(b *member) error {
 		last := b.now()
-		if err := m.mayFork(ctx, last); err != nil {
+		if err := m.mayCopy(ctx, last, "fork"); err != nil {
 			return err
 		}
 		if err := b.resume(ctx); err != nil {
@@ -132,9 +132,8 @@ func (m *Manager) enlistChild(source Sandbox, fork Name, out *ForkOutcome) (*chi
 		return nil, err
 	}
 	c := &child{out: out, machine: newID(), memory: source.Memory}
-	s := source
-	s.Name, s.Parent, s.Fork = out.Name, source.ID, fork
-	s.Machine, s.Boot, s.Image, s.Clock = "", "", "", Clock{}
+	s := source.child(out.Name)
+	s.Fork = fork
 	err := os.Mkdir(m.machineDir(c.machine), 0o700)
 	if err == nil {
 		c.member, err = m.enlist(s)
@@ -144,6 +143,13 @@ func (m *Manager) enlistChild(source Sandbox, fork Name, out *ForkOutcome) (*chi
 		return nil, errors.Join(err, m.cfg.Engine.Remove(m.ctx, m.machineDir(c.machine)))
 	}
 	return c, nil
+}
+
+// child is a sandbox that continues from s, before it has a machine.
+func (s Sandbox) child(name Name) Sandbox {
+	s.Parent, s.Name, s.Fork, s.Checkpoint = s.ID, name, "", ""
+	s.Machine, s.Boot, s.Image, s.Clock = "", "", "", Clock{}
+	return s
 }
 
 // begin makes a child of what runs.

@@ -35,6 +35,8 @@ type outcome struct {
 	Time    time.Time `json:"time"`
 	Sandbox *Sandbox  `json:"sandbox,omitempty"`
 	Fork    *Fork     `json:"fork,omitempty"`
+
+	Checkpoint *CheckpointSize `json:"checkpoint,omitempty"`
 }
 
 var outcomes = journal.Collection[outcome]("outcomes")
@@ -89,6 +91,36 @@ func (m *Manager) ForkOnce(ctx context.Context, once Once, k Key, source Name, n
 		return *before.Fork, true, nil
 	}
 	return f, false, err
+}
+
+// CheckpointOnce is Checkpoint for a request that may come again, as ClaimOnce is
+// Claim.
+func (m *Manager) CheckpointOnce(ctx context.Context, once Once, k Key, source Name) (c CheckpointSize, replayed bool, err error) {
+	before, err := m.doOnce(ctx, once, func() error {
+		c, err = m.checkpoint(ctx, k, source, func(tx *journal.Tx, c CheckpointSize) error {
+			return m.putOutcome(tx, once, outcome{Checkpoint: &c})
+		})
+		return err
+	})
+	if before != nil && before.Checkpoint != nil {
+		return *before.Checkpoint, true, nil
+	}
+	return c, false, err
+}
+
+// RestoreOnce is Restore for a request that may come again, as ClaimOnce is
+// Claim.
+func (m *Manager) RestoreOnce(ctx context.Context, once Once, k Key, checkpoint Name, spec RestoreSpec) (s Sandbox, replayed bool, err error) {
+	before, err := m.doOnce(ctx, once, func() error {
+		s, err = m.restore(ctx, k, checkpoint, spec, func(tx *journal.Tx, s Sandbox) error {
+			return m.putOutcome(tx, once, outcome{Sandbox: &s})
+		})
+		return err
+	})
+	if before != nil && before.Sandbox != nil {
+		return *before.Sandbox, true, nil
+	}
+	return s, false, err
 }
 
 // doOnce does a request, or returns what came of it before. While the same one

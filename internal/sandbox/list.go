@@ -89,11 +89,16 @@ func (m *Manager) Pools(n Namespace, p Page) ([]Pool, error) { return list(m, po
 // Forks lists forks by name.
 func (m *Manager) Forks(n Namespace, p Page) ([]Fork, error) { return list(m, forks, n, p) }
 
-func list[T any](m *Manager, c journal.Collection[T], n Namespace, p Page) (out []T, err error) {
+func list[T any](m *Manager, c journal.Collection[T], n Namespace, p Page) ([]T, error) {
+	return listIf(m, c, n, p, func(T) bool { return true })
+}
+
+// listIf is list of those objects that are to be seen.
+func listIf[T any](m *Manager, c journal.Collection[T], n Namespace, p Page, seen func(T) bool) (out []T, err error) {
 	prefix := string(n) + "/"
 	err = m.db.View(func(tx *journal.Tx) error {
 		return c.Each(tx, prefix, func(key string, object T) error {
-			if strings.TrimPrefix(key, prefix) <= p.After {
+			if strings.TrimPrefix(key, prefix) <= p.After || !seen(object) {
 				return nil
 			}
 			if len(out) == p.limit() {

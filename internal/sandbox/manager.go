@@ -59,6 +59,7 @@ type Manager struct {
 	// forgotten is when outcomes were last forgotten, in Unix time. It is read in
 	// transactions, which may not wait for mu: who has mu may wait for them.
 	forgotten atomic.Int64
+	watches   watches
 
 	quotaTurn sync.Mutex // held by who changes a quota
 
@@ -70,6 +71,7 @@ type Manager struct {
 	pools     map[Key]*pool
 	builds    map[buildKey]*build // those under way
 	requests  map[string]*request // those with an idempotency key, likewise
+	restoring map[ID]int          // checkpoints that sandboxes are being made of
 }
 
 // The journal's collections. Sandboxes are kept by id, the rest by key.
@@ -84,7 +86,7 @@ var (
 // Open opens the state folder, takes over what is still running and goes on
 // with what was under way.
 func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
-	for _, dir := range []string{machinesDir, imagesDir, snapshotsDir, logsDir} {
+	for _, dir := range []string{machinesDir, imagesDir, snapshotsDir, checkpointsDir, logsDir} {
 		if err := os.MkdirAll(filepath.Join(cfg.Dir, dir), 0o700); err != nil {
 			return nil, fmt.Errorf("open the state folder: %w", err)
 		}
@@ -104,7 +106,7 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 		cfg: cfg, db: db, secrets: secrets, capacity: newAdmission(cfg.Capacity),
 		dirty:     make(chan struct{}, 1),
 		sandboxes: map[ID]*member{}, names: map[Key]ID{}, pools: map[Key]*pool{}, builds: map[buildKey]*build{},
-		requests: map[string]*request{},
+		requests: map[string]*request{}, restoring: map[ID]int{},
 	}
 	m.ctx, m.cancel = context.WithCancel(context.WithoutCancel(ctx))
 	if err := m.recover(ctx); err != nil {
@@ -150,17 +152,22 @@ func (m *Manager) begin() error {
 
 // Folders of the state folder.
 const (
-	machinesDir  = "machines"
-	imagesDir    = "images"
-	snapshotsDir = "snapshots"
-	logsDir      = "logs"
-	secretsDir   = "secrets"
+	machinesDir    = "machines"
+	imagesDir      = "images"
+	snapshotsDir   = "snapshots"
+	checkpointsDir = "checkpoints"
+	logsDir        = "logs"
+	secretsDir     = "secrets"
 )
 
 func (m *Manager) machineDir(id ID) string { return filepath.Join(m.cfg.Dir, machinesDir, string(id)) }
 func (m *Manager) imageDir(id ID) string   { return filepath.Join(m.cfg.Dir, imagesDir, string(id)) }
 func (m *Manager) snapshotDir(id ID) string {
 	return filepath.Join(m.cfg.Dir, snapshotsDir, string(id))
+}
+
+func (m *Manager) checkpointDir(id ID) string {
+	return filepath.Join(m.cfg.Dir, checkpointsDir, string(id))
 }
 
 func (m *Manager) logFile(id ID) string {
@@ -187,7 +194,7 @@ func (m *Manager) recover(ctx context.Context) error {
 				return err
 			}
 		}
-		return settleForks(tx)
+		return errors.Join(settleForks(tx), settleCheckpoints(tx))
 	})
 	if err != nil {
 		return err
@@ -234,6 +241,8 @@ func (m *Manager) removed() {
 	}
 }
 
+// keep says what is in use. Checkpoints are not: they are on disk, and are read
+// again when somebody is restored from one.
 func (m *Manager) keep() error {
 	var folders, snapshots []string
 	for dir, list := range map[string]*[]string{machinesDir: &folders, imagesDir: &snapshots, snapshotsDir: &snapshots} {
@@ -333,21 +342,26 @@ func (m *Manager) sweep(ctx context.Context) error {
 			builds.Each(tx, "", func(_ string, b Build) error {
 				named[m.snapshotDir(b.Snapshot)] = true
 				return nil
+			}),
+			checkpoints.Each(tx, "", func(_ string, c Checkpoint) error {
+				named[m.checkpointDir(c.ID)] = true
+				return nil
 			}))
 	})
 	if err != nil {
 		return err
 	}
 	// What was being written when somebody was killed.
-	for _, dir := range []string{imagesDir, snapshotsDir} {
+	for _, dir := range []string{imagesDir, snapshotsDir, checkpointsDir} {
 		if err := snapshot.CleanTemp(filepath.Join(m.cfg.Dir, dir)); err != nil {
 			return err
 		}
 	}
 	for dir, remove := range map[string]func(string) error{
-		machinesDir:  func(path string) error { return m.cfg.Engine.Remove(ctx, path) },
-		imagesDir:    snapshot.Remove,
-		snapshotsDir: snapshot.Remove,
+		machinesDir:    func(path string) error { return m.cfg.Engine.Remove(ctx, path) },
+		imagesDir:      snapshot.Remove,
+		snapshotsDir:   snapshot.Remove,
+		checkpointsDir: snapshot.Remove,
 	} {
 		entries, err := os.ReadDir(filepath.Join(m.cfg.Dir, dir))
 		if err != nil {

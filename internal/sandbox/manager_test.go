@@ -158,7 +158,7 @@ func wantNothing(t *testing.T, m *Manager, h *sandboxtest.Host) {
 	if len(h.Folders()) != 0 {
 		t.Errorf("left: %v", h.Folders())
 	}
-	for _, dir := range []string{machinesDir, imagesDir} {
+	for _, dir := range []string{machinesDir, imagesDir, checkpointsDir} {
 		if left, err := filepath.Glob(filepath.Join(m.cfg.Dir, dir, "*")); err != nil || len(left) != 0 {
 			t.Errorf("left: %v, %v", left, err)
 		}

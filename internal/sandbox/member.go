@@ -69,9 +69,10 @@ func (b *member) changeAnd(do func(*Sandbox), also record[Sandbox]) error {
 		return fmt.Errorf("sandbox %s: %w", b.id, err)
 	}
 	b.mu.Lock()
-	defer b.mu.Unlock()
 	b.record = next
 	b.arm()
+	b.mu.Unlock()
+	b.manager.watches.note(next)
 	return nil
 }
 

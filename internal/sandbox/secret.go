@@ -219,22 +219,23 @@ func (m *Manager) sealing(s Sandbox) []snapshot.Option {
 	return []snapshot.Option{snapshot.Sealed(m.cfg.Key)}
 }
 
-// mayFork refuses whoever has not supplied the secrets that a sandbox holds: its
-// forks hold them too. What is done is written down either way.
-func (m *Manager) mayFork(ctx context.Context, s Sandbox) error {
+// mayCopy refuses whoever has not supplied the secrets that a sandbox holds: its
+// forks, its checkpoints and what is restored from them hold them too. What is done
+// is written down either way; what is the verb.
+func (m *Manager) mayCopy(ctx context.Context, s Sandbox, what string) error {
 	if !s.holdsSecrets() {
 		return nil
 	}
 	who := principalOf(ctx)
 	allowed := who != "" && who == s.SecretsBy
-	m.cfg.Log.Warn("fork of a sandbox that holds secrets", "namespace", s.Namespace, "sandbox", s.Name, "id", s.ID,
+	m.cfg.Log.Warn("copy of a sandbox that holds secrets", "verb", what, "namespace", s.Namespace, "sandbox", s.Name, "id", s.ID,
 		"holdsSecrets", true, "principal", string(who), "secretsBy", string(s.SecretsBy), "allowed", allowed)
 	if allowed {
 		return nil
 	}
-	return Errorf(CodeDenied, "sandbox %s is not forked by %s", s.Name, who.shown()).
+	return Errorf(CodeDenied, "%s of sandbox %s is not for %s", what, s.Name, who.shown()).
 		Because("it holds secrets that %s has supplied", s.SecretsBy.shown()).
-		Try("Fork it as %s, or claim a sandbox with secrets of your own", s.SecretsBy.shown())
+		Try("Do it as %s, or claim a sandbox with secrets of your own", s.SecretsBy.shown())
 }
 
 // shown is a principal in an error.

@@ -19,6 +19,8 @@ const (
 	KindSandbox  Kind = "sandbox"
 	KindFork     Kind = "fork"
 	KindSecret   Kind = "secret"
+	// KindCheckpoint is of what is on disk.
+	KindCheckpoint Kind = "checkpoint"
 )
 
 // Env is environment variables by name.
@@ -220,9 +222,12 @@ type Sandbox struct {
 	Secrets   []SecretRef `json:"secrets,omitempty"`
 	SecretsBy Principal   `json:"secretsBy,omitempty"`
 
-	// Parent and Fork are who it was forked from and by which fork.
-	Parent  ID        `json:"parent,omitempty"`
-	Fork    Name      `json:"fork,omitempty"`
+	// Parent is the sandbox that it continues from, Fork or Checkpoint what it was
+	// made by.
+	Parent     ID   `json:"parent,omitempty"`
+	Fork       Name `json:"fork,omitempty"`
+	Checkpoint Name `json:"checkpoint,omitempty"`
+
 	Created time.Time `json:"created"`
 	Ended   time.Time `json:"ended,omitzero"`
 	Reason  Reason    `json:"reason,omitempty"`

@@ -121,15 +121,22 @@ func (c ClaimSpec) validate() error {
 	if err := errors.Join(c.Env.validate(), c.validateSecrets()); err != nil {
 		return err
 	}
-	if len(c.Metadata) > maxMetadata {
-		return invalid("metadata", "%d entries are more than %d", len(c.Metadata), maxMetadata)
+	if err := validateMetadata(c.Metadata); err != nil {
+		return err
 	}
-	for k, v := range c.Metadata {
+	return c.Lifetime.validate()
+}
+
+func validateMetadata(entries map[string]string) error {
+	if len(entries) > maxMetadata {
+		return invalid("metadata", "%d entries are more than %d", len(entries), maxMetadata)
+	}
+	for k, v := range entries {
 		if k == "" || len(k) > maxMetadataValue || len(v) > maxMetadataValue {
 			return invalid("metadata", "keys and values have 1 to %d bytes", maxMetadataValue)
 		}
 	}
-	return c.Lifetime.validate()
+	return nil
 }
 
 func (l Lifetime) validate() error {

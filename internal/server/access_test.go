@@ -166,7 +166,8 @@ func TestOtherTenant(t *testing.T) {
 	n.claim("there")
 	n.do("POST", v1+"/sandboxes/there/forks", rest.ForkCreate{Name: "fork", Replicas: 1}).ok(201)
 	id := as[rest.Sandbox](n.do("GET", v1+"/sandboxes/there", nil).ok(200)).Id
-	exist := map[string]string{"templates": "python", "pools": "pool", "sandboxes": "there", "forks": "fork", "secrets": "secret"}
+	exist := map[string]string{"templates": "python", "pools": "pool", "sandboxes": "there", "forks": "fork", "secrets": "secret", "checkpoints": "checkpoint"}
+	n.do("POST", v1+"/sandboxes/there/checkpoints", rest.CheckpointCreate{Name: "checkpoint"}).ok(201)
 	n.do("PUT", v1+"/secrets/secret", rest.SecretValues{StringData: map[string]string{"K": "v"}}).ok(200)
 	mine := n.with(n.key(access.RoleUser, "mine", "default-2"))
 	mine.do("GET", "/v1/namespaces/mine/sandboxes", nil).ok(200)

@@ -8,7 +8,6 @@ import (
 
 	"agentrun.dev/internal/access"
 	"agentrun.dev/internal/audit"
-	"agentrun.dev/internal/sandbox"
 )
 
 // Auditor keeps what was done. *audit.Log is one.
@@ -42,8 +41,7 @@ func (a *api) begin(rec *record, t target) error {
 	rec.event.Stage, rec.event.Time = audit.Start, time.Now().UTC()
 	if err := a.Audit.Write(rec.event); err != nil {
 		a.Log.Error("the audit log cannot be written", "error", err)
-		return sandbox.Errorf(codeAudit, "the audit log of the node cannot be written, so nothing is done that belongs into it").
-			Try("Make room on the disk of the daemon's state folder")
+		return auditFailed()
 	}
 	rec.begun = true
 	return nil

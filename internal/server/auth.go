@@ -70,6 +70,11 @@ func localUser(r *http.Request) (access.Principal, error) {
 		return access.Principal{}, sandbox.Errorf(codeUnauthenticated, "the request has no API key").
 			Try("Send it as `Authorization: Bearer KEY`; `agentrun key create` on the node makes one")
 	}
+	return localUID(uid)
+}
+
+// localUID takes the user that the daemon runs as, and root.
+func localUID(uid uint32) (access.Principal, error) {
 	name := fmt.Sprintf("uid:%d", uid)
 	if uid != 0 && int(uid) != os.Geteuid() {
 		return access.Principal{Name: name}, sandbox.Errorf(codeDenied, "user %d may not use this socket", uid).
@@ -80,19 +85,28 @@ func localUser(r *http.Request) (access.Principal, error) {
 
 // withPeer notes which user is at the other end of a Unix socket.
 func withPeer(ctx context.Context, conn net.Conn) context.Context {
+	uid, err := peerUID(conn)
+	if err != nil {
+		return ctx // nobody: refused
+	}
+	return context.WithValue(ctx, peerKey, uid)
+}
+
+// peerUID is the user at the other end of a Unix socket.
+func peerUID(conn net.Conn) (uint32, error) {
 	c, ok := conn.(*net.UnixConn)
 	if !ok {
-		return ctx
+		return 0, fmt.Errorf("%T is no Unix socket", conn)
 	}
 	raw, err := c.SyscallConn()
 	if err != nil {
-		return ctx
+		return 0, err
 	}
 	var peer *unix.Ucred
 	var peerErr error
 	err = raw.Control(func(fd uintptr) { peer, peerErr = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) })
-	if errors.Join(err, peerErr) != nil {
-		return ctx // nobody: refused
+	if err := errors.Join(err, peerErr); err != nil {
+		return 0, err
 	}
-	return context.WithValue(ctx, peerKey, peer.Uid)
+	return peer.Uid, nil
 }

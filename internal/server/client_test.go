@@ -25,8 +25,8 @@ func (n *node) newClient() *client.Client {
 }
 
 // must is for calls that work.
-func must[T any](v T, err error) func(*testing.T) T {
-	return func(t *testing.T) T {
+func must[T any](v T, err error) func(testing.TB) T {
+	return func(t testing.TB) T {
 		t.Helper()
 		if err != nil {
 			t.Fatal(err)

@@ -50,15 +50,21 @@ func claimSpec(g rest.SandboxCreate) (s sandbox.ClaimSpec, err error) {
 	if s.Pool, err = sandbox.ParseName(g.Pool); err != nil {
 		return s, err
 	}
-	s.Env, s.Metadata, s.OnTimeout = sandbox.Env(g.Env), g.Metadata, sandbox.TimeoutAction(g.OnTimeout)
+	s.Env, s.Metadata = sandbox.Env(g.Env), g.Metadata
 	if s.Secrets, err = secretRefs(g.Secrets); err != nil {
 		return s, err
 	}
-	if s.Timeout, err = parseDuration("timeout", g.Timeout); err != nil {
-		return s, err
-	}
-	s.IdleTimeout, err = parseDuration("idleTimeout", g.IdleTimeout)
+	s.Lifetime, err = lifetime(g.Timeout, g.IdleTimeout, g.OnTimeout)
 	return s, err
+}
+
+func lifetime(timeout, idle string, action rest.OnTimeout) (l sandbox.Lifetime, err error) {
+	l.OnTimeout = sandbox.TimeoutAction(action)
+	if l.Timeout, err = parseDuration("timeout", timeout); err != nil {
+		return l, err
+	}
+	l.IdleTimeout, err = parseDuration("idleTimeout", idle)
+	return l, err
 }
 
 func showDuration(d time.Duration) string {
@@ -126,7 +132,7 @@ func showSandbox(s sandbox.Sandbox) rest.Sandbox {
 		Pool: string(s.Pool), Template: string(s.Template), Revision: s.Revision, Engine: s.Engine,
 		Metadata: s.Metadata, Workdir: s.Workdir, User: s.User, Memory: int64(s.Memory),
 		Secrets: showSecretRefs(s.Secrets), SecretsBy: string(s.SecretsBy),
-		Parent: string(s.Parent), Fork: string(s.Fork), Created: s.Created, Ended: showTime(s.Ended),
+		Parent: string(s.Parent), Fork: string(s.Fork), Checkpoint: string(s.Checkpoint), Created: s.Created, Ended: showTime(s.Ended),
 		Reason: rest.SandboxReason(s.Reason), Detail: s.Detail,
 		Timeout: showDuration(s.Timeout), IdleTimeout: showDuration(s.IdleTimeout), OnTimeout: rest.OnTimeout(s.OnTimeout),
 	}

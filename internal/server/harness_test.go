@@ -68,7 +68,8 @@ type node struct {
 	workdir string
 	socket  string
 	access  *access.Store
-	audit   string // its folder
+	audit   string     // its folder
+	trail   *audit.Log // in that folder
 	client  *http.Client
 	router  routers.Router
 	spec    *openapi3.T
@@ -99,6 +100,7 @@ func newNode(t testing.TB, change ...func(*Config)) *node {
 	if err != nil {
 		t.Fatal(err)
 	}
+	n.trail = trail
 	cfg := Config{Service: n.manager, Access: n.access, Audit: trail, Version: "test", Log: quiet}
 	for _, c := range change {
 		c(&cfg)

@@ -197,11 +197,9 @@ func (a *api) ForkSandbox(w http.ResponseWriter, r *http.Request, namespace, nam
 		if err != nil {
 			return f, err
 		}
-		k := sandbox.Key{Namespace: source.Namespace, Name: sandbox.NewName(source.Name)}
-		if given.Name != "" {
-			if k.Name, err = sandbox.ParseName(given.Name); err != nil {
-				return f, err
-			}
+		k, err := named(source, given.Name)
+		if err != nil {
+			return f, err
 		}
 		once, err := idempotent(r, body)
 		if err != nil {

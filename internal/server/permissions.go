@@ -81,6 +81,16 @@ var permissions = map[string]operation{
 	"POST /v1/namespaces/{namespace}/sandboxes/{name}/code/contexts/{id}/restart":     {verb: "restartContext", need: access.Use},
 	"POST /v1/namespaces/{namespace}/sandboxes/{name}/code/contexts/{id}/interrupt":   {verb: "interruptContext", need: access.Use},
 
+	"POST /v1/namespaces/{namespace}/sandboxes/{name}/checkpoints": {verb: "checkpointSandbox", need: access.Change},
+	"GET /v1/namespaces/{namespace}/checkpoints":                   {verb: "listCheckpoints", need: access.Read},
+	"GET /v1/namespaces/{namespace}/checkpoints/{name}":            {verb: "getCheckpoint", need: access.Read},
+	"DELETE /v1/namespaces/{namespace}/checkpoints/{name}":         {verb: "deleteCheckpoint", need: access.Change},
+	"POST /v1/namespaces/{namespace}/checkpoints/{name}/restore":   {verb: "restoreCheckpoint", need: access.Change},
+
+	"GET /v1/namespaces/{namespace}/sandboxes/{name}/stats": {verb: "getStats", need: access.Read},
+	"GET /v1/namespaces/{namespace}/stats":                  {verb: "listStats", need: access.Read},
+	"GET /v1/node":                                          {verb: "getNode", need: access.Administer},
+
 	"GET /v1/namespaces/{namespace}/secrets":           {verb: "listSecrets", need: access.Read, audit: true},
 	"GET /v1/namespaces/{namespace}/secrets/{name}":    {verb: "getSecret", need: access.Read, audit: true},
 	"PUT /v1/namespaces/{namespace}/secrets/{name}":    {verb: "putSecret", need: access.Change},

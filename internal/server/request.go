@@ -183,6 +183,8 @@ var queries = map[string][]string{
 	"GET /v1/namespaces/{namespace}/sandboxes":                                    {"limit", "after", "ended"},
 	"GET /v1/namespaces/{namespace}/forks":                                        {"limit", "after"},
 	"GET /v1/namespaces/{namespace}/secrets":                                      {"limit", "after"},
+	"GET /v1/namespaces/{namespace}/checkpoints":                                  {"limit", "after"},
+	"GET /v1/namespaces/{namespace}/stats":                                        {"limit", "after"},
 	"GET /v1/namespaces/{namespace}/sandboxes/{name}/execs/{id}/output":           {"stdout", "stderr"},
 	"GET /v1/namespaces/{namespace}/sandboxes/{name}/execs/{id}/socket":           {"stdout", "stderr"},
 	"POST /v1/namespaces/{namespace}/sandboxes/{name}/execs/{id}/stdin":           {"close"},

@@ -60,6 +60,19 @@ type Service interface {
 
 	SetQuota(q sandbox.Quota) (sandbox.QuotaUse, error)
 	QuotaOf(n sandbox.Namespace) (sandbox.QuotaUse, error)
+
+	Checkpoint(ctx context.Context, k sandbox.Key, source sandbox.Name) (sandbox.CheckpointSize, error)
+	CheckpointOnce(ctx context.Context, once sandbox.Once, k sandbox.Key, source sandbox.Name) (sandbox.CheckpointSize, bool, error)
+	CheckpointOf(k sandbox.Key) (sandbox.CheckpointSize, error)
+	Checkpoints(n sandbox.Namespace, p sandbox.Page) ([]sandbox.CheckpointSize, error)
+	DeleteCheckpoint(k sandbox.Key) error
+	Restore(ctx context.Context, k sandbox.Key, checkpoint sandbox.Name, spec sandbox.RestoreSpec) (sandbox.Sandbox, error)
+	RestoreOnce(ctx context.Context, once sandbox.Once, k sandbox.Key, checkpoint sandbox.Name, spec sandbox.RestoreSpec) (sandbox.Sandbox, bool, error)
+
+	Cost(ctx context.Context, k sandbox.Key) (sandbox.Cost, error)
+	Costs(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Cost, error)
+	Node() (sandbox.NodeStatus, error)
+	Watch(ctx context.Context, n sandbox.Namespace, each func(sandbox.Sandbox) error, synced func() error) error
 }
 
 var _ Service = (*sandbox.Manager)(nil)
@@ -136,6 +149,7 @@ const (
 	principalKey contextKey = iota
 	peerKey
 	recordKey
+	patienceKey
 )
 
 func principalOf(r *http.Request) access.Principal { return principalIn(r.Context()) }

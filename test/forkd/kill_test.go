@@ -153,6 +153,15 @@ type told struct {
 	mu    sync.Mutex // protects all following fields
 	holds map[string]string
 	maybe map[string]bool // they may be there or not: a call for them was cut off
+	// saved is what checkpoints hold that somebody was told of.
+	saved map[string]string
+}
+
+// save notes that a checkpoint holds what its sandbox does.
+func (k *told) save(checkpoint, of string) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.saved[checkpoint] = k.holds[of]
 }
 
 func (k *told) set(name, value string) {
@@ -193,11 +202,25 @@ func (n *node) live(ctx context.Context, known *told, who string, step func()) {
 			func() error { return n.remark(ctx, known, name) },
 			func() error { _, err := n.client.Do(ctx, name, client.Hibernate); return err },
 			func() error {
+				_, err := n.client.Checkpoint(ctx, name, rest.CheckpointCreate{Name: name}, "")
+				if err == nil {
+					known.save(name, name)
+				}
+				return err
+			},
+			func() error {
 				known.unsure(child)
 				_, err := n.client.Fork(ctx, name, rest.ForkCreate{Name: fork, Replicas: 1}, "")
 				return err
 			},
 			func() error { return n.remark(ctx, known, child) },
+			func() error {
+				_, err := n.client.Checkpoint(ctx, child, rest.CheckpointCreate{Name: child}, "")
+				if err == nil {
+					known.save(child, child)
+				}
+				return err
+			},
 			func() error { _, err := n.client.Do(ctx, child, client.Pause); return err },
 			func() error {
 				known.unsure(name)
@@ -240,7 +263,7 @@ func TestKilled(t *testing.T) {
 	n.up()
 	n.template(pythonImage(t))
 	workers := count(6, 2)
-	known := &told{holds: map[string]string{}, maybe: map[string]bool{}}
+	known := &told{holds: map[string]string{}, maybe: map[string]bool{}, saved: map[string]string{}}
 	for round := range count(20, 3) {
 		ctx, cancel := context.WithCancel(t.Context())
 		steps := make(chan struct{}, 1000)
@@ -269,9 +292,10 @@ func TestKilled(t *testing.T) {
 		t.Error(err)
 	}
 	n.down()
-	left, err := filepath.Glob(filepath.Join(n.state, "forkd", "machines", "*"))
-	if images, imagesErr := filepath.Glob(filepath.Join(n.state, "forkd", "images", "*")); err != nil || imagesErr != nil || len(left)+len(images) > 0 {
-		t.Errorf("left: %q %q", left, images)
+	for _, dir := range []string{"machines", "images", "checkpoints"} {
+		if left, err := filepath.Glob(filepath.Join(n.state, "forkd", dir, "*")); err != nil || len(left) > 0 {
+			t.Errorf("left: %q, %v", left, err)
+		}
 	}
 	n.noProcesses()
 }
@@ -317,5 +341,41 @@ func (n *node) examine(known *told) {
 		}
 	}
 	known.maybe = map[string]bool{}
-	n.t.Logf("%d sandboxes, %d of them known well", len(listed), len(known.holds))
+	n.t.Logf("%d sandboxes, %d of them known well; %d checkpoints", len(listed), len(known.holds), len(known.saved))
+	n.examineCheckpoints(known)
+}
+
+// examineCheckpoints restores all checkpoints, and deletes them.
+func (n *node) examineCheckpoints(known *told) {
+	n.t.Helper()
+	ctx := n.t.Context()
+	list, err := n.client.Checkpoints(ctx)
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	there := map[string]bool{}
+	for _, c := range list {
+		there[c.Name] = true
+		s, err := n.client.Restore(ctx, c.Name, rest.CheckpointRestore{}, "")
+		if err != nil {
+			n.t.Errorf("checkpoint %s is listed and cannot be restored: %v", c.Name, err)
+			continue
+		}
+		r, err := n.client.RunCode(ctx, s.Name, rest.CodeRequest{Code: "print(mine, open('mine').read())"})
+		if value, sure := known.saved[c.Name]; err != nil || sure && strings.TrimSpace(r.Stdout) != value+" "+value {
+			n.t.Errorf("checkpoint %s holds %q and not %q twice: %v %+v", c.Name, r.Stdout, value, err, r.Error)
+		}
+		if _, err := n.client.Kill(ctx, s.Name); err != nil {
+			n.t.Error(err)
+		}
+		if err := n.client.DeleteCheckpoint(ctx, c.Name); err != nil {
+			n.t.Error(err)
+		}
+	}
+	for name := range known.saved {
+		if !there[name] {
+			n.t.Errorf("checkpoint %s is lost", name)
+		}
+	}
+	known.saved = map[string]string{}
 }

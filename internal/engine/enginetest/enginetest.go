@@ -399,7 +399,7 @@ func (s *suite) testStats(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if before.Own == 0 || before.Proportional < before.Own || after.Own < before.Own+size || before.Generation != 1 {
+	if before.Own == 0 || before.Proportional < before.Own || after.Own < before.Own+size || before.Generation != 1 || after.CPU <= before.CPU {
 		t.Errorf("before %+v, after writing %d MiB %+v", before, size>>20, after)
 	}
 }

@@ -10,6 +10,7 @@ import (
 	"strings"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/procid"
 	"golang.org/x/sys/unix"
 )
 
@@ -28,11 +29,16 @@ func (s *sandbox) Stats(context.Context) (engine.Stats, error) {
 	return st, err
 }
 
-// ProcessStats reads the memory of a helper and of all processes below it.
+// ProcessStats reads the memory and processor time of a helper and of all
+// processes below it.
 func ProcessStats(helper int) (st engine.Stats, err error) {
 	p, err := ReadParts(helper)
 	st.Own = p.Programs + p.Anonymous
 	st.Proportional = st.Own + p.Files
+	for _, pid := range family(helper) {
+		used, _ := procid.CPUTime(pid) // it may have ended
+		st.CPU += used
+	}
 	return st, err
 }
 

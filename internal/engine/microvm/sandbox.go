@@ -16,6 +16,7 @@ import (
 	"agentrun.dev/internal/engine/identity"
 	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/procid"
 	"agentrun.dev/internal/snapshot"
 	"agentrun.dev/internal/vmm"
 )
@@ -178,7 +179,7 @@ func (s *sandbox) setMemory(im layer.Image) {
 	s.layers, s.mappings = len(im.Layers), len(im.Extents)
 }
 
-// ProcessStats reads the memory of a vmm process.
+// ProcessStats reads the memory and processor time of a vmm process.
 func ProcessStats(pid int) (st engine.Stats, err error) {
 	b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/smaps_rollup")
 	if err != nil {
@@ -197,7 +198,8 @@ func ProcessStats(pid int) (st engine.Stats, err error) {
 			st.Proportional += kib << 10
 		}
 	}
-	return st, nil
+	st.CPU, err = procid.CPUTime(pid)
+	return st, err
 }
 
 // fileRef hashes a file whose size is a multiple of the page size.

@@ -37,6 +37,7 @@ type Host struct {
 	mu        sync.Mutex // protects all following fields
 	processes map[string]*Process
 	failNext  error
+	failWrite error
 }
 
 // Process is a sandbox that runs.
@@ -68,6 +69,13 @@ func (h *Host) FailNext(err error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.failNext = err
+}
+
+// FailCapture makes the next capture of a process fail.
+func (h *Host) FailCapture(err error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.failWrite = err
 }
 
 // Memory is what the process of a folder holds, nil if there is none.
@@ -199,6 +207,17 @@ func (s *handle) Detach() error                              { return s.agent.Cl
 func (s *handle) Done() <-chan struct{}                      { return s.done }
 func (s *handle) Wait() error                                { <-s.done; return s.cause }
 
+// Stats are made up, but for what counts the keys of the memory.
+func (s *handle) Stats(context.Context) (engine.Stats, error) {
+	s.host.mu.Lock()
+	defer s.host.mu.Unlock()
+	if s.cause != nil {
+		return engine.Stats{}, s.cause
+	}
+	own := uint64(len(s.memory)) << 20
+	return engine.Stats{Own: own, Proportional: own + 1<<19, CPU: 3 * time.Second, Generation: 2}, nil
+}
+
 func (s *handle) set(key, value string) error {
 	s.host.mu.Lock()
 	defer s.host.mu.Unlock()
@@ -228,6 +247,10 @@ func (s *handle) Snapshot(_ context.Context, dir string, opts ...snapshot.Option
 	defer s.host.hook()()
 	s.host.mu.Lock()
 	defer s.host.mu.Unlock()
+	if err := s.host.failWrite; err != nil {
+		s.host.failWrite = nil
+		return nil, err
+	}
 	return Capture(dir, s.memory, opts...)
 }
 

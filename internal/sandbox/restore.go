@@ -1,0 +1,140 @@
+package sandbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/journal"
+	"agentrun.dev/internal/snapshot"
+)
+
+// RestoreSpec is what a sandbox that is made of a checkpoint is given, as a claim
+// gives it. Env is laid over the environment that it had.
+type RestoreSpec struct {
+	Env      Env               `json:"env,omitempty"`
+	Metadata map[string]string `json:"metadata,omitempty"`
+	Lifetime
+}
+
+func (r RestoreSpec) validate() error {
+	return errors.Join(r.Env.validate(), validateMetadata(r.Metadata), r.Lifetime.validate())
+}
+
+// Restore makes a sandbox that continues from a checkpoint, with an identity of
+// its own. It returns when the sandbox has answered.
+func (m *Manager) Restore(ctx context.Context, k Key, checkpoint Name, spec RestoreSpec) (Sandbox, error) {
+	return m.restore(ctx, k, checkpoint, spec, nil)
+}
+
+func (m *Manager) restore(ctx context.Context, k Key, checkpoint Name, spec RestoreSpec, also record[Sandbox]) (Sandbox, error) {
+	if err := m.begin(); err != nil {
+		return Sandbox{}, err
+	}
+	if err := spec.validate(); err != nil {
+		return Sandbox{}, err
+	}
+	c, done, err := m.holdCheckpoint(Key{k.Namespace, checkpoint})
+	if err != nil {
+		return Sandbox{}, err
+	}
+	defer done()
+	if err := m.mayCopy(ctx, c.Of, "restore"); err != nil {
+		return Sandbox{}, err
+	}
+	if name := m.cfg.Engine.Name(); c.Of.Engine != name {
+		return Sandbox{}, Errorf(CodeConflict, "checkpoint %s cannot be restored here", c.Name).
+			Because("it is of the engine %s, and this daemon has %s", c.Of.Engine, name).
+			Try("Start the daemon with `--engine` as it was, or make a new checkpoint")
+	}
+	s := c.Of.child(k.Name)
+	s.Checkpoint, s.Metadata, s.Lifetime = c.Name, spec.Metadata, spec.Lifetime
+	s.Env = merge(c.Of.Env, spec.Env)
+	b, err := m.enlist(s)
+	if err != nil {
+		return Sandbox{}, err
+	}
+	if err := m.reserve(s.Namespace, s.Memory); err != nil {
+		return Sandbox{}, errors.Join(err, b.forget())
+	}
+	if err := b.restoreFrom(ctx, c, spec.Env, also); err != nil {
+		m.capacity.release(s.Namespace, s.Memory)
+		return Sandbox{}, errors.Join(err, b.forget())
+	}
+	return b.now(), nil
+}
+
+// restoreFrom makes the machine of a sandbox that has its name and its memory.
+func (b *member) restoreFrom(ctx context.Context, c Checkpoint, env Env, also record[Sandbox]) error {
+	m, s := b.manager, b.now()
+	sb, machine, err := m.restoreMachine(ctx, s, c)
+	if err != nil {
+		return err
+	}
+	if len(env) > 0 { // what it had is there already
+		// Its agent's environment is replaced, secrets included, which only the
+		// store knows.
+		var secrets Env
+		if secrets, err = m.secretEnv(s.Namespace, s.Secrets); err == nil {
+			err = setEnv(ctx, sb, merge(s.Env, secrets))
+		}
+		if err != nil {
+			err = fmt.Errorf("set the environment of sandbox %s: %w", s.Name, err)
+		}
+	}
+	if err == nil {
+		err = b.changeAnd(func(s *Sandbox) {
+			s.State, s.Machine, s.Boot = Running, machine, m.cfg.Boot
+			s.Clock.start(time.Now())
+		}, also)
+	}
+	if err != nil {
+		return errors.Join(err, sb.Close(), m.cfg.Engine.Remove(m.ctx, m.machineDir(machine)))
+	}
+	b.attach(sb)
+	b.unlock()
+	return nil
+}
+
+func (m *Manager) restoreMachine(ctx context.Context, s Sandbox, c Checkpoint) (_ engine.Sandbox, _ ID, err error) {
+	snap, err := snapshot.Open(m.checkpointDir(c.ID), snapshot.WithKey(m.cfg.Key))
+	if err != nil {
+		return nil, "", fmt.Errorf("restore checkpoint %s: %w", c.Name, err)
+	}
+	defer func() { err = errors.Join(err, snap.Close()) }()
+	sb, machine, err := m.startMachine(s.Limits, func(o engine.ForkOptions) (engine.Sandbox, error) {
+		o.Hostname = string(s.Name)
+		return m.cfg.Engine.Fork(ctx, snap, o)
+	})
+	switch {
+	case errors.Is(err, engine.ErrMismatch):
+		err = Errorf(CodeConflict, "checkpoint %s cannot be restored here", c.Name).Because("%w", err).
+			Try("Restore it where it was made, or make a new one")
+	case err != nil:
+		err = fmt.Errorf("restore checkpoint %s: %w", c.Name, err)
+	}
+	return sb, machine, err
+}
+
+// holdCheckpoint finds a checkpoint and keeps it from being deleted until done.
+func (m *Manager) holdCheckpoint(k Key) (c Checkpoint, done func(), err error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	err = m.db.View(func(tx *journal.Tx) error {
+		c, err = readyCheckpoint(tx, k)
+		return err
+	})
+	if err != nil {
+		return c, nil, err
+	}
+	m.restoring[c.ID]++
+	return c, func() {
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		if m.restoring[c.ID]--; m.restoring[c.ID] == 0 {
+			delete(m.restoring, c.ID)
+		}
+	}, nil
+}

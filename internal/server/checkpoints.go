@@ -1,0 +1,115 @@
+package server
+
+import (
+	"net/http"
+
+	"agentrun.dev/api/rest"
+	"agentrun.dev/internal/sandbox"
+)
+
+// CheckpointSandbox implements rest.ServerInterface.
+func (a *api) CheckpointSandbox(w http.ResponseWriter, r *http.Request, namespace, name string, _ rest.CheckpointSandboxParams) {
+	c, err := func() (c sandbox.CheckpointSize, err error) {
+		source, err := key(namespace, name)
+		if err != nil {
+			return c, err
+		}
+		var given rest.CheckpointCreate
+		body, err := a.readJSON(w, r, maxBody, &given)
+		if err != nil {
+			return c, err
+		}
+		k, err := named(source, given.Name)
+		if err != nil {
+			return c, err
+		}
+		once, err := idempotent(r, body)
+		if err != nil {
+			return c, err
+		}
+		if once == nil {
+			return a.Service.Checkpoint(r.Context(), k, source.Name)
+		}
+		c, replayed, err := a.Service.CheckpointOnce(r.Context(), *once, k, source.Name)
+		noteReplay(w, replayed)
+		return c, err
+	}()
+	a.answer(w, r, http.StatusCreated, showCheckpoint(c), err)
+}
+
+// named is the key of what is made of an object: by the name that was given, or
+// by one that is made up.
+func named(of sandbox.Key, given string) (k sandbox.Key, err error) {
+	k = sandbox.Key{Namespace: of.Namespace, Name: sandbox.NewName(of.Name)}
+	if given != "" {
+		k.Name, err = sandbox.ParseName(given)
+	}
+	return k, err
+}
+
+// ListCheckpoints implements rest.ServerInterface.
+func (a *api) ListCheckpoints(w http.ResponseWriter, r *http.Request, namespace string, q rest.ListCheckpointsParams) {
+	p, err := page(q.Limit, q.After)
+	listing(a, w, r, namespace, p, err, a.Service.Checkpoints,
+		func(c sandbox.CheckpointSize) string { return string(c.Name) },
+		func(c sandbox.CheckpointSize) (rest.Checkpoint, error) { return showCheckpoint(c), nil },
+		func(items []rest.Checkpoint, next string) any { return rest.CheckpointList{Items: items, Next: next} })
+}
+
+// GetCheckpoint implements rest.ServerInterface.
+func (a *api) GetCheckpoint(w http.ResponseWriter, r *http.Request, namespace, name string) {
+	object(a, w, r, namespace, name, func(k sandbox.Key) (rest.Checkpoint, error) {
+		c, err := a.Service.CheckpointOf(k)
+		return showCheckpoint(c), err
+	})
+}
+
+// DeleteCheckpoint implements rest.ServerInterface.
+func (a *api) DeleteCheckpoint(w http.ResponseWriter, r *http.Request, namespace, name string) {
+	remove(a, w, r, namespace, name, a.Service.DeleteCheckpoint)
+}
+
+// RestoreCheckpoint implements rest.ServerInterface.
+func (a *api) RestoreCheckpoint(w http.ResponseWriter, r *http.Request, namespace, name string, _ rest.RestoreCheckpointParams) {
+	s, err := func() (s sandbox.Sandbox, err error) {
+		from, err := key(namespace, name)
+		if err != nil {
+			return s, err
+		}
+		var given rest.CheckpointRestore
+		body, err := a.readJSON(w, r, maxBody, &given)
+		if err != nil {
+			return s, err
+		}
+		k, err := named(from, given.Name)
+		if err != nil {
+			return s, err
+		}
+		spec := sandbox.RestoreSpec{Env: sandbox.Env(given.Env), Metadata: given.Metadata}
+		if spec.Lifetime, err = lifetime(given.Timeout, given.IdleTimeout, given.OnTimeout); err != nil {
+			return s, err
+		}
+		once, err := idempotent(r, body)
+		if err != nil {
+			return s, err
+		}
+		if once == nil {
+			return a.Service.Restore(r.Context(), k, from.Name, spec)
+		}
+		s, replayed, err := a.Service.RestoreOnce(r.Context(), *once, k, from.Name, spec)
+		noteReplay(w, replayed)
+		return s, err
+	}()
+	a.answer(w, r, http.StatusCreated, showSandbox(s), err)
+}
+
+// showCheckpoint leaves the environment out, as showSandbox does.
+func showCheckpoint(c sandbox.CheckpointSize) rest.Checkpoint {
+	return rest.Checkpoint{
+		Namespace: string(c.Namespace), Name: string(c.Name), Id: string(c.ID),
+		Source: string(c.Of.Name), SourceID: string(c.Of.ID),
+		Pool: string(c.Of.Pool), Template: string(c.Of.Template), Revision: c.Of.Revision, Engine: c.Of.Engine,
+		Workdir: c.Of.Workdir, User: c.Of.User, Memory: int64(c.Of.Memory), Created: c.Created,
+		Size: int64(c.Stored), Unshared: int64(c.Unshared),
+	}
+}

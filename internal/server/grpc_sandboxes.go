@@ -1,0 +1,224 @@
+package server
+
+import (
+	"context"
+
+	"google.golang.org/grpc"
+	"google.golang.org/protobuf/proto"
+
+	nodev1 "agentrun.dev/api/node/v1"
+	"agentrun.dev/internal/sandbox"
+)
+
+// onceRequest is a request that may come again.
+type onceRequest interface {
+	proto.Message
+	GetIdempotencyKey() string
+}
+
+// once is the identity of a request that has an idempotency key, nil of one
+// without. It is that of all its fields.
+func once(ctx context.Context, method string, r onceRequest) (*sandbox.Once, error) {
+	given := r.GetIdempotencyKey()
+	if given == "" {
+		return nil, nil
+	}
+	if len(given) > maxIdempotencyKey {
+		return nil, invalid("idempotency_key", "it has 1 to %d characters", maxIdempotencyKey)
+	}
+	body, err := proto.MarshalOptions{Deterministic: true}.Marshal(r)
+	if err != nil {
+		return nil, err
+	}
+	who := principalIn(ctx)
+	o := sandbox.NewOnce(who.Name, method, given, body)
+	return &o, nil
+}
+
+// ClaimSandbox implements nodev1.NodeServer.
+func (n *nodeAPI) ClaimSandbox(ctx context.Context, r *nodev1.ClaimSandboxRequest) (*nodev1.Sandbox, error) {
+	from, err := key(r.GetNamespace(), r.GetPool())
+	if err != nil {
+		return nil, err
+	}
+	k, err := named(from, r.GetName())
+	if err != nil {
+		return nil, err
+	}
+	spec := sandbox.ClaimSpec{Pool: from.Name, Env: sandbox.Env(r.GetEnv()), Metadata: r.GetMetadata()}
+	if spec.Lifetime, err = lifetimeOf(r.GetLifetime()); err != nil {
+		return nil, err
+	}
+	id, err := once(ctx, nodev1.Node_ClaimSandbox_FullMethodName, r)
+	if err != nil {
+		return nil, err
+	}
+	if id == nil {
+		return answered(nodeSandbox)(n.Service.Claim(ctx, k, spec))
+	}
+	s, _, err := n.Service.ClaimOnce(ctx, *id, k, spec)
+	return answered(nodeSandbox)(s, err)
+}
+
+// GetSandbox implements nodev1.NodeServer.
+func (n *nodeAPI) GetSandbox(_ context.Context, r *nodev1.GetSandboxRequest) (*nodev1.Sandbox, error) {
+	return answered(nodeSandbox)(of(r, n.Service.Sandbox))
+}
+
+// ListSandboxes implements nodev1.NodeServer.
+func (n *nodeAPI) ListSandboxes(_ context.Context, r *nodev1.ListSandboxesRequest) (*nodev1.ListSandboxesResponse, error) {
+	items, next, err := pageOf(r,
+		func(ns sandbox.Namespace, p sandbox.Page) ([]sandbox.Sandbox, error) {
+			return n.Service.Sandboxes(ns, p, r.GetEnded())
+		}, sandbox.Sandbox.Position, plain(nodeSandbox))
+	return &nodev1.ListSandboxesResponse{Sandboxes: items, Next: next}, err
+}
+
+// WatchSandboxes implements nodev1.NodeServer.
+func (n *nodeAPI) WatchSandboxes(r *nodev1.WatchSandboxesRequest, out grpc.ServerStreamingServer[nodev1.SandboxEvent]) error {
+	return n.serve(out.Context(), nodev1.Node_WatchSandboxes_FullMethodName, r, func(ctx context.Context) error {
+		var ns sandbox.Namespace
+		switch {
+		case !r.GetAllNamespaces():
+			var err error
+			if ns, err = sandbox.ParseNamespace(r.GetNamespace()); err != nil {
+				return err
+			}
+		case r.GetNamespace() != "":
+			return invalid("namespace", "there is one, and all_namespaces is set")
+		}
+		ctx, cancel := context.WithCancel(ctx)
+		defer cancel()
+		defer context.AfterFunc(n.serving, cancel)()
+		err := n.Service.Watch(ctx, ns,
+			func(s sandbox.Sandbox) error {
+				return out.Send(&nodev1.SandboxEvent{Kind: nodev1.SandboxEvent_KIND_SANDBOX, Sandbox: nodeSandbox(s)})
+			},
+			func() error { return out.Send(&nodev1.SandboxEvent{Kind: nodev1.SandboxEvent_KIND_SYNCED}) })
+		if n.serving.Err() != nil {
+			return sandbox.Errorf(sandbox.CodeClosing, "the daemon is shutting down").Try("Watch again when it is back")
+		}
+		return err
+	})
+}
+
+// verb changes what a sandbox does.
+func verb(ctx context.Context, r objectRequest, do func(context.Context, sandbox.Key) (sandbox.Sandbox, error)) (*nodev1.Sandbox, error) {
+	return answered(nodeSandbox)(of(r, func(k sandbox.Key) (sandbox.Sandbox, error) { return do(ctx, k) }))
+}
+
+// PauseSandbox implements nodev1.NodeServer.
+func (n *nodeAPI) PauseSandbox(ctx context.Context, r *nodev1.PauseSandboxRequest) (*nodev1.Sandbox, error) {
+	return verb(ctx, r, n.Service.Pause)
+}
+
+// ResumeSandbox implements nodev1.NodeServer.
+func (n *nodeAPI) ResumeSandbox(ctx context.Context, r *nodev1.ResumeSandboxRequest) (*nodev1.Sandbox, error) {
+	return verb(ctx, r, n.Service.Resume)
+}
+
+// HibernateSandbox implements nodev1.NodeServer.
+func (n *nodeAPI) HibernateSandbox(ctx context.Context, r *nodev1.HibernateSandboxRequest) (*nodev1.Sandbox, error) {
+	return verb(ctx, r, n.Service.Hibernate)
+}
+
+// ExtendSandbox implements nodev1.NodeServer.
+func (n *nodeAPI) ExtendSandbox(ctx context.Context, r *nodev1.ExtendSandboxRequest) (*nodev1.Sandbox, error) {
+	if r.GetTimeout() == nil {
+		return nil, invalid("timeout", "it is missing; zero is none")
+	}
+	timeout, err := duration("timeout", r.GetTimeout())
+	if err != nil {
+		return nil, err
+	}
+	return verb(ctx, r, func(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
+		return n.Service.Extend(ctx, k, timeout)
+	})
+}
+
+// KillSandbox implements nodev1.NodeServer.
+func (n *nodeAPI) KillSandbox(ctx context.Context, r *nodev1.KillSandboxRequest) (*nodev1.Sandbox, error) {
+	return verb(ctx, r, n.Service.Kill)
+}
+
+// GetSandboxStats implements nodev1.NodeServer.
+func (n *nodeAPI) GetSandboxStats(ctx context.Context, r *nodev1.GetSandboxStatsRequest) (*nodev1.SandboxStats, error) {
+	return answered(nodeStats)(of(r, func(k sandbox.Key) (sandbox.Cost, error) { return n.Service.Cost(ctx, k) }))
+}
+
+// ListSandboxStats implements nodev1.NodeServer.
+func (n *nodeAPI) ListSandboxStats(ctx context.Context, r *nodev1.ListSandboxStatsRequest) (*nodev1.ListSandboxStatsResponse, error) {
+	items, next, err := pageOf(r,
+		func(ns sandbox.Namespace, p sandbox.Page) ([]sandbox.Cost, error) {
+			return n.Service.Costs(ctx, ns, p)
+		},
+		func(c sandbox.Cost) string { return c.Position() }, plain(nodeStats))
+	return &nodev1.ListSandboxStatsResponse{Stats: items, Next: next}, err
+}
+
+// ForkSandbox implements nodev1.NodeServer.
+func (n *nodeAPI) ForkSandbox(ctx context.Context, r *nodev1.ForkSandboxRequest) (*nodev1.Fork, error) {
+	source, err := key(r.GetNamespace(), r.GetSource())
+	if err != nil {
+		return nil, err
+	}
+	k, err := named(source, r.GetName())
+	if err != nil {
+		return nil, err
+	}
+	id, err := once(ctx, nodev1.Node_ForkSandbox_FullMethodName, r)
+	if err != nil {
+		return nil, err
+	}
+	if id == nil {
+		return answered(nodeFork)(n.Service.Fork(ctx, k, source.Name, int(r.GetReplicas())))
+	}
+	f, _, err := n.Service.ForkOnce(ctx, *id, k, source.Name, int(r.GetReplicas()))
+	return answered(nodeFork)(f, err)
+}
+
+// CheckpointSandbox implements nodev1.NodeServer.
+func (n *nodeAPI) CheckpointSandbox(ctx context.Context, r *nodev1.CheckpointSandboxRequest) (*nodev1.Checkpoint, error) {
+	source, err := key(r.GetNamespace(), r.GetSource())
+	if err != nil {
+		return nil, err
+	}
+	k, err := named(source, r.GetName())
+	if err != nil {
+		return nil, err
+	}
+	id, err := once(ctx, nodev1.Node_CheckpointSandbox_FullMethodName, r)
+	if err != nil {
+		return nil, err
+	}
+	if id == nil {
+		return answered(nodeCheckpoint)(n.Service.Checkpoint(ctx, k, source.Name))
+	}
+	c, _, err := n.Service.CheckpointOnce(ctx, *id, k, source.Name)
+	return answered(nodeCheckpoint)(c, err)
+}
+
+// RestoreCheckpoint implements nodev1.NodeServer.
+func (n *nodeAPI) RestoreCheckpoint(ctx context.Context, r *nodev1.RestoreCheckpointRequest) (*nodev1.Sandbox, error) {
+	from, err := key(r.GetNamespace(), r.GetCheckpoint())
+	if err != nil {
+		return nil, err
+	}
+	k, err := named(from, r.GetName())
+	if err != nil {
+		return nil, err
+	}
+	spec := sandbox.RestoreSpec{Env: sandbox.Env(r.GetEnv()), Metadata: r.GetMetadata()}
+	if spec.Lifetime, err = lifetimeOf(r.GetLifetime()); err != nil {
+		return nil, err
+	}
+	id, err := once(ctx, nodev1.Node_RestoreCheckpoint_FullMethodName, r)
+	if err != nil {
+		return nil, err
+	}
+	if id == nil {
+		return answered(nodeSandbox)(n.Service.Restore(ctx, k, from.Name, spec))
+	}
+	s, _, err := n.Service.RestoreOnce(ctx, *id, k, from.Name, spec)
+	return answered(nodeSandbox)(s, err)
+}

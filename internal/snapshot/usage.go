@@ -1,0 +1,68 @@
+package snapshot
+
+import (
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"golang.org/x/sys/unix"
+)
+
+// Usage adds up what folders take on disk: what several of them link to counts
+// once. The zero value has seen nothing.
+type Usage struct {
+	// Bytes is what all folders together take.
+	Bytes uint64
+	seen  map[inode]bool
+}
+
+type inode struct{ device, number uint64 }
+
+// Size is what one folder takes on disk.
+type Size struct {
+	// Stored is all that is in it, Unshared what of that has no other name: it is
+	// what deleting the folder frees.
+	Stored, Unshared uint64
+}
+
+// statBlock is the unit of stat(2)'s st_blocks.
+const statBlock = 512
+
+// Add adds a folder. What vanishes meanwhile does not count.
+func (u *Usage) Add(dir string) (size Size, err error) {
+	own := map[inode]bool{} // a file may have two names in one folder
+	err = filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
+		if os.IsNotExist(err) {
+			return nil
+		}
+		if err != nil || !d.Type().IsRegular() {
+			return err
+		}
+		var st unix.Stat_t
+		if err := unix.Lstat(path, &st); err != nil {
+			if errors.Is(err, unix.ENOENT) {
+				err = nil
+			}
+			return err
+		}
+		id, bytes := inode{st.Dev, st.Ino}, uint64(st.Blocks)*statBlock
+		if own[id] {
+			return nil
+		}
+		own[id] = true
+		size.Stored += bytes
+		if st.Nlink == 1 {
+			size.Unshared += bytes
+		}
+		if !u.seen[id] {
+			if u.seen == nil {
+				u.seen = map[inode]bool{}
+			}
+			u.seen[id] = true
+			u.Bytes += bytes
+		}
+		return nil
+	})
+	return size, err
+}
