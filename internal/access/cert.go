@@ -18,6 +18,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 )
@@ -248,6 +249,9 @@ func Hosts(listen net.Addr, advertise string) ([]string, error) {
 		if h != "" && !slices.Contains(hosts, h) {
 			hosts = append(hosts, h)
 		}
+	}
+	if strings.ContainsAny(advertise, "/ ") {
+		return nil, fmt.Errorf("%q is not what others reach this node by: write a host or HOST:PORT, without a scheme", advertise)
 	}
 	if host, _, err := net.SplitHostPort(advertise); err == nil {
 		advertise = host

@@ -236,6 +236,9 @@ func TestHosts(t *testing.T) {
 	if l := hosts("[::]:7070", ""); !slices.Contains(l, name) {
 		t.Errorf("%q", l)
 	}
+	if _, err := Hosts(&net.TCPAddr{}, "https://node:7070"); err == nil {
+		t.Error("a URL is no host")
+	}
 	if _, err := Hosts(&net.UnixAddr{}, ""); err == nil {
 		t.Error("a socket has no host")
 	}

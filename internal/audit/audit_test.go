@@ -238,3 +238,18 @@ func TestAtOnce(t *testing.T) {
 		t.Errorf("%d of 400", len(seen))
 	}
 }
+
+// BenchmarkWrite is what an audited request pays twice.
+func BenchmarkWrite(b *testing.B) {
+	l, err := Open(Config{Dir: b.TempDir()})
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer l.Close()
+	e := Event{Time: time.Now(), Stage: Start, Request: "ABCDEFGHIJKLMNOPQRSTUVWXYZ", Principal: "key:abcdefghijkl", Verb: "exec", Namespace: "default", Object: "sandboxes/worker", Remote: "127.0.0.1:12345"}
+	for b.Loop() {
+		if err := l.Write(e); err != nil {
+			b.Fatal(err)
+		}
+	}
+}

@@ -130,7 +130,7 @@ func (n *node) attempt(method, path string, names ...string) *response {
 		path = strings.ReplaceAll(path, names[i], names[i+1])
 	}
 	var body any
-	if method == http.MethodPost || method == http.MethodPut || method == http.MethodPatch {
+	if method != http.MethodGet && method != http.MethodDelete {
 		body = `{"nope":1}`
 	}
 	return n.do(method, strings.NewReplacer("{namespace}", "default", "{name}", "nobody", "{id}", "x").Replace(path), body)

@@ -5,7 +5,10 @@ package forkd
 
 import (
 	"context"
+	"crypto/x509"
+	"encoding/pem"
 	"errors"
+	"net/http/httptest"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -50,10 +53,11 @@ func TestScripts(t *testing.T) {
 			return nil
 		},
 		Cmds: map[string]func(*testscript.TestScript, bool, []string){
-			"until":   waitFor,
-			"new-key": newKey,
-			"grab":    grab,
-			"server":  findServer,
+			"new-key":     newKey,
+			"until":       waitFor,
+			"grab":        grab,
+			"server":      findServer,
+			"certificate": writeCertificate,
 		},
 		RequireExplicitExec: true,
 	})
@@ -145,6 +149,23 @@ func findServer(ts *testscript.TestScript, neg bool, args []string) {
 	}
 	grab(ts, false, []string{"SERVER", `serving on (127\.0\.0\.1:\d+)`, args[0]})
 	ts.Setenv("SERVER", scheme+"://"+ts.Getenv("SERVER"))
+}
+
+// writeCertificate writes a certificate for 127.0.0.1 that signs itself, and its key:
+//
+//	certificate CERT KEY
+func writeCertificate(ts *testscript.TestScript, neg bool, args []string) {
+	if neg || len(args) != 2 {
+		ts.Fatalf("usage: certificate CERT KEY")
+	}
+	s := httptest.NewTLSServer(nil)
+	defer s.Close()
+	pair := s.TLS.Certificates[0]
+	key, err := x509.MarshalPKCS8PrivateKey(pair.PrivateKey)
+	ts.Check(err)
+	for i, block := range []*pem.Block{{Type: "CERTIFICATE", Bytes: pair.Certificate[0]}, {Type: "PRIVATE KEY", Bytes: key}} {
+		ts.Check(os.WriteFile(ts.MkAbs(args[i]), pem.EncodeToMemory(block), 0o600))
+	}
 }
 
 // pythonImage packs this machine's Python into an image, as docker save would.
