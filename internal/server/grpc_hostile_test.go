@@ -1,9 +1,12 @@
 package server
 
 import (
+	"context"
+	"errors"
 	"log/slog"
 	"math"
 	"net"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -233,4 +236,24 @@ func FuzzNodeMessage(f *testing.F) {
 			t.Errorf("%+v", spec)
 		}
 	})
+}
+
+// TestNodeCodes: whatever a service may answer with has a code of gRPC, and so do
+// the refusals of the server; those of files, programs and HTTP are never given.
+func TestNodeCodes(t *testing.T) {
+	never := []sandbox.Code{codeFileDenied, codeNoFile, codeFileExists, codeMethod, codeAccept, codeMedia, codeCannotRun}
+	for code := range statuses {
+		if _, known := grpcCodes[code]; known == slices.Contains(never, code) {
+			t.Errorf("%s: it has a code of gRPC: %t", code, known)
+		}
+	}
+	for err, want := range map[error]codes.Code{
+		context.Canceled: codes.Canceled, context.DeadlineExceeded: codes.DeadlineExceeded, errors.New("x"): codes.Internal,
+		sandbox.Errorf(sandbox.CodeCapacity, "full").Try("Wait"): codes.ResourceExhausted,
+	} {
+		st := grpcStatus(err)
+		if _, d := details(st.Err()); st.Code() != want || d.GetMessage() == "" || d.GetCode() == "" {
+			t.Errorf("%v: %v %v", err, st, d)
+		}
+	}
 }
