@@ -177,7 +177,8 @@ func newSnapshotUnpackCommand() *cobra.Command {
 		Long: `Make a snapshot of a file that agentrun snapshot pack has written. Each part is
 compared with its digest; the snapshot is there whole or not at all. With --verify-key
 it must be signed. One that this host cannot fork is refused, with the reason.
-A FILE of - is the standard input.`,
+A FILE of - is the standard input, which is copied to a file without a name in TMPDIR
+first.`,
 		Example: `  agentrun snapshot unpack py.pack py --verify-key cosign.pub`,
 		Args:    cobra.ExactArgs(2),
 		RunE: func(cmd *cobra.Command, args []string) (err error) {

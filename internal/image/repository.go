@@ -120,14 +120,19 @@ func (r *Repository) Upload(ctx context.Context, b Blob) error {
 		if err != nil {
 			return nil, err
 		}
-		stalled := time.AfterFunc(stallTimeout, func() { cancel(fmt.Errorf("nothing was taken for %v", stallTimeout)) })
-		return &watched{meter{body, func(int) { stalled.Reset(stallTimeout) }}, stalled, body}, nil
+		return watch(body, stallTimeout, func() { cancel(fmt.Errorf("nothing was taken for %v", stallTimeout)) }), nil
 	}
 	err := r.pusher.Upload(ctx, r.at.Context(), upload{b})
 	if cause := context.Cause(ctx); err != nil && cause != nil {
 		return cause
 	}
 	return err
+}
+
+// watch calls stalled when nobody has read from body for a while.
+func watch(body io.ReadCloser, patience time.Duration, stalled func()) io.ReadCloser {
+	timer := time.AfterFunc(patience, stalled)
+	return &watched{meter{body, func(int) { timer.Reset(patience) }}, timer, body}
 }
 
 // watched is a body whose reader must not sleep.

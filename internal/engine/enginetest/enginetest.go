@@ -346,6 +346,14 @@ func (s *suite) testMoved(t *testing.T) {
 	if moved.ID() != id {
 		t.Errorf("id %s became %s", id, moved.ID())
 	}
+	m := moved.Manifest()
+	if err := s.Engine.Fits(m); err != nil {
+		t.Errorf("it does not fit: %v", err)
+	}
+	m.Engine = "other/1"
+	if err := s.Engine.Fits(m); !errors.Is(err, engine.ErrMismatch) {
+		t.Errorf("another engine's fits: %v", err)
+	}
 	if got := sh(t, s.fork(t, moved, engine.ForkOptions{}), "cat /warm"); got != "warmed up" {
 		t.Errorf("%q", got)
 	}

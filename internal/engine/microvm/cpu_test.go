@@ -41,16 +41,17 @@ func TestOtherCPU(t *testing.T) {
 			snap := doctoredSnapshot(t, filepath.Join(t.TempDir(), "snapshot"), c.doctor)
 			_, err := e.Fork(t.Context(), snap, engine.ForkOptions{})
 			kept, keepErr := e.KeepShells(snap, 0)
+			fitErr := e.Fits(snap.Manifest())
 			if c.want == "" {
-				if !strings.Contains(err.Error(), noState) || keepErr != nil {
-					t.Errorf("%v; shells: %v", err, keepErr)
+				if !strings.Contains(err.Error(), noState) || keepErr != nil || fitErr != nil {
+					t.Errorf("%v; shells: %v; fits: %v", err, keepErr, fitErr)
 				}
 				if err := kept.Close(); err != nil {
 					t.Error(err)
 				}
 				return
 			}
-			for _, err := range []error{err, keepErr} {
+			for _, err := range []error{err, keepErr, fitErr} {
 				if !errors.Is(err, engine.ErrMismatch) || !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(), "make it anew") {
 					t.Errorf("refused with %v", err)
 				}

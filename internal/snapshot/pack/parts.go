@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"runtime"
 
 	"agentrun.dev/internal/image"
 	"agentrun.dev/internal/layer"
@@ -25,8 +24,8 @@ const (
 	maxWindow = 8 << 20
 )
 
-// workers bounds how many parts are in memory at the same time.
-func workers() int { return min(runtime.GOMAXPROCS(0), 4) }
+// workers is how many parts are in memory at the same time.
+const workers = 4
 
 // raw is a range of a layer, or the state, that is to become a part.
 type raw struct {
@@ -84,7 +83,7 @@ func cut(ctx context.Context, snap *snapshot.Snapshot, report *image.Reporter, o
 	made := make([]*part, len(all))
 	before := closed()
 	g, ctx := errgroup.WithContext(ctx)
-	g.SetLimit(workers())
+	g.SetLimit(workers)
 	for i, r := range all {
 		turn, done := before, make(chan struct{})
 		if before = done; o == anyOrder {

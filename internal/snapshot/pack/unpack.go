@@ -158,7 +158,7 @@ func (u *unpacker) layers(ctx context.Context, b *snapshot.Builder, refs []layer
 		}
 		err = b.FillLayer(ctx, ref, func(f *os.File) error {
 			g, ctx := errgroup.WithContext(ctx)
-			g.SetLimit(workers())
+			g.SetLimit(workers)
 			for _, p := range parts[i] {
 				g.Go(func() error {
 					if err := u.fill(ctx, f, p); err != nil {
