@@ -10,12 +10,12 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// pool makes a template and a pool without ready sandboxes.
+// pool makes a template and a pool, which makes sandboxes when they are claimed.
 func (n *node) pool() {
 	n.t.Helper()
 	n.do("PUT", v1+"/templates/t", rest.TemplateSpec{Image: "python", Memory: 64 << 20}).ok(200)
 	n.do("PUT", v1+"/pools/p", rest.PoolSpec{Template: "t"}).ok(200)
-	n.do("GET", v1+"/templates/t/log", nil).ok(200) // to its end
+	n.eventually(func() bool { return as[rest.Pool](n.do("GET", v1+"/pools/p", nil).ok(200)).Phase == rest.PhaseReady })
 }
 
 // TestSecretRoutes: what is written is never read.

@@ -88,6 +88,7 @@ func TestSecretsDoNotLeak(t *testing.T) {
 		}
 	})
 	n.up()
+	t.Cleanup(func() { _ = n.daemon.Process.Kill() }) // one that has ended is left alone
 	n.template(pythonImage(t))
 	root := &asker{t: t, node: n, answers: &bytes.Buffer{}}
 	token, err := os.ReadFile(filepath.Join(n.state, "forkd", "token"))
