@@ -1472,6 +1472,9 @@ type PutTemplateJSONRequestBody = TemplateSpec
 
 // ServerInterface represents all server handlers.
 type ServerInterface interface {
+	// GetMetrics Metrics for Prometheus.
+	// (GET /metrics)
+	GetMetrics(w http.ResponseWriter, r *http.Request)
 	// ListForks Forks by name.
 	// (GET /v1/namespaces/{namespace}/forks)
 	ListForks(w http.ResponseWriter, r *http.Request, namespace Namespace, params ListForksParams)
@@ -1626,6 +1629,20 @@ type ServerInterfaceWrapper struct {
 }
 
 type MiddlewareFunc func(http.Handler) http.Handler
+
+// GetMetrics operation middleware
+func (siw *ServerInterfaceWrapper) GetMetrics(w http.ResponseWriter, r *http.Request) {
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.GetMetrics(w, r)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
 
 // ListForks operation middleware
 func (siw *ServerInterfaceWrapper) ListForks(w http.ResponseWriter, r *http.Request) {
@@ -4040,6 +4057,7 @@ func HandlerWithOptions(si ServerInterface, options StdHTTPServerOptions) http.H
 	}
 
 	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/version", wrapper.GetVersion)
+	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/metrics", wrapper.GetMetrics)
 	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/templates", wrapper.ListTemplates)
 	m.HandleFunc(http.MethodDelete+" "+options.BaseURL+"/v1/namespaces/{namespace}/templates/{name}", wrapper.DeleteTemplate)
 	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/templates/{name}", wrapper.GetTemplate)

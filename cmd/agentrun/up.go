@@ -37,6 +37,8 @@ type upOptions struct {
 	public   string
 	capacity byteSize
 	verbose  bool
+	metrics  string
+	format   string
 	registryOptions
 }
 
@@ -61,6 +63,8 @@ Sandboxes do not end with it: the next agentrun up finds them as they are.`,
 	f.StringVar(&o.listen, "listen", "", "TCP address to serve on as well, such as 127.0.0.1:7070")
 	f.StringVar(&o.public, "advertise", "", "address that others reach --listen by (default: that address)")
 	f.Var(&o.capacity, "capacity", "memory that sandboxes may reserve together (default: four fifths of this machine's)")
+	f.StringVar(&o.metrics, "metrics-listen", "", "TCP address that serves /metrics without authentication, for a scraper on a private network")
+	f.StringVar(&o.format, "log-format", "json", "form of the log on standard error: json or text")
 	f.BoolVarP(&o.verbose, "verbose", "v", false, "log every request")
 	policyFlags(f, &o.policy)
 	o.registryOptions.flags(f)
@@ -90,11 +94,15 @@ func (o *upOptions) run(ctx context.Context, stderr io.Writer) error {
 	if o.verbose {
 		level = slog.LevelInfo
 	}
+	log, err := newLog(stderr, o.format, level)
+	if err != nil {
+		return err
+	}
 	kind, why := pick.Choose(o.engine)
 	d, err := forkd.Open(ctx, forkd.Config{
 		Dir: dir, Images: images, Pull: image.PullOptions{Registries: registries}, Engine: kind, Jail: o.policy,
 		Listen: o.listen, Advertise: o.public, Capacity: capacity, Version: version,
-		Log: slog.New(slog.NewJSONHandler(stderr, &slog.HandlerOptions{Level: level})),
+		MetricsListen: o.metrics, Log: log,
 	})
 	if err != nil {
 		return err
@@ -107,6 +115,18 @@ func (o *upOptions) run(ctx context.Context, stderr io.Writer) error {
 		}
 	}
 	return d.Serve(ctx)
+}
+
+// newLog makes the log of a daemon.
+func newLog(w io.Writer, format string, level slog.Level) (*slog.Logger, error) {
+	o := &slog.HandlerOptions{Level: level}
+	switch format {
+	case "json":
+		return slog.New(slog.NewJSONHandler(w, o)), nil
+	case "text":
+		return slog.New(slog.NewTextHandler(w, o)), nil
+	}
+	return nil, fmt.Errorf("--log-format %q: write json or text", format)
 }
 
 // defaultCapacity leaves a fifth of the machine to others.

@@ -131,6 +131,8 @@ var importRules = map[string][]string{
 	"internal/client": {"api/rest"},
 	"internal/server": {"api/rest", "internal/guestrpc", "internal/sandbox"},
 
+	"internal/metrics": {"internal/image", "internal/sandbox", "internal/server"},
+
 	"internal/layer":    {"internal/guestmem"},
 	"internal/snapshot": {"internal/layer"},
 

@@ -25,6 +25,7 @@ import (
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/image"
+	"agentrun.dev/internal/metrics"
 	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/server"
 	"agentrun.dev/internal/template"
@@ -44,6 +45,9 @@ type Config struct {
 	Listen string
 	// Advertise is what others reach that address by; empty is the address.
 	Advertise string
+	// MetricsListen is a TCP address that answers scrapes of /metrics without
+	// asking who they are; empty is none.
+	MetricsListen string
 	// Capacity is how much memory sandboxes may reserve together, in bytes.
 	Capacity uint64
 	Version  string
@@ -67,6 +71,7 @@ type Daemon struct {
 	cfg     Config
 	engine  engine.Engine
 	manager *sandbox.Manager
+	metrics *metrics.Metrics
 	servers []*http.Server
 	sockets []net.Listener
 }
@@ -92,14 +97,18 @@ func Open(ctx context.Context, cfg Config) (_ *Daemon, err error) {
 	if err != nil {
 		return nil, err
 	}
+	d.metrics = metrics.New(cfg.Version, d.engine.Name())
+	cfg.Pull.Observe = d.metrics.Pulled
 	d.manager, err = sandbox.Open(ctx, sandbox.Config{
 		Dir: cfg.Dir, Engine: d.engine, Boot: boot, Capacity: cfg.Capacity, Log: cfg.Log,
-		Reserve: func(ram uint64) uint64 { return pick.Reserve(cfg.Engine, ram) },
-		Builder: &template.Builder{Engine: d.engine, Images: cfg.Images, Pull: cfg.Pull, PlainRoots: cfg.Engine == pick.GVisor},
+		Observer: d.metrics,
+		Reserve:  func(ram uint64) uint64 { return pick.Reserve(cfg.Engine, ram) },
+		Builder:  &template.Builder{Engine: d.engine, Images: cfg.Images, Pull: cfg.Pull, PlainRoots: cfg.Engine == pick.GVisor},
 	})
 	if err != nil {
 		return nil, err
 	}
+	d.metrics.Watch(d.manager)
 	return d, d.listen(ctx)
 }
 
@@ -128,7 +137,7 @@ func (d *Daemon) listen(ctx context.Context) error {
 	}
 	if d.cfg.Listen == "" {
 		d.serve(server.LocalUser, "")
-		return nil
+		return d.listenMetrics(ctx)
 	}
 	if err := makeToken(TokenFile(d.cfg.Dir)); err != nil {
 		return err
@@ -147,6 +156,22 @@ func (d *Daemon) listen(ctx context.Context) error {
 	}
 	d.serve(server.LocalUser, endpoint)
 	d.serve(authenticate, endpoint)
+	return d.listenMetrics(ctx)
+}
+
+// listenMetrics opens the address for scrapers.
+func (d *Daemon) listenMetrics(ctx context.Context) error {
+	if d.cfg.MetricsListen == "" {
+		return nil
+	}
+	l, err := (&net.ListenConfig{}).Listen(ctx, "tcp", d.cfg.MetricsListen)
+	if err != nil {
+		return fmt.Errorf("listen on %s for metrics: %w", d.cfg.MetricsListen, err)
+	}
+	d.sockets = append(d.sockets, l)
+	mux := http.NewServeMux()
+	mux.Handle("GET /metrics", d.metrics.Handler())
+	d.servers = append(d.servers, server.HTTP(mux, d.cfg.Log))
 	return nil
 }
 
@@ -154,6 +179,7 @@ func (d *Daemon) listen(ctx context.Context) error {
 func (d *Daemon) serve(authenticate func(*http.Request) (server.Principal, error), endpoint string) {
 	h := server.New(server.Config{
 		Service: d.manager, Authenticate: authenticate, Version: d.cfg.Version, Endpoint: endpoint, Log: d.cfg.Log,
+		Observer: d.metrics, Metrics: d.metrics.Handler(),
 	})
 	d.servers = append(d.servers, server.HTTP(h, d.cfg.Log))
 }

@@ -28,9 +28,10 @@ type Progress struct {
 
 // reporter calls a progress function, one call at a time.
 type reporter struct {
-	mu sync.Mutex // protects the calls, and now
+	mu sync.Mutex // protects the calls, now and came
 	// now is where the work stands.
 	now    Progress
+	came   int64 // bytes, those that were lost included
 	report func(Progress)
 }
 
@@ -49,9 +50,16 @@ func (r *reporter) bytes(n int64) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.now.Done += n
+	r.came += max(n, 0)
 	if r.now.Phase == PhaseDownload {
 		r.call()
 	}
+}
+
+func (r *reporter) fetched() int64 {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.came
 }
 
 func (r *reporter) call() {

@@ -16,7 +16,7 @@ func (m *Manager) Claim(ctx context.Context, k Key, spec ClaimSpec) (Sandbox, er
 	return m.claim(ctx, k, spec, nil)
 }
 
-func (m *Manager) claim(ctx context.Context, k Key, spec ClaimSpec, also record[Sandbox]) (Sandbox, error) {
+func (m *Manager) claim(ctx context.Context, k Key, spec ClaimSpec, also record[Sandbox]) (_ Sandbox, err error) {
 	if err := m.begin(); err != nil {
 		return Sandbox{}, err
 	}
@@ -29,6 +29,13 @@ func (m *Manager) claim(ctx context.Context, k Key, spec ClaimSpec, also record[
 	if p == nil {
 		return Sandbox{}, notFound(KindPool, Key{k.Namespace, spec.Pool})
 	}
+	// Not before: a name that is no pool's is not to be counted.
+	var out Outcome
+	ctx, end := m.observer.Begin(ctx, Work{Op: OpClaim, Pool: p.key})
+	defer func() {
+		out.Err = err
+		end(out)
+	}()
 	b, err := m.enlist(Sandbox{
 		Key: k, Pool: spec.Pool, Engine: m.cfg.Engine.Name(), Metadata: spec.Metadata, Lifetime: spec.Lifetime,
 	})
@@ -39,6 +46,7 @@ func (m *Manager) claim(ctx context.Context, k Key, spec ClaimSpec, also record[
 	if err != nil {
 		return Sandbox{}, errors.Join(err, b.forget())
 	}
+	out.Waited = machine.waited
 	env := merge(from.build.Env, spec.Env)
 	if len(spec.Env) > 0 { // the template's are there already
 		if err := machine.Agent().SetEnv(ctx, guestrpc.SetEnvRequest{Env: env.Strings()}); err != nil {
@@ -55,6 +63,7 @@ func (m *Manager) claim(ctx context.Context, k Key, spec ClaimSpec, also record[
 		return Sandbox{}, errors.Join(err, b.forget(), machine.Close())
 	}
 	b.attach(machine.Sandbox)
+	m.unpark(machine.id)
 	b.unlock()
 	return b.now(), nil
 }

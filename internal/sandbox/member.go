@@ -130,6 +130,7 @@ func (b *member) ended(reason Reason, detail string) error {
 	if err := b.change(func(s *Sandbox) { s.end(reason, detail, time.Now()) }); err != nil {
 		return err
 	}
+	m.observer.Ended(last.pool(), reason)
 	m.mu.Lock()
 	delete(m.sandboxes, b.id)
 	delete(m.names, last.Key)

@@ -61,6 +61,10 @@ type Config struct {
 	// Version is the daemon's, Endpoint where others reach it.
 	Version, Endpoint string
 	Log               *slog.Logger
+	// Observer is told of every request; nil is nobody.
+	Observer Observer
+	// Metrics answers /metrics; nil has none.
+	Metrics http.Handler
 	// BodyTimeout is how long a client may take to send a JSON body, and
 	// StallTimeout how long it may neither send nor take anything while it
 	// streams. 0 are 30 seconds and a minute. The second is the longer one: an
@@ -89,6 +93,9 @@ func New(cfg Config) http.Handler {
 	}
 	if cfg.StallTimeout == 0 {
 		cfg.StallTimeout = stallTimeout
+	}
+	if cfg.Observer == nil {
+		cfg.Observer = Observers()
 	}
 	a := &api{cfg}
 	mux := http.NewServeMux()
@@ -138,6 +145,8 @@ func (a *api) serve(mux *http.ServeMux, w http.ResponseWriter, r *http.Request) 
 	w.Header().Set("X-Request-Id", id)
 	rec := &recorder{ResponseWriter: w}
 	start := time.Now()
+	ctx, answered := a.Observer.Request(r)
+	r = r.WithContext(ctx)
 	var who Principal
 	defer func() {
 		p := recover()
@@ -155,6 +164,7 @@ func (a *api) serve(mux *http.ServeMux, w http.ResponseWriter, r *http.Request) 
 		// Neither the query nor a header: paths and tokens are the client's matter.
 		a.Log.Info("request", "request", id, "principal", who.Name, "method", r.Method, "path", r.URL.Path,
 			"status", rec.status, "bytes", rec.bytes, "duration", time.Since(start))
+		answered(rec.answer(r.Method))
 		if rec.status == statusCutOff {
 			panic(http.ErrAbortHandler)
 		}
@@ -165,7 +175,8 @@ func (a *api) serve(mux *http.ServeMux, w http.ResponseWriter, r *http.Request) 
 		return
 	}
 	r = r.WithContext(context.WithValue(r.Context(), principalKey, who))
-	if err := checkURL(mux, r); err != nil {
+	rec.route, err = checkURL(mux, r)
+	if err != nil {
 		a.fail(rec, r, err)
 		return
 	}
@@ -176,10 +187,10 @@ func (a *api) serve(mux *http.ServeMux, w http.ResponseWriter, r *http.Request) 
 const statusCutOff = 599
 
 // checkURL refuses what has no route, and what only has one in another form.
-func checkURL(mux *http.ServeMux, r *http.Request) error {
+func checkURL(mux *http.ServeMux, r *http.Request) (route string, err error) {
 	// Names and ids need no escapes, so nothing can hide in one.
 	if r.URL.Path != r.URL.EscapedPath() || path.Clean(r.URL.Path) != r.URL.Path {
-		return sandbox.Errorf(sandbox.CodeInvalid, "the path of the URL is not valid").
+		return "", sandbox.Errorf(sandbox.CodeInvalid, "the path of the URL is not valid").
 			Because("it has escapes, empty or relative parts").Try("Paths of files go into the query, as `path`")
 	}
 	_, pattern := mux.Handler(r)
@@ -188,12 +199,12 @@ func checkURL(mux *http.ServeMux, r *http.Request) error {
 			other := *r
 			other.Method = method
 			if _, pattern := mux.Handler(&other); pattern != "" {
-				return sandbox.Errorf(codeMethod, "%s is not something that can be done with %s", r.Method, r.URL.Path)
+				return pattern, sandbox.Errorf(codeMethod, "%s is not something that can be done with %s", r.Method, r.URL.Path)
 			}
 		}
-		return sandbox.Errorf(sandbox.CodeNotFound, "there is nothing at %s", r.URL.Path).Try("api/openapi.yaml lists all routes")
+		return "", sandbox.Errorf(sandbox.CodeNotFound, "there is nothing at %s", r.URL.Path).Try("api/openapi.yaml lists all routes")
 	}
-	return checkQuery(pattern, r.URL.RawQuery)
+	return pattern, checkQuery(pattern, r.URL.RawQuery)
 }
 
 // recorder remembers what was answered.
@@ -201,6 +212,8 @@ type recorder struct {
 	http.ResponseWriter
 	status int
 	bytes  int64
+	route  string       // empty if there is none
+	code   sandbox.Code // of an error
 }
 
 func (w *recorder) WriteHeader(status int) {
@@ -231,6 +244,15 @@ func began(w http.ResponseWriter) bool {
 // GetVersion implements rest.ServerInterface.
 func (a *api) GetVersion(w http.ResponseWriter, r *http.Request) {
 	a.answer(w, r, http.StatusOK, rest.Version{Version: a.Version, Endpoint: a.Endpoint, Api: rest.VersionApiV1}, nil)
+}
+
+// GetMetrics implements rest.ServerInterface.
+func (a *api) GetMetrics(w http.ResponseWriter, r *http.Request) {
+	if a.Metrics == nil {
+		a.fail(w, r, sandbox.Errorf(sandbox.CodeUnimplemented, "this server has no metrics"))
+		return
+	}
+	a.Metrics.ServeHTTP(w, r)
 }
 
 // trimmed shortens untrusted text in an error.
