@@ -178,6 +178,7 @@ const (
 	ErrorCodeNotFound             ErrorCode = "not_found"
 	ErrorCodeNotReady             ErrorCode = "not_ready"
 	ErrorCodePermissionDenied     ErrorCode = "permission_denied"
+	ErrorCodePortClosed           ErrorCode = "port_closed"
 	ErrorCodeResourceExhausted    ErrorCode = "resource_exhausted"
 	ErrorCodeShuttingDown         ErrorCode = "shutting_down"
 	ErrorCodeTimeout              ErrorCode = "timeout"
@@ -220,6 +221,8 @@ func (e ErrorCode) Valid() bool {
 	case ErrorCodeNotReady:
 		return true
 	case ErrorCodePermissionDenied:
+		return true
+	case ErrorCodePortClosed:
 		return true
 	case ErrorCodeResourceExhausted:
 		return true
@@ -470,6 +473,54 @@ func (e Stage) Valid() bool {
 	case StageInit:
 		return true
 	case StageReady:
+		return true
+	default:
+		return false
+	}
+}
+
+// Defines values for TerminalEventType.
+const (
+	TerminalEventTypeError TerminalEventType = "error"
+	TerminalEventTypeExit  TerminalEventType = "exit"
+)
+
+// Valid indicates whether the value is a known member of the TerminalEventType enum.
+func (e TerminalEventType) Valid() bool {
+	switch e {
+	case TerminalEventTypeError:
+		return true
+	case TerminalEventTypeExit:
+		return true
+	default:
+		return false
+	}
+}
+
+// Defines values for TerminalInputType.
+const (
+	TerminalInputTypeResize TerminalInputType = "resize"
+)
+
+// Valid indicates whether the value is a known member of the TerminalInputType enum.
+func (e TerminalInputType) Valid() bool {
+	switch e {
+	case TerminalInputTypeResize:
+		return true
+	default:
+		return false
+	}
+}
+
+// Defines values for TunnelEventType.
+const (
+	TunnelEventTypeEnd TunnelEventType = "end"
+)
+
+// Valid indicates whether the value is a known member of the TunnelEventType enum.
+func (e TunnelEventType) Valid() bool {
+	switch e {
+	case TunnelEventTypeEnd:
 		return true
 	default:
 		return false
@@ -1214,11 +1265,65 @@ type TemplateSpec struct {
 	Workdir string `json:"workdir,omitempty"`
 }
 
+// Terminal defines model for Terminal.
+type Terminal struct {
+	// Expires When it opens none any more.
+	Expires time.Time `json:"expires"`
+
+	// Path Where to open the WebSocket; the token goes into its query.
+	Path string `json:"path"`
+
+	// Token A secret. It opens one terminal, in this sandbox only.
+	Token string `json:"token"`
+}
+
+// TerminalEvent What the server sends over a terminal beside what is shown.
+type TerminalEvent struct {
+	Error    *Error            `json:"error,omitempty"`
+	ExitCode *int32            `json:"exitCode,omitempty"`
+	Signal   string            `json:"signal,omitempty"`
+	Type     TerminalEventType `json:"type"`
+}
+
+// TerminalEventType defines model for TerminalEvent.Type.
+type TerminalEventType string
+
+// TerminalInput What a client sends over a terminal beside what is typed.
+type TerminalInput struct {
+	Cols int               `json:"cols"`
+	Rows int               `json:"rows"`
+	Type TerminalInputType `json:"type"`
+}
+
+// TerminalInputType defines model for TerminalInput.Type.
+type TerminalInputType string
+
+// TerminalRequest defines model for TerminalRequest.
+type TerminalRequest struct {
+	// Argv What runs in the terminal; a login shell if it is missing.
+	Argv []string `json:"argv,omitempty"`
+	Cols int      `json:"cols,omitempty"`
+	Cwd  Path     `json:"cwd,omitempty"`
+
+	// Env Environment variables by name.
+	Env  Env    `json:"env,omitempty"`
+	Rows int    `json:"rows,omitempty"`
+	User string `json:"user,omitempty"`
+}
+
 // TerminalSize defines model for TerminalSize.
 type TerminalSize struct {
 	Cols int `json:"cols"`
 	Rows int `json:"rows"`
 }
+
+// TunnelEvent What is said over a tunnel that does not go over the connection.
+type TunnelEvent struct {
+	Type TunnelEventType `json:"type"`
+}
+
+// TunnelEventType defines model for TunnelEvent.Type.
+type TunnelEventType string
 
 // Version defines model for Version.
 type Version struct {
@@ -1262,6 +1367,9 @@ type Limit = int
 
 // Namespace defines model for Namespace.
 type Namespace = Name
+
+// Port defines model for Port.
+type Port = string
 
 // StderrOffset defines model for StderrOffset.
 type StderrOffset = int64
@@ -1416,6 +1524,12 @@ type ForkSandboxParams struct {
 	IdempotencyKey IdempotencyKey `json:"Idempotency-Key,omitempty"`
 }
 
+// ConnectTerminalParams defines parameters for ConnectTerminal.
+type ConnectTerminalParams struct {
+	// Token What createTerminal gave.
+	Token string `form:"token" json:"token"`
+}
+
 // ListTemplatesParams defines parameters for ListTemplates.
 type ListTemplatesParams struct {
 	// Limit How many at most.
@@ -1466,6 +1580,9 @@ type MoveFileJSONRequestBody = MoveFile
 
 // ForkSandboxJSONRequestBody defines body for ForkSandbox for application/json ContentType.
 type ForkSandboxJSONRequestBody = ForkCreate
+
+// CreateTerminalJSONRequestBody defines body for CreateTerminal for application/json ContentType.
+type CreateTerminalJSONRequestBody = TerminalRequest
 
 // PutTemplateJSONRequestBody defines body for PutTemplate for application/json ContentType.
 type PutTemplateJSONRequestBody = TemplateSpec
@@ -1601,6 +1718,15 @@ type ServerInterface interface {
 	// ResumeSandbox Let it go on.
 	// (POST /v1/namespaces/{namespace}/sandboxes/{name}/resume)
 	ResumeSandbox(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
+	// ConnectTerminal Open a terminal over a WebSocket.
+	// (GET /v1/namespaces/{namespace}/sandboxes/{name}/terminal)
+	ConnectTerminal(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name, params ConnectTerminalParams)
+	// CreateTerminal A token that opens a terminal, once.
+	// (POST /v1/namespaces/{namespace}/sandboxes/{name}/terminal)
+	CreateTerminal(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
+	// ConnectPort A connection to a TCP port inside, over a WebSocket.
+	// (GET /v1/namespaces/{namespace}/sandboxes/{name}/tunnels/{port})
+	ConnectPort(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name, port Port)
 	// ListTemplates Templates by name.
 	// (GET /v1/namespaces/{namespace}/templates)
 	ListTemplates(w http.ResponseWriter, r *http.Request, namespace Namespace, params ListTemplatesParams)
@@ -3698,6 +3824,136 @@ func (siw *ServerInterfaceWrapper) ResumeSandbox(w http.ResponseWriter, r *http.
 	handler.ServeHTTP(w, r)
 }
 
+// ConnectTerminal operation middleware
+func (siw *ServerInterfaceWrapper) ConnectTerminal(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	// ------------- Path parameter "name" -------------
+	var name Name
+
+	err = runtime.BindStyledParameterWithOptions("simple", "name", r.PathValue("name"), &name, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "name", Err: err})
+		return
+	}
+
+	// Parameter object where we will unmarshal all parameters from the context
+	var params ConnectTerminalParams
+
+	// ------------- Required query parameter "token" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, true, "token", r.URL.Query(), &params.Token, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "token"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "token", Err: err})
+		}
+		return
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.ConnectTerminal(w, r, namespace, name, params)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// CreateTerminal operation middleware
+func (siw *ServerInterfaceWrapper) CreateTerminal(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	// ------------- Path parameter "name" -------------
+	var name Name
+
+	err = runtime.BindStyledParameterWithOptions("simple", "name", r.PathValue("name"), &name, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "name", Err: err})
+		return
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.CreateTerminal(w, r, namespace, name)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// ConnectPort operation middleware
+func (siw *ServerInterfaceWrapper) ConnectPort(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	// ------------- Path parameter "name" -------------
+	var name Name
+
+	err = runtime.BindStyledParameterWithOptions("simple", "name", r.PathValue("name"), &name, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "name", Err: err})
+		return
+	}
+
+	// ------------- Path parameter "port" -------------
+	var port Port
+
+	err = runtime.BindStyledParameterWithOptions("simple", "port", r.PathValue("port"), &port, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "port", Err: err})
+		return
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.ConnectPort(w, r, namespace, name, port)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
 // ListTemplates operation middleware
 func (siw *ServerInterfaceWrapper) ListTemplates(w http.ResponseWriter, r *http.Request) {
 
@@ -4088,6 +4344,9 @@ func HandlerWithOptions(si ServerInterface, options StdHTTPServerOptions) http.H
 	m.HandleFunc(http.MethodPost+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/execs/{id}/signal", wrapper.SignalExec)
 	m.HandleFunc(http.MethodPost+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/execs/{id}/resize", wrapper.ResizeExec)
 	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/execs/{id}/socket", wrapper.ConnectExec)
+	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/tunnels/{port}", wrapper.ConnectPort)
+	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/terminal", wrapper.ConnectTerminal)
+	m.HandleFunc(http.MethodPost+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/terminal", wrapper.CreateTerminal)
 	m.HandleFunc(http.MethodDelete+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/files", wrapper.RemoveFile)
 	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/files", wrapper.ReadFile)
 	m.HandleFunc(http.MethodPut+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/files", wrapper.WriteFile)

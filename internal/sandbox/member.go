@@ -24,6 +24,7 @@ type member struct {
 	record  Sandbox    // as it is in the journal
 	machine engine.Sandbox
 	users   int         // requests that are being served
+	conns   int         // connections to its ports
 	used    Clock       // runs while it runs and nobody uses it
 	timer   *time.Timer // for whichever of its timeouts is next
 	// contexts are the default ones that were seen to be there.

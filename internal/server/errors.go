@@ -46,6 +46,7 @@ var statuses = map[sandbox.Code]int{
 	codeExhausted:             http.StatusInsufficientStorage,
 	codeTimeout:               http.StatusRequestTimeout,
 	codeUnavailable:           http.StatusBadGateway,
+	sandbox.CodePortClosed:    http.StatusBadGateway,
 	sandbox.CodeUnimplemented: http.StatusNotImplemented,
 	sandbox.CodeInternal:      http.StatusInternalServerError,
 }

@@ -36,6 +36,7 @@ type Service interface {
 	Claim(ctx context.Context, k sandbox.Key, spec sandbox.ClaimSpec) (sandbox.Sandbox, error)
 	ClaimOnce(ctx context.Context, once sandbox.Once, k sandbox.Key, spec sandbox.ClaimSpec) (sandbox.Sandbox, bool, error)
 	Sandbox(k sandbox.Key) (sandbox.Sandbox, error)
+	SandboxByID(id sandbox.ID) (sandbox.Sandbox, error)
 	Sandboxes(n sandbox.Namespace, p sandbox.Page, ended bool) ([]sandbox.Sandbox, error)
 	Pause(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error)
 	Resume(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error)
@@ -63,6 +64,14 @@ type Config struct {
 	Log               *slog.Logger
 	// Observer is told of every request; nil is nobody.
 	Observer Observer
+	// Domain is that of the host names by which ports of sandboxes are reached,
+	// PORT-ID.DOMAIN; empty has none.
+	Domain string
+	// Terminals are the tokens of terminals, shared by all servers of a daemon;
+	// nil makes a store of the server's own. Pages of AllowOrigins may use them,
+	// beside those of the server itself.
+	Terminals    *Terminals
+	AllowOrigins []string
 	// Metrics answers /metrics; nil has none.
 	Metrics http.Handler
 	// BodyTimeout is how long a client may take to send a JSON body, and
@@ -97,6 +106,9 @@ func New(cfg Config) http.Handler {
 	if cfg.Observer == nil {
 		cfg.Observer = Observers()
 	}
+	if cfg.Terminals == nil {
+		cfg.Terminals = NewTerminals()
+	}
 	a := &api{cfg}
 	mux := http.NewServeMux()
 	rest.HandlerWithOptions(a, rest.StdHTTPServerOptions{
@@ -127,6 +139,7 @@ type contextKey int
 const (
 	principalKey contextKey = iota
 	peerKey
+	ticketKey
 )
 
 func principalOf(r *http.Request) Principal {
@@ -169,12 +182,21 @@ func (a *api) serve(mux *http.ServeMux, w http.ResponseWriter, r *http.Request) 
 			panic(http.ErrAbortHandler)
 		}
 	}()
-	who, err := a.Authenticate(r)
+	to, err := a.portTarget(r)
+	_, pattern := mux.Handler(r)
+	if err == nil {
+		who, ctx, err = a.identify(r, pattern, to)
+	}
 	if err != nil {
 		a.fail(rec, r, err)
 		return
 	}
-	r = r.WithContext(context.WithValue(r.Context(), principalKey, who))
+	r = r.WithContext(context.WithValue(ctx, principalKey, who))
+	if to != nil {
+		rec.route = portsRoute
+		a.servePort(rec, r, to)
+		return
+	}
 	rec.route, err = checkURL(mux, r)
 	if err != nil {
 		a.fail(rec, r, err)
