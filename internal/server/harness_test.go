@@ -67,6 +67,7 @@ type node struct {
 	client  *http.Client
 	router  routers.Router
 	spec    *openapi3.T
+	log     *slog.Logger
 }
 
 func newNode(t testing.TB, change ...func(*Config)) *node {
@@ -110,6 +111,7 @@ func newNode(t testing.TB, change ...func(*Config)) *node {
 		}
 	})
 	n.spec, n.router = loadSpec(t)
+	n.log = quiet
 	return n
 }
 

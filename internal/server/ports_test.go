@@ -65,6 +65,34 @@ func bodyOf(t *testing.T, res *http.Response) string {
 	return string(b)
 }
 
+// newFront serves a handler over TCP and returns its URL.
+func newFront(t *testing.T, h http.Handler) string {
+	t.Helper()
+	s := httptest.NewServer(h)
+	t.Cleanup(s.Close)
+	return s.URL
+}
+
+// listen is a program that has not accepted yet.
+func listen(t *testing.T) (l net.Listener, port string) {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = l.Close() })
+	return l, fmt.Sprint(l.Addr().(*net.TCPAddr).Port)
+}
+
+func readAll(t *testing.T, r io.Reader) string {
+	t.Helper()
+	b, err := io.ReadAll(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(b)
+}
+
 func (n *node) idOf(name string) string {
 	n.t.Helper()
 	return as[rest.Sandbox](n.do("GET", v1+"/sandboxes/"+name, nil).ok(200)).Id
@@ -113,11 +141,7 @@ func TestPortRefusals(t *testing.T) {
 	n.setUp()
 	at := n.claim("box")
 	id := n.idOf("box")
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	closed := fmt.Sprint(l.Addr().(*net.TCPAddr).Port)
+	l, closed := listen(t)
 	if err := l.Close(); err != nil {
 		t.Fatal(err)
 	}
@@ -417,12 +441,8 @@ func TestPortUse(t *testing.T) {
 	}
 
 	n.do("POST", v1+"/sandboxes", rest.SandboxCreate{Name: "idle", Pool: "pool", IdleTimeout: "50ms"}).ok(201)
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = l.Close() }()
-	conn, _, err := websocket.Dial(t.Context(), fmt.Sprintf("http://node%s/sandboxes/idle/tunnels/%d", v1, l.Addr().(*net.TCPAddr).Port), &websocket.DialOptions{HTTPClient: n.client})
+	l, port := listen(t)
+	conn, _, err := websocket.Dial(t.Context(), "http://node"+v1+"/sandboxes/idle/tunnels/"+port, &websocket.DialOptions{HTTPClient: n.client})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -488,11 +508,7 @@ func TestPortLimit(t *testing.T) {
 	n := newNode(t)
 	n.setUp()
 	at := n.claim("box")
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = l.Close() }()
+	l, _ := listen(t)
 	port := l.Addr().(*net.TCPAddr).Port
 	u, err := n.manager.Use(t.Context(), sandbox.Key{Namespace: "default", Name: "box"})
 	if err != nil {

@@ -3,7 +3,6 @@ package server
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"net/http"
 	"time"
 
@@ -189,22 +188,29 @@ func resizeTerminal(ctx context.Context, s *guestrpc.ExecSession, data []byte) e
 }
 
 // hangUp ends what runs in a terminal that is gone, and forgets it: nobody can
-// come back to it.
+// come back to it. There is nobody to tell what goes wrong, either.
 func hangUp(ctx context.Context, agent *guestrpc.Client, s *guestrpc.ExecSession) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 2*hangUpGrace)
 	defer cancel()
-	signal := func(n unix.Signal) error {
-		return agent.Signal(ctx, guestrpc.SignalRequest{ID: s.ID(), Signal: int32(n), Scope: guestrpc.ScopeSession})
-	}
-	if signal(unix.SIGHUP) == nil { // it fails if all of it has ended
-		ended, stop := context.WithTimeout(ctx, hangUpGrace)
-		defer stop()
-		if again, err := agent.Attach(ended, guestrpc.AttachRequest{ID: s.ID(), StdoutOffset: -1, StderrOffset: -1}); err == nil {
-			if _, err := again.Copy(nil, nil, nil); errors.Is(err, context.DeadlineExceeded) {
-				_ = signal(unix.SIGKILL) // there is nobody to tell
-			}
-			_ = again.Close()
+	for _, n := range []unix.Signal{unix.SIGHUP, unix.SIGKILL} {
+		// It fails if all of the session has ended.
+		_ = agent.Signal(ctx, guestrpc.SignalRequest{ID: s.ID(), Signal: int32(n), Scope: guestrpc.ScopeSession})
+		if waitExec(ctx, agent, s.ID()) == nil {
+			break
 		}
 	}
-	_ = agent.ReleaseExec(ctx, s.ID()) // likewise
+	_ = agent.ReleaseExec(ctx, s.ID())
+}
+
+// waitExec waits for the end of a program, for as long as it may take to end.
+func waitExec(ctx context.Context, agent *guestrpc.Client, id string) error {
+	ctx, cancel := context.WithTimeout(ctx, hangUpGrace)
+	defer cancel()
+	s, err := agent.Attach(ctx, guestrpc.AttachRequest{ID: id, StdoutOffset: -1, StderrOffset: -1})
+	if err != nil {
+		return err
+	}
+	defer s.Close()
+	_, err = s.Copy(nil, nil, nil)
+	return err
 }
