@@ -16,6 +16,7 @@ import (
 	"agentrun.dev/internal/image"
 	"agentrun.dev/internal/local"
 	"agentrun.dev/internal/procid"
+	"agentrun.dev/internal/server"
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 )
@@ -38,6 +39,8 @@ type upOptions struct {
 	capacity byteSize
 	verbose  bool
 	metrics  string
+	domain   string
+	origins  []string
 	format   string
 	registryOptions
 }
@@ -63,6 +66,8 @@ Sandboxes do not end with it: the next agentrun up finds them as they are.`,
 	f.StringVar(&o.listen, "listen", "", "TCP address to serve on as well, such as 127.0.0.1:7070")
 	f.StringVar(&o.public, "advertise", "", "address that others reach --listen by (default: that address)")
 	f.Var(&o.capacity, "capacity", "memory that sandboxes may reserve together (default: four fifths of this machine's)")
+	f.StringVar(&o.domain, "domain", "", "domain whose host names PORT-ID.DOMAIN lead to ports of sandboxes; its DNS must point here")
+	f.StringSliceVar(&o.origins, "allow-origin", nil, "origin whose pages may open terminals, such as https://console.example.com")
 	f.StringVar(&o.metrics, "metrics-listen", "", "TCP address that serves /metrics without authentication, for a scraper on a private network")
 	f.StringVar(&o.format, "log-format", "json", "form of the log on standard error: json or text")
 	f.BoolVarP(&o.verbose, "verbose", "v", false, "log every request")
@@ -98,11 +103,20 @@ func (o *upOptions) run(ctx context.Context, stderr io.Writer) error {
 	if err != nil {
 		return err
 	}
+	domain, err := server.ParseDomain(o.domain)
+	if err != nil {
+		return err
+	}
+	for i, origin := range o.origins {
+		if o.origins[i], err = server.ParseOrigin(origin); err != nil {
+			return err
+		}
+	}
 	kind, why := pick.Choose(o.engine)
 	d, err := forkd.Open(ctx, forkd.Config{
 		Dir: dir, Images: images, Pull: image.PullOptions{Registries: registries}, Engine: kind, Jail: o.policy,
 		Listen: o.listen, Advertise: o.public, Capacity: capacity, Version: version,
-		MetricsListen: o.metrics, Log: log,
+		MetricsListen: o.metrics, Domain: domain, AllowOrigins: o.origins, Log: log,
 	})
 	if err != nil {
 		return err
@@ -113,6 +127,9 @@ func (o *upOptions) run(ctx context.Context, stderr io.Writer) error {
 		if tcp, ok := a.(*net.TCPAddr); ok && !tcp.IP.IsLoopback() {
 			fmt.Fprintf(stderr, "agentrun: %s is reached without TLS: whoever is on the way can read the token\n", a)
 		}
+	}
+	if a := d.Metrics(); a != nil {
+		fmt.Fprintf(stderr, "agentrun: serving metrics on %s, to anybody who reaches it\n", a)
 	}
 	return d.Serve(ctx)
 }

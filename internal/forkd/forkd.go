@@ -45,6 +45,11 @@ type Config struct {
 	Listen string
 	// Advertise is what others reach that address by; empty is the address.
 	Advertise string
+	// Domain is that of the host names of ports, PORT-ID.DOMAIN; empty has none.
+	Domain string
+	// AllowOrigins are those of pages that may open terminals, beside the
+	// daemon's own.
+	AllowOrigins []string
 	// MetricsListen is a TCP address that answers scrapes of /metrics without
 	// asking who they are; empty is none.
 	MetricsListen string
@@ -72,13 +77,17 @@ type Daemon struct {
 	engine  engine.Engine
 	manager *sandbox.Manager
 	metrics *metrics.Metrics
+	// terminals are shared by all servers.
+	terminals *server.Terminals
+	// scraped is where metrics are served beside the API; nil is nowhere.
+	scraped net.Listener
 	servers []*http.Server
 	sockets []net.Listener
 }
 
 // Open takes over what an earlier daemon has left and begins to listen.
 func Open(ctx context.Context, cfg Config) (_ *Daemon, err error) {
-	d := &Daemon{cfg: cfg}
+	d := &Daemon{cfg: cfg, terminals: server.NewTerminals()}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, d.close())
@@ -97,7 +106,7 @@ func Open(ctx context.Context, cfg Config) (_ *Daemon, err error) {
 	if err != nil {
 		return nil, err
 	}
-	d.metrics = metrics.New(cfg.Version, d.engine.Name())
+	d.metrics = metrics.New(cfg.Version, string(cfg.Engine))
 	cfg.Pull.Observe = d.metrics.Pulled
 	d.manager, err = sandbox.Open(ctx, sandbox.Config{
 		Dir: cfg.Dir, Engine: d.engine, Boot: boot, Capacity: cfg.Capacity, Log: cfg.Log,
@@ -168,7 +177,7 @@ func (d *Daemon) listenMetrics(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("listen on %s for metrics: %w", d.cfg.MetricsListen, err)
 	}
-	d.sockets = append(d.sockets, l)
+	d.sockets, d.scraped = append(d.sockets, l), l
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", d.metrics.Handler())
 	d.servers = append(d.servers, server.HTTP(mux, d.cfg.Log))
@@ -180,6 +189,7 @@ func (d *Daemon) serve(authenticate func(*http.Request) (server.Principal, error
 	h := server.New(server.Config{
 		Service: d.manager, Authenticate: authenticate, Version: d.cfg.Version, Endpoint: endpoint, Log: d.cfg.Log,
 		Observer: d.metrics, Metrics: d.metrics.Handler(),
+		Domain: d.cfg.Domain, Terminals: d.terminals, AllowOrigins: d.cfg.AllowOrigins,
 	})
 	d.servers = append(d.servers, server.HTTP(h, d.cfg.Log))
 }
@@ -200,13 +210,23 @@ func makeToken(path string) error {
 	return nil
 }
 
-// Addresses are those that the daemon serves on.
+// Addresses are those that the daemon serves its API on.
 func (d *Daemon) Addresses() []net.Addr {
 	var out []net.Addr
 	for _, l := range d.sockets {
-		out = append(out, l.Addr())
+		if l != d.scraped {
+			out = append(out, l.Addr())
+		}
 	}
 	return out
+}
+
+// Metrics is the address for scrapers; nil is none.
+func (d *Daemon) Metrics() net.Addr {
+	if d.scraped == nil {
+		return nil
+	}
+	return d.scraped.Addr()
 }
 
 // shutdownGrace is what requests get to finish when the daemon ends.

@@ -70,15 +70,15 @@ func (s *state) Collect(out chan<- prometheus.Metric) {
 	gauge := func(d *prometheus.Desc, value float64, labels ...string) {
 		out <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, value, labels...)
 	}
-	gauge(descCapacity, float64(now.Capacity), now.Engine)
-	gauge(descReserved, float64(now.Reserved), now.Engine)
-	gauge(descBuilds, float64(now.Builds), now.Engine)
+	gauge(descCapacity, float64(now.Capacity), s.metrics.engine)
+	gauge(descReserved, float64(now.Reserved), s.metrics.engine)
+	gauge(descBuilds, float64(now.Builds), s.metrics.engine)
 	memory, err := s.readMemory()
 	if err != nil {
 		out <- prometheus.NewInvalidMetric(descUnique, err)
 	}
 	for _, p := range now.Pools {
-		labels := []string{string(p.Namespace), string(p.Name), now.Engine}
+		labels := []string{string(p.Namespace), string(p.Name), s.metrics.engine}
 		active := 0
 		for _, state := range []sandbox.State{
 			sandbox.Starting, sandbox.Running, sandbox.Paused, sandbox.Hibernating, sandbox.Hibernated, sandbox.Resuming,

@@ -11,7 +11,6 @@ import (
 
 // Overview is what a node has at the moment.
 type Overview struct {
-	Engine string
 	// Capacity and Reserved are the memory of all machines, in bytes.
 	Capacity, Reserved uint64
 	// Builds is how many are under way.
@@ -33,7 +32,7 @@ type PoolOverview struct {
 
 // Overview looks at everything, from memory: it does not wait for anybody.
 func (m *Manager) Overview() Overview {
-	out := Overview{Engine: m.cfg.Engine.Name(), Capacity: m.cfg.Capacity, Reserved: m.capacity.reserved()}
+	out := Overview{Capacity: m.cfg.Capacity, Reserved: m.capacity.reserved()}
 	m.mu.Lock()
 	out.Builds = len(m.builds)
 	running := maps.Clone(m.pools)

@@ -4,6 +4,7 @@ import (
 	"net"
 	"net/http"
 	"net/url"
+	"regexp"
 	"strconv"
 	"strings"
 
@@ -111,6 +112,18 @@ func (a *api) portOfHost(r *http.Request) (*portTarget, error) {
 		return nil, sandbox.Errorf(codeMethod, "%s is not something that can be done with a port", trimmed(r.Method))
 	}
 	return to, nil
+}
+
+// domainSyntax is a DNS name in lower case.
+var domainSyntax = regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?(\.[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)*$`)
+
+// ParseDomain checks the domain of the host names of ports; empty is none.
+func ParseDomain(s string) (string, error) {
+	s = strings.ToLower(s)
+	if s != "" && (len(s) > 200 || !domainSyntax.MatchString(s)) {
+		return "", invalid("domain", "%q is not a DNS name such as sandboxes.example.com", trimmed(s))
+	}
+	return s, nil
 }
 
 // key names the sandbox.

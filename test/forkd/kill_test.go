@@ -36,6 +36,25 @@ type node struct {
 	client *client.Client
 	daemon *exec.Cmd
 	ended  chan error // of the daemon
+	said   *lockedBuffer
+}
+
+// lockedBuffer is written and read at the same time.
+type lockedBuffer struct {
+	mu  sync.Mutex // protects buf
+	buf bytes.Buffer
+}
+
+func (b *lockedBuffer) Write(p []byte) (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.buf.Write(p)
+}
+
+func (b *lockedBuffer) String() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.buf.String()
 }
 
 func newNode(t *testing.T) *node {
@@ -66,11 +85,11 @@ func (n *node) command(args ...string) *exec.Cmd {
 }
 
 // up starts a daemon and waits until it answers.
-func (n *node) up() {
+func (n *node) up(flags ...string) {
 	n.t.Helper()
-	var said bytes.Buffer
-	cmd, ended := n.command("up"), make(chan error, 1)
-	cmd.Stderr = &said
+	said := &lockedBuffer{}
+	cmd, ended := n.command(append([]string{"up"}, flags...)...), make(chan error, 1)
+	cmd.Stderr, n.said = said, said
 	if err := cmd.Start(); err != nil {
 		n.t.Fatal(err)
 	}
