@@ -62,7 +62,8 @@ func (c *Client) Tunnel(ctx context.Context, sandbox string, port uint16, conn n
 	if err := <-sent; err != nil {
 		return err
 	}
-	return ws.Close(websocket.StatusNormalClosure, "")
+	_ = ws.Close(websocket.StatusNormalClosure, "") // the daemon may have been faster
+	return nil
 }
 
 func sendAll(ctx context.Context, ws *websocket.Conn, from io.Reader) error {
