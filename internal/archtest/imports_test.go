@@ -131,6 +131,7 @@ var importRules = map[string][]string{
 	"internal/client": {"api/rest"},
 	"internal/server": {"api/rest", "internal/guestrpc", "internal/sandbox"},
 
+	"internal/tracing": {"internal/sandbox", "internal/server"},
 	"internal/metrics": {"internal/image", "internal/sandbox", "internal/server"},
 
 	"internal/layer":    {"internal/guestmem"},

@@ -29,6 +29,7 @@ import (
 	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/server"
 	"agentrun.dev/internal/template"
+	"agentrun.dev/internal/tracing"
 )
 
 // Config is what a daemon works with.
@@ -77,6 +78,7 @@ type Daemon struct {
 	engine  engine.Engine
 	manager *sandbox.Manager
 	metrics *metrics.Metrics
+	tracer  *tracing.Tracer // nil if none is configured
 	// terminals are shared by all servers.
 	terminals *server.Terminals
 	// scraped is where metrics are served beside the API; nil is nowhere.
@@ -108,9 +110,16 @@ func Open(ctx context.Context, cfg Config) (_ *Daemon, err error) {
 	}
 	d.metrics = metrics.New(cfg.Version, string(cfg.Engine))
 	cfg.Pull.Observe = d.metrics.Pulled
+	watchers := []sandbox.Observer{d.metrics}
+	if tracing.Configured() {
+		if d.tracer, err = tracing.Open(ctx, cfg.Version, string(cfg.Engine), cfg.Log); err != nil {
+			return nil, err
+		}
+		watchers = append(watchers, d.tracer)
+	}
 	d.manager, err = sandbox.Open(ctx, sandbox.Config{
 		Dir: cfg.Dir, Engine: d.engine, Boot: boot, Capacity: cfg.Capacity, Log: cfg.Log,
-		Observer: d.metrics,
+		Observer: sandbox.Observers(watchers...),
 		Reserve:  func(ram uint64) uint64 { return pick.Reserve(cfg.Engine, ram) },
 		Builder:  &template.Builder{Engine: d.engine, Images: cfg.Images, Pull: cfg.Pull, PlainRoots: cfg.Engine == pick.GVisor},
 	})
@@ -186,9 +195,13 @@ func (d *Daemon) listenMetrics(ctx context.Context) error {
 
 // serve makes the server of the next socket.
 func (d *Daemon) serve(authenticate func(*http.Request) (server.Principal, error), endpoint string) {
+	watchers := []server.Observer{d.metrics}
+	if d.tracer != nil {
+		watchers = append(watchers, d.tracer)
+	}
 	h := server.New(server.Config{
 		Service: d.manager, Authenticate: authenticate, Version: d.cfg.Version, Endpoint: endpoint, Log: d.cfg.Log,
-		Observer: d.metrics, Metrics: d.metrics.Handler(),
+		Observer: server.Observers(watchers...), Metrics: d.metrics.Handler(),
 		Domain: d.cfg.Domain, Terminals: d.terminals, AllowOrigins: d.cfg.AllowOrigins,
 	})
 	d.servers = append(d.servers, server.HTTP(h, d.cfg.Log))
@@ -274,6 +287,13 @@ func (d *Daemon) close() error {
 	}
 	if d.manager != nil {
 		errs = append(errs, d.manager.Close())
+	}
+	if d.tracer != nil {
+		ctx, cancel := context.WithTimeout(context.Background(), shutdownGrace)
+		defer cancel()
+		if err := d.tracer.Close(ctx); err != nil {
+			d.cfg.Log.Warn("end tracing", "error", err) // a collector that is gone is no failure
+		}
 	}
 	if d.engine != nil {
 		errs = append(errs, d.engine.Close())
