@@ -200,6 +200,15 @@ func TestNoGVisorHere(t *testing.T) {
 	}
 }
 
+// TestObserversAreApart: what is counted and traced does not know by what.
+func TestObserversAreApart(t *testing.T) {
+	for _, p := range goList(t, "-deps", "./internal/sandbox", "./internal/server") {
+		if strings.HasPrefix(p.ImportPath, "github.com/prometheus/") || strings.HasPrefix(p.ImportPath, "go.opentelemetry.io/") {
+			t.Errorf("%s is linked into sandbox or server", p.ImportPath)
+		}
+	}
+}
+
 // vmmModules are the foreign modules that a vmm process may be made of.
 var vmmModules = []string{"golang.org/x/sys"}
 
