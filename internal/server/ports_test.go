@@ -122,14 +122,14 @@ func TestPortTargets(t *testing.T) {
 			"absolute":  fmt.Sprintf("GET http://%s%s HTTP/1.1\nHost: ignored", host, target),
 		} {
 			res := n.raw(request)
-			if got := bodyOf(t, res); res.StatusCode != 200 || got != target {
+			if got := bodyOf(t, res); res.StatusCode != http.StatusOK || got != target {
 				t.Errorf("%s: %q became %d %q", form, target, res.StatusCode, got)
 			}
 		}
 	}
 	// What no URL has, and net/http cannot send as it is.
 	res := n.raw(fmt.Sprintf("GET %s/ports/%s//a|b HTTP/1.1\nHost: node", at, port))
-	if got := bodyOf(t, res); res.StatusCode != 400 || !strings.Contains(got, "invalid") {
+	if got := bodyOf(t, res); res.StatusCode != http.StatusBadRequest || !strings.Contains(got, "invalid") {
 		t.Errorf("answered %d %s", res.StatusCode, got)
 	}
 }
@@ -185,15 +185,15 @@ func TestPortRefusals(t *testing.T) {
 	}
 	// The domain itself, and others, are the API's.
 	for _, host := range []string{domain, "other.example", "80-" + id + "." + domain + ".evil.example"} {
-		if res := n.raw("GET /v1/version HTTP/1.1\nHost: " + host); res.StatusCode != 200 {
+		if res := n.raw("GET /v1/version HTTP/1.1\nHost: " + host); res.StatusCode != http.StatusOK {
 			t.Errorf("%s: %d", host, res.StatusCode)
 		}
 	}
 	n.do("DELETE", at, nil).ok(200)
-	if res := n.raw("GET / HTTP/1.1\nHost: 80-" + id + "." + domain); res.StatusCode != 404 {
+	if res := n.raw("GET / HTTP/1.1\nHost: 80-" + id + "." + domain); res.StatusCode != http.StatusNotFound {
 		t.Errorf("a sandbox that has ended: %d", res.StatusCode)
 	}
-	if res := n.raw("GET " + at + "/ports/80/ HTTP/1.1\nHost: node"); res.StatusCode != 410 {
+	if res := n.raw("GET " + at + "/ports/80/ HTTP/1.1\nHost: node"); res.StatusCode != http.StatusGone {
 		t.Errorf("a sandbox that has ended: %d", res.StatusCode)
 	}
 }
@@ -247,7 +247,7 @@ X-Forwarded-Prefix: /evil
 Forwarded: for=6.6.6.6
 X-Mine: yes`)
 		var got http.Header
-		if body := bodyOf(t, res); res.StatusCode == 200 {
+		if body := bodyOf(t, res); res.StatusCode == http.StatusOK {
 			if err := json.Unmarshal([]byte(body), &got); err != nil {
 				t.Fatalf("%s: %v", body, err)
 			}
@@ -288,13 +288,13 @@ X-Mine: yes`)
 	}
 	for _, credential := range []string{"X-Nothing: x", "X-Access-Token: wrong", "Authorization: Bearer wrong\nX-Access-Token: secret"} {
 		for _, first := range []string{"GET " + at + "/ports/" + port + "/", "GET /"} {
-			if _, res := send(first, host, credential); res.StatusCode != 401 {
+			if _, res := send(first, host, credential); res.StatusCode != http.StatusUnauthorized {
 				t.Errorf("%s with %q: %d", first, credential, res.StatusCode)
 			}
 		}
 	}
 	// The header is for ports only.
-	if res := n.raw("GET /v1/version HTTP/1.1\nHost: node\nX-Access-Token: secret"); res.StatusCode != 401 {
+	if res := n.raw("GET /v1/version HTTP/1.1\nHost: node\nX-Access-Token: secret"); res.StatusCode != http.StatusUnauthorized {
 		t.Errorf("the API took a token of ports: %d", res.StatusCode)
 	}
 }
@@ -496,7 +496,7 @@ func TestPortStall(t *testing.T) {
 	}
 	<-gone
 	res = n.raw("GET " + at + "/ports/" + port + "/big HTTP/1.1\nHost: node")
-	if res.StatusCode != 200 {
+	if res.StatusCode != http.StatusOK {
 		t.Error(res.StatusCode)
 	}
 	<-gone // though nobody reads the answer
@@ -550,7 +550,7 @@ func FuzzPortTargets(f *testing.F) {
 		if err != nil {
 			return
 		}
-		to, err := a.portTarget(&http.Request{Method: "GET", URL: parsed, RequestURI: uri, Host: host})
+		to, err := a.portTarget(&http.Request{Method: http.MethodGet, URL: parsed, RequestURI: uri, Host: host})
 		if err != nil || to == nil {
 			return
 		}

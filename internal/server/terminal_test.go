@@ -256,7 +256,7 @@ func TestTerminalAuthentication(t *testing.T) {
 		t.Fatal(err)
 	}
 	_ = res.Body.Close()
-	if res.StatusCode != 401 {
+	if res.StatusCode != http.StatusUnauthorized {
 		t.Errorf("anybody gets a token: %d", res.StatusCode)
 	}
 }

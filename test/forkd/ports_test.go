@@ -86,7 +86,7 @@ func (f *front) echo(url string, headers ...string) (e echo) {
 	res := f.do("GET", url, nil, headers...)
 	defer res.Body.Close()
 	body, err := io.ReadAll(res.Body)
-	if err != nil || res.StatusCode != 200 || json.Unmarshal(body, &e) != nil {
+	if err != nil || res.StatusCode != http.StatusOK || json.Unmarshal(body, &e) != nil {
 		f.t.Fatalf("%s: %d %s %v", url, res.StatusCode, body, err)
 	}
 	return e
@@ -116,7 +116,7 @@ func (n *node) serveInside(f *front, name string, port int) (path, host string) 
 		res := f.do("GET", path+"/", nil)
 		body, _ := io.ReadAll(res.Body)
 		_ = res.Body.Close()
-		if res.StatusCode == 200 {
+		if res.StatusCode == http.StatusOK {
 			return path, fmt.Sprintf("http://%d-%s.%s", port, s.Id, portsDomain)
 		}
 		if !strings.Contains(string(body), "port_closed") {
@@ -155,7 +155,7 @@ func TestPorts(t *testing.T) {
 		res := f.do("GET", strings.Replace(host, "8000-", "8001-", 1)+"/", nil)
 		body, _ := io.ReadAll(res.Body)
 		_ = res.Body.Close()
-		if res.StatusCode != 502 || !strings.Contains(string(body), "port_closed") {
+		if res.StatusCode != http.StatusBadGateway || !strings.Contains(string(body), "port_closed") {
 			t.Errorf("%d %s", res.StatusCode, body)
 		}
 	})
@@ -172,7 +172,7 @@ func TestPorts(t *testing.T) {
 			for _, base := range []string{path, host} {
 				res := f.do("GET", base+"/", nil, "X-Access-Token", token)
 				_ = res.Body.Close()
-				if res.StatusCode != 401 {
+				if res.StatusCode != http.StatusUnauthorized {
 					t.Errorf("with the token %q: %d", token, res.StatusCode)
 				}
 			}
@@ -315,7 +315,7 @@ func (n *node) forkedPorts(t *testing.T, f *front, port int) {
 	for {
 		res := f.do("GET", host+"/", nil)
 		_ = res.Body.Close()
-		if res.StatusCode == 502 {
+		if res.StatusCode == http.StatusBadGateway {
 			break
 		}
 		time.Sleep(20 * time.Millisecond) // until the signal has arrived
@@ -382,7 +382,7 @@ func (f *front) terminal(t *testing.T) {
 	var ticket rest.Terminal
 	err := json.NewDecoder(res.Body).Decode(&ticket)
 	_ = res.Body.Close()
-	if err != nil || res.StatusCode != 201 {
+	if err != nil || res.StatusCode != http.StatusCreated {
 		t.Fatalf("%d, %v", res.StatusCode, err)
 	}
 	conn, _, err := websocket.Dial(t.Context(), "http://daemon"+at+"?token="+ticket.Token, &websocket.DialOptions{HTTPClient: f.client})
@@ -414,7 +414,7 @@ func (f *front) terminal(t *testing.T) {
 func (n *node) scraped(t *testing.T, f *front) {
 	res := f.do("GET", "http://daemon/metrics", nil)
 	_ = res.Body.Close()
-	if res.StatusCode != 401 {
+	if res.StatusCode != http.StatusUnauthorized {
 		t.Errorf("without the token: %d", res.StatusCode)
 	}
 	var body []byte
@@ -424,7 +424,7 @@ func (n *node) scraped(t *testing.T, f *front) {
 		res = f.do("GET", "http://daemon/metrics", nil, "Authorization", "Bearer "+f.token)
 		body, err = io.ReadAll(res.Body)
 		_ = res.Body.Close()
-		if err != nil || res.StatusCode != 200 {
+		if err != nil || res.StatusCode != http.StatusOK {
 			t.Fatalf("%d, %v", res.StatusCode, err)
 		}
 	}
@@ -468,7 +468,7 @@ func (n *node) scraped(t *testing.T, f *front) {
 		t.Fatal(err)
 	}
 	_ = other.Body.Close()
-	if res.StatusCode != 200 || other.StatusCode != 404 {
+	if res.StatusCode != http.StatusOK || other.StatusCode != http.StatusNotFound {
 		t.Errorf("at the scraper's address: metrics %d, version %d", res.StatusCode, other.StatusCode)
 	}
 }

@@ -73,6 +73,7 @@ func Run(t *testing.T, target Target) {
 
 	t.Run("Exec", s.testExec)
 	t.Run("Dial", s.testDial)
+	t.Run("Ports", s.testPorts)
 	t.Run("SourceGoesOn", s.testSourceGoesOn)
 	t.Run("ForkContinues", s.testForkContinues)
 	t.Run("Identity", s.testIdentity)
