@@ -179,6 +179,7 @@ const (
 	ErrorCodeNotFound             ErrorCode = "not_found"
 	ErrorCodeNotReady             ErrorCode = "not_ready"
 	ErrorCodePermissionDenied     ErrorCode = "permission_denied"
+	ErrorCodePortClosed           ErrorCode = "port_closed"
 	ErrorCodeResourceExhausted    ErrorCode = "resource_exhausted"
 	ErrorCodeShuttingDown         ErrorCode = "shutting_down"
 	ErrorCodeTimeout              ErrorCode = "timeout"
@@ -223,6 +224,8 @@ func (e ErrorCode) Valid() bool {
 	case ErrorCodeNotReady:
 		return true
 	case ErrorCodePermissionDenied:
+		return true
+	case ErrorCodePortClosed:
 		return true
 	case ErrorCodeResourceExhausted:
 		return true
@@ -494,6 +497,54 @@ func (e Stage) Valid() bool {
 	case StageInit:
 		return true
 	case StageReady:
+		return true
+	default:
+		return false
+	}
+}
+
+// Defines values for TerminalEventType.
+const (
+	TerminalEventTypeError TerminalEventType = "error"
+	TerminalEventTypeExit  TerminalEventType = "exit"
+)
+
+// Valid indicates whether the value is a known member of the TerminalEventType enum.
+func (e TerminalEventType) Valid() bool {
+	switch e {
+	case TerminalEventTypeError:
+		return true
+	case TerminalEventTypeExit:
+		return true
+	default:
+		return false
+	}
+}
+
+// Defines values for TerminalInputType.
+const (
+	TerminalInputTypeResize TerminalInputType = "resize"
+)
+
+// Valid indicates whether the value is a known member of the TerminalInputType enum.
+func (e TerminalInputType) Valid() bool {
+	switch e {
+	case TerminalInputTypeResize:
+		return true
+	default:
+		return false
+	}
+}
+
+// Defines values for TunnelEventType.
+const (
+	TunnelEventTypeEnd TunnelEventType = "end"
+)
+
+// Valid indicates whether the value is a known member of the TunnelEventType enum.
+func (e TunnelEventType) Valid() bool {
+	switch e {
+	case TunnelEventTypeEnd:
 		return true
 	default:
 		return false
@@ -1487,11 +1538,65 @@ type TemplateSpec struct {
 	Workdir string `json:"workdir,omitempty"`
 }
 
+// Terminal defines model for Terminal.
+type Terminal struct {
+	// Expires When it opens none any more.
+	Expires time.Time `json:"expires"`
+
+	// Path Where to open the WebSocket; the token goes into its query.
+	Path string `json:"path"`
+
+	// Token A secret. It opens one terminal, in this sandbox only.
+	Token string `json:"token"`
+}
+
+// TerminalEvent What the server sends over a terminal beside what is shown.
+type TerminalEvent struct {
+	Error    *Error            `json:"error,omitempty"`
+	ExitCode *int32            `json:"exitCode,omitempty"`
+	Signal   string            `json:"signal,omitempty"`
+	Type     TerminalEventType `json:"type"`
+}
+
+// TerminalEventType defines model for TerminalEvent.Type.
+type TerminalEventType string
+
+// TerminalInput What a client sends over a terminal beside what is typed.
+type TerminalInput struct {
+	Cols int               `json:"cols"`
+	Rows int               `json:"rows"`
+	Type TerminalInputType `json:"type"`
+}
+
+// TerminalInputType defines model for TerminalInput.Type.
+type TerminalInputType string
+
+// TerminalRequest defines model for TerminalRequest.
+type TerminalRequest struct {
+	// Argv What runs in the terminal; a login shell if it is missing.
+	Argv []string `json:"argv,omitempty"`
+	Cols int      `json:"cols,omitempty"`
+	Cwd  Path     `json:"cwd,omitempty"`
+
+	// Env Environment variables by name.
+	Env  Env    `json:"env,omitempty"`
+	Rows int    `json:"rows,omitempty"`
+	User string `json:"user,omitempty"`
+}
+
 // TerminalSize defines model for TerminalSize.
 type TerminalSize struct {
 	Cols int `json:"cols"`
 	Rows int `json:"rows"`
 }
+
+// TunnelEvent What is said over a tunnel that does not go over the connection.
+type TunnelEvent struct {
+	Type TunnelEventType `json:"type"`
+}
+
+// TunnelEventType defines model for TunnelEvent.Type.
+type TunnelEventType string
 
 // Version defines model for Version.
 type Version struct {
@@ -1535,6 +1640,9 @@ type Limit = int
 
 // Namespace defines model for Namespace.
 type Namespace = Name
+
+// Port defines model for Port.
+type Port = string
 
 // StderrOffset defines model for StderrOffset.
 type StderrOffset = int64
@@ -1710,6 +1818,12 @@ type ForkSandboxParams struct {
 	IdempotencyKey IdempotencyKey `json:"Idempotency-Key,omitempty"`
 }
 
+// ConnectTerminalParams defines parameters for ConnectTerminal.
+type ConnectTerminalParams struct {
+	// Token What createTerminal gave.
+	Token string `form:"token" json:"token"`
+}
+
 // ListSecretsParams defines parameters for ListSecrets.
 type ListSecretsParams struct {
 	// Limit How many at most.
@@ -1791,6 +1905,9 @@ type MoveFileJSONRequestBody = MoveFile
 // ForkSandboxJSONRequestBody defines body for ForkSandbox for application/json ContentType.
 type ForkSandboxJSONRequestBody = ForkCreate
 
+// CreateTerminalJSONRequestBody defines body for CreateTerminal for application/json ContentType.
+type CreateTerminalJSONRequestBody = TerminalRequest
+
 // PatchSecretJSONRequestBody defines body for PatchSecret for application/json ContentType.
 type PatchSecretJSONRequestBody = SecretValues
 
@@ -1802,6 +1919,9 @@ type PutTemplateJSONRequestBody = TemplateSpec
 
 // ServerInterface represents all server handlers.
 type ServerInterface interface {
+	// GetMetrics Metrics for Prometheus.
+	// (GET /metrics)
+	GetMetrics(w http.ResponseWriter, r *http.Request)
 	// ListKeys All API keys, without their secrets, the oldest first. For admins.
 	// (GET /v1/keys)
 	ListKeys(w http.ResponseWriter, r *http.Request)
@@ -1964,6 +2084,15 @@ type ServerInterface interface {
 	// GetStats What a sandbox costs. It does not wake it.
 	// (GET /v1/namespaces/{namespace}/sandboxes/{name}/stats)
 	GetStats(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
+	// ConnectTerminal Open a terminal over a WebSocket.
+	// (GET /v1/namespaces/{namespace}/sandboxes/{name}/terminal)
+	ConnectTerminal(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name, params ConnectTerminalParams)
+	// CreateTerminal A token that opens a terminal, once.
+	// (POST /v1/namespaces/{namespace}/sandboxes/{name}/terminal)
+	CreateTerminal(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
+	// ConnectPort A connection to a TCP port inside, over a WebSocket.
+	// (GET /v1/namespaces/{namespace}/sandboxes/{name}/tunnels/{port})
+	ConnectPort(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name, port Port)
 	// ListSecrets Secrets by name, and what their keys are; never a value.
 	// (GET /v1/namespaces/{namespace}/secrets)
 	ListSecrets(w http.ResponseWriter, r *http.Request, namespace Namespace, params ListSecretsParams)
@@ -2013,6 +2142,20 @@ type ServerInterfaceWrapper struct {
 }
 
 type MiddlewareFunc func(http.Handler) http.Handler
+
+// GetMetrics operation middleware
+func (siw *ServerInterfaceWrapper) GetMetrics(w http.ResponseWriter, r *http.Request) {
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.GetMetrics(w, r)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
 
 // ListKeys operation middleware
 func (siw *ServerInterfaceWrapper) ListKeys(w http.ResponseWriter, r *http.Request) {
@@ -4478,6 +4621,136 @@ func (siw *ServerInterfaceWrapper) GetStats(w http.ResponseWriter, r *http.Reque
 	handler.ServeHTTP(w, r)
 }
 
+// ConnectTerminal operation middleware
+func (siw *ServerInterfaceWrapper) ConnectTerminal(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	// ------------- Path parameter "name" -------------
+	var name Name
+
+	err = runtime.BindStyledParameterWithOptions("simple", "name", r.PathValue("name"), &name, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "name", Err: err})
+		return
+	}
+
+	// Parameter object where we will unmarshal all parameters from the context
+	var params ConnectTerminalParams
+
+	// ------------- Required query parameter "token" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, true, "token", r.URL.Query(), &params.Token, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "token"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "token", Err: err})
+		}
+		return
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.ConnectTerminal(w, r, namespace, name, params)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// CreateTerminal operation middleware
+func (siw *ServerInterfaceWrapper) CreateTerminal(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	// ------------- Path parameter "name" -------------
+	var name Name
+
+	err = runtime.BindStyledParameterWithOptions("simple", "name", r.PathValue("name"), &name, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "name", Err: err})
+		return
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.CreateTerminal(w, r, namespace, name)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// ConnectPort operation middleware
+func (siw *ServerInterfaceWrapper) ConnectPort(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	// ------------- Path parameter "name" -------------
+	var name Name
+
+	err = runtime.BindStyledParameterWithOptions("simple", "name", r.PathValue("name"), &name, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "name", Err: err})
+		return
+	}
+
+	// ------------- Path parameter "port" -------------
+	var port Port
+
+	err = runtime.BindStyledParameterWithOptions("simple", "port", r.PathValue("port"), &port, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "port", Err: err})
+		return
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.ConnectPort(w, r, namespace, name, port)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
 // ListSecrets operation middleware
 func (siw *ServerInterfaceWrapper) ListSecrets(w http.ResponseWriter, r *http.Request) {
 
@@ -5101,6 +5374,7 @@ func HandlerWithOptions(si ServerInterface, options StdHTTPServerOptions) http.H
 	}
 
 	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/version", wrapper.GetVersion)
+	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/metrics", wrapper.GetMetrics)
 	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/templates", wrapper.ListTemplates)
 	m.HandleFunc(http.MethodDelete+" "+options.BaseURL+"/v1/namespaces/{namespace}/templates/{name}", wrapper.DeleteTemplate)
 	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/templates/{name}", wrapper.GetTemplate)
@@ -5139,6 +5413,9 @@ func HandlerWithOptions(si ServerInterface, options StdHTTPServerOptions) http.H
 	m.HandleFunc(http.MethodPost+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/execs/{id}/signal", wrapper.SignalExec)
 	m.HandleFunc(http.MethodPost+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/execs/{id}/resize", wrapper.ResizeExec)
 	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/execs/{id}/socket", wrapper.ConnectExec)
+	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/tunnels/{port}", wrapper.ConnectPort)
+	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/terminal", wrapper.ConnectTerminal)
+	m.HandleFunc(http.MethodPost+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/terminal", wrapper.CreateTerminal)
 	m.HandleFunc(http.MethodDelete+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/files", wrapper.RemoveFile)
 	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/files", wrapper.ReadFile)
 	m.HandleFunc(http.MethodPut+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/files", wrapper.WriteFile)

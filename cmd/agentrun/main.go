@@ -62,7 +62,7 @@ func run(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.
 	root.SetErr(stderr)
 	root.AddCommand(newRunCommand(), newSnapshotCommand(), newForkCommand(), newExecCommand(), newListCommand(), newRemoveCommand(),
 		newPauseCommand(), newResumeCommand(), newHibernateCommand(), newImageCommand(), newUpCommand(), newDownCommand(),
-		newApplyCommand(), newGetCommand(), newDeleteCommand(), newLogsCommand(), newCodeCommand(), newCopyCommand(), newTreeCommand(),
+		newApplyCommand(), newGetCommand(), newDeleteCommand(), newLogsCommand(), newCodeCommand(), newCopyCommand(), newPortForwardCommand(), newTreeCommand(),
 		newKeyCommand(), newSecretCommand(), newQuotaCommand(), newCheckpointCommand(), newTopCommand(), newTemplateCommand(),
 		newDoctorCommand(), newBenchCommand(), newFloorCommand(), newManCommand())
 	return root.ExecuteContext(ctx)

@@ -16,6 +16,7 @@ import (
 	"agentrun.dev/internal/image"
 	"agentrun.dev/internal/local"
 	"agentrun.dev/internal/procid"
+	"agentrun.dev/internal/server"
 	"github.com/coreos/go-systemd/v22/daemon"
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
@@ -42,6 +43,10 @@ type upOptions struct {
 	capacity byteSize
 	keyFile  string
 	verbose  bool
+	metrics  string
+	domain   string
+	origins  []string
+	format   string
 	registryOptions
 }
 
@@ -72,6 +77,10 @@ Sandboxes do not end with it: the next agentrun up finds them as they are.`,
 	f.BoolVar(&o.insecure, "insecure-http", false, "serve --listen without TLS: keys and all else can be read on the way")
 	f.Var(&o.capacity, "capacity", "memory that sandboxes may reserve together (default: four fifths of this machine's)")
 	f.StringVar(&o.keyFile, "secrets-key-file", "", "key that seals secrets on disk, an age identity; made if missing (default: secrets.key in the state folder)")
+	f.StringVar(&o.domain, "domain", "", "domain whose host names PORT-ID.DOMAIN lead to ports of sandboxes; its DNS must point here")
+	f.StringSliceVar(&o.origins, "allow-origin", nil, "origin whose pages may open terminals, such as https://console.example.com")
+	f.StringVar(&o.metrics, "metrics-listen", "", "TCP address that serves /metrics without authentication, for a scraper on a private network")
+	f.StringVar(&o.format, "log-format", "json", "form of the log on standard error: json or text")
 	f.BoolVarP(&o.verbose, "verbose", "v", false, "log every request")
 	policyFlags(f, &o.policy)
 	o.registryOptions.flags(f)
@@ -104,12 +113,25 @@ func (o *upOptions) run(ctx context.Context, stderr io.Writer) error {
 	if o.verbose {
 		level = slog.LevelInfo
 	}
+	log, err := newLog(stderr, o.format, level)
+	if err != nil {
+		return err
+	}
+	domain, err := server.ParseDomain(o.domain)
+	if err != nil {
+		return err
+	}
+	for i, origin := range o.origins {
+		if o.origins[i], err = server.ParseOrigin(origin); err != nil {
+			return err
+		}
+	}
 	kind, why := pick.Choose(o.engine)
 	d, err := forkd.Open(ctx, forkd.Config{
 		Dir: dir, Images: images, Pull: image.PullOptions{Registries: registries}, Engine: kind, Jail: o.policy,
 		Listen: o.listen, Advertise: o.public, TLSCert: o.tlsCert, TLSKey: o.tlsKey, InsecureHTTP: o.insecure,
 		Capacity: capacity, KeyFile: o.keyFile, Version: version,
-		Log: slog.New(slog.NewJSONHandler(stderr, &slog.HandlerOptions{Level: level})),
+		MetricsListen: o.metrics, Domain: domain, AllowOrigins: o.origins, Log: log,
 	})
 	if err != nil {
 		return err
@@ -122,6 +144,9 @@ func (o *upOptions) run(ctx context.Context, stderr io.Writer) error {
 	// Under systemd (Type=notify) it is up now; elsewhere nobody is told.
 	if _, err := daemon.SdNotify(false, daemon.SdNotifyReady); err != nil {
 		return errors.Join(fmt.Errorf("tell systemd: %w", err), d.Close())
+	}
+	if a := d.Metrics(); a != nil {
+		fmt.Fprintf(stderr, "agentrun: serving metrics on %s, to anybody who reaches it\n", a)
 	}
 	return d.Serve(ctx)
 }
@@ -137,6 +162,18 @@ func sayDoors(w io.Writer, d forkd.Doors) {
 	if d.FirstKey != "" {
 		fmt.Fprintf(w, "agentrun: the first API key, of an admin; it is shown once: %s\n", d.FirstKey)
 	}
+}
+
+// newLog makes the log of a daemon.
+func newLog(w io.Writer, format string, level slog.Level) (*slog.Logger, error) {
+	o := &slog.HandlerOptions{Level: level}
+	switch format {
+	case "json":
+		return slog.New(slog.NewJSONHandler(w, o)), nil
+	case "text":
+		return slog.New(slog.NewTextHandler(w, o)), nil
+	}
+	return nil, fmt.Errorf("--log-format %q: write json or text", format)
 }
 
 // defaultCapacity leaves a fifth of the machine to others.

@@ -135,6 +135,9 @@ var importRules = map[string][]string{
 	"api/node/v1":     {},
 	"internal/server": {"api/node/v1", "api/rest", "internal/access", "internal/audit", "internal/guestrpc", "internal/sandbox"},
 
+	"internal/tracing": {"internal/sandbox", "internal/server"},
+	"internal/metrics": {"internal/image", "internal/sandbox", "internal/server"},
+
 	"internal/layer":    {"internal/guestmem"},
 	"internal/snapshot": {"internal/layer", "internal/seal"},
 
@@ -199,6 +202,15 @@ func TestNoGVisorHere(t *testing.T) {
 	for _, p := range goList(t, "-deps", "./...") {
 		if strings.HasPrefix(p.ImportPath, "gvisor.dev/") {
 			t.Errorf("%s is linked into this module", p.ImportPath)
+		}
+	}
+}
+
+// TestObserversAreApart: what is counted and traced does not know by what.
+func TestObserversAreApart(t *testing.T) {
+	for _, p := range goList(t, "-deps", "./internal/sandbox", "./internal/server") {
+		if strings.HasPrefix(p.ImportPath, "github.com/prometheus/") || strings.HasPrefix(p.ImportPath, "go.opentelemetry.io/") {
+			t.Errorf("%s is linked into sandbox or server", p.ImportPath)
 		}
 	}
 }

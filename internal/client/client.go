@@ -178,12 +178,17 @@ func (c *Client) send(ctx context.Context, q call) (*http.Response, error) {
 		return res, nil
 	}
 	defer res.Body.Close()
+	return nil, problem(res)
+}
+
+// problem is the error that an answer tells.
+func problem(res *http.Response) error {
 	e := &Error{Status: res.StatusCode, RequestID: res.Header.Get("X-Request-Id")}
 	data, err := io.ReadAll(io.LimitReader(res.Body, maxError))
 	if err != nil || json.Unmarshal(data, &e.Details) != nil || e.Code == "" {
-		return nil, fmt.Errorf("the daemon answered %s, and nothing that is understood", res.Status)
+		return fmt.Errorf("the daemon answered %s, and nothing that is understood", res.Status)
 	}
-	return nil, e
+	return e
 }
 
 // get makes a request that is answered with an object.

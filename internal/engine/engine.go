@@ -249,6 +249,9 @@ type Capabilities struct {
 	TCPPorts bool
 	// CopiesInPause: a live fork copies memory while its source stands still.
 	CopiesInPause bool
+	// SharesMemory: forks have the pages of their snapshot in common until they
+	// write to them. Without it each has a copy.
+	SharesMemory bool
 }
 
 // GenerationLabel counts the forks that led to a snapshot.

@@ -26,10 +26,12 @@ import (
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/image"
+	"agentrun.dev/internal/metrics"
 	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/seal"
 	"agentrun.dev/internal/server"
 	"agentrun.dev/internal/template"
+	"agentrun.dev/internal/tracing"
 )
 
 // Config is what a daemon works with.
@@ -50,6 +52,14 @@ type Config struct {
 	// makes its own. InsecureHTTP serves it without TLS.
 	TLSCert, TLSKey string
 	InsecureHTTP    bool
+	// Domain is that of the host names of ports, PORT-ID.DOMAIN; empty has none.
+	Domain string
+	// AllowOrigins are those of pages that may open terminals, beside the
+	// daemon's own.
+	AllowOrigins []string
+	// MetricsListen is a TCP address that answers scrapes of /metrics without
+	// asking who they are; empty is none.
+	MetricsListen string
 	// Capacity is how much memory sandboxes may reserve together, in bytes.
 	Capacity uint64
 	// KeyFile has the key that seals secrets; empty is one in the state folder. It
@@ -81,6 +91,12 @@ type Daemon struct {
 	manager *sandbox.Manager
 	access  *access.Store
 	audit   *audit.Log
+	metrics *metrics.Metrics
+	tracer  *tracing.Tracer // nil if none is configured
+	// terminals are shared by all servers.
+	terminals *server.Terminals
+	// scraped is where metrics are served beside the API; nil is nowhere.
+	scraped net.Listener
 	servers []*http.Server
 	sockets []net.Listener // of the servers, in order
 	node    *server.Node
@@ -90,7 +106,7 @@ type Daemon struct {
 
 // Open takes over what an earlier daemon has left and begins to listen.
 func Open(ctx context.Context, cfg Config) (_ *Daemon, err error) {
-	d := &Daemon{cfg: cfg}
+	d := &Daemon{cfg: cfg, terminals: server.NewTerminals()}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, d.close())
@@ -113,10 +129,20 @@ func Open(ctx context.Context, cfg Config) (_ *Daemon, err error) {
 	if err != nil {
 		return nil, err
 	}
+	d.metrics = metrics.New(cfg.Version, string(cfg.Engine))
+	cfg.Pull.Observe = d.metrics.Pulled
+	watchers := []sandbox.Observer{d.metrics}
+	if tracing.Configured() {
+		if d.tracer, err = tracing.Open(ctx, cfg.Version, string(cfg.Engine), cfg.Log); err != nil {
+			return nil, err
+		}
+		watchers = append(watchers, d.tracer)
+	}
 	d.manager, err = sandbox.Open(ctx, sandbox.Config{
 		Dir: cfg.Dir, Engine: d.engine, Boot: boot, Capacity: cfg.Capacity, Key: key, Log: cfg.Log,
-		Reserve: func(ram uint64) uint64 { return pick.Reserve(cfg.Engine, ram) },
-		Builder: &template.Builder{Engine: d.engine, Images: cfg.Images, Pull: cfg.Pull, PlainRoots: cfg.Engine == pick.GVisor},
+		Observer: sandbox.Observers(watchers...),
+		Reserve:  func(ram uint64) uint64 { return pick.Reserve(cfg.Engine, ram) },
+		Builder:  &template.Builder{Engine: d.engine, Images: cfg.Images, Pull: cfg.Pull, PlainRoots: cfg.Engine == pick.GVisor},
 	})
 	if err != nil {
 		return nil, err
@@ -130,6 +156,7 @@ func Open(ctx context.Context, cfg Config) (_ *Daemon, err error) {
 	if err != nil {
 		return nil, err
 	}
+	d.metrics.Watch(d.manager)
 	return d, d.listen(ctx)
 }
 
@@ -172,7 +199,7 @@ func (d *Daemon) listen(ctx context.Context) error {
 	if d.cfg.Listen == "" {
 		d.serve("")
 		d.serveNode("")
-		return nil
+		return d.listenMetrics(ctx)
 	}
 	if l, err = d.listenTCP(ctx); err != nil {
 		return err
@@ -185,6 +212,22 @@ func (d *Daemon) listen(ctx context.Context) error {
 	d.serve(endpoint)
 	d.serve(endpoint)
 	d.serveNode(endpoint)
+	return d.listenMetrics(ctx)
+}
+
+// listenMetrics opens the address for scrapers.
+func (d *Daemon) listenMetrics(ctx context.Context) error {
+	if d.cfg.MetricsListen == "" {
+		return nil
+	}
+	l, err := (&net.ListenConfig{}).Listen(ctx, "tcp", d.cfg.MetricsListen)
+	if err != nil {
+		return fmt.Errorf("listen on %s for metrics: %w", d.cfg.MetricsListen, err)
+	}
+	d.sockets, d.scraped = append(d.sockets, l), l
+	mux := http.NewServeMux()
+	mux.Handle("GET /metrics", d.metrics.Handler())
+	d.servers = append(d.servers, server.HTTP(mux, d.cfg.Log))
 	return nil
 }
 
@@ -212,18 +255,34 @@ func (d *Daemon) serve(endpoint string) {
 func (d *Daemon) serveNode(endpoint string) { d.node = server.NewNode(d.serverConfig(endpoint)) }
 
 func (d *Daemon) serverConfig(endpoint string) server.Config {
+	watchers := []server.Observer{d.metrics}
+	if d.tracer != nil {
+		watchers = append(watchers, d.tracer)
+	}
 	return server.Config{
 		Service: d.manager, Access: d.access, Audit: d.audit, Version: d.cfg.Version, Endpoint: endpoint, Log: d.cfg.Log,
+		Observer: server.Observers(watchers...), Metrics: d.metrics.Handler(),
+		Domain: d.cfg.Domain, Terminals: d.terminals, AllowOrigins: d.cfg.AllowOrigins,
 	}
 }
 
-// Addresses are those that the daemon serves on.
+// Addresses are those that the daemon serves its API on.
 func (d *Daemon) Addresses() []net.Addr {
 	var out []net.Addr
 	for _, l := range d.sockets {
-		out = append(out, l.Addr())
+		if l != d.scraped {
+			out = append(out, l.Addr())
+		}
 	}
 	return out
+}
+
+// Metrics is the address for scrapers; nil is none.
+func (d *Daemon) Metrics() net.Addr {
+	if d.scraped == nil {
+		return nil
+	}
+	return d.scraped.Addr()
 }
 
 // shutdownGrace is what requests get to finish when the daemon ends.
@@ -290,6 +349,13 @@ func (d *Daemon) close() error {
 	}
 	if d.manager != nil {
 		errs = append(errs, d.manager.Close())
+	}
+	if d.tracer != nil {
+		ctx, cancel := context.WithTimeout(context.Background(), shutdownGrace)
+		defer cancel()
+		if err := d.tracer.Close(ctx); err != nil {
+			d.cfg.Log.Warn("end tracing", "error", err) // a collector that is gone is no failure
+		}
 	}
 	if d.engine != nil {
 		errs = append(errs, d.engine.Close())

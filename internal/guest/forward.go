@@ -3,9 +3,6 @@ package guest
 import (
 	"context"
 	"io"
-	"strconv"
-
-	"golang.org/x/sys/unix"
 
 	"agentrun.dev/internal/guestmux"
 	"agentrun.dev/internal/guestrpc"
@@ -22,44 +19,12 @@ func (s *Server) ServeChannel(ctx context.Context, ch io.ReadWriteCloser) error 
 			}
 			return func(st *guestmux.Stream) { s.serve(ctx, st) }, nil
 		}
-		conn, err := dialLoopback(port)
+		conn, err := dialLoopback(ctx, port)
 		if err != nil {
 			return nil, err
 		}
 		return func(st *guestmux.Stream) { forward(st, conn) }, nil
 	})
-}
-
-// dialLoopback connects to a TCP port of this sandbox.
-func dialLoopback(port uint32) (*Conn, error) {
-	thing := "port " + strconv.FormatUint(uint64(port), 10)
-	if port == 0 || port > 65535 {
-		return nil, fail(ErrInvalid, "connect to", thing, "want 1 to 65535")
-	}
-	four := unix.SockaddrInet4{Port: int(port), Addr: [4]byte{127, 0, 0, 1}}
-	six := unix.SockaddrInet6{Port: int(port), Addr: [16]byte{15: 1}}
-	fd, err := dialTCP(unix.AF_INET, &four)
-	if err != nil {
-		if other, err6 := dialTCP(unix.AF_INET6, &six); err6 == nil {
-			fd, err = other, nil
-		}
-	}
-	if err != nil {
-		return nil, failed("connect to", thing, err)
-	}
-	return NewConn(fd)
-}
-
-func dialTCP(family int, addr unix.Sockaddr) (int, error) {
-	fd, err := unix.Socket(family, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		return -1, err
-	}
-	if err := unix.Connect(fd, addr); err != nil {
-		unix.Close(fd)
-		return -1, err
-	}
-	return fd, nil
 }
 
 // forward moves bytes both ways until both have ended, or one has failed.

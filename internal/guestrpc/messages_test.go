@@ -47,6 +47,7 @@ func samples() []message {
 		&ResizeRequest{ID: "i", Rows: 1, Cols: 2},
 		&WriteStdinRequest{ID: "i", Data: []byte{0, 255}, EOF: true},
 		&ReleaseExecRequest{ID: "i"},
+		&ConnectRequest{Port: math.MaxUint16},
 		&StatRequest{FileScope: scope, Path: "/p", Follow: true},
 		&file,
 		&ListRequest{FileScope: scope, Path: "/p", Depth: 3, Token: "x", Limit: 7},
@@ -276,7 +277,7 @@ func fuzzServer(conn *fixedConn) {
 	g.killAll()
 }
 
-// fuzzClient opens streams 1 to 13 and lets the guest answer.
+// fuzzClient opens streams 1 to 15 and lets the guest answer.
 func fuzzClient(conn *fixedConn) {
 	c, err := Dial(conn)
 	if err != nil {
@@ -291,7 +292,7 @@ func fuzzClient(conn *fixedConn) {
 	}{
 		{MethodExec, &ExecRequest{Argv: []string{"x"}}}, {MethodRead, &ReadRequest{}}, {MethodWrite, &WriteRequest{}},
 		{MethodListExecs, &ListExecsRequest{}}, {MethodWatch, &WatchRequest{}},
-		{MethodRenew, &RenewRequest{}}, {MethodCodeRun, &CodeRunRequest{}},
+		{MethodRenew, &RenewRequest{}}, {MethodCodeRun, &CodeRunRequest{}}, {MethodConnect, &ConnectRequest{Port: 80}},
 	} {
 		st, err := c.open(ctx, call.m, call.req)
 		if err != nil {
@@ -328,6 +329,12 @@ func fuzzClient(conn *fixedConn) {
 			_, _ = x.Copy(nil, nil, nil)
 		}
 	})
+	wg.Go(func() {
+		p := &PortConn{streams[7]}
+		_, _ = io.Copy(io.Discard, p)
+		_, _ = p.Write(make([]byte, 100<<10))
+		_ = p.CloseWrite()
+	})
 	wg.Wait()
 }
 
@@ -349,6 +356,8 @@ func FuzzSession(f *testing.F) {
 	for _, b := range malformedRenewReplies {
 		f.Add(true, concat(testHello(), frame(frameReply, 0, 11, b...)))
 	}
+	f.Add(false, concat(testHello(), openFrame(1, MethodConnect, &ConnectRequest{Port: 8080}), frame(frameData, Stdin, 1, 1, 2), frame(frameEOF, Stdin, 1)))
+	f.Add(true, concat(testHello(), frame(frameHeaders, 0, 15, 1), frame(frameData, Stdout, 15, 1, 2), frame(frameEOF, Stdout, 15)))
 	f.Fuzz(func(t *testing.T, toClient bool, in []byte) {
 		conn := newFixedConn(in)
 		if toClient {

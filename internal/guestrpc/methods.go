@@ -10,7 +10,7 @@ const AgentPort = 1024
 type Method uint16
 
 // The methods. 67 to 79 are kept for what else makes the identity of a fork
-// (secrets), 80 to 95 for ports.
+// (secrets), 81 to 95 for ports.
 const (
 	MethodInfo     Method = 1
 	MethodSync     Method = 2
@@ -41,6 +41,8 @@ const (
 	MethodPrepare Method = 65
 	MethodSetEnv  Method = 66
 
+	MethodConnect Method = 80
+
 	MethodCodeRun       Method = 96
 	MethodCodeAttach    Method = 97
 	MethodCodeInterrupt Method = 98
@@ -54,7 +56,7 @@ const (
 // toGuest returns the channels that a method sends to the guest on.
 func (m Method) toGuest() channelSet {
 	switch m {
-	case MethodExec, MethodAttach, MethodWrite, MethodCodeRun:
+	case MethodExec, MethodAttach, MethodWrite, MethodConnect, MethodCodeRun:
 		return channels(Stdin)
 	}
 	return 0
@@ -65,7 +67,7 @@ func (m Method) toHost() channelSet {
 	switch m {
 	case MethodExec, MethodAttach:
 		return channels(Stdout, Stderr)
-	case MethodRead:
+	case MethodRead, MethodConnect:
 		return channels(Stdout)
 	case MethodWatch:
 		return channels(Control)

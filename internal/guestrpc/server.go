@@ -60,6 +60,10 @@ type Handler interface {
 	Chown(ctx context.Context, req *ChownRequest) error
 	Watch(ctx context.Context, req *WatchRequest, s *WatchStream) error
 
+	// Connect returns when both sides have closed a connection, or one has
+	// failed.
+	Connect(ctx context.Context, req *ConnectRequest, s *PortStream) error
+
 	// CodeRun and CodeAttach return when the execution has ended and its
 	// outputs have been sent, or when ctx ends; the execution goes on.
 	CodeRun(ctx context.Context, req *CodeRunRequest, s *CodeStream) (CodeStatus, error)

@@ -46,6 +46,10 @@ func (srv *server) bind(m Method, body []byte) (callFunc, error) {
 		return done(body, h.Resize)
 	case MethodReleaseExec:
 		return done(body, h.ReleaseExec)
+	case MethodConnect:
+		return streamed(body, func(ctx context.Context, req *ConnectRequest, st *stream) (message, error) {
+			return &empty{}, h.Connect(ctx, req, &PortStream{st})
+		})
 	case MethodWriteStdin:
 		return done(body, h.WriteStdin)
 	}

@@ -31,9 +31,10 @@ type Progress struct {
 
 // Reporter calls a progress function, one call at a time.
 type Reporter struct {
-	mu sync.Mutex // protects the calls, and now
+	mu sync.Mutex // protects the calls, now and came
 	// now is where the work stands.
 	now    Progress
+	came   int64 // bytes, those that were lost included
 	report func(Progress)
 }
 
@@ -53,9 +54,16 @@ func (r *Reporter) Bytes(n int64) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.now.Done += n
+	r.came += max(n, 0)
 	if r.now.Total > 0 && r.now.Layer == 0 {
 		r.call()
 	}
+}
+
+func (r *Reporter) fetched() int64 {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.came
 }
 
 func (r *Reporter) call() {

@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"time"
 
 	"agentrun.dev/internal/image/tree"
 	"github.com/google/go-containerregistry/pkg/name"
@@ -25,6 +26,16 @@ type PullOptions struct {
 	Limits tree.Limits
 	// Progress is called, one call at a time, whenever there is some.
 	Progress func(Progress)
+	// Observe is called when the pull is over.
+	Observe func(Pulled)
+}
+
+// Pulled is what a pull took.
+type Pulled struct {
+	Took time.Duration
+	// Bytes is what came from the registry, without manifests.
+	Bytes int64
+	Err   error
 }
 
 func (o PullOptions) limits() tree.Limits {
@@ -45,15 +56,18 @@ func (o PullOptions) platform() (Platform, error) {
 // is here already, by digest, is not fetched again; of pulls of the same image
 // at the same time, in any process, one does the work.
 func (s *Store) Pull(ctx context.Context, ref Reference, o PullOptions) (*Image, error) {
-	img, err := s.pull(ctx, ref, o)
+	begin, report := time.Now(), NewReporter(o.Progress)
+	img, err := s.pull(ctx, ref, o, report)
+	if o.Observe != nil {
+		o.Observe(Pulled{Took: time.Since(begin), Bytes: report.fetched(), Err: err})
+	}
 	if err != nil {
 		return nil, fmt.Errorf("pull %s: %w", ref, explain(err, ref))
 	}
 	return img, nil
 }
 
-func (s *Store) pull(ctx context.Context, ref Reference, o PullOptions) (_ *Image, err error) {
-	report := NewReporter(o.Progress)
+func (s *Store) pull(ctx context.Context, ref Reference, o PullOptions, report *Reporter) (_ *Image, err error) {
 	report.Phase(Progress{Phase: PhaseResolve})
 	platform, err := o.platform()
 	if err != nil {

@@ -37,7 +37,10 @@ var ErrNewer = errors.New("the state was written by a newer version")
 var ErrInUse = errors.New("the state is in use by another daemon")
 
 // DB is an open journal. Its methods are safe for concurrent use.
-type DB struct{ bolt *bbolt.DB }
+type DB struct {
+	bolt    *bbolt.DB
+	observe func(took time.Duration)
+}
 
 // Tx is a transaction. It is valid within the function that got it.
 type Tx struct{ bolt *bbolt.Tx }
@@ -54,7 +57,7 @@ func open(path string, schema uint32, migrations []func(*Tx) error) (*DB, error)
 	if err != nil {
 		return nil, fmt.Errorf("open %s: %w", path, err)
 	}
-	db := &DB{b}
+	db := &DB{bolt: b, observe: func(time.Duration) {}}
 	if err := db.Update(func(tx *Tx) error { return tx.migrate(schema, migrations) }); err != nil {
 		return nil, errors.Join(fmt.Errorf("open %s: %w", path, err), b.Close())
 	}
@@ -88,9 +91,15 @@ func (tx *Tx) migrate(schema uint32, migrations []func(*Tx) error) error {
 // Close waits for transactions that are under way.
 func (db *DB) Close() error { return db.bolt.Close() }
 
+// Observe has f told how long each Update took, from the wait for the one before
+// to the disk. It is called before the journal is used by others.
+func (db *DB) Observe(f func(took time.Duration)) { db.observe = f }
+
 // Update runs f in a transaction: all that it wrote is durable when Update
 // returns nil, and none of it otherwise.
 func (db *DB) Update(f func(*Tx) error) error {
+	begin := time.Now()
+	defer func() { db.observe(time.Since(begin)) }()
 	return db.bolt.Update(func(tx *bbolt.Tx) error { return f(&Tx{tx}) })
 }
 

@@ -128,6 +128,9 @@ func (m *Manager) putBuild(b Build) error {
 
 // runBuild builds, and writes down what came of it.
 func (m *Manager) runBuild(ctx context.Context, k buildKey, spec TemplateSpec, log *buildLog) (err error) {
+	ctx, end := m.observer.Begin(ctx, Work{Op: OpBuild, Template: k.Template, Stage: k.Stage})
+	failed := error(nil)
+	defer func() { end(Outcome{Err: errors.Join(err, failed)}) }()
 	b := Build{Template: k.Template, Revision: k.Revision, Stage: k.Stage, Phase: PhaseBuilding, Started: time.Now().UTC(), Snapshot: newID()}
 	if err := m.putBuild(b); err != nil {
 		return err
@@ -148,6 +151,7 @@ func (m *Manager) runBuild(ctx context.Context, k buildKey, spec TemplateSpec, l
 	b.Finished = time.Now().UTC()
 	b.Phase = PhaseReady
 	if err != nil {
+		failed = err
 		b.Phase, b.Problem = PhaseFailed, err.Error()
 		if _, werr := fmt.Fprintf(log, "the template is not built: %v\n", err); werr != nil {
 			return werr
@@ -161,7 +165,13 @@ func (m *Manager) runBuild(ctx context.Context, k buildKey, spec TemplateSpec, l
 func (m *Manager) machineMemory(spec TemplateSpec) uint64 { return m.cfg.Reserve(spec.Memory) }
 
 // reserve takes memory for a machine of a namespace.
-func (m *Manager) reserve(n Namespace, bytes uint64) error { return m.capacity.reserve(n, bytes) }
+func (m *Manager) reserve(n Namespace, bytes uint64) error {
+	err := m.capacity.reserve(n, bytes)
+	if err != nil {
+		m.observer.Refused()
+	}
+	return err
+}
 
 // collectBuilds deletes builds that nobody will fork any more.
 func (m *Manager) collectBuilds() error {

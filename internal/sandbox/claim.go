@@ -17,7 +17,7 @@ func (m *Manager) Claim(ctx context.Context, k Key, spec ClaimSpec) (Sandbox, er
 	return m.claim(ctx, k, spec, nil)
 }
 
-func (m *Manager) claim(ctx context.Context, k Key, spec ClaimSpec, also record[Sandbox]) (Sandbox, error) {
+func (m *Manager) claim(ctx context.Context, k Key, spec ClaimSpec, also record[Sandbox]) (_ Sandbox, err error) {
 	if err := m.begin(); err != nil {
 		return Sandbox{}, err
 	}
@@ -30,6 +30,13 @@ func (m *Manager) claim(ctx context.Context, k Key, spec ClaimSpec, also record[
 	if p == nil {
 		return Sandbox{}, notFound(KindPool, Key{k.Namespace, spec.Pool})
 	}
+	// Not before: a name that is no pool's is not to be counted.
+	var out Outcome
+	ctx, end := m.observer.Begin(ctx, Work{Op: OpClaim, Pool: p.key})
+	defer func() {
+		out.Err = err
+		end(out)
+	}()
 	secrets, err := m.secretEnv(k.Namespace, spec.Secrets)
 	if err != nil {
 		return Sandbox{}, err
@@ -44,6 +51,7 @@ func (m *Manager) claim(ctx context.Context, k Key, spec ClaimSpec, also record[
 	if err != nil {
 		return Sandbox{}, errors.Join(err, b.forget())
 	}
+	out.Waited = machine.waited
 	env := merge(from.build.Env, spec.Env)
 	if len(spec.Env)+len(secrets) > 0 { // the template's are there already
 		if err := setEnv(ctx, machine, merge(env, secrets)); err != nil {
@@ -63,6 +71,7 @@ func (m *Manager) claim(ctx context.Context, k Key, spec ClaimSpec, also record[
 		return Sandbox{}, errors.Join(err, b.forget(), machine.Close())
 	}
 	b.attach(machine.Sandbox)
+	m.unpark(machine.id)
 	b.unlock()
 	return b.now(), nil
 }

@@ -18,6 +18,7 @@ const (
 	CodeEnded         Code = "ended"
 	CodeCapacity      Code = "insufficient_capacity"
 	CodeNotReady      Code = "not_ready"
+	CodePortClosed    Code = "port_closed"
 	CodeUnimplemented Code = "unimplemented"
 	CodeClosing       Code = "shutting_down"
 	CodeInternal      Code = "internal"

@@ -73,7 +73,7 @@ func (m *Manager) enlistFork(f Fork) error {
 }
 
 // forkMember forks a sandbox whose turn it is.
-func (m *Manager) forkMember(ctx context.Context, b *member, f *Fork) error {
+func (m *Manager) forkMember(ctx context.Context, b *member, f *Fork) (err error) {
 	last := b.now()
 	f.Children = make([]ForkOutcome, f.Replicas)
 	var children []*child
@@ -94,6 +94,12 @@ func (m *Manager) forkMember(ctx context.Context, b *member, f *Fork) error {
 	for i, c := range children {
 		opts[i] = engine.ForkOptions{Hostname: string(c.out.Name), Folder: m.machineDir(c.machine), Limits: last.Limits}
 	}
+	var out Outcome
+	ctx, end := m.observer.Begin(ctx, last.work(OpLiveFork))
+	defer func() {
+		out.Err = err
+		end(out)
+	}()
 	live, err := b.machine.Fork(ctx, opts)
 	if err != nil {
 		err = fmt.Errorf("fork sandbox %s: %w", last.Name, err)
@@ -102,7 +108,7 @@ func (m *Manager) forkMember(ctx context.Context, b *member, f *Fork) error {
 		}
 		return err
 	}
-	f.Pause = live.Stats.Pause
+	f.Pause, out.Live = live.Stats.Pause, live.Stats
 	var errs []error
 	for i, c := range children {
 		if live.Errs[i] == nil {
@@ -111,9 +117,11 @@ func (m *Manager) forkMember(ctx context.Context, b *member, f *Fork) error {
 		if live.Errs[i] != nil {
 			c.out.Problem = live.Errs[i].Error()
 			errs = append(errs, c.drop(m))
+			out.Failed++
 			continue
 		}
 		c.out.ID = c.id
+		out.Children++
 	}
 	return errors.Join(errs...)
 }

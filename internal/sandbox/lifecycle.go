@@ -75,16 +75,18 @@ func (m *Manager) Hibernate(ctx context.Context, k Key) (Sandbox, error) {
 	return m.with(ctx, k, func(b *member) error { return b.hibernate(ctx) })
 }
 
-func (b *member) hibernate(ctx context.Context) error {
+func (b *member) hibernate(ctx context.Context) (err error) {
 	last := b.now()
 	if last.State == Hibernated {
 		return nil
 	}
+	ctx, end := b.manager.observer.Begin(ctx, last.work(OpHibernate))
+	defer func() { end(Outcome{Err: err}) }()
 	image := newID()
 	if err := b.change(func(s *Sandbox) { s.State, s.Image = Hibernating, image }); err != nil {
 		return err
 	}
-	err := b.machine.Pause(ctx)
+	err = b.machine.Pause(ctx)
 	if err == nil {
 		var snap *snapshot.Snapshot
 		if snap, err = b.machine.Snapshot(ctx, b.manager.imageDir(image), b.manager.sealing(last)...); err == nil {
@@ -111,8 +113,10 @@ func (b *member) hibernate(ctx context.Context) error {
 }
 
 // wake makes a machine of what was written when the sandbox was hibernated.
-func (b *member) wake(ctx context.Context) error {
+func (b *member) wake(ctx context.Context) (err error) {
 	m, last := b.manager, b.now()
+	ctx, end := m.observer.Begin(ctx, last.work(OpWake))
+	defer func() { end(Outcome{Err: err}) }()
 	if err := m.reserve(last.Namespace, last.Memory); err != nil {
 		return err
 	}

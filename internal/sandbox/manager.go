@@ -44,11 +44,14 @@ type Config struct {
 	// Boot identifies the host's boot.
 	Boot string
 	Log  *slog.Logger
+	// Observer is told what happens; nil is nobody.
+	Observer Observer
 }
 
 // Manager owns the objects of a node. Its methods are safe for concurrent use.
 type Manager struct {
 	cfg      Config
+	observer Observer
 	db       *journal.DB
 	capacity *admission
 	secrets  *secretStore
@@ -72,6 +75,7 @@ type Manager struct {
 	builds    map[buildKey]*build // those under way
 	requests  map[string]*request // those with an idempotency key, likewise
 	restoring map[ID]int          // checkpoints that sandboxes are being made of
+	parked    map[ID]Key          // machines that wait in pools
 }
 
 // The journal's collections. Sandboxes are kept by id, the rest by key.
@@ -102,11 +106,15 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 	if cfg.Reserve == nil {
 		cfg.Reserve = func(ram uint64) uint64 { return ram }
 	}
+	if cfg.Observer == nil {
+		cfg.Observer = Observers()
+	}
+	db.Observe(cfg.Observer.Journaled)
 	m := &Manager{
-		cfg: cfg, db: db, secrets: secrets, capacity: newAdmission(cfg.Capacity),
+		cfg: cfg, observer: cfg.Observer, db: db, secrets: secrets, capacity: newAdmission(cfg.Capacity),
 		dirty:     make(chan struct{}, 1),
 		sandboxes: map[ID]*member{}, names: map[Key]ID{}, pools: map[Key]*pool{}, builds: map[buildKey]*build{},
-		requests: map[string]*request{}, restoring: map[ID]int{},
+		requests: map[string]*request{}, restoring: map[ID]int{}, parked: map[ID]Key{},
 	}
 	m.ctx, m.cancel = context.WithCancel(context.WithoutCancel(ctx))
 	if err := m.recover(ctx); err != nil {
@@ -200,6 +208,9 @@ func (m *Manager) recover(ctx context.Context) error {
 		return err
 	}
 	for _, s := range found {
+		if s.State == Ended && s.Ended.Equal(now) {
+			m.observer.Ended(s.pool(), s.Reason)
+		}
 		if s.State == Starting || s.State == Ended {
 			continue
 		}

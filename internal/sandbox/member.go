@@ -24,6 +24,7 @@ type member struct {
 	record  Sandbox    // as it is in the journal
 	machine engine.Sandbox
 	users   int         // requests that are being served
+	conns   int         // connections to its ports
 	used    Clock       // runs while it runs and nobody uses it
 	timer   *time.Timer // for whichever of its timeouts is next
 	// contexts are the default ones that were seen to be there.
@@ -131,6 +132,7 @@ func (b *member) ended(reason Reason, detail string) error {
 	if err := b.change(func(s *Sandbox) { s.end(reason, detail, time.Now()) }); err != nil {
 		return err
 	}
+	m.observer.Ended(last.pool(), reason)
 	m.mu.Lock()
 	delete(m.sandboxes, b.id)
 	delete(m.names, last.Key)

@@ -39,6 +39,7 @@ func (p *pool) set(phase Phase, problem string) {
 
 // stock is the sandboxes of one build that wait.
 type stock struct {
+	pool  Key
 	build Build
 	spec  TemplateSpec
 	snap  *snapshot.Snapshot
@@ -273,7 +274,7 @@ func (p *pool) open(b Build, spec TemplateSpec, count int) (*stock, error) {
 	if err != nil {
 		return nil, fmt.Errorf("the snapshot of template %s: %w", b.Template.Name, err)
 	}
-	s := &stock{build: b, spec: spec, snap: snap}
+	s := &stock{pool: p.key, build: b, spec: spec, snap: snap}
 	s.ready, err = ready.New(ready.Config{
 		Snapshot: snap, Count: count,
 		Engine: forker(func(ctx context.Context, _ *snapshot.Snapshot, o engine.ForkOptions) (engine.Sandbox, error) {
@@ -301,6 +302,7 @@ type parked struct {
 
 	namespace Namespace
 	memory    uint64
+	waited    bool // in a pool, before it was claimed
 }
 
 // Close ends the machine and all that is left of it.
@@ -308,11 +310,14 @@ func (p *parked) Close() error {
 	m := p.manager
 	err := errors.Join(p.Sandbox.Close(), m.cfg.Engine.Remove(context.WithoutCancel(m.ctx), m.machineDir(p.id)))
 	m.capacity.release(p.namespace, p.memory)
+	m.unpark(p.id)
 	return err
 }
 
 // forkParked makes a machine of a build, as far as it takes to be ready.
-func (m *Manager) forkParked(ctx context.Context, s *stock, hostname string) (engine.Sandbox, error) {
+func (m *Manager) forkParked(ctx context.Context, s *stock, hostname string) (_ engine.Sandbox, err error) {
+	ctx, end := m.observer.Begin(ctx, Work{Op: OpFork, Pool: s.pool})
+	defer func() { end(Outcome{Err: err}) }()
 	namespace, memory := s.build.Template.Namespace, m.machineMemory(s.spec)
 	if err := m.reserve(namespace, memory); err != nil {
 		return nil, err
@@ -325,7 +330,9 @@ func (m *Manager) forkParked(ctx context.Context, s *stock, hostname string) (en
 		m.capacity.release(namespace, memory)
 		return nil, err
 	}
-	p := &parked{sb, m, id, namespace, memory}
+	m.park(id, s.pool)
+	// Only who is claimed at once has a name already.
+	p := &parked{Sandbox: sb, manager: m, id: id, namespace: namespace, memory: memory, waited: hostname == ""}
 	if s.build.Stage == AfterInit {
 		if err := m.cfg.Builder.Finish(ctx, s.spec, s.build.Built, sb); err != nil {
 			return nil, errors.Join(err, p.Close())

@@ -133,7 +133,7 @@ func (n *node) attempt(method, path string, names ...string) *response {
 	if method != http.MethodGet && method != http.MethodDelete {
 		body = `{"nope":1}`
 	}
-	return n.do(method, strings.NewReplacer("{namespace}", "default", "{name}", "nobody", "{id}", "x").Replace(path), body)
+	return n.do(method, strings.NewReplacer("{namespace}", "default", "{name}", "nobody", "{id}", "x", "{port}", "80").Replace(path), body)
 }
 
 // TestRoles: in every route each role is refused where it has to be, and nowhere

@@ -34,12 +34,14 @@ func (a *api) RunCode(w http.ResponseWriter, r *http.Request, namespace, name st
 		return
 	}
 	defer u.Done()
+	ctx, end := u.Begin(r.Context(), sandbox.OpCode)
+	defer func() { end(err) }()
 	if req.Context == "" {
-		req.Context, err = u.DefaultContext(r.Context(), req.Language)
+		req.Context, err = u.DefaultContext(ctx, req.Language)
 	}
 	var s *guestrpc.CodeSession
 	if err == nil {
-		s, err = u.Agent().StartCode(r.Context(), req)
+		s, err = u.Agent().StartCode(ctx, req)
 	}
 	if err != nil {
 		a.fail(w, r, err)

@@ -47,6 +47,7 @@ var statuses = map[sandbox.Code]int{
 	codeExhausted:             http.StatusInsufficientStorage,
 	codeTimeout:               http.StatusRequestTimeout,
 	codeUnavailable:           http.StatusBadGateway,
+	sandbox.CodePortClosed:    http.StatusBadGateway,
 	sandbox.CodeUnimplemented: http.StatusNotImplemented,
 	sandbox.CodeInternal:      http.StatusInternalServerError,
 }
@@ -132,6 +133,9 @@ func (a *api) fail(w http.ResponseWriter, r *http.Request, err error) {
 	_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(a.BodyTimeout))
 	e := wireError(err)
 	status := statuses[sandbox.Code(e.Code)]
+	if rec, ok := w.(*recorder); ok {
+		rec.code = sandbox.Code(e.Code)
+	}
 	if status >= http.StatusInternalServerError && status != http.StatusServiceUnavailable {
 		a.Log.Error("a request failed", "request", w.Header().Get("X-Request-Id"), "error", err)
 	}

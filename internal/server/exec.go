@@ -128,7 +128,9 @@ func (a *api) Exec(w http.ResponseWriter, r *http.Request, namespace, name strin
 		return
 	}
 	defer u.Done()
-	s, err := u.Agent().Exec(r.Context(), u.Exec(x.req))
+	ctx, end := u.Begin(r.Context(), sandbox.OpExec)
+	defer func() { end(err) }()
+	s, err := u.Agent().Exec(ctx, u.Exec(x.req))
 	if err != nil {
 		a.fail(w, r, recoded(err, startCodes))
 		return

@@ -241,7 +241,7 @@ func FuzzNodeMessage(f *testing.F) {
 // TestNodeCodes: whatever a service may answer with has a code of gRPC, and so do
 // the refusals of the server; those of files, programs and HTTP are never given.
 func TestNodeCodes(t *testing.T) {
-	never := []sandbox.Code{codeFileDenied, codeNoFile, codeFileExists, codeMethod, codeAccept, codeMedia, codeCannotRun}
+	never := []sandbox.Code{codeFileDenied, codeNoFile, codeFileExists, codeMethod, codeAccept, codeMedia, codeCannotRun, sandbox.CodePortClosed}
 	for code := range statuses {
 		if _, known := grpcCodes[code]; known == slices.Contains(never, code) {
 			t.Errorf("%s: it has a code of gRPC: %t", code, known)

@@ -73,6 +73,7 @@ type node struct {
 	client  *http.Client
 	router  routers.Router
 	spec    *openapi3.T
+	log     *slog.Logger
 }
 
 func newNode(t testing.TB, change ...func(*Config)) *node {
@@ -129,6 +130,7 @@ func newNode(t testing.TB, change ...func(*Config)) *node {
 		}
 	})
 	n.spec, n.router = loadSpec(t)
+	n.log = quiet
 	return n
 }
 

@@ -124,7 +124,7 @@ func TestHostileEverywhere(t *testing.T) {
 		"a broken type":  {"{}", "application/json; charset", 415, "unsupported_media_type"},
 		"larger than is": {`{"` + strings.Repeat("x", maxCodeBody) + `":1}`, "application/json", 413, "too_large"},
 	}
-	good := strings.NewReplacer("{namespace}", "default", "{name}", "a", "{id}", "x")
+	good := strings.NewReplacer("{namespace}", "default", "{name}", "a", "{id}", "x", "{port}", "80")
 	takesBody, takesQuery := 0, 0
 	operations(n.spec, func(method, path string, op *openapi3.Operation, item *openapi3.PathItem) {
 		if op.RequestBody != nil && op.RequestBody.Value.Content["application/json"] != nil {
@@ -170,7 +170,7 @@ func operations(spec *openapi3.T, f func(method, path string, op *openapi3.Opera
 // route has a query parameter that it ignores.
 func TestHostilePaths(t *testing.T) {
 	n := newNode(t)
-	good := map[string]string{"{namespace}": "default", "{name}": "a", "{id}": "x"}
+	good := map[string]string{"{namespace}": "default", "{name}": "a", "{id}": "x", "{port}": "80"}
 	evil := []string{
 		"..", ".", "../..", "..%2f..", "%2e%2e", "%2e%2e%2f", "a%00", "a%2fb", "%41", "a%20b", "%ff", "a//b", "",
 		"A", "-a", "a-", "a_b", strings.Repeat("a", 64), "a%0ab", "a;b",

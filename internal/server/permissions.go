@@ -26,6 +26,11 @@ func (o operation) audited() bool { return o.need > access.Read || o.audit }
 // permissions has every route. One that is missing is served to nobody.
 var permissions = map[string]operation{
 	"GET /v1/version": {verb: "getVersion", need: access.Anyone},
+	"GET /metrics":    {verb: "getMetrics", need: access.Administer},
+
+	"GET /v1/namespaces/{namespace}/sandboxes/{name}/tunnels/{port}": {verb: "connectPort", need: access.Use},
+	"POST /v1/namespaces/{namespace}/sandboxes/{name}/terminal":      {verb: "createTerminal", need: access.Use},
+	terminalRoute: {verb: "connectTerminal", need: access.Use},
 
 	"GET /v1/namespaces/{namespace}/templates":            {verb: "listTemplates", need: access.Read},
 	"GET /v1/namespaces/{namespace}/templates/{name}":     {verb: "getTemplate", need: access.Read},

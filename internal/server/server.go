@@ -86,6 +86,18 @@ type Config struct {
 	// Version is the daemon's, Endpoint where others reach it.
 	Version, Endpoint string
 	Log               *slog.Logger
+	// Observer is told of every request; nil is nobody.
+	Observer Observer
+	// Domain is that of the host names by which ports of sandboxes are reached,
+	// PORT-ID.DOMAIN; empty has none.
+	Domain string
+	// Terminals are the tokens of terminals, shared by all servers of a daemon;
+	// nil makes a store of the server's own. Pages of AllowOrigins may use them,
+	// beside those of the server itself.
+	Terminals    *Terminals
+	AllowOrigins []string
+	// Metrics answers /metrics; nil has none.
+	Metrics http.Handler
 	// BodyTimeout is how long a client may take to send a JSON body, and
 	// StallTimeout how long it may neither send nor take anything while it
 	// streams. 0 are 30 seconds and a minute. The second is the longer one: an
@@ -117,6 +129,12 @@ func New(cfg Config) http.Handler {
 	}
 	if cfg.StallTimeout == 0 {
 		cfg.StallTimeout = stallTimeout
+	}
+	if cfg.Observer == nil {
+		cfg.Observer = Observers()
+	}
+	if cfg.Terminals == nil {
+		cfg.Terminals = NewTerminals()
 	}
 	a := &api{Config: cfg}
 	mux := http.NewServeMux()
@@ -150,6 +168,7 @@ const (
 	peerKey
 	recordKey
 	patienceKey
+	ticketKey
 )
 
 func principalOf(r *http.Request) access.Principal { return principalIn(r.Context()) }
@@ -171,8 +190,14 @@ func (a *api) serve(mux *http.ServeMux, w http.ResponseWriter, r *http.Request) 
 	w.Header().Set("X-Request-Id", id)
 	rec := &recorder{ResponseWriter: w}
 	start := time.Now()
+	ctx, answered := a.Observer.Request(r)
+	r = r.WithContext(ctx)
+	to, err := a.portTarget(r)
 	_, pattern := mux.Handler(r)
 	about := findTarget(pattern, r.URL.Path)
+	if to != nil {
+		about = to.about()
+	}
 	audited := newRecord(r, id, about)
 	defer func() {
 		p := recover()
@@ -191,31 +216,44 @@ func (a *api) serve(mux *http.ServeMux, w http.ResponseWriter, r *http.Request) 
 		a.Log.Info("request", "request", id, "principal", audited.event.Principal, "method", r.Method, "path", r.URL.Path,
 			"status", rec.status, "bytes", rec.bytes, "duration", time.Since(start))
 		a.end(audited, rec.status)
+		answered(rec.answer(r.Method))
 		if rec.status == statusCutOff {
 			panic(http.ErrAbortHandler)
 		}
 	}()
-	who, err := a.authenticate(r)
+	who, ctx, authErr := a.whoAsks(r, pattern, to)
 	audited.event.Principal = who.Name
+	if authErr != nil {
+		err = authErr // who is nobody does not learn what else is wrong
+	}
 	if err != nil {
 		audited.denied = true
 		a.fail(rec, r, err)
 		return
 	}
-	ctx, cancel := whileValid(sandbox.WithPrincipal(r.Context(), sandbox.Principal(who.Name)), who)
+	ctx, cancel := whileValid(sandbox.WithPrincipal(ctx, sandbox.Principal(who.Name)), who)
 	defer cancel()
 	r = r.WithContext(context.WithValue(ctx, recordKey, audited))
-	if err := checkURL(mux, pattern, r); err != nil {
+	if to != nil {
+		rec.route, err = portsRoute, a.authorisePort(who, to, &about)
+		audited.event.Namespace, audited.event.Object = trimmed(about.namespace), trimmedTo(about.object, maxObject)
+	} else if rec.route, err = checkURL(mux, pattern, r); err == nil {
+		err = a.authorise(who, about)
+	} else {
 		a.fail(rec, r, err)
 		return
 	}
-	if err := a.authorise(who, about); err != nil {
+	if err != nil {
 		audited.denied = true
 		a.fail(rec, r, err)
 		return
 	}
 	if err := a.begin(audited, about); err != nil {
 		a.fail(rec, r, err)
+		return
+	}
+	if to != nil {
+		a.servePort(rec, r, to)
 		return
 	}
 	mux.ServeHTTP(rec, r)
@@ -225,10 +263,10 @@ func (a *api) serve(mux *http.ServeMux, w http.ResponseWriter, r *http.Request) 
 const statusCutOff = 599
 
 // checkURL refuses what has no route, and what only has one in another form.
-func checkURL(mux *http.ServeMux, pattern string, r *http.Request) error {
+func checkURL(mux *http.ServeMux, pattern string, r *http.Request) (route string, err error) {
 	// Names and ids need no escapes, so nothing can hide in one.
 	if r.URL.Path != r.URL.EscapedPath() || path.Clean(r.URL.Path) != r.URL.Path {
-		return sandbox.Errorf(sandbox.CodeInvalid, "the path of the URL is not valid").
+		return "", sandbox.Errorf(sandbox.CodeInvalid, "the path of the URL is not valid").
 			Because("it has escapes, empty or relative parts").Try("Paths of files go into the query, as `path`")
 	}
 	if pattern == "" {
@@ -236,12 +274,12 @@ func checkURL(mux *http.ServeMux, pattern string, r *http.Request) error {
 			other := *r
 			other.Method = method
 			if _, pattern := mux.Handler(&other); pattern != "" {
-				return sandbox.Errorf(codeMethod, "%s is not something that can be done with %s", r.Method, r.URL.Path)
+				return pattern, sandbox.Errorf(codeMethod, "%s is not something that can be done with %s", r.Method, r.URL.Path)
 			}
 		}
-		return sandbox.Errorf(sandbox.CodeNotFound, "there is nothing at %s", r.URL.Path).Try("api/openapi.yaml lists all routes")
+		return "", sandbox.Errorf(sandbox.CodeNotFound, "there is nothing at %s", r.URL.Path).Try("api/openapi.yaml lists all routes")
 	}
-	return checkQuery(pattern, r.URL.RawQuery)
+	return pattern, checkQuery(pattern, r.URL.RawQuery)
 }
 
 // recorder remembers what was answered.
@@ -249,6 +287,8 @@ type recorder struct {
 	http.ResponseWriter
 	status int
 	bytes  int64
+	route  string       // empty if there is none
+	code   sandbox.Code // of an error
 }
 
 func (w *recorder) WriteHeader(status int) {
@@ -279,6 +319,15 @@ func began(w http.ResponseWriter) bool {
 // GetVersion implements rest.ServerInterface.
 func (a *api) GetVersion(w http.ResponseWriter, r *http.Request) {
 	a.answer(w, r, http.StatusOK, rest.Version{Version: a.Version, Endpoint: a.Endpoint, Api: rest.VersionApiV1}, nil)
+}
+
+// GetMetrics implements rest.ServerInterface.
+func (a *api) GetMetrics(w http.ResponseWriter, r *http.Request) {
+	if a.Metrics == nil {
+		a.fail(w, r, sandbox.Errorf(sandbox.CodeUnimplemented, "this server has no metrics"))
+		return
+	}
+	a.Metrics.ServeHTTP(w, r)
 }
 
 // trimmed shortens untrusted text in an error.

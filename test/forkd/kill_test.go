@@ -10,6 +10,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -38,7 +39,25 @@ type node struct {
 	daemon *exec.Cmd
 	ended  chan error   // of the daemon
 	flags  []string     // of agentrun up
-	log    bytes.Buffer // of all daemons; one that runs writes to it
+	log    lockedBuffer // of all daemons; one that runs writes to it
+}
+
+// lockedBuffer is written and read at the same time.
+type lockedBuffer struct {
+	mu  sync.Mutex // protects buf
+	buf bytes.Buffer
+}
+
+func (b *lockedBuffer) Write(p []byte) (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.buf.Write(p)
+}
+
+func (b *lockedBuffer) String() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.buf.String()
 }
 
 func newNode(t *testing.T) *node {
@@ -70,7 +89,7 @@ func (n *node) command(args ...string) *exec.Cmd {
 
 // up starts a daemon and waits until it says, as it would to systemd, that it
 // serves.
-func (n *node) up() {
+func (n *node) up(flags ...string) {
 	n.t.Helper()
 	notices, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Net: "unixgram", Name: filepath.Join(n.state, "notify")})
 	if err != nil {
@@ -78,7 +97,7 @@ func (n *node) up() {
 	}
 	defer func() { _ = os.Remove(filepath.Join(n.state, "notify")) }()
 	defer func() { _ = notices.Close() }()
-	cmd, ended := n.command(append([]string{"up"}, n.flags...)...), make(chan error, 1)
+	cmd, ended := n.command(slices.Concat([]string{"up"}, n.flags, flags)...), make(chan error, 1)
 	cmd.Env = append(cmd.Env, "NOTIFY_SOCKET="+filepath.Join(n.state, "notify"))
 	cmd.Stderr = &n.log
 	if err := cmd.Start(); err != nil {

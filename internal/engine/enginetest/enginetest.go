@@ -76,6 +76,7 @@ func Run(t *testing.T, target Target) {
 
 	t.Run("Exec", s.testExec)
 	t.Run("Dial", s.testDial)
+	t.Run("Ports", s.testPorts)
 	t.Run("SourceGoesOn", s.testSourceGoesOn)
 	t.Run("ForkContinues", s.testForkContinues)
 	t.Run("Identity", s.testIdentity)
@@ -400,6 +401,9 @@ func (s *suite) testStats(t *testing.T) {
 	before, err := sb.Stats(t.Context())
 	if err != nil {
 		t.Fatal(err)
+	}
+	if (before.Layers > 0) != s.caps.SharesMemory {
+		t.Errorf("its memory is made of %d layers; the engine says that forks share memory: %t", before.Layers, s.caps.SharesMemory)
 	}
 	const size = 32 << 20
 	sh(t, sb, fmt.Sprintf("dd if=/dev/urandom of=/dev/shm/big bs=1048576 count=%d 2>/dev/null || { mkdir -p /big && mount -t tmpfs none /big && dd if=/dev/urandom of=/big/big bs=1048576 count=%d; }", size>>20, size>>20))

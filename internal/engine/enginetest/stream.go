@@ -4,12 +4,11 @@ import (
 	"bytes"
 	"errors"
 	"io"
-	"net"
 	"testing"
 )
 
 // echoed sends more than any buffer on the way holds, and wants it back.
-func echoed(t *testing.T, conn net.Conn) {
+func echoed(t *testing.T, conn io.ReadWriter) {
 	t.Helper()
 	sent := bytes.Repeat([]byte("0123456789abcdef"), 1<<16)
 	wrote := make(chan error, 1)

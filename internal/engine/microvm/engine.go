@@ -90,7 +90,9 @@ func New(cfg Config) (*Engine, error) {
 func (e *Engine) Name() string { return Name }
 
 // Capabilities say how this engine differs from others.
-func (e *Engine) Capabilities() engine.Capabilities { return engine.Capabilities{Disks: true} }
+func (e *Engine) Capabilities() engine.Capabilities {
+	return engine.Capabilities{Disks: true, SharesMemory: true}
+}
 
 // Close frees the engine and ends its shells; sandboxes live on.
 func (e *Engine) Close() error {

@@ -122,6 +122,19 @@ func (h *Host) hook() func() {
 func (h *Host) Name() string { return "fake" }
 func (h *Host) Close() error { return nil }
 
+// Capabilities are those of an engine whose forks share memory.
+func (h *Host) Capabilities() engine.Capabilities { return engine.Capabilities{SharesMemory: true} }
+
+// Inspect says that every process has 3 MiB of its own and shares 5.
+func (h *Host) Inspect(folder string) (int, engine.Stats, error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.processes[folder] == nil {
+		return 0, engine.Stats{}, engine.ErrEnded
+	}
+	return 1, engine.Stats{Own: 3 << 20, Proportional: 8 << 20}, nil
+}
+
 func (h *Host) Keep([]string, []string) error { return nil }
 
 func (h *Host) Boot(context.Context, engine.Spec) (engine.Sandbox, error) {

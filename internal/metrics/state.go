@@ -1,0 +1,148 @@
+package metrics
+
+import (
+	"sync"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"agentrun.dev/internal/sandbox"
+)
+
+// Source is where a scrape reads what there is. *sandbox.Manager is one.
+type Source interface {
+	Overview() sandbox.Overview
+	Memory() (map[sandbox.Key]sandbox.PoolMemory, error)
+}
+
+// Watch has scrapes read a source.
+func (m *Metrics) Watch(s Source) {
+	m.registry.MustRegister(&state{metrics: m, source: s})
+}
+
+// memoryAge is how old what is known about memory may be: reading it takes
+// time for each machine.
+const memoryAge = 5 * time.Second
+
+// state reads a source when it is scraped.
+type state struct {
+	metrics *Metrics
+	source  Source
+
+	mu     sync.Mutex // protects all following fields
+	read   time.Time  // when memory was read
+	memory map[sandbox.Key]sandbox.PoolMemory
+	err    error
+}
+
+func describe(name, help string, labels ...string) *prometheus.Desc {
+	return prometheus.NewDesc(prometheus.BuildFQName(namespace, "", name), help, labels, nil)
+}
+
+var (
+	descActive    = describe("active_sandboxes", "Sandboxes that have a machine, or are about to.", labelNamespace, labelPool, labelEngine)
+	descSandboxes = describe("sandboxes", "Sandboxes that have not ended, by state.", labelNamespace, labelPool, labelEngine, "state")
+	descReady     = describe("pool_ready_snapshots", "Sandboxes of the template's current revision that wait to be claimed.", labelNamespace, labelPool, labelEngine)
+	descWaiting   = describe("pool_ready_sandboxes", "Sandboxes of any revision that wait to be claimed.", labelNamespace, labelPool, labelEngine)
+	descReplicas  = describe("pool_replicas", "Sandboxes that are to wait.", labelNamespace, labelPool, labelEngine)
+	descPhase     = describe("pool_phase", "1 for the phase that a pool is in.", labelNamespace, labelPool, labelEngine, "phase")
+	descShared    = describe("memory_shared_bytes", "Memory that machines of a pool have in common, counted once. 0 where the engine shares none.", labelNamespace, labelPool, labelEngine)
+	descUnique    = describe("memory_unique_bytes", "Memory that machines of a pool have each for itself.", labelNamespace, labelPool, labelEngine)
+	descMachines  = describe("machines", "Machines of a pool: those of sandboxes and those that wait.", labelNamespace, labelPool, labelEngine)
+	descCapacity  = describe("capacity_bytes", "Memory that machines may reserve together.", labelEngine)
+	descReserved  = describe("reserved_bytes", "Memory that machines have reserved.", labelEngine)
+	descBuilds    = describe("builds_in_progress", "Templates that are being built.", labelEngine)
+)
+
+// Describe implements prometheus.Collector.
+func (s *state) Describe(out chan<- *prometheus.Desc) {
+	for _, d := range []*prometheus.Desc{
+		descActive, descSandboxes, descReady, descWaiting, descReplicas, descPhase, descShared, descUnique,
+		descMachines, descCapacity, descReserved, descBuilds,
+	} {
+		out <- d
+	}
+}
+
+// Collect implements prometheus.Collector.
+func (s *state) Collect(out chan<- prometheus.Metric) {
+	now := s.source.Overview()
+	gauge := func(d *prometheus.Desc, value float64, labels ...string) {
+		out <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, value, labels...)
+	}
+	gauge(descCapacity, float64(now.Capacity), s.metrics.engine)
+	gauge(descReserved, float64(now.Reserved), s.metrics.engine)
+	gauge(descBuilds, float64(now.Builds), s.metrics.engine)
+	memory, err := s.readMemory()
+	if err != nil {
+		out <- prometheus.NewInvalidMetric(descUnique, err)
+	}
+	for _, p := range now.Pools {
+		labels := []string{string(p.Namespace), string(p.Name), s.metrics.engine}
+		active := 0
+		for _, state := range []sandbox.State{
+			sandbox.Starting, sandbox.Running, sandbox.Paused, sandbox.Hibernating, sandbox.Hibernated, sandbox.Resuming,
+		} {
+			n := p.Sandboxes[state]
+			gauge(descSandboxes, float64(n), append(labels, string(state))...)
+			if state != sandbox.Hibernated {
+				active += n
+			}
+		}
+		gauge(descActive, float64(active), labels...)
+		gauge(descShared, float64(memory[p.Key].Shared), labels...)
+		gauge(descUnique, float64(memory[p.Key].Unique), labels...)
+		gauge(descMachines, float64(memory[p.Key].Machines), labels...)
+		if !p.Exists {
+			continue
+		}
+		gauge(descReady, float64(p.Snapshots), labels...)
+		gauge(descWaiting, float64(p.Ready), labels...)
+		gauge(descReplicas, float64(p.Replicas), labels...)
+		for _, phase := range []sandbox.Phase{sandbox.PhasePending, sandbox.PhaseBuilding, sandbox.PhaseReady, sandbox.PhaseFailed} {
+			is := 0.0
+			if p.Phase == phase {
+				is = 1
+			}
+			gauge(descPhase, is, append(labels, string(phase))...)
+		}
+	}
+	s.metrics.forget(now.Pools)
+}
+
+// readMemory reads the memory of all machines, unless that was done just now.
+func (s *state) readMemory() (map[sandbox.Key]sandbox.PoolMemory, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.read.IsZero() || time.Since(s.read) > memoryAge {
+		s.memory, s.err = s.source.Memory()
+		s.read = time.Now()
+	}
+	return s.memory, s.err
+}
+
+// goneFor is for how many scrapes the series of a pool outlive it, so that the
+// last of what it did is seen.
+const goneFor = 2
+
+// forget drops the series of pools that exist no more: otherwise a client who
+// makes and deletes pools would make series without end.
+func (m *Metrics) forget(pools []sandbox.PoolOverview) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for k := range m.seen {
+		m.seen[k]++
+	}
+	for _, p := range pools {
+		m.seen[p.Key] = 0
+	}
+	for k, gone := range m.seen {
+		if gone <= goneFor {
+			continue
+		}
+		delete(m.seen, k)
+		for _, c := range m.ofPools {
+			c.DeletePartialMatch(prometheus.Labels{labelNamespace: string(k.Namespace), labelPool: string(k.Name)})
+		}
+	}
+}
