@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import aclosing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ from .._wire import Duration, compact, duration
 from ..errors import ProtocolError
 from ..models import CodeContext, CodeError, CodeEvent, CodeResult, Language, Mime, Output
 from . import _io
-from .follow import AsyncFollower
+from .follow import AsyncFollower, AsyncReader
 from .transport import AsyncTransport, Request
 
 PLACES = {"stdout": 0, "stderr": 0, "event": 0}
@@ -40,34 +39,24 @@ class Callbacks:
             await _io.call(self.result if event.kind == "result" else self.display, event.value)
 
 
-class AsyncExecution:
+class AsyncExecution(AsyncReader[Output | CodeEvent]):
     """Code that runs in a sandbox, or has run. Iterating gives its output and what it shows, as it comes."""
-
-    def __init__(self, follower: AsyncFollower, collector: Collector, opening: Request | None = None) -> None:
-        self._follower = follower
-        self._collector = collector
-        self._opening = opening
 
     @property
     def id(self) -> str | None:
         """Its id, once something has been read or it was started in the background."""
         return self._follower.id
 
-    def __aiter__(self) -> AsyncIterator[Output | CodeEvent]:
-        return self._events()
-
-    async def _events(self) -> AsyncIterator[Output | CodeEvent]:
-        opening, self._opening = self._opening, None
-        async with aclosing(self._follower.events(opening)) as events:
-            async for event in events:
-                if event["type"] in ("stdout", "stderr"):
-                    piece = output(event)
-                    self._collector.add_output(piece)
-                    yield piece
-                elif "seq" in event:
-                    shown = code_event(event)
-                    self._collector.add_event(shown)
-                    yield shown
+    def _item(self, event: Mapping[str, Any]) -> Output | CodeEvent | None:
+        if event["type"] in ("stdout", "stderr"):
+            piece = output(event)
+            self._collector.add_output(piece)
+            return piece
+        if "seq" not in event:
+            return None
+        shown = code_event(event)
+        self._collector.add_event(shown)
+        return shown
 
     async def wait(self, callbacks: Callbacks | None = None) -> CodeResult:
         """Reads to its end. The result has what this object has read."""

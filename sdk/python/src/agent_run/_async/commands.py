@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -14,7 +13,7 @@ from .._wire import Duration, compact, duration, pack
 from ..errors import AgentRunError, NotFoundError, ProtocolError
 from ..models import CommandResult, Output, ProcessInfo, SignalScope
 from . import _io
-from .follow import AsyncFollower
+from .follow import AsyncFollower, AsyncReader
 from .transport import AsyncTransport, Request
 
 # A list is a program and its arguments, text is for `/bin/sh -c`.
@@ -29,18 +28,12 @@ def exec_body(command: Command, **fields: Any) -> dict[str, Any]:
     return compact({**form, **fields})
 
 
-class AsyncProcess:
+class AsyncProcess(AsyncReader[Output]):
     """A program that runs in a sandbox, or has run.
 
     Iterating gives its output as it comes, and survives lost connections and restarts of
     the daemon. Leaving the context kills what still runs.
     """
-
-    def __init__(self, follower: AsyncFollower, collector: Collector, opening: Request | None = None) -> None:
-        self._follower = follower
-        self._collector = collector
-        self._opening = opening
-        self._transport = follower.transport
 
     @property
     def id(self) -> str:
@@ -58,17 +51,12 @@ class AsyncProcess:
         """Its exit code, once its output has been read to the end."""
         return None if self._follower.end is None else self._follower.end["exitCode"]
 
-    def __aiter__(self) -> AsyncIterator[Output]:
-        return self._outputs()
-
-    async def _outputs(self) -> AsyncIterator[Output]:
-        opening, self._opening = self._opening, None
-        async with aclosing(self._follower.events(opening)) as events:
-            async for event in events:
-                if event["type"] in ("stdout", "stderr"):
-                    piece = output(event)
-                    self._collector.add_output(piece)
-                    yield piece
+    def _item(self, event: Mapping[str, Any]) -> Output | None:
+        if event["type"] not in ("stdout", "stderr"):
+            return None
+        piece = output(event)
+        self._collector.add_output(piece)
+        return piece
 
     async def wait(
         self, *, on_stdout: _io.Callback[str] | None = None, on_stderr: _io.Callback[str] | None = None
@@ -90,13 +78,13 @@ class AsyncProcess:
 
     async def _input(self, data: Content, *, close: bool) -> None:
         query = {"close": "true"} if close else None
-        await self._transport.send(
+        await self._follower.transport.send(
             Request("POST", self._follower.path("stdin"), query, content=_io.upload(data))
         )
 
     async def signal(self, signal: str | int, *, scope: SignalScope = "process") -> None:
         """Sends a signal: a name such as `TERM`, or a number."""
-        await self._transport.send(
+        await self._follower.transport.send(
             Request("POST", self._follower.path("signal"), body={"signal": str(signal), "scope": scope})
         )
 
@@ -105,11 +93,13 @@ class AsyncProcess:
         await self.signal("KILL", scope="session")
 
     async def info(self) -> ProcessInfo:
-        return ProcessInfo.from_wire(await self._transport.json(Request("GET", self._follower.path())))
+        return ProcessInfo.from_wire(
+            await self._follower.transport.json(Request("GET", self._follower.path()))
+        )
 
     async def release(self) -> None:
         """Forgets it and its output, once it has ended."""
-        await self._transport.send(Request("DELETE", self._follower.path()))
+        await self._follower.transport.send(Request("DELETE", self._follower.path()))
 
     async def __aenter__(self) -> AsyncProcess:
         return self
@@ -117,6 +107,8 @@ class AsyncProcess:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._cursor is not None:
+            await self._cursor.aclose()
         if self._follower.id is None or self._follower.end is not None:
             return
         try:
@@ -130,7 +122,7 @@ class AsyncTerminal(AsyncProcess):
     """A program on a terminal; all of its output is stdout."""
 
     async def resize(self, rows: int, cols: int) -> None:
-        await self._transport.send(
+        await self._follower.transport.send(
             Request("POST", self._follower.path("resize"), body={"rows": rows, "cols": cols})
         )
 

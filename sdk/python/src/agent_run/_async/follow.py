@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from .._collect import Collector
 from .._http import Patience
@@ -12,6 +12,8 @@ from .._wire import unpack
 from ..errors import ConnectionLostError, ShuttingDownError, UnavailableError, from_wire
 from . import _io
 from .transport import AsyncTransport, Request
+
+T = TypeVar("T")
 
 # A daemon that ends tells so, and the next one knows the process: attach again.
 _PASSING = (ConnectionLostError, ShuttingDownError, UnavailableError)
@@ -93,3 +95,35 @@ class AsyncFollower:
         else:
             self._places["event"] = event["seq"] + 1
         return True
+
+
+class AsyncReader(Generic[T]):
+    """What one follower gives, for whoever iterates."""
+
+    def __init__(self, follower: AsyncFollower, collector: Collector, opening: Request | None = None) -> None:
+        self._follower = follower
+        self._collector = collector
+        self._opening = opening
+        self._cursor: AsyncGenerator[T, None] | None = None
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        """Goes on where the last iteration was left. Of two connections each would wait for
+        the other's reader."""
+        if self._cursor is None:
+            self._cursor = self._read()
+        return self._cursor
+
+    async def _read(self) -> AsyncGenerator[T, None]:
+        opening, self._opening = self._opening, None
+        try:
+            async with aclosing(self._follower.events(opening)) as events:
+                async for event in events:
+                    item = self._item(event)
+                    if item is not None:
+                        yield item
+        finally:
+            self._cursor = None
+
+    def _item(self, event: Mapping[str, Any]) -> T | None:
+        """What an event is to the caller, if anything."""
+        raise NotImplementedError

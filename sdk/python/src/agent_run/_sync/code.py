@@ -1,10 +1,9 @@
-# Made by generate.py of _async/code.py: change that one.
+# Made by generate.py of src/agent_run/_async/code.py: change that one.
 """Code in kernels that stay: what one execution defines the next one uses, and a fork inherits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import closing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ from .._wire import Duration, compact, duration
 from ..errors import ProtocolError
 from ..models import CodeContext, CodeError, CodeEvent, CodeResult, Language, Mime, Output
 from . import _io
-from .follow import Follower
+from .follow import Follower, Reader
 from .transport import Request, Transport
 
 PLACES = {"stdout": 0, "stderr": 0, "event": 0}
@@ -41,34 +40,24 @@ class Callbacks:
             _io.call(self.result if event.kind == "result" else self.display, event.value)
 
 
-class Execution:
+class Execution(Reader[Output | CodeEvent]):
     """Code that runs in a sandbox, or has run. Iterating gives its output and what it shows, as it comes."""
-
-    def __init__(self, follower: Follower, collector: Collector, opening: Request | None = None) -> None:
-        self._follower = follower
-        self._collector = collector
-        self._opening = opening
 
     @property
     def id(self) -> str | None:
         """Its id, once something has been read or it was started in the background."""
         return self._follower.id
 
-    def __iter__(self) -> Iterator[Output | CodeEvent]:
-        return self._events()
-
-    def _events(self) -> Iterator[Output | CodeEvent]:
-        opening, self._opening = self._opening, None
-        with closing(self._follower.events(opening)) as events:
-            for event in events:
-                if event["type"] in ("stdout", "stderr"):
-                    piece = output(event)
-                    self._collector.add_output(piece)
-                    yield piece
-                elif "seq" in event:
-                    shown = code_event(event)
-                    self._collector.add_event(shown)
-                    yield shown
+    def _item(self, event: Mapping[str, Any]) -> Output | CodeEvent | None:
+        if event["type"] in ("stdout", "stderr"):
+            piece = output(event)
+            self._collector.add_output(piece)
+            return piece
+        if "seq" not in event:
+            return None
+        shown = code_event(event)
+        self._collector.add_event(shown)
+        return shown
 
     def wait(self, callbacks: Callbacks | None = None) -> CodeResult:
         """Reads to its end. The result has what this object has read."""

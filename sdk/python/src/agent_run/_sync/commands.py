@@ -1,11 +1,10 @@
-# Made by generate.py of _async/commands.py: change that one.
+# Made by generate.py of src/agent_run/_async/commands.py: change that one.
 """Programs in a sandbox: argv or shell, to their end, streamed, or in the background."""
 
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -15,7 +14,7 @@ from .._wire import Duration, compact, duration, pack
 from ..errors import AgentRunError, NotFoundError, ProtocolError
 from ..models import CommandResult, Output, ProcessInfo, SignalScope
 from . import _io
-from .follow import Follower
+from .follow import Follower, Reader
 from .transport import Request, Transport
 
 # A list is a program and its arguments, text is for `/bin/sh -c`.
@@ -30,18 +29,12 @@ def exec_body(command: Command, **fields: Any) -> dict[str, Any]:
     return compact({**form, **fields})
 
 
-class Process:
+class Process(Reader[Output]):
     """A program that runs in a sandbox, or has run.
 
     Iterating gives its output as it comes, and survives lost connections and restarts of
     the daemon. Leaving the context kills what still runs.
     """
-
-    def __init__(self, follower: Follower, collector: Collector, opening: Request | None = None) -> None:
-        self._follower = follower
-        self._collector = collector
-        self._opening = opening
-        self._transport = follower.transport
 
     @property
     def id(self) -> str:
@@ -59,17 +52,12 @@ class Process:
         """Its exit code, once its output has been read to the end."""
         return None if self._follower.end is None else self._follower.end["exitCode"]
 
-    def __iter__(self) -> Iterator[Output]:
-        return self._outputs()
-
-    def _outputs(self) -> Iterator[Output]:
-        opening, self._opening = self._opening, None
-        with closing(self._follower.events(opening)) as events:
-            for event in events:
-                if event["type"] in ("stdout", "stderr"):
-                    piece = output(event)
-                    self._collector.add_output(piece)
-                    yield piece
+    def _item(self, event: Mapping[str, Any]) -> Output | None:
+        if event["type"] not in ("stdout", "stderr"):
+            return None
+        piece = output(event)
+        self._collector.add_output(piece)
+        return piece
 
     def wait(
         self, *, on_stdout: _io.Callback[str] | None = None, on_stderr: _io.Callback[str] | None = None
@@ -91,11 +79,13 @@ class Process:
 
     def _input(self, data: Content, *, close: bool) -> None:
         query = {"close": "true"} if close else None
-        self._transport.send(Request("POST", self._follower.path("stdin"), query, content=_io.upload(data)))
+        self._follower.transport.send(
+            Request("POST", self._follower.path("stdin"), query, content=_io.upload(data))
+        )
 
     def signal(self, signal: str | int, *, scope: SignalScope = "process") -> None:
         """Sends a signal: a name such as `TERM`, or a number."""
-        self._transport.send(
+        self._follower.transport.send(
             Request("POST", self._follower.path("signal"), body={"signal": str(signal), "scope": scope})
         )
 
@@ -104,11 +94,11 @@ class Process:
         self.signal("KILL", scope="session")
 
     def info(self) -> ProcessInfo:
-        return ProcessInfo.from_wire(self._transport.json(Request("GET", self._follower.path())))
+        return ProcessInfo.from_wire(self._follower.transport.json(Request("GET", self._follower.path())))
 
     def release(self) -> None:
         """Forgets it and its output, once it has ended."""
-        self._transport.send(Request("DELETE", self._follower.path()))
+        self._follower.transport.send(Request("DELETE", self._follower.path()))
 
     def __enter__(self) -> Process:
         return self
@@ -116,6 +106,8 @@ class Process:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._cursor is not None:
+            self._cursor.close()
         if self._follower.id is None or self._follower.end is not None:
             return
         try:
@@ -129,7 +121,7 @@ class Terminal(Process):
     """A program on a terminal; all of its output is stdout."""
 
     def resize(self, rows: int, cols: int) -> None:
-        self._transport.send(
+        self._follower.transport.send(
             Request("POST", self._follower.path("resize"), body={"rows": rows, "cols": cols})
         )
 

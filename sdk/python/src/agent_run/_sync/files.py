@@ -1,4 +1,4 @@
-# Made by generate.py of _async/files.py: change that one.
+# Made by generate.py of src/agent_run/_async/files.py: change that one.
 """Files of a sandbox. A relative path starts in the working folder."""
 
 from __future__ import annotations

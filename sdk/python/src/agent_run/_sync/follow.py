@@ -1,11 +1,11 @@
-# Made by generate.py of _async/follow.py: change that one.
+# Made by generate.py of src/agent_run/_async/follow.py: change that one.
 """Follows something that runs in a sandbox to its end, over as many connections as it takes."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from .._collect import Collector
 from .._http import Patience
@@ -13,6 +13,8 @@ from .._wire import unpack
 from ..errors import ConnectionLostError, ShuttingDownError, UnavailableError, from_wire
 from . import _io
 from .transport import Request, Transport
+
+T = TypeVar("T")
 
 # A daemon that ends tells so, and the next one knows the process: attach again.
 _PASSING = (ConnectionLostError, ShuttingDownError, UnavailableError)
@@ -94,3 +96,35 @@ class Follower:
         else:
             self._places["event"] = event["seq"] + 1
         return True
+
+
+class Reader(Generic[T]):
+    """What one follower gives, for whoever iterates."""
+
+    def __init__(self, follower: Follower, collector: Collector, opening: Request | None = None) -> None:
+        self._follower = follower
+        self._collector = collector
+        self._opening = opening
+        self._cursor: Generator[T, None] | None = None
+
+    def __iter__(self) -> Iterator[T]:
+        """Goes on where the last iteration was left. Of two connections each would wait for
+        the other's reader."""
+        if self._cursor is None:
+            self._cursor = self._read()
+        return self._cursor
+
+    def _read(self) -> Generator[T, None]:
+        opening, self._opening = self._opening, None
+        try:
+            with closing(self._follower.events(opening)) as events:
+                for event in events:
+                    item = self._item(event)
+                    if item is not None:
+                        yield item
+        finally:
+            self._cursor = None
+
+    def _item(self, event: Mapping[str, Any]) -> T | None:
+        """What an event is to the caller, if anything."""
+        raise NotImplementedError

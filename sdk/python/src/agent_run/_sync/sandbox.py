@@ -1,4 +1,4 @@
-# Made by generate.py of _async/sandbox.py: change that one.
+# Made by generate.py of src/agent_run/_async/sandbox.py: change that one.
 """A sandbox, and the client that makes and finds sandboxes."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-# Made by generate.py of _async/transport.py: change that one.
+# Made by generate.py of src/agent_run/_async/transport.py: change that one.
 """Requests, retries and streams of one server."""
 
 from __future__ import annotations
