@@ -63,11 +63,12 @@ def test_order(home: Path, listening: Path) -> None:
 def test_keys_stay_with_their_server(home: Path) -> None:
     authority = home / "ca.pem"
     authority.write_text("")
-    config(home, f"server: https://file:1\napiKey: file-key\ncaFile: {authority}\n")
+    config(home, "server: https://file:1\napiKey: file-key\ncaFile: ../../ca.pem\n")
     assert find(home, server="https://other:1") == Endpoint(url="https://other:1")
     assert find(home, AGENTRUN_SERVER="https://other:1") == Endpoint(url="https://other:1")
+    assert find(home, AGENTRUN_SERVER="https://file:1") == find(home)
     assert find(home, AGENTRUN_API_KEY="mine").api_key == "mine"
-    assert find(home).ca_file == str(authority)
+    assert Path(find(home).ca_file or "").samefile(authority)
     assert find(home, key="argument", AGENTRUN_API_KEY="env").api_key == "argument"
     assert "file-key" not in repr(find(home)) + str(find(home))
 
@@ -141,6 +142,7 @@ def test_file(home: Path, text: str, server: str, key: str | None) -> None:
         ("server: 'https://a' b", "quotes"),
         ('server: "a\\x"', "quotes"),
         ("server: a\x00\nb", "not `name: value`"),
+        ("apiKey: k", "has no server"),
         ("server: not-a-url", "not the address of a server"),
     ],
 )

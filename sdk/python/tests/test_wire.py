@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from agent_run import ApiError, ProtocolError, errors
+from agent_run._http import Patience
 from agent_run._wire import MAX_LINE, Lines, duration, instant, seconds, segment, unpack
 
 ROOT = Path(__file__).parents[1]
@@ -65,6 +66,19 @@ def test_instant() -> None:
     assert instant("2026-01-02T03:04:05.1Z").microsecond == 100000
     with pytest.raises(ProtocolError):
         instant("yesterday")
+
+
+def test_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    patience = Patience(10)
+    now += 100  # the first try takes its time
+    pauses = [patience.pause() for _ in range(8)]
+    assert pauses == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 1.0]
+    now += 10
+    assert patience.pause() is None
+    patience.renew()
+    assert patience.pause() == 0.02
 
 
 def test_bytes() -> None:

@@ -41,39 +41,37 @@ def discover(
     env: Mapping[str, str] | None = None,
     uid: int | None = None,
 ) -> Endpoint:
-    """Finds the server.
+    """Finds the server, as the command line does.
 
-    A key and an authority belong to the server they were given with: one from the file is
-    never sent to a server that the environment or an argument names.
+    A key and an authority of the file are for the server that the file names, and are shown
+    to no other.
     """
     env = os.environ if env is None else env
-    api_key = api_key or env.get(ENV_API_KEY) or None
-    ca_file = ca_file or env.get(ENV_CA_FILE) or None
-    if server or env.get(ENV_SERVER):
-        origin = "the argument server" if server else ENV_SERVER
-        return _endpoint(server or env[ENV_SERVER], api_key, ca_file, origin)
-    if env.get(ENV_STATE):
+    server = server or env.get(ENV_SERVER)
+    if not server and env.get(ENV_STATE):
         return _local(Path(env[ENV_STATE]), None)
     file = _config_file(env)
-    settings = _read(file) if file is not None else {}
-    if "server" in settings:
-        return _endpoint(
-            settings["server"],
-            api_key or settings.get("apiKey"),
-            ca_file or settings.get("caFile"),
-            str(file),
-        )
-    return _local(_state_folder(env, os.geteuid() if uid is None else uid), file)
+    settings = _read(file)
+    named = server or settings.get("server")
+    if not named:
+        return _local(_state_folder(env, os.geteuid() if uid is None else uid), file)
+    if named != settings.get("server"):
+        settings = {}
+    return _endpoint(
+        named,
+        api_key or env.get(ENV_API_KEY) or settings.get("apiKey"),
+        ca_file or env.get(ENV_CA_FILE) or settings.get("caFile"),
+    )
 
 
-def _endpoint(server: str, api_key: str | None, ca_file: str | None, origin: str) -> Endpoint:
+def _endpoint(server: str, api_key: str | None, ca_file: str | None) -> Endpoint:
     url = urlsplit(server)
     if url.scheme == "unix" and url.path.startswith("/") and not url.netloc:
         return Endpoint(socket=url.path)
     if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment or url.username:
         raise ConfigError(
-            f"{origin}: {server!r} is not the address of a server: use https://HOST:PORT, "
-            "http://HOST:PORT or unix:///PATH"
+            f"{server!r} is not the address of a server: use https://HOST:PORT, http://HOST:PORT or "
+            f"unix:///PATH, as an argument, in {ENV_SERVER} or in the configuration file"
         )
     if ca_file is not None and not os.access(ca_file, os.R_OK):
         raise ConfigError(f"the file of the certificate authority, {ca_file}, cannot be read")
@@ -126,6 +124,10 @@ def _read(file: Path) -> dict[str, str]:
             f"others may read {file}, which has an API key (mode {stat.S_IMODE(mode):04o}). "
             f"Run `chmod 600 {file}`"
         )
+    if settings and "server" not in settings:
+        raise ConfigError(f"{file} has no server, which apiKey and caFile are for")
+    if "caFile" in settings:
+        settings["caFile"] = str(file.parent / settings["caFile"])
     return settings
 
 

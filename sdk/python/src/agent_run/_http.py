@@ -70,19 +70,23 @@ def pieces(content: Content) -> bytes | Iterator[bytes]:
 
 
 class Patience:
-    """How long something is tried again, with growing pauses."""
+    """How long something is tried again, with growing pauses. It counts from the first failure."""
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
         self.renew()
 
     def renew(self) -> None:
-        self._end = time.monotonic() + self._limit
+        """Begins anew, for there was progress."""
+        self._end: float | None = None
         self._pause = 0.02
 
     def pause(self) -> float | None:
         """How long to wait before the next try; None if there is no more."""
-        if time.monotonic() >= self._end:
+        now = time.monotonic()
+        if self._end is None:
+            self._end = now + self._limit
+        if now >= self._end:
             return None
         pause, self._pause = self._pause, min(self._pause * 2, 1.0)
         return pause

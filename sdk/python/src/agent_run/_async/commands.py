@@ -10,7 +10,7 @@ from typing import Any
 from .._collect import Collector, output
 from .._http import Content
 from .._wire import Duration, compact, duration, pack
-from ..errors import AgentRunError, NotFoundError, ProtocolError
+from ..errors import AgentRunError, ConflictError, NotFoundError, ProtocolError, SandboxEndedError
 from ..models import CommandResult, Output, ProcessInfo, SignalScope
 from . import _io
 from .follow import AsyncFollower, AsyncReader
@@ -114,8 +114,8 @@ class AsyncProcess(AsyncReader[Output]):
         try:
             if (await self.info()).running:
                 await self.kill()
-        except NotFoundError:
-            pass  # it ended, and others took its place in the sandbox's memory
+        except (ConflictError, NotFoundError, SandboxEndedError):
+            pass  # it ended by itself, or with its sandbox
 
 
 class AsyncTerminal(AsyncProcess):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -48,14 +49,22 @@ class AsyncTransport:
         self.retry_for = retry_for
         self._base = f"/v1/namespaces/{segment('namespace', namespace)}"
         self._timeout = timeout
+        self._lock = threading.Lock()  # protects _http, for threads that begin at once
         self._http: _io.HTTP | None = None
 
     def path(self, *parts: str) -> str:
         """The path of something in the namespace."""
         return "/".join((self._base, *(segment("name or id", p) for p in parts)))
 
+    def _client(self) -> _io.HTTP:
+        with self._lock:
+            if self._http is None:
+                self._http = _io.open_http(self.endpoint, self._timeout)
+            return self._http
+
     async def close(self) -> None:
-        http, self._http = self._http, None
+        with self._lock:
+            http, self._http = self._http, None
         if http is not None:
             await http.aclose()
 
@@ -86,8 +95,7 @@ class AsyncTransport:
     @asynccontextmanager
     async def open(self, request: Request, accept: str = "application/json") -> AsyncIterator[httpx.Response]:
         """An answer that worked, whose body has not been read. It is asked for once."""
-        if self._http is None:
-            self._http = _io.open_http(self.endpoint, self._timeout)
+        http = self._client()
         headers = {"Accept": accept}
         if request.key is not None:
             headers["Idempotency-Key"] = request.key
@@ -98,7 +106,7 @@ class AsyncTransport:
             options["json"] = request.body
         if request.waits or accept == NDJSON:
             options["timeout"] = FOREVER
-        built = self._http.build_request(
+        built = http.build_request(
             request.method,
             request.path,
             params=request.query,
@@ -107,7 +115,7 @@ class AsyncTransport:
             **options,
         )
         try:
-            response = await self._http.send(built, stream=True)
+            response = await http.send(built, stream=True)
         except httpx.TransportError as e:
             raise lost(self.endpoint, e) from e
         try:

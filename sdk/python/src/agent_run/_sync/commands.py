@@ -11,7 +11,7 @@ from typing import Any
 from .._collect import Collector, output
 from .._http import Content
 from .._wire import Duration, compact, duration, pack
-from ..errors import AgentRunError, NotFoundError, ProtocolError
+from ..errors import AgentRunError, ConflictError, NotFoundError, ProtocolError, SandboxEndedError
 from ..models import CommandResult, Output, ProcessInfo, SignalScope
 from . import _io
 from .follow import Follower, Reader
@@ -113,8 +113,8 @@ class Process(Reader[Output]):
         try:
             if (self.info()).running:
                 self.kill()
-        except NotFoundError:
-            pass  # it ended, and others took its place in the sandbox's memory
+        except (ConflictError, NotFoundError, SandboxEndedError):
+            pass  # it ended by itself, or with its sandbox
 
 
 class Terminal(Process):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,14 +50,22 @@ class Transport:
         self.retry_for = retry_for
         self._base = f"/v1/namespaces/{segment('namespace', namespace)}"
         self._timeout = timeout
+        self._lock = threading.Lock()  # protects _http, for threads that begin at once
         self._http: _io.HTTP | None = None
 
     def path(self, *parts: str) -> str:
         """The path of something in the namespace."""
         return "/".join((self._base, *(segment("name or id", p) for p in parts)))
 
+    def _client(self) -> _io.HTTP:
+        with self._lock:
+            if self._http is None:
+                self._http = _io.open_http(self.endpoint, self._timeout)
+            return self._http
+
     def close(self) -> None:
-        http, self._http = self._http, None
+        with self._lock:
+            http, self._http = self._http, None
         if http is not None:
             http.close()
 
@@ -87,8 +96,7 @@ class Transport:
     @contextmanager
     def open(self, request: Request, accept: str = "application/json") -> Iterator[httpx.Response]:
         """An answer that worked, whose body has not been read. It is asked for once."""
-        if self._http is None:
-            self._http = _io.open_http(self.endpoint, self._timeout)
+        http = self._client()
         headers = {"Accept": accept}
         if request.key is not None:
             headers["Idempotency-Key"] = request.key
@@ -99,7 +107,7 @@ class Transport:
             options["json"] = request.body
         if request.waits or accept == NDJSON:
             options["timeout"] = FOREVER
-        built = self._http.build_request(
+        built = http.build_request(
             request.method,
             request.path,
             params=request.query,
@@ -108,7 +116,7 @@ class Transport:
             **options,
         )
         try:
-            response = self._http.send(built, stream=True)
+            response = http.send(built, stream=True)
         except httpx.TransportError as e:
             raise lost(self.endpoint, e) from e
         try:
