@@ -54,11 +54,13 @@ make_wheel() {
 	"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-index --target "$work/site" "$work"/dist/*.whl
 }
 
-check() {
-	"$venv/bin/python" -m ruff format --quiet --check "$sdk" examples/python
-	"$venv/bin/python" -m ruff check --quiet --config "$sdk/pyproject.toml" "$sdk" examples/python
-	(cd "$sdk" && "$venv/bin/python" -m mypy --no-error-summary)
-}
+check() (
+	cd "$sdk"
+	ruff() { "$venv/bin/python" -m ruff "$@" --quiet --config pyproject.toml . "$repo/examples/python"; }
+	ruff format --check
+	ruff check
+	"$venv/bin/python" -m mypy --no-error-summary
+)
 
 mkdir -p "$work"
 make_venv

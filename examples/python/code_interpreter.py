@@ -11,7 +11,7 @@ def interpreter(sandbox: Sandbox, code: str) -> str:
         parts.append(f"value: {result.text}")
     if result.error is not None:
         parts.append(f"{result.error.name}: {result.error.value}")
-    parts += [f"picture: PNG with {len(png) > 1000 and 'something'} on it" for png in result.charts]
+    parts += [f"picture: {png[1:4].decode()}" for png in result.charts]
     return "\n".join(part for part in parts if part)
 
 
@@ -24,4 +24,4 @@ with Sandbox.create("python-agent-pool") as sandbox:
 # loaded
 # value: 3
 # IndexError: list index out of range
-# picture: PNG with something on it
+# picture: PNG

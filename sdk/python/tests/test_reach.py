@@ -133,3 +133,15 @@ def test_many_threads(daemon: Daemon) -> None:  # noqa: ARG001
     ):
         results = list(threads.map(lambda n: sandbox.run(["echo", str(n)]).stdout, range(16)))
     assert results == [f"{n}\n" for n in range(16)]
+
+
+def test_daemon_that_says_goodbye(daemon: Daemon) -> None:
+    """One that is told to end tells its streams so; the next one has the rest."""
+    with AgentRun() as client, client.create("python-agent-pool") as sandbox:
+        process = sandbox.commands.start("echo begun; read line; echo $line; exit 3", stdin=True)
+        assert next(iter(process)).text == "begun\n"
+        daemon.down()
+        daemon.up()
+        process.write("goes on\n")
+        result = process.wait()
+        assert (result.exit_code, result.stdout) == (3, "begun\ngoes on\n")

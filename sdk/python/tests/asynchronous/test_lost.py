@@ -12,7 +12,7 @@ from ..proxy import Proxy
 WAITS = """
 import os, time
 print("begun")
-while not os.path.exists("MARK"):
+while not os.path.exists("mark"):
     time.sleep(0.02)
 "end"
 """
@@ -148,13 +148,13 @@ async def test_daemon_restarts(
     output = aiter(process)
     assert (await anext(output)).text == "begun\n"
     async with sandbox.files.watch() as changes:
-        getattr(daemon, end)()
+        daemon.kill()
         daemon.up()
         # Only after the watch is back is there something to be seen.
         assert (await anext(aiter(changes))).type == "overflow"
-        await sandbox.files.write(mark, "")
+        await sandbox.files.write("mark", "")
         async for change in changes:
-            if change.path == f"/workspace/{mark}":
+            if change.path == "/workspace/mark":
                 break
     result = await process.wait()
     assert (result.exit_code, result.stdout) == (6, "begun\ngoes on\n")

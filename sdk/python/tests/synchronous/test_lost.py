@@ -13,7 +13,7 @@ from ..proxy import Proxy
 WAITS = """
 import os, time
 print("begun")
-while not os.path.exists("MARK"):
+while not os.path.exists("mark"):
     time.sleep(0.02)
 "end"
 """
@@ -145,13 +145,13 @@ def test_daemon_restarts(daemon: Daemon, client: AgentRun, sandbox: Sandbox, end
     output = iter(process)
     assert (next(output)).text == "begun\n"
     with sandbox.files.watch() as changes:
-        getattr(daemon, end)()
+        daemon.kill()
         daemon.up()
         # Only after the watch is back is there something to be seen.
         assert (next(iter(changes))).type == "overflow"
-        sandbox.files.write(mark, "")
+        sandbox.files.write("mark", "")
         for change in changes:
-            if change.path == f"/workspace/{mark}":
+            if change.path == "/workspace/mark":
                 break
     result = process.wait()
     assert (result.exit_code, result.stdout) == (6, "begun\ngoes on\n")
