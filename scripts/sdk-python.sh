@@ -69,4 +69,5 @@ check
 make_wheel
 export AGENTRUN_TEST_PROGRAM=$build/agentrun AGENTRUN_TEST_IMAGES=$images/images PYTHONPATH=$work/site
 cd "$sdk"
-"$venv/bin/python" -m pytest "$@"
+# An interrupted run still ends its daemon and sandboxes.
+timeout --signal=INT --kill-after=60 900 "$venv/bin/python" -m pytest "$@"
