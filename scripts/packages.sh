@@ -9,6 +9,8 @@ set -euo pipefail
 packages=(build-essential busybox-static flex bison bc libelf-dev libssl-dev xz-utils erofs-utils e2fsprogs acpica-tools cpio python3 mmdebstrap systemd)
 # The kernels that code runs in, and what they are tested with.
 packages+=(bash nodejs python3-numpy python3-matplotlib)
+# The Python SDK's tests: their tools, and a certificate.
+packages+=(python3-venv openssl)
 
 # Any version of the kernel source will do; linux-source is the newest's name.
 if ! compgen -G '/usr/src/linux-source-*.tar.xz' >/dev/null; then
@@ -25,7 +27,7 @@ if [ -w /dev/kvm ] && [ ! -e /sys/module/kvm_pvm ] && grep -qwE 'vmx|svm' /proc/
 fi
 if [ $hardware = no ]; then
 	# To build QEMU (testbed/qemu), and the firmware it runs.
-	packages+=(ninja-build pkg-config libglib2.0-dev libfdt-dev libattr1-dev python3-venv dpkg-dev patch qemu-system-data seabios)
+	packages+=(ninja-build pkg-config libglib2.0-dev libfdt-dev libattr1-dev dpkg-dev patch qemu-system-data seabios)
 	# Debian's cloud kernels have no 9p; testbed says so if only they are there.
 	compgen -G '/boot/vmlinuz-*-amd64' >/dev/null || packages+=(linux-image-amd64)
 fi

@@ -105,6 +105,7 @@ else
 	phase "tests on the host (no /dev/kvm: the bare guest runs in the testbed alone)" host_tests
 fi
 phase "tests of gVisor's helper" gvisor_tests
+phase "the Python SDK, with a daemon on gVisor" scripts/sdk-python.sh
 # shellcheck disable=SC2046 # one argument per package
 if [ "$(where)" = hardware ]; then
 	phase "tests with Linux guests, on this host's KVM" hardware_tests $(linux_packages)

@@ -1,0 +1,304 @@
+"""A sandbox, and the client that makes and finds sandboxes."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from .._config import discover
+from .._wire import Duration, compact, duration, new_key
+from ..errors import ForkIncompleteError, NotFoundError, SandboxEndedError
+from ..models import CodeContext, CodeResult, CommandResult, OnTimeout, SandboxInfo, Version
+from . import _io
+from .code import AsyncCode
+from .commands import AsyncCommands, AsyncTerminal, Command
+from .files import AsyncFiles
+from .transport import AsyncTransport, Request
+
+
+class AsyncSandbox:
+    """A machine of its own that runs what you send it, and can be forked.
+
+    Leaving the context terminates it.
+    """
+
+    def __init__(self, client: AsyncAgentRun, name: str, id: str) -> None:  # noqa: A002
+        self.client = client
+        self.name = name
+        self.id = id
+        self.commands = AsyncCommands(client._transport, name)
+        self.code = AsyncCode(client._transport, name)
+        self.files = AsyncFiles(client._transport, name)
+        self._transport = client._transport
+        client._users.add(id)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name} ({self.id}) at {self._transport.endpoint}>"
+
+    @classmethod
+    async def create(
+        cls,
+        pool: str,
+        *,
+        name: str | None = None,
+        env: Mapping[str, str] | None = None,
+        metadata: Mapping[str, str] | None = None,
+        timeout: Duration | None = None,
+        idle_timeout: Duration | None = None,
+        on_timeout: OnTimeout | None = None,
+        client: AsyncAgentRun | None = None,
+    ) -> AsyncSandbox:
+        """Claims a sandbox of a pool, at the server that `AsyncAgentRun()` finds unless you give a client."""
+        own = client is None
+        if client is None:
+            client = AsyncAgentRun()
+            client._close_with_last = True
+        try:
+            return await client.create(
+                pool,
+                name=name,
+                env=env,
+                metadata=metadata,
+                timeout=timeout,
+                idle_timeout=idle_timeout,
+                on_timeout=on_timeout,
+            )
+        except BaseException:
+            if own:
+                await client.close()
+            raise
+
+    async def exec(
+        self,
+        text: str,
+        *,
+        context: str | CodeContext | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: Duration | None = None,
+        output_limit: int | None = None,
+        on_stdout: _io.Callback[str] | None = None,
+        on_stderr: _io.Callback[str] | None = None,
+    ) -> CodeResult:
+        """Runs text: Python in the warmed kernel, or a command; `kind` of the result tells which.
+
+        It is Python if it parses and every name that it reads is bound or built in; a command
+        if its first word is one; and Python otherwise. `run` and `code.run` never guess.
+        """
+        return await self.code.run_text(
+            text,
+            context=context,
+            env=env,
+            timeout=timeout,
+            output_limit=output_limit,
+            on_stdout=on_stdout,
+            on_stderr=on_stderr,
+        )
+
+    async def run(
+        self,
+        command: Command,
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        user: str | None = None,
+        stdin: str | bytes | None = None,
+        timeout: Duration | None = None,
+        output_limit: int | None = None,
+        on_stdout: _io.Callback[str] | None = None,
+        on_stderr: _io.Callback[str] | None = None,
+    ) -> CommandResult:
+        """Runs a program to its end: a list is its arguments, text is for `/bin/sh -c`."""
+        return await self.commands.run(
+            command,
+            env=env,
+            cwd=cwd,
+            user=user,
+            stdin=stdin,
+            timeout=timeout,
+            output_limit=output_limit,
+            on_stdout=on_stdout,
+            on_stderr=on_stderr,
+        )
+
+    async def pty(
+        self,
+        command: Command | None = None,
+        *,
+        rows: int = 24,
+        cols: int = 80,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        user: str | None = None,
+        timeout: Duration | None = None,
+    ) -> AsyncTerminal:
+        """Starts a program on a terminal; bash, or sh, unless you name one."""
+        return await self.commands.pty(
+            command, rows=rows, cols=cols, env=env, cwd=cwd, user=user, timeout=timeout
+        )
+
+    async def fork(
+        self, n: int = 1, *, name: str | None = None, idempotency_key: str | None = None
+    ) -> list[AsyncSandbox]:
+        """Sandboxes that continue from this one, all from the same instant: memory, files, kernels."""
+        made = await self._transport.json(
+            Request(
+                "POST",
+                self._path("forks"),
+                body=compact({"name": name, "replicas": n}),
+                key=idempotency_key or new_key(),
+            )
+        )
+        children = [AsyncSandbox(self.client, c["name"], c["id"]) for c in made["children"] if c.get("id")]
+        problems = {c["name"]: c.get("problem", "") for c in made["children"] if not c.get("id")}
+        if problems:
+            raise ForkIncompleteError(made["name"], children, problems)
+        return children
+
+    async def info(self) -> SandboxInfo:
+        """The sandbox as it is now. Asking does not wake it."""
+        return SandboxInfo.from_wire(await self._transport.json(Request("GET", self._path())))
+
+    async def pause(self) -> SandboxInfo:
+        """Stops its processors; it keeps its memory. What needs it wakes it."""
+        return await self._do("pause")
+
+    async def resume(self) -> SandboxInfo:
+        """Lets it go on."""
+        return await self._do("resume")
+
+    async def hibernate(self) -> SandboxInfo:
+        """Writes it to disk and frees its memory. What needs it wakes it."""
+        return await self._do("hibernate")
+
+    async def extend(self, timeout: Duration) -> SandboxInfo:
+        """Gives it a timeout that counts from now on; 0 is none."""
+        return await self._do("extend", {"timeout": duration(timeout)})
+
+    async def _do(self, verb: str, body: Mapping[str, Any] | None = None) -> SandboxInfo:
+        return SandboxInfo.from_wire(await self._transport.json(Request("POST", self._path(verb), body=body)))
+
+    async def terminate(self) -> None:
+        """Ends it. One that has ended already is no error."""
+        try:
+            await self._transport.send(Request("DELETE", self._path()))
+        except (SandboxEndedError, NotFoundError):
+            pass
+        finally:
+            await self.client._left(self.id)
+
+    async def kill(self) -> None:
+        """Ends it: `terminate`."""
+        await self.terminate()
+
+    def _path(self, *more: str) -> str:
+        return self._transport.path("sandboxes", self.name, *more)
+
+    async def __aenter__(self) -> AsyncSandbox:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.terminate()
+
+
+class AsyncAgentRun:
+    """A client of one server and one namespace.
+
+    Without arguments it finds its server by the environment (`AGENTRUN_SERVER`,
+    `AGENTRUN_API_KEY`, `AGENTRUN_CA_FILE`; `AGENTRUN_STATE` for the socket), then by
+    `~/.config/agentrun/config.yaml`, then by the local socket.
+    """
+
+    def __init__(
+        self,
+        server: str | None = None,
+        *,
+        api_key: str | None = None,
+        ca_file: str | None = None,
+        namespace: str = "default",
+        timeout: float = 300.0,
+        retry_for: float = 10.0,
+    ) -> None:
+        """`timeout` is what a request may take that runs nothing, and `retry_for` how long a
+        broken connection is tried again where that is safe; both are seconds."""
+        endpoint = discover(server, api_key, ca_file)
+        self._transport = AsyncTransport(endpoint, namespace, timeout=timeout, retry_for=retry_for)
+        # Who uses a client that was made for one sandbox and its forks.
+        self._users: set[str] = set()
+        self._close_with_last = False
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._transport.endpoint} namespace={self._transport.namespace}>"
+
+    async def create(
+        self,
+        pool: str,
+        *,
+        name: str | None = None,
+        env: Mapping[str, str] | None = None,
+        metadata: Mapping[str, str] | None = None,
+        timeout: Duration | None = None,
+        idle_timeout: Duration | None = None,
+        on_timeout: OnTimeout | None = None,
+        idempotency_key: str | None = None,
+    ) -> AsyncSandbox:
+        """Claims a sandbox of a pool; it has answered when this returns.
+
+        After `timeout`, or `idle_timeout` without use, `on_timeout` happens: kill, unless
+        you say pause or hibernate.
+        """
+        body = compact(
+            {
+                "pool": pool,
+                "name": name,
+                "env": env,
+                "metadata": metadata,
+                "timeout": None if timeout is None else duration(timeout),
+                "idleTimeout": None if idle_timeout is None else duration(idle_timeout),
+                "onTimeout": on_timeout,
+            }
+        )
+        made = await self._transport.json(
+            Request("POST", self._transport.path("sandboxes"), body=body, key=idempotency_key or new_key())
+        )
+        return AsyncSandbox(self, made["name"], made["id"])
+
+    async def get(self, name: str) -> AsyncSandbox:
+        """A sandbox that is there. Looking for it does not wake it."""
+        found = await self._transport.json(Request("GET", self._transport.path("sandboxes", name)))
+        return AsyncSandbox(self, found["name"], found["id"])
+
+    async def list(self, *, ended: bool = False) -> builtins.list[SandboxInfo]:
+        """All sandboxes by name, with those that have `ended` if you want."""
+        found: builtins.list[SandboxInfo] = []
+        query = {"limit": "1000", "ended": str(ended).lower()}
+        while True:
+            page = await self._transport.json(Request("GET", self._transport.path("sandboxes"), query))
+            found += [SandboxInfo.from_wire(each) for each in page["items"]]
+            if not page.get("next"):
+                return found
+            query["after"] = page["next"]
+
+    async def version(self) -> Version:
+        """The daemon's version."""
+        return Version.from_wire(await self._transport.json(Request("GET", "/v1/version")))
+
+    async def close(self) -> None:
+        """Lets go of all connections. Sandboxes run on."""
+        await self._transport.close()
+
+    async def _left(self, sandbox: str) -> None:
+        self._users.discard(sandbox)
+        if self._close_with_last and not self._users:
+            await self.close()
+
+    async def __aenter__(self) -> AsyncAgentRun:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

@@ -1,0 +1,1 @@
+"""The SDK for threads; made of _async by generate.py."""

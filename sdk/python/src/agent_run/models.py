@@ -1,0 +1,405 @@
+"""What the daemon tells, as types."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal
+
+from ._wire import instant, seconds, unpack
+from .errors import FailedError
+
+State = Literal["Running", "Paused", "Hibernating", "Hibernated", "Resuming", "Ended"]
+OnTimeout = Literal["kill", "pause", "hibernate"]
+Language = Literal["python", "bash", "node"]
+SignalScope = Literal["process", "group", "session"]
+Stream = Literal["stdout", "stderr"]
+
+
+@dataclass(frozen=True)
+class SandboxInfo:
+    """A sandbox, at the time of asking."""
+
+    namespace: str
+    name: str
+    id: str
+    state: State
+    pool: str
+    template: str
+    revision: str
+    engine: str
+    workdir: str
+    memory: int
+    created: datetime
+    metadata: Mapping[str, str]
+    user: str | None
+    parent: str | None  # id of the sandbox that it was forked from
+    fork: str | None  # name of the fork that made it
+    ended: datetime | None
+    reason: str | None  # why it has ended
+    detail: str | None
+    timeout: float | None  # seconds
+    idle_timeout: float | None
+    on_timeout: OnTimeout | None
+
+    @classmethod
+    def from_wire(cls, d: Mapping[str, Any]) -> SandboxInfo:
+        return cls(
+            namespace=d["namespace"],
+            name=d["name"],
+            id=d["id"],
+            state=d["state"],
+            pool=d["pool"],
+            template=d["template"],
+            revision=d["revision"],
+            engine=d["engine"],
+            workdir=d["workdir"],
+            memory=d["memory"],
+            created=instant(d["created"]),
+            metadata=d.get("metadata", {}),
+            user=d.get("user"),
+            parent=d.get("parent"),
+            fork=d.get("fork"),
+            ended=instant(d["ended"]) if "ended" in d else None,
+            reason=d.get("reason"),
+            detail=d.get("detail"),
+            timeout=seconds(d["timeout"]) if "timeout" in d else None,
+            idle_timeout=seconds(d["idleTimeout"]) if "idleTimeout" in d else None,
+            on_timeout=d.get("onTimeout"),
+        )
+
+
+@dataclass(frozen=True)
+class Output:
+    """A piece of what a process or code writes."""
+
+    stream: Stream
+    data: bytes
+    offset: int  # of its first byte in the stream
+
+    @property
+    def text(self) -> str:
+        return self.data.decode(errors="replace")
+
+
+@dataclass(frozen=True)
+class _Outputs:
+    """What both kinds of results have."""
+
+    id: str
+    exit_code: int
+    stdout_bytes: bytes
+    stderr_bytes: bytes
+    truncated: bool  # that stdout or stderr is not all of it
+    timed_out: bool
+    wall: float  # seconds
+
+    @property
+    def stdout(self) -> str:
+        return self.stdout_bytes.decode(errors="replace")
+
+    @property
+    def stderr(self) -> str:
+        return self.stderr_bytes.decode(errors="replace")
+
+    @property
+    def ok(self) -> bool:
+        return self.exit_code == 0
+
+
+@dataclass(frozen=True)
+class CommandResult(_Outputs):
+    """A process that has ended."""
+
+    signal: str | None  # such as SIGKILL, if one ended it
+    max_rss: int | None
+
+    @classmethod
+    def from_wire(cls, d: Mapping[str, Any]) -> CommandResult:
+        return cls(
+            id=d["id"],
+            exit_code=d["exitCode"],
+            stdout_bytes=unpack(d["stdout"], d.get("stdoutEncoding")),
+            stderr_bytes=unpack(d["stderr"], d.get("stderrEncoding")),
+            truncated=d["truncated"],
+            timed_out=d.get("timedOut", False),
+            wall=seconds(d["wall"]),
+            signal=d.get("signal"),
+            max_rss=d.get("maxRSS"),
+        )
+
+    def check(self) -> CommandResult:
+        """This result, if it worked; `FailedError` otherwise."""
+        if not self.ok:
+            raise FailedError(f"the command ended with {self.exit_code}: {_tail(self.stderr)}", self)
+        return self
+
+
+def _tail(text: str) -> str:
+    return text.strip()[-2000:] or "it wrote nothing to stderr"
+
+
+@dataclass(frozen=True)
+class ProcessInfo:
+    """A process that was started and not released."""
+
+    id: str
+    pid: int
+    argv: list[str]
+    cwd: str
+    user: str | None
+    tty: bool
+    started: datetime
+    running: bool
+    exit_code: int | None
+    signal: str | None
+    timed_out: bool
+
+    @classmethod
+    def from_wire(cls, d: Mapping[str, Any]) -> ProcessInfo:
+        return cls(
+            id=d["id"],
+            pid=d["pid"],
+            argv=d["argv"],
+            cwd=d["cwd"],
+            user=d.get("user"),
+            tty=d["tty"],
+            started=instant(d["started"]),
+            running=d["running"],
+            exit_code=d.get("exitCode"),
+            signal=d.get("signal"),
+            timed_out=d.get("timedOut", False),
+        )
+
+
+class Mime(Mapping[str, str]):
+    """One value in several forms, by MIME type, as the kernel has sent it: text, or base64."""
+
+    def __init__(self, forms: Mapping[str, str]) -> None:
+        self._forms = dict(forms)
+
+    def __getitem__(self, kind: str) -> str:
+        return self._forms[kind]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._forms)
+
+    def __len__(self) -> int:
+        return len(self._forms)
+
+    def __repr__(self) -> str:
+        return f"Mime({self.text!r}, forms={list(self._forms)})"
+
+    @property
+    def text(self) -> str | None:
+        return self._forms.get("text/plain")
+
+    @property
+    def html(self) -> str | None:
+        return self._forms.get("text/html")
+
+    @property
+    def json(self) -> Any:
+        form = self._forms.get("application/json")
+        return None if form is None else json.loads(form)
+
+    @property
+    def png(self) -> bytes | None:
+        return self._binary("image/png")
+
+    @property
+    def jpeg(self) -> bytes | None:
+        return self._binary("image/jpeg")
+
+    @property
+    def svg(self) -> str | None:
+        return self._forms.get("image/svg+xml")
+
+    def _binary(self, kind: str) -> bytes | None:
+        form = self._forms.get(kind)
+        return None if form is None else base64.b64decode(form)
+
+
+@dataclass(frozen=True)
+class CodeError:
+    """An exception of the code."""
+
+    name: str
+    value: str
+    traceback: str
+
+    @classmethod
+    def from_wire(cls, d: Mapping[str, Any]) -> CodeError:
+        return cls(name=d["name"], value=d["value"], traceback=d["traceback"])
+
+
+CodeStatus = Literal["ok", "raised", "interrupted", "exited", "died", "cancelled"]
+
+
+@dataclass(frozen=True)
+class CodeResult(_Outputs):
+    """Code that has ended."""
+
+    context: str
+    status: CodeStatus
+    result: Mime | None  # the value of the last expression
+    displays: list[Mime]  # what was displayed, charts among it
+    error: CodeError | None
+    fresh: bool  # that the kernel was started for it
+    fresh_reason: str | None  # how the kernel before ended
+    reason: str | None  # of what the kernel died
+    language: str  # what ran it; "shell" for a text that is a command
+    count: int  # of executions in this kernel
+
+    @classmethod
+    def from_wire(cls, d: Mapping[str, Any]) -> CodeResult:
+        return cls(
+            id=d["id"],
+            exit_code=d["exitCode"],
+            stdout_bytes=unpack(d["stdout"], d.get("stdoutEncoding")),
+            stderr_bytes=unpack(d["stderr"], d.get("stderrEncoding")),
+            truncated=d["truncated"],
+            timed_out=d.get("timedOut", False),
+            wall=seconds(d["wall"]),
+            context=d["context"],
+            status=d["status"],
+            result=Mime(d["result"]) if "result" in d else None,
+            displays=[Mime(each) for each in d["displays"]],
+            error=CodeError.from_wire(d["error"]) if "error" in d else None,
+            fresh=d.get("fresh", False),
+            fresh_reason=d.get("freshReason"),
+            reason=d.get("reason"),
+            language=d["language"],
+            count=d.get("count", 0),
+        )
+
+    @property
+    def kind(self) -> str:
+        """What a text was: `python` or `shell`."""
+        return self.language
+
+    @property
+    def text(self) -> str | None:
+        """The value of the last expression, as text."""
+        return None if self.result is None else self.result.text
+
+    @property
+    def charts(self) -> list[bytes]:
+        """All pictures, as PNG."""
+        shown = [*self.displays, *([self.result] if self.result else [])]
+        return [png for each in shown if (png := each.png) is not None]
+
+    def check(self) -> CodeResult:
+        """This result, if it worked; `FailedError` otherwise."""
+        if self.ok:
+            return self
+        why = self.error.traceback if self.error else self.reason or self.stderr
+        raise FailedError(f"the code ended with {self.exit_code} ({self.status}): {_tail(why)}", self)
+
+
+@dataclass(frozen=True)
+class CodeEvent:
+    """Something that code has shown besides output."""
+
+    kind: Literal["begun", "result", "display", "raised"]
+    seq: int
+    value: Mime | None = None
+    error: CodeError | None = None
+
+
+@dataclass(frozen=True)
+class CodeContext:
+    """A kernel with its own variables."""
+
+    id: str
+    language: str
+    cwd: str
+    user: str | None
+    pid: int | None  # of its kernel, if one runs
+    version: str | None
+    running: str | None  # id of the execution under way
+    queued: int
+
+    @classmethod
+    def from_wire(cls, d: Mapping[str, Any]) -> CodeContext:
+        return cls(
+            id=d["id"],
+            language=d["language"],
+            cwd=d["cwd"],
+            user=d.get("user"),
+            pid=d.get("pid"),
+            version=d.get("version"),
+            running=d.get("running"),
+            queued=d["queued"],
+        )
+
+
+FileType = Literal["file", "folder", "symlink", "fifo", "socket", "char_device", "block_device"]
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """A file of a sandbox."""
+
+    path: str
+    type: FileType
+    mode: int
+    size: int
+    uid: int
+    gid: int
+    owner: str | None
+    group: str | None
+    modified: datetime
+    target: str | None  # of a symlink
+
+    @property
+    def name(self) -> str:
+        return self.path.rsplit("/", 1)[-1]
+
+    @classmethod
+    def from_wire(cls, d: Mapping[str, Any]) -> FileInfo:
+        return cls(
+            path=d["path"],
+            type=d["type"],
+            mode=int(d["mode"], 8),
+            size=d["size"],
+            uid=d["uid"],
+            gid=d["gid"],
+            owner=d.get("owner"),
+            group=d.get("group"),
+            modified=instant(d["modified"]),
+            target=d.get("target"),
+        )
+
+
+WatchKind = Literal["create", "write", "remove", "rename", "moved_to", "chmod", "close", "overflow", "gone"]
+
+
+@dataclass(frozen=True)
+class WatchEvent:
+    """A change of a file. `overflow` says that changes were missed: look again at everything."""
+
+    type: WatchKind
+    path: str | None
+    folder: bool
+    cookie: int | None  # pairs rename with moved_to
+
+    @classmethod
+    def from_wire(cls, d: Mapping[str, Any]) -> WatchEvent:
+        return cls(type=d["type"], path=d.get("path"), folder=d.get("folder", False), cookie=d.get("cookie"))
+
+
+@dataclass(frozen=True)
+class Version:
+    """The daemon's version."""
+
+    version: str
+    api: str
+    endpoint: str | None
+
+    @classmethod
+    def from_wire(cls, d: Mapping[str, Any]) -> Version:
+        return cls(version=d["version"], api=d["api"], endpoint=d.get("endpoint"))
