@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"os"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -20,20 +21,20 @@ import (
 // not.
 func TestWatch(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		stalls := 0
-		body := watch(io.NopCloser(strings.NewReader("some bytes")), time.Minute, func() { stalls++ })
+		var stalls atomic.Int32
+		body := watch(io.NopCloser(strings.NewReader("some bytes")), time.Minute, func() { stalls.Add(1) })
 		for range 5 {
 			time.Sleep(50 * time.Second)
 			if _, err := body.Read(make([]byte, 1)); err != nil {
 				t.Fatal(err)
 			}
 		}
-		if synctest.Wait(); stalls != 0 {
+		if synctest.Wait(); stalls.Load() != 0 {
 			t.Error("it was read, and stalled")
 		}
 		time.Sleep(2 * time.Minute)
-		if synctest.Wait(); stalls != 1 {
-			t.Errorf("%d stalls", stalls)
+		if synctest.Wait(); stalls.Load() != 1 {
+			t.Errorf("%d stalls", stalls.Load())
 		}
 		if _, err := body.Read(make([]byte, 1)); err != nil {
 			t.Fatal(err)
@@ -41,9 +42,12 @@ func TestWatch(t *testing.T) {
 		if err := body.Close(); err != nil {
 			t.Fatal(err)
 		}
+		if _, err := body.Read(make([]byte, 1)); err != nil { // late
+			t.Fatal(err)
+		}
 		time.Sleep(2 * time.Minute)
-		if synctest.Wait(); stalls != 1 {
-			t.Errorf("%d stalls after it was closed", stalls)
+		if synctest.Wait(); stalls.Load() != 1 {
+			t.Errorf("%d stalls after it was closed", stalls.Load())
 		}
 	})
 }
