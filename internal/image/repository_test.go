@@ -160,3 +160,41 @@ func TestUploadStops(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// TestUploadAccess: an upload takes the credentials and the authority that a pull
+// takes, and nothing goes to a registry that is not trusted.
+func TestUploadAccess(t *testing.T) {
+	r := newRegistry(t, withTLS)
+	r.user = "bob"
+	ref, err := ParseReference(r.host + "/team/thing:1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	digest, size, err := v1.SHA256(strings.NewReader("x"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	opened := false
+	upload := func(registries Registries) error {
+		repo, err := registries.Open(ref)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer repo.Close()
+		return repo.Explain(repo.Upload(t.Context(), Blob{Descriptor: v1.Descriptor{Digest: digest, Size: size}, Open: func() (io.ReadCloser, error) {
+			opened = true
+			return io.NopCloser(strings.NewReader("x")), nil
+		}}))
+	}
+	dockerConfig(t, r.host, "bob", "secret")
+	wantError(t, upload(Registries{}), "--ca-file")
+	dockerConfig(t, r.host, "bob", "wrong")
+	wantError(t, upload(r.options(t).Registries), "docker login "+r.host)
+	if opened {
+		t.Error("content was sent")
+	}
+	dockerConfig(t, r.host, "bob", "secret")
+	if err := upload(r.options(t).Registries); err != nil || !opened {
+		t.Error(err)
+	}
+}
