@@ -7,6 +7,7 @@ import (
 	"io"
 	"net/http"
 	"os"
+	"sync"
 	"time"
 
 	"github.com/google/go-containerregistry/pkg/authn"
@@ -131,19 +132,35 @@ func (r *Repository) Upload(ctx context.Context, b Blob) error {
 
 // watch calls stalled when nobody has read from body for a while.
 func watch(body io.ReadCloser, patience time.Duration, stalled func()) io.ReadCloser {
-	timer := time.AfterFunc(patience, stalled)
-	return &watched{meter{body, func(int) { timer.Reset(patience) }}, timer, body}
+	return &watched{body: body, patience: patience, timer: time.AfterFunc(patience, stalled)}
 }
 
 // watched is a body whose reader must not sleep.
 type watched struct {
-	meter
-	stalled *time.Timer
-	body    io.Closer
+	body     io.ReadCloser
+	patience time.Duration
+
+	mu    sync.Mutex  // protects timer: a body may be closed while it is read
+	timer *time.Timer // nil when it was closed
+}
+
+func (w *watched) Read(p []byte) (int, error) {
+	n, err := w.body.Read(p)
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.timer != nil {
+		w.timer.Reset(w.patience)
+	}
+	return n, err
 }
 
 func (w *watched) Close() error {
-	w.stalled.Stop()
+	w.mu.Lock()
+	if w.timer != nil {
+		w.timer.Stop()
+		w.timer = nil
+	}
+	w.mu.Unlock()
 	return w.body.Close()
 }
 

@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"os"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -20,20 +21,20 @@ import (
 // not.
 func TestWatch(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		stalls := 0
-		body := watch(io.NopCloser(strings.NewReader("some bytes")), time.Minute, func() { stalls++ })
+		var stalls atomic.Int32
+		body := watch(io.NopCloser(strings.NewReader("some bytes")), time.Minute, func() { stalls.Add(1) })
 		for range 5 {
 			time.Sleep(50 * time.Second)
 			if _, err := body.Read(make([]byte, 1)); err != nil {
 				t.Fatal(err)
 			}
 		}
-		if synctest.Wait(); stalls != 0 {
+		if synctest.Wait(); stalls.Load() != 0 {
 			t.Error("it was read, and stalled")
 		}
 		time.Sleep(2 * time.Minute)
-		if synctest.Wait(); stalls != 1 {
-			t.Errorf("%d stalls", stalls)
+		if synctest.Wait(); stalls.Load() != 1 {
+			t.Errorf("%d stalls", stalls.Load())
 		}
 		if _, err := body.Read(make([]byte, 1)); err != nil {
 			t.Fatal(err)
@@ -41,9 +42,12 @@ func TestWatch(t *testing.T) {
 		if err := body.Close(); err != nil {
 			t.Fatal(err)
 		}
+		if _, err := body.Read(make([]byte, 1)); err != nil { // late
+			t.Fatal(err)
+		}
 		time.Sleep(2 * time.Minute)
-		if synctest.Wait(); stalls != 1 {
-			t.Errorf("%d stalls after it was closed", stalls)
+		if synctest.Wait(); stalls.Load() != 1 {
+			t.Errorf("%d stalls after it was closed", stalls.Load())
 		}
 	})
 }
@@ -153,6 +157,44 @@ func TestUploadStops(t *testing.T) {
 		return io.NopCloser(strings.NewReader("x")), nil
 	}})
 	if !errors.Is(err, why) {
+		t.Error(err)
+	}
+}
+
+// TestUploadAccess: an upload takes the credentials and the authority that a pull
+// takes, and nothing goes to a registry that is not trusted.
+func TestUploadAccess(t *testing.T) {
+	r := newRegistry(t, withTLS)
+	r.user = "bob"
+	ref, err := ParseReference(r.host + "/team/thing:1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	digest, size, err := v1.SHA256(strings.NewReader("x"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	opened := false
+	upload := func(registries Registries) error {
+		repo, err := registries.Open(ref)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer repo.Close()
+		return repo.Explain(repo.Upload(t.Context(), Blob{Descriptor: v1.Descriptor{Digest: digest, Size: size}, Open: func() (io.ReadCloser, error) {
+			opened = true
+			return io.NopCloser(strings.NewReader("x")), nil
+		}}))
+	}
+	dockerConfig(t, r.host, "bob", "secret")
+	wantError(t, upload(Registries{}), "--ca-file")
+	dockerConfig(t, r.host, "bob", "wrong")
+	wantError(t, upload(r.options(t).Registries), "docker login "+r.host)
+	if opened {
+		t.Error("content was sent")
+	}
+	dockerConfig(t, r.host, "bob", "secret")
+	if err := upload(r.options(t).Registries); err != nil || !opened {
 		t.Error(err)
 	}
 }

@@ -2,6 +2,7 @@ package helper
 
 import (
 	"fmt"
+	"runtime/debug"
 	"syscall"
 	"unsafe"
 
@@ -28,6 +29,9 @@ func lockDown(f *compiling) error {
 	if f.err != nil {
 		return fmt.Errorf("filter system calls: %w", f.err)
 	}
+	// The memory that it was compiled in, a megabyte, each sandbox would keep.
+	f.code = nil
+	go debug.FreeOSMemory()
 	return nil
 }
 
