@@ -8,6 +8,7 @@ import (
 	"sync"
 	"testing"
 	"testing/synctest"
+	"time"
 
 	"agentrun.dev/internal/sandbox/sandboxtest"
 )
@@ -82,6 +83,7 @@ func TestWatch(t *testing.T) {
 		own.wants(t, "default/a Running", "synced")
 		every.wants(t, "default/a Running", "synced")
 		other.wants(t, "synced")
+		time.Sleep(time.Second) // who is older is told of first
 		claim(t, m, "b", Lifetime{})
 		own.wants(t, "default/b Running")
 		do(m.Pause(t.Context(), key("a")))
