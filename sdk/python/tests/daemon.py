@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -75,10 +76,15 @@ class Daemon:
     def socket(self) -> Path:
         return self.state / "forkd" / "socket"
 
-    @property
+    @functools.cached_property
     def api_key(self) -> str:
-        """What opens its TCP address."""
-        return (self.state / "forkd" / "token").read_text().strip()
+        """A key for its TCP address."""
+        return self.command("key", "create", "tests").strip()
+
+    @property
+    def ca_file(self) -> str:
+        """What its TCP address is known by."""
+        return str(self.state / "forkd" / "tls" / "ca.pem")
 
     def command(self, *args: str, stdin: str = "") -> str:
         """Runs agentrun to its end."""

@@ -20,13 +20,25 @@ from .daemon import Daemon
 
 
 def test_key(daemon: Daemon) -> None:
-    with AgentRun(f"http://{daemon.address}", api_key=daemon.api_key) as client:
+    url, ca = f"https://{daemon.address}", daemon.ca_file
+    with AgentRun(url, api_key=daemon.api_key, ca_file=ca) as client:
         assert client.version().api == "v1"
         with client.create("python-agent-pool") as sandbox:
-            assert sandbox.exec("print('over TCP')").stdout == "over TCP\n"
+            assert sandbox.exec("print('over TLS')").stdout == "over TLS\n"
+            (fork,) = sandbox.fork()
+            # A token opens its own sandbox, and no other.
+            assert sandbox.token
+            assert sandbox.token not in repr(sandbox)
+            with AgentRun(url, api_key=sandbox.token, ca_file=ca) as holder:
+                assert Sandbox(holder, sandbox.name, sandbox.id).exec("1 + 1").text == "2"
+                with pytest.raises(errors.ApiError):
+                    Sandbox(holder, fork.name, fork.id).exec("1 + 1")
+            assert fork.token
+            assert fork.token != sandbox.token
+            fork.terminate()
         assert daemon.api_key not in repr(client)
     for key in (None, "wrong"):
-        with AgentRun(f"http://{daemon.address}", api_key=key) as client:
+        with AgentRun(url, api_key=key, ca_file=ca) as client:
             with pytest.raises(errors.UnauthenticatedError) as refused:
                 client.list()
             assert refused.value.status == 401

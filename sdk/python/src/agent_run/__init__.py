@@ -27,6 +27,7 @@ from .errors import (
     ProtocolError,
 )
 from .models import (
+    Checkpoint,
     CodeContext,
     CodeError,
     CodeEvent,
@@ -37,6 +38,7 @@ from .models import (
     Output,
     ProcessInfo,
     SandboxInfo,
+    SecretRef,
     Version,
     WatchEvent,
 )
@@ -54,6 +56,7 @@ __all__ = [
     "AsyncSandbox",
     "AsyncTerminal",
     "AsyncWatch",
+    "Checkpoint",
     "Code",
     "CodeContext",
     "CodeError",
@@ -76,6 +79,7 @@ __all__ = [
     "ProtocolError",
     "Sandbox",
     "SandboxInfo",
+    "SecretRef",
     "Terminal",
     "Version",
     "Watch",

@@ -229,6 +229,12 @@ class ShuttingDownError(ApiError):
     code = "shutting_down"
 
 
+class AuditFailedError(ApiError):
+    """The daemon cannot write its audit log, and does nothing that would be missing there."""
+
+    code = "audit_failed"
+
+
 class InternalError(ApiError):
     """A defect of the daemon; `request_id` is in its log."""
 
@@ -260,6 +266,7 @@ BY_CODE: Mapping[str, type[ApiError]] = {
         UnavailableError,
         UnimplementedError,
         ShuttingDownError,
+        AuditFailedError,
         InternalError,
     )
 }

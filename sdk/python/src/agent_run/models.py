@@ -20,6 +20,19 @@ Stream = Literal["stdout", "stderr"]
 
 
 @dataclass(frozen=True)
+class SecretRef:
+    """A value of a secret that the daemon keeps, as an environment variable of a sandbox."""
+
+    name: str  # of the secret
+    key: str
+    env: str | None = None  # the variable; the key unless you name one
+
+    def to_wire(self) -> dict[str, str]:
+        wire = {"name": self.name, "key": self.key}
+        return {**wire, "env": self.env} if self.env is not None else wire
+
+
+@dataclass(frozen=True)
 class SandboxInfo:
     """A sandbox, at the time of asking."""
 
@@ -36,14 +49,17 @@ class SandboxInfo:
     created: datetime
     metadata: Mapping[str, str]
     user: str | None
-    parent: str | None  # id of the sandbox that it was forked from
+    parent: str | None  # id of the sandbox that it continues from
     fork: str | None  # name of the fork that made it
+    checkpoint: str | None  # name of the checkpoint that it was restored from
     ended: datetime | None
     reason: str | None  # why it has ended
     detail: str | None
     timeout: float | None  # seconds
     idle_timeout: float | None
     on_timeout: OnTimeout | None
+    secrets: tuple[SecretRef, ...]  # which it holds; never a value
+    secrets_by: str | None  # who has supplied them, and may fork it
 
     @classmethod
     def from_wire(cls, d: Mapping[str, Any]) -> SandboxInfo:
@@ -63,12 +79,56 @@ class SandboxInfo:
             user=d.get("user"),
             parent=d.get("parent"),
             fork=d.get("fork"),
+            checkpoint=d.get("checkpoint"),
             ended=instant(d["ended"]) if "ended" in d else None,
             reason=d.get("reason"),
             detail=d.get("detail"),
             timeout=seconds(d["timeout"]) if "timeout" in d else None,
             idle_timeout=seconds(d["idleTimeout"]) if "idleTimeout" in d else None,
             on_timeout=d.get("onTimeout"),
+            secrets=tuple(SecretRef(s["name"], s["key"], s.get("env")) for s in d.get("secrets", ())),
+            secrets_by=d.get("secretsBy"),
+        )
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A sandbox as it was at one instant, on disk."""
+
+    namespace: str
+    name: str
+    id: str
+    source: str
+    source_id: str
+    pool: str
+    template: str
+    revision: str
+    engine: str
+    workdir: str
+    user: str | None
+    memory: int  # bytes that a sandbox restored from it reserves
+    created: datetime
+    size: int  # bytes on disk of all that it is made of
+    unshared: int  # what of that deleting it frees
+
+    @classmethod
+    def from_wire(cls, d: Mapping[str, Any]) -> Checkpoint:
+        return cls(
+            namespace=d["namespace"],
+            name=d["name"],
+            id=d["id"],
+            source=d["source"],
+            source_id=d["sourceID"],
+            pool=d["pool"],
+            template=d["template"],
+            revision=d["revision"],
+            engine=d["engine"],
+            workdir=d["workdir"],
+            user=d.get("user"),
+            memory=d["memory"],
+            created=instant(d["created"]),
+            size=d["size"],
+            unshared=d["unshared"],
         )
 
 

@@ -4,14 +4,23 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from .._config import discover
 from .._wire import Duration, compact, duration, new_key
 from ..errors import ForkIncompleteError, NotFoundError, SandboxEndedError
-from ..models import CodeContext, CodeResult, CommandResult, OnTimeout, SandboxInfo, Version
+from ..models import (
+    Checkpoint,
+    CodeContext,
+    CodeResult,
+    CommandResult,
+    OnTimeout,
+    SandboxInfo,
+    SecretRef,
+    Version,
+)
 from . import _io
 from .code import Code
 from .commands import Command, Commands, Terminal
@@ -25,8 +34,10 @@ class Sandbox:
     Leaving the context terminates it.
     """
 
-    def __init__(self, client: AgentRun, name: str, id: str) -> None:  # noqa: A002
+    def __init__(self, client: AgentRun, name: str, id: str, token: str | None = None) -> None:  # noqa: A002
+        """`token` gives access to what is inside of this one sandbox; who has made it gets it."""
         self.client = client
+        self.token = token
         self.name = name
         self.id = id
         self.commands = Commands(client._transport, name)
@@ -45,6 +56,7 @@ class Sandbox:
         *,
         name: str | None = None,
         env: Mapping[str, str] | None = None,
+        secrets: Sequence[SecretRef] | None = None,
         metadata: Mapping[str, str] | None = None,
         timeout: Duration | None = None,
         idle_timeout: Duration | None = None,
@@ -61,6 +73,7 @@ class Sandbox:
                 pool,
                 name=name,
                 env=env,
+                secrets=secrets,
                 metadata=metadata,
                 timeout=timeout,
                 idle_timeout=idle_timeout,
@@ -149,11 +162,25 @@ class Sandbox:
                 key=idempotency_key or new_key(),
             )
         )
-        children = [Sandbox(self.client, c["name"], c["id"]) for c in made["children"] if c.get("id")]
+        children = [
+            Sandbox(self.client, c["name"], c["id"], c.get("token")) for c in made["children"] if c.get("id")
+        ]
         problems = {c["name"]: c.get("problem", "") for c in made["children"] if not c.get("id")}
         if problems:
             raise ForkIncompleteError(made["name"], children, problems)
         return children
+
+    def checkpoint(self, name: str | None = None, *, idempotency_key: str | None = None) -> Checkpoint:
+        """Writes it to disk, as it is, under a name. It goes on; `client.restore` continues from there."""
+        made = self._transport.json(
+            Request(
+                "POST",
+                self._path("checkpoints"),
+                body=compact({"name": name}),
+                key=idempotency_key or new_key(),
+            )
+        )
+        return Checkpoint.from_wire(made)
 
     def info(self) -> SandboxInfo:
         """The sandbox as it is now. Asking does not wake it."""
@@ -238,6 +265,7 @@ class AgentRun:
         *,
         name: str | None = None,
         env: Mapping[str, str] | None = None,
+        secrets: Sequence[SecretRef] | None = None,
         metadata: Mapping[str, str] | None = None,
         timeout: Duration | None = None,
         idle_timeout: Duration | None = None,
@@ -246,24 +274,44 @@ class AgentRun:
     ) -> Sandbox:
         """Claims a sandbox of a pool; it has answered when this returns.
 
+        `secrets` are values that the daemon keeps, as environment variables.
+
         After `timeout`, or `idle_timeout` without use, `on_timeout` happens: kill, unless
         you say pause or hibernate.
         """
-        body = compact(
-            {
-                "pool": pool,
-                "name": name,
-                "env": env,
-                "metadata": metadata,
-                "timeout": None if timeout is None else duration(timeout),
-                "idleTimeout": None if idle_timeout is None else duration(idle_timeout),
-                "onTimeout": on_timeout,
-            }
-        )
-        made = self._transport.json(
-            Request("POST", self._transport.path("sandboxes"), body=body, key=idempotency_key or new_key())
-        )
-        return Sandbox(self, made["name"], made["id"])
+        life = _life(name, env, metadata, timeout, idle_timeout, on_timeout)
+        refs = None if secrets is None else [each.to_wire() for each in secrets]
+        return self._make(("sandboxes",), compact({"pool": pool, "secrets": refs, **life}), idempotency_key)
+
+    def restore(
+        self,
+        checkpoint: str | Checkpoint,
+        *,
+        name: str | None = None,
+        env: Mapping[str, str] | None = None,
+        metadata: Mapping[str, str] | None = None,
+        timeout: Duration | None = None,
+        idle_timeout: Duration | None = None,
+        on_timeout: OnTimeout | None = None,
+        idempotency_key: str | None = None,
+    ) -> Sandbox:
+        """A new sandbox that continues from a checkpoint; any number of them can be made."""
+        life = _life(name, env, metadata, timeout, idle_timeout, on_timeout)
+        return self._make(("checkpoints", _name(checkpoint), "restore"), life, idempotency_key)
+
+    def _make(self, path: tuple[str, ...], body: Mapping[str, Any], key: str | None) -> Sandbox:
+        request = Request("POST", self._transport.path(*path), body=body, key=key or new_key())
+        made = self._transport.json(request)
+        return Sandbox(self, made["name"], made["id"], made.get("token"))
+
+    def checkpoints(self) -> builtins.list[Checkpoint]:
+        """All checkpoints by name."""
+        return [Checkpoint.from_wire(each) for each in self._pages("checkpoints", {})]
+
+    def delete_checkpoint(self, checkpoint: str | Checkpoint) -> None:
+        """Deletes a checkpoint. Sandboxes that were restored from it stay."""
+        path = self._transport.path("checkpoints", _name(checkpoint))
+        self._transport.send(Request("DELETE", path))
 
     def get(self, name: str) -> Sandbox:
         """A sandbox that is there. Looking for it does not wake it."""
@@ -272,14 +320,19 @@ class AgentRun:
 
     def list(self, *, ended: bool = False) -> builtins.list[SandboxInfo]:
         """All sandboxes by name, with those that have `ended` if you want."""
-        found: builtins.list[SandboxInfo] = []
-        query = {"limit": "1000", "ended": str(ended).lower()}
+        found = self._pages("sandboxes", {"ended": str(ended).lower()})
+        return [SandboxInfo.from_wire(each) for each in found]
+
+    def _pages(self, kind: str, query: Mapping[str, str]) -> builtins.list[Any]:
+        """All objects of a kind."""
+        found: builtins.list[Any] = []
+        query = {"limit": "1000", **query}
         while True:
-            page = self._transport.json(Request("GET", self._transport.path("sandboxes"), query))
-            found += [SandboxInfo.from_wire(each) for each in page["items"]]
+            page = self._transport.json(Request("GET", self._transport.path(kind), query))
+            found += page["items"]
             if not page.get("next"):
                 return found
-            query["after"] = page["next"]
+            query = {**query, "after": page["next"]}
 
     def version(self) -> Version:
         """The daemon's version."""
@@ -301,3 +354,28 @@ class AgentRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _name(checkpoint: str | Checkpoint) -> str:
+    return checkpoint if isinstance(checkpoint, str) else checkpoint.name
+
+
+def _life(
+    name: str | None,
+    env: Mapping[str, str] | None,
+    metadata: Mapping[str, str] | None,
+    timeout: Duration | None,
+    idle_timeout: Duration | None,
+    on_timeout: OnTimeout | None,
+) -> dict[str, Any]:
+    """What a claim and a restored sandbox are given."""
+    return compact(
+        {
+            "name": name,
+            "env": env,
+            "metadata": metadata,
+            "timeout": None if timeout is None else duration(timeout),
+            "idleTimeout": None if idle_timeout is None else duration(idle_timeout),
+            "onTimeout": on_timeout,
+        }
+    )
