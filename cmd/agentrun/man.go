@@ -18,7 +18,7 @@ and for make install. They are of section 1.`,
 		Example: `  agentrun man ./man && man -l ./man/agentrun-fork.1`,
 		Args:    cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			if err := os.MkdirAll(args[0], 0o755); err != nil {
+			if err := os.MkdirAll(args[0], 0o750); err != nil {
 				return fmt.Errorf("make the folder of manual pages: %w", err)
 			}
 			root := cmd.Root()

@@ -281,7 +281,7 @@ X-Mine: yes`)
 	// Over TCP nobody is known by the kernel, and the header is for ports only.
 	front := newFront(t, New(Config{Service: n.manager, Access: n.access, Audit: n.trail, Log: n.log, Domain: domain}))
 	for path, want := range map[string]int{at + "/ports/" + port + "/": http.StatusOK, "/v1/version": http.StatusUnauthorized} {
-		r, err := http.NewRequestWithContext(t.Context(), "GET", front+path, nil)
+		r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, front+path, nil)
 		if err != nil {
 			t.Fatal(err)
 		}

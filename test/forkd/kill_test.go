@@ -124,6 +124,16 @@ func (n *node) up(flags ...string) {
 	}
 }
 
+// key makes an API key.
+func (n *node) key(role rest.Role) string {
+	n.t.Helper()
+	made, err := n.client.CreateKey(n.t.Context(), rest.KeyCreate{Name: "test", Role: role})
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	return made.Text
+}
+
 // kill ends the daemon without a word.
 func (n *node) kill() {
 	_ = n.daemon.Process.Kill() // it runs

@@ -38,15 +38,11 @@ type front struct {
 // newFront finds out where a daemon listens.
 func newFront(n *node) *front {
 	n.t.Helper()
-	token, err := os.ReadFile(filepath.Join(n.state, "forkd", "token"))
-	if err != nil {
-		n.t.Fatal(err)
-	}
 	v, err := n.client.Version(n.t.Context())
 	if err != nil {
 		n.t.Fatal(err)
 	}
-	f := &front{t: n.t, address: v.Endpoint, token: strings.TrimSpace(string(token))}
+	f := &front{t: n.t, address: v.Endpoint, token: n.key("admin")}
 	f.client = &http.Client{Transport: &http.Transport{
 		MaxIdleConnsPerHost: 32,
 		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
@@ -130,7 +126,7 @@ func (n *node) serveInside(f *front, name string, port int) (path, host string) 
 // address.
 func TestPorts(t *testing.T) {
 	n := newNode(t)
-	n.up("--listen", "127.0.0.1:0", "--domain", portsDomain, "--metrics-listen", "127.0.0.1:0", "--log-format", "text")
+	n.up("--listen", "127.0.0.1:0", "--insecure-http", "--domain", portsDomain, "--metrics-listen", "127.0.0.1:0", "--log-format", "text")
 	defer n.down()
 	n.template(pythonImage(t))
 	f := newFront(n)

@@ -81,7 +81,7 @@ func TestSecretsDoNotLeak(t *testing.T) {
 	const canary = "sk-live-zW8m2QpX-canary"
 	sum := sha256.Sum256([]byte(canary))
 	n := newNode(t)
-	n.flags = []string{"-v", "--listen", "127.0.0.1:0"}
+	n.flags = []string{"-v", "--listen", "127.0.0.1:0", "--insecure-http"}
 	t.Cleanup(func() {
 		if err := leave(n.state); err != nil {
 			t.Error(err)
@@ -91,11 +91,7 @@ func TestSecretsDoNotLeak(t *testing.T) {
 	t.Cleanup(func() { _ = n.daemon.Process.Kill() }) // one that has ended is left alone
 	n.template(pythonImage(t))
 	root := &asker{t: t, node: n, answers: &bytes.Buffer{}}
-	token, err := os.ReadFile(filepath.Join(n.state, "forkd", "token"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	other := &asker{t: t, node: n, answers: root.answers, token: strings.TrimSpace(string(token))}
+	other := &asker{t: t, node: n, answers: root.answers, token: n.key("admin")}
 
 	root.do(200, "PUT", "secrets/llm", map[string]any{"stringData": map[string]string{"API_KEY": canary}})
 	root.do(200, "PATCH", "secrets/llm", map[string]any{"data": map[string][]byte{"OTHER": []byte(canary)}})
@@ -138,9 +134,12 @@ func TestSecretsDoNotLeak(t *testing.T) {
 	root.do(422, "POST", "sandboxes/holder/execs", map[string]any{"argv": []string{"/no/such/program"}})
 	root.do(200, "POST", "sandboxes/holder/code", map[string]any{"code": "1/0"})
 
+	root.do(201, "POST", "sandboxes/holder/checkpoints", map[string]any{"name": "awake"})
+	other.do(403, "POST", "sandboxes/holder/checkpoints", map[string]any{"name": "theft"})
 	for _, name := range []string{"holder", "twin-1"} {
 		root.do(200, "POST", "sandboxes/"+name+"/hibernate", nil)
 	}
+	root.do(201, "POST", "sandboxes/holder/checkpoints", map[string]any{"name": "asleep"})
 	search(t, n.state, canary)
 	n.kill()
 	n.up()
@@ -148,17 +147,22 @@ func TestSecretsDoNotLeak(t *testing.T) {
 	holds("holder") // woken
 	holds("twin-1")
 	holds("twin-2") // it ran on
+	for _, name := range []string{"awake", "asleep"} {
+		other.do(403, "POST", "checkpoints/"+name+"/restore", map[string]any{"name": "theft"})
+		root.do(201, "POST", "checkpoints/"+name+"/restore", map[string]any{"name": name, "env": map[string]string{"MORE": "1"}})
+		holds(name)
+	}
 	other.do(403, "POST", "sandboxes/holder/forks", map[string]any{"name": "theft", "replicas": 1})
 	root.do(201, "POST", "sandboxes/holder/forks", map[string]any{"name": "again", "replicas": 1})
 	root.do(200, "POST", "sandboxes/again-1/hibernate", nil)
 	root.do(200, "POST", "sandboxes/holder/hibernate", nil)
 	search(t, n.state, canary)
 	holds("again-1")
-	for _, list := range []string{"sandboxes?ended=true", "forks", "pools", "templates", "secrets"} {
+	for _, list := range []string{"sandboxes?ended=true", "forks", "pools", "templates", "secrets", "checkpoints"} {
 		root.do(200, "GET", list, nil)
 	}
 	lookForProcesses(t, canary)
-	for _, name := range []string{"holder", "twin-1", "twin-2", "again-1"} {
+	for _, name := range []string{"holder", "twin-1", "twin-2", "again-1", "awake", "asleep"} {
 		root.do(200, "DELETE", "sandboxes/"+name, nil)
 	}
 	search(t, n.state, canary)

@@ -3,6 +3,7 @@ package forkd
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"io/fs"
 	"math/rand/v2"
@@ -20,6 +21,7 @@ import (
 	"agentrun.dev/internal/engine/folder"
 	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/procid"
+	"golang.org/x/sys/unix"
 )
 
 // usage is what a daemon and its sandboxes take of the machine.
@@ -143,8 +145,11 @@ func (s *traces) note(n *node) {
 func emptyGroups(t *testing.T, names map[string]bool) (empty []string) {
 	t.Helper()
 	err := filepath.WalkDir("/sys/fs/cgroup", func(path string, d fs.DirEntry, err error) error {
+		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENODEV) {
+			return nil // it has gone
+		}
 		if err != nil || d.Name() != "cgroup.procs" || !names[filepath.Base(filepath.Dir(path))] {
-			return nil // it may have gone
+			return err
 		}
 		if b, err := os.ReadFile(path); err == nil && len(b) == 0 {
 			empty = append(empty, filepath.Dir(path))
