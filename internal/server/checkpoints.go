@@ -100,7 +100,7 @@ func (a *api) RestoreCheckpoint(w http.ResponseWriter, r *http.Request, namespac
 		noteReplay(w, replayed)
 		return s, err
 	}()
-	a.answer(w, r, http.StatusCreated, showSandbox(s), err)
+	a.answerMade(w, r, s, err)
 }
 
 // showCheckpoint leaves the environment out, as showSandbox does.

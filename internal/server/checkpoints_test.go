@@ -44,6 +44,7 @@ func TestCheckpoints(t *testing.T) {
 	if r := as[rest.ExecResult](n.do("POST", v1+"/sandboxes/r/execs", rest.ExecRequest{Shell: "echo $A"}).ok(200)); r.Stdout != "b\n" {
 		t.Errorf("%+v", r)
 	}
+	n.with(s.Token).do("POST", v1+"/sandboxes/r/execs", rest.ExecRequest{Shell: "true"}).ok(200)
 	if s := as[rest.Sandbox](n.do("POST", v1+"/checkpoints/c/restore", `{}`).ok(201)); !strings.HasPrefix(s.Name, "c-") {
 		t.Errorf("made up %q", s.Name)
 	}

@@ -53,6 +53,11 @@ func (a *api) CreateSandbox(w http.ResponseWriter, r *http.Request, namespace st
 		noteReplay(w, replayed)
 		return s, err
 	}()
+	a.answerMade(w, r, s, err)
+}
+
+// answerMade answers with a sandbox that was made, and with its token.
+func (a *api) answerMade(w http.ResponseWriter, r *http.Request, s sandbox.Sandbox, err error) {
 	shown := showSandbox(s)
 	if err == nil {
 		shown.Token = a.Access.Token(s.ID)

@@ -49,10 +49,11 @@ def find(
 
 def test_order(home: Path, listening: Path) -> None:
     assert find(home) == Endpoint(socket=str(listening))
+    state = str(listening.parent.parent)
+    assert find(home, uid=0, AGENTRUN_STATE=state) == Endpoint(socket=str(listening))
     config(home, "server: https://file:1\napiKey: file-key\n")
     assert find(home) == Endpoint(url="https://file:1", api_key="file-key")
-    state = str(listening.parent.parent)
-    assert find(home, AGENTRUN_STATE=state) == Endpoint(socket=str(listening))
+    assert find(home, AGENTRUN_STATE=state) == find(home)
     env = "https://env:1"
     named = find(home, AGENTRUN_SERVER=env, AGENTRUN_STATE=state, AGENTRUN_API_KEY="k")
     assert named == Endpoint(url=env, api_key="k")

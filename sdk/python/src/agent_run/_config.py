@@ -48,8 +48,6 @@ def discover(
     """
     env = os.environ if env is None else env
     server = server or env.get(ENV_SERVER)
-    if not server and env.get(ENV_STATE):
-        return _local(Path(env[ENV_STATE]), None)
     file = _config_file(env)
     settings = _read(file)
     named = server or settings.get("server")
@@ -78,21 +76,20 @@ def _endpoint(server: str, api_key: str | None, ca_file: str | None) -> Endpoint
     return Endpoint(url=server.rstrip("/"), api_key=api_key, ca_file=ca_file)
 
 
-def _local(state: Path, file: Path | None) -> Endpoint:
+def _local(state: Path, file: Path) -> Endpoint:
     socket = state.absolute() / "forkd" / "socket"
     if socket.is_socket():
         return Endpoint(socket=str(socket))
-    looked = f"{ENV_SERVER} is not set"
-    if file is not None:
-        looked += f", {file} names no server"
     raise NoServerError(
-        f"there is no server: {looked}, and no daemon listens on {socket}. "
+        f"there is no server: {ENV_SERVER} is not set, {file} names none, and no daemon listens on {socket}. "
         f"Start one with `agentrun up`, or set {ENV_SERVER} and {ENV_API_KEY}"
     )
 
 
 def _state_folder(env: Mapping[str, str], uid: int) -> Path:
     """The state folder of `agentrun up`, which has the socket."""
+    if env.get(ENV_STATE):
+        return Path(env[ENV_STATE])
     if uid == 0:
         return Path("/var/lib/agentrun")
     if env.get("XDG_STATE_HOME"):

@@ -234,8 +234,8 @@ class AgentRun:
     """A client of one server and one namespace.
 
     Without arguments it finds its server by the environment (`AGENTRUN_SERVER`,
-    `AGENTRUN_API_KEY`, `AGENTRUN_CA_FILE`; `AGENTRUN_STATE` for the socket), then by
-    `~/.config/agentrun/config.yaml`, then by the local socket.
+    `AGENTRUN_API_KEY`, `AGENTRUN_CA_FILE`), then by `~/.config/agentrun/config.yaml`, then by
+    the local socket (in `AGENTRUN_STATE`, or where `agentrun up` has it).
     """
 
     def __init__(
