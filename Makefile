@@ -28,6 +28,10 @@ install: ## what make build has made, into PREFIX (/usr) under DESTDIR
 docs: ## the reference of the REST API, from its description
 	@go run ./scripts/apidoc api/openapi.yaml >docs/api-reference.md
 
+.PHONY: transcript
+transcript: ## run a first session and write it down (docs/transcript.md)
+	@scripts/transcript.sh
+
 .PHONY: demo
 demo: ## build what is missing, run sandboxes, fork a warm Python (ENGINE=microvm|gvisor)
 	@scripts/demo.sh
