@@ -217,6 +217,12 @@ class UnavailableError(ApiError):
     code = "unavailable"
 
 
+class PortClosedError(ApiError):
+    """No program in the sandbox listens on that port."""
+
+    code = "port_closed"
+
+
 class UnimplementedError(ApiError):
     """The engine of this node cannot do this."""
 
@@ -267,6 +273,7 @@ BY_CODE: Mapping[str, type[ApiError]] = {
         UnimplementedError,
         ShuttingDownError,
         AuditFailedError,
+        PortClosedError,
         InternalError,
     )
 }
