@@ -5,8 +5,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"math/rand/v2"
+	"net"
+	"net/http"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -26,10 +29,10 @@ import (
 
 // usage is what a daemon and its sandboxes take of the machine.
 type usage struct {
-	Descriptors, Threads int
-	Memory               int64 // the daemon's own, in bytes
-	Mounts               int
-	Machines             int
+	Descriptors, Threads, Goroutines int
+	Memory                           int64 // the daemon's own, in bytes
+	Mounts                           int
+	Machines                         int
 	// Disk is what the state folder has beside the journal, which keeps the
 	// history, and the logs.
 	Files int
@@ -49,6 +52,7 @@ func (n *node) look() (u usage) {
 		return len(list)
 	}
 	u.Descriptors, u.Threads = entries(filepath.Join(proc, "fd")), entries(filepath.Join(proc, "task"))
+	u.Goroutines = n.goroutines()
 	u.Machines = entries(filepath.Join(n.state, "forkd", "machines"))
 	status, err := os.ReadFile(filepath.Join(proc, "status"))
 	if err != nil {
@@ -83,6 +87,38 @@ func (n *node) look() (u usage) {
 		n.t.Fatal(err)
 	}
 	return u
+}
+
+// goroutines is how many the daemon has, as its metrics say.
+func (n *node) goroutines() int {
+	n.t.Helper()
+	c := &http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+		return (&net.Dialer{}).DialContext(ctx, "unix", filepath.Join(n.state, "forkd", "socket"))
+	}}}
+	r, err := http.NewRequestWithContext(n.t.Context(), http.MethodGet, "http://localhost/metrics", nil)
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	res, err := c.Do(r)
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	defer func() { _ = res.Body.Close() }() // it was read to its end
+	text, err := io.ReadAll(res.Body)
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	for line := range strings.Lines(string(text)) {
+		if rest, ok := strings.CutPrefix(line, "go_goroutines "); ok {
+			count, err := strconv.Atoi(strings.TrimSpace(rest))
+			if err != nil {
+				n.t.Fatal(err)
+			}
+			return count
+		}
+	}
+	n.t.Fatalf("the metrics do not have go_goroutines: %d %s", res.StatusCode, text)
+	return 0
 }
 
 // rest waits until no sandbox is there and the pool is full.
@@ -171,7 +207,7 @@ func (n *node) nothingLeft(before usage, seen *traces) {
 	// Idle connections and threads of the runtime come and go; what every
 	// sandbox left would be far more, and its history is a few hundred bytes.
 	const few, slack = 16, 64 << 20
-	if after.Descriptors > before.Descriptors+few || after.Threads > before.Threads+few || after.Memory > before.Memory+slack ||
+	if after.Descriptors > before.Descriptors+few || after.Threads > before.Threads+few || after.Goroutines > before.Goroutines+few || after.Memory > before.Memory+slack ||
 		after.Mounts > before.Mounts || after.Machines > before.Machines || after.Files > before.Files || after.Disk > before.Disk+before.Disk/4 {
 		n.t.Error("something is left")
 	}
