@@ -117,13 +117,29 @@ func TestCodeTextRuns(t *testing.T) {
 		}
 	}
 	// A command is interrupted and timed out as a cell is.
-	o := runCode(t, c, guestrpc.CodeRunRequest{Mode: guestrpc.ModeText, Source: "sleep 600", Timeout: 200 * time.Millisecond})
+	o := runCode(t, c, guestrpc.CodeRunRequest{Mode: guestrpc.ModeText, Source: "sleep 600", Timeout: time.Second})
 	if o.State != guestrpc.CodeInterrupted || o.Code != 130 || !o.TimedOut || o.Language != "shell" {
 		t.Errorf("%+v", o.CodeStatus)
 	}
 	o = runCode(t, c, guestrpc.CodeRunRequest{Mode: guestrpc.ModeText, Source: "x"})
 	if o.result(t) != "6" || o.Fresh {
 		t.Errorf("the kernel did not live through it: %+v", o.CodeStatus)
+	}
+}
+
+// TestCodeTextInterrupted: a command that ends in the moment of an interrupt, as
+// one does that gets the interrupt, too, has ended, and nothing else is said of it.
+func TestCodeTextInterrupted(t *testing.T) {
+	c := startClient(t)
+	if _, err := c.CreateContext(rpcContext(t), guestrpc.CodeCreateRequest{ID: "default", Cwd: openDir(t)}); err != nil {
+		t.Fatal(err)
+	}
+	for range 200 {
+		// It interrupts the kernel, which waits for it, and ends.
+		o := runCode(t, c, guestrpc.CodeRunRequest{Mode: guestrpc.ModeText, Source: "kill -INT $PPID"})
+		if o.State != guestrpc.CodeInterrupted && o.State != guestrpc.CodeOK || o.stderr != "" || o.Language != "shell" {
+			t.Fatalf("%+v, %q", o.CodeStatus, o.stderr)
+		}
 	}
 }
 

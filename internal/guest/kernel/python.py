@@ -112,6 +112,8 @@ class Kernel:
         self.main_thread = _thread.get_ident()
         self.lock = _thread.allocate_lock()  # for self.events
         self.closed_section = 0  # the main thread must not be interrupted now
+        self.command = None  # the process that a cell waits for
+        self.interrupts = 0  # that came while it did
         self.pending = False  # an interrupt came when none could be raised
         self.count = 0
         self.loop = None  # of cells with await
@@ -219,6 +221,12 @@ class Kernel:
         Where the cell runs is known from the stack, not from a flag: between
         setting a flag and the next instruction a signal could come.
         """
+        if self.command is not None:
+            # The command has got it too. One that does not care is killed.
+            self.interrupts += 1
+            if self.interrupts > 1:
+                os.kill(self.command, signal.SIGKILL)
+            return
         if not self.closed_section:
             while frame is not None:
                 if frame.f_code is Kernel.user.__code__:
@@ -322,19 +330,24 @@ class Kernel:
         self.flush()
         program = which("bash") or which("sh") or "/bin/sh"
         default = [signal.SIGINT, signal.SIGURG, signal.SIGPIPE, signal.SIGXFSZ]
-        pid = os.posix_spawn(program, [program, "-c", source], os.environ, setsigdef=default)
-        interrupts = 0
-        while True:
-            try:
-                status = os.waitpid(pid, 0)[1]
-                break
-            except KeyboardInterrupt:
-                # The command has got it too. One that does not care is killed.
-                interrupts += 1
-                if interrupts > 1:
-                    os.kill(pid, signal.SIGKILL)
+        # Interrupts are counted here, not raised: whatever they cut off, somebody has
+        # to wait for the command, once.
+        self.closed_section += 1
+        try:
+            self.interrupts = 0
+            pid = os.posix_spawn(program, [program, "-c", source], os.environ, setsigdef=default)
+            self.command = pid
+            if self.pending:  # it came before there was a command to get it
+                self.pending, self.interrupts = False, 1
+                os.kill(pid, signal.SIGINT)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            self.command = None  # from here on the number may be another's
+            status = os.waitpid(pid, 0)[1]
+        finally:
+            self.command = None
+            self.closed_section -= 1
         code = 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
-        return INTERRUPTED if interrupts else OK, code
+        return INTERRUPTED if self.interrupts else OK, code
 
     def failed(self, e, mode):
         """Tells about what a cell has raised."""
