@@ -76,6 +76,9 @@ func (d *Daemon) settings(addr net.Addr) (*tls.Config, error) {
 	if err != nil {
 		return nil, err
 	}
+	if d.cfg.Domain != "" { // ports of sandboxes have names below it
+		hosts = append(hosts, d.cfg.Domain, "*."+d.cfg.Domain)
+	}
 	d.doors.CAFile, d.doors.Fingerprint = authority.File, authority.Fingerprint()
 	return authority.Server(hosts)
 }

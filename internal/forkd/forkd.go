@@ -109,7 +109,7 @@ func Open(ctx context.Context, cfg Config) (_ *Daemon, err error) {
 	d := &Daemon{cfg: cfg, terminals: server.NewTerminals()}
 	defer func() {
 		if err != nil {
-			err = errors.Join(err, d.close())
+			err = errors.Join(err, d.Close())
 		}
 	}()
 	if err := os.MkdirAll(cfg.Dir, 0o700); err != nil {
@@ -324,14 +324,12 @@ func (d *Daemon) Serve(ctx context.Context) error {
 	for err := range failed {
 		errs = append(errs, err)
 	}
-	return errors.Join(append(errs, d.close())...)
+	return errors.Join(append(errs, d.Close())...)
 }
 
-// Close is for a daemon that is not to serve.
-func (d *Daemon) Close() error { return d.close() }
-
-// close frees what was opened.
-func (d *Daemon) close() error {
+// Close frees what was opened. It is for a daemon that is not to serve: Serve does it
+// by itself.
+func (d *Daemon) Close() error {
 	var errs []error
 	for _, l := range append(d.sockets, d.nodes) {
 		if l == nil {

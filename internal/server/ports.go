@@ -144,10 +144,7 @@ func (to *portTarget) about() target {
 // authorisePort is authorise for a port, whose sandbox may be named by its id. Who
 // may not use it does not learn that it exists, nor what its name is.
 func (a *api) authorisePort(p access.Principal, to *portTarget, about *target) error {
-	if to.id == "" {
-		return a.authorise(p, *about)
-	}
-	if !p.May(about.need) {
+	if to.id == "" || !p.May(about.need) {
 		return a.authorise(p, *about)
 	}
 	unknown := sandbox.Errorf(sandbox.CodeNotFound, "there is no sandbox with the id %q", trimmed(string(to.id)))

@@ -5,6 +5,8 @@ import (
 	"bytes"
 	"context"
 	"crypto/sha256"
+	"crypto/tls"
+	"crypto/x509"
 	"encoding/hex"
 	"encoding/json"
 	"fmt"
@@ -466,5 +468,35 @@ func (n *node) scraped(t *testing.T, f *front) {
 	_ = other.Body.Close()
 	if res.StatusCode != http.StatusOK || other.StatusCode != http.StatusNotFound {
 		t.Errorf("at the scraper's address: metrics %d, version %d", res.StatusCode, other.StatusCode)
+	}
+}
+
+// TestPortNamesOverTLS: the certificate that the daemon makes is good for the host
+// names of ports, and for no others.
+func TestPortNamesOverTLS(t *testing.T) {
+	n := newNode(t)
+	n.up("--listen", "127.0.0.1:0", "--domain", portsDomain)
+	defer n.down()
+	v, err := n.client.Version(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	authority, err := os.ReadFile(filepath.Join(n.state, "forkd", "tls", "ca.pem"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	known := x509.NewCertPool()
+	if !known.AppendCertsFromPEM(authority) {
+		t.Fatal("the authority's file has no certificate")
+	}
+	for name, good := range map[string]bool{"8000-" + strings.Repeat("a", 20) + "." + portsDomain: true, portsDomain: true, "other.example": false} {
+		d := tls.Dialer{Config: &tls.Config{RootCAs: known, ServerName: name, MinVersion: tls.VersionTLS12}}
+		conn, err := d.DialContext(t.Context(), "tcp", v.Endpoint)
+		if (err == nil) != good {
+			t.Errorf("%s: %v", name, err)
+		}
+		if err == nil {
+			_ = conn.Close()
+		}
 	}
 }

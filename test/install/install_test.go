@@ -5,6 +5,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 )
@@ -22,7 +23,7 @@ func TestInstall(t *testing.T) {
 	run := func(args ...string) string {
 		t.Helper()
 		cmd := exec.Command(program, args...)
-		cmd.Env = slicesWithout(os.Environ(), "AGENTRUN_ASSETS=")
+		cmd.Env = slices.DeleteFunc(os.Environ(), func(e string) bool { return strings.HasPrefix(e, "AGENTRUN_ASSETS=") })
 		out, err := cmd.CombinedOutput()
 		if err != nil {
 			t.Errorf("agentrun %s: %v\n%s", strings.Join(args, " "), err, out)
@@ -62,13 +63,4 @@ func TestInstall(t *testing.T) {
 	if out, err := exec.Command("systemd-analyze", "verify", "--man=no", unit).CombinedOutput(); err != nil {
 		t.Errorf("systemd-analyze verify: %v\n%s", err, out)
 	}
-}
-
-func slicesWithout(list []string, prefix string) (out []string) {
-	for _, s := range list {
-		if !strings.HasPrefix(s, prefix) {
-			out = append(out, s)
-		}
-	}
-	return out
 }
