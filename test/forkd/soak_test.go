@@ -247,17 +247,18 @@ func TestClaimsAndKills(t *testing.T) {
 	n := newNode(t)
 	n.up()
 	n.template(pythonImage(t))
-	cycle := func(name string) error {
+	cycle := func(name string, seen *traces) error {
 		_, err := n.client.CreateSandbox(t.Context(), rest.SandboxCreate{Name: name, Pool: "pool"}, "")
 		if err == nil {
 			_, err = n.mark(t.Context(), name)
 		}
 		if err == nil {
+			seen.note(n) // while this one is alive for certain
 			_, err = n.client.Kill(t.Context(), name)
 		}
 		return err
 	}
-	if err := cycle("first"); err != nil { // what is made once
+	if err := cycle("first", new(traces)); err != nil { // what is made once
 		t.Fatal(err)
 	}
 	cycles := count(1000, 12)
@@ -272,11 +273,8 @@ func TestClaimsAndKills(t *testing.T) {
 	for range clients {
 		all.Go(func() {
 			for i := next.Add(1); i <= int64(cycles); i = next.Add(1) {
-				if err := cycle(fmt.Sprintf("cycle-%d", i)); err != nil {
+				if err := cycle(fmt.Sprintf("cycle-%d", i), &seen); err != nil {
 					t.Errorf("cycle %d: %v", i, err)
-				}
-				if i%4 == 0 {
-					seen.note(n)
 				}
 			}
 		})
