@@ -10,7 +10,6 @@ import (
 	"errors"
 	"net/http/httptest"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"regexp"
 	"strings"
@@ -20,10 +19,6 @@ import (
 	"agentrun.dev/internal/assets"
 	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/seal"
-	"github.com/google/go-containerregistry/pkg/name"
-	"github.com/google/go-containerregistry/pkg/v1/empty"
-	"github.com/google/go-containerregistry/pkg/v1/mutate"
-	"github.com/google/go-containerregistry/pkg/v1/tarball"
 	"github.com/rogpeppe/go-internal/testscript"
 )
 
@@ -166,43 +161,4 @@ func writeCertificate(ts *testscript.TestScript, neg bool, args []string) {
 	for i, block := range []*pem.Block{{Type: "CERTIFICATE", Bytes: pair.Certificate[0]}, {Type: "PRIVATE KEY", Bytes: key}} {
 		ts.Check(os.WriteFile(ts.MkAbs(args[i]), pem.EncodeToMemory(block), 0o600))
 	}
-}
-
-// pythonImage packs this machine's Python into an image, as docker save would.
-func pythonImage(t *testing.T) string {
-	t.Helper()
-	dir := t.TempDir()
-	root, layer, out := filepath.Join(dir, "root"), filepath.Join(dir, "layer.tar"), filepath.Join(dir, "image.tar")
-	if said, err := exec.Command("../../guest/rootfs/python.sh", root).CombinedOutput(); err != nil {
-		t.Fatalf("make a root filesystem: %v\n%s", err, said)
-	}
-	if said, err := exec.Command("tar", "-C", root, "-cf", layer, ".").CombinedOutput(); err != nil {
-		t.Fatalf("%v\n%s", err, said)
-	}
-	l, err := tarball.LayerFromFile(layer)
-	if err != nil {
-		t.Fatal(err)
-	}
-	img, err := mutate.AppendLayers(empty.Image, l)
-	if err != nil {
-		t.Fatal(err)
-	}
-	config, err := img.ConfigFile()
-	if err != nil {
-		t.Fatal(err)
-	}
-	config = config.DeepCopy()
-	config.OS, config.Architecture = "linux", "amd64"
-	config.Config.Env = []string{"PATH=/bin:/usr/bin:/sbin", "FROM_IMAGE=yes"}
-	if img, err = mutate.ConfigFile(img, config); err != nil {
-		t.Fatal(err)
-	}
-	tag, err := name.NewTag("python:3.12-slim")
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := tarball.WriteToFile(out, tag, img); err != nil {
-		t.Fatal(err)
-	}
-	return out
 }
