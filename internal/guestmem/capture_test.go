@@ -254,6 +254,9 @@ func joined(spans []Span, gap uint64) []Span {
 }
 
 func firstDifference(a, b []byte) int {
+	if bytes.Equal(a, b) { // in one step: the race detector looks at each of the loop's
+		return -1
+	}
 	for i := range a {
 		if a[i] != b[i] {
 			return i

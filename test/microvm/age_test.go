@@ -43,7 +43,7 @@ func command(t *testing.T, sb engine.Sandbox, script string) string {
 // TestAge: neither a long pause nor an old snapshot is noticed by a guest: its
 // timers go on, its kernel does not complain, and it answers as fast.
 func TestAge(t *testing.T) {
-	forEachSMP(t, func(t *testing.T, vcpus int) {
+	soakEachSMP(t, func(t *testing.T, vcpus int) {
 		e := newEngine(t)
 		sb, err := e.Boot(t.Context(), engine.Spec{Root: openRoot(t), Memory: 128 * mib, VCPUs: vcpus})
 		if err != nil {

@@ -56,7 +56,7 @@ func digest(t *testing.T, f *os.File, off, n int64) string {
 // host's file has the guest reads, a read-only disk stays as it is, and
 // discarded blocks are given back.
 func TestDisks(t *testing.T) {
-	forEachSMP(t, func(t *testing.T, vcpus int) {
+	soakEachSMP(t, func(t *testing.T, vcpus int) {
 		const size = 32 * mib
 		rw, rwHost := disk(t, size, nil)
 		ro, roHost := disk(t, size, &pattern{state: 1})

@@ -45,7 +45,7 @@ func TestBoot(t *testing.T) {
 }
 
 func TestExecOptions(t *testing.T) {
-	forEachSMP(t, func(t *testing.T, vcpus int) {
+	soakEachSMP(t, func(t *testing.T, vcpus int) {
 		g := boot(t, vcpus)
 		for _, c := range []struct {
 			name  string
@@ -199,7 +199,7 @@ n=%d; while [ $n -gt 0 ]; do cat a; n=$((n-1)); done`
 // TestBulk moves 100 MiB out through stdout, and in and out through a file,
 // checksummed on both sides.
 func TestBulk(t *testing.T) {
-	forEachSMP(t, func(t *testing.T, vcpus int) {
+	soakEachSMP(t, func(t *testing.T, vcpus int) {
 		g := boot(t, vcpus, func(s *microvm.Spec) { s.Memory = 512 * mib })
 		size := int64(count(100, 16)) * mib
 		t.Run("stdout", func(t *testing.T) {
@@ -270,7 +270,7 @@ func (p *pattern) Read(b []byte) (int, error) {
 }
 
 func TestConcurrentExecs(t *testing.T) {
-	forEachSMP(t, func(t *testing.T, vcpus int) {
+	soakEachSMP(t, func(t *testing.T, vcpus int) {
 		g := boot(t, vcpus)
 		const n = 50
 		var wg sync.WaitGroup
@@ -289,7 +289,7 @@ func TestConcurrentExecs(t *testing.T) {
 // TestStalledReader: a process whose output nobody reads holds up neither
 // other processes nor the agent.
 func TestStalledReader(t *testing.T) {
-	forEachSMP(t, func(t *testing.T, vcpus int) {
+	soakEachSMP(t, func(t *testing.T, vcpus int) {
 		g := boot(t, vcpus)
 		x, err := g.Agent.Exec(t.Context(), shell("cat /dev/zero"))
 		if err != nil {

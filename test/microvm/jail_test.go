@@ -12,7 +12,7 @@ import (
 // TestAllOfItsRAM: a guest may use all of its RAM; what its VM costs beyond
 // that has room under the limit.
 func TestAllOfItsRAM(t *testing.T) {
-	forEachSMP(t, func(t *testing.T, vcpus int) {
+	soakEachSMP(t, func(t *testing.T, vcpus int) {
 		const ram = 192 * mib
 		g := boot(t, vcpus, func(s *microvm.Spec) { s.Memory = ram })
 		before, limit, err := g.Charged()

@@ -163,3 +163,13 @@ func forEachSMP(t *testing.T, test func(t *testing.T, vcpus int)) {
 		t.Run(fmt.Sprintf("%dvCPU", vcpus), func(t *testing.T) { test(t, vcpus) })
 	}
 }
+
+// soakEachSMP does so in make soak. In make test two vCPUs stand for both: with
+// them a guest does all that it does with one.
+func soakEachSMP(t *testing.T, test func(t *testing.T, vcpus int)) {
+	if soak {
+		forEachSMP(t, test)
+		return
+	}
+	test(t, 2)
+}

@@ -50,7 +50,7 @@ const whoAmI = "hostname; cat /etc/machine-id /run/agentrun/generation; head -c 
 // their time does not count the wait; one that dies is replaced; claims beyond
 // them are forks.
 func TestReady(t *testing.T) {
-	forEachSMP(t, func(t *testing.T, vcpus int) {
+	soakEachSMP(t, func(t *testing.T, vcpus int) {
 		e := newEngine(t)
 		snap := bootSnapshot(t, e, vcpus, "echo warmed up > /warm")
 		p, err := ready.New(ready.Config{Engine: e, Snapshot: snap, Count: 2, Shells: 1})

@@ -14,7 +14,7 @@ import (
 // identity and memory of its own, with limits if they were asked for; they
 // outlive the shells, and with a socket their parent's interest.
 func TestShells(t *testing.T) {
-	forEachSMP(t, func(t *testing.T, vcpus int) {
+	soakEachSMP(t, func(t *testing.T, vcpus int) {
 		ctx := t.Context()
 		e := newEngine(t)
 		snap := bootSnapshot(t, e, vcpus, "echo warmed up > /warm")
