@@ -34,7 +34,10 @@ type sandboxed struct {
 	mu      sync.Mutex // one change of the sandbox's state at a time; protects all following fields
 	running bool       // started or restored
 	paused  bool
+	ahead   *loading // nil but between load and restore
 }
+
+var errNotRunning = errors.New("the sandbox does not run yet")
 
 // channelFD is the agent's end of the channel, in the sandbox.
 const channelFD = 3
@@ -78,27 +81,43 @@ func (s *sandboxed) start(ctx context.Context, n *gvisorctl.Network, wire *os.Fi
 	})
 }
 
-// restore continues from a checkpoint. Its pages are read while the sandbox
-// runs.
+// restore continues from a checkpoint, or from the one that was loaded ahead. Its
+// pages are read while the sandbox runs.
 func (s *sandboxed) restore(ctx context.Context, files []*os.File, n *gvisorctl.Network, wire *os.File) error {
-	// runsc opens the files by their names in a folder.
+	return s.begin(ctx, func() error {
+		if l := s.ahead; l != nil {
+			s.ahead = nil
+			if n != nil {
+				return errors.Join(errLoadedWithout, l.abandon())
+			}
+			return l.release()
+		}
+		dir, err := s.checkpointDir(files)
+		if err != nil {
+			return err
+		}
+		var links *boot.CreateLinksAndRoutesArgs // nil: those of the configuration, a loopback
+		if n != nil {
+			links = linksOf(n, wire)
+			links.IsRestore = true
+		}
+		return s.cont.Restore(s.conf, dir, false, true, links)
+	})
+}
+
+// checkpointDir makes the folder in which runsc finds the files of a checkpoint by
+// their names.
+func (s *sandboxed) checkpointDir(files []*os.File) (string, error) {
 	dir := filepath.Join(s.made.RunDir, "restore")
 	if err := os.Mkdir(dir, 0o700); err != nil {
-		return fmt.Errorf("restore: %w", err)
+		return "", fmt.Errorf("restore: %w", err)
 	}
 	for i, name := range gvisorctl.CheckpointFiles {
 		if err := os.Symlink("/proc/self/fd/"+strconv.Itoa(int(files[i].Fd())), filepath.Join(dir, name)); err != nil {
-			return fmt.Errorf("restore: %w", err)
+			return "", fmt.Errorf("restore: %w", err)
 		}
 	}
-	var links *boot.CreateLinksAndRoutesArgs // nil: those of the configuration, a loopback
-	if n != nil {
-		links = linksOf(n, wire)
-		links.IsRestore = true
-	}
-	return s.begin(ctx, func() error {
-		return s.cont.Restore(s.conf, dir, false, true, links)
-	})
+	return dir, nil
 }
 
 // begin lets the sandbox run, and waits until its agent has answered.
@@ -108,13 +127,18 @@ func (s *sandboxed) begin(ctx context.Context, run func() error) error {
 	if s.running {
 		return errors.New("the sandbox runs already")
 	}
+	epoch := make([]byte, 8)
+	_, _ = rand.Read(epoch) // it never fails: crypto/rand ends the process instead
+	// The message is there when the agent first looks.
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	answered := make(chan error, 1)
+	go func() { answered <- s.host.Reset(ctx, binary.LittleEndian.Uint64(epoch)) }()
 	if err := run(); err != nil {
 		return err
 	}
 	s.running = true
-	epoch := make([]byte, 8)
-	_, _ = rand.Read(epoch) // it never fails: crypto/rand ends the process instead
-	if err := s.host.Reset(ctx, binary.LittleEndian.Uint64(epoch)); err != nil {
+	if err := <-answered; err != nil {
 		return fmt.Errorf("wait for the agent: %w", err)
 	}
 	return nil
@@ -155,6 +179,9 @@ func bridge(conn *net.UnixConn, st *guestmux.Stream) {
 func (s *sandboxed) pause() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if !s.running {
+		return errNotRunning
+	}
 	if s.paused {
 		return nil
 	}
@@ -184,6 +211,9 @@ func (s *sandboxed) resume() error {
 func (s *sandboxed) checkpoint(dir string) (time.Duration, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if !s.running {
+		return 0, errNotRunning
+	}
 	begin := time.Now()
 	err := s.cont.Checkpoint(s.conf, dir, sandbox.CheckpointOpts{Compression: statefile.CompressionLevelNone, Resume: true})
 	if err != nil {
@@ -208,5 +238,12 @@ func (s *sandboxed) wait() *gvisorctl.Exit {
 
 // destroy ends the sandbox and removes what runsc keeps of it.
 func (s *sandboxed) destroy() error {
+	s.mu.Lock()
+	l := s.ahead
+	s.ahead = nil
+	s.mu.Unlock()
+	if l != nil {
+		_ = l.abandon() // runsc waits for it; that it fails is what was asked for
+	}
 	return errors.Join(s.host.Close(), s.cont.Destroy())
 }
