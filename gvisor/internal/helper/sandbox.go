@@ -37,7 +37,10 @@ type sandboxed struct {
 	ahead   *loading // nil but between load and restore
 }
 
-var errNotRunning = errors.New("the sandbox does not run yet")
+var (
+	errRuns       = errors.New("the sandbox runs already")
+	errNotRunning = errors.New("the sandbox does not run yet")
+)
 
 // channelFD is the agent's end of the channel, in the sandbox.
 const channelFD = 3
@@ -74,6 +77,9 @@ func create(c *gvisorctl.Create, root, agent *os.File) (*sandboxed, error) {
 // start boots the agent. wire is nil without a network interface.
 func (s *sandboxed) start(ctx context.Context, n *gvisorctl.Network, wire *os.File) error {
 	return s.begin(ctx, func() error {
+		if s.ahead != nil {
+			return errLoaded
+		}
 		if n == nil {
 			return s.cont.Start(s.conf)
 		}
@@ -88,7 +94,8 @@ func (s *sandboxed) restore(ctx context.Context, files []*os.File, n *gvisorctl.
 		if l := s.ahead; l != nil {
 			s.ahead = nil
 			if n != nil {
-				return errors.Join(errLoadedWithout, l.abandon())
+				_ = l.abandon() // that it fails is what was asked for
+				return errLoadedWithout
 			}
 			return l.release()
 		}
@@ -125,7 +132,7 @@ func (s *sandboxed) begin(ctx context.Context, run func() error) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.running {
-		return errors.New("the sandbox runs already")
+		return errRuns
 	}
 	epoch := make([]byte, 8)
 	_, _ = rand.Read(epoch) // it never fails: crypto/rand ends the process instead
