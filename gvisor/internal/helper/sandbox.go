@@ -18,6 +18,7 @@ import (
 	"agentrun.dev/internal/gvisorctl"
 	"golang.org/x/sys/unix"
 	"gvisor.dev/gvisor/pkg/state/statefile"
+	"gvisor.dev/gvisor/pkg/urpc"
 	"gvisor.dev/gvisor/runsc/boot"
 	"gvisor.dev/gvisor/runsc/config"
 	"gvisor.dev/gvisor/runsc/container"
@@ -34,7 +35,8 @@ type sandboxed struct {
 	mu      sync.Mutex // one change of the sandbox's state at a time; protects all following fields
 	running bool       // started or restored
 	paused  bool
-	ahead   *loading // nil but between load and restore
+	ahead   *loading     // nil but between load and restore
+	control *urpc.Client // to gVisor's kernel; nil until it is needed
 }
 
 var (
@@ -192,8 +194,8 @@ func (s *sandboxed) pause() error {
 	if s.paused {
 		return nil
 	}
-	// Not by the container, which would write a file: a claim waits for this.
-	if err := s.cont.Sandbox.Pause(s.cont.ID); err != nil {
+	// Not by the container, which would write a file.
+	if err := s.tell(boot.ContMgrPause); err != nil {
 		return fmt.Errorf("pause: %w", err)
 	}
 	s.paused = true
@@ -206,7 +208,7 @@ func (s *sandboxed) resume() error {
 	if !s.paused {
 		return nil
 	}
-	if err := s.cont.Sandbox.Resume(s.cont.ID); err != nil {
+	if err := s.tell(boot.ContMgrResume); err != nil {
 		return fmt.Errorf("resume: %w", err)
 	}
 	s.paused = false
@@ -250,7 +252,9 @@ func (s *sandboxed) destroy() error {
 	s.ahead = nil
 	s.mu.Unlock()
 	if l != nil {
-		_ = l.abandon() // runsc waits for it; that it fails is what was asked for
+		// runsc is not made for both at once. The kernel may not listen any more.
+		_ = unix.Kill(s.cont.SandboxPid(), unix.SIGKILL)
+		_ = l.abandon() // that it fails is what was asked for
 	}
 	return errors.Join(s.host.Close(), s.cont.Destroy())
 }
