@@ -41,7 +41,7 @@ type Config struct {
 	// none.
 	AllowUnlimited bool
 	// Precreate is how many sandboxes are made ahead for the snapshot that was
-	// forked last, so that a fork has only to be restored.
+	// forked last. They have read its checkpoint but for the pages of programs.
 	Precreate int
 	// Key opens the private snapshots that adopted sandboxes come from; nil opens
 	// none.
