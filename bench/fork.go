@@ -339,7 +339,7 @@ func execProgram(ctx context.Context, agent *guestrpc.Client, argv ...string) er
 func (r ForkReport) Print(w io.Writer) error {
 	fmt.Fprintf(w, "%d forks of a %s guest on %s, %d MiB, %d vCPU; milliseconds\n", r.Count, r.Guest, r.Engine, r.Memory>>20, r.VCPUs)
 	if r.Precreate > 0 {
-		fmt.Fprintf(w, "%d sandboxes waited, made but not restored, before each fork\n", r.Precreate)
+		fmt.Fprintf(w, "%d sandboxes waited before each fork: made, the state of their kernels read, no page of programs copied\n", r.Precreate)
 	}
 	err := printTable(w, r.Floor, []row{
 		{"floor", r.Floor}, {"state restored", r.Restored}, {"first instruction", r.FirstInstruction},

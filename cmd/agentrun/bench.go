@@ -145,7 +145,7 @@ answers.`,
 	f.StringVar(&guest, "guest", bench.GuestLinux, "linux, or test for the bare guest")
 	engineFlag(f, &cfg.Engine)
 	f.StringVar(&cfg.Warm, "warm", "", "shell script that warms the guest up before it is frozen; what it leaves running runs in every fork")
-	f.IntVar(&cfg.Precreate, "precreate", 0, "gVisor: so many sandboxes wait, made but not yet restored, before each fork")
+	f.IntVar(&cfg.Precreate, "precreate", 0, "gVisor: so many sandboxes wait, made and with the state of their kernels read, but not restored, before each fork")
 	f.IntVarP(&cfg.Count, "count", "n", cfg.Count, "how many forks")
 	f.IntSliceVar(&cfg.Walls, "wall", nil, "numbers of forks to make against the wall clock")
 	f.IntVar(&cfg.Parallel, "parallel", cfg.Parallel, "how many of these to make at once")

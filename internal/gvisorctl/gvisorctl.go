@@ -4,7 +4,7 @@
 // runs beside the sandbox, not in it.
 //
 // A helper begins with Create, which makes a sandbox that waits, and goes on
-// with Start or Restore. Any number of other requests may be under way at once;
+// with Start or Restore, before which Load may come. Any number of other requests may be under way at once;
 // each is answered once. The last message is an Exit.
 package gvisorctl
 
@@ -28,9 +28,12 @@ const (
 	OpCreate Op = "create"
 	// OpStart boots it; with Network, the wire comes along.
 	OpStart Op = "start"
+	// OpLoad has it read a checkpoint ahead of OpRestore: the checkpoint's files
+	// in the order of CheckpointFiles. Its only network will be a loopback.
+	OpLoad Op = "load"
 	// OpRestore lets it go on from a checkpoint: its files in the order of
-	// CheckpointFiles; then, with Network, the wire; then, with Listen, a
-	// listening socket.
+	// CheckpointFiles, but none after OpLoad; then, with Network, the wire; then,
+	// with Listen, a listening socket.
 	OpRestore Op = "restore"
 	// OpDial connects a stream, which comes with it, to Port.
 	OpDial Op = "dial"

@@ -33,6 +33,7 @@ const dirEnv = "AGENTRUN_TEST_DIR"
 
 func runTests(m *testing.M) int {
 	enginetest.Orphan(func() (engine.Engine, error) { return gvisor.New(config(os.Getenv(dirEnv))) })
+	makeAhead()
 	dir, err := os.MkdirTemp("", "agentrun-test-")
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)

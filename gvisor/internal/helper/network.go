@@ -1,16 +1,12 @@
 package helper
 
 import (
-	"errors"
 	"fmt"
 	"net"
 	"net/netip"
 	"os"
-	"strconv"
 
 	"agentrun.dev/internal/gvisorctl"
-	"golang.org/x/sys/unix"
-	"gvisor.dev/gvisor/pkg/control/client"
 	"gvisor.dev/gvisor/pkg/urpc"
 	"gvisor.dev/gvisor/runsc/boot"
 	"gvisor.dev/gvisor/runsc/config"
@@ -62,19 +58,9 @@ func (s *sandboxed) startWired(links *boot.CreateLinksAndRoutesArgs) error {
 
 // tellLinks says what links there will be when the sandbox starts.
 func (s *sandboxed) tellLinks(links *boot.CreateLinksAndRoutesArgs) error {
-	path := s.cont.Sandbox.GetControlSocketPath()
-	if path == "" {
-		return errors.New("gVisor's kernel has no control socket")
-	}
-	// It may be too long for a socket's address.
-	fd, err := unix.Open(path, unix.O_PATH|unix.O_CLOEXEC, 0)
+	conn, err := s.connect()
 	if err != nil {
-		return fmt.Errorf("open %s: %w", path, err)
-	}
-	defer func() { _ = unix.Close(fd) }()
-	conn, err := client.ConnectTo("/proc/self/fd/" + strconv.Itoa(fd))
-	if err != nil {
-		return fmt.Errorf("connect to gVisor's kernel: %w", err)
+		return err
 	}
 	defer func() { _ = conn.Close() }() // the answer has come
 	return conn.Call(boot.ContMgrSetNetworkArgs, links, nil)

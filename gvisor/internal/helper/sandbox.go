@@ -18,6 +18,7 @@ import (
 	"agentrun.dev/internal/gvisorctl"
 	"golang.org/x/sys/unix"
 	"gvisor.dev/gvisor/pkg/state/statefile"
+	"gvisor.dev/gvisor/pkg/urpc"
 	"gvisor.dev/gvisor/runsc/boot"
 	"gvisor.dev/gvisor/runsc/config"
 	"gvisor.dev/gvisor/runsc/container"
@@ -34,7 +35,14 @@ type sandboxed struct {
 	mu      sync.Mutex // one change of the sandbox's state at a time; protects all following fields
 	running bool       // started or restored
 	paused  bool
+	ahead   *loading     // nil but between load and restore
+	control *urpc.Client // to gVisor's kernel; nil until it is needed
 }
+
+var (
+	errRuns       = errors.New("the sandbox runs already")
+	errNotRunning = errors.New("the sandbox does not run yet")
+)
 
 // channelFD is the agent's end of the channel, in the sandbox.
 const channelFD = 3
@@ -71,6 +79,9 @@ func create(c *gvisorctl.Create, root, agent *os.File) (*sandboxed, error) {
 // start boots the agent. wire is nil without a network interface.
 func (s *sandboxed) start(ctx context.Context, n *gvisorctl.Network, wire *os.File) error {
 	return s.begin(ctx, func() error {
+		if s.ahead != nil {
+			return errLoaded
+		}
 		if n == nil {
 			return s.cont.Start(s.conf)
 		}
@@ -78,27 +89,44 @@ func (s *sandboxed) start(ctx context.Context, n *gvisorctl.Network, wire *os.Fi
 	})
 }
 
-// restore continues from a checkpoint. Its pages are read while the sandbox
-// runs.
+// restore continues from a checkpoint, or from the one that was loaded ahead. Its
+// pages are read while the sandbox runs.
 func (s *sandboxed) restore(ctx context.Context, files []*os.File, n *gvisorctl.Network, wire *os.File) error {
-	// runsc opens the files by their names in a folder.
+	return s.begin(ctx, func() error {
+		if l := s.ahead; l != nil {
+			s.ahead = nil
+			if n != nil {
+				_ = l.abandon() // that it fails is what was asked for
+				return errLoadedWithout
+			}
+			return l.release()
+		}
+		dir, err := s.checkpointDir(files)
+		if err != nil {
+			return err
+		}
+		var links *boot.CreateLinksAndRoutesArgs // nil: those of the configuration, a loopback
+		if n != nil {
+			links = linksOf(n, wire)
+			links.IsRestore = true
+		}
+		return s.cont.Restore(s.conf, dir, false, true, links)
+	})
+}
+
+// checkpointDir makes the folder in which runsc finds the files of a checkpoint by
+// their names.
+func (s *sandboxed) checkpointDir(files []*os.File) (string, error) {
 	dir := filepath.Join(s.made.RunDir, "restore")
 	if err := os.Mkdir(dir, 0o700); err != nil {
-		return fmt.Errorf("restore: %w", err)
+		return "", fmt.Errorf("restore: %w", err)
 	}
 	for i, name := range gvisorctl.CheckpointFiles {
 		if err := os.Symlink("/proc/self/fd/"+strconv.Itoa(int(files[i].Fd())), filepath.Join(dir, name)); err != nil {
-			return fmt.Errorf("restore: %w", err)
+			return "", fmt.Errorf("restore: %w", err)
 		}
 	}
-	var links *boot.CreateLinksAndRoutesArgs // nil: those of the configuration, a loopback
-	if n != nil {
-		links = linksOf(n, wire)
-		links.IsRestore = true
-	}
-	return s.begin(ctx, func() error {
-		return s.cont.Restore(s.conf, dir, false, true, links)
-	})
+	return dir, nil
 }
 
 // begin lets the sandbox run, and waits until its agent has answered.
@@ -106,15 +134,20 @@ func (s *sandboxed) begin(ctx context.Context, run func() error) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.running {
-		return errors.New("the sandbox runs already")
+		return errRuns
 	}
+	epoch := make([]byte, 8)
+	_, _ = rand.Read(epoch) // it never fails: crypto/rand ends the process instead
+	// The message is there when the agent first looks.
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	answered := make(chan error, 1)
+	go func() { answered <- s.host.Reset(ctx, binary.LittleEndian.Uint64(epoch)) }()
 	if err := run(); err != nil {
 		return err
 	}
 	s.running = true
-	epoch := make([]byte, 8)
-	_, _ = rand.Read(epoch) // it never fails: crypto/rand ends the process instead
-	if err := s.host.Reset(ctx, binary.LittleEndian.Uint64(epoch)); err != nil {
+	if err := <-answered; err != nil {
 		return fmt.Errorf("wait for the agent: %w", err)
 	}
 	return nil
@@ -155,11 +188,14 @@ func bridge(conn *net.UnixConn, st *guestmux.Stream) {
 func (s *sandboxed) pause() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if !s.running {
+		return errNotRunning
+	}
 	if s.paused {
 		return nil
 	}
-	// Not by the container, which would write a file: a claim waits for this.
-	if err := s.cont.Sandbox.Pause(s.cont.ID); err != nil {
+	// Not by the container, which would write a file.
+	if err := s.tell(boot.ContMgrPause); err != nil {
 		return fmt.Errorf("pause: %w", err)
 	}
 	s.paused = true
@@ -172,7 +208,7 @@ func (s *sandboxed) resume() error {
 	if !s.paused {
 		return nil
 	}
-	if err := s.cont.Sandbox.Resume(s.cont.ID); err != nil {
+	if err := s.tell(boot.ContMgrResume); err != nil {
 		return fmt.Errorf("resume: %w", err)
 	}
 	s.paused = false
@@ -184,6 +220,9 @@ func (s *sandboxed) resume() error {
 func (s *sandboxed) checkpoint(dir string) (time.Duration, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if !s.running {
+		return 0, errNotRunning
+	}
 	begin := time.Now()
 	err := s.cont.Checkpoint(s.conf, dir, sandbox.CheckpointOpts{Compression: statefile.CompressionLevelNone, Resume: true})
 	if err != nil {
@@ -208,5 +247,14 @@ func (s *sandboxed) wait() *gvisorctl.Exit {
 
 // destroy ends the sandbox and removes what runsc keeps of it.
 func (s *sandboxed) destroy() error {
+	s.mu.Lock()
+	l := s.ahead
+	s.ahead = nil
+	s.mu.Unlock()
+	if l != nil {
+		// runsc is not made for both at once. The kernel may not listen any more.
+		_ = unix.Kill(s.cont.SandboxPid(), unix.SIGKILL)
+		_ = l.abandon() // that it fails is what was asked for
+	}
 	return errors.Join(s.host.Close(), s.cont.Destroy())
 }

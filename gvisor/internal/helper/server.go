@@ -184,6 +184,11 @@ func (s *server) try(ctx context.Context, m *gvisorctl.Message, files []*os.File
 			return errFiles
 		}
 		return box.start(ctx, m.Network, f.wire)
+	case gvisorctl.OpLoad:
+		if len(files) != len(gvisorctl.CheckpointFiles) {
+			return errFiles
+		}
+		return box.load(files)
 	case gvisorctl.OpRestore:
 		return s.restore(ctx, m, files)
 	case gvisorctl.OpDial:
@@ -246,7 +251,11 @@ func (s *server) create(c *gvisorctl.Create, files []*os.File, reply *gvisorctl.
 }
 
 func (s *server) restore(ctx context.Context, m *gvisorctl.Message, files []*os.File) error {
-	f, err := tellApart(m, files, len(gvisorctl.CheckpointFiles))
+	first := len(gvisorctl.CheckpointFiles)
+	if s.box.loaded() {
+		first = 0
+	}
+	f, err := tellApart(m, files, first)
 	if err != nil {
 		return err
 	}

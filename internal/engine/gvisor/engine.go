@@ -41,7 +41,7 @@ type Config struct {
 	// none.
 	AllowUnlimited bool
 	// Precreate is how many sandboxes are made ahead for the snapshot that was
-	// forked last, so that a fork has only to be restored.
+	// forked last. They have read its checkpoint but for the pages of programs.
 	Precreate int
 	// Key opens the private snapshots that adopted sandboxes come from; nil opens
 	// none.
@@ -174,15 +174,21 @@ func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 	if err != nil {
 		return nil, err
 	}
-	files, err := e.checkpointOf(ctx, snap)
-	if err != nil {
-		return nil, errors.Join(err, s.release())
+	var files checkpoint
+	ready := e.waiting.take(snap, opts.Limits)
+	if ready == nil || !ready.loaded {
+		if files, err = e.checkpointOf(ctx, snap); err != nil {
+			if ready != nil {
+				ready.kill()
+			}
+			return nil, errors.Join(err, s.release())
+		}
+		defer files.close() // the sandbox has its own
 	}
-	defer files.close() // the sandbox has its own
-	if err := s.restore(ctx, files, opts, e.waiting.take(snap, opts.Limits)); err != nil {
+	if err := s.restore(ctx, files, opts, ready); err != nil {
 		return nil, err
 	}
-	e.waiting.refill(s, snap, opts.Limits)
+	e.waiting.refill(s, snap, opts.Limits, files)
 	return s, nil
 }
 
@@ -272,7 +278,11 @@ func (s *sandbox) restore(ctx context.Context, files checkpoint, opts engine.For
 		}
 	}
 	if err == nil {
-		_, err = s.run(ctx, m, files.list(), opts.Wire, listener)
+		first := files.list()
+		if s.loaded {
+			first = nil
+		}
+		_, err = s.run(ctx, m, first, opts.Wire, listener)
 	}
 	s.restored = time.Since(begin)
 	if err == nil {

@@ -6,11 +6,13 @@ import (
 	"sync"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/gvisorctl"
 	"agentrun.dev/internal/snapshot"
 )
 
 // waiting holds sandboxes that were made ahead for the snapshot that was forked
-// last: their kernels run and wait for a checkpoint.
+// last: their kernels run and have read the checkpoint, or, where the sandbox has a
+// network interface, whose wire is not known yet, wait for it.
 type waiting struct {
 	want int
 
@@ -18,6 +20,7 @@ type waiting struct {
 	of     snapshot.ID
 	limits engine.Limits
 	shape  shape
+	files  checkpoint // of the snapshot
 	ready  []*process
 	making int
 	made   chan struct{} // closed, and made anew, when making has become less; may be nil
@@ -42,32 +45,51 @@ func (w *waiting) take(snap *snapshot.Snapshot, limits engine.Limits) *process {
 }
 
 // refill has sandboxes made for the next forks of a snapshot. It is called when a
-// fork has answered: to make them meanwhile would slow it down.
-func (w *waiting) refill(s *sandbox, snap *snapshot.Snapshot, limits engine.Limits) {
+// fork has answered: to make them meanwhile would slow it down. files are the
+// snapshot's; none if the fork did not need them.
+func (w *waiting) refill(s *sandbox, snap *snapshot.Snapshot, limits engine.Limits, files checkpoint) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.want == 0 || w.closed {
 		return
 	}
 	if snap.ID() != w.of || limits != w.limits {
+		own, err := files.copy()
+		if err != nil || own.state == nil {
+			return // another snapshot was forked meanwhile, or the next fork says why not
+		}
 		old := w.ready
 		w.busy.Go(func() { kill(old) })
-		w.of, w.limits, w.ready = snap.ID(), limits, nil
+		w.files.close()
+		w.of, w.limits, w.ready, w.files = snap.ID(), limits, nil, own
 		w.shape = s.shape()
 		w.shape.hostname = "sandbox" // each gets its own when it is restored
 	}
 	for len(w.ready)+w.making < w.want {
+		var load checkpoint
+		if s.network == nil {
+			var err error
+			if load, err = w.files.copy(); err != nil {
+				return
+			}
+		}
 		w.making++
 		of, sh, root := w.of, w.shape, s.root.use()
-		w.busy.Go(func() { w.add(s.engine, of, sh, limits, root) })
+		w.busy.Go(func() { w.add(s.engine, of, sh, limits, root, load) })
 	}
 }
 
-// add makes one. Where that fails, the next fork makes its own, and says why it
-// cannot.
-func (w *waiting) add(e *Engine, of snapshot.ID, sh shape, limits engine.Limits, root *shared) {
+// add makes one and has it load a checkpoint, if there is one. Where that fails,
+// the next fork makes its own, and says why it cannot.
+func (w *waiting) add(e *Engine, of snapshot.ID, sh shape, limits engine.Limits, root *shared, load checkpoint) {
 	p, err := e.create(context.Background(), sh, limits, root.file)
 	_ = root.release() // the sandbox has its own
+	if err == nil && load.state != nil {
+		if err = p.load(context.Background(), load); err != nil {
+			p.kill()
+		}
+	}
+	load.close() // the sandbox has its own
 	w.mu.Lock()
 	wanted := !w.closed && w.of == of && w.limits == limits
 	if err == nil && wanted {
@@ -82,6 +104,13 @@ func (w *waiting) add(e *Engine, of snapshot.ID, sh shape, limits engine.Limits,
 	if err == nil && !wanted {
 		p.kill()
 	}
+}
+
+// load has a sandbox that waits read a checkpoint, which goes on meanwhile.
+func (p *process) load(ctx context.Context, files checkpoint) error {
+	_, err := p.request(ctx, &gvisorctl.Message{Op: gvisorctl.OpLoad}, files.list()...)
+	p.loaded = err == nil
+	return err
 }
 
 func kill(list []*process) {
@@ -121,6 +150,8 @@ func (w *waiting) close() error {
 	w.closed = true
 	list := w.ready
 	w.ready = nil
+	w.files.close()
+	w.files = checkpoint{}
 	w.mu.Unlock()
 	w.busy.Wait()
 	kill(list)

@@ -75,6 +75,7 @@ type process struct {
 	held   *procid.Handle // nil for our own child
 	group  *jail.Group    // nil without limits
 	conn   gvisorctl.Conn
+	loaded bool // a checkpoint, ahead of its restore
 
 	done        chan struct{} // closed when the helper has ended
 	exit        string        // why; set before done is closed

@@ -35,6 +35,20 @@ func (c checkpoint) close() {
 	}
 }
 
+// copy is the same files, to be closed apart; of none, none.
+func (c checkpoint) copy() (o checkpoint, err error) {
+	if c.state == nil {
+		return o, nil
+	}
+	for i, f := range []**os.File{&o.state, &o.meta, &o.pages} {
+		if *f, err = reopen(c.list()[i]); err != nil {
+			o.close()
+			return checkpoint{}, err
+		}
+	}
+	return o, nil
+}
+
 // openCheckpoint opens what was written to a folder.
 func openCheckpoint(dir string) (c checkpoint, err error) {
 	for i, f := range []**os.File{&c.state, &c.meta, &c.pages} {

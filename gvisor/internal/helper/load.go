@@ -1,0 +1,115 @@
+package helper
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"os"
+)
+
+// loading is a restore that has begun and waits. gVisor reads a checkpoint in two
+// pieces: its kernel, and the list of pages, without which it runs no program and
+// copies no page. The list comes through a pipe: until it is written, the kernel
+// is read and stands still.
+type loading struct {
+	list []byte
+	gate *os.File      // the pipe's end that the list is written to
+	done chan struct{} // closed when err is set
+	err  error         // of the restore
+}
+
+// hold begins a restore that reads the list from the pipe whose other end gate
+// is. When it has ended, nothing reads there.
+func hold(list []byte, gate *os.File, restore func() error) *loading {
+	l := &loading{list: list, gate: gate, done: make(chan struct{})}
+	go func() {
+		l.err = restore()
+		close(l.done)
+	}()
+	return l
+}
+
+// release lets the sandbox run.
+func (l *loading) release() error {
+	_, err := l.gate.Write(l.list)
+	err = errors.Join(err, l.gate.Close())
+	<-l.done
+	if l.err != nil {
+		return l.err // that it has not read the list says less
+	}
+	return err
+}
+
+// abandon has the restore fail: the list ends before it has begun.
+func (l *loading) abandon() error {
+	err := l.gate.Close()
+	<-l.done
+	return errors.Join(err, l.err)
+}
+
+var (
+	errLoaded        = errors.New("a checkpoint was loaded already: restore it")
+	errLoadedWithout = errors.New("the checkpoint was loaded for a sandbox without a network interface")
+)
+
+// load begins to restore a checkpoint. The sandbox's network is a loopback: it
+// cannot get an interface any more.
+func (s *sandboxed) load(files []*os.File) (err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("load: %w", err)
+		}
+	}()
+	switch {
+	case s.running:
+		return errRuns
+	case s.ahead != nil:
+		return errLoaded
+	}
+	info, err := files[1].Stat()
+	if err != nil {
+		return err
+	}
+	list := make([]byte, info.Size())
+	if _, err := files[1].ReadAt(list, 0); err != nil && !errors.Is(err, io.EOF) {
+		return err
+	}
+	// These are open until runsc has opened them, which is after the request.
+	state, err := reopen(files[0])
+	if err != nil {
+		return err
+	}
+	own := []*os.File{state, nil, nil}
+	closeOwn := func() {
+		for _, f := range own {
+			_ = f.Close() // only read; nil is refused
+		}
+	}
+	var gate *os.File
+	if own[2], err = reopen(files[2]); err == nil {
+		own[1], gate, err = os.Pipe()
+	}
+	var dir string
+	if err == nil {
+		dir, err = s.checkpointDir(own)
+	}
+	if err != nil {
+		closeOwn()
+		_ = gate.Close() // likewise
+		return err
+	}
+	s.ahead = hold(list, gate, func() error {
+		defer closeOwn()
+		return s.cont.Restore(s.conf, dir, false, true, nil)
+	})
+	return nil
+}
+
+// loaded reports whether a checkpoint was loaded and is not restored.
+func (s *sandboxed) loaded() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.ahead != nil
+}

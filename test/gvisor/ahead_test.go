@@ -1,0 +1,230 @@
+package gvisor
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/gvisor"
+	"agentrun.dev/internal/procid"
+	"agentrun.dev/internal/snapshot"
+)
+
+// aheadEnv is the snapshot that a process makes a sandbox ahead for.
+const aheadEnv = "AGENTRUN_TEST_AHEAD"
+
+// makeAhead makes this process the parent of a fork and of a sandbox made ahead,
+// and waits to be killed, if a test has started it for that.
+func makeAhead() {
+	path := os.Getenv(aheadEnv)
+	if path == "" {
+		return
+	}
+	cfg := config(os.Getenv(dirEnv))
+	cfg.Precreate = 1
+	e, err := gvisor.New(cfg)
+	var snap *snapshot.Snapshot
+	if err == nil {
+		snap, err = snapshot.Open(path)
+	}
+	if err == nil {
+		_, err = e.Fork(context.Background(), snap, engine.ForkOptions{})
+	}
+	if err == nil {
+		err = e.Precreated(context.Background())
+	}
+	fmt.Println(err)
+	select {}
+}
+
+// helpersOf lists the helpers that a process has started.
+func helpersOf(t *testing.T, parent int) (list []int) {
+	t.Helper()
+	tasks, err := filepath.Glob("/proc/" + itoa(parent) + "/task/*/children")
+	if err != nil || len(tasks) == 0 {
+		t.Fatal(tasks, err)
+	}
+	for _, path := range tasks {
+		b, _ := os.ReadFile(path) // a thread may have ended
+		for _, word := range strings.Fields(string(b)) {
+			name, _ := os.ReadFile("/proc/" + word + "/comm")
+			if pid, err := strconv.Atoi(word); err == nil && strings.HasPrefix(string(name), "gvisor-helper") {
+				list = append(list, pid)
+			}
+		}
+	}
+	return list
+}
+
+func pidOf(t *testing.T, sb engine.Sandbox) int {
+	t.Helper()
+	id, err := gvisor.Identify(sb)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return id.PID
+}
+
+// TestMadeAhead: a sandbox made ahead has begun to read the checkpoint, none of
+// its programs has run, and the next fork is that sandbox.
+func TestMadeAhead(t *testing.T) {
+	dir := tempDir(t)
+	cfg := config(dir)
+	cfg.Precreate = 1
+	e := newEngine(t, cfg)
+	source := boot(t, e)
+	sh(t, source, "echo the source > /tmp/mine")
+	snap := freeze(t, source)
+	fork := func() engine.Sandbox {
+		sb, err := e.Fork(t.Context(), snap, engine.ForkOptions{})
+		if err == nil {
+			t.Cleanup(func() { _ = sb.Close() })
+			err = e.Precreated(t.Context())
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		return sb
+	}
+	known := []engine.Sandbox{source, fork()}
+	for range 3 {
+		last := known[len(known)-1]
+		waits := slices.DeleteFunc(helpersOf(t, os.Getpid()), func(pid int) bool {
+			return slices.ContainsFunc(known, func(sb engine.Sandbox) bool { return pidOf(t, sb) == pid })
+		})
+		if len(waits) != 1 {
+			t.Fatalf("%d sandboxes wait", len(waits))
+		}
+		// The folder is that of the checkpoint's files.
+		if begun, err := filepath.Glob(filepath.Join(dir, "run", "*", "restore")); err != nil || len(begun) != len(known) {
+			t.Errorf("%d of %d sandboxes have begun to read: %v", len(begun), len(known), err)
+		}
+		waiting, err := gvisor.ReadParts(waits[0])
+		if err != nil {
+			t.Fatal(err)
+		}
+		running, err := gvisor.ReadParts(pidOf(t, last))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if waiting.Programs > mib || running.Programs < 2*mib {
+			t.Errorf("programs have %d bytes in a sandbox that waits, %d in one that runs", waiting.Programs, running.Programs)
+		}
+		sb := fork()
+		if got := pidOf(t, sb); got != waits[0] {
+			t.Errorf("the fork is process %d, not %d, which waited", got, waits[0])
+		}
+		if got := sh(t, sb, "cat /tmp/mine"); got != "the source" {
+			t.Errorf("it has %q", got)
+		}
+		if a, b := sh(t, last, "hostname"), sh(t, sb, "hostname"); a == b {
+			t.Errorf("two forks are called %q", a)
+		}
+		sh(t, sb, "echo the fork > /tmp/mine")
+		known = append(known, sb)
+	}
+}
+
+// TestMadeAheadForAnother: sandboxes made ahead are for the snapshot that was
+// forked last; a fork of another one is of that.
+func TestMadeAheadForAnother(t *testing.T) {
+	cfg := config(tempDir(t))
+	cfg.Precreate = 1
+	e := newEngine(t, cfg)
+	source := boot(t, e)
+	var snaps []*snapshot.Snapshot
+	for i := range 2 {
+		sh(t, source, "echo "+itoa(i)+" > /tmp/mine")
+		snaps = append(snaps, freeze(t, source))
+	}
+	for _, i := range []int{0, 0, 1, 1, 0} {
+		sb, err := e.Fork(t.Context(), snaps[i], engine.ForkOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := sh(t, sb, "cat /tmp/mine"); got != itoa(i) {
+			t.Errorf("a fork of snapshot %d has %q", i, got)
+		}
+		if err := errors.Join(e.Precreated(t.Context()), sb.Close()); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// TestMadeAheadEnds: sandboxes made ahead end with their parent, in the midst of
+// what they read.
+func TestMadeAheadEnds(t *testing.T) {
+	dir := tempDir(t)
+	path := filepath.Join(t.TempDir(), "snapshot")
+	snap, err := boot(t, newEngine(t, config(dir))).Snapshot(t.Context(), path)
+	if err == nil {
+		err = snap.Close()
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command(self)
+	cmd.Env = append(os.Environ(), dirEnv+"="+dir, aheadEnv+"="+path)
+	out, err := cmd.StdoutPipe()
+	if err == nil {
+		err = cmd.Start()
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	if line, err := bufio.NewReader(out).ReadString('\n'); line != "<nil>\n" {
+		t.Errorf("%s%v", line, err)
+	}
+	var held []*procid.Handle
+	for _, pid := range helpersOf(t, cmd.Process.Pid) {
+		id, err := procid.Of(pid)
+		if err != nil {
+			t.Fatal(err)
+		}
+		h, err := procid.Adopt(id)
+		if err != nil {
+			t.Fatal(err)
+		}
+		held = append(held, h)
+	}
+	if len(held) != 2 {
+		t.Errorf("it has %d helpers: a fork and one that waits", len(held))
+	}
+	if err := cmd.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	_ = cmd.Wait() // it was killed
+	ended := make(chan error, 1)
+	go func() {
+		var err error
+		for _, h := range held {
+			err = errors.Join(err, h.Wait(), h.Close())
+		}
+		ended <- err
+	}()
+	select {
+	case err := <-ended:
+		if err != nil {
+			t.Error(err)
+		}
+	case <-time.After(patience):
+		for _, h := range held {
+			h.Kill()
+		}
+		t.Fatal("its helpers live on")
+	}
+}
