@@ -1516,6 +1516,9 @@ type TemplateList struct {
 
 // TemplateSpec defines model for TemplateSpec.
 type TemplateSpec struct {
+	// Disk Bytes of the layer over the image that a sandbox writes to; without it that is in the sandbox's memory, of which it may take half.
+	Disk int64 `json:"disk,omitempty"`
+
 	// Env Environment variables by name.
 	Env Env `json:"env,omitempty"`
 

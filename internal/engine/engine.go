@@ -26,6 +26,10 @@ type Spec struct {
 	Root   *os.File
 	Memory uint64
 	VCPUs  int
+	// Disk is the size of the layer over Root that the sandbox writes to; what
+	// does not fit is ENOSPC inside. With 0 the layer is in the sandbox's memory,
+	// and holds half as much as that has.
+	Disk uint64
 	// Scratch is the size of an empty disk of the sandbox's own, 0 for none.
 	// Engines without disks let the root filesystem grow by so much instead.
 	Scratch  uint64
@@ -88,6 +92,11 @@ type Engine interface {
 	Name() string
 	// Capabilities say how this engine differs from others.
 	Capabilities() Capabilities
+	// Reserve is how much memory of the host a sandbox with that much RAM and
+	// that Disk may come to need.
+	Reserve(ram, disk uint64) uint64
+	// MaxDisk is the largest Disk that this host could hold if it were empty.
+	MaxDisk() (uint64, error)
 	// Boot returns when the sandbox's agent has answered.
 	Boot(context.Context, Spec) (Sandbox, error)
 	// Fits refuses a snapshot that this engine, on this host, cannot fork, with

@@ -602,9 +602,12 @@ type TemplateSpec struct {
 	// Thousandths of a processor; 0 is 1000.
 	MilliCpus uint64 `protobuf:"varint,6,opt,name=milli_cpus,json=milliCpus,proto3" json:"milli_cpus,omitempty"`
 	// Bytes; 0 is 512 MiB.
-	MemoryBytes   uint64      `protobuf:"varint,7,opt,name=memory_bytes,json=memoryBytes,proto3" json:"memory_bytes,omitempty"`
-	Ready         *ReadyCheck `protobuf:"bytes,8,opt,name=ready,proto3" json:"ready,omitempty"`
-	Warmup        *Program    `protobuf:"bytes,9,opt,name=warmup,proto3" json:"warmup,omitempty"`
+	MemoryBytes uint64      `protobuf:"varint,7,opt,name=memory_bytes,json=memoryBytes,proto3" json:"memory_bytes,omitempty"`
+	Ready       *ReadyCheck `protobuf:"bytes,8,opt,name=ready,proto3" json:"ready,omitempty"`
+	Warmup      *Program    `protobuf:"bytes,9,opt,name=warmup,proto3" json:"warmup,omitempty"`
+	// Bytes of the layer over the image that a sandbox writes to; 0 keeps it in the
+	// sandbox's memory, of which it may take half.
+	DiskBytes     uint64 `protobuf:"varint,10,opt,name=disk_bytes,json=diskBytes,proto3" json:"disk_bytes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -700,6 +703,13 @@ func (x *TemplateSpec) GetWarmup() *Program {
 		return x.Warmup
 	}
 	return nil
+}
+
+func (x *TemplateSpec) GetDiskBytes() uint64 {
+	if x != nil {
+		return x.DiskBytes
+	}
+	return 0
 }
 
 type ReadyCheck struct {
@@ -3980,7 +3990,7 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"hibernated\x18\a \x01(\rR\n" +
 	"hibernated\x12 \n" +
 	"\vcheckpoints\x18\b \x01(\rR\vcheckpoints\x12)\n" +
-	"\x10checkpoint_bytes\x18\t \x01(\x04R\x0fcheckpointBytes\"\x82\x03\n" +
+	"\x10checkpoint_bytes\x18\t \x01(\x04R\x0fcheckpointBytes\"\xa1\x03\n" +
 	"\fTemplateSpec\x12\x14\n" +
 	"\x05image\x18\x01 \x01(\tR\x05image\x12\x12\n" +
 	"\x04init\x18\x02 \x03(\tR\x04init\x129\n" +
@@ -3991,7 +4001,10 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"milli_cpus\x18\x06 \x01(\x04R\tmilliCpus\x12!\n" +
 	"\fmemory_bytes\x18\a \x01(\x04R\vmemoryBytes\x122\n" +
 	"\x05ready\x18\b \x01(\v2\x1c.agentrun.node.v1.ReadyCheckR\x05ready\x121\n" +
-	"\x06warmup\x18\t \x01(\v2\x19.agentrun.node.v1.ProgramR\x06warmup\x1a6\n" +
+	"\x06warmup\x18\t \x01(\v2\x19.agentrun.node.v1.ProgramR\x06warmup\x12\x1d\n" +
+	"\n" +
+	"disk_bytes\x18\n" +
+	" \x01(\x04R\tdiskBytes\x1a6\n" +
 	"\bEnvEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xaf\x01\n" +
