@@ -1,13 +1,20 @@
 package sandbox
 
-import "sort"
+import (
+	"fmt"
+	"sort"
+)
 
 // invalidDisk refuses the size of a disk, with what is possible.
 func invalidDisk(size, most uint64, why string) error {
 	if why != "" {
 		why = ": " + why
 	}
-	return invalid("resources.disk", "%s are not between %s and %s%s", mebibytes(size), mebibytes(MinDisk), mebibytes(most), why)
+	given := mebibytes(size)
+	if size%mib != 0 { // rounded it might look as if it were possible
+		given = fmt.Sprintf("%d bytes", size)
+	}
+	return invalid("resources.disk", "%s are not between %s and %s%s", given, mebibytes(MinDisk), mebibytes(most/mib*mib), why)
 }
 
 // checkDisk refuses a disk that this node could not hold if it held nothing else.

@@ -92,13 +92,13 @@ func (c *nodeClient) prepare(namespace string) {
 func TestNodeObjects(t *testing.T) {
 	c := newNodeClient(t)
 	spec := &nodev1.TemplateSpec{
-		Image: "python", Init: nil, Env: map[string]string{"A": "b"}, Workdir: "/w", User: "me", MilliCpus: 500, MemoryBytes: 64 << 20,
+		Image: "python", Init: nil, Env: map[string]string{"A": "b"}, Workdir: "/w", User: "me", MilliCpus: 500, MemoryBytes: 64 << 20, DiskBytes: 32 << 20,
 		Ready:  &nodev1.ReadyCheck{Check: &nodev1.ReadyCheck_Port{Port: 80}, Timeout: durationpb.New(time.Second)},
 		Warmup: &nodev1.Program{Language: "python", Text: "import os"},
 	}
 	made := must(c.ApplyTemplate(c.ctx, &nodev1.ApplyTemplateRequest{Name: "a", Spec: spec}))(t)
 	if got := made.GetSpec(); got.GetReady().GetPort() != 80 || got.GetReady().GetTimeout().AsDuration() != time.Second ||
-		got.GetMilliCpus() != 500 || got.GetEnv()["A"] != "b" || got.GetWarmup().GetText() != "import os" || made.GetRevision() == "" || made.GetCreated() == nil {
+		got.GetMilliCpus() != 500 || got.GetDiskBytes() != 32<<20 || got.GetEnv()["A"] != "b" || got.GetWarmup().GetText() != "import os" || made.GetRevision() == "" || made.GetCreated() == nil {
 		t.Errorf("%v", made)
 	}
 	for check, want := range map[string]*nodev1.ReadyCheck{

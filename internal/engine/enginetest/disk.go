@@ -11,7 +11,7 @@ import (
 
 // diskSize is that of the disk in testDisk: not half of the memory, and no whole
 // number of pages.
-const diskSize = 48<<20 + 1000
+const diskSize = 24<<20 + 1000
 
 // testDisk: the layer that a sandbox writes to is as large as it was asked for,
 // no larger, and its own, in forks of all kinds.
@@ -24,8 +24,9 @@ func (s *suite) testDisk(t *testing.T) {
 	}
 	t.Cleanup(func() { _ = source.Close() })
 	wantDisk(t, source, "what was booted")
+	fillDisk(t, source, "what was booted")
 	// It is over the image: what that has is there, and can be changed.
-	sum := sh(t, source, "head -c 5000000 /dev/urandom > /data; md5sum < /data; echo changed > /etc/passwd; rm -r /var; mkdir /var; ls /var")
+	sum := sh(t, source, "head -c 3000000 /dev/urandom > /data; md5sum < /data; echo changed > /etc/passwd; rm -r /var; mkdir /var; ls /var")
 	check := func(sb engine.Sandbox, who, its string) {
 		t.Helper()
 		if got := sh(t, sb, "md5sum < /data; cat /etc/passwd; ls /var; cat /who"); got != sum+"\nchanged\n"+its {
@@ -80,6 +81,7 @@ func (s *suite) testDisk(t *testing.T) {
 	again := s.fork(t, asleep, engine.ForkOptions{KeepIdentity: true})
 	check(again, "what woke up", "awake")
 	wantDisk(t, again, "what woke up")
+	fillDisk(t, again, "what woke up")
 	check(children[0], "the live fork", "a")
 
 	if _, err := s.Engine.MaxDisk(); err != nil {
@@ -87,7 +89,7 @@ func (s *suite) testDisk(t *testing.T) {
 	}
 }
 
-// wantDisk looks at the size of a disk, and fills it.
+// wantDisk looks at the size of a disk.
 func wantDisk(t *testing.T, sb engine.Sandbox, who string) {
 	t.Helper()
 	// A file system needs some of its room for itself.
@@ -95,6 +97,11 @@ func wantDisk(t *testing.T, sb engine.Sandbox, who string) {
 	if size := number(t, sh(t, sb, "df -k / | awk 'END { print $2 }'")) << 10; size < least || size > diskSize+4096 {
 		t.Errorf("the disk of %s has %d bytes, not %d", who, size, diskSize)
 	}
+}
+
+// fillDisk writes to a disk until it is full.
+func fillDisk(t *testing.T, sb engine.Sandbox, who string) {
+	t.Helper()
 	free := number(t, sh(t, sb, "df -k / | awk 'END { print $4 }'")) << 10
 	got := sh(t, sb, "dd if=/dev/zero of=/fill bs=65536 2>&1; ls -l /fill | awk '{ print $5 }'; rm /fill; echo room > /after; cat /after; rm /after")
 	lines := strings.Split(got, "\n")

@@ -125,8 +125,11 @@ func (h *Host) Close() error { return nil }
 // Reserve is no more than what was asked for.
 func (h *Host) Reserve(ram, disk uint64) uint64 { return ram + disk }
 
+// MaxDisk is the largest disk of a Host.
+const MaxDisk = 1 << 40
+
 // MaxDisk is that of a small machine.
-func (h *Host) MaxDisk() (uint64, error) { return 1 << 40, nil }
+func (h *Host) MaxDisk() (uint64, error) { return MaxDisk, nil }
 
 // Capabilities are those of an engine whose forks share memory.
 func (h *Host) Capabilities() engine.Capabilities { return engine.Capabilities{SharesMemory: true} }
