@@ -233,6 +233,9 @@ type Stats struct {
 	Own uint64
 	// Proportional is the process's share of everything that it maps (PSS).
 	Proportional uint64
+	// Disk is what it has written to its disks and not deleted, where these are
+	// not in its memory.
+	Disk uint64
 	// CPU is the processor time that it has taken since it was made, of the
 	// process and of the guest.
 	CPU time.Duration

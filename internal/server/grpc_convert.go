@@ -209,7 +209,7 @@ func nodeCheckpoint(c sandbox.CheckpointSize) *nodev1.Checkpoint {
 func nodeStats(c sandbox.Cost) *nodev1.SandboxStats {
 	return &nodev1.SandboxStats{
 		Namespace: string(c.Namespace), Name: string(c.Name), Id: string(c.ID), State: nodeStates[c.State], Time: nodeTime(c.At),
-		ReservedBytes: c.Reserved, OwnBytes: c.Own, SharedBytes: c.Proportional - min(c.Own, c.Proportional),
+		ReservedBytes: c.Reserved, OwnBytes: c.Own, SharedBytes: c.Proportional - min(c.Own, c.Proportional), DiskBytes: c.Stats.Disk,
 		Cpu: durationpb.New(c.CPU), Generation: c.Generation,
 	}
 }

@@ -188,7 +188,7 @@ func TestNodeSandboxes(t *testing.T) {
 		t.Errorf("%v", l)
 	}
 	st := must(c.GetSandboxStats(c.ctx, &nodev1.GetSandboxStatsRequest{Name: "a"}))(t)
-	if st.GetOwnBytes() == 0 || st.GetSharedBytes() != 1<<19 || st.GetCpu().AsDuration() != 3*time.Second || st.GetTime() == nil {
+	if st.GetOwnBytes() == 0 || st.GetDiskBytes() != 5<<20 || st.GetSharedBytes() != 1<<19 || st.GetCpu().AsDuration() != 3*time.Second || st.GetTime() == nil {
 		t.Errorf("%v", st)
 	}
 	if all := must(c.ListSandboxStats(c.ctx, &nodev1.ListSandboxStatsRequest{}))(t); len(all.GetStats()) != 4 {

@@ -2746,7 +2746,10 @@ type SandboxStats struct {
 	// Processor time since its machine was made.
 	Cpu *durationpb.Duration `protobuf:"bytes,9,opt,name=cpu,proto3" json:"cpu,omitempty"`
 	// How many forks are between a boot and it.
-	Generation    uint64 `protobuf:"varint,10,opt,name=generation,proto3" json:"generation,omitempty"`
+	Generation uint64 `protobuf:"varint,10,opt,name=generation,proto3" json:"generation,omitempty"`
+	// Bytes of the node's disk that it has written to and not deleted; 0 where what
+	// it writes is memory.
+	DiskBytes     uint64 `protobuf:"varint,11,opt,name=disk_bytes,json=diskBytes,proto3" json:"disk_bytes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2847,6 +2850,13 @@ func (x *SandboxStats) GetCpu() *durationpb.Duration {
 func (x *SandboxStats) GetGeneration() uint64 {
 	if x != nil {
 		return x.Generation
+	}
+	return 0
+}
+
+func (x *SandboxStats) GetDiskBytes() uint64 {
+	if x != nil {
+		return x.DiskBytes
 	}
 	return 0
 }
@@ -4166,7 +4176,7 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x04name\x18\x02 \x01(\tR\x04name\"J\n" +
 	"\x16GetSandboxStatsRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
-	"\x04name\x18\x02 \x01(\tR\x04name\"\xea\x02\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\"\x89\x03\n" +
 	"\fSandboxStats\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x0e\n" +
@@ -4180,7 +4190,9 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\n" +
 	"generation\x18\n" +
 	" \x01(\x04R\n" +
-	"generation\"c\n" +
+	"generation\x12\x1d\n" +
+	"\n" +
+	"disk_bytes\x18\v \x01(\x04R\tdiskBytes\"c\n" +
 	"\x17ListSandboxStatsRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x14\n" +
 	"\x05limit\x18\x02 \x01(\rR\x05limit\x12\x14\n" +

@@ -24,9 +24,11 @@ func (s *suite) testDisk(t *testing.T) {
 	}
 	t.Cleanup(func() { _ = source.Close() })
 	wantDisk(t, source, "what was booted")
-	fillDisk(t, source, "what was booted")
+	s.fillDisk(t, source, "what was booted")
 	// It is over the image: what that has is there, and can be changed.
 	sum := sh(t, source, "head -c 3000000 /dev/urandom > /data; md5sum < /data; echo changed > /etc/passwd; rm -r /var; mkdir /var; ls /var")
+	sh(t, source, "sync")
+	s.wantUse(t, source, "what was booted", 3_000_000, diskSize/2)
 	check := func(sb engine.Sandbox, who, its string) {
 		t.Helper()
 		if got := sh(t, sb, "md5sum < /data; cat /etc/passwd; ls /var; cat /who"); got != sum+"\nchanged\n"+its {
@@ -81,7 +83,7 @@ func (s *suite) testDisk(t *testing.T) {
 	again := s.fork(t, asleep, engine.ForkOptions{KeepIdentity: true})
 	check(again, "what woke up", "awake")
 	wantDisk(t, again, "what woke up")
-	fillDisk(t, again, "what woke up")
+	s.fillDisk(t, again, "what woke up")
 	check(children[0], "the live fork", "a")
 
 	if _, err := s.Engine.MaxDisk(); err != nil {
@@ -100,7 +102,7 @@ func wantDisk(t *testing.T, sb engine.Sandbox, who string) {
 }
 
 // fillDisk writes to a disk until it is full.
-func fillDisk(t *testing.T, sb engine.Sandbox, who string) {
+func (s *suite) fillDisk(t *testing.T, sb engine.Sandbox, who string) {
 	t.Helper()
 	free := number(t, sh(t, sb, "df -k / | awk 'END { print $4 }'")) << 10
 	got := sh(t, sb, "dd if=/dev/zero of=/fill bs=65536 2>&1; ls -l /fill | awk '{ print $5 }'; rm /fill; echo room > /after; cat /after; rm /after")
@@ -108,7 +110,19 @@ func fillDisk(t *testing.T, sb engine.Sandbox, who string) {
 	if !strings.Contains(got, "No space left on device") || lines[len(lines)-1] != "room" {
 		t.Errorf("%s did not fill up, or stayed full: %q", who, got)
 	}
+	s.wantUse(t, sb, who, 0, diskSize/2) // what was deleted is given back
 	if filled := number(t, lines[len(lines)-2]); filled > free || filled < free-free/10 {
 		t.Errorf("%s took %d bytes, of which %d were free", who, filled, free)
+	}
+}
+
+// wantUse looks at what the disk of a sandbox takes of the host's.
+func (s *suite) wantUse(t *testing.T, sb engine.Sandbox, who string, least, most uint64) {
+	t.Helper()
+	if !s.caps.Disks {
+		least, most = 0, 0 // it is memory
+	}
+	if st, err := sb.Stats(t.Context()); err != nil || st.Disk < least || st.Disk > most {
+		t.Errorf("the disk of %s takes %d bytes, not %d to %d (%v)", who, st.Disk, least, most, err)
 	}
 }

@@ -179,6 +179,11 @@ func (s *sandbox) end(live func(liveLayers) error) error {
 // Stats reads what the vmm process costs.
 func (s *sandbox) Stats(context.Context) (engine.Stats, error) {
 	st, err := ProcessStats(s.Pid())
+	if err == nil {
+		if st.Disk, err = diskUse(s.Pid()); err != nil {
+			err = errors.Join(err, s.stopped())
+		}
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	st.Layers, st.Mappings, st.Generation, st.LastFork = s.layers, s.mappings, s.self.Generation.Load(), s.lastFork

@@ -237,7 +237,7 @@ func (s *handle) Stats(context.Context) (engine.Stats, error) {
 		return engine.Stats{}, s.cause
 	}
 	own := uint64(len(s.memory)) << 20
-	return engine.Stats{Own: own, Proportional: own + 1<<19, CPU: 3 * time.Second, Generation: 2}, nil
+	return engine.Stats{Own: own, Proportional: own + 1<<19, CPU: 3 * time.Second, Generation: 2, Disk: 5 << 20}, nil
 }
 
 func (s *handle) set(key, value string) error {
