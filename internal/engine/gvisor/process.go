@@ -60,7 +60,7 @@ func (e *Engine) MaxDisk() (uint64, error) {
 	if err := unix.Sysinfo(&info); err != nil {
 		return 0, fmt.Errorf("look at the host's memory: %w", err)
 	}
-	return uint64(info.Totalram) * uint64(info.Unit), nil
+	return info.Totalram * uint64(info.Unit), nil
 }
 
 // usualOverhead is what helper and kernel of a sandbox use, with some room.
