@@ -48,6 +48,21 @@ type Spec struct {
 	Wire *os.File
 }
 
+// Bounds of Disk: the smallest holds a file system and some files, the largest is
+// a file on any host's.
+const (
+	MinDisk     = 16 << 20
+	LargestDisk = 16 << 40
+)
+
+// CheckDisk refuses a Disk of another size.
+func (s Spec) CheckDisk() error {
+	if s.Disk > 0 && (s.Disk < MinDisk || s.Disk > LargestDisk) {
+		return fmt.Errorf("boot: a disk of %d bytes is not possible: it has %d to %d", s.Disk, uint64(MinDisk), uint64(LargestDisk))
+	}
+	return nil
+}
+
 // Limits bound what a sandbox takes from its host. Its memory is always
 // limited, to its RAM and what running it costs.
 type Limits struct {

@@ -7,6 +7,8 @@ import (
 	"regexp"
 	"strings"
 	"time"
+
+	"agentrun.dev/internal/engine"
 )
 
 const mib = 1 << 20
@@ -17,8 +19,8 @@ func mebibytes(n uint64) string { return fmt.Sprintf("%d MiB", (n+mib-1)/mib) }
 const (
 	MinMemory    = 64 * mib // what a Linux guest boots with
 	maxMemory    = 1 << 40
-	MinDisk      = 16 * mib // what holds a file system, and some files
-	maxDisk      = 16 << 40
+	MinDisk      = engine.MinDisk
+	maxDisk      = engine.LargestDisk
 	maxMilliCPUs = 256_000
 	maxInit      = 100
 	maxText      = 1 << 20

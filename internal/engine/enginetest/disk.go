@@ -86,8 +86,16 @@ func (s *suite) testDisk(t *testing.T) {
 	s.fillDisk(t, again, "what woke up")
 	check(children[0], "the live fork", "a")
 
-	if _, err := s.Engine.MaxDisk(); err != nil {
-		t.Error(err)
+	if most, err := s.Engine.MaxDisk(); err != nil || most < diskSize {
+		t.Errorf("the host holds disks of %d bytes at most (%v)", most, err)
+	}
+	for _, spec.Disk = range []uint64{engine.MinDisk - 1, engine.LargestDisk + 1} {
+		if sb, err := s.Engine.Boot(t.Context(), spec); err == nil || !strings.Contains(err.Error(), "not possible") {
+			t.Errorf("a disk of %d bytes: %v", spec.Disk, err)
+			if err == nil {
+				_ = sb.Close()
+			}
+		}
 	}
 }
 

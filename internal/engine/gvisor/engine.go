@@ -123,6 +123,9 @@ func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, er
 	if spec.Limits.IO != (engine.IOLimits{}) {
 		return nil, errors.New("boot: gVisor has no disks whose speed could be limited: its writable layer is memory")
 	}
+	if err := spec.CheckDisk(); err != nil {
+		return nil, err
+	}
 	if spec.Network != nil {
 		if err := spec.Network.Check(); err != nil {
 			return nil, fmt.Errorf("boot: %w", err)

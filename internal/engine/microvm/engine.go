@@ -102,6 +102,9 @@ func (e *Engine) Close() error {
 
 // Boot boots a sandbox and returns when its agent has answered.
 func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, error) {
+	if err := spec.CheckDisk(); err != nil {
+		return nil, err
+	}
 	kernel := spec.Kernel
 	if kernel == nil {
 		var err error
