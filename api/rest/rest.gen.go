@@ -1410,6 +1410,9 @@ type SandboxStats struct {
 	// Cpu Nanoseconds of processor time since its machine was made.
 	Cpu int64 `json:"cpu"`
 
+	// Disk Bytes of the node's disk that it has written to and not deleted; missing where what it writes is memory.
+	Disk int64 `json:"disk,omitempty"`
+
 	// Generation How many forks are between a boot and it.
 	Generation int64  `json:"generation,omitempty"`
 	Id         string `json:"id"`
@@ -1516,6 +1519,9 @@ type TemplateList struct {
 
 // TemplateSpec defines model for TemplateSpec.
 type TemplateSpec struct {
+	// Disk Bytes of the layer over the image that a sandbox writes to; without it that is in the sandbox's memory, of which it may take half.
+	Disk int64 `json:"disk,omitempty"`
+
 	// Env Environment variables by name.
 	Env Env `json:"env,omitempty"`
 

@@ -59,7 +59,9 @@ type EnvVar struct {
 type Resources struct {
 	CPU    resource.Quantity `json:"cpu,omitempty"`    // 1 if it is missing
 	Memory resource.Quantity `json:"memory,omitempty"` // 512Mi if it is missing
-	Disk   resource.Quantity `json:"disk,omitempty"`
+	// Disk is how much a sandbox may write over its image. If it is missing, what
+	// is written is in its memory, and is at most half of that.
+	Disk resource.Quantity `json:"disk,omitempty"`
 }
 
 // ReadyCheck has one of Command, Port and Delay.

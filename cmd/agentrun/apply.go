@@ -172,7 +172,7 @@ func durationText(d time.Duration) rest.Duration {
 func templateOf(s sandbox.TemplateSpec) rest.TemplateSpec {
 	t := rest.TemplateSpec{
 		Image: s.Image, Init: s.Init, Env: rest.Env(s.Env), Workdir: s.Workdir, User: s.User,
-		MilliCPUs: int64(s.MilliCPUs), Memory: int64(s.Memory),
+		MilliCPUs: int64(s.MilliCPUs), Memory: int64(s.Memory), Disk: int64(s.Disk),
 	}
 	if r := s.Ready; r != nil {
 		t.Ready = &rest.ReadyCheck{Command: r.Command, Port: int(r.Port), Delay: durationText(r.Delay), Timeout: durationText(r.Timeout)}

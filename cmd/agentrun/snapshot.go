@@ -35,6 +35,7 @@ type snapshotOptions struct {
 	kernel  string
 	from    string
 	memory  byteSize
+	disk    byteSize
 	scratch byteSize
 	cpus    int
 	limits  engine.Limits
@@ -71,6 +72,7 @@ registry; they are no names for snapshots.`,
 	f.StringVar(&o.from, "from", "", "running sandbox to freeze")
 	f.StringVar(&o.kernel, "kernel", "", "uncompressed vmlinux to boot instead of AgentRun's own")
 	f.Var(&o.memory, "memory", "RAM of the microVM, such as 512M or 2G")
+	f.Var(&o.disk, "disk", "size of what it may write over its root filesystem, at least 16M (default: half of the memory, and in it)")
 	f.Var(&o.scratch, "scratch", "size of an empty disk, /dev/vdb, that forks get a copy of (default: none); on gVisor, by how much the root filesystem may grow (default: half of the memory)")
 	f.IntVar(&o.cpus, "cpus", o.cpus, fmt.Sprintf("processors of the microVM, 1 to %d", vmm.MaxVCPUs))
 	engineFlag(f, &o.engine)
@@ -78,7 +80,7 @@ registry; they are no names for snapshots.`,
 	policyFlags(f, &o.policy)
 	cmd.MarkFlagsOneRequired("image", "rootfs", "from")
 	o.exclusive(cmd)
-	for _, flag := range append([]string{"rootfs", "kernel", "memory", "scratch", "cpus", "engine", "cpu-limit", "io-bytes", "io-ops"}, imageFlags...) {
+	for _, flag := range append([]string{"rootfs", "kernel", "memory", "disk", "scratch", "cpus", "engine", "cpu-limit", "io-bytes", "io-ops"}, imageFlags...) {
 		cmd.MarkFlagsMutuallyExclusive("from", flag)
 	}
 	cmd.AddCommand(newSnapshotPackCommand(), newSnapshotUnpackCommand(), newSnapshotPushCommand(), newSnapshotPullCommand())
@@ -122,7 +124,7 @@ func (o *snapshotOptions) template(ctx context.Context, s *local.Store, name loc
 		return err
 	}
 	defer func() { _ = root.Close() }() // only read
-	spec := engine.Spec{Root: root, Memory: uint64(o.memory), VCPUs: o.cpus, Scratch: uint64(o.scratch), Hostname: string(name), Limits: o.limits}
+	spec := engine.Spec{Root: root, Memory: uint64(o.memory), VCPUs: o.cpus, Disk: uint64(o.disk), Scratch: uint64(o.scratch), Hostname: string(name), Limits: o.limits}
 	if o.kernel != "" {
 		if kind == pick.GVisor {
 			return errors.New("--kernel is for microVMs: gVisor is a kernel of its own (--engine microvm)")

@@ -87,6 +87,9 @@ func showTemplate(w io.Writer, t rest.Template, pools []rest.Pool) error {
 	field("Image", "%s", t.Spec.Image)
 	field("Processors", "%g", float64(t.Spec.MilliCPUs)/1000)
 	field("Memory", "%s", mebibytes(t.Spec.Memory))
+	if t.Spec.Disk > 0 {
+		field("Disk", "%s", mebibytes(t.Spec.Disk))
+	}
 	field("Workdir", "%s", t.Spec.Workdir)
 	field("User", "%s", t.Spec.User)
 	for _, v := range sandbox.Env(t.Spec.Env).Strings() {

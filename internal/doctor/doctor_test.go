@@ -163,6 +163,14 @@ func TestHosts(t *testing.T) {
 				return "/opt/agentrun/" + string(a), nil
 			}
 		}, CheckAssets, Fail, "missing: vmlinux", "make build", EngineGVisor},
+		{"no mke2fs", "amd-debian12", func(p *Probes) {
+			p.LookPath = func(name string) (string, error) {
+				if strings.HasSuffix(name, "mke2fs") {
+					return "", fs.ErrNotExist
+				}
+				return "/usr/bin/" + name, nil
+			}
+		}, CheckTools, Warn, "mke2fs", "e2fsprogs", EngineMicroVM},
 		{"no mkfs.erofs", "amd-debian12", func(p *Probes) {
 			p.LookPath = func(string) (string, error) { return "", fs.ErrNotExist }
 		}, CheckTools, Fail, "mkfs.erofs", "erofs-utils", EngineNone},

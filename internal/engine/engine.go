@@ -26,6 +26,10 @@ type Spec struct {
 	Root   *os.File
 	Memory uint64
 	VCPUs  int
+	// Disk is the size of the layer over Root that the sandbox writes to; what
+	// does not fit is ENOSPC inside. With 0 the layer is in the sandbox's memory,
+	// and holds half as much as that has.
+	Disk uint64
 	// Scratch is the size of an empty disk of the sandbox's own, 0 for none.
 	// Engines without disks let the root filesystem grow by so much instead.
 	Scratch  uint64
@@ -42,6 +46,21 @@ type Spec struct {
 	// and decides what it reaches. Without a wire the interface is there, and
 	// leads nowhere. It is never the host's network.
 	Wire *os.File
+}
+
+// Bounds of Disk: the smallest holds a file system and some files, the largest is
+// a file on any host's.
+const (
+	MinDisk     = 16 << 20
+	LargestDisk = 16 << 40
+)
+
+// CheckDisk refuses a Disk of another size.
+func (s Spec) CheckDisk() error {
+	if s.Disk > 0 && (s.Disk < MinDisk || s.Disk > LargestDisk) {
+		return fmt.Errorf("boot: a disk of %d bytes is not possible: it has %d to %d", s.Disk, uint64(MinDisk), uint64(LargestDisk))
+	}
+	return nil
 }
 
 // Limits bound what a sandbox takes from its host. Its memory is always
@@ -88,6 +107,11 @@ type Engine interface {
 	Name() string
 	// Capabilities say how this engine differs from others.
 	Capabilities() Capabilities
+	// Reserve is how much memory of the host a sandbox with that much RAM and
+	// that Disk may come to need.
+	Reserve(ram, disk uint64) uint64
+	// MaxDisk is the largest Disk that this host could hold if it were empty.
+	MaxDisk() (uint64, error)
 	// Boot returns when the sandbox's agent has answered.
 	Boot(context.Context, Spec) (Sandbox, error)
 	// Fits refuses a snapshot that this engine, on this host, cannot fork, with
@@ -224,6 +248,9 @@ type Stats struct {
 	Own uint64
 	// Proportional is the process's share of everything that it maps (PSS).
 	Proportional uint64
+	// Disk is what it has written to its disks and not deleted, where these are
+	// not in its memory.
+	Disk uint64
 	// CPU is the processor time that it has taken since it was made, of the
 	// process and of the guest.
 	CPU time.Duration

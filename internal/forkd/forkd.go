@@ -141,7 +141,6 @@ func Open(ctx context.Context, cfg Config) (_ *Daemon, err error) {
 	d.manager, err = sandbox.Open(ctx, sandbox.Config{
 		Dir: cfg.Dir, Engine: d.engine, Boot: boot, Capacity: cfg.Capacity, Key: key, Log: cfg.Log,
 		Observer: sandbox.Observers(watchers...),
-		Reserve:  func(ram uint64) uint64 { return pick.Reserve(cfg.Engine, ram) },
 		Builder:  &template.Builder{Engine: d.engine, Images: cfg.Images, Pull: cfg.Pull, PlainRoots: cfg.Engine == pick.GVisor},
 	})
 	if err != nil {

@@ -21,12 +21,15 @@ func (d *Disk) Changed() (runs, zeros []Run) {
 	return d.changed(&all, nil)
 }
 
-// changed is Changed for a set of blocks that are in stages. include is stored
-// in any case.
+// changed is Changed for a set of blocks that are in stages. What include has of
+// the disk is listed in any case, but for what nobody has ever written: that is
+// zeros whatever the image is.
 func (v *view) changed(set *bitmap, include []Run) (runs, zeros []Run) {
 	runs, zeros = v.content(set)
-	runs = joinOverlaps(sortRuns(append(runs, include...)))
-	zeros = cut(v.hiding(zeros), runs)
+	more, erased := v.within(include)
+	runs = joinOverlaps(sortRuns(append(runs, more...)))
+	zeros = joinOverlaps(sortRuns(append(v.hiding(zeros), erased...)))
+	zeros = cut(zeros, runs)
 	if len(zeros) > MaxRuns {
 		// The small ones are cheaper stored than listed.
 		bySize := slices.Clone(zeros)
@@ -41,6 +44,26 @@ func (v *view) changed(set *bitmap, include []Run) (runs, zeros []Run) {
 		return exact || i > 0 && runs[i-1].end() > z.Start
 	})
 	return runs, zeros
+}
+
+// within divides what is in some runs into data, of a stage or of the image, and
+// what was erased.
+func (v *view) within(include []Run) (data, erased []Run) {
+	written := newBitmap(v.below.image.Size / PageSize)
+	for _, r := range include {
+		for off := r.Start; off < r.end(); {
+			s, _, in, next := v.segment(off, r.end())
+			switch {
+			case s != nil:
+				written.set(off/PageSize, next/PageSize)
+			case in:
+				data = appendRun(data, off, next)
+			}
+			off = next
+		}
+	}
+	more, erased := v.content(&written)
+	return append(data, more...), erased
 }
 
 // joinOverlaps makes sorted runs disjoint.

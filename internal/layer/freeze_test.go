@@ -5,6 +5,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"slices"
 	"testing"
 
 	"agentrun.dev/internal/guestmem"
@@ -17,6 +18,50 @@ func emptyTop(t *testing.T) *os.File {
 		t.Fatal(err)
 	}
 	return f
+}
+
+// TestIncludeIsSparse: what is to be stored in any case is what there is, not the
+// zeros between.
+func TestIncludeIsSparse(t *testing.T) {
+	const size = 1 << 40
+	mem, err := guestmem.NewAnonymous(1 << 20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = mem.Close() }()
+	s := newStore(t)
+	ref := s.put(func(w *Writer) { _, _ = w.Write(bytes.Repeat([]byte{1}, 3*PageSize)) })
+	below := Image{Size: size, Layers: []Ref{ref}, Extents: []Extent{{Start: size / 2, Length: 3 * PageSize}}}
+	d, err := NewDisk(below, s.openAll(below), emptyTop(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = d.Close() }()
+	for _, off := range []int64{8 * PageSize, 9 * PageSize, 100 * PageSize} {
+		if n, err := d.WriteAt(mem, []guestmem.Range{{Len: PageSize}}, off); err != nil || n != PageSize {
+			t.Fatal(n, err)
+		}
+	}
+	// Of a layer, and of what was written: who knows nothing of either is told.
+	for _, off := range []int64{9 * PageSize, size/2 + PageSize} {
+		if err := d.Discard(off, PageSize); err != nil {
+			t.Fatal(err)
+		}
+	}
+	top := emptyTop(t)
+	if err := d.Prepare(top); err != nil {
+		t.Fatal(err)
+	}
+	f, err := d.Freeze(top)
+	if err != nil {
+		t.Fatal(err)
+	}
+	runs, zeros := f.Changed([]Run{{0, size}})
+	wantRuns := []Run{{8 * PageSize, PageSize}, {100 * PageSize, PageSize}, {size / 2, PageSize}, {size/2 + 2*PageSize, PageSize}}
+	wantZeros := []Run{{9 * PageSize, PageSize}, {size/2 + PageSize, PageSize}}
+	if !slices.Equal(runs, wantRuns) || !slices.Equal(zeros, wantZeros) {
+		t.Errorf("%v and zeros %v, not %v and %v", runs, zeros, wantRuns, wantZeros)
+	}
 }
 
 // TestFreeze: a disk is frozen again and again under random writes, discards

@@ -172,6 +172,11 @@ func readTemplate(o *Object, doc []byte) error {
 			return err
 		}
 	}
+	if !s.Resources.Disk.IsZero() {
+		if spec.Disk, err = bytesOf("resources.disk", s.Resources.Disk); err != nil {
+			return err
+		}
+	}
 	if r := s.Ready; r != nil {
 		if r.Port < 0 || r.Port > math.MaxUint16 {
 			return fmt.Errorf("ready.port: %d is no port", r.Port)
@@ -193,8 +198,6 @@ func refuse(s v1alpha1.SandboxTemplateSpec) error {
 	switch {
 	case len(s.Volumes) > 0:
 		return errors.New("volumes: this version has no volumes yet; leave the field out")
-	case !s.Resources.Disk.IsZero():
-		return errors.New("resources.disk: this version has no disks yet; files count as memory; leave the field out")
 	case s.NetworkPolicy != nil && len(s.NetworkPolicy.Allow) > 0:
 		return errors.New("networkPolicy.allow: this version lets nothing out of a sandbox yet; leave the field out")
 	case s.NetworkPolicy != nil && s.NetworkPolicy.Egress != "" && s.NetworkPolicy.Egress != "deny":

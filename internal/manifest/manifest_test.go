@@ -24,7 +24,7 @@ spec:
       value: C.UTF-8
   workdir: /workspace
   user: agent
-  resources: {cpu: "1500m", memory: "512Mi"}
+  resources: {cpu: "1500m", memory: "512Mi", disk: 2Gi}
   ready: {port: 8080, timeout: 2m}
   warmup:
     code: import json
@@ -71,7 +71,7 @@ func TestRead(t *testing.T) {
 	want := []Object{
 		{Key: key("default", "python-agent"), Template: &sandbox.TemplateSpec{
 			Image: "python:3.12-slim", Init: []string{"echo hello > /workspace/hello"}, Env: sandbox.Env{"LANG": "C.UTF-8"},
-			Workdir: "/workspace", User: "agent", MilliCPUs: 1500, Memory: 512 << 20,
+			Workdir: "/workspace", User: "agent", MilliCPUs: 1500, Memory: 512 << 20, Disk: 2 << 30,
 			Ready:  &sandbox.ReadyCheck{Port: 8080, Timeout: 2 * time.Minute},
 			Warmup: &sandbox.Program{Language: "python", Text: "import json"},
 		}},
@@ -96,7 +96,8 @@ func TestRefuses(t *testing.T) {
 		"volumes":    {doc("SandboxTemplate", `{image: a, volumes: [{name: w, size: 5Gi, forkPolicy: Snapshot}]}`), "volumes"},
 		"allow":      {doc("SandboxTemplate", `{image: a, networkPolicy: {egress: deny, allow: ["x:443"]}}`), "networkPolicy.allow"},
 		"egress":     {doc("SandboxTemplate", `{image: a, networkPolicy: {egress: all}}`), "networkPolicy.egress"},
-		"disk":       {doc("SandboxTemplate", `{image: a, resources: {disk: 1Gi}}`), "resources.disk"},
+		"disk":       {doc("SandboxTemplate", `{image: a, resources: {disk: -1Gi}}`), "resources.disk"},
+		"no disk":    {doc("SandboxTemplate", `{image: a, resources: {disk: "0.3"}}`), "resources.disk"},
 		"unknown":    {doc("SandboxTemplate", `{image: a, colour: red}`), "colour"},
 		"nested":     {doc("SandboxTemplate", `{image: a, resources: {gpu: 1}}`), "gpu"},
 		"twice":      {doc("SandboxTemplate", "{image: a, image: b}"), "image"},

@@ -53,6 +53,9 @@ func (m *Manager) ApplyTemplate(k Key, spec TemplateSpec) (Template, error) {
 	if err := spec.validate(); err != nil {
 		return Template{}, err
 	}
+	if err := m.checkDisk(spec); err != nil {
+		return Template{}, err
+	}
 	t := Template{Key: k, Spec: spec, Revision: spec.revision(), Created: time.Now().UTC()}
 	err := m.db.Update(func(tx *journal.Tx) error {
 		old, found, err := templates.Get(tx, k.String())
@@ -162,7 +165,9 @@ func (m *Manager) runBuild(ctx context.Context, k buildKey, spec TemplateSpec, l
 }
 
 // machineMemory is what a machine of a template reserves.
-func (m *Manager) machineMemory(spec TemplateSpec) uint64 { return m.cfg.Reserve(spec.Memory) }
+func (m *Manager) machineMemory(spec TemplateSpec) uint64 {
+	return m.cfg.Engine.Reserve(spec.Memory, spec.Disk)
+}
 
 // reserve takes memory for a machine of a namespace.
 func (m *Manager) reserve(n Namespace, bytes uint64) error {

@@ -36,8 +36,6 @@ type Config struct {
 	Builder Builder
 	// Capacity is how much memory sandboxes may reserve together.
 	Capacity uint64
-	// Reserve is what a machine with that much RAM takes; nil is no more than it.
-	Reserve func(ram uint64) uint64
 	// Key seals secrets, and images of sandboxes that hold some; nil is a daemon
 	// that takes no secrets.
 	Key *seal.Key
@@ -102,9 +100,6 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 	secrets, err := openSecrets(SecretsFolder(cfg.Dir), cfg.Key)
 	if err != nil {
 		return nil, errors.Join(err, db.Close())
-	}
-	if cfg.Reserve == nil {
-		cfg.Reserve = func(ram uint64) uint64 { return ram }
 	}
 	if cfg.Observer == nil {
 		cfg.Observer = Observers()

@@ -38,9 +38,12 @@ type TemplateSpec struct {
 	Workdir string `json:"workdir,omitempty"`
 	User    string `json:"user,omitempty"`
 	// MilliCPUs are thousandths of a processor, Memory is in bytes.
-	MilliCPUs uint64      `json:"milliCPUs"`
-	Memory    uint64      `json:"memory"`
-	Ready     *ReadyCheck `json:"ready,omitempty"`
+	MilliCPUs uint64 `json:"milliCPUs"`
+	Memory    uint64 `json:"memory"`
+	// Disk is the size, in bytes, of the layer over the image that a sandbox
+	// writes to. With 0 that is in its memory, and holds half as much.
+	Disk  uint64      `json:"disk,omitempty"`
+	Ready *ReadyCheck `json:"ready,omitempty"`
 	// Warmup is code that is run in a language kernel, so that what it has
 	// imported and computed is in the snapshot.
 	Warmup *Program `json:"warmup,omitempty"`

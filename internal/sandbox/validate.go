@@ -7,6 +7,8 @@ import (
 	"regexp"
 	"strings"
 	"time"
+
+	"agentrun.dev/internal/engine"
 )
 
 const mib = 1 << 20
@@ -17,6 +19,8 @@ func mebibytes(n uint64) string { return fmt.Sprintf("%d MiB", (n+mib-1)/mib) }
 const (
 	MinMemory    = 64 * mib // what a Linux guest boots with
 	maxMemory    = 1 << 40
+	MinDisk      = engine.MinDisk
+	maxDisk      = engine.LargestDisk
 	maxMilliCPUs = 256_000
 	maxInit      = 100
 	maxText      = 1 << 20
@@ -42,6 +46,8 @@ func (s TemplateSpec) validate() error {
 		return invalid("resources.cpu", "%d thousandths of a processor are not between 1 and %d", s.MilliCPUs, maxMilliCPUs)
 	case s.Memory < MinMemory || s.Memory > maxMemory:
 		return invalid("resources.memory", "%s are not between %s and %s", mebibytes(s.Memory), mebibytes(MinMemory), mebibytes(maxMemory))
+	case s.Disk > 0 && (s.Disk < MinDisk || s.Disk > maxDisk):
+		return invalidDisk(s.Disk, maxDisk, "")
 	case len(s.Init) > maxInit:
 		return invalid("init", "%d commands are more than %d", len(s.Init), maxInit)
 	case s.Workdir != "" && !path.IsAbs(s.Workdir):

@@ -90,7 +90,7 @@ func TestStats(t *testing.T) {
 	n.claim("b")
 	n.do("POST", v1+"/sandboxes/b/hibernate", nil).ok(200)
 	s := as[rest.SandboxStats](n.do("GET", path+"/stats", nil).ok(200))
-	if s.Name != "a" || s.Own == 0 || s.Shared != 1<<19 || s.Cpu != 3e9 || s.Generation != 2 || s.Reserved == 0 || s.Time.IsZero() || s.State != rest.SandboxStateRunning {
+	if s.Name != "a" || s.Own == 0 || s.Shared != 1<<19 || s.Cpu != 3e9 || s.Generation != 2 || s.Disk != 5<<20 || s.Reserved == 0 || s.Time.IsZero() || s.State != rest.SandboxStateRunning {
 		t.Errorf("%+v", s)
 	}
 	l := as[rest.SandboxStatsList](n.do("GET", v1+"/stats?limit=1", nil).ok(200))

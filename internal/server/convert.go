@@ -17,7 +17,7 @@ func templateSpec(g rest.TemplateSpec) (sandbox.TemplateSpec, error) {
 		field string
 		given int64
 		into  *uint64
-	}{{"milliCPUs", g.MilliCPUs, &s.MilliCPUs}, {"memory", g.Memory, &s.Memory}} {
+	}{{"milliCPUs", g.MilliCPUs, &s.MilliCPUs}, {"memory", g.Memory, &s.Memory}, {"disk", g.Disk, &s.Disk}} {
 		if size.given < 0 {
 			return s, invalid(size.field, "%d is negative", size.given)
 		}
@@ -94,7 +94,7 @@ func (a *api) showTemplate(t sandbox.Template) (rest.Template, error) {
 		Phase: rest.PhasePending, Builds: []rest.Build{},
 		Spec: rest.TemplateSpec{
 			Image: s.Image, Init: s.Init, Env: rest.Env(s.Env), Workdir: s.Workdir, User: s.User,
-			MilliCPUs: int64(s.MilliCPUs), Memory: int64(s.Memory),
+			MilliCPUs: int64(s.MilliCPUs), Memory: int64(s.Memory), Disk: int64(s.Disk),
 		},
 	}
 	if s.Warmup != nil {

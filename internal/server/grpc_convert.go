@@ -90,7 +90,7 @@ func lifetimeOf(g *nodev1.Lifetime) (l sandbox.Lifetime, err error) {
 func templateSpecOf(g *nodev1.TemplateSpec) (s sandbox.TemplateSpec, err error) {
 	s = sandbox.TemplateSpec{
 		Image: g.GetImage(), Init: g.GetInit(), Env: sandbox.Env(g.GetEnv()), Workdir: g.GetWorkdir(), User: g.GetUser(),
-		MilliCPUs: sandbox.DefaultMilliCPUs, Memory: sandbox.DefaultMemory,
+		MilliCPUs: sandbox.DefaultMilliCPUs, Memory: sandbox.DefaultMemory, Disk: g.GetDiskBytes(),
 	}
 	if n := g.GetMilliCpus(); n > 0 {
 		s.MilliCPUs = n
@@ -119,6 +119,7 @@ func templateSpecOf(g *nodev1.TemplateSpec) (s sandbox.TemplateSpec, err error) 
 func nodeSpec(s sandbox.TemplateSpec) *nodev1.TemplateSpec {
 	out := &nodev1.TemplateSpec{
 		Image: s.Image, Init: s.Init, Env: s.Env, Workdir: s.Workdir, User: s.User, MilliCpus: s.MilliCPUs, MemoryBytes: s.Memory,
+		DiskBytes: s.Disk,
 	}
 	if w := s.Warmup; w != nil {
 		out.Warmup = &nodev1.Program{Language: w.Language, Text: w.Text}
@@ -208,7 +209,7 @@ func nodeCheckpoint(c sandbox.CheckpointSize) *nodev1.Checkpoint {
 func nodeStats(c sandbox.Cost) *nodev1.SandboxStats {
 	return &nodev1.SandboxStats{
 		Namespace: string(c.Namespace), Name: string(c.Name), Id: string(c.ID), State: nodeStates[c.State], Time: nodeTime(c.At),
-		ReservedBytes: c.Reserved, OwnBytes: c.Own, SharedBytes: c.Proportional - min(c.Own, c.Proportional),
+		ReservedBytes: c.Reserved, OwnBytes: c.Own, SharedBytes: c.Proportional - min(c.Own, c.Proportional), DiskBytes: c.Stats.Disk,
 		Cpu: durationpb.New(c.CPU), Generation: c.Generation,
 	}
 }

@@ -92,13 +92,13 @@ func (c *nodeClient) prepare(namespace string) {
 func TestNodeObjects(t *testing.T) {
 	c := newNodeClient(t)
 	spec := &nodev1.TemplateSpec{
-		Image: "python", Init: nil, Env: map[string]string{"A": "b"}, Workdir: "/w", User: "me", MilliCpus: 500, MemoryBytes: 64 << 20,
+		Image: "python", Init: nil, Env: map[string]string{"A": "b"}, Workdir: "/w", User: "me", MilliCpus: 500, MemoryBytes: 64 << 20, DiskBytes: 32 << 20,
 		Ready:  &nodev1.ReadyCheck{Check: &nodev1.ReadyCheck_Port{Port: 80}, Timeout: durationpb.New(time.Second)},
 		Warmup: &nodev1.Program{Language: "python", Text: "import os"},
 	}
 	made := must(c.ApplyTemplate(c.ctx, &nodev1.ApplyTemplateRequest{Name: "a", Spec: spec}))(t)
 	if got := made.GetSpec(); got.GetReady().GetPort() != 80 || got.GetReady().GetTimeout().AsDuration() != time.Second ||
-		got.GetMilliCpus() != 500 || got.GetEnv()["A"] != "b" || got.GetWarmup().GetText() != "import os" || made.GetRevision() == "" || made.GetCreated() == nil {
+		got.GetMilliCpus() != 500 || got.GetDiskBytes() != 32<<20 || got.GetEnv()["A"] != "b" || got.GetWarmup().GetText() != "import os" || made.GetRevision() == "" || made.GetCreated() == nil {
 		t.Errorf("%v", made)
 	}
 	for check, want := range map[string]*nodev1.ReadyCheck{
@@ -188,7 +188,7 @@ func TestNodeSandboxes(t *testing.T) {
 		t.Errorf("%v", l)
 	}
 	st := must(c.GetSandboxStats(c.ctx, &nodev1.GetSandboxStatsRequest{Name: "a"}))(t)
-	if st.GetOwnBytes() == 0 || st.GetSharedBytes() != 1<<19 || st.GetCpu().AsDuration() != 3*time.Second || st.GetTime() == nil {
+	if st.GetOwnBytes() == 0 || st.GetDiskBytes() != 5<<20 || st.GetSharedBytes() != 1<<19 || st.GetCpu().AsDuration() != 3*time.Second || st.GetTime() == nil {
 		t.Errorf("%v", st)
 	}
 	if all := must(c.ListSandboxStats(c.ctx, &nodev1.ListSandboxStatsRequest{}))(t); len(all.GetStats()) != 4 {

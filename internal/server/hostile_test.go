@@ -47,6 +47,8 @@ func TestHostileBodies(t *testing.T) {
 		"a wrong type inside":  {"PUT", v1 + "/templates/x", `{"image":"x","ready":{"port":"http"}}`, nil, 400, "invalid", "ready.port"},
 		"a number too large":   {"PUT", v1 + "/templates/x", `{"image":"x","memory":1e30}`, nil, 400, "invalid", "memory"},
 		"a negative size":      {"PUT", v1 + "/templates/x", `{"image":"x","memory":-5}`, nil, 400, "invalid", "memory"},
+		"a negative disk":      {"PUT", v1 + "/templates/x", `{"image":"x","disk":-5}`, nil, 400, "invalid", "disk"},
+		"a tiny disk":          {"PUT", v1 + "/templates/x", `{"image":"x","disk":5}`, nil, 400, "invalid", "resources.disk"},
 		"too little memory":    {"PUT", v1 + "/templates/x", `{"image":"x","memory":5}`, nil, 400, "invalid", "memory"},
 		"no image":             {"PUT", v1 + "/templates/x", `{}`, nil, 400, "invalid", "image"},
 		"a port too large":     {"PUT", v1 + "/templates/x", `{"image":"x","ready":{"port":65536}}`, nil, 400, "invalid", "ready.port"},

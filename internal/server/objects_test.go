@@ -20,7 +20,7 @@ func TestVersion(t *testing.T) {
 func TestTemplates(t *testing.T) {
 	n := newNode(t)
 	spec := rest.TemplateSpec{
-		Image: "python", Env: rest.Env{"A": "b"}, Workdir: "/w", User: "me", MilliCPUs: 500, Memory: 64 << 20,
+		Image: "python", Env: rest.Env{"A": "b"}, Workdir: "/w", User: "me", MilliCPUs: 500, Memory: 64 << 20, Disk: 32 << 20,
 		Ready: &rest.ReadyCheck{Port: 80, Timeout: "1m30s"}, Warmup: &rest.Program{Language: "python", Text: "import os"},
 	}
 	made := as[rest.Template](n.do("PUT", v1+"/templates/a", spec).ok(200))
@@ -31,10 +31,10 @@ func TestTemplates(t *testing.T) {
 		t.Errorf("log %q", log)
 	}
 	got := as[rest.Template](n.do("GET", v1+"/templates/a", nil).ok(200))
-	if got.Phase != rest.PhaseReady || len(got.Builds) != 1 || got.Builds[0].Finished == nil || got.Spec.Memory != 64<<20 {
+	if got.Phase != rest.PhaseReady || len(got.Builds) != 1 || got.Builds[0].Finished == nil || got.Spec.Memory != 64<<20 || got.Spec.Disk != 32<<20 {
 		t.Errorf("%+v", got)
 	}
-	if d := as[rest.Template](n.do("PUT", v1+"/templates/b", rest.TemplateSpec{Image: "x"}).ok(200)); d.Spec.MilliCPUs != 1000 || d.Spec.Memory != 512<<20 {
+	if d := as[rest.Template](n.do("PUT", v1+"/templates/b", rest.TemplateSpec{Image: "x"}).ok(200)); d.Spec.MilliCPUs != 1000 || d.Spec.Memory != 512<<20 || d.Spec.Disk != 0 {
 		t.Errorf("defaults: %+v", d.Spec)
 	}
 	changed := as[rest.Template](n.do("PUT", v1+"/templates/a", rest.TemplateSpec{Image: "other"}).ok(200))

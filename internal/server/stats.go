@@ -43,6 +43,6 @@ func showCost(c sandbox.Cost) rest.SandboxStats {
 	return rest.SandboxStats{
 		Namespace: string(c.Namespace), Name: string(c.Name), Id: string(c.ID), State: rest.SandboxState(c.State), Time: c.At,
 		Reserved: int64(c.Reserved), Own: int64(c.Own), Shared: int64(c.Proportional - min(c.Own, c.Proportional)),
-		Cpu: c.CPU.Nanoseconds(), Generation: int64(c.Generation),
+		Cpu: c.CPU.Nanoseconds(), Generation: int64(c.Generation), Disk: int64(c.Stats.Disk),
 	}
 }

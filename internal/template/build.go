@@ -46,7 +46,7 @@ func (b *Builder) Build(ctx context.Context, spec sandbox.TemplateSpec, stage sa
 
 	say(log, "boot %s", img.Digest)
 	sb, err := b.Engine.Boot(ctx, engine.Spec{
-		Root: root, Memory: spec.Memory, VCPUs: processors(spec.MilliCPUs), Hostname: "template",
+		Root: root, Memory: spec.Memory, Disk: spec.Disk, VCPUs: processors(spec.MilliCPUs), Hostname: "template",
 		Limits: engine.Limits{MilliCPUs: spec.MilliCPUs},
 	})
 	if err != nil {

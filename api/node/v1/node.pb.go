@@ -602,9 +602,12 @@ type TemplateSpec struct {
 	// Thousandths of a processor; 0 is 1000.
 	MilliCpus uint64 `protobuf:"varint,6,opt,name=milli_cpus,json=milliCpus,proto3" json:"milli_cpus,omitempty"`
 	// Bytes; 0 is 512 MiB.
-	MemoryBytes   uint64      `protobuf:"varint,7,opt,name=memory_bytes,json=memoryBytes,proto3" json:"memory_bytes,omitempty"`
-	Ready         *ReadyCheck `protobuf:"bytes,8,opt,name=ready,proto3" json:"ready,omitempty"`
-	Warmup        *Program    `protobuf:"bytes,9,opt,name=warmup,proto3" json:"warmup,omitempty"`
+	MemoryBytes uint64      `protobuf:"varint,7,opt,name=memory_bytes,json=memoryBytes,proto3" json:"memory_bytes,omitempty"`
+	Ready       *ReadyCheck `protobuf:"bytes,8,opt,name=ready,proto3" json:"ready,omitempty"`
+	Warmup      *Program    `protobuf:"bytes,9,opt,name=warmup,proto3" json:"warmup,omitempty"`
+	// Bytes of the layer over the image that a sandbox writes to; 0 keeps it in the
+	// sandbox's memory, of which it may take half.
+	DiskBytes     uint64 `protobuf:"varint,10,opt,name=disk_bytes,json=diskBytes,proto3" json:"disk_bytes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -700,6 +703,13 @@ func (x *TemplateSpec) GetWarmup() *Program {
 		return x.Warmup
 	}
 	return nil
+}
+
+func (x *TemplateSpec) GetDiskBytes() uint64 {
+	if x != nil {
+		return x.DiskBytes
+	}
+	return 0
 }
 
 type ReadyCheck struct {
@@ -2736,7 +2746,10 @@ type SandboxStats struct {
 	// Processor time since its machine was made.
 	Cpu *durationpb.Duration `protobuf:"bytes,9,opt,name=cpu,proto3" json:"cpu,omitempty"`
 	// How many forks are between a boot and it.
-	Generation    uint64 `protobuf:"varint,10,opt,name=generation,proto3" json:"generation,omitempty"`
+	Generation uint64 `protobuf:"varint,10,opt,name=generation,proto3" json:"generation,omitempty"`
+	// Bytes of the node's disk that it has written to and not deleted; 0 where what
+	// it writes is memory.
+	DiskBytes     uint64 `protobuf:"varint,11,opt,name=disk_bytes,json=diskBytes,proto3" json:"disk_bytes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2837,6 +2850,13 @@ func (x *SandboxStats) GetCpu() *durationpb.Duration {
 func (x *SandboxStats) GetGeneration() uint64 {
 	if x != nil {
 		return x.Generation
+	}
+	return 0
+}
+
+func (x *SandboxStats) GetDiskBytes() uint64 {
+	if x != nil {
+		return x.DiskBytes
 	}
 	return 0
 }
@@ -3980,7 +4000,7 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"hibernated\x18\a \x01(\rR\n" +
 	"hibernated\x12 \n" +
 	"\vcheckpoints\x18\b \x01(\rR\vcheckpoints\x12)\n" +
-	"\x10checkpoint_bytes\x18\t \x01(\x04R\x0fcheckpointBytes\"\x82\x03\n" +
+	"\x10checkpoint_bytes\x18\t \x01(\x04R\x0fcheckpointBytes\"\xa1\x03\n" +
 	"\fTemplateSpec\x12\x14\n" +
 	"\x05image\x18\x01 \x01(\tR\x05image\x12\x12\n" +
 	"\x04init\x18\x02 \x03(\tR\x04init\x129\n" +
@@ -3991,7 +4011,10 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"milli_cpus\x18\x06 \x01(\x04R\tmilliCpus\x12!\n" +
 	"\fmemory_bytes\x18\a \x01(\x04R\vmemoryBytes\x122\n" +
 	"\x05ready\x18\b \x01(\v2\x1c.agentrun.node.v1.ReadyCheckR\x05ready\x121\n" +
-	"\x06warmup\x18\t \x01(\v2\x19.agentrun.node.v1.ProgramR\x06warmup\x1a6\n" +
+	"\x06warmup\x18\t \x01(\v2\x19.agentrun.node.v1.ProgramR\x06warmup\x12\x1d\n" +
+	"\n" +
+	"disk_bytes\x18\n" +
+	" \x01(\x04R\tdiskBytes\x1a6\n" +
 	"\bEnvEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xaf\x01\n" +
@@ -4153,7 +4176,7 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x04name\x18\x02 \x01(\tR\x04name\"J\n" +
 	"\x16GetSandboxStatsRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
-	"\x04name\x18\x02 \x01(\tR\x04name\"\xea\x02\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\"\x89\x03\n" +
 	"\fSandboxStats\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x0e\n" +
@@ -4167,7 +4190,9 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\n" +
 	"generation\x18\n" +
 	" \x01(\x04R\n" +
-	"generation\"c\n" +
+	"generation\x12\x1d\n" +
+	"\n" +
+	"disk_bytes\x18\v \x01(\x04R\tdiskBytes\"c\n" +
 	"\x17ListSandboxStatsRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x14\n" +
 	"\x05limit\x18\x02 \x01(\rR\x05limit\x12\x14\n" +

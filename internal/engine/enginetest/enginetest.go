@@ -91,6 +91,7 @@ func Run(t *testing.T, target Target) {
 	t.Run("Hibernate", s.testHibernate)
 	t.Run("Sealed", s.testSealed)
 	t.Run("Limits", s.testLimits)
+	t.Run("Disk", s.testDisk)
 	t.Run("Adoption", s.testAdoption)
 	t.Run("Network", s.testNetwork)
 	t.Run("NetworkRefuses", s.testNetworkRefuses)

@@ -123,6 +123,9 @@ func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, er
 	if spec.Limits.IO != (engine.IOLimits{}) {
 		return nil, errors.New("boot: gVisor has no disks whose speed could be limited: its writable layer is memory")
 	}
+	if err := spec.CheckDisk(); err != nil {
+		return nil, err
+	}
 	if spec.Network != nil {
 		if err := spec.Network.Check(); err != nil {
 			return nil, fmt.Errorf("boot: %w", err)
@@ -152,10 +155,10 @@ func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, er
 }
 
 // diskSize is by how much the root may grow: what was asked for, or half of the
-// memory, as in a microVM.
+// memory, as in a microVM. A scratch disk is room in it.
 func diskSize(spec engine.Spec) uint64 {
-	if spec.Scratch > 0 {
-		return spec.Scratch
+	if n := spec.Disk + spec.Scratch; n > 0 {
+		return n
 	}
 	return spec.Memory / 2
 }

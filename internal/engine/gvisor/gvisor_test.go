@@ -34,7 +34,21 @@ func TestLimits(t *testing.T) {
 	}
 }
 
+// TestReserve: a disk that was asked for is memory, and is counted.
+func TestReserve(t *testing.T) {
+	e := &Engine{}
+	if without, with := e.Reserve(160, 0), e.Reserve(160, 320); without != 170+usualOverhead || with != 510+usualOverhead {
+		t.Error(without, with)
+	}
+	if n, err := e.MaxDisk(); err != nil || n < 64<<20 {
+		t.Error(n, err)
+	}
+}
+
 func TestDiskSize(t *testing.T) {
+	if n := diskSize(engine.Spec{Memory: 100, Disk: 10, Scratch: 7}); n != 17 {
+		t.Error(n)
+	}
 	if n := diskSize(engine.Spec{Memory: 100, Scratch: 7}); n != 7 {
 		t.Error(n)
 	}

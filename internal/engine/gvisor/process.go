@@ -47,9 +47,21 @@ const (
 	maxThreads = 16 << 10
 )
 
-// Need is how much memory a sandbox is counted with that uses all its RAM. Its
-// limit is higher: there is room for files, and for surges of gVisor's kernel.
-func Need(ram uint64) uint64 { return ram + ram/overheadPerRAM + usualOverhead }
+// Reserve is how much memory a sandbox is counted with that uses all its RAM and
+// its disk, if it was given one. Its limit is higher: there is room for files of
+// those without, and for surges of gVisor's kernel.
+func (e *Engine) Reserve(ram, disk uint64) uint64 {
+	return ram + disk + (ram+disk)/overheadPerRAM + usualOverhead
+}
+
+// MaxDisk is the host's memory: disks are in it.
+func (e *Engine) MaxDisk() (uint64, error) {
+	var info unix.Sysinfo_t
+	if err := unix.Sysinfo(&info); err != nil {
+		return 0, fmt.Errorf("look at the host's memory: %w", err)
+	}
+	return info.Totalram * uint64(info.Unit), nil
+}
 
 // usualOverhead is what helper and kernel of a sandbox use, with some room.
 const usualOverhead = 64 << 20

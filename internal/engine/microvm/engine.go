@@ -30,6 +30,7 @@ type Engine struct {
 	shells   shellSet
 	cpu      hostCPU
 	key      *seal.Key
+	blanks   blanks
 }
 
 var _ engine.Engine = (*Engine)(nil)
@@ -96,11 +97,14 @@ func (e *Engine) Capabilities() engine.Capabilities {
 
 // Close frees the engine and ends its shells; sandboxes live on.
 func (e *Engine) Close() error {
-	return errors.Join(e.shells.close(), e.resident.Close(), e.scratch.Close(), e.vmm.Close())
+	return errors.Join(e.shells.close(), e.blanks.close(), e.resident.Close(), e.scratch.Close(), e.vmm.Close())
 }
 
 // Boot boots a sandbox and returns when its agent has answered.
 func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, error) {
+	if err := spec.CheckDisk(); err != nil {
+		return nil, err
+	}
 	kernel := spec.Kernel
 	if kernel == nil {
 		var err error
@@ -141,6 +145,13 @@ func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, er
 		defer func() { _ = top.Close() }()
 		low.Disks = append(low.Disks, Disk{File: top, ID: "scratch", Image: &im})
 		s.disks = append(s.disks, disk{id: "scratch", image: im})
+	}
+	if spec.Disk > 0 {
+		top, err := e.attachDisk(ctx, s, &low, spec.Disk)
+		if err != nil {
+			return nil, errors.Join(err, s.release())
+		}
+		defer func() { _ = top.Close() }() // the vmm has its own copy
 	}
 	if s.Guest, err = Boot(ctx, e.vmm, low); err != nil {
 		return nil, errors.Join(err, s.release())

@@ -20,10 +20,13 @@ type Spec struct {
 	// Kernel is a vmlinux; nil takes the one that comes with AgentRun.
 	Kernel *os.File
 	// Root is the image of the root filesystem, an EROFS file; guests share
-	// it and write to a layer of their own in memory.
+	// it and write to a layer of their own, in memory or on a disk.
 	Root *os.File
 	// Disks become /dev/vdb, /dev/vdc, …
 	Disks []Disk
+	// Overlay is the one of Disks, from 1 on, that the guest writes to instead
+	// of a layer in memory, an ext4 file system; 0 is none.
+	Overlay int
 	// Nets become eth0, …
 	Nets     []vmm.Net
 	Memory   uint64
@@ -102,6 +105,9 @@ func abandon(ctx context.Context, p *Process, err error) error {
 
 func (s *Spec) cmdline() string {
 	parts := []string{kernelCmdline, "agentrun.root=/dev/vda"}
+	if s.Overlay > 0 {
+		parts = append(parts, "agentrun.overlay=/dev/vd"+string(rune('a'+s.Overlay)))
+	}
 	if s.Hostname != "" {
 		parts = append(parts, "agentrun.hostname="+s.Hostname)
 	}

@@ -6,6 +6,7 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/jail"
+	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/vmmctl"
 	"golang.org/x/sys/unix"
 )
@@ -21,6 +22,31 @@ const (
 
 // MemoryLimit is what a VM with this RAM can need at most.
 func MemoryLimit(ram uint64) uint64 { return ram + ram/overheadPerRAM + overheadFixed }
+
+// Reserve is what a sandbox can need at most. Its disk is on the host's, unless
+// that is memory, too.
+func (e *Engine) Reserve(ram, disk uint64) uint64 {
+	if inMemory, err := onMemory(e.scratch); inMemory || err != nil {
+		return MemoryLimit(ram) + disk
+	}
+	return MemoryLimit(ram)
+}
+
+// MaxDisk is the size of the file system that disks are written to.
+func (e *Engine) MaxDisk() (uint64, error) {
+	var fs unix.Statfs_t
+	if err := unix.Fstatfs(int(e.scratch.Fd()), &fs); err != nil {
+		return 0, fmt.Errorf("look at the file system of %s: %w", e.scratch.Name(), err)
+	}
+	return min(fs.Blocks*uint64(fs.Bsize), layer.MaxSize), nil
+}
+
+// onMemory reports whether a file is on tmpfs or the like.
+func onMemory(f *os.File) (bool, error) {
+	var fs unix.Statfs_t
+	err := unix.Fstatfs(int(f.Fd()), &fs)
+	return fs.Type == unix.TMPFS_MAGIC || fs.Type == unix.RAMFS_MAGIC, err
+}
 
 // threadsFixed is room for the Go runtime's own threads and for those that
 // control connections block; a vCPU and a device have one each.
@@ -52,11 +78,11 @@ func memoryOf(d *vmmctl.Disk, top *os.File) (uint64, error) {
 	if d.ReadOnly {
 		return 0, nil
 	}
-	var fs unix.Statfs_t
-	if err := unix.Fstatfs(int(top.Fd()), &fs); err != nil {
+	inMemory, err := onMemory(top)
+	if err != nil {
 		return 0, fmt.Errorf("look at the file system of disk %s: %w", d.ID, err)
 	}
-	if fs.Type != unix.TMPFS_MAGIC && fs.Type != unix.RAMFS_MAGIC {
+	if !inMemory {
 		return 0, nil
 	}
 	if d.Image != nil {

@@ -42,8 +42,9 @@ type Disk struct {
 	// ID is what the guest reads as the disk's serial number (≤ 20 bytes).
 	ID string
 	// Image makes the file the writable top of a disk that begins with this
-	// content, which has no layers when it is booted, and that can be captured.
-	Image *layer.Image
+	// content, and that can be captured. Layers are its layers' files.
+	Image  *layer.Image
+	Layers []*os.File
 }
 
 // Process is a running vmm process with its VM.
@@ -99,8 +100,8 @@ func Start(j *jail.Jail, m Machine) (*Process, error) {
 			BytesPerSecond: m.Limits.IO.BytesPerSecond, OpsPerSecond: m.Limits.IO.OpsPerSecond,
 		})
 		tops = append(tops, d.File)
+		files = append(append(files, d.Layers...), d.File)
 	}
-	files = append(files, tops...)
 	for _, n := range m.Nets {
 		boot.Devices.Nets = append(boot.Devices.Nets, vmmctl.Net{MAC: n.MAC, MTU: n.MTU})
 		files = append(files, n.Socket)

@@ -52,6 +52,8 @@ type sandbox struct {
 // bootFiles is what a sandbox and its live forks were booted from.
 type bootFiles struct {
 	kernel, root *os.File
+	// blank is the layer that its disk began with; nil without a disk.
+	blank *blank
 
 	mu    sync.Mutex // protects users
 	users int
@@ -69,7 +71,19 @@ func (b *bootFiles) release() error {
 	if b.users--; b.users > 0 {
 		return nil
 	}
-	return errors.Join(b.kernel.Close(), b.root.Close())
+	err := errors.Join(b.kernel.Close(), b.root.Close())
+	if b.blank != nil {
+		err = errors.Join(err, b.blank.file.Close())
+	}
+	return err
+}
+
+// layer is the file of a layer.
+func (b *bootFiles) layer(ref layer.Ref) *os.File {
+	if b.blank != nil && b.blank.image.Layers[0] == ref {
+		return b.blank.file
+	}
+	return b.root
 }
 
 // identifyBoot hashes what a sandbox was booted from, when that is first
@@ -165,6 +179,11 @@ func (s *sandbox) end(live func(liveLayers) error) error {
 // Stats reads what the vmm process costs.
 func (s *sandbox) Stats(context.Context) (engine.Stats, error) {
 	st, err := ProcessStats(s.Pid())
+	if err == nil {
+		if st.Disk, err = diskUse(s.Pid()); err != nil {
+			err = errors.Join(err, s.stopped())
+		}
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	st.Layers, st.Mappings, st.Generation, st.LastFork = s.layers, s.mappings, s.self.Generation.Load(), s.lastFork

@@ -350,7 +350,7 @@ func (st *storing) add(ref layer.Ref, f *os.File) error {
 }
 
 // keep stores what an image still lacks: layers of the parent, which are
-// linked, or the root filesystem of a sandbox that was booted.
+// linked, or what a sandbox was booted from.
 func (st *storing) keep(im layer.Image) error {
 	for _, ref := range im.Layers {
 		if st.stored[ref.Digest] {
@@ -361,7 +361,7 @@ func (st *storing) keep(im layer.Image) error {
 		if st.sandbox.parent != nil {
 			err = st.LinkLayer(ref, st.sandbox.parent)
 		} else {
-			err = st.AddLayer(ref, st.sandbox.boot.root)
+			err = st.AddLayer(ref, st.sandbox.boot.layer(ref))
 		}
 		if err != nil {
 			return err

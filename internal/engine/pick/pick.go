@@ -90,12 +90,3 @@ func Open(k Kind, cfg Config) (engine.Engine, error) {
 	}
 	return nil, fmt.Errorf("engine %q: choose one of %s", k, strings.Join([]string{string(MicroVM), string(GVisor)}, ", "))
 }
-
-// Reserve is how much memory of the host a sandbox with that much RAM may come
-// to need.
-func Reserve(k Kind, ram uint64) uint64 {
-	if k == GVisor {
-		return gvisor.Need(ram)
-	}
-	return microvm.MemoryLimit(ram)
-}

@@ -122,6 +122,15 @@ func (h *Host) hook() func() {
 func (h *Host) Name() string { return "fake" }
 func (h *Host) Close() error { return nil }
 
+// Reserve is no more than what was asked for.
+func (h *Host) Reserve(ram, disk uint64) uint64 { return ram + disk }
+
+// MaxDisk is the largest disk of a Host.
+const MaxDisk = 1 << 40
+
+// MaxDisk is that of a small machine.
+func (h *Host) MaxDisk() (uint64, error) { return MaxDisk, nil }
+
 // Capabilities are those of an engine whose forks share memory.
 func (h *Host) Capabilities() engine.Capabilities { return engine.Capabilities{SharesMemory: true} }
 
@@ -228,7 +237,7 @@ func (s *handle) Stats(context.Context) (engine.Stats, error) {
 		return engine.Stats{}, s.cause
 	}
 	own := uint64(len(s.memory)) << 20
-	return engine.Stats{Own: own, Proportional: own + 1<<19, CPU: 3 * time.Second, Generation: 2}, nil
+	return engine.Stats{Own: own, Proportional: own + 1<<19, CPU: 3 * time.Second, Generation: 2, Disk: 5 << 20}, nil
 }
 
 func (s *handle) set(key, value string) error {

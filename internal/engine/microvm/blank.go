@@ -1,0 +1,187 @@
+package microvm
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"strings"
+	"sync"
+
+	"agentrun.dev/internal/layer"
+	"golang.org/x/sys/unix"
+)
+
+// diskID is how the disk of Spec.Disk is called in snapshots.
+const diskID = "disk"
+
+// blank is an empty file system of one size: a layer that all sandboxes with
+// such a disk begin with. The engine owns the file, which is in memory: whatever
+// the size, its content is some pages.
+type blank struct {
+	image layer.Image
+	file  *os.File
+}
+
+// blanks are those that an engine has made, by size.
+type blanks struct {
+	mu     sync.Mutex // protects bySize, and is held while one is made
+	bySize map[uint64]*blank
+}
+
+func (b *blanks) get(ctx context.Context, size uint64) (*blank, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if known := b.bySize[size]; known != nil {
+		return known, nil
+	}
+	made, err := newBlank(ctx, size)
+	if err != nil {
+		return nil, fmt.Errorf("make a disk of %d bytes: %w", size, err)
+	}
+	if b.bySize == nil {
+		b.bySize = map[uint64]*blank{}
+	}
+	b.bySize[size] = made
+	return made, nil
+}
+
+func (b *blanks) close() error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	var errs []error
+	for _, made := range b.bySize {
+		errs = append(errs, made.file.Close())
+	}
+	b.bySize = nil
+	return errors.Join(errs...)
+}
+
+// attachDisk gives a sandbox that is to be booted its disk, and returns the file
+// that it will write to.
+func (e *Engine) attachDisk(ctx context.Context, s *sandbox, low *Spec, size uint64) (*os.File, error) {
+	shared, err := e.blanks.get(ctx, (size+layer.PageSize-1)/layer.PageSize*layer.PageSize)
+	if err != nil {
+		return nil, err
+	}
+	file, err := reopen(shared.file) // its own: the sandbox may outlive the engine
+	if err != nil {
+		return nil, err
+	}
+	s.boot.blank = &blank{shared.image, file}
+	top, err := e.top()
+	if err != nil {
+		return nil, err // the sandbox is released, and closes file
+	}
+	low.Disks = append(low.Disks, Disk{File: top, ID: diskID, Image: &shared.image, Layers: []*os.File{file}})
+	low.Overlay = len(low.Disks)
+	s.disks = append(s.disks, disk{id: diskID, image: shared.image})
+	return top, nil
+}
+
+// The same size gives the same bytes, with any settings of the host: snapshots
+// share the layer, and a pack is the same wherever it is made.
+var (
+	mke2fsEnv = []string{"MKE2FS_CONFIG=/dev/null", "E2FSPROGS_FAKE_TIME=1", "LC_ALL=C"}
+	// There is no journal: the file system is never mounted a second time, as
+	// what ends is not booted again, and a capture has the guest's memory with
+	// what is not written yet. There are no copies of the superblock either, and
+	// all that is not data is at the beginning, so that an empty one is small.
+	mke2fsArgs = []string{
+		"-q", "-F", "-t", "ext4", "-b", "4096", "-I", "256", "-i", "16384", "-m", "0", "-L", "agentrun",
+		"-O", "none,ext_attr,dir_index,filetype,extent,flex_bg,sparse_super2,large_file,huge_file,dir_nlink,extra_isize,64bit,metadata_csum",
+		"-U", "6167656e-7472-756e-8000-000000000001",
+		"-E", "lazy_itable_init=1,nodiscard,num_backup_sb=0,packed_meta_blocks=1,root_owner=0:0,hash_seed=6167656e-7472-756e-8000-000000000002",
+	}
+)
+
+// newBlank formats a file in memory and packs what is not zeros into a layer.
+func newBlank(ctx context.Context, size uint64) (_ *blank, err error) {
+	mke2fs, err := findMke2fs()
+	if err != nil {
+		return nil, err
+	}
+	whole, err := memoryFile("format", nil)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, whole.Close()) }()
+	if err := whole.Truncate(int64(size)); err != nil {
+		return nil, err
+	}
+	cmd := exec.CommandContext(ctx, mke2fs, append(mke2fsArgs, "/proc/self/fd/3")...)
+	var said bytes.Buffer
+	cmd.Env, cmd.ExtraFiles, cmd.Stdout, cmd.Stderr = mke2fsEnv, []*os.File{whole}, &said, &said
+	if err := cmd.Run(); err != nil {
+		return nil, fmt.Errorf("%s: %w: %s", mke2fs, err, strings.TrimSpace(said.String()))
+	}
+	return packBlank(whole, size)
+}
+
+// findMke2fs also looks where it is, which is not in everybody's PATH.
+func findMke2fs() (string, error) {
+	for _, name := range []string{"mke2fs", "/usr/sbin/mke2fs", "/sbin/mke2fs"} {
+		if path, err := exec.LookPath(name); err == nil {
+			return path, nil
+		}
+	}
+	return "", errors.New("mke2fs is missing: apt-get install e2fsprogs")
+}
+
+func packBlank(whole *os.File, size uint64) (*blank, error) {
+	runs, err := dataOf(whole, size)
+	if err != nil {
+		return nil, fmt.Errorf("read the new file system: %w", err)
+	}
+	runs = layer.Coalesce(runs, layer.MaxRuns)
+	packed, err := memoryFile("blank", nil)
+	if err != nil {
+		return nil, err
+	}
+	w := layer.NewWriter(packed)
+	for _, r := range runs {
+		if _, err = io.Copy(w, io.NewSectionReader(whole, int64(r.Start), int64(r.Length))); err != nil {
+			break
+		}
+	}
+	var im layer.Image
+	if err == nil {
+		im, err = layer.Overlay(layer.Image{Size: size}, w.Ref(), runs, nil)
+	}
+	if err == nil {
+		const seals = unix.F_SEAL_WRITE | unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
+		_, err = unix.FcntlInt(packed.Fd(), unix.F_ADD_SEALS, seals)
+	}
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("pack the new file system: %w", err), packed.Close())
+	}
+	return &blank{im, packed}, nil
+}
+
+// dataOf lists the pages of a sparse file that are not zeros.
+func dataOf(f *os.File, size uint64) (runs []layer.Run, err error) {
+	var page, zeros [layer.PageSize]byte
+	for off := int64(0); ; {
+		off, err = unix.Seek(int(f.Fd()), off, unix.SEEK_DATA)
+		if errors.Is(err, unix.ENXIO) { // there is none behind
+			return runs, nil
+		}
+		if err != nil {
+			return nil, err
+		}
+		off -= off % layer.PageSize
+		if uint64(off) >= size {
+			return runs, nil
+		}
+		if _, err := f.ReadAt(page[:], off); err != nil {
+			return nil, err
+		}
+		if page != zeros {
+			runs = append(runs, layer.Run{Start: uint64(off), Length: layer.PageSize})
+		}
+		off += layer.PageSize
+	}
+}

@@ -1,0 +1,39 @@
+package sandbox
+
+import (
+	"fmt"
+	"sort"
+)
+
+// invalidDisk refuses the size of a disk, with what is possible.
+func invalidDisk(size, most uint64, why string) error {
+	if why != "" {
+		why = ": " + why
+	}
+	given := mebibytes(size)
+	if size%mib != 0 { // rounded it might look as if it were possible
+		given = fmt.Sprintf("%d bytes", size)
+	}
+	return invalid("resources.disk", "%s are not between %s and %s%s", given, mebibytes(MinDisk), mebibytes(most/mib*mib), why)
+}
+
+// checkDisk refuses a disk that this node could not hold if it held nothing else.
+func (m *Manager) checkDisk(s TemplateSpec) error {
+	if s.Disk == 0 {
+		return nil
+	}
+	most, err := m.cfg.Engine.MaxDisk()
+	if err != nil {
+		return err
+	}
+	if s.Disk > most {
+		return invalidDisk(s.Disk, most, "this node holds no more")
+	}
+	// Where disks are memory they take what sandboxes may reserve.
+	capacity, need := m.capacity.capacity, m.cfg.Engine.Reserve
+	if need(s.Memory, 0) > capacity || need(s.Memory, s.Disk) <= capacity {
+		return nil // the former is refused when it is to run, disk or not
+	}
+	fits := sort.Search(int(s.Disk/mib), func(n int) bool { return need(s.Memory, uint64(n+1)*mib) > capacity })
+	return invalidDisk(s.Disk, uint64(fits)*mib, "it is memory on this node, and beside the "+mebibytes(s.Memory)+" of the sandbox there is no more")
+}
