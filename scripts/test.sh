@@ -57,7 +57,11 @@ in_second_testbed() {
 	local status=0
 	export AGENTRUN_TESTBED_MACHINE=second
 	# shellcheck disable=SC2046 # one argument per package
-	in_testbed $(kvm_packages) $(cgroup_packages) $(linux_packages | grep -v '/test/microvm$' | grep -v '/script$') || status=$?
+	in_testbed $(kvm_packages) $(cgroup_packages) $(linux_packages | grep -v '/test/microvm$' | grep -v '/script$' | grep -v '/survival$') || status=$?
+	# Its soak has fifty sandboxes and more at once.
+	[ -z "${AGENTRUN_SOAK:-}" ] || "$build/testbed" exec scripts/testbed-scheduler.sh busy
+	in_testbed ./test/microvm/survival || status=$?
+	[ -z "${AGENTRUN_SOAK:-}" ] || "$build/testbed" exec scripts/testbed-scheduler.sh normal
 	in_testbed -run='^TestConformance$' ./test/microvm || status=$?
 	# The manuals of the daemon and of packs, which on this host run on gVisor: a
 	# part of them, as an emulated machine takes minutes for each.

@@ -12,6 +12,7 @@ import (
 	"golang.org/x/term"
 
 	"agentrun.dev/internal/doctor"
+	"agentrun.dev/internal/local"
 )
 
 // exitUnusable is doctor's verdict; the report has said why.
@@ -33,7 +34,11 @@ The exit code is 1 when no engine works on this host.`,
 			if err != nil {
 				return err
 			}
-			report := doctor.Run(cmd.Context(), doctor.Config{CacheFolder: cache})
+			state, err := local.DefaultFolder()
+			if err != nil {
+				return err
+			}
+			report := doctor.Run(cmd.Context(), doctor.Config{CacheFolder: cache, StateFolder: state})
 			if err := printReport(cmd.OutOrStdout(), report, asJSON); err != nil {
 				return fmt.Errorf("print the report: %w", err)
 			}

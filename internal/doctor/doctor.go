@@ -48,6 +48,7 @@ const (
 	CheckKernel       = "kernel"
 	CheckCgroups      = "cgroups"
 	CheckJail         = "jail"
+	CheckDiskLimits   = "disk-limits"
 	CheckUserfaultfd  = "userfaultfd"
 	CheckMemfd        = "memfd"
 	CheckMemory       = "memory"
@@ -89,8 +90,9 @@ func (r Report) Usable() bool { return r.Engine != EngineNone }
 type Config struct {
 	// Files is the host's root folder: proc, sys and dev are read from it.
 	Files fs.FS
-	// CacheFolder is where images and kernels are kept; it need not exist.
-	CacheFolder string
+	// CacheFolder is where images and kernels are kept, StateFolder where sandboxes
+	// write; they need not exist.
+	CacheFolder, StateFolder string
 	// Probes ask the kernel. A nil one is replaced by the real one.
 	Probes Probes
 }
@@ -103,6 +105,9 @@ type Probes struct {
 	// Jail builds the walls around a process, limits included, and says what is
 	// in the way.
 	Jail func() error
+	// DiskLimits says why cgroups do not bound what sandboxes read and write in a
+	// folder.
+	DiskLimits func(folder string) (device string, err error)
 	// Userfaultfd makes a userfaultfd, whatever way is open to this process,
 	// and returns its features (UFFD_FEATURE_*).
 	Userfaultfd func() (features uint64, err error)
@@ -130,6 +135,9 @@ func (c *Config) fill() {
 	}
 	if p.Jail == nil {
 		p.Jail = probeJail
+	}
+	if p.DiskLimits == nil {
+		p.DiskLimits = probeDiskLimits
 	}
 	if p.Userfaultfd == nil {
 		p.Userfaultfd = probeUserfaultfd
@@ -167,8 +175,8 @@ func Run(ctx context.Context, cfg Config) Report {
 	h := &host{Config: cfg, cpu: readCPU(cfg.Files)}
 	r := Report{Schema: Schema, Checks: []Check{}}
 	for _, check := range []func(*host) []Check{
-		checkKVM, checkCPU, checkKernel, checkCgroups, checkJail, checkUserfaultfd, checkMemfd,
-		checkMemory, checkDisk, checkAssets, checkTools, checkGVisor,
+		checkKVM, checkCPU, checkKernel, checkCgroups, checkJail, checkDiskLimits, checkUserfaultfd,
+		checkMemfd, checkMemory, checkDisk, checkAssets, checkTools, checkGVisor,
 	} {
 		if ctx.Err() != nil {
 			break
@@ -180,7 +188,7 @@ func Run(ctx context.Context, cfg Config) Report {
 }
 
 // onlyMicroVMs are the checks that concern microVMs alone.
-var onlyMicroVMs = []string{CheckKVM, CheckCapabilities, CheckJail, CheckUserfaultfd, CheckAssets}
+var onlyMicroVMs = []string{CheckKVM, CheckCapabilities, CheckJail, CheckDiskLimits, CheckUserfaultfd, CheckAssets}
 
 // conclude picks the engine, as auto does, and says why: microVMs on hardware
 // KVM, gVisor elsewhere.

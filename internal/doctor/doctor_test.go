@@ -40,6 +40,7 @@ func wellProbes() Probes {
 	return Probes{
 		KVM:         func() ([]string, error) { return nil, nil },
 		Jail:        func() error { return nil },
+		DiskLimits:  func(string) (string, error) { return "8:0", nil },
 		Userfaultfd: func() (uint64, error) { return uffdPagefaultWP | uffdShmemWP, nil },
 		Memfd:       func() error { return nil },
 		Disk:        func(string) (uint64, error) { return 50 * gib, nil },
@@ -56,7 +57,7 @@ func run(t *testing.T, fixture string, change func(*Probes)) Report {
 	if change != nil {
 		change(&p)
 	}
-	return Run(t.Context(), Config{Files: loadHost(t, fixture), CacheFolder: "/var/cache/agentrun", Probes: p})
+	return Run(t.Context(), Config{Files: loadHost(t, fixture), CacheFolder: "/var/cache/agentrun", StateFolder: "/var/lib/agentrun", Probes: p})
 }
 
 func find(t *testing.T, r Report, name string) Check {
@@ -113,6 +114,10 @@ func TestHosts(t *testing.T) {
 		{"no jail", "amd-debian12", func(p *Probes) {
 			p.Jail = func() error { return errors.New("make namespaces: operation not permitted") }
 		}, CheckJail, Fail, "operation not permitted", "--allow-unjailed", EngineNone},
+		{"disks limited twice", "amd-debian12", nil, CheckDiskLimits, OK, "token buckets in virtio-blk, and cgroup io for device 8:0", "", EngineMicroVM},
+		{"disks limited once", "amd-debian12", func(p *Probes) {
+			p.DiskLimits = func(string) (string, error) { return "", errors.New("these are cgroups v1") }
+		}, CheckDiskLimits, OK, "token buckets in virtio-blk alone; cgroup io adds nothing in /var/lib/agentrun: these are cgroups v1", "", EngineMicroVM},
 		{"no userfaultfd", "amd-debian12", func(p *Probes) {
 			p.Userfaultfd = func() (uint64, error) { return 0, errors.New("operation not permitted") }
 		}, CheckUserfaultfd, Warn, "operation not permitted", "/dev/userfaultfd", EngineMicroVM},
@@ -194,8 +199,8 @@ func TestHosts(t *testing.T) {
 func checkShape(t *testing.T, r Report) {
 	t.Helper()
 	want := []string{
-		CheckKVM, CheckCapabilities, CheckCPU, CheckKernel, CheckCgroups, CheckJail, CheckUserfaultfd,
-		CheckMemfd, CheckMemory, CheckDisk, CheckAssets, CheckTools, CheckGVisor,
+		CheckKVM, CheckCapabilities, CheckCPU, CheckKernel, CheckCgroups, CheckJail, CheckDiskLimits,
+		CheckUserfaultfd, CheckMemfd, CheckMemory, CheckDisk, CheckAssets, CheckTools, CheckGVisor,
 	}
 	var got []string
 	for _, c := range r.Checks {

@@ -106,6 +106,18 @@ func checkJail(h *host) []Check {
 	return one(c)
 }
 
+// checkDiskLimits tells what holds a microVM to --io-bytes and --io-ops. Token
+// buckets always do, so that nothing is wrong where they are alone.
+func checkDiskLimits(h *host) []Check {
+	c := Check{Name: CheckDiskLimits, Status: OK}
+	if device, err := h.Probes.DiskLimits(h.StateFolder); err != nil {
+		c.Detail = fmt.Sprintf("token buckets in virtio-blk alone; cgroup io adds nothing in %s: %v", h.StateFolder, err)
+	} else {
+		c.Detail = fmt.Sprintf("token buckets in virtio-blk, and cgroup io for device %s, which holds %s", device, h.StateFolder)
+	}
+	return one(c)
+}
+
 // forksStandStill is what a host without userfaultfd costs.
 const forksStandStill = "a running sandbox stands still while a fork copies its memory"
 

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"os"
 	"path/filepath"
 	"unsafe"
 
@@ -89,22 +90,51 @@ func probeMemfd() (err error) {
 // probeDisk asks the nearest folder that exists: the cache is made when it is
 // first needed.
 func probeDisk(path string) (uint64, error) {
-	path, err := filepath.Abs(path)
+	f, err := openNearest(path)
 	if err != nil {
 		return 0, err
 	}
+	defer func() { _ = f.Close() }() // only looked at
+	var s unix.Statfs_t
+	if err := unix.Fstatfs(int(f.Fd()), &s); err != nil {
+		return 0, fmt.Errorf("look at %s: %w", f.Name(), err)
+	}
+	return s.Bavail * uint64(s.Bsize), nil
+}
+
+// openNearest opens a folder, or the nearest above it that exists.
+func openNearest(path string) (*os.File, error) {
+	path, err := filepath.Abs(path)
+	if err != nil {
+		return nil, err
+	}
 	for {
-		var s unix.Statfs_t
-		err := unix.Statfs(path, &s)
+		f, err := os.OpenFile(path, unix.O_PATH|unix.O_CLOEXEC, 0)
 		switch parent := filepath.Dir(path); {
 		case err == nil:
-			return s.Bavail * uint64(s.Bsize), nil
+			return f, nil
 		case !errors.Is(err, fs.ErrNotExist) || parent == path:
-			return 0, fmt.Errorf("look at %s: %w", path, err)
+			return nil, fmt.Errorf("look at %s: %w", path, err)
 		default:
 			path = parent
 		}
 	}
+}
+
+// probeDiskLimits has a cgroup bound the disk below a folder, for a moment and for
+// nobody.
+func probeDiskLimits(folder string) (string, error) {
+	f, err := openNearest(folder)
+	if err != nil {
+		return "", err
+	}
+	defer func() { _ = f.Close() }() // only looked at
+	device, err := jail.DeviceOf(f)
+	if err != nil {
+		return "", err
+	}
+	j := jail.New(jail.Config{})
+	return device.String(), errors.Join(j.CheckIO(device), j.Close())
 }
 
 func probeWritable(path string) bool { return unix.Access(path, unix.W_OK) == nil }

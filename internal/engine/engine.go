@@ -74,7 +74,8 @@ type Limits struct {
 }
 
 // IOLimits bound what a disk reads and writes; 0 is no limit. What was not used
-// for a while may be used at once, up to a second's worth.
+// for a while may be used at once, up to a second's worth, but where the host's
+// kernel bounds the device, too, at its pace.
 type IOLimits struct {
 	BytesPerSecond, OpsPerSecond uint64
 }

@@ -8,7 +8,8 @@ import (
 	"github.com/containerd/cgroups/v3"
 )
 
-// Limits bound what a process can take from its machine. All must be set.
+// Limits bound what a process can take from its machine. All but IO must
+// be set.
 type Limits struct {
 	// Memory is in bytes, with what the kernel allocates for the process.
 	Memory uint64
@@ -16,6 +17,8 @@ type Limits struct {
 	MilliCPUs uint64
 	// Threads bounds those of the process.
 	Threads int
+	// IO need not be set: it leaves what is.
+	IO IO
 }
 
 func (l Limits) check() error {
@@ -38,6 +41,8 @@ type hierarchy interface {
 	open(name string) (group, error)
 	// remove removes an empty group; one that is not there is fine.
 	remove(name string) error
+	// tryIO reports why groups do not bound a device, or nil.
+	tryIO(Device) error
 }
 
 // group is a cgroup for one process.

@@ -12,12 +12,15 @@ import (
 )
 
 // v2 is the one hierarchy of all controllers.
-type v2 struct{ parent string }
+type v2 struct {
+	parent string
+	io     bool // groups bound rates of devices
+}
 
 const v2Mount = "/sys/fs/cgroup"
 
 func openV2(parent string) (*v2, error) {
-	h := &v2{"/" + parent}
+	h := &v2{parent: "/" + parent}
 	// Making one group with all limits enables the controllers down to it, and
 	// shows that they are there.
 	trial := fmt.Sprintf("trial-%d", os.Getpid())
@@ -25,6 +28,7 @@ func openV2(parent string) (*v2, error) {
 	if err != nil {
 		return nil, err
 	}
+	h.io = enableIO(m, h.dir(trial))
 	return h, m.Delete()
 }
 
@@ -54,7 +58,7 @@ func (h *v2) open(name string) (group, error) {
 	if err != nil {
 		return nil, fmt.Errorf("find cgroup %s: %w", name, err)
 	}
-	return v2Group{m, h.dir(name)}, nil
+	return v2Group{m, h.dir(name), h.io}, nil
 }
 
 func (h *v2) remove(name string) error {
@@ -74,6 +78,7 @@ func (h *v2) remove(name string) error {
 type v2Group struct {
 	*cgroup2.Manager
 	dir string
+	io  bool
 }
 
 func (g v2Group) set(l Limits) error {
@@ -83,7 +88,7 @@ func (g v2Group) set(l Limits) error {
 	if err := g.Update(v2Resources(l)); err != nil {
 		return fmt.Errorf("set cgroup limits: %w", err)
 	}
-	return nil
+	return g.setIO(l.IO)
 }
 
 func (g v2Group) bornInside(sys *syscall.SysProcAttr) (func(), error) {

@@ -116,8 +116,7 @@ func (g *Group) change(to func(uint64) uint64) error {
 }
 
 // Release removes the group, and says how many the kernel has killed in it for
-// want of memory. Its processes have ended, or are about to: there is no event
-// that tells of the last one's end on every kind of cgroup.
+// want of memory. Its processes have ended, or are about to.
 func (g *Group) Release() (oomKills uint64, err error) {
 	if g == nil {
 		return 0, nil
@@ -126,20 +125,24 @@ func (g *Group) Release() (oomKills uint64, err error) {
 	if gone(err) {
 		err = nil
 	}
-	var removeErr error
+	return oomKills, errors.Join(err, removePatiently(g.groups.hierarchy, g.name))
+}
+
+// removePatiently removes a group whose processes have ended, or are about to: there
+// is no event that tells of the last one's end on every kind of cgroup.
+func removePatiently(h hierarchy, name string) error {
 	for begin, wait := time.Now(), time.Millisecond; ; wait = min(2*wait, releaseStep) {
-		removeErr = g.groups.hierarchy.remove(g.name)
-		if removeErr == nil || time.Since(begin) > releasePatience {
-			break
+		err := h.remove(name)
+		if err == nil || time.Since(begin) > releasePatience {
+			return err
 		}
 		time.Sleep(wait)
 	}
-	return oomKills, errors.Join(err, removeErr)
 }
 
 // releasePatience is how long processes that were killed may take to end, on a
 // machine that is busy, and releaseStep how often it is looked at the least.
 const (
-	releasePatience = 10 * time.Second
+	releasePatience = 30 * time.Second
 	releaseStep     = 50 * time.Millisecond
 )

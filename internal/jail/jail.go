@@ -187,9 +187,11 @@ func (a *cells) sweep() error { return a.uids.sweep(a.removeGroup) }
 // groupName is the cgroup of the process with a user id.
 func groupName(uid int) string { return "vm-" + strconv.Itoa(uid) }
 
+// removeGroup removes the group of a process that has let go of its user id. One
+// that ends does so before it leaves its group.
 func (a *cells) removeGroup(uid int) error {
 	if a.groups == nil {
 		return nil
 	}
-	return a.groups.remove(groupName(uid))
+	return removePatiently(a.groups, groupName(uid))
 }

@@ -257,7 +257,10 @@ func TestPagemapHidesAddresses(t *testing.T) {
 	j := open(t, config(t))
 	p := start(t, j, roomy)
 	defer p.end(t, true)
-	p.order(t, "hold", 0, 0)
+	p.order(t, "report and hold", 0, 0)
+	if said := p.answer(t); said == "" { // until then its pages may not be there
+		t.Fatal(p.said(t))
+	}
 	pagemap, err := OpenPagemap(p.Pid)
 	if err != nil {
 		t.Fatal(err)

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"time"
@@ -163,7 +164,11 @@ func (s *Store) removeMachine(ctx context.Context, dir string) error {
 // Remove ends a sandbox and forgets it, or deletes a snapshot.
 func (s *Store) Remove(ctx context.Context, name Name) error {
 	if dir := s.sandboxDir(name); exists(dir) {
-		// One that was left half made has no record, but may have a machine.
+		// Without its record it is half made, whatever of it is left when this is
+		// interrupted. Such a one may have a machine.
+		if err := os.Remove(filepath.Join(dir, recordName)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return fmt.Errorf("remove sandbox %s: %w", name, err)
+		}
 		machines, err := filepath.Glob(filepath.Join(dir, "machine-*"))
 		for _, m := range machines {
 			err = errors.Join(err, s.removeMachine(ctx, m))

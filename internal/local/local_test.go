@@ -1,6 +1,7 @@
 package local
 
 import (
+	"context"
 	"errors"
 	"os"
 	"path/filepath"
@@ -9,7 +10,9 @@ import (
 
 	"agentrun.dev/internal/assets"
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/folder"
 	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/vmmctl"
 )
 
 func TestParseName(t *testing.T) {
@@ -88,6 +91,38 @@ func TestLeftOvers(t *testing.T) {
 	}
 	if err := s.Remove(t.Context(), "half"); !errors.Is(err, ErrNotFound) {
 		t.Errorf("removed again: %v", err)
+	}
+}
+
+// TestInterruptedRemoval: a sandbox that is removed in part is never taken for one
+// that is whole or has ended: it is half made from the first moment on.
+func TestInterruptedRemoval(t *testing.T) {
+	s := store(t)
+	freeze(t, s, "of")
+	dir, machine := s.sandboxDir("box"), s.machineDir("box", 0)
+	if err := os.MkdirAll(machine, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Rename(s.snapshotDir("of"), folder.Folder(machine).From()); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(dir, recordName), []byte(`{"engine":"microvm"}`), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	// It does not answer, and nobody waits for that.
+	socket, err := vmmctl.Listen(folder.Folder(machine).Control())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = socket.Close() })
+	interrupted, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := s.Remove(interrupted, "box"); err == nil {
+		t.Fatal("the removal was not interrupted")
+	}
+	entries, err := s.List()
+	if err != nil || len(entries) != 1 || !strings.Contains(entries[0].Status, "half made") {
+		t.Errorf("%+v, %v", entries, err)
 	}
 }
 

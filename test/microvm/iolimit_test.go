@@ -2,10 +2,15 @@ package microvm
 
 import (
 	"fmt"
+	"os"
+	"os/exec"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/microvm"
+	"github.com/containerd/cgroups/v3"
 )
 
 // TestIOLimit: a guest that reads and writes its disk is held to the limit that
@@ -72,4 +77,86 @@ func transfer(t *testing.T, sb engine.Sandbox, dd string, size int) float64 {
 		t.Fatalf("the guest says %q: %v", out, err)
 	}
 	return max(after-before, 0.01) // its resolution
+}
+
+// TestIOLimitOfDevice: where the disks of sandboxes are on a block device, their
+// cgroups bound it as well, one that was booted and one that was forked.
+func TestIOLimitOfDevice(t *testing.T) {
+	e, err := microvm.New(microvm.Config{Resident: tempDir(t), Scratch: onDevice(t)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = e.Close() })
+	limits := engine.Limits{IO: engine.IOLimits{BytesPerSecond: 10 * mib, OpsPerSecond: 500}}
+	source, err := e.Boot(t.Context(), engine.Spec{Root: openRoot(t), Memory: 128 * mib, VCPUs: 1, Scratch: 8 * mib, Limits: limits})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = source.Close() })
+	bounded(t, source, "rbps=20971520 wbps=20971520 riops=1000 wiops=1000")
+	snap, err := source.Snapshot(t.Context(), filepath.Join(t.TempDir(), "snapshot"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = snap.Close() })
+	for _, tt := range []struct {
+		limits engine.Limits
+		want   string
+	}{
+		{engine.Limits{}, ""},
+		{engine.Limits{IO: engine.IOLimits{OpsPerSecond: 300}}, "rbps=max wbps=max riops=600 wiops=600"},
+	} {
+		sb, err := e.Fork(t.Context(), snap, engine.ForkOptions{Limits: tt.limits})
+		if err != nil {
+			t.Fatal(err)
+		}
+		bounded(t, sb, tt.want)
+		command(t, sb, "dd if=/dev/zero of=/dev/vdb bs=64k count=16 conv=fsync 2>/dev/null")
+		if err := sb.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// bounded looks at what a sandbox's cgroup says of the one device that it bounds;
+// those of v1 bound none.
+func bounded(t *testing.T, sb engine.Sandbox, want string) {
+	t.Helper()
+	if cgroups.Mode() != cgroups.Unified {
+		return
+	}
+	id, err := microvm.Identify(sb)
+	if err != nil {
+		t.Fatal(err)
+	}
+	group, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", id.PID))
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, path, _ := strings.Cut(strings.TrimSpace(string(group)), "::")
+	got, err := os.ReadFile(filepath.Join("/sys/fs/cgroup", path, "io.max"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, limits, _ := strings.Cut(strings.TrimSpace(string(got)), " "); limits != want {
+		t.Errorf("io.max is %q, want a device and %q", got, want)
+	}
+}
+
+// onDevice mounts a block device.
+func onDevice(t *testing.T) string {
+	t.Helper()
+	file, mount := filepath.Join(tempDir(t), "disk"), t.TempDir()
+	run := func(name string, args ...string) {
+		t.Helper()
+		if out, err := exec.Command(name, args...).CombinedOutput(); err != nil {
+			t.Fatalf("%s %v: %v: %s", name, args, err, out)
+		}
+	}
+	run("modprobe", "-a", "loop", "ext4")
+	run("truncate", "-s", "64M", file)
+	run("mke2fs", "-q", "-F", "-t", "ext4", file)
+	run("mount", "-o", "loop", file, mount)
+	t.Cleanup(func() { run("umount", mount) })
+	return mount
 }

@@ -2,6 +2,7 @@ package microvm
 
 import (
 	"fmt"
+	"math/bits"
 	"os"
 
 	"agentrun.dev/internal/engine"
@@ -69,7 +70,36 @@ func machineLimits(ram, vcpus uint64, devices *vmmctl.Devices, tops []*os.File, 
 		}
 		l.Memory += size
 	}
-	return l, nil
+	var err error
+	l.IO, err = deviceLimits(devices.Disks, tops, asked.IO)
+	return l, err
+}
+
+// deviceLimits is what the disks together may do to the device that their writable
+// files are on, which an engine has in one folder. Each has its own token bucket;
+// this bounds what gets past them, and holds whatever becomes of the vmm.
+func deviceLimits(disks []vmmctl.Disk, tops []*os.File, asked engine.IOLimits) (jail.IO, error) {
+	for i := range disks {
+		if disks[i].ReadOnly || asked == (engine.IOLimits{}) {
+			continue
+		}
+		device, err := jail.DeviceOf(tops[i])
+		if err != nil {
+			return jail.IO{}, fmt.Errorf("limit disk %s: %w", disks[i].ID, err)
+		}
+		n := uint64(len(disks)) // those that are only read may have their layers there
+		return jail.IO{Device: device, BytesPerSecond: times(asked.BytesPerSecond, n), OpsPerSecond: times(asked.OpsPerSecond, n)}, nil
+	}
+	return jail.IO{}, nil
+}
+
+// times is a rate for n disks; one that is too high to be written down is none.
+func times(rate, n uint64) uint64 {
+	high, low := bits.Mul64(rate, n)
+	if high != 0 {
+		return 0
+	}
+	return low
 }
 
 // memoryOf is how much memory a guest can fill by writing to a disk: all of it
