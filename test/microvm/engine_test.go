@@ -73,6 +73,7 @@ func TestConformance(t *testing.T) {
 		enginetest.Run(t, enginetest.Target{
 			Engine:        openEngine(t, dir),
 			Spec:          engine.Spec{Root: openRoot(t), Memory: 128 * mib, VCPUs: vcpus, Scratch: 64 * mib, Hostname: "source"},
+			Brief:         vcpus > 1 && !soak,
 			Forks:         count(100, 6),
 			ScratchDevice: "/dev/vdb",
 			ChildEnv:      []string{dirEnv + "=" + dir},

@@ -29,6 +29,9 @@ type Target struct {
 	// Spec describes the sandbox to boot. Its root filesystem has a POSIX
 	// shell and the usual tools, and Scratch is not 0 if the engine has disks.
 	Spec engine.Spec
+	// Brief leaves out the parts in which the number of processors makes no
+	// difference, for a second run with another number.
+	Brief bool
 	// Forks is how many forks are alive at once in the test of many.
 	Forks int
 	// ScratchDevice is the scratch disk in the guest, empty without one.
@@ -74,31 +77,41 @@ func Run(t *testing.T, target Target) {
 	}
 	t.Cleanup(func() { _ = s.warm.Close() })
 
-	t.Run("Exec", s.testExec)
-	t.Run("Dial", s.testDial)
-	t.Run("Ports", s.testPorts)
-	t.Run("SourceGoesOn", s.testSourceGoesOn)
-	t.Run("ForkContinues", s.testForkContinues)
-	t.Run("Identity", s.testIdentity)
-	t.Run("Private", s.testPrivate)
-	t.Run("ForkOfFork", s.testForkOfFork)
-	t.Run("LiveFork", s.testLiveFork)
-	t.Run("Adopt", s.testAdopt)
-	t.Run("AdoptRefuses", s.testAdoptRefuses)
-	t.Run("Moved", s.testMoved)
-	t.Run("Pause", s.testPause)
-	t.Run("Park", s.testPark)
-	t.Run("Hibernate", s.testHibernate)
-	t.Run("Sealed", s.testSealed)
-	t.Run("Limits", s.testLimits)
-	t.Run("Disk", s.testDisk)
-	t.Run("Adoption", s.testAdoption)
-	t.Run("Network", s.testNetwork)
-	t.Run("NetworkRefuses", s.testNetworkRefuses)
-	t.Run("Stats", s.testStats)
-	t.Run("Close", s.testClose)
-	t.Run("Refuses", s.testRefuses)
-	t.Run("Shutdown", s.testShutdown)
+	for _, part := range []struct {
+		name  string
+		test  func(*testing.T)
+		smp   bool // the number of processors may make a difference
+	}{
+		{"Exec", s.testExec, true},
+		{"Dial", s.testDial, false},
+		{"Ports", s.testPorts, false},
+		{"SourceGoesOn", s.testSourceGoesOn, true},
+		{"ForkContinues", s.testForkContinues, true},
+		{"Identity", s.testIdentity, true},
+		{"Private", s.testPrivate, true},
+		{"ForkOfFork", s.testForkOfFork, true},
+		{"LiveFork", s.testLiveFork, true},
+		{"Adopt", s.testAdopt, false},
+		{"AdoptRefuses", s.testAdoptRefuses, false},
+		{"Moved", s.testMoved, false},
+		{"Pause", s.testPause, true},
+		{"Park", s.testPark, true},
+		{"Hibernate", s.testHibernate, true},
+		{"Sealed", s.testSealed, false},
+		{"Limits", s.testLimits, false},
+		{"Disk", s.testDisk, false},
+		{"Adoption", s.testAdoption, false},
+		{"Network", s.testNetwork, false},
+		{"NetworkRefuses", s.testNetworkRefuses, false},
+		{"Stats", s.testStats, false},
+		{"Close", s.testClose, false},
+		{"Refuses", s.testRefuses, false},
+		{"Shutdown", s.testShutdown, false},
+	} {
+		if part.smp || !s.Brief {
+			t.Run(part.name, part.test)
+		}
+	}
 }
 
 // warmUp leaves a background process that counts in memory and, on SIGUSR1,
