@@ -78,9 +78,9 @@ func Run(t *testing.T, target Target) {
 	t.Cleanup(func() { _ = s.warm.Close() })
 
 	for _, part := range []struct {
-		name  string
-		test  func(*testing.T)
-		smp   bool // the number of processors may make a difference
+		name string
+		test func(*testing.T)
+		smp  bool // the number of processors may make a difference
 	}{
 		{"Exec", s.testExec, true},
 		{"Dial", s.testDial, false},
