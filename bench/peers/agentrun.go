@@ -122,10 +122,10 @@ func (a *agentRun) live(ctx context.Context) (l lived, err error) {
 	if err != nil {
 		return l, err
 	}
-	if l.quiet, err = bench.QuietSilence(ctx, a.source.Agent(), l.answered); err != nil {
+	if l.next, err = pass(ctx, a.source.Agent(), a.cfg.Dirty); err != nil {
 		return l, err
 	}
-	l.next, err = pass(ctx, a.source.Agent(), a.cfg.Dirty)
+	l.quiet, err = bench.QuietSilence(ctx, a.source.Agent(), l.answered)
 	return l, err
 }
 
