@@ -3,7 +3,6 @@ package peers
 import (
 	"context"
 	"errors"
-	"fmt"
 	"os"
 	"path/filepath"
 	"time"
@@ -105,8 +104,8 @@ func (a *agentRun) forkOne(ctx context.Context, shells engine.Shells) (f forked,
 }
 
 func (a *agentRun) live(ctx context.Context) (l lived, err error) {
-	if err := runShell(ctx, a.source.Agent(), dirtyScript(a.cfg.Dirty)); err != nil {
-		return l, fmt.Errorf("dirty memory: %w", err)
+	if l.pass, err = passes(ctx, a.source.Agent(), a.cfg.Dirty); err != nil {
+		return l, err
 	}
 	l.silence, err = bench.Silence(ctx, a.source.Agent(), func() error {
 		begin := time.Now()
@@ -123,10 +122,10 @@ func (a *agentRun) live(ctx context.Context) (l lived, err error) {
 	if err != nil {
 		return l, err
 	}
-	if l.quiet, err = bench.QuietSilence(ctx, a.source.Agent(), l.answered); err != nil {
+	if l.next, err = pass(ctx, a.source.Agent(), a.cfg.Dirty); err != nil {
 		return l, err
 	}
-	l.next, err = timed(time.Now(), func() error { return runShell(ctx, a.source.Agent(), dirtyScript(a.cfg.Dirty)) })
+	l.quiet, err = bench.QuietSilence(ctx, a.source.Agent(), l.answered)
 	return l, err
 }
 

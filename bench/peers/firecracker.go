@@ -338,15 +338,15 @@ func (f *firecracker) fork(ctx context.Context) (_ []forked, err error) {
 // live is pause, diff snapshot and resume: Firecracker has no fork of a running
 // machine that would be less.
 func (f *firecracker) live(ctx context.Context) (l lived, err error) {
-	if err := runShell(ctx, f.source.agent, dirtyScript(f.cfg.Dirty)); err != nil {
-		return l, fmt.Errorf("dirty memory: %w", err)
+	if l.pass, err = passes(ctx, f.source.agent, f.cfg.Dirty); err != nil {
+		return l, err
 	}
 	defer func() { _ = os.Remove(f.file("diff.memory")) }() // the next is written anew
 	if l.pause, err = f.save(ctx, "Diff", "diff"); err != nil {
 		return l, err
 	}
 	l.silence = l.pause // it cannot be less, and its connections end
-	l.next, err = timed(time.Now(), func() error { return runShell(ctx, f.source.agent, dirtyScript(f.cfg.Dirty)) })
+	l.next, err = pass(ctx, f.source.agent, f.cfg.Dirty)
 	return l, err
 }
 

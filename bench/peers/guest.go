@@ -24,10 +24,6 @@ func runProgram(ctx context.Context, agent *guestrpc.Client, program ...string) 
 	return nil
 }
 
-func runShell(ctx context.Context, agent *guestrpc.Client, script string) error {
-	return runProgram(ctx, agent, "/bin/sh", "-c", script)
-}
-
 // use runs a program in a fork that has answered, with a look at the memory of
 // its process before and after.
 func (f forked) use(ctx context.Context, agent *guestrpc.Client, pid int, program string) (_ forked, err error) {
@@ -49,14 +45,43 @@ func timed(begin time.Time, do func() error) (time.Duration, error) {
 	return time.Since(begin), err
 }
 
-// dirtyScript writes fresh content to size bytes of the guest's memory, to the
-// same place each time.
-func dirtyScript(size uint64) string {
-	const piece = 4 // MiB
+// passScript has a program that keeps size bytes of the guest's memory write to
+// each of their pages. It prints the longest write and the time of all of them,
+// in nanoseconds. The program outlives the connection that started it, which
+// Firecracker's snapshots end.
+func passScript(size uint64) string {
 	return fmt.Sprintf(`set -e
 grep -q ' /dev/shm ' /proc/mounts || { mkdir -p /dev/shm; mount -t tmpfs none /dev/shm; }
-mount -o remount,size=90%% /dev/shm
-dd if=/dev/urandom of=/dev/shm/seed bs=1M count=%d 2>/dev/null
-i=0; while [ $i -lt %d ]; do dd if=/dev/shm/seed of=/dev/shm/dirt bs=1M seek=$((i*%d)) conv=notrunc 2>/dev/null; i=$((i+1)); done`,
-		piece, (size>>20)/piece, piece)
+cd /dev/shm
+[ -p results ] || { mkfifo commands results; setsid touch-pages %d 1 0<>commands 1<>results 2>/dev/null & }
+printf p >commands
+read -r pass <results
+echo "$pass"`, size>>20)
+}
+
+// pass is how long the guest takes to write to its memory once, by its own
+// clock.
+func pass(ctx context.Context, agent *guestrpc.Client, size uint64) (time.Duration, error) {
+	var stdout, stderr bytes.Buffer
+	status, err := agent.Run(ctx, guestrpc.ExecRequest{Argv: []string{"/bin/sh", "-c", passScript(size)}}, nil, &stdout, &stderr)
+	if err == nil && status.Code != 0 {
+		err = fmt.Errorf("the shell returned %d: %s", status.Code, stderr.Bytes())
+	}
+	var longest, all time.Duration
+	if err == nil {
+		_, err = fmt.Sscan(stdout.String(), &longest, &all)
+	}
+	if err != nil {
+		return 0, fmt.Errorf("write to the source's memory: %w", err)
+	}
+	return all, nil
+}
+
+// passes dirties a source's memory: the first pass may have to do with a fork of
+// before. It returns how long the second takes.
+func passes(ctx context.Context, agent *guestrpc.Client, size uint64) (time.Duration, error) {
+	if _, err := pass(ctx, agent, size); err != nil {
+		return 0, err
+	}
+	return pass(ctx, agent, size)
 }

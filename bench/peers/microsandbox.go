@@ -93,7 +93,7 @@ func (m *microsandbox) live(ctx context.Context) (lived, error) {
 	var a struct {
 		Silence float64 `json:"silence_ms"`
 	}
-	err := m.driver.call(ctx, request{Op: "live", Dirty: dirtyScript(m.cfg.Dirty)}, &a)
+	err := m.driver.call(ctx, request{Op: "live", Dirty: passScript(m.cfg.Dirty)}, &a)
 	return lived{silence: ms(a.Silence)}, err
 }
 

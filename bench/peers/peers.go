@@ -68,8 +68,9 @@ type lived struct {
 	// how long it stood still, answered when the fork has answered, next how long
 	// the source then took to write the same memory again.
 	silence, pause, answered, next time.Duration
-	// quiet is the silence without a fork, for as long as one took.
-	quiet time.Duration
+	// quiet is the silence without a fork, for as long as one took, pass what next
+	// is without one.
+	quiet, pass time.Duration
 }
 
 // entrant is a subject with what was measured of it.
@@ -233,6 +234,7 @@ func (e *entrant) column(i int) (c Column) {
 		c.Quiet = e.summarizeLives(func(l lived) time.Duration { return l.quiet })
 		c.Pause = e.summarizeLives(func(l lived) time.Duration { return l.pause })
 		c.Live = e.summarizeLives(func(l lived) time.Duration { return l.answered })
+		c.Pass = e.summarizeLives(func(l lived) time.Duration { return l.pass })
 		c.Next = e.summarizeLives(func(l lived) time.Duration { return l.next })
 	}
 	return c

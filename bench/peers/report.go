@@ -47,6 +47,8 @@ type Column struct {
 	Pause   bench.Summary `json:"live_fork_pause"`
 	Live    bench.Summary `json:"live_fork_first_answer"`
 	Next    bench.Summary `json:"live_fork_next_pass"`
+	// Pass is Next without a fork.
+	Pass bench.Summary `json:"live_pass_without_fork"`
 	// Own is the median of the fork's anonymous memory, in bytes.
 	OwnAfterAnswer uint64 `json:"own_after_answer_bytes"`
 	OwnAfterExec   uint64 `json:"own_after_exec_bytes"`
@@ -85,6 +87,7 @@ func (r Report) measures() []measure {
 		{live + "silent without a fork", func(c Column) bench.Summary { return c.Quiet }, true},
 		{live + "first answer", func(c Column) bench.Summary { return c.Live }, true},
 		{live + "next pass", func(c Column) bench.Summary { return c.Next }, true},
+		{live + "pass without a fork", func(c Column) bench.Summary { return c.Pass }, true},
 	}
 }
 

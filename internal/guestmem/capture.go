@@ -15,12 +15,12 @@ const (
 	// blockSize is what is saved and released at once.
 	blockSize  = 64 << 10
 	blockPages = blockSize / PageSize
-	// stepBlocks is how many blocks are released at once, or mapped, when
-	// nothing has to be saved.
-	stepBlocks = 64
-	// aroundBlocks, a power of two, is how many are released with one that the
-	// guest writes to, when nothing has to be saved.
-	aroundBlocks = 16
+	// hugeBlocks, a power of two, is how many make a huge page. To let go of less
+	// would split it: then each of its pages costs the guest a fault.
+	hugeBlocks = hugeSize / blockSize
+	// stepBlocks, a multiple of that, is how many blocks are released at once, or
+	// mapped, when nothing has to be saved.
+	stepBlocks = 2 * hugeBlocks
 	// maxMappings bounds the mappings that captures make of RAM.
 	maxMappings = 1024
 )
@@ -280,7 +280,7 @@ func (c *Capture) Err() error {
 func (c *Capture) releaseUnwanted(from, to uint64) error {
 	var errs []error
 	for i := from; i < to; {
-		n := c.lockUnreleased(i, min(to, i+stepBlocks))
+		n := c.lockUnreleased(i, min(to, (i/stepBlocks+1)*stepBlocks))
 		if n == 0 {
 			i++
 			continue

@@ -1,9 +1,6 @@
 package guestmem
 
-import (
-	"errors"
-	"time"
-)
+import "time"
 
 // Stats may be called at any time.
 func (c *Capture) Stats() CaptureStats {
@@ -47,14 +44,18 @@ func (c *Capture) serve() {
 }
 
 // answer lets a vCPU that waits for a block go on. Once nothing has to be saved,
-// its surroundings are let go with it: who writes here will write there.
+// all of a huge page is let go at once: it stays one, and who writes here will
+// write there.
 func (c *Capture) answer(i uint64) error {
-	err := c.release(i, true)
-	if c.adopted.Load() {
-		first := i &^ (aroundBlocks - 1)
-		err = errors.Join(err, c.releaseUnwanted(first, min(first+aroundBlocks, uint64(len(c.blocks)))))
+	if !c.adopted.Load() {
+		return c.release(i, true)
 	}
-	return err
+	first := i &^ (hugeBlocks - 1)
+	if err := c.releaseUnwanted(first, min(first+hugeBlocks, uint64(len(c.blocks)))); err != nil {
+		return err
+	}
+	// It may have come to wait while its block was being released.
+	return c.m.each(c.spanOf(i, 1), c.uffd.wake)
 }
 
 // offsetOf is where in RAM a host address is.

@@ -6,6 +6,7 @@ import (
 	"math"
 	"sync"
 	"sync/atomic"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 )
@@ -59,16 +60,21 @@ type Memory struct {
 	shares int        // how many captures were shared
 }
 
+// hugeSize is that of a huge page: for RAM whose host addresses are multiples of
+// it where its own are, KVM maps huge pages as such.
+const hugeSize = 2 << 20
+
 // NewAnonymous maps size bytes of zeroed private memory. Pages cost nothing
 // until they are touched.
-func NewAnonymous(size uint64) (*Memory, error) {
+func NewAnonymous(size uint64) (*Memory, error) { return newAnonymous(size, hugeSize) }
+
+func newAnonymous(size, align uint64) (*Memory, error) {
 	if size == 0 || size%PageSize != 0 || size > MaxSize {
 		return nil, fmt.Errorf("guest memory of %d bytes: must be a multiple of %d, above zero and at most %d", size, PageSize, uint64(MaxSize))
 	}
 	m := &Memory{size: size}
 	for _, piece := range split(size) {
-		b, err := unix.Mmap(-1, 0, int(piece.size), unix.PROT_READ|unix.PROT_WRITE,
-			unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE)
+		b, err := mapAligned(piece.size, align)
 		if err != nil {
 			return nil, errors.Join(fmt.Errorf("map %d bytes of guest memory: %w", piece.size, err), m.Close())
 		}
@@ -76,6 +82,29 @@ func NewAnonymous(size uint64) (*Memory, error) {
 		m.regions = append(m.regions, Region{GPA: piece.gpa, bytes: b})
 	}
 	return m, nil
+}
+
+// mapAligned maps memory at a multiple of align, a power of two.
+func mapAligned(size, align uint64) ([]byte, error) {
+	whole, err := unix.MmapPtr(-1, 0, nil, uintptr(size+align-PageSize),
+		unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE)
+	if err != nil {
+		return nil, err
+	}
+	head := uintptr(-uint64(uintptr(whole)) & (align - 1))
+	b := unsafe.Slice((*byte)(unsafe.Add(whole, head)), size)
+	if head > 0 {
+		err = unix.MunmapPtr(whole, head)
+	}
+	if tail := uintptr(align-PageSize) - head; tail > 0 {
+		err = errors.Join(err, unix.MunmapPtr(unsafe.Add(whole, head+uintptr(size)), tail))
+	}
+	return b, err
+}
+
+// unmap ends a mapping that mapAligned made.
+func unmap(b []byte) error {
+	return unix.MunmapPtr(unsafe.Pointer(unsafe.SliceData(b)), uintptr(len(b)))
 }
 
 type piece struct{ gpa, size uint64 }
@@ -92,7 +121,7 @@ func split(size uint64) []piece {
 func (m *Memory) Close() error {
 	var errs []error
 	for _, r := range m.regions {
-		if err := unix.Munmap(r.bytes); err != nil {
+		if err := unmap(r.bytes); err != nil {
 			errs = append(errs, fmt.Errorf("unmap guest memory: %w", err))
 		}
 	}

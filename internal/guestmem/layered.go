@@ -33,7 +33,11 @@ const maxHoles = 256
 // where there are any, zeros elsewhere. The zeros are anonymous memory: a fault
 // in a hole of a file would add a page to the file.
 func NewLayered(size uint64, mappings []Mapping) (*Memory, error) {
-	m, err := NewAnonymous(size)
+	align := uint64(hugeSize)
+	if len(mappings) > 0 {
+		align = PageSize
+	}
+	m, err := newAnonymous(size, align)
 	if err != nil {
 		return nil, err
 	}

@@ -53,12 +53,12 @@ func (c *Capture) Close() error {
 }
 
 // Still does something while the guest stands still, and says for how long it
-// stood. A guest that was paused before stays so, and 0 is returned.
+// stood: from when a processor has left the guest until all are about to enter it
+// again. A guest that was paused before stays so, and 0 is returned.
 func (vm *VM) Still(do func() error) (time.Duration, error) {
 	if vm.Paused() {
 		return 0, do()
 	}
-	began := time.Now()
 	if err := vm.Pause(); err != nil {
 		return 0, err
 	}
@@ -66,5 +66,5 @@ func (vm *VM) Still(do func() error) (time.Duration, error) {
 	if resumeErr := vm.Resume(); resumeErr != nil {
 		return 0, resumeErr
 	}
-	return time.Since(began), err
+	return vm.gate.stood(), err
 }

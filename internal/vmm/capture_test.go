@@ -402,3 +402,25 @@ func TestCloseDuringCapture(t *testing.T) {
 		}
 	}
 }
+
+// TestStill: a guest stands still for as long as something is done to it, and its
+// processors run when that has been told.
+func TestStill(t *testing.T) {
+	g, sys := bootTestGuest(t, 64<<20, 1), openKVM(t)
+	var took time.Duration
+	defer g.nudged()()
+	stood, err := g.Still(func() error {
+		began := time.Now()
+		_, err := g.Save(sys)
+		took = time.Since(began)
+		return err
+	})
+	if err != nil || stood < took {
+		t.Errorf("the guest stood still for %v, %v, while something took %v", stood, err, took)
+	}
+	g.gate.mu.Lock()
+	defer g.gate.mu.Unlock()
+	if g.gate.parked != 0 {
+		t.Errorf("%d processors still stand", g.gate.parked)
+	}
+}

@@ -1,6 +1,9 @@
 package vmm
 
-import "sync"
+import (
+	"sync"
+	"time"
+)
 
 // gate lets vCPUs run, holds them, or sends them home. A vCPU comes to it
 // only after KVM_RUN returned EINTR, when no port or memory access of its
@@ -12,6 +15,11 @@ type gate struct {
 	closed bool // vCPUs leave for good
 	parked int  // how many wait here now
 	gone   int  // how many have left for good
+
+	// since is when the first of those that wait came, lasted how long it was
+	// until the last of the time before had gone on.
+	since  time.Time
+	lasted time.Duration
 }
 
 func newGate() *gate {
@@ -26,12 +34,18 @@ func (g *gate) pass(c *vcpu) bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.held && !g.closed {
+		if g.parked == 0 {
+			g.since = time.Now()
+		}
 		g.parked++
 		g.change.Broadcast()
 		for g.held && !g.closed {
 			g.change.Wait()
 		}
-		g.parked--
+		if g.parked--; g.parked == 0 {
+			g.lasted = time.Since(g.since)
+			g.change.Broadcast()
+		}
 	}
 	if g.closed {
 		g.gone++
@@ -63,6 +77,17 @@ func (g *gate) release() {
 	defer g.mu.Unlock()
 	g.held = false
 	g.change.Broadcast()
+}
+
+// stood waits until vCPUs that were released have gone on, and says for how
+// long they were here.
+func (g *gate) stood() time.Duration {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	for g.parked > 0 && !g.held && !g.closed {
+		g.change.Wait()
+	}
+	return g.lasted
 }
 
 // close sends all vCPUs home. It does not wait: a vCPU thread may call it.

@@ -106,18 +106,23 @@ func bootTestGuest(t testing.TB, memory uint64, vcpus int) *testGuest {
 
 // Pause gets a vCPU that waits for a command out of In, then pauses.
 func (g *testGuest) Pause() error {
-	paused := make(chan struct{})
-	defer close(paused)
+	defer g.nudged()()
+	return g.VM.Pause()
+}
+
+// nudged makes a guest ask again and again until what it returns is called.
+func (g *testGuest) nudged() (stop func()) {
+	stopped := make(chan struct{})
 	go func() {
 		for {
 			select {
 			case g.nudge <- struct{}{}:
-			case <-paused:
+			case <-stopped:
 				return
 			}
 		}
 	}()
-	return g.VM.Pause()
+	return func() { close(stopped) }
 }
 
 // result is the next word from the guest.

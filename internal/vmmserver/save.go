@@ -150,8 +150,9 @@ func (s *server) saveTo(m *vmmctl.Save, w *saveFiles) (saved vmmctl.Saved, err e
 
 // lingerTime is how long memory stays protected after a copy is complete. What
 // the guest has not written by then is shared with its children; what it has,
-// and would copy again, is left to it.
-const lingerTime = time.Second
+// and would copy again, is left to it. To copy a page again costs a guest several
+// times what a wait for 2 MiB does, and for good: its huge pages are gone.
+const lingerTime = 10 * time.Second
 
 // linger ends a capture that is complete: after some time, or when leave is
 // called, or with the VM.
