@@ -23,8 +23,8 @@ func SlowChildren(d time.Duration) error {
 // usualSlack is what Linux gives to processes.
 const usualSlack = 50 * time.Microsecond
 
-// spares is how many threads are made ahead. A thread that the monitor makes
-// begins with its slack; but it takes one that is idle where there is one.
+// spares is how many threads are made ahead, at least. A thread that the monitor
+// makes begins with its slack; but it takes one that is idle where there is one.
 const spares = 2
 
 // OnlyMonitor gives all threads of a process but its monitor the usual timer
@@ -36,9 +36,12 @@ const spares = 2
 func OnlyMonitor() {
 	usual := func() { _ = SlowChildren(usualSlack) } // the kernel takes any value
 	usual()
+	// All that the runtime has made so far but the first and the monitor.
+	made, _ := runtime.ThreadCreateProfile(nil)
+	others := max(made-2, spares)
 	var met, left sync.WaitGroup
-	met.Add(spares)
-	for range spares {
+	met.Add(others)
+	for range others {
 		left.Go(func() {
 			usual()
 			// Whoever waits here keeps its thread: the next one gets another.

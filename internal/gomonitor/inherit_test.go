@@ -38,7 +38,7 @@ func slacks() (all []string) {
 }
 
 // TestSlowChildren: of a process that was started by a thread with a slack, the
-// monitor keeps it and no other thread does.
+// monitor keeps it, and the first thread and those that were made ahead do not.
 func TestSlowChildren(t *testing.T) {
 	runtime.LockOSThread() // and never unlocked: the thread ends with the test
 	const slack = 7 * time.Millisecond
@@ -60,13 +60,14 @@ func TestSlowChildren(t *testing.T) {
 		t.Fatalf("%d threads, want the first, the monitor and %d: %q", len(threads), spares, out)
 	}
 	usual := strconv.FormatInt(usualSlack.Nanoseconds(), 10)
-	for i, have := range threads[:2+spares] {
-		want := usual
-		if i == 1 {
-			want = strconv.FormatInt(slack.Nanoseconds(), 10)
+	others := 0
+	for _, have := range threads[2:] {
+		if have == usual {
+			others++
 		}
-		if have != want {
-			t.Errorf("thread %d of %v has a slack of %s ns, want %s", i, threads, have, want)
-		}
+	}
+	slow := strconv.FormatInt(slack.Nanoseconds(), 10)
+	if threads[0] != usual || threads[1] != slow || others < spares {
+		t.Errorf("the threads' slack is %v ns, want %s for the second, %s for the first and at least %d others", threads, slow, usual, spares)
 	}
 }
