@@ -36,11 +36,6 @@ type ShellConfig struct {
 	Layers []guestmem.Mapping
 	// Populate lists pages that the guest will write to at once.
 	Populate []guestmem.Span
-	// Overlap has the memory mapped by another thread while the VM is made. To
-	// make one, the kernel waits for a thread of its own and for RCU, which takes
-	// some milliseconds where the process is in a cgroup of its own; where it
-	// does not wait, to start the other thread costs more than it saves.
-	Overlap bool
 }
 
 // Shell is a machine with memory and processors but without a state. It can be
@@ -83,40 +78,25 @@ func (vm *VM) create(cfg ShellConfig) (err error) {
 			return fmt.Errorf("this host's KVM lacks %s: a Linux kernel of version 4.19 or newer has it", c.name)
 		}
 	}
-	if cfg.Overlap {
-		mapped := make(chan error, 1)
-		go func() { mapped <- vm.mapMemory(cfg) }()
-		err = vm.createVM(cfg)
-		err = errors.Join(err, <-mapped)
-	} else if err = vm.createVM(cfg); err == nil {
-		err = vm.mapMemory(cfg)
-	}
-	if err != nil {
-		return err
-	}
-	for i, r := range vm.mem.Regions() {
-		if err := vm.kvm.SetMemory(uint32(i), r.GPA, r.Size(), r.HostAddr()); err != nil {
-			return err
-		}
-	}
-	return vm.createVCPUs(cfg)
-}
-
-func (vm *VM) createVM(cfg ShellConfig) (err error) {
 	if vm.kvm, err = cfg.KVM.CreateVM(); err != nil {
 		return err
 	}
 	if err := vm.kvm.SetTSSAddress(tssAddr); err != nil {
 		return err
 	}
-	return vm.kvm.EnableSplitIRQChip(ioapicPins)
-}
-
-func (vm *VM) mapMemory(cfg ShellConfig) (err error) {
-	if vm.mem, err = guestmem.NewLayered(cfg.Memory, cfg.Layers); err == nil {
-		vm.mem.Populate(cfg.Populate)
+	if err := vm.kvm.EnableSplitIRQChip(ioapicPins); err != nil {
+		return err
 	}
-	return err
+	if vm.mem, err = guestmem.NewLayered(cfg.Memory, cfg.Layers); err != nil {
+		return err
+	}
+	vm.mem.Populate(cfg.Populate)
+	for i, r := range vm.mem.Regions() {
+		if err := vm.kvm.SetMemory(uint32(i), r.GPA, r.Size(), r.HostAddr()); err != nil {
+			return err
+		}
+	}
+	return vm.createVCPUs(cfg)
 }
 
 func (vm *VM) createVCPUs(cfg ShellConfig) error {

@@ -73,7 +73,7 @@ func (s *server) shell(m *vmmctl.Shell) (*vmm.Shell, error) {
 		return nil, err
 	}
 	layers := s.take(len(m.Memory.Layers))
-	cfg := vmm.ShellConfig{KVM: s.sys, Memory: m.Memory.Size, VCPUs: int(m.VCPUs), Profile: vmm.Profile(m.Profile), Overlap: true}
+	cfg := vmm.ShellConfig{KVM: s.sys, Memory: m.Memory.Size, VCPUs: int(m.VCPUs), Profile: vmm.Profile(m.Profile)}
 	for _, e := range m.Memory.Extents {
 		cfg.Layers = append(cfg.Layers, guestmem.Mapping{
 			Span: guestmem.Span{Start: e.Start, Length: e.Length}, File: layers[e.Layer], Offset: e.Offset,

@@ -72,12 +72,15 @@ func (s *server) make(conn *vmmctl.Conn) (id uint64, err error) {
 		s.spread(m.VCPUs)
 		return 0, nil
 	case *vmmctl.Shell:
-		s.spread(m.VCPUs)
 		shell, err := s.shell(m)
 		if err != nil {
 			return 0, err
 		}
-		return s.fill(conn, shell)
+		id, err := s.fill(conn, shell)
+		if err == nil {
+			s.spread(m.VCPUs)
+		}
+		return id, err
 	}
 	return 0, fmt.Errorf("%w: the first is %T, neither Boot nor Shell", errUnanswered, m)
 }
@@ -104,8 +107,7 @@ func (s *server) fill(conn *vmmctl.Conn, shell *vmm.Shell) (id uint64, err error
 
 // spread makes as many Ps as a VM needs. A vCPU keeps its P while it is in the
 // guest, so there must be more Ps than vCPUs, for the control socket and the
-// devices; and the memory of a shell is mapped beside the making of its VM. Not
-// earlier: each P that has run has caches of its own.
+// devices. Not earlier: each P that has run has caches of its own.
 func (s *server) spread(vcpus uint64) {
 	s.procs = int(min(vcpus, vmm.MaxVCPUs)) + 1
 	runtime.GOMAXPROCS(s.procs)
