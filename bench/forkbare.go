@@ -11,6 +11,7 @@ import (
 	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/guestmem"
 	"agentrun.dev/internal/kvm"
+	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/vmm"
 	"golang.org/x/sys/unix"
 )
@@ -183,6 +184,18 @@ func (m *marker) In(uint16) uint32 {
 	return 0 // no command
 }
 
+// gathered joins spans as vmmserver does for the layer of a snapshot.
+func gathered(spans []guestmem.Span) (joined []guestmem.Span) {
+	runs := make([]layer.Run, 0, len(spans))
+	for _, s := range spans {
+		runs = append(runs, layer.Run{Start: s.Start, Length: s.Length})
+	}
+	for _, r := range layer.Gather(runs) {
+		joined = append(joined, guestmem.Span{Start: r.Start, Length: r.Length})
+	}
+	return joined
+}
+
 // freezeBare boots the test guest and saves it.
 func freezeBare(sys *kvm.System, cfg ForkConfig) (_ *frozenBare, err error) {
 	kernel, err := assets.Open(assets.TestGuest)
@@ -221,6 +234,7 @@ func freezeBare(sys *kvm.System, cfg ForkConfig) (_ *frozenBare, err error) {
 	if err != nil {
 		return nil, err
 	}
+	data = gathered(data)
 	fd, err := unix.MemfdCreate("layer", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 	if err != nil {
 		return nil, err

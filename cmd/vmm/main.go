@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 
+	"agentrun.dev/internal/gomonitor"
 	"agentrun.dev/internal/kvm"
 	"agentrun.dev/internal/lockdown"
 	"agentrun.dev/internal/lowmem"
@@ -19,6 +20,9 @@ const controlFD = 3
 
 // headroom is how much garbage may pile up before it is collected, at least.
 const headroom = 2 << 20
+
+// package jail starts it with the timer slack of a slow monitor.
+func init() { gomonitor.OnlyMonitor() }
 
 func main() {
 	if err := run(); err != nil {

@@ -90,7 +90,7 @@ var importRules = map[string][]string{
 	"internal/gomonitor": {},
 	"internal/lowmem":    {},
 	"internal/lockdown":  {},
-	"internal/jail":      {},
+	"internal/jail":      {"internal/gomonitor"},
 	"internal/stock":     {},
 	"internal/procid":    {},
 	"internal/seal":      {},
@@ -111,7 +111,7 @@ var importRules = map[string][]string{
 
 	"internal/vmmctl":    {"internal/layer", "internal/wire"},
 	"internal/vmmserver": {"internal/guestmem", "internal/kvm", "internal/layer", "internal/virtio", "internal/vmm", "internal/vmmctl"},
-	"cmd/vmm":            {"internal/kvm", "internal/lockdown", "internal/lowmem", "internal/vmmctl", "internal/vmmserver"},
+	"cmd/vmm":            {"internal/gomonitor", "internal/kvm", "internal/lockdown", "internal/lowmem", "internal/vmmctl", "internal/vmmserver"},
 
 	"internal/image":        {"internal/image/debian", "internal/image/tree"},
 	"internal/image/tree":   {},

@@ -24,12 +24,8 @@ import (
 
 // Slow lets the monitor's sleeps take up to d longer. It needs the right to
 // set another thread's timer slack (CAP_SYS_NICE) and /proc.
-func Slow(d time.Duration) error { return SlowProcess(os.Getpid(), d) }
-
-// SlowProcess does it for another process, which must be a Go program that has
-// reached its main function.
-func SlowProcess(pid int, d time.Duration) error {
-	tid, err := monitorThread("/proc/"+strconv.Itoa(pid)+"/task", pid)
+func Slow(d time.Duration) error {
+	tid, err := monitorThread("/proc/self/task", os.Getpid())
 	if err != nil {
 		return fmt.Errorf("slow down the runtime's monitor: %w", err)
 	}

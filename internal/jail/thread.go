@@ -7,7 +7,9 @@ import (
 	"os"
 	"runtime"
 	"syscall"
+	"time"
 
+	"agentrun.dev/internal/gomonitor"
 	"golang.org/x/sys/unix"
 )
 
@@ -96,6 +98,10 @@ func (t *thread) run(ready chan<- error) {
 	if t.walls {
 		err = t.enter()
 	}
+	if err == nil {
+		// The thread sleeps for nothing but its processes.
+		err = gomonitor.SlowChildren(monitorSlack)
+	}
 	ready <- err
 	if err != nil {
 		return
@@ -105,6 +111,12 @@ func (t *thread) run(ready chan<- error) {
 		r.reply <- started{p, err}
 	}
 }
+
+// monitorSlack is that of the processes' runtime monitor, which would look
+// around every 20 µs from its start on: hundreds of switches of threads until a
+// fork has answered. It can be long: vmmserver makes a P for each vCPU, which
+// spends its life in a system call, and one for the rest.
+const monitorSlack = 10 * time.Millisecond
 
 // innerProgram is where the program is in the jail's root.
 const innerProgram = "/vmm"

@@ -127,6 +127,8 @@ type System struct {
 	cpuidOnce sync.Once
 	cpuid     []CPUIDEntry
 	cpuidErr  error
+
+	capabilities sync.Map // answers of CheckExtension by Capability: they do not change
 }
 
 // Open opens /dev/kvm and checks the API version.
@@ -168,10 +170,14 @@ func (s *System) fd() int { return int(s.file.Fd()) }
 
 // CheckExtension returns KVM's answer for a capability, 0 when it lacks it.
 func (s *System) CheckExtension(c Capability) int {
+	if r, ok := s.capabilities.Load(c); ok {
+		return r.(int)
+	}
 	r, err := ioctl(s.fd(), reqCheckExtension, uintptr(c))
 	if err != nil {
 		return 0
 	}
+	s.capabilities.Store(c, r)
 	return r
 }
 

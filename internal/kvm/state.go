@@ -84,11 +84,7 @@ func (c *VCPU) XCR0() (uint64, error) {
 
 // XSaveSize is how large the extended state of a vCPU of this VM is.
 func (v *VM) XSaveSize() int {
-	n, err := ioctl(v.fd, reqCheckExtension, uintptr(CapXSave2))
-	if err != nil {
-		return MinXSaveSize
-	}
-	return max(n, MinXSaveSize)
+	return max(v.sys.CheckExtension(CapXSave2), MinXSaveSize)
 }
 
 // XSave reads the extended state into a buffer of XSaveSize bytes.

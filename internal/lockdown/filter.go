@@ -1,7 +1,9 @@
 package lockdown
 
 import (
+	"cmp"
 	"fmt"
+	"slices"
 
 	"golang.org/x/sys/unix"
 )
@@ -19,6 +21,8 @@ func offArg(i int) uint32 { return uint32(16 + 8*i) }
 const (
 	opLoad    = unix.BPF_LD | unix.BPF_W | unix.BPF_ABS
 	opEqual   = unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K
+	opAtLeast = unix.BPF_JMP | unix.BPF_JGE | unix.BPF_K
+	opAlways  = unix.BPF_JMP | unix.BPF_JA
 	opAnySet  = unix.BPF_JMP | unix.BPF_JSET | unix.BPF_K
 	opReturn  = unix.BPF_RET | unix.BPF_K
 	retAllow  = unix.SECCOMP_RET_ALLOW
@@ -61,20 +65,43 @@ func allowWithout(number uintptr, arg int, bits uint32) rule {
 	}}
 }
 
-// assemble makes one program of rules, which are tried in their order.
+// assemble makes one program of rules, one for each system call. The kernel
+// runs it once for every number that there is, when it is installed, to find out
+// which calls it always allows; so it searches by halves.
 func assemble(rules []rule) ([]unix.SockFilter, error) {
-	p := []unix.SockFilter{
-		load(offArch), {Code: opEqual, K: unix.AUDIT_ARCH_X86_64, Jt: 1}, ret(retKill),
-		load(offNumber),
-	}
+	rules = slices.Clone(rules)
+	slices.SortFunc(rules, func(a, b rule) int { return cmp.Compare(a.number, b.number) })
 	for _, r := range rules {
 		if len(r.block) > maxSkip {
 			return nil, fmt.Errorf("the rule of system call %d has %d instructions, at most %d can be skipped", r.number, len(r.block), maxSkip)
 		}
+	}
+	p := []unix.SockFilter{
+		load(offArch), {Code: opEqual, K: unix.AUDIT_ARCH_X86_64, Jt: 1}, ret(retKill),
+		load(offNumber),
+	}
+	return append(p, search(rules)...), nil
+}
+
+// fewRules are tried one after the other.
+const fewRules = 3
+
+// search finds the rule of the number that was loaded, and kills without one.
+func search(rules []rule) (p []unix.SockFilter) {
+	if len(rules) > fewRules {
+		half := len(rules) / 2
+		below := search(rules[:half])
+		p = append(p,
+			jump(opAtLeast, uint32(rules[half].number), 1),
+			// Only this jump is long enough.
+			unix.SockFilter{Code: opAlways, K: uint32(len(below))})
+		return append(append(p, below...), search(rules[half:])...)
+	}
+	for _, r := range rules {
 		p = append(p, jump(opEqual, uint32(r.number), len(r.block)))
 		p = append(p, r.block...)
 	}
-	return append(p, ret(retKill)), nil
+	return append(p, ret(retKill))
 }
 
 // maxSkip is how far a conditional jump goes.

@@ -38,6 +38,11 @@ func run(t *testing.T, program []unix.SockFilter, c call) uint32 {
 			continue
 		case opReturn:
 			return i.K
+		case opAlways:
+			at += int(i.K)
+			continue
+		case opAtLeast:
+			holds = accumulator >= i.K
 		case opEqual:
 			holds = accumulator == i.K
 		case opAnySet:
@@ -99,6 +104,31 @@ func TestFilter(t *testing.T) {
 		if got := run(t, program, tt.call); got != tt.want {
 			t.Errorf("%s: %#x, want %#x", name, got, tt.want)
 		}
+	}
+}
+
+// TestFilterKnowsNoOthers: a number without a rule is the end, wherever it lies
+// between those that have one.
+func TestFilterKnowsNoOthers(t *testing.T) {
+	program, err := program(1, []uint32{1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	rules := map[uintptr]bool{
+		unix.SYS_IOCTL: true, unix.SYS_MMAP: true, unix.SYS_MPROTECT: true, unix.SYS_CLONE: true,
+		unix.SYS_CLONE3: true, unix.SYS_TGKILL: true, unix.SYS_FCNTL: true, unix.SYS_PRCTL: true,
+	}
+	for _, number := range always {
+		rules[number] = true
+	}
+	for number := range uintptr(1024) {
+		got := run(t, program, call{arch: unix.AUDIT_ARCH_X86_64, number: uint32(number)})
+		if !rules[number] && got != retKill {
+			t.Errorf("system call %d: %#x", number, got)
+		}
+	}
+	if got := run(t, program, call{arch: unix.AUDIT_ARCH_X86_64, number: 1<<32 - 1}); got != retKill {
+		t.Errorf("the last number: %#x", got)
 	}
 }
 

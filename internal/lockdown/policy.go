@@ -8,9 +8,8 @@ import "golang.org/x/sys/unix"
 const threadFlags = unix.CLONE_VM | unix.CLONE_FS | unix.CLONE_FILES | unix.CLONE_SIGHAND |
 	unix.CLONE_SYSVSEM | unix.CLONE_THREAD | unix.CLONE_SETTLS
 
-// program is the filter of a process with this id. The frequent and the
-// conditional come first; the kernel remembers which calls are always allowed
-// and does not run the program for them.
+// program is the filter of a process with this id. The kernel remembers which
+// calls are always allowed and does not run the program for them.
 func program(pid int, ioctls []uint32) ([]unix.SockFilter, error) {
 	rules := []rule{
 		allowValues(unix.SYS_IOCTL, 1, ioctls...),

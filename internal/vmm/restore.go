@@ -34,7 +34,7 @@ func (vm *VM) load(state *State, devices Devices) error {
 		return err
 	}
 	for i, c := range vm.vcpus {
-		if err := loadVCPU(c.kvm, &state.VCPUs[i], int(state.TSCKHz), vm.kvm.XSaveSize()); err != nil {
+		if err := loadVCPU(c, &state.VCPUs[i], int(state.TSCKHz), vm.kvm.XSaveSize()); err != nil {
 			return fmt.Errorf("vCPU %d: %w", i, err)
 		}
 	}
@@ -70,14 +70,20 @@ var lateMSRs = []uint32{msrTSC, msrTSCDeadline}
 // loadVCPU puts a vCPU that has never run into a state. The control registers
 // and the APIC's mode decide what the rest means, so they come early; events
 // come last, when nothing disturbs them any more.
-func loadVCPU(c *kvm.VCPU, s *VCPUState, tscKHz, xsaveSize int) (err error) {
+func loadVCPU(v *vcpu, s *VCPUState, tscKHz, xsaveSize int) (err error) {
+	c := v.kvm
 	do := func(step func() error) {
 		if err == nil {
 			err = step()
 		}
 	}
 	do(func() error { return matchTSC(c, tscKHz) })
-	do(func() error { return c.SetXCR0(s.XCR0) })
+	do(func() error {
+		if s.XCR0 == v.xcr0 {
+			return nil // KVM would compute what CPUID says of it again, by dozens of CPUID instructions
+		}
+		return c.SetXCR0(s.XCR0)
+	})
 	do(func() error {
 		if len(s.XSave) != xsaveSize {
 			return fmt.Errorf("the extended state has %d bytes, this host's has %d: the snapshot is from another kind of processor", len(s.XSave), xsaveSize)

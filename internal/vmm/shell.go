@@ -113,7 +113,8 @@ func (vm *VM) createVCPUs(cfg ShellConfig) error {
 		if err != nil {
 			return err
 		}
-		vm.vcpus = append(vm.vcpus, &vcpu{id: id, vm: vm, kvm: c})
+		v := &vcpu{id: id, vm: vm, kvm: c}
+		vm.vcpus = append(vm.vcpus, v)
 		if err := c.SetCPUID(forVCPU(common, id, cfg.VCPUs)); err != nil {
 			return err
 		}
@@ -121,6 +122,7 @@ func (vm *VM) createVCPUs(cfg ShellConfig) error {
 			if err := c.SetXCR0(mask); err != nil {
 				return err
 			}
+			v.xcr0 = mask
 		}
 	}
 	// Their threads are made while the rest is: they wait at the gate.

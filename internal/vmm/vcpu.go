@@ -21,6 +21,8 @@ type vcpu struct {
 	vm  *VM
 	kvm *kvm.VCPU
 	tid atomic.Int32
+	// xcr0 is what a vCPU that has not run begins with, 0 if nobody has set it.
+	xcr0 uint64
 }
 
 // run is the body of the vCPU's thread: it waits for the gate to be opened and

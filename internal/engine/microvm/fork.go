@@ -250,7 +250,6 @@ func (e *Engine) load(ctx context.Context, s *sandbox, opts engine.ForkOptions, 
 		p.Kill()
 		return nil, fmt.Errorf("start microVM: %w", err)
 	}
-	p.slowMonitor()
 	return p, nil
 }
 

@@ -11,10 +11,8 @@ import (
 	"os"
 	"sync"
 	"sync/atomic"
-	"time"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/gomonitor"
 	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/jail"
 	"agentrun.dev/internal/layer"
@@ -123,7 +121,6 @@ func begin(j *jail.Jail, limits jail.Limits, first *message) (*Process, error) {
 		p.Kill()
 		return nil, fmt.Errorf("start microVM: %w", err)
 	}
-	p.slowMonitor()
 	return p, nil
 }
 
@@ -144,16 +141,6 @@ func open(j *jail.Jail, limits jail.Limits, first *message) (*Process, <-chan *v
 	}
 	return p, reply, nil
 }
-
-// slowMonitor does what the process cannot do itself in its jail. A matter of
-// speed only, and refused to users without privileges.
-func (p *Process) slowMonitor() {
-	go func() { _ = gomonitor.SlowProcess(p.Pid(), monitorSlack) }()
-}
-
-// monitorSlack can be long: vmmserver makes a P for each vCPU, which spends
-// its life in a system call, and one for the rest.
-const monitorSlack = 10 * time.Millisecond
 
 // spawn starts the process with its control socket.
 func spawn(j *jail.Jail, limits jail.Limits) (*Process, error) {
