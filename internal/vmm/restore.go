@@ -54,10 +54,11 @@ func (vm *VM) load(state *State, devices Devices) error {
 	return vm.announceGeneration()
 }
 
-// announceLater tells the guest's kernel that it is a copy, when the guest has
-// answered for the first time: whoever goes on with the standby connection
+// announceLater tells the guest's kernel that it is a copy, when the guest is
+// used after its first answer: whoever goes on with the standby connection
 // renews the guest, its random numbers before all, and need not wait for the
-// ACPI interpreter.
+// ACPI interpreter; and a copy that only waits need not own the pages that the
+// interpreter and the kernel's log write to.
 func (vm *VM) announceLater() {
 	if err := vm.announceGeneration(); err != nil {
 		vm.end(Exit{ReasonInternalError, err.Error()})
