@@ -179,6 +179,9 @@ func (w *frameWriter) control(h header, payload []byte) {
 		w.fail(errPendingFull)
 		return
 	}
+	if w.pending == nil {
+		w.pending, w.spare = w.spare, nil
+	}
 	w.pending = append(appendHeader(w.pending, h), payload...)
 	w.mu.Unlock()
 	select {

@@ -43,24 +43,21 @@ func (vm *VM) load(state *State, devices Devices) error {
 	}
 	clock := state.Clock
 	vm.stopped = &clock
-	if err := vm.writeGeneration(); err != nil {
-		return err
-	}
 	if d := vm.devices.Vsock; d != nil && d.Standby != nil {
 		standby := d.Standby
 		d.Standby = nil // the device's from here on
 		return vm.vsock.Adopt(standby, vm.announceLater)
 	}
-	return vm.announceGeneration()
+	return vm.renewGeneration()
 }
 
 // announceLater tells the guest's kernel that it is a copy, when the guest is
 // used after its first answer: whoever goes on with the standby connection
 // renews the guest, its random numbers before all, and need not wait for the
-// ACPI interpreter; and a copy that only waits need not own the pages that the
-// interpreter and the kernel's log write to.
+// ACPI interpreter; and a copy that only waits need not own the page of the id,
+// nor those that the interpreter and the kernel's log write to.
 func (vm *VM) announceLater() {
-	if err := vm.announceGeneration(); err != nil {
+	if err := vm.renewGeneration(); err != nil {
 		vm.end(Exit{ReasonInternalError, err.Error()})
 	}
 }
