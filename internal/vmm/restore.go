@@ -62,8 +62,10 @@ func (vm *VM) announceLater() {
 	}
 }
 
-// lateMSRs are set by startClock.
-var lateMSRs = []uint32{msrTSC, msrTSCDeadline}
+// otherMSRs are not set with the others: startClock sets those of the clock, and
+// to set the place of the wall clock means to ask for it (KVM writes the time
+// there, once), which a guest does itself when it wants to know.
+var otherMSRs = []uint32{msrTSC, msrTSCDeadline, msrKVMWallClock, msrKVMWallClockNew}
 
 // loadVCPU puts a vCPU that has never run into a state. The control registers
 // and the APIC's mode decide what the rest means, so they come early; events
@@ -123,7 +125,7 @@ func setChangedMSRs(c *kvm.VCPU, saved []kvm.MSREntry) error {
 			same = fresh[0].Data == m.Data
 			fresh = fresh[1:]
 		}
-		if !same && !slices.Contains(lateMSRs, m.Index) {
+		if !same && !slices.Contains(otherMSRs, m.Index) {
 			changed = append(changed, m)
 		}
 	}
