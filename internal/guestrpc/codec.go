@@ -1,7 +1,6 @@
 package guestrpc
 
 import (
-	"bytes"
 	"math"
 	"strconv"
 	"time"
@@ -104,8 +103,10 @@ func (c *codec) strs(what string, v *[]string, maxCount, maxLen int) {
 // data carries bytes. Errors tell how many there are, never what they are.
 func (c *codec) data(what string, v *[]byte, limit int) {
 	if c.d != nil {
-		if *v = c.d.View(limit); !c.inPlace {
-			*v = bytes.Clone(*v)
+		if c.inPlace {
+			*v = c.d.View(limit)
+		} else {
+			*v = c.d.Data(limit)
 		}
 		return
 	}
