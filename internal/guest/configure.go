@@ -58,7 +58,7 @@ func SetHostname(name string) error {
 	if !ValidHostname(name) {
 		return fail(ErrInvalid, "set host name", name, hostnameRule)
 	}
-	return failed("set host name", name, unix.Sethostname([]byte(name)))
+	return failed("set host name", name, rawSetHostname(name))
 }
 
 // setLimits gives programs more descriptors than the kernel's 1024, and no core
@@ -227,34 +227,38 @@ func writeMachineID(etc string) error {
 	return failed("change mode of", path, unix.Chmod(path, machineIDMode))
 }
 
-// hostLine is what is added to a hosts file for the sandbox's own name.
-func hostLine(name string) string { return "127.0.1.1\t" + name + "\n" }
+// appendHostLine adds to b what a hosts file has for the sandbox's own name.
+func appendHostLine(b []byte, name string) []byte {
+	return append(append(append(b, hostAddress...), name...), '\n')
+}
+
+const hostAddress = "127.0.1.1\t"
 
 // withNames returns the text of a hosts file with what is missing at its end.
 func withNames(hosts []byte, name string) []byte {
-	var add []byte
-	if !namesHost(hosts, "localhost") {
-		add = append(add, "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n"...)
+	local, named := namesHost(hosts, "localhost"), namesHost(hosts, name)
+	if n := len(hosts); n > 0 && hosts[n-1] != '\n' && !(local && named) {
+		hosts = append(hosts, '\n')
 	}
-	if !namesHost(hosts, name) {
-		add = append(add, hostLine(name)...)
+	if !local {
+		hosts = append(hosts, "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n"...)
 	}
-	if n := len(hosts); n > 0 && hosts[n-1] != '\n' && len(add) > 0 {
-		add = append([]byte{'\n'}, add...)
+	if !named {
+		hosts = appendHostLine(hosts, name)
 	}
-	return append(hosts, add...)
+	return hosts
 }
 
 // namesHost reports whether a hosts file has an address for name.
 func namesHost(hosts []byte, name string) bool {
 	for line := range lines(hosts) {
 		line, _, _ = bytes.Cut(line, []byte{'#'})
-		if words := bytes.Fields(line); len(words) > 1 {
-			for _, w := range words[1:] {
-				if string(w) == name {
-					return true
-				}
+		address := true
+		for w := range bytes.FieldsSeq(line) {
+			if !address && string(w) == name {
+				return true
 			}
+			address = false
 		}
 	}
 	return false

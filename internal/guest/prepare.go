@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -45,6 +46,7 @@ func (r *Renewer) Prepare(ctx context.Context, settle bool) error {
 	for i := range r.kept {
 		r.keep(i)
 	}
+	r.looked = time.Now()
 	var uts unix.Utsname
 	if err := unix.Uname(&uts); err != nil {
 		return failed("read", "host name", err)
@@ -63,7 +65,7 @@ func (r *Renewer) Prepare(ctx context.Context, settle bool) error {
 	if !r.canRehearseName(req.Hostname) {
 		req.Hostname = ""
 	}
-	if r.current(keptGeneration) {
+	if _, ok := r.current(keptGeneration); ok {
 		if _, err := r.apply(&req); err != nil {
 			return err
 		}
@@ -82,7 +84,8 @@ func (r *Renewer) Prepare(ctx context.Context, settle bool) error {
 // name. Others are replaced when the time comes.
 func (r *Renewer) keep(i int) {
 	f := &r.kept[i]
-	if f.open && r.current(i) {
+	var st unix.Stat_t
+	if f.open && unix.Fstatat(unix.AT_FDCWD, r.root+keptPaths[i], &st, unix.AT_SYMLINK_NOFOLLOW) == nil && f.is(&st) {
 		return
 	}
 	if f.open {
@@ -101,18 +104,36 @@ func (r *Renewer) keep(i int) {
 	f.open = true
 }
 
-// current reports whether the file that is open is still the one at its path.
-func (r *Renewer) current(i int) bool {
+// is reports whether the file that is open has this state, and one name.
+func (f *keptFile) is(st *unix.Stat_t) bool {
+	return st.Dev == f.st.Dev && st.Ino == f.st.Ino && st.Mode == f.st.Mode && st.Nlink == 1
+}
+
+// freshness is for how long after a look at the paths a file that is open and
+// still has its one name is taken for the one at its path. A fork renews itself
+// within that: its clock, the monotonic one, goes on from where the guest was
+// captured, just after a look. To walk the paths would touch every name on them.
+const freshness = time.Second
+
+// current reports whether the file that is open is still the one at its path,
+// and its size.
+func (r *Renewer) current(i int) (size int64, ok bool) {
 	f := &r.kept[i]
+	if !f.open {
+		return 0, false
+	}
 	var st unix.Stat_t
-	return f.open && unix.Fstatat(unix.AT_FDCWD, r.root+keptPaths[i], &st, unix.AT_SYMLINK_NOFOLLOW) == nil &&
-		st.Dev == f.st.Dev && st.Ino == f.st.Ino && st.Mode == f.st.Mode && st.Nlink == 1
+	if time.Since(r.looked) >= freshness && (unix.Fstatat(unix.AT_FDCWD, r.root+keptPaths[i], &st, unix.AT_SYMLINK_NOFOLLOW) != nil || !f.is(&st)) {
+		return 0, false
+	}
+	ok = rawFstat(f.fd, &st) == nil && f.is(&st)
+	return st.Size, ok
 }
 
 // put gives a file its contents: in place if it is kept, else by replace.
 func (r *Renewer) put(i int, data []byte, replace func([]byte) error) error {
-	if r.current(i) {
-		return r.overwrite(i, data)
+	if size, ok := r.current(i); ok {
+		return r.overwrite(i, size, data)
 	}
 	return replace(data)
 }
@@ -120,13 +141,10 @@ func (r *Renewer) put(i int, data []byte, replace func([]byte) error) error {
 // contents reads a file that is kept, until the next call; false says that it
 // must be replaced.
 func (r *Renewer) contents(i int) ([]byte, bool) {
-	if !r.current(i) {
+	if _, ok := r.current(i); !ok {
 		return nil, false
 	}
-	if r.buf == nil {
-		r.buf = make([]byte, maxKept)
-	}
-	n, err := unix.Pread(r.kept[i].fd, r.buf, 0)
+	n, err := rawPread(r.kept[i].fd, r.buf[:], 0)
 	if err != nil || n == len(r.buf) {
 		return nil, false
 	}
@@ -136,8 +154,12 @@ func (r *Renewer) contents(i int) ([]byte, bool) {
 // membarrierGlobal is MEMBARRIER_CMD_GLOBAL of membarrier(2).
 const membarrierGlobal = 1
 
-// maxKept is what is read of a kept file; larger ones are replaced.
-const maxKept = 2048
+// maxKept is what is read of a kept file; larger ones are replaced. maxAdded is
+// what a renewal adds to one, at most: two lines of hosts.
+const (
+	maxKept  = 2048
+	maxAdded = 256
+)
 
 // canRehearseName: writing the name again leaves its files as they are.
 func (r *Renewer) canRehearseName(name string) bool {
@@ -149,22 +171,18 @@ func (r *Renewer) canRehearseName(name string) bool {
 		return false
 	}
 	hosts, ok := r.contents(keptHosts)
-	return ok && bytes.Equal(renameInHosts(hosts, name, name), hosts)
+	return ok && bytes.Equal(renameInHosts(nil, hosts, []byte(name), name), hosts)
 }
 
-// overwrite changes a kept file in place. One call writes all of it: the
-// kernel lets no reader see half of that.
-func (r *Renewer) overwrite(i int, data []byte) error {
-	f := &r.kept[i]
-	var st unix.Stat_t
-	if err := unix.Fstat(f.fd, &st); err != nil {
+// overwrite changes a kept file of so many bytes in place. One call writes all
+// of it: the kernel lets no reader see half of that.
+func (r *Renewer) overwrite(i int, size int64, data []byte) error {
+	fd := r.kept[i].fd
+	if err := rawPwrite(fd, data, 0); err != nil {
 		return err
 	}
-	if _, err := unix.Pwrite(f.fd, data, 0); err != nil {
-		return err
-	}
-	if st.Size > int64(len(data)) {
-		return unix.Ftruncate(f.fd, int64(len(data)))
+	if size > int64(len(data)) {
+		return rawFtruncate(fd, int64(len(data)))
 	}
 	return nil
 }

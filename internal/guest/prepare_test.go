@@ -5,6 +5,7 @@ import (
 	"os"
 	"strings"
 	"testing"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -161,6 +162,41 @@ func TestRenewReplacesWhatChanged(t *testing.T) {
 				t.Error("replaced again")
 			}
 		})
+	}
+}
+
+// TestRenewLooksAgain: a file that was moved away is not written to, but for a
+// moment after the last look at the paths.
+func TestRenewLooksAgain(t *testing.T) {
+	r, _ := prepared(t)
+	path := r.root + "/etc/machine-id"
+	if err := os.Rename(path, path+".old"); err != nil {
+		t.Fatal(err)
+	}
+	r.looked = r.looked.Add(-freshness)
+	if _, err := r.Renew(t.Context(), renewal(1)); err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(expectFile(path, forkID+"\n"), expectFile(path+".old", strings.Repeat("ab", 16)+"\n")); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestRenewAllocatesNothing: what is allocated in a fork is memory of its own.
+func TestRenewAllocatesNothing(t *testing.T) {
+	r, k := prepared(t)
+	r.ioctl = func(int, uint, unsafe.Pointer) error { return nil }
+	r.setClock = func(int32, *unix.Timespec) error { return nil }
+	r.setHostname = func(string) error { return nil }
+	k.calls = nil
+	ctx, req := t.Context(), renewal(1)
+	if n := testing.AllocsPerRun(100, func() {
+		req.Generation++
+		if _, err := r.Renew(ctx, req); err != nil {
+			t.Fatal(err)
+		}
+	}); n != 0 {
+		t.Errorf("a renewal allocates %v times", n)
 	}
 }
 

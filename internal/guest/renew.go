@@ -6,7 +6,6 @@ import (
 	"strconv"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"time"
 	"unsafe"
 
@@ -45,14 +44,21 @@ type Renewer struct {
 
 	generation atomic.Uint64
 
-	renewing sync.Mutex // serializes Renew and Prepare; protects kept
+	renewing sync.Mutex // serializes Renew and Prepare; protects all following fields
 	kept     [numKept]keptFile
-	buf      []byte // of contents
+	looked   time.Time // when kept were last seen to be what is at their paths
+	device   int       // random, once it is open; else -1
+
+	// Renewals need no memory but this: what is allocated for the first time
+	// in a fork is a page that the fork has of its own.
+	clock   unix.Timespec
+	scratch [maxKept + maxAdded]byte
+	buf     [maxKept]byte // of contents
 }
 
 // NewRenewer returns the one that renews this machine.
 func NewRenewer() *Renewer {
-	return &Renewer{random: "/dev/random", ioctl: ioctl, setClock: unix.ClockSettime, setHostname: SetHostname}
+	return &Renewer{device: -1, random: "/dev/random", ioctl: rawIoctl, setClock: rawSetClock, setHostname: SetHostname}
 }
 
 // Generation is that of the last renewal that was completed; 0 before.
@@ -103,14 +109,14 @@ func (r *Renewer) apply(req *guestrpc.RenewRequest) (guestrpc.RenewReply, error)
 		}
 	}
 	if req.MachineID != "" {
-		err := r.put(keptMachineID, []byte(req.MachineID+"\n"), func(data []byte) error {
+		err := r.put(keptMachineID, append(append(r.scratch[:0], req.MachineID...), '\n'), func(data []byte) error {
 			return r.inEtc(func(etc int) error { return replaceFile(etc, "machine-id", data, machineIDMode) })
 		})
 		if err != nil {
 			return none, cannotReplace("/etc/machine-id", err)
 		}
 	}
-	text := append(strconv.AppendUint(nil, req.Generation, 10), '\n')
+	text := append(strconv.AppendUint(r.scratch[:0], req.Generation, 10), '\n')
 	if err := r.put(keptGeneration, text, func(text []byte) error { return replaceGeneration(r.root, text) }); err != nil {
 		return none, err
 	}
@@ -146,42 +152,33 @@ func validMachineID(s string) bool {
 // reseed puts entropy into the kernel's generator and has it used at once
 // (random(4)).
 func (r *Renewer) reseed(entropy []byte) error {
-	// O_NONBLOCK: a root in the guest may have put a FIFO there.
-	fd, err := open(unix.AT_FDCWD, r.random, unix.O_WRONLY|unix.O_NONBLOCK|unix.O_NOCTTY, 0)
-	if err != nil {
-		return failed("open", r.random, err)
+	if r.device < 0 {
+		// O_NONBLOCK: a root in the guest may have put a FIFO there.
+		fd, err := open(unix.AT_FDCWD, r.random, unix.O_WRONLY|unix.O_NONBLOCK|unix.O_NOCTTY, 0)
+		if err != nil {
+			return failed("open", r.random, err)
+		}
+		r.device = fd // stays open: to open and close it again is some pages of each fork
 	}
-	defer unix.Close(fd)
 	// struct rand_pool_info: entropy_count in bits, buf_size in bytes, buf.
-	pool := make([]byte, 8, 8+guestrpc.MaxEntropy)
+	pool := r.scratch[:8]
 	binary.NativeEndian.PutUint32(pool, uint32(8*len(entropy)))
 	binary.NativeEndian.PutUint32(pool[4:], uint32(len(entropy)))
 	pool = append(pool, entropy...)
 	defer clear(pool)
 	// The kernel reads 8 bytes and then buf_size of them, which is all of pool.
-	if err := r.ioctl(fd, unix.RNDADDENTROPY, unsafe.Pointer(&pool[0])); err != nil {
+	if err := r.ioctl(r.device, unix.RNDADDENTROPY, unsafe.Pointer(&pool[0])); err != nil {
 		return failed("add entropy to", r.random, err)
 	}
-	return failed("reseed from", r.random, r.ioctl(fd, unix.RNDRESEEDCRNG, nil))
-}
-
-func ioctl(fd int, req uint, arg unsafe.Pointer) error {
-	// What arg points to outlives the call; how much of it is used says req.
-	if _, _, errno := syscall.Syscall(unix.SYS_IOCTL, uintptr(fd), uintptr(req), uintptr(arg)); errno != 0 {
-		return errno
-	}
-	return nil
+	return failed("reseed from", r.random, r.ioctl(r.device, unix.RNDRESEEDCRNG, nil))
 }
 
 // stepClock sets the wall clock and returns what that added to it.
 func (r *Renewer) stepClock(to time.Time) (time.Duration, error) {
-	var now unix.Timespec
-	if err := unix.ClockGettime(unix.CLOCK_REALTIME, &now); err != nil {
-		return 0, failed("read", "wall clock", err)
-	}
-	ts := unix.NsecToTimespec(to.UnixNano())
-	if err := r.setClock(unix.CLOCK_REALTIME, &ts); err != nil {
+	now := time.Now().UnixNano()
+	r.clock = unix.NsecToTimespec(to.UnixNano())
+	if err := r.setClock(unix.CLOCK_REALTIME, &r.clock); err != nil {
 		return 0, failed("set", "wall clock", err)
 	}
-	return time.Duration(to.UnixNano() - now.Nano()), nil
+	return time.Duration(to.UnixNano() - now), nil
 }

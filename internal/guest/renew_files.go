@@ -11,14 +11,14 @@ import (
 // writes it to. A file that is missing, or a link, is the image's own affair.
 func (r *Renewer) rename(name string) error {
 	var uts unix.Utsname
-	if err := unix.Uname(&uts); err != nil {
+	if err := rawUname(&uts); err != nil {
 		return failed("read", "host name", err)
 	}
-	old := unix.ByteSliceToString(uts.Nodename[:])
+	old, _, _ := bytes.Cut(uts.Nodename[:], []byte{0})
 	if err := r.setHostname(name); err != nil {
 		return err
 	}
-	err := r.put(keptHostname, []byte(name+"\n"), func(text []byte) error {
+	err := r.put(keptHostname, append(append(r.scratch[:0], name...), '\n'), func(text []byte) error {
 		return r.inEtc(func(etc int) error {
 			var st unix.Stat_t
 			if !isRegular(etc, "hostname", &st) {
@@ -31,7 +31,7 @@ func (r *Renewer) rename(name string) error {
 		return cannotReplace("/etc/hostname", err)
 	}
 	if hosts, ok := r.contents(keptHosts); ok {
-		err = r.overwrite(keptHosts, renameInHosts(hosts, old, name))
+		err = r.overwrite(keptHosts, int64(len(hosts)), renameInHosts(r.scratch[:0], hosts, old, name))
 	} else {
 		err = r.inEtc(func(etc int) error { return replaceInHosts(etc, old, name) })
 	}
@@ -42,7 +42,7 @@ func (r *Renewer) rename(name string) error {
 }
 
 // replaceInHosts makes a new hosts file with the new name.
-func replaceInHosts(etc int, old, name string) error {
+func replaceInHosts(etc int, old []byte, name string) error {
 	var st unix.Stat_t
 	if !isRegular(etc, "hosts", &st) || st.Size > maxAccountFile {
 		return nil // boot has not written it either
@@ -51,19 +51,37 @@ func replaceInHosts(etc int, old, name string) error {
 	if err != nil {
 		return err
 	}
-	text := renameInHosts(hosts, old, name)
+	text := renameInHosts(nil, hosts, old, name)
 	if bytes.Equal(text, hosts) {
 		return nil
 	}
 	return replaceFile(etc, "hosts", text, st.Mode&modeBits)
 }
 
-// renameInHosts puts the new name in the place of the line that was added for
-// the old one; what the image says itself stays.
-func renameInHosts(hosts []byte, old, name string) []byte {
-	text := append([]byte{'\n'}, hosts...)
-	text = bytes.Replace(text, []byte("\n"+hostLine(old)), []byte("\n"+hostLine(name)), 1)
-	return withNames(text[1:], name)
+// renameInHosts appends hosts to text, which is empty, with the new name in the
+// place of the line that was added for the old one; what the image says itself
+// stays.
+func renameInHosts(text, hosts, old []byte, name string) []byte {
+	for renamed := false; len(hosts) > 0; {
+		n := bytes.IndexByte(hosts, '\n') + 1
+		if n == 0 {
+			n = len(hosts)
+		}
+		if !renamed && isHostLine(hosts[:n], old) {
+			text, renamed = appendHostLine(text, name), true
+		} else {
+			text = append(text, hosts[:n]...)
+		}
+		hosts = hosts[n:]
+	}
+	return withNames(text, name)
+}
+
+// isHostLine reports whether a line is what appendHostLine adds.
+func isHostLine(line, name []byte) bool {
+	n := len(hostAddress)
+	return len(line) == n+len(name)+1 && line[len(line)-1] == '\n' &&
+		string(line[:n]) == hostAddress && bytes.Equal(line[n:len(line)-1], name)
 }
 
 // inEtc calls fn with /etc, if there is one. A link is not followed.

@@ -37,7 +37,7 @@ func TestRenewHostNameForReal(t *testing.T) {
 	}
 	hosts := newHosts
 	if os.Geteuid() == 0 {
-		r.ioctl, r.setHostname = ioctl, SetHostname
+		r.ioctl, r.setHostname = rawIoctl, SetHostname
 		onOwnThread(t, twice)
 	} else {
 		// The kernel's name does not change, so the line between is not known again.
@@ -313,7 +313,8 @@ func TestServerRenewOutsideOfAVM(t *testing.T) {
 	expectWiped(t, req)
 }
 
-// TestServerWorksDuringRenew has a renewal that does not get on.
+// TestServerWorksDuringRenew has a renewal that does not get on. It holds up
+// its own session alone.
 func TestServerWorksDuringRenew(t *testing.T) {
 	r, k := newTestRenewer(t)
 	entered, leave := make(chan struct{}), make(chan struct{})
@@ -330,8 +331,9 @@ func TestServerWorksDuringRenew(t *testing.T) {
 		if generation == 2 {
 			await(t, entered, "the first renewal")
 		}
+		caller, _ := dialServer(t, path)
 		go func() {
-			_, err := c.Renew(ctx, *renewal(generation))
+			_, err := caller.Renew(ctx, *renewal(generation))
 			renewed <- err
 		}()
 	}

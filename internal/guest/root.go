@@ -2,6 +2,7 @@ package guest
 
 import (
 	"errors"
+	"slices"
 	"strings"
 	"syscall"
 
@@ -48,11 +49,32 @@ func Boot(log func(string), extra ...string) (*Machine, error) {
 	if err != nil {
 		return nil, failed("read", "/proc/cmdline", err)
 	}
+	if slices.Contains(strings.Fields(string(line)), "norandmaps") {
+		if err := randomizeOthers(); err != nil {
+			return nil, err
+		}
+	}
 	cfg, err := ParseCmdline(strings.TrimSuffix(string(line), "\n"), extra...)
 	if err != nil {
 		return nil, err
 	}
 	return boot(cfg, log)
+}
+
+// randomizeOthers has the kernel lay out the memory of every program at random,
+// which the command line has forbidden it for the first, this one: its heap
+// is Go's, all forks have its addresses in common anyway, and where stack and
+// mappings are close together they share page tables, of which a fork owns what
+// it uses.
+func randomizeOthers() error {
+	const path = "/proc/sys/kernel/randomize_va_space"
+	fd, err := open(unix.AT_FDCWD, path, unix.O_WRONLY, 0)
+	if err != nil {
+		return failed("open", path, err)
+	}
+	defer unix.Close(fd)
+	_, err = unix.Write(fd, []byte("2\n"))
+	return failed("write", path, err)
 }
 
 // boot is what follows once the command line is known.

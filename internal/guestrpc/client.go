@@ -76,7 +76,7 @@ func (c *Client) handshake(capabilities []string) error {
 	if _, err := c.s.conn.Write(c.s.ourHello(capabilities)); err != nil {
 		return err
 	}
-	peer, err := readHello(c.s.r)
+	peer, err := readHello(&c.s.r)
 	if err != nil {
 		return err
 	}

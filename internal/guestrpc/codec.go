@@ -4,6 +4,7 @@ import (
 	"math"
 	"strconv"
 	"time"
+	"unsafe"
 
 	"agentrun.dev/internal/wire"
 )
@@ -38,6 +39,7 @@ type codec struct {
 	d       *wire.Decoder
 	version uint64
 	err     error // of the writing side
+	inPlace bool  // what is read stays in the input, and is not copied
 }
 
 // marshal encodes m. A field over its limit is the caller's mistake and is
@@ -65,7 +67,12 @@ func (c *codec) tooLong(what string, n, limit int) {
 
 func (c *codec) str(what string, v *string, limit int) {
 	if c.d != nil {
-		*v = c.d.String(limit)
+		b := c.d.View(limit)
+		if c.inPlace {
+			*v = unsafe.String(unsafe.SliceData(b), len(b)) // whoever asks for it keeps b as it is meanwhile
+		} else {
+			*v = string(b)
+		}
 		return
 	}
 	if len(*v) > limit {
@@ -96,7 +103,11 @@ func (c *codec) strs(what string, v *[]string, maxCount, maxLen int) {
 // data carries bytes. Errors tell how many there are, never what they are.
 func (c *codec) data(what string, v *[]byte, limit int) {
 	if c.d != nil {
-		*v = c.d.Data(limit)
+		if c.inPlace {
+			*v = c.d.View(limit)
+		} else {
+			*v = c.d.Data(limit)
+		}
 		return
 	}
 	if len(*v) > limit {

@@ -136,8 +136,15 @@ type frameReader struct {
 }
 
 func newFrameReader(r io.Reader) *frameReader {
-	idle := make([]byte, idleBuffer)
-	return &frameReader{r: r, maxPayload: MaxPayload, idle: idle, buf: idle}
+	f := new(frameReader)
+	f.init(r)
+	return f
+}
+
+// init makes a reader of a zero one.
+func (f *frameReader) init(r io.Reader) {
+	f.r, f.maxPayload, f.idle = r, MaxPayload, make([]byte, idleBuffer)
+	f.buf = f.idle
 }
 
 // next returns the next frame. The payload is valid until the next call. A

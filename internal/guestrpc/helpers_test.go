@@ -341,16 +341,15 @@ func (g *fakeGuest) Prepare(_ context.Context, req *PrepareRequest) error {
 	return nil
 }
 
-func (g *fakeGuest) Renew(ctx context.Context, req *RenewRequest) (RenewReply, error) {
-	if req.Generation == blockedRenewal {
-		<-ctx.Done()
-	}
+func (g *fakeGuest) Renew(_ context.Context, req *RenewRequest) (RenewReply, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if n := len(g.renewed); n > 0 && req.Generation <= g.renewed[n-1].Generation {
 		return RenewReply{}, &Error{Code: CodeInvalidArgument, Message: "refused " + req.String()}
 	}
-	g.renewed = append(g.renewed, *req)
+	own := *req
+	own.Entropy, own.Hostname, own.MachineID = bytes.Clone(req.Entropy), strings.Clone(req.Hostname), strings.Clone(req.MachineID)
+	g.renewed = append(g.renewed, own)
 	return RenewReply{Generation: req.Generation, ClockStep: -time.Second}, nil
 }
 

@@ -82,7 +82,6 @@ var hostileFrames = []struct {
 	{"data on stdout", concat(exec, frame(frameData, Stdout, 1, 1)), "does not use"},
 	{"EOF on stdout", concat(exec, frame(frameEOF, Stdout, 1)), "not used"},
 	{"data for a call without any", concat(openFrame(1, MethodSync, &empty{}), frame(frameData, 0, 1, 1)), "does not use"},
-	{"data for a renewal", concat(openFrame(1, MethodRenew, renewal(blockedRenewal)), frame(frameData, 0, 1, 1)), "does not use"},
 	{"window of 0", concat(exec, frame(frameWindow, Stdout, 1, window(0)...)), "WINDOW"},
 	{"window of 4 GiB", concat(exec, frame(frameWindow, Stdout, 1, window(1<<32-1)...)), "WINDOW"},
 	{"windows adding up", concat(exec, frame(frameWindow, Stdout, 1, window(maxWindow)...), frame(frameWindow, Stdout, 1, window(maxWindow)...), frame(frameWindow, Stdout, 1, window(maxWindow)...)), "WINDOW"},

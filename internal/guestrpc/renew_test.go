@@ -2,10 +2,12 @@ package guestrpc
 
 import (
 	"bytes"
+	"context"
 	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"log/slog"
 	"math"
@@ -17,9 +19,6 @@ import (
 
 // secret is entropy that is easy to find in whatever is printed.
 var secret = bytes.Repeat([]byte("secret"), 8)
-
-// blockedRenewal is the generation that a fakeGuest does not reply to.
-const blockedRenewal = 999
 
 func renewal(generation uint64) *RenewRequest {
 	return &RenewRequest{
@@ -110,21 +109,48 @@ func TestRenewNumber(t *testing.T) {
 	}
 }
 
-// TestEntropyIsWipedFromTheReadBuffer looks at what bind leaves behind.
+// TestEntropyIsWipedFromTheReadBuffer looks at what a renewal leaves behind.
 func TestEntropyIsWipedFromTheReadBuffer(t *testing.T) {
 	srv := &server{handler: newFakeGuest()}
+	srv.s.w.init(io.Discard, nil, func(error) {})
 	good, err := marshal(nil, renewal(1))
 	if err != nil {
 		t.Fatal(err)
 	}
 	for name, body := range map[string][]byte{"good": good, "bad": append(bytes.Clone(good), 1)} {
-		run, err := srv.bind(MethodRenew, body)
-		if (err == nil) != (name == "good") || (run == nil) != (name == "bad") {
-			t.Errorf("%s: %v", name, err)
-		}
+		srv.renew(1, body)
 		if !bytes.Equal(body, make([]byte, len(body))) {
 			t.Errorf("%s: left %q", name, body)
 		}
+	}
+}
+
+// silentGuest renews nothing.
+type silentGuest struct{ Handler }
+
+func (silentGuest) Renew(context.Context, *RenewRequest) (RenewReply, error) {
+	return RenewReply{Generation: 1}, nil
+}
+
+// TestRenewAllocatesNothing: what is allocated in a fork is memory of its own.
+func TestRenewAllocatesNothing(t *testing.T) {
+	host, guest := socketPair(t)
+	srv := &server{handler: silentGuest{}}
+	srv.s.init(guest, serverWindow)
+	body, err := marshal(nil, renewal(1))
+	if err != nil {
+		t.Fatal(err)
+	}
+	sent, reply, id := make([]byte, len(body)), make([]byte, 64), uint32(1)
+	if n := testing.AllocsPerRun(50, func() {
+		copy(sent, body)
+		id += 2
+		srv.renew(id, sent)
+		if n, err := host.Read(reply); err != nil || frameType(reply[0]) != frameReply {
+			t.Fatalf("%q, %v", reply[:n], err)
+		}
+	}); n != 0 {
+		t.Errorf("a renewal allocates %v times", n)
 	}
 }
 

@@ -27,8 +27,8 @@ type Handler interface {
 	Sync(ctx context.Context) error
 	// Shutdown calls accept before it does what can not be undone.
 	Shutdown(ctx context.Context, req *ShutdownRequest, accept func() error) error
-	// Renew owns req and wipes its entropy before it returns, whatever it
-	// returns.
+	// Renew must not keep anything of req, which is wiped when it returns. It and
+	// Prepare hold up the other calls of their session.
 	Renew(ctx context.Context, req *RenewRequest) (RenewReply, error)
 	// Prepare makes the next Renew cheap.
 	Prepare(ctx context.Context, req *PrepareRequest) error
@@ -78,7 +78,7 @@ type Handler interface {
 
 // server is the agent's end of a session.
 type server struct {
-	s       *session
+	s       session
 	handler Handler
 	calls   sync.WaitGroup
 	// jobs goes to a goroutine that has run a call before and waits for the
@@ -86,6 +86,8 @@ type server struct {
 	// There is at most one; idle holds its place.
 	jobs chan job
 	idle chan struct{}
+
+	renewal renewScratch // the read loop's
 
 	mu      sync.Mutex // protects running
 	running int
@@ -95,8 +97,9 @@ type server struct {
 // closes conn. When it returns all its calls have returned. A connection that
 // the host has closed is no error. Close of conn must end a Read under way.
 func Serve(ctx context.Context, conn io.ReadWriteCloser, h Handler, capabilities ...string) error {
-	s := newSession(conn, serverWindow)
-	srv := &server{s: s, handler: h, jobs: make(chan job), idle: make(chan struct{}, 1)}
+	srv := &server{handler: h, jobs: make(chan job), idle: make(chan struct{}, 1)}
+	s := &srv.s
+	s.init(conn, serverWindow)
 	s.onOpen = srv.open
 	stop := context.AfterFunc(ctx, func() { s.fail(context.Cause(ctx)) })
 	defer stop()
@@ -115,8 +118,8 @@ func Serve(ctx context.Context, conn io.ReadWriteCloser, h Handler, capabilities
 }
 
 func (srv *server) handshake(capabilities []string) error {
-	s := srv.s
-	peer, err := readHello(s.r)
+	s := &srv.s
+	peer, err := readHello(&s.r)
 	if err != nil {
 		return err
 	}
@@ -131,7 +134,7 @@ func (srv *server) handshake(capabilities []string) error {
 
 // open begins a call. It is called by the read loop and does not wait.
 func (srv *server) open(id uint32, payload []byte) error {
-	s := srv.s
+	s := &srv.s
 	method, n := binary.Uvarint(payload)
 	if n <= 0 || method > 1<<16-1 {
 		return violation("OPEN without a method")
@@ -144,6 +147,14 @@ func (srv *server) open(id uint32, payload []byte) error {
 	s.lastID = id
 	s.mu.Unlock()
 
+	switch Method(method) {
+	case MethodRenew:
+		srv.renew(id, payload[n:])
+		return nil
+	case MethodPrepare:
+		srv.prepare(id, payload[n:])
+		return nil
+	}
 	run, err := srv.bind(Method(method), payload[n:])
 	if err != nil {
 		s.reset(id, ErrorFrom(err))
@@ -244,9 +255,18 @@ func (srv *server) call(st *stream, run callFunc) {
 	_ = srv.s.w.writeHoldingTurn(nil, h, payload)
 }
 
-// protect turns a panic of a handler into an error: the agent is PID 1, and
-// its death is that of the guest.
+// protect runs a call.
 func protect(st *stream, run callFunc) (reply message, err error) {
+	err = guarded(func() (err error) {
+		reply, err = run(streamContext{st}, st)
+		return err
+	})
+	return reply, err
+}
+
+// guarded turns a panic of a handler into an error: the agent is PID 1, and
+// its death is that of the guest.
+func guarded(f func() error) (err error) {
 	defer func() {
 		if r := recover(); r != nil {
 			what := "unknown"
@@ -259,7 +279,7 @@ func protect(st *stream, run callFunc) (reply message, err error) {
 			err = newError(CodeInternal, "panic in guest agent: ", what)
 		}
 	}()
-	return run(streamContext{st}, st)
+	return f()
 }
 
 // streamContext is the context of a call. It needs no goroutine.

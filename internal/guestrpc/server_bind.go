@@ -22,12 +22,6 @@ func (srv *server) bind(m Method, body []byte) (callFunc, error) {
 		return streamed(body, func(ctx context.Context, req *ShutdownRequest, st *stream) (message, error) {
 			return &empty{}, h.Shutdown(ctx, req, func() error { return st.sendHeaders(&empty{}) })
 		})
-	case MethodRenew:
-		run, err := answered[RenewReply](body, h.Renew)
-		clear(body) // the entropy, in the session's read buffer
-		return run, err
-	case MethodPrepare:
-		return done(body, h.Prepare)
 	case MethodExec:
 		return streamed(body, func(ctx context.Context, req *ExecRequest, st *stream) (message, error) {
 			exit, err := h.Exec(ctx, req, &ExecStream{st})
@@ -114,7 +108,7 @@ type request[Q any] interface {
 func streamed[Q any, P request[Q]](body []byte, f func(context.Context, P, *stream) (message, error)) (callFunc, error) {
 	req := P(new(Q))
 	if err := unmarshal(body, req); err != nil {
-		return nil, newError(CodeInvalidArgument, "malformed request: ", err.Error())
+		return nil, malformed(err)
 	}
 	return func(ctx context.Context, st *stream) (message, error) { return f(ctx, req, st) }, nil
 }

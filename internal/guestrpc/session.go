@@ -13,8 +13,8 @@ import (
 // read loop, a writer and a table of streams.
 type session struct {
 	conn    io.ReadWriteCloser
-	r       *frameReader
-	w       *frameWriter
+	r       frameReader
+	w       frameWriter
 	peer    hello
 	version uint64
 	window  uint32 // of each channel that we receive on
@@ -34,10 +34,17 @@ type session struct {
 }
 
 func newSession(conn io.ReadWriteCloser, window uint32) *session {
-	s := &session{conn: conn, window: window, closed: make(chan struct{}), streams: make(map[uint32]*stream)}
-	s.r = newFrameReader(conn)
-	s.w = newFrameWriter(conn, s.closed, s.fail)
+	s := new(session)
+	s.init(conn, window)
 	return s
+}
+
+// init makes a session of a zero one. It is one piece with its reader and
+// writer, so that in a fork of the guest few pages change with it.
+func (s *session) init(conn io.ReadWriteCloser, window uint32) {
+	s.conn, s.window, s.closed, s.streams = conn, window, make(chan struct{}), make(map[uint32]*stream)
+	s.r.init(conn)
+	s.w.init(conn, s.closed, s.fail)
 }
 
 // ourHello is what this end says of itself.

@@ -43,14 +43,10 @@ type frameWriter struct {
 	spare   []byte // for reuse as pending
 }
 
-func newFrameWriter(conn io.Writer, closed <-chan struct{}, fail func(error)) *frameWriter {
-	return &frameWriter{
-		conn:   conn,
-		try:    newNonblockingWriter(conn),
-		turn:   make(chan struct{}, 1),
-		closed: closed,
-		fail:   fail,
-	}
+// init makes a writer of a zero one.
+func (w *frameWriter) init(conn io.Writer, closed <-chan struct{}, fail func(error)) {
+	w.conn, w.try, w.turn = conn, newNonblockingWriter(conn), make(chan struct{}, 1)
+	w.closed, w.fail = closed, fail
 }
 
 // acquire takes the write turn. It fails once cancel or the session is closed.
@@ -182,6 +178,9 @@ func (w *frameWriter) control(h header, payload []byte) {
 		w.mu.Unlock()
 		w.fail(errPendingFull)
 		return
+	}
+	if w.pending == nil {
+		w.pending, w.spare = w.spare, nil
 	}
 	w.pending = append(appendHeader(w.pending, h), payload...)
 	w.mu.Unlock()

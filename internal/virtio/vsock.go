@@ -103,7 +103,7 @@ type Vsock struct {
 	standby connKey
 	saved   VsockConnState // a standby that nobody has adopted so far
 	adopted *vsockConn     // one that the guest has not answered on so far
-	settled func()         // called once it has
+	settled func()         // see Adopt
 	gone    []connKey
 
 	rxDirty   bool   // receive buffers were used since the last announcement
@@ -284,6 +284,7 @@ func (d *Vsock) connect(port uint32, conn *os.File, standby bool, result func(er
 	c.result = result
 	c.say(sayRequest)
 	d.flush()
+	d.used()
 	return func() {
 		d.mu.Lock()
 		defer d.unlock()

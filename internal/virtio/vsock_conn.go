@@ -415,6 +415,7 @@ func (c *vsockConn) deliver(fd int) verdict {
 		c.sentCnt += uint32(n)
 		d.stats.RxBytes += uint64(n)
 		d.sendPacket(buf, p[:vsockHeaderLen+n])
+		d.used()
 		return again
 	}
 	d.ctx.Queues[vsockRx].Unpop()

@@ -35,8 +35,10 @@ var errNoStandby = errors.New("vsock: the state has no standby connection")
 
 // Adopt gives the standby connection of a restored guest its other end, after
 // MMIO.Restore and before Resume. Without it the connection is gone, too.
-// settled is called once, without the device's lock, when the guest has
-// answered or will not: what it is to hear besides can be told then.
+// settled is called once, without the device's lock: when the guest has answered
+// and the host has more for it, or when it will not answer. What it is to hear
+// besides can be told then. Until it is used, a copy has nothing more to do, and
+// so no more memory of its own.
 func (d *Vsock) Adopt(conn *os.File, settled func()) error {
 	d.mu.Lock()
 	defer d.unlock()
@@ -68,13 +70,24 @@ func (d *Vsock) settleGone() {
 		if !c.closed && !c.answered {
 			return
 		}
-		d.callbacks = append(d.callbacks, d.settled)
-		d.adopted, d.settled = nil, nil
+		d.adopted = nil
+		if !c.answered {
+			d.used()
+		}
 	}
 	for _, k := range d.gone {
 		d.queueReset(resetOf(k))
 	}
 	d.gone = nil
+}
+
+// used notes that the host has something for the guest, which a copy that has
+// answered takes as the beginning of its use.
+func (d *Vsock) used() {
+	if d.adopted == nil && d.settled != nil {
+		d.callbacks = append(d.callbacks, d.settled)
+		d.settled = nil
+	}
 }
 
 // forgetGone: the ports of a connection that is gone are used for a new one,

@@ -75,14 +75,26 @@ func TestVsockStandby(t *testing.T) {
 			t.Fatal("settled before the guest has answered")
 		}
 		g.tx(k, opData, 0, []byte("child"))
-		if g.settled.Load() != 1 {
-			t.Fatalf("settled %d times", g.settled.Load())
-		}
 		mustRead(t, end, []byte("child"))
 		if generation == 0 {
 			g.want(other, opReset)
 		}
 		g.wantNothing()
+		if g.settled.Load() != 0 {
+			t.Fatal("settled before the guest is used")
+		}
+		if generation == 1 { // by another connection
+			dialed, _ := g.callStandby(53)
+			g.tx(dialed, opReset, 0, nil)
+		} else {
+			mustWrite(t, end, []byte("use"))
+			g.want(k, opData)
+			mustWrite(t, end, []byte("more"))
+			g.want(k, opData)
+		}
+		if g.settled.Load() != 1 {
+			t.Fatalf("settled %d times", g.settled.Load())
+		}
 		// Each copy must name its own.
 		if g.dev.Save().HasStandby() {
 			t.Fatal("a connection that was adopted is a standby again")

@@ -10,6 +10,9 @@ import (
 const (
 	msrTSC         = 0x10
 	msrTSCDeadline = 0x6e0
+
+	msrKVMWallClock    = 0x11
+	msrKVMWallClockNew = 0x4b564d00
 )
 
 // stopClock remembers the guest's time. One rule holds for a pause, a fork and

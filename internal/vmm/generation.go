@@ -16,13 +16,13 @@ func (vm *VM) RenewGeneration() error {
 	if vm.closed {
 		return fmt.Errorf("renew generation id: %w", ErrEnded)
 	}
+	return vm.renewGeneration()
+}
+
+func (vm *VM) renewGeneration() error {
 	if err := vm.writeGeneration(); err != nil {
 		return err
 	}
-	return vm.announceGeneration()
-}
-
-func (vm *VM) announceGeneration() error {
 	if err := vm.ioapic.raise(eventGSI); err != nil {
 		return fmt.Errorf("announce generation id: %w", err)
 	}

@@ -43,29 +43,29 @@ func (vm *VM) load(state *State, devices Devices) error {
 	}
 	clock := state.Clock
 	vm.stopped = &clock
-	if err := vm.writeGeneration(); err != nil {
-		return err
-	}
 	if d := vm.devices.Vsock; d != nil && d.Standby != nil {
 		standby := d.Standby
 		d.Standby = nil // the device's from here on
 		return vm.vsock.Adopt(standby, vm.announceLater)
 	}
-	return vm.announceGeneration()
+	return vm.renewGeneration()
 }
 
-// announceLater tells the guest's kernel that it is a copy, when the guest has
-// answered for the first time: whoever goes on with the standby connection
+// announceLater tells the guest's kernel that it is a copy, when the guest is
+// used after its first answer: whoever goes on with the standby connection
 // renews the guest, its random numbers before all, and need not wait for the
-// ACPI interpreter.
+// ACPI interpreter; and a copy that only waits need not own the page of the id,
+// nor those that the interpreter and the kernel's log write to.
 func (vm *VM) announceLater() {
-	if err := vm.announceGeneration(); err != nil {
+	if err := vm.renewGeneration(); err != nil {
 		vm.end(Exit{ReasonInternalError, err.Error()})
 	}
 }
 
-// lateMSRs are set by startClock.
-var lateMSRs = []uint32{msrTSC, msrTSCDeadline}
+// otherMSRs are not set with the others: startClock sets those of the clock, and
+// to set the place of the wall clock means to ask for it (KVM writes the time
+// there, once), which a guest does itself when it wants to know.
+var otherMSRs = []uint32{msrTSC, msrTSCDeadline, msrKVMWallClock, msrKVMWallClockNew}
 
 // loadVCPU puts a vCPU that has never run into a state. The control registers
 // and the APIC's mode decide what the rest means, so they come early; events
@@ -131,7 +131,7 @@ func setChangedMSRs(c *kvm.VCPU, saved []kvm.MSREntry) error {
 			same = fresh[0].Data == m.Data
 			fresh = fresh[1:]
 		}
-		if !same && !slices.Contains(lateMSRs, m.Index) {
+		if !same && !slices.Contains(otherMSRs, m.Index) {
 			changed = append(changed, m)
 		}
 	}

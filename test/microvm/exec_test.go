@@ -41,6 +41,11 @@ func TestBoot(t *testing.T) {
 		g.sh(t, "test -d /proc/self && test -d /sys/class && test -c /dev/null && test -d /dev/pts && test -w /dev/shm && test -w /tmp")
 		g.sh(t, "ifconfig lo | grep -q 127.0.0.1 && ping -c1 -W5 127.0.0.1")
 		g.sh(t, "echo written > /etc/written && cat /etc/written")
+		// Only the agent's own memory has a fixed layout.
+		stack := func() string { return g.sh(t, "grep '\\[stack\\]' /proc/self/maps") }
+		if a, b, c := stack(), stack(), stack(); a == b && b == c {
+			t.Errorf("programs have their stack at one place: %s", a)
+		}
 	})
 }
 

@@ -41,8 +41,11 @@ type Spec struct {
 // a PCI bus, no module loading, and a reset (which the VMM sees) on a panic.
 const kernelCmdline = "console=ttyS0 quiet panic=-1 pci=off 8250.nr_uarts=1 sysctl.kernel.modules_disabled=1" +
 	// An idle guest should sleep: without these its kernel compares its clocks
-	// twice a second and adds up its statistics every second.
-	" tsc=nowatchdog sysctl.vm.stat_interval=60"
+	// twice a second, looks as often whether memory is worth compacting ahead of
+	// need, and adds up its statistics every second. There is no driver to wait for
+	// some seconds after boot, when it may have been captured.
+	// norandmaps is for the agent alone, which switches it off for all others.
+	" norandmaps tsc=nowatchdog deferred_probe_timeout=0 sysctl.vm.compaction_proactiveness=0 sysctl.vm.stat_interval=60"
 
 // Guest is a booted Linux guest whose agent has answered.
 type Guest struct {

@@ -2,7 +2,6 @@ package microvm
 
 import (
 	"context"
-	"slices"
 	"sync"
 
 	"agentrun.dev/internal/jail"
@@ -12,8 +11,13 @@ import (
 )
 
 // What a fork writes to before its first answer is nearly the same in each fork
-// of a snapshot: the first one is asked, and the others get these pages before
-// they run.
+// of a snapshot: the first ones are asked, and the others get what these have in
+// common before they run. One alone would not do: on a busy host its kernel has
+// had time for other things, and all would own the pages of these.
+
+// forksAsked is how many forks of a snapshot are asked. They themselves are
+// given nothing: what they were given would be theirs, needed or not.
+const forksAsked = 2
 
 // maxTouched is how many pages are worth it: a guest that had more to do is not
 // a measure for others.
@@ -21,56 +25,76 @@ const maxTouched = 1024
 
 // touched remembers the pages by snapshot, the last few.
 type touched struct {
-	mu    sync.Mutex // protects all following fields
-	runs  map[snapshot.ID][]layer.Run
-	order []snapshot.ID
+	mu      sync.Mutex // protects all following fields
+	lessons map[snapshot.ID]*lesson
+	order   []snapshot.ID
+}
+
+// lesson is what is known of a snapshot's forks.
+type lesson struct {
+	asked, told int         // forks that were or are being asked, and have answered
+	runs        []layer.Run // what all that have answered have in common
+}
+
+// known returns the pages to populate, once enough forks have told.
+func (l *lesson) known() []layer.Run {
+	if l == nil || l.told < forksAsked {
+		return nil
+	}
+	return l.runs
 }
 
 const maxTouchedSnapshots = 64
 
-// of returns the pages to populate; learn says that nobody has been asked yet,
-// and that the caller's fork is to be.
+// of returns the pages to populate; learn says that not enough forks have been
+// asked so far, and that the caller's is to be.
 func (t *touched) of(id snapshot.ID) (runs []layer.Run, learn bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if runs, ok := t.runs[id]; ok {
-		return runs, false
+	l := t.lessons[id]
+	if l == nil {
+		l = t.add(id)
 	}
-	t.set(id, nil)
-	return nil, true
+	if l.asked < forksAsked {
+		l.asked++
+		return nil, true
+	}
+	return l.known(), false
 }
 
 // known returns the pages to populate, as far as that is known.
 func (t *touched) known(id snapshot.ID) []layer.Run {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return t.runs[id]
+	return t.lessons[id].known()
 }
 
-// set records what was learnt. The lock must be held.
-func (t *touched) set(id snapshot.ID, runs []layer.Run) {
-	if t.runs == nil {
-		t.runs = map[snapshot.ID][]layer.Run{}
+// add begins a lesson. The lock must be held.
+func (t *touched) add(id snapshot.ID) *lesson {
+	if t.lessons == nil {
+		t.lessons = map[snapshot.ID]*lesson{}
 	}
-	if _, ok := t.runs[id]; !ok {
-		t.order = append(t.order, id)
-	}
-	t.runs[id] = runs
+	l := &lesson{}
+	t.lessons[id] = l
+	t.order = append(t.order, id)
 	if len(t.order) > maxTouchedSnapshots {
-		delete(t.runs, t.order[0])
+		delete(t.lessons, t.order[0])
 		t.order = t.order[1:]
 	}
+	return l
 }
 
-// forget lets the next fork be asked.
+// forget lets another fork be asked for one that could not be.
 func (t *touched) forget(id snapshot.ID) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	delete(t.runs, id)
-	t.order = slices.DeleteFunc(t.order, func(other snapshot.ID) bool { return other == id })
+	if l := t.lessons[id]; l != nil {
+		l.asked--
+	}
 }
 
-// learn asks a fork that has just answered. It reports whether that helped.
+// learn asks a fork that has just answered. It reports whether the pages to
+// populate are known with that.
 func (t *touched) learn(ctx context.Context, id snapshot.ID, p *Process) bool {
 	runs, err := p.touched(ctx)
 	if err != nil {
@@ -78,12 +102,36 @@ func (t *touched) learn(ctx context.Context, id snapshot.ID, p *Process) bool {
 		return false
 	}
 	if pagesOf(runs) > maxTouched {
-		return false
+		runs = nil
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.set(id, runs)
-	return true
+	l := t.lessons[id]
+	if l == nil {
+		return false // there were many other snapshots meanwhile
+	}
+	if l.told++; l.told == 1 {
+		l.runs = runs
+	} else {
+		l.runs = common(l.runs, runs)
+	}
+	return len(l.known()) > 0
+}
+
+// common returns what is in both of two sorted lists.
+func common(a, b []layer.Run) (out []layer.Run) {
+	for len(a) > 0 && len(b) > 0 {
+		endA, endB := a[0].Start+a[0].Length, b[0].Start+b[0].Length
+		if start, end := max(a[0].Start, b[0].Start), min(endA, endB); start < end {
+			out = append(out, layer.Run{Start: start, Length: end - start})
+		}
+		if endA <= endB {
+			a = a[1:]
+		} else {
+			b = b[1:]
+		}
+	}
+	return out
 }
 
 func pagesOf(runs []layer.Run) (pages uint64) {
