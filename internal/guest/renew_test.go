@@ -417,6 +417,7 @@ func TestReseedForReal(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, path := range []string{"/dev/null", "/no/such/device", fifo, lonely, writeTestFile(t, t.TempDir()+"/file", "x", 0o600)} {
+		r := NewRenewer() // one that has not opened its device
 		r.random = path
 		if err := r.reseed(secret); err == nil || !strings.Contains(err.Error(), path) || strings.Contains(err.Error(), "secret") {
 			t.Errorf("%s: %v", path, err)

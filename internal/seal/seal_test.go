@@ -34,7 +34,7 @@ func TestSeal(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if size > 0 && bytes.Contains(sealed, plain) {
+		if size > 1 && bytes.Contains(sealed, plain) { // a single byte may be, by chance
 			t.Errorf("%d bytes are in what was sealed", size)
 		}
 		got, err := k.Unseal(sealed)
