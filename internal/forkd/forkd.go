@@ -5,8 +5,6 @@ package forkd
 
 import (
 	"context"
-	"crypto/sha256"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -15,7 +13,6 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
-	"strconv"
 	"sync"
 	"time"
 
@@ -26,6 +23,7 @@ import (
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/image"
+	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/metrics"
 	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/seal"
@@ -124,7 +122,7 @@ func Open(ctx context.Context, cfg Config) (_ *Daemon, err error) {
 		return nil, err
 	}
 	d.engine, err = pick.Open(cfg.Engine, pick.Config{
-		Resident: residentFolder(cfg.Dir), Scratch: filepath.Join(cfg.Dir, "scratch"), Jail: cfg.Jail, Key: key,
+		Resident: layer.ResidentFolder(cfg.Dir), Scratch: filepath.Join(cfg.Dir, "scratch"), Jail: cfg.Jail, Key: key,
 	})
 	if err != nil {
 		return nil, err
@@ -175,13 +173,6 @@ func openKey(cfg Config) (*seal.Key, error) {
 		return nil, fmt.Errorf("the key of the secrets, %s, is missing, and %s was sealed with it. Put it back; if it is lost, so are the secrets and the hibernated sandboxes that hold them: remove %s to go on without", file, secrets, secrets)
 	}
 	return seal.OpenOrMake(file)
-}
-
-// residentFolder is one per state folder, so that tidying one does not empty
-// the other.
-func residentFolder(dir string) string {
-	sum := sha256.Sum256([]byte(dir))
-	return "/dev/shm/agentrun-" + strconv.Itoa(os.Geteuid()) + "-" + hex.EncodeToString(sum[:4])
 }
 
 // listen opens the socket and the TCP address. Whoever has the journal is the

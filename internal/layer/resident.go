@@ -2,6 +2,8 @@ package layer
 
 import (
 	"context"
+	"crypto/sha256"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"io"
@@ -55,6 +57,14 @@ func OpenResident(dir string) (*Resident, error) {
 		return nil, errors.Join(fmt.Errorf("folder for resident layers %s was replaced while it was opened", dir), err, root.Close())
 	}
 	return &Resident{root: root, loading: map[Digest]chan struct{}{}}, nil
+}
+
+// ResidentFolder is the folder for a state folder: each has its own, so that
+// tidying one does not empty the other. Whoever removes a state folder removes
+// this one too.
+func ResidentFolder(state string) string {
+	sum := sha256.Sum256([]byte(state))
+	return "/dev/shm/agentrun-" + strconv.Itoa(os.Geteuid()) + "-" + hex.EncodeToString(sum[:4])
 }
 
 func checkFolder(f *os.File) (os.FileInfo, error) {

@@ -13,8 +13,6 @@ package local
 
 import (
 	"context"
-	"crypto/sha256"
-	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -29,6 +27,7 @@ import (
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/pick"
+	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/snapshot"
 )
 
@@ -87,10 +86,7 @@ func Open(dir string, policy microvm.JailPolicy) (*Store, error) {
 			return nil, fmt.Errorf("open the folder for sandboxes: %w", err)
 		}
 	}
-	// One per folder, so that tidying one does not empty the other.
-	sum := sha256.Sum256([]byte(dir))
-	resident := "/dev/shm/agentrun-" + strconv.Itoa(os.Geteuid()) + "-" + hex.EncodeToString(sum[:4])
-	return &Store{dir: dir, resident: resident, policy: policy, opened: map[pick.Kind]engine.Engine{}}, nil
+	return &Store{dir: dir, resident: layer.ResidentFolder(dir), policy: policy, opened: map[pick.Kind]engine.Engine{}}, nil
 }
 
 // engine opens an engine when it is first needed: a machine need not have all.

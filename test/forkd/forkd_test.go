@@ -18,6 +18,7 @@ import (
 
 	"agentrun.dev/internal/assets"
 	"agentrun.dev/internal/engine/pick"
+	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/seal"
 	"github.com/rogpeppe/go-internal/testscript"
 )
@@ -63,7 +64,7 @@ func TestScripts(t *testing.T) {
 func leave(state string) (err error) {
 	machines, err := filepath.Glob(filepath.Join(state, "forkd", "machines", "*"))
 	if err != nil || len(machines) == 0 {
-		return errors.Join(err, os.RemoveAll(state))
+		return errors.Join(err, forget(state))
 	}
 	resident, err := os.MkdirTemp("/dev/shm", "agentrun-test-")
 	if err != nil {
@@ -79,7 +80,13 @@ func leave(state string) (err error) {
 	for _, m := range machines {
 		errs = append(errs, e.Remove(context.Background(), m))
 	}
-	return errors.Join(append(errs, e.Close(), os.RemoveAll(state))...)
+	return errors.Join(append(errs, e.Close(), forget(state))...)
+}
+
+// forget removes a state folder and the layers that a daemon, or commands without
+// one, had loaded from it.
+func forget(state string) error {
+	return errors.Join(os.RemoveAll(state), os.RemoveAll(layer.ResidentFolder(state)), os.RemoveAll(layer.ResidentFolder(filepath.Join(state, "forkd"))))
 }
 
 // newKey makes a key for secrets:

@@ -72,7 +72,7 @@ func newNode(t *testing.T) *node {
 	}
 	t.Cleanup(func() {
 		n.client.Close()
-		_ = os.RemoveAll(state)
+		_ = forget(state)
 	})
 	return n
 }

@@ -16,6 +16,7 @@ import (
 
 	"agentrun.dev/internal/assets"
 	"agentrun.dev/internal/engine/pick"
+	"agentrun.dev/internal/layer"
 	"github.com/google/go-containerregistry/pkg/registry"
 	"github.com/rogpeppe/go-internal/testscript"
 	"github.com/sigstore/sigstore/pkg/cryptoutils"
@@ -41,6 +42,11 @@ func TestScripts(t *testing.T) {
 			env.Setenv("ASSETS", folder)
 			env.Setenv("REGISTRY", server.Listener.Addr().String())
 			env.Setenv("COSIGN_PASSWORD", "open sesame")
+			env.Defer(func() {
+				for _, state := range []string{"here", "there"} {
+					_ = os.RemoveAll(layer.ResidentFolder(filepath.Join(env.WorkDir, state)))
+				}
+			})
 			return errors.Join(writeKeys(env.WorkDir, "team"), writeKeys(env.WorkDir, "stranger"))
 		},
 		Condition: func(cond string) (bool, error) {
