@@ -51,22 +51,23 @@ func (a *api) ConnectPort(w http.ResponseWriter, r *http.Request, namespace, nam
 
 // tunnel moves bytes both ways until both sides have ended, or one has failed.
 func (a *api) tunnel(ctx context.Context, conn *websocket.Conn, inside *sandbox.PortConn) error {
-	ctx, cancel := context.WithCancel(ctx)
+	both, cancel := context.WithCancel(ctx)
 	defer cancel()
 	out := make(chan error, 1)
 	go func() {
-		err := a.tunnelOut(ctx, conn, inside)
+		err := a.tunnelOut(both, conn, inside)
 		if err != nil {
 			cancel() // ends the other direction
 		}
 		out <- err
 	}()
-	err := tunnelIn(ctx, conn, inside)
+	err := tunnelIn(both, conn, inside)
 	if err != nil {
 		_ = inside.Close() // likewise
 		return errors.Join(<-out, err)
 	}
-	// A client that sends no more may still leave.
+	// A client that sends no more may still leave. Not with both: a read whose
+	// context ends closes the connection, which is to be closed with a word.
 	left := conn.CloseRead(ctx)
 	stop := context.AfterFunc(left, func() { _ = inside.Close() })
 	defer stop()
