@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -536,11 +537,11 @@ func (fullDisk) Write(audit.Event) error { return errors.New("no space left on d
 
 // TestAuditFails: what belongs into the log and does not get there is not done.
 func TestAuditFails(t *testing.T) {
-	broken := false
+	var broken atomic.Bool // the end of a request is written when it has been answered
 	n := newNode(t, func(c *Config) {
 		below := c.Audit
 		c.Audit = auditFunc(func(e audit.Event) error {
-			if broken {
+			if broken.Load() {
 				return fullDisk{}.Write(e)
 			}
 			return below.Write(e)
@@ -548,7 +549,7 @@ func TestAuditFails(t *testing.T) {
 	})
 	n.setUp()
 	n.claim("a")
-	broken = true
+	broken.Store(true)
 	operations(n.spec, func(method, path string, op *openapi3.Operation, _ *openapi3.PathItem) {
 		res := n.attempt(method, path, "{name}", "a")
 		if permissions[method+" "+path].audited() {
@@ -557,7 +558,7 @@ func TestAuditFails(t *testing.T) {
 			t.Errorf("%s only looks: %s", op.OperationID, res.body)
 		}
 	})
-	broken = false
+	broken.Store(false)
 	n.do("DELETE", v1+"/sandboxes/a", nil).ok(200)
 }
 
