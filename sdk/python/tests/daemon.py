@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import shutil
 import subprocess
@@ -142,4 +143,7 @@ class Daemon:
         if names:
             self.command("delete", "claim", *names)
         self.down()
+        # What the daemon had loaded from its folder is in memory, named by the folder.
+        name = hashlib.sha256(str(self.state / "forkd").encode()).hexdigest()[:8]
+        shutil.rmtree(f"/dev/shm/agentrun-{os.geteuid()}-{name}")
         shutil.rmtree(self.state)
