@@ -280,6 +280,9 @@ type Capabilities struct {
 	// SharesMemory: forks have the pages of their snapshot in common until they
 	// write to them. Without it each has a copy.
 	SharesMemory bool
+	// EndsOutOfMemory: a program that takes more memory than there is may end the
+	// sandbox, with ErrOutOfMemory. Without it, it always ends alone.
+	EndsOutOfMemory bool
 }
 
 // GenerationLabel counts the forks that led to a snapshot.

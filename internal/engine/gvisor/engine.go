@@ -109,7 +109,7 @@ func (e *Engine) Name() string { return Name }
 
 // Capabilities say how this engine differs from others.
 func (e *Engine) Capabilities() engine.Capabilities {
-	return engine.Capabilities{ClockCountsPauses: true, TCPPorts: true, CopiesInPause: true}
+	return engine.Capabilities{ClockCountsPauses: true, TCPPorts: true, CopiesInPause: true, EndsOutOfMemory: true}
 }
 
 // Close frees the engine; sandboxes live on.
