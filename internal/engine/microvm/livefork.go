@@ -402,14 +402,17 @@ func (m *moment) child(ctx context.Context, opts engine.ForkOptions) (*sandbox, 
 			}
 			return m.engine.resident.Load(ctx, ref, func() (io.ReadCloser, error) { return m.parent.ReadLayer(ref) })
 		},
-		disk: func(_ *disk, ref layer.Ref) (*os.File, error) {
+		disk: func(d *disk, ref layer.Ref) (*os.File, error) {
 			switch l := s.live[ref.Digest]; {
 			case l != nil:
 				return reopen(l.file)
 			case m.parent != nil:
 				return m.parent.OpenLayer(ref)
+			case d.readOnly || m.boot.isBlank(ref):
+				return reopen(m.boot.layer(ref))
 			}
-			return reopen(m.boot.layer(ref))
+			// Nobody hashes what a live fork opens.
+			return nil, fmt.Errorf("disk %s: layer %s is nowhere", d.id, ref.Digest)
 		},
 	})
 	if err != nil {

@@ -78,9 +78,14 @@ func (b *bootFiles) release() error {
 	return err
 }
 
-// layer is the file of a layer.
+// isBlank reports whether a layer is the one that the disk began with.
+func (b *bootFiles) isBlank(ref layer.Ref) bool {
+	return b.blank != nil && b.blank.image.Layers[0] == ref
+}
+
+// layer is the file of a layer that a sandbox was booted from.
 func (b *bootFiles) layer(ref layer.Ref) *os.File {
-	if b.blank != nil && b.blank.image.Layers[0] == ref {
+	if b.isBlank(ref) {
 		return b.blank.file
 	}
 	return b.root
