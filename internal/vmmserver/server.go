@@ -22,7 +22,8 @@ import (
 // has ended and the parent was told why. A parent that goes between Shell and
 // Load ends it, too.
 func Serve(conn *vmmctl.Conn) error {
-	s := &server{parents: map[*vmmctl.Conn]bool{conn: true}}
+	s := &server{}
+	s.parents.Add(conn) // nobody was before it
 	id, err := s.make(conn)
 	if err == nil {
 		err = s.vm.Start()
@@ -140,8 +141,7 @@ type server struct {
 	leave   func()     // ends the capture that lingers, if there is one
 	stillMu sync.Mutex // held by who pauses or resumes
 
-	mu      sync.Mutex // protects parents
-	parents map[*vmmctl.Conn]bool
+	parents vmmctl.Parents
 }
 
 // still runs what depends on the guest standing still, or changes that.
@@ -159,11 +159,9 @@ const broadcastPatience = time.Second
 // serve.
 func (s *server) broadcast(m vmmctl.Message) {
 	var sends sync.WaitGroup
-	s.mu.Lock()
-	for conn := range s.parents {
+	s.parents.Each(func(conn *vmmctl.Conn) {
 		sends.Go(func() { _ = conn.Send(m) })
-	}
-	s.mu.Unlock()
+	})
 	sent := make(chan struct{})
 	go func() { sends.Wait(); close(sent) }()
 	patience := time.NewTimer(broadcastPatience)
@@ -182,10 +180,11 @@ func (s *server) accept() {
 			fmt.Fprintln(os.Stderr, "vmm:", err)
 			return
 		}
-		s.mu.Lock()
-		s.parents[conn] = true
-		s.mu.Unlock()
-		go s.serve(conn)
+		wait := s.parents.Add(conn)
+		go func() {
+			wait()
+			s.serve(conn)
+		}()
 	}
 }
 
@@ -202,9 +201,7 @@ func (s *server) dialed(port uint32) (*os.File, bool) {
 // no other way to be reached.
 func (s *server) serve(conn *vmmctl.Conn) {
 	defer func() {
-		s.mu.Lock()
-		delete(s.parents, conn)
-		s.mu.Unlock()
+		s.parents.Remove(conn)
 		_ = conn.Close() // the other end is closed
 		if s.listener == nil {
 			s.vm.Stop()

@@ -299,11 +299,7 @@ func TestParentCloses(t *testing.T) {
 	}
 	var parents []*vmmctl.Conn
 	for i := range uint64(3) {
-		c, err := vmmctl.Dial(path)
-		if err != nil {
-			t.Fatal(err)
-		}
-		t.Cleanup(func() { _ = c.Close() })
+		c := dial(t, path)
 		send(t, c, &vmmctl.Simple{Kind: vmmctl.KindConsole, ID: i})
 		if r := answer(t, c, i); r.Error != "" {
 			t.Fatal(r.Error)
@@ -316,6 +312,61 @@ func TestParentCloses(t *testing.T) {
 			t.Errorf("it ended by %s", exit.Reason)
 		}
 	}
+	if err := <-first.served; err != nil {
+		t.Error(err)
+	}
+}
+
+func dial(t *testing.T, path string) *vmmctl.Conn {
+	t.Helper()
+	c, err := vmmctl.Dial(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = c.Close() })
+	return c
+}
+
+// TestSuccessor: a parent that was killed has asked for a pause; the next one
+// resumes the guest, and it goes on.
+func TestSuccessor(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "control")
+	listener, err := vmmctl.Listen(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = listener.Close() }()
+	first := serve(t)
+	send(t, first.Conn, &vmmctl.Boot{Memory: memory, VCPUs: 1, Devices: vmmctl.Devices{Listen: true}}, open(t, "/dev/kvm"), bareGuest(t), listener)
+	if r := answer(t, first.Conn, 0); r.Error != "" {
+		t.Fatal(r.Error)
+	}
+	for i := range 100 {
+		killed := dial(t, path)
+		send(t, killed, &vmmctl.Simple{Kind: vmmctl.KindPause, ID: 1})
+		if err := killed.Close(); err != nil {
+			t.Fatal(err)
+		}
+		next := dial(t, path)
+		send(t, next, &vmmctl.Simple{Kind: vmmctl.KindResume, ID: 2})
+		if r := answer(t, next, 2); r.Error != "" {
+			t.Fatal(r.Error)
+		}
+		// Its answer says whether the guest is paused.
+		ours, theirs, err := vmmctl.Pair()
+		if err != nil {
+			t.Fatal(err)
+		}
+		send(t, next, &vmmctl.Connect{Port: 1, Standby: true, ID: 3}, theirs)
+		r := answer(t, next, 3)
+		if strings.Contains(r.Error, errPaused.Error()) {
+			t.Fatalf("time %d: %s", i, r.Error)
+		}
+		if err := errors.Join(ours.Close(), theirs.Close(), next.Close()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	send(t, first.Conn, &vmmctl.Simple{Kind: vmmctl.KindStop, ID: 4})
 	if err := <-first.served; err != nil {
 		t.Error(err)
 	}

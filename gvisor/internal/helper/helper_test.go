@@ -111,7 +111,7 @@ func TestRequests(t *testing.T) {
 		t.Fatal(err)
 	}
 	s := &server{console: &console{}, creates: make(chan func()), ended: make(chan struct{})}
-	s.add(b)
+	s.parents.Add(b.Conn)
 	go s.serve(b)
 	for i, tt := range []struct{ op, say string }{
 		{"dial", "no sandbox yet"}, {"start", "no sandbox yet"}, {"nonsense", "no sandbox yet"}, {"create", "wrong files"},

@@ -10,7 +10,6 @@ import (
 	"io"
 	"os"
 	"runtime"
-	"slices"
 	"sync"
 
 	"agentrun.dev/internal/gvisorctl"
@@ -25,11 +24,11 @@ type server struct {
 	console *console
 	creates chan func() // run by the main thread
 	ended   chan struct{}
+	parents vmmctl.Parents
 
 	mu      sync.Mutex // protects all following fields
-	parents []gvisorctl.Conn
-	survive bool // a parent that goes does not end the sandbox
-	stopped bool // by request
+	survive bool       // a parent that goes does not end the sandbox
+	stopped bool       // by request
 	exit    *gvisorctl.Exit
 }
 
@@ -52,7 +51,7 @@ func Serve(control int) error {
 		return err
 	}
 	s := &server{console: out, creates: make(chan func()), ended: make(chan struct{})}
-	s.add(conn)
+	s.parents.Add(conn.Conn) // nobody was before it
 	go s.serve(conn)
 	for {
 		select {
@@ -75,12 +74,6 @@ func captureStdio() (*console, error) {
 	out := &console{}
 	go func() { _, _ = io.Copy(out, r) }()
 	return out, nil
-}
-
-func (s *server) add(c gvisorctl.Conn) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.parents = append(s.parents, c)
 }
 
 // end says that the sandbox has ended; the first reason counts.
@@ -106,38 +99,40 @@ func (s *server) finish() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.exit.Console = s.console.bytes()
-	for _, c := range s.parents {
-		_ = c.Send(&gvisorctl.Message{Exit: s.exit}) // it may have gone
-	}
+	s.parents.Each(func(c *vmmctl.Conn) {
+		_ = gvisorctl.Conn{Conn: c}.Send(&gvisorctl.Message{Exit: s.exit}) // it may have gone
+	})
 	return err
 }
 
-// serve does what a parent asks for until it goes.
+// serve does what a parent asks for until it goes, and all of that is done.
 func (s *server) serve(c gvisorctl.Conn) {
 	ctx, cancel := context.WithCancel(context.Background())
-	defer cancel()
+	var requests sync.WaitGroup
 	for {
 		m, files, err := c.Receive()
 		if err != nil {
 			break
 		}
-		go func() {
+		requests.Go(func() {
 			reply := s.do(ctx, m, files)
 			reply.ID, reply.Reply = m.ID, true
 			for _, f := range files {
 				_ = f.Close() // what is kept was copied
 			}
 			_ = c.Send(reply) // a parent that has gone is noticed by Receive
-		}()
+		})
 	}
-	_ = c.Close()
+	cancel()
 	s.mu.Lock()
-	s.parents = slices.DeleteFunc(s.parents, func(o gvisorctl.Conn) bool { return o == c })
 	survive := s.survive
 	s.mu.Unlock()
 	if !survive {
 		s.end(&gvisorctl.Exit{Reason: gvisorctl.ReasonStopped})
 	}
+	requests.Wait()
+	s.parents.Remove(c.Conn)
+	_ = c.Close()
 }
 
 // accept takes on parents that come later.
@@ -147,9 +142,11 @@ func (s *server) accept(listener *os.File) {
 		if err != nil {
 			return
 		}
-		conn := gvisorctl.Conn{Conn: c}
-		s.add(conn)
-		go s.serve(conn)
+		wait := s.parents.Add(c)
+		go func() {
+			wait()
+			s.serve(gvisorctl.Conn{Conn: c})
+		}()
 	}
 }
 
