@@ -13,8 +13,24 @@ import (
 // KVM looks inside.
 type Events [64]byte
 
+// eventFlags is where Events says which of its parts are valid.
+const eventFlags = 20
+
+// None reports whether nothing is under way, as in a vCPU that has not run.
+func (e Events) None() bool {
+	clear(e[eventFlags : eventFlags+4])
+	return e == Events{}
+}
+
 // DebugRegs is struct kvm_debugregs, likewise.
 type DebugRegs [128]byte
+
+// ResetDebugRegs is what a processor begins with: DR6 and DR7 have bits that are
+// always set.
+var ResetDebugRegs = DebugRegs{
+	32: 0xf0, 33: 0x0f, 34: 0xff, 35: 0xff,
+	41: 0x04,
+}
 
 // MinXSaveSize is the size of struct kvm_xsave; larger states need XSAVE2.
 const MinXSaveSize = 4096

@@ -282,6 +282,51 @@ func TestStateRoundTrip(t *testing.T) {
 	}
 }
 
+// TestLoadSetsProcessors: what a vCPU begins with may be left as it is, but what
+// was saved is what it has.
+func TestLoadSetsProcessors(t *testing.T) {
+	sys := openKVM(t)
+	f := freeze(t, sys, bootTestGuest(t, 64<<20, 2), nil)
+	const nmiMasked = 14 // in struct kvm_vcpu_events
+	for name, change := range map[string]func(*VCPUState){
+		"as saved":   func(*VCPUState) {},
+		"breakpoint": func(c *VCPUState) { c.DebugRegs[1] = 0x55 },
+		"halted":     func(c *VCPUState) { c.MPState = kvm.MPHalted },
+		"runnable":   func(c *VCPUState) { c.MPState = kvm.MPRunnable },
+		"in an NMI":  func(c *VCPUState) { c.Events[nmiMasked] = 1 },
+		"nothing": func(c *VCPUState) {
+			c.DebugRegs, c.Events, c.MPState = kvm.ResetDebugRegs, kvm.Events{}, kvm.MPRunnable
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s, err := UnmarshalState(f.state)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for i := range s.VCPUs {
+				change(&s.VCPUs[i])
+			}
+			vm, err := f.shell(t, sys).Load(s, Devices{Marker: newTestGuest()})
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer func() { _, _ = vm.Close() }()
+			for i, c := range vm.vcpus {
+				want := &s.VCPUs[i]
+				if got, err := c.kvm.DebugRegs(); err != nil || got != want.DebugRegs {
+					t.Errorf("vCPU %d: debug registers %x, not %x (%v)", i, got, want.DebugRegs, err)
+				}
+				if got, err := c.kvm.MPState(); err != nil || got != want.MPState {
+					t.Errorf("vCPU %d: run state %d, not %d (%v)", i, got, want.MPState, err)
+				}
+				if got, err := c.kvm.Events(); err != nil || got[nmiMasked] != want.Events[nmiMasked] || got.None() != want.Events.None() {
+					t.Errorf("vCPU %d: events %x, not %x (%v)", i, got, want.Events, err)
+				}
+			}
+		})
+	}
+}
+
 // TestLoadRefuses what does not fit, and says why.
 func TestLoadRefuses(t *testing.T) {
 	sys := openKVM(t)

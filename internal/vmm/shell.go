@@ -125,10 +125,5 @@ func (vm *VM) createVCPUs(cfg ShellConfig) error {
 			v.xcr0 = mask
 		}
 	}
-	// Their threads are made while the rest is: they wait at the gate.
-	vm.threads = true
-	for _, c := range vm.vcpus {
-		go c.run()
-	}
 	return nil
 }

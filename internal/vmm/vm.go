@@ -18,7 +18,7 @@ type VM struct {
 	kvm     *kvm.VM
 	mem     *guestmem.Memory
 	vcpus   []*vcpu
-	threads bool // each vCPU has a thread that runs it or waits at the gate
+	threads bool // each vCPU has a thread that runs it or waits at the gate: since Start
 	ioapic  *ioapic
 	serial  *serial
 	console consoleLog
@@ -64,6 +64,12 @@ func (vm *VM) Start() error {
 		}
 	}
 	vm.gate.release()
+	// Not earlier: who is about to wait for the guest hands its thread to a vCPU,
+	// while one that waited at the gate would have to be woken.
+	vm.threads = true
+	for _, c := range vm.vcpus {
+		go c.run()
+	}
 	return nil
 }
 
