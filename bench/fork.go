@@ -31,7 +31,8 @@ type ForkConfig struct {
 	Root, Program string
 	Memory        uint64
 	VCPUs         int
-	// Count is how many forks are made one after the other; all stay alive.
+	// Count is how many forks are made one after the other. Those of Linux all
+	// stay alive; of the bare guest as many more do, to be weighed.
 	Count int
 	// Walls are numbers of forks to make against the wall clock, Parallel how
 	// many of them at once.

@@ -33,13 +33,11 @@ func ForkBare(ctx context.Context, cfg ForkConfig) (_ ForkReport, err error) {
 	if err := f.measure(ctx, cfg, &report); err != nil {
 		return report, err
 	}
+	if err := f.weigh(ctx, cfg, &report); err != nil {
+		return report, err
+	}
 	report.Walls, err = walls(ctx, cfg, func(context.Context) (func() error, error) {
-		begin := time.Now()
-		shell, err := vmm.NewShell(f.config(f.sys))
-		if err != nil {
-			return nil, err
-		}
-		vm, _, _, err := f.start(shell, begin)
+		vm, err := f.fork()
 		if err != nil {
 			return nil, err
 		}
@@ -56,72 +54,105 @@ func closer(vm *vmm.VM) func() error {
 }
 
 // measure makes forks one after the other, half of them from shells made
-// ahead, the floor in between.
+// ahead, the floor in between. Each machine is gone before the next is made: a
+// process of AgentRun has one, and with hundreds in one process each change of
+// its mappings is told to all of them.
 func (f *frozenBare) measure(ctx context.Context, cfg ForkConfig, report *ForkReport) (err error) {
-	// In this process, as the forks are: they pay for its mappings too.
 	floor, err := newFloorHere()
 	if err != nil {
 		return err
 	}
-	var undo []func() error
-	defer func() { err = errors.Join(err, undoAll(undo), floor.Close()) }()
-	kernel := newKernelMemory()
-	begin, _, err := ownMemory()
-	if err != nil {
-		return err
-	}
+	defer func() { err = errors.Join(err, floor.Close()) }()
 	var floors, restored, first, shells []time.Duration
 	for i := range cfg.Count + warmUps {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
 		d, err := floor.Sample()
+		if err = errors.Join(err, floor.clear()); err != nil {
+			return err
+		}
+		load, run, err := f.once(false)
 		if err != nil {
 			return err
 		}
-		before, err := kernel.read()
+		_, fromShell, err := f.once(true)
 		if err != nil {
 			return err
 		}
-		start := time.Now()
-		shell, err := vmm.NewShell(f.config(f.sys))
-		if err != nil {
-			return err
-		}
-		vm, load, run, err := f.start(shell, start)
-		if err != nil {
-			return err
-		}
-		undo = append(undo, closer(vm))
-		ahead, err := vmm.NewShell(f.config(f.sys))
-		if err != nil {
-			return err
-		}
-		vm, _, fromShell, err := f.start(ahead, time.Now())
-		if err != nil {
-			return err
-		}
-		undo = append(undo, closer(vm))
-		grown, err := kernel.grown(before)
-		if err != nil {
-			return err
-		}
-		report.AfterAnswer.Kernel += grown
 		if i >= warmUps {
 			floors, restored = append(floors, d), append(restored, load)
 			first, shells = append(first, run), append(shells, fromShell)
 		}
 	}
+	report.Floor, report.Restored = Summarize(floors), Summarize(restored)
+	report.FirstInstruction, report.FromShell = Summarize(first), Summarize(shells)
+	report.Noisy = report.Floor.Noisy()
+	return nil
+}
+
+// once makes one fork and ends it. The time begins when there is a shell, if
+// that is ahead, else before.
+func (f *frozenBare) once(ahead bool) (loaded, ran time.Duration, err error) {
+	start := time.Now()
+	shell, err := vmm.NewShell(f.config(f.sys))
+	if err != nil {
+		return 0, 0, err
+	}
+	if ahead {
+		start = time.Now()
+	}
+	vm, loaded, ran, err := f.start(shell, start)
+	if err != nil {
+		return 0, 0, err
+	}
+	return loaded, ran, closer(vm)()
+}
+
+// weigh has as many forks alive at once, for what each takes.
+func (f *frozenBare) weigh(ctx context.Context, cfg ForkConfig, report *ForkReport) (err error) {
+	var undo []func() error
+	defer func() { err = errors.Join(err, undoAll(undo)) }()
+	kernel := newKernelMemory()
+	before, err := kernel.read()
+	if err != nil {
+		return err
+	}
+	begin, _, err := ownMemory()
+	if err != nil {
+		return err
+	}
+	for range cfg.Count {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		vm, err := f.fork()
+		if err != nil {
+			return err
+		}
+		undo = append(undo, closer(vm))
+	}
+	grown, err := kernel.grown(before)
+	if err != nil {
+		return err
+	}
 	end, _, err := ownMemory()
 	if err != nil {
 		return err
 	}
-	report.AfterAnswer = end.perFork(begin, report.AfterAnswer.Kernel, len(undo))
-	report.KernelFrom = kernel.From
-	report.Floor, report.Restored = Summarize(floors), Summarize(restored)
-	report.FirstInstruction, report.FromShell = Summarize(first), Summarize(shells)
-	report.Alive, report.Noisy = len(undo), report.Floor.Noisy()
+	report.AfterAnswer = end.perFork(begin, grown, len(undo))
+	report.KernelFrom, report.Alive = kernel.From, len(undo)
 	return nil
+}
+
+// fork makes a fork that has run.
+func (f *frozenBare) fork() (*vmm.VM, error) {
+	shell, err := vmm.NewShell(f.config(f.sys))
+	if err != nil {
+		return nil, err
+	}
+	vm, _, _, err := f.start(shell, time.Now())
+	return vm, err
 }
 
 // frozenBare is a bare guest at rest.
