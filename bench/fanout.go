@@ -42,16 +42,17 @@ type FanoutReport struct {
 	// is from a claim until its answer.
 	All  float64 `json:"all_ms"`
 	Each Summary `json:"each"`
-	// Warm is one execution in the kernel of a fork that has not been used, Cold
-	// the command in such a fork.
-	Warm Summary `json:"warm"`
-	Cold Summary `json:"cold"`
+	// Warm is one execution in the kernel of a fork that has waited in the pool,
+	// Fresh in one that was made for it, and Cold the command in one that has waited.
+	Warm  Summary `json:"warm"`
+	Fresh Summary `json:"fresh"`
+	Cold  Summary `json:"cold"`
 	// Own is the memory of one fork alone, the median, when all have answered.
 	Own uint64 `json:"own_bytes"`
 }
 
-// pairs is how often Warm and Cold are measured.
-const pairs = 5
+// turns is how often Warm, Fresh and Cold are measured.
+const turns = 5
 
 // Fanout measures many forks of a warm interpreter at once, through all that the
 // daemon does.
@@ -62,20 +63,33 @@ func Fanout(ctx context.Context, cfg FanoutConfig) (_ FanoutReport, err error) {
 		return report, errors.Join(fmt.Errorf("prepare the benchmark: %w", err), f.close())
 	}
 	defer func() { err = errors.Join(err, f.close()) }()
-	var warm, cold []time.Duration
-	for i := range pairs {
-		for list, do := range map[*[]time.Duration]func(*sandbox.Use) error{
-			&warm: func(u *sandbox.Use) error { return f.run(ctx, u) },
-			&cold: func(u *sandbox.Use) error { return execProgram(ctx, u.Agent(), "/bin/sh", "-c", cfg.Cold) },
+	var warm, fresh, cold []time.Duration
+	evaluate := func(u *sandbox.Use) error { return f.run(ctx, u) }
+	for i := range turns {
+		for _, kind := range []struct {
+			name    string
+			samples *[]time.Duration
+			wait    int // how many wait in the pool
+			do      func(*sandbox.Use) error
+		}{
+			{"warm", &warm, 1, evaluate},
+			{"fresh", &fresh, 0, evaluate},
+			{"cold", &cold, 1, func(u *sandbox.Use) error { return execProgram(ctx, u.Agent(), "/bin/sh", "-c", cfg.Cold) }},
 		} {
-			took, err := f.one(ctx, fmt.Sprintf("pair-%d-%t", i, list == &warm), do)
+			if err := f.keep(ctx, kind.wait); err != nil {
+				return report, err
+			}
+			took, err := f.one(ctx, fmt.Sprintf("%s-%d", kind.name, i), kind.do)
 			if err != nil {
 				return report, err
 			}
-			*list = append(*list, took)
+			*kind.samples = append(*kind.samples, took)
 		}
 	}
-	report.Warm, report.Cold = Summarize(warm), Summarize(cold)
+	report.Warm, report.Fresh, report.Cold = Summarize(warm), Summarize(fresh), Summarize(cold)
+	if err := f.keep(ctx, 0); err != nil {
+		return report, err
+	}
 	return report, f.all(ctx, &report)
 }
 
@@ -107,13 +121,13 @@ func (f *fanout) all(ctx context.Context, report *FanoutReport) error {
 	var mu sync.Mutex // protects all following
 	var each []time.Duration
 	var errs []error
-	turns := make(chan struct{}, f.cfg.Parallel)
+	free := make(chan struct{}, f.cfg.Parallel)
 	var wg sync.WaitGroup
 	begin := time.Now()
 	for i := range f.cfg.Count {
-		turns <- struct{}{}
+		free <- struct{}{}
 		wg.Go(func() {
-			defer func() { <-turns }()
+			defer func() { <-free }()
 			start := time.Now()
 			_, err := f.use(ctx, fmt.Sprintf("fork-%d", i), func(u *sandbox.Use) error { return f.run(ctx, u) })
 			mu.Lock()
@@ -157,6 +171,7 @@ func (r FanoutReport) Print(w io.Writer) error {
 	fmt.Fprintf(w, "%d forks of a warm interpreter on %s, %d MiB, %d at once; milliseconds\n", r.Count, r.Engine, r.Memory>>20, r.Parallel)
 	fmt.Fprintf(w, "all have answered after %.0f ms, %.1f ms a fork; %.1f MiB of its own each\n", r.All, r.All/float64(r.Count), float64(r.Own)/(1<<20))
 	return printTable(w, r.Warm, []row{
-		{"one execution in a fork's warm kernel", r.Warm}, {"the same by a new interpreter in a fork", r.Cold}, {"claim and execution, many at once", r.Each},
+		{"one execution in the warm kernel of a fork that has waited", r.Warm}, {"the same in a fork that was made for it", r.Fresh},
+		{"the same by a new interpreter in a fork that has waited", r.Cold}, {"claim and execution, many at once", r.Each},
 	})
 }

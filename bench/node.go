@@ -30,7 +30,7 @@ type nodeConfig struct {
 }
 
 // node is what a daemon has but for its server: a manager with a pool, in which no
-// sandbox waits.
+// sandbox waits at first.
 type node struct {
 	manager *sandbox.Manager
 	undo    []func() error
@@ -74,10 +74,27 @@ func newNode(ctx context.Context, cfg nodeConfig) (*node, error) {
 	if _, err := n.manager.ApplyTemplate(benchKey(benchPool), spec); err != nil {
 		return n, err
 	}
-	if _, err := n.manager.ApplyPool(benchKey(benchPool), sandbox.PoolSpec{Template: benchPool, Stage: sandbox.AfterReady}); err != nil {
-		return n, err
+	return n, n.keep(ctx, 0)
+}
+
+// keep makes so many sandboxes wait in the pool, and waits until they do.
+func (n *node) keep(ctx context.Context, count int) error {
+	if _, err := n.manager.ApplyPool(benchKey(benchPool), sandbox.PoolSpec{Template: benchPool, Replicas: count, Stage: sandbox.AfterReady}); err != nil {
+		return err
 	}
-	return n, n.manager.WaitPool(ctx, benchKey(benchPool))
+	if err := n.manager.WaitPool(ctx, benchKey(benchPool)); err != nil {
+		return err
+	}
+	for {
+		if _, st, err := n.manager.Pool(benchKey(benchPool)); err != nil || st.Ready == count {
+			return err
+		}
+		select {
+		case <-time.After(10 * time.Millisecond): // there is nothing to wait on
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
 }
 
 func (n *node) close() error { return undoAll(n.undo) }

@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
+	"sync/atomic"
 	"testing"
 
 	"agentrun.dev/internal/engine"
@@ -18,6 +19,9 @@ import (
 type builder struct {
 	fail error
 	gate chan struct{} // a build waits for it, if there is one
+
+	rehearsed atomic.Int32 // sandboxes
+	unable    error        // why that fails
 }
 
 func (b *builder) Build(ctx context.Context, spec TemplateSpec, _ Stage, dir string, log io.Writer) (Built, error) {
@@ -40,6 +44,11 @@ func (b *builder) Build(ctx context.Context, spec TemplateSpec, _ Stage, dir str
 }
 
 func (b *builder) Finish(context.Context, TemplateSpec, Built, engine.Sandbox) error { return nil }
+
+func (b *builder) Rehearse(context.Context, TemplateSpec, engine.Sandbox) error {
+	b.rehearsed.Add(1)
+	return b.unable
+}
 
 // testKey is one for all daemons of the tests.
 var testKey = sync.OnceValue(func() *seal.Key {

@@ -26,6 +26,9 @@ type Builder interface {
 	// Finish brings a fork of a snapshot that was taken after the init commands
 	// to where one that was taken when ready is.
 	Finish(ctx context.Context, spec TemplateSpec, built Built, sb engine.Sandbox) error
+	// Rehearse has a sandbox that is going to wait in a pool do, without an effect,
+	// what its user will probably do first.
+	Rehearse(ctx context.Context, spec TemplateSpec, sb engine.Sandbox) error
 }
 
 // Config is what a Manager works with.

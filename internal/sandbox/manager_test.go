@@ -332,6 +332,36 @@ func TestFork(t *testing.T) {
 	})
 }
 
+// TestRehearsal: a sandbox that waits has done before what its user will do first;
+// one that is made for a claim has not, as that would take longer.
+func TestRehearsal(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := &builder{}
+		m := daemon(t, t.TempDir(), sandboxtest.NewHost(t), func(c *Config) { c.Builder = b })
+		defer func() { _ = m.Close() }()
+		setUp(t, m, 2)
+		if n := b.rehearsed.Load(); n != 2 {
+			t.Errorf("%d of two have rehearsed", n)
+		}
+		if _, err := m.ApplyPool(key("pool"), PoolSpec{Template: "python"}); err != nil {
+			t.Fatal(err)
+		}
+		synctest.Wait()
+		claim(t, m, "at-once", Lifetime{})
+		if n := b.rehearsed.Load(); n != 2 {
+			t.Errorf("%d have rehearsed: one of them for a claim that waits", n)
+		}
+		b.unable = errors.New("the kernel is stuck")
+		if _, err := m.ApplyPool(key("pool"), PoolSpec{Template: "python", Replicas: 1}); err != nil {
+			t.Fatal(err)
+		}
+		synctest.Wait()
+		if _, st, err := m.Pool(key("pool")); err != nil || st.Ready != 0 || !strings.Contains(st.Problem, "the kernel is stuck") {
+			t.Errorf("%+v, %v", st, err)
+		}
+	})
+}
+
 // TestTemplateChange: a pool goes over to a new revision when that is built;
 // until then it serves the old one; a build that fails is told.
 func TestTemplateChange(t *testing.T) {

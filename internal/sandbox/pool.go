@@ -334,9 +334,13 @@ func (m *Manager) forkParked(ctx context.Context, s *stock, hostname string) (_ 
 	// Only who is claimed at once has a name already.
 	p := &parked{Sandbox: sb, manager: m, id: id, namespace: namespace, memory: memory, waited: hostname == ""}
 	if s.build.Stage == AfterInit {
-		if err := m.cfg.Builder.Finish(ctx, s.spec, s.build.Built, sb); err != nil {
-			return nil, errors.Join(err, p.Close())
-		}
+		err = m.cfg.Builder.Finish(ctx, s.spec, s.build.Built, sb)
+	}
+	if err == nil && p.waited {
+		err = m.cfg.Builder.Rehearse(ctx, s.spec, sb)
+	}
+	if err != nil {
+		return nil, errors.Join(err, p.Close())
 	}
 	return p, nil
 }

@@ -88,6 +88,24 @@ func (b *Builder) Finish(ctx context.Context, spec sandbox.TemplateSpec, built s
 	return r.finish(ctx, spec)
 }
 
+// nothing is code, by language, that does and shows nothing.
+var nothing = map[string]string{"python": "None", "bash": ":", "node": "undefined"}
+
+// Rehearse evaluates nothing in the kernel that was warmed up. A fork owns a page
+// only once it has written to it, and a first evaluation writes to hundreds, of
+// the interpreter, the agent and the kernel: who claims a sandbox that has waited
+// need not wait for them.
+func (b *Builder) Rehearse(ctx context.Context, spec sandbox.TemplateSpec, sb engine.Sandbox) error {
+	if spec.Warmup == nil || nothing[spec.Warmup.Language] == "" {
+		return nil
+	}
+	req := guestrpc.CodeRunRequest{Language: spec.Warmup.Language, Source: nothing[spec.Warmup.Language]}
+	if _, err := sb.Agent().RunCode(ctx, req, io.Discard, io.Discard, nil); err != nil {
+		return fmt.Errorf("use the warm %s kernel: %w", spec.Warmup.Language, err)
+	}
+	return nil
+}
+
 // find looks an image up among the local ones, and pulls it otherwise.
 func (b *Builder) find(ctx context.Context, text string, log io.Writer) (*image.Handle, *image.Image, error) {
 	img, err := b.Images.Resolve(text)
