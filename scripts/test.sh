@@ -11,7 +11,11 @@ cgroup_packages() { go list ./internal/jail; }
 linux_packages() { go list ./test/microvm/... 2>/dev/null || true; }
 host_packages() {
 	local packages
-	packages=$(go list ./... | grep -v '^agentrun\.dev/test/microvm')
+	# Those that take longest begin first: nobody is to wait for them in the end.
+	packages=$(
+		go list ./test/gvisor ./test/forkd
+		go list ./... | grep -v '^agentrun\.dev/test/\(microvm\|gvisor$\|forkd$\)'
+	)
 	own_kvm || packages=$(grep -vxF "$(kvm_packages)" <<<"$packages")
 	# Where KVM is hardware nothing needs the testbed, and QEMU may be missing.
 	[ "$(where)" != hardware ] || packages=$(grep -v '^agentrun\.dev/testbed' <<<"$packages")
@@ -52,7 +56,10 @@ in_testbed() {
 }
 
 # A machine emulates one processor, and a host has at least two: the second machine
-# has about half of the work, and is printed after the first.
+# has about half of the work, and is printed after the first. Of ./test/microvm it has
+# these.
+second_half='^(TestConformance|TestCompaction)$'
+
 in_second_testbed() {
 	local status=0
 	export AGENTRUN_TESTBED_MACHINE=second
@@ -62,7 +69,7 @@ in_second_testbed() {
 	[ -z "${AGENTRUN_SOAK:-}" ] || "$build/testbed" exec scripts/testbed-scheduler.sh busy
 	in_testbed ./test/microvm/survival || status=$?
 	[ -z "${AGENTRUN_SOAK:-}" ] || "$build/testbed" exec scripts/testbed-scheduler.sh normal
-	in_testbed -run='^TestConformance$' ./test/microvm || status=$?
+	in_testbed -run="$second_half" ./test/microvm || status=$?
 	# The manuals of the daemon and of packs, which on this host run on gVisor: a
 	# part of them, as an emulated machine takes minutes for each.
 	local manuals='^TestScripts$/^pool$' packages=./test/forkd
@@ -77,7 +84,7 @@ in_two_testbeds() {
 	in_second_testbed >"$log" 2>&1 &
 	second=$!
 	# shellcheck disable=SC2046 # one argument per package
-	in_testbed -skip='^(TestParallel|TestConformance)$' ./test/microvm $(linux_packages | grep '/script$') || status=$?
+	in_testbed -skip="^TestParallel$|$second_half" ./test/microvm $(linux_packages | grep '/script$') || status=$?
 	wait "$second" || status=$?
 	cat "$log"
 	AGENTRUN_TESTBED_MACHINE=second "$build/testbed" stop

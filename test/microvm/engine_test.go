@@ -68,12 +68,11 @@ func openRoot(t testing.TB) *os.File {
 
 // TestConformance: microVMs keep the contract of engines.
 func TestConformance(t *testing.T) {
-	forEachSMP(t, func(t *testing.T, vcpus int) {
+	soakEachSMP(t, func(t *testing.T, vcpus int) {
 		dir := tempDir(t)
 		enginetest.Run(t, enginetest.Target{
 			Engine:        openEngine(t, dir),
 			Spec:          engine.Spec{Root: openRoot(t), Memory: 128 * mib, VCPUs: vcpus, Scratch: 64 * mib, Hostname: "source"},
-			Brief:         vcpus > 1 && !soak,
 			Forks:         count(100, 6),
 			ScratchDevice: "/dev/vdb",
 			ChildEnv:      []string{dirEnv + "=" + dir},

@@ -68,7 +68,7 @@ func resources(t *testing.T, sb engine.Sandbox) (mappings, descriptors int) {
 // step: both agree in every child, the source loses nothing, and the last
 // forks cost what the first did.
 func TestLiveForks(t *testing.T) {
-	forEachSMP(t, func(t *testing.T, vcpus int) {
+	soakEachSMP(t, func(t *testing.T, vcpus int) {
 		e := newEngine(t)
 		source, err := e.Boot(t.Context(), engine.Spec{Root: openRoot(t), Memory: 128 * mib, VCPUs: vcpus, Scratch: 64 * mib})
 		if err != nil {

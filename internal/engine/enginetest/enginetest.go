@@ -29,9 +29,6 @@ type Target struct {
 	// Spec describes the sandbox to boot. Its root filesystem has a POSIX
 	// shell and the usual tools, and Scratch is not 0 if the engine has disks.
 	Spec engine.Spec
-	// Brief leaves out the parts in which the number of processors makes no
-	// difference, for a second run with another number.
-	Brief bool
 	// Forks is how many forks are alive at once in the test of many.
 	Forks int
 	// ScratchDevice is the scratch disk in the guest, empty without one.
@@ -80,37 +77,34 @@ func Run(t *testing.T, target Target) {
 	for _, part := range []struct {
 		name string
 		test func(*testing.T)
-		smp  bool // the number of processors may make a difference
 	}{
-		{"Exec", s.testExec, true},
-		{"Dial", s.testDial, false},
-		{"Ports", s.testPorts, false},
-		{"SourceGoesOn", s.testSourceGoesOn, true},
-		{"ForkContinues", s.testForkContinues, true},
-		{"Identity", s.testIdentity, true},
-		{"Private", s.testPrivate, true},
-		{"ForkOfFork", s.testForkOfFork, true},
-		{"LiveFork", s.testLiveFork, true},
-		{"Adopt", s.testAdopt, false},
-		{"AdoptRefuses", s.testAdoptRefuses, false},
-		{"Moved", s.testMoved, false},
-		{"Pause", s.testPause, true},
-		{"Park", s.testPark, true},
-		{"Hibernate", s.testHibernate, true},
-		{"Sealed", s.testSealed, false},
-		{"Limits", s.testLimits, false},
-		{"Disk", s.testDisk, false},
-		{"Adoption", s.testAdoption, false},
-		{"Network", s.testNetwork, false},
-		{"NetworkRefuses", s.testNetworkRefuses, false},
-		{"Stats", s.testStats, false},
-		{"Close", s.testClose, false},
-		{"Refuses", s.testRefuses, false},
-		{"Shutdown", s.testShutdown, false},
+		{"Exec", s.testExec},
+		{"Dial", s.testDial},
+		{"Ports", s.testPorts},
+		{"SourceGoesOn", s.testSourceGoesOn},
+		{"ForkContinues", s.testForkContinues},
+		{"Identity", s.testIdentity},
+		{"Private", s.testPrivate},
+		{"ForkOfFork", s.testForkOfFork},
+		{"LiveFork", s.testLiveFork},
+		{"Adopt", s.testAdopt},
+		{"AdoptRefuses", s.testAdoptRefuses},
+		{"Moved", s.testMoved},
+		{"Pause", s.testPause},
+		{"Park", s.testPark},
+		{"Hibernate", s.testHibernate},
+		{"Sealed", s.testSealed},
+		{"Limits", s.testLimits},
+		{"Disk", s.testDisk},
+		{"Adoption", s.testAdoption},
+		{"Network", s.testNetwork},
+		{"NetworkRefuses", s.testNetworkRefuses},
+		{"Stats", s.testStats},
+		{"Close", s.testClose},
+		{"Refuses", s.testRefuses},
+		{"Shutdown", s.testShutdown},
 	} {
-		if part.smp || !s.Brief {
-			t.Run(part.name, part.test)
-		}
+		t.Run(part.name, part.test)
 	}
 }
 
