@@ -16,6 +16,9 @@ type cgroupLayout struct {
 	v1 bool
 	// folders maps a controller, by its v2 name, to its hierarchy's folder.
 	folders map[string]string
+	// v2Folder is where v2 is mounted, v2Options how.
+	v2Folder  string
+	v2Options []string
 }
 
 // name is what administrators call the layout.
@@ -50,7 +53,7 @@ func (h *host) readCgroups() (cgroupLayout, error) {
 		folder := left[4]
 		switch right[0] {
 		case "cgroup2":
-			l.v2 = true
+			l.v2, l.v2Folder, l.v2Options = true, folder, strings.Split(right[2], ",")
 			have, err := h.read(path.Join(strings.TrimPrefix(folder, "/"), "cgroup.controllers"))
 			if err != nil {
 				continue
@@ -107,8 +110,35 @@ func checkCgroups(h *host) []Check {
 	}
 	if c.Status == Warn {
 		c.Fix += "; without limits sandboxes start only with --allow-unlimited"
-	} else if l.v1 && slices.Contains(usable, "io") {
+		return one(c)
+	}
+	if l.v1 && slices.Contains(usable, "io") {
 		c.Detail += " (v1 does not slow buffered writes down)"
 	}
+	if h.slowVMs(l) {
+		options := slices.DeleteFunc(l.v2Options, func(o string) bool { return o == "rw" || o == "ro" })
+		c.Status = Warn
+		c.Detail += "; without favordynmods every new VM waits for all processors of the host"
+		c.Fix = "for faster forks: mount -o remount," + strings.Join(append(options, favorsModifications), ",") + " " + l.v2Folder
+	}
 	return one(c)
+}
+
+// favorsModifications is the mount option with which a change of a process's cgroup
+// need not wait for an RCU grace period (cgroups(7): favordynmods).
+const favorsModifications = "favordynmods"
+
+// KVM moves a kernel thread of each new VM into its process's cgroup, until 6.13
+// gave the process a thread of its own for that. The option is there since 6.0.
+var (
+	firstFavoring = [2]int{6, 0}
+	firstFast     = [2]int{6, 13}
+)
+
+// slowVMs reports whether making a VM takes longer than it need on this host.
+func (h *host) slowVMs(l cgroupLayout) bool {
+	release, err := h.read("proc/sys/kernel/osrelease")
+	v, ok := parseVersion(release)
+	return err == nil && ok && l.v2 && !slices.Contains(l.v2Options, favorsModifications) &&
+		slices.Compare(v[:], firstFavoring[:]) >= 0 && slices.Compare(v[:], firstFast[:]) < 0
 }

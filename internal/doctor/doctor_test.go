@@ -74,6 +74,30 @@ func find(t *testing.T, r Report, name string) Check {
 // pathError is what opening /dev/kvm fails with.
 func pathError(err error) error { return &fs.PathError{Op: "open", Path: "/dev/kvm", Err: err} }
 
+// TestSlowVMs: where KVM moves threads between cgroups, their hierarchy should
+// favor that.
+func TestSlowVMs(t *testing.T) {
+	const mountinfo, osrelease = "proc/self/mountinfo", "proc/sys/kernel/osrelease"
+	for _, tt := range []struct {
+		release, options string
+		fix              string // empty: all is well
+	}{
+		{"6.1.0-18-amd64", "rw,nsdelegate,favordynmods", ""},
+		{"6.1.0-18-amd64", "rw,nsdelegate,memory_recursiveprot", "mount -o remount,nsdelegate,memory_recursiveprot,favordynmods /sys/fs/cgroup"},
+		{"6.12.1", "rw", "mount -o remount,favordynmods /sys/fs/cgroup"},
+		{"6.13.0", "rw", ""},
+		{"5.15.0", "rw", ""}, // it has no such option
+	} {
+		files := loadHost(t, "amd-debian12").(fstest.MapFS)
+		files[osrelease] = &fstest.MapFile{Data: []byte(tt.release)}
+		files[mountinfo] = &fstest.MapFile{Data: []byte("28 23 0:25 / /sys/fs/cgroup rw - cgroup2 cgroup2 " + tt.options + "\n")}
+		c := find(t, Run(t.Context(), Config{Files: files, CacheFolder: "/c", StateFolder: "/s", Probes: wellProbes()}), CheckCgroups)
+		if (c.Status == OK) != (tt.fix == "") || !strings.HasSuffix(c.Fix, tt.fix) {
+			t.Errorf("%s with %s: %+v", tt.release, tt.options, c)
+		}
+	}
+}
+
 // TestHosts plays whole hosts and looks at the check that makes them special.
 func TestHosts(t *testing.T) {
 	noKVM := func(p *Probes) { p.KVM = func() ([]string, error) { return nil, pathError(fs.ErrNotExist) } }

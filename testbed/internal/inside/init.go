@@ -94,7 +94,8 @@ func prepare() error {
 		{"shm", "/dev/shm", "tmpfs", "mode=1777"},
 		{"mqueue", "/dev/mqueue", "mqueue", ""},
 		{"run", "/run", "tmpfs", "mode=0755"},
-		{"cgroup2", cgroupRoot, "cgroup2", "nsdelegate"},
+		// As doctor advises: KVM makes VMs five times as fast.
+		{"cgroup2", cgroupRoot, "cgroup2", "nsdelegate,favordynmods"},
 	}
 	for _, m := range mounts {
 		if err := mount(m.source, m.target, m.kind, 0, m.data); err != nil {
