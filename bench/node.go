@@ -86,8 +86,12 @@ func (n *node) keep(ctx context.Context, count int) error {
 		return err
 	}
 	for {
-		if _, st, err := n.manager.Pool(benchKey(benchPool)); err != nil || st.Ready == count {
+		_, st, err := n.manager.Pool(benchKey(benchPool))
+		switch {
+		case err != nil || st.Ready == count:
 			return err
+		case st.Problem != "":
+			return errors.New(st.Problem)
 		}
 		select {
 		case <-time.After(10 * time.Millisecond): // there is nothing to wait on
