@@ -13,6 +13,7 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/sandbox/sandboxtest"
+	"agentrun.dev/internal/snapshot"
 )
 
 func key(name string) Key { return Key{DefaultNamespace, Name(name)} }
@@ -328,6 +329,70 @@ func TestFork(t *testing.T) {
 		}
 		if memory(t, h, m, "g-1")["x"] != "2" {
 			t.Error("a grandchild is not its parent's")
+		}
+	})
+}
+
+// aheadHost is an engine that makes parts of forks ahead.
+type aheadHost struct {
+	*sandboxtest.Host
+	mu   sync.Mutex           // protects kept
+	kept map[*keptShells]bool // true: not closed yet
+}
+
+type keptShells struct {
+	engine.Shells // nobody asks them
+	of            *aheadHost
+}
+
+func (h *aheadHost) KeepShells(*snapshot.Snapshot, int) (engine.Shells, error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	s := &keptShells{of: h}
+	h.kept[s] = true
+	return s, nil
+}
+
+func (s *keptShells) Close() error {
+	s.of.mu.Lock()
+	defer s.of.mu.Unlock()
+	s.of.kept[s] = false
+	return nil
+}
+
+// TestPoolShells: each revision that a pool serves has shells, and leaves none.
+func TestPoolShells(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := &aheadHost{Host: sandboxtest.NewHost(t), kept: map[*keptShells]bool{}}
+		m := daemon(t, t.TempDir(), h.Host, func(c *Config) { c.Engine = h })
+		defer func() { _ = m.Close() }()
+		count := func() (open, all int) {
+			h.mu.Lock()
+			defer h.mu.Unlock()
+			for _, is := range h.kept {
+				if all++; is {
+					open++
+				}
+			}
+			return open, all
+		}
+		setUp(t, m, 1)
+		if open, all := count(); open != 1 || all != 1 {
+			t.Errorf("of a new pool: %d of %d shells", open, all)
+		}
+		if _, err := m.ApplyTemplate(key("python"), TemplateSpec{Image: "two", MilliCPUs: 1000, Memory: 64 * mib}); err != nil {
+			t.Fatal(err)
+		}
+		synctest.Wait()
+		if open, all := count(); open != 1 || all != 2 {
+			t.Errorf("after a change: %d of %d shells", open, all)
+		}
+		if err := m.DeletePool(key("pool")); err != nil {
+			t.Fatal(err)
+		}
+		synctest.Wait()
+		if open, all := count(); open != 0 || all != 2 {
+			t.Errorf("after the pool's end: %d of %d shells", open, all)
 		}
 	})
 }

@@ -44,9 +44,21 @@ type stock struct {
 	spec  TemplateSpec
 	snap  *snapshot.Snapshot
 	ready *ready.Pool
+	// shells are for those that replace what was claimed, and for claims that find
+	// nothing waiting; nil where the engine has none.
+	shells engine.Shells
 }
 
-func (s *stock) close() error { return errors.Join(s.ready.Close(), s.snap.Close()) }
+// poolShells is how many forks of a pool are half made.
+const poolShells = 1
+
+func (s *stock) close() error {
+	err := s.ready.Close()
+	if s.shells != nil {
+		err = errors.Join(err, s.shells.Close())
+	}
+	return errors.Join(err, s.snap.Close())
+}
 
 // ApplyPool makes a pool or changes it.
 func (m *Manager) ApplyPool(k Key, spec PoolSpec) (Pool, error) {
@@ -283,6 +295,11 @@ func (p *pool) open(b Build, spec TemplateSpec, count int) (*stock, error) {
 	})
 	if err != nil {
 		return nil, errors.Join(err, snap.Close())
+	}
+	if ahead, ok := p.manager.cfg.Engine.(engine.Ahead); ok {
+		if s.shells, err = ahead.KeepShells(snap, poolShells); err != nil {
+			return nil, errors.Join(err, s.close())
+		}
 	}
 	return s, nil
 }

@@ -288,7 +288,8 @@ func TestShellsEndWithParent(t *testing.T) {
 		t.Fatal(err)
 	}
 	cmd := exec.CommandContext(t.Context(), self, "-test.run=^TestShellParent$")
-	cmd.Env = append(os.Environ(), shellParent+"="+strings.Join([]string{j.folder, j.cgroup, dir, residentFolder(t)}, " "))
+	cmd.Env = append(os.Environ(), shellParent+"="+strings.Join([]string{j.folder, j.cgroup, dir, residentFolder(t)}, " "),
+		"TMPDIR="+t.TempDir()) // what it leaves behind
 	out, err := cmd.StdoutPipe()
 	if err != nil {
 		t.Fatal(err)
