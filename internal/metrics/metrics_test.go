@@ -44,6 +44,8 @@ func (builder) Finish(context.Context, sandbox.TemplateSpec, sandbox.Built, engi
 	return nil
 }
 
+func (builder) Rehearse(context.Context, sandbox.TemplateSpec, engine.Sandbox) error { return nil }
+
 // node is a manager with metrics.
 type node struct {
 	t       *testing.T

@@ -60,6 +60,8 @@ func (b *builder) Finish(context.Context, sandbox.TemplateSpec, sandbox.Built, e
 	return nil
 }
 
+func (b *builder) Rehearse(context.Context, sandbox.TemplateSpec, engine.Sandbox) error { return nil }
+
 // node is a daemon with its API on a Unix socket.
 type node struct {
 	t       testing.TB

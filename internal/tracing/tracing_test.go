@@ -106,6 +106,8 @@ func (builder) Finish(context.Context, sandbox.TemplateSpec, sandbox.Built, engi
 	return nil
 }
 
+func (builder) Rehearse(context.Context, sandbox.TemplateSpec, engine.Sandbox) error { return nil }
+
 // TestSpans: a request with a traceparent is a span of the client's trace, what
 // it does is below it, and a collector gets all of it.
 func TestSpans(t *testing.T) {
