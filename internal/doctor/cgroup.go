@@ -125,7 +125,7 @@ func checkCgroups(h *host) []Check {
 }
 
 // favorsModifications is the mount option with which a change of a process's cgroup
-// need not wait for an RCU grace period (cgroups(7): favordynmods).
+// need not wait for an RCU grace period (admin-guide/cgroup-v2.rst).
 const favorsModifications = "favordynmods"
 
 // KVM moves a kernel thread of each new VM into its process's cgroup, until 6.13

@@ -94,7 +94,7 @@ func prepare() error {
 		{"shm", "/dev/shm", "tmpfs", "mode=1777"},
 		{"mqueue", "/dev/mqueue", "mqueue", ""},
 		{"run", "/run", "tmpfs", "mode=0755"},
-		// As doctor advises: KVM makes VMs five times as fast.
+		// As doctor advises.
 		{"cgroup2", cgroupRoot, "cgroup2", "nsdelegate,favordynmods"},
 	}
 	for _, m := range mounts {
