@@ -95,12 +95,13 @@ type mapping struct {
 }
 
 // parseSmaps tells the guest's RAM, which alone is mapped without a reservation
-// of swap (guestmem maps it so, and the Go runtime nothing), from the rest, and
-// returns how much of it is mapped.
+// of swap (guestmem maps it so, and the Go runtime nothing but, since Linux 6.11,
+// the droppable state of its random numbers), from the rest, and returns how much
+// of it is mapped.
 func parseSmaps(r io.Reader) (m Memory, guest uint64, err error) {
 	var at mapping
 	add := func() {
-		if slices.Contains(at.flags, "nr") {
+		if slices.Contains(at.flags, "nr") && !slices.Contains(at.flags, "dp") {
 			guest += at.size
 			// Private memory would count pages of the snapshot that just one
 			// process maps, too.

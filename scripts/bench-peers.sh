@@ -35,7 +35,7 @@ peers() {
 scripts/packages.sh
 phase "programs" build_programs
 phase "guest kernel" build_kernel
-[ "$(where)" = hardware ] || phase "QEMU for the testbed" build_testbed_qemu
+[ "$(where)" = hardware ] || phase "QEMU and a kernel for the testbed" build_testbed
 phase "a root filesystem of busybox" guest/rootfs/busybox.sh "$build/demo-rootfs"
 phase "microsandbox" install_microsandbox || echo "bench-peers: going on without microsandbox" >&2
 phase "AgentRun and its peers ($(where))" peers "$@"

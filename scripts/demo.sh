@@ -39,7 +39,7 @@ microvm)
 	phase "guest kernel (a few minutes the first time)" build_kernel
 	place=$(where)
 	if [ "$place" = testbed ]; then
-		phase "QEMU for the testbed (a few minutes the first time)" build_testbed_qemu
+		phase "QEMU and a kernel for the testbed (a few minutes the first time)" build_testbed
 		phase "testbed: this machine has no hardware KVM, so an emulated one with AMD-V" "$build/testbed" start
 	fi
 	;;

@@ -107,6 +107,23 @@ build_testbed_qemu() {
 	from_cache "$qemu" qemu-system-x86_64
 }
 
+# build_testbed makes what the emulated machine consists of.
+build_testbed() {
+	build_testbed_qemu
+	fetch_testbed_kernel
+}
+
+# The machine runs the host's kernel where a newer one cannot be had.
+fetch_testbed_kernel() {
+	local kernel
+	if kernel=$(testbed/kernel/fetch.sh | tail -n1); then
+		mkdir -p "$build"
+		ln -sfn "$kernel" "$build/testbed-kernel"
+	else
+		rm -f "$build/testbed-kernel"
+	fi
+}
+
 # where prints "hardware" or "testbed": which KVM microVMs are to run on.
 where() { "$build/testbed" check 2>/dev/null; }
 

@@ -27,7 +27,7 @@ if [ -w /dev/kvm ] && [ ! -e /sys/module/kvm_pvm ] && grep -qwE 'vmx|svm' /proc/
 fi
 if [ $hardware = no ]; then
 	# To build QEMU (testbed/qemu), and the firmware it runs.
-	packages+=(ninja-build pkg-config libglib2.0-dev libfdt-dev libattr1-dev dpkg-dev patch qemu-system-data seabios)
+	packages+=(ninja-build pkg-config libglib2.0-dev libfdt-dev libattr1-dev dpkg-dev patch qemu-system-data seabios kmod)
 	# Debian's cloud kernels have no 9p; testbed says so if only they are there.
 	compgen -G '/boot/vmlinuz-*-amd64' >/dev/null || packages+=(linux-image-amd64)
 fi

@@ -35,7 +35,7 @@ static_checks() {
 $unformatted"
 	go vet ./...
 	(cd gvisor && CGO_ENABLED=0 go vet ./...)
-	for script in scripts/*.sh guest/*/*.sh testbed/qemu/*.sh .ci/run; do bash -n "$script"; done
+	for script in scripts/*.sh guest/*/*.sh testbed/*/*.sh .ci/run; do bash -n "$script"; done
 }
 
 host_tests() {
@@ -63,6 +63,7 @@ second_half='^(TestConformance|TestCompaction)$'
 in_second_testbed() {
 	local status=0
 	export AGENTRUN_TESTBED_MACHINE=second
+	"$build/testbed" start --kernel / # the other one's is newer
 	# shellcheck disable=SC2046 # one argument per package
 	in_testbed $(kvm_packages) $(cgroup_packages) $(linux_packages | grep -v '/test/microvm$' | grep -v '/script$' | grep -v '/survival$') || status=$?
 	# Its soak has fifty sandboxes and more at once.
@@ -113,7 +114,7 @@ phase "test guest" build_test_guest
 phase "static checks" static_checks
 phase "lint" scripts/lint.sh --if-possible
 phase "guest kernel" build_kernel
-[ "$(where)" = hardware ] || phase "QEMU for the testbed" build_testbed_qemu
+[ "$(where)" = hardware ] || phase "QEMU and a kernel for the testbed" build_testbed
 if own_kvm; then
 	phase "tests on the host, with its own /dev/kvm for the bare guest" host_tests
 else

@@ -5,5 +5,5 @@
 
 scripts/packages.sh
 go_build -o "$build/" ./testbed
-build_testbed_qemu
+build_testbed
 "$build/testbed" start

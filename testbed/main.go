@@ -23,7 +23,8 @@ import (
 
 const usage = `usage: testbed COMMAND
 
-  start [--memory 8G] [--cpus 1]  start the machine unless it is up
+  start [--memory 8G] [--cpus 1] [--kernel DIR]
+                                  start the machine unless it is up
   stop                            end it
   status                          say whether it is up
   exec [--] CMD [ARGS…]           run a command inside, in this folder
@@ -104,10 +105,11 @@ func start(ctx context.Context, m *machine.Machine, args []string) error {
 	flags := flag.NewFlagSet("start", flag.ContinueOnError)
 	memory := flags.String("memory", "", "memory of the machine, for example 8G or 4096M (default: 8G, or half of the host's if less)")
 	cpus := flags.Int("cpus", 0, "processors of the machine (default 1)")
+	kernel := flags.String("kernel", "", "folder with boot and lib/modules; / is what the host has installed (default: what testbed/kernel/fetch.sh has fetched, or else /)")
 	if err := flags.Parse(args); err != nil {
 		return exitError(2)
 	}
-	cfg := machine.Config{CPUs: *cpus}
+	cfg := machine.Config{CPUs: *cpus, Kernel: *kernel}
 	if *memory != "" {
 		n, err := parseMiB(*memory)
 		if err != nil {

@@ -139,6 +139,31 @@ type Engine interface {
 	Close() error
 }
 
+// Rehearsal has a fork do, without an effect, what it is going to do first.
+type Rehearsal func(context.Context, Sandbox) error
+
+// Learner is an engine that learns from the rehearsals of a snapshot's first forks
+// what the others are going to need.
+type Learner interface {
+	// ForkRehearsed is Fork and then the rehearsal, whose error ends the fork.
+	ForkRehearsed(context.Context, *snapshot.Snapshot, ForkOptions, Rehearsal) (Sandbox, error)
+}
+
+// ForkRehearsed does so on any engine.
+func ForkRehearsed(ctx context.Context, e Engine, snap *snapshot.Snapshot, o ForkOptions, rehearse Rehearsal) (Sandbox, error) {
+	if l, ok := e.(Learner); ok {
+		return l.ForkRehearsed(ctx, snap, o, rehearse)
+	}
+	sb, err := e.Fork(ctx, snap, o)
+	if err != nil {
+		return nil, err
+	}
+	if err := rehearse(ctx, sb); err != nil {
+		return nil, errors.Join(err, sb.Close())
+	}
+	return sb, nil
+}
+
 // Ahead is an engine that can make parts of forks before they are asked for.
 type Ahead interface {
 	// KeepShells has so many shells wait: sandboxes of a snapshot that have all
@@ -244,8 +269,8 @@ type LiveForkStats struct {
 
 // Stats is what a sandbox costs, in bytes.
 type Stats struct {
-	// Own is the memory of this sandbox alone: the process's private pages,
-	// the guest's included.
+	// Own is the memory of this sandbox alone, which is free when it ends: the
+	// guest's included, without what it has of its snapshot.
 	Own uint64
 	// Proportional is the process's share of everything that it maps (PSS).
 	Proportional uint64

@@ -115,6 +115,7 @@ func (m *Memory) NewCapture(cfg CaptureConfig) *Capture {
 	}
 	var info unix.Sysinfo_t
 	c.swap = unix.Sysinfo(&info) != nil || info.Totalswap != 0
+	m.unwatch()
 	if cfg.Userfaultfd == nil {
 		return c
 	}

@@ -52,12 +52,13 @@ type Memory struct {
 	// save what it protects. It changes only while nobody writes.
 	live atomic.Pointer[Capture]
 
-	mu     sync.Mutex // protects all following fields
-	mapped []Span     // where the image that this memory began with, or was rebased to, has data
-	layout layout     // what is mapped where
-	orphan []Span     // mapped from a layer that is in nobody's image: changed for ever
-	holes  int        // how many mappings discards have made
-	shares int        // how many captures were shared
+	mu     sync.Mutex  // protects all following fields
+	mapped []Span      // where the image that this memory began with, or was rebased to, has data
+	layout layout      // what is mapped where
+	orphan []Span      // mapped from a layer that is in nobody's image: changed for ever
+	holes  int         // how many mappings discards have made
+	shares int         // how many captures were shared
+	watch  userfaultfd // 0: nobody watches
 }
 
 // hugeSize is that of a huge page: for RAM whose host addresses are multiples of
@@ -119,6 +120,7 @@ func split(size uint64) []piece {
 
 // Close unmaps the memory. No other call may be running or follow.
 func (m *Memory) Close() error {
+	m.unwatch()
 	var errs []error
 	for _, r := range m.regions {
 		if err := unmap(r.bytes); err != nil {

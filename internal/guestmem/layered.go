@@ -82,16 +82,32 @@ func (m *Memory) mapFile(p Mapping, source int) error {
 // each calls do with the bytes of a span, region by region, and then after
 // with the part of the span.
 func (m *Memory) each(s Span, do func([]byte) error, after ...func(Span)) error {
+	return m.pieces(s, func(r *Region, offset uint64, piece Span) error {
+		if err := do(r.bytes[offset : offset+piece.Length]); err != nil {
+			return err
+		}
+		for _, f := range after {
+			f(piece)
+		}
+		return nil
+	})
+}
+
+// EachGPA calls do with the guest's addresses of a span, region by region.
+func (m *Memory) EachGPA(s Span, do func(gpa, size uint64) error) error {
+	return m.pieces(s, func(r *Region, offset uint64, piece Span) error { return do(r.GPA+offset, piece.Length) })
+}
+
+// pieces calls do with the parts of a span in each region, and where in the region
+// they begin.
+func (m *Memory) pieces(s Span, do func(r *Region, offset uint64, piece Span) error) error {
 	base := uint64(0)
 	for i := range m.regions {
 		r := &m.regions[i]
 		from, to := max(s.Start, base), min(s.end(), base+r.Size())
 		if from < to {
-			if err := do(r.bytes[from-base : to-base]); err != nil {
+			if err := do(r, from-base, Span{from, to - from}); err != nil {
 				return err
-			}
-			for _, f := range after {
-				f(Span{from, to - from})
 			}
 		}
 		base += r.Size()
@@ -142,8 +158,42 @@ func (m *Memory) Changed(pagemap *os.File) (data, zeros []Span, err error) {
 	return c.List(nil)
 }
 
-// Own lists the pages that are this process's own. The guest may run.
-func (m *Memory) Own(pagemap *os.File) (own []Span, err error) {
+// Watch has Touched know what the guest reads, from now on until the next
+// capture: with userfaultfd (device is /dev/userfaultfd) the kernel maps only the
+// page that a read is for, and not some around it. It is of no consequence where
+// it fails.
+func (m *Memory) Watch(device *os.File) {
+	u, _, err := newUserfaultfd(device)
+	if err != nil {
+		return
+	}
+	for i := range m.regions {
+		if err := u.register(m.regions[i].bytes); err != nil {
+			_ = u.close() // nothing was done with it
+			return
+		}
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.watch = u
+}
+
+// unwatch ends Watch.
+func (m *Memory) unwatch() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.watch > 0 {
+		_ = m.watch.close() // nothing was done with it
+		m.watch = 0
+	}
+}
+
+// Touched lists the pages that are this process's own, and, of memory that is
+// watched, those of the layers that were read. The guest may run.
+func (m *Memory) Touched(pagemap *os.File) (own, read []Span, err error) {
+	m.mu.Lock()
+	watched := m.watch > 0
+	m.mu.Unlock()
 	entries := make([]uint64, 4096)
 	raw := unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(entries))), len(entries)*pagemapEntry)
 	start := uint64(0)
@@ -153,18 +203,23 @@ func (m *Memory) Own(pagemap *os.File) (own []Span, err error) {
 			n := min(uint64(len(entries)), (r.Size()-off)/PageSize)
 			index := (uint64(r.HostAddr()) + off) / PageSize
 			if _, err := pagemap.ReadAt(raw[:n*pagemapEntry], int64(index*pagemapEntry)); err != nil {
-				return nil, fmt.Errorf("list pages: %w", err)
+				return nil, nil, fmt.Errorf("list pages: %w", err)
 			}
 			for k, e := range entries[:n] {
-				if e&pagemapPresent != 0 && e&pagemapFile == 0 {
-					own = extend(own, start+off+uint64(k)*PageSize)
+				page := start + off + uint64(k)*PageSize
+				switch {
+				case e&pagemapPresent == 0:
+				case e&pagemapFile == 0:
+					own = extend(own, page)
+				case watched:
+					read = extend(read, page)
 				}
 			}
 			off += n * PageSize
 		}
 		start += r.Size()
 	}
-	return own, nil
+	return own, read, nil
 }
 
 // Populate makes pages this process's own before the guest writes to them. To

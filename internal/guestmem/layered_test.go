@@ -186,12 +186,12 @@ func TestPopulate(t *testing.T) {
 	f := layerFile(t, 16)
 	m := layered(t, 64*PageSize, Mapping{Span: span(8, 16), File: f})
 	pages := pagemap(t)
-	if own, err := m.Own(pages); err != nil || len(own) != 0 {
-		t.Fatalf("own at first: %v, %v", own, err)
+	if own, read, err := m.Touched(pages); err != nil || len(own) != 0 || len(read) != 0 {
+		t.Fatalf("at first own %v, read %v, %v", own, read, err)
 	}
 	want := []Span{span(9, 2), span(40, 1)}
 	m.Populate(append(want, span(1<<28, 1), span(63, 2))) // the last two are nowhere
-	own, err := m.Own(pages)
+	own, _, err := m.Touched(pages)
 	if err != nil || !slices.Equal(own, want) {
 		t.Fatalf("own %v, %v, want %v", own, err, want)
 	}
@@ -201,5 +201,44 @@ func TestPopulate(t *testing.T) {
 	}
 	if _, err := f.ReadAt(below, PageSize); err != nil || !bytes.Equal(got, below) {
 		t.Fatalf("a populated page is not what its file has (%v)", err)
+	}
+}
+
+// TestWatch: what was read is known page by page, until a capture begins, which
+// works as ever.
+func TestWatch(t *testing.T) {
+	f := newMemfd(t, bytes.Repeat([]byte{7}, 64*PageSize))
+	m := layered(t, 128*PageSize, Mapping{Span: span(32, 64), File: f})
+	pages, device := pagemap(t), openFile(t, "/dev/userfaultfd", os.O_RDWR)
+	touch := func() {
+		t.Helper()
+		for _, page := range []uint64{40, 60, 61} {
+			if err := m.Read(page*PageSize, make([]byte, 8)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := m.Write(50*PageSize, []byte("mine")); err != nil {
+			t.Fatal(err)
+		}
+	}
+	m.Watch(device)
+	touch()
+	own, read, err := m.Touched(pages)
+	if want := []Span{span(40, 1), span(60, 2)}; err != nil || !slices.Equal(read, want) || !slices.Equal(own, []Span{span(50, 1)}) {
+		t.Fatalf("own %v, read %v, want %v, %v", own, read, want, err)
+	}
+	c := m.NewCapture(CaptureConfig{Userfaultfd: device, Pagemap: pages, File: newMemfd(t, nil)})
+	if beside, why := c.Beside(); !beside {
+		t.Errorf("nothing can be captured beside the guest: %v", why)
+	}
+	if err := c.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if _, read, err := m.Touched(pages); err != nil || len(read) != 0 {
+		t.Errorf("read %v of memory that nobody watches, %v", read, err)
+	}
+	m.Watch(openFile(t, os.DevNull, os.O_RDWR)) // cannot be
+	if _, read, err := m.Touched(pages); err != nil || len(read) != 0 {
+		t.Errorf("read %v of memory that cannot be watched, %v", read, err)
 	}
 }

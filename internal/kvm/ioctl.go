@@ -62,6 +62,7 @@ var (
 	reqGetTSCKHz         = request(ioNone, 0xa3, 0)
 	reqSetXCRs           = request(ioWrite, 0xa7, unsafe.Sizeof(xcrs{}))
 	reqSignalMSI         = request(ioWrite, 0xa5, unsafe.Sizeof(MSI{}))
+	reqPreFaultMemory    = request(ioRead|ioWrite, 0xd5, unsafe.Sizeof(preFault{}))
 )
 
 // ioctl calls fd with a plain argument and retries EINTR.
@@ -114,6 +115,7 @@ const (
 	CapX2APICAPI        Capability = 129
 	CapImmediateExit    Capability = 136
 	CapXSave2           Capability = 208
+	CapPreFaultMemory   Capability = 236
 )
 
 // APIVersion is the only version of the stable KVM API.

@@ -4,6 +4,9 @@ import (
 	"os"
 	"strings"
 	"testing"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
 )
 
 func openKVM(t *testing.T) *System {
@@ -167,5 +170,46 @@ func TestRegisters(t *testing.T) {
 	}
 	if err := c.SetCPUID(make([]CPUIDEntry, MaxCPUIDEntries+1)); err == nil {
 		t.Error("more CPUID entries than fit were taken")
+	}
+}
+
+// TestPreFault: memory is the guest's before the guest runs, and without the
+// capability that is an error.
+func TestPreFault(t *testing.T) {
+	sys := openKVM(t)
+	vm, err := sys.CreateVM()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = vm.Close() }()
+	const page, pages = 4096, 16
+	memory, err := unix.Mmap(-1, 0, pages*page, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = unix.Munmap(memory) }()
+	if err := vm.SetMemory(0, 0, pages*page, uintptr(unsafe.Pointer(&memory[0]))); err != nil {
+		t.Fatal(err)
+	}
+	c, err := vm.CreateVCPU(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = c.Close() }()
+	able := sys.CheckExtension(CapPreFaultMemory) != 0
+	if err := c.PreFault(4*page, 8*page); (err == nil) != able {
+		t.Errorf("%v, KVM can: %t", err, able)
+	}
+	there := make([]byte, pages)
+	if _, _, errno := unix.Syscall(unix.SYS_MINCORE, uintptr(unsafe.Pointer(&memory[0])), pages*page, uintptr(unsafe.Pointer(&there[0]))); errno != 0 {
+		t.Fatal(errno)
+	}
+	for i, b := range there {
+		if want := able && i >= 4 && i < 12; b&1 != 0 != want {
+			t.Errorf("page %d is there: %t", i, b&1 != 0)
+		}
+	}
+	if err := c.PreFault(pages*page, page); err == nil {
+		t.Error("there is no memory there")
 	}
 }

@@ -126,6 +126,7 @@ var (
 	_ [16]byte   = [unsafe.Sizeof(MSREntry{})]byte{}
 	_ [48]byte   = [unsafe.Sizeof(Clock{})]byte{}
 	_ [1024]byte = [unsafe.Sizeof(LAPIC{})]byte{}
+	_ [64]byte   = [unsafe.Sizeof(preFault{})]byte{}
 	_ [32]byte   = [unsafe.Sizeof(MSI{})]byte{}
 	_ [32]byte   = [unsafe.Sizeof(memoryRegion{})]byte{}
 	_ [104]byte  = [unsafe.Sizeof(enableCap{})]byte{}

@@ -218,3 +218,22 @@ func (c *VCPU) TSCFrequency() (int, error) {
 	}
 	return khz, nil
 }
+
+// preFault is struct kvm_pre_fault_memory.
+type preFault struct {
+	gpa, size, flags uint64
+	_                [5]uint64
+}
+
+// PreFault maps guest memory for the guest, as reads of it would: for writing,
+// too, where the host's page can be written to. It needs CapPreFaultMemory and a
+// vCPU that does not run.
+func (c *VCPU) PreFault(gpa, size uint64) error {
+	p := preFault{gpa: gpa, size: size}
+	for p.size > 0 { // a signal may end it early; it says how far it has come
+		if err := c.get("map memory ahead", reqPreFaultMemory, unsafe.Pointer(&p)); err != nil {
+			return err
+		}
+	}
+	return nil
+}

@@ -339,7 +339,16 @@ func (m *Manager) forkParked(ctx context.Context, s *stock, hostname string) (_ 
 	if err := m.reserve(namespace, memory); err != nil {
 		return nil, err
 	}
+	waits := hostname == "" // only who is claimed at once has a name already
 	sb, id, err := m.startMachine(s.spec.limits(), func(o engine.ForkOptions) (engine.Sandbox, error) {
+		if waits {
+			return engine.ForkRehearsed(ctx, m.cfg.Engine, s.snap, o, func(ctx context.Context, sb engine.Sandbox) error {
+				if err := m.finish(ctx, s, sb); err != nil {
+					return err
+				}
+				return m.cfg.Builder.Rehearse(ctx, s.spec, sb)
+			})
+		}
 		o.Hostname = hostname
 		return m.cfg.Engine.Fork(ctx, s.snap, o)
 	})
@@ -348,18 +357,21 @@ func (m *Manager) forkParked(ctx context.Context, s *stock, hostname string) (_ 
 		return nil, err
 	}
 	m.park(id, s.pool)
-	// Only who is claimed at once has a name already.
-	p := &parked{Sandbox: sb, manager: m, id: id, namespace: namespace, memory: memory, waited: hostname == ""}
-	if s.build.Stage == AfterInit {
-		err = m.cfg.Builder.Finish(ctx, s.spec, s.build.Built, sb)
-	}
-	if err == nil && p.waited {
-		err = m.cfg.Builder.Rehearse(ctx, s.spec, sb)
-	}
-	if err != nil {
-		return nil, errors.Join(err, p.Close())
+	p := &parked{Sandbox: sb, manager: m, id: id, namespace: namespace, memory: memory, waited: waits}
+	if !waits {
+		if err := m.finish(ctx, s, sb); err != nil {
+			return nil, errors.Join(err, p.Close())
+		}
 	}
 	return p, nil
+}
+
+// finish brings a fork of a build to where it is ready.
+func (m *Manager) finish(ctx context.Context, s *stock, sb engine.Sandbox) error {
+	if s.build.Stage != AfterInit {
+		return nil
+	}
+	return m.cfg.Builder.Finish(ctx, s.spec, s.build.Built, sb)
 }
 
 func (s TemplateSpec) limits() engine.Limits { return engine.Limits{MilliCPUs: s.MilliCPUs} }

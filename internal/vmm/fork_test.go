@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"reflect"
+	"slices"
 	"sync"
 	"testing"
 
@@ -365,4 +366,68 @@ func TestLoadRefuses(t *testing.T) {
 			}
 		})
 	}
+}
+
+// TestTouchedAhead: a watched fork tells which pages it has read and written; one
+// that is given them has them before it runs, as far as KVM can do that, and goes
+// on like the first.
+func TestTouchedAhead(t *testing.T) {
+	sys := openKVM(t)
+	parent := bootTestGuest(t, 64<<20, 1)
+	parent.mustDo(t, 100, cmdDirty, firstPage, 100, 1, 7)
+	f := freeze(t, sys, parent, nil)
+	device, pages := openUserfaultfd(t), pagemap(t)
+	shell := func(written, read []guestmem.Span) *Shell {
+		t.Helper()
+		s, err := NewShell(ShellConfig{
+			KVM: sys, Memory: f.memory, VCPUs: f.vcpus, Layers: f.mappings(), Written: written, Read: read, Watch: device,
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return s
+	}
+	touched := func(vm *VM) (written, read []guestmem.Span) {
+		t.Helper()
+		written, read, err := vm.TouchedMemory(pages)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return written, read
+	}
+	s := shell(nil, nil)
+	if written, read := touched(s.vm); len(written)+len(read) != 0 {
+		t.Errorf("at first %v, %v", written, read)
+	}
+	use := func(s *Shell) *VM {
+		g := f.load(t, s)
+		t.Cleanup(func() {
+			if _, err := g.Close(); err != nil {
+				t.Error(err)
+			}
+		})
+		g.mustDo(t, 5, cmdCheck, firstPage+50, 5, 3, 7)
+		g.mustDo(t, 1, cmdDirty, firstPage+20, 1, 1, 8)
+		return g.VM
+	}
+	written, read := touched(use(s))
+	page := func(n uint64) guestmem.Span { return guestmem.Span{Start: n * guestmem.PageSize, Length: guestmem.PageSize} }
+	for n := range uint64(100) {
+		is := page(firstPage + n)
+		if slices.Contains(written, is) != (n == 20) || slices.Contains(read, is) != (n >= 50 && n < 65 && n%3 == 50%3) {
+			t.Errorf("page %d: written %v, read %v", n, written, read)
+		}
+	}
+	s = shell(written, read)
+	gotWritten, gotRead := touched(s.vm)
+	if !reflect.DeepEqual(gotWritten, written) {
+		t.Errorf("written %v, want %v", gotWritten, written)
+	}
+	if sys.CheckExtension(kvm.CapPreFaultMemory) == 0 {
+		read = nil
+	}
+	if !reflect.DeepEqual(gotRead, read) {
+		t.Errorf("read %v, want %v", gotRead, read)
+	}
+	use(s)
 }

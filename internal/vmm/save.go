@@ -89,15 +89,15 @@ func (vm *VM) ChangedMemory(pagemap *os.File) (data, zeros []guestmem.Span, err 
 	return vm.mem.Changed(pagemap)
 }
 
-// OwnMemory lists the pages that are not those of the layers. The guest may
-// run.
-func (vm *VM) OwnMemory(pagemap *os.File) ([]guestmem.Span, error) {
+// TouchedMemory lists the pages that the guest has written to, and, in a machine
+// that is watched, those that it has only read. The guest may run.
+func (vm *VM) TouchedMemory(pagemap *os.File) (written, read []guestmem.Span, err error) {
 	vm.mu.Lock()
 	defer vm.mu.Unlock()
 	if vm.closed {
-		return nil, fmt.Errorf("list memory: %w", ErrEnded)
+		return nil, nil, fmt.Errorf("list memory: %w", ErrEnded)
 	}
-	return vm.mem.Own(pagemap)
+	return vm.mem.Touched(pagemap)
 }
 
 // WriteMemory writes pieces of a paused machine's memory, one after the other.

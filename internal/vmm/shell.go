@@ -3,6 +3,8 @@ package vmm
 import (
 	"errors"
 	"fmt"
+	"os"
+	"slices"
 
 	"agentrun.dev/internal/guestmem"
 	"agentrun.dev/internal/kvm"
@@ -34,8 +36,12 @@ type ShellConfig struct {
 	// Layers is the content of the RAM, zeros where there is none. The
 	// caller keeps the files.
 	Layers []guestmem.Mapping
-	// Populate lists pages that the guest will write to at once.
-	Populate []guestmem.Span
+	// Written lists pages that the guest will write to at once, Read those that it
+	// will only read.
+	Written, Read []guestmem.Span
+	// Watch, if there is one, is /dev/userfaultfd: TouchedMemory then knows what
+	// the guest has read. The caller keeps it.
+	Watch *os.File
 }
 
 // Shell is a machine with memory and processors but without a state. It can be
@@ -90,13 +96,25 @@ func (vm *VM) create(cfg ShellConfig) (err error) {
 	if vm.mem, err = guestmem.NewLayered(cfg.Memory, cfg.Layers); err != nil {
 		return err
 	}
-	vm.mem.Populate(cfg.Populate)
+	vm.mem.Populate(cfg.Written)
+	if cfg.Watch != nil {
+		vm.mem.Watch(cfg.Watch)
+	}
 	for i, r := range vm.mem.Regions() {
 		if err := vm.kvm.SetMemory(uint32(i), r.GPA, r.Size(), r.HostAddr()); err != nil {
 			return err
 		}
 	}
-	return vm.createVCPUs(cfg)
+	if err := vm.createVCPUs(cfg); err != nil {
+		return err
+	}
+	if cfg.KVM.CheckExtension(kvm.CapPreFaultMemory) != 0 {
+		for _, s := range slices.Concat(cfg.Written, cfg.Read) {
+			// It spares the guest faults: where it fails, there are some.
+			_ = vm.mem.EachGPA(s, vm.vcpus[0].kvm.PreFault)
+		}
+	}
+	return nil
 }
 
 func (vm *VM) createVCPUs(cfg ShellConfig) error {

@@ -32,7 +32,8 @@ func (m *Shell) encode(e *wire.Encoder) {
 	encodeImage(e, &m.Memory)
 	e.String(m.Profile)
 	e.Uvarint(m.VCPUs)
-	encodeRuns(e, m.Populate)
+	m.Touch.encode(e)
+	e.Bool(m.Watch)
 	e.Bool(m.HasUserfaultfd)
 }
 
@@ -40,7 +41,8 @@ func (m *Shell) decode(d *wire.Decoder) {
 	m.Memory = decodeImage(d)
 	m.Profile = d.String(maxText)
 	m.VCPUs = d.UvarintMax(1 << 16)
-	m.Populate = decodeRuns(d, MaxTouched)
+	m.Touch.decode(d)
+	m.Watch = d.Bool()
 	m.HasUserfaultfd = d.Bool()
 }
 
@@ -212,23 +214,39 @@ func (c *Change) decode(d *wire.Decoder) {
 	c.Runs, c.Zeros = decodeRuns(d, layer.MaxExtents), decodeRuns(d, layer.MaxExtents)
 }
 
-// MarshalRuns encodes a list of runs, for a Reply's data.
-func MarshalRuns(runs []layer.Run) []byte {
+// Touched is pages of memory that a guest has used: those that it has written
+// to, which are its own since, and those that it has only read. Each list is
+// sorted.
+type Touched struct{ Written, Read []layer.Run }
+
+func (t *Touched) encode(e *wire.Encoder) {
+	encodeRuns(e, t.Written)
+	encodeRuns(e, t.Read)
+}
+
+func (t *Touched) decode(d *wire.Decoder) {
+	t.Written, t.Read = decodeRuns(d, MaxTouched), decodeRuns(d, MaxTouched)
+}
+
+// Marshal encodes the pages for a Reply's data: of each list the first
+// MaxTouched runs.
+func (t Touched) Marshal() []byte {
+	t.Written, t.Read = t.Written[:min(len(t.Written), MaxTouched)], t.Read[:min(len(t.Read), MaxTouched)]
 	e := wire.NewEncoder(nil)
 	e.Version(messageVersion)
-	encodeRuns(e, runs)
+	t.encode(e)
 	return e.Bytes()
 }
 
-// UnmarshalRuns decodes a Reply's data.
-func UnmarshalRuns(b []byte) ([]layer.Run, error) {
+// UnmarshalTouched decodes a Reply's data.
+func UnmarshalTouched(b []byte) (t Touched, err error) {
 	d := wire.NewDecoder(b)
 	d.Version(messageVersion)
-	runs := decodeRuns(d, MaxTouched)
+	t.decode(d)
 	if err := d.Finish(); err != nil {
-		return nil, fmt.Errorf("decode runs: %w", err)
+		return Touched{}, fmt.Errorf("decode touched pages: %w", err)
 	}
-	return runs, nil
+	return t, nil
 }
 
 func decodeRuns(d *wire.Decoder, most int) (runs []layer.Run) {

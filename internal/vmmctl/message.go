@@ -24,7 +24,7 @@ const (
 	KindGeneration Kind = 8
 	KindShell      Kind = 9
 	KindSave       Kind = 10
-	// KindTouched asks which pages of memory are the machine's own; it comes
+	// KindTouched asks which pages of memory the machine has touched; it comes
 	// with the process's page map.
 	KindTouched Kind = 11
 	// KindSettle waits until the guest has given back what it does not use.
@@ -43,8 +43,8 @@ const (
 	maxText    = 4096
 	maxConsole = 64 << 10
 	maxDevices = 24
-	// MaxTouched bounds the runs of pages that are told of.
-	MaxTouched = 1024
+	// MaxTouched bounds the runs of pages of either kind that are told of.
+	MaxTouched = 2048
 	// MaxMessage bounds one message; the images of a machine with many
 	// layered disks are the largest.
 	MaxMessage = 128 << 10
@@ -81,8 +81,10 @@ type Shell struct {
 	Profile        string
 	VCPUs          uint64
 	HasUserfaultfd bool
-	// Populate lists pages that the guest will write to at once.
-	Populate []layer.Run
+	// Touch is what the guest will need at once.
+	Touch Touched
+	// Watch says that the machine will be asked for what it has touched.
+	Watch bool
 }
 
 // Load continues a saved machine in a shell. Its descriptors are the saved
@@ -212,7 +214,7 @@ type Reply struct {
 	// Error is empty on success.
 	Error string
 	// Data is the console's tail for a console request, a Saved for Save, and
-	// runs for Touched.
+	// pages for Touched.
 	Data []byte
 }
 

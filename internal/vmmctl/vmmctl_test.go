@@ -34,7 +34,9 @@ func messages() []Message {
 		&Boot{
 			Cmdline: "quiet", Memory: 256 << 20, VCPUs: 2, Profile: "host-v1", HasInitrd: true, Devices: devices(),
 		},
-		&Shell{Memory: image(), Profile: "host-v1", VCPUs: 1, HasUserfaultfd: true, Populate: []layer.Run{{Start: 4096, Length: 8192}}},
+		&Shell{Memory: image(), Profile: "host-v1", VCPUs: 1, HasUserfaultfd: true, Watch: true, Touch: Touched{
+			Written: []layer.Run{{Start: 4096, Length: 8192}}, Read: []layer.Run{{Start: 1 << 30, Length: 4096}, {Start: 2 << 30, Length: 4096}},
+		}},
 		&Load{ID: 8, Devices: devices()},
 		&Save{ID: 9},
 		&Connect{ID: 7, Port: 1<<32 - 1},

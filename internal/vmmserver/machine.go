@@ -79,8 +79,9 @@ func (s *server) shell(m *vmmctl.Shell) (*vmm.Shell, error) {
 			Span: guestmem.Span{Start: e.Start, Length: e.Length}, File: layers[e.Layer], Offset: e.Offset,
 		})
 	}
-	for _, p := range m.Populate {
-		cfg.Populate = append(cfg.Populate, guestmem.Span{Start: p.Start, Length: p.Length})
+	cfg.Written, cfg.Read = toSpans(m.Touch.Written), toSpans(m.Touch.Read)
+	if m.Watch {
+		cfg.Watch = s.userfaultfd
 	}
 	shell, err := vmm.NewShell(cfg)
 	if err := errors.Join(err, closeAll(layers)); err != nil { // a mapping needs no descriptor

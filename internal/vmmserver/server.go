@@ -242,9 +242,9 @@ func (s *server) request(conn *vmmctl.Conn, m vmmctl.Message, files []*os.File) 
 		return nil
 	}
 	if m, ok := m.(*vmmctl.Simple); ok && m.Kind == vmmctl.KindTouched && len(files) == 1 {
-		own, err := s.vm.OwnMemory(files[0])
+		written, read, err := s.vm.TouchedMemory(files[0])
 		err = errors.Join(err, files[0].Close())
-		return reply(conn, m.ID, err, vmmctl.MarshalRuns(toRuns(own[:min(len(own), vmmctl.MaxTouched)])))
+		return reply(conn, m.ID, err, vmmctl.Touched{Written: toRuns(written), Read: toRuns(read)}.Marshal())
 	}
 	for _, f := range files {
 		_ = f.Close() // nobody asked for it

@@ -18,6 +18,15 @@ func TestShells(t *testing.T) {
 		ctx := t.Context()
 		e := newEngine(t)
 		snap := bootSnapshot(t, e, vcpus, "echo warmed up > /warm")
+		for range 2 { // which are asked for what they touch, and made cold for that
+			sb, err := e.Fork(ctx, snap, engine.ForkOptions{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := sb.Close(); err != nil {
+				t.Fatal(err)
+			}
+		}
 		kept, err := e.KeepShells(snap, 2)
 		if err != nil {
 			t.Fatal(err)

@@ -13,36 +13,47 @@ import (
 	"agentrun.dev/internal/vmm"
 )
 
-// hostCPU remembers this host's processor, which does not change: to ask takes a
-// while.
+// hostCPU remembers this host's processor and KVM, which do not change: to ask
+// takes a while.
 type hostCPU struct {
-	mu  sync.Mutex // protects cpu
-	cpu snapshot.CPU
+	mu    sync.Mutex // protects all following fields
+	cpu   snapshot.CPU
+	ahead bool // KVM can map memory before a guest touches it
 }
 
 func (h *hostCPU) get() (cpu snapshot.CPU, err error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.cpu.Vendor == "" {
-		if cpu, err = readCPU(); err != nil {
+		f, err := openKVM()
+		if err != nil {
 			return cpu, err
 		}
-		h.cpu = cpu
+		defer func() { _ = f.Close() }() // only asked
+		sys, err := kvm.FromFile(f)
+		if err != nil {
+			return cpu, err
+		}
+		if cpu, err = readCPU(sys); err != nil {
+			return cpu, err
+		}
+		h.cpu, h.ahead = cpu, sys.CheckExtension(kvm.CapPreFaultMemory) != 0
 	}
 	return h.cpu, nil
 }
 
+// mapsAhead reports whether KVM can map memory before a guest touches it.
+func (h *hostCPU) mapsAhead() bool {
+	if _, err := h.get(); err != nil {
+		return false
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.ahead
+}
+
 // readCPU asks for this host's processor and what guests find of it.
-func readCPU() (cpu snapshot.CPU, err error) {
-	f, err := openKVM()
-	if err != nil {
-		return cpu, err
-	}
-	defer func() { _ = f.Close() }() // only asked
-	sys, err := kvm.FromFile(f)
-	if err != nil {
-		return cpu, err
-	}
+func readCPU(sys *kvm.System) (cpu snapshot.CPU, err error) {
 	entries, err := sys.SupportedCPUID()
 	if err != nil {
 		return cpu, err

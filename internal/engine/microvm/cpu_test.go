@@ -15,7 +15,7 @@ import (
 func TestOtherCPU(t *testing.T) {
 	e := jailedEngine(t, openJail(t).Jail, residentFolder(t))
 	t.Cleanup(func() { _ = e.Close() })
-	host, err := readCPU()
+	host, err := (&hostCPU{}).get()
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -174,10 +174,16 @@ func (e *Engine) top() (*os.File, error) {
 
 // Fork makes a sandbox that continues from a snapshot.
 func (e *Engine) Fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.ForkOptions) (engine.Sandbox, error) {
+	return e.ForkRehearsed(ctx, snap, opts, nil)
+}
+
+// ForkRehearsed does so, and what the rehearsals of the first two touch is mapped
+// ahead in others.
+func (e *Engine) ForkRehearsed(ctx context.Context, snap *snapshot.Snapshot, opts engine.ForkOptions, rehearse engine.Rehearsal) (engine.Sandbox, error) {
 	if err := e.Fits(snap.Manifest()); err != nil {
 		return nil, fmt.Errorf("fork %s: %w", snap.ID(), err)
 	}
-	s, err := e.fork(ctx, snap, opts)
+	s, err := e.fork(ctx, snap, opts, rehearse)
 	if err != nil {
 		return nil, fmt.Errorf("fork %s: %w", snap.ID(), err)
 	}

@@ -27,23 +27,29 @@ func (e *Engine) Fits(m snapshot.Manifest) error {
 	return e.cpu.check(m)
 }
 
-func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.ForkOptions) (*sandbox, error) {
+// fork makes a fork, which is rehearsed unless rehearse is nil.
+func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.ForkOptions, rehearse engine.Rehearsal) (*sandbox, error) {
 	s, err := e.describe(snap, opts.Hostname)
 	if err != nil {
 		return nil, err
 	}
-	populate, learn := e.touched.of(snap.ID())
+	about := subject{snap.ID(), rehearse != nil}
 	from := e.originOf(snap)
-	from.populate = populate
-	from.shell = func() (*Process, bool) { return e.shells.take(snap.ID()) }
+	touch, learn := e.touched.of(about)
+	from.touch, from.watch = touch, learn && e.cpu.mapsAhead()
+	if !from.watch { // what waits is not watched
+		from.shell = func() (*Process, bool) { return e.shells.take(snap.ID()) }
+	}
 	defer e.shells.refill(snap.ID()) // not before: to make the next one would slow this one down
-	_, err = e.restore(ctx, s, opts, from)
+	if _, err = e.restore(ctx, s, opts, from); err == nil && rehearse != nil {
+		err = rehearse(ctx, s)
+	}
 	switch {
 	case !learn:
 	case err != nil:
-		e.touched.forget(snap.ID())
+		e.touched.forget(about)
 	// Now, before anybody uses it: what it does later is not what all do.
-	case e.touched.learn(ctx, snap.ID(), s.Process):
+	case e.touched.learn(ctx, about, s.Process):
 		e.shells.renew(snap.ID())
 	}
 	if err != nil {
@@ -54,13 +60,14 @@ func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 
 // origin is where a fork's parts come from. The files are the fork's to close.
 type origin struct {
-	profile  string
-	based    bool        // its images are those of its parent
-	session  []byte      // of the standby; empty: the fork opens one
-	populate []layer.Run // what the fork will write to at once
-	state    func() (*os.File, error)
-	memory   func(context.Context, layer.Ref) (*os.File, error)
-	disk     func(*disk, layer.Ref) (*os.File, error)
+	profile string
+	based   bool           // its images are those of its parent
+	session []byte         // of the standby; empty: the fork opens one
+	touch   vmmctl.Touched // what the fork will need at once
+	watch   bool           // the fork will be asked for what it has touched
+	state   func() (*os.File, error)
+	memory  func(context.Context, layer.Ref) (*os.File, error)
+	disk    func(*disk, layer.Ref) (*os.File, error)
 	// shell takes one that waits for a fork like this; nil where there never is
 	// any.
 	shell func() (*Process, bool)
@@ -274,7 +281,7 @@ func (p *Process) fill(limits jail.Limits, l *loading) error {
 
 // prepareShell opens what all forks of an origin share.
 func (e *Engine) prepareShell(ctx context.Context, s *sandbox, from origin) (_ *message, err error) {
-	shell := &vmmctl.Shell{Memory: s.memory, Profile: from.profile, VCPUs: uint64(s.vcpus), Populate: from.populate}
+	shell := &vmmctl.Shell{Memory: s.memory, Profile: from.profile, VCPUs: uint64(s.vcpus), Touch: from.touch, Watch: from.watch}
 	m := &message{Message: shell}
 	f, openErr := openKVM()
 	m.add(&err, f, openErr)

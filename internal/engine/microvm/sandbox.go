@@ -216,10 +216,10 @@ func ProcessStats(pid int) (st engine.Stats, err error) {
 			continue // the first line is a range of addresses
 		}
 		switch name {
-		case "Private_Clean", "Private_Dirty":
-			st.Own += kib << 10
+		case "Anonymous": // private pages would be those of a layer that only one happens to map, too
+			st.Own = kib << 10
 		case "Pss":
-			st.Proportional += kib << 10
+			st.Proportional = kib << 10
 		}
 	}
 	st.CPU, err = procid.CPUTime(pid)

@@ -47,7 +47,7 @@ func (e *Engine) newShell(ctx context.Context, snap *snapshot.Snapshot) (shell, 
 		return shell{}, err
 	}
 	from := e.originOf(snap)
-	from.populate = e.touched.known(snap.ID())
+	from.touch = e.touched.known(snap.ID())
 	first, err := e.prepareShell(ctx, s, from)
 	if err != nil {
 		return shell{}, err

@@ -10,10 +10,11 @@ import (
 	"agentrun.dev/internal/vmmctl"
 )
 
-// What a fork writes to before its first answer is nearly the same in each fork
-// of a snapshot: the first ones are asked, and the others get what these have in
-// common before they run. One alone would not do: on a busy host its kernel has
-// had time for other things, and all would own the pages of these.
+// What a fork touches before its first answer, and in its rehearsal, is nearly the
+// same in each fork of a snapshot: the first ones are asked, and the others get
+// what these have in common before they run. One alone would not do: on a busy
+// host its kernel has had time for other things, and all would own the pages of
+// these.
 
 // forksAsked is how many forks of a snapshot are asked. They themselves are
 // given nothing: what they were given would be theirs, needed or not.
@@ -23,61 +24,80 @@ const forksAsked = 2
 // a measure for others.
 const maxTouched = 1024
 
-// touched remembers the pages by snapshot, the last few.
+// touched remembers the pages by subject, the last few.
 type touched struct {
 	mu      sync.Mutex // protects all following fields
-	lessons map[snapshot.ID]*lesson
-	order   []snapshot.ID
+	lessons map[subject]*lesson
+	order   []subject
 }
 
-// lesson is what is known of a snapshot's forks.
+// subject is what a fork is asked about: what it has touched until its first
+// answer, or until the end of its rehearsal.
+type subject struct {
+	snapshot  snapshot.ID
+	rehearsed bool
+}
+
+// lesson is what is known of a subject.
 type lesson struct {
-	asked, told int         // forks that were or are being asked, and have answered
-	runs        []layer.Run // what all that have answered have in common
+	asked, told int            // forks that were or are being asked, and have answered
+	pages       vmmctl.Touched // what all that have answered have in common
 }
 
-// known returns the pages to populate, once enough forks have told.
-func (l *lesson) known() []layer.Run {
+// known returns the pages, once enough forks have told.
+func (l *lesson) known() (pages vmmctl.Touched, ok bool) {
 	if l == nil || l.told < forksAsked {
-		return nil
+		return vmmctl.Touched{}, false
 	}
-	return l.runs
+	return l.pages, true
 }
 
-const maxTouchedSnapshots = 64
+const maxSubjects = 64
 
-// of returns the pages to populate; learn says that not enough forks have been
-// asked so far, and that the caller's is to be.
-func (t *touched) of(id snapshot.ID) (runs []layer.Run, learn bool) {
+// of returns the pages that a fork is given; learn says that not enough forks have
+// been asked so far, and that the caller's is to be.
+func (t *touched) of(s subject) (pages vmmctl.Touched, learn bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	l := t.lessons[id]
+	if pages, ok := t.lessons[subject{s.snapshot, true}].known(); ok {
+		return pages, false // more than that until the first answer
+	}
+	l := t.lessons[s]
 	if l == nil {
-		l = t.add(id)
+		l = t.add(s)
 	}
 	if l.asked < forksAsked {
 		l.asked++
-		return nil, true
+		return vmmctl.Touched{}, true
 	}
-	return l.known(), false
+	return t.best(s.snapshot), false
 }
 
-// known returns the pages to populate, as far as that is known.
-func (t *touched) known(id snapshot.ID) []layer.Run {
+// known returns the pages that a fork is given, as far as that is known.
+func (t *touched) known(id snapshot.ID) vmmctl.Touched {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return t.lessons[id].known()
+	return t.best(id)
+}
+
+// best returns the most that is known. The lock must be held.
+func (t *touched) best(id snapshot.ID) vmmctl.Touched {
+	pages, ok := t.lessons[subject{id, true}].known()
+	if !ok {
+		pages, _ = t.lessons[subject{id, false}].known()
+	}
+	return pages
 }
 
 // add begins a lesson. The lock must be held.
-func (t *touched) add(id snapshot.ID) *lesson {
+func (t *touched) add(s subject) *lesson {
 	if t.lessons == nil {
-		t.lessons = map[snapshot.ID]*lesson{}
+		t.lessons = map[subject]*lesson{}
 	}
 	l := &lesson{}
-	t.lessons[id] = l
-	t.order = append(t.order, id)
-	if len(t.order) > maxTouchedSnapshots {
+	t.lessons[s] = l
+	t.order = append(t.order, s)
+	if len(t.order) > maxSubjects {
 		delete(t.lessons, t.order[0])
 		t.order = t.order[1:]
 	}
@@ -85,37 +105,36 @@ func (t *touched) add(id snapshot.ID) *lesson {
 }
 
 // forget lets another fork be asked for one that could not be.
-func (t *touched) forget(id snapshot.ID) {
+func (t *touched) forget(s subject) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if l := t.lessons[id]; l != nil {
+	if l := t.lessons[s]; l != nil {
 		l.asked--
 	}
 }
 
-// learn asks a fork that has just answered. It reports whether the pages to
-// populate are known with that.
-func (t *touched) learn(ctx context.Context, id snapshot.ID, p *Process) bool {
-	runs, err := p.touched(ctx)
+// learn asks a fork that has just answered or rehearsed. It reports whether the
+// pages are known with that.
+func (t *touched) learn(ctx context.Context, s subject, p *Process) bool {
+	pages, err := p.touched(ctx)
 	if err != nil {
-		t.forget(id) // the fork has ended
+		t.forget(s) // the fork has ended
 		return false
 	}
-	if pagesOf(runs) > maxTouched {
-		runs = nil
+	if pagesOf(pages.Written) > maxTouched {
+		pages = vmmctl.Touched{}
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	l := t.lessons[id]
+	l := t.lessons[s]
 	if l == nil {
-		return false // there were many other snapshots meanwhile
+		return false // there were many others meanwhile
 	}
-	if l.told++; l.told == 1 {
-		l.runs = runs
-	} else {
-		l.runs = common(l.runs, runs)
+	if l.told++; l.told > 1 {
+		pages.Written, pages.Read = common(l.pages.Written, pages.Written), common(l.pages.Read, pages.Read)
 	}
-	return len(l.known()) > 0
+	l.pages = pages
+	return l.told >= forksAsked && len(pages.Written) > 0
 }
 
 // common returns what is in both of two sorted lists.
@@ -141,18 +160,18 @@ func pagesOf(runs []layer.Run) (pages uint64) {
 	return pages
 }
 
-// touched lists the pages of memory that are the guest's own.
-func (p *Process) touched(ctx context.Context) ([]layer.Run, error) {
+// touched lists the pages of memory that the guest has used.
+func (p *Process) touched(ctx context.Context) (vmmctl.Touched, error) {
 	pagemap, err := jail.OpenPagemap(p.Pid())
 	if err != nil {
-		return nil, err
+		return vmmctl.Touched{}, err
 	}
 	defer func() { _ = pagemap.Close() }() // the vmm has its own copy
 	r, err := p.request(ctx, func(id uint64) vmmctl.Message {
 		return &vmmctl.Simple{Kind: vmmctl.KindTouched, ID: id}
 	}, pagemap)
 	if err != nil {
-		return nil, err
+		return vmmctl.Touched{}, err
 	}
-	return vmmctl.UnmarshalRuns(r.Data)
+	return vmmctl.UnmarshalTouched(r.Data)
 }

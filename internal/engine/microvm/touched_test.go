@@ -1,60 +1,89 @@
 package microvm
 
 import (
+	"reflect"
 	"slices"
 	"testing"
 
 	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/vmmctl"
 )
 
 // TestTouched: two forks of a snapshot are asked; if one has ended before it
-// could answer, another one is. Until both have told, nothing is populated.
+// could answer, another one is. Until both have told, nothing is known.
 func TestTouched(t *testing.T) {
 	j := openJail(t)
 	var m touched
-	id := snapshot.ID{1}
+	about := subject{snapshot: snapshot.ID{1}}
 	dead, live := startBare(t, j), startBare(t, j)
 	dead.Kill()
 	// A guest that was booted, and is no fork, may have huge pages: then it has
 	// many, and is no measure for others.
-	own, err := live.touched(t.Context())
-	if err != nil || len(own) == 0 {
-		t.Fatalf("%v, %v", own, err)
+	pages, err := live.touched(t.Context())
+	if err != nil || len(pages.Written) == 0 || len(pages.Read) != 0 {
+		t.Fatalf("%v, %v", pages, err)
 	}
-	few := pagesOf(own) <= maxTouched
-	if runs, learn := m.of(id); !learn || runs != nil {
-		t.Fatalf("%v, learn: %t", runs, learn)
+	few := pagesOf(pages.Written) <= maxTouched
+	if pages, learn := m.of(about); !learn || pages.Written != nil {
+		t.Fatalf("%v, learn: %t", pages, learn)
 	}
 	for _, p := range []*Process{dead, live, live} {
-		told := m.lessons[id].told
-		if runs, learn := m.of(id); learn == (told > 0) || runs != nil {
-			t.Fatalf("%v, learn: %t", runs, learn)
+		told := m.lessons[about].told
+		if pages, learn := m.of(about); learn == (told > 0) || pages.Written != nil {
+			t.Fatalf("%v, learn: %t", pages, learn)
 		}
-		if runs, learn := m.of(id); learn || runs != nil {
-			t.Errorf("%v, three forks are asked: %t", runs, learn)
+		if pages, learn := m.of(about); learn || pages.Written != nil {
+			t.Errorf("%v, three forks are asked: %t", pages, learn)
 		}
-		if learnt := m.learn(t.Context(), id, p); learnt != (told == 1 && few) {
+		if learnt := m.learn(t.Context(), about, p); learnt != (told == 1 && few) {
 			t.Errorf("learnt: %t, of few pages: %t", learnt, few)
 		}
 	}
-	runs, learn := m.of(id)
-	if learn || (len(runs) > 0) != few || len(m.known(id)) != len(runs) {
-		t.Errorf("%v, learn: %t", runs, learn)
+	pages, learn := m.of(about)
+	if learn || (len(pages.Written) > 0) != few || len(m.known(about.snapshot).Written) != len(pages.Written) {
+		t.Errorf("%v, learn: %t", pages, learn)
 	}
-	if m.known(snapshot.ID{2}) != nil {
+	if m.known(snapshot.ID{2}).Written != nil {
 		t.Error("another snapshot's pages are known")
 	}
-	for i := range maxTouchedSnapshots {
-		m.of(snapshot.ID{3, byte(i)})
+	for i := range maxSubjects {
+		m.of(subject{snapshot: snapshot.ID{3, byte(i)}})
 	}
-	if m.known(id) != nil || len(m.lessons) != maxTouchedSnapshots || len(m.order) != maxTouchedSnapshots {
-		t.Errorf("%d snapshots are remembered", len(m.lessons))
+	if m.known(about.snapshot).Written != nil || len(m.lessons) != maxSubjects || len(m.order) != maxSubjects {
+		t.Errorf("%d subjects are remembered", len(m.lessons))
 	}
-	if m.learn(t.Context(), id, live) {
+	if m.learn(t.Context(), about, live) {
 		t.Error("learnt of a snapshot that is not remembered")
 	}
-	m.forget(id)
+	m.forget(about)
+}
+
+// TestRehearsedSubject: forks that rehearse are asked even if others have been,
+// are given nothing until then, and what they tell goes to all.
+func TestRehearsedSubject(t *testing.T) {
+	id := snapshot.ID{1}
+	run := func(page uint64) vmmctl.Touched {
+		return vmmctl.Touched{Written: []layer.Run{{Start: page, Length: 1}}, Read: []layer.Run{{Start: page + 1, Length: 1}}}
+	}
+	m := touched{lessons: map[subject]*lesson{{id, false}: {asked: forksAsked, told: forksAsked, pages: run(1)}}}
+	for range forksAsked {
+		if pages, learn := m.of(subject{id, true}); !learn || pages.Written != nil {
+			t.Errorf("%v, learn: %t", pages, learn)
+		}
+		if pages, learn := m.of(subject{id, false}); learn || !reflect.DeepEqual(pages, run(1)) {
+			t.Errorf("%v, learn: %t", pages, learn)
+		}
+	}
+	m.lessons[subject{id, true}] = &lesson{asked: forksAsked, told: forksAsked, pages: run(8)}
+	for _, rehearsed := range []bool{true, false} {
+		if pages, learn := m.of(subject{id, rehearsed}); learn || !reflect.DeepEqual(pages, run(8)) {
+			t.Errorf("rehearsed: %t: %v, learn: %t", rehearsed, pages, learn)
+		}
+	}
+	if pages := m.known(id); !reflect.DeepEqual(pages, run(8)) {
+		t.Errorf("%v", pages)
+	}
 }
 
 func TestCommon(t *testing.T) {

@@ -107,6 +107,9 @@ func enterRoot(port string) error {
 			return err
 		}
 	}
+	if err := linkModules(root); err != nil {
+		return err
+	}
 	// A new PID namespace needs its own view of processes.
 	if err := mount("proc", root+"/proc", "proc", 0, ""); err != nil {
 		return err
@@ -122,6 +125,20 @@ func enterRoot(port string) error {
 		return fmt.Errorf("enter the root: %w", err)
 	}
 	return os.Chdir("/")
+}
+
+// linkModules puts the kernel's modules where modprobe looks for them.
+func linkModules(root string) error {
+	b, err := os.ReadFile("/modules.path")
+	if err != nil {
+		return err
+	}
+	folder := strings.TrimSpace(string(b))
+	err = os.Symlink(folder, filepath.Join(root, "lib/modules", filepath.Base(folder)))
+	if errors.Is(err, os.ErrExist) {
+		return nil // the host's own kernel
+	}
+	return err
 }
 
 // mountHost mounts the host's root. The session before on this port is dead,

@@ -14,7 +14,7 @@ import (
 
 // writeInitramfs writes the machine's only file system of its own: this
 // program as /init, and the modules.
-func writeInitramfs(path, results string, modules []string) error {
+func writeInitramfs(path, results string, k kernel) error {
 	self, err := os.Executable()
 	if err != nil {
 		return err
@@ -43,8 +43,13 @@ func writeInitramfs(path, results string, modules []string) error {
 	}
 	c.File("init", 0o755, int64(len(program)), bytes.NewReader(program))
 	file("results.path", []byte(results+"\n"))
+	folder, err := filepath.EvalSymlinks(k.folder)
+	if err != nil {
+		return err
+	}
+	file("modules.path", []byte(folder+"\n"))
 	var list strings.Builder
-	for _, m := range modules {
+	for _, m := range k.modules {
 		data, err := readModule(m)
 		if err != nil {
 			return err

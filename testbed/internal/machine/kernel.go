@@ -18,13 +18,14 @@ var neededModules = []string{"virtio_pci", "virtio_console", "9pnet_virtio", "9p
 // kernel is a distribution kernel with its modules.
 type kernel struct {
 	image   string
-	modules []string // files, in loading order
+	folder  string   // of all its modules
+	modules []string // files of those that are needed, in loading order
 }
 
-// findKernel returns the newest installed kernel which has what we need.
+// findKernel returns the newest kernel under root which has what we need.
 // Debian's cloud kernels, for one, have no 9p.
-func findKernel() (kernel, error) {
-	images, err := filepath.Glob("/boot/vmlinuz-*")
+func findKernel(root string) (kernel, error) {
+	images, err := filepath.Glob(filepath.Join(root, "boot/vmlinuz-*"))
 	if err != nil {
 		return kernel{}, err
 	}
@@ -33,13 +34,14 @@ func findKernel() (kernel, error) {
 	var why []string
 	for _, image := range images {
 		version := strings.TrimPrefix(filepath.Base(image), "vmlinuz-")
-		modules, err := resolveModules(filepath.Join("/lib/modules", version), neededModules)
+		folder := filepath.Join(root, "lib/modules", version)
+		modules, err := resolveModules(folder, neededModules)
 		if err == nil {
-			return kernel{image, modules}, nil
+			return kernel{image, folder, modules}, nil
 		}
 		why = append(why, fmt.Sprintf("%s: %v", image, err))
 	}
-	return kernel{}, fmt.Errorf("no usable kernel in /boot (install linux-image-amd64: scripts/packages.sh)%s", strings.Join(append([]string{""}, why...), "\n  "))
+	return kernel{}, fmt.Errorf("no usable kernel in %s (install linux-image-amd64: scripts/packages.sh)%s", filepath.Join(root, "boot"), strings.Join(append([]string{""}, why...), "\n  "))
 }
 
 // compareVersions orders 6.1.0-9 before 6.1.0-54.

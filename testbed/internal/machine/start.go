@@ -18,10 +18,13 @@ import (
 	"agentrun.dev/testbed/internal/inside"
 )
 
-// Config is the size of the machine.
+// Config is what the machine is made of.
 type Config struct {
 	MemoryMiB int // 0: 8 GiB, or half of the host's if that is less
 	CPUs      int // 0: 1
+	// Kernel is a folder with boot and lib/modules: / is what the host has
+	// installed. Empty is what testbed/kernel has fetched, or else /.
+	Kernel string
 }
 
 // startLimit is far above the 3 to 5 seconds a start takes, for busy hosts.
@@ -59,7 +62,10 @@ func (m *Machine) launch(cfg Config) error {
 	if _, err := os.Stat(qemu); err != nil {
 		return fmt.Errorf("the testbed's QEMU is missing: run make testbed, which builds it once: %w", err)
 	}
-	k, err := findKernel()
+	if err := m.fillDefaults(&cfg); err != nil {
+		return err
+	}
+	k, err := findKernel(cfg.Kernel)
 	if err != nil {
 		return err
 	}
@@ -69,10 +75,7 @@ func (m *Machine) launch(cfg Config) error {
 	if err := os.MkdirAll(m.Results(), 0o755); err != nil {
 		return err
 	}
-	if err := writeInitramfs(m.file("initramfs"), m.Results(), k.modules); err != nil {
-		return err
-	}
-	if err := fillDefaults(&cfg); err != nil {
+	if err := writeInitramfs(m.file("initramfs"), m.Results(), k); err != nil {
 		return err
 	}
 	for _, stale := range []string{"pid", "console.log"} {
@@ -98,7 +101,7 @@ func (m *Machine) launch(cfg Config) error {
 // 112 of 112 were good.
 const defaultCPUs = 1
 
-func fillDefaults(cfg *Config) error {
+func (m *Machine) fillDefaults(cfg *Config) error {
 	if cfg.CPUs == 0 {
 		cfg.CPUs = defaultCPUs
 	}
@@ -109,6 +112,12 @@ func fillDefaults(cfg *Config) error {
 		}
 		half := info.Totalram * uint64(info.Unit) / 2 >> 20
 		cfg.MemoryMiB = int(min(8<<10, half))
+	}
+	if cfg.Kernel == "" {
+		cfg.Kernel = filepath.Join(m.repo, "build", "testbed-kernel")
+		if _, err := os.Stat(cfg.Kernel); err != nil {
+			cfg.Kernel = "/"
+		}
 	}
 	return nil
 }
