@@ -115,6 +115,7 @@ const (
 	CapX2APICAPI        Capability = 129
 	CapImmediateExit    Capability = 136
 	CapXSave2           Capability = 208
+	CapVMTSCControl     Capability = 214
 	CapPreFaultMemory   Capability = 236
 )
 

@@ -44,20 +44,13 @@ type stock struct {
 	spec  TemplateSpec
 	snap  *snapshot.Snapshot
 	ready *ready.Pool
-	// shells are for those that replace what was claimed, and for claims that find
-	// nothing waiting; nil where the engine has none.
-	shells engine.Shells
 }
 
 // poolShells is how many forks of a pool are half made.
 const poolShells = 1
 
 func (s *stock) close() error {
-	err := s.ready.Close()
-	if s.shells != nil {
-		err = errors.Join(err, s.shells.Close())
-	}
-	return errors.Join(err, s.snap.Close())
+	return errors.Join(s.ready.Close(), s.snap.Close())
 }
 
 // ApplyPool makes a pool or changes it.
@@ -287,19 +280,18 @@ func (p *pool) open(b Build, spec TemplateSpec, count int) (*stock, error) {
 		return nil, fmt.Errorf("the snapshot of template %s: %w", b.Template.Name, err)
 	}
 	s := &stock{pool: p.key, build: b, spec: spec, snap: snap}
-	s.ready, err = ready.New(ready.Config{
-		Snapshot: snap, Count: count,
-		Engine: forker(func(ctx context.Context, _ *snapshot.Snapshot, o engine.ForkOptions) (engine.Sandbox, error) {
-			return p.manager.forkParked(ctx, s, o.Hostname)
-		}),
+	fork := forker(func(ctx context.Context, _ *snapshot.Snapshot, o engine.ForkOptions) (engine.Sandbox, error) {
+		return p.manager.forkParked(ctx, s, o.Hostname)
 	})
-	if err != nil {
-		return nil, errors.Join(err, snap.Close())
-	}
+	var e ready.Engine = fork
 	if ahead, ok := p.manager.cfg.Engine.(engine.Ahead); ok {
-		if s.shells, err = ahead.KeepShells(snap, poolShells); err != nil {
-			return nil, errors.Join(err, s.close())
-		}
+		e = struct {
+			forker
+			engine.Ahead
+		}{fork, ahead}
+	}
+	if s.ready, err = ready.New(ready.Config{Snapshot: snap, Count: count, Shells: poolShells, Engine: e}); err != nil {
+		return nil, errors.Join(err, snap.Close())
 	}
 	return s, nil
 }

@@ -2,6 +2,7 @@ package vmm
 
 import (
 	"errors"
+	"slices"
 
 	"agentrun.dev/internal/kvm"
 	"golang.org/x/sys/unix"
@@ -10,6 +11,9 @@ import (
 const (
 	msrTSC         = 0x10
 	msrTSCDeadline = 0x6e0
+
+	msrKVMSystemTime    = 0x12
+	msrKVMSystemTimeNew = 0x4b564d01
 
 	msrKVMWallClock    = 0x11
 	msrKVMWallClockNew = 0x4b564d00
@@ -47,6 +51,14 @@ func (vm *VM) stopClock() error {
 	return nil
 }
 
+// usesClock reports whether a guest with these registers has kvm-clock, which is
+// told that the guest stood still.
+func usesClock(msrs []kvm.MSREntry) bool {
+	return slices.ContainsFunc(msrs, func(m kvm.MSREntry) bool {
+		return (m.Index == msrKVMSystemTime || m.Index == msrKVMSystemTimeNew) && m.Data&1 != 0
+	})
+}
+
 // startClock lets the guest's time go on from where it stopped.
 func (vm *VM) startClock() error {
 	s := vm.stopped
@@ -75,9 +87,12 @@ func (vm *VM) startClock() error {
 				return err
 			}
 		}
-		if err := v.kvm.ClockStopped(); err != nil {
-			return err
+		if !v.clockless {
+			if err := v.kvm.ClockStopped(); err != nil {
+				return err
+			}
 		}
+		v.clockless = false // it may begin to use one
 	}
 	vm.stopped = nil
 	return nil

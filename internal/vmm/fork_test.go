@@ -411,7 +411,9 @@ func TestTouchedAhead(t *testing.T) {
 		return g.VM
 	}
 	written, read := touched(use(s))
-	page := func(n uint64) guestmem.Span { return guestmem.Span{Start: n * guestmem.PageSize, Length: guestmem.PageSize} }
+	page := func(n uint64) guestmem.Span {
+		return guestmem.Span{Start: n * guestmem.PageSize, Length: guestmem.PageSize}
+	}
 	for n := range uint64(100) {
 		is := page(firstPage + n)
 		if slices.Contains(written, is) != (n == 20) || slices.Contains(read, is) != (n >= 50 && n < 65 && n%3 == 50%3) {

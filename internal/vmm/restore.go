@@ -78,7 +78,8 @@ func loadVCPU(v *vcpu, s *VCPUState, tscKHz, xsaveSize int) (err error) {
 			err = step()
 		}
 	}
-	do(func() error { return matchTSC(c, tscKHz) })
+	v.clockless = !usesClock(s.MSRs)
+	do(func() error { return matchTSC(v.vm, c, tscKHz) })
 	do(func() error {
 		if s.XCR0 == v.xcr0 {
 			return nil // KVM would compute what CPUID says of it again, by dozens of CPUID instructions
@@ -109,8 +110,12 @@ func loadVCPU(v *vcpu, s *VCPUState, tscKHz, xsaveSize int) (err error) {
 
 // matchTSC makes sure that the guest's TSC ticks as it did. KVM takes a
 // frequency close to the host's as it is and needs scaling for others.
-func matchTSC(c *kvm.VCPU, khz int) error {
-	have, err := c.TSCFrequency()
+func matchTSC(vm *VM, c *kvm.VCPU, khz int) error {
+	ask := c.TSCFrequency
+	if vm.oneTSC {
+		ask = vm.kvm.TSCFrequency
+	}
+	have, err := ask()
 	if err != nil || have == khz {
 		return err
 	}

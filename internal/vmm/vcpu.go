@@ -23,6 +23,8 @@ type vcpu struct {
 	tid atomic.Int32
 	// xcr0 is what a vCPU that has not run begins with, 0 if nobody has set it.
 	xcr0 uint64
+	// clockless says that it has no kvm-clock, and has not run yet.
+	clockless bool
 }
 
 // run is the body of the vCPU's thread: it waits for the gate to be opened and
