@@ -1,6 +1,11 @@
 package guestmem
 
-import "time"
+import (
+	"runtime"
+	"time"
+
+	"agentrun.dev/internal/sched"
+)
 
 // Stats may be called at any time.
 func (c *Capture) Stats() CaptureStats {
@@ -13,6 +18,9 @@ func (c *Capture) Stats() CaptureStats {
 // serve answers the guest's writes to protected pages, until Close.
 func (c *Capture) serve() {
 	defer close(c.served)
+	// Never unlocked: the thread, which is not like others, ends with it.
+	runtime.LockOSThread()
+	sched.Prompt() // the copier is busy beside it
 	var messages [uffdMessagesPerRead]uffdMessage
 	for {
 		got, err := c.uffd.wait(c.stop, &messages)
