@@ -112,6 +112,7 @@ func TestHosts(t *testing.T) {
 		{"bare metal", "amd-debian12", nil, CheckKVM, OK, "hardware virtualization (SVM)", "", EngineMicroVM},
 		{"bare metal, cgroup v2", "amd-debian12", nil, CheckCgroups, OK, "v2; usable: memory, cpu, pids, io", "", EngineMicroVM},
 		{"nested", "intel-nested", nil, CheckKVM, Warn, "(VMX), nested", "slower", EngineMicroVM},
+		{"kernel without mapping ahead", "amd-debian12", nil, CheckKernel, OK, "faster from 6.11 on", "", EngineMicroVM},
 		{"old kernel", "intel-nested", nil, CheckKernel, Warn, "Linux 5.4.0-150-generic is older than 5.10", "newer", EngineMicroVM},
 		{"cgroup v1", "intel-nested", nil, CheckCgroups, OK, "v1; usable: memory, cpu, pids, io (v1 does not", "", EngineMicroVM},
 		{"kvm-pvm", "kvm-pvm", nil, CheckKVM, Fail, "supervisor is emulated", "build/testbed shell", EngineGVisor},

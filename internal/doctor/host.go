@@ -65,9 +65,15 @@ func checkKernel(h *host) []Check {
 		c.Status = Warn
 		c.Detail += fmt.Sprintf(" is older than %d.%d", oldKernel[0], oldKernel[1])
 		c.Fix = "boot a newer kernel"
+	case slices.Compare(v[:], mapsAhead[:]) < 0:
+		c.Detail += fmt.Sprintf(" (forks of microVMs are faster from %d.%d on, whose KVM maps memory ahead)", mapsAhead[0], mapsAhead[1])
 	}
 	return one(c)
 }
+
+// mapsAhead has KVM_PRE_FAULT_MEMORY, with which a fork need not fault for memory
+// that it is known to touch.
+var mapsAhead = [2]int{6, 11}
 
 // parseVersion takes the first two numbers of a release like 6.1.0-18-amd64.
 func parseVersion(release string) (v [2]int, ok bool) {
