@@ -158,8 +158,8 @@ func (m *Memory) Changed(pagemap *os.File) (data, zeros []Span, err error) {
 	return c.List(nil)
 }
 
-// Watch has Touched know what the guest reads, from now on until the next
-// capture: with userfaultfd (device is /dev/userfaultfd) the kernel maps only the
+// Watch has Touched know what the guest reads until then, unless a capture comes
+// before: with userfaultfd (device is /dev/userfaultfd) the kernel maps only the
 // page that a read is for, and not some around it. It is of no consequence where
 // it fails.
 func (m *Memory) Watch(device *os.File) {
@@ -188,12 +188,13 @@ func (m *Memory) unwatch() {
 	}
 }
 
-// Touched lists the pages that are this process's own, and, of memory that is
+// Touched lists the pages that are this process's own, and, of memory that was
 // watched, those of the layers that were read. The guest may run.
 func (m *Memory) Touched(pagemap *os.File) (own, read []Span, err error) {
 	m.mu.Lock()
 	watched := m.watch > 0
 	m.mu.Unlock()
+	defer m.unwatch()
 	entries := make([]uint64, 4096)
 	raw := unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(entries))), len(entries)*pagemapEntry)
 	start := uint64(0)

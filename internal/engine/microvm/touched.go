@@ -44,9 +44,9 @@ type lesson struct {
 	pages       vmmctl.Touched // what all that have answered have in common
 }
 
-// known returns the pages, once enough forks have told.
+// known returns the pages, once enough forks have told of some.
 func (l *lesson) known() (pages vmmctl.Touched, ok bool) {
-	if l == nil || l.told < forksAsked {
+	if l == nil || l.told < forksAsked || len(l.pages.Written) == 0 {
 		return vmmctl.Touched{}, false
 	}
 	return l.pages, true
@@ -134,7 +134,8 @@ func (t *touched) learn(ctx context.Context, s subject, p *Process) bool {
 		pages.Written, pages.Read = common(l.pages.Written, pages.Written), common(l.pages.Read, pages.Read)
 	}
 	l.pages = pages
-	return l.told >= forksAsked && len(pages.Written) > 0
+	_, ok := l.known()
+	return ok
 }
 
 // common returns what is in both of two sorted lists.
