@@ -1,8 +1,8 @@
 // Package ready keeps sandboxes of a snapshot waiting: forked, their identity
 // renewed, having answered and been claimed before (so that the faults of a first
-// answer and of a first claim are behind them), and paused. A claim gives one of them another identity and lets
-// it run, which takes about as long as a request to a running sandbox. Claims
-// beyond those that wait are forks.
+// answer and of a first claim are behind them), and paused. A claim gives one of
+// them another identity and lets it run, which takes about as long as a request to
+// a running sandbox. Claims beyond those that wait are forks.
 package ready
 
 import (
