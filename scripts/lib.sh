@@ -70,7 +70,7 @@ build_gvisor_helper() {
 	hash=$({
 		go version
 		cat gvisor/go.mod gvisor/go.sum go.mod
-		find gvisor internal/guestmux internal/gvisorctl internal/vmmctl internal/layer internal/guestmem internal/wire \
+		find gvisor internal/guestmux internal/gvisorctl internal/vmmctl internal/layer internal/guestmem internal/sched internal/wire \
 			-name '*.go' ! -name '*_test.go' -o -name '*.s' | LC_ALL=C sort | xargs sha256sum
 	} | sha256sum | cut -c1-16)
 	helper=$cache/gvisor/gvisor-helper-$hash
