@@ -185,7 +185,7 @@ func newForkSource(ctx context.Context, cfg ForkConfig) (_ *forkSource, err erro
 	if err := source.Pause(ctx); err != nil { // it must not disturb its children
 		return nil, err
 	}
-	return s, s.openAhead(resident)
+	return s, s.openAhead(ctx, resident)
 }
 
 // identify says which process a sandbox is.

@@ -10,6 +10,7 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/snapshot"
 )
 
 // ShellReport is what forks into shells that waited took: processes with VM,
@@ -33,7 +34,7 @@ type ahead struct {
 	shells engine.Shells
 }
 
-func (s *forkSource) openAhead(resident string) (err error) {
+func (s *forkSource) openAhead(ctx context.Context, resident string) (err error) {
 	if s.cfg.Shells == 0 {
 		return nil
 	}
@@ -42,8 +43,26 @@ func (s *forkSource) openAhead(resident string) (err error) {
 		return err
 	}
 	s.undo = append(s.undo, s.ahead.engine.Close)
+	if err := Teach(ctx, s.ahead.engine, s.snap); err != nil {
+		return err
+	}
 	s.ahead.shells, err = s.ahead.engine.KeepShells(s.snap, s.cfg.Shells)
 	return err
+}
+
+// Teach makes the forks of a snapshot that an engine learns from, which are cold
+// and watched: those that are measured are like all others.
+func Teach(ctx context.Context, e engine.Engine, snap *snapshot.Snapshot) error {
+	for range microvm.ForksAsked {
+		sb, err := e.Fork(ctx, snap, engine.ForkOptions{})
+		if err != nil {
+			return err
+		}
+		if err := sb.Close(); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // fromShell is a fork into a shell, and returns when that was replaced.

@@ -56,8 +56,10 @@ func (a *agentRun) exec(ctx context.Context) (time.Duration, error) {
 }
 
 func (a *agentRun) freeze(ctx context.Context) (err error) {
-	a.snap, err = a.source.Snapshot(ctx, filepath.Join(a.cfg.Folder, "snapshot"))
-	return err
+	if a.snap, err = a.source.Snapshot(ctx, filepath.Join(a.cfg.Folder, "snapshot")); err != nil {
+		return err
+	}
+	return bench.Teach(ctx, a.engine, a.snap)
 }
 
 // fork makes a fork in a process of its own, and one in a shell that waited.

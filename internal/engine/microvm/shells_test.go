@@ -150,7 +150,7 @@ func TestShells(t *testing.T) {
 	}
 	refused()
 	about := subject{snapshot: snap.ID()}
-	for i := range forksAsked {
+	for i := range ForksAsked {
 		if _, learn := e.touched.of(about); !learn {
 			t.Errorf("%d forks were asked, one of them one that failed", i+1)
 		}

@@ -16,9 +16,9 @@ import (
 // host its kernel has had time for other things, and all would own the pages of
 // these.
 
-// forksAsked is how many forks of a snapshot are asked. They themselves are
+// ForksAsked is how many forks of a snapshot are asked. They themselves are
 // given nothing: what they were given would be theirs, needed or not.
-const forksAsked = 2
+const ForksAsked = 2
 
 // maxTouched is how many pages are worth it: a guest that had more to do is not
 // a measure for others.
@@ -46,7 +46,7 @@ type lesson struct {
 
 // known returns the pages, once enough forks have told of some.
 func (l *lesson) known() (pages vmmctl.Touched, ok bool) {
-	if l == nil || l.told < forksAsked || len(l.pages.Written) == 0 {
+	if l == nil || l.told < ForksAsked || len(l.pages.Written) == 0 {
 		return vmmctl.Touched{}, false
 	}
 	return l.pages, true
@@ -66,7 +66,7 @@ func (t *touched) of(s subject) (pages vmmctl.Touched, learn bool) {
 	if l == nil {
 		l = t.add(s)
 	}
-	if l.asked < forksAsked {
+	if l.asked < ForksAsked {
 		l.asked++
 		return vmmctl.Touched{}, true
 	}

@@ -66,8 +66,8 @@ func TestRehearsedSubject(t *testing.T) {
 	run := func(page uint64) vmmctl.Touched {
 		return vmmctl.Touched{Written: []layer.Run{{Start: page, Length: 1}}, Read: []layer.Run{{Start: page + 1, Length: 1}}}
 	}
-	m := touched{lessons: map[subject]*lesson{{id, false}: {asked: forksAsked, told: forksAsked, pages: run(1)}}}
-	for range forksAsked {
+	m := touched{lessons: map[subject]*lesson{{id, false}: {asked: ForksAsked, told: ForksAsked, pages: run(1)}}}
+	for range ForksAsked {
 		if pages, learn := m.of(subject{id, true}); !learn || pages.Written != nil {
 			t.Errorf("%v, learn: %t", pages, learn)
 		}
@@ -76,7 +76,7 @@ func TestRehearsedSubject(t *testing.T) {
 		}
 	}
 	// They had too much to do: what is known goes on to be.
-	m.lessons[subject{id, true}] = &lesson{asked: forksAsked, told: forksAsked}
+	m.lessons[subject{id, true}] = &lesson{asked: ForksAsked, told: ForksAsked}
 	for _, rehearsed := range []bool{true, false} {
 		if pages, learn := m.of(subject{id, rehearsed}); learn || !reflect.DeepEqual(pages, run(1)) {
 			t.Errorf("rehearsed: %t: %v, learn: %t", rehearsed, pages, learn)
