@@ -96,6 +96,8 @@ func TestFilter(t *testing.T) {
 		"a lock":                {x64(unix.SYS_FCNTL, 3, unix.F_OFD_SETLK), retKill},
 		"a name":                {x64(unix.SYS_PRCTL, unix.PR_SET_VMA), retAllow},
 		"another prctl":         {x64(unix.SYS_PRCTL, unix.PR_SET_DUMPABLE), retKill},
+		"its own slices":        {x64(unix.SYS_SCHED_SETATTR, 0), retAllow},
+		"another's slices":      {x64(unix.SYS_SCHED_SETATTR, pid), retKill},
 		"open":                  {x64(unix.SYS_OPENAT), retKill},
 		"execve":                {x64(unix.SYS_EXECVE), retKill},
 		"x32":                   {x64(0x4000_0000 | unix.SYS_READ), retKill},
@@ -117,6 +119,7 @@ func TestFilterKnowsNoOthers(t *testing.T) {
 	rules := map[uintptr]bool{
 		unix.SYS_IOCTL: true, unix.SYS_MMAP: true, unix.SYS_MPROTECT: true, unix.SYS_CLONE: true,
 		unix.SYS_CLONE3: true, unix.SYS_TGKILL: true, unix.SYS_FCNTL: true, unix.SYS_PRCTL: true,
+		unix.SYS_SCHED_SETATTR: true,
 	}
 	for _, number := range always {
 		rules[number] = true
