@@ -108,7 +108,7 @@ var importRules = map[string][]string{
 
 	"internal/virtio":   {"internal/guestmem"},
 	"internal/vmm/acpi": {},
-	"internal/vmm":      {"internal/kvm", "internal/guestmem", "internal/sched", "internal/virtio", "internal/vmm/acpi", "internal/wire"},
+	"internal/vmm":      {"internal/kvm", "internal/guestmem", "internal/virtio", "internal/vmm/acpi", "internal/wire"},
 
 	"internal/vmmctl":    {"internal/layer", "internal/wire"},
 	"internal/vmmserver": {"internal/guestmem", "internal/kvm", "internal/layer", "internal/virtio", "internal/vmm", "internal/vmmctl"},

@@ -24,8 +24,8 @@ func program(pid int, ioctls []uint32) ([]unix.SockFilter, error) {
 		allowValues(unix.SYS_TGKILL, 0, uint32(pid)),
 		// No locks, no leases, no owners.
 		allowValues(unix.SYS_FCNTL, 1, unix.F_GETFL, unix.F_SETFL, unix.F_GETFD, unix.F_SETFD, unix.F_DUPFD_CLOEXEC),
-		// Of the calling thread alone, which has no right to more than it has: a
-		// vCPU's slices are short.
+		// Of the calling thread alone, which has no right to more than it has: who
+		// answers a guest's faults has short slices.
 		allowValues(unix.SYS_SCHED_SETATTR, 0, 0),
 		// The runtime names its mappings.
 		allowValues(unix.SYS_PRCTL, 0, unix.PR_SET_VMA),

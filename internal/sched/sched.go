@@ -11,7 +11,8 @@ import (
 const shortest = 100 * time.Microsecond
 
 // Prompt has the calling thread run soon after it is woken, also where others are
-// busy, without a larger share of the processor for it: its slices are short. The
+// busy, without a larger share of the processor for it: its slices are short. It is
+// for who mostly waits: several that are busy would take turns all the time. The
 // caller has locked its goroutine to the thread, for good. Kernels before Linux
 // 6.12 have one length for all, and nothing is lost.
 func Prompt() {

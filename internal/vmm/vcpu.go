@@ -8,7 +8,6 @@ import (
 	"sync/atomic"
 
 	"agentrun.dev/internal/kvm"
-	"agentrun.dev/internal/sched"
 	"golang.org/x/sys/unix"
 )
 
@@ -34,7 +33,6 @@ func (c *vcpu) run() {
 	// The thread is never unlocked: it ends with the goroutine, so that no
 	// other goroutine inherits a thread that is being kicked.
 	runtime.LockOSThread()
-	sched.Prompt()
 	c.tid.Store(int32(unix.Gettid()))
 	if !c.vm.gate.pass(c) {
 		return

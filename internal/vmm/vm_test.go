@@ -6,7 +6,6 @@ import (
 	"testing"
 
 	"agentrun.dev/internal/guestmem"
-	"golang.org/x/sys/unix"
 )
 
 const mib = 1 << 20
@@ -76,23 +75,6 @@ func TestEnds(t *testing.T) {
 			t.Fatalf("the guest ended with %v, %v; want %s", exit, err, ReasonStopped)
 		}
 	})
-}
-
-// TestPromptVCPU: a vCPU's thread has shorter slices than others, where the kernel
-// can do that.
-func TestPromptVCPU(t *testing.T) {
-	other, err := unix.SchedGetAttr(0, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	g := bootTestGuest(t, 64*mib, 1)
-	own, err := unix.SchedGetAttr(int(g.vcpus[0].tid.Load()), 0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if able := other.Runtime != 0; own.Runtime < other.Runtime != able {
-		t.Errorf("slices of %d ns, others' have %d", own.Runtime, other.Runtime)
-	}
 }
 
 // TestPause: a paused guest makes no progress, and goes on as if nothing had
