@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"slices"
+	"strconv"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -351,5 +352,47 @@ func TestLayout(t *testing.T) {
 	}
 	if got := l.without([]Span{{0, 52}, {55, 20}}); !slices.Equal(got, []Span{{50, 2}, {55, 5}}) {
 		t.Error(got)
+	}
+}
+
+// TestPromptServer: who answers the guest's writes has short slices, where the
+// kernel has slices of different lengths.
+func TestPromptServer(t *testing.T) {
+	own, err := unix.SchedGetAttr(0, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	shorter := func() (n int) {
+		tasks, err := os.ReadDir("/proc/self/task")
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, task := range tasks {
+			tid, err := strconv.Atoi(task.Name())
+			if err != nil {
+				t.Fatal(err)
+			}
+			if a, err := unix.SchedGetAttr(tid, 0); err == nil && a.Runtime < own.Runtime { // it may have ended
+				n++
+			}
+		}
+		return n
+	}
+	m, scratch := newMemory(t, 4*blockSize), newMemfd(t, nil)
+	guestWrite(t, m, scratch, 0, []byte{1})
+	c := m.NewCapture(CaptureConfig{
+		Userfaultfd: openFile(t, "/dev/userfaultfd", os.O_RDWR), Pagemap: openFile(t, "/proc/self/pagemap", os.O_RDONLY), File: newMemfd(t, nil),
+	})
+	defer func() {
+		if err := c.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	if err := c.Begin(); err != nil {
+		t.Fatal(err)
+	}
+	guestWrite(t, m, scratch, 0, []byte{2}) // has been answered then
+	if shorter() == 0 && own.Runtime != 0 {
+		t.Error("no thread has short slices")
 	}
 }

@@ -213,9 +213,14 @@ func unavailable(n int) error {
 // TSCFrequency is the guest's TSC frequency in kHz.
 func (c *VCPU) TSCFrequency() (int, error) { return tscFrequency(c.fd) }
 
-// TSCFrequency is what vCPUs begin with: to ask a VM costs a fraction of asking a
-// vCPU. It needs CapVMTSCControl.
-func (v *VM) TSCFrequency() (int, error) { return tscFrequency(v.fd) }
+// FreshTSCFrequency is that of a vCPU which is new. Since Linux 5.16 the VM knows
+// it, and to ask that costs a fraction.
+func (v *VM) FreshTSCFrequency(c *VCPU) (int, error) {
+	if v.sys.CheckExtension(CapVMTSCControl) != 0 {
+		return tscFrequency(v.fd)
+	}
+	return c.TSCFrequency()
+}
 
 func tscFrequency(fd int) (int, error) {
 	khz, err := ioctl(fd, reqGetTSCKHz, 0)

@@ -79,7 +79,7 @@ func loadVCPU(v *vcpu, s *VCPUState, tscKHz, xsaveSize int) (err error) {
 		}
 	}
 	v.clockless = !usesClock(s.MSRs)
-	do(func() error { return matchTSC(v.vm, c, tscKHz) })
+	do(func() error { return matchTSC(v.vm.kvm, c, tscKHz) })
 	do(func() error {
 		if s.XCR0 == v.xcr0 {
 			return nil // KVM would compute what CPUID says of it again, by dozens of CPUID instructions
@@ -110,12 +110,8 @@ func loadVCPU(v *vcpu, s *VCPUState, tscKHz, xsaveSize int) (err error) {
 
 // matchTSC makes sure that the guest's TSC ticks as it did. KVM takes a
 // frequency close to the host's as it is and needs scaling for others.
-func matchTSC(vm *VM, c *kvm.VCPU, khz int) error {
-	ask := c.TSCFrequency
-	if vm.oneTSC {
-		ask = vm.kvm.TSCFrequency
-	}
-	have, err := ask()
+func matchTSC(vm *kvm.VM, c *kvm.VCPU, khz int) error {
+	have, err := vm.FreshTSCFrequency(c)
 	if err != nil || have == khz {
 		return err
 	}

@@ -84,7 +84,6 @@ func (vm *VM) create(cfg ShellConfig) (err error) {
 			return fmt.Errorf("this host's KVM lacks %s: a Linux kernel of version 4.19 or newer has it", c.name)
 		}
 	}
-	vm.oneTSC = cfg.KVM.CheckExtension(kvm.CapVMTSCControl) != 0
 	if vm.kvm, err = cfg.KVM.CreateVM(); err != nil {
 		return err
 	}

@@ -27,7 +27,6 @@ type VM struct {
 	vsock   *virtio.Vsock // nil without one
 	balloon *virtio.Balloon
 	profile Profile
-	oneTSC  bool    // KVM knows the TSC frequency of all vCPUs
 	devices Devices // which the VM closes
 	gate    *gate
 
