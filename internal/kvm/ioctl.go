@@ -109,6 +109,7 @@ const (
 	CapXSave            Capability = 55
 	CapTSCControl       Capability = 60
 	CapTSCDeadlineTimer Capability = 72
+	CapSyncRegs         Capability = 74
 	CapXCRS             Capability = 56
 	CapSignalMSI        Capability = 77
 	CapSplitIRQChip     Capability = 121
@@ -130,6 +131,8 @@ type System struct {
 	cpuidOnce sync.Once
 	cpuid     []CPUIDEntry
 	cpuidErr  error
+
+	fresh freshVCPU
 
 	capabilities sync.Map // answers of CheckExtension by Capability: they do not change
 }

@@ -35,7 +35,15 @@ const (
 	offImmediateExit = 1
 	offExitReason    = 8
 	offUnion         = 32
+	offDirtyRegs     = 296
+	offSyncRegs      = 304 // struct kvm_sync_regs: Regs, then Sregs
 	runAreaMin       = 2352
+)
+
+// Parts of struct kvm_sync_regs (KVM_SYNC_X86_*).
+const (
+	syncRegs  = 1 << 0
+	syncSregs = 1 << 1
 )
 
 // IOExit is one port access. Data aliases the run area: an answer is written

@@ -64,6 +64,44 @@ var (
 	reqGetAttr      = request(ioWrite, 0xe2, unsafe.Sizeof(deviceAttr{}))
 )
 
+// syncArea is where the next run takes the registers from that dirty names.
+type syncArea struct {
+	dirty uint64
+	regs  Regs
+	sregs Sregs
+}
+
+var _ [offSyncRegs - offDirtyRegs]byte = [unsafe.Offsetof(syncArea{}.regs)]byte{}
+
+// staged is the vCPU's own.
+func (c *VCPU) staged() *syncArea {
+	// Invariant: run is a live, page-aligned mapping of at least runAreaMin bytes.
+	return (*syncArea)(unsafe.Pointer(&c.run[offDirtyRegs]))
+}
+
+// StagesRegs reports whether vCPUs of this VM have StageRegs.
+func (v *VM) StagesRegs() bool {
+	const all = syncRegs | syncSregs
+	return v.sys.CheckExtension(CapSyncRegs)&all == all
+}
+
+// StageRegs has the processor take these registers when it runs next, or when
+// they are read, which saves two calls. No events may be under way, and the
+// processor must not wait for its start-up message.
+func (c *VCPU) StageRegs(r Regs, s Sregs) {
+	*c.staged() = syncArea{syncRegs | syncSregs, r, s}
+}
+
+// settle sets registers that are staged.
+func (c *VCPU) settle() error {
+	a := c.staged()
+	if a.dirty == 0 {
+		return nil
+	}
+	a.dirty = 0
+	return errors.Join(c.SetSregs(a.sregs), c.SetRegs(a.regs))
+}
+
 // Events reads what is being delivered to the processor.
 func (c *VCPU) Events() (e Events, err error) {
 	return e, c.get("get vCPU events", reqGetEvents, unsafe.Pointer(&e))

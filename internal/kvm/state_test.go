@@ -3,7 +3,9 @@ package kvm
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"os"
+	"slices"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -72,6 +74,93 @@ func TestVCPUState(t *testing.T) {
 	// A vCPU without kvm-clock need not be told that it stood still.
 	if err := b.ClockStopped(); err != nil {
 		t.Error(err)
+	}
+}
+
+// TestStageRegs: registers are those that were staged, whether they are read or
+// the vCPU runs first.
+func TestStageRegs(t *testing.T) {
+	sys := openKVM(t)
+	if !(&VM{sys: sys}).StagesRegs() {
+		t.Fatal("this KVM is older than Linux 4.17, since which all stage registers")
+	}
+	for name, first := range map[string]func(*VCPU) error{
+		"read": func(*VCPU) error { return nil },
+		"run": func(c *VCPU) error {
+			c.SetImmediateExit(true)
+			if err := c.Run(); !errors.Is(err, unix.EINTR) {
+				return fmt.Errorf("run: %w", err)
+			}
+			if c.staged().dirty != 0 {
+				return errors.New("the run has not taken them")
+			}
+			return nil
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := newVCPU(t, sys)
+			wantSregs, err := c.Sregs()
+			if err != nil {
+				t.Fatal(err)
+			}
+			wantSregs.CS.Base, wantSregs.CS.Selector, wantSregs.CR2 = 0x3000, 0x300, 0x1234
+			want := Regs{RAX: 1, R15: 1 << 63, RIP: 0x100, RFLAGS: 2}
+			c.StageRegs(want, wantSregs)
+			if err := first(c); err != nil {
+				t.Fatal(err)
+			}
+			for range 2 {
+				if got, err := c.Regs(); err != nil || got != want {
+					t.Errorf("%+v, not %+v (%v)", got, want, err)
+				}
+				if got, err := c.Sregs(); err != nil || got != wantSregs {
+					t.Errorf("%+v, not %+v (%v)", got, wantSregs, err)
+				}
+			}
+			// They are taken once.
+			want.RAX = 2
+			if err := c.SetRegs(want); err != nil {
+				t.Fatal(err)
+			}
+			if got, err := c.Regs(); err != nil || got != want {
+				t.Errorf("%+v, not %+v (%v)", got, want, err)
+			}
+		})
+	}
+}
+
+// TestFresh: what vCPUs begin with is asked once, and again for other registers.
+func TestFresh(t *testing.T) {
+	sys := openKVM(t)
+	vm, err := sys.CreateVM()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = vm.Close() }()
+	c, err := vm.CreateVCPU(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = c.Close() }()
+	khz, err := c.TSCFrequency()
+	for range 2 {
+		if got, freshErr := vm.FreshTSCFrequency(c); err != nil || freshErr != nil || got != khz {
+			t.Errorf("%d kHz, not %d (%v, %v)", got, khz, err, freshErr)
+		}
+	}
+	for _, indices := range [][]uint32{{msrSysenterESP}, {msrSysenterESP}, {msrSysenterEIP, msrNone, msrSysenterESP}} {
+		want, err := c.MSRs(indices)
+		got, freshErr := vm.FreshMSRs(c, indices)
+		if err != nil || freshErr != nil || !slices.Equal(got, want) || len(got) == 0 {
+			t.Errorf("%v, not %v (%v, %v)", got, want, err, freshErr)
+		}
+	}
+	before, err := vm.FreshMSRs(c, []uint32{msrSysenterEIP})
+	if err = errors.Join(err, c.SetMSRs([]MSREntry{{Index: msrSysenterEIP, Data: 7}})); err != nil {
+		t.Fatal(err)
+	}
+	if after, err := vm.FreshMSRs(c, []uint32{msrSysenterEIP}); err != nil || !slices.Equal(before, after) {
+		t.Errorf("%v, asked again: %v (%v)", before, after, err)
 	}
 }
 

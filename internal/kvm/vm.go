@@ -116,6 +116,9 @@ func (c *VCPU) get(what string, req uintptr, p unsafe.Pointer) error {
 
 // Regs reads the general registers.
 func (c *VCPU) Regs() (r Regs, err error) {
+	if err := c.settle(); err != nil {
+		return r, err
+	}
 	return r, c.get("get registers", reqGetRegs, unsafe.Pointer(&r))
 }
 
@@ -124,6 +127,9 @@ func (c *VCPU) SetRegs(r Regs) error { return c.get("set registers", reqSetRegs,
 
 // Sregs reads the segment and control registers.
 func (c *VCPU) Sregs() (s Sregs, err error) {
+	if err := c.settle(); err != nil {
+		return s, err
+	}
 	return s, c.get("get special registers", reqGetSregs, unsafe.Pointer(&s))
 }
 
@@ -212,15 +218,6 @@ func unavailable(n int) error {
 
 // TSCFrequency is the guest's TSC frequency in kHz.
 func (c *VCPU) TSCFrequency() (int, error) { return tscFrequency(c.fd) }
-
-// FreshTSCFrequency is that of a vCPU which is new. Since Linux 5.16 the VM knows
-// it, and to ask that costs a fraction.
-func (v *VM) FreshTSCFrequency(c *VCPU) (int, error) {
-	if v.sys.CheckExtension(CapVMTSCControl) != 0 {
-		return tscFrequency(v.fd)
-	}
-	return c.TSCFrequency()
-}
 
 func tscFrequency(fd int) (int, error) {
 	khz, err := ioctl(fd, reqGetTSCKHz, 0)

@@ -125,6 +125,9 @@ func (p Profile) apply(supported []kvm.CPUIDEntry, tscDeadline bool) ([]kvm.CPUI
 		case leafAMDPower:
 			e.EDX &^= powerInvariantTSC
 		}
+		if e.EAX|e.EBX|e.ECX|e.EDX == 0 {
+			continue // the guest reads zeros from a leaf that is not there, and KVM is done sooner
+		}
 		out = append(out, e)
 	}
 	return out, nil

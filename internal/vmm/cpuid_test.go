@@ -35,12 +35,13 @@ func TestProfileHides(t *testing.T) {
 	}
 	guest := forVCPU(common, 1, 2)
 	get := func(function, index uint32) kvm.CPUIDEntry {
-		t.Helper()
-		e, ok := find(guest, function, index)
-		if !ok {
-			t.Fatalf("leaf %#x.%d is missing", function, index)
-		}
+		e, _ := find(guest, function, index) // those that are not there are zeros
 		return e
+	}
+	for _, e := range guest {
+		if e.EAX|e.EBX|e.ECX|e.EDX == 0 {
+			t.Errorf("leaf %#x.%d says nothing", e.Function, e.Index)
+		}
 	}
 	for _, c := range []struct {
 		what   string

@@ -294,6 +294,7 @@ func TestLoadSetsProcessors(t *testing.T) {
 		"breakpoint": func(c *VCPUState) { c.DebugRegs[1] = 0x55 },
 		"halted":     func(c *VCPUState) { c.MPState = kvm.MPHalted },
 		"runnable":   func(c *VCPUState) { c.MPState = kvm.MPRunnable },
+		"not begun":  func(c *VCPUState) { c.MPState = kvm.MPUninitialized },
 		"in an NMI":  func(c *VCPUState) { c.Events[nmiMasked] = 1 },
 		"nothing": func(c *VCPUState) {
 			c.DebugRegs, c.Events, c.MPState = kvm.ResetDebugRegs, kvm.Events{}, kvm.MPRunnable
@@ -317,6 +318,20 @@ func TestLoadSetsProcessors(t *testing.T) {
 				if got, err := c.kvm.DebugRegs(); err != nil || got != want.DebugRegs {
 					t.Errorf("vCPU %d: debug registers %x, not %x (%v)", i, got, want.DebugRegs, err)
 				}
+				if got, err := c.kvm.Sregs(); err != nil || got != want.Sregs {
+					t.Errorf("vCPU %d: special registers %+v, not %+v (%v)", i, got, want.Sregs, err)
+				}
+				if got, err := c.kvm.Regs(); err != nil || got != want.Regs {
+					t.Errorf("vCPU %d: registers %+v, not %+v (%v)", i, got, want.Regs, err)
+				}
+				if got, err := c.kvm.LAPIC(); err != nil || got != want.LAPIC {
+					t.Errorf("vCPU %d: APIC %x, not %x (%v)", i, got, want.LAPIC, err)
+				}
+				for _, m := range want.MSRs {
+					if got, err := c.kvm.MSR(m.Index); !slices.Contains(otherMSRs, m.Index) && (err != nil || got != m.Data) {
+						t.Errorf("vCPU %d: MSR %#x is %#x, not %#x (%v)", i, m.Index, got, m.Data, err)
+					}
+				}
 				if got, err := c.kvm.MPState(); err != nil || got != want.MPState {
 					t.Errorf("vCPU %d: run state %d, not %d (%v)", i, got, want.MPState, err)
 				}
@@ -325,6 +340,21 @@ func TestLoadSetsProcessors(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// TestStageable: a vCPU that waits for its start-up message would take registers
+// over those that the message has set.
+func TestStageable(t *testing.T) {
+	for state, want := range map[kvm.MPState]bool{
+		kvm.MPRunnable: true, kvm.MPHalted: true, kvm.MPUninitialized: false, kvm.MPInitReceived: false, kvm.MPSIPIReceived: false,
+	} {
+		if got := stageable(&VCPUState{MPState: state}); got != want {
+			t.Errorf("run state %d: %t", state, got)
+		}
+	}
+	if stageable(&VCPUState{Events: kvm.Events{0: 1}}) {
+		t.Error("an exception is under way")
 	}
 }
 

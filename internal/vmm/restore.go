@@ -62,15 +62,19 @@ func (vm *VM) announceLater() {
 	}
 }
 
+// msrAPICBase is a special register, too.
+const msrAPICBase = 0x1b
+
 // otherMSRs are not set with the others: startClock sets those of the clock, and
 // to set the place of the wall clock means to ask for it (KVM writes the time
 // there, once), which a guest does itself when it wants to know.
 var otherMSRs = []uint32{msrTSC, msrTSCDeadline, msrKVMWallClock, msrKVMWallClockNew}
 
-// loadVCPU puts a vCPU that has never run into a state. The control registers
-// and the APIC's mode decide what the rest means, so they come early; events
-// come last, when nothing disturbs them any more. What it begins with anyway is
-// not set: each call costs a hundredth of making a VM.
+// loadVCPU puts a vCPU that has never run into a state. The APIC's mode decides
+// what the rest of the APIC means, so it comes early; events come last, when
+// nothing disturbs them any more. Mostly the first run takes the registers by
+// itself. What the vCPU begins with anyway is not set: each call costs a hundredth
+// of making a VM.
 func loadVCPU(v *vcpu, s *VCPUState, tscKHz, xsaveSize int) (err error) {
 	c := v.kvm
 	do := func(step func() error) {
@@ -92,9 +96,15 @@ func loadVCPU(v *vcpu, s *VCPUState, tscKHz, xsaveSize int) (err error) {
 		}
 		return c.SetXSave(s.XSave)
 	})
-	do(func() error { return c.SetSregs(s.Sregs) })
-	do(func() error { return c.SetRegs(s.Regs) })
-	do(func() error { return setChangedMSRs(c, s.MSRs) })
+	msrs := s.MSRs
+	staged := v.vm.kvm.StagesRegs() && stageable(s)
+	if staged {
+		msrs = append(slices.Clone(msrs), kvm.MSREntry{Index: msrAPICBase, Data: s.Sregs.APICBase})
+	} else {
+		do(func() error { return c.SetSregs(s.Sregs) })
+		do(func() error { return c.SetRegs(s.Regs) })
+	}
+	do(func() error { return setChangedMSRs(v.vm.kvm, c, msrs) })
 	do(func() error { return c.SetLAPIC(&s.LAPIC) })
 	if s.DebugRegs != kvm.ResetDebugRegs {
 		do(func() error { return c.SetDebugRegs(&s.DebugRegs) })
@@ -105,7 +115,17 @@ func loadVCPU(v *vcpu, s *VCPUState, tscKHz, xsaveSize int) (err error) {
 	if !s.Events.None() {
 		do(func() error { return c.SetEvents(&s.Events) })
 	}
+	if staged && err == nil {
+		c.StageRegs(s.Regs, s.Sregs)
+	}
 	return err
+}
+
+// stageable reports whether a vCPU may take its registers when it runs: they
+// would disturb events that are under way, and a vCPU that waits for its
+// start-up message waits for it before it takes them.
+func stageable(s *VCPUState) bool {
+	return s.Events.None() && (s.MPState == kvm.MPRunnable || s.MPState == kvm.MPHalted)
 }
 
 // matchTSC makes sure that the guest's TSC ticks as it did. KVM takes a
@@ -122,12 +142,12 @@ func matchTSC(vm *kvm.VM, c *kvm.VCPU, khz int) error {
 }
 
 // setChangedMSRs writes the registers that a fresh vCPU does not have already.
-func setChangedMSRs(c *kvm.VCPU, saved []kvm.MSREntry) error {
+func setChangedMSRs(vm *kvm.VM, c *kvm.VCPU, saved []kvm.MSREntry) error {
 	indices := make([]uint32, len(saved))
 	for i, m := range saved {
 		indices[i] = m.Index
 	}
-	fresh, err := c.MSRs(indices)
+	fresh, err := vm.FreshMSRs(c, indices)
 	if err != nil {
 		return err
 	}
