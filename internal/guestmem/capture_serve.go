@@ -51,19 +51,27 @@ func (c *Capture) serve() {
 	}
 }
 
-// answer lets a vCPU that waits for a block go on. Once nothing has to be saved,
-// all of a huge page is let go at once: it stays one, and who writes here will
-// write there.
+// answer lets a vCPU that waits for a block go on.
 func (c *Capture) answer(i uint64) error {
-	if !c.adopted.Load() {
+	if c.saves() {
 		return c.release(i, true)
 	}
-	first := i &^ (hugeBlocks - 1)
-	if err := c.releaseUnwanted(first, min(first+hugeBlocks, uint64(len(c.blocks)))); err != nil {
+	if err := c.releaseAround(i); err != nil {
 		return err
 	}
 	// It may have come to wait while its block was being released.
 	return c.m.each(c.spanOf(i, 1), c.uffd.wake)
+}
+
+// saves reports whether a block may have to be saved before it is written to:
+// not before the instant, and not any more when the layer is complete.
+func (c *Capture) saves() bool { return c.begun.Load() && !c.adopted.Load() }
+
+// releaseAround lets go of all of the huge page of a block, of which nothing has
+// to be saved: it stays one, and who writes here will write there.
+func (c *Capture) releaseAround(i uint64) error {
+	first := i &^ (hugeBlocks - 1)
+	return c.releaseUnwanted(first, min(first+hugeBlocks, uint64(len(c.blocks))))
 }
 
 // offsetOf is where in RAM a host address is.
@@ -83,7 +91,11 @@ func (c *Capture) releaseSpan(offset, n uint64) error {
 		return nil
 	}
 	for i := offset / blockSize; i <= (offset+n-1)/blockSize; i++ {
-		if err := c.release(i, false); err != nil {
+		let := c.releaseAround
+		if c.saves() {
+			let = func(i uint64) error { return c.release(i, false) }
+		}
+		if err := let(i); err != nil {
 			return err
 		}
 	}
