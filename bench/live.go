@@ -57,14 +57,17 @@ type LiveReport struct {
 	Pause    Summary `json:"pause"`
 	Gap      Summary `json:"guest_gap"`
 	QuietGap Summary `json:"guest_gap_without_fork"`
-	// Stalls are those writes that had to wait of the source's first pass over
-	// what it had written, begun as the fork was called, as the guest's TSC
-	// tells; QuietStalls as many of the slowest without a fork. Of a Linux guest
+	// Writes is the 99th percentile of all writes of the source's first pass over
+	// what it had written, begun as the fork was called, as the guest's TSC tells,
+	// and QuietWrites that without a fork. Stalls are those of these writes that
+	// had to wait; QuietStalls as many of the slowest without a fork. Of a Linux guest
 	// only the longest is known. Served is how long the host took to answer
 	// them.
-	Stalls      Stalls `json:"stalls"`
-	QuietStalls Stalls `json:"slowest_writes_without_fork"`
-	Served      Stalls `json:"stalls_served"`
+	Writes      Summary `json:"write_p99"`
+	QuietWrites Summary `json:"write_p99_without_fork"`
+	Stalls      Stalls  `json:"stalls"`
+	QuietStalls Stalls  `json:"slowest_writes_without_fork"`
+	Served      Stalls  `json:"stalls_served"`
 	// Pass is how long that pass took, Next the first one after a fork whose
 	// copy is complete, QuietPass one without a fork.
 	Pass      Summary `json:"pass_during_fork"`
@@ -94,11 +97,13 @@ func newLiveReport(guest string, cfg LiveConfig) LiveReport {
 type liveSamples struct {
 	floor, pause, gap, quietGap, pass, next, quietPass, silence, quietSilence, captured, one, ten []time.Duration
 
+	writes, quietWrites         []time.Duration
 	stalls, quietStalls, served stallSamples
 }
 
 func (s *liveSamples) summarize(r *LiveReport) {
 	r.Floor, r.Pause, r.Gap, r.QuietGap = Summarize(s.floor), Summarize(s.pause), Summarize(s.gap), Summarize(s.quietGap)
+	r.Writes, r.QuietWrites = Summarize(s.writes), Summarize(s.quietWrites)
 	r.Stalls, r.QuietStalls, r.Served = s.stalls.summarize(), s.quietStalls.summarize(), s.served.summarize()
 	r.Pass, r.Next, r.QuietPass = Summarize(s.pass), Summarize(s.next), Summarize(s.quietPass)
 	r.QuietSilence = Summarize(s.quietSilence)
@@ -113,8 +118,9 @@ func (r LiveReport) Print(w io.Writer) error {
 	rows := []row{
 		{"floor", r.Floor}, {"pause", r.Pause}, {"longest gap in the guest's TSC", r.Gap},
 		{"  the same without a fork", r.QuietGap},
+		{"all writes during a fork, p99", r.Writes}, {"  the same without a fork", r.QuietWrites},
 	}
-	rows = append(rows, r.Stalls.rows("a write stalled", "")...)
+	rows = append(rows, r.Stalls.rows("those that waited", "  ")...)
 	rows = append(rows, r.QuietStalls.rows("as many without a fork", "  ")...)
 	rows = append(rows, r.Served.rows("answered by the host", "  ")...)
 	rows = append(rows, []row{
