@@ -137,13 +137,13 @@ type frameReader struct {
 
 func newFrameReader(r io.Reader) *frameReader {
 	f := new(frameReader)
-	f.init(r)
+	f.init(r, make([]byte, idleBuffer))
 	return f
 }
 
-// init makes a reader of a zero one.
-func (f *frameReader) init(r io.Reader) {
-	f.r, f.maxPayload, f.idle = r, MaxPayload, make([]byte, idleBuffer)
+// init makes a reader of a zero one; idle has idleBuffer bytes.
+func (f *frameReader) init(r io.Reader, idle []byte) {
+	f.r, f.maxPayload, f.idle = r, MaxPayload, idle
 	f.buf = f.idle
 }
 

@@ -91,6 +91,8 @@ type server struct {
 
 	mu      sync.Mutex // protects running
 	running int
+
+	idleBuffer [idleBuffer]byte // of the session, behind what changes with each frame
 }
 
 // Serve speaks to one host over conn until the connection or ctx ends, and
@@ -99,7 +101,7 @@ type server struct {
 func Serve(ctx context.Context, conn io.ReadWriteCloser, h Handler, capabilities ...string) error {
 	srv := &server{handler: h, jobs: make(chan job), idle: make(chan struct{}, 1)}
 	s := &srv.s
-	s.init(conn, serverWindow)
+	s.init(conn, serverWindow, srv.idleBuffer[:])
 	s.onOpen = srv.open
 	stop := context.AfterFunc(ctx, func() { s.fail(context.Cause(ctx)) })
 	defer stop()

@@ -35,15 +35,15 @@ type session struct {
 
 func newSession(conn io.ReadWriteCloser, window uint32) *session {
 	s := new(session)
-	s.init(conn, window)
+	s.init(conn, window, make([]byte, idleBuffer))
 	return s
 }
 
-// init makes a session of a zero one. It is one piece with its reader and
-// writer, so that in a fork of the guest few pages change with it.
-func (s *session) init(conn io.ReadWriteCloser, window uint32) {
+// init makes a session of a zero one. It is one piece with its reader, its writer
+// and their buffers, so that in a fork of the guest few pages change with it.
+func (s *session) init(conn io.ReadWriteCloser, window uint32, idle []byte) {
 	s.conn, s.window, s.closed, s.streams = conn, window, make(chan struct{}), make(map[uint32]*stream)
-	s.r.init(conn)
+	s.r.init(conn, idle)
 	s.w.init(conn, s.closed, s.fail)
 }
 

@@ -23,22 +23,19 @@ type socketWriter struct {
 	errno syscall.Errno
 }
 
-// newNonblockingWriter returns nil if conn is not a socket.
-func newNonblockingWriter(conn io.Writer) nonblockingWriter {
+// init makes a writer of a zero one. It reports false if conn is not a socket.
+func (w *socketWriter) init(conn io.Writer) bool {
 	sc, ok := conn.(syscall.Conn)
 	if !ok {
-		return nil
+		return false
 	}
-	raw, err := sc.SyscallConn()
-	if err != nil {
-		return nil
+	var err error
+	if w.raw, err = sc.SyscallConn(); err != nil {
+		return false
 	}
-	w := &socketWriter{raw: raw}
 	w.send = w.sendmsg
-	if n, err := w.tryWrite(nil, nil); n != 0 || err != nil {
-		return nil // ENOTSOCK: a pipe or a device
-	}
-	return w
+	n, err := w.tryWrite(nil, nil) // ENOTSOCK: a pipe or a device
+	return n == 0 && err == nil
 }
 
 func (w *socketWriter) tryWrite(a, b []byte) (int, error) {

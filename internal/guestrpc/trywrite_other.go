@@ -2,8 +2,15 @@
 
 package guestrpc
 
-import "io"
+import (
+	"errors"
+	"io"
+)
 
-// newNonblockingWriter has no portable implementation; frames that must not
-// wait are then written by a goroutine.
-func newNonblockingWriter(io.Writer) nonblockingWriter { return nil }
+// socketWriter has no portable implementation; frames that must not wait are
+// then written by a goroutine.
+type socketWriter struct{}
+
+func (*socketWriter) init(io.Writer) bool { return false }
+
+func (*socketWriter) tryWrite(_, _ []byte) (int, error) { return 0, errors.ErrUnsupported }

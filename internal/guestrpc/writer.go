@@ -9,8 +9,12 @@ import (
 // documentation for why a correct peer stays far below it.
 const maxPending = 64 << 10
 
-// keepBuffer is the size up to which write buffers are kept for reuse.
-const keepBuffer = 1 << 10
+// keepBuffer is the size up to which write buffers are kept for reuse,
+// smallBuffer that of those to begin with: for a few answers.
+const (
+	keepBuffer  = 1 << 10
+	smallBuffer = 64
+)
 
 var (
 	errPendingFull = violation("it sends requests and does not read the answers")
@@ -28,7 +32,7 @@ type nonblockingWriter interface {
 // in one piece.
 type frameWriter struct {
 	conn io.Writer
-	try  nonblockingWriter // nil if the connection has no such thing
+	try  nonblockingWriter // nil if the connection has no such thing, else socket
 
 	turn   chan struct{} // holds a token while someone writes
 	closed <-chan struct{}
@@ -41,12 +45,19 @@ type frameWriter struct {
 	mu      sync.Mutex // protects all following fields
 	pending []byte
 	spare   []byte // for reuse as pending
+
+	// In one piece with the rest, see session.init.
+	socket socketWriter
+	small  [2][smallBuffer]byte
 }
 
 // init makes a writer of a zero one.
 func (w *frameWriter) init(conn io.Writer, closed <-chan struct{}, fail func(error)) {
-	w.conn, w.try, w.turn = conn, newNonblockingWriter(conn), make(chan struct{}, 1)
-	w.closed, w.fail = closed, fail
+	w.conn, w.turn, w.closed, w.fail = conn, make(chan struct{}, 1), closed, fail
+	if w.socket.init(conn) {
+		w.try = &w.socket
+	}
+	w.pending, w.spare = w.small[0][:0], w.small[1][:0]
 }
 
 // acquire takes the write turn. It fails once cancel or the session is closed.
