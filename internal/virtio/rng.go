@@ -3,6 +3,7 @@ package virtio
 import (
 	"crypto/rand"
 	"fmt"
+	"time"
 )
 
 const (
@@ -18,6 +19,12 @@ type RNG struct {
 	core
 	chunk [rngChunk]byte // random bytes on their way; cleared after use
 	bytes uint64
+
+	// When the guest asked the last time, and how long after the time before.
+	asked time.Time
+	after time.Duration
+	// notices has one after each request, once somebody wants them.
+	notices chan struct{}
 }
 
 // NewRNG makes an entropy device that draws from the host's generator.
@@ -38,7 +45,42 @@ func (r *RNG) Activate(ctx DriverContext) error {
 func (r *RNG) Notify(q int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	before := r.bytes
 	r.serve(q, r.fill)
+	if r.bytes == before {
+		return
+	}
+	now := time.Now()
+	if !r.asked.IsZero() {
+		r.after = now.Sub(r.asked)
+	}
+	r.asked = now
+	select {
+	case r.notices <- struct{}{}:
+	default: // nobody wants it, or there is one
+	}
+}
+
+// Asked has a notice after each request from now on.
+func (r *RNG) Asked() <-chan struct{} {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.notices == nil {
+		r.notices = make(chan struct{}, 1)
+	}
+	return r.notices
+}
+
+// leastFeeding is the shortest time after which a kernel feeds its generator again.
+const leastFeeding = 500 * time.Millisecond
+
+// Due reports whether the guest will probably ask within a time: Linux feeds its
+// generator from here at intervals, of a second at first.
+func (r *RNG) Due(within time.Duration) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	in := time.Until(r.asked.Add(r.after))
+	return r.after >= leastFeeding && in < within && in > -r.after
 }
 
 func (r *RNG) Reset() { r.deactivate() }

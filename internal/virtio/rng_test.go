@@ -3,6 +3,8 @@ package virtio
 import (
 	"bytes"
 	"testing"
+	"testing/synctest"
+	"time"
 )
 
 func TestRNG(t *testing.T) {
@@ -41,6 +43,46 @@ func TestRNG(t *testing.T) {
 	g.writeReg(regConfig, 1)
 	g.send(0, buf{gpa: 1 << 40, len: 8, write: true})
 	g.wantBroken()
+}
+
+// TestRNGDue: a guest that asks at intervals is expected to go on like that, for
+// one interval.
+func TestRNGDue(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := NewRNG()
+		g := startGuest(t, r)
+		ask := func(after time.Duration) {
+			time.Sleep(after)
+			g.send(0, g.in(8))
+			g.wantUsed(0)
+		}
+		expect := func(within time.Duration, want bool) {
+			t.Helper()
+			if got := r.Due(within); got != want {
+				t.Errorf("due within %v: %t", within, got)
+			}
+		}
+		ask(time.Second)
+		expect(time.Hour, false) // once is nothing to go by
+		asked := r.Asked()
+		ask(time.Second)
+		<-asked
+		expect(900*time.Millisecond, false)
+		expect(1100*time.Millisecond, true)
+		time.Sleep(1500 * time.Millisecond) // later than expected
+		expect(0, true)
+		time.Sleep(time.Second)
+		expect(time.Hour, false)
+		ask(time.Millisecond)
+		ask(time.Millisecond) // a program that draws
+		expect(time.Hour, false)
+		<-r.Asked()
+		select {
+		case <-asked:
+			t.Error("two notices")
+		default:
+		}
+	})
 }
 
 // TestRNGBounded: one notification serves at most one ring full, even if the

@@ -59,8 +59,8 @@ func (vm *VM) createDevices(d Devices, state *State) error {
 			return err
 		}
 	}
-	vm.balloon = virtio.NewBalloon()
-	if err := attach(vm, virtio.NewRNG(), state); err != nil {
+	vm.rng, vm.balloon = virtio.NewRNG(), virtio.NewBalloon()
+	if err := attach(vm, vm.rng, state); err != nil {
 		return err
 	}
 	return attach(vm, vm.balloon, state)

@@ -25,6 +25,7 @@ type VM struct {
 	windows windows
 	ports   ports
 	vsock   *virtio.Vsock // nil without one
+	rng     *virtio.RNG
 	balloon *virtio.Balloon
 	profile Profile
 	devices Devices // which the VM closes
@@ -249,10 +250,11 @@ func (vm *VM) Connect(port uint32, conn *os.File, standby bool, result func(erro
 	vm.vsock.Connect(port, conn, result)
 }
 
-// Settle waits until the guest has given back the memory that it does not use:
-// it reports free pages some seconds after they became free, and a copy that is
-// made before would do so by itself, and again and again in each copy. It waits
-// until a report was followed by quiet, and no longer than limit.
+// Settle waits until the guest has done what it would do by itself, and again and
+// again in each copy, but no longer than limit. The guest gives back the memory that
+// it does not use: it reports free pages some seconds after they became free, and
+// is done when a report was followed by quiet. And its kernel feeds its generator of
+// random numbers every now and then: it must not be about to.
 func (vm *VM) Settle(quiet, limit time.Duration) {
 	end := time.NewTimer(limit)
 	defer end.Stop()
@@ -262,8 +264,27 @@ func (vm *VM) Settle(quiet, limit time.Duration) {
 		case <-vm.balloon.Reported():
 			calm = time.After(quiet)
 		case <-calm:
+			vm.awaitFeeding(end.C)
 			return
 		case <-end.C:
+			return
+		case <-vm.done:
+			return
+		}
+	}
+}
+
+// feedingSoon is how much time is to be left before the kernel feeds its generator
+// again: enough to be captured, and for a copy to answer.
+const feedingSoon = 800 * time.Millisecond
+
+// awaitFeeding waits until the kernel has fed its generator, if it is about to.
+func (vm *VM) awaitFeeding(end <-chan time.Time) {
+	asked := vm.rng.Asked()
+	for vm.rng.Due(feedingSoon) {
+		select {
+		case <-asked:
+		case <-end:
 			return
 		case <-vm.done:
 			return
