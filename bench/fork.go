@@ -319,7 +319,7 @@ func (s *forkSource) measureOne(ctx context.Context, kernel kernelMemory, all *f
 // memory reads what a fork costs.
 func (s *forkSource) memory(pid int) (Memory, error) {
 	if s.cfg.engine() != pick.GVisor {
-		return readMemory(pid, s.cfg.Memory)
+		return ReadMemory(pid, s.cfg.Memory)
 	}
 	p, err := gvisor.ReadParts(pid)
 	return Memory{Guest: p.Programs, Process: p.Anonymous, ProcessShare: p.Anonymous + p.Files, PageTables: p.PageTables}, err

@@ -29,9 +29,9 @@ type Memory struct {
 	Kernel int64 `json:"kernel_bytes"`
 }
 
-// readMemory reads what a vmm process with a guest of so much RAM has; Kernel
+// ReadMemory reads what a vmm process with a guest of so much RAM has; Kernel
 // is not a matter of one process.
-func readMemory(pid int, ram uint64) (Memory, error) {
+func ReadMemory(pid int, ram uint64) (Memory, error) {
 	m, mapped, err := processMemory(strconv.Itoa(pid))
 	if err == nil && mapped != ram {
 		err = fmt.Errorf("process %d maps %d bytes as guest memory, the guest has %d (with vm.overcommit_memory=2 it cannot be told apart)", pid, mapped, ram)

@@ -89,7 +89,7 @@ func TestReadMemory(t *testing.T) {
 	for i := range touched {
 		b[i*page] = 1
 	}
-	m, err := readMemory(os.Getpid(), mapped+size)
+	m, err := ReadMemory(os.Getpid(), mapped+size)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -100,10 +100,10 @@ func TestReadMemory(t *testing.T) {
 	if m.Process == 0 || m.ProcessShare == 0 || m.PageTables == 0 {
 		t.Errorf("of the process itself: %+v", m)
 	}
-	if _, err := readMemory(os.Getpid(), mapped); err == nil {
+	if _, err := ReadMemory(os.Getpid(), mapped); err == nil {
 		t.Error("more is mapped than the guest has, and it was not noticed")
 	}
-	if _, err := readMemory(-1, size); err == nil {
+	if _, err := ReadMemory(-1, size); err == nil {
 		t.Error("a process that cannot be was read")
 	}
 }
