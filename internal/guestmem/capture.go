@@ -84,15 +84,16 @@ type Capture struct {
 
 // block is a piece of RAM of blockSize.
 type block struct {
-	mu sync.Mutex // protects own and direct, and is held while released changes
+	mu sync.Mutex // protects own, direct and absent, and is held while released changes
 	// released says that its pages may have changed since the instant.
 	released atomic.Bool
 	// Bits for the pages: those in the file, or pending to be; those that were
 	// the process's own (known when it is released); those that were stored
 	// before it was known whether the layer is to have them; those that it is to
-	// have (constant once planned is set).
-	saved             atomic.Uint32
-	own, direct, want uint16
+	// have (constant once planned is set); those of them that were neither there
+	// nor protected (known when the block was copied).
+	saved                     atomic.Uint32
+	own, direct, want, absent uint16
 }
 
 // CaptureStats says what a capture cost.
@@ -303,6 +304,19 @@ func (c *Capture) lockUnreleased(i, end uint64) (n uint64) {
 			break
 		}
 		n++
+	}
+	return n
+}
+
+// lockShareable is lockUnreleased up to the first block with pages that were not
+// protected as they were not there: nobody notices who writes to those.
+func (c *Capture) lockShareable(i, end uint64) (n uint64) {
+	unreleased := c.lockUnreleased(i, end)
+	for n < unreleased && c.blocks[i+n].absent == 0 {
+		n++
+	}
+	for k := i + n; k < i+unreleased; k++ {
+		c.blocks[k].mu.Unlock()
 	}
 	return n
 }

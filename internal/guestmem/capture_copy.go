@@ -309,7 +309,7 @@ func rest() {
 // shareStep maps one piece from at on, and says where to go on.
 func (c *Capture) shareStep(at, end uint64, source int) (next uint64, err error) {
 	first := at / blockSize
-	n := c.lockUnreleased(first, min((end+blockSize-1)/blockSize, first+stepBlocks))
+	n := c.lockShareable(first, min((end+blockSize-1)/blockSize, first+stepBlocks))
 	if n == 0 {
 		return (first + 1) * blockSize, nil
 	}

@@ -166,12 +166,13 @@ func (c *copier) block(i uint64) error {
 		return err
 	}
 	b.mu.Lock()
-	direct := b.direct
+	direct, absent := b.direct, b.want&^uint16(b.saved.Load())
+	b.absent = absent
 	b.mu.Unlock()
 	start := i * blockSize
 	// Pages that were not there are zeros: holes would be filled by the first
 	// who reads them.
-	err := eachRun(b.want&^uint16(b.saved.Load()), func(first, n int) error {
+	err := eachRun(absent, func(first, n int) error {
 		return c.allocate(0, Span{start + uint64(first)*PageSize, uint64(n) * PageSize})
 	})
 	if err != nil {

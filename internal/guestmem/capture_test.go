@@ -396,3 +396,49 @@ func TestPromptServer(t *testing.T) {
 		t.Error("no thread has short slices")
 	}
 }
+
+// TestWrittenHole: a page that was not there at the instant, in the middle of what
+// the layer has, may be written to afterwards without anybody noticing: sharing
+// must not take that away.
+func TestWrittenHole(t *testing.T) {
+	pagemap, uffd := openFile(t, "/proc/self/pagemap", os.O_RDONLY), openFile(t, "/dev/userfaultfd", os.O_RDWR)
+	const pages, hole = 64, 21
+	m, scratch, file := newMemory(t, pages*PageSize), newMemfd(t, nil), newMemfd(t, nil)
+	// Small pages: a huge one has no holes.
+	_ = unix.Madvise(m.regions[0].bytes, unix.MADV_NOHUGEPAGE)
+	for p := uint64(0); p < pages; p++ {
+		if p != hole {
+			guestWrite(t, m, scratch, p*PageSize, []byte{1})
+		}
+	}
+	c := m.NewCapture(CaptureConfig{Userfaultfd: uffd, Pagemap: pagemap, File: file})
+	if err := c.Begin(); err != nil {
+		t.Fatal(err)
+	}
+	if _, _, err := c.List(nil); err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(c.Copy([]Span{{0, pages * PageSize}}), c.Adopt()); err != nil {
+		t.Fatal(err)
+	}
+	guestWrite(t, m, scratch, hole*PageSize, []byte{2})
+	if err := errors.Join(c.Share(), c.Close()); err != nil {
+		t.Fatal(err)
+	}
+	got := make([]byte, 1)
+	for p := uint64(0); p < pages; p++ {
+		want := byte(1)
+		if p == hole {
+			want = 2
+		}
+		if err := m.Read(p*PageSize, got); err != nil || got[0] != want {
+			t.Errorf("page %d begins with %d, not %d (%v)", p, got[0], want, err)
+		}
+		if p == hole {
+			want = 0
+		}
+		if _, err := file.ReadAt(got, int64(p*PageSize)); err != nil || got[0] != want {
+			t.Errorf("page %d of the layer begins with %d, not %d (%v)", p, got[0], want, err)
+		}
+	}
+}
