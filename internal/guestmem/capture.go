@@ -65,6 +65,7 @@ type Capture struct {
 	mapped, discarded, orphan []Span
 
 	blocks  []block // nil without uffd
+	holes   holes   // nil: everything was protected
 	spans   []Span  // what Copy was asked for
 	planned atomic.Bool
 	// complete says that nothing has to be saved any more, adopted that the
@@ -177,13 +178,23 @@ func (c *Capture) Announce() error {
 	return nil
 }
 
-// Arm protects everything while the guest runs. What is written meanwhile loses
-// its protection again, and Begin has only that left to do.
+// Arm protects everything that is there while the guest runs. What is written
+// meanwhile loses its protection again, and Begin has only that left to do.
 func (c *Capture) Arm() error {
-	for i := uint64(0); i < uint64(len(c.blocks)); i += stepBlocks {
-		if err := c.armStep(i, min(stepBlocks, uint64(len(c.blocks))-i)); err != nil {
+	c.holes = c.findHoles()
+	for i, end := uint64(0), uint64(len(c.blocks)); i < end; {
+		n := uint64(0)
+		for n < stepBlocks && i+n < end && !c.holes.has(i+n) {
+			n++
+		}
+		if n == 0 {
+			i += hugeBlocks
+			continue
+		}
+		if err := c.armStep(i, n); err != nil {
 			return fmt.Errorf("capture memory: %w", err)
 		}
+		i += n
 	}
 	return nil
 }
@@ -232,20 +243,24 @@ func (c *Capture) Begin() error {
 	if err := c.register(c.uffd); err != nil {
 		return fmt.Errorf("capture memory: %w", err)
 	}
+	if c.holes != nil && !c.look(c.holes) {
+		c.holes = nil
+	}
 	blocks := uint64(len(c.blocks))
 	for i := uint64(0); i < blocks; i++ {
 		n := uint64(0)
-		for i+n < blocks && c.blocks[i+n].released.Load() {
+		for i+n < blocks && !c.holes.has(i+n) && c.blocks[i+n].released.Load() {
 			c.blocks[i+n].released.Store(false)
 			n++
 		}
 		if n == 0 {
+			c.blocks[i].released.Store(false) // so it is, but in a hole
 			continue
 		}
 		if err := c.protect(c.spanOf(i, n)); err != nil {
 			return fmt.Errorf("capture memory: %w", err)
 		}
-		i += n
+		i += n - 1
 	}
 	return nil
 }

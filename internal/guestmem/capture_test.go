@@ -125,7 +125,7 @@ func TestCaptureModel(t *testing.T) {
 }
 
 func newCaptureModel(t *testing.T, seed uint64) *captureModel {
-	const size = 4<<20 + 5*PageSize // the last block is not whole
+	const size = 8<<20 + 5*PageSize // holes in the second half; the last block is not whole
 	c := &captureModel{t: t, r: rand.New(rand.NewPCG(seed, 1)), now: make([]byte, size), scratch: newMemfd(t, nil)}
 	base := make([]byte, 2<<20)
 	for i := range base {

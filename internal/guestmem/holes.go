@@ -1,0 +1,115 @@
+package guestmem
+
+import (
+	"os"
+	"runtime"
+	"slices"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// Of linux/uapi/linux/fs.h, since Linux 6.7.
+const (
+	pagemapScan   = 0xc060_6610 // PAGEMAP_SCAN
+	pageIsPresent = 1 << 3      // PAGE_IS_PRESENT
+	pageIsSwapped = 1 << 4      // PAGE_IS_SWAPPED, also of a marker
+)
+
+type (
+	// pageScan is struct pm_scan_arg.
+	pageScan struct {
+		size, flags, start, end, walkEnd    uint64
+		regions, length, maxPages           uint64
+		inverted, mask, anyOf, returnedMask uint64
+	}
+	// pageRegion is struct page_region.
+	pageRegion struct{ start, end, categories uint64 }
+)
+
+// The kernel's ABI; a wrong size does not compile.
+var (
+	_ [96]byte = [unsafe.Sizeof(pageScan{})]byte{}
+	_ [24]byte = [unsafe.Sizeof(pageRegion{})]byte{}
+)
+
+// firstPage is where in b the first page is that is there, len(b) if none is.
+func firstPage(pagemap *os.File, b []byte) (int, error) {
+	var pin runtime.Pinner
+	defer pin.Unpin()
+	r := new(pageRegion)
+	pin.Pin(r)
+	start := uint64(addressOf(b))
+	const there = pageIsPresent | pageIsSwapped
+	a := pageScan{
+		start: start, end: start + uint64(len(b)), regions: uint64(uintptr(unsafe.Pointer(r))), length: 1, maxPages: 1,
+		anyOf: there, returnedMask: there,
+	}
+	a.size = uint64(unsafe.Sizeof(a))
+	for {
+		n, _, errno := unix.Syscall(unix.SYS_IOCTL, pagemap.Fd(), pagemapScan, uintptr(unsafe.Pointer(&a)))
+		switch {
+		case errno == unix.EINTR:
+		case errno != 0:
+			return 0, errno
+		case n == 0:
+			return len(b), nil
+		default:
+			return int(r.start - start), nil
+		}
+	}
+}
+
+// holes are the pieces of anonymous RAM, of a huge page each, in which nothing is. To
+// protect what is not there takes a page table, with which a piece gets small pages
+// for ever: where there is nothing, nothing is protected. What comes into being there
+// after the instant was zeros.
+type holes []bool
+
+// has reports whether a block is in a hole.
+func (h holes) has(block uint64) bool { return h != nil && h[block/hugeBlocks] }
+
+// findHoles is for Arm. It returns nil where the kernel cannot tell.
+func (c *Capture) findHoles() holes {
+	h := make(holes, (uint64(len(c.blocks))+hugeBlocks-1)/hugeBlocks)
+	for i := range h {
+		s := Span{uint64(i) * hugeSize, hugeSize}
+		// A last one that is not whole is none.
+		h[i] = s.end() <= c.m.size && !slices.ContainsFunc(c.layout(s), func(p mapping) bool { return p.source != 0 })
+	}
+	if !c.look(h) {
+		return nil
+	}
+	return h
+}
+
+// look takes from h what is no hole, or not any more.
+func (c *Capture) look(h holes) bool {
+	for i := 0; i < len(h); i++ {
+		n := 0
+		for i+n < len(h) && h[i+n] {
+			n++
+		}
+		if n == 0 {
+			continue
+		}
+		piece := Span{uint64(i) * hugeSize, uint64(n) * hugeSize}
+		err := c.m.pieces(piece, func(r *Region, offset uint64, s Span) error {
+			for at := uint64(0); at < s.Length; {
+				k, err := firstPage(c.pagemap, r.bytes[offset+at:offset+s.Length])
+				if err != nil || at+uint64(k) == s.Length {
+					return err
+				}
+				full := (s.Start + at + uint64(k)) / hugeSize
+				h[full] = false
+				at = (full+1)*hugeSize - s.Start
+			}
+			return nil
+		})
+		if err != nil {
+			return false
+		}
+		i += n
+	}
+	return true
+}
