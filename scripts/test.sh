@@ -8,6 +8,8 @@
 kvm_packages() { go list ./bench ./internal/engine/microvm ./internal/kvm ./internal/vmm/... ./internal/vmmserver; }
 # Their tests also run in the testbed: it has cgroups v2, where hosts may have v1.
 cgroup_packages() { go list ./internal/jail; }
+# These too: kernels differ in what memory they can protect.
+memory_packages() { go list ./internal/guestmem; }
 linux_packages() { go list ./test/microvm/... 2>/dev/null || true; }
 host_packages() {
 	local packages
@@ -65,7 +67,7 @@ in_second_testbed() {
 	export AGENTRUN_TESTBED_MACHINE=second
 	"$build/testbed" start --kernel / # the other one's is newer
 	# shellcheck disable=SC2046 # one argument per package
-	in_testbed $(kvm_packages) $(cgroup_packages) $(linux_packages | grep -v '/test/microvm$' | grep -v '/script$' | grep -v '/survival$') || status=$?
+	in_testbed $(kvm_packages) $(cgroup_packages) $(memory_packages) $(linux_packages | grep -v '/test/microvm$' | grep -v '/script$' | grep -v '/survival$') || status=$?
 	# Its soak has fifty sandboxes and more at once.
 	[ -z "${AGENTRUN_SOAK:-}" ] || "$build/testbed" exec scripts/testbed-scheduler.sh busy
 	in_testbed ./test/microvm/survival || status=$?
