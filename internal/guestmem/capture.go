@@ -254,7 +254,7 @@ func (c *Capture) Begin() error {
 			n++
 		}
 		if n == 0 {
-			c.blocks[i].released.Store(false) // so it is, but in a hole
+			c.blocks[i].released.Store(false) // protected before, or in a hole: zeros until it is written to
 			continue
 		}
 		if err := c.protect(c.spanOf(i, n)); err != nil {
