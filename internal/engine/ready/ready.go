@@ -140,10 +140,9 @@ func (p *Pool) count(n *uint64) {
 }
 
 // rehearsals is how often a sandbox is claimed before it waits. The first claim of
-// a process takes twice as long as its third: what resumes a machine and renews an
-// identity, in its process and inside, is touched for the first time
-// (bench claim).
-const rehearsals = 2
+// a process takes twice as long as its third, which still takes a tenth longer than
+// its sixth where memory is mapped ahead.
+const rehearsals = 5
 
 // park makes a sandbox that waits.
 func (p *Pool) park(ctx context.Context) (engine.Sandbox, error) {
