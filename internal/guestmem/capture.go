@@ -243,7 +243,7 @@ func (c *Capture) Begin() error {
 	if err := c.register(c.uffd); err != nil {
 		return fmt.Errorf("capture memory: %w", err)
 	}
-	if c.holes != nil && !c.look(c.holes) {
+	if !c.look(c.holes) {
 		c.holes = nil
 	}
 	blocks := uint64(len(c.blocks))

@@ -68,8 +68,16 @@ func (c *Capture) answer(i uint64) error {
 func (c *Capture) saves() bool { return c.begun.Load() && !c.adopted.Load() }
 
 // releaseAround lets go of all of the huge page of a block, of which nothing has
-// to be saved: it stays one, and who writes here will write there.
+// to be saved: it stays one, and who writes here will write there. Mostly it was let
+// go before.
 func (c *Capture) releaseAround(i uint64) error {
+	b := &c.blocks[i]
+	b.mu.Lock() // who is releasing it is done then
+	released := b.released.Load()
+	b.mu.Unlock()
+	if released {
+		return nil
+	}
 	first := i &^ (hugeBlocks - 1)
 	return c.releaseUnwanted(first, min(first+hugeBlocks, uint64(len(c.blocks))))
 }
@@ -91,19 +99,21 @@ func (c *Capture) releaseSpan(offset, n uint64) error {
 		return nil
 	}
 	for i := offset / blockSize; i <= (offset+n-1)/blockSize; i++ {
-		let := c.releaseAround
+		var err error
 		if c.saves() {
-			let = func(i uint64) error { return c.release(i, false) }
+			err = c.release(i, false)
+		} else {
+			err = c.releaseAround(i)
 		}
-		if err := let(i); err != nil {
+		if err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// release saves a block and lets it be written. waiter says that a vCPU may be
-// waiting for it.
+// release saves a block and lets it be written, once the instant has come. waiter
+// says that a vCPU may be waiting for it.
 func (c *Capture) release(i uint64, waiter bool) error {
 	b := &c.blocks[i]
 	span := c.spanOf(i, 1)
@@ -123,9 +133,9 @@ func (c *Capture) release(i uint64, waiter bool) error {
 		}
 		return nil
 	}
-	// Before the instant there is nothing to save, and when all is copied nothing
-	// more; a capture that failed is not completed.
-	if c.begun.Load() && !c.complete.Load() && c.Err() == nil {
+	// When all is copied there is nothing more to save; a capture that failed is
+	// not completed.
+	if !c.complete.Load() && c.Err() == nil {
 		if err := c.save(i); err != nil {
 			c.fail(err)
 		}
