@@ -76,9 +76,9 @@ type Capture struct {
 	lookEntries []uint64
 	spans       []Span // what Copy was asked for
 	planned     atomic.Bool
-	// complete says that nothing has to be saved any more, adopted that the
+	// completed says that nothing has to be saved any more, adopted that the
 	// layer is part of the image.
-	complete, adopted atomic.Bool
+	completed, adopted atomic.Bool
 
 	spare    *spare // nil without uffd
 	patience time.Duration

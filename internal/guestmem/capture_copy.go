@@ -151,6 +151,14 @@ func (c *Capture) copy(spans []Span) error {
 		return c.copyStill()
 	}
 	c.plan()
+	if err := c.releaseUnplanned(); err != nil {
+		return err
+	}
+	return c.complete()
+}
+
+// releaseUnplanned gives the guest the blocks of which the layer is to have nothing.
+func (c *Capture) releaseUnplanned() error {
 	next := uint64(0)
 	for _, s := range c.spans {
 		first, end := s.Start/blockSize, (s.end()+blockSize-1)/blockSize
@@ -161,14 +169,16 @@ func (c *Capture) copy(spans []Span) error {
 		}
 		next = end
 	}
-	if err := c.releaseUnwanted(next, uint64(len(c.blocks))); err != nil {
-		return err
-	}
+	return c.releaseUnwanted(next, uint64(len(c.blocks)))
+}
+
+// complete stores all that the layer is to have.
+func (c *Capture) complete() error {
 	if err := c.copyBlocks(); err != nil {
 		return err
 	}
-	c.complete.Store(true)
-	// Who is about to save something, once more, does that before the file is
+	c.completed.Store(true)
+	// Whoever is about to save something, once more, does that before the file is
 	// given away.
 	c.writers.Lock()
 	defer c.writers.Unlock()

@@ -46,13 +46,16 @@ import (
 //   - Begin looks and protects while the guest stands still: the block is known.
 //     Looking has a budget of time there (lookTime); a block beyond it is not known.
 //   - Arm looks and protects 4 MiB at a time while the guest runs and host writes wait
-//     (Capture.writers). The vCPUs may make a page their own in between. Nothing in
-//     the kernel does both at once, so Arm looks once more when all is protected
-//     (lookAgain): a page that is present and own by now, and was not before, is added
-//     to before, and its block is not known, since another page of it may have been
-//     written in that time, too. What is left is a page that was first written in the
-//     microseconds between look and protection, alone in its block, and that the
-//     kernel was moving both at the second look and again when List came by.
+//     (Capture.writers). In the microseconds between the two a vCPU may write to a page
+//     for the first time. The kernel cannot look and protect at once, so Arm looks once
+//     more when all is protected (lookAgain). A page that is present and own by now,
+//     and was not before, is added to before, and no block of its 2 MiB is known: other
+//     pages there may have been written in that time, too. List sees such a page as
+//     well, as soon as the kernel has moved it. What remains is a page that a vCPU wrote
+//     to for the first time in these microseconds, that it did not write to again until
+//     the instant (which would release the block), that is the only such page of its
+//     2 MiB, and that the kernel began to move at once and is still moving when List
+//     comes.
 //   - A block that was written to between Arm and Begin was released. Begin looks at
 //     it as at any other.
 //
@@ -149,6 +152,7 @@ func (c *Capture) lookBefore(i, n uint64) error {
 
 // lookAgain looks for pages that became own while Arm was about to protect them.
 func (c *Capture) lookAgain() error {
+	grown := make(map[uint64]bool) // pieces of a huge page
 	for i, end := uint64(0), uint64(len(c.blocks)); i < end; i++ {
 		n := uint64(0)
 		for n < stepBlocks && i+n < end && !c.blocks[i+n].released.Load() {
@@ -162,13 +166,22 @@ func (c *Capture) lookAgain() error {
 			b.mu.Lock()
 			defer b.mu.Unlock()
 			if !b.released.Load() && pages&^b.before != 0 {
-				b.before, b.known = b.before|pages, false
+				b.before |= pages
+				grown[k/hugeBlocks] = true
 			}
 		})
 		if err != nil {
 			return err
 		}
 		i += n - 1
+	}
+	for piece := range grown {
+		first := piece * hugeBlocks
+		for k := first; k < min(first+hugeBlocks, uint64(len(c.blocks))); k++ {
+			c.blocks[k].mu.Lock()
+			c.blocks[k].known = false
+			c.blocks[k].mu.Unlock()
+		}
 	}
 	return nil
 }
