@@ -283,8 +283,23 @@ func (g *stepGuest) check(k taken, shared bool) {
 		t.Fatalf("page %d of the memory has %#x at %d, not %#x", i/PageSize, got[i], i%PageSize, g.now[i])
 	}
 	checkFilled(t, k.file, k.data)
+	g.checkUnprotected()
 	if shared {
 		g.image = k.was
+	}
+}
+
+// checkUnprotected: a capture that is closed leaves neither protection nor markers.
+func (g *stepGuest) checkUnprotected() {
+	g.t.Helper()
+	entry := make([]uint64, stepSize/PageSize)
+	if err := readEntries(openFile(g.t, "/proc/self/pagemap", os.O_RDONLY), g.m.regions[0].bytes, entry); err != nil {
+		g.t.Fatal(err)
+	}
+	for page, e := range entry {
+		if e&pagemapProtected != 0 {
+			g.t.Fatalf("page %d is still protected after the capture (entry %#x)", page, e)
+		}
 	}
 }
 
