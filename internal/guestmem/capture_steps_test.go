@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"sync"
+	"sync/atomic"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -125,8 +126,9 @@ func (a *actor) piece(page uint64) (gpa uint64, p []byte) {
 	from := a.r.Uint64N(PageSize)
 	gpa = page*PageSize + from
 	p = a.now[gpa : gpa+1+a.r.Uint64N(PageSize-from)]
+	x := a.r.Uint64()
 	for i := range p {
-		p[i] = byte(a.r.Uint32())
+		p[i] = byte(x >> (i % 8 * 8))
 	}
 	return gpa, p
 }
@@ -357,10 +359,11 @@ func TestCaptureSteps(t *testing.T) {
 func TestCaptureBeside(t *testing.T) {
 	eachWay(t, 1, func(t *testing.T, how stepHow, r *rand.Rand, g *stepGuest) {
 		how.at = func(string) {}
-		for range 3 {
+		for range 4 {
 			how.share = r.IntN(3) != 0
 			stop := make(chan struct{})
 			var all sync.WaitGroup
+			var changes atomic.Int64
 			for _, a := range g.actors {
 				all.Go(func() {
 					for {
@@ -373,12 +376,15 @@ func TestCaptureBeside(t *testing.T) {
 							t.Error(err)
 							return
 						}
+						changes.Add(1)
+						giveWay() // else the capture takes longest to get a processor
 					}
 				})
 			}
 			k := g.capture(how)
 			close(stop)
 			all.Wait()
+			t.Logf("%d changes", changes.Load())
 			g.check(k, how.share)
 		}
 	})
