@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -52,25 +53,32 @@ type Capture struct {
 	file    *os.File
 	uffd    userfaultfd // -1: the guest stands still
 	reason  error       // why uffd is -1
-	early   bool        // pages that are not there can be protected, too
-	swap    bool        // this host has swap space
+	markers bool        // anonymous pages that are not there can be protected, too
 
-	// writers is held for reading by who releases and writes, and for writing
-	// while Arm or Begin protects. begun says that the instant has come.
+	// writers is held for reading by whoever releases and writes, and for writing
+	// while Arm or Begin protects, and Close closes uffd. begun says that the instant
+	// has come. closed, which writers protects, says that uffd is closed.
 	writers sync.RWMutex
 	begun   atomic.Bool
+	closed  bool
 
 	// Of the instant: where the image has data, and where that was discarded.
 	// What earlier captures failed to hand over counts as changed.
 	mapped, discarded, orphan []Span
 
-	blocks  []block // nil without uffd
-	holes   holes   // nil: everything was protected
-	spans   []Span  // what Copy was asked for
-	planned atomic.Bool
-	// complete says that nothing has to be saved any more, adopted that the
+	blocks []block // nil without uffd
+	holes  holes   // nil: everything was protected
+	// lookLeft is how much longer Begin may look at what it protects. cannotScan says
+	// that the kernel has no PAGEMAP_SCAN; the others are room for what a look finds.
+	lookLeft    time.Duration
+	cannotScan  bool
+	lookRegions []pageRegion
+	lookEntries []uint64
+	spans       []Span // what Copy was asked for
+	planned     atomic.Bool
+	// completed says that nothing has to be saved any more, adopted that the
 	// layer is part of the image.
-	complete, adopted atomic.Bool
+	completed, adopted atomic.Bool
 
 	spare    *spare // nil without uffd
 	patience time.Duration
@@ -85,7 +93,7 @@ type Capture struct {
 
 // block is a piece of RAM of blockSize.
 type block struct {
-	mu sync.Mutex // protects own, direct and absent, and is held while released changes
+	mu sync.Mutex // protects own, direct, absent, before and known, and is held while released changes
 	// released says that its pages may have changed since the instant.
 	released atomic.Bool
 	// Bits for the pages: those in the file, or pending to be; those that were
@@ -95,6 +103,11 @@ type block struct {
 	// nor protected (known when the block was copied).
 	saved                     atomic.Uint32
 	own, direct, want, absent uint16
+	// before has the pages that were own when the block was looked at, before it was
+	// protected; known says that no other page became own in between. Both are
+	// constant after Begin.
+	before uint16
+	known  bool
 }
 
 // CaptureStats says what a capture cost.
@@ -113,10 +126,8 @@ type CaptureStats struct {
 func (m *Memory) NewCapture(cfg CaptureConfig) *Capture {
 	c := &Capture{
 		m: m, pagemap: cfg.Pagemap, file: cfg.File, patience: cfg.Patience,
-		uffd: -1, reason: errors.New("no userfaultfd was given"),
+		uffd: -1, reason: errors.New("no userfaultfd was given"), lookLeft: lookTime,
 	}
-	var info unix.Sysinfo_t
-	c.swap = unix.Sysinfo(&info) != nil || info.Totalswap != 0
 	m.unwatch()
 	if cfg.Userfaultfd == nil {
 		return c
@@ -137,7 +148,7 @@ func (m *Memory) NewCapture(cfg CaptureConfig) *Capture {
 
 // prepare sets uffd, or leaves nothing behind.
 func (c *Capture) prepare(device *os.File) error {
-	u, early, err := newUserfaultfd(device)
+	u, markers, err := newUserfaultfd(device)
 	if err != nil {
 		return err
 	}
@@ -151,7 +162,7 @@ func (c *Capture) prepare(device *os.File) error {
 	if c.stop, err = unix.Eventfd(0, unix.EFD_CLOEXEC); err != nil {
 		return errors.Join(fmt.Errorf("make an eventfd: %w", err), u.close(), spare.close())
 	}
-	c.uffd, c.early, c.spare = u, early, spare
+	c.uffd, c.markers, c.spare = u, markers, spare
 	return nil
 }
 
@@ -166,8 +177,10 @@ func (c *Capture) register(u userfaultfd) error {
 }
 
 // Early reports whether Announce and Arm can take most of the work out of
-// Begin.
-func (c *Capture) Early() bool { return c.early }
+// Begin: everywhere since Linux 6.4, before that only where files are mapped.
+func (c *Capture) Early() bool {
+	return c.uffd >= 0 && (c.markers || c.leavesMarkers(Span{0, c.m.size}))
+}
 
 // Announce makes the host's writes heed the capture. It is called while the
 // guest and its devices stand still for a moment, before Arm.
@@ -181,6 +194,16 @@ func (c *Capture) Announce() error {
 // Arm protects everything that is there while the guest runs. What is written
 // meanwhile loses its protection again, and Begin has only that left to do.
 func (c *Capture) Arm() error {
+	if err := c.arm(); err != nil {
+		return fmt.Errorf("capture memory: %w", err)
+	}
+	return nil
+}
+
+func (c *Capture) arm() error {
+	if err := c.registerAgain(); err != nil {
+		return err
+	}
 	c.holes = c.findHoles()
 	for i, end := uint64(0), uint64(len(c.blocks)); i < end; {
 		n := uint64(0)
@@ -191,23 +214,55 @@ func (c *Capture) Arm() error {
 			i += hugeBlocks
 			continue
 		}
-		if err := c.armStep(i, n); err != nil {
-			return fmt.Errorf("capture memory: %w", err)
+		done, err := c.armStep(i, n)
+		if err != nil {
+			return err
 		}
-		i += n
+		i += done
 	}
-	return nil
+	return c.lookAgain()
 }
 
-func (c *Capture) armStep(i, n uint64) error {
+// registerAgain registers the mappings that discards have made since NewCapture.
+// Those that come after Announce are registered by Discard itself.
+func (c *Capture) registerAgain() error {
 	c.writers.Lock()
 	defer c.writers.Unlock()
-	for k := i; k < i+n; k++ {
+	return c.register(c.uffd)
+}
+
+// armStep protects up to n blocks, and says where to go on.
+func (c *Capture) armStep(i, n uint64) (done uint64, err error) {
+	c.writers.Lock()
+	defer c.writers.Unlock()
+	armable := c.armable(i, n)
+	if armable == 0 {
+		return 1, nil
+	}
+	for k := i; k < i+armable; k++ {
 		c.blocks[k].mu.Lock()
 		defer c.blocks[k].mu.Unlock()
 		c.blocks[k].released.Store(false)
 	}
-	return c.protect(c.spanOf(i, n))
+	if err := c.lookBefore(i, armable); err != nil {
+		return 0, err
+	}
+	return armable, c.protect(c.spanOf(i, armable))
+}
+
+// armable says how many of n blocks, from i on, can be protected before the instant.
+// A page of anonymous memory that comes into being after it was protected must be
+// noticed: else nobody could tell whether that was before the instant.
+func (c *Capture) armable(i, n uint64) uint64 {
+	if c.markers {
+		return n
+	}
+	for k := range n {
+		if slices.ContainsFunc(c.layout(c.spanOf(i+k, 1)), func(p mapping) bool { return p.source == 0 }) {
+			return k
+		}
+	}
+	return n
 }
 
 // protect write-protects a span, mapping by mapping.
@@ -239,9 +294,17 @@ func (c *Capture) Begin() error {
 			return err
 		}
 	}
-	// The guest's discards may have made new mappings.
-	if err := c.register(c.uffd); err != nil {
+	if err := c.protectRest(); err != nil {
 		return fmt.Errorf("capture memory: %w", err)
+	}
+	return nil
+}
+
+// protectRest protects what Arm has not, or what was written since.
+func (c *Capture) protectRest() error {
+	// If Announce was not called before, discards may have made new mappings.
+	if err := c.register(c.uffd); err != nil {
+		return err
 	}
 	if !c.look(c.holes) {
 		c.holes = nil
@@ -257,8 +320,11 @@ func (c *Capture) Begin() error {
 			c.blocks[i].released.Store(false) // protected before, or in a hole: zeros until it is written to
 			continue
 		}
+		if err := c.lookStill(i, n); err != nil {
+			return err
+		}
 		if err := c.protect(c.spanOf(i, n)); err != nil {
-			return fmt.Errorf("capture memory: %w", err)
+			return err
 		}
 		i += n - 1
 	}
@@ -354,7 +420,11 @@ func (c *Capture) Close() error {
 	var one = [8]byte{1}
 	_, stopErr := unix.Write(c.stop, one[:])
 	<-c.served
+	// A host write that began before may be about to use it.
+	c.writers.Lock()
+	c.closed = true
 	err = errors.Join(err, stopErr, c.uffd.close(), unix.Close(c.stop), c.spare.close())
+	c.writers.Unlock()
 	if err != nil && c.adopted.Load() {
 		c.disown()
 	}

@@ -5,51 +5,9 @@ import (
 	"fmt"
 	"slices"
 	"time"
-	"unsafe"
 
 	"golang.org/x/sys/unix"
 )
-
-// Flags of an entry of /proc/self/pagemap (Documentation/admin-guide/mm/pagemap.rst).
-const (
-	pagemapProtected = 1 << 57
-	pagemapFile      = 1 << 61
-	pagemapSwapped   = 1 << 62
-	pagemapPresent   = 1 << 63
-	pagemapEntry     = 8
-)
-
-// entries reads the page map of part of a region.
-func (c *Capture) entries(b []byte, into []uint64) error {
-	into = into[:len(b)/PageSize]
-	// Invariant: the bytes are those of into.
-	raw := unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(into))), len(into)*pagemapEntry)
-	if _, err := c.pagemap.ReadAt(raw, int64(addressOf(b)/PageSize*pagemapEntry)); err != nil {
-		return fmt.Errorf("read the page map: %w", err)
-	}
-	return nil
-}
-
-// isOwn decides from its entry whether a page was the process's own at the
-// instant. page is its content, which is not changing.
-func (c *Capture) isOwn(entry uint64, page []byte) (bool, error) {
-	if c.uffd >= 0 && entry&pagemapProtected == 0 {
-		return false, nil // it came into being later
-	}
-	if c.uffd >= 0 && entry&(pagemapSwapped|pagemapFile) == pagemapSwapped {
-		if !c.swap {
-			return false, nil // a marker for a page of the file
-		}
-		// Swapped out, or such a marker. Reading brings either in.
-		_ = isZero(page)
-		var again [1]uint64
-		if err := c.entries(page, again[:]); err != nil {
-			return false, err
-		}
-		entry = again[0]
-	}
-	return entry&(pagemapPresent|pagemapSwapped) != 0 && entry&pagemapFile == 0, nil
-}
 
 // listChunk is how many entries are read at once, a multiple of blockPages.
 const listChunk = 4096
@@ -97,27 +55,29 @@ func (l *lister) chunk(b []byte, start uint64) error {
 }
 
 func (l *lister) block(b []byte, start uint64, entry []uint64) error {
+	var s *block // nil without userfaultfd
+	if l.uffd >= 0 {
+		s = &l.blocks[start/blockSize]
+	}
 	var own, zero, included uint16
-	for k := range len(b) / PageSize {
-		page := b[k*PageSize : (k+1)*PageSize]
-		is, err := l.isOwn(entry[k], page)
-		if err != nil {
+	if s == nil || !s.released.Load() {
+		var err error
+		if own, err = l.ownOf(s, b, entry[:len(b)/PageSize]); err != nil {
 			return err
 		}
+	}
+	for k := range len(b) / PageSize {
 		bit := uint16(1) << k
-		if is {
-			own |= bit
-		}
 		if l.included.has(start + uint64(k)*PageSize) {
 			included |= bit
 		}
-		if (own|included)&bit != 0 && isZero(page) {
+		if (own|included)&bit != 0 && isZero(b[k*PageSize:(k+1)*PageSize]) {
 			zero |= bit
 		}
 	}
-	if l.uffd >= 0 {
+	if s != nil {
 		// What was read is of the instant only if the block is still as it was.
-		if s := &l.blocks[start/blockSize]; s.released.Load() {
+		if s.released.Load() {
 			s.mu.Lock()
 			own, zero = s.own, ^uint16(s.saved.Load())
 			s.mu.Unlock()
@@ -191,6 +151,14 @@ func (c *Capture) copy(spans []Span) error {
 		return c.copyStill()
 	}
 	c.plan()
+	if err := c.releaseUnplanned(); err != nil {
+		return err
+	}
+	return c.complete()
+}
+
+// releaseUnplanned gives the guest the blocks of which the layer is to have nothing.
+func (c *Capture) releaseUnplanned() error {
 	next := uint64(0)
 	for _, s := range c.spans {
 		first, end := s.Start/blockSize, (s.end()+blockSize-1)/blockSize
@@ -201,14 +169,16 @@ func (c *Capture) copy(spans []Span) error {
 		}
 		next = end
 	}
-	if err := c.releaseUnwanted(next, uint64(len(c.blocks))); err != nil {
-		return err
-	}
+	return c.releaseUnwanted(next, uint64(len(c.blocks)))
+}
+
+// complete stores all that the layer is to have.
+func (c *Capture) complete() error {
 	if err := c.copyBlocks(); err != nil {
 		return err
 	}
-	c.complete.Store(true)
-	// Who is about to save something, once more, does that before the file is
+	c.completed.Store(true)
+	// Whoever is about to save something, once more, does that before the file is
 	// given away.
 	c.writers.Lock()
 	defer c.writers.Unlock()

@@ -55,12 +55,19 @@ func (c *Capture) save(i uint64) error {
 	}
 	s := c.spanOf(i, 1)
 	return c.m.each(s, func(bytes []byte) error {
-		still, own, err := c.examine(bytes)
-		if err != nil {
+		var room [blockPages]uint64
+		entry := room[:len(bytes)/PageSize]
+		if err := c.entries(bytes, entry); err != nil {
 			return err
 		}
-		b.own = own
-		need := want & still &^ uint16(b.saved.Load())
+		if !planned { // List will ask
+			own, err := c.ownOf(b, bytes, entry)
+			if err != nil {
+				return err
+			}
+			b.own = own
+		}
+		need := want & c.protected(entry) &^ uint16(b.saved.Load())
 		if need == 0 {
 			return nil
 		}
@@ -88,28 +95,6 @@ func (h *held) fill(block uint64, bytes []byte, mask uint16) {
 		copy(h.bytes[first*PageSize:(first+n)*PageSize], bytes[first*PageSize:])
 		return nil // as always
 	})
-}
-
-// examine says which pages of a block are still protected, and which were the
-// process's own. It is right for a block that is not released.
-func (c *Capture) examine(bytes []byte) (still, own uint16, err error) {
-	var entry [blockPages]uint64
-	if err := c.entries(bytes, entry[:]); err != nil {
-		return 0, 0, err
-	}
-	for k := range len(bytes) / PageSize {
-		if entry[k]&pagemapProtected != 0 {
-			still |= 1 << k
-		}
-		is, err := c.isOwn(entry[k], bytes[k*PageSize:(k+1)*PageSize])
-		if err != nil {
-			return 0, 0, err
-		}
-		if is {
-			own |= 1 << k
-		}
-	}
-	return still, own, nil
 }
 
 // copyBlocks stores all that the layer is to have. For a while it lets everybody
@@ -195,11 +180,12 @@ func (c *copier) aside(i uint64) error {
 	}
 	s := c.spanOf(i, 1)
 	return c.m.each(s, func(bytes []byte) error {
-		still, _, err := c.examine(bytes)
-		if err != nil {
+		var room [blockPages]uint64
+		entry := room[:len(bytes)/PageSize]
+		if err := c.entries(bytes, entry); err != nil {
 			return err
 		}
-		c.buffer.fill(i, bytes, b.want&still)
+		c.buffer.fill(i, bytes, b.want&c.protected(entry))
 		if b.released.Load() {
 			return nil // who did that has saved it
 		}

@@ -135,7 +135,7 @@ func (c *Capture) release(i uint64, waiter bool) error {
 	}
 	// When all is copied there is nothing more to save; a capture that failed is
 	// not completed.
-	if !c.complete.Load() && c.Err() == nil {
+	if !c.completed.Load() && c.Err() == nil {
 		if err := c.save(i); err != nil {
 			c.fail(err)
 		}

@@ -104,17 +104,17 @@ func (c *captureModel) change() {
 
 // TestCaptureModel: whatever guest and host write before, during and after a
 // capture, it holds the memory of its instant, and the memory loses nothing;
-// with and without sharing, protecting ahead, swap and userfaultfd.
+// with and without sharing, protecting ahead, time to look in the pause and userfaultfd.
 func TestCaptureModel(t *testing.T) {
 	for _, how := range []struct {
-		name              string
-		late, swap, still bool
-	}{{name: "early"}, {name: "late", late: true}, {name: "swap", swap: true}, {name: "late with swap", late: true, swap: true}, {name: "still", still: true}} {
+		name               string
+		late, hasty, still bool
+	}{{name: "early"}, {name: "late", late: true}, {name: "hasty", hasty: true}, {name: "late and hasty", late: true, hasty: true}, {name: "still", still: true}} {
 		t.Run(how.name, func(t *testing.T) {
 			for seed := range uint64(4) {
 				c := newCaptureModel(t, seed)
 				for round := range 12 {
-					c.round(round, how.late, how.swap, how.still)
+					c.round(round, how.late, how.hasty, how.still)
 				}
 				if err := c.m.Close(); err != nil {
 					t.Fatal(err)
@@ -149,7 +149,7 @@ func newCaptureModel(t *testing.T, seed uint64) *captureModel {
 	return c
 }
 
-func (c *captureModel) round(round int, late, swap, still bool) {
+func (c *captureModel) round(round int, late, hasty, still bool) {
 	t := c.t
 	for range 10 {
 		c.change()
@@ -159,7 +159,9 @@ func (c *captureModel) round(round int, late, swap, still bool) {
 		cfg.Userfaultfd = openFile(t, "/dev/userfaultfd", os.O_RDWR)
 	}
 	cap := c.m.NewCapture(cfg)
-	cap.swap = swap
+	if hasty {
+		cap.lookLeft = 0
+	}
 	if ok, why := cap.Beside(); ok == still {
 		t.Fatal(ok, why)
 	}

@@ -283,7 +283,7 @@ func (m *Memory) Discard(gpa, n uint64) error {
 	if err := unix.Madvise(b, unix.MADV_DONTNEED); err != nil {
 		return fmt.Errorf("discard guest memory %#x+%#x: %w", gpa, n, err)
 	}
-	if err := m.discard(Span{ramOffset(gpa + head), uint64(len(b))}); err != nil {
+	if err := m.discard(Span{ramOffset(gpa + head), uint64(len(b))}, c); err != nil {
 		return fmt.Errorf("discard guest memory %#x+%#x: %w", gpa, n, err)
 	}
 	return nil

@@ -12,6 +12,7 @@ import (
 // Of linux/uapi/linux/fs.h, since Linux 6.7.
 const (
 	pagemapScan   = 0xc060_6610 // PAGEMAP_SCAN
+	pageIsFile    = 1 << 2      // PAGE_IS_FILE
 	pageIsPresent = 1 << 3      // PAGE_IS_PRESENT
 	pageIsSwapped = 1 << 4      // PAGE_IS_SWAPPED, also of a marker
 )
@@ -45,17 +46,29 @@ func firstPage(pagemap *os.File, b []byte) (int, error) {
 		start: start, end: start + uint64(len(b)), regions: uint64(uintptr(unsafe.Pointer(r))), length: 1, maxPages: 1,
 		anyOf: there, returnedMask: there,
 	}
-	a.size = uint64(unsafe.Sizeof(a))
+	n, err := a.scan(pagemap)
+	if err != nil {
+		return 0, err
+	}
+	if n == 0 {
+		return len(b), nil
+	}
+	return int(r.start - start), nil
+}
+
+// scan returns how many regions were found. walkEnd is where to go on if there was no
+// room for more.
+// Invariant: what regions points to is pinned.
+func (a *pageScan) scan(pagemap *os.File) (int, error) {
+	a.size = uint64(unsafe.Sizeof(*a))
 	for {
-		n, _, errno := unix.Syscall(unix.SYS_IOCTL, pagemap.Fd(), pagemapScan, uintptr(unsafe.Pointer(&a)))
-		switch {
-		case errno == unix.EINTR:
-		case errno != 0:
-			return 0, errno
-		case n == 0:
-			return len(b), nil
+		n, _, errno := unix.Syscall(unix.SYS_IOCTL, pagemap.Fd(), pagemapScan, uintptr(unsafe.Pointer(a)))
+		switch errno {
+		case unix.EINTR:
+		case 0:
+			return int(n), nil
 		default:
-			return int(r.start - start), nil
+			return 0, errno
 		}
 	}
 }

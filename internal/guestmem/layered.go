@@ -125,8 +125,10 @@ func mapFixed(b []byte, fd int, offset int64, flags int) error {
 // discard drops the pages of a span so that they read as zeros. For memory
 // with a file behind it MADV_DONTNEED would bring the file's bytes back, so
 // such pages become anonymous memory, or, when a guest has made many such
-// holes, are cleared.
-func (m *Memory) discard(s Span) error {
+// holes, are cleared. live is the capture that goes on, nil if none does: a new
+// mapping is registered for it, so that it can be protected like all others. Whoever
+// takes protection away in the moment before finds nothing protected.
+func (m *Memory) discard(s Span, live *Capture) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	for _, p := range m.layout.within(s) {
@@ -143,6 +145,12 @@ func (m *Memory) discard(s Span) error {
 			return err
 		}
 		m.layout.place(p.Span, 0)
+		if live == nil || live.closed {
+			continue
+		}
+		if err := m.each(p.Span, live.uffd.register); err != nil {
+			live.fail(err) // the guest has discarded its pages all the same
+		}
 	}
 	return nil
 }
@@ -195,30 +203,30 @@ func (m *Memory) Touched(pagemap *os.File) (own, read []Span, err error) {
 	watched := m.watch > 0
 	m.mu.Unlock()
 	defer m.unwatch()
-	entries := make([]uint64, 4096)
-	raw := unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(entries))), len(entries)*pagemapEntry)
+	entry := make([]uint64, 4096)
 	start := uint64(0)
 	for i := range m.regions {
-		r := &m.regions[i]
-		for off := uint64(0); off < r.Size(); {
-			n := min(uint64(len(entries)), (r.Size()-off)/PageSize)
-			index := (uint64(r.HostAddr()) + off) / PageSize
-			if _, err := pagemap.ReadAt(raw[:n*pagemapEntry], int64(index*pagemapEntry)); err != nil {
+		r := m.regions[i].bytes
+		for off := 0; off < len(r); off += len(entry) * PageSize {
+			part := r[off:min(len(r), off+len(entry)*PageSize)]
+			if err := readEntries(pagemap, part, entry); err != nil {
 				return nil, nil, fmt.Errorf("list pages: %w", err)
 			}
-			for k, e := range entries[:n] {
-				page := start + off + uint64(k)*PageSize
+			for k, e := range entry[:len(part)/PageSize] {
+				page := start + uint64(off) + uint64(k)*PageSize
 				switch {
-				case e&pagemapPresent == 0:
+				case e&pagemapPresent == 0 && (e&pagemapSwapped == 0 || e&pagemapProtected != 0):
+					// Not there. Of what a capture protects, a page that the kernel
+					// is moving cannot be told from one that is not there: the list
+					// is a hint, and may lack it.
 				case e&pagemapFile == 0:
 					own = extend(own, page)
 				case watched:
 					read = extend(read, page)
 				}
 			}
-			off += n * PageSize
 		}
-		start += r.Size()
+		start += uint64(len(r))
 	}
 	return own, read, nil
 }

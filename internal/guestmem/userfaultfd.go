@@ -101,7 +101,8 @@ func (u userfaultfd) register(b []byte) error {
 
 // protect turns write protection of b on or off. Off wakes who waits there.
 // Older kernels do this in one mapping at a time: where one ends is found by
-// halving.
+// halving. A page that is not registered cannot be protected, and never is: that is
+// an error when protection is turned on only.
 func (u userfaultfd) protect(b []byte, on bool) error {
 	w := uffdWriteProtect{start: uint64(addressOf(b)), length: uint64(len(b))}
 	if on {
@@ -112,7 +113,7 @@ func (u userfaultfd) protect(b []byte, on bool) error {
 		half := len(b) / 2 &^ (PageSize - 1)
 		return errors.Join(u.protect(b[:half], on), u.protect(b[half:], on))
 	}
-	if err != nil {
+	if err != nil && (on || !errors.Is(err, unix.ENOENT)) {
 		return fmt.Errorf("write-protect guest memory (%t): %w", on, err)
 	}
 	return nil

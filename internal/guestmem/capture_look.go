@@ -1,0 +1,321 @@
+package guestmem
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"runtime"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// Which pages are the process's own
+//
+// The layer of a capture has to hold the pages that were the process's own at the
+// instant: private pages, and not pages of a file, nor nothing. The page map tells
+// them apart only for pages that are present. An entry that is not present, that does
+// not say "file" and that is write-protected is one of three:
+//
+//   - a marker: the kernel leaves one where it protects a page that is not there;
+//   - an own page that is swapped out;
+//   - an own page that the kernel is moving (compaction, NUMA balancing, a huge page
+//     that is being split). Such an entry keeps the protection that the page had, and
+//     gets it when the page is protected meanwhile.
+//
+// A marker exists only where something is protected. So each block is looked at
+// before it is protected, while an entry that says "swapped" and not "file" is an own
+// page for certain. block.before has the pages that were own then. These rules decide
+// (isOwn), for a block that is not released:
+//
+//   - not protected: the page came into being after the instant. The kernel keeps the
+//     protection of a page that it swaps out, moves or splits, and the host discards
+//     pages only of blocks that it has released.
+//   - present: the file bit decides. (A vCPU that waits to write to a page of a file
+//     has its copy already: that counts as own. To store too much is harmless.)
+//   - swapped, and of a file: not own. The kernel is moving a page of the file.
+//   - swapped, and own before: own.
+//   - swapped, not own before, and the block is known: a marker, not own.
+//   - swapped, and the block is not known: the page is read, which waits until the
+//     kernel has moved it, and looked at again. If that does not tell, it is own.
+//
+// A block is known if no page of it became own between the look and the protection.
+// After that none does, until the block is released: a write is noticed first.
+//
+//   - Begin looks and protects while the guest stands still: the block is known.
+//     Looking has a budget of time there (lookTime); a block beyond it is not known.
+//   - Arm looks and protects 4 MiB at a time while the guest runs and host writes wait
+//     (Capture.writers). In the microseconds between the two a vCPU may write to a page
+//     for the first time. The kernel cannot look and protect at once, so Arm looks once
+//     more when all is protected (lookAgain). A page that is present and own by now,
+//     and was not before, is added to before, and no block of its 2 MiB is known: other
+//     pages there may have been written in that time, too. List sees such a page as
+//     well, as soon as the kernel has moved it. What remains is a page that a vCPU wrote
+//     to for the first time in these microseconds, that it did not write to again until
+//     the instant (which would release the block), that is the only such page of its
+//     2 MiB, and that the kernel began to move at once and is still moving when List
+//     comes.
+//   - A block that was written to between Arm and Begin was released. Begin looks at
+//     it as at any other.
+//
+// Kernels before 6.4 leave no markers in anonymous memory: what is not present there,
+// but protected, is own. Mappings of files have markers on all kernels that can
+// protect them.
+//
+// Close takes all protection away, and with it all markers: the next capture meets
+// none. If it did, it would take a marker for an own page, and store too much.
+
+// Flags of an entry of /proc/self/pagemap (Documentation/admin-guide/mm/pagemap.rst).
+const (
+	pagemapProtected = 1 << 57
+	pagemapFile      = 1 << 61
+	pagemapSwapped   = 1 << 62
+	pagemapPresent   = 1 << 63
+	pagemapEntry     = 8
+)
+
+// lookTime is for how long Begin looks at blocks that it is about to protect. The
+// guest stands still meanwhile. What is left is looked at after the pause, for which
+// pages must be read: that takes a hundred times as long.
+const lookTime = 300 * time.Microsecond
+
+// entries reads the page map of part of a region.
+func (c *Capture) entries(b []byte, into []uint64) error { return readEntries(c.pagemap, b, into) }
+
+func readEntries(pagemap *os.File, b []byte, into []uint64) error {
+	into = into[:len(b)/PageSize]
+	// Invariant: the bytes are those of into.
+	raw := unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(into))), len(into)*pagemapEntry)
+	if _, err := pagemap.ReadAt(raw, int64(addressOf(b)/PageSize*pagemapEntry)); err != nil {
+		return fmt.Errorf("read the page map: %w", err)
+	}
+	return nil
+}
+
+// isOwn decides from its entry whether page k of a block, of which nothing changes
+// meanwhile, was the process's own at the instant. b is nil without userfaultfd: then
+// nothing is protected, and there are no markers.
+func (c *Capture) isOwn(b *block, k int, entry uint64, page []byte) (bool, error) {
+	switch {
+	case b != nil && entry&pagemapProtected == 0:
+		return false, nil // it came into being later, or is still not there
+	case entry&(pagemapPresent|pagemapSwapped) == 0 || entry&pagemapFile != 0:
+		return false, nil
+	case entry&pagemapPresent != 0 || b == nil || b.before>>k&1 != 0:
+		return true, nil
+	case b.known:
+		return false, nil // a marker
+	}
+	_ = isZero(page) // waits until the kernel has moved it, and brings it in if it is swapped out
+	var again [1]uint64
+	if err := c.entries(page, again[:]); err != nil {
+		return false, err
+	}
+	return again[0]&pagemapFile == 0, nil
+}
+
+// protected says which pages of a block are still protected. It is right for a block
+// that is not released: the others were not there at the instant.
+func (c *Capture) protected(entry []uint64) (still uint16) {
+	for k, e := range entry {
+		if e&pagemapProtected != 0 {
+			still |= 1 << k
+		}
+	}
+	return still
+}
+
+// ownOf says which pages of a block, of which nothing changes meanwhile, were the
+// process's own at the instant.
+func (c *Capture) ownOf(b *block, bytes []byte, entry []uint64) (own uint16, err error) {
+	for k, e := range entry {
+		is, err := c.isOwn(b, k, e, bytes[k*PageSize:(k+1)*PageSize])
+		if err != nil {
+			return 0, err
+		}
+		if is {
+			own |= 1 << k
+		}
+	}
+	return own, nil
+}
+
+// lookBefore notes which pages of n blocks are own, just before they are protected.
+// Nothing of them is protected yet.
+func (c *Capture) lookBefore(i, n uint64) error {
+	for k := i; k < i+n; k++ {
+		c.blocks[k].before, c.blocks[k].known = 0, true
+	}
+	return c.eachOwn(c.spanOf(i, n), pageIsPresent|pageIsSwapped, func(k uint64, pages uint16) { c.blocks[k].before |= pages })
+}
+
+// lookAgain looks for pages that became own while Arm was about to protect them.
+func (c *Capture) lookAgain() error {
+	grown := make(map[uint64]bool) // pieces of a huge page
+	for i, end := uint64(0), uint64(len(c.blocks)); i < end; i++ {
+		n := uint64(0)
+		for n < stepBlocks && i+n < end && !c.blocks[i+n].released.Load() {
+			n++
+		}
+		if n == 0 {
+			continue
+		}
+		err := c.eachOwn(c.spanOf(i, n), pageIsPresent, func(k uint64, pages uint16) {
+			b := &c.blocks[k]
+			b.mu.Lock()
+			defer b.mu.Unlock()
+			if !b.released.Load() && pages&^b.before != 0 {
+				b.before |= pages
+				grown[k/hugeBlocks] = true
+			}
+		})
+		if err != nil {
+			return err
+		}
+		i += n - 1
+	}
+	for piece := range grown {
+		first := piece * hugeBlocks
+		for k := first; k < min(first+hugeBlocks, uint64(len(c.blocks))); k++ {
+			c.blocks[k].mu.Lock()
+			c.blocks[k].known = false
+			c.blocks[k].mu.Unlock()
+		}
+	}
+	return nil
+}
+
+// lookStill is lookBefore for Begin, where a guest waits for it. Blocks for which there
+// is no time are not known. What was own before they were armed, if they were, is
+// likely to be own still.
+func (c *Capture) lookStill(i, n uint64) error {
+	for end := i + n; i < end; {
+		k := min(stepBlocks, end-i)
+		switch {
+		case !c.leavesMarkers(c.spanOf(i, k)):
+			c.allOwn(i, k)
+		case c.lookLeft <= 0:
+			c.unknown(i, k)
+		default:
+			began := time.Now()
+			if err := c.lookBefore(i, k); err != nil {
+				return err
+			}
+			c.lookLeft -= time.Since(began)
+		}
+		i += k
+	}
+	return nil
+}
+
+// leavesMarkers reports whether to protect a span may leave markers in it.
+func (c *Capture) leavesMarkers(s Span) bool {
+	if c.markers {
+		return true
+	}
+	for _, p := range c.layout(s) {
+		if p.source != 0 {
+			return true
+		}
+	}
+	return false
+}
+
+// allOwn notes that what is not present in n blocks, but protected, is own.
+func (c *Capture) allOwn(i, n uint64) {
+	for k := i; k < i+n; k++ {
+		c.blocks[k].before, c.blocks[k].known = ^uint16(0), true
+	}
+}
+
+func (c *Capture) unknown(i, n uint64) {
+	for k := i; k < i+n; k++ {
+		c.blocks[k].known = false
+	}
+}
+
+// eachOwn calls do with the pages of each block in a span that are in one of some
+// states (pageIsPresent, pageIsSwapped) and not of a file; a block may come more than
+// once.
+func (c *Capture) eachOwn(s Span, states uint64, do func(block uint64, pages uint16)) error {
+	return c.m.pieces(s, func(r *Region, offset uint64, piece Span) error {
+		b := r.bytes[offset : offset+piece.Length]
+		if !c.cannotScan {
+			err := c.scanOwn(b, piece.Start, states, do)
+			if !errors.Is(err, unix.ENOTTY) && !errors.Is(err, unix.EINVAL) {
+				return err
+			}
+			c.cannotScan = true
+		}
+		return c.readOwn(b, piece.Start, states, do)
+	})
+}
+
+// readOwn is eachOwn by reading the page map, an entry for each page.
+func (c *Capture) readOwn(b []byte, start, states uint64, do func(block uint64, pages uint16)) error {
+	var flags uint64
+	if states&pageIsPresent != 0 {
+		flags |= pagemapPresent
+	}
+	if states&pageIsSwapped != 0 {
+		flags |= pagemapSwapped
+	}
+	if c.lookEntries == nil {
+		c.lookEntries = make([]uint64, stepBlocks*blockPages)
+	}
+	for len(b) > 0 {
+		chunk := b[:min(len(b), len(c.lookEntries)*PageSize)]
+		entry := c.lookEntries[:len(chunk)/PageSize]
+		if err := c.entries(chunk, entry); err != nil {
+			return err
+		}
+		for k := 0; k < len(entry); k += blockPages {
+			var pages uint16
+			for j, e := range entry[k:min(len(entry), k+blockPages)] {
+				if e&flags != 0 && e&pagemapFile == 0 {
+					pages |= 1 << j
+				}
+			}
+			if pages != 0 {
+				do(start/blockSize+uint64(k)/blockPages, pages)
+			}
+		}
+		b, start = b[len(chunk):], start+uint64(len(chunk))
+	}
+	return nil
+}
+
+// scanOwn is eachOwn by PAGEMAP_SCAN, which passes over pages in other states and is
+// several times as fast where most are.
+func (c *Capture) scanOwn(b []byte, start, states uint64, do func(block uint64, pages uint16)) error {
+	if c.lookRegions == nil {
+		c.lookRegions = make([]pageRegion, stepBlocks*blockPages/2)
+	}
+	var pin runtime.Pinner
+	defer pin.Unpin()
+	pin.Pin(unsafe.SliceData(c.lookRegions))
+	address := uint64(addressOf(b))
+	a := pageScan{
+		start: address, end: address + uint64(len(b)),
+		regions: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(c.lookRegions)))), length: uint64(len(c.lookRegions)),
+		inverted: pageIsFile, mask: pageIsFile, anyOf: states, returnedMask: states,
+	}
+	for a.start < a.end {
+		n, err := a.scan(c.pagemap)
+		if err != nil {
+			return err
+		}
+		for _, r := range c.lookRegions[:n] {
+			from, to := start+r.start-address, start+r.end-address
+			for from < to {
+				i := from / blockSize
+				end := min(to, (i+1)*blockSize)
+				do(i, runMask(int(from%blockSize/PageSize), int((end-from)/PageSize)))
+				from = end
+			}
+		}
+		a.start = a.walkEnd
+	}
+	return nil
+}
