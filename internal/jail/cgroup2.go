@@ -6,9 +6,11 @@ import (
 	"io/fs"
 	"os"
 	"path"
+	"strconv"
 	"syscall"
 
 	"github.com/containerd/cgroups/v3/cgroup2"
+	"golang.org/x/sys/unix"
 )
 
 // v2 is the one hierarchy of all controllers.
@@ -126,4 +128,54 @@ func (g v2Group) setMemory(limit uint64) error {
 		return fmt.Errorf("set cgroup limit: %w", err)
 	}
 	return nil
+}
+
+// lowerMemory never writes a limit below what is charged: the kernel would kill
+// processes until it fits. What can be taken back, such as cached pages of files, is
+// taken back before.
+func (g v2Group) lowerMemory(limit uint64) error {
+	for tries := 2; ; tries-- {
+		st, err := g.StatFiltered(cgroup2.StatMemory)
+		if err != nil {
+			return fmt.Errorf("read cgroup: %w", err)
+		}
+		m := st.GetMemory()
+		charged := m.GetUsage()
+		if charged <= limit {
+			return g.setMemory(limit)
+		}
+		free := m.GetActiveFile() + m.GetInactiveFile() + m.GetSlabReclaimable()
+		if tries == 0 || withoutCache(charged, free) > limit {
+			return fmt.Errorf("%w than %d bytes", errInUse, limit)
+		}
+		if err := g.reclaim(charged-limit, limit); err != nil {
+			return err
+		}
+	}
+}
+
+// reclaim has the kernel take back so many bytes, as far as it can. Kernels before
+// 5.19 are asked by a bound from which on they slow processes down, which is
+// there for no longer than that takes.
+func (g v2Group) reclaim(bytes, bound uint64) error {
+	write := func(file, value string) error {
+		err := os.WriteFile(path.Join(g.dir, file), []byte(value), 0)
+		if errors.Is(err, unix.EAGAIN) { // not all of it
+			return nil
+		}
+		return err
+	}
+	err := write("memory.reclaim", strconv.FormatUint(bytes, 10))
+	if errors.Is(err, fs.ErrNotExist) && !gone(g.exists()) {
+		err = errors.Join(write("memory.high", strconv.FormatUint(bound, 10)), write("memory.high", "max"))
+	}
+	if err != nil {
+		return fmt.Errorf("take back cached pages: %w", err)
+	}
+	return nil
+}
+
+func (g v2Group) exists() error {
+	_, err := os.Stat(g.dir)
+	return err
 }

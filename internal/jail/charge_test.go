@@ -1,0 +1,144 @@
+package jail
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/containerd/cgroups/v3"
+)
+
+// wait returns when nothing is left to be lowered later.
+func (b *budget) wait() {
+	b.mu.Lock()
+	settled := b.settled
+	b.mu.Unlock()
+	if settled != nil {
+		<-settled
+	}
+}
+
+// TestChargedFiles: the limit of a group is higher by the files that it has filled
+// until the last that has one open closes it, and then what it was. The group may
+// fill its own memory meanwhile.
+func TestChargedFiles(t *testing.T) {
+	h := startHolder(t, 96*mib)
+	path := inMemory(t)
+	back, err := h.Extend(200 * mib)
+	if err != nil {
+		t.Fatal(err)
+	}
+	h.do(t, "hold %d", 60*mib)
+	h.do(t, "write %d %s", 60*mib, path)
+	var files []*os.File
+	for range 2 { // as a capture and its fork
+		f, err := os.Open(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		files = append(files, f)
+	}
+	if err := h.Charge(files[0]); err != nil {
+		t.Fatal(err)
+	}
+	gone := make(chan struct{})
+	if err := h.groups.files.whenGone(files[0], func() { close(gone) }); err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(back(), os.Remove(path)); err != nil {
+		t.Fatal(err)
+	}
+	h.limited(t, 156*mib)
+	if err := files[0].Close(); err != nil {
+		t.Fatal(err)
+	}
+	h.do(t, "free 0")
+	h.do(t, "hold %d", 70*mib)
+	h.limited(t, 156*mib)
+	select {
+	case <-gone:
+		t.Error("a file is gone that somebody has open")
+	default:
+	}
+	if err := files[1].Close(); err != nil {
+		t.Fatal(err)
+	}
+	<-gone
+	h.budget.wait()
+	h.limited(t, 96*mib)
+	h.do(t, "nothing 0") // it lives
+	w := &h.groups.files
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.events != nil {
+		t.Error("an inotify instance is left that watches nothing")
+	}
+}
+
+// TestKeptMemory: what the owner itself has taken of a higher limit is not taken from
+// it, and the limit is lowered when it lets it go, without any other operation.
+func TestKeptMemory(t *testing.T) {
+	h := startHolder(t, 64*mib)
+	back, err := h.Extend(64 * mib)
+	if err != nil {
+		t.Fatal(err)
+	}
+	h.do(t, "hold %d", 90*mib)
+	if err := back(); err != nil {
+		t.Fatal(err)
+	}
+	if usage, limit, err := h.Memory(); err != nil || limit < usage || usage < 90*mib {
+		t.Errorf("the limit is %d MiB, %d are in use: %v", limit/mib, usage/mib, err)
+	}
+	h.do(t, "free 0")
+	h.budget.wait()
+	h.limited(t, 64*mib)
+}
+
+// TestCachedPages: cached pages of files do not keep a limit high, nor get anybody
+// killed, also such as must be written before they are given back.
+func TestCachedPages(t *testing.T) {
+	dir := t.TempDir()
+	if cgroups.Mode() == cgroups.Unified { // in the testbed, where that is in memory
+		folder, _ := onPartition(t)
+		dir = folder.Name()
+	}
+	h := startHolder(t, 40*mib)
+	back, err := h.Extend(40 * mib)
+	if err != nil {
+		t.Fatal(err)
+	}
+	h.do(t, "hold %d", 20*mib)
+	h.do(t, "write %d %s", 12*mib, filepath.Join(dir, "file"))
+	h.do(t, "free 0")
+	h.do(t, "hold %d", 24*mib)
+	if err := back(); err != nil {
+		t.Fatal(err)
+	}
+	h.budget.wait()
+	h.limited(t, 40*mib)
+	h.do(t, "nothing 0") // it lives
+}
+
+// TestRestoredLimit: a limit that a process has raised which was killed is what it
+// was again for the next one.
+func TestRestoredLimit(t *testing.T) {
+	h := startHolder(t, 64*mib)
+	if _, err := h.Extend(64 * mib); err != nil {
+		t.Fatal(err)
+	}
+	h.Leave()
+	found, err := h.groups.Open(h.name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := found.Restore(64 * mib); err != nil {
+		t.Fatal(err)
+	}
+	h.limited(t, 64*mib)
+	if _, err := h.Extend(mib); err != nil { // whoever has left it changes nothing
+		t.Fatal(err)
+	}
+	h.limited(t, 64*mib)
+}
