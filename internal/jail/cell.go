@@ -202,6 +202,20 @@ func (c *Cell) Extend(bytes uint64) (back func() error, err error) {
 	}, nil
 }
 
+// WhenGone calls back, which Extend has returned, once nobody has a file open or
+// mapped that the process has filled: until then it is charged to it. The file has no
+// name.
+func (c *Cell) WhenGone(f *os.File, back func() error) error {
+	if c.group == nil {
+		return nil
+	}
+	// A failure to look at the group is met again by the next change.
+	if err := c.cells.files.whenGone(f, func() { _ = back() }); err != nil {
+		return errors.Join(err, back())
+	}
+	return nil
+}
+
 // Restore says what the limit of memory of a process is that was found: whoever has
 // raised it may have been killed before it was lowered.
 func (c *Cell) Restore(limit uint64) error {
