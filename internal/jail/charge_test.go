@@ -104,20 +104,23 @@ func TestCachedPages(t *testing.T) {
 		folder, _ := onPartition(t)
 		dir = folder.Name()
 	}
-	h := startHolder(t, 40*mib)
-	back, err := h.Extend(40 * mib)
+	const limit, room = 64 * mib, 6 * mib
+	h := startHolder(t, limit)
+	back, err := h.Extend(limit)
 	if err != nil {
 		t.Fatal(err)
 	}
-	h.do(t, "hold %d", 20*mib)
 	h.do(t, "write %d %s", 12*mib, filepath.Join(dir, "file"))
-	h.do(t, "free 0")
-	h.do(t, "hold %d", 24*mib)
+	usage, _, err := h.Memory() // without cached pages
+	if err != nil {
+		t.Fatal(err)
+	}
+	h.do(t, "hold %d", limit-room-usage) // with them it is more than the limit
 	if err := back(); err != nil {
 		t.Fatal(err)
 	}
 	h.budget.wait()
-	h.limited(t, 40*mib)
+	h.limited(t, limit)
 	h.do(t, "nothing 0") // it lives
 }
 

@@ -27,6 +27,7 @@ func init() {
 // hold takes memory, writes files and lets its memory go, as its standard input says.
 func hold() {
 	var memory []byte
+	block := make([]byte, mib)
 	for lines := bufio.NewScanner(os.Stdin); lines.Scan(); {
 		var verb, path string
 		var size int
@@ -47,7 +48,7 @@ func hold() {
 				break
 			}
 			for range size / mib {
-				if _, err = f.Write(make([]byte, mib)); err != nil {
+				if _, err = f.Write(block); err != nil {
 					break
 				}
 			}
@@ -136,18 +137,18 @@ func inMemory(t *testing.T) string {
 // its owner killed, which a lower limit would do on cgroups v2, and is no error,
 // which it is on v1. The owner has its limit again once the memory is free.
 func TestExtendedWhileInUse(t *testing.T) {
-	h := startHolder(t, 64*mib)
+	h := startHolder(t, 96*mib)
 	path := inMemory(t)
-	back, err := h.Extend(64 * mib)
+	back, err := h.Extend(96 * mib)
 	if err != nil {
 		t.Fatal(err)
 	}
-	h.do(t, "hold %d", 40*mib)
-	h.do(t, "write %d %s", 40*mib, path)
+	h.do(t, "hold %d", 60*mib)
+	h.do(t, "write %d %s", 60*mib, path)
 	if err := back(); err != nil {
 		t.Error(err)
 	}
-	if usage, limit, err := h.Memory(); err != nil || limit < usage || limit > 128*mib {
+	if usage, limit, err := h.Memory(); err != nil || limit < usage || limit > 192*mib {
 		t.Errorf("the limit is %d MiB, %d are in use: %v", limit/mib, usage/mib, err)
 	}
 	h.do(t, "nothing 0") // it lives
@@ -161,6 +162,6 @@ func TestExtendedWhileInUse(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	h.limited(t, 64*mib)
+	h.limited(t, 96*mib)
 	h.do(t, "nothing 0")
 }
