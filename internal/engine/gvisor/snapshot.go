@@ -121,7 +121,7 @@ func (s *sandbox) writeCheckpoint(ctx context.Context, dir string) (w written, e
 	switch {
 	case err == nil:
 		return w, nil
-	case ctx.Err() != nil && reply != nil:
+	case reply != nil && ctx.Err() != nil && errors.Is(err, ctx.Err()):
 		// The sandbox goes on writing, and would be killed at its own limit.
 		go func() {
 			_, _ = s.await(context.WithoutCancel(ctx), reply) // nobody wants it any more
