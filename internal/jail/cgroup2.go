@@ -154,28 +154,28 @@ func (g v2Group) lowerMemory(limit uint64) error {
 	}
 }
 
-// reclaim has the kernel take back so many bytes, as far as it can. Kernels before
-// 5.19 are asked by a bound from which on they slow processes down, which is
-// there for no longer than that takes.
+// reclaim has the kernel take back so many bytes, as far as it can. bound is what is
+// left then.
 func (g v2Group) reclaim(bytes, bound uint64) error {
-	write := func(file, value string) error {
-		err := os.WriteFile(path.Join(g.dir, file), []byte(value), 0)
-		if errors.Is(err, unix.EAGAIN) { // not all of it
-			return nil
-		}
-		return err
+	err := g.write("memory.reclaim", strconv.FormatUint(bytes, 10))
+	if errors.Is(err, unix.EAGAIN) { // not all of it
+		return nil
 	}
-	err := write("memory.reclaim", strconv.FormatUint(bytes, 10))
-	if errors.Is(err, fs.ErrNotExist) && !gone(g.exists()) {
-		err = errors.Join(write("memory.high", strconv.FormatUint(bound, 10)), write("memory.high", "max"))
+	if _, gone := os.Stat(g.dir); gone == nil && errors.Is(err, fs.ErrNotExist) {
+		return g.reclaimByBound(bound)
 	}
-	if err != nil {
+	return err
+}
+
+// reclaimByBound is for kernels before 5.19. They take back what is above a bound
+// from which on they slow processes down; it is there for no longer than that takes.
+func (g v2Group) reclaimByBound(bound uint64) error {
+	return errors.Join(g.write("memory.high", strconv.FormatUint(bound, 10)), g.write("memory.high", "max"))
+}
+
+func (g v2Group) write(file, value string) error {
+	if err := os.WriteFile(path.Join(g.dir, file), []byte(value), 0); err != nil {
 		return fmt.Errorf("take back cached pages: %w", err)
 	}
 	return nil
-}
-
-func (g v2Group) exists() error {
-	_, err := os.Stat(g.dir)
-	return err
 }

@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/containerd/cgroups/v3"
+	"github.com/containerd/cgroups/v3/cgroup2"
 )
 
 // wait returns when nothing is left to be lowered later.
@@ -122,6 +123,36 @@ func TestCachedPages(t *testing.T) {
 	h.budget.wait()
 	h.limited(t, limit)
 	h.do(t, "nothing 0") // it lives
+}
+
+// TestReclaimByBound: kernels that cannot be asked to take back memory do it all the
+// same, and slow nobody down afterwards.
+func TestReclaimByBound(t *testing.T) {
+	h := startHolder(t, 64*mib)
+	g, ok := h.group.(v2Group)
+	if !ok {
+		return // cgroups v1 need nobody to ask
+	}
+	folder, _ := onPartition(t)
+	h.do(t, "write %d %s", 12*mib, filepath.Join(folder.Name(), "file"))
+	charged := func() uint64 {
+		t.Helper()
+		st, err := g.StatFiltered(cgroup2.StatMemory)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return st.GetMemory().GetUsage()
+	}
+	before := charged()
+	if err := g.reclaimByBound(before - 8*mib); err != nil {
+		t.Fatal(err)
+	}
+	if after := charged(); after > before-6*mib {
+		t.Errorf("%d KiB were charged, %d are after 8 MiB were to be taken back", before>>10, after>>10)
+	}
+	if high, err := os.ReadFile(filepath.Join(g.dir, "memory.high")); err != nil || string(high) != "max\n" {
+		t.Errorf("memory.high is %q, %v", high, err)
+	}
 }
 
 // TestRestoredLimit: a limit that a process has raised which was killed is what it
