@@ -29,8 +29,8 @@ func bootFull(t *testing.T, e *gvisor.Engine) engine.Sandbox {
 	return sb
 }
 
-// memoryLimit reads the limit of the cgroup that a sandbox's helper is in.
-func memoryLimit(t *testing.T, sb engine.Sandbox) uint64 {
+// limitFile is the file with the limit of the cgroup that a sandbox's helper is in.
+func limitFile(t *testing.T, sb engine.Sandbox) string {
 	t.Helper()
 	id, err := gvisor.Identify(sb)
 	if err != nil {
@@ -46,17 +46,26 @@ func memoryLimit(t *testing.T, sb engine.Sandbox) uint64 {
 			filepath.Join("/sys/fs/cgroup", fields[1], fields[2], "memory.limit_in_bytes"),
 			filepath.Join("/sys/fs/cgroup", fields[2], "memory.max"),
 		} {
-			if b, err := os.ReadFile(path); err == nil {
-				limit, err := strconv.ParseUint(strings.TrimSpace(string(b)), 10, 64)
-				if err != nil {
-					t.Fatal(err)
-				}
-				return limit
+			if _, err := os.Stat(path); err == nil {
+				return path
 			}
 		}
 	}
 	t.Fatalf("process %d is in no group of memory: %s", id.PID, b)
-	return 0
+	return ""
+}
+
+func memoryLimit(t *testing.T, sb engine.Sandbox) uint64 {
+	t.Helper()
+	b, err := os.ReadFile(limitFile(t, sb))
+	if err != nil {
+		t.Fatal(err)
+	}
+	limit, err := strconv.ParseUint(strings.TrimSpace(string(b)), 10, 64)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return limit
 }
 
 // isLowered waits until the limit is what it was: the forks have closed a capture's
@@ -159,5 +168,33 @@ func TestForkIsGivenUp(t *testing.T) {
 		t.Error(err, again)
 	} else if err := again.Forks[0].Close(); err != nil {
 		t.Error(err)
+	}
+}
+
+// TestAdoptedLimit: a limit that a parent has raised which was killed before it
+// lowered it is what it was for the next one.
+func TestAdoptedLimit(t *testing.T) {
+	e := newEngine(t, config(tempDir(t)))
+	dir := t.TempDir()
+	sb, err := e.Fork(t.Context(), freeze(t, boot(t, e)), engine.ForkOptions{Folder: dir})
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := memoryLimit(t, sb)
+	if err := os.WriteFile(limitFile(t, sb), []byte(strconv.FormatUint(2*want, 10)), 0); err != nil {
+		t.Fatal(err)
+	}
+	if err := sb.Detach(); err != nil {
+		t.Fatal(err)
+	}
+	if sb, err = e.Adopt(t.Context(), dir); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = sb.Close() })
+	if err := sb.Resume(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if limit := memoryLimit(t, sb); limit != want {
+		t.Errorf("the limit is %d MiB, it was %d", limit/mib, want/mib)
 	}
 }
