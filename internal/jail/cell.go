@@ -6,7 +6,6 @@ import (
 	"io/fs"
 	"os"
 	"strconv"
-	"sync"
 	"syscall"
 
 	"golang.org/x/sys/unix"
@@ -20,10 +19,7 @@ type Cell struct {
 	lock  *os.File // nil in a cell that was found
 	group group    // nil: unlimited
 
-	extending sync.Mutex // held while the limit of memory is changed; protects surplus
-	// surplus is what the limit is too high by: memory that was given back and
-	// is still there.
-	surplus uint64
+	budget budget // the limit of memory
 }
 
 // Process is one that was started.
@@ -93,6 +89,7 @@ func (c *Cell) start(t *thread, limits Limits, control, stderr *os.File) (*Proce
 	if c.group != nil {
 		// It is starting up; nothing happens in it before its first message.
 		err = c.group.set(limits)
+		c.budget.is(limits.Memory)
 		if err == nil {
 			err = c.group.add(process.Pid)
 		}
@@ -181,9 +178,7 @@ func (c *Cell) Limit(l Limits) error {
 	if c.group == nil {
 		return nil
 	}
-	c.extending.Lock()
-	defer c.extending.Unlock()
-	if err := c.group.set(l); err != nil {
+	if err := c.budget.limit(c.group, l); err != nil {
 		return fmt.Errorf("limit a vmm process: %w", err)
 	}
 	return nil
@@ -192,54 +187,49 @@ func (c *Cell) Limit(l Limits) error {
 // Extend lets the process have more memory until back is called, and as long
 // after that as it has it. For one that has ended that is nothing.
 func (c *Cell) Extend(bytes uint64) (back func() error, err error) {
-	nothing := func() error { return nil }
 	if c.group == nil {
-		return nothing, nil
+		return func() error { return nil }, nil
 	}
-	err = c.changeMemory(bytes, 0)
-	if gone(err) {
-		return nothing, nil
-	}
+	reduce, err := c.budget.extend(c.group, bytes)
 	if err != nil {
 		return nil, fmt.Errorf("extend the memory of a vmm process: %w", err)
 	}
 	return func() error {
-		err := c.changeMemory(0, bytes)
-		if err != nil && !gone(err) {
+		if err := reduce(); err != nil {
 			return fmt.Errorf("reduce the memory of a vmm process: %w", err)
 		}
 		return nil
 	}, nil
 }
 
-// roomToFree is what is left above what a process uses when its limit is
-// lowered: it goes on allocating meanwhile.
-const roomToFree = 16 << 20
-
-// changeMemory changes the limit of memory. It is not lowered to below what is
-// in use: the kernel would kill the process, which may be about to unmap a file
-// that others have closed. The next change makes up for it.
-func (c *Cell) changeMemory(more, less uint64) error {
-	c.extending.Lock()
-	defer c.extending.Unlock()
-	usage, limit, err := c.group.memory()
-	if err != nil {
-		return err
-	}
-	limit += more
-	surplus := c.surplus + less
-	possible := limit - min(limit, usage+roomToFree)
-	lower := min(surplus, possible)
-	if more == 0 && lower == 0 {
-		c.surplus = surplus
+// WhenGone calls back, which Extend has returned, once nobody has a file open or
+// mapped that the process has filled: until then it is charged to it. The file has no
+// name.
+func (c *Cell) WhenGone(f *os.File, back func() error) error {
+	if c.group == nil {
 		return nil
 	}
-	if err := c.group.setMemory(limit - lower); err != nil {
-		return err
+	// A failure to look at the group is met again by the next change.
+	if err := c.cells.files.whenGone(f, func() { _ = back() }); err != nil {
+		return errors.Join(err, back())
 	}
-	c.surplus = surplus - lower
 	return nil
 }
+
+// Restore says what the limit of memory of a process is that was found: whoever has
+// raised it may have been killed before it was lowered.
+func (c *Cell) Restore(limit uint64) error {
+	if c.group == nil {
+		return nil
+	}
+	if err := c.budget.restore(c.group, limit); err != nil {
+		return fmt.Errorf("restore the limit of a vmm process: %w", err)
+	}
+	return nil
+}
+
+// Leave leaves the limits of a process that goes on to whoever finds its cell next.
+func (c *Cell) Leave() { c.budget.close() }
 
 // Release frees the cell of a process that has ended, and says how often the
 // kernel had killed in it for want of memory.
@@ -247,6 +237,7 @@ func (c *Cell) Release() (oomKills uint64, err error) {
 	if c.uid == 0 {
 		return 0, nil
 	}
+	c.budget.close()
 	if c.group != nil {
 		// One that another parent has released already is fine.
 		if oomKills, err = c.group.oomKills(); gone(err) {

@@ -58,7 +58,10 @@ type group interface {
 	// memory is how much is charged, but for files' cached pages, which the
 	// kernel takes back when it needs them, and the limit of it.
 	memory() (usage, limit uint64, err error)
+	// setMemory raises the limit. lowerMemory lowers it, and fails with errInUse
+	// where more than that is charged and cannot be taken back: nobody is killed.
 	setMemory(limit uint64) error
+	lowerMemory(limit uint64) error
 }
 
 // openHierarchy finds out which kind of cgroups the machine has, and that all

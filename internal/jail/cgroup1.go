@@ -9,6 +9,7 @@ import (
 
 	"github.com/containerd/cgroups/v3/cgroup1"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
 )
 
 // v1 has a hierarchy per controller.
@@ -131,4 +132,14 @@ func (g v1Group) setMemory(limit uint64) error {
 		return fmt.Errorf("set cgroup limit: %w", err)
 	}
 	return nil
+}
+
+// lowerMemory leaves it to the kernel, which takes back cached pages, and then
+// refuses a limit below what is charged.
+func (g v1Group) lowerMemory(limit uint64) error {
+	err := g.setMemory(limit)
+	if errors.Is(err, unix.EBUSY) {
+		return fmt.Errorf("%w than %d bytes", errInUse, limit)
+	}
+	return err
 }

@@ -6,9 +6,11 @@ import (
 	"io/fs"
 	"os"
 	"path"
+	"strconv"
 	"syscall"
 
 	"github.com/containerd/cgroups/v3/cgroup2"
+	"golang.org/x/sys/unix"
 )
 
 // v2 is the one hierarchy of all controllers.
@@ -124,6 +126,56 @@ func (g v2Group) setMemory(limit uint64) error {
 	bytes := int64(limit)
 	if err := g.Update(&cgroup2.Resources{Memory: &cgroup2.Memory{Max: &bytes}}); err != nil {
 		return fmt.Errorf("set cgroup limit: %w", err)
+	}
+	return nil
+}
+
+// lowerMemory never writes a limit below what is charged: the kernel would kill
+// processes until it fits. What can be taken back, such as cached pages of files, is
+// taken back before.
+func (g v2Group) lowerMemory(limit uint64) error {
+	for tries := 2; ; tries-- {
+		st, err := g.StatFiltered(cgroup2.StatMemory)
+		if err != nil {
+			return fmt.Errorf("read cgroup: %w", err)
+		}
+		m := st.GetMemory()
+		charged := m.GetUsage()
+		if charged <= limit {
+			return g.setMemory(limit)
+		}
+		free := m.GetActiveFile() + m.GetInactiveFile() + m.GetSlabReclaimable()
+		if tries == 0 || withoutCache(charged, free) > limit {
+			return fmt.Errorf("%w than %d bytes", errInUse, limit)
+		}
+		if err := g.reclaim(charged-limit, limit); err != nil {
+			return err
+		}
+	}
+}
+
+// reclaim has the kernel take back so many bytes, as far as it can. bound is what is
+// left then.
+func (g v2Group) reclaim(bytes, bound uint64) error {
+	err := g.write("memory.reclaim", strconv.FormatUint(bytes, 10))
+	if errors.Is(err, unix.EAGAIN) { // not all of it
+		return nil
+	}
+	if _, gone := os.Stat(g.dir); gone == nil && errors.Is(err, fs.ErrNotExist) {
+		return g.reclaimByBound(bound)
+	}
+	return err
+}
+
+// reclaimByBound is for kernels before 5.19. They take back what is above a bound
+// from which on they slow processes down; it is there for no longer than that takes.
+func (g v2Group) reclaimByBound(bound uint64) error {
+	return errors.Join(g.write("memory.high", strconv.FormatUint(bound, 10)), g.write("memory.high", "max"))
+}
+
+func (g v2Group) write(file, value string) error {
+	if err := os.WriteFile(path.Join(g.dir, file), []byte(value), 0); err != nil {
+		return fmt.Errorf("take back cached pages: %w", err)
 	}
 	return nil
 }

@@ -1,36 +1,14 @@
 package jail
 
 import (
+	"errors"
+	"sync"
 	"syscall"
 	"testing"
 )
 
-// TestReducedWhileInUse: memory that is given back but still in use does not
-// get its owner killed, which a limit below it would do.
-func TestReducedWhileInUse(t *testing.T) {
-	j := open(t, config(t))
-	p := start(t, j, Limits{Memory: 48 * mib, MilliCPUs: 1000, Threads: 64})
-	back, err := p.Cell.Extend(64 * mib)
-	if err != nil {
-		t.Fatal(err)
-	}
-	p.order(t, "fill", 0, 64*mib)
-	if said := p.answer(t); said != `"ok"` {
-		t.Fatalf("%q, stderr %q", said, p.said(t))
-	}
-	if err := back(); err != nil {
-		t.Error(err)
-	}
-	if usage, limit, err := p.Cell.Memory(); err != nil || limit < usage || limit > 112*mib {
-		t.Errorf("the limit is %d, %d are in use: %v", limit, usage, err)
-	}
-	if status, kills := p.end(t, false); kills != 0 {
-		t.Errorf("%d kills, %#x", kills, status)
-	}
-}
-
-// TestLimitIsReducedLater: what could not be taken back is taken later, and all
-// of it.
+// TestLimitIsReducedLater: a limit that is in use is lowered later, and to where it
+// was; a limit that is given back twice is lowered once.
 func TestLimitIsReducedLater(t *testing.T) {
 	g := &countedGroup{limit: 100 * mib}
 	c := &Cell{group: g}
@@ -42,32 +20,119 @@ func TestLimitIsReducedLater(t *testing.T) {
 		}
 		backs = append(backs, back)
 	}
-	for i, tt := range []struct {
-		usage, limit uint64
-	}{{450 * mib, 466 * mib}, {200 * mib, 216 * mib}} {
-		g.usage = tt.usage
-		if err := backs[i](); err != nil {
+	g.use(310 * mib)
+	for range 2 {
+		if err := backs[0](); err != nil {
 			t.Fatal(err)
 		}
-		if g.limit != tt.limit {
-			t.Errorf("%d MiB in use: the limit is %d MiB, want %d", tt.usage/mib, g.limit/mib, tt.limit/mib)
+	}
+	if limit := g.is(); limit != 500*mib {
+		t.Errorf("with 310 MiB in use the limit is %d MiB", limit/mib)
+	}
+	c.budget.mu.Lock()
+	settled := c.budget.settled
+	c.budget.mu.Unlock()
+	g.use(290 * mib)
+	<-settled
+	if limit := g.is(); limit != 300*mib {
+		t.Errorf("later the limit is %d MiB, not 300", limit/mib)
+	}
+	g.use(10 * mib)
+	if err := backs[1](); err != nil || g.is() != 100*mib {
+		t.Errorf("in the end the limit is %d MiB, %v", g.is()/mib, err)
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.tooLow {
+		t.Error("a limit was set to less than was in use")
+	}
+}
+
+// TestLimitFollows: while an owner keeps more than its limit is meant to be, the
+// limit is not much higher than what it keeps.
+func TestLimitFollows(t *testing.T) {
+	g := &countedGroup{limit: 500 * mib, usage: 200 * mib}
+	b := budget{base: 100 * mib}
+	for _, tt := range []struct{ usage, limit uint64 }{{200 * mib, 216 * mib}, {150 * mib, 166 * mib}, {160 * mib, 166 * mib}} {
+		g.use(tt.usage)
+		b.mu.Lock()
+		err := b.adjust(g, true)
+		b.mu.Unlock()
+		if !errors.Is(err, errInUse) || g.is() != tt.limit {
+			t.Errorf("%d MiB in use: the limit is %d MiB, want %d: %v", tt.usage/mib, g.is()/mib, tt.limit/mib, err)
 		}
 	}
-	g.usage = 10 * mib
-	back, err := c.Extend(50 * mib)
-	if err != nil || g.limit != 150*mib {
-		t.Errorf("the limit is %d MiB, %v", g.limit/mib, err)
+	g.use(100 * mib)
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if err := b.adjust(g, true); err != nil || g.is() != 100*mib {
+		t.Errorf("the limit is %d MiB, %v", g.is()/mib, err)
 	}
-	if err := back(); err != nil || g.limit != 100*mib {
-		t.Errorf("in the end the limit is %d MiB, %v", g.limit/mib, err)
+}
+
+// TestLimitOfAnOwnerThatIsLeft: nothing is lowered for an owner that somebody else
+// looks after.
+func TestLimitOfAnOwnerThatIsLeft(t *testing.T) {
+	g := &countedGroup{limit: 100 * mib}
+	c := &Cell{group: g}
+	back, err := c.Extend(200 * mib)
+	if err != nil {
+		t.Fatal(err)
+	}
+	g.use(250 * mib)
+	if err := back(); err != nil {
+		t.Fatal(err)
+	}
+	c.budget.mu.Lock()
+	settled := c.budget.settled
+	c.budget.mu.Unlock()
+	c.Leave()
+	<-settled
+	g.use(10 * mib)
+	if limit := g.is(); limit != 300*mib {
+		t.Errorf("the limit is %d MiB", limit/mib)
 	}
 }
 
 // countedGroup is a cgroup that is just two numbers.
-type countedGroup struct{ usage, limit uint64 }
+type countedGroup struct {
+	mu           sync.Mutex // protects all following fields
+	usage, limit uint64
+	tooLow       bool // a limit was set to less than was in use
+}
 
-func (g *countedGroup) memory() (usage, limit uint64, err error)      { return g.usage, g.limit, nil }
-func (g *countedGroup) setMemory(limit uint64) error                  { g.limit = limit; return nil }
+func (g *countedGroup) use(bytes uint64) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.usage = bytes
+}
+
+func (g *countedGroup) is() uint64 {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.limit
+}
+
+func (g *countedGroup) memory() (usage, limit uint64, err error) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.usage, g.limit, nil
+}
+
+func (g *countedGroup) setMemory(limit uint64) error {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.limit, g.tooLow = limit, g.tooLow || limit < g.usage
+	return nil
+}
+
+func (g *countedGroup) lowerMemory(limit uint64) error {
+	if usage, _, _ := g.memory(); limit < usage {
+		return errInUse
+	}
+	return g.setMemory(limit)
+}
+
 func (*countedGroup) set(Limits) error                                { return nil }
 func (*countedGroup) bornInside(*syscall.SysProcAttr) (func(), error) { return func() {}, nil }
 func (*countedGroup) add(int) error                                   { return nil }

@@ -3,15 +3,20 @@ package jail
 import (
 	"errors"
 	"fmt"
+	"os"
 	"os/exec"
-	"sync"
 	"syscall"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // Groups are cgroups for processes that have walls of their own, and for all
 // that those start.
-type Groups struct{ hierarchy hierarchy }
+type Groups struct {
+	hierarchy hierarchy
+	files     watcher
+}
 
 // OpenGroups finds the machine's cgroups.
 func OpenGroups() (*Groups, error) {
@@ -19,19 +24,21 @@ func OpenGroups() (*Groups, error) {
 	if err != nil {
 		return nil, fmt.Errorf("limit memory and processors by cgroups: %w", err)
 	}
-	return &Groups{h}, nil
+	return &Groups{hierarchy: h}, nil
 }
 
 // Create makes a group.
 func (g *Groups) Create(name string, limits Limits) (*Group, error) {
-	made, err := g.hierarchy.create(name)
+	group, err := g.hierarchy.create(name)
 	if err != nil {
 		return nil, err
 	}
-	if err := made.set(limits); err != nil {
+	if err := group.set(limits); err != nil {
 		return nil, errors.Join(err, g.hierarchy.remove(name))
 	}
-	return &Group{groups: g, name: name, group: made}, nil
+	made := &Group{groups: g, name: name, group: group}
+	made.budget.is(limits.Memory)
+	return made, nil
 }
 
 // Open finds a group; the error is fs.ErrNotExist if there is none.
@@ -51,8 +58,7 @@ type Group struct {
 	groups *Groups
 	name   string
 	group  group
-
-	mu sync.Mutex // serializes changes of the limit
+	budget budget // the limit of memory
 }
 
 // Start starts a program in the group. On old kernels it gets there a moment
@@ -86,33 +92,56 @@ func (g *Group) Memory() (usage, limit uint64, err error) {
 	return g.group.memory()
 }
 
-// Extend raises the limit of memory, until back is called.
+// Extend raises the limit of memory, until back is called, and as long after that
+// as the memory is in use.
 func (g *Group) Extend(bytes uint64) (back func() error, err error) {
 	if g == nil {
 		return func() error { return nil }, nil
 	}
-	if err := g.change(func(limit uint64) uint64 { return limit + bytes }); err != nil {
-		return nil, err
-	}
-	return func() error {
-		return g.change(func(limit uint64) uint64 { return limit - min(bytes, limit) })
-	}, nil
+	return g.budget.extend(g.group, bytes)
 }
 
-func (g *Group) change(to func(uint64) uint64) error {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	_, limit, err := g.group.memory()
-	if gone(err) {
+// Charge raises the limit of memory by what files in memory hold that processes of
+// the group have filled. It is lowered when the files are gone. They have no names,
+// or are about to lose them; who has them open does not matter.
+func (g *Group) Charge(files ...*os.File) error {
+	if g == nil {
 		return nil
 	}
-	if err != nil {
-		return err
-	}
-	if err := g.group.setMemory(to(limit)); err != nil && !gone(err) {
-		return err
+	for _, f := range files {
+		var st unix.Stat_t
+		if err := unix.Fstat(int(f.Fd()), &st); err != nil {
+			return fmt.Errorf("look at %s: %w", f.Name(), err)
+		}
+		back, err := g.budget.extend(g.group, uint64(st.Blocks)*statBlock)
+		if err != nil {
+			return err
+		}
+		// A failure to look at the group is met again by the next change.
+		if err := g.groups.files.whenGone(f, func() { _ = back() }); err != nil {
+			return errors.Join(err, back())
+		}
 	}
 	return nil
+}
+
+// statBlock is the unit of stat(2)'s st_blocks.
+const statBlock = 512
+
+// Restore says what the limit of memory of a group is that was found: whoever has
+// raised it may have been killed before it was lowered.
+func (g *Group) Restore(limit uint64) error {
+	if g == nil {
+		return nil
+	}
+	return g.budget.restore(g.group, limit)
+}
+
+// Leave leaves the limits to whoever opens the group next.
+func (g *Group) Leave() {
+	if g != nil {
+		g.budget.close()
+	}
 }
 
 // Release removes the group, and says how many the kernel has killed in it for
@@ -121,6 +150,7 @@ func (g *Group) Release() (oomKills uint64, err error) {
 	if g == nil {
 		return 0, nil
 	}
+	g.budget.close()
 	oomKills, err = g.group.oomKills()
 	if gone(err) {
 		err = nil

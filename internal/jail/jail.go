@@ -85,6 +85,7 @@ type Jail struct {
 type cells struct {
 	uids   *uids     // nil without root
 	groups hierarchy // nil: unlimited
+	files  watcher   // of those that are charged to groups
 }
 
 // New makes a jail. Whether it can hold anybody is found out by Check, or by

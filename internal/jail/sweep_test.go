@@ -21,7 +21,7 @@ func TestSweepWaits(t *testing.T) {
 		t.Fatal(err)
 	}
 	uid := defaultFirstUID + 7
-	group, err := (&Groups{all.groups}).Create(groupName(uid), roomy)
+	group, err := (&Groups{hierarchy: all.groups}).Create(groupName(uid), roomy)
 	if err != nil {
 		t.Fatal(err)
 	}

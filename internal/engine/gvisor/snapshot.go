@@ -83,17 +83,53 @@ func (s *sandbox) take(ctx context.Context) (_ checkpoint, pause time.Duration, 
 		return checkpoint{}, 0, err
 	}
 	defer func() { err = errors.Join(err, remove()) }()
-	// The files are memory that is charged to whoever writes them.
-	back, err := s.group.Extend(s.memory + s.disk)
+	reply, err := s.writeCheckpoint(ctx, dir)
 	if err != nil {
 		return checkpoint{}, 0, err
 	}
-	reply, err := s.request(ctx, &gvisorctl.Message{Op: gvisorctl.OpCheckpoint, Dir: dir})
-	if err != nil {
-		return checkpoint{}, 0, errors.Join(err, back())
-	}
+	defer func() { err = errors.Join(err, reply.back()) }()
 	c, err := openCheckpoint(dir)
-	return c, reply.Took, errors.Join(err, back())
+	if err != nil {
+		return checkpoint{}, 0, err
+	}
+	// From here on the limit is higher by what the files hold. Forks read them for a
+	// while after the capture, which closes them.
+	if err := s.group.Charge(c.list()...); err != nil {
+		c.close()
+		return checkpoint{}, 0, err
+	}
+	return c, reply.Took, nil
+}
+
+// written is a checkpoint in its folder, for which the sandbox's limit is raised until
+// back is called.
+type written struct {
+	*gvisorctl.Message
+	back func() error
+}
+
+// writeCheckpoint has the sandbox write its checkpoint to a folder in memory, which
+// is charged to its group. The files hold at most what the group may hold.
+func (s *sandbox) writeCheckpoint(ctx context.Context, dir string) (w written, err error) {
+	if w.back, err = s.group.Extend(s.shape().limits(engine.Limits{}).Memory); err != nil {
+		return w, err
+	}
+	reply, err := s.post(&gvisorctl.Message{Op: gvisorctl.OpCheckpoint, Dir: dir})
+	if err == nil {
+		w.Message, err = s.await(ctx, reply)
+	}
+	switch {
+	case err == nil:
+		return w, nil
+	case reply != nil && ctx.Err() != nil && errors.Is(err, ctx.Err()):
+		// The sandbox goes on writing, and would be killed at its own limit.
+		go func() {
+			_, _ = s.await(context.WithoutCancel(ctx), reply) // nobody wants it any more
+			_ = w.back()                                      // the next change of the limit reports it
+		}()
+		return w, err
+	}
+	return w, errors.Join(err, w.back())
 }
 
 // preparePatience is how long a capture waits for an agent that does not answer,

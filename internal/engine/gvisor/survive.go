@@ -134,6 +134,7 @@ func (s *sandbox) Detach() error {
 
 // Detach leaves the process alone; one that has ended is fine.
 func (p *process) Detach() error {
+	p.group.Leave()
 	if err := p.conn.Close(); !errors.Is(err, os.ErrClosed) {
 		return err
 	}
@@ -168,6 +169,9 @@ func (e *Engine) adopt(ctx context.Context, f folder.Folder) (_ *sandbox, err er
 		return nil, errors.Join(err, s.release())
 	}
 	s.paused.Store(true) // it may be
+	if err := s.group.Restore(s.shape().limits(engine.Limits{}).Memory); err != nil {
+		return nil, errors.Join(err, s.release(), s.process.Detach())
+	}
 	return s, nil
 }
 

@@ -62,9 +62,26 @@ func (e *Engine) adopt(f folder.Folder) (_ *sandbox, err error) {
 	if err != nil {
 		return nil, err
 	}
+	if err := e.restoreLimit(s, p); err != nil {
+		return nil, errors.Join(err, p.Detach())
+	}
 	p.paused.Store(true) // it may be
 	s.Guest = &Guest{Process: p}
 	return s, nil
+}
+
+// restoreLimit lowers a limit of memory that an earlier parent has raised for a
+// capture. Where the vmm process maps files of such captures it stays: they are
+// charged for as long as that.
+func (e *Engine) restoreLimit(s *sandbox, p *Process) error {
+	if len(p.mapped()) > 0 {
+		return nil
+	}
+	limits, err := e.limits(s, engine.Limits{})
+	if err != nil {
+		return err
+	}
+	return p.cell.Restore(limits.Memory)
 }
 
 // forget is for a sandbox of whose images nothing is known: all of it is stored
@@ -113,6 +130,7 @@ func (s *sandbox) Detach() error {
 
 // Detach leaves the process alone; one that has ended is fine.
 func (p *Process) Detach() error {
+	p.cell.Leave()
 	if err := p.conn.Close(); !errors.Is(err, os.ErrClosed) {
 		return err
 	}

@@ -6,49 +6,29 @@ import (
 	"os"
 	"strconv"
 	"strings"
-	"sync"
 
 	"agentrun.dev/internal/layer"
-	"golang.org/x/sys/unix"
 )
 
-// charges are the files in memory that a vmm process has filled and that were
-// closed here, but which it still maps: where its guest writes all the time, a
-// newer layer is not put in the place of an older one. Its limit stays higher by
-// what they hold.
-type charges struct {
-	mu   sync.Mutex // protects kept
-	kept map[uint64]func() error
-}
-
 // charged is a file in memory that counts against the limit of the vmm process
-// that fills it; the limit is higher until nobody uses it.
+// that fills it; the limit is higher until nobody has it open or mapped.
 type charged struct {
 	*os.File
 	process *Process
-	inode   uint64
 	back    func() error
 }
 
-// newCharged makes a file for at most size bytes. It looks for what has become
-// free since the last one.
+// newCharged makes a file for at most size bytes.
 func (p *Process) newCharged(size uint64) (*charged, error) {
-	if err := p.charges.settle(p.mapped()); err != nil {
-		return nil, err
-	}
 	f, err := memoryFile(chargedName, nil)
 	if err != nil {
 		return nil, err
-	}
-	var st unix.Stat_t
-	if err := unix.Fstat(int(f.Fd()), &st); err != nil {
-		return nil, errors.Join(err, f.Close())
 	}
 	back, err := p.cell.Extend(size)
 	if err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
-	return &charged{f, p, st.Ino, back}, nil
+	return &charged{f, p, back}, nil
 }
 
 // holds says how large the file has become.
@@ -66,36 +46,10 @@ func (c *charged) holds(runs []layer.Run) error {
 	return err
 }
 
+// Close closes the file. The vmm process may still map it: where its guest writes
+// all the time, a newer layer is not put in the place of an older one.
 func (c *charged) Close() error {
-	err := c.File.Close()
-	if c.process.mapped()[c.inode] {
-		c.process.charges.keep(c.inode, c.back)
-		return err
-	}
-	return errors.Join(err, c.back())
-}
-
-func (c *charges) keep(inode uint64, back func() error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.kept == nil {
-		c.kept = map[uint64]func() error{}
-	}
-	c.kept[inode] = back
-}
-
-// settle lowers the limit by the files that are not mapped any more.
-func (c *charges) settle(mapped map[uint64]bool) error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	var errs []error
-	for inode, back := range c.kept {
-		if !mapped[inode] {
-			delete(c.kept, inode)
-			errs = append(errs, back())
-		}
-	}
-	return errors.Join(errs...)
+	return errors.Join(c.process.cell.WhenGone(c.File, c.back), c.File.Close())
 }
 
 // chargedName is that of files which newCharged makes.

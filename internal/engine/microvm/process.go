@@ -57,9 +57,8 @@ type Process struct {
 	exit     vmm.Exit      // set before done is closed
 	lastTail []byte        // the console's tail at the end, likewise
 
-	paused  atomic.Bool // as far as this parent knows
-	parked  atomic.Bool // it goes on when it is sent something
-	charges charges
+	paused atomic.Bool // as far as this parent knows
+	parked atomic.Bool // it goes on when it is sent something
 
 	mu      sync.Mutex // protects all following fields
 	nextID  uint64

@@ -1,0 +1,56 @@
+package microvm
+
+import (
+	"testing"
+	"time"
+
+	"agentrun.dev/internal/layer"
+	"golang.org/x/sys/unix"
+)
+
+// TestCharges: the limit of a vmm process is higher by what a file holds that it has
+// filled, until nobody has that open or mapped; no other capture is needed for it to
+// be what it was.
+func TestCharges(t *testing.T) {
+	p := startBare(t, openJail(t))
+	limit := func() uint64 {
+		t.Helper()
+		_, limit, err := p.Charged()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return limit
+	}
+	base := limit()
+	c, err := p.newCharged(64 * mib)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := limit(); got != base+64*mib {
+		t.Errorf("the limit is %d MiB higher, not 64", (got-base)/mib)
+	}
+	if err := c.holds([]layer.Run{{Length: mib}, {Start: 8 * mib, Length: 2 * mib}}); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.Truncate(64 * mib); err != nil {
+		t.Fatal(err)
+	}
+	mapped, err := unix.Mmap(int(c.Fd()), 0, 64*mib, unix.PROT_READ, unix.MAP_SHARED)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := c.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if got := limit(); got != base+3*mib {
+		t.Errorf("the limit is %d MiB higher, not 3, while the file is mapped", (got-base)/mib)
+	}
+	if err := unix.Munmap(mapped); err != nil {
+		t.Fatal(err)
+	}
+	for begin := time.Now(); limit() != base; time.Sleep(time.Millisecond) { // there is no event for it
+		if time.Since(begin) > time.Minute {
+			t.Fatalf("the limit stays %d MiB higher", (limit()-base)/mib)
+		}
+	}
+}

@@ -1,0 +1,200 @@
+package gvisor
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/gvisor"
+)
+
+// bootFull boots a sandbox and fills most of its memory and disk: a capture of it has
+// more bytes than are left of its limit.
+func bootFull(t *testing.T, e *gvisor.Engine) engine.Sandbox {
+	t.Helper()
+	s := spec(t)
+	s.Memory, s.Disk, s.Scratch = 128*mib, 512*mib, 0
+	sb, err := e.Boot(t.Context(), s)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = sb.Close() })
+	sh(t, sb, "dd if=/dev/urandom of=/file1 bs=1M count=60 2>/dev/null; for i in 2 3 4 5 6 7 8; do cp /file1 /file$i; done; md5sum /file8")
+	return sb
+}
+
+// limitFile is the file with the limit of the cgroup that a sandbox's helper is in.
+func limitFile(t *testing.T, sb engine.Sandbox) string {
+	t.Helper()
+	id, err := gvisor.Identify(sb)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, err := os.ReadFile(filepath.Join("/proc", itoa(id.PID), "cgroup"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for line := range strings.Lines(string(b)) {
+		fields := strings.SplitN(strings.TrimSpace(line), ":", 3)
+		for _, path := range []string{
+			filepath.Join("/sys/fs/cgroup", fields[1], fields[2], "memory.limit_in_bytes"),
+			filepath.Join("/sys/fs/cgroup", fields[2], "memory.max"),
+		} {
+			if _, err := os.Stat(path); err == nil {
+				return path
+			}
+		}
+	}
+	t.Fatalf("process %d is in no group of memory: %s", id.PID, b)
+	return ""
+}
+
+func memoryLimit(t *testing.T, sb engine.Sandbox) uint64 {
+	t.Helper()
+	b, err := os.ReadFile(limitFile(t, sb))
+	if err != nil {
+		t.Fatal(err)
+	}
+	limit, err := strconv.ParseUint(strings.TrimSpace(string(b)), 10, 64)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return limit
+}
+
+// isLowered waits until the limit is what it was: the forks have closed a capture's
+// files before, but nobody tells when the engine has seen it.
+func isLowered(t *testing.T, sb engine.Sandbox, want uint64) {
+	t.Helper()
+	for begin := time.Now(); ; time.Sleep(20 * time.Millisecond) { // there is no event for it
+		limit := memoryLimit(t, sb)
+		if limit == want {
+			break
+		}
+		if time.Since(begin) > patience {
+			t.Fatalf("the limit stays at %d MiB, it was %d", limit/mib, want/mib)
+		}
+	}
+	sh(t, sb, "true") // it lives
+}
+
+// TestForkOfFull: a sandbox that uses nearly all of its memory and disk is forked
+// while it runs, again and again, and has its own limit once its forks have read
+// the capture.
+func TestForkOfFull(t *testing.T) {
+	e := newEngine(t, config(tempDir(t)))
+	sb := bootFull(t, e)
+	want, sum := memoryLimit(t, sb), sh(t, sb, "md5sum /file8")
+	for range 2 {
+		f, err := sb.Fork(t.Context(), []engine.ForkOptions{{}, {}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := errors.Join(f.Errs...); err != nil {
+			t.Fatal(err)
+		}
+		for _, fork := range f.Forks {
+			defer func() { _ = fork.Close() }()
+			if got := sh(t, fork, "md5sum /file8"); got != sum {
+				t.Errorf("a fork has %q, not %q", got, sum)
+			}
+		}
+		// They have read all of the capture and closed its files, which are gone then.
+		isLowered(t, sb, want)
+		for _, fork := range f.Forks {
+			if err := fork.Close(); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+}
+
+// TestSnapshotOfFull: a sandbox that uses nearly all of its memory and disk is
+// captured to a snapshot, and has its own limit afterwards.
+func TestSnapshotOfFull(t *testing.T) {
+	e := newEngine(t, config(tempDir(t)))
+	sb := bootFull(t, e)
+	want := memoryLimit(t, sb)
+	snap, err := sb.Snapshot(t.Context(), filepath.Join(tempDir(t), "snapshot"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = snap.Close() }()
+	isLowered(t, sb, want)
+	fork, err := e.Fork(t.Context(), snap, engine.ForkOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = fork.Close() }()
+	if got, sum := sh(t, fork, "md5sum /file8"), sh(t, sb, "md5sum /file8"); got != sum {
+		t.Errorf("the fork has %q, not %q", got, sum)
+	}
+}
+
+// TestForkIsGivenUp: a sandbox whose fork is given up while it is written lives, and
+// has its own limit afterwards.
+func TestForkIsGivenUp(t *testing.T) {
+	dir := tempDir(t)
+	cfg := config(dir)
+	e := newEngine(t, cfg)
+	sb := bootFull(t, e)
+	want := memoryLimit(t, sb)
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	ended := make(chan error, 1)
+	go func() {
+		_, err := sb.Fork(ctx, []engine.ForkOptions{{}})
+		ended <- err
+	}()
+	for begins := time.Now(); time.Since(begins) < patience; { // there is no event for it
+		if files, err := filepath.Glob(filepath.Join(cfg.Resident, "checkpoint-*", "pages.img")); err == nil && len(files) > 0 {
+			break
+		}
+	}
+	cancel()
+	if err := <-ended; err == nil {
+		t.Log("the fork was faster")
+	} else if !errors.Is(err, context.Canceled) {
+		t.Error(err)
+	}
+	isLowered(t, sb, want)
+	if again, err := sb.Fork(t.Context(), []engine.ForkOptions{{}}); err != nil || again.Errs[0] != nil {
+		t.Error(err, again)
+	} else if err := again.Forks[0].Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestAdoptedLimit: a limit that a parent has raised which was killed before it
+// lowered it is what it was for the next one.
+func TestAdoptedLimit(t *testing.T) {
+	e := newEngine(t, config(tempDir(t)))
+	dir := t.TempDir()
+	sb, err := e.Fork(t.Context(), freeze(t, boot(t, e)), engine.ForkOptions{Folder: dir})
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := memoryLimit(t, sb)
+	if err := os.WriteFile(limitFile(t, sb), []byte(strconv.FormatUint(2*want, 10)), 0); err != nil {
+		t.Fatal(err)
+	}
+	if err := sb.Detach(); err != nil {
+		t.Fatal(err)
+	}
+	if sb, err = e.Adopt(t.Context(), dir); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = sb.Close() })
+	if err := sb.Resume(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if limit := memoryLimit(t, sb); limit != want {
+		t.Errorf("the limit is %d MiB, it was %d", limit/mib, want/mib)
+	}
+}
