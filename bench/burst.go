@@ -51,18 +51,18 @@ func (r *BurstReport) print(w io.Writer) {
 	fmt.Fprintf(w, "at once takes %.2f times as long as in a row (goal 1.3); its median claim %.2f of the whole (goal 0.6)\n", r.Ratio(), r.Median())
 }
 
-// burst makes n claims in a row and n at once.
-func burst(ctx context.Context, from ForkConfig, ready, n int) (_ *BurstReport, err error) {
+// burst makes claims in a row, and as many at once.
+func burst(ctx context.Context, from ForkConfig, cfg ClaimConfig) (_ *BurstReport, err error) {
 	count := &forkedClaims{Observer: sandbox.Observers()}
 	node, err := newNode(ctx, nodeConfig{
 		Root: &rootTemplate{from}, Image: "root", Memory: from.Memory, Folder: from.Folder, Engine: from.engine(), Jail: from.Jail,
-		Observer: count,
+		Observer: count, Starts: cfg.Starts,
 	})
 	defer func() { err = errors.Join(err, node.close()) }()
 	if err != nil {
 		return nil, fmt.Errorf("prepare the burst: %w", err)
 	}
-	r := &BurstReport{Claims: n, Ready: ready}
+	r := &BurstReport{Claims: cfg.Burst, Ready: cfg.Ready}
 	for _, side := range []struct {
 		name string
 		out  *BurstSide
@@ -81,12 +81,12 @@ func burst(ctx context.Context, from ForkConfig, ready, n int) (_ *BurstReport, 
 			all.Wait()
 		}},
 	} {
-		if err := node.keep(ctx, ready); err != nil {
+		if err := node.keep(ctx, cfg.Ready); err != nil {
 			return nil, err
 		}
 		before := count.n.Load()
-		if err := side.out.measure(ctx, node, side.name, n, side.run); err != nil {
-			return nil, fmt.Errorf("%d claims, %s: %w", n, side.name, err)
+		if err := side.out.measure(ctx, node, side.name, cfg.Burst, side.run); err != nil {
+			return nil, fmt.Errorf("%d claims, %s: %w", cfg.Burst, side.name, err)
 		}
 		side.out.Forked = count.n.Load() - before
 	}

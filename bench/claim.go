@@ -22,8 +22,12 @@ type ClaimConfig struct {
 	// Count is how many claims are made one after the other, Ready how many
 	// sandboxes wait, Burst how many claims a burst has; 0 makes no burst.
 	Count, Ready, Burst int
-	// Shells is how many forks are half made, for when no sandbox waits.
+	// Shells is how many forks are half made, for when no sandbox waits. The burst
+	// has as many as a daemon's pool.
 	Shells int
+	// Starts is how many machines are started at once in the burst; 0 leaves that to
+	// the manager.
+	Starts int
 	// Folder is for the snapshot and the sandboxes' disks.
 	Folder string
 	Jail   microvm.JailPolicy
@@ -65,7 +69,7 @@ func Claim(ctx context.Context, cfg ClaimConfig) (_ ClaimReport, err error) {
 		}
 	}
 	if cfg.Burst > 0 {
-		report.Burst, err = burst(ctx, from, cfg.Ready, cfg.Burst)
+		report.Burst, err = burst(ctx, from, cfg)
 	}
 	return report, err
 }

@@ -31,8 +31,9 @@ type nodeConfig struct {
 	Jail   microvm.JailPolicy
 	// Warmup may be nil.
 	Warmup *sandbox.Program
-	// Observer may be nil.
+	// Observer may be nil, and Starts 0.
 	Observer sandbox.Observer
+	Starts   int
 }
 
 func (cfg nodeConfig) builder(e engine.Engine) sandbox.Builder {
@@ -108,7 +109,7 @@ func newNode(ctx context.Context, cfg nodeConfig) (*node, error) {
 	}
 	n.manager, err = sandbox.Open(ctx, sandbox.Config{
 		Dir: filepath.Join(cfg.Folder, "state"), Engine: e, Boot: boot, Capacity: 1 << 62,
-		Builder: cfg.builder(e), Observer: cfg.Observer, Log: slog.New(slog.DiscardHandler),
+		Builder: cfg.builder(e), Observer: cfg.Observer, Starts: cfg.Starts, Log: slog.New(slog.DiscardHandler),
 	})
 	if err != nil {
 		return n, err

@@ -27,8 +27,8 @@ sandboxes one after the other, none of which ends before the last, and as many a
 at once. Those that find no sandbox ready are forks.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) (err error) {
-			if cfg.Count < 0 || cfg.Burst < 0 || cfg.Ready < 0 {
-				return fmt.Errorf("--count %d, --burst %d, --ready %d: 0 or more", cfg.Count, cfg.Burst, cfg.Ready)
+			if cfg.Count < 0 || cfg.Burst < 0 || cfg.Ready < 0 || cfg.Starts < 0 {
+				return fmt.Errorf("--count %d, --burst %d, --ready %d, --starts %d: 0 or more", cfg.Count, cfg.Burst, cfg.Ready, cfg.Starts)
 			}
 			cfg.Engine, _ = pick.Choose(cfg.Engine)
 			root, cleanup, err := rootPath(cmd.Context(), rootfs, cfg.Engine, cmd.ErrOrStderr())
@@ -54,6 +54,7 @@ at once. Those that find no sandbox ready are forks.`,
 	f.IntVar(&cfg.Ready, "ready", cfg.Ready, "how many sandboxes wait")
 	f.IntVar(&cfg.Shells, "shells", 0, "how many forks beyond them wait half made")
 	f.IntVar(&cfg.Burst, "burst", cfg.Burst, "how many claims in a row, and then at once, through the manager; 0 makes none")
+	f.IntVar(&cfg.Starts, "starts", 0, "how many machines the manager starts at once in the burst (default: by processors)")
 	f.IntVar(&cfg.VCPUs, "cpus", cfg.VCPUs, "processors of the microVM")
 	f.Var(&memory, "memory", "RAM of the microVM")
 	f.StringVar(&cfg.Program, "program", "true", "program of the root filesystem that warms it up")

@@ -281,7 +281,10 @@ func (p *pool) open(b Build, spec TemplateSpec, count int) (*stock, error) {
 	}
 	s := &stock{pool: p.key, build: b, spec: spec, snap: snap}
 	fork := forker(func(ctx context.Context, _ *snapshot.Snapshot, o engine.ForkOptions) (engine.Sandbox, error) {
-		return p.manager.forkParked(ctx, s, o.Hostname)
+		if o.Hostname == "" { // only a claim has a name for its sandbox
+			return p.manager.forkWaiting(ctx, s)
+		}
+		return p.manager.forkClaimed(ctx, s, o.Hostname)
 	})
 	var e ready.Engine = fork
 	if ahead, ok := p.manager.cfg.Engine.(engine.Ahead); ok {
@@ -290,7 +293,9 @@ func (p *pool) open(b Build, spec TemplateSpec, count int) (*stock, error) {
 			engine.Ahead
 		}{fork, ahead}
 	}
-	if s.ready, err = ready.New(ready.Config{Snapshot: snap, Count: count, Shells: poolShells, Engine: e}); err != nil {
+	if s.ready, err = ready.New(ready.Config{
+		Snapshot: snap, Count: count, Shells: poolShells, Engine: e, Turn: p.manager.turns.takeIdle,
+	}); err != nil {
 		return nil, errors.Join(err, snap.Close())
 	}
 	return s, nil
@@ -321,41 +326,6 @@ func (p *parked) Close() error {
 	m.capacity.release(p.namespace, p.memory)
 	m.unpark(p.id)
 	return err
-}
-
-// forkParked makes a machine of a build, as far as it takes to be ready.
-func (m *Manager) forkParked(ctx context.Context, s *stock, hostname string) (_ engine.Sandbox, err error) {
-	ctx, end := m.observer.Begin(ctx, Work{Op: OpFork, Pool: s.pool})
-	defer func() { end(Outcome{Err: err}) }()
-	namespace, memory := s.build.Template.Namespace, m.machineMemory(s.spec)
-	if err := m.reserve(namespace, memory); err != nil {
-		return nil, err
-	}
-	waits := hostname == "" // only who is claimed at once has a name already
-	sb, id, err := m.startMachine(s.spec.limits(), func(o engine.ForkOptions) (engine.Sandbox, error) {
-		if waits {
-			return engine.ForkRehearsed(ctx, m.cfg.Engine, s.snap, o, func(ctx context.Context, sb engine.Sandbox) error {
-				if err := m.finish(ctx, s, sb); err != nil {
-					return err
-				}
-				return m.cfg.Builder.Rehearse(ctx, s.spec, sb)
-			})
-		}
-		o.Hostname = hostname
-		return m.cfg.Engine.Fork(ctx, s.snap, o)
-	})
-	if err != nil {
-		m.capacity.release(namespace, memory)
-		return nil, err
-	}
-	m.park(id, s.pool)
-	p := &parked{Sandbox: sb, manager: m, id: id, namespace: namespace, memory: memory, waited: waits}
-	if !waits {
-		if err := m.finish(ctx, s, sb); err != nil {
-			return nil, errors.Join(err, p.Close())
-		}
-	}
-	return p, nil
 }
 
 // finish brings a fork of a build to where it is ready.
