@@ -160,9 +160,13 @@ func (m *Manager) begin() error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.closed {
-		return Errorf(CodeClosing, "the daemon is shutting down").Try("Try again when it is back")
+		return errClosing()
 	}
 	return nil
+}
+
+func errClosing() error {
+	return Errorf(CodeClosing, "the daemon is shutting down").Try("Try again when it is back")
 }
 
 // Folders of the state folder.

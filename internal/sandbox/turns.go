@@ -161,7 +161,6 @@ func (t *turns) close() {
 }
 
 func (w *waiter) refuse() {
-	w.err = Errorf(CodeClosing, "the daemon is shutting down").
-		Because("it starts no more machines").Try("Try again when it is back")
+	w.err = errClosing()
 	close(w.served)
 }
