@@ -146,6 +146,7 @@ func (s *slowSandbox) Fork(ctx context.Context, opts []engine.ForkOptions) (*eng
 			if live.Errs[i] = s.host.begin(ctx, o.Hostname); live.Errs[i] != nil {
 				return
 			}
+			o.Turn = nil // it is held
 			one, err := s.Sandbox.Fork(ctx, []engine.ForkOptions{o})
 			if err != nil {
 				live.Errs[i] = err
@@ -378,6 +379,7 @@ func TestWaitingClaimIsCancelled(t *testing.T) {
 		second := h.claims(ctx, m, key("c-2"))
 		third := h.claims(t.Context(), m, key("c-3"))
 		second.waits(t)
+		h.want(t, "c-1")
 		cancel()
 		second.want(t, false)
 		if !errors.Is(second.err, context.Canceled) {
