@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
+	"path/filepath"
 	"slices"
 	"sync"
 	"testing"
@@ -109,6 +111,13 @@ func (h *slowHost) Fork(ctx context.Context, snap *snapshot.Snapshot, o engine.F
 		what = refill
 	}
 	if err := h.begin(ctx, what); err != nil {
+		return nil, err
+	}
+	memory, err := snap.ReadLayer(snap.Manifest().Memory.Layer().Layers[0])
+	if err != nil {
+		return nil, err
+	}
+	if err := memory.Close(); err != nil {
 		return nil, err
 	}
 	sb, err := h.Host.Fork(ctx, snap, o)
@@ -446,6 +455,33 @@ func TestDeletedPoolEndsWaitingClaims(t *testing.T) {
 		}
 		if n := m.capacity.reserved(); n != 0 {
 			t.Errorf("%d bytes are still reserved", n)
+		}
+	})
+}
+
+// TestClaimsOutliveTheirRevision: claims that wait are served from the snapshot that they
+// came for, which is deleted when none needs it any more.
+func TestClaimsOutliveTheirRevision(t *testing.T) {
+	burst(t, 1, 0, func(t *testing.T, m *Manager, h *slowHost) {
+		first, second := h.claims(t.Context(), m, key("c-1")), h.claims(t.Context(), m, key("c-2"))
+		if _, err := m.ApplyTemplate(key("python"), TemplateSpec{Image: "two", MilliCPUs: 1000, Memory: 64 * mib}); err != nil {
+			t.Fatal(err)
+		}
+		h.finish(t, "c-1", nil)
+		first.want(t, true)
+		third := h.claims(t.Context(), m, key("c-3"))
+		h.finish(t, "c-2", nil)
+		second.want(t, true)
+		h.finish(t, "c-3", nil)
+		third.want(t, true)
+		for name, image := range map[string]string{"c-1": "one", "c-2": "one", "c-3": "two"} {
+			if got := memory(t, h.Host, m, name)["image"]; got != image {
+				t.Errorf("%s is of image %q, not %q", name, got, image)
+			}
+		}
+		synctest.Wait()
+		if left, err := os.ReadDir(filepath.Join(m.cfg.Dir, snapshotsDir)); err != nil || len(left) != 1 {
+			t.Errorf("snapshots that are left: %v, %v", left, err)
 		}
 	})
 }
