@@ -421,10 +421,18 @@ func TestFailedStartGivesItsTurnBack(t *testing.T) {
 	})
 }
 
-// TestCloseEndsWaitingClaims: they are told that the daemon is shutting down.
+// TestCloseEndsWaitingClaims: they are told that the daemon is shutting down, and so is
+// whoever wakes a sandbox up.
 func TestCloseEndsWaitingClaims(t *testing.T) {
 	burst(t, 1, 0, func(t *testing.T, m *Manager, h *slowHost) {
+		h.open()
+		h.claims(t.Context(), m, key("asleep")).want(t, true)
+		if _, err := m.Hibernate(t.Context(), key("asleep")); err != nil {
+			t.Fatal(err)
+		}
+		h.close()
 		claims := []*answer{h.claims(t.Context(), m, key("c-1")), h.claims(t.Context(), m, key("c-2"))}
+		wake := h.calls("wake", func() error { _, err := m.Resume(t.Context(), key("asleep")); return err })
 		h.want(t, "c-1")
 		if err := m.Close(); err != nil {
 			t.Error(err)
@@ -434,6 +442,9 @@ func TestCloseEndsWaitingClaims(t *testing.T) {
 			if e := (*Error)(nil); !errors.As(c.err, &e) || e.Code != CodeClosing || c.err.Error() != e.Error() {
 				t.Errorf("%s: %v", c.name, c.err)
 			}
+		}
+		if wake.want(t, false); !HasCode(wake.err, CodeClosing) {
+			t.Error(wake.err)
 		}
 	})
 }
