@@ -7,9 +7,11 @@ import (
 	"io"
 	"io/fs"
 	"log/slog"
+	"maps"
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -140,7 +142,7 @@ func (m *Manager) Close() error {
 	m.closed = true
 	running := m.pools
 	m.pools = map[Key]*pool{}
-	members := m.sandboxes
+	members := slices.Collect(maps.Values(m.sandboxes)) // claims that are refused now leave the map
 	m.mu.Unlock()
 	m.cancel()
 	m.turns.close()
