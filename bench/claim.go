@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"sync"
 	"time"
 
 	"agentrun.dev/internal/engine"
@@ -21,10 +20,14 @@ type ClaimConfig struct {
 	Memory        uint64
 	VCPUs         int
 	// Count is how many claims are made one after the other, Ready how many
-	// sandboxes wait, Burst how many claims are made at once.
+	// sandboxes wait, Burst how many claims a burst has; 0 makes no burst.
 	Count, Ready, Burst int
-	// Shells is how many forks are half made, for when no sandbox waits.
+	// Shells is how many forks are half made, for when no sandbox waits. The burst
+	// has as many as a daemon's pool.
 	Shells int
+	// Starts is how many machines are started at once in the burst; 0 leaves that to
+	// the manager.
+	Starts int
 	// Folder is for the snapshot and the sandboxes' disks.
 	Folder string
 	Jail   microvm.JailPolicy
@@ -46,53 +49,61 @@ type ClaimReport struct {
 	// sandbox is made meanwhile.
 	Ping  Summary `json:"warm_ping"`
 	Claim Summary `json:"claim"`
-	// Burst is how long each of many claims at once took, BurstAll all of them;
-	// Forked is how many of them found no sandbox waiting.
-	Burst    Summary `json:"burst"`
-	BurstAll float64 `json:"burst_all_ms"`
-	Forked   uint64  `json:"burst_forked"`
-	Noisy    bool    `json:"noisy"`
+	// Burst is many claims at once, through the manager; nil if none were made.
+	Burst *BurstReport `json:"burst,omitempty"`
+	Noisy bool         `json:"noisy"`
 }
 
-// Claim measures claims of ready sandboxes.
+// Claim measures claims of ready sandboxes: one by one of a pool without a manager,
+// then a burst of them through the manager.
 func Claim(ctx context.Context, cfg ClaimConfig) (_ ClaimReport, err error) {
 	report := ClaimReport{Memory: cfg.Memory, VCPUs: cfg.VCPUs, Ready: cfg.Ready, Shells: cfg.Shells}
 	from := ForkConfig{
 		Root: cfg.Root, Program: cfg.Program, Memory: cfg.Memory, VCPUs: cfg.VCPUs, Folder: cfg.Folder, Jail: cfg.Jail,
 		Engine: cfg.Engine, Warm: cfg.Warm,
 	}
+	report.Engine = string(from.engine())
+	if cfg.Count > 0 {
+		if err := report.oneByOne(ctx, cfg, from); err != nil {
+			return report, err
+		}
+	}
+	if cfg.Burst > 0 {
+		report.Burst, err = burst(ctx, from, cfg)
+	}
+	return report, err
+}
+
+// oneByOne measures claims while no sandbox is made.
+func (r *ClaimReport) oneByOne(ctx context.Context, cfg ClaimConfig, from ForkConfig) (err error) {
 	source, err := newForkSource(ctx, from)
 	if err != nil {
-		return report, err
+		return err
 	}
 	defer func() { err = errors.Join(err, source.close()) }()
-	report.Engine = string(from.engine())
 	pool, err := ready.New(ready.Config{Engine: source.engine, Snapshot: source.snap, Count: cfg.Ready, Shells: cfg.Shells})
 	if err != nil {
-		return report, err
+		return err
 	}
 	defer func() { err = errors.Join(err, pool.Close()) }()
 	floor, err := floorOf(from.engine(), cfg.Root, cfg.Warm)
 	if err != nil {
-		return report, err
+		return err
 	}
 	defer func() { err = errors.Join(err, floor.Close()) }()
 
 	var s claimSamples
 	for len(s.claims) < cfg.Count {
 		if err := pool.WaitFull(ctx); err != nil {
-			return report, err
+			return err
 		}
 		if err := s.row(ctx, pool, floor, max(1, min(cfg.Ready, cfg.Count-len(s.claims)))); err != nil {
-			return report, err
+			return err
 		}
 	}
-	report.Floor, report.Claim, report.Ping = Summarize(s.floors), Summarize(s.claims), Summarize(s.pings)
-	report.Noisy = report.Floor.Noisy()
-	if err := pool.WaitFull(ctx); err != nil {
-		return report, err
-	}
-	return report, report.burst(ctx, pool, cfg.Burst)
+	r.Floor, r.Claim, r.Ping = Summarize(s.floors), Summarize(s.claims), Summarize(s.pings)
+	r.Noisy = r.Floor.Noisy()
+	return nil
 }
 
 type claimSamples struct{ floors, pings, claims []time.Duration }
@@ -146,43 +157,21 @@ func (s *claimSamples) row(ctx context.Context, pool *ready.Pool, floor sampler,
 	return nil
 }
 
-// burst makes n claims at once.
-func (r *ClaimReport) burst(ctx context.Context, pool *ready.Pool, n int) error {
-	before := pool.Stats().Forked
-	var claims sync.WaitGroup
-	took, errs := make([]time.Duration, n), make([]error, n)
-	claimed := make([]engine.Sandbox, n)
-	start := time.Now()
-	for i := range n {
-		claims.Go(func() {
-			claimed[i], errs[i] = pool.Claim(ctx, "")
-			took[i] = time.Since(start)
-		})
-	}
-	claims.Wait()
-	r.BurstAll = float64(time.Since(start).Nanoseconds()) / 1e6
-	r.Burst, r.Forked = Summarize(took), pool.Stats().Forked-before
-	for i, sb := range claimed {
-		if sb != nil {
-			errs[i] = errors.Join(sb.Agent().Ping(ctx), sb.Close())
-		}
-	}
-	return errors.Join(errs...)
-}
-
 // Print writes the report as a table.
 func (r ClaimReport) Print(w io.Writer) error {
-	fmt.Fprintf(w, "claims of %d ready sandboxes, %d shells, %d MiB, %d vCPU; milliseconds\n", r.Ready, r.Shells, r.Memory>>20, r.VCPUs)
-	err := printTable(w, r.Floor, []row{
-		{"floor", r.Floor}, {"warm ping", r.Ping}, {"claim", r.Claim}, {"claims in a burst", r.Burst},
-	})
-	if err != nil {
-		return err
+	if r.Claim.N > 0 {
+		fmt.Fprintf(w, "claims of %d ready sandboxes, %d shells, %d MiB, %d vCPU; milliseconds\n", r.Ready, r.Shells, r.Memory>>20, r.VCPUs)
+		err := printTable(w, r.Floor, []row{{"floor", r.Floor}, {"warm ping", r.Ping}, {"claim", r.Claim}})
+		if err != nil {
+			return err
+		}
 	}
 	if r.Ping.P50 > 0 {
 		fmt.Fprintf(w, "a claim takes %.1f times as long as a warm ping\n", r.Claim.P50/r.Ping.P50)
 	}
-	fmt.Fprintf(w, "burst: %d claims in %.0f ms, %d of them by a fork\n", r.Burst.N, r.BurstAll, r.Forked)
+	if r.Burst != nil {
+		r.Burst.print(w)
+	}
 	if r.Noisy {
 		fmt.Fprintln(w, NoisyWarning)
 	}

@@ -154,16 +154,39 @@ func newForkSource(ctx context.Context, cfg ForkConfig) (_ *forkSource, err erro
 		return nil, err
 	}
 	s.undo = append(s.undo, s.engine.Close)
-	root, err := os.Open(cfg.Root)
-	if err != nil {
-		return nil, err
-	}
-	s.undo = append(s.undo, root.Close)
-	source, err := s.engine.Boot(ctx, engine.Spec{Root: root, Memory: cfg.Memory, VCPUs: cfg.VCPUs})
+	source, err := bootWarm(ctx, s.engine, cfg)
 	if err != nil {
 		return nil, err
 	}
 	s.undo = append(s.undo, source.Close)
+	if s.snap, err = source.Snapshot(ctx, filepath.Join(cfg.Folder, "snapshot")); err != nil {
+		return nil, err
+	}
+	s.undo = append(s.undo, s.snap.Close)
+	if err := source.Pause(ctx); err != nil { // it must not disturb its children
+		return nil, err
+	}
+	return s, s.openAhead(ctx, resident)
+}
+
+// bootWarm boots the root filesystem and brings it to where a template is
+// captured: the program and the warm-up script have run, nothing is put off, and the
+// session with the agent is closed.
+func bootWarm(ctx context.Context, e engine.Engine, cfg ForkConfig) (_ engine.Sandbox, err error) {
+	root, err := os.Open(cfg.Root)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = root.Close() }() // only read
+	source, err := e.Boot(ctx, engine.Spec{Root: root, Memory: cfg.Memory, VCPUs: cfg.VCPUs})
+	if err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, source.Close())
+		}
+	}()
 	if _, err := repeat(nil, 0, func() error { return execProgram(ctx, source.Agent(), cfg.Program) }); err != nil {
 		return nil, err
 	}
@@ -175,17 +198,8 @@ func newForkSource(ctx context.Context, cfg ForkConfig) (_ *forkSource, err erro
 	if err := source.Settle(ctx); err != nil {
 		return nil, err
 	}
-	if err := source.Agent().Close(); err != nil { // as a template's is, before it is captured
-		return nil, err
-	}
-	if s.snap, err = source.Snapshot(ctx, filepath.Join(cfg.Folder, "snapshot")); err != nil {
-		return nil, err
-	}
-	s.undo = append(s.undo, s.snap.Close)
-	if err := source.Pause(ctx); err != nil { // it must not disturb its children
-		return nil, err
-	}
-	return s, s.openAhead(ctx, resident)
+	// As a template's is, before it is captured.
+	return source, source.Agent().Close()
 }
 
 // identify says which process a sandbox is.

@@ -3,11 +3,13 @@ package bench
 import (
 	"context"
 	"errors"
+	"io"
 	"log/slog"
 	"os"
 	"path/filepath"
 	"time"
 
+	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/folder"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/pick"
@@ -21,12 +23,56 @@ type nodeConfig struct {
 	// Image is one of Images.
 	Image  string
 	Images *image.Store
+	// Root is a root filesystem to use instead of an image.
+	Root   *rootTemplate
 	Memory uint64
 	Folder string
 	Engine pick.Kind
 	Jail   microvm.JailPolicy
 	// Warmup may be nil.
 	Warmup *sandbox.Program
+	// Observer may be nil, and Starts 0.
+	Observer sandbox.Observer
+	Starts   int
+}
+
+func (cfg nodeConfig) builder(e engine.Engine) sandbox.Builder {
+	if cfg.Root != nil {
+		return &rootBuilder{rootTemplate: *cfg.Root, engine: e}
+	}
+	return &template.Builder{Engine: e, Images: cfg.Images, PlainRoots: cfg.Engine == pick.GVisor}
+}
+
+// rootTemplate is a template that is made of a root filesystem, without an image.
+type rootTemplate struct{ ForkConfig }
+
+// rootBuilder builds such a template.
+type rootBuilder struct {
+	rootTemplate
+	engine engine.Engine
+}
+
+func (b *rootBuilder) Build(ctx context.Context, _ sandbox.TemplateSpec, _ sandbox.Stage, dir string, _ io.Writer) (built sandbox.Built, err error) {
+	source, err := bootWarm(ctx, b.engine, b.ForkConfig)
+	if err != nil {
+		return built, err
+	}
+	defer func() { err = errors.Join(err, source.Close()) }()
+	snap, err := source.Snapshot(ctx, dir)
+	if err != nil {
+		return built, err
+	}
+	return sandbox.Built{Image: b.Root, Workdir: sandbox.DefaultWorkdir}, snap.Close()
+}
+
+// Finish does nothing: the template has no ready check and no warm-up code.
+func (b *rootBuilder) Finish(context.Context, sandbox.TemplateSpec, sandbox.Built, engine.Sandbox) error {
+	return nil
+}
+
+// Rehearse does nothing: the template has no kernel that its user will speak to.
+func (b *rootBuilder) Rehearse(context.Context, sandbox.TemplateSpec, engine.Sandbox) error {
+	return nil
 }
 
 // node is what a daemon has but for its server: a manager with a pool, in which no
@@ -63,8 +109,7 @@ func newNode(ctx context.Context, cfg nodeConfig) (*node, error) {
 	}
 	n.manager, err = sandbox.Open(ctx, sandbox.Config{
 		Dir: filepath.Join(cfg.Folder, "state"), Engine: e, Boot: boot, Capacity: 1 << 62,
-		Builder: &template.Builder{Engine: e, Images: cfg.Images, PlainRoots: cfg.Engine == pick.GVisor},
-		Log:     slog.New(slog.DiscardHandler),
+		Builder: cfg.builder(e), Observer: cfg.Observer, Starts: cfg.Starts, Log: slog.New(slog.DiscardHandler),
 	})
 	if err != nil {
 		return n, err

@@ -2,6 +2,7 @@ package main
 
 import (
 	"errors"
+	"fmt"
 	"os"
 
 	"agentrun.dev/bench"
@@ -19,10 +20,16 @@ func newBenchClaimCommand() *cobra.Command {
 		Short: "Claims of ready sandboxes: forked, answered and paused before",
 		Long: `Boot a microVM, freeze it, keep forks of it ready (they have answered once and are
 paused) and measure claims: from the call until the sandbox runs and its agent has
-confirmed a new identity, beside a warm ping and the floor of the same run. Then
-many claims are made at once; those that find no sandbox ready are forks.`,
+confirmed a new identity, beside a warm ping and the floor of the same run.
+
+Then a burst, through the manager of a daemon: --burst claims of a pool with --ready
+sandboxes one after the other, none of which ends before the last, and as many again
+at once. Those that find no sandbox ready are forks.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) (err error) {
+			if cfg.Count < 0 || cfg.Burst < 0 || cfg.Ready < 0 || cfg.Starts < 0 {
+				return fmt.Errorf("--count %d, --burst %d, --ready %d, --starts %d: 0 or more", cfg.Count, cfg.Burst, cfg.Ready, cfg.Starts)
+			}
 			cfg.Engine, _ = pick.Choose(cfg.Engine)
 			root, cleanup, err := rootPath(cmd.Context(), rootfs, cfg.Engine, cmd.ErrOrStderr())
 			if err != nil {
@@ -43,10 +50,11 @@ many claims are made at once; those that find no sandbox ready are forks.`,
 	}
 	f := cmd.Flags()
 	f.StringVar(&rootfs, "rootfs", "", "folder with a root filesystem, or an EROFS image of one (required)")
-	f.IntVarP(&cfg.Count, "count", "n", cfg.Count, "how many claims, one after the other")
+	f.IntVarP(&cfg.Count, "count", "n", cfg.Count, "how many claims, one after the other; 0 makes only the burst")
 	f.IntVar(&cfg.Ready, "ready", cfg.Ready, "how many sandboxes wait")
 	f.IntVar(&cfg.Shells, "shells", 0, "how many forks beyond them wait half made")
-	f.IntVar(&cfg.Burst, "burst", cfg.Burst, "how many claims at once")
+	f.IntVar(&cfg.Burst, "burst", cfg.Burst, "how many claims in a row, and then at once, through the manager; 0 makes none")
+	f.IntVar(&cfg.Starts, "starts", 0, "how many machines the manager starts at once in the burst (default: by processors)")
 	f.IntVar(&cfg.VCPUs, "cpus", cfg.VCPUs, "processors of the microVM")
 	f.Var(&memory, "memory", "RAM of the microVM")
 	f.StringVar(&cfg.Program, "program", "true", "program of the root filesystem that warms it up")

@@ -100,6 +100,18 @@ type ForkOptions struct {
 	// where its source's does. Connections that the source has open go on in the
 	// source, and are reset in the fork. The file stays the caller's.
 	Wire *os.File
+	// Turn is waited for before the fork is started, and release called when it has
+	// answered or failed. Whoever makes many sandboxes bounds so how many are started
+	// at once, the children of one Sandbox.Fork included. nil starts it at once.
+	Turn func(context.Context) (release func(), err error)
+}
+
+// WaitTurn waits for the fork's turn.
+func (o ForkOptions) WaitTurn(ctx context.Context) (release func(), err error) {
+	if o.Turn == nil {
+		return func() {}, nil
+	}
+	return o.Turn(ctx)
 }
 
 // Engine runs sandboxes of one kind.

@@ -131,5 +131,9 @@ func (b *member) forget() error {
 	b.record.State = Ended
 	b.mu.Unlock()
 	b.unlock()
-	return m.db.Update(func(tx *journal.Tx) error { return sandboxes.Delete(tx, string(b.id)) })
+	err := m.db.Update(func(tx *journal.Tx) error { return sandboxes.Delete(tx, string(b.id)) })
+	if m.ctx.Err() != nil {
+		return nil // the journal may be closed; the next daemon forgets the sandbox
+	}
+	return err
 }

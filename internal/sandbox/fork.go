@@ -92,7 +92,10 @@ func (m *Manager) forkMember(ctx context.Context, b *member, f *Fork) (err error
 	}
 	opts := make([]engine.ForkOptions, len(children))
 	for i, c := range children {
-		opts[i] = engine.ForkOptions{Hostname: string(c.out.Name), Folder: m.machineDir(c.machine), Limits: last.Limits}
+		opts[i] = engine.ForkOptions{
+			Hostname: string(c.out.Name), Folder: m.machineDir(c.machine), Limits: last.Limits,
+			Turn: func(ctx context.Context) (func(), error) { return m.turns.take(ctx, last.Namespace) },
+		}
 	}
 	var out Outcome
 	ctx, end := m.observer.Begin(ctx, last.work(OpLiveFork))

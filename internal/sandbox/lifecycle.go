@@ -147,7 +147,7 @@ func (b *member) wakeMachine(ctx context.Context, last Sandbox) (_ engine.Sandbo
 		return nil, "", err
 	}
 	defer func() { err = errors.Join(err, snap.Close()) }()
-	return m.startMachine(last.Limits, func(o engine.ForkOptions) (engine.Sandbox, error) {
+	return m.startInTurn(ctx, last.Namespace, last.Limits, func(o engine.ForkOptions) (engine.Sandbox, error) {
 		o.Hostname, o.KeepIdentity = string(last.Name), true
 		return m.cfg.Engine.Fork(ctx, snap, o)
 	})

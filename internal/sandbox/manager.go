@@ -7,8 +7,11 @@ import (
 	"io"
 	"io/fs"
 	"log/slog"
+	"maps"
 	"os"
 	"path/filepath"
+	"runtime"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -39,6 +42,9 @@ type Config struct {
 	Builder Builder
 	// Capacity is how much memory sandboxes may reserve together.
 	Capacity uint64
+	// Starts is how many machines are started at once; 0 decides by the host's
+	// processors.
+	Starts int
 	// Key seals secrets, and images of sandboxes that hold some; nil is a daemon
 	// that takes no secrets.
 	Key *seal.Key
@@ -55,6 +61,7 @@ type Manager struct {
 	observer Observer
 	db       *journal.DB
 	capacity *admission
+	turns    *turns
 	secrets  *secretStore
 	ctx      context.Context // ends when the manager closes
 	cancel   context.CancelFunc
@@ -107,9 +114,12 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 	if cfg.Observer == nil {
 		cfg.Observer = Observers()
 	}
+	if cfg.Starts < 1 {
+		cfg.Starts = runtime.NumCPU()
+	}
 	db.Observe(cfg.Observer.Journaled)
 	m := &Manager{
-		cfg: cfg, observer: cfg.Observer, db: db, secrets: secrets, capacity: newAdmission(cfg.Capacity),
+		cfg: cfg, observer: cfg.Observer, db: db, secrets: secrets, capacity: newAdmission(cfg.Capacity), turns: newTurns(cfg.Starts),
 		dirty:     make(chan struct{}, 1),
 		sandboxes: map[ID]*member{}, names: map[Key]ID{}, pools: map[Key]*pool{}, builds: map[buildKey]*build{},
 		requests: map[string]*request{}, restoring: map[ID]int{}, parked: map[ID]Key{},
@@ -132,9 +142,10 @@ func (m *Manager) Close() error {
 	m.closed = true
 	running := m.pools
 	m.pools = map[Key]*pool{}
-	members := m.sandboxes
+	members := slices.Collect(maps.Values(m.sandboxes)) // claims that are refused now leave the map
 	m.mu.Unlock()
 	m.cancel()
+	m.turns.close()
 	var errs []error
 	for _, p := range running {
 		errs = append(errs, p.close())
@@ -151,9 +162,13 @@ func (m *Manager) begin() error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.closed {
-		return Errorf(CodeClosing, "the daemon is shutting down").Try("Try again when it is back")
+		return errClosing()
 	}
 	return nil
+}
+
+func errClosing() error {
+	return Errorf(CodeClosing, "the daemon is shutting down").Try("Try again when it is back")
 }
 
 // Folders of the state folder.
@@ -264,8 +279,19 @@ func (m *Manager) keep() error {
 	return m.cfg.Engine.Keep(folders, snapshots)
 }
 
+// startInTurn is startMachine when it is the turn of a machine that a user of a
+// namespace waits for.
+func (m *Manager) startInTurn(ctx context.Context, n Namespace, limits engine.Limits, start func(engine.ForkOptions) (engine.Sandbox, error)) (engine.Sandbox, ID, error) {
+	release, err := m.turns.take(ctx, n)
+	if err != nil {
+		return nil, "", err
+	}
+	defer release()
+	return m.startMachine(limits, start)
+}
+
 // startMachine makes a machine in a new folder. The caller has reserved its
-// memory.
+// memory, and has a turn.
 func (m *Manager) startMachine(limits engine.Limits, start func(engine.ForkOptions) (engine.Sandbox, error)) (engine.Sandbox, ID, error) {
 	id := newID()
 	dir := m.machineDir(id)

@@ -44,12 +44,43 @@ type stock struct {
 	spec  TemplateSpec
 	snap  *snapshot.Snapshot
 	ready *ready.Pool
+
+	gone   context.Context // ends with the pool, and ends the claims under way
+	cancel context.CancelFunc
+	mu     sync.Mutex    // protects all following fields
+	claims int           // under way; they need the snapshot
+	closed chan struct{} // nil until the stock closes, closed when no claim is under way
 }
 
 // poolShells is how many forks of a pool are half made.
 const poolShells = 1
 
+// begin is called before a claim of the stock, while the stock is one of its pool;
+// end after the claim.
+func (s *stock) begin() (end func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.claims++
+	return func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if s.claims--; s.claims == 0 && s.closed != nil {
+			close(s.closed)
+		}
+	}
+}
+
+// close ends the sandboxes that wait, after the claims under way. The stock is no
+// more in its pool.
 func (s *stock) close() error {
+	s.mu.Lock()
+	s.closed = make(chan struct{})
+	if s.claims == 0 {
+		close(s.closed)
+	}
+	s.mu.Unlock()
+	<-s.closed
+	s.cancel()
 	return errors.Join(s.ready.Close(), s.snap.Close())
 }
 
@@ -234,7 +265,7 @@ func (p *pool) reconcile(ctx context.Context) error {
 		case b.Phase == PhaseFailed:
 			return fmt.Errorf("template %s: %s", t.Name, b.Problem)
 		}
-		if current, err = p.open(b, t.Spec, spec.Replicas); err != nil {
+		if current, err = p.open(ctx, b, t.Spec, spec.Replicas); err != nil {
 			return err
 		}
 		p.mu.Lock()
@@ -274,14 +305,18 @@ func (p *pool) retire(ctx context.Context, current *stock) error {
 }
 
 // open makes the stock of a build.
-func (p *pool) open(b Build, spec TemplateSpec, count int) (*stock, error) {
+func (p *pool) open(ctx context.Context, b Build, spec TemplateSpec, count int) (*stock, error) {
 	snap, err := snapshot.Open(p.manager.snapshotDir(b.Snapshot))
 	if err != nil {
 		return nil, fmt.Errorf("the snapshot of template %s: %w", b.Template.Name, err)
 	}
 	s := &stock{pool: p.key, build: b, spec: spec, snap: snap}
+	s.gone, s.cancel = context.WithCancel(ctx)
 	fork := forker(func(ctx context.Context, _ *snapshot.Snapshot, o engine.ForkOptions) (engine.Sandbox, error) {
-		return p.manager.forkParked(ctx, s, o.Hostname)
+		if o.Hostname == "" { // only a claim has a name for its sandbox
+			return p.manager.forkWaiting(ctx, s)
+		}
+		return p.manager.forkClaimed(ctx, s, o.Hostname)
 	})
 	var e ready.Engine = fork
 	if ahead, ok := p.manager.cfg.Engine.(engine.Ahead); ok {
@@ -290,7 +325,9 @@ func (p *pool) open(b Build, spec TemplateSpec, count int) (*stock, error) {
 			engine.Ahead
 		}{fork, ahead}
 	}
-	if s.ready, err = ready.New(ready.Config{Snapshot: snap, Count: count, Shells: poolShells, Engine: e}); err != nil {
+	if s.ready, err = ready.New(ready.Config{
+		Snapshot: snap, Count: count, Shells: poolShells, Engine: e, Turn: p.manager.turns.takeIdle,
+	}); err != nil {
 		return nil, errors.Join(err, snap.Close())
 	}
 	return s, nil
@@ -323,41 +360,6 @@ func (p *parked) Close() error {
 	return err
 }
 
-// forkParked makes a machine of a build, as far as it takes to be ready.
-func (m *Manager) forkParked(ctx context.Context, s *stock, hostname string) (_ engine.Sandbox, err error) {
-	ctx, end := m.observer.Begin(ctx, Work{Op: OpFork, Pool: s.pool})
-	defer func() { end(Outcome{Err: err}) }()
-	namespace, memory := s.build.Template.Namespace, m.machineMemory(s.spec)
-	if err := m.reserve(namespace, memory); err != nil {
-		return nil, err
-	}
-	waits := hostname == "" // only who is claimed at once has a name already
-	sb, id, err := m.startMachine(s.spec.limits(), func(o engine.ForkOptions) (engine.Sandbox, error) {
-		if waits {
-			return engine.ForkRehearsed(ctx, m.cfg.Engine, s.snap, o, func(ctx context.Context, sb engine.Sandbox) error {
-				if err := m.finish(ctx, s, sb); err != nil {
-					return err
-				}
-				return m.cfg.Builder.Rehearse(ctx, s.spec, sb)
-			})
-		}
-		o.Hostname = hostname
-		return m.cfg.Engine.Fork(ctx, s.snap, o)
-	})
-	if err != nil {
-		m.capacity.release(namespace, memory)
-		return nil, err
-	}
-	m.park(id, s.pool)
-	p := &parked{Sandbox: sb, manager: m, id: id, namespace: namespace, memory: memory, waited: waits}
-	if !waits {
-		if err := m.finish(ctx, s, sb); err != nil {
-			return nil, errors.Join(err, p.Close())
-		}
-	}
-	return p, nil
-}
-
 // finish brings a fork of a build to where it is ready.
 func (m *Manager) finish(ctx context.Context, s *stock, sb engine.Sandbox) error {
 	if s.build.Stage != AfterInit {
@@ -370,29 +372,45 @@ func (s TemplateSpec) limits() engine.Limits { return engine.Limits{MilliCPUs: s
 
 // claim takes a machine of the newest revision that has one, or makes one.
 func (p *pool) claim(ctx context.Context, hostname string) (*parked, *stock, error) {
-	p.mu.Lock()
-	current, older := p.current, p.older
-	problem, phase := p.problem, p.phase
-	p.mu.Unlock()
-	if current == nil {
-		e := Errorf(CodeNotReady, "pool %s has no sandboxes yet", p.key.Name)
-		if phase == PhaseFailed {
-			return nil, nil, e.Because("%s", problem).Try("`agentrun logs template/%s` has more", p.spec.Template)
-		}
-		return nil, nil, e.Try("`agentrun get pool %s` shows how far it is", p.key.Name)
-	}
-	from := current
-	for i := len(older) - 1; i >= 0 && from.ready.Stats().Ready == 0; i-- {
-		from = older[i]
-	}
-	if from.ready.Stats().Ready == 0 {
-		from = current
-	}
-	sb, err := from.ready.Claim(ctx, hostname)
+	from, end, err := p.source()
 	if err != nil {
 		return nil, nil, err
 	}
-	return sb.(*parked), from, nil
+	defer end()
+	inPool, cancel := context.WithCancel(ctx)
+	defer cancel()
+	defer context.AfterFunc(from.gone, cancel)()
+	sb, err := from.ready.Claim(inPool, hostname)
+	switch {
+	case err == nil:
+		return sb.(*parked), from, nil
+	case p.manager.ctx.Err() != nil:
+		return nil, nil, errClosing()
+	case from.gone.Err() != nil:
+		err = Errorf(CodeNotFound, "pool %s is gone", p.key.Name).Because("it was deleted while the claim waited")
+	}
+	return nil, nil, err
+}
+
+// source finds the stock to claim of, and begins a claim of it.
+func (p *pool) source() (_ *stock, end func(), err error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.current == nil {
+		e := Errorf(CodeNotReady, "pool %s has no sandboxes yet", p.key.Name)
+		if p.phase == PhaseFailed {
+			return nil, nil, e.Because("%s", p.problem).Try("`agentrun logs template/%s` has more", p.spec.Template)
+		}
+		return nil, nil, e.Try("`agentrun get pool %s` shows how far it is", p.key.Name)
+	}
+	from := p.current
+	for i := len(p.older) - 1; i >= 0 && from.ready.Stats().Ready == 0; i-- {
+		from = p.older[i]
+	}
+	if from.ready.Stats().Ready == 0 {
+		from = p.current
+	}
+	return from, from.begin(), nil // a stock leaves the pool under the lock, and closes then
 }
 
 // status is what the pool has.

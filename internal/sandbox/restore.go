@@ -104,7 +104,7 @@ func (m *Manager) restoreMachine(ctx context.Context, s Sandbox, c Checkpoint) (
 		return nil, "", fmt.Errorf("restore checkpoint %s: %w", c.Name, err)
 	}
 	defer func() { err = errors.Join(err, snap.Close()) }()
-	sb, machine, err := m.startMachine(s.Limits, func(o engine.ForkOptions) (engine.Sandbox, error) {
+	sb, machine, err := m.startInTurn(ctx, s.Namespace, s.Limits, func(o engine.ForkOptions) (engine.Sandbox, error) {
 		o.Hostname = string(s.Name)
 		return m.cfg.Engine.Fork(ctx, snap, o)
 	})

@@ -208,7 +208,14 @@ func (s *Stock[T]) Renew() {
 func (s *Stock[T]) Resize(count int) {
 	s.mu.Lock()
 	s.count = count
-	for len(s.waiting) > count {
+	s.shrink()
+	s.mu.Unlock()
+	s.Refill()
+}
+
+// shrink ends the items that are too many; the lock must be held.
+func (s *Stock[T]) shrink() {
+	for len(s.waiting) > s.count {
 		last := s.waiting[len(s.waiting)-1]
 		for _, w := range s.waiting {
 			if w.stale {
@@ -218,8 +225,6 @@ func (s *Stock[T]) Resize(count int) {
 		}
 		s.discard(last)
 	}
-	s.mu.Unlock()
-	s.Refill()
 }
 
 // discard ends an item that waits; the lock must be held.
@@ -317,12 +322,7 @@ func (s *Stock[T]) add(ctx context.Context) error {
 	s.waiting = append(s.waiting, w)
 	s.tell()
 	s.done.Go(func() { s.watch(w) })
-	for _, old := range s.waiting {
-		if old.stale && len(s.waiting) > s.count {
-			s.discard(old)
-			break
-		}
-	}
+	s.shrink() // it takes the place of a stale one, or fewer are to wait since it was begun
 	return nil
 }
 

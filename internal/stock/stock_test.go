@@ -7,6 +7,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 )
 
@@ -230,6 +231,28 @@ func TestResize(t *testing.T) {
 	if n := m.alive.Load(); n != 1 {
 		t.Errorf("%d are alive, not the one that was taken", n)
 	}
+}
+
+// TestResizeWhileMaking: an item that is made when it is not wanted any more ends.
+func TestResizeWhileMaking(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := &maker{}
+		goOn := make(chan struct{})
+		s := New(Config[*item]{What: "items", Count: 1, Make: func(ctx context.Context) (*item, error) {
+			<-goOn
+			return m.make(ctx)
+		}})
+		synctest.Wait()
+		s.Resize(0)
+		close(goOn)
+		synctest.Wait()
+		if n := s.Stats().Waiting; n != 0 || m.alive.Load() != 0 || m.made.Load() != 1 {
+			t.Errorf("%d wait, %d of %d are alive", n, m.alive.Load(), m.made.Load())
+		}
+		if err := s.Close(); err != nil {
+			t.Error(err)
+		}
+	})
 }
 
 // TestHold: while it is held a stock makes nothing, and afterwards what is

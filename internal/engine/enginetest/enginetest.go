@@ -87,6 +87,7 @@ func Run(t *testing.T, target Target) {
 		{"Private", s.testPrivate},
 		{"ForkOfFork", s.testForkOfFork},
 		{"LiveFork", s.testLiveFork},
+		{"Turns", s.testTurns},
 		{"Adopt", s.testAdopt},
 		{"AdoptRefuses", s.testAdoptRefuses},
 		{"Moved", s.testMoved},

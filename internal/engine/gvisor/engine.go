@@ -173,6 +173,11 @@ func (e *Engine) Fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 }
 
 func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.ForkOptions) (_ *sandbox, err error) {
+	release, err := opts.WaitTurn(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer release()
 	s, err := e.describe(snap, opts.Hostname)
 	if err != nil {
 		return nil, err

@@ -46,6 +46,11 @@ func (s *sandbox) Fork(ctx context.Context, opts []engine.ForkOptions) (*engine.
 
 // child starts a sandbox that continues from a checkpoint of this one.
 func (s *sandbox) child(ctx context.Context, c checkpoint, opts engine.ForkOptions) (*sandbox, error) {
+	release, err := opts.WaitTurn(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer release()
 	child := &sandbox{
 		engine: s.engine, self: identity.Self{Hostname: opts.Hostname}, vcpus: s.vcpus, memory: s.memory, disk: s.disk,
 		root: s.root.use(), parent: s.parent, network: s.network,

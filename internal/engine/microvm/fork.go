@@ -29,6 +29,11 @@ func (e *Engine) Fits(m snapshot.Manifest) error {
 
 // fork makes a fork, which is rehearsed unless rehearse is nil.
 func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.ForkOptions, rehearse engine.Rehearsal) (*sandbox, error) {
+	release, err := opts.WaitTurn(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer release()
 	s, err := e.describe(snap, opts.Hostname)
 	if err != nil {
 		return nil, err

@@ -377,6 +377,11 @@ func (e *Engine) privateCopy(from *os.File) (_ *os.File, size uint64, err error)
 
 // child starts a sandbox that continues from the moment.
 func (m *moment) child(ctx context.Context, opts engine.ForkOptions) (*sandbox, error) {
+	release, err := opts.WaitTurn(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer release()
 	images := []layer.Image{m.memory}
 	for _, d := range m.disks {
 		images = append(images, d.image)

@@ -34,6 +34,11 @@ type Config struct {
 	// Options are those of the next sandbox; nil uses none. It is called for
 	// each sandbox that is made, and again for each claim that finds none.
 	Options func() engine.ForkOptions
+	// Turn is waited for before each rehearsal of a sandbox that is going to wait;
+	// release is called after it. So whoever has something more urgent to do than to
+	// fill the pool waits for one rehearsal at most. nil rehearses at once. The Engine
+	// sees to its forks itself.
+	Turn func(context.Context) (release func(), err error)
 }
 
 // Stats describes a pool.
@@ -65,6 +70,9 @@ type Pool struct {
 func New(cfg Config) (*Pool, error) {
 	if cfg.Options == nil {
 		cfg.Options = func() engine.ForkOptions { return engine.ForkOptions{} }
+	}
+	if cfg.Turn == nil {
+		cfg.Turn = func(context.Context) (func(), error) { return func() {}, nil }
 	}
 	p := &Pool{cfg: cfg}
 	if ahead, ok := cfg.Engine.(engine.Ahead); ok && cfg.Shells > 0 {
@@ -155,12 +163,23 @@ func (p *Pool) park(ctx context.Context) (engine.Sandbox, error) {
 		err = sb.Park(ctx)
 	}
 	for i := 0; err == nil && i < rehearsals; i++ {
-		if err = sb.Claim(ctx, ""); err == nil {
-			err = sb.Park(ctx)
-		}
+		err = p.rehearse(ctx, sb)
 	}
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("park a sandbox: %w", err), sb.Close())
 	}
 	return sb, nil
+}
+
+// rehearse claims a sandbox that is parked, and parks it again.
+func (p *Pool) rehearse(ctx context.Context, sb engine.Sandbox) error {
+	release, err := p.cfg.Turn(ctx)
+	if err != nil {
+		return err
+	}
+	defer release()
+	if err := sb.Claim(ctx, ""); err != nil {
+		return err
+	}
+	return sb.Park(ctx)
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"net"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -142,6 +143,37 @@ func TestBurst(t *testing.T) {
 	}
 	if n := e.alive.Load(); n != 50 {
 		t.Errorf("%d sandboxes live after the pool, 50 were claimed", n)
+	}
+}
+
+// TestTurn: each rehearsal has a turn, which it gives back; a sandbox that gets none
+// ends.
+func TestTurn(t *testing.T) {
+	e := &fakeEngine{t: t}
+	var taken, held atomic.Int32
+	refused := errors.New("no turn")
+	p, err := New(Config{Engine: e, Count: 1, Turn: func(context.Context) (func(), error) {
+		if n := taken.Add(1); n == 2 {
+			return nil, refused
+		}
+		if held.Add(1) != 1 {
+			t.Error("a turn was not given back")
+		}
+		return func() { held.Add(-1) }, nil
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	full(t, p)
+	// One attempt ended with the second turn; the other one had all.
+	if n := taken.Load(); n != 2+rehearsals || e.alive.Load() != 1 || held.Load() != 0 {
+		t.Errorf("%d turns were asked for, %d sandboxes live, %d turns are held", n, e.alive.Load(), held.Load())
+	}
+	if s := p.Stats(); s.Failed != 1 || !strings.Contains(s.LastError, refused.Error()) {
+		t.Errorf("%+v", s)
+	}
+	if err := p.Close(); err != nil {
+		t.Error(err)
 	}
 }
 

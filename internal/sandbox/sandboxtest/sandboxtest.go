@@ -163,7 +163,12 @@ func (h *Host) start(folder string, memory map[string]string) (engine.Sandbox, e
 	return h.hold(h.put(folder, maps.Clone(memory)), folder)
 }
 
-func (h *Host) Fork(_ context.Context, snap *snapshot.Snapshot, o engine.ForkOptions) (engine.Sandbox, error) {
+func (h *Host) Fork(ctx context.Context, snap *snapshot.Snapshot, o engine.ForkOptions) (engine.Sandbox, error) {
+	release, err := o.WaitTurn(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer release()
 	defer h.hook()()
 	return h.start(o.Folder, snap.Manifest().Labels)
 }
@@ -276,11 +281,17 @@ func (s *handle) Snapshot(_ context.Context, dir string, opts ...snapshot.Option
 	return Capture(dir, s.memory, opts...)
 }
 
-func (s *handle) Fork(_ context.Context, opts []engine.ForkOptions) (*engine.LiveFork, error) {
+func (s *handle) Fork(ctx context.Context, opts []engine.ForkOptions) (*engine.LiveFork, error) {
 	defer s.host.hook()()
 	f := &engine.LiveFork{Forks: make([]engine.Sandbox, len(opts)), Errs: make([]error, len(opts))}
 	for i, o := range opts {
+		release, err := o.WaitTurn(ctx)
+		if err != nil {
+			f.Errs[i] = err
+			continue
+		}
 		f.Forks[i], f.Errs[i] = s.host.start(o.Folder, s.memory)
+		release()
 		if s.host.Step != nil {
 			s.host.Step()
 		}
