@@ -173,6 +173,24 @@ func (r *Renewer) reseed(entropy []byte) error {
 	return failed("reseed from", r.random, r.ioctl(r.device, unix.RNDRESEEDCRNG, nil))
 }
 
+// SetClock sets the wall clock and nothing else.
+func (r *Renewer) SetClock(ctx context.Context, to time.Time) error {
+	if to.IsZero() || to.UnixNano() <= 0 {
+		return fail(ErrInvalid, "set", "wall clock", "want a time after 1970")
+	}
+	r.renewing.Lock()
+	defer r.renewing.Unlock()
+	if err := ctx.Err(); err != nil {
+		return err // the host has given up while a renewal went on
+	}
+	stepClock := r.stepClock
+	if r.hosts {
+		stepClock = checkClock
+	}
+	_, err := stepClock(to)
+	return err
+}
+
 // stepClock sets the wall clock and returns what that added to it.
 func (r *Renewer) stepClock(to time.Time) (time.Duration, error) {
 	now := time.Now().UnixNano()

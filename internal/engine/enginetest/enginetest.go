@@ -379,6 +379,7 @@ func (s *suite) testPause(t *testing.T) {
 		}
 		return time.Duration(f * float64(time.Second))
 	}
+	clock := s.setBack(t, sb)
 	begin, wall := uptime(), time.Now()
 	if err := sb.Pause(t.Context()); err != nil {
 		t.Fatal(err)
@@ -394,6 +395,7 @@ func (s *suite) testPause(t *testing.T) {
 	if err := sb.Resume(t.Context()); err != nil {
 		t.Fatal(err)
 	}
+	clock(t)
 	gap := time.Since(paused)
 	passed, real := uptime()-begin, time.Since(wall)
 	if counted := passed > real-gap+time.Second; counted != s.caps.ClockCountsPauses {
