@@ -91,6 +91,7 @@ func Run(t *testing.T, target Target) {
 		{"AdoptRefuses", s.testAdoptRefuses},
 		{"Moved", s.testMoved},
 		{"Pause", s.testPause},
+		{"Clock", s.testClock},
 		{"Park", s.testPark},
 		{"Hibernate", s.testHibernate},
 		{"Sealed", s.testSealed},
@@ -379,7 +380,7 @@ func (s *suite) testPause(t *testing.T) {
 		}
 		return time.Duration(f * float64(time.Second))
 	}
-	clock := s.setBack(t, sb)
+	clock := setBack(t, sb)
 	begin, wall := uptime(), time.Now()
 	if err := sb.Pause(t.Context()); err != nil {
 		t.Fatal(err)
