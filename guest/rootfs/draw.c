@@ -4,9 +4,15 @@
  *	draw FOLDER TASKS
  *
  * Each task calls getrandom(2) for 8 bytes again and again, and adds to its file
- * FOLDER/log.N, for each call, the time stamp counter before it and the bytes.
- * FOLDER/begun appears when all tasks draw, FOLDER/done when all have ended: after
- * FOLDER/stop has appeared, or when their logs are full.
+ * FOLDER/log.N, for each call, the time stamp counter before it and the bytes. The
+ * first task draws without a pause, the others sleep for moments, or nothing else would
+ * get to a machine's only processor.
+ * FOLDER/begun appears when all tasks draw. They end when their logs are full, or
+ * by
+ *
+ *	draw FOLDER
+ *
+ * which returns when all have ended, with 0 if none has failed.
  *
  * Whoever compares the logs of copies of a machine knows by the counter which
  * calls came after the copy: no two machines read the same.
@@ -20,7 +26,7 @@ enum { O_RDWR = 2, O_CREAT = 0100 };
 enum { PROT_READ_WRITE = 3, MAP_SHARED = 1 };
 enum { ENTRIES = 1 << 18, LOG = ENTRIES * 16 };
 /* Between two calls, some 50 µs: a log is to hold what is drawn in ten seconds. */
-enum { CYCLES = 150000 };
+enum { CYCLES = 150000, NANOSECONDS = 50000 };
 
 static long call(long n, long a, long b, long c, long d, long e)
 {
@@ -58,6 +64,25 @@ static int make(const char *folder, const char *name)
 	return (int)call(OPEN, (long)path(folder, name), O_RDWR | O_CREAT, 0644, 0, 0);
 }
 
+static int is(const char *folder, const char *name)
+{
+	return call(ACCESS, (long)path(folder, name), 0, 0, 0, 0) == 0;
+}
+
+static void nap(u64 nanoseconds)
+{
+	u64 time[2] = { 0, nanoseconds };
+	call(NANOSLEEP, (long)time, 0, 0, 0, 0);
+}
+
+static int stop(const char *folder)
+{
+	make(folder, "stop");
+	while (!is(folder, "done") && !is(folder, "failed"))
+		nap(1000000);
+	return is(folder, "failed");
+}
+
 static int draw(const char *folder, int task)
 {
 	char name[] = "log.0", ready[] = "ready.0";
@@ -71,7 +96,7 @@ static int draw(const char *folder, int task)
 	volatile u64 *log = (volatile u64 *)at;
 	u64 n = 0;
 	for (; n < ENTRIES; n++) {
-		if (n % 64 == 0 && call(ACCESS, (long)path(folder, "stop"), 0, 0, 0, 0) == 0)
+		if (n % 64 == 0 && is(folder, "stop"))
 			break;
 		u64 value, before = cycles();
 		if (call(GETRANDOM, (long)&value, sizeof value, 0, 0, 0) != sizeof value)
@@ -80,6 +105,8 @@ static int draw(const char *folder, int task)
 		log[2 * n + 1] = value;
 		if (n == 0)
 			make(folder, ready);
+		if (task > 0)
+			nap(NANOSECONDS);
 		while (cycles() - before < CYCLES)
 			;
 	}
@@ -88,7 +115,8 @@ static int draw(const char *folder, int task)
 
 __attribute__((noreturn, used)) static void start(long argc, char **argv)
 {
-	static const u64 millisecond[2] = { 0, 1000000 };
+	if (argc == 2)
+		call(EXIT, stop(argv[1]), 0, 0, 0, 0);
 	if (argc != 3 || argv[2][0] < '1' || argv[2][0] > '9')
 		call(EXIT, 2, 0, 0, 0, 0);
 	int tasks = argv[2][0] - '0';
@@ -98,8 +126,8 @@ __attribute__((noreturn, used)) static void start(long argc, char **argv)
 	for (int i = 0; i < tasks; i++) {
 		char ready[] = "ready.0";
 		ready[6] = (char)('0' + i);
-		while (call(ACCESS, (long)path(argv[1], ready), 0, 0, 0, 0) != 0)
-			call(NANOSLEEP, (long)millisecond, 0, 0, 0, 0);
+		while (!is(argv[1], ready))
+			nap(1000000);
 	}
 	make(argv[1], "begun");
 	int failed = 0;
@@ -108,8 +136,7 @@ __attribute__((noreturn, used)) static void start(long argc, char **argv)
 		call(WAIT, -1, (long)&status, 0, 0, 0);
 		failed |= status;
 	}
-	if (!failed)
-		make(argv[1], "done");
+	make(argv[1], failed ? "failed" : "done");
 	call(EXIT, failed != 0, 0, 0, 0, 0);
 	__builtin_unreachable();
 }

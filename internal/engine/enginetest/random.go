@@ -59,8 +59,7 @@ func beginDrawing(t *testing.T, sb engine.Sandbox) {
 	t.Helper()
 	sh(t, sb, fmt.Sprintf(`rm -rf /run/draw; mkdir /run/draw
 draw /run/draw %d </dev/null >/dev/null 2>&1 &
-echo $! > /run/draw/pid
-while ! [ -e /run/draw/begun ]; do usleep 1000; done`, drawTasks))
+while ! [ -e /run/draw/begun ]; do usleep 10000; done`, drawTasks))
 }
 
 // drawn is what was drawn in a sandbox: the time stamp counter before it, by
@@ -73,9 +72,8 @@ type drawn struct {
 // endDrawing ends the tasks and reads their logs.
 func endDrawing(t *testing.T, sb engine.Sandbox) drawn {
 	t.Helper()
-	sh(t, sb, `touch /run/draw/stop; while kill -0 $(cat /run/draw/pid) 2>/dev/null; do usleep 1000; done; [ -e /run/draw/done ]`)
 	var out bytes.Buffer
-	st, err := sb.Agent().Run(t.Context(), guestrpc.ExecRequest{Argv: []string{"sh", "-c", "cat /run/draw/log.*"}}, nil, &out, nil)
+	st, err := sb.Agent().Run(t.Context(), guestrpc.ExecRequest{Argv: []string{"sh", "-c", "draw /run/draw && cat /run/draw/log.*"}}, nil, &out, nil)
 	if err != nil || st.Code != 0 || out.Len()%16 != 0 {
 		t.Fatalf("read the logs: %+v, %v, %d bytes", st, err, out.Len())
 	}
