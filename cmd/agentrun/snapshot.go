@@ -70,7 +70,7 @@ registry; they are no names for snapshots.`,
 	f := cmd.Flags()
 	o.rootOptions.flags(f)
 	f.StringVar(&o.from, "from", "", "running sandbox to freeze")
-	f.StringVar(&o.kernel, "kernel", "", "uncompressed vmlinux to boot instead of AgentRun's own")
+	f.StringVar(&o.kernel, "kernel", "", "uncompressed vmlinux to boot instead of AgentRun's own; forks then draw random numbers of their own only once VMGENID's interrupt or the agent has come")
 	f.Var(&o.memory, "memory", "RAM of the microVM, such as 512M or 2G")
 	f.Var(&o.disk, "disk", "size of what it may write over its root filesystem, at least 16M (default: half of the memory, and in it)")
 	f.Var(&o.scratch, "scratch", "size of an empty disk, /dev/vdb, that forks get a copy of (default: none); on gVisor, by how much the root filesystem may grow (default: half of the memory)")

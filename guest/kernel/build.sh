@@ -1,5 +1,6 @@
 #!/bin/bash
-# Builds the guest kernel (vmlinux) from Debian's kernel source and our config.
+# Builds the guest kernel (vmlinux) from Debian's kernel source, our patches and
+# our config.
 #
 #   guest/kernel/build.sh            build once, print the path of vmlinux
 #   guest/kernel/build.sh --path     print where it is or would be; build nothing
@@ -14,6 +15,7 @@ export LC_ALL=C
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cache=${AGENTRUN_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/agentrun}/kernel
 fragment=$here/config
+patches=("$here"/patches/*.patch)
 
 say() { printf 'kernel: %s\n' "$*" >&2; }
 die() { printf 'kernel: %s\n' "$*" >&2; exit 1; }
@@ -42,7 +44,7 @@ gcc_version=$(gcc --version | head -n1)
 
 key=$({
 	printf '%s\n%s\n' "$source_sum" "$gcc_version"
-	cat "$fragment" "${BASH_SOURCE[0]}"
+	cat "$fragment" "${patches[@]}" "${BASH_SOURCE[0]}"
 } | sha256sum | cut -c1-32)
 out=$cache/$key
 
@@ -67,7 +69,7 @@ if [ -s "$out/vmlinux" ]; then
 	exit 0
 fi
 
-for tool in make flex bison bc xz; do
+for tool in make flex bison bc xz patch; do
 	command -v "$tool" >/dev/null || die "$tool is missing: run scripts/packages.sh"
 done
 
@@ -83,6 +85,13 @@ begin=$SECONDS
 say "unpacking $(basename "$source")"
 tar -xf "$source" -C "$work" --strip-components=1
 cd "$work"
+
+for p in "${patches[@]}"; do
+	say "applying $(basename "$p")"
+	# No fuzz: a hunk whose surroundings have changed must be looked at by somebody.
+	patch -p1 --fuzz=0 --forward <"$p" >>"$log" 2>&1 ||
+		{ tail -n 20 "$log" >&2; die "$(basename "$p") does not apply to $(basename "$source"): adapt it (log: $log)"; }
+done
 
 say "configuring"
 grep '^CONFIG_' "$fragment" >fragment

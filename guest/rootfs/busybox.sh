@@ -32,8 +32,8 @@ done
 # The smallest program there is: what its execution costs is the cost of
 # executing anything.
 gcc -nostdlib -static -o "$tmp/bin/nothing" "$(dirname "${BASH_SOURCE[0]}")/nothing.S"
-# For tests and measurements of live forks.
-for program in counter touch-pages; do
+# For tests and measurements of forks.
+for program in counter draw touch-pages; do
 	gcc -std=gnu11 -O2 -Wall -Wextra -Werror -ffreestanding -fno-stack-protector -fno-pie -no-pie -nostdlib -static \
 		-o "$tmp/bin/$program" "$(dirname "${BASH_SOURCE[0]}")/$program.c"
 done

@@ -225,7 +225,7 @@ type Sandbox interface {
 	// moments only. Each fork has its own outcome; the error is that of all.
 	Fork(ctx context.Context, opts []ForkOptions) (*LiveFork, error)
 	// Pause stops the sandbox's processors until Resume. Its own clocks do not
-	// notice.
+	// notice; Resume returns when its wall clock is the host's again.
 	Pause(context.Context) error
 	Resume(context.Context) error
 	// Park is Pause for a fork that is to be claimed: Claim is faster then. Until

@@ -16,10 +16,11 @@ import (
 
 // Renewer gives a fork an identity of its own, before anybody uses the fork.
 //
-// A fork begins with its parent's memory, so what either of them draws next
-// from a generator of random numbers is the same. Renewing reseeds that of the
-// kernel: what comes from getrandom(2) and /dev/urandom after it differs, also
-// in processes that draw by way of the vDSO. It does not reach what a process
+// A fork begins with its parent's memory. AgentRun's own kernel notices that by
+// itself before anything is drawn from it (guest/kernel/patches); others go on
+// with their parent's random numbers until they are told. Renewing reseeds the
+// kernel's generator in any case: what comes from getrandom(2) and /dev/urandom
+// after it differs. It does not reach what a process
 // has drawn before and keeps in its own memory, nor generators that run there:
 // OpenSSL in a warmed-up process (which reseeds for fork(2), but does not see
 // this one), Java's SecureRandom, Python's random, math/rand. A template should
@@ -171,6 +172,24 @@ func (r *Renewer) reseed(entropy []byte) error {
 		return failed("add entropy to", r.random, err)
 	}
 	return failed("reseed from", r.random, r.ioctl(r.device, unix.RNDRESEEDCRNG, nil))
+}
+
+// SetClock sets the wall clock and nothing else.
+func (r *Renewer) SetClock(ctx context.Context, to time.Time) error {
+	if to.IsZero() || to.UnixNano() <= 0 {
+		return fail(ErrInvalid, "set", "wall clock", "want a time after 1970")
+	}
+	r.renewing.Lock()
+	defer r.renewing.Unlock()
+	if err := ctx.Err(); err != nil {
+		return err // the host has given up while a renewal went on
+	}
+	stepClock := r.stepClock
+	if r.hosts {
+		stepClock = checkClock
+	}
+	_, err := stepClock(to)
+	return err
 }
 
 // stepClock sets the wall clock and returns what that added to it.

@@ -72,7 +72,7 @@ func (s *Server) admit() bool {
 // middle of something.
 func (s *Server) serve(ctx context.Context, conn io.ReadWriteCloser) {
 	defer s.conns.Add(-1)
-	err := guestrpc.Serve(ctx, conn, s)
+	err := guestrpc.Serve(ctx, conn, s, guestrpc.CanSetClock)
 	var pe *guestrpc.ProtocolError
 	var ve *guestrpc.VersionError
 	if errors.As(err, &pe) || errors.As(err, &ve) {
@@ -152,6 +152,14 @@ func (s *Server) Prepare(ctx context.Context, req *guestrpc.PrepareRequest) erro
 		return rpcError(fail(ErrUnsupported, "prepare", "", "the agent is not PID 1"))
 	}
 	return rpcError(s.Renewer.Prepare(ctx, req.Settle))
+}
+
+// SetClock implements guestrpc.Handler.
+func (s *Server) SetClock(ctx context.Context, req *guestrpc.SetClockRequest) error {
+	if s.Renewer == nil {
+		return rpcError(fail(ErrUnsupported, "set the wall clock", "", "the agent is not PID 1"))
+	}
+	return rpcError(s.Renewer.SetClock(ctx, req.WallClock))
 }
 
 // rpcError gives an error of this package its code on the wire.

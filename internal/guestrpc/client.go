@@ -113,6 +113,11 @@ func (c *Client) Version() int { return int(c.s.version) }
 // Capabilities returns what the agent said it can do beyond its version.
 func (c *Client) Capabilities() []string { return slices.Clone(c.s.peer.capabilities) }
 
+// Can reports whether the agent said that it can do something.
+func (c *Client) Can(capability string) bool {
+	return slices.Contains(c.s.peer.capabilities, capability)
+}
+
 // Ping asks the agent's read loop for an answer.
 func (c *Client) Ping(ctx context.Context) error {
 	answered := make(chan struct{})
@@ -317,6 +322,11 @@ func (c *Client) Renew(ctx context.Context, req RenewRequest) (RenewReply, error
 	var reply RenewReply
 	err := c.call(ctx, MethodRenew, &req, &reply)
 	return reply, err
+}
+
+// SetClock sets the guest's wall clock. Agents with CanSetClock know it.
+func (c *Client) SetClock(ctx context.Context, req SetClockRequest) error {
+	return c.call(ctx, MethodSetClock, &req, &empty{})
 }
 
 // Shutdown ends the guest. It returns once the agent has accepted; Done tells

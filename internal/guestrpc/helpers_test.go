@@ -73,6 +73,7 @@ type fakeGuest struct {
 	calls    []string
 	shutdown *ShutdownRequest
 	renewed  []RenewRequest
+	clocks   []time.Time
 	prepared []PrepareRequest
 	watch    chan WatchEvent
 	block    chan struct{} // Sync waits for it, if set
@@ -338,6 +339,13 @@ func (g *fakeGuest) Prepare(_ context.Context, req *PrepareRequest) error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	g.prepared = append(g.prepared, *req)
+	return nil
+}
+
+func (g *fakeGuest) SetClock(_ context.Context, req *SetClockRequest) error {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.clocks = append(g.clocks, req.WallClock)
 	return nil
 }
 

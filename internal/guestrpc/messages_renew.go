@@ -56,6 +56,18 @@ type PrepareRequest struct {
 
 func (m *PrepareRequest) visit(c *codec) { c.bool(&m.Settle) }
 
+// SetClockRequest sets the wall clock of a guest that stood still and goes on as
+// what it is: a renewal would make it another one.
+type SetClockRequest struct {
+	WallClock time.Time // to the nanosecond, after 1970
+}
+
+func (m *SetClockRequest) visit(c *codec) { c.clock(&m.WallClock) }
+
+// CanSetClock is the capability of an agent that knows SetClock. The agent of a
+// template that an older AgentRun has built does not have it.
+const CanSetClock = "set-clock"
+
 // RenewReply tells what a renewal has done.
 type RenewReply struct {
 	Generation uint64        // of the guest from now on

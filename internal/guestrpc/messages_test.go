@@ -71,6 +71,7 @@ func samples() []message {
 		},
 		&RenewReply{Generation: math.MaxUint64, ClockStep: math.MinInt64},
 		&PrepareRequest{Settle: true},
+		&SetClockRequest{WallClock: time.Unix(0, math.MaxInt64)},
 		&SetEnvRequest{Env: []string{"A=b", ""}},
 		&CodeRunRequest{
 			ID: "i", Context: "c", Language: "python", Mode: ModeText, Source: "1 + 1", More: true, Env: []string{"A=b"}, Timeout: time.Minute,

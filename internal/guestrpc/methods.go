@@ -9,7 +9,7 @@ const AgentPort = 1024
 // Method is what a stream asks for. The numbers are part of the protocol.
 type Method uint16
 
-// The methods. 67 to 79 are kept for what else makes the identity of a fork
+// The methods. 68 to 79 are kept for what else makes the identity of a fork
 // (secrets), 81 to 95 for ports.
 const (
 	MethodInfo     Method = 1
@@ -37,9 +37,10 @@ const (
 	MethodChown    Method = 42
 	MethodWatch    Method = 43
 
-	MethodRenew   Method = 64
-	MethodPrepare Method = 65
-	MethodSetEnv  Method = 66
+	MethodRenew    Method = 64
+	MethodPrepare  Method = 65
+	MethodSetEnv   Method = 66
+	MethodSetClock Method = 67
 
 	MethodConnect Method = 80
 

@@ -32,6 +32,8 @@ type Handler interface {
 	Renew(ctx context.Context, req *RenewRequest) (RenewReply, error)
 	// Prepare makes the next Renew cheap.
 	Prepare(ctx context.Context, req *PrepareRequest) error
+	// SetClock sets the wall clock.
+	SetClock(ctx context.Context, req *SetClockRequest) error
 	// SetEnv replaces the base environment.
 	SetEnv(ctx context.Context, req *SetEnvRequest) error
 

@@ -46,6 +46,8 @@ func (srv *server) bind(m Method, body []byte) (callFunc, error) {
 		})
 	case MethodWriteStdin:
 		return done(body, h.WriteStdin)
+	case MethodSetClock:
+		return done(body, h.SetClock)
 	}
 	if m >= MethodCodeRun || m == MethodSetEnv {
 		return srv.bindCode(m, body)

@@ -16,19 +16,38 @@ func (vm *VM) RenewGeneration() error {
 	if vm.closed {
 		return fmt.Errorf("renew generation id: %w", ErrEnded)
 	}
-	return vm.renewGeneration()
-}
-
-func (vm *VM) renewGeneration() error {
 	if err := vm.writeGeneration(); err != nil {
 		return err
 	}
+	return vm.announceGeneration()
+}
+
+// ChangeGeneration gives a machine that stands still a new generation id, for
+// what it draws after a copy of it was taken: whoever has the copy could
+// predict that. It is called after the capture's Begin, so that the copy does
+// not have the id. The guest's kernel compares the id whenever it draws
+// (guest/kernel/patches). It is not interrupted: the source is no copy, and
+// would own more pages by it.
+func (vm *VM) ChangeGeneration() error {
+	vm.mu.Lock()
+	defer vm.mu.Unlock()
+	if !vm.paused || vm.closed {
+		return fmt.Errorf("change generation id: %w", errNotPaused)
+	}
+	return vm.writeGeneration()
+}
+
+// announceGeneration raises the ACPI event of VMGENID.
+func (vm *VM) announceGeneration() error {
 	if err := vm.ioapic.raise(eventGSI); err != nil {
 		return fmt.Errorf("announce generation id: %w", err)
 	}
 	return nil
 }
 
+// writeGeneration puts a new id into the guest's memory. No vCPU runs
+// meanwhile, or the guest is told after it, so that none acts on half an id.
+// The id is drawn when it is written, never ahead: no two machines have it.
 func (vm *VM) writeGeneration() error {
 	id := make([]byte, generationLen)
 	if _, err := rand.Read(id); err != nil {

@@ -43,21 +43,26 @@ func (vm *VM) load(state *State, devices Devices) error {
 	}
 	clock := state.Clock
 	vm.stopped = &clock
+	// Before any vCPU runs: the guest's kernel compares the id whenever random
+	// numbers are drawn from it, so that none is drawn twice.
+	if err := vm.writeGeneration(); err != nil {
+		return err
+	}
 	if d := vm.devices.Vsock; d != nil && d.Standby != nil {
 		standby := d.Standby
 		d.Standby = nil // the device's from here on
 		return vm.vsock.Adopt(standby, vm.announceLater)
 	}
-	return vm.renewGeneration()
+	return vm.announceGeneration()
 }
 
-// announceLater tells the guest's kernel that it is a copy, when the guest is
-// used after its first answer: whoever goes on with the standby connection
-// renews the guest, its random numbers before all, and need not wait for the
-// ACPI interpreter; and a copy that only waits need not own the page of the id,
-// nor those that the interpreter and the kernel's log write to.
+// announceLater interrupts the guest's kernel, which then tells all of its parts
+// that it is a copy, when the guest is used after its first answer: whoever goes
+// on with the standby connection need not wait for the ACPI interpreter; and a
+// copy that only waits need not own the pages that the interpreter and the
+// kernel's log write to. Random numbers do not depend on it: the id is there.
 func (vm *VM) announceLater() {
-	if err := vm.renewGeneration(); err != nil {
+	if err := vm.announceGeneration(); err != nil {
 		vm.end(Exit{ReasonInternalError, err.Error()})
 	}
 }

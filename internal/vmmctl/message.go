@@ -16,6 +16,8 @@ const (
 	KindBoot    Kind = 1
 	KindConnect Kind = 2
 	KindPause   Kind = 3
+	// KindResume lets the machine go on. The reply's data is one byte: 1 if it
+	// stood still before.
 	KindResume  Kind = 4
 	KindConsole Kind = 5
 	KindBalloon Kind = 6

@@ -102,9 +102,11 @@ func (s *server) saveTo(m *vmmctl.Save, w *saveFiles) (saved vmmctl.Saved, err e
 			return err
 		}
 		if !beside {
-			saved.Memory, err = saveMemory(c, m.Memory)
+			if saved.Memory, err = saveMemory(c, m.Memory); err != nil {
+				return err
+			}
 		}
-		return err
+		return s.vm.ChangeGeneration() // last: it is of after the instant
 	})
 	if err != nil {
 		return saved, err

@@ -260,7 +260,14 @@ func (s *server) request(conn *vmmctl.Conn, m vmmctl.Message, files []*os.File) 
 		case vmmctl.KindPark:
 			return reply(conn, m.ID, s.still(func() error { return s.vm.Park(s.knocked) }), nil)
 		case vmmctl.KindResume:
-			return reply(conn, m.ID, s.still(s.vm.Resume), nil)
+			stood := byte(0)
+			err := s.still(func() error {
+				if s.vm.Paused() {
+					stood = 1
+				}
+				return s.vm.Resume()
+			})
+			return reply(conn, m.ID, err, []byte{stood})
 		case vmmctl.KindConsole:
 			return reply(conn, m.ID, nil, s.vm.Console().Tail)
 		case vmmctl.KindGeneration:

@@ -92,6 +92,7 @@ func Run(t *testing.T, target Target) {
 		{"AdoptRefuses", s.testAdoptRefuses},
 		{"Moved", s.testMoved},
 		{"Pause", s.testPause},
+		{"Clock", s.testClock},
 		{"Park", s.testPark},
 		{"Hibernate", s.testHibernate},
 		{"Sealed", s.testSealed},
@@ -380,6 +381,7 @@ func (s *suite) testPause(t *testing.T) {
 		}
 		return time.Duration(f * float64(time.Second))
 	}
+	clock := setBack(t, sb)
 	begin, wall := uptime(), time.Now()
 	if err := sb.Pause(t.Context()); err != nil {
 		t.Fatal(err)
@@ -395,6 +397,7 @@ func (s *suite) testPause(t *testing.T) {
 	if err := sb.Resume(t.Context()); err != nil {
 		t.Fatal(err)
 	}
+	clock(t)
 	gap := time.Since(paused)
 	passed, real := uptime()-begin, time.Since(wall)
 	if counted := passed > real-gap+time.Second; counted != s.caps.ClockCountsPauses {

@@ -175,8 +175,8 @@ func (e *Engine) adopt(ctx context.Context, f folder.Folder) (_ *sandbox, err er
 	return s, nil
 }
 
-// Resume lets a paused sandbox go on. One that was adopted gets a session with
-// its agent.
+// Resume lets a paused sandbox go on. Its wall clock is the host's, which has not
+// stopped. One that was adopted gets a session with its agent.
 func (s *sandbox) Resume(ctx context.Context) error {
 	if err := s.process.Resume(ctx); err != nil || s.Agent() != nil {
 		return err

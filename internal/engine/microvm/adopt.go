@@ -8,6 +8,8 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/folder"
+	"agentrun.dev/internal/engine/identity"
+	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/snapshot"
 	"golang.org/x/sys/unix"
@@ -101,23 +103,51 @@ func (s *sandbox) forget() {
 	}
 }
 
-// Resume lets a paused sandbox go on. One that was adopted gets a session with
-// its agent.
+// Resume lets a paused sandbox go on and sets its wall clock. One that was
+// adopted gets a session with its agent. If its clock cannot be set, the sandbox
+// stands still again.
 func (s *sandbox) Resume(ctx context.Context) error {
-	if err := s.Process.Resume(ctx); err != nil || s.Agent() != nil {
-		return err
+	agent, paused := s.Agent(), s.paused.Load()
+	if agent != nil && !paused {
+		return s.Process.Resume(ctx)
 	}
-	g, err := dialAgent(ctx, s.Process)
+	wait, err := s.postResume()
 	if err != nil {
 		return err
+	}
+	if agent == nil { // adopted: nobody but the vmm knows whether it stands still
+		if paused, err = wait(ctx); err == nil {
+			agent, err = s.meetAgent(ctx)
+		}
+		if err != nil || !paused {
+			return err
+		}
+		err = identity.SetClock(ctx, agent)
+	} else {
+		// The request goes at once: the agent finds it when it wakes up.
+		err = identity.SetClock(ctx, agent)
+		_, waitErr := wait(ctx)
+		err = errors.Join(waitErr, err)
+	}
+	if err != nil {
+		return errors.Join(err, s.Pause(context.WithoutCancel(ctx)))
+	}
+	return nil
+}
+
+// meetAgent opens a session with the agent of a sandbox that was adopted.
+func (s *sandbox) meetAgent(ctx context.Context) (*guestrpc.Client, error) {
+	g, err := dialAgent(ctx, s.Process)
+	if err != nil {
+		return nil, err
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.Guest.Agent != nil { // somebody else was faster
-		return g.Agent.Close()
+		return s.Guest.Agent, g.Agent.Close()
 	}
 	s.Guest.Agent = g.Agent
-	return nil
+	return g.Agent, nil
 }
 
 // Detach leaves the sandbox to itself; one that has ended is fine.

@@ -1,10 +1,6 @@
 package microvm
 
-import (
-	"context"
-
-	"agentrun.dev/internal/vmmctl"
-)
+import "context"
 
 // Claim lets a paused fork go on as another one.
 func (s *sandbox) Claim(ctx context.Context, hostname string) error {
@@ -15,13 +11,12 @@ func (s *sandbox) Claim(ctx context.Context, hostname string) error {
 			s.paused.Store(false)
 			return func(context.Context) error { return nil }, nil
 		}
-		resumed, err := s.post(func(id uint64) vmmctl.Message { return &vmmctl.Simple{Kind: vmmctl.KindResume, ID: id} })
+		resumed, err := s.postResume()
 		if err != nil {
 			return nil, err
 		}
-		s.paused.Store(false)
 		return func(ctx context.Context) error {
-			_, err := s.await(ctx, resumed)
+			_, err := resumed(ctx)
 			return err
 		}, nil
 	})

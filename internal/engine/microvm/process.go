@@ -323,11 +323,34 @@ func (p *Process) Park(ctx context.Context) error {
 	return err
 }
 
-// Resume lets a paused guest go on.
+// Resume lets a paused guest go on. Its wall clock is late by the pause.
 func (p *Process) Resume(ctx context.Context) error {
+	_, err := p.resume(ctx)
+	return err
+}
+
+// resume is Resume, and says whether the guest stood still. The vmm process of
+// an older AgentRun does not tell: it may have.
+func (p *Process) resume(ctx context.Context) (stood bool, err error) {
+	wait, err := p.postResume()
+	if err != nil {
+		return false, err
+	}
+	return wait(ctx)
+}
+
+// postResume asks for Resume and returns how to wait for it.
+func (p *Process) postResume() (wait func(context.Context) (stood bool, err error), err error) {
 	p.paused.Store(false)
 	p.parked.Store(false)
-	return p.simple(ctx, vmmctl.KindResume)
+	resumed, err := p.post(func(id uint64) vmmctl.Message { return &vmmctl.Simple{Kind: vmmctl.KindResume, ID: id} })
+	if err != nil {
+		return nil, err
+	}
+	return func(ctx context.Context) (bool, error) {
+		r, err := p.await(ctx, resumed)
+		return err == nil && (len(r.Data) != 1 || r.Data[0] != 0), err
+	}, nil
 }
 
 // RenewGeneration gives the guest a new generation id and tells its kernel,

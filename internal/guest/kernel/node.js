@@ -2,6 +2,7 @@
 // The Node kernel of an AgentRun sandbox. It evaluates what it is sent as
 // Node's own REPL does, top-level await and redeclarations included, and speaks
 // the frames of docs/design/code.md on descriptors 3 and 4. Standard modules only.
+const crypto = process.versions.openssl ? require('crypto') : null;
 const fs = require('fs');
 const net = require('net');
 const repl = require('repl');
@@ -133,11 +134,72 @@ function trace(e) {
   return String(e.stack).split('\n').filter((l) => !/^\s+at (.*[( ])?(node:|<agentrun>)/.test(l)).join('\n');
 }
 
+// Random bytes, numbers and UUIDs come from the machine's generator, which is
+// another one in every fork. Node's come from OpenSSL, and some of them from
+// caches that were filled before: all forks would draw the same. No function of
+// Node's reseeds OpenSSL. Its own functions are called nevertheless: they check
+// the arguments.
+const urandom = fs.openSync('/dev/urandom');
+function fill(array, start = 0, size = array.byteLength - start) {
+  const b = ArrayBuffer.isView(array) ? Buffer.from(array.buffer, array.byteOffset + start, size) : Buffer.from(array, start, size);
+  for (let at = 0; at < b.length;) at += fs.readSync(urandom, b, at, Math.min(b.length - at, 1 << 20), null);
+  return array;
+}
+function uuid() {
+  const b = fill(Buffer.alloc(16));
+  b[6] = (b[6] & 0x0f) | 0x40;
+  b[8] = (b[8] & 0x3f) | 0x80;
+  return b.toString('hex').replace(/^(.{8})(.{4})(.{4})(.{4})/, '$1-$2-$3-$4-');
+}
+function drawFromTheMachine() {
+  const { randomBytes, randomFill, randomFillSync, randomInt, randomUUID } = crypto;
+  const refill = (array, offset = 0, size) => { // both in elements
+    const unit = array.BYTES_PER_ELEMENT || 1;
+    return fill(array, offset * unit, size === undefined ? undefined : size * unit);
+  };
+  const mine = {
+    randomBytes(size, done) {
+      if (typeof done !== 'function') return fill(randomBytes(size, done));
+      return randomBytes(size, function (e, b) { done.call(this, e, e ? b : fill(b)); });
+    },
+    randomFillSync(array, ...part) { return refill(randomFillSync(array, ...part), ...part); },
+    randomFill(array, ...part) {
+      const done = part.pop();
+      if (typeof done !== 'function') return randomFill(array, ...part, done); // which throws
+      return randomFill(array, ...part, function (e, b) { done.call(this, e, e ? b : refill(b, ...part)); });
+    },
+    randomInt(...args) {
+      const done = args.find((a) => typeof a === 'function');
+      args = args.filter((a) => a !== done);
+      randomInt(...args);
+      const [min, max] = args.length === 1 ? [0, args[0]] : args; // done, or undefined, is gone
+      const all = 2 ** 48, range = max - min;
+      let n = all;
+      while (n >= all - (all % range)) n = fill(Buffer.alloc(6)).readUIntBE(0, 6);
+      n = (n % range) + min;
+      if (!done) return n;
+      process.nextTick(done, undefined, n);
+      return undefined;
+    },
+    randomUUID(options) {
+      randomUUID(options);
+      return uuid();
+    },
+  };
+  for (const name of Object.keys(mine)) if (crypto[name]) crypto[name] = mine[name];
+  for (const name of ['rng', 'prng', 'pseudoRandomBytes']) if (crypto[name]) crypto[name] = mine.randomBytes;
+  if (crypto.webcrypto) {
+    const web = Object.getPrototypeOf(crypto.webcrypto), bytes = web.getRandomValues, text = web.randomUUID;
+    web.getRandomValues = function getRandomValues() { return fill(bytes.apply(this, arguments)); };
+    if (text) web.randomUUID = function randomUUID() { text.apply(this, arguments); return uuid(); };
+  }
+  require('module').syncBuiltinESMExports();
+}
+if (crypto) drawFromTheMachine();
+
+// Math.random is V8's own.
 function reseed() {
-  const s = new Uint32Array(4);
-  const fd = fs.openSync('/dev/urandom');
-  fs.readSync(fd, Buffer.from(s.buffer));
-  fs.closeSync(fd);
+  const s = fill(new Uint32Array(4));
   const next = () => { // sfc32
     const t = (s[0] + s[1] + s[3]++) | 0;
     s[0] = s[1] ^ (s[1] >>> 9);

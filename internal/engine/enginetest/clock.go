@@ -1,0 +1,69 @@
+package enginetest
+
+import (
+	"testing"
+	"time"
+
+	"agentrun.dev/internal/engine"
+)
+
+// late is by how much setBack sets a clock back.
+const late = time.Hour
+
+// setBack sets a sandbox's wall clock back, as if it had stood still for an hour,
+// and returns a check that it is right again. In a sandbox whose clock is the
+// host's nobody can set it; there the check is that a pause of some seconds does
+// not show.
+func setBack(t *testing.T, sb engine.Sandbox) (check func(*testing.T)) {
+	t.Helper()
+	tolerance := 2 * time.Second // of which one is that date tells no less
+	if sh(t, sb, `date -s @$(($(date +%s) - 3600)) >/dev/null 2>&1 && echo set || true`) == "set" {
+		tolerance = late / 2
+	}
+	return func(t *testing.T) {
+		t.Helper()
+		if off := clockOff(t, sb); off > tolerance {
+			t.Errorf("the wall clock is %v off the host's after the sandbox was resumed", off)
+		}
+	}
+}
+
+// clockOff is by how much a sandbox's wall clock differs from the host's.
+func clockOff(t *testing.T, sb engine.Sandbox) time.Duration {
+	t.Helper()
+	before := time.Now()
+	now := time.Unix(int64(number(t, sh(t, sb, "date +%s"))), 0)
+	return max(before.Sub(now), now.Sub(time.Now()), 0)
+}
+
+// testClock: the wall clock is the host's after a sandbox has stood still,
+// whoever resumes it. One that has not is left alone.
+func (s *suite) testClock(t *testing.T) {
+	dir := folder(t)
+	sb := s.fork(t, s.warm, engine.ForkOptions{Folder: dir})
+	for range 2 {
+		check := setBack(t, sb)
+		if err := sb.Pause(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		resume(t, sb)
+		check(t)
+	}
+	setBack(t, sb)
+	if err := sb.Pause(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	sb = s.leave(t, sb, dir)
+	resume(t, sb)
+	if off := clockOff(t, sb); off > late/2 {
+		t.Errorf("the wall clock is %v off the host's after somebody else has resumed the sandbox", off)
+	}
+	setBack(t, sb)
+	was := clockOff(t, sb)
+	resume(t, sb) // it runs
+	sb = s.leave(t, sb, dir)
+	resume(t, sb)
+	if off := clockOff(t, sb); (off > late/2) != (was > late/2) {
+		t.Errorf("a sandbox that ran all the time was %v off the host's clock, and then %v", was, off)
+	}
+}
