@@ -3,6 +3,7 @@ package microvm
 import (
 	"bufio"
 	"errors"
+	"fmt"
 	"os"
 	"strconv"
 	"strings"
@@ -18,8 +19,18 @@ import (
 // what they hold.
 type charges struct {
 	mu   sync.Mutex // protects kept
-	kept map[uint64]func() error
+	kept map[uint64]charge
 }
+
+// charge is by how much a limit was raised.
+type charge struct {
+	bytes uint64
+	back  func() error
+}
+
+// maxKept is how many times the guest's memory the layers may hold that a vmm
+// still maps and nobody else uses. As many layers as an image has are enough.
+const maxKept = layer.MaxLayers
 
 // charged is a file in memory that counts against the limit of the vmm process
 // that fills it; the limit is higher until nobody uses it.
@@ -27,7 +38,7 @@ type charged struct {
 	*os.File
 	process *Process
 	inode   uint64
-	back    func() error
+	charge  charge
 }
 
 // newCharged makes a file for at most size bytes. It looks for what has become
@@ -35,6 +46,9 @@ type charged struct {
 func (p *Process) newCharged(size uint64) (*charged, error) {
 	if err := p.charges.settle(p.mapped()); err != nil {
 		return nil, err
+	}
+	if kept := p.charges.total(); kept > maxKept*size {
+		return nil, fmt.Errorf("the vmm process maps %d bytes of layers that nobody else uses, more than %d times its memory: end the sandbox", kept, maxKept)
 	}
 	f, err := memoryFile(chargedName, nil)
 	if err != nil {
@@ -48,40 +62,46 @@ func (p *Process) newCharged(size uint64) (*charged, error) {
 	if err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
-	return &charged{f, p, st.Ino, back}, nil
+	return &charged{f, p, st.Ino, charge{size, back}}, nil
 }
 
 // holds says how large the file has become.
-func (c *charged) holds(runs []layer.Run) error {
-	size := uint64(0)
-	for _, r := range runs {
-		size += r.Length
-	}
+func (c *charged) holds(size uint64) error {
 	back, err := c.process.cell.Extend(size)
 	if err != nil {
 		return err
 	}
-	err = c.back()
-	c.back = back
+	err = c.charge.back()
+	c.charge = charge{size, back}
 	return err
 }
 
 func (c *charged) Close() error {
 	err := c.File.Close()
 	if c.process.mapped()[c.inode] {
-		c.process.charges.keep(c.inode, c.back)
+		c.process.charges.keep(c.inode, c.charge)
 		return err
 	}
-	return errors.Join(err, c.back())
+	return errors.Join(err, c.charge.back())
 }
 
-func (c *charges) keep(inode uint64, back func() error) {
+func (c *charges) keep(inode uint64, what charge) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.kept == nil {
-		c.kept = map[uint64]func() error{}
+		c.kept = map[uint64]charge{}
 	}
-	c.kept[inode] = back
+	c.kept[inode] = what
+}
+
+// total is by how much the limit is higher for files that were closed here.
+func (c *charges) total() (bytes uint64) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, k := range c.kept {
+		bytes += k.bytes
+	}
+	return bytes
 }
 
 // settle lowers the limit by the files that are not mapped any more.
@@ -89,10 +109,10 @@ func (c *charges) settle(mapped map[uint64]bool) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	var errs []error
-	for inode, back := range c.kept {
+	for inode, k := range c.kept {
 		if !mapped[inode] {
 			delete(c.kept, inode)
-			errs = append(errs, back())
+			errs = append(errs, k.back())
 		}
 	}
 	return errors.Join(errs...)
