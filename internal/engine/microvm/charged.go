@@ -47,8 +47,8 @@ func (p *Process) newCharged(size uint64) (*charged, error) {
 	if err := p.charges.settle(p.mapped()); err != nil {
 		return nil, err
 	}
-	if kept := p.charges.total(); kept > maxKept*size {
-		return nil, fmt.Errorf("the vmm process maps %d bytes of layers that nobody else uses, more than %d times its memory: end the sandbox", kept, maxKept)
+	if err := p.charges.refuse(size); err != nil {
+		return nil, err
 	}
 	f, err := memoryFile(chargedName, nil)
 	if err != nil {
@@ -94,14 +94,19 @@ func (c *charges) keep(inode uint64, what charge) {
 	c.kept[inode] = what
 }
 
-// total is by how much the limit is higher for files that were closed here.
-func (c *charges) total() (bytes uint64) {
+// refuse says whether the limit is already so much higher, for files that were
+// closed here, that a guest with that much memory is not captured again.
+func (c *charges) refuse(memory uint64) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	var total uint64
 	for _, k := range c.kept {
-		bytes += k.bytes
+		total += k.bytes
 	}
-	return bytes
+	if total > maxKept*memory {
+		return fmt.Errorf("the vmm process maps %d bytes of layers that nobody else uses, more than %d times its memory: it cannot be captured any more", total, maxKept)
+	}
+	return nil
 }
 
 // settle lowers the limit by the files that are not mapped any more.

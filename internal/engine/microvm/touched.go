@@ -126,12 +126,7 @@ func (t *touched) learn(ctx context.Context, s subject, p *Process) bool {
 		t.forget(s) // the fork has ended
 		return false
 	}
-	if pagesOf(pages.Written) > maxTouched {
-		pages = vmmctl.Touched{}
-	}
-	if pagesOf(pages.Read) > maxRead {
-		pages.Read = nil
-	}
+	pages = bounded(pages)
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	l := t.lessons[s]
@@ -144,6 +139,17 @@ func (t *touched) learn(ctx context.Context, s subject, p *Process) bool {
 	l.pages = pages
 	_, ok := l.known()
 	return ok
+}
+
+// bounded leaves out what is not worth it.
+func bounded(pages vmmctl.Touched) vmmctl.Touched {
+	if pagesOf(pages.Written) > maxTouched {
+		return vmmctl.Touched{}
+	}
+	if pagesOf(pages.Read) > maxRead {
+		pages.Read = nil
+	}
+	return pages
 }
 
 // common returns what is in both of two sorted lists.

@@ -89,8 +89,11 @@ func (p *Process) listen() (last *vmmctl.Exit, err error) {
 	ready := false
 	for {
 		m, files, err := p.conn.Receive()
-		if err != nil {
+		if errors.Is(err, io.EOF) {
 			return last, err
+		}
+		if err != nil {
+			return last, fmt.Errorf("it has sent what cannot be read: %w", err)
 		}
 		for _, f := range files {
 			_ = f.Close() // nobody asked for it
