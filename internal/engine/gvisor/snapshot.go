@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"path/filepath"
 	"strconv"
 	"time"
 
@@ -49,17 +48,6 @@ func (c checkpoint) copy() (o checkpoint, err error) {
 	return o, nil
 }
 
-// openCheckpoint opens what was written to a folder.
-func openCheckpoint(dir string) (c checkpoint, err error) {
-	for i, f := range []**os.File{&c.state, &c.meta, &c.pages} {
-		if *f, err = os.Open(filepath.Join(dir, gvisorctl.CheckpointFiles[i])); err != nil {
-			c.close()
-			return checkpoint{}, fmt.Errorf("open checkpoint: %w", err)
-		}
-	}
-	return c, nil
-}
-
 // size is how many bytes there are.
 func (c checkpoint) size() (bytes uint64) {
 	for _, f := range c.list() {
@@ -78,21 +66,30 @@ func (s *sandbox) take(ctx context.Context) (_ checkpoint, pause time.Duration, 
 		return checkpoint{}, 0, s.ended()
 	}
 	s.prepare(ctx)
-	dir, remove, err := s.engine.residentDir()
+	files, err := newCheckpoint()
 	if err != nil {
 		return checkpoint{}, 0, err
 	}
-	defer func() { err = errors.Join(err, remove()) }()
+	defer files.close()
 	// The files are memory that is charged to whoever writes them.
 	back, err := s.group.Extend(s.memory + s.disk)
 	if err != nil {
 		return checkpoint{}, 0, err
 	}
-	reply, err := s.request(ctx, &gvisorctl.Message{Op: gvisorctl.OpCheckpoint, Dir: dir})
+	reply, err := s.request(ctx, &gvisorctl.Message{Op: gvisorctl.OpCheckpoint}, files.list()...)
 	if err != nil {
 		return checkpoint{}, 0, errors.Join(err, back())
 	}
-	c, err := openCheckpoint(dir)
+	if reply.Took < 0 || reply.Took > longest {
+		err = fmt.Errorf("%w: a checkpoint took it %v", errLie, reply.Took)
+	}
+	var c checkpoint
+	if err == nil {
+		c, err = files.seal(s.most())
+	}
+	if errors.Is(err, errLie) {
+		err = s.condemn(err)
+	}
 	return c, reply.Took, errors.Join(err, back())
 }
 

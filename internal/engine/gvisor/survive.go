@@ -134,6 +134,7 @@ func (s *sandbox) Detach() error {
 
 // Detach leaves the process alone; one that has ended is fine.
 func (p *process) Detach() error {
+	p.left.Store(true)
 	if err := p.conn.Close(); !errors.Is(err, os.ErrClosed) {
 		return err
 	}
@@ -167,6 +168,7 @@ func (e *Engine) adopt(ctx context.Context, f folder.Folder) (_ *sandbox, err er
 	if s.process, err = e.attach(ctx, f.Control(), r.Process); err != nil {
 		return nil, errors.Join(err, s.release())
 	}
+	s.expect(s.memory + s.disk)
 	s.paused.Store(true) // it may be
 	return s, nil
 }
@@ -197,21 +199,32 @@ func (e *Engine) attach(ctx context.Context, socket string, id procid.ID) (*proc
 	}
 	p := &process{
 		engine: e, helper: id.PID, held: held, conn: conn, nextID: 1,
-		done: make(chan struct{}), waiting: map[uint64]chan *gvisorctl.Message{},
+		done: make(chan struct{}), waiting: map[uint64]pending{},
 	}
+	p.expect(0)
 	go p.receive()
 	reply, err := p.request(ctx, &gvisorctl.Message{Op: gvisorctl.OpDescribe})
 	if err != nil {
 		return nil, errors.Join(err, p.Detach())
 	}
-	p.id, p.sentry = reply.Create.ID, reply.SentryPID
+	if reply.Create == nil {
+		reply.Create = &gvisorctl.Create{}
+	}
+	if err := checkID(reply.Create.ID); err != nil {
+		return nil, p.condemn(fmt.Errorf("it has described what cannot be: %w", err))
+	}
 	groups, err := e.groups()
+	var group *jail.Group
 	if err == nil && groups != nil {
-		p.group, err = groups.Open(groupName(p.id))
+		group, err = groups.Open(groupName(reply.Create.ID))
 	}
 	if err != nil {
 		return nil, errors.Join(err, p.Detach())
 	}
+	p.mu.Lock() // whoever reaps the helper removes what these name
+	p.id, p.group = reply.Create.ID, group
+	p.mu.Unlock()
+	p.sentry = reply.SentryPID
 	return p, nil
 }
 

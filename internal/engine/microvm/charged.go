@@ -3,13 +3,11 @@ package microvm
 import (
 	"bufio"
 	"errors"
-	"fmt"
 	"os"
 	"strconv"
 	"strings"
 	"sync"
 
-	"agentrun.dev/internal/layer"
 	"golang.org/x/sys/unix"
 )
 
@@ -19,18 +17,8 @@ import (
 // what they hold.
 type charges struct {
 	mu   sync.Mutex // protects kept
-	kept map[uint64]charge
+	kept map[uint64]func() error
 }
-
-// charge is by how much a limit was raised.
-type charge struct {
-	bytes uint64
-	back  func() error
-}
-
-// maxKept is how many times the guest's memory the layers may hold that a vmm
-// still maps and nobody else uses. As many layers as an image has are enough.
-const maxKept = layer.MaxLayers
 
 // charged is a file in memory that counts against the limit of the vmm process
 // that fills it; the limit is higher until nobody uses it.
@@ -38,7 +26,8 @@ type charged struct {
 	*os.File
 	process *Process
 	inode   uint64
-	charge  charge
+	back    func() error
+	size    uint64 // by which the limit is higher
 }
 
 // newCharged makes a file for at most size bytes. It looks for what has become
@@ -47,7 +36,7 @@ func (p *Process) newCharged(size uint64) (*charged, error) {
 	if err := p.charges.settle(p.mapped()); err != nil {
 		return nil, err
 	}
-	if err := p.charges.refuse(size); err != nil {
+	if err := p.refuseKept(size); err != nil {
 		return nil, err
 	}
 	f, err := memoryFile(chargedName, nil)
@@ -62,51 +51,36 @@ func (p *Process) newCharged(size uint64) (*charged, error) {
 	if err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
-	return &charged{f, p, st.Ino, charge{size, back}}, nil
+	return &charged{f, p, st.Ino, back, size}, nil
 }
 
-// holds says how large the file has become.
+// holds says how many bytes are in the file now.
 func (c *charged) holds(size uint64) error {
 	back, err := c.process.cell.Extend(size)
 	if err != nil {
 		return err
 	}
-	err = c.charge.back()
-	c.charge = charge{size, back}
+	err = c.back()
+	c.back, c.size = back, size
 	return err
 }
 
 func (c *charged) Close() error {
 	err := c.File.Close()
 	if c.process.mapped()[c.inode] {
-		c.process.charges.keep(c.inode, c.charge)
+		c.process.charges.keep(c.inode, c.process.keep(c.size, c.back))
 		return err
 	}
-	return errors.Join(err, c.charge.back())
+	return errors.Join(err, c.back())
 }
 
-func (c *charges) keep(inode uint64, what charge) {
+func (c *charges) keep(inode uint64, back func() error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.kept == nil {
-		c.kept = map[uint64]charge{}
+		c.kept = map[uint64]func() error{}
 	}
-	c.kept[inode] = what
-}
-
-// refuse says whether the limit is already so much higher, for files that were
-// closed here, that a guest with that much memory is not captured again.
-func (c *charges) refuse(memory uint64) error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	var total uint64
-	for _, k := range c.kept {
-		total += k.bytes
-	}
-	if total > maxKept*memory {
-		return fmt.Errorf("the vmm process maps %d bytes of layers that nobody else uses, more than %d times its memory: it cannot be captured any more", total, maxKept)
-	}
-	return nil
+	c.kept[inode] = back
 }
 
 // settle lowers the limit by the files that are not mapped any more.
@@ -114,10 +88,10 @@ func (c *charges) settle(mapped map[uint64]bool) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	var errs []error
-	for inode, k := range c.kept {
+	for inode, back := range c.kept {
 		if !mapped[inode] {
 			delete(c.kept, inode)
-			errs = append(errs, k.back())
+			errs = append(errs, back())
 		}
 	}
 	return errors.Join(errs...)

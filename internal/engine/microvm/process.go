@@ -61,6 +61,7 @@ type Process struct {
 	paused  atomic.Bool // as far as this parent knows
 	parked  atomic.Bool // it goes on when it is sent something
 	charges charges
+	kept    atomic.Uint64 // bytes of charged files that were closed here, and that the process still has
 
 	memory   uint64                 // the guest's, in bytes
 	patience atomic.Int64           // how long it may take for an answer; expect sets it

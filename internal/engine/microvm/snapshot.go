@@ -186,7 +186,7 @@ func (s *sandbox) freeze(ctx context.Context, save *vmmctl.Save) (_ *captured, e
 	if err != nil {
 		return nil, err
 	}
-	err = c.check(reply.Data, s.memory.Size, s.writable())
+	err = c.verify(reply.Data, s.memory.Size, s.writable())
 	if errors.Is(err, errLie) {
 		return nil, s.condemn(err)
 	}
@@ -256,6 +256,9 @@ func (st *storing) layMemory(ctx context.Context, c *captured) (layer.Image, err
 	below := st.sandbox.memory
 	if len(c.saved.Memory.Runs) == 0 {
 		return st.lay(ctx, below, layer.Ref{}, nil, c.saved.Memory)
+	}
+	if err := layer.CheckChange(c.saved.Memory.Runs, c.saved.Memory.Zeros, below.Size); err != nil {
+		return below, err
 	}
 	resident := st.sandbox.engine.resident
 	f, err := resident.Create()

@@ -152,34 +152,42 @@ func (p *Process) receive() {
 	p.finish(last)
 }
 
+// maxKept is how many times its memory the layers may hold that a vmm still maps
+// and nobody else uses. As many layers as an image has are enough.
+const maxKept = layer.MaxLayers
+
+// keep counts a charged file that was closed here until back is called.
+func (p *Process) keep(size uint64, back func() error) func() error {
+	p.kept.Add(size)
+	return func() error {
+		p.kept.Add(-size)
+		return back()
+	}
+}
+
+// refuseKept says that a guest with that much memory is not captured any more: its
+// vmm could raise its limit with each capture.
+func (p *Process) refuseKept(memory uint64) error {
+	if kept := p.kept.Load(); kept > maxKept*memory {
+		return fmt.Errorf("the vmm process maps %d bytes of layers that nobody else uses, more than %d times its memory: it cannot be captured any more", kept, maxKept)
+	}
+	return nil
+}
+
 // errLie says that what a vmm has saved is not what it says, or not what it may
 // be.
 var errLie = errors.New("what it has saved cannot be")
 
-// check takes what a vmm has answered to Save and looks at the files. The files
+// verify takes what a vmm has answered to Save and looks at the files. The files
 // in memory are sealed first: the vmm may still have them open, and other
 // sandboxes are made of them. Those of the disks stay open in the vmm; they are
 // only ever copied, as much as they have to hold. The error is errLie if the vmm
 // is to blame.
-func (c *captured) check(answer []byte, memory uint64, disks []uint64) (err error) {
-	if c.saved, err = vmmctl.UnmarshalSaved(answer); err == nil {
-		err = c.saved.Check(memory, disks)
-	}
-	if err != nil {
-		c.saved = nil // nobody uses any of it
-		return fmt.Errorf("%w: %w", errLie, err)
-	}
-	const seals = unix.F_SEAL_WRITE | unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
-	for _, f := range []*os.File{c.memory.File, c.state} {
-		if _, err := unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, seals); err != nil {
-			// It can be written as long as somebody has it mapped so.
-			return fmt.Errorf("%w: seal the captured %s: %w", errLie, f.Name(), err)
-		}
-	}
-	if c.held, err = checkSize(c.memory.File, memory, memory); err != nil {
+func (c *captured) verify(answer []byte, memory uint64, disks []uint64) (err error) {
+	if err := c.decode(answer, memory, disks); err != nil {
 		return err
 	}
-	if _, err = checkSize(c.state, 0, snapshot.MaxState); err != nil {
+	if c.held, err = sealed(c.memory.File, memory, memory); err != nil {
 		return err
 	}
 	for i, f := range c.disks {
@@ -188,6 +196,27 @@ func (c *captured) check(answer []byte, memory uint64, disks []uint64) (err erro
 			return err
 		}
 	}
+	return c.readState()
+}
+
+// decode takes what a vmm says that it has saved.
+func (c *captured) decode(answer []byte, memory uint64, disks []uint64) error {
+	saved, err := vmmctl.UnmarshalSaved(answer)
+	if err == nil {
+		err = saved.Check(memory, disks)
+	}
+	if err != nil {
+		return fmt.Errorf("%w: %w", errLie, err)
+	}
+	c.saved = saved
+	return nil
+}
+
+// readState reads the machine's state.
+func (c *captured) readState() (err error) {
+	if _, err := sealed(c.state, 0, snapshot.MaxState); err != nil {
+		return err
+	}
 	if c.encoded, err = io.ReadAll(io.NewSectionReader(c.state, 0, snapshot.MaxState)); err != nil {
 		return fmt.Errorf("read the captured state: %w", err)
 	}
@@ -195,6 +224,16 @@ func (c *captured) check(answer []byte, memory uint64, disks []uint64) (err erro
 		return fmt.Errorf("%w: %w", errLie, err)
 	}
 	return nil
+}
+
+// sealed seals a file in memory that a vmm has written, and then is checkSize.
+func sealed(f *os.File, least, most uint64) (there uint64, err error) {
+	const seals = unix.F_SEAL_WRITE | unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
+	if _, err := unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, seals); err != nil {
+		// It can be written as long as somebody has it mapped so.
+		return 0, fmt.Errorf("%w: seal the captured %s: %w", errLie, f.Name(), err)
+	}
+	return checkSize(f, least, most)
 }
 
 // checkSize checks how long a file is that a vmm has written, and returns how

@@ -100,25 +100,28 @@ func TestChargedAsItIs(t *testing.T) {
 // limit for ever.
 func TestKeptIsBounded(t *testing.T) {
 	s := startHostile(t, "honest")
-	none := func() error { return nil }
-	for i := range uint64(maxKept + 1) {
-		s.charges.keep(i, charge{hostileRAM, none})
+	var backs []func() error
+	for range maxKept + 1 {
+		c, err := s.newCharged(hostileRAM)
+		if err != nil {
+			t.Fatal(err)
+		}
+		backs = append(backs, s.keep(c.size, c.back))
+		if err := c.File.Close(); err != nil {
+			t.Fatal(err)
+		}
 	}
-	// The process does not map any of them: they are forgotten.
+	if c, err := s.newCharged(hostileRAM); err == nil {
+		t.Errorf("it may keep any number of layers, %v", c)
+	}
+	if err := backs[0](); err != nil {
+		t.Error(err)
+	}
 	c, err := s.newCharged(hostileRAM)
 	if err != nil {
 		t.Fatal(err)
 	}
 	if err := c.Close(); err != nil {
-		t.Error(err)
-	}
-	for i := range uint64(maxKept + 1) {
-		s.charges.keep(i, charge{hostileRAM, none})
-	}
-	if err := s.charges.refuse(hostileRAM); err == nil {
-		t.Error("it may keep any number of layers")
-	}
-	if err := s.charges.refuse(2 * hostileRAM); err != nil {
 		t.Error(err)
 	}
 }
