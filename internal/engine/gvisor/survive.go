@@ -7,7 +7,6 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"strings"
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/folder"
@@ -91,12 +90,11 @@ func inUse(path string) bool {
 }
 
 // Keep frees the resident pages that neither the sandboxes in these folders nor
-// these snapshots use, checkpoints that were never finished, and what sandboxes
-// left that ended while nobody watched.
+// these snapshots use, and what sandboxes left that ended while nobody watched.
 func (e *Engine) Keep(folders, snapshots []string) error {
 	used := folder.Layers(folders, snapshots)
 	_, err := e.resident.Keep(func(d layer.Digest) bool { return used[d] })
-	return errors.Join(err, e.removeCheckpoints(), e.Sweep())
+	return errors.Join(err, e.Sweep())
 }
 
 // Inspect tells which helper runs in a folder.
@@ -238,6 +236,8 @@ func stopListening(ctx context.Context, socket string) error {
 	if err != nil {
 		return err
 	}
+	ctx, cancel := context.WithTimeout(ctx, answerTime)
+	defer cancel()
 	stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
 	defer stop()
 	if err := conn.Send(&gvisorctl.Message{Op: gvisorctl.OpStop, ID: 1}); err != nil {
@@ -248,26 +248,4 @@ func stopListening(ctx context.Context, socket string) error {
 			return errors.Join(ctx.Err(), conn.Close()) // it has gone
 		}
 	}
-}
-
-// removeCheckpoints deletes the folders of checkpoints that killed processes
-// have left.
-func (e *Engine) removeCheckpoints() error {
-	unlock, err := e.lockRunDir(unix.LOCK_EX)
-	if err != nil {
-		return err
-	}
-	defer unlock()
-	entries, err := os.ReadDir(e.cfg.Resident)
-	if err != nil {
-		return err
-	}
-	var errs []error
-	for _, d := range entries {
-		dir := filepath.Join(e.cfg.Resident, d.Name())
-		if d.IsDir() && strings.HasPrefix(d.Name(), checkpointPrefix) && !inUse(dir) {
-			errs = append(errs, os.RemoveAll(dir))
-		}
-	}
-	return errors.Join(errs...)
 }
