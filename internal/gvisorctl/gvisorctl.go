@@ -1,7 +1,8 @@
 // Package gvisorctl is the protocol between the gVisor engine and the helper
 // process of a sandbox. A message is JSON in one packet of a control socket
-// (package vmmctl), with descriptors. Both ends trust each other: the helper
-// runs beside the sandbox, not in it.
+// (package vmmctl), with descriptors. The helper runs beside the sandbox, not in
+// it, and trusts its parent. The parent does not trust it: a sandbox that has
+// taken over gVisor's kernel speaks to the helper.
 //
 // A helper begins with Create, which makes a sandbox that waits, and goes on
 // with Start or Restore, before which Load may come. Any number of other requests may be under way at once;
@@ -40,7 +41,8 @@ const (
 	// OpPause and OpResume stop the sandbox and let it go on.
 	OpPause  Op = "pause"
 	OpResume Op = "resume"
-	// OpCheckpoint writes the sandbox to the folder Dir, and goes on.
+	// OpCheckpoint writes the sandbox to files that come with it, in the order of
+	// CheckpointFiles, and goes on.
 	OpCheckpoint Op = "checkpoint"
 	// OpDescribe asks what sandbox it is.
 	OpDescribe Op = "describe"
@@ -61,7 +63,6 @@ type Message struct {
 	// Create is also in the reply to OpDescribe.
 	Create *Create `json:"create,omitempty"`
 	Port   uint32  `json:"port,omitempty"`
-	Dir    string  `json:"dir,omitempty"`
 	Listen bool    `json:"listen,omitempty"`
 	// Network is the interface of OpStart and OpRestore; nil is a loopback only.
 	Network *Network `json:"network,omitempty"`

@@ -207,7 +207,7 @@ func (c *Cell) Extend(bytes uint64) (back func() error, err error) {
 // name.
 func (c *Cell) WhenGone(f *os.File, back func() error) error {
 	if c.group == nil {
-		return nil
+		return back()
 	}
 	// A failure to look at the group is met again by the next change.
 	if err := c.cells.files.whenGone(f, func() { _ = back() }); err != nil {

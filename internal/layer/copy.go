@@ -8,6 +8,17 @@ import (
 	"os"
 )
 
+// ErrDamaged says that a layer is not the one that its Ref names.
+var ErrDamaged = errors.New("the layer is damaged")
+
+// damage is how a layer differs.
+type damage string
+
+func damaged(format string, args ...any) error { return damage(fmt.Sprintf(format, args...)) }
+
+func (d damage) Error() string        { return string(d) }
+func (d damage) Is(target error) bool { return target == ErrDamaged }
+
 // Copy copies a layer, a regular file from its beginning or whatever else can be
 // read, and refuses one that is not what ref says: what it wrote until then is to
 // be thrown away.
@@ -21,7 +32,7 @@ func Copy(ctx context.Context, dst io.Writer, src io.Reader, ref Ref) error {
 		name = f.Name()
 		if info.Mode().IsRegular() {
 			if uint64(info.Size()) != ref.Size {
-				return fmt.Errorf("%s has %d bytes, %d are expected", name, info.Size(), ref.Size)
+				return damaged("%s has %d bytes, %d are expected", name, info.Size(), ref.Size)
 			}
 			in = io.NewSectionReader(f, 0, info.Size())
 		}
@@ -38,7 +49,7 @@ func Copy(ctx context.Context, dst io.Writer, src io.Reader, ref Ref) error {
 			return fmt.Errorf("copy %s: %w", name, werr)
 		}
 		if out.n > ref.Size {
-			return fmt.Errorf("%s has more than the %d bytes that are expected", name, ref.Size)
+			return damaged("%s has more than the %d bytes that are expected", name, ref.Size)
 		}
 		if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
 			break
@@ -49,9 +60,9 @@ func Copy(ctx context.Context, dst io.Writer, src io.Reader, ref Ref) error {
 	}
 	switch got := out.Ref(); {
 	case got.Size != ref.Size:
-		return fmt.Errorf("%s has %d bytes, %d are expected", name, got.Size, ref.Size)
+		return damaged("%s has %d bytes, %d are expected", name, got.Size, ref.Size)
 	case got.Digest != ref.Digest:
-		return fmt.Errorf("%s is damaged: its digest is %s, expected is %s", name, got.Digest, ref.Digest)
+		return damaged("%s is damaged: its digest is %s, expected is %s", name, got.Digest, ref.Digest)
 	}
 	return nil
 }

@@ -62,7 +62,7 @@ func (m *Manager) DeleteFork(ctx context.Context, k Key) error {
 		if b == nil {
 			continue
 		}
-		if err := b.lock(ctx); err != nil {
+		if err := b.lockToEnd(ctx); err != nil {
 			return err
 		}
 		if b.now().State != Ended {

@@ -162,11 +162,6 @@ func (m *Manager) removeSnapshot(dir string) error {
 	return nil
 }
 
-// Kill ends a sandbox.
-func (m *Manager) Kill(ctx context.Context, k Key) (Sandbox, error) {
-	return m.with(ctx, k, func(b *member) error { return b.ended(ReasonKilled, "") })
-}
-
 // Extend gives a sandbox a timeout that counts from now on; 0 is none.
 func (m *Manager) Extend(ctx context.Context, k Key, timeout time.Duration) (Sandbox, error) {
 	if timeout < 0 {

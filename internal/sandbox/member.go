@@ -23,6 +23,7 @@ type member struct {
 	mu      sync.Mutex // protects all following fields
 	record  Sandbox    // as it is in the journal
 	machine engine.Sandbox
+	killed  bool        // by request, while somebody else had the turn
 	users   int         // requests that are being served
 	conns   int         // connections to its ports
 	used    Clock       // runs while it runs and nobody uses it
@@ -105,14 +106,16 @@ func (b *member) died(sb engine.Sandbox) {
 		return // it was hibernated, or killed by request
 	}
 	cause := sb.Wait()
-	reason := ReasonCrashed
+	reason, detail := ReasonCrashed, cause.Error()
 	switch {
+	case b.wasKilled():
+		reason, detail = ReasonKilled, ""
 	case errors.Is(cause, engine.ErrOutOfMemory):
 		reason = ReasonOutOfMemory
 	case errors.Is(cause, engine.ErrPoweredOff):
 		reason = ReasonExited
 	}
-	if err := b.ended(reason, cause.Error()); err != nil {
+	if err := b.ended(reason, detail); err != nil {
 		b.manager.cfg.Log.Error("end a sandbox that has died", "sandbox", b.id, "error", err)
 	}
 }

@@ -17,12 +17,12 @@ import (
 	"agentrun.dev/internal/guestmux"
 	"agentrun.dev/internal/gvisorctl"
 	"golang.org/x/sys/unix"
+	"gvisor.dev/gvisor/pkg/sentry/control"
 	"gvisor.dev/gvisor/pkg/state/statefile"
 	"gvisor.dev/gvisor/pkg/urpc"
 	"gvisor.dev/gvisor/runsc/boot"
 	"gvisor.dev/gvisor/runsc/config"
 	"gvisor.dev/gvisor/runsc/container"
-	"gvisor.dev/gvisor/runsc/sandbox"
 )
 
 // sandboxed is the sandbox of this process.
@@ -215,17 +215,25 @@ func (s *sandboxed) resume() error {
 	return nil
 }
 
-// checkpoint writes the sandbox to a folder and says how long that took: the
-// sandbox stands still meanwhile. One that was paused stays so.
-func (s *sandboxed) checkpoint(dir string) (time.Duration, error) {
+// checkpoint writes the sandbox to files and says how long that took: the sandbox
+// stands still meanwhile. One that was paused stays so. runsc would make the files
+// itself; these are the parent's, which seals them.
+func (s *sandboxed) checkpoint(files []*os.File) (time.Duration, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if !s.running {
 		return 0, errNotRunning
 	}
 	begin := time.Now()
-	err := s.cont.Checkpoint(s.conf, dir, sandbox.CheckpointOpts{Compression: statefile.CompressionLevelNone, Resume: true})
+	conn, err := s.connect()
 	if err != nil {
+		return 0, fmt.Errorf("checkpoint: %w", err)
+	}
+	defer func() { _ = conn.Close() }() // all was said
+	if err := conn.Call(boot.ContMgrCheckpoint, &control.SaveOpts{
+		Metadata: statefile.CompressionLevelNone.ToMetadata(), HavePagesFile: true, Resume: true,
+		FilePayload: urpc.FilePayload{Files: files},
+	}, nil); err != nil {
 		return 0, fmt.Errorf("checkpoint: %w", err)
 	}
 	return time.Since(begin), nil

@@ -198,7 +198,10 @@ func (s *server) try(ctx context.Context, m *gvisorctl.Message, files []*os.File
 	case gvisorctl.OpResume:
 		return box.resume()
 	case gvisorctl.OpCheckpoint:
-		took, err := box.checkpoint(m.Dir)
+		if len(files) != len(gvisorctl.CheckpointFiles) {
+			return errFiles
+		}
+		took, err := box.checkpoint(files)
 		reply.Took = took
 		return err
 	case gvisorctl.OpDescribe:

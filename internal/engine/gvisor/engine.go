@@ -23,7 +23,6 @@ import (
 	"agentrun.dev/internal/seal"
 	"agentrun.dev/internal/snapshot"
 	"agentrun.dev/internal/vmmctl"
-	"golang.org/x/sys/unix"
 )
 
 // Name is what snapshots of this engine carry.
@@ -324,32 +323,6 @@ func reopen(f *os.File) (*os.File, error) {
 	}
 	return g, nil
 }
-
-// residentDir is a new folder beside the resident pages, of one checkpoint. It is
-// locked until it is removed.
-func (e *Engine) residentDir() (dir string, remove func() error, err error) {
-	// Between the two steps somebody else could take it for one that was left.
-	unlock, err := e.lockRunDir(unix.LOCK_SH)
-	if err != nil {
-		return "", nil, err
-	}
-	defer unlock()
-	dir, err = os.MkdirTemp(e.cfg.Resident, checkpointPrefix)
-	if err != nil {
-		return "", nil, fmt.Errorf("make room for a checkpoint: %w", err)
-	}
-	lock, err := os.Open(dir)
-	if err == nil {
-		err = unix.Flock(int(lock.Fd()), unix.LOCK_EX)
-	}
-	if err != nil {
-		return "", nil, errors.Join(fmt.Errorf("make room for a checkpoint: %w", err), os.RemoveAll(dir))
-	}
-	return dir, func() error { return errors.Join(os.RemoveAll(dir), lock.Close()) }, nil
-}
-
-// checkpointPrefix begins the names of such folders.
-const checkpointPrefix = "checkpoint-"
 
 // runDirOf is where gVisor's files of a sandbox are.
 func (e *Engine) runDirOf(id string) string { return filepath.Join(e.cfg.RunDir, id) }

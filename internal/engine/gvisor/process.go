@@ -13,6 +13,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"syscall"
+	"time"
 
 	"agentrun.dev/internal/assets"
 	"agentrun.dev/internal/engine"
@@ -93,13 +94,19 @@ type process struct {
 	exit        string        // why; set before done is closed
 	outOfMemory bool          // likewise
 
-	paused atomic.Bool // as far as this parent knows
+	paused   atomic.Bool            // as far as this parent knows
+	patience atomic.Int64           // how long it may take for an answer; expect sets it
+	left     atomic.Bool            // the socket is closed here, and the helper goes on
+	accused  atomic.Pointer[string] // of what; nil unless it was killed for it
 
 	mu      sync.Mutex // protects all following fields
 	last    *gvisorctl.Exit
 	nextID  uint64
-	waiting map[uint64]chan *gvisorctl.Message // nil once the helper has ended
+	waiting map[uint64]pending // nil once the helper has ended
 }
+
+// idBytes is how many random bytes the id of a sandbox has.
+const idBytes = 16
 
 // groupName is the cgroup of a sandbox.
 func groupName(id string) string { return "gvisor-" + id }
@@ -116,9 +123,10 @@ func (e *Engine) create(ctx context.Context, sh shape, asked engine.Limits, root
 	}
 	defer func() { _ = agent.Close() }() // the helper has its own
 	p := &process{
-		engine: e, id: identity.Hex(16), nextID: 1,
-		done: make(chan struct{}), waiting: map[uint64]chan *gvisorctl.Message{},
+		engine: e, id: identity.Hex(idBytes), nextID: 1,
+		done: make(chan struct{}), waiting: map[uint64]pending{},
 	}
+	p.expect(sh.memory + sh.disk)
 	if groups != nil {
 		if p.group, err = groups.Create(groupName(p.id), sh.limits(asked)); err != nil {
 			return nil, err
@@ -181,35 +189,8 @@ func (p *process) start() error {
 	return nil
 }
 
-// receive reads what the helper says until it ends, then reaps it.
-func (p *process) receive() {
-	for {
-		m, files, err := p.conn.Receive()
-		if err != nil {
-			break // io.EOF, or nonsense: either way the helper is done for
-		}
-		for _, f := range files {
-			_ = f.Close() // a helper has no business sending any
-		}
-		p.mu.Lock()
-		if m.Exit != nil {
-			p.last = m.Exit
-		}
-		ch := p.waiting[m.ID]
-		if m.Reply {
-			delete(p.waiting, m.ID)
-		}
-		p.mu.Unlock()
-		if m.Reply && ch != nil {
-			ch <- m
-		}
-	}
-	p.finish()
-}
-
 // finish reaps the helper, frees what it had, and tells everybody who waits.
 func (p *process) finish() {
-	_ = p.conn.Close() // a confused helper ends
 	words := "gvisor-helper ended without a word"
 	if p.child != nil {
 		if err := p.child.Wait(); err != nil {
@@ -219,6 +200,9 @@ func (p *process) finish() {
 		words = "gvisor-helper: " + err.Error()
 	}
 	p.mu.Lock()
+	for _, r := range p.waiting {
+		r.stop()
+	}
 	p.waiting = nil
 	if p.last != nil {
 		words = p.last.Reason
@@ -226,14 +210,19 @@ func (p *process) finish() {
 			words += ": " + p.last.Detail
 		}
 	}
+	id, group := p.id, p.group
 	p.mu.Unlock()
-	kills, err := p.group.Release()
+	if why := p.accused.Load(); why != nil {
+		words = "gvisor-helper was killed: " + *why + "; " + words
+	}
+	kills, err := group.Release()
 	if kills > 0 {
 		p.outOfMemory = true
 		words = fmt.Sprintf("the kernel killed %d in the cgroup, whose limit was reached; %s", kills, words)
 	}
-	if err == nil { // else Sweep finds the rest by the folder
-		err = os.RemoveAll(p.engine.runDirOf(p.id))
+	// Sweep finds the rest by the folder, also if it was not known whose it is.
+	if err == nil && id != "" {
+		err = os.RemoveAll(p.engine.runDirOf(id))
 	}
 	if err != nil {
 		words += "; " + err.Error()
@@ -249,16 +238,6 @@ func (p *process) ended() error {
 	return fmt.Errorf("%w: %s", engine.ErrEnded, p.exit)
 }
 
-// kill ends helper and sandbox at once and waits until they are gone.
-func (p *process) kill() {
-	if p.child != nil {
-		_ = p.child.Process.Kill() // it has ended already
-	} else {
-		p.held.Kill()
-	}
-	<-p.done
-}
-
 // request sends a message and waits for its reply.
 func (p *process) request(ctx context.Context, m *gvisorctl.Message, files ...*os.File) (*gvisorctl.Message, error) {
 	reply, err := p.post(m, files...)
@@ -270,7 +249,6 @@ func (p *process) request(ctx context.Context, m *gvisorctl.Message, files ...*o
 
 // post sends a message; its reply, for await, comes later.
 func (p *process) post(m *gvisorctl.Message, files ...*os.File) (<-chan *gvisorctl.Message, error) {
-	reply := make(chan *gvisorctl.Message, 1)
 	p.mu.Lock()
 	if p.waiting == nil {
 		p.mu.Unlock()
@@ -279,11 +257,12 @@ func (p *process) post(m *gvisorctl.Message, files ...*os.File) (<-chan *gvisorc
 	}
 	m.ID = p.nextID
 	p.nextID++
-	p.waiting[m.ID] = reply
+	reply := p.enlist(m)
 	p.mu.Unlock()
 	// A helper that has gone is noticed by receive.
 	if err := p.conn.Send(m, files...); err != nil && !errors.Is(err, unix.EPIPE) && !errors.Is(err, io.ErrClosedPipe) && !errors.Is(err, os.ErrClosed) {
 		p.mu.Lock()
+		p.waiting[m.ID].stop()
 		delete(p.waiting, m.ID)
 		p.mu.Unlock()
 		return nil, err
@@ -317,6 +296,9 @@ func (p *process) Dial(ctx context.Context, port uint32) (net.Conn, error) {
 	if err = errors.Join(err, f.Close()); err != nil {
 		return nil, errors.Join(fmt.Errorf("dial port %d: %w", port, err), theirs.Close())
 	}
+	// The sandbox decides when it answers: a helper is not to blame if it never does.
+	ctx, cancel := context.WithTimeout(ctx, time.Duration(p.patience.Load()))
+	defer cancel()
 	_, err = p.request(ctx, &gvisorctl.Message{Op: gvisorctl.OpDial, Port: port}, theirs)
 	if err = errors.Join(err, theirs.Close()); err != nil {
 		return nil, errors.Join(fmt.Errorf("dial port %d: %w", port, err), ours.Close())

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"path/filepath"
 	"strconv"
 	"time"
 
@@ -49,17 +48,6 @@ func (c checkpoint) copy() (o checkpoint, err error) {
 	return o, nil
 }
 
-// openCheckpoint opens what was written to a folder.
-func openCheckpoint(dir string) (c checkpoint, err error) {
-	for i, f := range []**os.File{&c.state, &c.meta, &c.pages} {
-		if *f, err = os.Open(filepath.Join(dir, gvisorctl.CheckpointFiles[i])); err != nil {
-			c.close()
-			return checkpoint{}, fmt.Errorf("open checkpoint: %w", err)
-		}
-	}
-	return c, nil
-}
-
 // size is how many bytes there are.
 func (c checkpoint) size() (bytes uint64) {
 	for _, f := range c.list() {
@@ -78,17 +66,26 @@ func (s *sandbox) take(ctx context.Context) (_ checkpoint, pause time.Duration, 
 		return checkpoint{}, 0, s.ended()
 	}
 	s.prepare(ctx)
-	dir, remove, err := s.engine.residentDir()
+	files, err := newCheckpoint()
 	if err != nil {
 		return checkpoint{}, 0, err
 	}
-	defer func() { err = errors.Join(err, remove()) }()
-	reply, err := s.writeCheckpoint(ctx, dir)
+	defer files.close()
+	w, err := s.writeCheckpoint(ctx, files)
 	if err != nil {
 		return checkpoint{}, 0, err
 	}
-	defer func() { err = errors.Join(err, reply.back()) }()
-	c, err := openCheckpoint(dir)
+	defer func() { err = errors.Join(err, w.back()) }()
+	if w.Took < 0 || w.Took > longest {
+		err = fmt.Errorf("%w: a checkpoint took it %v", errLie, w.Took)
+	}
+	var c checkpoint
+	if err == nil {
+		c, err = files.seal(s.most())
+	}
+	if errors.Is(err, errLie) {
+		err = s.condemn(err)
+	}
 	if err != nil {
 		return checkpoint{}, 0, err
 	}
@@ -98,23 +95,23 @@ func (s *sandbox) take(ctx context.Context) (_ checkpoint, pause time.Duration, 
 		c.close()
 		return checkpoint{}, 0, err
 	}
-	return c, reply.Took, nil
+	return c, w.Took, nil
 }
 
-// written is a checkpoint in its folder, for which the sandbox's limit is raised until
+// written is a checkpoint in its files, for which the sandbox's limit is raised until
 // back is called.
 type written struct {
 	*gvisorctl.Message
 	back func() error
 }
 
-// writeCheckpoint has the sandbox write its checkpoint to a folder in memory, which
-// is charged to its group. The files hold at most what the group may hold.
-func (s *sandbox) writeCheckpoint(ctx context.Context, dir string) (w written, err error) {
-	if w.back, err = s.group.Extend(s.shape().limits(engine.Limits{}).Memory); err != nil {
+// writeCheckpoint has the sandbox write its checkpoint to files in memory, which
+// are charged to its group. The files hold at most what the group may hold.
+func (s *sandbox) writeCheckpoint(ctx context.Context, files checkpoint) (w written, err error) {
+	if w.back, err = s.group.Extend(s.most()); err != nil {
 		return w, err
 	}
-	reply, err := s.post(&gvisorctl.Message{Op: gvisorctl.OpCheckpoint, Dir: dir})
+	reply, err := s.post(&gvisorctl.Message{Op: gvisorctl.OpCheckpoint}, files.list()...)
 	if err == nil {
 		w.Message, err = s.await(ctx, reply)
 	}

@@ -7,7 +7,6 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"strings"
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/folder"
@@ -91,12 +90,11 @@ func inUse(path string) bool {
 }
 
 // Keep frees the resident pages that neither the sandboxes in these folders nor
-// these snapshots use, checkpoints that were never finished, and what sandboxes
-// left that ended while nobody watched.
+// these snapshots use, and what sandboxes left that ended while nobody watched.
 func (e *Engine) Keep(folders, snapshots []string) error {
 	used := folder.Layers(folders, snapshots)
 	_, err := e.resident.Keep(func(d layer.Digest) bool { return used[d] })
-	return errors.Join(err, e.removeCheckpoints(), e.Sweep())
+	return errors.Join(err, e.Sweep())
 }
 
 // Inspect tells which helper runs in a folder.
@@ -135,6 +133,7 @@ func (s *sandbox) Detach() error {
 // Detach leaves the process alone; one that has ended is fine.
 func (p *process) Detach() error {
 	p.group.Leave()
+	p.left.Store(true)
 	if err := p.conn.Close(); !errors.Is(err, os.ErrClosed) {
 		return err
 	}
@@ -168,6 +167,7 @@ func (e *Engine) adopt(ctx context.Context, f folder.Folder) (_ *sandbox, err er
 	if s.process, err = e.attach(ctx, f.Control(), r.Process); err != nil {
 		return nil, errors.Join(err, s.release())
 	}
+	s.expect(s.memory + s.disk)
 	s.paused.Store(true) // it may be
 	if err := s.group.Restore(s.shape().limits(engine.Limits{}).Memory); err != nil {
 		return nil, errors.Join(err, s.release(), s.process.Detach())
@@ -201,21 +201,32 @@ func (e *Engine) attach(ctx context.Context, socket string, id procid.ID) (*proc
 	}
 	p := &process{
 		engine: e, helper: id.PID, held: held, conn: conn, nextID: 1,
-		done: make(chan struct{}), waiting: map[uint64]chan *gvisorctl.Message{},
+		done: make(chan struct{}), waiting: map[uint64]pending{},
 	}
+	p.expect(0)
 	go p.receive()
 	reply, err := p.request(ctx, &gvisorctl.Message{Op: gvisorctl.OpDescribe})
 	if err != nil {
 		return nil, errors.Join(err, p.Detach())
 	}
-	p.id, p.sentry = reply.Create.ID, reply.SentryPID
+	if reply.Create == nil {
+		reply.Create = &gvisorctl.Create{}
+	}
+	if err := checkID(reply.Create.ID); err != nil {
+		return nil, p.condemn(fmt.Errorf("it has described what cannot be: %w", err))
+	}
 	groups, err := e.groups()
+	var group *jail.Group
 	if err == nil && groups != nil {
-		p.group, err = groups.Open(groupName(p.id))
+		group, err = groups.Open(groupName(reply.Create.ID))
 	}
 	if err != nil {
 		return nil, errors.Join(err, p.Detach())
 	}
+	p.mu.Lock() // whoever reaps the helper removes what these name
+	p.id, p.group = reply.Create.ID, group
+	p.mu.Unlock()
+	p.sentry = reply.SentryPID
 	return p, nil
 }
 
@@ -229,6 +240,8 @@ func stopListening(ctx context.Context, socket string) error {
 	if err != nil {
 		return err
 	}
+	ctx, cancel := context.WithTimeout(ctx, answerTime)
+	defer cancel()
 	stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
 	defer stop()
 	if err := conn.Send(&gvisorctl.Message{Op: gvisorctl.OpStop, ID: 1}); err != nil {
@@ -239,26 +252,4 @@ func stopListening(ctx context.Context, socket string) error {
 			return errors.Join(ctx.Err(), conn.Close()) // it has gone
 		}
 	}
-}
-
-// removeCheckpoints deletes the folders of checkpoints that killed processes
-// have left.
-func (e *Engine) removeCheckpoints() error {
-	unlock, err := e.lockRunDir(unix.LOCK_EX)
-	if err != nil {
-		return err
-	}
-	defer unlock()
-	entries, err := os.ReadDir(e.cfg.Resident)
-	if err != nil {
-		return err
-	}
-	var errs []error
-	for _, d := range entries {
-		dir := filepath.Join(e.cfg.Resident, d.Name())
-		if d.IsDir() && strings.HasPrefix(d.Name(), checkpointPrefix) && !inUse(dir) {
-			errs = append(errs, os.RemoveAll(dir))
-		}
-	}
-	return errors.Join(errs...)
 }

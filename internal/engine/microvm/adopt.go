@@ -68,6 +68,8 @@ func (e *Engine) adopt(f folder.Folder) (_ *sandbox, err error) {
 		return nil, errors.Join(err, p.Detach())
 	}
 	p.paused.Store(true) // it may be
+	p.memory = s.memory.Size
+	p.expect(p.memory)
 	s.Guest = &Guest{Process: p}
 	return s, nil
 }
@@ -161,6 +163,7 @@ func (s *sandbox) Detach() error {
 // Detach leaves the process alone; one that has ended is fine.
 func (p *Process) Detach() error {
 	p.cell.Leave()
+	p.left.Store(true)
 	if err := p.conn.Close(); !errors.Is(err, os.ErrClosed) {
 		return err
 	}

@@ -6,8 +6,6 @@ import (
 	"os"
 	"strconv"
 	"strings"
-
-	"agentrun.dev/internal/layer"
 )
 
 // charged is a file in memory that counts against the limit of the vmm process
@@ -16,10 +14,14 @@ type charged struct {
 	*os.File
 	process *Process
 	back    func() error
+	size    uint64 // by which the limit is higher
 }
 
 // newCharged makes a file for at most size bytes.
 func (p *Process) newCharged(size uint64) (*charged, error) {
+	if err := p.refuseKept(size); err != nil {
+		return nil, err
+	}
 	f, err := memoryFile(chargedName, nil)
 	if err != nil {
 		return nil, err
@@ -28,28 +30,24 @@ func (p *Process) newCharged(size uint64) (*charged, error) {
 	if err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
-	return &charged{f, p, back}, nil
+	return &charged{f, p, back, size}, nil
 }
 
-// holds says how large the file has become.
-func (c *charged) holds(runs []layer.Run) error {
-	size := uint64(0)
-	for _, r := range runs {
-		size += r.Length
-	}
+// holds says how many bytes are in the file now.
+func (c *charged) holds(size uint64) error {
 	back, err := c.process.cell.Extend(size)
 	if err != nil {
 		return err
 	}
 	err = c.back()
-	c.back = back
+	c.back, c.size = back, size
 	return err
 }
 
 // Close closes the file. The vmm process may still map it: where its guest writes
 // all the time, a newer layer is not put in the place of an older one.
 func (c *charged) Close() error {
-	return errors.Join(c.process.cell.WhenGone(c.File, c.back), c.File.Close())
+	return errors.Join(c.process.cell.WhenGone(c.File, c.process.keep(c.size, c.back)), c.File.Close())
 }
 
 // chargedName is that of files which newCharged makes.

@@ -82,6 +82,8 @@ func stopListening(ctx context.Context, socket string) error {
 	if err != nil {
 		return err
 	}
+	ctx, cancel := context.WithTimeout(ctx, answerTime)
+	defer cancel()
 	stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
 	defer stop()
 	if err := conn.Send(&vmmctl.Simple{Kind: vmmctl.KindStop, ID: 1}); err != nil {

@@ -76,11 +76,7 @@ func (l liveLayers) leave() error {
 func (l liveLayers) add(file *os.File, size uint64, runs []layer.Run, closeIt func() error) layer.Ref {
 	r := layer.Ref{Size: size}
 	_, _ = rand.Read(r.Digest[:]) // it never fails: crypto/rand ends the process instead
-	x := &liveLayer{file: file, close: closeIt, users: 1}
-	for _, run := range runs {
-		x.holds += run.Length
-	}
-	l[r.Digest] = x
+	l[r.Digest] = &liveLayer{file: file, close: closeIt, users: 1, holds: layer.Total(runs)}
 	return r
 }
 
@@ -199,6 +195,9 @@ func (s *sandbox) captureLive(ctx context.Context) (*moment, *vmmctl.Saved, erro
 		if err == nil {
 			return m, c.saved, nil
 		}
+		if errors.Is(err, errLie) {
+			return nil, nil, s.condemn(err)
+		}
 		s.owe(c.saved)
 		if !errors.Is(err, layer.ErrNeedsCompaction) || effort == storeAll {
 			return nil, nil, err
@@ -245,6 +244,29 @@ func (s *sandbox) include(effort int) *vmmctl.Save {
 		}
 	}
 	return save
+}
+
+// writable is the sizes of the disks that a capture stores.
+func (s *sandbox) writable() (sizes []uint64) {
+	for _, d := range s.disks {
+		if !d.readOnly {
+			sizes = append(sizes, d.image.Size)
+		}
+	}
+	return sizes
+}
+
+// toCopy is how much a vmm may have to copy of its disks for a Save: what their
+// guest has written, and what is to be stored anyway.
+func (s *sandbox) toCopy(save *vmmctl.Save) uint64 {
+	bytes, err := diskUse(s.Pid())
+	if err != nil {
+		bytes = 0 // the process has ended, and the request will say so
+	}
+	for _, runs := range save.Disks {
+		bytes += layer.Total(runs)
+	}
+	return bytes
 }
 
 // owe notes what the vmm believes to be kept and is not: it is stored with the
@@ -329,7 +351,8 @@ func (s *sandbox) overlay(c *captured, fresh liveLayers) (images []layer.Image, 
 		k := len(images) - 1
 		change, ref := c.saved.Disks[k], layer.Ref{}
 		if len(change.Runs) > 0 {
-			f, size, err := s.engine.privateCopy(c.disks[k])
+			size := layer.Total(change.Runs)
+			f, err := s.engine.privateCopy(c.disks[k], size)
 			if err != nil {
 				return nil, err
 			}
@@ -357,22 +380,26 @@ func (s *sandbox) setImages(images []layer.Image) {
 	}
 }
 
-// privateCopy copies what a vmm has written into a file that it cannot write.
-func (e *Engine) privateCopy(from *os.File) (_ *os.File, size uint64, err error) {
+// privateCopy copies what a vmm has written into a file that it cannot write. It
+// copies size bytes: the vmm may change the file meanwhile, and its offset.
+func (e *Engine) privateCopy(from *os.File, size uint64) (_ *os.File, err error) {
+	own, err := reopen(from)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = own.Close() }() // only read
 	to, err := e.top()
 	if err != nil {
-		return nil, 0, err
+		return nil, err
 	}
-	// The vmm has moved the offset, which both ends share.
-	if _, err = from.Seek(0, io.SeekStart); err == nil {
-		var n int64
-		n, err = io.Copy(to, from)
-		size = uint64(n)
+	_, err = io.CopyN(to, own, int64(size))
+	if errors.Is(err, io.EOF) {
+		err = fmt.Errorf("%w: it has become shorter than the %d bytes that it had", errLie, size)
 	}
 	if err != nil {
-		return nil, 0, errors.Join(fmt.Errorf("copy a disk's layer: %w", err), to.Close())
+		return nil, errors.Join(fmt.Errorf("copy a disk's layer: %w", err), to.Close())
 	}
-	return to, size, nil
+	return to, nil
 }
 
 // child starts a sandbox that continues from the moment.

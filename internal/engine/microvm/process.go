@@ -11,6 +11,7 @@ import (
 	"os"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/guestrpc"
@@ -57,12 +58,18 @@ type Process struct {
 	exit     vmm.Exit      // set before done is closed
 	lastTail []byte        // the console's tail at the end, likewise
 
-	paused atomic.Bool // as far as this parent knows
-	parked atomic.Bool // it goes on when it is sent something
+	paused atomic.Bool   // as far as this parent knows
+	parked atomic.Bool   // it goes on when it is sent something
+	kept   atomic.Uint64 // bytes of charged files that were closed here, and that the process still has
+
+	memory   uint64                 // the guest's, in bytes
+	patience atomic.Int64           // how long it may take for an answer; expect sets it
+	left     atomic.Bool            // the socket is closed here, and the process goes on
+	accused  atomic.Pointer[string] // of what; nil unless it was killed for it
 
 	mu      sync.Mutex // protects all following fields
 	nextID  uint64
-	waiting map[uint64]chan *vmmctl.Reply // nil once the process has ended
+	waiting map[uint64]pending // nil once the process has ended
 }
 
 // stderrLimit bounds what a dying vmm can say: a Go stack trace.
@@ -130,8 +137,14 @@ func open(j *jail.Jail, limits jail.Limits, first *message) (*Process, <-chan *v
 	if err != nil {
 		return nil, nil, err
 	}
-	reply := make(chan *vmmctl.Reply, 1)
-	p.waiting[0] = reply // the first message is answered with id 0
+	switch m := first.Message.(type) {
+	case *vmmctl.Boot:
+		p.memory = m.Memory
+	case *vmmctl.Shell:
+		p.memory = m.Memory.Size
+	}
+	p.expect(p.memory)
+	reply := p.enlist(0, first.Message) // the first message is answered with id 0
 	err = p.conn.Send(first.Message, first.files...)
 	go p.receive()
 	if err != nil {
@@ -166,10 +179,12 @@ func spawn(j *jail.Jail, limits jail.Limits) (*Process, error) {
 }
 
 func newProcess(h handle, conn *vmmctl.Conn) *Process {
-	return &Process{
+	p := &Process{
 		handle: h, conn: conn, nextID: 1,
-		ready: make(chan struct{}), done: make(chan struct{}), waiting: map[uint64]chan *vmmctl.Reply{},
+		ready: make(chan struct{}), done: make(chan struct{}), waiting: map[uint64]pending{},
 	}
+	p.expect(0)
+	return p
 }
 
 // sealedMemfd is a file in memory that cannot grow beyond size.
@@ -189,42 +204,12 @@ func sealedMemfd(name string, size int64) (*os.File, error) {
 	return f, nil
 }
 
-// receive reads what the process says until its end of the socket closes,
-// then reaps it.
-func (p *Process) receive() {
-	var last *vmmctl.Exit
-	var ready sync.Once
-	for {
-		m, files, err := p.conn.Receive()
-		if err != nil {
-			break // io.EOF, or nonsense: either way the process is done for
-		}
-		for _, f := range files {
-			_ = f.Close() // a vmm has no business sending any
-		}
-		switch m := m.(type) {
-		case *vmmctl.Reply:
-			p.mu.Lock()
-			ch := p.waiting[m.ID]
-			delete(p.waiting, m.ID)
-			p.mu.Unlock()
-			if ch != nil {
-				ch <- m
-			}
-		case *vmmctl.Ready:
-			ready.Do(func() { close(p.ready) })
-		case *vmmctl.Exit:
-			last = m
-		}
-	}
-	p.finish(last)
-}
-
 // finish reaps the process and tells everybody who waits.
 func (p *Process) finish(last *vmmctl.Exit) {
-	_ = p.conn.Close() // only ours; makes a confused process stop
 	words := p.handle.wait()
-	if last != nil {
+	if why := p.accused.Load(); why != nil {
+		p.exit = vmm.Exit{Reason: vmm.ReasonKilled, Detail: "the vmm process was killed: " + *why + "; " + words.text}
+	} else if last != nil {
 		p.exit = vmm.Exit{Reason: vmm.Reason(last.Reason), Detail: last.Detail}
 		p.lastTail = last.Console
 	} else {
@@ -234,6 +219,11 @@ func (p *Process) finish(last *vmmctl.Exit) {
 		p.exit.Reason = vmm.ReasonOutOfMemory
 	}
 	p.mu.Lock()
+	for _, r := range p.waiting {
+		if r.timer != nil {
+			r.timer.Stop()
+		}
+	}
 	p.waiting = nil
 	p.mu.Unlock()
 	close(p.done)
@@ -271,6 +261,12 @@ func (p *Process) Charged() (usage, limit uint64, err error) { return p.cell.Mem
 // Kill ends process and VM at once and waits until they are gone.
 func (p *Process) Kill() {
 	p.handle.kill()
+	// Whatever the process has done with its end of the socket, nobody waits for
+	// its last word for long.
+	defer time.AfterFunc(closingTime, func() {
+		p.accuse(errors.New("its control socket stayed open when it had ended"))
+		_ = p.conn.Close()
+	}).Stop()
 	<-p.done
 }
 
@@ -284,6 +280,9 @@ func (p *Process) dial(ctx context.Context, port uint32, standby bool) (net.Conn
 	if err != nil {
 		return nil, fmt.Errorf("dial guest port %d: %w", port, err)
 	}
+	// The guest decides when it answers: a vmm is not to blame if it never does.
+	ctx, cancel := context.WithTimeout(ctx, time.Duration(p.patience.Load()))
+	defer cancel()
 	_, err = p.request(ctx, func(id uint64) vmmctl.Message {
 		return &vmmctl.Connect{ID: id, Port: port, Standby: standby}
 	}, theirs)
@@ -396,9 +395,9 @@ func (p *Process) request(ctx context.Context, message func(id uint64) vmmctl.Me
 	return p.await(ctx, reply)
 }
 
-// post sends a message; its reply, for await, comes later.
+// post sends a message; its reply, for await, comes later. A vmm that does not
+// answer in time is killed.
 func (p *Process) post(message func(id uint64) vmmctl.Message, files ...*os.File) (<-chan *vmmctl.Reply, error) {
-	reply := make(chan *vmmctl.Reply, 1)
 	p.mu.Lock()
 	if p.waiting == nil {
 		p.mu.Unlock()
@@ -406,15 +405,31 @@ func (p *Process) post(message func(id uint64) vmmctl.Message, files ...*os.File
 	}
 	id := p.nextID
 	p.nextID++
-	p.waiting[id] = reply
+	m := message(id)
+	reply := p.enlist(id, m)
 	p.mu.Unlock()
-	if err := p.conn.Send(message(id), files...); err != nil && !errors.Is(err, io.ErrClosedPipe) {
+	if err := p.conn.Send(m, files...); err != nil && !errors.Is(err, io.ErrClosedPipe) {
 		p.mu.Lock()
+		if r := p.waiting[id]; r.timer != nil {
+			r.timer.Stop()
+		}
 		delete(p.waiting, id)
 		p.mu.Unlock()
 		return nil, err
 	}
 	return reply, nil
+}
+
+// enlist notes a request that is about to be made. The caller holds p.mu, or is
+// the only one who knows the process.
+func (p *Process) enlist(id uint64, m vmmctl.Message) <-chan *vmmctl.Reply {
+	r := pending{reply: make(chan *vmmctl.Reply, 1)}
+	if _, guests := m.(*vmmctl.Connect); !guests {
+		after := time.Duration(p.patience.Load())
+		r.timer = time.AfterFunc(after, func() { p.overdue(m, after) })
+	}
+	p.waiting[id] = r
+	return r.reply
 }
 
 // refusal is what a vmm says to a request that it does not fulfil.

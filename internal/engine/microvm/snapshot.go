@@ -17,7 +17,6 @@ import (
 	"agentrun.dev/internal/snapshot"
 	"agentrun.dev/internal/vmm"
 	"agentrun.dev/internal/vmmctl"
-	"golang.org/x/sys/unix"
 )
 
 // Snapshot captures the sandbox into a new folder. Copying, hashing and storing
@@ -48,6 +47,9 @@ func (s *sandbox) build(ctx context.Context, b *snapshot.Builder) (*snapshot.Sna
 	}
 	snap, err := durable.store(ctx, b, c)
 	c.close()
+	if errors.Is(err, errLie) {
+		err = s.condemn(err)
+	}
 	return snap, err
 }
 
@@ -123,6 +125,7 @@ type captured struct {
 	encoded []byte     // likewise
 	session []byte     // of the standby; empty without one
 	memory  *charged   // a sealed memfd, each page at its offset in RAM
+	held    uint64     // bytes that are there of the memory
 	disks   []*os.File // one per writable disk
 }
 
@@ -174,6 +177,7 @@ func (s *sandbox) freeze(ctx context.Context, save *vmmctl.Save) (_ *captured, e
 			files = append(files, f)
 		}
 	}
+	s.expect(s.memory.Size + s.toCopy(save))
 	if save.Rebase {
 		// A vmm that was asked to rebase does so, whether anybody waits or not.
 		ctx = context.WithoutCancel(ctx)
@@ -182,28 +186,12 @@ func (s *sandbox) freeze(ctx context.Context, save *vmmctl.Save) (_ *captured, e
 	if err != nil {
 		return nil, err
 	}
-	if c.saved, err = vmmctl.UnmarshalSaved(reply.Data); err != nil {
-		return nil, err
-	}
-	if len(c.saved.Disks) != len(c.disks) {
-		return nil, fmt.Errorf("%d disks were saved, not %d", len(c.saved.Disks), len(c.disks))
-	}
-	// The vmm may still have them open, and is not trusted: other sandboxes
-	// are made of them.
-	const seals = unix.F_SEAL_WRITE | unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
-	for _, f := range []*os.File{c.memory.File, c.state} {
-		if _, sealErr := unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, seals); sealErr != nil {
-			err = fmt.Errorf("seal the captured %s: %w", f.Name(), sealErr)
-		}
+	err = c.verify(reply.Data, s.memory.Size, s.writable())
+	if errors.Is(err, errLie) {
+		return nil, s.condemn(err)
 	}
 	if err == nil {
-		err = c.memory.holds(c.saved.Memory.Runs)
-	}
-	if err == nil {
-		c.encoded, err = io.ReadAll(io.NewSectionReader(c.state, 0, snapshot.MaxState))
-	}
-	if err == nil {
-		c.machine, err = vmm.UnmarshalState(c.encoded)
+		err = c.memory.holds(min(c.held, s.memory.Size))
 	}
 	if err != nil {
 		if save.Rebase {
@@ -269,6 +257,9 @@ func (st *storing) layMemory(ctx context.Context, c *captured) (layer.Image, err
 	if len(c.saved.Memory.Runs) == 0 {
 		return st.lay(ctx, below, layer.Ref{}, nil, c.saved.Memory)
 	}
+	if err := layer.CheckChange(c.saved.Memory.Runs, c.saved.Memory.Zeros, below.Size); err != nil {
+		return below, err
+	}
 	resident := st.sandbox.engine.resident
 	f, err := resident.Create()
 	if err != nil {
@@ -277,7 +268,7 @@ func (st *storing) layMemory(ctx context.Context, c *captured) (layer.Image, err
 	defer func() { _ = f.Close() }() // it has a name, or is abandoned
 	w := layer.NewWriter(f)
 	for _, r := range c.saved.Memory.Runs {
-		if _, err := io.Copy(w, io.NewSectionReader(c.memory, int64(r.Start), int64(r.Length))); err != nil {
+		if _, err := io.CopyN(w, io.NewSectionReader(c.memory, int64(r.Start), int64(r.Length)), int64(r.Length)); err != nil {
 			return below, fmt.Errorf("copy the memory layer: %w", err)
 		}
 	}
@@ -293,7 +284,14 @@ func (st *storing) layDisk(ctx context.Context, below layer.Image, f *os.File, c
 	var ref layer.Ref
 	if len(c.Runs) > 0 {
 		var err error
-		if ref, err = fileRef(f); err != nil {
+		if ref, err = fileRefOf(f, layer.Total(c.Runs)); err != nil {
+			return below, err
+		}
+		// The vmm may change the file meanwhile: what is stored is hashed as well.
+		if err = st.add(ref, f); errors.Is(err, layer.ErrDamaged) {
+			err = fmt.Errorf("%w: %w", errLie, err)
+		}
+		if err != nil {
 			return below, err
 		}
 	}

@@ -2,6 +2,7 @@ package microvm
 
 import (
 	"context"
+	"fmt"
 	"sync"
 
 	"agentrun.dev/internal/jail"
@@ -23,6 +24,10 @@ const ForksAsked = 2
 // maxTouched is how many pages are worth it: a guest that had more to do is not
 // a measure for others.
 const maxTouched = 1024
+
+// maxRead is how many pages are mapped ahead that are only read. All later forks
+// of the snapshot get them, and page tables for them.
+const maxRead = 32 * maxTouched
 
 // touched remembers the pages by subject, the last few.
 type touched struct {
@@ -121,9 +126,7 @@ func (t *touched) learn(ctx context.Context, s subject, p *Process) bool {
 		t.forget(s) // the fork has ended
 		return false
 	}
-	if pagesOf(pages.Written) > maxTouched {
-		pages = vmmctl.Touched{}
-	}
+	pages = bounded(pages)
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	l := t.lessons[s]
@@ -136,6 +139,17 @@ func (t *touched) learn(ctx context.Context, s subject, p *Process) bool {
 	l.pages = pages
 	_, ok := l.known()
 	return ok
+}
+
+// bounded leaves out what is not worth it.
+func bounded(pages vmmctl.Touched) vmmctl.Touched {
+	if pagesOf(pages.Written) > maxTouched {
+		return vmmctl.Touched{}
+	}
+	if pagesOf(pages.Read) > maxRead {
+		pages.Read = nil
+	}
+	return pages
 }
 
 // common returns what is in both of two sorted lists.
@@ -174,5 +188,12 @@ func (p *Process) touched(ctx context.Context) (vmmctl.Touched, error) {
 	if err != nil {
 		return vmmctl.Touched{}, err
 	}
-	return vmmctl.UnmarshalTouched(r.Data)
+	pages, err := vmmctl.UnmarshalTouched(r.Data)
+	if err == nil {
+		err = pages.Check(p.memory)
+	}
+	if err != nil {
+		return vmmctl.Touched{}, p.condemn(fmt.Errorf("it has touched what cannot be: %w", err))
+	}
+	return pages, nil
 }

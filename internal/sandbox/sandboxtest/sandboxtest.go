@@ -38,6 +38,7 @@ type Host struct {
 	processes map[string]*Process
 	failNext  error
 	failWrite error
+	hanging   chan struct{} // closed when a capture has begun to hang
 }
 
 // Process is a sandbox that runs.
@@ -76,6 +77,33 @@ func (h *Host) FailCapture(err error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.failWrite = err
+}
+
+// HangCaptures makes captures wait until their process has ended, as those of a
+// machine do that does not answer. asked is closed when the first has begun to.
+func (h *Host) HangCaptures() (asked <-chan struct{}) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.hanging = make(chan struct{})
+	return h.hanging
+}
+
+// hang waits, if captures do.
+func (s *handle) hang() error {
+	s.host.mu.Lock()
+	hanging := s.host.hanging
+	if hanging == nil {
+		s.host.mu.Unlock()
+		return nil
+	}
+	select {
+	case <-hanging:
+	default:
+		close(hanging)
+	}
+	s.host.mu.Unlock()
+	<-s.done
+	return s.cause
 }
 
 // Memory is what the process of a folder holds, nil if there is none.
@@ -272,6 +300,9 @@ func (s *handle) Resume(context.Context) error {
 
 func (s *handle) Snapshot(_ context.Context, dir string, opts ...snapshot.Option) (*snapshot.Snapshot, error) {
 	defer s.host.hook()()
+	if err := s.hang(); err != nil {
+		return nil, err
+	}
 	s.host.mu.Lock()
 	defer s.host.mu.Unlock()
 	if err := s.host.failWrite; err != nil {
@@ -283,6 +314,9 @@ func (s *handle) Snapshot(_ context.Context, dir string, opts ...snapshot.Option
 
 func (s *handle) Fork(ctx context.Context, opts []engine.ForkOptions) (*engine.LiveFork, error) {
 	defer s.host.hook()()
+	if err := s.hang(); err != nil {
+		return nil, err
+	}
 	f := &engine.LiveFork{Forks: make([]engine.Sandbox, len(opts)), Errs: make([]error, len(opts))}
 	for i, o := range opts {
 		release, err := o.WaitTurn(ctx)

@@ -1,0 +1,318 @@
+package gvisor
+
+import (
+	"context"
+	"errors"
+	"maps"
+	"math"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/gvisorctl"
+	"agentrun.dev/internal/jail"
+	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/procid"
+	"agentrun.dev/internal/vmmctl"
+	"golang.org/x/sys/unix"
+)
+
+// These tests play a helper that was taken over: this program, started again, with
+// a listening control socket.
+
+// hostileEnv names the lie, in the environment of such a process.
+const hostileEnv = "AGENTRUN_TEST_HOSTILE"
+
+func init() {
+	if lie := os.Getenv(hostileEnv); lie != "" {
+		playHostile(lie)
+		os.Exit(0)
+	}
+}
+
+// hostileID is that of the sandbox that is played.
+const hostileID = "00112233445566778899aabbccddeeff"
+
+// checkpointLies are told after the files were written.
+var checkpointLies = map[string]func(files []*os.File, reply *gvisorctl.Message) error{
+	"pages of 1 TiB":     func(f []*os.File, _ *gvisorctl.Message) error { return f[2].Truncate(1 << 40) },
+	"a state of 1 TiB":   func(f []*os.File, _ *gvisorctl.Message) error { return f[0].Truncate(1 << 40) },
+	"a list of 1 TiB":    func(f []*os.File, _ *gvisorctl.Message) error { return f[1].Truncate(1 << 40) },
+	"pages stay mapped":  func(f []*os.File, _ *gvisorctl.Message) error { return mapForGood(f[2]) },
+	"a negative pause":   func(_ []*os.File, r *gvisorctl.Message) error { r.Took = -1; return nil },
+	"a pause of an age":  func(_ []*os.File, r *gvisorctl.Message) error { r.Took = math.MaxInt64; return nil },
+	"nothing of it true": func([]*os.File, *gvisorctl.Message) error { return nil }, // see TestWritesAfterwards
+}
+
+func mapForGood(f *os.File) error {
+	_, err := unix.Mmap(int(f.Fd()), 0, layer.PageSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	return err
+}
+
+// words are what a helper says, asked for its console, instead of an answer.
+var words = map[string]func(gvisorctl.Conn) error{
+	"an answer to nobody": func(c gvisorctl.Conn) error { return c.Send(&gvisorctl.Message{ID: 12345, Reply: true}) },
+	"a request":           func(c gvisorctl.Conn) error { return c.Send(&gvisorctl.Message{ID: 1, Op: gvisorctl.OpStop}) },
+	"no message":          func(c gvisorctl.Conn) error { return c.SendBytes([]byte("{")) },
+	"two ends": func(c gvisorctl.Conn) error {
+		e := &gvisorctl.Message{Exit: &gvisorctl.Exit{Reason: gvisorctl.ReasonPowerOff}}
+		return errors.Join(c.Send(e), c.Send(e))
+	},
+	"a descriptor":  func(c gvisorctl.Conn) error { return c.Send(&gvisorctl.Message{Exit: &gvisorctl.Exit{}}, os.Stdin) },
+	"socket closed": func(c gvisorctl.Conn) error { return c.Close() },
+}
+
+// describeLies are answers to OpDescribe.
+var describeLies = map[string]*gvisorctl.Create{
+	"nothing":          nil,
+	"no id":            {},
+	"the whole folder": {ID: "."},
+	"another folder":   {ID: "../resident"}, // of the test's own
+	"upper case":       {ID: strings.ToUpper(hostileID)},
+	"a long id":        {ID: hostileID + "00"},
+}
+
+// playHostile is the process.
+func playHostile(lie string) {
+	if unix.SetNonblock(3, true) != nil {
+		os.Exit(1)
+	}
+	c, err := vmmctl.Accept(os.NewFile(3, "listener"))
+	if err != nil {
+		os.Exit(1)
+	}
+	conn := gvisorctl.Conn{Conn: c}
+	for {
+		m, files, err := conn.Receive()
+		if err != nil && lie == "socket closed" {
+			for { // it goes on
+				_ = unix.Pause()
+			}
+		}
+		if err != nil || lie == "death" {
+			return
+		}
+		reply := &gvisorctl.Message{ID: m.ID, Reply: true}
+		switch m.Op {
+		case gvisorctl.OpDescribe:
+			reply.Create = &gvisorctl.Create{ID: hostileID}
+			if told, lies := describeLies[lie]; lies {
+				reply.Create = told
+			}
+		case gvisorctl.OpConsole:
+			if say := words[lie]; say != nil {
+				_ = say(conn)
+				continue
+			}
+		case gvisorctl.OpCheckpoint:
+			if lie == "silence" {
+				continue
+			}
+			if err := writeHostile(lie, files, reply); err != nil {
+				reply.Error = err.Error()
+			}
+		}
+		_ = conn.Send(reply)
+	}
+}
+
+func writeHostile(lie string, files []*os.File, reply *gvisorctl.Message) error {
+	reply.Took = time.Millisecond
+	for _, f := range files {
+		if _, err := f.Write(make([]byte, layer.PageSize)); err != nil {
+			return err
+		}
+	}
+	if tell := checkpointLies[lie]; tell != nil {
+		return tell(files, reply)
+	}
+	return nil
+}
+
+// startHostile starts such a process, and attaches to it as to one that was
+// started by somebody else.
+func startHostile(t *testing.T, lie string) (*sandbox, error) {
+	t.Helper()
+	dir := t.TempDir()
+	e := &Engine{
+		cfg:    Config{Resident: filepath.Join(dir, "resident"), RunDir: filepath.Join(dir, "run")},
+		groups: func() (*jail.Groups, error) { return nil, nil }, // without limits
+	}
+	if err := errors.Join(os.Mkdir(e.cfg.Resident, 0o700), os.MkdirAll(e.runDirOf(hostileID), 0o700)); err != nil {
+		t.Fatal(err)
+	}
+	control := filepath.Join(dir, "control")
+	listener, err := vmmctl.Listen(control)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command("/proc/self/exe")
+	cmd.Env = append(os.Environ(), hostileEnv+"="+lie)
+	cmd.ExtraFiles = []*os.File{listener}
+	cmd.Stderr = os.Stderr
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		_ = cmd.Process.Kill()
+		_ = cmd.Wait() // it was killed
+		if err := listener.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	id, err := procid.Of(cmd.Process.Pid)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	p, err := e.attach(ctx, control, id)
+	// Whatever it says, nothing is removed but its own folder.
+	t.Cleanup(func() {
+		for _, dir := range []string{e.cfg.RunDir, e.cfg.Resident} {
+			if _, err := os.Stat(dir); err != nil {
+				t.Error(err)
+			}
+		}
+	})
+	if err != nil {
+		return nil, err
+	}
+	t.Cleanup(p.kill)
+	root, err := memoryFile("root", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := &sandbox{process: p, engine: e, vcpus: 1, memory: 1 << 20, disk: 1 << 20, root: newShared(root)}
+	t.Cleanup(func() {
+		if err := s.release(); err != nil {
+			t.Error(err)
+		}
+	})
+	s.paused.Store(true) // its agent is not asked for anything
+	return s, nil
+}
+
+// killedFor fails unless the helper was killed for a reason.
+func killedFor(t *testing.T, s *sandbox, why string) {
+	t.Helper()
+	select {
+	case <-s.Done():
+	case <-time.After(time.Minute):
+		t.Fatal("it lives on")
+	}
+	if err := s.Wait(); !errors.Is(err, engine.ErrEnded) || !strings.Contains(err.Error(), "gvisor-helper was killed: "+why) {
+		t.Errorf("it ended with %v", err)
+	}
+}
+
+// TestHostileCheckpoint: files of a checkpoint that cannot be end the sandbox, and
+// nothing is made of them.
+func TestHostileCheckpoint(t *testing.T) {
+	for _, lie := range slices.Sorted(maps.Keys(checkpointLies)) {
+		if lie == "nothing of it true" {
+			continue
+		}
+		t.Run(lie, func(t *testing.T) {
+			t.Parallel()
+			s, err := startHostile(t, lie)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if c, _, err := s.take(t.Context()); !errors.Is(err, engine.ErrEnded) {
+				t.Errorf("taken: %v, %v", c, err)
+			}
+			killedFor(t, s, "what it has written cannot be")
+		})
+	}
+}
+
+// TestWritesAfterwards: what was captured stays as it was, although the sandbox has
+// the files.
+func TestWritesAfterwards(t *testing.T) {
+	s, err := startHostile(t, "nothing of it true")
+	if err != nil {
+		t.Fatal(err)
+	}
+	c, took, err := s.take(t.Context())
+	if err != nil || took != time.Millisecond {
+		t.Fatal(took, err)
+	}
+	defer c.close()
+	for _, f := range c.list() {
+		info, err := f.Stat()
+		if err != nil || info.Size() != layer.PageSize {
+			t.Fatal(info, err)
+		}
+		w, err := os.OpenFile("/proc/self/fd/"+strconv.Itoa(int(f.Fd())), os.O_RDWR, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := w.WriteAt([]byte("x"), 0); !errors.Is(err, unix.EPERM) {
+			t.Errorf("%s can be written: %v", f.Name(), err)
+		}
+		if err := w.Truncate(1 << 30); !errors.Is(err, unix.EPERM) {
+			t.Errorf("%s can grow: %v", f.Name(), err)
+		}
+		_ = w.Close()
+		// What the sandbox does with its descriptor does not move this one.
+		if n, err := f.Read(make([]byte, 2*layer.PageSize)); n != layer.PageSize || err != nil {
+			t.Errorf("%s: %d bytes, %v", f.Name(), n, err)
+		}
+	}
+}
+
+// TestHostileWords: a helper that says what nobody asked for, or nothing any more,
+// is killed.
+func TestHostileWords(t *testing.T) {
+	for _, lie := range slices.Sorted(maps.Keys(words)) {
+		t.Run(lie, func(t *testing.T) {
+			t.Parallel()
+			s, err := startHostile(t, lie)
+			if err != nil {
+				t.Fatal(err)
+			}
+			ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+			defer cancel()
+			if _, err := s.Console(ctx); !errors.Is(err, engine.ErrEnded) {
+				t.Errorf("asked for its console: %v", err)
+			}
+			killedFor(t, s, "it has ")
+		})
+	}
+}
+
+// TestHostileDescribe: folders are removed and groups are opened by the id that a
+// helper tells.
+func TestHostileDescribe(t *testing.T) {
+	for _, lie := range slices.Sorted(maps.Keys(describeLies)) {
+		t.Run(lie, func(t *testing.T) {
+			t.Parallel()
+			if s, err := startHostile(t, lie); !errors.Is(err, engine.ErrEnded) || !strings.Contains(err.Error(), "it has described what cannot be") {
+				t.Errorf("%v, %v", s, err)
+			}
+		})
+	}
+	if _, err := startHostile(t, "death"); !errors.Is(err, engine.ErrEnded) {
+		t.Errorf("one that dies before it has told: %v", err)
+	}
+}
+
+// TestDeadline: a helper that never answers is killed, or ended by request.
+func TestDeadline(t *testing.T) {
+	s, err := startHostile(t, "silence")
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.patience.Store(int64(10 * time.Millisecond))
+	if _, _, err := s.take(t.Context()); !errors.Is(err, engine.ErrEnded) {
+		t.Error(err)
+	}
+	killedFor(t, s, `it has not answered "checkpoint" within 10ms`)
+}

@@ -1,0 +1,213 @@
+package gvisor
+
+import (
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/gvisorctl"
+	"golang.org/x/sys/unix"
+)
+
+// A sandbox may have taken over gVisor's kernel, which writes the checkpoints, and
+// then the helper, which speaks to it. A helper that says nonsense, closes its
+// control socket or does not answer is killed: nothing that it says later could be
+// relied on.
+
+// How long a helper may take to answer: answerTime, and what it takes to copy the
+// sandbox at slowestCopy. That holds for every request, as one may have to wait
+// for a checkpoint that is being written.
+const (
+	answerTime  = 5 * time.Minute
+	slowestCopy = 4 << 20 // bytes in a second
+	// longest is more than any request may take.
+	longest = 24 * time.Hour
+	// closingTime is how long a helper that has closed its control socket may take
+	// to end by itself: an honest one ends the sandbox before.
+	closingTime = 10 * time.Second
+)
+
+// expect sets how long the helper may take for each answer from now on, if it may
+// have to copy so many bytes.
+func (p *process) expect(bytes uint64) {
+	seconds := min(bytes/slowestCopy, uint64(longest/time.Second))
+	p.patience.Store(int64(answerTime + time.Duration(seconds)*time.Second))
+}
+
+// pending is a request that was not answered yet.
+type pending struct {
+	reply chan *gvisorctl.Message
+	timer *time.Timer // nil where the sandbox decides when there is an answer
+}
+
+func (r pending) stop() {
+	if r.timer != nil {
+		r.timer.Stop()
+	}
+}
+
+// enlist notes a request that is about to be made. The caller holds p.mu.
+func (p *process) enlist(m *gvisorctl.Message) <-chan *gvisorctl.Message {
+	r := pending{reply: make(chan *gvisorctl.Message, 1)}
+	if m.Op != gvisorctl.OpDial {
+		op, after := m.Op, time.Duration(p.patience.Load())
+		r.timer = time.AfterFunc(after, func() {
+			if !p.left.Load() { // else nobody reads what it answers
+				p.accuse(fmt.Errorf("it has not answered %q within %v", op, after))
+			}
+		})
+	}
+	p.waiting[m.ID] = r
+	return r.reply
+}
+
+// accuse kills the helper and says why in how the sandbox ended. The first reason
+// counts.
+func (p *process) accuse(why error) {
+	text := why.Error()
+	p.accused.CompareAndSwap(nil, &text)
+	p.signal()
+}
+
+// condemn is accuse for whoever asked and got nonsense. It returns when the
+// sandbox has gone, with how it ended.
+func (p *process) condemn(why error) error {
+	p.accuse(why)
+	p.kill()
+	return p.ended()
+}
+
+// listen takes what the helper says until its end of the socket closes. The error
+// is io.EOF, or says what the helper should not have said.
+func (p *process) listen() error {
+	for {
+		m, files, err := p.conn.Receive()
+		if errors.Is(err, io.EOF) {
+			return err
+		}
+		if err != nil {
+			return fmt.Errorf("it has sent what cannot be read: %w", err)
+		}
+		for _, f := range files {
+			_ = f.Close() // nobody asked for it
+		}
+		p.mu.Lock()
+		r, asked := p.waiting[m.ID]
+		switch {
+		case len(files) > 0:
+			err = fmt.Errorf("it has sent %d descriptors", len(files))
+		case m.Reply && !asked:
+			err = fmt.Errorf("it has answered request %d, which nobody has made", m.ID)
+		case m.Reply:
+			delete(p.waiting, m.ID)
+		case m.Exit == nil:
+			err = fmt.Errorf("it has asked for %q", m.Op)
+		case p.last != nil:
+			err = errors.New("it has said twice how the sandbox ended")
+		default:
+			p.last = m.Exit
+		}
+		p.mu.Unlock()
+		if err != nil {
+			return err
+		}
+		if m.Reply {
+			r.stop()
+			r.reply <- m
+		}
+	}
+}
+
+// receive listens to the helper, and reaps it.
+func (p *process) receive() {
+	err := p.listen()
+	_ = p.conn.Close() // a confused helper ends
+	switch {
+	case p.left.Load(): // it goes on without this parent
+	case errors.Is(err, io.EOF):
+		defer time.AfterFunc(closingTime, func() {
+			p.accuse(errors.New("it has closed its control socket and goes on"))
+		}).Stop()
+	default:
+		p.accuse(err)
+	}
+	p.finish()
+}
+
+// kill ends helper and sandbox at once and waits until they are gone.
+func (p *process) kill() {
+	p.signal()
+	// Whatever the helper has done with its end of the socket, nobody waits for its
+	// last word for long.
+	defer time.AfterFunc(closingTime, func() {
+		p.accuse(errors.New("its control socket stayed open when it had ended"))
+		_ = p.conn.Close()
+	}).Stop()
+	<-p.done
+}
+
+func (p *process) signal() {
+	if p.child != nil {
+		_ = p.child.Process.Kill() // it has ended already
+	} else {
+		p.held.Kill()
+	}
+}
+
+// checkID refuses the id of a sandbox that is none: folders and groups are named
+// after it.
+func checkID(id string) error {
+	if b, err := hex.DecodeString(id); err != nil || len(b) != idBytes || hex.EncodeToString(b) != id {
+		return fmt.Errorf("%.40q is not the id of a sandbox", id)
+	}
+	return nil
+}
+
+// errLie says that what a sandbox has written is not what it may be.
+var errLie = errors.New("what it has written cannot be")
+
+// newCheckpoint makes the files of a checkpoint, in memory.
+func newCheckpoint() (c checkpoint, err error) {
+	for i, f := range []**os.File{&c.state, &c.meta, &c.pages} {
+		name := gvisorctl.CheckpointFiles[i]
+		fd, err := unix.MemfdCreate(name, unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+		if err != nil {
+			c.close()
+			return checkpoint{}, fmt.Errorf("make memfd: %w", err)
+		}
+		*f = os.NewFile(uintptr(fd), name)
+	}
+	return c, nil
+}
+
+// seal makes a checkpoint of files that gVisor's kernel has written, and may still
+// have open: nobody writes to them any more, and they hold at most so much. The
+// error is errLie if the kernel is to blame. The files of the result are its own,
+// from their beginning.
+func (c checkpoint) seal(most uint64) (own checkpoint, err error) {
+	const seals = unix.F_SEAL_WRITE | unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
+	left := most
+	for _, f := range c.list() {
+		if _, err := unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, seals); err != nil {
+			// It can be written as long as somebody has it mapped so.
+			return own, fmt.Errorf("%w: seal %s: %w", errLie, f.Name(), err)
+		}
+		info, err := f.Stat()
+		if err != nil {
+			return own, fmt.Errorf("look at %s: %w", f.Name(), err)
+		}
+		if uint64(info.Size()) > left {
+			return own, fmt.Errorf("%w: %s has %d bytes, and a checkpoint of this sandbox at most %d", errLie, f.Name(), info.Size(), most)
+		}
+		left -= uint64(info.Size())
+	}
+	return c.copy()
+}
+
+// most is how large a checkpoint of the sandbox can be: what it may use, all of
+// which is memory.
+func (s *sandbox) most() uint64 { return s.shape().limits(engine.Limits{}).Memory }

@@ -1,0 +1,464 @@
+package microvm
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"maps"
+	"math"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/jail"
+	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/procid"
+	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmmctl"
+	"golang.org/x/sys/unix"
+)
+
+// These tests play a vmm process that was taken over: this program, started
+// again, with a control socket and the files that a vmm gets.
+
+// hostileEnv names the lie, in the environment of such a process.
+const hostileEnv = "AGENTRUN_TEST_HOSTILE"
+
+func init() {
+	if lie := os.Getenv(hostileEnv); lie != "" {
+		playHostile(lie)
+		os.Exit(0)
+	}
+}
+
+// Of the machine that is played.
+const (
+	hostileRAM  = mib
+	hostileDisk = mib
+	page        = layer.PageSize
+)
+
+// saving is what a vmm gets with Save, and what it answers.
+type saving struct {
+	state, memory, disk *os.File
+	saved               vmmctl.Saved
+	raw                 []byte // instead of saved
+	silent              bool   // no answer
+}
+
+// honest saves one page of memory, and one of the disk.
+func (w *saving) honest() error {
+	encoded, err := (&vmm.State{Memory: hostileRAM}).Marshal()
+	if err != nil {
+		return err
+	}
+	one := bytes.Repeat([]byte("page"), page/4)
+	_, stateErr := w.state.WriteAt(encoded, 0)
+	_, memoryErr := w.memory.WriteAt(one, page)
+	_, diskErr := w.disk.WriteAt(one, 0)
+	run := []layer.Run{{Start: page, Length: page}}
+	w.saved = vmmctl.Saved{Memory: vmmctl.Change{Runs: run}, Disks: []vmmctl.Change{{Runs: slices.Clone(run)}}, Pause: 1000, Copied: page}
+	return errors.Join(stateErr, memoryErr, diskErr, w.memory.Truncate(hostileRAM))
+}
+
+// saveLies are told after everything was saved as it should be.
+var saveLies = map[string]func(*saving) error{
+	"runs beyond the memory": func(w *saving) error { w.saved.Memory.Runs[0].Start = hostileRAM; return nil },
+	"zeros beyond the memory": func(w *saving) error {
+		w.saved.Memory.Zeros = []layer.Run{{Start: 0, Length: 2 * hostileRAM}}
+		return nil
+	},
+	"512 MiB of 1 MiB": func(w *saving) error {
+		w.saved.Memory.Runs = slices.Repeat([]layer.Run{{Length: 64 * mib}}, 8)
+		return w.memory.Truncate(1 << 40) // sparse: it costs the vmm nothing
+	},
+	"overlapping runs": func(w *saving) error {
+		w.saved.Memory.Runs = []layer.Run{{Start: 0, Length: 2 * page}, {Start: page, Length: page}}
+		return nil
+	},
+	"unsorted runs": func(w *saving) error {
+		w.saved.Memory.Runs = []layer.Run{{Start: page, Length: page}, {Start: 0, Length: page}}
+		return nil
+	},
+	"part of a page": func(w *saving) error { w.saved.Memory.Runs[0].Length = 100; return nil },
+	"zeros over runs": func(w *saving) error {
+		w.saved.Memory.Zeros = slices.Clone(w.saved.Memory.Runs)
+		return nil
+	},
+	"many runs": func(w *saving) error {
+		w.saved.Memory.Runs = nil
+		for i := range uint64(layer.MaxRuns + 1) {
+			w.saved.Memory.Runs = append(w.saved.Memory.Runs, layer.Run{Start: 2 * i * page, Length: page})
+		}
+		return nil
+	},
+	"2^40 runs":           func(w *saving) error { w.raw = []byte{1, 0x80, 0x80, 0x80, 0x80, 0x80, 0x20, 0, 0}; return nil },
+	"no sense at all":     func(w *saving) error { w.raw = []byte("nonsense"); return nil },
+	"memory file shorter": func(w *saving) error { return w.memory.Truncate(hostileRAM / 2) },
+	"memory file larger":  func(w *saving) error { return w.memory.Truncate(2 * hostileRAM) },
+	"memory stays mapped": func(w *saving) error { return mapForGood(w.memory) },
+	"state too large":     func(w *saving) error { return w.state.Truncate(snapshot.MaxState + 1) },
+	"state stays mapped":  func(w *saving) error { return mapForGood(w.state) },
+	"no state":            func(w *saving) error { return w.state.Truncate(3) },
+	"disk file larger":    func(w *saving) error { return w.disk.Truncate(256 * mib) },
+	"disk file shorter":   func(w *saving) error { return w.disk.Truncate(0) },
+	"disk runs beyond":    func(w *saving) error { w.saved.Disks[0].Runs[0].Start = hostileDisk; return nil },
+	"disk zeros beyond": func(w *saving) error {
+		w.saved.Disks[0].Zeros = []layer.Run{{Start: 1 << 50, Length: page}}
+		return nil
+	},
+	"disk runs overlap":    func(w *saving) error { w.saved.Disks[0].Runs = slices.Repeat(w.saved.Disks[0].Runs, 2); return nil },
+	"a disk too few":       func(w *saving) error { w.saved.Disks = nil; return nil },
+	"a disk too many":      func(w *saving) error { w.saved.Disks = slices.Repeat(w.saved.Disks, 2); return nil },
+	"a negative pause":     func(w *saving) error { w.saved.Pause = math.MaxUint64; return nil },
+	"a pause of 292 years": func(w *saving) error { w.saved.Pause = math.MaxInt64; return nil },
+	"a negative wait":      func(w *saving) error { w.saved.Wait = 1 << 63; return nil },
+	"more than was copied": func(w *saving) error { w.saved.Copied = math.MaxUint64; return nil },
+}
+
+// mapForGood keeps a file in memory writable.
+func mapForGood(f *os.File) error {
+	_, err := unix.Mmap(int(f.Fd()), 0, page, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	return err
+}
+
+// words are what a vmm says, asked for its console, instead of an answer.
+var words = map[string]func(*vmmctl.Conn) error{
+	"an answer to nobody":   func(c *vmmctl.Conn) error { return c.Send(&vmmctl.Reply{ID: 12345}) },
+	"a request":             func(c *vmmctl.Conn) error { return c.Send(&vmmctl.Simple{Kind: vmmctl.KindStop, ID: 1}) },
+	"unknown kind":          func(c *vmmctl.Conn) error { return c.SendBytes([]byte{200, 1}) },
+	"half a message":        func(c *vmmctl.Conn) error { return c.SendBytes([]byte{byte(vmmctl.KindReply)}) },
+	"ready twice":           func(c *vmmctl.Conn) error { return errors.Join(c.Send(&vmmctl.Ready{}), c.Send(&vmmctl.Ready{})) },
+	"an end without reason": func(c *vmmctl.Conn) error { return c.Send(&vmmctl.Exit{Reason: "boredom"}) },
+	"its limit was reached": func(c *vmmctl.Conn) error { return c.Send(&vmmctl.Exit{Reason: string(vmm.ReasonOutOfMemory)}) },
+	"two ends": func(c *vmmctl.Conn) error {
+		e := &vmmctl.Exit{Reason: string(vmm.ReasonPanic)}
+		return errors.Join(c.Send(e), c.Send(e))
+	},
+	"a descriptor":  func(c *vmmctl.Conn) error { return c.Send(&vmmctl.Ready{}, os.Stdin) },
+	"socket closed": func(c *vmmctl.Conn) error { return c.Close() },
+	"socket given away": func(c *vmmctl.Conn) error {
+		control, err := unix.Dup(3)
+		if err != nil {
+			return err
+		}
+		holder := exec.Command("/proc/self/exe")
+		holder.Env = append(os.Environ(), hostileEnv+"=hold")
+		holder.ExtraFiles = []*os.File{os.NewFile(uintptr(control), "control"), os.NewFile(4, "end")}
+		return errors.Join(holder.Start(), c.Send(&vmmctl.Ready{}))
+	},
+}
+
+// touchLies are answers to Touched.
+var touchLies = map[string][]byte{
+	"touched beyond":    vmmctl.Touched{Written: []layer.Run{{Start: hostileRAM, Length: page}}}.Marshal(),
+	"read beyond":       vmmctl.Touched{Read: []layer.Run{{Start: 0, Length: 1 << 50}}}.Marshal(),
+	"touched unsorted":  vmmctl.Touched{Written: []layer.Run{{Start: page, Length: page}, {Start: 0, Length: page}}}.Marshal(),
+	"touched twice":     vmmctl.Touched{Written: []layer.Run{{Start: page, Length: page}, {Start: page, Length: page}}}.Marshal(),
+	"touched no page":   vmmctl.Touched{Written: []layer.Run{{Start: 1, Length: 1}}}.Marshal(),
+	"a million touched": append([]byte{1, 0xc0, 0x84, 0x3d}, make([]byte, 4000)...),
+}
+
+// playHostile is the process.
+func playHostile(lie string) {
+	if lie == "hold" { // it keeps the socket open until the test ends
+		_, _ = os.NewFile(4, "end").Read(make([]byte, 1))
+		return
+	}
+	file, err := os.NewFile(3, "control"), unix.SetNonblock(3, true)
+	conn, connErr := vmmctl.NewConn(file)
+	if errors.Join(err, connErr) != nil {
+		os.Exit(1)
+	}
+	for {
+		m, files, err := conn.Receive()
+		if err != nil && lie == "socket closed" {
+			for { // it goes on
+				_ = unix.Pause()
+			}
+		}
+		if err != nil {
+			return
+		}
+		if err := answerHostile(conn, lie, m, files); err != nil {
+			_ = conn.Send(&vmmctl.Exit{Reason: string(vmm.ReasonInternalError), Detail: err.Error()})
+			return
+		}
+	}
+}
+
+func answerHostile(conn *vmmctl.Conn, lie string, m vmmctl.Message, files []*os.File) error {
+	switch m := m.(type) {
+	case *vmmctl.Connect:
+		return conn.Send(&vmmctl.Reply{ID: m.ID, Error: "there is no guest"})
+	case *vmmctl.Simple:
+		if say := words[lie]; say != nil && m.Kind == vmmctl.KindConsole {
+			return say(conn)
+		}
+		return conn.Send(&vmmctl.Reply{ID: m.ID, Data: touchLies[lie]})
+	case *vmmctl.Save:
+		if lie == "silence" {
+			return conn.Send(&vmmctl.Ready{}) // so that the test knows
+		}
+		w := &saving{state: files[1], memory: files[2], disk: files[3]}
+		if err := w.honest(); err != nil {
+			return err
+		}
+		if tell := saveLies[lie]; tell != nil {
+			if err := tell(w); err != nil {
+				return err
+			}
+		}
+		if w.raw == nil {
+			w.raw = w.saved.Marshal()
+		}
+		return conn.Send(&vmmctl.Reply{ID: m.ID, Data: w.raw})
+	}
+	if lie == "silence" {
+		return nil
+	}
+	return errors.New("not expected")
+}
+
+// startHostile starts such a process, which belongs to a sandbox that was booted.
+func startHostile(t *testing.T, lie string) *sandbox {
+	t.Helper()
+	ours, theirs, err := vmmctl.Pair()
+	if err != nil {
+		t.Fatal(err)
+	}
+	end, endOfTest, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command("/proc/self/exe")
+	cmd.Env = append(os.Environ(), hostileEnv+"="+lie)
+	cmd.ExtraFiles = []*os.File{theirs, end}
+	cmd.Stderr = os.Stderr
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(theirs.Close(), end.Close()); err != nil {
+		t.Fatal(err)
+	}
+	id, err := procid.Of(cmd.Process.Pid)
+	if err != nil {
+		t.Fatal(err)
+	}
+	held, err := procid.Adopt(id)
+	if err != nil {
+		t.Fatal(err)
+	}
+	conn, err := vmmctl.NewConn(ours)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cell := &jail.Cell{}
+	p := newProcess(&adopted{held, cell}, conn)
+	p.cell = cell
+	p.memory = hostileRAM
+	go p.receive()
+	t.Cleanup(func() {
+		_ = endOfTest.Close()
+		p.Kill()
+		_ = cmd.Wait() // it was killed
+	})
+	s := &sandbox{
+		engine: jailedEngine(t, nil, residentFolder(t)), kernel: "known", vcpus: 1, Guest: &Guest{Process: p},
+		memory: layer.Image{Size: hostileRAM}, disks: []disk{{id: "scratch", image: layer.Image{Size: hostileDisk}}},
+	}
+	kernel, err := memoryFile("kernel", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	root, err := memoryFile("root", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.boot = &bootFiles{users: 1, kernel: kernel, root: root}
+	t.Cleanup(func() {
+		if err := s.release(); err != nil {
+			t.Error(err)
+		}
+	})
+	return s
+}
+
+// killedFor fails unless the process has been killed for a reason.
+func killedFor(t *testing.T, s *sandbox, why string) {
+	t.Helper()
+	select {
+	case <-s.Done():
+	case <-time.After(time.Minute):
+		t.Fatal("it lives on")
+	}
+	exit, _ := s.Guest.Wait()
+	if exit.Reason != vmm.ReasonKilled || !strings.Contains(exit.Detail, "the vmm process was killed: "+why) {
+		t.Errorf("it ended with %v", exit)
+	}
+	if err := s.Wait(); !errors.Is(err, engine.ErrEnded) || errors.Is(err, engine.ErrOutOfMemory) {
+		t.Error(err)
+	}
+}
+
+// TestHostileSave: whatever a vmm lies about what it has saved, nothing is made of
+// it, and the vmm is killed.
+func TestHostileSave(t *testing.T) {
+	for _, lie := range slices.Sorted(maps.Keys(saveLies)) {
+		t.Run(lie, func(t *testing.T) {
+			t.Parallel()
+			s := startHostile(t, lie)
+			if f, err := s.Fork(t.Context(), nil); !errors.Is(err, engine.ErrEnded) {
+				t.Errorf("a live fork: %v, %v", f, err)
+			}
+			killedFor(t, s, "what it has saved cannot be")
+			s = startHostile(t, lie)
+			dir := filepath.Join(t.TempDir(), "snapshot")
+			if _, err := s.Snapshot(t.Context(), dir); !errors.Is(err, engine.ErrEnded) {
+				t.Errorf("a snapshot: %v", err)
+			}
+			killedFor(t, s, "what it has saved cannot be")
+			if _, err := os.Stat(dir); err == nil {
+				t.Error("there is a snapshot")
+			}
+		})
+	}
+}
+
+// TestHostileWords: a vmm that says what nobody asked for, or nothing any more, is
+// killed.
+func TestHostileWords(t *testing.T) {
+	for _, lie := range slices.Sorted(maps.Keys(words)) {
+		t.Run(lie, func(t *testing.T) {
+			t.Parallel()
+			s := startHostile(t, lie)
+			if lie == "socket given away" {
+				asked := make(chan error)
+				go func() { _, err := s.Console(t.Context()); asked <- err }()
+				<-s.ready // it has done so
+				s.Kill()
+				if err := <-asked; !errors.Is(err, engine.ErrEnded) {
+					t.Error(err)
+				}
+				killedFor(t, s, "its control socket stayed open")
+				return
+			}
+			ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+			defer cancel()
+			if _, err := s.Console(ctx); !errors.Is(err, engine.ErrEnded) {
+				t.Errorf("asked for its console: %v", err)
+			}
+			killedFor(t, s, "it has ")
+		})
+	}
+}
+
+// TestHostileTouched: all later forks get the pages that a vmm tells of.
+func TestHostileTouched(t *testing.T) {
+	for _, lie := range slices.Sorted(maps.Keys(touchLies)) {
+		t.Run(lie, func(t *testing.T) {
+			t.Parallel()
+			s := startHostile(t, lie)
+			var m touched
+			about := subject{snapshot: snapshot.ID{1}}
+			for range ForksAsked {
+				m.of(about)
+				m.learn(t.Context(), about, s.Process)
+			}
+			if pages := m.known(about.snapshot); len(pages.Written)+len(pages.Read) > 0 {
+				t.Errorf("believed: %v", pages)
+			}
+			killedFor(t, s, "it has touched what cannot be")
+		})
+	}
+}
+
+// TestSilentSave: one that never answers can be ended, and what waits for the
+// answer ends with it.
+func TestSilentSave(t *testing.T) {
+	s := startHostile(t, "silence")
+	var forked sync.WaitGroup
+	forked.Go(func() {
+		if _, err := s.Fork(t.Context(), nil); !errors.Is(err, engine.ErrEnded) {
+			t.Error(err)
+		}
+	})
+	<-s.ready // it has got Save
+	if err := s.Close(); err != nil {
+		t.Error(err)
+	}
+	forked.Wait()
+}
+
+// TestWritesAfterwards: what was captured stays as it was, although the vmm still
+// has all files.
+func TestWritesAfterwards(t *testing.T) {
+	s := startHostile(t, "honest")
+	m, saved, err := s.captureLive(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := m.release(); err != nil {
+			t.Error(err)
+		}
+	}()
+	if saved.Copied != page || len(m.live) != 2 {
+		t.Errorf("%+v, %d layers", saved, len(m.live))
+	}
+	want := bytes.Repeat([]byte("page"), page/4)
+	for _, l := range m.live {
+		// The vmm's descriptors and the parent's of a file in memory are the same.
+		if strings.Contains(l.file.Name(), chargedName) {
+			if _, err := l.file.WriteAt([]byte("x"), page); !errors.Is(err, unix.EPERM) {
+				t.Errorf("written to a sealed file: %v", err)
+			}
+			if got := make([]byte, page); !readsAs(l.file, got, page, want) {
+				t.Errorf("the memory is %q…", got[:8])
+			}
+			continue
+		}
+		for _, fd := range filesOf(t, s.Pid()) {
+			if sameFile(t, fd, l.file) {
+				t.Errorf("the vmm has %s, the layer of a disk", fd)
+			}
+		}
+		if got := make([]byte, page); !readsAs(l.file, got, 0, want) {
+			t.Errorf("the disk is %q…", got[:8])
+		}
+	}
+}
+
+func readsAs(f *os.File, buf []byte, off int64, want []byte) bool {
+	_, err := f.ReadAt(buf, off)
+	return (err == nil || errors.Is(err, io.EOF)) && bytes.Equal(buf, want)
+}
+
+// filesOf lists the descriptors of a process.
+func filesOf(t *testing.T, pid int) []string {
+	t.Helper()
+	all, err := filepath.Glob(filepath.Join("/proc", strconv.Itoa(pid), "fd", "*"))
+	if err != nil || len(all) == 0 {
+		t.Fatal(all, err)
+	}
+	return all
+}
+
+func sameFile(t *testing.T, path string, f *os.File) bool {
+	t.Helper()
+	mine, err := f.Stat()
+	if err != nil {
+		t.Fatal(err)
+	}
+	its, err := os.Stat(path)
+	return err == nil && os.SameFile(mine, its)
+}

@@ -1,0 +1,80 @@
+package sandbox
+
+import (
+	"context"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"agentrun.dev/internal/sandbox/sandboxtest"
+)
+
+// TestKillWhatHangs: a sandbox whose machine does not answer can be ended, while
+// somebody waits for that machine, and so can a fork that it is a child of.
+func TestKillWhatHangs(t *testing.T) {
+	for name, capture := range map[string]func(context.Context, *Manager) error{
+		"fork":       func(ctx context.Context, m *Manager) error { _, err := m.Fork(ctx, key("f"), "a", 2); return err },
+		"checkpoint": func(ctx context.Context, m *Manager) error { _, err := m.Checkpoint(ctx, key("c"), "a"); return err },
+		"hibernate":  func(ctx context.Context, m *Manager) error { _, err := m.Hibernate(ctx, key("a")); return err },
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				h := sandboxtest.NewHost(t)
+				m := daemon(t, t.TempDir(), h)
+				defer func() { _ = m.Close() }()
+				setUp(t, m, 0)
+				claim(t, m, "a", Lifetime{})
+				asked := h.HangCaptures()
+				captured := make(chan error, 1)
+				go func() { captured <- capture(t.Context(), m) }()
+				<-asked
+				ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
+				defer cancel()
+				s, err := m.Kill(ctx, key("a"))
+				if err != nil || s.State != Ended || s.Reason != ReasonKilled || s.Detail != "" {
+					t.Fatalf("%+v, %v", s, err)
+				}
+				if err := <-captured; err == nil {
+					t.Error("it was captured")
+				}
+				if _, err := m.Kill(ctx, key("a")); !HasCode(err, CodeEnded) {
+					t.Errorf("killed twice: %v", err)
+				}
+				if left := h.Folders(); len(left) > 0 {
+					t.Errorf("machines are left: %q", left)
+				}
+				// Its name can be used again.
+				claim(t, m, "a", Lifetime{})
+			})
+		})
+	}
+}
+
+// TestKillWaits: whoever cannot wait for the end of what goes on leaves the
+// sandbox killed all the same.
+func TestKillWaits(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := sandboxtest.NewHost(t)
+		m := daemon(t, t.TempDir(), h)
+		defer func() { _ = m.Close() }()
+		setUp(t, m, 0)
+		claim(t, m, "a", Lifetime{})
+		b, err := m.find(key("a"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := b.lock(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		if _, err := m.Kill(ctx, key("a")); err == nil {
+			t.Error("killed while it was somebody else's turn")
+		}
+		b.unlock()
+		synctest.Wait()
+		if s := b.now(); s.State != Ended || s.Reason != ReasonKilled {
+			t.Errorf("%+v", s)
+		}
+	})
+}
