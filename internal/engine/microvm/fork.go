@@ -201,14 +201,17 @@ func (e *Engine) prepareLoad(s *sandbox, opts engine.ForkOptions, from origin) (
 // devices describes those of a fork.
 func (e *Engine) devices(s *sandbox) vmmctl.Devices {
 	out := vmmctl.Devices{ReadyPort: guestrpc.AgentPort}
+	var sizes []uint64
 	for i := range s.disks {
 		d := &s.disks[i]
 		wire := vmmctl.Disk{ReadOnly: d.readOnly, ID: d.id}
 		if !d.readOnly {
 			wire.Image = &d.image
+			sizes = append(sizes, d.image.Size)
 		}
 		out.Disks = append(out.Disks, wire)
 	}
+	out.MaxFile = maxFile(s.memory.Size, sizes)
 	if n := s.network; n != nil {
 		out.Nets = []vmmctl.Net{{MAC: n.MAC, MTU: uint16(n.MTU)}}
 	}
