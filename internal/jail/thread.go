@@ -13,8 +13,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// thread is a thread of this process that lives in the jail's namespaces and
-// starts processes there.
+// thread is a thread of this process that lives in the jail's namespaces, starts
+// processes there and makes their wires.
 type thread struct {
 	walls    bool // whether it is in namespaces
 	requests chan *request
@@ -24,15 +24,10 @@ type thread struct {
 	ended    chan struct{}
 }
 
-// request is a process to start.
+// request is something to do on the thread.
 type request struct {
-	attr  *os.ProcAttr
-	reply chan<- started
-}
-
-type started struct {
-	process *os.Process
-	err     error
+	do   func()
+	done chan<- struct{}
 }
 
 // environment is all that a process gets. Huge pages would make a heap of a few
@@ -66,18 +61,23 @@ func (t *thread) close() error {
 	return t.null.Close()
 }
 
+// do runs something on the thread, and returns when it has.
+func (t *thread) do(what func()) {
+	done := make(chan struct{})
+	t.requests <- &request{what, done}
+	<-done
+}
+
 // start has the thread start a process.
-func (t *thread) start(attr *os.ProcAttr) (*os.Process, error) {
-	reply := make(chan started, 1)
-	t.requests <- &request{attr, reply}
-	s := <-reply
-	if errors.Is(s.err, fs.ErrPermission) {
-		s.err = fmt.Errorf("%w (everybody must be allowed to read and execute %s)", s.err, t.source)
+func (t *thread) start(attr *os.ProcAttr) (p *os.Process, err error) {
+	t.do(func() { p, err = os.StartProcess(t.program, []string{"vmm"}, attr) })
+	if errors.Is(err, fs.ErrPermission) {
+		err = fmt.Errorf("%w (everybody must be allowed to read and execute %s)", err, t.source)
 	}
-	if s.err != nil {
-		return nil, fmt.Errorf("start vmm process: %w", s.err)
+	if err != nil {
+		return nil, fmt.Errorf("start vmm process: %w", err)
 	}
-	return s.process, nil
+	return p, nil
 }
 
 // run is the thread. It is never unlocked, so that the runtime ends it with the
@@ -107,8 +107,8 @@ func (t *thread) run(ready chan<- error) {
 		return
 	}
 	for r := range t.requests {
-		p, err := os.StartProcess(t.program, []string{"vmm"}, r.attr)
-		r.reply <- started{p, err}
+		r.do()
+		close(r.done)
 	}
 }
 
@@ -127,6 +127,7 @@ func (t *thread) enter() error {
 	if err := unix.Unshare(spaces); err != nil {
 		return fmt.Errorf("make namespaces: %w", err)
 	}
+	setQueue() // from the new root it cannot be reached
 	if err := pivot(t.program); err != nil {
 		return fmt.Errorf("make an empty root: %w", err)
 	}
