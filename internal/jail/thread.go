@@ -47,7 +47,7 @@ func startThread(program string, walls bool) (*thread, error) {
 		requests: make(chan *request), ended: make(chan struct{}),
 	}
 	ready := make(chan error)
-	go t.run(ready)
+	onOwnThread(func() { t.run(ready) })
 	if err := <-ready; err != nil {
 		return nil, errors.Join(err, t.close())
 	}
@@ -80,19 +80,30 @@ func (t *thread) start(attr *os.ProcAttr) (p *os.Process, err error) {
 	return p, nil
 }
 
-// run is the thread. It is never unlocked, so that the runtime ends it with the
-// goroutine and lets nothing else run on it.
-func (t *thread) run(ready chan<- error) {
-	runtime.LockOSThread()
-	if unix.Gettid() == unix.Getpid() {
+// onOwnThread starts a goroutine with a thread that it never unlocks, so that the
+// runtime ends the thread with the goroutine and lets nothing else run on it.
+func onOwnThread(do func()) {
+	go func() {
+		runtime.LockOSThread()
+		if unix.Gettid() != unix.Getpid() {
+			do()
+			return
+		}
 		// The runtime cannot end the first thread, and /proc/self shows it.
 		// While this goroutine holds it, another gets a different one.
 		moved := make(chan struct{})
-		go func() { close(moved); t.run(ready) }()
+		go func() {
+			runtime.LockOSThread()
+			close(moved)
+			do()
+		}()
 		<-moved
 		runtime.UnlockOSThread()
-		return
-	}
+	}()
+}
+
+// run is the thread.
+func (t *thread) run(ready chan<- error) {
 	defer close(t.ended)
 	var err error
 	if t.walls {

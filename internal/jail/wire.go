@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"runtime"
 	"strconv"
 
 	"golang.org/x/sys/unix"
@@ -34,14 +33,13 @@ func (j *Jail) Wire() (host, guest *os.File, err error) {
 // It refuses one that has the machine's.
 func WireOf(pid int) (host, guest *os.File, err error) {
 	made := make(chan struct{})
-	go func() {
+	onOwnThread(func() {
 		defer close(made)
-		runtime.LockOSThread() // for good: the thread ends with the goroutine
 		if err = enterNetwork(pid); err == nil {
 			setQueue()
 			host, guest, err = newWire()
 		}
-	}()
+	})
 	<-made
 	if err != nil {
 		return nil, nil, fmt.Errorf("make a wire in the network of process %d: %w", pid, err)

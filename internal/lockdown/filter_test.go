@@ -84,7 +84,8 @@ func TestFilter(t *testing.T) {
 		"another ioctl":         {x64(unix.SYS_IOCTL, 9, 0xae81), retKill},
 		"an ioctl's upper half": {x64(unix.SYS_IOCTL, 9, 1<<32|0xae41), retAllow}, // the kernel does not look at it
 		"data":                  {x64(unix.SYS_MMAP, 0, 4096, unix.PROT_READ|unix.PROT_WRITE), retAllow},
-		"memory":                {x64(unix.SYS_MMAP, 0, 4096, unix.PROT_READ, mapFlags), retAllow},
+		"memory":                {x64(unix.SYS_MMAP, 0, 4096, unix.PROT_READ, unix.MAP_SHARED|unix.MAP_FIXED|unix.MAP_NORESERVE), retAllow},
+		"random numbers":        {x64(unix.SYS_MMAP, 0, 4096, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANONYMOUS|0x8), retAllow}, // MAP_DROPPABLE
 		"huge pages":            {x64(unix.SYS_MMAP, 0, 4096, unix.PROT_READ, unix.MAP_ANONYMOUS|unix.MAP_HUGETLB), retKill},
 		"locked memory":         {x64(unix.SYS_MMAP, 0, 4096, unix.PROT_READ, unix.MAP_ANONYMOUS|unix.MAP_LOCKED), retKill},
 		"free memory":           {x64(unix.SYS_MADVISE, 0, 4096, unix.MADV_DONTNEED), retAllow},

@@ -8,9 +8,10 @@ import "golang.org/x/sys/unix"
 const threadFlags = unix.CLONE_VM | unix.CLONE_FS | unix.CLONE_FILES | unix.CLONE_SIGHAND |
 	unix.CLONE_SYSVSEM | unix.CLONE_THREAD | unix.CLONE_SETTLS
 
-// mapFlags are those of mmap that guest memory, KVM's structures and the Go
-// runtime's heap are mapped with.
-const mapFlags = unix.MAP_SHARED | unix.MAP_PRIVATE | unix.MAP_FIXED | unix.MAP_ANONYMOUS | unix.MAP_NORESERVE
+// noMap are flags of mmap for which a vmm has no use. There is no list of those
+// that it has: the kernel itself names some, which differ by its version, to the Go
+// runtime (vgetrandom).
+const noMap = unix.MAP_HUGETLB | unix.MAP_LOCKED | unix.MAP_GROWSDOWN
 
 // advice is what madvise is told by the Go runtime, and of guest memory.
 var advice = []uint32{
@@ -32,7 +33,7 @@ func program(pid int, ioctls []uint32) ([]unix.SockFilter, error) {
 		// Nothing becomes code that was not in the binary. Huge pages (MAP_HUGETLB)
 		// are others': the machine has set them aside, and no cgroup limit of the
 		// process's memory counts them.
-		allowIf(unix.SYS_MMAP, condition{arg: 2, bits: unix.PROT_EXEC}, condition{arg: 3, bits: ^uint32(mapFlags)}),
+		allowIf(unix.SYS_MMAP, condition{arg: 2, bits: unix.PROT_EXEC}, condition{arg: 3, bits: noMap}),
 		allowWithout(unix.SYS_MPROTECT, 2, unix.PROT_EXEC),
 		allowValues(unix.SYS_CLONE, 0, threadFlags),
 		// Its flags are in memory, out of a filter's sight. Without it, callers

@@ -178,8 +178,8 @@ func (e *Engine) prepareLoad(s *sandbox, opts engine.ForkOptions, from origin) (
 	}
 	if err == nil {
 		var wire *os.File
-		if wire, err = engine.OpenWire(s.network, opts.Wire); wire != nil {
-			l.add(&err, wire, err)
+		if wire, err = s.wire(); wire != nil {
+			l.add(&err, wire, nil)
 		}
 	}
 	if s.self.Folder = folder.Folder(opts.Folder); err == nil && s.self.Folder != "" {
