@@ -16,6 +16,9 @@ import (
 func TestSweepWaits(t *testing.T) {
 	cfg := config(t)
 	a, b := open(t, cfg), open(t, cfg)
+	if err := b.Sweep(); err != nil { // which a jail does by itself when it is first used
+		t.Fatal(err)
+	}
 	for range 20 {
 		p := start(t, a, roomy)
 		if err := errors.Join(p.Cell.lock.Close(), p.Kill()); err != nil {
