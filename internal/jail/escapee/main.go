@@ -314,7 +314,7 @@ func fillFile(fd int, bytes uint64) any {
 }
 
 // manyFiles is far more than a vmm ever has open.
-const manyFiles = 100_000
+const manyFiles = 4096
 
 // openMany opens files until there are many.
 func openMany() any {
