@@ -2,6 +2,7 @@ package jail
 
 import (
 	"errors"
+	"io/fs"
 	"os"
 	"runtime"
 	"strconv"
@@ -39,6 +40,18 @@ func TestSweepWaits(t *testing.T) {
 	}
 }
 
+// TestFolderVanishes: who deletes the folder of user ids is told so.
+func TestFolderVanishes(t *testing.T) {
+	cfg := config(t)
+	j := open(t, cfg)
+	if err := errors.Join(j.Check(), os.Remove(cfg.Folder)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := j.Start(roomy, os.Stdin, os.Stderr); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("without the folder: %v", err)
+	}
+}
+
 // TestUIDOfTheLiving: a process that lets go of the lock of its user id, when its
 // parent has died, still has the id: nobody frees it, nor gets it, until the
 // process has ended. With cgroups and without.
@@ -46,12 +59,14 @@ func TestUIDOfTheLiving(t *testing.T) {
 	for name, cgroups := range map[string]bool{"cgroups": true, "no cgroups": false} {
 		t.Run(name, func(t *testing.T) {
 			cfg := config(t)
-			cfg.UIDs = 1
+			// Nobody else on this machine has it.
+			cfg.FirstUID, cfg.UIDs = defaultFirstUID+defaultUIDs+os.Getpid(), 1
 			if !cgroups {
 				cfg.Cgroup, cfg.AllowUnlimited = "no\nname", true // the kernel refuses a line break
 			}
 			a, b := open(t, cfg), open(t, cfg)
 			p := start(t, a, roomy)
+			defer func() { _ = p.Kill() }() // it has ended, unless the test ended before
 			p.order(t, "let go of its user id and hold", 0, 0)
 			if said := p.answer(t); said != `"let go"` {
 				t.Fatalf("%q, stderr %q", said, p.said(t))

@@ -62,10 +62,9 @@ func (u *uids) lock(uid int) (f *os.File, stale bool, err error) {
 		// Only for reading: a process can do nothing with it but hold it.
 		f, err = os.OpenFile(u.path(uid), os.O_RDONLY|os.O_CREATE|os.O_EXCL, 0o600)
 		if stale = errors.Is(err, fs.ErrExist); stale {
-			f, err = os.Open(u.path(uid))
-		}
-		if errors.Is(err, fs.ErrNotExist) {
-			continue // it went just now
+			if f, err = os.Open(u.path(uid)); errors.Is(err, fs.ErrNotExist) {
+				continue // it went just now
+			}
 		}
 		if err != nil {
 			return nil, false, fmt.Errorf("lock user id %d: %w", uid, err)
