@@ -7,7 +7,6 @@ import (
 	"io"
 	"os"
 	"path/filepath"
-	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -163,68 +162,6 @@ func TestLockedDownWorks(t *testing.T) {
 	if said := p.said(t); status.ExitStatus() != 2 || !strings.Contains(said, "a word at the end") || !strings.Contains(said, "goroutine ") {
 		t.Errorf("a panic ended with %#x and said %q", status, said)
 	}
-}
-
-// TestWalls: what a process sees without the filter.
-func TestWalls(t *testing.T) {
-	j := open(t, config(t))
-	victim, p := start(t, j, roomy), start(t, j, roomy)
-	wire, service := wireAndService(t, j)
-	p.orderWith(t, map[string]any{"Do": "look", "Victim": victim.Pid, "Name": service.name}, wire)
-	var v struct {
-		UID, GID         int
-		Groups           []int
-		Root, Interfaces []string
-		Errors           map[string]string
-	}
-	said := p.answer(t)
-	if err := json.Unmarshal([]byte(said), &v); err != nil {
-		t.Fatalf("%q: %v, stderr %q", said, err, p.said(t))
-	}
-	if v.UID != p.Cell.UID() || v.GID != v.UID || v.UID < defaultFirstUID || len(v.Groups) != 0 {
-		t.Errorf("it is user %d, group %d, %v; its cell is %d", v.UID, v.GID, v.Groups, p.Cell.UID())
-	}
-	if victim.Cell.UID() == v.UID {
-		t.Error("two processes have the same user id")
-	}
-	if !slices.Equal(v.Root, []string{"vmm"}) {
-		t.Errorf("its root has %q", v.Root)
-	}
-	if !slices.Equal(v.Interfaces, []string{"lo false"}) {
-		t.Errorf("its network has %q", v.Interfaces)
-	}
-	for what, want := range map[string]error{
-		"open a device":        unix.ENOENT,
-		"open a file of /proc": unix.ENOENT,
-		"write to the root":    unix.EROFS,
-		"write to the program": unix.EROFS,
-		"kill a sibling":       unix.EPERM,
-		"trace a sibling":      unix.EPERM,
-		"become root":          unix.EPERM,
-		"mount":                unix.EPERM,
-
-		"send to a socket of the machine": unix.ECONNREFUSED,
-	} {
-		if got := v.Errors[what]; !strings.Contains(got, want.Error()) {
-			t.Errorf("%s: %q, not %q", what, got, want)
-		}
-		delete(v.Errors, what)
-	}
-	for what, err := range v.Errors {
-		t.Errorf("%s: %s", what, err)
-	}
-	service.gotNothing(t)
-	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", victim.Pid))
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, set := range []string{"CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"} {
-		if !strings.Contains(string(status), set+":\t0000000000000000\n") {
-			t.Errorf("%s is not empty:\n%s", set, status)
-		}
-	}
-	p.end(t, true)
-	victim.end(t, true)
 }
 
 // TestPagemapHidesAddresses: the page map tells which pages there are, not
