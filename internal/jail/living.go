@@ -20,7 +20,8 @@ func (a *cells) living(uid int) (bool, error) {
 		return false, fmt.Errorf("look for processes of user id %d: %w", uid, err)
 	}
 	for _, pid := range pids {
-		if !ending(pid) {
+		// The kernel says 0 for one that cannot be seen from here.
+		if pid == 0 || !ending(pid) {
 			return true, nil
 		}
 	}
