@@ -40,5 +40,5 @@ func run() error {
 	if err != nil {
 		return fmt.Errorf("%w (vmm is started by agentrun, not by hand)", err)
 	}
-	return vmmserver.Serve(conn)
+	return vmmserver.Serve(conn, lockdown.LimitFileSize)
 }

@@ -40,12 +40,6 @@ type Spec struct {
 	// Network is the sandbox's interface, eth0. Without one it has a loopback
 	// only, and so have all that are forked from it.
 	Network *Network
-	// Wire is where its frames go: one end of a pair of unix datagram sockets
-	// (NewWire), an Ethernet frame in each message, checksums in place, nothing
-	// segmented by others. Who has the other end is all of the sandbox's network,
-	// and decides what it reaches. Without a wire the interface is there, and
-	// leads nowhere. It is never the host's network.
-	Wire *os.File
 }
 
 // Bounds of Disk: the smallest holds a file system and some files, the largest is
@@ -95,11 +89,6 @@ type ForkOptions struct {
 	// folder.
 	Folder string
 	Limits Limits
-	// Wire is as of Spec: the fork's own, for the interface that it has from its
-	// source, with the same addresses. Without one that leads nowhere: never to
-	// where its source's does. Connections that the source has open go on in the
-	// source, and are reset in the fork. The file stays the caller's.
-	Wire *os.File
 	// Turn is waited for before the fork is started, and release called when it has
 	// answered or failed. Whoever makes many sandboxes bounds so how many are started
 	// at once, the children of one Sandbox.Fork included. nil starts it at once.
@@ -213,6 +202,17 @@ type Sandbox interface {
 	Agent() *guestrpc.Client
 	// Dial opens a stream to a port inside.
 	Dial(ctx context.Context, port uint32) (net.Conn, error)
+	// Wire is the other end of the sandbox's interface: a unix datagram socket, an
+	// Ethernet frame in each message, checksums in place, nothing segmented by
+	// others. Whoever reads and writes there is the sandbox's entire network, and
+	// decides what it reaches. While nobody does, the interface leads nowhere. It
+	// is never the host's network, nor where a source's or a fork's interface
+	// leads: a fork has the addresses of its source and a wire of its own, on which
+	// the connections that its source has open are reset. Each call makes a copy
+	// for the caller to close. There is none, ErrNoWire, if the sandbox has no
+	// interface, and if it was adopted: only the process that made it, and whoever
+	// got a copy there, has the wire.
+	Wire() (*os.File, error)
 	// Settle waits, some seconds at most, until the sandbox has done what it
 	// puts off: what a template has not done, each of its forks does.
 	Settle(context.Context) error
@@ -346,6 +346,8 @@ var (
 	ErrPoweredOff = errors.New("it powered itself off")
 	// ErrOutOfMemory says that it ended because it reached its memory limit.
 	ErrOutOfMemory = errors.New("out of memory")
+	// ErrNoWire says that nobody here has the other end of the sandbox's interface.
+	ErrNoWire = errors.New("no wire")
 	// ErrMismatch says that a snapshot does not fit this engine or this host.
 	ErrMismatch = errors.New("the snapshot does not fit")
 )

@@ -6,6 +6,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"sync"
 
 	"agentrun.dev/internal/snapshot"
 	"golang.org/x/sys/unix"
@@ -109,65 +110,47 @@ func NetworkOf(m snapshot.Manifest) (*Network, error) {
 	return out, nil
 }
 
-// NewWire makes the two ends of a wire: ours is for whoever plays the network,
-// theirs for Spec.Wire or ForkOptions.Wire.
-func NewWire() (ours, theirs *os.File, err error) {
-	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
-	if err != nil {
-		return nil, nil, fmt.Errorf("make a wire: %w", err)
-	}
-	return os.NewFile(uintptr(fds[0]), "wire"), os.NewFile(uintptr(fds[1]), "wire"), nil
+// WireEnd is what an engine keeps of a sandbox's wire: the host's end. The zero
+// value is that of a sandbox without one.
+type WireEnd struct {
+	mu   sync.Mutex // protects file
+	file *os.File   // nil without one
 }
 
-// OpenWire is what engines connect a sandbox's interface to: a copy of the wire
-// that was given, or one that leads nowhere. It is nil for a sandbox that has no
-// interface, which must not have been given a wire either.
-func OpenWire(n *Network, wire *os.File) (*os.File, error) {
-	switch {
-	case n == nil && wire != nil:
-		return nil, fmt.Errorf("%w: a wire was given, and the sandbox has no network interface: it gets one when it is booted (Spec.Network)", ErrMismatch)
-	case n == nil:
-		return nil, nil
-	case wire == nil:
-		ours, theirs, err := NewWire()
-		if err != nil {
-			return nil, err
-		}
-		if err := ours.Close(); err != nil {
-			return nil, errors.Join(err, theirs.Close())
-		}
-		return theirs, nil
-	}
-	return copyWire(wire)
+// KeepWire takes over the host's end of a sandbox's wire.
+func (w *WireEnd) KeepWire(f *os.File) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.file = f
 }
 
-// copyWire copies a wire, and refuses what is none. A stream has no frames; and
-// a socket that tells when its other end is gone (SOCK_SEQPACKET) has gVisor's
-// receiver read that without end.
-func copyWire(wire *os.File) (*os.File, error) {
-	raw, err := wire.SyscallConn()
+// Wire is a copy of the host's end.
+func (w *WireEnd) Wire() (*os.File, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.file == nil {
+		return nil, fmt.Errorf("%w: the sandbox has no network interface, or another process has made it, or it is closed", ErrNoWire)
+	}
+	raw, err := w.file.SyscallConn()
 	if err != nil {
-		return nil, fmt.Errorf("wire: %w", err)
+		return nil, fmt.Errorf("copy a wire: %w", err)
 	}
 	fd := -1
-	ctlErr := raw.Control(func(from uintptr) {
-		var domain, kind int
-		if domain, err = unix.GetsockoptInt(int(from), unix.SOL_SOCKET, unix.SO_DOMAIN); err != nil {
-			return
-		}
-		if kind, err = unix.GetsockoptInt(int(from), unix.SOL_SOCKET, unix.SO_TYPE); err != nil {
-			return
-		}
-		if domain != unix.AF_UNIX || kind != unix.SOCK_DGRAM {
-			err = errors.New("it is no unix datagram socket (engine.NewWire makes one)")
-			return
-		}
-		if err = unix.SetNonblock(int(from), true); err == nil {
-			fd, err = unix.FcntlInt(from, unix.F_DUPFD_CLOEXEC, 0)
-		}
-	})
+	ctlErr := raw.Control(func(from uintptr) { fd, err = unix.FcntlInt(from, unix.F_DUPFD_CLOEXEC, 0) })
 	if err = errors.Join(err, ctlErr); err != nil {
-		return nil, fmt.Errorf("wire: %w", err)
+		return nil, fmt.Errorf("copy a wire: %w", err)
 	}
 	return os.NewFile(uintptr(fd), "wire"), nil
+}
+
+// CloseWire closes the engine's end; copies of it go on.
+func (w *WireEnd) CloseWire() error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.file == nil {
+		return nil
+	}
+	err := w.file.Close()
+	w.file = nil
+	return err
 }

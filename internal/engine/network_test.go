@@ -6,6 +6,7 @@ import (
 	"os"
 	"reflect"
 	"testing"
+	"time"
 
 	"agentrun.dev/internal/snapshot"
 	"golang.org/x/sys/unix"
@@ -70,63 +71,46 @@ func TestNetworkCheck(t *testing.T) {
 	}
 }
 
-// TestOpenWire: a wire is copied; without one the interface leads nowhere, and
-// notices nothing.
-func TestOpenWire(t *testing.T) {
-	ours, theirs, err := NewWire()
+// TestWireEnd: each copy of a wire carries frames, whatever becomes of the others,
+// and can be waited for.
+func TestWireEnd(t *testing.T) {
+	var w WireEnd
+	if f, err := w.Wire(); !errors.Is(err, ErrNoWire) {
+		t.Errorf("without a wire: %v, %v", f, err)
+	}
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer func() { _ = ours.Close() }()
-	wire, err := OpenWire(network(), theirs)
-	if err := errors.Join(err, theirs.Close()); err != nil {
+	guest := os.NewFile(uintptr(fds[1]), "guest")
+	defer func() { _ = guest.Close() }()
+	w.KeepWire(os.NewFile(uintptr(fds[0]), "host"))
+	first, err := w.Wire()
+	if err != nil {
 		t.Fatal(err)
 	}
-	defer func() { _ = wire.Close() }()
-	if _, err := wire.Write([]byte("frame")); err != nil {
+	if err := first.Close(); err != nil { // as if whoever plays the network had died
+		t.Fatal(err)
+	}
+	second, err := w.Wire()
+	if err := errors.Join(err, w.CloseWire(), w.CloseWire()); err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = second.Close() }()
+	if _, err := guest.Write([]byte("frame")); err != nil {
 		t.Fatal(err)
 	}
 	got := make([]byte, 10)
-	if n, err := ours.Read(got); err != nil || string(got[:n]) != "frame" {
+	if n, err := second.Read(got); err != nil || string(got[:n]) != "frame" {
 		t.Errorf("%q, %v", got[:n], err)
 	}
-
-	nowhere, err := OpenWire(network(), nil)
-	if err != nil {
-		t.Fatal(err)
+	if err := second.SetReadDeadline(time.Unix(1, 0)); err != nil {
+		t.Error(err)
 	}
-	defer func() { _ = nowhere.Close() }()
-	fd := int(nowhere.Fd())
-	if _, err := unix.Write(fd, []byte("frame")); err == nil {
-		t.Error("somebody took a frame")
+	if n, err := second.Read(got); !errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Errorf("%q, %v", got[:n], err)
 	}
-	if n, err := unix.Read(fd, got); !errors.Is(err, unix.EAGAIN) {
-		t.Errorf("read %d bytes, %v", n, err)
-	}
-
-	if wire, err := OpenWire(nil, nil); wire != nil || err != nil {
-		t.Error(wire, err)
-	}
-	if _, err := OpenWire(nil, ours); !errors.Is(err, ErrMismatch) {
-		t.Errorf("a wire for nothing: %v", err)
-	}
-	for _, kind := range []int{unix.SOCK_SEQPACKET, unix.SOCK_STREAM} {
-		fds, err := unix.Socketpair(unix.AF_UNIX, kind|unix.SOCK_CLOEXEC, 0)
-		if err != nil {
-			t.Fatal(err)
-		}
-		a, b := os.NewFile(uintptr(fds[0]), "one end"), os.NewFile(uintptr(fds[1]), "the other")
-		if _, err := OpenWire(network(), a); err == nil {
-			t.Errorf("a socket of type %d was taken", kind)
-		}
-		_, _ = a.Close(), b.Close()
-	}
-	file, err := os.Open(os.DevNull)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = file.Close() }()
-	if _, err := OpenWire(network(), file); err == nil {
-		t.Error("a file was taken")
+	if f, err := w.Wire(); !errors.Is(err, ErrNoWire) {
+		t.Errorf("a wire that is closed: %v, %v", f, err)
 	}
 }

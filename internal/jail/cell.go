@@ -86,7 +86,8 @@ func (c *Cell) start(t *thread, limits Limits, control, stderr *os.File) (*Proce
 	if err != nil {
 		return nil, err
 	}
-	if c.group != nil {
+	err = yieldMemory(process.Pid)
+	if err == nil && c.group != nil {
 		// It is starting up; nothing happens in it before its first message.
 		err = c.group.set(limits)
 		c.budget.is(limits.Memory)

@@ -41,6 +41,8 @@ type hierarchy interface {
 	open(name string) (group, error)
 	// remove removes an empty group; one that is not there is fine.
 	remove(name string) error
+	// processes are those in a group, none if it is not there.
+	processes(name string) ([]int, error)
 	// tryIO reports why groups do not bound a device, or nil.
 	tryIO(Device) error
 }

@@ -67,6 +67,24 @@ func (h *v1) open(name string) (group, error) {
 	return v1Group{cg}, nil
 }
 
+func (h *v1) processes(name string) (pids []int, err error) {
+	cg, err := cgroup1.Load(h.path(name), h.mine())
+	if errors.Is(err, cgroup1.ErrCgroupDeleted) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("find cgroup %s: %w", name, err)
+	}
+	list, err := cg.Processes(cgroup1.Pids, false)
+	if err != nil && !gone(err) {
+		return nil, fmt.Errorf("list cgroup %s: %w", name, err)
+	}
+	for _, p := range list {
+		pids = append(pids, p.Pid)
+	}
+	return pids, nil
+}
+
 func (h *v1) remove(name string) error {
 	cg, err := cgroup1.Load(h.path(name), h.mine())
 	if errors.Is(err, cgroup1.ErrCgroupDeleted) {

@@ -63,6 +63,10 @@ func (h *v2) open(name string) (group, error) {
 	return v2Group{m, h.dir(name), h.io}, nil
 }
 
+func (h *v2) processes(name string) ([]int, error) {
+	return readProcesses(path.Join(h.dir(name), "cgroup.procs"))
+}
+
 func (h *v2) remove(name string) error {
 	g, err := h.open(name)
 	if errors.Is(err, fs.ErrNotExist) {

@@ -61,9 +61,19 @@ type Group struct {
 	budget budget // the limit of memory
 }
 
-// Start starts a program in the group. On old kernels it gets there a moment
-// after it has begun.
+// Start starts a program in the group, that goes first when the machine's memory
+// is short. On old kernels it gets there a moment after it has begun.
 func (g *Group) Start(cmd *exec.Cmd) error {
+	if err := g.start(cmd); err != nil {
+		return err
+	}
+	if err := yieldMemory(cmd.Process.Pid); err != nil {
+		return errors.Join(err, cmd.Process.Kill(), cmd.Wait())
+	}
+	return nil
+}
+
+func (g *Group) start(cmd *exec.Cmd) error {
 	if g == nil {
 		return cmd.Start()
 	}

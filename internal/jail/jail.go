@@ -11,7 +11,7 @@
 //
 // A process is found again, also by other parents and after this one has died,
 // by its user id: a file of that number is locked for as long as it lives, and
-// its cgroup has the same number.
+// its cgroup has the same number. The id is taken while either says so.
 package jail
 
 import (
@@ -128,7 +128,7 @@ func (j *Jail) openCells() (_ *cells, err error) {
 		}
 		c.groups = nil
 	}
-	if c.uids, err = openUIDs(j.cfg.Folder, j.cfg.FirstUID, j.cfg.UIDs); err != nil {
+	if c.uids, err = openUIDs(j.cfg.Folder, j.cfg.FirstUID, j.cfg.UIDs, c.living); err != nil {
 		return nil, fmt.Errorf("make a jail: %w", err)
 	}
 	_ = c.sweep() // what resists is in nobody's way, and Sweep tells

@@ -1,12 +1,13 @@
 package jail
 
 import (
+	"errors"
+	"io/fs"
 	"os"
-	"os/exec"
+	"runtime"
 	"strconv"
 	"strings"
 	"testing"
-	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -15,53 +16,106 @@ import (
 // group. Whoever comes in between waits for it, and leaves nothing behind.
 func TestSweepWaits(t *testing.T) {
 	cfg := config(t)
+	a, b := open(t, cfg), open(t, cfg)
+	if err := b.Sweep(); err != nil { // which a jail does by itself when it is first used
+		t.Fatal(err)
+	}
+	for range 20 {
+		p := start(t, a, roomy)
+		if err := errors.Join(p.Cell.lock.Close(), p.Kill()); err != nil {
+			t.Fatal(err)
+		}
+		for locked(t, b, p.Cell.UID()) > 0 {
+			runtime.Gosched() // there is no event for it
+		}
+		if err := b.Sweep(); err != nil {
+			t.Error(err)
+		}
+		if left := names(t, cfg.Folder); len(left) > 0 {
+			t.Errorf("user ids %q are left", left)
+		}
+		if _, err := p.Wait(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// TestFolderVanishes: who deletes the folder of user ids is told so.
+func TestFolderVanishes(t *testing.T) {
+	cfg := config(t)
 	j := open(t, cfg)
+	if err := errors.Join(j.Check(), os.Remove(cfg.Folder)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := j.Start(roomy, os.Stdin, os.Stderr); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("without the folder: %v", err)
+	}
+}
+
+// TestUIDOfTheLiving: a process that lets go of the lock of its user id, when its
+// parent has died, still has the id: nobody frees it, nor gets it, until the
+// process has ended. With cgroups and without.
+func TestUIDOfTheLiving(t *testing.T) {
+	for name, cgroups := range map[string]bool{"cgroups": true, "no cgroups": false} {
+		t.Run(name, func(t *testing.T) {
+			cfg := config(t)
+			// Nobody else on this machine has it.
+			cfg.FirstUID, cfg.UIDs = defaultFirstUID+defaultUIDs+os.Getpid(), 1
+			if !cgroups {
+				cfg.Cgroup, cfg.AllowUnlimited = "no\nname", true // the kernel refuses a line break
+			}
+			a, b := open(t, cfg), open(t, cfg)
+			p := start(t, a, roomy)
+			defer func() { _ = p.Kill() }() // it has ended, unless the test ended before
+			p.order(t, "let go of its user id and hold", 0, 0)
+			if said := p.answer(t); said != `"let go"` {
+				t.Fatalf("%q, stderr %q", said, p.said(t))
+			}
+			if err := p.Cell.lock.Close(); err != nil { // as if the parent had died
+				t.Fatal(err)
+			}
+			if n := locked(t, b, p.Cell.UID()); n != 0 {
+				t.Fatalf("%d hold the lock", n)
+			}
+			if err := b.Sweep(); err != nil {
+				t.Error(err)
+			}
+			if left := names(t, cfg.Folder); len(left) != 1 {
+				t.Errorf("the user ids that are taken: %q", left)
+			}
+			if other, err := b.Start(roomy, os.Stdin, os.Stderr); err == nil || !strings.Contains(err.Error(), "all 1 user ids") {
+				t.Errorf("another process got the id: %v", err)
+				if err == nil {
+					_ = other.Kill()
+				}
+			}
+			if err := p.Kill(); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := p.Wait(); err != nil {
+				t.Fatal(err)
+			}
+			if err := b.Sweep(); err != nil {
+				t.Error(err)
+			}
+			if left := names(t, cfg.Folder); len(left) != 0 {
+				t.Errorf("left: %q", left)
+			}
+		})
+	}
+}
+
+// locked counts who holds the lock of a user id, as /proc/locks tells without
+// touching it.
+func locked(t *testing.T, j *Jail, uid int) (holders int) {
+	t.Helper()
 	all, err := j.cells()
 	if err != nil {
 		t.Fatal(err)
 	}
-	uid := defaultFirstUID + 7
-	group, err := (&Groups{hierarchy: all.groups}).Create(groupName(uid), roomy)
-	if err != nil {
-		t.Fatal(err)
-	}
-	cmd := exec.Command("cat")
-	in, err := cmd.StdinPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := group.Start(cmd); err != nil {
-		t.Fatal(err)
-	}
-	path := all.uids.path(uid)
-	if err := os.WriteFile(path, nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	swept := make(chan error, 1)
-	go func() { swept <- j.Sweep() }()
-	for locked(t, path) == 0 && len(swept) == 0 {
-		time.Sleep(time.Millisecond) // there is no event for it
-	}
-	if err := in.Close(); err != nil {
-		t.Fatal(err)
-	}
-	if err := cmd.Wait(); err != nil {
-		t.Error(err)
-	}
-	if err := <-swept; err != nil {
-		t.Error(err)
-	}
-	if _, err := os.Stat(path); err == nil {
-		t.Errorf("user id %d is left", uid)
-	}
-}
-
-// locked counts who holds a file, as /proc/locks tells without touching it.
-func locked(t *testing.T, path string) (holders int) {
-	t.Helper()
 	var st unix.Stat_t
-	if err := unix.Stat(path, &st); err != nil {
-		t.Fatalf("the sweeper did not wait: %v", err)
+	if err := unix.Stat(all.uids.path(uid), &st); err != nil {
+		t.Fatal(err)
 	}
 	b, err := os.ReadFile("/proc/locks")
 	if err != nil {

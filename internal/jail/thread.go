@@ -13,8 +13,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// thread is a thread of this process that lives in the jail's namespaces and
-// starts processes there.
+// thread is a thread of this process that lives in the jail's namespaces, starts
+// processes there and makes their wires.
 type thread struct {
 	walls    bool // whether it is in namespaces
 	requests chan *request
@@ -24,15 +24,10 @@ type thread struct {
 	ended    chan struct{}
 }
 
-// request is a process to start.
+// request is something to do on the thread.
 type request struct {
-	attr  *os.ProcAttr
-	reply chan<- started
-}
-
-type started struct {
-	process *os.Process
-	err     error
+	do   func()
+	done chan<- struct{}
 }
 
 // environment is all that a process gets. Huge pages would make a heap of a few
@@ -52,7 +47,7 @@ func startThread(program string, walls bool) (*thread, error) {
 		requests: make(chan *request), ended: make(chan struct{}),
 	}
 	ready := make(chan error)
-	go t.run(ready)
+	onOwnThread(func() { t.run(ready) })
 	if err := <-ready; err != nil {
 		return nil, errors.Join(err, t.close())
 	}
@@ -66,33 +61,49 @@ func (t *thread) close() error {
 	return t.null.Close()
 }
 
-// start has the thread start a process.
-func (t *thread) start(attr *os.ProcAttr) (*os.Process, error) {
-	reply := make(chan started, 1)
-	t.requests <- &request{attr, reply}
-	s := <-reply
-	if errors.Is(s.err, fs.ErrPermission) {
-		s.err = fmt.Errorf("%w (everybody must be allowed to read and execute %s)", s.err, t.source)
-	}
-	if s.err != nil {
-		return nil, fmt.Errorf("start vmm process: %w", s.err)
-	}
-	return s.process, nil
+// do runs something on the thread, and returns when it has.
+func (t *thread) do(what func()) {
+	done := make(chan struct{})
+	t.requests <- &request{what, done}
+	<-done
 }
 
-// run is the thread. It is never unlocked, so that the runtime ends it with the
-// goroutine and lets nothing else run on it.
-func (t *thread) run(ready chan<- error) {
-	runtime.LockOSThread()
-	if unix.Gettid() == unix.Getpid() {
+// start has the thread start a process.
+func (t *thread) start(attr *os.ProcAttr) (p *os.Process, err error) {
+	t.do(func() { p, err = os.StartProcess(t.program, []string{"vmm"}, attr) })
+	if errors.Is(err, fs.ErrPermission) {
+		err = fmt.Errorf("%w (everybody must be allowed to read and execute %s)", err, t.source)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("start vmm process: %w", err)
+	}
+	return p, nil
+}
+
+// onOwnThread starts a goroutine with a thread that it never unlocks, so that the
+// runtime ends the thread with the goroutine and lets nothing else run on it.
+func onOwnThread(do func()) {
+	go func() {
+		runtime.LockOSThread()
+		if unix.Gettid() != unix.Getpid() {
+			do()
+			return
+		}
 		// The runtime cannot end the first thread, and /proc/self shows it.
 		// While this goroutine holds it, another gets a different one.
 		moved := make(chan struct{})
-		go func() { close(moved); t.run(ready) }()
+		go func() {
+			runtime.LockOSThread()
+			close(moved)
+			do()
+		}()
 		<-moved
 		runtime.UnlockOSThread()
-		return
-	}
+	}()
+}
+
+// run is the thread.
+func (t *thread) run(ready chan<- error) {
 	defer close(t.ended)
 	var err error
 	if t.walls {
@@ -107,8 +118,8 @@ func (t *thread) run(ready chan<- error) {
 		return
 	}
 	for r := range t.requests {
-		p, err := os.StartProcess(t.program, []string{"vmm"}, r.attr)
-		r.reply <- started{p, err}
+		r.do()
+		close(r.done)
 	}
 }
 
@@ -127,6 +138,7 @@ func (t *thread) enter() error {
 	if err := unix.Unshare(spaces); err != nil {
 		return fmt.Errorf("make namespaces: %w", err)
 	}
+	setQueue() // from the new root it cannot be reached
 	if err := pivot(t.program); err != nil {
 		return fmt.Errorf("make an empty root: %w", err)
 	}

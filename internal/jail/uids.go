@@ -17,17 +17,19 @@ import (
 // the same, whoever started them. An id is taken while the file of its number
 // is locked. The process inherits the lock (flock(2) belongs to the open file,
 // not to who opened it), so that it ends with the process, whatever becomes of
-// the parent.
+// the parent. A process that was taken over may close the file: so the id of a
+// file that is there is taken, too, while a process of that id lives.
 type uids struct {
 	dir          string
 	first, count int
+	living       func(uid int) (bool, error)
 }
 
-func openUIDs(dir string, first, count int) (*uids, error) {
+func openUIDs(dir string, first, count int, living func(uid int) (bool, error)) (*uids, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("make the folder of user ids: %w", err)
 	}
-	return &uids{dir, first, count}, nil
+	return &uids{dir, first, count, living}, nil
 }
 
 // errTaken says that an id belongs to somebody.
@@ -60,15 +62,19 @@ func (u *uids) lock(uid int) (f *os.File, stale bool, err error) {
 		// Only for reading: a process can do nothing with it but hold it.
 		f, err = os.OpenFile(u.path(uid), os.O_RDONLY|os.O_CREATE|os.O_EXCL, 0o600)
 		if stale = errors.Is(err, fs.ErrExist); stale {
-			f, err = os.Open(u.path(uid))
-		}
-		if errors.Is(err, fs.ErrNotExist) {
-			continue // it went just now
+			if f, err = os.Open(u.path(uid)); errors.Is(err, fs.ErrNotExist) {
+				continue // it went just now
+			}
 		}
 		if err != nil {
 			return nil, false, fmt.Errorf("lock user id %d: %w", uid, err)
 		}
-		held, err := tryLock(f)
+		var held bool
+		if stale {
+			held, err = u.vacate(f, uid)
+		} else {
+			held, err = tryLock(f)
+		}
 		if err == nil && held {
 			return f, stale, nil
 		}
@@ -93,6 +99,15 @@ func tryLock(f *os.File) (held bool, err error) {
 		err = unix.Fstat(int(f.Fd()), &st)
 	}
 	return st.Nlink > 0, err
+}
+
+// vacate locks the file of an id that was used before, unless a process has it.
+func (u *uids) vacate(f *os.File, uid int) (held bool, err error) {
+	if held, err = tryLock(f); err != nil || !held {
+		return false, err
+	}
+	living, err := u.living(uid)
+	return !living, err
 }
 
 // free gives an id back. The caller holds its lock, which is closed.
@@ -124,7 +139,7 @@ func (u *uids) reclaim(uid int, clean func(uid int) error) error {
 	if err != nil {
 		return fmt.Errorf("free user id %d: %w", uid, err)
 	}
-	held, err := tryLock(f)
+	held, err := u.vacate(f, uid)
 	if err != nil || !held {
 		return errors.Join(err, f.Close())
 	}

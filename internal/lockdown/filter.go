@@ -65,6 +65,31 @@ func allowWithout(number uintptr, arg int, bits uint32) rule {
 	}}
 }
 
+// condition is what the low half of an argument must be, which must be all of
+// it that the kernel looks at.
+type condition struct {
+	arg    int
+	values []uint32 // it is one of these; without any,
+	bits   uint32   // none of these is set
+}
+
+// allowIf allows a call if all conditions hold.
+func allowIf(number uintptr, all ...condition) rule {
+	var block []unix.SockFilter
+	for _, c := range all {
+		block = append(block, load(offArg(c.arg)))
+		for i, v := range c.values {
+			// Past those that follow, and past the end.
+			block = append(block, unix.SockFilter{Code: opEqual, K: v, Jt: uint8(len(c.values) - i)})
+		}
+		if len(c.values) == 0 {
+			block = append(block, jump(opAnySet, c.bits, 1))
+		}
+		block = append(block, ret(retKill))
+	}
+	return rule{number, append(block, ret(retAllow))}
+}
+
 // assemble makes one program of rules, one for each system call. The kernel
 // runs it once for every number that there is, when it is installed, to find out
 // which calls it always allows; so it searches by halves.

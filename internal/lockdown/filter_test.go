@@ -84,6 +84,24 @@ func TestFilter(t *testing.T) {
 		"another ioctl":         {x64(unix.SYS_IOCTL, 9, 0xae81), retKill},
 		"an ioctl's upper half": {x64(unix.SYS_IOCTL, 9, 1<<32|0xae41), retAllow}, // the kernel does not look at it
 		"data":                  {x64(unix.SYS_MMAP, 0, 4096, unix.PROT_READ|unix.PROT_WRITE), retAllow},
+		"memory":                {x64(unix.SYS_MMAP, 0, 4096, unix.PROT_READ, unix.MAP_SHARED|unix.MAP_FIXED|unix.MAP_NORESERVE), retAllow},
+		"random numbers":        {x64(unix.SYS_MMAP, 0, 4096, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANONYMOUS|0x8), retAllow}, // MAP_DROPPABLE
+		"huge pages":            {x64(unix.SYS_MMAP, 0, 4096, unix.PROT_READ, unix.MAP_ANONYMOUS|unix.MAP_HUGETLB), retKill},
+		"locked memory":         {x64(unix.SYS_MMAP, 0, 4096, unix.PROT_READ, unix.MAP_ANONYMOUS|unix.MAP_LOCKED), retKill},
+		"free memory":           {x64(unix.SYS_MADVISE, 0, 4096, unix.MADV_DONTNEED), retAllow},
+		"merge memory":          {x64(unix.SYS_MADVISE, 0, 4096, unix.MADV_MERGEABLE), retKill},
+		"wait":                  {x64(unix.SYS_FUTEX, 0, futexWaitPrivate), retAllow},
+		"wake":                  {x64(unix.SYS_FUTEX, 0, futexWakePrivate), retAllow},
+		"wake others":           {x64(unix.SYS_FUTEX, 0, 1), retKill},
+		"requeue":               {x64(unix.SYS_FUTEX, 0, 3|128), retKill},
+		"allocate":              {x64(unix.SYS_FALLOCATE, 9, 0), retAllow},
+		"punch":                 {x64(unix.SYS_FALLOCATE, 9, 3), retAllow},
+		"allocate beyond":       {x64(unix.SYS_FALLOCATE, 9, unix.FALLOC_FL_KEEP_SIZE), retKill},
+		"zero":                  {x64(unix.SYS_FALLOCATE, 9, unix.FALLOC_FL_ZERO_RANGE|unix.FALLOC_FL_KEEP_SIZE), retKill},
+		"its own files":         {x64(unix.SYS_PRLIMIT64, 0, unix.RLIMIT_FSIZE), retAllow},
+		"another's files":       {x64(unix.SYS_PRLIMIT64, pid, unix.RLIMIT_FSIZE), retKill},
+		"another limit":         {x64(unix.SYS_PRLIMIT64, 0, unix.RLIMIT_NOFILE), retKill},
+		"send":                  {x64(unix.SYS_SENDMSG, 3), retKill},
 		"code":                  {x64(unix.SYS_MMAP, 0, 4096, unix.PROT_READ|unix.PROT_EXEC), retKill},
 		"to code":               {x64(unix.SYS_MPROTECT, 0, 4096, unix.PROT_EXEC), retKill},
 		"a thread":              {x64(unix.SYS_CLONE, threadFlags), retAllow},
@@ -119,7 +137,8 @@ func TestFilterKnowsNoOthers(t *testing.T) {
 	rules := map[uintptr]bool{
 		unix.SYS_IOCTL: true, unix.SYS_MMAP: true, unix.SYS_MPROTECT: true, unix.SYS_CLONE: true,
 		unix.SYS_CLONE3: true, unix.SYS_TGKILL: true, unix.SYS_FCNTL: true, unix.SYS_PRCTL: true,
-		unix.SYS_SCHED_SETATTR: true,
+		unix.SYS_SCHED_SETATTR: true, unix.SYS_MADVISE: true, unix.SYS_FUTEX: true, unix.SYS_FALLOCATE: true,
+		unix.SYS_PRLIMIT64: true,
 	}
 	for _, number := range always {
 		rules[number] = true

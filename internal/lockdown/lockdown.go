@@ -29,12 +29,38 @@ func Enter(ioctls []uint32) error {
 	if err := unix.Setrlimit(unix.RLIMIT_CORE, &unix.Rlimit{Cur: 1, Max: 1}); err != nil {
 		return fmt.Errorf("forbid core dumps: %w", err)
 	}
+	if err := limitOpenFiles(); err != nil {
+		return fmt.Errorf("limit open files: %w", err)
+	}
 	filter, err := program(os.Getpid(), ioctls)
 	if err == nil {
 		err = install(filter)
 	}
 	if err != nil {
 		return fmt.Errorf("filter system calls: %w", err)
+	}
+	return nil
+}
+
+// maxFiles is how many descriptors a process can have: one for each stream to
+// the guest (virtio.MaxVsockConns), and those of disks, captures and the rest.
+const maxFiles = 1024
+
+func limitOpenFiles() error {
+	var now unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &now); err != nil {
+		return err
+	}
+	most := min(now.Max, maxFiles)
+	return unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: most, Max: most})
+}
+
+// LimitFileSize bounds, for good, how long the process can make a file by writing
+// to it: EFBIG is what it gets beyond. It is called behind Enter, when it is known
+// what the guest's disks and memory are.
+func LimitFileSize(bytes uint64) error {
+	if err := unix.Prlimit(0, unix.RLIMIT_FSIZE, &unix.Rlimit{Cur: bytes, Max: bytes}, nil); err != nil {
+		return fmt.Errorf("limit the size of files to %d bytes: %w", bytes, err)
 	}
 	return nil
 }

@@ -8,13 +8,32 @@ import "golang.org/x/sys/unix"
 const threadFlags = unix.CLONE_VM | unix.CLONE_FS | unix.CLONE_FILES | unix.CLONE_SIGHAND |
 	unix.CLONE_SYSVSEM | unix.CLONE_THREAD | unix.CLONE_SETTLS
 
+// noMap are flags of mmap for which a vmm has no use. There is no list of those
+// that it has: the kernel itself names some, which differ by its version, to the Go
+// runtime (vgetrandom).
+const noMap = unix.MAP_HUGETLB | unix.MAP_LOCKED | unix.MAP_GROWSDOWN
+
+// advice is what madvise is told by the Go runtime, and of guest memory.
+var advice = []uint32{
+	unix.MADV_DONTNEED, unix.MADV_FREE, unix.MADV_HUGEPAGE, unix.MADV_NOHUGEPAGE, unix.MADV_COLLAPSE,
+	unix.MADV_POPULATE_READ, unix.MADV_POPULATE_WRITE,
+}
+
+// Operations of futex(2), with FUTEX_PRIVATE_FLAG.
+const (
+	futexWaitPrivate = 0 | 128
+	futexWakePrivate = 1 | 128
+)
+
 // program is the filter of a process with this id. The kernel remembers which
 // calls are always allowed and does not run the program for them.
 func program(pid int, ioctls []uint32) ([]unix.SockFilter, error) {
 	rules := []rule{
 		allowValues(unix.SYS_IOCTL, 1, ioctls...),
-		// Nothing becomes code that was not in the binary.
-		allowWithout(unix.SYS_MMAP, 2, unix.PROT_EXEC),
+		// Nothing becomes code that was not in the binary. Huge pages (MAP_HUGETLB)
+		// are others': the machine has set them aside, and no cgroup limit of the
+		// process's memory counts them.
+		allowIf(unix.SYS_MMAP, condition{arg: 2, bits: unix.PROT_EXEC}, condition{arg: 3, bits: noMap}),
 		allowWithout(unix.SYS_MPROTECT, 2, unix.PROT_EXEC),
 		allowValues(unix.SYS_CLONE, 0, threadFlags),
 		// Its flags are in memory, out of a filter's sight. Without it, callers
@@ -27,6 +46,17 @@ func program(pid int, ioctls []uint32) ([]unix.SockFilter, error) {
 		// Of the calling thread alone, which has no right to more than it has: who
 		// answers a guest's faults has short slices.
 		allowValues(unix.SYS_SCHED_SETATTR, 0, 0),
+		// Not MADV_MERGEABLE: by how long a write takes, a process could tell which
+		// pages others have.
+		allowValues(unix.SYS_MADVISE, 2, advice...),
+		// As the Go runtime waits, and within the process. The other operations
+		// (requeueing, priority inheritance) are where the kernel has had its errors.
+		allowValues(unix.SYS_FUTEX, 1, futexWaitPrivate, futexWakePrivate),
+		// To allocate, or to punch a hole. With KEEP_SIZE alone, ext4 allocates
+		// beyond the limit of a file's size.
+		allowValues(unix.SYS_FALLOCATE, 1, 0, unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE),
+		// Its own limit of a file's size, which it can only lower (LimitFileSize).
+		allowIf(unix.SYS_PRLIMIT64, condition{arg: 0, values: []uint32{0}}, condition{arg: 1, values: []uint32{unix.RLIMIT_FSIZE}}),
 		// The runtime names its mappings.
 		allowValues(unix.SYS_PRCTL, 0, unix.PR_SET_VMA),
 	}
@@ -43,14 +73,16 @@ var always = []uintptr{
 	unix.SYS_READ, unix.SYS_WRITE, unix.SYS_READV, unix.SYS_WRITEV,
 	unix.SYS_PREAD64, unix.SYS_PWRITE64, unix.SYS_PREADV, unix.SYS_PWRITEV,
 	unix.SYS_CLOSE, unix.SYS_FSTAT, unix.SYS_LSEEK,
-	unix.SYS_FSYNC, unix.SYS_FDATASYNC, unix.SYS_FALLOCATE, unix.SYS_FTRUNCATE,
-	// Sockets that are there: no new ones, and none that is not connected.
-	unix.SYS_SENDMSG, unix.SYS_RECVMSG, unix.SYS_ACCEPT4, unix.SYS_SHUTDOWN,
+	unix.SYS_FSYNC, unix.SYS_FDATASYNC, unix.SYS_FTRUNCATE,
+	// Sockets that are there, which are connected, and no new ones. What is sent
+	// goes through write: sendmsg could name another receiver, in memory that a
+	// filter does not see, and pass descriptors on.
+	unix.SYS_RECVMSG, unix.SYS_ACCEPT4, unix.SYS_SHUTDOWN,
 	// Waiting.
 	unix.SYS_EPOLL_CREATE1, unix.SYS_EPOLL_CTL, unix.SYS_EPOLL_PWAIT, unix.SYS_EVENTFD2,
-	unix.SYS_POLL, unix.SYS_PPOLL, unix.SYS_FUTEX, unix.SYS_NANOSLEEP, unix.SYS_RESTART_SYSCALL,
+	unix.SYS_POLL, unix.SYS_PPOLL, unix.SYS_NANOSLEEP, unix.SYS_RESTART_SYSCALL,
 	// Memory.
-	unix.SYS_MUNMAP, unix.SYS_MADVISE, unix.SYS_BRK, unix.SYS_SYSINFO, // the last: is there swap?
+	unix.SYS_MUNMAP, unix.SYS_BRK, unix.SYS_SYSINFO, // the last: is there swap?
 	// Threads, signals, time, random numbers.
 	unix.SYS_RT_SIGACTION, unix.SYS_RT_SIGPROCMASK, unix.SYS_RT_SIGRETURN, unix.SYS_SIGALTSTACK,
 	unix.SYS_GETPID, unix.SYS_GETTID, unix.SYS_SCHED_YIELD, unix.SYS_SCHED_GETAFFINITY,

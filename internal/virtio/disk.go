@@ -64,24 +64,23 @@ func (d *FileDisk) Flush() error {
 }
 
 func (d *FileDisk) Discard(off, n int64) error {
-	return d.fallocate(unix.FALLOC_FL_PUNCH_HOLE, off, n)
+	return retry(func() error {
+		return unix.Fallocate(d.fd, unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, off, n)
+	})
 }
 
-// WriteZeroes prefers what the file system does without writing. A range that
-// must stay allocated is not punched (§5.2.6.2).
+// WriteZeroes punches a hole where it may. A range that must stay allocated
+// (§5.2.6.2) is written: the other modes of fallocate are not for a vmm, since
+// ext4 allocates beyond the limit of a file's size by them.
 func (d *FileDisk) WriteZeroes(off, n int64, unmap bool) error {
 	if unmap {
-		if err := d.fallocate(unix.FALLOC_FL_PUNCH_HOLE, off, n); !errors.Is(err, errors.ErrUnsupported) {
+		if err := d.Discard(off, n); !errors.Is(err, errors.ErrUnsupported) {
 			return err
 		}
-	}
-	if err := d.fallocate(unix.FALLOC_FL_ZERO_RANGE, off, n); !errors.Is(err, errors.ErrUnsupported) {
-		return err
 	}
 	return d.writeZeroes(off, n)
 }
 
-// writeZeroes is for file systems that have no fallocate for it (tmpfs).
 func (d *FileDisk) writeZeroes(off, n int64) error {
 	zeros := make([]byte, min(n, 64<<10))
 	for n > 0 {
@@ -93,12 +92,6 @@ func (d *FileDisk) writeZeroes(off, n int64) error {
 		n -= int64(k)
 	}
 	return nil
-}
-
-func (d *FileDisk) fallocate(mode uint32, off, n int64) error {
-	return retry(func() error {
-		return unix.Fallocate(d.fd, mode|unix.FALLOC_FL_KEEP_SIZE, off, n)
-	})
 }
 
 // retry repeats a system call that a signal interrupted.

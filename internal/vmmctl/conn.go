@@ -49,7 +49,8 @@ func Pair() (parent, child *os.File, err error) {
 // Close closes the socket; a running Receive returns.
 func (c *Conn) Close() error { return c.file.Close() }
 
-// Send sends one message with copies of the given files.
+// Send sends one message with copies of the given files. Without files it is
+// write, the only way that a vmm process has to send.
 func (c *Conn) Send(m Message, files ...*os.File) error { return c.SendBytes(Marshal(m), files...) }
 
 // SendBytes is Send for a message of another protocol.
@@ -70,7 +71,11 @@ func (c *Conn) SendBytes(b []byte, files ...*os.File) error {
 	defer c.mu.Unlock()
 	var sendErr error
 	err := c.raw.Write(func(fd uintptr) bool {
-		sendErr = unix.Sendmsg(int(fd), b, rights, nil, unix.MSG_NOSIGNAL)
+		if rights == nil {
+			_, sendErr = unix.Write(int(fd), b) // all of it, or nothing: the socket keeps messages apart
+		} else {
+			sendErr = unix.Sendmsg(int(fd), b, rights, nil, unix.MSG_NOSIGNAL)
+		}
 		return !errors.Is(sendErr, unix.EAGAIN) && !errors.Is(sendErr, unix.EINTR)
 	})
 	if err := errors.Join(err, sendErr); err != nil {

@@ -77,6 +77,7 @@ func (d *Devices) encode(e *wire.Encoder) {
 		e.Data(n.MAC[:])
 		e.Uvarint(uint64(n.MTU))
 	}
+	e.Uvarint(d.MaxFile)
 }
 
 func (d *Devices) decode(w *wire.Decoder) {
@@ -100,6 +101,7 @@ func (d *Devices) decode(w *wire.Decoder) {
 		n.MTU = uint16(w.UvarintMax(1<<16 - 1))
 		d.Nets = append(d.Nets, n)
 	}
+	d.MaxFile = w.Uvarint()
 }
 
 func encodeImage(e *wire.Encoder, im *layer.Image) {

@@ -111,6 +111,10 @@ type Devices struct {
 	Standby bool
 	Disks   []Disk
 	Nets    []Net
+	// MaxFile is how long the vmm can make any file that it is given, its disks
+	// and what it saves included. It sets this limit itself, for good, before the
+	// guest's first instruction.
+	MaxFile uint64
 }
 
 // Disk is a disk in one file, or one with an image: then its descriptors are

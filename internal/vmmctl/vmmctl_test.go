@@ -25,7 +25,7 @@ func devices() Devices {
 	return Devices{
 		Listen: true, ReadyPort: 1024,
 		Disks: []Disk{{ReadOnly: true, ID: "root"}, {}, {ID: "data", Image: &im, BytesPerSecond: 1 << 40, OpsPerSecond: 100}},
-		Nets:  []Net{{MAC: [6]byte{2, 0, 0, 0, 0, 1}, MTU: 1500}},
+		Nets:  []Net{{MAC: [6]byte{2, 0, 0, 0, 0, 1}, MTU: 1500}}, MaxFile: 1 << 40,
 	}
 }
 

@@ -123,8 +123,12 @@ func readState(f *os.File) (*vmm.State, error) {
 	return vmm.UnmarshalState(b)
 }
 
-// devices takes the descriptors of the disks and nets.
+// devices takes the descriptors of the disks and nets, when the process can write
+// no more to them than the message says.
 func (s *server) devices(d *vmmctl.Devices) (out vmm.Devices, err error) {
+	if err := s.limitFiles(d.MaxFile); err != nil {
+		return out, err
+	}
 	s.readyPort = d.ReadyPort
 	out.Vsock = &vmm.Vsock{Accept: s.dialed}
 	for i := range d.Disks {

@@ -20,9 +20,10 @@ import (
 
 // Serve takes a Boot message, or Shell and Load, runs the VM and returns when it
 // has ended and the parent was told why. A parent that goes between Shell and
-// Load ends it, too.
-func Serve(conn *vmmctl.Conn) error {
-	s := &server{}
+// Load ends it, too. limitFiles bounds the size of all files that the process
+// writes to; it is called once, before the guest runs.
+func Serve(conn *vmmctl.Conn, limitFiles func(bytes uint64) error) error {
+	s := &server{limitFiles: limitFiles}
 	s.parents.Add(conn) // nobody was before it
 	id, err := s.make(conn)
 	if err == nil {
@@ -125,6 +126,8 @@ const (
 )
 
 type server struct {
+	limitFiles func(bytes uint64) error
+
 	pagemap *os.File // this process's own; nil before the first save
 	// userfaultfd is its device, nil where there is none.
 	userfaultfd *os.File

@@ -21,9 +21,18 @@ import (
 type parent struct {
 	*vmmctl.Conn
 	served chan error
+	limit  chan uint64 // of files' sizes, which this process does not set
 }
 
 func serve(t *testing.T) *parent {
+	t.Helper()
+	limit := make(chan uint64, 1)
+	p := serveWith(t, func(bytes uint64) error { limit <- bytes; return nil })
+	p.limit = limit
+	return p
+}
+
+func serveWith(t *testing.T, limitFiles func(uint64) error) *parent {
 	t.Helper()
 	ours, theirs, err := vmmctl.Pair()
 	if err != nil {
@@ -37,9 +46,9 @@ func serve(t *testing.T) *parent {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p := &parent{conn, make(chan error, 1)}
+	p := &parent{Conn: conn, served: make(chan error, 1)}
 	go func() {
-		p.served <- Serve(server)
+		p.served <- Serve(server, limitFiles)
 		_ = server.Close()
 	}()
 	t.Cleanup(func() { _ = conn.Close() })
@@ -178,7 +187,7 @@ func testSaveAndRestore(t *testing.T, live bool) {
 	disk := layer.Image{Size: 1 << 20}
 	boot := &vmmctl.Boot{
 		Memory: memory, VCPUs: 1, HasUserfaultfd: live, HasInitrd: true,
-		Devices: vmmctl.Devices{Disks: []vmmctl.Disk{{ID: "data", Image: &disk}}},
+		Devices: vmmctl.Devices{Disks: []vmmctl.Disk{{ID: "data", Image: &disk}}, MaxFile: memory},
 	}
 	kvm := open(t, "/dev/kvm")
 	devices := []*os.File{kvm}
@@ -241,6 +250,11 @@ func testSaveAndRestore(t *testing.T, live bool) {
 	for _, id := range []uint64{0, 8} {
 		if r := answer(t, child.Conn, id); r.Error != "" {
 			t.Fatal(r.Error)
+		}
+	}
+	for _, c := range []*parent{p, child} {
+		if got := <-c.limit; got != memory {
+			t.Errorf("files are limited to %d bytes, not %d", got, memory)
 		}
 	}
 	state3, mem3, change3, top3 := saveFilesFor(t)
@@ -402,7 +416,15 @@ func TestRefuses(t *testing.T) {
 			}
 		})
 	}
-	p := serve(t)
+	p := serveWith(t, func(uint64) error { return errors.New("no limit is possible") })
+	send(t, p.Conn, &vmmctl.Boot{Memory: memory, VCPUs: 1}, kvm, guest)
+	if r := answer(t, p.Conn, 0); !strings.Contains(r.Error, "no limit is possible") {
+		t.Errorf("without a limit of its files: %q", r.Error)
+	}
+	if err := <-p.served; err != nil {
+		t.Error(err)
+	}
+	p = serve(t)
 	send(t, p.Conn, &vmmctl.Ready{})
 	if err := <-p.served; err == nil {
 		t.Error("a first message that is neither Boot nor Shell was taken")
@@ -453,7 +475,7 @@ func TestShell(t *testing.T) {
 
 // TestRates: the limits of a disk reach the device.
 func TestRates(t *testing.T) {
-	s := &server{files: []*os.File{create(t, "disk")}}
+	s := &server{limitFiles: func(uint64) error { return nil }, files: []*os.File{create(t, "disk")}}
 	out, err := s.devices(&vmmctl.Devices{Disks: []vmmctl.Disk{{BytesPerSecond: 1000, OpsPerSecond: 10}}})
 	if err != nil {
 		t.Fatal(err)

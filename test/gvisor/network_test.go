@@ -18,22 +18,18 @@ import (
 // it, and what programs send to the host's own addresses arrives at the wire, as
 // all else.
 func TestNoHostNetwork(t *testing.T) {
-	wire, theirs, err := engine.NewWire()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = wire.Close() }()
 	s := spec(t)
 	s.Network = &engine.Network{MAC: [6]byte{2, 0, 0, 0, 0, 1}, MTU: 1500, Address: netip.MustParsePrefix("10.0.2.15/24"), Gateway: netip.MustParseAddr("10.0.2.2")}
-	s.Wire = theirs
 	sb, err := newEngine(t, config(tempDir(t))).Boot(t.Context(), s)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = sb.Close() })
-	if err := theirs.Close(); err != nil { // the sandbox has its own
+	wire, err := sb.Wire()
+	if err != nil {
 		t.Fatal(err)
 	}
+	defer func() { _ = wire.Close() }()
 	listener, err := net.Listen("tcp", "0.0.0.0:0")
 	if err != nil {
 		t.Fatal(err)
@@ -114,22 +110,22 @@ func sentries(t *testing.T, sb engine.Sandbox) []string {
 	return nil
 }
 
-// TestWireEnds: whoever plays the network may go, in the middle of it all, and
-// may send anything: the sandbox goes on.
+// TestWireEnds: whoever plays the network may go, in the middle of it all, may
+// send anything, and another may come: the sandbox goes on, also if nobody has the
+// other end any more.
 func TestWireEnds(t *testing.T) {
-	wire, theirs, err := engine.NewWire()
-	if err != nil {
-		t.Fatal(err)
-	}
 	s := spec(t)
 	s.Network = &engine.Network{MAC: [6]byte{2, 0, 0, 0, 0, 1}, MTU: 1500, Address: netip.MustParsePrefix("10.0.2.15/24")}
-	s.Wire = theirs
 	e := newEngine(t, config(tempDir(t)))
 	sb, err := e.Boot(t.Context(), s)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = sb.Close() })
+	wire, err := sb.Wire()
+	if err != nil {
+		t.Fatal(err)
+	}
 	header := "\x02\x00\x00\x00\x00\x01\x02\x00\x00\x00\x00\x02"
 	for _, frame := range []string{
 		"", "x", header, header + "\x08\x00", header + "\x08\x00\x45", header + "\x08\x06\x00", header + "\x86\xdd\x60",
@@ -144,7 +140,17 @@ func TestWireEnds(t *testing.T) {
 	if _, err := wire.Read(make([]byte, 2048)); err != nil { // it has begun
 		t.Fatal(err)
 	}
-	if err := errors.Join(wire.Close(), theirs.Close()); err != nil {
+	if err := wire.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if wire, err = sb.Wire(); err != nil { // another
+		t.Fatal(err)
+	}
+	if _, err := wire.Read(make([]byte, 2048)); err != nil {
+		t.Fatal(err)
+	}
+	// As if the process that made the sandbox had died.
+	if err := errors.Join(wire.Close(), sb.(interface{ CloseWire() error }).CloseWire()); err != nil {
 		t.Fatal(err)
 	}
 	if got := sh(t, sb, "ip addr show dev eth0 | grep -c 10.0.2.15/24"); got != "1" {

@@ -11,6 +11,7 @@ import (
 	"os"
 	"runtime"
 	"sync"
+	"syscall"
 
 	"agentrun.dev/internal/gvisorctl"
 	"agentrun.dev/internal/vmmctl"
@@ -39,6 +40,9 @@ func Serve(control int) error {
 	// which is the main thread, since it is locked before any other runs.
 	runtime.LockOSThread()
 	log.SetTarget(log.GoogleEmitter{Writer: &log.Writer{Next: io.Discard}})
+	if err := limitOpenFiles(); err != nil {
+		return fmt.Errorf("limit open files: %w", err)
+	}
 	out, err := captureStdio()
 	if err != nil {
 		return err
@@ -61,6 +65,23 @@ func Serve(control int) error {
 			return s.finish()
 		}
 	}
+}
+
+// maxFiles is how many descriptors this process, gVisor's kernel and its gofer
+// can have each: one for each stream to the sandbox, of which guestmux has 1024 at
+// most, and those of checkpoints and runsc's sockets. They inherit the host's
+// million otherwise.
+const maxFiles = 4096
+
+func limitOpenFiles() error {
+	var now syscall.Rlimit
+	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &now); err != nil {
+		return err
+	}
+	most := min(now.Max, maxFiles)
+	// This one, not package unix's: it also keeps Go from giving the programs that
+	// are started the limit that this process began with.
+	return syscall.Setrlimit(syscall.RLIMIT_NOFILE, &syscall.Rlimit{Cur: most, Max: most})
 }
 
 // captureStdio makes what the sandbox's agent prints the console: runsc gives

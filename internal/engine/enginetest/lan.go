@@ -13,6 +13,7 @@ import (
 	"testing"
 
 	"agentrun.dev/internal/engine"
+	"golang.org/x/sys/unix"
 )
 
 // lan is the network of one sandbox, at the other end of its wire: a gateway
@@ -47,25 +48,55 @@ func lanNetwork() *engine.Network {
 	}
 }
 
-// newLAN makes one, and the end of its wire that a sandbox gets. Its answer to
-// every name ends with this number.
-func newLAN(t *testing.T, number byte) (*lan, *os.File) {
+// newLAN makes one at the wire of a sandbox. Its answer to every name ends with
+// this number.
+func newLAN(t *testing.T, sb engine.Sandbox, number byte) *lan {
 	t.Helper()
-	ours, theirs, err := engine.NewWire()
+	wire, err := sb.Wire()
 	if err != nil {
 		t.Fatal(err)
 	}
-	l := &lan{wire: ours, answer: [4]byte{10, 9, 8, number}, stopped: make(chan struct{}), conns: map[string]*lanConn{}}
+	isInside(t, wire)
+	l := &lan{wire: wire, answer: [4]byte{10, 9, 8, number}, stopped: make(chan struct{}), conns: map[string]*lanConn{}}
 	go l.serve()
 	t.Cleanup(func() {
-		_ = theirs.Close()
-		_ = ours.Close()
+		_ = wire.Close()
 		<-l.stopped
 		for _, what := range l.bad {
 			t.Errorf("a frame that no network would take: %s", what)
 		}
 	})
-	return l, theirs
+	return l
+}
+
+// isInside checks that a wire was made in another network namespace than this
+// one: with a socket of the host's, a sandbox could send to the host's abstract
+// addresses.
+func isInside(t *testing.T, wire *os.File) {
+	t.Helper()
+	raw, err := wire.SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	const siocgskns = 0x894c // SIOCGSKNS of linux/sockios.h
+	var ns uintptr
+	var errno unix.Errno
+	if err := raw.Control(func(fd uintptr) { ns, _, errno = unix.Syscall(unix.SYS_IOCTL, fd, siocgskns, 0) }); err != nil || errno != 0 {
+		t.Fatal(err, errno)
+	}
+	f := os.NewFile(ns, "network namespace")
+	defer func() { _ = f.Close() }()
+	its, err := f.Stat()
+	if err != nil {
+		t.Fatal(err)
+	}
+	own, err := os.Stat("/proc/self/ns/net")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if os.SameFile(its, own) {
+		t.Error("the wire was made in the host's network namespace")
+	}
 }
 
 // asked are the names that were asked for, dialed the connections.

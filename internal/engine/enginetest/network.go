@@ -1,15 +1,14 @@
 package enginetest
 
 import (
+	"errors"
 	"net/netip"
-	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
 
 	"agentrun.dev/internal/engine"
-	"golang.org/x/sys/unix"
 )
 
 // openConnection leaves a program with a TCP connection to the lan, which sends
@@ -39,16 +38,16 @@ func lookUp(name string) string {
 
 // testNetwork: a sandbox has the interface that was asked for, its frames go to
 // its own wire and to no other, and whoever is there is its network. Forks keep
-// its addresses; a fork without a wire reaches nobody.
+// its addresses; a fork at whose wire is nobody reaches nobody.
 func (s *suite) testNetwork(t *testing.T) {
-	home, wire := newLAN(t, 1)
 	spec := s.Spec
-	spec.Network, spec.Wire = lanNetwork(), wire
+	spec.Network = lanNetwork()
 	source, err := s.Engine.Boot(t.Context(), spec)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = source.Close() })
+	home := newLAN(t, source, 1)
 	home.isReached(t, source, "source")
 	// Frames as long as they may be, and more of them than any buffer holds.
 	sh(t, source, "ping -c 1 -s 1372 -W 60 10.0.2.2 && head -c 200000 /dev/urandom > /blob && nc 10.0.2.2 7 < /blob | cmp - /blob && "+openConnection)
@@ -58,17 +57,17 @@ func (s *suite) testNetwork(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = snap.Close() })
-	away, wire := newLAN(t, 2)
-	fork := s.fork(t, snap, engine.ForkOptions{Wire: wire})
+	fork := s.fork(t, snap, engine.ForkOptions{})
+	away := newLAN(t, fork, 2)
 	away.isReached(t, fork, "fork")
 	isReset(t, fork)
 
-	live, wire := newLAN(t, 3)
-	children, _ := liveFork(t, source, engine.ForkOptions{Wire: wire}, engine.ForkOptions{})
+	children, _ := liveFork(t, source, engine.ForkOptions{}, engine.ForkOptions{})
+	live := newLAN(t, children[0], 3)
 	live.isReached(t, children[0], "child")
 	isReset(t, children[0])
-	farther, wire := newLAN(t, 4)
-	grandchildren, _ := liveFork(t, fork, engine.ForkOptions{Wire: wire})
+	grandchildren, _ := liveFork(t, fork, engine.ForkOptions{})
+	farther := newLAN(t, grandchildren[0], 4)
 	farther.isReached(t, grandchildren[0], "grandchild")
 	isAlone(t, children[1])
 	isAlone(t, s.fork(t, snap, engine.ForkOptions{}))
@@ -120,7 +119,7 @@ func isAlone(t *testing.T, sb engine.Sandbox) {
 	t.Helper()
 	got := sees(t, sh(t, sb, look+"; timeout 1 "+lookUp("nobody")+"; nc -w 1 10.0.2.2 7 </dev/null 2>/dev/null && echo connected; ping -c 1 -W 1 10.0.2.2 >/dev/null 2>&1 && echo answered; echo nobody"))
 	if got != "nobody" {
-		t.Errorf("without a wire: %q", got)
+		t.Errorf("with nobody at its wire: %q", got)
 	}
 }
 
@@ -133,32 +132,20 @@ func isReset(t *testing.T, sb engine.Sandbox) {
 	}
 }
 
-// testNetworkRefuses: what is no wire, or belongs to no interface, is refused.
+// testNetworkRefuses: a sandbox without an interface has no wire, and interfaces
+// that cannot be are refused.
 func (s *suite) testNetworkRefuses(t *testing.T) {
-	_, wire := newLAN(t, 1)
-	if sb, err := s.Engine.Fork(t.Context(), s.warm, engine.ForkOptions{Wire: wire}); err == nil || !strings.Contains(err.Error(), "no network interface") {
-		t.Errorf("a wire for a sandbox without an interface: %v", err)
-		if err == nil {
-			_ = sb.Close()
-		}
+	if wire, err := s.fork(t, s.warm, engine.ForkOptions{}).Wire(); !errors.Is(err, engine.ErrNoWire) {
+		t.Errorf("the wire of a sandbox without an interface: %v, %v", wire, err)
 	}
-	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	other, end := os.NewFile(uintptr(fds[0]), "other"), os.NewFile(uintptr(fds[1]), "end")
-	defer func() { _, _ = other.Close(), end.Close() }()
 	for name, change := range map[string]func(*engine.Spec){
-		"no wire at all": func(spec *engine.Spec) { spec.Wire = spec.Root },
-		"another socket": func(spec *engine.Spec) { spec.Wire = other },
-		"no interface":   func(spec *engine.Spec) { spec.Network = nil },
-		"many devices":   func(spec *engine.Spec) { spec.Network.MAC[0] = 3 },
-		"no address":     func(spec *engine.Spec) { spec.Network.Address = netip.Prefix{} },
-		"no frames":      func(spec *engine.Spec) { spec.Network.MTU = 0 },
-		"far gateway":    func(spec *engine.Spec) { spec.Network.Gateway = netip.AddrFrom4([4]byte{192, 0, 2, 1}) },
+		"many devices": func(spec *engine.Spec) { spec.Network.MAC[0] = 3 },
+		"no address":   func(spec *engine.Spec) { spec.Network.Address = netip.Prefix{} },
+		"no frames":    func(spec *engine.Spec) { spec.Network.MTU = 0 },
+		"far gateway":  func(spec *engine.Spec) { spec.Network.Gateway = netip.AddrFrom4([4]byte{192, 0, 2, 1}) },
 	} {
 		spec := s.Spec
-		spec.Network, spec.Wire = lanNetwork(), wire
+		spec.Network = lanNetwork()
 		change(&spec)
 		if sb, err := s.Engine.Boot(t.Context(), spec); err == nil {
 			t.Errorf("%s: it was booted", name)

@@ -142,7 +142,7 @@ func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, er
 		s.self.Hostname = "sandbox"
 	}
 	if s.process, err = e.create(ctx, s.shape(), spec.Limits, root); err == nil {
-		_, err = s.run(ctx, &gvisorctl.Message{Op: gvisorctl.OpStart}, nil, spec.Wire, nil)
+		_, err = s.run(ctx, &gvisorctl.Message{Op: gvisorctl.OpStart}, nil, nil)
 	}
 	if err == nil {
 		err = s.dialAgent(ctx)
@@ -289,7 +289,7 @@ func (s *sandbox) restore(ctx context.Context, files checkpoint, opts engine.For
 		if s.loaded {
 			first = nil
 		}
-		_, err = s.run(ctx, m, first, opts.Wire, listener)
+		_, err = s.run(ctx, m, first, listener)
 	}
 	s.restored = time.Since(begin)
 	if err == nil {

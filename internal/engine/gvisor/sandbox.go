@@ -13,6 +13,7 @@ import (
 	"agentrun.dev/internal/engine/identity"
 	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/gvisorctl"
+	"agentrun.dev/internal/jail"
 	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/snapshot"
 )
@@ -20,6 +21,7 @@ import (
 // sandbox knows what it was made of, so that it can be captured.
 type sandbox struct {
 	*process
+	engine.WireEnd
 	engine       *Engine
 	self         identity.Self
 	vcpus        int
@@ -77,12 +79,14 @@ func (s *sandbox) shape() shape {
 
 // run sends a request that lets the sandbox run, with its files: those that come
 // first, the wire of its interface, and the listening socket, if there is one.
-func (s *sandbox) run(ctx context.Context, m *gvisorctl.Message, files []*os.File, wire, listener *os.File) (*gvisorctl.Message, error) {
-	wire, err := engine.OpenWire(s.network, wire)
-	if err != nil {
-		return nil, err
-	}
+// The wire is made in the network namespace of gVisor's kernel.
+func (s *sandbox) run(ctx context.Context, m *gvisorctl.Message, files []*os.File, listener *os.File) (*gvisorctl.Message, error) {
 	if n := s.network; n != nil {
+		host, wire, err := jail.WireOf(s.sentry)
+		if err != nil {
+			return nil, err
+		}
+		s.KeepWire(host)
 		defer func() { _ = wire.Close() }() // the helper has its own
 		m.Network = &gvisorctl.Network{MAC: n.MAC, MTU: n.MTU, Address: n.Address, Gateway: n.Gateway}
 		files = append(files, wire)
@@ -187,10 +191,11 @@ func (s *sandbox) Close() error {
 func (s *sandbox) release() error {
 	s.capture.Lock()
 	defer s.capture.Unlock()
+	err := s.CloseWire()
 	if s.root == nil {
-		return nil
+		return err
 	}
-	err := s.root.release()
+	err = errors.Join(err, s.root.release())
 	s.root = nil
 	if s.ownParent {
 		err = errors.Join(err, s.parent.Close())

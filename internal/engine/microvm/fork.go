@@ -183,8 +183,8 @@ func (e *Engine) prepareLoad(s *sandbox, opts engine.ForkOptions, from origin) (
 	}
 	if err == nil {
 		var wire *os.File
-		if wire, err = engine.OpenWire(s.network, opts.Wire); wire != nil {
-			l.add(&err, wire, err)
+		if wire, err = s.wire(); wire != nil {
+			l.add(&err, wire, nil)
 		}
 	}
 	if s.self.Folder = folder.Folder(opts.Folder); err == nil && s.self.Folder != "" {
@@ -206,14 +206,17 @@ func (e *Engine) prepareLoad(s *sandbox, opts engine.ForkOptions, from origin) (
 // devices describes those of a fork.
 func (e *Engine) devices(s *sandbox) vmmctl.Devices {
 	out := vmmctl.Devices{ReadyPort: guestrpc.AgentPort}
+	var sizes []uint64
 	for i := range s.disks {
 		d := &s.disks[i]
 		wire := vmmctl.Disk{ReadOnly: d.readOnly, ID: d.id}
 		if !d.readOnly {
 			wire.Image = &d.image
+			sizes = append(sizes, d.image.Size)
 		}
 		out.Disks = append(out.Disks, wire)
 	}
+	out.MaxFile = maxFile(s.memory.Size, sizes)
 	if n := s.network; n != nil {
 		out.Nets = []vmmctl.Net{{MAC: n.MAC, MTU: uint16(n.MTU)}}
 	}

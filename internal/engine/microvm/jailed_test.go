@@ -113,6 +113,7 @@ func TestVMMIsJailed(t *testing.T) {
 	if got := len(j.groups(t, "vm-"+uid)); got == 0 {
 		t.Error("it has no cgroup")
 	}
+	isLimited(t, p.Pid(), 64*mib)
 	own := ownMemory(t, p.Pid())
 	t.Logf("private memory: %d KiB, charged: %d KiB", own>>10, usage>>10)
 	if most := uint64(3 * mib / 2); own > most {
@@ -129,6 +130,28 @@ func TestVMMIsJailed(t *testing.T) {
 		if mine, its := read("self"), read(strconv.Itoa(p.Pid())); mine == its || its != read(strconv.Itoa(other.Pid())) {
 			t.Errorf("the %s namespace: ours is %s, the vmms' %s and %s", link, mine, its, read(strconv.Itoa(other.Pid())))
 		}
+	}
+}
+
+// isLimited checks what a vmm has set itself, and that it goes before this process
+// when memory is short.
+func isLimited(t *testing.T, pid int, maxFile uint64) {
+	t.Helper()
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/limits", pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	limits := strings.Join(strings.Fields(string(b)), " ")
+	for _, want := range []string{
+		fmt.Sprintf("Max file size %d %d bytes", maxFile, maxFile), "Max open files 1024 1024 files", "Max core file size 1 1 bytes",
+	} {
+		if !strings.Contains(limits, want) {
+			t.Errorf("no %q in its limits:\n%s", want, b)
+		}
+	}
+	score, err := os.ReadFile(fmt.Sprintf("/proc/%d/oom_score_adj", pid))
+	if n, convErr := strconv.Atoi(strings.TrimSpace(string(score))); err != nil || convErr != nil || n < 500 {
+		t.Errorf("its oom_score_adj is %q, %v", score, err)
 	}
 }
 
@@ -295,6 +318,18 @@ func TestMachineLimits(t *testing.T) {
 	}
 	if l.MilliCPUs != 3000 || l.Threads != threadsFixed+4 {
 		t.Errorf("limits %+v", l)
+	}
+	for _, c := range []struct{ ram, disk, want uint64 }{
+		{256 * mib, 3 * mib, 256 * mib}, {256 * mib, 300 * mib, 300 * mib}, {mib, 0, leastMaxFile},
+	} {
+		if got := maxFile(c.ram, []uint64{0, c.disk}); got != c.want {
+			t.Errorf("files of %d bytes with %d bytes of RAM and a disk of %d, want %d", got, c.ram, c.disk, c.want)
+		}
+	}
+	for i, want := range []uint64{0, 3 * mib} {
+		if got, err := writableSize(&devices.Disks[i], files[i]); err != nil || got != want {
+			t.Errorf("disk %d: %d bytes can be written, %v", i, got, err)
+		}
 	}
 	if l, err = machineLimits(256*mib, 2, devices, files, engine.Limits{MilliCPUs: 250}); err != nil || l.MilliCPUs != 250 {
 		t.Errorf("limits %+v, %v", l, err)

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"math/bits"
 	"os"
+	"slices"
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/jail"
@@ -102,6 +103,31 @@ func times(rate, n uint64) uint64 {
 	return low
 }
 
+// leastMaxFile is room for what a vmm writes whatever its guest is: the state of
+// the machine, and its last words.
+const leastMaxFile = 16 << 20
+
+// maxFile is the length of the longest file that the vmm of a machine writes: a
+// layer of its memory, the writable file of a disk, or a layer of that.
+func maxFile(ram uint64, disks []uint64) uint64 {
+	return max(ram, leastMaxFile, slices.Max(append(disks, 0)))
+}
+
+// writableSize is how much can be written to a disk.
+func writableSize(d *vmmctl.Disk, top *os.File) (uint64, error) {
+	if d.ReadOnly {
+		return 0, nil
+	}
+	if d.Image != nil {
+		return d.Image.Size, nil
+	}
+	info, err := top.Stat()
+	if err != nil {
+		return 0, fmt.Errorf("look at disk %s: %w", d.ID, err)
+	}
+	return uint64(info.Size()), nil
+}
+
 // memoryOf is how much memory a guest can fill by writing to a disk: all of it
 // where the file is on tmpfs, since its pages are the VM's and can go nowhere.
 func memoryOf(d *vmmctl.Disk, top *os.File) (uint64, error) {
@@ -115,12 +141,5 @@ func memoryOf(d *vmmctl.Disk, top *os.File) (uint64, error) {
 	if !inMemory {
 		return 0, nil
 	}
-	if d.Image != nil {
-		return d.Image.Size, nil
-	}
-	info, err := top.Stat()
-	if err != nil {
-		return 0, fmt.Errorf("look at disk %s: %w", d.ID, err)
-	}
-	return uint64(info.Size()), nil
+	return writableSize(d, top)
 }

@@ -8,22 +8,38 @@ import (
 	"agentrun.dev/internal/vmm"
 )
 
+// wire makes the wire of a sandbox that has an interface, and keeps the host's
+// end. The guest's, nil for a sandbox without an interface, is the caller's to
+// close.
+func (s *sandbox) wire() (*os.File, error) {
+	if s.network == nil {
+		return nil, nil
+	}
+	host, guest, err := s.engine.vmm.Wire()
+	if err != nil {
+		return nil, err
+	}
+	s.KeepWire(host)
+	return guest, nil
+}
+
 // plugIn gives a sandbox that is booted its network interface, if it is to have
 // one. The wire is the caller's to close.
 func (s *sandbox) plugIn(low *Spec, spec engine.Spec) (*os.File, error) {
-	if spec.Network != nil {
-		if err := spec.Network.Check(); err != nil {
-			return nil, err
-		}
+	if spec.Network == nil {
+		return nil, nil
 	}
-	wire, err := engine.OpenWire(spec.Network, spec.Wire)
-	if wire == nil {
+	if err := spec.Network.Check(); err != nil {
 		return nil, err
 	}
 	s.network = spec.Network
+	wire, err := s.wire()
+	if err != nil {
+		return nil, err
+	}
 	low.Nets = []vmm.Net{{Socket: wire, MAC: s.network.MAC, MTU: uint16(s.network.MTU)}}
 	low.Cmdline = strings.TrimSpace(addressOf(s.network) + " " + low.Cmdline)
-	return wire, err
+	return wire, nil
 }
 
 // addressOf is the part of the kernel's command line by which the agent

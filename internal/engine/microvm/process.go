@@ -98,6 +98,7 @@ func Start(j *jail.Jail, m Machine) (*Process, error) {
 		files = append(files, m.Initrd)
 	}
 	var tops []*os.File
+	var sizes []uint64
 	for _, d := range m.Disks {
 		boot.Devices.Disks = append(boot.Devices.Disks, vmmctl.Disk{
 			ReadOnly: d.ReadOnly, ID: d.ID, Image: d.Image,
@@ -105,7 +106,13 @@ func Start(j *jail.Jail, m Machine) (*Process, error) {
 		})
 		tops = append(tops, d.File)
 		files = append(append(files, d.Layers...), d.File)
+		size, err := writableSize(&boot.Devices.Disks[len(tops)-1], d.File)
+		if err != nil {
+			return nil, err
+		}
+		sizes = append(sizes, size)
 	}
+	boot.Devices.MaxFile = maxFile(m.Memory, sizes)
 	for _, n := range m.Nets {
 		boot.Devices.Nets = append(boot.Devices.Nets, vmmctl.Net{MAC: n.MAC, MTU: n.MTU})
 		files = append(files, n.Socket)

@@ -25,6 +25,7 @@ import (
 // captured.
 type sandbox struct {
 	*Guest
+	engine.WireEnd
 	engine    *Engine
 	self      identity.Self
 	kernel    string // digest
@@ -167,7 +168,7 @@ func (s *sandbox) end(live func(liveLayers) error) error {
 		_ = s.standby.Close() // nothing was sent
 		s.standby = nil
 	}
-	err := live(s.live)
+	err := errors.Join(live(s.live), s.CloseWire())
 	s.live = nil
 	if s.ownParent {
 		err = errors.Join(err, s.parent.Close())

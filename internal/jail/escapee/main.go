@@ -20,8 +20,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// controlFD is where package jail leaves the control socket.
-const controlFD = 3
+// controlFD and lockFD are where package jail leaves the control socket and the
+// file that is locked while the user id is taken.
+const (
+	controlFD = 3
+	lockFD    = 4
+)
 
 func main() {
 	if err := run(); err != nil {
@@ -38,34 +42,61 @@ type order struct {
 	Victim int
 	// Bytes is how much memory to fill.
 	Bytes int
+	// Limit is how long a file may become, if it is not 0.
+	Limit uint64
+	// Name is an abstract address of the machine.
+	Name string
+
+	files []int // that came with the order
 }
 
 func run() error {
-	buf := make([]byte, 4096)
-	n, err := syscall.Read(controlFD, buf)
-	for errors.Is(err, unix.EAGAIN) {
-		poll := []unix.PollFd{{Fd: controlFD, Events: unix.POLLIN}}
-		if _, err = unix.Poll(poll, -1); err == nil {
-			n, err = syscall.Read(controlFD, buf)
-		}
-	}
+	o, err := read()
 	if err != nil {
 		return fmt.Errorf("read an order: %w", err)
 	}
-	var o order
-	if err := json.Unmarshal(buf[:n], &o); err != nil {
-		return fmt.Errorf("understand the order %q: %w", buf[:n], err)
-	}
 	if o.Do == "look" {
-		return answer(look(o.Victim))
+		return answer(look(o))
 	}
 	if err := lockdown.Enter(slices.Concat(kvm.Requests(), lockdown.Userfaultfd)); err != nil {
 		return err
+	}
+	if o.Limit > 0 {
+		if err := lockdown.LimitFileSize(o.Limit); err != nil {
+			return err
+		}
 	}
 	if try, ok := attempts[o.Do]; ok {
 		return answer(fmt.Sprint(try(o)))
 	}
 	return fmt.Errorf("unknown order %q", o.Do)
+}
+
+// read waits for the order, and the files that come with it.
+func read() (o order, err error) {
+	buf, oob := make([]byte, 4096), make([]byte, 256)
+	n, oobn, _, _, err := unix.Recvmsg(controlFD, buf, oob, 0)
+	for errors.Is(err, unix.EAGAIN) {
+		poll := []unix.PollFd{{Fd: controlFD, Events: unix.POLLIN}}
+		if _, err = unix.Poll(poll, -1); err == nil {
+			n, oobn, _, _, err = unix.Recvmsg(controlFD, buf, oob, 0)
+		}
+	}
+	if err == nil {
+		err = json.Unmarshal(buf[:n], &o)
+	}
+	if err != nil {
+		return o, err
+	}
+	messages, err := unix.ParseSocketControlMessage(oob[:oobn])
+	for i := range messages {
+		var fds []int
+		if fds, err = unix.ParseUnixRights(&messages[i]); err != nil {
+			break
+		}
+		o.files = append(o.files, fds...)
+	}
+	return o, err
 }
 
 func answer(v any) error {
@@ -87,7 +118,8 @@ type view struct {
 	Errors map[string]string
 }
 
-func look(victim int) view {
+func look(o order) view {
+	victim := o.Victim
 	v := view{UID: os.Getuid(), GID: os.Getgid(), Errors: map[string]string{}}
 	v.Groups, _ = os.Getgroups()
 	entries, err := os.ReadDir("/")
@@ -121,21 +153,33 @@ func look(victim int) view {
 	try("trace a sibling", syscall.PtraceAttach(victim))
 	try("become root", syscall.Setuid(0))
 	try("mount", syscall.Mount("none", "/", "tmpfs", 0, ""))
+	if len(o.files) > 0 {
+		try("send to a socket of the machine", sendTo(o.files[0], o.Name))
+	}
 	return v
 }
 
 // attempts are made behind the filter. Those that return are answered.
 var attempts = map[string]func(order) any{
-	"open":              raw(unix.SYS_OPEN, path("/vmm"), unix.O_RDONLY),
-	"openat":            raw(unix.SYS_OPENAT, at, path("/vmm"), unix.O_RDONLY),
-	"openat2":           raw(unix.SYS_OPENAT2, at, path("/vmm")),
-	"open by handle":    raw(unix.SYS_OPEN_BY_HANDLE_AT, at),
-	"stat":              raw(unix.SYS_NEWFSTATAT, at, path("/")),
-	"socket":            raw(unix.SYS_SOCKET, unix.AF_INET, unix.SOCK_STREAM),
-	"unix socket":       raw(unix.SYS_SOCKET, unix.AF_UNIX, unix.SOCK_STREAM),
-	"connect":           raw(unix.SYS_CONNECT, controlFD),
-	"bind":              raw(unix.SYS_BIND, controlFD),
-	"sendto":            raw(unix.SYS_SENDTO, controlFD),
+	"open":           raw(unix.SYS_OPEN, path("/vmm"), unix.O_RDONLY),
+	"openat":         raw(unix.SYS_OPENAT, at, path("/vmm"), unix.O_RDONLY),
+	"openat2":        raw(unix.SYS_OPENAT2, at, path("/vmm")),
+	"open by handle": raw(unix.SYS_OPEN_BY_HANDLE_AT, at),
+	"stat":           raw(unix.SYS_NEWFSTATAT, at, path("/")),
+	"socket":         raw(unix.SYS_SOCKET, unix.AF_INET, unix.SOCK_STREAM),
+	"unix socket":    raw(unix.SYS_SOCKET, unix.AF_UNIX, unix.SOCK_STREAM),
+	"connect":        raw(unix.SYS_CONNECT, controlFD),
+	"bind":           raw(unix.SYS_BIND, controlFD),
+	"sendto":         raw(unix.SYS_SENDTO, controlFD),
+	"sendmmsg":       raw(unix.SYS_SENDMMSG, controlFD),
+	"sendmsg":        raw(unix.SYS_SENDMSG, controlFD),
+	"send to a socket of the machine": func(o order) any {
+		if err := sendTo(o.files[0], o.Name); err != nil {
+			return err
+		}
+		return "succeeded"
+	},
+	"setsockopt":        raw(unix.SYS_SETSOCKOPT, controlFD),
 	"trace a sibling":   func(o order) any { return call(unix.SYS_PTRACE, unix.PTRACE_ATTACH, uintptr(o.Victim)) },
 	"read a sibling":    func(o order) any { return call(unix.SYS_PROCESS_VM_READV, uintptr(o.Victim)) },
 	"kill a sibling":    func(o order) any { return call(unix.SYS_KILL, uintptr(o.Victim), uintptr(unix.SIGKILL)) },
@@ -153,24 +197,67 @@ var attempts = map[string]func(order) any{
 	"map code":          raw(unix.SYS_MMAP, 0, 4096, unix.PROT_READ|unix.PROT_EXEC, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS),
 	"protect code":      raw(unix.SYS_MPROTECT, 0, 4096, unix.PROT_EXEC),
 	"remap":             raw(unix.SYS_MREMAP),
-	"setuid":            raw(unix.SYS_SETUID),
-	"capset":            raw(unix.SYS_CAPSET),
-	"mount":             raw(unix.SYS_MOUNT),
-	"chroot":            raw(unix.SYS_CHROOT, path("/")),
-	"unshare":           raw(unix.SYS_UNSHARE, unix.CLONE_NEWUSER),
-	"setns":             raw(unix.SYS_SETNS, controlFD),
-	"another filter":    raw(unix.SYS_SECCOMP, unix.SECCOMP_SET_MODE_FILTER),
-	"prctl":             raw(unix.SYS_PRCTL, unix.PR_SET_DUMPABLE, 1),
-	"lock a file":       raw(unix.SYS_FCNTL, 4, unix.F_OFD_SETLK),
-	"unlock its uid":    raw(unix.SYS_FLOCK, 4, unix.LOCK_UN),
-	"bpf":               raw(unix.SYS_BPF),
-	"perf":              raw(unix.SYS_PERF_EVENT_OPEN),
-	"io_uring":          raw(unix.SYS_IO_URING_SETUP, 1),
-	"keys":              raw(unix.SYS_KEYCTL),
-	"x32":               raw(0x4000_0000 | unix.SYS_GETPID),
-	"no such call":      raw(1 << 20),
+	"map huge pages":    raw(unix.SYS_MMAP, 0, 2<<20, unix.PROT_READ, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_HUGETLB),
+	"map locked memory": raw(unix.SYS_MMAP, 0, 4096, unix.PROT_READ, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_LOCKED),
+	"merge memory":      func(order) any { return call(unix.SYS_MADVISE, page(), 4096, unix.MADV_MERGEABLE) },
+	"wake another process": func(order) any {
+		return call(unix.SYS_FUTEX, page(), 1, 1) // FUTEX_WAKE, not private
+	},
+	"requeue": func(order) any {
+		return call(unix.SYS_FUTEX, page(), 3|128, 1, 1, page()) // FUTEX_REQUEUE
+	},
+	"inherit priority": func(order) any {
+		return call(unix.SYS_FUTEX, page(), 8|128) // FUTEX_TRYLOCK_PI
+	},
+	"setuid":                  raw(unix.SYS_SETUID),
+	"capset":                  raw(unix.SYS_CAPSET),
+	"mount":                   raw(unix.SYS_MOUNT),
+	"chroot":                  raw(unix.SYS_CHROOT, path("/")),
+	"unshare":                 raw(unix.SYS_UNSHARE, unix.CLONE_NEWUSER),
+	"setns":                   raw(unix.SYS_SETNS, controlFD),
+	"another filter":          raw(unix.SYS_SECCOMP, unix.SECCOMP_SET_MODE_FILTER),
+	"prctl":                   raw(unix.SYS_PRCTL, unix.PR_SET_DUMPABLE, 1),
+	"lock a file":             raw(unix.SYS_FCNTL, 4, unix.F_OFD_SETLK),
+	"unlock its uid":          raw(unix.SYS_FLOCK, 4, unix.LOCK_UN),
+	"bpf":                     raw(unix.SYS_BPF),
+	"perf":                    raw(unix.SYS_PERF_EVENT_OPEN),
+	"io_uring":                raw(unix.SYS_IO_URING_SETUP, 1),
+	"keys":                    raw(unix.SYS_KEYCTL),
+	"limit a sibling's files": func(o order) any { return call(unix.SYS_PRLIMIT64, uintptr(o.Victim), unix.RLIMIT_FSIZE) },
+	"limit its open files":    raw(unix.SYS_PRLIMIT64, 0, unix.RLIMIT_NOFILE),
+	// The first file is empty.
+	"allocate beyond the size": func(o order) any {
+		return call(unix.SYS_FALLOCATE, uintptr(o.files[0]), unix.FALLOC_FL_KEEP_SIZE, 0, uintptr(2*o.Limit))
+	},
+	"zero beyond the size": func(o order) any {
+		return call(unix.SYS_FALLOCATE, uintptr(o.files[0]), unix.FALLOC_FL_ZERO_RANGE|unix.FALLOC_FL_KEEP_SIZE, 0, uintptr(2*o.Limit))
+	},
+	"x32":          raw(0x4000_0000 | unix.SYS_GETPID),
+	"no such call": raw(1 << 20),
+
+	// What ends in an error.
+	"write a long file": func(o order) any { return call(unix.SYS_PWRITE64, uintptr(o.files[0]), page(), 4096, uintptr(o.Limit)) },
+	"fill a long file":  func(o order) any { return fillFile(o.files[0], 2*o.Limit) },
+	"allocate a long file": func(o order) any {
+		return call(unix.SYS_FALLOCATE, uintptr(o.files[0]), 0, 0, uintptr(2*o.Limit))
+	},
+	"extend a file": func(o order) any { return call(unix.SYS_FTRUNCATE, uintptr(o.files[0]), uintptr(2*o.Limit)) },
+	"raise its own limit": func(o order) any {
+		return call(unix.SYS_PRLIMIT64, 0, unix.RLIMIT_FSIZE, limits(2*o.Limit))
+	},
+	"open many files": func(order) any { return openMany() },
 
 	// What must go on to work.
+	"write a file": func(o order) any { return fillFile(o.files[0], o.Limit) },
+	"punch a hole": func(o order) any {
+		return call(unix.SYS_FALLOCATE, uintptr(o.files[0]), unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, 0, 4096)
+	},
+	"let go of its user id and hold": func(order) any {
+		if err := errors.Join(unix.Close(lockFD), answer("let go")); err != nil {
+			return err
+		}
+		return hold()
+	},
 	"threads": func(order) any { return threads() },
 	"panic":   func(order) any { panic("a word at the end") },
 	"hold":    func(order) any { return hold() },
@@ -207,6 +294,34 @@ func call(number uintptr, args ...uintptr) any {
 	}
 	if (number == unix.SYS_FORK || number == unix.SYS_CLONE) && r == 0 {
 		_, _, _ = syscall.RawSyscall(unix.SYS_EXIT_GROUP, 0, 0, 0) // the child that must not be
+	}
+	return "succeeded"
+}
+
+// sendTo sends a message, and a descriptor, to an address of the machine.
+func sendTo(fd int, name string) error {
+	return unix.Sendmsg(fd, []byte("from the jail"), unix.UnixRights(controlFD), &unix.SockaddrUnix{Name: name}, 0)
+}
+
+// fillFile writes so many bytes, piece by piece.
+func fillFile(fd int, bytes uint64) any {
+	for at := uint64(0); at < bytes; at += 4096 {
+		if _, err := unix.Pwrite(fd, make([]byte, 4096), int64(at)); err != nil {
+			return err
+		}
+	}
+	return "ok"
+}
+
+// manyFiles is far more than a vmm ever has open.
+const manyFiles = 4096
+
+// openMany opens files until there are many.
+func openMany() any {
+	for range manyFiles {
+		if _, err := unix.Eventfd(0, unix.EFD_CLOEXEC); err != nil {
+			return err
+		}
 	}
 	return "succeeded"
 }

@@ -1,6 +1,10 @@
 package main
 
-import "unsafe"
+import (
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
 
 // pinned keeps what system calls are given addresses of; the heap does not
 // move.
@@ -9,4 +13,16 @@ var pinned []*byte
 func pin(p *byte) uintptr {
 	pinned = append(pinned, p)
 	return uintptr(unsafe.Pointer(p))
+}
+
+// page is the address of an aligned page of memory.
+func page() uintptr {
+	const size = 4096
+	return (pin(&make([]byte, 2*size)[0]) + size - 1) &^ (size - 1)
+}
+
+// limits is the address of a struct rlimit.
+func limits(bytes uint64) uintptr {
+	l := unix.Rlimit{Cur: bytes, Max: bytes}
+	return pin(&append([]byte(nil), unsafe.Slice((*byte)(unsafe.Pointer(&l)), unsafe.Sizeof(l))...)[0])
 }

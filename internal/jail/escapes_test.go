@@ -1,0 +1,282 @@
+package jail
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// fileLimit is how long the escapee's files may become.
+const fileLimit = 1 << 20
+
+// service is a program of the machine that listens at an abstract address.
+type service struct {
+	fd   int
+	name string
+}
+
+// wireAndService makes the wire of a jailed process, and a service that it must
+// not reach.
+func wireAndService(t *testing.T, j *Jail) (*os.File, service) {
+	t.Helper()
+	host, guest, err := j.Wire()
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := service{name: "@agentrun-test-" + strconv.Itoa(os.Getpid()) + "-" + t.Name()}
+	if s.fd, err = unix.Socket(unix.AF_UNIX, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _, _, _ = host.Close(), guest.Close(), unix.Close(s.fd) })
+	if err := unix.Bind(s.fd, &unix.SockaddrUnix{Name: s.name}); err != nil {
+		t.Fatal(err)
+	}
+	return guest, s
+}
+
+// gotNothing checks that nobody has sent anything to the service.
+func (s service) gotNothing(t *testing.T) {
+	t.Helper()
+	b, oob := make([]byte, 100), make([]byte, 100)
+	n, oobn, _, _, err := unix.Recvmsg(s.fd, b, oob, unix.MSG_DONTWAIT)
+	if !errors.Is(err, unix.EAGAIN) {
+		t.Errorf("a service of the machine got %q and %d bytes of descriptors from the jail, %v", b[:n], oobn, err)
+	}
+}
+
+// emptyFile is one on the disk.
+func emptyFile(t *testing.T) *os.File {
+	t.Helper()
+	f, err := os.Create(filepath.Join(t.TempDir(), "file"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = f.Close() })
+	return f
+}
+
+// allocated is how many bytes a file takes from the disk.
+func allocated(t *testing.T, f *os.File) int64 {
+	t.Helper()
+	var st unix.Stat_t
+	if err := unix.Fstat(int(f.Fd()), &st); err != nil {
+		t.Fatal(err)
+	}
+	return st.Blocks * 512
+}
+
+// TestEscapes: whatever a locked down process tries ends it, or is refused.
+func TestEscapes(t *testing.T) {
+	j := open(t, config(t))
+	victim := start(t, j, roomy)
+	victim.order(t, "hold", 0, 0)
+	wire, service := wireAndService(t, j)
+	try := func(t *testing.T, attempt string, file *os.File) (*inmate, string) {
+		t.Helper()
+		p := start(t, j, roomy)
+		p.orderWith(t, map[string]any{"Do": attempt, "Victim": victim.Pid, "Limit": fileLimit, "Name": service.name}, file)
+		return p, p.answer(t)
+	}
+	for _, attempt := range []string{
+		"open", "openat", "openat2", "open by handle", "stat",
+		"socket", "unix socket", "connect", "bind", "sendto", "sendmsg", "sendmmsg", "setsockopt",
+		"trace a sibling", "read a sibling", "kill a sibling", "kill its thread", "limit a sibling",
+		"fork", "vfork", "clone a process", "clone a namespace", "exec", "execveat",
+		"terminal ioctl", "another KVM ioctl", "map code", "protect code", "remap",
+		"map huge pages", "map locked memory", "merge memory", "wake another process", "requeue", "inherit priority",
+		"setuid", "capset", "mount", "chroot", "unshare", "setns", "another filter", "prctl",
+		"lock a file", "unlock its uid", "bpf", "perf", "io_uring", "keys", "x32", "no such call",
+		"limit a sibling's files", "limit its open files", "allocate beyond the size", "zero beyond the size",
+		"send to a socket of the machine",
+	} {
+		t.Run(attempt, func(t *testing.T) {
+			file := emptyFile(t)
+			if attempt == "send to a socket of the machine" {
+				file = wire
+			}
+			p, said := try(t, attempt, file)
+			status, _ := p.end(t, false)
+			if said != "" || !status.Signaled() || status.Signal() != unix.SIGSYS {
+				t.Errorf("it was not killed for it: answer %q, status %#x, stderr %q", said, status, p.said(t))
+			}
+			if status.CoreDump() {
+				t.Error("it left a core")
+			}
+			service.gotNothing(t)
+			if file != wire && allocated(t, file) > fileLimit {
+				t.Errorf("%d bytes of the disk are taken by a file with a limit of %d", allocated(t, file), fileLimit)
+			}
+		})
+	}
+	for attempt, want := range map[string]error{
+		"clone3":               unix.ENOSYS,
+		"write a long file":    unix.EFBIG,
+		"fill a long file":     unix.EFBIG,
+		"allocate a long file": unix.EFBIG,
+		"extend a file":        unix.EFBIG,
+		"raise its own limit":  unix.EPERM,
+		"open many files":      unix.EMFILE,
+	} {
+		t.Run(attempt, func(t *testing.T) {
+			file := emptyFile(t)
+			p, said := try(t, attempt, file)
+			if said != strconv.Quote(want.Error()) {
+				t.Errorf("it got %s, not %q, stderr %q", said, want, p.said(t))
+			}
+			// It does not die of it.
+			if status, _ := p.end(t, false); !status.Exited() || status.ExitStatus() != 0 {
+				t.Errorf("it ended with %#x: %s", status, p.said(t))
+			}
+			if info, err := file.Stat(); err != nil || info.Size() > fileLimit || allocated(t, file) > fileLimit {
+				t.Errorf("the file has %d bytes and takes %d of the disk, %v", info.Size(), allocated(t, file), err)
+			}
+		})
+	}
+	if status, _ := victim.end(t, true); !status.Signaled() || status.Signal() != unix.SIGKILL {
+		t.Errorf("the victim ended with %#x", status)
+	}
+}
+
+// TestWithinLimits: what is below the limits goes on to work.
+func TestWithinLimits(t *testing.T) {
+	j := open(t, config(t))
+	for attempt, want := range map[string]string{"write a file": "ok", "punch a hole": "succeeded"} {
+		p := start(t, j, roomy)
+		p.orderWith(t, map[string]any{"Do": attempt, "Limit": fileLimit}, emptyFile(t))
+		if said := p.answer(t); said != strconv.Quote(want) {
+			t.Errorf("%s: %s, stderr %q", attempt, said, p.said(t))
+		}
+		p.end(t, false)
+	}
+}
+
+// TestWalls: what a process sees without the filter.
+func TestWalls(t *testing.T) {
+	j := open(t, config(t))
+	victim, p := start(t, j, roomy), start(t, j, roomy)
+	wire, service := wireAndService(t, j)
+	p.orderWith(t, map[string]any{"Do": "look", "Victim": victim.Pid, "Name": service.name}, wire)
+	var v struct {
+		UID, GID         int
+		Groups           []int
+		Root, Interfaces []string
+		Errors           map[string]string
+	}
+	said := p.answer(t)
+	if err := json.Unmarshal([]byte(said), &v); err != nil {
+		t.Fatalf("%q: %v, stderr %q", said, err, p.said(t))
+	}
+	if v.UID != p.Cell.UID() || v.GID != v.UID || v.UID < defaultFirstUID || len(v.Groups) != 0 {
+		t.Errorf("it is user %d, group %d, %v; its cell is %d", v.UID, v.GID, v.Groups, p.Cell.UID())
+	}
+	if victim.Cell.UID() == v.UID {
+		t.Error("two processes have the same user id")
+	}
+	if !slices.Equal(v.Root, []string{"vmm"}) {
+		t.Errorf("its root has %q", v.Root)
+	}
+	if !slices.Equal(v.Interfaces, []string{"lo false"}) {
+		t.Errorf("its network has %q", v.Interfaces)
+	}
+	for what, want := range map[string]error{
+		"open a device":        unix.ENOENT,
+		"open a file of /proc": unix.ENOENT,
+		"write to the root":    unix.EROFS,
+		"write to the program": unix.EROFS,
+		"kill a sibling":       unix.EPERM,
+		"trace a sibling":      unix.EPERM,
+		"become root":          unix.EPERM,
+		"mount":                unix.EPERM,
+
+		"send to a socket of the machine": unix.ECONNREFUSED,
+	} {
+		if got := v.Errors[what]; !strings.Contains(got, want.Error()) {
+			t.Errorf("%s: %q, not %q", what, got, want)
+		}
+		delete(v.Errors, what)
+	}
+	for what, err := range v.Errors {
+		t.Errorf("%s: %s", what, err)
+	}
+	service.gotNothing(t)
+	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", victim.Pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, set := range []string{"CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"} {
+		if !strings.Contains(string(status), set+":\t0000000000000000\n") {
+			t.Errorf("%s is not empty:\n%s", set, status)
+		}
+	}
+	p.end(t, true)
+	victim.end(t, true)
+}
+
+// networkOf is the namespace that a socket was made in.
+func networkOf(t *testing.T, f *os.File) os.FileInfo {
+	t.Helper()
+	const siocgskns = 0x894c // SIOCGSKNS of linux/sockios.h
+	fd, _, errno := unix.Syscall(unix.SYS_IOCTL, f.Fd(), siocgskns, 0)
+	if errno != 0 {
+		t.Fatal(errno)
+	}
+	ns := os.NewFile(fd, "network namespace")
+	defer func() { _ = ns.Close() }()
+	info, err := ns.Stat()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return info
+}
+
+// TestWire: both ends of a wire are in the jail's network namespace, carry frames,
+// and many of them.
+func TestWire(t *testing.T) {
+	j := open(t, config(t))
+	p := start(t, j, roomy)
+	defer p.end(t, true)
+	its, err := os.Stat(fmt.Sprintf("/proc/%d/ns/net", p.Pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, make := range map[string]func() (host, guest *os.File, err error){
+		"of a jail": j.Wire, "of a process": func() (host, guest *os.File, err error) { return WireOf(p.Pid) },
+	} {
+		host, guest, err := make()
+		if err != nil {
+			t.Fatal(name, err)
+		}
+		defer func() { _, _ = host.Close(), guest.Close() }()
+		for _, end := range []*os.File{host, guest} {
+			if !os.SameFile(networkOf(t, end), its) {
+				t.Errorf("%s: an end is in another network namespace", name)
+			}
+		}
+		const frames = 100
+		for range frames {
+			if _, err := unix.Write(int(guest.Fd()), []byte("frame")); err != nil {
+				t.Fatalf("%s: %v", name, err)
+			}
+		}
+		b := []byte("12345678")
+		for range frames {
+			if n, err := unix.Read(int(host.Fd()), b); err != nil || string(b[:n]) != "frame" {
+				t.Fatalf("%s: %q, %v", name, b[:n], err)
+			}
+		}
+	}
+	if _, _, err := WireOf(os.Getpid()); err == nil || !strings.Contains(err.Error(), "no network namespace of its own") {
+		t.Errorf("a wire in the machine's network: %v", err)
+	}
+	if _, _, err := WireOf(1 << 30); err == nil {
+		t.Error("a wire in the network of nobody")
+	}
+}
