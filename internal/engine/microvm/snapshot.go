@@ -39,6 +39,9 @@ func (s *sandbox) build(ctx context.Context, b *snapshot.Builder) (*snapshot.Sna
 	if err := s.identifyBoot(); err != nil {
 		return nil, err
 	}
+	if s.paused.Load() {
+		return s.stream(ctx, b)
+	}
 	s.openStandby(ctx, true)
 	// What live layers hold is stored once more: they have no digest.
 	durable, save := s.durable()
@@ -124,6 +127,7 @@ type captured struct {
 	session []byte     // of the standby; empty without one
 	memory  *charged   // a sealed memfd, each page at its offset in RAM
 	disks   []*os.File // one per writable disk
+	stored  *streamed  // set if memory and disks are layers already; they are nil then
 }
 
 func (c *captured) close() {
@@ -244,7 +248,11 @@ func (s *sandbox) store(ctx context.Context, b *snapshot.Builder, c *captured) (
 		if d.readOnly {
 			err = st.keep(im)
 		} else {
-			im, err = st.layDisk(ctx, im, c.disks[writable], c.saved.Disks[writable])
+			if c.stored != nil {
+				im, err = st.lay(ctx, im, c.stored.disks[writable], nil, c.saved.Disks[writable])
+			} else {
+				im, err = st.layDisk(ctx, im, c.disks[writable], c.saved.Disks[writable])
+			}
 			writable++
 		}
 		if err != nil {
@@ -262,30 +270,22 @@ type storing struct {
 	stored  map[layer.Digest]bool
 }
 
-// layMemory stores the captured memory, and keeps it in memory for the first
-// fork.
+// layMemory stores the captured memory. It is loaded from there by the first
+// fork: what is in memory and no sandbox uses nobody would be charged for.
 func (st *storing) layMemory(ctx context.Context, c *captured) (layer.Image, error) {
 	below := st.sandbox.memory
-	if len(c.saved.Memory.Runs) == 0 {
+	if c.stored != nil {
+		return st.lay(ctx, below, c.stored.memory, nil, c.saved.Memory)
+	}
+	runs := c.saved.Memory.Runs
+	if len(runs) == 0 {
 		return st.lay(ctx, below, layer.Ref{}, nil, c.saved.Memory)
 	}
-	resident := st.sandbox.engine.resident
-	f, err := resident.Create()
+	ref, err := st.StreamLayer(ctx, runsOf(c.memory, runs), below.Size)
 	if err != nil {
 		return below, err
 	}
-	defer func() { _ = f.Close() }() // it has a name, or is abandoned
-	w := layer.NewWriter(f)
-	for _, r := range c.saved.Memory.Runs {
-		if _, err := io.Copy(w, io.NewSectionReader(c.memory, int64(r.Start), int64(r.Length))); err != nil {
-			return below, fmt.Errorf("copy the memory layer: %w", err)
-		}
-	}
-	im, err := st.lay(ctx, below, w.Ref(), f, c.saved.Memory)
-	if err != nil {
-		return below, err
-	}
-	return im, resident.Adopt(ctx, f, w.Ref())
+	return st.lay(ctx, below, ref, nil, c.saved.Memory)
 }
 
 // layDisk stores what was captured of a disk.
