@@ -39,18 +39,25 @@ func (p *pool) set(phase Phase, problem string) {
 
 // stock is the sandboxes of one build that wait.
 type stock struct {
+	manager *Manager
+
 	pool  Key
 	build Build
 	spec  TemplateSpec
 	snap  *snapshot.Snapshot
 	ready *ready.Pool
+	// held is what its machines hold of the snapshot. It is in memory for as long as
+	// the stock is there: one that is half made has it, too.
+	held []engine.Held
 }
 
 // poolShells is how many forks of a pool are half made.
 const poolShells = 1
 
 func (s *stock) close() error {
-	return errors.Join(s.ready.Close(), s.snap.Close())
+	err := errors.Join(s.ready.Close(), s.snap.Close())
+	s.manager.capacity.release(s.pool.Namespace, 0, s.held...)
+	return err
 }
 
 // ApplyPool makes a pool or changes it.
@@ -279,7 +286,13 @@ func (p *pool) open(b Build, spec TemplateSpec, count int) (*stock, error) {
 	if err != nil {
 		return nil, fmt.Errorf("the snapshot of template %s: %w", b.Template.Name, err)
 	}
-	s := &stock{pool: p.key, build: b, spec: spec, snap: snap}
+	s := &stock{pool: p.key, build: b, spec: spec, snap: snap, manager: p.manager}
+	if s.held, err = engine.HeldBy(snap, ""); err == nil {
+		err = p.manager.reserve(p.key.Namespace, 0, s.held...)
+	}
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("the memory of template %s: %w", b.Template.Name, err), snap.Close())
+	}
 	fork := forker(func(ctx context.Context, _ *snapshot.Snapshot, o engine.ForkOptions) (engine.Sandbox, error) {
 		return p.manager.forkParked(ctx, s, o.Hostname)
 	})
@@ -291,6 +304,7 @@ func (p *pool) open(b Build, spec TemplateSpec, count int) (*stock, error) {
 		}{fork, ahead}
 	}
 	if s.ready, err = ready.New(ready.Config{Snapshot: snap, Count: count, Shells: poolShells, Engine: e}); err != nil {
+		p.manager.capacity.release(p.key.Namespace, 0, s.held...)
 		return nil, errors.Join(err, snap.Close())
 	}
 	return s, nil
@@ -311,6 +325,7 @@ type parked struct {
 
 	namespace Namespace
 	memory    uint64
+	held      []engine.Held
 	waited    bool // in a pool, before it was claimed
 }
 
@@ -318,7 +333,7 @@ type parked struct {
 func (p *parked) Close() error {
 	m := p.manager
 	err := errors.Join(p.Sandbox.Close(), m.cfg.Engine.Remove(context.WithoutCancel(m.ctx), m.machineDir(p.id)))
-	m.capacity.release(p.namespace, p.memory)
+	m.capacity.release(p.namespace, p.memory, p.held...)
 	m.unpark(p.id)
 	return err
 }
@@ -328,7 +343,7 @@ func (m *Manager) forkParked(ctx context.Context, s *stock, hostname string) (_ 
 	ctx, end := m.observer.Begin(ctx, Work{Op: OpFork, Pool: s.pool})
 	defer func() { end(Outcome{Err: err}) }()
 	namespace, memory := s.build.Template.Namespace, m.machineMemory(s.spec)
-	if err := m.reserve(namespace, memory); err != nil {
+	if err := m.reserve(namespace, memory, s.held...); err != nil {
 		return nil, err
 	}
 	waits := hostname == "" // only who is claimed at once has a name already
@@ -345,11 +360,11 @@ func (m *Manager) forkParked(ctx context.Context, s *stock, hostname string) (_ 
 		return m.cfg.Engine.Fork(ctx, s.snap, o)
 	})
 	if err != nil {
-		m.capacity.release(namespace, memory)
+		m.capacity.release(namespace, memory, s.held...)
 		return nil, err
 	}
 	m.park(id, s.pool)
-	p := &parked{Sandbox: sb, manager: m, id: id, namespace: namespace, memory: memory, waited: waits}
+	p := &parked{Sandbox: sb, manager: m, id: id, namespace: namespace, memory: memory, held: s.held, waited: waits}
 	if !waits {
 		if err := m.finish(ctx, s, sb); err != nil {
 			return nil, errors.Join(err, p.Close())

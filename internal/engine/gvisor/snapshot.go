@@ -169,7 +169,7 @@ func (s *sandbox) build(ctx context.Context, b *snapshot.Builder) (*snapshot.Sna
 // goes to the disk at once. One that runs stands still for as short as possible:
 // until its checkpoint is in memory.
 func (s *sandbox) write(ctx context.Context, b *snapshot.Builder) (state []byte, pages layer.Ref, err error) {
-	if s.paused.Load() {
+	if s.paused.Load() || b.Still() {
 		return s.stream(ctx, b)
 	}
 	c, _, err := s.take(ctx)

@@ -26,6 +26,7 @@ func (s *sandbox) stream(ctx context.Context, b *snapshot.Builder) (state []byte
 		<-s.done
 		return nil, pages, s.ended()
 	}
+	s.prepare(ctx)
 	back, err := s.group.Extend(streamRoom)
 	if err != nil {
 		return nil, pages, err

@@ -39,10 +39,10 @@ func (s *sandbox) build(ctx context.Context, b *snapshot.Builder) (*snapshot.Sna
 	if err := s.identifyBoot(); err != nil {
 		return nil, err
 	}
-	if s.paused.Load() {
+	s.openStandby(ctx, true)
+	if s.paused.Load() || b.Still() {
 		return s.stream(ctx, b)
 	}
-	s.openStandby(ctx, true)
 	// What live layers hold is stored once more: they have no digest.
 	durable, save := s.durable()
 	c, err := s.freeze(ctx, save)
