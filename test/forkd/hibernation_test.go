@@ -107,7 +107,7 @@ func TestHibernationFreesMemory(t *testing.T) {
 	n := newNode(t)
 	sandboxes, size := count(20, 3), count(200, 64)
 	// Room for the pool's two and a few that are awake.
-	n.up("--capacity", fmt.Sprintf("%dM", 6*(2*size+300)))
+	n.up("--capacity", fmt.Sprintf("%dM", count(6, 4)*(2*size+300)))
 	image := pythonImage(t)
 	n.template(image)
 	ctx := t.Context()
