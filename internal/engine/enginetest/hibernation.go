@@ -137,8 +137,12 @@ func (h *hibernation) run(t *testing.T, spec engine.Spec) {
 		t.Fatal(err)
 	}
 	defer func() { _ = sb.Close() }()
-	sh(t, sb, fmt.Sprintf("dd if=/dev/urandom of=/dev/shm/fill bs=1M count=%d 2>/dev/null", filledMiB))
-	const sum = "sha256sum /dev/shm/fill"
+	// Random numbers and digests of so much would take minutes in an emulated machine.
+	// Each copy of the piece begins elsewhere in a page.
+	sh(t, sb, fmt.Sprintf("dd if=/dev/urandom of=/run/piece bs=1M count=1 2>/dev/null; "+
+		"i=0; while [ $i -lt %d ]; do echo $i; cat /run/piece; i=$((i+1)); done > /dev/shm/fill", filledMiB))
+	sum := fmt.Sprintf("wc -c < /dev/shm/fill; "+
+		"i=0; while [ $i -lt %d ]; do dd if=/dev/shm/fill bs=4096 skip=$i count=1 2>/dev/null; i=$((i+251)); done | sha256sum", filledMiB<<20/4096)
 	before := sh(t, sb, sum)
 
 	template0 := usedBytes(t, h.resident)
