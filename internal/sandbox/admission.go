@@ -2,6 +2,7 @@ package sandbox
 
 import (
 	"maps"
+	"slices"
 	"sync"
 
 	"agentrun.dev/internal/engine"
@@ -11,17 +12,19 @@ import (
 // sandboxes, of all and of each namespace. docs/design/memory.md has the rules.
 type admission struct {
 	capacity uint64
-	// drop frees what nobody holds any more. It is called with the mutex: nobody
-	// begins to hold it meanwhile.
+	// drop frees what nobody holds any more. That takes time, so it is called without
+	// the mutex; whoever wants to hold the same again waits for left.
 	drop func(ids []string)
+	left *sync.Cond // mu is its lock
 
-	mu     sync.Mutex // protects all following fields
-	used   uint64
-	spaces map[Namespace]uint64 // memory that each uses, without those that use none
-	held   map[holding]int      // how many machines of a namespace hold something
-	users  map[string]int       // how many namespaces hold it
-	stored map[Namespace]uint64 // bytes on disk, likewise
-	quotas map[Namespace]Quota
+	mu      sync.Mutex // protects all following fields
+	leaving map[string]bool
+	used    uint64
+	spaces  map[Namespace]uint64 // memory that each uses, without those that use none
+	held    map[holding]int      // how many machines of a namespace hold something
+	users   map[string]int       // how many namespaces hold it
+	stored  map[Namespace]uint64 // bytes on disk, likewise
+	quotas  map[Namespace]Quota
 }
 
 // holding is something that a namespace is charged for once.
@@ -31,10 +34,13 @@ type holding struct {
 }
 
 func newAdmission(capacity uint64, drop func(ids []string)) *admission {
-	return &admission{
-		capacity: capacity, drop: drop, spaces: map[Namespace]uint64{}, held: map[holding]int{}, users: map[string]int{},
+	a := &admission{
+		capacity: capacity, drop: drop, leaving: map[string]bool{},
+		spaces: map[Namespace]uint64{}, held: map[holding]int{}, users: map[string]int{},
 		stored: map[Namespace]uint64{}, quotas: map[Namespace]Quota{},
 	}
+	a.left = sync.NewCond(&a.mu)
+	return a
 }
 
 // reserve takes bytes for a namespace, and what the machine holds beside them, or
@@ -42,6 +48,7 @@ func newAdmission(capacity uint64, drop func(ids []string)) *admission {
 func (a *admission) reserve(n Namespace, bytes uint64, held ...engine.Held) error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
+	a.await(held)
 	need := bytes + a.missing(n, held)
 	if most, used := a.quotas[n].Memory, a.spaces[n]; most > 0 && need > most-min(used, most) {
 		return Errorf(CodeCapacity, "the quota of namespace %s has no room for a sandbox of %s", n, mebibytes(need)).
@@ -55,6 +62,13 @@ func (a *admission) reserve(n Namespace, bytes uint64, held ...engine.Held) erro
 	}
 	a.add(n, bytes, held)
 	return nil
+}
+
+// await waits until nothing of a list is being freed. It is called with the mutex.
+func (a *admission) await(held []engine.Held) {
+	for slices.ContainsFunc(held, func(h engine.Held) bool { return a.leaving[h.ID] }) {
+		a.left.Wait()
+	}
 }
 
 // missing is what a namespace would hold in addition.
@@ -71,6 +85,7 @@ func (a *admission) missing(n Namespace, held []engine.Held) (bytes uint64) {
 func (a *admission) take(n Namespace, bytes uint64, held ...engine.Held) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
+	a.await(held)
 	a.add(n, bytes, held)
 }
 
@@ -100,11 +115,18 @@ func (a *admission) release(n Namespace, bytes uint64, held ...engine.Held) {
 		bytes += h.Bytes
 		if a.users[h.ID]--; a.users[h.ID] == 0 {
 			delete(a.users, h.ID)
+			a.leaving[h.ID] = true
 			gone = append(gone, h.ID)
 		}
 	}
 	if len(gone) > 0 {
+		a.mu.Unlock()
 		a.drop(gone)
+		a.mu.Lock()
+		for _, id := range gone {
+			delete(a.leaving, id)
+		}
+		a.left.Broadcast()
 	}
 	a.used -= bytes
 	if a.spaces[n] -= bytes; a.spaces[n] == 0 {
