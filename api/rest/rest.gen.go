@@ -1273,17 +1273,21 @@ type Quota struct {
 
 // QuotaSpec What is missing or 0 has no bound.
 type QuotaSpec struct {
-	// Memory Bytes that its machines may reserve together, those that wait in pools included. A hibernated sandbox reserves none.
+	// Memory Bytes that its machines may reserve together, those that wait in pools included, with the layers that they map. A hibernated sandbox reserves none.
 	Memory int64 `json:"memory,omitempty"`
 
 	// Sandboxes How many there may be, hibernated ones included. What waits in a pool is none yet.
 	Sandboxes int `json:"sandboxes,omitempty"`
+
+	// Storage Bytes that hibernated sandboxes and checkpoints may take on disk together, beyond their templates.
+	Storage int64 `json:"storage,omitempty"`
 }
 
 // QuotaUse defines model for QuotaUse.
 type QuotaUse struct {
 	Memory    int64 `json:"memory"`
 	Sandboxes int   `json:"sandboxes"`
+	Storage   int64 `json:"storage"`
 }
 
 // ReadyCheck One of command, port and delay.

@@ -15,7 +15,7 @@ import (
 
 func newBenchCommand() *cobra.Command {
 	cmd := &cobra.Command{Use: "bench", Short: "Measure AgentRun on this machine, beside the floor that KVM or runsc sets"}
-	cmd.AddCommand(newBenchBootCommand(), newBenchForkCommand(), newBenchLiveCommand(), newBenchClaimCommand(), newBenchFanoutCommand(), newBenchExecCommand(), newBenchPeersCommand())
+	cmd.AddCommand(newBenchBootCommand(), newBenchForkCommand(), newBenchLiveCommand(), newBenchClaimCommand(), newBenchWakeCommand(), newBenchFanoutCommand(), newBenchExecCommand(), newBenchPeersCommand())
 	return cmd
 }
 

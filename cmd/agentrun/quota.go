@@ -16,9 +16,9 @@ func newQuotaCommand() *cobra.Command {
 		Use:   "quota",
 		Short: "Bound what a namespace may use of this machine",
 		Long: `Bound what the sandboxes of a namespace may use together: memory, which those that
-run, are paused or wait in pools reserve, and how many there are, hibernated ones
-included. What is beyond it is refused with insufficient_capacity; a pool waits. What
-is there already stays.`,
+run, are paused or wait in pools reserve; how many there are, hibernated ones
+included; and what hibernated ones and checkpoints take on disk. What is beyond it is
+refused with insufficient_capacity; a pool waits. What is there already stays.`,
 	}
 	cmd.AddCommand(newQuotaSetCommand(), newQuotaGetCommand(), newQuotaDeleteCommand())
 	return cmd
@@ -26,19 +26,19 @@ is there already stays.`,
 
 func newQuotaSetCommand() *cobra.Command {
 	var o daemonOptions
-	var memory byteSize
+	var memory, storage byteSize
 	var sandboxes int
 	cmd := &cobra.Command{
 		Use:     "set",
 		Short:   "Set the quota of a namespace; what is not given is not bounded",
-		Example: `  agentrun quota set -n team-a --memory 8G --sandboxes 20`,
+		Example: `  agentrun quota set -n team-a --memory 8G --sandboxes 20 --storage 50G`,
 		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if memory == 0 && sandboxes == 0 {
-				return errors.New("give --memory, --sandboxes or both; agentrun quota delete removes a quota")
+			if memory == 0 && sandboxes == 0 && storage == 0 {
+				return errors.New("give --memory, --sandboxes or --storage; agentrun quota delete removes a quota")
 			}
 			return o.with(func(c *client.Client) error {
-				q, err := c.PutQuota(cmd.Context(), rest.QuotaSpec{Memory: int64(memory), Sandboxes: sandboxes})
+				q, err := c.PutQuota(cmd.Context(), rest.QuotaSpec{Memory: int64(memory), Sandboxes: sandboxes, Storage: int64(storage)})
 				if err != nil {
 					return err
 				}
@@ -50,6 +50,7 @@ func newQuotaSetCommand() *cobra.Command {
 	o.flags(f)
 	f.Var(&memory, "memory", "memory that its sandboxes may reserve together")
 	f.IntVar(&sandboxes, "sandboxes", 0, "how many sandboxes it may have")
+	f.Var(&storage, "storage", "what its hibernated sandboxes and checkpoints may take on disk together")
 	return cmd
 }
 
@@ -100,8 +101,9 @@ func printQuota(w io.Writer, q rest.Quota) error {
 		}
 		return text
 	}
-	_, err := fmt.Fprintf(t, "NAMESPACE\tRESOURCE\tUSED\tQUOTA\n%s\tmemory\t%dMi\t%s\n%s\tsandboxes\t%d\t%s\n",
+	_, err := fmt.Fprintf(t, "NAMESPACE\tRESOURCE\tUSED\tQUOTA\n%s\tmemory\t%dMi\t%s\n%s\tsandboxes\t%d\t%s\n%s\tstorage\t%dMi\t%s\n",
 		q.Namespace, q.Used.Memory>>20, bound(q.Spec.Memory > 0, fmt.Sprintf("%dMi", q.Spec.Memory>>20)),
-		q.Namespace, q.Used.Sandboxes, bound(q.Spec.Sandboxes > 0, fmt.Sprint(q.Spec.Sandboxes)))
+		q.Namespace, q.Used.Sandboxes, bound(q.Spec.Sandboxes > 0, fmt.Sprint(q.Spec.Sandboxes)),
+		q.Namespace, q.Used.Storage>>20, bound(q.Spec.Storage > 0, fmt.Sprintf("%dMi", q.Spec.Storage>>20)))
 	return errors.Join(err, t.Flush())
 }

@@ -121,7 +121,7 @@ var importRules = map[string][]string{
 	"internal/journal":  {},
 	"api/v1alpha1":      {},
 	"internal/sandbox":  {"internal/engine", "internal/engine/ready", "internal/guestrpc", "internal/journal", "internal/seal", "internal/snapshot"},
-	"internal/template": {"internal/engine", "internal/guestrpc", "internal/image", "internal/sandbox"},
+	"internal/template": {"internal/engine", "internal/guestrpc", "internal/image", "internal/sandbox", "internal/snapshot"},
 	"internal/manifest": {"api/v1alpha1", "internal/sandbox"},
 
 	"internal/gvisorctl":       {"internal/vmmctl"},

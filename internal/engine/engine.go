@@ -137,6 +137,9 @@ type Engine interface {
 	// in these folders and these snapshots, and what sandboxes left that ended
 	// while nobody watched. What runs keeps what it has.
 	Keep(folders, snapshots []string) error
+	// Drop frees what is held under these ids, of sandboxes that have ended. What
+	// the engine does not know is fine.
+	Drop(ids []string) error
 	Close() error
 }
 
@@ -218,7 +221,11 @@ type Sandbox interface {
 	Settle(context.Context) error
 	// Snapshot captures memory, processes and disks at one instant into a new
 	// folder. The sandbox goes on. That of a sandbox that holds secrets is made
-	// with snapshot.Sealed, and so are all of its forks.
+	// with snapshot.Sealed, and so are all of its forks. One that is paused, or may
+	// stand still (snapshot.Still), is written through pipes to the disk, with at
+	// most 64 MiB beside it. Otherwise what it has changed may be in memory twice
+	// until the snapshot is there. Nothing of it stays in memory: the first fork
+	// loads it.
 	Snapshot(ctx context.Context, dir string, opts ...snapshot.Option) (*snapshot.Snapshot, error)
 	// Fork makes one sandbox for each of the options that continue from this
 	// one, all from the same instant. This one goes on: it stands still for
@@ -258,6 +265,9 @@ type LiveFork struct {
 	Forks []Sandbox
 	Errs  []error
 	Stats LiveForkStats
+	// Held is what each of the forks holds of this capture and earlier ones, and
+	// Source what their source does since: also where none could be made of it.
+	Held, Source []Held
 }
 
 // LiveForkStats is what a live fork cost its source.

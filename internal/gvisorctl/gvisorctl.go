@@ -44,6 +44,10 @@ const (
 	// OpCheckpoint writes the sandbox to files that come with it, in the order of
 	// CheckpointFiles, and goes on.
 	OpCheckpoint Op = "checkpoint"
+	// OpStream writes the sandbox to three pipes in the order of CheckpointFiles,
+	// and goes on. After them come the two ends of a stream socket pair, which the
+	// helper and gVisor's kernel speak over meanwhile.
+	OpStream Op = "stream"
 	// OpDescribe asks what sandbox it is.
 	OpDescribe Op = "describe"
 	// OpConsole asks for the tail of what the agent has printed.

@@ -15,6 +15,17 @@ func (r *Resident) Remove(d Digest) error {
 	return nil
 }
 
+// Drop deletes resident copies by name. A name that is no digest is nobody's.
+func (r *Resident) Drop(names []string) error {
+	var errs []error
+	for _, name := range names {
+		if d, err := ParseDigest(name); err == nil {
+			errs = append(errs, r.Remove(d))
+		}
+	}
+	return errors.Join(errs...)
+}
+
 // Stats counts the layers and their bytes.
 func (r *Resident) Stats() (files int, bytes uint64, err error) {
 	err = r.each(func(_ Digest, size int64) error {

@@ -195,7 +195,7 @@ func (s *Store) Remove(ctx context.Context, name Name) error {
 func (s *Store) tidy() error {
 	var folders, snapshots []string
 	for pattern, list := range map[string]*[]string{
-		"snapshots/*": &snapshots, "sandboxes/*/image-*": &snapshots, "sandboxes/*/machine-*": &folders,
+		"snapshots/*": &snapshots, "sandboxes/*/machine-*": &folders, // a hibernated sandbox has nothing in memory
 	} {
 		dirs, err := filepath.Glob(filepath.Join(s.dir, pattern))
 		if err != nil {

@@ -10,6 +10,7 @@ import (
 	"os"
 	"time"
 
+	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/journal"
 )
 
@@ -169,9 +170,9 @@ func (m *Manager) machineMemory(spec TemplateSpec) uint64 {
 	return m.cfg.Engine.Reserve(spec.Memory, spec.Disk)
 }
 
-// reserve takes memory for a machine of a namespace.
-func (m *Manager) reserve(n Namespace, bytes uint64) error {
-	err := m.capacity.reserve(n, bytes)
+// reserve takes memory for a machine of a namespace, and for what it holds.
+func (m *Manager) reserve(n Namespace, bytes uint64, held ...engine.Held) error {
+	err := m.capacity.reserve(n, bytes, held...)
 	if err != nil {
 		m.observer.Refused()
 	}

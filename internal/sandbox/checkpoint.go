@@ -21,6 +21,8 @@ type Checkpoint struct {
 	Created time.Time `json:"created"`
 	// Of is the sandbox as it was, without what it ran on.
 	Of Sandbox `json:"of"`
+	// Kept is what it takes on disk beyond its template, in bytes.
+	Kept uint64 `json:"kept,omitempty"`
 }
 
 // CheckpointSize is a checkpoint and what it takes on disk, in bytes. What it
@@ -44,12 +46,19 @@ func (m *Manager) checkpoint(ctx context.Context, k Key, source Name, also recor
 		if err := m.mayCopy(ctx, b.now(), "checkpoint"); err != nil {
 			return err
 		}
+		done, err := m.beginCheckpoint(b.now())
+		if err != nil {
+			return err
+		}
+		defer done()
 		c, err := m.enlistCheckpoint(k, b.now())
 		if err != nil {
 			return err
 		}
 		dir := m.checkpointDir(c.ID)
-		err = b.writeCheckpoint(ctx, dir)
+		if err = b.writeCheckpoint(ctx, dir); err == nil {
+			err = m.count(k.Namespace, dir, &c.Kept)
+		}
 		if err == nil {
 			c.Phase = PhaseReady
 			if out, err = sized(m, c); err == nil {
@@ -58,9 +67,8 @@ func (m *Manager) checkpoint(ctx context.Context, k Key, source Name, also recor
 				})
 			}
 		}
-		// The engine has kept a copy in memory, for forks that will not come soon.
-		m.removed()
 		if err != nil {
+			m.capacity.discard(k.Namespace, c.Kept)
 			return errors.Join(fmt.Errorf("checkpoint sandbox %s: %w", source, err),
 				m.db.Update(func(tx *journal.Tx) error { return checkpoints.Delete(tx, k.String()) }),
 				m.removeSnapshot(dir))
@@ -73,6 +81,7 @@ func (m *Manager) checkpoint(ctx context.Context, k Key, source Name, also recor
 // enlistCheckpoint takes the name and writes the intent.
 func (m *Manager) enlistCheckpoint(k Key, of Sandbox) (Checkpoint, error) {
 	of.Machine, of.Boot, of.Image = "", "", ""
+	of.Layers, of.Live, of.Kept = nil, nil, 0
 	c := Checkpoint{Key: k, ID: newID(), Phase: PhasePending, Created: time.Now().UTC(), Of: of}
 	err := m.db.Update(func(tx *journal.Tx) error {
 		if _, found, err := checkpoints.Get(tx, k.String()); err != nil {
@@ -186,7 +195,9 @@ func (m *Manager) DeleteCheckpoint(k Key) error {
 		return err
 	}
 	// Whoever is killed here leaves what the next daemon sweeps.
-	return m.removeSnapshot(m.checkpointDir(c.ID))
+	err = m.removeSnapshot(m.checkpointDir(c.ID))
+	m.capacity.discard(k.Namespace, c.Kept)
+	return err
 }
 
 // dropCheckpoint takes a checkpoint out of the journal: none is restored from

@@ -59,7 +59,7 @@ func (m *Manager) claim(ctx context.Context, k Key, spec ClaimSpec, also record[
 		}
 	}
 	err = b.changeAnd(func(s *Sandbox) {
-		s.State, s.Machine, s.Boot, s.Memory = Running, machine.id, m.cfg.Boot, machine.memory
+		s.State, s.Machine, s.Boot, s.Memory, s.Layers = Running, machine.id, m.cfg.Boot, machine.memory, machine.held
 		s.Template, s.Revision, s.Limits = from.build.Template.Name, from.build.Revision, from.spec.limits()
 		s.Workdir, s.User, s.Env = from.build.Workdir, from.build.User, env
 		if len(secrets) > 0 {

@@ -15,7 +15,8 @@ import (
 type Cost struct {
 	Sandbox
 	At time.Time
-	// Reserved is the memory that was set aside for it.
+	// Reserved is the memory that was set aside for it, with the layers that it maps.
+	// What it shares with others is part of each of them here, and set aside once.
 	Reserved uint64
 	engine.Stats
 }
@@ -62,7 +63,7 @@ func (m *Manager) cost(ctx context.Context, s Sandbox) (Cost, error) {
 		return c, nil
 	}
 	var err error
-	c.Reserved = c.Memory
+	c.Reserved = c.Memory + engine.HeldBytes(c.held())
 	c.Stats, err = machine.Stats(ctx)
 	if errors.Is(err, engine.ErrEnded) {
 		return c, nil // that it has is about to be noticed

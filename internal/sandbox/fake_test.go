@@ -18,7 +18,9 @@ import (
 // builder makes templates of nothing.
 type builder struct {
 	fail error
-	gate chan struct{} // a build waits for it, if there is one
+	// pages is how large the layer of a template's memory is.
+	pages string
+	gate  chan struct{} // a build waits for it, if there is one
 
 	rehearsed atomic.Int32 // sandboxes
 	unable    error        // why that fails
@@ -36,7 +38,7 @@ func (b *builder) Build(ctx context.Context, spec TemplateSpec, _ Stage, dir str
 		_, _ = io.WriteString(log, "it fails\n")
 		return Built{}, b.fail
 	}
-	snap, err := sandboxtest.Capture(dir, map[string]string{"image": spec.Image})
+	snap, err := sandboxtest.Capture(dir, map[string]string{"image": spec.Image, sandboxtest.LayerKey: b.pages})
 	if err != nil {
 		return Built{}, err
 	}

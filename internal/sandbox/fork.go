@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strconv"
 	"time"
 
@@ -75,6 +76,13 @@ func (m *Manager) enlistFork(f Fork) error {
 // forkMember forks a sandbox whose turn it is.
 func (m *Manager) forkMember(ctx context.Context, b *member, f *Fork) (err error) {
 	last := b.now()
+	capture, err := b.beginCapture()
+	if err != nil {
+		return err
+	}
+	// What the fork has left in memory is that, until it is known to be less.
+	held := append(slices.Clone(last.Live), capture)
+	defer func() { err = errors.Join(err, b.endCapture(held)) }()
 	f.Children = make([]ForkOutcome, f.Replicas)
 	var children []*child
 	for i := range f.Children {
@@ -88,6 +96,7 @@ func (m *Manager) forkMember(ctx context.Context, b *member, f *Fork) (err error
 		children = append(children, c)
 	}
 	if len(children) == 0 {
+		held = last.Live
 		return Errorf(CodeCapacity, "none of the forks of %s could be made", last.Name).Because("%s", f.Children[0].Problem)
 	}
 	opts := make([]engine.ForkOptions, len(children))
@@ -105,17 +114,20 @@ func (m *Manager) forkMember(ctx context.Context, b *member, f *Fork) (err error
 	}()
 	live, err := b.machine.Fork(ctx, opts)
 	if err != nil {
+		if held = last.Live; live != nil {
+			held = live.Source
+		}
 		err = fmt.Errorf("fork sandbox %s: %w", last.Name, err)
 		for _, c := range children {
 			err = errors.Join(err, c.drop(m))
 		}
 		return err
 	}
-	f.Pause, out.Live = live.Stats.Pause, live.Stats
+	f.Pause, out.Live, held = live.Stats.Pause, live.Stats, live.Source
 	var errs []error
 	for i, c := range children {
 		if live.Errs[i] == nil {
-			live.Errs[i] = c.begin(m, live.Forks[i])
+			live.Errs[i] = c.begin(m, live.Forks[i], live.Held)
 		}
 		if live.Errs[i] != nil {
 			c.out.Problem = live.Errs[i].Error()
@@ -135,14 +147,16 @@ type child struct {
 	out     *ForkOutcome
 	machine ID
 	memory  uint64
+	layers  []engine.Held
 }
 
 // enlistChild takes what a child needs before it is made.
 func (m *Manager) enlistChild(source Sandbox, fork Name, out *ForkOutcome) (*child, error) {
-	if err := m.reserve(source.Namespace, source.Memory); err != nil {
+	c := &child{out: out, machine: newID(), memory: source.Memory}
+	c.layers = heldFor(source.Layers, string(c.machine))
+	if err := m.reserve(source.Namespace, source.Memory, c.layers...); err != nil {
 		return nil, err
 	}
-	c := &child{out: out, machine: newID(), memory: source.Memory}
 	s := source.child(out.Name)
 	s.Fork = fork
 	err := os.Mkdir(m.machineDir(c.machine), 0o700)
@@ -150,7 +164,7 @@ func (m *Manager) enlistChild(source Sandbox, fork Name, out *ForkOutcome) (*chi
 		c.member, err = m.enlist(s)
 	}
 	if err != nil {
-		m.capacity.release(source.Namespace, source.Memory)
+		m.capacity.release(source.Namespace, source.Memory, c.layers...)
 		return nil, errors.Join(err, m.cfg.Engine.Remove(m.ctx, m.machineDir(c.machine)))
 	}
 	return c, nil
@@ -160,16 +174,21 @@ func (m *Manager) enlistChild(source Sandbox, fork Name, out *ForkOutcome) (*chi
 func (s Sandbox) child(name Name) Sandbox {
 	s.Parent, s.Name, s.Fork, s.Checkpoint = s.ID, name, "", ""
 	s.Machine, s.Boot, s.Image, s.Clock = "", "", "", Clock{}
+	s.Layers, s.Live, s.Kept = nil, nil, 0
 	return s
 }
 
-// begin makes a child of what runs.
-func (c *child) begin(m *Manager, sb engine.Sandbox) error {
+// begin makes a child of what runs, and holds what was captured.
+func (c *child) begin(m *Manager, sb engine.Sandbox, live []engine.Held) error {
+	namespace := c.now().Namespace
+	m.capacity.take(namespace, 0, live...)
 	err := c.change(func(s *Sandbox) {
 		s.State, s.Machine, s.Boot = Running, c.machine, m.cfg.Boot
+		s.Layers, s.Live = c.layers, live
 		s.Clock.start(time.Now())
 	})
 	if err != nil {
+		m.capacity.release(namespace, 0, live...)
 		return errors.Join(err, sb.Close())
 	}
 	c.attach(sb)
@@ -179,6 +198,6 @@ func (c *child) begin(m *Manager, sb engine.Sandbox) error {
 
 // drop undoes enlistChild.
 func (c *child) drop(m *Manager) error {
-	m.capacity.release(c.now().Namespace, c.memory)
+	m.capacity.release(c.now().Namespace, c.memory, c.layers...)
 	return errors.Join(c.forget(), m.cfg.Engine.Remove(m.ctx, m.machineDir(c.machine)))
 }

@@ -80,73 +80,86 @@ func (b *member) hibernate(ctx context.Context) (err error) {
 	if last.State == Hibernated {
 		return nil
 	}
-	ctx, end := b.manager.observer.Begin(ctx, last.work(OpHibernate))
+	m := b.manager
+	ctx, end := m.observer.Begin(ctx, last.work(OpHibernate))
 	defer func() { end(Outcome{Err: err}) }()
-	image := newID()
+	if err := m.capacity.store(last.Namespace, 0); err != nil {
+		return fmt.Errorf("hibernate sandbox %s: %w", b.id, err)
+	}
+	image, kept := newID(), uint64(0)
 	if err := b.change(func(s *Sandbox) { s.State, s.Image = Hibernating, image }); err != nil {
 		return err
 	}
 	err = b.machine.Pause(ctx)
 	if err == nil {
 		var snap *snapshot.Snapshot
-		if snap, err = b.machine.Snapshot(ctx, b.manager.imageDir(image), b.manager.sealing(last)...); err == nil {
+		if snap, err = b.machine.Snapshot(ctx, m.imageDir(image), m.sealing(last)...); err == nil {
 			err = snap.Close()
 		}
 	}
 	if err == nil {
+		err = m.count(last.Namespace, m.imageDir(image), &kept)
+	}
+	if err == nil {
 		err = b.change(func(s *Sandbox) {
 			s.State, s.Machine, s.Boot = Hibernated, "", ""
+			s.Layers, s.Live, s.Kept = nil, nil, kept
 			s.Clock.stop(time.Now())
 		})
 	}
 	if err != nil {
 		err = fmt.Errorf("hibernate sandbox %s: %w", b.id, err)
+		m.capacity.discard(last.Namespace, kept)
 		back := context.WithoutCancel(ctx)
 		if last.State == Running {
 			err = errors.Join(err, b.machine.Resume(back))
 		}
 		return errors.Join(err,
 			b.change(func(s *Sandbox) { s.State, s.Image = last.State, "" }),
-			b.manager.removeSnapshot(b.manager.imageDir(image)))
+			m.removeSnapshot(m.imageDir(image)))
 	}
 	return b.dropMachine(last)
 }
 
-// wake makes a machine of what was written when the sandbox was hibernated.
+// wake makes a machine of what was written when the sandbox was hibernated. The
+// layers of that are in memory from then on.
 func (b *member) wake(ctx context.Context) (err error) {
 	m, last := b.manager, b.now()
 	ctx, end := m.observer.Begin(ctx, last.work(OpWake))
 	defer func() { end(Outcome{Err: err}) }()
-	if err := m.reserve(last.Namespace, last.Memory); err != nil {
+	snap, held, err := m.openHeld(m.imageDir(last.Image), string(last.Image))
+	if err != nil {
+		return fmt.Errorf("wake sandbox %s: %w", b.id, err)
+	}
+	defer func() { err = errors.Join(err, snap.Close()) }()
+	if err := m.reserve(last.Namespace, last.Memory, held...); err != nil {
 		return err
 	}
-	sb, machine, err := b.wakeMachine(ctx, last)
+	sb, machine, err := b.wakeMachine(ctx, last, snap)
 	if err != nil {
-		m.capacity.release(last.Namespace, last.Memory)
+		m.capacity.release(last.Namespace, last.Memory, held...)
 		return errors.Join(fmt.Errorf("wake sandbox %s: %w", b.id, err),
 			b.change(func(s *Sandbox) { s.State = Hibernated }))
 	}
 	if err := b.change(func(s *Sandbox) {
 		s.State, s.Machine, s.Boot, s.Image = Running, machine, m.cfg.Boot, ""
+		s.Layers, s.Kept = held, 0
 		s.Clock.start(time.Now())
 	}); err != nil {
-		m.capacity.release(last.Namespace, last.Memory)
+		m.capacity.release(last.Namespace, last.Memory, held...)
 		return errors.Join(err, sb.Close(), m.cfg.Engine.Remove(m.ctx, m.machineDir(machine)))
 	}
 	b.attach(sb)
-	return m.removeSnapshot(m.imageDir(last.Image))
+	err = m.removeSnapshot(m.imageDir(last.Image))
+	m.capacity.discard(last.Namespace, last.Kept)
+	return err
 }
 
-func (b *member) wakeMachine(ctx context.Context, last Sandbox) (_ engine.Sandbox, _ ID, err error) {
+func (b *member) wakeMachine(ctx context.Context, last Sandbox, snap *snapshot.Snapshot) (engine.Sandbox, ID, error) {
 	m := b.manager
 	if err := b.change(func(s *Sandbox) { s.State = Resuming }); err != nil {
 		return nil, "", err
 	}
-	snap, err := snapshot.Open(m.imageDir(last.Image), snapshot.WithKey(m.cfg.Key))
-	if err != nil {
-		return nil, "", err
-	}
-	defer func() { err = errors.Join(err, snap.Close()) }()
 	return m.startInTurn(ctx, last.Namespace, last.Limits, func(o engine.ForkOptions) (engine.Sandbox, error) {
 		o.Hostname, o.KeepIdentity = string(last.Name), true
 		return m.cfg.Engine.Fork(ctx, snap, o)

@@ -119,11 +119,12 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 	}
 	db.Observe(cfg.Observer.Journaled)
 	m := &Manager{
-		cfg: cfg, observer: cfg.Observer, db: db, secrets: secrets, capacity: newAdmission(cfg.Capacity), turns: newTurns(cfg.Starts),
+		cfg: cfg, observer: cfg.Observer, db: db, secrets: secrets, turns: newTurns(cfg.Starts),
 		dirty:     make(chan struct{}, 1),
 		sandboxes: map[ID]*member{}, names: map[Key]ID{}, pools: map[Key]*pool{}, builds: map[buildKey]*build{},
 		requests: map[string]*request{}, restoring: map[ID]int{}, parked: map[ID]Key{},
 	}
+	m.capacity = newAdmission(cfg.Capacity, m.dropHeld)
 	m.ctx, m.cancel = context.WithCancel(context.WithoutCancel(ctx))
 	if err := m.recover(ctx); err != nil {
 		return nil, errors.Join(fmt.Errorf("recover the state: %w", err), m.Close())
@@ -231,7 +232,7 @@ func (m *Manager) recover(ctx context.Context) error {
 			return err
 		}
 	}
-	if err := m.sweep(ctx); err != nil {
+	if err := errors.Join(m.sweep(ctx), m.recoverStorage()); err != nil {
 		return err
 	}
 	return m.recoverPools()
@@ -265,11 +266,11 @@ func (m *Manager) removed() {
 	}
 }
 
-// keep says what is in use. Checkpoints are not: they are on disk, and are read
-// again when somebody is restored from one.
+// keep says what is in use. Images of hibernated sandboxes and checkpoints are not:
+// they are on disk, and are read when a machine is made of one.
 func (m *Manager) keep() error {
 	var folders, snapshots []string
-	for dir, list := range map[string]*[]string{machinesDir: &folders, imagesDir: &snapshots, snapshotsDir: &snapshots} {
+	for dir, list := range map[string]*[]string{machinesDir: &folders, snapshotsDir: &snapshots} {
 		found, err := filepath.Glob(filepath.Join(m.cfg.Dir, dir, "*"))
 		if err != nil {
 			return err
@@ -344,9 +345,10 @@ func (m *Manager) adopt(ctx context.Context, s Sandbox) error {
 	m.sandboxes[s.ID], m.names[s.Key] = b, s.ID
 	m.mu.Unlock()
 	if s.State == Hibernated {
+		m.capacity.keep(s.Namespace, s.Kept)
 		return nil
 	}
-	m.capacity.take(s.Namespace, s.Memory)
+	m.capacity.take(s.Namespace, s.Memory, s.held()...)
 	sb, err := m.cfg.Engine.Adopt(ctx, m.machineDir(s.Machine))
 	if err == nil && s.State == Running {
 		// Whoever was to pause or capture it may have been cut off.

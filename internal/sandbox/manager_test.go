@@ -286,7 +286,7 @@ func TestWakeOnce(t *testing.T) {
 func TestFork(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		h := sandboxtest.NewHost(t)
-		m := daemon(t, t.TempDir(), h, func(c *Config) { c.Capacity = 4 * 64 * mib })
+		m := daemon(t, t.TempDir(), h, func(c *Config) { c.Capacity = 5 * 64 * mib })
 		defer func() { _ = m.Close() }()
 		setUp(t, m, 0)
 		source := claim(t, m, "a", Lifetime{Timeout: time.Hour})

@@ -28,6 +28,7 @@ type member struct {
 	conns   int         // connections to its ports
 	used    Clock       // runs while it runs and nobody uses it
 	timer   *time.Timer // for whichever of its timeouts is next
+	patient time.Time   // before which none is acted upon: it was tried in vain
 	// contexts are the default ones that were seen to be there.
 	contexts map[string]bool
 }
@@ -125,6 +126,7 @@ func (s *Sandbox) end(reason Reason, detail string, now time.Time) {
 	s.State, s.Reason, s.Detail, s.Ended = Ended, reason, detail, now.UTC()
 	s.Clock.stop(now)
 	s.Machine, s.Image, s.Boot = "", "", ""
+	s.Layers, s.Live, s.Kept = nil, nil, 0
 }
 
 // ended ends the sandbox in the journal, and then what is left of it: whoever
@@ -143,6 +145,7 @@ func (b *member) ended(reason Reason, detail string) error {
 	var errs []error
 	if last.Image != "" {
 		errs = append(errs, m.removeSnapshot(m.imageDir(last.Image)))
+		m.capacity.discard(last.Namespace, last.Kept)
 	}
 	errs = append(errs, b.dropMachine(last))
 	m.trimHistory()
@@ -167,7 +170,7 @@ func (b *member) dropMachine(last Sandbox) error {
 	}
 	m := b.manager
 	errs = append(errs, m.cfg.Engine.Remove(m.ctx, m.machineDir(last.Machine)))
-	m.capacity.release(last.Namespace, last.Memory)
+	m.capacity.release(last.Namespace, last.Memory, last.held()...)
 	m.removed()
 	m.refill()
 	return errors.Join(errs...)

@@ -39,11 +39,16 @@ func (p *pool) set(phase Phase, problem string) {
 
 // stock is the sandboxes of one build that wait.
 type stock struct {
+	manager *Manager
+
 	pool  Key
 	build Build
 	spec  TemplateSpec
 	snap  *snapshot.Snapshot
 	ready *ready.Pool
+	// held is what its machines hold of the snapshot. It is in memory for as long as
+	// the stock is there: one that is half made has it, too.
+	held []engine.Held
 
 	gone   context.Context // ends with the pool, and ends the claims under way
 	cancel context.CancelFunc
@@ -81,7 +86,9 @@ func (s *stock) close() error {
 	s.mu.Unlock()
 	<-s.closed
 	s.cancel()
-	return errors.Join(s.ready.Close(), s.snap.Close())
+	err := errors.Join(s.ready.Close(), s.snap.Close())
+	s.manager.capacity.release(s.pool.Namespace, 0, s.held...)
+	return err
 }
 
 // ApplyPool makes a pool or changes it.
@@ -310,8 +317,15 @@ func (p *pool) open(ctx context.Context, b Build, spec TemplateSpec, count int) 
 	if err != nil {
 		return nil, fmt.Errorf("the snapshot of template %s: %w", b.Template.Name, err)
 	}
-	s := &stock{pool: p.key, build: b, spec: spec, snap: snap}
+	s := &stock{pool: p.key, build: b, spec: spec, snap: snap, manager: p.manager}
 	s.gone, s.cancel = context.WithCancel(ctx)
+	if s.held, err = engine.HeldBy(snap, ""); err == nil {
+		err = p.manager.reserve(p.key.Namespace, 0, s.held...)
+	}
+	if err != nil {
+		s.cancel()
+		return nil, errors.Join(fmt.Errorf("the memory of template %s: %w", b.Template.Name, err), snap.Close())
+	}
 	fork := forker(func(ctx context.Context, _ *snapshot.Snapshot, o engine.ForkOptions) (engine.Sandbox, error) {
 		if o.Hostname == "" { // only a claim has a name for its sandbox
 			return p.manager.forkWaiting(ctx, s)
@@ -328,6 +342,8 @@ func (p *pool) open(ctx context.Context, b Build, spec TemplateSpec, count int) 
 	if s.ready, err = ready.New(ready.Config{
 		Snapshot: snap, Count: count, Shells: poolShells, Engine: e, Turn: p.manager.turns.takeIdle,
 	}); err != nil {
+		s.cancel()
+		p.manager.capacity.release(p.key.Namespace, 0, s.held...)
 		return nil, errors.Join(err, snap.Close())
 	}
 	return s, nil
@@ -348,6 +364,7 @@ type parked struct {
 
 	namespace Namespace
 	memory    uint64
+	held      []engine.Held
 	waited    bool // in a pool, before it was claimed
 }
 
@@ -355,7 +372,7 @@ type parked struct {
 func (p *parked) Close() error {
 	m := p.manager
 	err := errors.Join(p.Sandbox.Close(), m.cfg.Engine.Remove(context.WithoutCancel(m.ctx), m.machineDir(p.id)))
-	m.capacity.release(p.namespace, p.memory)
+	m.capacity.release(p.namespace, p.memory, p.held...)
 	m.unpark(p.id)
 	return err
 }

@@ -15,6 +15,9 @@ type Quota struct {
 	// Sandboxes is how many there may be that have not ended, hibernated ones
 	// included. What waits in pools is none yet.
 	Sandboxes int `json:"sandboxes,omitempty"`
+	// Storage is what hibernated sandboxes and checkpoints of the namespace may take
+	// on disk together, beyond their templates, in bytes.
+	Storage uint64 `json:"storage,omitempty"`
 }
 
 // QuotaUse is what a namespace uses of its quota.
@@ -22,6 +25,7 @@ type QuotaUse struct {
 	Quota
 	UsedMemory    uint64
 	UsedSandboxes int
+	UsedStorage   uint64
 }
 
 var quotas = journal.Collection[Quota]("quotas")
@@ -55,8 +59,9 @@ func (m *Manager) SetQuota(q Quota) (QuotaUse, error) {
 func (m *Manager) QuotaOf(n Namespace) (QuotaUse, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	q, used := m.capacity.quota(n)
-	return QuotaUse{Quota: q, UsedMemory: used, UsedSandboxes: m.countSandboxes(n)}, nil
+	use := m.capacity.quota(n)
+	use.UsedSandboxes = m.countSandboxes(n)
+	return use, nil
 }
 
 // countSandboxes counts those of a namespace that have not ended. It is called
@@ -73,7 +78,7 @@ func (m *Manager) countSandboxes(n Namespace) (count int) {
 // admit refuses one more sandbox of a namespace that has as many as it may have.
 // It is called with the mutex, which its caller holds until the sandbox counts.
 func (m *Manager) admit(n Namespace) error {
-	q, _ := m.capacity.quota(n)
+	q := m.capacity.quota(n)
 	if q.Sandboxes == 0 {
 		return nil
 	}

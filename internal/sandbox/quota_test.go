@@ -40,7 +40,8 @@ func TestQuota(t *testing.T) {
 		if _, err := m.SetQuota(Quota{Namespace: DefaultNamespace, Sandboxes: -1}); !HasCode(err, CodeInvalid) {
 			t.Errorf("a negative quota: %v", err)
 		}
-		if _, err := m.SetQuota(Quota{Namespace: DefaultNamespace, Memory: 3 * 64 * mib, Sandboxes: 4}); err != nil {
+		// A fork needs as much again as its source has, while it is made.
+		if _, err := m.SetQuota(Quota{Namespace: DefaultNamespace, Memory: 4 * 64 * mib, Sandboxes: 4}); err != nil {
 			t.Fatal(err)
 		}
 		claim(t, m, "a", Lifetime{})
@@ -50,6 +51,9 @@ func TestQuota(t *testing.T) {
 			t.Errorf("%+v, %v", f, err)
 		}
 		wantQuota(t, m, 3, 3)
+		if _, err := m.SetQuota(Quota{Namespace: DefaultNamespace, Memory: 3 * 64 * mib, Sandboxes: 4}); err != nil {
+			t.Fatal(err)
+		}
 		_, err = m.Claim(ctx, key("c"), ClaimSpec{Pool: "pool"})
 		wantOver(t, "a claim beyond the memory", err)
 		_, err = m.Fork(ctx, key("g"), "a", 1)

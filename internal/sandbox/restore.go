@@ -56,24 +56,37 @@ func (m *Manager) restore(ctx context.Context, k Key, checkpoint Name, spec Rest
 	if err != nil {
 		return Sandbox{}, err
 	}
-	if err := m.reserve(s.Namespace, s.Memory); err != nil {
+	snap, held, err := m.openHeld(m.checkpointDir(c.ID), string(b.id))
+	if err != nil {
+		return Sandbox{}, errors.Join(fmt.Errorf("restore checkpoint %s: %w", c.Name, err), b.forget())
+	}
+	defer func() { _ = snap.Close() }() // only read
+	if err := m.reserve(s.Namespace, s.Memory, held...); err != nil {
 		return Sandbox{}, errors.Join(err, b.forget())
 	}
-	if err := b.restoreFrom(ctx, c, spec.Env, also); err != nil {
-		m.capacity.release(s.Namespace, s.Memory)
+	if err := b.restoreFrom(ctx, c, restoring{snap, held, spec.Env}, also); err != nil {
+		m.capacity.release(s.Namespace, s.Memory, held...)
 		return Sandbox{}, errors.Join(err, b.forget())
 	}
 	return b.now(), nil
 }
 
+// restoring is what a sandbox is made of: a checkpoint's snapshot, what a machine
+// of it holds, and the environment that it is given.
+type restoring struct {
+	snap *snapshot.Snapshot
+	held []engine.Held
+	env  Env
+}
+
 // restoreFrom makes the machine of a sandbox that has its name and its memory.
-func (b *member) restoreFrom(ctx context.Context, c Checkpoint, env Env, also record[Sandbox]) error {
+func (b *member) restoreFrom(ctx context.Context, c Checkpoint, from restoring, also record[Sandbox]) error {
 	m, s := b.manager, b.now()
-	sb, machine, err := m.restoreMachine(ctx, s, c)
+	sb, machine, err := m.restoreMachine(ctx, s, c, from.snap)
 	if err != nil {
 		return err
 	}
-	if len(env) > 0 { // what it had is there already
+	if len(from.env) > 0 { // what it had is there already
 		// Its agent's environment is replaced, secrets included, which only the
 		// store knows.
 		var secrets Env
@@ -86,7 +99,7 @@ func (b *member) restoreFrom(ctx context.Context, c Checkpoint, env Env, also re
 	}
 	if err == nil {
 		err = b.changeAnd(func(s *Sandbox) {
-			s.State, s.Machine, s.Boot = Running, machine, m.cfg.Boot
+			s.State, s.Machine, s.Boot, s.Layers = Running, machine, m.cfg.Boot, from.held
 			s.Clock.start(time.Now())
 		}, also)
 	}
@@ -98,12 +111,7 @@ func (b *member) restoreFrom(ctx context.Context, c Checkpoint, env Env, also re
 	return nil
 }
 
-func (m *Manager) restoreMachine(ctx context.Context, s Sandbox, c Checkpoint) (_ engine.Sandbox, _ ID, err error) {
-	snap, err := snapshot.Open(m.checkpointDir(c.ID), snapshot.WithKey(m.cfg.Key))
-	if err != nil {
-		return nil, "", fmt.Errorf("restore checkpoint %s: %w", c.Name, err)
-	}
-	defer func() { err = errors.Join(err, snap.Close()) }()
+func (m *Manager) restoreMachine(ctx context.Context, s Sandbox, c Checkpoint, snap *snapshot.Snapshot) (engine.Sandbox, ID, error) {
 	sb, machine, err := m.startInTurn(ctx, s.Namespace, s.Limits, func(o engine.ForkOptions) (engine.Sandbox, error) {
 		o.Hostname = string(s.Name)
 		return m.cfg.Engine.Fork(ctx, snap, o)

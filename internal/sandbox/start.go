@@ -11,12 +11,12 @@ import (
 func (m *Manager) forkClaimed(ctx context.Context, s *stock, hostname string) (_ engine.Sandbox, err error) {
 	// A claim for which there is no memory is told so at once.
 	namespace, memory := s.build.Template.Namespace, m.machineMemory(s.spec)
-	if err := m.reserve(namespace, memory); err != nil {
+	if err := m.reserve(namespace, memory, s.held...); err != nil {
 		return nil, err
 	}
 	release, err := m.turns.take(ctx, namespace)
 	if err != nil {
-		m.capacity.release(namespace, memory)
+		m.capacity.release(namespace, memory, s.held...)
 		return nil, err
 	}
 	defer release()
@@ -47,7 +47,7 @@ func (m *Manager) forkWaiting(ctx context.Context, s *stock) (_ engine.Sandbox, 
 	defer func() { end(Outcome{Err: err}) }()
 	// Not before its turn: a claim may need the memory until then.
 	memory := m.machineMemory(s.spec)
-	if err := m.reserve(s.build.Template.Namespace, memory); err != nil {
+	if err := m.reserve(s.build.Template.Namespace, memory, s.held...); err != nil {
 		return nil, err
 	}
 	p, err := m.startParked(s, memory, func(o engine.ForkOptions) (engine.Sandbox, error) {
@@ -79,9 +79,9 @@ func (m *Manager) startParked(s *stock, memory uint64, start func(engine.ForkOpt
 	namespace := s.build.Template.Namespace
 	sb, id, err := m.startMachine(s.spec.limits(), start)
 	if err != nil {
-		m.capacity.release(namespace, memory)
+		m.capacity.release(namespace, memory, s.held...)
 		return nil, err
 	}
 	m.park(id, s.pool)
-	return &parked{Sandbox: sb, manager: m, id: id, namespace: namespace, memory: memory}, nil
+	return &parked{Sandbox: sb, manager: m, id: id, namespace: namespace, memory: memory, held: s.held}, nil
 }

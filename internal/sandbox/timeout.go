@@ -2,14 +2,7 @@ package sandbox
 
 import "time"
 
-// rearm sets the timer for the next of the sandbox's timeouts.
-func (b *member) rearm() {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	b.arm()
-}
-
-// arm is rearm for who has the mutex.
+// arm sets the timer for the next of the sandbox's timeouts. The caller holds b.mu.
 func (b *member) arm() {
 	if b.timer != nil {
 		b.timer.Stop()
@@ -26,7 +19,7 @@ func (b *member) arm() {
 		b.used.start(now)
 	}
 	left, _, limited := b.next(now)
-	if limited {
+	if left = max(left, b.patient.Sub(now)); limited {
 		b.timer = time.AfterFunc(left, b.expire)
 	}
 }
@@ -53,11 +46,12 @@ func (b *member) expire() {
 	}
 	defer b.unlock()
 	b.mu.Lock()
-	left, why, limited := b.next(time.Now())
-	due := b.record.State == Running && limited && left == 0
+	now := time.Now()
+	left, why, limited := b.next(now)
+	due := b.record.State == Running && limited && left == 0 && !now.Before(b.patient)
 	action := b.record.OnTimeout
 	if !due {
-		b.arm() // it was extended, or used
+		b.arm() // it was extended or used, or is to be tried later
 	}
 	b.mu.Unlock()
 	if !due {
@@ -81,9 +75,21 @@ func (b *member) expire() {
 	}
 	if err != nil && m.ctx.Err() == nil {
 		m.cfg.Log.Error("a sandbox's time is up", "sandbox", b.id, "action", action, "error", err)
-		time.AfterFunc(retryExpiry, b.rearm)
+		retry := retryExpiry
+		if HasCode(err, CodeCapacity) {
+			retry = retryRefused
+		}
+		// The attempt has set the timer again, to now.
+		b.mu.Lock()
+		b.patient = time.Now().Add(retry)
+		b.arm()
+		b.mu.Unlock()
 	}
 }
 
-// retryExpiry is when a timeout is tried again that could not be acted upon.
-const retryExpiry = 5 * time.Second
+// retryExpiry is when a timeout is tried again that could not be acted upon, and
+// retryRefused where the quota had no room for what was written.
+const (
+	retryExpiry  = 5 * time.Second
+	retryRefused = time.Minute
+)

@@ -217,8 +217,12 @@ type Sandbox struct {
 	Workdir  string            `json:"workdir"`
 	User     string            `json:"user,omitempty"`
 	Limits   engine.Limits     `json:"limits"`
-	// Memory is what it reserves while it has a machine.
-	Memory uint64 `json:"memory"`
+	// Memory is what it reserves while it has a machine. Layers and Live are what the
+	// machine holds in memory beside that: of the snapshot that it was made of, and
+	// of live forks.
+	Memory uint64        `json:"memory"`
+	Layers []engine.Held `json:"layers,omitempty"`
+	Live   []engine.Held `json:"live,omitempty"`
 
 	// Secrets are those that its memory has in it, and SecretsBy who claimed it,
 	// or the sandbox that it was forked from, with them.
@@ -244,6 +248,8 @@ type Sandbox struct {
 	// to; Running needs the one, Hibernated the other.
 	Machine ID `json:"machine,omitempty"`
 	Image   ID `json:"image,omitempty"`
+	// Kept is what Image takes on disk beyond its template, in bytes.
+	Kept uint64 `json:"kept,omitempty"`
 	// Boot is the host's boot in which Machine was made.
 	Boot string `json:"boot,omitempty"`
 }

@@ -22,7 +22,10 @@ func (a *api) PutQuota(w http.ResponseWriter, r *http.Request, namespace string)
 		if given.Memory < 0 {
 			return q, invalid("memory", "%d is negative", given.Memory)
 		}
-		return a.Service.SetQuota(sandbox.Quota{Namespace: n, Memory: uint64(given.Memory), Sandboxes: given.Sandboxes})
+		if given.Storage < 0 {
+			return q, invalid("storage", "%d is negative", given.Storage)
+		}
+		return a.Service.SetQuota(sandbox.Quota{Namespace: n, Memory: uint64(given.Memory), Sandboxes: given.Sandboxes, Storage: uint64(given.Storage)})
 	})
 }
 
@@ -43,7 +46,7 @@ func (a *api) quota(w http.ResponseWriter, r *http.Request, namespace string, do
 	}
 	a.answer(w, r, http.StatusOK, rest.Quota{
 		Namespace: string(q.Namespace),
-		Spec:      rest.QuotaSpec{Memory: int64(q.Memory), Sandboxes: q.Sandboxes},
-		Used:      rest.QuotaUse{Memory: int64(q.UsedMemory), Sandboxes: q.UsedSandboxes},
+		Spec:      rest.QuotaSpec{Memory: int64(q.Memory), Sandboxes: q.Sandboxes, Storage: int64(q.Storage)},
+		Used:      rest.QuotaUse{Memory: int64(q.UsedMemory), Sandboxes: q.UsedSandboxes, Storage: int64(q.UsedStorage)},
 	}, err)
 }

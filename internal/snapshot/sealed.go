@@ -22,7 +22,17 @@ var ErrPrivate = errors.New("it holds secrets and is sealed: only the daemon tha
 // Option says how a snapshot is made or opened.
 type Option func(*options)
 
-type options struct{ key *seal.Key }
+type options struct {
+	key   *seal.Key
+	still bool
+}
+
+// Still says that the machine may stand still until its snapshot is on disk, so
+// that no copy of it has to be made first.
+func Still() Option { return func(o *options) { o.still = true } }
+
+// Still reports whether the machine may stand still.
+func (b *Builder) Still() bool { return b.still }
 
 // Sealed makes a new snapshot private: its state and the layers that are written
 // for it are sealed with key. Layers that it shares with others stay as they are.

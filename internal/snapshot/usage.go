@@ -2,9 +2,11 @@ package snapshot
 
 import (
 	"errors"
+	"fmt"
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strings"
 
 	"golang.org/x/sys/unix"
 )
@@ -24,6 +26,28 @@ type Size struct {
 	// Stored is all that is in it, Unshared what of that has no other name: it is
 	// what deleting the folder frees.
 	Stored, Unshared uint64
+}
+
+// BytesBeside is how many bytes the files of a folder have, without the layers for
+// which shared is true.
+func BytesBeside(dir string, shared func(digest string) bool) (bytes uint64, err error) {
+	err = filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
+		if err != nil || !d.Type().IsRegular() {
+			return err
+		}
+		if name, _ := strings.CutSuffix(d.Name(), sealedSuffix); shared(name) {
+			return nil
+		}
+		info, err := d.Info()
+		if err == nil {
+			bytes += uint64(info.Size())
+		}
+		return err
+	})
+	if err != nil {
+		return 0, fmt.Errorf("add up what is stored: %w", err)
+	}
+	return bytes, nil
 }
 
 // statBlock is the unit of stat(2)'s st_blocks.

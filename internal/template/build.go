@@ -16,6 +16,7 @@ import (
 	"agentrun.dev/internal/guestrpc"
 	"agentrun.dev/internal/image"
 	"agentrun.dev/internal/sandbox"
+	"agentrun.dev/internal/snapshot"
 )
 
 // Builder builds templates on an engine, from images of a store.
@@ -73,7 +74,7 @@ func (b *Builder) Build(ctx context.Context, spec sandbox.TemplateSpec, stage sa
 	if err := sb.Agent().Close(); err != nil {
 		return built, err
 	}
-	snap, err := sb.Snapshot(ctx, dir)
+	snap, err := sb.Snapshot(ctx, dir, snapshot.Still())
 	if err != nil {
 		return built, err
 	}

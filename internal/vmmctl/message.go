@@ -34,6 +34,8 @@ const (
 	KindLoad   Kind = 13
 	// KindPark is Pause until the parent sends something on a stream.
 	KindPark Kind = 14
+	// KindStream is Save of a machine that stands still, to pipes.
+	KindStream Kind = 15
 
 	KindReply Kind = 64
 	KindReady Kind = 65
@@ -164,6 +166,11 @@ type Net struct {
 // the layer and an empty file that becomes its top. The reply's data is a Saved.
 type Save struct {
 	ID uint64
+	// Stream says that memory and layers are pipes. The machine stands still until
+	// the reply comes. The runs of the memory go to its pipe, one after the other,
+	// then those of each disk to the disk's; each pipe is closed before the next is
+	// written to. There is no Rebase.
+	Stream bool
 	// Rebase says that what is saved becomes part of the machine's image: the
 	// next Save tells what changed after this one, if this one succeeds.
 	Rebase bool
@@ -257,8 +264,8 @@ func Unmarshal(b []byte) (Message, error) {
 		m = &Shell{}
 	case KindLoad:
 		m = &Load{}
-	case KindSave:
-		m = &Save{}
+	case KindSave, KindStream:
+		m = &Save{Stream: k == KindStream}
 	case KindConnect:
 		m = &Connect{}
 	case KindPause, KindPark, KindResume, KindConsole, KindStop, KindGeneration, KindTouched, KindSettle:
@@ -283,10 +290,15 @@ func Unmarshal(b []byte) (Message, error) {
 	return m, nil
 }
 
-func (*Boot) kind() Kind     { return KindBoot }
-func (*Shell) kind() Kind    { return KindShell }
-func (*Load) kind() Kind     { return KindLoad }
-func (*Save) kind() Kind     { return KindSave }
+func (*Boot) kind() Kind  { return KindBoot }
+func (*Shell) kind() Kind { return KindShell }
+func (*Load) kind() Kind  { return KindLoad }
+func (m *Save) kind() Kind {
+	if m.Stream {
+		return KindStream
+	}
+	return KindSave
+}
 func (*Connect) kind() Kind  { return KindConnect }
 func (m *Simple) kind() Kind { return m.Kind }
 func (*Balloon) kind() Kind  { return KindBalloon }

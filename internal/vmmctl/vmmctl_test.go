@@ -39,6 +39,7 @@ func messages() []Message {
 		}},
 		&Load{ID: 8, Devices: devices()},
 		&Save{ID: 9},
+		&Save{ID: 9, Stream: true, Memory: []layer.Run{{Start: 4096, Length: 8192}}},
 		&Connect{ID: 7, Port: 1<<32 - 1},
 		&Simple{Kind: KindPause, ID: 1},
 		&Simple{Kind: KindGeneration, ID: 2},

@@ -40,7 +40,11 @@ func (s *server) save(m *vmmctl.Save, files []*os.File) (_ []byte, err error) {
 	for i := 3; i < len(files); i += 2 {
 		w.layers, w.tops = append(w.layers, files[i]), append(w.tops, files[i+1])
 	}
-	saved, err := s.saveTo(m, &w)
+	to := s.saveTo
+	if m.Stream {
+		to = s.streamTo
+	}
+	saved, err := to(m, &w)
 	if w.memory != nil {
 		err = errors.Join(err, w.memory.Close())
 	}
@@ -120,14 +124,9 @@ func (s *server) saveTo(m *vmmctl.Save, w *saveFiles) (saved vmmctl.Saved, err e
 		return saved, err
 	}
 	for i, d := range disks {
-		var include []layer.Run
-		if i < len(m.Disks) {
-			include = m.Disks[i]
-		}
-		var change vmmctl.Change
-		change.Runs, change.Zeros = d.Changed(include)
-		if err := d.WriteChanged(w.layers[i], change.Runs); err != nil {
-			return saved, fmt.Errorf("save disk %d: %w", i, err)
+		change, err := saveDisk(m, i, d, w.layers[i])
+		if err != nil {
+			return saved, err
 		}
 		saved.Disks = append(saved.Disks, change)
 	}
@@ -200,6 +199,19 @@ func (s *server) freezeDisks(w *saveFiles) (disks []*layer.Frozen, err error) {
 	return disks, nil
 }
 
+// saveDisk writes what a frozen disk has beyond its image.
+func saveDisk(m *vmmctl.Save, i int, d *layer.Frozen, to *os.File) (change vmmctl.Change, err error) {
+	var include []layer.Run
+	if i < len(m.Disks) {
+		include = m.Disks[i]
+	}
+	change.Runs, change.Zeros = d.Changed(include)
+	if err := d.WriteChanged(to, change.Runs); err != nil {
+		return change, fmt.Errorf("save disk %d: %w", i, err)
+	}
+	return change, nil
+}
+
 func saveState(state *vmm.State, to *os.File) error {
 	encoded, err := state.Marshal()
 	if err != nil {
@@ -216,7 +228,16 @@ func saveState(state *vmm.State, to *os.File) error {
 const minZeroRun = 64 << 10
 
 // saveMemory stores what a capture has.
-func saveMemory(from *vmm.Capture, include []layer.Run) (c vmmctl.Change, err error) {
+func saveMemory(from *vmm.Capture, include []layer.Run) (vmmctl.Change, error) {
+	c, err := listMemory(from, include)
+	if err != nil {
+		return c, err
+	}
+	return c, from.Copy(toSpans(c.Runs))
+}
+
+// listMemory says what is to be stored of what a capture has.
+func listMemory(from *vmm.Capture, include []layer.Run) (c vmmctl.Change, err error) {
 	data, zeros, err := from.List(toSpans(include))
 	if err != nil {
 		return c, err
@@ -240,7 +261,7 @@ func saveMemory(from *vmm.Capture, include []layer.Run) (c vmmctl.Change, err er
 	c.Zeros = slices.DeleteFunc(c.Zeros, func(z layer.Run) bool {
 		return slices.ContainsFunc(c.Runs, func(r layer.Run) bool { return z.Start >= r.Start && z.Start < r.Start+r.Length })
 	})
-	return c, from.Copy(toSpans(c.Runs))
+	return c, nil
 }
 
 func toRuns(spans []guestmem.Span) []layer.Run {

@@ -15,10 +15,12 @@ import (
 
 	"agentrun.dev/internal/assets"
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/enginetest"
 	"agentrun.dev/internal/engine/gvisor"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/ready"
 	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/seal"
 	"agentrun.dev/internal/snapshot"
 )
 
@@ -346,4 +348,13 @@ func TestNothingLeft(t *testing.T) {
 	if out, err := exec.Command("pgrep", "-f", filepath.Join(dir, "run")).Output(); err == nil {
 		t.Errorf("processes are left: %s", out)
 	}
+}
+
+// TestHibernation: no copy of a sandbox is in memory when it is written to disk.
+func TestHibernation(t *testing.T) {
+	s := spec(t)
+	s.Memory = 384 * mib
+	enginetest.Hibernation(t, func(t *testing.T, resident string, key *seal.Key) engine.Engine {
+		return newEngine(t, gvisor.Config{Resident: resident, RunDir: filepath.Join(tempDir(t), "run"), Key: key})
+	}, s)
 }

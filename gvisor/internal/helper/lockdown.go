@@ -104,6 +104,8 @@ var lockdownAllowed = []uintptr{
 	// Files: of the sandbox's folder, of checkpoints, of the sandbox's process.
 	unix.SYS_OPENAT, unix.SYS_NEWFSTATAT, unix.SYS_STATX, unix.SYS_FACCESSAT, unix.SYS_FACCESSAT2, unix.SYS_READLINKAT,
 	unix.SYS_GETDENTS64, unix.SYS_MKDIRAT, unix.SYS_SYMLINKAT, unix.SYS_UNLINKAT, unix.SYS_RENAMEAT, unix.SYS_RENAMEAT2,
+	// The window of shared memory through which a checkpoint that is streamed is asked for.
+	unix.SYS_MEMFD_CREATE,
 	// Unix sockets.
 	unix.SYS_CONNECT, unix.SYS_ACCEPT4, unix.SYS_SENDMSG, unix.SYS_RECVMSG, unix.SYS_SENDTO, unix.SYS_RECVFROM, unix.SYS_SHUTDOWN,
 	unix.SYS_GETSOCKNAME, unix.SYS_GETPEERNAME, unix.SYS_GETSOCKOPT,

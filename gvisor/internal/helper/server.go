@@ -10,6 +10,7 @@ import (
 	"io"
 	"os"
 	"runtime"
+	"slices"
 	"sync"
 	"syscall"
 
@@ -223,6 +224,14 @@ func (s *server) try(ctx context.Context, m *gvisorctl.Message, files []*os.File
 			return errFiles
 		}
 		took, err := box.checkpoint(files)
+		reply.Took = took
+		return err
+	case gvisorctl.OpStream:
+		first := len(gvisorctl.CheckpointFiles)
+		if len(files) != first+2 {
+			return errFiles
+		}
+		took, err := box.stream(slices.Clone(files[:first]), [2]*os.File(files[first:]))
 		reply.Took = took
 		return err
 	case gvisorctl.OpDescribe:

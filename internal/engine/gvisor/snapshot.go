@@ -176,16 +176,7 @@ func (s *sandbox) build(ctx context.Context, b *snapshot.Builder) (*snapshot.Sna
 	if err != nil {
 		return nil, err
 	}
-	c, _, err := s.take(ctx)
-	if err != nil {
-		return nil, err
-	}
-	defer c.close()
-	state, err := encodeState(c)
-	if err != nil {
-		return nil, err
-	}
-	pages, err := s.engine.storePages(ctx, b, c.pages)
+	state, pages, err := s.write(ctx, b)
 	if err != nil {
 		return nil, err
 	}
@@ -207,23 +198,22 @@ func (s *sandbox) build(ctx context.Context, b *snapshot.Builder) (*snapshot.Sna
 	return b.Commit(m, state)
 }
 
-// storePages makes the pages a layer, and keeps them in memory for the first
-// fork: a copy, as the sandbox may still have the file open.
-func (e *Engine) storePages(ctx context.Context, b *snapshot.Builder, pages *os.File) (layer.Ref, error) {
-	f, err := e.resident.Create()
+// write captures the sandbox, and makes its pages a layer. One that stands still
+// goes to the disk at once. One that runs stands still for as short as possible:
+// until its checkpoint is in memory.
+func (s *sandbox) write(ctx context.Context, b *snapshot.Builder) (state []byte, pages layer.Ref, err error) {
+	if s.paused.Load() || b.Still() {
+		return s.stream(ctx, b)
+	}
+	c, _, err := s.take(ctx)
 	if err != nil {
-		return layer.Ref{}, err
+		return nil, pages, err
 	}
-	defer func() { _ = f.Close() }() // it is adopted, or to go
-	w := layer.NewWriter(f)
-	if _, err := io.Copy(w, pages); err != nil {
-		return layer.Ref{}, fmt.Errorf("copy pages: %w", err)
+	defer c.close()
+	if state, err = encodeState(c); err == nil {
+		pages, err = b.StreamLayer(ctx, c.pages, s.shape().limits(engine.Limits{}).Memory)
 	}
-	ref := w.Ref()
-	if err := e.resident.Adopt(ctx, f, ref); err != nil {
-		return ref, err
-	}
-	return ref, b.AddLayer(ref, f)
+	return state, pages, err
 }
 
 // storeRoot makes the root filesystem a layer: a link to that of the snapshot
@@ -257,19 +247,31 @@ const stateVersion = 1
 
 // encodeState packs the small files of a checkpoint.
 func encodeState(c checkpoint) ([]byte, error) {
-	e := wire.NewEncoder(nil)
-	e.Version(stateVersion)
-	for _, f := range []*os.File{c.state, c.meta} {
-		b, err := io.ReadAll(io.LimitReader(f, snapshot.MaxState+1))
-		if err != nil {
+	var parts [2][]byte
+	for i, f := range []*os.File{c.state, c.meta} {
+		var err error
+		if parts[i], err = io.ReadAll(io.LimitReader(f, snapshot.MaxState+1)); err != nil {
 			return nil, fmt.Errorf("read checkpoint: %w", err)
 		}
-		e.Data(b)
+	}
+	return encodeParts(parts[:]...)
+}
+
+// encodeParts packs what the small files hold.
+func encodeParts(parts ...[]byte) ([]byte, error) {
+	e := wire.NewEncoder(nil)
+	e.Version(stateVersion)
+	for _, p := range parts {
+		e.Data(p)
 	}
 	if e.Len() > snapshot.MaxState {
-		return nil, fmt.Errorf("the state of gVisor's kernel has %d bytes, more than %d: fewer processes and open files make it smaller", e.Len(), snapshot.MaxState)
+		return nil, errTooLarge(e.Len())
 	}
 	return e.Bytes(), nil
+}
+
+func errTooLarge(size int) error {
+	return fmt.Errorf("the state of gVisor's kernel has %d bytes, more than %d: fewer processes and open files make it smaller", size, snapshot.MaxState)
 }
 
 // checkpointOf opens a snapshot's checkpoint. The pages are in memory: the

@@ -89,6 +89,9 @@ func inUse(path string) bool {
 	return errors.Is(unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB), unix.EWOULDBLOCK)
 }
 
+// Drop frees pages.
+func (e *Engine) Drop(ids []string) error { return e.resident.Drop(ids) }
+
 // Keep frees the resident pages that neither the sandboxes in these folders nor
 // these snapshots use, and what sandboxes left that ended while nobody watched.
 func (e *Engine) Keep(folders, snapshots []string) error {

@@ -186,6 +186,9 @@ func (e *Engine) Inspect(dir string) (pid int, st engine.Stats, err error) {
 	return pid, st, err
 }
 
+// Drop frees memory layers.
+func (e *Engine) Drop(ids []string) error { return e.resident.Drop(ids) }
+
 // Keep frees the memory layers that neither the sandboxes in these folders nor
 // these snapshots use.
 func (e *Engine) Keep(folders, snapshots []string) error {

@@ -80,6 +80,16 @@ func (l liveLayers) add(file *os.File, size uint64, runs []layer.Run, closeIt fu
 	return r
 }
 
+// held lists those that a memory is made of: those of disks are on disk.
+func (l liveLayers) held(memory layer.Image) (list []engine.Held) {
+	for _, r := range memory.Layers {
+		if x := l[r.Digest]; x != nil {
+			list = append(list, engine.Held{ID: "live-" + r.Digest.String(), Bytes: x.holds})
+		}
+	}
+	return list
+}
+
 // leastUse is the part of a layer, as its inverse, that an image must show so
 // that the layer is worth its memory.
 const leastUse = 4
@@ -116,7 +126,7 @@ func (l liveLayers) usedBy(images ...layer.Image) liveLayers {
 func (s *sandbox) Fork(ctx context.Context, opts []engine.ForkOptions) (*engine.LiveFork, error) {
 	f, err := s.liveFork(ctx, opts)
 	if err != nil {
-		return nil, fmt.Errorf("fork a running sandbox: %w", err)
+		return f, fmt.Errorf("fork a running sandbox: %w", err)
 	}
 	return f, nil
 }
@@ -129,7 +139,7 @@ func (s *sandbox) liveFork(ctx context.Context, opts []engine.ForkOptions) (*eng
 	}
 	defer func() { _ = m.release() }() // the children have their own shares
 	if err := ctx.Err(); err != nil {
-		return nil, err
+		return &engine.LiveFork{Source: m.live.held(m.memory)}, err
 	}
 	out := &engine.LiveFork{Forks: make([]engine.Sandbox, len(opts)), Errs: make([]error, len(opts))}
 	out.Stats = engine.LiveForkStats{
@@ -138,6 +148,8 @@ func (s *sandbox) liveFork(ctx context.Context, opts []engine.ForkOptions) (*eng
 		WaitOf99: time.Duration(saved.WaitOf99), LongestWait: time.Duration(saved.Wait),
 		Copied: saved.Copied, StoodStill: saved.StoodStill,
 	}
+	out.Held = m.live.held(m.memory)
+	out.Source = out.Held // it has the layers in common with them
 	s.mu.Lock()
 	s.lastFork = out.Stats
 	s.mu.Unlock()

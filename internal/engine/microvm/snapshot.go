@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"strconv"
 	"time"
@@ -39,6 +38,9 @@ func (s *sandbox) build(ctx context.Context, b *snapshot.Builder) (*snapshot.Sna
 		return nil, err
 	}
 	s.openStandby(ctx, true)
+	if s.paused.Load() || b.Still() {
+		return s.stream(ctx, b)
+	}
 	// What live layers hold is stored once more: they have no digest.
 	durable, save := s.durable()
 	c, err := s.freeze(ctx, save)
@@ -127,6 +129,7 @@ type captured struct {
 	memory  *charged   // a sealed memfd, each page at its offset in RAM
 	held    uint64     // bytes that are there of the memory
 	disks   []*os.File // one per writable disk
+	stored  *streamed  // set if memory and disks are layers already; they are nil then
 }
 
 func (c *captured) close() {
@@ -232,7 +235,11 @@ func (s *sandbox) store(ctx context.Context, b *snapshot.Builder, c *captured) (
 		if d.readOnly {
 			err = st.keep(im)
 		} else {
-			im, err = st.layDisk(ctx, im, c.disks[writable], c.saved.Disks[writable])
+			if c.stored != nil {
+				im, err = st.lay(ctx, im, c.stored.disks[writable], nil, c.saved.Disks[writable])
+			} else {
+				im, err = st.layDisk(ctx, im, c.disks[writable], c.saved.Disks[writable])
+			}
 			writable++
 		}
 		if err != nil {
@@ -250,33 +257,25 @@ type storing struct {
 	stored  map[layer.Digest]bool
 }
 
-// layMemory stores the captured memory, and keeps it in memory for the first
-// fork.
+// layMemory stores the captured memory. It is loaded from there by the first
+// fork: what is in memory and no sandbox uses nobody would be charged for.
 func (st *storing) layMemory(ctx context.Context, c *captured) (layer.Image, error) {
 	below := st.sandbox.memory
-	if len(c.saved.Memory.Runs) == 0 {
+	if c.stored != nil {
+		return st.lay(ctx, below, c.stored.memory, nil, c.saved.Memory)
+	}
+	runs := c.saved.Memory.Runs
+	if len(runs) == 0 {
 		return st.lay(ctx, below, layer.Ref{}, nil, c.saved.Memory)
 	}
-	if err := layer.CheckChange(c.saved.Memory.Runs, c.saved.Memory.Zeros, below.Size); err != nil {
+	if err := layer.CheckChange(runs, c.saved.Memory.Zeros, below.Size); err != nil {
 		return below, err
 	}
-	resident := st.sandbox.engine.resident
-	f, err := resident.Create()
+	ref, err := st.StreamLayer(ctx, runsOf(c.memory, runs), below.Size)
 	if err != nil {
 		return below, err
 	}
-	defer func() { _ = f.Close() }() // it has a name, or is abandoned
-	w := layer.NewWriter(f)
-	for _, r := range c.saved.Memory.Runs {
-		if _, err := io.CopyN(w, io.NewSectionReader(c.memory, int64(r.Start), int64(r.Length)), int64(r.Length)); err != nil {
-			return below, fmt.Errorf("copy the memory layer: %w", err)
-		}
-	}
-	im, err := st.lay(ctx, below, w.Ref(), f, c.saved.Memory)
-	if err != nil {
-		return below, err
-	}
-	return im, resident.Adopt(ctx, f, w.Ref())
+	return st.lay(ctx, below, ref, nil, c.saved.Memory)
 }
 
 // layDisk stores what was captured of a disk.

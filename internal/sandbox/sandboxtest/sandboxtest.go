@@ -4,12 +4,15 @@
 package sandboxtest
 
 import (
+	"bytes"
 	"context"
+	"crypto/rand"
 	"errors"
 	"maps"
 	"net"
 	"os"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -36,6 +39,7 @@ type Host struct {
 
 	mu        sync.Mutex // protects all following fields
 	processes map[string]*Process
+	resident  map[string]engine.Held
 	failNext  error
 	failWrite error
 	hanging   chan struct{} // closed when a capture has begun to hang
@@ -52,7 +56,7 @@ type Process struct {
 
 // NewHost makes a host that ends with the test.
 func NewHost(t testing.TB) *Host {
-	h := &Host{processes: map[string]*Process{}}
+	h := &Host{processes: map[string]*Process{}, resident: map[string]engine.Held{}}
 	t.Cleanup(func() {
 		h.mu.Lock()
 		folders := slices.Collect(maps.Keys(h.processes))
@@ -174,6 +178,23 @@ func (h *Host) Inspect(folder string) (int, engine.Stats, error) {
 
 func (h *Host) Keep([]string, []string) error { return nil }
 
+// Drop frees layers that forks have loaded.
+func (h *Host) Drop(ids []string) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for _, id := range ids {
+		delete(h.resident, id)
+	}
+	return nil
+}
+
+// Resident is what layers of memory take that are loaded.
+func (h *Host) Resident() uint64 {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return engine.HeldBytes(slices.Collect(maps.Values(h.resident)))
+}
+
 func (h *Host) Boot(context.Context, engine.Spec) (engine.Sandbox, error) {
 	return nil, errors.New("not used")
 }
@@ -198,6 +219,15 @@ func (h *Host) Fork(ctx context.Context, snap *snapshot.Snapshot, o engine.ForkO
 	}
 	defer release()
 	defer h.hook()()
+	held, err := engine.HeldBy(snap, o.Folder)
+	if err != nil {
+		return nil, err
+	}
+	h.mu.Lock()
+	for _, l := range held {
+		h.resident[l.ID] = l
+	}
+	h.mu.Unlock()
 	return h.start(o.Folder, snap.Manifest().Labels)
 }
 
@@ -319,6 +349,10 @@ func (s *handle) Fork(ctx context.Context, opts []engine.ForkOptions) (*engine.L
 	}
 	f := &engine.LiveFork{Forks: make([]engine.Sandbox, len(opts)), Errs: make([]error, len(opts))}
 	for i, o := range opts {
+		if n, err := strconv.Atoi(s.memory[LiveKey]); err == nil {
+			f.Held = []engine.Held{{ID: "live-" + strconv.Itoa(n), Bytes: uint64(n)}}
+			f.Source = f.Held
+		}
 		release, err := o.WaitTurn(ctx)
 		if err != nil {
 			f.Errs[i] = err
@@ -341,29 +375,38 @@ func (s *handle) Close() error {
 
 func (s *handle) Shutdown(context.Context, time.Duration) error { return s.Close() }
 
+// LiveKey says how many bytes a live fork leaves in memory.
+const LiveKey = "live"
+
+// LayerKey says of how many pages the layer is that a capture has of the memory;
+// without it there is none.
+const LayerKey = "layer"
+
 // Capture makes a snapshot whose labels are the memory.
 func Capture(dir string, memory map[string]string, opts ...snapshot.Option) (*snapshot.Snapshot, error) {
-	b, err := snapshot.NewBuilder(dir, opts...)
-	if err != nil {
-		return nil, err
-	}
-	page := make([]byte, layer.PageSize)
-	f, err := os.CreateTemp("", "page")
-	if err != nil {
-		return nil, err
-	}
-	defer func() { _ = f.Close(); _ = os.Remove(f.Name()) }()
-	w := layer.NewWriter(f)
-	if _, err := w.Write(page); err != nil {
-		return nil, err
-	}
-	ref := w.Ref()
-	if err := b.AddLayer(ref, f); err != nil {
-		return nil, errors.Join(err, b.Abort())
-	}
-	im := snapshot.ImageOf(layer.Image{Size: ref.Size, Layers: []layer.Ref{ref}, Extents: []layer.Extent{{Length: ref.Size}}})
-	return b.Commit(snapshot.Manifest{
-		Created: time.Unix(0, 0).UTC(), Kernel: strings.Repeat("ab", 32), TSCKHz: 1, VCPUs: 1, Memory: im,
-		CPU: snapshot.CPU{Profile: "x", Vendor: "y", Family: 1}, Labels: memory,
-	}, []byte("state"))
+	return snapshot.Make(dir, func(b *snapshot.Builder) (*snapshot.Snapshot, error) {
+		root, err := b.StreamLayer(context.Background(), bytes.NewReader(make([]byte, layer.PageSize)), layer.PageSize)
+		if err != nil {
+			return nil, err
+		}
+		ram := layer.Image{Size: layer.PageSize}
+		if pages, err := strconv.Atoi(memory[LayerKey]); err == nil {
+			content := make([]byte, pages*layer.PageSize)
+			_, _ = rand.Read(content) // it never fails; no two layers are the same
+			ref, err := b.StreamLayer(context.Background(), bytes.NewReader(content), uint64(len(content)))
+			if err != nil {
+				return nil, err
+			}
+			ram = whole(ref)
+		}
+		return b.Commit(snapshot.Manifest{
+			Created: time.Unix(0, 0).UTC(), Kernel: strings.Repeat("ab", 32), TSCKHz: 1, VCPUs: 1, Memory: snapshot.ImageOf(ram),
+			Disks: []snapshot.Disk{{ID: "root", ReadOnly: true, Image: snapshot.ImageOf(whole(root))}},
+			CPU:   snapshot.CPU{Profile: "x", Vendor: "y", Family: 1}, Labels: memory,
+		}, []byte("state"))
+	}, opts...)
+}
+
+func whole(ref layer.Ref) layer.Image {
+	return layer.Image{Size: ref.Size, Layers: []layer.Ref{ref}, Extents: []layer.Extent{{Length: ref.Size}}}
 }

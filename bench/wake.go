@@ -1,0 +1,175 @@
+package bench
+
+import (
+	"context"
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/engine/pick"
+	"agentrun.dev/internal/snapshot"
+	"golang.org/x/sys/unix"
+)
+
+// WakeConfig says what Wake measures.
+type WakeConfig struct {
+	// Root is an EROFS image with a shell and the usual tools.
+	Root   string
+	Memory uint64
+	VCPUs  int
+	// Fill is how many MiB of /dev/shm in the sandbox are filled with random bytes.
+	Fill  int
+	Count int
+	// Folder is for the snapshots and the sandboxes' disks.
+	Folder string
+	Jail   microvm.JailPolicy
+	Engine pick.Kind
+}
+
+// WakeReport is what it found.
+type WakeReport struct {
+	Engine string `json:"engine"`
+	Memory uint64 `json:"memory_bytes"`
+	Fill   int    `json:"filled_mib"`
+	// Fork is a fork of the template, whose layers are in memory; Read is reading
+	// and hashing the layers that a sandbox was written to, which are on disk alone;
+	// Wake is a fork of it as it is then, until its agent has answered. They take
+	// turns, and caches are dropped before Read and Wake.
+	Fork Summary `json:"cold_fork"`
+	Read Summary `json:"read_and_hash"`
+	Wake Summary `json:"wake"`
+	// Hibernate is from the pause until the sandbox is on disk.
+	Hibernate Summary `json:"hibernate"`
+	// Ratio is the median of Wake to those of Fork and Read together.
+	Ratio float64 `json:"ratio"`
+}
+
+// Wake measures sandboxes that are hibernated and wake.
+func Wake(ctx context.Context, cfg WakeConfig) (_ WakeReport, err error) {
+	report := WakeReport{Memory: cfg.Memory, Fill: cfg.Fill}
+	from := ForkConfig{Root: cfg.Root, Program: "true", Memory: cfg.Memory, VCPUs: cfg.VCPUs, Folder: cfg.Folder, Jail: cfg.Jail, Engine: cfg.Engine}
+	source, err := newForkSource(ctx, from)
+	if err != nil {
+		return report, err
+	}
+	defer func() { err = errors.Join(err, source.close()) }()
+	report.Engine = string(from.engine())
+	var s wakeSamples
+	for i := range cfg.Count + 1 {
+		if i == 1 { // the first loads the template
+			s = wakeSamples{}
+		}
+		if err := s.one(ctx, source, cfg, filepath.Join(cfg.Folder, fmt.Sprint("asleep-", i))); err != nil {
+			return report, err
+		}
+	}
+	report.Fork, report.Read, report.Wake, report.Hibernate = Summarize(s.fork), Summarize(s.read), Summarize(s.wake), Summarize(s.hibernate)
+	report.Ratio = report.Wake.P50 / (report.Fork.P50 + report.Read.P50)
+	return report, nil
+}
+
+type wakeSamples struct{ fork, read, wake, hibernate []time.Duration }
+
+// one hibernates a sandbox and wakes it.
+func (s *wakeSamples) one(ctx context.Context, source *forkSource, cfg WakeConfig, dir string) (err error) {
+	begin := time.Now()
+	sb, err := source.engine.Fork(ctx, source.snap, engine.ForkOptions{})
+	if err != nil {
+		return err
+	}
+	s.fork = append(s.fork, time.Since(begin))
+	defer func() { err = errors.Join(err, sb.Close()) }()
+	fill := fmt.Sprintf("dd if=/dev/urandom of=/dev/shm/fill bs=1M count=%d 2>/dev/null", cfg.Fill)
+	if err := execProgram(ctx, sb.Agent(), "sh", "-c", fill); err != nil {
+		return err
+	}
+	begin = time.Now()
+	if err := sb.Pause(ctx); err != nil {
+		return err
+	}
+	asleep, err := sb.Snapshot(ctx, dir)
+	if err != nil {
+		return err
+	}
+	s.hibernate = append(s.hibernate, time.Since(begin))
+	defer func() { err = errors.Join(err, asleep.Close(), snapshot.Remove(dir)) }()
+	if err := errors.Join(sb.Close(), dropCaches(dir)); err != nil {
+		return err
+	}
+	begin = time.Now()
+	own, err := readOwn(source.snap, asleep)
+	if err != nil {
+		return err
+	}
+	s.read = append(s.read, time.Since(begin))
+	if err := dropCaches(dir); err != nil {
+		return err
+	}
+	begin = time.Now()
+	awake, err := source.engine.Fork(ctx, asleep, engine.ForkOptions{KeepIdentity: true})
+	if err != nil {
+		return err
+	}
+	s.wake = append(s.wake, time.Since(begin))
+	check := fmt.Sprintf("test $(wc -c < /dev/shm/fill) = %d", cfg.Fill<<20)
+	return errors.Join(execProgram(ctx, awake.Agent(), "sh", "-c", check), awake.Close(), source.engine.Drop(own))
+}
+
+// readOwn reads and hashes the memory layers that a snapshot does not have from
+// another, and lists them.
+func readOwn(from, of *snapshot.Snapshot) (own []string, err error) {
+	shared := map[string]bool{}
+	for _, ref := range from.Manifest().MemoryLayers() {
+		shared[ref.Digest.String()] = true
+	}
+	for _, ref := range of.Manifest().MemoryLayers() {
+		if shared[ref.Digest.String()] {
+			continue
+		}
+		own = append(own, ref.Digest.String())
+		r, err := of.ReadLayer(ref)
+		if err != nil {
+			return nil, err
+		}
+		h := sha256.New()
+		_, err = io.CopyBuffer(h, struct{ io.Reader }{r}, make([]byte, 1<<20))
+		if err = errors.Join(err, r.Close()); err != nil {
+			return nil, err
+		}
+	}
+	return own, nil
+}
+
+// dropCaches makes the files of a folder be read from the disk again.
+func dropCaches(dir string) error {
+	return filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
+		if err != nil || !d.Type().IsRegular() {
+			return err
+		}
+		f, err := os.Open(path)
+		if err != nil {
+			return err
+		}
+		return errors.Join(f.Sync(), unix.Fadvise(int(f.Fd()), 0, 0, unix.FADV_DONTNEED), f.Close())
+	})
+}
+
+// Print writes the report as a table.
+func (r WakeReport) Print(w io.Writer) error {
+	fmt.Fprintf(w, "sandboxes of %d MiB, %d MiB filled, engine %s; milliseconds\n", r.Memory>>20, r.Fill, r.Engine)
+	err := printTable(w, r.Fork, []row{
+		{"cold fork", r.Fork}, {"read and hash its layers", r.Read}, {"wake", r.Wake}, {"hibernate", r.Hibernate},
+	})
+	if err != nil {
+		return err
+	}
+	fmt.Fprintf(w, "waking takes %.2f times as long as a cold fork and reading and hashing its layers\n", r.Ratio)
+	return nil
+}

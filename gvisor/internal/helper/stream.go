@@ -1,0 +1,114 @@
+package helper
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"sync"
+	"time"
+
+	"agentrun.dev/internal/gvisorctl"
+	"golang.org/x/sys/unix"
+	"gvisor.dev/gvisor/pkg/hostarch"
+	"gvisor.dev/gvisor/pkg/sentry/control"
+	"gvisor.dev/gvisor/pkg/sentry/state/stateio"
+	"gvisor.dev/gvisor/pkg/sentry/state/stateipc"
+	"gvisor.dev/gvisor/pkg/state/statefile"
+	"gvisor.dev/gvisor/pkg/unet"
+	"gvisor.dev/gvisor/pkg/urpc"
+	"gvisor.dev/gvisor/runsc/boot"
+)
+
+// How the pages go to a pipe: pieces of the size that gVisor writes to files,
+// and enough of them under way that the next is there when one is written.
+const (
+	streamPiece = 256 << 10
+	streamAhead = 16
+)
+
+// stream writes the sandbox to three pipes, in the order of CheckpointFiles, and
+// says how long that took: the sandbox stands still meanwhile. One that was
+// paused stays so.
+//
+// gVisor's kernel writes the pages of a checkpoint at offsets, which a pipe does
+// not have. It can also have another process write them: one that serves the
+// files of a checkpoint over a socket and maps the kernel's memory (runsc's
+// checkpoint gofer). Here that is the helper. The two sockets are the ends of a
+// stream; the filter of this process does not let it make them.
+func (s *sandboxed) stream(pipes []*os.File, sockets [2]*os.File) (took time.Duration, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !s.running {
+		return 0, errNotRunning
+	}
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("checkpoint: %w", err)
+		}
+	}()
+	files, err := stateipc.NewAsyncFileServer(&checkpointFiles{pipes: pipes})
+	if err != nil {
+		return 0, err
+	}
+	server := urpc.NewServer()
+	server.Register(files)
+	ours, err := takeSocket(sockets[0])
+	if err != nil {
+		return 0, err
+	}
+	server.StartHandling(ours)
+	defer server.Stop(0) // closes the socket; the kernel has closed its end, or is not waited for
+	conn, err := s.connect()
+	if err != nil {
+		return 0, err
+	}
+	defer func() { _ = conn.Close() }() // the answer is there
+	begin := time.Now()
+	err = conn.Call(boot.ContMgrCheckpoint, &control.SaveOpts{
+		Metadata: statefile.CompressionLevelNone.ToMetadata(), Resume: true,
+		UseCheckpointGofer: true, HavePagesFile: true,
+		FilePayload: urpc.FilePayload{Files: sockets[1:]},
+	}, nil)
+	return time.Since(begin), err
+}
+
+// takeSocket makes a socket of gVisor's package of a copy of a descriptor.
+func takeSocket(f *os.File) (*unet.Socket, error) {
+	fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		return nil, err
+	}
+	s, err := unet.NewSocket(fd)
+	if err != nil {
+		return nil, errors.Join(err, unix.Close(fd))
+	}
+	return s, nil
+}
+
+// checkpointFiles are the files that gVisor's kernel may write, each once.
+type checkpointFiles struct {
+	mu    sync.Mutex // protects pipes
+	pipes []*os.File // in the order of CheckpointFiles; nil once it was opened
+}
+
+var errNoSuchFile = errors.New("no file of a checkpoint, or one that was written already")
+
+// OpenWrite opens one of the files.
+func (c *checkpointFiles) OpenWrite(name string) (stateio.AsyncWriter, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	i := slices.Index(gvisorctl.CheckpointFiles, name)
+	if i < 0 || c.pipes[i] == nil {
+		return nil, errNoSuchFile
+	}
+	f := c.pipes[i]
+	c.pipes[i] = nil
+	return stateio.NewIOWriter(f, streamPiece, streamPiece/hostarch.PageSize, streamAhead), nil
+}
+
+// OpenRead refuses: there is nothing to be read.
+func (c *checkpointFiles) OpenRead(string) (stateio.AsyncReader, error) { return nil, errNoSuchFile }
+
+// Destroy does nothing: the pipes are the request's to close.
+func (c *checkpointFiles) Destroy() {}

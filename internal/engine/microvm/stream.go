@@ -1,0 +1,214 @@
+package microvm
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/jail"
+	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/vmmctl"
+)
+
+// streamed is what a vmm has written through pipes: layers of the snapshot in
+// the making. Those in which nothing was written are zero.
+type streamed struct {
+	memory layer.Ref
+	disks  []layer.Ref // one per writable disk
+}
+
+// stream stores a sandbox that stands still. Its vmm writes memory and disks
+// into pipes; on the way to the disk they are hashed, and sealed where the
+// snapshot is private. There is no copy of the memory anywhere, and nothing of
+// the sandbox has changed if it fails.
+func (s *sandbox) stream(ctx context.Context, b *snapshot.Builder) (*snapshot.Snapshot, error) {
+	for _, all := range []bool{false, true} {
+		durable, save := s.durable()
+		durable.storeCrowded(save, all)
+		c, err := s.drain(ctx, b, durable, save)
+		if err != nil {
+			return nil, err
+		}
+		// To make one layer of many would take memory; the vmm writes all of them.
+		if err := durable.fits(c); all || !errors.Is(err, layer.ErrNeedsCompaction) {
+			snap, storeErr := durable.store(ctx, b, c)
+			c.close()
+			return snap, storeErr
+		}
+		c.close()
+	}
+	panic("unreachable: the second round returns")
+}
+
+// storeCrowded has those images stored in full that have no room for another
+// layer, or all of them.
+func (d *sandbox) storeCrowded(save *vmmctl.Save, all bool) {
+	whole := func(im *layer.Image, runs *[]layer.Run) {
+		if all || len(im.Layers) >= layer.MaxLayers {
+			*runs = []layer.Run{{Length: im.Size}}
+			*im = layer.Image{Size: im.Size}
+		}
+	}
+	whole(&d.memory, &save.Memory)
+	writable := 0
+	for i := range d.disks {
+		if k := &d.disks[i]; !k.readOnly {
+			whole(&k.image, &save.Disks[writable])
+			writable++
+		}
+	}
+}
+
+// fits looks whether what was written can be laid over the images.
+func (d *sandbox) fits(c *captured) error {
+	_, err := layer.Overlay(d.memory, c.stored.memory, c.saved.Memory.Runs, c.saved.Memory.Zeros)
+	writable := 0
+	for _, k := range d.disks {
+		if k.readOnly {
+			continue
+		}
+		change := c.saved.Disks[writable]
+		_, diskErr := layer.Overlay(k.image, c.stored.disks[writable], change.Runs, change.Zeros)
+		err = errors.Join(err, diskErr)
+		writable++
+	}
+	return err
+}
+
+// drain has the vmm write the sandbox, and makes layers of that.
+func (s *sandbox) drain(ctx context.Context, b *snapshot.Builder, durable *sandbox, save *vmmctl.Save) (_ *captured, err error) {
+	c := &captured{stored: &streamed{}}
+	defer func() {
+		if err != nil {
+			c.close()
+		}
+	}()
+	if c.state, err = memoryFile("state", nil); err != nil {
+		return nil, err
+	}
+	pagemap, err := jail.OpenPagemap(s.Pid())
+	if err != nil {
+		return nil, errors.Join(err, s.stopped())
+	}
+	p := pipes{given: []*os.File{pagemap}}
+	defer p.close()
+	files := []*os.File{pagemap, c.state}
+	sizes := []uint64{durable.memory.Size}
+	for _, d := range durable.disks {
+		if !d.readOnly {
+			sizes = append(sizes, d.image.Size)
+		}
+	}
+	for i := range sizes {
+		f, err := p.add(ctx)
+		if err != nil {
+			return nil, err
+		}
+		files = append(files, f)
+		if i > 0 {
+			top, err := s.engine.top()
+			if err != nil {
+				return nil, err
+			}
+			p.given = append(p.given, top)
+			files = append(files, top)
+		}
+	}
+	save.Stream = true
+	s.expect(s.memory.Size + s.toCopy(save))
+	reply, err := s.post(func(id uint64) vmmctl.Message { save.ID = id; return save }, files...)
+	p.passed()
+	if err != nil {
+		return nil, err
+	}
+	refs := make([]layer.Ref, len(sizes))
+	for i, size := range sizes {
+		// A run is within its image, and none is written twice.
+		if refs[i], err = b.StreamLayer(ctx, p.streams[i], size); err != nil {
+			p.close() // the vmm fails, and does not wait
+			break
+		}
+	}
+	c.stored.memory, c.stored.disks = refs[0], refs[1:]
+	r, replyErr := s.await(ctx, reply)
+	if errors.Is(err, snapshot.ErrNoLayer) {
+		err = fmt.Errorf("%w: %w", errLie, err)
+	}
+	if err = errors.Join(replyErr, err); err == nil {
+		err = c.verifyStreamed(r.Data, sizes[0], sizes[1:])
+	}
+	if errors.Is(err, errLie) {
+		err = s.condemn(err)
+	}
+	if err != nil {
+		return nil, err
+	}
+	c.session = s.session(c.machine)
+	return c, nil
+}
+
+// verifyStreamed takes what a vmm says that it has written through its pipes. The
+// error is errLie if the vmm is to blame.
+func (c *captured) verifyStreamed(answer []byte, memory uint64, disks []uint64) error {
+	if err := c.decode(answer, memory, disks); err != nil {
+		return err
+	}
+	refs := append([]layer.Ref{c.stored.memory}, c.stored.disks...)
+	for i, change := range append([]vmmctl.Change{c.saved.Memory}, c.saved.Disks...) {
+		if told := layer.Total(change.Runs); told != refs[i].Size {
+			return fmt.Errorf("%w: it speaks of %d bytes, and has written %d", errLie, told, refs[i].Size)
+		}
+	}
+	return c.readState()
+}
+
+// pipes are those that a vmm writes to, and the files that it is given beside.
+type pipes struct {
+	streams []*engine.Stream
+	stops   []func() bool
+	given   []*os.File
+}
+
+// add makes a pipe, and returns the end for the vmm.
+func (p *pipes) add(ctx context.Context) (*os.File, error) {
+	st, err := engine.NewStream()
+	if err != nil {
+		return nil, err
+	}
+	p.streams, p.stops = append(p.streams, st), append(p.stops, st.Until(ctx))
+	return st.Theirs(), nil
+}
+
+// passed closes what the vmm has copies of.
+func (p *pipes) passed() {
+	for _, st := range p.streams {
+		_ = st.Passed() // nothing was written
+	}
+	for _, f := range p.given {
+		_ = f.Close() // likewise
+	}
+	p.given = nil
+}
+
+// close lets go of everything; it may be called twice.
+func (p *pipes) close() {
+	p.passed()
+	for i, st := range p.streams {
+		p.stops[i]()
+		st.Close()
+	}
+}
+
+// runsOf reads the runs of a file that has each at its own offset, one after the
+// other.
+func runsOf(f io.ReaderAt, runs []layer.Run) io.Reader {
+	parts := make([]io.Reader, len(runs))
+	for i, r := range runs {
+		parts[i] = io.NewSectionReader(f, int64(r.Start), int64(r.Length))
+	}
+	return io.MultiReader(parts...)
+}

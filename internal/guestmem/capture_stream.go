@@ -1,0 +1,16 @@
+package guestmem
+
+import (
+	"errors"
+	"io"
+)
+
+// Stream writes the content of the spans to w, one after the other, in the place
+// of Copy. The guest stands still until it has returned, which is the case of
+// captures without userfaultfd.
+func (c *Capture) Stream(w io.Writer, spans []Span) error {
+	if c.uffd >= 0 {
+		return errors.New("stream memory: the guest may run meanwhile")
+	}
+	return c.m.WriteSpans(w, spans)
+}

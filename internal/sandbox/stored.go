@@ -1,0 +1,99 @@
+package sandbox
+
+import (
+	"fmt"
+	"path/filepath"
+	"slices"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/journal"
+	"agentrun.dev/internal/snapshot"
+)
+
+// held is what the sandbox's machine holds in memory beside its own.
+func (s Sandbox) held() []engine.Held { return slices.Concat(s.Layers, s.Live) }
+
+// openHeld opens a snapshot that a machine is to be made of, and lists what that
+// will hold.
+func (m *Manager) openHeld(dir, owner string) (*snapshot.Snapshot, []engine.Held, error) {
+	snap, err := snapshot.Open(dir, snapshot.WithKey(m.cfg.Key))
+	if err != nil {
+		return nil, nil, err
+	}
+	held, err := engine.HeldBy(snap, owner)
+	if err != nil {
+		_ = snap.Close() // only read
+		return nil, nil, err
+	}
+	return snap, held, nil
+}
+
+// ownBytes is what an image or a checkpoint takes on disk beyond the templates of
+// the node. It counts in the quota of its namespace.
+func (m *Manager) ownBytes(dir string) (uint64, error) {
+	templates, err := filepath.Glob(filepath.Join(m.cfg.Dir, snapshotsDir, "*"))
+	if err != nil {
+		return 0, err
+	}
+	shared := map[string]bool{}
+	for _, t := range templates {
+		manifest, err := snapshot.ReadManifest(t)
+		if err != nil {
+			continue // it is being made, or being removed
+		}
+		for _, ref := range manifest.Layers() {
+			shared[ref.Digest.String()] = true
+		}
+	}
+	return snapshot.BytesBeside(dir, func(digest string) bool { return shared[digest] })
+}
+
+// dropHeld frees what no machine holds any more.
+func (m *Manager) dropHeld(ids []string) {
+	if err := m.cfg.Engine.Drop(ids); err != nil {
+		m.cfg.Log.Error("free memory that is not used", "error", err)
+	}
+}
+
+// count adds up what a folder takes, and counts it in the quota of a namespace, or
+// refuses; kept is 0 then.
+func (m *Manager) count(n Namespace, dir string, kept *uint64) error {
+	bytes, err := m.ownBytes(dir)
+	if err == nil {
+		err = m.capacity.store(n, bytes)
+	}
+	if err == nil {
+		*kept = bytes
+	}
+	return err
+}
+
+// beginCheckpoint sees to it that there is room for a checkpoint of a sandbox. Of
+// one that runs there are two copies in memory until its checkpoint is on disk,
+// which is what done says.
+func (m *Manager) beginCheckpoint(s Sandbox) (done func(), err error) {
+	if err := m.capacity.store(s.Namespace, 0); err != nil {
+		return nil, err
+	}
+	if s.State != Running {
+		return func() {}, nil
+	}
+	if err := m.reserve(s.Namespace, s.Memory); err != nil {
+		return nil, fmt.Errorf("there is a second copy of a running sandbox in memory until it is written, pause %s first: %w", s.Name, err)
+	}
+	return func() {
+		m.capacity.release(s.Namespace, s.Memory)
+		m.refill()
+	}, nil
+}
+
+// recoverStorage counts what checkpoints take on disk. The images of hibernated
+// sandboxes are counted where these are adopted.
+func (m *Manager) recoverStorage() error {
+	return m.db.View(func(tx *journal.Tx) error {
+		return checkpoints.Each(tx, "", func(_ string, c Checkpoint) error {
+			m.capacity.keep(c.Namespace, c.Kept)
+			return nil
+		})
+	})
+}

@@ -1,0 +1,116 @@
+package vmmserver
+
+import (
+	"bytes"
+	"io"
+	"os"
+	"testing"
+
+	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/vmmctl"
+)
+
+// askStream asks for a stream, and returns the ends to be read: of the memory and
+// of the disk.
+func askStream(t *testing.T, c *vmmctl.Conn, m *vmmctl.Save, state *os.File) (mem, disk *os.File) {
+	t.Helper()
+	pagemap, err := os.Open("/proc/self/pagemap")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var ours, theirs [2]*os.File
+	for i := range ours {
+		if ours[i], theirs[i], err = os.Pipe(); err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = ours[i].Close() })
+	}
+	m.Stream = true
+	send(t, c, m, pagemap, state, theirs[0], theirs[1], create(t, "top"))
+	for _, f := range []*os.File{pagemap, theirs[0], theirs[1]} {
+		if err := f.Close(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return ours[0], ours[1]
+}
+
+// TestStream: what goes through pipes is what a Save of the same machine stores,
+// no more and no less; a reader that leaves makes it fail, and harms nothing.
+func TestStream(t *testing.T) {
+	p := serve(t)
+	disk := layer.Image{Size: 1 << 20}
+	initrd := create(t, "initrd") // something to be stored
+	if _, err := initrd.Write(bytes.Repeat([]byte("initrd"), 1<<20)); err != nil {
+		t.Fatal(err)
+	}
+	send(t, p.Conn, &vmmctl.Boot{
+		Memory: memory, VCPUs: 1, HasInitrd: true, Devices: vmmctl.Devices{Disks: []vmmctl.Disk{{ID: "data", Image: &disk}}},
+	}, open(t, "/dev/kvm"), bareGuest(t), initrd, create(t, "top"))
+	if r := answer(t, p.Conn, 0); r.Error != "" {
+		t.Fatal(r.Error)
+	}
+	send(t, p.Conn, &vmmctl.Simple{Kind: vmmctl.KindPause, ID: 1})
+	if r := answer(t, p.Conn, 1); r.Error != "" {
+		t.Fatal(r.Error)
+	}
+	include := []layer.Run{{Start: memory / 2, Length: 1 << 20}} // zeros, which need no place
+	state, mem, change, top := saveFilesFor(t)
+	saved := mustSave(t, p.Conn, &vmmctl.Save{ID: 2, Memory: include}, state, mem, change, top)
+
+	memPipe, _ := askStream(t, p.Conn, &vmmctl.Save{ID: 3, Memory: include}, create(t, "state"))
+	if _, err := io.CopyN(io.Discard, memPipe, 4096); err != nil {
+		t.Fatal(err)
+	}
+	if err := memPipe.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if r := answer(t, p.Conn, 3); r.Error == "" {
+		t.Error("a stream that nobody reads has succeeded")
+	}
+	memPipe, _ = askStream(t, p.Conn, &vmmctl.Save{ID: 4, Rebase: true}, create(t, "state"))
+	if b, err := io.ReadAll(memPipe); err != nil || len(b) > 0 {
+		t.Errorf("%d bytes, %v", len(b), err)
+	}
+	if r := answer(t, p.Conn, 4); r.Error == "" {
+		t.Error("a machine was rebased on a stream")
+	}
+
+	state = create(t, "state")
+	memPipe, diskPipe := askStream(t, p.Conn, &vmmctl.Save{ID: 5, Memory: include}, state)
+	got, err := io.ReadAll(memPipe)
+	if err != nil {
+		t.Fatal(err)
+	}
+	diskGot, err := io.ReadAll(diskPipe)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := answer(t, p.Conn, 5)
+	if r.Error != "" {
+		t.Fatal(r.Error)
+	}
+	again, err := vmmctl.UnmarshalSaved(r.Data)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var want bytes.Buffer
+	for _, run := range saved.Memory.Runs {
+		if _, err := io.Copy(&want, io.NewSectionReader(mem, int64(run.Start), int64(run.Length))); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if len(got) < 6<<20 || length(again.Memory.Runs) != uint64(len(got)) || !bytes.Equal(got, want.Bytes()) {
+		t.Errorf("%d bytes came, of runs of %d, not the %d that a save stores", len(got), length(again.Memory.Runs), want.Len())
+	}
+	if len(again.Disks) != 1 || length(again.Disks[0].Runs) != uint64(len(diskGot)) {
+		t.Errorf("%d bytes of the disk: %+v", len(diskGot), again.Disks)
+	}
+	if info, err := state.Stat(); err != nil || info.Size() == 0 {
+		t.Errorf("the state: %v, %v", info, err)
+	}
+	send(t, p.Conn, &vmmctl.Simple{Kind: vmmctl.KindResume, ID: 6})
+	if r := answer(t, p.Conn, 6); r.Error != "" {
+		t.Error(r.Error)
+	}
+}

@@ -1,0 +1,198 @@
+package forkd
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"agentrun.dev/api/rest"
+	"agentrun.dev/internal/client"
+	"agentrun.dev/internal/layer"
+	"golang.org/x/sys/unix"
+)
+
+const mib = 1 << 20
+
+// inMemory is what the daemon's folder in /dev/shm takes.
+func (n *node) inMemory() (bytes uint64) {
+	dir := layer.ResidentFolder(filepath.Join(n.state, "forkd"))
+	// The daemon may remove files meanwhile.
+	_ = filepath.WalkDir(dir, func(path string, _ os.DirEntry, _ error) error {
+		var st unix.Stat_t
+		if unix.Lstat(path, &st) == nil {
+			bytes += uint64(st.Blocks) * 512
+		}
+		return nil
+	})
+	return bytes
+}
+
+// watchMemory compares what is in memory with what is reserved, until stop. The
+// daemon reserves before and releases after: what is reserved at both ends of a
+// look is reserved during it.
+func (n *node) watchMemory() (stop func()) {
+	ctx, cancel := context.WithCancel(n.t.Context())
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for {
+			before, err := n.client.Node(ctx)
+			if ctx.Err() != nil {
+				return
+			}
+			used := n.inMemory()
+			after, err2 := n.client.Node(ctx)
+			if ctx.Err() != nil {
+				return
+			}
+			if err := errors.Join(err, err2); err != nil {
+				n.t.Error(err)
+				return
+			}
+			if reserved := max(before.Reserved, after.Reserved); used > uint64(reserved) {
+				n.t.Errorf("%d MiB are in memory, and %d are reserved", used/mib, reserved/mib)
+			}
+		}
+	}()
+	return func() { cancel(); <-done }
+}
+
+// filler makes sandboxes that are full.
+type filler struct {
+	*node
+	bytes int
+	sums  map[string]string
+}
+
+func (f *filler) code(name, code string) string {
+	f.t.Helper()
+	r, err := f.client.RunCode(f.t.Context(), name, rest.CodeRequest{Code: code})
+	if err != nil || r.ExitCode != 0 {
+		f.t.Fatalf("%s in %s: %+v, %v", code, name, r, err)
+	}
+	return r.Stdout
+}
+
+func (f *filler) fill(name string) {
+	f.t.Helper()
+	if _, err := f.client.CreateSandbox(f.t.Context(), rest.SandboxCreate{Name: name, Pool: "large"}, ""); err != nil {
+		f.t.Fatal(err)
+	}
+	f.sums[name] = f.code(name, fmt.Sprintf("import os, hashlib; data = os.urandom(%d); print(hashlib.sha256(data).hexdigest(), end='')", f.bytes))
+}
+
+func (f *filler) check(name string) {
+	f.t.Helper()
+	if got := f.code(name, "print(hashlib.sha256(data).hexdigest(), end='')"); got != f.sums[name] {
+		f.t.Errorf("%s woke with other memory: %s, not %s", name, got, f.sums[name])
+	}
+}
+
+func (f *filler) do(name string, verb client.Verb) {
+	f.t.Helper()
+	if _, err := f.client.Do(f.t.Context(), name, verb); err != nil {
+		f.t.Fatalf("%s %s: %v", verb, name, err)
+	}
+}
+
+// TestHibernationFreesMemory: sandboxes are filled and hibernated in turn, and
+// /dev/shm is as it was after each. All wake with their memory, as many at once as
+// there is room for, and what is in memory is reserved at all times.
+func TestHibernationFreesMemory(t *testing.T) {
+	n := newNode(t)
+	sandboxes, size := count(20, 3), count(200, 64)
+	// Room for the pool's two and a few that are awake.
+	n.up("--capacity", fmt.Sprintf("%dM", count(6, 4)*(2*size+300)))
+	image := pythonImage(t)
+	n.template(image)
+	ctx := t.Context()
+	if _, err := n.client.PutTemplate(ctx, "large", rest.TemplateSpec{
+		Image: "python:3.12-slim", MilliCPUs: 1000, Memory: int64(size+128) * mib, Warmup: &rest.Program{Language: "python", Text: "warm = 1"},
+	}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := n.client.PutPool(ctx, "large", rest.PoolSpec{Template: "large", Replicas: 0}); err != nil {
+		t.Fatal(err)
+	}
+	n.waitReady(ctx, "large")
+	f := &filler{node: n, bytes: size * mib, sums: map[string]string{}}
+	f.fill("first") // what is loaded once
+	before := n.inMemory()
+	stop := n.watchMemory()
+	var names []string
+	for i := range sandboxes {
+		name := fmt.Sprintf("s-%d", i)
+		names = append(names, name)
+		f.fill(name)
+		f.do(name, client.Hibernate)
+		if after := n.inMemory(); after > before+16*mib {
+			t.Errorf("%d MiB were in memory, and %d are after %s was hibernated", before/mib, after/mib, name)
+		}
+	}
+	if node, err := n.client.Node(ctx); err != nil || node.Hibernated != sandboxes {
+		t.Errorf("%+v, %v", node, err)
+	}
+	q, err := n.client.Quota(ctx)
+	if err != nil || q.Used.Storage < int64(sandboxes*size*mib) {
+		t.Errorf("%d MiB are stored, of %d sandboxes of %d: %v", q.Used.Storage/mib, sandboxes, size, err)
+	}
+	most := f.wakeAll(names)
+	t.Logf("%d sandboxes of %d MiB, at most %d awake at once", sandboxes, size, most)
+	if most < 2 {
+		t.Errorf("only %d were awake at once", most)
+	}
+	stop()
+	for _, name := range append(names, "first") {
+		if _, err := n.client.Kill(ctx, name); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if after := n.inMemory(); after > before+16*mib {
+		t.Errorf("%d MiB are left in memory", after/mib)
+	}
+	n.end(new(traces))
+}
+
+// wakeAll wakes sandboxes in turn; where there is no room, the one that woke first
+// goes. It says how many were awake at once.
+func (f *filler) wakeAll(names []string) (most int) {
+	f.t.Helper()
+	var awake []string
+	for _, name := range names {
+		for {
+			_, err := f.client.Do(f.t.Context(), name, client.Resume)
+			if err == nil {
+				break
+			}
+			if !strings.Contains(err.Error(), "no room") || len(awake) == 0 {
+				f.t.Fatal(err)
+			}
+			f.do(awake[0], client.Hibernate)
+			awake = awake[1:]
+		}
+		f.check(name)
+		awake = append(awake, name)
+		most = max(most, len(awake))
+	}
+	return most
+}
+
+// waitReady waits until a pool without replicas can be claimed of.
+func (n *node) waitReady(ctx context.Context, pool string) {
+	n.t.Helper()
+	for {
+		p, err := n.client.Pool(ctx, pool)
+		if err != nil || p.Phase == rest.PhaseFailed {
+			n.t.Fatalf("%+v, %v", p, err)
+		}
+		if p.Phase == rest.PhaseReady {
+			return
+		}
+		time.Sleep(50 * time.Millisecond) // the API has nothing to wait on
+	}
+}
