@@ -123,7 +123,10 @@ type CaptureStats struct {
 }
 
 // NewCapture prepares a capture while the guest still runs.
-func (m *Memory) NewCapture(cfg CaptureConfig) *Capture {
+func (m *Memory) NewCapture(cfg CaptureConfig) *Capture { return m.newCapture(cfg, newUserfaultfd) }
+
+// newCapture is NewCapture with the userfaultfd that open makes.
+func (m *Memory) newCapture(cfg CaptureConfig, open openFunc) *Capture {
 	c := &Capture{
 		m: m, pagemap: cfg.Pagemap, file: cfg.File, patience: cfg.Patience,
 		uffd: -1, reason: errors.New("no userfaultfd was given"), lookLeft: lookTime,
@@ -132,7 +135,7 @@ func (m *Memory) NewCapture(cfg CaptureConfig) *Capture {
 	if cfg.Userfaultfd == nil {
 		return c
 	}
-	if err := c.prepare(cfg.Userfaultfd); err != nil {
+	if err := c.prepare(cfg.Userfaultfd, open); err != nil {
 		c.reason = err
 		return c
 	}
@@ -146,9 +149,11 @@ func (m *Memory) NewCapture(cfg CaptureConfig) *Capture {
 	return c
 }
 
+type openFunc func(device *os.File) (u userfaultfd, markers bool, err error)
+
 // prepare sets uffd, or leaves nothing behind.
-func (c *Capture) prepare(device *os.File) error {
-	u, markers, err := newUserfaultfd(device)
+func (c *Capture) prepare(device *os.File, open openFunc) error {
+	u, markers, err := open(device)
 	if err != nil {
 		return err
 	}

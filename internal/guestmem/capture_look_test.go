@@ -2,6 +2,7 @@ package guestmem
 
 import (
 	"errors"
+	"fmt"
 	"os"
 	"testing"
 )
@@ -112,5 +113,20 @@ func TestWrittenBetweenLookAndProtection(t *testing.T) {
 	data, zeros, err := c.List(nil)
 	if err != nil || len(data) != 1 || data[0] != (Span{page * PageSize, PageSize}) || zeros != nil {
 		t.Errorf("listed %v, %v (%v)", data, zeros, err)
+	}
+}
+
+// TestCaptureWhilePagesMoveBefore64: as on kernels before Linux 6.4, which leave no
+// markers in anonymous memory, and cannot list own pages by themselves.
+func TestCaptureWhilePagesMoveBefore64(t *testing.T) {
+	for _, layered := range []bool{false, true} {
+		t.Run(fmt.Sprintf("layered=%t", layered), func(t *testing.T) {
+			g := newMovedGuest(t, layered)
+			g.captureWhilePagesMove(func(cfg CaptureConfig) *Capture {
+				c := g.m.newCapture(cfg, oldUserfaultfd)
+				c.cannotScan = true
+				return c
+			})
+		})
 	}
 }

@@ -22,22 +22,28 @@ import (
 func TestCaptureWhilePagesMove(t *testing.T) {
 	for _, layered := range []bool{false, true} {
 		t.Run(fmt.Sprintf("layered=%t", layered), func(t *testing.T) {
-			compactMemory(t)
 			g := newMovedGuest(t, layered)
-			before, rounds := movedPages(t), 0
-			for end := time.Now().Add(4 * time.Second); time.Now().Before(end) && !t.Failed(); {
-				g.scatter()
-				for range 16 {
-					g.capture(rounds)
-					rounds++
-				}
-			}
-			moved := movedPages(t) - before
-			t.Logf("seed %d: %d captures, while the kernel moved %d pages", g.seed, rounds, moved)
-			if moved == 0 && !t.Failed() {
-				t.Skip("the kernel moved no page: this shows nothing")
-			}
+			g.captureWhilePagesMove(g.m.NewCapture)
 		})
+	}
+}
+
+// captureWhilePagesMove makes captures for some seconds.
+func (g *movedGuest) captureWhilePagesMove(newCapture func(CaptureConfig) *Capture) {
+	t := g.t
+	compactMemory(t)
+	before, rounds := movedPages(t), 0
+	for end := time.Now().Add(3 * time.Second); time.Now().Before(end) && !t.Failed(); {
+		g.scatter()
+		for range 16 {
+			g.capture(rounds, newCapture)
+			rounds++
+		}
+	}
+	moved := movedPages(t) - before
+	t.Logf("seed %d: %d captures, while the kernel moved %d pages", g.seed, rounds, moved)
+	if moved == 0 && !t.Failed() {
+		t.Skip("the kernel moved no page: this shows nothing")
 	}
 }
 
@@ -191,11 +197,11 @@ func (g *movedGuest) run() (end func()) {
 }
 
 // capture compares each page of a capture with what it was at the instant.
-func (g *movedGuest) capture(round int) {
+func (g *movedGuest) capture(round int, newCapture func(CaptureConfig) *Capture) {
 	t := g.t
 	file := newMemfd(t, nil)
 	defer func() { _ = file.Close() }()
-	c := g.m.NewCapture(CaptureConfig{
+	c := newCapture(CaptureConfig{
 		Userfaultfd: openFile(t, "/dev/userfaultfd", os.O_RDWR), Pagemap: openFile(t, "/proc/self/pagemap", os.O_RDONLY), File: file,
 	})
 	end := g.run()

@@ -56,21 +56,25 @@ type userfaultfd int
 // absent says that it protects anonymous pages that are not there, too (since
 // Linux 6.4).
 func newUserfaultfd(device *os.File) (u userfaultfd, absent bool, err error) {
+	if u, err = openUserfaultfd(device, uffdFeatureAbsentWP); err == nil {
+		return u, true, nil
+	}
+	u, err = openUserfaultfd(device, 0)
+	return u, false, err
+}
+
+// openUserfaultfd makes one that can protect shmem and has some features beside.
+func openUserfaultfd(device *os.File, features uint64) (userfaultfd, error) {
 	r, _, errno := unix.Syscall(unix.SYS_IOCTL, device.Fd(), userfaultfdNew, unix.O_CLOEXEC|unix.O_NONBLOCK)
 	if errno != 0 {
-		return -1, false, fmt.Errorf("make a userfaultfd: %w", errno)
+		return -1, fmt.Errorf("make a userfaultfd: %w", errno)
 	}
-	u = userfaultfd(r)
-	for _, absent := range []bool{true, false} {
-		api := uffdAPI{api: uffdAPIVersion, features: uffdFeatureWP | uffdFeatureShmemWP}
-		if absent {
-			api.features |= uffdFeatureAbsentWP
-		}
-		if err = u.ioctl(uffdioAPI, unsafe.Pointer(&api)); err == nil {
-			return u, absent, nil
-		}
+	u := userfaultfd(r)
+	api := uffdAPI{api: uffdAPIVersion, features: uffdFeatureWP | uffdFeatureShmemWP | features}
+	if err := u.ioctl(uffdioAPI, unsafe.Pointer(&api)); err != nil {
+		return -1, errors.Join(fmt.Errorf("ask userfaultfd for write protection of shared memory: %w", err), u.close())
 	}
-	return -1, false, errors.Join(fmt.Errorf("ask userfaultfd for write protection of shared memory: %w", err), u.close())
+	return u, nil
 }
 
 func (u userfaultfd) close() error { return unix.Close(int(u)) }
