@@ -93,7 +93,8 @@ func TestChargedAsItIs(t *testing.T) {
 	if err := errors.Join(m.release(), s.release()); err != nil {
 		t.Error(err)
 	}
-	if _, after, err := s.cell.Memory(); err != nil || after != before {
+	// It may take a while to be lowered, and is not raised any more.
+	if _, after, err := s.cell.Memory(); err != nil || after > during {
 		t.Errorf("the limit was %d, and is %d afterwards: %v", before, after, err)
 	}
 }
