@@ -221,6 +221,11 @@ func answerHostile(conn *vmmctl.Conn, lie string, m vmmctl.Message, files []*os.
 		if w.raw == nil {
 			w.raw = w.saved.Marshal()
 		}
+		for _, f := range files {
+			if lie != "keeps files" {
+				_ = f.Close() // as a vmm does
+			}
+		}
 		return conn.Send(&vmmctl.Reply{ID: m.ID, Data: w.raw})
 	}
 	if lie == "silence" {
@@ -402,7 +407,7 @@ func TestSilentSave(t *testing.T) {
 // TestWritesAfterwards: what was captured stays as it was, although the vmm still
 // has all files.
 func TestWritesAfterwards(t *testing.T) {
-	s := startHostile(t, "honest")
+	s := startHostile(t, "keeps files")
 	m, saved, err := s.captureLive(t.Context())
 	if err != nil {
 		t.Fatal(err)

@@ -268,19 +268,6 @@ func (s *sandbox) writable() (sizes []uint64) {
 	return sizes
 }
 
-// toCopy is how much a vmm may have to copy of its disks for a Save: what their
-// guest has written, and what is to be stored anyway.
-func (s *sandbox) toCopy(save *vmmctl.Save) uint64 {
-	bytes, err := diskUse(s.Pid())
-	if err != nil {
-		bytes = 0 // the process has ended, and the request will say so
-	}
-	for _, runs := range save.Disks {
-		bytes += layer.Total(runs)
-	}
-	return bytes
-}
-
 // owe notes what the vmm believes to be kept and is not: it is stored with the
 // next capture.
 func (s *sandbox) owe(saved *vmmctl.Saved) {

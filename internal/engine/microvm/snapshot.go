@@ -180,7 +180,11 @@ func (s *sandbox) freeze(ctx context.Context, save *vmmctl.Save) (_ *captured, e
 			files = append(files, f)
 		}
 	}
-	s.expect(s.memory.Size + s.toCopy(save))
+	all := s.memory.Size
+	for _, size := range s.writable() {
+		all += size
+	}
+	s.expect(all)
 	if save.Rebase {
 		// A vmm that was asked to rebase does so, whether anybody waits or not.
 		ctx = context.WithoutCancel(ctx)

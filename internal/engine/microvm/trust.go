@@ -19,8 +19,8 @@ import (
 // says, closes its control socket or does not answer is killed: nothing that it
 // says later could be relied on.
 
-// How long a vmm may take to answer: answerTime, and what it takes to copy the
-// machine at slowestCopy. That holds for every request, as one may have to wait
+// How long a vmm may take to answer: answerTime, and what it takes to copy memory
+// and disks at slowestCopy. That holds for every request, as one may have to wait
 // for a Save that goes on. Emulated machines on a busy host copy some MiB in a
 // second.
 const (
