@@ -180,11 +180,7 @@ func (s *sandbox) freeze(ctx context.Context, save *vmmctl.Save) (_ *captured, e
 			files = append(files, f)
 		}
 	}
-	all := s.memory.Size
-	for _, size := range s.writable() {
-		all += size
-	}
-	s.expect(all)
+	s.expectCapture()
 	if save.Rebase {
 		// A vmm that was asked to rebase does so, whether anybody waits or not.
 		ctx = context.WithoutCancel(ctx)

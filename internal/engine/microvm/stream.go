@@ -119,7 +119,7 @@ func (s *sandbox) drain(ctx context.Context, b *snapshot.Builder, durable *sandb
 		}
 	}
 	save.Stream = true
-	s.expect(s.memory.Size + s.toCopy(save))
+	s.expectCapture()
 	reply, err := s.post(func(id uint64) vmmctl.Message { save.ID = id; return save }, files...)
 	p.passed()
 	if err != nil {

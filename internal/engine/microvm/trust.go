@@ -39,6 +39,16 @@ func (p *Process) expect(bytes uint64) {
 	p.patience.Store(int64(answerTime + time.Duration(seconds)*time.Second))
 }
 
+// expectCapture expects what a capture may have to copy: all of the memory and of
+// the disks.
+func (s *sandbox) expectCapture() {
+	all := s.memory.Size
+	for _, size := range s.writable() {
+		all += size
+	}
+	s.expect(all)
+}
+
 // pending is a request that was not answered yet.
 type pending struct {
 	reply chan *vmmctl.Reply
