@@ -38,10 +38,10 @@ type WakeReport struct {
 	Engine string `json:"engine"`
 	Memory uint64 `json:"memory_bytes"`
 	Fill   int    `json:"filled_mib"`
-	// Fork is a fork of the template, whose layers are in memory; Read is reading
-	// and hashing the layers that a sandbox was written to, which are on disk alone;
-	// Wake is a fork of it as it is then, until its agent has answered. They take
-	// turns, and caches are dropped before Read and Wake.
+	// Read is reading and hashing the layers that a sandbox was written to, which are
+	// on disk alone; Wake is a fork of it as it is then, until its agent has answered;
+	// Fork is the same once more, with its layers in memory. They take turns, and
+	// caches are dropped before Read and Wake.
 	Fork Summary `json:"cold_fork"`
 	Read Summary `json:"read_and_hash"`
 	Wake Summary `json:"wake"`
@@ -79,18 +79,16 @@ type wakeSamples struct{ fork, read, wake, hibernate []time.Duration }
 
 // one hibernates a sandbox and wakes it.
 func (s *wakeSamples) one(ctx context.Context, source *forkSource, cfg WakeConfig, dir string) (err error) {
-	begin := time.Now()
 	sb, err := source.engine.Fork(ctx, source.snap, engine.ForkOptions{})
 	if err != nil {
 		return err
 	}
-	s.fork = append(s.fork, time.Since(begin))
 	defer func() { err = errors.Join(err, sb.Close()) }()
 	fill := fmt.Sprintf("dd if=/dev/urandom of=/dev/shm/fill bs=1M count=%d 2>/dev/null", cfg.Fill)
 	if err := execProgram(ctx, sb.Agent(), "sh", "-c", fill); err != nil {
 		return err
 	}
-	begin = time.Now()
+	begin := time.Now()
 	if err := sb.Pause(ctx); err != nil {
 		return err
 	}
@@ -112,14 +110,19 @@ func (s *wakeSamples) one(ctx context.Context, source *forkSource, cfg WakeConfi
 	if err := dropCaches(dir); err != nil {
 		return err
 	}
-	begin = time.Now()
-	awake, err := source.engine.Fork(ctx, asleep, engine.ForkOptions{KeepIdentity: true})
-	if err != nil {
-		return err
+	for _, samples := range []*[]time.Duration{&s.wake, &s.fork} {
+		begin = time.Now()
+		awake, err := source.engine.Fork(ctx, asleep, engine.ForkOptions{KeepIdentity: true})
+		if err != nil {
+			return err
+		}
+		*samples = append(*samples, time.Since(begin))
+		check := fmt.Sprintf("test $(wc -c < /dev/shm/fill) = %d", cfg.Fill<<20)
+		if err := errors.Join(execProgram(ctx, awake.Agent(), "sh", "-c", check), awake.Close()); err != nil {
+			return err
+		}
 	}
-	s.wake = append(s.wake, time.Since(begin))
-	check := fmt.Sprintf("test $(wc -c < /dev/shm/fill) = %d", cfg.Fill<<20)
-	return errors.Join(execProgram(ctx, awake.Agent(), "sh", "-c", check), awake.Close(), source.engine.Drop(own))
+	return source.engine.Drop(own)
 }
 
 // readOwn reads and hashes the memory layers that a snapshot does not have from

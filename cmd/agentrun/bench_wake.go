@@ -18,8 +18,8 @@ func newBenchWakeCommand() *cobra.Command {
 		Use:   "wake --rootfs DIR",
 		Short: "Sandboxes that hibernate and wake, beside a cold fork and reading their layers",
 		Long: `Fork a sandbox, fill its memory, write it to disk and wake it, with nothing of it in
-memory or in the host's caches. Beside that, in turns: a fork whose layers are in
-memory, and reading and hashing the layers that the sandbox was written to.`,
+memory or in the host's caches. Beside that, in turns: reading and hashing the layers
+that the sandbox was written to, and the same fork with these in memory.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) (err error) {
 			cfg.Engine, _ = pick.Choose(cfg.Engine)

@@ -1,12 +1,16 @@
 package microvm
 
 import (
+	"context"
+	"crypto/rand"
 	"errors"
 	"io"
+	"path/filepath"
 	"strings"
 	"testing"
 
 	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/snapshot"
 	"agentrun.dev/internal/vmmctl"
 )
 
@@ -64,5 +68,75 @@ func TestRunsOf(t *testing.T) {
 	b, err := io.ReadAll(runsOf(strings.NewReader("0123456789"), []layer.Run{{Start: 1, Length: 2}, {Start: 7, Length: 3}}))
 	if err != nil || string(b) != "12789" {
 		t.Errorf("%q, %v", b, err)
+	}
+}
+
+// TestStreamOfJailed: a vmm process in its jail writes its machine through pipes,
+// within the limit of memory that it has; a reader that gives up does not harm it.
+func TestStreamOfJailed(t *testing.T) {
+	j := openJail(t)
+	e := jailedEngine(t, j.Jail, residentFolder(t))
+	m := bareMachine(t)
+	initrd, err := memoryFile("initrd", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = initrd.Close() }()
+	const filled = 40 * mib
+	if _, err := io.CopyN(initrd, rand.Reader, filled); err != nil {
+		t.Fatal(err)
+	}
+	top, err := e.top()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = top.Close() }()
+	disks := layer.Image{Size: mib}
+	m.Initrd, m.Disks = initrd, []Disk{{File: top, ID: "data", Image: &disks}}
+	p, err := Start(j.Jail, m)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(p.Kill)
+	if err := p.Pause(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	_, limit, err := p.Charged()
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := &sandbox{
+		Guest: &Guest{Process: p}, engine: e, vcpus: m.VCPUs, memory: layer.Image{Size: m.Memory}, disks: []disk{{id: "data", image: disks}},
+	}
+	drain := func(ctx context.Context) (size uint64, err error) {
+		b, err := snapshot.NewBuilder(filepath.Join(t.TempDir(), "snapshot"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer func() { err = errors.Join(err, b.Abort()) }()
+		durable, save := s.durable()
+		c, err := s.drain(ctx, b, durable, save)
+		if err != nil {
+			return 0, err
+		}
+		defer c.close()
+		return c.stored.memory.Size, durable.fits(c)
+	}
+	gone, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := drain(gone); !errors.Is(err, context.Canceled) {
+		t.Errorf("with nobody who reads: %v", err)
+	}
+	for range 2 { // nothing was rebased
+		size, err := drain(t.Context())
+		if err != nil || size < filled || size > m.Memory {
+			t.Errorf("%d bytes were written, %v", size, err)
+		}
+	}
+	if _, now, err := p.Charged(); err != nil || now != limit {
+		t.Errorf("its limit was %d and is %d, %v", limit, now, err)
+	}
+	if err := p.Resume(t.Context()); err != nil {
+		t.Error(err)
 	}
 }
