@@ -113,11 +113,11 @@ func (h *slowHost) Fork(ctx context.Context, snap *snapshot.Snapshot, o engine.F
 	if err := h.begin(ctx, what); err != nil {
 		return nil, err
 	}
-	memory, err := snap.ReadLayer(snap.Manifest().Memory.Layer().Layers[0])
+	root, err := snap.ReadLayer(snap.Manifest().Disks[0].Image.Layer().Layers[0])
 	if err != nil {
 		return nil, err
 	}
-	if err := memory.Close(); err != nil {
+	if err := root.Close(); err != nil {
 		return nil, err
 	}
 	sb, err := h.Host.Fork(ctx, snap, o)
