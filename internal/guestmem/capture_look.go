@@ -78,7 +78,7 @@ const (
 // lookTime is for how long Begin looks at blocks that it is about to protect. The
 // guest stands still meanwhile. What is left is looked at after the pause, for which
 // pages must be read: that takes a hundred times as long.
-const lookTime = 300 * time.Microsecond
+const lookTime = 150 * time.Microsecond
 
 // entries reads the page map of part of a region.
 func (c *Capture) entries(b []byte, into []uint64) error { return readEntries(c.pagemap, b, into) }

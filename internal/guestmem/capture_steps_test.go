@@ -348,7 +348,7 @@ func TestDiscardAtEachStep(t *testing.T) {
 // TestCaptureSteps: vCPU, device and balloon change the memory after each step of a
 // capture, and of the next ones.
 func TestCaptureSteps(t *testing.T) {
-	eachWay(t, 2, func(t *testing.T, how stepHow, r *rand.Rand, g *stepGuest) {
+	eachWay(t, 1, func(t *testing.T, how stepHow, r *rand.Rand, g *stepGuest) {
 		change := func(string) {
 			for range r.IntN(6) {
 				if err := g.actors[r.IntN(len(g.actors))].act(); err != nil {
@@ -372,7 +372,7 @@ func TestCaptureSteps(t *testing.T) {
 func TestCaptureBeside(t *testing.T) {
 	eachWay(t, 1, func(t *testing.T, how stepHow, r *rand.Rand, g *stepGuest) {
 		how.at = func(string) {}
-		for range 4 {
+		for range 2 {
 			how.share = r.IntN(3) != 0
 			stop := make(chan struct{})
 			var all sync.WaitGroup
