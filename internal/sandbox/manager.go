@@ -232,7 +232,8 @@ func (m *Manager) recover(ctx context.Context) error {
 			return err
 		}
 	}
-	if err := errors.Join(m.sweep(ctx), m.recoverStorage()); err != nil {
+	// What a daemon that was killed has left in memory nobody is charged for.
+	if err := errors.Join(m.sweep(ctx), m.recoverStorage(), m.keep(machinesDir)); err != nil {
 		return err
 	}
 	return m.recoverPools()
@@ -252,7 +253,7 @@ func (m *Manager) tidyUp() {
 		case <-m.ctx.Done():
 			return
 		}
-		if err := m.keep(); err != nil {
+		if err := m.keep(machinesDir, snapshotsDir); err != nil {
 			m.cfg.Log.Error("free memory that is not used", "error", err)
 		}
 	}
@@ -266,18 +267,18 @@ func (m *Manager) removed() {
 	}
 }
 
-// keep says what is in use. Images of hibernated sandboxes and checkpoints are not:
-// they are on disk, and are read when a machine is made of one.
-func (m *Manager) keep() error {
-	var folders, snapshots []string
-	for dir, list := range map[string]*[]string{machinesDir: &folders, snapshotsDir: &snapshots} {
-		found, err := filepath.Glob(filepath.Join(m.cfg.Dir, dir, "*"))
-		if err != nil {
+// keep says that what is in some folders is in use. Images of hibernated sandboxes
+// and checkpoints are not: they are on disk, and are read when a machine is made of
+// one. Templates are, once there are pools.
+func (m *Manager) keep(dirs ...string) error {
+	found := map[string][]string{}
+	for _, dir := range dirs {
+		var err error
+		if found[dir], err = filepath.Glob(filepath.Join(m.cfg.Dir, dir, "*")); err != nil {
 			return err
 		}
-		*list = append(*list, found...)
 	}
-	return m.cfg.Engine.Keep(folders, snapshots)
+	return m.cfg.Engine.Keep(found[machinesDir], found[snapshotsDir])
 }
 
 // startInTurn is startMachine when it is the turn of a machine that a user of a

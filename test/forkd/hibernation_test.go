@@ -107,7 +107,8 @@ func TestHibernationFreesMemory(t *testing.T) {
 	n := newNode(t)
 	sandboxes, size := count(20, 3), count(200, 64)
 	// Room for the pool's two and a few that are awake.
-	n.up("--capacity", fmt.Sprintf("%dM", count(6, 4)*(2*size+300)))
+	flags := []string{"--capacity", fmt.Sprintf("%dM", count(6*(2*size+300), 1500))}
+	n.up(flags...)
 	image := pythonImage(t)
 	n.template(image)
 	ctx := t.Context()
@@ -147,6 +148,13 @@ func TestHibernationFreesMemory(t *testing.T) {
 		t.Errorf("only %d were awake at once", most)
 	}
 	stop()
+	// The next daemon counts the same, and has what woke.
+	n.kill()
+	n.up(flags...)
+	if node, err := n.client.Node(ctx); err != nil || n.inMemory() > uint64(node.Reserved) {
+		t.Errorf("after a crash %d MiB are in memory, and %d are reserved: %v", n.inMemory()/mib, node.Reserved/mib, err)
+	}
+	f.check(names[len(names)-1])
 	for _, name := range append(names, "first") {
 		if _, err := n.client.Kill(ctx, name); err != nil {
 			t.Fatal(err)
