@@ -115,7 +115,9 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 		cfg.Observer = Observers()
 	}
 	if cfg.Starts < 1 {
-		cfg.Starts = runtime.NumCPU()
+		// Of two starts on one processor one can work while the other waits, and pools
+		// leave one of two turns to claims.
+		cfg.Starts = max(2, runtime.NumCPU())
 	}
 	db.Observe(cfg.Observer.Journaled)
 	m := &Manager{
