@@ -82,7 +82,7 @@ var always = []uintptr{
 	unix.SYS_EPOLL_CREATE1, unix.SYS_EPOLL_CTL, unix.SYS_EPOLL_PWAIT, unix.SYS_EVENTFD2,
 	unix.SYS_POLL, unix.SYS_PPOLL, unix.SYS_NANOSLEEP, unix.SYS_RESTART_SYSCALL,
 	// Memory.
-	unix.SYS_MUNMAP, unix.SYS_BRK, unix.SYS_SYSINFO, // the last: is there swap?
+	unix.SYS_MUNMAP, unix.SYS_BRK,
 	// Threads, signals, time, random numbers.
 	unix.SYS_RT_SIGACTION, unix.SYS_RT_SIGPROCMASK, unix.SYS_RT_SIGRETURN, unix.SYS_SIGALTSTACK,
 	unix.SYS_GETPID, unix.SYS_GETTID, unix.SYS_SCHED_YIELD, unix.SYS_SCHED_GETAFFINITY,
