@@ -133,7 +133,7 @@ func (b *member) forget() error {
 	b.unlock()
 	err := m.db.Update(func(tx *journal.Tx) error { return sandboxes.Delete(tx, string(b.id)) })
 	if m.ctx.Err() != nil {
-		return nil // the journal may be closed; the next daemon forgets the sandbox
+		err = nil // the journal may be closed: the next daemon forgets the sandbox
 	}
 	return err
 }

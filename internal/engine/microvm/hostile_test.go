@@ -52,7 +52,6 @@ type saving struct {
 	state, memory, disk *os.File
 	saved               vmmctl.Saved
 	raw                 []byte // instead of saved
-	silent              bool   // no answer
 }
 
 // honest saves one page of memory, and one of the disk.

@@ -46,17 +46,17 @@ func (s *sandbox) stream(ctx context.Context, b *snapshot.Builder) (*snapshot.Sn
 
 // storeCrowded has those images stored in full that have no room for another
 // layer, or all of them.
-func (d *sandbox) storeCrowded(save *vmmctl.Save, all bool) {
+func (s *sandbox) storeCrowded(save *vmmctl.Save, all bool) {
 	whole := func(im *layer.Image, runs *[]layer.Run) {
 		if all || len(im.Layers) >= layer.MaxLayers {
 			*runs = []layer.Run{{Length: im.Size}}
 			*im = layer.Image{Size: im.Size}
 		}
 	}
-	whole(&d.memory, &save.Memory)
+	whole(&s.memory, &save.Memory)
 	writable := 0
-	for i := range d.disks {
-		if k := &d.disks[i]; !k.readOnly {
+	for i := range s.disks {
+		if k := &s.disks[i]; !k.readOnly {
 			whole(&k.image, &save.Disks[writable])
 			writable++
 		}
@@ -64,10 +64,10 @@ func (d *sandbox) storeCrowded(save *vmmctl.Save, all bool) {
 }
 
 // fits looks whether what was written can be laid over the images.
-func (d *sandbox) fits(c *captured) error {
-	_, err := layer.Overlay(d.memory, c.stored.memory, c.saved.Memory.Runs, c.saved.Memory.Zeros)
+func (s *sandbox) fits(c *captured) error {
+	_, err := layer.Overlay(s.memory, c.stored.memory, c.saved.Memory.Runs, c.saved.Memory.Zeros)
 	writable := 0
-	for _, k := range d.disks {
+	for _, k := range s.disks {
 		if k.readOnly {
 			continue
 		}
