@@ -38,7 +38,7 @@ func (s *sandbox) build(ctx context.Context, b *snapshot.Builder) (*snapshot.Sna
 		return nil, err
 	}
 	s.openStandby(ctx, true)
-	if s.paused.Load() || b.Still() {
+	if (s.paused.Load() || b.Still()) && !s.filesOnly {
 		return s.stream(ctx, b)
 	}
 	// What live layers hold is stored once more: they have no digest.

@@ -140,3 +140,21 @@ func TestStreamOfJailed(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// TestOlderVMM: the vmm process of an older AgentRun, which hangs up on a message
+// that it does not know, is captured by files while it stands still, and lives on.
+func TestOlderVMM(t *testing.T) {
+	s := startHostile(t, "older")
+	s.filesOnly = true
+	if err := s.Pause(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	// That it has no CPU profile is found when all has been saved.
+	_, err := s.Snapshot(t.Context(), filepath.Join(t.TempDir(), "snapshot"))
+	if err == nil || !strings.Contains(err.Error(), "the machine has CPU profile") {
+		t.Errorf("a capture: %v", err)
+	}
+	if _, err := s.Console(t.Context()); err != nil {
+		t.Errorf("afterwards: %v", err)
+	}
+}
