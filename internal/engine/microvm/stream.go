@@ -81,6 +81,9 @@ func (d *sandbox) fits(c *captured) error {
 
 // drain has the vmm write the sandbox, and makes layers of that.
 func (s *sandbox) drain(ctx context.Context, b *snapshot.Builder, durable *sandbox, save *vmmctl.Save) (_ *captured, err error) {
+	if err := s.refuseLent(); err != nil {
+		return nil, err
+	}
 	c := &captured{stored: &streamed{}}
 	defer func() {
 		if err != nil {
@@ -110,7 +113,7 @@ func (s *sandbox) drain(ctx context.Context, b *snapshot.Builder, durable *sandb
 		}
 		files = append(files, f)
 		if i > 0 {
-			top, err := s.engine.top()
+			top, err := s.lend()
 			if err != nil {
 				return nil, err
 			}
