@@ -215,6 +215,9 @@ func answerHostile(conn *vmmctl.Conn, lie string, m vmmctl.Message, files []*os.
 		if lie == "silence" {
 			return conn.Send(&vmmctl.Ready{}) // so that the test knows
 		}
+		if lie == "answers early" { // and keeps its pipes
+			return conn.Send(&vmmctl.Reply{ID: m.ID, Data: (&vmmctl.Saved{Disks: make([]vmmctl.Change, 1)}).Marshal()})
+		}
 		w := &saving{state: files[1], memory: files[2], disk: files[3]}
 		if err := w.honest(); err != nil {
 			return err

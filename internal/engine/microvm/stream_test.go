@@ -8,7 +8,9 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
+	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/snapshot"
 	"agentrun.dev/internal/vmmctl"
@@ -157,4 +159,19 @@ func TestOlderVMM(t *testing.T) {
 	if _, err := s.Console(t.Context()); err != nil {
 		t.Errorf("afterwards: %v", err)
 	}
+}
+
+// TestAnswersEarly: a vmm that says that it has written all, and keeps its pipes
+// open, is not waited for.
+func TestAnswersEarly(t *testing.T) {
+	s := startHostile(t, "answers early")
+	if err := s.Pause(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	if _, err := s.Snapshot(ctx, filepath.Join(t.TempDir(), "snapshot")); !errors.Is(err, engine.ErrEnded) {
+		t.Errorf("a capture: %v", err)
+	}
+	killedFor(t, s, "what it has saved cannot be")
 }
