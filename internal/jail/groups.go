@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"slices"
 	"syscall"
 	"time"
 
@@ -92,6 +93,12 @@ func (g *Group) start(cmd *exec.Cmd) error {
 		return errors.Join(err, cmd.Process.Kill(), cmd.Wait())
 	}
 	return nil
+}
+
+// Has reports whether a process is in the group.
+func (g *Group) Has(pid int) (bool, error) {
+	pids, err := g.groups.hierarchy.processes(g.name)
+	return slices.Contains(pids, pid), err
 }
 
 // Memory is how much is charged, cached pages of files aside, and the limit.
