@@ -136,7 +136,11 @@ func (g *Group) Charge(files ...*os.File) error {
 		}
 		// A failure to look at the group is met again by the next change.
 		if err := g.groups.files.whenGone(f, func() { _ = back() }); err != nil {
-			return errors.Join(err, back())
+			// The machine has no watch left. The limit is lowered when the memory in
+			// use permits.
+			if err := back(); err != nil {
+				return err
+			}
 		}
 	}
 	return nil

@@ -29,9 +29,7 @@ func (s *sandbox) lend() (*os.File, error) {
 	p := s.Process
 	p.lent.Add(1)
 	if err := s.engine.lent.WhenGone(f, func() { p.lent.Add(-1) }); err != nil {
-		p.lent.Add(-1)
-		_ = f.Close() // nothing was written
-		return nil, err
+		p.lent.Add(-1) // the machine has no watch left: better uncounted than not captured
 	}
 	return f, nil
 }
