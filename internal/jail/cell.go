@@ -205,14 +205,15 @@ func (c *Cell) Extend(bytes uint64) (back func() error, err error) {
 
 // WhenGone calls back, which Extend has returned, once nobody has a file open or
 // mapped that the process has filled: until then it is charged to it. The file has no
-// name.
+// name. Where the machine has no watch left for it, back is called at once: the
+// limit is lowered when the memory in use permits, and a capture does not fail.
 func (c *Cell) WhenGone(f *os.File, back func() error) error {
 	if c.group == nil {
 		return back()
 	}
 	// A failure to look at the group is met again by the next change.
 	if err := c.cells.files.whenGone(f, func() { _ = back() }); err != nil {
-		return errors.Join(err, back())
+		return back()
 	}
 	return nil
 }

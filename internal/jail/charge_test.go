@@ -176,3 +176,34 @@ func TestRestoredLimit(t *testing.T) {
 	}
 	h.limited(t, 64*mib)
 }
+
+// TestNoWatches: on a machine that has no watches left, what was charged is given
+// back early, and nothing fails.
+func TestNoWatches(t *testing.T) {
+	h := startHolder(t, 96*mib)
+	full, err := os.Open(os.DevNull)
+	if err != nil {
+		t.Fatal(err)
+	}
+	h.groups.files = watcher{events: full, fd: -1, waiting: map[int32][]func(){0: nil}}
+	f, err := os.Create(inMemory(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = f.Close() }()
+	if _, err := f.Write(make([]byte, mib)); err != nil {
+		t.Fatal(err)
+	}
+	if err := h.Charge(f); err != nil {
+		t.Error(err)
+	}
+	h.limited(t, 96*mib)
+	gave := false
+	c := &Cell{cells: &cells{files: watcher{events: full, fd: -1, waiting: map[int32][]func(){0: nil}}}, group: h.group}
+	if err := c.WhenGone(f, func() error { gave = true; return nil }); err != nil || !gave {
+		t.Errorf("given back: %v, %v", gave, err)
+	}
+	if err := full.Close(); err != nil {
+		t.Error(err)
+	}
+}

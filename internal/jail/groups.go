@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"slices"
 	"syscall"
 	"time"
 
@@ -94,6 +95,12 @@ func (g *Group) start(cmd *exec.Cmd) error {
 	return nil
 }
 
+// Has reports whether a process is in the group.
+func (g *Group) Has(pid int) (bool, error) {
+	pids, err := g.groups.hierarchy.processes(g.name)
+	return slices.Contains(pids, pid), err
+}
+
 // Memory is how much is charged, cached pages of files aside, and the limit.
 func (g *Group) Memory() (usage, limit uint64, err error) {
 	if g == nil {
@@ -129,7 +136,11 @@ func (g *Group) Charge(files ...*os.File) error {
 		}
 		// A failure to look at the group is met again by the next change.
 		if err := g.groups.files.whenGone(f, func() { _ = back() }); err != nil {
-			return errors.Join(err, back())
+			// The machine has no watch left. The limit is lowered when the memory in
+			// use permits.
+			if err := back(); err != nil {
+				return err
+			}
 		}
 	}
 	return nil

@@ -43,6 +43,14 @@ func (w *watcher) whenGone(f *os.File, then func()) error {
 	return nil
 }
 
+// Files tells when files are gone that a process was given: when they have no name,
+// and nobody has them open or mapped any more. The zero value is ready for use.
+type Files struct{ watcher watcher }
+
+// WhenGone calls a function, on another goroutine, once a file is gone. The file is
+// open now.
+func (w *Files) WhenGone(f *os.File, then func()) error { return w.watcher.whenGone(f, then) }
+
 // end frees the instance. The caller holds w.mu.
 func (w *watcher) end() {
 	_ = w.events.Close() // its reader ends

@@ -36,6 +36,9 @@ type Record struct {
 	// written since. Otherwise there is something in between that only the
 	// process has.
 	Based bool `json:"based"`
+	// Streams says that the process can write its sandbox to pipes. That of an
+	// AgentRun before this field cannot: it hangs up on who asks.
+	Streams bool `json:"streams"`
 }
 
 // Control is the path of the socket.

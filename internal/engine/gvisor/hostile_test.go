@@ -19,6 +19,7 @@ import (
 	"agentrun.dev/internal/jail"
 	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/procid"
+	"agentrun.dev/internal/snapshot"
 	"agentrun.dev/internal/vmmctl"
 	"golang.org/x/sys/unix"
 )
@@ -110,6 +111,7 @@ func playHostile(lie string) {
 				_ = say(conn)
 				continue
 			}
+		case gvisorctl.OpStream: // it keeps the pipes
 		case gvisorctl.OpCheckpoint:
 			if lie == "silence" {
 				continue
@@ -315,4 +317,24 @@ func TestDeadline(t *testing.T) {
 		t.Error(err)
 	}
 	killedFor(t, s, `it has not answered "checkpoint" within 10ms`)
+}
+
+// TestAnswersEarly: a helper that says that all is written, and keeps the pipes
+// open, is not waited for.
+func TestAnswersEarly(t *testing.T) {
+	s, err := startHostile(t, "answers early")
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	b, err := snapshot.NewBuilder(filepath.Join(t.TempDir(), "snapshot"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = b.Abort() }() // nothing was made
+	if _, _, err := s.stream(ctx, b); !errors.Is(err, engine.ErrEnded) {
+		t.Errorf("a capture: %v", err)
+	}
+	killedFor(t, s, "it has not closed a pipe")
 }

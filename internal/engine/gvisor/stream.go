@@ -61,6 +61,17 @@ func (s *sandbox) stream(ctx context.Context, b *snapshot.Builder) (state []byte
 	if err != nil {
 		return nil, pages, err
 	}
+	answer := make(chan *gvisorctl.Message, 1)
+	go func() {
+		select {
+		case r := <-reply:
+			for _, st := range streams {
+				st.Answered()
+			}
+			answer <- r
+		case <-s.done: // then nobody writes
+		}
+	}()
 	var small [2][]byte
 	var readErrs [3]error
 	var reading sync.WaitGroup
@@ -72,8 +83,11 @@ func (s *sandbox) stream(ctx context.Context, b *snapshot.Builder) (state []byte
 		streams[2].Close() // whoever writes fails, too
 	}
 	reading.Wait()
-	_, err = s.await(ctx, reply)
-	if err = errors.Join(err, errors.Join(readErrs[:]...)); err != nil {
+	_, err = s.await(ctx, answer)
+	if err = errors.Join(err, errors.Join(readErrs[:]...)); errors.Is(err, engine.ErrUnfinished) {
+		err = s.condemn(err)
+	}
+	if err != nil {
 		return nil, pages, fmt.Errorf("write the checkpoint: %w", err)
 	}
 	if pages.Size == 0 {

@@ -223,6 +223,14 @@ func (e *Engine) attach(ctx context.Context, socket string, id procid.ID) (*proc
 	if err == nil && groups != nil {
 		group, err = groups.Open(groupName(reply.Create.ID))
 	}
+	if err == nil && group != nil {
+		// It may name a neighbour, whose limit would be changed, and whose folder
+		// would be removed with this one's end.
+		var its bool
+		if its, err = group.Has(id.PID); err == nil && !its {
+			return nil, p.condemn(fmt.Errorf("it has described what cannot be: it is not in the group of sandbox %s", reply.Create.ID))
+		}
+	}
 	if err != nil {
 		return nil, errors.Join(err, p.Detach())
 	}

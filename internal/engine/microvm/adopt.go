@@ -52,7 +52,7 @@ func (e *Engine) adopt(f folder.Folder) (_ *sandbox, err error) {
 	if err != nil {
 		return nil, err
 	}
-	s.self.Folder, s.ownParent = f, true
+	s.self.Folder, s.ownParent, s.filesOnly = f, true, !r.Streams
 	s.self.Generation.Store(r.Generation)
 	if !r.Based {
 		s.forget()

@@ -31,6 +31,7 @@ type Engine struct {
 	cpu      hostCPU
 	key      *seal.Key
 	blanks   blanks
+	lent     jail.Files // to vmm processes; Process.lent counts them
 }
 
 var _ engine.Engine = (*Engine)(nil)

@@ -195,6 +195,9 @@ func playHostile(lie string) {
 	}
 }
 
+// hoard is the files of disks that one has kept which "hoards".
+var hoard []*os.File
+
 func answerHostile(conn *vmmctl.Conn, lie string, m vmmctl.Message, files []*os.File) error {
 	switch m := m.(type) {
 	case *vmmctl.Connect:
@@ -205,8 +208,14 @@ func answerHostile(conn *vmmctl.Conn, lie string, m vmmctl.Message, files []*os.
 		}
 		return conn.Send(&vmmctl.Reply{ID: m.ID, Data: touchLies[lie]})
 	case *vmmctl.Save:
+		if lie == "older" && m.Stream {
+			return conn.Close() // it does not know the message
+		}
 		if lie == "silence" {
 			return conn.Send(&vmmctl.Ready{}) // so that the test knows
+		}
+		if lie == "answers early" { // and keeps its pipes
+			return conn.Send(&vmmctl.Reply{ID: m.ID, Data: (&vmmctl.Saved{Disks: make([]vmmctl.Change, 1)}).Marshal()})
 		}
 		w := &saving{state: files[1], memory: files[2], disk: files[3]}
 		if err := w.honest(); err != nil {
@@ -220,8 +229,19 @@ func answerHostile(conn *vmmctl.Conn, lie string, m vmmctl.Message, files []*os.
 		if w.raw == nil {
 			w.raw = w.saved.Marshal()
 		}
+		if lie == "hoards" {
+			hoard = append(hoard, files[3:]...)
+			for _, f := range hoard { // as long as its limit of a file's size lets it
+				if err := unix.Fallocate(int(f.Fd()), 0, 0, hostileDisk); err != nil {
+					return err
+				}
+			}
+			if err := files[3].Truncate(page); err != nil { // the parent looks at this one
+				return err
+			}
+		}
 		for _, f := range files {
-			if lie != "keeps files" {
+			if lie != "keeps files" && lie != "hoards" {
 				_ = f.Close() // as a vmm does
 			}
 		}

@@ -207,6 +207,9 @@ func (s *sandbox) captureLive(ctx context.Context) (*moment, *vmmctl.Saved, erro
 		if err == nil {
 			return m, c.saved, nil
 		}
+		if m != nil { // old layers could not be let go of
+			err = errors.Join(err, m.release())
+		}
 		if errors.Is(err, errLie) {
 			return nil, nil, s.condemn(err)
 		}

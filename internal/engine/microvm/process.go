@@ -61,6 +61,7 @@ type Process struct {
 	paused atomic.Bool   // as far as this parent knows
 	parked atomic.Bool   // it goes on when it is sent something
 	kept   atomic.Uint64 // bytes of charged files that were closed here, and that the process still has
+	lent   atomic.Int64  // files on disk that captures have handed out and that are not gone
 
 	memory   uint64                 // the guest's, in bytes
 	patience atomic.Int64           // how long it may take for an answer; expect sets it

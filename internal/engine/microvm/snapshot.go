@@ -38,7 +38,7 @@ func (s *sandbox) build(ctx context.Context, b *snapshot.Builder) (*snapshot.Sna
 		return nil, err
 	}
 	s.openStandby(ctx, true)
-	if s.paused.Load() || b.Still() {
+	if (s.paused.Load() || b.Still()) && !s.filesOnly {
 		return s.stream(ctx, b)
 	}
 	// What live layers hold is stored once more: they have no digest.
@@ -145,6 +145,9 @@ func (c *captured) close() {
 
 // freeze saves the sandbox as it is at one instant.
 func (s *sandbox) freeze(ctx context.Context, save *vmmctl.Save) (_ *captured, err error) {
+	if err := s.refuseLent(); err != nil {
+		return nil, err
+	}
 	c := &captured{}
 	var tops []*os.File
 	defer func() {
@@ -172,7 +175,7 @@ func (s *sandbox) freeze(ctx context.Context, save *vmmctl.Save) (_ *captured, e
 			continue
 		}
 		for _, list := range []*[]*os.File{&c.disks, &tops} {
-			f, err := s.engine.top()
+			f, err := s.lend()
 			if err != nil {
 				return nil, err
 			}

@@ -81,6 +81,9 @@ func (s *sandbox) fits(c *captured) error {
 
 // drain has the vmm write the sandbox, and makes layers of that.
 func (s *sandbox) drain(ctx context.Context, b *snapshot.Builder, durable *sandbox, save *vmmctl.Save) (_ *captured, err error) {
+	if err := s.refuseLent(); err != nil {
+		return nil, err
+	}
 	c := &captured{stored: &streamed{}}
 	defer func() {
 		if err != nil {
@@ -110,7 +113,7 @@ func (s *sandbox) drain(ctx context.Context, b *snapshot.Builder, durable *sandb
 		}
 		files = append(files, f)
 		if i > 0 {
-			top, err := s.engine.top()
+			top, err := s.lend()
 			if err != nil {
 				return nil, err
 			}
@@ -125,6 +128,17 @@ func (s *sandbox) drain(ctx context.Context, b *snapshot.Builder, durable *sandb
 	if err != nil {
 		return nil, err
 	}
+	answer := make(chan *vmmctl.Reply, 1)
+	go func() {
+		select {
+		case r := <-reply:
+			for _, st := range p.streams {
+				st.Answered()
+			}
+			answer <- r
+		case <-s.done: // then the pipes are closed
+		}
+	}()
 	refs := make([]layer.Ref, len(sizes))
 	for i, size := range sizes {
 		// A run is within its image, and none is written twice.
@@ -134,8 +148,8 @@ func (s *sandbox) drain(ctx context.Context, b *snapshot.Builder, durable *sandb
 		}
 	}
 	c.stored.memory, c.stored.disks = refs[0], refs[1:]
-	r, replyErr := s.await(ctx, reply)
-	if errors.Is(err, snapshot.ErrNoLayer) {
+	r, replyErr := s.await(ctx, answer)
+	if errors.Is(err, snapshot.ErrNoLayer) || errors.Is(err, engine.ErrUnfinished) {
 		err = fmt.Errorf("%w: %w", errLie, err)
 	}
 	if err = errors.Join(replyErr, err); err == nil {

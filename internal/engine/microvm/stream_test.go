@@ -8,7 +8,9 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
+	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/layer"
 	"agentrun.dev/internal/snapshot"
 	"agentrun.dev/internal/vmmctl"
@@ -139,4 +141,37 @@ func TestStreamOfJailed(t *testing.T) {
 	if err := p.Resume(t.Context()); err != nil {
 		t.Error(err)
 	}
+}
+
+// TestOlderVMM: the vmm process of an older AgentRun, which hangs up on a message
+// that it does not know, is captured by files while it stands still, and lives on.
+func TestOlderVMM(t *testing.T) {
+	s := startHostile(t, "older")
+	s.filesOnly = true
+	if err := s.Pause(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	// That it has no CPU profile is found when all has been saved.
+	_, err := s.Snapshot(t.Context(), filepath.Join(t.TempDir(), "snapshot"))
+	if err == nil || !strings.Contains(err.Error(), "the machine has CPU profile") {
+		t.Errorf("a capture: %v", err)
+	}
+	if _, err := s.Console(t.Context()); err != nil {
+		t.Errorf("afterwards: %v", err)
+	}
+}
+
+// TestAnswersEarly: a vmm that says that it has written all, and keeps its pipes
+// open, is not waited for.
+func TestAnswersEarly(t *testing.T) {
+	s := startHostile(t, "answers early")
+	if err := s.Pause(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	if _, err := s.Snapshot(ctx, filepath.Join(t.TempDir(), "snapshot")); !errors.Is(err, engine.ErrEnded) {
+		t.Errorf("a capture: %v", err)
+	}
+	killedFor(t, s, "what it has saved cannot be")
 }

@@ -1,0 +1,91 @@
+package microvm
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/snapshot"
+	"golang.org/x/sys/unix"
+)
+
+// TestHoard: each capture hands a vmm files on the host's disk, each of which it can
+// make as long as its disk. One that closes none is not captured any more.
+func TestHoard(t *testing.T) {
+	s := startHostile(t, "hoards")
+	var refused error
+	for range 4 * maxLent {
+		if _, refused = s.Fork(t.Context(), nil); refused != nil {
+			break
+		}
+	}
+	if refused == nil || !strings.Contains(refused.Error(), "files of disks that were handed to it") {
+		t.Errorf("it was not refused: %v", refused)
+	}
+	kept := uint64(0)
+	for _, path := range filesOf(t, s.Pid()) {
+		name, err := os.Readlink(path)
+		if err != nil || !strings.Contains(name, "/disk-") {
+			continue
+		}
+		var st unix.Stat_t
+		if err := unix.Stat(path, &st); err != nil {
+			t.Fatal(err)
+		}
+		kept += uint64(st.Blocks) * 512
+	}
+	if most := uint64(maxLent+2) * hostileDisk; kept > most {
+		t.Errorf("it holds %d MiB on the host's disk with a disk of %d MiB, at most %d are possible", kept/mib, hostileDisk/mib, most/mib)
+	}
+	if err := s.stopped(); err != nil {
+		t.Errorf("it has ended: %v", err)
+	}
+}
+
+// TestLentComeBack: a vmm that behaves is captured as often as anybody likes, to
+// files and to pipes.
+func TestLentComeBack(t *testing.T) {
+	j := openJail(t)
+	e := jailedEngine(t, j.Jail, residentFolder(t))
+	m := bareMachine(t)
+	top, err := e.top()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = top.Close() }()
+	image := layer.Image{Size: mib}
+	m.Disks = []Disk{{File: top, ID: "data", Image: &image}}
+	p, err := Start(j.Jail, m)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(p.Kill)
+	if err := p.Pause(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	s := &sandbox{
+		Guest: &Guest{Process: p}, engine: e, vcpus: m.VCPUs, memory: layer.Image{Size: m.Memory}, disks: []disk{{id: "data", image: image}},
+	}
+	for i := range 3 * maxLent {
+		_, save := s.durable()
+		c, err := s.freeze(t.Context(), save)
+		if err != nil {
+			t.Fatalf("to files, time %d: %v", i, err)
+		}
+		c.close()
+		b, err := snapshot.NewBuilder(filepath.Join(t.TempDir(), "snapshot"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		durable, save := s.durable()
+		if c, err = s.drain(t.Context(), b, durable, save); err != nil {
+			t.Fatalf("to pipes, time %d: %v", i, err)
+		}
+		c.close()
+		if err := b.Abort(); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
