@@ -129,6 +129,7 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 	if err := m.recover(ctx); err != nil {
 		return nil, errors.Join(fmt.Errorf("recover the state: %w", err), m.Close())
 	}
+	m.removed() // a daemon that was killed may have left layers in memory that nobody holds
 	m.work.Go(m.tidyUp)
 	return m, nil
 }
@@ -212,11 +213,11 @@ func (m *Manager) recover(ctx context.Context) error {
 			return err
 		}
 		for i := range found {
-			if err := settle(tx, &found[i], m.cfg.Boot, now); err != nil {
+			if err := errors.Join(m.measureImage(&found[i]), settle(tx, &found[i], m.cfg.Boot, now)); err != nil {
 				return err
 			}
 		}
-		return errors.Join(settleForks(tx), settleCheckpoints(tx))
+		return errors.Join(settleForks(tx), settleCheckpoints(tx), m.measureCheckpoints(tx))
 	})
 	if err != nil {
 		return err

@@ -1,7 +1,9 @@
 package sandbox
 
 import (
+	"errors"
 	"fmt"
+	"io/fs"
 	"path/filepath"
 	"slices"
 
@@ -85,6 +87,41 @@ func (m *Manager) beginCheckpoint(s Sandbox) (done func(), err error) {
 		m.capacity.release(s.Namespace, s.Memory)
 		m.refill()
 	}, nil
+}
+
+// measureImage adds up what a hibernated sandbox takes, where the journal does not
+// say it: a program that did not count yet has written it. An image is never empty.
+func (m *Manager) measureImage(s *Sandbox) (err error) {
+	if (s.State == Hibernated || s.State == Resuming) && s.Kept == 0 {
+		s.Kept, err = m.measure(m.imageDir(s.Image))
+	}
+	return err
+}
+
+// measureCheckpoints does the same with checkpoints.
+func (m *Manager) measureCheckpoints(tx *journal.Tx) error {
+	var unknown []Checkpoint
+	err := checkpoints.Each(tx, "", func(_ string, c Checkpoint) error {
+		if c.Kept == 0 {
+			unknown = append(unknown, c)
+		}
+		return nil
+	})
+	for _, c := range unknown {
+		var measureErr error
+		c.Kept, measureErr = m.measure(m.checkpointDir(c.ID))
+		err = errors.Join(err, measureErr, checkpoints.Put(tx, c.String(), c))
+	}
+	return err
+}
+
+// measure is ownBytes of a folder that may be gone.
+func (m *Manager) measure(dir string) (uint64, error) {
+	bytes, err := m.ownBytes(dir)
+	if errors.Is(err, fs.ErrNotExist) {
+		return 0, nil // whoever wants to use it is told
+	}
+	return bytes, err
 }
 
 // recoverStorage counts what checkpoints take on disk. The images of hibernated
