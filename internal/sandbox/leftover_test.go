@@ -1,14 +1,17 @@
 package sandbox
 
 import (
+	"context"
 	"path/filepath"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
 
+	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/journal"
 	"agentrun.dev/internal/sandbox/sandboxtest"
+	"agentrun.dev/internal/snapshot"
 )
 
 // TestPoolWaitsForRoom: a pool whose template had no room comes up when another
@@ -100,5 +103,48 @@ func TestStorageOfOldJournals(t *testing.T) {
 		stored(use.UsedStorage / 2)
 		must(t, m.DeleteCheckpoint(key("c")))
 		stored(0)
+	})
+}
+
+// copyingHost is a host whose sandboxes have nothing in common with their forks, as
+// those of gVisor.
+type copyingHost struct{ *sandboxtest.Host }
+
+func (h copyingHost) Fork(ctx context.Context, snap *snapshot.Snapshot, o engine.ForkOptions) (engine.Sandbox, error) {
+	sb, err := h.Host.Fork(ctx, snap, o)
+	return copying{sb}, err
+}
+
+type copying struct{ engine.Sandbox }
+
+func (s copying) Fork(ctx context.Context, opts []engine.ForkOptions) (*engine.LiveFork, error) {
+	live, err := s.Sandbox.Fork(ctx, opts)
+	if err != nil {
+		return nil, err
+	}
+	live.Held, live.Source, live.Same = []engine.Held{{ID: "live-" + string(newID()), Bytes: 2 * mib}}, nil, true
+	for i, sb := range live.Forks {
+		live.Forks[i] = copying{sb}
+	}
+	return live, nil
+}
+
+// TestForkOfCopy: a sandbox that was forked, and then forks, goes on holding the
+// capture that it was made of.
+func TestForkOfCopy(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := sandboxtest.NewHost(t)
+		m := daemon(t, t.TempDir(), h, func(c *Config) { c.Engine = copyingHost{h} })
+		defer func() { _ = m.Close() }()
+		setUp(t, m, 0)
+		claim(t, m, "a", Lifetime{})
+		must(t, second(m.Fork(t.Context(), key("f"), "a", 1)))
+		wantReserved(t, m, h, 2, 2)
+		must(t, second(m.Fork(t.Context(), key("g"), "f-1", 1)))
+		wantReserved(t, m, h, 3, 4)
+		must(t, second(m.Kill(t.Context(), key("f-1"))))
+		wantReserved(t, m, h, 2, 2)
+		must(t, second(m.Kill(t.Context(), key("g-1"))), second(m.Kill(t.Context(), key("a"))))
+		wantReserved(t, m, h, 0, 0)
 	})
 }
