@@ -212,12 +212,13 @@ func (m *Manager) recover(ctx context.Context) error {
 		}); err != nil {
 			return err
 		}
+		sizes := m.measurer()
 		for i := range found {
-			if err := errors.Join(m.measureImage(&found[i]), settle(tx, &found[i], m.cfg.Boot, now)); err != nil {
+			if err := errors.Join(sizes.image(&found[i]), settle(tx, &found[i], m.cfg.Boot, now)); err != nil {
 				return err
 			}
 		}
-		return errors.Join(settleForks(tx), settleCheckpoints(tx), m.measureCheckpoints(tx))
+		return errors.Join(settleForks(tx), settleCheckpoints(tx), sizes.checkpoints(tx))
 	})
 	if err != nil {
 		return err
