@@ -268,6 +268,9 @@ type LiveFork struct {
 	// Held is what each of the forks holds of this capture and earlier ones, and
 	// Source what their source does since: also where none could be made of it.
 	Held, Source []Held
+	// Same says that the source holds what it did before, and nothing of this
+	// capture. Source is empty then.
+	Same bool
 }
 
 // LiveForkStats is what a live fork cost its source.

@@ -114,7 +114,7 @@ func (m *Manager) forkMember(ctx context.Context, b *member, f *Fork) (err error
 	}()
 	live, err := b.machine.Fork(ctx, opts)
 	if err != nil {
-		if held = last.Live; live != nil {
+		if held = last.Live; live != nil && !live.Same {
 			held = live.Source
 		}
 		err = fmt.Errorf("fork sandbox %s: %w", last.Name, err)
@@ -124,6 +124,9 @@ func (m *Manager) forkMember(ctx context.Context, b *member, f *Fork) (err error
 		return err
 	}
 	f.Pause, out.Live, held = live.Stats.Pause, live.Stats, live.Source
+	if live.Same {
+		held = last.Live
+	}
 	var errs []error
 	for i, c := range children {
 		if live.Errs[i] == nil {

@@ -114,9 +114,9 @@ func (b *member) hibernate(ctx context.Context) (err error) {
 		if last.State == Running {
 			err = errors.Join(err, b.machine.Resume(back))
 		}
-		return errors.Join(err,
-			b.change(func(s *Sandbox) { s.State, s.Image = last.State, "" }),
-			m.removeSnapshot(m.imageDir(image)))
+		// First what was written: a full disk has room for the journal then.
+		return errors.Join(err, m.removeSnapshot(m.imageDir(image)),
+			b.revert(func(s *Sandbox) { s.State, s.Image = last.State, "" }))
 	}
 	return b.dropMachine(last)
 }
@@ -135,19 +135,20 @@ func (b *member) wake(ctx context.Context) (err error) {
 	if err := m.reserve(last.Namespace, last.Memory, held...); err != nil {
 		return err
 	}
+	sleepOn := func(s *Sandbox) { s.State = Hibernated }
 	sb, machine, err := b.wakeMachine(ctx, last, snap)
 	if err != nil {
 		m.capacity.release(last.Namespace, last.Memory, held...)
-		return errors.Join(fmt.Errorf("wake sandbox %s: %w", b.id, err),
-			b.change(func(s *Sandbox) { s.State = Hibernated }))
+		return errors.Join(fmt.Errorf("wake sandbox %s: %w", b.id, err), b.revert(sleepOn))
 	}
 	if err := b.change(func(s *Sandbox) {
 		s.State, s.Machine, s.Boot, s.Image = Running, machine, m.cfg.Boot, ""
 		s.Layers, s.Kept = held, 0
 		s.Clock.start(time.Now())
 	}); err != nil {
+		err = errors.Join(err, sb.Close(), m.cfg.Engine.Remove(m.ctx, m.machineDir(machine)))
 		m.capacity.release(last.Namespace, last.Memory, held...)
-		return errors.Join(err, sb.Close(), m.cfg.Engine.Remove(m.ctx, m.machineDir(machine)))
+		return errors.Join(err, b.revert(sleepOn))
 	}
 	b.attach(sb)
 	err = m.removeSnapshot(m.imageDir(last.Image))

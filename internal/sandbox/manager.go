@@ -131,6 +131,7 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 	if err := m.recover(ctx); err != nil {
 		return nil, errors.Join(fmt.Errorf("recover the state: %w", err), m.Close())
 	}
+	m.removed() // a daemon that was killed may have left layers in memory that nobody holds
 	m.work.Go(m.tidyUp)
 	return m, nil
 }
@@ -213,12 +214,13 @@ func (m *Manager) recover(ctx context.Context) error {
 		}); err != nil {
 			return err
 		}
+		sizes := m.measurer()
 		for i := range found {
-			if err := settle(tx, &found[i], m.cfg.Boot, now); err != nil {
+			if err := errors.Join(sizes.image(&found[i]), settle(tx, &found[i], m.cfg.Boot, now)); err != nil {
 				return err
 			}
 		}
-		return errors.Join(settleForks(tx), settleCheckpoints(tx))
+		return errors.Join(settleForks(tx), settleCheckpoints(tx), sizes.checkpoints(tx))
 	})
 	if err != nil {
 		return err

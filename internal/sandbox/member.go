@@ -79,6 +79,20 @@ func (b *member) changeAnd(do func(*Sandbox), also record[Sandbox]) error {
 	return nil
 }
 
+// revert is change for what takes back an intent. The sandbox is what it is, also
+// where the journal cannot be written: that has the intent then, of which the next
+// daemon makes the same.
+func (b *member) revert(do func(*Sandbox)) error {
+	err := b.change(do)
+	if err != nil {
+		b.mu.Lock()
+		defer b.mu.Unlock()
+		do(&b.record)
+		b.arm()
+	}
+	return err
+}
+
 // attach gives the sandbox its machine and watches it.
 func (b *member) attach(sb engine.Sandbox) {
 	b.mu.Lock()

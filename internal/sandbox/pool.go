@@ -88,6 +88,7 @@ func (s *stock) close() error {
 	s.cancel()
 	err := errors.Join(s.ready.Close(), s.snap.Close())
 	s.manager.capacity.release(s.pool.Namespace, 0, s.held...)
+	s.manager.refill() // another pool may wait for that memory
 	return err
 }
 
@@ -374,6 +375,7 @@ func (p *parked) Close() error {
 	err := errors.Join(p.Sandbox.Close(), m.cfg.Engine.Remove(context.WithoutCancel(m.ctx), m.machineDir(p.id)))
 	m.capacity.release(p.namespace, p.memory, p.held...)
 	m.unpark(p.id)
+	m.refill()
 	return err
 }
 

@@ -1,9 +1,12 @@
 package sandbox
 
 import (
+	"errors"
 	"fmt"
+	"io/fs"
 	"path/filepath"
 	"slices"
+	"sync"
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/journal"
@@ -31,9 +34,18 @@ func (m *Manager) openHeld(dir, owner string) (*snapshot.Snapshot, []engine.Held
 // ownBytes is what an image or a checkpoint takes on disk beyond the templates of
 // the node. It counts in the quota of its namespace.
 func (m *Manager) ownBytes(dir string) (uint64, error) {
-	templates, err := filepath.Glob(filepath.Join(m.cfg.Dir, snapshotsDir, "*"))
+	shared, err := m.templateLayers()
 	if err != nil {
 		return 0, err
+	}
+	return snapshot.BytesBeside(dir, func(digest string) bool { return shared[digest] })
+}
+
+// templateLayers are the layers of all templates, by digest.
+func (m *Manager) templateLayers() (map[string]bool, error) {
+	templates, err := filepath.Glob(filepath.Join(m.cfg.Dir, snapshotsDir, "*"))
+	if err != nil {
+		return nil, err
 	}
 	shared := map[string]bool{}
 	for _, t := range templates {
@@ -45,7 +57,7 @@ func (m *Manager) ownBytes(dir string) (uint64, error) {
 			shared[ref.Digest.String()] = true
 		}
 	}
-	return snapshot.BytesBeside(dir, func(digest string) bool { return shared[digest] })
+	return shared, nil
 }
 
 // dropHeld frees what no machine holds any more.
@@ -85,6 +97,50 @@ func (m *Manager) beginCheckpoint(s Sandbox) (done func(), err error) {
 		m.capacity.release(s.Namespace, s.Memory)
 		m.refill()
 	}, nil
+}
+
+// measurer adds up what is stored, where the journal does not say it: a program that
+// did not count yet has written it. No image is empty, and no checkpoint.
+type measurer struct {
+	manager *Manager
+	shared  func() (map[string]bool, error)
+}
+
+func (m *Manager) measurer() measurer { return measurer{m, sync.OnceValues(m.templateLayers)} }
+
+func (m measurer) image(s *Sandbox) (err error) {
+	if (s.State == Hibernated || s.State == Resuming) && s.Kept == 0 {
+		s.Kept, err = m.measure(m.manager.imageDir(s.Image))
+	}
+	return err
+}
+
+func (m measurer) checkpoints(tx *journal.Tx) error {
+	var unknown []Checkpoint
+	err := checkpoints.Each(tx, "", func(_ string, c Checkpoint) error {
+		if c.Kept == 0 {
+			unknown = append(unknown, c)
+		}
+		return nil
+	})
+	for _, c := range unknown {
+		var measureErr error
+		c.Kept, measureErr = m.measure(m.manager.checkpointDir(c.ID))
+		err = errors.Join(err, measureErr, checkpoints.Put(tx, c.String(), c))
+	}
+	return err
+}
+
+func (m measurer) measure(dir string) (uint64, error) {
+	shared, err := m.shared()
+	if err != nil {
+		return 0, err
+	}
+	bytes, err := snapshot.BytesBeside(dir, func(digest string) bool { return shared[digest] })
+	if errors.Is(err, fs.ErrNotExist) {
+		return 0, nil // whoever wants to use it is told
+	}
+	return bytes, err
 }
 
 // recoverStorage counts what checkpoints take on disk. The images of hibernated

@@ -315,10 +315,11 @@ func (s *Stock[T]) add(ctx context.Context) error {
 	}
 	w := &waiting[T]{item: item, taken: make(chan struct{})}
 	s.mu.Lock()
-	defer s.mu.Unlock()
 	if s.closed {
+		s.mu.Unlock()
 		return item.Close()
 	}
+	defer s.mu.Unlock()
 	s.waiting = append(s.waiting, w)
 	s.tell()
 	s.done.Go(func() { s.watch(w) })
@@ -334,10 +335,15 @@ func (s *Stock[T]) watch(w *waiting[T]) {
 	case <-w.item.Done():
 	}
 	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.remove(w) {
+	mine := s.remove(w)
+	if mine {
 		s.lose(w.item.Wait())
 		s.Refill()
-		_ = w.item.Close() // it has ended; this frees what is left of it
+	}
+	s.mu.Unlock()
+	if mine {
+		// Without the lock: Close takes time, and locks of its own. It has ended; this
+		// frees what is left of it.
+		_ = w.item.Close()
 	}
 }

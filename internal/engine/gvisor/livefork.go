@@ -26,7 +26,9 @@ func (s *sandbox) Fork(ctx context.Context, opts []engine.ForkOptions) (*engine.
 		Pause: pause, Captured: time.Since(begin), Copied: c.size(),
 		StoodStill: "gVisor writes a checkpoint while its sandbox stands still",
 	}
-	// The forks read it while they run; when they have is not told.
+	// The forks read it while they run; when they have is not told. The source goes on
+	// with what it was made of itself, which may be an earlier capture.
+	f.Same = true
 	f.Held = []engine.Held{{ID: "live-" + identity.Hex(16), Bytes: c.size()}}
 	s.mu.Lock()
 	s.lastFork = f.Stats

@@ -120,6 +120,15 @@ func (h *Host) Memory(folder string) map[string]string {
 	return nil
 }
 
+// Write changes what the process of a folder holds, if there is one.
+func (h *Host) Write(folder, key, value string) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if p := h.processes[folder]; p != nil {
+		p.memory[key] = value
+	}
+}
+
 // Put makes a process that holds memory.
 func (h *Host) Put(folder string, memory map[string]string) {
 	h.mu.Lock()

@@ -1,0 +1,150 @@
+package sandbox
+
+import (
+	"context"
+	"path/filepath"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/journal"
+	"agentrun.dev/internal/sandbox/sandboxtest"
+	"agentrun.dev/internal/snapshot"
+)
+
+// TestPoolWaitsForRoom: a pool whose template had no room comes up when another
+// pool is deleted that had the memory.
+func TestPoolWaitsForRoom(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := sandboxtest.NewHost(t)
+		m := daemon(t, t.TempDir(), h, func(c *Config) {
+			c.Builder, c.Capacity = &builder{pages: layerPages}, 2*64*mib+mib+mib/2
+		})
+		defer func() { _ = m.Close() }()
+		for _, name := range []string{"a", "b"} {
+			must(t, second(m.ApplyTemplate(key(name), TemplateSpec{Image: name, MilliCPUs: 1000, Memory: 64 * mib})),
+				second(m.ApplyPool(key(name), PoolSpec{Template: Name(name)})), m.WaitPool(t.Context(), key(name)))
+		}
+		must(t, m.DeletePool(key("b")), second(m.ApplyPool(key("a"), PoolSpec{Template: "a", Replicas: 2})))
+		synctest.Wait()
+		must(t, second(m.ApplyPool(key("b"), PoolSpec{Template: "b", Replicas: 1})))
+		synctest.Wait()
+		if _, st, err := m.Pool(key("b")); err != nil || st.Phase != PhaseFailed {
+			t.Fatalf("there is room for it: %+v, %v", st, err)
+		}
+		must(t, m.DeletePool(key("a")))
+		synctest.Wait()
+		if _, st, err := m.Pool(key("b")); err != nil || st.Ready != 1 {
+			t.Errorf("%+v, %v", st, err)
+		}
+	})
+}
+
+// keepingHost counts how often it was told what is in use.
+type keepingHost struct {
+	*sandboxtest.Host
+	kept atomic.Int32
+}
+
+func (h *keepingHost) Keep(folders, snapshots []string) error {
+	h.kept.Add(1)
+	return h.Host.Keep(folders, snapshots)
+}
+
+// TestLeftInMemory: a daemon that was killed while it woke a sandbox leaves a layer
+// in memory that is charged to nobody. The next daemon frees it.
+func TestLeftInMemory(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := &keepingHost{Host: sandboxtest.NewHost(t)}
+		m := daemon(t, t.TempDir(), h.Host, func(c *Config) { c.Engine = h })
+		defer func() { _ = m.Close() }()
+		time.Sleep(time.Minute)
+		synctest.Wait()
+		if n := h.kept.Load(); n != 1 {
+			t.Errorf("the engine was told %d times what is in use", n)
+		}
+	})
+}
+
+// TestStorageOfOldJournals: what a program wrote that did not count yet is counted.
+func TestStorageOfOldJournals(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir, h := t.TempDir(), sandboxtest.NewHost(t)
+		m := daemon(t, dir, h)
+		setUp(t, m, 0)
+		claim(t, m, "a", Lifetime{})
+		memory(t, h, m, "a")[sandboxtest.LayerKey] = layerPages
+		must(t, second(m.Hibernate(t.Context(), key("a"))))
+		checkpoint(t, m, "c", "a")
+		use, err := m.QuotaOf(DefaultNamespace)
+		must(t, err, m.Close())
+		db, err := journal.Open(filepath.Join(dir, "journal"))
+		must(t, err, db.Update(func(tx *journal.Tx) error {
+			var s Sandbox
+			must(t, sandboxes.Each(tx, "", func(_ string, one Sandbox) error { s = one; return nil }))
+			s.Kept = 0
+			c, _, err := checkpoints.Get(tx, key("c").String())
+			c.Kept = 0
+			must(t, err, sandboxes.Put(tx, string(s.ID), s), checkpoints.Put(tx, key("c").String(), c))
+			return nil
+		}), db.Close())
+		m = daemon(t, dir, h)
+		defer func() { _ = m.Close() }()
+		stored := func(want uint64) {
+			t.Helper()
+			if q, err := m.QuotaOf(DefaultNamespace); err != nil || q.UsedStorage != want {
+				t.Errorf("%d bytes are stored, not %d (%v)", q.UsedStorage, want, err)
+			}
+		}
+		stored(use.UsedStorage)
+		must(t, second(m.Resume(t.Context(), key("a"))))
+		stored(use.UsedStorage / 2)
+		must(t, m.DeleteCheckpoint(key("c")))
+		stored(0)
+	})
+}
+
+// copyingHost is a host whose sandboxes have nothing in common with their forks, as
+// those of gVisor.
+type copyingHost struct{ *sandboxtest.Host }
+
+func (h copyingHost) Fork(ctx context.Context, snap *snapshot.Snapshot, o engine.ForkOptions) (engine.Sandbox, error) {
+	sb, err := h.Host.Fork(ctx, snap, o)
+	return copying{sb}, err
+}
+
+type copying struct{ engine.Sandbox }
+
+func (s copying) Fork(ctx context.Context, opts []engine.ForkOptions) (*engine.LiveFork, error) {
+	live, err := s.Sandbox.Fork(ctx, opts)
+	if err != nil {
+		return nil, err
+	}
+	live.Held, live.Source, live.Same = []engine.Held{{ID: "live-" + string(newID()), Bytes: 2 * mib}}, nil, true
+	for i, sb := range live.Forks {
+		live.Forks[i] = copying{sb}
+	}
+	return live, nil
+}
+
+// TestForkOfCopy: a sandbox that was forked, and then forks, goes on holding the
+// capture that it was made of.
+func TestForkOfCopy(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := sandboxtest.NewHost(t)
+		m := daemon(t, t.TempDir(), h, func(c *Config) { c.Engine = copyingHost{h} })
+		defer func() { _ = m.Close() }()
+		setUp(t, m, 0)
+		claim(t, m, "a", Lifetime{})
+		must(t, second(m.Fork(t.Context(), key("f"), "a", 1)))
+		wantReserved(t, m, h, 2, 2)
+		must(t, second(m.Fork(t.Context(), key("g"), "f-1", 1)))
+		wantReserved(t, m, h, 3, 4)
+		must(t, second(m.Kill(t.Context(), key("f-1"))))
+		wantReserved(t, m, h, 2, 2)
+		must(t, second(m.Kill(t.Context(), key("g-1"))), second(m.Kill(t.Context(), key("a"))))
+		wantReserved(t, m, h, 0, 0)
+	})
+}
