@@ -17,6 +17,8 @@ undefined`))
 	for _, tt := range []struct{ source, result string }{
 		{"[crypto.randomBytes(0).length, crypto.randomBytes(3 << 20).length, zeros(crypto.randomBytes(4096)) < 64]", "[ 0, 3145728, true ]"},
 		{"[crypto.rng, crypto.prng, crypto.pseudoRandomBytes].every((f) => f === crypto.randomBytes)", "true"},
+		{"[crypto.randomBytes, crypto.randomFill, crypto.randomFillSync, crypto.randomInt, crypto.randomUUID, crypto.webcrypto.getRandomValues].map((f) => f.name + f.length).join()",
+			"'randomBytes2,randomFill4,randomFillSync1,randomInt3,randomUUID1,getRandomValues1'"},
 		{"[-1, 'x', undefined, 2 ** 31].map((n) => code(() => crypto.randomBytes(n)))", "[\n  'ERR_OUT_OF_RANGE',\n  'ERR_INVALID_ARG_TYPE',\n  'ERR_INVALID_ARG_TYPE',\n  'ERR_OUT_OF_RANGE'\n]"},
 		{"code(() => crypto.randomBytes(1, 'x'))", "'ERR_INVALID_ARG_TYPE'"},
 		{"(await later((f) => crypto.randomBytes(2000, f))).length", "2000"},

@@ -129,6 +129,11 @@ func (c *Capture) protected(entry []uint64) (still uint16) {
 // ownOf says which pages of a block, of which nothing changes meanwhile, were the
 // process's own at the instant.
 func (c *Capture) ownOf(b *block, bytes []byte, entry []uint64) (own uint16, err error) {
+	if b != nil && !b.known {
+		if err := c.bringIn(b, bytes, entry); err != nil {
+			return 0, err
+		}
+	}
 	for k, e := range entry {
 		is, err := c.isOwn(b, k, e, bytes[k*PageSize:(k+1)*PageSize])
 		if err != nil {
@@ -139,6 +144,27 @@ func (c *Capture) ownOf(b *block, bytes []byte, entry []uint64) (own uint16, err
 		}
 	}
 	return own, nil
+}
+
+// bringIn reads what isOwn would read of a block that is not known, all at once, and
+// looks at the block again. One page after the other takes many times as long.
+func (c *Capture) bringIn(b *block, bytes []byte, entry []uint64) error {
+	var unsure uint16
+	for k, e := range entry {
+		const flags = pagemapProtected | pagemapFile | pagemapSwapped | pagemapPresent
+		if e&flags == pagemapProtected|pagemapSwapped && b.before>>k&1 == 0 {
+			unsure |= 1 << k
+		}
+	}
+	if unsure == 0 {
+		return nil
+	}
+	_ = eachRun(unsure, func(first, n int) error {
+		// What it does not bring in isOwn reads by itself.
+		_ = unix.Madvise(bytes[first*PageSize:(first+n)*PageSize], unix.MADV_POPULATE_READ)
+		return nil
+	})
+	return c.entries(bytes, entry)
 }
 
 // lookBefore notes which pages of n blocks are own, just before they are protected.

@@ -32,6 +32,9 @@ func Enter(ioctls []uint32) error {
 	if err := limitOpenFiles(); err != nil {
 		return fmt.Errorf("limit open files: %w", err)
 	}
+	if err := forbidMerging(); err != nil {
+		return fmt.Errorf("keep the kernel from merging memory: %w", err)
+	}
 	filter, err := program(os.Getpid(), ioctls)
 	if err == nil {
 		err = install(filter)
@@ -40,6 +43,18 @@ func Enter(ioctls []uint32) error {
 		return fmt.Errorf("filter system calls: %w", err)
 	}
 	return nil
+}
+
+// forbidMerging keeps the kernel from making one page of equal pages of this
+// process and of others (KSM). A process inherits that from whoever starts it, as
+// from a unit with MemoryKSM=yes. A merged page loses the write protection of
+// userfaultfd: a capture would lack it (package guestmem).
+func forbidMerging() error {
+	err := unix.Prctl(unix.PR_SET_MEMORY_MERGE, 0, 0, 0, 0)
+	if errors.Is(err, unix.EINVAL) {
+		return nil // before Linux 6.4, or without KSM: nothing is inherited
+	}
+	return err
 }
 
 // maxFiles is how many descriptors a process can have: one for each stream to

@@ -133,3 +133,60 @@ func TestStream(t *testing.T) {
 		t.Error(r.Error)
 	}
 }
+
+// generationIn is the generation id in what was stored of some runs.
+func generationIn(t *testing.T, content []byte, runs []layer.Run) (id [16]byte) {
+	t.Helper()
+	at := uint64(0)
+	for _, r := range runs {
+		if generationID >= r.Start && generationID < r.Start+r.Length {
+			copy(id[:], content[at+generationID-r.Start:])
+			return id
+		}
+		at += r.Length
+	}
+	t.Fatal("the page of the generation id is not stored")
+	return id
+}
+
+// TestGenerationAfterStream: a machine that was streamed may go on, as a paused
+// sandbox does after its checkpoint. It has another generation id then than the copy.
+func TestGenerationAfterStream(t *testing.T) {
+	p := serve(t)
+	disk := layer.Image{Size: 1 << 20}
+	send(t, p.Conn, &vmmctl.Boot{
+		Memory: memory, VCPUs: 1, Devices: vmmctl.Devices{Disks: []vmmctl.Disk{{ID: "data", Image: &disk}}},
+	}, open(t, "/dev/kvm"), bareGuest(t), create(t, "top"))
+	if r := answer(t, p.Conn, 0); r.Error != "" {
+		t.Fatal(r.Error)
+	}
+	send(t, p.Conn, &vmmctl.Simple{Kind: vmmctl.KindPause, ID: 1})
+	if r := answer(t, p.Conn, 1); r.Error != "" {
+		t.Fatal(r.Error)
+	}
+	seen := map[[16]byte]bool{}
+	for id := uint64(2); id < 5; id++ {
+		include := []layer.Run{{Start: generationID, Length: layer.PageSize}}
+		mem, changes := askStream(t, p.Conn, &vmmctl.Save{ID: id, Memory: include}, create(t, "state"))
+		content, err := io.ReadAll(mem)
+		if err == nil {
+			_, err = io.Copy(io.Discard, changes)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		r := answer(t, p.Conn, id)
+		if r.Error != "" {
+			t.Fatal(r.Error)
+		}
+		saved, err := vmmctl.UnmarshalSaved(r.Data)
+		if err != nil {
+			t.Fatal(err)
+		}
+		generation := generationIn(t, content, saved.Memory.Runs)
+		if seen[generation] {
+			t.Errorf("stream %d: the machine still has the generation id %x, which its copy has", id, generation)
+		}
+		seen[generation] = true
+	}
+}

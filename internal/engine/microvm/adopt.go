@@ -106,7 +106,7 @@ func (s *sandbox) forget() {
 }
 
 // Resume lets a paused sandbox go on and sets its wall clock. One that was
-// adopted gets a session with its agent. If its clock cannot be set, the sandbox
+// adopted gets a session with its agent. If that or the clock fails, the sandbox
 // stands still again.
 func (s *sandbox) Resume(ctx context.Context) error {
 	agent, paused := s.Agent(), s.paused.Load()
@@ -118,13 +118,16 @@ func (s *sandbox) Resume(ctx context.Context) error {
 		return err
 	}
 	if agent == nil { // adopted: nobody but the vmm knows whether it stands still
-		if paused, err = wait(ctx); err == nil {
+		// Also if the caller has gone: else nobody knew whether to pause it again.
+		if paused, err = wait(context.WithoutCancel(ctx)); err == nil {
 			agent, err = s.meetAgent(ctx)
 		}
-		if err != nil || !paused {
+		if !paused {
 			return err
 		}
-		err = identity.SetClock(ctx, agent)
+		if err == nil {
+			err = identity.SetClock(ctx, agent)
+		}
 	} else {
 		// The request goes at once: the agent finds it when it wakes up.
 		err = identity.SetClock(ctx, agent)

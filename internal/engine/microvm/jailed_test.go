@@ -2,6 +2,7 @@ package microvm
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -14,6 +15,8 @@ import (
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/jail"
 	"agentrun.dev/internal/vmmctl"
+
+	"golang.org/x/sys/unix"
 )
 
 const mib = 1 << 20
@@ -333,5 +336,39 @@ func TestMachineLimits(t *testing.T) {
 	}
 	if l, err = machineLimits(256*mib, 2, devices, files, engine.Limits{MilliCPUs: 250}); err != nil || l.MilliCPUs != 250 {
 		t.Errorf("limits %+v, %v", l, err)
+	}
+}
+
+// TestNoMerging: the kernel does not merge pages of a vmm, also if it does so with
+// the daemon's: captures would lack them.
+func TestNoMerging(t *testing.T) {
+	switch err := unix.Prctl(unix.PR_SET_MEMORY_MERGE, 1, 0, 0, 0); {
+	case errors.Is(err, unix.EINVAL):
+		t.Skip("this kernel merges no memory of whole processes")
+	case err != nil:
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := unix.Prctl(unix.PR_SET_MEMORY_MERGE, 0, 0, 0, 0); err != nil {
+			t.Error(err)
+		}
+	}()
+	p := startBare(t, openJail(t))
+	// The memory of the guest has its flags here.
+	maps, err := os.ReadFile(fmt.Sprintf("/proc/%d/smaps", p.Pid()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	flags, merged := 0, 0
+	for line := range strings.Lines(string(maps)) {
+		if f, ok := strings.CutPrefix(line, "VmFlags:"); ok {
+			flags++
+			if strings.Contains(f, " mg ") {
+				merged++
+			}
+		}
+	}
+	if flags == 0 || merged > 0 {
+		t.Errorf("%d of %d mappings of a vmm may be merged", merged, flags)
 	}
 }

@@ -186,11 +186,13 @@ function drawFromTheMachine() {
       return uuid();
     },
   };
-  for (const name of Object.keys(mine)) if (crypto[name]) crypto[name] = mine[name];
+  // Some look at how many arguments a function takes.
+  const instead = (f, of) => Object.defineProperty(f, 'length', { value: of.length });
+  for (const name of Object.keys(mine)) if (crypto[name]) crypto[name] = instead(mine[name], crypto[name]);
   for (const name of ['rng', 'prng', 'pseudoRandomBytes']) if (crypto[name]) crypto[name] = mine.randomBytes;
   if (crypto.webcrypto) {
     const web = Object.getPrototypeOf(crypto.webcrypto), bytes = web.getRandomValues, text = web.randomUUID;
-    web.getRandomValues = function getRandomValues() { return fill(bytes.apply(this, arguments)); };
+    web.getRandomValues = instead(function getRandomValues() { return fill(bytes.apply(this, arguments)); }, bytes);
     if (text) web.randomUUID = function randomUUID() { text.apply(this, arguments); return uuid(); };
   }
   require('module').syncBuiltinESMExports();
