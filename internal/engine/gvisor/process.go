@@ -259,8 +259,13 @@ func (p *process) post(m *gvisorctl.Message, files ...*os.File) (<-chan *gvisorc
 	p.nextID++
 	reply := p.enlist(m)
 	p.mu.Unlock()
+	// Whether or not the sandbox answers, a helper takes what it is sent.
+	op, after := m.Op, time.Duration(p.patience.Load())
+	taken := time.AfterFunc(after, func() { p.overdue(op, after) })
+	err := p.conn.Send(m, files...)
+	taken.Stop()
 	// A helper that has gone is noticed by receive.
-	if err := p.conn.Send(m, files...); err != nil && !errors.Is(err, unix.EPIPE) && !errors.Is(err, io.ErrClosedPipe) && !errors.Is(err, os.ErrClosed) {
+	if err != nil && !errors.Is(err, unix.EPIPE) && !errors.Is(err, io.ErrClosedPipe) && !errors.Is(err, os.ErrClosed) {
 		p.mu.Lock()
 		p.waiting[m.ID].stop()
 		delete(p.waiting, m.ID)

@@ -55,14 +55,17 @@ func (p *process) enlist(m *gvisorctl.Message) <-chan *gvisorctl.Message {
 	r := pending{reply: make(chan *gvisorctl.Message, 1)}
 	if m.Op != gvisorctl.OpDial {
 		op, after := m.Op, time.Duration(p.patience.Load())
-		r.timer = time.AfterFunc(after, func() {
-			if !p.left.Load() { // else nobody reads what it answers
-				p.accuse(fmt.Errorf("it has not answered %q within %v", op, after))
-			}
-		})
+		r.timer = time.AfterFunc(after, func() { p.overdue(op, after) })
 	}
 	p.waiting[m.ID] = r
 	return r.reply
+}
+
+// overdue kills a helper that has not answered in time.
+func (p *process) overdue(op gvisorctl.Op, after time.Duration) {
+	if !p.left.Load() { // else nobody reads what it answers
+		p.accuse(fmt.Errorf("it has not answered %q within %v", op, after))
+	}
 }
 
 // accuse kills the helper and says why in how the sandbox ended. The first reason

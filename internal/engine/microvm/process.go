@@ -416,7 +416,12 @@ func (p *Process) post(message func(id uint64) vmmctl.Message, files ...*os.File
 	m := message(id)
 	reply := p.enlist(id, m)
 	p.mu.Unlock()
-	if err := p.conn.Send(m, files...); err != nil && !errors.Is(err, io.ErrClosedPipe) {
+	// Whether or not the guest answers, a vmm takes what it is sent.
+	after := time.Duration(p.patience.Load())
+	taken := time.AfterFunc(after, func() { p.overdue(m, after) })
+	err := p.conn.Send(m, files...)
+	taken.Stop()
+	if err != nil && !errors.Is(err, io.ErrClosedPipe) {
 		p.mu.Lock()
 		if r := p.waiting[id]; r.timer != nil {
 			r.timer.Stop()
