@@ -2,10 +2,12 @@ package sandbox
 
 import (
 	"context"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
 
+	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/sandbox/sandboxtest"
 )
 
@@ -76,5 +78,25 @@ func TestKillWaits(t *testing.T) {
 		if s := b.now(); s.State != Ended || s.Reason != ReasonKilled {
 			t.Errorf("%+v", s)
 		}
+	})
+}
+
+// TestKillIsForgotten: a sandbox that hibernated before a kill reached it, whose
+// caller gave up, ends later for a reason of its own.
+func TestKillIsForgotten(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := sandboxtest.NewHost(t)
+		m := daemon(t, t.TempDir(), h)
+		defer func() { _ = m.Close() }()
+		setUp(t, m, 0)
+		claim(t, m, "a", Lifetime{})
+		gone, giveUp := context.WithCancel(t.Context())
+		giveUp()
+		h.Step = sync.OnceFunc(func() { _, _ = m.Kill(gone, key("a")) })
+		must(t, second(m.Hibernate(t.Context(), key("a"))))
+		must(t, second(m.Resume(t.Context(), key("a"))))
+		h.End(m.machineDir(wantState(t, m, "a", Running).Machine), engine.ErrOutOfMemory)
+		synctest.Wait()
+		wantEnded(t, m, "a", ReasonOutOfMemory)
 	})
 }

@@ -42,6 +42,24 @@ func TestPoolWaitsForRoom(t *testing.T) {
 	})
 }
 
+// TestChangeWithoutRoom: a pool whose template has changed, and which has no memory
+// to be full of the new revision, still becomes smaller when it is told to.
+func TestChangeWithoutRoom(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := sandboxtest.NewHost(t)
+		m := daemon(t, t.TempDir(), h, func(c *Config) { c.Capacity = 5 * 64 * mib })
+		defer func() { _ = m.Close() }()
+		setUp(t, m, 4)
+		must(t, second(m.ApplyTemplate(key("python"), TemplateSpec{Image: "two", MilliCPUs: 1000, Memory: 64 * mib})))
+		time.Sleep(time.Minute)
+		must(t, second(m.ApplyPool(key("pool"), PoolSpec{Template: "python", Replicas: 1})))
+		synctest.Wait()
+		if _, st, err := m.Pool(key("pool")); err != nil || st.Snapshots != 1 || len(h.Folders()) != 1 {
+			t.Errorf("%+v, %v, %d machines", st, err, len(h.Folders()))
+		}
+	})
+}
+
 // keepingHost counts how often it was told what is in use.
 type keepingHost struct {
 	*sandboxtest.Host

@@ -96,7 +96,7 @@ func (b *member) revert(do func(*Sandbox)) error {
 // attach gives the sandbox its machine and watches it.
 func (b *member) attach(sb engine.Sandbox) {
 	b.mu.Lock()
-	b.machine = sb
+	b.machine, b.killed = sb, false
 	b.arm()
 	b.mu.Unlock()
 	b.manager.work.Go(func() {

@@ -298,7 +298,19 @@ func (p *pool) retire(ctx context.Context, current *stock) error {
 	if none {
 		return nil
 	}
-	if full := current.ready.WaitFull(ctx) == nil; !full {
+	// It may never be full, for want of memory: what changes meanwhile goes first, and
+	// comes back here.
+	waiting, stop := context.WithCancel(ctx)
+	defer stop()
+	p.manager.work.Go(func() {
+		select {
+		case <-p.wake:
+			stop()
+			p.notice()
+		case <-waiting.Done():
+		}
+	})
+	if full := current.ready.WaitFull(waiting) == nil; !full {
 		return nil // it is closing: so are they
 	}
 	p.mu.Lock()
