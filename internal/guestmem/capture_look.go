@@ -31,7 +31,8 @@ import (
 //
 //   - not protected: the page came into being after the instant. The kernel keeps the
 //     protection of a page that it swaps out, moves or splits, and the host discards
-//     pages only of blocks that it has released.
+//     pages only of blocks that it has released. Only a page that is merged with others
+//     (KSM) loses it: package lockdown forbids that.
 //   - present: the file bit decides. (A vCPU that waits to write to a page of a file
 //     has its copy already: that counts as own. To store too much is harmless.)
 //   - swapped, and of a file: not own. The kernel is moving a page of the file.
