@@ -131,7 +131,6 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 	if err := m.recover(ctx); err != nil {
 		return nil, errors.Join(fmt.Errorf("recover the state: %w", err), m.Close())
 	}
-	m.removed() // a daemon that was killed may have left layers in memory that nobody holds
 	m.work.Go(m.tidyUp)
 	return m, nil
 }
