@@ -13,14 +13,14 @@ import (
 
 	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/access"
-	"agentrun.dev/internal/audit"
+	"agentrun.dev/internal/access/audit"
 	"agentrun.dev/internal/client"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/pick"
-	"agentrun.dev/internal/guestrpc"
-	"agentrun.dev/internal/image"
+	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/server"
+	"agentrun.dev/internal/storage/image"
 )
 
 // ExecConfig says what Exec measures.

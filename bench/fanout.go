@@ -11,9 +11,9 @@ import (
 
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/pick"
-	"agentrun.dev/internal/guestrpc"
-	"agentrun.dev/internal/image"
+	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/sandbox"
+	"agentrun.dev/internal/storage/image"
 )
 
 // FanoutConfig says what Fanout measures.

@@ -6,7 +6,7 @@ import (
 	"slices"
 	"time"
 
-	"agentrun.dev/internal/kvm"
+	"agentrun.dev/internal/vmm/kvm"
 	"golang.org/x/sys/unix"
 )
 

@@ -14,9 +14,9 @@ import (
 	"agentrun.dev/internal/engine/gvisor"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/pick"
-	"agentrun.dev/internal/guestrpc"
-	"agentrun.dev/internal/procid"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/host/procid"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 // Guests that forks are measured with.

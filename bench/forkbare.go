@@ -7,12 +7,12 @@ import (
 	"os"
 	"time"
 
-	"agentrun.dev/internal/assets"
 	"agentrun.dev/internal/engine/pick"
-	"agentrun.dev/internal/guestmem"
-	"agentrun.dev/internal/kvm"
-	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/host/assets"
+	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmm/guestmem"
+	"agentrun.dev/internal/vmm/kvm"
 	"golang.org/x/sys/unix"
 )
 

@@ -10,7 +10,7 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 // ShellReport is what forks into shells that waited took: processes with VM,

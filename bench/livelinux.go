@@ -13,7 +13,7 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/pick"
-	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/guest/guestrpc"
 )
 
 // Live measures live forks of a Linux guest, identities included.

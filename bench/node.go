@@ -13,9 +13,9 @@ import (
 	"agentrun.dev/internal/engine/folder"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/pick"
-	"agentrun.dev/internal/image"
+	"agentrun.dev/internal/node/template"
 	"agentrun.dev/internal/sandbox"
-	"agentrun.dev/internal/template"
+	"agentrun.dev/internal/storage/image"
 )
 
 // nodeConfig describes a node with one pool.

@@ -12,8 +12,8 @@ import (
 	"strconv"
 	"time"
 
-	"agentrun.dev/internal/assets"
 	"agentrun.dev/internal/engine/pick"
+	"agentrun.dev/internal/host/assets"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 )
 

@@ -7,7 +7,7 @@ import (
 	"sync"
 	"time"
 
-	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/guest/guestrpc"
 )
 
 // tickScript is what peers/driver.py runs in microsandbox, too.

@@ -3,7 +3,7 @@ package bench
 import (
 	"time"
 
-	"agentrun.dev/internal/guestmem"
+	"agentrun.dev/internal/vmm/guestmem"
 )
 
 // Stalls describes how long a source's writes had to wait during a fork: half

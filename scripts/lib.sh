@@ -54,7 +54,7 @@ go_build() {
 
 build_programs() {
 	mkdir -p "$build"
-	go_build -o "$build/" ./cmd/agentrun ./testbed ./internal/jail/escapee
+	go_build -o "$build/" ./cmd/agentrun ./testbed ./internal/host/jail/escapee
 	# These exist once per sandbox, are idle and hardly ever collect garbage. The
 	# collector that Go has since 1.26 keeps its marks in the spans, a page more of
 	# each: 90 KiB of a vmm process.
@@ -70,7 +70,7 @@ build_gvisor_helper() {
 	hash=$({
 		go version
 		cat gvisor/go.mod gvisor/go.sum go.mod
-		find gvisor internal/guestmux internal/gvisorctl internal/vmmctl internal/layer internal/guestmem internal/sched internal/wire \
+		find gvisor internal/guest/guestmux internal/engine/gvisorctl internal/vmm/vmmctl internal/storage/layer internal/vmm/guestmem internal/host/goruntime internal/codec \
 			-name '*.go' ! -name '*_test.go' -o -name '*.s' | LC_ALL=C sort | xargs sha256sum
 	} | sha256sum | cut -c1-16)
 	helper=$cache/gvisor/gvisor-helper-$hash

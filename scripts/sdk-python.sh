@@ -37,7 +37,7 @@ make_venv() {
 
 # The sources of the builder are in the name: another builder makes another image.
 make_image() {
-	images=$cache/sdk-images/$(cat internal/image/debian/*.go internal/image/build.go internal/image/dir.go | hash_of)
+	images=$cache/sdk-images/$(cat internal/storage/image/debian/*.go internal/storage/image/build.go internal/storage/image/dir.go | hash_of)
 	mkdir -p "$images"
 	AGENTRUN_STATE=$images "$build/agentrun" image build --debian bookworm \
 		--include python3,python3-numpy,python3-matplotlib -t python:3.12-slim >&2

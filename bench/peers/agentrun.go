@@ -10,7 +10,7 @@ import (
 	"agentrun.dev/bench"
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 // agentRun is ours, through its engine.

@@ -17,9 +17,9 @@ import (
 	"strings"
 	"time"
 
-	"agentrun.dev/internal/assets"
 	"agentrun.dev/internal/engine/microvm"
-	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/host/assets"
 	"golang.org/x/sys/unix"
 )
 

@@ -7,7 +7,7 @@ import (
 	"time"
 
 	"agentrun.dev/bench"
-	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/guest/guestrpc"
 )
 
 // What is done inside guests that have our agent.

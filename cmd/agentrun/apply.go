@@ -11,7 +11,7 @@ import (
 
 	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/client"
-	"agentrun.dev/internal/manifest"
+	"agentrun.dev/internal/client/manifest"
 	"agentrun.dev/internal/sandbox"
 	"github.com/spf13/cobra"
 )

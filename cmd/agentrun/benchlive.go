@@ -9,7 +9,7 @@ import (
 
 	"agentrun.dev/bench"
 	"agentrun.dev/internal/engine/pick"
-	"agentrun.dev/internal/guestmem"
+	"agentrun.dev/internal/vmm/guestmem"
 	"github.com/spf13/cobra"
 )
 

@@ -10,7 +10,7 @@ import (
 	"strings"
 
 	"agentrun.dev/internal/client"
-	"agentrun.dev/internal/forkd"
+	"agentrun.dev/internal/node/forkd"
 	"sigs.k8s.io/yaml"
 )
 

@@ -6,7 +6,7 @@ import (
 	"path/filepath"
 
 	"agentrun.dev/internal/client"
-	"agentrun.dev/internal/local"
+	"agentrun.dev/internal/client/local"
 	"agentrun.dev/internal/sandbox"
 	"github.com/spf13/pflag"
 )

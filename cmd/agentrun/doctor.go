@@ -11,8 +11,8 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/term"
 
-	"agentrun.dev/internal/doctor"
-	"agentrun.dev/internal/local"
+	"agentrun.dev/internal/client/local"
+	"agentrun.dev/internal/host/doctor"
 )
 
 // exitUnusable is doctor's verdict; the report has said why.

@@ -11,7 +11,7 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/pick"
-	"agentrun.dev/internal/image"
+	"agentrun.dev/internal/storage/image"
 	"github.com/spf13/pflag"
 )
 

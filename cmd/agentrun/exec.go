@@ -7,7 +7,7 @@ import (
 	"os"
 	"time"
 
-	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/guest/guestrpc"
 	"github.com/spf13/pflag"
 	"golang.org/x/term"
 )

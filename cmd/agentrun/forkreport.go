@@ -7,7 +7,7 @@ import (
 	"io"
 	"time"
 
-	"agentrun.dev/internal/local"
+	"agentrun.dev/internal/client/local"
 )
 
 // forkReport is what agentrun fork prints.

@@ -12,10 +12,10 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"agentrun.dev/internal/image"
-	"agentrun.dev/internal/image/debian"
-	"agentrun.dev/internal/image/tree"
-	"agentrun.dev/internal/local"
+	"agentrun.dev/internal/client/local"
+	"agentrun.dev/internal/storage/image"
+	"agentrun.dev/internal/storage/image/debian"
+	"agentrun.dev/internal/storage/image/tree"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 )

@@ -7,7 +7,7 @@ import (
 	"strings"
 	"time"
 
-	"agentrun.dev/internal/image"
+	"agentrun.dev/internal/storage/image"
 	"golang.org/x/term"
 )
 

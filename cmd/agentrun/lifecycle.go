@@ -4,8 +4,8 @@ import (
 	"context"
 
 	"agentrun.dev/internal/client"
+	"agentrun.dev/internal/client/local"
 	"agentrun.dev/internal/engine/microvm"
-	"agentrun.dev/internal/local"
 	"github.com/spf13/cobra"
 )
 

@@ -10,7 +10,7 @@ import (
 	"os/signal"
 	"time"
 
-	"agentrun.dev/internal/gomonitor"
+	"agentrun.dev/internal/host/goruntime"
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 )
@@ -20,7 +20,7 @@ var version = "dev"
 
 func main() {
 	// A matter of speed only, and refused to users without privileges.
-	_ = gomonitor.Slow(monitorSlack)
+	_ = goruntime.SlowMonitor(monitorSlack)
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, unix.SIGTERM)
 	err := run(ctx, os.Args[1:], os.Stdin, os.Stdout, os.Stderr)
 	stop()

@@ -8,7 +8,7 @@ import (
 	"os"
 
 	"agentrun.dev/internal/engine/pick"
-	"agentrun.dev/internal/image"
+	"agentrun.dev/internal/storage/image"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 )

@@ -13,8 +13,8 @@ import (
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/pick"
-	"agentrun.dev/internal/guestrpc"
-	"agentrun.dev/internal/image"
+	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/storage/image"
 	"agentrun.dev/internal/vmm"
 	"github.com/spf13/cobra"
 )

@@ -11,9 +11,9 @@ import (
 
 	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/client"
+	"agentrun.dev/internal/client/local"
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
-	"agentrun.dev/internal/local"
 	"agentrun.dev/internal/sandbox"
 	"github.com/spf13/cobra"
 )

@@ -7,11 +7,11 @@ import (
 	"io"
 	"os"
 
+	"agentrun.dev/internal/client/local"
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/pick"
-	"agentrun.dev/internal/guestrpc"
-	"agentrun.dev/internal/local"
+	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/vmm"
 	"github.com/spf13/cobra"
 )

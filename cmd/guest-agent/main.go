@@ -17,9 +17,9 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"agentrun.dev/internal/gomonitor"
-	"agentrun.dev/internal/guest"
-	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/guest/agent"
+	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/host/goruntime"
 )
 
 // monitorSlack bounds how long a goroutine that blocks in a system call can
@@ -55,7 +55,7 @@ func run(args []string) error {
 	case len(args) == 2 && args[0] == "--listen-unix":
 		return runOnHost(args[1])
 	case os.Getpid() == 1 && len(args) > 0 && args[0] == "--enter-container":
-		return guest.EnterContainer(append([]string{"--container"}, args[1:]...)...)
+		return agent.EnterContainer(append([]string{"--container"}, args[1:]...)...)
 	case os.Getpid() == 1 && len(args) > 0 && args[0] == "--container":
 		return runInContainer(args[1:])
 	case os.Getpid() == 1:
@@ -67,28 +67,28 @@ func run(args []string) error {
 // runAsInit serves a sandbox. Arguments are ignored: the kernel passes what it
 // does not know of its command line to PID 1.
 func runAsInit() error {
-	machine, err := guest.Boot(log)
+	machine, err := agent.Boot(log)
 	if err != nil {
 		return err
 	}
-	if err := gomonitor.Slow(monitorSlack); err != nil {
+	if err := goruntime.SlowMonitor(monitorSlack); err != nil {
 		log(err.Error()) // it works all the same, only slower
 	}
-	ps := guest.NewProcesses(guest.Config{Log: log, Orphans: true})
-	server := &guest.Server{
+	ps := agent.NewProcesses(agent.Config{Log: log, Orphans: true})
+	server := &agent.Server{
 		Processes: ps,
 		Version:   version,
 		Log:       log,
-		Down: func(action guest.Action, grace time.Duration) error {
-			return guest.Shutdown(ps, machine, action, grace)
+		Down: func(action agent.Action, grace time.Duration) error {
+			return agent.Shutdown(ps, machine, action, grace)
 		},
-		Renewer: guest.NewRenewer(),
+		Renewer: agent.NewRenewer(),
 	}
-	l, err := guest.ListenVsock(guestrpc.AgentPort)
+	l, err := agent.ListenVsock(guestrpc.AgentPort)
 	if err != nil {
 		return err
 	}
-	if err := guest.SayReady(guestrpc.AgentPort); err != nil {
+	if err := agent.SayReady(guestrpc.AgentPort); err != nil {
 		log(err.Error()) // a host that does not wait for it may still connect
 	}
 	return server.Serve(context.Background(), l)
@@ -97,27 +97,27 @@ func runAsInit() error {
 // runInContainer serves a sandbox whose kernel is gVisor's. Its host says all
 // else over the channel.
 func runInContainer(args []string) error {
-	dns, err := guest.ParseContainer(args)
+	dns, err := agent.ParseContainer(args)
 	if err != nil {
 		return err
 	}
-	if err := guest.BootContainer(dns, log); err != nil {
+	if err := agent.BootContainer(dns, log); err != nil {
 		return err
 	}
-	ps := guest.NewProcesses(guest.Config{Log: log, Orphans: true, ClockJumps: true})
-	server := &guest.Server{
+	ps := agent.NewProcesses(agent.Config{Log: log, Orphans: true, ClockJumps: true})
+	server := &agent.Server{
 		Processes: ps,
 		Version:   version,
 		Log:       log,
-		Down: func(action guest.Action, grace time.Duration) error {
-			if action != guest.PowerOff {
+		Down: func(action agent.Action, grace time.Duration) error {
+			if action != agent.PowerOff {
 				return errors.New("a container cannot be rebooted: fork its snapshot again")
 			}
-			return guest.ShutdownContainer(ps, grace)
+			return agent.ShutdownContainer(ps, grace)
 		},
-		Renewer: guest.NewContainerRenewer(),
+		Renewer: agent.NewContainerRenewer(),
 	}
-	channel, err := guest.ContainerChannel()
+	channel, err := agent.ContainerChannel()
 	if err != nil {
 		return err
 	}
@@ -126,14 +126,14 @@ func runInContainer(args []string) error {
 
 // runOnHost serves a unix socket with the rights of the caller.
 func runOnHost(path string) error {
-	l, err := guest.ListenUnix(path)
+	l, err := agent.ListenUnix(path)
 	if err != nil {
 		return err
 	}
 	defer l.Close()
-	ps := guest.NewProcesses(guest.Config{Log: log})
+	ps := agent.NewProcesses(agent.Config{Log: log})
 	defer ps.Close()
-	server := &guest.Server{Processes: ps, Version: version, Log: log}
+	server := &agent.Server{Processes: ps, Version: version, Log: log}
 	return server.Serve(context.Background(), l)
 }
 

@@ -12,7 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/guest/guestrpc"
 )
 
 // TestMain lets the test binary be the agent itself.

@@ -3,7 +3,7 @@ package main
 import (
 	"runtime"
 
-	"agentrun.dev/internal/lowmem"
+	"agentrun.dev/internal/host/goruntime"
 )
 
 // headroom is how much garbage may pile up before it is collected, at least.
@@ -13,5 +13,5 @@ const headroom = 4 << 20
 // has its own caches to dirty in every fork.
 func keepSmall() {
 	runtime.GOMAXPROCS(1)
-	lowmem.Keep(headroom)
+	goruntime.CollectRarely(headroom)
 }

@@ -7,12 +7,12 @@ import (
 	"fmt"
 	"os"
 
-	"agentrun.dev/internal/gomonitor"
-	"agentrun.dev/internal/kvm"
-	"agentrun.dev/internal/lockdown"
-	"agentrun.dev/internal/lowmem"
-	"agentrun.dev/internal/vmmctl"
-	"agentrun.dev/internal/vmmserver"
+	"agentrun.dev/internal/host/goruntime"
+	"agentrun.dev/internal/vmm/kvm"
+	"agentrun.dev/internal/vmm/lockdown"
+
+	"agentrun.dev/internal/vmm/vmmctl"
+	"agentrun.dev/internal/vmm/vmmserver"
 )
 
 // controlFD is where the parent leaves the control socket.
@@ -22,7 +22,7 @@ const controlFD = 3
 const headroom = 2 << 20
 
 // package jail starts it with the timer slack of a slow monitor.
-func init() { gomonitor.OnlyMonitor() }
+func init() { goruntime.OnlyMonitor() }
 
 func main() {
 	if err := run(); err != nil {
@@ -32,7 +32,7 @@ func main() {
 }
 
 func run() error {
-	lowmem.Keep(headroom)
+	goruntime.CollectRarely(headroom)
 	if err := lockdown.Enter(append(kvm.Requests(), lockdown.Userfaultfd...)); err != nil {
 		return fmt.Errorf("lock the process down: %w", err)
 	}

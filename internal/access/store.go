@@ -13,7 +13,7 @@ import (
 	"sync"
 	"time"
 
-	"agentrun.dev/internal/journal"
+	"agentrun.dev/internal/node/journal"
 	"agentrun.dev/internal/sandbox"
 )
 

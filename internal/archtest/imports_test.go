@@ -5,6 +5,8 @@ package archtest
 import (
 	"encoding/json"
 	"errors"
+	"flag"
+	"fmt"
 	"go/ast"
 	"go/parser"
 	"go/token"
@@ -78,99 +80,134 @@ func moduleRoot(t *testing.T) string {
 	}
 }
 
-// importRules says which packages of ours a package may import, tests aside.
-// A package that is not listed may import any that no other rule closes.
-// ARCHITECTURE.md has the same table with the reasons.
-var importRules = map[string][]string{
-	"internal/wire":      {},
-	"internal/kvm":       {},
-	"internal/guestmem":  {"internal/sched"},
-	"internal/cpio":      {},
-	"internal/assets":    {},
-	"internal/gomonitor": {},
-	"internal/sched":     {},
-	"internal/lowmem":    {},
-	"internal/lockdown":  {},
-	"internal/jail":      {"internal/gomonitor"},
-	"internal/stock":     {},
-	"internal/procid":    {},
-	"internal/seal":      {},
-	"internal/guestmux":  {},
-
-	"internal/jail/escapee": {"internal/kvm", "internal/lockdown"},
-
-	"internal/guestrpc": {"internal/wire"},
-	"internal/guest":    {"internal/guest/kernel", "internal/guestmux", "internal/guestrpc", "internal/wire"},
-
-	"internal/guest/kernel": {},
-
-	"internal/engine/gvisor": {"internal/assets", "internal/engine", "internal/engine/folder", "internal/engine/identity", "internal/guestrpc", "internal/gvisorctl", "internal/jail", "internal/layer", "internal/procid", "internal/seal", "internal/snapshot", "internal/vmmctl", "internal/wire"},
-
-	"internal/virtio":   {"internal/guestmem"},
-	"internal/vmm/acpi": {},
-	"internal/vmm":      {"internal/kvm", "internal/guestmem", "internal/virtio", "internal/vmm/acpi", "internal/wire"},
-
-	"internal/vmmctl":    {"internal/layer", "internal/wire"},
-	"internal/vmmserver": {"internal/guestmem", "internal/kvm", "internal/layer", "internal/virtio", "internal/vmm", "internal/vmmctl"},
-	"cmd/vmm":            {"internal/gomonitor", "internal/kvm", "internal/lockdown", "internal/lowmem", "internal/vmmctl", "internal/vmmserver"},
-
-	"internal/image":        {"internal/image/debian", "internal/image/tree"},
-	"internal/image/tree":   {},
-	"internal/image/debian": {},
-
-	"internal/journal":  {},
-	"api/v1alpha1":      {},
-	"internal/sandbox":  {"internal/engine", "internal/engine/ready", "internal/guestrpc", "internal/journal", "internal/seal", "internal/snapshot"},
-	"internal/template": {"internal/engine", "internal/guestrpc", "internal/image", "internal/sandbox", "internal/snapshot"},
-	"internal/manifest": {"api/v1alpha1", "internal/sandbox"},
-
-	"internal/gvisorctl":       {"internal/vmmctl"},
-	"internal/engine/folder":   {"internal/engine", "internal/layer", "internal/procid", "internal/snapshot"},
-	"internal/engine/identity": {"internal/engine/folder", "internal/guestrpc"},
-	"internal/engine/ready":    {"internal/engine", "internal/snapshot", "internal/stock"},
-
-	"api/rest":        {},
-	"internal/client": {"api/rest"},
-	"internal/access": {"internal/journal", "internal/sandbox"},
-	"internal/audit":  {},
-	"api/node/v1":     {},
-	"internal/server": {"api/node/v1", "api/rest", "internal/access", "internal/audit", "internal/guestrpc", "internal/sandbox"},
-
-	"internal/tracing": {"internal/sandbox", "internal/server"},
-	"internal/metrics": {"internal/image", "internal/sandbox", "internal/server"},
-
-	"internal/layer":    {"internal/guestmem"},
-	"internal/snapshot": {"internal/layer", "internal/seal"},
-
-	"internal/snapshot/pack": {"internal/image", "internal/layer", "internal/snapshot"},
-
-	"testbed":                  {"testbed/internal/inside", "testbed/internal/machine", "testbed/internal/wire"},
-	"testbed/internal/wire":    {},
-	"testbed/internal/inside":  {"internal/kvm", "testbed/internal/wire"},
-	"testbed/internal/machine": {"internal/cpio", "testbed/internal/inside", "testbed/internal/wire"},
+// rule is what is said about a package.
+type rule struct {
+	path    string // from the module's root
+	owns    string
+	imports []string
 }
 
-func TestImportRules(t *testing.T) {
-	found := map[string]bool{}
+// group is a folder of internal/.
+type group struct {
+	name, owns string
+	mayUse     []string // groups, or packages of them; all for *
+}
+
+func (g group) may(use string) bool {
+	return slices.ContainsFunc(g.mayUse, func(of string) bool { return of == "*" || of == use || strings.HasPrefix(use, of+"/") })
+}
+
+// TestMap: the map has every package, and what it imports.
+func TestMap(t *testing.T) {
+	rules := map[string]rule{}
+	for _, r := range packages {
+		rules[r.path] = r
+	}
 	for _, p := range goList(t, "./...") {
 		name := strings.TrimPrefix(p.ImportPath, module+"/")
-		found[name] = true
-		allowed, ruled := importRules[name]
-		if !ruled {
+		r, ok := rules[name]
+		delete(rules, name)
+		if len(p.GoFiles)+len(p.CgoFiles) == 0 {
+			continue // tests only
+		}
+		if !ok || r.owns == "" {
+			t.Errorf("%s is not on the map (map_test.go): say what it owns", name)
+		}
+		var ours []string
+		for _, imp := range p.Imports {
+			if imp, ok := strings.CutPrefix(imp, module+"/"); ok {
+				ours = append(ours, strings.TrimPrefix(imp, "internal/"))
+			}
+		}
+		if slices.Sort(ours); !slices.Equal(ours, r.imports) {
+			t.Errorf("%s imports %q; the map says %q", name, ours, r.imports)
+		}
+	}
+	for name := range rules {
+		t.Errorf("%s is on the map, but there is no such package", name)
+	}
+}
+
+// TestGroups: packages use only what their group may.
+func TestGroups(t *testing.T) {
+	byName := map[string]group{}
+	for _, g := range groups {
+		byName[g.name] = g
+	}
+	for _, r := range packages {
+		path, ok := strings.CutPrefix(r.path, "internal/")
+		if !ok {
 			continue
 		}
-		for _, imp := range p.Imports {
-			ours, ok := strings.CutPrefix(imp, module+"/")
-			if ok && !slices.Contains(allowed, ours) {
-				t.Errorf("%s imports %s; it may import only %v", name, ours, allowed)
+		name, _, _ := strings.Cut(path, "/")
+		g, ok := byName[name]
+		if !ok {
+			t.Errorf("%s: there is no group %s", r.path, name)
+		}
+		for _, use := range r.imports {
+			if other, _, _ := strings.Cut(use, "/"); byName[other].name != "" && other != name && !g.may(use) {
+				t.Errorf("%s uses %s; %s may use %q", r.path, use, name, g.mayUse)
 			}
 		}
 	}
-	for name := range importRules {
-		if !found[name] {
-			t.Errorf("there is a rule for %s, but no such package", name)
-		}
+}
+
+var update = flag.Bool("update", false, "write the tables into ARCHITECTURE.md")
+
+// TestTables: ARCHITECTURE.md shows the map.
+func TestTables(t *testing.T) {
+	file := filepath.Join(moduleRoot(t), "ARCHITECTURE.md")
+	old, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
 	}
+	text := string(old)
+	for name, table := range map[string]string{"groups": groupTable(), "packages": packageTable()} {
+		begin, end := "<!-- "+name+": written by internal/archtest -->\n", "<!-- end of "+name+" -->\n"
+		before, rest, ok := strings.Cut(text, begin)
+		_, after, ended := strings.Cut(rest, end)
+		if !ok || !ended {
+			t.Fatalf("ARCHITECTURE.md has no place for the table of %s", name)
+		}
+		text = before + begin + table + end + after
+	}
+	if text == string(old) {
+		return
+	}
+	if !*update {
+		t.Fatal("the tables in ARCHITECTURE.md are not those of map_test.go: go test ./internal/archtest -run TestTables -update")
+	}
+	if err := os.WriteFile(file, []byte(text), 0o644); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func groupTable() string {
+	var b strings.Builder
+	b.WriteString("| folder of `internal/` | holds | may use |\n|---|---|---|\n")
+	for _, g := range groups {
+		fmt.Fprintf(&b, "| `%s` | %s | %s |\n", g.name, g.owns, listed(g.mayUse))
+	}
+	return b.String()
+}
+
+func packageTable() string {
+	var b strings.Builder
+	b.WriteString("| package | what it owns | imports, of ours |\n|---|---|---|\n")
+	for _, r := range packages {
+		fmt.Fprintf(&b, "| `%s` | %s | %s |\n", strings.TrimPrefix(r.path, "internal/"), r.owns, listed(r.imports))
+	}
+	return b.String()
+}
+
+func listed(names []string) string {
+	switch {
+	case len(names) == 0:
+		return "–"
+	case slices.Equal(names, []string{"*"}):
+		return "all"
+	}
+	return "`" + strings.Join(names, "`, `") + "`"
 }
 
 // TestTestbedIsNoLibrary: the product must not depend on what tests it.

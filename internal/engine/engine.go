@@ -12,8 +12,8 @@ import (
 	"strconv"
 	"time"
 
-	"agentrun.dev/internal/guestrpc"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 // Spec describes a sandbox to boot. The files stay the caller's.

@@ -1,6 +1,6 @@
 package engine
 
-import "agentrun.dev/internal/snapshot"
+import "agentrun.dev/internal/storage/snapshot"
 
 // Held is something in the host's memory beside a sandbox's own: a layer that it
 // maps, or was restored from.

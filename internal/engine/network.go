@@ -8,7 +8,7 @@ import (
 	"os"
 	"sync"
 
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/storage/snapshot"
 	"golang.org/x/sys/unix"
 )
 

@@ -8,7 +8,7 @@ import (
 	"testing"
 	"time"
 
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/storage/snapshot"
 	"golang.org/x/sys/unix"
 )
 

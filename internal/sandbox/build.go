@@ -11,7 +11,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/journal"
+	"agentrun.dev/internal/node/journal"
 )
 
 // buildKey names a build.

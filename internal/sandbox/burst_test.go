@@ -13,7 +13,7 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/sandbox/sandboxtest"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 // slowHost is a host on which starts of machines, and rehearsals of those that are

@@ -1,6 +1,6 @@
 package sandbox
 
-import "agentrun.dev/internal/journal"
+import "agentrun.dev/internal/node/journal"
 
 // SandboxByID returns a sandbox that has not ended. Looking at it does not wake
 // it.

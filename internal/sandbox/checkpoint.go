@@ -6,8 +6,8 @@ import (
 	"fmt"
 	"time"
 
-	"agentrun.dev/internal/journal"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/node/journal"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 // Checkpoint is a sandbox as it was at one instant, on disk. It needs neither

@@ -8,8 +8,8 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/guestrpc"
-	"agentrun.dev/internal/journal"
+	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/node/journal"
 )
 
 // Claim makes a sandbox of a pool. It returns when the sandbox has answered.

@@ -7,7 +7,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/journal"
+	"agentrun.dev/internal/node/journal"
 )
 
 // Cost is what a sandbox costs at an instant. One that is on disk costs nothing

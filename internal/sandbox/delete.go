@@ -4,7 +4,7 @@ import (
 	"context"
 	"errors"
 
-	"agentrun.dev/internal/journal"
+	"agentrun.dev/internal/node/journal"
 )
 
 // DeleteTemplate deletes a template that no pool uses, and its builds.

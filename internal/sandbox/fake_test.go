@@ -12,7 +12,7 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/sandbox/sandboxtest"
-	"agentrun.dev/internal/seal"
+	"agentrun.dev/internal/storage/seal"
 )
 
 // builder makes templates of nothing.

@@ -10,7 +10,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/journal"
+	"agentrun.dev/internal/node/journal"
 )
 
 // maxFork is how many children a fork can have.

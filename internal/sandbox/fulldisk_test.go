@@ -8,7 +8,7 @@ import (
 	"testing"
 	"testing/synctest"
 
-	"agentrun.dev/internal/journal"
+	"agentrun.dev/internal/node/journal"
 	"agentrun.dev/internal/sandbox/sandboxtest"
 )
 

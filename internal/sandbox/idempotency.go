@@ -8,7 +8,7 @@ import (
 	"fmt"
 	"time"
 
-	"agentrun.dev/internal/journal"
+	"agentrun.dev/internal/node/journal"
 )
 
 // Once identifies a request that may come more than once and is to be done once.

@@ -8,7 +8,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"agentrun.dev/internal/journal"
+	"agentrun.dev/internal/node/journal"
 	"agentrun.dev/internal/sandbox/sandboxtest"
 )
 

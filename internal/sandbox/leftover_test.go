@@ -9,9 +9,9 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/journal"
+	"agentrun.dev/internal/node/journal"
 	"agentrun.dev/internal/sandbox/sandboxtest"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 // TestPoolWaitsForRoom: a pool whose template had no room comes up when another

@@ -8,7 +8,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 // with runs do while it is the sandbox's turn.

@@ -5,7 +5,7 @@ import (
 	"slices"
 	"strings"
 
-	"agentrun.dev/internal/journal"
+	"agentrun.dev/internal/node/journal"
 )
 
 // Template returns a template.

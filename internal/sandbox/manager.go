@@ -17,9 +17,9 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/journal"
-	"agentrun.dev/internal/seal"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/node/journal"
+	"agentrun.dev/internal/storage/seal"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 // Builder makes the snapshot of a template's revision in a new folder.

@@ -13,7 +13,7 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/sandbox/sandboxtest"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 func key(name string) Key { return Key{DefaultNamespace, Name(name)} }

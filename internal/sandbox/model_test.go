@@ -13,7 +13,7 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/sandbox/sandboxtest"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 var errChance = errors.New("it failed by chance")

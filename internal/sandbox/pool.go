@@ -9,8 +9,8 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/ready"
-	"agentrun.dev/internal/journal"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/node/journal"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 // pool keeps sandboxes ready.

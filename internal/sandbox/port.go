@@ -6,7 +6,7 @@ import (
 	"sync"
 	"time"
 
-	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/guest/guestrpc"
 )
 
 // MaxConns is how many connections to ports of a sandbox there can be at a time.

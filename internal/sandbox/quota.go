@@ -3,7 +3,7 @@ package sandbox
 import (
 	"fmt"
 
-	"agentrun.dev/internal/journal"
+	"agentrun.dev/internal/node/journal"
 )
 
 // Quota bounds what a namespace may use; 0 is no bound.

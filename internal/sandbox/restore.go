@@ -7,8 +7,8 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/journal"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/node/journal"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 // RestoreSpec is what a sandbox that is made of a checkpoint is given, as a claim

@@ -6,7 +6,7 @@ import (
 	"testing/synctest"
 
 	"agentrun.dev/internal/sandbox/sandboxtest"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 // TestHolderCheckpoint: a checkpoint of a sandbox that holds secrets is sealed,

@@ -10,7 +10,7 @@ import (
 	"strings"
 	"time"
 
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 // Secret is what anybody may know of a secret: never a value.

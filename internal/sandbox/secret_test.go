@@ -16,10 +16,10 @@ import (
 	"testing"
 	"testing/synctest"
 
-	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/sandbox/sandboxtest"
-	"agentrun.dev/internal/seal"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/storage/seal"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 const canary = "sk-live-canary-0123456789"

@@ -13,7 +13,7 @@ import (
 	"sync"
 	"time"
 
-	"agentrun.dev/internal/seal"
+	"agentrun.dev/internal/storage/seal"
 )
 
 // secretStore holds secrets in memory, and sealed in a folder for the next

@@ -9,8 +9,8 @@ import (
 	"sync"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/journal"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/node/journal"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 // held is what the sandbox's machine holds in memory beside its own.

@@ -7,7 +7,7 @@ import (
 	"slices"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/guest/guestrpc"
 )
 
 // Use is a sandbox that runs and that somebody uses, until Done.

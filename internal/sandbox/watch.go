@@ -7,7 +7,7 @@ import (
 	"strings"
 	"sync"
 
-	"agentrun.dev/internal/journal"
+	"agentrun.dev/internal/node/journal"
 )
 
 // watches are those who want to know what changes.

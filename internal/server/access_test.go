@@ -19,7 +19,7 @@ import (
 
 	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/access"
-	"agentrun.dev/internal/audit"
+	"agentrun.dev/internal/access/audit"
 	"agentrun.dev/internal/client"
 	"agentrun.dev/internal/sandbox"
 )

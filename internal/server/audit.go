@@ -7,7 +7,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/access"
-	"agentrun.dev/internal/audit"
+	"agentrun.dev/internal/access/audit"
 )
 
 // Auditor keeps what was done. *audit.Log is one.

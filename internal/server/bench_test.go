@@ -5,7 +5,7 @@ import (
 	"testing"
 
 	"agentrun.dev/api/rest"
-	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/sandbox"
 )
 

@@ -6,7 +6,7 @@ import (
 	"strings"
 
 	"agentrun.dev/api/rest"
-	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/sandbox"
 )
 

@@ -12,7 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"agentrun.dev/api/rest"
-	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/sandbox"
 )
 

@@ -9,7 +9,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/access"
-	"agentrun.dev/internal/audit"
+	"agentrun.dev/internal/access/audit"
 	"agentrun.dev/internal/sandbox"
 )
 

@@ -7,7 +7,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	nodev1 "agentrun.dev/api/node/v1"
-	"agentrun.dev/internal/audit"
+	"agentrun.dev/internal/access/audit"
 )
 
 // TestNodeAudit: calls that change something are in the audit log, before and after

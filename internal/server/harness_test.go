@@ -23,11 +23,11 @@ import (
 
 	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/access"
-	"agentrun.dev/internal/audit"
+	"agentrun.dev/internal/access/audit"
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/sandbox/sandboxtest"
-	"agentrun.dev/internal/seal"
+	"agentrun.dev/internal/storage/seal"
 )
 
 // builder makes templates of nothing; their sandboxes work in a folder.

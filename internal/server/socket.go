@@ -9,7 +9,7 @@ import (
 	"github.com/coder/websocket"
 
 	"agentrun.dev/api/rest"
-	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/sandbox"
 )
 

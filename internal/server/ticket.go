@@ -12,7 +12,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/access"
-	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/sandbox"
 )
 

@@ -4,8 +4,8 @@ import (
 	"errors"
 	"fmt"
 
-	"agentrun.dev/internal/kvm"
 	"agentrun.dev/internal/vmm/acpi"
+	"agentrun.dev/internal/vmm/kvm"
 )
 
 // Boot makes a machine with its kernel loaded. It does not run yet: Start

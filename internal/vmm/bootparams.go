@@ -5,8 +5,8 @@ import (
 	"encoding/binary"
 	"fmt"
 
-	"agentrun.dev/internal/guestmem"
-	"agentrun.dev/internal/kvm"
+	"agentrun.dev/internal/vmm/guestmem"
+	"agentrun.dev/internal/vmm/kvm"
 )
 
 // Offsets in struct boot_params (Documentation/x86/zero-page.rst, boot.rst).

@@ -3,8 +3,8 @@ package vmm
 import (
 	"sync/atomic"
 
-	"agentrun.dev/internal/kvm"
 	"agentrun.dev/internal/vmm/acpi"
+	"agentrun.dev/internal/vmm/kvm"
 )
 
 // windows dispatches memory accesses outside RAM.

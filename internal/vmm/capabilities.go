@@ -1,6 +1,6 @@
 package vmm
 
-import "agentrun.dev/internal/kvm"
+import "agentrun.dev/internal/vmm/kvm"
 
 // MissingCapabilities names what Boot needs and this host's KVM lacks.
 func MissingCapabilities(sys *kvm.System) []string {

@@ -4,7 +4,7 @@ import (
 	"fmt"
 	"time"
 
-	"agentrun.dev/internal/guestmem"
+	"agentrun.dev/internal/vmm/guestmem"
 )
 
 // Capture is a machine's memory as it was at one instant, being stored.

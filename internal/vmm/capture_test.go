@@ -11,8 +11,8 @@ import (
 	"testing"
 	"time"
 
-	"agentrun.dev/internal/guestmem"
-	"agentrun.dev/internal/kvm"
+	"agentrun.dev/internal/vmm/guestmem"
+	"agentrun.dev/internal/vmm/kvm"
 	"golang.org/x/sys/unix"
 )
 

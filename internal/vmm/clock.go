@@ -4,7 +4,7 @@ import (
 	"errors"
 	"slices"
 
-	"agentrun.dev/internal/kvm"
+	"agentrun.dev/internal/vmm/kvm"
 	"golang.org/x/sys/unix"
 )
 

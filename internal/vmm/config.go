@@ -5,8 +5,8 @@ import (
 	"fmt"
 	"os"
 
-	"agentrun.dev/internal/kvm"
-	"agentrun.dev/internal/virtio"
+	"agentrun.dev/internal/vmm/kvm"
+	"agentrun.dev/internal/vmm/virtio"
 )
 
 // Config describes a machine to boot.

@@ -4,7 +4,7 @@ import (
 	"fmt"
 	"math/bits"
 
-	"agentrun.dev/internal/kvm"
+	"agentrun.dev/internal/vmm/kvm"
 )
 
 // Profile names a set of CPU features that a guest sees. It is part of a

@@ -3,7 +3,7 @@ package vmm
 import (
 	"testing"
 
-	"agentrun.dev/internal/kvm"
+	"agentrun.dev/internal/vmm/kvm"
 )
 
 // find returns an entry of a CPUID table.

@@ -4,8 +4,8 @@ import (
 	"encoding/binary"
 	"fmt"
 
-	"agentrun.dev/internal/kvm"
-	"agentrun.dev/internal/virtio"
+	"agentrun.dev/internal/vmm/kvm"
+	"agentrun.dev/internal/vmm/virtio"
 )
 
 // device is a virtio device behind its transport.

@@ -4,7 +4,7 @@ import (
 	"fmt"
 	"slices"
 
-	"agentrun.dev/internal/kvm"
+	"agentrun.dev/internal/vmm/kvm"
 )
 
 // featureWord is a register of CPUID each of whose bits is something that a

@@ -9,8 +9,8 @@ import (
 	"sync"
 	"testing"
 
-	"agentrun.dev/internal/guestmem"
-	"agentrun.dev/internal/kvm"
+	"agentrun.dev/internal/vmm/guestmem"
+	"agentrun.dev/internal/vmm/kvm"
 	"golang.org/x/sys/unix"
 )
 

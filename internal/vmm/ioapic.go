@@ -4,7 +4,7 @@ import (
 	"encoding/binary"
 	"sync"
 
-	"agentrun.dev/internal/kvm"
+	"agentrun.dev/internal/vmm/kvm"
 )
 
 const ioapicPins = 24

@@ -4,7 +4,7 @@ import (
 	"encoding/binary"
 	"testing"
 
-	"agentrun.dev/internal/kvm"
+	"agentrun.dev/internal/vmm/kvm"
 )
 
 type msiLog []kvm.MSI

@@ -6,7 +6,7 @@ import (
 	"fmt"
 	"os"
 
-	"agentrun.dev/internal/guestmem"
+	"agentrun.dev/internal/vmm/guestmem"
 )
 
 // loadKernel copies the segments of an uncompressed ELF kernel to their

@@ -1,6 +1,6 @@
 package vmm
 
-import "agentrun.dev/internal/guestmem"
+import "agentrun.dev/internal/vmm/guestmem"
 
 // Guest physical addresses of what the VMM lays out before the first
 // instruction. All but the kernel lie below 1 MiB; the e820 map keeps the

@@ -5,7 +5,7 @@ import (
 	"fmt"
 	"slices"
 
-	"agentrun.dev/internal/kvm"
+	"agentrun.dev/internal/vmm/kvm"
 )
 
 // Load puts a saved machine into the shell, with devices of its own. It does

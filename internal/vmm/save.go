@@ -6,8 +6,8 @@ import (
 	"io"
 	"os"
 
-	"agentrun.dev/internal/guestmem"
-	"agentrun.dev/internal/kvm"
+	"agentrun.dev/internal/vmm/guestmem"
+	"agentrun.dev/internal/vmm/kvm"
 )
 
 // errNotPaused says that a running machine has no state to save.

@@ -6,8 +6,8 @@ import (
 	"os"
 	"slices"
 
-	"agentrun.dev/internal/guestmem"
-	"agentrun.dev/internal/kvm"
+	"agentrun.dev/internal/vmm/guestmem"
+	"agentrun.dev/internal/vmm/kvm"
 )
 
 // requiredCapabilities is what a host's KVM must offer.

@@ -5,9 +5,9 @@ import (
 	"errors"
 	"fmt"
 
-	"agentrun.dev/internal/kvm"
-	"agentrun.dev/internal/virtio"
-	"agentrun.dev/internal/wire"
+	"agentrun.dev/internal/codec"
+	"agentrun.dev/internal/vmm/kvm"
+	"agentrun.dev/internal/vmm/virtio"
 )
 
 // State is a machine at rest, without the content of its memory and disks.
@@ -70,7 +70,7 @@ const (
 
 // Marshal encodes a state.
 func (s *State) Marshal() ([]byte, error) {
-	e := wire.NewEncoder([]byte(stateMagic))
+	e := codec.NewEncoder([]byte(stateMagic))
 	e.Version(stateVersion)
 	e.String(string(s.Profile))
 	e.Uvarint(s.Memory)
@@ -119,7 +119,7 @@ func UnmarshalState(b []byte) (*State, error) {
 	if len(b) < len(stateMagic) || string(b[:len(stateMagic)]) != stateMagic {
 		return nil, errors.New("decode the machine's state: this is no state of a microVM")
 	}
-	d := wire.NewDecoder(b[len(stateMagic):])
+	d := codec.NewDecoder(b[len(stateMagic):])
 	// A machine is restored whole or not at all: a newer state is not read in
 	// part, as other messages are.
 	if v := d.Uvarint(); v != stateVersion {

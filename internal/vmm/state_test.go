@@ -4,7 +4,7 @@ import (
 	"bytes"
 	"testing"
 
-	"agentrun.dev/internal/kvm"
+	"agentrun.dev/internal/vmm/kvm"
 )
 
 // sampleState has something in every field.

@@ -4,8 +4,8 @@ import (
 	"os"
 	"testing"
 
-	"agentrun.dev/internal/assets"
-	"agentrun.dev/internal/kvm"
+	"agentrun.dev/internal/host/assets"
+	"agentrun.dev/internal/vmm/kvm"
 )
 
 // Commands of the bare test guest (guest/testguest/testguest.c).

@@ -7,7 +7,7 @@ import (
 	"runtime"
 	"sync/atomic"
 
-	"agentrun.dev/internal/kvm"
+	"agentrun.dev/internal/vmm/kvm"
 	"golang.org/x/sys/unix"
 )
 

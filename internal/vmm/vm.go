@@ -8,9 +8,9 @@ import (
 	"sync/atomic"
 	"time"
 
-	"agentrun.dev/internal/guestmem"
-	"agentrun.dev/internal/kvm"
-	"agentrun.dev/internal/virtio"
+	"agentrun.dev/internal/vmm/guestmem"
+	"agentrun.dev/internal/vmm/kvm"
+	"agentrun.dev/internal/vmm/virtio"
 )
 
 // VM is one machine. Its methods are safe for concurrent use.

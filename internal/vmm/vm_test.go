@@ -5,7 +5,7 @@ import (
 	"strings"
 	"testing"
 
-	"agentrun.dev/internal/guestmem"
+	"agentrun.dev/internal/vmm/guestmem"
 )
 
 const mib = 1 << 20

@@ -16,10 +16,10 @@ import (
 	"testing"
 	"time"
 
-	"agentrun.dev/internal/assets"
 	"agentrun.dev/internal/engine/pick"
-	"agentrun.dev/internal/layer"
-	"agentrun.dev/internal/seal"
+	"agentrun.dev/internal/host/assets"
+	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/storage/seal"
 	"github.com/rogpeppe/go-internal/testscript"
 )
 

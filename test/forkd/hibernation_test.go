@@ -12,7 +12,7 @@ import (
 
 	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/client"
-	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/storage/layer"
 	"golang.org/x/sys/unix"
 )
 

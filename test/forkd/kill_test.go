@@ -18,8 +18,8 @@ import (
 	"time"
 
 	"agentrun.dev/api/rest"
-	"agentrun.dev/internal/assets"
 	"agentrun.dev/internal/client"
+	"agentrun.dev/internal/host/assets"
 )
 
 // count is how often something is done: as often as asked for, or less in a

@@ -23,7 +23,7 @@ import (
 	"agentrun.dev/internal/client"
 	"agentrun.dev/internal/engine/folder"
 	"agentrun.dev/internal/engine/pick"
-	"agentrun.dev/internal/procid"
+	"agentrun.dev/internal/host/procid"
 	"golang.org/x/sys/unix"
 )
 

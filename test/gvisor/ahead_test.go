@@ -16,8 +16,8 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/gvisor"
-	"agentrun.dev/internal/procid"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/host/procid"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 // aheadEnv is the snapshot that a process makes a sandbox ahead for.

@@ -13,15 +13,15 @@ import (
 	"testing"
 	"time"
 
-	"agentrun.dev/internal/assets"
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/enginetest"
 	"agentrun.dev/internal/engine/gvisor"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/ready"
-	"agentrun.dev/internal/guestrpc"
-	"agentrun.dev/internal/seal"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/host/assets"
+	"agentrun.dev/internal/storage/seal"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 // patience ends a test that hangs.

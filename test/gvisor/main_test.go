@@ -14,10 +14,10 @@ import (
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/enginetest"
 	"agentrun.dev/internal/engine/gvisor"
-	"agentrun.dev/internal/image"
-	"agentrun.dev/internal/layer"
-	"agentrun.dev/internal/seal"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/storage/image"
+	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/storage/seal"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 const mib = 1 << 20

@@ -11,8 +11,8 @@ import (
 	"testing"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/guestrpc"
-	"agentrun.dev/internal/image"
+	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/storage/image"
 )
 
 // nodeRoot is an EROFS image of a root with this machine's Node and what it is

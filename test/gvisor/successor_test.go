@@ -6,8 +6,8 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/folder"
-	"agentrun.dev/internal/gvisorctl"
-	"agentrun.dev/internal/vmmctl"
+	"agentrun.dev/internal/engine/gvisorctl"
+	"agentrun.dev/internal/vmm/vmmctl"
 )
 
 // TestSuccessor: what a parent asked for that was killed at once is done before what

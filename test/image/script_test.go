@@ -14,7 +14,7 @@ import (
 	"path/filepath"
 	"testing"
 
-	"agentrun.dev/internal/assets"
+	"agentrun.dev/internal/host/assets"
 	"github.com/google/go-containerregistry/pkg/name"
 	"github.com/google/go-containerregistry/pkg/registry"
 	v1 "github.com/google/go-containerregistry/pkg/v1"

@@ -10,8 +10,8 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/guestrpc"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 // complaint is what a kernel prints that has lost time.

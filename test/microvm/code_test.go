@@ -7,7 +7,7 @@ import (
 	"testing"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/guest/guestrpc"
 )
 
 // TestCodeForks: the state of a kernel is in every fork, and an execution that

@@ -8,8 +8,8 @@ import (
 	"testing"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/layer"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 // TestCompaction: a chain of forks longer than an image may have layers keeps

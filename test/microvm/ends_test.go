@@ -10,7 +10,7 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
-	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/vmm"
 	"golang.org/x/sys/unix"
 )

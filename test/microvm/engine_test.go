@@ -9,7 +9,7 @@ import (
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/enginetest"
 	"agentrun.dev/internal/engine/microvm"
-	"agentrun.dev/internal/seal"
+	"agentrun.dev/internal/storage/seal"
 )
 
 // newEngine makes an engine with folders of its own.

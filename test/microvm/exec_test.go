@@ -14,7 +14,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine/microvm"
-	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/guest/guestrpc"
 	"golang.org/x/sys/unix"
 )
 

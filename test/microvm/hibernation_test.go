@@ -7,7 +7,7 @@ import (
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/enginetest"
 	"agentrun.dev/internal/engine/microvm"
-	"agentrun.dev/internal/seal"
+	"agentrun.dev/internal/storage/seal"
 )
 
 // TestHibernation: no copy of a sandbox is in memory when it is written to disk,

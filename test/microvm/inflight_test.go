@@ -9,8 +9,8 @@ import (
 	"testing"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/guestrpc"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 // forkFrom forks a snapshot of a sandbox, and ends the fork with the test.

@@ -6,7 +6,7 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
-	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/guest/guestrpc"
 )
 
 // TestAllOfItsRAM: a guest may use all of its RAM; what its VM costs beyond

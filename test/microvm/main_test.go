@@ -19,9 +19,9 @@ import (
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/enginetest"
 	"agentrun.dev/internal/engine/microvm"
-	"agentrun.dev/internal/guestrpc"
-	"agentrun.dev/internal/image"
-	"agentrun.dev/internal/jail"
+	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/host/jail"
+	"agentrun.dev/internal/storage/image"
 )
 
 const mib = 1 << 20

@@ -11,8 +11,8 @@ import (
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/ready"
-	"agentrun.dev/internal/guestrpc"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 // bootSnapshot boots a guest, warms it up with a shell command and freezes it.

@@ -14,9 +14,9 @@ import (
 	"path/filepath"
 	"testing"
 
-	"agentrun.dev/internal/assets"
 	"agentrun.dev/internal/engine/pick"
-	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/host/assets"
+	"agentrun.dev/internal/storage/layer"
 	"github.com/google/go-containerregistry/pkg/registry"
 	"github.com/rogpeppe/go-internal/testscript"
 	"github.com/sigstore/sigstore/pkg/cryptoutils"

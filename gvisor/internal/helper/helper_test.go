@@ -11,8 +11,8 @@ import (
 	"strings"
 	"testing"
 
-	"agentrun.dev/internal/gvisorctl"
-	"agentrun.dev/internal/vmmctl"
+	"agentrun.dev/internal/engine/gvisorctl"
+	"agentrun.dev/internal/vmm/vmmctl"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 )
 

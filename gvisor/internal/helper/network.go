@@ -6,7 +6,7 @@ import (
 	"net/netip"
 	"os"
 
-	"agentrun.dev/internal/gvisorctl"
+	"agentrun.dev/internal/engine/gvisorctl"
 	"gvisor.dev/gvisor/pkg/urpc"
 	"gvisor.dev/gvisor/runsc/boot"
 	"gvisor.dev/gvisor/runsc/config"

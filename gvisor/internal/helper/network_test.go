@@ -6,7 +6,7 @@ import (
 	"slices"
 	"testing"
 
-	"agentrun.dev/internal/gvisorctl"
+	"agentrun.dev/internal/engine/gvisorctl"
 )
 
 // TestLinks: what gVisor is told is what was asked for, and no more: nothing is

@@ -14,8 +14,8 @@ import (
 	"sync"
 	"time"
 
-	"agentrun.dev/internal/guestmux"
-	"agentrun.dev/internal/gvisorctl"
+	"agentrun.dev/internal/engine/gvisorctl"
+	"agentrun.dev/internal/guest/guestmux"
 	"golang.org/x/sys/unix"
 	"gvisor.dev/gvisor/pkg/sentry/control"
 	"gvisor.dev/gvisor/pkg/state/statefile"

@@ -14,8 +14,8 @@ import (
 	"sync"
 	"syscall"
 
-	"agentrun.dev/internal/gvisorctl"
-	"agentrun.dev/internal/vmmctl"
+	"agentrun.dev/internal/engine/gvisorctl"
+	"agentrun.dev/internal/vmm/vmmctl"
 	"golang.org/x/sys/unix"
 	"gvisor.dev/gvisor/pkg/log"
 )

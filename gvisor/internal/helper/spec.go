@@ -9,7 +9,7 @@ import (
 	"strconv"
 	"strings"
 
-	"agentrun.dev/internal/gvisorctl"
+	"agentrun.dev/internal/engine/gvisorctl"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"gvisor.dev/gvisor/runsc/config"
 	"gvisor.dev/gvisor/runsc/flag"

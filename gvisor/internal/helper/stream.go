@@ -8,7 +8,7 @@ import (
 	"sync"
 	"time"
 
-	"agentrun.dev/internal/gvisorctl"
+	"agentrun.dev/internal/engine/gvisorctl"
 	"golang.org/x/sys/unix"
 	"gvisor.dev/gvisor/pkg/hostarch"
 	"gvisor.dev/gvisor/pkg/sentry/control"

@@ -12,9 +12,9 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/guestrpc"
-	"agentrun.dev/internal/procid"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/host/procid"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 // deadline is the timeout of an exec whose sandbox goes away for longer.

@@ -6,7 +6,7 @@ import (
 	"testing"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 // diskSize is that of the disk in testDisk: not half of the memory, and no whole

@@ -6,7 +6,7 @@ import (
 	"testing"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/guest/guestrpc"
 )
 
 // testPorts: on every engine the agent connects to TCP ports inside, both ways

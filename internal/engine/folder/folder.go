@@ -16,9 +16,9 @@ import (
 	"strings"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/layer"
-	"agentrun.dev/internal/procid"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/host/procid"
+	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 // Folder is the path of one; empty is none.

@@ -9,7 +9,7 @@ import (
 	"testing"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/procid"
+	"agentrun.dev/internal/host/procid"
 )
 
 func newFolder(t *testing.T) Folder {

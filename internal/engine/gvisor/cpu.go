@@ -9,7 +9,7 @@ import (
 	"strconv"
 	"strings"
 
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 // processor is what this machine's processor is, and what it can do.

@@ -13,16 +13,16 @@ import (
 	"sync"
 	"time"
 
-	"agentrun.dev/internal/assets"
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/folder"
+	"agentrun.dev/internal/engine/gvisorctl"
 	"agentrun.dev/internal/engine/identity"
-	"agentrun.dev/internal/gvisorctl"
-	"agentrun.dev/internal/jail"
-	"agentrun.dev/internal/layer"
-	"agentrun.dev/internal/seal"
-	"agentrun.dev/internal/snapshot"
-	"agentrun.dev/internal/vmmctl"
+	"agentrun.dev/internal/host/assets"
+	"agentrun.dev/internal/host/jail"
+	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/storage/seal"
+	"agentrun.dev/internal/storage/snapshot"
+	"agentrun.dev/internal/vmm/vmmctl"
 )
 
 // Name is what snapshots of this engine carry.

@@ -5,8 +5,8 @@ import (
 	"slices"
 	"testing"
 
+	"agentrun.dev/internal/codec"
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/wire"
 )
 
 func TestProcessor(t *testing.T) {
@@ -72,7 +72,7 @@ func TestState(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	d := wire.NewDecoder(b)
+	d := codec.NewDecoder(b)
 	d.Version(stateVersion)
 	state, meta := string(d.View(100)), string(d.View(100))
 	if err := d.Finish(); err != nil || state != "the state" || meta != "" {

@@ -15,12 +15,12 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/gvisorctl"
-	"agentrun.dev/internal/jail"
-	"agentrun.dev/internal/layer"
-	"agentrun.dev/internal/procid"
-	"agentrun.dev/internal/snapshot"
-	"agentrun.dev/internal/vmmctl"
+	"agentrun.dev/internal/engine/gvisorctl"
+	"agentrun.dev/internal/host/jail"
+	"agentrun.dev/internal/host/procid"
+	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/storage/snapshot"
+	"agentrun.dev/internal/vmm/vmmctl"
 	"golang.org/x/sys/unix"
 )
 

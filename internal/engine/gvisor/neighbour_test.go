@@ -9,9 +9,9 @@ import (
 	"testing"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/jail"
-	"agentrun.dev/internal/procid"
-	"agentrun.dev/internal/vmmctl"
+	"agentrun.dev/internal/host/jail"
+	"agentrun.dev/internal/host/procid"
+	"agentrun.dev/internal/vmm/vmmctl"
 )
 
 // TestNeighbour: a helper that names another sandbox as its own gets neither that

@@ -6,8 +6,8 @@ import (
 	"sync"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/gvisorctl"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/engine/gvisorctl"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 // waiting holds sandboxes that were made ahead for the snapshot that was forked

@@ -15,13 +15,13 @@ import (
 	"syscall"
 	"time"
 
-	"agentrun.dev/internal/assets"
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/gvisorctl"
 	"agentrun.dev/internal/engine/identity"
-	"agentrun.dev/internal/gvisorctl"
-	"agentrun.dev/internal/jail"
-	"agentrun.dev/internal/procid"
-	"agentrun.dev/internal/vmmctl"
+	"agentrun.dev/internal/host/assets"
+	"agentrun.dev/internal/host/jail"
+	"agentrun.dev/internal/host/procid"
+	"agentrun.dev/internal/vmm/vmmctl"
 	"golang.org/x/sys/unix"
 )
 

@@ -10,12 +10,12 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/gvisorctl"
 	"agentrun.dev/internal/engine/identity"
-	"agentrun.dev/internal/guestrpc"
-	"agentrun.dev/internal/gvisorctl"
-	"agentrun.dev/internal/jail"
-	"agentrun.dev/internal/layer"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/host/jail"
+	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 // sandbox knows what it was made of, so that it can be captured.

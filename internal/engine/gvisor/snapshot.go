@@ -10,12 +10,12 @@ import (
 	"strconv"
 	"time"
 
+	"agentrun.dev/internal/codec"
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/guestrpc"
-	"agentrun.dev/internal/gvisorctl"
-	"agentrun.dev/internal/layer"
-	"agentrun.dev/internal/snapshot"
-	"agentrun.dev/internal/wire"
+	"agentrun.dev/internal/engine/gvisorctl"
+	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/storage/snapshot"
 	"golang.org/x/sys/unix"
 )
 
@@ -259,7 +259,7 @@ func encodeState(c checkpoint) ([]byte, error) {
 
 // encodeParts packs what the small files hold.
 func encodeParts(parts ...[]byte) ([]byte, error) {
-	e := wire.NewEncoder(nil)
+	e := codec.NewEncoder(nil)
 	e.Version(stateVersion)
 	for _, p := range parts {
 		e.Data(p)
@@ -277,7 +277,7 @@ func errTooLarge(size int) error {
 // checkpointOf opens a snapshot's checkpoint. The pages are in memory: the
 // first time they are copied there, and verified.
 func (e *Engine) checkpointOf(ctx context.Context, snap *snapshot.Snapshot) (c checkpoint, err error) {
-	d := wire.NewDecoder(snap.State())
+	d := codec.NewDecoder(snap.State())
 	d.Version(stateVersion)
 	state, meta := d.View(snapshot.MaxState), d.View(snapshot.MaxState)
 	if err := d.Finish(); err != nil {

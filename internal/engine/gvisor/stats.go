@@ -10,7 +10,7 @@ import (
 	"strings"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/procid"
+	"agentrun.dev/internal/host/procid"
 	"golang.org/x/sys/unix"
 )
 

@@ -9,9 +9,9 @@ import (
 	"sync"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/gvisorctl"
-	"agentrun.dev/internal/layer"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/engine/gvisorctl"
+	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/storage/snapshot"
 	"golang.org/x/sys/unix"
 )
 

@@ -10,11 +10,11 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/folder"
-	"agentrun.dev/internal/gvisorctl"
-	"agentrun.dev/internal/jail"
-	"agentrun.dev/internal/layer"
-	"agentrun.dev/internal/procid"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/engine/gvisorctl"
+	"agentrun.dev/internal/host/jail"
+	"agentrun.dev/internal/host/procid"
+	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/storage/snapshot"
 	"golang.org/x/sys/unix"
 )
 

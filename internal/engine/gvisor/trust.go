@@ -9,7 +9,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/gvisorctl"
+	"agentrun.dev/internal/engine/gvisorctl"
 	"golang.org/x/sys/unix"
 )
 

@@ -5,7 +5,7 @@ import (
 	"fmt"
 	"time"
 
-	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/guest/guestrpc"
 )
 
 // clockPatience is how long an agent may take to set its clock. It is more than

@@ -7,7 +7,7 @@ import (
 	"testing"
 	"time"
 
-	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/guest/guestrpc"
 )
 
 // clockedGuest is an agent that notes what it is told about the time, and does

@@ -11,7 +11,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine/folder"
-	"agentrun.dev/internal/guestrpc"
+	"agentrun.dev/internal/guest/guestrpc"
 )
 
 // entropySize is twice what the kernel's generator is keyed with.

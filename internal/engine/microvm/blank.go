@@ -11,7 +11,7 @@ import (
 	"strings"
 	"sync"
 
-	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/storage/layer"
 	"golang.org/x/sys/unix"
 )
 

@@ -9,7 +9,7 @@ import (
 	"strings"
 	"testing"
 
-	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/storage/layer"
 )
 
 // TestBlank: a new file system is small and the same each time, and what its

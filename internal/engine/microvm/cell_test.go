@@ -7,9 +7,9 @@ import (
 	"testing"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/vmm"
-	"agentrun.dev/internal/vmmctl"
+	"agentrun.dev/internal/vmm/vmmctl"
 )
 
 // TestForkStaysInItsCell: a vmm with a disk and a network interface is captured

@@ -8,9 +8,9 @@ import (
 	"sync"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/kvm"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/storage/snapshot"
 	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmm/kvm"
 )
 
 // hostCPU remembers this host's processor and KVM, which do not change: to ask

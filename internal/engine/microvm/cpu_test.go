@@ -7,7 +7,7 @@ import (
 	"testing"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 // TestOtherCPU: a snapshot from another processor is refused, by forks and by

@@ -7,14 +7,14 @@ import (
 	"os"
 	"time"
 
-	"agentrun.dev/internal/assets"
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/identity"
-	"agentrun.dev/internal/jail"
-	"agentrun.dev/internal/layer"
-	"agentrun.dev/internal/procid"
-	"agentrun.dev/internal/seal"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/host/assets"
+	"agentrun.dev/internal/host/jail"
+	"agentrun.dev/internal/host/procid"
+	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/storage/seal"
+	"agentrun.dev/internal/storage/snapshot"
 	"golang.org/x/sys/unix"
 )
 

@@ -12,11 +12,11 @@ import (
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/folder"
 	"agentrun.dev/internal/engine/identity"
-	"agentrun.dev/internal/guestrpc"
-	"agentrun.dev/internal/jail"
-	"agentrun.dev/internal/layer"
-	"agentrun.dev/internal/snapshot"
-	"agentrun.dev/internal/vmmctl"
+	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/host/jail"
+	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/storage/snapshot"
+	"agentrun.dev/internal/vmm/vmmctl"
 )
 
 // Fits refuses a snapshot of another engine or processor.

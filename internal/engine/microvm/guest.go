@@ -8,10 +8,10 @@ import (
 	"strings"
 	"time"
 
-	"agentrun.dev/internal/assets"
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/guestrpc"
-	"agentrun.dev/internal/jail"
+	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/host/assets"
+	"agentrun.dev/internal/host/jail"
 	"agentrun.dev/internal/vmm"
 )
 

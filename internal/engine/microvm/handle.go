@@ -8,9 +8,9 @@ import (
 	"io/fs"
 	"os"
 
-	"agentrun.dev/internal/jail"
-	"agentrun.dev/internal/procid"
-	"agentrun.dev/internal/vmmctl"
+	"agentrun.dev/internal/host/jail"
+	"agentrun.dev/internal/host/procid"
+	"agentrun.dev/internal/vmm/vmmctl"
 	"golang.org/x/sys/unix"
 )
 

@@ -5,7 +5,7 @@ import (
 	"path/filepath"
 	"testing"
 
-	"agentrun.dev/internal/vmmctl"
+	"agentrun.dev/internal/vmm/vmmctl"
 )
 
 // TestStopListening: nobody there is fine; somebody there is told to stop.

@@ -5,7 +5,7 @@ import (
 	"fmt"
 	"os"
 
-	"agentrun.dev/internal/cpio"
+	"agentrun.dev/internal/host/cpio"
 	"golang.org/x/sys/unix"
 )
 

@@ -11,10 +11,10 @@ import (
 	"strings"
 	"testing"
 
-	"agentrun.dev/internal/assets"
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/jail"
-	"agentrun.dev/internal/vmmctl"
+	"agentrun.dev/internal/host/assets"
+	"agentrun.dev/internal/host/jail"
+	"agentrun.dev/internal/vmm/vmmctl"
 
 	"golang.org/x/sys/unix"
 )

@@ -6,8 +6,8 @@ import (
 	"strings"
 	"testing"
 
-	"agentrun.dev/internal/layer"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/storage/snapshot"
 	"golang.org/x/sys/unix"
 )
 

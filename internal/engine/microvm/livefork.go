@@ -16,8 +16,8 @@ import (
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/folder"
 	"agentrun.dev/internal/engine/identity"
-	"agentrun.dev/internal/layer"
-	"agentrun.dev/internal/vmmctl"
+	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/vmm/vmmctl"
 )
 
 // liveLayer is a layer of a live fork: it is in no snapshot, its name is no

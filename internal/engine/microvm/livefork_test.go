@@ -3,7 +3,7 @@ package microvm
 import (
 	"testing"
 
-	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/storage/layer"
 )
 
 // TestWastefulLayers: a layer of which an image shows less than a quarter is to

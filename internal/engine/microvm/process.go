@@ -14,11 +14,11 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/guestrpc"
-	"agentrun.dev/internal/jail"
-	"agentrun.dev/internal/layer"
+	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/host/jail"
+	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/vmm"
-	"agentrun.dev/internal/vmmctl"
+	"agentrun.dev/internal/vmm/vmmctl"
 	"golang.org/x/sys/unix"
 )
 

@@ -14,10 +14,10 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/identity"
-	"agentrun.dev/internal/guestrpc"
-	"agentrun.dev/internal/layer"
-	"agentrun.dev/internal/procid"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/host/procid"
+	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/storage/snapshot"
 	"agentrun.dev/internal/vmm"
 )
 

@@ -9,8 +9,8 @@ import (
 	"sync/atomic"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/snapshot"
-	"agentrun.dev/internal/stock"
+	"agentrun.dev/internal/engine/stock"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 // A shell is a jailed vmm process with a VM, its processors and the memory of a

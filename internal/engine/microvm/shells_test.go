@@ -15,13 +15,13 @@ import (
 	"testing"
 	"time"
 
-	"agentrun.dev/internal/assets"
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/jail"
-	"agentrun.dev/internal/layer"
-	"agentrun.dev/internal/procid"
-	"agentrun.dev/internal/snapshot"
-	"agentrun.dev/internal/stock"
+	"agentrun.dev/internal/engine/stock"
+	"agentrun.dev/internal/host/assets"
+	"agentrun.dev/internal/host/jail"
+	"agentrun.dev/internal/host/procid"
+	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/storage/snapshot"
 	"golang.org/x/sys/unix"
 )
 

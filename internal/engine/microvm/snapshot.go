@@ -10,12 +10,12 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/identity"
-	"agentrun.dev/internal/guestrpc"
-	"agentrun.dev/internal/jail"
-	"agentrun.dev/internal/layer"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/host/jail"
+	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/storage/snapshot"
 	"agentrun.dev/internal/vmm"
-	"agentrun.dev/internal/vmmctl"
+	"agentrun.dev/internal/vmm/vmmctl"
 )
 
 // Snapshot captures the sandbox into a new folder. Copying, hashing and storing

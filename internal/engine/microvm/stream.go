@@ -8,10 +8,10 @@ import (
 	"os"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/jail"
-	"agentrun.dev/internal/layer"
-	"agentrun.dev/internal/snapshot"
-	"agentrun.dev/internal/vmmctl"
+	"agentrun.dev/internal/host/jail"
+	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/storage/snapshot"
+	"agentrun.dev/internal/vmm/vmmctl"
 )
 
 // streamed is what a vmm has written through pipes: layers of the snapshot in

@@ -11,9 +11,9 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/layer"
-	"agentrun.dev/internal/snapshot"
-	"agentrun.dev/internal/vmmctl"
+	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/storage/snapshot"
+	"agentrun.dev/internal/vmm/vmmctl"
 )
 
 // TestStreamIsChecked: a vmm that names more or less than it has written, other

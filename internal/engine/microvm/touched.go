@@ -5,10 +5,10 @@ import (
 	"fmt"
 	"sync"
 
-	"agentrun.dev/internal/jail"
-	"agentrun.dev/internal/layer"
-	"agentrun.dev/internal/snapshot"
-	"agentrun.dev/internal/vmmctl"
+	"agentrun.dev/internal/host/jail"
+	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/storage/snapshot"
+	"agentrun.dev/internal/vmm/vmmctl"
 )
 
 // What a fork touches before its first answer, and in its rehearsal, is nearly the

@@ -5,9 +5,9 @@ import (
 	"slices"
 	"testing"
 
-	"agentrun.dev/internal/layer"
-	"agentrun.dev/internal/snapshot"
-	"agentrun.dev/internal/vmmctl"
+	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/storage/snapshot"
+	"agentrun.dev/internal/vmm/vmmctl"
 )
 
 // TestTouched: two forks of a snapshot are asked; if one has ended before it

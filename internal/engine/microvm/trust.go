@@ -8,10 +8,10 @@ import (
 	"slices"
 	"time"
 
-	"agentrun.dev/internal/layer"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/storage/snapshot"
 	"agentrun.dev/internal/vmm"
-	"agentrun.dev/internal/vmmctl"
+	"agentrun.dev/internal/vmm/vmmctl"
 	"golang.org/x/sys/unix"
 )
 

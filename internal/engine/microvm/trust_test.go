@@ -8,8 +8,8 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/layer"
-	"agentrun.dev/internal/vmmctl"
+	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/vmm/vmmctl"
 )
 
 // TestDeadline: a vmm that does not answer is killed, whatever it was asked, and

@@ -5,11 +5,11 @@ import (
 	"fmt"
 	"strings"
 
-	"agentrun.dev/internal/doctor"
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/gvisor"
 	"agentrun.dev/internal/engine/microvm"
-	"agentrun.dev/internal/seal"
+	"agentrun.dev/internal/host/doctor"
+	"agentrun.dev/internal/storage/seal"
 )
 
 // Kind is an engine by the name that people use.

@@ -3,9 +3,9 @@ package pick
 import (
 	"testing"
 
-	"agentrun.dev/internal/doctor"
 	"agentrun.dev/internal/engine/gvisor"
 	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/host/doctor"
 )
 
 func TestKinds(t *testing.T) {

@@ -12,8 +12,8 @@ import (
 	"sync"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/snapshot"
-	"agentrun.dev/internal/stock"
+	"agentrun.dev/internal/engine/stock"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 // Engine is what a pool needs of an engine.

@@ -11,10 +11,10 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/guest"
-	"agentrun.dev/internal/guestrpc"
-	"agentrun.dev/internal/snapshot"
-	"agentrun.dev/internal/stock"
+	"agentrun.dev/internal/engine/stock"
+	"agentrun.dev/internal/guest/agent"
+	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 // fakeEngine makes sandboxes without a machine: their agents are real, their
@@ -47,7 +47,7 @@ func (e *fakeEngine) Fork(ctx context.Context, _ *snapshot.Snapshot, _ engine.Fo
 		return nil, e.fail
 	}
 	ours, theirs := net.Pipe()
-	go func() { _ = guestrpc.Serve(context.Background(), theirs, &guest.Server{}) }()
+	go func() { _ = guestrpc.Serve(context.Background(), theirs, &agent.Server{}) }()
 	agent, err := guestrpc.NewClient(ctx, ours)
 	if err != nil {
 		return nil, err

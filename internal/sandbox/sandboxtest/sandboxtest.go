@@ -19,10 +19,10 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/guest"
-	"agentrun.dev/internal/guestrpc"
-	"agentrun.dev/internal/layer"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/guest/agent"
+	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 // Host is a machine with processes that outlive daemons: it plays an engine.
@@ -51,7 +51,7 @@ type Process struct {
 	paused bool
 	done   chan struct{}
 	cause  error
-	agent  *guest.Server
+	agent  *agent.Server
 }
 
 // NewHost makes a host that ends with the test.
@@ -137,9 +137,9 @@ func (h *Host) Put(folder string, memory map[string]string) {
 }
 
 func (h *Host) put(folder string, memory map[string]string) *Process {
-	p := &Process{memory: memory, done: make(chan struct{}), agent: &guest.Server{Processes: &guest.Processes{}}}
+	p := &Process{memory: memory, done: make(chan struct{}), agent: &agent.Server{Processes: &agent.Processes{}}}
 	if h.Execs {
-		p.agent.Processes = guest.NewProcesses(guest.Config{})
+		p.agent.Processes = agent.NewProcesses(agent.Config{})
 	}
 	h.processes[folder] = p
 	return p

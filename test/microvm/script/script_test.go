@@ -8,7 +8,7 @@ import (
 	"path/filepath"
 	"testing"
 
-	"agentrun.dev/internal/assets"
+	"agentrun.dev/internal/host/assets"
 	"github.com/rogpeppe/go-internal/testscript"
 )
 

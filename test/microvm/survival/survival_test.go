@@ -21,13 +21,13 @@ import (
 	"testing"
 	"time"
 
+	"agentrun.dev/internal/client/local"
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/pick"
-	"agentrun.dev/internal/image"
-	"agentrun.dev/internal/layer"
-	"agentrun.dev/internal/local"
-	"agentrun.dev/internal/snapshot"
+	"agentrun.dev/internal/storage/image"
+	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/storage/snapshot"
 	"golang.org/x/sys/unix"
 )
 

@@ -9,10 +9,10 @@ import (
 	"strconv"
 	"strings"
 
+	"agentrun.dev/internal/client/local"
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
-	"agentrun.dev/internal/guestrpc"
-	"agentrun.dev/internal/local"
+	"agentrun.dev/internal/guest/guestrpc"
 )
 
 // What a parent prints of each operation: what begins, and what has ended.

@@ -3,7 +3,7 @@ package inside
 import (
 	"fmt"
 
-	"agentrun.dev/internal/kvm"
+	"agentrun.dev/internal/vmm/kvm"
 )
 
 // holdKVM keeps one machine, which never runs, for as long as the process

@@ -8,7 +8,7 @@ import (
 	"path/filepath"
 	"strings"
 
-	"agentrun.dev/internal/cpio"
+	"agentrun.dev/internal/host/cpio"
 	"agentrun.dev/testbed/internal/inside"
 )
 

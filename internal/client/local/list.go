@@ -1,0 +1,213 @@
+package local
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/folder"
+	"agentrun.dev/internal/engine/pick"
+	"agentrun.dev/internal/storage/snapshot"
+)
+
+// Entry is a snapshot or a sandbox in a listing.
+type Entry struct {
+	Name Name   `json:"name"`
+	Kind string `json:"kind"` // KindSnapshot or KindSandbox
+	// Engine is what it runs on.
+	Engine pick.Kind `json:"engine,omitempty"`
+	// Status is one of the Status constants, or what is wrong with it.
+	Status  string    `json:"status"`
+	Created time.Time `json:"created,omitzero"`
+	// Snapshot is the id of the snapshot, or of the one the sandbox came from.
+	Snapshot string `json:"snapshot,omitempty"`
+	VCPUs    int    `json:"vcpus,omitempty"`
+	Memory   uint64 `json:"memory,omitempty"`
+	// Stored is the bytes of a snapshot's layers, Layers how many there are;
+	// snapshots of one family share most of them.
+	Stored uint64 `json:"stored,omitempty"`
+	Layers int    `json:"layers,omitempty"`
+	// Unshared is what of it nobody else has: the bytes on disk that removing
+	// the snapshot or sandbox frees.
+	Unshared uint64 `json:"unshared,omitempty"`
+	// Own is the memory of a running sandbox alone.
+	Own uint64 `json:"own,omitempty"`
+	PID int    `json:"pid,omitempty"`
+}
+
+// Kinds of entries, and the statuses of healthy ones.
+const (
+	KindSnapshot = "snapshot"
+	KindSandbox  = "sandbox"
+
+	StatusReady   = "ready"
+	StatusRunning = "running"
+	StatusEnded   = "ended"
+	StatusPaused  = "paused"
+	StatusAsleep  = "hibernated"
+)
+
+// List lists all snapshots, then all sandboxes.
+func (s *Store) List() ([]Entry, error) {
+	var out []Entry
+	for _, kind := range []struct {
+		name, dir string
+		describe  func(Name) Entry
+	}{{KindSnapshot, "snapshots", s.describeSnapshot}, {KindSandbox, "sandboxes", s.describeSandbox}} {
+		entries, err := os.ReadDir(filepath.Join(s.dir, kind.dir))
+		if err != nil {
+			return nil, fmt.Errorf("list: %w", err)
+		}
+		for _, d := range entries {
+			n, err := ParseName(d.Name())
+			if err != nil {
+				continue // temporary folders of snapshots in the making
+			}
+			e := kind.describe(n)
+			e.Name, e.Kind = n, kind.name
+			out = append(out, e)
+		}
+	}
+	return out, nil
+}
+
+func (s *Store) describeSnapshot(n Name) Entry {
+	return describe(s.snapshotDir(n))
+}
+
+func describe(dir string) Entry {
+	snap, err := snapshot.Open(dir)
+	if err != nil {
+		return Entry{Status: err.Error()}
+	}
+	defer func() { _ = snap.Close() }() // only read
+	m := snap.Manifest()
+	kind, err := pick.Of(m.Engine)
+	if err != nil {
+		return Entry{Status: err.Error()}
+	}
+	e := Entry{Status: StatusReady, Engine: kind, Created: m.Created, Snapshot: snap.ID().String(), VCPUs: m.VCPUs, Memory: m.Memory.Size}
+	for _, ref := range m.Layers() {
+		e.Stored += ref.Size
+		e.Layers++
+	}
+	e.Unshared = unshared(dir)
+	return e
+}
+
+// unshared is what a folder has that nobody else has, as far as it can be seen.
+func unshared(dir string) uint64 {
+	size, _ := new(snapshot.Usage).Add(dir) // it may be going away
+	return size.Unshared
+}
+
+func (s *Store) describeSandbox(n Name) Entry {
+	r, err := s.record(n)
+	if err != nil {
+		return Entry{Status: err.Error(), Created: r.Created}
+	}
+	if r.Hibernated {
+		e := describe(s.imageDir(n, r.Life))
+		e.Created = r.Created
+		if e.Status == StatusReady {
+			e.Status = StatusAsleep
+		}
+		return e
+	}
+	machine := s.machineDir(n, r.Life)
+	e := describe(folder.Folder(machine).From())
+	e.Created, e.Unshared = r.Created, unshared(machine)
+	if e.Status != StatusReady {
+		return e
+	}
+	runs, err := s.engine(r.Engine)
+	if err != nil {
+		e.Status = err.Error()
+		return e
+	}
+	pid, st, err := runs.Inspect(machine)
+	switch {
+	case errors.Is(err, engine.ErrEnded):
+		e.Status = StatusEnded
+		return e
+	case err != nil:
+		e.Status = err.Error()
+		return e
+	case r.Paused:
+		e.Status = StatusPaused
+	default:
+		e.Status = StatusRunning
+	}
+	e.PID, e.Own = pid, st.Own
+	return e
+}
+
+// removeMachine ends what runs in a machine's folder. What it was made of says on
+// which engine.
+func (s *Store) removeMachine(ctx context.Context, dir string) error {
+	snap, err := snapshot.Open(folder.Folder(dir).From())
+	if err != nil { // nothing was started yet
+		return os.RemoveAll(dir)
+	}
+	e, err := s.engineOf(snap)
+	if err = errors.Join(err, snap.Close()); err != nil {
+		return err
+	}
+	return e.Remove(ctx, dir)
+}
+
+// Remove ends a sandbox and forgets it, or deletes a snapshot.
+func (s *Store) Remove(ctx context.Context, name Name) error {
+	if dir := s.sandboxDir(name); exists(dir) {
+		// Without its record it is half made, whatever of it is left when this is
+		// interrupted. Such a one may have a machine.
+		if err := os.Remove(filepath.Join(dir, recordName)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return fmt.Errorf("remove sandbox %s: %w", name, err)
+		}
+		machines, err := filepath.Glob(filepath.Join(dir, "machine-*"))
+		for _, m := range machines {
+			err = errors.Join(err, s.removeMachine(ctx, m))
+		}
+		if err != nil {
+			return fmt.Errorf("remove sandbox %s: %w", name, err)
+		}
+		if err := os.RemoveAll(dir); err != nil {
+			return fmt.Errorf("remove sandbox %s: %w", name, err)
+		}
+		return s.tidy()
+	}
+	if dir := s.snapshotDir(name); exists(dir) {
+		if err := snapshot.Remove(dir); err != nil {
+			return fmt.Errorf("remove snapshot %s: %w", name, err)
+		}
+		return s.tidy()
+	}
+	return fmt.Errorf("remove %s: %w", name, ErrNotFound)
+}
+
+// tidy frees the memory layers that no snapshot and no sandbox uses, and what
+// dead builders left.
+func (s *Store) tidy() error {
+	var folders, snapshots []string
+	for pattern, list := range map[string]*[]string{
+		"snapshots/*": &snapshots, "sandboxes/*/machine-*": &folders, // a hibernated sandbox has nothing in memory
+	} {
+		dirs, err := filepath.Glob(filepath.Join(s.dir, pattern))
+		if err != nil {
+			return err
+		}
+		*list = append(*list, dirs...)
+	}
+	errs := []error{snapshot.CleanTemp(filepath.Join(s.dir, "snapshots"))}
+	for _, kind := range pick.Kinds {
+		if e, err := s.engine(kind); err == nil { // one that cannot be opened has left nothing
+			errs = append(errs, e.Keep(folders, snapshots))
+		}
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,376 @@
+package agent
+
+import (
+	"encoding/binary"
+	"errors"
+	"io"
+	"os"
+	"strconv"
+	"sync/atomic"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+
+	"agentrun.dev/internal/codec"
+	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/guest/interpreter"
+)
+
+// Frames to and from kernels (docs/design/code.md).
+const (
+	frameRun    = 1
+	frameEnv    = 2
+	frameReseed = 3
+	frameNoted  = 4
+
+	frameReady = 1
+	frameBegin = 2
+	frameEvent = 3
+	frameDone  = 4
+	frameNote  = 5
+
+	// maxKernelFrame is a type, the kind of an event, and its data.
+	maxKernelFrame = 2 + guestrpc.MaxCodeEvent
+	// maxDying bounds what is read of a kernel's last words.
+	maxDying = 1 << 20
+)
+
+// kernelProcess is the interpreter of a context.
+type kernelProcess struct {
+	lang       interpreter.Language
+	proc       *Process
+	requests   *input
+	events     *controlPipe
+	stdout     *kernelStream
+	stderr     *kernelStream
+	env        []string // that it has, as far as the agent has set it
+	envSet     uint64   // the Processes' count when env was made
+	generation uint64   // of the guest when it was last seeded
+	count      uint64   // of executions that it has run
+	oomKills   uint64   // of the guest when it was started
+
+	ready   chan struct{} // closed when it can be used
+	begin   chan struct{} // cap 1: an execution has begun
+	done    chan kernelDone
+	closed  chan struct{}                   // closed when nothing more is read from it
+	log     atomic.Pointer[eventLog]        // of the execution that runs
+	version string                          // set before ready is closed
+	broken  atomic.Pointer[protocolFailure] // why it was killed
+}
+
+type protocolFailure struct{ why string }
+
+// kernelDone is how an execution ended, as the kernel says.
+type kernelDone struct {
+	state guestrpc.CodeState
+	code  int32
+	shell bool
+}
+
+// startKernel starts an interpreter for a context. It does not wait until that
+// is ready.
+func (ps *Processes) startKernel(c *codeContext, lang interpreter.Language, generation uint64) (*kernelProcess, error) {
+	ps.mu.Lock()
+	base, envSet := ps.env, ps.envSet
+	ps.mu.Unlock()
+	id, err := ps.cfg.Accounts.Lookup(c.user)
+	if err != nil {
+		return nil, err
+	}
+	k := &kernelProcess{
+		lang: lang, envSet: envSet, generation: generation, oomKills: oomKills(),
+		ready: make(chan struct{}), begin: make(chan struct{}, 1), done: make(chan kernelDone, 1), closed: make(chan struct{}),
+	}
+	spec := ExecSpec{Args: append([]string{""}, lang.Args...), Env: c.env, Dir: c.cwd, User: c.user}
+	var path string
+	k.env, path = buildEnv(&spec, base, &id)
+	dir, program, err := resolveAny(lang.Programs, &spec, &id, path)
+	if err != nil {
+		return nil, err
+	}
+	k.proc = &Process{spec: spec, done: make(chan struct{})}
+	k.proc.spec.Env = nil // it may hold secrets, and is not needed again
+	s := stdio{sink: &ps.sink}
+	files, err := k.open(&s, &id)
+	if err == nil {
+		err = ps.fork(k.proc, program, &syscall.ProcAttr{
+			Dir: dir, Env: k.env, Files: files,
+			Sys: &syscall.SysProcAttr{Setsid: true, Credential: &syscall.Credential{Uid: id.UID, Gid: id.GID, Groups: id.Groups}},
+		})
+		if err != nil {
+			err = startError(program, dir, err)
+		}
+	}
+	for _, fd := range files {
+		unix.Close(int(fd))
+	}
+	if err != nil {
+		s.closeParent()
+		return nil, err
+	}
+	go k.stdout.pump()
+	go k.stderr.pump()
+	go k.read()
+	go k.last()
+	return k, nil
+}
+
+// resolveAny finds the first program that exists.
+func resolveAny(programs []string, spec *ExecSpec, id *Identity, path string) (dir, program string, err error) {
+	for _, name := range programs {
+		spec.Args[0] = name
+		dir, program, err = resolve(spec, id, path)
+		if !errors.Is(err, ErrNotFound) {
+			return dir, program, err
+		}
+	}
+	return "", "", fail(ErrNotFound, "start the kernel", programs[0], "not in PATH "+path+"; use an image that has it")
+}
+
+// open makes the five pipes and returns the kernel's ends, which the caller
+// closes.
+func (k *kernelProcess) open(s *stdio, id *Identity) (files []uintptr, err error) {
+	var ours [5]*os.File
+	for i := range ours {
+		toKernel := i == 0 || i == 3
+		var theirs int
+		if ours[i], theirs, err = s.makePipe(toKernel, id); err != nil {
+			return files, err
+		}
+		files = append(files, uintptr(theirs))
+	}
+	_ = ours[0].Close() // standard input reads as empty
+	if k.requests, err = newInput(ours[3], false); err != nil {
+		return files, err
+	}
+	if k.events, err = newControlPipe(ours[4]); err != nil {
+		return files, err
+	}
+	if k.stdout, err = newKernelStream(ours[1], s.sink); err != nil {
+		return files, err
+	}
+	k.stderr, err = newKernelStream(ours[2], s.sink)
+	return files, err
+}
+
+// last closes what belonged to the kernel when it has ended.
+func (k *kernelProcess) last() {
+	<-k.proc.Done()
+	k.events.drain()
+	_ = k.requests.file.Close() // nobody reads it
+}
+
+// write sends bytes to the kernel. A kernel that does not read them waits for
+// them to be gone: stop says when.
+func (k *kernelProcess) write(stop <-chan struct{}, b []byte) error {
+	_, err := k.requests.write(stop, k.proc.Done(), b)
+	return err
+}
+
+// driver is what the kernel is told first.
+func (k *kernelProcess) driver() []byte {
+	n := 0
+	for _, part := range k.lang.Driver {
+		n += len(part)
+	}
+	if n == 0 {
+		return nil
+	}
+	b := binary.LittleEndian.AppendUint32(make([]byte, 0, n+4), uint32(n))
+	for _, part := range k.lang.Driver {
+		b = append(b, part...)
+	}
+	return b
+}
+
+// frame makes a request.
+func frame(kind byte, fields func(e *codec.Encoder)) []byte {
+	e := codec.NewEncoder([]byte{0, 0, 0, 0, kind})
+	if fields != nil {
+		fields(e)
+	}
+	b := e.Bytes()
+	binary.LittleEndian.PutUint32(b, uint32(len(b)-4))
+	return b
+}
+
+// read reads what the kernel says until it ends or breaks the rules.
+func (k *kernelProcess) read() {
+	defer close(k.closed)
+	read := k.readFrames
+	if k.lang.Lines {
+		read = k.readLines
+	}
+	err := read(k.events)
+	_ = k.events.file.Close() // it was only read
+	if err != nil && !errors.Is(err, io.EOF) {
+		k.broken.Store(&protocolFailure{err.Error()})
+	}
+	// A kernel that nobody listens to is of no use.
+	_ = k.proc.Signal(syscall.SIGKILL, ScopeSession) // ErrEnded: it was faster
+}
+
+const (
+	errKernelFrame = Kind("it sent a frame that is empty or too large")
+	errKernelOrder = Kind("it sent a frame out of order")
+	errKernelField = Kind("it sent a malformed frame")
+)
+
+func (k *kernelProcess) readFrames(r io.Reader) error {
+	isReady := false
+	for {
+		var size [4]byte
+		if _, err := io.ReadFull(r, size[:]); err != nil {
+			return io.EOF // in the middle of a frame it is not worth telling
+		}
+		n := int(binary.LittleEndian.Uint32(size[:]))
+		if n == 0 || n > maxKernelFrame {
+			return errKernelFrame
+		}
+		body, err := io.ReadAll(io.LimitReader(r, int64(n)))
+		if err != nil || len(body) < n {
+			return io.EOF
+		}
+		if kind := body[0]; isReady != (kind != frameReady) {
+			return errKernelOrder
+		}
+		isReady = true
+		if err := k.handle(body[0], body[1:]); err != nil {
+			return err
+		}
+	}
+}
+
+func (k *kernelProcess) handle(kind byte, body []byte) error {
+	d := codec.NewDecoder(body)
+	switch kind {
+	case frameReady:
+		k.version = d.String(64)
+		if d.Finish() != nil {
+			return errKernelField
+		}
+		close(k.ready)
+	case frameBegin:
+		select {
+		case k.begin <- struct{}{}:
+		default:
+			return errKernelOrder
+		}
+	case frameEvent, frameNote:
+		if len(body) == 0 || body[0] < byte(guestrpc.CodeEventResult) || body[0] > byte(guestrpc.CodeEventError) {
+			return errKernelField
+		}
+		e := guestrpc.CodeEvent{
+			Kind: guestrpc.CodeEventKind(body[0]), Stdout: k.stdout.position(), Stderr: k.stderr.position(), Data: body[1:],
+		}
+		if log := k.log.Load(); log != nil { // else it is from a thread that goes on after its execution
+			log.add(k.proc.Done(), e)
+		}
+		if kind == frameNote {
+			_ = k.write(nil, frame(frameNoted, nil)) // it has died
+		}
+	case frameDone:
+		var r kernelDone
+		r.state = guestrpc.CodeState(d.UvarintMax(uint64(guestrpc.CodeExited)))
+		code := d.Varint()
+		r.shell = d.UvarintMax(1) == 1
+		if d.Finish() != nil || int64(int32(code)) != code {
+			return errKernelField
+		}
+		r.code = int32(code)
+		return k.say(r)
+	default:
+		return errKernelField
+	}
+	return nil
+}
+
+// say tells of the end of the execution that runs.
+func (k *kernelProcess) say(r kernelDone) error {
+	if k.log.Load() == nil {
+		return errKernelOrder
+	}
+	select {
+	case k.done <- r:
+		return nil
+	default:
+		return errKernelOrder
+	}
+}
+
+// kill ends the kernel and everything in its session.
+func (k *kernelProcess) kill() {
+	_ = k.proc.Signal(syscall.SIGKILL, ScopeSession) // ErrEnded: it was faster
+}
+
+// reason says how the kernel ended.
+func (k *kernelProcess) reason() string {
+	exit, _ := k.proc.Exit()
+	switch b := k.broken.Load(); {
+	case b != nil:
+		return "the kernel was killed: " + b.why
+	case exit.Signal == syscall.SIGKILL && oomKills() > k.oomKills:
+		return "the kernel was killed by SIGKILL: the sandbox has run out of memory"
+	case exit.Signal != 0:
+		return "the kernel was killed by " + signalName(exit.Signal)
+	}
+	return "the kernel exited with code " + strconv.Itoa(exit.Code)
+}
+
+func signalName(s syscall.Signal) string {
+	if name := unix.SignalName(s); name != "" {
+		return name
+	}
+	return "signal " + strconv.Itoa(int(s))
+}
+
+// oomKills is how many processes the guest's kernel has killed for want of
+// memory since it booted.
+func oomKills() uint64 {
+	table, err := readFile("/proc/vmstat", 64<<10)
+	if err != nil {
+		return 0
+	}
+	const name = "oom_kill "
+	for line := range lines(table) {
+		if len(line) > len(name) && string(line[:len(name)]) == name {
+			n, _ := strconv.ParseUint(string(line[len(name):]), 10, 64) // 0: unknown
+			return n
+		}
+	}
+	return 0
+}
+
+// controlPipe reads what a kernel says. Others may hold the pipe open longer
+// than the kernel lives, so its end is not waited for.
+type controlPipe struct {
+	file  *os.File
+	raw   syscall.RawConn
+	dying bool // the kernel has ended: take what is there
+	left  int
+}
+
+func newControlPipe(file *os.File) (*controlPipe, error) {
+	raw, err := file.SyscallConn()
+	return &controlPipe{file: file, raw: raw, left: maxDying}, err
+}
+
+// drain makes Read end once the pipe is empty.
+func (p *controlPipe) drain() { p.file.SetReadDeadline(past) }
+
+func (p *controlPipe) Read(b []byte) (int, error) {
+	if !p.dying {
+		n, err := p.file.Read(b)
+		if !errors.Is(err, os.ErrDeadlineExceeded) {
+			return n, err
+		}
+		p.dying = true
+	}
+	n := 0
+	err := p.raw.Control(func(fd uintptr) { n, _ = unix.Read(int(fd), b[:min(len(b), p.left)]) })
+	if err != nil || n <= 0 {
+		return 0, io.EOF
+	}
+	p.left -= n
+	return n, nil
+}

@@ -1,0 +1,325 @@
+package agent
+
+import (
+	"errors"
+	"time"
+
+	"agentrun.dev/internal/codec"
+	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/guest/interpreter"
+)
+
+// codeGrace is what a kernel has from the interrupt of a timeout until it is
+// killed.
+const codeGrace = 2 * time.Second
+
+// work runs what waits in a context until nothing does.
+func (ks *Kernels) work(c *codeContext) {
+	for {
+		ks.mu.Lock()
+		if len(c.queue) == 0 {
+			c.working = false
+			ks.mu.Unlock()
+			return
+		}
+		e := c.queue[0]
+		c.queue[0] = nil
+		c.queue = c.queue[1:]
+		c.running, c.begun, c.wanted = e, false, false
+		ks.mu.Unlock()
+
+		began := time.Now()
+		ks.run(c, e)
+		e.status.Wall = time.Since(began)
+
+		ks.mu.Lock()
+		c.running, c.begun = nil, false
+		ks.finish(e)
+		ks.mu.Unlock()
+	}
+}
+
+// run runs one execution to its end and sets its status.
+func (ks *Kernels) run(c *codeContext, e *execution) {
+	expired := make(chan struct{})
+	if e.timeout > 0 {
+		timer := time.AfterFunc(e.timeout, func() { close(expired) })
+		defer timer.Stop()
+	}
+	for ks.attempt(c, e, expired) {
+	}
+}
+
+// attempt runs an execution in the kernel of its context. It reports whether
+// that died before it took the execution up, so that a new one can be tried.
+func (ks *Kernels) attempt(c *codeContext, e *execution, expired <-chan struct{}) (again bool) {
+	e.status = guestrpc.CodeStatus{Language: c.lang.Name}
+	k, err := ks.kernelFor(c, e)
+	if errors.Is(err, ErrNotFound) && e.mode == guestrpc.ModeText {
+		// Where there is no Python a text can only be a command.
+		if k, err = ks.shellFor(c, e); err == nil {
+			defer k.end()
+		}
+	}
+	if err != nil {
+		e.err = err
+		return false
+	}
+	// A kernel that is being started gets its driver first.
+	requests := k.requestsFor(ks, c, e)
+	if e.status.Fresh {
+		requests = append(k.driver(), requests...)
+	}
+	k.stdout.begin(e.stdout)
+	k.stderr.begin(e.stderr)
+	k.log.Store(e.events)
+	if !e.warm {
+		begun := guestrpc.CodeBegun{Fresh: e.status.Fresh, Reason: e.status.FreshReason, PID: int32(k.proc.PID())}
+		data, err := begun.Bytes()
+		if err == nil { // a reason is never longer than the limit
+			e.events.add(nil, guestrpc.CodeEvent{Kind: guestrpc.CodeEventBegun, Data: data})
+		}
+	}
+	// If the kernel dies or the time is over before it has taken all, the wait
+	// below sees it too.
+	_ = k.write(expired, requests)
+	ks.await(c, e, k, expired)
+	k.log.Store(nil)
+	if ks.untouched(c, e) {
+		k.stdout.begin(nil)
+		k.stderr.begin(nil)
+		return true
+	}
+	k.stdout.end()
+	k.stderr.end()
+	if e.status.State != guestrpc.CodeDied && !e.warm && e.status.Language != shellName {
+		k.count++
+	}
+	e.status.Count = k.count
+	return false
+}
+
+// untouched: a kernel that had run before died without having begun with e, by
+// itself. It was dead already, and nobody had noticed.
+func (ks *Kernels) untouched(c *codeContext, e *execution) bool {
+	ks.mu.Lock()
+	defer ks.mu.Unlock()
+	return e.status.State == guestrpc.CodeDied && !e.status.Fresh && !e.status.TimedOut && !c.begun && c.ending == ""
+}
+
+// shellName is the language of a text that was a command.
+const shellName = "shell"
+
+// shellFor starts a shell for one text.
+func (ks *Kernels) shellFor(c *codeContext, e *execution) (*kernelProcess, error) {
+	bash, _ := interpreter.Find("bash")
+	k, err := ks.Processes.startKernel(c, bash, ks.generation())
+	if err != nil {
+		return nil, err
+	}
+	e.status.Language = shellName
+	ks.mu.Lock()
+	c.kernel, c.ending = k, ""
+	ks.mu.Unlock()
+	return k, nil
+}
+
+// kernelFor returns the kernel of a context, and starts it if need be.
+func (ks *Kernels) kernelFor(c *codeContext, e *execution) (*kernelProcess, error) {
+	ks.mu.Lock()
+	k, ending, closed := c.kernel, c.ending, c.closed
+	ks.mu.Unlock()
+	if closed {
+		return nil, fail(ErrEnded, "run code in context", c.id, "it was closed")
+	}
+	if k.alive() && ending == "" {
+		return k, nil
+	}
+	if k != nil && k.lang.Name == c.lang.Name {
+		<-k.proc.Done()
+		e.status.FreshReason = ending
+		if ending == "" {
+			e.status.FreshReason = k.reason()
+		}
+	}
+	fresh, err := ks.Processes.startKernel(c, c.lang, ks.generation())
+	if err != nil {
+		return nil, err
+	}
+	e.status.Fresh = true
+	ks.mu.Lock()
+	c.kernel, c.ending = fresh, ""
+	closed = c.closed
+	ks.mu.Unlock()
+	if closed {
+		fresh.end()
+		return nil, fail(ErrEnded, "run code in context", c.id, "it was closed")
+	}
+	return fresh, nil
+}
+
+// await follows an execution in its kernel.
+func (ks *Kernels) await(c *codeContext, e *execution, k *kernelProcess, expired <-chan struct{}) {
+	ready := k.ready
+	if !e.warm {
+		ready = nil
+	}
+	for {
+		select {
+		case <-ready:
+			return
+		case <-k.begin:
+			ks.mu.Lock()
+			c.begun = true
+			if c.wanted {
+				_ = c.interrupt() // ErrEnded: it was faster
+			}
+			ks.mu.Unlock()
+		case r := <-k.done:
+			select {
+			case <-k.begin: // it came before that, and was not looked at
+			default:
+			}
+			e.ended(r)
+			return
+		case <-k.proc.Done():
+			<-k.closed // its last words are read
+			select {
+			case <-k.begin:
+				ks.mu.Lock()
+				c.begun = true
+				ks.mu.Unlock()
+			default:
+			}
+			select {
+			case r := <-k.done:
+				e.ended(r)
+			default:
+				ks.died(c, e, k)
+			}
+			return
+		case <-expired:
+			expired = nil
+			e.status.TimedOut = true
+			ks.mu.Lock()
+			begun := c.begun
+			_ = c.interrupt() // ErrEnded: it was faster
+			ks.mu.Unlock()
+			if !begun {
+				k.kill() // it does not even listen
+				continue
+			}
+			grace := time.AfterFunc(codeGrace, k.kill)
+			defer grace.Stop()
+		}
+	}
+}
+
+func (e *execution) ended(r kernelDone) {
+	e.status.State, e.status.Code = r.state, r.code
+	if r.shell {
+		e.status.Language = shellName
+	}
+}
+
+// died tells how the kernel took the execution with it.
+func (ks *Kernels) died(c *codeContext, e *execution, k *kernelProcess) {
+	exit, _ := k.proc.Exit()
+	ks.mu.Lock()
+	ending := c.ending
+	ks.mu.Unlock()
+	e.status.State, e.status.Code = guestrpc.CodeDied, int32(exit.Code)
+	switch {
+	case k.lang.Lines && ending == "" && exit.Signal == 0 && k.broken.Load() == nil:
+		e.status.State = guestrpc.CodeExited // it is what exit means in a shell
+	case ending != "":
+		e.status.Reason = ending
+	case e.status.TimedOut:
+		e.status.Reason = "the kernel was killed: it did not heed the interrupt of the timeout"
+	default:
+		e.status.Reason = k.reason()
+	}
+	if e.warm {
+		e.err = fail(ErrEnded, "start the kernel of context", c.id, e.status.Reason)
+	}
+}
+
+// requestsFor is all that the kernel has to be told for an execution.
+func (k *kernelProcess) requestsFor(ks *Kernels, c *codeContext, e *execution) []byte {
+	now := ks.generation()
+	reseed := now != k.generation
+	k.generation = now
+	set, unset := k.changedEnv(ks.Processes, c)
+	if k.lang.Lines {
+		return shellRequests(reseed, set, unset, e)
+	}
+	var b []byte
+	if reseed {
+		b = append(b, frame(frameReseed, nil)...)
+	}
+	if len(set)+len(unset) > 0 {
+		b = append(b, frame(frameEnv, func(e *codec.Encoder) {
+			e.Strings(set)
+			e.Strings(unset)
+		})...)
+	}
+	if e.warm {
+		return b
+	}
+	return append(b, frame(frameRun, func(w *codec.Encoder) {
+		w.Uvarint(uint64(e.mode))
+		w.Strings(e.env)
+		w.String(e.source)
+	})...)
+}
+
+// changedEnv is how the environment that a kernel would be started with now
+// differs from the one it was given.
+func (k *kernelProcess) changedEnv(ps *Processes, c *codeContext) (set, unset []string) {
+	ps.mu.Lock()
+	base, times := ps.env, ps.envSet
+	ps.mu.Unlock()
+	if times == k.envSet {
+		return nil, nil
+	}
+	id, err := ps.cfg.Accounts.Lookup(c.user)
+	if err != nil {
+		return nil, nil // the user is gone; what the kernel has is all there is
+	}
+	env, _ := buildEnv(&ExecSpec{Env: c.env, User: c.user}, base, &id)
+	set, unset = diffEnv(k.env, env)
+	k.env, k.envSet = env, times
+	return set, unset
+}
+
+// diffEnv returns the variables of next that before does not have like that,
+// and the names of before that next does not have.
+func diffEnv(before, next []string) (set, unset []string) {
+	had := make(map[string]string, len(before))
+	for _, kv := range before {
+		had[envName(kv)] = kv
+	}
+	for _, kv := range next {
+		name := envName(kv)
+		if had[name] != kv {
+			set = append(set, kv)
+		}
+		delete(had, name)
+	}
+	for _, kv := range before {
+		if name := envName(kv); had[name] != "" {
+			unset = append(unset, name)
+		}
+	}
+	return set, unset
+}
+
+// envName is the name of NAME=value.
+func envName(kv string) string {
+	for i := range len(kv) {
+		if kv[i] == '=' {
+			return kv[:i]
+		}
+	}
+	return kv
+}

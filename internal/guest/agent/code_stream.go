@@ -1,0 +1,137 @@
+package agent
+
+import (
+	"os"
+	"sync"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+)
+
+// maxRest bounds what is taken beyond the limit of an output when its execution
+// ends: what a pipe of the largest size that a user may ask for can hold.
+const maxRest = 1 << 20
+
+// kernelStream is standard output or error of a kernel: one pipe, whose bytes
+// belong to the execution that runs when they come.
+type kernelStream struct {
+	file *os.File
+	raw  syscall.RawConn
+	sink *sink
+
+	mu     sync.Mutex // protects output
+	output *Output    // of the execution that runs; nil: bytes are thrown away
+}
+
+func newKernelStream(file *os.File, s *sink) (*kernelStream, error) {
+	raw, err := file.SyscallConn()
+	if err != nil {
+		return nil, err
+	}
+	return &kernelStream{file: file, raw: raw, sink: s}, nil
+}
+
+func (s *kernelStream) current() *Output {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.output
+}
+
+// pump moves bytes until every writer is gone: the kernel and its children.
+func (s *kernelStream) pump() {
+	defer s.file.Close()
+	for {
+		var o *Output
+		var got fillResult
+		err := s.raw.Read(func(fd uintptr) bool {
+			if o = s.current(); o != nil {
+				got = o.fill(int(fd))
+			} else {
+				got = s.discard(int(fd))
+			}
+			return got != fillEmpty
+		})
+		switch {
+		case err != nil, got == fillEnd && s.current() == o:
+			return
+		case got == fillFull:
+			<-o.room
+		}
+	}
+}
+
+func (s *kernelStream) discard(fd int) fillResult {
+	switch n, err := s.sink.discard(fd); {
+	case n > 0, err == syscall.EINTR:
+		return fillMore
+	case err == syscall.EAGAIN:
+		return fillEmpty
+	}
+	return fillEnd
+}
+
+// begin gives what comes from now on to an execution.
+func (s *kernelStream) begin(o *Output) {
+	s.mu.Lock()
+	s.output = o
+	s.mu.Unlock()
+}
+
+// end gives the execution what is in the pipe, and nothing after it. Nobody is
+// waited for: readers that are slow get the rest from a larger buffer.
+func (s *kernelStream) end() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	o := s.output
+	if o == nil {
+		return
+	}
+	s.output = nil
+	// An error means that the pump has seen the end and has closed the file.
+	_ = s.raw.Control(func(fd uintptr) { o.takeRest(int(fd)) })
+	o.finish()
+	wake(o.room)
+}
+
+// position is how many bytes the execution has written by now.
+func (s *kernelStream) position() int64 {
+	o := s.current()
+	if o == nil {
+		return 0
+	}
+	at := o.Stats().Bytes
+	_ = s.raw.Control(func(fd uintptr) { at = o.position(int(fd)) }) // an error: it has ended
+	return at
+}
+
+// waiting is how many bytes are in a pipe.
+func waiting(fd int) int64 {
+	n, err := unix.IoctlGetInt(fd, unix.TIOCINQ)
+	if err != nil || n < 0 {
+		return 0
+	}
+	return int64(n)
+}
+
+// position is that of the next byte that will be written to the pipe.
+func (o *Output) position(fd int) int64 {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.end + waiting(fd)
+}
+
+// takeRest takes what is in the pipe, and no more.
+func (o *Output) takeRest(fd int) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.left = min(waiting(fd), maxRest)
+	for {
+		switch o.fillLocked(fd) {
+		case fillMore:
+		case fillFull:
+			o.limit = len(o.buf) + int(o.left)
+		default:
+			return
+		}
+	}
+}

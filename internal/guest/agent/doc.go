@@ -1,0 +1,30 @@
+// Package agent owns what happens inside a microVM: it is the logic of the
+// guest agent, PID 1 of every sandbox. It builds the root filesystem, runs and
+// reaps processes, runs code in language kernels, keeps the output of both, moves files in and out as any user,
+// gives a fork its identity, and shuts the machine down. It needs nothing
+// installed in the root filesystem.
+//
+// The agent is forked together with its VM, so every page it dirties and every
+// wake-up it causes is paid once per fork. The rules that follow from that:
+//
+//   - No timer and no polling when idle. Everything waits on an event: SIGCHLD,
+//     a readable pipe, a channel. The only timer is one time.AfterFunc per exec
+//     that asked for a timeout, and one per shutdown.
+//   - Few goroutines: one reaper, and one pump per output stream, parked in the
+//     runtime's epoll. A watch has none of its own.
+//   - Buffers grow lazily and are read into directly: an exec that prints
+//     nothing has no buffer, one that prints little has 4 KiB.
+//   - No encoding/json, reflection, fmt, os/user or os/exec. Programs are
+//     started with syscall.ForkExec, which is a CLONE_VM|CLONE_VFORK clone: the
+//     agent's memory is not copied, whatever its size.
+//
+// Code runs in interpreters that stay (docs/design/code.md). Nothing of that
+// exists before it is used, and a fork that does not use it pays nothing.
+//
+// An exec belongs to the agent, not to a connection: a caller that goes away
+// loses nothing but its place, and can attach again from an offset.
+//
+// Everything that comes from a caller, from the kernel command line or from a
+// file of the root filesystem is hostile: it is bounded and checked, and ends
+// in an error, never in a panic. A panic in PID 1 is a kernel panic.
+package agent

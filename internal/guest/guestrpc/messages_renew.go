@@ -1,0 +1,80 @@
+package guestrpc
+
+import (
+	"strconv"
+	"time"
+)
+
+// Limits of RenewRequest.
+const (
+	MinEntropy   = 32 // bytes: what the kernel's generator is keyed with
+	MaxEntropy   = 1024
+	maxMachineID = 32
+)
+
+// RenewRequest gives a fork an identity of its own. Formatting it or writing
+// it as text never shows the entropy.
+type RenewRequest struct {
+	Entropy    []byte    // for the kernel's generator; MinEntropy to MaxEntropy bytes, a secret
+	WallClock  time.Time // to the nanosecond, after 1970; zero leaves the clock alone
+	Hostname   string    // empty keeps it
+	MachineID  string    // 32 lower-case hexadecimal digits; empty keeps it
+	Generation uint64    // more than Info.Generation
+}
+
+func (m *RenewRequest) visit(c *visitor) {
+	c.data("entropy", &m.Entropy, MaxEntropy)
+	c.clock(&m.WallClock)
+	c.str("hostname", &m.Hostname, maxShort)
+	c.str("machine id", &m.MachineID, maxMachineID)
+	c.u64(&m.Generation)
+}
+
+// String tells everything but the entropy.
+func (m RenewRequest) String() string {
+	clock := ""
+	if !m.WallClock.IsZero() {
+		clock = m.WallClock.UTC().Format(time.RFC3339Nano)
+	}
+	return "RenewRequest{Entropy: " + strconv.Itoa(len(m.Entropy)) + " bytes, WallClock: " + clock +
+		", Hostname: " + strconv.Quote(m.Hostname) + ", MachineID: " + strconv.Quote(m.MachineID) +
+		", Generation: " + strconv.FormatUint(m.Generation, 10) + "}"
+}
+
+// GoString is what %#v prints.
+func (m RenewRequest) GoString() string { return m.String() }
+
+// MarshalText is what encoders and structured loggers print.
+func (m RenewRequest) MarshalText() ([]byte, error) { return []byte(m.String()), nil }
+
+// PrepareRequest makes a guest ready to be captured.
+type PrepareRequest struct {
+	// Settle waits until the guest's kernel has done what it has put off, so
+	// that not every fork does it. That takes some ten milliseconds.
+	Settle bool
+}
+
+func (m *PrepareRequest) visit(c *visitor) { c.bool(&m.Settle) }
+
+// SetClockRequest sets the wall clock of a guest that stood still and goes on as
+// what it is: a renewal would make it another one.
+type SetClockRequest struct {
+	WallClock time.Time // to the nanosecond, after 1970
+}
+
+func (m *SetClockRequest) visit(c *visitor) { c.clock(&m.WallClock) }
+
+// CanSetClock is the capability of an agent that knows SetClock. The agent of a
+// template that an older AgentRun has built does not have it.
+const CanSetClock = "set-clock"
+
+// RenewReply tells what a renewal has done.
+type RenewReply struct {
+	Generation uint64        // of the guest from now on
+	ClockStep  time.Duration // what was added to the wall clock
+}
+
+func (m *RenewReply) visit(c *visitor) {
+	c.u64(&m.Generation)
+	c.dur(&m.ClockStep)
+}

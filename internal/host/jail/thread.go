@@ -1,0 +1,213 @@
+package jail
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"runtime"
+	"syscall"
+	"time"
+
+	"agentrun.dev/internal/host/goruntime"
+	"golang.org/x/sys/unix"
+)
+
+// thread is a thread of this process that lives in the jail's namespaces, starts
+// processes there and makes their wires.
+type thread struct {
+	walls    bool // whether it is in namespaces
+	requests chan *request
+	source   string   // the program
+	program  string   // the same, as the thread sees it
+	null     *os.File // the processes' standard input and output
+	ended    chan struct{}
+}
+
+// request is something to do on the thread.
+type request struct {
+	do   func()
+	done chan<- struct{}
+}
+
+// environment is all that a process gets. Huge pages would make a heap of a few
+// hundred KiB cost 4 MiB; there is no cgroup file to read a number of processors
+// from, which vmmserver sets when it knows how many it needs (each has caches of
+// its own); and names of mappings are for nobody.
+var environment = []string{"GODEBUG=disablethp=1,containermaxprocs=0,updatemaxprocs=0,decoratemappings=0", "GOMAXPROCS=1"}
+
+// startThread makes the thread, in namespaces if walls are wanted.
+func startThread(program string, walls bool) (*thread, error) {
+	null, err := os.OpenFile(os.DevNull, os.O_RDWR, 0)
+	if err != nil {
+		return nil, err
+	}
+	t := &thread{
+		walls: walls, source: program, program: program, null: null,
+		requests: make(chan *request), ended: make(chan struct{}),
+	}
+	ready := make(chan error)
+	onOwnThread(func() { t.run(ready) })
+	if err := <-ready; err != nil {
+		return nil, errors.Join(err, t.close())
+	}
+	return t, nil
+}
+
+// close ends the thread.
+func (t *thread) close() error {
+	close(t.requests)
+	<-t.ended
+	return t.null.Close()
+}
+
+// do runs something on the thread, and returns when it has.
+func (t *thread) do(what func()) {
+	done := make(chan struct{})
+	t.requests <- &request{what, done}
+	<-done
+}
+
+// start has the thread start a process.
+func (t *thread) start(attr *os.ProcAttr) (p *os.Process, err error) {
+	t.do(func() { p, err = os.StartProcess(t.program, []string{"vmm"}, attr) })
+	if errors.Is(err, fs.ErrPermission) {
+		err = fmt.Errorf("%w (everybody must be allowed to read and execute %s)", err, t.source)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("start vmm process: %w", err)
+	}
+	return p, nil
+}
+
+// onOwnThread starts a goroutine with a thread that it never unlocks, so that the
+// runtime ends the thread with the goroutine and lets nothing else run on it.
+func onOwnThread(do func()) {
+	go func() {
+		runtime.LockOSThread()
+		if unix.Gettid() != unix.Getpid() {
+			do()
+			return
+		}
+		// The runtime cannot end the first thread, and /proc/self shows it.
+		// While this goroutine holds it, another gets a different one.
+		moved := make(chan struct{})
+		go func() {
+			runtime.LockOSThread()
+			close(moved)
+			do()
+		}()
+		<-moved
+		runtime.UnlockOSThread()
+	}()
+}
+
+// run is the thread.
+func (t *thread) run(ready chan<- error) {
+	defer close(t.ended)
+	var err error
+	if t.walls {
+		err = t.enter()
+	}
+	if err == nil {
+		// The thread sleeps for nothing but its processes.
+		err = goruntime.SlowMonitorOfChildren(monitorSlack)
+	}
+	ready <- err
+	if err != nil {
+		return
+	}
+	for r := range t.requests {
+		r.do()
+		close(r.done)
+	}
+}
+
+// monitorSlack is that of the processes' runtime monitor, which would look
+// around every 20 µs from its start on: hundreds of switches of threads until a
+// fork has answered. It can be long: vmmserver makes a P for each vCPU, which
+// spends its life in a system call, and one for the rest.
+const monitorSlack = 10 * time.Millisecond
+
+// innerProgram is where the program is in the jail's root.
+const innerProgram = "/vmm"
+
+// enter leaves the machine's namespaces for empty ones.
+func (t *thread) enter() error {
+	const spaces = unix.CLONE_FS | unix.CLONE_NEWNS | unix.CLONE_NEWNET | unix.CLONE_NEWIPC | unix.CLONE_NEWUTS
+	if err := unix.Unshare(spaces); err != nil {
+		return fmt.Errorf("make namespaces: %w", err)
+	}
+	setQueue() // from the new root it cannot be reached
+	if err := pivot(t.program); err != nil {
+		return fmt.Errorf("make an empty root: %w", err)
+	}
+	t.program = innerProgram
+	if err := reduceCapabilities(); err != nil {
+		return fmt.Errorf("reduce capabilities: %w", err)
+	}
+	return nil
+}
+
+// pivot makes a root in memory that has nothing but the program, and takes
+// everything else away. The program is bound, not copied: all processes of all
+// jails share its pages.
+func pivot(program string) error {
+	const harmless = unix.MS_NOSUID | unix.MS_NODEV | unix.MS_RDONLY
+	const here = "/proc" // a folder that every machine has; only we see what is put on it
+	for _, step := range []struct {
+		what string
+		do   func() error
+	}{
+		{"detach mounts from the machine's", func() error { return unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, "") }},
+		{"mount tmpfs", func() error {
+			return unix.Mount("agentrun", here, "tmpfs", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, "size=64k,nr_inodes=16,mode=755")
+		}},
+		{"make a file", func() error { return os.WriteFile(here+innerProgram, nil, 0o600) }},
+		{"bind " + program, func() error { return unix.Mount(program, here+innerProgram, "", unix.MS_BIND, "") }},
+		{"protect it", func() error {
+			return unix.Mount("", here+innerProgram, "", unix.MS_REMOUNT|unix.MS_BIND|harmless, "")
+		}},
+		{"go there", func() error { return unix.Chdir(here) }},
+		// pivot_root(2): the old root ends up on top of the new one.
+		{"pivot", func() error { return unix.PivotRoot(".", ".") }},
+		{"unmount the machine's root", func() error { return unix.Unmount(".", unix.MNT_DETACH) }},
+		{"go to the new root", func() error { return unix.Chdir("/") }},
+		{"protect it", func() error {
+			return unix.Mount("", "/", "", unix.MS_REMOUNT|unix.MS_BIND|harmless|unix.MS_NOEXEC, "")
+		}},
+	} {
+		if err := step.do(); err != nil {
+			return fmt.Errorf("%s: %w", step.what, err)
+		}
+	}
+	return nil
+}
+
+// reduceCapabilities leaves the thread with those that starting a process
+// takes, and its processes with no way to any.
+func reduceCapabilities() error {
+	for c := uintptr(0); ; c++ {
+		err := unix.Prctl(unix.PR_CAPBSET_DROP, c, 0, 0, 0)
+		if errors.Is(err, unix.EINVAL) {
+			break // there are no more
+		}
+		if err != nil {
+			return fmt.Errorf("drop capability %d for good: %w", c, err)
+		}
+	}
+	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+	const keep = 1<<unix.CAP_SETUID | 1<<unix.CAP_SETGID
+	data := [2]unix.CapUserData{{Effective: keep, Permitted: keep}}
+	return unix.Capset(&header, &data[0])
+}
+
+// attributes describe a process with these files. It leads a session of its own:
+// a terminal's signals are not for it.
+func attributes(files []*os.File, uid int) *os.ProcAttr {
+	sys := &syscall.SysProcAttr{Setsid: true}
+	if uid != 0 {
+		sys.Credential = &syscall.Credential{Uid: uint32(uid), Gid: uint32(uid)}
+	}
+	return &os.ProcAttr{Env: environment, Files: files, Sys: sys}
+}

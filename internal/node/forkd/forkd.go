@@ -1,0 +1,352 @@
+// Package forkd is the daemon of a node: it opens the state folder, an engine
+// and the images, and serves their API on a Unix socket and, if asked to, on a
+// TCP address. docs/design/forkd.md has the whole.
+package forkd
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"agentrun.dev/internal/access"
+	"agentrun.dev/internal/access/audit"
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/folder"
+	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/engine/pick"
+	"agentrun.dev/internal/node/metrics"
+	"agentrun.dev/internal/node/template"
+	"agentrun.dev/internal/node/tracing"
+	"agentrun.dev/internal/sandbox"
+	"agentrun.dev/internal/server"
+	"agentrun.dev/internal/storage/image"
+	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/storage/seal"
+)
+
+// Config is what a daemon works with.
+type Config struct {
+	// Dir is the state folder; it belongs to one user and one daemon.
+	Dir string
+	// Images is where images are.
+	Images *image.Store
+	Pull   image.PullOptions
+	// Engine runs the sandboxes.
+	Engine pick.Kind
+	Jail   microvm.JailPolicy
+	// Listen is a TCP address to serve on beside the socket; empty is none.
+	Listen string
+	// Advertise is what others reach that address by; empty is the address.
+	Advertise string
+	// TLSCert and TLSKey are files for that address; without them the daemon
+	// makes its own. InsecureHTTP serves it without TLS.
+	TLSCert, TLSKey string
+	InsecureHTTP    bool
+	// Domain is that of the host names of ports, PORT-ID.DOMAIN; empty has none.
+	Domain string
+	// AllowOrigins are those of pages that may open terminals, beside the
+	// daemon's own.
+	AllowOrigins []string
+	// MetricsListen is a TCP address that answers scrapes of /metrics without
+	// asking who they are; empty is none.
+	MetricsListen string
+	// Capacity is how much memory sandboxes may reserve together, in bytes.
+	Capacity uint64
+	// KeyFile has the key that seals secrets; empty is one in the state folder. It
+	// is made if it is missing.
+	KeyFile string
+	Version string
+	Log     *slog.Logger
+}
+
+// Names in the state folder.
+const (
+	socketName = "socket"
+	keyName    = "secrets.key"
+	tlsName    = "tls"
+	auditName  = "audit"
+	nodeName   = "node.sock"
+)
+
+// Socket is the path of the daemon's socket in a state folder.
+func Socket(dir string) string { return filepath.Join(dir, socketName) }
+
+// NodeSocket is the path of the socket of the gRPC API for a controller.
+func NodeSocket(dir string) string { return filepath.Join(dir, nodeName) }
+
+// Daemon is an open daemon.
+type Daemon struct {
+	cfg     Config
+	engine  engine.Engine
+	manager *sandbox.Manager
+	access  *access.Store
+	audit   *audit.Log
+	metrics *metrics.Metrics
+	tracer  *tracing.Tracer // nil if none is configured
+	// terminals are shared by all servers.
+	terminals *server.Terminals
+	// scraped is where metrics are served beside the API; nil is nowhere.
+	scraped net.Listener
+	servers []*http.Server
+	sockets []net.Listener // of the servers, in order
+	node    *server.Node
+	nodes   net.Listener // of node
+	doors   Doors
+}
+
+// Open takes over what an earlier daemon has left and begins to listen.
+func Open(ctx context.Context, cfg Config) (_ *Daemon, err error) {
+	d := &Daemon{cfg: cfg, terminals: server.NewTerminals()}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, d.Close())
+		}
+	}()
+	if err := os.MkdirAll(cfg.Dir, 0o700); err != nil {
+		return nil, fmt.Errorf("open the state folder: %w", err)
+	}
+	boot, err := folder.BootID()
+	if err != nil {
+		return nil, err
+	}
+	key, err := openKey(cfg)
+	if err != nil {
+		return nil, err
+	}
+	d.engine, err = pick.Open(cfg.Engine, pick.Config{
+		Resident: layer.ResidentFolder(cfg.Dir), Scratch: filepath.Join(cfg.Dir, "scratch"), Jail: cfg.Jail, Key: key,
+	})
+	if err != nil {
+		return nil, err
+	}
+	d.metrics = metrics.New(cfg.Version, string(cfg.Engine))
+	cfg.Pull.Observe = d.metrics.Pulled
+	watchers := []sandbox.Observer{d.metrics}
+	if tracing.Configured() {
+		if d.tracer, err = tracing.Open(ctx, cfg.Version, string(cfg.Engine), cfg.Log); err != nil {
+			return nil, err
+		}
+		watchers = append(watchers, d.tracer)
+	}
+	d.manager, err = sandbox.Open(ctx, sandbox.Config{
+		Dir: cfg.Dir, Engine: d.engine, Boot: boot, Capacity: cfg.Capacity, Key: key, Log: cfg.Log,
+		Observer: sandbox.Observers(watchers...),
+		Builder:  &template.Builder{Engine: d.engine, Images: cfg.Images, Pull: cfg.Pull, PlainRoots: cfg.Engine == pick.GVisor},
+	})
+	if err != nil {
+		return nil, err
+	}
+	if d.access, err = access.Open(d.manager.Journal()); err != nil {
+		return nil, err
+	}
+	d.audit, err = audit.Open(audit.Config{
+		Dir: filepath.Join(cfg.Dir, auditName), Failed: func(err error) { cfg.Log.Error("the audit log", "error", err) },
+	})
+	if err != nil {
+		return nil, err
+	}
+	d.metrics.Watch(d.manager)
+	return d, d.listen(ctx)
+}
+
+// openKey opens the key of the secrets. A new one is made only where nothing was
+// sealed yet: another would open nothing of it.
+func openKey(cfg Config) (*seal.Key, error) {
+	file := cfg.KeyFile
+	if file == "" {
+		file = filepath.Join(cfg.Dir, keyName)
+	}
+	_, err := os.Stat(file)
+	if !errors.Is(err, fs.ErrNotExist) {
+		return seal.Open(file)
+	}
+	secrets := sandbox.SecretsFolder(cfg.Dir)
+	if _, err := os.Stat(secrets); err == nil {
+		return nil, fmt.Errorf("the key of the secrets, %s, is missing, and %s was sealed with it. Put it back; if it is lost, so are the secrets and the hibernated sandboxes that hold them: remove %s to go on without", file, secrets, secrets)
+	}
+	return seal.OpenOrMake(file)
+}
+
+// listen opens the socket and the TCP address. Whoever has the journal is the
+// only daemon of the folder: a socket that is there is a dead one's.
+func (d *Daemon) listen(ctx context.Context) error {
+	l, err := listenUnix(ctx, Socket(d.cfg.Dir))
+	if err != nil {
+		return err
+	}
+	d.sockets = append(d.sockets, l)
+	if d.nodes, err = listenUnix(ctx, NodeSocket(d.cfg.Dir)); err != nil {
+		return err
+	}
+	if d.cfg.Listen == "" {
+		d.serve("")
+		d.serveNode("")
+		return d.listenMetrics(ctx)
+	}
+	if l, err = d.listenTCP(ctx); err != nil {
+		return err
+	}
+	d.sockets = append(d.sockets, l)
+	endpoint := d.cfg.Advertise
+	if endpoint == "" {
+		endpoint = l.Addr().String()
+	}
+	d.serve(endpoint)
+	d.serve(endpoint)
+	d.serveNode(endpoint)
+	return d.listenMetrics(ctx)
+}
+
+// listenMetrics opens the address for scrapers.
+func (d *Daemon) listenMetrics(ctx context.Context) error {
+	if d.cfg.MetricsListen == "" {
+		return nil
+	}
+	l, err := (&net.ListenConfig{}).Listen(ctx, "tcp", d.cfg.MetricsListen)
+	if err != nil {
+		return fmt.Errorf("listen on %s for metrics: %w", d.cfg.MetricsListen, err)
+	}
+	d.sockets, d.scraped = append(d.sockets, l), l
+	mux := http.NewServeMux()
+	mux.Handle("GET /metrics", d.metrics.Handler())
+	d.servers = append(d.servers, server.HTTP(mux, d.cfg.Log))
+	return nil
+}
+
+// listenUnix listens on a socket that is for the daemon's user alone.
+func listenUnix(ctx context.Context, path string) (net.Listener, error) {
+	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("listen: %w", err)
+	}
+	l, err := new(net.ListenConfig).Listen(ctx, "unix", path)
+	if err != nil {
+		return nil, fmt.Errorf("listen on %s: %w. A socket's path has at most 107 bytes: choose a shorter state folder", path, err)
+	}
+	if err := os.Chmod(path, 0o600); err != nil {
+		return nil, errors.Join(fmt.Errorf("listen: %w", err), l.Close())
+	}
+	return l, nil
+}
+
+// serve makes the server of the next socket.
+func (d *Daemon) serve(endpoint string) {
+	d.servers = append(d.servers, server.HTTP(server.New(d.serverConfig(endpoint)), d.cfg.Log))
+}
+
+// serveNode makes the server of the node's socket.
+func (d *Daemon) serveNode(endpoint string) { d.node = server.NewNode(d.serverConfig(endpoint)) }
+
+func (d *Daemon) serverConfig(endpoint string) server.Config {
+	watchers := []server.Observer{d.metrics}
+	if d.tracer != nil {
+		watchers = append(watchers, d.tracer)
+	}
+	return server.Config{
+		Service: d.manager, Access: d.access, Audit: d.audit, Version: d.cfg.Version, Endpoint: endpoint, Log: d.cfg.Log,
+		Observer: server.Observers(watchers...), Metrics: d.metrics.Handler(),
+		Domain: d.cfg.Domain, Terminals: d.terminals, AllowOrigins: d.cfg.AllowOrigins,
+	}
+}
+
+// Addresses are those that the daemon serves its API on.
+func (d *Daemon) Addresses() []net.Addr {
+	var out []net.Addr
+	for _, l := range d.sockets {
+		if l != d.scraped {
+			out = append(out, l.Addr())
+		}
+	}
+	return out
+}
+
+// Metrics is the address for scrapers; nil is none.
+func (d *Daemon) Metrics() net.Addr {
+	if d.scraped == nil {
+		return nil
+	}
+	return d.scraped.Addr()
+}
+
+// shutdownGrace is what requests get to finish when the daemon ends.
+const shutdownGrace = 5 * time.Second
+
+// Serve serves until ctx ends, and then lets go of everything. Sandboxes run
+// on; the next daemon finds them.
+func (d *Daemon) Serve(ctx context.Context) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	failed := make(chan error, len(d.servers)+1)
+	var all sync.WaitGroup
+	all.Go(func() {
+		if err := d.node.Serve(d.nodes); err != nil {
+			failed <- fmt.Errorf("serve on %s: %w", d.nodes.Addr(), err)
+			cancel()
+		}
+	})
+	for i, s := range d.servers {
+		all.Go(func() {
+			if err := s.Serve(d.sockets[i]); !errors.Is(err, http.ErrServerClosed) {
+				failed <- fmt.Errorf("serve on %s: %w", d.sockets[i].Addr(), err)
+				cancel()
+			}
+		})
+	}
+	<-ctx.Done()
+	grace, stop := context.WithTimeout(context.WithoutCancel(ctx), shutdownGrace)
+	defer stop()
+	d.node.Shutdown(grace)
+	for _, s := range d.servers {
+		if s.Shutdown(grace) != nil {
+			_ = s.Close() // streams go on for as long as there is a daemon
+		}
+	}
+	all.Wait()
+	close(failed)
+	var errs []error
+	for err := range failed {
+		errs = append(errs, err)
+	}
+	return errors.Join(append(errs, d.Close())...)
+}
+
+// Close frees what was opened. It is for a daemon that is not to serve: Serve does it
+// by itself.
+func (d *Daemon) Close() error {
+	var errs []error
+	for _, l := range append(d.sockets, d.nodes) {
+		if l == nil {
+			continue
+		}
+		if err := l.Close(); err != nil && !errors.Is(err, net.ErrClosed) {
+			errs = append(errs, err)
+		}
+	}
+	if d.audit != nil {
+		errs = append(errs, d.audit.Close())
+	}
+	if d.access != nil {
+		d.access.Close()
+	}
+	if d.manager != nil {
+		errs = append(errs, d.manager.Close())
+	}
+	if d.tracer != nil {
+		ctx, cancel := context.WithTimeout(context.Background(), shutdownGrace)
+		defer cancel()
+		if err := d.tracer.Close(ctx); err != nil {
+			d.cfg.Log.Warn("end tracing", "error", err) // a collector that is gone is no failure
+		}
+	}
+	if d.engine != nil {
+		errs = append(errs, d.engine.Close())
+	}
+	return errors.Join(errs...)
+}

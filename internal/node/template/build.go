@@ -1,0 +1,172 @@
+// Package template makes snapshots of templates: it boots the image, runs the
+// init commands, waits until the sandbox is ready, runs the warm-up code in a
+// language kernel, and captures what is there then.
+package template
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"os"
+	"strings"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/sandbox"
+	"agentrun.dev/internal/storage/image"
+	"agentrun.dev/internal/storage/snapshot"
+)
+
+// Builder builds templates on an engine, from images of a store.
+type Builder struct {
+	Engine engine.Engine
+	Images *image.Store
+	// Pull is how images are pulled that are not in the store.
+	Pull image.PullOptions
+	// PlainRoots is for engines that cannot read extended attributes.
+	PlainRoots bool
+}
+
+var _ sandbox.Builder = (*Builder)(nil)
+
+// Build makes the snapshot of a template in dir.
+func (b *Builder) Build(ctx context.Context, spec sandbox.TemplateSpec, stage sandbox.Stage, dir string, log io.Writer) (built sandbox.Built, err error) {
+	handle, img, err := b.find(ctx, spec.Image, log)
+	if err != nil {
+		return built, err
+	}
+	defer func() { err = errors.Join(err, handle.Close()) }()
+	root, err := b.root(handle, img, log)
+	if err != nil {
+		return built, err
+	}
+	defer func() { _ = root.Close() }() // only read
+	built = complete(spec, img)
+
+	say(log, "boot %s", img.Digest)
+	sb, err := b.Engine.Boot(ctx, engine.Spec{
+		Root: root, Memory: spec.Memory, Disk: spec.Disk, VCPUs: processors(spec.MilliCPUs), Hostname: "template",
+		Limits: engine.Limits{MilliCPUs: spec.MilliCPUs},
+	})
+	if err != nil {
+		return built, fmt.Errorf("boot image %s: %w", spec.Image, err)
+	}
+	defer func() { err = errors.Join(err, sb.Close()) }()
+	r := &run{agent: sb.Agent(), log: log, user: built.User, workdir: built.Workdir}
+	if err := r.prepare(ctx, built.Env); err != nil {
+		return built, err
+	}
+	if err := r.init(ctx, spec.Init); err != nil {
+		return built, err
+	}
+	if stage == sandbox.AfterReady {
+		if err := r.finish(ctx, spec); err != nil {
+			return built, err
+		}
+	}
+	say(log, "capture")
+	if err := sb.Settle(ctx); err != nil {
+		return built, err
+	}
+	// Forks need not be told that this session is gone, each for itself.
+	if err := sb.Agent().Close(); err != nil {
+		return built, err
+	}
+	snap, err := sb.Snapshot(ctx, dir, snapshot.Still())
+	if err != nil {
+		return built, err
+	}
+	say(log, "ready: snapshot %s", snap.ID())
+	return built, snap.Close()
+}
+
+// Finish brings a fork of a snapshot that was taken after the init commands to
+// where one that was taken when ready is.
+func (b *Builder) Finish(ctx context.Context, spec sandbox.TemplateSpec, built sandbox.Built, sb engine.Sandbox) error {
+	r := &run{agent: sb.Agent(), log: io.Discard, user: built.User, workdir: built.Workdir}
+	return r.finish(ctx, spec)
+}
+
+// nothing is code, by language, that does and shows nothing.
+var nothing = map[string]string{"python": "None", "bash": ":", "node": "undefined"}
+
+// Rehearse evaluates nothing in the kernel that was warmed up. A fork owns a page
+// only once it has written to it, and a first evaluation writes to hundreds, of
+// the interpreter, the agent and the kernel: who claims a sandbox that has waited
+// need not wait for them.
+func (b *Builder) Rehearse(ctx context.Context, spec sandbox.TemplateSpec, sb engine.Sandbox) error {
+	if spec.Warmup == nil || nothing[spec.Warmup.Language] == "" {
+		return nil
+	}
+	req := guestrpc.CodeRunRequest{Language: spec.Warmup.Language, Source: nothing[spec.Warmup.Language]}
+	if _, err := sb.Agent().RunCode(ctx, req, io.Discard, io.Discard, nil); err != nil {
+		return fmt.Errorf("use the warm %s kernel: %w", spec.Warmup.Language, err)
+	}
+	return nil
+}
+
+// find looks an image up among the local ones, and pulls it otherwise.
+func (b *Builder) find(ctx context.Context, text string, log io.Writer) (*image.Handle, *image.Image, error) {
+	img, err := b.Images.Resolve(text)
+	if errors.Is(err, image.ErrNotFound) {
+		var ref image.Reference
+		if ref, err = image.ParseReference(text); err == nil {
+			say(log, "pull %s", ref)
+			img, err = b.Images.Pull(ctx, ref, b.Pull)
+		}
+	}
+	if err != nil {
+		return nil, nil, fmt.Errorf("image %s: %w", text, err)
+	}
+	handle, err := b.Images.Open(ctx, img.Digest)
+	if err != nil {
+		return nil, nil, fmt.Errorf("image %s: %w", text, err)
+	}
+	return handle, img, nil
+}
+
+// root opens the root filesystem that the engine can read.
+func (b *Builder) root(h *image.Handle, img *image.Image, log io.Writer) (*os.File, error) {
+	if !b.PlainRoots {
+		return h.Root()
+	}
+	if len(img.Capabilities) > 0 {
+		say(log, "note: %s cannot carry the file capabilities of %s", b.Engine.Name(), strings.Join(img.Capabilities, ", "))
+	}
+	return h.PlainRoot()
+}
+
+// complete fills what a template leaves open from its image.
+func complete(spec sandbox.TemplateSpec, img *image.Image) sandbox.Built {
+	built := sandbox.Built{Image: string(img.Digest), Env: sandbox.Env{}, Workdir: spec.Workdir, User: spec.User}
+	for _, e := range img.Config.Env {
+		name, value, _ := strings.Cut(e, "=")
+		built.Env[name] = value
+	}
+	maps.Copy(built.Env, spec.Env)
+	if built.User == "" {
+		built.User = img.Config.User
+	}
+	if built.Workdir == "" {
+		built.Workdir = sandbox.DefaultWorkdir
+	}
+	return built
+}
+
+// processors is how many a sandbox has that may use that much of them.
+func processors(milli uint64) int { return int((milli + 999) / 1000) }
+
+// say writes a line to a build's log, which is for people: that it cannot be
+// written does not fail the build.
+func say(log io.Writer, format string, args ...any) {
+	_, _ = fmt.Fprintf(log, "== "+format+"\n", args...)
+}
+
+// run is a sandbox that becomes a template.
+type run struct {
+	agent         *guestrpc.Client
+	log           io.Writer
+	user, workdir string
+}

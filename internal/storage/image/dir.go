@@ -1,0 +1,126 @@
+package image
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+
+	"agentrun.dev/internal/storage/image/tree"
+)
+
+// FromDir packs a folder into an EROFS image at out, which appears whole or
+// not at all. The image has no inline data and no compression, so that every
+// engine can read it and pages map straight onto the file.
+func FromDir(ctx context.Context, dir, out string) error { return pack(ctx, dir, out, true) }
+
+// FromDirPlain is FromDir without extended attributes, which gVisor cannot read:
+// a file that has any could not be opened. lost names the files that had some,
+// such as the capabilities of programs, from the folder on.
+func FromDirPlain(ctx context.Context, dir, out string) (lost []string, err error) {
+	if dir, err = filepath.EvalSymlinks(dir); err != nil {
+		return nil, fmt.Errorf("root filesystem: %w", err)
+	}
+	facts, err := tree.Survey(dir)
+	if err != nil {
+		return nil, fmt.Errorf("root filesystem: %w", err)
+	}
+	for _, name := range facts.WithXattrs {
+		lost = append(lost, strings.TrimPrefix(name, "/"))
+	}
+	return lost, pack(ctx, dir, out, false)
+}
+
+// pack packs a folder with or without the files' extended attributes. The same
+// folder gives the same bytes.
+func pack(ctx context.Context, dir, out string, xattrs bool) (err error) {
+	// mkfs.erofs would pack a link to the folder as what it is.
+	if dir, err = filepath.EvalSymlinks(dir); err != nil {
+		return fmt.Errorf("root filesystem: %w", err)
+	}
+	info, err := os.Stat(dir)
+	if err != nil {
+		return fmt.Errorf("root filesystem: %w", err)
+	}
+	if !info.IsDir() {
+		return fmt.Errorf("root filesystem %s is not a folder", dir)
+	}
+	mkfs, err := exec.LookPath("mkfs.erofs")
+	if err != nil {
+		return errors.New("mkfs.erofs is missing: apt-get install erofs-utils")
+	}
+	tmp, err := os.CreateTemp(filepath.Dir(out), ".erofs-*")
+	if err != nil {
+		return fmt.Errorf("pack root filesystem: %w", err)
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, os.Remove(tmp.Name()))
+		}
+	}()
+	defer func() { err = errors.Join(err, tmp.Close()) }()
+	args := []string{"-E", "noinline_data", "--preserve-mtime", "--quiet", "-U", packUUID}
+	if !xattrs {
+		args = append(args, "-x-1")
+	}
+	var said strings.Builder
+	cmd := exec.CommandContext(ctx, mkfs, append(args, tmp.Name(), dir)...)
+	cmd.Stderr = &said
+	// Nobody else would end it if this process is killed.
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	if err := runLocked(cmd); err != nil {
+		return fmt.Errorf("pack root filesystem %s with mkfs.erofs: %w: %s", dir, err, strings.TrimSpace(said.String()))
+	}
+	if err := clearBuildTime(tmp); err != nil {
+		return fmt.Errorf("pack root filesystem %s: %w", dir, err)
+	}
+	if err := tmp.Sync(); err != nil {
+		return fmt.Errorf("pack root filesystem: %w", err)
+	}
+	if err := os.Rename(tmp.Name(), out); err != nil {
+		return fmt.Errorf("pack root filesystem: %w", err)
+	}
+	return nil
+}
+
+// packUUID is every image's: what tells them apart is their digest.
+const packUUID = "00000000-0000-0000-0000-000000000000"
+
+// The superblock (fs/erofs/erofs_fs.h).
+const (
+	superblockAt    = 1024
+	superblockMagic = 0xE0F5E1E2
+	blockSize       = 4096
+	checksumAt      = 4
+	buildTimeAt     = 24 // 8 bytes of seconds, 4 of nanoseconds
+	buildTimeSize   = 12
+)
+
+// clearBuildTime makes the image independent of when it was packed. All inodes
+// have times of their own: the superblock's says nothing.
+func clearBuildTime(f *os.File) error {
+	sb := make([]byte, blockSize-superblockAt)
+	if _, err := f.ReadAt(sb, superblockAt); err != nil {
+		return fmt.Errorf("read the superblock: %w", err)
+	}
+	sum := func() uint32 {
+		binary.LittleEndian.PutUint32(sb[checksumAt:], 0)
+		return ^crc32.Checksum(sb, crc32.MakeTable(crc32.Castagnoli))
+	}
+	stored := binary.LittleEndian.Uint32(sb[checksumAt:])
+	if binary.LittleEndian.Uint32(sb) != superblockMagic || stored != sum() {
+		return errors.New("mkfs.erofs has written a superblock of an unknown form")
+	}
+	clear(sb[buildTimeAt : buildTimeAt+buildTimeSize])
+	binary.LittleEndian.PutUint32(sb[checksumAt:], sum())
+	if _, err := f.WriteAt(sb, superblockAt); err != nil {
+		return fmt.Errorf("write the superblock: %w", err)
+	}
+	return nil
+}

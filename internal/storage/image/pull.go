@@ -1,0 +1,302 @@
+package image
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"agentrun.dev/internal/storage/image/tree"
+	"github.com/google/go-containerregistry/pkg/name"
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"github.com/google/go-containerregistry/pkg/v1/remote"
+	"github.com/google/go-containerregistry/pkg/v1/types"
+	"golang.org/x/sync/errgroup"
+)
+
+// PullOptions are how an image is pulled. The zero value is good.
+type PullOptions struct {
+	Platform   Platform
+	Registries Registries
+	// Limits bound what the image expands to; zero is tree.DefaultLimits.
+	Limits tree.Limits
+	// Progress is called, one call at a time, whenever there is some.
+	Progress func(Progress)
+	// Observe is called when the pull is over.
+	Observe func(Pulled)
+}
+
+// Pulled is what a pull took.
+type Pulled struct {
+	Took time.Duration
+	// Bytes is what came from the registry, without manifests.
+	Bytes int64
+	Err   error
+}
+
+func (o PullOptions) limits() tree.Limits {
+	if o.Limits == (tree.Limits{}) {
+		return tree.DefaultLimits()
+	}
+	return o.Limits
+}
+
+func (o PullOptions) platform() (Platform, error) {
+	if o.Platform == (Platform{}) {
+		return ParsePlatform("")
+	}
+	return o.Platform, nil
+}
+
+// Pull fetches an image from its registry and names it by its reference. What
+// is here already, by digest, is not fetched again; of pulls of the same image
+// at the same time, in any process, one does the work.
+func (s *Store) Pull(ctx context.Context, ref Reference, o PullOptions) (*Image, error) {
+	begin, report := time.Now(), NewReporter(o.Progress)
+	img, err := s.pull(ctx, ref, o, report)
+	if o.Observe != nil {
+		o.Observe(Pulled{Took: time.Since(begin), Bytes: report.fetched(), Err: err})
+	}
+	if err != nil {
+		return nil, fmt.Errorf("pull %s: %w", ref, explain(err, ref))
+	}
+	return img, nil
+}
+
+func (s *Store) pull(ctx context.Context, ref Reference, o PullOptions, report *Reporter) (_ *Image, err error) {
+	report.Phase(Progress{Phase: PhaseResolve})
+	platform, err := o.platform()
+	if err != nil {
+		return nil, err
+	}
+	r, err := o.Registries.Open(ref, remote.WithPlatform(platform.v1()))
+	if err != nil {
+		return nil, err
+	}
+	defer r.Close()
+	remoteImage, err := resolveRemote(ctx, r.puller, r.at, platform)
+	if err != nil {
+		return nil, err
+	}
+	m, err := readManifest(remoteImage, platform)
+	if err != nil {
+		return nil, err
+	}
+	m.source = ref.String()
+	fetch := func(ctx context.Context, w *work, t *tree.Tree) error {
+		d := &download{puller: r.puller, repository: r.at.Context(), dir: w.dir, report: report}
+		return d.apply(ctx, m, t)
+	}
+	return s.make(ctx, m, []Reference{ref}, o.limits(), report, fetch)
+}
+
+// resolveRemote asks the registry for the manifest of the platform's image.
+func resolveRemote(ctx context.Context, puller *remote.Puller, at name.Reference, platform Platform) (v1.Image, error) {
+	desc, err := puller.Get(ctx, at)
+	if err != nil {
+		return nil, err
+	}
+	if desc.MediaType.IsSchema1() {
+		return nil, errors.New("its manifest is of Docker's first form, which has been withdrawn: push the image again with a current tool")
+	}
+	if desc.MediaType.IsIndex() {
+		if err := hasPlatform(desc, platform); err != nil {
+			return nil, err
+		}
+	}
+	return desc.Image()
+}
+
+// hasPlatform says which platforms there are if the wanted one is not.
+func hasPlatform(desc *remote.Descriptor, want Platform) error {
+	index, err := desc.ImageIndex()
+	if err != nil {
+		return err
+	}
+	m, err := index.IndexManifest()
+	if err != nil {
+		return err
+	}
+	_, err = choosePlatform(m.Manifests, want)
+	return err
+}
+
+// choosePlatform finds the first manifest of an index that satisfies a
+// platform.
+func choosePlatform(manifests []v1.Descriptor, want Platform) (v1.Descriptor, error) {
+	var there []string
+	for _, d := range manifests {
+		p := v1.Platform{OS: want.OS, Architecture: "amd64"} // what the library assumes
+		if d.Platform != nil {
+			p = *d.Platform
+		}
+		if p.Satisfies(want.v1()) {
+			return d, nil
+		}
+		there = append(there, p.String())
+	}
+	return v1.Descriptor{}, fmt.Errorf("it has no image for %s, only for %s (--platform chooses)", want, strings.Join(there, ", "))
+}
+
+// manifest is what was found out about an image before its layers.
+type manifest struct {
+	digest   Digest
+	platform Platform
+	config   *v1.ConfigFile
+	layers   []v1.Descriptor
+	source   string
+}
+
+// Bounds of what is read into memory.
+const (
+	maxConfig = 8 << 20
+	maxLayers = 1024
+)
+
+// readManifest reads and checks an image's manifest and configuration.
+func readManifest(img v1.Image, platform Platform) (*manifest, error) {
+	m, err := img.Manifest()
+	if err != nil {
+		return nil, err
+	}
+	if m.Config.Size > maxConfig {
+		return nil, fmt.Errorf("its configuration has %d bytes, more than %d", m.Config.Size, maxConfig)
+	}
+	if !m.Config.MediaType.IsConfig() {
+		return nil, fmt.Errorf("it is no image of a root filesystem: its configuration is of type %s", m.Config.MediaType)
+	}
+	if len(m.Layers) > maxLayers {
+		return nil, fmt.Errorf("it has %d layers, more than %d", len(m.Layers), maxLayers)
+	}
+	for i, l := range m.Layers {
+		if !slices.Contains(layerTypes, l.MediaType) {
+			return nil, fmt.Errorf("layer %d of %d is of type %s, which is no layer of files in its registry", i+1, len(m.Layers), l.MediaType)
+		}
+		if len(l.URLs) > 0 {
+			return nil, fmt.Errorf("layer %d of %d is outside of its registry, at %s: such layers are not fetched", i+1, len(m.Layers), l.URLs[0])
+		}
+		if l.Size < 0 || l.Digest.Algorithm != "sha256" {
+			return nil, fmt.Errorf("layer %d of %d has a size of %d and the digest %s", i+1, len(m.Layers), l.Size, l.Digest)
+		}
+	}
+	raw, err := img.Digest()
+	if err != nil {
+		return nil, err
+	}
+	digest, err := ParseDigest(raw.String())
+	if err != nil {
+		return nil, err
+	}
+	config, err := img.ConfigFile()
+	if err != nil {
+		return nil, fmt.Errorf("read its configuration: %w", err)
+	}
+	out := &manifest{digest: digest, platform: platform, config: config, layers: m.Layers}
+	return out, out.validate()
+}
+
+func (m *manifest) validate() error {
+	if n := len(m.config.RootFS.DiffIDs); n != len(m.layers) {
+		return fmt.Errorf("its configuration names %d layers, its manifest %d", n, len(m.layers))
+	}
+	p := v1.Platform{OS: m.config.OS, Architecture: m.config.Architecture, Variant: m.config.Variant}
+	if !p.Satisfies(m.platform.v1()) {
+		return fmt.Errorf("it is for %s, not for %s (--platform chooses)", p.String(), m.platform)
+	}
+	_, err := configOf(m.config.Config)
+	return err
+}
+
+var layerTypes = []types.MediaType{
+	types.OCILayer, types.OCILayerZStd, types.OCIUncompressedLayer,
+	types.DockerLayer, types.DockerUncompressedLayer,
+}
+
+// make makes an image of layers that fetch applies to a tree, unless it is here
+// or someone else makes it.
+func (s *Store) make(ctx context.Context, m *manifest, named []Reference, limits tree.Limits, report *Reporter,
+	fetch func(context.Context, *work, *tree.Tree) error,
+) (_ *Image, err error) {
+	lock, err := s.lockMaking(ctx, m.digest.hex(), func() { report.Phase(Progress{Phase: PhaseWait}) })
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, lock.Close()) }()
+	if img, err := s.found(ctx, m.digest, named); err == nil {
+		report.Phase(Progress{Phase: PhaseDone})
+		return img, nil
+	}
+	w, err := s.newWork(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, w.close()) }()
+	root := filepath.Join(w.dir, "root")
+	//nolint:gosec // all users of the image enter its root; the folder above is ours alone
+	if err := os.Mkdir(root, 0o755); err != nil {
+		return nil, err
+	}
+	t, err := tree.New(root, limits)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, t.Close()) }()
+	if err := fetch(ctx, w, t); err != nil {
+		return nil, err
+	}
+	config, err := configOf(m.config.Config)
+	if err != nil {
+		return nil, err
+	}
+	if config.WorkingDir != "" {
+		if err := t.MakeFolder(config.WorkingDir); err != nil {
+			return nil, err
+		}
+	}
+	facts, err := t.Finish()
+	if err != nil {
+		return nil, err
+	}
+	report.Phase(Progress{Phase: PhasePack})
+	img := &Image{
+		Digest: m.digest, Platform: m.platform.String(), Source: m.source, Created: m.config.Created.Time, Config: config,
+		Unpacked: facts.Bytes, Capabilities: facts.Capabilities, DroppedXattrs: facts.DroppedXattrs,
+	}
+	if err := s.packRoot(ctx, w, root, img, len(facts.WithXattrs) > 0); err != nil {
+		return nil, err
+	}
+	if err := s.commit(ctx, w, img, named); err != nil {
+		return nil, err
+	}
+	report.Phase(Progress{Phase: PhaseDone})
+	return img, nil
+}
+
+// packRoot packs a root filesystem into what becomes the image's folder.
+func (s *Store) packRoot(ctx context.Context, w *work, root string, img *Image, xattrs bool) error {
+	made := filepath.Join(w.dir, "image")
+	if err := os.Mkdir(made, 0o700); err != nil {
+		return err
+	}
+	g, ctx := errgroup.WithContext(ctx)
+	packOne := func(name string, with bool, f *File) {
+		g.Go(func() (err error) {
+			path := filepath.Join(made, name)
+			if err := pack(ctx, root, path, with); err != nil {
+				return err
+			}
+			*f, err = describeFile(path)
+			return err
+		})
+	}
+	packOne(rootName, true, &img.Root)
+	if xattrs {
+		img.Plain = &File{}
+		packOne(plainName, false, img.Plain)
+	}
+	return g.Wait()
+}

@@ -1,0 +1,450 @@
+package layer
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"io"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+
+	"agentrun.dev/internal/vmm/guestmem"
+)
+
+const sector = 512
+
+// guest is a memory with a scratch area, to speak to disks as a device does.
+type guest struct {
+	t   *testing.T
+	mem *guestmem.Memory
+	r   *rand.Rand
+}
+
+func newGuest(t *testing.T, r *rand.Rand) guest {
+	t.Helper()
+	mem, err := guestmem.NewAnonymous(1 << 20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := mem.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return guest{t, mem, r}
+}
+
+// scatter divides n bytes into ranges of odd lengths, some of them empty.
+func (g guest) scatter(n int) []guestmem.Range {
+	var list []guestmem.Range
+	gpa := uint64(g.r.IntN(1000))
+	for n > 0 {
+		k := min(n, g.r.IntN(3*PageSize))
+		list = append(list, guestmem.Range{GPA: gpa, Len: uint32(k)})
+		gpa += uint64(k + g.r.IntN(64))
+		n -= k
+	}
+	return list
+}
+
+func (g guest) read(d *Disk, off, n int) []byte {
+	g.t.Helper()
+	ranges := g.scatter(n)
+	before := slices.Clone(ranges)
+	if got, err := d.ReadAt(g.mem, ranges, int64(off)); err != nil || got != int64(n) {
+		g.t.Fatalf("read %#x+%#x: %d, %v", off, n, got, err)
+	}
+	if !slices.Equal(ranges, before) {
+		g.t.Fatal("the ranges were changed")
+	}
+	var out []byte
+	for _, r := range ranges {
+		p := make([]byte, r.Len)
+		if err := g.mem.Read(r.GPA, p); err != nil {
+			g.t.Fatal(err)
+		}
+		out = append(out, p...)
+	}
+	return out
+}
+
+func (g guest) write(d *Disk, off int, p []byte) {
+	g.t.Helper()
+	ranges := g.scatter(len(p))
+	for rest, i := p, 0; i < len(ranges); i++ {
+		if err := g.mem.Write(ranges[i].GPA, rest[:ranges[i].Len]); err != nil {
+			g.t.Fatal(err)
+		}
+		rest = rest[ranges[i].Len:]
+	}
+	if got, err := d.WriteAt(g.mem, ranges, int64(off)); err != nil || got != int64(len(p)) {
+		g.t.Fatalf("write %#x+%#x: %d, %v", off, len(p), got, err)
+	}
+}
+
+// random does one request to disk and model.
+func (g guest) random(d *Disk, model []byte) {
+	g.t.Helper()
+	sectors := len(model) / sector
+	first := g.r.IntN(sectors)
+	n := 1 + g.r.IntN(min(sectors-first, 60))
+	off, end := first*sector, (first+n)*sector
+	switch g.r.IntN(8) {
+	case 0, 1, 2:
+		p := make([]byte, end-off)
+		for i := 0; i < len(p); i += 8 {
+			binary.LittleEndian.PutUint64(p[i:], g.r.Uint64())
+		}
+		g.write(d, off, p)
+		copy(model[off:], p)
+	case 3:
+		if err := d.Discard(int64(off), int64(end-off)); err != nil {
+			g.t.Fatal(err)
+		}
+		clear(model[off:end])
+	case 4:
+		if err := d.WriteZeroes(int64(off), int64(end-off), g.r.IntN(2) == 0); err != nil {
+			g.t.Fatal(err)
+		}
+		clear(model[off:end])
+	default:
+		sameBytes(g.t, "read", g.read(d, off, end-off), model[off:end])
+	}
+}
+
+// newTop makes an empty file; /dev/shm and the temporary folder are usually
+// different file systems.
+func newTop(t *testing.T, dir string) *os.File {
+	t.Helper()
+	f, err := os.CreateTemp(dir, "top-")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return f
+}
+
+func newDisk(s store, im Image, top *os.File) *Disk {
+	s.t.Helper()
+	d, err := NewDisk(im, s.openAll(im), top)
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	s.t.Cleanup(func() { _ = d.Close() }) // some are closed earlier
+	return d
+}
+
+// capture makes a snapshot of a disk.
+func capture(s store, d *Disk) Image {
+	s.t.Helper()
+	runs, zeros := d.Changed()
+	if len(runs) > MaxRuns || len(zeros) > MaxRuns {
+		s.t.Fatalf("%d runs, %d zeros", len(runs), len(zeros))
+	}
+	var union []Run
+	union = sortRuns(append(append(union, runs...), zeros...))
+	if err := validateRuns(union, d.below.image.Size); err != nil {
+		s.t.Fatalf("runs and zeros overlap: %v", err)
+	}
+	ref := s.put(func(w *Writer) {
+		if err := d.WriteChanged(w, runs); err != nil {
+			s.t.Fatal(err)
+		}
+	})
+	im, err := Overlay(d.below.image, ref, runs, zeros)
+	if errors.Is(err, ErrNeedsCompaction) {
+		base := Image{}
+		s.put(func(w *Writer) {
+			if base, err = Compact(s.t.Context(), d.below.image, s.open, w); err != nil {
+				s.t.Fatal(err)
+			}
+		})
+		im, err = Overlay(base, ref, runs, zeros)
+	}
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	return im
+}
+
+// TestDiskModel compares generations of disks with byte slices, on tmpfs, on
+// the file system of the temporary folder, and without holes.
+func TestDiskModel(t *testing.T) {
+	for _, c := range []struct {
+		name    string
+		dir     func(*testing.T) string
+		noPunch bool
+	}{
+		{"tmpfs", shm, false},
+		{"temporary folder", (*testing.T).TempDir, false},
+		{"no holes", shm, true},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			for seed := range uint64(4) {
+				g := newGuest(t, rand.New(rand.NewPCG(seed, 3)))
+				s, dir := newStore(t), c.dir(t)
+				model := make([]byte, (40+g.r.IntN(900))*PageSize)
+				im := Image{Size: uint64(len(model))}
+				var parent *Disk
+				var old []byte
+				for range 10 {
+					d := newDisk(s, im, newTop(t, dir))
+					d.noPunch = c.noPunch
+					for range 1 + g.r.IntN(250) {
+						g.random(d, model)
+					}
+					if err := d.Flush(); err != nil {
+						t.Fatal(err)
+					}
+					im = capture(s, d)
+					sameBytes(t, "snapshot", s.content(im), model)
+					if parent != nil {
+						sameBytes(t, "parent", hostRead(t, parent), old)
+						if err := parent.Close(); err != nil {
+							t.Fatal(err)
+						}
+					}
+					sameBytes(t, "disk", hostRead(t, d), model)
+					parent, old = d, slices.Clone(model)
+				}
+			}
+		})
+	}
+}
+
+func hostRead(t *testing.T, d *Disk) []byte {
+	t.Helper()
+	p := make([]byte, d.Size())
+	if err := d.read(p, 0); err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
+// TestDiskChanged: what is zero needs no place in the layer.
+func TestDiskChanged(t *testing.T) {
+	g := newGuest(t, rand.New(rand.NewPCG(4, 4)))
+	s := newStore(t)
+	l := s.bytes(bytes.Repeat([]byte{9}, 20*PageSize))
+	im := Image{100 * PageSize, []Ref{l}, []Extent{ext(10, 20, 0, 0)}}
+	d := newDisk(s, im, newTop(t, shm(t)))
+	if runs, zeros := d.Changed(); runs != nil || zeros != nil {
+		t.Errorf("an untouched disk: %v, %v", runs, zeros)
+	}
+	if err := d.Discard(0, d.Size()); err != nil {
+		t.Fatal(err)
+	}
+	g.write(d, 50*PageSize+sector, []byte{1, 2, 3})
+	g.write(d, 15*PageSize, bytes.Repeat([]byte{1}, PageSize))
+	runs, zeros := d.Changed()
+	if want := []Run{{15 * PageSize, PageSize}, {50 * PageSize, PageSize}}; !slices.Equal(runs, want) {
+		t.Errorf("runs %v, want %v", runs, want)
+	}
+	if want := []Run{{10 * PageSize, 5 * PageSize}, {16 * PageSize, 14 * PageSize}}; !slices.Equal(zeros, want) {
+		t.Errorf("zeros %v, want %v", zeros, want)
+	}
+}
+
+// TestDiskManyZeros has more zero ranges than can be listed.
+func TestDiskManyZeros(t *testing.T) {
+	const blocks = 6 * MaxRuns
+	s := newStore(t)
+	l := s.bytes(bytes.Repeat([]byte{9}, blocks*PageSize))
+	im := Image{blocks * PageSize, []Ref{l}, []Extent{ext(0, blocks, 0, 0)}}
+	d := newDisk(s, im, newTop(t, shm(t)))
+	want := bytes.Repeat([]byte{9}, blocks*PageSize)
+	for i := 0; i < blocks; i += 2 + i%3 {
+		if err := d.Discard(int64(i)*PageSize, PageSize); err != nil {
+			t.Fatal(err)
+		}
+		clear(want[i*PageSize : (i+1)*PageSize])
+	}
+	sameBytes(t, "snapshot", s.content(capture(s, d)), want)
+}
+
+// TestHugeDisk: the bitmap of a huge disk costs little, even after the guest
+// discarded all of it.
+func TestHugeDisk(t *testing.T) {
+	s := newStore(t)
+	l := s.bytes(bytes.Repeat([]byte{9}, PageSize))
+	im := Image{1 << 40, []Ref{l}, []Extent{{1<<40 - PageSize, PageSize, 0, 0}}}
+	d := newDisk(s, im, newTop(t, shm(t)))
+	if err := d.Discard(sector, d.Size()-sector); err != nil {
+		t.Fatal(err)
+	}
+	d.stages[0].present.set(5, im.Size/PageSize) // as if there had been something below
+	chunks := 0
+	for _, c := range d.stages[0].present.chunks {
+		if c != nil && c != fullChunk {
+			chunks++
+		}
+	}
+	if chunks > 1 {
+		t.Errorf("%d chunks of the bitmap are allocated", chunks)
+	}
+	runs, zeros := d.Changed()
+	if len(runs) != 1 || runs[0] != (Run{0, PageSize}) || len(zeros) != 1 || zeros[0] != (Run{1<<40 - PageSize, PageSize}) {
+		t.Errorf("runs %v, zeros %v", runs, zeros)
+	}
+}
+
+func TestBitmap(t *testing.T) {
+	r := rand.New(rand.NewPCG(5, 5))
+	const n = 3*chunkBlocks + 77
+	b, model := newBitmap(n), make([]bool, n)
+	for range 60 {
+		first := r.IntN(n)
+		end := first + 1 + r.IntN(min(n-first, 1+r.IntN(2*chunkBlocks)))
+		b.set(uint64(first), uint64(end))
+		for i := first; i < end; i++ {
+			model[i] = true
+		}
+		for range 200 {
+			from := r.IntN(n)
+			to := from + r.IntN(n-from) + 1
+			want := from
+			for want < to && model[want] == model[from] {
+				want++
+			}
+			in, next := b.span(uint64(from), uint64(to))
+			if in != model[from] || next != uint64(want) || b.has(uint64(from)) != in {
+				t.Fatalf("span of [%d, %d): %v to %d, want %v to %d", from, to, in, next, model[from], want)
+			}
+		}
+	}
+}
+
+func TestReadOnlyDisk(t *testing.T) {
+	g := newGuest(t, rand.New(rand.NewPCG(6, 6)))
+	s := newStore(t)
+	l := s.bytes(bytes.Repeat([]byte{9}, 2*PageSize))
+	d := newDisk(s, Image{4 * PageSize, []Ref{l}, []Extent{ext(1, 2, 0, 0)}}, nil)
+	want := make([]byte, 4*PageSize)
+	copy(want[PageSize:], bytes.Repeat([]byte{9}, 2*PageSize))
+	sameBytes(t, "disk", g.read(d, 0, len(want)), want)
+	if !d.ReadOnly() {
+		t.Error("a disk without a top is writable")
+	}
+	_, err := d.WriteAt(g.mem, g.scatter(sector), 0)
+	for _, err := range []error{err, d.Discard(0, sector), d.WriteZeroes(0, sector, true)} {
+		wantError(t, err, "read-only")
+	}
+	if err := d.Flush(); err != nil {
+		t.Error(err)
+	}
+	if runs, zeros := d.Changed(); runs != nil || zeros != nil {
+		t.Errorf("changed: %v, %v", runs, zeros)
+	}
+}
+
+func TestNewDiskRefuses(t *testing.T) {
+	s, dir := newStore(t), shm(t)
+	l := s.bytes(bytes.Repeat([]byte{9}, 2*PageSize))
+	im := Image{4 * PageSize, []Ref{l}, []Extent{ext(1, 2, 0, 0)}}
+	top := newTop(t, dir)
+	defer top.Close()
+	short := s.bytes(make([]byte, PageSize))
+	if err := os.Rename(s.path(short), s.path(ref(7, 1))); err != nil {
+		t.Fatal(err)
+	}
+	open := func(flag int) *os.File {
+		f, err := os.OpenFile(filepath.Join(dir, "other"), flag|os.O_CREATE, 0o600)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = f.Close() }) // one is closed on purpose
+		return f
+	}
+	null, err := os.OpenFile(os.DevNull, os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer null.Close()
+	closed := open(os.O_RDWR)
+	if err := closed.Close(); err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		name  string
+		im    Image
+		files []*os.File
+		top   *os.File
+		say   string
+	}{
+		{"bad image", Image{Size: 1}, nil, top, "image of 1 bytes"},
+		{"no files", im, nil, top, "1 layers with 0 files"},
+		{"a layer of another size", Image{8 * PageSize, []Ref{ref(7, 4)}, []Extent{ext(0, 4, 0, 0)}}, s.openAll(Image{Layers: []Ref{ref(7, 4)}}), top, "has 4096 bytes"},
+		{"a layer that is a device", im, []*os.File{null}, top, os.DevNull},
+		{"a closed layer", im, []*os.File{closed}, top, l.Digest.String()},
+		{"a device as top", im, s.openAll(im), null, "not a regular file"},
+		{"a closed top", im, s.openAll(im), closed, "closed"},
+		{"a top only to read", im, s.openAll(im), open(os.O_RDONLY), "reading and writing"},
+		{"a top to append to", im, s.openAll(im), open(os.O_RDWR | os.O_APPEND), "at any place"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			_, err := NewDisk(c.im, c.files, c.top)
+			wantError(t, err, "make disk", c.say)
+		})
+	}
+}
+
+// TestDiskErrors: failures of the host reach the guest as errors, and nothing
+// half-written is ever read.
+func TestDiskErrors(t *testing.T) {
+	g := newGuest(t, rand.New(rand.NewPCG(7, 7)))
+	s := newStore(t)
+	l := s.bytes(bytes.Repeat([]byte{9}, 4*PageSize))
+	im := Image{8 * PageSize, []Ref{l}, []Extent{ext(0, 4, 0, 0)}}
+	d := newDisk(s, im, newTop(t, shm(t)))
+	for _, r := range [][2]int64{{-sector, sector}, {0, d.Size() + sector}, {d.Size(), sector}, {sector, -sector}} {
+		wantError(t, d.Discard(r[0], r[1]), "beyond the size")
+	}
+	wantError(t, d.WriteChanged(io.Discard, []Run{{0, 9 * PageSize}}), "beyond the size")
+	outside := []guestmem.Range{{GPA: 0, Len: PageSize}, {GPA: 1 << 40, Len: PageSize}}
+	if n, err := d.ReadAt(g.mem, []guestmem.Range{{GPA: 0, Len: sector}}, d.Size()); err == nil || n != 0 {
+		t.Errorf("read behind the end: %d, %v", n, err)
+	}
+	if _, err := d.ReadAt(g.mem, outside, 4*PageSize); !errors.Is(err, guestmem.ErrRange) {
+		t.Errorf("zeros to outside the memory: %v", err)
+	}
+	if _, err := d.WriteAt(g.mem, outside, 0); !errors.Is(err, guestmem.ErrRange) {
+		t.Errorf("write from outside the memory: %v", err)
+	}
+	want := append(bytes.Repeat([]byte{9}, 4*PageSize), make([]byte, 4*PageSize)...)
+	sameBytes(t, "after failed requests", hostRead(t, d), want)
+	if err := d.Discard(PageSize, 0); err != nil {
+		t.Error(err)
+	}
+
+	if err := os.Truncate(s.path(l), PageSize); err != nil {
+		t.Fatal(err)
+	}
+	if n, err := d.ReadAt(g.mem, g.scatter(4*PageSize), 0); n != PageSize {
+		t.Errorf("read of a layer cut off: %d, %v", n, err)
+	}
+	wantError(t, d.Discard(3*PageSize+sector, sector), "copy up", l.Digest.String())
+	wantError(t, d.Discard(3*PageSize-sector, sector), "copy up", l.Digest.String())
+	wantError(t, d.WriteChanged(io.Discard, []Run{{0, 4 * PageSize}}), "unexpected EOF")
+
+	// A top that cannot be written any more.
+	if err := d.stages[0].file.Close(); err != nil {
+		t.Fatal(err)
+	}
+	d.stages[0].fd = -1
+	d.stages[0].present.set(6, 7)
+	wantError(t, d.Discard(sector, sector), "copy up", "closed")
+	wantError(t, d.Discard(5*PageSize, PageSize), "punch hole")
+	wantError(t, d.Discard(6*PageSize, sector), "write zeros")
+	wantError(t, d.Discard(7*PageSize-sector, sector), "write zeros")
+	d.noPunch = true
+	wantError(t, d.Discard(6*PageSize, PageSize), "write zeros")
+	wantError(t, d.WriteChanged(io.Discard, []Run{{6 * PageSize, PageSize}}), "read disk")
+	if err := d.Flush(); err == nil {
+		t.Error("flushed a closed file")
+	}
+	if runs, _ := d.Changed(); !slices.Equal(runs, []Run{{6 * PageSize, PageSize}}) {
+		t.Errorf("unknown content is data: %v", runs)
+	}
+}

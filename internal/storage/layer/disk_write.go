@@ -1,0 +1,167 @@
+package layer
+
+import (
+	"errors"
+	"fmt"
+	"os"
+
+	"agentrun.dev/internal/vmm/guestmem"
+	"golang.org/x/sys/unix"
+)
+
+func (d *Disk) WriteAt(mem *guestmem.Memory, ranges []guestmem.Range, off int64) (int64, error) {
+	total := length(ranges)
+	if err := d.beginWrite(off, total); err != nil {
+		return 0, err
+	}
+	top := d.stages[0]
+	done, err := mem.WriteFile(top.fd, off, ranges)
+	// A block counts once it was written as a whole; those at the ends were
+	// copied up before. After an error the others keep their old content.
+	first, end := wholeBlocks(uint64(off), uint64(off+done))
+	top.present.set(first, end)
+	return done, err
+}
+
+// beginWrite checks a range that will be written and copies up the blocks at
+// its ends that are written in part.
+func (d *Disk) beginWrite(off, n int64) error {
+	if d.ReadOnly() {
+		return errReadOnly
+	}
+	if err := d.check(off, n); err != nil || n == 0 {
+		return err
+	}
+	if off%PageSize != 0 {
+		if err := d.copyUp(uint64(off) / PageSize); err != nil {
+			return err
+		}
+	}
+	if (off+n)%PageSize != 0 {
+		return d.copyUp(uint64(off+n) / PageSize)
+	}
+	return nil
+}
+
+// copyUp brings a block into the top.
+func (d *Disk) copyUp(block uint64) error {
+	top := d.stages[0]
+	if top.present.has(block) {
+		return nil
+	}
+	if err := d.read(d.block[:], block*PageSize); err != nil {
+		return fmt.Errorf("copy up: %w", err)
+	}
+	if _, err := top.file.WriteAt(d.block[:], int64(block*PageSize)); err != nil {
+		return fmt.Errorf("copy up: %w", err)
+	}
+	top.present.set(block, block+1)
+	return nil
+}
+
+// wholeBlocks are the blocks that lie wholly in [off, end).
+func wholeBlocks(off, end uint64) (first, last uint64) {
+	first, last = (off+PageSize-1)/PageSize, end/PageSize
+	return first, max(first, last)
+}
+
+// Flush makes what was written durable; the layers are already.
+func (d *Disk) Flush() error {
+	for _, s := range d.stages {
+		if err := retry(func() error { return unix.Fdatasync(s.fd) }); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Discard makes the range read as zeros, so that no snapshot carries it on.
+func (d *Disk) Discard(off, n int64) error { return d.zero(off, n) }
+
+// WriteZeroes punches holes with and without unmap: no block of a sparse top
+// is reserved anyhow, and known zeros need no place in a snapshot.
+func (d *Disk) WriteZeroes(off, n int64, _ bool) error { return d.zero(off, n) }
+
+func (d *Disk) zero(off, n int64) error {
+	if err := d.beginWrite(off, n); err != nil || n == 0 {
+		return err
+	}
+	start, end := uint64(off), uint64(off+n)
+	first, last := wholeBlocks(start, end)
+	// A range within one block has no whole one, and first lies behind it.
+	if err := writeZeros(d.stages[0].file, start, min(first*PageSize, end)); err != nil {
+		return err
+	}
+	if err := d.zeroBlocks(first, last); err != nil {
+		return err
+	}
+	return writeZeros(d.stages[0].file, last*PageSize, end)
+}
+
+// zeroBlocks makes whole blocks zero. Those that are zeros already, with
+// nothing below and nothing in the top, stay as they are.
+func (d *Disk) zeroBlocks(first, last uint64) error {
+	if first == last {
+		return nil
+	}
+	if err := d.punch(first*PageSize, last*PageSize); err != nil {
+		return err
+	}
+	for off, end := first*PageSize, last*PageSize; off < end; {
+		s, _, in, next := d.segment(off, end)
+		if s != nil || in {
+			if d.noPunch {
+				if err := writeZeros(d.stages[0].file, off, next); err != nil {
+					return err
+				}
+			}
+			d.stages[0].present.set(off/PageSize, next/PageSize)
+		}
+		off = next
+	}
+	return nil
+}
+
+// punch makes a hole, or finds out that there are none.
+func (d *Disk) punch(off, end uint64) error {
+	if d.noPunch {
+		return nil
+	}
+	err := punchHole(d.stages[0].fd, off, end)
+	if errors.Is(err, errors.ErrUnsupported) {
+		d.noPunch = true
+		return nil
+	}
+	return err
+}
+
+func punchHole(fd int, off, end uint64) error {
+	err := retry(func() error {
+		return unix.Fallocate(fd, unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, int64(off), int64(end-off))
+	})
+	if err != nil {
+		return fmt.Errorf("punch hole %#x-%#x: %w", off, end, err)
+	}
+	return nil
+}
+
+// writeZeros writes zeros to a file.
+func writeZeros(f *os.File, off, end uint64) error {
+	for off < end {
+		n, err := f.WriteAt(zeroPage[:min(PageSize, end-off)], int64(off))
+		if err != nil {
+			return fmt.Errorf("write zeros: %w", err)
+		}
+		off += uint64(n)
+	}
+	return nil
+}
+
+// retry repeats a system call that a signal interrupted.
+func retry(call func() error) error {
+	for {
+		if err := call(); !errors.Is(err, unix.EINTR) {
+			return err
+		}
+	}
+}

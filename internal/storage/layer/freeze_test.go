@@ -1,0 +1,170 @@
+package layer
+
+import (
+	"bytes"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+
+	"agentrun.dev/internal/vmm/guestmem"
+)
+
+func emptyTop(t *testing.T) *os.File {
+	t.Helper()
+	f, err := os.Create(filepath.Join(t.TempDir(), "top"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return f
+}
+
+// TestIncludeIsSparse: what is to be stored in any case is what there is, not the
+// zeros between.
+func TestIncludeIsSparse(t *testing.T) {
+	const size = 1 << 40
+	mem, err := guestmem.NewAnonymous(1 << 20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = mem.Close() }()
+	s := newStore(t)
+	ref := s.put(func(w *Writer) { _, _ = w.Write(bytes.Repeat([]byte{1}, 3*PageSize)) })
+	below := Image{Size: size, Layers: []Ref{ref}, Extents: []Extent{{Start: size / 2, Length: 3 * PageSize}}}
+	d, err := NewDisk(below, s.openAll(below), emptyTop(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = d.Close() }()
+	for _, off := range []int64{8 * PageSize, 9 * PageSize, 100 * PageSize} {
+		if n, err := d.WriteAt(mem, []guestmem.Range{{Len: PageSize}}, off); err != nil || n != PageSize {
+			t.Fatal(n, err)
+		}
+	}
+	// Of a layer, and of what was written: who knows nothing of either is told.
+	for _, off := range []int64{9 * PageSize, size/2 + PageSize} {
+		if err := d.Discard(off, PageSize); err != nil {
+			t.Fatal(err)
+		}
+	}
+	top := emptyTop(t)
+	if err := d.Prepare(top); err != nil {
+		t.Fatal(err)
+	}
+	f, err := d.Freeze(top)
+	if err != nil {
+		t.Fatal(err)
+	}
+	runs, zeros := f.Changed([]Run{{0, size}})
+	wantRuns := []Run{{8 * PageSize, PageSize}, {100 * PageSize, PageSize}, {size / 2, PageSize}, {size/2 + 2*PageSize, PageSize}}
+	wantZeros := []Run{{9 * PageSize, PageSize}, {size/2 + PageSize, PageSize}}
+	if !slices.Equal(runs, wantRuns) || !slices.Equal(zeros, wantZeros) {
+		t.Errorf("%v and zeros %v, not %v and %v", runs, zeros, wantRuns, wantZeros)
+	}
+}
+
+// TestFreeze: a disk is frozen again and again under random writes, discards
+// and copies; what a chain of layers says, with and without rebasing, is what
+// the disk was at that instant, and the disk itself loses nothing.
+func TestFreeze(t *testing.T) {
+	const size = 2 << 20
+	mem, err := guestmem.NewAnonymous(1 << 20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = mem.Close() }()
+	for _, seed := range []uint64{1, 2, 3} {
+		r := rand.New(rand.NewPCG(seed, 0))
+		s := newStore(t)
+		content := make([]byte, size)
+		image := Image{Size: size}
+		d, err := NewDisk(image, nil, emptyTop(t))
+		if err != nil {
+			t.Fatal(err)
+		}
+		durable := image // what the disk was made of
+		for round := range 30 {
+			for range 8 {
+				off, n := r.Int64N(size/512)*512, (r.Int64N(40)+1)*512
+				n = min(n, size-off)
+				if r.IntN(3) == 0 {
+					if err := d.Discard(off, n); err != nil {
+						t.Fatal(err)
+					}
+					clear(content[off : off+n])
+					continue
+				}
+				for i := range n {
+					content[off+i] = byte(r.Uint32())
+				}
+				if err := mem.Write(0, content[off:off+n]); err != nil {
+					t.Fatal(err)
+				}
+				if k, err := d.WriteAt(mem, []guestmem.Range{{GPA: 0, Len: uint32(n)}}, off); err != nil || k != n {
+					t.Fatal(k, err)
+				}
+			}
+			top := emptyTop(t)
+			if err := d.Prepare(top); err != nil {
+				t.Fatal(err)
+			}
+			f, err := d.Freeze(top)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if len(d.stages) > 1+maxAside {
+				t.Fatalf("%d files in round %d", len(d.stages), round)
+			}
+			was := bytes.Clone(content)
+			// What comes later is not in the frozen disk.
+			if err := d.Discard(0, size/2); err != nil {
+				t.Fatal(err)
+			}
+			clear(content[:size/2])
+
+			rebase := r.IntN(2) == 0
+			base, include := image, []Run(nil)
+			if round%5 == 4 { // fold everything into one layer above the durable image
+				base, rebase = durable, true
+				for _, e := range image.Extents {
+					include = append(include, Run{e.Start, e.Length})
+				}
+			}
+			runs, zeros := f.Changed(include)
+			ref := s.put(func(w *Writer) {
+				if err := f.WriteChanged(w, runs); err != nil {
+					t.Fatal(err)
+				}
+			})
+			child, err := Overlay(base, ref, runs, zeros)
+			if err != nil {
+				t.Fatal(err)
+			}
+			got := make([]byte, size)
+			v, err := openBelow(child, s.openAll(child))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := v.read(got, 0); err != nil {
+				t.Fatal(err)
+			}
+			if err := v.close(); err != nil {
+				t.Fatal(err)
+			}
+			if !bytes.Equal(got, was) {
+				t.Fatalf("seed %d round %d (rebase %v, include %d): the layers differ from the disk", seed, round, rebase, len(include))
+			}
+			if rebase {
+				f.Rebase()
+				image = child
+			}
+			if err := d.read(got, 0); err != nil || !bytes.Equal(got, content) {
+				t.Fatalf("seed %d round %d: the disk differs (%v)", seed, round, err)
+			}
+		}
+		if err := d.Close(); err != nil {
+			t.Fatal(err)
+		}
+	}
+}

@@ -1,0 +1,114 @@
+package snapshot
+
+import (
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"os"
+
+	"agentrun.dev/internal/storage/layer"
+)
+
+// Commit finishes the snapshot and opens it. Layers that m does not use are
+// dropped. After an error there is nothing at the snapshot's place, unless the
+// error says so; Abort then deletes the rest.
+func (b *Builder) Commit(m Manifest, state []byte) (*Snapshot, error) {
+	if b.temp == "" {
+		return nil, errors.New("commit snapshot: it is committed or aborted")
+	}
+	steps, err := b.plan(m, state)
+	if err != nil {
+		return nil, fmt.Errorf("commit snapshot: %w", err)
+	}
+	for _, s := range steps {
+		if err := s.do(); err != nil {
+			return nil, fmt.Errorf("commit snapshot: %s: %w", s.name, err)
+		}
+	}
+	root, err := b.parent.OpenRoot(b.name)
+	b.close()
+	if err != nil {
+		return nil, fmt.Errorf("open committed snapshot: %w", err)
+	}
+	return open(root, b.options)
+}
+
+// step is a part of a commit. Between any two of them the process may die.
+type step struct {
+	name string
+	do   func() error
+}
+
+// plan checks everything and lists what is to be done. The move into place
+// comes when all the rest is durable.
+func (b *Builder) plan(m Manifest, state []byte) ([]step, error) {
+	if m.Format == 0 {
+		m.Format = Format
+	}
+	if b.Private() {
+		m.Private, m.Format = true, FormatPrivate
+	} else if m.Private {
+		return nil, ErrPrivate
+	}
+	if m.Engine == "" {
+		m.Engine = Engine
+	}
+	m.State = Blob{sha256.Sum256(state), uint64(len(state))}
+	manifest, err := encode(m)
+	if err != nil {
+		return nil, err
+	}
+	if state, err = b.sealState(state); err != nil {
+		return nil, err
+	}
+	used := map[layer.Digest]bool{}
+	for _, ref := range m.Layers() {
+		used[ref.Digest] = true
+		if have, ok := b.added[ref.Digest]; !ok || have.size != ref.Size {
+			return nil, fmt.Errorf("layer %s of %d bytes was not added", ref.Digest, ref.Size)
+		}
+	}
+	return []step{
+		{"drop unused layers", func() error { return b.drop(used) }},
+		{"write state", func() error { return writeFile(b.root, stateName, state) }},
+		{"write manifest", func() error { return writeFile(b.root, manifestName, manifest) }},
+		{"sync layers", func() error { return syncFolder(b.layers) }},
+		{"sync folder", func() error { return syncFolder(b.root) }},
+		{"move into place", b.move},
+		{"the snapshot is in place but not yet durable: sync parent", func() error { return syncFolder(b.parent) }},
+	}, nil
+}
+
+func (b *Builder) drop(used map[layer.Digest]bool) error {
+	for d, have := range b.added {
+		if used[d] {
+			continue
+		}
+		if err := b.layers.Remove(layerName(d, have.sealed)); err != nil {
+			return err
+		}
+		delete(b.added, d)
+	}
+	return nil
+}
+
+func (b *Builder) move() error {
+	if err := b.rename(b.temp, b.name); err != nil {
+		return err
+	}
+	b.temp = "" // nothing to abort any more
+	return nil
+}
+
+// writeFile makes a durable read-only file.
+func writeFile(root *os.Root, name string, data []byte) error {
+	f, err := root.OpenFile(name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o400)
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(data)
+	if err == nil {
+		err = f.Sync()
+	}
+	return errors.Join(err, f.Close())
+}

@@ -1,0 +1,43 @@
+package snapshot
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+
+	"agentrun.dev/internal/storage/layer"
+)
+
+// FillLayer has fill write a layer into a file of zeros of its size, and refuses
+// one that is not what ref says. What is not written to stays a hole. A private
+// snapshot has no such layers: what comes as holes would be in the clear.
+func (b *Builder) FillLayer(ctx context.Context, ref layer.Ref, fill func(*os.File) error) error {
+	if b.Private() {
+		return fmt.Errorf("fill layer %s: %w", ref.Digest, ErrPrivate)
+	}
+	if done, err := b.has(ref); done || err != nil {
+		return err
+	}
+	name := ref.Digest.String()
+	f, err := b.layers.OpenFile(name, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o400)
+	if err != nil {
+		return fmt.Errorf("fill layer: %w", err)
+	}
+	err = f.Truncate(int64(ref.Size))
+	if err == nil {
+		err = fill(f)
+	}
+	if err == nil {
+		err = layer.Copy(ctx, io.Discard, f, ref)
+	}
+	if err == nil {
+		err = f.Sync()
+	}
+	if err = errors.Join(err, f.Close()); err != nil {
+		return errors.Join(fmt.Errorf("fill layer %s: %w", ref.Digest, err), b.layers.Remove(name))
+	}
+	b.added[ref.Digest] = stored{size: ref.Size}
+	return nil
+}

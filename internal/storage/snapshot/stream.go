@@ -1,0 +1,124 @@
+package snapshot
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+
+	"agentrun.dev/internal/storage/layer"
+)
+
+// streamName is that of a layer whose digest is not known yet.
+const streamName = "stream"
+
+// ErrNoLayer says that what a source gave cannot be a layer: it is too much, or
+// not in whole pages.
+var ErrNoLayer = errors.New("it cannot be a layer")
+
+// StreamLayer makes a layer of all that src gives, which may be no more than most
+// bytes. It is hashed on the way to the disk, and sealed if the snapshot is
+// private: it is nowhere else meanwhile. From a source that gives nothing no
+// layer is made, and the Ref is zero.
+func (b *Builder) StreamLayer(ctx context.Context, src io.Reader, most uint64) (ref layer.Ref, err error) {
+	if b.temp == "" {
+		return ref, errors.New("add layer: the snapshot is committed or aborted")
+	}
+	f, err := b.layers.OpenFile(streamName, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o400)
+	if err != nil {
+		return ref, fmt.Errorf("add layer: %w", err)
+	}
+	ref, err = b.stream(ctx, f, src, most)
+	if err == nil && ref.Size > 0 {
+		err = f.Sync()
+	}
+	err = errors.Join(err, f.Close())
+	done := false
+	if err == nil {
+		done, err = b.has(ref)
+	}
+	if err != nil || done || ref.Size == 0 {
+		return ref, errors.Join(err, b.layers.Remove(streamName))
+	}
+	if err := b.layers.Rename(streamName, layerName(ref.Digest, b.Private())); err != nil {
+		return ref, fmt.Errorf("add layer %s: %w", ref.Digest, err)
+	}
+	b.added[ref.Digest] = stored{ref.Size, b.Private()}
+	return ref, nil
+}
+
+// stream copies src into a new file.
+func (b *Builder) stream(ctx context.Context, f *os.File, src io.Reader, most uint64) (layer.Ref, error) {
+	to := io.WriteCloser(nopCloser{f})
+	if b.Private() {
+		var err error
+		if to, err = b.key.Writer(f); err != nil {
+			return layer.Ref{}, err
+		}
+	}
+	w := layer.NewWriter(to)
+	// One byte more than there may be shows that there is too much.
+	n, err := io.CopyBuffer(w, io.LimitReader(withContext{ctx, src}, int64(most)+1), make([]byte, streamBuffer))
+	if err = errors.Join(err, to.Close()); err != nil {
+		return layer.Ref{}, fmt.Errorf("add layer: %w", err)
+	}
+	switch {
+	case uint64(n) > most:
+		return layer.Ref{}, fmt.Errorf("add layer: %w: there is more than the %d bytes that it may have", ErrNoLayer, most)
+	case n == 0:
+		return layer.Ref{}, nil
+	case n%layer.PageSize != 0:
+		return layer.Ref{}, fmt.Errorf("add layer: %w: it has %d bytes, which is not a multiple of %d", ErrNoLayer, n, layer.PageSize)
+	}
+	return w.Ref(), nil
+}
+
+// streamBuffer is what is read at once.
+const streamBuffer = 1 << 20
+
+type nopCloser struct{ io.Writer }
+
+func (nopCloser) Close() error { return nil }
+
+// withContext is a reader that gives nothing more when a context has ended.
+type withContext struct {
+	ctx context.Context
+	io.Reader
+}
+
+func (r withContext) Read(p []byte) (int, error) {
+	if err := r.ctx.Err(); err != nil {
+		return 0, err
+	}
+	return r.Reader.Read(p)
+}
+
+// MemoryLayers lists the layers that a fork of the snapshot has in memory while
+// it runs, each once.
+func (m Manifest) MemoryLayers() []layer.Ref {
+	memory := Manifest{Memory: m.Memory, GVisor: m.GVisor}
+	return memory.Layers()
+}
+
+// UnsealedLayers lists the layers of disks that are sealed. A fork has a copy of
+// each in memory, which it shares with nobody.
+func (s *Snapshot) UnsealedLayers() ([]layer.Ref, error) {
+	if !s.manifest.Private {
+		return nil, nil
+	}
+	var list []layer.Ref
+	for _, ref := range (Manifest{Disks: s.manifest.Disks}).Layers() {
+		f, sealed, err := s.openFile(ref)
+		if err != nil {
+			return nil, err
+		}
+		if err := f.Close(); err != nil {
+			return nil, err
+		}
+		if sealed {
+			list = append(list, ref)
+		}
+	}
+	return list, nil
+}

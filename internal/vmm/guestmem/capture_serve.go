@@ -1,0 +1,156 @@
+package guestmem
+
+import (
+	"runtime"
+	"time"
+
+	"agentrun.dev/internal/host/goruntime"
+)
+
+// Stats may be called at any time.
+func (c *Capture) Stats() CaptureStats {
+	return CaptureStats{
+		Faults: c.waits.Count(), MedianWait: c.waits.Quantile(0.5), WaitOf99: c.waits.Quantile(0.99), LongestWait: c.waits.Longest(),
+		Copied: c.copied.Load(), Shared: c.shared,
+	}
+}
+
+// serve answers the guest's writes to protected pages, until Close.
+func (c *Capture) serve() {
+	defer close(c.served)
+	// Never unlocked: the thread, which is not like others, ends with it.
+	runtime.LockOSThread()
+	goruntime.Prompt() // the copier is busy beside it
+	var messages [uffdMessagesPerRead]uffdMessage
+	for {
+		got, err := c.uffd.wait(c.stop, &messages)
+		if err != nil {
+			// Nobody can be answered any more. Closing the descriptor takes
+			// the protection away and wakes all.
+			c.fail(err)
+			return
+		}
+		if len(got) == 0 {
+			return
+		}
+		began := time.Now()
+		for _, m := range got {
+			if m.event != uffdEventPagefault {
+				continue
+			}
+			if offset, ok := c.m.offsetOf(uintptr(m.address)); ok {
+				c.writers.RLock()
+				err := c.answer(offset / blockSize)
+				c.writers.RUnlock()
+				if err != nil {
+					c.fail(err)
+				}
+				c.waits.Add(time.Since(began)) // all were there when it began
+			}
+		}
+	}
+}
+
+// answer lets a vCPU that waits for a block go on.
+func (c *Capture) answer(i uint64) error {
+	if c.saves() {
+		return c.release(i, true)
+	}
+	if err := c.releaseAround(i); err != nil {
+		return err
+	}
+	// It may have come to wait while its block was being released.
+	return c.m.each(c.spanOf(i, 1), c.uffd.wake)
+}
+
+// saves reports whether a block may have to be saved before it is written to:
+// not before the instant, and not any more when the layer is complete.
+func (c *Capture) saves() bool { return c.begun.Load() && !c.adopted.Load() }
+
+// releaseAround lets go of all of the huge page of a block, of which nothing has
+// to be saved: it stays one, and who writes here will write there. Mostly it was let
+// go before.
+func (c *Capture) releaseAround(i uint64) error {
+	b := &c.blocks[i]
+	b.mu.Lock() // who is releasing it is done then
+	released := b.released.Load()
+	b.mu.Unlock()
+	if released {
+		return nil
+	}
+	first := i &^ (hugeBlocks - 1)
+	return c.releaseUnwanted(first, min(first+hugeBlocks, uint64(len(c.blocks))))
+}
+
+// offsetOf is where in RAM a host address is.
+func (m *Memory) offsetOf(address uintptr) (uint64, bool) {
+	for i := range m.regions {
+		r := &m.regions[i]
+		if off := uint64(address - r.HostAddr()); address >= r.HostAddr() && off < r.Size() {
+			return ramOffset(r.GPA) + off, true
+		}
+	}
+	return 0, false
+}
+
+// releaseSpan makes a span writable for the host.
+func (c *Capture) releaseSpan(offset, n uint64) error {
+	if n == 0 {
+		return nil
+	}
+	for i := offset / blockSize; i <= (offset+n-1)/blockSize; i++ {
+		var err error
+		if c.saves() {
+			err = c.release(i, false)
+		} else {
+			err = c.releaseAround(i)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// release saves a block and lets it be written, once the instant has come. waiter
+// says that a vCPU may be waiting for it.
+func (c *Capture) release(i uint64, waiter bool) error {
+	b := &c.blocks[i]
+	span := c.spanOf(i, 1)
+	if c.planned.Load() && b.want == 0 {
+		// Nothing of it is stored or shared: who takes its protection away does
+		// no harm, and need not wait for those who do so in large steps.
+		if b.released.Load() && !waiter {
+			return nil
+		}
+		return c.unprotect(span)
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.released.Load() {
+		if waiter { // it came to wait while the block was being released
+			return c.m.each(span, c.uffd.wake)
+		}
+		return nil
+	}
+	// When all is copied there is nothing more to save; a capture that failed is
+	// not completed.
+	if !c.completed.Load() && c.Err() == nil {
+		if err := c.save(i); err != nil {
+			c.fail(err)
+		}
+	}
+	b.released.Store(true)
+	return c.unprotect(span)
+}
+
+// spanOf is the RAM of n blocks from i on.
+func (c *Capture) spanOf(i, n uint64) Span {
+	start := i * blockSize
+	return Span{start, min(start+n*blockSize, c.m.size) - start}
+}
+
+// unprotect makes a span writable; its blocks are locked.
+func (c *Capture) unprotect(s Span) error {
+	return c.m.each(s, func(b []byte) error { return c.uffd.protect(b, false) })
+}

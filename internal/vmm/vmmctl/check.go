@@ -1,0 +1,52 @@
+package vmmctl
+
+import (
+	"fmt"
+	"time"
+
+	"agentrun.dev/internal/storage/layer"
+)
+
+// A vmm process may have been taken over by its guest. What it says is checked
+// before anybody uses it.
+
+// longest is more than any request may take: no duration that a vmm tells is
+// longer.
+const longest = 24 * time.Hour
+
+// Check checks what a vmm has saved of a machine with that much memory and
+// writable disks of these sizes.
+func (s *Saved) Check(memory uint64, disks []uint64) error {
+	if err := layer.CheckChange(s.Memory.Runs, s.Memory.Zeros, memory); err != nil {
+		return fmt.Errorf("saved memory: %w", err)
+	}
+	if len(s.Disks) != len(disks) {
+		return fmt.Errorf("%d disks were saved, not %d", len(s.Disks), len(disks))
+	}
+	for i, d := range s.Disks {
+		if err := layer.CheckChange(d.Runs, d.Zeros, disks[i]); err != nil {
+			return fmt.Errorf("saved disk %d: %w", i, err)
+		}
+	}
+	for _, d := range []uint64{s.Pause, s.MedianWait, s.WaitOf99, s.Wait} {
+		if d > uint64(longest) {
+			return fmt.Errorf("a duration of %d ns was told, more than %v", d, longest)
+		}
+	}
+	// A page may be stored twice: by whoever copies, and for a write that waits.
+	if s.Copied > 2*memory {
+		return fmt.Errorf("%d bytes of %d were copied, it says", s.Copied, memory)
+	}
+	return nil
+}
+
+// Check checks pages that a vmm has told of a machine with that much memory.
+func (t *Touched) Check(memory uint64) error {
+	if err := layer.CheckRuns(t.Written, memory, MaxTouched); err != nil {
+		return fmt.Errorf("written pages: %w", err)
+	}
+	if err := layer.CheckRuns(t.Read, memory, MaxTouched); err != nil {
+		return fmt.Errorf("read pages: %w", err)
+	}
+	return nil
+}

@@ -1,0 +1,339 @@
+package vmmctl
+
+import (
+	"errors"
+	"fmt"
+
+	"agentrun.dev/internal/codec"
+	"agentrun.dev/internal/storage/layer"
+)
+
+// Kind tells messages apart.
+type Kind byte
+
+// Kinds of messages. The first group goes to the vmm, the second comes back.
+const (
+	KindBoot    Kind = 1
+	KindConnect Kind = 2
+	KindPause   Kind = 3
+	// KindResume lets the machine go on. The reply's data is one byte: 1 if it
+	// stood still before.
+	KindResume  Kind = 4
+	KindConsole Kind = 5
+	KindBalloon Kind = 6
+	KindStop    Kind = 7
+	// KindGeneration gives the guest a new generation id.
+	KindGeneration Kind = 8
+	KindShell      Kind = 9
+	KindSave       Kind = 10
+	// KindTouched asks which pages of memory the machine has touched; it comes
+	// with the process's page map.
+	KindTouched Kind = 11
+	// KindSettle waits until the guest has given back what it does not use.
+	KindSettle Kind = 12
+	KindLoad   Kind = 13
+	// KindPark is Pause until the parent sends something on a stream.
+	KindPark Kind = 14
+	// KindStream is Save of a machine that stands still, to pipes.
+	KindStream Kind = 15
+
+	KindReply Kind = 64
+	KindReady Kind = 65
+	KindExit  Kind = 66
+)
+
+// Limits of what a message may carry.
+const (
+	maxText    = 4096
+	maxConsole = 64 << 10
+	maxDevices = 24
+	// MaxTouched bounds the runs of pages of either kind that are told of.
+	MaxTouched = 2048
+	// MaxMessage bounds one message; the images of a machine with many
+	// layered disks are the largest.
+	MaxMessage = 128 << 10
+	// MaxFiles bounds the descriptors of one message; the kernel takes 253.
+	MaxFiles = 240
+)
+
+// Message is anything that crosses the control socket.
+type Message interface {
+	kind() Kind
+	encode(*codec.Encoder)
+	decode(*codec.Decoder)
+}
+
+// Boot describes a machine to boot. Its descriptors come in this order: KVM,
+// /dev/userfaultfd (if HasUserfaultfd), kernel, initrd (if HasInitrd), those of
+// the devices.
+type Boot struct {
+	Cmdline        string
+	Memory         uint64
+	VCPUs          uint64
+	Profile        string
+	HasUserfaultfd bool
+	HasInitrd      bool
+	Devices        Devices
+}
+
+// Shell describes a machine that is made before it is known what goes on in it:
+// memory and processors without a state. Load follows, at once or much later.
+// Its descriptors come in this order: KVM, /dev/userfaultfd (if HasUserfaultfd),
+// the layers of the memory.
+type Shell struct {
+	Memory         layer.Image
+	Profile        string
+	VCPUs          uint64
+	HasUserfaultfd bool
+	// Touch is what the guest will need at once.
+	Touch Touched
+	// Watch says that the machine will be asked for what it has touched.
+	Watch bool
+}
+
+// Load continues a saved machine in a shell. Its descriptors are the saved
+// state and those of the devices.
+type Load struct {
+	ID      uint64
+	Devices Devices
+}
+
+// Devices is what a machine is connected to. Its descriptors are those of each
+// disk, one per net, the listening socket (if Listen) and that of the standby
+// connection (if Standby).
+type Devices struct {
+	// Listen says that one more descriptor follows: a socket on which the vmm
+	// accepts further parents. With it the VM outlives its first parent.
+	Listen bool
+	// ReadyPort is the host port that the guest's agent dials once, when it
+	// listens. It is the only one that a guest's dialing has an effect on.
+	ReadyPort uint32
+	// Standby says that one more descriptor follows: the host's end of the
+	// connection that a restored guest goes on with.
+	Standby bool
+	Disks   []Disk
+	Nets    []Net
+	// MaxFile is how long the vmm can make any file that it is given, its disks
+	// and what it saves included. It sets this limit itself, for good, before the
+	// guest's first instruction.
+	MaxFile uint64
+}
+
+// Disk is a disk in one file, or one with an image: then its descriptors are
+// the image's layers and its own writable top.
+type Disk struct {
+	ReadOnly bool
+	ID       string
+	Image    *layer.Image
+	// BytesPerSecond and OpsPerSecond limit what it does; 0 is no limit.
+	BytesPerSecond, OpsPerSecond uint64
+}
+
+// Files is how many descriptors a disk comes with.
+func (d *Disk) Files() int {
+	if d.Image == nil {
+		return 1
+	}
+	return len(d.Image.Layers) + 1
+}
+
+// Files is how many descriptors the devices come with.
+func (d *Devices) Files() int {
+	n := len(d.Nets)
+	if d.Listen {
+		n++
+	}
+	if d.Standby {
+		n++
+	}
+	for i := range d.Disks {
+		n += d.Disks[i].Files()
+	}
+	return n
+}
+
+// Net is a network interface.
+type Net struct {
+	MAC [6]byte
+	MTU uint16
+}
+
+// Save writes a machine, as it is at one instant, to files: its state, what its
+// memory has beyond its image, and the same for each disk that has an image. A
+// machine that was running goes on as soon as it can. Its descriptors are the
+// page map of the vmm process, which it cannot open, the state, the memory
+// (which gets each page at its offset in RAM), and for each disk with an image
+// the layer and an empty file that becomes its top. The reply's data is a Saved.
+type Save struct {
+	ID uint64
+	// Stream says that memory and layers are pipes. The machine stands still until
+	// the reply comes. The runs of the memory go to its pipe, one after the other,
+	// then those of each disk to the disk's; each pipe is closed before the next is
+	// written to. There is no Rebase.
+	Stream bool
+	// Rebase says that what is saved becomes part of the machine's image: the
+	// next Save tells what changed after this one, if this one succeeds.
+	Rebase bool
+	// Memory and Disks are to be stored even if they did not change.
+	Memory []layer.Run
+	Disks  [][]layer.Run
+}
+
+// Saved says what the layers that Save wrote are made of, and what it cost.
+type Saved struct {
+	Memory Change
+	Disks  []Change
+	// Pause is for how long the guest stood still, in nanoseconds.
+	Pause uint64
+	// Waits counts the guest's writes that had to wait afterwards. Half of them,
+	// and 99 of 100, were being served for no longer than these, and Wait is the
+	// longest.
+	Waits, MedianWait, WaitOf99, Wait uint64
+	// Copied is the bytes that were stored of the memory.
+	Copied uint64
+	// StoodStill is empty if the memory was copied beside the running guest;
+	// if not, it says why.
+	StoodStill string
+}
+
+// Change is a layer: the runs that it holds one after the other, and those
+// that have become zeros.
+type Change struct{ Runs, Zeros []layer.Run }
+
+// Connect opens a stream to a port of the guest; its one descriptor is the
+// host's end. A standby is the one that copies of the guest go on with.
+type Connect struct {
+	ID      uint64
+	Port    uint32
+	Standby bool
+}
+
+// Simple is a request without arguments: Pause, Park, Resume, Console, Stop,
+// Generation, Touched or Settle.
+type Simple struct {
+	Kind Kind
+	ID   uint64
+}
+
+// Balloon asks the guest to give back memory.
+type Balloon struct {
+	ID    uint64
+	Bytes uint64
+}
+
+// Reply answers the request with the same id; Boot and Shell have id 0.
+type Reply struct {
+	ID uint64
+	// Error is empty on success.
+	Error string
+	// Data is the console's tail for a console request, a Saved for Save, and
+	// pages for Touched.
+	Data []byte
+}
+
+// Ready says that the guest's agent listens.
+type Ready struct{}
+
+// Exit is the vmm's last word.
+type Exit struct {
+	Reason  string
+	Detail  string
+	Console []byte
+}
+
+const messageVersion = 1
+
+// Marshal encodes a message with its kind.
+func Marshal(m Message) []byte {
+	e := codec.NewEncoder([]byte{byte(m.kind())})
+	e.Version(messageVersion)
+	m.encode(e)
+	return e.Bytes()
+}
+
+// Unmarshal decodes one message.
+func Unmarshal(b []byte) (Message, error) {
+	if len(b) == 0 {
+		return nil, errors.New("decode control message: it is empty")
+	}
+	var m Message
+	switch k := Kind(b[0]); k {
+	case KindBoot:
+		m = &Boot{}
+	case KindShell:
+		m = &Shell{}
+	case KindLoad:
+		m = &Load{}
+	case KindSave, KindStream:
+		m = &Save{Stream: k == KindStream}
+	case KindConnect:
+		m = &Connect{}
+	case KindPause, KindPark, KindResume, KindConsole, KindStop, KindGeneration, KindTouched, KindSettle:
+		m = &Simple{Kind: k}
+	case KindBalloon:
+		m = &Balloon{}
+	case KindReply:
+		m = &Reply{}
+	case KindReady:
+		m = &Ready{}
+	case KindExit:
+		m = &Exit{}
+	default:
+		return nil, fmt.Errorf("decode control message: unknown kind %d", k)
+	}
+	d := codec.NewDecoder(b[1:])
+	d.Version(messageVersion)
+	m.decode(d)
+	if err := d.Finish(); err != nil {
+		return nil, fmt.Errorf("decode control message of kind %d: %w", b[0], err)
+	}
+	return m, nil
+}
+
+func (*Boot) kind() Kind  { return KindBoot }
+func (*Shell) kind() Kind { return KindShell }
+func (*Load) kind() Kind  { return KindLoad }
+func (m *Save) kind() Kind {
+	if m.Stream {
+		return KindStream
+	}
+	return KindSave
+}
+func (*Connect) kind() Kind  { return KindConnect }
+func (m *Simple) kind() Kind { return m.Kind }
+func (*Balloon) kind() Kind  { return KindBalloon }
+func (*Reply) kind() Kind    { return KindReply }
+func (*Ready) kind() Kind    { return KindReady }
+func (*Exit) kind() Kind     { return KindExit }
+
+func (m *Connect) encode(e *codec.Encoder) {
+	e.Uvarint(m.ID)
+	e.Uvarint(uint64(m.Port))
+	e.Bool(m.Standby)
+}
+
+func (m *Connect) decode(d *codec.Decoder) {
+	m.ID, m.Port, m.Standby = d.Uvarint(), uint32(d.UvarintMax(1<<32-1)), d.Bool()
+}
+
+func (m *Simple) encode(e *codec.Encoder) { e.Uvarint(m.ID) }
+func (m *Simple) decode(d *codec.Decoder) { m.ID = d.Uvarint() }
+
+func (m *Balloon) encode(e *codec.Encoder) { e.Uvarint(m.ID); e.Uvarint(m.Bytes) }
+func (m *Balloon) decode(d *codec.Decoder) { m.ID, m.Bytes = d.Uvarint(), d.Uvarint() }
+
+func (m *Reply) encode(e *codec.Encoder) { e.Uvarint(m.ID); e.String(m.Error); e.Data(m.Data) }
+func (m *Reply) decode(d *codec.Decoder) {
+	m.ID, m.Error, m.Data = d.Uvarint(), d.String(maxText), d.Data(maxConsole)
+}
+
+func (*Ready) encode(*codec.Encoder) {}
+func (*Ready) decode(*codec.Decoder) {}
+
+func (m *Exit) encode(e *codec.Encoder) { e.String(m.Reason); e.String(m.Detail); e.Data(m.Console) }
+func (m *Exit) decode(d *codec.Decoder) {
+	m.Reason, m.Detail, m.Console = d.String(maxText), d.String(maxText), d.Data(maxConsole)
+}
+
+// Clip shortens a text to what a message may carry.
+func Clip(s string) string { return s[:min(len(s), maxText)] }

@@ -1,0 +1,281 @@
+package vmmserver
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"runtime"
+	"slices"
+	"time"
+
+	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmm/guestmem"
+	"agentrun.dev/internal/vmm/vmmctl"
+)
+
+// save writes the VM, at one instant, to the files of a Save message and says
+// what the layers hold. A VM that was running goes on while that is copied; a
+// second save waits until the first is complete.
+func (s *server) save(m *vmmctl.Save, files []*os.File) (_ []byte, err error) {
+	s.saving.Lock()
+	defer s.saving.Unlock()
+	if s.leave != nil {
+		s.leave()
+		s.leave = nil
+	}
+	if want := 3 + 2*len(s.disks); len(files) != want || len(m.Disks) > len(s.disks) {
+		return nil, errors.Join(
+			fmt.Errorf("save: %d files came, not %d: the page map, the state, the memory, and per layered disk a layer and a top", len(files), want),
+			closeAll(files))
+	}
+	// There must be Ps for who copies and who answers a vCPU that waits.
+	runtime.GOMAXPROCS(max(runtime.GOMAXPROCS(0), s.procs+3))
+	if s.pagemap == nil {
+		s.pagemap = files[0] // for those who linger, too
+	} else if err := files[0].Close(); err != nil {
+		return nil, errors.Join(err, closeAll(files[1:]))
+	}
+	w := saveFiles{state: files[1], memory: files[2]}
+	for i := 3; i < len(files); i += 2 {
+		w.layers, w.tops = append(w.layers, files[i]), append(w.tops, files[i+1])
+	}
+	to := s.saveTo
+	if m.Stream {
+		to = s.streamTo
+	}
+	saved, err := to(m, &w)
+	if w.memory != nil {
+		err = errors.Join(err, w.memory.Close())
+	}
+	err = errors.Join(err, w.state.Close(), closeAll(w.layers), closeAll(w.tops))
+	if err != nil {
+		return nil, err
+	}
+	return saved.Marshal(), nil
+}
+
+// saveFiles is what a Save message came with, without what belongs to others
+// by now: tops to a disk, the memory to a capture that lingers.
+type saveFiles struct {
+	state, memory *os.File
+	layers, tops  []*os.File
+}
+
+func closeAll(files []*os.File) error {
+	var errs []error
+	for _, f := range files {
+		errs = append(errs, f.Close())
+	}
+	return errors.Join(errs...)
+}
+
+func (s *server) saveTo(m *vmmctl.Save, w *saveFiles) (saved vmmctl.Saved, err error) {
+	for i, d := range s.disks {
+		if err := d.Prepare(w.tops[i]); err != nil {
+			return saved, fmt.Errorf("save disk %d: %w", i, err)
+		}
+	}
+	c, err := s.vm.NewCapture(guestmem.CaptureConfig{
+		Userfaultfd: s.userfaultfd, Pagemap: s.pagemap, File: w.memory, Patience: guestmem.DefaultPatience,
+	})
+	if err != nil {
+		return saved, err
+	}
+	kept := false
+	defer func() {
+		if !kept {
+			err = errors.Join(err, c.Close())
+		}
+	}()
+	beside, why := c.Beside()
+	var state *vmm.State
+	var disks []*layer.Frozen
+	stood, err := c.Arm(s.stand)
+	if err != nil {
+		return saved, err
+	}
+	pause, err := s.stand(func() (err error) {
+		if state, err = s.vm.Save(s.sys); err != nil {
+			return err
+		}
+		if err := c.Begin(); err != nil {
+			return err
+		}
+		if disks, err = s.freezeDisks(w); err != nil {
+			return err
+		}
+		if !beside {
+			if saved.Memory, err = saveMemory(c, m.Memory); err != nil {
+				return err
+			}
+		}
+		return s.vm.ChangeGeneration() // last: it is of after the instant
+	})
+	if err != nil {
+		return saved, err
+	}
+	if !beside {
+		saved.StoodStill = vmmctl.Clip(why.Error())
+	} else if saved.Memory, err = saveMemory(c, m.Memory); err != nil {
+		return saved, err
+	}
+	if err := saveState(state, w.state); err != nil {
+		return saved, err
+	}
+	for i, d := range disks {
+		change, err := saveDisk(m, i, d, w.layers[i])
+		if err != nil {
+			return saved, err
+		}
+		saved.Disks = append(saved.Disks, change)
+	}
+	st := c.Stats()
+	saved.Pause, saved.Copied, saved.Waits = uint64(max(stood, pause)), st.Copied, st.Faults
+	saved.MedianWait, saved.WaitOf99, saved.Wait = uint64(st.MedianWait), uint64(st.WaitOf99), uint64(st.LongestWait)
+	if m.Rebase {
+		if err := c.Adopt(); err != nil {
+			return saved, err
+		}
+		for _, d := range disks {
+			d.Rebase()
+		}
+		if beside {
+			kept = true
+			s.linger(c, w.memory)
+			w.memory = nil
+		}
+	}
+	return saved, nil
+}
+
+// lingerTime is how long memory stays protected after a copy is complete. What
+// the guest has not written by then is shared with its children; what it has,
+// and would copy again, is left to it. To copy a page again costs a guest several
+// times what a wait for 2 MiB does, and for good: its huge pages are gone.
+const lingerTime = 10 * time.Second
+
+// linger ends a capture that is complete: after some time, or when leave is
+// called, or with the VM.
+func (s *server) linger(c *vmm.Capture, file *os.File) {
+	hurry, gone := make(chan struct{}), make(chan struct{})
+	s.leave = func() { close(hurry); <-gone }
+	go func() {
+		defer close(gone)
+		timer := time.NewTimer(lingerTime)
+		defer timer.Stop()
+		select {
+		case <-timer.C:
+		case <-hurry:
+		case <-s.vm.Done():
+		}
+		// What could not be shared counts as changed.
+		if err := errors.Join(c.Share(), c.Close(), file.Close()); err != nil && !errors.Is(err, vmm.ErrEnded) {
+			fmt.Fprintln(os.Stderr, "vmm: share memory with forks:", err)
+		}
+	}()
+}
+
+// stand does something while the guest stands still, and nobody else changes
+// that.
+func (s *server) stand(do func() error) (stood time.Duration, err error) {
+	err = s.still(func() error {
+		stood, err = s.vm.Still(do)
+		return err
+	})
+	return stood, err
+}
+
+// freezeDisks is done while nobody uses them.
+func (s *server) freezeDisks(w *saveFiles) (disks []*layer.Frozen, err error) {
+	for i, d := range s.disks {
+		f, err := d.Freeze(w.tops[0])
+		w.tops = w.tops[1:]
+		if err != nil {
+			return nil, fmt.Errorf("save disk %d: %w", i, err)
+		}
+		disks = append(disks, f)
+	}
+	return disks, nil
+}
+
+// saveDisk writes what a frozen disk has beyond its image.
+func saveDisk(m *vmmctl.Save, i int, d *layer.Frozen, to *os.File) (change vmmctl.Change, err error) {
+	var include []layer.Run
+	if i < len(m.Disks) {
+		include = m.Disks[i]
+	}
+	change.Runs, change.Zeros = d.Changed(include)
+	if err := d.WriteChanged(to, change.Runs); err != nil {
+		return change, fmt.Errorf("save disk %d: %w", i, err)
+	}
+	return change, nil
+}
+
+func saveState(state *vmm.State, to *os.File) error {
+	encoded, err := state.Marshal()
+	if err != nil {
+		return err
+	}
+	if _, err := to.WriteAt(encoded, 0); err != nil {
+		return fmt.Errorf("save the machine's state: %w", err)
+	}
+	return nil
+}
+
+// minZeroRun is the least run of zeros that is worth an extent of its own;
+// shorter ones are stored like data.
+const minZeroRun = 64 << 10
+
+// saveMemory stores what a capture has.
+func saveMemory(from *vmm.Capture, include []layer.Run) (vmmctl.Change, error) {
+	c, err := listMemory(from, include)
+	if err != nil {
+		return c, err
+	}
+	return c, from.Copy(toSpans(c.Runs))
+}
+
+// listMemory says what is to be stored of what a capture has.
+func listMemory(from *vmm.Capture, include []layer.Run) (c vmmctl.Change, err error) {
+	data, zeros, err := from.List(toSpans(include))
+	if err != nil {
+		return c, err
+	}
+	runs := toRuns(data)
+	for _, z := range toRuns(zeros) {
+		if z.Length >= minZeroRun && len(c.Zeros) < layer.MaxRuns {
+			c.Zeros = append(c.Zeros, z)
+		} else {
+			runs = append(runs, z)
+		}
+	}
+	slices.SortFunc(runs, func(a, b layer.Run) int {
+		if a.Start < b.Start {
+			return -1
+		}
+		return 1
+	})
+	c.Runs = layer.Gather(runs)
+	// Zeros in a gap that was closed are stored with it.
+	c.Zeros = slices.DeleteFunc(c.Zeros, func(z layer.Run) bool {
+		return slices.ContainsFunc(c.Runs, func(r layer.Run) bool { return z.Start >= r.Start && z.Start < r.Start+r.Length })
+	})
+	return c, nil
+}
+
+func toRuns(spans []guestmem.Span) []layer.Run {
+	runs := make([]layer.Run, len(spans))
+	for i, s := range spans {
+		runs[i] = layer.Run{Start: s.Start, Length: s.Length}
+	}
+	return runs
+}
+
+func toSpans(runs []layer.Run) []guestmem.Span {
+	spans := make([]guestmem.Span, len(runs))
+	for i, r := range runs {
+		spans[i] = guestmem.Span{Start: r.Start, Length: r.Length}
+	}
+	return spans
+}

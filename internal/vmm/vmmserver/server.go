@@ -1,0 +1,307 @@
+// Package vmmserver is the vmm process's side of package vmmctl: it boots or
+// restores the one VM it is told to, serves the parent's requests and reports
+// the end.
+package vmmserver
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"runtime"
+	"sync"
+	"time"
+
+	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmm/kvm"
+	"agentrun.dev/internal/vmm/vmmctl"
+)
+
+// Serve takes a Boot message, or Shell and Load, runs the VM and returns when it
+// has ended and the parent was told why. A parent that goes between Shell and
+// Load ends it, too. limitFiles bounds the size of all files that the process
+// writes to; it is called once, before the guest runs.
+func Serve(conn *vmmctl.Conn, limitFiles func(bytes uint64) error) error {
+	s := &server{limitFiles: limitFiles}
+	s.parents.Add(conn) // nobody was before it
+	id, err := s.make(conn)
+	if err == nil {
+		err = s.vm.Start()
+	}
+	err = errors.Join(err, closeAll(s.files)) // what an early error left over
+	switch {
+	case errors.Is(err, errGone):
+		return nil
+	case errors.Is(err, errUnanswered):
+		return err
+	case err != nil:
+		return reply(conn, id, err, nil)
+	}
+	if err := reply(conn, id, nil, nil); err != nil {
+		return err
+	}
+	go s.serve(conn)
+	if s.listener != nil {
+		go s.accept()
+	}
+	exit := s.vm.Wait()
+	s.broadcast(&vmmctl.Exit{
+		Reason: string(exit.Reason), Detail: vmmctl.Clip(exit.Detail), Console: s.vm.Console().Tail,
+	})
+	_, err = s.vm.Close()
+	return err
+}
+
+var (
+	// errGone: a shell is of no use without its parent.
+	errGone = errors.New("the parent has gone")
+	// errUnanswered: a parent that cannot be understood gets no answer.
+	errUnanswered = errors.New("no message that was expected")
+)
+
+// make makes the VM. It returns the id of the message that wants to know.
+func (s *server) make(conn *vmmctl.Conn) (id uint64, err error) {
+	var m vmmctl.Message
+	if m, s.files, err = conn.Receive(); err != nil {
+		return 0, fmt.Errorf("%w: %w", errUnanswered, err)
+	}
+	switch m := m.(type) {
+	case *vmmctl.Boot:
+		if err := s.boot(m); err != nil {
+			return 0, err
+		}
+		s.spread(m.VCPUs)
+		return 0, nil
+	case *vmmctl.Shell:
+		shell, err := s.shell(m)
+		if err != nil {
+			return 0, err
+		}
+		id, err := s.fill(conn, shell)
+		if err == nil {
+			s.spread(m.VCPUs)
+		}
+		return id, err
+	}
+	return 0, fmt.Errorf("%w: the first is %T, neither Boot nor Shell", errUnanswered, m)
+}
+
+// fill says that the shell is there and waits for what is to go on in it.
+func (s *server) fill(conn *vmmctl.Conn, shell *vmm.Shell) (id uint64, err error) {
+	var m vmmctl.Message
+	if err = reply(conn, 0, nil, nil); err == nil {
+		m, s.files, err = conn.Receive()
+	}
+	if err != nil {
+		why := errUnanswered
+		if errors.Is(err, io.EOF) {
+			why = errGone
+		}
+		return 0, errors.Join(fmt.Errorf("%w: %w", why, err), shell.Close())
+	}
+	load, ok := m.(*vmmctl.Load)
+	if !ok {
+		return 0, errors.Join(fmt.Errorf("%w: %T after Shell, not Load", errUnanswered, m), shell.Close())
+	}
+	return load.ID, s.load(shell, load)
+}
+
+// spread makes as many Ps as a VM needs. A vCPU keeps its P while it is in the
+// guest, so there must be more Ps than vCPUs, for the control socket and the
+// devices. Not earlier: each P that has run has caches of its own.
+func (s *server) spread(vcpus uint64) {
+	s.procs = int(min(vcpus, vmm.MaxVCPUs)) + 1
+	runtime.GOMAXPROCS(s.procs)
+}
+
+// errPaused: whoever asks for a standby is about to capture the guest, and
+// would wait for an answer in vain.
+var errPaused = errors.New("connect: the guest is paused")
+
+// A guest reports free pages two seconds after they became free, in bursts.
+const (
+	settleQuiet = 300 * time.Millisecond
+	settleLimit = 5 * time.Second
+)
+
+type server struct {
+	limitFiles func(bytes uint64) error
+
+	pagemap *os.File // this process's own; nil before the first save
+	// userfaultfd is its device, nil where there is none.
+	userfaultfd *os.File
+	files       []*os.File // of the first message, those not yet taken
+	sys         *kvm.System
+	vm          *vmm.VM
+	procs       int           // how many Ps there are but during a save
+	disks       []*layer.Disk // those that can be saved
+	listener    *os.File      // nil: the VM ends with its parent
+	readyPort   uint32
+	ready       sync.Once
+
+	saving  sync.Mutex // held by a save until its copy is complete; protects leave
+	leave   func()     // ends the capture that lingers, if there is one
+	stillMu sync.Mutex // held by who pauses or resumes
+
+	parents vmmctl.Parents
+}
+
+// still runs what depends on the guest standing still, or changes that.
+func (s *server) still(do func() error) error {
+	s.stillMu.Lock()
+	defer s.stillMu.Unlock()
+	return do()
+}
+
+// broadcastPatience is how long a message to all waits for a parent that does
+// not read. The end of a VM must not.
+const broadcastPatience = time.Second
+
+// broadcast tells all parents something. One that has gone is noticed by
+// serve.
+func (s *server) broadcast(m vmmctl.Message) {
+	var sends sync.WaitGroup
+	s.parents.Each(func(conn *vmmctl.Conn) {
+		sends.Go(func() { _ = conn.Send(m) })
+	})
+	sent := make(chan struct{})
+	go func() { sends.Wait(); close(sent) }()
+	patience := time.NewTimer(broadcastPatience)
+	defer patience.Stop()
+	select {
+	case <-sent:
+	case <-patience.C:
+	}
+}
+
+// accept takes further parents for as long as the process lives.
+func (s *server) accept() {
+	for {
+		conn, err := vmmctl.Accept(s.listener)
+		if err != nil {
+			fmt.Fprintln(os.Stderr, "vmm:", err)
+			return
+		}
+		wait := s.parents.Add(conn)
+		go func() {
+			wait()
+			s.serve(conn)
+		}()
+	}
+}
+
+// dialed runs on a vCPU thread when the guest dials the host. The connection
+// itself carries nothing: that it was made is the message.
+func (s *server) dialed(port uint32) (*os.File, bool) {
+	if port == s.readyPort {
+		s.ready.Do(func() { go s.broadcast(&vmmctl.Ready{}) })
+	}
+	return nil, false
+}
+
+// serve answers one parent until it closes its end. That stops a VM that has
+// no other way to be reached.
+func (s *server) serve(conn *vmmctl.Conn) {
+	defer func() {
+		s.parents.Remove(conn)
+		_ = conn.Close() // the other end is closed
+		if s.listener == nil {
+			s.vm.Stop()
+		}
+	}()
+	for {
+		m, files, err := conn.Receive()
+		if err != nil {
+			if !errors.Is(err, io.EOF) {
+				fmt.Fprintln(os.Stderr, "vmm:", err)
+			}
+			return
+		}
+		if err := s.request(conn, m, files); err != nil {
+			fmt.Fprintln(os.Stderr, "vmm:", err)
+			return
+		}
+	}
+}
+
+// request serves one message. An error means that the parent cannot be
+// understood or reached.
+func (s *server) request(conn *vmmctl.Conn, m vmmctl.Message, files []*os.File) error {
+	if c, ok := m.(*vmmctl.Connect); ok && len(files) == 1 {
+		if c.Standby && s.vm.Paused() {
+			return reply(conn, c.ID, errors.Join(errPaused, files[0].Close()), nil)
+		}
+		s.vm.Connect(c.Port, files[0], c.Standby, func(err error) {
+			_ = reply(conn, c.ID, err, nil) // a dead parent is noticed by serve
+		})
+		return nil
+	}
+	if save, ok := m.(*vmmctl.Save); ok {
+		go func() { // it takes long, and the parent may want more
+			saved, err := s.save(save, files)
+			_ = reply(conn, save.ID, err, saved) // a dead parent is noticed by serve
+		}()
+		return nil
+	}
+	if m, ok := m.(*vmmctl.Simple); ok && m.Kind == vmmctl.KindTouched && len(files) == 1 {
+		written, read, err := s.vm.TouchedMemory(files[0])
+		err = errors.Join(err, files[0].Close())
+		return reply(conn, m.ID, err, vmmctl.Touched{Written: toRuns(written), Read: toRuns(read)}.Marshal())
+	}
+	for _, f := range files {
+		_ = f.Close() // nobody asked for it
+	}
+	switch m := m.(type) {
+	case *vmmctl.Balloon:
+		s.vm.SetBalloon(m.Bytes)
+		return reply(conn, m.ID, nil, nil)
+	case *vmmctl.Simple:
+		switch m.Kind {
+		case vmmctl.KindPause:
+			return reply(conn, m.ID, s.still(s.vm.Pause), nil)
+		case vmmctl.KindPark:
+			return reply(conn, m.ID, s.still(func() error { return s.vm.Park(s.knocked) }), nil)
+		case vmmctl.KindResume:
+			stood := byte(0)
+			err := s.still(func() error {
+				if s.vm.Paused() {
+					stood = 1
+				}
+				return s.vm.Resume()
+			})
+			return reply(conn, m.ID, err, []byte{stood})
+		case vmmctl.KindConsole:
+			return reply(conn, m.ID, nil, s.vm.Console().Tail)
+		case vmmctl.KindGeneration:
+			return reply(conn, m.ID, s.vm.RenewGeneration(), nil)
+		case vmmctl.KindSettle:
+			go func() { // it takes long, and the parent may want more
+				s.vm.Settle(settleQuiet, settleLimit)
+				_ = reply(conn, m.ID, nil, nil) // a dead parent is noticed by serve
+			}()
+			return nil
+		case vmmctl.KindStop:
+			s.vm.Stop()
+			return reply(conn, m.ID, nil, nil)
+		}
+	}
+	return fmt.Errorf("unexpected control message %T with %d files", m, len(files))
+}
+
+// knocked lets a parked machine go on. One that cannot has nobody to tell but by
+// its end: the parent waits for the guest's answer.
+func (s *server) knocked() {
+	if err := s.still(s.vm.Resume); err != nil {
+		fmt.Fprintln(os.Stderr, "vmm:", err)
+		s.vm.Stop()
+	}
+}
+
+func reply(conn *vmmctl.Conn, id uint64, err error, data []byte) error {
+	r := &vmmctl.Reply{ID: id, Data: data}
+	if err != nil {
+		r.Error = vmmctl.Clip(err.Error())
+	}
+	return conn.Send(r)
+}
