@@ -94,7 +94,7 @@ func burst(ctx context.Context, from ForkConfig, cfg ClaimConfig) (_ *BurstRepor
 }
 
 // measure makes n claims with run, pings what they made, and ends it.
-func (s *BurstSide) measure(ctx context.Context, node *node, name string, n int, run func(n int, do func(i int))) error {
+func (s *BurstSide) measure(ctx context.Context, node *benchNode, name string, n int, run func(n int, do func(i int))) error {
 	took, errs := make([]time.Duration, n), make([]error, n)
 	key := func(i int) sandbox.Key { return benchKey(fmt.Sprintf("%s-%d", name, i)) }
 	start := time.Now()
@@ -114,7 +114,7 @@ func (s *BurstSide) measure(ctx context.Context, node *node, name string, n int,
 }
 
 // end ends a sandbox that must still answer.
-func (n *node) end(ctx context.Context, k sandbox.Key) error {
+func (n *benchNode) end(ctx context.Context, k sandbox.Key) error {
 	u, err := n.manager.Use(ctx, k)
 	if err == nil {
 		err = u.Agent().Ping(ctx)

@@ -18,7 +18,7 @@ import (
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/guest/guestrpc"
-	"agentrun.dev/internal/sandbox"
+	"agentrun.dev/internal/node"
 	"agentrun.dev/internal/server"
 	"agentrun.dev/internal/storage/image"
 )
@@ -71,7 +71,7 @@ func Exec(ctx context.Context, cfg ExecConfig) (_ ExecReport, err error) {
 		return report, err
 	}
 	const name = "measured"
-	_, err = n.one(ctx, name, func(u *sandbox.Use) error {
+	_, err = n.one(ctx, name, func(u *node.Use) error {
 		agent := func() error {
 			st, err := u.Agent().Run(ctx, u.Exec(guestrpc.ExecRequest{Argv: []string{cfg.Program}}), nil, nil, nil)
 			return errors.Join(err, exited(st.Code))
@@ -126,7 +126,7 @@ func atOnce(clients, count int, do func() error) ([]time.Duration, error) {
 
 // serve serves the node's API on a socket, as the daemon does, until the node is
 // closed.
-func (n *node) serve(ctx context.Context, socket string) (*client.Client, error) {
+func (n *benchNode) serve(ctx context.Context, socket string) (*client.Client, error) {
 	keys, err := access.Open(n.manager.Journal())
 	if err != nil {
 		return nil, err

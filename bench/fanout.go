@@ -12,6 +12,7 @@ import (
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/node"
 	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/storage/image"
 )
@@ -64,17 +65,17 @@ func Fanout(ctx context.Context, cfg FanoutConfig) (_ FanoutReport, err error) {
 	}
 	defer func() { err = errors.Join(err, f.close()) }()
 	var warm, fresh, cold []time.Duration
-	evaluate := func(u *sandbox.Use) error { return f.run(ctx, u) }
+	evaluate := func(u *node.Use) error { return f.run(ctx, u) }
 	for i := range turns {
 		for _, kind := range []struct {
 			name    string
 			samples *[]time.Duration
 			wait    int // how many wait in the pool
-			do      func(*sandbox.Use) error
+			do      func(*node.Use) error
 		}{
 			{"warm", &warm, 1, evaluate},
 			{"fresh", &fresh, 0, evaluate},
-			{"cold", &cold, 1, func(u *sandbox.Use) error { return execProgram(ctx, u.Agent(), "/bin/sh", "-c", cfg.Cold) }},
+			{"cold", &cold, 1, func(u *node.Use) error { return execProgram(ctx, u.Agent(), "/bin/sh", "-c", cfg.Cold) }},
 		} {
 			if err := f.keep(ctx, kind.wait); err != nil {
 				return report, err
@@ -95,7 +96,7 @@ func Fanout(ctx context.Context, cfg FanoutConfig) (_ FanoutReport, err error) {
 
 // fanout is a pool of warm sandboxes.
 type fanout struct {
-	*node
+	*benchNode
 	cfg FanoutConfig
 }
 
@@ -108,7 +109,7 @@ func newFanout(ctx context.Context, cfg FanoutConfig) (*fanout, error) {
 }
 
 // run evaluates the code.
-func (f *fanout) run(ctx context.Context, u *sandbox.Use) error {
+func (f *fanout) run(ctx context.Context, u *node.Use) error {
 	st, err := u.Agent().RunCode(ctx, guestrpc.CodeRunRequest{Source: f.cfg.Code}, io.Discard, io.Discard, nil)
 	if err == nil && st.State != guestrpc.CodeOK {
 		err = fmt.Errorf("the code exited with %d", st.Code)
@@ -129,7 +130,7 @@ func (f *fanout) all(ctx context.Context, report *FanoutReport) error {
 		wg.Go(func() {
 			defer func() { <-free }()
 			start := time.Now()
-			_, err := f.use(ctx, fmt.Sprintf("fork-%d", i), func(u *sandbox.Use) error { return f.run(ctx, u) })
+			_, err := f.use(ctx, fmt.Sprintf("fork-%d", i), func(u *node.Use) error { return f.run(ctx, u) })
 			mu.Lock()
 			defer mu.Unlock()
 			each, errs = append(each, time.Since(start)), append(errs, err)

@@ -13,6 +13,7 @@ import (
 	"agentrun.dev/internal/engine/folder"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/pick"
+	"agentrun.dev/internal/node"
 	"agentrun.dev/internal/node/template"
 	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/storage/image"
@@ -36,7 +37,7 @@ type nodeConfig struct {
 	Starts   int
 }
 
-func (cfg nodeConfig) builder(e engine.Engine) sandbox.Builder {
+func (cfg nodeConfig) builder(e engine.Engine) node.Builder {
 	if cfg.Root != nil {
 		return &rootBuilder{rootTemplate: *cfg.Root, engine: e}
 	}
@@ -75,10 +76,10 @@ func (b *rootBuilder) Rehearse(context.Context, sandbox.TemplateSpec, engine.San
 	return nil
 }
 
-// node is what a daemon has but for its server: a manager with a pool, in which no
+// benchNode is what a daemon has but for its server: a manager with a pool, in which no
 // sandbox waits at first.
-type node struct {
-	manager *sandbox.Manager
+type benchNode struct {
+	manager *node.Manager
 	undo    []func() error
 }
 
@@ -91,8 +92,8 @@ func benchKey(name string) sandbox.Key {
 
 // newNode makes a node and waits for its pool. The caller closes it, also after an
 // error.
-func newNode(ctx context.Context, cfg nodeConfig) (*node, error) {
-	n := &node{}
+func newNode(ctx context.Context, cfg nodeConfig) (*benchNode, error) {
+	n := &benchNode{}
 	resident, err := os.MkdirTemp("/dev/shm", "agentrun-bench-")
 	if err != nil {
 		return n, err
@@ -107,7 +108,7 @@ func newNode(ctx context.Context, cfg nodeConfig) (*node, error) {
 	if err != nil {
 		return n, err
 	}
-	n.manager, err = sandbox.Open(ctx, sandbox.Config{
+	n.manager, err = node.Open(ctx, node.Config{
 		Dir: filepath.Join(cfg.Folder, "state"), Engine: e, Boot: boot, Capacity: 1 << 62,
 		Builder: cfg.builder(e), Observer: cfg.Observer, Starts: cfg.Starts, Log: slog.New(slog.DiscardHandler),
 	})
@@ -123,7 +124,7 @@ func newNode(ctx context.Context, cfg nodeConfig) (*node, error) {
 }
 
 // keep makes so many sandboxes wait in the pool, and waits until they do.
-func (n *node) keep(ctx context.Context, count int) error {
+func (n *benchNode) keep(ctx context.Context, count int) error {
 	if _, err := n.manager.ApplyPool(benchKey(benchPool), sandbox.PoolSpec{Template: benchPool, Replicas: count, Stage: sandbox.AfterReady}); err != nil {
 		return err
 	}
@@ -146,10 +147,10 @@ func (n *node) keep(ctx context.Context, count int) error {
 	}
 }
 
-func (n *node) close() error { return undoAll(n.undo) }
+func (n *benchNode) close() error { return undoAll(n.undo) }
 
 // use claims a fork and does something in it; took is without the claim.
-func (n *node) use(ctx context.Context, name string, do func(*sandbox.Use) error) (took time.Duration, err error) {
+func (n *benchNode) use(ctx context.Context, name string, do func(*node.Use) error) (took time.Duration, err error) {
 	if _, err := n.manager.Claim(ctx, benchKey(name), sandbox.ClaimSpec{Pool: benchPool}); err != nil {
 		return 0, err
 	}
@@ -164,7 +165,7 @@ func (n *node) use(ctx context.Context, name string, do func(*sandbox.Use) error
 }
 
 // one is use of a fork that ends then.
-func (n *node) one(ctx context.Context, name string, do func(*sandbox.Use) error) (time.Duration, error) {
+func (n *benchNode) one(ctx context.Context, name string, do func(*node.Use) error) (time.Duration, error) {
 	took, err := n.use(ctx, name, do)
 	_, killErr := n.manager.Kill(ctx, benchKey(name))
 	return took, errors.Join(err, killErr)

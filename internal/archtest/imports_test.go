@@ -227,10 +227,21 @@ func TestTestbedIsNoLibrary(t *testing.T) {
 
 // TestTestPackages: packages that are for tests are imported by tests only.
 func TestTestPackages(t *testing.T) {
-	const forTests = module + "/internal/sandbox/sandboxtest"
+	const forTests = module + "/internal/node/nodetest"
 	for _, p := range goList(t, "./...") {
 		if slices.Contains(p.Imports, forTests) {
 			t.Errorf("%s imports %s in what is not a test", p.ImportPath, forTests)
+		}
+	}
+}
+
+// TestDomainIsApart: what speaks of sandboxes does not depend on what runs them.
+func TestDomainIsApart(t *testing.T) {
+	for _, p := range goList(t, "-deps", "./internal/sandbox", "./internal/access") {
+		of, ours := strings.CutPrefix(p.ImportPath, module+"/internal/")
+		group, _, _ := strings.Cut(of, "/")
+		if ours && slices.Contains([]string{"engine", "storage", "vmm", "host"}, group) {
+			t.Errorf("%s is linked into sandbox or access", p.ImportPath)
 		}
 	}
 }
@@ -246,9 +257,9 @@ func TestNoGVisorHere(t *testing.T) {
 
 // TestObserversAreApart: what is counted and traced does not know by what.
 func TestObserversAreApart(t *testing.T) {
-	for _, p := range goList(t, "-deps", "./internal/sandbox", "./internal/server") {
+	for _, p := range goList(t, "-deps", "./internal/node", "./internal/server") {
 		if strings.HasPrefix(p.ImportPath, "github.com/prometheus/") || strings.HasPrefix(p.ImportPath, "go.opentelemetry.io/") {
-			t.Errorf("%s is linked into sandbox or server", p.ImportPath)
+			t.Errorf("%s is linked into node or server", p.ImportPath)
 		}
 	}
 }

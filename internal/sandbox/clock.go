@@ -10,8 +10,8 @@ type Clock struct {
 	Since time.Time `json:"since,omitzero"`
 }
 
-// elapsed is how long the sandbox has run.
-func (c Clock) elapsed(now time.Time) time.Duration {
+// Elapsed is how long the sandbox has run.
+func (c Clock) Elapsed(now time.Time) time.Duration {
 	if c.Since.IsZero() {
 		return c.Ran
 	}
@@ -19,22 +19,24 @@ func (c Clock) elapsed(now time.Time) time.Duration {
 	return c.Ran + max(0, now.Sub(c.Since))
 }
 
-func (c *Clock) start(now time.Time) {
+// Start lets the clock run on.
+func (c *Clock) Start(now time.Time) {
 	if c.Since.IsZero() {
 		c.Since = now
 	}
 }
 
-func (c *Clock) stop(now time.Time) {
-	c.Ran = c.elapsed(now)
+// Stop makes the clock stand still.
+func (c *Clock) Stop(now time.Time) {
+	c.Ran = c.Elapsed(now)
 	c.Since = time.Time{}
 }
 
-// left is how much of limit is left, never negative; it is false if there is no
+// Left is how much of limit is left, never negative; it is false if there is no
 // limit.
-func (c Clock) left(limit time.Duration, now time.Time) (time.Duration, bool) {
+func (c Clock) Left(limit time.Duration, now time.Time) (time.Duration, bool) {
 	if limit == 0 {
 		return 0, false
 	}
-	return max(0, limit-c.elapsed(now)), true
+	return max(0, limit-c.Elapsed(now)), true
 }

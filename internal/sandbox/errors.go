@@ -80,8 +80,6 @@ func (e *Error) Is(target error) bool {
 // HasCode reports whether err is, or wraps, an Error with this code.
 func HasCode(err error, code Code) bool { return errors.Is(err, &Error{Code: code}) }
 
-func notFound(kind Kind, k Key) *Error { return NotFound(kind, k) }
-
 // NotFound is the error for an object that does not exist, or that whoever asks
 // may not know of.
 func NotFound(kind Kind, k Key) *Error {

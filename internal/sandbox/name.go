@@ -25,7 +25,7 @@ const labelRule = "1 to 63 lower-case letters, digits and dashes, beginning and 
 // ParseName checks a name.
 func ParseName(s string) (Name, error) {
 	if !label.MatchString(s) {
-		return "", Errorf(CodeInvalid, "the name %s is not valid", quote(s)).Because("it is not %s", labelRule)
+		return "", Errorf(CodeInvalid, "the name %s is not valid", Quote(s)).Because("it is not %s", labelRule)
 	}
 	return Name(s), nil
 }
@@ -36,7 +36,7 @@ const maxBase = 48
 // NewName makes a name up that begins with base.
 func NewName(base Name) Name {
 	cut := strings.TrimRight(string(base[:min(len(base), maxBase)]), "-")
-	return Name(cut + "-" + string(newID()[:6]))
+	return Name(cut + "-" + string(NewID()[:6]))
 }
 
 // ParseNamespace checks a namespace. An empty one is the default.
@@ -45,13 +45,13 @@ func ParseNamespace(s string) (Namespace, error) {
 		return DefaultNamespace, nil
 	}
 	if !label.MatchString(s) {
-		return "", Errorf(CodeInvalid, "the namespace %s is not valid", quote(s)).Because("it is not %s", labelRule)
+		return "", Errorf(CodeInvalid, "the namespace %s is not valid", Quote(s)).Because("it is not %s", labelRule)
 	}
 	return Namespace(s), nil
 }
 
-// quote shows untrusted text in an error, shortened.
-func quote(s string) string {
+// Quote shows untrusted text in an error, shortened.
+func Quote(s string) string {
 	const most = 80
 	if len(s) > most {
 		return fmt.Sprintf("%q...", s[:most])
@@ -75,8 +75,8 @@ const idLength = 20
 
 var idText = base32.NewEncoding("abcdefghijklmnopqrstuvwxyz234567").WithPadding(base32.NoPadding)
 
-// newID makes an id up: 100 random bits.
-func newID() ID {
+// NewID makes an id up: 100 random bits.
+func NewID() ID {
 	var b [13]byte
 	_, _ = rand.Read(b[:]) // never fails
 	return ID(idText.EncodeToString(b[:])[:idLength])
@@ -85,7 +85,7 @@ func newID() ID {
 // ParseID checks an id.
 func ParseID(s string) (ID, error) {
 	if len(s) != idLength || strings.Trim(s, "abcdefghijklmnopqrstuvwxyz234567") != "" {
-		return "", Errorf(CodeInvalid, "the id %s is not valid", quote(s)).
+		return "", Errorf(CodeInvalid, "the id %s is not valid", Quote(s)).
 			Because("it is not %d of the characters a-z and 2-7", idLength)
 	}
 	return ID(s), nil

@@ -4,8 +4,6 @@ import (
 	"context"
 	"errors"
 	"time"
-
-	"agentrun.dev/internal/engine"
 )
 
 // Op is something that takes time and that an Observer is told about.
@@ -46,7 +44,14 @@ type Outcome struct {
 	// Children and Failed are how many forks there are, and how many there are
 	// not; Live is what they cost their source. All are of OpLiveFork.
 	Children, Failed int
-	Live             engine.LiveForkStats
+	Live             LiveForkStats
+}
+
+// LiveForkStats is what a live fork cost its source.
+type LiveForkStats struct {
+	// Pause is for how long the source stood still, LongestWait for how long one of
+	// its writes to memory waited at most.
+	Pause, LongestWait time.Duration
 }
 
 // Observer is told what happens, for those who count and measure. Its methods
@@ -113,13 +118,5 @@ func (o Outcome) Result() string {
 	return string(CodeInternal)
 }
 
-// Begin tells the manager's observer of something that is done in the sandbox.
-func (u *Use) Begin(ctx context.Context, op Op) (context.Context, func(error)) {
-	ctx, end := u.member.manager.observer.Begin(ctx, u.Sandbox.work(op))
-	return ctx, func(err error) { end(Outcome{Err: err}) }
-}
-
-// pool is what the sandbox came from.
-func (s Sandbox) pool() Key { return Key{s.Namespace, s.Pool} }
-
-func (s Sandbox) work(op Op) Work { return Work{Op: op, Pool: s.pool(), Sandbox: s.ID} }
+// Work is something that is done with the sandbox.
+func (s Sandbox) Work(op Op) Work { return Work{Op: op, Pool: s.PoolKey(), Sandbox: s.ID} }

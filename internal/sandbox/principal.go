@@ -13,8 +13,16 @@ func WithPrincipal(ctx context.Context, p Principal) context.Context {
 	return context.WithValue(ctx, principalKey{}, p)
 }
 
-// principalOf is who asks; empty is nobody that is known.
-func principalOf(ctx context.Context) Principal {
+// PrincipalOf is who asks; empty is nobody that is known.
+func PrincipalOf(ctx context.Context) Principal {
 	p, _ := ctx.Value(principalKey{}).(Principal)
 	return p
+}
+
+// Shown is a principal in an error.
+func (p Principal) Shown() string {
+	if p == "" {
+		return "somebody unknown"
+	}
+	return string(p)
 }

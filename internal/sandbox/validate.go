@@ -7,20 +7,19 @@ import (
 	"regexp"
 	"strings"
 	"time"
-
-	"agentrun.dev/internal/engine"
 )
 
 const mib = 1 << 20
 
-func mebibytes(n uint64) string { return fmt.Sprintf("%d MiB", (n+mib-1)/mib) }
+// Mebibytes shows a size, rounded up.
+func Mebibytes(n uint64) string { return fmt.Sprintf("%d MiB", (n+mib-1)/mib) }
 
 // Bounds of what a template may ask for.
 const (
 	MinMemory    = 64 * mib // what a Linux guest boots with
 	maxMemory    = 1 << 40
-	MinDisk      = engine.MinDisk
-	maxDisk      = engine.LargestDisk
+	MinDisk      = 16 * mib
+	maxDisk      = 16 << 40 // what an engine's disk can have
 	maxMilliCPUs = 256_000
 	maxInit      = 100
 	maxText      = 1 << 20
@@ -34,35 +33,37 @@ const (
 	DefaultReady     = time.Minute
 )
 
-func invalid(field, format string, args ...any) error {
+// Invalid is the error for a field of a request that is not possible.
+func Invalid(field, format string, args ...any) error {
 	return Errorf(CodeInvalid, "%s: %s", field, fmt.Sprintf(format, args...))
 }
 
-func (s TemplateSpec) validate() error {
+// Validate refuses a template that no node can build.
+func (s TemplateSpec) Validate() error {
 	switch {
 	case s.Image == "":
-		return invalid("image", "a template needs one")
+		return Invalid("image", "a template needs one")
 	case s.MilliCPUs == 0 || s.MilliCPUs > maxMilliCPUs:
-		return invalid("resources.cpu", "%d thousandths of a processor are not between 1 and %d", s.MilliCPUs, maxMilliCPUs)
+		return Invalid("resources.cpu", "%d thousandths of a processor are not between 1 and %d", s.MilliCPUs, maxMilliCPUs)
 	case s.Memory < MinMemory || s.Memory > maxMemory:
-		return invalid("resources.memory", "%s are not between %s and %s", mebibytes(s.Memory), mebibytes(MinMemory), mebibytes(maxMemory))
+		return Invalid("resources.memory", "%s are not between %s and %s", Mebibytes(s.Memory), Mebibytes(MinMemory), Mebibytes(maxMemory))
 	case s.Disk > 0 && (s.Disk < MinDisk || s.Disk > maxDisk):
-		return invalidDisk(s.Disk, maxDisk, "")
+		return InvalidDisk(s.Disk, maxDisk, "")
 	case len(s.Init) > maxInit:
-		return invalid("init", "%d commands are more than %d", len(s.Init), maxInit)
+		return Invalid("init", "%d commands are more than %d", len(s.Init), maxInit)
 	case s.Workdir != "" && !path.IsAbs(s.Workdir):
-		return invalid("workdir", "%s is not absolute", quote(s.Workdir))
+		return Invalid("workdir", "%s is not absolute", Quote(s.Workdir))
 	}
 	for i, c := range s.Init {
 		if strings.TrimSpace(c) == "" || len(c) > maxText || strings.ContainsRune(c, 0) {
-			return invalid(fmt.Sprintf("init[%d]", i), "a command is text of at most %d bytes, not empty and without NUL", maxText)
+			return Invalid(fmt.Sprintf("init[%d]", i), "a command is text of at most %d bytes, not empty and without NUL", maxText)
 		}
 	}
-	if err := s.Env.validate(); err != nil {
+	if err := s.Env.Validate(); err != nil {
 		return err
 	}
 	if s.Warmup != nil && (s.Warmup.Language == "" || len(s.Warmup.Text) > maxText) {
-		return invalid("warmup", "it needs a language and at most %d bytes of code", maxText)
+		return Invalid("warmup", "it needs a language and at most %d bytes of code", maxText)
 	}
 	return s.Ready.validate()
 }
@@ -78,36 +79,62 @@ func (r *ReadyCheck) validate() error {
 		}
 	}
 	if set != 1 {
-		return invalid("ready", "it has one of command, port and delay, not %d of them", set)
+		return Invalid("ready", "it has one of command, port and delay, not %d of them", set)
 	}
 	if r.Delay < 0 || r.Timeout < 0 {
-		return invalid("ready", "a time is negative")
+		return Invalid("ready", "a time is negative")
 	}
 	return nil
+}
+
+// InvalidDisk refuses the size of a disk, with what is possible.
+func InvalidDisk(size, most uint64, why string) error {
+	if why != "" {
+		why = ": " + why
+	}
+	given := Mebibytes(size)
+	if size%mib != 0 { // rounded it might look as if it were possible
+		given = fmt.Sprintf("%d bytes", size)
+	}
+	return Invalid("resources.disk", "%s are not between %s and %s%s", given, Mebibytes(MinDisk), Mebibytes(most/mib*mib), why)
 }
 
 var envName = regexp.MustCompile(`^[A-Za-z_][A-Za-z0-9_]*$`)
 
-func (e Env) validate() error {
+// Validate refuses names and values that no process can be given.
+func (e Env) Validate() error {
 	for name, value := range e {
 		if !envName.MatchString(name) {
-			return invalid("env", "%s is not a name of letters, digits and underscores", quote(name))
+			return Invalid("env", "%s is not a name of letters, digits and underscores", Quote(name))
 		}
 		if strings.ContainsRune(value, 0) {
-			return invalid("env", "the value of %s has a NUL", name)
+			return Invalid("env", "the value of %s has a NUL", name)
 		}
 	}
 	return nil
 }
 
-func (p PoolSpec) validate() error {
+// CheckSize refuses an environment that no agent would take, by its size alone.
+func (e Env) CheckSize() error {
+	size := 0
+	for name, value := range e {
+		size += len(name) + len(value) + 8
+	}
+	if size > maxEnvironment {
+		return Invalid("env", "all variables together, secrets included, have %d bytes, more than %d", size, maxEnvironment)
+	}
+	return nil
+}
+
+// Validate refuses a pool that no node can keep.
+func (p PoolSpec) Validate() error {
 	switch {
 	case p.Template == "":
-		return invalid("templateRef", "a pool needs a template")
+		return Invalid("templateRef", "a pool needs a template")
 	case p.Replicas < 0 || p.Replicas > maxReplicas:
-		return invalid("replicas", "%d is not between 0 and %d", p.Replicas, maxReplicas)
+		return Invalid("replicas", "%d is not between 0 and %d", p.Replicas, maxReplicas)
 	case p.Stage != AfterInit && p.Stage != AfterReady:
-		return invalid("snapshotAfter", "%s is neither %s nor %s", quote(string(p.Stage)), AfterInit, AfterReady)
+		return Invalid("snapshotAfter", "%s is neither %s nor %s", Quote(string(p.Stage)), AfterInit, AfterReady)
 	}
 	return nil
 }
@@ -120,38 +147,40 @@ const (
 	maxMetadataValue = 4096
 )
 
-func (c ClaimSpec) validate() error {
+// Validate refuses a claim that no pool can serve.
+func (c ClaimSpec) Validate() error {
 	if c.Pool == "" {
-		return invalid("poolRef", "a claim needs a pool")
+		return Invalid("poolRef", "a claim needs a pool")
 	}
-	if err := errors.Join(c.Env.validate(), c.validateSecrets()); err != nil {
+	if err := errors.Join(c.Env.Validate(), c.validateSecrets()); err != nil {
 		return err
 	}
 	if err := validateMetadata(c.Metadata); err != nil {
 		return err
 	}
-	return c.Lifetime.validate()
+	return c.Lifetime.Validate()
 }
 
 func validateMetadata(entries map[string]string) error {
 	if len(entries) > maxMetadata {
-		return invalid("metadata", "%d entries are more than %d", len(entries), maxMetadata)
+		return Invalid("metadata", "%d entries are more than %d", len(entries), maxMetadata)
 	}
 	for k, v := range entries {
 		if k == "" || len(k) > maxMetadataValue || len(v) > maxMetadataValue {
-			return invalid("metadata", "keys and values have 1 to %d bytes", maxMetadataValue)
+			return Invalid("metadata", "keys and values have 1 to %d bytes", maxMetadataValue)
 		}
 	}
 	return nil
 }
 
-func (l Lifetime) validate() error {
+// Validate refuses times that are negative and actions that do not exist.
+func (l Lifetime) Validate() error {
 	if l.Timeout < 0 || l.IdleTimeout < 0 {
-		return invalid("timeout", "it is negative")
+		return Invalid("timeout", "it is negative")
 	}
 	switch l.OnTimeout {
 	case "", TimeoutKill, TimeoutPause, TimeoutHibernate:
 		return nil
 	}
-	return invalid("onTimeout", "%s is none of kill, pause and hibernate", quote(string(l.OnTimeout)))
+	return Invalid("onTimeout", "%s is none of kill, pause and hibernate", Quote(string(l.OnTimeout)))
 }

@@ -25,7 +25,7 @@ import (
 )
 
 // with is the same node as whoever has a key or token sees it.
-func (n *node) with(credential string) *node {
+func (n *testNode) with(credential string) *testNode {
 	as := *n
 	as.client = &http.Client{Transport: bearer{credential, n.client.Transport}}
 	return &as
@@ -45,7 +45,7 @@ func (b bearer) RoundTrip(r *http.Request) (*http.Response, error) {
 }
 
 // key makes an API key.
-func (n *node) key(role access.Role, namespaces ...sandbox.Namespace) string {
+func (n *testNode) key(role access.Role, namespaces ...sandbox.Namespace) string {
 	n.t.Helper()
 	text, _, err := n.access.Create(access.KeySpec{Name: "test", Role: role, Namespaces: namespaces})
 	if err != nil {
@@ -55,7 +55,7 @@ func (n *node) key(role access.Role, namespaces ...sandbox.Namespace) string {
 }
 
 // token is that of a sandbox.
-func (n *node) token(name sandbox.Name) string {
+func (n *testNode) token(name sandbox.Name) string {
 	n.t.Helper()
 	s, err := n.manager.Sandbox(sandbox.Key{Namespace: "default", Name: name})
 	if err != nil {
@@ -65,7 +65,7 @@ func (n *node) token(name sandbox.Name) string {
 }
 
 // events are those of the audit log.
-func (n *node) events() (out []audit.Event) {
+func (n *testNode) events() (out []audit.Event) {
 	n.t.Helper()
 	data, err := os.ReadFile(filepath.Join(n.audit, "audit.log"))
 	if err != nil {
@@ -125,7 +125,7 @@ func TestPermissions(t *testing.T) {
 
 // attempt makes a request to a route of another object, without a body worth
 // anything: whatever comes is about who may, or about the body.
-func (n *node) attempt(method, path string, names ...string) *response {
+func (n *testNode) attempt(method, path string, names ...string) *response {
 	n.t.Helper()
 	for i := 0; i < len(names); i += 2 {
 		path = strings.ReplaceAll(path, names[i], names[i+1])
@@ -141,7 +141,7 @@ func (n *node) attempt(method, path string, names ...string) *response {
 // else.
 func TestRoles(t *testing.T) {
 	n := newNode(t)
-	roles := map[access.Role]*node{
+	roles := map[access.Role]*testNode{
 		access.RoleViewer: n.with(n.key(access.RoleViewer, "default")), access.RoleUser: n.with(n.key(access.RoleUser, "default")),
 		access.RoleAdmin: n.with(n.key(access.RoleAdmin)),
 	}

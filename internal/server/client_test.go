@@ -14,7 +14,7 @@ import (
 	"agentrun.dev/internal/client"
 )
 
-func (n *node) newClient() *client.Client {
+func (n *testNode) newClient() *client.Client {
 	n.t.Helper()
 	c, err := client.New(client.Config{Socket: n.socket})
 	if err != nil {

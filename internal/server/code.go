@@ -7,6 +7,7 @@ import (
 
 	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/node"
 	"agentrun.dev/internal/sandbox"
 )
 
@@ -25,7 +26,7 @@ func (a *api) RunCode(w http.ResponseWriter, r *http.Request, namespace, name st
 	if err == nil && !given.Background {
 		form, err = accepted(r, formJSON, formNDJSON, formSSE)
 	}
-	var u *sandbox.Use
+	var u *node.Use
 	if err == nil {
 		u, err = a.use(r.Context(), namespace, name)
 	}
@@ -230,7 +231,7 @@ func (a *api) AttachCode(w http.ResponseWriter, r *http.Request, namespace, name
 	if err == nil && (q.Stdout < -1 || q.Stderr < -1 || q.Event < -1) {
 		err = invalid("stdout, stderr, event", "a place to begin at is -1 or more")
 	}
-	var u *sandbox.Use
+	var u *node.Use
 	if err == nil {
 		u, err = a.use(r.Context(), namespace, name)
 	}
@@ -250,12 +251,12 @@ func (a *api) AttachCode(w http.ResponseWriter, r *http.Request, namespace, name
 
 // ReleaseCode implements rest.ServerInterface.
 func (a *api) ReleaseCode(w http.ResponseWriter, r *http.Request, namespace, name, id string) {
-	a.withExec(w, r, namespace, name, id, func(u *sandbox.Use) error { return u.Agent().ReleaseCode(r.Context(), id) })
+	a.withExec(w, r, namespace, name, id, func(u *node.Use) error { return u.Agent().ReleaseCode(r.Context(), id) })
 }
 
 // InterruptCode implements rest.ServerInterface.
 func (a *api) InterruptCode(w http.ResponseWriter, r *http.Request, namespace, name, id string) {
-	a.withExec(w, r, namespace, name, id, func(u *sandbox.Use) error {
+	a.withExec(w, r, namespace, name, id, func(u *node.Use) error {
 		return u.Agent().InterruptCode(r.Context(), guestrpc.CodeInterruptRequest{ID: id})
 	})
 }
@@ -287,7 +288,7 @@ func (a *api) CreateContext(w http.ResponseWriter, r *http.Request, namespace, n
 	if err == nil {
 		req.Env, err = environment(given.Env)
 	}
-	var u *sandbox.Use
+	var u *node.Use
 	if err == nil {
 		u, err = a.use(r.Context(), namespace, name)
 	}
@@ -315,17 +316,17 @@ func showContext(c guestrpc.CodeContext) rest.Context {
 
 // DeleteContext implements rest.ServerInterface.
 func (a *api) DeleteContext(w http.ResponseWriter, r *http.Request, namespace, name, id string) {
-	a.withExec(w, r, namespace, name, id, func(u *sandbox.Use) error { return u.CloseContext(r.Context(), id) })
+	a.withExec(w, r, namespace, name, id, func(u *node.Use) error { return u.CloseContext(r.Context(), id) })
 }
 
 // RestartContext implements rest.ServerInterface.
 func (a *api) RestartContext(w http.ResponseWriter, r *http.Request, namespace, name, id string) {
-	a.withExec(w, r, namespace, name, id, func(u *sandbox.Use) error { return u.Agent().RestartContext(r.Context(), id) })
+	a.withExec(w, r, namespace, name, id, func(u *node.Use) error { return u.Agent().RestartContext(r.Context(), id) })
 }
 
 // InterruptContext implements rest.ServerInterface.
 func (a *api) InterruptContext(w http.ResponseWriter, r *http.Request, namespace, name, id string) {
-	a.withExec(w, r, namespace, name, id, func(u *sandbox.Use) error {
+	a.withExec(w, r, namespace, name, id, func(u *node.Use) error {
 		return u.Agent().InterruptCode(r.Context(), guestrpc.CodeInterruptRequest{Context: id})
 	})
 }

@@ -13,11 +13,12 @@ import (
 
 	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/node"
 	"agentrun.dev/internal/sandbox"
 )
 
 // use begins to use a sandbox that the path names.
-func (a *api) use(ctx context.Context, namespace, name string) (*sandbox.Use, error) {
+func (a *api) use(ctx context.Context, namespace, name string) (*node.Use, error) {
 	k, err := key(namespace, name)
 	if err != nil {
 		return nil, err
@@ -35,7 +36,7 @@ func (a *api) use(ctx context.Context, namespace, name string) (*sandbox.Use, er
 }
 
 // inside serves a route that is answered with nothing but success.
-func (a *api) inside(w http.ResponseWriter, r *http.Request, namespace, name string, do func(*sandbox.Use) error) {
+func (a *api) inside(w http.ResponseWriter, r *http.Request, namespace, name string, do func(*node.Use) error) {
 	u, err := a.use(r.Context(), namespace, name)
 	if err == nil {
 		defer u.Done()
@@ -45,7 +46,7 @@ func (a *api) inside(w http.ResponseWriter, r *http.Request, namespace, name str
 }
 
 // withExec serves a route of one exec, likewise.
-func (a *api) withExec(w http.ResponseWriter, r *http.Request, namespace, name, id string, do func(*sandbox.Use) error) {
+func (a *api) withExec(w http.ResponseWriter, r *http.Request, namespace, name, id string, do func(*node.Use) error) {
 	if err := checkID("id", id); err != nil {
 		a.fail(w, r, err)
 		return
@@ -119,7 +120,7 @@ func (a *api) Exec(w http.ResponseWriter, r *http.Request, namespace, name strin
 	if err == nil && !x.Background {
 		form, err = accepted(r, formJSON, formNDJSON, formSSE)
 	}
-	var u *sandbox.Use
+	var u *node.Use
 	if err == nil {
 		u, err = a.use(r.Context(), namespace, name)
 	}
@@ -234,7 +235,7 @@ func (a *api) AttachExec(w http.ResponseWriter, r *http.Request, namespace, name
 }
 
 // attach joins an exec.
-func (a *api) attach(r *http.Request, namespace, name, id string, stdout, stderr int64) (*sandbox.Use, *guestrpc.ExecSession, error) {
+func (a *api) attach(r *http.Request, namespace, name, id string, stdout, stderr int64) (*node.Use, *guestrpc.ExecSession, error) {
 	if err := checkID("id", id); err != nil {
 		return nil, nil, err
 	}
@@ -272,7 +273,7 @@ func (a *api) ListExecs(w http.ResponseWriter, r *http.Request, namespace, name 
 // GetExec implements rest.ServerInterface.
 func (a *api) GetExec(w http.ResponseWriter, r *http.Request, namespace, name, id string) {
 	err := checkID("id", id)
-	var u *sandbox.Use
+	var u *node.Use
 	if err == nil {
 		u, err = a.use(r.Context(), namespace, name)
 	}
@@ -307,12 +308,12 @@ func showExec(x guestrpc.ExecInfo) rest.ExecInfo {
 
 // ReleaseExec implements rest.ServerInterface.
 func (a *api) ReleaseExec(w http.ResponseWriter, r *http.Request, namespace, name, id string) {
-	a.withExec(w, r, namespace, name, id, func(u *sandbox.Use) error { return u.Agent().ReleaseExec(r.Context(), id) })
+	a.withExec(w, r, namespace, name, id, func(u *node.Use) error { return u.Agent().ReleaseExec(r.Context(), id) })
 }
 
 // WriteStdin implements rest.ServerInterface.
 func (a *api) WriteStdin(w http.ResponseWriter, r *http.Request, namespace, name, id string, q rest.WriteStdinParams) {
-	a.withExec(w, r, namespace, name, id, func(u *sandbox.Use) error {
+	a.withExec(w, r, namespace, name, id, func(u *node.Use) error {
 		body := a.upload(w, r)
 		return body.done(u.Agent().WriteStdin(r.Context(), id, body, q.Close))
 	})
@@ -333,7 +334,7 @@ func (a *api) SignalExec(w http.ResponseWriter, r *http.Request, namespace, name
 		a.fail(w, r, err)
 		return
 	}
-	a.withExec(w, r, namespace, name, id, func(u *sandbox.Use) error { return u.Agent().Signal(r.Context(), req) })
+	a.withExec(w, r, namespace, name, id, func(u *node.Use) error { return u.Agent().Signal(r.Context(), req) })
 }
 
 func parseScope(s rest.SignalScope) (guestrpc.SignalScope, error) {
@@ -387,7 +388,7 @@ func (a *api) ResizeExec(w http.ResponseWriter, r *http.Request, namespace, name
 		a.fail(w, r, err)
 		return
 	}
-	a.withExec(w, r, namespace, name, id, func(u *sandbox.Use) error {
+	a.withExec(w, r, namespace, name, id, func(u *node.Use) error {
 		return u.Agent().Resize(r.Context(), guestrpc.ResizeRequest{ID: id, Rows: uint16(given.Rows), Cols: uint16(given.Cols)})
 	})
 }

@@ -280,7 +280,7 @@ func TestClientLeaves(t *testing.T) {
 }
 
 // dial opens a connection of its own.
-func (n *node) dial() net.Conn {
+func (n *testNode) dial() net.Conn {
 	n.t.Helper()
 	conn, err := (&net.Dialer{}).DialContext(n.t.Context(), "unix", n.socket)
 	if err != nil {

@@ -10,7 +10,7 @@ import (
 
 	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/guest/guestrpc"
-	"agentrun.dev/internal/sandbox"
+	"agentrun.dev/internal/node"
 )
 
 // maxPath is the longest path.
@@ -24,9 +24,9 @@ func checkPath(field, path string) error {
 }
 
 // withFile serves a route of one file.
-func (a *api) withFile(w http.ResponseWriter, r *http.Request, namespace, name, path string, do func(*sandbox.Use) error) {
+func (a *api) withFile(w http.ResponseWriter, r *http.Request, namespace, name, path string, do func(*node.Use) error) {
 	err := checkPath("path", path)
-	var u *sandbox.Use
+	var u *node.Use
 	if err == nil {
 		u, err = a.use(r.Context(), namespace, name)
 	}
@@ -75,7 +75,7 @@ func (b *body) done(err error) error {
 
 // ReadFile implements rest.ServerInterface.
 func (a *api) ReadFile(w http.ResponseWriter, r *http.Request, namespace, name string, q rest.ReadFileParams) {
-	a.withFile(w, r, namespace, name, q.Path, func(u *sandbox.Use) error {
+	a.withFile(w, r, namespace, name, q.Path, func(u *node.Use) error {
 		if q.Offset < 0 || q.Length < 0 {
 			return invalid("offset, length", "they are not negative")
 		}
@@ -97,7 +97,7 @@ func (a *api) ReadFile(w http.ResponseWriter, r *http.Request, namespace, name s
 
 // WriteFile implements rest.ServerInterface.
 func (a *api) WriteFile(w http.ResponseWriter, r *http.Request, namespace, name string, q rest.WriteFileParams) {
-	a.withFile(w, r, namespace, name, q.Path, func(u *sandbox.Use) error {
+	a.withFile(w, r, namespace, name, q.Path, func(u *node.Use) error {
 		perm, err := parseMode(q.Mode)
 		if err != nil {
 			return err
@@ -132,14 +132,14 @@ func parseMode(s string) (uint32, error) {
 
 // RemoveFile implements rest.ServerInterface.
 func (a *api) RemoveFile(w http.ResponseWriter, r *http.Request, namespace, name string, q rest.RemoveFileParams) {
-	a.withFile(w, r, namespace, name, q.Path, func(u *sandbox.Use) error {
+	a.withFile(w, r, namespace, name, q.Path, func(u *node.Use) error {
 		return u.Agent().Remove(r.Context(), guestrpc.RemoveRequest{FileScope: u.Scope(), Path: q.Path, Recursive: q.Recursive})
 	})
 }
 
 // StatFile implements rest.ServerInterface.
 func (a *api) StatFile(w http.ResponseWriter, r *http.Request, namespace, name string, q rest.StatFileParams) {
-	a.withFile(w, r, namespace, name, q.Path, func(u *sandbox.Use) error {
+	a.withFile(w, r, namespace, name, q.Path, func(u *node.Use) error {
 		info, err := u.Agent().Stat(r.Context(), guestrpc.StatRequest{FileScope: u.Scope(), Path: q.Path, Follow: q.Follow == nil || *q.Follow})
 		if err != nil {
 			return err
@@ -154,7 +154,7 @@ const maxDepth = 64
 
 // ListFiles implements rest.ServerInterface.
 func (a *api) ListFiles(w http.ResponseWriter, r *http.Request, namespace, name string, q rest.ListFilesParams) {
-	a.withFile(w, r, namespace, name, q.Path, func(u *sandbox.Use) error {
+	a.withFile(w, r, namespace, name, q.Path, func(u *node.Use) error {
 		p, err := page(q.Limit, q.After)
 		if err != nil {
 			return err
@@ -188,7 +188,7 @@ func (a *api) MakeFolder(w http.ResponseWriter, r *http.Request, namespace, name
 		a.fail(w, r, err)
 		return
 	}
-	a.withFile(w, r, namespace, name, given.Path, func(u *sandbox.Use) error {
+	a.withFile(w, r, namespace, name, given.Path, func(u *node.Use) error {
 		perm, err := parseMode(given.Mode)
 		if err != nil {
 			return err
@@ -210,7 +210,7 @@ func (a *api) MoveFile(w http.ResponseWriter, r *http.Request, namespace, name s
 		a.fail(w, r, err)
 		return
 	}
-	a.withFile(w, r, namespace, name, given.From, func(u *sandbox.Use) error {
+	a.withFile(w, r, namespace, name, given.From, func(u *node.Use) error {
 		return u.Agent().Move(r.Context(), guestrpc.MoveRequest{FileScope: u.Scope(), From: given.From, To: given.To, Overwrite: given.Overwrite})
 	})
 }
@@ -229,7 +229,7 @@ var watchTypes = map[guestrpc.EventKind]rest.WatchEventType{
 
 // WatchFiles implements rest.ServerInterface.
 func (a *api) WatchFiles(w http.ResponseWriter, r *http.Request, namespace, name string, q rest.WatchFilesParams) {
-	a.withFile(w, r, namespace, name, q.Path, func(u *sandbox.Use) error {
+	a.withFile(w, r, namespace, name, q.Path, func(u *node.Use) error {
 		form, err := accepted(r, formNDJSON, formSSE)
 		if err != nil {
 			return err

@@ -22,7 +22,7 @@ import (
 
 // nodeClient speaks gRPC to a daemon over its socket.
 type nodeClient struct {
-	*node
+	*testNode
 	nodev1.NodeClient
 	conn   *grpc.ClientConn
 	server *Node
@@ -31,7 +31,7 @@ type nodeClient struct {
 
 func newNodeClient(t testing.TB, change ...func(*Config)) *nodeClient {
 	t.Helper()
-	c := &nodeClient{node: newNode(t), ctx: t.Context()}
+	c := &nodeClient{testNode: newNode(t), ctx: t.Context()}
 	cfg := Config{Service: c.manager, Access: c.access, Audit: c.trail, Version: "test", Log: slog.New(slog.NewTextHandler(io.Discard, nil))}
 	for _, do := range change {
 		do(&cfg)

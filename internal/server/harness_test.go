@@ -25,8 +25,9 @@ import (
 	"agentrun.dev/internal/access"
 	"agentrun.dev/internal/access/audit"
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/node"
+	"agentrun.dev/internal/node/nodetest"
 	"agentrun.dev/internal/sandbox"
-	"agentrun.dev/internal/sandbox/sandboxtest"
 	"agentrun.dev/internal/storage/seal"
 )
 
@@ -49,7 +50,7 @@ func (b *builder) Build(ctx context.Context, spec sandbox.TemplateSpec, _ sandbo
 	if spec.Image == "broken" {
 		return sandbox.Built{}, errors.New("there is no such image")
 	}
-	snap, err := sandboxtest.Capture(dir, map[string]string{"image": spec.Image})
+	snap, err := nodetest.Capture(dir, map[string]string{"image": spec.Image})
 	if err != nil {
 		return sandbox.Built{}, err
 	}
@@ -62,10 +63,10 @@ func (b *builder) Finish(context.Context, sandbox.TemplateSpec, sandbox.Built, e
 
 func (b *builder) Rehearse(context.Context, sandbox.TemplateSpec, engine.Sandbox) error { return nil }
 
-// node is a daemon with its API on a Unix socket.
-type node struct {
+// testNode is a daemon with its API on a Unix socket.
+type testNode struct {
 	t       testing.TB
-	manager *sandbox.Manager
+	manager *node.Manager
 	builder *builder
 	workdir string
 	socket  string
@@ -78,18 +79,18 @@ type node struct {
 	log     *slog.Logger
 }
 
-func newNode(t testing.TB, change ...func(*Config)) *node {
+func newNode(t testing.TB, change ...func(*Config)) *testNode {
 	t.Helper()
-	n := &node{t: t, workdir: t.TempDir(), socket: filepath.Join(t.TempDir(), "s")}
+	n := &testNode{t: t, workdir: t.TempDir(), socket: filepath.Join(t.TempDir(), "s")}
 	n.builder = &builder{workdir: n.workdir, gate: make(chan struct{})}
-	host := sandboxtest.NewHost(t)
+	host := nodetest.NewHost(t)
 	host.Execs = true
 	quiet := slog.New(slog.NewTextHandler(io.Discard, nil))
 	key, err := seal.Generate()
 	if err != nil {
 		t.Fatal(err)
 	}
-	n.manager, err = sandbox.Open(t.Context(), sandbox.Config{
+	n.manager, err = node.Open(t.Context(), node.Config{
 		Dir: t.TempDir(), Engine: host, Builder: n.builder, Capacity: 1 << 40, Boot: "this", Key: key, Log: quiet,
 	})
 	if err != nil {
@@ -165,7 +166,7 @@ const v1 = "/v1/namespaces/default"
 
 // request makes a request. A body that is neither nil, a string nor bytes is
 // sent as JSON.
-func (n *node) request(method, path string, body any, headers ...string) *http.Request {
+func (n *testNode) request(method, path string, body any, headers ...string) *http.Request {
 	n.t.Helper()
 	var reader io.Reader
 	kind := "application/json"
@@ -196,12 +197,12 @@ func (n *node) request(method, path string, body any, headers ...string) *http.R
 }
 
 // do sends a request and checks the answer against the description.
-func (n *node) do(method, path string, body any, headers ...string) *response {
+func (n *testNode) do(method, path string, body any, headers ...string) *response {
 	n.t.Helper()
 	return n.send(n.request(method, path, body, headers...))
 }
 
-func (n *node) send(r *http.Request) *response {
+func (n *testNode) send(r *http.Request) *response {
 	n.t.Helper()
 	res, err := n.client.Do(r)
 	if err != nil {
@@ -217,7 +218,7 @@ func (n *node) send(r *http.Request) *response {
 }
 
 // conforms checks an answer against api/openapi.yaml.
-func (n *node) conforms(r *http.Request, res *response) {
+func (n *testNode) conforms(r *http.Request, res *response) {
 	n.t.Helper()
 	if res.header.Get("X-Request-Id") == "" {
 		n.t.Errorf("%s %s: no request id", r.Method, r.URL)
@@ -315,7 +316,7 @@ func stream[T any](r *response) (out []T) {
 }
 
 // setUp makes a template and a pool that is ready.
-func (n *node) setUp() {
+func (n *testNode) setUp() {
 	n.t.Helper()
 	n.do("PUT", v1+"/templates/python", rest.TemplateSpec{Image: "python"}).ok(200)
 	n.do("PUT", v1+"/pools/pool", rest.PoolSpec{Template: "python", Replicas: 1}).ok(200)
@@ -326,7 +327,7 @@ func (n *node) setUp() {
 }
 
 // eventually waits for what no event tells a client.
-func (n *node) eventually(is func() bool) {
+func (n *testNode) eventually(is func() bool) {
 	n.t.Helper()
 	tick := time.NewTicker(5 * time.Millisecond)
 	defer tick.Stop()
@@ -340,7 +341,7 @@ func (n *node) eventually(is func() bool) {
 }
 
 // claim makes a sandbox and returns its path.
-func (n *node) claim(name string) string {
+func (n *testNode) claim(name string) string {
 	n.t.Helper()
 	n.do("POST", v1+"/sandboxes", rest.SandboxCreate{Name: name, Pool: "pool"}).ok(201)
 	return v1 + "/sandboxes/" + name

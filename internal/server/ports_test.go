@@ -21,6 +21,7 @@ import (
 	"github.com/coder/websocket"
 
 	"agentrun.dev/api/rest"
+	"agentrun.dev/internal/node"
 	"agentrun.dev/internal/sandbox"
 )
 
@@ -38,7 +39,7 @@ func program(t *testing.T, h http.HandlerFunc) (port string) {
 }
 
 // raw sends a request as it is written, and returns the answer.
-func (n *node) raw(text string) *http.Response {
+func (n *testNode) raw(text string) *http.Response {
 	n.t.Helper()
 	conn, err := net.Dial("unix", n.socket)
 	if err != nil {
@@ -93,7 +94,7 @@ func readAll(t *testing.T, r io.Reader) string {
 	return string(b)
 }
 
-func (n *node) idOf(name string) string {
+func (n *testNode) idOf(name string) string {
 	n.t.Helper()
 	return as[rest.Sandbox](n.do("GET", v1+"/sandboxes/"+name, nil).ok(200)).Id
 }
@@ -517,8 +518,8 @@ func TestPortLimit(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer u.Done()
-	var conns []*sandbox.PortConn
-	for range sandbox.MaxConns {
+	var conns []*node.PortConn
+	for range node.MaxConns {
 		c, err := u.Connect(t.Context(), uint16(port))
 		if err != nil {
 			t.Fatal(err)
@@ -531,7 +532,7 @@ func TestPortLimit(t *testing.T) {
 		_ = c.Close()
 		_ = c.Close() // of no effect
 	}
-	for range sandbox.MaxConns {
+	for range node.MaxConns {
 		c, err := u.Connect(t.Context(), uint16(port))
 		if err != nil {
 			t.Fatal(err)

@@ -13,6 +13,7 @@ import (
 	"sync"
 	"time"
 
+	"agentrun.dev/internal/node"
 	"agentrun.dev/internal/sandbox"
 )
 
@@ -37,7 +38,7 @@ func (a *api) servePort(w *recorder, r *http.Request, to *portTarget) {
 	if err == nil {
 		k, err = to.key(a.Service)
 	}
-	var u *sandbox.Use
+	var u *node.Use
 	if err == nil {
 		u, err = a.use(r.Context(), string(k.Namespace), string(k.Name))
 	}
@@ -127,11 +128,11 @@ func (to *portTarget) explain(err error, name sandbox.Name) error {
 // program closes the first. They end with it, for one that waits for the next
 // request would keep the sandbox in use.
 type portConns struct {
-	use  *sandbox.Use
+	use  *node.Use
 	port uint16
 
 	mu   sync.Mutex // protects all following fields
-	open []*sandbox.PortConn
+	open []*node.PortConn
 	over bool
 }
 
@@ -170,7 +171,7 @@ func (p *portConns) close() {
 
 // portConn is a connection to a port as net/http wants it. It has no deadlines;
 // net/http closes what is to end.
-type portConn struct{ *sandbox.PortConn }
+type portConn struct{ *node.PortConn }
 
 func (portConn) LocalAddr() net.Addr              { return portAddr{} }
 func (portConn) RemoteAddr() net.Addr             { return portAddr{} }

@@ -11,7 +11,7 @@ import (
 )
 
 // pool makes a template and a pool, which makes sandboxes when they are claimed.
-func (n *node) pool() {
+func (n *testNode) pool() {
 	n.t.Helper()
 	n.do("PUT", v1+"/templates/t", rest.TemplateSpec{Image: "python", Memory: 64 << 20}).ok(200)
 	n.do("PUT", v1+"/pools/p", rest.PoolSpec{Template: "t"}).ok(200)

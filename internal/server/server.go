@@ -17,6 +17,7 @@ import (
 
 	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/access"
+	"agentrun.dev/internal/node"
 	"agentrun.dev/internal/sandbox"
 )
 
@@ -44,7 +45,7 @@ type Service interface {
 	Hibernate(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error)
 	Extend(ctx context.Context, k sandbox.Key, timeout time.Duration) (sandbox.Sandbox, error)
 	Kill(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error)
-	Use(ctx context.Context, k sandbox.Key) (*sandbox.Use, error)
+	Use(ctx context.Context, k sandbox.Key) (*node.Use, error)
 
 	Fork(ctx context.Context, k sandbox.Key, source sandbox.Name, n int) (sandbox.Fork, error)
 	ForkOnce(ctx context.Context, once sandbox.Once, k sandbox.Key, source sandbox.Name, n int) (sandbox.Fork, bool, error)
@@ -75,7 +76,7 @@ type Service interface {
 	Watch(ctx context.Context, n sandbox.Namespace, each func(sandbox.Sandbox) error, synced func() error) error
 }
 
-var _ Service = (*sandbox.Manager)(nil)
+var _ Service = (*node.Manager)(nil)
 
 // Config is what a server works with.
 type Config struct {

@@ -21,13 +21,13 @@ type screen struct {
 }
 
 // ticketFor asks for a token.
-func (n *node) ticketFor(at string, req rest.TerminalRequest) rest.Terminal {
+func (n *testNode) ticketFor(at string, req rest.TerminalRequest) rest.Terminal {
 	n.t.Helper()
 	return as[rest.Terminal](n.do("POST", at+"/terminal", req).ok(201))
 }
 
 // dial opens a terminal, as a page of an origin.
-func (n *node) dialTerminal(path, token, origin string) (*websocket.Conn, *http.Response, error) {
+func (n *testNode) dialTerminal(path, token, origin string) (*websocket.Conn, *http.Response, error) {
 	header := http.Header{}
 	if origin != "" {
 		header.Set("Origin", origin)
@@ -35,7 +35,7 @@ func (n *node) dialTerminal(path, token, origin string) (*websocket.Conn, *http.
 	return websocket.Dial(n.t.Context(), "http://node"+path+query("token", token), &websocket.DialOptions{HTTPClient: n.client, HTTPHeader: header})
 }
 
-func openScreen(t *testing.T, n *node, at string, req rest.TerminalRequest) *screen {
+func openScreen(t *testing.T, n *testNode, at string, req rest.TerminalRequest) *screen {
 	t.Helper()
 	ticket := n.ticketFor(at, req)
 	conn, _, err := n.dialTerminal(ticket.Path, ticket.Token, "http://node")

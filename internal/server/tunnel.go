@@ -11,13 +11,14 @@ import (
 
 	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/node"
 	"agentrun.dev/internal/sandbox"
 )
 
 // ConnectPort implements rest.ServerInterface.
 func (a *api) ConnectPort(w http.ResponseWriter, r *http.Request, namespace, name, portText string) {
 	port, err := parsePort(portText)
-	var u *sandbox.Use
+	var u *node.Use
 	if err == nil {
 		u, err = a.use(r.Context(), namespace, name)
 	}
@@ -50,7 +51,7 @@ func (a *api) ConnectPort(w http.ResponseWriter, r *http.Request, namespace, nam
 }
 
 // tunnel moves bytes both ways until both sides have ended, or one has failed.
-func (a *api) tunnel(ctx context.Context, conn *websocket.Conn, inside *sandbox.PortConn) error {
+func (a *api) tunnel(ctx context.Context, conn *websocket.Conn, inside *node.PortConn) error {
 	both, cancel := context.WithCancel(ctx)
 	defer cancel()
 	out := make(chan error, 1)
@@ -103,7 +104,7 @@ func (a *api) tunnelOut(ctx context.Context, conn *websocket.Conn, inside io.Rea
 }
 
 // tunnelIn passes on what the client sends.
-func tunnelIn(ctx context.Context, conn *websocket.Conn, inside *sandbox.PortConn) error {
+func tunnelIn(ctx context.Context, conn *websocket.Conn, inside *node.PortConn) error {
 	for {
 		kind, data, err := conn.Read(ctx)
 		if err != nil {

@@ -22,6 +22,7 @@ import (
 	"agentrun.dev/internal/engine/folder"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/pick"
+	"agentrun.dev/internal/node"
 	"agentrun.dev/internal/node/metrics"
 	"agentrun.dev/internal/node/template"
 	"agentrun.dev/internal/node/tracing"
@@ -86,7 +87,7 @@ func NodeSocket(dir string) string { return filepath.Join(dir, nodeName) }
 type Daemon struct {
 	cfg     Config
 	engine  engine.Engine
-	manager *sandbox.Manager
+	manager *node.Manager
 	access  *access.Store
 	audit   *audit.Log
 	metrics *metrics.Metrics
@@ -136,7 +137,7 @@ func Open(ctx context.Context, cfg Config) (_ *Daemon, err error) {
 		}
 		watchers = append(watchers, d.tracer)
 	}
-	d.manager, err = sandbox.Open(ctx, sandbox.Config{
+	d.manager, err = node.Open(ctx, node.Config{
 		Dir: cfg.Dir, Engine: d.engine, Boot: boot, Capacity: cfg.Capacity, Key: key, Log: cfg.Log,
 		Observer: sandbox.Observers(watchers...),
 		Builder:  &template.Builder{Engine: d.engine, Images: cfg.Images, Pull: cfg.Pull, PlainRoots: cfg.Engine == pick.GVisor},
@@ -168,7 +169,7 @@ func openKey(cfg Config) (*seal.Key, error) {
 	if !errors.Is(err, fs.ErrNotExist) {
 		return seal.Open(file)
 	}
-	secrets := sandbox.SecretsFolder(cfg.Dir)
+	secrets := node.SecretsFolder(cfg.Dir)
 	if _, err := os.Stat(secrets); err == nil {
 		return nil, fmt.Errorf("the key of the secrets, %s, is missing, and %s was sealed with it. Put it back; if it is lost, so are the secrets and the hibernated sandboxes that hold them: remove %s to go on without", file, secrets, secrets)
 	}

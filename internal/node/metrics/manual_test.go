@@ -14,6 +14,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/prometheus/promql/parser"
 
+	"agentrun.dev/internal/node"
 	"agentrun.dev/internal/sandbox"
 )
 
@@ -22,8 +23,8 @@ var update = flag.Bool("update", false, "write the table of docs/metrics.md anew
 // empty is a source without anything.
 type empty struct{}
 
-func (empty) Overview() sandbox.Overview                          { return sandbox.Overview{} }
-func (empty) Memory() (map[sandbox.Key]sandbox.PoolMemory, error) { return nil, nil }
+func (empty) Overview() node.Overview                          { return node.Overview{} }
+func (empty) Memory() (map[sandbox.Key]node.PoolMemory, error) { return nil, nil }
 
 // described is a metric as the code has it.
 type described struct {
@@ -86,7 +87,7 @@ func TestManual(t *testing.T) {
 		m := all[name]
 		fmt.Fprintf(&table, "| `%s` | %s | %s | %s |\n", m.name, m.kind, strings.Join(m.labels, ", "), m.help)
 	}
-	path := filepath.Join("..", "..", "docs", "metrics.md")
+	path := filepath.Join("..", "..", "..", "docs", "metrics.md")
 	text, err := os.ReadFile(path)
 	if err != nil {
 		t.Fatal(err)
@@ -143,7 +144,7 @@ func queries(where string, v any) (out []query) {
 // labels in it are those of the code.
 func TestDashboard(t *testing.T) {
 	all := allMetrics(t)
-	data, err := os.ReadFile(filepath.Join("..", "..", "deploy", "grafana", "agentrun.json"))
+	data, err := os.ReadFile(filepath.Join("..", "..", "..", "deploy", "grafana", "agentrun.json"))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -20,8 +20,9 @@ import (
 	"agentrun.dev/internal/access"
 	"agentrun.dev/internal/access/audit"
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/node"
+	"agentrun.dev/internal/node/nodetest"
 	"agentrun.dev/internal/sandbox"
-	"agentrun.dev/internal/sandbox/sandboxtest"
 	"agentrun.dev/internal/server"
 	"agentrun.dev/internal/storage/image"
 )
@@ -33,7 +34,7 @@ func (builder) Build(_ context.Context, spec sandbox.TemplateSpec, _ sandbox.Sta
 	if spec.Image == "broken" {
 		return sandbox.Built{}, errors.New("there is no such image")
 	}
-	snap, err := sandboxtest.Capture(dir, map[string]string{"image": spec.Image})
+	snap, err := nodetest.Capture(dir, map[string]string{"image": spec.Image})
 	if err != nil {
 		return sandbox.Built{}, err
 	}
@@ -46,20 +47,20 @@ func (builder) Finish(context.Context, sandbox.TemplateSpec, sandbox.Built, engi
 
 func (builder) Rehearse(context.Context, sandbox.TemplateSpec, engine.Sandbox) error { return nil }
 
-// node is a manager with metrics.
-type node struct {
+// testNode is a manager with metrics.
+type testNode struct {
 	t       *testing.T
-	host    *sandboxtest.Host
+	host    *nodetest.Host
 	metrics *Metrics
-	manager *sandbox.Manager
+	manager *node.Manager
 }
 
 const mib = 1 << 20
 
-func newNode(t *testing.T) *node {
-	n := &node{t: t, host: sandboxtest.NewHost(t), metrics: New("v1.2.3", "fake")}
+func newNode(t *testing.T) *testNode {
+	n := &testNode{t: t, host: nodetest.NewHost(t), metrics: New("v1.2.3", "fake")}
 	var err error
-	n.manager, err = sandbox.Open(t.Context(), sandbox.Config{
+	n.manager, err = node.Open(t.Context(), node.Config{
 		Dir: t.TempDir(), Engine: n.host, Builder: builder{}, Capacity: 4096 * mib, Boot: "this",
 		Log: slog.New(slog.DiscardHandler), Observer: n.metrics,
 	})
@@ -80,7 +81,7 @@ func key(name string) sandbox.Key {
 }
 
 // pool makes a pool and waits until its sandboxes wait.
-func (n *node) pool(name string, replicas int) {
+func (n *testNode) pool(name string, replicas int) {
 	n.t.Helper()
 	if _, err := n.manager.ApplyTemplate(key("t"), sandbox.TemplateSpec{Image: "x", Memory: 64 * mib, MilliCPUs: 1000}); err != nil {
 		n.t.Fatal(err)
@@ -98,7 +99,7 @@ func (n *node) pool(name string, replicas int) {
 }
 
 // eventually waits for what no event tells.
-func (n *node) eventually(is func() bool) {
+func (n *testNode) eventually(is func() bool) {
 	n.t.Helper()
 	tick := time.NewTicker(time.Millisecond)
 	defer tick.Stop()
@@ -114,7 +115,7 @@ func (n *node) eventually(is func() bool) {
 // families are what a scrape finds, by name.
 type families map[string]*dto.MetricFamily
 
-func (n *node) scrape() families {
+func (n *testNode) scrape() families {
 	n.t.Helper()
 	w := httptest.NewRecorder()
 	n.metrics.Handler().ServeHTTP(w, httptest.NewRequestWithContext(n.t.Context(), http.MethodGet, "/metrics", nil))

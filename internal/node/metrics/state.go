@@ -6,13 +6,14 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"agentrun.dev/internal/node"
 	"agentrun.dev/internal/sandbox"
 )
 
 // Source is where a scrape reads what there is. *sandbox.Manager is one.
 type Source interface {
-	Overview() sandbox.Overview
-	Memory() (map[sandbox.Key]sandbox.PoolMemory, error)
+	Overview() node.Overview
+	Memory() (map[sandbox.Key]node.PoolMemory, error)
 }
 
 // Watch has scrapes read a source.
@@ -31,7 +32,7 @@ type state struct {
 
 	mu     sync.Mutex // protects all following fields
 	read   time.Time  // when memory was read
-	memory map[sandbox.Key]sandbox.PoolMemory
+	memory map[sandbox.Key]node.PoolMemory
 	err    error
 }
 
@@ -111,7 +112,7 @@ func (s *state) Collect(out chan<- prometheus.Metric) {
 }
 
 // readMemory reads the memory of all machines, unless that was done just now.
-func (s *state) readMemory() (map[sandbox.Key]sandbox.PoolMemory, error) {
+func (s *state) readMemory() (map[sandbox.Key]node.PoolMemory, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.read.IsZero() || time.Since(s.read) > memoryAge {
@@ -127,7 +128,7 @@ const goneFor = 2
 
 // forget drops the series of pools that exist no more: otherwise a client who
 // makes and deletes pools would make series without end.
-func (m *Metrics) forget(pools []sandbox.PoolOverview) {
+func (m *Metrics) forget(pools []node.PoolOverview) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	for k := range m.seen {

@@ -14,6 +14,7 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/node"
 	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/storage/image"
 	"agentrun.dev/internal/storage/snapshot"
@@ -29,7 +30,7 @@ type Builder struct {
 	PlainRoots bool
 }
 
-var _ sandbox.Builder = (*Builder)(nil)
+var _ node.Builder = (*Builder)(nil)
 
 // Build makes the snapshot of a template in dir.
 func (b *Builder) Build(ctx context.Context, spec sandbox.TemplateSpec, stage sandbox.Stage, dir string, log io.Writer) (built sandbox.Built, err error) {

@@ -19,8 +19,9 @@ import (
 	"agentrun.dev/internal/access"
 	"agentrun.dev/internal/access/audit"
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/node"
+	"agentrun.dev/internal/node/nodetest"
 	"agentrun.dev/internal/sandbox"
-	"agentrun.dev/internal/sandbox/sandboxtest"
 	"agentrun.dev/internal/server"
 )
 
@@ -95,7 +96,7 @@ func text(s *tracepb.Span, key string) string {
 type builder struct{}
 
 func (builder) Build(_ context.Context, spec sandbox.TemplateSpec, _ sandbox.Stage, dir string, _ io.Writer) (sandbox.Built, error) {
-	snap, err := sandboxtest.Capture(dir, map[string]string{"image": spec.Image})
+	snap, err := nodetest.Capture(dir, map[string]string{"image": spec.Image})
 	if err != nil {
 		return sandbox.Built{}, err
 	}
@@ -123,9 +124,9 @@ func TestSpans(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	host := sandboxtest.NewHost(t)
+	host := nodetest.NewHost(t)
 	host.Execs = true
-	m, err := sandbox.Open(t.Context(), sandbox.Config{
+	m, err := node.Open(t.Context(), node.Config{
 		Dir: t.TempDir(), Engine: host, Builder: builder{}, Capacity: 1 << 40, Boot: "this", Log: quiet, Observer: tracer,
 	})
 	if err != nil {

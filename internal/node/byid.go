@@ -1,0 +1,25 @@
+package node
+
+import (
+	"agentrun.dev/internal/node/journal"
+
+	"agentrun.dev/internal/sandbox"
+)
+
+// SandboxByID returns a sandbox that has not ended. Looking at it does not wake
+// it.
+func (m *Manager) SandboxByID(id sandbox.ID) (sandbox.Sandbox, error) {
+	m.mu.Lock()
+	b := m.sandboxes[id]
+	m.mu.Unlock()
+	if b != nil {
+		if s := b.now(); s.State != sandbox.Starting && s.State != sandbox.Ended {
+			return s, nil
+		}
+	}
+	return sandbox.Sandbox{}, sandbox.Errorf(sandbox.CodeNotFound, "there is no sandbox with the id %s", sandbox.Quote(string(id)))
+}
+
+// Journal is where the manager keeps its objects. Others of the same daemon may
+// keep theirs there, in collections of their own, until it closes.
+func (m *Manager) Journal() *journal.DB { return m.db }

@@ -1,0 +1,213 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"agentrun.dev/internal/node/journal"
+	"agentrun.dev/internal/sandbox"
+	"agentrun.dev/internal/storage/snapshot"
+)
+
+var checkpoints = journal.Collection[sandbox.Checkpoint]("checkpoints")
+
+// Checkpoint writes a sandbox to disk under a name. The sandbox goes on; one
+// that is paused or hibernated stays so.
+func (m *Manager) Checkpoint(ctx context.Context, k sandbox.Key, source sandbox.Name) (sandbox.CheckpointSize, error) {
+	return m.checkpoint(ctx, k, source, nil)
+}
+
+func (m *Manager) checkpoint(ctx context.Context, k sandbox.Key, source sandbox.Name, also record[sandbox.CheckpointSize]) (out sandbox.CheckpointSize, err error) {
+	_, err = m.with(ctx, sandbox.Key{Namespace: k.Namespace, Name: source}, func(b *member) error {
+		if err := m.mayCopy(ctx, b.now(), "checkpoint"); err != nil {
+			return err
+		}
+		done, err := m.beginCheckpoint(b.now())
+		if err != nil {
+			return err
+		}
+		defer done()
+		c, err := m.enlistCheckpoint(k, b.now())
+		if err != nil {
+			return err
+		}
+		dir := m.checkpointDir(c.ID)
+		if err = b.writeCheckpoint(ctx, dir); err == nil {
+			err = m.count(k.Namespace, dir, &c.Kept)
+		}
+		if err == nil {
+			c.Phase = sandbox.PhaseReady
+			if out, err = sized(m, c); err == nil {
+				err = m.db.Update(func(tx *journal.Tx) error {
+					return errors.Join(checkpoints.Put(tx, k.String(), c), also.write(tx, out))
+				})
+			}
+		}
+		if err != nil {
+			m.capacity.discard(k.Namespace, c.Kept)
+			return errors.Join(fmt.Errorf("checkpoint sandbox %s: %w", source, err),
+				m.db.Update(func(tx *journal.Tx) error { return checkpoints.Delete(tx, k.String()) }),
+				m.removeSnapshot(dir))
+		}
+		return nil
+	})
+	return out, err
+}
+
+// enlistCheckpoint takes the name and writes the intent.
+func (m *Manager) enlistCheckpoint(k sandbox.Key, of sandbox.Sandbox) (sandbox.Checkpoint, error) {
+	of.Machine, of.Boot, of.Image = "", "", ""
+	of.Layers, of.Live, of.Kept = nil, nil, 0
+	c := sandbox.Checkpoint{Key: k, ID: sandbox.NewID(), Phase: sandbox.PhasePending, Created: time.Now().UTC(), Of: of}
+	err := m.db.Update(func(tx *journal.Tx) error {
+		if _, found, err := checkpoints.Get(tx, k.String()); err != nil {
+			return err
+		} else if found {
+			return sandbox.Errorf(sandbox.CodeExists, "checkpoint %s exists already in namespace %s", k.Name, k.Namespace).
+				Try("Choose another name, or delete it with `agentrun checkpoint rm %s`", k.Name)
+		}
+		return checkpoints.Put(tx, k.String(), c)
+	})
+	return c, err
+}
+
+// writeCheckpoint writes what the sandbox is to a new folder, sealed if it holds
+// secrets. The caller has the turn.
+func (b *member) writeCheckpoint(ctx context.Context, dir string) error {
+	last := b.now()
+	var snap *snapshot.Snapshot
+	var err error
+	if last.State == sandbox.Hibernated {
+		snap, err = b.manager.cloneSnapshot(b.manager.imageDir(last.Image), dir)
+	} else {
+		snap, err = b.machine.Snapshot(ctx, dir, b.manager.sealing(last)...)
+	}
+	if err != nil {
+		return err
+	}
+	return snap.Close()
+}
+
+// cloneSnapshot makes another folder of a snapshot.
+func (m *Manager) cloneSnapshot(from, to string) (_ *snapshot.Snapshot, err error) {
+	snap, err := snapshot.Open(from, snapshot.WithKey(m.cfg.Key))
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, snap.Close()) }()
+	return snap.Clone(to)
+}
+
+// settleCheckpoints forgets checkpoints that never had an answer.
+func settleCheckpoints(tx *journal.Tx) error {
+	var unfinished []sandbox.Checkpoint
+	err := checkpoints.Each(tx, "", func(_ string, c sandbox.Checkpoint) error {
+		if !c.Ready() {
+			unfinished = append(unfinished, c)
+		}
+		return nil
+	})
+	for _, c := range unfinished {
+		err = errors.Join(err, checkpoints.Delete(tx, c.String()))
+	}
+	return err
+}
+
+// sized adds what a checkpoint takes.
+func sized(m *Manager, c sandbox.Checkpoint) (sandbox.CheckpointSize, error) {
+	size, err := new(snapshot.Usage).Add(m.checkpointDir(c.ID))
+	return sandbox.CheckpointSize{Checkpoint: c, Size: fromSize(size)}, err
+}
+
+// readyCheckpoint finds a checkpoint that is complete.
+func readyCheckpoint(tx *journal.Tx, k sandbox.Key) (sandbox.Checkpoint, error) {
+	c, found, err := checkpoints.Get(tx, k.String())
+	if err == nil && (!found || !c.Ready()) {
+		err = sandbox.NotFound(sandbox.KindCheckpoint, k)
+	}
+	return c, err
+}
+
+// CheckpointOf returns a checkpoint.
+func (m *Manager) CheckpointOf(k sandbox.Key) (sandbox.CheckpointSize, error) {
+	var c sandbox.Checkpoint
+	err := m.db.View(func(tx *journal.Tx) (err error) {
+		c, err = readyCheckpoint(tx, k)
+		return err
+	})
+	if err != nil {
+		return sandbox.CheckpointSize{}, err
+	}
+	return sized(m, c)
+}
+
+// Checkpoints lists checkpoints by name.
+func (m *Manager) Checkpoints(n sandbox.Namespace, p sandbox.Page) ([]sandbox.CheckpointSize, error) {
+	list, err := listIf(m, checkpoints, n, p, sandbox.Checkpoint.Ready)
+	if err != nil {
+		return nil, err
+	}
+	out := make([]sandbox.CheckpointSize, 0, len(list))
+	for _, c := range list {
+		one, err := sized(m, c)
+		if err != nil {
+			return nil, err
+		}
+		out = append(out, one)
+	}
+	return out, nil
+}
+
+// DeleteCheckpoint deletes a checkpoint that nobody is being restored from.
+// Sandboxes that were stay.
+func (m *Manager) DeleteCheckpoint(k sandbox.Key) error {
+	if err := m.begin(); err != nil {
+		return err
+	}
+	c, err := m.dropCheckpoint(k)
+	if err != nil {
+		return err
+	}
+	// Whoever is killed here leaves what the next daemon sweeps.
+	err = m.removeSnapshot(m.checkpointDir(c.ID))
+	m.capacity.discard(k.Namespace, c.Kept)
+	return err
+}
+
+// dropCheckpoint takes a checkpoint out of the journal: none is restored from
+// then on.
+func (m *Manager) dropCheckpoint(k sandbox.Key) (c sandbox.Checkpoint, err error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	err = m.db.Update(func(tx *journal.Tx) error {
+		if c, err = readyCheckpoint(tx, k); err != nil {
+			return err
+		}
+		if n := m.restoring[c.ID]; n > 0 {
+			return sandbox.Errorf(sandbox.CodeConflict, "checkpoint %s is in use", k.Name).
+				Because("%d sandboxes are being restored from it", n).Try("Try again when they are there")
+		}
+		return checkpoints.Delete(tx, k.String())
+	})
+	return c, err
+}
+
+// CheckpointBytes is what all checkpoints of the node take on disk together,
+// what they share counted once.
+func (m *Manager) CheckpointBytes() (uint64, error) {
+	var all []sandbox.Checkpoint
+	err := m.db.View(func(tx *journal.Tx) error {
+		return checkpoints.Each(tx, "", func(_ string, c sandbox.Checkpoint) error {
+			all = append(all, c)
+			return nil
+		})
+	})
+	var u snapshot.Usage
+	for _, c := range all {
+		_, addErr := u.Add(m.checkpointDir(c.ID))
+		err = errors.Join(err, addErr)
+	}
+	return u.Bytes, err
+}

@@ -1,0 +1,140 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/node/journal"
+	"agentrun.dev/internal/sandbox"
+)
+
+// Claim makes a sandbox of a pool. It returns when the sandbox has answered.
+func (m *Manager) Claim(ctx context.Context, k sandbox.Key, spec sandbox.ClaimSpec) (sandbox.Sandbox, error) {
+	return m.claim(ctx, k, spec, nil)
+}
+
+func (m *Manager) claim(ctx context.Context, k sandbox.Key, spec sandbox.ClaimSpec, also record[sandbox.Sandbox]) (_ sandbox.Sandbox, err error) {
+	if err := m.begin(); err != nil {
+		return sandbox.Sandbox{}, err
+	}
+	if err := spec.Validate(); err != nil {
+		return sandbox.Sandbox{}, err
+	}
+	m.mu.Lock()
+	p := m.pools[sandbox.Key{Namespace: k.Namespace, Name: spec.Pool}]
+	m.mu.Unlock()
+	if p == nil {
+		return sandbox.Sandbox{}, sandbox.NotFound(sandbox.KindPool, sandbox.Key{Namespace: k.Namespace, Name: spec.Pool})
+	}
+	// Not before: a name that is no pool's is not to be counted.
+	var out sandbox.Outcome
+	ctx, end := m.observer.Begin(ctx, sandbox.Work{Op: sandbox.OpClaim, Pool: p.key})
+	defer func() {
+		out.Err = err
+		end(out)
+	}()
+	secrets, err := m.secretEnv(k.Namespace, spec.Secrets)
+	if err != nil {
+		return sandbox.Sandbox{}, err
+	}
+	b, err := m.enlist(sandbox.Sandbox{
+		Key: k, Pool: spec.Pool, Engine: m.cfg.Engine.Name(), Metadata: spec.Metadata, Lifetime: spec.Lifetime,
+	})
+	if err != nil {
+		return sandbox.Sandbox{}, err
+	}
+	machine, from, err := p.claim(ctx, string(k.Name))
+	if err != nil {
+		return sandbox.Sandbox{}, errors.Join(err, b.forget())
+	}
+	out.Waited = machine.waited
+	env := merge(from.build.Env, spec.Env)
+	if len(spec.Env)+len(secrets) > 0 { // the template's are there already
+		if err := setEnv(ctx, machine, merge(env, secrets)); err != nil {
+			return sandbox.Sandbox{}, errors.Join(fmt.Errorf("set the environment of sandbox %s: %w", k.Name, err), b.forget(), machine.Close())
+		}
+	}
+	err = b.changeAnd(func(s *sandbox.Sandbox) {
+		s.State, s.Machine, s.Boot, s.Memory, s.Layers = sandbox.Running, machine.id, m.cfg.Boot, machine.memory, machine.held
+		s.Template, s.Revision, s.Limits = from.build.Template.Name, from.build.Revision, limitsOf(from.spec)
+		s.Workdir, s.User, s.Env = from.build.Workdir, from.build.User, env
+		if len(secrets) > 0 {
+			s.Secrets, s.SecretsBy = spec.Secrets, sandbox.PrincipalOf(ctx)
+		}
+		s.Clock.Start(time.Now())
+	}, also)
+	if err != nil {
+		return sandbox.Sandbox{}, errors.Join(err, b.forget(), machine.Close())
+	}
+	b.attach(machine.Sandbox)
+	m.unpark(machine.id)
+	b.unlock()
+	return b.now(), nil
+}
+
+// setEnv gives a machine its environment. Its agent holds it from then on, in
+// the forks and images of the machine as well: no daemon has to know it again.
+func setEnv(ctx context.Context, machine engine.Sandbox, env sandbox.Env) error {
+	if err := env.CheckSize(); err != nil {
+		return err
+	}
+	return machine.Agent().SetEnv(ctx, guestrpc.SetEnvRequest{Env: env.Strings()})
+}
+
+// merge lays variables over others.
+func merge(below, above sandbox.Env) sandbox.Env {
+	if len(below) == 0 {
+		return above
+	}
+	out := maps.Clone(below)
+	maps.Copy(out, above)
+	return out
+}
+
+// enlist begins a sandbox: its name is taken, its intent is in the journal, and
+// it is the caller's turn.
+func (m *Manager) enlist(s sandbox.Sandbox) (*member, error) {
+	s.ID, s.State, s.Created = sandbox.NewID(), sandbox.Starting, time.Now().UTC()
+	b := m.newMember(s)
+	<-b.turn
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.closed {
+		return nil, sandbox.Errorf(sandbox.CodeClosing, "the daemon is shutting down")
+	}
+	if _, taken := m.names[s.Key]; taken {
+		return nil, sandbox.Errorf(sandbox.CodeExists, "sandbox %s exists already in namespace %s", s.Name, s.Namespace).
+			Try("Choose another name, or end it with `agentrun kill %s`", s.Name)
+	}
+	if err := m.admit(s.Namespace); err != nil {
+		return nil, err
+	}
+	if err := m.db.Update(func(tx *journal.Tx) error { return sandboxes.Put(tx, string(s.ID), s) }); err != nil {
+		return nil, fmt.Errorf("sandbox %s: %w", s.Name, err)
+	}
+	m.sandboxes[s.ID], m.names[s.Key] = b, s.ID
+	return b, nil
+}
+
+// forget undoes enlist: the sandbox never was.
+func (b *member) forget() error {
+	m := b.manager
+	m.mu.Lock()
+	delete(m.sandboxes, b.id)
+	delete(m.names, b.record.Key)
+	m.mu.Unlock()
+	b.mu.Lock()
+	b.record.State = sandbox.Ended
+	b.mu.Unlock()
+	b.unlock()
+	err := m.db.Update(func(tx *journal.Tx) error { return sandboxes.Delete(tx, string(b.id)) })
+	if m.ctx.Err() != nil {
+		err = nil // the journal may be closed: the next daemon forgets the sandbox
+	}
+	return err
+}

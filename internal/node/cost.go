@@ -1,0 +1,96 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/node/journal"
+	"agentrun.dev/internal/sandbox"
+)
+
+// Cost looks at what a sandbox costs, and does not wake it.
+func (m *Manager) Cost(ctx context.Context, k sandbox.Key) (sandbox.Cost, error) {
+	s, err := m.Sandbox(k)
+	if err != nil {
+		return sandbox.Cost{}, err
+	}
+	return m.cost(ctx, s)
+}
+
+// Costs looks at what sandboxes cost, by name.
+func (m *Manager) Costs(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Cost, error) {
+	list, err := m.Sandboxes(n, p, false)
+	if err != nil {
+		return nil, err
+	}
+	out := make([]sandbox.Cost, 0, len(list))
+	for _, s := range list {
+		c, err := m.cost(ctx, s)
+		if err != nil {
+			return nil, err
+		}
+		out = append(out, c)
+	}
+	return out, nil
+}
+
+func (m *Manager) cost(ctx context.Context, s sandbox.Sandbox) (sandbox.Cost, error) {
+	c := sandbox.Cost{Sandbox: s, At: time.Now().UTC()}
+	m.mu.Lock()
+	b := m.sandboxes[s.ID]
+	m.mu.Unlock()
+	if b == nil {
+		return c, nil // it has ended meanwhile
+	}
+	b.mu.Lock()
+	machine := b.machine
+	c.Sandbox = b.record
+	b.mu.Unlock()
+	if machine == nil {
+		return c, nil
+	}
+	c.Reserved = c.Memory
+	for _, h := range c.Holds() {
+		c.Reserved += h.Bytes
+	}
+	stats, err := machine.Stats(ctx)
+	c.Stats = fromStats(stats)
+	if errors.Is(err, engine.ErrEnded) {
+		return c, nil // that it has is about to be noticed
+	}
+	if err != nil {
+		err = fmt.Errorf("look at what sandbox %s costs: %w", s.Name, err)
+	}
+	return c, err
+}
+
+// Node looks at the node.
+func (m *Manager) Node() (sandbox.NodeStatus, error) {
+	n := sandbox.NodeStatus{Engine: m.cfg.Engine.Name(), Capacity: m.capacity.capacity, Reserved: m.capacity.reserved()}
+	err := m.db.View(func(tx *journal.Tx) error {
+		return errors.Join(
+			sandboxes.Each(tx, "", func(_ string, s sandbox.Sandbox) error {
+				switch s.State {
+				case sandbox.Starting, sandbox.Ended:
+					return nil
+				case sandbox.Hibernated:
+					n.Hibernated++
+				}
+				n.Sandboxes++
+				return nil
+			}),
+			checkpoints.Each(tx, "", func(_ string, c sandbox.Checkpoint) error {
+				if c.Ready() {
+					n.Checkpoints++
+				}
+				return nil
+			}))
+	})
+	if err == nil {
+		n.CheckpointBytes, err = m.CheckpointBytes()
+	}
+	return n, err
+}

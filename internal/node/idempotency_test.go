@@ -1,0 +1,154 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"agentrun.dev/internal/node/journal"
+	"agentrun.dev/internal/node/nodetest"
+	"agentrun.dev/internal/sandbox"
+)
+
+// TestOnce: a request that comes again gets what it got, over a restart too,
+// for a day; another body under the same key is refused.
+func TestOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir, h := t.TempDir(), nodetest.NewHost(t)
+		m := daemon(t, dir, h)
+		defer func() { _ = m.Close() }()
+		setUp(t, m, 2)
+		once := sandbox.NewOnce("me", "claim", "k", []byte("body"))
+		spec := sandbox.ClaimSpec{Pool: "pool"}
+		first, replayed, err := m.ClaimOnce(t.Context(), once, key("a"), spec)
+		if err != nil || replayed {
+			t.Fatalf("%v, replayed %v", err, replayed)
+		}
+		again, replayed, err := m.ClaimOnce(t.Context(), once, key("another"), spec)
+		if err != nil || !replayed || again.ID != first.ID || again.Name != "a" {
+			t.Errorf("%+v, %v, replayed %v", again, err, replayed)
+		}
+		if _, _, err := m.ClaimOnce(t.Context(), sandbox.NewOnce("me", "claim", "k", []byte("other")), key("b"), spec); !sandbox.HasCode(err, sandbox.CodeConflict) {
+			t.Errorf("another body: %v", err)
+		}
+		if s, replayed, err := m.ClaimOnce(t.Context(), sandbox.NewOnce("you", "claim", "k", []byte("body")), key("c"), spec); err != nil || replayed || s.Name != "c" {
+			t.Errorf("another principal: %+v, %v", s, err)
+		}
+		fork := sandbox.NewOnce("me", "fork", "k", []byte("body"))
+		f, replayed, err := m.ForkOnce(t.Context(), fork, key("f"), "a", 2)
+		if err != nil || replayed {
+			t.Fatalf("%v, replayed %v", err, replayed)
+		}
+		if err := m.Close(); err != nil {
+			t.Fatal(err)
+		}
+		m = daemon(t, dir, h)
+		if again, replayed, err := m.ClaimOnce(t.Context(), once, key("d"), spec); err != nil || !replayed || again.ID != first.ID {
+			t.Errorf("after a restart: %+v, %v, replayed %v", again, err, replayed)
+		}
+		if again, replayed, err := m.ForkOnce(t.Context(), fork, key("g"), "a", 2); err != nil || !replayed || again.Children[1].ID != f.Children[1].ID {
+			t.Errorf("a fork after a restart: %+v, %v, replayed %v", again, err, replayed)
+		}
+		time.Sleep(keepOutcomes)
+		synctest.Wait()
+		if s, replayed, err := m.ClaimOnce(t.Context(), once, key("e"), spec); err != nil || replayed || s.ID == first.ID {
+			t.Errorf("a day later: %+v, %v, replayed %v", s, err, replayed)
+		}
+		kept := 0
+		_ = m.db.View(func(tx *journal.Tx) error {
+			return outcomes.Each(tx, "", func(string, outcome) error { kept++; return nil })
+		})
+		if kept != 1 {
+			t.Errorf("%d outcomes are remembered", kept)
+		}
+	})
+}
+
+// TestOnceAtOnce: of requests with one key that come together one is done, and
+// if it fails another.
+func TestOnceAtOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := nodetest.NewHost(t)
+		m := daemon(t, t.TempDir(), h)
+		defer func() { _ = m.Close() }()
+		setUp(t, m, 0)
+		h.FailNext(errors.New("no luck"))
+		once := sandbox.NewOnce("me", "claim", "k", nil)
+		var mu sync.Mutex
+		ids, failed := map[sandbox.ID]int{}, 0
+		var all sync.WaitGroup
+		for range 8 {
+			all.Go(func() {
+				s, _, err := m.ClaimOnce(context.Background(), once, key(string(sandbox.NewName("x"))), sandbox.ClaimSpec{Pool: "pool"})
+				mu.Lock()
+				defer mu.Unlock()
+				if err != nil {
+					failed++
+					return
+				}
+				ids[s.ID]++
+			})
+		}
+		all.Wait()
+		if len(ids) != 1 || failed != 1 {
+			t.Errorf("%v, and %d failed", ids, failed)
+		}
+		if got, err := m.Sandboxes(sandbox.DefaultNamespace, sandbox.Page{}, true); err != nil || len(got) != 1 {
+			t.Errorf("%d sandboxes, %v", len(got), err)
+		}
+	})
+}
+
+// TestOnceCrash: at every step of a claim and a fork at which a daemon may be
+// killed, either the outcome and what it names are there, or neither.
+func TestOnceCrash(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := nodetest.NewHost(t)
+		m := daemon(t, t.TempDir(), h)
+		setUp(t, m, 0)
+		claimOnce, forkOnce := sandbox.NewOnce("me", "claim", "k", nil), sandbox.NewOnce("me", "fork", "k", nil)
+		steps := 0
+		look := func() {
+			steps++
+			err := m.db.View(func(tx *journal.Tx) error {
+				claimed, found, err := outcomes.Get(tx, claimOnce.Key)
+				if err != nil {
+					return err
+				}
+				if found {
+					if s, there, err := sandboxes.Get(tx, string(claimed.Sandbox.ID)); err != nil || !there || s.State == sandbox.Starting {
+						t.Errorf("step %d: the outcome names a sandbox that is not there: %+v, %v", steps, s, err)
+					}
+				}
+				forked, found, err := outcomes.Get(tx, forkOnce.Key)
+				if found {
+					if f, there, err := forks.Get(tx, forked.Fork.String()); err != nil || !there || f.Phase != sandbox.PhaseReady {
+						t.Errorf("step %d: the outcome names a fork that is not there: %+v, %v", steps, f, err)
+					}
+				}
+				return err
+			})
+			if err != nil {
+				t.Error(err)
+			}
+		}
+		h.Step = look
+		if _, _, err := m.ClaimOnce(t.Context(), claimOnce, key("a"), sandbox.ClaimSpec{Pool: "pool"}); err != nil {
+			t.Fatal(err)
+		}
+		if _, _, err := m.ForkOnce(t.Context(), forkOnce, key("f"), "a", 3); err != nil {
+			t.Fatal(err)
+		}
+		h.Step = nil
+		look()
+		if steps < 5 {
+			t.Errorf("looked %d times", steps)
+		}
+		if err := m.Close(); err != nil {
+			t.Fatal(err)
+		}
+	})
+}

@@ -1,0 +1,103 @@
+package node
+
+import (
+	"context"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/node/nodetest"
+	"agentrun.dev/internal/sandbox"
+)
+
+// TestKillWhatHangs: a sandbox whose machine does not answer can be ended, while
+// somebody waits for that machine, and so can a fork that it is a child of.
+func TestKillWhatHangs(t *testing.T) {
+	for name, capture := range map[string]func(context.Context, *Manager) error{
+		"fork":       func(ctx context.Context, m *Manager) error { _, err := m.Fork(ctx, key("f"), "a", 2); return err },
+		"checkpoint": func(ctx context.Context, m *Manager) error { _, err := m.Checkpoint(ctx, key("c"), "a"); return err },
+		"hibernate":  func(ctx context.Context, m *Manager) error { _, err := m.Hibernate(ctx, key("a")); return err },
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				h := nodetest.NewHost(t)
+				m := daemon(t, t.TempDir(), h)
+				defer func() { _ = m.Close() }()
+				setUp(t, m, 0)
+				claim(t, m, "a", sandbox.Lifetime{})
+				asked := h.HangCaptures()
+				captured := make(chan error, 1)
+				go func() { captured <- capture(t.Context(), m) }()
+				<-asked
+				ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
+				defer cancel()
+				s, err := m.Kill(ctx, key("a"))
+				if err != nil || s.State != sandbox.Ended || s.Reason != sandbox.ReasonKilled || s.Detail != "" {
+					t.Fatalf("%+v, %v", s, err)
+				}
+				if err := <-captured; err == nil {
+					t.Error("it was captured")
+				}
+				if _, err := m.Kill(ctx, key("a")); !sandbox.HasCode(err, sandbox.CodeEnded) {
+					t.Errorf("killed twice: %v", err)
+				}
+				if left := h.Folders(); len(left) > 0 {
+					t.Errorf("machines are left: %q", left)
+				}
+				// Its name can be used again.
+				claim(t, m, "a", sandbox.Lifetime{})
+			})
+		})
+	}
+}
+
+// TestKillWaits: whoever cannot wait for the end of what goes on leaves the
+// sandbox killed all the same.
+func TestKillWaits(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := nodetest.NewHost(t)
+		m := daemon(t, t.TempDir(), h)
+		defer func() { _ = m.Close() }()
+		setUp(t, m, 0)
+		claim(t, m, "a", sandbox.Lifetime{})
+		b, err := m.find(key("a"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := b.lock(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		if _, err := m.Kill(ctx, key("a")); err == nil {
+			t.Error("killed while it was somebody else's turn")
+		}
+		b.unlock()
+		synctest.Wait()
+		if s := b.now(); s.State != sandbox.Ended || s.Reason != sandbox.ReasonKilled {
+			t.Errorf("%+v", s)
+		}
+	})
+}
+
+// TestKillIsForgotten: a sandbox that hibernated before a kill reached it, whose
+// caller gave up, ends later for a reason of its own.
+func TestKillIsForgotten(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := nodetest.NewHost(t)
+		m := daemon(t, t.TempDir(), h)
+		defer func() { _ = m.Close() }()
+		setUp(t, m, 0)
+		claim(t, m, "a", sandbox.Lifetime{})
+		gone, giveUp := context.WithCancel(t.Context())
+		giveUp()
+		h.Step = sync.OnceFunc(func() { _, _ = m.Kill(gone, key("a")) })
+		must(t, second(m.Hibernate(t.Context(), key("a"))))
+		must(t, second(m.Resume(t.Context(), key("a"))))
+		h.End(m.machineDir(wantState(t, m, "a", sandbox.Running).Machine), engine.ErrOutOfMemory)
+		synctest.Wait()
+		wantEnded(t, m, "a", sandbox.ReasonOutOfMemory)
+	})
+}

@@ -1,0 +1,192 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/sandbox"
+	"agentrun.dev/internal/storage/snapshot"
+)
+
+// with runs do while it is the sandbox's turn.
+func (m *Manager) with(ctx context.Context, k sandbox.Key, do func(*member) error) (sandbox.Sandbox, error) {
+	if err := m.begin(); err != nil {
+		return sandbox.Sandbox{}, err
+	}
+	b, err := m.find(k)
+	if err != nil {
+		return sandbox.Sandbox{}, err
+	}
+	if err := b.lock(ctx); err != nil {
+		return sandbox.Sandbox{}, err
+	}
+	defer b.unlock()
+	if b.now().State == sandbox.Ended { // while we waited
+		return sandbox.Sandbox{}, m.whyGone(k)
+	}
+	err = do(b)
+	return b.now(), err
+}
+
+// Pause stops a sandbox's processors; it keeps its memory. One that is paused
+// or hibernated is left alone.
+func (m *Manager) Pause(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
+	return m.with(ctx, k, func(b *member) error { return b.pause(ctx) })
+}
+
+func (b *member) pause(ctx context.Context) error {
+	if b.now().State != sandbox.Running {
+		return nil
+	}
+	if err := b.machine.Pause(ctx); err != nil {
+		return fmt.Errorf("pause sandbox %s: %w", b.id, err)
+	}
+	if err := b.change(func(s *sandbox.Sandbox) { s.State = sandbox.Paused; s.Clock.Stop(time.Now()) }); err != nil {
+		return errors.Join(err, b.machine.Resume(context.WithoutCancel(ctx)))
+	}
+	return nil
+}
+
+// Resume lets a sandbox go on that was paused or hibernated.
+func (m *Manager) Resume(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
+	return m.with(ctx, k, func(b *member) error { return b.resume(ctx) })
+}
+
+func (b *member) resume(ctx context.Context) error {
+	switch b.now().State {
+	case sandbox.Paused:
+		if err := b.machine.Resume(ctx); err != nil {
+			return fmt.Errorf("resume sandbox %s: %w", b.id, err)
+		}
+		if err := b.change(func(s *sandbox.Sandbox) { s.State = sandbox.Running; s.Clock.Start(time.Now()) }); err != nil {
+			return errors.Join(err, b.machine.Pause(context.WithoutCancel(ctx)))
+		}
+	case sandbox.Hibernated:
+		return b.wake(ctx)
+	}
+	return nil
+}
+
+// Hibernate writes a sandbox to disk and frees its memory.
+func (m *Manager) Hibernate(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
+	return m.with(ctx, k, func(b *member) error { return b.hibernate(ctx) })
+}
+
+func (b *member) hibernate(ctx context.Context) (err error) {
+	last := b.now()
+	if last.State == sandbox.Hibernated {
+		return nil
+	}
+	m := b.manager
+	ctx, end := m.observer.Begin(ctx, last.Work(sandbox.OpHibernate))
+	defer func() { end(sandbox.Outcome{Err: err}) }()
+	if err := m.capacity.store(last.Namespace, 0); err != nil {
+		return fmt.Errorf("hibernate sandbox %s: %w", b.id, err)
+	}
+	image, kept := sandbox.NewID(), uint64(0)
+	if err := b.change(func(s *sandbox.Sandbox) { s.State, s.Image = sandbox.Hibernating, image }); err != nil {
+		return err
+	}
+	err = b.machine.Pause(ctx)
+	if err == nil {
+		var snap *snapshot.Snapshot
+		if snap, err = b.machine.Snapshot(ctx, m.imageDir(image), m.sealing(last)...); err == nil {
+			err = snap.Close()
+		}
+	}
+	if err == nil {
+		err = m.count(last.Namespace, m.imageDir(image), &kept)
+	}
+	if err == nil {
+		err = b.change(func(s *sandbox.Sandbox) {
+			s.State, s.Machine, s.Boot = sandbox.Hibernated, "", ""
+			s.Layers, s.Live, s.Kept = nil, nil, kept
+			s.Clock.Stop(time.Now())
+		})
+	}
+	if err != nil {
+		err = fmt.Errorf("hibernate sandbox %s: %w", b.id, err)
+		m.capacity.discard(last.Namespace, kept)
+		back := context.WithoutCancel(ctx)
+		if last.State == sandbox.Running {
+			err = errors.Join(err, b.machine.Resume(back))
+		}
+		// First what was written: a full disk has room for the journal then.
+		return errors.Join(err, m.removeSnapshot(m.imageDir(image)),
+			b.revert(func(s *sandbox.Sandbox) { s.State, s.Image = last.State, "" }))
+	}
+	return b.dropMachine(last)
+}
+
+// wake makes a machine of what was written when the sandbox was hibernated. The
+// layers of that are in memory from then on.
+func (b *member) wake(ctx context.Context) (err error) {
+	m, last := b.manager, b.now()
+	ctx, end := m.observer.Begin(ctx, last.Work(sandbox.OpWake))
+	defer func() { end(sandbox.Outcome{Err: err}) }()
+	snap, held, err := m.openHeld(m.imageDir(last.Image), string(last.Image))
+	if err != nil {
+		return fmt.Errorf("wake sandbox %s: %w", b.id, err)
+	}
+	defer func() { err = errors.Join(err, snap.Close()) }()
+	if err := m.reserve(last.Namespace, last.Memory, held...); err != nil {
+		return err
+	}
+	sleepOn := func(s *sandbox.Sandbox) { s.State = sandbox.Hibernated }
+	sb, machine, err := b.wakeMachine(ctx, last, snap)
+	if err != nil {
+		m.capacity.release(last.Namespace, last.Memory, held...)
+		return errors.Join(fmt.Errorf("wake sandbox %s: %w", b.id, err), b.revert(sleepOn))
+	}
+	if err := b.change(func(s *sandbox.Sandbox) {
+		s.State, s.Machine, s.Boot, s.Image = sandbox.Running, machine, m.cfg.Boot, ""
+		s.Layers, s.Kept = held, 0
+		s.Clock.Start(time.Now())
+	}); err != nil {
+		err = errors.Join(err, sb.Close(), m.cfg.Engine.Remove(m.ctx, m.machineDir(machine)))
+		m.capacity.release(last.Namespace, last.Memory, held...)
+		return errors.Join(err, b.revert(sleepOn))
+	}
+	b.attach(sb)
+	err = m.removeSnapshot(m.imageDir(last.Image))
+	m.capacity.discard(last.Namespace, last.Kept)
+	return err
+}
+
+func (b *member) wakeMachine(ctx context.Context, last sandbox.Sandbox, snap *snapshot.Snapshot) (engine.Sandbox, sandbox.ID, error) {
+	m := b.manager
+	if err := b.change(func(s *sandbox.Sandbox) { s.State = sandbox.Resuming }); err != nil {
+		return nil, "", err
+	}
+	return m.startInTurn(ctx, last.Namespace, last.Limits, func(o engine.ForkOptions) (engine.Sandbox, error) {
+		o.Hostname, o.KeepIdentity = string(last.Name), true
+		return m.cfg.Engine.Fork(ctx, snap, o)
+	})
+}
+
+// removeSnapshot deletes a snapshot's folder, if there is one.
+func (m *Manager) removeSnapshot(dir string) error {
+	defer m.removed()
+	if err := snapshot.Remove(dir); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return nil
+}
+
+// Extend gives a sandbox a timeout that counts from now on; 0 is none.
+func (m *Manager) Extend(ctx context.Context, k sandbox.Key, timeout time.Duration) (sandbox.Sandbox, error) {
+	if timeout < 0 {
+		return sandbox.Sandbox{}, sandbox.Errorf(sandbox.CodeInvalid, "the timeout %v is negative", timeout)
+	}
+	return m.with(ctx, k, func(b *member) error {
+		return b.change(func(s *sandbox.Sandbox) {
+			if s.Timeout = timeout; timeout > 0 {
+				s.Timeout += s.Clock.Elapsed(time.Now())
+			}
+		})
+	})
+}

@@ -1,0 +1,159 @@
+package node
+
+import (
+	"errors"
+	"slices"
+	"strings"
+
+	"agentrun.dev/internal/node/journal"
+	"agentrun.dev/internal/sandbox"
+)
+
+// Template returns a template.
+func (m *Manager) Template(k sandbox.Key) (t sandbox.Template, err error) {
+	return get(m, templates, sandbox.KindTemplate, k)
+}
+
+// Pool returns a pool and what it has.
+func (m *Manager) Pool(k sandbox.Key) (sandbox.Pool, sandbox.PoolStatus, error) {
+	p, err := get(m, pools, sandbox.KindPool, k)
+	if err != nil {
+		return p, sandbox.PoolStatus{}, err
+	}
+	return p, m.poolStatus(k), nil
+}
+
+func (m *Manager) poolStatus(k sandbox.Key) sandbox.PoolStatus {
+	m.mu.Lock()
+	p := m.pools[k]
+	m.mu.Unlock()
+	if p == nil {
+		return sandbox.PoolStatus{Phase: sandbox.PhasePending}
+	}
+	return p.status()
+}
+
+// ForkOf returns a fork.
+func (m *Manager) ForkOf(k sandbox.Key) (sandbox.Fork, error) {
+	return get(m, forks, sandbox.KindFork, k)
+}
+
+func get[T any](m *Manager, c journal.Collection[T], kind sandbox.Kind, k sandbox.Key) (object T, err error) {
+	err = m.db.View(func(tx *journal.Tx) error {
+		var found bool
+		if object, found, err = c.Get(tx, k.String()); err == nil && !found {
+			err = sandbox.NotFound(kind, k)
+		}
+		return err
+	})
+	return object, err
+}
+
+// Sandbox returns a sandbox. Looking at it does not wake it.
+func (m *Manager) Sandbox(k sandbox.Key) (sandbox.Sandbox, error) {
+	b, err := m.find(k)
+	if err != nil {
+		return sandbox.Sandbox{}, err
+	}
+	if s := b.now(); s.State != sandbox.Starting {
+		return s, nil
+	}
+	return sandbox.Sandbox{}, sandbox.NotFound(sandbox.KindSandbox, k)
+}
+
+// errEnough ends a walk through a collection.
+var errEnough = errors.New("enough")
+
+// Templates lists templates by name.
+func (m *Manager) Templates(n sandbox.Namespace, p sandbox.Page) ([]sandbox.Template, error) {
+	return list(m, templates, n, p)
+}
+
+// Pools lists pools by name.
+func (m *Manager) Pools(n sandbox.Namespace, p sandbox.Page) ([]sandbox.Pool, error) {
+	return list(m, pools, n, p)
+}
+
+// Forks lists forks by name.
+func (m *Manager) Forks(n sandbox.Namespace, p sandbox.Page) ([]sandbox.Fork, error) {
+	return list(m, forks, n, p)
+}
+
+func list[T any](m *Manager, c journal.Collection[T], n sandbox.Namespace, p sandbox.Page) ([]T, error) {
+	return listIf(m, c, n, p, func(T) bool { return true })
+}
+
+// listIf is list of those objects that are to be seen.
+func listIf[T any](m *Manager, c journal.Collection[T], n sandbox.Namespace, p sandbox.Page, seen func(T) bool) (out []T, err error) {
+	prefix := string(n) + "/"
+	err = m.db.View(func(tx *journal.Tx) error {
+		return c.Each(tx, prefix, func(key string, object T) error {
+			if strings.TrimPrefix(key, prefix) <= p.After || !seen(object) {
+				return nil
+			}
+			if len(out) == p.Most() {
+				return errEnough
+			}
+			out = append(out, object)
+			return nil
+		})
+	})
+	if errors.Is(err, errEnough) {
+		err = nil
+	}
+	return out, err
+}
+
+// Sandboxes lists sandboxes by name; ended ones only if they are asked for.
+func (m *Manager) Sandboxes(n sandbox.Namespace, p sandbox.Page, ended bool) (out []sandbox.Sandbox, err error) {
+	err = m.db.View(func(tx *journal.Tx) error {
+		return sandboxes.Each(tx, "", func(_ string, s sandbox.Sandbox) error {
+			if s.Namespace == n && s.State != sandbox.Starting && (ended || s.State != sandbox.Ended) {
+				out = append(out, s)
+			}
+			return nil
+		})
+	})
+	slices.SortFunc(out, func(a, b sandbox.Sandbox) int { return strings.Compare(a.Position(), b.Position()) })
+	out = slices.DeleteFunc(out, func(s sandbox.Sandbox) bool { return s.Position() <= p.After })
+	return out[:min(len(out), p.Most())], err
+}
+
+// historySize is how many ended sandboxes are remembered, at least, and
+// historyStep how many more before the oldest are forgotten.
+const (
+	historySize = 1000
+	historyStep = 100
+)
+
+// trimHistory is called for each sandbox that ends, and forgets those that ended
+// first, now and then.
+func (m *Manager) trimHistory() {
+	m.mu.Lock()
+	m.ends++
+	due := m.ends%historyStep == 0
+	m.mu.Unlock()
+	if !due {
+		return
+	}
+	err := m.db.Update(func(tx *journal.Tx) error {
+		var ended []sandbox.Sandbox
+		err := sandboxes.Each(tx, "", func(_ string, s sandbox.Sandbox) error {
+			if s.State == sandbox.Ended {
+				ended = append(ended, s)
+			}
+			return nil
+		})
+		if err != nil || len(ended) <= historySize {
+			return err
+		}
+		slices.SortFunc(ended, func(a, b sandbox.Sandbox) int { return b.Ended.Compare(a.Ended) })
+		for _, s := range ended[historySize:] {
+			err = errors.Join(err, sandboxes.Delete(tx, string(s.ID)))
+		}
+		return err
+	})
+	if err != nil {
+		m.cfg.Log.Error("trim the history of sandboxes", "error", err)
+	}
+}

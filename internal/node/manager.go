@@ -1,0 +1,428 @@
+// Package node owns the objects of a node and their life: templates, pools,
+// sandboxes, forks and checkpoints. Its Manager is the only writer of the
+// journal. docs/design/forkd.md has the whole.
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"log/slog"
+	"maps"
+	"os"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/node/journal"
+	"agentrun.dev/internal/sandbox"
+	"agentrun.dev/internal/storage/seal"
+	"agentrun.dev/internal/storage/snapshot"
+)
+
+// Builder makes the snapshot of a template's revision in a new folder.
+type Builder interface {
+	// Build writes what happens to log, for people.
+	Build(ctx context.Context, spec sandbox.TemplateSpec, stage sandbox.Stage, dir string, log io.Writer) (sandbox.Built, error)
+	// Finish brings a fork of a snapshot that was taken after the init commands
+	// to where one that was taken when ready is.
+	Finish(ctx context.Context, spec sandbox.TemplateSpec, built sandbox.Built, sb engine.Sandbox) error
+	// Rehearse has a sandbox that is going to wait in a pool do, without an effect,
+	// what its user will probably do first.
+	Rehearse(ctx context.Context, spec sandbox.TemplateSpec, sb engine.Sandbox) error
+}
+
+// Config is what a Manager works with.
+type Config struct {
+	// Dir is the state folder.
+	Dir     string
+	Engine  engine.Engine
+	Builder Builder
+	// Capacity is how much memory sandboxes may reserve together.
+	Capacity uint64
+	// Starts is how many machines are started at once; 0 decides by the host's
+	// processors.
+	Starts int
+	// Key seals secrets, and images of sandboxes that hold some; nil is a daemon
+	// that takes no secrets.
+	Key *seal.Key
+	// Boot identifies the host's boot.
+	Boot string
+	Log  *slog.Logger
+	// Observer is told what happens; nil is nobody.
+	Observer sandbox.Observer
+}
+
+// Manager owns the objects of a node. Its methods are safe for concurrent use.
+type Manager struct {
+	cfg      Config
+	observer sandbox.Observer
+	db       *journal.DB
+	capacity *admission
+	turns    *turns
+	secrets  *secretStore
+	ctx      context.Context // ends when the manager closes
+	cancel   context.CancelFunc
+	work     sync.WaitGroup // all goroutines
+	dirty    chan struct{}  // holds at most one notice that something was removed
+	// forgotten is when outcomes were last forgotten, in Unix time. It is read in
+	// transactions, which may not wait for mu: who has mu may wait for them.
+	forgotten atomic.Int64
+	watches   watches
+
+	quotaTurn sync.Mutex // held by who changes a quota
+
+	mu        sync.Mutex // protects all following fields
+	closed    bool
+	ends      int                        // sandboxes that have ended since the daemon began
+	sandboxes map[sandbox.ID]*member     // all that have not ended
+	names     map[sandbox.Key]sandbox.ID // likewise
+	pools     map[sandbox.Key]*pool
+	builds    map[buildKey]*build        // those under way
+	requests  map[string]*request        // those with an idempotency key, likewise
+	restoring map[sandbox.ID]int         // checkpoints that sandboxes are being made of
+	parked    map[sandbox.ID]sandbox.Key // machines that wait in pools
+}
+
+// The journal's collections. Sandboxes are kept by id, the rest by key.
+var (
+	templates = journal.Collection[sandbox.Template]("templates")
+	builds    = journal.Collection[sandbox.Build]("builds")
+	pools     = journal.Collection[sandbox.Pool]("pools")
+	sandboxes = journal.Collection[sandbox.Sandbox]("sandboxes")
+	forks     = journal.Collection[sandbox.Fork]("forks")
+)
+
+// Open opens the state folder, takes over what is still running and goes on
+// with what was under way.
+func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
+	for _, dir := range []string{machinesDir, imagesDir, snapshotsDir, checkpointsDir, logsDir} {
+		if err := os.MkdirAll(filepath.Join(cfg.Dir, dir), 0o700); err != nil {
+			return nil, fmt.Errorf("open the state folder: %w", err)
+		}
+	}
+	db, err := journal.Open(filepath.Join(cfg.Dir, "journal"))
+	if err != nil {
+		return nil, err
+	}
+	secrets, err := openSecrets(SecretsFolder(cfg.Dir), cfg.Key)
+	if err != nil {
+		return nil, errors.Join(err, db.Close())
+	}
+	if cfg.Observer == nil {
+		cfg.Observer = sandbox.Observers()
+	}
+	if cfg.Starts < 1 {
+		// Of two starts on one processor one can work while the other waits, and pools
+		// leave one of two turns to claims.
+		cfg.Starts = max(2, runtime.NumCPU())
+	}
+	db.Observe(cfg.Observer.Journaled)
+	m := &Manager{
+		cfg: cfg, observer: cfg.Observer, db: db, secrets: secrets, turns: newTurns(cfg.Starts),
+		dirty:     make(chan struct{}, 1),
+		sandboxes: map[sandbox.ID]*member{}, names: map[sandbox.Key]sandbox.ID{}, pools: map[sandbox.Key]*pool{}, builds: map[buildKey]*build{},
+		requests: map[string]*request{}, restoring: map[sandbox.ID]int{}, parked: map[sandbox.ID]sandbox.Key{},
+	}
+	m.capacity = newAdmission(cfg.Capacity, m.dropHeld)
+	m.ctx, m.cancel = context.WithCancel(context.WithoutCancel(ctx))
+	if err := m.recover(ctx); err != nil {
+		return nil, errors.Join(fmt.Errorf("recover the state: %w", err), m.Close())
+	}
+	m.work.Go(m.tidyUp)
+	return m, nil
+}
+
+// Close lets go of everything. Sandboxes run on; the next Open finds them.
+func (m *Manager) Close() error {
+	m.mu.Lock()
+	if m.closed {
+		m.mu.Unlock()
+		return nil
+	}
+	m.closed = true
+	running := m.pools
+	m.pools = map[sandbox.Key]*pool{}
+	members := slices.Collect(maps.Values(m.sandboxes)) // claims that are refused now leave the map
+	m.mu.Unlock()
+	m.cancel()
+	m.turns.close()
+	var errs []error
+	for _, p := range running {
+		errs = append(errs, p.close())
+	}
+	for _, s := range members {
+		errs = append(errs, s.detach())
+	}
+	m.work.Wait()
+	return errors.Join(append(errs, m.db.Close())...)
+}
+
+// begin is called before anything is changed.
+func (m *Manager) begin() error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.closed {
+		return errClosing()
+	}
+	return nil
+}
+
+func errClosing() error {
+	return sandbox.Errorf(sandbox.CodeClosing, "the daemon is shutting down").Try("Try again when it is back")
+}
+
+// Folders of the state folder.
+const (
+	machinesDir    = "machines"
+	imagesDir      = "images"
+	snapshotsDir   = "snapshots"
+	checkpointsDir = "checkpoints"
+	logsDir        = "logs"
+	secretsDir     = "secrets"
+)
+
+func (m *Manager) machineDir(id sandbox.ID) string {
+	return filepath.Join(m.cfg.Dir, machinesDir, string(id))
+}
+func (m *Manager) imageDir(id sandbox.ID) string {
+	return filepath.Join(m.cfg.Dir, imagesDir, string(id))
+}
+func (m *Manager) snapshotDir(id sandbox.ID) string {
+	return filepath.Join(m.cfg.Dir, snapshotsDir, string(id))
+}
+
+func (m *Manager) checkpointDir(id sandbox.ID) string {
+	return filepath.Join(m.cfg.Dir, checkpointsDir, string(id))
+}
+
+func (m *Manager) logFile(id sandbox.ID) string {
+	return filepath.Join(m.cfg.Dir, logsDir, string(id)+".log")
+}
+
+// recover brings journal, machines and files into line, in the order that
+// docs/design/forkd.md gives.
+func (m *Manager) recover(ctx context.Context) error {
+	if err := m.recoverQuotas(); err != nil {
+		return err
+	}
+	var found []sandbox.Sandbox
+	now := time.Now()
+	err := m.db.Update(func(tx *journal.Tx) error {
+		if err := sandboxes.Each(tx, "", func(_ string, s sandbox.Sandbox) error {
+			found = append(found, s)
+			return nil
+		}); err != nil {
+			return err
+		}
+		sizes := m.measurer()
+		for i := range found {
+			if err := errors.Join(sizes.image(&found[i]), settle(tx, &found[i], m.cfg.Boot, now)); err != nil {
+				return err
+			}
+		}
+		return errors.Join(settleForks(tx), settleCheckpoints(tx), sizes.checkpoints(tx))
+	})
+	if err != nil {
+		return err
+	}
+	for _, s := range found {
+		if s.State == sandbox.Ended && s.Ended.Equal(now) {
+			m.observer.Ended(s.PoolKey(), s.Reason)
+		}
+		if s.State == sandbox.Starting || s.State == sandbox.Ended {
+			continue
+		}
+		if err := m.adopt(ctx, s); err != nil {
+			return err
+		}
+	}
+	// What a daemon that was killed has left in memory nobody is charged for.
+	if err := errors.Join(m.sweep(ctx), m.recoverStorage(), m.keep(machinesDir)); err != nil {
+		return err
+	}
+	return m.recoverPools()
+}
+
+// tidyUp frees memory, some time after things were removed.
+func (m *Manager) tidyUp() {
+	const quiet = time.Second // many may be removed at once
+	for {
+		select {
+		case <-m.dirty:
+		case <-m.ctx.Done():
+			return
+		}
+		select {
+		case <-time.After(quiet):
+		case <-m.ctx.Done():
+			return
+		}
+		if err := m.keep(machinesDir, snapshotsDir); err != nil {
+			m.cfg.Log.Error("free memory that is not used", "error", err)
+		}
+	}
+}
+
+// removed is called when something was removed that may have used memory.
+func (m *Manager) removed() {
+	select {
+	case m.dirty <- struct{}{}:
+	default:
+	}
+}
+
+// keep says that what is in some folders is in use. Images of hibernated sandboxes
+// and checkpoints are not: they are on disk, and are read when a machine is made of
+// one. Templates are, once there are pools.
+func (m *Manager) keep(dirs ...string) error {
+	found := map[string][]string{}
+	for _, dir := range dirs {
+		var err error
+		if found[dir], err = filepath.Glob(filepath.Join(m.cfg.Dir, dir, "*")); err != nil {
+			return err
+		}
+	}
+	return m.cfg.Engine.Keep(found[machinesDir], found[snapshotsDir])
+}
+
+// startInTurn is startMachine when it is the turn of a machine that a user of a
+// namespace waits for.
+func (m *Manager) startInTurn(ctx context.Context, n sandbox.Namespace, limits sandbox.Limits, start func(engine.ForkOptions) (engine.Sandbox, error)) (engine.Sandbox, sandbox.ID, error) {
+	release, err := m.turns.take(ctx, n)
+	if err != nil {
+		return nil, "", err
+	}
+	defer release()
+	return m.startMachine(limits, start)
+}
+
+// startMachine makes a machine in a new folder. The caller has reserved its
+// memory, and has a turn.
+func (m *Manager) startMachine(limits sandbox.Limits, start func(engine.ForkOptions) (engine.Sandbox, error)) (engine.Sandbox, sandbox.ID, error) {
+	id := sandbox.NewID()
+	dir := m.machineDir(id)
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		return nil, "", fmt.Errorf("make a machine: %w", err)
+	}
+	sb, err := start(engine.ForkOptions{Folder: dir, Limits: engineLimits(limits)})
+	if err != nil {
+		return nil, "", errors.Join(err, m.cfg.Engine.Remove(m.ctx, dir))
+	}
+	return sb, id, nil
+}
+
+// settle decides what an intent has come to.
+func settle(tx *journal.Tx, s *sandbox.Sandbox, boot string, now time.Time) error {
+	switch s.State {
+	case sandbox.Starting:
+		return sandboxes.Delete(tx, string(s.ID))
+	case sandbox.Hibernating:
+		s.State, s.Image = sandbox.Running, ""
+	case sandbox.Resuming:
+		s.State, s.Machine = sandbox.Hibernated, ""
+	}
+	if (s.State == sandbox.Running || s.State == sandbox.Paused) && s.Boot != boot {
+		s.End(sandbox.ReasonHostRestart, "the host was restarted while it ran", now)
+	}
+	return sandboxes.Put(tx, string(s.ID), *s)
+}
+
+// settleForks forgets forks that never had an answer: their children that are
+// in the journal stay.
+func settleForks(tx *journal.Tx) error {
+	var unfinished []sandbox.Fork
+	err := forks.Each(tx, "", func(_ string, f sandbox.Fork) error {
+		if f.Phase == sandbox.PhasePending {
+			unfinished = append(unfinished, f)
+		}
+		return nil
+	})
+	for _, f := range unfinished {
+		err = errors.Join(err, forks.Delete(tx, f.String()))
+	}
+	return err
+}
+
+// adopt takes over a sandbox that was there before.
+func (m *Manager) adopt(ctx context.Context, s sandbox.Sandbox) error {
+	b := m.newMember(s)
+	m.mu.Lock()
+	m.sandboxes[s.ID], m.names[s.Key] = b, s.ID
+	m.mu.Unlock()
+	if s.State == sandbox.Hibernated {
+		m.capacity.keep(s.Namespace, s.Kept)
+		return nil
+	}
+	m.capacity.take(s.Namespace, s.Memory, s.Holds()...)
+	sb, err := m.cfg.Engine.Adopt(ctx, m.machineDir(s.Machine))
+	if err == nil && s.State == sandbox.Running {
+		// Whoever was to pause or capture it may have been cut off.
+		err = sb.Resume(ctx)
+	}
+	if err == nil {
+		b.attach(sb)
+		return nil
+	}
+	if ctx.Err() != nil {
+		return ctx.Err()
+	}
+	m.cfg.Log.Warn("a sandbox is gone", "sandbox", s.ID, "error", err)
+	return b.ended(sandbox.ReasonLost, err.Error())
+}
+
+// sweep removes what no object names.
+func (m *Manager) sweep(ctx context.Context) error {
+	named := map[string]bool{}
+	err := m.db.View(func(tx *journal.Tx) error {
+		return errors.Join(
+			sandboxes.Each(tx, "", func(_ string, s sandbox.Sandbox) error {
+				if s.State != sandbox.Ended {
+					named[m.machineDir(s.Machine)], named[m.imageDir(s.Image)] = true, true
+				}
+				return nil
+			}),
+			builds.Each(tx, "", func(_ string, b sandbox.Build) error {
+				named[m.snapshotDir(b.Snapshot)] = true
+				return nil
+			}),
+			checkpoints.Each(tx, "", func(_ string, c sandbox.Checkpoint) error {
+				named[m.checkpointDir(c.ID)] = true
+				return nil
+			}))
+	})
+	if err != nil {
+		return err
+	}
+	// What was being written when somebody was killed.
+	for _, dir := range []string{imagesDir, snapshotsDir, checkpointsDir} {
+		if err := snapshot.CleanTemp(filepath.Join(m.cfg.Dir, dir)); err != nil {
+			return err
+		}
+	}
+	for dir, remove := range map[string]func(string) error{
+		machinesDir:    func(path string) error { return m.cfg.Engine.Remove(ctx, path) },
+		imagesDir:      snapshot.Remove,
+		snapshotsDir:   snapshot.Remove,
+		checkpointsDir: snapshot.Remove,
+	} {
+		entries, err := os.ReadDir(filepath.Join(m.cfg.Dir, dir))
+		if err != nil {
+			return err
+		}
+		for _, e := range entries {
+			if path := filepath.Join(m.cfg.Dir, dir, e.Name()); !named[path] {
+				if err := remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+					return fmt.Errorf("remove what is left in %s: %w", path, err)
+				}
+			}
+		}
+	}
+	return nil
+}

@@ -1,0 +1,232 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/node/journal"
+	"agentrun.dev/internal/sandbox"
+)
+
+// member is a sandbox that has not ended, with the machine that runs it.
+type member struct {
+	manager *Manager
+	id      sandbox.ID
+
+	// turn holds one token while nobody changes what the sandbox is doing. It
+	// is a mutex that can be waited for with a context.
+	turn chan struct{}
+
+	mu      sync.Mutex      // protects all following fields
+	record  sandbox.Sandbox // as it is in the journal
+	machine engine.Sandbox
+	killed  bool          // by request, while somebody else had the turn
+	users   int           // requests that are being served
+	conns   int           // connections to its ports
+	used    sandbox.Clock // runs while it runs and nobody uses it
+	timer   *time.Timer   // for whichever of its timeouts is next
+	patient time.Time     // before which none is acted upon: it was tried in vain
+	// contexts are the default ones that were seen to be there.
+	contexts map[string]bool
+}
+
+func (m *Manager) newMember(s sandbox.Sandbox) *member {
+	b := &member{manager: m, id: s.ID, record: s, turn: make(chan struct{}, 1)}
+	b.turn <- struct{}{}
+	return b
+}
+
+// lock waits for the sandbox's turn.
+func (b *member) lock(ctx context.Context) error {
+	select {
+	case <-b.turn:
+		return nil
+	case <-ctx.Done():
+		return fmt.Errorf("sandbox %s: %w", b.id, ctx.Err())
+	}
+}
+
+func (b *member) unlock() { b.turn <- struct{}{} }
+
+// snapshot returns the record as it is now.
+func (b *member) now() sandbox.Sandbox {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.record
+}
+
+// change writes a change of the record to the journal, and then makes it. The
+// caller has the turn.
+func (b *member) change(do func(*sandbox.Sandbox)) error { return b.changeAnd(do, nil) }
+
+// changeAnd is change with what else belongs into the same transaction.
+func (b *member) changeAnd(do func(*sandbox.Sandbox), also record[sandbox.Sandbox]) error {
+	next := b.now()
+	do(&next)
+	if err := b.manager.db.Update(func(tx *journal.Tx) error {
+		return errors.Join(sandboxes.Put(tx, string(b.id), next), also.write(tx, next))
+	}); err != nil {
+		return fmt.Errorf("sandbox %s: %w", b.id, err)
+	}
+	b.mu.Lock()
+	b.record = next
+	b.arm()
+	b.mu.Unlock()
+	b.manager.watches.note(next)
+	return nil
+}
+
+// revert is change for what takes back an intent. The sandbox is what it is, also
+// where the journal cannot be written: that has the intent then, of which the next
+// daemon makes the same.
+func (b *member) revert(do func(*sandbox.Sandbox)) error {
+	err := b.change(do)
+	if err != nil {
+		b.mu.Lock()
+		defer b.mu.Unlock()
+		do(&b.record)
+		b.arm()
+	}
+	return err
+}
+
+// attach gives the sandbox its machine and watches it.
+func (b *member) attach(sb engine.Sandbox) {
+	b.mu.Lock()
+	b.machine, b.killed = sb, false
+	b.arm()
+	b.mu.Unlock()
+	b.manager.work.Go(func() {
+		select {
+		case <-sb.Done():
+			b.died(sb)
+		case <-b.manager.ctx.Done():
+		}
+	})
+}
+
+// died ends a sandbox whose machine has ended by itself.
+func (b *member) died(sb engine.Sandbox) {
+	if b.lock(b.manager.ctx) != nil {
+		return // the next daemon finds out
+	}
+	defer b.unlock()
+	b.mu.Lock()
+	mine := b.machine == sb
+	b.mu.Unlock()
+	if !mine {
+		return // it was hibernated, or killed by request
+	}
+	cause := sb.Wait()
+	reason, detail := sandbox.ReasonCrashed, cause.Error()
+	switch {
+	case b.wasKilled():
+		reason, detail = sandbox.ReasonKilled, ""
+	case errors.Is(cause, engine.ErrOutOfMemory):
+		reason = sandbox.ReasonOutOfMemory
+	case errors.Is(cause, engine.ErrPoweredOff):
+		reason = sandbox.ReasonExited
+	}
+	if err := b.ended(reason, detail); err != nil {
+		b.manager.cfg.Log.Error("end a sandbox that has died", "sandbox", b.id, "error", err)
+	}
+}
+
+// ended ends the sandbox in the journal, and then what is left of it: whoever
+// is killed in between leaves what the next daemon sweeps. The caller has the
+// turn.
+func (b *member) ended(reason sandbox.Reason, detail string) error {
+	m, last := b.manager, b.now()
+	if err := b.change(func(s *sandbox.Sandbox) { s.End(reason, detail, time.Now()) }); err != nil {
+		return err
+	}
+	m.observer.Ended(last.PoolKey(), reason)
+	m.mu.Lock()
+	delete(m.sandboxes, b.id)
+	delete(m.names, last.Key)
+	m.mu.Unlock()
+	var errs []error
+	if last.Image != "" {
+		errs = append(errs, m.removeSnapshot(m.imageDir(last.Image)))
+		m.capacity.discard(last.Namespace, last.Kept)
+	}
+	errs = append(errs, b.dropMachine(last))
+	m.trimHistory()
+	return errors.Join(errs...)
+}
+
+// dropMachine ends the machine that the sandbox had as last says.
+func (b *member) dropMachine(last sandbox.Sandbox) error {
+	b.mu.Lock()
+	sb := b.machine
+	b.machine = nil
+	if b.timer != nil {
+		b.timer.Stop()
+	}
+	b.mu.Unlock()
+	if last.Machine == "" {
+		return nil
+	}
+	var errs []error
+	if sb != nil {
+		errs = append(errs, sb.Close())
+	}
+	m := b.manager
+	errs = append(errs, m.cfg.Engine.Remove(m.ctx, m.machineDir(last.Machine)))
+	m.capacity.release(last.Namespace, last.Memory, last.Holds()...)
+	m.removed()
+	m.refill()
+	return errors.Join(errs...)
+}
+
+// detach lets the machine go.
+func (b *member) detach() error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.timer != nil {
+		b.timer.Stop()
+	}
+	if b.machine == nil {
+		return nil
+	}
+	return b.machine.Detach()
+}
+
+// find returns the sandbox of a name.
+func (m *Manager) find(k sandbox.Key) (*member, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if id, ok := m.names[k]; ok {
+		return m.sandboxes[id], nil
+	}
+	return nil, m.whyGone(k)
+}
+
+// whyGone is the error for a sandbox that is not there: it has ended, or never
+// was.
+func (m *Manager) whyGone(k sandbox.Key) error {
+	var last sandbox.Sandbox
+	err := m.db.View(func(tx *journal.Tx) error {
+		return sandboxes.Each(tx, "", func(_ string, s sandbox.Sandbox) error {
+			if s.Key == k && s.State == sandbox.Ended && s.Ended.After(last.Ended) {
+				last = s
+			}
+			return nil
+		})
+	})
+	switch {
+	case err != nil:
+		return err
+	case last.ID == "":
+		return sandbox.NotFound(sandbox.KindSandbox, k)
+	}
+	e := sandbox.Errorf(sandbox.CodeEnded, "sandbox %s has ended (%s)", k.Name, last.Reason)
+	if last.Detail != "" {
+		e = e.Because("%s", last.Detail)
+	}
+	return e.Try("Claim a new one")
+}

@@ -1,0 +1,496 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/ready"
+	"agentrun.dev/internal/node/journal"
+	"agentrun.dev/internal/sandbox"
+	"agentrun.dev/internal/storage/snapshot"
+)
+
+// pool keeps sandboxes ready.
+type pool struct {
+	manager *Manager
+	key     sandbox.Key
+	wake    chan struct{} // holds at most one notice to look again
+	cancel  context.CancelFunc
+	done    chan struct{}
+
+	mu      sync.Mutex // protects all following fields
+	spec    sandbox.PoolSpec
+	current *stock   // nil before the first build is ready
+	older   []*stock // of earlier revisions, until the current one is full
+	problem string   // why there is no current one of the template's revision
+	phase   sandbox.Phase
+	changed chan struct{} // closed and made anew with each change of phase
+}
+
+// set changes how far the pool is; the lock must be held.
+func (p *pool) set(phase sandbox.Phase, problem string) {
+	p.phase, p.problem = phase, problem
+	close(p.changed)
+	p.changed = make(chan struct{})
+}
+
+// stock is the sandboxes of one build that wait.
+type stock struct {
+	manager *Manager
+
+	pool  sandbox.Key
+	build sandbox.Build
+	spec  sandbox.TemplateSpec
+	snap  *snapshot.Snapshot
+	ready *ready.Pool
+	// held is what its machines hold of the snapshot. It is in memory for as long as
+	// the stock is there: one that is half made has it, too.
+	held []sandbox.Held
+
+	gone   context.Context // ends with the pool, and ends the claims under way
+	cancel context.CancelFunc
+	mu     sync.Mutex    // protects all following fields
+	claims int           // under way; they need the snapshot
+	closed chan struct{} // nil until the stock closes, closed when no claim is under way
+}
+
+// poolShells is how many forks of a pool are half made.
+const poolShells = 1
+
+// begin is called before a claim of the stock, while the stock is one of its pool;
+// end after the claim.
+func (s *stock) begin() (end func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.claims++
+	return func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if s.claims--; s.claims == 0 && s.closed != nil {
+			close(s.closed)
+		}
+	}
+}
+
+// close ends the sandboxes that wait, after the claims under way. The stock is no
+// more in its pool.
+func (s *stock) close() error {
+	s.mu.Lock()
+	s.closed = make(chan struct{})
+	if s.claims == 0 {
+		close(s.closed)
+	}
+	s.mu.Unlock()
+	<-s.closed
+	s.cancel()
+	err := errors.Join(s.ready.Close(), s.snap.Close())
+	s.manager.capacity.release(s.pool.Namespace, 0, s.held...)
+	s.manager.refill() // another pool may wait for that memory
+	return err
+}
+
+// ApplyPool makes a pool or changes it.
+func (m *Manager) ApplyPool(k sandbox.Key, spec sandbox.PoolSpec) (sandbox.Pool, error) {
+	if err := m.begin(); err != nil {
+		return sandbox.Pool{}, err
+	}
+	if spec.Stage == "" {
+		spec.Stage = sandbox.AfterReady
+	}
+	if err := spec.Validate(); err != nil {
+		return sandbox.Pool{}, err
+	}
+	p := sandbox.Pool{Key: k, Spec: spec, Created: time.Now().UTC()}
+	err := m.db.Update(func(tx *journal.Tx) error {
+		if _, found, err := templates.Get(tx, sandbox.Key{Namespace: k.Namespace, Name: spec.Template}.String()); err != nil || !found {
+			return errors.Join(err, sandbox.NotFound(sandbox.KindTemplate, sandbox.Key{Namespace: k.Namespace, Name: spec.Template}))
+		}
+		if old, found, err := pools.Get(tx, k.String()); err != nil {
+			return err
+		} else if found {
+			p.Created = old.Created
+		}
+		return pools.Put(tx, k.String(), p)
+	})
+	if err != nil {
+		return sandbox.Pool{}, fmt.Errorf("apply pool %s: %w", k.Name, err)
+	}
+	m.mu.Lock()
+	running := m.pools[k]
+	if running == nil && !m.closed {
+		m.startPool(p)
+	}
+	m.mu.Unlock()
+	if running != nil {
+		running.mu.Lock()
+		running.spec = spec
+		running.mu.Unlock()
+		running.notice()
+	}
+	return p, nil
+}
+
+// DeletePool ends a pool and the sandboxes that wait in it.
+func (m *Manager) DeletePool(k sandbox.Key) error {
+	if err := m.begin(); err != nil {
+		return err
+	}
+	err := m.db.Update(func(tx *journal.Tx) error {
+		if _, found, err := pools.Get(tx, k.String()); err != nil || !found {
+			return errors.Join(err, sandbox.NotFound(sandbox.KindPool, k))
+		}
+		return pools.Delete(tx, k.String())
+	})
+	if err != nil {
+		return err
+	}
+	m.mu.Lock()
+	p := m.pools[k]
+	delete(m.pools, k)
+	m.mu.Unlock()
+	if p != nil {
+		err = p.close()
+	}
+	return errors.Join(err, m.collectBuilds())
+}
+
+// WaitPool waits until claims of a pool can be made, or its template has failed.
+func (m *Manager) WaitPool(ctx context.Context, k sandbox.Key) error {
+	for {
+		m.mu.Lock()
+		p := m.pools[k]
+		m.mu.Unlock()
+		if p == nil {
+			return sandbox.NotFound(sandbox.KindPool, k)
+		}
+		p.mu.Lock()
+		phase, problem, changed := p.phase, p.problem, p.changed
+		p.mu.Unlock()
+		switch phase {
+		case sandbox.PhaseReady:
+			return nil
+		case sandbox.PhaseFailed:
+			return sandbox.Errorf(sandbox.CodeNotReady, "pool %s has failed", k.Name).Because("%s", problem)
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return fmt.Errorf("wait for pool %s, which is %s: %w", k.Name, phase, ctx.Err())
+		}
+	}
+}
+
+// recoverPools starts the pools that the journal has.
+func (m *Manager) recoverPools() error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.db.View(func(tx *journal.Tx) error {
+		return pools.Each(tx, "", func(_ string, p sandbox.Pool) error {
+			m.startPool(p)
+			return nil
+		})
+	})
+}
+
+// startPool is called with the mutex.
+func (m *Manager) startPool(p sandbox.Pool) {
+	ctx, cancel := context.WithCancel(m.ctx)
+	run := &pool{
+		manager: m, key: p.Key, spec: p.Spec, phase: sandbox.PhasePending,
+		wake: make(chan struct{}, 1), cancel: cancel, done: make(chan struct{}), changed: make(chan struct{}),
+	}
+	m.pools[p.Key] = run
+	m.work.Go(func() {
+		defer close(run.done)
+		run.run(ctx)
+	})
+}
+
+// refill makes all pools look at what they lack: memory may have been freed, a
+// build may be ready.
+func (m *Manager) refill() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, p := range m.pools {
+		p.notice()
+	}
+}
+
+func (p *pool) notice() {
+	select {
+	case p.wake <- struct{}{}:
+	default:
+	}
+}
+
+// run keeps the pool in line with its spec and its template.
+func (p *pool) run(ctx context.Context) {
+	for {
+		if err := p.reconcile(ctx); err != nil && ctx.Err() == nil {
+			p.fail(err.Error())
+		}
+		select {
+		case <-p.wake:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+func (p *pool) fail(problem string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	phase := sandbox.PhasePending
+	if p.current == nil {
+		phase = sandbox.PhaseFailed
+	}
+	p.set(phase, problem)
+}
+
+func (p *pool) reconcile(ctx context.Context) error {
+	p.mu.Lock()
+	spec, current := p.spec, p.current
+	p.mu.Unlock()
+	t, err := p.manager.Template(sandbox.Key{Namespace: p.key.Namespace, Name: spec.Template})
+	if err != nil {
+		return err
+	}
+	k := buildKey{t.Key, t.Revision, spec.Stage}
+	if current == nil || keyOf(current.build) != k {
+		p.manager.ensureBuild(t, spec.Stage)
+		b, err := p.manager.build(k)
+		switch {
+		case sandbox.HasCode(err, sandbox.CodeNotFound) || err == nil && b.Phase == sandbox.PhaseBuilding:
+			p.mu.Lock()
+			p.set(sandbox.PhaseBuilding, "")
+			p.mu.Unlock()
+			return nil // its end wakes us
+		case err != nil:
+			return err
+		case b.Phase == sandbox.PhaseFailed:
+			return fmt.Errorf("template %s: %s", t.Name, b.Problem)
+		}
+		if current, err = p.open(ctx, b, t.Spec, spec.Replicas); err != nil {
+			return err
+		}
+		p.mu.Lock()
+		if p.current != nil {
+			p.older = append(p.older, p.current)
+		}
+		p.current = current
+		p.mu.Unlock()
+	}
+	p.mu.Lock()
+	p.set(sandbox.PhaseReady, "")
+	p.mu.Unlock()
+	current.ready.Resize(spec.Replicas)
+	return p.retire(ctx, current)
+}
+
+// retire closes the stocks of earlier revisions once the current one is full.
+func (p *pool) retire(ctx context.Context, current *stock) error {
+	p.mu.Lock()
+	none := len(p.older) == 0
+	p.mu.Unlock()
+	if none {
+		return nil
+	}
+	// It may never be full, for want of memory: what changes meanwhile goes first, and
+	// comes back here.
+	waiting, stop := context.WithCancel(ctx)
+	defer stop()
+	p.manager.work.Go(func() {
+		select {
+		case <-p.wake:
+			stop()
+			p.notice()
+		case <-waiting.Done():
+		}
+	})
+	if full := current.ready.WaitFull(waiting) == nil; !full {
+		return nil // it is closing: so are they
+	}
+	p.mu.Lock()
+	old := p.older
+	p.older = nil
+	p.mu.Unlock()
+	var errs []error
+	for _, s := range old {
+		errs = append(errs, s.close())
+	}
+	return errors.Join(append(errs, p.manager.collectBuilds())...)
+}
+
+// open makes the stock of a build.
+func (p *pool) open(ctx context.Context, b sandbox.Build, spec sandbox.TemplateSpec, count int) (*stock, error) {
+	snap, err := snapshot.Open(p.manager.snapshotDir(b.Snapshot))
+	if err != nil {
+		return nil, fmt.Errorf("the snapshot of template %s: %w", b.Template.Name, err)
+	}
+	s := &stock{pool: p.key, build: b, spec: spec, snap: snap, manager: p.manager}
+	s.gone, s.cancel = context.WithCancel(ctx)
+	if s.held, err = heldBy(snap, ""); err == nil {
+		err = p.manager.reserve(p.key.Namespace, 0, s.held...)
+	}
+	if err != nil {
+		s.cancel()
+		return nil, errors.Join(fmt.Errorf("the memory of template %s: %w", b.Template.Name, err), snap.Close())
+	}
+	fork := forker(func(ctx context.Context, _ *snapshot.Snapshot, o engine.ForkOptions) (engine.Sandbox, error) {
+		if o.Hostname == "" { // only a claim has a name for its sandbox
+			return p.manager.forkWaiting(ctx, s)
+		}
+		return p.manager.forkClaimed(ctx, s, o.Hostname)
+	})
+	var e ready.Engine = fork
+	if ahead, ok := p.manager.cfg.Engine.(engine.Ahead); ok {
+		e = struct {
+			forker
+			engine.Ahead
+		}{fork, ahead}
+	}
+	if s.ready, err = ready.New(ready.Config{
+		Snapshot: snap, Count: count, Shells: poolShells, Engine: e, Turn: p.manager.turns.takeIdle,
+	}); err != nil {
+		s.cancel()
+		p.manager.capacity.release(p.key.Namespace, 0, s.held...)
+		return nil, errors.Join(err, snap.Close())
+	}
+	return s, nil
+}
+
+// forker is a function that forks, for package ready.
+type forker func(context.Context, *snapshot.Snapshot, engine.ForkOptions) (engine.Sandbox, error)
+
+func (f forker) Fork(ctx context.Context, snap *snapshot.Snapshot, o engine.ForkOptions) (engine.Sandbox, error) {
+	return f(ctx, snap, o)
+}
+
+// parked is a machine without a sandbox.
+type parked struct {
+	engine.Sandbox
+	manager *Manager
+	id      sandbox.ID
+
+	namespace sandbox.Namespace
+	memory    uint64
+	held      []sandbox.Held
+	waited    bool // in a pool, before it was claimed
+}
+
+// Close ends the machine and all that is left of it.
+func (p *parked) Close() error {
+	m := p.manager
+	err := errors.Join(p.Sandbox.Close(), m.cfg.Engine.Remove(context.WithoutCancel(m.ctx), m.machineDir(p.id)))
+	m.capacity.release(p.namespace, p.memory, p.held...)
+	m.unpark(p.id)
+	m.refill()
+	return err
+}
+
+// finish brings a fork of a build to where it is ready.
+func (m *Manager) finish(ctx context.Context, s *stock, sb engine.Sandbox) error {
+	if s.build.Stage != sandbox.AfterInit {
+		return nil
+	}
+	return m.cfg.Builder.Finish(ctx, s.spec, s.build.Built, sb)
+}
+
+func limitsOf(s sandbox.TemplateSpec) sandbox.Limits { return sandbox.Limits{MilliCPUs: s.MilliCPUs} }
+
+// claim takes a machine of the newest revision that has one, or makes one.
+func (p *pool) claim(ctx context.Context, hostname string) (*parked, *stock, error) {
+	from, end, err := p.source()
+	if err != nil {
+		return nil, nil, err
+	}
+	defer end()
+	inPool, cancel := context.WithCancel(ctx)
+	defer cancel()
+	defer context.AfterFunc(from.gone, cancel)()
+	sb, err := from.ready.Claim(inPool, hostname)
+	switch {
+	case err == nil:
+		return sb.(*parked), from, nil
+	case p.manager.ctx.Err() != nil:
+		return nil, nil, errClosing()
+	case from.gone.Err() != nil:
+		err = sandbox.Errorf(sandbox.CodeNotFound, "pool %s is gone", p.key.Name).Because("it was deleted while the claim waited")
+	}
+	return nil, nil, err
+}
+
+// source finds the stock to claim of, and begins a claim of it.
+func (p *pool) source() (_ *stock, end func(), err error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.current == nil {
+		e := sandbox.Errorf(sandbox.CodeNotReady, "pool %s has no sandboxes yet", p.key.Name)
+		if p.phase == sandbox.PhaseFailed {
+			return nil, nil, e.Because("%s", p.problem).Try("`agentrun logs template/%s` has more", p.spec.Template)
+		}
+		return nil, nil, e.Try("`agentrun get pool %s` shows how far it is", p.key.Name)
+	}
+	from := p.current
+	for i := len(p.older) - 1; i >= 0 && from.ready.Stats().Ready == 0; i-- {
+		from = p.older[i]
+	}
+	if from.ready.Stats().Ready == 0 {
+		from = p.current
+	}
+	return from, from.begin(), nil // a stock leaves the pool under the lock, and closes then
+}
+
+// status is what the pool has.
+func (p *pool) status() sandbox.PoolStatus {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	st := sandbox.PoolStatus{Phase: p.phase, Problem: p.problem}
+	if p.current != nil {
+		now := p.current.ready.Stats()
+		st.Ready = now.Ready
+		if p.phase == sandbox.PhaseReady { // the current one is of the template's revision
+			st.Snapshots = now.Ready
+		}
+		if st.Problem == "" && now.Ready < p.spec.Replicas {
+			st.Problem = now.LastError
+		}
+	}
+	for _, s := range p.older {
+		st.Ready += s.ready.Stats().Ready
+	}
+	return st
+}
+
+func (p *pool) uses(into map[buildKey]bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, s := range p.older {
+		into[keyOf(s.build)] = true
+	}
+	if p.current != nil {
+		into[keyOf(p.current.build)] = true
+	}
+}
+
+// close ends the pool and what waits in it.
+func (p *pool) close() error {
+	p.cancel()
+	<-p.done
+	p.mu.Lock()
+	all := p.older
+	if p.current != nil {
+		all = append(all, p.current)
+	}
+	p.current, p.older = nil, nil
+	p.mu.Unlock()
+	var errs []error
+	for _, s := range all {
+		errs = append(errs, s.close())
+	}
+	return errors.Join(errs...)
+}

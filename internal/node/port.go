@@ -1,0 +1,72 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"time"
+
+	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/sandbox"
+)
+
+// MaxConns is how many connections to ports of a sandbox there can be at a time.
+// An agent serves twice as many calls, so that they never keep others out.
+const MaxConns = guestrpc.MaxStreams / 2
+
+// connectTimeout bounds a connection to a program that listens, and does not
+// accept.
+const connectTimeout = 10 * time.Second
+
+// PortConn is a connection to a program in a sandbox. The use that it was made
+// by must not be over before it is closed.
+type PortConn struct {
+	*guestrpc.PortConn
+	member *member
+	once   sync.Once
+}
+
+// Close ends the connection.
+func (c *PortConn) Close() error {
+	c.once.Do(func() {
+		c.member.mu.Lock()
+		defer c.member.mu.Unlock()
+		c.member.conns--
+	})
+	return c.PortConn.Close()
+}
+
+// Connect connects to a TCP port of the sandbox's loopback.
+func (u *Use) Connect(ctx context.Context, port uint16) (*PortConn, error) {
+	b, name := u.member, u.Sandbox.Name
+	b.mu.Lock()
+	full := b.conns >= MaxConns
+	if !full {
+		b.conns++
+	}
+	b.mu.Unlock()
+	if full {
+		return nil, sandbox.Errorf(sandbox.CodeCapacity, "sandbox %s has %d connections to its ports, and can have no more", name, MaxConns).
+			Try("Close some, or try again")
+	}
+	c := &PortConn{member: b}
+	ctx, cancel := context.WithTimeout(ctx, connectTimeout)
+	defer cancel()
+	var err error
+	if c.PortConn, err = u.Agent().Connect(ctx, guestrpc.ConnectRequest{Port: port}); err == nil {
+		return c, nil
+	}
+	b.mu.Lock()
+	b.conns--
+	b.mu.Unlock()
+	var guest *guestrpc.Error
+	switch {
+	case errors.As(err, &guest) && guest.Code == guestrpc.CodeFailedPrecondition:
+		return nil, sandbox.Errorf(sandbox.CodePortClosed, "nothing listens on port %d of sandbox %s", port, name).
+			Try("Start a server in it that listens on 127.0.0.1:%d or on all addresses", port)
+	case errors.Is(err, context.DeadlineExceeded):
+		return nil, sandbox.Errorf(sandbox.CodePortClosed, "what listens on port %d of sandbox %s does not accept connections", port, name).
+			Because("it did not within %v", connectTimeout).Try("See whether the server in it hangs")
+	}
+	return nil, err
+}

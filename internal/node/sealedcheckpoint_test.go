@@ -1,0 +1,61 @@
+package node
+
+import (
+	"slices"
+	"testing"
+	"testing/synctest"
+
+	"agentrun.dev/internal/node/nodetest"
+	"agentrun.dev/internal/sandbox"
+	"agentrun.dev/internal/storage/snapshot"
+)
+
+// TestHolderCheckpoint: a checkpoint of a sandbox that holds secrets is sealed,
+// running or hibernated, and is made and restored by who has supplied them alone;
+// what is restored holds them, too.
+func TestHolderCheckpoint(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir, h := t.TempDir(), nodetest.NewHost(t)
+		m := daemon(t, dir, h)
+		defer func() { _ = m.Close() }()
+		setUp(t, m, 1)
+		s := claimHolder(t, m, "a")
+		if _, err := m.Checkpoint(as(t, "bob"), key("theft"), "a"); !sandbox.HasCode(err, sandbox.CodeDenied) {
+			t.Errorf("a checkpoint by bob: %v", err)
+		}
+		if _, err := m.CheckpointOf(key("theft")); !sandbox.HasCode(err, sandbox.CodeNotFound) {
+			t.Errorf("the checkpoint is there: %v", err)
+		}
+		if _, err := m.Checkpoint(as(t, "alice"), key("awake"), "a"); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := m.Hibernate(t.Context(), key("a")); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := m.Checkpoint(as(t, "alice"), key("asleep"), "a"); err != nil {
+			t.Fatal(err)
+		}
+		for _, name := range []string{"awake", "asleep"} {
+			c, err := m.CheckpointOf(key(name))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if image, err := snapshot.ReadManifest(m.checkpointDir(c.ID)); err != nil || !image.Private {
+				t.Errorf("checkpoint %s is private: %v, %v", name, image.Private, err)
+			}
+			if _, err := m.Restore(as(t, "bob"), key("stolen"), sandbox.Name(name), sandbox.RestoreSpec{}); !sandbox.HasCode(err, sandbox.CodeDenied) {
+				t.Errorf("restored by bob: %v", err)
+			}
+			// With and without more environment.
+			for i, spec := range []sandbox.RestoreSpec{{}, {Env: sandbox.Env{"MORE": "1"}}} {
+				back, err := m.Restore(as(t, "alice"), key(name+string(rune('0'+i))), sandbox.Name(name), spec)
+				if err != nil || !slices.Equal(back.Secrets, s.Secrets) || back.SecretsBy != "alice" || back.Env["API_KEY"] != "" {
+					t.Errorf("%+v, %v", back, err)
+				}
+			}
+		}
+		if found := filesWith(t, dir, canary); found != nil {
+			t.Errorf("in the clear in %v", found)
+		}
+	})
+}

@@ -1,0 +1,151 @@
+package node
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"path/filepath"
+	"sync"
+
+	"agentrun.dev/internal/node/journal"
+	"agentrun.dev/internal/sandbox"
+	"agentrun.dev/internal/storage/snapshot"
+)
+
+// openHeld opens a snapshot that a machine is to be made of, and lists what that
+// will hold.
+func (m *Manager) openHeld(dir, owner string) (*snapshot.Snapshot, []sandbox.Held, error) {
+	snap, err := snapshot.Open(dir, snapshot.WithKey(m.cfg.Key))
+	if err != nil {
+		return nil, nil, err
+	}
+	held, err := heldBy(snap, owner)
+	if err != nil {
+		_ = snap.Close() // only read
+		return nil, nil, err
+	}
+	return snap, held, nil
+}
+
+// ownBytes is what an image or a checkpoint takes on disk beyond the templates of
+// the node. It counts in the quota of its namespace.
+func (m *Manager) ownBytes(dir string) (uint64, error) {
+	shared, err := m.templateLayers()
+	if err != nil {
+		return 0, err
+	}
+	return snapshot.BytesBeside(dir, func(digest string) bool { return shared[digest] })
+}
+
+// templateLayers are the layers of all templates, by digest.
+func (m *Manager) templateLayers() (map[string]bool, error) {
+	templates, err := filepath.Glob(filepath.Join(m.cfg.Dir, snapshotsDir, "*"))
+	if err != nil {
+		return nil, err
+	}
+	shared := map[string]bool{}
+	for _, t := range templates {
+		manifest, err := snapshot.ReadManifest(t)
+		if err != nil {
+			continue // it is being made, or being removed
+		}
+		for _, ref := range manifest.Layers() {
+			shared[ref.Digest.String()] = true
+		}
+	}
+	return shared, nil
+}
+
+// dropHeld frees what no machine holds any more.
+func (m *Manager) dropHeld(ids []string) {
+	if err := m.cfg.Engine.Drop(ids); err != nil {
+		m.cfg.Log.Error("free memory that is not used", "error", err)
+	}
+}
+
+// count adds up what a folder takes, and counts it in the quota of a namespace, or
+// refuses; kept is 0 then.
+func (m *Manager) count(n sandbox.Namespace, dir string, kept *uint64) error {
+	bytes, err := m.ownBytes(dir)
+	if err == nil {
+		err = m.capacity.store(n, bytes)
+	}
+	if err == nil {
+		*kept = bytes
+	}
+	return err
+}
+
+// beginCheckpoint sees to it that there is room for a checkpoint of a sandbox. Of
+// one that runs there are two copies in memory until its checkpoint is on disk,
+// which is what done says.
+func (m *Manager) beginCheckpoint(s sandbox.Sandbox) (done func(), err error) {
+	if err := m.capacity.store(s.Namespace, 0); err != nil {
+		return nil, err
+	}
+	if s.State != sandbox.Running {
+		return func() {}, nil
+	}
+	if err := m.reserve(s.Namespace, s.Memory); err != nil {
+		return nil, fmt.Errorf("there is a second copy of a running sandbox in memory until it is written, pause %s first: %w", s.Name, err)
+	}
+	return func() {
+		m.capacity.release(s.Namespace, s.Memory)
+		m.refill()
+	}, nil
+}
+
+// measurer adds up what is stored, where the journal does not say it: a program that
+// did not count yet has written it. No image is empty, and no checkpoint.
+type measurer struct {
+	manager *Manager
+	shared  func() (map[string]bool, error)
+}
+
+func (m *Manager) measurer() measurer { return measurer{m, sync.OnceValues(m.templateLayers)} }
+
+func (m measurer) image(s *sandbox.Sandbox) (err error) {
+	if (s.State == sandbox.Hibernated || s.State == sandbox.Resuming) && s.Kept == 0 {
+		s.Kept, err = m.measure(m.manager.imageDir(s.Image))
+	}
+	return err
+}
+
+func (m measurer) checkpoints(tx *journal.Tx) error {
+	var unknown []sandbox.Checkpoint
+	err := checkpoints.Each(tx, "", func(_ string, c sandbox.Checkpoint) error {
+		if c.Kept == 0 {
+			unknown = append(unknown, c)
+		}
+		return nil
+	})
+	for _, c := range unknown {
+		var measureErr error
+		c.Kept, measureErr = m.measure(m.manager.checkpointDir(c.ID))
+		err = errors.Join(err, measureErr, checkpoints.Put(tx, c.String(), c))
+	}
+	return err
+}
+
+func (m measurer) measure(dir string) (uint64, error) {
+	shared, err := m.shared()
+	if err != nil {
+		return 0, err
+	}
+	bytes, err := snapshot.BytesBeside(dir, func(digest string) bool { return shared[digest] })
+	if errors.Is(err, fs.ErrNotExist) {
+		return 0, nil // whoever wants to use it is told
+	}
+	return bytes, err
+}
+
+// recoverStorage counts what checkpoints take on disk. The images of hibernated
+// sandboxes are counted where these are adopted.
+func (m *Manager) recoverStorage() error {
+	return m.db.View(func(tx *journal.Tx) error {
+		return checkpoints.Each(tx, "", func(_ string, c sandbox.Checkpoint) error {
+			m.capacity.keep(c.Namespace, c.Kept)
+			return nil
+		})
+	})
+}

@@ -1,0 +1,166 @@
+// Package sandbox is the vocabulary of a node: templates, pools, sandboxes, forks,
+// checkpoints, secrets and quotas, their names, their errors, and what is valid. It
+// does nothing with them: package node does. docs/design/forkd.md has the whole.
+package sandbox
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"slices"
+	"time"
+)
+
+// Kind is a kind of object.
+type Kind string
+
+// The kinds.
+const (
+	KindTemplate Kind = "template"
+	KindPool     Kind = "pool"
+	KindSandbox  Kind = "sandbox"
+	KindFork     Kind = "fork"
+	KindSecret   Kind = "secret"
+	// KindCheckpoint is of what is on disk.
+	KindCheckpoint Kind = "checkpoint"
+)
+
+// Env is environment variables by name.
+type Env map[string]string
+
+// Strings is the environment as execs take it, sorted.
+func (e Env) Strings() []string {
+	out := make([]string, 0, len(e))
+	for name, value := range e {
+		out = append(out, name+"="+value)
+	}
+	slices.Sort(out)
+	return out
+}
+
+// TemplateSpec is what a template is made of.
+type TemplateSpec struct {
+	// Image is a local tag, or what a registry knows.
+	Image string `json:"image"`
+	// Init are shell commands, run one after another before the snapshot.
+	Init []string `json:"init,omitempty"`
+	// Env, Workdir and User hold for all that runs in the sandboxes. What is
+	// empty comes from the image; the working folder is then /workspace.
+	Env     Env    `json:"env,omitempty"`
+	Workdir string `json:"workdir,omitempty"`
+	User    string `json:"user,omitempty"`
+	// MilliCPUs are thousandths of a processor, Memory is in bytes.
+	MilliCPUs uint64 `json:"milliCPUs"`
+	Memory    uint64 `json:"memory"`
+	// Disk is the size, in bytes, of the layer over the image that a sandbox
+	// writes to. With 0 that is in its memory, and holds half as much.
+	Disk  uint64      `json:"disk,omitempty"`
+	Ready *ReadyCheck `json:"ready,omitempty"`
+	// Warmup is code that is run in a language kernel, so that what it has
+	// imported and computed is in the snapshot.
+	Warmup *Program `json:"warmup,omitempty"`
+}
+
+// ReadyCheck says when a sandbox is ready. One of its fields is set.
+type ReadyCheck struct {
+	// Command is ready when it exits with 0, Port when something listens on it,
+	// Delay when that much time has passed.
+	Command string        `json:"command,omitempty"`
+	Port    uint16        `json:"port,omitempty"`
+	Delay   time.Duration `json:"delay,omitempty"`
+	// Timeout is how long it may take; 0 is a minute.
+	Timeout time.Duration `json:"timeout,omitempty"`
+}
+
+// Program is code in a language that has a kernel.
+type Program struct {
+	Language string `json:"language"`
+	Text     string `json:"text"`
+}
+
+// Stage is when a template's snapshot is taken.
+type Stage string
+
+// The stages: after the init commands, or after the ready check and the warm-up.
+const (
+	AfterInit  Stage = "Init"
+	AfterReady Stage = "Ready"
+)
+
+// Phase is how far a template or a pool is.
+type Phase string
+
+// The phases.
+const (
+	PhasePending  Phase = "Pending"
+	PhaseBuilding Phase = "Building"
+	PhaseReady    Phase = "Ready"
+	PhaseFailed   Phase = "Failed"
+)
+
+// Template describes sandboxes.
+type Template struct {
+	Key
+	Spec TemplateSpec `json:"spec"`
+	// Revision is the digest of Spec.
+	Revision string    `json:"revision"`
+	Created  time.Time `json:"created"`
+}
+
+// Build is what became of a template's revision.
+type Build struct {
+	Template Key       `json:"template"`
+	Revision string    `json:"revision"`
+	Stage    Stage     `json:"stage"`
+	Phase    Phase     `json:"phase"`
+	Problem  string    `json:"problem,omitempty"` // why it failed
+	Started  time.Time `json:"started"`
+	Finished time.Time `json:"finished,omitzero"`
+	// Snapshot is where it is, or is to be; its log has the same name.
+	Snapshot ID `json:"snapshot"`
+	Built
+}
+
+// Built is what a build found out.
+type Built struct {
+	// Image is the digest of the image that it is made of.
+	Image string `json:"image,omitempty"`
+	// Env, Workdir and User are those of the template, completed by the image's.
+	Env     Env    `json:"env,omitempty"`
+	Workdir string `json:"workdir,omitempty"`
+	User    string `json:"user,omitempty"`
+}
+
+// PoolSpec is what a pool keeps.
+type PoolSpec struct {
+	Template Name  `json:"template"`
+	Replicas int   `json:"replicas"`
+	Stage    Stage `json:"stage"`
+}
+
+// Pool keeps sandboxes of a template ready.
+type Pool struct {
+	Key
+	Spec    PoolSpec  `json:"spec"`
+	Created time.Time `json:"created"`
+}
+
+// PoolStatus is what a pool has.
+type PoolStatus struct {
+	Phase Phase `json:"phase"`
+	// Ready sandboxes have answered and can be claimed; Snapshots are those of
+	// them that are of the template's current revision.
+	Ready     int    `json:"ready"`
+	Snapshots int    `json:"snapshots"`
+	Problem   string `json:"problem,omitempty"`
+}
+
+// Digest is the revision of a spec.
+func (s TemplateSpec) Digest() string {
+	b, err := json.Marshal(s)
+	if err != nil {
+		panic(err) // it has only plain fields
+	}
+	sum := sha256.Sum256(b)
+	return hex.EncodeToString(sum[:8])
+}
