@@ -227,21 +227,22 @@ func TestTestbedIsNoLibrary(t *testing.T) {
 
 // TestTestPackages: packages that are for tests are imported by tests only.
 func TestTestPackages(t *testing.T) {
-	const forTests = module + "/internal/node/nodetest"
 	for _, p := range goList(t, "./...") {
-		if slices.Contains(p.Imports, forTests) {
-			t.Errorf("%s imports %s in what is not a test", p.ImportPath, forTests)
+		for _, forTests := range []string{"/internal/node/nodetest", "/internal/convert/converttest"} {
+			if slices.Contains(p.Imports, module+forTests) {
+				t.Errorf("%s imports %s in what is not a test", p.ImportPath, forTests)
+			}
 		}
 	}
 }
 
 // TestDomainIsApart: what speaks of sandboxes does not depend on what runs them.
 func TestDomainIsApart(t *testing.T) {
-	for _, p := range goList(t, "-deps", "./internal/sandbox", "./internal/access") {
+	for _, p := range goList(t, "-deps", "./internal/sandbox", "./internal/access", "./internal/convert/...") {
 		of, ours := strings.CutPrefix(p.ImportPath, module+"/internal/")
 		group, _, _ := strings.Cut(of, "/")
 		if ours && slices.Contains([]string{"engine", "storage", "vmm", "host"}, group) {
-			t.Errorf("%s is linked into sandbox or access", p.ImportPath)
+			t.Errorf("%s is linked into sandbox, access or convert", p.ImportPath)
 		}
 	}
 }

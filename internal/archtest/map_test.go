@@ -11,10 +11,11 @@ var groups = []group{
 	{name: "guest", owns: "what runs inside of a sandbox, and the protocol to it", mayUse: []string{"codec"}},
 	{name: "engine", owns: "the contract of what runs sandboxes, and the two that do", mayUse: []string{"codec", "guest", "host", "storage", "vmm"}},
 	{name: "sandbox", owns: "the vocabulary: sandboxes and their kin, errors, what is valid"},
+	{name: "convert", owns: "objects of each API ↔ the vocabulary", mayUse: []string{"sandbox"}},
 	{name: "access", owns: "who may do what, and who did", mayUse: []string{"node/journal", "sandbox"}},
-	{name: "server", owns: "what clients see", mayUse: []string{"access", "guest", "node", "sandbox"}},
+	{name: "server", owns: "what clients see", mayUse: []string{"access", "convert", "guest", "node", "sandbox"}},
 	{name: "node", owns: "the daemon", mayUse: []string{"*"}},
-	{name: "client", owns: "the other side of the API; sandboxes without a daemon", mayUse: []string{"engine", "sandbox", "storage"}},
+	{name: "client", owns: "the other side of the API; sandboxes without a daemon", mayUse: []string{"convert", "engine", "sandbox", "storage"}},
 }
 
 // packages are all that are more than tests: what each owns, and exactly which of
@@ -58,6 +59,11 @@ var packages = []rule{
 	{path: "internal/engine/ready", owns: "sandboxes that have answered once and wait, paused, to be claimed", imports: []string{"engine", "engine/stock", "storage/snapshot"}},
 	{path: "internal/engine/stock", owns: "things that take long to make, a few of them made ahead: ready sandboxes, shells of VMs"},
 	{path: "internal/sandbox", owns: "templates, pools, sandboxes, forks, checkpoints, secrets and quotas as everybody knows them: types, names, errors, defaults, what is valid"},
+	{path: "internal/convert", owns: "what the conversions share", imports: []string{"sandbox"}},
+	{path: "internal/convert/converttest", owns: "shows that conversions carry every field, for tests", imports: []string{"sandbox"}},
+	{path: "internal/convert/nodeconv", owns: "the gRPC API ↔ the vocabulary", imports: []string{"api/node/v1", "convert", "sandbox"}},
+	{path: "internal/convert/restconv", owns: "REST ↔ the vocabulary", imports: []string{"api/rest", "convert", "sandbox"}},
+	{path: "internal/convert/v1alpha1conv", owns: "the YAML of the four kinds ↔ the vocabulary", imports: []string{"api/v1alpha1", "sandbox"}},
 	{path: "internal/access", owns: "API keys, roles, tokens of sandboxes, TLS certificates ([docs/security.md](docs/security.md))", imports: []string{"node/journal", "sandbox"}},
 	{path: "internal/access/audit", owns: "the log of who did what: appended, rotated, bounded"},
 	{path: "internal/server", owns: "REST and gRPC over the `Service` interface: everything a client sends is parsed, bounded, authorised and refused here; the proxy to ports of sandboxes and their terminals ([docs/ports.md](docs/ports.md))", imports: []string{"access", "access/audit", "api/node/v1", "api/rest", "guest/guestrpc", "node", "sandbox"}},

@@ -2,6 +2,12 @@ package sandbox
 
 import "time"
 
+// ForkSpec is what a fork asks for.
+type ForkSpec struct {
+	Source   Name
+	Replicas int
+}
+
 // ForkOutcome is what became of one child.
 type ForkOutcome struct {
 	Name    Name   `json:"name"`

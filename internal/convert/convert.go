@@ -1,0 +1,81 @@
+// Package convert is what the packages below it share. Each of them has all
+// conversions between one API and the vocabulary of package sandbox, in both
+// directions: From makes the API's form of an object, To reads it. None converts
+// from one API to another: that goes over the vocabulary. They are neither the
+// server's nor a client's, because both use them, and whoever stands between a
+// client and a node will.
+//
+// To checks what the form of a field demands and nothing more: what is valid is
+// package sandbox's to say.
+package convert
+
+import (
+	"time"
+
+	"agentrun.dev/internal/sandbox"
+)
+
+// Reader reads fields one after the other, and keeps the first error.
+type Reader struct{ err error }
+
+// Err is the first error.
+func (r *Reader) Err() error { return r.err }
+
+// Fail keeps an error, unless there is one.
+func (r *Reader) Fail(err error) {
+	if r.err == nil {
+		r.err = err
+	}
+}
+
+// Key reads a namespace and a name.
+func (r *Reader) Key(namespace, name string) sandbox.Key {
+	return sandbox.Key{Namespace: read(r, namespace, sandbox.ParseNamespace), Name: r.Name(name)}
+}
+
+// Name reads a name that must be there.
+func (r *Reader) Name(s string) sandbox.Name { return read(r, s, sandbox.ParseName) }
+
+// OptionalName reads a name that may be empty.
+func (r *Reader) OptionalName(s string) sandbox.Name {
+	if s == "" {
+		return ""
+	}
+	return r.Name(s)
+}
+
+// ID reads an id that must be there.
+func (r *Reader) ID(s string) sandbox.ID { return read(r, s, sandbox.ParseID) }
+
+// OptionalID reads an id that may be empty.
+func (r *Reader) OptionalID(s string) sandbox.ID {
+	if s == "" {
+		return ""
+	}
+	return r.ID(s)
+}
+
+// Size reads a number that is not negative.
+func (r *Reader) Size(field string, n int64) uint64 {
+	if n < 0 {
+		r.Fail(sandbox.Invalid(field, "%d is negative", n))
+		return 0
+	}
+	return uint64(n)
+}
+
+// Duration reads a duration with a function that knows how the API writes it.
+func (r *Reader) Duration(d time.Duration, err error) time.Duration {
+	if err != nil {
+		r.Fail(err)
+	}
+	return d
+}
+
+func read[T any](r *Reader, s string, parse func(string) (T, error)) T {
+	v, err := parse(s)
+	if err != nil {
+		r.Fail(err)
+	}
+	return v
+}

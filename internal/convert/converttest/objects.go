@@ -1,0 +1,51 @@
+package converttest
+
+import "agentrun.dev/internal/sandbox"
+
+// Template is what APIs show of a template at once.
+type Template struct {
+	sandbox.Template
+	Builds []sandbox.Build
+}
+
+// Built makes the builds those of the template.
+func (t *Template) Built() {
+	for i := range t.Builds {
+		t.Builds[i].Template, t.Builds[i].Revision = t.Key, t.Revision
+	}
+}
+
+// Pool is what APIs show of a pool at once.
+type Pool struct {
+	sandbox.Pool
+	Status sandbox.PoolStatus
+}
+
+// What APIs leave out, but for what one of them has no field for.
+var (
+	LeftOfTemplate = Same(ofNode, "Builds.Snapshot", "Builds.Env", "Builds.Workdir", "Builds.User")
+
+	LeftOfSandbox = Both(
+		Same(ofNode, "Limits", "Layers", "Live", "Clock", "Machine", "Image", "Kept", "Boot"),
+		Same("it may hold what is not for everybody who lists sandboxes", "Env"))
+
+	LeftOfCheckpoint = Both(
+		Same(ofNode, "Kept", "Of.Limits", "Of.Layers", "Of.Live", "Of.Clock", "Of.Machine", "Of.Image", "Of.Kept", "Of.Boot"),
+		Same("it may hold what is not for everybody who lists checkpoints", "Of.Env"),
+		Same(ofSandbox, "Of.State", "Of.Metadata", "Of.Secrets", "Of.SecretsBy", "Of.Parent", "Of.Fork", "Of.Checkpoint",
+			"Of.Created", "Of.Ended", "Of.Reason", "Of.Detail", "Of.Timeout", "Of.IdleTimeout", "Of.OnTimeout"))
+
+	LeftOfCost = Both(LeftOfSandbox,
+		Same(ofSandbox, "Pool", "Template", "Revision", "Engine", "Metadata", "Workdir", "User", "Memory", "Secrets", "SecretsBy",
+			"Parent", "Fork", "Checkpoint", "Created", "Ended", "Reason", "Detail", "Timeout", "IdleTimeout", "OnTimeout"))
+)
+
+const (
+	ofNode    = "only the node needs it"
+	ofSandbox = "whoever wants to know looks at the sandbox"
+)
+
+// Sure is the inverse of a conversion that cannot fail.
+func Sure[A, T any](to func(A) T) func(A) (T, error) {
+	return func(a A) (T, error) { return to(a), nil }
+}

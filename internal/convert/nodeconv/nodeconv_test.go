@@ -1,0 +1,115 @@
+package nodeconv
+
+import (
+	"testing"
+
+	"google.golang.org/protobuf/reflect/protoreflect"
+
+	nodev1 "agentrun.dev/api/node/v1"
+	"agentrun.dev/internal/convert/converttest"
+	"agentrun.dev/internal/sandbox"
+)
+
+// noSecrets is why fields are left.
+const noSecrets = "this API has no secrets yet"
+
+// ofRequest is what the caller adds to a request.
+var ofRequest = converttest.Same("the caller adds it", "Namespace", "Name", "IdempotencyKey")
+
+// TestRoundTrip: what is asked for is read as what it was.
+func TestRoundTrip(t *testing.T) {
+	for check, only := range map[string]func(*sandbox.ReadyCheck){
+		"Check.Command": func(r *sandbox.ReadyCheck) { r.Port, r.Delay = 0, 0 },
+		"Check.Port":    func(r *sandbox.ReadyCheck) { r.Command, r.Delay = "", 0 },
+		"Check.Delay":   func(r *sandbox.ReadyCheck) { r.Command, r.Port = "", 0 },
+	} {
+		t.Run(check, func(t *testing.T) {
+			converttest.Pair[sandbox.TemplateSpec, *nodev1.TemplateSpec]{
+				From: FromTemplateSpec, To: ToTemplateSpec, Change: func(s *sandbox.TemplateSpec) { only(s.Ready) },
+			}.Check(t)
+		})
+	}
+	converttest.Pair[sandbox.PoolSpec, *nodev1.PoolSpec]{From: FromPoolSpec, To: ToPoolSpec}.Check(t)
+	converttest.Pair[sandbox.ClaimSpec, *nodev1.ClaimSandboxRequest]{
+		From: FromClaimSpec, To: ToClaimSpec, Left: converttest.Same(noSecrets, "Secrets"), Added: ofRequest,
+	}.Check(t)
+	converttest.Pair[sandbox.RestoreSpec, *nodev1.RestoreCheckpointRequest]{
+		From: FromRestoreSpec, To: ToRestoreSpec, Added: converttest.Both(ofRequest, converttest.Same("the caller adds it", "Checkpoint")),
+	}.Check(t)
+	converttest.Pair[sandbox.ForkSpec, *nodev1.ForkSandboxRequest]{From: FromForkSpec, To: ToForkSpec, Added: ofRequest}.Check(t)
+}
+
+// TestRoundTripOfObjects: what is answered is read as what it was.
+func TestRoundTripOfObjects(t *testing.T) {
+	converttest.Pair[converttest.Template, *nodev1.Template]{
+		From: func(v converttest.Template) *nodev1.Template { return FromTemplate(v.Template, v.Builds) },
+		To: func(g *nodev1.Template) (converttest.Template, error) {
+			t, builds, err := ToTemplate(g)
+			return converttest.Template{Template: t, Builds: builds}, err
+		},
+		Change: func(v *converttest.Template) {
+			v.Spec.Ready.Port, v.Spec.Ready.Delay = 0, 0
+			v.Built()
+		},
+		Left: converttest.LeftOfTemplate,
+	}.Check(t)
+	converttest.Pair[converttest.Pool, *nodev1.Pool]{
+		From: func(v converttest.Pool) *nodev1.Pool { return FromPool(v.Pool, v.Status) },
+		To: func(g *nodev1.Pool) (converttest.Pool, error) {
+			p, status, err := ToPool(g)
+			return converttest.Pool{Pool: p, Status: status}, err
+		},
+	}.Check(t)
+	converttest.Pair[sandbox.Sandbox, *nodev1.Sandbox]{
+		From: FromSandbox, To: ToSandbox, Left: converttest.Both(converttest.LeftOfSandbox, converttest.Same(noSecrets, "Secrets", "SecretsBy")),
+	}.Check(t)
+	converttest.Pair[sandbox.Fork, *nodev1.Fork]{
+		From: FromFork, To: ToFork, Left: converttest.Same(noSecrets, "By", "HoldsSecrets"),
+	}.Check(t)
+	converttest.Pair[sandbox.CheckpointSize, *nodev1.Checkpoint]{
+		From: FromCheckpoint, To: ToCheckpoint,
+		Change: func(c *sandbox.CheckpointSize) { c.Of.Namespace = c.Namespace },
+		Left:   converttest.LeftOfCheckpoint,
+	}.Check(t)
+	converttest.Pair[sandbox.Cost, *nodev1.SandboxStats]{
+		From: FromCost, To: ToCost,
+		Left: converttest.LeftOfCost,
+	}.Check(t)
+	converttest.Pair[sandbox.NodeStatus, *nodev1.NodeStatus]{
+		From: FromNode, To: converttest.Sure(ToNode), Added: converttest.Same("the server adds it", "Version", "Endpoint"),
+	}.Check(t)
+	converttest.Pair[sandbox.Error, *nodev1.Error]{
+		From: func(e sandbox.Error) *nodev1.Error { return FromError(&e) },
+		To:   converttest.Sure(func(g *nodev1.Error) sandbox.Error { return *ToError(g) }),
+	}.Check(t)
+}
+
+// TestEnumerations: every value of the API has its own in the vocabulary, and back.
+func TestEnumerations(t *testing.T) {
+	checkEnum(t, phases)
+	checkEnum(t, stages)
+	checkEnum(t, states)
+	checkEnum(t, reasons)
+	checkEnum(t, actions)
+}
+
+func checkEnum[S ~string, N interface {
+	comparable
+	protoreflect.Enum
+}](t *testing.T, all map[S]N) {
+	t.Helper()
+	known := map[protoreflect.EnumNumber]bool{0: true} // unspecified
+	var one N
+	for s, n := range all {
+		known[n.Number()] = true
+		if got := inverse(all, n); got != s {
+			t.Errorf("%v is read as %q, was %q", n, got, s)
+		}
+	}
+	values := one.Descriptor().Values()
+	for i := range values.Len() {
+		if v := values.Get(i); !known[v.Number()] {
+			t.Errorf("%s is nothing of the vocabulary", v.Name())
+		}
+	}
+}

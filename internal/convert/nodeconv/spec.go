@@ -1,0 +1,123 @@
+package nodeconv
+
+import (
+	"google.golang.org/protobuf/types/known/durationpb"
+
+	nodev1 "agentrun.dev/api/node/v1"
+	"agentrun.dev/internal/convert"
+	"agentrun.dev/internal/sandbox"
+)
+
+// FromTemplateSpec is for ApplyTemplate, and part of its answer.
+func FromTemplateSpec(s sandbox.TemplateSpec) *nodev1.TemplateSpec {
+	out := &nodev1.TemplateSpec{
+		Image: s.Image, Init: s.Init, Env: s.Env, Workdir: s.Workdir, User: s.User, MilliCpus: s.MilliCPUs, MemoryBytes: s.Memory,
+		DiskBytes: s.Disk,
+	}
+	if w := s.Warmup; w != nil {
+		out.Warmup = &nodev1.Program{Language: w.Language, Text: w.Text}
+	}
+	if r := s.Ready; r != nil {
+		out.Ready = &nodev1.ReadyCheck{Timeout: fromDuration(r.Timeout)}
+		switch {
+		case r.Command != "":
+			out.Ready.Check = &nodev1.ReadyCheck_Command{Command: r.Command}
+		case r.Port != 0:
+			out.Ready.Check = &nodev1.ReadyCheck_Port{Port: uint32(r.Port)}
+		default:
+			out.Ready.Check = &nodev1.ReadyCheck_Delay{Delay: durationpb.New(r.Delay)}
+		}
+	}
+	return out
+}
+
+// ToTemplateSpec reads a template's spec, and completes it.
+func ToTemplateSpec(g *nodev1.TemplateSpec) (sandbox.TemplateSpec, error) {
+	s := sandbox.TemplateSpec{
+		Image: g.GetImage(), Init: g.GetInit(), Env: g.GetEnv(), Workdir: g.GetWorkdir(), User: g.GetUser(),
+		MilliCPUs: sandbox.DefaultMilliCPUs, Memory: sandbox.DefaultMemory, Disk: g.GetDiskBytes(),
+	}
+	if n := g.GetMilliCpus(); n > 0 {
+		s.MilliCPUs = n
+	}
+	if n := g.GetMemoryBytes(); n > 0 {
+		s.Memory = n
+	}
+	if w := g.GetWarmup(); w != nil {
+		s.Warmup = &sandbox.Program{Language: w.GetLanguage(), Text: w.GetText()}
+	}
+	var r convert.Reader
+	if c := g.GetReady(); c != nil {
+		if c.GetPort() > 65535 {
+			r.Fail(sandbox.Invalid("spec.ready.port", "%d is not a port", c.GetPort()))
+		}
+		s.Ready = &sandbox.ReadyCheck{
+			Command: c.GetCommand(), Port: uint16(c.GetPort()),
+			Delay: r.Duration(ToDuration("spec.ready.delay", c.GetDelay())), Timeout: r.Duration(ToDuration("spec.ready.timeout", c.GetTimeout())),
+		}
+	}
+	return s, r.Err()
+}
+
+// FromPoolSpec is for ApplyPool, and part of its answer.
+func FromPoolSpec(s sandbox.PoolSpec) *nodev1.PoolSpec {
+	return &nodev1.PoolSpec{Template: string(s.Template), Replicas: uint32(s.Replicas), SnapshotAfter: stages[s.Stage]}
+}
+
+// ToPoolSpec reads a pool's spec.
+func ToPoolSpec(g *nodev1.PoolSpec) (sandbox.PoolSpec, error) {
+	var r convert.Reader
+	return sandbox.PoolSpec{
+		Template: r.Name(g.GetTemplate()), Replicas: int(g.GetReplicas()), Stage: inverse(stages, g.GetSnapshotAfter()),
+	}, r.Err()
+}
+
+// FromClaimSpec is for ClaimSandbox. The caller adds namespace, name and idempotency
+// key.
+func FromClaimSpec(s sandbox.ClaimSpec) *nodev1.ClaimSandboxRequest {
+	return &nodev1.ClaimSandboxRequest{Pool: string(s.Pool), Env: s.Env, Metadata: s.Metadata, Lifetime: fromLifetime(s.Lifetime)}
+}
+
+// ToClaimSpec reads what a claim asks for.
+func ToClaimSpec(g *nodev1.ClaimSandboxRequest) (sandbox.ClaimSpec, error) {
+	var r convert.Reader
+	return sandbox.ClaimSpec{
+		Pool: r.Name(g.GetPool()), Env: g.GetEnv(), Metadata: g.GetMetadata(), Lifetime: toLifetime(&r, g.GetLifetime()),
+	}, r.Err()
+}
+
+// FromRestoreSpec is for RestoreCheckpoint. The caller adds namespace, names and
+// idempotency key.
+func FromRestoreSpec(s sandbox.RestoreSpec) *nodev1.RestoreCheckpointRequest {
+	return &nodev1.RestoreCheckpointRequest{Env: s.Env, Metadata: s.Metadata, Lifetime: fromLifetime(s.Lifetime)}
+}
+
+// ToRestoreSpec reads what a restored sandbox is given.
+func ToRestoreSpec(g *nodev1.RestoreCheckpointRequest) (sandbox.RestoreSpec, error) {
+	var r convert.Reader
+	return sandbox.RestoreSpec{Env: g.GetEnv(), Metadata: g.GetMetadata(), Lifetime: toLifetime(&r, g.GetLifetime())}, r.Err()
+}
+
+// FromForkSpec is for ForkSandbox. The caller adds namespace, name and idempotency
+// key.
+func FromForkSpec(s sandbox.ForkSpec) *nodev1.ForkSandboxRequest {
+	return &nodev1.ForkSandboxRequest{Source: string(s.Source), Replicas: uint32(s.Replicas)}
+}
+
+// ToForkSpec reads what a fork asks for.
+func ToForkSpec(g *nodev1.ForkSandboxRequest) (sandbox.ForkSpec, error) {
+	var r convert.Reader
+	return sandbox.ForkSpec{Source: r.Name(g.GetSource()), Replicas: int(g.GetReplicas())}, r.Err()
+}
+
+func fromLifetime(l sandbox.Lifetime) *nodev1.Lifetime {
+	return &nodev1.Lifetime{Timeout: fromDuration(l.Timeout), IdleTimeout: fromDuration(l.IdleTimeout), OnTimeout: actions[l.OnTimeout]}
+}
+
+func toLifetime(r *convert.Reader, g *nodev1.Lifetime) sandbox.Lifetime {
+	return sandbox.Lifetime{
+		Timeout:     r.Duration(ToDuration("lifetime.timeout", g.GetTimeout())),
+		IdleTimeout: r.Duration(ToDuration("lifetime.idle_timeout", g.GetIdleTimeout())),
+		OnTimeout:   inverse(actions, g.GetOnTimeout()),
+	}
+}

@@ -1,0 +1,226 @@
+package restconv
+
+import (
+	"time"
+
+	"agentrun.dev/api/rest"
+	"agentrun.dev/internal/convert"
+	"agentrun.dev/internal/sandbox"
+)
+
+// FromTemplate adds to a template how far it is.
+func FromTemplate(t sandbox.Template, builds []sandbox.Build) rest.Template {
+	out := rest.Template{
+		Namespace: string(t.Namespace), Name: string(t.Name), Revision: t.Revision, Created: t.Created,
+		Phase: rest.PhasePending, Builds: []rest.Build{}, Spec: FromTemplateSpec(t.Spec),
+	}
+	for _, b := range builds {
+		out.Builds = append(out.Builds, rest.Build{
+			Stage: rest.Stage(b.Stage), Phase: rest.Phase(b.Phase), Problem: b.Problem, Image: b.Image,
+			Started: b.Started, Finished: FromTime(b.Finished),
+		})
+		if b.Stage == sandbox.AfterReady {
+			out.Phase, out.Problem = rest.Phase(b.Phase), b.Problem
+		}
+	}
+	return out
+}
+
+// ToTemplate reads a template, and its builds as far as they are told of.
+func ToTemplate(g rest.Template) (t sandbox.Template, builds []sandbox.Build, err error) {
+	var r convert.Reader
+	t = sandbox.Template{Key: r.Key(g.Namespace, g.Name), Revision: g.Revision, Created: g.Created}
+	if t.Spec, err = ToTemplateSpec(g.Spec); err != nil {
+		r.Fail(err)
+	}
+	for _, b := range g.Builds {
+		builds = append(builds, sandbox.Build{
+			Template: t.Key, Revision: t.Revision, Stage: sandbox.Stage(b.Stage), Phase: sandbox.Phase(b.Phase), Problem: b.Problem,
+			Started: b.Started, Finished: ToTime(b.Finished), Built: sandbox.Built{Image: b.Image},
+		})
+	}
+	return t, builds, r.Err()
+}
+
+// FromPool adds to a pool what it has.
+func FromPool(p sandbox.Pool, status sandbox.PoolStatus) rest.Pool {
+	return rest.Pool{
+		Namespace: string(p.Namespace), Name: string(p.Name), Created: p.Created, Spec: FromPoolSpec(p.Spec),
+		Phase: rest.Phase(status.Phase), Ready: status.Ready, Snapshots: status.Snapshots, Problem: status.Problem,
+	}
+}
+
+// ToPool reads a pool and what it has.
+func ToPool(g rest.Pool) (p sandbox.Pool, status sandbox.PoolStatus, err error) {
+	var r convert.Reader
+	p = sandbox.Pool{Key: r.Key(g.Namespace, g.Name), Created: g.Created}
+	if p.Spec, err = ToPoolSpec(g.Spec); err != nil {
+		r.Fail(err)
+	}
+	return p, sandbox.PoolStatus{Phase: sandbox.Phase(g.Phase), Ready: g.Ready, Snapshots: g.Snapshots, Problem: g.Problem}, r.Err()
+}
+
+// FromSandbox leaves the environment out: it may hold what is not for everybody
+// who lists sandboxes. Tokens are the server's to add.
+func FromSandbox(s sandbox.Sandbox) rest.Sandbox {
+	return rest.Sandbox{
+		Namespace: string(s.Namespace), Name: string(s.Name), Id: string(s.ID), State: rest.SandboxState(s.State),
+		Pool: string(s.Pool), Template: string(s.Template), Revision: s.Revision, Engine: s.Engine,
+		Metadata: s.Metadata, Workdir: s.Workdir, User: s.User, Memory: int64(s.Memory),
+		Secrets: fromSecretRefs(s.Secrets), SecretsBy: string(s.SecretsBy),
+		Parent: string(s.Parent), Fork: string(s.Fork), Checkpoint: string(s.Checkpoint), Created: s.Created, Ended: FromTime(s.Ended),
+		Reason: rest.SandboxReason(s.Reason), Detail: s.Detail,
+		Timeout: FromDuration(s.Timeout), IdleTimeout: FromDuration(s.IdleTimeout), OnTimeout: rest.OnTimeout(s.OnTimeout),
+	}
+}
+
+// ToSandbox reads a sandbox as far as it is told of.
+func ToSandbox(g rest.Sandbox) (sandbox.Sandbox, error) {
+	var r convert.Reader
+	s := sandbox.Sandbox{
+		Key: r.Key(g.Namespace, g.Name), ID: r.ID(g.Id), State: sandbox.State(g.State),
+		Pool: r.OptionalName(g.Pool), Template: r.OptionalName(g.Template), Revision: g.Revision, Engine: g.Engine,
+		Metadata: g.Metadata, Workdir: g.Workdir, User: g.User, Memory: r.Size("memory", g.Memory),
+		Secrets: toSecretRefs(&r, g.Secrets), SecretsBy: sandbox.Principal(g.SecretsBy),
+		Parent: r.OptionalID(g.Parent), Fork: r.OptionalName(g.Fork), Checkpoint: r.OptionalName(g.Checkpoint),
+		Created: g.Created, Ended: ToTime(g.Ended), Reason: sandbox.Reason(g.Reason), Detail: g.Detail,
+		Lifetime: toLifetime(&r, g.Timeout, g.IdleTimeout, g.OnTimeout),
+	}
+	return s, r.Err()
+}
+
+// FromFork shows a fork. Tokens of its children are the server's to add.
+func FromFork(f sandbox.Fork) rest.Fork {
+	out := rest.Fork{
+		Namespace: string(f.Namespace), Name: string(f.Name), Source: string(f.Source), SourceID: string(f.SourceID),
+		Replicas: f.Replicas, Created: f.Created, Phase: rest.Phase(f.Phase), Pause: FromDuration(f.Pause),
+		By: string(f.By), HoldsSecrets: f.HoldsSecrets,
+		Children: make([]rest.ForkOutcome, 0, len(f.Children)),
+	}
+	for _, c := range f.Children {
+		out.Children = append(out.Children, rest.ForkOutcome{Name: string(c.Name), Id: string(c.ID), Problem: c.Problem})
+	}
+	return out
+}
+
+// ToFork reads a fork.
+func ToFork(g rest.Fork) (sandbox.Fork, error) {
+	var r convert.Reader
+	f := sandbox.Fork{
+		Key: r.Key(g.Namespace, g.Name), Source: r.Name(g.Source), SourceID: r.OptionalID(g.SourceID),
+		Replicas: g.Replicas, Created: g.Created, Phase: sandbox.Phase(g.Phase), Pause: r.Duration(ToDuration("pause", g.Pause)),
+		By: sandbox.Principal(g.By), HoldsSecrets: g.HoldsSecrets,
+	}
+	for _, c := range g.Children {
+		f.Children = append(f.Children, sandbox.ForkOutcome{Name: r.Name(c.Name), ID: r.OptionalID(c.Id), Problem: c.Problem})
+	}
+	return f, r.Err()
+}
+
+// FromCheckpoint leaves the environment out, as FromSandbox does.
+func FromCheckpoint(c sandbox.CheckpointSize) rest.Checkpoint {
+	return rest.Checkpoint{
+		Namespace: string(c.Namespace), Name: string(c.Name), Id: string(c.ID),
+		Source: string(c.Of.Name), SourceID: string(c.Of.ID),
+		Pool: string(c.Of.Pool), Template: string(c.Of.Template), Revision: c.Of.Revision, Engine: c.Of.Engine,
+		Workdir: c.Of.Workdir, User: c.Of.User, Memory: int64(c.Of.Memory), Created: c.Created,
+		Size: int64(c.Stored), Unshared: int64(c.Unshared),
+	}
+}
+
+// ToCheckpoint reads a checkpoint, which is complete, as far as it is told of.
+func ToCheckpoint(g rest.Checkpoint) (sandbox.CheckpointSize, error) {
+	var r convert.Reader
+	c := sandbox.Checkpoint{
+		Key: r.Key(g.Namespace, g.Name), ID: r.ID(g.Id), Phase: sandbox.PhaseReady, Created: g.Created,
+		Of: sandbox.Sandbox{
+			Key: r.Key(g.Namespace, g.Source), ID: r.ID(g.SourceID), Pool: r.OptionalName(g.Pool), Template: r.OptionalName(g.Template),
+			Revision: g.Revision, Engine: g.Engine, Workdir: g.Workdir, User: g.User, Memory: r.Size("memory", g.Memory),
+		},
+	}
+	return sandbox.CheckpointSize{Checkpoint: c, Size: sandbox.Size{Stored: r.Size("size", g.Size), Unshared: r.Size("unshared", g.Unshared)}}, r.Err()
+}
+
+// FromCost shows what a sandbox costs, and of the sandbox what names it.
+func FromCost(c sandbox.Cost) rest.SandboxStats {
+	return rest.SandboxStats{
+		Namespace: string(c.Namespace), Name: string(c.Name), Id: string(c.ID), State: rest.SandboxState(c.State), Time: c.At,
+		Reserved: int64(c.Reserved), Own: int64(c.Own), Shared: int64(c.Proportional - min(c.Own, c.Proportional)),
+		Cpu: c.CPU.Nanoseconds(), Generation: int64(c.Generation), Disk: int64(c.Disk),
+	}
+}
+
+// ToCost reads what a sandbox costs.
+func ToCost(g rest.SandboxStats) (sandbox.Cost, error) {
+	var r convert.Reader
+	c := sandbox.Cost{
+		Sandbox: sandbox.Sandbox{Key: r.Key(g.Namespace, g.Name), ID: r.ID(g.Id), State: sandbox.State(g.State)},
+		At:      g.Time, Reserved: r.Size("reserved", g.Reserved),
+		Stats: sandbox.Stats{
+			Own: r.Size("own", g.Own), Proportional: r.Size("own", g.Own) + r.Size("shared", g.Shared), Disk: r.Size("disk", g.Disk),
+			CPU: time.Duration(r.Size("cpu", g.Cpu)), Generation: r.Size("generation", g.Generation),
+		},
+	}
+	return c, r.Err()
+}
+
+// FromNode shows a node.
+func FromNode(n sandbox.NodeStatus) rest.Node {
+	return rest.Node{
+		Engine: n.Engine, Capacity: int64(n.Capacity), Reserved: int64(n.Reserved), Sandboxes: n.Sandboxes, Hibernated: n.Hibernated,
+		Checkpoints: n.Checkpoints, CheckpointBytes: int64(n.CheckpointBytes),
+	}
+}
+
+// ToNode reads a node.
+func ToNode(g rest.Node) (sandbox.NodeStatus, error) {
+	var r convert.Reader
+	n := sandbox.NodeStatus{
+		Engine: g.Engine, Capacity: r.Size("capacity", g.Capacity), Reserved: r.Size("reserved", g.Reserved),
+		Sandboxes: g.Sandboxes, Hibernated: g.Hibernated, Checkpoints: g.Checkpoints, CheckpointBytes: r.Size("checkpointBytes", g.CheckpointBytes),
+	}
+	return n, r.Err()
+}
+
+// FromQuotaUse shows a quota and what is used of it.
+func FromQuotaUse(q sandbox.QuotaUse) rest.Quota {
+	return rest.Quota{
+		Namespace: string(q.Namespace), Spec: FromQuota(q.Quota),
+		Used: rest.QuotaUse{Memory: int64(q.UsedMemory), Sandboxes: q.UsedSandboxes, Storage: int64(q.UsedStorage)},
+	}
+}
+
+// ToQuotaUse reads a quota and what is used of it.
+func ToQuotaUse(g rest.Quota) (q sandbox.QuotaUse, err error) {
+	n, err := sandbox.ParseNamespace(g.Namespace)
+	if err != nil {
+		return q, err
+	}
+	if q.Quota, err = ToQuota(n, g.Spec); err != nil {
+		return q, err
+	}
+	var r convert.Reader
+	q.UsedMemory, q.UsedSandboxes, q.UsedStorage = r.Size("used.memory", g.Used.Memory), g.Used.Sandboxes, r.Size("used.storage", g.Used.Storage)
+	return q, r.Err()
+}
+
+// FromSecret shows what anybody may know of a secret.
+func FromSecret(s sandbox.Secret) rest.Secret {
+	return rest.Secret{Namespace: string(s.Namespace), Name: string(s.Name), Keys: s.Keys, Created: s.Created, Changed: s.Changed}
+}
+
+// ToSecret reads what is known of a secret.
+func ToSecret(g rest.Secret) (sandbox.Secret, error) {
+	var r convert.Reader
+	return sandbox.Secret{Key: r.Key(g.Namespace, g.Name), Keys: g.Keys, Created: g.Created, Changed: g.Changed}, r.Err()
+}
+
+// FromError shows an error.
+func FromError(e *sandbox.Error) rest.Error {
+	return rest.Error{Code: rest.ErrorCode(e.Code), Message: e.Message, Cause: e.Cause, Remediation: e.Remediation}
+}
+
+// ToError reads an error.
+func ToError(g rest.Error) *sandbox.Error {
+	return &sandbox.Error{Code: sandbox.Code(g.Code), Message: g.Message, Cause: g.Cause, Remediation: g.Remediation}
+}
