@@ -12,6 +12,7 @@ import (
 	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/client"
 	"agentrun.dev/internal/client/manifest"
+	"agentrun.dev/internal/convert/restconv"
 	"agentrun.dev/internal/sandbox"
 	"github.com/spf13/cobra"
 )
@@ -95,19 +96,20 @@ func (o *applyOptions) apply(ctx context.Context, c *client.Client, object manif
 	name := string(object.Name)
 	switch {
 	case object.Template != nil:
-		_, err = c.PutTemplate(ctx, name, templateOf(*object.Template))
+		_, err = c.PutTemplate(ctx, name, restconv.FromTemplateSpec(*object.Template))
 		return "applied", err
 	case object.Pool != nil:
-		p := *object.Pool
-		_, err = c.PutPool(ctx, name, rest.PoolSpec{Replicas: p.Replicas, SnapshotAfter: rest.Stage(p.Stage), Template: string(p.Template)})
+		_, err = c.PutPool(ctx, name, restconv.FromPoolSpec(*object.Pool))
 		return "applied", err
 	case object.Secret != nil:
-		_, err = c.PutSecret(ctx, name, rest.SecretValues{Data: object.Secret})
+		_, err = c.PutSecret(ctx, name, restconv.FromSecretData(object.Secret))
 		return "applied", err
 	case object.Claim != nil:
 		err = o.claim(ctx, c, name, *object.Claim)
 	default:
-		_, err = c.Fork(ctx, string(object.Fork.Source), rest.ForkCreate{Name: name, Replicas: object.Fork.Replicas}, "")
+		fork := restconv.FromForkSpec(*object.Fork)
+		fork.Name = name
+		_, err = c.Fork(ctx, string(object.Fork.Source), fork, "")
 	}
 	if client.HasCode(err, rest.ErrorCode(sandbox.CodeExists)) {
 		return "exists", nil
@@ -119,11 +121,10 @@ func (o *applyOptions) apply(ctx context.Context, c *client.Client, object manif
 func (o *applyOptions) claim(ctx context.Context, c *client.Client, name string, spec sandbox.ClaimSpec) error {
 	ctx, cancel := context.WithTimeout(ctx, o.timeout)
 	defer cancel()
+	create := restconv.FromClaimSpec(spec)
+	create.Name = name
 	for {
-		_, err := c.CreateSandbox(ctx, rest.SandboxCreate{
-			Name: name, Pool: string(spec.Pool), Env: rest.Env(spec.Env), Secrets: secretRefsOf(spec.Secrets), Metadata: spec.Metadata,
-			Timeout: durationText(spec.Timeout), IdleTimeout: durationText(spec.IdleTimeout), OnTimeout: rest.OnTimeout(spec.OnTimeout),
-		}, "")
+		_, err := c.CreateSandbox(ctx, create, "")
 		if !client.HasCode(err, rest.ErrorCode(sandbox.CodeNotReady)) {
 			return err
 		}
@@ -152,33 +153,4 @@ func waitForPool(ctx context.Context, c *client.Client, name string) error {
 			return errors.Join(fmt.Errorf("wait for pool %s, which is %s", name, p.Phase), ctx.Err())
 		}
 	}
-}
-
-func secretRefsOf(refs []sandbox.SecretRef) (out []rest.SecretRef) {
-	for _, r := range refs {
-		out = append(out, rest.SecretRef{Name: string(r.Secret), Key: r.Key, Env: r.Env})
-	}
-	return out
-}
-
-// durationText is a duration as the API takes it.
-func durationText(d time.Duration) rest.Duration {
-	if d == 0 {
-		return ""
-	}
-	return d.String()
-}
-
-func templateOf(s sandbox.TemplateSpec) rest.TemplateSpec {
-	t := rest.TemplateSpec{
-		Image: s.Image, Init: s.Init, Env: rest.Env(s.Env), Workdir: s.Workdir, User: s.User,
-		MilliCPUs: int64(s.MilliCPUs), Memory: int64(s.Memory), Disk: int64(s.Disk),
-	}
-	if r := s.Ready; r != nil {
-		t.Ready = &rest.ReadyCheck{Command: r.Command, Port: int(r.Port), Delay: durationText(r.Delay), Timeout: durationText(r.Timeout)}
-	}
-	if w := s.Warmup; w != nil {
-		t.Warmup = &rest.Program{Language: w.Language, Text: w.Text}
-	}
-	return t
 }

@@ -9,6 +9,8 @@ import (
 
 	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/client"
+	"agentrun.dev/internal/convert/restconv"
+	"agentrun.dev/internal/sandbox"
 	"github.com/spf13/cobra"
 )
 
@@ -153,14 +155,18 @@ Timeouts are not those of the sandbox that the checkpoint is of.`,
 }
 
 func (o *restoreOptions) spec() (spec rest.CheckpointRestore, err error) {
-	spec = rest.CheckpointRestore{
-		Name: o.name, Timeout: durationText(o.timeout), IdleTimeout: durationText(o.idle), OnTimeout: rest.OnTimeout(o.onTimeout),
-	}
-	if spec.Env, err = pairs("--env", o.env); err != nil {
+	given := sandbox.RestoreSpec{Lifetime: sandbox.Lifetime{
+		Timeout: o.timeout, IdleTimeout: o.idle, OnTimeout: sandbox.TimeoutAction(o.onTimeout),
+	}}
+	if given.Env, err = pairs("--env", o.env); err != nil {
 		return spec, err
 	}
-	spec.Metadata, err = pairs("--metadata", o.metadata)
-	return spec, err
+	if given.Metadata, err = pairs("--metadata", o.metadata); err != nil {
+		return spec, err
+	}
+	spec = restconv.FromRestoreSpec(given)
+	spec.Name = o.name
+	return spec, nil
 }
 
 // pairs reads what a flag was given as NAME=VALUE.

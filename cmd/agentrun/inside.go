@@ -12,13 +12,14 @@ import (
 
 	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/client"
+	"agentrun.dev/internal/convert/restconv"
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 )
 
 // execInDaemon is agentrun exec in a sandbox of the daemon.
 func (o *execOptions) execInDaemon(ctx context.Context, c *client.Client, name string, argv []string, stdin io.Reader, stdout, stderr io.Writer) (err error) {
-	req := rest.ExecRequest{Argv: argv, Cwd: o.workdir, User: o.user, Timeout: durationText(o.timeout), Tty: o.tty, OpenStdin: o.stdin}
+	req := rest.ExecRequest{Argv: argv, Cwd: o.workdir, User: o.user, Timeout: restconv.FromDuration(o.timeout), Tty: o.tty, OpenStdin: o.stdin}
 	if len(o.env) > 0 {
 		req.Env = rest.Env{}
 		for _, e := range o.env {

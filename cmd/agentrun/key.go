@@ -7,6 +7,7 @@ import (
 
 	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/client"
+	"agentrun.dev/internal/convert/restconv"
 	"github.com/spf13/cobra"
 )
 
@@ -42,7 +43,7 @@ func newKeyCreateCommand() *cobra.Command {
 			}
 			return o.with(func(c *client.Client) error {
 				made, err := c.CreateKey(cmd.Context(), rest.KeyCreate{
-					Name: args[0], Role: rest.Role(role), Namespaces: namespaces, Lifetime: durationText(lifetime),
+					Name: args[0], Role: rest.Role(role), Namespaces: namespaces, Lifetime: restconv.FromDuration(lifetime),
 				})
 				if err != nil {
 					return err

@@ -8,6 +8,8 @@ import (
 
 	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/client"
+	"agentrun.dev/internal/convert/restconv"
+	"agentrun.dev/internal/sandbox"
 	"github.com/spf13/cobra"
 )
 
@@ -38,7 +40,7 @@ func newQuotaSetCommand() *cobra.Command {
 				return errors.New("give --memory, --sandboxes or --storage; agentrun quota delete removes a quota")
 			}
 			return o.with(func(c *client.Client) error {
-				q, err := c.PutQuota(cmd.Context(), rest.QuotaSpec{Memory: int64(memory), Sandboxes: sandboxes, Storage: int64(storage)})
+				q, err := c.PutQuota(cmd.Context(), restconv.FromQuota(sandbox.Quota{Memory: uint64(memory), Sandboxes: sandboxes, Storage: uint64(storage)}))
 				if err != nil {
 					return err
 				}

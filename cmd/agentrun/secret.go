@@ -11,6 +11,7 @@ import (
 
 	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/client"
+	"agentrun.dev/internal/convert/restconv"
 	"github.com/spf13/cobra"
 )
 
@@ -49,7 +50,7 @@ what is read is left out.`,
 				return err
 			}
 			return o.with(func(c *client.Client) error {
-				s, err := c.SetSecret(cmd.Context(), args[0], rest.SecretValues{Data: values})
+				s, err := c.SetSecret(cmd.Context(), args[0], restconv.FromSecretData(values))
 				if err != nil {
 					return err
 				}

@@ -4,6 +4,7 @@ import (
 	"net/http"
 
 	"agentrun.dev/api/rest"
+	"agentrun.dev/internal/convert/restconv"
 	"agentrun.dev/internal/sandbox"
 )
 
@@ -34,7 +35,7 @@ func (a *api) CheckpointSandbox(w http.ResponseWriter, r *http.Request, namespac
 		noteReplay(w, replayed)
 		return c, err
 	}()
-	a.answer(w, r, http.StatusCreated, showCheckpoint(c), err)
+	a.answer(w, r, http.StatusCreated, restconv.FromCheckpoint(c), err)
 }
 
 // named is the key of what is made of an object: by the name that was given, or
@@ -52,7 +53,7 @@ func (a *api) ListCheckpoints(w http.ResponseWriter, r *http.Request, namespace 
 	p, err := page(q.Limit, q.After)
 	listing(a, w, r, namespace, p, err, a.Service.Checkpoints,
 		func(c sandbox.CheckpointSize) string { return string(c.Name) },
-		func(c sandbox.CheckpointSize) (rest.Checkpoint, error) { return showCheckpoint(c), nil },
+		func(c sandbox.CheckpointSize) (rest.Checkpoint, error) { return restconv.FromCheckpoint(c), nil },
 		func(items []rest.Checkpoint, next string) any { return rest.CheckpointList{Items: items, Next: next} })
 }
 
@@ -60,7 +61,7 @@ func (a *api) ListCheckpoints(w http.ResponseWriter, r *http.Request, namespace 
 func (a *api) GetCheckpoint(w http.ResponseWriter, r *http.Request, namespace, name string) {
 	object(a, w, r, namespace, name, func(k sandbox.Key) (rest.Checkpoint, error) {
 		c, err := a.Service.CheckpointOf(k)
-		return showCheckpoint(c), err
+		return restconv.FromCheckpoint(c), err
 	})
 }
 
@@ -85,8 +86,8 @@ func (a *api) RestoreCheckpoint(w http.ResponseWriter, r *http.Request, namespac
 		if err != nil {
 			return s, err
 		}
-		spec := sandbox.RestoreSpec{Env: sandbox.Env(given.Env), Metadata: given.Metadata}
-		if spec.Lifetime, err = lifetime(given.Timeout, given.IdleTimeout, given.OnTimeout); err != nil {
+		spec, err := restconv.ToRestoreSpec(given)
+		if err != nil {
 			return s, err
 		}
 		once, err := idempotent(r, body)
@@ -101,15 +102,4 @@ func (a *api) RestoreCheckpoint(w http.ResponseWriter, r *http.Request, namespac
 		return s, err
 	}()
 	a.answerMade(w, r, s, err)
-}
-
-// showCheckpoint leaves the environment out, as showSandbox does.
-func showCheckpoint(c sandbox.CheckpointSize) rest.Checkpoint {
-	return rest.Checkpoint{
-		Namespace: string(c.Namespace), Name: string(c.Name), Id: string(c.ID),
-		Source: string(c.Of.Name), SourceID: string(c.Of.ID),
-		Pool: string(c.Of.Pool), Template: string(c.Of.Template), Revision: c.Of.Revision, Engine: c.Of.Engine,
-		Workdir: c.Of.Workdir, User: c.Of.User, Memory: int64(c.Of.Memory), Created: c.Created,
-		Size: int64(c.Stored), Unshared: int64(c.Unshared),
-	}
 }

@@ -6,6 +6,7 @@ import (
 	"strings"
 
 	"agentrun.dev/api/rest"
+	"agentrun.dev/internal/convert/restconv"
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/node"
 	"agentrun.dev/internal/sandbox"
@@ -81,7 +82,7 @@ func parseCode(g rest.CodeRequest) (req guestrpc.CodeRunRequest, err error) {
 	if req.Env, err = environment(g.Env); err != nil {
 		return req, err
 	}
-	req.Timeout, err = parseDuration("timeout", g.Timeout)
+	req.Timeout, err = restconv.ToDuration("timeout", g.Timeout)
 	return req, err
 }
 

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"agentrun.dev/api/rest"
+	"agentrun.dev/internal/convert/restconv"
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/sandbox"
 )
@@ -120,8 +121,7 @@ var startCodes = map[guestrpc.Code]sandbox.Code{
 }
 
 func wireError(err error) rest.Error {
-	e := toError(err)
-	return rest.Error{Code: rest.ErrorCode(e.Code), Message: e.Message, Cause: e.Cause, Remediation: e.Remediation}
+	return restconv.FromError(toError(err))
 }
 
 // fail answers with an error, unless an answer is under way: that is cut off.

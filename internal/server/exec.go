@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"agentrun.dev/api/rest"
+	"agentrun.dev/internal/convert/restconv"
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/node"
 	"agentrun.dev/internal/sandbox"
@@ -87,7 +88,7 @@ func parseExec(g rest.ExecRequest) (x run, err error) {
 	if x.req.Env, err = environment(g.Env); err != nil {
 		return x, err
 	}
-	if x.req.Timeout, err = parseDuration("timeout", g.Timeout); err != nil {
+	if x.req.Timeout, err = restconv.ToDuration("timeout", g.Timeout); err != nil {
 		return x, err
 	}
 	if x.limit, err = outputLimit(g.OutputLimit); err != nil {

@@ -20,6 +20,7 @@ import (
 
 	nodev1 "agentrun.dev/api/node/v1"
 	"agentrun.dev/internal/access"
+	"agentrun.dev/internal/convert/nodeconv"
 	"agentrun.dev/internal/sandbox"
 )
 
@@ -65,7 +66,7 @@ func grpcStatus(err error) *status.Status {
 		code = codes.Canceled
 	}
 	st := status.New(code, e.Message)
-	with, err := st.WithDetails(&nodev1.Error{Code: string(e.Code), Message: e.Message, Cause: e.Cause, Remediation: e.Remediation})
+	with, err := st.WithDetails(nodeconv.FromError(e))
 	if err != nil {
 		return st // it is not an error
 	}

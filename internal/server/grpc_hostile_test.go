@@ -20,6 +20,7 @@ import (
 	"google.golang.org/protobuf/types/known/emptypb"
 
 	nodev1 "agentrun.dev/api/node/v1"
+	"agentrun.dev/internal/convert/nodeconv"
 	"agentrun.dev/internal/sandbox"
 )
 
@@ -228,7 +229,7 @@ func FuzzNodeMessage(f *testing.F) {
 			}
 			return
 		}
-		spec, err := templateSpecOf(r.GetSpec())
+		spec, err := nodeconv.ToTemplateSpec(r.GetSpec())
 		if err != nil {
 			return
 		}

@@ -6,6 +6,7 @@ import (
 	"google.golang.org/protobuf/types/known/emptypb"
 
 	nodev1 "agentrun.dev/api/node/v1"
+	"agentrun.dev/internal/convert/nodeconv"
 	"agentrun.dev/internal/sandbox"
 )
 
@@ -88,18 +89,25 @@ func plain[T, R any](show func(T) R) func(T) (R, error) {
 // GetNode implements nodev1.NodeServer.
 func (n *nodeAPI) GetNode(context.Context, *nodev1.GetNodeRequest) (*nodev1.NodeStatus, error) {
 	return answered(func(s sandbox.NodeStatus) *nodev1.NodeStatus {
-		return &nodev1.NodeStatus{
-			Version: n.Version, Endpoint: n.Endpoint, Engine: s.Engine, CapacityBytes: s.Capacity, ReservedBytes: s.Reserved,
-			Sandboxes: uint32(s.Sandboxes), Hibernated: uint32(s.Hibernated),
-			Checkpoints: uint32(s.Checkpoints), CheckpointBytes: s.CheckpointBytes,
-		}
+		out := nodeconv.FromNode(s)
+		out.Version, out.Endpoint = n.Version, n.Endpoint
+		return out
 	})(n.Service.Node())
+}
+
+// nodeTemplate adds to a template how far it is.
+func (n *nodeAPI) nodeTemplate(t sandbox.Template) (*nodev1.Template, error) {
+	builds, err := n.Service.Builds(t)
+	if err != nil {
+		return nil, err
+	}
+	return nodeconv.FromTemplate(t, builds), nil
 }
 
 // ApplyTemplate implements nodev1.NodeServer.
 func (n *nodeAPI) ApplyTemplate(_ context.Context, r *nodev1.ApplyTemplateRequest) (*nodev1.Template, error) {
 	return of(r, func(k sandbox.Key) (*nodev1.Template, error) {
-		spec, err := templateSpecOf(r.GetSpec())
+		spec, err := nodeconv.ToTemplateSpec(r.GetSpec())
 		if err != nil {
 			return nil, err
 		}
@@ -131,15 +139,20 @@ func (n *nodeAPI) DeleteTemplate(_ context.Context, r *nodev1.DeleteTemplateRequ
 	return deleted(r, n.Service.DeleteTemplate)
 }
 
+func (n *nodeAPI) nodePool(k sandbox.Key) (*nodev1.Pool, error) {
+	p, st, err := n.Service.Pool(k)
+	if err != nil {
+		return nil, err
+	}
+	return nodeconv.FromPool(p, st), nil
+}
+
 // ApplyPool implements nodev1.NodeServer.
 func (n *nodeAPI) ApplyPool(_ context.Context, r *nodev1.ApplyPoolRequest) (*nodev1.Pool, error) {
 	return of(r, func(k sandbox.Key) (*nodev1.Pool, error) {
-		template, err := sandbox.ParseName(r.GetSpec().GetTemplate())
+		spec, err := nodeconv.ToPoolSpec(r.GetSpec())
 		if err != nil {
 			return nil, err
-		}
-		spec := sandbox.PoolSpec{
-			Template: template, Replicas: int(r.GetSpec().GetReplicas()), Stage: fromNode(nodeStages, r.GetSpec().GetSnapshotAfter()),
 		}
 		if _, err := n.Service.ApplyPool(k, spec); err != nil {
 			return nil, err
@@ -167,12 +180,12 @@ func (n *nodeAPI) DeletePool(_ context.Context, r *nodev1.DeletePoolRequest) (*e
 
 // GetFork implements nodev1.NodeServer.
 func (n *nodeAPI) GetFork(_ context.Context, r *nodev1.GetForkRequest) (*nodev1.Fork, error) {
-	return answered(nodeFork)(of(r, n.Service.ForkOf))
+	return answered(nodeconv.FromFork)(of(r, n.Service.ForkOf))
 }
 
 // ListForks implements nodev1.NodeServer.
 func (n *nodeAPI) ListForks(_ context.Context, r *nodev1.ListForksRequest) (*nodev1.ListForksResponse, error) {
-	items, next, err := pageOf(r, n.Service.Forks, func(f sandbox.Fork) string { return string(f.Name) }, plain(nodeFork))
+	items, next, err := pageOf(r, n.Service.Forks, func(f sandbox.Fork) string { return string(f.Name) }, plain(nodeconv.FromFork))
 	return &nodev1.ListForksResponse{Forks: items, Next: next}, err
 }
 
@@ -183,12 +196,12 @@ func (n *nodeAPI) DeleteFork(ctx context.Context, r *nodev1.DeleteForkRequest) (
 
 // GetCheckpoint implements nodev1.NodeServer.
 func (n *nodeAPI) GetCheckpoint(_ context.Context, r *nodev1.GetCheckpointRequest) (*nodev1.Checkpoint, error) {
-	return answered(nodeCheckpoint)(of(r, n.Service.CheckpointOf))
+	return answered(nodeconv.FromCheckpoint)(of(r, n.Service.CheckpointOf))
 }
 
 // ListCheckpoints implements nodev1.NodeServer.
 func (n *nodeAPI) ListCheckpoints(_ context.Context, r *nodev1.ListCheckpointsRequest) (*nodev1.ListCheckpointsResponse, error) {
-	items, next, err := pageOf(r, n.Service.Checkpoints, func(c sandbox.CheckpointSize) string { return string(c.Name) }, plain(nodeCheckpoint))
+	items, next, err := pageOf(r, n.Service.Checkpoints, func(c sandbox.CheckpointSize) string { return string(c.Name) }, plain(nodeconv.FromCheckpoint))
 	return &nodev1.ListCheckpointsResponse{Checkpoints: items, Next: next}, err
 }
 

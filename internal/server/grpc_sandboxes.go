@@ -7,6 +7,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	nodev1 "agentrun.dev/api/node/v1"
+	"agentrun.dev/internal/convert/nodeconv"
 	"agentrun.dev/internal/sandbox"
 )
 
@@ -45,8 +46,8 @@ func (n *nodeAPI) ClaimSandbox(ctx context.Context, r *nodev1.ClaimSandboxReques
 	if err != nil {
 		return nil, err
 	}
-	spec := sandbox.ClaimSpec{Pool: from.Name, Env: sandbox.Env(r.GetEnv()), Metadata: r.GetMetadata()}
-	if spec.Lifetime, err = lifetimeOf(r.GetLifetime()); err != nil {
+	spec, err := nodeconv.ToClaimSpec(r)
+	if err != nil {
 		return nil, err
 	}
 	id, err := once(ctx, nodev1.Node_ClaimSandbox_FullMethodName, r)
@@ -54,15 +55,15 @@ func (n *nodeAPI) ClaimSandbox(ctx context.Context, r *nodev1.ClaimSandboxReques
 		return nil, err
 	}
 	if id == nil {
-		return answered(nodeSandbox)(n.Service.Claim(ctx, k, spec))
+		return answered(nodeconv.FromSandbox)(n.Service.Claim(ctx, k, spec))
 	}
 	s, _, err := n.Service.ClaimOnce(ctx, *id, k, spec)
-	return answered(nodeSandbox)(s, err)
+	return answered(nodeconv.FromSandbox)(s, err)
 }
 
 // GetSandbox implements nodev1.NodeServer.
 func (n *nodeAPI) GetSandbox(_ context.Context, r *nodev1.GetSandboxRequest) (*nodev1.Sandbox, error) {
-	return answered(nodeSandbox)(of(r, n.Service.Sandbox))
+	return answered(nodeconv.FromSandbox)(of(r, n.Service.Sandbox))
 }
 
 // ListSandboxes implements nodev1.NodeServer.
@@ -70,7 +71,7 @@ func (n *nodeAPI) ListSandboxes(_ context.Context, r *nodev1.ListSandboxesReques
 	items, next, err := pageOf(r,
 		func(ns sandbox.Namespace, p sandbox.Page) ([]sandbox.Sandbox, error) {
 			return n.Service.Sandboxes(ns, p, r.GetEnded())
-		}, sandbox.Sandbox.Position, plain(nodeSandbox))
+		}, sandbox.Sandbox.Position, plain(nodeconv.FromSandbox))
 	return &nodev1.ListSandboxesResponse{Sandboxes: items, Next: next}, err
 }
 
@@ -92,7 +93,7 @@ func (n *nodeAPI) WatchSandboxes(r *nodev1.WatchSandboxesRequest, out grpc.Serve
 		defer context.AfterFunc(n.serving, cancel)()
 		err := n.Service.Watch(ctx, ns,
 			func(s sandbox.Sandbox) error {
-				return out.Send(&nodev1.SandboxEvent{Kind: nodev1.SandboxEvent_KIND_SANDBOX, Sandbox: nodeSandbox(s)})
+				return out.Send(&nodev1.SandboxEvent{Kind: nodev1.SandboxEvent_KIND_SANDBOX, Sandbox: nodeconv.FromSandbox(s)})
 			},
 			func() error { return out.Send(&nodev1.SandboxEvent{Kind: nodev1.SandboxEvent_KIND_SYNCED}) })
 		if n.serving.Err() != nil {
@@ -104,7 +105,7 @@ func (n *nodeAPI) WatchSandboxes(r *nodev1.WatchSandboxesRequest, out grpc.Serve
 
 // verb changes what a sandbox does.
 func verb(ctx context.Context, r objectRequest, do func(context.Context, sandbox.Key) (sandbox.Sandbox, error)) (*nodev1.Sandbox, error) {
-	return answered(nodeSandbox)(of(r, func(k sandbox.Key) (sandbox.Sandbox, error) { return do(ctx, k) }))
+	return answered(nodeconv.FromSandbox)(of(r, func(k sandbox.Key) (sandbox.Sandbox, error) { return do(ctx, k) }))
 }
 
 // PauseSandbox implements nodev1.NodeServer.
@@ -127,7 +128,7 @@ func (n *nodeAPI) ExtendSandbox(ctx context.Context, r *nodev1.ExtendSandboxRequ
 	if r.GetTimeout() == nil {
 		return nil, invalid("timeout", "it is missing; zero is none")
 	}
-	timeout, err := duration("timeout", r.GetTimeout())
+	timeout, err := nodeconv.ToDuration("timeout", r.GetTimeout())
 	if err != nil {
 		return nil, err
 	}
@@ -143,7 +144,7 @@ func (n *nodeAPI) KillSandbox(ctx context.Context, r *nodev1.KillSandboxRequest)
 
 // GetSandboxStats implements nodev1.NodeServer.
 func (n *nodeAPI) GetSandboxStats(ctx context.Context, r *nodev1.GetSandboxStatsRequest) (*nodev1.SandboxStats, error) {
-	return answered(nodeStats)(of(r, func(k sandbox.Key) (sandbox.Cost, error) { return n.Service.Cost(ctx, k) }))
+	return answered(nodeconv.FromCost)(of(r, func(k sandbox.Key) (sandbox.Cost, error) { return n.Service.Cost(ctx, k) }))
 }
 
 // ListSandboxStats implements nodev1.NodeServer.
@@ -152,7 +153,7 @@ func (n *nodeAPI) ListSandboxStats(ctx context.Context, r *nodev1.ListSandboxSta
 		func(ns sandbox.Namespace, p sandbox.Page) ([]sandbox.Cost, error) {
 			return n.Service.Costs(ctx, ns, p)
 		},
-		func(c sandbox.Cost) string { return c.Position() }, plain(nodeStats))
+		func(c sandbox.Cost) string { return c.Position() }, plain(nodeconv.FromCost))
 	return &nodev1.ListSandboxStatsResponse{Stats: items, Next: next}, err
 }
 
@@ -166,15 +167,19 @@ func (n *nodeAPI) ForkSandbox(ctx context.Context, r *nodev1.ForkSandboxRequest)
 	if err != nil {
 		return nil, err
 	}
+	spec, err := nodeconv.ToForkSpec(r)
+	if err != nil {
+		return nil, err
+	}
 	id, err := once(ctx, nodev1.Node_ForkSandbox_FullMethodName, r)
 	if err != nil {
 		return nil, err
 	}
 	if id == nil {
-		return answered(nodeFork)(n.Service.Fork(ctx, k, source.Name, int(r.GetReplicas())))
+		return answered(nodeconv.FromFork)(n.Service.Fork(ctx, k, spec.Source, spec.Replicas))
 	}
-	f, _, err := n.Service.ForkOnce(ctx, *id, k, source.Name, int(r.GetReplicas()))
-	return answered(nodeFork)(f, err)
+	f, _, err := n.Service.ForkOnce(ctx, *id, k, spec.Source, spec.Replicas)
+	return answered(nodeconv.FromFork)(f, err)
 }
 
 // CheckpointSandbox implements nodev1.NodeServer.
@@ -192,10 +197,10 @@ func (n *nodeAPI) CheckpointSandbox(ctx context.Context, r *nodev1.CheckpointSan
 		return nil, err
 	}
 	if id == nil {
-		return answered(nodeCheckpoint)(n.Service.Checkpoint(ctx, k, source.Name))
+		return answered(nodeconv.FromCheckpoint)(n.Service.Checkpoint(ctx, k, source.Name))
 	}
 	c, _, err := n.Service.CheckpointOnce(ctx, *id, k, source.Name)
-	return answered(nodeCheckpoint)(c, err)
+	return answered(nodeconv.FromCheckpoint)(c, err)
 }
 
 // RestoreCheckpoint implements nodev1.NodeServer.
@@ -208,8 +213,8 @@ func (n *nodeAPI) RestoreCheckpoint(ctx context.Context, r *nodev1.RestoreCheckp
 	if err != nil {
 		return nil, err
 	}
-	spec := sandbox.RestoreSpec{Env: sandbox.Env(r.GetEnv()), Metadata: r.GetMetadata()}
-	if spec.Lifetime, err = lifetimeOf(r.GetLifetime()); err != nil {
+	spec, err := nodeconv.ToRestoreSpec(r)
+	if err != nil {
 		return nil, err
 	}
 	id, err := once(ctx, nodev1.Node_RestoreCheckpoint_FullMethodName, r)
@@ -217,8 +222,8 @@ func (n *nodeAPI) RestoreCheckpoint(ctx context.Context, r *nodev1.RestoreCheckp
 		return nil, err
 	}
 	if id == nil {
-		return answered(nodeSandbox)(n.Service.Restore(ctx, k, from.Name, spec))
+		return answered(nodeconv.FromSandbox)(n.Service.Restore(ctx, k, from.Name, spec))
 	}
 	s, _, err := n.Service.RestoreOnce(ctx, *id, k, from.Name, spec)
-	return answered(nodeSandbox)(s, err)
+	return answered(nodeconv.FromSandbox)(s, err)
 }

@@ -5,6 +5,7 @@ import (
 
 	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/access"
+	"agentrun.dev/internal/convert/restconv"
 )
 
 // ListKeys implements rest.ServerInterface.
@@ -27,7 +28,7 @@ func (a *api) CreateKey(w http.ResponseWriter, r *http.Request) {
 		if spec.Namespaces, err = access.ParseNamespaces(given.Namespaces); err != nil {
 			return out, err
 		}
-		if spec.Lifetime, err = parseDuration("lifetime", given.Lifetime); err != nil {
+		if spec.Lifetime, err = restconv.ToDuration("lifetime", given.Lifetime); err != nil {
 			return out, err
 		}
 		text, k, err := a.Access.Create(spec)
@@ -50,7 +51,7 @@ func (a *api) RevokeKey(w http.ResponseWriter, r *http.Request, id string) {
 }
 
 func showKey(k access.Key) rest.Key {
-	out := rest.Key{Id: string(k.ID), Name: k.Name, Role: rest.Role(k.Role), Created: k.Created, Expires: showTime(k.Expires)}
+	out := rest.Key{Id: string(k.ID), Name: k.Name, Role: rest.Role(k.Role), Created: k.Created, Expires: restconv.FromTime(k.Expires)}
 	for _, n := range k.Namespaces {
 		out.Namespaces = append(out.Namespaces, string(n))
 	}

@@ -5,6 +5,7 @@ import (
 	"net/http"
 
 	"agentrun.dev/api/rest"
+	"agentrun.dev/internal/convert/restconv"
 	"agentrun.dev/internal/sandbox"
 )
 
@@ -59,6 +60,15 @@ func listing[T, R any](a *api, w http.ResponseWriter, r *http.Request, namespace
 	a.answer(w, r, http.StatusOK, wrap(items, next), nil)
 }
 
+// showTemplate adds to a template how far it is.
+func (a *api) showTemplate(t sandbox.Template) (rest.Template, error) {
+	builds, err := a.Service.Builds(t)
+	if err != nil {
+		return rest.Template{}, err
+	}
+	return restconv.FromTemplate(t, builds), nil
+}
+
 // ListTemplates implements rest.ServerInterface.
 func (a *api) ListTemplates(w http.ResponseWriter, r *http.Request, namespace string, q rest.ListTemplatesParams) {
 	p, err := page(q.Limit, q.After)
@@ -85,7 +95,7 @@ func (a *api) PutTemplate(w http.ResponseWriter, r *http.Request, namespace, nam
 		if _, err := a.readJSON(w, r, 8*maxBody, &given); err != nil {
 			return rest.Template{}, err
 		}
-		spec, err := templateSpec(given)
+		spec, err := restconv.ToTemplateSpec(given)
 		if err != nil {
 			return rest.Template{}, err
 		}
@@ -125,6 +135,11 @@ func (a *api) GetTemplateLog(w http.ResponseWriter, r *http.Request, namespace, 
 	out.begin() // of an empty log
 }
 
+func (a *api) showPool(k sandbox.Key) (rest.Pool, error) {
+	p, status, err := a.Service.Pool(k)
+	return restconv.FromPool(p, status), err
+}
+
 // ListPools implements rest.ServerInterface.
 func (a *api) ListPools(w http.ResponseWriter, r *http.Request, namespace string, q rest.ListPoolsParams) {
 	p, err := page(q.Limit, q.After)
@@ -146,11 +161,10 @@ func (a *api) PutPool(w http.ResponseWriter, r *http.Request, namespace, name st
 		if _, err := a.readJSON(w, r, maxBody, &given); err != nil {
 			return rest.Pool{}, err
 		}
-		template, err := sandbox.ParseName(given.Template)
+		spec, err := restconv.ToPoolSpec(given)
 		if err != nil {
 			return rest.Pool{}, err
 		}
-		spec := sandbox.PoolSpec{Template: template, Replicas: given.Replicas, Stage: sandbox.Stage(given.SnapshotAfter)}
 		if _, err := a.Service.ApplyPool(k, spec); err != nil {
 			return rest.Pool{}, err
 		}
@@ -168,7 +182,7 @@ func (a *api) ListForks(w http.ResponseWriter, r *http.Request, namespace string
 	p, err := page(q.Limit, q.After)
 	listing(a, w, r, namespace, p, err, a.Service.Forks,
 		func(f sandbox.Fork) string { return string(f.Name) },
-		func(f sandbox.Fork) (rest.Fork, error) { return showFork(f), nil },
+		func(f sandbox.Fork) (rest.Fork, error) { return restconv.FromFork(f), nil },
 		func(items []rest.Fork, next string) any { return rest.ForkList{Items: items, Next: next} })
 }
 
@@ -176,7 +190,7 @@ func (a *api) ListForks(w http.ResponseWriter, r *http.Request, namespace string
 func (a *api) GetFork(w http.ResponseWriter, r *http.Request, namespace, name string) {
 	object(a, w, r, namespace, name, func(k sandbox.Key) (rest.Fork, error) {
 		f, err := a.Service.ForkOf(k)
-		return showFork(f), err
+		return restconv.FromFork(f), err
 	})
 }
 
@@ -205,14 +219,15 @@ func (a *api) ForkSandbox(w http.ResponseWriter, r *http.Request, namespace, nam
 		if err != nil {
 			return f, err
 		}
+		spec := restconv.ToForkSpec(source.Name, given)
 		if once == nil {
-			return a.Service.Fork(r.Context(), k, source.Name, given.Replicas)
+			return a.Service.Fork(r.Context(), k, spec.Source, spec.Replicas)
 		}
-		f, replayed, err := a.Service.ForkOnce(r.Context(), *once, k, source.Name, given.Replicas)
+		f, replayed, err := a.Service.ForkOnce(r.Context(), *once, k, spec.Source, spec.Replicas)
 		noteReplay(w, replayed)
 		return f, err
 	}()
-	shown := showFork(f)
+	shown := restconv.FromFork(f)
 	if err == nil {
 		made(r, "forks/"+string(f.Name))
 		for i, c := range f.Children {
@@ -250,6 +265,6 @@ func noteReplay(w http.ResponseWriter, replayed bool) {
 func (a *api) sandboxVerb(w http.ResponseWriter, r *http.Request, namespace, name string, do func(context.Context, sandbox.Key) (sandbox.Sandbox, error)) {
 	object(a, w, r, namespace, name, func(k sandbox.Key) (rest.Sandbox, error) {
 		s, err := do(r.Context(), k)
-		return showSandbox(s), err
+		return restconv.FromSandbox(s), err
 	})
 }

@@ -4,6 +4,7 @@ import (
 	"net/http"
 
 	"agentrun.dev/api/rest"
+	"agentrun.dev/internal/convert/restconv"
 	"agentrun.dev/internal/sandbox"
 )
 
@@ -19,13 +20,11 @@ func (a *api) PutQuota(w http.ResponseWriter, r *http.Request, namespace string)
 		if _, err := a.readJSON(w, r, maxBody, &given); err != nil {
 			return q, err
 		}
-		if given.Memory < 0 {
-			return q, invalid("memory", "%d is negative", given.Memory)
+		wanted, err := restconv.ToQuota(n, given)
+		if err != nil {
+			return q, err
 		}
-		if given.Storage < 0 {
-			return q, invalid("storage", "%d is negative", given.Storage)
-		}
-		return a.Service.SetQuota(sandbox.Quota{Namespace: n, Memory: uint64(given.Memory), Sandboxes: given.Sandboxes, Storage: uint64(given.Storage)})
+		return a.Service.SetQuota(wanted)
 	})
 }
 
@@ -44,9 +43,5 @@ func (a *api) quota(w http.ResponseWriter, r *http.Request, namespace string, do
 	if err == nil {
 		q, err = do(n)
 	}
-	a.answer(w, r, http.StatusOK, rest.Quota{
-		Namespace: string(q.Namespace),
-		Spec:      rest.QuotaSpec{Memory: int64(q.Memory), Sandboxes: q.Sandboxes, Storage: int64(q.Storage)},
-		Used:      rest.QuotaUse{Memory: int64(q.UsedMemory), Sandboxes: q.UsedSandboxes, Storage: int64(q.UsedStorage)},
-	}, err)
+	a.answer(w, r, http.StatusOK, restconv.FromQuotaUse(q), err)
 }

@@ -104,18 +104,6 @@ func hasNUL(body []byte) bool {
 	}
 }
 
-// parseDuration reads a duration of a field; empty is 0.
-func parseDuration(field, s string) (time.Duration, error) {
-	if s == "" {
-		return 0, nil
-	}
-	d, err := time.ParseDuration(s)
-	if err != nil || d < 0 {
-		return 0, invalid(field, "%q is not a duration such as 90s, 10m or 1h30m", trimmed(s))
-	}
-	return d, nil
-}
-
 // key parses what the path names.
 func key(namespace, name string) (sandbox.Key, error) {
 	n, err := sandbox.ParseNamespace(namespace)

@@ -5,6 +5,7 @@ import (
 	"net/http"
 
 	"agentrun.dev/api/rest"
+	"agentrun.dev/internal/convert/restconv"
 	"agentrun.dev/internal/sandbox"
 )
 
@@ -16,7 +17,7 @@ func (a *api) ListSandboxes(w http.ResponseWriter, r *http.Request, namespace st
 			return a.Service.Sandboxes(n, p, q.Ended)
 		},
 		sandbox.Sandbox.Position,
-		func(s sandbox.Sandbox) (rest.Sandbox, error) { return showSandbox(s), nil },
+		func(s sandbox.Sandbox) (rest.Sandbox, error) { return restconv.FromSandbox(s), nil },
 		func(items []rest.Sandbox, next string) any { return rest.SandboxList{Items: items, Next: next} })
 }
 
@@ -32,7 +33,7 @@ func (a *api) CreateSandbox(w http.ResponseWriter, r *http.Request, namespace st
 		if err != nil {
 			return s, err
 		}
-		spec, err := claimSpec(given)
+		spec, err := restconv.ToClaimSpec(given)
 		if err != nil {
 			return s, err
 		}
@@ -58,7 +59,7 @@ func (a *api) CreateSandbox(w http.ResponseWriter, r *http.Request, namespace st
 
 // answerMade answers with a sandbox that was made, and with its token.
 func (a *api) answerMade(w http.ResponseWriter, r *http.Request, s sandbox.Sandbox, err error) {
-	shown := showSandbox(s)
+	shown := restconv.FromSandbox(s)
 	if err == nil {
 		shown.Token = a.Access.Token(s.ID)
 		made(r, "sandboxes/"+string(s.Name))
@@ -107,7 +108,7 @@ func (a *api) ExtendSandbox(w http.ResponseWriter, r *http.Request, namespace, n
 		if given.Timeout == "" {
 			return sandbox.Sandbox{}, invalid("timeout", "it is missing; 0s is none")
 		}
-		timeout, err := parseDuration("timeout", given.Timeout)
+		timeout, err := restconv.ToDuration("timeout", given.Timeout)
 		if err != nil {
 			return sandbox.Sandbox{}, err
 		}

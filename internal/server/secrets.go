@@ -4,6 +4,7 @@ import (
 	"net/http"
 
 	"agentrun.dev/api/rest"
+	"agentrun.dev/internal/convert/restconv"
 	"agentrun.dev/internal/sandbox"
 )
 
@@ -12,7 +13,7 @@ func (a *api) ListSecrets(w http.ResponseWriter, r *http.Request, namespace stri
 	p, err := page(q.Limit, q.After)
 	listing(a, w, r, namespace, p, err, a.Service.Secrets,
 		func(s sandbox.Secret) string { return string(s.Name) },
-		func(s sandbox.Secret) (rest.Secret, error) { return showSecret(s), nil },
+		func(s sandbox.Secret) (rest.Secret, error) { return restconv.FromSecret(s), nil },
 		func(items []rest.Secret, next string) any { return rest.SecretList{Items: items, Next: next} })
 }
 
@@ -20,7 +21,7 @@ func (a *api) ListSecrets(w http.ResponseWriter, r *http.Request, namespace stri
 func (a *api) GetSecret(w http.ResponseWriter, r *http.Request, namespace, name string) {
 	object(a, w, r, namespace, name, func(k sandbox.Key) (rest.Secret, error) {
 		s, err := a.Service.Secret(k)
-		return showSecret(s), err
+		return restconv.FromSecret(s), err
 	})
 }
 
@@ -45,12 +46,12 @@ func (a *api) writeSecret(w http.ResponseWriter, r *http.Request, namespace, nam
 		if _, err := a.readJSON(w, r, 8*maxBody, &given); err != nil {
 			return rest.Secret{}, hideBody(err)
 		}
-		data, err := secretData(given)
+		data, err := restconv.ToSecretData(given)
 		if err != nil {
 			return rest.Secret{}, err
 		}
 		s, err := write(k, data)
-		return showSecret(s), err
+		return restconv.FromSecret(s), err
 	})
 }
 
@@ -63,42 +64,4 @@ func hideBody(err error) error {
 	return sandbox.Errorf(sandbox.CodeInvalid, "the body is not what it should be").
 		Because("what is wrong is not shown, as it may be a secret").
 		Try(`Send {"stringData": {"KEY": "text"}} or {"data": {"KEY": "base64"}}`)
-}
-
-// secretData is the values of both fields.
-func secretData(given rest.SecretValues) (sandbox.SecretData, error) {
-	data := sandbox.SecretData{}
-	for key, value := range given.Data {
-		data[key] = value
-	}
-	for key, value := range given.StringData {
-		if _, twice := data[key]; twice {
-			return nil, invalid("stringData", "the key %q is in data as well", trimmed(key))
-		}
-		data[key] = []byte(value)
-	}
-	return data, nil
-}
-
-func showSecret(s sandbox.Secret) rest.Secret {
-	return rest.Secret{Namespace: string(s.Namespace), Name: string(s.Name), Keys: s.Keys, Created: s.Created, Changed: s.Changed}
-}
-
-// secretRefs reads what a claim refers to.
-func secretRefs(given []rest.SecretRef) (out []sandbox.SecretRef, err error) {
-	for _, g := range given {
-		r := sandbox.SecretRef{Key: g.Key, Env: g.Env}
-		if r.Secret, err = sandbox.ParseName(g.Name); err != nil {
-			return nil, err
-		}
-		out = append(out, r)
-	}
-	return out, nil
-}
-
-func showSecretRefs(refs []sandbox.SecretRef) (out []rest.SecretRef) {
-	for _, r := range refs {
-		out = append(out, rest.SecretRef{Name: string(r.Secret), Key: r.Key, Env: r.Env})
-	}
-	return out
 }

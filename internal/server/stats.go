@@ -4,17 +4,14 @@ import (
 	"net/http"
 
 	"agentrun.dev/api/rest"
+	"agentrun.dev/internal/convert/restconv"
 	"agentrun.dev/internal/sandbox"
 )
 
 // GetNode implements rest.ServerInterface.
 func (a *api) GetNode(w http.ResponseWriter, r *http.Request) {
 	n, err := a.Service.Node()
-	a.answer(w, r, http.StatusOK, rest.Node{
-		Engine: n.Engine, Capacity: int64(n.Capacity), Reserved: int64(n.Reserved),
-		Sandboxes: n.Sandboxes, Hibernated: n.Hibernated,
-		Checkpoints: n.Checkpoints, CheckpointBytes: int64(n.CheckpointBytes),
-	}, err)
+	a.answer(w, r, http.StatusOK, restconv.FromNode(n), err)
 }
 
 // ListStats implements rest.ServerInterface.
@@ -25,7 +22,7 @@ func (a *api) ListStats(w http.ResponseWriter, r *http.Request, namespace string
 			return a.Service.Costs(r.Context(), n, p)
 		},
 		func(c sandbox.Cost) string { return c.Position() },
-		func(c sandbox.Cost) (rest.SandboxStats, error) { return showCost(c), nil },
+		func(c sandbox.Cost) (rest.SandboxStats, error) { return restconv.FromCost(c), nil },
 		func(items []rest.SandboxStats, next string) any {
 			return rest.SandboxStatsList{Items: items, Next: next}
 		})
@@ -35,14 +32,6 @@ func (a *api) ListStats(w http.ResponseWriter, r *http.Request, namespace string
 func (a *api) GetStats(w http.ResponseWriter, r *http.Request, namespace, name string) {
 	object(a, w, r, namespace, name, func(k sandbox.Key) (rest.SandboxStats, error) {
 		c, err := a.Service.Cost(r.Context(), k)
-		return showCost(c), err
+		return restconv.FromCost(c), err
 	})
-}
-
-func showCost(c sandbox.Cost) rest.SandboxStats {
-	return rest.SandboxStats{
-		Namespace: string(c.Namespace), Name: string(c.Name), Id: string(c.ID), State: rest.SandboxState(c.State), Time: c.At,
-		Reserved: int64(c.Reserved), Own: int64(c.Own), Shared: int64(c.Proportional - min(c.Own, c.Proportional)),
-		Cpu: c.CPU.Nanoseconds(), Generation: int64(c.Generation), Disk: int64(c.Stats.Disk),
-	}
 }

@@ -8,12 +8,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"math"
-	"time"
 
 	"agentrun.dev/api/v1alpha1"
+	"agentrun.dev/internal/convert/v1alpha1conv"
 	"agentrun.dev/internal/sandbox"
-	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
 	"sigs.k8s.io/yaml"
@@ -25,14 +23,8 @@ type Object struct {
 	Template *sandbox.TemplateSpec
 	Pool     *sandbox.PoolSpec
 	Claim    *sandbox.ClaimSpec
-	Fork     *ForkSpec
+	Fork     *sandbox.ForkSpec
 	Secret   sandbox.SecretData
-}
-
-// ForkSpec is what a fork asks for.
-type ForkSpec struct {
-	Source   sandbox.Name
-	Replicas int
 }
 
 // Kind is how people call it.
@@ -153,57 +145,9 @@ func readTemplate(o *Object, doc []byte) error {
 	if err != nil {
 		return err
 	}
-	s := t.Spec
-	if err := refuse(s); err != nil {
-		return err
-	}
-	spec := sandbox.TemplateSpec{
-		Image: s.Image, Init: s.Init, Workdir: s.Workdir, User: s.User,
-		MilliCPUs: sandbox.DefaultMilliCPUs, Memory: sandbox.DefaultMemory,
-	}
-	if spec.Env, err = environment(s.Env); err != nil {
-		return err
-	}
-	if !s.Resources.CPU.IsZero() {
-		spec.MilliCPUs = uint64(max(0, s.Resources.CPU.MilliValue()))
-	}
-	if !s.Resources.Memory.IsZero() {
-		if spec.Memory, err = bytesOf("resources.memory", s.Resources.Memory); err != nil {
-			return err
-		}
-	}
-	if !s.Resources.Disk.IsZero() {
-		if spec.Disk, err = bytesOf("resources.disk", s.Resources.Disk); err != nil {
-			return err
-		}
-	}
-	if r := s.Ready; r != nil {
-		if r.Port < 0 || r.Port > math.MaxUint16 {
-			return fmt.Errorf("ready.port: %d is no port", r.Port)
-		}
-		spec.Ready = &sandbox.ReadyCheck{Command: r.Command, Port: uint16(r.Port), Delay: duration(r.Delay), Timeout: duration(r.Timeout)}
-	}
-	if w := s.Warmup; w != nil {
-		spec.Warmup = &sandbox.Program{Language: w.Language, Text: w.Code}
-		if w.Language == "" {
-			spec.Warmup.Language = "python"
-		}
-	}
+	spec, err := v1alpha1conv.ToTemplateSpec(t.Spec)
 	o.Template = &spec
-	return nil
-}
-
-// refuse names what a template asks for that is not there yet.
-func refuse(s v1alpha1.SandboxTemplateSpec) error {
-	switch {
-	case len(s.Volumes) > 0:
-		return errors.New("volumes: this version has no volumes yet; leave the field out")
-	case s.NetworkPolicy != nil && len(s.NetworkPolicy.Allow) > 0:
-		return errors.New("networkPolicy.allow: this version lets nothing out of a sandbox yet; leave the field out")
-	case s.NetworkPolicy != nil && s.NetworkPolicy.Egress != "" && s.NetworkPolicy.Egress != "deny":
-		return fmt.Errorf("networkPolicy.egress: %q is not possible, this version has only deny", s.NetworkPolicy.Egress)
-	}
-	return nil
+	return err
 }
 
 func readPool(o *Object, doc []byte) error {
@@ -211,12 +155,9 @@ func readPool(o *Object, doc []byte) error {
 	if err != nil {
 		return err
 	}
-	template, err := sandbox.ParseName(p.Spec.TemplateRef.Name)
-	if err != nil {
-		return fmt.Errorf("templateRef: %w", err)
-	}
-	o.Pool = &sandbox.PoolSpec{Template: template, Replicas: replicas(p.Spec.Replicas), Stage: sandbox.Stage(p.Spec.SnapshotAfter)}
-	return nil
+	spec, err := v1alpha1conv.ToPoolSpec(p.Spec)
+	o.Pool = &spec
+	return err
 }
 
 func readClaim(o *Object, doc []byte) error {
@@ -224,21 +165,9 @@ func readClaim(o *Object, doc []byte) error {
 	if err != nil {
 		return err
 	}
-	pool, err := sandbox.ParseName(c.Spec.PoolRef.Name)
-	if err != nil {
-		return fmt.Errorf("poolRef: %w", err)
-	}
-	spec := sandbox.ClaimSpec{Pool: pool, Metadata: c.Spec.Metadata, Lifetime: sandbox.Lifetime{
-		Timeout: duration(c.Spec.Timeout), IdleTimeout: duration(c.Spec.IdleTimeout), OnTimeout: sandbox.TimeoutAction(c.Spec.OnTimeout),
-	}}
-	if spec.Env, err = environment(c.Spec.Env); err != nil {
-		return err
-	}
-	if spec.Secrets, err = secretRefs(c.Spec.Secrets); err != nil {
-		return err
-	}
+	spec, err := v1alpha1conv.ToClaimSpec(c.Spec)
 	o.Claim = &spec
-	return nil
+	return err
 }
 
 func readFork(o *Object, doc []byte) error {
@@ -246,50 +175,7 @@ func readFork(o *Object, doc []byte) error {
 	if err != nil {
 		return err
 	}
-	if f.Spec.AllowSecretInheritance {
-		return errors.New("allowSecretInheritance: who supplied the secrets forks a sandbox that holds them, nobody else; leave the field out")
-	}
-	source, err := sandbox.ParseName(f.Spec.SourceRef.Name)
-	if err != nil {
-		return fmt.Errorf("sourceRef: %w", err)
-	}
-	o.Fork = &ForkSpec{Source: source, Replicas: replicas(f.Spec.Replicas)}
-	return nil
-}
-
-func replicas(n *int32) int {
-	if n == nil {
-		return 1
-	}
-	return int(*n)
-}
-
-func duration(d *metav1.Duration) time.Duration {
-	if d == nil {
-		return 0
-	}
-	return d.Duration
-}
-
-func environment(vars []v1alpha1.EnvVar) (sandbox.Env, error) {
-	if len(vars) == 0 {
-		return nil, nil
-	}
-	out := sandbox.Env{}
-	for _, v := range vars {
-		if _, twice := out[v.Name]; twice {
-			return nil, fmt.Errorf("env: %s is there twice", v.Name)
-		}
-		out[v.Name] = v.Value
-	}
-	return out, nil
-}
-
-// bytesOf is a quantity of bytes.
-func bytesOf(field string, q resource.Quantity) (uint64, error) {
-	n, exact := q.AsInt64()
-	if !exact || n < 0 {
-		return 0, fmt.Errorf("%s: %s is no number of bytes", field, q.String())
-	}
-	return uint64(n), nil
+	spec, err := v1alpha1conv.ToForkSpec(f.Spec)
+	o.Fork = &spec
+	return err
 }

@@ -80,7 +80,7 @@ func TestRead(t *testing.T) {
 			Pool: "python-agent-pool", Env: sandbox.Env{"SESSION_ID": "abc-123"}, Metadata: map[string]string{"owner": "me"},
 			Lifetime: sandbox.Lifetime{Timeout: 10 * time.Minute, IdleTimeout: 90 * time.Second, OnTimeout: sandbox.TimeoutHibernate},
 		}},
-		{Key: key("default", "parallel-attempt"), Fork: &ForkSpec{Source: "agent-session-1", Replicas: 3}},
+		{Key: key("default", "parallel-attempt"), Fork: &sandbox.ForkSpec{Source: "agent-session-1", Replicas: 3}},
 	}
 	if !reflect.DeepEqual(got, want) {
 		t.Errorf("read\n%+v\nnot\n%+v", got, want)

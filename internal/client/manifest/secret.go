@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 
-	"agentrun.dev/api/v1alpha1"
 	"agentrun.dev/internal/sandbox"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
@@ -41,31 +40,4 @@ func readSecret(o *Object, doc []byte) error {
 		return errors.New("data: a secret has at least one key")
 	}
 	return nil
-}
-
-// secretRefs reads the secrets of a claim.
-func secretRefs(list []v1alpha1.Secret) (out []sandbox.SecretRef, err error) {
-	entries := map[string]bool{}
-	for i, s := range list {
-		ref := sandbox.SecretRef{Key: s.Key, Env: s.Env}
-		of := s.Name
-		if r := s.SecretRef; r != nil {
-			if s.Key != "" {
-				return nil, fmt.Errorf("secrets[%d]: key is there twice, once in secretRef", i)
-			}
-			if s.Name != "" && entries[s.Name] {
-				return nil, fmt.Errorf("secrets[%d]: the name %.80q is there twice", i, s.Name)
-			}
-			entries[s.Name] = true
-			of, ref.Key = r.Name, r.Key
-		}
-		if ref.Key == "" {
-			return nil, fmt.Errorf("secrets[%d]: key is missing: which value of the secret", i)
-		}
-		if ref.Secret, err = sandbox.ParseName(of); err != nil {
-			return nil, fmt.Errorf("secrets[%d]: %w", i, err)
-		}
-		out = append(out, ref)
-	}
-	return out, nil
 }
