@@ -21,7 +21,7 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// Service is what is served. *sandbox.Manager implements it.
+// Service is what is served. *node.Manager implements it.
 type Service interface {
 	ApplyTemplate(k sandbox.Key, spec sandbox.TemplateSpec) (sandbox.Template, error)
 	Template(k sandbox.Key) (sandbox.Template, error)

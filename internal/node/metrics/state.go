@@ -10,7 +10,7 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// Source is where a scrape reads what there is. *sandbox.Manager is one.
+// Source is where a scrape reads what there is. *node.Manager is one.
 type Source interface {
 	Overview() node.Overview
 	Memory() (map[sandbox.Key]node.PoolMemory, error)
