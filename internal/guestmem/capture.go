@@ -45,8 +45,8 @@ type CaptureConfig struct {
 }
 
 // Capture is a memory as it was at one instant, the call of Begin. Its methods
-// are called by one goroutine, in this order: Announce and Arm (if Early), Begin,
-// List, Copy, Adopt, Share, Close.
+// are called by one goroutine, in this order: Announce, Arm and Expect (if Early),
+// Begin, List, Copy, Adopt, Share, Close.
 type Capture struct {
 	m       *Memory
 	pagemap *os.File
@@ -298,6 +298,10 @@ func (c *Capture) Begin() error {
 		if err := c.Announce(); err != nil {
 			return err
 		}
+		// Until now nobody has registered the mappings that discards have made.
+		if err := c.register(c.uffd); err != nil {
+			return fmt.Errorf("capture memory: %w", err)
+		}
 	}
 	if err := c.protectRest(); err != nil {
 		return fmt.Errorf("capture memory: %w", err)
@@ -307,10 +311,6 @@ func (c *Capture) Begin() error {
 
 // protectRest protects what Arm has not, or what was written since.
 func (c *Capture) protectRest() error {
-	// If Announce was not called before, discards may have made new mappings.
-	if err := c.register(c.uffd); err != nil {
-		return err
-	}
 	if !c.look(c.holes) {
 		c.holes = nil
 	}

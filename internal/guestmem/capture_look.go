@@ -81,6 +81,9 @@ const (
 // pages must be read: that takes a hundred times as long.
 const lookTime = 150 * time.Microsecond
 
+// lookBlocks is how many blocks Begin looks at before it looks at the clock.
+const lookBlocks = hugeBlocks / 2
+
 // entries reads the page map of part of a region.
 func (c *Capture) entries(b []byte, into []uint64) error { return readEntries(c.pagemap, b, into) }
 
@@ -218,7 +221,7 @@ func (c *Capture) lookAgain() error {
 // likely to be own still.
 func (c *Capture) lookStill(i, n uint64) error {
 	for end := i + n; i < end; {
-		k := min(stepBlocks, end-i)
+		k := min(lookBlocks, end-i)
 		switch {
 		case !c.leavesMarkers(c.spanOf(i, k)):
 			c.allOwn(i, k)

@@ -130,3 +130,54 @@ func TestCaptureWhilePagesMoveBefore64(t *testing.T) {
 		})
 	}
 }
+
+// TestExpect: what the host is about to write to is there when the guest stands still,
+// and is nobody's change.
+func TestExpect(t *testing.T) {
+	m, c := lookGuest(t)
+	if err := c.Arm(); err != nil {
+		t.Fatal(err)
+	}
+	c.Expect(3*blockSize+PageSize, 2*blockSize)
+	entry := make([]uint64, len(c.blocks)*blockPages)
+	if err := c.entries(m.regions[0].bytes, entry); err != nil {
+		t.Fatal(err)
+	}
+	for i, e := range entry {
+		block := i / blockPages
+		if there := e&pagemapPresent != 0; there != (block >= 3 && block <= 5) || e&pagemapProtected == 0 {
+			t.Errorf("page %d of block %d: entry %#x", i%blockPages, block, e)
+		}
+	}
+	if err := c.Begin(); err != nil {
+		t.Fatal(err)
+	}
+	if err := m.Write(4*blockSize, []byte{2}); err != nil {
+		t.Fatal(err)
+	}
+	if data, zeros, err := c.List(nil); err != nil || data != nil || zeros != nil {
+		t.Errorf("listed %v, %v (%v)", data, zeros, err)
+	}
+}
+
+// TestExpectNothing: where there is no file there is nothing to bring in.
+func TestExpectNothing(t *testing.T) {
+	m := newMemory(t, 1<<20)
+	pagemap := openFile(t, "/proc/self/pagemap", os.O_RDONLY)
+	c := m.NewCapture(CaptureConfig{Userfaultfd: openFile(t, "/dev/userfaultfd", os.O_RDWR), Pagemap: pagemap, File: newMemfd(t, nil)})
+	defer func() {
+		if err := c.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	c.Expect(0, m.size)
+	entry := make([]uint64, m.size/PageSize)
+	if err := c.entries(m.regions[0].bytes, entry); err != nil {
+		t.Fatal(err)
+	}
+	for i, e := range entry {
+		if e&pagemapPresent != 0 {
+			t.Errorf("page %d: entry %#x", i, e)
+		}
+	}
+}
