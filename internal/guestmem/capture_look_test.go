@@ -98,7 +98,7 @@ func TestWrittenBetweenLookAndProtection(t *testing.T) {
 	for i := range c.blocks {
 		c.blocks[i].released.Store(false)
 	}
-	if err := errors.Join(c.protect(Span{0, m.size}), c.lookAgain(), c.Begin()); err != nil {
+	if err := errors.Join(c.protect(Span{0, m.size}), c.lookAgain([]Span{{0, n}}), c.Begin()); err != nil {
 		t.Fatal(err)
 	}
 	for i := range c.blocks {
@@ -128,6 +128,42 @@ func TestCaptureWhilePagesMoveBefore64(t *testing.T) {
 				return c
 			})
 		})
+	}
+}
+
+// TestArmAgain: what was written after it was armed can be armed again, with a new look.
+func TestArmAgain(t *testing.T) {
+	m, c := lookGuest(t)
+	scratch := newMemfd(t, nil)
+	if err := c.Arm(); err != nil {
+		t.Fatal(err)
+	}
+	const page = 5*blockPages + 3
+	guestWrite(t, m, scratch, page*PageSize, []byte{2})
+	written := &c.blocks[page/blockPages]
+	if !written.released.Load() {
+		t.Fatal("a block that was written to is still protected")
+	}
+	if err := c.armReleased(); err != nil {
+		t.Fatal(err)
+	}
+	if written.released.Load() || written.before != 1<<(page%blockPages) || !written.known {
+		t.Errorf("armed again: released %t, own before %#x, known %t", written.released.Load(), written.before, written.known)
+	}
+	if err := c.Begin(); err != nil {
+		t.Fatal(err)
+	}
+	guestWrite(t, m, scratch, page*PageSize, []byte{3}) // after the instant
+	data, zeros, err := c.List(nil)
+	if err != nil || len(data) != 1 || data[0] != (Span{page * PageSize, PageSize}) || zeros != nil {
+		t.Fatalf("listed %v, %v (%v)", data, zeros, err)
+	}
+	var got [1]byte
+	if err := c.Copy(data); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := c.file.ReadAt(got[:], page*PageSize); err != nil || got[0] != 2 {
+		t.Errorf("captured %d, not 2 (%v)", got[0], err)
 	}
 }
 
