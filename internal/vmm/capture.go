@@ -38,7 +38,11 @@ func (c *Capture) Arm(still func(do func() error) (time.Duration, error)) (time.
 	if err != nil {
 		return stood, err
 	}
-	return stood, c.Capture.Arm()
+	if err := c.Capture.Arm(); err != nil {
+		return stood, err
+	}
+	c.Expect(generationAddr, generationLen) // ChangeGeneration
+	return stood, nil
 }
 
 // Close ends the capture: nothing is protected any more.

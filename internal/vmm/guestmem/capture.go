@@ -45,8 +45,8 @@ type CaptureConfig struct {
 }
 
 // Capture is a memory as it was at one instant, the call of Begin. Its methods
-// are called by one goroutine, in this order: Announce and Arm (if Early), Begin,
-// List, Copy, Adopt, Share, Close.
+// are called by one goroutine, in this order: Announce, Arm and Expect (if Early),
+// Begin, List, Copy, Adopt, Share, Close.
 type Capture struct {
 	m       *Memory
 	pagemap *os.File
@@ -210,22 +210,33 @@ func (c *Capture) arm() error {
 		return err
 	}
 	c.holes = c.findHoles()
+	if err := c.armReleased(); err != nil {
+		return err
+	}
+	// What was written in that time is done once more, in a fraction of the time: Begin
+	// is left with a fraction of it, too.
+	c.lookAtHoles()
+	return c.armReleased()
+}
+
+// armReleased protects all blocks that are not protected, but for holes.
+func (c *Capture) armReleased() error {
+	var armed []Span // of blocks
 	for i, end := uint64(0), uint64(len(c.blocks)); i < end; {
 		n := uint64(0)
-		for n < stepBlocks && i+n < end && !c.holes.has(i+n) {
+		for n < stepBlocks && i+n < end && !c.holes.has(i+n) && c.blocks[i+n].released.Load() {
 			n++
-		}
-		if n == 0 {
-			i += hugeBlocks
-			continue
 		}
 		done, err := c.armStep(i, n)
 		if err != nil {
 			return err
 		}
-		i += done
+		if done > 0 {
+			armed = append(armed, Span{i, done})
+		}
+		i += max(done, 1)
 	}
-	return c.lookAgain()
+	return c.lookAgain(armed)
 }
 
 // registerAgain registers the mappings that discards have made since NewCapture.
@@ -236,13 +247,16 @@ func (c *Capture) registerAgain() error {
 	return c.register(c.uffd)
 }
 
-// armStep protects up to n blocks, and says where to go on.
+// armStep protects up to n blocks, and says how many.
 func (c *Capture) armStep(i, n uint64) (done uint64, err error) {
+	if n == 0 {
+		return 0, nil
+	}
 	c.writers.Lock()
 	defer c.writers.Unlock()
 	armable := c.armable(i, n)
 	if armable == 0 {
-		return 1, nil
+		return 0, nil
 	}
 	for k := i; k < i+armable; k++ {
 		c.blocks[k].mu.Lock()
@@ -298,6 +312,10 @@ func (c *Capture) Begin() error {
 		if err := c.Announce(); err != nil {
 			return err
 		}
+		// Until now nobody has registered the mappings that discards have made.
+		if err := c.register(c.uffd); err != nil {
+			return fmt.Errorf("capture memory: %w", err)
+		}
 	}
 	if err := c.protectRest(); err != nil {
 		return fmt.Errorf("capture memory: %w", err)
@@ -307,13 +325,7 @@ func (c *Capture) Begin() error {
 
 // protectRest protects what Arm has not, or what was written since.
 func (c *Capture) protectRest() error {
-	// If Announce was not called before, discards may have made new mappings.
-	if err := c.register(c.uffd); err != nil {
-		return err
-	}
-	if !c.look(c.holes) {
-		c.holes = nil
-	}
+	c.lookAtHoles()
 	blocks := uint64(len(c.blocks))
 	for i := uint64(0); i < blocks; i++ {
 		n := uint64(0)

@@ -57,8 +57,8 @@ import (
 //     the instant (which would release the block), that is the only such page of its
 //     2 MiB, and that the kernel began to move at once and is still moving when List
 //     comes.
-//   - A block that was written to between Arm and Begin was released. Begin looks at
-//     it as at any other.
+//   - A block that was written to after that was released. Arm does it once more, and
+//     Begin after that, each with a new look.
 //
 // Kernels before 6.4 leave no markers in anonymous memory: what is not present there,
 // but protected, is own. Mappings of files have markers on all kernels that can
@@ -80,6 +80,9 @@ const (
 // guest stands still meanwhile. What is left is looked at after the pause, for which
 // pages must be read: that takes a hundred times as long.
 const lookTime = 150 * time.Microsecond
+
+// lookBlocks is how many blocks Begin looks at before it looks at the clock.
+const lookBlocks = hugeBlocks / 2
 
 // entries reads the page map of part of a region.
 func (c *Capture) entries(b []byte, into []uint64) error { return readEntries(c.pagemap, b, into) }
@@ -178,17 +181,10 @@ func (c *Capture) lookBefore(i, n uint64) error {
 }
 
 // lookAgain looks for pages that became own while Arm was about to protect them.
-func (c *Capture) lookAgain() error {
+func (c *Capture) lookAgain(armed []Span) error {
 	grown := make(map[uint64]bool) // pieces of a huge page
-	for i, end := uint64(0), uint64(len(c.blocks)); i < end; i++ {
-		n := uint64(0)
-		for n < stepBlocks && i+n < end && !c.blocks[i+n].released.Load() {
-			n++
-		}
-		if n == 0 {
-			continue
-		}
-		err := c.eachOwn(c.spanOf(i, n), pageIsPresent, func(k uint64, pages uint16) {
+	for _, blocks := range armed {
+		err := c.eachOwn(c.spanOf(blocks.Start, blocks.Length), pageIsPresent, func(k uint64, pages uint16) {
 			b := &c.blocks[k]
 			b.mu.Lock()
 			defer b.mu.Unlock()
@@ -200,7 +196,6 @@ func (c *Capture) lookAgain() error {
 		if err != nil {
 			return err
 		}
-		i += n - 1
 	}
 	for piece := range grown {
 		first := piece * hugeBlocks
@@ -218,7 +213,7 @@ func (c *Capture) lookAgain() error {
 // likely to be own still.
 func (c *Capture) lookStill(i, n uint64) error {
 	for end := i + n; i < end; {
-		k := min(stepBlocks, end-i)
+		k := min(lookBlocks, end-i)
 		switch {
 		case !c.leavesMarkers(c.spanOf(i, k)):
 			c.allOwn(i, k)

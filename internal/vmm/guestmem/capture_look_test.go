@@ -98,7 +98,7 @@ func TestWrittenBetweenLookAndProtection(t *testing.T) {
 	for i := range c.blocks {
 		c.blocks[i].released.Store(false)
 	}
-	if err := errors.Join(c.protect(Span{0, m.size}), c.lookAgain(), c.Begin()); err != nil {
+	if err := errors.Join(c.protect(Span{0, m.size}), c.lookAgain([]Span{{0, n}}), c.Begin()); err != nil {
 		t.Fatal(err)
 	}
 	for i := range c.blocks {
@@ -128,5 +128,92 @@ func TestCaptureWhilePagesMoveBefore64(t *testing.T) {
 				return c
 			})
 		})
+	}
+}
+
+// TestArmAgain: what was written after it was armed can be armed again, with a new look.
+func TestArmAgain(t *testing.T) {
+	m, c := lookGuest(t)
+	scratch := newMemfd(t, nil)
+	if err := c.Arm(); err != nil {
+		t.Fatal(err)
+	}
+	const page = 5*blockPages + 3
+	guestWrite(t, m, scratch, page*PageSize, []byte{2})
+	written := &c.blocks[page/blockPages]
+	if !written.released.Load() {
+		t.Fatal("a block that was written to is still protected")
+	}
+	if err := c.armReleased(); err != nil {
+		t.Fatal(err)
+	}
+	if written.released.Load() || written.before != 1<<(page%blockPages) || !written.known {
+		t.Errorf("armed again: released %t, own before %#x, known %t", written.released.Load(), written.before, written.known)
+	}
+	if err := c.Begin(); err != nil {
+		t.Fatal(err)
+	}
+	guestWrite(t, m, scratch, page*PageSize, []byte{3}) // after the instant
+	data, zeros, err := c.List(nil)
+	if err != nil || len(data) != 1 || data[0] != (Span{page * PageSize, PageSize}) || zeros != nil {
+		t.Fatalf("listed %v, %v (%v)", data, zeros, err)
+	}
+	var got [1]byte
+	if err := c.Copy(data); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := c.file.ReadAt(got[:], page*PageSize); err != nil || got[0] != 2 {
+		t.Errorf("captured %d, not 2 (%v)", got[0], err)
+	}
+}
+
+// TestExpect: what the host is about to write to is there when the guest stands still,
+// and is nobody's change.
+func TestExpect(t *testing.T) {
+	m, c := lookGuest(t)
+	if err := c.Arm(); err != nil {
+		t.Fatal(err)
+	}
+	c.Expect(3*blockSize+PageSize, 2*blockSize)
+	entry := make([]uint64, len(c.blocks)*blockPages)
+	if err := c.entries(m.regions[0].bytes, entry); err != nil {
+		t.Fatal(err)
+	}
+	for i, e := range entry {
+		block := i / blockPages
+		if there := e&pagemapPresent != 0; there != (block >= 3 && block <= 5) || e&pagemapProtected == 0 {
+			t.Errorf("page %d of block %d: entry %#x", i%blockPages, block, e)
+		}
+	}
+	if err := c.Begin(); err != nil {
+		t.Fatal(err)
+	}
+	if err := m.Write(4*blockSize, []byte{2}); err != nil {
+		t.Fatal(err)
+	}
+	if data, zeros, err := c.List(nil); err != nil || data != nil || zeros != nil {
+		t.Errorf("listed %v, %v (%v)", data, zeros, err)
+	}
+}
+
+// TestExpectNothing: where there is no file there is nothing to bring in.
+func TestExpectNothing(t *testing.T) {
+	m := newMemory(t, 1<<20)
+	pagemap := openFile(t, "/proc/self/pagemap", os.O_RDONLY)
+	c := m.NewCapture(CaptureConfig{Userfaultfd: openFile(t, "/dev/userfaultfd", os.O_RDWR), Pagemap: pagemap, File: newMemfd(t, nil)})
+	defer func() {
+		if err := c.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	c.Expect(0, m.size)
+	entry := make([]uint64, m.size/PageSize)
+	if err := c.entries(m.regions[0].bytes, entry); err != nil {
+		t.Fatal(err)
+	}
+	for i, e := range entry {
+		if e&pagemapPresent != 0 {
+			t.Errorf("page %d: entry %#x", i, e)
+		}
 	}
 }

@@ -88,6 +88,19 @@ func (c *Capture) save(i uint64) error {
 	})
 }
 
+// Expect says that the host will write to n bytes at gpa right after the instant,
+// while the guest waits: what is saved then is brought in now. Where no file is
+// mapped there is nothing to bring in, and reading would only make pages.
+func (c *Capture) Expect(gpa, n uint64) {
+	first := ramOffset(gpa) / blockSize
+	whole := c.spanOf(first, (ramOffset(gpa)+n-1)/blockSize+1-first)
+	for _, p := range c.layout(whole) {
+		if p.source != 0 {
+			_ = c.m.each(p.Span, func(b []byte) error { return unix.Madvise(b, unix.MADV_POPULATE_READ) }) // or later
+		}
+	}
+}
+
 // fill takes the pages of mask.
 func (h *held) fill(block uint64, bytes []byte, mask uint16) {
 	h.block, h.mask = block, mask

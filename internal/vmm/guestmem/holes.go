@@ -82,6 +82,13 @@ type holes []bool
 // has reports whether a block is in a hole.
 func (h holes) has(block uint64) bool { return h != nil && h[block/hugeBlocks] }
 
+// lookAtHoles strikes out those that have pages by now.
+func (c *Capture) lookAtHoles() {
+	if !c.look(c.holes) {
+		c.holes = nil
+	}
+}
+
 // findHoles is for Arm. It returns nil where the kernel cannot tell.
 func (c *Capture) findHoles() holes {
 	h := make(holes, (uint64(len(c.blocks))+hugeBlocks-1)/hugeBlocks)
