@@ -9,8 +9,6 @@ import (
 	"sync"
 	"time"
 
-	"agentrun.dev/internal/engine/microvm"
-	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/storage/image"
@@ -18,6 +16,7 @@ import (
 
 // FanoutConfig says what Fanout measures.
 type FanoutConfig struct {
+	Guest
 	// Image is one of Images.
 	Image  string
 	Images *image.Store
@@ -26,10 +25,6 @@ type FanoutConfig struct {
 	Warmup, Code, Cold string
 	// Count is how many forks, Parallel how many at once.
 	Count, Parallel int
-	Memory          uint64
-	Folder          string
-	Engine          pick.Kind
-	Jail            microvm.JailPolicy
 }
 
 // FanoutReport is what it found.

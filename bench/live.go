@@ -5,16 +5,12 @@ import (
 	"io"
 	"slices"
 	"time"
-
-	"agentrun.dev/internal/engine/pick"
 )
 
 // LiveConfig says what Live and LiveBare measure.
 type LiveConfig struct {
-	// Root is an EROFS image with the program touch-pages, for Linux.
-	Root   string
-	Memory uint64
-	VCPUs  int
+	// Guest of Linux has the program touch-pages in its root filesystem.
+	Guest
 	// Dirty is how much memory the source has written before each fork, in
 	// pages that lie Stride apart.
 	Dirty  uint64
@@ -23,17 +19,6 @@ type LiveConfig struct {
 	Count int
 	// Patience is how long the bare guest's captures give way to it.
 	Patience time.Duration
-	// Folder is for disks.
-	Folder string
-	// Engine is the one to measure; empty is the microVM's.
-	Engine pick.Kind
-}
-
-func (c *LiveConfig) engine() pick.Kind {
-	if c.Engine == "" {
-		return pick.MicroVM
-	}
-	return c.Engine
 }
 
 // LiveReport is what they found. Each fork is of a source that has written

@@ -24,7 +24,7 @@ func Live(ctx context.Context, cfg LiveConfig) (report LiveReport, err error) {
 		return report, fmt.Errorf("bench live: %w", err)
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(resident)) }()
-	e, err := pick.Open(cfg.engine(), pick.Config{Resident: resident, Scratch: filepath.Join(cfg.Folder, "scratch")})
+	e, err := pick.Open(cfg.engine(), pick.Config{Resident: resident, Scratch: filepath.Join(cfg.Folder, "scratch"), Jail: cfg.Jail})
 	if err != nil {
 		return report, err
 	}

@@ -9,16 +9,20 @@
 other=$(cd "${1:?a checkout of the code before}" && pwd)
 rounds=${2:-5}
 out=$build/out/turns
+[ -x "$build/bench" ] || die "$build/bench is missing: run make build"
 [ -x "$other/build/agentrun" ] || die "$other/build/agentrun is missing: run make build there"
 
 # report SIDE ROUND NAME FLAGS…: one benchmark of one side.
 report() {
-	local side=$1 round=$2 name=$3 checkout=$repo where=inside
+	local side=$1 round=$2 name=$3 checkout=$repo where=inside bench
 	shift 3
 	[ "$side" = after ] || checkout=$other
+	bench=("$checkout/build/bench")
+	# An older checkout has the benchmarks in the product.
+	[ -x "${bench[0]}" ] || bench=("$checkout/build/agentrun" bench)
 	case $* in *'--guest test'*) where=env ;; esac
 	echo "$name, $side, round $round" >&2
-	AGENTRUN_ASSETS=$checkout/build "$where" "$checkout/build/agentrun" bench "$@" --json >"$out/$name.$side.$round.json"
+	AGENTRUN_ASSETS=$checkout/build "$where" "${bench[@]}" "$@" --json >"$out/$name.$side.$round.json"
 }
 
 rootfs=$build/demo-rootfs
