@@ -162,7 +162,7 @@ func (s *Server) SetClock(ctx context.Context, req *guestrpc.SetClockRequest) er
 	return rpcError(s.Renewer.SetClock(ctx, req.WallClock))
 }
 
-// rpcError gives an error of this package its code on the wire.
+// rpcError gives an error of this package its code in the protocol.
 func rpcError(err error) error {
 	if err == nil {
 		return nil
