@@ -19,9 +19,9 @@ import (
 
 // command is what to run inside.
 type command struct {
-	argv []string
-	dir  string
-	tty  bool
+	argv    []string
+	workdir string
+	tty     bool
 }
 
 // execute runs a command in the machine, starting that if need be, and returns
@@ -36,7 +36,7 @@ func execute(ctx context.Context, m *machine.Machine, c command) error {
 	}
 	defer conn.Close()
 
-	start := protocol.Start{Argv: c.argv, Env: passedEnv(os.Environ()), Dir: c.dir, TTY: c.tty}
+	start := protocol.Start{Argv: c.argv, Env: passedEnv(os.Environ()), Workdir: c.workdir, TTY: c.tty}
 	if c.tty {
 		if cols, rows, err := term.GetSize(0); err == nil {
 			start.Rows, start.Cols = uint16(rows), uint16(cols)

@@ -91,12 +91,12 @@ func run(ctx context.Context, args []string) error {
 		if len(args) == 0 {
 			return errors.New("exec: no command (testbed exec CMD ARGS…)")
 		}
-		return execute(ctx, m, command{argv: args, dir: dir})
+		return execute(ctx, m, command{argv: args, workdir: dir})
 	case "shell":
 		if len(args) == 0 {
 			args = []string{"/bin/bash"}
 		}
-		return execute(ctx, m, command{argv: args, dir: dir, tty: true})
+		return execute(ctx, m, command{argv: args, workdir: dir, tty: true})
 	}
 	return fmt.Errorf("unknown command %q\n%s", name, usage)
 }

@@ -139,7 +139,7 @@ func (o *snapshotOptions) template(ctx context.Context, s *local.Store, name loc
 		if len(argv) == 0 {
 			return nil
 		}
-		st, err := sb.Agent().Run(ctx, guestrpc.ExecRequest{Argv: argv, Env: config.Env, Cwd: config.WorkingDir, User: config.User}, nil, stdout, stderr)
+		st, err := sb.Agent().Run(ctx, guestrpc.ExecRequest{Argv: argv, Env: config.Env, Workdir: config.WorkingDir, User: config.User}, nil, stdout, stderr)
 		if err != nil {
 			return err
 		}

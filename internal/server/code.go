@@ -280,7 +280,7 @@ func (a *api) ListContexts(w http.ResponseWriter, r *http.Request, namespace, na
 func (a *api) CreateContext(w http.ResponseWriter, r *http.Request, namespace, name string) {
 	var given rest.ContextCreate
 	_, err := a.readJSON(w, r, maxBody, &given)
-	req := guestrpc.CodeCreateRequest{ID: given.Id, Language: string(given.Language), Cwd: given.Cwd, User: given.User, Start: given.Start}
+	req := guestrpc.CodeCreateRequest{ID: given.Id, Language: string(given.Language), Workdir: given.Cwd, User: given.User, Start: given.Start}
 	if err == nil && given.Id != "" {
 		err = checkID("id", given.Id)
 	}
@@ -296,8 +296,8 @@ func (a *api) CreateContext(w http.ResponseWriter, r *http.Request, namespace, n
 		return
 	}
 	defer u.Done()
-	if scope := u.Scope(); req.Cwd == "" {
-		req.Cwd = scope.Cwd
+	if scope := u.Scope(); req.Workdir == "" {
+		req.Workdir = scope.Workdir
 	}
 	if scope := u.Scope(); req.User == "" {
 		req.User = scope.User
@@ -308,7 +308,7 @@ func (a *api) CreateContext(w http.ResponseWriter, r *http.Request, namespace, n
 
 func showContext(c guestrpc.CodeContext) rest.Context {
 	return rest.Context{
-		Id: c.ID, Language: c.Language, Cwd: c.Cwd, User: c.User, Pid: c.PID, Version: text(c.Version),
+		Id: c.ID, Language: c.Language, Cwd: c.Workdir, User: c.User, Pid: c.PID, Version: text(c.Version),
 		Running: c.Running, Queued: int64(c.Queued),
 	}
 }

@@ -63,7 +63,7 @@ type run struct {
 
 func parseExec(g rest.ExecRequest) (x run, err error) {
 	x = run{ExecRequest: g, req: guestrpc.ExecRequest{
-		ID: g.Id, Argv: g.Argv, Cwd: g.Cwd, User: g.User, TTY: g.Tty, Rows: uint16(g.Rows), Cols: uint16(g.Cols),
+		ID: g.Id, Argv: g.Argv, Workdir: g.Cwd, User: g.User, TTY: g.Tty, Rows: uint16(g.Rows), Cols: uint16(g.Cols),
 		Stdin: g.OpenStdin || g.Stdin != "",
 	}}
 	if (len(g.Argv) == 0) == (g.Shell == "") {
@@ -295,7 +295,7 @@ func (a *api) GetExec(w http.ResponseWriter, r *http.Request, namespace, name, i
 }
 
 func showExec(x guestrpc.ExecInfo) rest.ExecInfo {
-	out := rest.ExecInfo{Id: x.ID, Pid: x.PID, Argv: []string{}, User: x.User, Cwd: x.Cwd, Tty: x.TTY, Started: x.Started.UTC(), Running: x.Running}
+	out := rest.ExecInfo{Id: x.ID, Pid: x.PID, Argv: []string{}, User: x.User, Cwd: x.Workdir, Tty: x.TTY, Started: x.Started.UTC(), Running: x.Running}
 	for _, arg := range x.Argv {
 		out.Argv = append(out.Argv, strings.ToValidUTF8(arg, "\ufffd"))
 	}

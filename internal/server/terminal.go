@@ -67,7 +67,7 @@ func parseTerminal(g rest.TerminalRequest) (req guestrpc.ExecRequest, err error)
 		env[name] = value
 	}
 	req = guestrpc.ExecRequest{
-		Argv: g.Argv, Cwd: g.Cwd, User: g.User, TTY: true, Stdin: true, Rows: uint16(g.Rows), Cols: uint16(g.Cols),
+		Argv: g.Argv, Workdir: g.Cwd, User: g.User, TTY: true, Stdin: true, Rows: uint16(g.Rows), Cols: uint16(g.Cols),
 	}
 	req.Env, err = environment(env)
 	return req, err

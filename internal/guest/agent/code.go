@@ -35,11 +35,11 @@ type Kernels struct {
 
 // codeContext is one kernel, and those that came before it.
 type codeContext struct {
-	id   string
-	lang interpreter.Language
-	user string
-	cwd  string
-	env  []string
+	id      string
+	lang    interpreter.Language
+	user    string
+	workdir string
+	env     []string
 
 	// Protected by Kernels.mu.
 	kernel  *kernelProcess // may have ended; nil: never started
@@ -200,7 +200,7 @@ func (ks *Kernels) newContext(req *guestrpc.CodeCreateRequest) (*codeContext, er
 	if !validCodeID(req.ID) {
 		return nil, fail(ErrInvalid, op, "", "the id is longer than 128 bytes or holds control characters")
 	}
-	if req.Cwd != "" && (req.Cwd[0] != '/' || strings.IndexByte(req.Cwd, 0) >= 0) {
+	if req.Workdir != "" && (req.Workdir[0] != '/' || strings.IndexByte(req.Workdir, 0) >= 0) {
 		return nil, fail(ErrBadDir, op, req.ID, "the working directory must be an absolute path")
 	}
 	if err := checkEnv(req.Env); err != nil {
@@ -219,7 +219,7 @@ func (ks *Kernels) newContext(req *guestrpc.CodeCreateRequest) (*codeContext, er
 	if ks.contexts[id] != nil {
 		return nil, fail(ErrExists, op, id, "close it first, or use it")
 	}
-	c := &codeContext{id: id, lang: lang, user: req.User, cwd: req.Cwd, env: slices.Clone(req.Env)}
+	c := &codeContext{id: id, lang: lang, user: req.User, workdir: req.Workdir, env: slices.Clone(req.Env)}
 	if ks.contexts == nil {
 		ks.contexts = make(map[string]*codeContext)
 		ks.executions = make(map[string]*execution)
@@ -284,7 +284,7 @@ func (ks *Kernels) create(stop <-chan struct{}, req *guestrpc.CodeCreateRequest)
 
 // info describes a context. The caller holds the mutex.
 func (c *codeContext) info() guestrpc.CodeContext {
-	info := guestrpc.CodeContext{ID: c.id, Language: c.lang.Name, Cwd: c.cwd, User: c.user, Queued: uint32(len(c.queue))}
+	info := guestrpc.CodeContext{ID: c.id, Language: c.lang.Name, Workdir: c.workdir, User: c.user, Queued: uint32(len(c.queue))}
 	if c.kernel.alive() {
 		info.PID = int32(c.kernel.proc.PID())
 		select {

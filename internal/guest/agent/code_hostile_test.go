@@ -254,7 +254,7 @@ func TestCodeContexts(t *testing.T) {
 	c := startClient(t)
 	ctx := rpcContext(t)
 	python(t, c, "x = 'default'")
-	a, err := c.CreateContext(ctx, guestrpc.CodeCreateRequest{ID: "a", Cwd: "/", Start: true})
+	a, err := c.CreateContext(ctx, guestrpc.CodeCreateRequest{ID: "a", Workdir: "/", Start: true})
 	if err != nil || a.PID == 0 || a.Version == "" {
 		t.Fatalf("%+v, %v", a, err)
 	}
@@ -312,10 +312,10 @@ func TestCodeContexts(t *testing.T) {
 		{second(c.StartCode(ctx, guestrpc.CodeRunRequest{Timeout: -1})), fs.ErrInvalid},
 		{second(c.CreateContext(ctx, guestrpc.CodeCreateRequest{ID: "default"})), fs.ErrExist},
 		{second(c.CreateContext(ctx, guestrpc.CodeCreateRequest{Language: "cobol"})), fs.ErrInvalid},
-		{second(c.CreateContext(ctx, guestrpc.CodeCreateRequest{Cwd: "relative"})), fs.ErrInvalid},
+		{second(c.CreateContext(ctx, guestrpc.CodeCreateRequest{Workdir: "relative"})), fs.ErrInvalid},
 		{second(c.CreateContext(ctx, guestrpc.CodeCreateRequest{ID: "\x01"})), fs.ErrInvalid},
 		{second(c.CreateContext(ctx, guestrpc.CodeCreateRequest{User: "no such user", Start: true})), fs.ErrInvalid},
-		{second(c.CreateContext(ctx, guestrpc.CodeCreateRequest{Cwd: "/no/such", Start: true})), fs.ErrInvalid},
+		{second(c.CreateContext(ctx, guestrpc.CodeCreateRequest{Workdir: "/no/such", Start: true})), fs.ErrInvalid},
 		{second(c.CreateContext(ctx, guestrpc.CodeCreateRequest{Env: []string{"PATH=/nowhere"}, Start: true})), fs.ErrNotExist},
 	} {
 		if !errors.Is(tt.err, tt.want) {

@@ -153,7 +153,7 @@ func TestCodeFilesDoNotReplaceModules(t *testing.T) {
 		writeTestFile(t, dir+"/"+name+".py", "raise Exception('the user wrote "+name+"')\n", 0o644)
 	}
 	writeTestFile(t, dir+"/mine.py", "value = 7\n", 0o644)
-	if _, err := c.CreateContext(rpcContext(t), guestrpc.CodeCreateRequest{ID: "default", Cwd: dir, Start: true}); err != nil {
+	if _, err := c.CreateContext(rpcContext(t), guestrpc.CodeCreateRequest{ID: "default", Workdir: dir, Start: true}); err != nil {
 		t.Fatal(err)
 	}
 	o := python(t, c, "import mine, os\nmine.value, os.getcwd()")
@@ -517,7 +517,7 @@ func TestCodeRunsAsAUser(t *testing.T) {
 	}
 	c := startClient(t)
 	dir := openDir(t)
-	info, err := c.CreateContext(rpcContext(t), guestrpc.CodeCreateRequest{User: "1234:1234", Cwd: dir})
+	info, err := c.CreateContext(rpcContext(t), guestrpc.CodeCreateRequest{User: "1234:1234", Workdir: dir})
 	if err != nil || info.ID == "" || info.PID != 0 {
 		t.Fatalf("%+v, %v", info, err)
 	}

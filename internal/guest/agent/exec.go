@@ -29,7 +29,7 @@ func checkSpec(spec *ExecSpec) error {
 	if len(spec.ID) > maxID || strings.ContainsFunc(spec.ID, func(r rune) bool { return r < ' ' || r == 0x7f }) {
 		return fail(ErrInvalid, "start", spec.Args[0], "the id is longer than 128 bytes or holds control characters")
 	}
-	if spec.Dir != "" && (spec.Dir[0] != '/' || strings.IndexByte(spec.Dir, 0) >= 0) {
+	if spec.Workdir != "" && (spec.Workdir[0] != '/' || strings.IndexByte(spec.Workdir, 0) >= 0) {
 		return fail(ErrBadDir, "start", spec.Args[0], "the working directory must be an absolute path")
 	}
 	if spec.Timeout < 0 {
@@ -109,16 +109,16 @@ func resolve(spec *ExecSpec, id *Identity, path string) (dir, program string, er
 }
 
 func findDir(spec *ExecSpec, id *Identity) (string, error) {
-	if spec.Dir == "" {
+	if spec.Workdir == "" {
 		if id.Home != "" && id.Home[0] == '/' && usableDir(id.Home) == nil {
 			return id.Home, nil
 		}
 		return "/", nil
 	}
-	if err := usableDir(spec.Dir); err != nil {
-		return "", &Error{Kind: ErrBadDir, Op: "enter", Thing: spec.Dir, Cause: err}
+	if err := usableDir(spec.Workdir); err != nil {
+		return "", &Error{Kind: ErrBadDir, Op: "enter", Thing: spec.Workdir, Cause: err}
 	}
-	return spec.Dir, nil
+	return spec.Workdir, nil
 }
 
 // usableDir says why chdir(2) to dir would fail.

@@ -14,7 +14,7 @@ type ExecSpec struct {
 	Args     []string // Args[0] is looked up in PATH of the resulting environment
 	Env      []string // NAME=value, over the base environment
 	CleanEnv bool     // leave the base environment out
-	Dir      string   // absolute; "" is the user's home, or / if there is none
+	Workdir  string   // absolute; "" is the user's home, or / if there is none
 	User     string   // name, uid, name:group, uid:gid; "" is root
 	TTY      bool     // run in a terminal; its output is the Stdout log
 	Rows     uint16   // of the terminal; 0 is 24

@@ -45,7 +45,7 @@ func TestExitBySignalAndCore(t *testing.T) {
 	if e.Signal != syscall.SIGTERM || e.Code != 143 || e.Core {
 		t.Errorf("SIGTERM reported as %+v", e)
 	}
-	e, _, _ = run(t, ps, ExecSpec{Args: sh("ulimit -c unlimited; kill -SEGV $$"), Dir: t.TempDir()})
+	e, _, _ = run(t, ps, ExecSpec{Args: sh("ulimit -c unlimited; kill -SEGV $$"), Workdir: t.TempDir()})
 	if e.Signal != syscall.SIGSEGV || !e.Core {
 		t.Errorf("SIGSEGV with core reported as %+v", e)
 	}
@@ -109,7 +109,7 @@ func TestWorkingDirectory(t *testing.T) {
 		spec ExecSpec
 		want string
 	}{
-		{ExecSpec{Dir: nobody}, nobody},
+		{ExecSpec{Workdir: nobody}, nobody},
 		{ExecSpec{}, "/root"},
 		{ExecSpec{User: "alice"}, home},
 		{ExecSpec{User: "4242"}, "/"},
@@ -157,10 +157,10 @@ func TestStartErrors(t *testing.T) {
 		"no program":       {ExecSpec{Args: []string{dir + "/noise"}}, ErrNotExecutable},
 		"unknown user":     {ExecSpec{Args: sh(""), User: "mallory"}, ErrBadUser},
 		"unknown group":    {ExecSpec{Args: sh(""), User: "alice:nobodies"}, ErrBadUser},
-		"relative dir":     {ExecSpec{Args: sh(""), Dir: "tmp"}, ErrBadDir},
-		"no such dir":      {ExecSpec{Args: sh(""), Dir: dir + "/nothing"}, ErrBadDir},
-		"dir is a file":    {ExecSpec{Args: sh(""), Dir: dir + "/plain"}, ErrBadDir},
-		"dir not for her":  {ExecSpec{Args: sh(""), Dir: dir + "/private", User: "alice"}, ErrBadDir},
+		"relative dir":     {ExecSpec{Args: sh(""), Workdir: "tmp"}, ErrBadDir},
+		"no such dir":      {ExecSpec{Args: sh(""), Workdir: dir + "/nothing"}, ErrBadDir},
+		"dir is a file":    {ExecSpec{Args: sh(""), Workdir: dir + "/plain"}, ErrBadDir},
+		"dir not for her":  {ExecSpec{Args: sh(""), Workdir: dir + "/private", User: "alice"}, ErrBadDir},
 		"arguments":        {ExecSpec{Args: []string{"echo", strings.Repeat("x", 1<<20)}}, ErrTooLarge},
 	} {
 		_, err := ps.Start(c.spec)
@@ -174,7 +174,7 @@ func TestStartErrors(t *testing.T) {
 	if n := len(ps.List()); n != 0 {
 		t.Errorf("%d execs left behind by failed starts", n)
 	}
-	_, out, _ := run(t, ps, ExecSpec{Args: []string{"./hello"}, Dir: func() string { writeTestFile(t, dir+"/hello", "#!/bin/sh\necho $0\n", 0o755); return dir }()})
+	_, out, _ := run(t, ps, ExecSpec{Args: []string{"./hello"}, Workdir: func() string { writeTestFile(t, dir+"/hello", "#!/bin/sh\necho $0\n", 0o755); return dir }()})
 	if !strings.HasSuffix(out, "/hello\n") {
 		t.Errorf("relative program printed %q", out)
 	}
@@ -442,7 +442,7 @@ func TestUsers(t *testing.T) {
 		"root:alice":   "0 1234 1234",
 		"4294967294:1": "4294967294 1 1",
 	} {
-		_, out, errOut := run(t, ps, ExecSpec{Args: sh("echo $(id -u) $(id -g) $(id -G)"), User: user, Dir: "/"})
+		_, out, errOut := run(t, ps, ExecSpec{Args: sh("echo $(id -u) $(id -g) $(id -G)"), User: user, Workdir: "/"})
 		if strings.TrimSpace(out) != want {
 			t.Errorf("user %q runs as %q, want %q (%s)", user, out, want, errOut)
 		}

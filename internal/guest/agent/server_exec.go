@@ -22,7 +22,7 @@ func (s *Server) Exec(ctx context.Context, req *guestrpc.ExecRequest, st *guestr
 		Args:     req.Argv,
 		Env:      req.Env,
 		CleanEnv: req.CleanEnv,
-		Dir:      req.Cwd,
+		Workdir:  req.Workdir,
 		User:     req.User,
 		TTY:      req.TTY,
 		Rows:     req.Rows,
@@ -184,7 +184,7 @@ func execInfo(p *Process) guestrpc.ExecInfo {
 		PID:     int32(p.PID()),
 		Argv:    cutArgv(spec.Args),
 		User:    spec.User,
-		Cwd:     spec.Dir,
+		Workdir: spec.Workdir,
 		TTY:     spec.TTY,
 		Started: p.Started(),
 	}

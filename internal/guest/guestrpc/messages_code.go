@@ -269,7 +269,7 @@ func (m *CodeReleaseRequest) visit(c *visitor) { c.str("id", &m.ID, maxID) }
 type CodeCreateRequest struct {
 	ID       string   // empty: the agent picks one
 	Language string   // empty: python
-	Cwd      string   // absolute; empty: the user's home
+	Workdir  string   // absolute; empty: the user's home
 	User     string   // as of ExecRequest
 	Env      []string // over the base environment
 	Start    bool     // start its kernel now; otherwise the first execution does
@@ -278,7 +278,7 @@ type CodeCreateRequest struct {
 func (m *CodeCreateRequest) visit(c *visitor) {
 	c.str("id", &m.ID, maxID)
 	c.str("language", &m.Language, maxLanguage)
-	c.str("cwd", &m.Cwd, maxPath)
+	c.str("cwd", &m.Workdir, maxPath)
 	c.str("user", &m.User, maxUser)
 	c.strs("env", &m.Env, maxArgs, maxArg)
 	c.bool(&m.Start)
@@ -288,7 +288,7 @@ func (m *CodeCreateRequest) visit(c *visitor) {
 type CodeContext struct {
 	ID       string
 	Language string
-	Cwd      string
+	Workdir  string
 	User     string
 	PID      int32  // of its kernel; 0 if none runs
 	Version  string // of the kernel's interpreter, as that says
@@ -299,7 +299,7 @@ type CodeContext struct {
 func (m *CodeContext) visit(c *visitor) {
 	c.str("id", &m.ID, maxID)
 	c.str("language", &m.Language, maxLanguage)
-	c.str("cwd", &m.Cwd, maxPath)
+	c.str("cwd", &m.Workdir, maxPath)
 	c.str("user", &m.User, maxUser)
 	number(c, "pid", &m.PID, 1<<31-1)
 	c.str("version", &m.Version, maxShort)

@@ -166,7 +166,7 @@ func runCommand(start protocol.Start) (int, error) {
 			}
 		}
 	}
-	if err := os.Chdir(start.Dir); err != nil {
+	if err := os.Chdir(start.Workdir); err != nil {
 		return exitTestbed, fmt.Errorf("enter the working folder (is it readable over 9p?): %w", err)
 	}
 	path, err := exec.LookPath(start.Argv[0])

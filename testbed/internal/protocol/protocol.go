@@ -65,12 +65,12 @@ const (
 
 // Start describes the command to run.
 type Start struct {
-	Argv []string `json:"argv"`
-	Env  []string `json:"env"`
-	Dir  string   `json:"dir"`
-	TTY  bool     `json:"tty,omitempty"`
-	Rows uint16   `json:"rows,omitempty"`
-	Cols uint16   `json:"cols,omitempty"`
+	Argv    []string `json:"argv"`
+	Env     []string `json:"env"`
+	Workdir string   `json:"dir"`
+	TTY     bool     `json:"tty,omitempty"`
+	Rows    uint16   `json:"rows,omitempty"`
+	Cols    uint16   `json:"cols,omitempty"`
 }
 
 var (
