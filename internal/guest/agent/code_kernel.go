@@ -81,7 +81,7 @@ func (ps *Processes) startKernel(c *codeContext, lang interpreter.Language, gene
 		lang: lang, envSet: envSet, generation: generation, oomKills: oomKills(),
 		ready: make(chan struct{}), begin: make(chan struct{}, 1), done: make(chan kernelDone, 1), closed: make(chan struct{}),
 	}
-	spec := ExecSpec{Args: append([]string{""}, lang.Args...), Env: c.env, Workdir: c.workdir, User: c.user}
+	spec := ExecSpec{Argv: append([]string{""}, lang.Args...), Env: c.env, Workdir: c.workdir, User: c.user}
 	var path string
 	k.env, path = buildEnv(&spec, base, &id)
 	dir, program, err := resolveAny(lang.Programs, &spec, &id, path)
@@ -118,7 +118,7 @@ func (ps *Processes) startKernel(c *codeContext, lang interpreter.Language, gene
 // resolveAny finds the first program that exists.
 func resolveAny(programs []string, spec *ExecSpec, id *Identity, path string) (dir, program string, err error) {
 	for _, name := range programs {
-		spec.Args[0] = name
+		spec.Argv[0] = name
 		dir, program, err = resolve(spec, id, path)
 		if !errors.Is(err, ErrNotFound) {
 			return dir, program, err

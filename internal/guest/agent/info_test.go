@@ -7,7 +7,7 @@ import (
 
 func TestInfo(t *testing.T) {
 	ps := newProcesses(t, Config{})
-	start(t, ps, ExecSpec{Args: []string{"sleep", "1000"}})
+	start(t, ps, ExecSpec{Argv: []string{"sleep", "1000"}})
 	info, err := ps.Info("1.2.3")
 	host, _ := os.Hostname()
 	if err != nil || info.Version != "1.2.3" || info.Hostname != host || len(info.BootID) != 36 || info.Uptime <= 0 ||

@@ -11,7 +11,7 @@ import (
 // ExecSpec says what to run.
 type ExecSpec struct {
 	ID       string   // chosen by the caller; "" lets the agent choose one
-	Args     []string // Args[0] is looked up in PATH of the resulting environment
+	Argv     []string // Argv[0] is looked up in PATH of the resulting environment
 	Env      []string // NAME=value, over the base environment
 	CleanEnv bool     // leave the base environment out
 	Workdir  string   // absolute; "" is the user's home, or / if there is none

@@ -19,7 +19,7 @@ const (
 func (s *Server) Exec(ctx context.Context, req *guestrpc.ExecRequest, st *guestrpc.ExecStream) (guestrpc.ExitStatus, error) {
 	p, out, err := s.Processes.StartAttached(ExecSpec{
 		ID:       req.ID,
-		Args:     req.Argv,
+		Argv:     req.Argv,
 		Env:      req.Env,
 		CleanEnv: req.CleanEnv,
 		Workdir:  req.Workdir,
@@ -182,7 +182,7 @@ func execInfo(p *Process) guestrpc.ExecInfo {
 	info := guestrpc.ExecInfo{
 		ID:      p.ID(),
 		PID:     int32(p.PID()),
-		Argv:    cutArgv(spec.Args),
+		Argv:    cutArgv(spec.Argv),
 		User:    spec.User,
 		Workdir: spec.Workdir,
 		TTY:     spec.TTY,

@@ -99,7 +99,7 @@ func helpShutdown() error {
 	ps := NewProcesses(Config{Orphans: true, Log: func(m string) { os.Stderr.WriteString(m + "\n") }})
 	box1 := []string{"/bin/busybox", "sh", "-c"}
 	ready := func(script string) error {
-		p, err := ps.Start(ExecSpec{Args: append(box1, script)})
+		p, err := ps.Start(ExecSpec{Argv: append(box1, script)})
 		if err != nil {
 			return err
 		}
