@@ -31,7 +31,7 @@ type liveReport struct {
 	Captured    float64 `json:"captured_ms"`
 	Waits       uint64  `json:"stalled_writes"`
 	MedianWait  float64 `json:"stall_p50_ms"`
-	WaitOf99    float64 `json:"stall_p99_ms"`
+	P99Wait     float64 `json:"stall_p99_ms"`
 	LongestWait float64 `json:"stall_longest_ms"`
 	Copied      uint64  `json:"copied_bytes"`
 	StoodStill  string  `json:"stood_still,omitempty"`
@@ -50,7 +50,7 @@ func newForkReport(names []local.Name, f *local.Forked, took time.Duration) fork
 	if st := f.Live; st != nil {
 		r.Live = &liveReport{
 			Pause: ms(st.Pause), Captured: ms(st.Captured), Waits: st.Waits, MedianWait: ms(st.MedianWait),
-			WaitOf99: ms(st.WaitOf99), LongestWait: ms(st.LongestWait), Copied: st.Copied, StoodStill: st.StoodStill,
+			P99Wait: ms(st.P99Wait), LongestWait: ms(st.LongestWait), Copied: st.Copied, StoodStill: st.StoodStill,
 		}
 	}
 	return r
@@ -88,7 +88,7 @@ func (r forkReport) explain(w io.Writer) error {
 	text := fmt.Sprintf("%d forks in %.0f ms\n", len(r.Forks), r.Milliseconds)
 	if l := r.Live; l != nil {
 		text += fmt.Sprintf("the source stood still for %.1f ms; %.1f MiB were copied in %.0f ms\n", l.Pause, float64(l.Copied)/(1<<20), l.Captured)
-		text += fmt.Sprintf("%d of its writes waited: p50 %.2f ms, p99 %.2f ms, longest %.2f ms\n", l.Waits, l.MedianWait, l.WaitOf99, l.LongestWait)
+		text += fmt.Sprintf("%d of its writes waited: p50 %.2f ms, p99 %.2f ms, longest %.2f ms\n", l.Waits, l.MedianWait, l.P99Wait, l.LongestWait)
 		if l.StoodStill != "" {
 			text += "it stood still for all of the copy: " + l.StoodStill + "\n"
 		}

@@ -145,7 +145,7 @@ func (s *sandbox) liveFork(ctx context.Context, opts []engine.ForkOptions) (*eng
 	out.Stats = engine.LiveForkStats{
 		Pause: time.Duration(saved.Pause), Captured: time.Since(begin),
 		Waits: saved.Waits, MedianWait: time.Duration(saved.MedianWait),
-		WaitOf99: time.Duration(saved.WaitOf99), LongestWait: time.Duration(saved.Wait),
+		P99Wait: time.Duration(saved.P99Wait), LongestWait: time.Duration(saved.Wait),
 		Copied: saved.Copied, StoodStill: saved.StoodStill,
 	}
 	out.Held = m.live.held(m.memory)

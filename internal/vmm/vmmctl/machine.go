@@ -179,7 +179,7 @@ func (s *Saved) Marshal() []byte {
 	for i := range s.Disks {
 		s.Disks[i].encode(e)
 	}
-	for _, n := range []uint64{s.Pause, s.Waits, s.MedianWait, s.WaitOf99, s.Wait, s.Copied} {
+	for _, n := range []uint64{s.Pause, s.Waits, s.MedianWait, s.P99Wait, s.Wait, s.Copied} {
 		e.Uvarint(n)
 	}
 	e.String(s.StoodStill)
@@ -197,7 +197,7 @@ func UnmarshalSaved(b []byte) (*Saved, error) {
 		c.decode(d)
 		s.Disks = append(s.Disks, c)
 	}
-	for _, n := range []*uint64{&s.Pause, &s.Waits, &s.MedianWait, &s.WaitOf99, &s.Wait, &s.Copied} {
+	for _, n := range []*uint64{&s.Pause, &s.Waits, &s.MedianWait, &s.P99Wait, &s.Wait, &s.Copied} {
 		*n = d.Uvarint()
 	}
 	s.StoodStill = d.String(maxText)
