@@ -31,9 +31,9 @@ type LiveReport struct {
 	Dirty  uint64 `json:"dirty_bytes"`
 	Stride int    `json:"stride_pages"`
 	Count  int    `json:"count"`
-	// StoodStill says why memory was copied in the pause, if it was.
-	StoodStill string  `json:"stood_still,omitempty"`
-	Floor      Summary `json:"floor"`
+	// WhyCopiedInPause says why memory was copied in the pause, if it was.
+	WhyCopiedInPause string  `json:"stood_still,omitempty"`
+	Floor            Summary `json:"floor"`
 	// Pause is for how long the source stood still, as the host saw it. Gap is
 	// the longest gap between two readings of the TSC that the guest saw
 	// around it, and QuietGap the same without a fork: what the host's other
@@ -118,8 +118,8 @@ func (r LiveReport) Print(w io.Writer) error {
 		return err
 	}
 	fmt.Fprintf(w, "the last fork copied %d MiB\n", r.Copied>>20)
-	if r.StoodStill != "" {
-		fmt.Fprintln(w, "memory was copied in the pause:", r.StoodStill)
+	if r.WhyCopiedInPause != "" {
+		fmt.Fprintln(w, "memory was copied in the pause:", r.WhyCopiedInPause)
 	}
 	if r.Noisy {
 		fmt.Fprintln(w, NoisyWarning)

@@ -124,7 +124,7 @@ func liveForks(ctx context.Context, source engine.Sandbox, children int, s *live
 	if f.Stats.Waits > 0 {
 		s.served.add(f.Stats.MedianWait, f.Stats.P99Wait, f.Stats.LongestWait)
 	}
-	r.StoodStill, r.Copied = f.Stats.StoodStill, f.Stats.Copied
+	r.WhyCopiedInPause, r.Copied = f.Stats.WhyCopiedInPause, f.Stats.Copied
 	return d, errors.Join(errs...)
 }
 

@@ -287,9 +287,9 @@ type LiveForkStats struct {
 	MedianWait, P99Wait, LongestWait time.Duration
 	// Copied is the bytes of memory that were stored.
 	Copied uint64
-	// StoodStill is empty if memory was copied beside the running source. If it
+	// WhyCopiedInPause is empty if memory was copied beside the running source. If it
 	// was copied in the pause, it says why.
-	StoodStill string
+	WhyCopiedInPause string
 }
 
 // Stats is what a sandbox costs, in bytes.

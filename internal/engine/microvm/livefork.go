@@ -146,7 +146,7 @@ func (s *sandbox) liveFork(ctx context.Context, opts []engine.ForkOptions) (*eng
 		Pause: time.Duration(saved.Pause), Captured: time.Since(begin),
 		Waits: saved.Waits, MedianWait: time.Duration(saved.MedianWait),
 		P99Wait: time.Duration(saved.P99Wait), LongestWait: time.Duration(saved.Wait),
-		Copied: saved.Copied, StoodStill: saved.StoodStill,
+		Copied: saved.Copied, WhyCopiedInPause: saved.WhyCopiedInPause,
 	}
 	out.Held = m.live.held(m.memory)
 	out.Source = out.Held // it has the layers in common with them

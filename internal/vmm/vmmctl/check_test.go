@@ -13,7 +13,7 @@ func saved() *Saved {
 	return &Saved{
 		Memory: Change{Runs: []layer.Run{{Start: page, Length: 2 * page}}, Zeros: []layer.Run{{Start: 8 * page, Length: page}}},
 		Disks:  []Change{{Runs: []layer.Run{{Start: 0, Length: page}}}, {}},
-		Pause:  1e6, Waits: 3, MedianWait: 1e3, P99Wait: 2e3, Wait: 3e3, Copied: 2 * page, StoodStill: "why",
+		Pause:  1e6, Waits: 3, MedianWait: 1e3, P99Wait: 2e3, Wait: 3e3, Copied: 2 * page, WhyCopiedInPause: "why",
 	}
 }
 

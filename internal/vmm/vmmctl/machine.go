@@ -182,7 +182,7 @@ func (s *Saved) Marshal() []byte {
 	for _, n := range []uint64{s.Pause, s.Waits, s.MedianWait, s.P99Wait, s.Wait, s.Copied} {
 		e.Uvarint(n)
 	}
-	e.String(s.StoodStill)
+	e.String(s.WhyCopiedInPause)
 	return e.Bytes()
 }
 
@@ -200,7 +200,7 @@ func UnmarshalSaved(b []byte) (*Saved, error) {
 	for _, n := range []*uint64{&s.Pause, &s.Waits, &s.MedianWait, &s.P99Wait, &s.Wait, &s.Copied} {
 		*n = d.Uvarint()
 	}
-	s.StoodStill = d.String(maxText)
+	s.WhyCopiedInPause = d.String(maxText)
 	if err := d.Finish(); err != nil {
 		return nil, fmt.Errorf("decode what was saved: %w", err)
 	}

@@ -191,9 +191,9 @@ type Saved struct {
 	Waits, MedianWait, P99Wait, Wait uint64
 	// Copied is the bytes that were stored of the memory.
 	Copied uint64
-	// StoodStill is empty if the memory was copied beside the running guest;
+	// WhyCopiedInPause is empty if the memory was copied beside the running guest;
 	// if not, it says why.
-	StoodStill string
+	WhyCopiedInPause string
 }
 
 // Change is a layer: the runs that it holds one after the other, and those

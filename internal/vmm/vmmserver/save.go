@@ -116,7 +116,7 @@ func (s *server) saveTo(m *vmmctl.Save, w *saveFiles) (saved vmmctl.Saved, err e
 		return saved, err
 	}
 	if !beside {
-		saved.StoodStill = vmmctl.Clip(why.Error())
+		saved.WhyCopiedInPause = vmmctl.Clip(why.Error())
 	} else if saved.Memory, err = saveMemory(c, m.Memory); err != nil {
 		return saved, err
 	}
