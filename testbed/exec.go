@@ -13,8 +13,8 @@ import (
 	"golang.org/x/sys/unix"
 	"golang.org/x/term"
 
-	"agentrun.dev/testbed/internal/machine"
 	"agentrun.dev/testbed/internal/protocol"
+	"agentrun.dev/testbed/internal/qemu"
 )
 
 // command is what to run inside.
@@ -24,10 +24,10 @@ type command struct {
 	tty     bool
 }
 
-// execute runs a command in the machine, starting that if need be, and returns
+// execute runs a command in the VM, starting that if need be, and returns
 // its exit code as an exitError.
-func execute(ctx context.Context, m *machine.Machine, c command) error {
-	if _, err := m.Start(ctx, machine.Config{}); err != nil {
+func execute(ctx context.Context, m *qemu.VM, c command) error {
+	if _, err := m.Start(ctx, qemu.Config{}); err != nil {
 		return err
 	}
 	conn, err := m.Connect(ctx)
@@ -77,7 +77,7 @@ func passedEnv(env []string) []string {
 }
 
 // receive writes the command's output until it has ended.
-func receive(m *machine.Machine, conn *machine.Conn, acks chan<- int) error {
+func receive(m *qemu.VM, conn *qemu.Conn, acks chan<- int) error {
 	for {
 		t, payload, err := conn.Receive()
 		if errors.Is(err, io.EOF) {
@@ -122,7 +122,7 @@ func receive(m *machine.Machine, conn *machine.Conn, acks chan<- int) error {
 }
 
 // sendStdin sends stdin, never more than the window ahead of the process.
-func sendStdin(conn *machine.Conn, acks <-chan int) {
+func sendStdin(conn *qemu.Conn, acks <-chan int) {
 	room := protocol.Window
 	buf := make([]byte, protocol.MaxPayload)
 	for {
@@ -144,7 +144,7 @@ func sendStdin(conn *machine.Conn, acks <-chan int) {
 }
 
 // forwardSignals passes what would end or resize us on to the command.
-func forwardSignals(conn *machine.Conn, tty bool) (stop func()) {
+func forwardSignals(conn *qemu.Conn, tty bool) (stop func()) {
 	signals := make(chan os.Signal, 16)
 	signal.Notify(signals, unix.SIGINT, unix.SIGTERM, unix.SIGQUIT, unix.SIGHUP)
 	if tty {

@@ -83,8 +83,8 @@ var packages = []rule{
 	{path: "scripts/apidoc", owns: "writes docs/api-reference.md"},
 	{path: "scripts/gotest", owns: "runs tests, and counts what was skipped"},
 	{path: "scripts/turns", owns: "compares benchmarks of two checkouts"},
-	{path: "testbed", owns: "KVM on any machine; the runner for `go test -exec`", imports: []string{"testbed/internal/inside", "testbed/internal/machine", "testbed/internal/protocol"}},
+	{path: "testbed", owns: "KVM on any host; the runner for `go test -exec`", imports: []string{"testbed/internal/inside", "testbed/internal/protocol", "testbed/internal/qemu"}},
 	{path: "testbed/internal/inside", owns: "the init of the testbed", imports: []string{"testbed/internal/protocol", "vmm/kvm"}},
-	{path: "testbed/internal/machine", owns: "the testbed's QEMU", imports: []string{"host/cpio", "testbed/internal/inside", "testbed/internal/protocol"}},
 	{path: "testbed/internal/protocol", owns: "messages between the testbed and its init"},
+	{path: "testbed/internal/qemu", owns: "the testbed's QEMU", imports: []string{"host/cpio", "testbed/internal/inside", "testbed/internal/protocol"}},
 }

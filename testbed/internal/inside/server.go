@@ -13,11 +13,11 @@ import (
 	"agentrun.dev/testbed/internal/protocol"
 )
 
-// idleLimit ends a machine which nobody uses, so that a forgotten one does not
+// idleLimit ends a VM which nobody uses, so that a forgotten one does not
 // hold gigabytes of somebody's memory.
 const idleLimit = 20 * time.Minute
 
-// idler powers the machine off when it had no session for a while.
+// idler powers the VM off when it had no session for a while.
 type idler struct {
 	mu     sync.Mutex // protects the following fields
 	active int

@@ -1,5 +1,5 @@
 // Package protocol is the protocol between the testbed's client on the host and
-// its server inside the machine, over one virtio-serial port.
+// its server inside the VM, over one virtio-serial port.
 //
 // A serial port has no connections: a client killed half-way through a frame
 // leaves its bytes behind for the next one. So every client begins with a
@@ -19,7 +19,7 @@ import (
 	"io"
 )
 
-// Version changes with every incompatible change of the protocol: a machine
+// Version changes with every incompatible change of the protocol: a VM
 // outlives the binary that started it.
 const Version = 1
 

@@ -1,4 +1,4 @@
-package machine
+package qemu
 
 import (
 	"bufio"
@@ -17,7 +17,7 @@ import (
 	"agentrun.dev/testbed/internal/protocol"
 )
 
-// helloLimit bounds the answer to a greeting of a machine which is up. The
+// helloLimit bounds the answer to a greeting of a VM which is up. The
 // session before on the same port is killed first, which takes a moment.
 const helloLimit = time.Minute
 
@@ -32,9 +32,9 @@ type Conn struct {
 	out []byte
 }
 
-// Connect takes a free port of the running machine; when all are taken it
+// Connect takes a free port of the running VM; when all are taken it
 // waits for one.
-func (m *Machine) Connect(ctx context.Context) (*Conn, error) {
+func (m *VM) Connect(ctx context.Context) (*Conn, error) {
 	first := rand.IntN(Ports)
 	for i := range Ports {
 		port := strconv.Itoa((first + i) % Ports)
@@ -54,7 +54,7 @@ func (m *Machine) Connect(ctx context.Context) (*Conn, error) {
 	return m.dialLocked(ctx, port, lock)
 }
 
-func (m *Machine) dialLocked(ctx context.Context, port string, lock *os.File) (*Conn, error) {
+func (m *VM) dialLocked(ctx context.Context, port string, lock *os.File) (*Conn, error) {
 	ctx, cancel := context.WithTimeout(ctx, helloLimit)
 	defer cancel()
 	c, err := m.dial(ctx, port)
@@ -67,7 +67,7 @@ func (m *Machine) dialLocked(ctx context.Context, port string, lock *os.File) (*
 }
 
 // dial connects to a port and greets.
-func (m *Machine) dial(ctx context.Context, port string) (*Conn, error) {
+func (m *VM) dial(ctx context.Context, port string) (*Conn, error) {
 	// Through the folder's descriptor: a socket's path has 107 bytes at most.
 	dir, err := os.Open(m.state)
 	if err != nil {
@@ -136,7 +136,7 @@ func (c *Conn) Close() error {
 	return err
 }
 
-func (m *Machine) requestPowerOff() error {
+func (m *VM) requestPowerOff() error {
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()
 	c, err := m.dial(ctx, "control")
@@ -147,7 +147,7 @@ func (m *Machine) requestPowerOff() error {
 	if err := c.Send(protocol.PowerOff, nil); err != nil {
 		return err
 	}
-	// The machine's end is the answer; without waiting for it our close could
+	// The VM's end is the answer; without waiting for it our close could
 	// overtake the frame.
 	c.file.SetReadDeadline(time.Now().Add(5 * time.Second))
 	_, _, _ = c.Receive()
