@@ -5,7 +5,7 @@ package archtest
 var groups = []group{
 	{name: "archtest", owns: "the rules about the tree"},
 	{name: "codec", owns: "how bytes cross a boundary of trust"},
-	{name: "host", owns: "the Linux machine: jails, processes, files that come with AgentRun, its examination", mayUse: []string{"vmm", "vmm/kvm"}},
+	{name: "host", owns: "the Linux host: jails, processes, files that come with AgentRun, its examination", mayUse: []string{"vmm", "vmm/kvm"}},
 	{name: "storage", owns: "what is kept on disk and in memory files: layers, snapshots, images", mayUse: []string{"codec", "vmm/guestmem"}},
 	{name: "vmm", owns: "a microVM, and the process that runs it", mayUse: []string{"codec", "storage/layer", "host/goruntime"}},
 	{name: "guest", owns: "what runs inside of a sandbox, and the protocol to it", mayUse: []string{"codec"}},

@@ -96,7 +96,7 @@ func (s *Server) Info(context.Context) (guestrpc.Info, error) {
 	return guestrpc.Info{
 		AgentVersion: info.Version,
 		Kernel:       info.Kernel,
-		Machine:      info.Machine,
+		Arch:         info.Arch,
 		Hostname:     info.Hostname,
 		BootID:       info.BootID,
 		Uptime:       info.Uptime,

@@ -121,7 +121,7 @@ func helpShutdown() error {
 	if os.Getenv("HELPER_ACTION") == "reboot" {
 		action = Reboot
 	}
-	return Shutdown(ps, &Machine{upper: -1}, action, 300*time.Millisecond)
+	return Shutdown(ps, &System{upper: -1}, action, 300*time.Millisecond)
 }
 
 func TestParseMountLine(t *testing.T) {

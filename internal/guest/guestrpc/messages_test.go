@@ -29,7 +29,7 @@ func samples() []message {
 	file := FileInfo{Path: "a/b", Mode: ModeSymlink | 0o777, Size: 9, UID: 1, GID: math.MaxUint32, Owner: "o", Group: "g", ModTime: time.Unix(-5, 7), Target: "t"}
 	return []message{
 		&empty{},
-		&Info{AgentVersion: "1", Kernel: "6.1", Machine: "m", Hostname: "h", BootID: "b", Uptime: 5, Generation: math.MaxUint64, Processes: 4, Execs: 5, MemoryTotal: 6, MemoryFree: 7},
+		&Info{AgentVersion: "1", Kernel: "6.1", Arch: "m", Hostname: "h", BootID: "b", Uptime: 5, Generation: math.MaxUint64, Processes: 4, Execs: 5, MemoryTotal: 6, MemoryFree: 7},
 		&ShutdownRequest{Mode: Reboot, Grace: time.Second},
 		&ExecRequest{
 			ID: "i", Argv: []string{"sh", "-c", ""}, Env: []string{"A=b"}, CleanEnv: true, Workdir: "/", User: "1:2",
