@@ -45,7 +45,7 @@ func textWorld(t *testing.T, c *guestrpc.Client) {
 func TestCodeTextTable(t *testing.T) {
 	c := startClient(t)
 	textWorld(t, c)
-	table, err := os.ReadFile("kernel/testdata/texts.txt")
+	table, err := os.ReadFile("../interpreter/testdata/texts.txt")
 	if err != nil {
 		t.Fatal(err)
 	}
