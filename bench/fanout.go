@@ -37,7 +37,7 @@ type FanoutReport struct {
 	// is from a claim until its answer.
 	All  float64 `json:"all_ms"`
 	Each Summary `json:"each"`
-	// Warm is one execution in the kernel of a fork that has waited in the pool,
+	// Warm is one execution in the interpreter of a fork that has waited in the pool,
 	// Fresh in one that was made for it, and Cold the command in one that has waited.
 	Warm  Summary `json:"warm"`
 	Fresh Summary `json:"fresh"`

@@ -46,7 +46,7 @@ var packages = []rule{
 	{path: "internal/guest/agent", owns: "the agent: PID 1, execs, files, ports, code", imports: []string{"codec", "guest/guestmux", "guest/guestrpc", "guest/interpreter"}},
 	{path: "internal/guest/guestmux", owns: "streams over the one channel to an agent without vsock"},
 	{path: "internal/guest/guestrpc", owns: "the protocol to the agent, both sides", imports: []string{"codec"}},
-	{path: "internal/guest/interpreter", owns: "the language kernels that the agent brings along ([docs/design/code.md](docs/design/code.md))"},
+	{path: "internal/guest/interpreter", owns: "the drivers of interpreters, which the agent brings along ([docs/design/code.md](docs/design/code.md))"},
 	{path: "internal/engine", owns: "the contract of engines, and of the interface of a sandbox ([docs/design/network.md](docs/design/network.md))", imports: []string{"guest/guestrpc", "storage/snapshot"}},
 	{path: "internal/engine/enginetest", owns: "the suite that each engine must pass", imports: []string{"engine", "guest/guestrpc", "host/procid", "storage/layer", "storage/seal", "storage/snapshot"}},
 	{path: "internal/engine/folder", owns: "what a sandbox that outlives its maker is found by", imports: []string{"engine", "host/procid", "storage/layer", "storage/snapshot"}},

@@ -173,7 +173,7 @@ func (a *api) codeEvents(w http.ResponseWriter, form string, s *guestrpc.CodeSes
 	}
 }
 
-// showCodeEvent reads what a kernel has sent, which may be anything.
+// showCodeEvent reads what an interpreter has sent, which may be anything.
 func showCodeEvent(e guestrpc.CodeEvent) (rest.CodeEvent, error) {
 	seq := int64(e.Seq)
 	out := rest.CodeEvent{Seq: &seq, StdoutOffset: &e.Stdout, StderrOffset: &e.Stderr}

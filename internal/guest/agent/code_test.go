@@ -373,7 +373,7 @@ func TestCodeInterrupt(t *testing.T) {
 			t.Errorf("%q: %+v, %+v", source, o.CodeStatus, f)
 		}
 	}
-	// The kernel has lived through all of it, and an idle one is not harmed.
+	// The interpreter has lived through all of it, and an idle one is not harmed.
 	if o := python(t, c, "1"); o.Fresh {
 		t.Errorf("%+v", o.CodeStatus)
 	}
@@ -436,7 +436,7 @@ func TestCodeTimeout(t *testing.T) {
 	}
 }
 
-func TestCodeKernelDies(t *testing.T) {
+func TestCodeInterpreterDies(t *testing.T) {
 	c := startClient(t)
 	for source, want := range map[string]string{
 		"import os\nprint('last words')\nos._exit(3)":                                                                         "exited with code 3",
@@ -488,7 +488,7 @@ func TestCodeEnvironment(t *testing.T) {
 	if o := python(t, c, show); o.result(t) != "(['1', '1', '1', 'own', None, '"+DefaultPath+"', None], '\\n')" {
 		t.Errorf("%s", o.result(t))
 	}
-	// What a claim brings reaches the kernel that runs; what the user set stays.
+	// What a claim brings reaches the interpreter that runs; what the user set stays.
 	python(t, c, "os.environ['KEPT'] = 'by user'")
 	if err := c.SetEnv(ctx, guestrpc.SetEnvRequest{Env: []string{"BASE=2", "KEPT=1", "OWN=base", "NEW=n"}}); err != nil {
 		t.Fatal(err)

@@ -135,7 +135,7 @@ func TestCodeTextInterrupted(t *testing.T) {
 		t.Fatal(err)
 	}
 	for range 200 {
-		// It interrupts the kernel, which waits for it, and ends.
+		// It interrupts the interpreter, which waits for it, and ends.
 		o := runCode(t, c, guestrpc.CodeRunRequest{Mode: guestrpc.ModeText, Source: "kill -INT $PPID"})
 		if o.State != guestrpc.CodeInterrupted && o.State != guestrpc.CodeOK || o.stderr != "" || o.Language != "shell" {
 			t.Fatalf("%+v, %q", o.CodeStatus, o.stderr)

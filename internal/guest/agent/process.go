@@ -53,8 +53,8 @@ type Process struct {
 	spec    ExecSpec
 	pid     int
 	started time.Time
-	stdout  *Output // nil for a kernel
-	stderr  *Output // nil with a terminal, and for a kernel
+	stdout  *Output // nil for an interpreter
+	stderr  *Output // nil with a terminal, and for an interpreter
 	stdin   *input  // nil when standard input is closed
 	master  *os.File
 	done    chan struct{}

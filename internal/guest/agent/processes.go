@@ -163,7 +163,7 @@ func (ps *Processes) List() []*Process {
 	return list
 }
 
-// running returns what has not been reaped, kernels too.
+// running returns what has not been reaped, interpreters too.
 func (ps *Processes) running() []*Process {
 	ps.mu.Lock()
 	defer ps.mu.Unlock()
@@ -332,7 +332,7 @@ func (ps *Processes) fork(p *Process, program string, attr *syscall.ProcAttr) er
 	p.pid = pid
 	ps.mu.Lock()
 	ps.byPID[pid] = p
-	if p.id != "" { // a kernel is not an exec
+	if p.id != "" { // an interpreter is not an exec
 		ps.byID[p.id] = p
 	}
 	ps.mu.Unlock()

@@ -34,7 +34,7 @@ type Server struct {
 	conns atomic.Int32
 
 	codeOnce sync.Once
-	code     atomic.Pointer[Kernels] // nil until code is run
+	code     atomic.Pointer[Interpreters] // nil until code is run
 }
 
 var _ guestrpc.Handler = (*Server)(nil)

@@ -10,7 +10,7 @@ import (
 	"sync/atomic"
 )
 
-// SetEnv replaces the base environment of execs and kernels.
+// SetEnv replaces the base environment of execs and interpreters.
 func (c *Client) SetEnv(ctx context.Context, req SetEnvRequest) error {
 	return c.call(ctx, MethodSetEnv, &req, &empty{})
 }
@@ -222,13 +222,13 @@ func (c *Client) ListContexts(ctx context.Context) ([]CodeContext, error) {
 	return reply.Contexts, err
 }
 
-// RestartContext ends the kernel of a context, and with it what runs there. The
+// RestartContext ends the interpreter of a context, and with it what runs there. The
 // next execution has a new one.
 func (c *Client) RestartContext(ctx context.Context, id string) error {
 	return c.call(ctx, MethodCodeRestart, &CodeContextRequest{ID: id}, &empty{})
 }
 
-// CloseContext ends the kernel of a context and forgets the context.
+// CloseContext ends the interpreter of a context and forgets the context.
 func (c *Client) CloseContext(ctx context.Context, id string) error {
 	return c.call(ctx, MethodCodeClose, &CodeContextRequest{ID: id}, &empty{})
 }
