@@ -505,7 +505,7 @@ func TestServerIdleCost(t *testing.T) {
 		mine = mine[:0]
 		buf := make([]byte, 1<<20)
 		for _, stack := range strings.Split(string(buf[:runtime.Stack(buf, true)]), "\n\n") {
-			if strings.Contains(stack, "guest.(*Server)") || strings.Contains(stack, "guestrpc.(*server)") {
+			if strings.Contains(stack, "agent.(*Server)") || strings.Contains(stack, "guestrpc.(*server)") {
 				mine = append(mine, stack)
 			}
 		}
