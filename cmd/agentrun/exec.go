@@ -96,7 +96,7 @@ func (t *terminal) raw() (restore func() error, err error) {
 }
 
 // follow keeps the guest's terminal as large as ours, until stop.
-func (t *terminal) follow(ctx context.Context, x *guestrpc.ExecSession) (stop func()) {
+func (t *terminal) follow(ctx context.Context, x *guestrpc.AttachedExec) (stop func()) {
 	return onResize(func() {
 		rows, cols := t.size()
 		_ = x.Resize(ctx, rows, cols) // the process may just have ended

@@ -39,7 +39,7 @@ func (a *api) RunCode(w http.ResponseWriter, r *http.Request, namespace, name st
 	if req.Context == "" {
 		req.Context, err = u.DefaultContext(ctx, req.Language)
 	}
-	var s *guestrpc.CodeSession
+	var s *guestrpc.AttachedCode
 	if err == nil {
 		s, err = u.Agent().StartCode(ctx, req)
 	}
@@ -96,7 +96,7 @@ var codeStates = map[guestrpc.CodeState]rest.CodeStatus{
 // maxValues is how many bytes of results and displays a buffered answer holds.
 const maxValues = 64 << 20
 
-func (a *api) codeBuffered(w http.ResponseWriter, r *http.Request, s *guestrpc.CodeSession, limit int) {
+func (a *api) codeBuffered(w http.ResponseWriter, r *http.Request, s *guestrpc.AttachedCode, limit int) {
 	stdout, stderr := capped{limit: limit}, capped{limit: limit}
 	out := rest.CodeResult{Id: s.ID(), Context: s.Started().Context, Displays: []rest.MimeBundle{}}
 	values := 0
@@ -133,7 +133,7 @@ func (a *api) codeBuffered(w http.ResponseWriter, r *http.Request, s *guestrpc.C
 }
 
 // codeEvents streams an execution to its end.
-func (a *api) codeEvents(w http.ResponseWriter, form string, s *guestrpc.CodeSession) {
+func (a *api) codeEvents(w http.ResponseWriter, form string, s *guestrpc.AttachedCode) {
 	e := a.newEvents(w, form)
 	send := func(event rest.CodeEvent) error { return e.send(string(event.Type), event) }
 	began := s.Started()

@@ -149,7 +149,7 @@ func (a *api) Exec(w http.ResponseWriter, r *http.Request, namespace, name strin
 }
 
 // feed sends the input of the request. A process need not read it all.
-func (x run) feed(s *guestrpc.ExecSession) {
+func (x run) feed(s *guestrpc.AttachedExec) {
 	if !x.req.Stdin {
 		return
 	}
@@ -162,7 +162,7 @@ func (x run) feed(s *guestrpc.ExecSession) {
 	}()
 }
 
-func (a *api) execBuffered(w http.ResponseWriter, r *http.Request, s *guestrpc.ExecSession, limit int) {
+func (a *api) execBuffered(w http.ResponseWriter, r *http.Request, s *guestrpc.AttachedExec, limit int) {
 	stdout, stderr := capped{limit: limit}, capped{limit: limit}
 	exit, err := s.Copy(nil, &stdout, &stderr)
 	if err != nil {
@@ -180,13 +180,13 @@ func (a *api) execBuffered(w http.ResponseWriter, r *http.Request, s *guestrpc.E
 }
 
 // execEvents streams a process to its end.
-func (a *api) execEvents(w http.ResponseWriter, form string, s *guestrpc.ExecSession) {
+func (a *api) execEvents(w http.ResponseWriter, form string, s *guestrpc.AttachedExec) {
 	e := a.newEvents(w, form)
 	copyExec(s, func(event rest.ExecEvent) error { return e.send(string(event.Type), event) })
 }
 
 // copyExec turns a process into events until it ends or nobody takes them.
-func copyExec(s *guestrpc.ExecSession, send func(rest.ExecEvent) error) {
+func copyExec(s *guestrpc.AttachedExec, send func(rest.ExecEvent) error) {
 	began := s.Started()
 	err := send(rest.ExecEvent{
 		Type: rest.ExecEventTypeStarted, Id: s.ID(), Pid: began.PID,
@@ -234,7 +234,7 @@ func (a *api) AttachExec(w http.ResponseWriter, r *http.Request, namespace, name
 }
 
 // attach joins an exec.
-func (a *api) attach(r *http.Request, namespace, name, id string, stdout, stderr int64) (*sandbox.Use, *guestrpc.ExecSession, error) {
+func (a *api) attach(r *http.Request, namespace, name, id string, stdout, stderr int64) (*sandbox.Use, *guestrpc.AttachedExec, error) {
 	if err := checkID("id", id); err != nil {
 		return nil, nil, err
 	}

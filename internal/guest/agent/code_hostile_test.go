@@ -214,7 +214,7 @@ func TestCodeQueue(t *testing.T) {
 	if _, err := io.ReadFull(first.Stdout(), buf); err != nil {
 		t.Fatal(err)
 	}
-	var rest []*guestrpc.CodeSession
+	var rest []*guestrpc.AttachedCode
 	for i := range 5 {
 		x, err := c.StartCode(rpcContext(t), guestrpc.CodeRunRequest{Source: "order.append(" + strconv.Itoa(i) + ")\norder"})
 		if err != nil {

@@ -31,7 +31,7 @@ func runCode(t testing.TB, c *guestrpc.Client, req guestrpc.CodeRunRequest) code
 	return collect(t, x)
 }
 
-func collect(t testing.TB, x *guestrpc.CodeSession) codeOutcome {
+func collect(t testing.TB, x *guestrpc.AttachedCode) codeOutcome {
 	t.Helper()
 	var stdout, stderr bytes.Buffer
 	o := codeOutcome{id: x.ID()}

@@ -306,7 +306,7 @@ func fuzzClient(conn *fixedConn) {
 	var wg sync.WaitGroup
 	wg.Go(func() { _ = c.Ping(ctx) })
 	wg.Go(func() {
-		x := &ExecSession{c: c, st: streams[0], stdout: execReader{st: streams[0], channel: Stdout}, stderr: execReader{st: streams[0], channel: Stderr}}
+		x := &AttachedExec{c: c, st: streams[0], stdout: execReader{st: streams[0], channel: Stdout}, stderr: execReader{st: streams[0], channel: Stderr}}
 		_, _ = x.drain(nil, nil)
 	})
 	wg.Go(func() { _, _ = io.Copy(io.Discard, &FileReader{st: streams[1]}) })
