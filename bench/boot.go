@@ -13,14 +13,11 @@ import (
 
 // BootConfig says what Boot measures.
 type BootConfig struct {
-	// Root is an EROFS image, Program a program in it that does nothing.
-	Root, Program string
-	// Memory and VCPUs size the guest.
-	Memory uint64
-	VCPUs  int
+	Guest
+	// Program is one of the root filesystem that does nothing.
+	Program string
 	// Boots, Pings and Execs are how often each is measured.
 	Boots, Pings, Execs int
-	Jail                microvm.JailPolicy
 }
 
 // BootReport is what Boot found.

@@ -8,17 +8,14 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/engine/microvm"
-	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/engine/ready"
 )
 
 // ClaimConfig says what Claim measures.
 type ClaimConfig struct {
-	// Root is an EROFS image, Program a program in it that does nothing.
-	Root, Program string
-	Memory        uint64
-	VCPUs         int
+	Guest
+	// Program is one of the root filesystem that does nothing.
+	Program string
 	// Count is how many claims are made one after the other, Ready how many
 	// sandboxes wait, Burst how many claims a burst has; 0 makes no burst.
 	Count, Ready, Burst int
@@ -28,12 +25,8 @@ type ClaimConfig struct {
 	// Starts is how many machines are started at once in the burst; 0 leaves that to
 	// the manager.
 	Starts int
-	// Folder is for the snapshot and the sandboxes' disks.
-	Folder string
-	Jail   microvm.JailPolicy
-	// Engine and Warm are as of a ForkConfig.
-	Engine pick.Kind
-	Warm   string
+	// Warm is as of a ForkConfig.
+	Warm string
 }
 
 // ClaimReport is what it found. Times are from the call.
@@ -58,10 +51,7 @@ type ClaimReport struct {
 // then a burst of them through the manager.
 func Claim(ctx context.Context, cfg ClaimConfig) (_ ClaimReport, err error) {
 	report := ClaimReport{Memory: cfg.Memory, VCPUs: cfg.VCPUs, Ready: cfg.Ready, Shells: cfg.Shells}
-	from := ForkConfig{
-		Root: cfg.Root, Program: cfg.Program, Memory: cfg.Memory, VCPUs: cfg.VCPUs, Folder: cfg.Folder, Jail: cfg.Jail,
-		Engine: cfg.Engine, Warm: cfg.Warm,
-	}
+	from := ForkConfig{Guest: cfg.Guest, Program: cfg.Program, Warm: cfg.Warm}
 	report.Engine = string(from.engine())
 	if cfg.Count > 0 {
 		if err := report.oneByOne(ctx, cfg, from); err != nil {

@@ -15,8 +15,6 @@ import (
 	"agentrun.dev/internal/access"
 	"agentrun.dev/internal/access/audit"
 	"agentrun.dev/internal/client"
-	"agentrun.dev/internal/engine/microvm"
-	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/node"
 	"agentrun.dev/internal/server"
@@ -25,6 +23,7 @@ import (
 
 // ExecConfig says what Exec measures.
 type ExecConfig struct {
+	Guest
 	// Image is one of Images, Program one that it has and that does nothing.
 	Image   string
 	Images  *image.Store
@@ -33,10 +32,6 @@ type ExecConfig struct {
 	// one measurement for each number.
 	Count   int
 	Clients []int
-	Memory  uint64
-	Folder  string
-	Engine  pick.Kind
-	Jail    microvm.JailPolicy
 }
 
 // ExecReport is what it found.

@@ -9,8 +9,6 @@ import (
 	"sync"
 	"time"
 
-	"agentrun.dev/internal/engine/microvm"
-	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/node"
 	"agentrun.dev/internal/sandbox"
@@ -19,6 +17,7 @@ import (
 
 // FanoutConfig says what Fanout measures.
 type FanoutConfig struct {
+	Guest
 	// Image is one of Images.
 	Image  string
 	Images *image.Store
@@ -27,10 +26,6 @@ type FanoutConfig struct {
 	Warmup, Code, Cold string
 	// Count is how many forks, Parallel how many at once.
 	Count, Parallel int
-	Memory          uint64
-	Folder          string
-	Engine          pick.Kind
-	Jail            microvm.JailPolicy
 }
 
 // FanoutReport is what it found.
@@ -43,7 +38,7 @@ type FanoutReport struct {
 	// is from a claim until its answer.
 	All  float64 `json:"all_ms"`
 	Each Summary `json:"each"`
-	// Warm is one execution in the kernel of a fork that has waited in the pool,
+	// Warm is one execution in the interpreter of a fork that has waited in the pool,
 	// Fresh in one that was made for it, and Cold the command in one that has waited.
 	Warm  Summary `json:"warm"`
 	Fresh Summary `json:"fresh"`

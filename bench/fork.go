@@ -27,10 +27,9 @@ const (
 
 // ForkConfig says what Fork and ForkBare measure.
 type ForkConfig struct {
-	// Root is an EROFS image, Program a program in it that does nothing.
-	Root, Program string
-	Memory        uint64
-	VCPUs         int
+	Guest
+	// Program is one of the root filesystem that does nothing.
+	Program string
 	// Count is how many forks are made one after the other. Those of Linux all
 	// stay alive; of the bare guest as many more do, to be weighed.
 	Count int
@@ -41,22 +40,10 @@ type ForkConfig struct {
 	// Shells is how many shells wait for as many forks again, which are made in
 	// turns with the others; 0 makes none of these. Linux only.
 	Shells int
-	// Folder is for the snapshot and the forks' disks.
-	Folder string
-	Jail   microvm.JailPolicy
-	// Engine is the one to measure; empty is the microVM's.
-	Engine pick.Kind
 	// Warm is a shell script that runs before the guest is frozen.
 	Warm string
 	// Precreate is how many sandboxes gVisor makes ahead of each fork.
 	Precreate int
-}
-
-func (c *ForkConfig) engine() pick.Kind {
-	if c.Engine == "" {
-		return pick.MicroVM
-	}
-	return c.Engine
 }
 
 // ForkReport is what they found. Times are from the call; what does not apply

@@ -5,16 +5,12 @@ import (
 	"io"
 	"slices"
 	"time"
-
-	"agentrun.dev/internal/engine/pick"
 )
 
 // LiveConfig says what Live and LiveBare measure.
 type LiveConfig struct {
-	// Root is an EROFS image with the program touch-pages, for Linux.
-	Root   string
-	Memory uint64
-	VCPUs  int
+	// Guest of Linux has the program touch-pages in its root filesystem.
+	Guest
 	// Dirty is how much memory the source has written before each fork, in
 	// pages that lie Stride apart.
 	Dirty  uint64
@@ -23,17 +19,6 @@ type LiveConfig struct {
 	Count int
 	// Patience is how long the bare guest's captures give way to it.
 	Patience time.Duration
-	// Folder is for disks.
-	Folder string
-	// Engine is the one to measure; empty is the microVM's.
-	Engine pick.Kind
-}
-
-func (c *LiveConfig) engine() pick.Kind {
-	if c.Engine == "" {
-		return pick.MicroVM
-	}
-	return c.Engine
 }
 
 // LiveReport is what they found. Each fork is of a source that has written
@@ -46,9 +31,9 @@ type LiveReport struct {
 	Dirty  uint64 `json:"dirty_bytes"`
 	Stride int    `json:"stride_pages"`
 	Count  int    `json:"count"`
-	// StoodStill says why memory was copied in the pause, if it was.
-	StoodStill string  `json:"stood_still,omitempty"`
-	Floor      Summary `json:"floor"`
+	// WhyCopiedInPause says why memory was copied in the pause, if it was.
+	WhyCopiedInPause string  `json:"stood_still,omitempty"`
+	Floor            Summary `json:"floor"`
 	// Pause is for how long the source stood still, as the host saw it. Gap is
 	// the longest gap between two readings of the TSC that the guest saw
 	// around it, and QuietGap the same without a fork: what the host's other
@@ -133,8 +118,8 @@ func (r LiveReport) Print(w io.Writer) error {
 		return err
 	}
 	fmt.Fprintf(w, "the last fork copied %d MiB\n", r.Copied>>20)
-	if r.StoodStill != "" {
-		fmt.Fprintln(w, "memory was copied in the pause:", r.StoodStill)
+	if r.WhyCopiedInPause != "" {
+		fmt.Fprintln(w, "memory was copied in the pause:", r.WhyCopiedInPause)
 	}
 	if r.Noisy {
 		fmt.Fprintln(w, NoisyWarning)

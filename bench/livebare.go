@@ -360,7 +360,7 @@ func (b *liveBare) capture(file *os.File, s *liveSamples, r *LiveReport) (_ *fro
 		return nil, err
 	}
 	if !beside {
-		r.StoodStill = why.Error()
+		r.WhyCopiedInPause = why.Error()
 	}
 	b.below, b.khz = f.mapped, uint64(f.state.TSCKHz)
 	s.pause, s.captured = append(s.pause, max(stood, pause)), append(s.captured, time.Since(start))

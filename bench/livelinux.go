@@ -24,7 +24,7 @@ func Live(ctx context.Context, cfg LiveConfig) (report LiveReport, err error) {
 		return report, fmt.Errorf("bench live: %w", err)
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(resident)) }()
-	e, err := pick.Open(cfg.engine(), pick.Config{Resident: resident, Scratch: filepath.Join(cfg.Folder, "scratch")})
+	e, err := pick.Open(cfg.engine(), pick.Config{Resident: resident, Scratch: filepath.Join(cfg.Folder, "scratch"), Jail: cfg.Jail})
 	if err != nil {
 		return report, err
 	}
@@ -122,9 +122,9 @@ func liveForks(ctx context.Context, source engine.Sandbox, children int, s *live
 	}
 	s.pause, s.captured = append(s.pause, f.Stats.Pause), append(s.captured, f.Stats.Captured)
 	if f.Stats.Waits > 0 {
-		s.served.add(f.Stats.MedianWait, f.Stats.WaitOf99, f.Stats.LongestWait)
+		s.served.add(f.Stats.MedianWait, f.Stats.P99Wait, f.Stats.LongestWait)
 	}
-	r.StoodStill, r.Copied = f.Stats.StoodStill, f.Stats.Copied
+	r.WhyCopiedInPause, r.Copied = f.Stats.WhyCopiedInPause, f.Stats.Copied
 	return d, errors.Join(errs...)
 }
 

@@ -187,7 +187,7 @@ func TestWalls(t *testing.T) {
 
 // TestForkBare: the real thing, with few.
 func TestForkBare(t *testing.T) {
-	r, err := ForkBare(t.Context(), ForkConfig{Memory: 64 << 20, VCPUs: 1, Count: 2, Walls: []int{3}, Parallel: 1})
+	r, err := ForkBare(t.Context(), ForkConfig{Guest: Guest{Memory: 64 << 20, VCPUs: 1}, Count: 2, Walls: []int{3}, Parallel: 1})
 	if err != nil {
 		t.Fatal(err)
 	}

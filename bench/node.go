@@ -71,7 +71,7 @@ func (b *rootBuilder) Finish(context.Context, sandbox.TemplateSpec, sandbox.Buil
 	return nil
 }
 
-// Rehearse does nothing: the template has no kernel that its user will speak to.
+// Rehearse does nothing: the template has no interpreter that its user will speak to.
 func (b *rootBuilder) Rehearse(context.Context, sandbox.TemplateSpec, engine.Sandbox) error {
 	return nil
 }

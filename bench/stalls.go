@@ -25,7 +25,7 @@ func (s *stallSamples) add(p50, p99, longest time.Duration) {
 // capture adds what a capture tells.
 func (s *stallSamples) capture(st guestmem.CaptureStats) {
 	if st.Faults > 0 {
-		s.add(st.MedianWait, st.WaitOf99, st.LongestWait)
+		s.add(st.MedianWait, st.P99Wait, st.LongestWait)
 	}
 }
 

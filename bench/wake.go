@@ -12,25 +12,17 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/engine/microvm"
-	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/storage/snapshot"
 	"golang.org/x/sys/unix"
 )
 
 // WakeConfig says what Wake measures.
 type WakeConfig struct {
-	// Root is an EROFS image with a shell and the usual tools.
-	Root   string
-	Memory uint64
-	VCPUs  int
+	// Guest has a shell and the usual tools in its root filesystem.
+	Guest
 	// Fill is how many MiB of /dev/shm in the sandbox are filled with random bytes.
 	Fill  int
 	Count int
-	// Folder is for the snapshots and the sandboxes' disks.
-	Folder string
-	Jail   microvm.JailPolicy
-	Engine pick.Kind
 }
 
 // WakeReport is what it found.
@@ -54,7 +46,7 @@ type WakeReport struct {
 // Wake measures sandboxes that are hibernated and wake.
 func Wake(ctx context.Context, cfg WakeConfig) (_ WakeReport, err error) {
 	report := WakeReport{Memory: cfg.Memory, Fill: cfg.Fill}
-	from := ForkConfig{Root: cfg.Root, Program: "true", Memory: cfg.Memory, VCPUs: cfg.VCPUs, Folder: cfg.Folder, Jail: cfg.Jail, Engine: cfg.Engine}
+	from := ForkConfig{Guest: cfg.Guest, Program: "true"}
 	source, err := newForkSource(ctx, from)
 	if err != nil {
 		return report, err

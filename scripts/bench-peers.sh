@@ -1,6 +1,6 @@
 #!/bin/bash
 # Measures AgentRun beside its peers, on hardware KVM or in the testbed:
-#   FIRECRACKER=PATH scripts/bench-peers.sh [FLAGS OF agentrun bench peers…]
+#   FIRECRACKER=PATH scripts/bench-peers.sh [FLAGS OF build/bench peers…]
 # microsandbox is installed into the cache, at the pinned version, from the
 # index that pip is configured for. The chart is left in build/out/peers.svg.
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
@@ -28,7 +28,7 @@ peers() {
 	[ ! -x "$venv/bin/python" ] || python=(--python "$venv/bin/python")
 	[ -z "${FIRECRACKER:-}" ] || firecracker=(--firecracker "$FIRECRACKER")
 	mkdir -p "$build/out"
-	inside build/agentrun bench peers --rootfs build/demo-rootfs --program /bin/nothing \
+	inside build/bench peers --rootfs build/demo-rootfs --program /bin/nothing \
 		--plot build/out/peers.svg "${python[@]}" "${firecracker[@]}" "$@"
 }
 

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Measures: the Go benchmarks that match BENCH on the host, then microVMs
-# (agentrun bench) on hardware KVM or in the testbed. Times of the testbed mean
+# (build/bench) on hardware KVM or in the testbed. Times of the testbed mean
 # something only beside the floor that is printed with them.
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
@@ -13,8 +13,8 @@ host_benchmarks() {
 
 microvm_benchmarks() {
 	guest/rootfs/busybox.sh "$build/demo-rootfs"
-	inside build/agentrun bench boot --rootfs build/demo-rootfs --program nothing
-	inside build/agentrun bench boot --rootfs build/demo-rootfs --program true --boots 3
+	inside build/bench boot --rootfs build/demo-rootfs --program nothing
+	inside build/bench boot --rootfs build/demo-rootfs --program true --boots 3
 }
 
 scripts/packages.sh

@@ -54,7 +54,7 @@ go_build() {
 
 build_programs() {
 	mkdir -p "$build"
-	go_build -o "$build/" ./cmd/agentrun ./testbed ./internal/host/jail/escapee
+	go_build -o "$build/" ./cmd/agentrun ./cmd/bench ./testbed ./internal/host/jail/escapee
 	# These exist once per sandbox, are idle and hardly ever collect garbage. The
 	# collector that Go has since 1.26 keeps its marks in the spans, a page more of
 	# each: 90 KiB of a vmm process.

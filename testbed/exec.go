@@ -13,21 +13,21 @@ import (
 	"golang.org/x/sys/unix"
 	"golang.org/x/term"
 
-	"agentrun.dev/testbed/internal/machine"
-	"agentrun.dev/testbed/internal/wire"
+	"agentrun.dev/testbed/internal/protocol"
+	"agentrun.dev/testbed/internal/qemu"
 )
 
 // command is what to run inside.
 type command struct {
-	argv []string
-	dir  string
-	tty  bool
+	argv    []string
+	workdir string
+	tty     bool
 }
 
-// execute runs a command in the machine, starting that if need be, and returns
+// execute runs a command in the VM, starting that if need be, and returns
 // its exit code as an exitError.
-func execute(ctx context.Context, m *machine.Machine, c command) error {
-	if _, err := m.Start(ctx, machine.Config{}); err != nil {
+func execute(ctx context.Context, m *qemu.VM, c command) error {
+	if _, err := m.Start(ctx, qemu.Config{}); err != nil {
 		return err
 	}
 	conn, err := m.Connect(ctx)
@@ -36,7 +36,7 @@ func execute(ctx context.Context, m *machine.Machine, c command) error {
 	}
 	defer conn.Close()
 
-	start := wire.Start{Argv: c.argv, Env: passedEnv(os.Environ()), Dir: c.dir, TTY: c.tty}
+	start := protocol.Start{Argv: c.argv, Env: passedEnv(os.Environ()), Workdir: c.workdir, TTY: c.tty}
 	if c.tty {
 		if cols, rows, err := term.GetSize(0); err == nil {
 			start.Rows, start.Cols = uint16(rows), uint16(cols)
@@ -49,10 +49,10 @@ func execute(ctx context.Context, m *machine.Machine, c command) error {
 	if err != nil {
 		return err
 	}
-	if err := wire.Chunks(raw, func(p []byte) error { return conn.Send(wire.StartPart, p) }); err != nil {
+	if err := protocol.Chunks(raw, func(p []byte) error { return conn.Send(protocol.StartPart, p) }); err != nil {
 		return fmt.Errorf("send the command: %w", err)
 	}
-	if err := conn.Send(wire.Begin, nil); err != nil {
+	if err := conn.Send(protocol.Begin, nil); err != nil {
 		return fmt.Errorf("send the command: %w", err)
 	}
 
@@ -77,7 +77,7 @@ func passedEnv(env []string) []string {
 }
 
 // receive writes the command's output until it has ended.
-func receive(m *machine.Machine, conn *machine.Conn, acks chan<- int) error {
+func receive(m *qemu.VM, conn *qemu.Conn, acks chan<- int) error {
 	for {
 		t, payload, err := conn.Receive()
 		if errors.Is(err, io.EOF) {
@@ -86,12 +86,12 @@ func receive(m *machine.Machine, conn *machine.Conn, acks chan<- int) error {
 			return fmt.Errorf("receive from the machine: %w", err)
 		}
 		switch t {
-		case wire.Stdout:
+		case protocol.Stdout:
 			_, err = os.Stdout.Write(payload)
-		case wire.Stderr:
+		case protocol.Stderr:
 			_, err = os.Stderr.Write(payload)
-		case wire.StdinAck:
-			n, parseErr := wire.ParseUint32(payload)
+		case protocol.StdinAck:
+			n, parseErr := protocol.ParseUint32(payload)
 			if parseErr != nil {
 				return parseErr
 			}
@@ -102,8 +102,8 @@ func receive(m *machine.Machine, conn *machine.Conn, acks chan<- int) error {
 			default:
 				go func() { acks <- int(n) }()
 			}
-		case wire.Exit:
-			code, parseErr := wire.ParseUint32(payload)
+		case protocol.Exit:
+			code, parseErr := protocol.ParseUint32(payload)
 			if parseErr != nil {
 				return parseErr
 			}
@@ -111,7 +111,7 @@ func receive(m *machine.Machine, conn *machine.Conn, acks chan<- int) error {
 				return exitError(code)
 			}
 			return nil
-		case wire.Failed:
+		case protocol.Failed:
 			return errors.New(string(payload))
 		}
 		if err != nil {
@@ -122,9 +122,9 @@ func receive(m *machine.Machine, conn *machine.Conn, acks chan<- int) error {
 }
 
 // sendStdin sends stdin, never more than the window ahead of the process.
-func sendStdin(conn *machine.Conn, acks <-chan int) {
-	room := wire.Window
-	buf := make([]byte, wire.MaxPayload)
+func sendStdin(conn *qemu.Conn, acks <-chan int) {
+	room := protocol.Window
+	buf := make([]byte, protocol.MaxPayload)
 	for {
 		n, err := os.Stdin.Read(buf)
 		for room < n {
@@ -132,19 +132,19 @@ func sendStdin(conn *machine.Conn, acks <-chan int) {
 		}
 		if n > 0 {
 			room -= n
-			if conn.Send(wire.Stdin, buf[:n]) != nil {
+			if conn.Send(protocol.Stdin, buf[:n]) != nil {
 				return
 			}
 		}
 		if err != nil {
-			_ = conn.Send(wire.StdinEOF, nil)
+			_ = conn.Send(protocol.StdinEOF, nil)
 			return
 		}
 	}
 }
 
 // forwardSignals passes what would end or resize us on to the command.
-func forwardSignals(conn *machine.Conn, tty bool) (stop func()) {
+func forwardSignals(conn *qemu.Conn, tty bool) (stop func()) {
 	signals := make(chan os.Signal, 16)
 	signal.Notify(signals, unix.SIGINT, unix.SIGTERM, unix.SIGQUIT, unix.SIGHUP)
 	if tty {
@@ -154,11 +154,11 @@ func forwardSignals(conn *machine.Conn, tty bool) (stop func()) {
 		for s := range signals {
 			if s == unix.SIGWINCH {
 				if cols, rows, err := term.GetSize(0); err == nil {
-					_ = conn.Send(wire.Resize, wire.Size(uint16(rows), uint16(cols)))
+					_ = conn.Send(protocol.Resize, protocol.Size(uint16(rows), uint16(cols)))
 				}
 				continue
 			}
-			_ = conn.Send(wire.Signal, []byte{byte(s.(unix.Signal))})
+			_ = conn.Send(protocol.Signal, []byte{byte(s.(unix.Signal))})
 		}
 	}()
 	return func() { signal.Stop(signals) }

@@ -1,8 +1,8 @@
-// Command testbed runs programs on a real /dev/kvm on any machine: inside a
-// QEMU machine whose emulated AMD-V works as hardware does, with the host's
+// Command testbed runs programs on a real /dev/kvm on any host: inside a
+// QEMU VM whose emulated AMD-V works as hardware does, with the host's
 // own files at the same paths. It is the runner for go test -exec.
 //
-// The same binary is the init of that machine (internal/inside).
+// The same binary is the init of that VM (internal/inside).
 package main
 
 import (
@@ -18,7 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"agentrun.dev/testbed/internal/inside"
-	"agentrun.dev/testbed/internal/machine"
+	"agentrun.dev/testbed/internal/qemu"
 )
 
 const usage = `usage: testbed COMMAND
@@ -70,7 +70,7 @@ func run(ctx context.Context, args []string) error {
 	if err != nil {
 		return err
 	}
-	m, err := machine.Open(dir)
+	m, err := qemu.Open(dir)
 	if err != nil {
 		return err
 	}
@@ -78,7 +78,7 @@ func run(ctx context.Context, args []string) error {
 	case "start":
 		return start(ctx, m, args)
 	case "stop":
-		if err := m.Stop(); err != nil && !errors.Is(err, machine.ErrNotRunning) {
+		if err := m.Stop(); err != nil && !errors.Is(err, qemu.ErrNotRunning) {
 			return err
 		}
 		return nil
@@ -91,17 +91,17 @@ func run(ctx context.Context, args []string) error {
 		if len(args) == 0 {
 			return errors.New("exec: no command (testbed exec CMD ARGS…)")
 		}
-		return execute(ctx, m, command{argv: args, dir: dir})
+		return execute(ctx, m, command{argv: args, workdir: dir})
 	case "shell":
 		if len(args) == 0 {
 			args = []string{"/bin/bash"}
 		}
-		return execute(ctx, m, command{argv: args, dir: dir, tty: true})
+		return execute(ctx, m, command{argv: args, workdir: dir, tty: true})
 	}
 	return fmt.Errorf("unknown command %q\n%s", name, usage)
 }
 
-func start(ctx context.Context, m *machine.Machine, args []string) error {
+func start(ctx context.Context, m *qemu.VM, args []string) error {
 	flags := flag.NewFlagSet("start", flag.ContinueOnError)
 	memory := flags.String("memory", "", "memory of the machine, for example 8G or 4096M (default: 8G, or half of the host's if less)")
 	cpus := flags.Int("cpus", 0, "processors of the machine (default 1)")
@@ -109,7 +109,7 @@ func start(ctx context.Context, m *machine.Machine, args []string) error {
 	if err := flags.Parse(args); err != nil {
 		return exitError(2)
 	}
-	cfg := machine.Config{CPUs: *cpus, Kernel: *kernel}
+	cfg := qemu.Config{CPUs: *cpus, Kernel: *kernel}
 	if *memory != "" {
 		n, err := parseMiB(*memory)
 		if err != nil {
@@ -142,9 +142,9 @@ func parseMiB(s string) (int, error) {
 	return n * unit, nil
 }
 
-func status(m *machine.Machine) error {
+func status(m *qemu.VM) error {
 	pid, err := m.PID()
-	if errors.Is(err, machine.ErrNotRunning) {
+	if errors.Is(err, qemu.ErrNotRunning) {
 		fmt.Println("stopped")
 		return exitError(3)
 	} else if err != nil {

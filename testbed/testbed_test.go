@@ -19,7 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// binary is the testbed under test, with a machine of its own.
+// binary is the testbed under test, with a VM of its own.
 var binary string
 
 func TestMain(m *testing.M) {
@@ -56,10 +56,10 @@ func withMachine(m *testing.M) (int, error) {
 }
 
 // commandLimit is far above what any of the commands takes on a busy host. It
-// is there so that a hang ends the machine with the test.
+// is there so that a hang ends the VM with the test.
 const commandLimit = 2 * time.Minute
 
-// within returns a command that runs argv in the machine.
+// within returns a command that runs argv in the VM.
 func within(t *testing.T, argv ...string) *exec.Cmd {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), commandLimit)
@@ -67,7 +67,7 @@ func within(t *testing.T, argv ...string) *exec.Cmd {
 	return exec.CommandContext(ctx, binary, append([]string{"exec", "--"}, argv...)...)
 }
 
-// output runs argv in the machine and returns its stdout.
+// output runs argv in the VM and returns its stdout.
 func output(t *testing.T, argv ...string) string {
 	t.Helper()
 	var errs bytes.Buffer

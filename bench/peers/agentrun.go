@@ -28,7 +28,7 @@ func (a *agentRun) open(context.Context) (err error) {
 	if a.engine, err = microvm.New(microvm.Config{Resident: a.memory, Scratch: filepath.Join(a.cfg.Folder, "scratch")}); err != nil {
 		return err
 	}
-	a.root, err = os.Open(a.cfg.RootImage)
+	a.root, err = os.Open(a.cfg.Root)
 	return err
 }
 

@@ -1,4 +1,4 @@
-"""Drives microsandbox for `agentrun bench peers`.
+"""Drives microsandbox for `build/bench peers`.
 
 A JSON request per line comes on stdin, {"op": NAME, ...}; a JSON answer per line
 goes to stdout, {"result": {...}} or {"error": TEXT}. Times are milliseconds.

@@ -207,7 +207,7 @@ func (f *firecracker) boot(ctx context.Context) (_ time.Duration, err error) {
 	}{
 		{"/boot-source", object{"kernel_image_path": f.kernel, "initrd_path": f.initrd, "boot_args": fcCmdline}},
 		{"/machine-config", object{"vcpu_count": f.cfg.VCPUs, "mem_size_mib": f.cfg.Memory >> 20, "track_dirty_pages": true}},
-		{"/drives/root", object{"drive_id": "root", "path_on_host": f.cfg.RootImage, "is_root_device": false, "is_read_only": true}},
+		{"/drives/root", object{"drive_id": "root", "path_on_host": f.cfg.Root, "is_root_device": false, "is_read_only": true}},
 		{"/vsock", object{"guest_cid": 3, "uds_path": fcVsock}},
 		{"/actions", object{"action_type": "InstanceStart"}},
 	} {

@@ -16,12 +16,12 @@ import (
 
 // Config says what Run measures.
 type Config struct {
-	// RootDir is a root filesystem as a folder, RootImage the same as EROFS.
-	RootDir, RootImage string
+	// Guest is always a microVM of the default jail.
+	bench.Guest
+	// RootDir is its root filesystem as a folder; empty if there is none.
+	RootDir string
 	// Program does nothing; it is a path in the root filesystem.
 	Program string
-	Memory  uint64
-	VCPUs   int
 	// Boots, Warm, Forks and Lives are how often each is measured.
 	Boots, Warm, Forks, Lives int
 	// Dirty is what the source writes between two live forks, in bytes.
@@ -30,8 +30,6 @@ type Config struct {
 	Python string
 	// Firecracker is the path of its binary; empty without one.
 	Firecracker string
-	// Folder is for everything that is not memory.
-	Folder string
 	// Progress is told what is being done.
 	Progress func(format string, args ...any)
 }

@@ -34,7 +34,7 @@ func (o *execOptions) flags(f *pflag.FlagSet) {
 // exec runs the command in a guest and streams its input and output.
 func (o *execOptions) exec(ctx context.Context, agent *guestrpc.Client, argv []string, stdin io.Reader, stdout, stderr io.Writer) (status guestrpc.ExitStatus, err error) {
 	req := guestrpc.ExecRequest{
-		Argv: argv, Env: o.env, Cwd: o.workdir, User: o.user,
+		Argv: argv, Env: o.env, Workdir: o.workdir, User: o.user,
 		Timeout: o.timeout, TTY: o.tty, Stdin: o.stdin,
 	}
 	terminal, err := o.terminal(stdin)
@@ -96,7 +96,7 @@ func (t *terminal) raw() (restore func() error, err error) {
 }
 
 // follow keeps the guest's terminal as large as ours, until stop.
-func (t *terminal) follow(ctx context.Context, x *guestrpc.ExecSession) (stop func()) {
+func (t *terminal) follow(ctx context.Context, x *guestrpc.AttachedExec) (stop func()) {
 	return onResize(func() {
 		rows, cols := t.size()
 		_ = x.Resize(ctx, rows, cols) // the process may just have ended

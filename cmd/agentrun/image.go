@@ -12,6 +12,7 @@ import (
 	"text/tabwriter"
 	"time"
 
+	"agentrun.dev/cmd/internal/cli"
 	"agentrun.dev/internal/client/local"
 	"agentrun.dev/internal/storage/image"
 	"agentrun.dev/internal/storage/image/debian"
@@ -19,15 +20,6 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 )
-
-// openImages opens the user's images.
-func openImages() (*image.Store, error) {
-	dir, err := local.DefaultFolder()
-	if err != nil {
-		return nil, err
-	}
-	return image.OpenStore(filepath.Join(dir, "images"))
-}
 
 // registryOptions are the flags of commands that speak to registries.
 type registryOptions struct {
@@ -38,14 +30,14 @@ type registryOptions struct {
 
 // limitOptions are the flags of commands that unpack images.
 type limitOptions struct {
-	maxSize       byteSize
+	maxSize       cli.ByteSize
 	maxRatio      int64
 	absoluteNames bool
 }
 
 func (o *limitOptions) flags(f *pflag.FlagSet) {
 	limits := tree.DefaultLimits()
-	o.maxSize, o.maxRatio = byteSize(limits.Bytes), limits.Ratio
+	o.maxSize, o.maxRatio = cli.ByteSize(limits.Bytes), limits.Ratio
 	f.Var(&o.maxSize, "max-size", "refuse images whose files are larger, all together")
 	f.Int64Var(&o.maxRatio, "max-ratio", o.maxRatio, "refuse layers that are this many times larger than their compressed form")
 	f.BoolVar(&o.absoluteNames, "absolute-names", false, "take names from / in layers as meant from the image's root, instead of refusing them")
@@ -152,7 +144,7 @@ Each image's digest is printed when it is here.`,
   agentrun image pull --ca-file ca.pem registry.example.com/team/app@sha256:…`,
 		Args: cobra.MinimumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			store, err := openImages()
+			store, err := local.OpenImages()
 			if err != nil {
 				return err
 			}
@@ -216,7 +208,7 @@ has written, compressed or not. Images keep the names that the archive gives the
 				}
 				o.Name = &ref
 			}
-			store, err := openImages()
+			store, err := local.OpenImages()
 			if err != nil {
 				return err
 			}
@@ -265,7 +257,7 @@ out.`,
 				}
 				o.Names = append(o.Names, ref)
 			}
-			store, err := openImages()
+			store, err := local.OpenImages()
 			if err != nil {
 				return err
 			}
@@ -298,7 +290,7 @@ func newImageListCommand() *cobra.Command {
 		Short: "List images",
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			store, err := openImages()
+			store, err := local.OpenImages()
 			if err != nil {
 				return err
 			}
@@ -361,7 +353,7 @@ digest an image is deleted with all names. An image that a template, a snapshot,
 sandbox or a running command uses stays as it is.`,
 		Args: cobra.MinimumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			store, err := openImages()
+			store, err := local.OpenImages()
 			if err != nil {
 				return err
 			}
@@ -391,7 +383,7 @@ func newImageInspectCommand() *cobra.Command {
 		Short: "Print what is known of images, as JSON",
 		Args:  cobra.MinimumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			store, err := openImages()
+			store, err := local.OpenImages()
 			if err != nil {
 				return err
 			}
@@ -425,7 +417,7 @@ command uses, and what killed pulls and builds have left. --all deletes those wi
 names, too. Pulls and builds that go on meanwhile are left alone.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			store, err := openImages()
+			store, err := local.OpenImages()
 			if err != nil {
 				return err
 			}
@@ -454,7 +446,7 @@ func newImageTagCommand() *cobra.Command {
 		Short: "Give an image that is here another name",
 		Args:  cobra.ExactArgs(2),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			store, err := openImages()
+			store, err := local.OpenImages()
 			if err != nil {
 				return err
 			}

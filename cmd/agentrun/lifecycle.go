@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 
+	"agentrun.dev/cmd/internal/cli"
 	"agentrun.dev/internal/client"
 	"agentrun.dev/internal/client/local"
 	"agentrun.dev/internal/engine/microvm"
@@ -49,6 +50,6 @@ func newLifecycleCommand(name, short, long string, verb client.Verb, do func(*lo
 		},
 	}
 	daemon.flags(cmd.Flags())
-	policyFlags(cmd.Flags(), &policy)
+	cli.PolicyFlags(cmd.Flags(), &policy)
 	return cmd
 }

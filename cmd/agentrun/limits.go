@@ -5,6 +5,7 @@ import (
 	"math"
 	"strconv"
 
+	"agentrun.dev/cmd/internal/cli"
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
 	"github.com/spf13/pflag"
@@ -14,16 +15,10 @@ import (
 // them: those that were allowed to run without limits must be found.
 var startsNothing = microvm.JailPolicy{AllowUnlimited: true, AllowUnjailed: true}
 
-// policyFlags are those of commands that start microVMs.
-func policyFlags(f *pflag.FlagSet, p *microvm.JailPolicy) {
-	f.BoolVar(&p.AllowUnlimited, "allow-unlimited", false, "go on where limits of memory, processors and threads cannot be set")
-	f.BoolVar(&p.AllowUnjailed, "allow-unjailed", false, "go on where the microVM's process cannot be jailed, as without root: only its system calls are filtered then")
-}
-
 // limitFlags are those of commands that make sandboxes.
 func limitFlags(f *pflag.FlagSet, l *engine.Limits) {
 	f.Var((*milliCPUs)(&l.MilliCPUs), "cpu-limit", "processors' time that a sandbox may take, such as 0.5 (default: its processors and one more for its devices)")
-	f.Var((*byteSize)(&l.IO.BytesPerSecond), "io-bytes", "bytes per second that each disk of a sandbox may read and write, such as 50M (default: no limit)")
+	f.Var((*cli.ByteSize)(&l.IO.BytesPerSecond), "io-bytes", "bytes per second that each disk of a sandbox may read and write, such as 50M (default: no limit)")
 	f.Uint64Var(&l.IO.OpsPerSecond, "io-ops", 0, "requests per second that each disk of a sandbox may serve (default: no limit)")
 }
 

@@ -7,21 +7,16 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"os/signal"
-	"time"
 
-	"agentrun.dev/internal/host/goruntime"
+	"agentrun.dev/cmd/internal/cli"
 	"github.com/spf13/cobra"
-	"golang.org/x/sys/unix"
 )
 
 // version is set by the build (-ldflags -X main.version=…).
 var version = "dev"
 
 func main() {
-	// A matter of speed only, and refused to users without privileges.
-	_ = goruntime.SlowMonitor(monitorSlack)
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, unix.SIGTERM)
+	ctx, stop := cli.Start()
 	err := run(ctx, os.Args[1:], os.Stdin, os.Stdout, os.Stderr)
 	stop()
 	var code exitCode
@@ -33,10 +28,6 @@ func main() {
 		os.Exit(exitFailure)
 	}
 }
-
-// monitorSlack bounds how long a thread that blocks in a system call keeps
-// other goroutines from running when all Ps are taken.
-const monitorSlack = time.Millisecond
 
 // Exit codes of agentrun itself, apart from those that a command in a sandbox
 // ends with (as in docker run).
@@ -64,6 +55,6 @@ func run(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.
 		newPauseCommand(), newResumeCommand(), newHibernateCommand(), newImageCommand(), newUpCommand(), newDownCommand(),
 		newApplyCommand(), newGetCommand(), newDeleteCommand(), newLogsCommand(), newCodeCommand(), newCopyCommand(), newPortForwardCommand(), newTreeCommand(),
 		newKeyCommand(), newSecretCommand(), newQuotaCommand(), newCheckpointCommand(), newTopCommand(), newTemplateCommand(),
-		newDoctorCommand(), newBenchCommand(), newFloorCommand(), newManCommand())
+		newDoctorCommand(), newManCommand())
 	return root.ExecuteContext(ctx)
 }

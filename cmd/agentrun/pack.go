@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"strconv"
 
+	"agentrun.dev/cmd/internal/cli"
 	"agentrun.dev/internal/client/local"
 	"agentrun.dev/internal/storage/image"
 	"agentrun.dev/internal/storage/pack"
@@ -56,14 +57,14 @@ func askPassword() ([]byte, error) {
 // unpackOptions are the flags of commands that unpack snapshots.
 type unpackOptions struct {
 	verifyKey string
-	maxSize   byteSize
+	maxSize   cli.ByteSize
 	maxRatio  uint64
 	anyHost   bool
 }
 
 func (o *unpackOptions) flags(f *pflag.FlagSet) {
 	limits := pack.DefaultLimits()
-	o.maxSize, o.maxRatio = byteSize(limits.Bytes), limits.Ratio
+	o.maxSize, o.maxRatio = cli.ByteSize(limits.Bytes), limits.Ratio
 	f.StringVar(&o.verifyKey, "verify-key", "", "public key (PEM, as cosign's) that must have signed the snapshot")
 	f.Var(&o.maxSize, "max-size", "refuse snapshots whose memory and disks are larger, all together")
 	f.Uint64Var(&o.maxRatio, "max-ratio", o.maxRatio, "refuse snapshots that are this many times larger than their packed form, zeros not counted")

@@ -7,6 +7,7 @@ import (
 	"text/tabwriter"
 
 	"agentrun.dev/api/rest"
+	"agentrun.dev/cmd/internal/cli"
 	"agentrun.dev/internal/client"
 	"agentrun.dev/internal/convert/restconv"
 	"agentrun.dev/internal/sandbox"
@@ -28,7 +29,7 @@ refused with insufficient_capacity; a pool waits. What is there already stays.`,
 
 func newQuotaSetCommand() *cobra.Command {
 	var o daemonOptions
-	var memory, storage byteSize
+	var memory, storage cli.ByteSize
 	var sandboxes int
 	cmd := &cobra.Command{
 		Use:     "set",

@@ -7,6 +7,8 @@ import (
 	"io"
 	"os"
 
+	"agentrun.dev/cmd/internal/cli"
+	"agentrun.dev/internal/client/local"
 	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/storage/image"
 	"github.com/spf13/cobra"
@@ -56,7 +58,7 @@ func (o *rootOptions) openRoot(ctx context.Context, kind pick.Kind, stderr io.Wr
 }
 
 func (o *rootOptions) openImage(ctx context.Context, kind pick.Kind, stderr io.Writer) (_ *os.File, config image.Config, err error) {
-	store, err := openImages()
+	store, err := local.OpenImages()
 	if err != nil {
 		return nil, config, err
 	}
@@ -77,7 +79,7 @@ func (o *rootOptions) openImage(ctx context.Context, kind pick.Kind, stderr io.W
 		f, err := h.Root()
 		return f, h.Image.Config, err
 	}
-	if err := sayLost(stderr, h.Image.Capabilities); err != nil {
+	if err := cli.WarnLost(stderr, h.Image.Capabilities); err != nil {
 		return nil, config, err
 	}
 	f, err := h.PlainRoot()

@@ -10,6 +10,7 @@ import (
 	"strings"
 	"time"
 
+	"agentrun.dev/cmd/internal/cli"
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/pick"
@@ -22,7 +23,7 @@ import (
 // runOptions are the flags of agentrun run.
 type runOptions struct {
 	kernel   string
-	memory   byteSize
+	memory   cli.ByteSize
 	cpus     int
 	disks    []string
 	hostname string
@@ -75,9 +76,9 @@ The exit code is the command's own, 128+N if signal N ended it, 124 if
 	f.Var(&o.memory, "memory", "RAM of the microVM, such as 512M or 2G")
 	f.IntVar(&o.cpus, "cpus", o.cpus, fmt.Sprintf("processors of the microVM, 1 to %d", vmm.MaxVCPUs))
 	f.StringArrayVar(&o.disks, "disk", nil, "file to attach as a disk, FILE or FILE:ro (repeatable; /dev/vdb, /dev/vdc, …)")
-	engineFlag(f, &o.engine)
+	cli.EngineFlag(f, &o.engine)
 	limitFlags(f, &o.limits)
-	policyFlags(f, &o.policy)
+	cli.PolicyFlags(f, &o.policy)
 	o.execOptions.flags(f)
 	f.StringVar(&o.hostname, "hostname", "sandbox", "host name of the microVM")
 	f.BoolVar(&o.console, "console", false, "print the microVM's console log to stderr at the end")

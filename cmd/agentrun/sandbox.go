@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"agentrun.dev/api/rest"
+	"agentrun.dev/cmd/internal/cli"
 	"agentrun.dev/internal/client"
 	"agentrun.dev/internal/client/local"
 	"agentrun.dev/internal/engine"
@@ -63,7 +64,7 @@ both.`,
 	o.daemon.serverFlag(f)
 	f.StringArrayVar(&o.names, "name", nil, "name of a fork (repeatable; default: the source's name and a number)")
 	limitFlags(f, &o.limits)
-	policyFlags(f, &o.policy)
+	cli.PolicyFlags(f, &o.policy)
 	return cmd
 }
 
@@ -172,7 +173,7 @@ it could not be run. A sandbox that is paused or hibernated goes on.`,
 	cmd.Flags().SetInterspersed(false)
 	o.flags(cmd.Flags())
 	daemon.flags(cmd.Flags())
-	policyFlags(cmd.Flags(), &policy)
+	cli.PolicyFlags(cmd.Flags(), &policy)
 	return cmd
 }
 

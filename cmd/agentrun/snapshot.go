@@ -7,6 +7,7 @@ import (
 	"io"
 	"os"
 
+	"agentrun.dev/cmd/internal/cli"
 	"agentrun.dev/internal/client/local"
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
@@ -34,9 +35,9 @@ func withStore(policy microvm.JailPolicy, do func(*local.Store) error) (err erro
 type snapshotOptions struct {
 	kernel  string
 	from    string
-	memory  byteSize
-	disk    byteSize
-	scratch byteSize
+	memory  cli.ByteSize
+	disk    cli.ByteSize
+	scratch cli.ByteSize
 	cpus    int
 	limits  engine.Limits
 	policy  microvm.JailPolicy
@@ -75,9 +76,9 @@ registry; they are no names for snapshots.`,
 	f.Var(&o.disk, "disk", "size of what it may write over its root filesystem, at least 16M (default: half of the memory, and in it)")
 	f.Var(&o.scratch, "scratch", "size of an empty disk, /dev/vdb, that forks get a copy of (default: none); on gVisor, by how much the root filesystem may grow (default: half of the memory)")
 	f.IntVar(&o.cpus, "cpus", o.cpus, fmt.Sprintf("processors of the microVM, 1 to %d", vmm.MaxVCPUs))
-	engineFlag(f, &o.engine)
+	cli.EngineFlag(f, &o.engine)
 	limitFlags(f, &o.limits)
-	policyFlags(f, &o.policy)
+	cli.PolicyFlags(f, &o.policy)
 	cmd.MarkFlagsOneRequired("image", "rootfs", "from")
 	o.exclusive(cmd)
 	for _, flag := range append([]string{"rootfs", "kernel", "memory", "disk", "scratch", "cpus", "engine", "cpu-limit", "io-bytes", "io-ops"}, imageFlags...) {
@@ -138,7 +139,7 @@ func (o *snapshotOptions) template(ctx context.Context, s *local.Store, name loc
 		if len(argv) == 0 {
 			return nil
 		}
-		st, err := sb.Agent().Run(ctx, guestrpc.ExecRequest{Argv: argv, Env: config.Env, Cwd: config.WorkingDir, User: config.User}, nil, stdout, stderr)
+		st, err := sb.Agent().Run(ctx, guestrpc.ExecRequest{Argv: argv, Env: config.Env, Workdir: config.WorkingDir, User: config.User}, nil, stdout, stderr)
 		if err != nil {
 			return err
 		}

@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 
+	"agentrun.dev/cmd/internal/cli"
 	"agentrun.dev/internal/client/local"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/pick"
@@ -40,7 +41,7 @@ type upOptions struct {
 	tlsCert  string
 	tlsKey   string
 	insecure bool
-	capacity byteSize
+	capacity cli.ByteSize
 	keyFile  string
 	verbose  bool
 	metrics  string
@@ -69,7 +70,7 @@ Sandboxes do not end with it: the next agentrun up finds them as they are.`,
 		},
 	}
 	f := cmd.Flags()
-	engineFlag(f, &o.engine)
+	cli.EngineFlag(f, &o.engine)
 	f.StringVar(&o.listen, "listen", "", "TCP address to serve on as well, such as 127.0.0.1:7070")
 	f.StringVar(&o.public, "advertise", "", "address that others reach --listen by (default: that address)")
 	f.StringVar(&o.tlsCert, "tls-cert", "", "certificate for --listen, in PEM (default: one that is made)")
@@ -82,7 +83,7 @@ Sandboxes do not end with it: the next agentrun up finds them as they are.`,
 	f.StringVar(&o.metrics, "metrics-listen", "", "TCP address that serves /metrics without authentication, for a scraper on a private network")
 	f.StringVar(&o.format, "log-format", "json", "form of the log on standard error: json or text")
 	f.BoolVarP(&o.verbose, "verbose", "v", false, "log every request")
-	policyFlags(f, &o.policy)
+	cli.PolicyFlags(f, &o.policy)
 	o.registryOptions.flags(f)
 	return cmd
 }
@@ -95,7 +96,7 @@ func (o *upOptions) run(ctx context.Context, stderr io.Writer) error {
 	if err != nil {
 		return err
 	}
-	images, err := openImages()
+	images, err := local.OpenImages()
 	if err != nil {
 		return err
 	}

@@ -1,6 +1,6 @@
-// Command guest-agent is PID 1 of a sandbox. It sets the machine up, listens
+// Command guest-agent is PID 1 of a sandbox. It sets the guest up, listens
 // on vsock port 1024 for the host (CID 2), tells the host that it is ready by
-// dialing the host's port 1024, and serves until the machine goes down.
+// dialing the host's port 1024, and serves until the guest goes down.
 //
 //	guest-agent                        as PID 1 of a microVM
 //	guest-agent --enter-container …    as PID 1 of a container: runs the next
@@ -67,7 +67,7 @@ func run(args []string) error {
 // runAsInit serves a sandbox. Arguments are ignored: the kernel passes what it
 // does not know of its command line to PID 1.
 func runAsInit() error {
-	machine, err := agent.Boot(log)
+	system, err := agent.Boot(log)
 	if err != nil {
 		return err
 	}
@@ -80,7 +80,7 @@ func runAsInit() error {
 		Version:   version,
 		Log:       log,
 		Down: func(action agent.Action, grace time.Duration) error {
-			return agent.Shutdown(ps, machine, action, grace)
+			return agent.Shutdown(ps, system, action, grace)
 		},
 		Renewer: agent.NewRenewer(),
 	}

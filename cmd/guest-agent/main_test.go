@@ -48,7 +48,7 @@ func TestAgentOnAUnixSocket(t *testing.T) {
 		t.Fatal(err)
 	}
 	var out bytes.Buffer
-	exit, err := c.Run(ctx, guestrpc.ExecRequest{Argv: []string{"/bin/sh", "-c", "echo hello; exit 7"}, Cwd: "/"}, nil, &out, nil)
+	exit, err := c.Run(ctx, guestrpc.ExecRequest{Argv: []string{"/bin/sh", "-c", "echo hello; exit 7"}, Workdir: "/"}, nil, &out, nil)
 	if err != nil || exit.Code != 7 || out.String() != "hello\n" {
 		t.Errorf("%+v, %q, %v", exit, &out, err)
 	}

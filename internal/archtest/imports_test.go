@@ -247,6 +247,15 @@ func TestDomainIsApart(t *testing.T) {
 	}
 }
 
+// TestNoBenchInProduct: users' binary carries neither benchmarks nor peers.
+func TestNoBenchInProduct(t *testing.T) {
+	for _, p := range goList(t, "-deps", "./cmd/agentrun") {
+		if path := strings.TrimPrefix(p.ImportPath, module+"/"); path == "bench" || strings.HasPrefix(path, "bench/") {
+			t.Errorf("cmd/agentrun depends on %s", p.ImportPath)
+		}
+	}
+}
+
 // TestNoGVisorHere: gVisor is in a module of its own, and only there.
 func TestNoGVisorHere(t *testing.T) {
 	for _, p := range goList(t, "-deps", "./...") {

@@ -282,14 +282,14 @@ type LiveForkStats struct {
 	Captured time.Duration
 	// Waits counts the source's writes to memory that was not yet copied. Half
 	// of them, and 99 of 100, were being served for no longer than MedianWait
-	// and WaitOf99.
-	Waits                             uint64
-	MedianWait, WaitOf99, LongestWait time.Duration
+	// and P99Wait.
+	Waits                            uint64
+	MedianWait, P99Wait, LongestWait time.Duration
 	// Copied is the bytes of memory that were stored.
 	Copied uint64
-	// StoodStill is empty if memory was copied beside the running source. If it
+	// WhyCopiedInPause is empty if memory was copied beside the running source. If it
 	// was copied in the pause, it says why.
-	StoodStill string
+	WhyCopiedInPause string
 }
 
 // Stats is what a sandbox costs, in bytes.

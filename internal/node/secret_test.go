@@ -275,7 +275,7 @@ func TestHolderExec(t *testing.T) {
 		}
 		defer u.Done()
 		var out bytes.Buffer
-		req := guestrpc.ExecRequest{Argv: []string{"/bin/sh", "-c", "echo $API_KEY $PLAIN"}, Cwd: "/"}
+		req := guestrpc.ExecRequest{Argv: []string{"/bin/sh", "-c", "echo $API_KEY $PLAIN"}, Workdir: "/"}
 		if _, err := u.Agent().Run(t.Context(), req, nil, &out, io.Discard); err != nil {
 			t.Fatal(err)
 		}

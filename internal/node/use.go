@@ -30,7 +30,7 @@ func (u *Use) Stats(ctx context.Context) (sandbox.Stats, error) {
 
 // Scope is as whom and from where files are reached where nothing else is said.
 func (u *Use) Scope() guestrpc.FileScope {
-	return guestrpc.FileScope{User: u.Sandbox.User, Cwd: u.Sandbox.Workdir}
+	return guestrpc.FileScope{User: u.Sandbox.User, Workdir: u.Sandbox.Workdir}
 }
 
 // Exec completes what a request leaves open: user and working folder. The
@@ -39,8 +39,8 @@ func (u *Use) Exec(req guestrpc.ExecRequest) guestrpc.ExecRequest {
 	if req.User == "" {
 		req.User = u.Sandbox.User
 	}
-	if req.Cwd == "" {
-		req.Cwd = u.Sandbox.Workdir
+	if req.Workdir == "" {
+		req.Workdir = u.Sandbox.Workdir
 	}
 	return req
 }
@@ -60,7 +60,7 @@ func (u *Use) DefaultContext(ctx context.Context, language string) (string, erro
 		return name, nil
 	}
 	scope := u.Scope()
-	_, err := u.Agent().CreateContext(ctx, guestrpc.CodeCreateRequest{ID: name, Language: language, Cwd: scope.Cwd, User: scope.User})
+	_, err := u.Agent().CreateContext(ctx, guestrpc.CodeCreateRequest{ID: name, Language: language, Workdir: scope.Workdir, User: scope.User})
 	if err != nil && !errors.Is(err, fs.ErrExist) {
 		return "", err
 	}

@@ -41,7 +41,7 @@ func (a *api) RunCode(w http.ResponseWriter, r *http.Request, namespace, name st
 	if req.Context == "" {
 		req.Context, err = u.DefaultContext(ctx, req.Language)
 	}
-	var s *guestrpc.CodeSession
+	var s *guestrpc.AttachedCode
 	if err == nil {
 		s, err = u.Agent().StartCode(ctx, req)
 	}
@@ -98,7 +98,7 @@ var codeStates = map[guestrpc.CodeState]rest.CodeStatus{
 // maxValues is how many bytes of results and displays a buffered answer holds.
 const maxValues = 64 << 20
 
-func (a *api) codeBuffered(w http.ResponseWriter, r *http.Request, s *guestrpc.CodeSession, limit int) {
+func (a *api) codeBuffered(w http.ResponseWriter, r *http.Request, s *guestrpc.AttachedCode, limit int) {
 	stdout, stderr := capped{limit: limit}, capped{limit: limit}
 	out := rest.CodeResult{Id: s.ID(), Context: s.Started().Context, Displays: []rest.MimeBundle{}}
 	values := 0
@@ -135,7 +135,7 @@ func (a *api) codeBuffered(w http.ResponseWriter, r *http.Request, s *guestrpc.C
 }
 
 // codeEvents streams an execution to its end.
-func (a *api) codeEvents(w http.ResponseWriter, form string, s *guestrpc.CodeSession) {
+func (a *api) codeEvents(w http.ResponseWriter, form string, s *guestrpc.AttachedCode) {
 	e := a.newEvents(w, form)
 	send := func(event rest.CodeEvent) error { return e.send(string(event.Type), event) }
 	began := s.Started()
@@ -175,7 +175,7 @@ func (a *api) codeEvents(w http.ResponseWriter, form string, s *guestrpc.CodeSes
 	}
 }
 
-// showCodeEvent reads what a kernel has sent, which may be anything.
+// showCodeEvent reads what an interpreter has sent, which may be anything.
 func showCodeEvent(e guestrpc.CodeEvent) (rest.CodeEvent, error) {
 	seq := int64(e.Seq)
 	out := rest.CodeEvent{Seq: &seq, StdoutOffset: &e.Stdout, StderrOffset: &e.Stderr}
@@ -282,7 +282,7 @@ func (a *api) ListContexts(w http.ResponseWriter, r *http.Request, namespace, na
 func (a *api) CreateContext(w http.ResponseWriter, r *http.Request, namespace, name string) {
 	var given rest.ContextCreate
 	_, err := a.readJSON(w, r, maxBody, &given)
-	req := guestrpc.CodeCreateRequest{ID: given.Id, Language: string(given.Language), Cwd: given.Cwd, User: given.User, Start: given.Start}
+	req := guestrpc.CodeCreateRequest{ID: given.Id, Language: string(given.Language), Workdir: given.Cwd, User: given.User, Start: given.Start}
 	if err == nil && given.Id != "" {
 		err = checkID("id", given.Id)
 	}
@@ -298,8 +298,8 @@ func (a *api) CreateContext(w http.ResponseWriter, r *http.Request, namespace, n
 		return
 	}
 	defer u.Done()
-	if scope := u.Scope(); req.Cwd == "" {
-		req.Cwd = scope.Cwd
+	if scope := u.Scope(); req.Workdir == "" {
+		req.Workdir = scope.Workdir
 	}
 	if scope := u.Scope(); req.User == "" {
 		req.User = scope.User
@@ -310,7 +310,7 @@ func (a *api) CreateContext(w http.ResponseWriter, r *http.Request, namespace, n
 
 func showContext(c guestrpc.CodeContext) rest.Context {
 	return rest.Context{
-		Id: c.ID, Language: c.Language, Cwd: c.Cwd, User: c.User, Pid: c.PID, Version: text(c.Version),
+		Id: c.ID, Language: c.Language, Cwd: c.Workdir, User: c.User, Pid: c.PID, Version: text(c.Version),
 		Running: c.Running, Queued: int64(c.Queued),
 	}
 }

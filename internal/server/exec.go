@@ -65,7 +65,7 @@ type run struct {
 
 func parseExec(g rest.ExecRequest) (x run, err error) {
 	x = run{ExecRequest: g, req: guestrpc.ExecRequest{
-		ID: g.Id, Argv: g.Argv, Cwd: g.Cwd, User: g.User, TTY: g.Tty, Rows: uint16(g.Rows), Cols: uint16(g.Cols),
+		ID: g.Id, Argv: g.Argv, Workdir: g.Cwd, User: g.User, TTY: g.Tty, Rows: uint16(g.Rows), Cols: uint16(g.Cols),
 		Stdin: g.OpenStdin || g.Stdin != "",
 	}}
 	if (len(g.Argv) == 0) == (g.Shell == "") {
@@ -151,7 +151,7 @@ func (a *api) Exec(w http.ResponseWriter, r *http.Request, namespace, name strin
 }
 
 // feed sends the input of the request. A process need not read it all.
-func (x run) feed(s *guestrpc.ExecSession) {
+func (x run) feed(s *guestrpc.AttachedExec) {
 	if !x.req.Stdin {
 		return
 	}
@@ -164,7 +164,7 @@ func (x run) feed(s *guestrpc.ExecSession) {
 	}()
 }
 
-func (a *api) execBuffered(w http.ResponseWriter, r *http.Request, s *guestrpc.ExecSession, limit int) {
+func (a *api) execBuffered(w http.ResponseWriter, r *http.Request, s *guestrpc.AttachedExec, limit int) {
 	stdout, stderr := capped{limit: limit}, capped{limit: limit}
 	exit, err := s.Copy(nil, &stdout, &stderr)
 	if err != nil {
@@ -182,13 +182,13 @@ func (a *api) execBuffered(w http.ResponseWriter, r *http.Request, s *guestrpc.E
 }
 
 // execEvents streams a process to its end.
-func (a *api) execEvents(w http.ResponseWriter, form string, s *guestrpc.ExecSession) {
+func (a *api) execEvents(w http.ResponseWriter, form string, s *guestrpc.AttachedExec) {
 	e := a.newEvents(w, form)
 	copyExec(s, func(event rest.ExecEvent) error { return e.send(string(event.Type), event) })
 }
 
 // copyExec turns a process into events until it ends or nobody takes them.
-func copyExec(s *guestrpc.ExecSession, send func(rest.ExecEvent) error) {
+func copyExec(s *guestrpc.AttachedExec, send func(rest.ExecEvent) error) {
 	began := s.Started()
 	err := send(rest.ExecEvent{
 		Type: rest.ExecEventTypeStarted, Id: s.ID(), Pid: began.PID,
@@ -236,7 +236,7 @@ func (a *api) AttachExec(w http.ResponseWriter, r *http.Request, namespace, name
 }
 
 // attach joins an exec.
-func (a *api) attach(r *http.Request, namespace, name, id string, stdout, stderr int64) (*node.Use, *guestrpc.ExecSession, error) {
+func (a *api) attach(r *http.Request, namespace, name, id string, stdout, stderr int64) (*node.Use, *guestrpc.AttachedExec, error) {
 	if err := checkID("id", id); err != nil {
 		return nil, nil, err
 	}
@@ -297,7 +297,7 @@ func (a *api) GetExec(w http.ResponseWriter, r *http.Request, namespace, name, i
 }
 
 func showExec(x guestrpc.ExecInfo) rest.ExecInfo {
-	out := rest.ExecInfo{Id: x.ID, Pid: x.PID, Argv: []string{}, User: x.User, Cwd: x.Cwd, Tty: x.TTY, Started: x.Started.UTC(), Running: x.Running}
+	out := rest.ExecInfo{Id: x.ID, Pid: x.PID, Argv: []string{}, User: x.User, Cwd: x.Workdir, Tty: x.TTY, Started: x.Started.UTC(), Running: x.Running}
 	for _, arg := range x.Argv {
 		out.Argv = append(out.Argv, strings.ToValidUTF8(arg, "\ufffd"))
 	}

@@ -222,7 +222,7 @@ func (a *api) serve(mux *http.ServeMux, w http.ResponseWriter, r *http.Request) 
 			panic(http.ErrAbortHandler)
 		}
 	}()
-	who, ctx, authErr := a.whoAsks(r, pattern, to)
+	who, ctx, authErr := a.authenticateRoute(r, pattern, to)
 	audited.event.Principal = who.Name
 	if authErr != nil {
 		err = authErr // who is nobody does not learn what else is wrong

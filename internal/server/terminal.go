@@ -67,7 +67,7 @@ func parseTerminal(g rest.TerminalRequest) (req guestrpc.ExecRequest, err error)
 		env[name] = value
 	}
 	req = guestrpc.ExecRequest{
-		Argv: g.Argv, Cwd: g.Cwd, User: g.User, TTY: true, Stdin: true, Rows: uint16(g.Rows), Cols: uint16(g.Cols),
+		Argv: g.Argv, Workdir: g.Cwd, User: g.User, TTY: true, Stdin: true, Rows: uint16(g.Rows), Cols: uint16(g.Cols),
 	}
 	req.Env, err = environment(env)
 	return req, err
@@ -112,7 +112,7 @@ func (a *api) ConnectTerminal(w http.ResponseWriter, r *http.Request, namespace,
 
 // runTerminal connects a program with who sits in front of it, until either
 // leaves.
-func (a *api) runTerminal(ctx context.Context, conn *websocket.Conn, s *guestrpc.ExecSession) {
+func (a *api) runTerminal(ctx context.Context, conn *websocket.Conn, s *guestrpc.AttachedExec) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	go func() {
@@ -153,7 +153,7 @@ func (a *api) sendTerminal(ctx context.Context, conn *websocket.Conn, event rest
 
 // takeTyping does what a client sends until it leaves. What is wrong with a
 // message is told, and does not end the rest.
-func (a *api) takeTyping(ctx context.Context, conn *websocket.Conn, s *guestrpc.ExecSession) {
+func (a *api) takeTyping(ctx context.Context, conn *websocket.Conn, s *guestrpc.AttachedExec) {
 	in := s.Stdin()
 	for {
 		kind, data, err := conn.Read(ctx)
@@ -173,7 +173,7 @@ func (a *api) takeTyping(ctx context.Context, conn *websocket.Conn, s *guestrpc.
 	}
 }
 
-func resizeTerminal(ctx context.Context, s *guestrpc.ExecSession, data []byte) error {
+func resizeTerminal(ctx context.Context, s *guestrpc.AttachedExec, data []byte) error {
 	var in rest.TerminalInput
 	if err := decode(data, &in); err != nil {
 		return err
@@ -189,7 +189,7 @@ func resizeTerminal(ctx context.Context, s *guestrpc.ExecSession, data []byte) e
 
 // hangUp ends what runs in a terminal that is gone, and forgets it: nobody can
 // come back to it. There is nobody to tell what goes wrong, either.
-func hangUp(ctx context.Context, agent *guestrpc.Client, s *guestrpc.ExecSession) {
+func hangUp(ctx context.Context, agent *guestrpc.Client, s *guestrpc.AttachedExec) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 2*hangUpGrace)
 	defer cancel()
 	for _, n := range []unix.Signal{unix.SIGHUP, unix.SIGKILL} {

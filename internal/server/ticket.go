@@ -86,9 +86,9 @@ func errNoTicket() error {
 		Because("it was used, has expired or is for another sandbox").Try("POST to the terminal for a new one")
 }
 
-// whoAsks says who makes a request: whom a token of a terminal is of, or else whom
-// the daemon knows.
-func (a *api) whoAsks(r *http.Request, route string, to *portTarget) (access.Principal, context.Context, error) {
+// authenticateRoute says who makes a request to a route: who asked for the terminal
+// that a token opens, or else whom authenticate finds.
+func (a *api) authenticateRoute(r *http.Request, route string, to *portTarget) (access.Principal, context.Context, error) {
 	ctx := r.Context()
 	if to != nil || route != terminalRoute || r.URL.Query().Get("token") == "" {
 		who, err := a.authenticate(to.credentials(r))

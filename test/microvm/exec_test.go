@@ -75,7 +75,7 @@ func TestExecOptions(t *testing.T) {
 			},
 			{
 				name: "working folder",
-				req:  guestrpc.ExecRequest{Argv: []string{"pwd"}, Cwd: "/proc/sys"},
+				req:  guestrpc.ExecRequest{Argv: []string{"pwd"}, Workdir: "/proc/sys"},
 				want: result{stdout: "/proc/sys\n"},
 			},
 			{
@@ -85,7 +85,7 @@ func TestExecOptions(t *testing.T) {
 			},
 			{
 				name: "user by number",
-				req:  guestrpc.ExecRequest{Argv: []string{"sh", "-c", "id -u; id -g"}, User: "4242:77", Cwd: "/"},
+				req:  guestrpc.ExecRequest{Argv: []string{"sh", "-c", "id -u; id -g"}, User: "4242:77", Workdir: "/"},
 				want: result{stdout: "4242\n77\n"},
 			},
 			{name: "stdin", req: shell("cat; echo end"), stdin: "line 1\nline 2", want: result{stdout: "line 1\nline 2end\n"}},

@@ -27,6 +27,7 @@ import (
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/pick"
+	"agentrun.dev/internal/storage/image"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/storage/snapshot"
 )
@@ -77,6 +78,15 @@ func DefaultFolder() (string, error) {
 		return "", fmt.Errorf("find the folder for sandboxes (set %s): %w", EnvFolder, err)
 	}
 	return filepath.Join(home, ".local", "state", "agentrun"), nil
+}
+
+// OpenImages opens the user's images.
+func OpenImages() (*image.Store, error) {
+	dir, err := DefaultFolder()
+	if err != nil {
+		return nil, err
+	}
+	return image.OpenStore(filepath.Join(dir, "images"))
 }
 
 // Open opens a folder, and makes it if it is missing.

@@ -166,8 +166,8 @@ func (e *Engine) prepareLoad(s *sandbox, opts engine.ForkOptions, from origin) (
 	state, openErr := from.state()
 	l.add(&err, state, openErr)
 	for i := range s.disks {
-		d, wire := &s.disks[i], &l.load.Devices.Disks[i]
-		wire.BytesPerSecond, wire.OpsPerSecond = opts.Limits.IO.BytesPerSecond, opts.Limits.IO.OpsPerSecond
+		d, sent := &s.disks[i], &l.load.Devices.Disks[i]
+		sent.BytesPerSecond, sent.OpsPerSecond = opts.Limits.IO.BytesPerSecond, opts.Limits.IO.OpsPerSecond
 		refs := d.image.Layers
 		if d.readOnly && len(refs) == 0 {
 			refs = []layer.Ref{{}} // what a sandbox was booted from has no digest until it is captured
@@ -209,12 +209,12 @@ func (e *Engine) devices(s *sandbox) vmmctl.Devices {
 	var sizes []uint64
 	for i := range s.disks {
 		d := &s.disks[i]
-		wire := vmmctl.Disk{ReadOnly: d.readOnly, ID: d.id}
+		sent := vmmctl.Disk{ReadOnly: d.readOnly, ID: d.id}
 		if !d.readOnly {
-			wire.Image = &d.image
+			sent.Image = &d.image
 			sizes = append(sizes, d.image.Size)
 		}
-		out.Disks = append(out.Disks, wire)
+		out.Disks = append(out.Disks, sent)
 	}
 	out.MaxFile = maxFile(s.memory.Size, sizes)
 	if n := s.network; n != nil {

@@ -145,8 +145,8 @@ func (s *sandbox) liveFork(ctx context.Context, opts []engine.ForkOptions) (*eng
 	out.Stats = engine.LiveForkStats{
 		Pause: time.Duration(saved.Pause), Captured: time.Since(begin),
 		Waits: saved.Waits, MedianWait: time.Duration(saved.MedianWait),
-		WaitOf99: time.Duration(saved.WaitOf99), LongestWait: time.Duration(saved.Wait),
-		Copied: saved.Copied, StoodStill: saved.StoodStill,
+		P99Wait: time.Duration(saved.P99Wait), LongestWait: time.Duration(saved.Wait),
+		Copied: saved.Copied, WhyCopiedInPause: saved.WhyCopiedInPause,
 	}
 	out.Held = m.live.held(m.memory)
 	out.Source = out.Held // it has the layers in common with them

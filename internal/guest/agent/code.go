@@ -20,9 +20,9 @@ const (
 	defaultContext  = "default"
 )
 
-// Kernels runs code in interpreters that stay. The zero value, with its first
+// Interpreters runs code in interpreters that stay. The zero value, with its first
 // two fields set, is ready for use and costs nothing until it is used.
-type Kernels struct {
+type Interpreters struct {
 	Processes  *Processes
 	Generation func() uint64 // of the guest; nil: always 0
 
@@ -33,23 +33,23 @@ type Kernels struct {
 	lastID     uint64
 }
 
-// codeContext is one kernel, and those that came before it.
+// codeContext is one interpreter, and those that came before it.
 type codeContext struct {
-	id   string
-	lang interpreter.Language
-	user string
-	cwd  string
-	env  []string
+	id      string
+	lang    interpreter.Language
+	user    string
+	workdir string
+	env     []string
 
-	// Protected by Kernels.mu.
-	kernel  *kernelProcess // may have ended; nil: never started
-	running *execution
-	queue   []*execution
-	working bool   // a goroutine works the queue off
-	begun   bool   // running was taken up by the kernel, which may be interrupted
-	wanted  bool   // an interrupt is to be sent once it is
-	ending  string // why the kernel is being ended; empty: it is not
-	closed  bool
+	// Protected by Interpreters.mu.
+	interpreter *interpreterProcess // may have ended; nil: never started
+	running     *execution
+	queue       []*execution
+	working     bool   // a goroutine works the queue off
+	begun       bool   // running was taken up by the interpreter, which may be interrupted
+	wanted      bool   // an interrupt is to be sent once it is
+	ending      string // why the interpreter is being ended; empty: it is not
+	closed      bool
 }
 
 // execution is one source. Its outputs and its end are the agent's.
@@ -60,7 +60,7 @@ type execution struct {
 	source  string
 	env     []string
 	timeout time.Duration
-	warm    bool // only starts the kernel
+	warm    bool // only starts the interpreter
 
 	stdout *Output
 	stderr *Output
@@ -83,7 +83,7 @@ func (r codeReaders) close() {
 	r.events.close()
 }
 
-func (ks *Kernels) generation() uint64 {
+func (ks *Interpreters) generation() uint64 {
 	if ks.Generation == nil {
 		return 0
 	}
@@ -127,7 +127,7 @@ func validCodeID(id string) bool {
 
 // start queues an execution, with a reader on each output since before the
 // first byte.
-func (ks *Kernels) start(req *guestrpc.CodeRunRequest) (*execution, codeReaders, error) {
+func (ks *Interpreters) start(req *guestrpc.CodeRunRequest) (*execution, codeReaders, error) {
 	var none codeReaders
 	const op = "run code"
 	if !validCodeID(req.ID) || !validCodeID(req.Context) {
@@ -159,7 +159,7 @@ func (ks *Kernels) start(req *guestrpc.CodeRunRequest) (*execution, codeReaders,
 
 // contextFor finds the context of a request; the default one of a language
 // comes into being here.
-func (ks *Kernels) contextFor(req *guestrpc.CodeRunRequest) (*codeContext, error) {
+func (ks *Interpreters) contextFor(req *guestrpc.CodeRunRequest) (*codeContext, error) {
 	id := req.Context
 	if id == "" {
 		id = defaultContext
@@ -191,7 +191,7 @@ func (ks *Kernels) contextFor(req *guestrpc.CodeRunRequest) (*codeContext, error
 }
 
 // newContext makes a context. The caller holds the mutex.
-func (ks *Kernels) newContext(req *guestrpc.CodeCreateRequest) (*codeContext, error) {
+func (ks *Interpreters) newContext(req *guestrpc.CodeCreateRequest) (*codeContext, error) {
 	const op = "create context"
 	lang, ok := interpreter.Find(req.Language)
 	if !ok {
@@ -200,7 +200,7 @@ func (ks *Kernels) newContext(req *guestrpc.CodeCreateRequest) (*codeContext, er
 	if !validCodeID(req.ID) {
 		return nil, fail(ErrInvalid, op, "", "the id is longer than 128 bytes or holds control characters")
 	}
-	if req.Cwd != "" && (req.Cwd[0] != '/' || strings.IndexByte(req.Cwd, 0) >= 0) {
+	if req.Workdir != "" && (req.Workdir[0] != '/' || strings.IndexByte(req.Workdir, 0) >= 0) {
 		return nil, fail(ErrBadDir, op, req.ID, "the working directory must be an absolute path")
 	}
 	if err := checkEnv(req.Env); err != nil {
@@ -219,7 +219,7 @@ func (ks *Kernels) newContext(req *guestrpc.CodeCreateRequest) (*codeContext, er
 	if ks.contexts[id] != nil {
 		return nil, fail(ErrExists, op, id, "close it first, or use it")
 	}
-	c := &codeContext{id: id, lang: lang, user: req.User, cwd: req.Cwd, env: slices.Clone(req.Env)}
+	c := &codeContext{id: id, lang: lang, user: req.User, workdir: req.Workdir, env: slices.Clone(req.Env)}
 	if ks.contexts == nil {
 		ks.contexts = make(map[string]*codeContext)
 		ks.executions = make(map[string]*execution)
@@ -229,7 +229,7 @@ func (ks *Kernels) newContext(req *guestrpc.CodeCreateRequest) (*codeContext, er
 }
 
 // enqueue gives an execution its place. The caller holds the mutex.
-func (ks *Kernels) enqueue(c *codeContext, e *execution) error {
+func (ks *Interpreters) enqueue(c *codeContext, e *execution) error {
 	if len(c.queue) >= maxQueued {
 		return fail(ErrTooMany, "run code in context", c.id, "64 executions wait for their turn, which is the limit")
 	}
@@ -252,8 +252,8 @@ func (ks *Kernels) enqueue(c *codeContext, e *execution) error {
 	return nil
 }
 
-// create makes a context and, if asked to, waits until its kernel is ready.
-func (ks *Kernels) create(stop <-chan struct{}, req *guestrpc.CodeCreateRequest) (guestrpc.CodeContext, error) {
+// create makes a context and, if asked to, waits until its interpreter is ready.
+func (ks *Interpreters) create(stop <-chan struct{}, req *guestrpc.CodeCreateRequest) (guestrpc.CodeContext, error) {
 	ks.mu.Lock()
 	c, err := ks.newContext(req)
 	var e *execution
@@ -284,12 +284,12 @@ func (ks *Kernels) create(stop <-chan struct{}, req *guestrpc.CodeCreateRequest)
 
 // info describes a context. The caller holds the mutex.
 func (c *codeContext) info() guestrpc.CodeContext {
-	info := guestrpc.CodeContext{ID: c.id, Language: c.lang.Name, Cwd: c.cwd, User: c.user, Queued: uint32(len(c.queue))}
-	if c.kernel.alive() {
-		info.PID = int32(c.kernel.proc.PID())
+	info := guestrpc.CodeContext{ID: c.id, Language: c.lang.Name, Workdir: c.workdir, User: c.user, Queued: uint32(len(c.queue))}
+	if c.interpreter.alive() {
+		info.PID = int32(c.interpreter.proc.PID())
 		select {
-		case <-c.kernel.ready:
-			info.Version = strings.ToValidUTF8(c.kernel.version, "?")
+		case <-c.interpreter.ready:
+			info.Version = strings.ToValidUTF8(c.interpreter.version, "?")
 		default:
 		}
 	}
@@ -299,7 +299,7 @@ func (c *codeContext) info() guestrpc.CodeContext {
 	return info
 }
 
-func (k *kernelProcess) alive() bool {
+func (k *interpreterProcess) alive() bool {
 	if k == nil {
 		return false
 	}
@@ -311,7 +311,7 @@ func (k *kernelProcess) alive() bool {
 	}
 }
 
-func (ks *Kernels) list() []guestrpc.CodeContext {
+func (ks *Interpreters) list() []guestrpc.CodeContext {
 	ks.mu.Lock()
 	defer ks.mu.Unlock()
 	list := make([]guestrpc.CodeContext, 0, len(ks.contexts))
@@ -322,7 +322,7 @@ func (ks *Kernels) list() []guestrpc.CodeContext {
 	return list
 }
 
-func (ks *Kernels) get(id string) (*execution, error) {
+func (ks *Interpreters) get(id string) (*execution, error) {
 	ks.mu.Lock()
 	defer ks.mu.Unlock()
 	if e := ks.executions[id]; e != nil {
@@ -331,7 +331,7 @@ func (ks *Kernels) get(id string) (*execution, error) {
 	return nil, fail(ErrNotFound, "find execution", id, "it was never started, or it ended and is no longer remembered")
 }
 
-func (ks *Kernels) find(id string) (*codeContext, error) {
+func (ks *Interpreters) find(id string) (*codeContext, error) {
 	if id == "" {
 		id = defaultContext
 	}
@@ -342,7 +342,7 @@ func (ks *Kernels) find(id string) (*codeContext, error) {
 }
 
 // interrupt does what Ctrl-C would.
-func (ks *Kernels) interrupt(context, id string) error {
+func (ks *Interpreters) interrupt(context, id string) error {
 	ks.mu.Lock()
 	defer ks.mu.Unlock()
 	if id != "" {
@@ -371,25 +371,25 @@ func (ks *Kernels) interrupt(context, id string) error {
 	return c.interrupt()
 }
 
-// interrupt signals the kernel, or has it signalled once it has begun. The
+// interrupt signals the interpreter, or has it signalled once it has begun. The
 // caller holds the mutex.
 func (c *codeContext) interrupt() error {
 	if !c.begun {
 		c.wanted = true
 		return nil
 	}
-	return c.kernel.proc.Signal(syscall.SIGINT, ScopeGroup)
+	return c.interpreter.proc.Signal(syscall.SIGINT, ScopeGroup)
 }
 
-// restart ends the kernel of a context; the next execution starts another.
-func (ks *Kernels) restart(id string) error {
+// restart ends the interpreter of a context; the next execution starts another.
+func (ks *Interpreters) restart(id string) error {
 	ks.mu.Lock()
 	c, err := ks.find(id)
 	if err != nil {
 		ks.mu.Unlock()
 		return err
 	}
-	k := c.kernel
+	k := c.interpreter
 	if k.alive() {
 		c.ending = "the kernel was restarted on request"
 	}
@@ -399,7 +399,7 @@ func (ks *Kernels) restart(id string) error {
 }
 
 // close ends a context; executions whose turn has not come are cancelled.
-func (ks *Kernels) close(id string) error {
+func (ks *Interpreters) close(id string) error {
 	ks.mu.Lock()
 	c, err := ks.find(id)
 	if err != nil {
@@ -413,14 +413,14 @@ func (ks *Kernels) close(id string) error {
 		ks.cancel(e)
 	}
 	c.queue = nil
-	k := c.kernel
+	k := c.interpreter
 	ks.mu.Unlock()
 	k.end()
 	return nil
 }
 
-// end kills the kernel and waits for it.
-func (k *kernelProcess) end() {
+// end kills the interpreter and waits for it.
+func (k *interpreterProcess) end() {
 	if k != nil {
 		k.kill()
 		<-k.proc.Done()
@@ -428,13 +428,13 @@ func (k *kernelProcess) end() {
 }
 
 // cancel ends an execution that has not run. The caller holds the mutex.
-func (ks *Kernels) cancel(e *execution) {
+func (ks *Interpreters) cancel(e *execution) {
 	e.status = guestrpc.CodeStatus{State: guestrpc.CodeCancelled, Code: 130, Language: e.context.lang.Name}
 	ks.finish(e)
 }
 
 // finish announces the end of an execution. The caller holds the mutex.
-func (ks *Kernels) finish(e *execution) {
+func (ks *Interpreters) finish(e *execution) {
 	e.stdout.finish()
 	e.stderr.finish()
 	e.events.end()
@@ -455,7 +455,7 @@ func (ks *Kernels) finish(e *execution) {
 }
 
 // release forgets an execution that has ended.
-func (ks *Kernels) release(id string) error {
+func (ks *Interpreters) release(id string) error {
 	ks.mu.Lock()
 	defer ks.mu.Unlock()
 	e := ks.executions[id]
@@ -471,14 +471,14 @@ func (ks *Kernels) release(id string) error {
 	return nil
 }
 
-// renewed tells kernels in the middle of an execution that they are in a fork.
+// renewed tells interpreters in the middle of an execution that they are in a fork.
 // The others learn it when they are used next.
-func (ks *Kernels) renewed() {
+func (ks *Interpreters) renewed() {
 	ks.mu.Lock()
 	defer ks.mu.Unlock()
 	for _, c := range ks.contexts {
 		if c.running != nil && c.begun {
-			_ = c.kernel.proc.Signal(syscall.SIGURG, ScopeProcess) // ErrEnded: it needs it no more
+			_ = c.interpreter.proc.Signal(syscall.SIGURG, ScopeProcess) // ErrEnded: it needs it no more
 		}
 	}
 }

@@ -15,7 +15,7 @@ const (
 )
 
 // eventLog is what an execution tells beside its output: to events what Output
-// is to bytes. While a reader is attached nothing is lost and the kernel waits;
+// is to bytes. While a reader is attached nothing is lost and the interpreter waits;
 // otherwise the oldest events make room.
 type eventLog struct {
 	room chan struct{} // cap 1: a reader made room
@@ -51,7 +51,7 @@ func (l *eventLog) tryAdd(e guestrpc.CodeEvent, patient bool) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.ended {
-		return true // its kernel is dead, and it has been told to be over
+		return true // its interpreter is dead, and it has been told to be over
 	}
 	for l.size+eventSize(&e) > maxEventLog && len(l.kept) > 0 {
 		if patient && l.slowestLocked() <= l.first {
@@ -157,7 +157,7 @@ func (r *eventReader) try() (guestrpc.CodeEvent, error) {
 	l := r.log
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	r.next = max(r.next, l.first) // the oldest made room after the kernel's end
+	r.next = max(r.next, l.first) // the oldest made room after the interpreter's end
 	if at := r.next - l.first; at < uint64(len(l.kept)) {
 		r.next++
 		l.consumed = max(l.consumed, r.next)

@@ -29,7 +29,7 @@ func TestEventLogWaitsForReaders(t *testing.T) {
 	if got := l.total(); got != (guestrpc.OutputTotal{Bytes: 4}) {
 		t.Errorf("%+v", got)
 	}
-	// A reader that leaves holds nobody up, nor does one once the kernel is dead.
+	// A reader that leaves holds nobody up, nor does one once the interpreter is dead.
 	added = make(chan struct{})
 	go func() { l.add(nil, big); close(added) }()
 	r.close()

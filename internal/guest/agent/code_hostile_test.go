@@ -78,7 +78,7 @@ func TestCodeHostile(t *testing.T) {
 				f := o.failure(t)
 				t.Errorf("%+v, error %s: %.2000s, stdout %.200q, stderr %.200q", o.CodeStatus, f.Name, f.Traceback, o.stdout, o.stderr)
 			}
-			// A kernel that has gone mad is the user's to restart.
+			// An interpreter that has gone mad is the user's to restart.
 			if o := runCode(t, c, guestrpc.CodeRunRequest{Source: "import os\nos.write(1, b'out')\n1 + 1", Timeout: timeout}); o.State != guestrpc.CodeOK || o.stdout != "out" {
 				if err := c.RestartContext(rpcContext(t), "default"); err != nil {
 					t.Fatal(err)
@@ -92,7 +92,7 @@ func TestCodeHostile(t *testing.T) {
 	}
 }
 
-// TestCodeFloodsAreBounded: a kernel that floods every output while nobody
+// TestCodeFloodsAreBounded: an interpreter that floods every output while nobody
 // reads does not grow the agent.
 func TestCodeFloodsAreBounded(t *testing.T) {
 	c := startClient(t)
@@ -129,7 +129,7 @@ print('end')`, ID: "flood"})
 	}
 }
 
-// TestCodeAttachedLosesNothing: with a reader attached the kernel waits.
+// TestCodeAttachedLosesNothing: with a reader attached the interpreter waits.
 func TestCodeAttachedLosesNothing(t *testing.T) {
 	c := startClient(t)
 	o := python(t, c, "for i in range(60):\n    display('z' * 500_000); print('x' * 10_000)")
@@ -214,7 +214,7 @@ func TestCodeQueue(t *testing.T) {
 	if _, err := io.ReadFull(first.Stdout(), buf); err != nil {
 		t.Fatal(err)
 	}
-	var rest []*guestrpc.CodeSession
+	var rest []*guestrpc.AttachedCode
 	for i := range 5 {
 		x, err := c.StartCode(rpcContext(t), guestrpc.CodeRunRequest{Source: "order.append(" + strconv.Itoa(i) + ")\norder"})
 		if err != nil {
@@ -254,7 +254,7 @@ func TestCodeContexts(t *testing.T) {
 	c := startClient(t)
 	ctx := rpcContext(t)
 	python(t, c, "x = 'default'")
-	a, err := c.CreateContext(ctx, guestrpc.CodeCreateRequest{ID: "a", Cwd: "/", Start: true})
+	a, err := c.CreateContext(ctx, guestrpc.CodeCreateRequest{ID: "a", Workdir: "/", Start: true})
 	if err != nil || a.PID == 0 || a.Version == "" {
 		t.Fatalf("%+v, %v", a, err)
 	}
@@ -274,7 +274,7 @@ func TestCodeContexts(t *testing.T) {
 	if o := in("a", "'x' in globals()"); o.result(t) != "False" || !o.Fresh || !strings.Contains(o.FreshReason, "restarted on request") {
 		t.Errorf("%+v", o.CodeStatus)
 	}
-	// A running execution ends with its kernel, those behind it have a new one.
+	// A running execution ends with its interpreter, those behind it have a new one.
 	x, err := c.StartCode(ctx, guestrpc.CodeRunRequest{Context: "a", Source: "print('go')\nwhile True: pass"})
 	if err != nil {
 		t.Fatal(err)
@@ -312,10 +312,10 @@ func TestCodeContexts(t *testing.T) {
 		{second(c.StartCode(ctx, guestrpc.CodeRunRequest{Timeout: -1})), fs.ErrInvalid},
 		{second(c.CreateContext(ctx, guestrpc.CodeCreateRequest{ID: "default"})), fs.ErrExist},
 		{second(c.CreateContext(ctx, guestrpc.CodeCreateRequest{Language: "cobol"})), fs.ErrInvalid},
-		{second(c.CreateContext(ctx, guestrpc.CodeCreateRequest{Cwd: "relative"})), fs.ErrInvalid},
+		{second(c.CreateContext(ctx, guestrpc.CodeCreateRequest{Workdir: "relative"})), fs.ErrInvalid},
 		{second(c.CreateContext(ctx, guestrpc.CodeCreateRequest{ID: "\x01"})), fs.ErrInvalid},
 		{second(c.CreateContext(ctx, guestrpc.CodeCreateRequest{User: "no such user", Start: true})), fs.ErrInvalid},
-		{second(c.CreateContext(ctx, guestrpc.CodeCreateRequest{Cwd: "/no/such", Start: true})), fs.ErrInvalid},
+		{second(c.CreateContext(ctx, guestrpc.CodeCreateRequest{Workdir: "/no/such", Start: true})), fs.ErrInvalid},
 		{second(c.CreateContext(ctx, guestrpc.CodeCreateRequest{Env: []string{"PATH=/nowhere"}, Start: true})), fs.ErrNotExist},
 	} {
 		if !errors.Is(tt.err, tt.want) {

@@ -14,7 +14,7 @@ func inNode(t testing.TB, c *guestrpc.Client, source string) codeOutcome {
 	return runCode(t, c, guestrpc.CodeRunRequest{Language: "node", Source: source, Timeout: 30 * time.Second})
 }
 
-func TestNodeKernel(t *testing.T) {
+func TestNodeInterpreter(t *testing.T) {
 	r, _ := newTestRenewer(t)
 	c, _ := dialServer(t, serve(t, &Server{Renewer: r}))
 	for _, tt := range []struct {

@@ -9,12 +9,12 @@ import (
 	"agentrun.dev/internal/guest/interpreter"
 )
 
-// codeGrace is what a kernel has from the interrupt of a timeout until it is
+// codeGrace is what an interpreter has from the interrupt of a timeout until it is
 // killed.
 const codeGrace = 2 * time.Second
 
 // work runs what waits in a context until nothing does.
-func (ks *Kernels) work(c *codeContext) {
+func (ks *Interpreters) work(c *codeContext) {
 	for {
 		ks.mu.Lock()
 		if len(c.queue) == 0 {
@@ -40,7 +40,7 @@ func (ks *Kernels) work(c *codeContext) {
 }
 
 // run runs one execution to its end and sets its status.
-func (ks *Kernels) run(c *codeContext, e *execution) {
+func (ks *Interpreters) run(c *codeContext, e *execution) {
 	expired := make(chan struct{})
 	if e.timeout > 0 {
 		timer := time.AfterFunc(e.timeout, func() { close(expired) })
@@ -50,11 +50,11 @@ func (ks *Kernels) run(c *codeContext, e *execution) {
 	}
 }
 
-// attempt runs an execution in the kernel of its context. It reports whether
+// attempt runs an execution in the interpreter of its context. It reports whether
 // that died before it took the execution up, so that a new one can be tried.
-func (ks *Kernels) attempt(c *codeContext, e *execution, expired <-chan struct{}) (again bool) {
+func (ks *Interpreters) attempt(c *codeContext, e *execution, expired <-chan struct{}) (again bool) {
 	e.status = guestrpc.CodeStatus{Language: c.lang.Name}
-	k, err := ks.kernelFor(c, e)
+	k, err := ks.interpreterFor(c, e)
 	if errors.Is(err, ErrNotFound) && e.mode == guestrpc.ModeText {
 		// Where there is no Python a text can only be a command.
 		if k, err = ks.shellFor(c, e); err == nil {
@@ -65,7 +65,7 @@ func (ks *Kernels) attempt(c *codeContext, e *execution, expired <-chan struct{}
 		e.err = err
 		return false
 	}
-	// A kernel that is being started gets its driver first.
+	// An interpreter that is being started gets its driver first.
 	requests := k.requestsFor(ks, c, e)
 	if e.status.Fresh {
 		requests = append(k.driver(), requests...)
@@ -80,7 +80,7 @@ func (ks *Kernels) attempt(c *codeContext, e *execution, expired <-chan struct{}
 			e.events.add(nil, guestrpc.CodeEvent{Kind: guestrpc.CodeEventBegun, Data: data})
 		}
 	}
-	// If the kernel dies or the time is over before it has taken all, the wait
+	// If the interpreter dies or the time is over before it has taken all, the wait
 	// below sees it too.
 	_ = k.write(expired, requests)
 	ks.await(c, e, k, expired)
@@ -99,9 +99,9 @@ func (ks *Kernels) attempt(c *codeContext, e *execution, expired <-chan struct{}
 	return false
 }
 
-// untouched: a kernel that had run before died without having begun with e, by
+// untouched: an interpreter that had run before died without having begun with e, by
 // itself. It was dead already, and nobody had noticed.
-func (ks *Kernels) untouched(c *codeContext, e *execution) bool {
+func (ks *Interpreters) untouched(c *codeContext, e *execution) bool {
 	ks.mu.Lock()
 	defer ks.mu.Unlock()
 	return e.status.State == guestrpc.CodeDied && !e.status.Fresh && !e.status.TimedOut && !c.begun && c.ending == ""
@@ -111,23 +111,23 @@ func (ks *Kernels) untouched(c *codeContext, e *execution) bool {
 const shellName = "shell"
 
 // shellFor starts a shell for one text.
-func (ks *Kernels) shellFor(c *codeContext, e *execution) (*kernelProcess, error) {
+func (ks *Interpreters) shellFor(c *codeContext, e *execution) (*interpreterProcess, error) {
 	bash, _ := interpreter.Find("bash")
-	k, err := ks.Processes.startKernel(c, bash, ks.generation())
+	k, err := ks.Processes.startInterpreter(c, bash, ks.generation())
 	if err != nil {
 		return nil, err
 	}
 	e.status.Language = shellName
 	ks.mu.Lock()
-	c.kernel, c.ending = k, ""
+	c.interpreter, c.ending = k, ""
 	ks.mu.Unlock()
 	return k, nil
 }
 
-// kernelFor returns the kernel of a context, and starts it if need be.
-func (ks *Kernels) kernelFor(c *codeContext, e *execution) (*kernelProcess, error) {
+// interpreterFor returns the interpreter of a context, and starts it if need be.
+func (ks *Interpreters) interpreterFor(c *codeContext, e *execution) (*interpreterProcess, error) {
 	ks.mu.Lock()
-	k, ending, closed := c.kernel, c.ending, c.closed
+	k, ending, closed := c.interpreter, c.ending, c.closed
 	ks.mu.Unlock()
 	if closed {
 		return nil, fail(ErrEnded, "run code in context", c.id, "it was closed")
@@ -142,13 +142,13 @@ func (ks *Kernels) kernelFor(c *codeContext, e *execution) (*kernelProcess, erro
 			e.status.FreshReason = k.reason()
 		}
 	}
-	fresh, err := ks.Processes.startKernel(c, c.lang, ks.generation())
+	fresh, err := ks.Processes.startInterpreter(c, c.lang, ks.generation())
 	if err != nil {
 		return nil, err
 	}
 	e.status.Fresh = true
 	ks.mu.Lock()
-	c.kernel, c.ending = fresh, ""
+	c.interpreter, c.ending = fresh, ""
 	closed = c.closed
 	ks.mu.Unlock()
 	if closed {
@@ -158,8 +158,8 @@ func (ks *Kernels) kernelFor(c *codeContext, e *execution) (*kernelProcess, erro
 	return fresh, nil
 }
 
-// await follows an execution in its kernel.
-func (ks *Kernels) await(c *codeContext, e *execution, k *kernelProcess, expired <-chan struct{}) {
+// await follows an execution in its interpreter.
+func (ks *Interpreters) await(c *codeContext, e *execution, k *interpreterProcess, expired <-chan struct{}) {
 	ready := k.ready
 	if !e.warm {
 		ready = nil
@@ -215,15 +215,15 @@ func (ks *Kernels) await(c *codeContext, e *execution, k *kernelProcess, expired
 	}
 }
 
-func (e *execution) ended(r kernelDone) {
+func (e *execution) ended(r executionEnd) {
 	e.status.State, e.status.Code = r.state, r.code
 	if r.shell {
 		e.status.Language = shellName
 	}
 }
 
-// died tells how the kernel took the execution with it.
-func (ks *Kernels) died(c *codeContext, e *execution, k *kernelProcess) {
+// died tells how the interpreter took the execution with it.
+func (ks *Interpreters) died(c *codeContext, e *execution, k *interpreterProcess) {
 	exit, _ := k.proc.Exit()
 	ks.mu.Lock()
 	ending := c.ending
@@ -244,8 +244,8 @@ func (ks *Kernels) died(c *codeContext, e *execution, k *kernelProcess) {
 	}
 }
 
-// requestsFor is all that the kernel has to be told for an execution.
-func (k *kernelProcess) requestsFor(ks *Kernels, c *codeContext, e *execution) []byte {
+// requestsFor is all that the interpreter has to be told for an execution.
+func (k *interpreterProcess) requestsFor(ks *Interpreters, c *codeContext, e *execution) []byte {
 	now := ks.generation()
 	reseed := now != k.generation
 	k.generation = now
@@ -273,9 +273,9 @@ func (k *kernelProcess) requestsFor(ks *Kernels, c *codeContext, e *execution) [
 	})...)
 }
 
-// changedEnv is how the environment that a kernel would be started with now
+// changedEnv is how the environment that an interpreter would be started with now
 // differs from the one it was given.
-func (k *kernelProcess) changedEnv(ps *Processes, c *codeContext) (set, unset []string) {
+func (k *interpreterProcess) changedEnv(ps *Processes, c *codeContext) (set, unset []string) {
 	ps.mu.Lock()
 	base, times := ps.env, ps.envSet
 	ps.mu.Unlock()
@@ -284,7 +284,7 @@ func (k *kernelProcess) changedEnv(ps *Processes, c *codeContext) (set, unset []
 	}
 	id, err := ps.cfg.Accounts.Lookup(c.user)
 	if err != nil {
-		return nil, nil // the user is gone; what the kernel has is all there is
+		return nil, nil // the user is gone; what the interpreter has is all there is
 	}
 	env, _ := buildEnv(&ExecSpec{Env: c.env, User: c.user}, base, &id)
 	set, unset = diffEnv(k.env, env)

@@ -78,7 +78,7 @@ func shellLine(b []byte, kind byte, text string) []byte {
 }
 
 // readLines is readFrames for a shell.
-func (k *kernelProcess) readLines(r io.Reader) error {
+func (k *interpreterProcess) readLines(r io.Reader) error {
 	var line []byte
 	buf := make([]byte, maxShellLine)
 	isReady := false
@@ -91,7 +91,7 @@ func (k *kernelProcess) readLines(r io.Reader) error {
 		for {
 			one, rest, whole := bytes.Cut(line, []byte{'\n'})
 			if len(one) > maxShellLine {
-				return errKernelFrame
+				return errInterpreterFrame
 			}
 			if !whole {
 				break
@@ -104,10 +104,10 @@ func (k *kernelProcess) readLines(r io.Reader) error {
 	}
 }
 
-func (k *kernelProcess) shellSaid(line []byte, isReady *bool) error {
+func (k *interpreterProcess) shellSaid(line []byte, isReady *bool) error {
 	word, rest, _ := bytes.Cut(line, []byte{' '})
 	if (string(word) == "ready") == *isReady {
-		return errKernelOrder
+		return errInterpreterOrder
 	}
 	switch string(word) {
 	case "ready":
@@ -120,19 +120,19 @@ func (k *kernelProcess) shellSaid(line []byte, isReady *bool) error {
 		case k.begin <- struct{}{}:
 			return nil
 		default:
-			return errKernelOrder
+			return errInterpreterOrder
 		}
 	case "done":
 		text, hit, _ := bytes.Cut(rest, []byte{' '})
 		status, err := strconv.ParseUint(string(text), 10, 8)
 		if err != nil {
-			return errKernelField
+			return errInterpreterField
 		}
-		r := kernelDone{code: int32(status)}
+		r := executionEnd{code: int32(status)}
 		if len(hit) > 0 {
-			r = kernelDone{state: guestrpc.CodeInterrupted, code: 130}
+			r = executionEnd{state: guestrpc.CodeInterrupted, code: 130}
 		}
 		return k.say(r)
 	}
-	return errKernelField
+	return errInterpreterField
 }

@@ -18,7 +18,7 @@ func inBash(t testing.TB, c *guestrpc.Client, source string) codeOutcome {
 	return runCode(t, c, guestrpc.CodeRunRequest{Language: "bash", Source: source, Timeout: 30 * time.Second})
 }
 
-// shells makes a context for each shell that can be the kernel.
+// shells makes a context for each shell that can be the interpreter.
 func shells(t *testing.T, c *guestrpc.Client) []string {
 	t.Helper()
 	if _, err := c.CreateContext(rpcContext(t), guestrpc.CodeCreateRequest{ID: "default-bash", Language: "bash", Start: true}); err != nil {
@@ -40,7 +40,7 @@ func shells(t *testing.T, c *guestrpc.Client) []string {
 	return []string{"default-bash", "sh"}
 }
 
-func TestShellKernel(t *testing.T) {
+func TestShellInterpreter(t *testing.T) {
 	c := startClient(t)
 	for _, id := range shells(t, c) {
 		for _, tt := range []struct {
@@ -87,7 +87,7 @@ func TestShellKernel(t *testing.T) {
 	}
 }
 
-func TestBashKernel(t *testing.T) {
+func TestBashInterpreter(t *testing.T) {
 	r, _ := newTestRenewer(t)
 	c, _ := dialServer(t, serve(t, &Server{Renewer: r}))
 	wantOK(t, inBash(t, c, "declare -a list=(1 2 3); declare n=5; alias x=y; shopt -s nullglob"))

@@ -12,9 +12,9 @@ import (
 // ends: what a pipe of the largest size that a user may ask for can hold.
 const maxRest = 1 << 20
 
-// kernelStream is standard output or error of a kernel: one pipe, whose bytes
+// interpreterStream is standard output or error of an interpreter: one pipe, whose bytes
 // belong to the execution that runs when they come.
-type kernelStream struct {
+type interpreterStream struct {
 	file *os.File
 	raw  syscall.RawConn
 	sink *sink
@@ -23,22 +23,22 @@ type kernelStream struct {
 	output *Output    // of the execution that runs; nil: bytes are thrown away
 }
 
-func newKernelStream(file *os.File, s *sink) (*kernelStream, error) {
+func newInterpreterStream(file *os.File, s *sink) (*interpreterStream, error) {
 	raw, err := file.SyscallConn()
 	if err != nil {
 		return nil, err
 	}
-	return &kernelStream{file: file, raw: raw, sink: s}, nil
+	return &interpreterStream{file: file, raw: raw, sink: s}, nil
 }
 
-func (s *kernelStream) current() *Output {
+func (s *interpreterStream) current() *Output {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.output
 }
 
-// pump moves bytes until every writer is gone: the kernel and its children.
-func (s *kernelStream) pump() {
+// pump moves bytes until every writer is gone: the interpreter and its children.
+func (s *interpreterStream) pump() {
 	defer s.file.Close()
 	for {
 		var o *Output
@@ -60,7 +60,7 @@ func (s *kernelStream) pump() {
 	}
 }
 
-func (s *kernelStream) discard(fd int) fillResult {
+func (s *interpreterStream) discard(fd int) fillResult {
 	switch n, err := s.sink.discard(fd); {
 	case n > 0, err == syscall.EINTR:
 		return fillMore
@@ -71,7 +71,7 @@ func (s *kernelStream) discard(fd int) fillResult {
 }
 
 // begin gives what comes from now on to an execution.
-func (s *kernelStream) begin(o *Output) {
+func (s *interpreterStream) begin(o *Output) {
 	s.mu.Lock()
 	s.output = o
 	s.mu.Unlock()
@@ -79,7 +79,7 @@ func (s *kernelStream) begin(o *Output) {
 
 // end gives the execution what is in the pipe, and nothing after it. Nobody is
 // waited for: readers that are slow get the rest from a larger buffer.
-func (s *kernelStream) end() {
+func (s *interpreterStream) end() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	o := s.output
@@ -94,7 +94,7 @@ func (s *kernelStream) end() {
 }
 
 // position is how many bytes the execution has written by now.
-func (s *kernelStream) position() int64 {
+func (s *interpreterStream) position() int64 {
 	o := s.current()
 	if o == nil {
 		return 0

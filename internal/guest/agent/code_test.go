@@ -31,7 +31,7 @@ func runCode(t testing.TB, c *guestrpc.Client, req guestrpc.CodeRunRequest) code
 	return collect(t, x)
 }
 
-func collect(t testing.TB, x *guestrpc.CodeSession) codeOutcome {
+func collect(t testing.TB, x *guestrpc.AttachedCode) codeOutcome {
 	t.Helper()
 	var stdout, stderr bytes.Buffer
 	o := codeOutcome{id: x.ID()}
@@ -153,7 +153,7 @@ func TestCodeFilesDoNotReplaceModules(t *testing.T) {
 		writeTestFile(t, dir+"/"+name+".py", "raise Exception('the user wrote "+name+"')\n", 0o644)
 	}
 	writeTestFile(t, dir+"/mine.py", "value = 7\n", 0o644)
-	if _, err := c.CreateContext(rpcContext(t), guestrpc.CodeCreateRequest{ID: "default", Cwd: dir, Start: true}); err != nil {
+	if _, err := c.CreateContext(rpcContext(t), guestrpc.CodeCreateRequest{ID: "default", Workdir: dir, Start: true}); err != nil {
 		t.Fatal(err)
 	}
 	o := python(t, c, "import mine, os\nmine.value, os.getcwd()")
@@ -373,7 +373,7 @@ func TestCodeInterrupt(t *testing.T) {
 			t.Errorf("%q: %+v, %+v", source, o.CodeStatus, f)
 		}
 	}
-	// The kernel has lived through all of it, and an idle one is not harmed.
+	// The interpreter has lived through all of it, and an idle one is not harmed.
 	if o := python(t, c, "1"); o.Fresh {
 		t.Errorf("%+v", o.CodeStatus)
 	}
@@ -436,7 +436,7 @@ func TestCodeTimeout(t *testing.T) {
 	}
 }
 
-func TestCodeKernelDies(t *testing.T) {
+func TestCodeInterpreterDies(t *testing.T) {
 	c := startClient(t)
 	for source, want := range map[string]string{
 		"import os\nprint('last words')\nos._exit(3)":                                                                         "exited with code 3",
@@ -488,7 +488,7 @@ func TestCodeEnvironment(t *testing.T) {
 	if o := python(t, c, show); o.result(t) != "(['1', '1', '1', 'own', None, '"+DefaultPath+"', None], '\\n')" {
 		t.Errorf("%s", o.result(t))
 	}
-	// What a claim brings reaches the kernel that runs; what the user set stays.
+	// What a claim brings reaches the interpreter that runs; what the user set stays.
 	python(t, c, "os.environ['KEPT'] = 'by user'")
 	if err := c.SetEnv(ctx, guestrpc.SetEnvRequest{Env: []string{"BASE=2", "KEPT=1", "OWN=base", "NEW=n"}}); err != nil {
 		t.Fatal(err)
@@ -517,7 +517,7 @@ func TestCodeRunsAsAUser(t *testing.T) {
 	}
 	c := startClient(t)
 	dir := openDir(t)
-	info, err := c.CreateContext(rpcContext(t), guestrpc.CodeCreateRequest{User: "1234:1234", Cwd: dir})
+	info, err := c.CreateContext(rpcContext(t), guestrpc.CodeCreateRequest{User: "1234:1234", Workdir: dir})
 	if err != nil || info.ID == "" || info.PID != 0 {
 		t.Fatalf("%+v, %v", info, err)
 	}

@@ -36,7 +36,7 @@ func textWorld(t *testing.T, c *guestrpc.Client) {
 	writeTestFile(t, dir+"/env.sh", "", 0o644)
 	writeTestFile(t, dir+"/f", "", 0o644)
 	writeTestFile(t, dir+"/bin/tool", "#!/bin/sh\n", 0o755)
-	_, err := c.CreateContext(rpcContext(t), guestrpc.CodeCreateRequest{ID: "default", Cwd: dir, Env: []string{"PATH=" + bin, "HOME=" + dir}, Start: true})
+	_, err := c.CreateContext(rpcContext(t), guestrpc.CodeCreateRequest{ID: "default", Workdir: dir, Env: []string{"PATH=" + bin, "HOME=" + dir}, Start: true})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -45,7 +45,7 @@ func textWorld(t *testing.T, c *guestrpc.Client) {
 func TestCodeTextTable(t *testing.T) {
 	c := startClient(t)
 	textWorld(t, c)
-	table, err := os.ReadFile("kernel/testdata/texts.txt")
+	table, err := os.ReadFile("../interpreter/testdata/texts.txt")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -80,7 +80,7 @@ func TestCodeTextTable(t *testing.T) {
 func TestCodeTextRuns(t *testing.T) {
 	c := startClient(t)
 	dir := openDir(t)
-	if _, err := c.CreateContext(rpcContext(t), guestrpc.CodeCreateRequest{ID: "default", Cwd: dir}); err != nil {
+	if _, err := c.CreateContext(rpcContext(t), guestrpc.CodeCreateRequest{ID: "default", Workdir: dir}); err != nil {
 		t.Fatal(err)
 	}
 	for _, tt := range []struct {
@@ -131,11 +131,11 @@ func TestCodeTextRuns(t *testing.T) {
 // one does that gets the interrupt, too, has ended, and nothing else is said of it.
 func TestCodeTextInterrupted(t *testing.T) {
 	c := startClient(t)
-	if _, err := c.CreateContext(rpcContext(t), guestrpc.CodeCreateRequest{ID: "default", Cwd: openDir(t)}); err != nil {
+	if _, err := c.CreateContext(rpcContext(t), guestrpc.CodeCreateRequest{ID: "default", Workdir: openDir(t)}); err != nil {
 		t.Fatal(err)
 	}
 	for range 200 {
-		// It interrupts the kernel, which waits for it, and ends.
+		// It interrupts the interpreter, which waits for it, and ends.
 		o := runCode(t, c, guestrpc.CodeRunRequest{Mode: guestrpc.ModeText, Source: "kill -INT $PPID"})
 		if o.State != guestrpc.CodeInterrupted && o.State != guestrpc.CodeOK || o.stderr != "" || o.Language != "shell" {
 			t.Fatalf("%+v, %q", o.CodeStatus, o.stderr)
@@ -149,7 +149,7 @@ func TestCodeTextWithoutPython(t *testing.T) {
 	if err := os.Symlink("/bin/sh", bin+"/sh"); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := c.CreateContext(rpcContext(t), guestrpc.CodeCreateRequest{ID: "default", Cwd: "/", Env: []string{"PATH=" + bin}}); err != nil {
+	if _, err := c.CreateContext(rpcContext(t), guestrpc.CodeCreateRequest{ID: "default", Workdir: "/", Env: []string{"PATH=" + bin}}); err != nil {
 		t.Fatal(err)
 	}
 	text := func(s string) codeOutcome {

@@ -97,7 +97,7 @@ func TestServeChannel(t *testing.T) {
 		}
 		defer func() { _ = c.Close() }()
 		var out bytes.Buffer
-		if st, err := c.Run(ctx, guestrpc.ExecRequest{Argv: []string{"/bin/echo", "hello"}, Cwd: "/"}, nil, &out, nil); err != nil || st.Code != 0 || out.String() != "hello\n" {
+		if st, err := c.Run(ctx, guestrpc.ExecRequest{Argv: []string{"/bin/echo", "hello"}, Workdir: "/"}, nil, &out, nil); err != nil || st.Code != 0 || out.String() != "hello\n" {
 			t.Errorf("%+v, %v, %q", st, err, out.Bytes())
 		}
 	}

@@ -1,7 +1,7 @@
 // Package agent owns what happens inside a microVM: it is the logic of the
 // guest agent, PID 1 of every sandbox. It builds the root filesystem, runs and
-// reaps processes, runs code in language kernels, keeps the output of both, moves files in and out as any user,
-// gives a fork its identity, and shuts the machine down. It needs nothing
+// reaps processes, runs code in interpreters, keeps the output of both, moves files in and out as any user,
+// gives a fork its identity, and shuts the guest down. It needs nothing
 // installed in the root filesystem.
 //
 // The agent is forked together with its VM, so every page it dirties and every

@@ -15,25 +15,25 @@ const (
 )
 
 func checkSpec(spec *ExecSpec) error {
-	if len(spec.Args) == 0 || spec.Args[0] == "" {
+	if len(spec.Argv) == 0 || spec.Argv[0] == "" {
 		return fail(ErrInvalid, "start exec", spec.ID, "no program given")
 	}
-	if len(spec.Args) > maxArgs {
-		return fail(ErrTooLarge, "start", spec.Args[0], "more than 65536 arguments")
+	if len(spec.Argv) > maxArgs {
+		return fail(ErrTooLarge, "start", spec.Argv[0], "more than 65536 arguments")
 	}
-	for _, a := range spec.Args {
+	for _, a := range spec.Argv {
 		if strings.IndexByte(a, 0) >= 0 {
 			return fail(ErrInvalid, "start exec", spec.ID, "an argument holds a zero byte")
 		}
 	}
 	if len(spec.ID) > maxID || strings.ContainsFunc(spec.ID, func(r rune) bool { return r < ' ' || r == 0x7f }) {
-		return fail(ErrInvalid, "start", spec.Args[0], "the id is longer than 128 bytes or holds control characters")
+		return fail(ErrInvalid, "start", spec.Argv[0], "the id is longer than 128 bytes or holds control characters")
 	}
-	if spec.Dir != "" && (spec.Dir[0] != '/' || strings.IndexByte(spec.Dir, 0) >= 0) {
-		return fail(ErrBadDir, "start", spec.Args[0], "the working directory must be an absolute path")
+	if spec.Workdir != "" && (spec.Workdir[0] != '/' || strings.IndexByte(spec.Workdir, 0) >= 0) {
+		return fail(ErrBadDir, "start", spec.Argv[0], "the working directory must be an absolute path")
 	}
 	if spec.Timeout < 0 {
-		return fail(ErrInvalid, "start", spec.Args[0], "the timeout is negative")
+		return fail(ErrInvalid, "start", spec.Argv[0], "the timeout is negative")
 	}
 	return checkEnv(spec.Env)
 }
@@ -102,23 +102,23 @@ func resolve(spec *ExecSpec, id *Identity, path string) (dir, program string, er
 		if dir, err = findDir(spec, id); err != nil {
 			return err
 		}
-		program, err = findProgram(spec.Args[0], dir, path)
+		program, err = findProgram(spec.Argv[0], dir, path)
 		return err
 	})
 	return dir, program, err
 }
 
 func findDir(spec *ExecSpec, id *Identity) (string, error) {
-	if spec.Dir == "" {
+	if spec.Workdir == "" {
 		if id.Home != "" && id.Home[0] == '/' && usableDir(id.Home) == nil {
 			return id.Home, nil
 		}
 		return "/", nil
 	}
-	if err := usableDir(spec.Dir); err != nil {
-		return "", &Error{Kind: ErrBadDir, Op: "enter", Thing: spec.Dir, Cause: err}
+	if err := usableDir(spec.Workdir); err != nil {
+		return "", &Error{Kind: ErrBadDir, Op: "enter", Thing: spec.Workdir, Cause: err}
 	}
-	return spec.Dir, nil
+	return spec.Workdir, nil
 }
 
 // usableDir says why chdir(2) to dir would fail.

@@ -57,7 +57,7 @@ func start(t *testing.T, ps *Processes, spec ExecSpec) *Process {
 	t.Helper()
 	p, err := ps.Start(spec)
 	if err != nil {
-		t.Fatalf("start %q: %v", spec.Args, err)
+		t.Fatalf("start %q: %v", spec.Argv, err)
 	}
 	return p
 }

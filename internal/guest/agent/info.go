@@ -11,7 +11,7 @@ import (
 type SystemInfo struct {
 	Version     string // of the agent
 	Kernel      string // release
-	Machine     string // hardware name, such as x86_64
+	Arch        string // hardware name, such as x86_64
 	Hostname    string
 	BootID      string // "" without /proc
 	Uptime      time.Duration
@@ -29,7 +29,7 @@ func (ps *Processes) Info(version string) (SystemInfo, error) {
 		return info, failed("read", "system name", err)
 	}
 	info.Kernel = unix.ByteSliceToString(uts.Release[:])
-	info.Machine = unix.ByteSliceToString(uts.Machine[:])
+	info.Arch = unix.ByteSliceToString(uts.Machine[:])
 	info.Hostname = unix.ByteSliceToString(uts.Nodename[:])
 	if id, err := readFile("/proc/sys/kernel/random/boot_id", 64); err == nil {
 		info.BootID = strings.TrimSpace(string(id))

@@ -31,7 +31,7 @@ func TestLargeOutput(t *testing.T) {
 	}
 	ps := newProcesses(t, Config{})
 	var before, after runtime.MemStats
-	p := start(t, ps, ExecSpec{Args: sh("read go; i=0; while [ $i -lt 100 ]; do cat " + file + "; i=$((i+1)); done"), Stdin: true})
+	p := start(t, ps, ExecSpec{Argv: sh("read go; i=0; while [ $i -lt 100 ]; do cat " + file + "; i=$((i+1)); done"), Stdin: true})
 	r := attach(t, p.Stdout(), 0)
 	got := sha256.New()
 	buf := make([]byte, 32<<10)
@@ -77,7 +77,7 @@ func patternAt(off, n int64) string {
 func TestDetachedOutputIsBounded(t *testing.T) {
 	const total, limit = 400_000, 10_000
 	ps := newProcesses(t, Config{OutputLimit: limit})
-	p := start(t, ps, ExecSpec{Args: sh(pattern(total))})
+	p := start(t, ps, ExecSpec{Argv: sh(pattern(total))})
 	e := wait(t, p)
 	if want := (OutputStats{Bytes: total, Dropped: total - limit, Start: total - limit, EOF: true}); e.Stdout != want {
 		t.Errorf("counted as %+v, want %+v", e.Stdout, want)
@@ -104,7 +104,7 @@ func TestDetachedOutputIsBounded(t *testing.T) {
 func TestReattach(t *testing.T) {
 	const limit = 4096
 	ps := newProcesses(t, Config{OutputLimit: limit})
-	p := start(t, ps, ExecSpec{Args: sh(pattern(3200) + "; read x; seq -f %07.0f 400 7999; read x; echo end"), Stdin: true})
+	p := start(t, ps, ExecSpec{Argv: sh(pattern(3200) + "; read x; seq -f %07.0f 400 7999; read x; echo end"), Stdin: true})
 	r := attach(t, p.Stdout(), 0)
 	got := make([]byte, 1000)
 	if _, err := io.ReadFull(readerOf(t, r), got); err != nil || string(got) != patternAt(0, 1000) {
@@ -155,13 +155,13 @@ func TestReattach(t *testing.T) {
 
 func TestStalledReader(t *testing.T) {
 	ps := newProcesses(t, Config{OutputLimit: 8192})
-	stalled := start(t, ps, ExecSpec{Args: sh("echo side >&2; read x; " + pattern(1<<20)), Stdin: true})
+	stalled := start(t, ps, ExecSpec{Argv: sh("echo side >&2; read x; " + pattern(1<<20)), Stdin: true})
 	r := attach(t, stalled.Stdout(), 0)
 	stalled.WriteStdin(nil, []byte("\n"))
 	<-r.Ready() // there is output, and it is not consumed
 	// Neither its other stream nor other execs wait for that.
 	until(t, attach(t, stalled.Stderr(), 0), "side")
-	if _, out, _ := run(t, ps, ExecSpec{Args: sh("echo other")}); out != "other\n" {
+	if _, out, _ := run(t, ps, ExecSpec{Argv: sh("echo other")}); out != "other\n" {
 		t.Errorf("other exec printed %q", out)
 	}
 	if _, ended := stalled.Exit(); ended {
@@ -185,7 +185,7 @@ func TestStalledReader(t *testing.T) {
 
 func TestTooManyReaders(t *testing.T) {
 	ps := newProcesses(t, Config{})
-	p := start(t, ps, ExecSpec{Args: []string{"true"}})
+	p := start(t, ps, ExecSpec{Argv: []string{"true"}})
 	for range maxReaders {
 		attach(t, p.Stdout(), 0)
 	}
@@ -196,7 +196,7 @@ func TestTooManyReaders(t *testing.T) {
 // TestOneGoroutineFollowsTwoStreams is how a connection should read an exec.
 func TestOneGoroutineFollowsTwoStreams(t *testing.T) {
 	ps := newProcesses(t, Config{OutputLimit: 4096})
-	p := start(t, ps, ExecSpec{Args: sh(pattern(80_000) + " & " + pattern(40_000) + ">&2; wait")})
+	p := start(t, ps, ExecSpec{Argv: sh(pattern(80_000) + " & " + pattern(40_000) + ">&2; wait")})
 	streams := []*Reader{attach(t, p.Stdout(), 0), attach(t, p.Stderr(), 0)}
 	var got [2]strings.Builder
 	buf := make([]byte, 1000)
@@ -236,7 +236,7 @@ func TestGrandchildHoldsStdout(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	p := start(t, ps, ExecSpec{Args: sh("(read x <" + dir + "/go; for i in 1 2 3; do echo late; done; echo alive >" + dir + "/alive) & echo hi")})
+	p := start(t, ps, ExecSpec{Argv: sh("(read x <" + dir + "/go; for i in 1 2 3; do echo late; done; echo alive >" + dir + "/alive) & echo hi")})
 	r := attach(t, p.Stdout(), 0)
 	b, err := io.ReadAll(readerOf(t, r))
 	if err != nil || string(b) != "hi\n" {
@@ -258,7 +258,7 @@ func TestGrandchildThatNeverStops(t *testing.T) {
 	ps := newProcesses(t, Config{OutputLimit: 4096})
 	life := newLifeline(t)
 	for _, attached := range []bool{true, false} {
-		p := start(t, ps, ExecSpec{Args: sh("exec 9>" + life.path + "; yes & read x"), Stdin: true})
+		p := start(t, ps, ExecSpec{Argv: sh("exec 9>" + life.path + "; yes & read x"), Stdin: true})
 		r := attach(t, p.Stdout(), 0)
 		before := p.Stdout().Stats().Dropped
 		<-r.Ready()

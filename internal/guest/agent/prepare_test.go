@@ -13,7 +13,7 @@ import (
 )
 
 // prepared is a renewer of a root as boot leaves it, made ready for forks.
-func prepared(t *testing.T) (*Renewer, *fakeKernel) {
+func prepared(t *testing.T) (*Renewer, *fakeInterpreter) {
 	t.Helper()
 	r, k := newTestRenewer(t)
 	host, err := os.Hostname()

@@ -11,10 +11,10 @@ import (
 // ExecSpec says what to run.
 type ExecSpec struct {
 	ID       string   // chosen by the caller; "" lets the agent choose one
-	Args     []string // Args[0] is looked up in PATH of the resulting environment
+	Argv     []string // Argv[0] is looked up in PATH of the resulting environment
 	Env      []string // NAME=value, over the base environment
 	CleanEnv bool     // leave the base environment out
-	Dir      string   // absolute; "" is the user's home, or / if there is none
+	Workdir  string   // absolute; "" is the user's home, or / if there is none
 	User     string   // name, uid, name:group, uid:gid; "" is root
 	TTY      bool     // run in a terminal; its output is the Stdout log
 	Rows     uint16   // of the terminal; 0 is 24
@@ -53,8 +53,8 @@ type Process struct {
 	spec    ExecSpec
 	pid     int
 	started time.Time
-	stdout  *Output // nil for a kernel
-	stderr  *Output // nil with a terminal, and for a kernel
+	stdout  *Output // nil for an interpreter
+	stderr  *Output // nil with a terminal, and for an interpreter
 	stdin   *input  // nil when standard input is closed
 	master  *os.File
 	done    chan struct{}

@@ -25,7 +25,7 @@ func TestExitCodes(t *testing.T) {
 		turns <- struct{}{}
 		wg.Go(func() {
 			defer func() { <-turns }()
-			p, err := ps.Start(ExecSpec{Args: sh("exit " + strconv.Itoa(code))})
+			p, err := ps.Start(ExecSpec{Argv: sh("exit " + strconv.Itoa(code))})
 			if err != nil {
 				t.Error(err)
 				return
@@ -41,11 +41,11 @@ func TestExitCodes(t *testing.T) {
 
 func TestExitBySignalAndCore(t *testing.T) {
 	ps := newProcesses(t, Config{})
-	e, _, _ := run(t, ps, ExecSpec{Args: sh("kill -TERM $$")})
+	e, _, _ := run(t, ps, ExecSpec{Argv: sh("kill -TERM $$")})
 	if e.Signal != syscall.SIGTERM || e.Code != 143 || e.Core {
 		t.Errorf("SIGTERM reported as %+v", e)
 	}
-	e, _, _ = run(t, ps, ExecSpec{Args: sh("ulimit -c unlimited; kill -SEGV $$"), Dir: t.TempDir()})
+	e, _, _ = run(t, ps, ExecSpec{Argv: sh("ulimit -c unlimited; kill -SEGV $$"), Workdir: t.TempDir()})
 	if e.Signal != syscall.SIGSEGV || !e.Core {
 		t.Errorf("SIGSEGV with core reported as %+v", e)
 	}
@@ -53,7 +53,7 @@ func TestExitBySignalAndCore(t *testing.T) {
 
 func TestUsageIsReported(t *testing.T) {
 	ps := newProcesses(t, Config{})
-	e, out, errOut := run(t, ps, ExecSpec{Args: sh("i=0; while [ $i -lt 20000 ]; do i=$((i+1)); done; printf abc; printf de >&2")})
+	e, out, errOut := run(t, ps, ExecSpec{Argv: sh("i=0; while [ $i -lt 20000 ]; do i=$((i+1)); done; printf abc; printf de >&2")})
 	if out != "abc" || errOut != "de" || e.Stdout.Bytes != 3 || e.Stderr.Bytes != 2 || !e.Stdout.EOF || !e.Stderr.EOF {
 		t.Errorf("output %q %q counted as %+v %+v", out, errOut, e.Stdout, e.Stderr)
 	}
@@ -66,7 +66,7 @@ func TestEnvironment(t *testing.T) {
 	accounts := testAccounts(t)
 	ps := newProcesses(t, Config{Env: []string{"BASE=1", "BOTH=base"}, Accounts: accounts})
 	env := func(spec ExecSpec) map[string]string {
-		spec.Args = []string{"/usr/bin/env"}
+		spec.Argv = []string{"/usr/bin/env"}
 		_, out, _ := run(t, ps, spec)
 		m := map[string]string{}
 		for line := range strings.Lines(strings.ReplaceAll(out, "\r", "")) {
@@ -109,12 +109,12 @@ func TestWorkingDirectory(t *testing.T) {
 		spec ExecSpec
 		want string
 	}{
-		{ExecSpec{Dir: nobody}, nobody},
+		{ExecSpec{Workdir: nobody}, nobody},
 		{ExecSpec{}, "/root"},
 		{ExecSpec{User: "alice"}, home},
 		{ExecSpec{User: "4242"}, "/"},
 	} {
-		c.spec.Args = []string{"pwd"}
+		c.spec.Argv = []string{"pwd"}
 		if _, out, _ := run(t, ps, c.spec); out != c.want+"\n" {
 			t.Errorf("%+v runs in %q, want %q", c.spec, out, c.want)
 		}
@@ -140,28 +140,28 @@ func TestStartErrors(t *testing.T) {
 		want Kind
 	}{
 		"no args":          {ExecSpec{}, ErrInvalid},
-		"zero byte":        {ExecSpec{Args: []string{"echo", "a\x00b"}}, ErrInvalid},
-		"long id":          {ExecSpec{ID: long, Args: sh("")}, ErrInvalid},
-		"id with newline":  {ExecSpec{ID: "a\nb", Args: sh("")}, ErrInvalid},
-		"bad env":          {ExecSpec{Args: sh(""), Env: []string{"=x"}}, ErrInvalid},
-		"negative timeout": {ExecSpec{Args: sh(""), Timeout: -1}, ErrInvalid},
-		"not in PATH":      {ExecSpec{Args: []string{"no-such-program"}}, ErrNotFound},
-		"no such file":     {ExecSpec{Args: []string{dir + "/nothing"}}, ErrNotFound},
-		"file as folder":   {ExecSpec{Args: []string{dir + "/plain/x"}}, ErrNotFound},
-		"no x bit":         {ExecSpec{Args: []string{dir + "/plain"}}, ErrPermission},
-		"no x bit, PATH":   {ExecSpec{Args: []string{"plain"}, Env: []string{"PATH=/nowhere:" + dir}}, ErrPermission},
-		"not for alice":    {ExecSpec{Args: []string{dir + "/rootonly"}, User: "alice"}, ErrPermission},
-		"a folder":         {ExecSpec{Args: []string{dir}}, ErrIsDirectory},
-		"a FIFO":           {ExecSpec{Args: []string{dir + "/fifo"}}, ErrNotExecutable},
-		"bad interpreter":  {ExecSpec{Args: []string{dir + "/script"}}, ErrBadInterpreter},
-		"no program":       {ExecSpec{Args: []string{dir + "/noise"}}, ErrNotExecutable},
-		"unknown user":     {ExecSpec{Args: sh(""), User: "mallory"}, ErrBadUser},
-		"unknown group":    {ExecSpec{Args: sh(""), User: "alice:nobodies"}, ErrBadUser},
-		"relative dir":     {ExecSpec{Args: sh(""), Dir: "tmp"}, ErrBadDir},
-		"no such dir":      {ExecSpec{Args: sh(""), Dir: dir + "/nothing"}, ErrBadDir},
-		"dir is a file":    {ExecSpec{Args: sh(""), Dir: dir + "/plain"}, ErrBadDir},
-		"dir not for her":  {ExecSpec{Args: sh(""), Dir: dir + "/private", User: "alice"}, ErrBadDir},
-		"arguments":        {ExecSpec{Args: []string{"echo", strings.Repeat("x", 1<<20)}}, ErrTooLarge},
+		"zero byte":        {ExecSpec{Argv: []string{"echo", "a\x00b"}}, ErrInvalid},
+		"long id":          {ExecSpec{ID: long, Argv: sh("")}, ErrInvalid},
+		"id with newline":  {ExecSpec{ID: "a\nb", Argv: sh("")}, ErrInvalid},
+		"bad env":          {ExecSpec{Argv: sh(""), Env: []string{"=x"}}, ErrInvalid},
+		"negative timeout": {ExecSpec{Argv: sh(""), Timeout: -1}, ErrInvalid},
+		"not in PATH":      {ExecSpec{Argv: []string{"no-such-program"}}, ErrNotFound},
+		"no such file":     {ExecSpec{Argv: []string{dir + "/nothing"}}, ErrNotFound},
+		"file as folder":   {ExecSpec{Argv: []string{dir + "/plain/x"}}, ErrNotFound},
+		"no x bit":         {ExecSpec{Argv: []string{dir + "/plain"}}, ErrPermission},
+		"no x bit, PATH":   {ExecSpec{Argv: []string{"plain"}, Env: []string{"PATH=/nowhere:" + dir}}, ErrPermission},
+		"not for alice":    {ExecSpec{Argv: []string{dir + "/rootonly"}, User: "alice"}, ErrPermission},
+		"a folder":         {ExecSpec{Argv: []string{dir}}, ErrIsDirectory},
+		"a FIFO":           {ExecSpec{Argv: []string{dir + "/fifo"}}, ErrNotExecutable},
+		"bad interpreter":  {ExecSpec{Argv: []string{dir + "/script"}}, ErrBadInterpreter},
+		"no program":       {ExecSpec{Argv: []string{dir + "/noise"}}, ErrNotExecutable},
+		"unknown user":     {ExecSpec{Argv: sh(""), User: "mallory"}, ErrBadUser},
+		"unknown group":    {ExecSpec{Argv: sh(""), User: "alice:nobodies"}, ErrBadUser},
+		"relative dir":     {ExecSpec{Argv: sh(""), Workdir: "tmp"}, ErrBadDir},
+		"no such dir":      {ExecSpec{Argv: sh(""), Workdir: dir + "/nothing"}, ErrBadDir},
+		"dir is a file":    {ExecSpec{Argv: sh(""), Workdir: dir + "/plain"}, ErrBadDir},
+		"dir not for her":  {ExecSpec{Argv: sh(""), Workdir: dir + "/private", User: "alice"}, ErrBadDir},
+		"arguments":        {ExecSpec{Argv: []string{"echo", strings.Repeat("x", 1<<20)}}, ErrTooLarge},
 	} {
 		_, err := ps.Start(c.spec)
 		if err == nil {
@@ -174,7 +174,7 @@ func TestStartErrors(t *testing.T) {
 	if n := len(ps.List()); n != 0 {
 		t.Errorf("%d execs left behind by failed starts", n)
 	}
-	_, out, _ := run(t, ps, ExecSpec{Args: []string{"./hello"}, Dir: func() string { writeTestFile(t, dir+"/hello", "#!/bin/sh\necho $0\n", 0o755); return dir }()})
+	_, out, _ := run(t, ps, ExecSpec{Argv: []string{"./hello"}, Workdir: func() string { writeTestFile(t, dir+"/hello", "#!/bin/sh\necho $0\n", 0o755); return dir }()})
 	if !strings.HasSuffix(out, "/hello\n") {
 		t.Errorf("relative program printed %q", out)
 	}
@@ -188,10 +188,10 @@ func TestChildIsClean(t *testing.T) {
 		t.Fatal(err)
 	}
 	ps := newProcesses(t, Config{})
-	if _, out, _ := run(t, ps, ExecSpec{Args: []string{"ls", "-m", "/proc/self/fd"}, Stdin: true}); out != "0, 1, 2, 3\n" {
+	if _, out, _ := run(t, ps, ExecSpec{Argv: []string{"ls", "-m", "/proc/self/fd"}, Stdin: true}); out != "0, 1, 2, 3\n" {
 		t.Errorf("descriptors %q, want 0 to 2 and that of the folder itself", out)
 	}
-	_, out, _ := run(t, ps, ExecSpec{Args: []string{"cat", "/proc/self/status"}})
+	_, out, _ := run(t, ps, ExecSpec{Argv: []string{"cat", "/proc/self/status"}})
 	mine, err := os.ReadFile("/proc/self/status")
 	if err != nil {
 		t.Fatal(err)
@@ -199,7 +199,7 @@ func TestChildIsClean(t *testing.T) {
 	if statusLine(out, "SigBlk") != "0000000000000000" || statusLine(out, "SigIgn") != statusLine(string(mine), "SigIgn") {
 		t.Errorf("signals: blocked %s, ignored %s", statusLine(out, "SigBlk"), statusLine(out, "SigIgn"))
 	}
-	p := start(t, ps, ExecSpec{Args: []string{"cat"}, Stdin: true})
+	p := start(t, ps, ExecSpec{Argv: []string{"cat"}, Stdin: true})
 	if group, session, ok := groupAndSession(p.PID()); !ok || group != p.PID() || session != p.PID() {
 		t.Errorf("pid %d has group %d and session %d", p.PID(), group, session)
 	}
@@ -213,30 +213,30 @@ func statusLine(status, key string) string {
 
 func TestLimitsAndIDs(t *testing.T) {
 	ps := newProcesses(t, Config{MaxProcesses: 2, KeepEnded: 2})
-	a := start(t, ps, ExecSpec{ID: "a", Args: []string{"cat"}, Stdin: true})
-	start(t, ps, ExecSpec{ID: "b", Args: []string{"cat"}, Stdin: true})
-	_, err := ps.Start(ExecSpec{Args: []string{"true"}})
+	a := start(t, ps, ExecSpec{ID: "a", Argv: []string{"cat"}, Stdin: true})
+	start(t, ps, ExecSpec{ID: "b", Argv: []string{"cat"}, Stdin: true})
+	_, err := ps.Start(ExecSpec{Argv: []string{"true"}})
 	wantKind(t, err, ErrTooMany)
 	wantKind(t, ps.Forget("a"), ErrBusy)
 	if err := a.CloseStdin(); err != nil {
 		t.Fatal(err)
 	}
 	wait(t, a)
-	_, err = ps.Start(ExecSpec{ID: "a", Args: []string{"true"}})
+	_, err = ps.Start(ExecSpec{ID: "a", Argv: []string{"true"}})
 	wantKind(t, err, ErrDuplicateID)
 	if err := ps.Forget("a"); err != nil {
 		t.Fatal(err)
 	}
 	wantKind(t, ps.Forget("a"), ErrNotFound)
 	for _, id := range []string{"a", "c", "d", "e"} {
-		wait(t, start(t, ps, ExecSpec{ID: id, Args: []string{"true"}}))
+		wait(t, start(t, ps, ExecSpec{ID: id, Argv: []string{"true"}}))
 	}
 	// The reaper has remembered "e" only after Done; a further exec waits for it.
-	wait(t, start(t, ps, ExecSpec{Args: []string{"true"}}))
+	wait(t, start(t, ps, ExecSpec{Argv: []string{"true"}}))
 	if _, err := ps.Get("c"); err == nil {
 		t.Error("the oldest ended exec is still remembered")
 	}
-	if p, err := ps.Get("b"); err != nil || p.ID() != "b" || p.PID() <= 0 || p.Started().IsZero() || p.Spec().Args[0] != "cat" {
+	if p, err := ps.Get("b"); err != nil || p.ID() != "b" || p.PID() <= 0 || p.Started().IsZero() || p.Spec().Argv[0] != "cat" {
 		t.Errorf("running exec: %v %v", p, err)
 	}
 	_, err = ps.Get("nothing")
@@ -248,7 +248,7 @@ func TestFiftyAtOnce(t *testing.T) {
 	var wg sync.WaitGroup
 	for i := range 50 {
 		wg.Go(func() {
-			p, err := ps.Start(ExecSpec{Args: sh("cat; echo $N >&2"), Stdin: true, Env: []string{"N=" + strconv.Itoa(i)}})
+			p, err := ps.Start(ExecSpec{Argv: sh("cat; echo $N >&2"), Stdin: true, Env: []string{"N=" + strconv.Itoa(i)}})
 			if err != nil {
 				t.Error(err)
 				return
@@ -284,7 +284,7 @@ func TestFiftyAtOnce(t *testing.T) {
 
 func TestStdin(t *testing.T) {
 	ps := newProcesses(t, Config{})
-	p := start(t, ps, ExecSpec{Args: []string{"cat"}, Stdin: true})
+	p := start(t, ps, ExecSpec{Argv: []string{"cat"}, Stdin: true})
 	if n, err := p.WriteStdin(nil, []byte("hello")); n != 5 || err != nil {
 		t.Fatal(n, err)
 	}
@@ -303,7 +303,7 @@ func TestStdin(t *testing.T) {
 	wantKind(t, err, ErrEnded)
 	wantKind(t, p.CloseStdin(), ErrEnded)
 
-	p = start(t, ps, ExecSpec{Args: []string{"cat"}})
+	p = start(t, ps, ExecSpec{Argv: []string{"cat"}})
 	wait(t, p) // closed stdin reads as empty
 	_, err = p.WriteStdin(nil, []byte("x"))
 	wantKind(t, err, ErrClosed)
@@ -314,7 +314,7 @@ func TestStdin(t *testing.T) {
 
 func TestStdinThatNobodyReads(t *testing.T) {
 	ps := newProcesses(t, Config{})
-	p := start(t, ps, ExecSpec{Args: []string{"sleep", "1000"}, Stdin: true})
+	p := start(t, ps, ExecSpec{Argv: []string{"sleep", "1000"}, Stdin: true})
 	stop := make(chan struct{})
 	type result struct {
 		n   int
@@ -326,7 +326,7 @@ func TestStdinThatNobodyReads(t *testing.T) {
 		first <- result{n, err}
 	}()
 	// Others run meanwhile.
-	if e, _, _ := run(t, ps, ExecSpec{Args: []string{"true"}}); e.Code != 0 {
+	if e, _, _ := run(t, ps, ExecSpec{Argv: []string{"true"}}); e.Code != 0 {
 		t.Errorf("true: %+v", e)
 	}
 	close(stop)
@@ -353,7 +353,7 @@ func TestStdinThatNobodyReads(t *testing.T) {
 
 func TestProcessThatIgnoresSIGTERM(t *testing.T) {
 	ps := newProcesses(t, Config{})
-	p := start(t, ps, ExecSpec{Args: sh(`trap "" TERM; echo ready; read x; echo got $x; read x`), Stdin: true})
+	p := start(t, ps, ExecSpec{Argv: sh(`trap "" TERM; echo ready; read x; echo got $x; read x`), Stdin: true})
 	r := attach(t, p.Stdout(), 0)
 	until(t, r, "ready\n")
 	if err := p.Signal(syscall.SIGTERM, ScopeProcess); err != nil {
@@ -377,7 +377,7 @@ func TestProcessThatIgnoresSIGTERM(t *testing.T) {
 func TestGroupAndSessionKill(t *testing.T) {
 	ps := newProcesses(t, Config{})
 	life := newLifeline(t)
-	p := start(t, ps, ExecSpec{Args: sh("exec 9>" + life.path + "; sleep 1000 & sleep 1000 & echo ready; wait")})
+	p := start(t, ps, ExecSpec{Argv: sh("exec 9>" + life.path + "; sleep 1000 & sleep 1000 & echo ready; wait")})
 	until(t, attach(t, p.Stdout(), 0), "ready")
 	if err := p.Signal(syscall.SIGKILL, ScopeGroup); err != nil {
 		t.Fatal(err)
@@ -387,7 +387,7 @@ func TestGroupAndSessionKill(t *testing.T) {
 
 	// Job control puts each background job into a group of its own.
 	life = newLifeline(t)
-	p = start(t, ps, ExecSpec{Args: bash("set -m; exec 9>" + life.path + "; sleep 1000 & (sleep 1000 & wait) & echo ready; wait")})
+	p = start(t, ps, ExecSpec{Argv: bash("set -m; exec 9>" + life.path + "; sleep 1000 & (sleep 1000 & wait) & echo ready; wait")})
 	until(t, attach(t, p.Stdout(), 0), "ready")
 	if err := p.Signal(syscall.SIGKILL, ScopeSession); err != nil {
 		t.Fatal(err)
@@ -398,7 +398,7 @@ func TestGroupAndSessionKill(t *testing.T) {
 	// What a process left behind can be reached after its end.
 	for _, scope := range []Scope{ScopeGroup, ScopeSession} {
 		life = newLifeline(t)
-		p = start(t, ps, ExecSpec{Args: sh("exec 9>" + life.path + "; sleep 1000 &")})
+		p = start(t, ps, ExecSpec{Argv: sh("exec 9>" + life.path + "; sleep 1000 &")})
 		wait(t, p)
 		if err := p.Signal(syscall.SIGKILL, scope); err != nil {
 			t.Fatal(err)
@@ -410,15 +410,15 @@ func TestGroupAndSessionKill(t *testing.T) {
 func TestTimeout(t *testing.T) {
 	ps := newProcesses(t, Config{})
 	life := newLifeline(t)
-	p := start(t, ps, ExecSpec{Args: bash("set -m; exec 9>" + life.path + "; sleep 1000 & wait"), Timeout: 300 * time.Millisecond})
+	p := start(t, ps, ExecSpec{Argv: bash("set -m; exec 9>" + life.path + "; sleep 1000 & wait"), Timeout: 300 * time.Millisecond})
 	if e := wait(t, p); !e.TimedOut || e.Signal != syscall.SIGKILL || e.Wall < 300*time.Millisecond {
 		t.Errorf("timeout reported as %+v", e)
 	}
 	life.awaitEnd(t)
-	if e, _, _ := run(t, ps, ExecSpec{Args: []string{"true"}, Timeout: time.Hour}); e.TimedOut || e.Code != 0 {
+	if e, _, _ := run(t, ps, ExecSpec{Argv: []string{"true"}, Timeout: time.Hour}); e.TimedOut || e.Code != 0 {
 		t.Errorf("quick exec reported as %+v", e)
 	}
-	p = start(t, ps, ExecSpec{Args: []string{"sleep", "1000"}, Timeout: time.Hour})
+	p = start(t, ps, ExecSpec{Argv: []string{"sleep", "1000"}, Timeout: time.Hour})
 	p.Signal(syscall.SIGKILL, ScopeProcess)
 	if e := wait(t, p); e.TimedOut {
 		t.Errorf("killed exec reported as timed out: %+v", e)
@@ -442,13 +442,13 @@ func TestUsers(t *testing.T) {
 		"root:alice":   "0 1234 1234",
 		"4294967294:1": "4294967294 1 1",
 	} {
-		_, out, errOut := run(t, ps, ExecSpec{Args: sh("echo $(id -u) $(id -g) $(id -G)"), User: user, Dir: "/"})
+		_, out, errOut := run(t, ps, ExecSpec{Argv: sh("echo $(id -u) $(id -g) $(id -G)"), User: user, Workdir: "/"})
 		if strings.TrimSpace(out) != want {
 			t.Errorf("user %q runs as %q, want %q (%s)", user, out, want, errOut)
 		}
 	}
 	// The streams belong to the user, who can open them again by name.
-	_, out, errOut := run(t, ps, ExecSpec{Args: sh("echo again > /dev/stdout; echo more > /proc/self/fd/2"), User: "alice"})
+	_, out, errOut := run(t, ps, ExecSpec{Argv: sh("echo again > /dev/stdout; echo more > /proc/self/fd/2"), User: "alice"})
 	if out != "again\n" || errOut != "more\n" {
 		t.Errorf("reopened streams gave %q %q", out, errOut)
 	}
@@ -456,12 +456,12 @@ func TestUsers(t *testing.T) {
 
 func TestCloseKillsAndRefuses(t *testing.T) {
 	ps := NewProcesses(Config{})
-	p := start(t, ps, ExecSpec{Args: []string{"sleep", "1000"}})
+	p := start(t, ps, ExecSpec{Argv: []string{"sleep", "1000"}})
 	ps.Close()
 	if e, ok := p.Exit(); !ok || e.Signal != syscall.SIGKILL {
 		t.Errorf("after Close: %+v %v", e, ok)
 	}
-	_, err := ps.Start(ExecSpec{Args: []string{"true"}})
+	_, err := ps.Start(ExecSpec{Argv: []string{"true"}})
 	wantKind(t, err, ErrShuttingDown)
 }
 
@@ -475,12 +475,12 @@ func TestDescriptorsAreFreed(t *testing.T) {
 		}
 		return len(d)
 	}
-	run(t, ps, ExecSpec{Args: []string{"true"}}) // the poller's own descriptors
+	run(t, ps, ExecSpec{Argv: []string{"true"}}) // the poller's own descriptors
 	before := count()
 	for i := range 20 {
-		run(t, ps, ExecSpec{Args: []string{"echo", "x"}, TTY: i%2 == 0})
-		ps.Start(ExecSpec{Args: []string{"no-such-program"}})
-		ps.Start(ExecSpec{Args: []string{"/etc/passwd"}})
+		run(t, ps, ExecSpec{Argv: []string{"echo", "x"}, TTY: i%2 == 0})
+		ps.Start(ExecSpec{Argv: []string{"no-such-program"}})
+		ps.Start(ExecSpec{Argv: []string{"/etc/passwd"}})
 	}
 	// The pumps close their files on their own time.
 	for deadline := time.Now().Add(patience); count() > before; {

@@ -163,7 +163,7 @@ func (ps *Processes) List() []*Process {
 	return list
 }
 
-// running returns what has not been reaped, kernels too.
+// running returns what has not been reaped, interpreters too.
 func (ps *Processes) running() []*Process {
 	ps.mu.Lock()
 	defer ps.mu.Unlock()
@@ -246,10 +246,10 @@ func (ps *Processes) reserve(spec *ExecSpec) ([]string, error) {
 	ps.mu.Lock()
 	defer ps.mu.Unlock()
 	if ps.down {
-		return nil, fail(ErrShuttingDown, "start", spec.Args[0], "")
+		return nil, fail(ErrShuttingDown, "start", spec.Argv[0], "")
 	}
 	if n := len(ps.byPID) + ps.starting; n >= ps.cfg.MaxProcesses {
-		return nil, fail(ErrTooMany, "start", spec.Args[0], strconv.Itoa(n)+" execs are running, which is the limit")
+		return nil, fail(ErrTooMany, "start", spec.Argv[0], strconv.Itoa(n)+" execs are running, which is the limit")
 	}
 	for spec.ID == "" {
 		ps.nextID++
@@ -325,14 +325,14 @@ func (ps *Processes) fork(p *Process, program string, attr *syscall.ProcAttr) er
 		return fail(ErrShuttingDown, "start", program, "")
 	}
 	p.started = time.Now()
-	pid, err := syscall.ForkExec(program, p.spec.Args, attr)
+	pid, err := syscall.ForkExec(program, p.spec.Argv, attr)
 	if err != nil {
 		return err
 	}
 	p.pid = pid
 	ps.mu.Lock()
 	ps.byPID[pid] = p
-	if p.id != "" { // a kernel is not an exec
+	if p.id != "" { // an interpreter is not an exec
 		ps.byID[p.id] = p
 	}
 	ps.mu.Unlock()

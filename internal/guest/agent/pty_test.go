@@ -7,16 +7,16 @@ import (
 
 func TestTerminal(t *testing.T) {
 	ps := newProcesses(t, Config{Accounts: testAccounts(t)})
-	_, out, _ := run(t, ps, ExecSpec{Args: sh("stty size; echo $TERM; echo tty > /dev/tty"), TTY: true, Rows: 40, Cols: 132})
+	_, out, _ := run(t, ps, ExecSpec{Argv: sh("stty size; echo $TERM; echo tty > /dev/tty"), TTY: true, Rows: 40, Cols: 132})
 	if out != "40 132\r\nxterm-256color\r\ntty\r\n" {
 		t.Errorf("terminal said %q", out)
 	}
-	_, out, _ = run(t, ps, ExecSpec{Args: sh("stty size; echo own > $(tty)"), TTY: true, User: "alice", Env: []string{"TERM=dumb"}})
+	_, out, _ = run(t, ps, ExecSpec{Argv: sh("stty size; echo own > $(tty)"), TTY: true, User: "alice", Env: []string{"TERM=dumb"}})
 	if out != "24 80\r\nown\r\n" {
 		t.Errorf("terminal of alice said %q", out)
 	}
 
-	p := start(t, ps, ExecSpec{Args: bash(`trap 'stty size; exit 7' WINCH; echo ready; sleep 1000 & wait; wait`), TTY: true})
+	p := start(t, ps, ExecSpec{Argv: bash(`trap 'stty size; exit 7' WINCH; echo ready; sleep 1000 & wait; wait`), TTY: true})
 	r := attach(t, p.Stdout(), 0)
 	until(t, r, "ready")
 	if err := p.Resize(50, 100); err != nil {
@@ -30,7 +30,7 @@ func TestTerminal(t *testing.T) {
 		wantKind(t, err, ErrEnded)
 	}
 
-	p = start(t, ps, ExecSpec{Args: []string{"cat"}, TTY: true})
+	p = start(t, ps, ExecSpec{Argv: []string{"cat"}, TTY: true})
 	r = attach(t, p.Stdout(), 0)
 	p.WriteStdin(nil, []byte("line\n"))
 	until(t, r, "line\r\nline\r\n")
@@ -41,13 +41,13 @@ func TestTerminal(t *testing.T) {
 		t.Errorf("cat in a terminal ended with %+v", e)
 	}
 
-	p = start(t, ps, ExecSpec{Args: sh("echo ready; exec sleep 1000"), TTY: true})
+	p = start(t, ps, ExecSpec{Argv: sh("echo ready; exec sleep 1000"), TTY: true})
 	until(t, attach(t, p.Stdout(), 0), "ready")
 	p.WriteStdin(nil, []byte{3}) // Ctrl-C
 	if e := wait(t, p); e.Signal != syscall.SIGINT {
 		t.Errorf("Ctrl-C ended it with %+v", e)
 	}
-	p = start(t, ps, ExecSpec{Args: []string{"true"}})
+	p = start(t, ps, ExecSpec{Argv: []string{"true"}})
 	wantKind(t, p.Resize(1, 1), ErrInvalid)
 }
 
@@ -57,7 +57,7 @@ func TestTerminalClosedByItsProcess(t *testing.T) {
 	ps := newProcesses(t, Config{})
 	life := newLifeline(t)
 	for range 20 {
-		e, out, _ := run(t, ps, ExecSpec{Args: sh("exec 9>" + life.path + "; echo a; exec <&- >&- 2>&-; read x < /proc/self/stat; echo b > /dev/tty; exit 5"), TTY: true})
+		e, out, _ := run(t, ps, ExecSpec{Argv: sh("exec 9>" + life.path + "; echo a; exec <&- >&- 2>&-; read x < /proc/self/stat; echo b > /dev/tty; exit 5"), TTY: true})
 		if e.Code != 5 || out != "a\r\nb\r\n" {
 			t.Fatalf("%+v, %q", e, out)
 		}

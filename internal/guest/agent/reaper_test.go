@@ -61,7 +61,7 @@ func helpOrphans() error {
 	var execs []*Process
 	for i := range 20 {
 		// Each leaves a process whose parent is gone, and dies at once.
-		p, err := ps.Start(ExecSpec{Args: sh("(setsid sh -c 'exit 3' &) & exit " + strconv.Itoa(i))})
+		p, err := ps.Start(ExecSpec{Argv: sh("(setsid sh -c 'exit 3' &) & exit " + strconv.Itoa(i))})
 		if err != nil {
 			return err
 		}
@@ -82,7 +82,7 @@ func helpOrphans() error {
 		return errors.New("a zombie is left")
 	}
 	// A failed start leaves none either, although the child had been forked.
-	if _, err := ps.Start(ExecSpec{Args: []string{"/etc/passwd"}}); err == nil || !strings.Contains(err.Error(), "permission") {
+	if _, err := ps.Start(ExecSpec{Argv: []string{"/etc/passwd"}}); err == nil || !strings.Contains(err.Error(), "permission") {
 		return errors.New("started /etc/passwd")
 	}
 	<-ps.awaitChildless()

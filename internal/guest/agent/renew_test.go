@@ -33,8 +33,8 @@ func renewal(generation uint64) *guestrpc.RenewRequest {
 	}
 }
 
-// fakeKernel takes the system calls that would change the host.
-type fakeKernel struct {
+// fakeInterpreter takes the system calls that would change the host.
+type fakeInterpreter struct {
 	mu    sync.Mutex // protects all following fields
 	calls []string
 	fail  map[string]error
@@ -43,14 +43,14 @@ type fakeKernel struct {
 	clock unix.Timespec
 }
 
-func (k *fakeKernel) call(name string) error {
+func (k *fakeInterpreter) call(name string) error {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.calls = append(k.calls, name)
 	return k.fail[name]
 }
 
-func (k *fakeKernel) ioctl(fd int, req uint, arg unsafe.Pointer) error {
+func (k *fakeInterpreter) ioctl(fd int, req uint, arg unsafe.Pointer) error {
 	switch req {
 	case unix.RNDADDENTROPY:
 		// The caller has to pass 8 bytes and as many as the second four say.
@@ -66,7 +66,7 @@ func (k *fakeKernel) ioctl(fd int, req uint, arg unsafe.Pointer) error {
 	return syscall.ENOTTY
 }
 
-func (k *fakeKernel) setClock(clock int32, to *unix.Timespec) error {
+func (k *fakeInterpreter) setClock(clock int32, to *unix.Timespec) error {
 	if clock != unix.CLOCK_REALTIME {
 		return syscall.EINVAL
 	}
@@ -76,11 +76,11 @@ func (k *fakeKernel) setClock(clock int32, to *unix.Timespec) error {
 	return k.call("set clock")
 }
 
-func (k *fakeKernel) setHostname(name string) error { return k.call("set host name") }
+func (k *fakeInterpreter) setHostname(name string) error { return k.call("set host name") }
 
 // newTestRenewer renews a root in a temporary folder that looks as after boot,
 // with none of the system calls that would change the host.
-func newTestRenewer(t *testing.T) (*Renewer, *fakeKernel) {
+func newTestRenewer(t *testing.T) (*Renewer, *fakeInterpreter) {
 	t.Helper()
 	root := t.TempDir()
 	for _, dir := range []string{"/etc", "/run"} {
@@ -98,7 +98,7 @@ func newTestRenewer(t *testing.T) (*Renewer, *fakeKernel) {
 	if err := replaceGeneration(root, []byte("0\n")); err != nil {
 		t.Fatal(err)
 	}
-	k := &fakeKernel{fail: map[string]error{}}
+	k := &fakeInterpreter{fail: map[string]error{}}
 	r := NewRenewer()
 	r.root, r.ioctl, r.setClock, r.setHostname = root, k.ioctl, k.setClock, k.setHostname
 	return r, k
@@ -109,7 +109,7 @@ const (
 	allCalls = "add entropy, reseed, set clock, set host name"
 )
 
-func (k *fakeKernel) log() string {
+func (k *fakeInterpreter) log() string {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	return strings.Join(k.calls, ", ")
@@ -193,15 +193,15 @@ func TestRenewKeepsWhatIsNotGiven(t *testing.T) {
 // TestRenewStopsAtTheFirstFailure makes each step fail and looks at what was
 // done: all before it, nothing after it, and never the generation.
 func TestRenewStopsAtTheFirstFailure(t *testing.T) {
-	call := func(name string) func(*testing.T, *Renewer, *fakeKernel) func() {
-		return func(_ *testing.T, _ *Renewer, k *fakeKernel) func() {
+	call := func(name string) func(*testing.T, *Renewer, *fakeInterpreter) func() {
+		return func(_ *testing.T, _ *Renewer, k *fakeInterpreter) func() {
 			k.fail[name] = syscall.ENODATA
 			return func() { delete(k.fail, name) }
 		}
 	}
 	// inTheWay puts a folder with a file in the place of a file.
-	inTheWay := func(path string) func(*testing.T, *Renewer, *fakeKernel) func() {
-		return func(t *testing.T, r *Renewer, _ *fakeKernel) func() {
+	inTheWay := func(path string) func(*testing.T, *Renewer, *fakeInterpreter) func() {
+		return func(t *testing.T, r *Renewer, _ *fakeInterpreter) func() {
 			os.Remove(r.root + path)
 			if err := os.Mkdir(r.root+path, 0o755); err != nil {
 				t.Fatal(err)
@@ -212,7 +212,7 @@ func TestRenewStopsAtTheFirstFailure(t *testing.T) {
 	}
 	for i, step := range []struct {
 		name  string
-		spoil func(*testing.T, *Renewer, *fakeKernel) (repair func())
+		spoil func(*testing.T, *Renewer, *fakeInterpreter) (repair func())
 		calls string
 		said  string
 	}{

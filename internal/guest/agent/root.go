@@ -18,8 +18,8 @@ const (
 	newRoot  = buildDir + "/root"
 )
 
-// Machine is a booted sandbox: what its shutdown has to know.
-type Machine struct {
+// System is a booted sandbox: what its shutdown has to know.
+type System struct {
 	Config BootConfig
 	// upper is a descriptor of the filesystem under the overlay, which has no
 	// path any more; -1 if there is none on a disk.
@@ -35,7 +35,7 @@ type Machine struct {
 //
 // The Go runtime needs /dev/null, or open descriptors 0 to 2, before this
 // function can run: the initramfs must hold /dev/console or /dev/null.
-func Boot(log func(string), extra ...string) (*Machine, error) {
+func Boot(log func(string), extra ...string) (*System, error) {
 	if log == nil {
 		log = func(string) {}
 	}
@@ -78,8 +78,8 @@ func randomizeOthers() error {
 }
 
 // boot is what follows once the command line is known.
-func boot(cfg BootConfig, log func(string)) (*Machine, error) {
-	m := &Machine{Config: cfg, upper: -1}
+func boot(cfg BootConfig, log func(string)) (*System, error) {
+	m := &System{Config: cfg, upper: -1}
 	if cfg.Root != "" {
 		if err := m.buildRoot(); err != nil {
 			return nil, err
@@ -179,7 +179,7 @@ func folder(dir string, mayMake bool) error {
 }
 
 // buildRoot mounts the root device at newRoot, under an overlay if asked for.
-func (m *Machine) buildRoot() error {
+func (m *System) buildRoot() error {
 	cfg := &m.Config
 	for _, dir := range []string{lowerDir, diskDir, newRoot} {
 		if err := mkdirAll(dir, 0o755); err != nil {

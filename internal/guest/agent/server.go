@@ -34,7 +34,7 @@ type Server struct {
 	conns atomic.Int32
 
 	codeOnce sync.Once
-	code     atomic.Pointer[Kernels] // nil until code is run
+	code     atomic.Pointer[Interpreters] // nil until code is run
 }
 
 var _ guestrpc.Handler = (*Server)(nil)
@@ -96,7 +96,7 @@ func (s *Server) Info(context.Context) (guestrpc.Info, error) {
 	return guestrpc.Info{
 		AgentVersion: info.Version,
 		Kernel:       info.Kernel,
-		Machine:      info.Machine,
+		Arch:         info.Arch,
 		Hostname:     info.Hostname,
 		BootID:       info.BootID,
 		Uptime:       info.Uptime,
@@ -162,7 +162,7 @@ func (s *Server) SetClock(ctx context.Context, req *guestrpc.SetClockRequest) er
 	return rpcError(s.Renewer.SetClock(ctx, req.WallClock))
 }
 
-// rpcError gives an error of this package its code on the wire.
+// rpcError gives an error of this package its code in the protocol.
 func rpcError(err error) error {
 	if err == nil {
 		return nil

@@ -8,10 +8,10 @@ import (
 	"agentrun.dev/internal/guest/guestrpc"
 )
 
-// kernels are the server's, made when code is first run.
-func (s *Server) kernels() *Kernels {
+// interpreters are the server's, made when code is first run.
+func (s *Server) interpreters() *Interpreters {
 	s.codeOnce.Do(func() {
-		ks := &Kernels{Processes: s.Processes}
+		ks := &Interpreters{Processes: s.Processes}
 		if s.Renewer != nil {
 			ks.Generation = s.Renewer.Generation
 		}
@@ -37,7 +37,7 @@ func (s *Server) CodeRun(ctx context.Context, req *guestrpc.CodeRunRequest, st *
 			return guestrpc.CodeStatus{}, rpcError(fail(ErrTooLarge, "run code", req.ID, "the source is larger than 16 MiB"))
 		}
 	}
-	e, r, err := s.kernels().start(req)
+	e, r, err := s.interpreters().start(req)
 	if err != nil {
 		return guestrpc.CodeStatus{}, rpcError(err)
 	}
@@ -46,7 +46,7 @@ func (s *Server) CodeRun(ctx context.Context, req *guestrpc.CodeRunRequest, st *
 
 // CodeAttach implements guestrpc.Handler.
 func (s *Server) CodeAttach(ctx context.Context, req *guestrpc.CodeAttachRequest, st *guestrpc.CodeStream) (guestrpc.CodeStatus, error) {
-	e, err := s.kernels().get(req.ID)
+	e, err := s.interpreters().get(req.ID)
 	if err != nil {
 		return guestrpc.CodeStatus{}, rpcError(err)
 	}
@@ -111,31 +111,31 @@ func pumpEvents(ctx context.Context, r *eventReader, st *guestrpc.CodeStream) er
 
 // CodeInterrupt implements guestrpc.Handler.
 func (s *Server) CodeInterrupt(_ context.Context, req *guestrpc.CodeInterruptRequest) error {
-	return rpcError(s.kernels().interrupt(req.Context, req.ID))
+	return rpcError(s.interpreters().interrupt(req.Context, req.ID))
 }
 
 // CodeRelease implements guestrpc.Handler.
 func (s *Server) CodeRelease(_ context.Context, req *guestrpc.CodeReleaseRequest) error {
-	return rpcError(s.kernels().release(req.ID))
+	return rpcError(s.interpreters().release(req.ID))
 }
 
 // CodeCreate implements guestrpc.Handler.
 func (s *Server) CodeCreate(ctx context.Context, req *guestrpc.CodeCreateRequest) (guestrpc.CodeContext, error) {
-	info, err := s.kernels().create(ctx.Done(), req)
+	info, err := s.interpreters().create(ctx.Done(), req)
 	return info, rpcError(err)
 }
 
 // CodeList implements guestrpc.Handler.
 func (s *Server) CodeList(context.Context) (guestrpc.CodeListReply, error) {
-	return guestrpc.CodeListReply{Contexts: s.kernels().list()}, nil
+	return guestrpc.CodeListReply{Contexts: s.interpreters().list()}, nil
 }
 
 // CodeRestart implements guestrpc.Handler.
 func (s *Server) CodeRestart(_ context.Context, req *guestrpc.CodeContextRequest) error {
-	return rpcError(s.kernels().restart(req.ID))
+	return rpcError(s.interpreters().restart(req.ID))
 }
 
 // CodeClose implements guestrpc.Handler.
 func (s *Server) CodeClose(_ context.Context, req *guestrpc.CodeContextRequest) error {
-	return rpcError(s.kernels().close(req.ID))
+	return rpcError(s.interpreters().close(req.ID))
 }

@@ -19,10 +19,10 @@ const (
 func (s *Server) Exec(ctx context.Context, req *guestrpc.ExecRequest, st *guestrpc.ExecStream) (guestrpc.ExitStatus, error) {
 	p, out, err := s.Processes.StartAttached(ExecSpec{
 		ID:       req.ID,
-		Args:     req.Argv,
+		Argv:     req.Argv,
 		Env:      req.Env,
 		CleanEnv: req.CleanEnv,
-		Dir:      req.Cwd,
+		Workdir:  req.Workdir,
 		User:     req.User,
 		TTY:      req.TTY,
 		Rows:     req.Rows,
@@ -182,9 +182,9 @@ func execInfo(p *Process) guestrpc.ExecInfo {
 	info := guestrpc.ExecInfo{
 		ID:      p.ID(),
 		PID:     int32(p.PID()),
-		Argv:    cutArgv(spec.Args),
+		Argv:    cutArgv(spec.Argv),
 		User:    spec.User,
-		Cwd:     spec.Dir,
+		Workdir: spec.Workdir,
 		TTY:     spec.TTY,
 		Started: p.Started(),
 	}

@@ -20,13 +20,13 @@ func (s *Server) at(scope guestrpc.FileScope, path string) (*Files, string, erro
 	if err != nil {
 		return nil, "", rpcError(err)
 	}
-	abs, err := absolute(f, scope.Cwd, path)
+	abs, err := absolute(f, scope.Workdir, path)
 	return f, abs, rpcError(err)
 }
 
-// absolute puts a relative path behind cwd, or behind the user's home. It does
+// absolute puts a relative path behind workdir, or behind the user's home. It does
 // not tidy it: the kernel knows better what ".." means behind a symlink.
-func absolute(f *Files, cwd, path string) (string, error) {
+func absolute(f *Files, workdir, path string) (string, error) {
 	if path == "" {
 		return "", fail(ErrInvalid, "find", "", "the path is empty")
 	}
@@ -34,11 +34,11 @@ func absolute(f *Files, cwd, path string) (string, error) {
 		return path, nil
 	}
 	switch {
-	case cwd == "" && f.id.Home != "":
-		cwd = f.id.Home
-	case cwd == "":
-		cwd = "/"
-	case cwd[0] != '/':
+	case workdir == "" && f.id.Home != "":
+		workdir = f.id.Home
+	case workdir == "":
+		workdir = "/"
+	case workdir[0] != '/':
 		return "", fail(ErrInvalid, "find", path, "the folder it is relative to must be absolute")
 	}
 	// "." is the same everywhere, and would be in every path that is answered.
@@ -46,9 +46,9 @@ func absolute(f *Files, cwd, path string) (string, error) {
 		path = strings.TrimLeft(path[2:], "/")
 	}
 	if path == "" || path == "." {
-		return cwd, nil
+		return workdir, nil
 	}
-	return joinPath(cwd, path), nil
+	return joinPath(workdir, path), nil
 }
 
 // Stat implements guestrpc.Handler.
@@ -241,7 +241,7 @@ func (s *Server) Move(_ context.Context, req *guestrpc.MoveRequest) error {
 	if err != nil {
 		return err
 	}
-	to, err := absolute(f, req.Cwd, req.To)
+	to, err := absolute(f, req.Workdir, req.To)
 	if err != nil {
 		return rpcError(err)
 	}

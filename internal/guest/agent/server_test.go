@@ -79,7 +79,7 @@ func rpcContext(t testing.TB) context.Context {
 }
 
 func shell(script string) guestrpc.ExecRequest {
-	return guestrpc.ExecRequest{Argv: []string{"/bin/sh", "-c", script}, Cwd: "/"}
+	return guestrpc.ExecRequest{Argv: []string{"/bin/sh", "-c", script}, Workdir: "/"}
 }
 
 func code(err error) guestrpc.Code {
@@ -321,7 +321,7 @@ func TestServerFiles(t *testing.T) {
 	c := startClient(t)
 	ctx := rpcContext(t)
 	dir := t.TempDir()
-	scope := guestrpc.FileScope{Cwd: dir}
+	scope := guestrpc.FileScope{Workdir: dir}
 	data := bytes.Repeat([]byte("0123456789"), 30_000)
 	reply, err := c.WriteFile(ctx, guestrpc.WriteRequest{FileScope: scope, Path: "a/f", Parents: true, Atomic: true, Perm: 0o600}, bytes.NewReader(data))
 	if err != nil || reply.Size != int64(len(data)) {
@@ -382,8 +382,8 @@ func TestServerFileErrors(t *testing.T) {
 	if _, err := c.Stat(ctx, guestrpc.StatRequest{}); !errors.Is(err, fs.ErrInvalid) {
 		t.Errorf("stat: %v", err)
 	}
-	if _, err := c.Stat(ctx, guestrpc.StatRequest{FileScope: guestrpc.FileScope{Cwd: "rel"}, Path: "x"}); !errors.Is(err, fs.ErrInvalid) {
-		t.Errorf("relative cwd: %v", err)
+	if _, err := c.Stat(ctx, guestrpc.StatRequest{FileScope: guestrpc.FileScope{Workdir: "rel"}, Path: "x"}); !errors.Is(err, fs.ErrInvalid) {
+		t.Errorf("relative workdir: %v", err)
 	}
 	if _, err := c.OpenRead(ctx, guestrpc.ReadRequest{Path: dir}); code(err) != guestrpc.CodeFailedPrecondition {
 		t.Errorf("read of a folder: %v", err)
@@ -394,7 +394,7 @@ func TestServerFileErrors(t *testing.T) {
 	if _, err := c.WriteFile(ctx, guestrpc.WriteRequest{Path: dir + "/no/f"}, zeros{}); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("write: %v", err)
 	}
-	if err := c.Move(ctx, guestrpc.MoveRequest{FileScope: guestrpc.FileScope{Cwd: "/"}, From: "/x", To: ""}); !errors.Is(err, fs.ErrInvalid) {
+	if err := c.Move(ctx, guestrpc.MoveRequest{FileScope: guestrpc.FileScope{Workdir: "/"}, From: "/x", To: ""}); !errors.Is(err, fs.ErrInvalid) {
 		t.Errorf("move: %v", err)
 	}
 	// An atomic write that is given up leaves nothing.
@@ -505,7 +505,7 @@ func TestServerIdleCost(t *testing.T) {
 		mine = mine[:0]
 		buf := make([]byte, 1<<20)
 		for _, stack := range strings.Split(string(buf[:runtime.Stack(buf, true)]), "\n\n") {
-			if strings.Contains(stack, "guest.(*Server)") || strings.Contains(stack, "guestrpc.(*server)") {
+			if strings.Contains(stack, "agent.(*Server)") || strings.Contains(stack, "guestrpc.(*server)") {
 				mine = append(mine, stack)
 			}
 		}
@@ -556,7 +556,7 @@ func BenchmarkServerExecTrue(b *testing.B) {
 	c := startClient(b)
 	ctx := context.Background()
 	for b.Loop() {
-		if _, err := c.Run(ctx, guestrpc.ExecRequest{Argv: []string{"/bin/true"}, Cwd: "/"}, nil, nil, nil); err != nil {
+		if _, err := c.Run(ctx, guestrpc.ExecRequest{Argv: []string{"/bin/true"}, Workdir: "/"}, nil, nil, nil); err != nil {
 			b.Fatal(err)
 		}
 	}

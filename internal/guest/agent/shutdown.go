@@ -10,7 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Action is how a machine goes down.
+// Action is how a guest goes down.
 type Action uint8
 
 // The ways down.
@@ -23,12 +23,12 @@ const (
 // for a disk that is gone, never ends.
 const killWait = 5 * time.Second
 
-// Shutdown ends the machine, and returns only if it could not. Every process
+// Shutdown ends the guest, and returns only if it could not. Every process
 // gets SIGTERM and, after grace, SIGKILL; it goes on as soon as all have ended.
 // Filesystems are synced and made read-only before the kernel is told.
-// machine may be nil.
-func Shutdown(ps *Processes, machine *Machine, action Action, grace time.Duration) error {
-	// kill(-1) means everybody, and reboot(2) the machine: only PID 1 may.
+// system may be nil.
+func Shutdown(ps *Processes, system *System, action Action, grace time.Duration) error {
+	// kill(-1) means everybody, and reboot(2) the host: only PID 1 may.
 	if os.Getpid() != 1 {
 		return fail(ErrPermission, "shut down", "", "only PID 1 can")
 	}
@@ -42,8 +42,8 @@ func Shutdown(ps *Processes, machine *Machine, action Action, grace time.Duratio
 	endAll(ps, max(grace, 0))
 	unix.Sync()
 	unmountAll(ps.log)
-	if machine != nil && machine.upper >= 0 {
-		if err := remountUpper(machine.upper); err != nil {
+	if system != nil && system.upper >= 0 {
+		if err := remountUpper(system.upper); err != nil {
 			ps.log(err.Error())
 		}
 	}

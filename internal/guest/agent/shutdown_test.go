@@ -99,7 +99,7 @@ func helpShutdown() error {
 	ps := NewProcesses(Config{Orphans: true, Log: func(m string) { os.Stderr.WriteString(m + "\n") }})
 	box1 := []string{"/bin/busybox", "sh", "-c"}
 	ready := func(script string) error {
-		p, err := ps.Start(ExecSpec{Args: append(box1, script)})
+		p, err := ps.Start(ExecSpec{Argv: append(box1, script)})
 		if err != nil {
 			return err
 		}
@@ -121,7 +121,7 @@ func helpShutdown() error {
 	if os.Getenv("HELPER_ACTION") == "reboot" {
 		action = Reboot
 	}
-	return Shutdown(ps, &Machine{upper: -1}, action, 300*time.Millisecond)
+	return Shutdown(ps, &System{upper: -1}, action, 300*time.Millisecond)
 }
 
 func TestParseMountLine(t *testing.T) {

@@ -12,7 +12,7 @@ import (
 func TestStartAttachedKeepsTheBeginning(t *testing.T) {
 	const total, limit = 1 << 20, 4 << 10
 	ps := newProcesses(t, Config{OutputLimit: limit})
-	p, out, err := ps.StartAttached(ExecSpec{Args: sh(pattern(total))})
+	p, out, err := ps.StartAttached(ExecSpec{Argv: sh(pattern(total))})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -48,7 +48,7 @@ func TestStartAttachedKeepsTheBeginning(t *testing.T) {
 func TestPrepareRunsBeforeTheProgram(t *testing.T) {
 	ps := newProcesses(t, Config{})
 	called := false
-	p, err := ps.startWith(ExecSpec{Args: sh("exit 0")}, func(p *Process) error {
+	p, err := ps.startWith(ExecSpec{Argv: sh("exit 0")}, func(p *Process) error {
 		called = true
 		if p.pid != 0 {
 			t.Errorf("the program runs already, as %d", p.pid)
@@ -60,7 +60,7 @@ func TestPrepareRunsBeforeTheProgram(t *testing.T) {
 	}
 	wait(t, p)
 
-	_, err = ps.startWith(ExecSpec{ID: "refused", Args: sh("exit 0")}, func(*Process) error { return ErrBusy })
+	_, err = ps.startWith(ExecSpec{ID: "refused", Argv: sh("exit 0")}, func(*Process) error { return ErrBusy })
 	wantKind(t, err, ErrBusy)
 	_, err = ps.Get("refused")
 	wantKind(t, err, ErrNotFound)
@@ -68,7 +68,7 @@ func TestPrepareRunsBeforeTheProgram(t *testing.T) {
 
 func TestStartAttachedToATerminal(t *testing.T) {
 	ps := newProcesses(t, Config{})
-	p, out, err := ps.StartAttached(ExecSpec{Args: sh("echo hello"), TTY: true})
+	p, out, err := ps.StartAttached(ExecSpec{Argv: sh("echo hello"), TTY: true})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -79,7 +79,7 @@ func TestStartAttachedToATerminal(t *testing.T) {
 	until(t, out.Stdout, "hello\r\n")
 	wait(t, p)
 
-	if _, _, err := ps.StartAttached(ExecSpec{Args: []string{"/does/not/exist"}}); err == nil {
+	if _, _, err := ps.StartAttached(ExecSpec{Argv: []string{"/does/not/exist"}}); err == nil {
 		t.Error("a missing program was started")
 	}
 }

@@ -10,15 +10,15 @@ import (
 	"sync/atomic"
 )
 
-// SetEnv replaces the base environment of execs and kernels.
+// SetEnv replaces the base environment of execs and interpreters.
 func (c *Client) SetEnv(ctx context.Context, req SetEnvRequest) error {
 	return c.call(ctx, MethodSetEnv, &req, &empty{})
 }
 
-// CodeSession is a connection to an execution in the guest, which does not
+// AttachedCode is a connection to an execution in the guest, which does not
 // depend on it: CodeAttach finds it again. Stdout, Stderr and the events have to
 // be read, each to its end: an execution whose output is not read is held up.
-type CodeSession struct {
+type AttachedCode struct {
 	st      *stream
 	started CodeStarted
 	stdout  execReader
@@ -26,9 +26,9 @@ type CodeSession struct {
 	next    atomic.Int64 // sequence number of the next event
 }
 
-// StartCode starts an execution. The session ends with ctx, the execution does
+// StartCode starts an execution. The attachment ends with ctx, the execution does
 // not.
-func (c *Client) StartCode(ctx context.Context, req CodeRunRequest) (*CodeSession, error) {
+func (c *Client) StartCode(ctx context.Context, req CodeRunRequest) (*AttachedCode, error) {
 	source := req.Source
 	if len(source) > MaxCode {
 		return nil, newError(CodeInvalidArgument, "the source is larger than 16 MiB; write it to a file and run that")
@@ -49,11 +49,11 @@ func (c *Client) StartCode(ctx context.Context, req CodeRunRequest) (*CodeSessio
 }
 
 // AttachCode joins an execution that was started before.
-func (c *Client) AttachCode(ctx context.Context, req CodeAttachRequest) (*CodeSession, error) {
+func (c *Client) AttachCode(ctx context.Context, req CodeAttachRequest) (*AttachedCode, error) {
 	return c.codeSession(ctx, MethodCodeAttach, &req)
 }
 
-func (c *Client) codeSession(ctx context.Context, m Method, req message) (*CodeSession, error) {
+func (c *Client) codeSession(ctx context.Context, m Method, req message) (*AttachedCode, error) {
 	st, err := c.open(ctx, m, req)
 	if err != nil {
 		return nil, err
@@ -61,8 +61,8 @@ func (c *Client) codeSession(ctx context.Context, m Method, req message) (*CodeS
 	return newCodeSession(st)
 }
 
-func newCodeSession(st *stream) (*CodeSession, error) {
-	x := &CodeSession{st: st}
+func newCodeSession(st *stream) (*AttachedCode, error) {
+	x := &AttachedCode{st: st}
 	if err := st.headersInto(&x.started); err != nil {
 		return nil, err
 	}
@@ -75,25 +75,25 @@ func newCodeSession(st *stream) (*CodeSession, error) {
 }
 
 // ID names the execution.
-func (x *CodeSession) ID() string { return x.started.ID }
+func (x *AttachedCode) ID() string { return x.started.ID }
 
 // Started tells where the outputs begin.
-func (x *CodeSession) Started() CodeStarted { return x.started }
+func (x *AttachedCode) Started() CodeStarted { return x.started }
 
 // Stdout reads what the execution writes.
-func (x *CodeSession) Stdout() io.Reader { return &x.stdout }
+func (x *AttachedCode) Stdout() io.Reader { return &x.stdout }
 
 // Stderr reads what the execution writes to standard error.
-func (x *CodeSession) Stderr() io.Reader { return &x.stderr }
+func (x *AttachedCode) Stderr() io.Reader { return &x.stderr }
 
-// Resume is the request that continues where this session has come to.
-func (x *CodeSession) Resume() CodeAttachRequest {
+// Resume is the request that continues where this one has come to.
+func (x *AttachedCode) Resume() CodeAttachRequest {
 	return CodeAttachRequest{ID: x.ID(), StdoutOffset: x.stdout.offset.Load(), StderrOffset: x.stderr.offset.Load(), Event: x.next.Load()}
 }
 
 // NextEvent waits for an event; io.EOF says that there are no more. Only one
 // goroutine may call it at a time.
-func (x *CodeSession) NextEvent() (CodeEvent, error) {
+func (x *AttachedCode) NextEvent() (CodeEvent, error) {
 	e, err := readCodeEvent(readerFunc(func(p []byte) (int, error) { return x.st.read(Control, p) }))
 	if err == nil {
 		x.next.Store(int64(e.Seq) + 1)
@@ -133,22 +133,22 @@ func readCodeEvent(r io.Reader) (CodeEvent, error) {
 func malformedCodeEvent() error { return newError(CodeInternal, "guest sent a malformed event") }
 
 // Wait returns how the execution ended. It does not read the outputs.
-func (x *CodeSession) Wait() (CodeStatus, error) {
+func (x *AttachedCode) Wait() (CodeStatus, error) {
 	var status CodeStatus
 	err := x.st.result(&status)
 	return status, err
 }
 
 // Close leaves the execution to itself.
-func (x *CodeSession) Close() error {
+func (x *AttachedCode) Close() error {
 	x.st.abort(ErrClosed)
 	return nil
 }
 
-// Copy serves a session to the end of its execution: outputs are copied, and
+// Copy serves an attachment to the end of its execution: outputs are copied, and
 // events given to event, in order. Nil throws them away. If one of them fails,
-// the session is closed.
-func (x *CodeSession) Copy(stdout, stderr io.Writer, event func(CodeEvent) error) (CodeStatus, error) {
+// it is closed.
+func (x *AttachedCode) Copy(stdout, stderr io.Writer, event func(CodeEvent) error) (CodeStatus, error) {
 	var wg sync.WaitGroup
 	var errs [3]error
 	copyTo := func(i int, w io.Writer, r io.Reader) {
@@ -172,7 +172,7 @@ func (x *CodeSession) Copy(stdout, stderr io.Writer, event func(CodeEvent) error
 	return x.Wait()
 }
 
-func (x *CodeSession) eachEvent(f func(CodeEvent) error) error {
+func (x *AttachedCode) eachEvent(f func(CodeEvent) error) error {
 	for {
 		e, err := x.NextEvent()
 		if errors.Is(err, io.EOF) {
@@ -222,13 +222,13 @@ func (c *Client) ListContexts(ctx context.Context) ([]CodeContext, error) {
 	return reply.Contexts, err
 }
 
-// RestartContext ends the kernel of a context, and with it what runs there. The
+// RestartContext ends the interpreter of a context, and with it what runs there. The
 // next execution has a new one.
 func (c *Client) RestartContext(ctx context.Context, id string) error {
 	return c.call(ctx, MethodCodeRestart, &CodeContextRequest{ID: id}, &empty{})
 }
 
-// CloseContext ends the kernel of a context and forgets the context.
+// CloseContext ends the interpreter of a context and forgets the context.
 func (c *Client) CloseContext(ctx context.Context, id string) error {
 	return c.call(ctx, MethodCodeClose, &CodeContextRequest{ID: id}, &empty{})
 }

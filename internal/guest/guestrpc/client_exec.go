@@ -7,13 +7,13 @@ import (
 	"sync/atomic"
 )
 
-// ExecSession is a connection to a process in the guest. The process does not
+// AttachedExec is a connection to a process in the guest. The process does not
 // depend on it: after Close, after its context has ended or after the
 // connection is lost, the process goes on and Attach finds it again.
 //
 // Stdout and Stderr have to be read: a process whose output is not read is
 // held up once the window and its pipes are full, as with any pipe.
-type ExecSession struct {
+type AttachedExec struct {
 	c       *Client
 	st      *stream
 	started ExecStarted
@@ -34,18 +34,18 @@ func (r *execReader) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// Exec starts a process. The session ends with ctx, the process does not.
-func (c *Client) Exec(ctx context.Context, req ExecRequest) (*ExecSession, error) {
+// Exec starts a process. The attachment ends with ctx, the process does not.
+func (c *Client) Exec(ctx context.Context, req ExecRequest) (*AttachedExec, error) {
 	return c.execSession(ctx, MethodExec, &req)
 }
 
 // Attach joins a process that was started before.
-func (c *Client) Attach(ctx context.Context, req AttachRequest) (*ExecSession, error) {
+func (c *Client) Attach(ctx context.Context, req AttachRequest) (*AttachedExec, error) {
 	return c.execSession(ctx, MethodAttach, &req)
 }
 
-func (c *Client) execSession(ctx context.Context, m Method, req message) (*ExecSession, error) {
-	x := &ExecSession{c: c}
+func (c *Client) execSession(ctx context.Context, m Method, req message) (*AttachedExec, error) {
+	x := &AttachedExec{c: c}
 	st, err := c.openStreaming(ctx, m, req, &x.started)
 	if err != nil {
 		return nil, err
@@ -59,14 +59,14 @@ func (c *Client) execSession(ctx context.Context, m Method, req message) (*ExecS
 }
 
 // ID names the process for Attach, Signal and the others.
-func (x *ExecSession) ID() string { return x.started.ID }
+func (x *AttachedExec) ID() string { return x.started.ID }
 
 // Started tells the pid, and where the outputs begin.
-func (x *ExecSession) Started() ExecStarted { return x.started }
+func (x *AttachedExec) Started() ExecStarted { return x.started }
 
 // Stdin writes to the process. Close closes its stdin; merely closing the
-// session does not.
-func (x *ExecSession) Stdin() io.WriteCloser { return execStdin{x.st} }
+// attachment does not.
+func (x *AttachedExec) Stdin() io.WriteCloser { return execStdin{x.st} }
 
 type execStdin struct{ st *stream }
 
@@ -74,37 +74,37 @@ func (w execStdin) Write(p []byte) (int, error) { return w.st.write(Stdin, p) }
 func (w execStdin) Close() error                { return w.st.closeWrite(Stdin) }
 
 // Stdout reads what the process writes; io.EOF comes when it has closed it.
-func (x *ExecSession) Stdout() io.Reader { return &x.stdout }
+func (x *AttachedExec) Stdout() io.Reader { return &x.stdout }
 
 // Stderr is empty for a process with a terminal.
-func (x *ExecSession) Stderr() io.Reader { return &x.stderr }
+func (x *AttachedExec) Stderr() io.Reader { return &x.stderr }
 
 // Offsets returns where Attach has to begin so that nothing that was read
-// from this session is read again.
-func (x *ExecSession) Offsets() (stdout, stderr int64) {
+// from this attachment is read again.
+func (x *AttachedExec) Offsets() (stdout, stderr int64) {
 	return x.stdout.offset.Load(), x.stderr.offset.Load()
 }
 
 // Wait returns how the process ended. It does not read the outputs: read them
 // to their end first, or beside it.
-func (x *ExecSession) Wait() (ExitStatus, error) {
+func (x *AttachedExec) Wait() (ExitStatus, error) {
 	var exit ExitStatus
 	err := x.st.result(&exit)
 	return exit, err
 }
 
 // Signal sends a signal to the process.
-func (x *ExecSession) Signal(ctx context.Context, signal int, scope SignalScope) error {
+func (x *AttachedExec) Signal(ctx context.Context, signal int, scope SignalScope) error {
 	return x.c.Signal(ctx, SignalRequest{ID: x.ID(), Signal: int32(signal), Scope: scope})
 }
 
 // Resize sets the size of the process's terminal.
-func (x *ExecSession) Resize(ctx context.Context, rows, cols uint16) error {
+func (x *AttachedExec) Resize(ctx context.Context, rows, cols uint16) error {
 	return x.c.Resize(ctx, ResizeRequest{ID: x.ID(), Rows: rows, Cols: cols})
 }
 
 // Close leaves the process to itself.
-func (x *ExecSession) Close() error {
+func (x *AttachedExec) Close() error {
 	x.st.abort(ErrClosed)
 	return nil
 }
@@ -124,8 +124,8 @@ func (c *Client) Run(ctx context.Context, req ExecRequest, stdin io.Reader, stdo
 	return x.Copy(stdin, stdout, stderr)
 }
 
-// Copy serves a session to the end of its process, as Run does.
-func (x *ExecSession) Copy(stdin io.Reader, stdout, stderr io.Writer) (ExitStatus, error) {
+// Copy serves an exec to the end of its process, as Run does.
+func (x *AttachedExec) Copy(stdin io.Reader, stdout, stderr io.Writer) (ExitStatus, error) {
 	if stdin != nil {
 		go func() {
 			w := x.Stdin()
@@ -139,7 +139,7 @@ func (x *ExecSession) Copy(stdin io.Reader, stdout, stderr io.Writer) (ExitStatu
 }
 
 // drain copies the outputs until they end and returns the exit status.
-func (x *ExecSession) drain(stdout, stderr io.Writer) (ExitStatus, error) {
+func (x *AttachedExec) drain(stdout, stderr io.Writer) (ExitStatus, error) {
 	copied := make(chan error, 1)
 	go func() { copied <- x.copyOutput(stderr, x.Stderr()) }()
 	err := errors.Join(x.copyOutput(stdout, x.Stdout()), <-copied)
@@ -152,9 +152,9 @@ func (x *ExecSession) drain(stdout, stderr io.Writer) (ExitStatus, error) {
 	return x.Wait()
 }
 
-// copyOutput ends the session if the output can not be written, so that the
+// copyOutput ends the attachment if the output can not be written, so that the
 // process is not held up by it.
-func (x *ExecSession) copyOutput(w io.Writer, r io.Reader) error {
+func (x *AttachedExec) copyOutput(w io.Writer, r io.Reader) error {
 	if w == nil {
 		w = io.Discard
 	}

@@ -10,7 +10,7 @@ import (
 	"agentrun.dev/internal/codec"
 )
 
-// Code classifies an error that crosses the wire.
+// Code classifies an error that is sent to the other side.
 type Code uint8
 
 // The codes. Their numbers are part of the protocol.
@@ -159,7 +159,7 @@ func (e *ProtocolError) Error() string { return "guest protocol violated by peer
 
 func violation(reason string) error { return &ProtocolError{Reason: reason} }
 
-// maxErrorMessage bounds the text of an error on the wire.
+// maxErrorMessage bounds the text of an error that is sent.
 const maxErrorMessage = 2048
 
 const errorVersion = 1

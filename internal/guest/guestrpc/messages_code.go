@@ -15,8 +15,8 @@ const (
 	maxContexts   = 64 // more than an agent has
 )
 
-// SetEnvRequest replaces the environment below that of every exec and kernel. A
-// kernel that runs already gets what has changed before its next execution.
+// SetEnvRequest replaces the environment below that of every exec and interpreter. A
+// interpreter that runs already gets what has changed before its next execution.
 // Formatting it never shows a value.
 type SetEnvRequest struct {
 	Env []string // "NAME=value"
@@ -102,8 +102,8 @@ const (
 	CodeOK          CodeState = 0
 	CodeRaised      CodeState = 1 // an exception; there is an event with it
 	CodeInterrupted CodeState = 2
-	CodeExited      CodeState = 3 // by sys.exit or its like; the kernel lives
-	CodeDied        CodeState = 4 // with its kernel; Reason says of what
+	CodeExited      CodeState = 3 // by sys.exit or its like; the interpreter lives
+	CodeDied        CodeState = 4 // with its interpreter; Reason says of what
 	CodeCancelled   CodeState = 5 // before it ran
 )
 
@@ -112,11 +112,11 @@ type CodeStatus struct {
 	State          CodeState
 	Code           int32 // exit code, as of a process
 	TimedOut       bool
-	Fresh          bool   // the kernel was started for this execution
-	FreshReason    string // how the kernel before it ended; empty if there was none
+	Fresh          bool   // the interpreter was started for this execution
+	FreshReason    string // how the interpreter before it ended; empty if there was none
 	Reason         string // of CodeDied
 	Language       string // that ran the source: the context's, or "shell" for a text
-	Count          uint64 // of executions in this kernel
+	Count          uint64 // of executions in this interpreter
 	Stdout, Stderr OutputTotal
 	Events         OutputTotal // counted in events
 	Wall           time.Duration
@@ -154,7 +154,7 @@ type CodeEvent struct {
 	Kind   CodeEventKind
 	Stdout int64  // bytes of stdout before it
 	Stderr int64  // bytes of stderr before it
-	Data   []byte // comes from the kernel, unread by the agent
+	Data   []byte // comes from the interpreter, unread by the agent
 }
 
 func (m *CodeEvent) visit(c *visitor) {
@@ -167,9 +167,9 @@ func (m *CodeEvent) visit(c *visitor) {
 
 // CodeBegun is the data of CodeEventBegun.
 type CodeBegun struct {
-	Fresh  bool   // the kernel was started for this execution
-	Reason string // how the kernel before it ended
-	PID    int32  // of the kernel
+	Fresh  bool   // the interpreter was started for this execution
+	Reason string // how the interpreter before it ended
+	PID    int32  // of the interpreter
 }
 
 func (m *CodeBegun) visit(c *visitor) {
@@ -237,7 +237,7 @@ func (m *CodeEvent) Result() (CodeResult, error) { return eventData[CodeResult](
 // Error decodes the data of a CodeEventError.
 func (m *CodeEvent) Error() (CodeError, error) { return eventData[CodeError](m) }
 
-// eventData decodes what a kernel has sent, which may be anything.
+// eventData decodes what an interpreter has sent, which may be anything.
 func eventData[T any, P request[T]](m *CodeEvent) (T, error) {
 	var v T
 	if err := unmarshal(m.Data, P(&v)); err != nil {
@@ -269,16 +269,16 @@ func (m *CodeReleaseRequest) visit(c *visitor) { c.str("id", &m.ID, maxID) }
 type CodeCreateRequest struct {
 	ID       string   // empty: the agent picks one
 	Language string   // empty: python
-	Cwd      string   // absolute; empty: the user's home
+	Workdir  string   // absolute; empty: the user's home
 	User     string   // as of ExecRequest
 	Env      []string // over the base environment
-	Start    bool     // start its kernel now; otherwise the first execution does
+	Start    bool     // start its interpreter now; otherwise the first execution does
 }
 
 func (m *CodeCreateRequest) visit(c *visitor) {
 	c.str("id", &m.ID, maxID)
 	c.str("language", &m.Language, maxLanguage)
-	c.str("cwd", &m.Cwd, maxPath)
+	c.str("cwd", &m.Workdir, maxPath)
 	c.str("user", &m.User, maxUser)
 	c.strs("env", &m.Env, maxArgs, maxArg)
 	c.bool(&m.Start)
@@ -288,10 +288,10 @@ func (m *CodeCreateRequest) visit(c *visitor) {
 type CodeContext struct {
 	ID       string
 	Language string
-	Cwd      string
+	Workdir  string
 	User     string
-	PID      int32  // of its kernel; 0 if none runs
-	Version  string // of the kernel's interpreter, as that says
+	PID      int32  // of its interpreter; 0 if none runs
+	Version  string // of the interpreter, as that says
 	Running  string // id of the execution under way; empty if none is
 	Queued   uint32
 }
@@ -299,7 +299,7 @@ type CodeContext struct {
 func (m *CodeContext) visit(c *visitor) {
 	c.str("id", &m.ID, maxID)
 	c.str("language", &m.Language, maxLanguage)
-	c.str("cwd", &m.Cwd, maxPath)
+	c.str("cwd", &m.Workdir, maxPath)
 	c.str("user", &m.User, maxUser)
 	number(c, "pid", &m.PID, 1<<31-1)
 	c.str("version", &m.Version, maxShort)

@@ -9,7 +9,7 @@ type ExecRequest struct {
 	Argv       []string // Argv[0] is looked up in the PATH of the environment
 	Env        []string // "NAME=value", over the base environment
 	CleanEnv   bool     // leave the base environment out
-	Cwd        string   // absolute; empty: the user's home
+	Workdir    string   // absolute; empty: the user's home
 	User       string   // "name", "uid", "name:group" or "uid:gid"; empty: root
 	TTY        bool     // stdin, stdout and stderr are one terminal; output comes as stdout
 	Rows, Cols uint16
@@ -22,7 +22,7 @@ func (m *ExecRequest) visit(c *visitor) {
 	c.strs("argv", &m.Argv, maxArgs, maxArg)
 	c.strs("env", &m.Env, maxArgs, maxArg)
 	c.bool(&m.CleanEnv)
-	c.str("cwd", &m.Cwd, maxPath)
+	c.str("cwd", &m.Workdir, maxPath)
 	c.str("user", &m.User, maxUser)
 	c.bool(&m.TTY)
 	number(c, "rows", &m.Rows, 1<<16-1)
@@ -115,7 +115,7 @@ type ExecInfo struct {
 	PID     int32
 	Argv    []string // cut to 4 KiB
 	User    string
-	Cwd     string
+	Workdir string
 	TTY     bool
 	Started time.Time
 	Running bool
@@ -127,7 +127,7 @@ func (m *ExecInfo) visit(c *visitor) {
 	number(c, "pid", &m.PID, 1<<31-1)
 	c.strs("argv", &m.Argv, maxArgs, maxPath)
 	c.str("user", &m.User, maxUser)
-	c.str("cwd", &m.Cwd, maxPath)
+	c.str("cwd", &m.Workdir, maxPath)
 	c.bool(&m.TTY)
 	c.time(&m.Started)
 	c.bool(&m.Running)

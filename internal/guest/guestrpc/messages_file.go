@@ -4,13 +4,13 @@ import "time"
 
 // FileScope says as whom and from where a file call is made.
 type FileScope struct {
-	User string // as in ExecRequest; empty: root
-	Cwd  string // relative paths start here; empty: the user's home
+	User    string // as in ExecRequest; empty: root
+	Workdir string // relative paths start here; empty: the user's home
 }
 
 func (m *FileScope) visit(c *visitor) {
 	c.str("user", &m.User, maxUser)
-	c.str("cwd", &m.Cwd, maxPath)
+	c.str("cwd", &m.Workdir, maxPath)
 }
 
 // FileInfo describes a file.

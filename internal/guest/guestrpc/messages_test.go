@@ -21,7 +21,7 @@ import (
 
 // samples holds one message of every type, with every field set.
 func samples() []message {
-	scope := FileScope{User: "ann", Cwd: "/home/ann"}
+	scope := FileScope{User: "ann", Workdir: "/home/ann"}
 	exit := ExitStatus{
 		Code: 137, Signal: 9, Core: true, TimedOut: true, Stdout: OutputTotal{Bytes: 1 << 40, Dropped: 5},
 		Stderr: OutputTotal{Bytes: 2, Dropped: 1}, Wall: time.Hour, UserTime: 1, SystemTime: 2, MaxRSS: 3 << 30,
@@ -29,10 +29,10 @@ func samples() []message {
 	file := FileInfo{Path: "a/b", Mode: ModeSymlink | 0o777, Size: 9, UID: 1, GID: math.MaxUint32, Owner: "o", Group: "g", ModTime: time.Unix(-5, 7), Target: "t"}
 	return []message{
 		&empty{},
-		&Info{AgentVersion: "1", Kernel: "6.1", Machine: "m", Hostname: "h", BootID: "b", Uptime: 5, Generation: math.MaxUint64, Processes: 4, Execs: 5, MemoryTotal: 6, MemoryFree: 7},
+		&Info{AgentVersion: "1", Kernel: "6.1", Arch: "m", Hostname: "h", BootID: "b", Uptime: 5, Generation: math.MaxUint64, Processes: 4, Execs: 5, MemoryTotal: 6, MemoryFree: 7},
 		&ShutdownRequest{Mode: Reboot, Grace: time.Second},
 		&ExecRequest{
-			ID: "i", Argv: []string{"sh", "-c", ""}, Env: []string{"A=b"}, CleanEnv: true, Cwd: "/", User: "1:2",
+			ID: "i", Argv: []string{"sh", "-c", ""}, Env: []string{"A=b"}, CleanEnv: true, Workdir: "/", User: "1:2",
 			TTY: true, Rows: 24, Cols: math.MaxUint16, Timeout: time.Minute, Stdin: true,
 		},
 		&AttachRequest{ID: "i", StdoutOffset: math.MaxInt64, StderrOffset: -1},
@@ -40,7 +40,7 @@ func samples() []message {
 		&exit,
 		&ListExecsRequest{After: "a"},
 		&ListExecsReply{More: true, Execs: []ExecInfo{
-			{ID: "i", PID: 1, Argv: []string{"x"}, User: "u", Cwd: "/", TTY: true, Started: time.Unix(1, 999999999), Running: true},
+			{ID: "i", PID: 1, Argv: []string{"x"}, User: "u", Workdir: "/", TTY: true, Started: time.Unix(1, 999999999), Running: true},
 			{Exit: exit},
 		}},
 		&SignalRequest{ID: "i", Signal: 15, Scope: ScopeSession},
@@ -88,8 +88,8 @@ func samples() []message {
 		&CodeError{Name: "n", Value: "v", Traceback: "t"},
 		&CodeInterruptRequest{Context: "c", ID: "i"},
 		&CodeReleaseRequest{ID: "i"},
-		&CodeCreateRequest{ID: "i", Language: "node", Cwd: "/", User: "1:2", Env: []string{"A=b"}, Start: true},
-		&CodeListReply{Contexts: []CodeContext{{ID: "i", Language: "l", Cwd: "/", User: "u", PID: math.MaxInt32, Version: "3", Running: "r", Queued: math.MaxUint32}, {}}},
+		&CodeCreateRequest{ID: "i", Language: "node", Workdir: "/", User: "1:2", Env: []string{"A=b"}, Start: true},
+		&CodeListReply{Contexts: []CodeContext{{ID: "i", Language: "l", Workdir: "/", User: "u", PID: math.MaxInt32, Version: "3", Running: "r", Queued: math.MaxUint32}, {}}},
 		&CodeContextRequest{ID: "i"},
 	}
 }
@@ -306,7 +306,7 @@ func fuzzClient(conn *fixedConn) {
 	var wg sync.WaitGroup
 	wg.Go(func() { _ = c.Ping(ctx) })
 	wg.Go(func() {
-		x := &ExecSession{c: c, st: streams[0], stdout: execReader{st: streams[0], channel: Stdout}, stderr: execReader{st: streams[0], channel: Stderr}}
+		x := &AttachedExec{c: c, st: streams[0], stdout: execReader{st: streams[0], channel: Stdout}, stderr: execReader{st: streams[0], channel: Stderr}}
 		_, _ = x.drain(nil, nil)
 	})
 	wg.Go(func() { _, _ = io.Copy(io.Discard, &FileReader{st: streams[1]}) })

@@ -90,7 +90,7 @@ func (*empty) visit(*visitor) {}
 type Info struct {
 	AgentVersion string
 	Kernel       string // release, as in uname
-	Machine      string // such as x86_64
+	Arch         string // such as x86_64
 	Hostname     string
 	BootID       string
 	Uptime       time.Duration
@@ -104,7 +104,7 @@ type Info struct {
 func (m *Info) visit(c *visitor) {
 	c.str("agent version", &m.AgentVersion, maxShort)
 	c.str("kernel", &m.Kernel, maxShort)
-	c.str("machine", &m.Machine, maxShort)
+	c.str("machine", &m.Arch, maxShort)
 	c.str("hostname", &m.Hostname, maxShort)
 	c.str("boot id", &m.BootID, maxShort)
 	c.dur(&m.Uptime)

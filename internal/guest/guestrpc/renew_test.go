@@ -220,7 +220,7 @@ func TestHostileRenewReply(t *testing.T) {
 	}
 }
 
-func TestClockOnTheWire(t *testing.T) {
+func TestClockEncoding(t *testing.T) {
 	for _, want := range []time.Time{{}, time.Unix(0, 1), time.Unix(0, math.MaxInt64), time.Now(), time.Now().UTC()} {
 		b, err := marshal(nil, &RenewRequest{WallClock: want})
 		if err != nil {

@@ -21,7 +21,7 @@ const (
 	maxItem      = 20 << 10 // a FileInfo with two paths, or an ExecInfo
 )
 
-// message is a struct that can cross the wire. visit names its fields in
+// message is a struct that can be sent. visit names its fields in
 // order to c, which either writes or fills them: one list of fields serves
 // both directions, so they can not disagree.
 type message interface {

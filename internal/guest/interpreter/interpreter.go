@@ -1,5 +1,5 @@
-// Package interpreter holds the language kernels that the guest agent brings along:
-// programs in the languages themselves, each of them one file that needs
+// Package interpreter holds the drivers of interpreters, which the guest agent
+// brings along: programs in the languages themselves, each of them one file that needs
 // nothing but what its interpreter comes with. The agent starts an interpreter
 // and sends it its driver; docs/design/code.md says what they speak.
 //
@@ -10,16 +10,16 @@ package interpreter
 import _ "embed" // the drivers
 
 //go:embed python.py
-var pythonKernel string
+var pythonDriver string
 
 //go:embed python_text.py
 var pythonText string
 
 //go:embed shell.sh
-var shellKernel string
+var shellDriver string
 
 //go:embed node.js
-var nodeKernel string
+var nodeDriver string
 
 // nodeBoot reads the driver from the control pipe and runs it.
 const nodeBoot = `(() => {
@@ -52,7 +52,7 @@ exec(compile(read(int.from_bytes(read(4), "little")), "<agentrun>", "exec"), nam
 names["Kernel"]().serve()
 `
 
-// Language is one that kernels exist for.
+// Language is one that interpreters exist for.
 type Language struct {
 	Name     string
 	Programs []string // the interpreter, under the names to look for
@@ -66,9 +66,9 @@ type Language struct {
 // Languages returns those there are.
 func Languages() []Language {
 	return []Language{
-		{Name: "python", Programs: []string{"python3", "python"}, Args: []string{"-c", pythonBoot}, Driver: []string{pythonKernel, pythonText}, Text: true, Env: true},
-		{Name: "bash", Programs: []string{"bash", "sh"}, Args: []string{"-c", shellKernel}, Lines: true},
-		{Name: "node", Programs: []string{"node", "nodejs"}, Args: []string{"-e", nodeBoot}, Driver: []string{nodeKernel}},
+		{Name: "python", Programs: []string{"python3", "python"}, Args: []string{"-c", pythonBoot}, Driver: []string{pythonDriver, pythonText}, Text: true, Env: true},
+		{Name: "bash", Programs: []string{"bash", "sh"}, Args: []string{"-c", shellDriver}, Lines: true},
+		{Name: "node", Programs: []string{"node", "nodejs"}, Args: []string{"-e", nodeBoot}, Driver: []string{nodeDriver}},
 	}
 }
 

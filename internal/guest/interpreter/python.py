@@ -65,7 +65,7 @@ def data(b):
 
 
 def text(s, limit=None):
-    """A string on the wire. Lone surrogates are escaped, a long one is cut."""
+    """A string as it is sent. Lone surrogates are escaped, a long one is cut."""
     # A subclass of str may lie about everything.
     b = str.encode(s, "utf-8", "backslashreplace")
     if limit is not None and len(b) > limit:

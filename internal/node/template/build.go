@@ -1,6 +1,6 @@
 // Package template makes snapshots of templates: it boots the image, runs the
-// init commands, waits until the sandbox is ready, runs the warm-up code in a
-// language kernel, and captures what is there then.
+// init commands, waits until the sandbox is ready, runs the warm-up code in an
+// interpreter, and captures what is there then.
 package template
 
 import (
@@ -93,7 +93,7 @@ func (b *Builder) Finish(ctx context.Context, spec sandbox.TemplateSpec, built s
 // nothing is code, by language, that does and shows nothing.
 var nothing = map[string]string{"python": "None", "bash": ":", "node": "undefined"}
 
-// Rehearse evaluates nothing in the kernel that was warmed up. A fork owns a page
+// Rehearse evaluates nothing in the interpreter that was warmed up. A fork owns a page
 // only once it has written to it, and a first evaluation writes to hundreds, of
 // the interpreter, the agent and the kernel: who claims a sandbox that has waited
 // need not wait for them.

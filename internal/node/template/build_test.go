@@ -55,7 +55,7 @@ func startAgent(t *testing.T) *guestrpc.Client {
 	return agent
 }
 
-// TestRehearse: the rehearsal uses the kernel that was warmed up, shows nothing,
+// TestRehearse: the rehearsal uses the interpreter that was warmed up, shows nothing,
 // and leaves its state as it is.
 func TestRehearse(t *testing.T) {
 	for language, code := range map[string]struct{ warmup, ask string }{
@@ -98,7 +98,7 @@ func TestRehearse(t *testing.T) {
 	}
 }
 
-// TestRehearseNothing: without warm-up code no kernel is started, and an agent that
+// TestRehearseNothing: without warm-up code no interpreter is started, and an agent that
 // is gone is an error only where there is something to do.
 func TestRehearseNothing(t *testing.T) {
 	agent := startAgent(t)

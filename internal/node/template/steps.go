@@ -21,16 +21,16 @@ func (r *run) prepare(ctx context.Context, env sandbox.Env) error {
 	if err := r.agent.Mkdir(ctx, guestrpc.MkdirRequest{Path: r.workdir, Perm: 0o755, Parents: true}); err != nil {
 		return fmt.Errorf("make the working folder %s: %w", r.workdir, err)
 	}
-	// The kernels that come into being when they are first used.
+	// The interpreters that come into being when they are first used.
 	for id, language := range map[string]string{"default": "python", "default-bash": "bash", "default-node": "node"} {
-		if _, err := r.agent.CreateContext(ctx, guestrpc.CodeCreateRequest{ID: id, Language: language, Cwd: r.workdir, User: r.user}); err != nil {
+		if _, err := r.agent.CreateContext(ctx, guestrpc.CodeCreateRequest{ID: id, Language: language, Workdir: r.workdir, User: r.user}); err != nil {
 			return fmt.Errorf("prepare the %s kernel: %w", language, err)
 		}
 	}
 	if r.user == "" {
 		return nil
 	}
-	code, said, err := r.exec(ctx, guestrpc.ExecRequest{Argv: []string{"chown", r.user, r.workdir}, Cwd: "/"})
+	code, said, err := r.exec(ctx, guestrpc.ExecRequest{Argv: []string{"chown", r.user, r.workdir}, Workdir: "/"})
 	if err == nil && code != 0 {
 		err = fmt.Errorf("chown exited with %d: %s", code, bytes.TrimSpace(said))
 	}
@@ -56,7 +56,7 @@ func (r *run) init(ctx context.Context, commands []string) error {
 }
 
 func (r *run) shell(command string) guestrpc.ExecRequest {
-	return guestrpc.ExecRequest{Argv: []string{"/bin/sh", "-c", command}, User: r.user, Cwd: r.workdir}
+	return guestrpc.ExecRequest{Argv: []string{"/bin/sh", "-c", command}, User: r.user, Workdir: r.workdir}
 }
 
 // exec runs a program, its output goes to the log; the last part is returned.
@@ -201,7 +201,7 @@ func listening(table string, port uint16) bool {
 
 const stateListen = "0A"
 
-// warm runs code in the kernel that forks inherit.
+// warm runs code in the interpreter that forks inherit.
 func (r *run) warm(ctx context.Context, code sandbox.Program) error {
 	say(r.log, "warm up (%s)", code.Language)
 	var last tail

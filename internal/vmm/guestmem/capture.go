@@ -115,8 +115,8 @@ type CaptureStats struct {
 	// Faults is how many writes of the guest had to wait. The waits are how
 	// long they were being served: half of them, and 99 of 100, no longer than
 	// this.
-	Faults                            uint64
-	MedianWait, WaitOf99, LongestWait time.Duration
+	Faults                           uint64
+	MedianWait, P99Wait, LongestWait time.Duration
 	// Copied is the bytes that were stored, Shared those that this memory has
 	// from the layer since.
 	Copied, Shared uint64

@@ -10,7 +10,7 @@ import (
 // Stats may be called at any time.
 func (c *Capture) Stats() CaptureStats {
 	return CaptureStats{
-		Faults: c.waits.Count(), MedianWait: c.waits.Quantile(0.5), WaitOf99: c.waits.Quantile(0.99), LongestWait: c.waits.Longest(),
+		Faults: c.waits.Count(), MedianWait: c.waits.Quantile(0.5), P99Wait: c.waits.Quantile(0.99), LongestWait: c.waits.Longest(),
 		Copied: c.copied.Load(), Shared: c.shared,
 	}
 }

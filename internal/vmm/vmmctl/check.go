@@ -28,7 +28,7 @@ func (s *Saved) Check(memory uint64, disks []uint64) error {
 			return fmt.Errorf("saved disk %d: %w", i, err)
 		}
 	}
-	for _, d := range []uint64{s.Pause, s.MedianWait, s.WaitOf99, s.Wait} {
+	for _, d := range []uint64{s.Pause, s.MedianWait, s.P99Wait, s.Wait} {
 		if d > uint64(longest) {
 			return fmt.Errorf("a duration of %d ns was told, more than %v", d, longest)
 		}

@@ -13,7 +13,7 @@ func saved() *Saved {
 	return &Saved{
 		Memory: Change{Runs: []layer.Run{{Start: page, Length: 2 * page}}, Zeros: []layer.Run{{Start: 8 * page, Length: page}}},
 		Disks:  []Change{{Runs: []layer.Run{{Start: 0, Length: page}}}, {}},
-		Pause:  1e6, Waits: 3, MedianWait: 1e3, WaitOf99: 2e3, Wait: 3e3, Copied: 2 * page, StoodStill: "why",
+		Pause:  1e6, Waits: 3, MedianWait: 1e3, P99Wait: 2e3, Wait: 3e3, Copied: 2 * page, WhyCopiedInPause: "why",
 	}
 }
 
@@ -31,7 +31,7 @@ func TestCheckSaved(t *testing.T) {
 		"negative pause":   func(s *Saved) { s.Pause = 1 << 63 },
 		"longest pause":    func(s *Saved) { s.Pause = math.MaxInt64 },
 		"negative median":  func(s *Saved) { s.MedianWait = math.MaxUint64 },
-		"negative of 99":   func(s *Saved) { s.WaitOf99 = math.MaxUint64 },
+		"negative of 99":   func(s *Saved) { s.P99Wait = math.MaxUint64 },
 		"negative longest": func(s *Saved) { s.Wait = math.MaxUint64 },
 		"copied":           func(s *Saved) { s.Copied = 129 * page },
 	} {

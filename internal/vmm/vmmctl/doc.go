@@ -10,5 +10,5 @@
 // the VM is stopped, unless the parent gave it a socket to listen on: then
 // others connect there and are parents like the first.
 //
-// Every message is one byte of kind followed by a wire message.
+// Every message is one byte of kind followed by a message of package codec.
 package vmmctl

@@ -179,10 +179,10 @@ func (s *Saved) Marshal() []byte {
 	for i := range s.Disks {
 		s.Disks[i].encode(e)
 	}
-	for _, n := range []uint64{s.Pause, s.Waits, s.MedianWait, s.WaitOf99, s.Wait, s.Copied} {
+	for _, n := range []uint64{s.Pause, s.Waits, s.MedianWait, s.P99Wait, s.Wait, s.Copied} {
 		e.Uvarint(n)
 	}
-	e.String(s.StoodStill)
+	e.String(s.WhyCopiedInPause)
 	return e.Bytes()
 }
 
@@ -197,10 +197,10 @@ func UnmarshalSaved(b []byte) (*Saved, error) {
 		c.decode(d)
 		s.Disks = append(s.Disks, c)
 	}
-	for _, n := range []*uint64{&s.Pause, &s.Waits, &s.MedianWait, &s.WaitOf99, &s.Wait, &s.Copied} {
+	for _, n := range []*uint64{&s.Pause, &s.Waits, &s.MedianWait, &s.P99Wait, &s.Wait, &s.Copied} {
 		*n = d.Uvarint()
 	}
-	s.StoodStill = d.String(maxText)
+	s.WhyCopiedInPause = d.String(maxText)
 	if err := d.Finish(); err != nil {
 		return nil, fmt.Errorf("decode what was saved: %w", err)
 	}

@@ -188,12 +188,12 @@ type Saved struct {
 	// Waits counts the guest's writes that had to wait afterwards. Half of them,
 	// and 99 of 100, were being served for no longer than these, and Wait is the
 	// longest.
-	Waits, MedianWait, WaitOf99, Wait uint64
+	Waits, MedianWait, P99Wait, Wait uint64
 	// Copied is the bytes that were stored of the memory.
 	Copied uint64
-	// StoodStill is empty if the memory was copied beside the running guest;
+	// WhyCopiedInPause is empty if the memory was copied beside the running guest;
 	// if not, it says why.
-	StoodStill string
+	WhyCopiedInPause string
 }
 
 // Change is a layer: the runs that it holds one after the other, and those

@@ -116,7 +116,7 @@ func (s *server) saveTo(m *vmmctl.Save, w *saveFiles) (saved vmmctl.Saved, err e
 		return saved, err
 	}
 	if !beside {
-		saved.StoodStill = vmmctl.Clip(why.Error())
+		saved.WhyCopiedInPause = vmmctl.Clip(why.Error())
 	} else if saved.Memory, err = saveMemory(c, m.Memory); err != nil {
 		return saved, err
 	}
@@ -132,7 +132,7 @@ func (s *server) saveTo(m *vmmctl.Save, w *saveFiles) (saved vmmctl.Saved, err e
 	}
 	st := c.Stats()
 	saved.Pause, saved.Copied, saved.Waits = uint64(max(stood, pause)), st.Copied, st.Faults
-	saved.MedianWait, saved.WaitOf99, saved.Wait = uint64(st.MedianWait), uint64(st.WaitOf99), uint64(st.LongestWait)
+	saved.MedianWait, saved.P99Wait, saved.Wait = uint64(st.MedianWait), uint64(st.P99Wait), uint64(st.LongestWait)
 	if m.Rebase {
 		if err := c.Adopt(); err != nil {
 			return saved, err

@@ -15,7 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"agentrun.dev/testbed/internal/wire"
+	"agentrun.dev/testbed/internal/protocol"
 )
 
 // Exit codes for a command which did not run, as env(1) has them.
@@ -27,7 +27,7 @@ const (
 
 // sessionSpec is what the server hands to the helper.
 type sessionSpec struct {
-	Start wire.Start
+	Start protocol.Start
 	Port  string
 }
 
@@ -44,7 +44,7 @@ func sessionMain() {
 
 func runSession() (int, error) {
 	var spec sessionSpec
-	raw, err := io.ReadAll(io.NewSectionReader(os.NewFile(3, "spec"), 0, 2*wire.MaxStart))
+	raw, err := io.ReadAll(io.NewSectionReader(os.NewFile(3, "spec"), 0, 2*protocol.MaxStart))
 	if err != nil {
 		return exitTestbed, err
 	}
@@ -157,7 +157,7 @@ func mountHost(tag, target string) error {
 
 // runCommand runs the command as a child, forwards signals to its group and
 // reaps orphans, until it ends.
-func runCommand(start wire.Start) (int, error) {
+func runCommand(start protocol.Start) (int, error) {
 	os.Clearenv()
 	for _, kv := range append(start.Env, "AGENTRUN_TESTBED=1") {
 		if k, v, ok := strings.Cut(kv, "="); ok {
@@ -166,7 +166,7 @@ func runCommand(start wire.Start) (int, error) {
 			}
 		}
 	}
-	if err := os.Chdir(start.Dir); err != nil {
+	if err := os.Chdir(start.Workdir); err != nil {
 		return exitTestbed, fmt.Errorf("enter the working folder (is it readable over 9p?): %w", err)
 	}
 	path, err := exec.LookPath(start.Argv[0])

@@ -1,4 +1,4 @@
-// Package inside is the testbed's side within the machine: PID 1, the server
+// Package inside is the testbed's side within the VM: PID 1, the server
 // of the virtio-serial ports, and the helper which is the first process of
 // every session. All three are the testbed's own binary, started as /init.
 //
@@ -28,21 +28,21 @@ const (
 	HostTag = "host"
 	// PortPrefix begins the names of the virtio-serial ports of sessions.
 	PortPrefix = "testbed."
-	// ControlPort is the port over which the machine is ended.
+	// ControlPort is the port over which the VM is ended.
 	ControlPort = "testbed.control"
 
 	resultsMount = "/results"
 	cgroupRoot   = "/sys/fs/cgroup"
 )
 
-// The roles of the binary inside the machine, as argv[0].
+// The roles of the binary inside the VM, as argv[0].
 const (
 	roleInit    = "/init"
 	roleServer  = "testbed-server"
 	roleSession = "testbed-session"
 )
 
-// Main runs a role of the machine and does not return, or returns at once when
+// Main runs a role of the VM and does not return, or returns at once when
 // this process is an ordinary testbed command.
 func Main() {
 	switch os.Args[0] {
@@ -84,7 +84,7 @@ func runInit() {
 	}
 }
 
-// prepare brings the machine from a bare kernel to what sessions need.
+// prepare brings the VM from a bare kernel to what sessions need.
 func prepare() error {
 	mounts := []struct{ source, target, kind, data string }{
 		{"proc", "/proc", "proc", ""},
@@ -190,8 +190,8 @@ func enableControllers() error {
 	return nil
 }
 
-// fatal reports on the console, which the host shows when the machine does not
-// come up, and ends the machine.
+// fatal reports on the console, which the host shows when the VM does not
+// come up, and ends the VM.
 func fatal(err error) {
 	fmt.Fprintf(os.Stderr, "testbed machine: %v\n", err)
 	if log, logErr := readKernelLog(); logErr == nil {

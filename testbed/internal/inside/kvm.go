@@ -6,7 +6,7 @@ import (
 	"agentrun.dev/internal/vmm/kvm"
 )
 
-// holdKVM keeps one machine, which never runs, for as long as the process
+// holdKVM keeps one VM, which never runs, for as long as the process
 // lives.
 //
 // KVM patches the kernel's text when the first VM comes and when the last one
@@ -14,7 +14,7 @@ import (
 // is disabled (apic_sw_disabled). QEMU's TCG now and then misses such a patch:
 // a processor of the testbed goes on to run the breakpoint that is no longer
 // there, kprobe_int3_handler sends it back to the same instruction, and it hangs
-// for good. The machine held here makes sure that none of these keys ever
+// for good. The VM held here makes sure that none of these keys ever
 // changes again. A busy host looks the same: it always has VMs.
 func holdKVM() (*kvm.VCPU, error) {
 	sys, err := kvm.Open()

@@ -11,7 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"agentrun.dev/testbed/internal/wire"
+	"agentrun.dev/testbed/internal/protocol"
 )
 
 // port is one virtio-serial port.
@@ -75,10 +75,10 @@ func (p *port) Read(b []byte) (int, error) {
 
 // send writes one frame. It blocks while the client does not read, until
 // interrupt.
-func (p *port) send(t wire.Type, payload []byte) error {
+func (p *port) send(t protocol.Type, payload []byte) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.buf = wire.AppendFrame(p.buf[:0], t, payload)
+	p.buf = protocol.AppendFrame(p.buf[:0], t, payload)
 	_, err := p.file.Write(p.buf)
 	return err
 }

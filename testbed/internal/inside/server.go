@@ -10,14 +10,14 @@ import (
 	"sync"
 	"time"
 
-	"agentrun.dev/testbed/internal/wire"
+	"agentrun.dev/testbed/internal/protocol"
 )
 
-// idleLimit ends a machine which nobody uses, so that a forgotten one does not
+// idleLimit ends a VM which nobody uses, so that a forgotten one does not
 // hold gigabytes of somebody's memory.
 const idleLimit = 20 * time.Minute
 
-// idler powers the machine off when it had no session for a while.
+// idler powers the VM off when it had no session for a while.
 type idler struct {
 	mu     sync.Mutex // protects the following fields
 	active int
@@ -83,19 +83,19 @@ type server struct {
 }
 
 func (s *server) run() error {
-	buf := make([]byte, wire.MaxPayload)
+	buf := make([]byte, protocol.MaxPayload)
 	for {
-		nonce, version, err := wire.ReadHello(s.port.r)
+		nonce, version, err := protocol.ReadHello(s.port.r)
 		if err != nil {
 			return fmt.Errorf("port %s: %w", s.name, err)
 		}
 		s.endSession()
 		// An answer nobody takes (the client was killed in between) must not
 		// hold up the next client: its hello is behind this one.
-		if err := s.port.sendRaw(wire.Ack(nonce)); err != nil || version != wire.Version {
+		if err := s.port.sendRaw(protocol.Ack(nonce)); err != nil || version != protocol.Version {
 			continue
 		}
-		if err := s.frames(buf); !errors.Is(err, wire.ErrResync) {
+		if err := s.frames(buf); !errors.Is(err, protocol.ErrResync) {
 			s.endSession()
 			return fmt.Errorf("port %s: %w", s.name, err)
 		}
@@ -106,23 +106,23 @@ func (s *server) run() error {
 func (s *server) frames(buf []byte) error {
 	var start []byte
 	for {
-		t, payload, err := wire.ReadFrame(s.port.r, buf)
+		t, payload, err := protocol.ReadFrame(s.port.r, buf)
 		if err != nil {
 			return err
 		}
 		switch t {
-		case wire.StartPart:
-			if len(start)+len(payload) > wire.MaxStart {
+		case protocol.StartPart:
+			if len(start)+len(payload) > protocol.MaxStart {
 				// A client that is gone does not need to know.
-				_ = s.port.send(wire.Failed, []byte("the arguments and the environment are too long"))
-				return wire.ErrResync
+				_ = s.port.send(protocol.Failed, []byte("the arguments and the environment are too long"))
+				return protocol.ErrResync
 			}
 			start = append(start, payload...)
-		case wire.Begin:
+		case protocol.Begin:
 			s.endSession()
 			s.begin(start)
 			start = nil
-		case wire.PowerOff:
+		case protocol.PowerOff:
 			powerOff()
 		default:
 			if s.session != nil {
@@ -133,13 +133,13 @@ func (s *server) frames(buf []byte) error {
 }
 
 func (s *server) begin(start []byte) {
-	var request wire.Start
+	var request protocol.Start
 	err := json.Unmarshal(start, &request)
 	if err == nil {
 		s.session, err = newSession(s, request)
 	}
 	if err != nil {
-		_ = s.port.send(wire.Failed, []byte(err.Error())) // or the client is gone
+		_ = s.port.send(protocol.Failed, []byte(err.Error())) // or the client is gone
 	}
 }
 

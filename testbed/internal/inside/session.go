@@ -12,7 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"agentrun.dev/testbed/internal/wire"
+	"agentrun.dev/testbed/internal/protocol"
 )
 
 // session is one command run for one client: a helper process in its own PID
@@ -28,11 +28,11 @@ type session struct {
 	wake chan struct{} // there is stdin to feed
 
 	mu     sync.Mutex // protects the following fields
-	queued []byte     // stdin not yet taken by feed, at most wire.Window
+	queued []byte     // stdin not yet taken by feed, at most protocol.Window
 	eof    bool
 }
 
-func newSession(srv *server, start wire.Start) (*session, error) {
+func newSession(srv *server, start protocol.Start) (*session, error) {
 	s := &session{
 		server: srv,
 		cgroup: cgroupRoot + "/testbed-" + srv.name,
@@ -69,7 +69,7 @@ func newSession(srv *server, start wire.Start) (*session, error) {
 		CgroupFD:    int(cgroup.Fd()),
 		Setsid:      true,
 	}
-	stdin, outputs, err := s.wire(start)
+	stdin, outputs, err := s.connect(start)
 	if err != nil {
 		return nil, err
 	}
@@ -83,11 +83,11 @@ func newSession(srv *server, start wire.Start) (*session, error) {
 
 type output struct {
 	r io.ReadCloser
-	t wire.Type
+	t protocol.Type
 }
 
-// wire connects the helper's three standard files and returns our ends.
-func (s *session) wire(start wire.Start) (io.WriteCloser, []output, error) {
+// connect connects the helper's three standard files and returns our ends.
+func (s *session) connect(start protocol.Start) (io.WriteCloser, []output, error) {
 	if start.TTY {
 		master, slave, err := openPTY(start.Rows, start.Cols)
 		if err != nil {
@@ -95,7 +95,7 @@ func (s *session) wire(start wire.Start) (io.WriteCloser, []output, error) {
 		}
 		s.master = master
 		s.cmd.Stdin, s.cmd.Stdout, s.cmd.Stderr = slave, slave, slave
-		return master, []output{{master, wire.Stdout}}, nil
+		return master, []output{{master, protocol.Stdout}}, nil
 	}
 	stdin, err := s.cmd.StdinPipe()
 	if err != nil {
@@ -109,7 +109,7 @@ func (s *session) wire(start wire.Start) (io.WriteCloser, []output, error) {
 	if err != nil {
 		return nil, nil, err
 	}
-	return stdin, []output{{stdout, wire.Stdout}, {stderr, wire.Stderr}}, nil
+	return stdin, []output{{stdout, protocol.Stdout}, {stderr, protocol.Stderr}}, nil
 }
 
 // run moves the session's bytes until the process has ended, and reports that.
@@ -138,7 +138,7 @@ func (s *session) run(stdin io.WriteCloser, outputs []output) {
 	close(s.quit)
 	<-inputDone
 	removeCgroup(s.cgroup)
-	_ = s.server.port.send(wire.Exit, wire.Uint32(code))
+	_ = s.server.port.send(protocol.Exit, protocol.Uint32(code))
 }
 
 // feed writes stdin as it comes, and acknowledges what the process took.
@@ -153,7 +153,7 @@ func (s *session) feed(stdin io.WriteCloser) {
 		if len(b) > 0 {
 			// A process which closed its stdin drops the rest, as a pipe does.
 			_, _ = stdin.Write(b)
-			_ = s.server.port.send(wire.StdinAck, wire.Uint32(uint32(len(b))))
+			_ = s.server.port.send(protocol.StdinAck, protocol.Uint32(uint32(len(b))))
 		}
 		if eof && s.master == nil {
 			_ = stdin.Close() // a broken pipe is no concern of ours
@@ -165,7 +165,7 @@ func (s *session) feed(stdin io.WriteCloser) {
 }
 
 func (s *session) drain(o output) {
-	buf := make([]byte, wire.MaxPayload)
+	buf := make([]byte, protocol.MaxPayload)
 	for {
 		n, err := o.r.Read(buf)
 		if n > 0 {
@@ -180,18 +180,18 @@ func (s *session) drain(o output) {
 }
 
 // handle takes a frame of the client. It must not block.
-func (s *session) handle(t wire.Type, payload []byte) {
+func (s *session) handle(t protocol.Type, payload []byte) {
 	switch t {
-	case wire.Stdin:
+	case protocol.Stdin:
 		s.push(payload, false)
-	case wire.StdinEOF:
+	case protocol.StdinEOF:
 		s.push(nil, true)
-	case wire.Signal:
+	case protocol.Signal:
 		if len(payload) == 1 {
 			_ = s.cmd.Process.Signal(syscall.Signal(payload[0]))
 		}
-	case wire.Resize:
-		if rows, cols, err := wire.ParseSize(payload); err == nil && s.master != nil {
+	case protocol.Resize:
+		if rows, cols, err := protocol.ParseSize(payload); err == nil && s.master != nil {
 			_ = setSize(s.master, rows, cols)
 		}
 	}
@@ -199,7 +199,7 @@ func (s *session) handle(t wire.Type, payload []byte) {
 
 func (s *session) push(b []byte, eof bool) {
 	s.mu.Lock()
-	if len(s.queued)+len(b) <= wire.Window { // beyond it the client is not ours
+	if len(s.queued)+len(b) <= protocol.Window { // beyond it the client is not ours
 		s.queued = append(s.queued, b...)
 	}
 	s.eof = s.eof || eof

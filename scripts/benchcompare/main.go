@@ -1,10 +1,10 @@
-// Command turns compares the JSON reports of two programs whose benchmarks were
-// run in turns (scripts/bench-turns.sh). For each measure it prints the median
+// Command benchcompare compares the JSON reports of two programs whose benchmarks were
+// run alternately (scripts/bench-compare.sh). For each measure it prints the median
 // and the spread of both, and whether the second program is within the spread of
 // the first or within 10 % of its median. Times are divided by the floor of
 // their own run where the report has one, because machines are noisy.
 //
-//	go run ./scripts/turns DIR     # DIR/NAME.before.N.json, DIR/NAME.after.N.json
+//	go run ./scripts/benchcompare DIR     # DIR/NAME.before.N.json, DIR/NAME.after.N.json
 package main
 
 import (
@@ -22,7 +22,7 @@ import (
 
 func main() {
 	if err := run(os.Args[1:], os.Stdout); err != nil {
-		fmt.Fprintln(os.Stderr, "turns:", err)
+		fmt.Fprintln(os.Stderr, "benchcompare:", err)
 		os.Exit(1)
 	}
 }

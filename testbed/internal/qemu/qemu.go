@@ -1,9 +1,9 @@
-// Package machine is the host's side of the testbed: a QEMU machine, emulated
+// Package qemu is the host's side of the testbed: a QEMU VM, emulated
 // in software, whose emulated AMD-V gives the programs inside a real /dev/kvm.
 //
-// One machine belongs to one checkout of the repository and is shared by all
+// One VM belongs to one checkout of the repository and is shared by all
 // its commands; its files (sockets, pid, console) are in one state folder.
-package machine
+package qemu
 
 import (
 	"bufio"
@@ -20,25 +20,25 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Ports is how many commands can run in the machine at once.
+// Ports is how many commands can run in the VM at once.
 const Ports = 8
 
-// ErrNotRunning means that the machine is not up.
+// ErrNotRunning means that the VM is not up.
 var ErrNotRunning = errors.New("the testbed machine is not running")
 
-// EnvMachine names the environment variable that chooses another machine of the
+// EnvMachine names the environment variable that chooses another VM of the
 // same checkout, by any name.
 const EnvMachine = "AGENTRUN_TESTBED_MACHINE"
 
-// Machine is a testbed machine of one checkout.
-type Machine struct {
+// VM is the testbed of one checkout.
+type VM struct {
 	repo  string
 	state string
 }
 
-// Open finds the machine of the checkout around folder (or around the running
+// Open finds the VM of the checkout around folder (or around the running
 // program). It does not start it.
-func Open(folder string) (*Machine, error) {
+func Open(folder string) (*VM, error) {
 	repo, err := findRepo(folder)
 	if err != nil {
 		exe, exeErr := os.Executable()
@@ -54,23 +54,23 @@ func Open(folder string) (*Machine, error) {
 		return nil, err
 	}
 	sum := sha256.Sum256([]byte(repo + os.Getenv(EnvMachine)))
-	m := &Machine{repo: repo, state: filepath.Join(cache, "testbed", hex.EncodeToString(sum[:8]))}
+	m := &VM{repo: repo, state: filepath.Join(cache, "testbed", hex.EncodeToString(sum[:8]))}
 	if err := os.MkdirAll(m.state, 0o700); err != nil {
 		return nil, err
 	}
 	return m, nil
 }
 
-// State is the folder of the machine's sockets, pid file and console log.
-func (m *Machine) State() string { return m.state }
+// State is the folder of the VM's sockets, pid file and console log.
+func (m *VM) State() string { return m.state }
 
-// Results is the folder which the machine can write to, at the same path.
-func (m *Machine) Results() string { return filepath.Join(m.repo, "build", "out") }
+// Results is the folder which the VM can write to, at the same path.
+func (m *VM) Results() string { return filepath.Join(m.repo, "build", "out") }
 
-func (m *Machine) file(name string) string { return filepath.Join(m.state, name) }
+func (m *VM) file(name string) string { return filepath.Join(m.state, name) }
 
 // name marks our QEMU process in its command line.
-func (m *Machine) name() string {
+func (m *VM) name() string {
 	sum := sha256.Sum256([]byte(m.state))
 	return "agentrun-testbed-" + hex.EncodeToString(sum[:8])
 }
@@ -102,8 +102,8 @@ func cacheFolder() (string, error) {
 	return filepath.Join(dir, "agentrun"), nil
 }
 
-// PID returns the machine's process, or ErrNotRunning.
-func (m *Machine) PID() (int, error) {
+// PID returns the VM's process, or ErrNotRunning.
+func (m *VM) PID() (int, error) {
 	b, err := os.ReadFile(m.file("pid"))
 	if errors.Is(err, os.ErrNotExist) {
 		return 0, ErrNotRunning
@@ -118,14 +118,14 @@ func (m *Machine) PID() (int, error) {
 }
 
 // isOurs tells our QEMU from a process which got the same number later.
-func (m *Machine) isOurs(pid int) bool {
+func (m *VM) isOurs(pid int) bool {
 	cmdline, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
 	return err == nil && strings.Contains(string(cmdline), "\x00"+m.name()+"\x00")
 }
 
-// Stop ends the machine: politely, then by force. Only the process that we
+// Stop ends the VM: politely, then by force. Only the process that we
 // verified is ever signalled, through a pidfd, so that a reused number is not.
-func (m *Machine) Stop() error {
+func (m *VM) Stop() error {
 	unlock, err := m.lock()
 	if err != nil {
 		return err
@@ -176,8 +176,8 @@ func waitExit(pidfd int, limit time.Duration) bool {
 	}
 }
 
-// lock serialises start and stop of this machine between processes.
-func (m *Machine) lock() (unlock func(), err error) {
+// lock serialises start and stop of this VM between processes.
+func (m *VM) lock() (unlock func(), err error) {
 	f, err := lockFile(m.file("lock"), unix.LOCK_EX)
 	if err != nil {
 		return nil, err
@@ -202,8 +202,8 @@ func lockFile(path string, how int) (*os.File, error) {
 	}
 }
 
-// ConsoleTail returns the last lines of the machine's console.
-func (m *Machine) ConsoleTail(lines int) string {
+// ConsoleTail returns the last lines of the VM's console.
+func (m *VM) ConsoleTail(lines int) string {
 	f, err := os.Open(m.file("console.log"))
 	if err != nil {
 		return err.Error()

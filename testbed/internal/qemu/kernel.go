@@ -1,4 +1,4 @@
-package machine
+package qemu
 
 import (
 	"bytes"
@@ -11,7 +11,7 @@ import (
 	"strings"
 )
 
-// neededModules are what the machine needs of the distribution's kernel; their
+// neededModules are what the VM needs of the distribution's kernel; their
 // dependencies come from modules.dep. Others can be loaded inside by modprobe.
 var neededModules = []string{"virtio_pci", "virtio_console", "9pnet_virtio", "9p", "overlay", "kvm-amd", "tun", "loop", "fuse"}
 

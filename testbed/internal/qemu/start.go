@@ -1,4 +1,4 @@
-package machine
+package qemu
 
 import (
 	"bytes"
@@ -18,7 +18,7 @@ import (
 	"agentrun.dev/testbed/internal/inside"
 )
 
-// Config is what the machine is made of.
+// Config is what the VM is made of.
 type Config struct {
 	MemoryMiB int // 0: 8 GiB, or half of the host's if that is less
 	CPUs      int // 0: 1
@@ -30,8 +30,8 @@ type Config struct {
 // startLimit is far above the 3 to 5 seconds a start takes, for busy hosts.
 const startLimit = 3 * time.Minute
 
-// Start starts the machine unless it is up, and returns when it answers.
-func (m *Machine) Start(ctx context.Context, cfg Config) (started bool, err error) {
+// Start starts the VM unless it is up, and returns when it answers.
+func (m *VM) Start(ctx context.Context, cfg Config) (started bool, err error) {
 	unlock, err := m.lock()
 	if err != nil {
 		return false, err
@@ -56,7 +56,7 @@ func (m *Machine) Start(ctx context.Context, cfg Config) (started bool, err erro
 	return true, c.Close()
 }
 
-func (m *Machine) launch(cfg Config) error {
+func (m *VM) launch(cfg Config) error {
 	// Not the distribution's: its emulation of SVM is not right (testbed/qemu).
 	qemu := filepath.Join(m.repo, "build", "qemu-system-x86_64")
 	if _, err := os.Stat(qemu); err != nil {
@@ -101,7 +101,7 @@ func (m *Machine) launch(cfg Config) error {
 // 112 of 112 were good.
 const defaultCPUs = 1
 
-func (m *Machine) fillDefaults(cfg *Config) error {
+func (m *VM) fillDefaults(cfg *Config) error {
 	if cfg.CPUs == 0 {
 		cfg.CPUs = defaultCPUs
 	}
@@ -122,10 +122,10 @@ func (m *Machine) fillDefaults(cfg *Config) error {
 	return nil
 }
 
-// qemuArgs is the machine. tsc=reliable: on hpet KVM would have no master
+// qemuArgs is the VM. tsc=reliable: on hpet KVM would have no master
 // clock, a path which hardware does not take. mitigations=off and a large
 // translation buffer are for speed only.
-func (m *Machine) qemuArgs(cfg Config) []string {
+func (m *VM) qemuArgs(cfg Config) []string {
 	// A comma ends an option's value unless doubled.
 	results := strings.ReplaceAll(m.Results(), ",", ",,")
 	args := []string{
@@ -137,7 +137,7 @@ func (m *Machine) qemuArgs(cfg Config) []string {
 		"-kernel", m.file("vmlinux"), "-initrd", m.file("initramfs"),
 		"-append", "console=ttyS0 quiet panic=-1 tsc=reliable mitigations=off",
 		"-serial", "file:console.log",
-		// For a person who looks into a machine that hangs: info registers.
+		// For a person who looks into a VM that hangs: info registers.
 		"-monitor", "unix:monitor.socket,server=on,wait=off",
 		"-device", "virtio-serial-pci,max_ports=" + strconv.Itoa(Ports+2),
 		"-fsdev", "local,id=results,path=" + results + ",security_model=none,multidevs=remap",

@@ -16,7 +16,7 @@ import (
 	"agentrun.dev/internal/guest/interpreter"
 )
 
-// Frames to and from kernels (docs/design/code.md).
+// Frames to and from interpreters (docs/design/code.md).
 const (
 	frameRun    = 1
 	frameEnv    = 2
@@ -29,20 +29,20 @@ const (
 	frameDone  = 4
 	frameNote  = 5
 
-	// maxKernelFrame is a type, the kind of an event, and its data.
-	maxKernelFrame = 2 + guestrpc.MaxCodeEvent
-	// maxDying bounds what is read of a kernel's last words.
+	// maxInterpreterFrame is a type, the kind of an event, and its data.
+	maxInterpreterFrame = 2 + guestrpc.MaxCodeEvent
+	// maxDying bounds what is read of an interpreter's last words.
 	maxDying = 1 << 20
 )
 
-// kernelProcess is the interpreter of a context.
-type kernelProcess struct {
+// interpreterProcess is the interpreter of a context.
+type interpreterProcess struct {
 	lang       interpreter.Language
 	proc       *Process
 	requests   *input
 	events     *controlPipe
-	stdout     *kernelStream
-	stderr     *kernelStream
+	stdout     *interpreterStream
+	stderr     *interpreterStream
 	env        []string // that it has, as far as the agent has set it
 	envSet     uint64   // the Processes' count when env was made
 	generation uint64   // of the guest when it was last seeded
@@ -51,7 +51,7 @@ type kernelProcess struct {
 
 	ready   chan struct{} // closed when it can be used
 	begin   chan struct{} // cap 1: an execution has begun
-	done    chan kernelDone
+	done    chan executionEnd
 	closed  chan struct{}                   // closed when nothing more is read from it
 	log     atomic.Pointer[eventLog]        // of the execution that runs
 	version string                          // set before ready is closed
@@ -60,16 +60,16 @@ type kernelProcess struct {
 
 type protocolFailure struct{ why string }
 
-// kernelDone is how an execution ended, as the kernel says.
-type kernelDone struct {
+// executionEnd is how an execution ended, as the interpreter says.
+type executionEnd struct {
 	state guestrpc.CodeState
 	code  int32
 	shell bool
 }
 
-// startKernel starts an interpreter for a context. It does not wait until that
+// startInterpreter starts an interpreter for a context. It does not wait until that
 // is ready.
-func (ps *Processes) startKernel(c *codeContext, lang interpreter.Language, generation uint64) (*kernelProcess, error) {
+func (ps *Processes) startInterpreter(c *codeContext, lang interpreter.Language, generation uint64) (*interpreterProcess, error) {
 	ps.mu.Lock()
 	base, envSet := ps.env, ps.envSet
 	ps.mu.Unlock()
@@ -77,11 +77,11 @@ func (ps *Processes) startKernel(c *codeContext, lang interpreter.Language, gene
 	if err != nil {
 		return nil, err
 	}
-	k := &kernelProcess{
+	k := &interpreterProcess{
 		lang: lang, envSet: envSet, generation: generation, oomKills: oomKills(),
-		ready: make(chan struct{}), begin: make(chan struct{}, 1), done: make(chan kernelDone, 1), closed: make(chan struct{}),
+		ready: make(chan struct{}), begin: make(chan struct{}, 1), done: make(chan executionEnd, 1), closed: make(chan struct{}),
 	}
-	spec := ExecSpec{Args: append([]string{""}, lang.Args...), Env: c.env, Dir: c.cwd, User: c.user}
+	spec := ExecSpec{Argv: append([]string{""}, lang.Args...), Env: c.env, Workdir: c.workdir, User: c.user}
 	var path string
 	k.env, path = buildEnv(&spec, base, &id)
 	dir, program, err := resolveAny(lang.Programs, &spec, &id, path)
@@ -118,7 +118,7 @@ func (ps *Processes) startKernel(c *codeContext, lang interpreter.Language, gene
 // resolveAny finds the first program that exists.
 func resolveAny(programs []string, spec *ExecSpec, id *Identity, path string) (dir, program string, err error) {
 	for _, name := range programs {
-		spec.Args[0] = name
+		spec.Argv[0] = name
 		dir, program, err = resolve(spec, id, path)
 		if !errors.Is(err, ErrNotFound) {
 			return dir, program, err
@@ -127,14 +127,14 @@ func resolveAny(programs []string, spec *ExecSpec, id *Identity, path string) (d
 	return "", "", fail(ErrNotFound, "start the kernel", programs[0], "not in PATH "+path+"; use an image that has it")
 }
 
-// open makes the five pipes and returns the kernel's ends, which the caller
+// open makes the five pipes and returns the interpreter's ends, which the caller
 // closes.
-func (k *kernelProcess) open(s *stdio, id *Identity) (files []uintptr, err error) {
+func (k *interpreterProcess) open(s *stdio, id *Identity) (files []uintptr, err error) {
 	var ours [5]*os.File
 	for i := range ours {
-		toKernel := i == 0 || i == 3
+		toInterpreter := i == 0 || i == 3
 		var theirs int
-		if ours[i], theirs, err = s.makePipe(toKernel, id); err != nil {
+		if ours[i], theirs, err = s.makePipe(toInterpreter, id); err != nil {
 			return files, err
 		}
 		files = append(files, uintptr(theirs))
@@ -146,29 +146,29 @@ func (k *kernelProcess) open(s *stdio, id *Identity) (files []uintptr, err error
 	if k.events, err = newControlPipe(ours[4]); err != nil {
 		return files, err
 	}
-	if k.stdout, err = newKernelStream(ours[1], s.sink); err != nil {
+	if k.stdout, err = newInterpreterStream(ours[1], s.sink); err != nil {
 		return files, err
 	}
-	k.stderr, err = newKernelStream(ours[2], s.sink)
+	k.stderr, err = newInterpreterStream(ours[2], s.sink)
 	return files, err
 }
 
-// last closes what belonged to the kernel when it has ended.
-func (k *kernelProcess) last() {
+// last closes what belonged to the interpreter when it has ended.
+func (k *interpreterProcess) last() {
 	<-k.proc.Done()
 	k.events.drain()
 	_ = k.requests.file.Close() // nobody reads it
 }
 
-// write sends bytes to the kernel. A kernel that does not read them waits for
+// write sends bytes to the interpreter. An interpreter that does not read them waits for
 // them to be gone: stop says when.
-func (k *kernelProcess) write(stop <-chan struct{}, b []byte) error {
+func (k *interpreterProcess) write(stop <-chan struct{}, b []byte) error {
 	_, err := k.requests.write(stop, k.proc.Done(), b)
 	return err
 }
 
-// driver is what the kernel is told first.
-func (k *kernelProcess) driver() []byte {
+// driver is what the interpreter is told first.
+func (k *interpreterProcess) driver() []byte {
 	n := 0
 	for _, part := range k.lang.Driver {
 		n += len(part)
@@ -194,8 +194,8 @@ func frame(kind byte, fields func(e *codec.Encoder)) []byte {
 	return b
 }
 
-// read reads what the kernel says until it ends or breaks the rules.
-func (k *kernelProcess) read() {
+// read reads what the interpreter says until it ends or breaks the rules.
+func (k *interpreterProcess) read() {
 	defer close(k.closed)
 	read := k.readFrames
 	if k.lang.Lines {
@@ -206,17 +206,17 @@ func (k *kernelProcess) read() {
 	if err != nil && !errors.Is(err, io.EOF) {
 		k.broken.Store(&protocolFailure{err.Error()})
 	}
-	// A kernel that nobody listens to is of no use.
+	// An interpreter that nobody listens to is of no use.
 	_ = k.proc.Signal(syscall.SIGKILL, ScopeSession) // ErrEnded: it was faster
 }
 
 const (
-	errKernelFrame = Kind("it sent a frame that is empty or too large")
-	errKernelOrder = Kind("it sent a frame out of order")
-	errKernelField = Kind("it sent a malformed frame")
+	errInterpreterFrame = Kind("it sent a frame that is empty or too large")
+	errInterpreterOrder = Kind("it sent a frame out of order")
+	errInterpreterField = Kind("it sent a malformed frame")
 )
 
-func (k *kernelProcess) readFrames(r io.Reader) error {
+func (k *interpreterProcess) readFrames(r io.Reader) error {
 	isReady := false
 	for {
 		var size [4]byte
@@ -224,15 +224,15 @@ func (k *kernelProcess) readFrames(r io.Reader) error {
 			return io.EOF // in the middle of a frame it is not worth telling
 		}
 		n := int(binary.LittleEndian.Uint32(size[:]))
-		if n == 0 || n > maxKernelFrame {
-			return errKernelFrame
+		if n == 0 || n > maxInterpreterFrame {
+			return errInterpreterFrame
 		}
 		body, err := io.ReadAll(io.LimitReader(r, int64(n)))
 		if err != nil || len(body) < n {
 			return io.EOF
 		}
 		if kind := body[0]; isReady != (kind != frameReady) {
-			return errKernelOrder
+			return errInterpreterOrder
 		}
 		isReady = true
 		if err := k.handle(body[0], body[1:]); err != nil {
@@ -241,24 +241,24 @@ func (k *kernelProcess) readFrames(r io.Reader) error {
 	}
 }
 
-func (k *kernelProcess) handle(kind byte, body []byte) error {
+func (k *interpreterProcess) handle(kind byte, body []byte) error {
 	d := codec.NewDecoder(body)
 	switch kind {
 	case frameReady:
 		k.version = d.String(64)
 		if d.Finish() != nil {
-			return errKernelField
+			return errInterpreterField
 		}
 		close(k.ready)
 	case frameBegin:
 		select {
 		case k.begin <- struct{}{}:
 		default:
-			return errKernelOrder
+			return errInterpreterOrder
 		}
 	case frameEvent, frameNote:
 		if len(body) == 0 || body[0] < byte(guestrpc.CodeEventResult) || body[0] > byte(guestrpc.CodeEventError) {
-			return errKernelField
+			return errInterpreterField
 		}
 		e := guestrpc.CodeEvent{
 			Kind: guestrpc.CodeEventKind(body[0]), Stdout: k.stdout.position(), Stderr: k.stderr.position(), Data: body[1:],
@@ -270,41 +270,41 @@ func (k *kernelProcess) handle(kind byte, body []byte) error {
 			_ = k.write(nil, frame(frameNoted, nil)) // it has died
 		}
 	case frameDone:
-		var r kernelDone
+		var r executionEnd
 		r.state = guestrpc.CodeState(d.UvarintMax(uint64(guestrpc.CodeExited)))
 		code := d.Varint()
 		r.shell = d.UvarintMax(1) == 1
 		if d.Finish() != nil || int64(int32(code)) != code {
-			return errKernelField
+			return errInterpreterField
 		}
 		r.code = int32(code)
 		return k.say(r)
 	default:
-		return errKernelField
+		return errInterpreterField
 	}
 	return nil
 }
 
 // say tells of the end of the execution that runs.
-func (k *kernelProcess) say(r kernelDone) error {
+func (k *interpreterProcess) say(r executionEnd) error {
 	if k.log.Load() == nil {
-		return errKernelOrder
+		return errInterpreterOrder
 	}
 	select {
 	case k.done <- r:
 		return nil
 	default:
-		return errKernelOrder
+		return errInterpreterOrder
 	}
 }
 
-// kill ends the kernel and everything in its session.
-func (k *kernelProcess) kill() {
+// kill ends the interpreter and everything in its session.
+func (k *interpreterProcess) kill() {
 	_ = k.proc.Signal(syscall.SIGKILL, ScopeSession) // ErrEnded: it was faster
 }
 
-// reason says how the kernel ended.
-func (k *kernelProcess) reason() string {
+// reason says how the interpreter ended.
+func (k *interpreterProcess) reason() string {
 	exit, _ := k.proc.Exit()
 	switch b := k.broken.Load(); {
 	case b != nil:
@@ -341,12 +341,12 @@ func oomKills() uint64 {
 	return 0
 }
 
-// controlPipe reads what a kernel says. Others may hold the pipe open longer
-// than the kernel lives, so its end is not waited for.
+// controlPipe reads what an interpreter says. Others may hold the pipe open longer
+// than the interpreter lives, so its end is not waited for.
 type controlPipe struct {
 	file  *os.File
 	raw   syscall.RawConn
-	dying bool // the kernel has ended: take what is there
+	dying bool // the interpreter has ended: take what is there
 	left  int
 }
 

@@ -9,7 +9,7 @@ import (
 	"testing"
 )
 
-func TestTurns(t *testing.T) {
+func TestCompare(t *testing.T) {
 	dir := t.TempDir()
 	write := func(name, side string, n int, floor, fork, pages float64) {
 		t.Helper()
@@ -43,7 +43,7 @@ func TestTurns(t *testing.T) {
 	}
 }
 
-func TestTurnsRefuses(t *testing.T) {
+func TestCompareRefuses(t *testing.T) {
 	dir := t.TempDir()
 	if err := run([]string{dir}, &bytes.Buffer{}); err == nil {
 		t.Error("an empty folder is accepted")

@@ -1,5 +1,5 @@
-// Package wire is the protocol between the testbed's client on the host and
-// its server inside the machine, over one virtio-serial port.
+// Package protocol is the protocol between the testbed's client on the host and
+// its server inside the VM, over one virtio-serial port.
 //
 // A serial port has no connections: a client killed half-way through a frame
 // leaves its bytes behind for the next one. So every client begins with a
@@ -8,7 +8,7 @@
 // is invalid and the server starts hunting), then a magic and a nonce. The
 // server ends the session before, and answers with the nonce; the client drops
 // everything up to that answer.
-package wire
+package protocol
 
 import (
 	"bytes"
@@ -19,7 +19,7 @@ import (
 	"io"
 )
 
-// Version changes with every incompatible change of the protocol: a machine
+// Version changes with every incompatible change of the protocol: a VM
 // outlives the binary that started it.
 const Version = 1
 
@@ -65,12 +65,12 @@ const (
 
 // Start describes the command to run.
 type Start struct {
-	Argv []string `json:"argv"`
-	Env  []string `json:"env"`
-	Dir  string   `json:"dir"`
-	TTY  bool     `json:"tty,omitempty"`
-	Rows uint16   `json:"rows,omitempty"`
-	Cols uint16   `json:"cols,omitempty"`
+	Argv    []string `json:"argv"`
+	Env     []string `json:"env"`
+	Workdir string   `json:"dir"`
+	TTY     bool     `json:"tty,omitempty"`
+	Rows    uint16   `json:"rows,omitempty"`
+	Cols    uint16   `json:"cols,omitempty"`
 }
 
 var (
@@ -92,7 +92,7 @@ var ErrResync = errors.New("not a frame")
 // AppendFrame appends a frame to b.
 func AppendFrame(b []byte, t Type, payload []byte) []byte {
 	if len(payload) > MaxPayload {
-		panic(fmt.Sprintf("wire: frame of %d bytes", len(payload)))
+		panic(fmt.Sprintf("protocol: frame of %d bytes", len(payload)))
 	}
 	b = append(b, mark0, mark1, byte(t), 0)
 	b = binary.LittleEndian.AppendUint32(b, uint32(len(payload)))

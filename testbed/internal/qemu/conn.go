@@ -1,4 +1,4 @@
-package machine
+package qemu
 
 import (
 	"bufio"
@@ -14,10 +14,10 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"agentrun.dev/testbed/internal/wire"
+	"agentrun.dev/testbed/internal/protocol"
 )
 
-// helloLimit bounds the answer to a greeting of a machine which is up. The
+// helloLimit bounds the answer to a greeting of a VM which is up. The
 // session before on the same port is killed first, which takes a moment.
 const helloLimit = time.Minute
 
@@ -32,9 +32,9 @@ type Conn struct {
 	out []byte
 }
 
-// Connect takes a free port of the running machine; when all are taken it
+// Connect takes a free port of the running VM; when all are taken it
 // waits for one.
-func (m *Machine) Connect(ctx context.Context) (*Conn, error) {
+func (m *VM) Connect(ctx context.Context) (*Conn, error) {
 	first := rand.IntN(Ports)
 	for i := range Ports {
 		port := strconv.Itoa((first + i) % Ports)
@@ -54,7 +54,7 @@ func (m *Machine) Connect(ctx context.Context) (*Conn, error) {
 	return m.dialLocked(ctx, port, lock)
 }
 
-func (m *Machine) dialLocked(ctx context.Context, port string, lock *os.File) (*Conn, error) {
+func (m *VM) dialLocked(ctx context.Context, port string, lock *os.File) (*Conn, error) {
 	ctx, cancel := context.WithTimeout(ctx, helloLimit)
 	defer cancel()
 	c, err := m.dial(ctx, port)
@@ -67,7 +67,7 @@ func (m *Machine) dialLocked(ctx context.Context, port string, lock *os.File) (*
 }
 
 // dial connects to a port and greets.
-func (m *Machine) dial(ctx context.Context, port string) (*Conn, error) {
+func (m *VM) dial(ctx context.Context, port string) (*Conn, error) {
 	// Through the folder's descriptor: a socket's path has 107 bytes at most.
 	dir, err := os.Open(m.state)
 	if err != nil {
@@ -88,7 +88,7 @@ func (m *Machine) dial(ctx context.Context, port string) (*Conn, error) {
 		return nil, err
 	}
 	f := os.NewFile(uintptr(fd), m.file(socketName(port)))
-	c := &Conn{file: f, r: bufio.NewReaderSize(f, 128<<10), in: make([]byte, wire.MaxPayload)}
+	c := &Conn{file: f, r: bufio.NewReaderSize(f, 128<<10), in: make([]byte, protocol.MaxPayload)}
 	if err := c.greet(ctx); err != nil {
 		_ = f.Close() // the greeting's error says more
 		return nil, err
@@ -99,33 +99,33 @@ func (m *Machine) dial(ctx context.Context, port string) (*Conn, error) {
 func (c *Conn) greet(ctx context.Context) error {
 	stop := context.AfterFunc(ctx, func() { c.file.SetDeadline(time.Unix(1, 0)) })
 	defer stop()
-	nonce := wire.NewNonce()
-	if _, err := c.file.Write(wire.Hello(nonce)); err != nil {
+	nonce := protocol.NewNonce()
+	if _, err := c.file.Write(protocol.Hello(nonce)); err != nil {
 		return fmt.Errorf("greet: %w", err)
 	}
-	version, err := wire.ReadAck(c.r, nonce)
+	version, err := protocol.ReadAck(c.r, nonce)
 	if errors.Is(err, io.EOF) {
 		return errors.New("QEMU ended")
 	} else if err != nil {
 		return fmt.Errorf("wait for the answer to the greeting: %w", err)
 	}
-	if version != wire.Version {
-		return fmt.Errorf("it was started by another version of the testbed (protocol %d, this one %d): run testbed stop", version, wire.Version)
+	if version != protocol.Version {
+		return fmt.Errorf("it was started by another version of the testbed (protocol %d, this one %d): run testbed stop", version, protocol.Version)
 	}
 	return nil
 }
 
 // Send sends one frame.
-func (c *Conn) Send(t wire.Type, payload []byte) error {
+func (c *Conn) Send(t protocol.Type, payload []byte) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.out = wire.AppendFrame(c.out[:0], t, payload)
+	c.out = protocol.AppendFrame(c.out[:0], t, payload)
 	_, err := c.file.Write(c.out)
 	return err
 }
 
 // Receive returns the next frame; the payload is valid until the next call.
-func (c *Conn) Receive() (wire.Type, []byte, error) { return wire.ReadFrame(c.r, c.in) }
+func (c *Conn) Receive() (protocol.Type, []byte, error) { return protocol.ReadFrame(c.r, c.in) }
 
 // Close gives the port back. The server kills what still runs for it.
 func (c *Conn) Close() error {
@@ -136,7 +136,7 @@ func (c *Conn) Close() error {
 	return err
 }
 
-func (m *Machine) requestPowerOff() error {
+func (m *VM) requestPowerOff() error {
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()
 	c, err := m.dial(ctx, "control")
@@ -144,10 +144,10 @@ func (m *Machine) requestPowerOff() error {
 		return err
 	}
 	defer c.Close()
-	if err := c.Send(wire.PowerOff, nil); err != nil {
+	if err := c.Send(protocol.PowerOff, nil); err != nil {
 		return err
 	}
-	// The machine's end is the answer; without waiting for it our close could
+	// The VM's end is the answer; without waiting for it our close could
 	// overtake the frame.
 	c.file.SetReadDeadline(time.Now().Add(5 * time.Second))
 	_, _, _ = c.Receive()

@@ -1,4 +1,4 @@
-package machine
+package qemu
 
 import (
 	"bytes"
@@ -12,7 +12,7 @@ import (
 	"agentrun.dev/testbed/internal/inside"
 )
 
-// writeInitramfs writes the machine's only file system of its own: this
+// writeInitramfs writes the VM's only file system of its own: this
 // program as /init, and the modules.
 func writeInitramfs(path, results string, k kernel) error {
 	self, err := os.Executable()

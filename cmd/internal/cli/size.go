@@ -1,4 +1,4 @@
-package main
+package cli
 
 import (
 	"fmt"
@@ -7,8 +7,8 @@ import (
 	"strings"
 )
 
-// byteSize is a flag value such as 512M or 2G.
-type byteSize uint64
+// ByteSize is a flag value such as 512M or 2G.
+type ByteSize uint64
 
 var units = []struct {
 	suffix string
@@ -16,7 +16,7 @@ var units = []struct {
 }{{"T", 40}, {"G", 30}, {"M", 20}, {"K", 10}, {"", 0}}
 
 // Set parses a number with an optional unit; Mi, MiB and MB all mean 2^20.
-func (b *byteSize) Set(s string) error {
+func (b *ByteSize) Set(s string) error {
 	text := strings.ToUpper(strings.TrimSpace(s))
 	text = strings.TrimSuffix(text, "B")
 	text = strings.TrimSuffix(text, "I")
@@ -29,13 +29,13 @@ func (b *byteSize) Set(s string) error {
 		if err != nil || n > math.MaxUint64>>u.shift {
 			break
 		}
-		*b = byteSize(n << u.shift)
+		*b = ByteSize(n << u.shift)
 		return nil
 	}
 	return fmt.Errorf("%q is not a size: write something like 512M or 2G", s)
 }
 
-func (b *byteSize) String() string {
+func (b *ByteSize) String() string {
 	for _, u := range units {
 		if n := uint64(*b); n != 0 && n%(1<<u.shift) == 0 {
 			return strconv.FormatUint(n>>u.shift, 10) + u.suffix
@@ -45,4 +45,4 @@ func (b *byteSize) String() string {
 }
 
 // Type names the value in the help text.
-func (*byteSize) Type() string { return "size" }
+func (*ByteSize) Type() string { return "size" }

@@ -1,22 +1,21 @@
 package main
 
 import (
-	"errors"
+	"context"
 	"fmt"
-	"os"
 
 	"agentrun.dev/bench"
-	"agentrun.dev/internal/engine/pick"
+	"agentrun.dev/cmd/internal/cli"
+	"agentrun.dev/internal/client/local"
 	"github.com/spf13/cobra"
 )
 
-func newBenchFanoutCommand() *cobra.Command {
+func newFanoutCommand() *cobra.Command {
 	cfg := bench.FanoutConfig{
 		Count: 100, Parallel: 8,
 		Warmup: "import numpy", Code: "numpy.zeros(5).tolist()", Cold: "python3 -c 'import numpy; print(numpy.zeros(5).tolist())'",
 	}
-	memory := byteSize(256 << 20)
-	var asJSON bool
+	o := options{memory: 256 << 20}
 	cmd := &cobra.Command{
 		Use:   "fanout --image IMAGE",
 		Short: "Many forks of an interpreter that has imported numpy, each evaluating something",
@@ -26,41 +25,29 @@ has answered; what one has of its own; and one evaluation in the warm kernel of 
 fresh fork beside --cold, a shell command that does the same from the start, in
 another. The image is one of this machine's (agentrun image build).`,
 		Example: `  agentrun image build --debian bookworm --include python3,python3-numpy -t python:3.12-slim
-  agentrun bench fanout --image python:3.12-slim -n 100`,
+  build/bench fanout --image python:3.12-slim -n 100`,
 		Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) (err error) {
+		RunE: func(cmd *cobra.Command, _ []string) error {
 			if cfg.Count < 1 || cfg.Parallel < 1 {
 				return fmt.Errorf("--count %d, --parallel %d: at least 1 is needed", cfg.Count, cfg.Parallel)
 			}
-			if cfg.Images, err = openImages(); err != nil {
+			var err error
+			if cfg.Images, err = local.OpenImages(); err != nil {
 				return err
 			}
-			cfg.Engine, _ = pick.Choose(cfg.Engine)
-			cfg.Memory = uint64(memory)
-			if cfg.Folder, err = os.MkdirTemp("", "agentrun-bench-"); err != nil {
-				return err
-			}
-			defer func() { err = errors.Join(err, os.RemoveAll(cfg.Folder)) }()
-			report, err := bench.Fanout(cmd.Context(), cfg)
-			if err != nil {
-				return err
-			}
-			return printBench(cmd.OutOrStdout(), report, asJSON)
+			return o.measure(cmd, &cfg.Guest, func(ctx context.Context) (report, error) { return bench.Fanout(ctx, cfg) })
 		},
 	}
 	f := cmd.Flags()
+	o.flags(f)
 	f.StringVar(&cfg.Image, "image", "", "image with Python and what the code needs (required)")
 	f.IntVarP(&cfg.Count, "count", "n", cfg.Count, "how many forks")
 	f.IntVar(&cfg.Parallel, "parallel", cfg.Parallel, "how many at once")
 	f.StringVar(&cfg.Warmup, "warmup", cfg.Warmup, "Python that runs before the snapshot")
 	f.StringVar(&cfg.Code, "code", cfg.Code, "Python that each fork evaluates")
 	f.StringVar(&cfg.Cold, "cold", cfg.Cold, "shell command that does the same from the start")
-	f.Var(&memory, "memory", "RAM of a sandbox")
-	engineFlag(f, &cfg.Engine)
-	f.BoolVar(&asJSON, "json", false, "print JSON")
-	policyFlags(f, &cfg.Jail)
-	if err := cmd.MarkFlagRequired("image"); err != nil {
-		panic(err) // the flag was defined above
-	}
+	cli.EngineFlag(f, &cfg.Engine)
+	cli.PolicyFlags(f, &cfg.Jail)
+	require(cmd, "image")
 	return cmd
 }

@@ -1,20 +1,17 @@
 package main
 
 import (
-	"errors"
+	"context"
 	"fmt"
-	"os"
 
 	"agentrun.dev/bench"
-	"agentrun.dev/internal/engine/pick"
+	"agentrun.dev/cmd/internal/cli"
 	"github.com/spf13/cobra"
 )
 
-func newBenchClaimCommand() *cobra.Command {
-	cfg := bench.ClaimConfig{VCPUs: 1, Count: 50, Ready: 10, Burst: 100}
-	memory := byteSize(256 << 20)
-	var rootfs string
-	var asJSON bool
+func newClaimCommand() *cobra.Command {
+	cfg := bench.ClaimConfig{Guest: bench.Guest{VCPUs: 1}, Count: 50, Ready: 10, Burst: 100}
+	o := options{memory: 256 << 20}
 	cmd := &cobra.Command{
 		Use:   "claim --rootfs DIR",
 		Short: "Claims of ready sandboxes: forked, answered and paused before",
@@ -26,44 +23,25 @@ Then a burst, through the manager of a daemon: --burst claims of a pool with --r
 sandboxes one after the other, none of which ends before the last, and as many again
 at once. Those that find no sandbox ready are forks.`,
 		Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) (err error) {
+		RunE: func(cmd *cobra.Command, _ []string) error {
 			if cfg.Count < 0 || cfg.Burst < 0 || cfg.Ready < 0 || cfg.Starts < 0 {
 				return fmt.Errorf("--count %d, --burst %d, --ready %d, --starts %d: 0 or more", cfg.Count, cfg.Burst, cfg.Ready, cfg.Starts)
 			}
-			cfg.Engine, _ = pick.Choose(cfg.Engine)
-			root, cleanup, err := rootPath(cmd.Context(), rootfs, cfg.Engine, cmd.ErrOrStderr())
-			if err != nil {
-				return err
-			}
-			defer func() { err = errors.Join(err, cleanup()) }()
-			cfg.Root, cfg.Memory = root, uint64(memory)
-			if cfg.Folder, err = os.MkdirTemp("", "agentrun-bench-"); err != nil {
-				return err
-			}
-			defer func() { err = errors.Join(err, os.RemoveAll(cfg.Folder)) }()
-			report, err := bench.Claim(cmd.Context(), cfg)
-			if err != nil {
-				return err
-			}
-			return printBench(cmd.OutOrStdout(), report, asJSON)
+			return o.measure(cmd, &cfg.Guest, func(ctx context.Context) (report, error) { return bench.Claim(ctx, cfg) })
 		},
 	}
 	f := cmd.Flags()
-	f.StringVar(&rootfs, "rootfs", "", "folder with a root filesystem, or an EROFS image of one (required)")
+	o.flags(f)
+	o.rootFlags(f, &cfg.Guest, "")
 	f.IntVarP(&cfg.Count, "count", "n", cfg.Count, "how many claims, one after the other; 0 makes only the burst")
 	f.IntVar(&cfg.Ready, "ready", cfg.Ready, "how many sandboxes wait")
 	f.IntVar(&cfg.Shells, "shells", 0, "how many forks beyond them wait half made")
 	f.IntVar(&cfg.Burst, "burst", cfg.Burst, "how many claims in a row, and then at once, through the manager; 0 makes none")
 	f.IntVar(&cfg.Starts, "starts", 0, "how many machines the manager starts at once in the burst (default: by processors)")
-	f.IntVar(&cfg.VCPUs, "cpus", cfg.VCPUs, "processors of the microVM")
-	f.Var(&memory, "memory", "RAM of the microVM")
 	f.StringVar(&cfg.Program, "program", "true", "program of the root filesystem that warms it up")
-	engineFlag(f, &cfg.Engine)
+	cli.EngineFlag(f, &cfg.Engine)
 	f.StringVar(&cfg.Warm, "warm", "", "shell script that warms the guest up before it is frozen")
-	f.BoolVar(&asJSON, "json", false, "print JSON")
-	policyFlags(f, &cfg.Jail)
-	if err := cmd.MarkFlagRequired("rootfs"); err != nil {
-		panic(err) // the flag was defined above
-	}
+	cli.PolicyFlags(f, &cfg.Jail)
+	require(cmd, "rootfs")
 	return cmd
 }

@@ -1,0 +1,27 @@
+package bench
+
+import (
+	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/engine/pick"
+)
+
+// Guest describes the sandboxes of a benchmark.
+type Guest struct {
+	// Root is an EROFS file with the root filesystem; empty for the bare guest, and
+	// where the benchmark takes an image.
+	Root   string
+	Memory uint64
+	VCPUs  int
+	// Folder is for snapshots and disks.
+	Folder string
+	// Engine is the one to measure; empty is the microVM's.
+	Engine pick.Kind
+	Jail   microvm.JailPolicy
+}
+
+func (g *Guest) engine() pick.Kind {
+	if g.Engine == "" {
+		return pick.MicroVM
+	}
+	return g.Engine
+}

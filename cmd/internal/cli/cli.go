@@ -1,0 +1,40 @@
+// Package cli holds what the command lines of agentrun and bench share: how they
+// start, and flags with what these name: sizes, engines, jails, root filesystems.
+package cli
+
+import (
+	"context"
+	"os"
+	"os/signal"
+	"time"
+
+	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/engine/pick"
+	"agentrun.dev/internal/host/goruntime"
+	"github.com/spf13/pflag"
+	"golang.org/x/sys/unix"
+)
+
+// monitorSlack bounds how long a thread that blocks in a system call keeps
+// other goroutines from running when all Ps are taken.
+const monitorSlack = time.Millisecond
+
+// Start prepares the process. An interrupt or SIGTERM ends the context.
+func Start() (context.Context, context.CancelFunc) {
+	// A matter of speed only, and refused to users without privileges.
+	_ = goruntime.SlowMonitor(monitorSlack)
+	return signal.NotifyContext(context.Background(), os.Interrupt, unix.SIGTERM)
+}
+
+// EngineFlag is for commands that begin with a root filesystem. Snapshots and
+// sandboxes made of it record their engine.
+func EngineFlag(f *pflag.FlagSet, k *pick.Kind) {
+	*k = pick.Auto
+	f.Var(k, "engine", "microvm, gvisor, or auto: microVMs on hardware KVM, gVisor elsewhere")
+}
+
+// PolicyFlags are for commands that start microVMs.
+func PolicyFlags(f *pflag.FlagSet, p *microvm.JailPolicy) {
+	f.BoolVar(&p.AllowUnlimited, "allow-unlimited", false, "go on where limits of memory, processors and threads cannot be set")
+	f.BoolVar(&p.AllowUnjailed, "allow-unjailed", false, "go on where the microVM's process cannot be jailed, as without root: only its system calls are filtered then")
+}
