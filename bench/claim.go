@@ -8,7 +8,8 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/engine/ready"
+	"agentrun.dev/internal/engine/pool"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 // ClaimConfig says what Claim measures.
@@ -71,11 +72,13 @@ func (r *ClaimReport) oneByOne(ctx context.Context, cfg ClaimConfig, from ForkCo
 		return err
 	}
 	defer func() { err = errors.Join(err, source.close()) }()
-	pool, err := ready.New(ready.Config{Engine: source.engine, Snapshot: source.snap, Count: cfg.Ready, Shells: cfg.Shells})
+	shells, err := engine.KeepShells(source.engine, source.snap, cfg.Shells)
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, pool.Close()) }()
+	defer func() { err = errors.Join(err, shells.Close()) }()
+	ready := ReadyPool(source.engine, source.snap, cfg.Ready)
+	defer func() { err = errors.Join(err, ready.Close()) }()
 	floor, err := floorOf(from.engine(), cfg.Root, cfg.Warm)
 	if err != nil {
 		return err
@@ -84,10 +87,10 @@ func (r *ClaimReport) oneByOne(ctx context.Context, cfg ClaimConfig, from ForkCo
 
 	var s claimSamples
 	for len(s.claims) < cfg.Count {
-		if err := pool.WaitFull(ctx); err != nil {
+		if err := ready.WaitFull(ctx); err != nil {
 			return err
 		}
-		if err := s.row(ctx, pool, floor, max(1, min(cfg.Ready, cfg.Count-len(s.claims)))); err != nil {
+		if err := s.row(ctx, ready, floor, max(1, min(cfg.Ready, cfg.Count-len(s.claims)))); err != nil {
 			return err
 		}
 	}
@@ -96,14 +99,34 @@ func (r *ClaimReport) oneByOne(ctx context.Context, cfg ClaimConfig, from ForkCo
 	return nil
 }
 
+// ReadyPool keeps sandboxes of a snapshot ready, as a pool of the manager does. A claim
+// asks for one by the host name to give it; empty leaves the choice to the engine.
+func ReadyPool(e engine.Engine, snap *snapshot.Snapshot, count int) *pool.Pool[engine.Sandbox, string] {
+	fork := func(ctx context.Context, hostname string) (engine.Sandbox, error) {
+		return e.Fork(ctx, snap, engine.ForkOptions{Hostname: hostname})
+	}
+	return pool.New(pool.Config[engine.Sandbox, string]{
+		What: "ready sandboxes", Count: count,
+		Make: func(ctx context.Context) (engine.Sandbox, error) {
+			sb, err := fork(ctx, "")
+			if err != nil {
+				return nil, err
+			}
+			return sb, engine.MakeReady(ctx, sb, nil)
+		},
+		Claim: func(ctx context.Context, sb engine.Sandbox, hostname string) error { return sb.Claim(ctx, hostname) },
+		Now:   fork,
+	})
+}
+
 type claimSamples struct{ floors, pings, claims []time.Duration }
 
 // row makes n claims one after the other, with a ping of the sandbox that was
 // claimed before it beside each, while no sandbox is made. What comes right after
 // the floor finds caches that another machine has filled: that is the claim's turn
 // and the ping's by turns.
-func (s *claimSamples) row(ctx context.Context, pool *ready.Pool, floor sampler, n int) (err error) {
-	release := pool.Hold()
+func (s *claimSamples) row(ctx context.Context, ready *pool.Pool[engine.Sandbox, string], floor sampler, n int) (err error) {
+	release := ready.Hold()
 	defer release()
 	var warm engine.Sandbox
 	defer func() {
@@ -129,7 +152,7 @@ func (s *claimSamples) row(ctx context.Context, pool *ready.Pool, floor sampler,
 			}
 		}
 		start := time.Now()
-		sb, err := pool.Claim(ctx, "")
+		sb, err := ready.Get(ctx, "")
 		if err != nil {
 			return err
 		}

@@ -8,7 +8,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/engine/ready"
+	enginepool "agentrun.dev/internal/engine/pool"
 	"agentrun.dev/internal/node/journal"
 	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/storage/snapshot"
@@ -46,7 +46,9 @@ type stock struct {
 	build sandbox.Build
 	spec  sandbox.TemplateSpec
 	snap  *snapshot.Snapshot
-	ready *ready.Pool
+	// ready has those that wait; a claim asks for one by the host name to give it.
+	ready  *enginepool.Pool[*parked, string]
+	shells engine.Shells
 	// held is what its machines hold of the snapshot. It is in memory for as long as
 	// the stock is there: one that is half made has it, too.
 	held []sandbox.Held
@@ -87,7 +89,7 @@ func (s *stock) close() error {
 	s.mu.Unlock()
 	<-s.closed
 	s.cancel()
-	err := errors.Join(s.ready.Close(), s.snap.Close())
+	err := errors.Join(s.ready.Close(), s.shells.Close(), s.snap.Close())
 	s.manager.capacity.release(s.pool.Namespace, 0, s.held...)
 	s.manager.refill() // another pool may wait for that memory
 	return err
@@ -340,34 +342,20 @@ func (p *pool) open(ctx context.Context, b sandbox.Build, spec sandbox.TemplateS
 		s.cancel()
 		return nil, errors.Join(fmt.Errorf("the memory of template %s: %w", b.Template.Name, err), snap.Close())
 	}
-	fork := forker(func(ctx context.Context, _ *snapshot.Snapshot, o engine.ForkOptions) (engine.Sandbox, error) {
-		if o.Hostname == "" { // only a claim has a name for its sandbox
-			return p.manager.forkWaiting(ctx, s)
-		}
-		return p.manager.forkClaimed(ctx, s, o.Hostname)
-	})
-	var e ready.Engine = fork
-	if ahead, ok := p.manager.cfg.Engine.(engine.Ahead); ok {
-		e = struct {
-			forker
-			engine.Ahead
-		}{fork, ahead}
-	}
-	if s.ready, err = ready.New(ready.Config{
-		Snapshot: snap, Count: count, Shells: poolShells, Engine: e, Turn: p.manager.turns.takeIdle,
-	}); err != nil {
+	if s.shells, err = engine.KeepShells(p.manager.cfg.Engine, snap, poolShells); err != nil {
 		s.cancel()
 		p.manager.capacity.release(p.key.Namespace, 0, s.held...)
-		return nil, errors.Join(err, snap.Close())
+		return nil, errors.Join(fmt.Errorf("make a pool: %w", err), snap.Close())
 	}
+	s.ready = enginepool.New(enginepool.Config[*parked, string]{
+		What: "ready sandboxes", Count: count,
+		Make:  func(ctx context.Context) (*parked, error) { return p.manager.makeReady(ctx, s) },
+		Claim: func(ctx context.Context, m *parked, hostname string) error { return m.Claim(ctx, hostname) },
+		Now: func(ctx context.Context, hostname string) (*parked, error) {
+			return p.manager.forkClaimed(ctx, s, hostname)
+		},
+	})
 	return s, nil
-}
-
-// forker is a function that forks, for package ready.
-type forker func(context.Context, *snapshot.Snapshot, engine.ForkOptions) (engine.Sandbox, error)
-
-func (f forker) Fork(ctx context.Context, snap *snapshot.Snapshot, o engine.ForkOptions) (engine.Sandbox, error) {
-	return f(ctx, snap, o)
 }
 
 // parked is a machine without a sandbox.
@@ -412,10 +400,10 @@ func (p *pool) claim(ctx context.Context, hostname string) (*parked, *stock, err
 	inPool, cancel := context.WithCancel(ctx)
 	defer cancel()
 	defer context.AfterFunc(from.gone, cancel)()
-	sb, err := from.ready.Claim(inPool, hostname)
+	machine, err := from.ready.Get(inPool, hostname)
 	switch {
 	case err == nil:
-		return sb.(*parked), from, nil
+		return machine, from, nil
 	case p.manager.ctx.Err() != nil:
 		return nil, nil, errClosing()
 	case from.gone.Err() != nil:
@@ -436,10 +424,10 @@ func (p *pool) source() (_ *stock, end func(), err error) {
 		return nil, nil, e.Try("`agentrun get pool %s` shows how far it is", p.key.Name)
 	}
 	from := p.current
-	for i := len(p.older) - 1; i >= 0 && from.ready.Stats().Ready == 0; i-- {
+	for i := len(p.older) - 1; i >= 0 && from.ready.Stats().Waiting == 0; i-- {
 		from = p.older[i]
 	}
-	if from.ready.Stats().Ready == 0 {
+	if from.ready.Stats().Waiting == 0 {
 		from = p.current
 	}
 	return from, from.begin(), nil // a stock leaves the pool under the lock, and closes then
@@ -452,16 +440,16 @@ func (p *pool) status() sandbox.PoolStatus {
 	st := sandbox.PoolStatus{Phase: p.phase, Problem: p.problem}
 	if p.current != nil {
 		now := p.current.ready.Stats()
-		st.Ready = now.Ready
+		st.Ready = now.Waiting
 		if p.phase == sandbox.PhaseReady { // the current one is of the template's revision
-			st.Snapshots = now.Ready
+			st.Snapshots = now.Waiting
 		}
-		if st.Problem == "" && now.Ready < p.spec.Replicas {
+		if st.Problem == "" && now.Waiting < p.spec.Replicas {
 			st.Problem = now.LastError
 		}
 	}
 	for _, s := range p.older {
-		st.Ready += s.ready.Stats().Ready
+		st.Ready += s.ready.Stats().Waiting
 	}
 	return st
 }

@@ -9,7 +9,7 @@ import (
 )
 
 // forkClaimed makes a machine for a claim.
-func (m *Manager) forkClaimed(ctx context.Context, s *stock, hostname string) (_ engine.Sandbox, err error) {
+func (m *Manager) forkClaimed(ctx context.Context, s *stock, hostname string) (_ *parked, err error) {
 	// A claim for which there is no memory is told so at once.
 	namespace, memory := s.build.Template.Namespace, m.machineMemory(s.spec)
 	if err := m.reserve(namespace, memory, s.held...); err != nil {
@@ -37,8 +37,18 @@ func (m *Manager) forkClaimed(ctx context.Context, s *stock, hostname string) (_
 	return p, nil
 }
 
-// forkWaiting makes a machine that is going to wait in a pool.
-func (m *Manager) forkWaiting(ctx context.Context, s *stock) (_ engine.Sandbox, err error) {
+// makeReady makes a machine that can wait in a pool until it is claimed. The fork and
+// each rehearsal of a claim have turns of their own.
+func (m *Manager) makeReady(ctx context.Context, s *stock) (*parked, error) {
+	p, err := m.forkWaiting(ctx, s)
+	if err != nil {
+		return nil, err
+	}
+	return p, engine.MakeReady(ctx, p, m.turns.takeIdle)
+}
+
+// forkWaiting forks the machine of makeReady.
+func (m *Manager) forkWaiting(ctx context.Context, s *stock) (_ *parked, err error) {
 	release, err := m.turns.takeIdle(ctx)
 	if err != nil {
 		return nil, err

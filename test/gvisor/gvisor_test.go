@@ -13,11 +13,11 @@ import (
 	"testing"
 	"time"
 
+	"agentrun.dev/bench"
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/enginetest"
 	"agentrun.dev/internal/engine/gvisor"
 	"agentrun.dev/internal/engine/microvm"
-	"agentrun.dev/internal/engine/ready"
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/host/assets"
 	"agentrun.dev/internal/storage/seal"
@@ -275,17 +275,14 @@ func TestOutOfMemory(t *testing.T) {
 // identity of their own.
 func TestReady(t *testing.T) {
 	e := newEngine(t, config(tempDir(t)))
-	pool, err := ready.New(ready.Config{Engine: e, Snapshot: freeze(t, boot(t, e)), Count: 2})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = pool.Close() }()
-	if err := pool.WaitFull(t.Context()); err != nil {
+	ready := bench.ReadyPool(e, freeze(t, boot(t, e)), 2)
+	defer func() { _ = ready.Close() }()
+	if err := ready.WaitFull(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	seen := map[string]bool{}
 	for i, name := range []string{"left", "right"} {
-		sb, err := pool.Claim(t.Context(), name)
+		sb, err := ready.Get(t.Context(), name)
 		if err != nil {
 			t.Fatal(err)
 		}

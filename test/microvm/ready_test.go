@@ -2,15 +2,16 @@ package microvm
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"path/filepath"
 	"strings"
 	"sync"
 	"testing"
 
+	"agentrun.dev/bench"
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
-	"agentrun.dev/internal/engine/ready"
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/storage/snapshot"
 )
@@ -53,12 +54,13 @@ func TestReady(t *testing.T) {
 	soakEachSMP(t, func(t *testing.T, vcpus int) {
 		e := newEngine(t)
 		snap := bootSnapshot(t, e, vcpus, "echo warmed up > /warm")
-		p, err := ready.New(ready.Config{Engine: e, Snapshot: snap, Count: 2, Shells: 1})
+		shells, err := engine.KeepShells(e, snap, 1)
 		if err != nil {
 			t.Fatal(err)
 		}
+		p := bench.ReadyPool(e, snap, 2)
 		t.Cleanup(func() {
-			if err := p.Close(); err != nil {
+			if err := errors.Join(p.Close(), shells.Close()); err != nil {
 				t.Error(err)
 			}
 		})
@@ -71,7 +73,7 @@ func TestReady(t *testing.T) {
 		var claims sync.WaitGroup
 		for range n {
 			claims.Go(func() {
-				sb, err := p.Claim(t.Context(), "")
+				sb, err := p.Get(t.Context(), "")
 				if err != nil {
 					t.Error(err)
 					return
@@ -95,13 +97,13 @@ func TestReady(t *testing.T) {
 			})
 		}
 		claims.Wait()
-		if s := p.Stats(); s.Claimed+s.Forked != uint64(n) || s.Claimed < 2 {
+		if s := p.Stats(); s.Taken+s.MadeNow != uint64(n) || s.Taken < 2 {
 			t.Errorf("%+v", s)
 		}
 		if err := p.WaitFull(t.Context()); err != nil {
 			t.Fatal(err)
 		}
-		sb, err := p.Claim(t.Context(), "mine")
+		sb, err := p.Get(t.Context(), "mine")
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -6,10 +6,9 @@ import (
 	"fmt"
 	"slices"
 	"sync"
-	"sync/atomic"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/engine/stock"
+	"agentrun.dev/internal/engine/pool"
 	"agentrun.dev/internal/storage/snapshot"
 )
 
@@ -26,12 +25,12 @@ func (e *Engine) KeepShells(snap *snapshot.Snapshot, count int) (engine.Shells, 
 		return nil, fmt.Errorf("keep shells of %s: %w", snap.ID(), err)
 	}
 	s := &shells{set: &e.shells, id: snap.ID()}
-	s.stock = stock.New(stock.Config[shell]{
+	s.pool = pool.New(pool.Config[shell, struct{}]{
 		What: "VM shells", Count: count,
 		Make: func(ctx context.Context) (shell, error) { return e.newShell(ctx, snap) },
 	})
 	if !e.shells.add(s) {
-		return nil, errors.Join(errors.New("keep shells: the engine is closed"), s.stock.Close())
+		return nil, errors.Join(errors.New("keep shells: the engine is closed"), s.pool.Close())
 	}
 	return s, nil
 }
@@ -75,22 +74,21 @@ func (s shell) Close() error {
 
 // shells are those of one call of KeepShells.
 type shells struct {
-	set   *shellSet
-	id    snapshot.ID
-	stock *stock.Stock[shell]
-	taken atomic.Uint64
+	set  *shellSet
+	id   snapshot.ID
+	pool *pool.Pool[shell, struct{}] // a fork takes shells until one serves it
 }
 
-func (s *shells) WaitFull(ctx context.Context) error { return s.stock.WaitFull(ctx) }
+func (s *shells) WaitFull(ctx context.Context) error { return s.pool.WaitFull(ctx) }
 
 func (s *shells) Stats() engine.ShellStats {
-	st := s.stock.Stats()
-	return engine.ShellStats{Waiting: st.Waiting, Taken: s.taken.Load(), Lost: st.Lost, Failed: st.Failed, LastError: st.LastError}
+	st := s.pool.Stats()
+	return engine.ShellStats{Waiting: st.Waiting, Taken: st.Taken, Lost: st.Lost, Failed: st.Failed, LastError: st.LastError}
 }
 
 func (s *shells) Close() error {
 	s.set.remove(s)
-	return s.stock.Close()
+	return s.pool.Close()
 }
 
 // shellSet is all shells of an engine.
@@ -122,7 +120,7 @@ func (set *shellSet) close() error {
 	set.mu.Unlock()
 	var errs []error
 	for _, s := range all {
-		errs = append(errs, s.stock.Close())
+		errs = append(errs, s.pool.Close())
 	}
 	return errors.Join(errs...)
 }
@@ -143,9 +141,8 @@ func (set *shellSet) each(id snapshot.ID, do func(*shells) bool) {
 func (set *shellSet) take(id snapshot.ID) (p *Process, ok bool) {
 	set.each(id, func(s *shells) bool {
 		var taken shell
-		if taken, ok = s.stock.Take(); ok {
+		if taken, ok = s.pool.Take(); ok {
 			p = taken.Process
-			s.taken.Add(1)
 		}
 		return ok
 	})
@@ -154,10 +151,10 @@ func (set *shellSet) take(id snapshot.ID) (p *Process, ok bool) {
 
 // refill makes those that were taken again.
 func (set *shellSet) refill(id snapshot.ID) {
-	set.each(id, func(s *shells) bool { s.stock.Refill(); return false })
+	set.each(id, func(s *shells) bool { s.pool.Refill(); return false })
 }
 
 // renew replaces those that wait: more is known of what they should have.
 func (set *shellSet) renew(id snapshot.ID) {
-	set.each(id, func(s *shells) bool { s.stock.Renew(); return false })
+	set.each(id, func(s *shells) bool { s.pool.Renew(); return false })
 }

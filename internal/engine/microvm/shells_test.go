@@ -16,7 +16,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/engine/stock"
+	"agentrun.dev/internal/engine/pool"
 	"agentrun.dev/internal/host/assets"
 	"agentrun.dev/internal/host/jail"
 	"agentrun.dev/internal/host/procid"
@@ -169,7 +169,7 @@ func TestShells(t *testing.T) {
 	if err := unix.Kill(j.pids(t)[0], unix.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
-	if err := kept.(*shells).stock.WaitUntil(t.Context(), func(st stock.Stats) bool { return st.Lost == 1 }); err != nil {
+	if err := kept.(*shells).pool.WaitUntil(t.Context(), func(st pool.Stats) bool { return st.Lost == 1 }); err != nil {
 		t.Fatal(err)
 	}
 	waitFull(t, kept)

@@ -1,0 +1,84 @@
+package pool
+
+import (
+	"context"
+	"fmt"
+)
+
+// Stats describes a pool.
+type Stats struct {
+	// Waiting is how many items are there now.
+	Waiting int
+	// Taken counts the items that waited and were handed out, MadeNow the requests
+	// that found none.
+	Taken, MadeNow uint64
+	// Lost counts items that ended while they waited, or could not be claimed.
+	Lost uint64
+	// Failed counts failures of Make. LastError says why the last one failed or the
+	// last item was lost.
+	Failed    uint64
+	LastError string
+}
+
+// lose counts an item that was lost.
+func (s *Stats) lose(why error) {
+	s.Lost++
+	s.LastError = why.Error()
+}
+
+// Stats describes the pool as it is now.
+func (p *Pool[T, R]) Stats() Stats {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.current()
+}
+
+// current describes the pool; the lock must be held.
+func (p *Pool[T, R]) current() Stats {
+	s := p.stats
+	s.Waiting = len(p.waiting)
+	return s
+}
+
+// record changes the counters.
+func (p *Pool[T, R]) record(change func(*Stats)) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	change(&p.stats)
+	p.notify()
+}
+
+// notify wakes those who wait for a change; the lock must be held.
+func (p *Pool[T, R]) notify() {
+	close(p.changed)
+	p.changed = make(chan struct{})
+}
+
+// WaitFull waits until all items are there, and none is stale.
+func (p *Pool[T, R]) WaitFull(ctx context.Context) error {
+	return p.WaitUntil(ctx, func(Stats) bool {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		return !p.lacks()
+	})
+}
+
+// WaitUntil waits until the pool is as it should be. It calls good without a lock.
+func (p *Pool[T, R]) WaitUntil(ctx context.Context, good func(Stats) bool) error {
+	for {
+		p.mu.Lock()
+		s, changed := p.current(), p.changed
+		p.mu.Unlock()
+		if good(s) {
+			return nil
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			if s.LastError != "" {
+				return fmt.Errorf("wait for %s: %w (the last one failed: %s)", p.cfg.What, ctx.Err(), s.LastError)
+			}
+			return fmt.Errorf("wait for %s: %w", p.cfg.What, ctx.Err())
+		}
+	}
+}

@@ -1,0 +1,122 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"net"
+	"slices"
+	"testing"
+
+	"agentrun.dev/internal/guest/agent"
+	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/storage/snapshot"
+)
+
+// forked is a fork without a machine: its agent is real, its life is told. The real
+// ones are in test/microvm and test/gvisor.
+type forked struct {
+	Sandbox
+	agent *guestrpc.Client
+	did   []string
+	fail  map[string]error
+}
+
+func newForked(t *testing.T) *forked {
+	t.Helper()
+	ours, theirs := net.Pipe()
+	go func() { _ = guestrpc.Serve(context.Background(), theirs, &agent.Server{}) }()
+	client, err := guestrpc.NewClient(t.Context(), ours)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = client.Close() }) // it may be closed already
+	return &forked{agent: client, fail: map[string]error{}}
+}
+
+func (f *forked) do(what string) error {
+	f.did = append(f.did, what)
+	return f.fail[what]
+}
+
+func (f *forked) Agent() *guestrpc.Client             { return f.agent }
+func (f *forked) Park(context.Context) error          { return f.do("park") }
+func (f *forked) Claim(context.Context, string) error { return f.do("claim") }
+func (f *forked) Close() error                        { return f.do("close") }
+func (f *forked) turn(context.Context) (func(), error) {
+	return func() { _ = f.do("release") }, f.do("turn")
+}
+
+// TestMakeReady: a ready sandbox was claimed some times, each time in a turn which was
+// given back, and is parked.
+func TestMakeReady(t *testing.T) {
+	turns, atOnce := newForked(t), newForked(t)
+	if err := errors.Join(MakeReady(t.Context(), turns, turns.turn), MakeReady(t.Context(), atOnce, nil)); err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		did, rehearsal []string
+	}{
+		{turns.did, []string{"turn", "claim", "park", "release"}},
+		{atOnce.did, []string{"claim", "park"}},
+	} {
+		if want := append([]string{"park"}, slices.Repeat(c.rehearsal, rehearsals)...); !slices.Equal(c.did, want) {
+			t.Errorf("%q, want %q", c.did, want)
+		}
+	}
+}
+
+// TestMakeReadyFails: a fork that cannot be made ready ends, and keeps no turn.
+func TestMakeReadyFails(t *testing.T) {
+	for step, want := range map[string][]string{
+		"park":  {"park", "close"},
+		"turn":  {"park", "turn", "close"},
+		"claim": {"park", "turn", "claim", "release", "close"},
+	} {
+		t.Run(step, func(t *testing.T) {
+			f := newForked(t)
+			f.fail[step] = errors.New("no")
+			if err := MakeReady(t.Context(), f, f.turn); !errors.Is(err, f.fail[step]) || !slices.Equal(f.did, want) {
+				t.Errorf("%v after %q, want %q", err, f.did, want)
+			}
+		})
+	}
+	f := newForked(t)
+	if err := f.agent.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if err := MakeReady(t.Context(), f, nil); err == nil || !slices.Equal(f.did, []string{"close"}) {
+		t.Errorf("without an answer: %v after %q", err, f.did)
+	}
+}
+
+// aheadEngine says how many shells were asked of it.
+type aheadEngine struct {
+	Engine
+	asked int
+	fail  error
+}
+
+func (e *aheadEngine) KeepShells(_ *snapshot.Snapshot, n int) (Shells, error) {
+	e.asked = n
+	return noShells{}, e.fail
+}
+
+// TestKeepShells: an engine that can keeps shells, and for another there are none.
+func TestKeepShells(t *testing.T) {
+	e := &aheadEngine{}
+	if _, err := KeepShells(e, nil, 4); err != nil || e.asked != 4 {
+		t.Errorf("%d shells, %v", e.asked, err)
+	}
+	e.fail = errors.New("no")
+	if _, err := KeepShells(e, nil, 1); !errors.Is(err, e.fail) {
+		t.Errorf("%v", err)
+	}
+	var other struct{ Engine }
+	s, err := KeepShells(other, nil, 4)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(s.WaitFull(t.Context()), s.Close()); err != nil || s.Stats() != (ShellStats{}) {
+		t.Errorf("%v, %+v", err, s.Stats())
+	}
+}
