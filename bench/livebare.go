@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/host/assets"
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/vmm"
 	"agentrun.dev/internal/vmm/guestmem"
@@ -317,25 +318,19 @@ func (b *liveBare) capture(file *os.File, s *liveSamples, r *LiveReport) (_ *fro
 	beside, why := c.Beside()
 	f := &frozenBare{layer: file}
 	store := func() error {
-		var below []guestmem.Span
+		var below []extent.Run
 		for _, m := range b.below {
-			below = append(below, m.Span)
+			below = append(below, m.Run)
 		}
 		data, _, err := c.List(below)
 		if err != nil {
 			return err
 		}
-		runs := make([]layer.Run, len(data))
-		for i, d := range data {
-			runs[i] = layer.Run{Start: d.Start, Length: d.Length}
+		data = extent.Coalesce(data, layer.MaxRuns)
+		for _, run := range data {
+			f.mapped = append(f.mapped, guestmem.Mapping{Run: run, File: file, Offset: run.Start})
 		}
-		var spans []guestmem.Span
-		for _, run := range layer.Coalesce(runs, layer.MaxRuns) {
-			span := guestmem.Span{Start: run.Start, Length: run.Length}
-			spans = append(spans, span)
-			f.mapped = append(f.mapped, guestmem.Mapping{Span: span, File: file, Offset: span.Start})
-		}
-		return c.Copy(spans)
+		return c.Copy(data)
 	}
 	stood, err := c.Arm(vm.Still)
 	if err != nil {

@@ -6,6 +6,7 @@ import (
 	"os"
 	"slices"
 
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/vmm/guestmem"
 	"agentrun.dev/internal/vmm/kvm"
 )
@@ -38,7 +39,7 @@ type ShellConfig struct {
 	Layers []guestmem.Mapping
 	// Written lists pages that the guest will write to at once, Read those that it
 	// will only read.
-	Written, Read []guestmem.Span
+	Written, Read []extent.Run
 	// Watch, if there is one, is /dev/userfaultfd: TouchedMemory then knows what
 	// the guest has read. The caller keeps it.
 	Watch *os.File

@@ -10,6 +10,7 @@ import (
 	"agentrun.dev/internal/engine/folder"
 	"agentrun.dev/internal/engine/identity"
 	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/storage/snapshot"
 	"golang.org/x/sys/unix"
@@ -91,9 +92,9 @@ func (e *Engine) restoreLimit(s *sandbox, p *Process) error {
 // forget is for a sandbox of whose images nothing is known: all of it is stored
 // with the next capture.
 func (s *sandbox) forget() {
-	all := func(im *layer.Image) []layer.Run {
+	all := func(im *layer.Image) []extent.Run {
 		*im = layer.Image{Size: im.Size}
-		return []layer.Run{{Length: im.Size}}
+		return []extent.Run{{Length: im.Size}}
 	}
 	memory := s.memory
 	s.owed = all(&memory)

@@ -11,6 +11,7 @@ import (
 	"strings"
 	"sync"
 
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 	"golang.org/x/sys/unix"
 )
@@ -136,7 +137,7 @@ func packBlank(whole *os.File, size uint64) (*blank, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read the new file system: %w", err)
 	}
-	runs = layer.Coalesce(runs, layer.MaxRuns)
+	runs = extent.Coalesce(runs, layer.MaxRuns)
 	packed, err := memoryFile("blank", nil)
 	if err != nil {
 		return nil, err
@@ -162,7 +163,7 @@ func packBlank(whole *os.File, size uint64) (*blank, error) {
 }
 
 // dataOf lists the pages of a sparse file that are not zeros.
-func dataOf(f *os.File, size uint64) (runs []layer.Run, err error) {
+func dataOf(f *os.File, size uint64) (runs []extent.Run, err error) {
 	var page, zeros [layer.PageSize]byte
 	for off := int64(0); ; {
 		off, err = unix.Seek(int(f.Fd()), off, unix.SEEK_DATA)
@@ -180,7 +181,7 @@ func dataOf(f *os.File, size uint64) (runs []layer.Run, err error) {
 			return nil, err
 		}
 		if page != zeros {
-			runs = append(runs, layer.Run{Start: uint64(off), Length: layer.PageSize})
+			runs = append(runs, extent.Run{Start: uint64(off), Length: layer.PageSize})
 		}
 		off += layer.PageSize
 	}

@@ -20,6 +20,7 @@ import (
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/host/jail"
 	"agentrun.dev/internal/host/procid"
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/storage/snapshot"
 	"agentrun.dev/internal/vmm"
@@ -64,7 +65,7 @@ func (w *saving) honest() error {
 	_, stateErr := w.state.WriteAt(encoded, 0)
 	_, memoryErr := w.memory.WriteAt(one, page)
 	_, diskErr := w.disk.WriteAt(one, 0)
-	run := []layer.Run{{Start: page, Length: page}}
+	run := []extent.Run{{Start: page, Length: page}}
 	w.saved = vmmctl.Saved{Memory: vmmctl.Change{Runs: run}, Disks: []vmmctl.Change{{Runs: slices.Clone(run)}}, Pause: 1000, Copied: page}
 	return errors.Join(stateErr, memoryErr, diskErr, w.memory.Truncate(hostileRAM))
 }
@@ -73,19 +74,19 @@ func (w *saving) honest() error {
 var saveLies = map[string]func(*saving) error{
 	"runs beyond the memory": func(w *saving) error { w.saved.Memory.Runs[0].Start = hostileRAM; return nil },
 	"zeros beyond the memory": func(w *saving) error {
-		w.saved.Memory.Zeros = []layer.Run{{Start: 0, Length: 2 * hostileRAM}}
+		w.saved.Memory.Zeros = []extent.Run{{Start: 0, Length: 2 * hostileRAM}}
 		return nil
 	},
 	"512 MiB of 1 MiB": func(w *saving) error {
-		w.saved.Memory.Runs = slices.Repeat([]layer.Run{{Length: 64 * mib}}, 8)
+		w.saved.Memory.Runs = slices.Repeat([]extent.Run{{Length: 64 * mib}}, 8)
 		return w.memory.Truncate(1 << 40) // sparse: it costs the vmm nothing
 	},
 	"overlapping runs": func(w *saving) error {
-		w.saved.Memory.Runs = []layer.Run{{Start: 0, Length: 2 * page}, {Start: page, Length: page}}
+		w.saved.Memory.Runs = []extent.Run{{Start: 0, Length: 2 * page}, {Start: page, Length: page}}
 		return nil
 	},
 	"unsorted runs": func(w *saving) error {
-		w.saved.Memory.Runs = []layer.Run{{Start: page, Length: page}, {Start: 0, Length: page}}
+		w.saved.Memory.Runs = []extent.Run{{Start: page, Length: page}, {Start: 0, Length: page}}
 		return nil
 	},
 	"part of a page": func(w *saving) error { w.saved.Memory.Runs[0].Length = 100; return nil },
@@ -96,7 +97,7 @@ var saveLies = map[string]func(*saving) error{
 	"many runs": func(w *saving) error {
 		w.saved.Memory.Runs = nil
 		for i := range uint64(layer.MaxRuns + 1) {
-			w.saved.Memory.Runs = append(w.saved.Memory.Runs, layer.Run{Start: 2 * i * page, Length: page})
+			w.saved.Memory.Runs = append(w.saved.Memory.Runs, extent.Run{Start: 2 * i * page, Length: page})
 		}
 		return nil
 	},
@@ -112,7 +113,7 @@ var saveLies = map[string]func(*saving) error{
 	"disk file shorter":   func(w *saving) error { return w.disk.Truncate(0) },
 	"disk runs beyond":    func(w *saving) error { w.saved.Disks[0].Runs[0].Start = hostileDisk; return nil },
 	"disk zeros beyond": func(w *saving) error {
-		w.saved.Disks[0].Zeros = []layer.Run{{Start: 1 << 50, Length: page}}
+		w.saved.Disks[0].Zeros = []extent.Run{{Start: 1 << 50, Length: page}}
 		return nil
 	},
 	"disk runs overlap":    func(w *saving) error { w.saved.Disks[0].Runs = slices.Repeat(w.saved.Disks[0].Runs, 2); return nil },
@@ -159,11 +160,11 @@ var words = map[string]func(*vmmctl.Conn) error{
 
 // touchLies are answers to Touched.
 var touchLies = map[string][]byte{
-	"touched beyond":    vmmctl.Touched{Written: []layer.Run{{Start: hostileRAM, Length: page}}}.Marshal(),
-	"read beyond":       vmmctl.Touched{Read: []layer.Run{{Start: 0, Length: 1 << 50}}}.Marshal(),
-	"touched unsorted":  vmmctl.Touched{Written: []layer.Run{{Start: page, Length: page}, {Start: 0, Length: page}}}.Marshal(),
-	"touched twice":     vmmctl.Touched{Written: []layer.Run{{Start: page, Length: page}, {Start: page, Length: page}}}.Marshal(),
-	"touched no page":   vmmctl.Touched{Written: []layer.Run{{Start: 1, Length: 1}}}.Marshal(),
+	"touched beyond":    vmmctl.Touched{Written: []extent.Run{{Start: hostileRAM, Length: page}}}.Marshal(),
+	"read beyond":       vmmctl.Touched{Read: []extent.Run{{Start: 0, Length: 1 << 50}}}.Marshal(),
+	"touched unsorted":  vmmctl.Touched{Written: []extent.Run{{Start: page, Length: page}, {Start: 0, Length: page}}}.Marshal(),
+	"touched twice":     vmmctl.Touched{Written: []extent.Run{{Start: page, Length: page}, {Start: page, Length: page}}}.Marshal(),
+	"touched no page":   vmmctl.Touched{Written: []extent.Run{{Start: 1, Length: 1}}}.Marshal(),
 	"a million touched": append([]byte{1, 0xc0, 0x84, 0x3d}, make([]byte, 4000)...),
 }
 

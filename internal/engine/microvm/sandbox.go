@@ -16,6 +16,7 @@ import (
 	"agentrun.dev/internal/engine/identity"
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/host/procid"
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/storage/snapshot"
 	"agentrun.dev/internal/vmm"
@@ -43,7 +44,7 @@ type sandbox struct {
 	capture sync.Mutex        // one capture at a time; protects memory, the disks' images and all following fields
 	standby *guestrpc.Standby // nil before the first capture
 	live    liveLayers        // those of memory and of the disks that are in no snapshot
-	owed    []layer.Run       // of memory: the vmm believes them kept
+	owed    []extent.Run      // of memory: the vmm believes them kept
 
 	mu       sync.Mutex // protects all following fields, and Guest.Agent
 	layers   int        // of memory
@@ -115,7 +116,7 @@ type disk struct {
 	id       string
 	readOnly bool
 	image    layer.Image
-	owed     []layer.Run // as the sandbox's
+	owed     []extent.Run // as the sandbox's
 }
 
 var _ engine.Sandbox = (*sandbox)(nil)

@@ -12,6 +12,7 @@ import (
 	"agentrun.dev/internal/engine/identity"
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/host/jail"
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/storage/snapshot"
 	"agentrun.dev/internal/vmm"
@@ -65,12 +66,12 @@ func (s *sandbox) durable() (*sandbox, *vmmctl.Save) {
 	}
 	d.self.Generation.Store(s.self.Generation.Load())
 	d.memory, save.Memory = s.memory.Without(s.live.has)
-	save.Memory = uniteRuns(save.Memory, s.owed)
+	save.Memory = fewRuns(save.Memory, s.owed)
 	for _, k := range s.disks {
-		var runs []layer.Run
+		var runs []extent.Run
 		k.image, runs = k.image.Without(s.live.has)
 		if !k.readOnly {
-			save.Disks = append(save.Disks, uniteRuns(runs, k.owed))
+			save.Disks = append(save.Disks, fewRuns(runs, k.owed))
 		}
 		d.disks = append(d.disks, k)
 	}
@@ -286,7 +287,7 @@ func (st *storing) layDisk(ctx context.Context, below layer.Image, f *os.File, c
 	var ref layer.Ref
 	if len(c.Runs) > 0 {
 		var err error
-		if ref, err = fileRefOf(f, layer.Total(c.Runs)); err != nil {
+		if ref, err = fileRefOf(f, extent.Total(c.Runs)); err != nil {
 			return below, err
 		}
 		// The vmm may change the file meanwhile: what is stored is hashed as well.

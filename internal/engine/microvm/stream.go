@@ -9,6 +9,7 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/host/jail"
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/storage/snapshot"
 	"agentrun.dev/internal/vmm/vmmctl"
@@ -47,9 +48,9 @@ func (s *sandbox) stream(ctx context.Context, b *snapshot.Builder) (*snapshot.Sn
 // storeCrowded has those images stored in full that have no room for another
 // layer, or all of them.
 func (s *sandbox) storeCrowded(save *vmmctl.Save, all bool) {
-	whole := func(im *layer.Image, runs *[]layer.Run) {
+	whole := func(im *layer.Image, runs *[]extent.Run) {
 		if all || len(im.Layers) >= layer.MaxLayers {
-			*runs = []layer.Run{{Length: im.Size}}
+			*runs = []extent.Run{{Length: im.Size}}
 			*im = layer.Image{Size: im.Size}
 		}
 	}
@@ -173,7 +174,7 @@ func (c *captured) verifyStreamed(answer []byte, memory uint64, disks []uint64) 
 	}
 	refs := append([]layer.Ref{c.stored.memory}, c.stored.disks...)
 	for i, change := range append([]vmmctl.Change{c.saved.Memory}, c.saved.Disks...) {
-		if told := layer.Total(change.Runs); told != refs[i].Size {
+		if told := extent.Total(change.Runs); told != refs[i].Size {
 			return fmt.Errorf("%w: it speaks of %d bytes, and has written %d", errLie, told, refs[i].Size)
 		}
 	}
@@ -219,7 +220,7 @@ func (p *pipes) close() {
 
 // runsOf reads the runs of a file that has each at its own offset, one after the
 // other.
-func runsOf(f io.ReaderAt, runs []layer.Run) io.Reader {
+func runsOf(f io.ReaderAt, runs []extent.Run) io.Reader {
 	parts := make([]io.Reader, len(runs))
 	for i, r := range runs {
 		parts[i] = io.NewSectionReader(f, int64(r.Start), int64(r.Length))

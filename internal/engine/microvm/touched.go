@@ -6,7 +6,7 @@ import (
 	"sync"
 
 	"agentrun.dev/internal/host/jail"
-	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/snapshot"
 	"agentrun.dev/internal/vmm/vmmctl"
 )
@@ -134,7 +134,7 @@ func (t *touched) learn(ctx context.Context, s subject, p *Process) bool {
 		return false // there were many others meanwhile
 	}
 	if l.told++; l.told > 1 {
-		pages.Written, pages.Read = common(l.pages.Written, pages.Written), common(l.pages.Read, pages.Read)
+		pages.Written, pages.Read = extent.Intersect(l.pages.Written, pages.Written), extent.Intersect(l.pages.Read, pages.Read)
 	}
 	l.pages = pages
 	_, ok := l.known()
@@ -143,34 +143,11 @@ func (t *touched) learn(ctx context.Context, s subject, p *Process) bool {
 
 // bounded leaves out what is not worth it.
 func bounded(pages vmmctl.Touched) vmmctl.Touched {
-	if pagesOf(pages.Written) > maxTouched {
+	if extent.Total(pages.Written) > maxTouched*extent.PageSize {
 		return vmmctl.Touched{}
 	}
-	if pagesOf(pages.Read) > maxRead {
+	if extent.Total(pages.Read) > maxRead*extent.PageSize {
 		pages.Read = nil
-	}
-	return pages
-}
-
-// common returns what is in both of two sorted lists.
-func common(a, b []layer.Run) (out []layer.Run) {
-	for len(a) > 0 && len(b) > 0 {
-		endA, endB := a[0].Start+a[0].Length, b[0].Start+b[0].Length
-		if start, end := max(a[0].Start, b[0].Start), min(endA, endB); start < end {
-			out = append(out, layer.Run{Start: start, Length: end - start})
-		}
-		if endA <= endB {
-			a = a[1:]
-		} else {
-			b = b[1:]
-		}
-	}
-	return out
-}
-
-func pagesOf(runs []layer.Run) (pages uint64) {
-	for _, r := range runs {
-		pages += r.Length / layer.PageSize
 	}
 	return pages
 }

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"time"
 
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/storage/snapshot"
 	"agentrun.dev/internal/vmm"
@@ -201,7 +202,7 @@ func (c *captured) verify(answer []byte, memory uint64, disks []uint64) (err err
 		return err
 	}
 	for i, f := range c.disks {
-		want := layer.Total(c.saved.Disks[i].Runs)
+		want := extent.Total(c.saved.Disks[i].Runs)
 		if _, err := checkSize(f, want, want); err != nil {
 			return err
 		}

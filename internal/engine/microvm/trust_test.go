@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/vmm/vmmctl"
 )
@@ -181,8 +182,8 @@ func TestKeptIsBounded(t *testing.T) {
 // forks map it.
 func TestReadsAreBounded(t *testing.T) {
 	all := vmmctl.Touched{
-		Written: []layer.Run{{Start: 0, Length: page}},
-		Read:    []layer.Run{{Start: page, Length: (maxRead + 1) * page}},
+		Written: []extent.Run{{Start: 0, Length: page}},
+		Read:    []extent.Run{{Start: page, Length: (maxRead + 1) * page}},
 	}
 	if got := bounded(all); len(got.Written) != 1 || got.Read != nil {
 		t.Errorf("%v", got)

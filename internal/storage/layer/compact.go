@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"io"
 	"os"
+
+	"agentrun.dev/internal/storage/extent"
 )
 
 // chunkSize is how much is read at once.
@@ -54,23 +56,19 @@ func Compact(ctx context.Context, im Image, open func(Ref) (*os.File, error), w 
 type reader func(p []byte, off uint64) error
 
 // used finds the pages of the extents that are not zero.
-func used(extents []Extent, read reader) ([]Run, error) {
-	covered := make([]Run, 0, len(extents))
+func used(extents []Extent, read reader) ([]extent.Run, error) {
+	covered := make([]extent.Run, 0, len(extents))
 	for _, e := range extents {
-		covered = append(covered, Run{e.Start, e.Length})
+		covered = append(covered, extent.Run{Start: e.Start, Length: e.Length})
 	}
-	var runs []Run
+	var runs []extent.Run
 	err := eachChunk(covered, read, func(p []byte, off uint64) error {
 		for i := 0; i < len(p); i += PageSize {
 			if bytes.Equal(p[i:i+PageSize], zeroPage[:]) {
 				continue
 			}
 			at := off + uint64(i)
-			if n := len(runs); n > 0 && runs[n-1].end() == at {
-				runs[n-1].Length += PageSize
-			} else {
-				runs = append(runs, Run{at, PageSize})
-			}
+			runs = extent.Append(runs, at, at+PageSize)
 		}
 		return nil
 	})
@@ -80,7 +78,7 @@ func used(extents []Extent, read reader) ([]Run, error) {
 var zeroPage [PageSize]byte
 
 // copyRuns writes the content of runs, packed.
-func copyRuns(w io.Writer, runs []Run, read reader) error {
+func copyRuns(w io.Writer, runs []extent.Run, read reader) error {
 	return eachChunk(runs, read, func(p []byte, _ uint64) error {
 		if _, err := w.Write(p); err != nil {
 			return fmt.Errorf("write layer: %w", err)
@@ -90,11 +88,11 @@ func copyRuns(w io.Writer, runs []Run, read reader) error {
 }
 
 // eachChunk reads the runs piece by piece and gives each piece to do.
-func eachChunk(runs []Run, read reader, do func(p []byte, off uint64) error) error {
+func eachChunk(runs []extent.Run, read reader, do func(p []byte, off uint64) error) error {
 	buf := make([]byte, chunkSize)
 	for _, r := range runs {
-		for off := r.Start; off < r.end(); {
-			p := buf[:min(chunkSize, r.end()-off)]
+		for off := r.Start; off < r.End(); {
+			p := buf[:min(chunkSize, r.End()-off)]
 			if err := read(p, off); err != nil {
 				return err
 			}

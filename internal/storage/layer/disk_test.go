@@ -11,6 +11,7 @@ import (
 	"slices"
 	"testing"
 
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/vmm/guestmem"
 )
 
@@ -143,9 +144,9 @@ func capture(s store, d *Disk) Image {
 	if len(runs) > MaxRuns || len(zeros) > MaxRuns {
 		s.t.Fatalf("%d runs, %d zeros", len(runs), len(zeros))
 	}
-	var union []Run
-	union = sortRuns(append(append(union, runs...), zeros...))
-	if err := validateRuns(union, d.below.image.Size); err != nil {
+	var union []extent.Run
+	union = extent.Sort(append(append(union, runs...), zeros...))
+	if err := extent.Check(union, d.below.image.Size, len(union)); err != nil {
 		s.t.Fatalf("runs and zeros overlap: %v", err)
 	}
 	ref := s.put(func(w *Writer) {
@@ -239,10 +240,10 @@ func TestDiskChanged(t *testing.T) {
 	g.write(d, 50*PageSize+sector, []byte{1, 2, 3})
 	g.write(d, 15*PageSize, bytes.Repeat([]byte{1}, PageSize))
 	runs, zeros := d.Changed()
-	if want := []Run{{15 * PageSize, PageSize}, {50 * PageSize, PageSize}}; !slices.Equal(runs, want) {
+	if want := []extent.Run{{Start: 15 * PageSize, Length: PageSize}, {Start: 50 * PageSize, Length: PageSize}}; !slices.Equal(runs, want) {
 		t.Errorf("runs %v, want %v", runs, want)
 	}
-	if want := []Run{{10 * PageSize, 5 * PageSize}, {16 * PageSize, 14 * PageSize}}; !slices.Equal(zeros, want) {
+	if want := []extent.Run{{Start: 10 * PageSize, Length: 5 * PageSize}, {Start: 16 * PageSize, Length: 14 * PageSize}}; !slices.Equal(zeros, want) {
 		t.Errorf("zeros %v, want %v", zeros, want)
 	}
 }
@@ -285,7 +286,7 @@ func TestHugeDisk(t *testing.T) {
 		t.Errorf("%d chunks of the bitmap are allocated", chunks)
 	}
 	runs, zeros := d.Changed()
-	if len(runs) != 1 || runs[0] != (Run{0, PageSize}) || len(zeros) != 1 || zeros[0] != (Run{1<<40 - PageSize, PageSize}) {
+	if len(runs) != 1 || runs[0] != (extent.Run{Start: 0, Length: PageSize}) || len(zeros) != 1 || zeros[0] != (extent.Run{Start: 1<<40 - PageSize, Length: PageSize}) {
 		t.Errorf("runs %v, zeros %v", runs, zeros)
 	}
 }
@@ -401,7 +402,7 @@ func TestDiskErrors(t *testing.T) {
 	for _, r := range [][2]int64{{-sector, sector}, {0, d.Size() + sector}, {d.Size(), sector}, {sector, -sector}} {
 		wantError(t, d.Discard(r[0], r[1]), "beyond the size")
 	}
-	wantError(t, d.WriteChanged(io.Discard, []Run{{0, 9 * PageSize}}), "beyond the size")
+	wantError(t, d.WriteChanged(io.Discard, []extent.Run{{Start: 0, Length: 9 * PageSize}}), "beyond the size")
 	outside := []guestmem.Range{{GPA: 0, Len: PageSize}, {GPA: 1 << 40, Len: PageSize}}
 	if n, err := d.ReadAt(g.mem, []guestmem.Range{{GPA: 0, Len: sector}}, d.Size()); err == nil || n != 0 {
 		t.Errorf("read behind the end: %d, %v", n, err)
@@ -426,7 +427,7 @@ func TestDiskErrors(t *testing.T) {
 	}
 	wantError(t, d.Discard(3*PageSize+sector, sector), "copy up", l.Digest.String())
 	wantError(t, d.Discard(3*PageSize-sector, sector), "copy up", l.Digest.String())
-	wantError(t, d.WriteChanged(io.Discard, []Run{{0, 4 * PageSize}}), "unexpected EOF")
+	wantError(t, d.WriteChanged(io.Discard, []extent.Run{{Start: 0, Length: 4 * PageSize}}), "unexpected EOF")
 
 	// A top that cannot be written any more.
 	if err := d.stages[0].file.Close(); err != nil {
@@ -440,11 +441,11 @@ func TestDiskErrors(t *testing.T) {
 	wantError(t, d.Discard(7*PageSize-sector, sector), "write zeros")
 	d.noPunch = true
 	wantError(t, d.Discard(6*PageSize, PageSize), "write zeros")
-	wantError(t, d.WriteChanged(io.Discard, []Run{{6 * PageSize, PageSize}}), "read disk")
+	wantError(t, d.WriteChanged(io.Discard, []extent.Run{{Start: 6 * PageSize, Length: PageSize}}), "read disk")
 	if err := d.Flush(); err == nil {
 		t.Error("flushed a closed file")
 	}
-	if runs, _ := d.Changed(); !slices.Equal(runs, []Run{{6 * PageSize, PageSize}}) {
+	if runs, _ := d.Changed(); !slices.Equal(runs, []extent.Run{{Start: 6 * PageSize, Length: PageSize}}) {
 		t.Errorf("unknown content is data: %v", runs)
 	}
 }

@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"io"
 	"os"
+
+	"agentrun.dev/internal/storage/extent"
 )
 
 // Frozen is a disk as it was when Freeze was called. It can be read while the
@@ -42,7 +44,7 @@ func (d *Disk) Prepare(top *os.File) error {
 	})
 	for _, h := range holes {
 		if err == nil {
-			err = d.clear(lower, h.Start, h.end())
+			err = d.clear(lower, h.Start, h.End())
 		}
 	}
 	if err != nil {
@@ -76,12 +78,12 @@ func (d *Disk) Freeze(top *os.File) (*Frozen, error) {
 
 // Changed is Disk.Changed for the instant of Freeze. It lists what was written
 // since Rebase was last called, and what include says.
-func (f *Frozen) Changed(include []Run) (runs, zeros []Run) {
+func (f *Frozen) Changed(include []extent.Run) (runs, zeros []extent.Run) {
 	return f.changed(&f.since, include)
 }
 
 // WriteChanged writes the content of runs, one after the other.
-func (f *Frozen) WriteChanged(w io.Writer, runs []Run) error { return f.writeRuns(w, runs) }
+func (f *Frozen) WriteChanged(w io.Writer, runs []extent.Run) error { return f.writeRuns(w, runs) }
 
 // Rebase says that somebody else keeps what Changed listed: the next Changed
 // will not list it again. The disk must not be frozen meanwhile.

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"testing"
 
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/vmm/guestmem"
 )
 
@@ -56,9 +57,9 @@ func TestIncludeIsSparse(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	runs, zeros := f.Changed([]Run{{0, size}})
-	wantRuns := []Run{{8 * PageSize, PageSize}, {100 * PageSize, PageSize}, {size / 2, PageSize}, {size/2 + 2*PageSize, PageSize}}
-	wantZeros := []Run{{9 * PageSize, PageSize}, {size/2 + PageSize, PageSize}}
+	runs, zeros := f.Changed([]extent.Run{{Start: 0, Length: size}})
+	wantRuns := []extent.Run{{Start: 8 * PageSize, Length: PageSize}, {Start: 100 * PageSize, Length: PageSize}, {Start: size / 2, Length: PageSize}, {Start: size/2 + 2*PageSize, Length: PageSize}}
+	wantZeros := []extent.Run{{Start: 9 * PageSize, Length: PageSize}, {Start: size/2 + PageSize, Length: PageSize}}
 	if !slices.Equal(runs, wantRuns) || !slices.Equal(zeros, wantZeros) {
 		t.Errorf("%v and zeros %v, not %v and %v", runs, zeros, wantRuns, wantZeros)
 	}
@@ -124,11 +125,11 @@ func TestFreeze(t *testing.T) {
 			clear(content[:size/2])
 
 			rebase := r.IntN(2) == 0
-			base, include := image, []Run(nil)
+			base, include := image, []extent.Run(nil)
 			if round%5 == 4 { // fold everything into one layer above the durable image
 				base, rebase = durable, true
 				for _, e := range image.Extents {
-					include = append(include, Run{e.Start, e.Length})
+					include = append(include, extent.Run{Start: e.Start, Length: e.Length})
 				}
 			}
 			runs, zeros := f.Changed(include)

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 
+	"agentrun.dev/internal/storage/extent"
 	"golang.org/x/sys/unix"
 )
 
@@ -62,7 +63,7 @@ func (v *view) read(p []byte, off uint64) error {
 
 // content divides the blocks of a set, all of which are in stages, into data
 // and holes.
-func (v *view) content(set *bitmap) (data, holes []Run) {
+func (v *view) content(set *bitmap) (data, holes []extent.Run) {
 	blocks := v.below.image.Size / PageSize
 	finders := make([]holeFinder, len(v.stages))
 	for i, s := range v.stages {
@@ -81,9 +82,9 @@ func (v *view) content(set *bitmap) (data, holes []Run) {
 				}
 			}
 			if hole {
-				holes = appendRun(holes, off, to)
+				holes = extent.Append(holes, off, to)
 			} else {
-				data = appendRun(data, off, to)
+				data = extent.Append(data, off, to)
 			}
 			off = to
 		}

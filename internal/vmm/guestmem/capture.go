@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"agentrun.dev/internal/storage/extent"
 	"golang.org/x/sys/unix"
 )
 
@@ -64,7 +65,7 @@ type Capture struct {
 
 	// Of the instant: where the image has data, and where that was discarded.
 	// What earlier captures failed to hand over counts as changed.
-	mapped, discarded, orphan []Span
+	mapped, discarded, orphan []extent.Run
 
 	blocks []block // nil without uffd
 	holes  holes   // nil: everything was protected
@@ -74,7 +75,7 @@ type Capture struct {
 	cannotScan  bool
 	lookRegions []pageRegion
 	lookEntries []uint64
-	spans       []Span // what Copy was asked for
+	runs        []extent.Run // what Copy was asked for
 	planned     atomic.Bool
 	// completed says that nothing has to be saved any more, adopted that the
 	// layer is part of the image.
@@ -184,7 +185,7 @@ func (c *Capture) register(u userfaultfd) error {
 // Early reports whether Announce and Arm can take most of the work out of
 // Begin: everywhere since Linux 6.4, before that only where files are mapped.
 func (c *Capture) Early() bool {
-	return c.uffd >= 0 && (c.markers || c.leavesMarkers(Span{0, c.m.size}))
+	return c.uffd >= 0 && (c.markers || c.leavesMarkers(extent.Run{Start: 0, Length: c.m.size}))
 }
 
 // Announce makes the host's writes heed the capture. It is called while the
@@ -252,7 +253,7 @@ func (c *Capture) armStep(i, n uint64) (done uint64, err error) {
 	if err := c.lookBefore(i, armable); err != nil {
 		return 0, err
 	}
-	return armable, c.protect(c.spanOf(i, armable))
+	return armable, c.protect(c.runOf(i, armable))
 }
 
 // armable says how many of n blocks, from i on, can be protected before the instant.
@@ -263,17 +264,17 @@ func (c *Capture) armable(i, n uint64) uint64 {
 		return n
 	}
 	for k := range n {
-		if slices.ContainsFunc(c.layout(c.spanOf(i+k, 1)), func(p mapping) bool { return p.source == 0 }) {
+		if slices.ContainsFunc(c.layout(c.runOf(i+k, 1)), func(p mapping) bool { return p.source == 0 }) {
 			return k
 		}
 	}
 	return n
 }
 
-// protect write-protects a span, mapping by mapping.
-func (c *Capture) protect(s Span) error {
+// protect write-protects a run, mapping by mapping.
+func (c *Capture) protect(s extent.Run) error {
 	for _, p := range c.layout(s) {
-		if err := c.m.each(p.Span, func(b []byte) error { return c.uffd.protect(b, true) }); err != nil {
+		if err := c.m.each(p.Run, func(b []byte) error { return c.uffd.protect(b, true) }); err != nil {
 			return err
 		}
 	}
@@ -328,7 +329,7 @@ func (c *Capture) protectRest() error {
 		if err := c.lookStill(i, n); err != nil {
 			return err
 		}
-		if err := c.protect(c.spanOf(i, n)); err != nil {
+		if err := c.protect(c.runOf(i, n)); err != nil {
 			return err
 		}
 		i += n - 1
@@ -343,7 +344,7 @@ func (c *Capture) remember() {
 	c.mapped, c.discarded, c.orphan = c.m.mapped, c.m.layout.without(c.m.mapped), c.m.orphan
 }
 
-func (c *Capture) layout(s Span) []mapping {
+func (c *Capture) layout(s extent.Run) []mapping {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
 	return c.m.layout.within(s)
@@ -373,7 +374,7 @@ func (c *Capture) releaseUnwanted(from, to uint64) error {
 			i++
 			continue
 		}
-		errs = append(errs, c.unprotect(c.spanOf(i, n)))
+		errs = append(errs, c.unprotect(c.runOf(i, n)))
 		c.unlockReleased(i, n)
 		i += n
 	}
@@ -441,5 +442,5 @@ func (c *Capture) Close() error {
 func (c *Capture) disown() {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
-	c.m.orphan = unite(c.m.orphan, c.spans)
+	c.m.orphan = extent.Unite(c.m.orphan, c.runs)
 }

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"time"
 
+	"agentrun.dev/internal/storage/extent"
 	"golang.org/x/sys/unix"
 )
 
@@ -53,7 +54,7 @@ func (c *Capture) save(i uint64) error {
 	if planned {
 		want = b.want
 	}
-	s := c.spanOf(i, 1)
+	s := c.runOf(i, 1)
 	return c.m.each(s, func(bytes []byte) error {
 		var room [blockPages]uint64
 		entry := room[:len(bytes)/PageSize]
@@ -158,7 +159,7 @@ func (c *copier) block(i uint64) error {
 	// Pages that were not there are zeros: holes would be filled by the first
 	// who reads them.
 	err := eachRun(absent, func(first, n int) error {
-		return c.allocate(0, Span{start + uint64(first)*PageSize, uint64(n) * PageSize})
+		return c.allocate(0, extent.Run{Start: start + uint64(first)*PageSize, Length: uint64(n) * PageSize})
 	})
 	if err != nil {
 		return err
@@ -166,7 +167,7 @@ func (c *copier) block(i uint64) error {
 	// What was stored before it was known that nobody needs it.
 	return eachRun(direct&^b.want, func(first, n int) error {
 		const punch = unix.FALLOC_FL_PUNCH_HOLE | unix.FALLOC_FL_KEEP_SIZE
-		return c.allocate(punch, Span{start + uint64(first)*PageSize, uint64(n) * PageSize})
+		return c.allocate(punch, extent.Run{Start: start + uint64(first)*PageSize, Length: uint64(n) * PageSize})
 	})
 }
 
@@ -178,7 +179,7 @@ func (c *copier) aside(i uint64) error {
 	if b.released.Load() || b.want&^uint16(b.saved.Load()) == 0 {
 		return nil
 	}
-	s := c.spanOf(i, 1)
+	s := c.runOf(i, 1)
 	return c.m.each(s, func(bytes []byte) error {
 		var room [blockPages]uint64
 		entry := room[:len(bytes)/PageSize]

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"time"
 
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 )
 
@@ -42,10 +43,10 @@ func (s *Saved) Check(memory uint64, disks []uint64) error {
 
 // Check checks pages that a vmm has told of a machine with that much memory.
 func (t *Touched) Check(memory uint64) error {
-	if err := layer.CheckRuns(t.Written, memory, MaxTouched); err != nil {
+	if err := extent.Check(t.Written, memory, MaxTouched); err != nil {
 		return fmt.Errorf("written pages: %w", err)
 	}
-	if err := layer.CheckRuns(t.Read, memory, MaxTouched); err != nil {
+	if err := extent.Check(t.Read, memory, MaxTouched); err != nil {
 		return fmt.Errorf("read pages: %w", err)
 	}
 	return nil

@@ -5,6 +5,7 @@ import (
 	"fmt"
 
 	"agentrun.dev/internal/codec"
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 )
 
@@ -162,7 +163,7 @@ func (m *Save) decode(d *codec.Decoder) {
 	}
 }
 
-func encodeRuns(e *codec.Encoder, runs []layer.Run) {
+func encodeRuns(e *codec.Encoder, runs []extent.Run) {
 	e.Uvarint(uint64(len(runs)))
 	for _, r := range runs {
 		e.Uvarint(r.Start)
@@ -219,7 +220,7 @@ func (c *Change) decode(d *codec.Decoder) {
 // Touched is pages of memory that a guest has used: those that it has written
 // to, which are its own since, and those that it has only read. Each list is
 // sorted.
-type Touched struct{ Written, Read []layer.Run }
+type Touched struct{ Written, Read []extent.Run }
 
 func (t *Touched) encode(e *codec.Encoder) {
 	encodeRuns(e, t.Written)
@@ -251,9 +252,9 @@ func UnmarshalTouched(b []byte) (t Touched, err error) {
 	return t, nil
 }
 
-func decodeRuns(d *codec.Decoder, most int) (runs []layer.Run) {
+func decodeRuns(d *codec.Decoder, most int) (runs []extent.Run) {
 	for range d.Count(most) {
-		runs = append(runs, layer.Run{Start: d.Uvarint(), Length: d.Uvarint()})
+		runs = append(runs, extent.Run{Start: d.Uvarint(), Length: d.Uvarint()})
 	}
 	return runs
 }

@@ -5,6 +5,7 @@ import (
 	"fmt"
 
 	"agentrun.dev/internal/codec"
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 )
 
@@ -175,8 +176,8 @@ type Save struct {
 	// next Save tells what changed after this one, if this one succeeds.
 	Rebase bool
 	// Memory and Disks are to be stored even if they did not change.
-	Memory []layer.Run
-	Disks  [][]layer.Run
+	Memory []extent.Run
+	Disks  [][]extent.Run
 }
 
 // Saved says what the layers that Save wrote are made of, and what it cost.
@@ -198,7 +199,7 @@ type Saved struct {
 
 // Change is a layer: the runs that it holds one after the other, and those
 // that have become zeros.
-type Change struct{ Runs, Zeros []layer.Run }
+type Change struct{ Runs, Zeros []extent.Run }
 
 // Connect opens a stream to a port of the guest; its one descriptor is the
 // host's end. A standby is the one that copies of the guest go on with.

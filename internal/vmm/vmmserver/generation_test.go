@@ -4,6 +4,7 @@ import (
 	"os"
 	"testing"
 
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/vmm"
 	"agentrun.dev/internal/vmm/vmmctl"
@@ -17,7 +18,7 @@ const generationPage = 0xf0000
 func generationOf(t *testing.T, c *vmmctl.Conn, id uint64) (_ [16]byte, saved *vmmctl.Saved, state, mem *os.File) {
 	t.Helper()
 	state, mem = create(t, "state"), memfd(t)
-	include := []layer.Run{{Start: generationPage, Length: 4096}}
+	include := []extent.Run{{Start: generationPage, Length: 4096}}
 	saved = mustSave(t, c, &vmmctl.Save{ID: id, Memory: include}, state, mem)
 	var generation [16]byte
 	if _, err := mem.ReadAt(generation[:], generationPage); err != nil {

@@ -6,6 +6,7 @@ import (
 	"io"
 	"os"
 
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/vmm"
 	"agentrun.dev/internal/vmm/guestmem"
@@ -76,10 +77,10 @@ func (s *server) shell(m *vmmctl.Shell) (*vmm.Shell, error) {
 	cfg := vmm.ShellConfig{KVM: s.sys, Memory: m.Memory.Size, VCPUs: int(m.VCPUs), Profile: vmm.Profile(m.Profile)}
 	for _, e := range m.Memory.Extents {
 		cfg.Layers = append(cfg.Layers, guestmem.Mapping{
-			Span: guestmem.Span{Start: e.Start, Length: e.Length}, File: layers[e.Layer], Offset: e.Offset,
+			Run: extent.Run{Start: e.Start, Length: e.Length}, File: layers[e.Layer], Offset: e.Offset,
 		})
 	}
-	cfg.Written, cfg.Read = toSpans(m.Touch.Written), toSpans(m.Touch.Read)
+	cfg.Written, cfg.Read = m.Touch.Written, m.Touch.Read
 	if m.Watch {
 		cfg.Watch = s.userfaultfd
 	}

@@ -247,7 +247,7 @@ func (s *server) request(conn *vmmctl.Conn, m vmmctl.Message, files []*os.File) 
 	if m, ok := m.(*vmmctl.Simple); ok && m.Kind == vmmctl.KindTouched && len(files) == 1 {
 		written, read, err := s.vm.TouchedMemory(files[0])
 		err = errors.Join(err, files[0].Close())
-		return reply(conn, m.ID, err, vmmctl.Touched{Written: toRuns(written), Read: toRuns(read)}.Marshal())
+		return reply(conn, m.ID, err, vmmctl.Touched{Written: written, Read: read}.Marshal())
 	}
 	for _, f := range files {
 		_ = f.Close() // nobody asked for it

@@ -10,6 +10,7 @@ import (
 	"testing"
 
 	"agentrun.dev/internal/host/assets"
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/vmm"
 	"agentrun.dev/internal/vmm/virtio"
@@ -166,7 +167,7 @@ func mappingsOf(t *testing.T, name string) int {
 	return strings.Count(string(b), name)
 }
 
-func length(runs []layer.Run) (n uint64) {
+func length(runs []extent.Run) (n uint64) {
 	for _, r := range runs {
 		n += r.Length
 	}

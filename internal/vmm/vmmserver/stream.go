@@ -42,7 +42,7 @@ func (s *server) streamTo(m *vmmctl.Save, w *saveFiles) (saved vmmctl.Saved, err
 		if saved.Memory, err = listMemory(c, m.Memory); err != nil {
 			return err
 		}
-		err = c.Stream(w.memory, toSpans(saved.Memory.Runs))
+		err = c.Stream(w.memory, saved.Memory.Runs)
 		if err = errors.Join(err, w.memory.Close()); err != nil {
 			return err
 		}
