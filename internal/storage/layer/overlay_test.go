@@ -256,15 +256,15 @@ func TestCompactFails(t *testing.T) {
 	_, err = Compact(t.Context(), im, s.open, full)
 	wantError(t, err, "write layer", "no space")
 	// A layer that lost its end, before or after it was opened.
-	b, err := openBelow(im, s.openAll(im))
+	b, err := OpenImage(im, s.openAll(im))
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer b.close()
+	defer b.Close()
 	if err := os.Truncate(s.path(l), PageSize); err != nil {
 		t.Fatal(err)
 	}
-	wantError(t, b.read(make([]byte, im.Size), 0), "read layer "+l.Digest.String(), "unexpected EOF")
+	wantError(t, b.Read(make([]byte, im.Size), 0), "read layer "+l.Digest.String(), "unexpected EOF")
 	_, err = Compact(t.Context(), im, s.open, io.Discard)
 	wantError(t, err, "has 4096 bytes", "says 16384")
 }

@@ -7,8 +7,8 @@ import (
 	"os"
 
 	"agentrun.dev/internal/storage/extent"
-	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmm/disk"
 	"agentrun.dev/internal/vmm/guestmem"
 	"agentrun.dev/internal/vmm/kvm"
 	"agentrun.dev/internal/vmm/virtio"
@@ -135,17 +135,17 @@ func (s *server) devices(d *vmmctl.Devices) (out vmm.Devices, err error) {
 	for i := range d.Disks {
 		k := &d.Disks[i]
 		files := s.take(k.Files())
-		var disk vmm.Disk
+		var d vmm.Disk
 		if k.Image == nil {
-			disk, err = vmm.FileDisk(files[0], k.ReadOnly, k.ID)
+			d, err = vmm.FileDisk(files[0], k.ReadOnly, k.ID)
 		} else {
-			disk, err = s.layered(k, files)
+			d, err = s.layered(k, files)
 		}
 		if err != nil {
 			return out, fmt.Errorf("disk %d: %w", i, err)
 		}
-		disk.Rate = virtio.Rate{Bytes: k.BytesPerSecond, Ops: k.OpsPerSecond}
-		out.Disks = append(out.Disks, disk)
+		d.Rate = virtio.Rate{Bytes: k.BytesPerSecond, Ops: k.OpsPerSecond}
+		out.Disks = append(out.Disks, d)
 	}
 	for _, n := range d.Nets {
 		out.Nets = append(out.Nets, vmm.Net{Socket: s.take(1)[0], MAC: n.MAC, MTU: n.MTU})
@@ -161,10 +161,10 @@ func (s *server) devices(d *vmmctl.Devices) (out vmm.Devices, err error) {
 
 func (s *server) layered(k *vmmctl.Disk, files []*os.File) (vmm.Disk, error) {
 	last := len(files) - 1
-	disk, err := layer.NewDisk(*k.Image, files[:last], files[last])
+	d, err := disk.New(*k.Image, files[:last], files[last])
 	if err != nil {
 		return vmm.Disk{}, err
 	}
-	s.disks = append(s.disks, disk)
-	return vmm.Disk{Backend: disk, ID: k.ID, Close: disk.Close}, nil
+	s.disks = append(s.disks, d)
+	return vmm.Disk{Backend: d, ID: k.ID, Close: d.Close}, nil
 }

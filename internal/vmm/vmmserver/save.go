@@ -11,6 +11,7 @@ import (
 	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmm/disk"
 	"agentrun.dev/internal/vmm/guestmem"
 	"agentrun.dev/internal/vmm/vmmctl"
 )
@@ -91,7 +92,7 @@ func (s *server) saveTo(m *vmmctl.Save, w *saveFiles) (saved vmmctl.Saved, err e
 	}()
 	beside, why := c.Beside()
 	var state *vmm.State
-	var disks []*layer.Frozen
+	var disks []*disk.Frozen
 	stood, err := c.Arm(s.stand)
 	if err != nil {
 		return saved, err
@@ -188,7 +189,7 @@ func (s *server) stand(do func() error) (stood time.Duration, err error) {
 }
 
 // freezeDisks is done while nobody uses them.
-func (s *server) freezeDisks(w *saveFiles) (disks []*layer.Frozen, err error) {
+func (s *server) freezeDisks(w *saveFiles) (disks []*disk.Frozen, err error) {
 	for i, d := range s.disks {
 		f, err := d.Freeze(w.tops[0])
 		w.tops = w.tops[1:]
@@ -201,7 +202,7 @@ func (s *server) freezeDisks(w *saveFiles) (disks []*layer.Frozen, err error) {
 }
 
 // saveDisk writes what a frozen disk has beyond its image.
-func saveDisk(m *vmmctl.Save, i int, d *layer.Frozen, to *os.File) (change vmmctl.Change, err error) {
+func saveDisk(m *vmmctl.Save, i int, d *disk.Frozen, to *os.File) (change vmmctl.Change, err error) {
 	var include []extent.Run
 	if i < len(m.Disks) {
 		include = m.Disks[i]

@@ -12,8 +12,8 @@ import (
 	"sync"
 	"time"
 
-	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmm/disk"
 	"agentrun.dev/internal/vmm/kvm"
 	"agentrun.dev/internal/vmm/vmmctl"
 )
@@ -134,9 +134,9 @@ type server struct {
 	files       []*os.File // of the first message, those not yet taken
 	sys         *kvm.System
 	vm          *vmm.VM
-	procs       int           // how many Ps there are but during a save
-	disks       []*layer.Disk // those that can be saved
-	listener    *os.File      // nil: the VM ends with its parent
+	procs       int          // how many Ps there are but during a save
+	disks       []*disk.Disk // those that can be saved
+	listener    *os.File     // nil: the VM ends with its parent
 	readyPort   uint32
 	ready       sync.Once
 

@@ -1,4 +1,4 @@
-package layer
+package disk
 
 import (
 	"cmp"
@@ -6,6 +6,7 @@ import (
 	"slices"
 
 	"agentrun.dev/internal/storage/extent"
+	"agentrun.dev/internal/storage/layer"
 )
 
 // Changed lists what differs from the image below: runs to be stored, and
@@ -16,7 +17,7 @@ func (d *Disk) Changed() (runs, zeros []extent.Run) {
 	if d.ReadOnly() {
 		return nil, nil
 	}
-	all := newBitmap(d.below.image.Size / PageSize)
+	all := newBitmap(d.below.Image.Size / blockSize)
 	for _, s := range d.stages {
 		all.add(&s.present)
 	}
@@ -31,14 +32,14 @@ func (v *view) changed(set *bitmap, include []extent.Run) (runs, zeros []extent.
 	more, erased := v.within(include)
 	runs = extent.Unite(runs, more)
 	zeros = extent.Subtract(extent.Unite(v.hiding(zeros), erased), runs)
-	if len(zeros) > MaxRuns {
+	if len(zeros) > layer.MaxRuns {
 		// The small ones are cheaper stored than listed.
 		bySize := slices.Clone(zeros)
 		slices.SortStableFunc(bySize, func(a, b extent.Run) int { return cmp.Compare(b.Length, a.Length) })
-		zeros = extent.Sort(bySize[:MaxRuns])
-		runs = extent.Sort(append(runs, bySize[MaxRuns:]...))
+		zeros = extent.Sort(bySize[:layer.MaxRuns])
+		runs = extent.Sort(append(runs, bySize[layer.MaxRuns:]...))
 	}
-	runs = extent.Coalesce(runs, MaxRuns)
+	runs = extent.Coalesce(runs, layer.MaxRuns)
 	// Zeros lie wholly inside a joined gap or wholly outside.
 	zeros = slices.DeleteFunc(zeros, func(z extent.Run) bool {
 		i, exact := slices.BinarySearchFunc(runs, z.Start, func(r extent.Run, at uint64) int { return cmp.Compare(r.Start, at) })
@@ -50,13 +51,13 @@ func (v *view) changed(set *bitmap, include []extent.Run) (runs, zeros []extent.
 // within divides what is in some runs into data, of a stage or of the image, and
 // what was erased.
 func (v *view) within(include []extent.Run) (data, erased []extent.Run) {
-	written := newBitmap(v.below.image.Size / PageSize)
+	written := newBitmap(v.below.Image.Size / blockSize)
 	for _, r := range include {
 		for off := r.Start; off < r.End(); {
 			s, _, in, next := v.segment(off, r.End())
 			switch {
 			case s != nil:
-				written.set(off/PageSize, next/PageSize)
+				written.set(off/blockSize, next/blockSize)
 			case in:
 				data = extent.Append(data, off, next)
 			}
@@ -90,8 +91,8 @@ func (d *Disk) WriteChanged(w io.Writer, runs []extent.Run) error {
 }
 
 func (v *view) writeRuns(w io.Writer, runs []extent.Run) error {
-	if err := extent.Check(runs, v.below.image.Size, len(runs)); err != nil {
+	if err := extent.Check(runs, v.below.Image.Size, len(runs)); err != nil {
 		return err
 	}
-	return copyRuns(w, runs, v.read)
+	return layer.CopyRuns(w, runs, v.read)
 }

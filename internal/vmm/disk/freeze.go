@@ -1,4 +1,4 @@
-package layer
+package disk
 
 import (
 	"errors"
@@ -7,6 +7,7 @@ import (
 	"os"
 
 	"agentrun.dev/internal/storage/extent"
+	"agentrun.dev/internal/storage/layer"
 )
 
 // Frozen is a disk as it was when Freeze was called. It can be read while the
@@ -28,7 +29,7 @@ func (d *Disk) Prepare(top *os.File) error {
 	if d.ReadOnly() {
 		return errReadOnly
 	}
-	if err := prepareTop(top, d.below.image.Size); err != nil {
+	if err := prepareTop(top, d.below.Image.Size); err != nil {
 		return fmt.Errorf("prepare top %s: %w", top.Name(), err)
 	}
 	if len(d.stages)-1 < maxAside {
@@ -38,7 +39,7 @@ func (d *Disk) Prepare(top *os.File) error {
 	upper, lower := d.stages[1], d.stages[2]
 	v := view{d.below, []*stage{upper}}
 	data, holes := v.content(&upper.present)
-	err := eachChunk(data, v.read, func(p []byte, off uint64) error {
+	err := layer.EachChunk(data, v.read, func(p []byte, off uint64) error {
 		_, err := lower.file.WriteAt(p, int64(off))
 		return err
 	})
@@ -70,8 +71,8 @@ func (d *Disk) Freeze(top *os.File) (*Frozen, error) {
 	}
 	old := d.stages[0]
 	d.since.add(&old.present)
-	d.stages = append([]*stage{newStage(top, d.below.image.Size)}, d.stages...)
-	f := &Frozen{view: view{d.below, d.stages[1:]}, disk: d, since: newBitmap(d.below.image.Size / PageSize)}
+	d.stages = append([]*stage{newStage(top, d.below.Image.Size)}, d.stages...)
+	f := &Frozen{view: view{d.below, d.stages[1:]}, disk: d, since: newBitmap(d.below.Image.Size / blockSize)}
 	f.since.add(&d.since)
 	return f, err
 }
@@ -89,7 +90,7 @@ func (f *Frozen) WriteChanged(w io.Writer, runs []extent.Run) error { return f.w
 // will not list it again. The disk must not be frozen meanwhile.
 func (f *Frozen) Rebase() {
 	// What was written after Freeze is in the top and not yet in since.
-	f.disk.since = newBitmap(f.below.image.Size / PageSize)
+	f.disk.since = newBitmap(f.below.Image.Size / blockSize)
 }
 
 // clear makes blocks of a stage zeros.
