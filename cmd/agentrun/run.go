@@ -15,7 +15,8 @@ import (
 	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/storage/image"
-	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmm/cpu"
+	"agentrun.dev/internal/vmm/vmstate"
 	"github.com/spf13/cobra"
 )
 
@@ -73,7 +74,7 @@ The exit code is the command's own, 128+N if signal N ended it, 124 if
 	f.Var(&o.entrypoint, "entrypoint", "program that COMMAND is given to, in place of the image's; '' for none")
 	f.StringVar(&o.kernel, "kernel", "", "uncompressed vmlinux to boot instead of AgentRun's own")
 	f.Var(&o.memory, "memory", "RAM of the microVM, such as 512M or 2G")
-	f.IntVar(&o.cpus, "cpus", o.cpus, fmt.Sprintf("processors of the microVM, 1 to %d", vmm.MaxVCPUs))
+	f.IntVar(&o.cpus, "cpus", o.cpus, fmt.Sprintf("processors of the microVM, 1 to %d", cpu.MaxVCPUs))
 	f.StringArrayVar(&o.disks, "disk", nil, "file to attach as a disk, FILE or FILE:ro (repeatable; /dev/vdb, /dev/vdc, …)")
 	engineFlag(f, &o.engine)
 	limitFlags(f, &o.limits)
@@ -117,7 +118,7 @@ func runCommand(ctx context.Context, o runOptions, argv []string, stdin io.Reade
 	if err != nil {
 		g.Kill()
 		exit, _ := g.Wait()
-		if exit.Reason != vmm.ReasonKilled {
+		if exit.Reason != vmstate.Killed {
 			err = fmt.Errorf("%w (the microVM ended: %v)", err, exit)
 		}
 		return err

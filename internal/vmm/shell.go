@@ -5,25 +5,13 @@ import (
 	"fmt"
 	"os"
 	"slices"
+	"strings"
 
 	"agentrun.dev/internal/storage/extent"
+	"agentrun.dev/internal/vmm/cpu"
 	"agentrun.dev/internal/vmm/guestmem"
 	"agentrun.dev/internal/vmm/kvm"
 )
-
-// requiredCapabilities is what a host's KVM must offer.
-var requiredCapabilities = []struct {
-	cap  kvm.Capability
-	name string
-}{
-	{kvm.CapUserMemory, "user memory"},
-	{kvm.CapExtCPUID, "extended CPUID"},
-	{kvm.CapXCRS, "extended control registers"},
-	{kvm.CapMPState, "MP state"},
-	{kvm.CapSignalMSI, "MSI injection"},
-	{kvm.CapSplitIRQChip, "split irqchip"},
-	{kvm.CapImmediateExit, "immediate exit"},
-}
 
 // ShellConfig describes a shell.
 type ShellConfig struct {
@@ -32,8 +20,8 @@ type ShellConfig struct {
 	// Memory is the RAM in bytes, VCPUs the number of processors.
 	Memory uint64
 	VCPUs  int
-	// Profile names the CPU features; empty means ProfileHostV1.
-	Profile Profile
+	// Profile names the CPU features; empty means cpu.HostV1.
+	Profile cpu.Profile
 	// Layers is the content of the RAM, zeros where there is none. The
 	// caller keeps the files.
 	Layers []guestmem.Mapping
@@ -55,7 +43,7 @@ func NewShell(cfg ShellConfig) (*Shell, error) {
 		return nil, err
 	}
 	if cfg.Profile == "" {
-		cfg.Profile = ProfileHostV1
+		cfg.Profile = cpu.HostV1
 	}
 	vm := &VM{profile: cfg.Profile, gate: newGate(), done: make(chan struct{})}
 	if err := vm.create(cfg); err != nil {
@@ -80,10 +68,8 @@ func (s *Shell) Close() error {
 }
 
 func (vm *VM) create(cfg ShellConfig) (err error) {
-	for _, c := range requiredCapabilities {
-		if cfg.KVM.CheckExtension(c.cap) == 0 {
-			return fmt.Errorf("this host's KVM lacks %s: a Linux kernel of version 4.19 or newer has it", c.name)
-		}
+	if missing := cpu.MissingCapabilities(cfg.KVM); len(missing) > 0 {
+		return fmt.Errorf("this host's KVM lacks %s: a Linux kernel of version 4.19 or newer has it", strings.Join(missing, ", "))
 	}
 	if vm.kvm, err = cfg.KVM.CreateVM(); err != nil {
 		return err
@@ -123,7 +109,7 @@ func (vm *VM) createVCPUs(cfg ShellConfig) error {
 	if err != nil {
 		return err
 	}
-	common, err := cfg.Profile.apply(supported, cfg.KVM.CheckExtension(kvm.CapTSCDeadlineTimer) != 0)
+	common, err := cfg.Profile.Apply(supported, cfg.KVM.CheckExtension(kvm.CapTSCDeadlineTimer) != 0)
 	if err != nil {
 		return err
 	}
@@ -134,10 +120,10 @@ func (vm *VM) createVCPUs(cfg ShellConfig) error {
 		}
 		v := &vcpu{id: id, vm: vm, kvm: c}
 		vm.vcpus = append(vm.vcpus, v)
-		if err := c.SetCPUID(forVCPU(common, id, cfg.VCPUs)); err != nil {
+		if err := c.SetCPUID(cpu.ForVCPU(common, id, cfg.VCPUs)); err != nil {
 			return err
 		}
-		if mask := xstateMask(common); mask != 0 {
+		if mask := cpu.XStateMask(common); mask != 0 {
 			if err := c.SetXCR0(mask); err != nil {
 				return err
 			}

@@ -11,7 +11,7 @@ import (
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/guest/guestrpc"
-	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmm/vmstate"
 	"golang.org/x/sys/unix"
 )
 
@@ -29,21 +29,21 @@ func TestEnds(t *testing.T) {
 		name    string
 		vcpus   int
 		trigger func(*testing.T, *testGuest)
-		want    vmm.Reason
+		want    vmstate.Reason
 		console string
 	}{
 		{
-			name: "power-off by the agent", vcpus: 2, want: vmm.ReasonPowerOff,
+			name: "power-off by the agent", vcpus: 2, want: vmstate.PowerOff,
 			trigger: func(t *testing.T, g *testGuest) {
 				if exit, err := g.Shutdown(t.Context(), time.Second); err != nil {
 					t.Errorf("shutdown: %v, %v", exit, err)
 				}
 			},
 		},
-		{name: "power-off by a program", vcpus: 1, want: vmm.ReasonPowerOff, trigger: trigger("poweroff -f")},
-		{name: "reset by a program", vcpus: 2, want: vmm.ReasonReset, trigger: trigger("reboot -f")},
+		{name: "power-off by a program", vcpus: 1, want: vmstate.PowerOff, trigger: trigger("poweroff -f")},
+		{name: "reset by a program", vcpus: 2, want: vmstate.Reset, trigger: trigger("reboot -f")},
 		{
-			name: "reset by the agent", vcpus: 1, want: vmm.ReasonReset,
+			name: "reset by the agent", vcpus: 1, want: vmstate.Reset,
 			trigger: func(t *testing.T, g *testGuest) {
 				if err := g.Agent.Shutdown(t.Context(), guestrpc.ShutdownRequest{Mode: guestrpc.Reboot}); err != nil {
 					t.Error(err)
@@ -51,11 +51,11 @@ func TestEnds(t *testing.T) {
 			},
 		},
 		{
-			name: "kernel panic", vcpus: 2, want: vmm.ReasonPanic, console: "Kernel panic - not syncing",
+			name: "kernel panic", vcpus: 2, want: vmstate.Panic, console: "Kernel panic - not syncing",
 			trigger: trigger("echo c > /proc/sysrq-trigger"),
 		},
 		{
-			name: "killed vmm", vcpus: 1, want: vmm.ReasonKilled,
+			name: "killed vmm", vcpus: 1, want: vmstate.Killed,
 			trigger: func(t *testing.T, g *testGuest) {
 				if err := unix.Kill(g.Pid(), unix.SIGKILL); err != nil {
 					t.Error(err)

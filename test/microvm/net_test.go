@@ -8,7 +8,7 @@ import (
 	"testing"
 
 	"agentrun.dev/internal/engine/microvm"
-	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmm/vmmctl"
 	"golang.org/x/sys/unix"
 )
 
@@ -23,7 +23,7 @@ func TestNetwork(t *testing.T) {
 	ours, theirs := os.NewFile(uintptr(fds[0]), "wire"), os.NewFile(uintptr(fds[1]), "wire")
 	mac := [6]byte{0x02, 0, 0, 0, 0, 1}
 	g := boot(t, 2, func(s *microvm.Spec) {
-		s.Nets = []vmm.Net{{Socket: theirs, MAC: mac, MTU: 1500}}
+		s.Nets = []microvm.Net{{Net: vmmctl.Net{MAC: mac, MTU: 1500}, Socket: theirs}}
 		s.Cmdline = "agentrun.ip=10.0.2.15/24,gw=10.0.2.2"
 	})
 	if err := theirs.Close(); err != nil {

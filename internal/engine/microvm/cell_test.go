@@ -8,7 +8,6 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/storage/layer"
-	"agentrun.dev/internal/vmm"
 	"agentrun.dev/internal/vmm/vmmctl"
 )
 
@@ -39,7 +38,7 @@ func TestForkStaysInItsCell(t *testing.T) {
 	}
 	m := bareMachine(t)
 	m.Disks = []Disk{{File: top, ID: "scratch", Image: &image}}
-	m.Nets = []vmm.Net{{Socket: wire, MAC: s.network.MAC, MTU: 1500}}
+	m.Nets = []Net{{Net: vmmctl.Net{MAC: s.network.MAC, MTU: 1500}, Socket: wire}}
 	p, err := Start(j.Jail, m)
 	if err != nil {
 		t.Fatal(err)

@@ -12,7 +12,7 @@ import (
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/host/assets"
 	"agentrun.dev/internal/host/jail"
-	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmm/vmstate"
 )
 
 // Spec describes a Linux guest to boot.
@@ -28,7 +28,7 @@ type Spec struct {
 	// of a layer in memory, an ext4 file system; 0 is none.
 	Overlay int
 	// Nets become eth0, …
-	Nets     []vmm.Net
+	Nets     []Net
 	Memory   uint64
 	VCPUs    int
 	Hostname string
@@ -142,7 +142,7 @@ func lastLines(text []byte, n int) string {
 // Shutdown powers the guest off from inside: its processes get grace to end,
 // its disks are synced. A guest that is still there some time after the grace
 // is stopped.
-func (g *Guest) Shutdown(ctx context.Context, grace time.Duration) (vmm.Exit, error) {
+func (g *Guest) Shutdown(ctx context.Context, grace time.Duration) (vmstate.Exit, error) {
 	ctx, cancel := context.WithTimeout(ctx, grace+shutdownMargin)
 	defer cancel()
 	err := g.Agent.Shutdown(ctx, guestrpc.ShutdownRequest{Mode: guestrpc.PowerOff, Grace: grace})

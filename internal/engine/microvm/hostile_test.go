@@ -25,6 +25,7 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 	"agentrun.dev/internal/vmm"
 	"agentrun.dev/internal/vmm/vmmctl"
+	"agentrun.dev/internal/vmm/vmstate"
 	"golang.org/x/sys/unix"
 )
 
@@ -139,9 +140,9 @@ var words = map[string]func(*vmmctl.Conn) error{
 	"half a message":        func(c *vmmctl.Conn) error { return c.SendBytes([]byte{byte(vmmctl.KindReply)}) },
 	"ready twice":           func(c *vmmctl.Conn) error { return errors.Join(c.Send(&vmmctl.Ready{}), c.Send(&vmmctl.Ready{})) },
 	"an end without reason": func(c *vmmctl.Conn) error { return c.Send(&vmmctl.Exit{Reason: "boredom"}) },
-	"its limit was reached": func(c *vmmctl.Conn) error { return c.Send(&vmmctl.Exit{Reason: string(vmm.ReasonOutOfMemory)}) },
+	"its limit was reached": func(c *vmmctl.Conn) error { return c.Send(&vmmctl.Exit{Reason: string(vmstate.OutOfMemory)}) },
 	"two ends": func(c *vmmctl.Conn) error {
-		e := &vmmctl.Exit{Reason: string(vmm.ReasonPanic)}
+		e := &vmmctl.Exit{Reason: string(vmstate.Panic)}
 		return errors.Join(c.Send(e), c.Send(e))
 	},
 	"a descriptor":  func(c *vmmctl.Conn) error { return c.Send(&vmmctl.Ready{}, os.Stdin) },
@@ -190,7 +191,7 @@ func playHostile(lie string) {
 			return
 		}
 		if err := answerHostile(conn, lie, m, files); err != nil {
-			_ = conn.Send(&vmmctl.Exit{Reason: string(vmm.ReasonInternalError), Detail: err.Error()})
+			_ = conn.Send(&vmmctl.Exit{Reason: string(vmstate.InternalError), Detail: err.Error()})
 			return
 		}
 	}
@@ -327,7 +328,7 @@ func killedFor(t *testing.T, s *sandbox, why string) {
 		t.Fatal("it lives on")
 	}
 	exit, _ := s.Guest.Wait()
-	if exit.Reason != vmm.ReasonKilled || !strings.Contains(exit.Detail, "the vmm process was killed: "+why) {
+	if exit.Reason != vmstate.Killed || !strings.Contains(exit.Detail, "the vmm process was killed: "+why) {
 		t.Errorf("it ended with %v", exit)
 	}
 	if err := s.Wait(); !errors.Is(err, engine.ErrEnded) || errors.Is(err, engine.ErrOutOfMemory) {

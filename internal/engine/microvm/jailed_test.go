@@ -15,7 +15,6 @@ import (
 	"agentrun.dev/internal/host/assets"
 	"agentrun.dev/internal/host/jail"
 	"agentrun.dev/internal/vmm/vmmctl"
-
 	"golang.org/x/sys/unix"
 )
 

@@ -5,7 +5,7 @@ import (
 	"strings"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmm/vmmctl"
 )
 
 // wire makes the wire of a sandbox that has an interface, and keeps the host's
@@ -37,7 +37,7 @@ func (s *sandbox) plugIn(low *Spec, spec engine.Spec) (*os.File, error) {
 	if err != nil {
 		return nil, err
 	}
-	low.Nets = []vmm.Net{{Socket: wire, MAC: s.network.MAC, MTU: uint16(s.network.MTU)}}
+	low.Nets = []Net{{Net: vmmctl.Net{MAC: s.network.MAC, MTU: uint16(s.network.MTU)}, Socket: wire}}
 	low.Cmdline = strings.TrimSpace(addressOf(s.network) + " " + low.Cmdline)
 	return wire, nil
 }

@@ -17,8 +17,8 @@ import (
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/host/jail"
 	"agentrun.dev/internal/storage/layer"
-	"agentrun.dev/internal/vmm"
 	"agentrun.dev/internal/vmm/vmmctl"
+	"agentrun.dev/internal/vmm/vmstate"
 	"golang.org/x/sys/unix"
 )
 
@@ -30,7 +30,7 @@ type Machine struct {
 	Memory  uint64
 	VCPUs   int
 	Disks   []Disk
-	Nets    []vmm.Net
+	Nets    []Net
 	Limits  engine.Limits
 }
 
@@ -46,6 +46,13 @@ type Disk struct {
 	Layers []*os.File
 }
 
+// Net is a network interface whose frames go to and come from a socket, one frame
+// per message.
+type Net struct {
+	vmmctl.Net
+	Socket *os.File
+}
+
 // Process is a running vmm process with its VM.
 type Process struct {
 	handle handle
@@ -55,7 +62,7 @@ type Process struct {
 
 	ready    chan struct{} // closed when the guest's agent listens
 	done     chan struct{} // closed when the process has ended
-	exit     vmm.Exit      // set before done is closed
+	exit     vmstate.Exit  // set before done is closed
 	lastTail []byte        // the console's tail at the end, likewise
 
 	paused atomic.Bool   // as far as this parent knows
@@ -115,7 +122,7 @@ func Start(j *jail.Jail, m Machine) (*Process, error) {
 	}
 	boot.Devices.MaxFile = maxFile(m.Memory, sizes)
 	for _, n := range m.Nets {
-		boot.Devices.Nets = append(boot.Devices.Nets, vmmctl.Net{MAC: n.MAC, MTU: n.MTU})
+		boot.Devices.Nets = append(boot.Devices.Nets, n.Net)
 		files = append(files, n.Socket)
 	}
 	limits, err := machineLimits(m.Memory, uint64(m.VCPUs), &boot.Devices, tops, m.Limits)
@@ -216,15 +223,15 @@ func sealedMemfd(name string, size int64) (*os.File, error) {
 func (p *Process) finish(last *vmmctl.Exit) {
 	words := p.handle.wait()
 	if why := p.accused.Load(); why != nil {
-		p.exit = vmm.Exit{Reason: vmm.ReasonKilled, Detail: "the vmm process was killed: " + *why + "; " + words.text}
+		p.exit = vmstate.Exit{Reason: vmstate.Killed, Detail: "the vmm process was killed: " + *why + "; " + words.text}
 	} else if last != nil {
-		p.exit = vmm.Exit{Reason: vmm.Reason(last.Reason), Detail: last.Detail}
+		p.exit = vmstate.Exit{Reason: vmstate.Reason(last.Reason), Detail: last.Detail}
 		p.lastTail = last.Console
 	} else {
-		p.exit = vmm.Exit{Reason: vmm.ReasonKilled, Detail: words.text}
+		p.exit = vmstate.Exit{Reason: vmstate.Killed, Detail: words.text}
 	}
 	if words.outOfMemory {
-		p.exit.Reason = vmm.ReasonOutOfMemory
+		p.exit.Reason = vmstate.OutOfMemory
 	}
 	p.mu.Lock()
 	for _, r := range p.waiting {
@@ -253,7 +260,7 @@ func (p *Process) WaitReady(ctx context.Context) error {
 func (p *Process) Done() <-chan struct{} { return p.done }
 
 // Wait returns how the VM ended and the tail of its console.
-func (p *Process) Wait() (vmm.Exit, []byte) {
+func (p *Process) Wait() (vmstate.Exit, []byte) {
 	<-p.done
 	return p.exit, p.lastTail
 }

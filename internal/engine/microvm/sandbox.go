@@ -19,7 +19,7 @@ import (
 	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/storage/snapshot"
-	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmm/vmstate"
 )
 
 // sandbox is a guest that knows what it was made of, so that it can be
@@ -131,9 +131,9 @@ func (s *sandbox) Agent() *guestrpc.Client {
 func (s *sandbox) Wait() error {
 	exit, _ := s.Guest.Wait()
 	switch exit.Reason {
-	case vmm.ReasonOutOfMemory:
+	case vmstate.OutOfMemory:
 		return fmt.Errorf("%w: %w: %s", engine.ErrEnded, engine.ErrOutOfMemory, exit.Detail)
-	case vmm.ReasonPowerOff:
+	case vmstate.PowerOff:
 		return fmt.Errorf("%w: %w", engine.ErrEnded, engine.ErrPoweredOff)
 	}
 	return fmt.Errorf("%w: %v", engine.ErrEnded, exit)

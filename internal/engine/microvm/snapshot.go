@@ -15,8 +15,8 @@ import (
 	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/storage/snapshot"
-	"agentrun.dev/internal/vmm"
 	"agentrun.dev/internal/vmm/vmmctl"
+	"agentrun.dev/internal/vmm/vmstate"
 )
 
 // Snapshot captures the sandbox into a new folder. Copying, hashing and storing
@@ -108,7 +108,7 @@ func (s *sandbox) openStandby(ctx context.Context, settle bool) {
 
 // session is what a fork of the captured sandbox needs to go on with the
 // standby, or nothing: then it opens a session of its own.
-func (s *sandbox) session(state *vmm.State) []byte {
+func (s *sandbox) session(state *vmstate.State) []byte {
 	switch {
 	case s.standby == nil:
 		return nil
@@ -124,13 +124,13 @@ func (s *sandbox) session(state *vmm.State) []byte {
 type captured struct {
 	saved   *vmmctl.Saved
 	state   *os.File
-	machine *vmm.State // what is in it
-	encoded []byte     // likewise
-	session []byte     // of the standby; empty without one
-	memory  *charged   // a sealed memfd, each page at its offset in RAM
-	held    uint64     // bytes that are there of the memory
-	disks   []*os.File // one per writable disk
-	stored  *streamed  // set if memory and disks are layers already; they are nil then
+	machine *vmstate.State // what is in it
+	encoded []byte         // likewise
+	session []byte         // of the standby; empty without one
+	memory  *charged       // a sealed memfd, each page at its offset in RAM
+	held    uint64         // bytes that are there of the memory
+	disks   []*os.File     // one per writable disk
+	stored  *streamed      // set if memory and disks are layers already; they are nil then
 }
 
 func (c *captured) close() {

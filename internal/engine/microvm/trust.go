@@ -11,8 +11,8 @@ import (
 	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/storage/snapshot"
-	"agentrun.dev/internal/vmm"
 	"agentrun.dev/internal/vmm/vmmctl"
+	"agentrun.dev/internal/vmm/vmstate"
 	"golang.org/x/sys/unix"
 )
 
@@ -89,8 +89,8 @@ func (p *Process) condemn(why error) error {
 
 // saidByVMM are the reasons that a vmm can give for the end of its VM. The others
 // are for the parent to find.
-var saidByVMM = []vmm.Reason{
-	vmm.ReasonPowerOff, vmm.ReasonReset, vmm.ReasonPanic, vmm.ReasonTripleFault, vmm.ReasonInternalError, vmm.ReasonStopped,
+var saidByVMM = []vmstate.Reason{
+	vmstate.PowerOff, vmstate.Reset, vmstate.Panic, vmstate.TripleFault, vmstate.InternalError, vmstate.Stopped,
 }
 
 // listen takes what the process says until its end of the socket closes, and
@@ -129,7 +129,7 @@ func (p *Process) listen() (last *vmmctl.Exit, err error) {
 			ready = true
 			close(p.ready)
 		case *vmmctl.Exit:
-			if last != nil || !slices.Contains(saidByVMM, vmm.Reason(m.Reason)) {
+			if last != nil || !slices.Contains(saidByVMM, vmstate.Reason(m.Reason)) {
 				return last, fmt.Errorf("it has said that its VM ended with %q", m.Reason)
 			}
 			last = m
@@ -231,7 +231,7 @@ func (c *captured) readState() (err error) {
 	if c.encoded, err = io.ReadAll(io.NewSectionReader(c.state, 0, snapshot.MaxState)); err != nil {
 		return fmt.Errorf("read the captured state: %w", err)
 	}
-	if c.machine, err = vmm.UnmarshalState(c.encoded); err != nil {
+	if c.machine, err = vmstate.Unmarshal(c.encoded); err != nil {
 		return fmt.Errorf("%w: %w", errLie, err)
 	}
 	return nil

@@ -6,7 +6,7 @@ import (
 
 	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
-	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmm/cpu"
 	"agentrun.dev/internal/vmm/vmmctl"
 )
 
@@ -72,7 +72,7 @@ func testGeneration(t *testing.T, live bool) {
 	}
 	for _, who := range []string{"the first child", "the second child"} {
 		child := serve(t)
-		shell := &vmmctl.Shell{Memory: image, VCPUs: 2, Profile: string(vmm.ProfileHostV1), HasUserfaultfd: live}
+		shell := &vmmctl.Shell{Memory: image, VCPUs: 2, Profile: string(cpu.HostV1), HasUserfaultfd: live}
 		send(t, child.Conn, shell, append(devices, mem)...)
 		send(t, child.Conn, &vmmctl.Load{ID: 1}, state)
 		for _, id := range []uint64{0, 1} {

@@ -8,6 +8,7 @@ import (
 
 	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmm/cpu"
 	"agentrun.dev/internal/vmm/disk"
 	"agentrun.dev/internal/vmm/guestmem"
 	"agentrun.dev/internal/vmm/kvm"
@@ -49,7 +50,7 @@ func (s *server) boot(b *vmmctl.Boot) error {
 	}
 	cfg := vmm.Config{
 		KVM: s.sys, Kernel: s.take(1)[0], Cmdline: b.Cmdline,
-		Memory: b.Memory, VCPUs: int(b.VCPUs), Profile: vmm.Profile(b.Profile),
+		Memory: b.Memory, VCPUs: int(b.VCPUs), Profile: cpu.Profile(b.Profile),
 	}
 	defer func() { _ = cfg.Kernel.Close() }() // only read
 	if b.HasInitrd {
@@ -74,7 +75,7 @@ func (s *server) shell(m *vmmctl.Shell) (*vmm.Shell, error) {
 		return nil, err
 	}
 	layers := s.take(len(m.Memory.Layers))
-	cfg := vmm.ShellConfig{KVM: s.sys, Memory: m.Memory.Size, VCPUs: int(m.VCPUs), Profile: vmm.Profile(m.Profile)}
+	cfg := vmm.ShellConfig{KVM: s.sys, Memory: m.Memory.Size, VCPUs: int(m.VCPUs), Profile: cpu.Profile(m.Profile)}
 	for _, e := range m.Memory.Extents {
 		cfg.Layers = append(cfg.Layers, guestmem.Mapping{
 			Run: extent.Run{Start: e.Start, Length: e.Length}, File: layers[e.Layer], Offset: e.Offset,

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmm/cpu"
 	"agentrun.dev/internal/vmm/disk"
 	"agentrun.dev/internal/vmm/kvm"
 	"agentrun.dev/internal/vmm/vmmctl"
@@ -111,7 +112,7 @@ func (s *server) fill(conn *vmmctl.Conn, shell *vmm.Shell) (id uint64, err error
 // guest, so there must be more Ps than vCPUs, for the control socket and the
 // devices. Not earlier: each P that has run has caches of its own.
 func (s *server) spread(vcpus uint64) {
-	s.procs = int(min(vcpus, vmm.MaxVCPUs)) + 1
+	s.procs = int(min(vcpus, cpu.MaxVCPUs)) + 1
 	runtime.GOMAXPROCS(s.procs)
 }
 
