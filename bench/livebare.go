@@ -253,7 +253,7 @@ func (b *liveBare) round(s *liveSamples, r *LiveReport) error {
 	s.served.capture(served)
 	all := uint64(b.pages)
 	s.writes, s.quietWrites = append(s.writes, forked.slowest(all, 0.99)), append(s.quietWrites, quiet.slowest(all, 0.99))
-	n := served.Faults
+	n := served.Waits
 	s.stalls.add(forked.slowest(n, 0.5), forked.slowest(n, 0.99), forked.longest)
 	s.quietStalls.add(quiet.slowest(n, 0.5), quiet.slowest(n, 0.99), quiet.longest)
 	d, err := b.fork(10, s, r)

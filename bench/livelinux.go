@@ -122,9 +122,9 @@ func liveForks(ctx context.Context, source engine.Sandbox, children int, s *live
 	}
 	s.pause, s.captured = append(s.pause, f.Stats.Pause), append(s.captured, f.Stats.Captured)
 	if f.Stats.Waits > 0 {
-		s.served.add(f.Stats.MedianWait, f.Stats.WaitOf99, f.Stats.LongestWait)
+		s.served.add(f.Stats.MedianWait, f.Stats.P99Wait, f.Stats.LongestWait)
 	}
-	r.StoodStill, r.Copied = f.Stats.StoodStill, f.Stats.Copied
+	r.StoodStill, r.Copied = f.Stats.WhyCopiedInPause, f.Stats.Copied
 	return d, errors.Join(errs...)
 }
 

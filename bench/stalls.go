@@ -24,8 +24,8 @@ func (s *stallSamples) add(p50, p99, longest time.Duration) {
 
 // capture adds what a capture tells.
 func (s *stallSamples) capture(st guestmem.CaptureStats) {
-	if st.Faults > 0 {
-		s.add(st.MedianWait, st.WaitOf99, st.LongestWait)
+	if st.Waits > 0 {
+		s.add(st.MedianWait, st.P99Wait, st.LongestWait)
 	}
 }
 

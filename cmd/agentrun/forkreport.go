@@ -27,14 +27,14 @@ type forkOutcome struct {
 
 // liveReport is engine.LiveForkStats for people and programs.
 type liveReport struct {
-	Pause       float64 `json:"pause_ms"`
-	Captured    float64 `json:"captured_ms"`
-	Waits       uint64  `json:"stalled_writes"`
-	MedianWait  float64 `json:"stall_p50_ms"`
-	WaitOf99    float64 `json:"stall_p99_ms"`
-	LongestWait float64 `json:"stall_longest_ms"`
-	Copied      uint64  `json:"copied_bytes"`
-	StoodStill  string  `json:"stood_still,omitempty"`
+	Pause            float64 `json:"pause_ms"`
+	Captured         float64 `json:"captured_ms"`
+	Waits            uint64  `json:"stalled_writes"`
+	MedianWait       float64 `json:"stall_p50_ms"`
+	P99Wait          float64 `json:"stall_p99_ms"`
+	LongestWait      float64 `json:"stall_longest_ms"`
+	Copied           uint64  `json:"copied_bytes"`
+	WhyCopiedInPause string  `json:"stood_still,omitempty"`
 }
 
 func newForkReport(names []local.Name, f *local.Forked, took time.Duration) forkReport {
@@ -50,7 +50,7 @@ func newForkReport(names []local.Name, f *local.Forked, took time.Duration) fork
 	if st := f.Live; st != nil {
 		r.Live = &liveReport{
 			Pause: ms(st.Pause), Captured: ms(st.Captured), Waits: st.Waits, MedianWait: ms(st.MedianWait),
-			WaitOf99: ms(st.WaitOf99), LongestWait: ms(st.LongestWait), Copied: st.Copied, StoodStill: st.StoodStill,
+			P99Wait: ms(st.P99Wait), LongestWait: ms(st.LongestWait), Copied: st.Copied, WhyCopiedInPause: st.WhyCopiedInPause,
 		}
 	}
 	return r
@@ -88,9 +88,9 @@ func (r forkReport) explain(w io.Writer) error {
 	text := fmt.Sprintf("%d forks in %.0f ms\n", len(r.Forks), r.Milliseconds)
 	if l := r.Live; l != nil {
 		text += fmt.Sprintf("the source stood still for %.1f ms; %.1f MiB were copied in %.0f ms\n", l.Pause, float64(l.Copied)/(1<<20), l.Captured)
-		text += fmt.Sprintf("%d of its writes waited: p50 %.2f ms, p99 %.2f ms, longest %.2f ms\n", l.Waits, l.MedianWait, l.WaitOf99, l.LongestWait)
-		if l.StoodStill != "" {
-			text += "it stood still for all of the copy: " + l.StoodStill + "\n"
+		text += fmt.Sprintf("%d of its writes waited: p50 %.2f ms, p99 %.2f ms, longest %.2f ms\n", l.Waits, l.MedianWait, l.P99Wait, l.LongestWait)
+		if l.WhyCopiedInPause != "" {
+			text += "it stood still for all of the copy: " + l.WhyCopiedInPause + "\n"
 		}
 	}
 	_, err := io.WriteString(w, text)

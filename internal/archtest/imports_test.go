@@ -254,8 +254,8 @@ func TestObserversAreApart(t *testing.T) {
 }
 
 // ofMachines are the packages of the vmm group that the daemon is linked with: how it
-// speaks with vmm processes and what it asks of KVM.
-var ofMachines = []string{"cpu", "kvm", "vmmctl", "vmstate"}
+// speaks with vmm processes, what they tell, and what it asks of KVM.
+var ofMachines = []string{"cpu", "kvm", "livefork", "vmmctl", "vmstate"}
 
 // TestDaemonHasNoMachine: machines, their devices and their memory are in vmm
 // processes alone.

@@ -14,6 +14,7 @@ import (
 
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/storage/snapshot"
+	"agentrun.dev/internal/vmm/livefork"
 )
 
 // Spec describes a sandbox to boot. The files stay the caller's.
@@ -274,23 +275,7 @@ type LiveFork struct {
 }
 
 // LiveForkStats is what a live fork cost its source.
-type LiveForkStats struct {
-	// Pause is for how long the source stood still.
-	Pause time.Duration
-	// Captured is the time from the call until the copy was complete and
-	// children could be made of it.
-	Captured time.Duration
-	// Waits counts the source's writes to memory that was not yet copied. Half
-	// of them, and 99 of 100, were being served for no longer than MedianWait
-	// and WaitOf99.
-	Waits                             uint64
-	MedianWait, WaitOf99, LongestWait time.Duration
-	// Copied is the bytes of memory that were stored.
-	Copied uint64
-	// StoodStill is empty if memory was copied beside the running source. If it
-	// was copied in the pause, it says why.
-	StoodStill string
-}
+type LiveForkStats = livefork.Stats
 
 // Stats is what a sandbox costs, in bytes.
 type Stats struct {

@@ -89,8 +89,8 @@ func TestLiveForks(t *testing.T) {
 				t.Fatal(i, err, f)
 			}
 			latency = append(latency, float64(time.Since(start))/float64(yardstick))
-			if f.Stats.StoodStill != "" {
-				t.Fatalf("memory was copied in the pause: %s", f.Stats.StoodStill)
+			if f.Stats.WhyCopiedInPause != "" {
+				t.Fatalf("memory was copied in the pause: %s", f.Stats.WhyCopiedInPause)
 			}
 			child := f.Forks[0]
 			at := goesOn(t, child)

@@ -67,7 +67,7 @@ func (s *suite) testLiveForkOf(t *testing.T, source engine.Sandbox) {
 	if stats.Pause <= 0 || stats.Captured < stats.Pause || stats.Copied == 0 {
 		t.Errorf("stats of a fork: %+v", stats)
 	}
-	if s.caps.CopiesInPause && stats.StoodStill == "" {
+	if s.caps.CopiesInPause && stats.WhyCopiedInPause == "" {
 		t.Error("memory was copied in the pause, and the fork does not say so")
 	}
 	if st, err := source.Stats(t.Context()); err != nil || st.LastFork != stats || st.Generation != before.Generation {

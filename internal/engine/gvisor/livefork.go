@@ -24,7 +24,7 @@ func (s *sandbox) Fork(ctx context.Context, opts []engine.ForkOptions) (*engine.
 	f := &engine.LiveFork{Forks: make([]engine.Sandbox, len(opts)), Errs: make([]error, len(opts))}
 	f.Stats = engine.LiveForkStats{
 		Pause: pause, Captured: time.Since(begin), Copied: c.size(),
-		StoodStill: "gVisor writes a checkpoint while its sandbox stands still",
+		WhyCopiedInPause: "gVisor writes a checkpoint while its sandbox stands still",
 	}
 	// The forks read it while they run; when they have is not told. The source goes on
 	// with what it was made of itself, which may be an earlier capture.

@@ -24,6 +24,7 @@ import (
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/storage/snapshot"
 	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmm/livefork"
 	"agentrun.dev/internal/vmm/vmmctl"
 	"agentrun.dev/internal/vmm/vmstate"
 	"golang.org/x/sys/unix"
@@ -67,7 +68,7 @@ func (w *saving) honest() error {
 	_, memoryErr := w.memory.WriteAt(one, page)
 	_, diskErr := w.disk.WriteAt(one, 0)
 	run := []extent.Run{{Start: page, Length: page}}
-	w.saved = vmmctl.Saved{Memory: vmmctl.Change{Runs: run}, Disks: []vmmctl.Change{{Runs: slices.Clone(run)}}, Pause: 1000, Copied: page}
+	w.saved = vmmctl.Saved{Memory: vmmctl.Change{Runs: run}, Disks: []vmmctl.Change{{Runs: slices.Clone(run)}}, Stats: livefork.Stats{Pause: 1000, Copied: page}}
 	return errors.Join(stateErr, memoryErr, diskErr, w.memory.Truncate(hostileRAM))
 }
 
@@ -120,9 +121,9 @@ var saveLies = map[string]func(*saving) error{
 	"disk runs overlap":    func(w *saving) error { w.saved.Disks[0].Runs = slices.Repeat(w.saved.Disks[0].Runs, 2); return nil },
 	"a disk too few":       func(w *saving) error { w.saved.Disks = nil; return nil },
 	"a disk too many":      func(w *saving) error { w.saved.Disks = slices.Repeat(w.saved.Disks, 2); return nil },
-	"a negative pause":     func(w *saving) error { w.saved.Pause = math.MaxUint64; return nil },
+	"a negative pause":     func(w *saving) error { w.saved.Pause = -1; return nil },
 	"a pause of 292 years": func(w *saving) error { w.saved.Pause = math.MaxInt64; return nil },
-	"a negative wait":      func(w *saving) error { w.saved.Wait = 1 << 63; return nil },
+	"a negative wait":      func(w *saving) error { w.saved.LongestWait = -1; return nil },
 	"more than was copied": func(w *saving) error { w.saved.Copied = math.MaxUint64; return nil },
 }
 

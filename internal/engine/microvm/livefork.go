@@ -143,12 +143,8 @@ func (s *sandbox) liveFork(ctx context.Context, opts []engine.ForkOptions) (*eng
 		return &engine.LiveFork{Source: m.live.held(m.memory)}, err
 	}
 	out := &engine.LiveFork{Forks: make([]engine.Sandbox, len(opts)), Errs: make([]error, len(opts))}
-	out.Stats = engine.LiveForkStats{
-		Pause: time.Duration(saved.Pause), Captured: time.Since(begin),
-		Waits: saved.Waits, MedianWait: time.Duration(saved.MedianWait),
-		WaitOf99: time.Duration(saved.WaitOf99), LongestWait: time.Duration(saved.Wait),
-		Copied: saved.Copied, StoodStill: saved.StoodStill,
-	}
+	out.Stats = saved.Stats
+	out.Stats.Captured = time.Since(begin)
 	out.Held = m.live.held(m.memory)
 	out.Source = out.Held // it has the layers in common with them
 	s.mu.Lock()

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/storage/extent"
+	"agentrun.dev/internal/vmm/livefork"
 	"golang.org/x/sys/unix"
 )
 
@@ -113,14 +114,9 @@ type block struct {
 
 // CaptureStats says what a capture cost.
 type CaptureStats struct {
-	// Faults is how many writes of the guest had to wait. The waits are how
-	// long they were being served: half of them, and 99 of 100, no longer than
-	// this.
-	Faults                            uint64
-	MedianWait, WaitOf99, LongestWait time.Duration
-	// Copied is the bytes that were stored, Shared those that this memory has
-	// from the layer since.
-	Copied, Shared uint64
+	livefork.Stats // of Pause and Captured, which are not of the memory alone, it has none
+	// Shared is the bytes that this memory has from the layer since.
+	Shared uint64
 }
 
 // NewCapture prepares a capture while the guest still runs.

@@ -6,14 +6,15 @@ import (
 
 	"agentrun.dev/internal/host/goruntime"
 	"agentrun.dev/internal/storage/extent"
+	"agentrun.dev/internal/vmm/livefork"
 )
 
 // Stats may be called at any time.
 func (c *Capture) Stats() CaptureStats {
-	return CaptureStats{
-		Faults: c.waits.Count(), MedianWait: c.waits.Quantile(0.5), WaitOf99: c.waits.Quantile(0.99), LongestWait: c.waits.Longest(),
-		Copied: c.copied.Load(), Shared: c.shared,
-	}
+	return CaptureStats{livefork.Stats{
+		Waits: c.waits.Count(), MedianWait: c.waits.Quantile(0.5), P99Wait: c.waits.Quantile(0.99), LongestWait: c.waits.Longest(),
+		Copied: c.copied.Load(),
+	}, c.shared}
 }
 
 // serve answers the guest's writes to protected pages, until Close.

@@ -29,9 +29,9 @@ func (s *Saved) Check(memory uint64, disks []uint64) error {
 			return fmt.Errorf("saved disk %d: %w", i, err)
 		}
 	}
-	for _, d := range []uint64{s.Pause, s.MedianWait, s.WaitOf99, s.Wait} {
-		if d > uint64(longest) {
-			return fmt.Errorf("a duration of %d ns was told, more than %v", d, longest)
+	for _, d := range []time.Duration{s.Pause, s.MedianWait, s.P99Wait, s.LongestWait} {
+		if d < 0 || d > longest {
+			return fmt.Errorf("a duration of %d ns was told, not one of at most %v", d, longest)
 		}
 	}
 	// A page may be stored twice: by whoever copies, and for a write that waits.

@@ -6,6 +6,7 @@ import (
 
 	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/vmm/livefork"
 )
 
 const page = layer.PageSize
@@ -14,7 +15,7 @@ func saved() *Saved {
 	return &Saved{
 		Memory: Change{Runs: []extent.Run{{Start: page, Length: 2 * page}}, Zeros: []extent.Run{{Start: 8 * page, Length: page}}},
 		Disks:  []Change{{Runs: []extent.Run{{Start: 0, Length: page}}}, {}},
-		Pause:  1e6, Waits: 3, MedianWait: 1e3, WaitOf99: 2e3, Wait: 3e3, Copied: 2 * page, StoodStill: "why",
+		Stats:  livefork.Stats{Pause: 1e6, Waits: 3, MedianWait: 1e3, P99Wait: 2e3, LongestWait: 3e3, Copied: 2 * page, WhyCopiedInPause: "why"},
 	}
 }
 
@@ -29,11 +30,11 @@ func TestCheckSaved(t *testing.T) {
 		"other disk":       func(s *Saved) { s.Disks[1].Zeros = []extent.Run{{Start: page, Length: page}} },
 		"a disk less":      func(s *Saved) { s.Disks = s.Disks[:1] },
 		"a disk more":      func(s *Saved) { s.Disks = append(s.Disks, Change{}) },
-		"negative pause":   func(s *Saved) { s.Pause = 1 << 63 },
+		"negative pause":   func(s *Saved) { s.Pause = math.MinInt64 },
 		"longest pause":    func(s *Saved) { s.Pause = math.MaxInt64 },
-		"negative median":  func(s *Saved) { s.MedianWait = math.MaxUint64 },
-		"negative of 99":   func(s *Saved) { s.WaitOf99 = math.MaxUint64 },
-		"negative longest": func(s *Saved) { s.Wait = math.MaxUint64 },
+		"negative median":  func(s *Saved) { s.MedianWait = -1 },
+		"negative of 99":   func(s *Saved) { s.P99Wait = -1 },
+		"negative longest": func(s *Saved) { s.LongestWait = -1 },
 		"copied":           func(s *Saved) { s.Copied = 129 * page },
 	} {
 		s := saved()

@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"agentrun.dev/internal/storage/extent"
+	"agentrun.dev/internal/vmm/livefork"
 )
 
 // TestEncodingStays: a vmm process that was started by another version of the
@@ -23,7 +24,7 @@ func TestEncodingStays(t *testing.T) {
 	}
 	saved := Saved{
 		Memory: Change{Runs: runs[:1], Zeros: runs[1:]}, Disks: []Change{{Zeros: runs[:1]}, {Runs: runs}},
-		Pause: 1, Waits: 2, MedianWait: 3, WaitOf99: 4, Wait: 5, Copied: 6, StoodStill: "why",
+		Stats: livefork.Stats{Pause: 1, Waits: 2, MedianWait: 3, P99Wait: 4, LongestWait: 5, Copied: 6, WhyCopiedInPause: "why"},
 	}
 	got = append(got, hex.EncodeToString(Touched{Written: runs[:1], Read: runs[1:]}.Marshal()), hex.EncodeToString(saved.Marshal()))
 	want := strings.Fields(string(b))

@@ -3,10 +3,12 @@ package vmmctl
 import (
 	"errors"
 	"fmt"
+	"time"
 
 	"agentrun.dev/internal/codec"
 	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/vmm/livefork"
 )
 
 func (m *Boot) encode(e *codec.Encoder) {
@@ -180,10 +182,13 @@ func (s *Saved) Marshal() []byte {
 	for i := range s.Disks {
 		s.Disks[i].encode(e)
 	}
-	for _, n := range []uint64{s.Pause, s.Waits, s.MedianWait, s.WaitOf99, s.Wait, s.Copied} {
-		e.Uvarint(n)
+	e.Uvarint(uint64(s.Pause))
+	e.Uvarint(s.Waits)
+	for _, d := range []time.Duration{s.MedianWait, s.P99Wait, s.LongestWait} {
+		e.Uvarint(uint64(d))
 	}
-	e.String(s.StoodStill)
+	e.Uvarint(s.Copied)
+	e.String(s.WhyCopiedInPause)
 	return e.Bytes()
 }
 
@@ -198,10 +203,11 @@ func UnmarshalSaved(b []byte) (*Saved, error) {
 		c.decode(d)
 		s.Disks = append(s.Disks, c)
 	}
-	for _, n := range []*uint64{&s.Pause, &s.Waits, &s.MedianWait, &s.WaitOf99, &s.Wait, &s.Copied} {
-		*n = d.Uvarint()
+	s.Stats = livefork.Stats{
+		Pause: time.Duration(d.Uvarint()), Waits: d.Uvarint(), MedianWait: time.Duration(d.Uvarint()),
+		P99Wait: time.Duration(d.Uvarint()), LongestWait: time.Duration(d.Uvarint()), Copied: d.Uvarint(),
+		WhyCopiedInPause: d.String(maxText),
 	}
-	s.StoodStill = d.String(maxText)
 	if err := d.Finish(); err != nil {
 		return nil, fmt.Errorf("decode what was saved: %w", err)
 	}

@@ -7,6 +7,7 @@ import (
 	"agentrun.dev/internal/codec"
 	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/vmm/livefork"
 )
 
 // Kind tells messages apart.
@@ -182,19 +183,9 @@ type Save struct {
 
 // Saved says what the layers that Save wrote are made of, and what it cost.
 type Saved struct {
-	Memory Change
-	Disks  []Change
-	// Pause is for how long the guest stood still, in nanoseconds.
-	Pause uint64
-	// Waits counts the guest's writes that had to wait afterwards. Half of them,
-	// and 99 of 100, were being served for no longer than these, and Wait is the
-	// longest.
-	Waits, MedianWait, WaitOf99, Wait uint64
-	// Copied is the bytes that were stored of the memory.
-	Copied uint64
-	// StoodStill is empty if the memory was copied beside the running guest;
-	// if not, it says why.
-	StoodStill string
+	Memory         Change
+	Disks          []Change
+	livefork.Stats // without Captured
 }
 
 // Change is a layer: the runs that it holds one after the other, and those

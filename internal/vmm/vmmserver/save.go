@@ -117,10 +117,10 @@ func (s *server) saveTo(m *vmmctl.Save, w *saveFiles) (saved vmmctl.Saved, err e
 	if err != nil {
 		return saved, err
 	}
-	if !beside {
-		saved.StoodStill = vmmctl.Clip(why.Error())
-	} else if saved.Memory, err = saveMemory(c, m.Memory); err != nil {
-		return saved, err
+	if beside {
+		if saved.Memory, err = saveMemory(c, m.Memory); err != nil {
+			return saved, err
+		}
 	}
 	if err := saveState(state, w.state); err != nil {
 		return saved, err
@@ -132,9 +132,11 @@ func (s *server) saveTo(m *vmmctl.Save, w *saveFiles) (saved vmmctl.Saved, err e
 		}
 		saved.Disks = append(saved.Disks, change)
 	}
-	st := c.Stats()
-	saved.Pause, saved.Copied, saved.Waits = uint64(max(stood, pause)), st.Copied, st.Faults
-	saved.MedianWait, saved.WaitOf99, saved.Wait = uint64(st.MedianWait), uint64(st.WaitOf99), uint64(st.LongestWait)
+	saved.Stats = c.Stats().Stats
+	saved.Pause = max(stood, pause)
+	if !beside {
+		saved.WhyCopiedInPause = vmmctl.Clip(why.Error())
+	}
 	if m.Rebase {
 		if err := c.Adopt(); err != nil {
 			return saved, err

@@ -213,7 +213,7 @@ func testSaveAndRestore(t *testing.T, live bool) {
 		t.Fatalf("saved into one file: %q", r.Error)
 	}
 	saved := mustSave(t, p.Conn, &vmmctl.Save{ID: 2, Rebase: true}, state, mem, change, top)
-	if len(saved.Disks) != 1 || len(saved.Memory.Runs) == 0 || saved.Pause == 0 || (saved.StoodStill == "") != live {
+	if len(saved.Disks) != 1 || len(saved.Memory.Runs) == 0 || saved.Pause == 0 || (saved.WhyCopiedInPause == "") != live {
 		t.Fatalf("saved %+v", saved)
 	}
 	image, err := layer.OverlayInPlace(layer.Image{Size: memory}, layer.Ref{Digest: layer.Digest{1}, Size: memory}, saved.Memory.Runs, saved.Memory.Zeros)

@@ -57,6 +57,6 @@ func (s *server) streamTo(m *vmmctl.Save, w *saveFiles) (saved vmmctl.Saved, err
 		}
 		return s.vm.ChangeGeneration() // last, as in saveTo: a machine may go on after its checkpoint
 	})
-	saved.Pause, saved.StoodStill = uint64(stood), "a sandbox that is written to disk at once stands still"
+	saved.Pause, saved.WhyCopiedInPause = stood, "a sandbox that is written to disk at once stands still"
 	return saved, err
 }
