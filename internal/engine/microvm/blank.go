@@ -13,6 +13,7 @@ import (
 
 	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/vmm/vmmctl"
 	"golang.org/x/sys/unix"
 )
 
@@ -61,26 +62,24 @@ func (b *blanks) close() error {
 	return errors.Join(errs...)
 }
 
-// attachDisk gives a sandbox that is to be booted its disk, and returns the file
-// that it will write to.
-func (e *Engine) attachDisk(ctx context.Context, s *sandbox, low *Spec, size uint64) (*os.File, error) {
-	shared, err := e.blanks.get(ctx, (size+layer.PageSize-1)/layer.PageSize*layer.PageSize)
+// attachDisk gives a sandbox that is to be booted its disk.
+func (s *sandbox) attachDisk(ctx context.Context, b *bootMessage, size uint64) error {
+	shared, err := s.engine.blanks.get(ctx, (size+layer.PageSize-1)/layer.PageSize*layer.PageSize)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	file, err := reopen(shared.file) // its own: the sandbox may outlive the engine
 	if err != nil {
-		return nil, err
+		return err
 	}
 	s.boot.blank = &blank{shared.image, file}
-	top, err := e.top()
+	top, err := s.engine.top()
 	if err != nil {
-		return nil, err // the sandbox is released, and closes file
+		return err // the sandbox is released, and closes file
 	}
-	low.Disks = append(low.Disks, Disk{File: top, ID: diskID, Image: &shared.image, Layers: []*os.File{file}})
-	low.Overlay = len(low.Disks)
+	b.addDisk(vmmctl.Disk{ID: diskID, Image: &shared.image}, b.owned(top), file)
 	s.disks = append(s.disks, disk{id: diskID, image: shared.image})
-	return top, nil
+	return nil
 }
 
 // The same size gives the same bytes, with any settings of the host: snapshots

@@ -37,9 +37,9 @@ func TestForkStaysInItsCell(t *testing.T) {
 		t.Fatal(err)
 	}
 	m := bareMachine(t)
-	m.Disks = []Disk{{File: top, ID: "scratch", Image: &image}}
-	m.Nets = []Net{{Net: vmmctl.Net{MAC: s.network.MAC, MTU: 1500}, Socket: wire}}
-	p, err := Start(j.Jail, m)
+	m.addDisk(vmmctl.Disk{ID: "scratch", Image: &image}, top)
+	m.addNet(vmmctl.Net{MAC: s.network.MAC, MTU: 1500}, wire)
+	p, err := m.start(j.Jail, engine.Limits{})
 	if err != nil {
 		t.Fatal(err)
 	}

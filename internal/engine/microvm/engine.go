@@ -8,7 +8,6 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/engine/identity"
 	"agentrun.dev/internal/host/assets"
 	"agentrun.dev/internal/host/jail"
 	"agentrun.dev/internal/host/procid"
@@ -101,65 +100,6 @@ func (e *Engine) Close() error {
 	return errors.Join(e.shells.close(), e.blanks.close(), e.resident.Close(), e.scratch.Close(), e.vmm.Close())
 }
 
-// Boot boots a sandbox and returns when its agent has answered.
-func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, error) {
-	if err := spec.CheckDisk(); err != nil {
-		return nil, err
-	}
-	kernel := spec.Kernel
-	if kernel == nil {
-		var err error
-		if kernel, err = assets.Open(assets.Kernel); err != nil {
-			return nil, err
-		}
-		defer func() { _ = kernel.Close() }()
-	}
-	s := &sandbox{
-		engine: e, self: identity.Self{Hostname: spec.Hostname}, vcpus: spec.VCPUs, boot: &bootFiles{users: 1},
-		memory: layer.Image{Size: spec.Memory},
-		disks:  []disk{{id: "root", readOnly: true}},
-	}
-	var err error
-	if s.boot.kernel, err = reopen(kernel); err != nil {
-		return nil, err
-	}
-	if s.boot.root, err = reopen(spec.Root); err != nil {
-		return nil, errors.Join(err, s.boot.kernel.Close())
-	}
-	low := Spec{
-		Kernel: kernel, Root: spec.Root, Memory: spec.Memory, VCPUs: spec.VCPUs,
-		Hostname: spec.Hostname, Cmdline: spec.Cmdline, Limits: spec.Limits,
-	}
-	wire, err := s.plugIn(&low, spec)
-	if err != nil {
-		return nil, errors.Join(err, s.release())
-	}
-	if wire != nil {
-		defer func() { _ = wire.Close() }() // the vmm has its own
-	}
-	if spec.Scratch > 0 {
-		im := layer.Image{Size: spec.Scratch}
-		top, err := e.top()
-		if err != nil {
-			return nil, errors.Join(err, s.release())
-		}
-		defer func() { _ = top.Close() }()
-		low.Disks = append(low.Disks, Disk{File: top, ID: "scratch", Image: &im})
-		s.disks = append(s.disks, disk{id: "scratch", image: im})
-	}
-	if spec.Disk > 0 {
-		top, err := e.attachDisk(ctx, s, &low, spec.Disk)
-		if err != nil {
-			return nil, errors.Join(err, s.release())
-		}
-		defer func() { _ = top.Close() }() // the vmm has its own copy
-	}
-	if s.Guest, err = Boot(ctx, e.vmm, low); err != nil {
-		return nil, errors.Join(err, s.release())
-	}
-	return s, nil
-}
-
 // top makes a file without a name for what a disk's guest writes.
 func (e *Engine) top() (*os.File, error) {
 	f, err := os.CreateTemp(e.scratch.Name(), "disk-")
@@ -203,6 +143,14 @@ func Restored(sb engine.Sandbox) time.Duration {
 func FromShell(sb engine.Sandbox) bool {
 	s, ok := sb.(*sandbox)
 	return ok && s.fromShell
+}
+
+// ProcessOf is the vmm process of a sandbox, nil if that is no microVM.
+func ProcessOf(sb engine.Sandbox) *Process {
+	if s, ok := sb.(*sandbox); ok {
+		return s.Process
+	}
+	return nil
 }
 
 // Identify says by which process a sandbox is found again.

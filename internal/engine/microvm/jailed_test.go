@@ -61,19 +61,19 @@ func (j testJail) groups(t *testing.T, pattern string) (all []string) {
 }
 
 // bareMachine is the test guest, which runs on any KVM.
-func bareMachine(t testing.TB) Machine {
+func bareMachine(t testing.TB) *bootMessage {
 	t.Helper()
 	f, err := assets.Open(assets.TestGuest)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = f.Close() })
-	return Machine{Kernel: f, Memory: 64 * mib, VCPUs: 2}
+	return newBoot(64*mib, 2, f)
 }
 
 func startBare(t *testing.T, j testJail) *Process {
 	t.Helper()
-	p, err := Start(j.Jail, bareMachine(t))
+	p, err := bareMachine(t).start(j.Jail, engine.Limits{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -203,7 +203,7 @@ func TestOutOfMemory(t *testing.T) {
 	}
 	defer func() { _ = kvm.Close() }()
 	boot := &vmmctl.Boot{Memory: 128 * mib, VCPUs: 1, HasInitrd: true}
-	p, err := begin(j.Jail, jail.Limits{Memory: 20 * mib, MilliCPUs: 1000, Threads: 64}, &message{boot, []*os.File{kvm, bareMachine(t).Kernel, initrd}})
+	p, err := begin(j.Jail, jail.Limits{Memory: 20 * mib, MilliCPUs: 1000, Threads: 64}, &message{boot, []*os.File{kvm, bareMachine(t).files[0], initrd}})
 	if err == nil {
 		p.Kill()
 		t.Fatal("40 MiB were copied under a limit of 20")
@@ -278,7 +278,7 @@ func TestNothingIsLeft(t *testing.T) {
 	machine := bareMachine(t)
 	before := look(t)
 	for i := range count {
-		p, err := Start(j.Jail, machine)
+		p, err := machine.start(j.Jail, engine.Limits{})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -133,6 +133,9 @@ func (s *sandbox) Fork(ctx context.Context, opts []engine.ForkOptions) (*engine.
 }
 
 func (s *sandbox) liveFork(ctx context.Context, opts []engine.ForkOptions) (*engine.LiveFork, error) {
+	if s.hasFiles {
+		return nil, engine.ErrFiles
+	}
 	begin := time.Now()
 	m, saved, err := s.captureLive(ctx)
 	if err != nil {

@@ -14,44 +14,11 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/host/jail"
-	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/vmm/vmmctl"
 	"agentrun.dev/internal/vmm/vmstate"
 	"golang.org/x/sys/unix"
 )
-
-// Machine describes a VM to boot. The files stay the caller's.
-type Machine struct {
-	Kernel  *os.File
-	Initrd  *os.File // may be nil
-	Cmdline string
-	Memory  uint64
-	VCPUs   int
-	Disks   []Disk
-	Nets    []Net
-	Limits  engine.Limits
-}
-
-// Disk is a block device in a file.
-type Disk struct {
-	File     *os.File
-	ReadOnly bool
-	// ID is what the guest reads as the disk's serial number (≤ 20 bytes).
-	ID string
-	// Image makes the file the writable top of a disk that begins with this
-	// content, and that can be captured. Layers are its layers' files.
-	Image  *layer.Image
-	Layers []*os.File
-}
-
-// Net is a network interface whose frames go to and come from a socket, one frame
-// per message.
-type Net struct {
-	vmmctl.Net
-	Socket *os.File
-}
 
 // Process is a running vmm process with its VM.
 type Process struct {
@@ -82,55 +49,6 @@ type Process struct {
 
 // stderrLimit bounds what a dying vmm can say: a Go stack trace.
 const stderrLimit = 64 << 10
-
-// Start starts a vmm process in a jail and boots the machine. It returns when
-// the guest's processors run; WaitReady tells when its agent listens.
-func Start(j *jail.Jail, m Machine) (*Process, error) {
-	kvmFile, err := openKVM()
-	if err != nil {
-		return nil, err
-	}
-	defer func() { _ = kvmFile.Close() }() // the vmm has its own copy
-	boot := &vmmctl.Boot{
-		Cmdline: m.Cmdline, Memory: m.Memory, VCPUs: uint64(m.VCPUs), HasInitrd: m.Initrd != nil,
-		Devices: vmmctl.Devices{ReadyPort: guestrpc.AgentPort},
-	}
-	files := []*os.File{kvmFile}
-	if uffd := openUserfaultfd(); uffd != nil {
-		defer func() { _ = uffd.Close() }()
-		boot.HasUserfaultfd = true
-		files = append(files, uffd)
-	}
-	files = append(files, m.Kernel)
-	if m.Initrd != nil {
-		files = append(files, m.Initrd)
-	}
-	var tops []*os.File
-	var sizes []uint64
-	for _, d := range m.Disks {
-		boot.Devices.Disks = append(boot.Devices.Disks, vmmctl.Disk{
-			ReadOnly: d.ReadOnly, ID: d.ID, Image: d.Image,
-			BytesPerSecond: m.Limits.IO.BytesPerSecond, OpsPerSecond: m.Limits.IO.OpsPerSecond,
-		})
-		tops = append(tops, d.File)
-		files = append(append(files, d.Layers...), d.File)
-		size, err := writableSize(&boot.Devices.Disks[len(tops)-1], d.File)
-		if err != nil {
-			return nil, err
-		}
-		sizes = append(sizes, size)
-	}
-	boot.Devices.MaxFile = maxFile(m.Memory, sizes)
-	for _, n := range m.Nets {
-		boot.Devices.Nets = append(boot.Devices.Nets, n.Net)
-		files = append(files, n.Socket)
-	}
-	limits, err := machineLimits(m.Memory, uint64(m.VCPUs), &boot.Devices, tops, m.Limits)
-	if err != nil {
-		return nil, err
-	}
-	return begin(j, limits, &message{boot, files})
-}
 
 // begin starts a vmm process and returns when its first message was answered.
 func begin(j *jail.Jail, limits jail.Limits, first *message) (*Process, error) {

@@ -39,6 +39,7 @@ type sandbox struct {
 	restored  time.Duration      // from the call of Fork until it ran
 	ownParent bool               // parent is its own to close
 	fromShell bool               // which was made before that call
+	hasFiles  bool               // as disks: it cannot be captured
 	filesOnly bool               // its vmm, of an older AgentRun, saves to files and not to pipes
 
 	capture sync.Mutex        // one capture at a time; protects memory, the disks' images and all following fields

@@ -22,6 +22,9 @@ import (
 // Snapshot captures the sandbox into a new folder. Copying, hashing and storing
 // goes on beside it.
 func (s *sandbox) Snapshot(ctx context.Context, dir string, opts ...snapshot.Option) (_ *snapshot.Snapshot, err error) {
+	if s.hasFiles {
+		return nil, fmt.Errorf("snapshot: %w", engine.ErrFiles)
+	}
 	s.capture.Lock()
 	defer s.capture.Unlock()
 	snap, err := snapshot.Make(dir, func(b *snapshot.Builder) (*snapshot.Snapshot, error) { return s.build(ctx, b) }, opts...)

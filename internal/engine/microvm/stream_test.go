@@ -95,8 +95,9 @@ func TestStreamOfJailed(t *testing.T) {
 	}
 	defer func() { _ = top.Close() }()
 	disks := layer.Image{Size: mib}
-	m.Initrd, m.Disks = initrd, []Disk{{File: top, ID: "data", Image: &disks}}
-	p, err := Start(j.Jail, m)
+	m.addInitrd(initrd)
+	m.addDisk(vmmctl.Disk{ID: "data", Image: &disks}, top)
+	p, err := m.start(j.Jail, engine.Limits{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -109,7 +110,7 @@ func TestStreamOfJailed(t *testing.T) {
 		t.Fatal(err)
 	}
 	s := &sandbox{
-		Guest: &Guest{Process: p}, engine: e, vcpus: m.VCPUs, memory: layer.Image{Size: m.Memory}, disks: []disk{{id: "data", image: disks}},
+		Guest: &Guest{Process: p}, engine: e, vcpus: int(m.boot.VCPUs), memory: layer.Image{Size: m.boot.Memory}, disks: []disk{{id: "data", image: disks}},
 	}
 	drain := func(ctx context.Context) (size uint64, err error) {
 		b, err := snapshot.NewBuilder(filepath.Join(t.TempDir(), "snapshot"))
@@ -132,7 +133,7 @@ func TestStreamOfJailed(t *testing.T) {
 	}
 	for range 2 { // nothing was rebased
 		size, err := drain(t.Context())
-		if err != nil || size < filled || size > m.Memory {
+		if err != nil || size < filled || size > m.boot.Memory {
 			t.Errorf("%d bytes were written, %v", size, err)
 		}
 	}

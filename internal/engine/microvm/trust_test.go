@@ -110,15 +110,15 @@ func TestHonestSave(t *testing.T) {
 		t.Fatal(err)
 	}
 	machine, im := bareMachine(t), layer.Image{Size: mib}
-	machine.Disks = []Disk{{File: top, ID: "scratch", Image: &im}}
-	p, err := Start(j.Jail, machine)
+	machine.addDisk(vmmctl.Disk{ID: "scratch", Image: &im}, top)
+	p, err := machine.start(j.Jail, engine.Limits{})
 	if err := errors.Join(err, top.Close()); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(p.Kill)
 	s := &sandbox{
-		engine: e, kernel: strings.Repeat("ab", 32), vcpus: machine.VCPUs, Guest: &Guest{Process: p}, boot: &bootFiles{users: 2},
-		memory: layer.Image{Size: machine.Memory}, disks: []disk{{id: "scratch", image: im}},
+		engine: e, kernel: strings.Repeat("ab", 32), vcpus: int(machine.boot.VCPUs), Guest: &Guest{Process: p}, boot: &bootFiles{users: 2},
+		memory: layer.Image{Size: machine.boot.Memory}, disks: []disk{{id: "scratch", image: im}},
 	}
 	for range 3 {
 		m, saved, err := s.captureLive(t.Context())
