@@ -19,6 +19,7 @@ import (
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/enginetest"
 	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/engine/microvm/process"
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/storage/image"
 )
@@ -72,7 +73,7 @@ func count(n, reduced int) int {
 // testGuest is a booted guest with helpers that fail the test.
 type testGuest struct {
 	engine.Sandbox
-	process *microvm.Process
+	process *process.Process
 	t       testing.TB
 }
 

@@ -11,6 +11,7 @@ import (
 	"strings"
 	"sync"
 
+	"agentrun.dev/internal/engine/microvm/process"
 	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/vmm/vmmctl"
@@ -104,7 +105,7 @@ func newBlank(ctx context.Context, size uint64) (_ *blank, err error) {
 	if err != nil {
 		return nil, err
 	}
-	whole, err := memoryFile("format", nil)
+	whole, err := process.MemoryFile("format", nil)
 	if err != nil {
 		return nil, err
 	}
@@ -137,7 +138,7 @@ func packBlank(whole *os.File, size uint64) (*blank, error) {
 		return nil, fmt.Errorf("read the new file system: %w", err)
 	}
 	runs = extent.Coalesce(runs, layer.MaxRuns)
-	packed, err := memoryFile("blank", nil)
+	packed, err := process.MemoryFile("blank", nil)
 	if err != nil {
 		return nil, err
 	}

@@ -9,6 +9,7 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/identity"
+	"agentrun.dev/internal/engine/microvm/process"
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/host/assets"
 	"agentrun.dev/internal/host/jail"
@@ -181,18 +182,7 @@ func (b *bootMessage) tops() (tops []*os.File) {
 
 // start starts a vmm process in a jail and boots the machine. It returns when
 // the guest's processors run; WaitReady tells when its agent listens.
-func (b *bootMessage) start(j *jail.Jail, asked engine.Limits) (*Process, error) {
-	kvmFile, err := openKVM()
-	if err != nil {
-		return nil, err
-	}
-	defer func() { _ = kvmFile.Close() }() // the vmm has its own copy
-	files := []*os.File{kvmFile}
-	if uffd := openUserfaultfd(); uffd != nil {
-		defer func() { _ = uffd.Close() }()
-		b.boot.HasUserfaultfd = true
-		files = append(files, uffd)
-	}
+func (b *bootMessage) start(j *jail.Jail, asked engine.Limits) (*process.Process, error) {
 	devices, tops := &b.boot.Devices, b.tops()
 	var sizes []uint64
 	for i := range devices.Disks {
@@ -209,7 +199,7 @@ func (b *bootMessage) start(j *jail.Jail, asked engine.Limits) (*Process, error)
 	if err != nil {
 		return nil, err
 	}
-	return begin(j, limits, &message{b.boot, append(files, b.files...)})
+	return process.Begin(j, limits, &process.Message{Message: b.boot, Files: b.files})
 }
 
 // run starts the machine and returns when its agent has answered.
@@ -231,7 +221,7 @@ func (b *bootMessage) run(ctx context.Context, j *jail.Jail, asked engine.Limits
 
 // abandon kills a guest that did not come up and adds to the error what its
 // console says.
-func abandon(ctx context.Context, p *Process, err error) error {
+func abandon(ctx context.Context, p *process.Process, err error) error {
 	console, _ := p.Console(context.WithoutCancel(ctx)) // the process may be gone
 	p.Kill()
 	if _, tail := p.Wait(); len(console) == 0 {

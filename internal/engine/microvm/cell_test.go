@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/microvm/process"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/vmm/vmmctl"
 )
@@ -79,7 +80,7 @@ func TestForkStaysInItsCell(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer l.close()
+	defer l.Close()
 	fork, err := e.load(t.Context(), child, engine.ForkOptions{}, from, l)
 	if err != nil {
 		t.Fatal(err)
@@ -94,7 +95,7 @@ func TestForkStaysInItsCell(t *testing.T) {
 		_ = wire.Close() // it is there
 	}
 	// Both go on.
-	for _, p := range []*Process{p, fork} {
+	for _, p := range []*process.Process{p, fork} {
 		if err := p.Pause(t.Context()); err != nil {
 			t.Error(err)
 		}

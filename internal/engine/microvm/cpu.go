@@ -8,6 +8,7 @@ import (
 	"sync"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/microvm/process"
 	"agentrun.dev/internal/storage/snapshot"
 	"agentrun.dev/internal/vmm/cpu"
 	"agentrun.dev/internal/vmm/kvm"
@@ -25,7 +26,7 @@ func (h *hostCPU) get() (cpu snapshot.CPU, err error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.cpu.Vendor == "" {
-		f, err := openKVM()
+		f, err := process.OpenKVM()
 		if err != nil {
 			return cpu, err
 		}

@@ -1,3 +1,5 @@
+// Package microvm runs sandboxes as microVMs: one vmm process per VM, which package
+// process starts and speaks with.
 package microvm
 
 import (
@@ -8,13 +10,13 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/microvm/process"
 	"agentrun.dev/internal/host/assets"
 	"agentrun.dev/internal/host/jail"
 	"agentrun.dev/internal/host/procid"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/storage/seal"
 	"agentrun.dev/internal/storage/snapshot"
-	"golang.org/x/sys/unix"
 )
 
 // Name is what snapshots of this engine carry.
@@ -30,7 +32,7 @@ type Engine struct {
 	cpu      hostCPU
 	key      *seal.Key
 	blanks   blanks
-	lent     jail.Files // to vmm processes; Process.lent counts them
+	lent     jail.Files // to vmm processes, each of which counts its own
 }
 
 var _ engine.Engine = (*Engine)(nil)
@@ -146,7 +148,7 @@ func FromShell(sb engine.Sandbox) bool {
 }
 
 // ProcessOf is the vmm process of a sandbox, nil if that is no microVM.
-func ProcessOf(sb engine.Sandbox) *Process {
+func ProcessOf(sb engine.Sandbox) *process.Process {
 	if s, ok := sb.(*sandbox); ok {
 		return s.Process
 	}
@@ -160,35 +162,4 @@ func Identify(sb engine.Sandbox) (procid.ID, error) {
 		return procid.ID{}, fmt.Errorf("identify: %T is no microVM", sb)
 	}
 	return procid.Of(s.Pid())
-}
-
-func openKVM() (*os.File, error) {
-	f, err := os.OpenFile("/dev/kvm", os.O_RDWR, 0)
-	if err != nil {
-		return nil, fmt.Errorf("open KVM: %w (agentrun doctor says what this host lacks)", err)
-	}
-	return f, nil
-}
-
-// openUserfaultfd opens the device that live forks without copying need, or
-// returns nil where there is none: then memory is copied in the pause.
-func openUserfaultfd() *os.File {
-	f, err := os.OpenFile("/dev/userfaultfd", os.O_RDWR, 0)
-	if err != nil {
-		return nil
-	}
-	return f
-}
-
-// memoryFile is a file in memory with some content.
-func memoryFile(name string, content []byte) (*os.File, error) {
-	fd, err := unix.MemfdCreate(name, unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
-	if err != nil {
-		return nil, fmt.Errorf("make memfd: %w", err)
-	}
-	f := os.NewFile(uintptr(fd), name)
-	if _, err := f.WriteAt(content, 0); err != nil {
-		return nil, errors.Join(fmt.Errorf("fill memfd: %w", err), f.Close())
-	}
-	return f, nil
 }

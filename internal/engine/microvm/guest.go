@@ -6,19 +6,20 @@ import (
 	"fmt"
 	"time"
 
+	"agentrun.dev/internal/engine/microvm/process"
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/vmm/vmstate"
 )
 
 // Guest is a booted Linux guest whose agent has answered.
 type Guest struct {
-	*Process
+	*process.Process
 	// Agent is a session with the guest's agent.
 	Agent *guestrpc.Client
 }
 
 // dialAgent opens a session with the agent of a guest.
-func dialAgent(ctx context.Context, p *Process) (*Guest, error) {
+func dialAgent(ctx context.Context, p *process.Process) (*Guest, error) {
 	conn, err := p.Dial(ctx, guestrpc.AgentPort)
 	if err != nil {
 		return nil, err

@@ -18,6 +18,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/microvm/process"
 	"agentrun.dev/internal/host/jail"
 	"agentrun.dev/internal/host/procid"
 	"agentrun.dev/internal/storage/extent"
@@ -257,7 +258,10 @@ func answerHostile(conn *vmmctl.Conn, lie string, m vmmctl.Message, files []*os.
 }
 
 // startHostile starts such a process, which belongs to a sandbox that was booted.
-func startHostile(t *testing.T, lie string) *sandbox {
+func startHostile(t *testing.T, lie string) *sandbox { return startHostileIn(t, &jail.Cell{}, lie) }
+
+// startHostileIn starts one in the cell of another process.
+func startHostileIn(t *testing.T, cell *jail.Cell, lie string) *sandbox {
 	t.Helper()
 	ours, theirs, err := vmmctl.Pair()
 	if err != nil {
@@ -289,11 +293,7 @@ func startHostile(t *testing.T, lie string) *sandbox {
 	if err != nil {
 		t.Fatal(err)
 	}
-	cell := &jail.Cell{}
-	p := newProcess(&adopted{held, cell}, conn)
-	p.cell = cell
-	p.memory = hostileRAM
-	go p.receive()
+	p := process.Hold(process.NewAdopted(held, cell), conn, cell, hostileRAM)
 	t.Cleanup(func() {
 		_ = endOfTest.Close()
 		p.Kill()
@@ -303,11 +303,11 @@ func startHostile(t *testing.T, lie string) *sandbox {
 		engine: jailedEngine(t, nil, residentFolder(t)), kernel: "known", vcpus: 1, Guest: &Guest{Process: p},
 		memory: layer.Image{Size: hostileRAM}, disks: []disk{{id: "scratch", image: layer.Image{Size: hostileDisk}}},
 	}
-	kernel, err := memoryFile("kernel", nil)
+	kernel, err := process.MemoryFile("kernel", nil)
 	if err != nil {
 		t.Fatal(err)
 	}
-	root, err := memoryFile("root", nil)
+	root, err := process.MemoryFile("root", nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -371,7 +371,9 @@ func TestHostileWords(t *testing.T) {
 			if lie == "socket given away" {
 				asked := make(chan error)
 				go func() { _, err := s.Console(t.Context()); asked <- err }()
-				<-s.ready // it has done so
+				if err := s.WaitReady(t.Context()); err != nil { // it has done so
+					t.Error(err)
+				}
 				s.Kill()
 				if err := <-asked; !errors.Is(err, engine.ErrEnded) {
 					t.Error(err)
@@ -419,7 +421,9 @@ func TestSilentSave(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	<-s.ready // it has got Save
+	if err := s.WaitReady(t.Context()); err != nil { // it has got Save
+		t.Error(err)
+	}
 	if err := s.Close(); err != nil {
 		t.Error(err)
 	}
@@ -445,7 +449,7 @@ func TestWritesAfterwards(t *testing.T) {
 	want := bytes.Repeat([]byte("page"), page/4)
 	for _, l := range m.live {
 		// The vmm's descriptors and the parent's of a file in memory are the same.
-		if strings.Contains(l.file.Name(), chargedName) {
+		if strings.Contains(l.file.Name(), process.ChargedName) {
 			if _, err := l.file.WriteAt([]byte("x"), page); !errors.Is(err, unix.EPERM) {
 				t.Errorf("written to a sealed file: %v", err)
 			}

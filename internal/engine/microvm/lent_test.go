@@ -41,7 +41,7 @@ func TestHoard(t *testing.T) {
 	if most := uint64(maxLent+2) * hostileDisk; kept > most {
 		t.Errorf("it holds %d MiB on the host's disk with a disk of %d MiB, at most %d are possible", kept/mib, hostileDisk/mib, most/mib)
 	}
-	if err := s.stopped(); err != nil {
+	if err := s.Stopped(); err != nil {
 		t.Errorf("it has ended: %v", err)
 	}
 }

@@ -211,7 +211,7 @@ func (s *sandbox) captureLive(ctx context.Context) (*moment, *vmmctl.Saved, erro
 			err = errors.Join(err, m.release())
 		}
 		if errors.Is(err, errLie) {
-			return nil, nil, s.condemn(err)
+			return nil, nil, s.Condemn(err)
 		}
 		s.owe(c.saved)
 		if !errors.Is(err, layer.ErrNeedsCompaction) || effort == storeAll {

@@ -190,7 +190,7 @@ func (s *sandbox) Stats(context.Context) (engine.Stats, error) {
 	st, err := ProcessStats(s.Pid())
 	if err == nil {
 		if st.Disk, err = diskUse(s.Pid()); err != nil {
-			err = errors.Join(err, s.stopped())
+			err = errors.Join(err, s.Stopped())
 		}
 	}
 	s.mu.Lock()

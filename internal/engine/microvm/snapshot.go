@@ -10,6 +10,7 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/identity"
+	"agentrun.dev/internal/engine/microvm/process"
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/host/jail"
 	"agentrun.dev/internal/storage/extent"
@@ -42,7 +43,7 @@ func (s *sandbox) build(ctx context.Context, b *snapshot.Builder) (*snapshot.Sna
 		return nil, err
 	}
 	s.openStandby(ctx, true)
-	if (s.paused.Load() || b.Still()) && !s.filesOnly {
+	if (s.Paused() || b.Still()) && !s.filesOnly {
 		return s.stream(ctx, b)
 	}
 	// What live layers hold is stored once more: they have no digest.
@@ -54,7 +55,7 @@ func (s *sandbox) build(ctx context.Context, b *snapshot.Builder) (*snapshot.Sna
 	snap, err := durable.store(ctx, b, c)
 	c.close()
 	if errors.Is(err, errLie) {
-		err = s.condemn(err)
+		err = s.Condemn(err)
 	}
 	return snap, err
 }
@@ -89,13 +90,13 @@ const standbyPatience = 5 * time.Second
 // A guest that stands still has no agent to open one with: its forks will.
 // settle is worth its time for a capture that many are forked from.
 func (s *sandbox) openStandby(ctx context.Context, settle bool) {
-	if s.paused.Load() {
+	if s.Paused() {
 		return
 	}
 	ctx, cancel := context.WithTimeout(ctx, standbyPatience)
 	defer cancel()
 	if s.standby == nil {
-		conn, err := s.dial(ctx, guestrpc.AgentPort, true)
+		conn, err := s.DialStandby(ctx, guestrpc.AgentPort)
 		if err != nil {
 			return
 		}
@@ -127,13 +128,13 @@ func (s *sandbox) session(state *vmstate.State) []byte {
 type captured struct {
 	saved   *vmmctl.Saved
 	state   *os.File
-	machine *vmstate.State // what is in it
-	encoded []byte         // likewise
-	session []byte         // of the standby; empty without one
-	memory  *charged       // a sealed memfd, each page at its offset in RAM
-	held    uint64         // bytes that are there of the memory
-	disks   []*os.File     // one per writable disk
-	stored  *streamed      // set if memory and disks are layers already; they are nil then
+	machine *vmstate.State   // what is in it
+	encoded []byte           // likewise
+	session []byte           // of the standby; empty without one
+	memory  *process.Charged // a sealed memfd, each page at its offset in RAM
+	held    uint64           // bytes that are there of the memory
+	disks   []*os.File       // one per writable disk
+	stored  *streamed        // set if memory and disks are layers already; they are nil then
 }
 
 func (c *captured) close() {
@@ -162,15 +163,15 @@ func (s *sandbox) freeze(ctx context.Context, save *vmmctl.Save) (_ *captured, e
 			c.close()
 		}
 	}()
-	if c.state, err = memoryFile("state", nil); err != nil {
+	if c.state, err = process.MemoryFile("state", nil); err != nil {
 		return nil, err
 	}
-	if c.memory, err = s.newCharged(s.memory.Size); err != nil {
+	if c.memory, err = s.NewCharged(s.memory.Size); err != nil {
 		return nil, err
 	}
 	pagemap, err := jail.OpenPagemap(s.Pid())
 	if err != nil {
-		return nil, errors.Join(err, s.stopped())
+		return nil, errors.Join(err, s.Stopped())
 	}
 	defer func() { _ = pagemap.Close() }() // the vmm has its own copy
 	files := []*os.File{pagemap, c.state, c.memory.File}
@@ -192,16 +193,16 @@ func (s *sandbox) freeze(ctx context.Context, save *vmmctl.Save) (_ *captured, e
 		// A vmm that was asked to rebase does so, whether anybody waits or not.
 		ctx = context.WithoutCancel(ctx)
 	}
-	reply, err := s.request(ctx, func(id uint64) vmmctl.Message { save.ID = id; return save }, files...)
+	reply, err := s.Request(ctx, func(id uint64) vmmctl.Message { save.ID = id; return save }, files...)
 	if err != nil {
 		return nil, err
 	}
 	err = c.verify(reply.Data, s.memory.Size, s.writable())
 	if errors.Is(err, errLie) {
-		return nil, s.condemn(err)
+		return nil, s.Condemn(err)
 	}
 	if err == nil {
-		err = c.memory.holds(min(c.held, s.memory.Size))
+		err = c.memory.Holds(min(c.held, s.memory.Size))
 	}
 	if err != nil {
 		if save.Rebase {

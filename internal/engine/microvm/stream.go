@@ -8,6 +8,7 @@ import (
 	"os"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/microvm/process"
 	"agentrun.dev/internal/host/jail"
 	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
@@ -91,12 +92,12 @@ func (s *sandbox) drain(ctx context.Context, b *snapshot.Builder, durable *sandb
 			c.close()
 		}
 	}()
-	if c.state, err = memoryFile("state", nil); err != nil {
+	if c.state, err = process.MemoryFile("state", nil); err != nil {
 		return nil, err
 	}
 	pagemap, err := jail.OpenPagemap(s.Pid())
 	if err != nil {
-		return nil, errors.Join(err, s.stopped())
+		return nil, errors.Join(err, s.Stopped())
 	}
 	p := pipes{given: []*os.File{pagemap}}
 	defer p.close()
@@ -124,7 +125,7 @@ func (s *sandbox) drain(ctx context.Context, b *snapshot.Builder, durable *sandb
 	}
 	save.Stream = true
 	s.expectCapture()
-	reply, err := s.post(func(id uint64) vmmctl.Message { save.ID = id; return save }, files...)
+	reply, err := s.Post(func(id uint64) vmmctl.Message { save.ID = id; return save }, files...)
 	p.passed()
 	if err != nil {
 		return nil, err
@@ -137,7 +138,7 @@ func (s *sandbox) drain(ctx context.Context, b *snapshot.Builder, durable *sandb
 				st.Answered()
 			}
 			answer <- r
-		case <-s.done: // then the pipes are closed
+		case <-s.Done(): // then the pipes are closed
 		}
 	}()
 	refs := make([]layer.Ref, len(sizes))
@@ -149,7 +150,7 @@ func (s *sandbox) drain(ctx context.Context, b *snapshot.Builder, durable *sandb
 		}
 	}
 	c.stored.memory, c.stored.disks = refs[0], refs[1:]
-	r, replyErr := s.await(ctx, answer)
+	r, replyErr := s.Await(ctx, answer)
 	if errors.Is(err, snapshot.ErrNoLayer) || errors.Is(err, engine.ErrUnfinished) {
 		err = fmt.Errorf("%w: %w", errLie, err)
 	}
@@ -157,7 +158,7 @@ func (s *sandbox) drain(ctx context.Context, b *snapshot.Builder, durable *sandb
 		err = c.verifyStreamed(r.Data, sizes[0], sizes[1:])
 	}
 	if errors.Is(err, errLie) {
-		err = s.condemn(err)
+		err = s.Condemn(err)
 	}
 	if err != nil {
 		return nil, err

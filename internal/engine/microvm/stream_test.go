@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/microvm/process"
 	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/storage/snapshot"
@@ -37,7 +38,7 @@ func TestStreamIsChecked(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			got := &captured{stored: &wrote}
 			var err error
-			if got.state, err = memoryFile("state", nil); err != nil {
+			if got.state, err = process.MemoryFile("state", nil); err != nil {
 				t.Fatal(err)
 			}
 			defer got.close()
@@ -80,7 +81,7 @@ func TestStreamOfJailed(t *testing.T) {
 	j := openJail(t)
 	e := jailedEngine(t, j.Jail, residentFolder(t))
 	m := bareMachine(t)
-	initrd, err := memoryFile("initrd", nil)
+	initrd, err := process.MemoryFile("initrd", nil)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -2,10 +2,9 @@ package microvm
 
 import (
 	"context"
-	"fmt"
 	"sync"
 
-	"agentrun.dev/internal/host/jail"
+	"agentrun.dev/internal/engine/microvm/process"
 	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/snapshot"
 	"agentrun.dev/internal/vmm/vmmctl"
@@ -120,8 +119,8 @@ func (t *touched) forget(s subject) {
 
 // learn asks a fork that has just answered or rehearsed. It reports whether the
 // pages are known with that.
-func (t *touched) learn(ctx context.Context, s subject, p *Process) bool {
-	pages, err := p.touched(ctx)
+func (t *touched) learn(ctx context.Context, s subject, p *process.Process) bool {
+	pages, err := p.Touched(ctx)
 	if err != nil {
 		t.forget(s) // the fork has ended
 		return false
@@ -150,27 +149,4 @@ func bounded(pages vmmctl.Touched) vmmctl.Touched {
 		pages.Read = nil
 	}
 	return pages
-}
-
-// touched lists the pages of memory that the guest has used.
-func (p *Process) touched(ctx context.Context) (vmmctl.Touched, error) {
-	pagemap, err := jail.OpenPagemap(p.Pid())
-	if err != nil {
-		return vmmctl.Touched{}, err
-	}
-	defer func() { _ = pagemap.Close() }() // the vmm has its own copy
-	r, err := p.request(ctx, func(id uint64) vmmctl.Message {
-		return &vmmctl.Simple{Kind: vmmctl.KindTouched, ID: id}
-	}, pagemap)
-	if err != nil {
-		return vmmctl.Touched{}, err
-	}
-	pages, err := vmmctl.UnmarshalTouched(r.Data)
-	if err == nil {
-		err = pages.Check(p.memory)
-	}
-	if err != nil {
-		return vmmctl.Touched{}, p.condemn(fmt.Errorf("it has touched what cannot be: %w", err))
-	}
-	return pages, nil
 }

@@ -4,6 +4,7 @@ import (
 	"reflect"
 	"testing"
 
+	"agentrun.dev/internal/engine/microvm/process"
 	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/snapshot"
 	"agentrun.dev/internal/vmm/vmmctl"
@@ -19,7 +20,7 @@ func TestTouched(t *testing.T) {
 	dead.Kill()
 	// A guest that was booted, and is no fork, may have huge pages: then it has
 	// many, and is no measure for others.
-	pages, err := live.touched(t.Context())
+	pages, err := live.Touched(t.Context())
 	if err != nil || len(pages.Written) == 0 || len(pages.Read) != 0 {
 		t.Fatalf("%v, %v", pages, err)
 	}
@@ -27,7 +28,7 @@ func TestTouched(t *testing.T) {
 	if pages, learn := m.of(about); !learn || pages.Written != nil {
 		t.Fatalf("%v, learn: %t", pages, learn)
 	}
-	for _, p := range []*Process{dead, live, live} {
+	for _, p := range []*process.Process{dead, live, live} {
 		told := m.lessons[about].told
 		if pages, learn := m.of(about); learn == (told > 0) || pages.Written != nil {
 			t.Fatalf("%v, learn: %t", pages, learn)
