@@ -6,8 +6,10 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"path/filepath"
 	"time"
 
+	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
 )
 
@@ -52,11 +54,16 @@ func Boot(ctx context.Context, cfg BootConfig) (_ BootReport, err error) {
 	}
 	defer func() { _ = root.Close() }()
 
-	vmms, err := microvm.NewJail(cfg.Jail)
+	dir, err := os.MkdirTemp("/dev/shm", "agentrun-bench-")
 	if err != nil {
 		return report, err
 	}
-	defer func() { err = errors.Join(err, vmms.Close()) }()
+	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
+	e, err := microvm.New(microvm.Config{Resident: filepath.Join(dir, "resident"), Scratch: filepath.Join(dir, "scratch"), Jail: cfg.Jail})
+	if err != nil {
+		return report, err
+	}
+	defer func() { err = errors.Join(err, e.Close()) }()
 
 	var floors, boots, pings, execs []time.Duration
 	sampleFloor := func(n int) error {
@@ -78,20 +85,20 @@ func Boot(ctx context.Context, cfg BootConfig) (_ BootReport, err error) {
 			return report, err
 		}
 		start := time.Now()
-		g, err := microvm.Boot(ctx, vmms, microvm.Spec{Root: root, Memory: cfg.Memory, VCPUs: cfg.VCPUs})
+		sb, err := e.Boot(ctx, engine.Spec{Root: root, Memory: cfg.Memory, VCPUs: cfg.VCPUs})
 		if err != nil {
 			return report, err
 		}
-		err = g.Agent.Ping(ctx)
+		agent := sb.Agent()
+		err = agent.Ping(ctx)
 		boots = append(boots, time.Since(start))
 		if err == nil {
-			pings, err = repeat(pings, cfg.Pings/cfg.Boots, func() error { return g.Agent.Ping(ctx) })
+			pings, err = repeat(pings, cfg.Pings/cfg.Boots, func() error { return agent.Ping(ctx) })
 		}
 		if err == nil {
-			execs, err = repeat(execs, cfg.Execs/cfg.Boots, func() error { return execProgram(ctx, g.Agent, cfg.Program) })
+			execs, err = repeat(execs, cfg.Execs/cfg.Boots, func() error { return execProgram(ctx, agent, cfg.Program) })
 		}
-		g.Kill()
-		if err != nil {
+		if err = errors.Join(err, sb.Close()); err != nil {
 			return report, err
 		}
 	}

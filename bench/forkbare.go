@@ -215,18 +215,6 @@ func (m *marker) In(uint16) uint32 {
 	return 0 // no command
 }
 
-// gathered joins spans as vmmserver does for the layer of a snapshot.
-func gathered(spans []guestmem.Span) (joined []guestmem.Span) {
-	runs := make([]layer.Run, 0, len(spans))
-	for _, s := range spans {
-		runs = append(runs, layer.Run{Start: s.Start, Length: s.Length})
-	}
-	for _, r := range layer.Gather(runs) {
-		joined = append(joined, guestmem.Span{Start: r.Start, Length: r.Length})
-	}
-	return joined
-}
-
 // freezeBare boots the test guest and saves it.
 func freezeBare(sys *kvm.System, cfg ForkConfig) (_ *frozenBare, err error) {
 	kernel, err := assets.Open(assets.TestGuest)
@@ -265,7 +253,7 @@ func freezeBare(sys *kvm.System, cfg ForkConfig) (_ *frozenBare, err error) {
 	if err != nil {
 		return nil, err
 	}
-	data = gathered(data)
+	data = layer.Gather(data) // as vmmserver does
 	fd, err := unix.MemfdCreate("layer", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 	if err != nil {
 		return nil, err
@@ -280,7 +268,7 @@ func freezeBare(sys *kvm.System, cfg ForkConfig) (_ *frozenBare, err error) {
 	}
 	offset := uint64(0)
 	for _, s := range data {
-		f.mapped = append(f.mapped, guestmem.Mapping{Span: s, File: f.layer, Offset: offset})
+		f.mapped = append(f.mapped, guestmem.Mapping{Run: s, File: f.layer, Offset: offset})
 		offset += s.Length
 	}
 	return f, nil

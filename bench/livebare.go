@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/host/assets"
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/vmm"
 	"agentrun.dev/internal/vmm/guestmem"
@@ -252,7 +253,7 @@ func (b *liveBare) round(s *liveSamples, r *LiveReport) error {
 	s.served.capture(served)
 	all := uint64(b.pages)
 	s.writes, s.quietWrites = append(s.writes, forked.slowest(all, 0.99)), append(s.quietWrites, quiet.slowest(all, 0.99))
-	n := served.Faults
+	n := served.Waits
 	s.stalls.add(forked.slowest(n, 0.5), forked.slowest(n, 0.99), forked.longest)
 	s.quietStalls.add(quiet.slowest(n, 0.5), quiet.slowest(n, 0.99), quiet.longest)
 	d, err := b.fork(10, s, r)
@@ -317,25 +318,19 @@ func (b *liveBare) capture(file *os.File, s *liveSamples, r *LiveReport) (_ *fro
 	beside, why := c.Beside()
 	f := &frozenBare{layer: file}
 	store := func() error {
-		var below []guestmem.Span
+		var below []extent.Run
 		for _, m := range b.below {
-			below = append(below, m.Span)
+			below = append(below, m.Run)
 		}
 		data, _, err := c.List(below)
 		if err != nil {
 			return err
 		}
-		runs := make([]layer.Run, len(data))
-		for i, d := range data {
-			runs[i] = layer.Run{Start: d.Start, Length: d.Length}
+		data = extent.Coalesce(data, layer.MaxRuns)
+		for _, run := range data {
+			f.mapped = append(f.mapped, guestmem.Mapping{Run: run, File: file, Offset: run.Start})
 		}
-		var spans []guestmem.Span
-		for _, run := range layer.Coalesce(runs, layer.MaxRuns) {
-			span := guestmem.Span{Start: run.Start, Length: run.Length}
-			spans = append(spans, span)
-			f.mapped = append(f.mapped, guestmem.Mapping{Span: span, File: file, Offset: span.Start})
-		}
-		return c.Copy(spans)
+		return c.Copy(data)
 	}
 	stood, err := c.Arm(vm.Still)
 	if err != nil {

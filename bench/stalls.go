@@ -24,7 +24,7 @@ func (s *stallSamples) add(p50, p99, longest time.Duration) {
 
 // capture adds what a capture tells.
 func (s *stallSamples) capture(st guestmem.CaptureStats) {
-	if st.Faults > 0 {
+	if st.Waits > 0 {
 		s.add(st.MedianWait, st.P99Wait, st.LongestWait)
 	}
 }

@@ -5,7 +5,7 @@
 
 # Packages whose tests need /dev/kvm, of any kind, for at most the bare test
 # guest. Tests that boot Linux are under test/microvm.
-kvm_packages() { go list ./bench ./internal/engine/microvm ./internal/vmm ./internal/vmm/acpi ./internal/vmm/kvm ./internal/vmm/vmmserver; }
+kvm_packages() { go list ./bench ./internal/engine/microvm ./internal/vmm ./internal/vmm/acpi ./internal/vmm/cpu ./internal/vmm/kvm ./internal/vmm/vmmserver; }
 # Their tests also run in the testbed: it has cgroups v2, where hosts may have v1.
 cgroup_packages() { go list ./internal/host/jail; }
 # These too: kernels differ in what memory they can protect.

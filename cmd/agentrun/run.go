@@ -16,7 +16,7 @@ import (
 	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/storage/image"
-	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmm/cpu"
 	"github.com/spf13/cobra"
 )
 
@@ -74,7 +74,7 @@ The exit code is the command's own, 128+N if signal N ended it, 124 if
 	f.Var(&o.entrypoint, "entrypoint", "program that COMMAND is given to, in place of the image's; '' for none")
 	f.StringVar(&o.kernel, "kernel", "", "uncompressed vmlinux to boot instead of AgentRun's own")
 	f.Var(&o.memory, "memory", "RAM of the microVM, such as 512M or 2G")
-	f.IntVar(&o.cpus, "cpus", o.cpus, fmt.Sprintf("processors of the microVM, 1 to %d", vmm.MaxVCPUs))
+	f.IntVar(&o.cpus, "cpus", o.cpus, fmt.Sprintf("processors of the microVM, 1 to %d", cpu.MaxVCPUs))
 	f.StringArrayVar(&o.disks, "disk", nil, "file to attach as a disk, FILE or FILE:ro (repeatable; /dev/vdb, /dev/vdc, …)")
 	cli.EngineFlag(f, &o.engine)
 	limitFlags(f, &o.limits)
@@ -89,10 +89,11 @@ The exit code is the command's own, 128+N if signal N ended it, 124 if
 }
 
 func runCommand(ctx context.Context, o runOptions, argv []string, stdin io.Reader, stdout, stderr io.Writer) (err error) {
-	if kind, _ := pick.Choose(o.engine); kind == pick.GVisor {
-		return o.runOnGVisor(ctx, argv, stdin, stdout, stderr)
+	kind, _ := pick.Choose(o.engine)
+	if kind == pick.GVisor && (len(o.disks) > 0 || o.kernel != "" || o.cmdline != "") {
+		return errors.New("--disk, --kernel and --append are for microVMs: gVisor has neither disks nor a kernel of its own to boot (--engine microvm)")
 	}
-	spec, config, closeFiles, err := o.spec(ctx, stderr)
+	spec, config, closeFiles, err := o.spec(ctx, kind, stderr)
 	if err != nil {
 		return err
 	}
@@ -100,33 +101,54 @@ func runCommand(ctx context.Context, o runOptions, argv []string, stdin io.Reade
 	if argv, err = o.settings(config, argv); err != nil {
 		return err
 	}
-	vmms, err := microvm.NewJail(o.policy)
+	dir, err := os.MkdirTemp("/dev/shm", "agentrun-run-")
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, vmms.Close()) }()
-	g, err := microvm.Boot(ctx, vmms, spec)
+	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
+	e, err := pick.Open(kind, pick.Config{Resident: filepath.Join(dir, "resident"), Scratch: filepath.Join(dir, "scratch"), Jail: o.policy})
 	if err != nil {
 		return err
 	}
-	status, err := o.exec(ctx, g.Agent, argv, stdin, stdout, stderr)
+	defer func() { err = errors.Join(err, e.Close()) }()
+	sb, err := e.Boot(ctx, spec)
+	if err != nil {
+		return err
+	}
+	status, err := o.exec(ctx, sb.Agent(), argv, stdin, stdout, stderr)
 	if o.console {
-		console, consoleErr := g.Console(context.WithoutCancel(ctx))
+		console, consoleErr := sb.Console(context.WithoutCancel(ctx))
 		_, writeErr := stderr.Write(console)
 		err = errors.Join(err, consoleErr, writeErr)
 	}
 	if err != nil {
-		g.Kill()
-		exit, _ := g.Wait()
-		if exit.Reason != vmm.ReasonKilled {
-			err = fmt.Errorf("%w (the microVM ended: %v)", err, exit)
+		if end := endOf(sb); end != nil {
+			err = fmt.Errorf("%w (%w)", err, end)
 		}
-		return err
+		return errors.Join(err, sb.Close())
 	}
-	if _, err := g.Shutdown(ctx, shutdownGrace); err != nil {
+	if err := sb.Shutdown(ctx, shutdownGrace); err != nil {
 		return err
 	}
 	return result(status)
+}
+
+// endTime is how long a sandbox may take to end when the session with its agent has.
+const endTime = 2 * time.Second
+
+// endOf is how a sandbox ended, nil if it has not.
+func endOf(sb engine.Sandbox) error {
+	select {
+	case <-sb.Agent().Done():
+	default:
+		return nil
+	}
+	select {
+	case <-sb.Done():
+		return sb.Wait()
+	case <-time.After(endTime):
+		return nil
+	}
 }
 
 // settings lets an image's settings hold where flags say nothing else, and
@@ -159,7 +181,7 @@ func result(s guestrpc.ExitStatus) error {
 }
 
 // spec opens what the flags name.
-func (o *runOptions) spec(ctx context.Context, stderr io.Writer) (_ microvm.Spec, config image.Config, _ func() error, err error) {
+func (o *runOptions) spec(ctx context.Context, kind pick.Kind, stderr io.Writer) (_ engine.Spec, config image.Config, _ func() error, err error) {
 	var files []*os.File
 	closeFiles := func() error {
 		var errs []error
@@ -180,8 +202,8 @@ func (o *runOptions) spec(ctx context.Context, stderr io.Writer) (_ microvm.Spec
 		}
 		return f, err
 	}
-	spec := microvm.Spec{Memory: uint64(o.memory), VCPUs: o.cpus, Hostname: o.hostname, Cmdline: o.cmdline, Limits: o.limits}
-	if spec.Root, config, err = o.openRoot(ctx, pick.MicroVM, stderr); err != nil {
+	spec := engine.Spec{Memory: uint64(o.memory), VCPUs: o.cpus, Hostname: o.hostname, Cmdline: o.cmdline, Limits: o.limits}
+	if spec.Root, config, err = o.openRoot(ctx, kind, stderr); err != nil {
 		return spec, config, nil, err
 	}
 	files = append(files, spec.Root)
@@ -200,7 +222,7 @@ func (o *runOptions) spec(ctx context.Context, stderr io.Writer) (_ microvm.Spec
 		if err != nil {
 			return spec, config, nil, fmt.Errorf("--disk: %w", err)
 		}
-		spec.Disks = append(spec.Disks, microvm.Disk{File: f, ReadOnly: readOnly, ID: filepath.Base(path)})
+		spec.Files = append(spec.Files, engine.FileDisk{File: f, ReadOnly: readOnly, ID: filepath.Base(path)})
 	}
 	return spec, config, closeFiles, nil
 }

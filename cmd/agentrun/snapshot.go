@@ -13,7 +13,7 @@ import (
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/guest/guestrpc"
-	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmm/cpu"
 	"github.com/spf13/cobra"
 )
 
@@ -75,7 +75,7 @@ registry; they are no names for snapshots.`,
 	f.Var(&o.memory, "memory", "RAM of the microVM, such as 512M or 2G")
 	f.Var(&o.disk, "disk", "size of what it may write over its root filesystem, at least 16M (default: half of the memory, and in it)")
 	f.Var(&o.scratch, "scratch", "size of an empty disk, /dev/vdb, that forks get a copy of (default: none); on gVisor, by how much the root filesystem may grow (default: half of the memory)")
-	f.IntVar(&o.cpus, "cpus", o.cpus, fmt.Sprintf("processors of the microVM, 1 to %d", vmm.MaxVCPUs))
+	f.IntVar(&o.cpus, "cpus", o.cpus, fmt.Sprintf("processors of the microVM, 1 to %d", cpu.MaxVCPUs))
 	cli.EngineFlag(f, &o.engine)
 	limitFlags(f, &o.limits)
 	cli.PolicyFlags(f, &o.policy)

@@ -274,6 +274,22 @@ func TestObserversAreApart(t *testing.T) {
 	}
 }
 
+// ofMachines are the packages of the vmm group that the daemon is linked with: how it
+// speaks with vmm processes, what they tell, and what it asks of KVM.
+var ofMachines = []string{"cpu", "kvm", "livefork", "vmmctl", "vmstate"}
+
+// TestDaemonHasNoMachine: machines, their devices and their memory are in vmm
+// processes alone.
+func TestDaemonHasNoMachine(t *testing.T) {
+	const group = module + "/internal/vmm"
+	for _, p := range goList(t, "-deps", "./internal/node/forkd") {
+		name, in := strings.CutPrefix(p.ImportPath, group+"/")
+		if p.ImportPath == group || in && !slices.Contains(ofMachines, name) {
+			t.Errorf("%s is linked into the daemon", p.ImportPath)
+		}
+	}
+}
+
 // vmmModules are the foreign modules that a vmm process may be made of.
 var vmmModules = []string{"golang.org/x/sys"}
 

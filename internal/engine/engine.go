@@ -14,6 +14,7 @@ import (
 
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/storage/snapshot"
+	"agentrun.dev/internal/vmm/livefork"
 )
 
 // Spec describes a sandbox to boot. The files stay the caller's.
@@ -32,7 +33,10 @@ type Spec struct {
 	Disk uint64
 	// Scratch is the size of an empty disk of the sandbox's own, 0 for none.
 	// Engines without disks let the root filesystem grow by so much instead.
-	Scratch  uint64
+	Scratch uint64
+	// Files are attached as disks. What was booted with any cannot be captured:
+	// nobody knows what else changes them. Engines without disks refuse them.
+	Files    []FileDisk
 	Hostname string
 	// Cmdline is appended to the guest kernel's command line.
 	Cmdline string
@@ -40,6 +44,14 @@ type Spec struct {
 	// Network is the sandbox's interface, eth0. Without one it has a loopback
 	// only, and so have all that are forked from it.
 	Network *Network
+}
+
+// FileDisk is a disk that is a file.
+type FileDisk struct {
+	File     *os.File
+	ReadOnly bool
+	// ID is what the sandbox reads as the disk's serial number (≤ 20 bytes).
+	ID string
 }
 
 // Bounds of Disk: the smallest holds a file system and some files, the largest is
@@ -274,23 +286,7 @@ type LiveFork struct {
 }
 
 // LiveForkStats is what a live fork cost its source.
-type LiveForkStats struct {
-	// Pause is for how long the source stood still.
-	Pause time.Duration
-	// Captured is the time from the call until the copy was complete and
-	// children could be made of it.
-	Captured time.Duration
-	// Waits counts the source's writes to memory that was not yet copied. Half
-	// of them, and 99 of 100, were being served for no longer than MedianWait
-	// and P99Wait.
-	Waits                            uint64
-	MedianWait, P99Wait, LongestWait time.Duration
-	// Copied is the bytes of memory that were stored.
-	Copied uint64
-	// WhyCopiedInPause is empty if memory was copied beside the running source. If it
-	// was copied in the pause, it says why.
-	WhyCopiedInPause string
-}
+type LiveForkStats = livefork.Stats
 
 // Stats is what a sandbox costs, in bytes.
 type Stats struct {
@@ -317,7 +313,8 @@ type Stats struct {
 // Capabilities say how an engine differs from others, for those to whom it
 // matters. The tests of all engines check each of them.
 type Capabilities struct {
-	// Disks: a scratch disk is a block device of its own.
+	// Disks: a scratch disk is a block device of its own, and files can be
+	// attached.
 	Disks bool
 	// ClockCountsPauses: the monotonic clock inside counts the time in which a
 	// sandbox is paused or hibernated. Timeouts of execs do not, on any engine.
@@ -359,6 +356,8 @@ var (
 	ErrPoweredOff = errors.New("it powered itself off")
 	// ErrOutOfMemory says that it ended because it reached its memory limit.
 	ErrOutOfMemory = errors.New("out of memory")
+	// ErrFiles says that a sandbox with files as disks cannot be captured.
+	ErrFiles = errors.New("it has files as disks, and what becomes of them is not captured")
 	// ErrNoWire says that nobody here has the other end of the sandbox's interface.
 	ErrNoWire = errors.New("no wire")
 	// ErrMismatch says that a snapshot does not fit this engine or this host.

@@ -5,6 +5,7 @@ import (
 
 	"agentrun.dev/internal/vmm/acpi"
 	"agentrun.dev/internal/vmm/kvm"
+	"agentrun.dev/internal/vmm/vmstate"
 )
 
 // windows dispatches memory accesses outside RAM.
@@ -78,7 +79,7 @@ type ports struct {
 	panicked atomic.Bool
 }
 
-func (p *ports) access(x kvm.IOExit) (Exit, bool) {
+func (p *ports) access(x kvm.IOExit) (vmstate.Exit, bool) {
 	for d := x.Data; len(d) > 0; d = d[x.Size:] {
 		if x.Write {
 			if exit, ended := p.out(x.Port, d[:x.Size]); ended {
@@ -88,29 +89,29 @@ func (p *ports) access(x kvm.IOExit) (Exit, bool) {
 			p.in(x.Port, d[:x.Size])
 		}
 	}
-	return Exit{}, false
+	return vmstate.Exit{}, false
 }
 
-func (p *ports) out(port uint16, data []byte) (Exit, bool) {
+func (p *ports) out(port uint16, data []byte) (vmstate.Exit, bool) {
 	switch {
 	case port >= serialPort && port < serialPort+serialPorts:
 		if err := p.serial.write(port-serialPort, data); err != nil {
-			return Exit{ReasonInternalError, err.Error()}, true
+			return vmstate.Exit{Reason: vmstate.InternalError, Detail: err.Error()}, true
 		}
 	case port == acpi.PanicPort && data[0]&panicEvent != 0:
 		p.panicked.Store(true)
 	case port == acpi.SleepControlPort && data[0] == acpi.PowerOff:
-		return Exit{Reason: ReasonPowerOff}, true
+		return vmstate.Exit{Reason: vmstate.PowerOff}, true
 	case port == acpi.ResetPort && data[0] == acpi.ResetValue,
 		port == keyboardPort && data[0] == keyboardReset:
 		if p.panicked.Load() {
-			return Exit{Reason: ReasonPanic}, true
+			return vmstate.Exit{Reason: vmstate.Panic}, true
 		}
-		return Exit{Reason: ReasonReset}, true
+		return vmstate.Exit{Reason: vmstate.Reset}, true
 	case port == MarkerOut && p.marker != nil && len(data) == 4:
 		p.marker.Out(uint32(data[0]) | uint32(data[1])<<8 | uint32(data[2])<<16 | uint32(data[3])<<24)
 	}
-	return Exit{}, false
+	return vmstate.Exit{}, false
 }
 
 func (p *ports) in(port uint16, data []byte) {

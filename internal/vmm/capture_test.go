@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/vmm/guestmem"
 	"agentrun.dev/internal/vmm/kvm"
 	"golang.org/x/sys/unix"
@@ -101,9 +102,9 @@ func (l *liveForker) fork(t testing.TB, g *testGuest, share bool, beside func())
 	if err != nil {
 		t.Fatal(err)
 	}
-	var below []guestmem.Span
+	var below []extent.Run
 	for _, m := range l.mappings {
-		below = append(below, m.Span)
+		below = append(below, m.Run)
 	}
 	data, _, err := c.List(below)
 	if err != nil {
@@ -119,11 +120,11 @@ func (l *liveForker) fork(t testing.TB, g *testGuest, share bool, beside func())
 		l.shared += c.Stats().Shared
 		l.mappings = nil
 		for _, s := range data {
-			l.mappings = append(l.mappings, guestmem.Mapping{Span: s, File: file, Offset: s.Start})
+			l.mappings = append(l.mappings, guestmem.Mapping{Run: s, File: file, Offset: s.Start})
 		}
 	}
 	seal(t, file, unix.F_SEAL_WRITE|unix.F_SEAL_SHRINK|unix.F_SEAL_GROW|unix.F_SEAL_SEAL)
-	return &frozen{state: state, layer: file, spans: data, memory: s.Memory, vcpus: len(s.VCPUs), inPlace: true}
+	return &frozen{state: state, layer: file, runs: data, memory: s.Memory, vcpus: len(s.VCPUs), inPlace: true}
 }
 
 // TestLiveFork: a child is the source at the instant of the pause, whatever

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 
+	"agentrun.dev/internal/vmm/cpu"
 	"agentrun.dev/internal/vmm/kvm"
 	"agentrun.dev/internal/vmm/virtio"
 )
@@ -23,8 +24,8 @@ type Config struct {
 	// Memory is the RAM in bytes, VCPUs the number of processors.
 	Memory uint64
 	VCPUs  int
-	// Profile names the CPU features; empty means ProfileHostV1.
-	Profile Profile
+	// Profile names the CPU features; empty means cpu.HostV1.
+	Profile cpu.Profile
 }
 
 // Devices is what a machine is connected to. The VMM takes over the files it
@@ -87,8 +88,8 @@ func (c *Config) validate() error {
 
 func validateSize(memory uint64, vcpus int) error {
 	switch {
-	case vcpus < 1 || vcpus > MaxVCPUs:
-		return fmt.Errorf("%d vCPUs: between 1 and %d are possible", vcpus, MaxVCPUs)
+	case vcpus < 1 || vcpus > cpu.MaxVCPUs:
+		return fmt.Errorf("%d vCPUs: between 1 and %d are possible", vcpus, cpu.MaxVCPUs)
 	case memory < MinMemory || memory > MaxMemory:
 		return fmt.Errorf("%d MiB of memory: between %d MiB and %d GiB are possible", memory>>20, MinMemory>>20, uint64(MaxMemory)>>30)
 	}

@@ -6,6 +6,7 @@ import (
 
 	"agentrun.dev/internal/vmm/kvm"
 	"agentrun.dev/internal/vmm/virtio"
+	"agentrun.dev/internal/vmm/vmstate"
 )
 
 // device is a virtio device behind its transport.
@@ -82,7 +83,7 @@ func attach[S any](vm *VM, d stateful[S], state *State) error {
 	}
 	m := virtio.NewMMIO(vm.mem, d, func() {
 		if err := vm.ioapic.raise(gsi); err != nil {
-			vm.end(Exit{ReasonInternalError, fmt.Sprintf("raise interrupt %d: %v", gsi, err)})
+			vm.end(vmstate.Exit{Reason: vmstate.InternalError, Detail: fmt.Sprintf("raise interrupt %d: %v", gsi, err)})
 		}
 	})
 	vm.windows.virtio = append(vm.windows.virtio, device{m, func() ([]byte, error) {

@@ -9,6 +9,7 @@ import (
 	"sync"
 	"testing"
 
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/vmm/guestmem"
 	"agentrun.dev/internal/vmm/kvm"
 	"golang.org/x/sys/unix"
@@ -19,10 +20,10 @@ import (
 type frozen struct {
 	state  []byte
 	layer  *os.File
-	spans  []guestmem.Span
+	runs   []extent.Run
 	memory uint64
 	vcpus  int
-	// inPlace says that each span is in the layer at its own offset.
+	// inPlace says that each run is in the layer at its own offset.
 	inPlace bool
 }
 
@@ -56,7 +57,7 @@ func freeze(t testing.TB, sys *kvm.System, g *testGuest, below *frozen) *frozen 
 		t.Fatal(err)
 	}
 	if below != nil {
-		data = union(data, below.spans)
+		data = extent.Unite(data, below.runs)
 	}
 	fd, err := unix.MemfdCreate("layer", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 	if err != nil {
@@ -74,40 +75,16 @@ func freeze(t testing.TB, sys *kvm.System, g *testGuest, below *frozen) *frozen 
 	if err := g.Resume(); err != nil {
 		t.Fatal(err)
 	}
-	return &frozen{state: state, layer: f, spans: data, memory: s.Memory, vcpus: len(s.VCPUs)}
-}
-
-// union merges two sorted lists of spans.
-func union(a, b []guestmem.Span) []guestmem.Span {
-	in := map[uint64]bool{}
-	var last uint64
-	for _, s := range append(append([]guestmem.Span{}, a...), b...) {
-		for p := s.Start; p < s.Start+s.Length; p += guestmem.PageSize {
-			in[p] = true
-			last = max(last, p)
-		}
-	}
-	var out []guestmem.Span
-	for p := uint64(0); p <= last; p += guestmem.PageSize {
-		if !in[p] {
-			continue
-		}
-		if n := len(out); n > 0 && out[n-1].Start+out[n-1].Length == p {
-			out[n-1].Length += guestmem.PageSize
-		} else {
-			out = append(out, guestmem.Span{Start: p, Length: guestmem.PageSize})
-		}
-	}
-	return out
+	return &frozen{state: state, layer: f, runs: data, memory: s.Memory, vcpus: len(s.VCPUs)}
 }
 
 func (f *frozen) mappings() (out []guestmem.Mapping) {
 	offset := uint64(0)
-	for _, s := range f.spans {
+	for _, s := range f.runs {
 		if f.inPlace {
 			offset = s.Start
 		}
-		out = append(out, guestmem.Mapping{Span: s, File: f.layer, Offset: offset})
+		out = append(out, guestmem.Mapping{Run: s, File: f.layer, Offset: offset})
 		offset += s.Length
 	}
 	return out
@@ -251,7 +228,7 @@ func TestDiscardedLayerReadsZeros(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := guestmem.Span{Start: (firstPage + 10) * guestmem.PageSize, Length: 20 * guestmem.PageSize}
+	want := extent.Run{Start: (firstPage + 10) * guestmem.PageSize, Length: 20 * guestmem.PageSize}
 	found := false
 	for _, z := range zeros {
 		found = found || z.Start <= want.Start && z.Start+z.Length >= want.Start+want.Length
@@ -409,7 +386,7 @@ func TestTouchedAhead(t *testing.T) {
 	parent.mustDo(t, 100, cmdDirty, firstPage, 100, 1, 7)
 	f := freeze(t, sys, parent, nil)
 	device, pages := openUserfaultfd(t), pagemap(t)
-	shell := func(written, read []guestmem.Span) *Shell {
+	shell := func(written, read []extent.Run) *Shell {
 		t.Helper()
 		s, err := NewShell(ShellConfig{
 			KVM: sys, Memory: f.memory, VCPUs: f.vcpus, Layers: f.mappings(), Written: written, Read: read, Watch: device,
@@ -419,7 +396,7 @@ func TestTouchedAhead(t *testing.T) {
 		}
 		return s
 	}
-	touched := func(vm *VM) (written, read []guestmem.Span) {
+	touched := func(vm *VM) (written, read []extent.Run) {
 		t.Helper()
 		written, read, err := vm.TouchedMemory(pages)
 		if err != nil {
@@ -439,8 +416,8 @@ func TestTouchedAhead(t *testing.T) {
 		return g.VM
 	}
 	written, read := touched(use(shell(nil, nil)))
-	page := func(n uint64) guestmem.Span {
-		return guestmem.Span{Start: n * guestmem.PageSize, Length: guestmem.PageSize}
+	page := func(n uint64) extent.Run {
+		return extent.Run{Start: n * guestmem.PageSize, Length: guestmem.PageSize}
 	}
 	for n := range uint64(100) {
 		is := page(firstPage + n)

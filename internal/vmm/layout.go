@@ -43,6 +43,4 @@ const (
 	MinMemory = 64 << 20
 	// MaxMemory is the most RAM a guest can have.
 	MaxMemory = guestmem.MaxSize
-	// MaxVCPUs is the most processors a guest can have.
-	MaxVCPUs = 8
 )

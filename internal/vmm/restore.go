@@ -6,6 +6,7 @@ import (
 	"slices"
 
 	"agentrun.dev/internal/vmm/kvm"
+	"agentrun.dev/internal/vmm/vmstate"
 )
 
 // Load puts a saved machine into the shell, with devices of its own. It does
@@ -63,7 +64,7 @@ func (vm *VM) load(state *State, devices Devices) error {
 // kernel's log write to. Random numbers do not depend on it: the id is there.
 func (vm *VM) announceLater() {
 	if err := vm.announceGeneration(); err != nil {
-		vm.end(Exit{ReasonInternalError, err.Error()})
+		vm.end(vmstate.Exit{Reason: vmstate.InternalError, Detail: err.Error()})
 	}
 }
 

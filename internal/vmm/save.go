@@ -6,7 +6,7 @@ import (
 	"io"
 	"os"
 
-	"agentrun.dev/internal/vmm/guestmem"
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/vmm/kvm"
 )
 
@@ -80,7 +80,7 @@ func saveVCPU(c *kvm.VCPU, xsaveSize int, msrs []uint32) (s VCPUState, err error
 // ChangedMemory lists the pages of a paused machine that differ from the
 // layers it was made with; zeros are listed apart. pagemap is the process's
 // /proc/self/pagemap.
-func (vm *VM) ChangedMemory(pagemap *os.File) (data, zeros []guestmem.Span, err error) {
+func (vm *VM) ChangedMemory(pagemap *os.File) (data, zeros []extent.Run, err error) {
 	vm.mu.Lock()
 	defer vm.mu.Unlock()
 	if !vm.paused || vm.closed {
@@ -91,7 +91,7 @@ func (vm *VM) ChangedMemory(pagemap *os.File) (data, zeros []guestmem.Span, err 
 
 // TouchedMemory lists the pages that the guest has written to, and, in a machine
 // that is watched, those that it has only read. The guest may run.
-func (vm *VM) TouchedMemory(pagemap *os.File) (written, read []guestmem.Span, err error) {
+func (vm *VM) TouchedMemory(pagemap *os.File) (written, read []extent.Run, err error) {
 	vm.mu.Lock()
 	defer vm.mu.Unlock()
 	if vm.closed {
@@ -101,11 +101,11 @@ func (vm *VM) TouchedMemory(pagemap *os.File) (written, read []guestmem.Span, er
 }
 
 // WriteMemory writes pieces of a paused machine's memory, one after the other.
-func (vm *VM) WriteMemory(w io.Writer, spans []guestmem.Span) error {
+func (vm *VM) WriteMemory(w io.Writer, runs []extent.Run) error {
 	vm.mu.Lock()
 	defer vm.mu.Unlock()
 	if !vm.paused || vm.closed {
 		return fmt.Errorf("write memory: %w", errNotPaused)
 	}
-	return vm.mem.WriteSpans(w, spans)
+	return vm.mem.WriteRuns(w, runs)
 }

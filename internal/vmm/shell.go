@@ -5,24 +5,13 @@ import (
 	"fmt"
 	"os"
 	"slices"
+	"strings"
 
+	"agentrun.dev/internal/storage/extent"
+	"agentrun.dev/internal/vmm/cpu"
 	"agentrun.dev/internal/vmm/guestmem"
 	"agentrun.dev/internal/vmm/kvm"
 )
-
-// requiredCapabilities is what a host's KVM must offer.
-var requiredCapabilities = []struct {
-	cap  kvm.Capability
-	name string
-}{
-	{kvm.CapUserMemory, "user memory"},
-	{kvm.CapExtCPUID, "extended CPUID"},
-	{kvm.CapXCRS, "extended control registers"},
-	{kvm.CapMPState, "MP state"},
-	{kvm.CapSignalMSI, "MSI injection"},
-	{kvm.CapSplitIRQChip, "split irqchip"},
-	{kvm.CapImmediateExit, "immediate exit"},
-}
 
 // ShellConfig describes a shell.
 type ShellConfig struct {
@@ -31,14 +20,14 @@ type ShellConfig struct {
 	// Memory is the RAM in bytes, VCPUs the number of processors.
 	Memory uint64
 	VCPUs  int
-	// Profile names the CPU features; empty means ProfileHostV1.
-	Profile Profile
+	// Profile names the CPU features; empty means cpu.HostV1.
+	Profile cpu.Profile
 	// Layers is the content of the RAM, zeros where there is none. The
 	// caller keeps the files.
 	Layers []guestmem.Mapping
 	// Written lists pages that the guest will write to at once, Read those that it
 	// will only read.
-	Written, Read []guestmem.Span
+	Written, Read []extent.Run
 	// Watch, if there is one, is /dev/userfaultfd: TouchedMemory then knows what
 	// the guest has read. The caller keeps it.
 	Watch *os.File
@@ -54,7 +43,7 @@ func NewShell(cfg ShellConfig) (*Shell, error) {
 		return nil, err
 	}
 	if cfg.Profile == "" {
-		cfg.Profile = ProfileHostV1
+		cfg.Profile = cpu.HostV1
 	}
 	vm := &VM{profile: cfg.Profile, gate: newGate(), done: make(chan struct{})}
 	if err := vm.create(cfg); err != nil {
@@ -79,10 +68,8 @@ func (s *Shell) Close() error {
 }
 
 func (vm *VM) create(cfg ShellConfig) (err error) {
-	for _, c := range requiredCapabilities {
-		if cfg.KVM.CheckExtension(c.cap) == 0 {
-			return fmt.Errorf("this host's KVM lacks %s: a Linux kernel of version 4.19 or newer has it", c.name)
-		}
+	if missing := cpu.MissingCapabilities(cfg.KVM); len(missing) > 0 {
+		return fmt.Errorf("this host's KVM lacks %s: a Linux kernel of version 4.19 or newer has it", strings.Join(missing, ", "))
 	}
 	if vm.kvm, err = cfg.KVM.CreateVM(); err != nil {
 		return err
@@ -122,7 +109,7 @@ func (vm *VM) createVCPUs(cfg ShellConfig) error {
 	if err != nil {
 		return err
 	}
-	common, err := cfg.Profile.apply(supported, cfg.KVM.CheckExtension(kvm.CapTSCDeadlineTimer) != 0)
+	common, err := cfg.Profile.Apply(supported, cfg.KVM.CheckExtension(kvm.CapTSCDeadlineTimer) != 0)
 	if err != nil {
 		return err
 	}
@@ -133,10 +120,10 @@ func (vm *VM) createVCPUs(cfg ShellConfig) error {
 		}
 		v := &vcpu{id: id, vm: vm, kvm: c}
 		vm.vcpus = append(vm.vcpus, v)
-		if err := c.SetCPUID(forVCPU(common, id, cfg.VCPUs)); err != nil {
+		if err := c.SetCPUID(cpu.ForVCPU(common, id, cfg.VCPUs)); err != nil {
 			return err
 		}
-		if mask := xstateMask(common); mask != 0 {
+		if mask := cpu.XStateMask(common); mask != 0 {
 			if err := c.SetXCR0(mask); err != nil {
 				return err
 			}

@@ -5,14 +5,15 @@ import (
 	"errors"
 	"fmt"
 
-	"agentrun.dev/internal/codec"
+	"agentrun.dev/internal/vmm/cpu"
 	"agentrun.dev/internal/vmm/kvm"
 	"agentrun.dev/internal/vmm/virtio"
+	"agentrun.dev/internal/vmm/vmstate"
 )
 
 // State is a machine at rest, without the content of its memory and disks.
 type State struct {
-	Profile Profile
+	Profile cpu.Profile
 	Memory  uint64
 	// TSCKHz is the frequency of the guest's time stamp counter.
 	TSCKHz uint32
@@ -33,9 +34,9 @@ type ClockState struct {
 	// TSC is that of the first vCPU; TSCAhead is how much further each vCPU's
 	// is, 0 unless the guest changed one.
 	TSC      uint64
-	TSCAhead [MaxVCPUs]uint64
+	TSCAhead [cpu.MaxVCPUs]uint64
 	// Deadlines are the vCPUs' armed timers, in TSC; 0 is none.
-	Deadlines [MaxVCPUs]uint64
+	Deadlines [cpu.MaxVCPUs]uint64
 }
 
 // VCPUState is a processor at rest.
@@ -58,122 +59,73 @@ type DeviceState struct {
 	Own  []byte
 }
 
-const (
-	stateMagic   = "AGRSTATE"
-	stateVersion = 2
-
-	maxXSave    = 64 << 10
-	maxMSRs     = 1024
-	maxOwnState = 4 << 10
-	maxName     = 64
-)
-
 // Marshal encodes a state.
 func (s *State) Marshal() ([]byte, error) {
-	e := codec.NewEncoder([]byte(stateMagic))
-	e.Version(stateVersion)
-	e.String(string(s.Profile))
-	e.Uvarint(s.Memory)
-	e.Uvarint(uint64(s.TSCKHz))
 	var errs []error
-	put := func(v any) {
+	part := func(v any) []byte {
 		b, err := binary.Append(nil, binary.LittleEndian, v)
 		errs = append(errs, err)
-		e.Data(b)
+		return b
 	}
-	put(&s.Clock)
-	put(&s.IOAPIC)
-	put(&s.Serial)
-	e.Uvarint(uint64(len(s.VCPUs)))
+	out := vmstate.State{
+		Profile: s.Profile, Memory: s.Memory, TSCKHz: s.TSCKHz, Standby: s.Standby,
+		Clock: part(&s.Clock), IOAPIC: part(&s.IOAPIC), Serial: part(&s.Serial),
+	}
 	for i := range s.VCPUs {
 		c := &s.VCPUs[i]
-		put(&c.Regs)
-		put(&c.Sregs)
-		e.Data(c.LAPIC.Regs[:])
-		e.Data(c.Events[:])
-		e.Data(c.DebugRegs[:])
-		e.Uvarint(uint64(c.MPState))
-		e.Uvarint(c.XCR0)
-		e.Data(c.XSave)
-		e.Uvarint(uint64(len(c.MSRs)))
-		for _, m := range c.MSRs {
-			e.Uvarint(uint64(m.Index))
-			e.Uvarint(m.Data)
+		v := vmstate.VCPU{
+			Regs: part(&c.Regs), Sregs: part(&c.Sregs), LAPIC: c.LAPIC.Regs[:], Events: c.Events[:], DebugRegs: c.DebugRegs[:],
+			MPState: uint32(c.MPState), XCR0: c.XCR0, XSave: c.XSave,
 		}
+		for _, m := range c.MSRs {
+			v.MSRs = append(v.MSRs, vmstate.MSR{Index: m.Index, Data: m.Data})
+		}
+		out.VCPUs = append(out.VCPUs, v)
 	}
-	e.Uvarint(uint64(len(s.Devices)))
 	for i := range s.Devices {
-		put(&s.Devices[i].MMIO)
-		e.Data(s.Devices[i].Own)
+		out.Devices = append(out.Devices, vmstate.Device{MMIO: part(&s.Devices[i].MMIO), Own: s.Devices[i].Own})
 	}
-	e.Bool(s.Standby)
 	if err := errors.Join(errs...); err != nil {
 		return nil, fmt.Errorf("encode the machine's state: %w", err)
 	}
-	return e.Bytes(), nil
+	return out.Marshal(), nil
 }
 
-// UnmarshalState decodes a state. It checks the form; whether the values fit a
-// machine is checked where they are put into one.
+// UnmarshalState decodes a state, which aliases b. It checks the form; whether the
+// values fit a machine is checked where they are put into one.
 func UnmarshalState(b []byte) (*State, error) {
-	if len(b) < len(stateMagic) || string(b[:len(stateMagic)]) != stateMagic {
-		return nil, errors.New("decode the machine's state: this is no state of a microVM")
+	in, err := vmstate.Unmarshal(b)
+	if err != nil {
+		return nil, err
 	}
-	d := codec.NewDecoder(b[len(stateMagic):])
-	// A machine is restored whole or not at all: a newer state is not read in
-	// part, as other messages are.
-	if v := d.Uvarint(); v != stateVersion {
-		d.Fail(fmt.Errorf("version %d is not supported, only %d: it was saved by another version of agentrun", v, stateVersion))
+	var errs []error
+	get := func(part []byte, v any) {
+		_, err := binary.Decode(part, binary.LittleEndian, v)
+		errs = append(errs, err)
 	}
-	get := func(v any) {
-		p := d.View(binary.Size(v))
-		if d.Err() != nil {
-			return
-		}
-		if len(p) != binary.Size(v) {
-			d.Fail(fmt.Errorf("%T has %d bytes, not %d", v, len(p), binary.Size(v)))
-			return
-		}
-		if _, err := binary.Decode(p, binary.LittleEndian, v); err != nil {
-			d.Fail(err)
-		}
-	}
-	fixed := func(dst []byte) {
-		if p := d.View(len(dst)); d.Err() == nil && copy(dst, p) != len(dst) {
-			d.Fail(fmt.Errorf("%d bytes where %d belong", len(p), len(dst)))
-		}
-	}
-	s := &State{
-		Profile: Profile(d.String(maxName)),
-		Memory:  d.Uvarint(),
-		TSCKHz:  uint32(d.UvarintMax(1<<32 - 1)),
-	}
-	get(&s.Clock)
-	get(&s.IOAPIC)
-	get(&s.Serial)
-	for range d.Count(MaxVCPUs) {
-		var c VCPUState
-		get(&c.Regs)
-		get(&c.Sregs)
-		fixed(c.LAPIC.Regs[:])
-		fixed(c.Events[:])
-		fixed(c.DebugRegs[:])
-		c.MPState = kvm.MPState(d.UvarintMax(1<<32 - 1))
-		c.XCR0 = d.Uvarint()
-		c.XSave = d.Data(maxXSave)
-		for range d.Count(maxMSRs) {
-			c.MSRs = append(c.MSRs, kvm.MSREntry{Index: uint32(d.UvarintMax(1<<32 - 1)), Data: d.Uvarint()})
+	s := &State{Profile: in.Profile, Memory: in.Memory, TSCKHz: in.TSCKHz, Standby: in.Standby}
+	get(in.Clock, &s.Clock)
+	get(in.IOAPIC, &s.IOAPIC)
+	get(in.Serial, &s.Serial)
+	for i := range in.VCPUs {
+		v := &in.VCPUs[i]
+		c := VCPUState{MPState: kvm.MPState(v.MPState), XCR0: v.XCR0, XSave: v.XSave}
+		get(v.Regs, &c.Regs)
+		get(v.Sregs, &c.Sregs)
+		copy(c.LAPIC.Regs[:], v.LAPIC)
+		copy(c.Events[:], v.Events)
+		copy(c.DebugRegs[:], v.DebugRegs)
+		for _, m := range v.MSRs {
+			c.MSRs = append(c.MSRs, kvm.MSREntry{Index: m.Index, Data: m.Data})
 		}
 		s.VCPUs = append(s.VCPUs, c)
 	}
-	for range d.Count(maxVirtio) {
-		var v DeviceState
-		get(&v.MMIO)
-		v.Own = d.Data(maxOwnState)
+	for _, d := range in.Devices {
+		v := DeviceState{Own: d.Own}
+		get(d.MMIO, &v.MMIO)
 		s.Devices = append(s.Devices, v)
 	}
-	s.Standby = d.Bool()
-	if err := d.Finish(); err != nil {
+	if err := errors.Join(errs...); err != nil {
 		return nil, fmt.Errorf("decode the machine's state: %w", err)
 	}
 	return s, nil

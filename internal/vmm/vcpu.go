@@ -8,6 +8,7 @@ import (
 	"sync/atomic"
 
 	"agentrun.dev/internal/vmm/kvm"
+	"agentrun.dev/internal/vmm/vmstate"
 	"golang.org/x/sys/unix"
 )
 
@@ -46,7 +47,7 @@ func (c *vcpu) run() {
 			}
 			continue
 		case err != nil:
-			c.vm.end(Exit{ReasonInternalError, fmt.Sprintf("vCPU %d: run: %v", c.id, err)})
+			c.vm.end(vmstate.Exit{Reason: vmstate.InternalError, Detail: fmt.Sprintf("vCPU %d: run: %v", c.id, err)})
 		default:
 			if exit, ended := c.handle(); ended {
 				c.vm.end(exit)
@@ -65,27 +66,27 @@ func (c *vcpu) kick() {
 }
 
 // handle serves one exit. It reports the VM's end if the exit means that.
-func (c *vcpu) handle() (Exit, bool) {
+func (c *vcpu) handle() (vmstate.Exit, bool) {
 	switch reason := c.kvm.ExitReason(); reason {
 	case kvm.ExitIO:
 		return c.vm.ports.access(c.kvm.IO())
 	case kvm.ExitMMIO:
 		if err := c.vm.windows.access(c.kvm.MMIO()); err != nil {
-			return Exit{ReasonInternalError, fmt.Sprintf("vCPU %d: %v", c.id, err)}, true
+			return vmstate.Exit{Reason: vmstate.InternalError, Detail: fmt.Sprintf("vCPU %d: %v", c.id, err)}, true
 		}
 	case kvm.ExitIntr, kvm.ExitIRQWindow, kvm.ExitIOAPICEOI:
 		// Nothing to do: KVM only lets user space know.
 	case kvm.ExitShutdown:
-		return Exit{ReasonTripleFault, c.where()}, true
+		return vmstate.Exit{Reason: vmstate.TripleFault, Detail: c.where()}, true
 	case kvm.ExitInternalError:
 		e := c.kvm.InternalError()
-		return Exit{ReasonInternalError, fmt.Sprintf("KVM suberror %d %#x, %s", e.Suberror, e.Data, c.where())}, true
+		return vmstate.Exit{Reason: vmstate.InternalError, Detail: fmt.Sprintf("KVM suberror %d %#x, %s", e.Suberror, e.Data, c.where())}, true
 	case kvm.ExitFailEntry:
-		return Exit{ReasonInternalError, fmt.Sprintf("VM entry failed, hardware reason %#x, %s", c.kvm.FailEntryReason(), c.where())}, true
+		return vmstate.Exit{Reason: vmstate.InternalError, Detail: fmt.Sprintf("VM entry failed, hardware reason %#x, %s", c.kvm.FailEntryReason(), c.where())}, true
 	default:
-		return Exit{ReasonInternalError, fmt.Sprintf("unexpected KVM exit %d, %s", reason, c.where())}, true
+		return vmstate.Exit{Reason: vmstate.InternalError, Detail: fmt.Sprintf("unexpected KVM exit %d, %s", reason, c.where())}, true
 	}
-	return Exit{}, false
+	return vmstate.Exit{}, false
 }
 
 // where says where the processor was, for a person who reads the exit.

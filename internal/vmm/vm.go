@@ -8,9 +8,11 @@ import (
 	"sync/atomic"
 	"time"
 
+	"agentrun.dev/internal/vmm/cpu"
 	"agentrun.dev/internal/vmm/guestmem"
 	"agentrun.dev/internal/vmm/kvm"
 	"agentrun.dev/internal/vmm/virtio"
+	"agentrun.dev/internal/vmm/vmstate"
 )
 
 // VM is one machine. Its methods are safe for concurrent use.
@@ -27,7 +29,7 @@ type VM struct {
 	vsock   *virtio.Vsock // nil without one
 	rng     *virtio.RNG
 	balloon *virtio.Balloon
-	profile Profile
+	profile cpu.Profile
 	devices Devices // which the VM closes
 	gate    *gate
 
@@ -36,7 +38,7 @@ type VM struct {
 	capture   atomic.Pointer[Capture]
 
 	endOnce sync.Once
-	exit    Exit // set before done is closed
+	exit    vmstate.Exit // set before done is closed
 	done    chan struct{}
 
 	closing sync.Mutex // held by Close
@@ -78,17 +80,17 @@ func (vm *VM) Start() error {
 func (vm *VM) Done() <-chan struct{} { return vm.done }
 
 // Wait returns how the guest ended, once it has.
-func (vm *VM) Wait() Exit {
+func (vm *VM) Wait() vmstate.Exit {
 	<-vm.done
 	return vm.exit
 }
 
 // Stop ends the guest at once, as if its power was cut.
-func (vm *VM) Stop() { vm.end(Exit{Reason: ReasonStopped}) }
+func (vm *VM) Stop() { vm.end(vmstate.Exit{Reason: vmstate.Stopped}) }
 
 // end records how the guest ended and sends the vCPUs home. The first caller
 // wins. It must not wait for the vCPUs: one of them may be the caller.
-func (vm *VM) end(e Exit) {
+func (vm *VM) end(e vmstate.Exit) {
 	vm.endOnce.Do(func() {
 		vm.exit = e
 		vm.gate.close(vm.vcpus)
@@ -183,7 +185,7 @@ func (vm *VM) resumeDevices() error {
 
 // Close ends the guest if it still runs and frees everything. It returns how
 // the guest ended.
-func (vm *VM) Close() (Exit, error) {
+func (vm *VM) Close() (vmstate.Exit, error) {
 	vm.Stop()
 	vm.closing.Lock()
 	defer vm.closing.Unlock()

@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"agentrun.dev/internal/vmm/guestmem"
+	"agentrun.dev/internal/vmm/vmstate"
 )
 
 const mib = 1 << 20
@@ -53,11 +54,11 @@ func TestEnds(t *testing.T) {
 	for _, c := range []struct {
 		name    string
 		command []uint32
-		want    Reason
+		want    vmstate.Reason
 	}{
-		{"power-off", []uint32{cmdPowerOff}, ReasonPowerOff},
-		{"triple fault", []uint32{cmdTripleFault}, ReasonTripleFault},
-		{"internal error", []uint32{cmdJump, unbacked}, ReasonInternalError},
+		{"power-off", []uint32{cmdPowerOff}, vmstate.PowerOff},
+		{"triple fault", []uint32{cmdTripleFault}, vmstate.TripleFault},
+		{"internal error", []uint32{cmdJump, unbacked}, vmstate.InternalError},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			g := bootTestGuest(t, 64*mib, 2)
@@ -71,8 +72,8 @@ func TestEnds(t *testing.T) {
 		g := bootTestGuest(t, 64*mib, 2)
 		g.send(t, cmdHalt)
 		g.Stop()
-		if exit, err := g.Close(); err != nil || exit.Reason != ReasonStopped {
-			t.Fatalf("the guest ended with %v, %v; want %s", exit, err, ReasonStopped)
+		if exit, err := g.Close(); err != nil || exit.Reason != vmstate.Stopped {
+			t.Fatalf("the guest ended with %v, %v; want %s", exit, err, vmstate.Stopped)
 		}
 	})
 }

@@ -13,7 +13,7 @@ import (
 	"testing"
 	"time"
 
-	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/engine"
 	"golang.org/x/sys/unix"
 )
 
@@ -60,8 +60,8 @@ func TestDisks(t *testing.T) {
 		const size = 32 * mib
 		rw, rwHost := disk(t, size, nil)
 		ro, roHost := disk(t, size, &pattern{state: 1})
-		g := boot(t, vcpus, func(s *microvm.Spec) {
-			s.Disks = []microvm.Disk{{File: rw, ID: "writable"}, {File: ro, ReadOnly: true, ID: "fixed"}}
+		g := boot(t, vcpus, func(s *engine.Spec) {
+			s.Files = []engine.FileDisk{{File: rw, ID: "writable"}, {File: ro, ReadOnly: true, ID: "fixed"}}
 		})
 		if got := g.sh(t, "cat /sys/block/vdb/serial /sys/block/vdc/serial /sys/block/vdc/ro"); got != "writablefixed1" && got != "writable\nfixed\n1" {
 			t.Errorf("serials and ro flag read %q", got)
@@ -106,7 +106,7 @@ func blocks(t *testing.T, f *os.File) int64 {
 // TestFilesystem mounts ext4 from a disk, works in it, and finds it clean.
 func TestFilesystem(t *testing.T) {
 	rw, _ := disk(t, 64*mib, nil)
-	g := boot(t, 2, func(s *microvm.Spec) { s.Disks = []microvm.Disk{{File: rw}} })
+	g := boot(t, 2, func(s *engine.Spec) { s.Files = []engine.FileDisk{{File: rw}} })
 	g.sh(t, "mke2fs -F /dev/vdb >/dev/null 2>&1 && mkdir -p /mnt && mount -t ext4 /dev/vdb /mnt")
 	g.sh(t, "i=0; while [ $i -lt 200 ]; do mkdir -p /mnt/d$((i%%7)); echo $i > /mnt/d$((i%%7))/f$i; i=$((i+1)); done; sync")
 	if got := g.sh(t, "umount /mnt && mount -t ext4 -o ro /dev/vdb /mnt && cat /mnt/d*/f* | wc -l"); got != "200" {
@@ -173,7 +173,7 @@ func TestGenerationID(t *testing.T) {
 	if n := g.sh(t, "dmesg | grep -c '%s' || true", said); n != "0" {
 		t.Fatalf("reseeded %s times before anything happened", n)
 	}
-	if err := g.RenewGeneration(t.Context()); err != nil {
+	if err := g.process.RenewGeneration(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	eventually(t, "the kernel reseeds", func() bool {
@@ -207,7 +207,7 @@ func TestEntropy(t *testing.T) {
 // privateKiB is the private memory of a guest's vmm process.
 func privateKiB(t *testing.T, g *testGuest) int {
 	t.Helper()
-	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/smaps_rollup", g.Pid()))
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/smaps_rollup", g.process.Pid()))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -227,7 +227,7 @@ func privateKiB(t *testing.T, g *testGuest) int {
 // TestMemoryComesBack: memory that the guest has freed, and memory that the
 // balloon took, is the host's again.
 func TestMemoryComesBack(t *testing.T) {
-	g := boot(t, 2, func(s *microvm.Spec) { s.Memory = 512 * mib })
+	g := boot(t, 2, func(s *engine.Spec) { s.Memory = 512 * mib })
 	idle := privateKiB(t, g)
 	g.sh(t, "dd if=/dev/zero of=/dev/shm/ballast bs=1M count=200 2>/dev/null")
 	full := privateKiB(t, g)
@@ -245,11 +245,11 @@ func TestMemoryComesBack(t *testing.T) {
 		return n
 	}
 	before := free()
-	if err := g.SetBalloon(t.Context(), 128*mib); err != nil {
+	if err := g.process.SetBalloon(t.Context(), 128*mib); err != nil {
 		t.Fatal(err)
 	}
 	eventually(t, "the balloon takes 128 MiB", func() bool { return free() < before-120<<10 })
-	if err := g.SetBalloon(t.Context(), 0); err != nil {
+	if err := g.process.SetBalloon(t.Context(), 0); err != nil {
 		t.Fatal(err)
 	}
 	eventually(t, "the balloon gives them back", func() bool { return free() > before-20<<10 })
@@ -273,7 +273,7 @@ func TestConsoleSpam(t *testing.T) {
 			t.Fatalf("console tail has %d bytes", len(console))
 		}
 		ended = bytes.Contains(console, []byte("the end"))
-		if err := g.Agent.Ping(ctx); err != nil {
+		if err := g.Agent().Ping(ctx); err != nil {
 			t.Fatalf("%v; console tail has %d bytes and ends with %q", err, len(console), console[max(0, len(console)-20):])
 		}
 	}
@@ -286,7 +286,7 @@ func TestConsoleSpam(t *testing.T) {
 func TestPauseLinux(t *testing.T) {
 	forEachSMP(t, func(t *testing.T, vcpus int) {
 		g := boot(t, vcpus)
-		x, err := g.Agent.Exec(t.Context(), shell("i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done; echo $i"))
+		x, err := g.Agent().Exec(t.Context(), shell("i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done; echo $i"))
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -9,9 +9,8 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/guest/guestrpc"
-	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmm/vmstate"
 	"golang.org/x/sys/unix"
 )
 
@@ -22,42 +21,42 @@ func TestEnds(t *testing.T) {
 	trigger := func(script string) func(*testing.T, *testGuest) {
 		return func(t *testing.T, g *testGuest) {
 			// The answer may be lost with the guest.
-			_, _ = g.Agent.Run(t.Context(), shell(script), nil, nil, nil)
+			_, _ = g.Agent().Run(t.Context(), shell(script), nil, nil, nil)
 		}
 	}
 	for _, c := range []struct {
 		name    string
 		vcpus   int
 		trigger func(*testing.T, *testGuest)
-		want    vmm.Reason
+		want    vmstate.Reason
 		console string
 	}{
 		{
-			name: "power-off by the agent", vcpus: 2, want: vmm.ReasonPowerOff,
+			name: "power-off by the agent", vcpus: 2, want: vmstate.PowerOff,
 			trigger: func(t *testing.T, g *testGuest) {
-				if exit, err := g.Shutdown(t.Context(), time.Second); err != nil {
-					t.Errorf("shutdown: %v, %v", exit, err)
+				if err := g.Shutdown(t.Context(), time.Second); err != nil {
+					t.Error(err)
 				}
 			},
 		},
-		{name: "power-off by a program", vcpus: 1, want: vmm.ReasonPowerOff, trigger: trigger("poweroff -f")},
-		{name: "reset by a program", vcpus: 2, want: vmm.ReasonReset, trigger: trigger("reboot -f")},
+		{name: "power-off by a program", vcpus: 1, want: vmstate.PowerOff, trigger: trigger("poweroff -f")},
+		{name: "reset by a program", vcpus: 2, want: vmstate.Reset, trigger: trigger("reboot -f")},
 		{
-			name: "reset by the agent", vcpus: 1, want: vmm.ReasonReset,
+			name: "reset by the agent", vcpus: 1, want: vmstate.Reset,
 			trigger: func(t *testing.T, g *testGuest) {
-				if err := g.Agent.Shutdown(t.Context(), guestrpc.ShutdownRequest{Mode: guestrpc.Reboot}); err != nil {
+				if err := g.Agent().Shutdown(t.Context(), guestrpc.ShutdownRequest{Mode: guestrpc.Reboot}); err != nil {
 					t.Error(err)
 				}
 			},
 		},
 		{
-			name: "kernel panic", vcpus: 2, want: vmm.ReasonPanic, console: "Kernel panic - not syncing",
+			name: "kernel panic", vcpus: 2, want: vmstate.Panic, console: "Kernel panic - not syncing",
 			trigger: trigger("echo c > /proc/sysrq-trigger"),
 		},
 		{
-			name: "killed vmm", vcpus: 1, want: vmm.ReasonKilled,
+			name: "killed vmm", vcpus: 1, want: vmstate.Killed,
 			trigger: func(t *testing.T, g *testGuest) {
-				if err := unix.Kill(g.Pid(), unix.SIGKILL); err != nil {
+				if err := unix.Kill(g.process.Pid(), unix.SIGKILL); err != nil {
 					t.Error(err)
 				}
 			},
@@ -66,7 +65,7 @@ func TestEnds(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			g := boot(t, c.vcpus)
 			c.trigger(t, g)
-			exit, console := g.Wait()
+			exit, console := g.process.Wait()
 			if exit.Reason != c.want {
 				t.Errorf("ended with %v, want %s", exit, c.want)
 			}
@@ -84,24 +83,24 @@ func TestEnds(t *testing.T) {
 func TestBootFailureIsExplained(t *testing.T) {
 	for _, c := range []struct {
 		name string
-		edit func(*testing.T, *microvm.Spec)
+		edit func(*testing.T, *engine.Spec)
 		want []string
 	}{
 		{
 			name: "root is no filesystem", want: []string{"/dev/vda", "erofs"},
-			edit: func(t *testing.T, s *microvm.Spec) { s.Root, _ = disk(t, mib, nil) },
+			edit: func(t *testing.T, s *engine.Spec) { s.Root, _ = disk(t, mib, nil) },
 		},
 		{
 			name: "unknown word for the agent", want: []string{"agentrun.nonsense"},
-			edit: func(_ *testing.T, s *microvm.Spec) { s.Cmdline = "agentrun.nonsense=1" },
+			edit: func(_ *testing.T, s *engine.Spec) { s.Cmdline = "agentrun.nonsense=1" },
 		},
 		{
 			name: "kernel is none", want: []string{"load kernel", "ELF"},
-			edit: func(t *testing.T, s *microvm.Spec) { s.Kernel, _ = disk(t, mib, nil) },
+			edit: func(t *testing.T, s *engine.Spec) { s.Kernel, _ = disk(t, mib, nil) },
 		},
 		{
 			name: "too little memory", want: []string{"32 MiB"},
-			edit: func(_ *testing.T, s *microvm.Spec) { s.Memory = 32 * mib },
+			edit: func(_ *testing.T, s *engine.Spec) { s.Memory = 32 * mib },
 		},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -110,13 +109,13 @@ func TestBootFailureIsExplained(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer func() { _ = root.Close() }()
-			spec := microvm.Spec{Root: root, Memory: 256 * mib, VCPUs: 1}
+			spec := engine.Spec{Root: root, Memory: 256 * mib, VCPUs: 1}
 			c.edit(t, &spec)
 			ctx, cancel := context.WithTimeout(t.Context(), bootTimeout)
 			defer cancel()
-			g, err := microvm.Boot(ctx, vmms, spec)
+			sb, err := newEngine(t).Boot(ctx, spec)
 			if err == nil {
-				g.Kill()
+				_ = sb.Close()
 				t.Fatal("booted")
 			}
 			for _, w := range c.want {

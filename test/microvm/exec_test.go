@@ -13,7 +13,7 @@ import (
 	"testing"
 	"time"
 
-	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/guest/guestrpc"
 	"golang.org/x/sys/unix"
 )
@@ -21,10 +21,10 @@ import (
 func TestBoot(t *testing.T) {
 	forEachSMP(t, func(t *testing.T, vcpus int) {
 		g := boot(t, vcpus)
-		if err := g.Agent.Ping(t.Context()); err != nil {
+		if err := g.Agent().Ping(t.Context()); err != nil {
 			t.Fatal(err)
 		}
-		info, err := g.Agent.Info(t.Context())
+		info, err := g.Agent().Info(t.Context())
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -117,7 +117,7 @@ func TestExecOptions(t *testing.T) {
 			t.Errorf("%s sleeps are left after their timeout", left)
 		}
 		t.Run("not found", func(t *testing.T) {
-			_, err := g.Agent.Exec(t.Context(), guestrpc.ExecRequest{Argv: []string{"no-such-program"}})
+			_, err := g.Agent().Exec(t.Context(), guestrpc.ExecRequest{Argv: []string{"no-such-program"}})
 			var e *guestrpc.Error
 			if !errors.As(err, &e) || e.Code != guestrpc.CodeNotFound || !strings.Contains(e.Message, "no-such-program") {
 				t.Fatalf("error %v does not name what was not found", err)
@@ -134,7 +134,7 @@ func shell(script string) guestrpc.ExecRequest {
 // what can be ignored.
 func TestKill(t *testing.T) {
 	g := boot(t, 2)
-	x, err := g.Agent.Exec(t.Context(), shell("trap '' TERM; sleep 1000 & echo started; wait"))
+	x, err := g.Agent().Exec(t.Context(), shell("trap '' TERM; sleep 1000 & echo started; wait"))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -170,7 +170,7 @@ func TestTerminal(t *testing.T) {
 	g := boot(t, 1)
 	req := shell("stty size; while read line; do stty size; echo got $line; done")
 	req.TTY, req.Rows, req.Cols, req.Stdin = true, 40, 100, true
-	x, err := g.Agent.Exec(t.Context(), req)
+	x, err := g.Agent().Exec(t.Context(), req)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -205,12 +205,12 @@ n=%d; while [ $n -gt 0 ]; do cat a; n=$((n-1)); done`
 // checksummed on both sides.
 func TestBulk(t *testing.T) {
 	soakEachSMP(t, func(t *testing.T, vcpus int) {
-		g := boot(t, vcpus, func(s *microvm.Spec) { s.Memory = 512 * mib })
+		g := boot(t, vcpus, func(s *engine.Spec) { s.Memory = 512 * mib })
 		size := int64(count(100, 16)) * mib
 		t.Run("stdout", func(t *testing.T) {
 			h := sha256.New()
 			n := &counter{w: h}
-			status, err := g.Agent.Run(t.Context(), shell(fmt.Sprintf(bulkScript, size/mib)), nil, n, nil)
+			status, err := g.Agent().Run(t.Context(), shell(fmt.Sprintf(bulkScript, size/mib)), nil, n, nil)
 			if err != nil || status.Code != 0 {
 				t.Fatalf("status %+v, %v", status, err)
 			}
@@ -229,7 +229,7 @@ func TestBulk(t *testing.T) {
 		t.Run("file", func(t *testing.T) {
 			source := io.LimitReader(&pattern{}, size)
 			want := sha256.New()
-			reply, err := g.Agent.WriteFile(t.Context(), guestrpc.WriteRequest{Path: "/tmp/bulk", Perm: 0o600}, io.TeeReader(source, want))
+			reply, err := g.Agent().WriteFile(t.Context(), guestrpc.WriteRequest{Path: "/tmp/bulk", Perm: 0o600}, io.TeeReader(source, want))
 			if err != nil || reply.Size != size {
 				t.Fatalf("wrote %+v, %v; want %d bytes", reply, err, size)
 			}
@@ -237,7 +237,7 @@ func TestBulk(t *testing.T) {
 			if got, _, _ := strings.Cut(g.sh(t, "sha256sum /tmp/bulk"), " "); got != sum {
 				t.Fatalf("the guest has digest %s, want %s", got, sum)
 			}
-			r, err := g.Agent.OpenRead(t.Context(), guestrpc.ReadRequest{Path: "/tmp/bulk"})
+			r, err := g.Agent().OpenRead(t.Context(), guestrpc.ReadRequest{Path: "/tmp/bulk"})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -296,12 +296,12 @@ func TestConcurrentExecs(t *testing.T) {
 func TestStalledReader(t *testing.T) {
 	soakEachSMP(t, func(t *testing.T, vcpus int) {
 		g := boot(t, vcpus)
-		x, err := g.Agent.Exec(t.Context(), shell("cat /dev/zero"))
+		x, err := g.Agent().Exec(t.Context(), shell("cat /dev/zero"))
 		if err != nil {
 			t.Fatal(err)
 		}
 		for i := range 20 {
-			if err := g.Agent.Ping(t.Context()); err != nil {
+			if err := g.Agent().Ping(t.Context()); err != nil {
 				t.Fatal(err)
 			}
 			if got := g.sh(t, "echo %d", i); got != strconv.Itoa(i) {
@@ -322,13 +322,13 @@ func TestReconnect(t *testing.T) {
 	g := boot(t, 1)
 	req := shell("echo first; read line; echo second $line; exit 9")
 	req.ID, req.Stdin = "survivor", true
-	x, err := g.Agent.Exec(t.Context(), req)
+	x, err := g.Agent().Exec(t.Context(), req)
 	if err != nil {
 		t.Fatal(err)
 	}
 	waitFor(t, x.Stdout(), "first")
 	stdoutAt, stderrAt := x.Offsets()
-	if err := g.Agent.Close(); err != nil {
+	if err := g.Agent().Close(); err != nil {
 		t.Fatal(err)
 	}
 	again := dial(t, g)

@@ -5,7 +5,6 @@ import (
 	"testing"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/guest/guestrpc"
 )
 
@@ -14,8 +13,8 @@ import (
 func TestAllOfItsRAM(t *testing.T) {
 	soakEachSMP(t, func(t *testing.T, vcpus int) {
 		const ram = 192 * mib
-		g := boot(t, vcpus, func(s *microvm.Spec) { s.Memory = ram })
-		before, limit, err := g.Charged()
+		g := boot(t, vcpus, func(s *engine.Spec) { s.Memory = ram })
+		before, limit, err := g.process.Charged()
 		if err != nil || limit <= ram {
 			t.Fatalf("limit %d, %v", limit, err)
 		}
@@ -24,7 +23,7 @@ func TestAllOfItsRAM(t *testing.T) {
 		g.sh(t, `mkdir /run/fill && mount -t tmpfs -o size=100%% none /run/fill
 			free=$(awk '/MemAvailable/ { print int($2 / 1024) - 6 }' /proc/meminfo)
 			dd if=/dev/zero of=/run/fill/all bs=1M count=$free 2>/dev/null`)
-		usage, _, err := g.Charged()
+		usage, _, err := g.process.Charged()
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -19,15 +19,12 @@ import (
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/enginetest"
 	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/internal/engine/microvm/process"
 	"agentrun.dev/internal/guest/guestrpc"
-	"agentrun.dev/internal/host/jail"
 	"agentrun.dev/internal/storage/image"
 )
 
 const mib = 1 << 20
-
-// vmms is where all vmm processes are.
-var vmms *jail.Jail
 
 // rootImage is an EROFS image of a busybox root, made once.
 var rootImage string
@@ -46,11 +43,6 @@ func runTests(m *testing.M) int {
 		fmt.Fprintln(os.Stderr, "make a root filesystem for the tests:", err)
 		return 1
 	}
-	if vmms, err = microvm.NewJail(microvm.JailPolicy{}); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		return 1
-	}
-	defer func() { _ = vmms.Close() }()
 	return m.Run()
 }
 
@@ -80,43 +72,45 @@ func count(n, reduced int) int {
 
 // testGuest is a booted guest with helpers that fail the test.
 type testGuest struct {
-	*microvm.Guest
-	t testing.TB
+	engine.Sandbox
+	process *process.Process
+	t       testing.TB
 }
 
 // bootTimeout is generous: the testbed may share two slow cores.
 const bootTimeout = 3 * time.Minute
 
 // boot boots a guest with the given number of vCPUs; edit may change more.
-func boot(t testing.TB, vcpus int, edit ...func(*microvm.Spec)) *testGuest {
+func boot(t testing.TB, vcpus int, edit ...func(*engine.Spec)) *testGuest {
 	t.Helper()
 	root, err := os.Open(rootImage)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer func() { _ = root.Close() }()
-	spec := microvm.Spec{Root: root, Memory: 256 * mib, VCPUs: vcpus, Hostname: "test"}
+	spec := engine.Spec{Root: root, Memory: 256 * mib, VCPUs: vcpus, Hostname: "test"}
 	for _, e := range edit {
 		e(&spec)
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), bootTimeout)
 	defer cancel()
-	g, err := microvm.Boot(ctx, vmms, spec)
+	sb, err := newEngine(t).Boot(ctx, spec)
 	if err != nil {
 		t.Fatal(err)
 	}
+	g := &testGuest{Sandbox: sb, process: microvm.ProcessOf(sb), t: t}
 	t.Cleanup(func() {
 		if t.Failed() {
 			if console, err := g.Console(context.Background()); err == nil {
 				t.Logf("console:\n%s", console)
 			} else {
-				exit, console := g.Wait()
+				exit, console := g.process.Wait()
 				t.Logf("the guest ended: %v; console:\n%s", exit, console)
 			}
 		}
-		g.Kill()
+		_ = g.Close() // it may have ended
 	})
-	return &testGuest{Guest: g, t: t}
+	return g
 }
 
 // result is what a command did.
@@ -136,9 +130,9 @@ func (g *testGuest) run(t testing.TB, req guestrpc.ExecRequest, stdin string) re
 	var status guestrpc.ExitStatus
 	var err error
 	if in != nil {
-		status, err = g.Agent.Run(t.Context(), req, in, &stdout, &stderr)
+		status, err = g.Agent().Run(t.Context(), req, in, &stdout, &stderr)
 	} else {
-		status, err = g.Agent.Run(t.Context(), req, nil, &stdout, &stderr)
+		status, err = g.Agent().Run(t.Context(), req, nil, &stdout, &stderr)
 	}
 	if err != nil {
 		t.Fatalf("run %q: %v", req.Argv, err)

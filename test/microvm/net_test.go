@@ -4,29 +4,25 @@ import (
 	"bytes"
 	"encoding/binary"
 	"errors"
+	"net/netip"
 	"os"
 	"testing"
 
-	"agentrun.dev/internal/engine/microvm"
-	"agentrun.dev/internal/vmm"
-	"golang.org/x/sys/unix"
+	"agentrun.dev/internal/engine"
 )
 
-// TestNetwork: frames reach the socket that the caller gave, and frames from
+// TestNetwork: frames reach the other end of the wire, and frames from
 // it reach the guest: its ping is answered by a few lines that speak ARP and
 // ICMP.
 func TestNetwork(t *testing.T) {
-	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	ours, theirs := os.NewFile(uintptr(fds[0]), "wire"), os.NewFile(uintptr(fds[1]), "wire")
-	mac := [6]byte{0x02, 0, 0, 0, 0, 1}
-	g := boot(t, 2, func(s *microvm.Spec) {
-		s.Nets = []vmm.Net{{Socket: theirs, MAC: mac, MTU: 1500}}
-		s.Cmdline = "agentrun.ip=10.0.2.15/24,gw=10.0.2.2"
+	g := boot(t, 2, func(s *engine.Spec) {
+		s.Network = &engine.Network{
+			MAC: [6]byte{0x02, 0, 0, 0, 0, 1}, MTU: 1500,
+			Address: netip.MustParsePrefix("10.0.2.15/24"), Gateway: netip.MustParseAddr("10.0.2.2"),
+		}
 	})
-	if err := theirs.Close(); err != nil {
+	ours, err := g.Wire()
+	if err != nil {
 		t.Fatal(err)
 	}
 	done := make(chan error, 1)

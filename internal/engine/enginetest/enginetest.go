@@ -98,6 +98,7 @@ func Run(t *testing.T, target Target) {
 		{"Sealed", s.testSealed},
 		{"Limits", s.testLimits},
 		{"Disk", s.testDisk},
+		{"Files", s.testFiles},
 		{"Adoption", s.testAdoption},
 		{"Network", s.testNetwork},
 		{"NetworkRefuses", s.testNetworkRefuses},

@@ -119,6 +119,9 @@ func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, er
 	if spec.Cmdline != "" {
 		return nil, errors.New("boot: gVisor has no kernel command line")
 	}
+	if len(spec.Files) > 0 {
+		return nil, errors.New("boot: gVisor has no disks")
+	}
 	if spec.Limits.IO != (engine.IOLimits{}) {
 		return nil, errors.New("boot: gVisor has no disks whose speed could be limited: its writable layer is memory")
 	}

@@ -4,12 +4,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/folder"
 	"agentrun.dev/internal/engine/identity"
+	"agentrun.dev/internal/engine/microvm/process"
 	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/storage/snapshot"
 	"golang.org/x/sys/unix"
@@ -57,7 +58,7 @@ func (e *Engine) adopt(f folder.Folder) (_ *sandbox, err error) {
 	if !r.Based {
 		s.forget()
 	}
-	p, err := attach(e.vmm, f.Control(), r.Process)
+	p, err := process.Attach(e.vmm, f.Control(), r.Process, s.memory.Size)
 	if errors.Is(err, unix.ESRCH) {
 		err = fmt.Errorf("%w: its process is gone", engine.ErrEnded)
 	}
@@ -67,9 +68,6 @@ func (e *Engine) adopt(f folder.Folder) (_ *sandbox, err error) {
 	if err := e.restoreLimit(s, p); err != nil {
 		return nil, errors.Join(err, p.Detach())
 	}
-	p.paused.Store(true) // it may be
-	p.memory = s.memory.Size
-	p.expect(p.memory)
 	s.Guest = &Guest{Process: p}
 	return s, nil
 }
@@ -77,23 +75,23 @@ func (e *Engine) adopt(f folder.Folder) (_ *sandbox, err error) {
 // restoreLimit lowers a limit of memory that an earlier parent has raised for a
 // capture. Where the vmm process maps files of such captures it stays: they are
 // charged for as long as that.
-func (e *Engine) restoreLimit(s *sandbox, p *Process) error {
-	if len(p.mapped()) > 0 {
+func (e *Engine) restoreLimit(s *sandbox, p *process.Process) error {
+	if len(p.Mapped()) > 0 {
 		return nil
 	}
 	limits, err := e.limits(s, engine.Limits{})
 	if err != nil {
 		return err
 	}
-	return p.cell.Restore(limits.Memory)
+	return p.Cell().Restore(limits.Memory)
 }
 
 // forget is for a sandbox of whose images nothing is known: all of it is stored
 // with the next capture.
 func (s *sandbox) forget() {
-	all := func(im *layer.Image) []layer.Run {
+	all := func(im *layer.Image) []extent.Run {
 		*im = layer.Image{Size: im.Size}
-		return []layer.Run{{Length: im.Size}}
+		return []extent.Run{{Length: im.Size}}
 	}
 	memory := s.memory
 	s.owed = all(&memory)
@@ -109,11 +107,11 @@ func (s *sandbox) forget() {
 // adopted gets a session with its agent. If that or the clock fails, the sandbox
 // stands still again.
 func (s *sandbox) Resume(ctx context.Context) error {
-	agent, paused := s.Agent(), s.paused.Load()
+	agent, paused := s.Agent(), s.Paused()
 	if agent != nil && !paused {
 		return s.Process.Resume(ctx)
 	}
-	wait, err := s.postResume()
+	wait, err := s.PostResume()
 	if err != nil {
 		return err
 	}
@@ -163,19 +161,9 @@ func (s *sandbox) Detach() error {
 	return errors.Join(s.closeAgent(), s.leave(), s.Process.Detach())
 }
 
-// Detach leaves the process alone; one that has ended is fine.
-func (p *Process) Detach() error {
-	p.cell.Leave()
-	p.left.Store(true)
-	if err := p.conn.Close(); !errors.Is(err, os.ErrClosed) {
-		return err
-	}
-	return nil
-}
-
 // Remove ends what runs in a folder and deletes it.
 func (e *Engine) Remove(ctx context.Context, dir string) error {
-	if err := folder.Folder(dir).Remove(ctx, stopListening); err != nil {
+	if err := folder.Folder(dir).Remove(ctx, process.StopListening); err != nil {
 		return err
 	}
 	return e.vmm.Sweep()

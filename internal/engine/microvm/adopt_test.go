@@ -19,7 +19,11 @@ func TestResumeWithoutAgent(t *testing.T) {
 	if err := s.Resume(gone); err == nil {
 		t.Fatal("a guest without an agent was resumed")
 	}
-	if stood, err := p.resume(t.Context()); err != nil || !stood {
+	wait, err := p.PostResume()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if stood, err := wait(t.Context()); err != nil || !stood {
 		t.Errorf("the guest stood still: %t, %v, though it was not resumed", stood, err)
 	}
 }

@@ -11,7 +11,10 @@ import (
 	"strings"
 	"sync"
 
+	"agentrun.dev/internal/engine/microvm/process"
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/vmm/vmmctl"
 	"golang.org/x/sys/unix"
 )
 
@@ -60,26 +63,24 @@ func (b *blanks) close() error {
 	return errors.Join(errs...)
 }
 
-// attachDisk gives a sandbox that is to be booted its disk, and returns the file
-// that it will write to.
-func (e *Engine) attachDisk(ctx context.Context, s *sandbox, low *Spec, size uint64) (*os.File, error) {
-	shared, err := e.blanks.get(ctx, (size+layer.PageSize-1)/layer.PageSize*layer.PageSize)
+// attachDisk gives a sandbox that is to be booted its disk.
+func (s *sandbox) attachDisk(ctx context.Context, b *bootMessage, size uint64) error {
+	shared, err := s.engine.blanks.get(ctx, (size+layer.PageSize-1)/layer.PageSize*layer.PageSize)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	file, err := reopen(shared.file) // its own: the sandbox may outlive the engine
 	if err != nil {
-		return nil, err
+		return err
 	}
 	s.boot.blank = &blank{shared.image, file}
-	top, err := e.top()
+	top, err := s.engine.top()
 	if err != nil {
-		return nil, err // the sandbox is released, and closes file
+		return err // the sandbox is released, and closes file
 	}
-	low.Disks = append(low.Disks, Disk{File: top, ID: diskID, Image: &shared.image, Layers: []*os.File{file}})
-	low.Overlay = len(low.Disks)
+	b.addDisk(vmmctl.Disk{ID: diskID, Image: &shared.image}, b.owned(top), file)
 	s.disks = append(s.disks, disk{id: diskID, image: shared.image})
-	return top, nil
+	return nil
 }
 
 // The same size gives the same bytes, with any settings of the host: snapshots
@@ -104,7 +105,7 @@ func newBlank(ctx context.Context, size uint64) (_ *blank, err error) {
 	if err != nil {
 		return nil, err
 	}
-	whole, err := memoryFile("format", nil)
+	whole, err := process.MemoryFile("format", nil)
 	if err != nil {
 		return nil, err
 	}
@@ -136,8 +137,8 @@ func packBlank(whole *os.File, size uint64) (*blank, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read the new file system: %w", err)
 	}
-	runs = layer.Coalesce(runs, layer.MaxRuns)
-	packed, err := memoryFile("blank", nil)
+	runs = extent.Coalesce(runs, layer.MaxRuns)
+	packed, err := process.MemoryFile("blank", nil)
 	if err != nil {
 		return nil, err
 	}
@@ -162,7 +163,7 @@ func packBlank(whole *os.File, size uint64) (*blank, error) {
 }
 
 // dataOf lists the pages of a sparse file that are not zeros.
-func dataOf(f *os.File, size uint64) (runs []layer.Run, err error) {
+func dataOf(f *os.File, size uint64) (runs []extent.Run, err error) {
 	var page, zeros [layer.PageSize]byte
 	for off := int64(0); ; {
 		off, err = unix.Seek(int(f.Fd()), off, unix.SEEK_DATA)
@@ -180,7 +181,7 @@ func dataOf(f *os.File, size uint64) (runs []layer.Run, err error) {
 			return nil, err
 		}
 		if page != zeros {
-			runs = append(runs, layer.Run{Start: uint64(off), Length: layer.PageSize})
+			runs = append(runs, extent.Run{Start: uint64(off), Length: layer.PageSize})
 		}
 		off += layer.PageSize
 	}

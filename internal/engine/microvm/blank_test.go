@@ -10,6 +10,7 @@ import (
 	"testing"
 
 	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/vmm/vmmctl"
 )
 
 // TestBlank: a new file system is small and the same each time, and what its
@@ -106,13 +107,12 @@ func TestBlanks(t *testing.T) {
 
 // TestOverlayCmdline: the guest is told which disk it writes to.
 func TestOverlayCmdline(t *testing.T) {
-	for overlay, want := range map[int]string{1: " agentrun.overlay=/dev/vdb", 2: " agentrun.overlay=/dev/vdc"} {
-		if line := (&Spec{Overlay: overlay}).cmdline(); !strings.HasSuffix(line, want) {
-			t.Errorf("%q has no %q", line, want)
+	b := newBoot(0, 0, nil)
+	for _, want := range []string{"a", "b", "c"} {
+		b.addDisk(vmmctl.Disk{}, nil)
+		if got := b.overlay(); got != "agentrun.overlay=/dev/vd"+want {
+			t.Errorf("%q is not of /dev/vd%s", got, want)
 		}
-	}
-	if line := (&Spec{}).cmdline(); strings.Contains(line, "overlay") {
-		t.Errorf("%q", line)
 	}
 }
 

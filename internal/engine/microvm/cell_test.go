@@ -7,8 +7,8 @@ import (
 	"testing"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/microvm/process"
 	"agentrun.dev/internal/storage/layer"
-	"agentrun.dev/internal/vmm"
 	"agentrun.dev/internal/vmm/vmmctl"
 )
 
@@ -38,9 +38,9 @@ func TestForkStaysInItsCell(t *testing.T) {
 		t.Fatal(err)
 	}
 	m := bareMachine(t)
-	m.Disks = []Disk{{File: top, ID: "scratch", Image: &image}}
-	m.Nets = []vmm.Net{{Socket: wire, MAC: s.network.MAC, MTU: 1500}}
-	p, err := Start(j.Jail, m)
+	m.addDisk(vmmctl.Disk{ID: "scratch", Image: &image}, top)
+	m.addNet(vmmctl.Net{MAC: s.network.MAC, MTU: 1500}, wire)
+	p, err := m.start(j.Jail, engine.Limits{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -80,7 +80,7 @@ func TestForkStaysInItsCell(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer l.close()
+	defer l.Close()
 	fork, err := e.load(t.Context(), child, engine.ForkOptions{}, from, l)
 	if err != nil {
 		t.Fatal(err)
@@ -95,7 +95,7 @@ func TestForkStaysInItsCell(t *testing.T) {
 		_ = wire.Close() // it is there
 	}
 	// Both go on.
-	for _, p := range []*Process{p, fork} {
+	for _, p := range []*process.Process{p, fork} {
 		if err := p.Pause(t.Context()); err != nil {
 			t.Error(err)
 		}

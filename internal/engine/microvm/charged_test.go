@@ -21,14 +21,14 @@ func TestCharges(t *testing.T) {
 		return limit
 	}
 	base := limit()
-	c, err := p.newCharged(64 * mib)
+	c, err := p.NewCharged(64 * mib)
 	if err != nil {
 		t.Fatal(err)
 	}
 	if got := limit(); got != base+64*mib {
 		t.Errorf("the limit is %d MiB higher, not 64", (got-base)/mib)
 	}
-	if err := c.holds(3 * mib); err != nil {
+	if err := c.Holds(3 * mib); err != nil {
 		t.Fatal(err)
 	}
 	if err := c.Truncate(64 * mib); err != nil {

@@ -8,8 +8,9 @@ import (
 	"sync"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/microvm/process"
 	"agentrun.dev/internal/storage/snapshot"
-	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmm/cpu"
 	"agentrun.dev/internal/vmm/kvm"
 )
 
@@ -25,7 +26,7 @@ func (h *hostCPU) get() (cpu snapshot.CPU, err error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.cpu.Vendor == "" {
-		f, err := openKVM()
+		f, err := process.OpenKVM()
 		if err != nil {
 			return cpu, err
 		}
@@ -53,10 +54,10 @@ func (h *hostCPU) mapsAhead() bool {
 }
 
 // readCPU asks for this host's processor and what guests find of it.
-func readCPU(sys *kvm.System) (cpu snapshot.CPU, err error) {
+func readCPU(sys *kvm.System) (is snapshot.CPU, err error) {
 	entries, err := sys.SupportedCPUID()
 	if err != nil {
-		return cpu, err
+		return is, err
 	}
 	for _, e := range entries {
 		switch e.Function {
@@ -65,24 +66,24 @@ func readCPU(sys *kvm.System) (cpu snapshot.CPU, err error) {
 			for _, part := range []uint32{e.EBX, e.EDX, e.ECX} {
 				name = binary.LittleEndian.AppendUint32(name, part)
 			}
-			cpu.Vendor = string(name)
+			is.Vendor = string(name)
 		case 1:
 			// Intel SDM vol. 2A, CPUID, figure 3-6.
-			cpu.Family, cpu.Model, cpu.Stepping = int(e.EAX>>8&0xf), int(e.EAX>>4&0xf), int(e.EAX&0xf)
-			if cpu.Family == 6 || cpu.Family == 15 {
-				cpu.Model += int(e.EAX>>16&0xf) << 4
+			is.Family, is.Model, is.Stepping = int(e.EAX>>8&0xf), int(e.EAX>>4&0xf), int(e.EAX&0xf)
+			if is.Family == 6 || is.Family == 15 {
+				is.Model += int(e.EAX>>16&0xf) << 4
 			}
-			if cpu.Family == 15 {
-				cpu.Family += int(e.EAX >> 20 & 0xff)
+			if is.Family == 15 {
+				is.Family += int(e.EAX >> 20 & 0xff)
 			}
 		}
 	}
-	if cpu.Vendor == "" {
-		return cpu, errors.New("KVM names no processor")
+	if is.Vendor == "" {
+		return is, errors.New("KVM names no processor")
 	}
-	cpu.Profile = string(vmm.ProfileHostV1)
-	cpu.Features, err = vmm.ProfileHostV1.Features(sys)
-	return cpu, err
+	is.Profile = string(cpu.HostV1)
+	is.Features, err = cpu.HostV1.Features(sys)
+	return is, err
 }
 
 // check refuses a snapshot whose guest has found another processor than this
@@ -108,7 +109,7 @@ func differs(was, is snapshot.CPU) string {
 	if was.Profile != is.Profile {
 		return fmt.Sprintf("its CPU profile is %q, this version has %q", was.Profile, is.Profile)
 	}
-	if missing := vmm.MissingFeatures(was.Features, is.Features); len(missing) > 0 {
+	if missing := cpu.MissingFeatures(was.Features, is.Features); len(missing) > 0 {
 		return "its processor had what this host or its KVM lacks: " + strings.Join(missing, ", ")
 	}
 	return ""

@@ -3,6 +3,8 @@ package microvm
 import (
 	"os"
 	"testing"
+
+	"agentrun.dev/internal/engine/microvm/process"
 )
 
 // TestDiskUse: what counts is what files without a name take that are written to.
@@ -35,7 +37,7 @@ func TestDiskUse(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = layer.Close() }()
-	memory, err := memoryFile("memory", make([]byte, 3*mib))
+	memory, err := process.MemoryFile("memory", make([]byte, 3*mib))
 	if err != nil {
 		t.Fatal(err)
 	}

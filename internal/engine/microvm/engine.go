@@ -1,3 +1,5 @@
+// Package microvm runs sandboxes as microVMs: one vmm process per VM, which package
+// process starts and speaks with.
 package microvm
 
 import (
@@ -8,14 +10,13 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/engine/identity"
+	"agentrun.dev/internal/engine/microvm/process"
 	"agentrun.dev/internal/host/assets"
 	"agentrun.dev/internal/host/jail"
 	"agentrun.dev/internal/host/procid"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/storage/seal"
 	"agentrun.dev/internal/storage/snapshot"
-	"golang.org/x/sys/unix"
 )
 
 // Name is what snapshots of this engine carry.
@@ -31,7 +32,7 @@ type Engine struct {
 	cpu      hostCPU
 	key      *seal.Key
 	blanks   blanks
-	lent     jail.Files // to vmm processes; Process.lent counts them
+	lent     jail.Files // to vmm processes, each of which counts its own
 }
 
 var _ engine.Engine = (*Engine)(nil)
@@ -101,65 +102,6 @@ func (e *Engine) Close() error {
 	return errors.Join(e.shells.close(), e.blanks.close(), e.resident.Close(), e.scratch.Close(), e.vmm.Close())
 }
 
-// Boot boots a sandbox and returns when its agent has answered.
-func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, error) {
-	if err := spec.CheckDisk(); err != nil {
-		return nil, err
-	}
-	kernel := spec.Kernel
-	if kernel == nil {
-		var err error
-		if kernel, err = assets.Open(assets.Kernel); err != nil {
-			return nil, err
-		}
-		defer func() { _ = kernel.Close() }()
-	}
-	s := &sandbox{
-		engine: e, self: identity.Self{Hostname: spec.Hostname}, vcpus: spec.VCPUs, boot: &bootFiles{users: 1},
-		memory: layer.Image{Size: spec.Memory},
-		disks:  []disk{{id: "root", readOnly: true}},
-	}
-	var err error
-	if s.boot.kernel, err = reopen(kernel); err != nil {
-		return nil, err
-	}
-	if s.boot.root, err = reopen(spec.Root); err != nil {
-		return nil, errors.Join(err, s.boot.kernel.Close())
-	}
-	low := Spec{
-		Kernel: kernel, Root: spec.Root, Memory: spec.Memory, VCPUs: spec.VCPUs,
-		Hostname: spec.Hostname, Cmdline: spec.Cmdline, Limits: spec.Limits,
-	}
-	wire, err := s.plugIn(&low, spec)
-	if err != nil {
-		return nil, errors.Join(err, s.release())
-	}
-	if wire != nil {
-		defer func() { _ = wire.Close() }() // the vmm has its own
-	}
-	if spec.Scratch > 0 {
-		im := layer.Image{Size: spec.Scratch}
-		top, err := e.top()
-		if err != nil {
-			return nil, errors.Join(err, s.release())
-		}
-		defer func() { _ = top.Close() }()
-		low.Disks = append(low.Disks, Disk{File: top, ID: "scratch", Image: &im})
-		s.disks = append(s.disks, disk{id: "scratch", image: im})
-	}
-	if spec.Disk > 0 {
-		top, err := e.attachDisk(ctx, s, &low, spec.Disk)
-		if err != nil {
-			return nil, errors.Join(err, s.release())
-		}
-		defer func() { _ = top.Close() }() // the vmm has its own copy
-	}
-	if s.Guest, err = Boot(ctx, e.vmm, low); err != nil {
-		return nil, errors.Join(err, s.release())
-	}
-	return s, nil
-}
-
 // top makes a file without a name for what a disk's guest writes.
 func (e *Engine) top() (*os.File, error) {
 	f, err := os.CreateTemp(e.scratch.Name(), "disk-")
@@ -205,6 +147,14 @@ func FromShell(sb engine.Sandbox) bool {
 	return ok && s.fromShell
 }
 
+// ProcessOf is the vmm process of a sandbox, nil if that is no microVM.
+func ProcessOf(sb engine.Sandbox) *process.Process {
+	if s, ok := sb.(*sandbox); ok {
+		return s.Process
+	}
+	return nil
+}
+
 // Identify says by which process a sandbox is found again.
 func Identify(sb engine.Sandbox) (procid.ID, error) {
 	s, ok := sb.(*sandbox)
@@ -212,35 +162,4 @@ func Identify(sb engine.Sandbox) (procid.ID, error) {
 		return procid.ID{}, fmt.Errorf("identify: %T is no microVM", sb)
 	}
 	return procid.Of(s.Pid())
-}
-
-func openKVM() (*os.File, error) {
-	f, err := os.OpenFile("/dev/kvm", os.O_RDWR, 0)
-	if err != nil {
-		return nil, fmt.Errorf("open KVM: %w (agentrun doctor says what this host lacks)", err)
-	}
-	return f, nil
-}
-
-// openUserfaultfd opens the device that live forks without copying need, or
-// returns nil where there is none: then memory is copied in the pause.
-func openUserfaultfd() *os.File {
-	f, err := os.OpenFile("/dev/userfaultfd", os.O_RDWR, 0)
-	if err != nil {
-		return nil
-	}
-	return f
-}
-
-// memoryFile is a file in memory with some content.
-func memoryFile(name string, content []byte) (*os.File, error) {
-	fd, err := unix.MemfdCreate(name, unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
-	if err != nil {
-		return nil, fmt.Errorf("make memfd: %w", err)
-	}
-	f := os.NewFile(uintptr(fd), name)
-	if _, err := f.WriteAt(content, 0); err != nil {
-		return nil, errors.Join(fmt.Errorf("fill memfd: %w", err), f.Close())
-	}
-	return f, nil
 }

@@ -12,6 +12,7 @@ import (
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/folder"
 	"agentrun.dev/internal/engine/identity"
+	"agentrun.dev/internal/engine/microvm/process"
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/host/jail"
 	"agentrun.dev/internal/storage/layer"
@@ -43,7 +44,7 @@ func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 	touch, learn := e.touched.of(about)
 	from.touch, from.watch = touch, learn && e.cpu.mapsAhead()
 	if !from.watch { // what waits is not watched
-		from.shell = func() (*Process, bool) { return e.shells.take(snap.ID()) }
+		from.shell = func() (*process.Process, bool) { return e.shells.take(snap.ID()) }
 	}
 	defer e.shells.refill(snap.ID()) // not before: to make the next one would slow this one down
 	if _, err = e.restore(ctx, s, opts, from); err == nil && rehearse != nil {
@@ -75,7 +76,7 @@ type origin struct {
 	disk    func(*disk, layer.Ref) (*os.File, error)
 	// shell takes one that waits for a fork like this; nil where there never is
 	// any.
-	shell func() (*Process, bool)
+	shell func() (*process.Process, bool)
 }
 
 // originOf is that of a snapshot's forks.
@@ -83,7 +84,7 @@ func (e *Engine) originOf(snap *snapshot.Snapshot) origin {
 	m := snap.Manifest()
 	return origin{
 		profile: m.CPU.Profile, based: true, session: m.Session,
-		state: func() (*os.File, error) { return memoryFile("state", snap.State()) },
+		state: func() (*os.File, error) { return process.MemoryFile("state", snap.State()) },
 		memory: func(ctx context.Context, ref layer.Ref) (*os.File, error) {
 			return e.resident.Load(ctx, ref, func() (io.ReadCloser, error) { return snap.ReadLayer(ref) })
 		},
@@ -98,7 +99,7 @@ func (e *Engine) restore(ctx context.Context, s *sandbox, opts engine.ForkOption
 	if err != nil {
 		return nil, err
 	}
-	defer l.close()
+	defer l.Close()
 	p, err := e.load(ctx, s, opts, from, l)
 	if err != nil {
 		if l.standby != nil {
@@ -125,31 +126,9 @@ func (e *Engine) restore(ctx context.Context, s *sandbox, opts engine.ForkOption
 	return s, nil
 }
 
-// message is one to a vmm process, with its files.
-type message struct {
-	vmmctl.Message
-	files []*os.File
-}
-
-// add adds a file that was opened, or takes the error.
-func (m *message) add(err *error, f *os.File, openErr error) {
-	if openErr == nil {
-		m.files = append(m.files, f)
-	} else if *err == nil {
-		*err = openErr
-	}
-}
-
-// close closes the files: a vmm has its own copies.
-func (m *message) close() {
-	for _, f := range m.files {
-		_ = f.Close() // only passed on
-	}
-}
-
 // loading is what makes a machine of a shell.
 type loading struct {
-	message
+	process.Message
 	load    *vmmctl.Load
 	standby net.Conn // nil without one
 }
@@ -157,14 +136,14 @@ type loading struct {
 // prepareLoad opens what a fork has for itself.
 func (e *Engine) prepareLoad(s *sandbox, opts engine.ForkOptions, from origin) (_ *loading, err error) {
 	l := &loading{load: &vmmctl.Load{Devices: e.devices(s)}}
-	l.Message = l.load
+	l.Message.Message = l.load
 	defer func() {
 		if err != nil {
-			l.close()
+			l.Close()
 		}
 	}()
 	state, openErr := from.state()
-	l.add(&err, state, openErr)
+	l.Add(&err, state, openErr)
 	for i := range s.disks {
 		d, sent := &s.disks[i], &l.load.Devices.Disks[i]
 		sent.BytesPerSecond, sent.OpsPerSecond = opts.Limits.IO.BytesPerSecond, opts.Limits.IO.OpsPerSecond
@@ -174,31 +153,31 @@ func (e *Engine) prepareLoad(s *sandbox, opts engine.ForkOptions, from origin) (
 		}
 		for _, ref := range refs {
 			f, openErr := from.disk(d, ref)
-			l.add(&err, f, openErr)
+			l.Add(&err, f, openErr)
 		}
 		if !d.readOnly {
 			f, openErr := e.top()
-			l.add(&err, f, openErr)
+			l.Add(&err, f, openErr)
 		}
 	}
 	if err == nil {
 		var wire *os.File
 		if wire, err = s.wire(); wire != nil {
-			l.add(&err, wire, nil)
+			l.Add(&err, wire, nil)
 		}
 	}
 	if s.self.Folder = folder.Folder(opts.Folder); err == nil && s.self.Folder != "" {
 		if err = s.settleIn(); err == nil {
 			l.load.Devices.Listen = true
 			f, openErr := vmmctl.Listen(s.self.Folder.Control())
-			l.add(&err, f, openErr)
+			l.Add(&err, f, openErr)
 		}
 	}
 	if err == nil && len(from.session) > 0 {
 		var theirs *os.File
-		l.standby, theirs, err = streamPair()
+		l.standby, theirs, err = process.StreamPair()
 		l.load.Devices.Standby = true
-		l.add(&err, theirs, err)
+		l.Add(&err, theirs, err)
 	}
 	return l, err
 }
@@ -224,7 +203,7 @@ func (e *Engine) devices(s *sandbox) vmmctl.Devices {
 }
 
 // load puts a fork into a shell that waits, or into one of its own.
-func (e *Engine) load(ctx context.Context, s *sandbox, opts engine.ForkOptions, from origin, l *loading) (*Process, error) {
+func (e *Engine) load(ctx context.Context, s *sandbox, opts engine.ForkOptions, from origin, l *loading) (*process.Process, error) {
 	limits, err := e.limits(s, opts.Limits)
 	if err != nil {
 		return nil, err
@@ -234,13 +213,16 @@ func (e *Engine) load(ctx context.Context, s *sandbox, opts engine.ForkOptions, 
 		if !ok {
 			break
 		}
-		err := p.fill(limits, l)
+		err := p.Limit(limits) // it was made with others
+		if err == nil {
+			_, err = p.Request(context.Background(), l.with, l.Files...)
+		}
 		if err == nil {
 			s.fromShell = true
 			return p, nil
 		}
 		p.Kill()
-		if no := refusal(""); errors.As(err, &no) { // others would, too; one that has died while it waited says nothing
+		if no := process.Refusal(""); errors.As(err, &no) { // others would, too; one that has died while it waited says nothing
 			return nil, fmt.Errorf("start microVM: %w", err)
 		}
 	}
@@ -248,18 +230,18 @@ func (e *Engine) load(ctx context.Context, s *sandbox, opts engine.ForkOptions, 
 	if err != nil {
 		return nil, err
 	}
-	defer first.close()
-	p, made, err := open(e.vmm, limits, first)
+	defer first.Close()
+	p, made, err := process.Open(e.vmm, limits, first)
 	if err != nil {
 		return nil, err
 	}
 	// Both messages go at once.
-	loaded, postErr := p.post(l.with, l.files...)
-	if _, err = p.await(context.Background(), made); err == nil {
+	loaded, postErr := p.Post(l.with, l.Files...)
+	if _, err = p.Await(context.Background(), made); err == nil {
 		err = postErr
 	}
 	if err == nil {
-		_, err = p.await(context.Background(), loaded)
+		_, err = p.Await(context.Background(), loaded)
 	}
 	if err != nil {
 		p.Kill()
@@ -274,35 +256,16 @@ func (l *loading) with(id uint64) vmmctl.Message {
 	return l.load
 }
 
-// fill makes a machine of the shell in a process, which was made with limits
-// that may differ.
-func (p *Process) fill(limits jail.Limits, l *loading) error {
-	if limits != p.limits {
-		if err := p.cell.Limit(limits); err != nil {
-			return err
-		}
-		p.limits = limits
-	}
-	_, err := p.request(context.Background(), l.with, l.files...)
-	return err
-}
-
 // prepareShell opens what all forks of an origin share.
-func (e *Engine) prepareShell(ctx context.Context, s *sandbox, from origin) (_ *message, err error) {
+func (e *Engine) prepareShell(ctx context.Context, s *sandbox, from origin) (_ *process.Message, err error) {
 	shell := &vmmctl.Shell{Memory: s.memory, Profile: from.profile, VCPUs: uint64(s.vcpus), Touch: from.touch, Watch: from.watch}
-	m := &message{Message: shell}
-	f, openErr := openKVM()
-	m.add(&err, f, openErr)
-	if uffd := openUserfaultfd(); uffd != nil {
-		shell.HasUserfaultfd = true
-		m.add(&err, uffd, nil)
-	}
+	m := &process.Message{Message: shell}
 	for _, ref := range s.memory.Layers {
 		f, openErr := from.memory(ctx, ref)
-		m.add(&err, f, openErr)
+		m.Add(&err, f, openErr)
 	}
 	if err != nil {
-		m.close()
+		m.Close()
 	}
 	return m, err
 }

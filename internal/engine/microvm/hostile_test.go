@@ -18,12 +18,16 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/microvm/process"
 	"agentrun.dev/internal/host/jail"
 	"agentrun.dev/internal/host/procid"
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/storage/snapshot"
 	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmm/livefork"
 	"agentrun.dev/internal/vmm/vmmctl"
+	"agentrun.dev/internal/vmm/vmstate"
 	"golang.org/x/sys/unix"
 )
 
@@ -64,8 +68,8 @@ func (w *saving) honest() error {
 	_, stateErr := w.state.WriteAt(encoded, 0)
 	_, memoryErr := w.memory.WriteAt(one, page)
 	_, diskErr := w.disk.WriteAt(one, 0)
-	run := []layer.Run{{Start: page, Length: page}}
-	w.saved = vmmctl.Saved{Memory: vmmctl.Change{Runs: run}, Disks: []vmmctl.Change{{Runs: slices.Clone(run)}}, Pause: 1000, Copied: page}
+	run := []extent.Run{{Start: page, Length: page}}
+	w.saved = vmmctl.Saved{Memory: vmmctl.Change{Runs: run}, Disks: []vmmctl.Change{{Runs: slices.Clone(run)}}, Stats: livefork.Stats{Pause: 1000, Copied: page}}
 	return errors.Join(stateErr, memoryErr, diskErr, w.memory.Truncate(hostileRAM))
 }
 
@@ -73,19 +77,19 @@ func (w *saving) honest() error {
 var saveLies = map[string]func(*saving) error{
 	"runs beyond the memory": func(w *saving) error { w.saved.Memory.Runs[0].Start = hostileRAM; return nil },
 	"zeros beyond the memory": func(w *saving) error {
-		w.saved.Memory.Zeros = []layer.Run{{Start: 0, Length: 2 * hostileRAM}}
+		w.saved.Memory.Zeros = []extent.Run{{Start: 0, Length: 2 * hostileRAM}}
 		return nil
 	},
 	"512 MiB of 1 MiB": func(w *saving) error {
-		w.saved.Memory.Runs = slices.Repeat([]layer.Run{{Length: 64 * mib}}, 8)
+		w.saved.Memory.Runs = slices.Repeat([]extent.Run{{Length: 64 * mib}}, 8)
 		return w.memory.Truncate(1 << 40) // sparse: it costs the vmm nothing
 	},
 	"overlapping runs": func(w *saving) error {
-		w.saved.Memory.Runs = []layer.Run{{Start: 0, Length: 2 * page}, {Start: page, Length: page}}
+		w.saved.Memory.Runs = []extent.Run{{Start: 0, Length: 2 * page}, {Start: page, Length: page}}
 		return nil
 	},
 	"unsorted runs": func(w *saving) error {
-		w.saved.Memory.Runs = []layer.Run{{Start: page, Length: page}, {Start: 0, Length: page}}
+		w.saved.Memory.Runs = []extent.Run{{Start: page, Length: page}, {Start: 0, Length: page}}
 		return nil
 	},
 	"part of a page": func(w *saving) error { w.saved.Memory.Runs[0].Length = 100; return nil },
@@ -96,7 +100,7 @@ var saveLies = map[string]func(*saving) error{
 	"many runs": func(w *saving) error {
 		w.saved.Memory.Runs = nil
 		for i := range uint64(layer.MaxRuns + 1) {
-			w.saved.Memory.Runs = append(w.saved.Memory.Runs, layer.Run{Start: 2 * i * page, Length: page})
+			w.saved.Memory.Runs = append(w.saved.Memory.Runs, extent.Run{Start: 2 * i * page, Length: page})
 		}
 		return nil
 	},
@@ -112,15 +116,15 @@ var saveLies = map[string]func(*saving) error{
 	"disk file shorter":   func(w *saving) error { return w.disk.Truncate(0) },
 	"disk runs beyond":    func(w *saving) error { w.saved.Disks[0].Runs[0].Start = hostileDisk; return nil },
 	"disk zeros beyond": func(w *saving) error {
-		w.saved.Disks[0].Zeros = []layer.Run{{Start: 1 << 50, Length: page}}
+		w.saved.Disks[0].Zeros = []extent.Run{{Start: 1 << 50, Length: page}}
 		return nil
 	},
 	"disk runs overlap":    func(w *saving) error { w.saved.Disks[0].Runs = slices.Repeat(w.saved.Disks[0].Runs, 2); return nil },
 	"a disk too few":       func(w *saving) error { w.saved.Disks = nil; return nil },
 	"a disk too many":      func(w *saving) error { w.saved.Disks = slices.Repeat(w.saved.Disks, 2); return nil },
-	"a negative pause":     func(w *saving) error { w.saved.Pause = math.MaxUint64; return nil },
+	"a negative pause":     func(w *saving) error { w.saved.Pause = -1; return nil },
 	"a pause of 292 years": func(w *saving) error { w.saved.Pause = math.MaxInt64; return nil },
-	"a negative wait":      func(w *saving) error { w.saved.Wait = 1 << 63; return nil },
+	"a negative wait":      func(w *saving) error { w.saved.LongestWait = -1; return nil },
 	"more than was copied": func(w *saving) error { w.saved.Copied = math.MaxUint64; return nil },
 }
 
@@ -138,9 +142,9 @@ var words = map[string]func(*vmmctl.Conn) error{
 	"half a message":        func(c *vmmctl.Conn) error { return c.SendBytes([]byte{byte(vmmctl.KindReply)}) },
 	"ready twice":           func(c *vmmctl.Conn) error { return errors.Join(c.Send(&vmmctl.Ready{}), c.Send(&vmmctl.Ready{})) },
 	"an end without reason": func(c *vmmctl.Conn) error { return c.Send(&vmmctl.Exit{Reason: "boredom"}) },
-	"its limit was reached": func(c *vmmctl.Conn) error { return c.Send(&vmmctl.Exit{Reason: string(vmm.ReasonOutOfMemory)}) },
+	"its limit was reached": func(c *vmmctl.Conn) error { return c.Send(&vmmctl.Exit{Reason: string(vmstate.OutOfMemory)}) },
 	"two ends": func(c *vmmctl.Conn) error {
-		e := &vmmctl.Exit{Reason: string(vmm.ReasonPanic)}
+		e := &vmmctl.Exit{Reason: string(vmstate.Panic)}
 		return errors.Join(c.Send(e), c.Send(e))
 	},
 	"a descriptor":  func(c *vmmctl.Conn) error { return c.Send(&vmmctl.Ready{}, os.Stdin) },
@@ -159,11 +163,11 @@ var words = map[string]func(*vmmctl.Conn) error{
 
 // touchLies are answers to Touched.
 var touchLies = map[string][]byte{
-	"touched beyond":    vmmctl.Touched{Written: []layer.Run{{Start: hostileRAM, Length: page}}}.Marshal(),
-	"read beyond":       vmmctl.Touched{Read: []layer.Run{{Start: 0, Length: 1 << 50}}}.Marshal(),
-	"touched unsorted":  vmmctl.Touched{Written: []layer.Run{{Start: page, Length: page}, {Start: 0, Length: page}}}.Marshal(),
-	"touched twice":     vmmctl.Touched{Written: []layer.Run{{Start: page, Length: page}, {Start: page, Length: page}}}.Marshal(),
-	"touched no page":   vmmctl.Touched{Written: []layer.Run{{Start: 1, Length: 1}}}.Marshal(),
+	"touched beyond":    vmmctl.Touched{Written: []extent.Run{{Start: hostileRAM, Length: page}}}.Marshal(),
+	"read beyond":       vmmctl.Touched{Read: []extent.Run{{Start: 0, Length: 1 << 50}}}.Marshal(),
+	"touched unsorted":  vmmctl.Touched{Written: []extent.Run{{Start: page, Length: page}, {Start: 0, Length: page}}}.Marshal(),
+	"touched twice":     vmmctl.Touched{Written: []extent.Run{{Start: page, Length: page}, {Start: page, Length: page}}}.Marshal(),
+	"touched no page":   vmmctl.Touched{Written: []extent.Run{{Start: 1, Length: 1}}}.Marshal(),
 	"a million touched": append([]byte{1, 0xc0, 0x84, 0x3d}, make([]byte, 4000)...),
 }
 
@@ -189,7 +193,7 @@ func playHostile(lie string) {
 			return
 		}
 		if err := answerHostile(conn, lie, m, files); err != nil {
-			_ = conn.Send(&vmmctl.Exit{Reason: string(vmm.ReasonInternalError), Detail: err.Error()})
+			_ = conn.Send(&vmmctl.Exit{Reason: string(vmstate.InternalError), Detail: err.Error()})
 			return
 		}
 	}
@@ -254,7 +258,10 @@ func answerHostile(conn *vmmctl.Conn, lie string, m vmmctl.Message, files []*os.
 }
 
 // startHostile starts such a process, which belongs to a sandbox that was booted.
-func startHostile(t *testing.T, lie string) *sandbox {
+func startHostile(t *testing.T, lie string) *sandbox { return startHostileIn(t, &jail.Cell{}, lie) }
+
+// startHostileIn starts one in the cell of another process.
+func startHostileIn(t *testing.T, cell *jail.Cell, lie string) *sandbox {
 	t.Helper()
 	ours, theirs, err := vmmctl.Pair()
 	if err != nil {
@@ -286,11 +293,7 @@ func startHostile(t *testing.T, lie string) *sandbox {
 	if err != nil {
 		t.Fatal(err)
 	}
-	cell := &jail.Cell{}
-	p := newProcess(&adopted{held, cell}, conn)
-	p.cell = cell
-	p.memory = hostileRAM
-	go p.receive()
+	p := process.Hold(process.NewAdopted(held, cell), conn, cell, hostileRAM)
 	t.Cleanup(func() {
 		_ = endOfTest.Close()
 		p.Kill()
@@ -300,11 +303,11 @@ func startHostile(t *testing.T, lie string) *sandbox {
 		engine: jailedEngine(t, nil, residentFolder(t)), kernel: "known", vcpus: 1, Guest: &Guest{Process: p},
 		memory: layer.Image{Size: hostileRAM}, disks: []disk{{id: "scratch", image: layer.Image{Size: hostileDisk}}},
 	}
-	kernel, err := memoryFile("kernel", nil)
+	kernel, err := process.MemoryFile("kernel", nil)
 	if err != nil {
 		t.Fatal(err)
 	}
-	root, err := memoryFile("root", nil)
+	root, err := process.MemoryFile("root", nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -326,7 +329,7 @@ func killedFor(t *testing.T, s *sandbox, why string) {
 		t.Fatal("it lives on")
 	}
 	exit, _ := s.Guest.Wait()
-	if exit.Reason != vmm.ReasonKilled || !strings.Contains(exit.Detail, "the vmm process was killed: "+why) {
+	if exit.Reason != vmstate.Killed || !strings.Contains(exit.Detail, "the vmm process was killed: "+why) {
 		t.Errorf("it ended with %v", exit)
 	}
 	if err := s.Wait(); !errors.Is(err, engine.ErrEnded) || errors.Is(err, engine.ErrOutOfMemory) {
@@ -368,7 +371,9 @@ func TestHostileWords(t *testing.T) {
 			if lie == "socket given away" {
 				asked := make(chan error)
 				go func() { _, err := s.Console(t.Context()); asked <- err }()
-				<-s.ready // it has done so
+				if err := s.WaitReady(t.Context()); err != nil { // it has done so
+					t.Error(err)
+				}
 				s.Kill()
 				if err := <-asked; !errors.Is(err, engine.ErrEnded) {
 					t.Error(err)
@@ -416,7 +421,9 @@ func TestSilentSave(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	<-s.ready // it has got Save
+	if err := s.WaitReady(t.Context()); err != nil { // it has got Save
+		t.Error(err)
+	}
 	if err := s.Close(); err != nil {
 		t.Error(err)
 	}
@@ -442,7 +449,7 @@ func TestWritesAfterwards(t *testing.T) {
 	want := bytes.Repeat([]byte("page"), page/4)
 	for _, l := range m.live {
 		// The vmm's descriptors and the parent's of a file in memory are the same.
-		if strings.Contains(l.file.Name(), chargedName) {
+		if strings.Contains(l.file.Name(), process.ChargedName) {
 			if _, err := l.file.WriteAt([]byte("x"), page); !errors.Is(err, unix.EPERM) {
 				t.Errorf("written to a sealed file: %v", err)
 			}

@@ -7,11 +7,10 @@ func (s *sandbox) Claim(ctx context.Context, hostname string) error {
 	s.capture.Lock() // a snapshot takes the identity with it
 	defer s.capture.Unlock()
 	return s.self.Claim(ctx, s.Agent(), hostname, func() (func(context.Context) error, error) {
-		if s.parked.Swap(false) { // the renewal itself wakes it
-			s.paused.Store(false)
+		if s.Unpark() { // the renewal itself wakes it
 			return func(context.Context) error { return nil }, nil
 		}
-		resumed, err := s.postResume()
+		resumed, err := s.PostResume()
 		if err != nil {
 			return nil, err
 		}

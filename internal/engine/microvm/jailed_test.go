@@ -12,10 +12,10 @@ import (
 	"testing"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/microvm/process"
 	"agentrun.dev/internal/host/assets"
 	"agentrun.dev/internal/host/jail"
 	"agentrun.dev/internal/vmm/vmmctl"
-
 	"golang.org/x/sys/unix"
 )
 
@@ -62,19 +62,19 @@ func (j testJail) groups(t *testing.T, pattern string) (all []string) {
 }
 
 // bareMachine is the test guest, which runs on any KVM.
-func bareMachine(t testing.TB) Machine {
+func bareMachine(t testing.TB) *bootMessage {
 	t.Helper()
 	f, err := assets.Open(assets.TestGuest)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = f.Close() })
-	return Machine{Kernel: f, Memory: 64 * mib, VCPUs: 2}
+	return newBoot(64*mib, 2, f)
 }
 
-func startBare(t *testing.T, j testJail) *Process {
+func startBare(t *testing.T, j testJail) *process.Process {
 	t.Helper()
-	p, err := Start(j.Jail, bareMachine(t))
+	p, err := bareMachine(t).start(j.Jail, engine.Limits{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -91,7 +91,7 @@ func TestVMMIsJailed(t *testing.T) {
 	if err != nil || len(threads) < 3 {
 		t.Fatalf("%d threads, %v", len(threads), err)
 	}
-	uid := strconv.Itoa(p.cell.UID())
+	uid := strconv.Itoa(p.Cell().UID())
 	for _, path := range threads {
 		b, err := os.ReadFile(path)
 		if err != nil {
@@ -106,10 +106,10 @@ func TestVMMIsJailed(t *testing.T) {
 			}
 		}
 	}
-	if p.cell.UID() == other.cell.UID() {
+	if p.Cell().UID() == other.Cell().UID() {
 		t.Errorf("two VMs have user id %s", uid)
 	}
-	usage, limit, err := p.cell.Memory()
+	usage, limit, err := p.Cell().Memory()
 	if err != nil || limit != MemoryLimit(64*mib) || usage == 0 || usage > limit {
 		t.Errorf("memory: %d of %d, %v", usage, limit, err)
 	}
@@ -193,18 +193,13 @@ func ownMemory(t *testing.T, pid int) (bytes uint64) {
 // through its cgroup, and leaves nothing.
 func TestOutOfMemory(t *testing.T) {
 	j := openJail(t)
-	initrd, err := memoryFile("initrd", bytes.Repeat([]byte{1}, 40*mib))
+	initrd, err := process.MemoryFile("initrd", bytes.Repeat([]byte{1}, 40*mib))
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer func() { _ = initrd.Close() }()
-	kvm, err := openKVM()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = kvm.Close() }()
 	boot := &vmmctl.Boot{Memory: 128 * mib, VCPUs: 1, HasInitrd: true}
-	p, err := begin(j.Jail, jail.Limits{Memory: 20 * mib, MilliCPUs: 1000, Threads: 64}, &message{boot, []*os.File{kvm, bareMachine(t).Kernel, initrd}})
+	p, err := process.Begin(j.Jail, jail.Limits{Memory: 20 * mib, MilliCPUs: 1000, Threads: 64}, &process.Message{Message: boot, Files: []*os.File{bareMachine(t).files[0], initrd}})
 	if err == nil {
 		p.Kill()
 		t.Fatal("40 MiB were copied under a limit of 20")
@@ -279,7 +274,7 @@ func TestNothingIsLeft(t *testing.T) {
 	machine := bareMachine(t)
 	before := look(t)
 	for i := range count {
-		p, err := Start(j.Jail, machine)
+		p, err := machine.start(j.Jail, engine.Limits{})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -305,7 +300,7 @@ func TestNothingIsLeft(t *testing.T) {
 
 // TestMachineLimits: what a machine may take follows from what it is.
 func TestMachineLimits(t *testing.T) {
-	onTmpfs, err := memoryFile("disk", make([]byte, 3*mib))
+	onTmpfs, err := process.MemoryFile("disk", make([]byte, 3*mib))
 	if err != nil {
 		t.Fatal(err)
 	}

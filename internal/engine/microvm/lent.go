@@ -14,7 +14,7 @@ const maxLent = 16
 // refuseLent says that a sandbox is not captured any more: with each capture its
 // vmm could take more of the host's disk.
 func (s *sandbox) refuseLent() error {
-	if lent := s.lent.Load(); lent >= maxLent*int64(len(s.writable())) && lent > 0 {
+	if lent := s.Lent(); lent >= maxLent*int64(len(s.writable())) && lent > 0 {
 		return fmt.Errorf("the vmm process has not let go of %d files of disks that were handed to it: it cannot be captured any more", lent)
 	}
 	return nil
@@ -26,10 +26,6 @@ func (s *sandbox) lend() (*os.File, error) {
 	if err != nil {
 		return nil, err
 	}
-	p := s.Process
-	p.lent.Add(1)
-	if err := s.engine.lent.WhenGone(f, func() { p.lent.Add(-1) }); err != nil {
-		p.lent.Add(-1) // the machine has no watch left: better uncounted than not captured
-	}
+	s.Lend(f, &s.engine.lent)
 	return f, nil
 }

@@ -6,8 +6,10 @@ import (
 	"strings"
 	"testing"
 
+	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/storage/snapshot"
+	"agentrun.dev/internal/vmm/vmmctl"
 	"golang.org/x/sys/unix"
 )
 
@@ -39,7 +41,7 @@ func TestHoard(t *testing.T) {
 	if most := uint64(maxLent+2) * hostileDisk; kept > most {
 		t.Errorf("it holds %d MiB on the host's disk with a disk of %d MiB, at most %d are possible", kept/mib, hostileDisk/mib, most/mib)
 	}
-	if err := s.stopped(); err != nil {
+	if err := s.Stopped(); err != nil {
 		t.Errorf("it has ended: %v", err)
 	}
 }
@@ -56,8 +58,8 @@ func TestLentComeBack(t *testing.T) {
 	}
 	defer func() { _ = top.Close() }()
 	image := layer.Image{Size: mib}
-	m.Disks = []Disk{{File: top, ID: "data", Image: &image}}
-	p, err := Start(j.Jail, m)
+	m.addDisk(vmmctl.Disk{ID: "data", Image: &image}, top)
+	p, err := m.start(j.Jail, engine.Limits{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -66,7 +68,7 @@ func TestLentComeBack(t *testing.T) {
 		t.Fatal(err)
 	}
 	s := &sandbox{
-		Guest: &Guest{Process: p}, engine: e, vcpus: m.VCPUs, memory: layer.Image{Size: m.Memory}, disks: []disk{{id: "data", image: image}},
+		Guest: &Guest{Process: p}, engine: e, vcpus: int(m.boot.VCPUs), memory: layer.Image{Size: m.boot.Memory}, disks: []disk{{id: "data", image: image}},
 	}
 	for i := range 3 * maxLent {
 		_, save := s.durable()

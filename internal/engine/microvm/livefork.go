@@ -16,6 +16,7 @@ import (
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/folder"
 	"agentrun.dev/internal/engine/identity"
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/vmm/vmmctl"
 )
@@ -73,10 +74,10 @@ func (l liveLayers) leave() error {
 }
 
 // add names a layer that somebody uses from now on.
-func (l liveLayers) add(file *os.File, size uint64, runs []layer.Run, closeIt func() error) layer.Ref {
+func (l liveLayers) add(file *os.File, size uint64, runs []extent.Run, closeIt func() error) layer.Ref {
 	r := layer.Ref{Size: size}
 	_, _ = rand.Read(r.Digest[:]) // it never fails: crypto/rand ends the process instead
-	l[r.Digest] = &liveLayer{file: file, close: closeIt, users: 1, holds: layer.Total(runs)}
+	l[r.Digest] = &liveLayer{file: file, close: closeIt, users: 1, holds: extent.Total(runs)}
 	return r
 }
 
@@ -132,6 +133,9 @@ func (s *sandbox) Fork(ctx context.Context, opts []engine.ForkOptions) (*engine.
 }
 
 func (s *sandbox) liveFork(ctx context.Context, opts []engine.ForkOptions) (*engine.LiveFork, error) {
+	if s.hasFiles {
+		return nil, engine.ErrFiles
+	}
 	begin := time.Now()
 	m, saved, err := s.captureLive(ctx)
 	if err != nil {
@@ -142,12 +146,8 @@ func (s *sandbox) liveFork(ctx context.Context, opts []engine.ForkOptions) (*eng
 		return &engine.LiveFork{Source: m.live.held(m.memory)}, err
 	}
 	out := &engine.LiveFork{Forks: make([]engine.Sandbox, len(opts)), Errs: make([]error, len(opts))}
-	out.Stats = engine.LiveForkStats{
-		Pause: time.Duration(saved.Pause), Captured: time.Since(begin),
-		Waits: saved.Waits, MedianWait: time.Duration(saved.MedianWait),
-		P99Wait: time.Duration(saved.P99Wait), LongestWait: time.Duration(saved.Wait),
-		Copied: saved.Copied, WhyCopiedInPause: saved.WhyCopiedInPause,
-	}
+	out.Stats = saved.Stats
+	out.Stats.Captured = time.Since(begin)
 	out.Held = m.live.held(m.memory)
 	out.Source = out.Held // it has the layers in common with them
 	s.mu.Lock()
@@ -211,7 +211,7 @@ func (s *sandbox) captureLive(ctx context.Context) (*moment, *vmmctl.Saved, erro
 			err = errors.Join(err, m.release())
 		}
 		if errors.Is(err, errLie) {
-			return nil, nil, s.condemn(err)
+			return nil, nil, s.Condemn(err)
 		}
 		s.owe(c.saved)
 		if !errors.Is(err, layer.ErrNeedsCompaction) || effort == storeAll {
@@ -245,12 +245,12 @@ func (s *sandbox) leastEffort() int {
 
 // include says what a Save of some effort stores beyond what changed.
 func (s *sandbox) include(effort int) *vmmctl.Save {
-	pick := func(im layer.Image, owed []layer.Run) []layer.Run {
+	pick := func(im layer.Image, owed []extent.Run) []extent.Run {
 		wasteful := s.live.wasteful(im)
 		_, runs := im.Without(func(r layer.Ref) bool {
 			return effort == storeAll || effort == storeLive && s.live.has(r) || wasteful(r)
 		})
-		return uniteRuns(runs, owed)
+		return fewRuns(runs, owed)
 	}
 	save := &vmmctl.Save{Memory: pick(s.memory, s.owed)}
 	for i := range s.disks {
@@ -274,35 +274,19 @@ func (s *sandbox) writable() (sizes []uint64) {
 // owe notes what the vmm believes to be kept and is not: it is stored with the
 // next capture.
 func (s *sandbox) owe(saved *vmmctl.Saved) {
-	s.owed = uniteRuns(s.owed, saved.Memory.Runs, saved.Memory.Zeros)
+	s.owed = fewRuns(s.owed, saved.Memory.Runs, saved.Memory.Zeros)
 	writable := 0
 	for i := range s.disks {
 		if d := &s.disks[i]; !d.readOnly {
-			d.owed = uniteRuns(d.owed, saved.Disks[writable].Runs, saved.Disks[writable].Zeros)
+			d.owed = fewRuns(d.owed, saved.Disks[writable].Runs, saved.Disks[writable].Zeros)
 			writable++
 		}
 	}
 }
 
-// uniteRuns merges runs; those that touch become one, and there are few
-// enough for a message.
-func uniteRuns(lists ...[]layer.Run) []layer.Run {
-	all := slices.Concat(lists...)
-	slices.SortFunc(all, func(a, b layer.Run) int {
-		if a.Start < b.Start {
-			return -1
-		}
-		return 1
-	})
-	var out []layer.Run
-	for _, r := range all {
-		if n := len(out); n > 0 && r.Start <= out[n-1].Start+out[n-1].Length {
-			out[n-1].Length = max(out[n-1].Start+out[n-1].Length, r.Start+r.Length) - out[n-1].Start
-			continue
-		}
-		out = append(out, r)
-	}
-	return layer.Coalesce(out, layer.MaxExtents)
+// fewRuns unites lists: few enough runs for a message.
+func fewRuns(lists ...[]extent.Run) []extent.Run {
+	return extent.Coalesce(extent.Unite(lists...), layer.MaxExtents)
 }
 
 // lay makes a moment of what was captured, and rebases the sandbox on it, as the
@@ -353,7 +337,7 @@ func (s *sandbox) overlay(c *captured, fresh liveLayers) (images []layer.Image, 
 		k := len(images) - 1
 		change, ref := c.saved.Disks[k], layer.Ref{}
 		if len(change.Runs) > 0 {
-			size := layer.Total(change.Runs)
+			size := extent.Total(change.Runs)
 			f, err := s.engine.privateCopy(c.disks[k], size)
 			if err != nil {
 				return nil, err

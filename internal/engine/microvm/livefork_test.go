@@ -3,6 +3,7 @@ package microvm
 import (
 	"testing"
 
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 )
 
@@ -11,7 +12,7 @@ import (
 func TestWastefulLayers(t *testing.T) {
 	const page = layer.PageSize
 	live := liveLayers{}
-	runs := []layer.Run{{Length: 16 * page}, {Start: 32 * page, Length: 16 * page}}
+	runs := []extent.Run{{Length: 16 * page}, {Start: 32 * page, Length: 16 * page}}
 	used, hidden := live.add(nil, 64*page, runs, nil), live.add(nil, 64*page, runs, nil)
 	durable := layer.Ref{Digest: layer.Digest{1}, Size: 64 * page}
 	im := layer.Image{Size: 64 * page, Layers: []layer.Ref{used, hidden, durable}, Extents: []layer.Extent{

@@ -5,7 +5,7 @@ import (
 	"strings"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmm/vmmctl"
 )
 
 // wire makes the wire of a sandbox that has an interface, and keeps the host's
@@ -23,23 +23,18 @@ func (s *sandbox) wire() (*os.File, error) {
 	return guest, nil
 }
 
-// plugIn gives a sandbox that is booted its network interface, if it is to have
-// one. The wire is the caller's to close.
-func (s *sandbox) plugIn(low *Spec, spec engine.Spec) (*os.File, error) {
-	if spec.Network == nil {
-		return nil, nil
+// plugIn gives a sandbox that is booted its network interface.
+func (s *sandbox) plugIn(b *bootMessage, n *engine.Network) error {
+	if err := n.Check(); err != nil {
+		return err
 	}
-	if err := spec.Network.Check(); err != nil {
-		return nil, err
-	}
-	s.network = spec.Network
+	s.network = n
 	wire, err := s.wire()
 	if err != nil {
-		return nil, err
+		return err
 	}
-	low.Nets = []vmm.Net{{Socket: wire, MAC: s.network.MAC, MTU: uint16(s.network.MTU)}}
-	low.Cmdline = strings.TrimSpace(addressOf(s.network) + " " + low.Cmdline)
-	return wire, nil
+	b.addNet(vmmctl.Net{MAC: n.MAC, MTU: uint16(n.MTU)}, b.owned(wire))
+	return nil
 }
 
 // addressOf is the part of the kernel's command line by which the agent

@@ -16,9 +16,10 @@ import (
 	"agentrun.dev/internal/engine/identity"
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/host/procid"
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/storage/snapshot"
-	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmm/vmstate"
 )
 
 // sandbox is a guest that knows what it was made of, so that it can be
@@ -38,12 +39,13 @@ type sandbox struct {
 	restored  time.Duration      // from the call of Fork until it ran
 	ownParent bool               // parent is its own to close
 	fromShell bool               // which was made before that call
+	hasFiles  bool               // as disks: it cannot be captured
 	filesOnly bool               // its vmm, of an older AgentRun, saves to files and not to pipes
 
 	capture sync.Mutex        // one capture at a time; protects memory, the disks' images and all following fields
 	standby *guestrpc.Standby // nil before the first capture
 	live    liveLayers        // those of memory and of the disks that are in no snapshot
-	owed    []layer.Run       // of memory: the vmm believes them kept
+	owed    []extent.Run      // of memory: the vmm believes them kept
 
 	mu       sync.Mutex // protects all following fields, and Guest.Agent
 	layers   int        // of memory
@@ -115,7 +117,7 @@ type disk struct {
 	id       string
 	readOnly bool
 	image    layer.Image
-	owed     []layer.Run // as the sandbox's
+	owed     []extent.Run // as the sandbox's
 }
 
 var _ engine.Sandbox = (*sandbox)(nil)
@@ -130,9 +132,9 @@ func (s *sandbox) Agent() *guestrpc.Client {
 func (s *sandbox) Wait() error {
 	exit, _ := s.Guest.Wait()
 	switch exit.Reason {
-	case vmm.ReasonOutOfMemory:
+	case vmstate.OutOfMemory:
 		return fmt.Errorf("%w: %w: %s", engine.ErrEnded, engine.ErrOutOfMemory, exit.Detail)
-	case vmm.ReasonPowerOff:
+	case vmstate.PowerOff:
 		return fmt.Errorf("%w: %w", engine.ErrEnded, engine.ErrPoweredOff)
 	}
 	return fmt.Errorf("%w: %v", engine.ErrEnded, exit)
@@ -188,7 +190,7 @@ func (s *sandbox) Stats(context.Context) (engine.Stats, error) {
 	st, err := ProcessStats(s.Pid())
 	if err == nil {
 		if st.Disk, err = diskUse(s.Pid()); err != nil {
-			err = errors.Join(err, s.stopped())
+			err = errors.Join(err, s.Stopped())
 		}
 	}
 	s.mu.Lock()

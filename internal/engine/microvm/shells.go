@@ -8,6 +8,7 @@ import (
 	"sync"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/microvm/process"
 	"agentrun.dev/internal/engine/pool"
 	"agentrun.dev/internal/storage/snapshot"
 )
@@ -51,8 +52,8 @@ func (e *Engine) newShell(ctx context.Context, snap *snapshot.Snapshot) (shell, 
 	if err != nil {
 		return shell{}, err
 	}
-	defer first.close()
-	p, err := begin(e.vmm, limits, first)
+	defer first.Close()
+	p, err := process.Begin(e.vmm, limits, first)
 	if err != nil {
 		return shell{}, err
 	}
@@ -60,11 +61,11 @@ func (e *Engine) newShell(ctx context.Context, snap *snapshot.Snapshot) (shell, 
 }
 
 // shell is a process that waits.
-type shell struct{ *Process }
+type shell struct{ *process.Process }
 
 func (s shell) Wait() error {
 	<-s.Done()
-	return s.ended()
+	return s.Ended()
 }
 
 func (s shell) Close() error {
@@ -138,7 +139,7 @@ func (set *shellSet) each(id snapshot.ID, do func(*shells) bool) {
 }
 
 // take takes one that waits.
-func (set *shellSet) take(id snapshot.ID) (p *Process, ok bool) {
+func (set *shellSet) take(id snapshot.ID) (p *process.Process, ok bool) {
 	set.each(id, func(s *shells) bool {
 		var taken shell
 		if taken, ok = s.pool.Take(); ok {

@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/microvm/process"
 	"agentrun.dev/internal/engine/pool"
 	"agentrun.dev/internal/host/assets"
 	"agentrun.dev/internal/host/jail"
@@ -219,7 +220,7 @@ func TestFillShell(t *testing.T) {
 		"one waits": {0, 1}, "one has died": {2, 1}, "all have died": {1, 0}, "none": {0, 0},
 	} {
 		t.Run(name, func(t *testing.T) {
-			var waiting []*Process
+			var waiting []*process.Process
 			for i := range c.dead + c.alive {
 				sh, err := e.newShell(t.Context(), snap)
 				if err != nil {
@@ -233,7 +234,7 @@ func TestFillShell(t *testing.T) {
 			}
 			all := slices.Clone(waiting)
 			from := e.originOf(snap)
-			from.shell = func() (p *Process, ok bool) {
+			from.shell = func() (p *process.Process, ok bool) {
 				if len(waiting) > 0 {
 					p, waiting, ok = waiting[0], waiting[1:], true
 				}
@@ -250,12 +251,12 @@ func TestFillShell(t *testing.T) {
 				t.Errorf("%d were not tried", len(waiting))
 			}
 			for _, p := range all {
-				if p.limits.MilliCPUs != 700 && p.limits.MilliCPUs != 3000 {
-					t.Errorf("limits %+v", p.limits)
+				if p.Limits().MilliCPUs != 700 && p.Limits().MilliCPUs != 3000 {
+					t.Errorf("limits %+v", p.Limits())
 				}
 			}
-			if c.alive > 0 && all[c.dead].limits.MilliCPUs != 700 {
-				t.Errorf("the fork's limits were not set: %+v", all[c.dead].limits)
+			if c.alive > 0 && all[c.dead].Limits().MilliCPUs != 700 {
+				t.Errorf("the fork's limits were not set: %+v", all[c.dead].Limits())
 			}
 			if pids := j.pids(t); len(pids) > 0 {
 				t.Errorf("processes %v are left", pids)

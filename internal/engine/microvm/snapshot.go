@@ -10,17 +10,22 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/identity"
+	"agentrun.dev/internal/engine/microvm/process"
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/host/jail"
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/storage/snapshot"
-	"agentrun.dev/internal/vmm"
 	"agentrun.dev/internal/vmm/vmmctl"
+	"agentrun.dev/internal/vmm/vmstate"
 )
 
 // Snapshot captures the sandbox into a new folder. Copying, hashing and storing
 // goes on beside it.
 func (s *sandbox) Snapshot(ctx context.Context, dir string, opts ...snapshot.Option) (_ *snapshot.Snapshot, err error) {
+	if s.hasFiles {
+		return nil, fmt.Errorf("snapshot: %w", engine.ErrFiles)
+	}
 	s.capture.Lock()
 	defer s.capture.Unlock()
 	snap, err := snapshot.Make(dir, func(b *snapshot.Builder) (*snapshot.Snapshot, error) { return s.build(ctx, b) }, opts...)
@@ -38,7 +43,7 @@ func (s *sandbox) build(ctx context.Context, b *snapshot.Builder) (*snapshot.Sna
 		return nil, err
 	}
 	s.openStandby(ctx, true)
-	if (s.paused.Load() || b.Still()) && !s.filesOnly {
+	if (s.Paused() || b.Still()) && !s.filesOnly {
 		return s.stream(ctx, b)
 	}
 	// What live layers hold is stored once more: they have no digest.
@@ -50,7 +55,7 @@ func (s *sandbox) build(ctx context.Context, b *snapshot.Builder) (*snapshot.Sna
 	snap, err := durable.store(ctx, b, c)
 	c.close()
 	if errors.Is(err, errLie) {
-		err = s.condemn(err)
+		err = s.Condemn(err)
 	}
 	return snap, err
 }
@@ -65,12 +70,12 @@ func (s *sandbox) durable() (*sandbox, *vmmctl.Save) {
 	}
 	d.self.Generation.Store(s.self.Generation.Load())
 	d.memory, save.Memory = s.memory.Without(s.live.has)
-	save.Memory = uniteRuns(save.Memory, s.owed)
+	save.Memory = fewRuns(save.Memory, s.owed)
 	for _, k := range s.disks {
-		var runs []layer.Run
+		var runs []extent.Run
 		k.image, runs = k.image.Without(s.live.has)
 		if !k.readOnly {
-			save.Disks = append(save.Disks, uniteRuns(runs, k.owed))
+			save.Disks = append(save.Disks, fewRuns(runs, k.owed))
 		}
 		d.disks = append(d.disks, k)
 	}
@@ -85,13 +90,13 @@ const standbyPatience = 5 * time.Second
 // A guest that stands still has no agent to open one with: its forks will.
 // settle is worth its time for a capture that many are forked from.
 func (s *sandbox) openStandby(ctx context.Context, settle bool) {
-	if s.paused.Load() {
+	if s.Paused() {
 		return
 	}
 	ctx, cancel := context.WithTimeout(ctx, standbyPatience)
 	defer cancel()
 	if s.standby == nil {
-		conn, err := s.dial(ctx, guestrpc.AgentPort, true)
+		conn, err := s.DialStandby(ctx, guestrpc.AgentPort)
 		if err != nil {
 			return
 		}
@@ -107,7 +112,7 @@ func (s *sandbox) openStandby(ctx context.Context, settle bool) {
 
 // session is what a fork of the captured sandbox needs to go on with the
 // standby, or nothing: then it opens a session of its own.
-func (s *sandbox) session(state *vmm.State) []byte {
+func (s *sandbox) session(state *vmstate.State) []byte {
 	switch {
 	case s.standby == nil:
 		return nil
@@ -123,13 +128,13 @@ func (s *sandbox) session(state *vmm.State) []byte {
 type captured struct {
 	saved   *vmmctl.Saved
 	state   *os.File
-	machine *vmm.State // what is in it
-	encoded []byte     // likewise
-	session []byte     // of the standby; empty without one
-	memory  *charged   // a sealed memfd, each page at its offset in RAM
-	held    uint64     // bytes that are there of the memory
-	disks   []*os.File // one per writable disk
-	stored  *streamed  // set if memory and disks are layers already; they are nil then
+	machine *vmstate.State   // what is in it
+	encoded []byte           // likewise
+	session []byte           // of the standby; empty without one
+	memory  *process.Charged // a sealed memfd, each page at its offset in RAM
+	held    uint64           // bytes that are there of the memory
+	disks   []*os.File       // one per writable disk
+	stored  *streamed        // set if memory and disks are layers already; they are nil then
 }
 
 func (c *captured) close() {
@@ -158,15 +163,15 @@ func (s *sandbox) freeze(ctx context.Context, save *vmmctl.Save) (_ *captured, e
 			c.close()
 		}
 	}()
-	if c.state, err = memoryFile("state", nil); err != nil {
+	if c.state, err = process.MemoryFile("state", nil); err != nil {
 		return nil, err
 	}
-	if c.memory, err = s.newCharged(s.memory.Size); err != nil {
+	if c.memory, err = s.NewCharged(s.memory.Size); err != nil {
 		return nil, err
 	}
 	pagemap, err := jail.OpenPagemap(s.Pid())
 	if err != nil {
-		return nil, errors.Join(err, s.stopped())
+		return nil, errors.Join(err, s.Stopped())
 	}
 	defer func() { _ = pagemap.Close() }() // the vmm has its own copy
 	files := []*os.File{pagemap, c.state, c.memory.File}
@@ -188,16 +193,16 @@ func (s *sandbox) freeze(ctx context.Context, save *vmmctl.Save) (_ *captured, e
 		// A vmm that was asked to rebase does so, whether anybody waits or not.
 		ctx = context.WithoutCancel(ctx)
 	}
-	reply, err := s.request(ctx, func(id uint64) vmmctl.Message { save.ID = id; return save }, files...)
+	reply, err := s.Request(ctx, func(id uint64) vmmctl.Message { save.ID = id; return save }, files...)
 	if err != nil {
 		return nil, err
 	}
 	err = c.verify(reply.Data, s.memory.Size, s.writable())
 	if errors.Is(err, errLie) {
-		return nil, s.condemn(err)
+		return nil, s.Condemn(err)
 	}
 	if err == nil {
-		err = c.memory.holds(min(c.held, s.memory.Size))
+		err = c.memory.Holds(min(c.held, s.memory.Size))
 	}
 	if err != nil {
 		if save.Rebase {
@@ -286,7 +291,7 @@ func (st *storing) layDisk(ctx context.Context, below layer.Image, f *os.File, c
 	var ref layer.Ref
 	if len(c.Runs) > 0 {
 		var err error
-		if ref, err = fileRefOf(f, layer.Total(c.Runs)); err != nil {
+		if ref, err = fileRefOf(f, extent.Total(c.Runs)); err != nil {
 			return below, err
 		}
 		// The vmm may change the file meanwhile: what is stored is hashed as well.

@@ -8,7 +8,9 @@ import (
 	"os"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/microvm/process"
 	"agentrun.dev/internal/host/jail"
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/storage/snapshot"
 	"agentrun.dev/internal/vmm/vmmctl"
@@ -47,9 +49,9 @@ func (s *sandbox) stream(ctx context.Context, b *snapshot.Builder) (*snapshot.Sn
 // storeCrowded has those images stored in full that have no room for another
 // layer, or all of them.
 func (s *sandbox) storeCrowded(save *vmmctl.Save, all bool) {
-	whole := func(im *layer.Image, runs *[]layer.Run) {
+	whole := func(im *layer.Image, runs *[]extent.Run) {
 		if all || len(im.Layers) >= layer.MaxLayers {
-			*runs = []layer.Run{{Length: im.Size}}
+			*runs = []extent.Run{{Length: im.Size}}
 			*im = layer.Image{Size: im.Size}
 		}
 	}
@@ -90,12 +92,12 @@ func (s *sandbox) drain(ctx context.Context, b *snapshot.Builder, durable *sandb
 			c.close()
 		}
 	}()
-	if c.state, err = memoryFile("state", nil); err != nil {
+	if c.state, err = process.MemoryFile("state", nil); err != nil {
 		return nil, err
 	}
 	pagemap, err := jail.OpenPagemap(s.Pid())
 	if err != nil {
-		return nil, errors.Join(err, s.stopped())
+		return nil, errors.Join(err, s.Stopped())
 	}
 	p := pipes{given: []*os.File{pagemap}}
 	defer p.close()
@@ -123,7 +125,7 @@ func (s *sandbox) drain(ctx context.Context, b *snapshot.Builder, durable *sandb
 	}
 	save.Stream = true
 	s.expectCapture()
-	reply, err := s.post(func(id uint64) vmmctl.Message { save.ID = id; return save }, files...)
+	reply, err := s.Post(func(id uint64) vmmctl.Message { save.ID = id; return save }, files...)
 	p.passed()
 	if err != nil {
 		return nil, err
@@ -136,7 +138,7 @@ func (s *sandbox) drain(ctx context.Context, b *snapshot.Builder, durable *sandb
 				st.Answered()
 			}
 			answer <- r
-		case <-s.done: // then the pipes are closed
+		case <-s.Done(): // then the pipes are closed
 		}
 	}()
 	refs := make([]layer.Ref, len(sizes))
@@ -148,7 +150,7 @@ func (s *sandbox) drain(ctx context.Context, b *snapshot.Builder, durable *sandb
 		}
 	}
 	c.stored.memory, c.stored.disks = refs[0], refs[1:]
-	r, replyErr := s.await(ctx, answer)
+	r, replyErr := s.Await(ctx, answer)
 	if errors.Is(err, snapshot.ErrNoLayer) || errors.Is(err, engine.ErrUnfinished) {
 		err = fmt.Errorf("%w: %w", errLie, err)
 	}
@@ -156,7 +158,7 @@ func (s *sandbox) drain(ctx context.Context, b *snapshot.Builder, durable *sandb
 		err = c.verifyStreamed(r.Data, sizes[0], sizes[1:])
 	}
 	if errors.Is(err, errLie) {
-		err = s.condemn(err)
+		err = s.Condemn(err)
 	}
 	if err != nil {
 		return nil, err
@@ -173,7 +175,7 @@ func (c *captured) verifyStreamed(answer []byte, memory uint64, disks []uint64) 
 	}
 	refs := append([]layer.Ref{c.stored.memory}, c.stored.disks...)
 	for i, change := range append([]vmmctl.Change{c.saved.Memory}, c.saved.Disks...) {
-		if told := layer.Total(change.Runs); told != refs[i].Size {
+		if told := extent.Total(change.Runs); told != refs[i].Size {
 			return fmt.Errorf("%w: it speaks of %d bytes, and has written %d", errLie, told, refs[i].Size)
 		}
 	}
@@ -219,7 +221,7 @@ func (p *pipes) close() {
 
 // runsOf reads the runs of a file that has each at its own offset, one after the
 // other.
-func runsOf(f io.ReaderAt, runs []layer.Run) io.Reader {
+func runsOf(f io.ReaderAt, runs []extent.Run) io.Reader {
 	parts := make([]io.Reader, len(runs))
 	for i, r := range runs {
 		parts[i] = io.NewSectionReader(f, int64(r.Start), int64(r.Length))

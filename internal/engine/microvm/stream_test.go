@@ -11,6 +11,8 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/microvm/process"
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/storage/snapshot"
 	"agentrun.dev/internal/vmm/vmmctl"
@@ -25,18 +27,18 @@ func TestStreamIsChecked(t *testing.T) {
 		saved vmmctl.Saved
 		want  string
 	}{
-		"more":      {vmmctl.Saved{Memory: vmmctl.Change{Runs: []layer.Run{{Length: 3 * page}}}, Disks: make([]vmmctl.Change, 1)}, "speaks of 12288 bytes, and has written 8192"},
-		"less":      {vmmctl.Saved{Memory: vmmctl.Change{Runs: []layer.Run{{Length: page}}}, Disks: make([]vmmctl.Change, 1)}, "speaks of 4096 bytes"},
-		"no disk":   {vmmctl.Saved{Memory: vmmctl.Change{Runs: []layer.Run{{Length: 2 * page}}}}, "disks"},
-		"disk":      {vmmctl.Saved{Memory: vmmctl.Change{Runs: []layer.Run{{Length: 2 * page}}}, Disks: []vmmctl.Change{{Runs: []layer.Run{{Length: page}}}}}, "speaks of 4096 bytes, and has written 0"},
-		"no state":  {vmmctl.Saved{Memory: vmmctl.Change{Runs: []layer.Run{{Length: 2 * page}}}, Disks: make([]vmmctl.Change, 1)}, "state"},
-		"too many":  {vmmctl.Saved{Memory: vmmctl.Change{Runs: []layer.Run{{Length: 1 << 63}, {Length: 1 << 63}, {Length: 2 * page}}}, Disks: make([]vmmctl.Change, 1)}, "run"},
-		"elsewhere": {vmmctl.Saved{Memory: vmmctl.Change{Runs: []layer.Run{{Start: 1 << 40, Length: 2 * page}}}, Disks: make([]vmmctl.Change, 1)}, "run"},
+		"more":      {vmmctl.Saved{Memory: vmmctl.Change{Runs: []extent.Run{{Length: 3 * page}}}, Disks: make([]vmmctl.Change, 1)}, "speaks of 12288 bytes, and has written 8192"},
+		"less":      {vmmctl.Saved{Memory: vmmctl.Change{Runs: []extent.Run{{Length: page}}}, Disks: make([]vmmctl.Change, 1)}, "speaks of 4096 bytes"},
+		"no disk":   {vmmctl.Saved{Memory: vmmctl.Change{Runs: []extent.Run{{Length: 2 * page}}}}, "disks"},
+		"disk":      {vmmctl.Saved{Memory: vmmctl.Change{Runs: []extent.Run{{Length: 2 * page}}}, Disks: []vmmctl.Change{{Runs: []extent.Run{{Length: page}}}}}, "speaks of 4096 bytes, and has written 0"},
+		"no state":  {vmmctl.Saved{Memory: vmmctl.Change{Runs: []extent.Run{{Length: 2 * page}}}, Disks: make([]vmmctl.Change, 1)}, "state"},
+		"too many":  {vmmctl.Saved{Memory: vmmctl.Change{Runs: []extent.Run{{Length: 1 << 63}, {Length: 1 << 63}, {Length: 2 * page}}}, Disks: make([]vmmctl.Change, 1)}, "run"},
+		"elsewhere": {vmmctl.Saved{Memory: vmmctl.Change{Runs: []extent.Run{{Start: 1 << 40, Length: 2 * page}}}, Disks: make([]vmmctl.Change, 1)}, "run"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			got := &captured{stored: &wrote}
 			var err error
-			if got.state, err = memoryFile("state", nil); err != nil {
+			if got.state, err = process.MemoryFile("state", nil); err != nil {
 				t.Fatal(err)
 			}
 			defer got.close()
@@ -54,20 +56,20 @@ func TestCrowdedImages(t *testing.T) {
 	full := layer.Image{Size: 1 << 20, Layers: make([]layer.Ref, layer.MaxLayers)}
 	some := layer.Image{Size: 2 << 20, Layers: make([]layer.Ref, 1)}
 	d := &sandbox{memory: full, disks: []disk{{readOnly: true, image: some}, {image: some}}}
-	save := &vmmctl.Save{Disks: make([][]layer.Run, 1)}
+	save := &vmmctl.Save{Disks: make([][]extent.Run, 1)}
 	d.storeCrowded(save, false)
-	if len(d.memory.Layers) != 0 || d.memory.Size != full.Size || layer.Total(save.Memory) != full.Size || len(d.disks[1].image.Layers) != 1 || save.Disks[0] != nil {
+	if len(d.memory.Layers) != 0 || d.memory.Size != full.Size || extent.Total(save.Memory) != full.Size || len(d.disks[1].image.Layers) != 1 || save.Disks[0] != nil {
 		t.Errorf("%+v, %+v", d, save)
 	}
 	d.storeCrowded(save, true)
-	if len(d.disks[0].image.Layers) != 1 || len(d.disks[1].image.Layers) != 0 || layer.Total(save.Disks[0]) != some.Size {
+	if len(d.disks[0].image.Layers) != 1 || len(d.disks[1].image.Layers) != 0 || extent.Total(save.Disks[0]) != some.Size {
 		t.Errorf("%+v, %+v", d, save)
 	}
 }
 
 // TestRunsOf: runs are read one after the other.
 func TestRunsOf(t *testing.T) {
-	b, err := io.ReadAll(runsOf(strings.NewReader("0123456789"), []layer.Run{{Start: 1, Length: 2}, {Start: 7, Length: 3}}))
+	b, err := io.ReadAll(runsOf(strings.NewReader("0123456789"), []extent.Run{{Start: 1, Length: 2}, {Start: 7, Length: 3}}))
 	if err != nil || string(b) != "12789" {
 		t.Errorf("%q, %v", b, err)
 	}
@@ -79,7 +81,7 @@ func TestStreamOfJailed(t *testing.T) {
 	j := openJail(t)
 	e := jailedEngine(t, j.Jail, residentFolder(t))
 	m := bareMachine(t)
-	initrd, err := memoryFile("initrd", nil)
+	initrd, err := process.MemoryFile("initrd", nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -94,8 +96,9 @@ func TestStreamOfJailed(t *testing.T) {
 	}
 	defer func() { _ = top.Close() }()
 	disks := layer.Image{Size: mib}
-	m.Initrd, m.Disks = initrd, []Disk{{File: top, ID: "data", Image: &disks}}
-	p, err := Start(j.Jail, m)
+	m.addInitrd(initrd)
+	m.addDisk(vmmctl.Disk{ID: "data", Image: &disks}, top)
+	p, err := m.start(j.Jail, engine.Limits{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -108,7 +111,7 @@ func TestStreamOfJailed(t *testing.T) {
 		t.Fatal(err)
 	}
 	s := &sandbox{
-		Guest: &Guest{Process: p}, engine: e, vcpus: m.VCPUs, memory: layer.Image{Size: m.Memory}, disks: []disk{{id: "data", image: disks}},
+		Guest: &Guest{Process: p}, engine: e, vcpus: int(m.boot.VCPUs), memory: layer.Image{Size: m.boot.Memory}, disks: []disk{{id: "data", image: disks}},
 	}
 	drain := func(ctx context.Context) (size uint64, err error) {
 		b, err := snapshot.NewBuilder(filepath.Join(t.TempDir(), "snapshot"))
@@ -131,7 +134,7 @@ func TestStreamOfJailed(t *testing.T) {
 	}
 	for range 2 { // nothing was rebased
 		size, err := drain(t.Context())
-		if err != nil || size < filled || size > m.Memory {
+		if err != nil || size < filled || size > m.boot.Memory {
 			t.Errorf("%d bytes were written, %v", size, err)
 		}
 	}

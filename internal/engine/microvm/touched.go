@@ -2,11 +2,10 @@ package microvm
 
 import (
 	"context"
-	"fmt"
 	"sync"
 
-	"agentrun.dev/internal/host/jail"
-	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/engine/microvm/process"
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/snapshot"
 	"agentrun.dev/internal/vmm/vmmctl"
 )
@@ -120,8 +119,8 @@ func (t *touched) forget(s subject) {
 
 // learn asks a fork that has just answered or rehearsed. It reports whether the
 // pages are known with that.
-func (t *touched) learn(ctx context.Context, s subject, p *Process) bool {
-	pages, err := p.touched(ctx)
+func (t *touched) learn(ctx context.Context, s subject, p *process.Process) bool {
+	pages, err := p.Touched(ctx)
 	if err != nil {
 		t.forget(s) // the fork has ended
 		return false
@@ -134,7 +133,7 @@ func (t *touched) learn(ctx context.Context, s subject, p *Process) bool {
 		return false // there were many others meanwhile
 	}
 	if l.told++; l.told > 1 {
-		pages.Written, pages.Read = common(l.pages.Written, pages.Written), common(l.pages.Read, pages.Read)
+		pages.Written, pages.Read = extent.Intersect(l.pages.Written, pages.Written), extent.Intersect(l.pages.Read, pages.Read)
 	}
 	l.pages = pages
 	_, ok := l.known()
@@ -143,57 +142,11 @@ func (t *touched) learn(ctx context.Context, s subject, p *Process) bool {
 
 // bounded leaves out what is not worth it.
 func bounded(pages vmmctl.Touched) vmmctl.Touched {
-	if pagesOf(pages.Written) > maxTouched {
+	if extent.Total(pages.Written) > maxTouched*extent.PageSize {
 		return vmmctl.Touched{}
 	}
-	if pagesOf(pages.Read) > maxRead {
+	if extent.Total(pages.Read) > maxRead*extent.PageSize {
 		pages.Read = nil
 	}
 	return pages
-}
-
-// common returns what is in both of two sorted lists.
-func common(a, b []layer.Run) (out []layer.Run) {
-	for len(a) > 0 && len(b) > 0 {
-		endA, endB := a[0].Start+a[0].Length, b[0].Start+b[0].Length
-		if start, end := max(a[0].Start, b[0].Start), min(endA, endB); start < end {
-			out = append(out, layer.Run{Start: start, Length: end - start})
-		}
-		if endA <= endB {
-			a = a[1:]
-		} else {
-			b = b[1:]
-		}
-	}
-	return out
-}
-
-func pagesOf(runs []layer.Run) (pages uint64) {
-	for _, r := range runs {
-		pages += r.Length / layer.PageSize
-	}
-	return pages
-}
-
-// touched lists the pages of memory that the guest has used.
-func (p *Process) touched(ctx context.Context) (vmmctl.Touched, error) {
-	pagemap, err := jail.OpenPagemap(p.Pid())
-	if err != nil {
-		return vmmctl.Touched{}, err
-	}
-	defer func() { _ = pagemap.Close() }() // the vmm has its own copy
-	r, err := p.request(ctx, func(id uint64) vmmctl.Message {
-		return &vmmctl.Simple{Kind: vmmctl.KindTouched, ID: id}
-	}, pagemap)
-	if err != nil {
-		return vmmctl.Touched{}, err
-	}
-	pages, err := vmmctl.UnmarshalTouched(r.Data)
-	if err == nil {
-		err = pages.Check(p.memory)
-	}
-	if err != nil {
-		return vmmctl.Touched{}, p.condemn(fmt.Errorf("it has touched what cannot be: %w", err))
-	}
-	return pages, nil
 }

@@ -2,10 +2,10 @@ package microvm
 
 import (
 	"reflect"
-	"slices"
 	"testing"
 
-	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/engine/microvm/process"
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/snapshot"
 	"agentrun.dev/internal/vmm/vmmctl"
 )
@@ -20,15 +20,15 @@ func TestTouched(t *testing.T) {
 	dead.Kill()
 	// A guest that was booted, and is no fork, may have huge pages: then it has
 	// many, and is no measure for others.
-	pages, err := live.touched(t.Context())
+	pages, err := live.Touched(t.Context())
 	if err != nil || len(pages.Written) == 0 || len(pages.Read) != 0 {
 		t.Fatalf("%v, %v", pages, err)
 	}
-	few := pagesOf(pages.Written) <= maxTouched
+	few := extent.Total(pages.Written) <= maxTouched*extent.PageSize
 	if pages, learn := m.of(about); !learn || pages.Written != nil {
 		t.Fatalf("%v, learn: %t", pages, learn)
 	}
-	for _, p := range []*Process{dead, live, live} {
+	for _, p := range []*process.Process{dead, live, live} {
 		told := m.lessons[about].told
 		if pages, learn := m.of(about); learn == (told > 0) || pages.Written != nil {
 			t.Fatalf("%v, learn: %t", pages, learn)
@@ -64,7 +64,7 @@ func TestTouched(t *testing.T) {
 func TestRehearsedSubject(t *testing.T) {
 	id := snapshot.ID{1}
 	run := func(page uint64) vmmctl.Touched {
-		return vmmctl.Touched{Written: []layer.Run{{Start: page, Length: 1}}, Read: []layer.Run{{Start: page + 1, Length: 1}}}
+		return vmmctl.Touched{Written: []extent.Run{{Start: page, Length: 1}}, Read: []extent.Run{{Start: page + 1, Length: 1}}}
 	}
 	m := touched{lessons: map[subject]*lesson{{id, false}: {asked: ForksAsked, told: ForksAsked, pages: run(1)}}}
 	for range ForksAsked {
@@ -90,21 +90,5 @@ func TestRehearsedSubject(t *testing.T) {
 	}
 	if pages := m.known(id); !reflect.DeepEqual(pages, run(8)) {
 		t.Errorf("%v", pages)
-	}
-}
-
-func TestCommon(t *testing.T) {
-	run := func(start, length uint64) layer.Run { return layer.Run{Start: start, Length: length} }
-	for name, c := range map[string]struct{ a, b, want []layer.Run }{
-		"nothing":       {nil, []layer.Run{run(0, 9)}, nil},
-		"the same":      {[]layer.Run{run(1, 2), run(5, 1)}, []layer.Run{run(1, 2), run(5, 1)}, []layer.Run{run(1, 2), run(5, 1)}},
-		"beside":        {[]layer.Run{run(0, 2)}, []layer.Run{run(2, 2)}, nil},
-		"overlapping":   {[]layer.Run{run(0, 3)}, []layer.Run{run(2, 3)}, []layer.Run{run(2, 1)}},
-		"one in many":   {[]layer.Run{run(1, 9)}, []layer.Run{run(0, 2), run(3, 1), run(9, 5)}, []layer.Run{run(1, 1), run(3, 1), run(9, 1)}},
-		"many, and one": {[]layer.Run{run(0, 2), run(3, 1), run(9, 5)}, []layer.Run{run(1, 9)}, []layer.Run{run(1, 1), run(3, 1), run(9, 1)}},
-	} {
-		if got := common(c.a, c.b); !slices.Equal(got, c.want) {
-			t.Errorf("%s: %v, want %v", name, got, c.want)
-		}
 	}
 }

@@ -12,7 +12,7 @@ import (
 
 	"agentrun.dev/internal/host/assets"
 	"agentrun.dev/internal/host/jail"
-	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmm/cpu"
 	"agentrun.dev/internal/vmm/kvm"
 )
 
@@ -21,7 +21,7 @@ func probeKVM() ([]string, error) {
 	if err != nil {
 		return nil, err
 	}
-	missing := vmm.MissingCapabilities(sys)
+	missing := cpu.MissingCapabilities(sys)
 	return missing, sys.Close()
 }
 

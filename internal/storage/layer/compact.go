@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"io"
 	"os"
+
+	"agentrun.dev/internal/storage/extent"
 )
 
 // chunkSize is how much is read at once.
@@ -20,7 +22,7 @@ func Compact(ctx context.Context, im Image, open func(Ref) (*os.File, error), w 
 		return Image{}, fmt.Errorf("compact: %w", err)
 	}
 	var files []*os.File
-	defer func() { _ = below{files: files}.close() }() // only read from
+	defer func() { _ = Opened{Files: files}.Close() }() // only read from
 	for _, ref := range im.Layers {
 		f, err := open(ref)
 		if err != nil {
@@ -28,7 +30,7 @@ func Compact(ctx context.Context, im Image, open func(Ref) (*os.File, error), w 
 		}
 		files = append(files, f)
 	}
-	src, err := openBelow(im, files)
+	src, err := OpenImage(im, files)
 	if err != nil {
 		return Image{}, fmt.Errorf("compact: %w", err)
 	}
@@ -36,7 +38,7 @@ func Compact(ctx context.Context, im Image, open func(Ref) (*os.File, error), w 
 		if err := ctx.Err(); err != nil {
 			return err
 		}
-		return src.read(p, off)
+		return src.Read(p, off)
 	}
 	runs, err := used(im.Extents, read)
 	if err != nil {
@@ -44,33 +46,29 @@ func Compact(ctx context.Context, im Image, open func(Ref) (*os.File, error), w 
 	}
 	runs = Gather(runs)
 	out := NewWriter(w)
-	if err := copyRuns(out, runs, read); err != nil {
+	if err := CopyRuns(out, runs, read); err != nil {
 		return Image{}, fmt.Errorf("compact: %w", err)
 	}
 	return Overlay(Image{Size: im.Size}, out.Ref(), runs, nil)
 }
 
-// reader fills p with what is at off.
-type reader func(p []byte, off uint64) error
+// Reader fills p with what is at off.
+type Reader func(p []byte, off uint64) error
 
 // used finds the pages of the extents that are not zero.
-func used(extents []Extent, read reader) ([]Run, error) {
-	covered := make([]Run, 0, len(extents))
+func used(extents []Extent, read Reader) ([]extent.Run, error) {
+	covered := make([]extent.Run, 0, len(extents))
 	for _, e := range extents {
-		covered = append(covered, Run{e.Start, e.Length})
+		covered = append(covered, extent.Run{Start: e.Start, Length: e.Length})
 	}
-	var runs []Run
-	err := eachChunk(covered, read, func(p []byte, off uint64) error {
+	var runs []extent.Run
+	err := EachChunk(covered, read, func(p []byte, off uint64) error {
 		for i := 0; i < len(p); i += PageSize {
 			if bytes.Equal(p[i:i+PageSize], zeroPage[:]) {
 				continue
 			}
 			at := off + uint64(i)
-			if n := len(runs); n > 0 && runs[n-1].end() == at {
-				runs[n-1].Length += PageSize
-			} else {
-				runs = append(runs, Run{at, PageSize})
-			}
+			runs = extent.Append(runs, at, at+PageSize)
 		}
 		return nil
 	})
@@ -79,9 +77,9 @@ func used(extents []Extent, read reader) ([]Run, error) {
 
 var zeroPage [PageSize]byte
 
-// copyRuns writes the content of runs, packed.
-func copyRuns(w io.Writer, runs []Run, read reader) error {
-	return eachChunk(runs, read, func(p []byte, _ uint64) error {
+// CopyRuns writes the content of runs, packed.
+func CopyRuns(w io.Writer, runs []extent.Run, read Reader) error {
+	return EachChunk(runs, read, func(p []byte, _ uint64) error {
 		if _, err := w.Write(p); err != nil {
 			return fmt.Errorf("write layer: %w", err)
 		}
@@ -89,12 +87,12 @@ func copyRuns(w io.Writer, runs []Run, read reader) error {
 	})
 }
 
-// eachChunk reads the runs piece by piece and gives each piece to do.
-func eachChunk(runs []Run, read reader, do func(p []byte, off uint64) error) error {
+// EachChunk reads the runs piece by piece and gives each piece to do.
+func EachChunk(runs []extent.Run, read Reader, do func(p []byte, off uint64) error) error {
 	buf := make([]byte, chunkSize)
 	for _, r := range runs {
-		for off := r.Start; off < r.end(); {
-			p := buf[:min(chunkSize, r.end()-off)]
+		for off := r.Start; off < r.End(); {
+			p := buf[:min(chunkSize, r.End()-off)]
 			if err := read(p, off); err != nil {
 				return err
 			}

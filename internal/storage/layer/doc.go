@@ -9,7 +9,7 @@
 //
 // Overlay makes the image of a child from its parent's and one new layer,
 // Compact makes an image of one layer again. Resident keeps layers in memory
-// for vmm processes to map; Disk is a writable block device above an image.
+// for vmm processes to map.
 //
 // A vmm process links this package, so it needs little: no JSON, no network.
 package layer

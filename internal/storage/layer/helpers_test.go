@@ -79,15 +79,15 @@ func (s store) openAll(im Image) []*os.File {
 // content reads a whole image.
 func (s store) content(im Image) []byte {
 	s.t.Helper()
-	b, err := openBelow(im, s.openAll(im))
+	b, err := OpenImage(im, s.openAll(im))
 	if err != nil {
 		s.t.Fatal(err)
 	}
 	p := make([]byte, im.Size)
-	if err := b.read(p, 0); err != nil {
+	if err := b.Read(p, 0); err != nil {
 		s.t.Fatal(err)
 	}
-	if err := b.close(); err != nil {
+	if err := b.Close(); err != nil {
 		s.t.Fatal(err)
 	}
 	return p

@@ -4,11 +4,13 @@ import (
 	"fmt"
 	"slices"
 	"sort"
+
+	"agentrun.dev/internal/storage/extent"
 )
 
 const (
 	// PageSize is the granule of everything here.
-	PageSize = 4096
+	PageSize = extent.PageSize
 	// MaxLayers is how many files an image may consist of.
 	MaxLayers = 8
 	// MaxExtents bounds an image: each extent of a memory is a mapping, and
@@ -22,11 +24,6 @@ const (
 	MaxSize = 16 << 40
 )
 
-// Run is a range of bytes; both fields are multiples of PageSize.
-type Run struct{ Start, Length uint64 }
-
-func (r Run) end() uint64 { return r.Start + r.Length }
-
 // Extent says that the bytes from Start on are those of a layer from Offset on.
 type Extent struct {
 	Start, Length uint64
@@ -35,11 +32,12 @@ type Extent struct {
 	Offset uint64
 }
 
-func (e Extent) end() uint64 { return e.Start + e.Length }
+// End is the first byte after the extent.
+func (e Extent) End() uint64 { return e.Start + e.Length }
 
 // continues reports whether e goes on where prev ends, in image and layer.
 func (e Extent) continues(prev Extent) bool {
-	return e.Layer == prev.Layer && e.Start == prev.end() && e.Offset == prev.Offset+prev.Length
+	return e.Layer == prev.Layer && e.Start == prev.End() && e.Offset == prev.Offset+prev.Length
 }
 
 // Image is the content of a memory or a disk. The extents are sorted and
@@ -94,7 +92,7 @@ func (im Image) validateExtents() error {
 		case e.Offset > l.Size || e.Length > l.Size-e.Offset:
 			return fmt.Errorf("extent %d (%#x bytes at %#x): beyond the size %#x of layer %s", i, e.Length, e.Offset, l.Size, l.Digest)
 		}
-		end = e.end()
+		end = e.End()
 	}
 	for i, l := range im.Layers {
 		if !used[i] {
@@ -107,14 +105,14 @@ func (im Image) validateExtents() error {
 // Find returns the extent that covers off. If there is none, next is where
 // the zeros end: the start of the next extent, or the image's size.
 func (im Image) Find(off uint64) (e Extent, ok bool, next uint64) {
-	i := sort.Search(len(im.Extents), func(i int) bool { return im.Extents[i].end() > off })
+	i := sort.Search(len(im.Extents), func(i int) bool { return im.Extents[i].End() > off })
 	switch {
 	case i == len(im.Extents):
 		return Extent{}, false, im.Size
 	case im.Extents[i].Start > off:
 		return Extent{}, false, im.Extents[i].Start
 	}
-	return im.Extents[i], true, im.Extents[i].end()
+	return im.Extents[i], true, im.Extents[i].End()
 }
 
 // Bytes is how much of the image the extents cover.
@@ -127,11 +125,11 @@ func (im Image) Bytes() uint64 {
 }
 
 // Without is the image without some layers, and the runs that were in them.
-func (im Image) Without(drop func(Ref) bool) (rest Image, runs []Run) {
+func (im Image) Without(drop func(Ref) bool) (rest Image, runs []extent.Run) {
 	rest = Image{Size: im.Size, Layers: slices.Clone(im.Layers)}
 	for _, e := range im.Extents {
 		if drop(im.Layers[e.Layer]) {
-			runs = appendRun(runs, e.Start, e.end())
+			runs = extent.Append(runs, e.Start, e.End())
 			continue
 		}
 		rest.Extents = append(rest.Extents, e)

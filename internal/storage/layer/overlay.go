@@ -5,23 +5,13 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+
+	"agentrun.dev/internal/storage/extent"
 )
 
 // ErrNeedsCompaction says that an image has too many layers or extents to take
 // another layer. Compact makes room.
 var ErrNeedsCompaction = errors.New("image needs compaction")
-
-// Coalesce joins neighbours of sorted, disjoint runs, those with the smallest
-// gaps first, until at most most (at least one) are left. Adjacent ones are
-// always joined, empty ones dropped.
-func Coalesce(runs []Run, most int) []Run {
-	most = max(most, 1)
-	runs = joinGaps(runs, func(gap uint64) bool { return gap == 0 })
-	if len(runs) <= most {
-		return runs
-	}
-	return joinSmallest(runs, gapsOf(runs), len(runs)-most)
-}
 
 const (
 	// gatheredGap is the largest gap that is worth storing to save an extent,
@@ -33,73 +23,28 @@ const (
 	gatheredPart  = 16
 )
 
-// Gather is Coalesce for a layer of memory, which has at most MaxRuns: small
+// Gather is extent.Coalesce for a layer of memory, which has at most MaxRuns: small
 // gaps are closed beyond what is necessary, as far as the layer does not grow
 // much by it.
-func Gather(runs []Run) []Run {
-	runs = joinGaps(runs, func(gap uint64) bool { return gap == 0 })
+func Gather(runs []extent.Run) []extent.Run {
+	runs, gaps := extent.Gaps(runs)
 	budget := uint64(gatheredBytes)
 	for _, r := range runs {
 		budget += r.Length / gatheredPart
 	}
-	gaps := gapsOf(runs)
 	n := 0
 	for n < len(gaps) && (len(runs)-n > MaxRuns || gaps[n] <= min(gatheredGap, budget)) {
 		budget -= min(gaps[n], budget)
 		n++
 	}
-	return joinSmallest(runs, gaps, n)
-}
-
-// gapsOf is the sizes of the gaps between runs, ascending.
-func gapsOf(runs []Run) []uint64 {
-	var gaps []uint64
-	for i := 1; i < len(runs); i++ {
-		gaps = append(gaps, runs[i].Start-runs[i-1].end())
-	}
-	slices.Sort(gaps)
-	return gaps
-}
-
-// joinSmallest closes n gaps.
-func joinSmallest(runs []Run, gaps []uint64, n int) []Run {
-	if n == 0 {
-		return runs
-	}
-	limit := gaps[n-1]
-	// Of the gaps as large as the limit only as many are joined as needed.
-	below, _ := slices.BinarySearch(gaps, limit)
-	ties := n - below
-	return joinGaps(runs, func(gap uint64) bool {
-		if gap == limit {
-			ties--
-			return ties >= 0
-		}
-		return gap < limit
-	})
-}
-
-// joinGaps joins the neighbours between which join accepts the gap.
-func joinGaps(runs []Run, join func(gap uint64) bool) []Run {
-	var out []Run
-	for _, r := range runs {
-		if r.Length == 0 {
-			continue
-		}
-		if n := len(out); n > 0 && join(r.Start-out[n-1].end()) {
-			out[n-1].Length = r.end() - out[n-1].Start
-			continue
-		}
-		out = append(out, r)
-	}
-	return out
+	return extent.CloseSmallest(runs, gaps, n)
 }
 
 // Overlay lays a packed layer over base: the runs, stored one after the other
 // from offset 0 on. zeros are ranges that read as zeros now; where a run and
 // zeros overlap, the run wins. If runs is empty, top is ignored. Layers that
 // are not used any more are dropped.
-func Overlay(base Image, top Ref, runs, zeros []Run) (Image, error) {
+func Overlay(base Image, top Ref, runs, zeros []extent.Run) (Image, error) {
 	var offset uint64
 	extents := make([]Extent, len(runs))
 	for i, r := range runs {
@@ -115,7 +60,7 @@ func Overlay(base Image, top Ref, runs, zeros []Run) (Image, error) {
 
 // OverlayInPlace is Overlay for a layer as large as the image that has each run
 // at its own offset, and nothing elsewhere.
-func OverlayInPlace(base Image, top Ref, runs, zeros []Run) (Image, error) {
+func OverlayInPlace(base Image, top Ref, runs, zeros []extent.Run) (Image, error) {
 	extents := make([]Extent, len(runs))
 	for i, r := range runs {
 		extents[i] = Extent{Start: r.Start, Length: r.Length, Offset: r.Start}
@@ -128,18 +73,18 @@ func OverlayInPlace(base Image, top Ref, runs, zeros []Run) (Image, error) {
 }
 
 // overlay puts extents, which are those of runs and in a layer top, over base.
-func overlay(base Image, top Ref, extents []Extent, runs, zeros []Run) (Image, error) {
+func overlay(base Image, top Ref, extents []Extent, runs, zeros []extent.Run) (Image, error) {
 	if err := base.Validate(); err != nil {
 		return Image{}, fmt.Errorf("overlay: %w", err)
 	}
-	if err := validateRuns(runs, base.Size); err != nil {
-		return Image{}, fmt.Errorf("overlay runs: %w", err)
-	}
-	if err := validateRuns(zeros, base.Size); err != nil {
-		return Image{}, fmt.Errorf("overlay zeros: %w", err)
-	}
 	if len(runs) > MaxRuns {
 		return Image{}, fmt.Errorf("overlay %d runs: at most %d are possible, coalesce them first", len(runs), MaxRuns)
+	}
+	if err := extent.Check(runs, base.Size, MaxRuns); err != nil {
+		return Image{}, fmt.Errorf("overlay runs: %w", err)
+	}
+	if err := extent.Check(zeros, base.Size, len(zeros)); err != nil {
+		return Image{}, fmt.Errorf("overlay zeros: %w", err)
 	}
 	out := Image{
 		Size:    base.Size,
@@ -159,39 +104,22 @@ func overlay(base Image, top Ref, extents []Extent, runs, zeros []Run) (Image, e
 	return out, nil
 }
 
-// validateRuns checks that runs are sorted, disjoint and inside size bytes.
-func validateRuns(runs []Run, size uint64) error {
-	var end uint64
-	for i, r := range runs {
-		switch {
-		case r.Start%PageSize != 0 || r.Length%PageSize != 0 || r.Length == 0:
-			return fmt.Errorf("run %d (%#x+%#x): not in whole pages", i, r.Start, r.Length)
-		case r.Start < end:
-			return fmt.Errorf("run %d starts at %#x, before the end %#x of the one before", i, r.Start, end)
-		case r.Start > size || r.Length > size-r.Start:
-			return fmt.Errorf("run %d (%#x+%#x): beyond the size %#x", i, r.Start, r.Length, size)
-		}
-		end = r.end()
-	}
-	return nil
-}
-
 // subtract removes sorted cuts from sorted extents.
-func subtract(extents []Extent, cuts []Run) []Extent {
+func subtract(extents []Extent, cuts []extent.Run) []Extent {
 	var out []Extent
 	for _, e := range extents {
-		for len(cuts) > 0 && cuts[0].end() <= e.Start {
+		for len(cuts) > 0 && cuts[0].End() <= e.Start {
 			cuts = cuts[1:]
 		}
 		// The last cut of this extent may reach into the next one.
 		for _, c := range cuts {
-			if c.Start >= e.end() {
+			if c.Start >= e.End() {
 				break
 			}
 			if c.Start > e.Start {
 				out = append(out, e.head(c.Start-e.Start))
 			}
-			e = e.tail(min(c.end(), e.end()) - e.Start)
+			e = e.tail(min(c.End(), e.End()) - e.Start)
 		}
 		if e.Length > 0 {
 			out = append(out, e)

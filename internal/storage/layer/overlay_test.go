@@ -9,41 +9,22 @@ import (
 	"os"
 	"slices"
 	"testing"
-)
 
-func TestCoalesce(t *testing.T) {
-	const p = PageSize
-	for _, c := range []struct {
-		name string
-		in   []Run
-		most int
-		want []Run
-	}{
-		{"nothing", nil, 3, nil},
-		{"adjacent", []Run{{0, p}, {p, p}, {3 * p, p}}, 9, []Run{{0, 2 * p}, {3 * p, p}}},
-		{"smallest gap", []Run{{0, p}, {5 * p, p}, {7 * p, p}}, 2, []Run{{0, p}, {5 * p, 3 * p}}},
-		{"first of equals", []Run{{0, p}, {2 * p, p}, {4 * p, p}}, 2, []Run{{0, 3 * p}, {4 * p, p}}},
-		{"at least one", []Run{{0, p}, {9 * p, p}}, 0, []Run{{0, 10 * p}}},
-		{"empty runs", []Run{{0, p}, {2 * p, 0}, {4 * p, p}}, 9, []Run{{0, p}, {4 * p, p}}},
-	} {
-		if got := Coalesce(c.in, c.most); !slices.Equal(got, c.want) {
-			t.Errorf("%s: %v, want %v", c.name, got, c.want)
-		}
-	}
-}
+	"agentrun.dev/internal/storage/extent"
+)
 
 func TestGather(t *testing.T) {
 	const p = PageSize
-	far := Run{1 << 30, p}
-	many := func(n int, gap uint64) (runs []Run) {
+	far := extent.Run{Start: 1 << 30, Length: p}
+	many := func(n int, gap uint64) (runs []extent.Run) {
 		for i := range uint64(n) {
-			runs = append(runs, Run{i * (p + gap), p})
+			runs = append(runs, extent.Run{Start: i * (p + gap), Length: p})
 		}
 		return runs
 	}
 	for _, c := range []struct {
 		name string
-		in   []Run
+		in   []extent.Run
 		want int
 	}{
 		{"nothing", nil, 0},
@@ -51,7 +32,7 @@ func TestGather(t *testing.T) {
 		{"large gaps", append(many(10, gatheredGap+p), far), 11},
 		// 16 gaps of 64 KiB are 1 MiB; of what they join a sixteenth may be added.
 		{"as long as it costs little", many(40, gatheredGap), 40 - gatheredBytes/gatheredGap},
-		{"what is large may grow more", append(many(40, gatheredGap), Run{1 << 30, 1 << 30}), 2},
+		{"what is large may grow more", append(many(40, gatheredGap), extent.Run{Start: 1 << 30, Length: 1 << 30}), 2},
 		{"not more than fit", many(500, gatheredGap), MaxRuns},
 		{"too many large gaps", many(MaxRuns+1, gatheredGap+p), MaxRuns},
 	} {
@@ -64,7 +45,7 @@ func TestGather(t *testing.T) {
 			t.Errorf("%s: the argument was changed", c.name)
 		}
 		for _, r := range c.in {
-			if !slices.ContainsFunc(got, func(g Run) bool { return g.Start <= r.Start && r.end() <= g.end() }) {
+			if !slices.ContainsFunc(got, func(g extent.Run) bool { return g.Start <= r.Start && r.End() <= g.End() }) {
 				t.Errorf("%s: run %#x was lost", c.name, r.Start)
 			}
 		}
@@ -72,8 +53,8 @@ func TestGather(t *testing.T) {
 }
 
 // randomRuns are sorted and disjoint, sometimes adjacent.
-func randomRuns(r *rand.Rand, pages uint64, most int) []Run {
-	var runs []Run
+func randomRuns(r *rand.Rand, pages uint64, most int) []extent.Run {
+	var runs []extent.Run
 	var at uint64
 	for range r.IntN(most + 1) {
 		at += uint64(r.IntN(int(2*pages/uint64(most)) + 1))
@@ -81,61 +62,17 @@ func randomRuns(r *rand.Rand, pages uint64, most int) []Run {
 		if at+n > pages {
 			break
 		}
-		runs = append(runs, Run{at * PageSize, n * PageSize})
+		runs = append(runs, extent.Run{Start: at * PageSize, Length: n * PageSize})
 		at += n
 	}
 	return runs
 }
 
-// TestCoalesceIsOptimal compares the cost with that of the smallest gaps.
-func TestCoalesceIsOptimal(t *testing.T) {
-	r := rand.New(rand.NewPCG(1, 1))
-	for range 2000 {
-		runs := randomRuns(r, 400, 90)
-		before := slices.Clone(runs)
-		most := 1 + r.IntN(MaxRuns)
-		got := Coalesce(runs, most)
-		if !slices.Equal(runs, before) {
-			t.Fatal("the argument was changed")
-		}
-		if err := validateRuns(got, 400*PageSize); err != nil || len(got) > most {
-			t.Fatalf("%d runs of at most %d: %v", len(got), most, err)
-		}
-		joined := map[uint64]bool{}
-		var cost uint64
-		for _, g := range got {
-			cost += g.Length
-			for at := g.Start; at < g.end(); at += PageSize {
-				joined[at] = true
-			}
-		}
-		var gaps []uint64
-		for i, run := range runs {
-			cost -= run.Length
-			for at := run.Start; at < run.end(); at += PageSize {
-				if !joined[at] {
-					t.Fatalf("page %#x was lost", at)
-				}
-			}
-			if i > 0 {
-				gaps = append(gaps, run.Start-runs[i-1].end())
-			}
-		}
-		slices.Sort(gaps)
-		for i := 0; i < len(runs)-most; i++ {
-			cost -= gaps[i]
-		}
-		if cost != 0 {
-			t.Fatalf("%d bytes more than necessary", int64(cost))
-		}
-	}
-}
-
 // packed writes the model's content of runs as a layer.
-func packed(s store, model []byte, runs []Run) Ref {
+func packed(s store, model []byte, runs []extent.Run) Ref {
 	return s.put(func(w *Writer) {
 		for _, r := range runs {
-			if _, err := w.Write(model[r.Start:r.end()]); err != nil {
+			if _, err := w.Write(model[r.Start:r.End()]); err != nil {
 				s.t.Fatal(err)
 			}
 		}
@@ -156,13 +93,13 @@ func TestGenerations(t *testing.T) {
 		var contents [][]byte
 		for range 25 {
 			ancestors, contents = append(ancestors, im), append(contents, slices.Clone(model))
-			runs := Coalesce(randomRuns(r, pages, 100), MaxRuns)
+			runs := extent.Coalesce(randomRuns(r, pages, 100), MaxRuns)
 			zeros := randomRuns(r, pages, MaxRuns)
 			for _, z := range zeros {
-				clear(model[z.Start:z.end()])
+				clear(model[z.Start:z.End()])
 			}
 			for _, run := range runs {
-				for at := run.Start; at < run.end(); at += PageSize {
+				for at := run.Start; at < run.End(); at += PageSize {
 					if r.IntN(4) > 0 {
 						copy(model[at:], page(r))
 					} else {
@@ -186,7 +123,7 @@ func TestGenerations(t *testing.T) {
 }
 
 // grow overlays, after a compaction if that is needed. One is always enough.
-func grow(t *testing.T, s store, im Image, model []byte, runs, zeros []Run, limits *int) Image {
+func grow(t *testing.T, s store, im Image, model []byte, runs, zeros []extent.Run, limits *int) Image {
 	t.Helper()
 	top := packed(s, model, runs)
 	out, err := Overlay(im, top, runs, zeros)
@@ -221,23 +158,23 @@ func TestOverlayTidies(t *testing.T) {
 	for _, c := range []struct {
 		name  string
 		top   Ref
-		runs  []Run
-		zeros []Run
+		runs  []extent.Run
+		zeros []extent.Run
 		want  Image
 	}{
 		{"nothing", Ref{}, nil, nil, base},
-		{"zeros split", Ref{}, nil, []Run{{p, p}},
+		{"zeros split", Ref{}, nil, []extent.Run{{Start: p, Length: p}},
 			Image{8 * p, base.Layers, []Extent{ext(0, 1, 0, 0), ext(2, 2, 0, 2), ext(5, 2, 1, 0)}}},
-		{"zeros of all", Ref{}, nil, []Run{{0, 8 * p}}, Image{Size: 8 * p}},
-		{"zeros over two extents", Ref{}, nil, []Run{{3 * p, 3 * p}},
+		{"zeros of all", Ref{}, nil, []extent.Run{{Start: 0, Length: 8 * p}}, Image{Size: 8 * p}},
+		{"zeros over two extents", Ref{}, nil, []extent.Run{{Start: 3 * p, Length: 3 * p}},
 			Image{8 * p, base.Layers, []Extent{ext(0, 3, 0, 0), ext(6, 1, 1, 1)}}},
-		{"a layer falls away", ref(3, 5), []Run{{0, 5 * p}}, nil,
+		{"a layer falls away", ref(3, 5), []extent.Run{{Start: 0, Length: 5 * p}}, nil,
 			Image{8 * p, []Ref{ref(2, 2), ref(3, 5)}, []Extent{ext(0, 5, 1, 0), ext(5, 2, 0, 0)}}},
-		{"adjacent runs are one extent", ref(3, 2), []Run{{p, p}, {2 * p, p}}, nil,
+		{"adjacent runs are one extent", ref(3, 2), []extent.Run{{Start: p, Length: p}, {Start: 2 * p, Length: p}}, nil,
 			Image{8 * p, []Ref{ref(1, 4), ref(2, 2), ref(3, 2)}, []Extent{ext(0, 1, 0, 0), ext(1, 2, 2, 0), ext(3, 1, 0, 3), ext(5, 2, 1, 0)}}},
-		{"a run wins over zeros", ref(3, 1), []Run{{p, p}}, []Run{{0, 4 * p}},
+		{"a run wins over zeros", ref(3, 1), []extent.Run{{Start: p, Length: p}}, []extent.Run{{Start: 0, Length: 4 * p}},
 			Image{8 * p, []Ref{ref(2, 2), ref(3, 1)}, []Extent{ext(1, 1, 1, 0), ext(5, 2, 0, 0)}}},
-		{"a layer that is there already", ref(2, 2), []Run{{0, p}, {7 * p, p}}, nil,
+		{"a layer that is there already", ref(2, 2), []extent.Run{{Start: 0, Length: p}, {Start: 7 * p, Length: p}}, nil,
 			Image{8 * p, base.Layers, []Extent{ext(0, 1, 1, 0), ext(1, 3, 0, 1), ext(5, 2, 1, 0), ext(7, 1, 1, 1)}}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -255,26 +192,26 @@ func TestOverlayTidies(t *testing.T) {
 func TestOverlayRefuses(t *testing.T) {
 	const p = PageSize
 	base := Image{8 * p, []Ref{ref(1, 4)}, []Extent{ext(0, 4, 0, 0)}}
-	crowd := make([]Run, MaxRuns+1)
+	crowd := make([]extent.Run, MaxRuns+1)
 	for i := range crowd {
-		crowd[i] = Run{uint64(2*i) * p, p}
+		crowd[i] = extent.Run{Start: uint64(2*i) * p, Length: p}
 	}
 	for _, c := range []struct {
 		name  string
 		base  Image
 		top   Ref
-		runs  []Run
-		zeros []Run
+		runs  []extent.Run
+		zeros []extent.Run
 		say   string
 	}{
 		{"a bad base", Image{Size: 1}, Ref{}, nil, nil, "image of 1 bytes"},
-		{"unsorted runs", base, ref(2, 2), []Run{{p, p}, {0, p}}, nil, "runs: run 1 starts at"},
-		{"runs beyond", base, ref(2, 2), []Run{{7 * p, 2 * p}}, nil, "beyond the size"},
-		{"odd zeros", base, Ref{}, nil, []Run{{1, p}}, "zeros: run 0"},
+		{"unsorted runs", base, ref(2, 2), []extent.Run{{Start: p, Length: p}, {Start: 0, Length: p}}, nil, "runs: run 1 starts at"},
+		{"runs beyond", base, ref(2, 2), []extent.Run{{Start: 7 * p, Length: 2 * p}}, nil, "beyond the size"},
+		{"odd zeros", base, Ref{}, nil, []extent.Run{{Start: 1, Length: p}}, "zeros: run 0"},
 		{"too many runs", Image{Size: 1 << 30}, ref(2, MaxRuns+1), crowd, nil, "coalesce"},
-		{"a bad layer", base, ref(2, 0), []Run{{0, p}}, nil, "of 0 bytes"},
-		{"a layer too long", base, ref(2, 3), []Run{{0, p}}, nil, "its runs have 4096"},
-		{"a known layer of another size", base, ref(1, 1), []Run{{5 * p, p}}, nil, "in the image below"},
+		{"a bad layer", base, ref(2, 0), []extent.Run{{Start: 0, Length: p}}, nil, "of 0 bytes"},
+		{"a layer too long", base, ref(2, 3), []extent.Run{{Start: 0, Length: p}}, nil, "its runs have 4096"},
+		{"a known layer of another size", base, ref(1, 1), []extent.Run{{Start: 5 * p, Length: p}}, nil, "in the image below"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			_, err := Overlay(c.base, c.top, c.runs, c.zeros)
@@ -319,15 +256,15 @@ func TestCompactFails(t *testing.T) {
 	_, err = Compact(t.Context(), im, s.open, full)
 	wantError(t, err, "write layer", "no space")
 	// A layer that lost its end, before or after it was opened.
-	b, err := openBelow(im, s.openAll(im))
+	b, err := OpenImage(im, s.openAll(im))
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer b.close()
+	defer b.Close()
 	if err := os.Truncate(s.path(l), PageSize); err != nil {
 		t.Fatal(err)
 	}
-	wantError(t, b.read(make([]byte, im.Size), 0), "read layer "+l.Digest.String(), "unexpected EOF")
+	wantError(t, b.Read(make([]byte, im.Size), 0), "read layer "+l.Digest.String(), "unexpected EOF")
 	_, err = Compact(t.Context(), im, s.open, io.Discard)
 	wantError(t, err, "has 4096 bytes", "says 16384")
 }

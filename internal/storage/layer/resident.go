@@ -253,3 +253,12 @@ func (r *Resident) Adopt(ctx context.Context, f *os.File, ref Ref) error {
 	}
 	return nil
 }
+
+// retry repeats a system call that a signal interrupted.
+func retry(call func() error) error {
+	for {
+		if err := call(); !errors.Is(err, unix.EINTR) {
+			return err
+		}
+	}
+}

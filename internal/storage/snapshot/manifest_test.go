@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"math"
+	"os"
 	"reflect"
 	"strings"
 	"testing"
@@ -41,6 +42,22 @@ func TestManifestRoundTrip(t *testing.T) {
 	}
 	if got := m.Layers(); len(got) != 2 || got[0].Digest != (layer.Digest{1}) || got[1].Size != page {
 		t.Errorf("layers %v", got)
+	}
+}
+
+// TestManifestStays: snapshots that were made before are read, and the same content
+// has the same id.
+func TestManifestStays(t *testing.T) {
+	b, err := os.ReadFile("testdata/manifest.json")
+	if err != nil {
+		t.Fatal(err)
+	}
+	m, err := decode(b)
+	if err != nil || !reflect.DeepEqual(m, full()) {
+		t.Errorf("%+v, %v; want %+v", m, err, full())
+	}
+	if got, err := encode(full()); err != nil || !bytes.Equal(got, b) {
+		t.Errorf("%s, %v; want %s", got, err, b)
 	}
 }
 

@@ -9,6 +9,8 @@ import (
 	"sync/atomic"
 	"time"
 
+	"agentrun.dev/internal/storage/extent"
+	"agentrun.dev/internal/vmm/livefork"
 	"golang.org/x/sys/unix"
 )
 
@@ -64,7 +66,7 @@ type Capture struct {
 
 	// Of the instant: where the image has data, and where that was discarded.
 	// What earlier captures failed to hand over counts as changed.
-	mapped, discarded, orphan []Span
+	mapped, discarded, orphan []extent.Run
 
 	blocks []block // nil without uffd
 	holes  holes   // nil: everything was protected
@@ -74,7 +76,7 @@ type Capture struct {
 	cannotScan  bool
 	lookRegions []pageRegion
 	lookEntries []uint64
-	spans       []Span // what Copy was asked for
+	runs        []extent.Run // what Copy was asked for
 	planned     atomic.Bool
 	// completed says that nothing has to be saved any more, adopted that the
 	// layer is part of the image.
@@ -112,14 +114,9 @@ type block struct {
 
 // CaptureStats says what a capture cost.
 type CaptureStats struct {
-	// Faults is how many writes of the guest had to wait. The waits are how
-	// long they were being served: half of them, and 99 of 100, no longer than
-	// this.
-	Faults                           uint64
-	MedianWait, P99Wait, LongestWait time.Duration
-	// Copied is the bytes that were stored, Shared those that this memory has
-	// from the layer since.
-	Copied, Shared uint64
+	livefork.Stats // of Pause and Captured, which are not of the memory alone, it has none
+	// Shared is the bytes that this memory has from the layer since.
+	Shared uint64
 }
 
 // NewCapture prepares a capture while the guest still runs.
@@ -184,7 +181,7 @@ func (c *Capture) register(u userfaultfd) error {
 // Early reports whether Announce and Arm can take most of the work out of
 // Begin: everywhere since Linux 6.4, before that only where files are mapped.
 func (c *Capture) Early() bool {
-	return c.uffd >= 0 && (c.markers || c.leavesMarkers(Span{0, c.m.size}))
+	return c.uffd >= 0 && (c.markers || c.leavesMarkers(extent.Run{Start: 0, Length: c.m.size}))
 }
 
 // Announce makes the host's writes heed the capture. It is called while the
@@ -221,7 +218,7 @@ func (c *Capture) arm() error {
 
 // armReleased protects all blocks that are not protected, but for holes.
 func (c *Capture) armReleased() error {
-	var armed []Span // of blocks
+	var armed []extent.Run // of blocks
 	for i, end := uint64(0), uint64(len(c.blocks)); i < end; {
 		n := uint64(0)
 		for n < stepBlocks && i+n < end && !c.holes.has(i+n) && c.blocks[i+n].released.Load() {
@@ -232,7 +229,7 @@ func (c *Capture) armReleased() error {
 			return err
 		}
 		if done > 0 {
-			armed = append(armed, Span{i, done})
+			armed = append(armed, extent.Run{Start: i, Length: done})
 		}
 		i += max(done, 1)
 	}
@@ -266,7 +263,7 @@ func (c *Capture) armStep(i, n uint64) (done uint64, err error) {
 	if err := c.lookBefore(i, armable); err != nil {
 		return 0, err
 	}
-	return armable, c.protect(c.spanOf(i, armable))
+	return armable, c.protect(c.runOf(i, armable))
 }
 
 // armable says how many of n blocks, from i on, can be protected before the instant.
@@ -277,17 +274,17 @@ func (c *Capture) armable(i, n uint64) uint64 {
 		return n
 	}
 	for k := range n {
-		if slices.ContainsFunc(c.layout(c.spanOf(i+k, 1)), func(p mapping) bool { return p.source == 0 }) {
+		if slices.ContainsFunc(c.layout(c.runOf(i+k, 1)), func(p mapping) bool { return p.source == 0 }) {
 			return k
 		}
 	}
 	return n
 }
 
-// protect write-protects a span, mapping by mapping.
-func (c *Capture) protect(s Span) error {
+// protect write-protects a run, mapping by mapping.
+func (c *Capture) protect(s extent.Run) error {
 	for _, p := range c.layout(s) {
-		if err := c.m.each(p.Span, func(b []byte) error { return c.uffd.protect(b, true) }); err != nil {
+		if err := c.m.each(p.Run, func(b []byte) error { return c.uffd.protect(b, true) }); err != nil {
 			return err
 		}
 	}
@@ -340,7 +337,7 @@ func (c *Capture) protectRest() error {
 		if err := c.lookStill(i, n); err != nil {
 			return err
 		}
-		if err := c.protect(c.spanOf(i, n)); err != nil {
+		if err := c.protect(c.runOf(i, n)); err != nil {
 			return err
 		}
 		i += n - 1
@@ -355,7 +352,7 @@ func (c *Capture) remember() {
 	c.mapped, c.discarded, c.orphan = c.m.mapped, c.m.layout.without(c.m.mapped), c.m.orphan
 }
 
-func (c *Capture) layout(s Span) []mapping {
+func (c *Capture) layout(s extent.Run) []mapping {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
 	return c.m.layout.within(s)
@@ -385,7 +382,7 @@ func (c *Capture) releaseUnwanted(from, to uint64) error {
 			i++
 			continue
 		}
-		errs = append(errs, c.unprotect(c.spanOf(i, n)))
+		errs = append(errs, c.unprotect(c.runOf(i, n)))
 		c.unlockReleased(i, n)
 		i += n
 	}
@@ -453,5 +450,5 @@ func (c *Capture) Close() error {
 func (c *Capture) disown() {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
-	c.m.orphan = unite(c.m.orphan, c.spans)
+	c.m.orphan = extent.Unite(c.m.orphan, c.runs)
 }

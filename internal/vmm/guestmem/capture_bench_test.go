@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"agentrun.dev/internal/storage/extent"
 	"golang.org/x/sys/unix"
 )
 
@@ -55,7 +56,7 @@ func benchmarkCapture(b *testing.B, size uint64, layered, late bool, written uin
 		if err := file.Truncate(int64(size)); err != nil {
 			b.Fatal(err)
 		}
-		mappings = []Mapping{{Span{0, size}, file, 0}}
+		mappings = []Mapping{{extent.Run{Start: 0, Length: size}, file, 0}}
 	}
 	m, err := NewLayered(size, mappings)
 	if err != nil {

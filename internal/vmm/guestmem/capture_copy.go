@@ -6,6 +6,7 @@ import (
 	"slices"
 	"time"
 
+	"agentrun.dev/internal/storage/extent"
 	"golang.org/x/sys/unix"
 )
 
@@ -15,9 +16,9 @@ const listChunk = 4096
 // List says what the layer of this capture has to hold: the pages that were
 // the process's own, and those of include, which are sorted. Pages that were
 // zeros are listed apart, and only where the image has data.
-func (c *Capture) List(include []Span) (data, zeros []Span, err error) {
+func (c *Capture) List(include []extent.Run) (data, zeros []extent.Run, err error) {
 	l := lister{
-		Capture: c, included: unite(include, c.orphan), mapped: c.mapped, discarded: c.discarded, entry: make([]uint64, listChunk),
+		Capture: c, included: extent.Unite(include, c.orphan), mapped: c.mapped, discarded: c.discarded, entry: make([]uint64, listChunk),
 	}
 	start := uint64(0)
 	for i := range c.m.regions {
@@ -35,10 +36,10 @@ func (c *Capture) List(include []Span) (data, zeros []Span, err error) {
 // lister is a walk through all pages.
 type lister struct {
 	*Capture
-	included, mapped, discarded spanCursor
+	included, mapped, discarded runCursor
 
 	entry       []uint64
-	data, zeros []Span
+	data, zeros []extent.Run
 }
 
 func (l *lister) chunk(b []byte, start uint64) error {
@@ -89,9 +90,9 @@ func (l *lister) block(b []byte, start uint64, entry []uint64) error {
 		hidden, has := l.discarded.has(at), l.mapped.has(at)
 		switch {
 		case stored && zero&bit == 0:
-			l.data = extend(l.data, at)
+			l.data = extent.Append(l.data, at, at+PageSize)
 		case (stored || hidden) && has:
-			l.zeros = extend(l.zeros, at)
+			l.zeros = extent.Append(l.zeros, at, at+PageSize)
 		}
 	}
 	return nil
@@ -133,17 +134,17 @@ func eachRun(mask uint16, do func(first, n int) error) error {
 	return nil
 }
 
-// Copy stores the spans, which are sorted and do not overlap, and hold all
+// Copy stores the runs, which are sorted and do not overlap, and hold all
 // that List listed as data. Everything else is the guest's again at once.
-func (c *Capture) Copy(spans []Span) error {
-	if err := c.copy(spans); err != nil {
+func (c *Capture) Copy(runs []extent.Run) error {
+	if err := c.copy(runs); err != nil {
 		c.fail(err)
 	}
 	return c.Err()
 }
 
-func (c *Capture) copy(spans []Span) error {
-	c.spans = spans
+func (c *Capture) copy(runs []extent.Run) error {
+	c.runs = runs
 	if err := c.file.Truncate(int64(c.m.size)); err != nil {
 		return fmt.Errorf("store captured memory: %w", err)
 	}
@@ -160,8 +161,8 @@ func (c *Capture) copy(spans []Span) error {
 // releaseUnplanned gives the guest the blocks of which the layer is to have nothing.
 func (c *Capture) releaseUnplanned() error {
 	next := uint64(0)
-	for _, s := range c.spans {
-		first, end := s.Start/blockSize, (s.end()+blockSize-1)/blockSize
+	for _, s := range c.runs {
+		first, end := s.Start/blockSize, (s.End()+blockSize-1)/blockSize
 		if next < first {
 			if err := c.releaseUnwanted(next, first); err != nil {
 				return err
@@ -187,10 +188,10 @@ func (c *Capture) complete() error {
 
 // plan notes for each block what the layer is to have of it.
 func (c *Capture) plan() {
-	for _, s := range c.spans {
-		for at := s.Start; at < s.end(); {
+	for _, s := range c.runs {
+		for at := s.Start; at < s.End(); {
 			i := at / blockSize
-			end := min(s.end(), (i+1)*blockSize)
+			end := min(s.End(), (i+1)*blockSize)
 			c.blocks[i].want |= runMask(int(at%blockSize/PageSize), int((end-at)/PageSize))
 			at = end
 		}
@@ -198,7 +199,7 @@ func (c *Capture) plan() {
 	c.planned.Store(true)
 }
 
-func (c *Capture) allocate(mode uint32, s Span) error {
+func (c *Capture) allocate(mode uint32, s extent.Run) error {
 	for {
 		err := unix.Fallocate(int(c.file.Fd()), mode, int64(s.Start), int64(s.Length))
 		if errors.Is(err, unix.EINTR) {
@@ -213,7 +214,7 @@ func (c *Capture) allocate(mode uint32, s Span) error {
 
 // copyStill copies while the guest stands still.
 func (c *Capture) copyStill() error {
-	for _, s := range c.spans {
+	for _, s := range c.runs {
 		at := s.Start
 		err := c.m.each(s, func(b []byte) error {
 			defer func() { at += uint64(len(b)) }()
@@ -234,7 +235,7 @@ func (c *Capture) Adopt() error {
 	}
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
-	c.m.mapped, c.m.orphan = unite(c.m.mapped, c.spans), nil // they were among the spans
+	c.m.mapped, c.m.orphan = extent.Unite(c.m.mapped, c.runs), nil // they were among the runs
 	c.adopted.Store(true)
 	return nil
 }
@@ -249,9 +250,9 @@ func (c *Capture) Share() error {
 	c.m.shares++
 	source := c.m.restored + c.m.shares
 	c.m.mu.Unlock()
-	for _, s := range c.spans {
-		for at := s.Start; at < s.end(); {
-			next, err := c.shareStep(at, s.end(), source)
+	for _, s := range c.runs {
+		for at := s.Start; at < s.End(); {
+			next, err := c.shareStep(at, s.End(), source)
 			if err != nil {
 				c.disown()
 				return err
@@ -283,13 +284,13 @@ func (c *Capture) shareStep(at, end uint64, source int) (next uint64, err error)
 	if n == 0 {
 		return (first + 1) * blockSize, nil
 	}
-	whole := c.spanOf(first, n)
-	piece := Span{at, min(end, whole.end()) - at}
+	whole := c.runOf(first, n)
+	piece := extent.Run{Start: at, Length: min(end, whole.End()) - at}
 	if piece.Length < blockSize && !c.overCapture(piece) || !c.place(piece, source) {
 		for i := first; i < first+n; i++ {
 			c.blocks[i].mu.Unlock()
 		}
-		return piece.end(), nil
+		return piece.End(), nil
 	}
 	defer c.unlockReleased(first, n)
 	err = c.m.each(piece, func(b []byte) error {
@@ -301,23 +302,23 @@ func (c *Capture) shareStep(at, end uint64, source int) (next uint64, err error)
 		return c.uffd.wake(b)
 	})
 	if err == nil && whole.Start < piece.Start {
-		err = c.unprotect(Span{whole.Start, piece.Start - whole.Start})
+		err = c.unprotect(extent.Run{Start: whole.Start, Length: piece.Start - whole.Start})
 	}
-	if err == nil && piece.end() < whole.end() {
-		err = c.unprotect(Span{piece.end(), whole.end() - piece.end()})
+	if err == nil && piece.End() < whole.End() {
+		err = c.unprotect(extent.Run{Start: piece.End(), Length: whole.End() - piece.End()})
 	}
 	c.shared += piece.Length
-	return piece.end(), err
+	return piece.End(), err
 }
 
 // overCapture says that a file of an earlier capture is mapped somewhere in a
 // piece: as long as it is, all of that file stays in memory.
-func (c *Capture) overCapture(s Span) bool {
+func (c *Capture) overCapture(s extent.Run) bool {
 	return slices.ContainsFunc(c.layout(s), func(p mapping) bool { return p.source > c.m.restored })
 }
 
 // place notes a mapping that is about to be made, unless there are too many.
-func (c *Capture) place(s Span, source int) bool {
+func (c *Capture) place(s extent.Run, source int) bool {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
 	if len(c.m.layout)+2 > maxMappings {

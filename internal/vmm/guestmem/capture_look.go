@@ -8,6 +8,7 @@ import (
 	"time"
 	"unsafe"
 
+	"agentrun.dev/internal/storage/extent"
 	"golang.org/x/sys/unix"
 )
 
@@ -177,14 +178,14 @@ func (c *Capture) lookBefore(i, n uint64) error {
 	for k := i; k < i+n; k++ {
 		c.blocks[k].before, c.blocks[k].known = 0, true
 	}
-	return c.eachOwn(c.spanOf(i, n), pageIsPresent|pageIsSwapped, func(k uint64, pages uint16) { c.blocks[k].before |= pages })
+	return c.eachOwn(c.runOf(i, n), pageIsPresent|pageIsSwapped, func(k uint64, pages uint16) { c.blocks[k].before |= pages })
 }
 
 // lookAgain looks for pages that became own while Arm was about to protect them.
-func (c *Capture) lookAgain(armed []Span) error {
+func (c *Capture) lookAgain(armed []extent.Run) error {
 	grown := make(map[uint64]bool) // pieces of a huge page
 	for _, blocks := range armed {
-		err := c.eachOwn(c.spanOf(blocks.Start, blocks.Length), pageIsPresent, func(k uint64, pages uint16) {
+		err := c.eachOwn(c.runOf(blocks.Start, blocks.Length), pageIsPresent, func(k uint64, pages uint16) {
 			b := &c.blocks[k]
 			b.mu.Lock()
 			defer b.mu.Unlock()
@@ -215,7 +216,7 @@ func (c *Capture) lookStill(i, n uint64) error {
 	for end := i + n; i < end; {
 		k := min(lookBlocks, end-i)
 		switch {
-		case !c.leavesMarkers(c.spanOf(i, k)):
+		case !c.leavesMarkers(c.runOf(i, k)):
 			c.allOwn(i, k)
 		case c.lookLeft <= 0:
 			c.unknown(i, k)
@@ -231,8 +232,8 @@ func (c *Capture) lookStill(i, n uint64) error {
 	return nil
 }
 
-// leavesMarkers reports whether to protect a span may leave markers in it.
-func (c *Capture) leavesMarkers(s Span) bool {
+// leavesMarkers reports whether to protect a run may leave markers in it.
+func (c *Capture) leavesMarkers(s extent.Run) bool {
 	if c.markers {
 		return true
 	}
@@ -257,11 +258,11 @@ func (c *Capture) unknown(i, n uint64) {
 	}
 }
 
-// eachOwn calls do with the pages of each block in a span that are in one of some
+// eachOwn calls do with the pages of each block in a run that are in one of some
 // states (pageIsPresent, pageIsSwapped) and not of a file; a block may come more than
 // once.
-func (c *Capture) eachOwn(s Span, states uint64, do func(block uint64, pages uint16)) error {
-	return c.m.pieces(s, func(r *Region, offset uint64, piece Span) error {
+func (c *Capture) eachOwn(s extent.Run, states uint64, do func(block uint64, pages uint16)) error {
+	return c.m.pieces(s, func(r *Region, offset uint64, piece extent.Run) error {
 		b := r.bytes[offset : offset+piece.Length]
 		if !c.cannotScan {
 			err := c.scanOwn(b, piece.Start, states, do)

@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"os"
 	"testing"
+
+	"agentrun.dev/internal/storage/extent"
 )
 
 // lookGuest is 8 MiB of a layer, with a capture of it that is not armed yet.
@@ -14,7 +16,7 @@ func lookGuest(t *testing.T) (*Memory, *Capture) {
 	for i := range content {
 		content[i] = 1
 	}
-	m, err := NewLayered(8<<20, []Mapping{{Span{0, 8 << 20}, newMemfd(t, content), 0}})
+	m, err := NewLayered(8<<20, []Mapping{{extent.Run{Start: 0, Length: 8 << 20}, newMemfd(t, content), 0}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -98,7 +100,7 @@ func TestWrittenBetweenLookAndProtection(t *testing.T) {
 	for i := range c.blocks {
 		c.blocks[i].released.Store(false)
 	}
-	if err := errors.Join(c.protect(Span{0, m.size}), c.lookAgain([]Span{{0, n}}), c.Begin()); err != nil {
+	if err := errors.Join(c.protect(extent.Run{Start: 0, Length: m.size}), c.lookAgain([]extent.Run{{Start: 0, Length: n}}), c.Begin()); err != nil {
 		t.Fatal(err)
 	}
 	for i := range c.blocks {
@@ -111,7 +113,7 @@ func TestWrittenBetweenLookAndProtection(t *testing.T) {
 		}
 	}
 	data, zeros, err := c.List(nil)
-	if err != nil || len(data) != 1 || data[0] != (Span{page * PageSize, PageSize}) || zeros != nil {
+	if err != nil || len(data) != 1 || data[0] != (extent.Run{Start: page * PageSize, Length: PageSize}) || zeros != nil {
 		t.Errorf("listed %v, %v (%v)", data, zeros, err)
 	}
 }
@@ -155,7 +157,7 @@ func TestArmAgain(t *testing.T) {
 	}
 	guestWrite(t, m, scratch, page*PageSize, []byte{3}) // after the instant
 	data, zeros, err := c.List(nil)
-	if err != nil || len(data) != 1 || data[0] != (Span{page * PageSize, PageSize}) || zeros != nil {
+	if err != nil || len(data) != 1 || data[0] != (extent.Run{Start: page * PageSize, Length: PageSize}) || zeros != nil {
 		t.Fatalf("listed %v, %v (%v)", data, zeros, err)
 	}
 	var got [1]byte

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"time"
 
+	"agentrun.dev/internal/storage/extent"
 	"golang.org/x/sys/unix"
 )
 
@@ -53,7 +54,7 @@ func (c *Capture) save(i uint64) error {
 	if planned {
 		want = b.want
 	}
-	s := c.spanOf(i, 1)
+	s := c.runOf(i, 1)
 	return c.m.each(s, func(bytes []byte) error {
 		var room [blockPages]uint64
 		entry := room[:len(bytes)/PageSize]
@@ -93,10 +94,10 @@ func (c *Capture) save(i uint64) error {
 // mapped there is nothing to bring in, and reading would only make pages.
 func (c *Capture) Expect(gpa, n uint64) {
 	first := ramOffset(gpa) / blockSize
-	whole := c.spanOf(first, (ramOffset(gpa)+n-1)/blockSize+1-first)
+	whole := c.runOf(first, (ramOffset(gpa)+n-1)/blockSize+1-first)
 	for _, p := range c.layout(whole) {
 		if p.source != 0 {
-			_ = c.m.each(p.Span, func(b []byte) error { return unix.Madvise(b, unix.MADV_POPULATE_READ) }) // or later
+			_ = c.m.each(p.Run, func(b []byte) error { return unix.Madvise(b, unix.MADV_POPULATE_READ) }) // or later
 		}
 	}
 }
@@ -171,7 +172,7 @@ func (c *copier) block(i uint64) error {
 	// Pages that were not there are zeros: holes would be filled by the first
 	// who reads them.
 	err := eachRun(absent, func(first, n int) error {
-		return c.allocate(0, Span{start + uint64(first)*PageSize, uint64(n) * PageSize})
+		return c.allocate(0, extent.Run{Start: start + uint64(first)*PageSize, Length: uint64(n) * PageSize})
 	})
 	if err != nil {
 		return err
@@ -179,7 +180,7 @@ func (c *copier) block(i uint64) error {
 	// What was stored before it was known that nobody needs it.
 	return eachRun(direct&^b.want, func(first, n int) error {
 		const punch = unix.FALLOC_FL_PUNCH_HOLE | unix.FALLOC_FL_KEEP_SIZE
-		return c.allocate(punch, Span{start + uint64(first)*PageSize, uint64(n) * PageSize})
+		return c.allocate(punch, extent.Run{Start: start + uint64(first)*PageSize, Length: uint64(n) * PageSize})
 	})
 }
 
@@ -191,7 +192,7 @@ func (c *copier) aside(i uint64) error {
 	if b.released.Load() || b.want&^uint16(b.saved.Load()) == 0 {
 		return nil
 	}
-	s := c.spanOf(i, 1)
+	s := c.runOf(i, 1)
 	return c.m.each(s, func(bytes []byte) error {
 		var room [blockPages]uint64
 		entry := room[:len(bytes)/PageSize]

@@ -5,14 +5,16 @@ import (
 	"time"
 
 	"agentrun.dev/internal/host/goruntime"
+	"agentrun.dev/internal/storage/extent"
+	"agentrun.dev/internal/vmm/livefork"
 )
 
 // Stats may be called at any time.
 func (c *Capture) Stats() CaptureStats {
-	return CaptureStats{
-		Faults: c.waits.Count(), MedianWait: c.waits.Quantile(0.5), P99Wait: c.waits.Quantile(0.99), LongestWait: c.waits.Longest(),
-		Copied: c.copied.Load(), Shared: c.shared,
-	}
+	return CaptureStats{livefork.Stats{
+		Waits: c.waits.Count(), MedianWait: c.waits.Quantile(0.5), P99Wait: c.waits.Quantile(0.99), LongestWait: c.waits.Longest(),
+		Copied: c.copied.Load(),
+	}, c.shared}
 }
 
 // serve answers the guest's writes to protected pages, until Close.
@@ -60,7 +62,7 @@ func (c *Capture) answer(i uint64) error {
 		return err
 	}
 	// It may have come to wait while its block was being released.
-	return c.m.each(c.spanOf(i, 1), c.uffd.wake)
+	return c.m.each(c.runOf(i, 1), c.uffd.wake)
 }
 
 // saves reports whether a block may have to be saved before it is written to:
@@ -93,8 +95,8 @@ func (m *Memory) offsetOf(address uintptr) (uint64, bool) {
 	return 0, false
 }
 
-// releaseSpan makes a span writable for the host.
-func (c *Capture) releaseSpan(offset, n uint64) error {
+// releaseRun makes a run writable for the host.
+func (c *Capture) releaseRun(offset, n uint64) error {
 	if n == 0 {
 		return nil
 	}
@@ -116,20 +118,20 @@ func (c *Capture) releaseSpan(offset, n uint64) error {
 // says that a vCPU may be waiting for it.
 func (c *Capture) release(i uint64, waiter bool) error {
 	b := &c.blocks[i]
-	span := c.spanOf(i, 1)
+	run := c.runOf(i, 1)
 	if c.planned.Load() && b.want == 0 {
 		// Nothing of it is stored or shared: who takes its protection away does
 		// no harm, and need not wait for those who do so in large steps.
 		if b.released.Load() && !waiter {
 			return nil
 		}
-		return c.unprotect(span)
+		return c.unprotect(run)
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.released.Load() {
 		if waiter { // it came to wait while the block was being released
-			return c.m.each(span, c.uffd.wake)
+			return c.m.each(run, c.uffd.wake)
 		}
 		return nil
 	}
@@ -141,16 +143,16 @@ func (c *Capture) release(i uint64, waiter bool) error {
 		}
 	}
 	b.released.Store(true)
-	return c.unprotect(span)
+	return c.unprotect(run)
 }
 
-// spanOf is the RAM of n blocks from i on.
-func (c *Capture) spanOf(i, n uint64) Span {
+// runOf is the RAM of n blocks from i on.
+func (c *Capture) runOf(i, n uint64) extent.Run {
 	start := i * blockSize
-	return Span{start, min(start+n*blockSize, c.m.size) - start}
+	return extent.Run{Start: start, Length: min(start+n*blockSize, c.m.size) - start}
 }
 
-// unprotect makes a span writable; its blocks are locked.
-func (c *Capture) unprotect(s Span) error {
+// unprotect makes a run writable; its blocks are locked.
+func (c *Capture) unprotect(s extent.Run) error {
 	return c.m.each(s, func(b []byte) error { return c.uffd.protect(b, false) })
 }

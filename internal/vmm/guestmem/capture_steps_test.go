@@ -10,6 +10,7 @@ import (
 	"sync/atomic"
 	"testing"
 
+	"agentrun.dev/internal/storage/extent"
 	"golang.org/x/sys/unix"
 )
 
@@ -56,13 +57,13 @@ func newStepGuest(t *testing.T, r *rand.Rand, layered bool) *stepGuest {
 	if layered {
 		file := newMemfd(t, content)
 		mappings := []Mapping{
-			{Span{3 * PageSize, 5 << 20}, file, 0},
-			{Span{6 << 20, 64 << 10}, file, 5 << 20},
-			{Span{6<<20 + 64<<10, 9 * PageSize}, file, 512 << 10},
-			{Span{8 << 20, 6 << 20}, file, 6 << 20},
+			{extent.Run{Start: 3 * PageSize, Length: 5 << 20}, file, 0},
+			{extent.Run{Start: 6 << 20, Length: 64 << 10}, file, 5 << 20},
+			{extent.Run{Start: 6<<20 + 64<<10, Length: 9 * PageSize}, file, 512 << 10},
+			{extent.Run{Start: 8 << 20, Length: 6 << 20}, file, 6 << 20},
 		}
 		for _, m := range mappings {
-			copy(g.now[m.Start:m.end()], content[m.Offset:])
+			copy(g.now[m.Start:m.End()], content[m.Offset:])
 		}
 		g.m, err = NewLayered(stepSize, mappings)
 	} else if g.m, err = NewAnonymous(stepSize); err == nil {
@@ -202,7 +203,7 @@ func (g *stepGuest) standStill(do func() error) error {
 type taken struct {
 	was, got    []byte
 	file        *os.File
-	data, zeros []Span
+	data, zeros []extent.Run
 }
 
 // capture goes through all steps.
@@ -251,7 +252,7 @@ func (g *stepGuest) capture(how stepHow) taken {
 		step("List", list)
 		// Copy, in its parts.
 		step("plan", func() error {
-			c.spans = k.data
+			c.runs = k.data
 			defer c.plan()
 			return k.file.Truncate(stepSize)
 		})
@@ -265,10 +266,10 @@ func (g *stepGuest) capture(how stepHow) taken {
 	step("Close", c.Close)
 	k.got = bytes.Clone(g.image)
 	for _, z := range k.zeros {
-		clear(k.got[z.Start:z.end()])
+		clear(k.got[z.Start:z.End()])
 	}
 	for _, s := range k.data {
-		if _, err := k.file.ReadAt(k.got[s.Start:s.end()], int64(s.Start)); err != nil {
+		if _, err := k.file.ReadAt(k.got[s.Start:s.End()], int64(s.Start)); err != nil {
 			t.Fatal(err)
 		}
 	}

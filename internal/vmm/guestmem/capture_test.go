@@ -10,6 +10,7 @@ import (
 	"strconv"
 	"testing"
 
+	"agentrun.dev/internal/storage/extent"
 	"golang.org/x/sys/unix"
 )
 
@@ -135,13 +136,13 @@ func newCaptureModel(t *testing.T, seed uint64) *captureModel {
 	}
 	file := newMemfd(t, base)
 	mappings := []Mapping{
-		{Span{3 * PageSize, 256 << 10}, file, 0},
-		{Span{1 << 20, 64 << 10}, file, 1 << 20},
-		{Span{1<<20 + 64<<10, 9 * PageSize}, file, 512 << 10},
-		{Span{3 << 20, 1 << 20}, file, 1 << 20},
+		{extent.Run{Start: 3 * PageSize, Length: 256 << 10}, file, 0},
+		{extent.Run{Start: 1 << 20, Length: 64 << 10}, file, 1 << 20},
+		{extent.Run{Start: 1<<20 + 64<<10, Length: 9 * PageSize}, file, 512 << 10},
+		{extent.Run{Start: 3 << 20, Length: 1 << 20}, file, 1 << 20},
 	}
 	for _, m := range mappings {
-		copy(c.now[m.Start:m.end()], base[m.Offset:])
+		copy(c.now[m.Start:m.End()], base[m.Offset:])
 	}
 	c.image = bytes.Clone(c.now)
 	var err error
@@ -196,17 +197,17 @@ func (c *captureModel) round(round int, late, hasty, still bool) {
 		}
 	}
 	during()
-	var include []Span
+	var include []extent.Run
 	if c.r.IntN(3) == 0 {
-		include = []Span{{c.r.Uint64N(200) * PageSize, 64 * PageSize}}
+		include = []extent.Run{{Start: c.r.Uint64N(200) * PageSize, Length: 64 * PageSize}}
 	}
 	data, zeros, err := cap.List(include)
 	if err != nil {
 		t.Fatal(err)
 	}
 	during()
-	spans := joined(data, c.r.Uint64N(6)*PageSize)
-	if err := cap.Copy(spans); err != nil {
+	runs := joined(data, c.r.Uint64N(6)*PageSize)
+	if err := cap.Copy(runs); err != nil {
 		t.Fatal(err)
 	}
 	during()
@@ -228,10 +229,10 @@ func (c *captureModel) round(round int, late, hasty, still bool) {
 
 	child := bytes.Clone(c.image)
 	for _, z := range zeros {
-		clear(child[z.Start:z.end()])
+		clear(child[z.Start:z.End()])
 	}
-	for _, s := range spans {
-		if _, err := cfg.File.ReadAt(child[s.Start:s.end()], int64(s.Start)); err != nil {
+	for _, s := range runs {
+		if _, err := cfg.File.ReadAt(child[s.Start:s.End()], int64(s.Start)); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -248,15 +249,15 @@ func (c *captureModel) round(round int, late, hasty, still bool) {
 	if i := firstDifference(got, c.now); i >= 0 {
 		t.Fatalf("round %d: page %d of the memory is not what was written", round, i/PageSize)
 	}
-	checkFilled(t, cfg.File, spans)
+	checkFilled(t, cfg.File, runs)
 }
 
 // joined closes small gaps.
-func joined(spans []Span, gap uint64) []Span {
-	var out []Span
-	for _, s := range spans {
-		if n := len(out); n > 0 && s.Start-out[n-1].end() <= gap {
-			out[n-1].Length = s.end() - out[n-1].Start
+func joined(runs []extent.Run, gap uint64) []extent.Run {
+	var out []extent.Run
+	for _, s := range runs {
+		if n := len(out); n > 0 && s.Start-out[n-1].End() <= gap {
+			out[n-1].Length = s.End() - out[n-1].Start
 			continue
 		}
 		out = append(out, s)
@@ -276,12 +277,12 @@ func firstDifference(a, b []byte) int {
 	return -1
 }
 
-// checkFilled: a layer has its spans and nothing else: a hole would be filled by
+// checkFilled: a layer has its runs and nothing else: a hole would be filled by
 // the first who reads it, and what is beside costs memory. Pages that were allocated
 // and not written to count as filled, although SEEK_DATA passes over them.
-func checkFilled(t *testing.T, f *os.File, spans []Span) {
+func checkFilled(t *testing.T, f *os.File, runs []extent.Run) {
 	t.Helper()
-	var got []Span
+	var got []extent.Run
 	for at := int64(0); ; {
 		start, err := unix.Seek(int(f.Fd()), at, unix.SEEK_DATA)
 		if errors.Is(err, unix.ENXIO) {
@@ -294,7 +295,7 @@ func checkFilled(t *testing.T, f *os.File, spans []Span) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		got = append(got, Span{uint64(start), uint64(end - start)})
+		got = append(got, extent.Run{Start: uint64(start), Length: uint64(end - start)})
 		at = end
 	}
 	var st unix.Stat_t
@@ -302,10 +303,10 @@ func checkFilled(t *testing.T, f *os.File, spans []Span) {
 		t.Fatal(err)
 	}
 	filled := uint64(0)
-	for _, s := range spans {
+	for _, s := range runs {
 		filled += s.Length
 	}
-	if want := joined(spans, 0); !slices.Equal(unite(got, want), want) || uint64(st.Blocks)*512 != filled {
+	if want := joined(runs, 0); !slices.Equal(extent.Unite(got, want), want) || uint64(st.Blocks)*512 != filled {
 		t.Errorf("the layer's file has %v and %d bytes, it was to have %v", got, st.Blocks*512, want)
 	}
 }
@@ -343,33 +344,33 @@ func TestLayout(t *testing.T) {
 	text := func(l layout) string {
 		s := ""
 		for _, p := range l {
-			s += fmt.Sprintf("%d-%d:%d ", p.Start, p.end(), p.source)
+			s += fmt.Sprintf("%d-%d:%d ", p.Start, p.End(), p.source)
 		}
 		return s
 	}
-	l := layout{{Span{0, 100}, 0}}
+	l := layout{{extent.Run{Start: 0, Length: 100}, 0}}
 	for _, step := range []struct {
-		at     Span
+		at     extent.Run
 		source int
 		want   string
 	}{
-		{Span{10, 20}, 1, "0-10:0 10-30:1 30-100:0 "},
-		{Span{20, 5}, 2, "0-10:0 10-20:1 20-25:2 25-30:1 30-100:0 "},
-		{Span{25, 15}, 2, "0-10:0 10-20:1 20-40:2 40-100:0 "},
-		{Span{0, 10}, 0, "0-10:0 10-20:1 20-40:2 40-100:0 "},
-		{Span{5, 95}, 3, "0-5:0 5-100:3 "},
-		{Span{0, 100}, 4, "0-100:4 "},
+		{extent.Run{Start: 10, Length: 20}, 1, "0-10:0 10-30:1 30-100:0 "},
+		{extent.Run{Start: 20, Length: 5}, 2, "0-10:0 10-20:1 20-25:2 25-30:1 30-100:0 "},
+		{extent.Run{Start: 25, Length: 15}, 2, "0-10:0 10-20:1 20-40:2 40-100:0 "},
+		{extent.Run{Start: 0, Length: 10}, 0, "0-10:0 10-20:1 20-40:2 40-100:0 "},
+		{extent.Run{Start: 5, Length: 95}, 3, "0-5:0 5-100:3 "},
+		{extent.Run{Start: 0, Length: 100}, 4, "0-100:4 "},
 	} {
 		l.place(step.at, step.source)
 		if got := text(l); got != step.want {
 			t.Fatalf("after %v: %s, not %s", step.at, got, step.want)
 		}
 	}
-	l.place(Span{50, 10}, 0)
-	if got := text(l.within(Span{45, 10})); got != "45-50:4 50-55:0 " {
+	l.place(extent.Run{Start: 50, Length: 10}, 0)
+	if got := text(l.within(extent.Run{Start: 45, Length: 10})); got != "45-50:4 50-55:0 " {
 		t.Error(got)
 	}
-	if got := l.without([]Span{{0, 52}, {55, 20}}); !slices.Equal(got, []Span{{50, 2}, {55, 5}}) {
+	if got := l.without([]extent.Run{{Start: 0, Length: 52}, {Start: 55, Length: 20}}); !slices.Equal(got, []extent.Run{{Start: 50, Length: 2}, {Start: 55, Length: 5}}) {
 		t.Error(got)
 	}
 }
@@ -437,7 +438,7 @@ func TestWrittenHole(t *testing.T) {
 	if _, _, err := c.List(nil); err != nil {
 		t.Fatal(err)
 	}
-	if err := errors.Join(c.Copy([]Span{{0, pages * PageSize}}), c.Adopt()); err != nil {
+	if err := errors.Join(c.Copy([]extent.Run{{Start: 0, Length: pages * PageSize}}), c.Adopt()); err != nil {
 		t.Fatal(err)
 	}
 	guestWrite(t, m, scratch, hole*PageSize, []byte{2})

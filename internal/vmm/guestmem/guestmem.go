@@ -8,6 +8,7 @@ import (
 	"sync/atomic"
 	"unsafe"
 
+	"agentrun.dev/internal/storage/extent"
 	"golang.org/x/sys/unix"
 )
 
@@ -52,13 +53,13 @@ type Memory struct {
 	// save what it protects. It changes only while nobody writes.
 	live atomic.Pointer[Capture]
 
-	mu     sync.Mutex  // protects all following fields
-	mapped []Span      // where the image that this memory began with, or was rebased to, has data
-	layout layout      // what is mapped where
-	orphan []Span      // mapped from a layer that is in nobody's image: changed for ever
-	holes  int         // how many mappings discards have made
-	shares int         // how many captures were shared
-	watch  userfaultfd // 0: nobody watches
+	mu     sync.Mutex   // protects all following fields
+	mapped []extent.Run // where the image that this memory began with, or was rebased to, has data
+	layout layout       // what is mapped where
+	orphan []extent.Run // mapped from a layer that is in nobody's image: changed for ever
+	holes  int          // how many mappings discards have made
+	shares int          // how many captures were shared
+	watch  userfaultfd  // 0: nobody watches
 }
 
 // hugeSize is that of a huge page: for RAM whose host addresses are multiples of
@@ -79,7 +80,7 @@ func newAnonymous(size, align uint64) (*Memory, error) {
 		if err != nil {
 			return nil, errors.Join(fmt.Errorf("map %d bytes of guest memory: %w", piece.size, err), m.Close())
 		}
-		m.layout = append(m.layout, mapping{Span: Span{ramOffset(piece.gpa), piece.size}})
+		m.layout = append(m.layout, mapping{Run: extent.Run{Start: ramOffset(piece.gpa), Length: piece.size}})
 		m.regions = append(m.regions, Region{GPA: piece.gpa, bytes: b})
 	}
 	return m, nil
@@ -192,7 +193,7 @@ func (c *Capture) written() {
 func (m *Memory) toWrite(c *Capture, gpa, n uint64) ([]byte, error) {
 	b, err := m.slice(gpa, n)
 	if err == nil && c != nil {
-		err = c.releaseSpan(ramOffset(gpa), n)
+		err = c.releaseRun(ramOffset(gpa), n)
 	}
 	return b, err
 }
@@ -283,7 +284,7 @@ func (m *Memory) Discard(gpa, n uint64) error {
 	if err := unix.Madvise(b, unix.MADV_DONTNEED); err != nil {
 		return fmt.Errorf("discard guest memory %#x+%#x: %w", gpa, n, err)
 	}
-	if err := m.discard(Span{ramOffset(gpa + head), uint64(len(b))}, c); err != nil {
+	if err := m.discard(extent.Run{Start: ramOffset(gpa + head), Length: uint64(len(b))}, c); err != nil {
 		return fmt.Errorf("discard guest memory %#x+%#x: %w", gpa, n, err)
 	}
 	return nil

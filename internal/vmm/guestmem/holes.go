@@ -6,6 +6,7 @@ import (
 	"slices"
 	"unsafe"
 
+	"agentrun.dev/internal/storage/extent"
 	"golang.org/x/sys/unix"
 )
 
@@ -93,9 +94,9 @@ func (c *Capture) lookAtHoles() {
 func (c *Capture) findHoles() holes {
 	h := make(holes, (uint64(len(c.blocks))+hugeBlocks-1)/hugeBlocks)
 	for i := range h {
-		s := Span{uint64(i) * hugeSize, hugeSize}
+		s := extent.Run{Start: uint64(i) * hugeSize, Length: hugeSize}
 		// A last one that is not whole is none.
-		h[i] = s.end() <= c.m.size && !slices.ContainsFunc(c.layout(s), func(p mapping) bool { return p.source != 0 })
+		h[i] = s.End() <= c.m.size && !slices.ContainsFunc(c.layout(s), func(p mapping) bool { return p.source != 0 })
 	}
 	if !c.look(h) {
 		return nil
@@ -113,8 +114,8 @@ func (c *Capture) look(h holes) bool {
 		if n == 0 {
 			continue
 		}
-		piece := Span{uint64(i) * hugeSize, uint64(n) * hugeSize}
-		err := c.m.pieces(piece, func(r *Region, offset uint64, s Span) error {
+		piece := extent.Run{Start: uint64(i) * hugeSize, Length: uint64(n) * hugeSize}
+		err := c.m.pieces(piece, func(r *Region, offset uint64, s extent.Run) error {
 			for at := uint64(0); at < s.Length; {
 				k, err := firstPage(c.pagemap, r.bytes[offset+at:offset+s.Length])
 				if err != nil || at+uint64(k) == s.Length {

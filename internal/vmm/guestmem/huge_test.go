@@ -109,7 +109,7 @@ func TestHugePagesAreLetGoWhole(t *testing.T) {
 			if err := capture.Close(); err != nil {
 				t.Fatal(err)
 			}
-			if n := capture.Stats().Faults; n != c.waits && (n != 0 || capture.Early()) {
+			if n := capture.Stats().Waits; n != c.waits && (n != 0 || capture.Early()) {
 				t.Errorf("a pass over %d huge pages waited %d times", pages, n)
 			}
 		})

@@ -7,19 +7,13 @@ import (
 	"os"
 	"unsafe"
 
+	"agentrun.dev/internal/storage/extent"
 	"golang.org/x/sys/unix"
 )
 
-// Span is a piece of RAM by its offset, which counts RAM alone and not the
-// gap. Both are multiples of PageSize.
-type Span struct{ Start, Length uint64 }
-
-// end is the first offset after the span.
-func (s Span) end() uint64 { return s.Start + s.Length }
-
 // Mapping backs a piece of RAM with a file that nobody writes any more.
 type Mapping struct {
-	Span
+	extent.Run
 	File *os.File
 	// Offset is where the piece begins in the file.
 	Offset uint64
@@ -53,7 +47,7 @@ func NewLayered(size uint64, mappings []Mapping) (*Memory, error) {
 		if err := m.mapFile(p, i+1); err != nil {
 			return nil, errors.Join(err, m.Close())
 		}
-		m.mapped = append(m.mapped, p.Span)
+		m.mapped = append(m.mapped, p.Run)
 	}
 	return m, nil
 }
@@ -62,27 +56,27 @@ func NewLayered(size uint64, mappings []Mapping) (*Memory, error) {
 func (m *Memory) mapFile(p Mapping, source int) error {
 	last := uint64(0)
 	if n := len(m.mapped); n > 0 {
-		last = m.mapped[n-1].end()
+		last = m.mapped[n-1].End()
 	}
 	if p.Start%PageSize|p.Length%PageSize|p.Offset%PageSize != 0 || p.Length == 0 ||
 		p.Start < last || p.Start > m.size || p.Length > m.size-p.Start || p.Offset > 1<<62 {
 		return fmt.Errorf("map guest memory %#x+%#x: not in order, not aligned or outside the %#x bytes of RAM", p.Start, p.Length, m.size)
 	}
 	offset := p.Offset
-	return m.each(p.Span, func(b []byte) error {
+	return m.each(p.Run, func(b []byte) error {
 		err := mapFixed(b, int(p.File.Fd()), int64(offset), 0)
 		if err != nil {
 			return fmt.Errorf("map guest memory %#x+%#x: %w", p.Start, p.Length, err)
 		}
 		offset += uint64(len(b))
 		return nil
-	}, func(s Span) { m.layout.place(s, source) })
+	}, func(s extent.Run) { m.layout.place(s, source) })
 }
 
-// each calls do with the bytes of a span, region by region, and then after
-// with the part of the span.
-func (m *Memory) each(s Span, do func([]byte) error, after ...func(Span)) error {
-	return m.pieces(s, func(r *Region, offset uint64, piece Span) error {
+// each calls do with the bytes of a run, region by region, and then after
+// with the part of the run.
+func (m *Memory) each(s extent.Run, do func([]byte) error, after ...func(extent.Run)) error {
+	return m.pieces(s, func(r *Region, offset uint64, piece extent.Run) error {
 		if err := do(r.bytes[offset : offset+piece.Length]); err != nil {
 			return err
 		}
@@ -93,20 +87,20 @@ func (m *Memory) each(s Span, do func([]byte) error, after ...func(Span)) error 
 	})
 }
 
-// EachGPA calls do with the guest's addresses of a span, region by region.
-func (m *Memory) EachGPA(s Span, do func(gpa, size uint64) error) error {
-	return m.pieces(s, func(r *Region, offset uint64, piece Span) error { return do(r.GPA+offset, piece.Length) })
+// EachGPA calls do with the guest's addresses of a run, region by region.
+func (m *Memory) EachGPA(s extent.Run, do func(gpa, size uint64) error) error {
+	return m.pieces(s, func(r *Region, offset uint64, piece extent.Run) error { return do(r.GPA+offset, piece.Length) })
 }
 
-// pieces calls do with the parts of a span in each region, and where in the region
+// pieces calls do with the parts of a run in each region, and where in the region
 // they begin.
-func (m *Memory) pieces(s Span, do func(r *Region, offset uint64, piece Span) error) error {
+func (m *Memory) pieces(s extent.Run, do func(r *Region, offset uint64, piece extent.Run) error) error {
 	base := uint64(0)
 	for i := range m.regions {
 		r := &m.regions[i]
-		from, to := max(s.Start, base), min(s.end(), base+r.Size())
+		from, to := max(s.Start, base), min(s.End(), base+r.Size())
 		if from < to {
-			if err := do(r, from-base, Span{from, to - from}); err != nil {
+			if err := do(r, from-base, extent.Run{Start: from, Length: to - from}); err != nil {
 				return err
 			}
 		}
@@ -122,13 +116,13 @@ func mapFixed(b []byte, fd int, offset int64, flags int) error {
 	return err
 }
 
-// discard drops the pages of a span so that they read as zeros. For memory
+// discard drops the pages of a run so that they read as zeros. For memory
 // with a file behind it MADV_DONTNEED would bring the file's bytes back, so
 // such pages become anonymous memory, or, when a guest has made many such
 // holes, are cleared. live is the capture that goes on, nil if none does: a new
 // mapping is registered for it, so that it can be protected like all others. Whoever
 // takes protection away in the moment before finds nothing protected.
-func (m *Memory) discard(s Span, live *Capture) error {
+func (m *Memory) discard(s extent.Run, live *Capture) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	for _, p := range m.layout.within(s) {
@@ -136,19 +130,19 @@ func (m *Memory) discard(s Span, live *Capture) error {
 			continue
 		}
 		if m.holes == maxHoles {
-			_ = m.each(p.Span, func(b []byte) error { clear(b); return nil })
+			_ = m.each(p.Run, func(b []byte) error { clear(b); return nil })
 			continue
 		}
 		m.holes++
-		err := m.each(p.Span, func(b []byte) error { return mapFixed(b, -1, 0, unix.MAP_ANONYMOUS) })
+		err := m.each(p.Run, func(b []byte) error { return mapFixed(b, -1, 0, unix.MAP_ANONYMOUS) })
 		if err != nil {
 			return err
 		}
-		m.layout.place(p.Span, 0)
+		m.layout.place(p.Run, 0)
 		if live == nil || live.closed {
 			continue
 		}
-		if err := m.each(p.Span, live.uffd.register); err != nil {
+		if err := m.each(p.Run, live.uffd.register); err != nil {
 			live.fail(err) // the guest has discarded its pages all the same
 		}
 	}
@@ -160,7 +154,7 @@ func (m *Memory) discard(s Span, live *Capture) error {
 // tells, and those whose file was taken away. Pages of zeros are listed apart,
 // and only where the image has data: elsewhere they are what they were. The
 // guest must stand still.
-func (m *Memory) Changed(pagemap *os.File) (data, zeros []Span, err error) {
+func (m *Memory) Changed(pagemap *os.File) (data, zeros []extent.Run, err error) {
 	c := &Capture{m: m, pagemap: pagemap, uffd: -1}
 	c.remember()
 	return c.List(nil)
@@ -198,7 +192,7 @@ func (m *Memory) unwatch() {
 
 // Touched lists the pages that are this process's own, and, of memory that was
 // watched, those of the layers that were read. The guest may run.
-func (m *Memory) Touched(pagemap *os.File) (own, read []Span, err error) {
+func (m *Memory) Touched(pagemap *os.File) (own, read []extent.Run, err error) {
 	m.mu.Lock()
 	watched := m.watch > 0
 	m.mu.Unlock()
@@ -220,9 +214,9 @@ func (m *Memory) Touched(pagemap *os.File) (own, read []Span, err error) {
 					// is moving cannot be told from one that is not there: the list
 					// is a hint, and may lack it.
 				case e&pagemapFile == 0:
-					own = extend(own, page)
+					own = extent.Append(own, page, page+PageSize)
 				case watched:
-					read = extend(read, page)
+					read = extent.Append(read, page, page+PageSize)
 				}
 			}
 		}
@@ -235,8 +229,8 @@ func (m *Memory) Touched(pagemap *os.File) (own, read []Span, err error) {
 // do it for many at once is cheaper than a fault for each: two, mostly, since a
 // guest reads a page before it writes to it. It is of no consequence where it
 // fails (before Linux 5.14 the kernel cannot).
-func (m *Memory) Populate(spans []Span) {
-	for _, s := range spans {
+func (m *Memory) Populate(runs []extent.Run) {
+	for _, s := range runs {
 		if s.Start > m.size || s.Length > m.size-s.Start {
 			continue
 		}
@@ -244,23 +238,14 @@ func (m *Memory) Populate(spans []Span) {
 	}
 }
 
-// spanCursor answers for ascending offsets whether they lie in sorted spans.
-type spanCursor []Span
+// runCursor answers for ascending offsets whether they lie in sorted runs.
+type runCursor []extent.Run
 
-func (c *spanCursor) has(offset uint64) bool {
-	for len(*c) > 0 && (*c)[0].end() <= offset {
+func (c *runCursor) has(offset uint64) bool {
+	for len(*c) > 0 && (*c)[0].End() <= offset {
 		*c = (*c)[1:]
 	}
 	return len(*c) > 0 && (*c)[0].Start <= offset
-}
-
-// extend adds a page to the last span, or begins one.
-func extend(spans []Span, page uint64) []Span {
-	if n := len(spans); n > 0 && spans[n-1].end() == page {
-		spans[n-1].Length += PageSize
-		return spans
-	}
-	return append(spans, Span{page, PageSize})
 }
 
 // isZero looks at eight bytes at a time.
@@ -274,10 +259,10 @@ func isZero(page []byte) bool {
 	return true
 }
 
-// WriteSpans writes the content of the spans to w, one after the other. The
+// WriteRuns writes the content of the runs to w, one after the other. The
 // guest must stand still.
-func (m *Memory) WriteSpans(w io.Writer, spans []Span) error {
-	for _, s := range spans {
+func (m *Memory) WriteRuns(w io.Writer, runs []extent.Run) error {
+	for _, s := range runs {
 		if s.Start > m.size || s.Length > m.size-s.Start {
 			return fmt.Errorf("%w: offset %#x+%#x", ErrRange, s.Start, s.Length)
 		}

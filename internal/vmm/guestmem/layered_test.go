@@ -7,6 +7,8 @@ import (
 	"os"
 	"slices"
 	"testing"
+
+	"agentrun.dev/internal/storage/extent"
 )
 
 // layerFile is a file of n pages, page i filled with byte i+1.
@@ -43,21 +45,23 @@ func layered(t *testing.T, size uint64, mappings ...Mapping) *Memory {
 	return m
 }
 
-func span(page, pages uint64) Span { return Span{page * PageSize, pages * PageSize} }
+func run(page, pages uint64) extent.Run {
+	return extent.Run{Start: page * PageSize, Length: pages * PageSize}
+}
 
 func TestLayeredRefuses(t *testing.T) {
 	f := layerFile(t, 4)
 	for name, maps := range map[string][]Mapping{
-		"beyond the end": {{Span: span(7, 2), File: f}},
-		"far beyond":     {{Span: Span{1 << 62, PageSize}, File: f}},
-		"length wraps":   {{Span: Span{PageSize, ^uint64(PageSize - 1)}, File: f}},
-		"start odd":      {{Span: Span{1, PageSize}, File: f}},
-		"length odd":     {{Span: Span{0, PageSize + 1}, File: f}},
-		"offset odd":     {{Span: span(0, 1), File: f, Offset: 1}},
-		"offset huge":    {{Span: span(0, 1), File: f, Offset: 1 << 63}},
-		"empty":          {{Span: span(1, 0), File: f}},
-		"overlap":        {{Span: span(1, 2), File: f}, {Span: span(2, 1), File: f}},
-		"not in order":   {{Span: span(3, 1), File: f}, {Span: span(1, 1), File: f}},
+		"beyond the end": {{Run: run(7, 2), File: f}},
+		"far beyond":     {{Run: extent.Run{Start: 1 << 62, Length: PageSize}, File: f}},
+		"length wraps":   {{Run: extent.Run{Start: PageSize, Length: ^uint64(PageSize - 1)}, File: f}},
+		"start odd":      {{Run: extent.Run{Start: 1, Length: PageSize}, File: f}},
+		"length odd":     {{Run: extent.Run{Start: 0, Length: PageSize + 1}, File: f}},
+		"offset odd":     {{Run: run(0, 1), File: f, Offset: 1}},
+		"offset huge":    {{Run: run(0, 1), File: f, Offset: 1 << 63}},
+		"empty":          {{Run: run(1, 0), File: f}},
+		"overlap":        {{Run: run(1, 2), File: f}, {Run: run(2, 1), File: f}},
+		"not in order":   {{Run: run(3, 1), File: f}, {Run: run(1, 1), File: f}},
 	} {
 		if m, err := NewLayered(8*PageSize, maps); err == nil {
 			_ = m.Close()
@@ -68,7 +72,7 @@ func TestLayeredRefuses(t *testing.T) {
 
 // TestLayeredAroundTheGap: a mapping may lie on both sides of the gap.
 func TestLayeredAroundTheGap(t *testing.T) {
-	m := layered(t, bigSize, Mapping{Span: Span{GapStart - PageSize, 3 * PageSize}, File: layerFile(t, 4), Offset: PageSize})
+	m := layered(t, bigSize, Mapping{Run: extent.Run{Start: GapStart - PageSize, Length: 3 * PageSize}, File: layerFile(t, 4), Offset: PageSize})
 	for gpa, want := range map[uint64]byte{GapStart - 1: 2, GapEnd: 3, GapEnd + PageSize: 4, GapEnd + 2*PageSize: 0, GapStart - PageSize - 1: 0} {
 		got := make([]byte, 1)
 		if err := m.Read(gpa, got); err != nil || got[0] != want {
@@ -87,8 +91,8 @@ func TestLayeredAroundTheGap(t *testing.T) {
 // TestLayeredIsPrivate: writes reach neither the file nor another memory.
 func TestLayeredIsPrivate(t *testing.T) {
 	f := layerFile(t, 4)
-	a := layered(t, 8*PageSize, Mapping{Span: span(1, 4), File: f})
-	b := layered(t, 8*PageSize, Mapping{Span: span(1, 4), File: f})
+	a := layered(t, 8*PageSize, Mapping{Run: run(1, 4), File: f})
+	b := layered(t, 8*PageSize, Mapping{Run: run(1, 4), File: f})
 	if err := a.Write(PageSize, []byte("mine")); err != nil {
 		t.Fatal(err)
 	}
@@ -107,7 +111,7 @@ func TestLayeredIsPrivate(t *testing.T) {
 func TestLayeredAgainstModel(t *testing.T) {
 	const pages = 4096
 	f := layerFile(t, 200)
-	maps := []Mapping{{Span: span(10, 200), File: f}, {Span: span(1000, 100), File: f, Offset: 50 * PageSize}, {Span: span(2000, 1), File: f}}
+	maps := []Mapping{{Run: run(10, 200), File: f}, {Run: run(1000, 100), File: f, Offset: 50 * PageSize}, {Run: run(2000, 1), File: f}}
 	base := make([]byte, pages*PageSize)
 	for _, p := range maps {
 		if _, err := f.ReadAt(base[p.Start:p.Start+p.Length], int64(p.Offset)); err != nil {
@@ -149,14 +153,14 @@ func TestLayeredAgainstModel(t *testing.T) {
 		}
 		again := bytes.Clone(base)
 		for _, z := range zeros {
-			clear(again[z.Start:z.end()])
+			clear(again[z.Start:z.End()])
 		}
 		var out bytes.Buffer
-		if err := m.WriteSpans(&out, data); err != nil {
+		if err := m.WriteRuns(&out, data); err != nil {
 			t.Fatal(err)
 		}
 		for _, d := range data {
-			copy(again[d.Start:d.end()], out.Next(int(d.Length)))
+			copy(again[d.Start:d.End()], out.Next(int(d.Length)))
 		}
 		if !bytes.Equal(again, model) {
 			t.Fatalf("seed %d: layer and changes do not give the memory", seed)
@@ -173,8 +177,8 @@ func TestLayeredAgainstModel(t *testing.T) {
 
 func TestWriteSpansChecks(t *testing.T) {
 	m := layered(t, 4*PageSize)
-	for _, s := range []Span{span(4, 1), span(3, 2), {1 << 63, PageSize}, {0, 1 << 63}} {
-		if err := m.WriteSpans(&bytes.Buffer{}, []Span{s}); !errors.Is(err, ErrRange) {
+	for _, s := range []extent.Run{run(4, 1), run(3, 2), {Start: 1 << 63, Length: PageSize}, {Start: 0, Length: 1 << 63}} {
+		if err := m.WriteRuns(&bytes.Buffer{}, []extent.Run{s}); !errors.Is(err, ErrRange) {
 			t.Errorf("%+v: %v", s, err)
 		}
 	}
@@ -184,13 +188,13 @@ func TestWriteSpansChecks(t *testing.T) {
 // with the content of their file, and the list of them says so.
 func TestPopulate(t *testing.T) {
 	f := layerFile(t, 16)
-	m := layered(t, 64*PageSize, Mapping{Span: span(8, 16), File: f})
+	m := layered(t, 64*PageSize, Mapping{Run: run(8, 16), File: f})
 	pages := pagemap(t)
 	if own, read, err := m.Touched(pages); err != nil || len(own) != 0 || len(read) != 0 {
 		t.Fatalf("at first own %v, read %v, %v", own, read, err)
 	}
-	want := []Span{span(9, 2), span(40, 1)}
-	m.Populate(append(want, span(1<<28, 1), span(63, 2))) // the last two are nowhere
+	want := []extent.Run{run(9, 2), run(40, 1)}
+	m.Populate(append(want, run(1<<28, 1), run(63, 2))) // the last two are nowhere
 	own, _, err := m.Touched(pages)
 	if err != nil || !slices.Equal(own, want) {
 		t.Fatalf("own %v, %v, want %v", own, err, want)
@@ -208,7 +212,7 @@ func TestPopulate(t *testing.T) {
 // begun, which works as ever.
 func TestWatch(t *testing.T) {
 	f := newMemfd(t, bytes.Repeat([]byte{7}, 64*PageSize))
-	m := layered(t, 128*PageSize, Mapping{Span: span(32, 64), File: f})
+	m := layered(t, 128*PageSize, Mapping{Run: run(32, 64), File: f})
 	pages, device := pagemap(t), openFile(t, "/dev/userfaultfd", os.O_RDWR)
 	touch := func() {
 		t.Helper()
@@ -224,7 +228,7 @@ func TestWatch(t *testing.T) {
 	m.Watch(device)
 	touch()
 	own, read, err := m.Touched(pages)
-	if want := []Span{span(40, 1), span(60, 2)}; err != nil || !slices.Equal(read, want) || !slices.Equal(own, []Span{span(50, 1)}) {
+	if want := []extent.Run{run(40, 1), run(60, 2)}; err != nil || !slices.Equal(read, want) || !slices.Equal(own, []extent.Run{run(50, 1)}) {
 		t.Fatalf("own %v, read %v, want %v, %v", own, read, want, err)
 	}
 	if _, read, err := m.Touched(pages); err != nil || len(read) != 0 {

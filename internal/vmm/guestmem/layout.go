@@ -1,11 +1,15 @@
 package guestmem
 
-import "slices"
+import (
+	"slices"
+
+	"agentrun.dev/internal/storage/extent"
+)
 
 // mapping is a piece of RAM that one call of mmap has made, or what is left of
 // it.
 type mapping struct {
-	Span
+	extent.Run
 	// source is 0 for anonymous memory. Pieces of the same source that touch
 	// are one mapping for the kernel.
 	source int
@@ -17,7 +21,7 @@ type mapping struct {
 type layout []mapping
 
 // place notes that s is mapped from source now.
-func (l *layout) place(s Span, source int) {
+func (l *layout) place(s extent.Run, source int) {
 	old := *l
 	var out layout
 	if n := len(old); n > 0 && old[n-1].Start <= s.Start {
@@ -30,15 +34,15 @@ func (l *layout) place(s Span, source int) {
 	placed := false
 	for _, p := range old {
 		if p.Start < s.Start {
-			out = out.add(mapping{Span{p.Start, min(p.end(), s.Start) - p.Start}, p.source})
+			out = out.add(mapping{extent.Run{Start: p.Start, Length: min(p.End(), s.Start) - p.Start}, p.source})
 		}
-		if !placed && p.end() > s.Start {
+		if !placed && p.End() > s.Start {
 			out = out.add(mapping{s, source})
 			placed = true
 		}
-		if p.end() > s.end() {
-			from := max(p.Start, s.end())
-			out = out.add(mapping{Span{from, p.end() - from}, p.source})
+		if p.End() > s.End() {
+			from := max(p.Start, s.End())
+			out = out.add(mapping{extent.Run{Start: from, Length: p.End() - from}, p.source})
 		}
 	}
 	*l = out
@@ -46,7 +50,7 @@ func (l *layout) place(s Span, source int) {
 
 // add puts a piece at the end.
 func (l layout) add(p mapping) layout {
-	if n := len(l); n > 0 && l[n-1].end() == p.Start && p.continues(l[n-1]) {
+	if n := len(l); n > 0 && l[n-1].End() == p.Start && p.continues(l[n-1]) {
 		l[n-1].Length += p.Length
 		return l
 	}
@@ -60,57 +64,33 @@ func (p mapping) continues(prev mapping) bool {
 }
 
 // within lists the parts of mappings in s.
-func (l layout) within(s Span) []mapping {
+func (l layout) within(s extent.Run) []mapping {
 	i, _ := slices.BinarySearchFunc(l, s.Start, func(p mapping, at uint64) int {
-		if p.end() <= at {
+		if p.End() <= at {
 			return -1
 		}
 		return 1
 	})
 	var out []mapping
 	for _, p := range l[i:] {
-		from, to := max(s.Start, p.Start), min(s.end(), p.end())
+		from, to := max(s.Start, p.Start), min(s.End(), p.End())
 		if from >= to {
 			break
 		}
-		out = append(out, mapping{Span{from, to - from}, p.source})
+		out = append(out, mapping{extent.Run{Start: from, Length: to - from}, p.source})
 	}
 	return out
 }
 
-// without lists where, in sorted spans, nothing but anonymous memory is.
-func (l layout) without(spans []Span) (out []Span) {
-	for _, s := range spans {
+// without lists where, in sorted runs, nothing but anonymous memory is.
+func (l layout) without(runs []extent.Run) (out []extent.Run) {
+	for _, s := range runs {
 		for _, p := range l.within(s) {
 			if p.source != 0 {
 				continue
 			}
-			if n := len(out); n > 0 && out[n-1].end() == p.Start {
-				out[n-1].Length += p.Length
-			} else {
-				out = append(out, p.Span)
-			}
+			out = extent.Append(out, p.Start, p.End())
 		}
-	}
-	return out
-}
-
-// unite merges two sorted lists of spans; spans that touch become one.
-func unite(a, b []Span) []Span {
-	all := slices.Concat(a, b)
-	slices.SortFunc(all, func(x, y Span) int {
-		if x.Start < y.Start {
-			return -1
-		}
-		return 1
-	})
-	var out []Span
-	for _, s := range all {
-		if n := len(out); n > 0 && s.Start <= out[n-1].end() {
-			out[n-1].Length = max(out[n-1].end(), s.end()) - out[n-1].Start
-			continue
-		}
-		out = append(out, s)
 	}
 	return out
 }

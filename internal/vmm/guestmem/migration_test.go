@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"agentrun.dev/internal/storage/extent"
 	"golang.org/x/sys/unix"
 )
 
@@ -134,7 +135,7 @@ func newMovedGuest(t *testing.T, layered bool) *movedGuest {
 			g.image[p] = 1<<63 | uint64(p)
 			binary.LittleEndian.PutUint64(content[p*PageSize:], g.image[p])
 		}
-		mappings = []Mapping{{Span{0, uint64(len(content))}, newMemfd(t, content), 0}}
+		mappings = []Mapping{{extent.Run{Start: 0, Length: uint64(len(content))}, newMemfd(t, content), 0}}
 	}
 	if g.m, err = NewLayered(movedGuestPages*PageSize, mappings); err != nil {
 		t.Fatal(err)
@@ -240,15 +241,15 @@ func (g *movedGuest) capture(round int, newCapture func(CaptureConfig) *Capture)
 	}
 	got := append([]uint64(nil), g.image...)
 	for _, s := range zeros {
-		clear(got[s.Start/PageSize : s.end()/PageSize])
+		clear(got[s.Start/PageSize : s.End()/PageSize])
 	}
 	var number [8]byte
 	for _, s := range data {
 		if !copied {
-			copy(got[s.Start/PageSize:s.end()/PageSize], was[s.Start/PageSize:])
+			copy(got[s.Start/PageSize:s.End()/PageSize], was[s.Start/PageSize:])
 			continue
 		}
-		for at := s.Start; at < s.end(); at += PageSize {
+		for at := s.Start; at < s.End(); at += PageSize {
 			if _, err := file.ReadAt(number[:], int64(at)); err != nil {
 				t.Fatal(err)
 			}

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"time"
 
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 )
 
@@ -28,9 +29,9 @@ func (s *Saved) Check(memory uint64, disks []uint64) error {
 			return fmt.Errorf("saved disk %d: %w", i, err)
 		}
 	}
-	for _, d := range []uint64{s.Pause, s.MedianWait, s.P99Wait, s.Wait} {
-		if d > uint64(longest) {
-			return fmt.Errorf("a duration of %d ns was told, more than %v", d, longest)
+	for _, d := range []time.Duration{s.Pause, s.MedianWait, s.P99Wait, s.LongestWait} {
+		if d < 0 || d > longest {
+			return fmt.Errorf("a duration of %d ns was told, not one of at most %v", d, longest)
 		}
 	}
 	// A page may be stored twice: by whoever copies, and for a write that waits.
@@ -42,10 +43,10 @@ func (s *Saved) Check(memory uint64, disks []uint64) error {
 
 // Check checks pages that a vmm has told of a machine with that much memory.
 func (t *Touched) Check(memory uint64) error {
-	if err := layer.CheckRuns(t.Written, memory, MaxTouched); err != nil {
+	if err := extent.Check(t.Written, memory, MaxTouched); err != nil {
 		return fmt.Errorf("written pages: %w", err)
 	}
-	if err := layer.CheckRuns(t.Read, memory, MaxTouched); err != nil {
+	if err := extent.Check(t.Read, memory, MaxTouched); err != nil {
 		return fmt.Errorf("read pages: %w", err)
 	}
 	return nil

@@ -4,16 +4,18 @@ import (
 	"math"
 	"testing"
 
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/vmm/livefork"
 )
 
 const page = layer.PageSize
 
 func saved() *Saved {
 	return &Saved{
-		Memory: Change{Runs: []layer.Run{{Start: page, Length: 2 * page}}, Zeros: []layer.Run{{Start: 8 * page, Length: page}}},
-		Disks:  []Change{{Runs: []layer.Run{{Start: 0, Length: page}}}, {}},
-		Pause:  1e6, Waits: 3, MedianWait: 1e3, P99Wait: 2e3, Wait: 3e3, Copied: 2 * page, WhyCopiedInPause: "why",
+		Memory: Change{Runs: []extent.Run{{Start: page, Length: 2 * page}}, Zeros: []extent.Run{{Start: 8 * page, Length: page}}},
+		Disks:  []Change{{Runs: []extent.Run{{Start: 0, Length: page}}}, {}},
+		Stats:  livefork.Stats{Pause: 1e6, Waits: 3, MedianWait: 1e3, P99Wait: 2e3, LongestWait: 3e3, Copied: 2 * page, WhyCopiedInPause: "why"},
 	}
 }
 
@@ -25,14 +27,14 @@ func TestCheckSaved(t *testing.T) {
 		"memory beyond":    func(s *Saved) { s.Memory.Runs[0].Length = 64 * page },
 		"zeros beyond":     func(s *Saved) { s.Memory.Zeros[0].Start = 64 * page },
 		"disk beyond":      func(s *Saved) { s.Disks[0].Runs[0].Length = 5 * page },
-		"other disk":       func(s *Saved) { s.Disks[1].Zeros = []layer.Run{{Start: page, Length: page}} },
+		"other disk":       func(s *Saved) { s.Disks[1].Zeros = []extent.Run{{Start: page, Length: page}} },
 		"a disk less":      func(s *Saved) { s.Disks = s.Disks[:1] },
 		"a disk more":      func(s *Saved) { s.Disks = append(s.Disks, Change{}) },
-		"negative pause":   func(s *Saved) { s.Pause = 1 << 63 },
+		"negative pause":   func(s *Saved) { s.Pause = math.MinInt64 },
 		"longest pause":    func(s *Saved) { s.Pause = math.MaxInt64 },
-		"negative median":  func(s *Saved) { s.MedianWait = math.MaxUint64 },
-		"negative of 99":   func(s *Saved) { s.P99Wait = math.MaxUint64 },
-		"negative longest": func(s *Saved) { s.Wait = math.MaxUint64 },
+		"negative median":  func(s *Saved) { s.MedianWait = -1 },
+		"negative of 99":   func(s *Saved) { s.P99Wait = -1 },
+		"negative longest": func(s *Saved) { s.LongestWait = -1 },
 		"copied":           func(s *Saved) { s.Copied = 129 * page },
 	} {
 		s := saved()
@@ -51,21 +53,21 @@ func TestCheckSaved(t *testing.T) {
 }
 
 func TestCheckTouched(t *testing.T) {
-	good := Touched{Written: []layer.Run{{Start: page, Length: page}}, Read: []layer.Run{{Start: 0, Length: page}}}
+	good := Touched{Written: []extent.Run{{Start: page, Length: page}}, Read: []extent.Run{{Start: 0, Length: page}}}
 	if err := good.Check(2 * page); err != nil {
 		t.Error(err)
 	}
 	if good.Check(page) == nil {
 		t.Error("pages beyond the memory")
 	}
-	good.Read = []layer.Run{{Start: page, Length: page}, {Start: 0, Length: page}}
+	good.Read = []extent.Run{{Start: page, Length: page}, {Start: 0, Length: page}}
 	if good.Check(2*page) == nil {
 		t.Error("pages that are not sorted")
 	}
 	// A message cannot even hold more than MaxTouched.
 	many := Touched{}
 	for i := range uint64(MaxTouched + 1) {
-		many.Written = append(many.Written, layer.Run{Start: 2 * i * page, Length: page})
+		many.Written = append(many.Written, extent.Run{Start: 2 * i * page, Length: page})
 	}
 	if many.Check(layer.MaxSize) == nil {
 		t.Error("too many pages")
@@ -96,7 +98,7 @@ func FuzzSaved(f *testing.F) {
 					seen[p] = true
 				}
 			}
-			if layer.Total(c.Runs) > size {
+			if extent.Total(c.Runs) > size {
 				t.Fatal("runs hold more than there is")
 			}
 		}
@@ -105,14 +107,14 @@ func FuzzSaved(f *testing.F) {
 
 // FuzzTouched does so for pages.
 func FuzzTouched(f *testing.F) {
-	f.Add(Touched{Written: []layer.Run{{Start: page, Length: page}}, Read: []layer.Run{{Start: 0, Length: page}}}.Marshal())
+	f.Add(Touched{Written: []extent.Run{{Start: page, Length: page}}, Read: []extent.Run{{Start: 0, Length: page}}}.Marshal())
 	f.Fuzz(func(t *testing.T, b []byte) {
 		p, err := UnmarshalTouched(b)
 		if err != nil || p.Check(64*page) != nil {
 			return
 		}
-		for _, list := range [][]layer.Run{p.Written, p.Read} {
-			if layer.Total(list) > 64*page {
+		for _, list := range [][]extent.Run{p.Written, p.Read} {
+			if extent.Total(list) > 64*page {
 				t.Fatal("more pages than there are")
 			}
 		}

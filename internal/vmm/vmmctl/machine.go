@@ -3,9 +3,12 @@ package vmmctl
 import (
 	"errors"
 	"fmt"
+	"time"
 
 	"agentrun.dev/internal/codec"
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/vmm/livefork"
 )
 
 func (m *Boot) encode(e *codec.Encoder) {
@@ -162,7 +165,7 @@ func (m *Save) decode(d *codec.Decoder) {
 	}
 }
 
-func encodeRuns(e *codec.Encoder, runs []layer.Run) {
+func encodeRuns(e *codec.Encoder, runs []extent.Run) {
 	e.Uvarint(uint64(len(runs)))
 	for _, r := range runs {
 		e.Uvarint(r.Start)
@@ -179,9 +182,12 @@ func (s *Saved) Marshal() []byte {
 	for i := range s.Disks {
 		s.Disks[i].encode(e)
 	}
-	for _, n := range []uint64{s.Pause, s.Waits, s.MedianWait, s.P99Wait, s.Wait, s.Copied} {
-		e.Uvarint(n)
+	e.Uvarint(uint64(s.Pause))
+	e.Uvarint(s.Waits)
+	for _, d := range []time.Duration{s.MedianWait, s.P99Wait, s.LongestWait} {
+		e.Uvarint(uint64(d))
 	}
+	e.Uvarint(s.Copied)
 	e.String(s.WhyCopiedInPause)
 	return e.Bytes()
 }
@@ -197,10 +203,11 @@ func UnmarshalSaved(b []byte) (*Saved, error) {
 		c.decode(d)
 		s.Disks = append(s.Disks, c)
 	}
-	for _, n := range []*uint64{&s.Pause, &s.Waits, &s.MedianWait, &s.P99Wait, &s.Wait, &s.Copied} {
-		*n = d.Uvarint()
+	s.Stats = livefork.Stats{
+		Pause: time.Duration(d.Uvarint()), Waits: d.Uvarint(), MedianWait: time.Duration(d.Uvarint()),
+		P99Wait: time.Duration(d.Uvarint()), LongestWait: time.Duration(d.Uvarint()), Copied: d.Uvarint(),
+		WhyCopiedInPause: d.String(maxText),
 	}
-	s.WhyCopiedInPause = d.String(maxText)
 	if err := d.Finish(); err != nil {
 		return nil, fmt.Errorf("decode what was saved: %w", err)
 	}
@@ -219,7 +226,7 @@ func (c *Change) decode(d *codec.Decoder) {
 // Touched is pages of memory that a guest has used: those that it has written
 // to, which are its own since, and those that it has only read. Each list is
 // sorted.
-type Touched struct{ Written, Read []layer.Run }
+type Touched struct{ Written, Read []extent.Run }
 
 func (t *Touched) encode(e *codec.Encoder) {
 	encodeRuns(e, t.Written)
@@ -251,9 +258,9 @@ func UnmarshalTouched(b []byte) (t Touched, err error) {
 	return t, nil
 }
 
-func decodeRuns(d *codec.Decoder, most int) (runs []layer.Run) {
+func decodeRuns(d *codec.Decoder, most int) (runs []extent.Run) {
 	for range d.Count(most) {
-		runs = append(runs, layer.Run{Start: d.Uvarint(), Length: d.Uvarint()})
+		runs = append(runs, extent.Run{Start: d.Uvarint(), Length: d.Uvarint()})
 	}
 	return runs
 }

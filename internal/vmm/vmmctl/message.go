@@ -5,7 +5,9 @@ import (
 	"fmt"
 
 	"agentrun.dev/internal/codec"
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/vmm/livefork"
 )
 
 // Kind tells messages apart.
@@ -175,30 +177,20 @@ type Save struct {
 	// next Save tells what changed after this one, if this one succeeds.
 	Rebase bool
 	// Memory and Disks are to be stored even if they did not change.
-	Memory []layer.Run
-	Disks  [][]layer.Run
+	Memory []extent.Run
+	Disks  [][]extent.Run
 }
 
 // Saved says what the layers that Save wrote are made of, and what it cost.
 type Saved struct {
-	Memory Change
-	Disks  []Change
-	// Pause is for how long the guest stood still, in nanoseconds.
-	Pause uint64
-	// Waits counts the guest's writes that had to wait afterwards. Half of them,
-	// and 99 of 100, were being served for no longer than these, and Wait is the
-	// longest.
-	Waits, MedianWait, P99Wait, Wait uint64
-	// Copied is the bytes that were stored of the memory.
-	Copied uint64
-	// WhyCopiedInPause is empty if the memory was copied beside the running guest;
-	// if not, it says why.
-	WhyCopiedInPause string
+	Memory         Change
+	Disks          []Change
+	livefork.Stats // without Captured
 }
 
 // Change is a layer: the runs that it holds one after the other, and those
 // that have become zeros.
-type Change struct{ Runs, Zeros []layer.Run }
+type Change struct{ Runs, Zeros []extent.Run }
 
 // Connect opens a stream to a port of the guest; its one descriptor is the
 // host's end. A standby is the one that copies of the guest go on with.

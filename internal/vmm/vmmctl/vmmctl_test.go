@@ -9,6 +9,7 @@ import (
 	"strings"
 	"testing"
 
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 )
 
@@ -35,11 +36,11 @@ func messages() []Message {
 			Cmdline: "quiet", Memory: 256 << 20, VCPUs: 2, Profile: "host-v1", HasInitrd: true, Devices: devices(),
 		},
 		&Shell{Memory: image(), Profile: "host-v1", VCPUs: 1, HasUserfaultfd: true, Watch: true, Touch: Touched{
-			Written: []layer.Run{{Start: 4096, Length: 8192}}, Read: []layer.Run{{Start: 1 << 30, Length: 4096}, {Start: 2 << 30, Length: 4096}},
+			Written: []extent.Run{{Start: 4096, Length: 8192}}, Read: []extent.Run{{Start: 1 << 30, Length: 4096}, {Start: 2 << 30, Length: 4096}},
 		}},
 		&Load{ID: 8, Devices: devices()},
 		&Save{ID: 9},
-		&Save{ID: 9, Stream: true, Memory: []layer.Run{{Start: 4096, Length: 8192}}},
+		&Save{ID: 9, Stream: true, Memory: []extent.Run{{Start: 4096, Length: 8192}}},
 		&Connect{ID: 7, Port: 1<<32 - 1},
 		&Simple{Kind: KindPause, ID: 1},
 		&Simple{Kind: KindGeneration, ID: 2},

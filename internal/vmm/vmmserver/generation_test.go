@@ -4,8 +4,9 @@ import (
 	"os"
 	"testing"
 
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
-	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmm/cpu"
 	"agentrun.dev/internal/vmm/vmmctl"
 )
 
@@ -17,7 +18,7 @@ const generationPage = 0xf0000
 func generationOf(t *testing.T, c *vmmctl.Conn, id uint64) (_ [16]byte, saved *vmmctl.Saved, state, mem *os.File) {
 	t.Helper()
 	state, mem = create(t, "state"), memfd(t)
-	include := []layer.Run{{Start: generationPage, Length: 4096}}
+	include := []extent.Run{{Start: generationPage, Length: 4096}}
 	saved = mustSave(t, c, &vmmctl.Save{ID: id, Memory: include}, state, mem)
 	var generation [16]byte
 	if _, err := mem.ReadAt(generation[:], generationPage); err != nil {
@@ -71,7 +72,7 @@ func testGeneration(t *testing.T, live bool) {
 	}
 	for _, who := range []string{"the first child", "the second child"} {
 		child := serve(t)
-		shell := &vmmctl.Shell{Memory: image, VCPUs: 2, Profile: string(vmm.ProfileHostV1), HasUserfaultfd: live}
+		shell := &vmmctl.Shell{Memory: image, VCPUs: 2, Profile: string(cpu.HostV1), HasUserfaultfd: live}
 		send(t, child.Conn, shell, append(devices, mem)...)
 		send(t, child.Conn, &vmmctl.Load{ID: 1}, state)
 		for _, id := range []uint64{0, 1} {

@@ -6,8 +6,10 @@ import (
 	"io"
 	"os"
 
-	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmm/cpu"
+	"agentrun.dev/internal/vmm/disk"
 	"agentrun.dev/internal/vmm/guestmem"
 	"agentrun.dev/internal/vmm/kvm"
 	"agentrun.dev/internal/vmm/virtio"
@@ -48,7 +50,7 @@ func (s *server) boot(b *vmmctl.Boot) error {
 	}
 	cfg := vmm.Config{
 		KVM: s.sys, Kernel: s.take(1)[0], Cmdline: b.Cmdline,
-		Memory: b.Memory, VCPUs: int(b.VCPUs), Profile: vmm.Profile(b.Profile),
+		Memory: b.Memory, VCPUs: int(b.VCPUs), Profile: cpu.Profile(b.Profile),
 	}
 	defer func() { _ = cfg.Kernel.Close() }() // only read
 	if b.HasInitrd {
@@ -73,13 +75,13 @@ func (s *server) shell(m *vmmctl.Shell) (*vmm.Shell, error) {
 		return nil, err
 	}
 	layers := s.take(len(m.Memory.Layers))
-	cfg := vmm.ShellConfig{KVM: s.sys, Memory: m.Memory.Size, VCPUs: int(m.VCPUs), Profile: vmm.Profile(m.Profile)}
+	cfg := vmm.ShellConfig{KVM: s.sys, Memory: m.Memory.Size, VCPUs: int(m.VCPUs), Profile: cpu.Profile(m.Profile)}
 	for _, e := range m.Memory.Extents {
 		cfg.Layers = append(cfg.Layers, guestmem.Mapping{
-			Span: guestmem.Span{Start: e.Start, Length: e.Length}, File: layers[e.Layer], Offset: e.Offset,
+			Run: extent.Run{Start: e.Start, Length: e.Length}, File: layers[e.Layer], Offset: e.Offset,
 		})
 	}
-	cfg.Written, cfg.Read = toSpans(m.Touch.Written), toSpans(m.Touch.Read)
+	cfg.Written, cfg.Read = m.Touch.Written, m.Touch.Read
 	if m.Watch {
 		cfg.Watch = s.userfaultfd
 	}
@@ -134,17 +136,17 @@ func (s *server) devices(d *vmmctl.Devices) (out vmm.Devices, err error) {
 	for i := range d.Disks {
 		k := &d.Disks[i]
 		files := s.take(k.Files())
-		var disk vmm.Disk
+		var d vmm.Disk
 		if k.Image == nil {
-			disk, err = vmm.FileDisk(files[0], k.ReadOnly, k.ID)
+			d, err = vmm.FileDisk(files[0], k.ReadOnly, k.ID)
 		} else {
-			disk, err = s.layered(k, files)
+			d, err = s.layered(k, files)
 		}
 		if err != nil {
 			return out, fmt.Errorf("disk %d: %w", i, err)
 		}
-		disk.Rate = virtio.Rate{Bytes: k.BytesPerSecond, Ops: k.OpsPerSecond}
-		out.Disks = append(out.Disks, disk)
+		d.Rate = virtio.Rate{Bytes: k.BytesPerSecond, Ops: k.OpsPerSecond}
+		out.Disks = append(out.Disks, d)
 	}
 	for _, n := range d.Nets {
 		out.Nets = append(out.Nets, vmm.Net{Socket: s.take(1)[0], MAC: n.MAC, MTU: n.MTU})
@@ -160,10 +162,10 @@ func (s *server) devices(d *vmmctl.Devices) (out vmm.Devices, err error) {
 
 func (s *server) layered(k *vmmctl.Disk, files []*os.File) (vmm.Disk, error) {
 	last := len(files) - 1
-	disk, err := layer.NewDisk(*k.Image, files[:last], files[last])
+	d, err := disk.New(*k.Image, files[:last], files[last])
 	if err != nil {
 		return vmm.Disk{}, err
 	}
-	s.disks = append(s.disks, disk)
-	return vmm.Disk{Backend: disk, ID: k.ID, Close: disk.Close}, nil
+	s.disks = append(s.disks, d)
+	return vmm.Disk{Backend: d, ID: k.ID, Close: d.Close}, nil
 }

@@ -8,8 +8,10 @@ import (
 	"slices"
 	"time"
 
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmm/disk"
 	"agentrun.dev/internal/vmm/guestmem"
 	"agentrun.dev/internal/vmm/vmmctl"
 )
@@ -90,7 +92,7 @@ func (s *server) saveTo(m *vmmctl.Save, w *saveFiles) (saved vmmctl.Saved, err e
 	}()
 	beside, why := c.Beside()
 	var state *vmm.State
-	var disks []*layer.Frozen
+	var disks []*disk.Frozen
 	stood, err := c.Arm(s.stand)
 	if err != nil {
 		return saved, err
@@ -115,10 +117,10 @@ func (s *server) saveTo(m *vmmctl.Save, w *saveFiles) (saved vmmctl.Saved, err e
 	if err != nil {
 		return saved, err
 	}
-	if !beside {
-		saved.WhyCopiedInPause = vmmctl.Clip(why.Error())
-	} else if saved.Memory, err = saveMemory(c, m.Memory); err != nil {
-		return saved, err
+	if beside {
+		if saved.Memory, err = saveMemory(c, m.Memory); err != nil {
+			return saved, err
+		}
 	}
 	if err := saveState(state, w.state); err != nil {
 		return saved, err
@@ -130,9 +132,11 @@ func (s *server) saveTo(m *vmmctl.Save, w *saveFiles) (saved vmmctl.Saved, err e
 		}
 		saved.Disks = append(saved.Disks, change)
 	}
-	st := c.Stats()
-	saved.Pause, saved.Copied, saved.Waits = uint64(max(stood, pause)), st.Copied, st.Faults
-	saved.MedianWait, saved.P99Wait, saved.Wait = uint64(st.MedianWait), uint64(st.P99Wait), uint64(st.LongestWait)
+	saved.Stats = c.Stats().Stats
+	saved.Pause = max(stood, pause)
+	if !beside {
+		saved.WhyCopiedInPause = vmmctl.Clip(why.Error())
+	}
 	if m.Rebase {
 		if err := c.Adopt(); err != nil {
 			return saved, err
@@ -187,7 +191,7 @@ func (s *server) stand(do func() error) (stood time.Duration, err error) {
 }
 
 // freezeDisks is done while nobody uses them.
-func (s *server) freezeDisks(w *saveFiles) (disks []*layer.Frozen, err error) {
+func (s *server) freezeDisks(w *saveFiles) (disks []*disk.Frozen, err error) {
 	for i, d := range s.disks {
 		f, err := d.Freeze(w.tops[0])
 		w.tops = w.tops[1:]
@@ -200,8 +204,8 @@ func (s *server) freezeDisks(w *saveFiles) (disks []*layer.Frozen, err error) {
 }
 
 // saveDisk writes what a frozen disk has beyond its image.
-func saveDisk(m *vmmctl.Save, i int, d *layer.Frozen, to *os.File) (change vmmctl.Change, err error) {
-	var include []layer.Run
+func saveDisk(m *vmmctl.Save, i int, d *disk.Frozen, to *os.File) (change vmmctl.Change, err error) {
+	var include []extent.Run
 	if i < len(m.Disks) {
 		include = m.Disks[i]
 	}
@@ -228,54 +232,31 @@ func saveState(state *vmm.State, to *os.File) error {
 const minZeroRun = 64 << 10
 
 // saveMemory stores what a capture has.
-func saveMemory(from *vmm.Capture, include []layer.Run) (vmmctl.Change, error) {
+func saveMemory(from *vmm.Capture, include []extent.Run) (vmmctl.Change, error) {
 	c, err := listMemory(from, include)
 	if err != nil {
 		return c, err
 	}
-	return c, from.Copy(toSpans(c.Runs))
+	return c, from.Copy(c.Runs)
 }
 
 // listMemory says what is to be stored of what a capture has.
-func listMemory(from *vmm.Capture, include []layer.Run) (c vmmctl.Change, err error) {
-	data, zeros, err := from.List(toSpans(include))
+func listMemory(from *vmm.Capture, include []extent.Run) (c vmmctl.Change, err error) {
+	data, zeros, err := from.List(include)
 	if err != nil {
 		return c, err
 	}
-	runs := toRuns(data)
-	for _, z := range toRuns(zeros) {
+	for _, z := range zeros {
 		if z.Length >= minZeroRun && len(c.Zeros) < layer.MaxRuns {
 			c.Zeros = append(c.Zeros, z)
 		} else {
-			runs = append(runs, z)
+			data = append(data, z)
 		}
 	}
-	slices.SortFunc(runs, func(a, b layer.Run) int {
-		if a.Start < b.Start {
-			return -1
-		}
-		return 1
-	})
-	c.Runs = layer.Gather(runs)
+	c.Runs = layer.Gather(extent.Sort(data))
 	// Zeros in a gap that was closed are stored with it.
-	c.Zeros = slices.DeleteFunc(c.Zeros, func(z layer.Run) bool {
-		return slices.ContainsFunc(c.Runs, func(r layer.Run) bool { return z.Start >= r.Start && z.Start < r.Start+r.Length })
+	c.Zeros = slices.DeleteFunc(c.Zeros, func(z extent.Run) bool {
+		return slices.ContainsFunc(c.Runs, func(r extent.Run) bool { return z.Start >= r.Start && z.Start < r.End() })
 	})
 	return c, nil
-}
-
-func toRuns(spans []guestmem.Span) []layer.Run {
-	runs := make([]layer.Run, len(spans))
-	for i, s := range spans {
-		runs[i] = layer.Run{Start: s.Start, Length: s.Length}
-	}
-	return runs
-}
-
-func toSpans(runs []layer.Run) []guestmem.Span {
-	spans := make([]guestmem.Span, len(runs))
-	for i, r := range runs {
-		spans[i] = guestmem.Span{Start: r.Start, Length: r.Length}
-	}
-	return spans
 }

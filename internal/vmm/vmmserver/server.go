@@ -12,8 +12,9 @@ import (
 	"sync"
 	"time"
 
-	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmm/cpu"
+	"agentrun.dev/internal/vmm/disk"
 	"agentrun.dev/internal/vmm/kvm"
 	"agentrun.dev/internal/vmm/vmmctl"
 )
@@ -111,7 +112,7 @@ func (s *server) fill(conn *vmmctl.Conn, shell *vmm.Shell) (id uint64, err error
 // guest, so there must be more Ps than vCPUs, for the control socket and the
 // devices. Not earlier: each P that has run has caches of its own.
 func (s *server) spread(vcpus uint64) {
-	s.procs = int(min(vcpus, vmm.MaxVCPUs)) + 1
+	s.procs = int(min(vcpus, cpu.MaxVCPUs)) + 1
 	runtime.GOMAXPROCS(s.procs)
 }
 
@@ -134,9 +135,9 @@ type server struct {
 	files       []*os.File // of the first message, those not yet taken
 	sys         *kvm.System
 	vm          *vmm.VM
-	procs       int           // how many Ps there are but during a save
-	disks       []*layer.Disk // those that can be saved
-	listener    *os.File      // nil: the VM ends with its parent
+	procs       int          // how many Ps there are but during a save
+	disks       []*disk.Disk // those that can be saved
+	listener    *os.File     // nil: the VM ends with its parent
 	readyPort   uint32
 	ready       sync.Once
 
@@ -247,7 +248,7 @@ func (s *server) request(conn *vmmctl.Conn, m vmmctl.Message, files []*os.File) 
 	if m, ok := m.(*vmmctl.Simple); ok && m.Kind == vmmctl.KindTouched && len(files) == 1 {
 		written, read, err := s.vm.TouchedMemory(files[0])
 		err = errors.Join(err, files[0].Close())
-		return reply(conn, m.ID, err, vmmctl.Touched{Written: toRuns(written), Read: toRuns(read)}.Marshal())
+		return reply(conn, m.ID, err, vmmctl.Touched{Written: written, Read: read}.Marshal())
 	}
 	for _, f := range files {
 		_ = f.Close() // nobody asked for it

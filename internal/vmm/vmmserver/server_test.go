@@ -10,10 +10,12 @@ import (
 	"testing"
 
 	"agentrun.dev/internal/host/assets"
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
-	"agentrun.dev/internal/vmm"
+	"agentrun.dev/internal/vmm/cpu"
 	"agentrun.dev/internal/vmm/virtio"
 	"agentrun.dev/internal/vmm/vmmctl"
+	"agentrun.dev/internal/vmm/vmstate"
 	"golang.org/x/sys/unix"
 )
 
@@ -166,7 +168,7 @@ func mappingsOf(t *testing.T, name string) int {
 	return strings.Count(string(b), name)
 }
 
-func length(runs []layer.Run) (n uint64) {
+func length(runs []extent.Run) (n uint64) {
 	for _, r := range runs {
 		n += r.Length
 	}
@@ -244,7 +246,7 @@ func testSaveAndRestore(t *testing.T, live bool) {
 	}
 
 	child := serve(t)
-	shell := &vmmctl.Shell{Memory: image, VCPUs: 1, Profile: string(vmm.ProfileHostV1), HasUserfaultfd: live}
+	shell := &vmmctl.Shell{Memory: image, VCPUs: 1, Profile: string(cpu.HostV1), HasUserfaultfd: live}
 	send(t, child.Conn, shell, append(slices.Clone(devices), layers...)...)
 	send(t, child.Conn, &vmmctl.Load{ID: 8, Devices: boot.Devices}, state2, create(t, "top"))
 	for _, id := range []uint64{0, 8} {
@@ -267,7 +269,7 @@ func testSaveAndRestore(t *testing.T, live bool) {
 				t.Fatal(err)
 			}
 			if exit, ok := m.(*vmmctl.Exit); ok {
-				if exit.Reason != string(vmm.ReasonStopped) {
+				if exit.Reason != string(vmstate.Stopped) {
 					t.Errorf("it ended by %s: %s", exit.Reason, exit.Detail)
 				}
 				break
@@ -322,7 +324,7 @@ func TestParentCloses(t *testing.T) {
 	}
 	send(t, parents[0], &vmmctl.Simple{Kind: vmmctl.KindStop, ID: 7})
 	for _, c := range parents[1:] {
-		if exit := receive[*vmmctl.Exit](t, c); exit.Reason != string(vmm.ReasonStopped) {
+		if exit := receive[*vmmctl.Exit](t, c); exit.Reason != string(vmstate.Stopped) {
 			t.Errorf("it ended by %s", exit.Reason)
 		}
 	}

@@ -42,7 +42,7 @@ func (s *server) streamTo(m *vmmctl.Save, w *saveFiles) (saved vmmctl.Saved, err
 		if saved.Memory, err = listMemory(c, m.Memory); err != nil {
 			return err
 		}
-		err = c.Stream(w.memory, toSpans(saved.Memory.Runs))
+		err = c.Stream(w.memory, saved.Memory.Runs)
 		if err = errors.Join(err, w.memory.Close()); err != nil {
 			return err
 		}
@@ -57,6 +57,6 @@ func (s *server) streamTo(m *vmmctl.Save, w *saveFiles) (saved vmmctl.Saved, err
 		}
 		return s.vm.ChangeGeneration() // last, as in saveTo: a machine may go on after its checkpoint
 	})
-	saved.Pause, saved.WhyCopiedInPause = uint64(stood), "a sandbox that is written to disk at once stands still"
+	saved.Pause, saved.WhyCopiedInPause = stood, "a sandbox that is written to disk at once stands still"
 	return saved, err
 }

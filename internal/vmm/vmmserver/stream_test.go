@@ -6,6 +6,7 @@ import (
 	"os"
 	"testing"
 
+	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/vmm/vmmctl"
 )
@@ -39,7 +40,7 @@ func askStream(t *testing.T, c *vmmctl.Conn, m *vmmctl.Save, state *os.File) (me
 const generationID = 0xf0000
 
 // blank clears the page at an address in the content of some runs.
-func blank(t *testing.T, content []byte, runs []layer.Run, address uint64) {
+func blank(t *testing.T, content []byte, runs []extent.Run, address uint64) {
 	t.Helper()
 	at := uint64(0)
 	for _, r := range runs {
@@ -71,7 +72,7 @@ func TestStream(t *testing.T) {
 	if r := answer(t, p.Conn, 1); r.Error != "" {
 		t.Fatal(r.Error)
 	}
-	include := []layer.Run{{Start: memory / 2, Length: 1 << 20}} // zeros, which need no place
+	include := []extent.Run{{Start: memory / 2, Length: 1 << 20}} // zeros, which need no place
 	state, mem, change, top := saveFilesFor(t)
 	saved := mustSave(t, p.Conn, &vmmctl.Save{ID: 2, Memory: include}, state, mem, change, top)
 
@@ -135,7 +136,7 @@ func TestStream(t *testing.T) {
 }
 
 // generationIn is the generation id in what was stored of some runs.
-func generationIn(t *testing.T, content []byte, runs []layer.Run) (id [16]byte) {
+func generationIn(t *testing.T, content []byte, runs []extent.Run) (id [16]byte) {
 	t.Helper()
 	at := uint64(0)
 	for _, r := range runs {
@@ -166,7 +167,7 @@ func TestGenerationAfterStream(t *testing.T) {
 	}
 	seen := map[[16]byte]bool{}
 	for id := uint64(2); id < 5; id++ {
-		include := []layer.Run{{Start: generationID, Length: layer.PageSize}}
+		include := []extent.Run{{Start: generationID, Length: layer.PageSize}}
 		mem, changes := askStream(t, p.Conn, &vmmctl.Save{ID: id, Memory: include}, create(t, "state"))
 		content, err := io.ReadAll(mem)
 		if err == nil {

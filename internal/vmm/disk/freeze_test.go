@@ -1,4 +1,4 @@
-package layer
+package disk
 
 import (
 	"bytes"
@@ -8,6 +8,8 @@ import (
 	"slices"
 	"testing"
 
+	"agentrun.dev/internal/storage/extent"
+	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/vmm/guestmem"
 )
 
@@ -30,21 +32,21 @@ func TestIncludeIsSparse(t *testing.T) {
 	}
 	defer func() { _ = mem.Close() }()
 	s := newStore(t)
-	ref := s.put(func(w *Writer) { _, _ = w.Write(bytes.Repeat([]byte{1}, 3*PageSize)) })
-	below := Image{Size: size, Layers: []Ref{ref}, Extents: []Extent{{Start: size / 2, Length: 3 * PageSize}}}
-	d, err := NewDisk(below, s.openAll(below), emptyTop(t))
+	ref := s.put(func(w *layer.Writer) { _, _ = w.Write(bytes.Repeat([]byte{1}, 3*blockSize)) })
+	below := layer.Image{Size: size, Layers: []layer.Ref{ref}, Extents: []layer.Extent{{Start: size / 2, Length: 3 * blockSize}}}
+	d, err := New(below, s.openAll(below), emptyTop(t))
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer func() { _ = d.Close() }()
-	for _, off := range []int64{8 * PageSize, 9 * PageSize, 100 * PageSize} {
-		if n, err := d.WriteAt(mem, []guestmem.Range{{Len: PageSize}}, off); err != nil || n != PageSize {
+	for _, off := range []int64{8 * blockSize, 9 * blockSize, 100 * blockSize} {
+		if n, err := d.WriteAt(mem, []guestmem.Range{{Len: blockSize}}, off); err != nil || n != blockSize {
 			t.Fatal(n, err)
 		}
 	}
 	// Of a layer, and of what was written: who knows nothing of either is told.
-	for _, off := range []int64{9 * PageSize, size/2 + PageSize} {
-		if err := d.Discard(off, PageSize); err != nil {
+	for _, off := range []int64{9 * blockSize, size/2 + blockSize} {
+		if err := d.Discard(off, blockSize); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -56,9 +58,9 @@ func TestIncludeIsSparse(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	runs, zeros := f.Changed([]Run{{0, size}})
-	wantRuns := []Run{{8 * PageSize, PageSize}, {100 * PageSize, PageSize}, {size / 2, PageSize}, {size/2 + 2*PageSize, PageSize}}
-	wantZeros := []Run{{9 * PageSize, PageSize}, {size/2 + PageSize, PageSize}}
+	runs, zeros := f.Changed([]extent.Run{{Start: 0, Length: size}})
+	wantRuns := []extent.Run{{Start: 8 * blockSize, Length: blockSize}, {Start: 100 * blockSize, Length: blockSize}, {Start: size / 2, Length: blockSize}, {Start: size/2 + 2*blockSize, Length: blockSize}}
+	wantZeros := []extent.Run{{Start: 9 * blockSize, Length: blockSize}, {Start: size/2 + blockSize, Length: blockSize}}
 	if !slices.Equal(runs, wantRuns) || !slices.Equal(zeros, wantZeros) {
 		t.Errorf("%v and zeros %v, not %v and %v", runs, zeros, wantRuns, wantZeros)
 	}
@@ -78,8 +80,8 @@ func TestFreeze(t *testing.T) {
 		r := rand.New(rand.NewPCG(seed, 0))
 		s := newStore(t)
 		content := make([]byte, size)
-		image := Image{Size: size}
-		d, err := NewDisk(image, nil, emptyTop(t))
+		image := layer.Image{Size: size}
+		d, err := New(image, nil, emptyTop(t))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -124,32 +126,32 @@ func TestFreeze(t *testing.T) {
 			clear(content[:size/2])
 
 			rebase := r.IntN(2) == 0
-			base, include := image, []Run(nil)
+			base, include := image, []extent.Run(nil)
 			if round%5 == 4 { // fold everything into one layer above the durable image
 				base, rebase = durable, true
 				for _, e := range image.Extents {
-					include = append(include, Run{e.Start, e.Length})
+					include = append(include, extent.Run{Start: e.Start, Length: e.Length})
 				}
 			}
 			runs, zeros := f.Changed(include)
-			ref := s.put(func(w *Writer) {
+			ref := s.put(func(w *layer.Writer) {
 				if err := f.WriteChanged(w, runs); err != nil {
 					t.Fatal(err)
 				}
 			})
-			child, err := Overlay(base, ref, runs, zeros)
+			child, err := layer.Overlay(base, ref, runs, zeros)
 			if err != nil {
 				t.Fatal(err)
 			}
 			got := make([]byte, size)
-			v, err := openBelow(child, s.openAll(child))
+			v, err := layer.OpenImage(child, s.openAll(child))
 			if err != nil {
 				t.Fatal(err)
 			}
-			if err := v.read(got, 0); err != nil {
+			if err := v.Read(got, 0); err != nil {
 				t.Fatal(err)
 			}
-			if err := v.close(); err != nil {
+			if err := v.Close(); err != nil {
 				t.Fatal(err)
 			}
 			if !bytes.Equal(got, was) {

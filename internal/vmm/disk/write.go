@@ -1,4 +1,4 @@
-package layer
+package disk
 
 import (
 	"errors"
@@ -32,13 +32,13 @@ func (d *Disk) beginWrite(off, n int64) error {
 	if err := d.check(off, n); err != nil || n == 0 {
 		return err
 	}
-	if off%PageSize != 0 {
-		if err := d.copyUp(uint64(off) / PageSize); err != nil {
+	if off%blockSize != 0 {
+		if err := d.copyUp(uint64(off) / blockSize); err != nil {
 			return err
 		}
 	}
-	if (off+n)%PageSize != 0 {
-		return d.copyUp(uint64(off+n) / PageSize)
+	if (off+n)%blockSize != 0 {
+		return d.copyUp(uint64(off+n) / blockSize)
 	}
 	return nil
 }
@@ -49,10 +49,10 @@ func (d *Disk) copyUp(block uint64) error {
 	if top.present.has(block) {
 		return nil
 	}
-	if err := d.read(d.block[:], block*PageSize); err != nil {
+	if err := d.read(d.block[:], block*blockSize); err != nil {
 		return fmt.Errorf("copy up: %w", err)
 	}
-	if _, err := top.file.WriteAt(d.block[:], int64(block*PageSize)); err != nil {
+	if _, err := top.file.WriteAt(d.block[:], int64(block*blockSize)); err != nil {
 		return fmt.Errorf("copy up: %w", err)
 	}
 	top.present.set(block, block+1)
@@ -61,7 +61,7 @@ func (d *Disk) copyUp(block uint64) error {
 
 // wholeBlocks are the blocks that lie wholly in [off, end).
 func wholeBlocks(off, end uint64) (first, last uint64) {
-	first, last = (off+PageSize-1)/PageSize, end/PageSize
+	first, last = (off+blockSize-1)/blockSize, end/blockSize
 	return first, max(first, last)
 }
 
@@ -89,13 +89,13 @@ func (d *Disk) zero(off, n int64) error {
 	start, end := uint64(off), uint64(off+n)
 	first, last := wholeBlocks(start, end)
 	// A range within one block has no whole one, and first lies behind it.
-	if err := writeZeros(d.stages[0].file, start, min(first*PageSize, end)); err != nil {
+	if err := writeZeros(d.stages[0].file, start, min(first*blockSize, end)); err != nil {
 		return err
 	}
 	if err := d.zeroBlocks(first, last); err != nil {
 		return err
 	}
-	return writeZeros(d.stages[0].file, last*PageSize, end)
+	return writeZeros(d.stages[0].file, last*blockSize, end)
 }
 
 // zeroBlocks makes whole blocks zero. Those that are zeros already, with
@@ -104,10 +104,10 @@ func (d *Disk) zeroBlocks(first, last uint64) error {
 	if first == last {
 		return nil
 	}
-	if err := d.punch(first*PageSize, last*PageSize); err != nil {
+	if err := d.punch(first*blockSize, last*blockSize); err != nil {
 		return err
 	}
-	for off, end := first*PageSize, last*PageSize; off < end; {
+	for off, end := first*blockSize, last*blockSize; off < end; {
 		s, _, in, next := d.segment(off, end)
 		if s != nil || in {
 			if d.noPunch {
@@ -115,7 +115,7 @@ func (d *Disk) zeroBlocks(first, last uint64) error {
 					return err
 				}
 			}
-			d.stages[0].present.set(off/PageSize, next/PageSize)
+			d.stages[0].present.set(off/blockSize, next/blockSize)
 		}
 		off = next
 	}
@@ -145,10 +145,12 @@ func punchHole(fd int, off, end uint64) error {
 	return nil
 }
 
+var zeroBlock [blockSize]byte
+
 // writeZeros writes zeros to a file.
 func writeZeros(f *os.File, off, end uint64) error {
 	for off < end {
-		n, err := f.WriteAt(zeroPage[:min(PageSize, end-off)], int64(off))
+		n, err := f.WriteAt(zeroBlock[:min(blockSize, end-off)], int64(off))
 		if err != nil {
 			return fmt.Errorf("write zeros: %w", err)
 		}

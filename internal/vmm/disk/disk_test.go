@@ -1,4 +1,4 @@
-package layer
+package disk
 
 import (
 	"bytes"
@@ -11,6 +11,8 @@ import (
 	"slices"
 	"testing"
 
+	"agentrun.dev/internal/storage/extent"
+	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/vmm/guestmem"
 )
 
@@ -42,7 +44,7 @@ func (g guest) scatter(n int) []guestmem.Range {
 	var list []guestmem.Range
 	gpa := uint64(g.r.IntN(1000))
 	for n > 0 {
-		k := min(n, g.r.IntN(3*PageSize))
+		k := min(n, g.r.IntN(3*blockSize))
 		list = append(list, guestmem.Range{GPA: gpa, Len: uint32(k)})
 		gpa += uint64(k + g.r.IntN(64))
 		n -= k
@@ -126,9 +128,9 @@ func newTop(t *testing.T, dir string) *os.File {
 	return f
 }
 
-func newDisk(s store, im Image, top *os.File) *Disk {
+func newDisk(s store, im layer.Image, top *os.File) *Disk {
 	s.t.Helper()
-	d, err := NewDisk(im, s.openAll(im), top)
+	d, err := New(im, s.openAll(im), top)
 	if err != nil {
 		s.t.Fatal(err)
 	}
@@ -137,31 +139,31 @@ func newDisk(s store, im Image, top *os.File) *Disk {
 }
 
 // capture makes a snapshot of a disk.
-func capture(s store, d *Disk) Image {
+func capture(s store, d *Disk) layer.Image {
 	s.t.Helper()
 	runs, zeros := d.Changed()
-	if len(runs) > MaxRuns || len(zeros) > MaxRuns {
+	if len(runs) > layer.MaxRuns || len(zeros) > layer.MaxRuns {
 		s.t.Fatalf("%d runs, %d zeros", len(runs), len(zeros))
 	}
-	var union []Run
-	union = sortRuns(append(append(union, runs...), zeros...))
-	if err := validateRuns(union, d.below.image.Size); err != nil {
+	var union []extent.Run
+	union = extent.Sort(append(append(union, runs...), zeros...))
+	if err := extent.Check(union, d.below.Image.Size, len(union)); err != nil {
 		s.t.Fatalf("runs and zeros overlap: %v", err)
 	}
-	ref := s.put(func(w *Writer) {
+	ref := s.put(func(w *layer.Writer) {
 		if err := d.WriteChanged(w, runs); err != nil {
 			s.t.Fatal(err)
 		}
 	})
-	im, err := Overlay(d.below.image, ref, runs, zeros)
-	if errors.Is(err, ErrNeedsCompaction) {
-		base := Image{}
-		s.put(func(w *Writer) {
-			if base, err = Compact(s.t.Context(), d.below.image, s.open, w); err != nil {
+	im, err := layer.Overlay(d.below.Image, ref, runs, zeros)
+	if errors.Is(err, layer.ErrNeedsCompaction) {
+		base := layer.Image{}
+		s.put(func(w *layer.Writer) {
+			if base, err = layer.Compact(s.t.Context(), d.below.Image, s.open, w); err != nil {
 				s.t.Fatal(err)
 			}
 		})
-		im, err = Overlay(base, ref, runs, zeros)
+		im, err = layer.Overlay(base, ref, runs, zeros)
 	}
 	if err != nil {
 		s.t.Fatal(err)
@@ -185,8 +187,8 @@ func TestDiskModel(t *testing.T) {
 			for seed := range uint64(4) {
 				g := newGuest(t, rand.New(rand.NewPCG(seed, 3)))
 				s, dir := newStore(t), c.dir(t)
-				model := make([]byte, (40+g.r.IntN(900))*PageSize)
-				im := Image{Size: uint64(len(model))}
+				model := make([]byte, (40+g.r.IntN(900))*blockSize)
+				im := layer.Image{Size: uint64(len(model))}
 				var parent *Disk
 				var old []byte
 				for range 10 {
@@ -227,8 +229,8 @@ func hostRead(t *testing.T, d *Disk) []byte {
 func TestDiskChanged(t *testing.T) {
 	g := newGuest(t, rand.New(rand.NewPCG(4, 4)))
 	s := newStore(t)
-	l := s.bytes(bytes.Repeat([]byte{9}, 20*PageSize))
-	im := Image{100 * PageSize, []Ref{l}, []Extent{ext(10, 20, 0, 0)}}
+	l := s.pages(20)
+	im := layer.Image{Size: 100 * blockSize, Layers: []layer.Ref{l}, Extents: []layer.Extent{ext(10, 20)}}
 	d := newDisk(s, im, newTop(t, shm(t)))
 	if runs, zeros := d.Changed(); runs != nil || zeros != nil {
 		t.Errorf("an untouched disk: %v, %v", runs, zeros)
@@ -236,30 +238,30 @@ func TestDiskChanged(t *testing.T) {
 	if err := d.Discard(0, d.Size()); err != nil {
 		t.Fatal(err)
 	}
-	g.write(d, 50*PageSize+sector, []byte{1, 2, 3})
-	g.write(d, 15*PageSize, bytes.Repeat([]byte{1}, PageSize))
+	g.write(d, 50*blockSize+sector, []byte{1, 2, 3})
+	g.write(d, 15*blockSize, bytes.Repeat([]byte{1}, blockSize))
 	runs, zeros := d.Changed()
-	if want := []Run{{15 * PageSize, PageSize}, {50 * PageSize, PageSize}}; !slices.Equal(runs, want) {
+	if want := []extent.Run{{Start: 15 * blockSize, Length: blockSize}, {Start: 50 * blockSize, Length: blockSize}}; !slices.Equal(runs, want) {
 		t.Errorf("runs %v, want %v", runs, want)
 	}
-	if want := []Run{{10 * PageSize, 5 * PageSize}, {16 * PageSize, 14 * PageSize}}; !slices.Equal(zeros, want) {
+	if want := []extent.Run{{Start: 10 * blockSize, Length: 5 * blockSize}, {Start: 16 * blockSize, Length: 14 * blockSize}}; !slices.Equal(zeros, want) {
 		t.Errorf("zeros %v, want %v", zeros, want)
 	}
 }
 
 // TestDiskManyZeros has more zero ranges than can be listed.
 func TestDiskManyZeros(t *testing.T) {
-	const blocks = 6 * MaxRuns
+	const blocks = 6 * layer.MaxRuns
 	s := newStore(t)
-	l := s.bytes(bytes.Repeat([]byte{9}, blocks*PageSize))
-	im := Image{blocks * PageSize, []Ref{l}, []Extent{ext(0, blocks, 0, 0)}}
+	l := s.pages(blocks)
+	im := layer.Image{Size: blocks * blockSize, Layers: []layer.Ref{l}, Extents: []layer.Extent{ext(0, blocks)}}
 	d := newDisk(s, im, newTop(t, shm(t)))
-	want := bytes.Repeat([]byte{9}, blocks*PageSize)
+	want := bytes.Repeat([]byte{9}, blocks*blockSize)
 	for i := 0; i < blocks; i += 2 + i%3 {
-		if err := d.Discard(int64(i)*PageSize, PageSize); err != nil {
+		if err := d.Discard(int64(i)*blockSize, blockSize); err != nil {
 			t.Fatal(err)
 		}
-		clear(want[i*PageSize : (i+1)*PageSize])
+		clear(want[i*blockSize : (i+1)*blockSize])
 	}
 	sameBytes(t, "snapshot", s.content(capture(s, d)), want)
 }
@@ -268,13 +270,13 @@ func TestDiskManyZeros(t *testing.T) {
 // discarded all of it.
 func TestHugeDisk(t *testing.T) {
 	s := newStore(t)
-	l := s.bytes(bytes.Repeat([]byte{9}, PageSize))
-	im := Image{1 << 40, []Ref{l}, []Extent{{1<<40 - PageSize, PageSize, 0, 0}}}
+	l := s.pages(1)
+	im := layer.Image{Size: 1 << 40, Layers: []layer.Ref{l}, Extents: []layer.Extent{{Start: 1<<40 - blockSize, Length: blockSize}}}
 	d := newDisk(s, im, newTop(t, shm(t)))
 	if err := d.Discard(sector, d.Size()-sector); err != nil {
 		t.Fatal(err)
 	}
-	d.stages[0].present.set(5, im.Size/PageSize) // as if there had been something below
+	d.stages[0].present.set(5, im.Size/blockSize) // as if there had been something below
 	chunks := 0
 	for _, c := range d.stages[0].present.chunks {
 		if c != nil && c != fullChunk {
@@ -285,7 +287,7 @@ func TestHugeDisk(t *testing.T) {
 		t.Errorf("%d chunks of the bitmap are allocated", chunks)
 	}
 	runs, zeros := d.Changed()
-	if len(runs) != 1 || runs[0] != (Run{0, PageSize}) || len(zeros) != 1 || zeros[0] != (Run{1<<40 - PageSize, PageSize}) {
+	if len(runs) != 1 || runs[0] != (extent.Run{Start: 0, Length: blockSize}) || len(zeros) != 1 || zeros[0] != (extent.Run{Start: 1<<40 - blockSize, Length: blockSize}) {
 		t.Errorf("runs %v, zeros %v", runs, zeros)
 	}
 }
@@ -319,10 +321,10 @@ func TestBitmap(t *testing.T) {
 func TestReadOnlyDisk(t *testing.T) {
 	g := newGuest(t, rand.New(rand.NewPCG(6, 6)))
 	s := newStore(t)
-	l := s.bytes(bytes.Repeat([]byte{9}, 2*PageSize))
-	d := newDisk(s, Image{4 * PageSize, []Ref{l}, []Extent{ext(1, 2, 0, 0)}}, nil)
-	want := make([]byte, 4*PageSize)
-	copy(want[PageSize:], bytes.Repeat([]byte{9}, 2*PageSize))
+	l := s.pages(2)
+	d := newDisk(s, layer.Image{Size: 4 * blockSize, Layers: []layer.Ref{l}, Extents: []layer.Extent{ext(1, 2)}}, nil)
+	want := make([]byte, 4*blockSize)
+	copy(want[blockSize:], bytes.Repeat([]byte{9}, 2*blockSize))
 	sameBytes(t, "disk", g.read(d, 0, len(want)), want)
 	if !d.ReadOnly() {
 		t.Error("a disk without a top is writable")
@@ -341,11 +343,11 @@ func TestReadOnlyDisk(t *testing.T) {
 
 func TestNewDiskRefuses(t *testing.T) {
 	s, dir := newStore(t), shm(t)
-	l := s.bytes(bytes.Repeat([]byte{9}, 2*PageSize))
-	im := Image{4 * PageSize, []Ref{l}, []Extent{ext(1, 2, 0, 0)}}
+	l := s.pages(2)
+	im := layer.Image{Size: 4 * blockSize, Layers: []layer.Ref{l}, Extents: []layer.Extent{ext(1, 2)}}
 	top := newTop(t, dir)
 	defer top.Close()
-	short := s.bytes(make([]byte, PageSize))
+	short := s.pages(1)
 	if err := os.Rename(s.path(short), s.path(ref(7, 1))); err != nil {
 		t.Fatal(err)
 	}
@@ -368,14 +370,14 @@ func TestNewDiskRefuses(t *testing.T) {
 	}
 	for _, c := range []struct {
 		name  string
-		im    Image
+		im    layer.Image
 		files []*os.File
 		top   *os.File
 		say   string
 	}{
-		{"bad image", Image{Size: 1}, nil, top, "image of 1 bytes"},
+		{"bad image", layer.Image{Size: 1}, nil, top, "image of 1 bytes"},
 		{"no files", im, nil, top, "1 layers with 0 files"},
-		{"a layer of another size", Image{8 * PageSize, []Ref{ref(7, 4)}, []Extent{ext(0, 4, 0, 0)}}, s.openAll(Image{Layers: []Ref{ref(7, 4)}}), top, "has 4096 bytes"},
+		{"a layer of another size", layer.Image{Size: 8 * blockSize, Layers: []layer.Ref{ref(7, 4)}, Extents: []layer.Extent{ext(0, 4)}}, s.openAll(layer.Image{Layers: []layer.Ref{ref(7, 4)}}), top, "has 4096 bytes"},
 		{"a layer that is a device", im, []*os.File{null}, top, os.DevNull},
 		{"a closed layer", im, []*os.File{closed}, top, l.Digest.String()},
 		{"a device as top", im, s.openAll(im), null, "not a regular file"},
@@ -384,7 +386,7 @@ func TestNewDiskRefuses(t *testing.T) {
 		{"a top to append to", im, s.openAll(im), open(os.O_RDWR | os.O_APPEND), "at any place"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			_, err := NewDisk(c.im, c.files, c.top)
+			_, err := New(c.im, c.files, c.top)
 			wantError(t, err, "make disk", c.say)
 		})
 	}
@@ -395,38 +397,38 @@ func TestNewDiskRefuses(t *testing.T) {
 func TestDiskErrors(t *testing.T) {
 	g := newGuest(t, rand.New(rand.NewPCG(7, 7)))
 	s := newStore(t)
-	l := s.bytes(bytes.Repeat([]byte{9}, 4*PageSize))
-	im := Image{8 * PageSize, []Ref{l}, []Extent{ext(0, 4, 0, 0)}}
+	l := s.pages(4)
+	im := layer.Image{Size: 8 * blockSize, Layers: []layer.Ref{l}, Extents: []layer.Extent{ext(0, 4)}}
 	d := newDisk(s, im, newTop(t, shm(t)))
 	for _, r := range [][2]int64{{-sector, sector}, {0, d.Size() + sector}, {d.Size(), sector}, {sector, -sector}} {
 		wantError(t, d.Discard(r[0], r[1]), "beyond the size")
 	}
-	wantError(t, d.WriteChanged(io.Discard, []Run{{0, 9 * PageSize}}), "beyond the size")
-	outside := []guestmem.Range{{GPA: 0, Len: PageSize}, {GPA: 1 << 40, Len: PageSize}}
+	wantError(t, d.WriteChanged(io.Discard, []extent.Run{{Start: 0, Length: 9 * blockSize}}), "beyond the size")
+	outside := []guestmem.Range{{GPA: 0, Len: blockSize}, {GPA: 1 << 40, Len: blockSize}}
 	if n, err := d.ReadAt(g.mem, []guestmem.Range{{GPA: 0, Len: sector}}, d.Size()); err == nil || n != 0 {
 		t.Errorf("read behind the end: %d, %v", n, err)
 	}
-	if _, err := d.ReadAt(g.mem, outside, 4*PageSize); !errors.Is(err, guestmem.ErrRange) {
+	if _, err := d.ReadAt(g.mem, outside, 4*blockSize); !errors.Is(err, guestmem.ErrRange) {
 		t.Errorf("zeros to outside the memory: %v", err)
 	}
 	if _, err := d.WriteAt(g.mem, outside, 0); !errors.Is(err, guestmem.ErrRange) {
 		t.Errorf("write from outside the memory: %v", err)
 	}
-	want := append(bytes.Repeat([]byte{9}, 4*PageSize), make([]byte, 4*PageSize)...)
+	want := append(bytes.Repeat([]byte{9}, 4*blockSize), make([]byte, 4*blockSize)...)
 	sameBytes(t, "after failed requests", hostRead(t, d), want)
-	if err := d.Discard(PageSize, 0); err != nil {
+	if err := d.Discard(blockSize, 0); err != nil {
 		t.Error(err)
 	}
 
-	if err := os.Truncate(s.path(l), PageSize); err != nil {
+	if err := os.Truncate(s.path(l), blockSize); err != nil {
 		t.Fatal(err)
 	}
-	if n, err := d.ReadAt(g.mem, g.scatter(4*PageSize), 0); n != PageSize {
+	if n, err := d.ReadAt(g.mem, g.scatter(4*blockSize), 0); n != blockSize {
 		t.Errorf("read of a layer cut off: %d, %v", n, err)
 	}
-	wantError(t, d.Discard(3*PageSize+sector, sector), "copy up", l.Digest.String())
-	wantError(t, d.Discard(3*PageSize-sector, sector), "copy up", l.Digest.String())
-	wantError(t, d.WriteChanged(io.Discard, []Run{{0, 4 * PageSize}}), "unexpected EOF")
+	wantError(t, d.Discard(3*blockSize+sector, sector), "copy up", l.Digest.String())
+	wantError(t, d.Discard(3*blockSize-sector, sector), "copy up", l.Digest.String())
+	wantError(t, d.WriteChanged(io.Discard, []extent.Run{{Start: 0, Length: 4 * blockSize}}), "unexpected EOF")
 
 	// A top that cannot be written any more.
 	if err := d.stages[0].file.Close(); err != nil {
@@ -435,16 +437,16 @@ func TestDiskErrors(t *testing.T) {
 	d.stages[0].fd = -1
 	d.stages[0].present.set(6, 7)
 	wantError(t, d.Discard(sector, sector), "copy up", "closed")
-	wantError(t, d.Discard(5*PageSize, PageSize), "punch hole")
-	wantError(t, d.Discard(6*PageSize, sector), "write zeros")
-	wantError(t, d.Discard(7*PageSize-sector, sector), "write zeros")
+	wantError(t, d.Discard(5*blockSize, blockSize), "punch hole")
+	wantError(t, d.Discard(6*blockSize, sector), "write zeros")
+	wantError(t, d.Discard(7*blockSize-sector, sector), "write zeros")
 	d.noPunch = true
-	wantError(t, d.Discard(6*PageSize, PageSize), "write zeros")
-	wantError(t, d.WriteChanged(io.Discard, []Run{{6 * PageSize, PageSize}}), "read disk")
+	wantError(t, d.Discard(6*blockSize, blockSize), "write zeros")
+	wantError(t, d.WriteChanged(io.Discard, []extent.Run{{Start: 6 * blockSize, Length: blockSize}}), "read disk")
 	if err := d.Flush(); err == nil {
 		t.Error("flushed a closed file")
 	}
-	if runs, _ := d.Changed(); !slices.Equal(runs, []Run{{6 * PageSize, PageSize}}) {
+	if runs, _ := d.Changed(); !slices.Equal(runs, []extent.Run{{Start: 6 * blockSize, Length: blockSize}}) {
 		t.Errorf("unknown content is data: %v", runs)
 	}
 }

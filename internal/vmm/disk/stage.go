@@ -1,10 +1,12 @@
-package layer
+package disk
 
 import (
 	"errors"
 	"fmt"
 	"os"
 
+	"agentrun.dev/internal/storage/extent"
+	"agentrun.dev/internal/storage/layer"
 	"golang.org/x/sys/unix"
 )
 
@@ -12,34 +14,34 @@ import (
 type stage struct {
 	file *os.File
 	fd   int
-	// present says which blocks of PageSize the file has. What it holds
+	// present says which blocks of a page the file has. What it holds
 	// elsewhere (a write that failed half way) is never read.
 	present bitmap
 }
 
 func newStage(file *os.File, size uint64) *stage {
-	return &stage{file: file, fd: int(file.Fd()), present: newBitmap(size / PageSize)}
+	return &stage{file: file, fd: int(file.Fd()), present: newBitmap(size / blockSize)}
 }
 
 // view is a disk's content: the newest stage that has a block decides, and the
 // image where none has it.
 type view struct {
-	below  below
+	below  layer.Opened
 	stages []*stage // newest first
 }
 
 // segment finds where the bytes at off come from and how far, at most to end,
 // that holds: from a stage, from a layer of the image (in), or from nowhere,
 // which means zeros.
-func (v *view) segment(off, end uint64) (s *stage, e Extent, in bool, next uint64) {
+func (v *view) segment(off, end uint64) (s *stage, e layer.Extent, in bool, next uint64) {
 	for _, s := range v.stages {
-		has, block := s.present.span(off/PageSize, (end+PageSize-1)/PageSize)
-		end = min(end, block*PageSize)
+		has, block := s.present.span(off/blockSize, (end+blockSize-1)/blockSize)
+		end = min(end, block*blockSize)
 		if has {
-			return s, Extent{}, false, end
+			return s, layer.Extent{}, false, end
 		}
 	}
-	e, in, next = v.below.image.Find(off)
+	e, in, next = v.below.Image.Find(off)
 	return nil, e, in, min(end, next)
 }
 
@@ -52,7 +54,7 @@ func (v *view) read(p []byte, off uint64) error {
 			if _, err := s.file.ReadAt(p[:n], int64(off)); err != nil {
 				return fmt.Errorf("read disk at %#x: %w", off, err)
 			}
-		} else if err := v.below.read(p[:n], off); err != nil {
+		} else if err := v.below.Read(p[:n], off); err != nil {
 			return err
 		}
 		p, off = p[n:], next
@@ -62,15 +64,15 @@ func (v *view) read(p []byte, off uint64) error {
 
 // content divides the blocks of a set, all of which are in stages, into data
 // and holes.
-func (v *view) content(set *bitmap) (data, holes []Run) {
-	blocks := v.below.image.Size / PageSize
+func (v *view) content(set *bitmap) (data, holes []extent.Run) {
+	blocks := v.below.Image.Size / blockSize
 	finders := make([]holeFinder, len(v.stages))
 	for i, s := range v.stages {
-		finders[i] = holeFinder{fd: s.fd, size: v.below.image.Size}
+		finders[i] = holeFinder{fd: s.fd, size: v.below.Image.Size}
 	}
 	for first := uint64(0); first < blocks; {
 		in, next := set.span(first, blocks)
-		for off, end := first*PageSize, next*PageSize; in && off < end; {
+		for off, end := first*blockSize, next*blockSize; in && off < end; {
 			s, _, _, to := v.segment(off, end)
 			hole := false
 			for i := range v.stages {
@@ -81,9 +83,9 @@ func (v *view) content(set *bitmap) (data, holes []Run) {
 				}
 			}
 			if hole {
-				holes = appendRun(holes, off, to)
+				holes = extent.Append(holes, off, to)
 			} else {
-				data = appendRun(data, off, to)
+				data = extent.Append(data, off, to)
 			}
 			off = to
 		}
@@ -100,7 +102,7 @@ type holeFinder struct {
 	start, end uint64 // of the data last found; before it is a hole
 }
 
-// at says whether there is a hole at off, which is a multiple of PageSize, and
+// at says whether there is a hole at off, which is a multiple of a page, and
 // to where that holds in whole blocks. What the file system cannot tell is
 // data.
 func (h *holeFinder) at(off uint64) (hole bool, end uint64) {
@@ -128,6 +130,6 @@ func (h *holeFinder) find(off uint64) {
 		return
 	}
 	// Blocks of the file system may be smaller than ours.
-	h.start = uint64(data) &^ (PageSize - 1)
-	h.end = min((uint64(next)+PageSize-1)&^(PageSize-1), h.size)
+	h.start = uint64(data) &^ (blockSize - 1)
+	h.end = min((uint64(next)+blockSize-1)&^(blockSize-1), h.size)
 }

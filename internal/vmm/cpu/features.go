@@ -1,4 +1,4 @@
-package vmm
+package cpu
 
 import (
 	"fmt"
@@ -33,7 +33,7 @@ func (p Profile) Features(sys *kvm.System) (map[string]uint32, error) {
 	if err != nil {
 		return nil, err
 	}
-	entries, err := p.apply(supported, sys.CheckExtension(kvm.CapTSCDeadlineTimer) != 0)
+	entries, err := p.Apply(supported, sys.CheckExtension(kvm.CapTSCDeadlineTimer) != 0)
 	if err != nil {
 		return nil, err
 	}

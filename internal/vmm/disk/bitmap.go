@@ -1,4 +1,4 @@
-package layer
+package disk
 
 import "math/bits"
 

@@ -1,13 +1,21 @@
-package layer
+// Package disk is what a guest's block device reads and writes: private files with
+// what it has written, above an image of immutable layers. It can be frozen, so that
+// a snapshot is written beside the guest.
+package disk
 
 import (
 	"errors"
 	"fmt"
 	"os"
 
+	"agentrun.dev/internal/storage/extent"
+	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/vmm/guestmem"
 	"golang.org/x/sys/unix"
 )
+
+// blockSize is the granule in which a disk's content is in one file or another.
+const blockSize = extent.PageSize
 
 // errReadOnly answers writes to a disk without a top.
 var errReadOnly = errors.New("disk is read-only")
@@ -23,14 +31,14 @@ type Disk struct {
 	// noPunch is set when the file system of the top turns out to have no holes.
 	noPunch bool
 	part    []guestmem.Range // reused by each request
-	block   [PageSize]byte   // likewise
+	block   [blockSize]byte  // likewise
 }
 
-// NewDisk makes a disk of an image, its layers in the order of im.Layers and
+// New makes a disk of an image, its layers in the order of im.Layers and
 // an empty top, which is made as long as the image; without a top the disk is
 // read-only. The files belong to the disk from then on, unless it fails.
-func NewDisk(im Image, layers []*os.File, top *os.File) (*Disk, error) {
-	b, err := openBelow(im, layers)
+func New(im layer.Image, layers []*os.File, top *os.File) (*Disk, error) {
+	b, err := layer.OpenImage(im, layers)
 	if err != nil {
 		return nil, fmt.Errorf("make disk: %w", err)
 	}
@@ -42,7 +50,7 @@ func NewDisk(im Image, layers []*os.File, top *os.File) (*Disk, error) {
 		return nil, fmt.Errorf("make disk: top %s: %w", top.Name(), err)
 	}
 	d.stages = []*stage{newStage(top, im.Size)}
-	d.since = newBitmap(im.Size / PageSize)
+	d.since = newBitmap(im.Size / blockSize)
 	return d, nil
 }
 
@@ -67,14 +75,14 @@ func prepareTop(top *os.File, size uint64) error {
 
 // Close closes the layers, the top and what was put aside.
 func (d *Disk) Close() error {
-	err := d.below.close()
+	err := d.below.Close()
 	for _, s := range d.stages {
 		err = errors.Join(err, s.file.Close())
 	}
 	return err
 }
 
-func (d *Disk) Size() int64    { return int64(d.below.image.Size) }
+func (d *Disk) Size() int64    { return int64(d.below.Image.Size) }
 func (d *Disk) ReadOnly() bool { return len(d.stages) == 0 }
 
 // check refuses what the block device does not send.
@@ -102,7 +110,7 @@ func (d *Disk) ReadAt(mem *guestmem.Memory, ranges []guestmem.Range, off int64) 
 		case s != nil:
 			n, err = mem.ReadFile(s.fd, int64(at), d.part)
 		case in:
-			n, err = mem.ReadFile(int(d.below.files[e.Layer].Fd()), int64(e.Offset+(at-e.Start)), d.part)
+			n, err = mem.ReadFile(int(d.below.Files[e.Layer].Fd()), int64(e.Offset+(at-e.Start)), d.part)
 		default:
 			n, err = zeroRanges(mem, d.part)
 		}

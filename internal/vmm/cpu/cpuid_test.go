@@ -1,4 +1,4 @@
-package vmm
+package cpu
 
 import (
 	"testing"
@@ -29,11 +29,11 @@ func TestProfileHides(t *testing.T) {
 			host = append(host, kvm.CPUIDEntry{Function: f, Index: index, EAX: all, EBX: all, ECX: all, EDX: all})
 		}
 	}
-	common, err := ProfileHostV1.apply(host, true)
+	common, err := HostV1.Apply(host, true)
 	if err != nil {
 		t.Fatal(err)
 	}
-	guest := forVCPU(common, 1, 2)
+	guest := ForVCPU(common, 1, 2)
 	get := func(function, index uint32) kvm.CPUIDEntry {
 		e, _ := find(guest, function, index) // those that are not there are zeros
 		return e
@@ -75,10 +75,10 @@ func TestProfileHides(t *testing.T) {
 			t.Errorf("leaf %#x.%d is there", absent.function, absent.index)
 		}
 	}
-	if m := xstateMask(guest); m != all<<32|all&^xstateTiles {
+	if m := XStateMask(guest); m != all<<32|all&^xstateTiles {
 		t.Errorf("extended state mask is %#x", m)
 	}
-	without, err := ProfileHostV1.apply(host, false)
+	without, err := HostV1.Apply(host, false)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -1,4 +1,6 @@
-package vmm
+// Package cpu owns what a guest finds of its host's processor and of KVM, and what a
+// machine needs of them.
+package cpu
 
 import (
 	"fmt"
@@ -7,12 +9,15 @@ import (
 	"agentrun.dev/internal/vmm/kvm"
 )
 
+// MaxVCPUs is the most processors that a guest can have.
+const MaxVCPUs = 8
+
 // Profile names a set of CPU features that a guest sees. It is part of a
 // guest's identity: a snapshot taken under one profile is restored under the
 // same.
 type Profile string
 
-// ProfileHostV1 is what the host's CPU and KVM offer, without what a forked
+// HostV1 is what the host's CPU and KVM offer, without what a forked
 // guest must not depend on:
 //
 //   - nested virtualization (VMX, SVM) and SGX: not offered to sandboxes;
@@ -23,7 +28,7 @@ type Profile string
 //   - the invariant TSC, so that Linux picks kvm-clock, whose value can be
 //     set at restore;
 //   - MONITOR/MWAIT and TOPOEXT, which describe the host's own cores.
-const ProfileHostV1 Profile = "host-v1"
+const HostV1 Profile = "host-v1"
 
 // Leaves and bits, named as in Intel's SDM vol. 2A (CPUID), AMD's APM vol. 3
 // appendix E and Documentation/virt/kvm/x86/cpuid.rst.
@@ -82,10 +87,10 @@ const (
 // migration control (17) are not in it.
 const kvmFeatures = 1<<0 | 1<<1 | 1<<3 | 1<<5 | 1<<6 | 1<<7 | 1<<9 | 1<<11 | 1<<12 | 1<<13 | 1<<24
 
-// apply turns what the host supports into what every vCPU of a guest sees.
-func (p Profile) apply(supported []kvm.CPUIDEntry, tscDeadline bool) ([]kvm.CPUIDEntry, error) {
-	if p != ProfileHostV1 {
-		return nil, fmt.Errorf("CPU profile %q is unknown: use %q", p, ProfileHostV1)
+// Apply turns what the host supports into what every vCPU of a guest sees.
+func (p Profile) Apply(supported []kvm.CPUIDEntry, tscDeadline bool) ([]kvm.CPUIDEntry, error) {
+	if p != HostV1 {
+		return nil, fmt.Errorf("CPU profile %q is unknown: use %q", p, HostV1)
 	}
 	out := make([]kvm.CPUIDEntry, 0, len(supported))
 	for _, e := range supported {
@@ -133,12 +138,12 @@ func (p Profile) apply(supported []kvm.CPUIDEntry, tscDeadline bool) ([]kvm.CPUI
 	return out, nil
 }
 
-// xstateMask is every part of the extended state that the guest can enable,
+// XStateMask is every part of the extended state that the guest can enable,
 // 0 without XSAVE. The processors start with all of it enabled, as firmware
 // leaves them: the sizes that CPUID reports follow XCR0, and a KVM below which
 // XSETBV is not trapped (QEMU 7.2's emulated SVM) would report those of XCR0 = 1
 // for ever.
-func xstateMask(entries []kvm.CPUIDEntry) uint64 {
+func XStateMask(entries []kvm.CPUIDEntry) uint64 {
 	for _, e := range entries {
 		if e.Function == leafXState && e.Index == 0 {
 			return uint64(e.EDX)<<32 | uint64(e.EAX)
@@ -147,9 +152,9 @@ func xstateMask(entries []kvm.CPUIDEntry) uint64 {
 	return 0
 }
 
-// forVCPU adds what differs between the processors: ids and a flat topology
+// ForVCPU adds what differs between the processors: ids and a flat topology
 // of one socket with one thread per core.
-func forVCPU(common []kvm.CPUIDEntry, id, count int) []kvm.CPUIDEntry {
+func ForVCPU(common []kvm.CPUIDEntry, id, count int) []kvm.CPUIDEntry {
 	shift := uint32(bits.Len(uint(count - 1)))
 	out := make([]kvm.CPUIDEntry, 0, len(common)+2)
 	for _, e := range common {

@@ -1,4 +1,4 @@
-package microvm
+package process
 
 import (
 	"context"
@@ -12,7 +12,7 @@ import (
 func TestStopListening(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "control")
-	if err := stopListening(t.Context(), path); err != nil {
+	if err := StopListening(t.Context(), path); err != nil {
 		t.Errorf("no socket: %v", err)
 	}
 	listener, err := vmmctl.Listen(path)
@@ -31,7 +31,7 @@ func TestStopListening(t *testing.T) {
 		}
 		_ = conn.Close()
 	}()
-	if err := stopListening(t.Context(), path); err != nil {
+	if err := StopListening(t.Context(), path); err != nil {
 		t.Error(err)
 	}
 	if m, ok := (<-told).(*vmmctl.Simple); !ok || m.Kind != vmmctl.KindStop {
@@ -40,7 +40,7 @@ func TestStopListening(t *testing.T) {
 	if err := listener.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if err := stopListening(t.Context(), path); err != nil {
+	if err := StopListening(t.Context(), path); err != nil {
 		t.Errorf("nobody listens: %v", err)
 	}
 	// One that does not stop is given up with the context.
@@ -51,7 +51,7 @@ func TestStopListening(t *testing.T) {
 	defer func() { _ = silent.Close() }()
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	if err := stopListening(ctx, filepath.Join(dir, "silent")); err == nil {
+	if err := StopListening(ctx, filepath.Join(dir, "silent")); err == nil {
 		t.Error("one that says nothing was taken for stopped")
 	}
 }

@@ -1,10 +1,13 @@
-package layer
+package disk
 
 import (
 	"errors"
 	"fmt"
 	"io"
 	"os"
+
+	"agentrun.dev/internal/storage/extent"
+	"agentrun.dev/internal/storage/layer"
 )
 
 // Frozen is a disk as it was when Freeze was called. It can be read while the
@@ -26,7 +29,7 @@ func (d *Disk) Prepare(top *os.File) error {
 	if d.ReadOnly() {
 		return errReadOnly
 	}
-	if err := prepareTop(top, d.below.image.Size); err != nil {
+	if err := prepareTop(top, d.below.Image.Size); err != nil {
 		return fmt.Errorf("prepare top %s: %w", top.Name(), err)
 	}
 	if len(d.stages)-1 < maxAside {
@@ -36,13 +39,13 @@ func (d *Disk) Prepare(top *os.File) error {
 	upper, lower := d.stages[1], d.stages[2]
 	v := view{d.below, []*stage{upper}}
 	data, holes := v.content(&upper.present)
-	err := eachChunk(data, v.read, func(p []byte, off uint64) error {
+	err := layer.EachChunk(data, v.read, func(p []byte, off uint64) error {
 		_, err := lower.file.WriteAt(p, int64(off))
 		return err
 	})
 	for _, h := range holes {
 		if err == nil {
-			err = d.clear(lower, h.Start, h.end())
+			err = d.clear(lower, h.Start, h.End())
 		}
 	}
 	if err != nil {
@@ -68,26 +71,26 @@ func (d *Disk) Freeze(top *os.File) (*Frozen, error) {
 	}
 	old := d.stages[0]
 	d.since.add(&old.present)
-	d.stages = append([]*stage{newStage(top, d.below.image.Size)}, d.stages...)
-	f := &Frozen{view: view{d.below, d.stages[1:]}, disk: d, since: newBitmap(d.below.image.Size / PageSize)}
+	d.stages = append([]*stage{newStage(top, d.below.Image.Size)}, d.stages...)
+	f := &Frozen{view: view{d.below, d.stages[1:]}, disk: d, since: newBitmap(d.below.Image.Size / blockSize)}
 	f.since.add(&d.since)
 	return f, err
 }
 
 // Changed is Disk.Changed for the instant of Freeze. It lists what was written
 // since Rebase was last called, and what include says.
-func (f *Frozen) Changed(include []Run) (runs, zeros []Run) {
+func (f *Frozen) Changed(include []extent.Run) (runs, zeros []extent.Run) {
 	return f.changed(&f.since, include)
 }
 
 // WriteChanged writes the content of runs, one after the other.
-func (f *Frozen) WriteChanged(w io.Writer, runs []Run) error { return f.writeRuns(w, runs) }
+func (f *Frozen) WriteChanged(w io.Writer, runs []extent.Run) error { return f.writeRuns(w, runs) }
 
 // Rebase says that somebody else keeps what Changed listed: the next Changed
 // will not list it again. The disk must not be frozen meanwhile.
 func (f *Frozen) Rebase() {
 	// What was written after Freeze is in the top and not yet in since.
-	f.disk.since = newBitmap(f.below.image.Size / PageSize)
+	f.disk.since = newBitmap(f.below.Image.Size / blockSize)
 }
 
 // clear makes blocks of a stage zeros.

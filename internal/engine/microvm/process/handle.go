@@ -1,4 +1,4 @@
-package microvm
+package process
 
 import (
 	"bytes"
@@ -14,20 +14,20 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// handle is a hold on a vmm process.
-type handle interface {
-	pid() int
-	// kill ends the process; one that has ended already is fine.
-	kill()
-	// wait returns when the process has ended, with its last words. It is
+// Handle is a hold on a vmm process.
+type Handle interface {
+	PID() int
+	// Kill ends the process; one that has ended already is fine.
+	Kill()
+	// Wait returns when the process has ended, with its last words. It is
 	// called once, and frees the handle.
-	wait() lastWords
+	Wait() LastWords
 }
 
-// lastWords is what is known of a process that has ended.
-type lastWords struct {
-	text        string
-	outOfMemory bool // its cgroup's limit was reached
+// LastWords is what is known of a process that has ended.
+type LastWords struct {
+	Text        string
+	OutOfMemory bool // its cgroup's limit was reached
 }
 
 // ownChild is a process that we have started.
@@ -36,11 +36,11 @@ type ownChild struct {
 	stderr  *os.File // a sealed memfd: what the process said when it crashed
 }
 
-func (c *ownChild) pid() int { return c.process.Pid }
+func (c *ownChild) PID() int { return c.process.Pid }
 
-func (c *ownChild) kill() { _ = c.process.Kill() }
+func (c *ownChild) Kill() { _ = c.process.Kill() }
 
-func (c *ownChild) wait() lastWords {
+func (c *ownChild) Wait() LastWords {
 	state, err := c.process.Wait()
 	defer func() { _ = c.stderr.Close() }()
 	said := make([]byte, stderrLimit)
@@ -61,7 +61,7 @@ func (c *ownChild) wait() lastWords {
 
 // release frees the cell of a process that has ended, and says what is to be
 // known of it before all else.
-func release(c *jail.Cell, how string) lastWords {
+func release(c *jail.Cell, how string) LastWords {
 	var words string
 	oomKills, err := c.Release()
 	if oomKills > 0 {
@@ -70,11 +70,11 @@ func release(c *jail.Cell, how string) lastWords {
 	if err != nil {
 		words += err.Error() + "; "
 	}
-	return lastWords{words + how, oomKills > 0}
+	return LastWords{words + how, oomKills > 0}
 }
 
-// stopListening tells a vmm at a socket to stop, and waits until it has.
-func stopListening(ctx context.Context, socket string) error {
+// StopListening tells a vmm at a socket to stop, and waits until it has.
+func StopListening(ctx context.Context, socket string) error {
 	conn, err := vmmctl.Dial(socket)
 	if errors.Is(err, unix.ECONNREFUSED) || errors.Is(err, fs.ErrNotExist) {
 		return nil
@@ -106,20 +106,24 @@ type adopted struct {
 	cell    *jail.Cell
 }
 
-func (a *adopted) pid() int { return a.process.PID() }
+// NewAdopted is a hold on a process that somebody else has started.
+func NewAdopted(h *procid.Handle, cell *jail.Cell) Handle { return &adopted{h, cell} }
 
-func (a *adopted) kill() { a.process.Kill() }
+func (a *adopted) PID() int { return a.process.PID() }
 
-func (a *adopted) wait() lastWords {
+func (a *adopted) Kill() { a.process.Kill() }
+
+func (a *adopted) Wait() LastWords {
 	defer func() { _ = a.process.Close() }()
 	if err := a.process.Wait(); err != nil {
-		return lastWords{text: "vmm process: " + err.Error()}
+		return LastWords{Text: "vmm process: " + err.Error()}
 	}
 	return release(a.cell, "vmm process ended without a word")
 }
 
-// attach connects to a vmm that listens at a socket.
-func attach(j *jail.Jail, socket string, id procid.ID) (*Process, error) {
+// Attach connects to a vmm that listens at a socket and runs a guest with so much
+// memory.
+func Attach(j *jail.Jail, socket string, id procid.ID, memory uint64) (*Process, error) {
 	h, err := procid.Adopt(id)
 	if err != nil {
 		return nil, err
@@ -132,8 +136,7 @@ func attach(j *jail.Jail, socket string, id procid.ID) (*Process, error) {
 	if err != nil {
 		return nil, errors.Join(err, h.Close())
 	}
-	p := newProcess(&adopted{h, cell}, conn)
-	p.cell = cell
-	go p.receive()
+	p := Hold(NewAdopted(h, cell), conn, cell, memory)
+	p.paused.Store(true) // it may be
 	return p, nil
 }

@@ -1,0 +1,183 @@
+// Package process owns vmm processes, each with its VM: it starts them in a jail,
+// speaks with them, hands them descriptors, and kills one that does not behave.
+package process
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/host/jail"
+	"agentrun.dev/internal/vmm/vmmctl"
+	"agentrun.dev/internal/vmm/vmstate"
+)
+
+// Process is a running vmm process with its VM.
+type Process struct {
+	handle Handle
+	conn   *vmmctl.Conn
+	cell   *jail.Cell
+	limits jail.Limits // what it was given; zero if somebody else did
+
+	ready    chan struct{} // closed when the guest's agent listens
+	done     chan struct{} // closed when the process has ended
+	exit     vmstate.Exit  // set before done is closed
+	lastTail []byte        // the console's tail at the end, likewise
+
+	paused atomic.Bool   // as far as this parent knows
+	parked atomic.Bool   // it goes on when it is sent something
+	kept   atomic.Uint64 // bytes of charged files that were closed here, and that the process still has
+	lent   atomic.Int64  // files on disk that captures have handed out and that are not gone
+
+	memory   uint64                 // the guest's, in bytes
+	patience atomic.Int64           // how long it may take for an answer; Expect sets it
+	left     atomic.Bool            // the socket is closed here, and the process goes on
+	accused  atomic.Pointer[string] // of what; nil unless it was killed for it
+
+	mu      sync.Mutex // protects all following fields
+	nextID  uint64
+	waiting map[uint64]pending // nil once the process has ended
+}
+
+// newProcess makes one that is not listened to yet.
+func newProcess(h Handle, conn *vmmctl.Conn, cell *jail.Cell, memory uint64) *Process {
+	p := &Process{
+		handle: h, conn: conn, cell: cell, memory: memory, nextID: 1,
+		ready: make(chan struct{}), done: make(chan struct{}), waiting: map[uint64]pending{},
+	}
+	p.Expect(memory)
+	return p
+}
+
+// Hold speaks with a process that runs a guest with so much memory, whoever has
+// started it.
+func Hold(h Handle, conn *vmmctl.Conn, cell *jail.Cell, memory uint64) *Process {
+	p := newProcess(h, conn, cell, memory)
+	go p.receive()
+	return p
+}
+
+// finish reaps the process and tells everybody who waits.
+func (p *Process) finish(last *vmmctl.Exit) {
+	words := p.handle.Wait()
+	if why := p.accused.Load(); why != nil {
+		p.exit = vmstate.Exit{Reason: vmstate.Killed, Detail: "the vmm process was killed: " + *why + "; " + words.Text}
+	} else if last != nil {
+		p.exit = vmstate.Exit{Reason: vmstate.Reason(last.Reason), Detail: last.Detail}
+		p.lastTail = last.Console
+	} else {
+		p.exit = vmstate.Exit{Reason: vmstate.Killed, Detail: words.Text}
+	}
+	if words.OutOfMemory {
+		p.exit.Reason = vmstate.OutOfMemory
+	}
+	p.mu.Lock()
+	for _, r := range p.waiting {
+		if r.timer != nil {
+			r.timer.Stop()
+		}
+	}
+	p.waiting = nil
+	p.mu.Unlock()
+	close(p.done)
+}
+
+// WaitReady waits until the guest's agent listens.
+func (p *Process) WaitReady(ctx context.Context) error {
+	select {
+	case <-p.ready:
+		return nil
+	case <-p.done:
+		return fmt.Errorf("the guest ended before its agent was ready: %v", p.exit)
+	case <-ctx.Done():
+		return fmt.Errorf("wait for the guest's agent: %w", ctx.Err())
+	}
+}
+
+// Done is closed when the VM and its process have ended.
+func (p *Process) Done() <-chan struct{} { return p.done }
+
+// Wait returns how the VM ended and the tail of its console.
+func (p *Process) Wait() (vmstate.Exit, []byte) {
+	<-p.done
+	return p.exit, p.lastTail
+}
+
+// Pid is the process id of the vmm.
+func (p *Process) Pid() int { return p.handle.PID() }
+
+// Cell is the process's place in the jail.
+func (p *Process) Cell() *jail.Cell { return p.cell }
+
+// Limits is what the process was given, zero if somebody else did.
+func (p *Process) Limits() jail.Limits { return p.limits }
+
+// Limit gives it other limits.
+func (p *Process) Limit(limits jail.Limits) error {
+	if limits == p.limits {
+		return nil
+	}
+	if err := p.cell.Limit(limits); err != nil {
+		return err
+	}
+	p.limits = limits
+	return nil
+}
+
+// Paused reports whether the guest stands still, as far as this parent knows.
+func (p *Process) Paused() bool { return p.paused.Load() }
+
+// Unpark reports whether the guest is parked. If so, the caller is about to send it
+// something, and it goes on.
+func (p *Process) Unpark() bool {
+	parked := p.parked.Swap(false)
+	if parked {
+		p.paused.Store(false)
+	}
+	return parked
+}
+
+// Charged is how much memory of the machine the VM occupies, all that it costs
+// included but for cached pages of files, and the limit of it; both are 0 for a
+// VM without limits.
+func (p *Process) Charged() (usage, limit uint64, err error) { return p.cell.Memory() }
+
+// Kill ends process and VM at once and waits until they are gone.
+func (p *Process) Kill() {
+	p.handle.Kill()
+	// Whatever the process has done with its end of the socket, nobody waits for
+	// its last word for long.
+	defer time.AfterFunc(closingTime, func() {
+		p.accuse(errors.New("its control socket stayed open when it had ended"))
+		_ = p.conn.Close()
+	}).Stop()
+	<-p.done
+}
+
+// Stopped is ErrEnded if the process has ended.
+func (p *Process) Stopped() error {
+	select {
+	case <-p.done:
+		return p.Ended()
+	default:
+		return nil
+	}
+}
+
+// Ended is ErrEnded with how it ended, of a process that has.
+func (p *Process) Ended() error { return fmt.Errorf("%w: %v", engine.ErrEnded, p.exit) }
+
+// Detach leaves the process alone; one that has ended is fine.
+func (p *Process) Detach() error {
+	p.cell.Leave()
+	p.left.Store(true)
+	if err := p.conn.Close(); !errors.Is(err, os.ErrClosed) {
+		return err
+	}
+	return nil
+}
