@@ -2,13 +2,14 @@ package node
 
 import (
 	"agentrun.dev/internal/node/journal"
+	"context"
 
 	"agentrun.dev/internal/sandbox"
 )
 
 // SandboxByID returns a sandbox that has not ended. Looking at it does not wake
 // it.
-func (m *Manager) SandboxByID(id sandbox.ID) (sandbox.Sandbox, error) {
+func (m *Manager) SandboxByID(_ context.Context, id sandbox.ID) (sandbox.Sandbox, error) {
 	m.mu.Lock()
 	b := m.sandboxes[id]
 	m.mu.Unlock()

@@ -57,7 +57,7 @@ func (n *testNode) key(role access.Role, namespaces ...sandbox.Namespace) string
 // token is that of a sandbox.
 func (n *testNode) token(name sandbox.Name) string {
 	n.t.Helper()
-	s, err := n.manager.Sandbox(sandbox.Key{Namespace: "default", Name: name})
+	s, err := n.manager.Sandbox(n.t.Context(), sandbox.Key{Namespace: "default", Name: name})
 	if err != nil {
 		n.t.Fatal(err)
 	}
@@ -275,15 +275,17 @@ type renamed struct {
 	looks  int
 }
 
-func (s *renamed) Sandbox(k sandbox.Key) (sandbox.Sandbox, error) {
+func (s *renamed) Sandbox(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
 	s.looks++
 	if s.looks == 1 {
 		return s.before, nil
 	}
-	return s.Service.Sandbox(k)
+	return s.Service.Sandbox(ctx, k)
 }
 
-func (s *renamed) SandboxByID(sandbox.ID) (sandbox.Sandbox, error) { return s.before, nil }
+func (s *renamed) SandboxByID(context.Context, sandbox.ID) (sandbox.Sandbox, error) {
+	return s.before, nil
+}
 
 // TestTokenAndName: a token is for a sandbox, not for its name.
 func TestTokenAndName(t *testing.T) {

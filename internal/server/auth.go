@@ -39,7 +39,7 @@ func (a *api) authenticate(r *http.Request) (access.Principal, error) {
 		return access.Principal{}, sandbox.Errorf(codeUnauthenticated, "the Authorization header is not understood").
 			Try("Send `Authorization: Bearer KEY`, once")
 	}
-	p, err := a.identify(text)
+	p, err := a.identify(r.Context(), text)
 	if err != nil {
 		e := sandbox.Errorf(codeUnauthenticated, "the API key or token is not valid").Because("%v", err)
 		return access.Principal{}, e.Try("`agentrun key create` on the node makes a key")
@@ -47,7 +47,7 @@ func (a *api) authenticate(r *http.Request) (access.Principal, error) {
 	return p, nil
 }
 
-func (a *api) identify(text string) (access.Principal, error) {
+func (a *api) identify(ctx context.Context, text string) (access.Principal, error) {
 	if !access.IsToken(text) {
 		return a.Access.Find(text)
 	}
@@ -55,7 +55,7 @@ func (a *api) identify(text string) (access.Principal, error) {
 	if err != nil {
 		return access.Principal{}, err
 	}
-	s, err := a.Service.SandboxByID(id)
+	s, err := a.Service.SandboxByID(ctx, id)
 	if err != nil {
 		return access.Principal{}, errors.New("its sandbox has ended")
 	}

@@ -1,6 +1,7 @@
 package server
 
 import (
+	"context"
 	"net/http"
 
 	"agentrun.dev/api/rest"
@@ -28,10 +29,7 @@ func (a *api) CheckpointSandbox(w http.ResponseWriter, r *http.Request, namespac
 		if err != nil {
 			return c, err
 		}
-		if once == nil {
-			return a.Service.Checkpoint(r.Context(), k, source.Name)
-		}
-		c, replayed, err := a.Service.CheckpointOnce(r.Context(), *once, k, source.Name)
+		c, replayed, err := a.Service.Checkpoint(r.Context(), sandbox.CheckpointRequest{Key: k, Source: source.Name, Once: once})
 		noteReplay(w, replayed)
 		return c, err
 	}()
@@ -53,14 +51,14 @@ func (a *api) ListCheckpoints(w http.ResponseWriter, r *http.Request, namespace 
 	p, err := page(q.Limit, q.After)
 	listing(a, w, r, namespace, p, err, a.Service.Checkpoints,
 		func(c sandbox.CheckpointSize) string { return string(c.Name) },
-		func(c sandbox.CheckpointSize) (rest.Checkpoint, error) { return restconv.FromCheckpoint(c), nil },
+		plain(restconv.FromCheckpoint),
 		func(items []rest.Checkpoint, next string) any { return rest.CheckpointList{Items: items, Next: next} })
 }
 
 // GetCheckpoint implements rest.ServerInterface.
 func (a *api) GetCheckpoint(w http.ResponseWriter, r *http.Request, namespace, name string) {
-	object(a, w, r, namespace, name, func(k sandbox.Key) (rest.Checkpoint, error) {
-		c, err := a.Service.CheckpointOf(k)
+	object(a, w, r, namespace, name, func(ctx context.Context, k sandbox.Key) (rest.Checkpoint, error) {
+		c, err := a.Service.CheckpointOf(ctx, k)
 		return restconv.FromCheckpoint(c), err
 	})
 }
@@ -94,10 +92,7 @@ func (a *api) RestoreCheckpoint(w http.ResponseWriter, r *http.Request, namespac
 		if err != nil {
 			return s, err
 		}
-		if once == nil {
-			return a.Service.Restore(r.Context(), k, from.Name, spec)
-		}
-		s, replayed, err := a.Service.RestoreOnce(r.Context(), *once, k, from.Name, spec)
+		s, replayed, err := a.Service.Restore(r.Context(), sandbox.RestoreRequest{Key: k, Checkpoint: from.Name, Spec: spec, Once: once})
 		noteReplay(w, replayed)
 		return s, err
 	}()

@@ -54,23 +54,20 @@ func (n *nodeAPI) ClaimSandbox(ctx context.Context, r *nodev1.ClaimSandboxReques
 	if err != nil {
 		return nil, err
 	}
-	if id == nil {
-		return answered(nodeconv.FromSandbox)(n.Service.Claim(ctx, k, spec))
-	}
-	s, _, err := n.Service.ClaimOnce(ctx, *id, k, spec)
+	s, _, err := n.Service.Claim(ctx, sandbox.ClaimRequest{Key: k, Spec: spec, Once: id})
 	return answered(nodeconv.FromSandbox)(s, err)
 }
 
 // GetSandbox implements nodev1.NodeServer.
-func (n *nodeAPI) GetSandbox(_ context.Context, r *nodev1.GetSandboxRequest) (*nodev1.Sandbox, error) {
-	return answered(nodeconv.FromSandbox)(of(r, n.Service.Sandbox))
+func (n *nodeAPI) GetSandbox(ctx context.Context, r *nodev1.GetSandboxRequest) (*nodev1.Sandbox, error) {
+	return answered(nodeconv.FromSandbox)(of(ctx, r, n.Service.Sandbox))
 }
 
 // ListSandboxes implements nodev1.NodeServer.
-func (n *nodeAPI) ListSandboxes(_ context.Context, r *nodev1.ListSandboxesRequest) (*nodev1.ListSandboxesResponse, error) {
-	items, next, err := pageOf(r,
-		func(ns sandbox.Namespace, p sandbox.Page) ([]sandbox.Sandbox, error) {
-			return n.Service.Sandboxes(ns, p, r.GetEnded())
+func (n *nodeAPI) ListSandboxes(ctx context.Context, r *nodev1.ListSandboxesRequest) (*nodev1.ListSandboxesResponse, error) {
+	items, next, err := pageOf(ctx, r,
+		func(ctx context.Context, ns sandbox.Namespace, p sandbox.Page) ([]sandbox.Sandbox, error) {
+			return n.Service.Sandboxes(ctx, sandbox.SandboxesRequest{Namespace: ns, Page: p, Ended: r.GetEnded()})
 		}, sandbox.Sandbox.Position, plain(nodeconv.FromSandbox))
 	return &nodev1.ListSandboxesResponse{Sandboxes: items, Next: next}, err
 }
@@ -105,7 +102,7 @@ func (n *nodeAPI) WatchSandboxes(r *nodev1.WatchSandboxesRequest, out grpc.Serve
 
 // verb changes what a sandbox does.
 func verb(ctx context.Context, r objectRequest, do func(context.Context, sandbox.Key) (sandbox.Sandbox, error)) (*nodev1.Sandbox, error) {
-	return answered(nodeconv.FromSandbox)(of(r, func(k sandbox.Key) (sandbox.Sandbox, error) { return do(ctx, k) }))
+	return answered(nodeconv.FromSandbox)(of(ctx, r, do))
 }
 
 // PauseSandbox implements nodev1.NodeServer.
@@ -144,15 +141,12 @@ func (n *nodeAPI) KillSandbox(ctx context.Context, r *nodev1.KillSandboxRequest)
 
 // GetSandboxStats implements nodev1.NodeServer.
 func (n *nodeAPI) GetSandboxStats(ctx context.Context, r *nodev1.GetSandboxStatsRequest) (*nodev1.SandboxStats, error) {
-	return answered(nodeconv.FromCost)(of(r, func(k sandbox.Key) (sandbox.Cost, error) { return n.Service.Cost(ctx, k) }))
+	return answered(nodeconv.FromCost)(of(ctx, r, n.Service.Cost))
 }
 
 // ListSandboxStats implements nodev1.NodeServer.
 func (n *nodeAPI) ListSandboxStats(ctx context.Context, r *nodev1.ListSandboxStatsRequest) (*nodev1.ListSandboxStatsResponse, error) {
-	items, next, err := pageOf(r,
-		func(ns sandbox.Namespace, p sandbox.Page) ([]sandbox.Cost, error) {
-			return n.Service.Costs(ctx, ns, p)
-		},
+	items, next, err := pageOf(ctx, r, n.Service.Costs,
 		func(c sandbox.Cost) string { return c.Position() }, plain(nodeconv.FromCost))
 	return &nodev1.ListSandboxStatsResponse{Stats: items, Next: next}, err
 }
@@ -175,10 +169,7 @@ func (n *nodeAPI) ForkSandbox(ctx context.Context, r *nodev1.ForkSandboxRequest)
 	if err != nil {
 		return nil, err
 	}
-	if id == nil {
-		return answered(nodeconv.FromFork)(n.Service.Fork(ctx, k, spec.Source, spec.Replicas))
-	}
-	f, _, err := n.Service.ForkOnce(ctx, *id, k, spec.Source, spec.Replicas)
+	f, _, err := n.Service.Fork(ctx, sandbox.ForkRequest{Key: k, Spec: spec, Once: id})
 	return answered(nodeconv.FromFork)(f, err)
 }
 
@@ -196,10 +187,7 @@ func (n *nodeAPI) CheckpointSandbox(ctx context.Context, r *nodev1.CheckpointSan
 	if err != nil {
 		return nil, err
 	}
-	if id == nil {
-		return answered(nodeconv.FromCheckpoint)(n.Service.Checkpoint(ctx, k, source.Name))
-	}
-	c, _, err := n.Service.CheckpointOnce(ctx, *id, k, source.Name)
+	c, _, err := n.Service.Checkpoint(ctx, sandbox.CheckpointRequest{Key: k, Source: source.Name, Once: id})
 	return answered(nodeconv.FromCheckpoint)(c, err)
 }
 
@@ -221,9 +209,6 @@ func (n *nodeAPI) RestoreCheckpoint(ctx context.Context, r *nodev1.RestoreCheckp
 	if err != nil {
 		return nil, err
 	}
-	if id == nil {
-		return answered(nodeconv.FromSandbox)(n.Service.Restore(ctx, k, from.Name, spec))
-	}
-	s, _, err := n.Service.RestoreOnce(ctx, *id, k, from.Name, spec)
+	s, _, err := n.Service.Restore(ctx, sandbox.RestoreRequest{Key: k, Checkpoint: from.Name, Spec: spec, Once: id})
 	return answered(nodeconv.FromSandbox)(s, err)
 }

@@ -3,6 +3,7 @@ package server
 import (
 	"bufio"
 	"bytes"
+	"context"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -350,7 +351,9 @@ func TestBigHeader(t *testing.T) {
 // panics is a service with a defect.
 type panics struct{ Service }
 
-func (panics) Pools(sandbox.Namespace, sandbox.Page) ([]sandbox.Pool, error) { panic("a secret") }
+func (panics) Pools(context.Context, sandbox.Namespace, sandbox.Page) ([]sandbox.Pool, error) {
+	panic("a secret")
+}
 
 // TestPanic: it is told, logged, and the daemon goes on.
 func TestPanic(t *testing.T) {

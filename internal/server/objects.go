@@ -10,27 +10,27 @@ import (
 )
 
 // object serves a route that looks at one object, or deletes it.
-func object[T any](a *api, w http.ResponseWriter, r *http.Request, namespace, name string, get func(sandbox.Key) (T, error)) {
+func object[T any](a *api, w http.ResponseWriter, r *http.Request, namespace, name string, get func(context.Context, sandbox.Key) (T, error)) {
 	k, err := key(namespace, name)
 	var found T
 	if err == nil {
-		found, err = get(k)
+		found, err = get(r.Context(), k)
 	}
 	a.answer(w, r, http.StatusOK, found, err)
 }
 
 // remove serves a route that deletes an object.
-func remove(a *api, w http.ResponseWriter, r *http.Request, namespace, name string, del func(sandbox.Key) error) {
+func remove(a *api, w http.ResponseWriter, r *http.Request, namespace, name string, del func(context.Context, sandbox.Key) error) {
 	k, err := key(namespace, name)
 	if err == nil {
-		err = del(k)
+		err = del(r.Context(), k)
 	}
 	a.done(w, r, err)
 }
 
 // listing serves a route that lists objects.
 func listing[T, R any](a *api, w http.ResponseWriter, r *http.Request, namespace string, p sandbox.Page, err error,
-	find func(sandbox.Namespace, sandbox.Page) ([]T, error), position func(T) string, show func(T) (R, error), wrap func(items []R, next string) any,
+	find func(context.Context, sandbox.Namespace, sandbox.Page) ([]T, error), position func(T) string, show func(context.Context, T) (R, error), wrap func(items []R, next string) any,
 ) {
 	var n sandbox.Namespace
 	if err == nil {
@@ -38,7 +38,7 @@ func listing[T, R any](a *api, w http.ResponseWriter, r *http.Request, namespace
 	}
 	var found []T
 	if err == nil {
-		found, err = find(n, p)
+		found, err = find(r.Context(), n, p)
 	}
 	if err != nil {
 		a.fail(w, r, err)
@@ -47,7 +47,7 @@ func listing[T, R any](a *api, w http.ResponseWriter, r *http.Request, namespace
 	found, next := cut(found, p, position)
 	items := make([]R, 0, len(found))
 	for _, one := range found {
-		shown, err := show(one)
+		shown, err := show(r.Context(), one)
 		if sandbox.HasCode(err, sandbox.CodeNotFound) {
 			continue // it was deleted meanwhile
 		}
@@ -61,8 +61,8 @@ func listing[T, R any](a *api, w http.ResponseWriter, r *http.Request, namespace
 }
 
 // showTemplate adds to a template how far it is.
-func (a *api) showTemplate(t sandbox.Template) (rest.Template, error) {
-	builds, err := a.Service.Builds(t)
+func (a *api) showTemplate(ctx context.Context, t sandbox.Template) (rest.Template, error) {
+	builds, err := a.Service.Builds(ctx, t)
 	if err != nil {
 		return rest.Template{}, err
 	}
@@ -79,18 +79,18 @@ func (a *api) ListTemplates(w http.ResponseWriter, r *http.Request, namespace st
 
 // GetTemplate implements rest.ServerInterface.
 func (a *api) GetTemplate(w http.ResponseWriter, r *http.Request, namespace, name string) {
-	object(a, w, r, namespace, name, func(k sandbox.Key) (rest.Template, error) {
-		t, err := a.Service.Template(k)
+	object(a, w, r, namespace, name, func(ctx context.Context, k sandbox.Key) (rest.Template, error) {
+		t, err := a.Service.Template(ctx, k)
 		if err != nil {
 			return rest.Template{}, err
 		}
-		return a.showTemplate(t)
+		return a.showTemplate(ctx, t)
 	})
 }
 
 // PutTemplate implements rest.ServerInterface.
 func (a *api) PutTemplate(w http.ResponseWriter, r *http.Request, namespace, name string) {
-	object(a, w, r, namespace, name, func(k sandbox.Key) (rest.Template, error) {
+	object(a, w, r, namespace, name, func(ctx context.Context, k sandbox.Key) (rest.Template, error) {
 		var given rest.TemplateSpec
 		if _, err := a.readJSON(w, r, 8*maxBody, &given); err != nil {
 			return rest.Template{}, err
@@ -99,11 +99,11 @@ func (a *api) PutTemplate(w http.ResponseWriter, r *http.Request, namespace, nam
 		if err != nil {
 			return rest.Template{}, err
 		}
-		t, err := a.Service.ApplyTemplate(k, spec)
+		t, err := a.Service.ApplyTemplate(ctx, k, spec)
 		if err != nil {
 			return rest.Template{}, err
 		}
-		return a.showTemplate(t)
+		return a.showTemplate(ctx, t)
 	})
 }
 
@@ -127,7 +127,7 @@ func (a *api) GetTemplateLog(w http.ResponseWriter, r *http.Request, namespace, 
 		return
 	}
 	out := &flowing{api: a, w: w, kind: "text/plain; charset=utf-8"}
-	err = a.Service.CopyBuildLog(r.Context(), k, stage, q.Follow == nil || *q.Follow, out)
+	err = a.Service.CopyBuildLog(r.Context(), sandbox.BuildLogRequest{Key: k, Stage: stage, Follow: q.Follow == nil || *q.Follow}, out)
 	if err != nil {
 		a.fail(w, r, err)
 		return
@@ -135,8 +135,8 @@ func (a *api) GetTemplateLog(w http.ResponseWriter, r *http.Request, namespace, 
 	out.begin() // of an empty log
 }
 
-func (a *api) showPool(k sandbox.Key) (rest.Pool, error) {
-	p, status, err := a.Service.Pool(k)
+func (a *api) showPool(ctx context.Context, k sandbox.Key) (rest.Pool, error) {
+	p, status, err := a.Service.Pool(ctx, k)
 	return restconv.FromPool(p, status), err
 }
 
@@ -145,7 +145,7 @@ func (a *api) ListPools(w http.ResponseWriter, r *http.Request, namespace string
 	p, err := page(q.Limit, q.After)
 	listing(a, w, r, namespace, p, err, a.Service.Pools,
 		func(p sandbox.Pool) string { return string(p.Name) },
-		func(p sandbox.Pool) (rest.Pool, error) { return a.showPool(p.Key) },
+		func(ctx context.Context, p sandbox.Pool) (rest.Pool, error) { return a.showPool(ctx, p.Key) },
 		func(items []rest.Pool, next string) any { return rest.PoolList{Items: items, Next: next} })
 }
 
@@ -156,7 +156,7 @@ func (a *api) GetPool(w http.ResponseWriter, r *http.Request, namespace, name st
 
 // PutPool implements rest.ServerInterface.
 func (a *api) PutPool(w http.ResponseWriter, r *http.Request, namespace, name string) {
-	object(a, w, r, namespace, name, func(k sandbox.Key) (rest.Pool, error) {
+	object(a, w, r, namespace, name, func(ctx context.Context, k sandbox.Key) (rest.Pool, error) {
 		var given rest.PoolSpec
 		if _, err := a.readJSON(w, r, maxBody, &given); err != nil {
 			return rest.Pool{}, err
@@ -165,10 +165,10 @@ func (a *api) PutPool(w http.ResponseWriter, r *http.Request, namespace, name st
 		if err != nil {
 			return rest.Pool{}, err
 		}
-		if _, err := a.Service.ApplyPool(k, spec); err != nil {
+		if _, err := a.Service.ApplyPool(ctx, k, spec); err != nil {
 			return rest.Pool{}, err
 		}
-		return a.showPool(k)
+		return a.showPool(ctx, k)
 	})
 }
 
@@ -182,21 +182,21 @@ func (a *api) ListForks(w http.ResponseWriter, r *http.Request, namespace string
 	p, err := page(q.Limit, q.After)
 	listing(a, w, r, namespace, p, err, a.Service.Forks,
 		func(f sandbox.Fork) string { return string(f.Name) },
-		func(f sandbox.Fork) (rest.Fork, error) { return restconv.FromFork(f), nil },
+		plain(restconv.FromFork),
 		func(items []rest.Fork, next string) any { return rest.ForkList{Items: items, Next: next} })
 }
 
 // GetFork implements rest.ServerInterface.
 func (a *api) GetFork(w http.ResponseWriter, r *http.Request, namespace, name string) {
-	object(a, w, r, namespace, name, func(k sandbox.Key) (rest.Fork, error) {
-		f, err := a.Service.ForkOf(k)
+	object(a, w, r, namespace, name, func(ctx context.Context, k sandbox.Key) (rest.Fork, error) {
+		f, err := a.Service.ForkOf(ctx, k)
 		return restconv.FromFork(f), err
 	})
 }
 
 // DeleteFork implements rest.ServerInterface.
 func (a *api) DeleteFork(w http.ResponseWriter, r *http.Request, namespace, name string) {
-	remove(a, w, r, namespace, name, func(k sandbox.Key) error { return a.Service.DeleteFork(r.Context(), k) })
+	remove(a, w, r, namespace, name, a.Service.DeleteFork)
 }
 
 // ForkSandbox implements rest.ServerInterface.
@@ -219,11 +219,7 @@ func (a *api) ForkSandbox(w http.ResponseWriter, r *http.Request, namespace, nam
 		if err != nil {
 			return f, err
 		}
-		spec := restconv.ToForkSpec(source.Name, given)
-		if once == nil {
-			return a.Service.Fork(r.Context(), k, spec.Source, spec.Replicas)
-		}
-		f, replayed, err := a.Service.ForkOnce(r.Context(), *once, k, spec.Source, spec.Replicas)
+		f, replayed, err := a.Service.Fork(r.Context(), sandbox.ForkRequest{Key: k, Spec: restconv.ToForkSpec(source.Name, given), Once: once})
 		noteReplay(w, replayed)
 		return f, err
 	}()
@@ -263,8 +259,8 @@ func noteReplay(w http.ResponseWriter, replayed bool) {
 
 // sandboxVerb serves a route that changes what a sandbox does.
 func (a *api) sandboxVerb(w http.ResponseWriter, r *http.Request, namespace, name string, do func(context.Context, sandbox.Key) (sandbox.Sandbox, error)) {
-	object(a, w, r, namespace, name, func(k sandbox.Key) (rest.Sandbox, error) {
-		s, err := do(r.Context(), k)
+	object(a, w, r, namespace, name, func(ctx context.Context, k sandbox.Key) (rest.Sandbox, error) {
+		s, err := do(ctx, k)
 		return restconv.FromSandbox(s), err
 	})
 }

@@ -1,6 +1,7 @@
 package server
 
 import (
+	"context"
 	"net/http"
 	"strings"
 
@@ -148,7 +149,7 @@ func findTarget(pattern, path string) target {
 
 // authorise refuses what a principal may not do with what the path names. It is
 // the one place where that is decided.
-func (a *api) authorise(p access.Principal, t target) error {
+func (a *api) authorise(ctx context.Context, p access.Principal, t target) error {
 	allowed := p.May(t.need) || t.own && p.Sandbox != ""
 	if !allowed {
 		return sandbox.Errorf(codeDenied, "%s is not for the role %s", t.verb, p.Role).
@@ -173,7 +174,7 @@ func (a *api) authorise(p access.Principal, t target) error {
 	}
 	switch {
 	case p.Sandbox != "":
-		if s, err := a.Service.Sandbox(k); err != nil || t.kind != "sandboxes" || s.ID != p.Sandbox {
+		if s, err := a.Service.Sandbox(ctx, k); err != nil || t.kind != "sandboxes" || s.ID != p.Sandbox {
 			return hidden(t.kind, k)
 		}
 		return nil

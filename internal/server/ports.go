@@ -1,6 +1,7 @@
 package server
 
 import (
+	"context"
 	"net"
 	"net/http"
 	"net/url"
@@ -143,18 +144,18 @@ func (to *portTarget) about() target {
 
 // authorisePort is authorise for a port, whose sandbox may be named by its id. Who
 // may not use it does not learn that it exists, nor what its name is.
-func (a *api) authorisePort(p access.Principal, to *portTarget, about *target) error {
+func (a *api) authorisePort(ctx context.Context, p access.Principal, to *portTarget, about *target) error {
 	if to.id == "" || !p.May(about.need) {
-		return a.authorise(p, *about)
+		return a.authorise(ctx, p, *about)
 	}
 	unknown := sandbox.Errorf(sandbox.CodeNotFound, "there is no sandbox with the id %q", trimmed(string(to.id)))
-	k, err := to.key(a.Service)
+	k, err := to.key(ctx, a.Service)
 	if err != nil {
 		return unknown
 	}
 	named := *about
 	named.namespace, named.name = string(k.Namespace), string(k.Name)
-	if err := a.authorise(p, named); err != nil {
+	if err := a.authorise(ctx, p, named); err != nil {
 		return unknown
 	}
 	*about = named
@@ -162,11 +163,11 @@ func (a *api) authorisePort(p access.Principal, to *portTarget, about *target) e
 }
 
 // key names the sandbox.
-func (to *portTarget) key(s Service) (sandbox.Key, error) {
+func (to *portTarget) key(ctx context.Context, s Service) (sandbox.Key, error) {
 	if to.id == "" {
 		return key(to.namespace, to.name)
 	}
-	found, err := s.SandboxByID(to.id)
+	found, err := s.SandboxByID(ctx, to.id)
 	return found.Key, err
 }
 

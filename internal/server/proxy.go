@@ -36,7 +36,7 @@ func (a *api) servePort(w *recorder, r *http.Request, to *portTarget) {
 	target, err := to.url(r.URL)
 	var k sandbox.Key
 	if err == nil {
-		k, err = to.key(a.Service)
+		k, err = to.key(r.Context(), a.Service)
 	}
 	var u *node.Use
 	if err == nil {

@@ -1,6 +1,7 @@
 package server
 
 import (
+	"context"
 	"net/http"
 
 	"agentrun.dev/api/rest"
@@ -15,7 +16,7 @@ func (a *api) GetQuota(w http.ResponseWriter, r *http.Request, namespace string)
 
 // PutQuota implements rest.ServerInterface.
 func (a *api) PutQuota(w http.ResponseWriter, r *http.Request, namespace string) {
-	a.quota(w, r, namespace, func(n sandbox.Namespace) (q sandbox.QuotaUse, err error) {
+	a.quota(w, r, namespace, func(ctx context.Context, n sandbox.Namespace) (q sandbox.QuotaUse, err error) {
 		var given rest.QuotaSpec
 		if _, err := a.readJSON(w, r, maxBody, &given); err != nil {
 			return q, err
@@ -24,7 +25,7 @@ func (a *api) PutQuota(w http.ResponseWriter, r *http.Request, namespace string)
 		if err != nil {
 			return q, err
 		}
-		return a.Service.SetQuota(wanted)
+		return a.Service.SetQuota(ctx, wanted)
 	})
 }
 
@@ -32,16 +33,16 @@ func (a *api) PutQuota(w http.ResponseWriter, r *http.Request, namespace string)
 func (a *api) DeleteQuota(w http.ResponseWriter, r *http.Request, namespace string) {
 	n, err := sandbox.ParseNamespace(namespace)
 	if err == nil {
-		_, err = a.Service.SetQuota(sandbox.Quota{Namespace: n})
+		_, err = a.Service.SetQuota(r.Context(), sandbox.Quota{Namespace: n})
 	}
 	a.done(w, r, err)
 }
 
-func (a *api) quota(w http.ResponseWriter, r *http.Request, namespace string, do func(sandbox.Namespace) (sandbox.QuotaUse, error)) {
+func (a *api) quota(w http.ResponseWriter, r *http.Request, namespace string, do func(context.Context, sandbox.Namespace) (sandbox.QuotaUse, error)) {
 	n, err := sandbox.ParseNamespace(namespace)
 	var q sandbox.QuotaUse
 	if err == nil {
-		q, err = do(n)
+		q, err = do(r.Context(), n)
 	}
 	a.answer(w, r, http.StatusOK, restconv.FromQuotaUse(q), err)
 }

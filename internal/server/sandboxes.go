@@ -13,11 +13,11 @@ import (
 func (a *api) ListSandboxes(w http.ResponseWriter, r *http.Request, namespace string, q rest.ListSandboxesParams) {
 	p, err := page(q.Limit, q.After)
 	listing(a, w, r, namespace, p, err,
-		func(n sandbox.Namespace, p sandbox.Page) ([]sandbox.Sandbox, error) {
-			return a.Service.Sandboxes(n, p, q.Ended)
+		func(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Sandbox, error) {
+			return a.Service.Sandboxes(ctx, sandbox.SandboxesRequest{Namespace: n, Page: p, Ended: q.Ended})
 		},
 		sandbox.Sandbox.Position,
-		func(s sandbox.Sandbox) (rest.Sandbox, error) { return restconv.FromSandbox(s), nil },
+		plain(restconv.FromSandbox),
 		func(items []rest.Sandbox, next string) any { return rest.SandboxList{Items: items, Next: next} })
 }
 
@@ -47,10 +47,7 @@ func (a *api) CreateSandbox(w http.ResponseWriter, r *http.Request, namespace st
 		if err != nil {
 			return s, err
 		}
-		if once == nil {
-			return a.Service.Claim(r.Context(), k, spec)
-		}
-		s, replayed, err := a.Service.ClaimOnce(r.Context(), *once, k, spec)
+		s, replayed, err := a.Service.Claim(r.Context(), sandbox.ClaimRequest{Key: k, Spec: spec, Once: once})
 		noteReplay(w, replayed)
 		return s, err
 	}()
@@ -70,7 +67,7 @@ func (a *api) answerMade(w http.ResponseWriter, r *http.Request, s sandbox.Sandb
 // GetSandbox implements rest.ServerInterface.
 func (a *api) GetSandbox(w http.ResponseWriter, r *http.Request, namespace, name string) {
 	a.sandboxVerb(w, r, namespace, name, func(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
-		s, err := a.Service.Sandbox(k)
+		s, err := a.Service.Sandbox(ctx, k)
 		if only := principalIn(ctx).Sandbox; err == nil && only != "" && s.ID != only { // see use
 			return sandbox.Sandbox{}, sandbox.NotFound(sandbox.KindSandbox, k)
 		}

@@ -1,6 +1,7 @@
 package server
 
 import (
+	"context"
 	"net/http"
 
 	"agentrun.dev/api/rest"
@@ -13,14 +14,14 @@ func (a *api) ListSecrets(w http.ResponseWriter, r *http.Request, namespace stri
 	p, err := page(q.Limit, q.After)
 	listing(a, w, r, namespace, p, err, a.Service.Secrets,
 		func(s sandbox.Secret) string { return string(s.Name) },
-		func(s sandbox.Secret) (rest.Secret, error) { return restconv.FromSecret(s), nil },
+		plain(restconv.FromSecret),
 		func(items []rest.Secret, next string) any { return rest.SecretList{Items: items, Next: next} })
 }
 
 // GetSecret implements rest.ServerInterface.
 func (a *api) GetSecret(w http.ResponseWriter, r *http.Request, namespace, name string) {
-	object(a, w, r, namespace, name, func(k sandbox.Key) (rest.Secret, error) {
-		s, err := a.Service.Secret(k)
+	object(a, w, r, namespace, name, func(ctx context.Context, k sandbox.Key) (rest.Secret, error) {
+		s, err := a.Service.Secret(ctx, k)
 		return restconv.FromSecret(s), err
 	})
 }
@@ -40,8 +41,8 @@ func (a *api) DeleteSecret(w http.ResponseWriter, r *http.Request, namespace, na
 	remove(a, w, r, namespace, name, a.Service.DeleteSecret)
 }
 
-func (a *api) writeSecret(w http.ResponseWriter, r *http.Request, namespace, name string, write func(sandbox.Key, sandbox.SecretData) (sandbox.Secret, error)) {
-	object(a, w, r, namespace, name, func(k sandbox.Key) (rest.Secret, error) {
+func (a *api) writeSecret(w http.ResponseWriter, r *http.Request, namespace, name string, write func(context.Context, sandbox.Key, sandbox.SecretData) (sandbox.Secret, error)) {
+	object(a, w, r, namespace, name, func(ctx context.Context, k sandbox.Key) (rest.Secret, error) {
 		var given rest.SecretValues
 		if _, err := a.readJSON(w, r, 8*maxBody, &given); err != nil {
 			return rest.Secret{}, hideBody(err)
@@ -50,7 +51,7 @@ func (a *api) writeSecret(w http.ResponseWriter, r *http.Request, namespace, nam
 		if err != nil {
 			return rest.Secret{}, err
 		}
-		s, err := write(k, data)
+		s, err := write(ctx, k, data)
 		return restconv.FromSecret(s), err
 	})
 }

@@ -21,25 +21,26 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// Service is what is served. *node.Manager implements it.
+// Service is what is served. *node.Manager implements it. The context of each call
+// says who makes it (sandbox.PrincipalOf). A request with an identity (sandbox.Once)
+// that was done before has the same answer again, and replayed says so.
 type Service interface {
-	ApplyTemplate(k sandbox.Key, spec sandbox.TemplateSpec) (sandbox.Template, error)
-	Template(k sandbox.Key) (sandbox.Template, error)
-	Templates(n sandbox.Namespace, p sandbox.Page) ([]sandbox.Template, error)
-	Builds(t sandbox.Template) ([]sandbox.Build, error)
-	CopyBuildLog(ctx context.Context, k sandbox.Key, stage sandbox.Stage, follow bool, w io.Writer) error
-	DeleteTemplate(k sandbox.Key) error
+	ApplyTemplate(ctx context.Context, k sandbox.Key, spec sandbox.TemplateSpec) (sandbox.Template, error)
+	Template(ctx context.Context, k sandbox.Key) (sandbox.Template, error)
+	Templates(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Template, error)
+	Builds(ctx context.Context, t sandbox.Template) ([]sandbox.Build, error)
+	CopyBuildLog(ctx context.Context, r sandbox.BuildLogRequest, w io.Writer) error
+	DeleteTemplate(ctx context.Context, k sandbox.Key) error
 
-	ApplyPool(k sandbox.Key, spec sandbox.PoolSpec) (sandbox.Pool, error)
-	Pool(k sandbox.Key) (sandbox.Pool, sandbox.PoolStatus, error)
-	Pools(n sandbox.Namespace, p sandbox.Page) ([]sandbox.Pool, error)
-	DeletePool(k sandbox.Key) error
+	ApplyPool(ctx context.Context, k sandbox.Key, spec sandbox.PoolSpec) (sandbox.Pool, error)
+	Pool(ctx context.Context, k sandbox.Key) (sandbox.Pool, sandbox.PoolStatus, error)
+	Pools(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Pool, error)
+	DeletePool(ctx context.Context, k sandbox.Key) error
 
-	Claim(ctx context.Context, k sandbox.Key, spec sandbox.ClaimSpec) (sandbox.Sandbox, error)
-	ClaimOnce(ctx context.Context, once sandbox.Once, k sandbox.Key, spec sandbox.ClaimSpec) (sandbox.Sandbox, bool, error)
-	Sandbox(k sandbox.Key) (sandbox.Sandbox, error)
-	SandboxByID(id sandbox.ID) (sandbox.Sandbox, error)
-	Sandboxes(n sandbox.Namespace, p sandbox.Page, ended bool) ([]sandbox.Sandbox, error)
+	Claim(ctx context.Context, r sandbox.ClaimRequest) (s sandbox.Sandbox, replayed bool, err error)
+	Sandbox(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error)
+	SandboxByID(ctx context.Context, id sandbox.ID) (sandbox.Sandbox, error)
+	Sandboxes(ctx context.Context, r sandbox.SandboxesRequest) ([]sandbox.Sandbox, error)
 	Pause(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error)
 	Resume(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error)
 	Hibernate(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error)
@@ -47,32 +48,29 @@ type Service interface {
 	Kill(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error)
 	Use(ctx context.Context, k sandbox.Key) (*node.Use, error)
 
-	Fork(ctx context.Context, k sandbox.Key, source sandbox.Name, n int) (sandbox.Fork, error)
-	ForkOnce(ctx context.Context, once sandbox.Once, k sandbox.Key, source sandbox.Name, n int) (sandbox.Fork, bool, error)
-	ForkOf(k sandbox.Key) (sandbox.Fork, error)
-	Forks(n sandbox.Namespace, p sandbox.Page) ([]sandbox.Fork, error)
+	Fork(ctx context.Context, r sandbox.ForkRequest) (f sandbox.Fork, replayed bool, err error)
+	ForkOf(ctx context.Context, k sandbox.Key) (sandbox.Fork, error)
+	Forks(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Fork, error)
 	DeleteFork(ctx context.Context, k sandbox.Key) error
 
-	ApplySecret(k sandbox.Key, data sandbox.SecretData) (sandbox.Secret, error)
-	SetSecret(k sandbox.Key, data sandbox.SecretData) (sandbox.Secret, error)
-	Secret(k sandbox.Key) (sandbox.Secret, error)
-	Secrets(n sandbox.Namespace, p sandbox.Page) ([]sandbox.Secret, error)
-	DeleteSecret(k sandbox.Key) error
+	ApplySecret(ctx context.Context, k sandbox.Key, data sandbox.SecretData) (sandbox.Secret, error)
+	SetSecret(ctx context.Context, k sandbox.Key, data sandbox.SecretData) (sandbox.Secret, error)
+	Secret(ctx context.Context, k sandbox.Key) (sandbox.Secret, error)
+	Secrets(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Secret, error)
+	DeleteSecret(ctx context.Context, k sandbox.Key) error
 
-	SetQuota(q sandbox.Quota) (sandbox.QuotaUse, error)
-	QuotaOf(n sandbox.Namespace) (sandbox.QuotaUse, error)
+	SetQuota(ctx context.Context, q sandbox.Quota) (sandbox.QuotaUse, error)
+	QuotaOf(ctx context.Context, n sandbox.Namespace) (sandbox.QuotaUse, error)
 
-	Checkpoint(ctx context.Context, k sandbox.Key, source sandbox.Name) (sandbox.CheckpointSize, error)
-	CheckpointOnce(ctx context.Context, once sandbox.Once, k sandbox.Key, source sandbox.Name) (sandbox.CheckpointSize, bool, error)
-	CheckpointOf(k sandbox.Key) (sandbox.CheckpointSize, error)
-	Checkpoints(n sandbox.Namespace, p sandbox.Page) ([]sandbox.CheckpointSize, error)
-	DeleteCheckpoint(k sandbox.Key) error
-	Restore(ctx context.Context, k sandbox.Key, checkpoint sandbox.Name, spec sandbox.RestoreSpec) (sandbox.Sandbox, error)
-	RestoreOnce(ctx context.Context, once sandbox.Once, k sandbox.Key, checkpoint sandbox.Name, spec sandbox.RestoreSpec) (sandbox.Sandbox, bool, error)
+	Checkpoint(ctx context.Context, r sandbox.CheckpointRequest) (c sandbox.CheckpointSize, replayed bool, err error)
+	CheckpointOf(ctx context.Context, k sandbox.Key) (sandbox.CheckpointSize, error)
+	Checkpoints(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.CheckpointSize, error)
+	DeleteCheckpoint(ctx context.Context, k sandbox.Key) error
+	Restore(ctx context.Context, r sandbox.RestoreRequest) (s sandbox.Sandbox, replayed bool, err error)
 
 	Cost(ctx context.Context, k sandbox.Key) (sandbox.Cost, error)
 	Costs(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Cost, error)
-	Node() (sandbox.NodeStatus, error)
+	Node(ctx context.Context) (sandbox.NodeStatus, error)
 	Watch(ctx context.Context, n sandbox.Namespace, each func(sandbox.Sandbox) error, synced func() error) error
 }
 
@@ -236,10 +234,10 @@ func (a *api) serve(mux *http.ServeMux, w http.ResponseWriter, r *http.Request) 
 	defer cancel()
 	r = r.WithContext(context.WithValue(ctx, recordKey, audited))
 	if to != nil {
-		rec.route, err = portsRoute, a.authorisePort(who, to, &about)
+		rec.route, err = portsRoute, a.authorisePort(r.Context(), who, to, &about)
 		audited.event.Namespace, audited.event.Object = trimmed(about.namespace), trimmedTo(about.object, maxObject)
 	} else if rec.route, err = checkURL(mux, pattern, r); err == nil {
-		err = a.authorise(who, about)
+		err = a.authorise(r.Context(), who, about)
 	} else {
 		a.fail(rec, r, err)
 		return

@@ -38,7 +38,7 @@ func (a *api) CreateTerminal(w http.ResponseWriter, r *http.Request, namespace, 
 		if err != nil {
 			return out, err
 		}
-		s, err := a.Service.Sandbox(k)
+		s, err := a.Service.Sandbox(r.Context(), k)
 		if err != nil {
 			return out, err
 		}
