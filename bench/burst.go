@@ -118,7 +118,7 @@ func (n *benchNode) end(ctx context.Context, k sandbox.Key) error {
 	u, err := n.manager.Use(ctx, k)
 	if err == nil {
 		err = u.Agent().Ping(ctx)
-		u.Done()
+		u.Close()
 	}
 	_, killErr := n.manager.Kill(ctx, k)
 	return errors.Join(err, killErr)

@@ -18,7 +18,7 @@ import (
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/guest/guestrpc"
-	"agentrun.dev/internal/node"
+	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/server"
 	"agentrun.dev/internal/storage/image"
 )
@@ -71,9 +71,10 @@ func Exec(ctx context.Context, cfg ExecConfig) (_ ExecReport, err error) {
 		return report, err
 	}
 	const name = "measured"
-	_, err = n.one(ctx, name, func(u *node.Use) error {
+	_, err = n.one(ctx, name, func(u sandbox.Session) error {
+		req := guestrpc.ExecRequest{Argv: []string{cfg.Program}, User: u.Record().User, Cwd: u.Record().Workdir}
 		agent := func() error {
-			st, err := u.Agent().Run(ctx, u.Exec(guestrpc.ExecRequest{Argv: []string{cfg.Program}}), nil, nil, nil)
+			st, err := u.Agent().Run(ctx, req, nil, nil, nil)
 			return errors.Join(err, exited(st.Code))
 		}
 		rest := func() error {

@@ -150,7 +150,7 @@ func (n *benchNode) keep(ctx context.Context, count int) error {
 func (n *benchNode) close() error { return undoAll(n.undo) }
 
 // use claims a fork and does something in it; took is without the claim.
-func (n *benchNode) use(ctx context.Context, name string, do func(*node.Use) error) (took time.Duration, err error) {
+func (n *benchNode) use(ctx context.Context, name string, do func(sandbox.Session) error) (took time.Duration, err error) {
 	if _, _, err := n.manager.Claim(ctx, sandbox.ClaimRequest{Key: benchKey(name), Spec: sandbox.ClaimSpec{Pool: benchPool}}); err != nil {
 		return 0, err
 	}
@@ -158,14 +158,14 @@ func (n *benchNode) use(ctx context.Context, name string, do func(*node.Use) err
 	if err != nil {
 		return 0, err
 	}
-	defer u.Done()
+	defer u.Close()
 	begin := time.Now()
 	err = do(u)
 	return time.Since(begin), err
 }
 
 // one is use of a fork that ends then.
-func (n *benchNode) one(ctx context.Context, name string, do func(*node.Use) error) (time.Duration, error) {
+func (n *benchNode) one(ctx context.Context, name string, do func(sandbox.Session) error) (time.Duration, error) {
 	took, err := n.use(ctx, name, do)
 	_, killErr := n.manager.Kill(ctx, benchKey(name))
 	return took, errors.Join(err, killErr)

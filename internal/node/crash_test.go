@@ -155,7 +155,7 @@ func (a accident) examine(t *testing.T) {
 		if want, told := a.answered[string(s.Name)]; told && memory(t, h, m, string(s.Name))["mine"] != want {
 			t.Errorf("%s holds %v", s.Name, memory(t, h, m, string(s.Name)))
 		}
-		u.Done()
+		u.Close()
 	}
 	for name := range a.answered {
 		if !there[name] {

@@ -143,7 +143,7 @@ func TestLife(t *testing.T) {
 		if got := memory(t, h, m, "a"); got["mine"] != "kept" {
 			t.Errorf("it woke up with %v", got)
 		}
-		u.Done()
+		u.Close()
 		if _, err := m.Kill(t.Context(), key("a")); err != nil {
 			t.Fatal(err)
 		}
@@ -214,7 +214,7 @@ func TestTimeouts(t *testing.T) {
 		after(time.Hour)
 		wantState(t, m, "busy", sandbox.Running)
 		wantState(t, m, "still", sandbox.Hibernated)
-		u.Done()
+		u.Close()
 		after(time.Minute)
 		wantEnded(t, m, "busy", sandbox.ReasonIdle)
 		// What was away for long has what it had left, and no more.
@@ -279,7 +279,7 @@ func TestWakeOnce(t *testing.T) {
 					t.Error(err)
 					return
 				}
-				u.Done()
+				u.Close()
 			})
 		}
 		all.Wait()

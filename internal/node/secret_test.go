@@ -273,7 +273,7 @@ func TestHolderExec(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		defer u.Done()
+		defer u.Close()
 		var out bytes.Buffer
 		req := guestrpc.ExecRequest{Argv: []string{"/bin/sh", "-c", "echo $API_KEY $PLAIN"}, Cwd: "/"}
 		if _, err := u.Agent().Run(t.Context(), req, nil, &out, io.Discard); err != nil {

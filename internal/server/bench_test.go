@@ -18,7 +18,8 @@ func BenchmarkExec(b *testing.B) {
 	if err != nil {
 		b.Fatal(err)
 	}
-	defer u.Done()
+	defer u.Close()
+	req := guestrpc.ExecRequest{Argv: []string{"true"}, User: u.Record().User, Cwd: u.Record().Workdir}
 	c := n.newClient()
 	for _, clients := range []int{1, 20} {
 		for _, way := range []struct {
@@ -26,7 +27,7 @@ func BenchmarkExec(b *testing.B) {
 			run  func() error
 		}{
 			{"agent", func() error {
-				_, err := u.Agent().Run(b.Context(), u.Exec(guestrpc.ExecRequest{Argv: []string{"true"}}), nil, nil, nil)
+				_, err := u.Agent().Run(b.Context(), req, nil, nil, nil)
 				return err
 			}},
 			{"rest", func() error {

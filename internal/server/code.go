@@ -8,7 +8,6 @@ import (
 	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/convert/restconv"
 	"agentrun.dev/internal/guest/guestrpc"
-	"agentrun.dev/internal/node"
 	"agentrun.dev/internal/sandbox"
 )
 
@@ -27,19 +26,19 @@ func (a *api) RunCode(w http.ResponseWriter, r *http.Request, namespace, name st
 	if err == nil && !given.Background {
 		form, err = accepted(r, formJSON, formNDJSON, formSSE)
 	}
-	var u *node.Use
+	var u *session
 	if err == nil {
-		u, err = a.use(r.Context(), namespace, name)
+		u, err = a.useNamed(r.Context(), namespace, name)
 	}
 	if err != nil {
 		a.fail(w, r, err)
 		return
 	}
-	defer u.Done()
-	ctx, end := u.Begin(r.Context(), sandbox.OpCode)
+	defer u.Close()
+	ctx, end := u.begin(r.Context(), sandbox.OpCode)
 	defer func() { end(err) }()
 	if req.Context == "" {
-		req.Context, err = u.DefaultContext(ctx, req.Language)
+		req.Context, err = u.defaultContext(ctx, req.Language)
 	}
 	var s *guestrpc.CodeSession
 	if err == nil {
@@ -232,15 +231,15 @@ func (a *api) AttachCode(w http.ResponseWriter, r *http.Request, namespace, name
 	if err == nil && (q.Stdout < -1 || q.Stderr < -1 || q.Event < -1) {
 		err = invalid("stdout, stderr, event", "a place to begin at is -1 or more")
 	}
-	var u *node.Use
+	var u *session
 	if err == nil {
-		u, err = a.use(r.Context(), namespace, name)
+		u, err = a.useNamed(r.Context(), namespace, name)
 	}
 	if err != nil {
 		a.fail(w, r, err)
 		return
 	}
-	defer u.Done()
+	defer u.Close()
 	s, err := u.Agent().AttachCode(r.Context(), guestrpc.CodeAttachRequest{ID: id, StdoutOffset: q.Stdout, StderrOffset: q.Stderr, Event: q.Event})
 	if err != nil {
 		a.fail(w, r, err)
@@ -252,24 +251,24 @@ func (a *api) AttachCode(w http.ResponseWriter, r *http.Request, namespace, name
 
 // ReleaseCode implements rest.ServerInterface.
 func (a *api) ReleaseCode(w http.ResponseWriter, r *http.Request, namespace, name, id string) {
-	a.withExec(w, r, namespace, name, id, func(u *node.Use) error { return u.Agent().ReleaseCode(r.Context(), id) })
+	a.withExec(w, r, namespace, name, id, func(u *session) error { return u.Agent().ReleaseCode(r.Context(), id) })
 }
 
 // InterruptCode implements rest.ServerInterface.
 func (a *api) InterruptCode(w http.ResponseWriter, r *http.Request, namespace, name, id string) {
-	a.withExec(w, r, namespace, name, id, func(u *node.Use) error {
+	a.withExec(w, r, namespace, name, id, func(u *session) error {
 		return u.Agent().InterruptCode(r.Context(), guestrpc.CodeInterruptRequest{ID: id})
 	})
 }
 
 // ListContexts implements rest.ServerInterface.
 func (a *api) ListContexts(w http.ResponseWriter, r *http.Request, namespace, name string) {
-	u, err := a.use(r.Context(), namespace, name)
+	u, err := a.useNamed(r.Context(), namespace, name)
 	if err != nil {
 		a.fail(w, r, err)
 		return
 	}
-	defer u.Done()
+	defer u.Close()
 	found, err := u.Agent().ListContexts(r.Context())
 	items := make([]rest.Context, 0, len(found))
 	for _, c := range found {
@@ -289,19 +288,19 @@ func (a *api) CreateContext(w http.ResponseWriter, r *http.Request, namespace, n
 	if err == nil {
 		req.Env, err = environment(given.Env)
 	}
-	var u *node.Use
+	var u *session
 	if err == nil {
-		u, err = a.use(r.Context(), namespace, name)
+		u, err = a.useNamed(r.Context(), namespace, name)
 	}
 	if err != nil {
 		a.fail(w, r, err)
 		return
 	}
-	defer u.Done()
-	if scope := u.Scope(); req.Cwd == "" {
+	defer u.Close()
+	if scope := u.scope(); req.Cwd == "" {
 		req.Cwd = scope.Cwd
 	}
-	if scope := u.Scope(); req.User == "" {
+	if scope := u.scope(); req.User == "" {
 		req.User = scope.User
 	}
 	c, err := u.Agent().CreateContext(r.Context(), req)
@@ -317,17 +316,17 @@ func showContext(c guestrpc.CodeContext) rest.Context {
 
 // DeleteContext implements rest.ServerInterface.
 func (a *api) DeleteContext(w http.ResponseWriter, r *http.Request, namespace, name, id string) {
-	a.withExec(w, r, namespace, name, id, func(u *node.Use) error { return u.CloseContext(r.Context(), id) })
+	a.withExec(w, r, namespace, name, id, func(u *session) error { return u.closeContext(r.Context(), id) })
 }
 
 // RestartContext implements rest.ServerInterface.
 func (a *api) RestartContext(w http.ResponseWriter, r *http.Request, namespace, name, id string) {
-	a.withExec(w, r, namespace, name, id, func(u *node.Use) error { return u.Agent().RestartContext(r.Context(), id) })
+	a.withExec(w, r, namespace, name, id, func(u *session) error { return u.Agent().RestartContext(r.Context(), id) })
 }
 
 // InterruptContext implements rest.ServerInterface.
 func (a *api) InterruptContext(w http.ResponseWriter, r *http.Request, namespace, name, id string) {
-	a.withExec(w, r, namespace, name, id, func(u *node.Use) error {
+	a.withExec(w, r, namespace, name, id, func(u *session) error {
 		return u.Agent().InterruptCode(r.Context(), guestrpc.CodeInterruptRequest{Context: id})
 	})
 }

@@ -14,40 +14,30 @@ import (
 	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/convert/restconv"
 	"agentrun.dev/internal/guest/guestrpc"
-	"agentrun.dev/internal/node"
 	"agentrun.dev/internal/sandbox"
 )
 
-// use begins to use a sandbox that the path names.
-func (a *api) use(ctx context.Context, namespace, name string) (*node.Use, error) {
+// useNamed begins to use a sandbox that the path names.
+func (a *api) useNamed(ctx context.Context, namespace, name string) (*session, error) {
 	k, err := key(namespace, name)
 	if err != nil {
 		return nil, err
 	}
-	u, err := a.Service.Use(ctx, k)
-	if err != nil {
-		return nil, err
-	}
-	// The name may have gone to another sandbox since the request was authorised.
-	if only := principalIn(ctx).Sandbox; only != "" && u.Sandbox.ID != only {
-		u.Done()
-		return nil, sandbox.NotFound(sandbox.KindSandbox, k)
-	}
-	return u, nil
+	return a.use(ctx, k)
 }
 
 // inside serves a route that is answered with nothing but success.
-func (a *api) inside(w http.ResponseWriter, r *http.Request, namespace, name string, do func(*node.Use) error) {
-	u, err := a.use(r.Context(), namespace, name)
+func (a *api) inside(w http.ResponseWriter, r *http.Request, namespace, name string, do func(*session) error) {
+	u, err := a.useNamed(r.Context(), namespace, name)
 	if err == nil {
-		defer u.Done()
+		defer u.Close()
 		err = do(u)
 	}
 	a.done(w, r, err)
 }
 
 // withExec serves a route of one exec, likewise.
-func (a *api) withExec(w http.ResponseWriter, r *http.Request, namespace, name, id string, do func(*node.Use) error) {
+func (a *api) withExec(w http.ResponseWriter, r *http.Request, namespace, name, id string, do func(*session) error) {
 	if err := checkID("id", id); err != nil {
 		a.fail(w, r, err)
 		return
@@ -121,18 +111,18 @@ func (a *api) Exec(w http.ResponseWriter, r *http.Request, namespace, name strin
 	if err == nil && !x.Background {
 		form, err = accepted(r, formJSON, formNDJSON, formSSE)
 	}
-	var u *node.Use
+	var u *session
 	if err == nil {
-		u, err = a.use(r.Context(), namespace, name)
+		u, err = a.useNamed(r.Context(), namespace, name)
 	}
 	if err != nil {
 		a.fail(w, r, err)
 		return
 	}
-	defer u.Done()
-	ctx, end := u.Begin(r.Context(), sandbox.OpExec)
+	defer u.Close()
+	ctx, end := u.begin(r.Context(), sandbox.OpExec)
 	defer func() { end(err) }()
-	s, err := u.Agent().Exec(ctx, u.Exec(x.req))
+	s, err := u.exec(ctx, x.req)
 	if err != nil {
 		a.fail(w, r, recoded(err, startCodes))
 		return
@@ -230,26 +220,26 @@ func (a *api) AttachExec(w http.ResponseWriter, r *http.Request, namespace, name
 		a.fail(w, r, err)
 		return
 	}
-	defer u.Done()
+	defer u.Close()
 	defer s.Close()
 	a.execEvents(w, form, s)
 }
 
 // attach joins an exec.
-func (a *api) attach(r *http.Request, namespace, name, id string, stdout, stderr int64) (*node.Use, *guestrpc.ExecSession, error) {
+func (a *api) attach(r *http.Request, namespace, name, id string, stdout, stderr int64) (*session, *guestrpc.ExecSession, error) {
 	if err := checkID("id", id); err != nil {
 		return nil, nil, err
 	}
 	if stdout < -1 || stderr < -1 {
 		return nil, nil, invalid("stdout, stderr", "an offset is -1 or more")
 	}
-	u, err := a.use(r.Context(), namespace, name)
+	u, err := a.useNamed(r.Context(), namespace, name)
 	if err != nil {
 		return nil, nil, err
 	}
 	s, err := u.Agent().Attach(r.Context(), guestrpc.AttachRequest{ID: id, StdoutOffset: stdout, StderrOffset: stderr})
 	if err != nil {
-		u.Done()
+		u.Close()
 		return nil, nil, err
 	}
 	return u, s, nil
@@ -257,12 +247,12 @@ func (a *api) attach(r *http.Request, namespace, name, id string, stdout, stderr
 
 // ListExecs implements rest.ServerInterface.
 func (a *api) ListExecs(w http.ResponseWriter, r *http.Request, namespace, name string) {
-	u, err := a.use(r.Context(), namespace, name)
+	u, err := a.useNamed(r.Context(), namespace, name)
 	if err != nil {
 		a.fail(w, r, err)
 		return
 	}
-	defer u.Done()
+	defer u.Close()
 	found, err := u.Agent().ListExecs(r.Context())
 	items := make([]rest.ExecInfo, 0, len(found))
 	for _, x := range found {
@@ -274,15 +264,15 @@ func (a *api) ListExecs(w http.ResponseWriter, r *http.Request, namespace, name 
 // GetExec implements rest.ServerInterface.
 func (a *api) GetExec(w http.ResponseWriter, r *http.Request, namespace, name, id string) {
 	err := checkID("id", id)
-	var u *node.Use
+	var u *session
 	if err == nil {
-		u, err = a.use(r.Context(), namespace, name)
+		u, err = a.useNamed(r.Context(), namespace, name)
 	}
 	if err != nil {
 		a.fail(w, r, err)
 		return
 	}
-	defer u.Done()
+	defer u.Close()
 	found, err := u.Agent().ListExecs(r.Context())
 	for _, x := range found {
 		if x.ID == id {
@@ -309,12 +299,12 @@ func showExec(x guestrpc.ExecInfo) rest.ExecInfo {
 
 // ReleaseExec implements rest.ServerInterface.
 func (a *api) ReleaseExec(w http.ResponseWriter, r *http.Request, namespace, name, id string) {
-	a.withExec(w, r, namespace, name, id, func(u *node.Use) error { return u.Agent().ReleaseExec(r.Context(), id) })
+	a.withExec(w, r, namespace, name, id, func(u *session) error { return u.Agent().ReleaseExec(r.Context(), id) })
 }
 
 // WriteStdin implements rest.ServerInterface.
 func (a *api) WriteStdin(w http.ResponseWriter, r *http.Request, namespace, name, id string, q rest.WriteStdinParams) {
-	a.withExec(w, r, namespace, name, id, func(u *node.Use) error {
+	a.withExec(w, r, namespace, name, id, func(u *session) error {
 		body := a.upload(w, r)
 		return body.done(u.Agent().WriteStdin(r.Context(), id, body, q.Close))
 	})
@@ -335,7 +325,7 @@ func (a *api) SignalExec(w http.ResponseWriter, r *http.Request, namespace, name
 		a.fail(w, r, err)
 		return
 	}
-	a.withExec(w, r, namespace, name, id, func(u *node.Use) error { return u.Agent().Signal(r.Context(), req) })
+	a.withExec(w, r, namespace, name, id, func(u *session) error { return u.Agent().Signal(r.Context(), req) })
 }
 
 func parseScope(s rest.SignalScope) (guestrpc.SignalScope, error) {
@@ -389,7 +379,7 @@ func (a *api) ResizeExec(w http.ResponseWriter, r *http.Request, namespace, name
 		a.fail(w, r, err)
 		return
 	}
-	a.withExec(w, r, namespace, name, id, func(u *node.Use) error {
+	a.withExec(w, r, namespace, name, id, func(u *session) error {
 		return u.Agent().Resize(r.Context(), guestrpc.ResizeRequest{ID: id, Rows: uint16(given.Rows), Cols: uint16(given.Cols)})
 	})
 }

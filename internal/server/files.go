@@ -10,7 +10,6 @@ import (
 
 	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/guest/guestrpc"
-	"agentrun.dev/internal/node"
 )
 
 // maxPath is the longest path.
@@ -24,14 +23,14 @@ func checkPath(field, path string) error {
 }
 
 // withFile serves a route of one file.
-func (a *api) withFile(w http.ResponseWriter, r *http.Request, namespace, name, path string, do func(*node.Use) error) {
+func (a *api) withFile(w http.ResponseWriter, r *http.Request, namespace, name, path string, do func(*session) error) {
 	err := checkPath("path", path)
-	var u *node.Use
+	var u *session
 	if err == nil {
-		u, err = a.use(r.Context(), namespace, name)
+		u, err = a.useNamed(r.Context(), namespace, name)
 	}
 	if err == nil {
-		defer u.Done()
+		defer u.Close()
 		err = recoded(do(u), fileCodes)
 	}
 	if err != nil {
@@ -75,11 +74,11 @@ func (b *body) done(err error) error {
 
 // ReadFile implements rest.ServerInterface.
 func (a *api) ReadFile(w http.ResponseWriter, r *http.Request, namespace, name string, q rest.ReadFileParams) {
-	a.withFile(w, r, namespace, name, q.Path, func(u *node.Use) error {
+	a.withFile(w, r, namespace, name, q.Path, func(u *session) error {
 		if q.Offset < 0 || q.Length < 0 {
 			return invalid("offset, length", "they are not negative")
 		}
-		file, err := u.Agent().OpenRead(r.Context(), guestrpc.ReadRequest{FileScope: u.Scope(), Path: q.Path, Offset: q.Offset, Length: q.Length})
+		file, err := u.Agent().OpenRead(r.Context(), guestrpc.ReadRequest{FileScope: u.scope(), Path: q.Path, Offset: q.Offset, Length: q.Length})
 		if err != nil {
 			return err
 		}
@@ -97,12 +96,12 @@ func (a *api) ReadFile(w http.ResponseWriter, r *http.Request, namespace, name s
 
 // WriteFile implements rest.ServerInterface.
 func (a *api) WriteFile(w http.ResponseWriter, r *http.Request, namespace, name string, q rest.WriteFileParams) {
-	a.withFile(w, r, namespace, name, q.Path, func(u *node.Use) error {
+	a.withFile(w, r, namespace, name, q.Path, func(u *session) error {
 		perm, err := parseMode(q.Mode)
 		if err != nil {
 			return err
 		}
-		req := guestrpc.WriteRequest{FileScope: u.Scope(), Path: q.Path, Perm: perm, Parents: true, Exclusive: q.Exclusive}
+		req := guestrpc.WriteRequest{FileScope: u.scope(), Path: q.Path, Perm: perm, Parents: true, Exclusive: q.Exclusive}
 		if q.Append {
 			req.Mode = guestrpc.WriteAppend
 		} else {
@@ -132,15 +131,15 @@ func parseMode(s string) (uint32, error) {
 
 // RemoveFile implements rest.ServerInterface.
 func (a *api) RemoveFile(w http.ResponseWriter, r *http.Request, namespace, name string, q rest.RemoveFileParams) {
-	a.withFile(w, r, namespace, name, q.Path, func(u *node.Use) error {
-		return u.Agent().Remove(r.Context(), guestrpc.RemoveRequest{FileScope: u.Scope(), Path: q.Path, Recursive: q.Recursive})
+	a.withFile(w, r, namespace, name, q.Path, func(u *session) error {
+		return u.Agent().Remove(r.Context(), guestrpc.RemoveRequest{FileScope: u.scope(), Path: q.Path, Recursive: q.Recursive})
 	})
 }
 
 // StatFile implements rest.ServerInterface.
 func (a *api) StatFile(w http.ResponseWriter, r *http.Request, namespace, name string, q rest.StatFileParams) {
-	a.withFile(w, r, namespace, name, q.Path, func(u *node.Use) error {
-		info, err := u.Agent().Stat(r.Context(), guestrpc.StatRequest{FileScope: u.Scope(), Path: q.Path, Follow: q.Follow == nil || *q.Follow})
+	a.withFile(w, r, namespace, name, q.Path, func(u *session) error {
+		info, err := u.Agent().Stat(r.Context(), guestrpc.StatRequest{FileScope: u.scope(), Path: q.Path, Follow: q.Follow == nil || *q.Follow})
 		if err != nil {
 			return err
 		}
@@ -154,7 +153,7 @@ const maxDepth = 64
 
 // ListFiles implements rest.ServerInterface.
 func (a *api) ListFiles(w http.ResponseWriter, r *http.Request, namespace, name string, q rest.ListFilesParams) {
-	a.withFile(w, r, namespace, name, q.Path, func(u *node.Use) error {
+	a.withFile(w, r, namespace, name, q.Path, func(u *session) error {
 		p, err := page(q.Limit, q.After)
 		if err != nil {
 			return err
@@ -167,7 +166,7 @@ func (a *api) ListFiles(w http.ResponseWriter, r *http.Request, namespace, name 
 			return invalid("depth", "%d is not between 1 and %d", depth, maxDepth)
 		}
 		found, err := u.Agent().List(r.Context(), guestrpc.ListRequest{
-			FileScope: u.Scope(), Path: q.Path, Depth: uint32(depth), Token: p.After, Limit: uint32(p.Limit - 1),
+			FileScope: u.scope(), Path: q.Path, Depth: uint32(depth), Token: p.After, Limit: uint32(p.Limit - 1),
 		})
 		if err != nil {
 			return err
@@ -188,13 +187,13 @@ func (a *api) MakeFolder(w http.ResponseWriter, r *http.Request, namespace, name
 		a.fail(w, r, err)
 		return
 	}
-	a.withFile(w, r, namespace, name, given.Path, func(u *node.Use) error {
+	a.withFile(w, r, namespace, name, given.Path, func(u *session) error {
 		perm, err := parseMode(given.Mode)
 		if err != nil {
 			return err
 		}
 		return u.Agent().Mkdir(r.Context(), guestrpc.MkdirRequest{
-			FileScope: u.Scope(), Path: given.Path, Perm: perm, Parents: given.Parents == nil || *given.Parents,
+			FileScope: u.scope(), Path: given.Path, Perm: perm, Parents: given.Parents == nil || *given.Parents,
 		})
 	})
 }
@@ -210,8 +209,8 @@ func (a *api) MoveFile(w http.ResponseWriter, r *http.Request, namespace, name s
 		a.fail(w, r, err)
 		return
 	}
-	a.withFile(w, r, namespace, name, given.From, func(u *node.Use) error {
-		return u.Agent().Move(r.Context(), guestrpc.MoveRequest{FileScope: u.Scope(), From: given.From, To: given.To, Overwrite: given.Overwrite})
+	a.withFile(w, r, namespace, name, given.From, func(u *session) error {
+		return u.Agent().Move(r.Context(), guestrpc.MoveRequest{FileScope: u.scope(), From: given.From, To: given.To, Overwrite: given.Overwrite})
 	})
 }
 
@@ -229,12 +228,12 @@ var watchTypes = map[guestrpc.EventKind]rest.WatchEventType{
 
 // WatchFiles implements rest.ServerInterface.
 func (a *api) WatchFiles(w http.ResponseWriter, r *http.Request, namespace, name string, q rest.WatchFilesParams) {
-	a.withFile(w, r, namespace, name, q.Path, func(u *node.Use) error {
+	a.withFile(w, r, namespace, name, q.Path, func(u *session) error {
 		form, err := accepted(r, formNDJSON, formSSE)
 		if err != nil {
 			return err
 		}
-		watch, err := u.Agent().Watch(r.Context(), guestrpc.WatchRequest{FileScope: u.Scope(), Path: q.Path, Recursive: q.Recursive})
+		watch, err := u.Agent().Watch(r.Context(), guestrpc.WatchRequest{FileScope: u.scope(), Path: q.Path, Recursive: q.Recursive})
 		if err != nil {
 			return err
 		}

@@ -517,8 +517,8 @@ func TestPortLimit(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer u.Done()
-	var conns []*node.PortConn
+	defer u.Close()
+	var conns []sandbox.Conn
 	for range node.MaxConns {
 		c, err := u.Connect(t.Context(), uint16(port))
 		if err != nil {

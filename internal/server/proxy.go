@@ -13,7 +13,6 @@ import (
 	"sync"
 	"time"
 
-	"agentrun.dev/internal/node"
 	"agentrun.dev/internal/sandbox"
 )
 
@@ -38,16 +37,16 @@ func (a *api) servePort(w *recorder, r *http.Request, to *portTarget) {
 	if err == nil {
 		k, err = to.key(r.Context(), a.Service)
 	}
-	var u *node.Use
+	var u *session
 	if err == nil {
-		u, err = a.use(r.Context(), string(k.Namespace), string(k.Name))
+		u, err = a.use(r.Context(), k)
 	}
 	if err != nil {
 		a.fail(w, r, err)
 		return
 	}
-	defer u.Done()
-	ctx, end := u.Begin(r.Context(), sandbox.OpPort)
+	defer u.Close()
+	ctx, end := u.begin(r.Context(), sandbox.OpPort)
 	var failed error
 	defer func() { end(failed) }()
 	r = r.WithContext(ctx)
@@ -128,11 +127,11 @@ func (to *portTarget) explain(err error, name sandbox.Name) error {
 // program closes the first. They end with it, for one that waits for the next
 // request would keep the sandbox in use.
 type portConns struct {
-	use  *node.Use
+	use  sandbox.Session
 	port uint16
 
 	mu   sync.Mutex // protects all following fields
-	open []*node.PortConn
+	open []sandbox.Conn
 	over bool
 }
 
@@ -171,7 +170,7 @@ func (p *portConns) close() {
 
 // portConn is a connection to a port as net/http wants it. It has no deadlines;
 // net/http closes what is to end.
-type portConn struct{ *node.PortConn }
+type portConn struct{ sandbox.Conn }
 
 func (portConn) LocalAddr() net.Addr              { return portAddr{} }
 func (portConn) RemoteAddr() net.Addr             { return portAddr{} }

@@ -17,7 +17,6 @@ import (
 
 	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/access"
-	"agentrun.dev/internal/node"
 	"agentrun.dev/internal/sandbox"
 )
 
@@ -46,7 +45,7 @@ type Service interface {
 	Hibernate(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error)
 	Extend(ctx context.Context, k sandbox.Key, timeout time.Duration) (sandbox.Sandbox, error)
 	Kill(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error)
-	Use(ctx context.Context, k sandbox.Key) (*node.Use, error)
+	Use(ctx context.Context, k sandbox.Key) (sandbox.Session, error)
 
 	Fork(ctx context.Context, r sandbox.ForkRequest) (f sandbox.Fork, replayed bool, err error)
 	ForkOf(ctx context.Context, k sandbox.Key) (sandbox.Fork, error)
@@ -74,8 +73,6 @@ type Service interface {
 	Watch(ctx context.Context, n sandbox.Namespace, each func(sandbox.Sandbox) error, synced func() error) error
 }
 
-var _ Service = (*node.Manager)(nil)
-
 // Config is what a server works with.
 type Config struct {
 	Service Service
@@ -87,6 +84,8 @@ type Config struct {
 	Log               *slog.Logger
 	// Observer is told of every request; nil is nobody.
 	Observer Observer
+	// Work is told what is done inside of sandboxes; nil is nobody.
+	Work sandbox.Observer
 	// Domain is that of the host names by which ports of sandboxes are reached,
 	// PORT-ID.DOMAIN; empty has none.
 	Domain string
@@ -95,6 +94,8 @@ type Config struct {
 	// beside those of the server itself.
 	Terminals    *Terminals
 	AllowOrigins []string
+	// Contexts are shared as Terminals are.
+	Contexts *Contexts
 	// Metrics answers /metrics; nil has none.
 	Metrics http.Handler
 	// BodyTimeout is how long a client may take to send a JSON body, and
@@ -131,6 +132,12 @@ func New(cfg Config) http.Handler {
 	}
 	if cfg.Observer == nil {
 		cfg.Observer = Observers()
+	}
+	if cfg.Work == nil {
+		cfg.Work = sandbox.Observers()
+	}
+	if cfg.Contexts == nil {
+		cfg.Contexts = NewContexts()
 	}
 	if cfg.Terminals == nil {
 		cfg.Terminals = NewTerminals()

@@ -23,7 +23,7 @@ func (a *api) ConnectExec(w http.ResponseWriter, r *http.Request, namespace, nam
 		a.fail(w, r, err)
 		return
 	}
-	defer u.Done()
+	defer u.Close()
 	defer s.Close()
 	// It answers a request that is none, or that comes from the page of another
 	// site.

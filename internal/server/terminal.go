@@ -81,19 +81,19 @@ func (a *api) ConnectTerminal(w http.ResponseWriter, r *http.Request, namespace,
 		a.fail(w, r, errNoTicket())
 		return
 	}
-	u, err := a.use(r.Context(), namespace, name)
+	u, err := a.useNamed(r.Context(), namespace, name)
 	if err != nil {
 		a.fail(w, r, err)
 		return
 	}
-	defer u.Done()
-	if u.Sandbox.ID != t.id { // the name has gone to another one
+	defer u.Close()
+	if u.Record().ID != t.id { // the name has gone to another one
 		a.fail(w, r, errNoTicket())
 		return
 	}
-	ctx, end := u.Begin(r.Context(), sandbox.OpTerminal)
+	ctx, end := u.begin(r.Context(), sandbox.OpTerminal)
 	defer func() { end(err) }()
-	s, err := u.Agent().Exec(ctx, u.Exec(t.req))
+	s, err := u.exec(ctx, t.req)
 	if err != nil {
 		a.fail(w, r, recoded(err, startCodes))
 		return

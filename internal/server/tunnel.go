@@ -11,23 +11,22 @@ import (
 
 	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/guest/guestrpc"
-	"agentrun.dev/internal/node"
 	"agentrun.dev/internal/sandbox"
 )
 
 // ConnectPort implements rest.ServerInterface.
 func (a *api) ConnectPort(w http.ResponseWriter, r *http.Request, namespace, name, portText string) {
 	port, err := parsePort(portText)
-	var u *node.Use
+	var u *session
 	if err == nil {
-		u, err = a.use(r.Context(), namespace, name)
+		u, err = a.useNamed(r.Context(), namespace, name)
 	}
 	if err != nil {
 		a.fail(w, r, err)
 		return
 	}
-	defer u.Done()
-	ctx, end := u.Begin(r.Context(), sandbox.OpPort)
+	defer u.Close()
+	ctx, end := u.begin(r.Context(), sandbox.OpPort)
 	inside, err := u.Connect(ctx, port)
 	defer func() { end(err) }()
 	if err != nil {
@@ -51,7 +50,7 @@ func (a *api) ConnectPort(w http.ResponseWriter, r *http.Request, namespace, nam
 }
 
 // tunnel moves bytes both ways until both sides have ended, or one has failed.
-func (a *api) tunnel(ctx context.Context, conn *websocket.Conn, inside *node.PortConn) error {
+func (a *api) tunnel(ctx context.Context, conn *websocket.Conn, inside sandbox.Conn) error {
 	both, cancel := context.WithCancel(ctx)
 	defer cancel()
 	out := make(chan error, 1)
@@ -104,7 +103,7 @@ func (a *api) tunnelOut(ctx context.Context, conn *websocket.Conn, inside io.Rea
 }
 
 // tunnelIn passes on what the client sends.
-func tunnelIn(ctx context.Context, conn *websocket.Conn, inside *node.PortConn) error {
+func tunnelIn(ctx context.Context, conn *websocket.Conn, inside sandbox.Conn) error {
 	for {
 		kind, data, err := conn.Read(ctx)
 		if err != nil {

@@ -83,6 +83,8 @@ func Socket(dir string) string { return filepath.Join(dir, socketName) }
 // NodeSocket is the path of the socket of the gRPC API for a controller.
 func NodeSocket(dir string) string { return filepath.Join(dir, nodeName) }
 
+var _ server.Service = (*node.Manager)(nil)
+
 // Daemon is an open daemon.
 type Daemon struct {
 	cfg     Config
@@ -92,8 +94,11 @@ type Daemon struct {
 	audit   *audit.Log
 	metrics *metrics.Metrics
 	tracer  *tracing.Tracer // nil if none is configured
-	// terminals are shared by all servers.
+	// terminals and contexts are shared by all servers.
 	terminals *server.Terminals
+	contexts  *server.Contexts
+	// work is told what is done with sandboxes.
+	work sandbox.Observer
 	// scraped is where metrics are served beside the API; nil is nowhere.
 	scraped net.Listener
 	servers []*http.Server
@@ -105,7 +110,7 @@ type Daemon struct {
 
 // Open takes over what an earlier daemon has left and begins to listen.
 func Open(ctx context.Context, cfg Config) (_ *Daemon, err error) {
-	d := &Daemon{cfg: cfg, terminals: server.NewTerminals()}
+	d := &Daemon{cfg: cfg, terminals: server.NewTerminals(), contexts: server.NewContexts()}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, d.Close())
@@ -137,9 +142,10 @@ func Open(ctx context.Context, cfg Config) (_ *Daemon, err error) {
 		}
 		watchers = append(watchers, d.tracer)
 	}
+	d.work = sandbox.Observers(watchers...)
 	d.manager, err = node.Open(ctx, node.Config{
 		Dir: cfg.Dir, Engine: d.engine, Boot: boot, Capacity: cfg.Capacity, Key: key, Log: cfg.Log,
-		Observer: sandbox.Observers(watchers...),
+		Observer: d.work,
 		Builder:  &template.Builder{Engine: d.engine, Images: cfg.Images, Pull: cfg.Pull, PlainRoots: cfg.Engine == pick.GVisor},
 	})
 	if err != nil {
@@ -252,7 +258,7 @@ func (d *Daemon) serverConfig(endpoint string) server.Config {
 	}
 	return server.Config{
 		Service: d.manager, Access: d.access, Audit: d.audit, Version: d.cfg.Version, Endpoint: endpoint, Log: d.cfg.Log,
-		Observer: server.Observers(watchers...), Metrics: d.metrics.Handler(),
+		Observer: server.Observers(watchers...), Work: d.work, Contexts: d.contexts, Metrics: d.metrics.Handler(),
 		Domain: d.cfg.Domain, Terminals: d.terminals, AllowOrigins: d.cfg.AllowOrigins,
 	}
 }

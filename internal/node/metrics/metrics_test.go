@@ -187,12 +187,12 @@ func TestValues(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	_, end := u.Begin(ctx, sandbox.OpExec)
+	_, end := n.metrics.Begin(ctx, u.Record().Work(sandbox.OpExec))
 	if got := n.scrape().value(t, "agentrun_operations_in_progress", "operation", "exec"); got != 1 {
 		t.Errorf("%v execs are under way, not 1", got)
 	}
-	end(nil)
-	u.Done()
+	end(sandbox.Outcome{})
+	u.Close()
 	n.eventually(func() bool { return n.manager.Overview().Builds == 0 })
 	n.metrics.Pulled(image.Pulled{Took: time.Second, Bytes: 4096})
 
@@ -375,7 +375,7 @@ func TestRequests(t *testing.T) {
 	}
 	t.Cleanup(func() { _ = trail.Close() })
 	h := server.New(server.Config{
-		Service: n.manager, Access: keys, Audit: trail, Log: slog.New(slog.DiscardHandler), Observer: n.metrics, Metrics: n.metrics.Handler(),
+		Service: n.manager, Access: keys, Audit: trail, Log: slog.New(slog.DiscardHandler), Observer: n.metrics, Work: n.metrics, Metrics: n.metrics.Handler(),
 	})
 	good := "Bearer " + key
 	get := func(method, path, token string) *httptest.ResponseRecorder {

@@ -146,7 +146,7 @@ func TestSpans(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = trail.Close() })
-	h := server.New(server.Config{Service: m, Access: keys, Audit: trail, Log: quiet, Observer: tracer})
+	h := server.New(server.Config{Service: m, Access: keys, Audit: trail, Log: quiet, Observer: tracer, Work: tracer})
 	const traceID, parentID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 	request := func(method, path, body, parent string, status int) {
 		t.Helper()

@@ -1,0 +1,124 @@
+package server
+
+import (
+	"context"
+	"errors"
+	"io/fs"
+	"sync"
+
+	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/sandbox"
+)
+
+// session is a sandbox that a request uses, with what requests leave open.
+type session struct {
+	sandbox.Session
+	observer sandbox.Observer
+	contexts *Contexts
+}
+
+// use begins to use a sandbox.
+func (c *Config) use(ctx context.Context, k sandbox.Key) (*session, error) {
+	s, err := c.Service.Use(ctx, k)
+	if err != nil {
+		return nil, err
+	}
+	// The name may have gone to another sandbox since the request was authorised.
+	if only := principalIn(ctx).Sandbox; only != "" && s.Record().ID != only {
+		s.Close()
+		return nil, sandbox.NotFound(sandbox.KindSandbox, k)
+	}
+	return &session{s, c.Work, c.Contexts}, nil
+}
+
+// begin tells the observer of something that is done in the sandbox.
+func (s *session) begin(ctx context.Context, op sandbox.Op) (context.Context, func(error)) {
+	ctx, end := s.observer.Begin(ctx, s.Record().Work(op))
+	return ctx, func(err error) { end(sandbox.Outcome{Err: err}) }
+}
+
+// scope is as whom and from where files are reached where nothing else is said.
+func (s *session) scope() guestrpc.FileScope {
+	r := s.Record()
+	return guestrpc.FileScope{User: r.User, Cwd: r.Workdir}
+}
+
+// exec starts a program; user and working folder are the sandbox's where the
+// request has none. The environment is there already.
+func (s *session) exec(ctx context.Context, req guestrpc.ExecRequest) (*guestrpc.ExecSession, error) {
+	scope := s.scope()
+	if req.User == "" {
+		req.User = scope.User
+	}
+	if req.Cwd == "" {
+		req.Cwd = scope.Cwd
+	}
+	return s.Agent().Exec(ctx, req)
+}
+
+// defaultContext names the context of a language that code runs in where none is
+// named, and sees to it that it is there, with the sandbox's user and folder.
+func (s *session) defaultContext(ctx context.Context, language string) (string, error) {
+	name := "default"
+	if language != "" && language != "python" {
+		name += "-" + language
+	}
+	key := contextID{s.Record().ID, name}
+	if s.contexts.has(key) {
+		return name, nil
+	}
+	scope := s.scope()
+	_, err := s.Agent().CreateContext(ctx, guestrpc.CodeCreateRequest{ID: name, Language: language, Cwd: scope.Cwd, User: scope.User})
+	if err != nil && !errors.Is(err, fs.ErrExist) {
+		return "", err
+	}
+	s.contexts.add(key)
+	return name, nil
+}
+
+// closeContext ends the kernel of a context and forgets the context.
+func (s *session) closeContext(ctx context.Context, id string) error {
+	s.contexts.drop(contextID{s.Record().ID, id})
+	return s.Agent().CloseContext(ctx, id)
+}
+
+// maxContexts bounds the contexts that are remembered. One that was forgotten is
+// asked for again.
+const maxContexts = 10_000
+
+// Contexts remembers which default contexts of sandboxes were seen to be there.
+// The servers of one daemon share it: what one of them closes is gone for all.
+type Contexts struct {
+	mu   sync.Mutex // protects seen
+	seen map[contextID]bool
+}
+
+// contextID names a context of a sandbox.
+type contextID struct {
+	sandbox sandbox.ID
+	name    string
+}
+
+// NewContexts remembers none.
+func NewContexts() *Contexts { return &Contexts{seen: map[contextID]bool{}} }
+
+func (c *Contexts) has(key contextID) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.seen[key]
+}
+
+func (c *Contexts) add(key contextID) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if len(c.seen) >= maxContexts {
+		clear(c.seen)
+	}
+	c.seen[key] = true
+}
+
+func (c *Contexts) drop(key contextID) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	delete(c.seen, key)
+}
