@@ -89,34 +89,34 @@ func TestPermissions(t *testing.T) {
 	operations(spec, func(method, path string, op *openapi3.Operation, _ *openapi3.PathItem) {
 		pattern := method + " " + path
 		described[pattern] = true
-		o, found := permissions[pattern]
+		o, found := routes[pattern]
 		switch {
 		case !found:
-			t.Errorf("%s has no permission", pattern)
-		case o.verb != op.OperationID || o.need == access.None:
+			t.Errorf("%s has no operation", pattern)
+		case string(o) != op.OperationID || o.Rule().Need == access.None:
 			t.Errorf("%s is %+v, described as %s", pattern, o, op.OperationID)
-		case o.need < access.Change && (method == http.MethodDelete || method == http.MethodPut) && o.need != access.Use:
-			t.Errorf("%s only needs %d", pattern, o.need)
+		case o.Rule().Need < access.Change && (method == http.MethodDelete || method == http.MethodPut) && o.Rule().Need != access.Use:
+			t.Errorf("%s only needs %d", pattern, o.Rule().Need)
 		}
 	})
-	for pattern := range permissions {
+	for pattern := range routes {
 		if !described[pattern] {
 			t.Errorf("%s is not described", pattern)
 		}
 	}
 	for pattern, want := range map[string]target{
 		"GET /v1/version": {},
-		"GET /v1/namespaces/{namespace}/pools/{name}":                            {kind: "pools", namespace: "ns", name: "n", object: "pools/n"},
+		"GET /v1/namespaces/{namespace}/pools/{name}":                            {kind: sandbox.KindPool, namespace: "ns", name: "n", object: "pools/n"},
 		"GET /v1/namespaces/{namespace}/sandboxes":                               {namespace: "ns"},
-		"POST /v1/namespaces/{namespace}/sandboxes/{name}/pause":                 {kind: "sandboxes", namespace: "ns", name: "n", object: "sandboxes/n"},
-		"DELETE /v1/namespaces/{namespace}/sandboxes/{name}/code/contexts/{id}":  {kind: "sandboxes", namespace: "ns", name: "n", object: "sandboxes/n/code/contexts/i"},
+		"POST /v1/namespaces/{namespace}/sandboxes/{name}/pause":                 {kind: sandbox.KindSandbox, namespace: "ns", name: "n", object: "sandboxes/n"},
+		"DELETE /v1/namespaces/{namespace}/sandboxes/{name}/code/contexts/{id}":  {kind: sandbox.KindSandbox, namespace: "ns", name: "n", object: "sandboxes/n/code/contexts/i"},
 		"DELETE /v1/keys/{id}":                                                   {object: "keys/i"},
-		"GET /v1/namespaces/{namespace}/sandboxes/{name}/ports/{port}/{path...}": {kind: "sandboxes", namespace: "ns", name: "n", object: "sandboxes/n/ports/80"},
+		"GET /v1/namespaces/{namespace}/sandboxes/{name}/ports/{port}/{path...}": {kind: sandbox.KindSandbox, namespace: "ns", name: "n", object: "sandboxes/n/ports/80"},
 		"": {},
 	} {
 		_, path, _ := strings.Cut(pattern, " ")
 		path = strings.NewReplacer("{namespace}", "ns", "{name}", "n", "{id}", "i", "{port}", "80", "{path...}", "secret/path").Replace(path)
-		want.operation, want.pattern = permissions[pattern], pattern
+		want.operation = routes[pattern]
 		if got := findTarget(pattern, path); got != want {
 			t.Errorf("%s: %+v", path, got)
 		}
@@ -146,7 +146,7 @@ func TestRoles(t *testing.T) {
 		access.RoleAdmin: n.with(n.key(access.RoleAdmin)),
 	}
 	operations(n.spec, func(method, path string, op *openapi3.Operation, _ *openapi3.PathItem) {
-		need := permissions[method+" "+path].need
+		need := routes[method+" "+path].Rule().Need
 		for role, as := range roles {
 			res := as.attempt(method, path)
 			if may := (access.Principal{Role: role}).May(need); may == (res.status == 403) {
@@ -178,7 +178,7 @@ func TestOtherTenant(t *testing.T) {
 			return
 		}
 		there := exist[strings.Split(path, "/")[4]]
-		if !strings.Contains(path, "{name}") || method == http.MethodPut && permissions[method+" "+path].need == access.Change {
+		if !strings.Contains(path, "{name}") || method == http.MethodPut && routes[method+" "+path].Rule().Need == access.Change {
 			mine.attempt(method, path, "{name}", there).refused(403, "permission_denied")
 			return
 		}
@@ -228,13 +228,14 @@ func TestSandboxToken(t *testing.T) {
 	}
 	mine := n.with(made.Token)
 	operations(n.spec, func(method, path string, op *openapi3.Operation, _ *openapi3.PathItem) {
-		o := permissions[method+" "+path]
+		o := routes[method+" "+path]
+		need := o.Rule().Need
 		res := mine.attempt(method, path, "{name}", "mine")
-		allowed := o.need == access.Use || o.verb == "getSandbox" || o.verb == "getVersion"
+		allowed := need == access.Use || o == "getSandbox" || o == "getVersion"
 		if allowed == (res.status == 403) {
-			t.Errorf("%s: %d %s", o.verb, res.status, res.body)
+			t.Errorf("%s: %d %s", o, res.status, res.body)
 		}
-		if !allowed || o.need == access.Anyone {
+		if !allowed || need == access.Anyone {
 			return
 		}
 		missing, found := mine.attempt(method, path), mine.attempt(method, path, "{name}", "other")
@@ -358,12 +359,13 @@ func TestLocalUser(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		return localUser(r)
+		a := &api{Config: Config{Authenticator: access.Authenticator{}}}
+		return a.authenticate(r)
 	}
-	if _, err := ask(t.Context()); !sandbox.HasCode(err, codeUnauthenticated) {
+	if _, err := ask(t.Context()); !sandbox.HasCode(err, access.CodeUnauthenticated) {
 		t.Errorf("over no socket: %v", err)
 	}
-	if p, err := ask(context.WithValue(t.Context(), peerKey, uint32(os.Geteuid()+1))); !sandbox.HasCode(err, codeDenied) || p.Role != "" {
+	if p, err := ask(context.WithValue(t.Context(), peerKey, uint32(os.Geteuid()+1))); !sandbox.HasCode(err, access.CodeDenied) || p.Role != "" {
 		t.Errorf("another user: %+v, %v", p, err)
 	}
 	if p, err := ask(context.WithValue(t.Context(), peerKey, uint32(0))); err != nil || p.Name != "uid:0" || p.Role != access.RoleAdmin {
@@ -554,7 +556,7 @@ func TestAuditFails(t *testing.T) {
 	broken.Store(true)
 	operations(n.spec, func(method, path string, op *openapi3.Operation, _ *openapi3.PathItem) {
 		res := n.attempt(method, path, "{name}", "a")
-		if permissions[method+" "+path].audited() {
+		if routes[method+" "+path].Rule().Audited() {
 			res.refused(503, "audit_failed")
 		} else if res.status == 503 && strings.Contains(string(res.body), "audit") {
 			t.Errorf("%s only looks: %s", op.OperationID, res.body)

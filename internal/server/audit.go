@@ -26,7 +26,7 @@ func newRecord(r *http.Request, id string, t target) *record {
 		remote = "unix"
 	}
 	return &record{event: audit.Event{
-		Request: id, Verb: t.verb, Namespace: trimmed(t.namespace), Object: trimmedTo(t.object, maxObject), Remote: remote,
+		Request: id, Verb: string(t.operation), Namespace: trimmed(t.namespace), Object: trimmedTo(t.object, maxObject), Remote: remote,
 	}}
 }
 
@@ -35,7 +35,7 @@ const maxObject = 256
 
 // begin writes down what is about to be done. What cannot be written is not done.
 func (a *api) begin(rec *record, t target) error {
-	if !t.audited() {
+	if !t.operation.Rule().Audited() {
 		return nil
 	}
 	rec.event.Stage, rec.event.Time = audit.Start, time.Now().UTC()

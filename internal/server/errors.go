@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"agentrun.dev/api/rest"
+	"agentrun.dev/internal/access"
 	"agentrun.dev/internal/convert/restconv"
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/sandbox"
@@ -26,31 +27,31 @@ const (
 
 // statuses are the HTTP statuses of all codes.
 var statuses = map[sandbox.Code]int{
-	sandbox.CodeInvalid:       http.StatusBadRequest,
-	codeUnauthenticated:       http.StatusUnauthorized,
-	codeDenied:                http.StatusForbidden,
-	codeFileDenied:            http.StatusForbidden,
-	sandbox.CodeNotFound:      http.StatusNotFound,
-	codeNoFile:                http.StatusNotFound,
-	codeMethod:                http.StatusMethodNotAllowed,
-	codeAccept:                http.StatusNotAcceptable,
-	sandbox.CodeExists:        http.StatusConflict,
-	codeFileExists:            http.StatusConflict,
-	sandbox.CodeConflict:      http.StatusConflict,
-	sandbox.CodeEnded:         http.StatusGone,
-	codeTooLarge:              http.StatusRequestEntityTooLarge,
-	codeMedia:                 http.StatusUnsupportedMediaType,
-	codeCannotRun:             http.StatusUnprocessableEntity,
-	sandbox.CodeCapacity:      http.StatusServiceUnavailable,
-	sandbox.CodeNotReady:      http.StatusServiceUnavailable,
-	sandbox.CodeClosing:       http.StatusServiceUnavailable,
-	codeAudit:                 http.StatusServiceUnavailable,
-	codeExhausted:             http.StatusInsufficientStorage,
-	codeTimeout:               http.StatusRequestTimeout,
-	codeUnavailable:           http.StatusBadGateway,
-	sandbox.CodePortClosed:    http.StatusBadGateway,
-	sandbox.CodeUnimplemented: http.StatusNotImplemented,
-	sandbox.CodeInternal:      http.StatusInternalServerError,
+	sandbox.CodeInvalid:        http.StatusBadRequest,
+	access.CodeUnauthenticated: http.StatusUnauthorized,
+	access.CodeDenied:          http.StatusForbidden,
+	codeFileDenied:             http.StatusForbidden,
+	sandbox.CodeNotFound:       http.StatusNotFound,
+	codeNoFile:                 http.StatusNotFound,
+	codeMethod:                 http.StatusMethodNotAllowed,
+	codeAccept:                 http.StatusNotAcceptable,
+	sandbox.CodeExists:         http.StatusConflict,
+	codeFileExists:             http.StatusConflict,
+	sandbox.CodeConflict:       http.StatusConflict,
+	sandbox.CodeEnded:          http.StatusGone,
+	codeTooLarge:               http.StatusRequestEntityTooLarge,
+	codeMedia:                  http.StatusUnsupportedMediaType,
+	codeCannotRun:              http.StatusUnprocessableEntity,
+	sandbox.CodeCapacity:       http.StatusServiceUnavailable,
+	sandbox.CodeNotReady:       http.StatusServiceUnavailable,
+	sandbox.CodeClosing:        http.StatusServiceUnavailable,
+	codeAudit:                  http.StatusServiceUnavailable,
+	codeExhausted:              http.StatusInsufficientStorage,
+	codeTimeout:                http.StatusRequestTimeout,
+	codeUnavailable:            http.StatusBadGateway,
+	sandbox.CodePortClosed:     http.StatusBadGateway,
+	sandbox.CodeUnimplemented:  http.StatusNotImplemented,
+	sandbox.CodeInternal:       http.StatusInternalServerError,
 }
 
 // retryAfter is what a client is told that may try again, in seconds.
@@ -86,7 +87,7 @@ func guestCode(c guestrpc.Code) sandbox.Code {
 	case guestrpc.CodeInvalidArgument:
 		return sandbox.CodeInvalid
 	case guestrpc.CodePermissionDenied:
-		return codeDenied
+		return access.CodeDenied
 	case guestrpc.CodeFailedPrecondition:
 		return sandbox.CodeConflict
 	case guestrpc.CodeDeadlineExceeded:

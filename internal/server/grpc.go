@@ -36,23 +36,23 @@ const (
 
 // grpcCodes are the gRPC codes of all codes.
 var grpcCodes = map[sandbox.Code]codes.Code{
-	sandbox.CodeInvalid:       codes.InvalidArgument,
-	codeUnauthenticated:       codes.Unauthenticated,
-	codeDenied:                codes.PermissionDenied,
-	sandbox.CodeNotFound:      codes.NotFound,
-	sandbox.CodeExists:        codes.AlreadyExists,
-	sandbox.CodeConflict:      codes.FailedPrecondition,
-	sandbox.CodeEnded:         codes.NotFound,
-	codeTooLarge:              codes.ResourceExhausted,
-	sandbox.CodeCapacity:      codes.ResourceExhausted,
-	codeExhausted:             codes.ResourceExhausted,
-	sandbox.CodeNotReady:      codes.Unavailable,
-	sandbox.CodeClosing:       codes.Unavailable,
-	codeUnavailable:           codes.Unavailable,
-	codeAudit:                 codes.Unavailable,
-	codeTimeout:               codes.DeadlineExceeded,
-	sandbox.CodeUnimplemented: codes.Unimplemented,
-	sandbox.CodeInternal:      codes.Internal,
+	sandbox.CodeInvalid:        codes.InvalidArgument,
+	access.CodeUnauthenticated: codes.Unauthenticated,
+	access.CodeDenied:          codes.PermissionDenied,
+	sandbox.CodeNotFound:       codes.NotFound,
+	sandbox.CodeExists:         codes.AlreadyExists,
+	sandbox.CodeConflict:       codes.FailedPrecondition,
+	sandbox.CodeEnded:          codes.NotFound,
+	codeTooLarge:               codes.ResourceExhausted,
+	sandbox.CodeCapacity:       codes.ResourceExhausted,
+	codeExhausted:              codes.ResourceExhausted,
+	sandbox.CodeNotReady:       codes.Unavailable,
+	sandbox.CodeClosing:        codes.Unavailable,
+	codeUnavailable:            codes.Unavailable,
+	codeAudit:                  codes.Unavailable,
+	codeTimeout:                codes.DeadlineExceeded,
+	sandbox.CodeUnimplemented:  codes.Unimplemented,
+	sandbox.CodeInternal:       codes.Internal,
 }
 
 // grpcStatus is an error as gRPC carries it, with the details that REST has.
@@ -89,14 +89,8 @@ func (n *Node) Shutdown(ctx context.Context) {
 // NewNode makes the gRPC server of a node, for Unix sockets: whoever is at the
 // other end is known by the kernel; API keys have no part. The caller serves with it, and ends it.
 func NewNode(cfg Config) *Node {
-	if cfg.BodyTimeout == 0 {
-		cfg.BodyTimeout = bodyTimeout
-	}
-	if cfg.StallTimeout == 0 {
-		cfg.StallTimeout = stallTimeout
-	}
 	serving, endWatches := context.WithCancel(context.Background())
-	n := &nodeAPI{Config: cfg, serving: serving}
+	n := &nodeAPI{Config: cfg.withDefaults(), serving: serving}
 	s := grpc.NewServer(
 		grpc.Creds(peerCredentials{}),
 		grpc.MaxRecvMsgSize(maxTemplate),
@@ -151,14 +145,14 @@ func (c peerCredentials) Clone() credentials.TransportCredentials { return c }
 func (peerCredentials) OverrideServerName(string) error           { return nil }
 
 // principal is who makes a call.
-func principal(ctx context.Context) (access.Principal, error) {
+func (n *nodeAPI) principal(ctx context.Context) (access.Principal, error) {
 	p, ok := peer.FromContext(ctx)
 	if ok {
 		if user, ok := p.AuthInfo.(peerUser); ok {
-			return localUID(user.uid)
+			return n.Authenticator.Authenticate(ctx, access.Credentials{User: &user.uid})
 		}
 	}
-	return access.Principal{}, sandbox.Errorf(codeUnauthenticated, "the call did not come over the Unix socket")
+	return access.Principal{}, sandbox.Errorf(access.CodeUnauthenticated, "the call did not come over the Unix socket")
 }
 
 // patience ends a call whose client neither sends its request nor takes what it
@@ -195,7 +189,11 @@ func (n *nodeAPI) unary(ctx context.Context, req any, info *grpc.UnaryServerInfo
 }
 
 // stream is around every call with many answers.
-func (n *nodeAPI) stream(srv any, ss grpc.ServerStream, _ *grpc.StreamServerInfo, handle grpc.StreamHandler) error {
+func (n *nodeAPI) stream(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, handle grpc.StreamHandler) error {
+	// What is listed calls serve when its request has come.
+	if err := checkListed(info.FullMethod); err != nil {
+		return grpcStatus(err).Err()
+	}
 	return handle(srv, &patientStream{ss, patienceOf(ss.Context())})
 }
 
@@ -223,7 +221,7 @@ func (s *patientStream) SendMsg(m any) error {
 // becomes one with details.
 func (n *nodeAPI) serve(ctx context.Context, method string, req any, do func(context.Context) error) (err error) {
 	start := time.Now()
-	who, err := principal(ctx)
+	who, err := n.principal(ctx)
 	defer func() {
 		if p := recover(); p != nil {
 			n.Log.Error("a call has panicked", "method", method, "panic", p, "stack", string(debug.Stack()))
@@ -245,8 +243,8 @@ func (n *nodeAPI) serve(ctx context.Context, method string, req any, do func(con
 	if err := checkMessage(method, req); err != nil {
 		return err
 	}
-	ctx = sandbox.WithPrincipal(ctx, sandbox.Principal(who.Name))
-	return n.audited(context.WithValue(ctx, principalKey, who), who, method, req, do)
+	ctx = context.WithValue(sandbox.WithPrincipal(ctx, sandbox.Principal(who.Name)), principalKey, who)
+	return n.audited(ctx, who, call{method, req}, do)
 }
 
 // checkMessage refuses what is too large, and what would be ignored.

@@ -19,34 +19,60 @@ func onlyLooks(method string) bool {
 	return strings.HasPrefix(name, "Get") || strings.HasPrefix(name, "List") || strings.HasPrefix(name, "Watch")
 }
 
-// audited does a call that is in the audit log, as REST's are: what cannot be
-// written down is not done.
-func (n *nodeAPI) audited(ctx context.Context, who access.Principal, method string, req any, do func(context.Context) error) error {
-	if onlyLooks(method) {
+// call is what was called.
+type call struct {
+	method string
+	req    any
+}
+
+// event is what the audit log gets to know about a call.
+func (c call) event(who access.Principal, stage audit.Stage) audit.Event {
+	e := audit.Event{Time: time.Now().UTC(), Stage: stage, Request: rand.Text(), Principal: who.Name, Verb: "grpc:" + path.Base(c.method), Remote: "unix"}
+	if r, ok := c.req.(interface{ GetNamespace() string }); ok {
+		e.Namespace = trimmed(r.GetNamespace())
+	}
+	if r, ok := c.req.(interface{ GetName() string }); ok {
+		e.Object = trimmedTo(r.GetName(), maxObject)
+	}
+	return e
+}
+
+// audited does a call, if it is allowed. What changes something is in the audit log,
+// as REST's is: what cannot be written down is not done. So is what was refused.
+func (n *nodeAPI) audited(ctx context.Context, who access.Principal, c call, do func(context.Context) error) error {
+	err := n.authoriseCall(ctx, who, c.method, c.req)
+	if err != nil && !sandbox.HasCode(err, sandbox.CodeInvalid) {
+		n.auditEnd(c.event(who, audit.End), err)
+		return err
+	}
+	serve := func() error {
+		if err != nil { // a name that is none
+			return err
+		}
 		return do(ctx)
 	}
-	event := audit.Event{
-		Time: time.Now().UTC(), Stage: audit.Start, Request: rand.Text(), Principal: who.Name, Verb: "grpc:" + path.Base(method), Remote: "unix",
+	if onlyLooks(c.method) {
+		return serve()
 	}
-	if r, ok := req.(interface{ GetNamespace() string }); ok {
-		event.Namespace = trimmed(r.GetNamespace())
-	}
-	if r, ok := req.(interface{ GetName() string }); ok {
-		event.Object = trimmedTo(r.GetName(), maxObject)
-	}
+	event := c.event(who, audit.Start)
 	if err := n.Audit.Write(event); err != nil {
 		n.Log.Error("the audit log cannot be written", "error", err)
 		return auditFailed()
 	}
-	err := do(ctx)
+	err = serve()
+	n.auditEnd(event, err)
+	return err
+}
+
+// auditEnd writes down what came of a call.
+func (n *nodeAPI) auditEnd(event audit.Event, err error) {
 	event.Stage, event.Time, event.Code = audit.End, time.Now().UTC(), http.StatusOK
 	if err != nil {
 		event.Code = statuses[toError(err).Code]
 	}
-	if auditErr := n.Audit.Write(event); auditErr != nil {
-		n.Log.Error("the audit log cannot be written", "request", event.Request, "error", auditErr)
+	if err := n.Audit.Write(event); err != nil {
+		n.Log.Error("the audit log cannot be written", "request", event.Request, "error", err)
 	}
-	return err
 }
 
 // auditFailed refuses what would not be in the log.

@@ -20,6 +20,7 @@ import (
 	"google.golang.org/protobuf/types/known/emptypb"
 
 	nodev1 "agentrun.dev/api/node/v1"
+	"agentrun.dev/internal/access"
 	"agentrun.dev/internal/convert/nodeconv"
 	"agentrun.dev/internal/sandbox"
 )
@@ -149,11 +150,12 @@ func TestNodePeer(t *testing.T) {
 		info credentials.AuthInfo
 		want sandbox.Code
 	}{
-		"nobody":       {nil, codeUnauthenticated},
-		"another user": {peerUser{uid: 4711}, codeDenied},
+		"nobody":       {nil, access.CodeUnauthenticated},
+		"another user": {peerUser{uid: 4711}, access.CodeDenied},
 		"root":         {peerUser{uid: 0}, ""},
 	} {
-		_, err := principal(peer.NewContext(t.Context(), &peer.Peer{AuthInfo: c.info}))
+		n := &nodeAPI{Config: Config{Authenticator: access.Authenticator{}}}
+		_, err := n.principal(peer.NewContext(t.Context(), &peer.Peer{AuthInfo: c.info}))
 		if c.want == "" && err != nil || c.want != "" && !sandbox.HasCode(err, c.want) {
 			t.Errorf("%s: %v", name, err)
 		}

@@ -129,11 +129,11 @@ func ParseDomain(s string) (string, error) {
 }
 
 // portOperation is what all requests to ports are.
-var portOperation = operation{verb: "usePort", need: access.Use}
+const portOperation access.Operation = "usePort"
 
 // about is what the request is about, as far as it says so itself.
 func (to *portTarget) about() target {
-	t := target{operation: portOperation, pattern: portsRoute, kind: "sandboxes", namespace: to.namespace, name: to.name}
+	t := target{operation: portOperation, kind: sandbox.KindSandbox, namespace: to.namespace, name: to.name}
 	name := to.name
 	if to.id != "" {
 		name = string(to.id)
@@ -145,7 +145,7 @@ func (to *portTarget) about() target {
 // authorisePort is authorise for a port, whose sandbox may be named by its id. Who
 // may not use it does not learn that it exists, nor what its name is.
 func (a *api) authorisePort(ctx context.Context, p access.Principal, to *portTarget, about *target) error {
-	if to.id == "" || !p.May(about.need) {
+	if to.id == "" || !p.May(about.operation.Rule().Need) {
 		return a.authorise(ctx, p, *about)
 	}
 	unknown := sandbox.Errorf(sandbox.CodeNotFound, "there is no sandbox with the id %q", trimmed(string(to.id)))

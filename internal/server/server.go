@@ -76,9 +76,12 @@ type Service interface {
 // Config is what a server works with.
 type Config struct {
 	Service Service
-	// Access knows keys and tokens, Audit keeps what is done with them.
+	// Access makes keys and tokens, Audit keeps what is done with them.
 	Access *access.Store
 	Audit  Auditor
+	// Authenticator says who makes a request; nil knows those of Access, and users
+	// of this machine.
+	Authenticator Authenticator
 	// Version is the daemon's, Endpoint where others reach it.
 	Version, Endpoint string
 	Log               *slog.Logger
@@ -105,6 +108,32 @@ type Config struct {
 	BodyTimeout, StallTimeout time.Duration
 }
 
+// withDefaults fills in what was left open.
+func (c Config) withDefaults() Config {
+	if c.Authenticator == nil {
+		c.Authenticator = access.Authenticator{Store: c.Access, Sandbox: c.Service.SandboxByID}
+	}
+	if c.BodyTimeout == 0 {
+		c.BodyTimeout = bodyTimeout
+	}
+	if c.StallTimeout == 0 {
+		c.StallTimeout = stallTimeout
+	}
+	if c.Observer == nil {
+		c.Observer = Observers()
+	}
+	if c.Work == nil {
+		c.Work = sandbox.Observers()
+	}
+	if c.Contexts == nil {
+		c.Contexts = NewContexts()
+	}
+	if c.Terminals == nil {
+		c.Terminals = NewTerminals()
+	}
+	return c
+}
+
 // Bounds of every request.
 const (
 	maxHeader         = 64 << 10
@@ -124,25 +153,7 @@ var _ rest.ServerInterface = (*api)(nil)
 
 // New makes the handler of all routes.
 func New(cfg Config) http.Handler {
-	if cfg.BodyTimeout == 0 {
-		cfg.BodyTimeout = bodyTimeout
-	}
-	if cfg.StallTimeout == 0 {
-		cfg.StallTimeout = stallTimeout
-	}
-	if cfg.Observer == nil {
-		cfg.Observer = Observers()
-	}
-	if cfg.Work == nil {
-		cfg.Work = sandbox.Observers()
-	}
-	if cfg.Contexts == nil {
-		cfg.Contexts = NewContexts()
-	}
-	if cfg.Terminals == nil {
-		cfg.Terminals = NewTerminals()
-	}
-	a := &api{Config: cfg}
+	a := &api{Config: cfg.withDefaults()}
 	mux := http.NewServeMux()
 	rest.HandlerWithOptions(a, rest.StdHTTPServerOptions{
 		BaseRouter: mux,

@@ -82,7 +82,7 @@ func (ts *Terminals) redeem(token string) (ticket, error) {
 }
 
 func errNoTicket() error {
-	return sandbox.Errorf(codeUnauthenticated, "the token opens no terminal here").
+	return sandbox.Errorf(access.CodeUnauthenticated, "the token opens no terminal here").
 		Because("it was used, has expired or is for another sandbox").Try("POST to the terminal for a new one")
 }
 
@@ -120,7 +120,7 @@ func checkOrigin(r *http.Request, allowed []string) error {
 	case slices.Contains(allowed, strings.ToLower(given[0])):
 		return nil
 	}
-	return sandbox.Errorf(codeDenied, "a page of %q may not open a terminal here", trimmed(strings.Join(given, ", "))).
+	return sandbox.Errorf(access.CodeDenied, "a page of %q may not open a terminal here", trimmed(strings.Join(given, ", "))).
 		Try("Allow its origin with `agentrun up --allow-origin`")
 }
 
