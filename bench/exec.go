@@ -20,6 +20,7 @@ import (
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/server"
+	restserver "agentrun.dev/internal/server/rest"
 	"agentrun.dev/internal/storage/image"
 )
 
@@ -142,8 +143,8 @@ func (n *benchNode) serve(ctx context.Context, socket string) (*client.Client, e
 		return trail.Close()
 	})
 	log := slog.New(slog.DiscardHandler)
-	h := server.New(server.Config{Service: n.manager, Access: keys, Audit: trail, Version: "bench", Log: log})
-	s := server.HTTP(h, log)
+	h := restserver.New(restserver.Config{Config: server.Config{Service: n.manager, Access: keys, Audit: trail, Version: "bench", Log: log}})
+	s := restserver.HTTP(h, log)
 	l, err := (&net.ListenConfig{}).Listen(ctx, "unix", socket)
 	if err != nil {
 		return nil, err

@@ -10,43 +10,43 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// session is a sandbox that a request uses, with what requests leave open.
-type session struct {
+// Session is a sandbox that a request uses, with what requests leave open.
+type Session struct {
 	sandbox.Session
 	observer sandbox.Observer
 	contexts *Contexts
 }
 
-// use begins to use a sandbox.
-func (c *Config) use(ctx context.Context, k sandbox.Key) (*session, error) {
+// Use begins to use a sandbox.
+func (c *Config) Use(ctx context.Context, k sandbox.Key) (*Session, error) {
 	s, err := c.Service.Use(ctx, k)
 	if err != nil {
 		return nil, err
 	}
 	// The name may have gone to another sandbox since the request was authorised.
-	if only := principalIn(ctx).Sandbox; only != "" && s.Record().ID != only {
+	if only := PrincipalOf(ctx).Sandbox; only != "" && s.Record().ID != only {
 		s.Close()
 		return nil, sandbox.NotFound(sandbox.KindSandbox, k)
 	}
-	return &session{s, c.Work, c.Contexts}, nil
+	return &Session{s, c.Work, c.Contexts}, nil
 }
 
-// begin tells the observer of something that is done in the sandbox.
-func (s *session) begin(ctx context.Context, op sandbox.Op) (context.Context, func(error)) {
+// Begin tells the observer of something that is done in the sandbox.
+func (s *Session) Begin(ctx context.Context, op sandbox.Op) (context.Context, func(error)) {
 	ctx, end := s.observer.Begin(ctx, s.Record().Work(op))
 	return ctx, func(err error) { end(sandbox.Outcome{Err: err}) }
 }
 
-// scope is as whom and from where files are reached where nothing else is said.
-func (s *session) scope() guestrpc.FileScope {
+// Scope is as whom and from where files are reached where nothing else is said.
+func (s *Session) Scope() guestrpc.FileScope {
 	r := s.Record()
 	return guestrpc.FileScope{User: r.User, Cwd: r.Workdir}
 }
 
-// exec starts a program; user and working folder are the sandbox's where the
+// Exec starts a program; user and working folder are the sandbox's where the
 // request has none. The environment is there already.
-func (s *session) exec(ctx context.Context, req guestrpc.ExecRequest) (*guestrpc.ExecSession, error) {
-	scope := s.scope()
+func (s *Session) Exec(ctx context.Context, req guestrpc.ExecRequest) (*guestrpc.ExecSession, error) {
+	scope := s.Scope()
 	if req.User == "" {
 		req.User = scope.User
 	}
@@ -56,9 +56,9 @@ func (s *session) exec(ctx context.Context, req guestrpc.ExecRequest) (*guestrpc
 	return s.Agent().Exec(ctx, req)
 }
 
-// defaultContext names the context of a language that code runs in where none is
+// DefaultContext names the context of a language that code runs in where none is
 // named, and sees to it that it is there, with the sandbox's user and folder.
-func (s *session) defaultContext(ctx context.Context, language string) (string, error) {
+func (s *Session) DefaultContext(ctx context.Context, language string) (string, error) {
 	name := "default"
 	if language != "" && language != "python" {
 		name += "-" + language
@@ -67,7 +67,7 @@ func (s *session) defaultContext(ctx context.Context, language string) (string, 
 	if s.contexts.has(key) {
 		return name, nil
 	}
-	scope := s.scope()
+	scope := s.Scope()
 	_, err := s.Agent().CreateContext(ctx, guestrpc.CodeCreateRequest{ID: name, Language: language, Cwd: scope.Cwd, User: scope.User})
 	if err != nil && !errors.Is(err, fs.ErrExist) {
 		return "", err
@@ -76,8 +76,8 @@ func (s *session) defaultContext(ctx context.Context, language string) (string, 
 	return name, nil
 }
 
-// closeContext ends the kernel of a context and forgets the context.
-func (s *session) closeContext(ctx context.Context, id string) error {
+// CloseContext ends the kernel of a context and forgets the context.
+func (s *Session) CloseContext(ctx context.Context, id string) error {
 	s.contexts.drop(contextID{s.Record().ID, id})
 	return s.Agent().CloseContext(ctx, id)
 }

@@ -24,6 +24,7 @@ import (
 	"agentrun.dev/internal/node/nodetest"
 	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/server"
+	restserver "agentrun.dev/internal/server/rest"
 	"agentrun.dev/internal/storage/image"
 )
 
@@ -374,8 +375,8 @@ func TestRequests(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = trail.Close() })
-	h := server.New(server.Config{
-		Service: n.manager, Access: keys, Audit: trail, Log: slog.New(slog.DiscardHandler), Observer: n.metrics, Work: n.metrics, Metrics: n.metrics.Handler(),
+	h := restserver.New(restserver.Config{
+		Config: server.Config{Service: n.manager, Access: keys, Audit: trail, Log: slog.New(slog.DiscardHandler), Work: n.metrics}, Observer: n.metrics, Metrics: n.metrics.Handler(),
 	})
 	good := "Bearer " + key
 	get := func(method, path, token string) *httptest.ResponseRecorder {
