@@ -9,11 +9,8 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// Codes of refusals.
-const (
-	CodeUnauthenticated sandbox.Code = "unauthenticated"
-	CodeDenied          sandbox.Code = "permission_denied"
-)
+// CodeUnauthenticated is the code of a request that nobody known makes.
+const CodeUnauthenticated sandbox.Code = "unauthenticated"
 
 // Credentials are what a request shows of who makes it.
 type Credentials struct {
@@ -64,7 +61,7 @@ func (a Authenticator) identify(ctx context.Context, text string) (Principal, er
 func localUser(uid uint32) (Principal, error) {
 	name := fmt.Sprintf("uid:%d", uid)
 	if uid != 0 && int(uid) != os.Geteuid() {
-		return Principal{Name: name}, sandbox.Errorf(CodeDenied, "user %d may not use this socket", uid).
+		return Principal{Name: name}, sandbox.Errorf(sandbox.CodeDenied, "user %d may not use this socket", uid).
 			Because("it is for user %d", os.Geteuid())
 	}
 	return Local(name), nil

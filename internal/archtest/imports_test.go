@@ -228,7 +228,7 @@ func TestTestbedIsNoLibrary(t *testing.T) {
 // TestTestPackages: packages that are for tests are imported by tests only.
 func TestTestPackages(t *testing.T) {
 	for _, p := range goList(t, "./...") {
-		for _, forTests := range []string{"/internal/node/nodetest", "/internal/node/managertest", "/internal/convert/converttest"} {
+		for _, forTests := range []string{"/internal/node/nodetest", "/internal/node/managertest", "/internal/server/servertest", "/internal/convert/converttest"} {
 			if slices.Contains(p.Imports, module+forTests) && !strings.HasSuffix(p.ImportPath, "test") {
 				t.Errorf("%s imports %s in what is not a test", p.ImportPath, forTests)
 			}

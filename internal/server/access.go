@@ -46,7 +46,7 @@ type Target struct {
 func (c *Config) Authorise(ctx context.Context, p access.Principal, t Target) error {
 	rule := t.Operation.Rule()
 	if !p.May(rule.Need) && (!rule.Own || p.Sandbox == "") {
-		return sandbox.Errorf(access.CodeDenied, "%s is not for the role %s", t.Operation, p.Role).
+		return sandbox.Errorf(sandbox.CodeDenied, "%s is not for the role %s", t.Operation, p.Role).
 			Try("Use a key with more rights; docs/security.md has the table")
 	}
 	if t.Namespace == "" {
@@ -82,7 +82,7 @@ func (c *Config) Authorise(ctx context.Context, p access.Principal, t Target) er
 
 // deniedIn says nothing about what is in a namespace, nor whether it is used.
 func deniedIn(n sandbox.Namespace) error {
-	return sandbox.Errorf(access.CodeDenied, "namespace %s is not one of yours", n).Try("Use a key of that namespace")
+	return sandbox.Errorf(sandbox.CodeDenied, "namespace %s is not one of yours", n).Try("Use a key of that namespace")
 }
 
 // PeerUID is the user at the other end of a Unix socket.

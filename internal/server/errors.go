@@ -36,7 +36,7 @@ const (
 var statuses = map[sandbox.Code]int{
 	sandbox.CodeInvalid:        http.StatusBadRequest,
 	access.CodeUnauthenticated: http.StatusUnauthorized,
-	access.CodeDenied:          http.StatusForbidden,
+	sandbox.CodeDenied:         http.StatusForbidden,
 	CodeFileDenied:             http.StatusForbidden,
 	sandbox.CodeNotFound:       http.StatusNotFound,
 	CodeNoFile:                 http.StatusNotFound,
@@ -97,7 +97,7 @@ func guestCode(c guestrpc.Code) sandbox.Code {
 	case guestrpc.CodeInvalidArgument:
 		return sandbox.CodeInvalid
 	case guestrpc.CodePermissionDenied:
-		return access.CodeDenied
+		return sandbox.CodeDenied
 	case guestrpc.CodeFailedPrecondition:
 		return sandbox.CodeConflict
 	case guestrpc.CodeDeadlineExceeded:

@@ -63,7 +63,7 @@ var methods = map[string]method{
 // checkListed refuses a method that is not listed.
 func checkListed(full string) error {
 	if _, listed := methods[full]; !listed {
-		return sandbox.Errorf(access.CodeDenied, "%s is served to nobody", path.Base(full))
+		return sandbox.Errorf(sandbox.CodeDenied, "%s is served to nobody", path.Base(full))
 	}
 	return nil
 }
@@ -82,7 +82,7 @@ func (n *nodeAPI) authoriseCall(ctx context.Context, who access.Principal, full 
 	}
 	if r, ok := req.(interface{ GetAllNamespaces() bool }); ok && r.GetAllNamespaces() {
 		if t.Namespace = ""; !who.In(access.AllNamespaces) {
-			return sandbox.Errorf(access.CodeDenied, "not all namespaces are yours").Try("Name the one that you mean")
+			return sandbox.Errorf(sandbox.CodeDenied, "not all namespaces are yours").Try("Name the one that you mean")
 		}
 	}
 	if message, ok := req.(proto.Message); ok && m.by != "" {

@@ -51,15 +51,15 @@ func TestUnlisted(t *testing.T) {
 	n := managertest.New(t)
 	cfg := n.Config()
 	admin := access.Local("uid:0")
-	if err := cfg.Authorise(t.Context(), admin, server.Target{Operation: "unheardOf"}); !sandbox.HasCode(err, access.CodeDenied) {
+	if err := cfg.Authorise(t.Context(), admin, server.Target{Operation: "unheardOf"}); !sandbox.HasCode(err, sandbox.CodeDenied) {
 		t.Errorf("an operation that is not listed: %v", err)
 	}
 	api := &nodeAPI{Config: cfg}
-	if err := api.authoriseCall(t.Context(), admin, "/agentrun.node.v1.Node/Unheard", &nodev1.GetNodeRequest{}); !sandbox.HasCode(err, access.CodeDenied) {
+	if err := api.authoriseCall(t.Context(), admin, "/agentrun.node.v1.Node/Unheard", &nodev1.GetNodeRequest{}); !sandbox.HasCode(err, sandbox.CodeDenied) {
 		t.Errorf("a method that is not listed: %v", err)
 	}
 	err := api.stream(nil, nil, &grpc.StreamServerInfo{FullMethod: "/agentrun.node.v1.Node/WatchUnheard"}, nil)
-	wantRefused(t, err, codes.PermissionDenied, string(access.CodeDenied), "WatchUnheard")
+	wantRefused(t, err, codes.PermissionDenied, string(sandbox.CodeDenied), "WatchUnheard")
 }
 
 // asked is an authenticator for which everybody is one principal.

@@ -160,7 +160,7 @@ func TestNodePeer(t *testing.T) {
 		want sandbox.Code
 	}{
 		"nobody":       {nil, access.CodeUnauthenticated},
-		"another user": {peerUser{uid: 4711}, access.CodeDenied},
+		"another user": {peerUser{uid: 4711}, sandbox.CodeDenied},
 		"root":         {peerUser{uid: 0}, ""},
 	} {
 		n := &nodeAPI{Config: server.Config{Authenticator: access.Authenticator{}}}

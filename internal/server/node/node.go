@@ -41,7 +41,7 @@ const (
 var grpcCodes = map[sandbox.Code]codes.Code{
 	sandbox.CodeInvalid:        codes.InvalidArgument,
 	access.CodeUnauthenticated: codes.Unauthenticated,
-	access.CodeDenied:          codes.PermissionDenied,
+	sandbox.CodeDenied:         codes.PermissionDenied,
 	sandbox.CodeNotFound:       codes.NotFound,
 	sandbox.CodeExists:         codes.AlreadyExists,
 	sandbox.CodeConflict:       codes.FailedPrecondition,

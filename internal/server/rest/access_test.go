@@ -354,7 +354,7 @@ func TestLocalUser(t *testing.T) {
 	if _, err := ask(t.Context()); !sandbox.HasCode(err, access.CodeUnauthenticated) {
 		t.Errorf("over no socket: %v", err)
 	}
-	if p, err := ask(context.WithValue(t.Context(), peerKey, uint32(os.Geteuid()+1))); !sandbox.HasCode(err, access.CodeDenied) || p.Role != "" {
+	if p, err := ask(context.WithValue(t.Context(), peerKey, uint32(os.Geteuid()+1))); !sandbox.HasCode(err, sandbox.CodeDenied) || p.Role != "" {
 		t.Errorf("another user: %+v, %v", p, err)
 	}
 	if p, err := ask(context.WithValue(t.Context(), peerKey, uint32(0))); err != nil || p.Name != "uid:0" || p.Role != access.RoleAdmin {

@@ -121,7 +121,7 @@ func checkOrigin(r *http.Request, allowed []string) error {
 	case slices.Contains(allowed, strings.ToLower(given[0])):
 		return nil
 	}
-	return sandbox.Errorf(access.CodeDenied, "a page of %q may not open a terminal here", server.Trimmed(strings.Join(given, ", "))).
+	return sandbox.Errorf(sandbox.CodeDenied, "a page of %q may not open a terminal here", server.Trimmed(strings.Join(given, ", "))).
 		Try("Allow its origin with `agentrun up --allow-origin`")
 }
 
