@@ -23,12 +23,32 @@ func (c *Config) Use(ctx context.Context, k sandbox.Key) (*Session, error) {
 	if err != nil {
 		return nil, err
 	}
-	// The name may have gone to another sandbox since the request was authorised.
-	if only := PrincipalOf(ctx).Sandbox; only != "" && s.Record().ID != only {
+	if err := checkOwn(ctx, s.Record()); err != nil {
 		s.Close()
-		return nil, sandbox.NotFound(sandbox.KindSandbox, k)
+		return nil, err
 	}
 	return &Session{s, c.Work, c.Contexts}, nil
+}
+
+// Sandbox looks at a sandbox.
+func (c *Config) Sandbox(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
+	s, err := c.Service.Sandbox(ctx, k)
+	if err == nil {
+		err = checkOwn(ctx, s)
+	}
+	if err != nil {
+		return sandbox.Sandbox{}, err
+	}
+	return s, nil
+}
+
+// checkOwn refuses a sandbox that is not the one of the token: the name may have gone
+// to another since the request was authorised.
+func checkOwn(ctx context.Context, s sandbox.Sandbox) error {
+	if only := PrincipalOf(ctx).Sandbox; only != "" && s.ID != only {
+		return sandbox.NotFound(sandbox.KindSandbox, s.Key)
+	}
+	return nil
 }
 
 // Begin tells the observer of something that is done in the sandbox.

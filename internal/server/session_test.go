@@ -71,6 +71,9 @@ func TestUseOfAnother(t *testing.T) {
 		if err == nil {
 			s.Close()
 		}
+		if _, looked := one.Sandbox(ctx, made.Key); (looked == nil) != want {
+			t.Errorf("looking at %s: %v", id, looked)
+		}
 		if (err == nil) != want || err != nil && !sandbox.HasCode(err, sandbox.CodeNotFound) {
 			t.Errorf("%s: %v", id, err)
 		}

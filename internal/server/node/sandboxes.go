@@ -61,7 +61,7 @@ func (n *nodeAPI) ClaimSandbox(ctx context.Context, r *nodev1.ClaimSandboxReques
 
 // GetSandbox implements nodev1.NodeServer.
 func (n *nodeAPI) GetSandbox(ctx context.Context, r *nodev1.GetSandboxRequest) (*nodev1.Sandbox, error) {
-	return answered(nodeconv.FromSandbox)(of(ctx, r, n.Service.Sandbox))
+	return answered(nodeconv.FromSandbox)(of(ctx, r, n.Sandbox))
 }
 
 // ListSandboxes implements nodev1.NodeServer.
