@@ -100,7 +100,7 @@ func (s *BurstSide) measure(ctx context.Context, node *benchNode, name string, n
 	start := time.Now()
 	run(n, func(i int) {
 		begin := time.Now()
-		_, errs[i] = node.manager.Claim(ctx, key(i), sandbox.ClaimSpec{Pool: benchPool})
+		_, _, errs[i] = node.manager.Claim(ctx, sandbox.ClaimRequest{Key: key(i), Spec: sandbox.ClaimSpec{Pool: benchPool}})
 		took[i] = time.Since(begin)
 	})
 	s.All = float64(time.Since(start).Nanoseconds()) / 1e6
@@ -118,7 +118,7 @@ func (n *benchNode) end(ctx context.Context, k sandbox.Key) error {
 	u, err := n.manager.Use(ctx, k)
 	if err == nil {
 		err = u.Agent().Ping(ctx)
-		u.Done()
+		u.Close()
 	}
 	_, killErr := n.manager.Kill(ctx, k)
 	return errors.Join(err, killErr)

@@ -16,8 +16,9 @@ import (
 	"agentrun.dev/internal/access/audit"
 	"agentrun.dev/internal/client"
 	"agentrun.dev/internal/guest/guestrpc"
-	"agentrun.dev/internal/node"
+	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/server"
+	restserver "agentrun.dev/internal/server/rest"
 	"agentrun.dev/internal/storage/image"
 )
 
@@ -66,9 +67,10 @@ func Exec(ctx context.Context, cfg ExecConfig) (_ ExecReport, err error) {
 		return report, err
 	}
 	const name = "measured"
-	_, err = n.one(ctx, name, func(u *node.Use) error {
+	_, err = n.one(ctx, name, func(u sandbox.Session) error {
+		req := guestrpc.ExecRequest{Argv: []string{cfg.Program}, User: u.Record().User, Workdir: u.Record().Workdir}
 		agent := func() error {
-			st, err := u.Agent().Run(ctx, u.Exec(guestrpc.ExecRequest{Argv: []string{cfg.Program}}), nil, nil, nil)
+			st, err := u.Agent().Run(ctx, req, nil, nil, nil)
 			return errors.Join(err, exited(st.Code))
 		}
 		rest := func() error {
@@ -136,8 +138,8 @@ func (n *benchNode) serve(ctx context.Context, socket string) (*client.Client, e
 		return trail.Close()
 	})
 	log := slog.New(slog.DiscardHandler)
-	h := server.New(server.Config{Service: n.manager, Access: keys, Audit: trail, Version: "bench", Log: log})
-	s := server.HTTP(h, log)
+	h := restserver.New(restserver.Config{Config: server.Config{Service: n.manager, Access: keys, Audit: trail, Version: "bench", Log: log}})
+	s := restserver.HTTP(h, log)
 	l, err := (&net.ListenConfig{}).Listen(ctx, "unix", socket)
 	if err != nil {
 		return nil, err

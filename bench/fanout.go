@@ -10,7 +10,6 @@ import (
 	"time"
 
 	"agentrun.dev/internal/guest/guestrpc"
-	"agentrun.dev/internal/node"
 	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/storage/image"
 )
@@ -60,17 +59,17 @@ func Fanout(ctx context.Context, cfg FanoutConfig) (_ FanoutReport, err error) {
 	}
 	defer func() { err = errors.Join(err, f.close()) }()
 	var warm, fresh, cold []time.Duration
-	evaluate := func(u *node.Use) error { return f.run(ctx, u) }
+	evaluate := func(u sandbox.Session) error { return f.run(ctx, u) }
 	for i := range turns {
 		for _, kind := range []struct {
 			name    string
 			samples *[]time.Duration
 			wait    int // how many wait in the pool
-			do      func(*node.Use) error
+			do      func(sandbox.Session) error
 		}{
 			{"warm", &warm, 1, evaluate},
 			{"fresh", &fresh, 0, evaluate},
-			{"cold", &cold, 1, func(u *node.Use) error { return execProgram(ctx, u.Agent(), "/bin/sh", "-c", cfg.Cold) }},
+			{"cold", &cold, 1, func(u sandbox.Session) error { return execProgram(ctx, u.Agent(), "/bin/sh", "-c", cfg.Cold) }},
 		} {
 			if err := f.keep(ctx, kind.wait); err != nil {
 				return report, err
@@ -104,7 +103,7 @@ func newFanout(ctx context.Context, cfg FanoutConfig) (*fanout, error) {
 }
 
 // run evaluates the code.
-func (f *fanout) run(ctx context.Context, u *node.Use) error {
+func (f *fanout) run(ctx context.Context, u sandbox.Session) error {
 	st, err := u.Agent().RunCode(ctx, guestrpc.CodeRunRequest{Source: f.cfg.Code}, io.Discard, io.Discard, nil)
 	if err == nil && st.State != guestrpc.CodeOK {
 		err = fmt.Errorf("the code exited with %d", st.Code)
@@ -125,7 +124,7 @@ func (f *fanout) all(ctx context.Context, report *FanoutReport) error {
 		wg.Go(func() {
 			defer func() { <-free }()
 			start := time.Now()
-			_, err := f.use(ctx, fmt.Sprintf("fork-%d", i), func(u *node.Use) error { return f.run(ctx, u) })
+			_, err := f.use(ctx, fmt.Sprintf("fork-%d", i), func(u sandbox.Session) error { return f.run(ctx, u) })
 			mu.Lock()
 			defer mu.Unlock()
 			each, errs = append(each, time.Since(start)), append(errs, err)
@@ -157,7 +156,7 @@ func (f *fanout) own(ctx context.Context, name string) (uint64, error) {
 	if err != nil {
 		return 0, err
 	}
-	defer u.Done()
+	defer u.Close()
 	st, err := u.Stats(ctx)
 	return st.Own, err
 }

@@ -117,7 +117,7 @@ func newNode(ctx context.Context, cfg nodeConfig) (*benchNode, error) {
 	}
 	n.undo = append(n.undo, n.manager.Close)
 	spec := sandbox.TemplateSpec{Image: cfg.Image, MilliCPUs: sandbox.DefaultMilliCPUs, Memory: cfg.Memory, Warmup: cfg.Warmup}
-	if _, err := n.manager.ApplyTemplate(benchKey(benchPool), spec); err != nil {
+	if _, err := n.manager.ApplyTemplate(ctx, benchKey(benchPool), spec); err != nil {
 		return n, err
 	}
 	return n, n.keep(ctx, 0)
@@ -125,14 +125,14 @@ func newNode(ctx context.Context, cfg nodeConfig) (*benchNode, error) {
 
 // keep makes so many sandboxes wait in the pool, and waits until they do.
 func (n *benchNode) keep(ctx context.Context, count int) error {
-	if _, err := n.manager.ApplyPool(benchKey(benchPool), sandbox.PoolSpec{Template: benchPool, Replicas: count, Stage: sandbox.AfterReady}); err != nil {
+	if _, err := n.manager.ApplyPool(ctx, benchKey(benchPool), sandbox.PoolSpec{Template: benchPool, Replicas: count, Stage: sandbox.AfterReady}); err != nil {
 		return err
 	}
 	if err := n.manager.WaitPool(ctx, benchKey(benchPool)); err != nil {
 		return err
 	}
 	for {
-		_, st, err := n.manager.Pool(benchKey(benchPool))
+		_, st, err := n.manager.Pool(ctx, benchKey(benchPool))
 		switch {
 		case err != nil || st.Ready == count:
 			return err
@@ -150,22 +150,22 @@ func (n *benchNode) keep(ctx context.Context, count int) error {
 func (n *benchNode) close() error { return undoAll(n.undo) }
 
 // use claims a fork and does something in it; took is without the claim.
-func (n *benchNode) use(ctx context.Context, name string, do func(*node.Use) error) (took time.Duration, err error) {
-	if _, err := n.manager.Claim(ctx, benchKey(name), sandbox.ClaimSpec{Pool: benchPool}); err != nil {
+func (n *benchNode) use(ctx context.Context, name string, do func(sandbox.Session) error) (took time.Duration, err error) {
+	if _, _, err := n.manager.Claim(ctx, sandbox.ClaimRequest{Key: benchKey(name), Spec: sandbox.ClaimSpec{Pool: benchPool}}); err != nil {
 		return 0, err
 	}
 	u, err := n.manager.Use(ctx, benchKey(name))
 	if err != nil {
 		return 0, err
 	}
-	defer u.Done()
+	defer u.Close()
 	begin := time.Now()
 	err = do(u)
 	return time.Since(begin), err
 }
 
 // one is use of a fork that ends then.
-func (n *benchNode) one(ctx context.Context, name string, do func(*node.Use) error) (time.Duration, error) {
+func (n *benchNode) one(ctx context.Context, name string, do func(sandbox.Session) error) (time.Duration, error) {
 	took, err := n.use(ctx, name, do)
 	_, killErr := n.manager.Kill(ctx, benchKey(name))
 	return took, errors.Join(err, killErr)

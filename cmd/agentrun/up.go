@@ -16,7 +16,7 @@ import (
 	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/host/procid"
 	"agentrun.dev/internal/node/forkd"
-	"agentrun.dev/internal/server"
+	restserver "agentrun.dev/internal/server/rest"
 	"agentrun.dev/internal/storage/image"
 	"github.com/coreos/go-systemd/v22/daemon"
 	"github.com/spf13/cobra"
@@ -118,12 +118,12 @@ func (o *upOptions) run(ctx context.Context, stderr io.Writer) error {
 	if err != nil {
 		return err
 	}
-	domain, err := server.ParseDomain(o.domain)
+	domain, err := restserver.ParseDomain(o.domain)
 	if err != nil {
 		return err
 	}
 	for i, origin := range o.origins {
-		if o.origins[i], err = server.ParseOrigin(origin); err != nil {
+		if o.origins[i], err = restserver.ParseOrigin(origin); err != nil {
 			return err
 		}
 	}

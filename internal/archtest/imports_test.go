@@ -228,21 +228,22 @@ func TestTestbedIsNoLibrary(t *testing.T) {
 // TestTestPackages: packages that are for tests are imported by tests only.
 func TestTestPackages(t *testing.T) {
 	for _, p := range goList(t, "./...") {
-		for _, forTests := range []string{"/internal/node/nodetest", "/internal/convert/converttest"} {
-			if slices.Contains(p.Imports, module+forTests) {
+		for _, forTests := range []string{"/internal/node/nodetest", "/internal/node/managertest", "/internal/server/servertest", "/internal/convert/converttest"} {
+			if slices.Contains(p.Imports, module+forTests) && !strings.HasSuffix(p.ImportPath, "test") {
 				t.Errorf("%s imports %s in what is not a test", p.ImportPath, forTests)
 			}
 		}
 	}
 }
 
-// TestDomainIsApart: what speaks of sandboxes does not depend on what runs them.
+// TestDomainIsApart: what speaks of sandboxes, and what serves them, does not depend
+// on what runs them.
 func TestDomainIsApart(t *testing.T) {
-	for _, p := range goList(t, "-deps", "./internal/sandbox", "./internal/access", "./internal/convert/...") {
+	for _, p := range goList(t, "-deps", "./internal/sandbox", "./internal/access", "./internal/convert/...", "./internal/server/...") {
 		of, ours := strings.CutPrefix(p.ImportPath, module+"/internal/")
 		group, _, _ := strings.Cut(of, "/")
 		if ours && slices.Contains([]string{"engine", "storage", "vmm", "host"}, group) {
-			t.Errorf("%s is linked into sandbox, access or convert", p.ImportPath)
+			t.Errorf("%s is linked into sandbox, access, convert or server", p.ImportPath)
 		}
 	}
 }

@@ -34,7 +34,7 @@ type build struct {
 // ApplyTemplate makes a template or changes it. Pools of it follow; sandboxes
 // that were claimed stay as they are. A template that has not changed and whose
 // build failed is built again.
-func (m *Manager) ApplyTemplate(k sandbox.Key, spec sandbox.TemplateSpec) (sandbox.Template, error) {
+func (m *Manager) ApplyTemplate(_ context.Context, k sandbox.Key, spec sandbox.TemplateSpec) (sandbox.Template, error) {
 	if err := m.begin(); err != nil {
 		return sandbox.Template{}, err
 	}

@@ -49,13 +49,13 @@ func (l *buildLog) growth() <-chan struct{} {
 }
 
 // CopyBuildLog writes the log of a template's build to w: what is there, and
-// with follow what comes until the build has ended.
-func (m *Manager) CopyBuildLog(ctx context.Context, k sandbox.Key, stage sandbox.Stage, follow bool, w io.Writer) error {
-	t, err := m.Template(k)
+// with Follow what comes until the build has ended.
+func (m *Manager) CopyBuildLog(ctx context.Context, r sandbox.BuildLogRequest, w io.Writer) error {
+	t, err := m.Template(ctx, r.Key)
 	if err != nil {
 		return err
 	}
-	bk := buildKey{t.Key, t.Revision, stage}
+	bk := buildKey{t.Key, t.Revision, r.Stage}
 	m.mu.Lock()
 	run := m.builds[bk]
 	m.mu.Unlock()
@@ -69,7 +69,7 @@ func (m *Manager) CopyBuildLog(ctx context.Context, k sandbox.Key, stage sandbox
 	}
 	b, err := m.build(bk)
 	if sandbox.HasCode(err, sandbox.CodeNotFound) {
-		return sandbox.Errorf(sandbox.CodeNotReady, "template %s has no %s build", k.Name, stage).Try("Ask for the log of another stage")
+		return sandbox.Errorf(sandbox.CodeNotReady, "template %s has no %s build", r.Name, r.Stage).Try("Ask for the log of another stage")
 	}
 	if err != nil {
 		return err
@@ -79,7 +79,7 @@ func (m *Manager) CopyBuildLog(ctx context.Context, k sandbox.Key, stage sandbox
 		return err
 	}
 	defer file.Close()
-	for ended := run == nil || !follow; ; {
+	for ended := run == nil || !r.Follow; ; {
 		var grown <-chan struct{}
 		if run != nil {
 			grown = run.log.growth()
@@ -98,7 +98,7 @@ func (m *Manager) CopyBuildLog(ctx context.Context, k sandbox.Key, stage sandbox
 }
 
 // Builds are what became of a template's current revision.
-func (m *Manager) Builds(t sandbox.Template) (found []sandbox.Build, err error) {
+func (m *Manager) Builds(_ context.Context, t sandbox.Template) (found []sandbox.Build, err error) {
 	for _, stage := range []sandbox.Stage{sandbox.AfterReady, sandbox.AfterInit} {
 		b, err := m.build(buildKey{t.Key, t.Revision, stage})
 		if sandbox.HasCode(err, sandbox.CodeNotFound) {

@@ -179,7 +179,7 @@ type answer struct {
 // claims begins a claim, which has arrived when this returns.
 func (h *slowHost) claims(ctx context.Context, m *Manager, k sandbox.Key) *answer {
 	return h.calls(string(k.Name), func() error {
-		_, err := m.Claim(ctx, k, sandbox.ClaimSpec{Pool: "pool"})
+		_, _, err := m.Claim(ctx, sandbox.ClaimRequest{Key: k, Spec: sandbox.ClaimSpec{Pool: "pool"}})
 		return err
 	})
 }
@@ -267,7 +267,7 @@ func TestBurstIsBounded(t *testing.T) {
 		if h.most > starts {
 			t.Errorf("%d machines were started at once, not %d at most", h.most, starts)
 		}
-		if _, st, err := m.Pool(key("pool")); err != nil || st.Ready != ready {
+		if _, st, err := m.Pool(t.Context(), key("pool")); err != nil || st.Ready != ready {
 			t.Errorf("the pool is not full again: %+v, %v", st, err)
 		}
 	})
@@ -278,10 +278,10 @@ func TestBurstIsBounded(t *testing.T) {
 func TestTurnsOfNamespaces(t *testing.T) {
 	burst(t, 1, 0, func(t *testing.T, m *Manager, h *slowHost) {
 		other := sandbox.Key{Namespace: "other", Name: "pool"}
-		if _, err := m.ApplyTemplate(sandbox.Key{Namespace: "other", Name: "python"}, sandbox.TemplateSpec{Image: "one", MilliCPUs: 1000, Memory: 64 * mib}); err != nil {
+		if _, err := m.ApplyTemplate(t.Context(), sandbox.Key{Namespace: "other", Name: "python"}, sandbox.TemplateSpec{Image: "one", MilliCPUs: 1000, Memory: 64 * mib}); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := m.ApplyPool(other, sandbox.PoolSpec{Template: "python"}); err != nil {
+		if _, err := m.ApplyPool(t.Context(), other, sandbox.PoolSpec{Template: "python"}); err != nil {
 			t.Fatal(err)
 		}
 		if err := m.WaitPool(t.Context(), other); err != nil {
@@ -328,7 +328,7 @@ func TestRefillGivesWay(t *testing.T) {
 		h.want(t, rehearsal)
 		h.open()
 		synctest.Wait()
-		if _, st, err := m.Pool(key("pool")); err != nil || st.Ready != 2 {
+		if _, st, err := m.Pool(t.Context(), key("pool")); err != nil || st.Ready != 2 {
 			t.Errorf("the pool is not full again: %+v, %v", st, err)
 		}
 	})
@@ -347,7 +347,7 @@ func TestRefillBesideClaims(t *testing.T) {
 		h.finish(t, "c-1", nil)
 		c.want(t, true)
 		// The turn that is left is not for another pool: the next claim has it.
-		if _, err := m.ApplyPool(key("second"), sandbox.PoolSpec{Template: "python", Replicas: 1}); err != nil {
+		if _, err := m.ApplyPool(t.Context(), key("second"), sandbox.PoolSpec{Template: "python", Replicas: 1}); err != nil {
 			t.Fatal(err)
 		}
 		h.want(t, rehearsal)
@@ -363,7 +363,7 @@ func TestRefillBesideClaims(t *testing.T) {
 func TestRefillHasNoMemoryYet(t *testing.T) {
 	burst(t, 1, 0, func(t *testing.T, m *Manager, h *slowHost) {
 		first := h.claims(t.Context(), m, key("c-1"))
-		if _, err := m.ApplyPool(key("pool"), sandbox.PoolSpec{Template: "python", Replicas: 1}); err != nil {
+		if _, err := m.ApplyPool(t.Context(), key("pool"), sandbox.PoolSpec{Template: "python", Replicas: 1}); err != nil {
 			t.Fatal(err)
 		}
 		second := h.claims(t.Context(), m, key("c-2"))
@@ -395,7 +395,7 @@ func TestWaitingClaimIsCancelled(t *testing.T) {
 		if !errors.Is(second.err, context.Canceled) {
 			t.Error(second.err)
 		}
-		if _, err := m.Sandbox(key("c-2")); !sandbox.HasCode(err, sandbox.CodeNotFound) {
+		if _, err := m.Sandbox(ctx, key("c-2")); !sandbox.HasCode(err, sandbox.CodeNotFound) {
 			t.Errorf("it is there: %v", err)
 		}
 		if got := m.capacity.reserved(); got != before+64*mib {
@@ -456,7 +456,7 @@ func TestDeletedPoolEndsWaitingClaims(t *testing.T) {
 	burst(t, 1, 0, func(t *testing.T, m *Manager, h *slowHost) {
 		claims := []*answer{h.claims(t.Context(), m, key("c-1")), h.claims(t.Context(), m, key("c-2"))}
 		h.want(t, "c-1")
-		if err := m.DeletePool(key("pool")); err != nil {
+		if err := m.DeletePool(t.Context(), key("pool")); err != nil {
 			t.Error(err)
 		}
 		for _, c := range claims {
@@ -476,7 +476,7 @@ func TestDeletedPoolEndsWaitingClaims(t *testing.T) {
 func TestClaimsOutliveTheirRevision(t *testing.T) {
 	burst(t, 1, 0, func(t *testing.T, m *Manager, h *slowHost) {
 		first, second := h.claims(t.Context(), m, key("c-1")), h.claims(t.Context(), m, key("c-2"))
-		if _, err := m.ApplyTemplate(key("python"), sandbox.TemplateSpec{Image: "two", MilliCPUs: 1000, Memory: 64 * mib}); err != nil {
+		if _, err := m.ApplyTemplate(t.Context(), key("python"), sandbox.TemplateSpec{Image: "two", MilliCPUs: 1000, Memory: 64 * mib}); err != nil {
 			t.Fatal(err)
 		}
 		h.finish(t, "c-1", nil)
@@ -507,7 +507,7 @@ func TestTurnsOfOthers(t *testing.T) {
 		for _, name := range []string{"asleep", "source"} {
 			h.claims(ctx, m, key(name)).want(t, true)
 		}
-		if _, err := m.Checkpoint(ctx, key("saved"), "source"); err != nil {
+		if _, _, err := m.Checkpoint(ctx, sandbox.CheckpointRequest{Key: key("saved"), Source: "source"}); err != nil {
 			t.Fatal(err)
 		}
 		if _, err := m.Hibernate(ctx, key("asleep")); err != nil {
@@ -517,9 +517,18 @@ func TestTurnsOfOthers(t *testing.T) {
 		all := []*answer{
 			h.claims(ctx, m, key("first")),
 			h.calls("resume", func() error { _, err := m.Resume(ctx, key("asleep")); return err }),
-			h.calls("restore", func() error { _, err := m.Restore(ctx, key("restored"), "saved", sandbox.RestoreSpec{}); return err }),
-			h.calls("fork", func() error { _, err := m.Fork(ctx, key("child"), "source", 1); return err }),
-			h.calls("fork", func() error { _, err := m.Fork(ctx, key("second"), "source", 1); return err }),
+			h.calls("restore", func() error {
+				_, _, err := m.Restore(ctx, sandbox.RestoreRequest{Key: key("restored"), Checkpoint: "saved", Spec: sandbox.RestoreSpec{}})
+				return err
+			}),
+			h.calls("fork", func() error {
+				_, _, err := m.Fork(ctx, sandbox.ForkRequest{Key: key("child"), Spec: sandbox.ForkSpec{Source: "source", Replicas: 1}})
+				return err
+			}),
+			h.calls("fork", func() error {
+				_, _, err := m.Fork(ctx, sandbox.ForkRequest{Key: key("second"), Spec: sandbox.ForkSpec{Source: "source", Replicas: 1}})
+				return err
+			}),
 			h.claims(ctx, m, key("last")),
 		}
 		for _, name := range []string{"first", "asleep", "restored", "child-1", "last", "second-1"} {
@@ -539,10 +548,10 @@ func TestFinishNeedsNoTurn(t *testing.T) {
 	b := &slowBuilder{}
 	burst(t, 1, 0, func(t *testing.T, m *Manager, h *slowHost) {
 		init := sandbox.Key{Namespace: "init", Name: "pool"}
-		if _, err := m.ApplyTemplate(sandbox.Key{Namespace: "init", Name: "python"}, sandbox.TemplateSpec{Image: "one", MilliCPUs: 1000, Memory: 64 * mib}); err != nil {
+		if _, err := m.ApplyTemplate(t.Context(), sandbox.Key{Namespace: "init", Name: "python"}, sandbox.TemplateSpec{Image: "one", MilliCPUs: 1000, Memory: 64 * mib}); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := m.ApplyPool(init, sandbox.PoolSpec{Template: "python", Stage: sandbox.AfterInit, Replicas: 1}); err != nil {
+		if _, err := m.ApplyPool(t.Context(), init, sandbox.PoolSpec{Template: "python", Stage: sandbox.AfterInit, Replicas: 1}); err != nil {
 			t.Fatal(err)
 		}
 		if err := m.WaitPool(t.Context(), init); err != nil {
@@ -559,7 +568,7 @@ func TestFinishNeedsNoTurn(t *testing.T) {
 		close(b.finish)
 		slow.want(t, true)
 		synctest.Wait()
-		if _, st, err := m.Pool(init); err != nil || st.Ready != 1 {
+		if _, st, err := m.Pool(t.Context(), init); err != nil || st.Ready != 1 {
 			t.Errorf("the pool is not full: %+v, %v", st, err)
 		}
 	}, func(c *Config) {

@@ -1,6 +1,8 @@
 package node
 
 import (
+	"context"
+
 	"agentrun.dev/internal/node/journal"
 
 	"agentrun.dev/internal/sandbox"
@@ -8,7 +10,7 @@ import (
 
 // SandboxByID returns a sandbox that has not ended. Looking at it does not wake
 // it.
-func (m *Manager) SandboxByID(id sandbox.ID) (sandbox.Sandbox, error) {
+func (m *Manager) SandboxByID(_ context.Context, id sandbox.ID) (sandbox.Sandbox, error) {
 	m.mu.Lock()
 	b := m.sandboxes[id]
 	m.mu.Unlock()

@@ -15,8 +15,10 @@ var checkpoints = journal.Collection[sandbox.Checkpoint]("checkpoints")
 
 // Checkpoint writes a sandbox to disk under a name. The sandbox goes on; one
 // that is paused or hibernated stays so.
-func (m *Manager) Checkpoint(ctx context.Context, k sandbox.Key, source sandbox.Name) (sandbox.CheckpointSize, error) {
-	return m.checkpoint(ctx, k, source, nil)
+func (m *Manager) Checkpoint(ctx context.Context, r sandbox.CheckpointRequest) (c sandbox.CheckpointSize, replayed bool, err error) {
+	return doOnce(ctx, m, r.Once, checkpointIn, func(also record[sandbox.CheckpointSize]) (sandbox.CheckpointSize, error) {
+		return m.checkpoint(ctx, r.Key, r.Source, also)
+	})
 }
 
 func (m *Manager) checkpoint(ctx context.Context, k sandbox.Key, source sandbox.Name, also record[sandbox.CheckpointSize]) (out sandbox.CheckpointSize, err error) {
@@ -131,7 +133,7 @@ func readyCheckpoint(tx *journal.Tx, k sandbox.Key) (sandbox.Checkpoint, error) 
 }
 
 // CheckpointOf returns a checkpoint.
-func (m *Manager) CheckpointOf(k sandbox.Key) (sandbox.CheckpointSize, error) {
+func (m *Manager) CheckpointOf(_ context.Context, k sandbox.Key) (sandbox.CheckpointSize, error) {
 	var c sandbox.Checkpoint
 	err := m.db.View(func(tx *journal.Tx) (err error) {
 		c, err = readyCheckpoint(tx, k)
@@ -144,7 +146,7 @@ func (m *Manager) CheckpointOf(k sandbox.Key) (sandbox.CheckpointSize, error) {
 }
 
 // Checkpoints lists checkpoints by name.
-func (m *Manager) Checkpoints(n sandbox.Namespace, p sandbox.Page) ([]sandbox.CheckpointSize, error) {
+func (m *Manager) Checkpoints(_ context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.CheckpointSize, error) {
 	list, err := listIf(m, checkpoints, n, p, sandbox.Checkpoint.Ready)
 	if err != nil {
 		return nil, err
@@ -162,7 +164,7 @@ func (m *Manager) Checkpoints(n sandbox.Namespace, p sandbox.Page) ([]sandbox.Ch
 
 // DeleteCheckpoint deletes a checkpoint that nobody is being restored from.
 // Sandboxes that were stay.
-func (m *Manager) DeleteCheckpoint(k sandbox.Key) error {
+func (m *Manager) DeleteCheckpoint(_ context.Context, k sandbox.Key) error {
 	if err := m.begin(); err != nil {
 		return err
 	}

@@ -15,7 +15,7 @@ import (
 
 func checkpoint(t *testing.T, m *Manager, name, source string) sandbox.CheckpointSize {
 	t.Helper()
-	c, err := m.Checkpoint(t.Context(), key(name), sandbox.Name(source))
+	c, _, err := m.Checkpoint(t.Context(), sandbox.CheckpointRequest{Key: key(name), Source: sandbox.Name(source)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -39,23 +39,23 @@ func TestCheckpoint(t *testing.T) {
 		}
 		wantState(t, m, "a", sandbox.Running)
 		memory(t, h, m, "a")["x"] = "2"
-		if _, err := m.Checkpoint(t.Context(), key("before"), "a"); !sandbox.HasCode(err, sandbox.CodeExists) {
+		if _, _, err := m.Checkpoint(t.Context(), sandbox.CheckpointRequest{Key: key("before"), Source: "a"}); !sandbox.HasCode(err, sandbox.CodeExists) {
 			t.Errorf("two under one name: %v", err)
 		}
-		if _, err := m.Checkpoint(t.Context(), key("other"), "nobody"); !sandbox.HasCode(err, sandbox.CodeNotFound) {
+		if _, _, err := m.Checkpoint(t.Context(), sandbox.CheckpointRequest{Key: key("other"), Source: "nobody"}); !sandbox.HasCode(err, sandbox.CodeNotFound) {
 			t.Errorf("of nobody: %v", err)
 		}
 		if _, err := m.Kill(t.Context(), key("a")); err != nil {
 			t.Fatal(err)
 		}
-		if err := errors.Join(m.DeletePool(key("pool")), m.DeleteTemplate(key("python")), m.Close()); err != nil {
+		if err := errors.Join(m.DeletePool(t.Context(), key("pool")), m.DeleteTemplate(t.Context(), key("python")), m.Close()); err != nil {
 			t.Fatal(err)
 		}
 		m = daemon(t, dir, h, func(c *Config) { c.Capacity = 2 * 64 * mib })
 		for _, name := range []string{"r", "s"} {
-			got, err := m.Restore(t.Context(), key(name), "before", sandbox.RestoreSpec{
+			got, _, err := m.Restore(t.Context(), sandbox.RestoreRequest{Key: key(name), Checkpoint: "before", Spec: sandbox.RestoreSpec{
 				Env: sandbox.Env{"MORE": name}, Metadata: map[string]string{"for": name}, Lifetime: sandbox.Lifetime{IdleTimeout: time.Minute},
-			})
+			}})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -69,26 +69,26 @@ func TestCheckpoint(t *testing.T) {
 			}
 			memory(t, h, m, name)["x"] = name
 		}
-		if _, err := m.Restore(t.Context(), key("t"), "before", sandbox.RestoreSpec{}); !sandbox.HasCode(err, sandbox.CodeCapacity) {
+		if _, _, err := m.Restore(t.Context(), sandbox.RestoreRequest{Key: key("t"), Checkpoint: "before", Spec: sandbox.RestoreSpec{}}); !sandbox.HasCode(err, sandbox.CodeCapacity) {
 			t.Errorf("beyond the capacity: %v", err)
 		}
-		if _, err := m.Restore(t.Context(), key("r"), "before", sandbox.RestoreSpec{}); !sandbox.HasCode(err, sandbox.CodeExists) {
+		if _, _, err := m.Restore(t.Context(), sandbox.RestoreRequest{Key: key("r"), Checkpoint: "before", Spec: sandbox.RestoreSpec{}}); !sandbox.HasCode(err, sandbox.CodeExists) {
 			t.Errorf("under a name that is taken: %v", err)
 		}
-		if _, err := m.Restore(t.Context(), key("t"), "after", sandbox.RestoreSpec{}); !sandbox.HasCode(err, sandbox.CodeNotFound) {
+		if _, _, err := m.Restore(t.Context(), sandbox.RestoreRequest{Key: key("t"), Checkpoint: "after", Spec: sandbox.RestoreSpec{}}); !sandbox.HasCode(err, sandbox.CodeNotFound) {
 			t.Errorf("from no checkpoint: %v", err)
 		}
-		if _, err := m.Restore(t.Context(), key("t"), "before", sandbox.RestoreSpec{Env: sandbox.Env{"=": ""}}); !sandbox.HasCode(err, sandbox.CodeInvalid) {
+		if _, _, err := m.Restore(t.Context(), sandbox.RestoreRequest{Key: key("t"), Checkpoint: "before", Spec: sandbox.RestoreSpec{Env: sandbox.Env{"=": ""}}}); !sandbox.HasCode(err, sandbox.CodeInvalid) {
 			t.Errorf("with no environment: %v", err)
 		}
 		time.Sleep(time.Minute)
 		synctest.Wait()
 		wantEnded(t, m, "r", sandbox.ReasonIdle)
 		wantEnded(t, m, "s", sandbox.ReasonIdle)
-		if err := m.DeleteCheckpoint(key("before")); err != nil {
+		if err := m.DeleteCheckpoint(t.Context(), key("before")); err != nil {
 			t.Fatal(err)
 		}
-		if err := m.DeleteCheckpoint(key("before")); !sandbox.HasCode(err, sandbox.CodeNotFound) {
+		if err := m.DeleteCheckpoint(t.Context(), key("before")); !sandbox.HasCode(err, sandbox.CodeNotFound) {
 			t.Errorf("deleted twice: %v", err)
 		}
 		wantNothing(t, m, h)
@@ -121,24 +121,24 @@ func TestCheckpointStill(t *testing.T) {
 		if n := m.capacity.reserved(); n != 0 {
 			t.Errorf("%d bytes are reserved", n)
 		}
-		list, err := m.Checkpoints(sandbox.DefaultNamespace, sandbox.Page{})
+		list, err := m.Checkpoints(t.Context(), sandbox.DefaultNamespace, sandbox.Page{})
 		if err != nil || len(list) != 2 || list[0].Name != "asleep" || list[1].Name != "paused" {
 			t.Fatalf("%+v, %v", list, err)
 		}
 		if all, err := m.CheckpointBytes(); err != nil || all == 0 || all > list[0].Stored+list[1].Stored {
 			t.Errorf("together %d bytes, %v", all, err)
 		}
-		if page, err := m.Checkpoints(sandbox.DefaultNamespace, sandbox.Page{After: "asleep", Limit: 1}); err != nil || len(page) != 1 || page[0].Name != "paused" {
+		if page, err := m.Checkpoints(t.Context(), sandbox.DefaultNamespace, sandbox.Page{After: "asleep", Limit: 1}); err != nil || len(page) != 1 || page[0].Name != "paused" {
 			t.Errorf("%+v, %v", page, err)
 		}
 		if _, err := m.Kill(t.Context(), key("a")); err != nil {
 			t.Fatal(err)
 		}
-		if alone, err := m.CheckpointOf(key("asleep")); err != nil || alone.Unshared != alone.Stored {
+		if alone, err := m.CheckpointOf(t.Context(), key("asleep")); err != nil || alone.Unshared != alone.Stored {
 			t.Errorf("its source is gone, and it has %+v, %v", alone.Size, err)
 		}
 		for _, from := range []string{"paused", "asleep"} {
-			if _, err := m.Restore(t.Context(), key("of-"+from), sandbox.Name(from), sandbox.RestoreSpec{}); err != nil {
+			if _, _, err := m.Restore(t.Context(), sandbox.RestoreRequest{Key: key("of-" + from), Checkpoint: sandbox.Name(from), Spec: sandbox.RestoreSpec{}}); err != nil {
 				t.Fatal(err)
 			}
 			if memory(t, h, m, "of-"+from)["x"] != "1" {
@@ -146,7 +146,7 @@ func TestCheckpointStill(t *testing.T) {
 			}
 		}
 		// A fork of a restored one was not restored itself.
-		if _, err := m.Fork(t.Context(), key("f"), "of-asleep", 1); err != nil {
+		if _, _, err := m.Fork(t.Context(), sandbox.ForkRequest{Key: key("f"), Spec: sandbox.ForkSpec{Source: "of-asleep", Replicas: 1}}); err != nil {
 			t.Fatal(err)
 		}
 		if child := wantState(t, m, "f-1", sandbox.Running); child.Checkpoint != "" || child.Fork != "f" {
@@ -167,31 +167,31 @@ func TestCheckpointInUse(t *testing.T) {
 		var steps int
 		h.Step = func() {
 			steps++
-			if list, err := m.Checkpoints(sandbox.DefaultNamespace, sandbox.Page{}); err != nil || len(list) != 0 {
+			if list, err := m.Checkpoints(t.Context(), sandbox.DefaultNamespace, sandbox.Page{}); err != nil || len(list) != 0 {
 				t.Errorf("half made: %+v, %v", list, err)
 			}
-			if _, err := m.CheckpointOf(key("c")); !sandbox.HasCode(err, sandbox.CodeNotFound) {
+			if _, err := m.CheckpointOf(t.Context(), key("c")); !sandbox.HasCode(err, sandbox.CodeNotFound) {
 				t.Errorf("half made: %v", err)
 			}
-			if err := m.DeleteCheckpoint(key("c")); !sandbox.HasCode(err, sandbox.CodeNotFound) {
+			if err := m.DeleteCheckpoint(t.Context(), key("c")); !sandbox.HasCode(err, sandbox.CodeNotFound) {
 				t.Errorf("deleted while it is being made: %v", err)
 			}
 		}
 		checkpoint(t, m, "c", "a")
 		h.Step = func() {
 			steps++
-			if err := m.DeleteCheckpoint(key("c")); !sandbox.HasCode(err, sandbox.CodeConflict) || !strings.Contains(err.Error(), "being restored") {
+			if err := m.DeleteCheckpoint(t.Context(), key("c")); !sandbox.HasCode(err, sandbox.CodeConflict) || !strings.Contains(err.Error(), "being restored") {
 				t.Errorf("deleted while it is used: %v", err)
 			}
 		}
-		if _, err := m.Restore(t.Context(), key("r"), "c", sandbox.RestoreSpec{}); err != nil {
+		if _, _, err := m.Restore(t.Context(), sandbox.RestoreRequest{Key: key("r"), Checkpoint: "c", Spec: sandbox.RestoreSpec{}}); err != nil {
 			t.Fatal(err)
 		}
 		h.Step = nil
 		if steps < 4 {
 			t.Errorf("looked %d times", steps)
 		}
-		if err := m.DeleteCheckpoint(key("c")); err != nil {
+		if err := m.DeleteCheckpoint(t.Context(), key("c")); err != nil {
 			t.Error(err)
 		}
 		if len(m.restoring) != 0 {
@@ -209,7 +209,7 @@ func TestCheckpointFails(t *testing.T) {
 		setUp(t, m, 0)
 		claim(t, m, "a", sandbox.Lifetime{})
 		h.FailCapture(errors.New("no space left on device"))
-		if _, err := m.Checkpoint(t.Context(), key("c"), "a"); err == nil || !strings.Contains(err.Error(), "checkpoint sandbox a: no space left") {
+		if _, _, err := m.Checkpoint(t.Context(), sandbox.CheckpointRequest{Key: key("c"), Source: "a"}); err == nil || !strings.Contains(err.Error(), "checkpoint sandbox a: no space left") {
 			t.Errorf("a capture that fails: %v", err)
 		}
 		wantState(t, m, "a", sandbox.Running)
@@ -218,7 +218,7 @@ func TestCheckpointFails(t *testing.T) {
 		used := m.capacity.reserved()
 		for _, cause := range []error{errors.New("no luck"), engine.ErrMismatch} {
 			h.FailNext(cause)
-			if _, err := m.Restore(t.Context(), key("r"), "c", sandbox.RestoreSpec{}); !errors.Is(err, cause) {
+			if _, _, err := m.Restore(t.Context(), sandbox.RestoreRequest{Key: key("r"), Checkpoint: "c", Spec: sandbox.RestoreSpec{}}); !errors.Is(err, cause) {
 				t.Errorf("a restore that fails with %v: %v", cause, err)
 			}
 		}
@@ -226,7 +226,7 @@ func TestCheckpointFails(t *testing.T) {
 			t.Error("a restore that failed has kept memory")
 		}
 		wantFolders(t, m, machinesDir, 1)
-		if _, err := m.Restore(t.Context(), key("r"), "c", sandbox.RestoreSpec{}); err != nil {
+		if _, _, err := m.Restore(t.Context(), sandbox.RestoreRequest{Key: key("r"), Checkpoint: "c", Spec: sandbox.RestoreSpec{}}); err != nil {
 			t.Error(err)
 		}
 		// A daemon that was killed when it had forgotten it, and not deleted it yet.
@@ -262,7 +262,7 @@ func TestCheckpointOtherEngine(t *testing.T) {
 		}
 		m = daemon(t, dir, h, func(c *Config) { c.Engine = renamed{h} })
 		defer func() { _ = m.Close() }()
-		if _, err := m.Restore(t.Context(), key("r"), "c", sandbox.RestoreSpec{}); !sandbox.HasCode(err, sandbox.CodeConflict) || !strings.Contains(err.Error(), "other") {
+		if _, _, err := m.Restore(t.Context(), sandbox.RestoreRequest{Key: key("r"), Checkpoint: "c", Spec: sandbox.RestoreSpec{}}); !sandbox.HasCode(err, sandbox.CodeConflict) || !strings.Contains(err.Error(), "other") {
 			t.Errorf("%v", err)
 		}
 	})
@@ -283,11 +283,11 @@ func TestCheckpointOnce(t *testing.T) {
 		setUp(t, m, 0)
 		claim(t, m, "a", sandbox.Lifetime{})
 		write, read := sandbox.NewOnce("me", "checkpoint", "k", []byte("body")), sandbox.NewOnce("me", "restore", "k", []byte("body"))
-		c, replayed, err := m.CheckpointOnce(t.Context(), write, key("c"), "a")
+		c, replayed, err := m.Checkpoint(t.Context(), sandbox.CheckpointRequest{Key: key("c"), Source: "a", Once: &write})
 		if err != nil || replayed {
 			t.Fatalf("%v, replayed %v", err, replayed)
 		}
-		s, replayed, err := m.RestoreOnce(t.Context(), read, key("r"), "c", sandbox.RestoreSpec{})
+		s, replayed, err := m.Restore(t.Context(), sandbox.RestoreRequest{Key: key("r"), Checkpoint: "c", Spec: sandbox.RestoreSpec{}, Once: &read})
 		if err != nil || replayed {
 			t.Fatalf("%v, replayed %v", err, replayed)
 		}
@@ -295,13 +295,13 @@ func TestCheckpointOnce(t *testing.T) {
 			t.Fatal(err)
 		}
 		m = daemon(t, dir, h)
-		if again, replayed, err := m.CheckpointOnce(t.Context(), write, key("d"), "a"); err != nil || !replayed || again.ID != c.ID || again.Stored != c.Stored {
+		if again, replayed, err := m.Checkpoint(t.Context(), sandbox.CheckpointRequest{Key: key("d"), Source: "a", Once: &write}); err != nil || !replayed || again.ID != c.ID || again.Stored != c.Stored {
 			t.Errorf("%+v, %v, replayed %v", again, err, replayed)
 		}
-		if again, replayed, err := m.RestoreOnce(t.Context(), read, key("q"), "c", sandbox.RestoreSpec{}); err != nil || !replayed || again.ID != s.ID {
+		if again, replayed, err := m.Restore(t.Context(), sandbox.RestoreRequest{Key: key("q"), Checkpoint: "c", Spec: sandbox.RestoreSpec{}, Once: &read}); err != nil || !replayed || again.ID != s.ID {
 			t.Errorf("%+v, %v, replayed %v", again, err, replayed)
 		}
-		if _, _, err := m.CheckpointOnce(t.Context(), sandbox.NewOnce("me", "checkpoint", "k", []byte("other")), key("d"), "a"); !sandbox.HasCode(err, sandbox.CodeConflict) {
+		if _, _, err := m.Checkpoint(t.Context(), sandbox.CheckpointRequest{Key: key("d"), Source: "a", Once: new(sandbox.NewOnce("me", "checkpoint", "k", []byte("other")))}); !sandbox.HasCode(err, sandbox.CodeConflict) {
 			t.Errorf("another body: %v", err)
 		}
 		wantFolders(t, m, checkpointsDir, 1)

@@ -14,8 +14,10 @@ import (
 )
 
 // Claim makes a sandbox of a pool. It returns when the sandbox has answered.
-func (m *Manager) Claim(ctx context.Context, k sandbox.Key, spec sandbox.ClaimSpec) (sandbox.Sandbox, error) {
-	return m.claim(ctx, k, spec, nil)
+func (m *Manager) Claim(ctx context.Context, r sandbox.ClaimRequest) (s sandbox.Sandbox, replayed bool, err error) {
+	return doOnce(ctx, m, r.Once, sandboxIn, func(also record[sandbox.Sandbox]) (sandbox.Sandbox, error) {
+		return m.claim(ctx, r.Key, r.Spec, also)
+	})
 }
 
 func (m *Manager) claim(ctx context.Context, k sandbox.Key, spec sandbox.ClaimSpec, also record[sandbox.Sandbox]) (_ sandbox.Sandbox, err error) {

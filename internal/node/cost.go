@@ -13,7 +13,7 @@ import (
 
 // Cost looks at what a sandbox costs, and does not wake it.
 func (m *Manager) Cost(ctx context.Context, k sandbox.Key) (sandbox.Cost, error) {
-	s, err := m.Sandbox(k)
+	s, err := m.Sandbox(ctx, k)
 	if err != nil {
 		return sandbox.Cost{}, err
 	}
@@ -22,7 +22,7 @@ func (m *Manager) Cost(ctx context.Context, k sandbox.Key) (sandbox.Cost, error)
 
 // Costs looks at what sandboxes cost, by name.
 func (m *Manager) Costs(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Cost, error) {
-	list, err := m.Sandboxes(n, p, false)
+	list, err := m.Sandboxes(ctx, sandbox.SandboxesRequest{Namespace: n, Page: p, Ended: false})
 	if err != nil {
 		return nil, err
 	}
@@ -68,7 +68,7 @@ func (m *Manager) cost(ctx context.Context, s sandbox.Sandbox) (sandbox.Cost, er
 }
 
 // Node looks at the node.
-func (m *Manager) Node() (sandbox.NodeStatus, error) {
+func (m *Manager) Node(_ context.Context) (sandbox.NodeStatus, error) {
 	n := sandbox.NodeStatus{Engine: m.cfg.Engine.Name(), Capacity: m.capacity.capacity, Reserved: m.capacity.reserved()}
 	err := m.db.View(func(tx *journal.Tx) error {
 		return errors.Join(

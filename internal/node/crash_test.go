@@ -62,7 +62,7 @@ func killEverywhere(t *testing.T, pictures string) (all []accident) {
 	}
 	// Its images are sealed, and only alice forks it.
 	ctx := sandbox.WithPrincipal(context.Background(), "alice")
-	if _, err := m.ApplySecret(key("llm"), sandbox.SecretData{"K": []byte(canary)}); err != nil {
+	if _, err := m.ApplySecret(ctx, key("llm"), sandbox.SecretData{"K": []byte(canary)}); err != nil {
 		t.Fatal(err)
 	}
 	for _, step := range []struct {
@@ -70,7 +70,7 @@ func killEverywhere(t *testing.T, pictures string) (all []accident) {
 		do   func() error
 	}{
 		{"claim", func() error {
-			_, err := m.Claim(ctx, key("a"), sandbox.ClaimSpec{Pool: "pool", Secrets: []sandbox.SecretRef{{Secret: "llm", Key: "K"}}})
+			_, _, err := m.Claim(ctx, sandbox.ClaimRequest{Key: key("a"), Spec: sandbox.ClaimSpec{Pool: "pool", Secrets: []sandbox.SecretRef{{Secret: "llm", Key: "K"}}}})
 			memory(t, h, m, "a")["mine"] = "a"
 			answered["a"] = "a"
 			return err
@@ -80,7 +80,7 @@ func killEverywhere(t *testing.T, pictures string) (all []accident) {
 		{"resume", func() error { _, err := m.Resume(ctx, key("a")); return err }},
 		{"hibernate again", func() error { _, err := m.Hibernate(ctx, key("a")); return err }},
 		{"fork", func() error {
-			f, err := m.Fork(ctx, key("f"), "a", 2)
+			f, _, err := m.Fork(ctx, sandbox.ForkRequest{Key: key("f"), Spec: sandbox.ForkSpec{Source: "a", Replicas: 2}})
 			for _, c := range f.Children {
 				memory(t, h, m, string(c.Name))["mine"] = string(c.Name)
 				answered[string(c.Name)] = string(c.Name)
@@ -88,14 +88,14 @@ func killEverywhere(t *testing.T, pictures string) (all []accident) {
 			return err
 		}},
 		{"checkpoint", func() error {
-			_, err := m.Checkpoint(ctx, key("c"), "a")
+			_, _, err := m.Checkpoint(ctx, sandbox.CheckpointRequest{Key: key("c"), Source: "a"})
 			kept["c"] = "a"
 			memory(t, h, m, "a")["mine"] = "changed"
 			answered["a"] = "changed"
 			return err
 		}},
 		{"restore", func() error {
-			_, err := m.Restore(ctx, key("r"), "c", sandbox.RestoreSpec{})
+			_, _, err := m.Restore(ctx, sandbox.RestoreRequest{Key: key("r"), Checkpoint: "c", Spec: sandbox.RestoreSpec{}})
 			answered["r"] = "a"
 			return err
 		}},
@@ -103,7 +103,7 @@ func killEverywhere(t *testing.T, pictures string) (all []accident) {
 			if _, err := m.Hibernate(ctx, key("r")); err != nil {
 				return err
 			}
-			_, err := m.Checkpoint(ctx, key("d"), "r")
+			_, _, err := m.Checkpoint(ctx, sandbox.CheckpointRequest{Key: key("d"), Source: "r"})
 			kept["d"] = "a"
 			return err
 		}},
@@ -137,7 +137,7 @@ func (a accident) examine(t *testing.T) {
 	m := daemon(t, a.dir, h)
 	defer func() { _ = m.Close() }()
 	synctest.Wait()
-	listed, err := m.Sandboxes(sandbox.DefaultNamespace, sandbox.Page{}, false)
+	listed, err := m.Sandboxes(t.Context(), sandbox.SandboxesRequest{Namespace: sandbox.DefaultNamespace, Page: sandbox.Page{}, Ended: false})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -155,7 +155,7 @@ func (a accident) examine(t *testing.T) {
 		if want, told := a.answered[string(s.Name)]; told && memory(t, h, m, string(s.Name))["mine"] != want {
 			t.Errorf("%s holds %v", s.Name, memory(t, h, m, string(s.Name)))
 		}
-		u.Done()
+		u.Close()
 	}
 	for name := range a.answered {
 		if !there[name] {
@@ -178,7 +178,7 @@ func (a accident) examine(t *testing.T) {
 // was told of are listed, and each can be deleted.
 func (a accident) restoreAll(t *testing.T, m *Manager, h *nodetest.Host) {
 	t.Helper()
-	list, err := m.Checkpoints(sandbox.DefaultNamespace, sandbox.Page{})
+	list, err := m.Checkpoints(t.Context(), sandbox.DefaultNamespace, sandbox.Page{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -187,7 +187,7 @@ func (a accident) restoreAll(t *testing.T, m *Manager, h *nodetest.Host) {
 	for _, c := range list {
 		there[string(c.Name)] = true
 		name := "again-" + string(c.Name)
-		if _, err := m.Restore(as(t, "alice"), key(name), c.Name, sandbox.RestoreSpec{}); err != nil {
+		if _, _, err := m.Restore(as(t, "alice"), sandbox.RestoreRequest{Key: key(name), Checkpoint: c.Name, Spec: sandbox.RestoreSpec{}}); err != nil {
 			t.Errorf("%s is listed and cannot be restored: %v", c.Name, err)
 			continue
 		}
@@ -197,7 +197,7 @@ func (a accident) restoreAll(t *testing.T, m *Manager, h *nodetest.Host) {
 		if _, err := m.Kill(t.Context(), key(name)); err != nil {
 			t.Error(err)
 		}
-		if err := m.DeleteCheckpoint(c.Key); err != nil {
+		if err := m.DeleteCheckpoint(t.Context(), c.Key); err != nil {
 			t.Error(err)
 		}
 	}
@@ -233,13 +233,13 @@ func TestRestart(t *testing.T) {
 		wantState(t, m, "runs", sandbox.Running)
 		wantState(t, m, "still", sandbox.Paused)
 		wantState(t, m, "sleeps", sandbox.Hibernated)
-		if _, st, err := m.Pool(key("pool")); err != nil || st.Ready != 1 {
+		if _, st, err := m.Pool(t.Context(), key("pool")); err != nil || st.Ready != 1 {
 			t.Errorf("pool: %+v, %v", st, err)
 		}
 		if want := uint64(3 * 64 * mib); m.capacity.reserved() != want {
 			t.Errorf("%d bytes are reserved, not %d", m.capacity.reserved(), want)
 		}
-		if _, err := m.ApplyPool(key("pool"), sandbox.PoolSpec{Template: "python"}); err != nil {
+		if _, err := m.ApplyPool(t.Context(), key("pool"), sandbox.PoolSpec{Template: "python"}); err != nil {
 			t.Fatal(err)
 		}
 		synctest.Wait()

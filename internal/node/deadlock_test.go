@@ -31,9 +31,9 @@ func (h *gatedHost) Remove(ctx context.Context, folder string) error {
 func TestDeathInThePool(t *testing.T) {
 	h := &gatedHost{Host: nodetest.NewHost(t)}
 	m := daemon(t, t.TempDir(), h.Host, func(c *Config) { c.Engine = h })
-	must(t, second(m.ApplyTemplate(key("python"), sandbox.TemplateSpec{Image: "one", MilliCPUs: 1000, Memory: 64 * mib})),
-		second(m.ApplyPool(key("pool"), sandbox.PoolSpec{Template: "python", Replicas: 1})),
-		second(m.ApplyPool(key("other"), sandbox.PoolSpec{Template: "python"})))
+	must(t, second(m.ApplyTemplate(t.Context(), key("python"), sandbox.TemplateSpec{Image: "one", MilliCPUs: 1000, Memory: 64 * mib})),
+		second(m.ApplyPool(t.Context(), key("pool"), sandbox.PoolSpec{Template: "python", Replicas: 1})),
+		second(m.ApplyPool(t.Context(), key("other"), sandbox.PoolSpec{Template: "python"})))
 	must(t, m.WaitPool(t.Context(), key("pool")), m.WaitPool(t.Context(), key("other")))
 	must(t, m.pools[key("pool")].current.ready.WaitFull(t.Context()))
 	gate := make(chan struct{})
@@ -42,8 +42,8 @@ func TestDeathInThePool(t *testing.T) {
 	h.End(h.Folders()[0], engine.ErrEnded)
 	<-h.begun // it is being cleared away
 	done := make(chan error, 2)
-	go func() { _, _, err := m.Pool(key("pool")); done <- err }()
-	go func() { done <- m.DeletePool(key("other")) }()
+	go func() { _, _, err := m.Pool(t.Context(), key("pool")); done <- err }()
+	go func() { done <- m.DeletePool(t.Context(), key("other")) }()
 	for range 2 {
 		select {
 		case err := <-done:

@@ -9,7 +9,7 @@ import (
 )
 
 // DeleteTemplate deletes a template that no pool uses, and its builds.
-func (m *Manager) DeleteTemplate(k sandbox.Key) error {
+func (m *Manager) DeleteTemplate(_ context.Context, k sandbox.Key) error {
 	if err := m.begin(); err != nil {
 		return err
 	}
@@ -52,7 +52,7 @@ func (m *Manager) DeleteFork(ctx context.Context, k sandbox.Key) error {
 	if err := m.begin(); err != nil {
 		return err
 	}
-	f, err := m.ForkOf(k)
+	f, err := m.ForkOf(ctx, k)
 	if err != nil {
 		return err
 	}

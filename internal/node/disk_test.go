@@ -30,14 +30,14 @@ func TestDisk(t *testing.T) {
 			{1 << 40, "and 192 MiB: it is memory"},
 		} {
 			spec.Disk = tt.disk
-			if _, err := m.ApplyTemplate(key("python"), spec); !sandbox.HasCode(err, sandbox.CodeInvalid) || !strings.Contains(err.Error(), tt.want) {
+			if _, err := m.ApplyTemplate(t.Context(), key("python"), spec); !sandbox.HasCode(err, sandbox.CodeInvalid) || !strings.Contains(err.Error(), tt.want) {
 				t.Errorf("%d bytes: %v, not %q", tt.disk, err, tt.want)
 			}
 		}
 		var last string
 		for _, disk := range []uint64{0, sandbox.MinDisk, 192 * mib} {
 			spec.Disk = disk
-			made, err := m.ApplyTemplate(key("python"), spec)
+			made, err := m.ApplyTemplate(t.Context(), key("python"), spec)
 			if err != nil || made.Spec.Disk != disk || made.Revision == last {
 				t.Errorf("%d bytes: %+v, %v", disk, made, err)
 			}

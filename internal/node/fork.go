@@ -17,14 +17,17 @@ import (
 // maxFork is how many children a fork can have.
 const maxFork = 1000
 
-// Fork makes n sandboxes that continue from a running one, all from the same
+// Fork makes sandboxes that continue from a running one, all from the same
 // instant, named <fork>-1 to <fork>-n. One that is paused or hibernated goes on
 // first. Each child has its own outcome; the error is that of all.
-func (m *Manager) Fork(ctx context.Context, k sandbox.Key, source sandbox.Name, n int) (sandbox.Fork, error) {
-	return m.fork(ctx, k, source, n, nil)
+func (m *Manager) Fork(ctx context.Context, r sandbox.ForkRequest) (f sandbox.Fork, replayed bool, err error) {
+	return doOnce(ctx, m, r.Once, forkIn, func(also record[sandbox.Fork]) (sandbox.Fork, error) {
+		return m.fork(ctx, r.Key, r.Spec, also)
+	})
 }
 
-func (m *Manager) fork(ctx context.Context, k sandbox.Key, source sandbox.Name, n int, also record[sandbox.Fork]) (f sandbox.Fork, err error) {
+func (m *Manager) fork(ctx context.Context, k sandbox.Key, spec sandbox.ForkSpec, also record[sandbox.Fork]) (f sandbox.Fork, err error) {
+	source, n := spec.Source, spec.Replicas
 	if n < 1 || n > maxFork {
 		return f, sandbox.Invalid("replicas", "%d is not between 1 and %d", n, maxFork)
 	}

@@ -52,7 +52,7 @@ func TestIntentIsTakenBack(t *testing.T) {
 			}
 		}, sandbox.Hibernated)
 		wantReserved(t, m, h, 0, 0)
-		must(t, second(m.Fork(ctx, key("f"), "a", 1)))
+		must(t, third(m.Fork(ctx, sandbox.ForkRequest{Key: key("f"), Spec: sandbox.ForkSpec{Source: "a", Replicas: 1}})))
 	})
 }
 
@@ -81,7 +81,7 @@ func TestFullDisk(t *testing.T) {
 			wantState(t, m, "a", sandbox.Running)
 			wantFolders(t, m, imagesDir, 0)
 			wantReserved(t, m, h, 1, 0)
-			if _, err := m.Checkpoint(t.Context(), key("c"), "a"); !errors.Is(err, syscall.ENOSPC) {
+			if _, _, err := m.Checkpoint(t.Context(), sandbox.CheckpointRequest{Key: key("c"), Source: "a"}); !errors.Is(err, syscall.ENOSPC) {
 				t.Errorf("checkpointed on a full disk: %v", err)
 			}
 			wantFolders(t, m, checkpointsDir, 0)

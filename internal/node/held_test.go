@@ -37,6 +37,8 @@ func must(t *testing.T, errs ...error) {
 
 func second[T any](_ T, err error) error { return err }
 
+func third[T, U any](_ T, _ U, err error) error { return err }
+
 // TestHibernationFrees: what is hibernated has nothing in memory, at no step more
 // is in memory than is reserved, and whoever wakes reserves what it was written
 // to, however often, and also after a crash of the daemon.
@@ -115,11 +117,11 @@ func TestLayersAreChargedOnce(t *testing.T) {
 		checkpoint(t, m, "c", "a")
 		wantReserved(t, m, h, 1, 0)
 		for _, name := range []string{"r", "s"} {
-			must(t, second(m.Restore(ctx, key(name), "c", sandbox.RestoreSpec{})))
+			must(t, third(m.Restore(ctx, sandbox.RestoreRequest{Key: key(name), Checkpoint: "c", Spec: sandbox.RestoreSpec{}})))
 		}
 		wantReserved(t, m, h, 3, 1)
 		memory(t, h, m, "r")[nodetest.LiveKey] = fmt.Sprint(2 * mib)
-		must(t, second(m.Fork(ctx, key("f"), "r", 2)))
+		must(t, third(m.Fork(ctx, sandbox.ForkRequest{Key: key("f"), Spec: sandbox.ForkSpec{Source: "r", Replicas: 2}})))
 		wantReserved(t, m, h, 5, 3)
 		must(t, second(m.Kill(ctx, key("r"))))
 		wantReserved(t, m, h, 4, 3)
@@ -145,7 +147,7 @@ func TestCapturesReserve(t *testing.T) {
 		claim(t, m, "a", sandbox.Lifetime{})
 		most := uint64(0)
 		h.Step = func() { most = max(most, m.capacity.reserved()) }
-		if _, err := m.Fork(ctx, key("f"), "a", 1); !sandbox.HasCode(err, sandbox.CodeCapacity) {
+		if _, _, err := m.Fork(ctx, sandbox.ForkRequest{Key: key("f"), Spec: sandbox.ForkSpec{Source: "a", Replicas: 1}}); !sandbox.HasCode(err, sandbox.CodeCapacity) {
 			t.Errorf("a fork without room: %v", err)
 		}
 		wantReserved(t, m, h, 1, 0)
@@ -154,7 +156,7 @@ func TestCapturesReserve(t *testing.T) {
 			t.Errorf("%d MiB were reserved while a checkpoint was written", most/mib)
 		}
 		claim(t, m, "b", sandbox.Lifetime{})
-		if _, err := m.Checkpoint(ctx, key("d"), "a"); !sandbox.HasCode(err, sandbox.CodeCapacity) || !strings.Contains(err.Error(), "pause a first") {
+		if _, _, err := m.Checkpoint(ctx, sandbox.CheckpointRequest{Key: key("d"), Source: "a"}); !sandbox.HasCode(err, sandbox.CodeCapacity) || !strings.Contains(err.Error(), "pause a first") {
 			t.Errorf("a checkpoint without room: %v", err)
 		}
 		must(t, second(m.Pause(ctx, key("a"))))
@@ -164,7 +166,7 @@ func TestCapturesReserve(t *testing.T) {
 		// A fork that fails leaves nothing reserved.
 		h.FailNext(errors.New("no machine"))
 		m.capacity.capacity = 1 << 40
-		must(t, second(m.Fork(ctx, key("f"), "a", 1)))
+		must(t, third(m.Fork(ctx, sandbox.ForkRequest{Key: key("f"), Spec: sandbox.ForkSpec{Source: "a", Replicas: 1}})))
 		wantReserved(t, m, h, 1, 0)
 	})
 }
@@ -186,7 +188,7 @@ func TestCaptureIsInTheJournal(t *testing.T) {
 				running = map[string]map[string]string{strings.Replace(m.machineDir(s.Machine), dir, picture, 1): {}}
 			}
 		}
-		must(t, second(m.Fork(t.Context(), key("f"), "a", 1)))
+		must(t, third(m.Fork(t.Context(), sandbox.ForkRequest{Key: key("f"), Spec: sandbox.ForkSpec{Source: "a", Replicas: 1}})))
 		h.Step = nil
 	})
 	synctest.Test(t, func(t *testing.T) {
@@ -214,7 +216,7 @@ func TestTemplatesAreCharged(t *testing.T) {
 		claim(t, m, "a", sandbox.Lifetime{})
 		synctest.Wait()
 		wantReserved(t, m, h, 3, 1)
-		must(t, m.DeletePool(key("pool")))
+		must(t, m.DeletePool(t.Context(), key("pool")))
 		wantReserved(t, m, h, 1, 1)
 		must(t, second(m.Kill(t.Context(), key("a"))))
 		wantReserved(t, m, h, 0, 0)
@@ -232,7 +234,7 @@ func TestStorageQuota(t *testing.T) {
 		ctx := t.Context()
 		stored := func(mibs int) {
 			t.Helper()
-			q, err := m.QuotaOf(sandbox.DefaultNamespace)
+			q, err := m.QuotaOf(ctx, sandbox.DefaultNamespace)
 			if err != nil || q.UsedStorage/mib != uint64(mibs) {
 				t.Errorf("%d bytes are stored, not %d MiB (%v)", q.UsedStorage, mibs, err)
 			}
@@ -241,7 +243,7 @@ func TestStorageQuota(t *testing.T) {
 			claim(t, m, name, sandbox.Lifetime{IdleTimeout: time.Hour, OnTimeout: sandbox.TimeoutHibernate})
 			memory(t, h, m, name)[nodetest.LayerKey] = layerPages
 		}
-		must(t, second(m.SetQuota(sandbox.Quota{Namespace: sandbox.DefaultNamespace, Storage: 2*mib + mib/2})))
+		must(t, second(m.SetQuota(ctx, sandbox.Quota{Namespace: sandbox.DefaultNamespace, Storage: 2*mib + mib/2})))
 		must(t, second(m.Hibernate(ctx, key("a"))))
 		stored(1)
 		checkpoint(t, m, "k", "a")
@@ -250,7 +252,7 @@ func TestStorageQuota(t *testing.T) {
 		wantOver(t, "a hibernation beyond the storage", err)
 		wantState(t, m, "b", sandbox.Running)
 		wantFolders(t, m, imagesDir, 1)
-		_, err = m.Checkpoint(ctx, key("l"), "b")
+		_, _, err = m.Checkpoint(ctx, sandbox.CheckpointRequest{Key: key("l"), Source: "b"})
 		wantOver(t, "a checkpoint beyond the storage", err)
 		wantFolders(t, m, checkpointsDir, 1)
 		stored(2)
@@ -262,7 +264,7 @@ func TestStorageQuota(t *testing.T) {
 		must(t, m.Close())
 		m = daemon(t, dir, h)
 		stored(2)
-		must(t, m.DeleteCheckpoint(key("k")))
+		must(t, m.DeleteCheckpoint(ctx, key("k")))
 		stored(1)
 		must(t, second(m.Hibernate(ctx, key("b"))))
 		stored(2)
@@ -271,7 +273,7 @@ func TestStorageQuota(t *testing.T) {
 		must(t, second(m.Kill(ctx, key("b"))))
 		stored(0)
 		// One that is full refuses before anything is written.
-		must(t, second(m.Hibernate(ctx, key("a"))), second(m.SetQuota(sandbox.Quota{Namespace: sandbox.DefaultNamespace, Storage: mib})))
+		must(t, second(m.Hibernate(ctx, key("a"))), second(m.SetQuota(ctx, sandbox.Quota{Namespace: sandbox.DefaultNamespace, Storage: mib})))
 		paused := 0
 		h.Step = func() { paused++ }
 		_, err = m.Hibernate(ctx, key("c"))

@@ -45,68 +45,35 @@ func (r record[T]) write(tx *journal.Tx, object T) error {
 	return r(tx, object)
 }
 
-// ClaimOnce is Claim for a request that may come again. If it was done already,
-// replayed is set and the sandbox is as it was then.
-func (m *Manager) ClaimOnce(ctx context.Context, once sandbox.Once, k sandbox.Key, spec sandbox.ClaimSpec) (s sandbox.Sandbox, replayed bool, err error) {
-	before, err := m.doOnce(ctx, once, func() error {
-		s, err = m.claim(ctx, k, spec, func(tx *journal.Tx, s sandbox.Sandbox) error {
-			return m.putOutcome(tx, once, outcome{Sandbox: &s})
+// What came of each kind of request.
+func sandboxIn(o *outcome) **sandbox.Sandbox           { return &o.Sandbox }
+func forkIn(o *outcome) **sandbox.Fork                 { return &o.Fork }
+func checkpointIn(o *outcome) **sandbox.CheckpointSize { return &o.Checkpoint }
+
+// doOnce makes an object as a request asks. If the request came before and was done,
+// replayed is set and the object is as it was then.
+func doOnce[T any](ctx context.Context, m *Manager, once *sandbox.Once, in func(*outcome) **T, do func(record[T]) (T, error)) (made T, replayed bool, err error) {
+	if once == nil {
+		made, err = do(nil)
+		return made, false, err
+	}
+	before, err := m.serveOnce(ctx, *once, func() error {
+		made, err = do(func(tx *journal.Tx, object T) error {
+			var o outcome
+			*in(&o) = &object
+			return m.putOutcome(tx, *once, o)
 		})
 		return err
 	})
-	if before != nil && before.Sandbox != nil {
-		return *before.Sandbox, true, nil
+	if before != nil && *in(before) != nil {
+		return **in(before), true, nil
 	}
-	return s, false, err
+	return made, false, err
 }
 
-// ForkOnce is Fork for a request that may come again, as ClaimOnce is Claim.
-func (m *Manager) ForkOnce(ctx context.Context, once sandbox.Once, k sandbox.Key, source sandbox.Name, n int) (f sandbox.Fork, replayed bool, err error) {
-	before, err := m.doOnce(ctx, once, func() error {
-		f, err = m.fork(ctx, k, source, n, func(tx *journal.Tx, f sandbox.Fork) error {
-			return m.putOutcome(tx, once, outcome{Fork: &f})
-		})
-		return err
-	})
-	if before != nil && before.Fork != nil {
-		return *before.Fork, true, nil
-	}
-	return f, false, err
-}
-
-// CheckpointOnce is Checkpoint for a request that may come again, as ClaimOnce is
-// Claim.
-func (m *Manager) CheckpointOnce(ctx context.Context, once sandbox.Once, k sandbox.Key, source sandbox.Name) (c sandbox.CheckpointSize, replayed bool, err error) {
-	before, err := m.doOnce(ctx, once, func() error {
-		c, err = m.checkpoint(ctx, k, source, func(tx *journal.Tx, c sandbox.CheckpointSize) error {
-			return m.putOutcome(tx, once, outcome{Checkpoint: &c})
-		})
-		return err
-	})
-	if before != nil && before.Checkpoint != nil {
-		return *before.Checkpoint, true, nil
-	}
-	return c, false, err
-}
-
-// RestoreOnce is Restore for a request that may come again, as ClaimOnce is
-// Claim.
-func (m *Manager) RestoreOnce(ctx context.Context, once sandbox.Once, k sandbox.Key, checkpoint sandbox.Name, spec sandbox.RestoreSpec) (s sandbox.Sandbox, replayed bool, err error) {
-	before, err := m.doOnce(ctx, once, func() error {
-		s, err = m.restore(ctx, k, checkpoint, spec, func(tx *journal.Tx, s sandbox.Sandbox) error {
-			return m.putOutcome(tx, once, outcome{Sandbox: &s})
-		})
-		return err
-	})
-	if before != nil && before.Sandbox != nil {
-		return *before.Sandbox, true, nil
-	}
-	return s, false, err
-}
-
-// doOnce does a request, or returns what came of it before. While the same one
+// serveOnce does a request, or returns what came of it before. While the same one
 // is being served it waits: if that fails, this one is tried.
-func (m *Manager) doOnce(ctx context.Context, once sandbox.Once, do func() error) (*outcome, error) {
+func (m *Manager) serveOnce(ctx context.Context, once sandbox.Once, do func() error) (*outcome, error) {
 	for {
 		before, other, err := m.beginRequest(once)
 		if err != nil {

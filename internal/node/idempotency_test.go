@@ -23,22 +23,22 @@ func TestOnce(t *testing.T) {
 		setUp(t, m, 2)
 		once := sandbox.NewOnce("me", "claim", "k", []byte("body"))
 		spec := sandbox.ClaimSpec{Pool: "pool"}
-		first, replayed, err := m.ClaimOnce(t.Context(), once, key("a"), spec)
+		first, replayed, err := m.Claim(t.Context(), sandbox.ClaimRequest{Key: key("a"), Spec: spec, Once: &once})
 		if err != nil || replayed {
 			t.Fatalf("%v, replayed %v", err, replayed)
 		}
-		again, replayed, err := m.ClaimOnce(t.Context(), once, key("another"), spec)
+		again, replayed, err := m.Claim(t.Context(), sandbox.ClaimRequest{Key: key("another"), Spec: spec, Once: &once})
 		if err != nil || !replayed || again.ID != first.ID || again.Name != "a" {
 			t.Errorf("%+v, %v, replayed %v", again, err, replayed)
 		}
-		if _, _, err := m.ClaimOnce(t.Context(), sandbox.NewOnce("me", "claim", "k", []byte("other")), key("b"), spec); !sandbox.HasCode(err, sandbox.CodeConflict) {
+		if _, _, err := m.Claim(t.Context(), sandbox.ClaimRequest{Key: key("b"), Spec: spec, Once: new(sandbox.NewOnce("me", "claim", "k", []byte("other")))}); !sandbox.HasCode(err, sandbox.CodeConflict) {
 			t.Errorf("another body: %v", err)
 		}
-		if s, replayed, err := m.ClaimOnce(t.Context(), sandbox.NewOnce("you", "claim", "k", []byte("body")), key("c"), spec); err != nil || replayed || s.Name != "c" {
+		if s, replayed, err := m.Claim(t.Context(), sandbox.ClaimRequest{Key: key("c"), Spec: spec, Once: new(sandbox.NewOnce("you", "claim", "k", []byte("body")))}); err != nil || replayed || s.Name != "c" {
 			t.Errorf("another principal: %+v, %v", s, err)
 		}
 		fork := sandbox.NewOnce("me", "fork", "k", []byte("body"))
-		f, replayed, err := m.ForkOnce(t.Context(), fork, key("f"), "a", 2)
+		f, replayed, err := m.Fork(t.Context(), sandbox.ForkRequest{Key: key("f"), Spec: sandbox.ForkSpec{Source: "a", Replicas: 2}, Once: &fork})
 		if err != nil || replayed {
 			t.Fatalf("%v, replayed %v", err, replayed)
 		}
@@ -46,15 +46,15 @@ func TestOnce(t *testing.T) {
 			t.Fatal(err)
 		}
 		m = daemon(t, dir, h)
-		if again, replayed, err := m.ClaimOnce(t.Context(), once, key("d"), spec); err != nil || !replayed || again.ID != first.ID {
+		if again, replayed, err := m.Claim(t.Context(), sandbox.ClaimRequest{Key: key("d"), Spec: spec, Once: &once}); err != nil || !replayed || again.ID != first.ID {
 			t.Errorf("after a restart: %+v, %v, replayed %v", again, err, replayed)
 		}
-		if again, replayed, err := m.ForkOnce(t.Context(), fork, key("g"), "a", 2); err != nil || !replayed || again.Children[1].ID != f.Children[1].ID {
+		if again, replayed, err := m.Fork(t.Context(), sandbox.ForkRequest{Key: key("g"), Spec: sandbox.ForkSpec{Source: "a", Replicas: 2}, Once: &fork}); err != nil || !replayed || again.Children[1].ID != f.Children[1].ID {
 			t.Errorf("a fork after a restart: %+v, %v, replayed %v", again, err, replayed)
 		}
 		time.Sleep(keepOutcomes)
 		synctest.Wait()
-		if s, replayed, err := m.ClaimOnce(t.Context(), once, key("e"), spec); err != nil || replayed || s.ID == first.ID {
+		if s, replayed, err := m.Claim(t.Context(), sandbox.ClaimRequest{Key: key("e"), Spec: spec, Once: &once}); err != nil || replayed || s.ID == first.ID {
 			t.Errorf("a day later: %+v, %v, replayed %v", s, err, replayed)
 		}
 		kept := 0
@@ -82,7 +82,7 @@ func TestOnceAtOnce(t *testing.T) {
 		var all sync.WaitGroup
 		for range 8 {
 			all.Go(func() {
-				s, _, err := m.ClaimOnce(context.Background(), once, key(string(sandbox.NewName("x"))), sandbox.ClaimSpec{Pool: "pool"})
+				s, _, err := m.Claim(context.Background(), sandbox.ClaimRequest{Key: key(string(sandbox.NewName("x"))), Spec: sandbox.ClaimSpec{Pool: "pool"}, Once: &once})
 				mu.Lock()
 				defer mu.Unlock()
 				if err != nil {
@@ -96,7 +96,7 @@ func TestOnceAtOnce(t *testing.T) {
 		if len(ids) != 1 || failed != 1 {
 			t.Errorf("%v, and %d failed", ids, failed)
 		}
-		if got, err := m.Sandboxes(sandbox.DefaultNamespace, sandbox.Page{}, true); err != nil || len(got) != 1 {
+		if got, err := m.Sandboxes(t.Context(), sandbox.SandboxesRequest{Namespace: sandbox.DefaultNamespace, Page: sandbox.Page{}, Ended: true}); err != nil || len(got) != 1 {
 			t.Errorf("%d sandboxes, %v", len(got), err)
 		}
 	})
@@ -136,10 +136,10 @@ func TestOnceCrash(t *testing.T) {
 			}
 		}
 		h.Step = look
-		if _, _, err := m.ClaimOnce(t.Context(), claimOnce, key("a"), sandbox.ClaimSpec{Pool: "pool"}); err != nil {
+		if _, _, err := m.Claim(t.Context(), sandbox.ClaimRequest{Key: key("a"), Spec: sandbox.ClaimSpec{Pool: "pool"}, Once: &claimOnce}); err != nil {
 			t.Fatal(err)
 		}
-		if _, _, err := m.ForkOnce(t.Context(), forkOnce, key("f"), "a", 3); err != nil {
+		if _, _, err := m.Fork(t.Context(), sandbox.ForkRequest{Key: key("f"), Spec: sandbox.ForkSpec{Source: "a", Replicas: 3}, Once: &forkOnce}); err != nil {
 			t.Fatal(err)
 		}
 		h.Step = nil

@@ -50,7 +50,7 @@ func TestReadsJournalOfBefore(t *testing.T) {
 func TestAdoptsJournalOfBefore(t *testing.T) {
 	m := daemon(t, filepath.Dir(copyOfJournal(t)), nodetest.NewHost(t), func(c *Config) { c.Boot = "boot-1" })
 	defer func() { _ = m.Close() }()
-	list, err := m.Sandboxes("team", sandbox.Page{}, true)
+	list, err := m.Sandboxes(t.Context(), sandbox.SandboxesRequest{Namespace: "team", Page: sandbox.Page{}, Ended: true})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -65,7 +65,7 @@ func TestAdoptsJournalOfBefore(t *testing.T) {
 	if !maps.Equal(got, want) {
 		t.Errorf("%v, want %v", got, want)
 	}
-	q, err := m.QuotaOf("team")
+	q, err := m.QuotaOf(t.Context(), "team")
 	if err != nil || q.Quota != recorded().Quotas["team"] || q.UsedSandboxes != 2 || q.UsedStorage != 3*(11<<20) {
 		t.Errorf("%+v, %v", q, err)
 	}

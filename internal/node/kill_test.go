@@ -16,9 +16,15 @@ import (
 // somebody waits for that machine, and so can a fork that it is a child of.
 func TestKillWhatHangs(t *testing.T) {
 	for name, capture := range map[string]func(context.Context, *Manager) error{
-		"fork":       func(ctx context.Context, m *Manager) error { _, err := m.Fork(ctx, key("f"), "a", 2); return err },
-		"checkpoint": func(ctx context.Context, m *Manager) error { _, err := m.Checkpoint(ctx, key("c"), "a"); return err },
-		"hibernate":  func(ctx context.Context, m *Manager) error { _, err := m.Hibernate(ctx, key("a")); return err },
+		"fork": func(ctx context.Context, m *Manager) error {
+			_, _, err := m.Fork(ctx, sandbox.ForkRequest{Key: key("f"), Spec: sandbox.ForkSpec{Source: "a", Replicas: 2}})
+			return err
+		},
+		"checkpoint": func(ctx context.Context, m *Manager) error {
+			_, _, err := m.Checkpoint(ctx, sandbox.CheckpointRequest{Key: key("c"), Source: "a"})
+			return err
+		},
+		"hibernate": func(ctx context.Context, m *Manager) error { _, err := m.Hibernate(ctx, key("a")); return err },
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {

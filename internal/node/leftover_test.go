@@ -25,21 +25,21 @@ func TestPoolWaitsForRoom(t *testing.T) {
 		})
 		defer func() { _ = m.Close() }()
 		for _, name := range []string{"a", "b"} {
-			must(t, second(m.ApplyTemplate(key(name), sandbox.TemplateSpec{Image: name, MilliCPUs: 1000, Memory: 64 * mib})),
-				second(m.ApplyPool(key(name), sandbox.PoolSpec{Template: sandbox.Name(name)})), m.WaitPool(t.Context(), key(name)))
+			must(t, second(m.ApplyTemplate(t.Context(), key(name), sandbox.TemplateSpec{Image: name, MilliCPUs: 1000, Memory: 64 * mib})),
+				second(m.ApplyPool(t.Context(), key(name), sandbox.PoolSpec{Template: sandbox.Name(name)})), m.WaitPool(t.Context(), key(name)))
 		}
-		must(t, m.DeletePool(key("b")), second(m.ApplyPool(key("a"), sandbox.PoolSpec{Template: "a", Replicas: 2})))
+		must(t, m.DeletePool(t.Context(), key("b")), second(m.ApplyPool(t.Context(), key("a"), sandbox.PoolSpec{Template: "a", Replicas: 2})))
 		synctest.Wait()
-		must(t, second(m.ApplyPool(key("b"), sandbox.PoolSpec{Template: "b", Replicas: 1})))
+		must(t, second(m.ApplyPool(t.Context(), key("b"), sandbox.PoolSpec{Template: "b", Replicas: 1})))
 		synctest.Wait()
-		if _, st, err := m.Pool(key("b")); err != nil || st.Phase != sandbox.PhaseFailed {
+		if _, st, err := m.Pool(t.Context(), key("b")); err != nil || st.Phase != sandbox.PhaseFailed {
 			t.Fatalf("there is room for it: %+v, %v", st, err)
 		}
-		must(t, m.DeletePool(key("a")))
+		must(t, m.DeletePool(t.Context(), key("a")))
 		// Pool b may try while a has some of its memory, and again after a while.
 		time.Sleep(time.Minute)
 		synctest.Wait()
-		if _, st, err := m.Pool(key("b")); err != nil || st.Ready != 1 {
+		if _, st, err := m.Pool(t.Context(), key("b")); err != nil || st.Ready != 1 {
 			t.Errorf("%+v, %v", st, err)
 		}
 	})
@@ -53,11 +53,11 @@ func TestChangeWithoutRoom(t *testing.T) {
 		m := daemon(t, t.TempDir(), h, func(c *Config) { c.Capacity = 5 * 64 * mib })
 		defer func() { _ = m.Close() }()
 		setUp(t, m, 4)
-		must(t, second(m.ApplyTemplate(key("python"), sandbox.TemplateSpec{Image: "two", MilliCPUs: 1000, Memory: 64 * mib})))
+		must(t, second(m.ApplyTemplate(t.Context(), key("python"), sandbox.TemplateSpec{Image: "two", MilliCPUs: 1000, Memory: 64 * mib})))
 		time.Sleep(time.Minute)
-		must(t, second(m.ApplyPool(key("pool"), sandbox.PoolSpec{Template: "python", Replicas: 1})))
+		must(t, second(m.ApplyPool(t.Context(), key("pool"), sandbox.PoolSpec{Template: "python", Replicas: 1})))
 		synctest.Wait()
-		if _, st, err := m.Pool(key("pool")); err != nil || st.Snapshots != 1 || len(h.Folders()) != 1 {
+		if _, st, err := m.Pool(t.Context(), key("pool")); err != nil || st.Snapshots != 1 || len(h.Folders()) != 1 {
 			t.Errorf("%+v, %v, %d machines", st, err, len(h.Folders()))
 		}
 	})
@@ -99,7 +99,7 @@ func TestStorageOfOldJournals(t *testing.T) {
 		memory(t, h, m, "a")[nodetest.LayerKey] = layerPages
 		must(t, second(m.Hibernate(t.Context(), key("a"))))
 		checkpoint(t, m, "c", "a")
-		use, err := m.QuotaOf(sandbox.DefaultNamespace)
+		use, err := m.QuotaOf(t.Context(), sandbox.DefaultNamespace)
 		must(t, err, m.Close())
 		db, err := journal.Open(filepath.Join(dir, "journal"))
 		must(t, err, db.Update(func(tx *journal.Tx) error {
@@ -115,14 +115,14 @@ func TestStorageOfOldJournals(t *testing.T) {
 		defer func() { _ = m.Close() }()
 		stored := func(want uint64) {
 			t.Helper()
-			if q, err := m.QuotaOf(sandbox.DefaultNamespace); err != nil || q.UsedStorage != want {
+			if q, err := m.QuotaOf(t.Context(), sandbox.DefaultNamespace); err != nil || q.UsedStorage != want {
 				t.Errorf("%d bytes are stored, not %d (%v)", q.UsedStorage, want, err)
 			}
 		}
 		stored(use.UsedStorage)
 		must(t, second(m.Resume(t.Context(), key("a"))))
 		stored(use.UsedStorage / 2)
-		must(t, m.DeleteCheckpoint(key("c")))
+		must(t, m.DeleteCheckpoint(t.Context(), key("c")))
 		stored(0)
 	})
 }
@@ -159,9 +159,9 @@ func TestForkOfCopy(t *testing.T) {
 		defer func() { _ = m.Close() }()
 		setUp(t, m, 0)
 		claim(t, m, "a", sandbox.Lifetime{})
-		must(t, second(m.Fork(t.Context(), key("f"), "a", 1)))
+		must(t, third(m.Fork(t.Context(), sandbox.ForkRequest{Key: key("f"), Spec: sandbox.ForkSpec{Source: "a", Replicas: 1}})))
 		wantReserved(t, m, h, 2, 2)
-		must(t, second(m.Fork(t.Context(), key("g"), "f-1", 1)))
+		must(t, third(m.Fork(t.Context(), sandbox.ForkRequest{Key: key("g"), Spec: sandbox.ForkSpec{Source: "f-1", Replicas: 1}})))
 		wantReserved(t, m, h, 3, 4)
 		must(t, second(m.Kill(t.Context(), key("f-1"))))
 		wantReserved(t, m, h, 2, 2)

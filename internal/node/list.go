@@ -1,6 +1,7 @@
 package node
 
 import (
+	"context"
 	"errors"
 	"slices"
 	"strings"
@@ -10,12 +11,12 @@ import (
 )
 
 // Template returns a template.
-func (m *Manager) Template(k sandbox.Key) (t sandbox.Template, err error) {
+func (m *Manager) Template(_ context.Context, k sandbox.Key) (t sandbox.Template, err error) {
 	return get(m, templates, sandbox.KindTemplate, k)
 }
 
 // Pool returns a pool and what it has.
-func (m *Manager) Pool(k sandbox.Key) (sandbox.Pool, sandbox.PoolStatus, error) {
+func (m *Manager) Pool(_ context.Context, k sandbox.Key) (sandbox.Pool, sandbox.PoolStatus, error) {
 	p, err := get(m, pools, sandbox.KindPool, k)
 	if err != nil {
 		return p, sandbox.PoolStatus{}, err
@@ -34,7 +35,7 @@ func (m *Manager) poolStatus(k sandbox.Key) sandbox.PoolStatus {
 }
 
 // ForkOf returns a fork.
-func (m *Manager) ForkOf(k sandbox.Key) (sandbox.Fork, error) {
+func (m *Manager) ForkOf(_ context.Context, k sandbox.Key) (sandbox.Fork, error) {
 	return get(m, forks, sandbox.KindFork, k)
 }
 
@@ -50,7 +51,7 @@ func get[T any](m *Manager, c journal.Collection[T], kind sandbox.Kind, k sandbo
 }
 
 // Sandbox returns a sandbox. Looking at it does not wake it.
-func (m *Manager) Sandbox(k sandbox.Key) (sandbox.Sandbox, error) {
+func (m *Manager) Sandbox(_ context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
 	b, err := m.find(k)
 	if err != nil {
 		return sandbox.Sandbox{}, err
@@ -65,17 +66,17 @@ func (m *Manager) Sandbox(k sandbox.Key) (sandbox.Sandbox, error) {
 var errEnough = errors.New("enough")
 
 // Templates lists templates by name.
-func (m *Manager) Templates(n sandbox.Namespace, p sandbox.Page) ([]sandbox.Template, error) {
+func (m *Manager) Templates(_ context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Template, error) {
 	return list(m, templates, n, p)
 }
 
 // Pools lists pools by name.
-func (m *Manager) Pools(n sandbox.Namespace, p sandbox.Page) ([]sandbox.Pool, error) {
+func (m *Manager) Pools(_ context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Pool, error) {
 	return list(m, pools, n, p)
 }
 
 // Forks lists forks by name.
-func (m *Manager) Forks(n sandbox.Namespace, p sandbox.Page) ([]sandbox.Fork, error) {
+func (m *Manager) Forks(_ context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Fork, error) {
 	return list(m, forks, n, p)
 }
 
@@ -105,18 +106,18 @@ func listIf[T any](m *Manager, c journal.Collection[T], n sandbox.Namespace, p s
 }
 
 // Sandboxes lists sandboxes by name; ended ones only if they are asked for.
-func (m *Manager) Sandboxes(n sandbox.Namespace, p sandbox.Page, ended bool) (out []sandbox.Sandbox, err error) {
+func (m *Manager) Sandboxes(_ context.Context, r sandbox.SandboxesRequest) (out []sandbox.Sandbox, err error) {
 	err = m.db.View(func(tx *journal.Tx) error {
 		return sandboxes.Each(tx, "", func(_ string, s sandbox.Sandbox) error {
-			if s.Namespace == n && s.State != sandbox.Starting && (ended || s.State != sandbox.Ended) {
+			if s.Namespace == r.Namespace && s.State != sandbox.Starting && (r.Ended || s.State != sandbox.Ended) {
 				out = append(out, s)
 			}
 			return nil
 		})
 	})
 	slices.SortFunc(out, func(a, b sandbox.Sandbox) int { return strings.Compare(a.Position(), b.Position()) })
-	out = slices.DeleteFunc(out, func(s sandbox.Sandbox) bool { return s.Position() <= p.After })
-	return out[:min(len(out), p.Most())], err
+	out = slices.DeleteFunc(out, func(s sandbox.Sandbox) bool { return s.Position() <= r.Page.After })
+	return out[:min(len(out), r.Page.Most())], err
 }
 
 // historySize is how many ended sandboxes are remembered, at least, and

@@ -29,24 +29,24 @@ func isID(id sandbox.ID) bool {
 // setUp applies a template and a pool, and waits until the pool is full.
 func setUp(t *testing.T, m *Manager, replicas int) {
 	t.Helper()
-	if _, err := m.ApplyTemplate(key("python"), sandbox.TemplateSpec{Image: "one", MilliCPUs: 1000, Memory: 64 * mib}); err != nil {
+	if _, err := m.ApplyTemplate(t.Context(), key("python"), sandbox.TemplateSpec{Image: "one", MilliCPUs: 1000, Memory: 64 * mib}); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := m.ApplyPool(key("pool"), sandbox.PoolSpec{Template: "python", Replicas: replicas}); err != nil {
+	if _, err := m.ApplyPool(t.Context(), key("pool"), sandbox.PoolSpec{Template: "python", Replicas: replicas}); err != nil {
 		t.Fatal(err)
 	}
 	if err := m.WaitPool(t.Context(), key("pool")); err != nil {
 		t.Fatal(err)
 	}
 	synctest.Wait()
-	if _, st, err := m.Pool(key("pool")); err != nil || st != (sandbox.PoolStatus{Phase: sandbox.PhaseReady, Ready: replicas, Snapshots: replicas}) {
+	if _, st, err := m.Pool(t.Context(), key("pool")); err != nil || st != (sandbox.PoolStatus{Phase: sandbox.PhaseReady, Ready: replicas, Snapshots: replicas}) {
 		t.Fatalf("pool: %+v, %v", st, err)
 	}
 }
 
 func claim(t *testing.T, m *Manager, name string, l sandbox.Lifetime) sandbox.Sandbox {
 	t.Helper()
-	s, err := m.Claim(t.Context(), key(name), sandbox.ClaimSpec{Pool: "pool", Lifetime: l, Env: sandbox.Env{"WHO": name}})
+	s, _, err := m.Claim(t.Context(), sandbox.ClaimRequest{Key: key(name), Spec: sandbox.ClaimSpec{Pool: "pool", Lifetime: l, Env: sandbox.Env{"WHO": name}}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -56,7 +56,7 @@ func claim(t *testing.T, m *Manager, name string, l sandbox.Lifetime) sandbox.Sa
 // memory is what the machine of a sandbox holds.
 func memory(t *testing.T, h *nodetest.Host, m *Manager, name string) map[string]string {
 	t.Helper()
-	s, err := m.Sandbox(key(name))
+	s, err := m.Sandbox(t.Context(), key(name))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -69,7 +69,7 @@ func memory(t *testing.T, h *nodetest.Host, m *Manager, name string) map[string]
 
 func wantState(t *testing.T, m *Manager, name string, want sandbox.State) sandbox.Sandbox {
 	t.Helper()
-	s, err := m.Sandbox(key(name))
+	s, err := m.Sandbox(t.Context(), key(name))
 	if err != nil || s.State != want {
 		t.Fatalf("%s is %q, not %q (%v)", name, s.State, want, err)
 	}
@@ -79,10 +79,10 @@ func wantState(t *testing.T, m *Manager, name string, want sandbox.State) sandbo
 // wantEnded looks into the history.
 func wantEnded(t *testing.T, m *Manager, name string, want sandbox.Reason) {
 	t.Helper()
-	if _, err := m.Sandbox(key(name)); !sandbox.HasCode(err, sandbox.CodeEnded) || !strings.Contains(err.Error(), string(want)) {
+	if _, err := m.Sandbox(t.Context(), key(name)); !sandbox.HasCode(err, sandbox.CodeEnded) || !strings.Contains(err.Error(), string(want)) {
 		t.Errorf("%s: %v, want that it ended as %s", name, err, want)
 	}
-	all, err := m.Sandboxes(sandbox.DefaultNamespace, sandbox.Page{}, true)
+	all, err := m.Sandboxes(t.Context(), sandbox.SandboxesRequest{Namespace: sandbox.DefaultNamespace, Page: sandbox.Page{}, Ended: true})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -110,13 +110,13 @@ func TestLife(t *testing.T) {
 			t.Errorf("it holds %v", got)
 		}
 		synctest.Wait()
-		if _, st, err := m.Pool(key("pool")); err != nil || st.Ready != 2 {
+		if _, st, err := m.Pool(t.Context(), key("pool")); err != nil || st.Ready != 2 {
 			t.Errorf("the pool was not filled again: %+v, %v", st, err)
 		}
-		if _, err := m.Claim(t.Context(), key("a"), sandbox.ClaimSpec{Pool: "pool"}); !sandbox.HasCode(err, sandbox.CodeExists) {
+		if _, _, err := m.Claim(t.Context(), sandbox.ClaimRequest{Key: key("a"), Spec: sandbox.ClaimSpec{Pool: "pool"}}); !sandbox.HasCode(err, sandbox.CodeExists) {
 			t.Errorf("claimed twice: %v", err)
 		}
-		if _, err := m.Claim(t.Context(), key("b"), sandbox.ClaimSpec{Pool: "nobody"}); !sandbox.HasCode(err, sandbox.CodeNotFound) {
+		if _, _, err := m.Claim(t.Context(), sandbox.ClaimRequest{Key: key("b"), Spec: sandbox.ClaimSpec{Pool: "nobody"}}); !sandbox.HasCode(err, sandbox.CodeNotFound) {
 			t.Errorf("claimed of no pool: %v", err)
 		}
 		memory(t, h, m, "a")["mine"] = "kept"
@@ -143,15 +143,15 @@ func TestLife(t *testing.T) {
 		if got := memory(t, h, m, "a"); got["mine"] != "kept" {
 			t.Errorf("it woke up with %v", got)
 		}
-		u.Done()
+		u.Close()
 		if _, err := m.Kill(t.Context(), key("a")); err != nil {
 			t.Fatal(err)
 		}
 		wantEnded(t, m, "a", sandbox.ReasonKilled)
-		if left, err := m.Sandboxes(sandbox.DefaultNamespace, sandbox.Page{}, false); err != nil || len(left) != 0 {
+		if left, err := m.Sandboxes(t.Context(), sandbox.SandboxesRequest{Namespace: sandbox.DefaultNamespace, Page: sandbox.Page{}, Ended: false}); err != nil || len(left) != 0 {
 			t.Errorf("left: %v, %v", left, err)
 		}
-		if err := m.DeletePool(key("pool")); err != nil {
+		if err := m.DeletePool(t.Context(), key("pool")); err != nil {
 			t.Fatal(err)
 		}
 		wantNothing(t, m, h)
@@ -214,7 +214,7 @@ func TestTimeouts(t *testing.T) {
 		after(time.Hour)
 		wantState(t, m, "busy", sandbox.Running)
 		wantState(t, m, "still", sandbox.Hibernated)
-		u.Done()
+		u.Close()
 		after(time.Minute)
 		wantEnded(t, m, "busy", sandbox.ReasonIdle)
 		// What was away for long has what it had left, and no more.
@@ -279,7 +279,7 @@ func TestWakeOnce(t *testing.T) {
 					t.Error(err)
 					return
 				}
-				u.Done()
+				u.Close()
 			})
 		}
 		all.Wait()
@@ -300,7 +300,7 @@ func TestFork(t *testing.T) {
 		source := claim(t, m, "a", sandbox.Lifetime{Timeout: time.Hour})
 		memory(t, h, m, "a")["x"] = "1"
 		claim(t, m, "f-2", sandbox.Lifetime{}) // a child's name is taken
-		f, err := m.Fork(t.Context(), key("f"), "a", 4)
+		f, _, err := m.Fork(t.Context(), sandbox.ForkRequest{Key: key("f"), Spec: sandbox.ForkSpec{Source: "a", Replicas: 4}})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -316,13 +316,13 @@ func TestFork(t *testing.T) {
 		if child.Parent != source.ID || child.Fork != "f" || child.Env["WHO"] != "a" || child.Timeout != time.Hour {
 			t.Errorf("%+v", child)
 		}
-		if _, err := m.Fork(t.Context(), key("f"), "a", 1); !sandbox.HasCode(err, sandbox.CodeExists) {
+		if _, _, err := m.Fork(t.Context(), sandbox.ForkRequest{Key: key("f"), Spec: sandbox.ForkSpec{Source: "a", Replicas: 1}}); !sandbox.HasCode(err, sandbox.CodeExists) {
 			t.Errorf("forked twice under one name: %v", err)
 		}
-		if _, err := m.Fork(t.Context(), key("g"), "a", 1); !sandbox.HasCode(err, sandbox.CodeCapacity) {
+		if _, _, err := m.Fork(t.Context(), sandbox.ForkRequest{Key: key("g"), Spec: sandbox.ForkSpec{Source: "a", Replicas: 1}}); !sandbox.HasCode(err, sandbox.CodeCapacity) {
 			t.Errorf("forked beyond the capacity: %v", err)
 		}
-		if _, err := m.ForkOf(key("g")); !sandbox.HasCode(err, sandbox.CodeNotFound) {
+		if _, err := m.ForkOf(t.Context(), key("g")); !sandbox.HasCode(err, sandbox.CodeNotFound) {
 			t.Errorf("a fork that never was: %v", err)
 		}
 		if _, err := m.Kill(t.Context(), key("f-2")); err != nil {
@@ -332,7 +332,7 @@ func TestFork(t *testing.T) {
 		if _, err := m.Hibernate(t.Context(), key("f-1")); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := m.Fork(t.Context(), key("g"), "f-1", 1); err != nil {
+		if _, _, err := m.Fork(t.Context(), sandbox.ForkRequest{Key: key("g"), Spec: sandbox.ForkSpec{Source: "f-1", Replicas: 1}}); err != nil {
 			t.Fatal(err)
 		}
 		if memory(t, h, m, "g-1")["x"] != "2" {
@@ -388,14 +388,14 @@ func TestPoolShells(t *testing.T) {
 		if open, all := count(); open != 1 || all != 1 {
 			t.Errorf("of a new pool: %d of %d shells", open, all)
 		}
-		if _, err := m.ApplyTemplate(key("python"), sandbox.TemplateSpec{Image: "two", MilliCPUs: 1000, Memory: 64 * mib}); err != nil {
+		if _, err := m.ApplyTemplate(t.Context(), key("python"), sandbox.TemplateSpec{Image: "two", MilliCPUs: 1000, Memory: 64 * mib}); err != nil {
 			t.Fatal(err)
 		}
 		synctest.Wait()
 		if open, all := count(); open != 1 || all != 2 {
 			t.Errorf("after a change: %d of %d shells", open, all)
 		}
-		if err := m.DeletePool(key("pool")); err != nil {
+		if err := m.DeletePool(t.Context(), key("pool")); err != nil {
 			t.Fatal(err)
 		}
 		synctest.Wait()
@@ -416,7 +416,7 @@ func TestRehearsal(t *testing.T) {
 		if n := b.rehearsed.Load(); n != 2 {
 			t.Errorf("%d of two have rehearsed", n)
 		}
-		if _, err := m.ApplyPool(key("pool"), sandbox.PoolSpec{Template: "python"}); err != nil {
+		if _, err := m.ApplyPool(t.Context(), key("pool"), sandbox.PoolSpec{Template: "python"}); err != nil {
 			t.Fatal(err)
 		}
 		synctest.Wait()
@@ -425,11 +425,11 @@ func TestRehearsal(t *testing.T) {
 			t.Errorf("%d have rehearsed: one of them for a claim that waits", n)
 		}
 		b.unable = errors.New("the kernel is stuck")
-		if _, err := m.ApplyPool(key("pool"), sandbox.PoolSpec{Template: "python", Replicas: 1}); err != nil {
+		if _, err := m.ApplyPool(t.Context(), key("pool"), sandbox.PoolSpec{Template: "python", Replicas: 1}); err != nil {
 			t.Fatal(err)
 		}
 		synctest.Wait()
-		if _, st, err := m.Pool(key("pool")); err != nil || st.Ready != 0 || !strings.Contains(st.Problem, "the kernel is stuck") {
+		if _, st, err := m.Pool(t.Context(), key("pool")); err != nil || st.Ready != 0 || !strings.Contains(st.Problem, "the kernel is stuck") {
 			t.Errorf("%+v, %v", st, err)
 		}
 	})
@@ -447,13 +447,13 @@ func TestTemplateChange(t *testing.T) {
 		synctest.Wait()
 		apply := func(image string) {
 			t.Helper()
-			if _, err := m.ApplyTemplate(key("python"), sandbox.TemplateSpec{Image: image, MilliCPUs: 1000, Memory: 64 * mib}); err != nil {
+			if _, err := m.ApplyTemplate(t.Context(), key("python"), sandbox.TemplateSpec{Image: image, MilliCPUs: 1000, Memory: 64 * mib}); err != nil {
 				t.Fatal(err)
 			}
 			synctest.Wait()
 		}
 		status := func() sandbox.PoolStatus {
-			_, st, err := m.Pool(key("pool"))
+			_, st, err := m.Pool(t.Context(), key("pool"))
 			if err != nil {
 				t.Fatal(err)
 			}

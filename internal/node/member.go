@@ -30,8 +30,6 @@ type member struct {
 	used    sandbox.Clock // runs while it runs and nobody uses it
 	timer   *time.Timer   // for whichever of its timeouts is next
 	patient time.Time     // before which none is acted upon: it was tried in vain
-	// contexts are the default ones that were seen to be there.
-	contexts map[string]bool
 }
 
 func (m *Manager) newMember(s sandbox.Sandbox) *member {

@@ -165,8 +165,8 @@ func account(t *testing.T, seed uint64) {
 	defer func() { _ = m.Close() }()
 	spaces := []sandbox.Namespace{"a", "b", "c"}
 	for _, n := range spaces {
-		must(t, second(m.ApplyTemplate(sandbox.Key{Namespace: n, Name: "t"}, sandbox.TemplateSpec{Image: "one", MilliCPUs: 1000, Memory: 64 * mib})),
-			second(m.ApplyPool(sandbox.Key{Namespace: n, Name: "pool"}, sandbox.PoolSpec{Template: "t", Replicas: 2})))
+		must(t, second(m.ApplyTemplate(t.Context(), sandbox.Key{Namespace: n, Name: "t"}, sandbox.TemplateSpec{Image: "one", MilliCPUs: 1000, Memory: 64 * mib})),
+			second(m.ApplyPool(t.Context(), sandbox.Key{Namespace: n, Name: "pool"}, sandbox.PoolSpec{Template: "t", Replicas: 2})))
 	}
 	var all sync.WaitGroup
 	for range 24 {
@@ -181,7 +181,7 @@ func account(t *testing.T, seed uint64) {
 	d.off = true
 	d.mu.Unlock()
 	for _, n := range spaces {
-		if err := m.DeletePool(sandbox.Key{Namespace: n, Name: "pool"}); err != nil && !sandbox.HasCode(err, sandbox.CodeNotFound) {
+		if err := m.DeletePool(t.Context(), sandbox.Key{Namespace: n, Name: "pool"}); err != nil && !sandbox.HasCode(err, sandbox.CodeNotFound) {
 			t.Error(err)
 		}
 	}
@@ -191,15 +191,15 @@ func account(t *testing.T, seed uint64) {
 	m = open()
 	wantCounts(t, "after the daemon's restart", m.capacity.counts(), before)
 	for _, n := range spaces {
-		list, err := m.Sandboxes(n, sandbox.Page{}, false)
+		list, err := m.Sandboxes(t.Context(), sandbox.SandboxesRequest{Namespace: n, Page: sandbox.Page{}, Ended: false})
 		must(t, err)
 		for _, s := range list {
 			must(t, second(m.Kill(t.Context(), s.Key)))
 		}
-		saved, err := m.Checkpoints(n, sandbox.Page{})
+		saved, err := m.Checkpoints(t.Context(), n, sandbox.Page{})
 		must(t, err)
 		for _, c := range saved {
-			must(t, m.DeleteCheckpoint(c.Key))
+			must(t, m.DeleteCheckpoint(t.Context(), c.Key))
 		}
 	}
 	synctest.Wait()
@@ -235,7 +235,7 @@ func act(t *testing.T, m *Manager, h *shakyHost, n sandbox.Namespace) {
 	switch d.n(16) {
 	case 0, 1, 2:
 		k := name()
-		if s, err := m.Claim(ctx, k, sandbox.ClaimSpec{Pool: "pool"}); err == nil && d.n(2) == 0 {
+		if s, _, err := m.Claim(ctx, sandbox.ClaimRequest{Key: k, Spec: sandbox.ClaimSpec{Pool: "pool"}}); err == nil && d.n(2) == 0 {
 			h.Write(m.machineDir(s.Machine), nodetest.LayerKey, "16")
 		}
 	case 3:
@@ -247,13 +247,13 @@ func act(t *testing.T, m *Manager, h *shakyHost, n sandbox.Namespace) {
 	case 7:
 		_, _ = m.Pause(ctx, name())
 	case 8, 9:
-		_, _ = m.Fork(ctx, sandbox.Key{Namespace: n, Name: sandbox.Name(fmt.Sprint("f", d.n(3)))}, name().Name, 1+d.n(3))
+		_, _, _ = m.Fork(ctx, sandbox.ForkRequest{Key: sandbox.Key{Namespace: n, Name: sandbox.Name(fmt.Sprint("f", d.n(3)))}, Spec: sandbox.ForkSpec{Source: name().Name, Replicas: 1 + d.n(3)}})
 	case 10:
-		_, _ = m.Checkpoint(ctx, sandbox.Key{Namespace: n, Name: sandbox.Name(fmt.Sprint("c", d.n(3)))}, name().Name)
+		_, _, _ = m.Checkpoint(ctx, sandbox.CheckpointRequest{Key: sandbox.Key{Namespace: n, Name: sandbox.Name(fmt.Sprint("c", d.n(3)))}, Source: name().Name})
 	case 11:
-		_, _ = m.Restore(ctx, name(), sandbox.Name(fmt.Sprint("c", d.n(3))), sandbox.RestoreSpec{})
+		_, _, _ = m.Restore(ctx, sandbox.RestoreRequest{Key: name(), Checkpoint: sandbox.Name(fmt.Sprint("c", d.n(3))), Spec: sandbox.RestoreSpec{}})
 	case 12:
-		_ = m.DeleteCheckpoint(sandbox.Key{Namespace: n, Name: sandbox.Name(fmt.Sprint("c", d.n(3)))})
+		_ = m.DeleteCheckpoint(ctx, sandbox.Key{Namespace: n, Name: sandbox.Name(fmt.Sprint("c", d.n(3)))})
 	case 13:
 		_ = m.DeleteFork(ctx, sandbox.Key{Namespace: n, Name: sandbox.Name(fmt.Sprint("f", d.n(3)))})
 	case 14:
@@ -263,14 +263,14 @@ func act(t *testing.T, m *Manager, h *shakyHost, n sandbox.Namespace) {
 	case 15:
 		switch d.n(4) {
 		case 0:
-			_ = m.DeletePool(sandbox.Key{Namespace: n, Name: "pool"})
-			_, _ = m.ApplyPool(sandbox.Key{Namespace: n, Name: "pool"}, sandbox.PoolSpec{Template: "t", Replicas: d.n(3)})
+			_ = m.DeletePool(ctx, sandbox.Key{Namespace: n, Name: "pool"})
+			_, _ = m.ApplyPool(ctx, sandbox.Key{Namespace: n, Name: "pool"}, sandbox.PoolSpec{Template: "t", Replicas: d.n(3)})
 		case 1:
-			_, _ = m.ApplyTemplate(sandbox.Key{Namespace: n, Name: "t"}, sandbox.TemplateSpec{Image: fmt.Sprint(d.n(1000)), MilliCPUs: 1000, Memory: 64 * mib})
+			_, _ = m.ApplyTemplate(ctx, sandbox.Key{Namespace: n, Name: "t"}, sandbox.TemplateSpec{Image: fmt.Sprint(d.n(1000)), MilliCPUs: 1000, Memory: 64 * mib})
 		case 2:
-			_, _ = m.SetQuota(sandbox.Quota{Namespace: n, Memory: uint64(d.n(12)) * 64 * mib, Storage: uint64(d.n(4)) * 128 << 10})
+			_, _ = m.SetQuota(ctx, sandbox.Quota{Namespace: n, Memory: uint64(d.n(12)) * 64 * mib, Storage: uint64(d.n(4)) * 128 << 10})
 		case 3:
-			_, _ = m.ApplyPool(sandbox.Key{Namespace: n, Name: "pool"}, sandbox.PoolSpec{Template: "t", Replicas: d.n(4)})
+			_, _ = m.ApplyPool(ctx, sandbox.Key{Namespace: n, Name: "pool"}, sandbox.PoolSpec{Template: "t", Replicas: d.n(4)})
 		}
 	}
 }

@@ -96,7 +96,7 @@ func (s *stock) close() error {
 }
 
 // ApplyPool makes a pool or changes it.
-func (m *Manager) ApplyPool(k sandbox.Key, spec sandbox.PoolSpec) (sandbox.Pool, error) {
+func (m *Manager) ApplyPool(_ context.Context, k sandbox.Key, spec sandbox.PoolSpec) (sandbox.Pool, error) {
 	if err := m.begin(); err != nil {
 		return sandbox.Pool{}, err
 	}
@@ -137,7 +137,7 @@ func (m *Manager) ApplyPool(k sandbox.Key, spec sandbox.PoolSpec) (sandbox.Pool,
 }
 
 // DeletePool ends a pool and the sandboxes that wait in it.
-func (m *Manager) DeletePool(k sandbox.Key) error {
+func (m *Manager) DeletePool(_ context.Context, k sandbox.Key) error {
 	if err := m.begin(); err != nil {
 		return err
 	}
@@ -257,7 +257,7 @@ func (p *pool) reconcile(ctx context.Context) error {
 	p.mu.Lock()
 	spec, current := p.spec, p.current
 	p.mu.Unlock()
-	t, err := p.manager.Template(sandbox.Key{Namespace: p.key.Namespace, Name: spec.Template})
+	t, err := p.manager.Template(ctx, sandbox.Key{Namespace: p.key.Namespace, Name: spec.Template})
 	if err != nil {
 		return err
 	}

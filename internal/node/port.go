@@ -18,16 +18,15 @@ const MaxConns = guestrpc.MaxStreams / 2
 // accept.
 const connectTimeout = 10 * time.Second
 
-// PortConn is a connection to a program in a sandbox. The use that it was made
-// by must not be over before it is closed.
-type PortConn struct {
+// portConn is a connection to a program in a sandbox.
+type portConn struct {
 	*guestrpc.PortConn
 	member *member
 	once   sync.Once
 }
 
 // Close ends the connection.
-func (c *PortConn) Close() error {
+func (c *portConn) Close() error {
 	c.once.Do(func() {
 		c.member.mu.Lock()
 		defer c.member.mu.Unlock()
@@ -36,9 +35,9 @@ func (c *PortConn) Close() error {
 	return c.PortConn.Close()
 }
 
-// Connect connects to a TCP port of the sandbox's loopback.
-func (u *Use) Connect(ctx context.Context, port uint16) (*PortConn, error) {
-	b, name := u.member, u.Sandbox.Name
+// Connect implements sandbox.Session.
+func (u *use) Connect(ctx context.Context, port uint16) (sandbox.Conn, error) {
+	b, name := u.member, u.record.Name
 	b.mu.Lock()
 	full := b.conns >= MaxConns
 	if !full {
@@ -49,7 +48,7 @@ func (u *Use) Connect(ctx context.Context, port uint16) (*PortConn, error) {
 		return nil, sandbox.Errorf(sandbox.CodeCapacity, "sandbox %s has %d connections to its ports, and can have no more", name, MaxConns).
 			Try("Close some, or try again")
 	}
-	c := &PortConn{member: b}
+	c := &portConn{member: b}
 	ctx, cancel := context.WithTimeout(ctx, connectTimeout)
 	defer cancel()
 	var err error

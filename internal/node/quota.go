@@ -1,6 +1,7 @@
 package node
 
 import (
+	"context"
 	"fmt"
 
 	"agentrun.dev/internal/node/journal"
@@ -10,7 +11,7 @@ import (
 var quotas = journal.Collection[sandbox.Quota]("quotas")
 
 // SetQuota bounds a namespace from now on. What it has already stays.
-func (m *Manager) SetQuota(q sandbox.Quota) (sandbox.QuotaUse, error) {
+func (m *Manager) SetQuota(ctx context.Context, q sandbox.Quota) (sandbox.QuotaUse, error) {
 	if err := m.begin(); err != nil {
 		return sandbox.QuotaUse{}, err
 	}
@@ -31,11 +32,11 @@ func (m *Manager) SetQuota(q sandbox.Quota) (sandbox.QuotaUse, error) {
 	}
 	m.capacity.setQuotas(map[sandbox.Namespace]sandbox.Quota{q.Namespace: q})
 	m.refill()
-	return m.QuotaOf(q.Namespace)
+	return m.QuotaOf(ctx, q.Namespace)
 }
 
 // QuotaOf is the quota of a namespace and what it uses of it.
-func (m *Manager) QuotaOf(n sandbox.Namespace) (sandbox.QuotaUse, error) {
+func (m *Manager) QuotaOf(_ context.Context, n sandbox.Namespace) (sandbox.QuotaUse, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	use := m.capacity.quota(n)

@@ -14,18 +14,19 @@ import (
 
 // Restore makes a sandbox that continues from a checkpoint, with an identity of
 // its own. It returns when the sandbox has answered.
-func (m *Manager) Restore(ctx context.Context, k sandbox.Key, checkpoint sandbox.Name, spec sandbox.RestoreSpec) (sandbox.Sandbox, error) {
-	return m.restore(ctx, k, checkpoint, spec, nil)
+func (m *Manager) Restore(ctx context.Context, r sandbox.RestoreRequest) (s sandbox.Sandbox, replayed bool, err error) {
+	return doOnce(ctx, m, r.Once, sandboxIn, func(also record[sandbox.Sandbox]) (sandbox.Sandbox, error) { return m.restore(ctx, r, also) })
 }
 
-func (m *Manager) restore(ctx context.Context, k sandbox.Key, checkpoint sandbox.Name, spec sandbox.RestoreSpec, also record[sandbox.Sandbox]) (sandbox.Sandbox, error) {
+func (m *Manager) restore(ctx context.Context, r sandbox.RestoreRequest, also record[sandbox.Sandbox]) (sandbox.Sandbox, error) {
+	k, spec := r.Key, r.Spec
 	if err := m.begin(); err != nil {
 		return sandbox.Sandbox{}, err
 	}
 	if err := spec.Validate(); err != nil {
 		return sandbox.Sandbox{}, err
 	}
-	c, done, err := m.holdCheckpoint(sandbox.Key{Namespace: k.Namespace, Name: checkpoint})
+	c, done, err := m.holdCheckpoint(sandbox.Key{Namespace: k.Namespace, Name: r.Checkpoint})
 	if err != nil {
 		return sandbox.Sandbox{}, err
 	}

@@ -20,35 +20,35 @@ func TestHolderCheckpoint(t *testing.T) {
 		defer func() { _ = m.Close() }()
 		setUp(t, m, 1)
 		s := claimHolder(t, m, "a")
-		if _, err := m.Checkpoint(as(t, "bob"), key("theft"), "a"); !sandbox.HasCode(err, sandbox.CodeDenied) {
+		if _, _, err := m.Checkpoint(as(t, "bob"), sandbox.CheckpointRequest{Key: key("theft"), Source: "a"}); !sandbox.HasCode(err, sandbox.CodeDenied) {
 			t.Errorf("a checkpoint by bob: %v", err)
 		}
-		if _, err := m.CheckpointOf(key("theft")); !sandbox.HasCode(err, sandbox.CodeNotFound) {
+		if _, err := m.CheckpointOf(t.Context(), key("theft")); !sandbox.HasCode(err, sandbox.CodeNotFound) {
 			t.Errorf("the checkpoint is there: %v", err)
 		}
-		if _, err := m.Checkpoint(as(t, "alice"), key("awake"), "a"); err != nil {
+		if _, _, err := m.Checkpoint(as(t, "alice"), sandbox.CheckpointRequest{Key: key("awake"), Source: "a"}); err != nil {
 			t.Fatal(err)
 		}
 		if _, err := m.Hibernate(t.Context(), key("a")); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := m.Checkpoint(as(t, "alice"), key("asleep"), "a"); err != nil {
+		if _, _, err := m.Checkpoint(as(t, "alice"), sandbox.CheckpointRequest{Key: key("asleep"), Source: "a"}); err != nil {
 			t.Fatal(err)
 		}
 		for _, name := range []string{"awake", "asleep"} {
-			c, err := m.CheckpointOf(key(name))
+			c, err := m.CheckpointOf(t.Context(), key(name))
 			if err != nil {
 				t.Fatal(err)
 			}
 			if image, err := snapshot.ReadManifest(m.checkpointDir(c.ID)); err != nil || !image.Private {
 				t.Errorf("checkpoint %s is private: %v, %v", name, image.Private, err)
 			}
-			if _, err := m.Restore(as(t, "bob"), key("stolen"), sandbox.Name(name), sandbox.RestoreSpec{}); !sandbox.HasCode(err, sandbox.CodeDenied) {
+			if _, _, err := m.Restore(as(t, "bob"), sandbox.RestoreRequest{Key: key("stolen"), Checkpoint: sandbox.Name(name), Spec: sandbox.RestoreSpec{}}); !sandbox.HasCode(err, sandbox.CodeDenied) {
 				t.Errorf("restored by bob: %v", err)
 			}
 			// With and without more environment.
 			for i, spec := range []sandbox.RestoreSpec{{}, {Env: sandbox.Env{"MORE": "1"}}} {
-				back, err := m.Restore(as(t, "alice"), key(name+string(rune('0'+i))), sandbox.Name(name), spec)
+				back, _, err := m.Restore(as(t, "alice"), sandbox.RestoreRequest{Key: key(name + string(rune('0'+i))), Checkpoint: sandbox.Name(name), Spec: spec})
 				if err != nil || !slices.Equal(back.Secrets, s.Secrets) || back.SecretsBy != "alice" || back.Env["API_KEY"] != "" {
 					t.Errorf("%+v, %v", back, err)
 				}

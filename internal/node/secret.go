@@ -13,12 +13,12 @@ import (
 
 // ApplySecret makes a secret or replaces all of its values. Sandboxes that were
 // claimed keep what they have.
-func (m *Manager) ApplySecret(k sandbox.Key, data sandbox.SecretData) (sandbox.Secret, error) {
+func (m *Manager) ApplySecret(_ context.Context, k sandbox.Key, data sandbox.SecretData) (sandbox.Secret, error) {
 	return m.putSecret(k, data, true)
 }
 
 // SetSecret sets some values of a secret, and makes it if it is not there.
-func (m *Manager) SetSecret(k sandbox.Key, data sandbox.SecretData) (sandbox.Secret, error) {
+func (m *Manager) SetSecret(_ context.Context, k sandbox.Key, data sandbox.SecretData) (sandbox.Secret, error) {
 	return m.putSecret(k, data, false)
 }
 
@@ -41,7 +41,7 @@ func (m *Manager) putSecret(k sandbox.Key, data sandbox.SecretData, replace bool
 }
 
 // DeleteSecret deletes a secret. Sandboxes that were claimed keep what they have.
-func (m *Manager) DeleteSecret(k sandbox.Key) error {
+func (m *Manager) DeleteSecret(_ context.Context, k sandbox.Key) error {
 	if err := m.begin(); err != nil {
 		return err
 	}
@@ -55,7 +55,7 @@ func (m *Manager) DeleteSecret(k sandbox.Key) error {
 }
 
 // Secret returns what may be known of a secret.
-func (m *Manager) Secret(k sandbox.Key) (sandbox.Secret, error) {
+func (m *Manager) Secret(_ context.Context, k sandbox.Key) (sandbox.Secret, error) {
 	r := m.secrets.get(k)
 	if r == nil {
 		return sandbox.Secret{}, sandbox.NotFound(sandbox.KindSecret, k)
@@ -64,7 +64,7 @@ func (m *Manager) Secret(k sandbox.Key) (sandbox.Secret, error) {
 }
 
 // Secrets lists secrets by name.
-func (m *Manager) Secrets(n sandbox.Namespace, p sandbox.Page) (out []sandbox.Secret, _ error) {
+func (m *Manager) Secrets(_ context.Context, n sandbox.Namespace, p sandbox.Page) (out []sandbox.Secret, _ error) {
 	for _, r := range m.secrets.all() {
 		if r.Namespace == n && string(r.Name) > p.After {
 			out = append(out, r.public())

@@ -32,10 +32,10 @@ func as(t *testing.T, who sandbox.Principal) context.Context {
 // claimHolder makes a sandbox that holds a secret of alice.
 func claimHolder(t *testing.T, m *Manager, name string) sandbox.Sandbox {
 	t.Helper()
-	if _, err := m.ApplySecret(key("llm"), sandbox.SecretData{"API_KEY": []byte(canary), "b": []byte("x")}); err != nil {
+	if _, err := m.ApplySecret(t.Context(), key("llm"), sandbox.SecretData{"API_KEY": []byte(canary), "b": []byte("x")}); err != nil {
 		t.Fatal(err)
 	}
-	s, err := m.Claim(as(t, "alice"), key(name), sandbox.ClaimSpec{Pool: "pool", Env: sandbox.Env{"PLAIN": "p"}, Secrets: []sandbox.SecretRef{{Secret: "llm", Key: "API_KEY"}}})
+	s, _, err := m.Claim(as(t, "alice"), sandbox.ClaimRequest{Key: key(name), Spec: sandbox.ClaimSpec{Pool: "pool", Env: sandbox.Env{"PLAIN": "p"}, Secrets: []sandbox.SecretRef{{Secret: "llm", Key: "API_KEY"}}}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -67,23 +67,23 @@ func TestSecrets(t *testing.T) {
 	dir, h := t.TempDir(), nodetest.NewHost(t)
 	m := daemon(t, dir, h)
 	defer func() { _ = m.Close() }()
-	made, err := m.ApplySecret(key("llm"), sandbox.SecretData{"b": []byte(canary), "A": []byte("1")})
+	made, err := m.ApplySecret(t.Context(), key("llm"), sandbox.SecretData{"b": []byte(canary), "A": []byte("1")})
 	if err != nil || !slices.Equal(made.Keys, []string{"A", "b"}) {
 		t.Fatalf("%+v, %v", made, err)
 	}
-	set, err := m.SetSecret(key("llm"), sandbox.SecretData{"c": []byte("")})
+	set, err := m.SetSecret(t.Context(), key("llm"), sandbox.SecretData{"c": []byte("")})
 	if err != nil || !slices.Equal(set.Keys, []string{"A", "b", "c"}) || !set.Created.Equal(made.Created) {
 		t.Errorf("%+v, %v", set, err)
 	}
-	if _, err := m.SetSecret(sandbox.Key{Namespace: "other", Name: "llm"}, sandbox.SecretData{"X": []byte(canary)}); err != nil {
+	if _, err := m.SetSecret(t.Context(), sandbox.Key{Namespace: "other", Name: "llm"}, sandbox.SecretData{"X": []byte(canary)}); err != nil {
 		t.Fatal(err)
 	}
 	for range 2 {
-		list, err := m.Secrets(sandbox.DefaultNamespace, sandbox.Page{})
+		list, err := m.Secrets(t.Context(), sandbox.DefaultNamespace, sandbox.Page{})
 		if err != nil || len(list) != 1 || !slices.Equal(list[0].Keys, set.Keys) {
 			t.Errorf("%+v, %v", list, err)
 		}
-		if list, err := m.Secrets("other", sandbox.Page{}); err != nil || len(list) != 1 {
+		if list, err := m.Secrets(t.Context(), "other", sandbox.Page{}); err != nil || len(list) != 1 {
 			t.Errorf("%+v, %v", list, err)
 		}
 		if err := m.Close(); err != nil {
@@ -98,23 +98,23 @@ func TestSecrets(t *testing.T) {
 	if err != nil || env["B"] != canary || len(env) != 2 || env["c"] != "" {
 		t.Errorf("%d variables, %v", len(env), err)
 	}
-	if s, err := m.ApplySecret(key("llm"), sandbox.SecretData{"only": []byte("1")}); err != nil || !slices.Equal(s.Keys, []string{"only"}) {
+	if s, err := m.ApplySecret(t.Context(), key("llm"), sandbox.SecretData{"only": []byte("1")}); err != nil || !slices.Equal(s.Keys, []string{"only"}) {
 		t.Errorf("%+v, %v", s, err)
 	}
-	if err := m.DeleteSecret(key("llm")); err != nil {
+	if err := m.DeleteSecret(t.Context(), key("llm")); err != nil {
 		t.Fatal(err)
 	}
-	if err := m.DeleteSecret(key("llm")); !sandbox.HasCode(err, sandbox.CodeNotFound) {
+	if err := m.DeleteSecret(t.Context(), key("llm")); !sandbox.HasCode(err, sandbox.CodeNotFound) {
 		t.Errorf("deleted twice: %v", err)
 	}
-	if _, err := m.Secret(key("llm")); !sandbox.HasCode(err, sandbox.CodeNotFound) {
+	if _, err := m.Secret(t.Context(), key("llm")); !sandbox.HasCode(err, sandbox.CodeNotFound) {
 		t.Errorf("it is still there: %v", err)
 	}
 	for name, bad := range map[string]sandbox.SecretData{
 		"nothing": {}, "no name": {"": []byte("x")}, "a space": {"a b": []byte(canary)}, "a path": {"../x": []byte(canary)},
 		"a NUL": {"k": []byte(canary + "\x00")}, "large": {"k": bytes.Repeat([]byte(canary), 2000)},
 	} {
-		if _, err := m.SetSecret(key("bad"), bad); !sandbox.HasCode(err, sandbox.CodeInvalid) || strings.Contains(err.Error(), canary) {
+		if _, err := m.SetSecret(t.Context(), key("bad"), bad); !sandbox.HasCode(err, sandbox.CodeInvalid) || strings.Contains(err.Error(), canary) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
@@ -126,7 +126,7 @@ func TestSecretStoreRefuses(t *testing.T) {
 	dir, h := t.TempDir(), nodetest.NewHost(t)
 	m := daemon(t, dir, h)
 	for _, name := range []string{"one", "two"} {
-		if _, err := m.ApplySecret(key(name), sandbox.SecretData{"K": []byte(canary)}); err != nil {
+		if _, err := m.ApplySecret(t.Context(), key(name), sandbox.SecretData{"K": []byte(canary)}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -197,15 +197,15 @@ func TestHolder(t *testing.T) {
 		claim(t, m, "plain", sandbox.Lifetime{})
 
 		for _, who := range []sandbox.Principal{"bob", ""} {
-			_, err := m.Fork(as(t, who), key("theft"), "a", 1)
+			_, _, err := m.Fork(as(t, who), sandbox.ForkRequest{Key: key("theft"), Spec: sandbox.ForkSpec{Source: "a", Replicas: 1}})
 			if !sandbox.HasCode(err, sandbox.CodeDenied) || !strings.Contains(err.Error(), "alice") {
 				t.Errorf("a fork by %q: %v", who, err)
 			}
-			if _, err := m.ForkOf(key("theft")); !sandbox.HasCode(err, sandbox.CodeNotFound) {
+			if _, err := m.ForkOf(t.Context(), key("theft")); !sandbox.HasCode(err, sandbox.CodeNotFound) {
 				t.Errorf("the fork is there: %v", err)
 			}
 		}
-		f, err := m.Fork(as(t, "alice"), key("f"), "a", 1)
+		f, _, err := m.Fork(as(t, "alice"), sandbox.ForkRequest{Key: key("f"), Spec: sandbox.ForkSpec{Source: "a", Replicas: 1}})
 		if err != nil || !f.HoldsSecrets || f.By != "alice" {
 			t.Fatalf("%+v, %v", f, err)
 		}
@@ -213,10 +213,10 @@ func TestHolder(t *testing.T) {
 			t.Errorf("%d forks are in the log:\n%s", got, log.String())
 		}
 		// So does a fork of the fork.
-		if _, err := m.Fork(as(t, "bob"), key("g"), "f-1", 1); !sandbox.HasCode(err, sandbox.CodeDenied) {
+		if _, _, err := m.Fork(as(t, "bob"), sandbox.ForkRequest{Key: key("g"), Spec: sandbox.ForkSpec{Source: "f-1", Replicas: 1}}); !sandbox.HasCode(err, sandbox.CodeDenied) {
 			t.Errorf("a fork of the child: %v", err)
 		}
-		if g, err := m.Fork(as(t, "bob"), key("h"), "plain", 1); err != nil || g.HoldsSecrets {
+		if g, _, err := m.Fork(as(t, "bob"), sandbox.ForkRequest{Key: key("h"), Spec: sandbox.ForkSpec{Source: "plain", Replicas: 1}}); err != nil || g.HoldsSecrets {
 			t.Errorf("a fork of one without secrets: %+v, %v", g, err)
 		}
 		for name, private := range map[string]bool{"a": true, "f-1": true, "plain": false} {
@@ -241,7 +241,7 @@ func TestHolder(t *testing.T) {
 				t.Errorf("%s: %q, %v", name, s.State, err)
 			}
 		}
-		if _, err := m.Fork(as(t, "bob"), key("theft"), "a", 1); !sandbox.HasCode(err, sandbox.CodeDenied) {
+		if _, _, err := m.Fork(as(t, "bob"), sandbox.ForkRequest{Key: key("theft"), Spec: sandbox.ForkSpec{Source: "a", Replicas: 1}}); !sandbox.HasCode(err, sandbox.CodeDenied) {
 			t.Errorf("after a restart: %v", err)
 		}
 		if found := filesWith(t, dir, canary); found != nil || strings.Contains(log.String(), canary) {
@@ -257,10 +257,10 @@ func TestHolderExec(t *testing.T) {
 	h.Execs = true
 	m := daemon(t, dir, h)
 	defer func() { _ = m.Close() }()
-	if _, err := m.ApplyTemplate(key("python"), sandbox.TemplateSpec{Image: "one", MilliCPUs: 1000, Memory: 64 * mib}); err != nil {
+	if _, err := m.ApplyTemplate(t.Context(), key("python"), sandbox.TemplateSpec{Image: "one", MilliCPUs: 1000, Memory: 64 * mib}); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := m.ApplyPool(key("pool"), sandbox.PoolSpec{Template: "python", Replicas: 1}); err != nil {
+	if _, err := m.ApplyPool(t.Context(), key("pool"), sandbox.PoolSpec{Template: "python", Replicas: 1}); err != nil {
 		t.Fatal(err)
 	}
 	if err := m.WaitPool(t.Context(), key("pool")); err != nil {
@@ -273,7 +273,7 @@ func TestHolderExec(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		defer u.Done()
+		defer u.Close()
 		var out bytes.Buffer
 		req := guestrpc.ExecRequest{Argv: []string{"/bin/sh", "-c", "echo $API_KEY $PLAIN"}, Workdir: "/"}
 		if _, err := u.Agent().Run(t.Context(), req, nil, &out, io.Discard); err != nil {
@@ -284,7 +284,7 @@ func TestHolderExec(t *testing.T) {
 		}
 	}
 	check()
-	if err := m.DeleteSecret(key("llm")); err != nil {
+	if err := m.DeleteSecret(t.Context(), key("llm")); err != nil {
 		t.Fatal(err)
 	}
 	if err := m.Close(); err != nil {
@@ -306,7 +306,7 @@ func TestClaimRefuses(t *testing.T) {
 			big[fmt.Sprintf("K%d", i)] = bytes.Repeat([]byte("x"), sandbox.MaxSecretValue)
 		}
 		for name, data := range map[string]sandbox.SecretData{"s": {"K": []byte(canary), "dash-ed": []byte(canary)}, "big": big} {
-			if _, err := m.ApplySecret(key(name), data); err != nil {
+			if _, err := m.ApplySecret(t.Context(), key(name), data); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -325,14 +325,14 @@ func TestClaimRefuses(t *testing.T) {
 			"too many":    {sandbox.ClaimSpec{Secrets: slices.Repeat([]sandbox.SecretRef{{Secret: "s", Key: "K"}}, sandbox.MaxSecretRefs+1)}, sandbox.CodeInvalid},
 		} {
 			c.spec.Pool = "pool"
-			if _, err := m.Claim(as(t, "alice"), key("x"), c.spec); !sandbox.HasCode(err, c.code) || strings.Contains(err.Error(), canary) {
+			if _, _, err := m.Claim(as(t, "alice"), sandbox.ClaimRequest{Key: key("x"), Spec: c.spec}); !sandbox.HasCode(err, c.code) || strings.Contains(err.Error(), canary) {
 				t.Errorf("%s: %v", name, err)
 			}
 		}
-		if _, err := m.Claim(as(t, "alice"), sandbox.Key{Namespace: "other", Name: "x"}, sandbox.ClaimSpec{Pool: "pool"}); !sandbox.HasCode(err, sandbox.CodeNotFound) {
+		if _, _, err := m.Claim(as(t, "alice"), sandbox.ClaimRequest{Key: sandbox.Key{Namespace: "other", Name: "x"}, Spec: sandbox.ClaimSpec{Pool: "pool"}}); !sandbox.HasCode(err, sandbox.CodeNotFound) {
 			t.Errorf("in another namespace: %v", err)
 		}
-		if list, err := m.Sandboxes(sandbox.DefaultNamespace, sandbox.Page{}, true); err != nil || len(list) != 0 {
+		if list, err := m.Sandboxes(t.Context(), sandbox.SandboxesRequest{Namespace: sandbox.DefaultNamespace, Page: sandbox.Page{}, Ended: true}); err != nil || len(list) != 0 {
 			t.Errorf("left: %v, %v", list, err)
 		}
 		for _, shown := range []string{fmt.Sprintf("%v %+v %#v", big, sandbox.SecretData{"k": []byte(canary)}, sandbox.SecretData{"k": []byte(canary)}), fmt.Sprintf("%+v %#v", m.secrets.get(key("s")), m.secrets.get(key("s")))} {
@@ -350,7 +350,7 @@ func TestClaimRefuses(t *testing.T) {
 func TestNoKey(t *testing.T) {
 	m := daemon(t, t.TempDir(), nodetest.NewHost(t), func(c *Config) { c.Key = nil })
 	defer func() { _ = m.Close() }()
-	if _, err := m.ApplySecret(key("s"), sandbox.SecretData{"K": []byte("v")}); !sandbox.HasCode(err, sandbox.CodeUnimplemented) {
+	if _, err := m.ApplySecret(t.Context(), key("s"), sandbox.SecretData{"K": []byte("v")}); !sandbox.HasCode(err, sandbox.CodeUnimplemented) {
 		t.Error(err)
 	}
 }

@@ -50,6 +50,16 @@ func ParseNamespace(s string) (Namespace, error) {
 	return Namespace(s), nil
 }
 
+// ParseKey checks the name of an object and its namespace.
+func ParseKey(namespace, name string) (Key, error) {
+	n, err := ParseNamespace(namespace)
+	if err != nil {
+		return Key{}, err
+	}
+	label, err := ParseName(name)
+	return Key{Namespace: n, Name: label}, err
+}
+
 // Quote shows untrusted text in an error, shortened.
 func Quote(s string) string {
 	const most = 80

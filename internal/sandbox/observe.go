@@ -10,7 +10,7 @@ import (
 type Op string
 
 // The operations. The first six are the manager's; the others are done by those
-// who use a sandbox, between node.Use.Begin and the end that it returns.
+// who use a sandbox.
 const (
 	OpClaim     Op = "claim"     // until the sandbox has answered
 	OpFork      Op = "fork"      // one machine of a template's snapshot, until it is ready

@@ -1,117 +1,12 @@
 package server
 
-import (
-	"context"
-	"net/http"
-	"sync"
-	"time"
+import "agentrun.dev/internal/sandbox"
 
-	"agentrun.dev/internal/access"
-	"agentrun.dev/internal/access/audit"
-)
+// MaxObject is the length of an object in the audit log: names and ids fit.
+const MaxObject = 256
 
-// Auditor keeps what was done. *audit.Log is one.
-type Auditor interface{ Write(audit.Event) error }
-
-// record is what the audit log gets to know about a request.
-type record struct {
-	event  audit.Event
-	begun  bool // its start was written
-	denied bool
-}
-
-func newRecord(r *http.Request, id string, t target) *record {
-	remote := r.RemoteAddr
-	if remote == "" || remote == "@" {
-		remote = "unix"
-	}
-	return &record{event: audit.Event{
-		Request: id, Verb: t.verb, Namespace: trimmed(t.namespace), Object: trimmedTo(t.object, maxObject), Remote: remote,
-	}}
-}
-
-// maxObject is the length of what a path names in the log: names and ids fit.
-const maxObject = 256
-
-// begin writes down what is about to be done. What cannot be written is not done.
-func (a *api) begin(rec *record, t target) error {
-	if !t.audited() {
-		return nil
-	}
-	rec.event.Stage, rec.event.Time = audit.Start, time.Now().UTC()
-	if err := a.Audit.Write(rec.event); err != nil {
-		a.Log.Error("the audit log cannot be written", "error", err)
-		return auditFailed()
-	}
-	rec.begun = true
-	return nil
-}
-
-// end writes down what came of it.
-func (a *api) end(rec *record, status int) {
-	if !rec.begun && !rec.denied {
-		return
-	}
-	if rec.event.Principal == "" {
-		allowed, omitted := a.strangers.take(time.Now())
-		if !allowed {
-			return
-		}
-		rec.event.Omitted = omitted
-	}
-	rec.event.Stage, rec.event.Code, rec.event.Time = audit.End, status, time.Now().UTC()
-	if err := a.Audit.Write(rec.event); err != nil {
-		a.Log.Error("the audit log cannot be written", "request", rec.event.Request, "error", err)
-	}
-}
-
-// made names an object in the audit log that the path does not: it was made.
-func made(r *http.Request, object string) {
-	if rec, ok := r.Context().Value(recordKey).(*record); ok {
-		rec.event.Object = object
-	}
-}
-
-// throttle bounds what those write who have shown no key: they could otherwise
-// push everything else out of the log.
-type throttle struct {
-	mu      sync.Mutex // protects all following fields
-	left    float64
-	last    time.Time
-	omitted int
-}
-
-const (
-	strangersBurst     = 100
-	strangersPerSecond = 1
-)
-
-// take asks for one more; if it is allowed, omitted is how many were not before.
-func (t *throttle) take(now time.Time) (allowed bool, omitted int) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if t.last.IsZero() {
-		t.left = strangersBurst
-	} else {
-		t.left = min(strangersBurst, t.left+now.Sub(t.last).Seconds()*strangersPerSecond)
-	}
-	t.last = now
-	if t.left < 1 {
-		t.omitted++
-		return false, 0
-	}
-	t.left--
-	omitted, t.omitted = t.omitted, 0
-	return true, omitted
-}
-
-// whileValid is the context of a principal's request: it ends with the key that
-// the request was made with.
-func whileValid(ctx context.Context, p access.Principal) (context.Context, context.CancelFunc) {
-	ctx, cancel := context.WithCancel(context.WithValue(ctx, principalKey, p))
-	if p.Until == nil {
-		return ctx, cancel
-	}
-	stop := context.AfterFunc(p.Until, cancel)
-	return ctx, func() { stop(); cancel() }
+// AuditFailed refuses what would not be in the log.
+func AuditFailed() error {
+	return sandbox.Errorf(CodeAudit, "the audit log of the node cannot be written, so nothing is done that belongs into it").
+		Try("Make room on the disk of the daemon's state folder")
 }

@@ -2,62 +2,73 @@ package server
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
+	"maps"
 	"net/http"
-	"strconv"
-	"time"
+	"slices"
 
-	"agentrun.dev/api/rest"
-	"agentrun.dev/internal/convert/restconv"
+	"agentrun.dev/internal/access"
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/sandbox"
 )
 
+// Codes of refusals that sandboxes have no part in.
+const (
+	CodeMethod   sandbox.Code = "method_not_allowed"
+	CodeAccept   sandbox.Code = "not_acceptable"
+	CodeTooLarge sandbox.Code = "too_large"
+	CodeMedia    sandbox.Code = "unsupported_media_type"
+	CodeTimeout  sandbox.Code = "timeout"
+	CodeAudit    sandbox.Code = "audit_failed"
+)
+
 // Codes of what goes wrong in a sandbox.
 const (
-	codeCannotRun   sandbox.Code = "cannot_run"
-	codeNoFile      sandbox.Code = "file_not_found"
-	codeFileExists  sandbox.Code = "file_exists"
-	codeFileDenied  sandbox.Code = "file_denied"
-	codeExhausted   sandbox.Code = "resource_exhausted"
-	codeUnavailable sandbox.Code = "unavailable"
+	CodeCannotRun   sandbox.Code = "cannot_run"
+	CodeNoFile      sandbox.Code = "file_not_found"
+	CodeFileExists  sandbox.Code = "file_exists"
+	CodeFileDenied  sandbox.Code = "file_denied"
+	CodeExhausted   sandbox.Code = "resource_exhausted"
+	CodeUnavailable sandbox.Code = "unavailable"
 )
 
 // statuses are the HTTP statuses of all codes.
 var statuses = map[sandbox.Code]int{
-	sandbox.CodeInvalid:       http.StatusBadRequest,
-	codeUnauthenticated:       http.StatusUnauthorized,
-	codeDenied:                http.StatusForbidden,
-	codeFileDenied:            http.StatusForbidden,
-	sandbox.CodeNotFound:      http.StatusNotFound,
-	codeNoFile:                http.StatusNotFound,
-	codeMethod:                http.StatusMethodNotAllowed,
-	codeAccept:                http.StatusNotAcceptable,
-	sandbox.CodeExists:        http.StatusConflict,
-	codeFileExists:            http.StatusConflict,
-	sandbox.CodeConflict:      http.StatusConflict,
-	sandbox.CodeEnded:         http.StatusGone,
-	codeTooLarge:              http.StatusRequestEntityTooLarge,
-	codeMedia:                 http.StatusUnsupportedMediaType,
-	codeCannotRun:             http.StatusUnprocessableEntity,
-	sandbox.CodeCapacity:      http.StatusServiceUnavailable,
-	sandbox.CodeNotReady:      http.StatusServiceUnavailable,
-	sandbox.CodeClosing:       http.StatusServiceUnavailable,
-	codeAudit:                 http.StatusServiceUnavailable,
-	codeExhausted:             http.StatusInsufficientStorage,
-	codeTimeout:               http.StatusRequestTimeout,
-	codeUnavailable:           http.StatusBadGateway,
-	sandbox.CodePortClosed:    http.StatusBadGateway,
-	sandbox.CodeUnimplemented: http.StatusNotImplemented,
-	sandbox.CodeInternal:      http.StatusInternalServerError,
+	sandbox.CodeInvalid:        http.StatusBadRequest,
+	access.CodeUnauthenticated: http.StatusUnauthorized,
+	sandbox.CodeDenied:         http.StatusForbidden,
+	CodeFileDenied:             http.StatusForbidden,
+	sandbox.CodeNotFound:       http.StatusNotFound,
+	CodeNoFile:                 http.StatusNotFound,
+	CodeMethod:                 http.StatusMethodNotAllowed,
+	CodeAccept:                 http.StatusNotAcceptable,
+	sandbox.CodeExists:         http.StatusConflict,
+	CodeFileExists:             http.StatusConflict,
+	sandbox.CodeConflict:       http.StatusConflict,
+	sandbox.CodeEnded:          http.StatusGone,
+	CodeTooLarge:               http.StatusRequestEntityTooLarge,
+	CodeMedia:                  http.StatusUnsupportedMediaType,
+	CodeCannotRun:              http.StatusUnprocessableEntity,
+	sandbox.CodeCapacity:       http.StatusServiceUnavailable,
+	sandbox.CodeNotReady:       http.StatusServiceUnavailable,
+	sandbox.CodeClosing:        http.StatusServiceUnavailable,
+	CodeAudit:                  http.StatusServiceUnavailable,
+	CodeExhausted:              http.StatusInsufficientStorage,
+	CodeTimeout:                http.StatusRequestTimeout,
+	CodeUnavailable:            http.StatusBadGateway,
+	sandbox.CodePortClosed:     http.StatusBadGateway,
+	sandbox.CodeUnimplemented:  http.StatusNotImplemented,
+	sandbox.CodeInternal:       http.StatusInternalServerError,
 }
 
-// retryAfter is what a client is told that may try again, in seconds.
-const retryAfter = "1"
+// Codes are all that an API can answer with.
+func Codes() []sandbox.Code { return slices.Sorted(maps.Keys(statuses)) }
 
-// toError gives every error its code.
-func toError(err error) *sandbox.Error {
+// Status is the HTTP status of a code. The audit log has it for every API.
+func Status(c sandbox.Code) int { return statuses[c] }
+
+// ToError gives every error its code.
+func ToError(err error) *sandbox.Error {
 	var own *sandbox.Error
 	var guest *guestrpc.Error
 	switch {
@@ -69,9 +80,9 @@ func toError(err error) *sandbox.Error {
 	case errors.As(err, &guest):
 		return sandbox.Errorf(guestCode(guest.Code), "%s", guest.Message)
 	case errors.Is(err, context.DeadlineExceeded):
-		return sandbox.Errorf(codeTimeout, "it took too long: %v", err)
+		return sandbox.Errorf(CodeTimeout, "it took too long: %v", err)
 	case errors.Is(err, context.Canceled):
-		return sandbox.Errorf(codeUnavailable, "it was cancelled")
+		return sandbox.Errorf(CodeUnavailable, "it was cancelled")
 	}
 	return sandbox.Errorf(sandbox.CodeInternal, "%v", err)
 }
@@ -86,114 +97,15 @@ func guestCode(c guestrpc.Code) sandbox.Code {
 	case guestrpc.CodeInvalidArgument:
 		return sandbox.CodeInvalid
 	case guestrpc.CodePermissionDenied:
-		return codeDenied
+		return sandbox.CodeDenied
 	case guestrpc.CodeFailedPrecondition:
 		return sandbox.CodeConflict
 	case guestrpc.CodeDeadlineExceeded:
-		return codeTimeout
+		return CodeTimeout
 	case guestrpc.CodeUnavailable, guestrpc.CodeAborted:
-		return codeUnavailable
+		return CodeUnavailable
 	case guestrpc.CodeResourceExhausted:
-		return codeExhausted
+		return CodeExhausted
 	}
 	return sandbox.CodeInternal
-}
-
-// recoded gives an agent's error another code than its usual one: that a file
-// is missing is not that a sandbox is.
-func recoded(err error, codes map[guestrpc.Code]sandbox.Code) error {
-	var guest *guestrpc.Error
-	if errors.As(err, &guest) && codes[guest.Code] != "" {
-		return sandbox.Errorf(codes[guest.Code], "%s", guest.Message)
-	}
-	return err
-}
-
-var fileCodes = map[guestrpc.Code]sandbox.Code{
-	guestrpc.CodeNotFound:         codeNoFile,
-	guestrpc.CodeAlreadyExists:    codeFileExists,
-	guestrpc.CodePermissionDenied: codeFileDenied,
-}
-
-var startCodes = map[guestrpc.Code]sandbox.Code{
-	guestrpc.CodeNotFound:         codeCannotRun,
-	guestrpc.CodePermissionDenied: codeCannotRun,
-}
-
-func wireError(err error) rest.Error {
-	return restconv.FromError(toError(err))
-}
-
-// fail answers with an error, unless an answer is under way: that is cut off.
-func (a *api) fail(w http.ResponseWriter, r *http.Request, err error) {
-	if began(w) {
-		panic(http.ErrAbortHandler)
-	}
-	// net/http reads what is left of the body, and may not do so for ever.
-	_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(a.BodyTimeout))
-	e := wireError(err)
-	status := statuses[sandbox.Code(e.Code)]
-	if rec, ok := w.(*recorder); ok {
-		rec.code = sandbox.Code(e.Code)
-	}
-	if status >= http.StatusInternalServerError && status != http.StatusServiceUnavailable {
-		a.Log.Error("a request failed", "request", w.Header().Get("X-Request-Id"), "error", err)
-	}
-	switch status {
-	case http.StatusUnauthorized:
-		w.Header().Set("WWW-Authenticate", "Bearer")
-	case http.StatusServiceUnavailable:
-		w.Header().Set("Retry-After", retryAfter)
-	case http.StatusRequestTimeout, http.StatusRequestEntityTooLarge:
-		// What is left of the body is not read.
-		w.Header().Set("Connection", "close")
-	}
-	a.write(w, r, status, e)
-}
-
-// answer answers with an object, or with the error.
-func (a *api) answer(w http.ResponseWriter, r *http.Request, status int, object any, err error) {
-	if err != nil {
-		a.fail(w, r, err)
-		return
-	}
-	a.write(w, r, status, object)
-}
-
-// done answers without an object.
-func (a *api) done(w http.ResponseWriter, r *http.Request, err error) {
-	if err != nil {
-		a.fail(w, r, err)
-		return
-	}
-	w.WriteHeader(http.StatusNoContent)
-}
-
-func (a *api) write(w http.ResponseWriter, r *http.Request, status int, object any) {
-	body, err := json.Marshal(object)
-	if err != nil {
-		a.fail(w, r, err)
-		return
-	}
-	w.Header().Set("Content-Type", "application/json")
-	w.Header().Set("X-Content-Type-Options", "nosniff")
-	w.Header().Set("Cache-Control", "no-store")
-	body = append(body, '\n')
-	w.Header().Set("Content-Length", strconv.Itoa(len(body)))
-	w.WriteHeader(status)
-	_, _ = a.send(w, body) // a client that is gone needs no answer
-}
-
-// send writes to the client, who may take only so long.
-func (a *api) send(w http.ResponseWriter, p []byte) (int, error) {
-	c := http.NewResponseController(w)
-	// Not every writer has deadlines; net/http's has. They would outlast the
-	// request.
-	_ = c.SetWriteDeadline(time.Now().Add(a.StallTimeout))
-	defer func() { _ = c.SetWriteDeadline(time.Time{}) }()
-	n, err := w.Write(p)
-	if err == nil {
-		err = c.Flush()
-	}
-	return n, err
 }

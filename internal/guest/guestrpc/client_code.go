@@ -45,7 +45,7 @@ func (c *Client) StartCode(ctx context.Context, req CodeRunRequest) (*AttachedCo
 	if _, err = io.Copy(execStdin{st}, strings.NewReader(source)); err == nil {
 		_ = st.closeWrite(Stdin)
 	}
-	return newCodeSession(st)
+	return newAttachedCode(st)
 }
 
 // AttachCode joins an execution that was started before.
@@ -58,10 +58,10 @@ func (c *Client) codeSession(ctx context.Context, m Method, req message) (*Attac
 	if err != nil {
 		return nil, err
 	}
-	return newCodeSession(st)
+	return newAttachedCode(st)
 }
 
-func newCodeSession(st *stream) (*AttachedCode, error) {
+func newAttachedCode(st *stream) (*AttachedCode, error) {
 	x := &AttachedCode{st: st}
 	if err := st.headersInto(&x.started); err != nil {
 		return nil, err

@@ -326,7 +326,7 @@ func fuzzClient(conn *fixedConn) {
 	})
 	wg.Go(func() { _ = streams[5].result(&RenewReply{}) })
 	wg.Go(func() {
-		if x, err := newCodeSession(streams[6]); err == nil {
+		if x, err := newAttachedCode(streams[6]); err == nil {
 			_, _ = x.Copy(nil, nil, nil)
 		}
 	})

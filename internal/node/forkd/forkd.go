@@ -28,6 +28,8 @@ import (
 	"agentrun.dev/internal/node/tracing"
 	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/server"
+	nodeserver "agentrun.dev/internal/server/node"
+	restserver "agentrun.dev/internal/server/rest"
 	"agentrun.dev/internal/storage/image"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/storage/seal"
@@ -83,6 +85,8 @@ func Socket(dir string) string { return filepath.Join(dir, socketName) }
 // NodeSocket is the path of the socket of the gRPC API for a controller.
 func NodeSocket(dir string) string { return filepath.Join(dir, nodeName) }
 
+var _ server.Service = (*node.Manager)(nil)
+
 // Daemon is an open daemon.
 type Daemon struct {
 	cfg     Config
@@ -92,20 +96,23 @@ type Daemon struct {
 	audit   *audit.Log
 	metrics *metrics.Metrics
 	tracer  *tracing.Tracer // nil if none is configured
-	// terminals are shared by all servers.
-	terminals *server.Terminals
+	// terminals and contexts are shared by all servers.
+	terminals *restserver.Terminals
+	contexts  *server.Contexts
+	// work is told what is done with sandboxes.
+	work sandbox.Observer
 	// scraped is where metrics are served beside the API; nil is nowhere.
 	scraped net.Listener
 	servers []*http.Server
 	sockets []net.Listener // of the servers, in order
-	node    *server.Node
+	node    *nodeserver.Server
 	nodes   net.Listener // of node
 	doors   Doors
 }
 
 // Open takes over what an earlier daemon has left and begins to listen.
 func Open(ctx context.Context, cfg Config) (_ *Daemon, err error) {
-	d := &Daemon{cfg: cfg, terminals: server.NewTerminals()}
+	d := &Daemon{cfg: cfg, terminals: restserver.NewTerminals(), contexts: server.NewContexts()}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, d.Close())
@@ -137,9 +144,10 @@ func Open(ctx context.Context, cfg Config) (_ *Daemon, err error) {
 		}
 		watchers = append(watchers, d.tracer)
 	}
+	d.work = sandbox.Observers(watchers...)
 	d.manager, err = node.Open(ctx, node.Config{
 		Dir: cfg.Dir, Engine: d.engine, Boot: boot, Capacity: cfg.Capacity, Key: key, Log: cfg.Log,
-		Observer: sandbox.Observers(watchers...),
+		Observer: d.work,
 		Builder:  &template.Builder{Engine: d.engine, Images: cfg.Images, Pull: cfg.Pull, PlainRoots: cfg.Engine == pick.GVisor},
 	})
 	if err != nil {
@@ -218,7 +226,7 @@ func (d *Daemon) listenMetrics(ctx context.Context) error {
 	d.sockets, d.scraped = append(d.sockets, l), l
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", d.metrics.Handler())
-	d.servers = append(d.servers, server.HTTP(mux, d.cfg.Log))
+	d.servers = append(d.servers, restserver.HTTP(mux, d.cfg.Log))
 	return nil
 }
 
@@ -239,21 +247,24 @@ func listenUnix(ctx context.Context, path string) (net.Listener, error) {
 
 // serve makes the server of the next socket.
 func (d *Daemon) serve(endpoint string) {
-	d.servers = append(d.servers, server.HTTP(server.New(d.serverConfig(endpoint)), d.cfg.Log))
-}
-
-// serveNode makes the server of the node's socket.
-func (d *Daemon) serveNode(endpoint string) { d.node = server.NewNode(d.serverConfig(endpoint)) }
-
-func (d *Daemon) serverConfig(endpoint string) server.Config {
-	watchers := []server.Observer{d.metrics}
+	watchers := []restserver.Observer{d.metrics}
 	if d.tracer != nil {
 		watchers = append(watchers, d.tracer)
 	}
+	h := restserver.New(restserver.Config{
+		Config: d.serverConfig(endpoint), Observer: restserver.Observers(watchers...), Metrics: d.metrics.Handler(),
+		Domain: d.cfg.Domain, Terminals: d.terminals, AllowOrigins: d.cfg.AllowOrigins,
+	})
+	d.servers = append(d.servers, restserver.HTTP(h, d.cfg.Log))
+}
+
+// serveNode makes the server of the node's socket.
+func (d *Daemon) serveNode(endpoint string) { d.node = nodeserver.New(d.serverConfig(endpoint)) }
+
+func (d *Daemon) serverConfig(endpoint string) server.Config {
 	return server.Config{
 		Service: d.manager, Access: d.access, Audit: d.audit, Version: d.cfg.Version, Endpoint: endpoint, Log: d.cfg.Log,
-		Observer: server.Observers(watchers...), Metrics: d.metrics.Handler(),
-		Domain: d.cfg.Domain, Terminals: d.terminals, AllowOrigins: d.cfg.AllowOrigins,
+		Work: d.work, Contexts: d.contexts,
 	}
 }
 

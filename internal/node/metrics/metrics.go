@@ -20,7 +20,7 @@ import (
 )
 
 // Metrics are those of one daemon. It implements sandbox.Observer and
-// server.Observer.
+// restserver.Observer.
 type Metrics struct {
 	registry *prometheus.Registry
 	engine   string

@@ -24,6 +24,7 @@ import (
 	"agentrun.dev/internal/node/nodetest"
 	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/server"
+	restserver "agentrun.dev/internal/server/rest"
 	"agentrun.dev/internal/storage/image"
 )
 
@@ -83,17 +84,17 @@ func key(name string) sandbox.Key {
 // pool makes a pool and waits until its sandboxes wait.
 func (n *testNode) pool(name string, replicas int) {
 	n.t.Helper()
-	if _, err := n.manager.ApplyTemplate(key("t"), sandbox.TemplateSpec{Image: "x", Memory: 64 * mib, MilliCPUs: 1000}); err != nil {
+	if _, err := n.manager.ApplyTemplate(n.t.Context(), key("t"), sandbox.TemplateSpec{Image: "x", Memory: 64 * mib, MilliCPUs: 1000}); err != nil {
 		n.t.Fatal(err)
 	}
-	if _, err := n.manager.ApplyPool(key(name), sandbox.PoolSpec{Template: "t", Replicas: replicas}); err != nil {
+	if _, err := n.manager.ApplyPool(n.t.Context(), key(name), sandbox.PoolSpec{Template: "t", Replicas: replicas}); err != nil {
 		n.t.Fatal(err)
 	}
 	if err := n.manager.WaitPool(n.t.Context(), key(name)); err != nil {
 		n.t.Fatal(err)
 	}
 	n.eventually(func() bool {
-		_, st, err := n.manager.Pool(key(name))
+		_, st, err := n.manager.Pool(n.t.Context(), key(name))
 		return err == nil && st.Ready == replicas
 	})
 }
@@ -160,21 +161,21 @@ func TestValues(t *testing.T) {
 	n := newNode(t)
 	n.pool("agents", 2)
 	ctx := t.Context()
-	if _, err := n.manager.ApplyTemplate(key("broken"), sandbox.TemplateSpec{Image: "broken", Memory: 64 * mib, MilliCPUs: 1000}); err != nil {
+	if _, err := n.manager.ApplyTemplate(ctx, key("broken"), sandbox.TemplateSpec{Image: "broken", Memory: 64 * mib, MilliCPUs: 1000}); err != nil {
 		t.Fatal(err)
 	}
 	for _, name := range []string{"one", "two"} {
-		if _, err := n.manager.Claim(ctx, key(name), sandbox.ClaimSpec{Pool: "agents"}); err != nil {
+		if _, _, err := n.manager.Claim(ctx, sandbox.ClaimRequest{Key: key(name), Spec: sandbox.ClaimSpec{Pool: "agents"}}); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if _, err := n.manager.Claim(ctx, key("one"), sandbox.ClaimSpec{Pool: "agents"}); !sandbox.HasCode(err, sandbox.CodeExists) {
+	if _, _, err := n.manager.Claim(ctx, sandbox.ClaimRequest{Key: key("one"), Spec: sandbox.ClaimSpec{Pool: "agents"}}); !sandbox.HasCode(err, sandbox.CodeExists) {
 		t.Fatalf("claimed twice: %v", err)
 	}
-	if _, err := n.manager.Fork(ctx, key("try"), "one", 2); err != nil {
+	if _, _, err := n.manager.Fork(ctx, sandbox.ForkRequest{Key: key("try"), Spec: sandbox.ForkSpec{Source: "one", Replicas: 2}}); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := n.manager.Fork(ctx, key("many"), "one", 1000); err != nil { // some do not fit
+	if _, _, err := n.manager.Fork(ctx, sandbox.ForkRequest{Key: key("many"), Spec: sandbox.ForkSpec{Source: "one", Replicas: 1000}}); err != nil { // some do not fit
 		t.Fatal(err)
 	}
 	if _, err := n.manager.Kill(ctx, key("two")); err != nil {
@@ -187,12 +188,12 @@ func TestValues(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	_, end := u.Begin(ctx, sandbox.OpExec)
+	_, end := n.metrics.Begin(ctx, u.Record().Work(sandbox.OpExec))
 	if got := n.scrape().value(t, "agentrun_operations_in_progress", "operation", "exec"); got != 1 {
 		t.Errorf("%v execs are under way, not 1", got)
 	}
-	end(nil)
-	u.Done()
+	end(sandbox.Outcome{})
+	u.Close()
 	n.eventually(func() bool { return n.manager.Overview().Builds == 0 })
 	n.metrics.Pulled(image.Pulled{Took: time.Second, Bytes: 4096})
 
@@ -259,11 +260,11 @@ func TestLabels(t *testing.T) {
 	n.pool("agents", 2)
 	round := func(i int) {
 		name := fmt.Sprintf("sandbox-%d", i)
-		s, err := n.manager.Claim(t.Context(), key(name), sandbox.ClaimSpec{Pool: "agents"})
+		s, _, err := n.manager.Claim(t.Context(), sandbox.ClaimRequest{Key: key(name), Spec: sandbox.ClaimSpec{Pool: "agents"}})
 		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := n.manager.Fork(t.Context(), key("fork-"+name), s.Name, 1); err != nil {
+		if _, _, err := n.manager.Fork(t.Context(), sandbox.ForkRequest{Key: key("fork-" + name), Spec: sandbox.ForkSpec{Source: s.Name, Replicas: 1}}); err != nil {
 			t.Fatal(err)
 		}
 		for _, k := range []sandbox.Key{s.Key, key("fork-" + name + "-1")} {
@@ -272,7 +273,7 @@ func TestLabels(t *testing.T) {
 			}
 		}
 		// A pool that does not exist has no series.
-		if _, err := n.manager.Claim(t.Context(), key(name), sandbox.ClaimSpec{Pool: sandbox.Name("pool-" + name)}); err == nil {
+		if _, _, err := n.manager.Claim(t.Context(), sandbox.ClaimRequest{Key: key(name), Spec: sandbox.ClaimSpec{Pool: sandbox.Name("pool-" + name)}}); err == nil {
 			t.Fatal("claimed of a pool that does not exist")
 		}
 	}
@@ -328,11 +329,11 @@ func TestForget(t *testing.T) {
 	for i := range 20 {
 		name := fmt.Sprintf("pool-%d", i)
 		n.pool(name, 1)
-		s, err := n.manager.Claim(t.Context(), key("s"), sandbox.ClaimSpec{Pool: sandbox.Name(name)})
+		s, _, err := n.manager.Claim(t.Context(), sandbox.ClaimRequest{Key: key("s"), Spec: sandbox.ClaimSpec{Pool: sandbox.Name(name)}})
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := n.manager.DeletePool(key(name)); err != nil {
+		if err := n.manager.DeletePool(t.Context(), key(name)); err != nil {
 			t.Fatal(err)
 		}
 		if _, err := n.manager.Kill(t.Context(), s.Key); err != nil {
@@ -374,8 +375,8 @@ func TestRequests(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = trail.Close() })
-	h := server.New(server.Config{
-		Service: n.manager, Access: keys, Audit: trail, Log: slog.New(slog.DiscardHandler), Observer: n.metrics, Metrics: n.metrics.Handler(),
+	h := restserver.New(restserver.Config{
+		Config: server.Config{Service: n.manager, Access: keys, Audit: trail, Log: slog.New(slog.DiscardHandler), Work: n.metrics}, Observer: n.metrics, Metrics: n.metrics.Handler(),
 	})
 	good := "Bearer " + key
 	get := func(method, path, token string) *httptest.ResponseRecorder {

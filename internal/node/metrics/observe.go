@@ -9,12 +9,12 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"agentrun.dev/internal/sandbox"
-	"agentrun.dev/internal/server"
+	restserver "agentrun.dev/internal/server/rest"
 )
 
 var (
-	_ sandbox.Observer = (*Metrics)(nil)
-	_ server.Observer  = (*Metrics)(nil)
+	_ sandbox.Observer    = (*Metrics)(nil)
+	_ restserver.Observer = (*Metrics)(nil)
 )
 
 // Begin implements sandbox.Observer.
@@ -80,11 +80,11 @@ func (m *Metrics) Refused() { m.refusals.Inc() }
 // Journaled implements sandbox.Observer.
 func (m *Metrics) Journaled(took time.Duration) { m.journal.Observe(took.Seconds()) }
 
-// Request implements server.Observer.
-func (m *Metrics) Request(r *http.Request) (context.Context, func(server.Answer)) {
+// Request implements restserver.Observer.
+func (m *Metrics) Request(r *http.Request) (context.Context, func(restserver.Answer)) {
 	begin := time.Now()
 	m.inFlight.Inc()
-	return r.Context(), func(a server.Answer) {
+	return r.Context(), func(a restserver.Answer) {
 		m.inFlight.Dec()
 		m.requests.WithLabelValues(a.Route, a.Method, codeClass(a.Status)).Observe(time.Since(begin).Seconds())
 		if a.Code != "" {

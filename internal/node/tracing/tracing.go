@@ -23,7 +23,7 @@ import (
 	"go.opentelemetry.io/otel/trace"
 
 	"agentrun.dev/internal/sandbox"
-	"agentrun.dev/internal/server"
+	restserver "agentrun.dev/internal/server/rest"
 )
 
 // Configured reports whether the environment names a collector.
@@ -34,7 +34,7 @@ func Configured() bool {
 	return os.Getenv("OTEL_EXPORTER_OTLP_ENDPOINT") != "" || os.Getenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") != ""
 }
 
-// Tracer makes spans. It implements sandbox.Observer and server.Observer.
+// Tracer makes spans. It implements sandbox.Observer and restserver.Observer.
 type Tracer struct {
 	provider *sdktrace.TracerProvider
 	tracer   trace.Tracer
@@ -42,8 +42,8 @@ type Tracer struct {
 }
 
 var (
-	_ sandbox.Observer = (*Tracer)(nil)
-	_ server.Observer  = (*Tracer)(nil)
+	_ sandbox.Observer    = (*Tracer)(nil)
+	_ restserver.Observer = (*Tracer)(nil)
 )
 
 // Open makes a tracer that sends to the collector of the environment. That it
@@ -75,13 +75,13 @@ func (t *Tracer) Close(ctx context.Context) error {
 	return nil
 }
 
-// Request implements server.Observer. A traceparent that a client sends is the
+// Request implements restserver.Observer. A traceparent that a client sends is the
 // span that its request belongs to.
-func (t *Tracer) Request(r *http.Request) (context.Context, func(server.Answer)) {
+func (t *Tracer) Request(r *http.Request) (context.Context, func(restserver.Answer)) {
 	ctx := propagation.TraceContext{}.Extract(r.Context(), propagation.HeaderCarrier(r.Header))
 	// Its route is known when it has been found.
 	ctx, span := t.tracer.Start(ctx, "request", trace.WithSpanKind(trace.SpanKindServer))
-	return ctx, func(a server.Answer) {
+	return ctx, func(a restserver.Answer) {
 		name := a.Method
 		if a.Route != "" {
 			name += " " + a.Route

@@ -23,6 +23,7 @@ import (
 	"agentrun.dev/internal/node/nodetest"
 	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/server"
+	restserver "agentrun.dev/internal/server/rest"
 )
 
 // receiver is a collector: OTLP over HTTP.
@@ -146,7 +147,7 @@ func TestSpans(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = trail.Close() })
-	h := server.New(server.Config{Service: m, Access: keys, Audit: trail, Log: quiet, Observer: tracer})
+	h := restserver.New(restserver.Config{Config: server.Config{Service: m, Access: keys, Audit: trail, Log: quiet, Work: tracer}, Observer: tracer})
 	const traceID, parentID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 	request := func(method, path, body, parent string, status int) {
 		t.Helper()

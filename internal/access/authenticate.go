@@ -1,0 +1,68 @@
+package access
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+
+	"agentrun.dev/internal/sandbox"
+)
+
+// CodeUnauthenticated is the code of a request that nobody known makes.
+const CodeUnauthenticated sandbox.Code = "unauthenticated"
+
+// Credentials are what a request shows of who makes it.
+type Credentials struct {
+	// Bearer is an API key or the token of a sandbox.
+	Bearer string
+	// User is the user at the other end of a Unix socket, as the kernel says. Only
+	// requests without a bearer have one.
+	User *uint32
+}
+
+// Authenticator knows whose keys and tokens the store has made, and the users of
+// this machine who may use the socket.
+type Authenticator struct {
+	Store *Store
+	// Sandbox finds a sandbox that has not ended.
+	Sandbox func(context.Context, sandbox.ID) (sandbox.Sandbox, error)
+}
+
+// Authenticate says whose the credentials are.
+func (a Authenticator) Authenticate(ctx context.Context, c Credentials) (Principal, error) {
+	if c.User != nil {
+		return localUser(*c.User)
+	}
+	p, err := a.identify(ctx, c.Bearer)
+	if err != nil {
+		return Principal{}, sandbox.Errorf(CodeUnauthenticated, "the API key or token is not valid").Because("%v", err).
+			Try("`agentrun key create` on the node makes a key")
+	}
+	return p, nil
+}
+
+func (a Authenticator) identify(ctx context.Context, text string) (Principal, error) {
+	if !IsToken(text) {
+		return a.Store.Find(text)
+	}
+	id, err := a.Store.Sandbox(text)
+	if err != nil {
+		return Principal{}, err
+	}
+	s, err := a.Sandbox(ctx, id)
+	if err != nil {
+		return Principal{}, errors.New("its sandbox has ended")
+	}
+	return OfSandbox(s), nil
+}
+
+// localUser takes the user that the daemon runs as, and root.
+func localUser(uid uint32) (Principal, error) {
+	name := fmt.Sprintf("uid:%d", uid)
+	if uid != 0 && int(uid) != os.Geteuid() {
+		return Principal{Name: name}, sandbox.Errorf(sandbox.CodeDenied, "user %d may not use this socket", uid).
+			Because("it is for user %d", os.Geteuid())
+	}
+	return Local(name), nil
+}

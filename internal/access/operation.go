@@ -1,0 +1,121 @@
+package access
+
+import (
+	"maps"
+	"slices"
+)
+
+// Operation is something that a node can be asked for, over whatever API. Those of
+// REST have the name that api/openapi.yaml gives them.
+type Operation string
+
+// Rule says who an operation is for, and what is written down of it.
+type Rule struct {
+	Need Permission
+	// Own lets the token of a sandbox look at that sandbox, beside using it.
+	Own bool
+	// Makes says that what is named and does not exist is made.
+	Makes bool
+	// Audit writes down what only needs Read as well.
+	Audit bool
+}
+
+// Audited reports whether the operation is in the audit log even if it is not
+// refused: whatever changes something, reaches into a sandbox or is about keys.
+func (r Rule) Audited() bool { return r.Need > Read || r.Audit }
+
+// Rule is that of the operation. One that is not listed needs None, which nobody has.
+func (o Operation) Rule() Rule { return operations[o] }
+
+// Operations are all that are listed, sorted.
+func Operations() []Operation { return slices.Sorted(maps.Keys(operations)) }
+
+// operations has every operation. One that is missing is served to nobody.
+var operations = map[Operation]Rule{
+	"getVersion": {Need: Anyone},
+	"getMetrics": {Need: Administer},
+
+	"connectPort":     {Need: Use},
+	"usePort":         {Need: Use},
+	"createTerminal":  {Need: Use},
+	"connectTerminal": {Need: Use},
+
+	"listTemplates":  {Need: Read},
+	"getTemplate":    {Need: Read},
+	"putTemplate":    {Need: Change, Makes: true},
+	"deleteTemplate": {Need: Change},
+	"getTemplateLog": {Need: Read},
+
+	"listPools":  {Need: Read},
+	"getPool":    {Need: Read},
+	"putPool":    {Need: Change, Makes: true},
+	"deletePool": {Need: Change},
+
+	"listSandboxes":    {Need: Read},
+	"watchSandboxes":   {Need: Read},
+	"createSandbox":    {Need: Change},
+	"getSandbox":       {Need: Read, Own: true},
+	"deleteSandbox":    {Need: Change},
+	"pauseSandbox":     {Need: Change},
+	"resumeSandbox":    {Need: Change},
+	"hibernateSandbox": {Need: Change},
+	"extendSandbox":    {Need: Change},
+
+	"forkSandbox": {Need: Change},
+	"listForks":   {Need: Read},
+	"getFork":     {Need: Read},
+	"deleteFork":  {Need: Change},
+
+	"listExecs":   {Need: Use},
+	"exec":        {Need: Use},
+	"getExec":     {Need: Use},
+	"releaseExec": {Need: Use},
+	"attachExec":  {Need: Use},
+	"writeStdin":  {Need: Use},
+	"signalExec":  {Need: Use},
+	"resizeExec":  {Need: Use},
+	"connectExec": {Need: Use},
+
+	"readFile":   {Need: Use},
+	"writeFile":  {Need: Use},
+	"removeFile": {Need: Use},
+	"statFile":   {Need: Use},
+	"listFiles":  {Need: Use},
+	"makeFolder": {Need: Use},
+	"moveFile":   {Need: Use},
+	"watchFiles": {Need: Use},
+
+	"runCode":          {Need: Use},
+	"releaseCode":      {Need: Use},
+	"attachCode":       {Need: Use},
+	"interruptCode":    {Need: Use},
+	"listContexts":     {Need: Use},
+	"createContext":    {Need: Use},
+	"deleteContext":    {Need: Use},
+	"restartContext":   {Need: Use},
+	"interruptContext": {Need: Use},
+
+	"checkpointSandbox": {Need: Change},
+	"listCheckpoints":   {Need: Read},
+	"getCheckpoint":     {Need: Read},
+	"deleteCheckpoint":  {Need: Change},
+	"restoreCheckpoint": {Need: Change},
+
+	"getStats":  {Need: Read},
+	"listStats": {Need: Read},
+	"getNode":   {Need: Administer},
+
+	"listSecrets":  {Need: Read, Audit: true},
+	"getSecret":    {Need: Read, Audit: true},
+	"putSecret":    {Need: Change, Makes: true},
+	"patchSecret":  {Need: Change},
+	"deleteSecret": {Need: Change},
+
+	"getQuota":    {Need: Read},
+	"putQuota":    {Need: Administer},
+	"deleteQuota": {Need: Administer},
+
+	"listKeys":  {Need: Administer},
+	"createKey": {Need: Administer},
+	"revokeKey": {Need: Administer},
+}

@@ -1,0 +1,185 @@
+// Package managertest opens a manager over played parts (package nodetest), with keys
+// and an audit log, for tests of what serves it.
+package managertest
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"io"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"sync"
+	"testing"
+	"time"
+
+	"agentrun.dev/internal/access"
+	"agentrun.dev/internal/access/audit"
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/node"
+	"agentrun.dev/internal/node/nodetest"
+	"agentrun.dev/internal/sandbox"
+	"agentrun.dev/internal/server"
+	"agentrun.dev/internal/storage/seal"
+)
+
+// Builder makes templates of nothing; their sandboxes work in a folder.
+type Builder struct {
+	workdir string
+	// Gate is what a build with an init command waits for.
+	Gate chan struct{}
+}
+
+// Build implements node.Builder.
+func (b *Builder) Build(ctx context.Context, spec sandbox.TemplateSpec, _ sandbox.Stage, dir string, log io.Writer) (sandbox.Built, error) {
+	_, _ = io.WriteString(log, "building\n")
+	if len(spec.Init) > 0 {
+		select {
+		case <-b.Gate:
+		case <-ctx.Done():
+			return sandbox.Built{}, ctx.Err()
+		}
+		_, _ = io.WriteString(log, "$ "+spec.Init[0]+"\n")
+	}
+	if spec.Image == "broken" {
+		return sandbox.Built{}, errors.New("there is no such image")
+	}
+	snap, err := nodetest.Capture(dir, map[string]string{"image": spec.Image})
+	if err != nil {
+		return sandbox.Built{}, err
+	}
+	return sandbox.Built{Image: "sha256:0", Workdir: b.workdir, Env: spec.Env}, snap.Close()
+}
+
+// Finish implements node.Builder.
+func (b *Builder) Finish(context.Context, sandbox.TemplateSpec, sandbox.Built, engine.Sandbox) error {
+	return nil
+}
+
+// Rehearse implements node.Builder.
+func (b *Builder) Rehearse(context.Context, sandbox.TemplateSpec, engine.Sandbox) error { return nil }
+
+// Node is what a daemon serves.
+type Node struct {
+	T       testing.TB
+	Manager *node.Manager
+	Builder *Builder
+	// Workdir is where sandboxes work: a folder of the host.
+	Workdir string
+	Access  *access.Store
+	// Trail is the audit log, in the folder TrailDir.
+	Trail    *audit.Log
+	TrailDir string
+	Log      *slog.Logger
+}
+
+// New opens a node, and closes it when the test ends. Its sandboxes run programs of
+// the host.
+func New(t testing.TB) *Node {
+	t.Helper()
+	n := &Node{T: t, Workdir: t.TempDir(), TrailDir: t.TempDir(), Log: slog.New(slog.NewTextHandler(io.Discard, nil))}
+	n.Builder = &Builder{workdir: n.Workdir, Gate: make(chan struct{})}
+	host := nodetest.NewHost(t)
+	host.Execs = true
+	key, err := seal.Generate()
+	if err != nil {
+		t.Fatal(err)
+	}
+	n.Manager, err = node.Open(t.Context(), node.Config{
+		Dir: t.TempDir(), Engine: host, Builder: n.Builder, Capacity: 1 << 40, Boot: "this", Key: key, Log: n.Log,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if n.Access, err = access.Open(n.Manager.Journal()); err != nil {
+		t.Fatal(err)
+	}
+	n.Trail, err = audit.Open(audit.Config{Dir: n.TrailDir, Failed: func(err error) { t.Error(err) }})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		n.Access.Close()
+		if err := errors.Join(n.Trail.Close(), n.Manager.Close()); err != nil {
+			t.Error(err)
+		}
+	})
+	return n
+}
+
+// Config is that of a server of the node.
+func (n *Node) Config() server.Config {
+	return server.Config{Service: n.Manager, Access: n.Access, Audit: n.Trail, Version: "test", Log: n.Log}
+}
+
+// Events are those of the audit log.
+func (n *Node) Events() (out []audit.Event) {
+	n.T.Helper()
+	data, err := os.ReadFile(filepath.Join(n.TrailDir, "audit.log"))
+	if err != nil {
+		n.T.Fatal(err)
+	}
+	for line := range bytes.Lines(data) {
+		var e audit.Event
+		if err := json.Unmarshal(line, &e); err != nil {
+			n.T.Fatalf("%s: %v", line, err)
+		}
+		out = append(out, e)
+	}
+	return out
+}
+
+// Eventually waits for what no event tells a client.
+func (n *Node) Eventually(is func() bool) {
+	n.T.Helper()
+	tick := time.NewTicker(5 * time.Millisecond)
+	defer tick.Stop()
+	for !is() {
+		select {
+		case <-tick.C:
+		case <-n.T.Context().Done():
+			n.T.Fatal("it never was")
+		}
+	}
+}
+
+// Must is a value that a call gave, or the end of the test.
+func Must[T any](v T, err error) func(testing.TB) T {
+	return func(t testing.TB) T {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return v
+	}
+}
+
+// Auditor is a function that is told what is to be kept.
+type Auditor func(audit.Event) error
+
+// Write implements server.Auditor.
+func (f Auditor) Write(e audit.Event) error { return f(e) }
+
+// FullDisk keeps no event.
+func FullDisk(audit.Event) error { return errors.New("no space left on device") }
+
+// Log is a log that is read while it is written.
+type Log struct {
+	mu  sync.Mutex // protects all following fields
+	buf bytes.Buffer
+}
+
+// Write implements io.Writer.
+func (l *Log) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.buf.Write(p)
+}
+
+func (l *Log) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.buf.String()
+}

@@ -1,0 +1,48 @@
+package sandbox
+
+// Requests that make an object. Each names the object in Key, and has in Once what
+// it is known by if it comes again; nil is a request that comes once.
+
+// ClaimRequest asks for a sandbox of a pool.
+type ClaimRequest struct {
+	Key
+	Spec ClaimSpec
+	Once *Once
+}
+
+// ForkRequest asks for sandboxes that continue from a running one.
+type ForkRequest struct {
+	Key
+	Spec ForkSpec
+	Once *Once
+}
+
+// CheckpointRequest asks to write the sandbox Source to disk.
+type CheckpointRequest struct {
+	Key
+	Source Name
+	Once   *Once
+}
+
+// RestoreRequest asks for a sandbox that continues from a checkpoint.
+type RestoreRequest struct {
+	Key
+	Checkpoint Name
+	Spec       RestoreSpec
+	Once       *Once
+}
+
+// SandboxesRequest asks for a list of sandboxes; of ended ones, too, with Ended.
+type SandboxesRequest struct {
+	Namespace Namespace
+	Page      Page
+	Ended     bool
+}
+
+// BuildLogRequest asks for the log of a template's build at a stage; with Follow
+// also for what comes until the build has ended.
+type BuildLogRequest struct {
+	Key
+	Stage  Stage
+	Follow bool
+}

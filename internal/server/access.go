@@ -1,0 +1,105 @@
+package server
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+
+	"golang.org/x/sys/unix"
+
+	"agentrun.dev/internal/access"
+	"agentrun.dev/internal/sandbox"
+)
+
+type principalKey struct{}
+
+// WithPrincipal is the context of a principal's request: it ends with the key that
+// the request was made with. Cancel it when the request is over.
+func WithPrincipal(ctx context.Context, p access.Principal) (context.Context, context.CancelFunc) {
+	ctx = sandbox.WithPrincipal(ctx, sandbox.Principal(p.Name))
+	ctx, cancel := context.WithCancel(context.WithValue(ctx, principalKey{}, p))
+	if p.Until == nil {
+		return ctx, cancel
+	}
+	stop := context.AfterFunc(p.Until, cancel)
+	return ctx, func() { stop(); cancel() }
+}
+
+// PrincipalOf is who makes a request.
+func PrincipalOf(ctx context.Context) access.Principal {
+	p, _ := ctx.Value(principalKey{}).(access.Principal)
+	return p
+}
+
+// Target is what a request is about, as it says itself; nothing of it is checked.
+type Target struct {
+	Operation access.Operation
+	// Kind, Namespace and Name are those of the object; without a kind it is about
+	// the namespace, without that about the node.
+	Kind            sandbox.Kind
+	Namespace, Name string
+}
+
+// Authorise refuses what a principal may not do with what a request names. It is
+// the one place where that is decided, for all APIs.
+func (c *Config) Authorise(ctx context.Context, p access.Principal, t Target) error {
+	rule := t.Operation.Rule()
+	if !p.May(rule.Need) && (!rule.Own || p.Sandbox == "") {
+		return sandbox.Errorf(sandbox.CodeDenied, "%s is not for the role %s", t.Operation, p.Role).
+			Try("Use a key with more rights; docs/security.md has the table")
+	}
+	if t.Namespace == "" {
+		return nil
+	}
+	n, err := sandbox.ParseNamespace(t.Namespace)
+	if err != nil {
+		return err
+	}
+	if t.Kind == "" {
+		if p.In(n) && p.Sandbox == "" {
+			return nil
+		}
+		return deniedIn(n)
+	}
+	k, err := sandbox.ParseKey(t.Namespace, t.Name)
+	if err != nil {
+		return err
+	}
+	switch {
+	case p.Sandbox != "":
+		if s, err := c.Service.Sandbox(ctx, k); err != nil || t.Kind != sandbox.KindSandbox || s.ID != p.Sandbox {
+			return sandbox.NotFound(t.Kind, k)
+		}
+		return nil
+	case p.In(n):
+		return nil
+	case rule.Makes:
+		return deniedIn(n)
+	}
+	return sandbox.NotFound(t.Kind, k)
+}
+
+// deniedIn says nothing about what is in a namespace, nor whether it is used.
+func deniedIn(n sandbox.Namespace) error {
+	return sandbox.Errorf(sandbox.CodeDenied, "namespace %s is not one of yours", n).Try("Use a key of that namespace")
+}
+
+// PeerUID is the user at the other end of a Unix socket.
+func PeerUID(conn net.Conn) (uint32, error) {
+	c, ok := conn.(*net.UnixConn)
+	if !ok {
+		return 0, fmt.Errorf("%T is no Unix socket", conn)
+	}
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return 0, err
+	}
+	var peer *unix.Ucred
+	var peerErr error
+	err = raw.Control(func(fd uintptr) { peer, peerErr = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) })
+	if err := errors.Join(err, peerErr); err != nil {
+		return 0, err
+	}
+	return peer.Uid, nil
+}

@@ -1,0 +1,93 @@
+package node
+
+import (
+	"context"
+	"path"
+
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/reflect/protoreflect"
+
+	nodev1 "agentrun.dev/api/node/v1"
+	"agentrun.dev/internal/access"
+	"agentrun.dev/internal/sandbox"
+	"agentrun.dev/internal/server"
+)
+
+// method is what is known about a call before it is served.
+type method struct {
+	operation access.Operation
+	kind      sandbox.Kind
+	// by is the field that names the object; a call without one is about a
+	// namespace, or about the node.
+	by protoreflect.Name
+}
+
+// methods has every method. One that is missing is served to nobody.
+var methods = map[string]method{
+	nodev1.Node_GetNode_FullMethodName: {operation: "getNode"},
+
+	nodev1.Node_ApplyTemplate_FullMethodName:  {"putTemplate", sandbox.KindTemplate, "name"},
+	nodev1.Node_GetTemplate_FullMethodName:    {"getTemplate", sandbox.KindTemplate, "name"},
+	nodev1.Node_ListTemplates_FullMethodName:  {operation: "listTemplates"},
+	nodev1.Node_DeleteTemplate_FullMethodName: {"deleteTemplate", sandbox.KindTemplate, "name"},
+
+	nodev1.Node_ApplyPool_FullMethodName:  {"putPool", sandbox.KindPool, "name"},
+	nodev1.Node_GetPool_FullMethodName:    {"getPool", sandbox.KindPool, "name"},
+	nodev1.Node_ListPools_FullMethodName:  {operation: "listPools"},
+	nodev1.Node_DeletePool_FullMethodName: {"deletePool", sandbox.KindPool, "name"},
+
+	nodev1.Node_ClaimSandbox_FullMethodName:     {operation: "createSandbox"},
+	nodev1.Node_GetSandbox_FullMethodName:       {"getSandbox", sandbox.KindSandbox, "name"},
+	nodev1.Node_ListSandboxes_FullMethodName:    {operation: "listSandboxes"},
+	nodev1.Node_WatchSandboxes_FullMethodName:   {operation: "watchSandboxes"},
+	nodev1.Node_PauseSandbox_FullMethodName:     {"pauseSandbox", sandbox.KindSandbox, "name"},
+	nodev1.Node_ResumeSandbox_FullMethodName:    {"resumeSandbox", sandbox.KindSandbox, "name"},
+	nodev1.Node_HibernateSandbox_FullMethodName: {"hibernateSandbox", sandbox.KindSandbox, "name"},
+	nodev1.Node_ExtendSandbox_FullMethodName:    {"extendSandbox", sandbox.KindSandbox, "name"},
+	nodev1.Node_KillSandbox_FullMethodName:      {"deleteSandbox", sandbox.KindSandbox, "name"},
+	nodev1.Node_GetSandboxStats_FullMethodName:  {"getStats", sandbox.KindSandbox, "name"},
+	nodev1.Node_ListSandboxStats_FullMethodName: {operation: "listStats"},
+
+	nodev1.Node_ForkSandbox_FullMethodName: {"forkSandbox", sandbox.KindSandbox, "source"},
+	nodev1.Node_GetFork_FullMethodName:     {"getFork", sandbox.KindFork, "name"},
+	nodev1.Node_ListForks_FullMethodName:   {operation: "listForks"},
+	nodev1.Node_DeleteFork_FullMethodName:  {"deleteFork", sandbox.KindFork, "name"},
+
+	nodev1.Node_CheckpointSandbox_FullMethodName: {"checkpointSandbox", sandbox.KindSandbox, "source"},
+	nodev1.Node_GetCheckpoint_FullMethodName:     {"getCheckpoint", sandbox.KindCheckpoint, "name"},
+	nodev1.Node_ListCheckpoints_FullMethodName:   {operation: "listCheckpoints"},
+	nodev1.Node_DeleteCheckpoint_FullMethodName:  {"deleteCheckpoint", sandbox.KindCheckpoint, "name"},
+	nodev1.Node_RestoreCheckpoint_FullMethodName: {"restoreCheckpoint", sandbox.KindCheckpoint, "checkpoint"},
+}
+
+// checkListed refuses a method that is not listed.
+func checkListed(full string) error {
+	if _, listed := methods[full]; !listed {
+		return sandbox.Errorf(sandbox.CodeDenied, "%s is served to nobody", path.Base(full))
+	}
+	return nil
+}
+
+// authoriseCall refuses what a principal may not do with what a message names.
+func (n *nodeAPI) authoriseCall(ctx context.Context, who access.Principal, full string, req any) error {
+	if err := checkListed(full); err != nil {
+		return err
+	}
+	m := methods[full]
+	t := server.Target{Operation: m.operation, Kind: m.kind}
+	if r, ok := req.(interface{ GetNamespace() string }); ok {
+		if t.Namespace = r.GetNamespace(); t.Namespace == "" {
+			t.Namespace = string(sandbox.DefaultNamespace)
+		}
+	}
+	if r, ok := req.(interface{ GetAllNamespaces() bool }); ok && r.GetAllNamespaces() {
+		if t.Namespace = ""; !who.In(access.AllNamespaces) {
+			return sandbox.Errorf(sandbox.CodeDenied, "not all namespaces are yours").Try("Name the one that you mean")
+		}
+	}
+	if message, ok := req.(proto.Message); ok && m.by != "" {
+		reflected := message.ProtoReflect()
+		t.Name = reflected.Get(reflected.Descriptor().Fields().ByName(m.by)).String()
+	}
+	return n.Authorise(ctx, who, t)
+}

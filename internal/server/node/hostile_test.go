@@ -1,0 +1,271 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"math"
+	"net"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/peer"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/durationpb"
+	"google.golang.org/protobuf/types/known/emptypb"
+
+	nodev1 "agentrun.dev/api/node/v1"
+	"agentrun.dev/internal/access"
+	"agentrun.dev/internal/convert/nodeconv"
+	"agentrun.dev/internal/node/managertest"
+	"agentrun.dev/internal/sandbox"
+	"agentrun.dev/internal/server"
+)
+
+// unknown adds a field to a message that nobody knows.
+func unknown[T proto.Message](m T) T {
+	m.ProtoReflect().SetUnknown([]byte{0xfa, 0x3f, 1, 'x'})
+	return m
+}
+
+// TestNodeHostile: each call gets the right refusal, which says what is wrong.
+func TestNodeHostile(t *testing.T) {
+	c := newNodeClient(t)
+	c.prepare("default")
+	managertest.Must(c.ClaimSandbox(c.ctx, &nodev1.ClaimSandboxRequest{Name: "a", Pool: "pool"}))(t)
+	claim := func(r *nodev1.ClaimSandboxRequest) func() error {
+		return func() error { _, err := c.ClaimSandbox(c.ctx, r); return err }
+	}
+	apply := func(s *nodev1.TemplateSpec) func() error {
+		return func() error {
+			_, err := c.ApplyTemplate(c.ctx, &nodev1.ApplyTemplateRequest{Name: "x", Spec: s})
+			return err
+		}
+	}
+	big := strings.Repeat("x", 2<<20)
+	for name, try := range map[string]struct {
+		do        func() error
+		code      codes.Code
+		own, says string
+	}{
+		"no pool":             {claim(&nodev1.ClaimSandboxRequest{}), codes.InvalidArgument, "invalid", "name"},
+		"no such pool":        {claim(&nodev1.ClaimSandboxRequest{Pool: "nobody"}), codes.NotFound, "not_found", "nobody"},
+		"a name that climbs":  {claim(&nodev1.ClaimSandboxRequest{Pool: "pool", Name: "../x"}), codes.InvalidArgument, "invalid", "name"},
+		"a namespace too":     {claim(&nodev1.ClaimSandboxRequest{Pool: "pool", Namespace: ".."}), codes.InvalidArgument, "invalid", "namespace"},
+		"a name that is used": {claim(&nodev1.ClaimSandboxRequest{Pool: "pool", Name: "a"}), codes.AlreadyExists, "already_exists", "exists"},
+		"NUL":                 {claim(&nodev1.ClaimSandboxRequest{Pool: "po\x00ol"}), codes.InvalidArgument, "invalid", "NUL"},
+		"NUL in a map":        {claim(&nodev1.ClaimSandboxRequest{Pool: "pool", Env: map[string]string{"A": "\x00"}}), codes.InvalidArgument, "invalid", "env"},
+		"NUL in a key":        {claim(&nodev1.ClaimSandboxRequest{Pool: "pool", Metadata: map[string]string{"\x00": ""}}), codes.InvalidArgument, "invalid", "metadata"},
+		"NUL in a list":       {apply(&nodev1.TemplateSpec{Image: "x", Init: []string{"a", "b\x00"}}), codes.InvalidArgument, "invalid", "init"},
+		"a bad variable":      {claim(&nodev1.ClaimSandboxRequest{Pool: "pool", Env: map[string]string{"A B": ""}}), codes.InvalidArgument, "invalid", "A B"},
+		"an unknown field":    {claim(unknown(&nodev1.ClaimSandboxRequest{Pool: "pool"})), codes.InvalidArgument, "invalid", "does not know"},
+		"one inside":          {claim(&nodev1.ClaimSandboxRequest{Pool: "pool", Lifetime: unknown(&nodev1.Lifetime{})}), codes.InvalidArgument, "invalid", "Lifetime"},
+		"an unknown value":    {claim(&nodev1.ClaimSandboxRequest{Pool: "pool", Lifetime: &nodev1.Lifetime{OnTimeout: 99}}), codes.InvalidArgument, "invalid", "on_timeout"},
+		"a negative time":     {claim(&nodev1.ClaimSandboxRequest{Pool: "pool", Lifetime: &nodev1.Lifetime{Timeout: durationpb.New(-1)}}), codes.InvalidArgument, "invalid", "timeout"},
+		"a time too long":     {claim(&nodev1.ClaimSandboxRequest{Pool: "pool", Lifetime: &nodev1.Lifetime{IdleTimeout: &durationpb.Duration{Seconds: math.MaxInt64}}}), codes.InvalidArgument, "invalid", "idle_timeout"},
+		"300 years":           {claim(&nodev1.ClaimSandboxRequest{Pool: "pool", Lifetime: &nodev1.Lifetime{Timeout: &durationpb.Duration{Seconds: 300 * 365 * 86400}}}), codes.InvalidArgument, "invalid", "timeout"},
+		"too large":           {claim(&nodev1.ClaimSandboxRequest{Pool: "pool", Metadata: map[string]string{"k": big}}), codes.ResourceExhausted, "too_large", "bytes"},
+		"no spec":             {apply(nil), codes.InvalidArgument, "invalid", "image"},
+		"a port too large":    {apply(&nodev1.TemplateSpec{Image: "x", Ready: &nodev1.ReadyCheck{Check: &nodev1.ReadyCheck_Port{Port: 65536}}}), codes.InvalidArgument, "invalid", "port"},
+		"memory too large":    {apply(&nodev1.TemplateSpec{Image: "x", MemoryBytes: math.MaxUint64}), codes.InvalidArgument, "invalid", "memory"},
+		"a huge init":         {apply(&nodev1.TemplateSpec{Image: "x", Init: []string{big}}), codes.InvalidArgument, "invalid", "init"},
+		"too many replicas": {func() error {
+			_, err := c.ApplyPool(c.ctx, &nodev1.ApplyPoolRequest{Name: "p", Spec: &nodev1.PoolSpec{Template: "python", Replicas: math.MaxUint32}})
+			return err
+		}, codes.InvalidArgument, "invalid", "replicas"},
+		"too many forks": {func() error {
+			_, err := c.ForkSandbox(c.ctx, &nodev1.ForkSandboxRequest{Source: "a", Replicas: math.MaxUint32})
+			return err
+		}, codes.InvalidArgument, "invalid", "replicas"},
+		"no timeout": {func() error {
+			_, err := c.ExtendSandbox(c.ctx, &nodev1.ExtendSandboxRequest{Name: "a"})
+			return err
+		}, codes.InvalidArgument, "invalid", "timeout"},
+		"a page too large": {func() error {
+			_, err := c.ListSandboxes(c.ctx, &nodev1.ListSandboxesRequest{Limit: 1001})
+			return err
+		}, codes.InvalidArgument, "invalid", "limit"},
+		"a namespace and all": {func() error {
+			w, err := c.WatchSandboxes(c.ctx, &nodev1.WatchSandboxesRequest{Namespace: "x", AllNamespaces: true})
+			if err == nil {
+				_, err = w.Recv()
+			}
+			return err
+		}, codes.InvalidArgument, "invalid", "all_namespaces"},
+		"an unknown field of a watch": {func() error {
+			w, err := c.WatchSandboxes(c.ctx, unknown(&nodev1.WatchSandboxesRequest{}))
+			if err == nil {
+				_, err = w.Recv()
+			}
+			return err
+		}, codes.InvalidArgument, "invalid", "does not know"},
+		// These are refused before they are looked at.
+		"larger than anything": {apply(&nodev1.TemplateSpec{Image: strings.Repeat("x", maxTemplate)}), codes.ResourceExhausted, "", ""},
+		"no such method": {func() error {
+			return c.conn.Invoke(c.ctx, "/agentrun.node.v1.Node/Explode", &emptypb.Empty{}, &emptypb.Empty{})
+		}, codes.Unimplemented, "", ""},
+		"no message": {func() error {
+			return c.conn.Invoke(c.ctx, nodev1.Node_GetPool_FullMethodName, garbage{}, &emptypb.Empty{}, grpc.ForceCodec(garbage{}))
+		}, codes.Internal, "", ""},
+	} {
+		t.Run(name, func(t *testing.T) { wantRefused(t, try.do(), try.code, try.own, try.says) })
+	}
+	managertest.Must(c.GetNode(c.ctx, &nodev1.GetNodeRequest{}))(t)
+}
+
+// garbage is sent as bytes that are no message.
+type garbage struct{}
+
+func (garbage) Marshal(any) ([]byte, error) {
+	return []byte{0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff}, nil
+}
+func (garbage) Unmarshal([]byte, any) error { return nil }
+func (garbage) Name() string                { return "proto" }
+
+// panics is a service with a defect.
+type panics struct{ server.Service }
+
+func (panics) Pools(context.Context, sandbox.Namespace, sandbox.Page) ([]sandbox.Pool, error) {
+	panic("a secret")
+}
+
+// TestNodePanic: it is told, logged, and the daemon goes on.
+func TestNodePanic(t *testing.T) {
+	var logged managertest.Log
+	c := newNodeClient(t, func(c *server.Config) {
+		c.Service = panics{c.Service}
+		c.Log = slog.New(slog.NewTextHandler(&logged, nil))
+	})
+	_, err := c.ListPools(c.ctx, &nodev1.ListPoolsRequest{})
+	wantRefused(t, err, codes.Internal, "internal", "defect")
+	if _, d := details(err); strings.Contains(d.String(), "secret") {
+		t.Errorf("%v", d)
+	}
+	managertest.Must(c.GetNode(c.ctx, &nodev1.GetNodeRequest{}))(t)
+	if !strings.Contains(logged.String(), "a secret") || !strings.Contains(logged.String(), "hostile_test.go") || !strings.Contains(logged.String(), "principal=uid:") {
+		t.Errorf("%s", logged.String())
+	}
+}
+
+// TestNodePeer: only who is at the other end of a Unix socket is let in, and only
+// the daemon's user and root.
+func TestNodePeer(t *testing.T) {
+	for name, c := range map[string]struct {
+		info credentials.AuthInfo
+		want sandbox.Code
+	}{
+		"nobody":       {nil, access.CodeUnauthenticated},
+		"another user": {peerUser{uid: 4711}, sandbox.CodeDenied},
+		"root":         {peerUser{uid: 0}, ""},
+	} {
+		n := &nodeAPI{Config: server.Config{Authenticator: access.Authenticator{}}}
+		_, err := n.principal(peer.NewContext(t.Context(), &peer.Peer{AuthInfo: c.info}))
+		if c.want == "" && err != nil || c.want != "" && !sandbox.HasCode(err, c.want) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	ours, theirs := net.Pipe()
+	defer ours.Close()
+	defer theirs.Close()
+	if _, _, err := (peerCredentials{}).ServerHandshake(theirs); err == nil {
+		t.Error("what is no Unix socket was taken")
+	}
+}
+
+// TestNodeSlow: who opens a call and sends no request, or does not take what he is
+// sent, is let go.
+func TestNodeSlow(t *testing.T) {
+	var logged managertest.Log
+	c := newNodeClient(t, func(c *server.Config) {
+		c.BodyTimeout, c.StallTimeout = 50*time.Millisecond, 50*time.Millisecond
+		c.Log = slog.New(slog.NewTextHandler(&logged, nil))
+	})
+	c.prepare("default")
+	c.prepare("other")
+	idle := managertest.Must(c.WatchSandboxes(c.ctx, &nodev1.WatchSandboxesRequest{Namespace: "other"}))(t)
+	managertest.Must(idle.Recv())(t)
+	silent, err := c.conn.NewStream(c.ctx, &grpc.StreamDesc{ClientStreams: true}, nodev1.Node_GetNode_FullMethodName)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := silent.RecvMsg(&nodev1.NodeStatus{}); err == nil {
+		t.Error("who sends nothing is answered")
+	}
+	// More than fits into what HTTP/2 lets a server send ahead.
+	large := map[string]string{}
+	for _, k := range strings.Split("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ", "") {
+		large[k] = strings.Repeat("x", 4096)
+	}
+	for _, name := range []string{"a", "b", "c", "d"} {
+		managertest.Must(c.ClaimSandbox(c.ctx, &nodev1.ClaimSandboxRequest{Name: name, Pool: "pool", Metadata: large}))(t)
+	}
+	stalled := managertest.Must(c.WatchSandboxes(c.ctx, &nodev1.WatchSandboxesRequest{}))(t)
+	c.Eventually(func() bool { return strings.Contains(logged.String(), "WatchSandboxes") }) // it has ended
+	for err = nil; err == nil; {
+		_, err = stalled.Recv()
+	}
+	// Who has waited between two events for longer than both is not.
+	managertest.Must(c.ClaimSandbox(c.ctx, &nodev1.ClaimSandboxRequest{Namespace: "other", Name: "e", Pool: "pool"}))(t)
+	if e := managertest.Must(idle.Recv())(t); e.GetSandbox().GetName() != "e" {
+		t.Errorf("%v", e)
+	}
+}
+
+// FuzzNodeMessage: whatever the bytes are, they are refused or read.
+func FuzzNodeMessage(f *testing.F) {
+	for _, m := range []proto.Message{
+		&nodev1.ApplyTemplateRequest{Name: "x", Spec: &nodev1.TemplateSpec{Image: "x", Init: []string{"a"}, Env: map[string]string{"A": "b"}}},
+		&nodev1.ApplyTemplateRequest{Spec: &nodev1.TemplateSpec{Ready: &nodev1.ReadyCheck{Check: &nodev1.ReadyCheck_Delay{Delay: durationpb.New(1)}}}},
+		unknown(&nodev1.ApplyTemplateRequest{Name: "\x00"}),
+	} {
+		b, err := proto.Marshal(m)
+		if err != nil {
+			f.Fatal(err)
+		}
+		f.Add(b)
+	}
+	f.Fuzz(func(t *testing.T, data []byte) {
+		var r nodev1.ApplyTemplateRequest
+		if proto.Unmarshal(data, &r) != nil {
+			return
+		}
+		if err := checkMessage(nodev1.Node_ApplyTemplate_FullMethodName, &r); err != nil {
+			if e := server.ToError(err); e.Code != sandbox.CodeInvalid && e.Code != server.CodeTooLarge {
+				t.Errorf("%v", err)
+			}
+			return
+		}
+		spec, err := nodeconv.ToTemplateSpec(r.GetSpec())
+		if err != nil {
+			return
+		}
+		if strings.Contains(spec.Image+strings.Join(spec.Init, "")+spec.Workdir, "\x00") || spec.Ready != nil && spec.Ready.Delay < 0 {
+			t.Errorf("%+v", spec)
+		}
+	})
+}
+
+// TestNodeCodes: whatever a service may answer with has a code of gRPC, and so do
+// the refusals of the server; those of files, programs and HTTP are never given.
+func TestNodeCodes(t *testing.T) {
+	never := []sandbox.Code{server.CodeFileDenied, server.CodeNoFile, server.CodeFileExists, server.CodeMethod, server.CodeAccept, server.CodeMedia, server.CodeCannotRun, sandbox.CodePortClosed}
+	for _, code := range server.Codes() {
+		if _, known := grpcCodes[code]; known == slices.Contains(never, code) {
+			t.Errorf("%s: it has a code of gRPC: %t", code, known)
+		}
+	}
+	for err, want := range map[error]codes.Code{
+		context.Canceled: codes.Canceled, context.DeadlineExceeded: codes.DeadlineExceeded, errors.New("x"): codes.Internal,
+		sandbox.Errorf(sandbox.CodeCapacity, "full").Try("Wait"): codes.ResourceExhausted,
+	} {
+		st := grpcStatus(err)
+		if _, d := details(st.Err()); st.Code() != want || d.GetMessage() == "" || d.GetCode() == "" {
+			t.Errorf("%v: %v %v", err, st, d)
+		}
+	}
+}

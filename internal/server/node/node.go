@@ -1,0 +1,308 @@
+// Package node serves the gRPC API of a node: api/node/v1 over whatever implements
+// server.Service.
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"runtime/debug"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/keepalive"
+	"google.golang.org/grpc/peer"
+	"google.golang.org/grpc/status"
+	"google.golang.org/grpc/tap"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/reflect/protoreflect"
+
+	nodev1 "agentrun.dev/api/node/v1"
+	"agentrun.dev/internal/access"
+	"agentrun.dev/internal/convert/nodeconv"
+	"agentrun.dev/internal/sandbox"
+	"agentrun.dev/internal/server"
+)
+
+// Bounds of a gRPC connection and its calls. Messages, headers and times are
+// bounded as those of REST are.
+const (
+	maxStreams       = 256
+	maxTemplate      = 8 * server.MaxBody
+	keepaliveTime    = time.Minute
+	keepaliveTimeout = 20 * time.Second
+	minPing          = 10 * time.Second
+)
+
+// grpcCodes are the gRPC codes of all codes.
+var grpcCodes = map[sandbox.Code]codes.Code{
+	sandbox.CodeInvalid:        codes.InvalidArgument,
+	access.CodeUnauthenticated: codes.Unauthenticated,
+	sandbox.CodeDenied:         codes.PermissionDenied,
+	sandbox.CodeNotFound:       codes.NotFound,
+	sandbox.CodeExists:         codes.AlreadyExists,
+	sandbox.CodeConflict:       codes.FailedPrecondition,
+	sandbox.CodeEnded:          codes.NotFound,
+	server.CodeTooLarge:        codes.ResourceExhausted,
+	sandbox.CodeCapacity:       codes.ResourceExhausted,
+	server.CodeExhausted:       codes.ResourceExhausted,
+	sandbox.CodeNotReady:       codes.Unavailable,
+	sandbox.CodeClosing:        codes.Unavailable,
+	server.CodeUnavailable:     codes.Unavailable,
+	server.CodeAudit:           codes.Unavailable,
+	server.CodeTimeout:         codes.DeadlineExceeded,
+	sandbox.CodeUnimplemented:  codes.Unimplemented,
+	sandbox.CodeInternal:       codes.Internal,
+}
+
+// grpcStatus is an error as gRPC carries it, with the details that REST has.
+func grpcStatus(err error) *status.Status {
+	e := server.ToError(err)
+	code, known := grpcCodes[e.Code]
+	if !known { // those of files, programs and HTTP have no part here
+		code = codes.Internal
+	}
+	if errors.Is(err, context.Canceled) {
+		code = codes.Canceled
+	}
+	st := status.New(code, e.Message)
+	with, err := st.WithDetails(nodeconv.FromError(e))
+	if err != nil {
+		return st // it is not an error
+	}
+	return with
+}
+
+// Server is the gRPC server of a node.
+type Server struct {
+	*grpc.Server
+	endWatches context.CancelFunc
+}
+
+// Shutdown ends watches, and waits for other calls until ctx ends.
+func (s *Server) Shutdown(ctx context.Context) {
+	s.endWatches()
+	defer context.AfterFunc(ctx, s.Stop)()
+	s.GracefulStop()
+}
+
+// New makes the gRPC server of a node, for Unix sockets: whoever is at the
+// other end is known by the kernel; API keys have no part. The caller serves with it, and ends it.
+func New(cfg server.Config) *Server {
+	serving, endWatches := context.WithCancel(context.Background())
+	n := &nodeAPI{Config: cfg.WithDefaults(), serving: serving}
+	s := grpc.NewServer(
+		grpc.Creds(peerCredentials{}),
+		grpc.MaxRecvMsgSize(maxTemplate),
+		grpc.MaxHeaderListSize(server.MaxHeader),
+		grpc.MaxConcurrentStreams(maxStreams),
+		grpc.ConnectionTimeout(server.ReadHeaderTimeout),
+		grpc.KeepaliveParams(keepalive.ServerParameters{MaxConnectionIdle: server.IdleTimeout, Time: keepaliveTime, Timeout: keepaliveTimeout}),
+		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: minPing}),
+		grpc.InTapHandle(n.begin),
+		grpc.ChainUnaryInterceptor(n.unary),
+		grpc.ChainStreamInterceptor(n.stream),
+	)
+	nodev1.RegisterNodeServer(s, n)
+	return &Server{s, endWatches}
+}
+
+// nodeAPI implements the methods.
+type nodeAPI struct {
+	nodev1.UnimplementedNodeServer
+	server.Config
+	serving context.Context // ends with the server
+}
+
+// peerCredentials tell who is at the other end of a Unix socket. They encrypt
+// nothing: no network is in between.
+type peerCredentials struct{}
+
+// peerUser is who that is.
+type peerUser struct {
+	credentials.CommonAuthInfo
+	uid uint32
+}
+
+func (peerUser) AuthType() string { return "unix" }
+
+func (peerCredentials) ServerHandshake(conn net.Conn) (net.Conn, credentials.AuthInfo, error) {
+	uid, err := server.PeerUID(conn)
+	if err != nil {
+		return nil, nil, fmt.Errorf("see who connects: %w", err)
+	}
+	return conn, peerUser{credentials.CommonAuthInfo{SecurityLevel: credentials.PrivacyAndIntegrity}, uid}, nil
+}
+
+func (peerCredentials) ClientHandshake(context.Context, string, net.Conn) (net.Conn, credentials.AuthInfo, error) {
+	return nil, nil, errors.New("these credentials are a server's")
+}
+
+func (peerCredentials) Info() credentials.ProtocolInfo {
+	return credentials.ProtocolInfo{SecurityProtocol: "unix"}
+}
+func (c peerCredentials) Clone() credentials.TransportCredentials { return c }
+func (peerCredentials) OverrideServerName(string) error           { return nil }
+
+// principal is who makes a call.
+func (n *nodeAPI) principal(ctx context.Context) (access.Principal, error) {
+	p, ok := peer.FromContext(ctx)
+	if ok {
+		if user, ok := p.AuthInfo.(peerUser); ok {
+			return n.Authenticator.Authenticate(ctx, access.Credentials{User: &user.uid})
+		}
+	}
+	return access.Principal{}, sandbox.Errorf(access.CodeUnauthenticated, "the call did not come over the Unix socket")
+}
+
+// patience ends a call whose client neither sends its request nor takes what it
+// is sent. How long a request is served is not bounded.
+type patience struct {
+	timer *time.Timer
+	stall time.Duration
+}
+
+type patienceKey struct{}
+
+// begin is called when a call has begun and its request may not have come yet.
+func (n *nodeAPI) begin(ctx context.Context, _ *tap.Info) (context.Context, error) {
+	ended := ctx // by gRPC, with the call
+	ctx, cancel := context.WithCancel(ctx)
+	p := patience{time.AfterFunc(n.BodyTimeout, cancel), n.StallTimeout}
+	context.AfterFunc(ended, func() { p.timer.Stop() })
+	return context.WithValue(ctx, patienceKey{}, p), nil
+}
+
+func patienceOf(ctx context.Context) patience {
+	p, _ := ctx.Value(patienceKey{}).(patience) // begin was there
+	return p
+}
+
+// unary is around every call with one answer, which is sent when it returns.
+func (n *nodeAPI) unary(ctx context.Context, req any, info *grpc.UnaryServerInfo, handle grpc.UnaryHandler) (answer any, err error) {
+	p := patienceOf(ctx)
+	p.timer.Stop()
+	defer func() { p.timer.Reset(p.stall) }()
+	err = n.serve(ctx, info.FullMethod, req, func(ctx context.Context) error {
+		answer, err = handle(ctx, req)
+		return err
+	})
+	return answer, err
+}
+
+// stream is around every call with many answers.
+func (n *nodeAPI) stream(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, handle grpc.StreamHandler) error {
+	// What is listed calls serve when its request has come.
+	if err := checkListed(info.FullMethod); err != nil {
+		return grpcStatus(err).Err()
+	}
+	return handle(srv, &patientStream{ss, patienceOf(ss.Context())})
+}
+
+// patientStream is a stream whose client has only so much time.
+type patientStream struct {
+	grpc.ServerStream
+	patience
+}
+
+// RecvMsg takes the request.
+func (s *patientStream) RecvMsg(m any) error {
+	err := s.ServerStream.RecvMsg(m)
+	s.timer.Stop()
+	return err
+}
+
+// SendMsg sends an answer.
+func (s *patientStream) SendMsg(m any) error {
+	s.timer.Reset(s.stall)
+	defer s.timer.Stop()
+	return s.ServerStream.SendMsg(m)
+}
+
+// serve does a call: who it is, what was asked, panics, the log. Every error
+// becomes one with details.
+func (n *nodeAPI) serve(ctx context.Context, method string, req any, do func(context.Context) error) (err error) {
+	start := time.Now()
+	who, err := n.principal(ctx)
+	defer func() {
+		if p := recover(); p != nil {
+			n.Log.Error("a call has panicked", "method", method, "panic", p, "stack", string(debug.Stack()))
+			err = sandbox.Errorf(sandbox.CodeInternal, "the daemon has a defect").Try("Report it with the daemon's log")
+		}
+		code := codes.OK
+		if err != nil {
+			st := grpcStatus(err)
+			if code = st.Code(); code == codes.Internal {
+				n.Log.Error("a call failed", "method", method, "error", err)
+			}
+			err = st.Err()
+		}
+		n.Log.Info("call", "method", method, "principal", who.Name, "code", code.String(), "duration", time.Since(start))
+	}()
+	if err != nil {
+		return err
+	}
+	if err := checkMessage(method, req); err != nil {
+		return err
+	}
+	ctx, cancel := server.WithPrincipal(ctx, who)
+	defer cancel()
+	return n.audited(ctx, who, call{method, req}, do)
+}
+
+// checkMessage refuses what is too large, and what would be ignored.
+func checkMessage(method string, req any) error {
+	m, ok := req.(proto.Message)
+	if !ok {
+		return sandbox.Errorf(sandbox.CodeInternal, "%T is no message", req)
+	}
+	if method != nodev1.Node_ApplyTemplate_FullMethodName && proto.Size(m) > server.MaxBody {
+		return sandbox.Errorf(server.CodeTooLarge, "the message has more than %d bytes", server.MaxBody)
+	}
+	return checkFields(m.ProtoReflect())
+}
+
+// checkFields refuses fields that are not known, and text with a NUL.
+func checkFields(m protoreflect.Message) (err error) {
+	if len(m.GetUnknown()) > 0 {
+		return sandbox.Errorf(sandbox.CodeInvalid, "%s has fields that this daemon does not know", m.Descriptor().Name()).
+			Try("Send what its version of api/node/v1 has")
+	}
+	m.Range(func(f protoreflect.FieldDescriptor, v protoreflect.Value) bool {
+		switch {
+		case f.IsMap():
+			v.Map().Range(func(k protoreflect.MapKey, v protoreflect.Value) bool {
+				err = errors.Join(server.CheckText(string(f.Name()), k.String()), checkValue(f.MapValue(), f, v))
+				return err == nil
+			})
+		case f.IsList():
+			for i := range v.List().Len() {
+				if err = checkValue(f, f, v.List().Get(i)); err != nil {
+					return false
+				}
+			}
+		default:
+			err = checkValue(f, f, v)
+		}
+		return err == nil
+	})
+	return err
+}
+
+// checkValue checks a value of a kind, in a field.
+func checkValue(kind, field protoreflect.FieldDescriptor, v protoreflect.Value) error {
+	switch kind.Kind() {
+	case protoreflect.MessageKind:
+		return checkFields(v.Message())
+	case protoreflect.StringKind:
+		return server.CheckText(string(field.Name()), v.String())
+	case protoreflect.EnumKind:
+		if kind.Enum().Values().ByNumber(v.Enum()) == nil {
+			return sandbox.Invalid(string(field.Name()), "%d is none of its values", v.Enum())
+		}
+	}
+	return nil
+}

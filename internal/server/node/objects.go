@@ -1,0 +1,194 @@
+package node
+
+import (
+	"context"
+
+	"google.golang.org/protobuf/types/known/emptypb"
+
+	nodev1 "agentrun.dev/api/node/v1"
+	"agentrun.dev/internal/convert/nodeconv"
+	"agentrun.dev/internal/sandbox"
+	"agentrun.dev/internal/server"
+)
+
+// objectRequest is a request that names an object.
+type objectRequest interface {
+	GetNamespace() string
+	GetName() string
+}
+
+// answered makes an answer of what a service gave.
+func answered[T any, R any](show func(T) R) func(T, error) (R, error) {
+	return func(found T, err error) (R, error) {
+		if err != nil {
+			var none R
+			return none, err
+		}
+		return show(found), nil
+	}
+}
+
+// of finds what a request names.
+func of[T any](ctx context.Context, r objectRequest, get func(context.Context, sandbox.Key) (T, error)) (T, error) {
+	k, err := sandbox.ParseKey(r.GetNamespace(), r.GetName())
+	if err != nil {
+		var none T
+		return none, err
+	}
+	return get(ctx, k)
+}
+
+// deleted deletes what a request names.
+func deleted(ctx context.Context, r objectRequest, del func(context.Context, sandbox.Key) error) (*emptypb.Empty, error) {
+	return of(ctx, r, func(ctx context.Context, k sandbox.Key) (*emptypb.Empty, error) { return &emptypb.Empty{}, del(ctx, k) })
+}
+
+// listRequest is a request for a page.
+type listRequest interface {
+	GetNamespace() string
+	GetLimit() uint32
+	GetAfter() string
+}
+
+// pageOf finds the page that a request asks for.
+func pageOf[T, R any](ctx context.Context, r listRequest,
+	find func(context.Context, sandbox.Namespace, sandbox.Page) ([]T, error), position func(T) string, show func(context.Context, T) (R, error),
+) (items []R, next string, err error) {
+	ns, err := sandbox.ParseNamespace(r.GetNamespace())
+	if err != nil {
+		return nil, "", err
+	}
+	var limit *int
+	if given := r.GetLimit(); given > 0 {
+		limit = new(int(given))
+	}
+	p, err := server.Page(limit, r.GetAfter())
+	if err != nil {
+		return nil, "", err
+	}
+	return server.List(ctx, ns, p, find, position, show)
+}
+
+// GetNode implements nodev1.NodeServer.
+func (n *nodeAPI) GetNode(ctx context.Context, _ *nodev1.GetNodeRequest) (*nodev1.NodeStatus, error) {
+	return answered(func(s sandbox.NodeStatus) *nodev1.NodeStatus {
+		out := nodeconv.FromNode(s)
+		out.Version, out.Endpoint = n.Version, n.Endpoint
+		return out
+	})(n.Service.Node(ctx))
+}
+
+// nodeTemplate adds to a template how far it is.
+func (n *nodeAPI) nodeTemplate(ctx context.Context, t sandbox.Template) (*nodev1.Template, error) {
+	builds, err := n.Service.Builds(ctx, t)
+	if err != nil {
+		return nil, err
+	}
+	return nodeconv.FromTemplate(t, builds), nil
+}
+
+// ApplyTemplate implements nodev1.NodeServer.
+func (n *nodeAPI) ApplyTemplate(ctx context.Context, r *nodev1.ApplyTemplateRequest) (*nodev1.Template, error) {
+	return of(ctx, r, func(ctx context.Context, k sandbox.Key) (*nodev1.Template, error) {
+		spec, err := nodeconv.ToTemplateSpec(r.GetSpec())
+		if err != nil {
+			return nil, err
+		}
+		t, err := n.Service.ApplyTemplate(ctx, k, spec)
+		if err != nil {
+			return nil, err
+		}
+		return n.nodeTemplate(ctx, t)
+	})
+}
+
+// GetTemplate implements nodev1.NodeServer.
+func (n *nodeAPI) GetTemplate(ctx context.Context, r *nodev1.GetTemplateRequest) (*nodev1.Template, error) {
+	t, err := of(ctx, r, n.Service.Template)
+	if err != nil {
+		return nil, err
+	}
+	return n.nodeTemplate(ctx, t)
+}
+
+// ListTemplates implements nodev1.NodeServer.
+func (n *nodeAPI) ListTemplates(ctx context.Context, r *nodev1.ListTemplatesRequest) (*nodev1.ListTemplatesResponse, error) {
+	items, next, err := pageOf(ctx, r, n.Service.Templates, func(t sandbox.Template) string { return string(t.Name) }, n.nodeTemplate)
+	return &nodev1.ListTemplatesResponse{Templates: items, Next: next}, err
+}
+
+// DeleteTemplate implements nodev1.NodeServer.
+func (n *nodeAPI) DeleteTemplate(ctx context.Context, r *nodev1.DeleteTemplateRequest) (*emptypb.Empty, error) {
+	return deleted(ctx, r, n.Service.DeleteTemplate)
+}
+
+func (n *nodeAPI) nodePool(ctx context.Context, k sandbox.Key) (*nodev1.Pool, error) {
+	p, st, err := n.Service.Pool(ctx, k)
+	if err != nil {
+		return nil, err
+	}
+	return nodeconv.FromPool(p, st), nil
+}
+
+// ApplyPool implements nodev1.NodeServer.
+func (n *nodeAPI) ApplyPool(ctx context.Context, r *nodev1.ApplyPoolRequest) (*nodev1.Pool, error) {
+	return of(ctx, r, func(ctx context.Context, k sandbox.Key) (*nodev1.Pool, error) {
+		spec, err := nodeconv.ToPoolSpec(r.GetSpec())
+		if err != nil {
+			return nil, err
+		}
+		if _, err := n.Service.ApplyPool(ctx, k, spec); err != nil {
+			return nil, err
+		}
+		return n.nodePool(ctx, k)
+	})
+}
+
+// GetPool implements nodev1.NodeServer.
+func (n *nodeAPI) GetPool(ctx context.Context, r *nodev1.GetPoolRequest) (*nodev1.Pool, error) {
+	return of(ctx, r, n.nodePool)
+}
+
+// ListPools implements nodev1.NodeServer.
+func (n *nodeAPI) ListPools(ctx context.Context, r *nodev1.ListPoolsRequest) (*nodev1.ListPoolsResponse, error) {
+	items, next, err := pageOf(ctx, r, n.Service.Pools, func(p sandbox.Pool) string { return string(p.Name) },
+		func(ctx context.Context, p sandbox.Pool) (*nodev1.Pool, error) { return n.nodePool(ctx, p.Key) })
+	return &nodev1.ListPoolsResponse{Pools: items, Next: next}, err
+}
+
+// DeletePool implements nodev1.NodeServer.
+func (n *nodeAPI) DeletePool(ctx context.Context, r *nodev1.DeletePoolRequest) (*emptypb.Empty, error) {
+	return deleted(ctx, r, n.Service.DeletePool)
+}
+
+// GetFork implements nodev1.NodeServer.
+func (n *nodeAPI) GetFork(ctx context.Context, r *nodev1.GetForkRequest) (*nodev1.Fork, error) {
+	return answered(nodeconv.FromFork)(of(ctx, r, n.Service.ForkOf))
+}
+
+// ListForks implements nodev1.NodeServer.
+func (n *nodeAPI) ListForks(ctx context.Context, r *nodev1.ListForksRequest) (*nodev1.ListForksResponse, error) {
+	items, next, err := pageOf(ctx, r, n.Service.Forks, func(f sandbox.Fork) string { return string(f.Name) }, server.Plain(nodeconv.FromFork))
+	return &nodev1.ListForksResponse{Forks: items, Next: next}, err
+}
+
+// DeleteFork implements nodev1.NodeServer.
+func (n *nodeAPI) DeleteFork(ctx context.Context, r *nodev1.DeleteForkRequest) (*emptypb.Empty, error) {
+	return deleted(ctx, r, n.Service.DeleteFork)
+}
+
+// GetCheckpoint implements nodev1.NodeServer.
+func (n *nodeAPI) GetCheckpoint(ctx context.Context, r *nodev1.GetCheckpointRequest) (*nodev1.Checkpoint, error) {
+	return answered(nodeconv.FromCheckpoint)(of(ctx, r, n.Service.CheckpointOf))
+}
+
+// ListCheckpoints implements nodev1.NodeServer.
+func (n *nodeAPI) ListCheckpoints(ctx context.Context, r *nodev1.ListCheckpointsRequest) (*nodev1.ListCheckpointsResponse, error) {
+	items, next, err := pageOf(ctx, r, n.Service.Checkpoints, func(c sandbox.CheckpointSize) string { return string(c.Name) }, server.Plain(nodeconv.FromCheckpoint))
+	return &nodev1.ListCheckpointsResponse{Checkpoints: items, Next: next}, err
+}
+
+// DeleteCheckpoint implements nodev1.NodeServer.
+func (n *nodeAPI) DeleteCheckpoint(ctx context.Context, r *nodev1.DeleteCheckpointRequest) (*emptypb.Empty, error) {
+	return deleted(ctx, r, n.Service.DeleteCheckpoint)
+}

@@ -1,0 +1,215 @@
+package node
+
+import (
+	"context"
+
+	"google.golang.org/grpc"
+	"google.golang.org/protobuf/proto"
+
+	nodev1 "agentrun.dev/api/node/v1"
+	"agentrun.dev/internal/convert/nodeconv"
+	"agentrun.dev/internal/sandbox"
+	"agentrun.dev/internal/server"
+)
+
+// onceRequest is a request that may come again.
+type onceRequest interface {
+	proto.Message
+	GetIdempotencyKey() string
+}
+
+// once is the identity of a request that has an idempotency key, nil of one
+// without. It is that of all its fields.
+func once(ctx context.Context, method string, r onceRequest) (*sandbox.Once, error) {
+	given := r.GetIdempotencyKey()
+	if given == "" {
+		return nil, nil
+	}
+	if len(given) > server.MaxIdempotencyKey {
+		return nil, sandbox.Invalid("idempotency_key", "it has 1 to %d characters", server.MaxIdempotencyKey)
+	}
+	body, err := proto.MarshalOptions{Deterministic: true}.Marshal(r)
+	if err != nil {
+		return nil, err
+	}
+	who := server.PrincipalOf(ctx)
+	o := sandbox.NewOnce(who.Name, method, given, body)
+	return &o, nil
+}
+
+// ClaimSandbox implements nodev1.NodeServer.
+func (n *nodeAPI) ClaimSandbox(ctx context.Context, r *nodev1.ClaimSandboxRequest) (*nodev1.Sandbox, error) {
+	from, err := sandbox.ParseKey(r.GetNamespace(), r.GetPool())
+	if err != nil {
+		return nil, err
+	}
+	k, err := server.Named(from, r.GetName())
+	if err != nil {
+		return nil, err
+	}
+	spec, err := nodeconv.ToClaimSpec(r)
+	if err != nil {
+		return nil, err
+	}
+	id, err := once(ctx, nodev1.Node_ClaimSandbox_FullMethodName, r)
+	if err != nil {
+		return nil, err
+	}
+	s, _, err := n.Service.Claim(ctx, sandbox.ClaimRequest{Key: k, Spec: spec, Once: id})
+	return answered(nodeconv.FromSandbox)(s, err)
+}
+
+// GetSandbox implements nodev1.NodeServer.
+func (n *nodeAPI) GetSandbox(ctx context.Context, r *nodev1.GetSandboxRequest) (*nodev1.Sandbox, error) {
+	return answered(nodeconv.FromSandbox)(of(ctx, r, n.Sandbox))
+}
+
+// ListSandboxes implements nodev1.NodeServer.
+func (n *nodeAPI) ListSandboxes(ctx context.Context, r *nodev1.ListSandboxesRequest) (*nodev1.ListSandboxesResponse, error) {
+	items, next, err := pageOf(ctx, r,
+		func(ctx context.Context, ns sandbox.Namespace, p sandbox.Page) ([]sandbox.Sandbox, error) {
+			return n.Service.Sandboxes(ctx, sandbox.SandboxesRequest{Namespace: ns, Page: p, Ended: r.GetEnded()})
+		}, sandbox.Sandbox.Position, server.Plain(nodeconv.FromSandbox))
+	return &nodev1.ListSandboxesResponse{Sandboxes: items, Next: next}, err
+}
+
+// WatchSandboxes implements nodev1.NodeServer.
+func (n *nodeAPI) WatchSandboxes(r *nodev1.WatchSandboxesRequest, out grpc.ServerStreamingServer[nodev1.SandboxEvent]) error {
+	return n.serve(out.Context(), nodev1.Node_WatchSandboxes_FullMethodName, r, func(ctx context.Context) error {
+		var ns sandbox.Namespace
+		switch {
+		case !r.GetAllNamespaces():
+			var err error
+			if ns, err = sandbox.ParseNamespace(r.GetNamespace()); err != nil {
+				return err
+			}
+		case r.GetNamespace() != "":
+			return sandbox.Invalid("namespace", "there is one, and all_namespaces is set")
+		}
+		ctx, cancel := context.WithCancel(ctx)
+		defer cancel()
+		defer context.AfterFunc(n.serving, cancel)()
+		err := n.Service.Watch(ctx, ns,
+			func(s sandbox.Sandbox) error {
+				return out.Send(&nodev1.SandboxEvent{Kind: nodev1.SandboxEvent_KIND_SANDBOX, Sandbox: nodeconv.FromSandbox(s)})
+			},
+			func() error { return out.Send(&nodev1.SandboxEvent{Kind: nodev1.SandboxEvent_KIND_SYNCED}) })
+		if n.serving.Err() != nil {
+			return sandbox.Errorf(sandbox.CodeClosing, "the daemon is shutting down").Try("Watch again when it is back")
+		}
+		return err
+	})
+}
+
+// verb changes what a sandbox does.
+func verb(ctx context.Context, r objectRequest, do func(context.Context, sandbox.Key) (sandbox.Sandbox, error)) (*nodev1.Sandbox, error) {
+	return answered(nodeconv.FromSandbox)(of(ctx, r, do))
+}
+
+// PauseSandbox implements nodev1.NodeServer.
+func (n *nodeAPI) PauseSandbox(ctx context.Context, r *nodev1.PauseSandboxRequest) (*nodev1.Sandbox, error) {
+	return verb(ctx, r, n.Service.Pause)
+}
+
+// ResumeSandbox implements nodev1.NodeServer.
+func (n *nodeAPI) ResumeSandbox(ctx context.Context, r *nodev1.ResumeSandboxRequest) (*nodev1.Sandbox, error) {
+	return verb(ctx, r, n.Service.Resume)
+}
+
+// HibernateSandbox implements nodev1.NodeServer.
+func (n *nodeAPI) HibernateSandbox(ctx context.Context, r *nodev1.HibernateSandboxRequest) (*nodev1.Sandbox, error) {
+	return verb(ctx, r, n.Service.Hibernate)
+}
+
+// ExtendSandbox implements nodev1.NodeServer.
+func (n *nodeAPI) ExtendSandbox(ctx context.Context, r *nodev1.ExtendSandboxRequest) (*nodev1.Sandbox, error) {
+	if r.GetTimeout() == nil {
+		return nil, sandbox.Invalid("timeout", "it is missing; zero is none")
+	}
+	timeout, err := nodeconv.ToDuration("timeout", r.GetTimeout())
+	if err != nil {
+		return nil, err
+	}
+	return verb(ctx, r, func(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
+		return n.Service.Extend(ctx, k, timeout)
+	})
+}
+
+// KillSandbox implements nodev1.NodeServer.
+func (n *nodeAPI) KillSandbox(ctx context.Context, r *nodev1.KillSandboxRequest) (*nodev1.Sandbox, error) {
+	return verb(ctx, r, n.Service.Kill)
+}
+
+// GetSandboxStats implements nodev1.NodeServer.
+func (n *nodeAPI) GetSandboxStats(ctx context.Context, r *nodev1.GetSandboxStatsRequest) (*nodev1.SandboxStats, error) {
+	return answered(nodeconv.FromCost)(of(ctx, r, n.Service.Cost))
+}
+
+// ListSandboxStats implements nodev1.NodeServer.
+func (n *nodeAPI) ListSandboxStats(ctx context.Context, r *nodev1.ListSandboxStatsRequest) (*nodev1.ListSandboxStatsResponse, error) {
+	items, next, err := pageOf(ctx, r, n.Service.Costs,
+		func(c sandbox.Cost) string { return c.Position() }, server.Plain(nodeconv.FromCost))
+	return &nodev1.ListSandboxStatsResponse{Stats: items, Next: next}, err
+}
+
+// ForkSandbox implements nodev1.NodeServer.
+func (n *nodeAPI) ForkSandbox(ctx context.Context, r *nodev1.ForkSandboxRequest) (*nodev1.Fork, error) {
+	source, err := sandbox.ParseKey(r.GetNamespace(), r.GetSource())
+	if err != nil {
+		return nil, err
+	}
+	k, err := server.Named(source, r.GetName())
+	if err != nil {
+		return nil, err
+	}
+	spec, err := nodeconv.ToForkSpec(r)
+	if err != nil {
+		return nil, err
+	}
+	id, err := once(ctx, nodev1.Node_ForkSandbox_FullMethodName, r)
+	if err != nil {
+		return nil, err
+	}
+	f, _, err := n.Service.Fork(ctx, sandbox.ForkRequest{Key: k, Spec: spec, Once: id})
+	return answered(nodeconv.FromFork)(f, err)
+}
+
+// CheckpointSandbox implements nodev1.NodeServer.
+func (n *nodeAPI) CheckpointSandbox(ctx context.Context, r *nodev1.CheckpointSandboxRequest) (*nodev1.Checkpoint, error) {
+	source, err := sandbox.ParseKey(r.GetNamespace(), r.GetSource())
+	if err != nil {
+		return nil, err
+	}
+	k, err := server.Named(source, r.GetName())
+	if err != nil {
+		return nil, err
+	}
+	id, err := once(ctx, nodev1.Node_CheckpointSandbox_FullMethodName, r)
+	if err != nil {
+		return nil, err
+	}
+	c, _, err := n.Service.Checkpoint(ctx, sandbox.CheckpointRequest{Key: k, Source: source.Name, Once: id})
+	return answered(nodeconv.FromCheckpoint)(c, err)
+}
+
+// RestoreCheckpoint implements nodev1.NodeServer.
+func (n *nodeAPI) RestoreCheckpoint(ctx context.Context, r *nodev1.RestoreCheckpointRequest) (*nodev1.Sandbox, error) {
+	from, err := sandbox.ParseKey(r.GetNamespace(), r.GetCheckpoint())
+	if err != nil {
+		return nil, err
+	}
+	k, err := server.Named(from, r.GetName())
+	if err != nil {
+		return nil, err
+	}
+	spec, err := nodeconv.ToRestoreSpec(r)
+	if err != nil {
+		return nil, err
+	}
+	id, err := once(ctx, nodev1.Node_RestoreCheckpoint_FullMethodName, r)
+	if err != nil {
+		return nil, err
+	}
+	s, _, err := n.Service.Restore(ctx, sandbox.RestoreRequest{Key: k, Checkpoint: from.Name, Spec: spec, Once: id})
+	return answered(nodeconv.FromSandbox)(s, err)
+}

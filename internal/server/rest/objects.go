@@ -1,0 +1,252 @@
+package rest
+
+import (
+	"context"
+	"net/http"
+
+	"agentrun.dev/api/rest"
+	"agentrun.dev/internal/convert/restconv"
+	"agentrun.dev/internal/sandbox"
+	"agentrun.dev/internal/server"
+)
+
+// object serves a route that looks at one object, or deletes it.
+func object[T any](a *api, w http.ResponseWriter, r *http.Request, namespace, name string, get func(context.Context, sandbox.Key) (T, error)) {
+	k, err := sandbox.ParseKey(namespace, name)
+	var found T
+	if err == nil {
+		found, err = get(r.Context(), k)
+	}
+	a.answer(w, r, http.StatusOK, found, err)
+}
+
+// remove serves a route that deletes an object.
+func remove(a *api, w http.ResponseWriter, r *http.Request, namespace, name string, del func(context.Context, sandbox.Key) error) {
+	k, err := sandbox.ParseKey(namespace, name)
+	if err == nil {
+		err = del(r.Context(), k)
+	}
+	a.done(w, r, err)
+}
+
+// listing serves a route that lists objects.
+func listing[T, R any](a *api, w http.ResponseWriter, r *http.Request, namespace string, p sandbox.Page, err error,
+	find func(context.Context, sandbox.Namespace, sandbox.Page) ([]T, error), position func(T) string, show func(context.Context, T) (R, error), wrap func(items []R, next string) any,
+) {
+	var n sandbox.Namespace
+	if err == nil {
+		n, err = sandbox.ParseNamespace(namespace)
+	}
+	var items []R
+	var next string
+	if err == nil {
+		items, next, err = server.List(r.Context(), n, p, find, position, show)
+	}
+	if err != nil {
+		a.fail(w, r, err)
+		return
+	}
+	a.answer(w, r, http.StatusOK, wrap(items, next), nil)
+}
+
+// showTemplate adds to a template how far it is.
+func (a *api) showTemplate(ctx context.Context, t sandbox.Template) (rest.Template, error) {
+	builds, err := a.Service.Builds(ctx, t)
+	if err != nil {
+		return rest.Template{}, err
+	}
+	return restconv.FromTemplate(t, builds), nil
+}
+
+// ListTemplates implements rest.ServerInterface.
+func (a *api) ListTemplates(w http.ResponseWriter, r *http.Request, namespace string, q rest.ListTemplatesParams) {
+	p, err := server.Page(q.Limit, q.After)
+	listing(a, w, r, namespace, p, err, a.Service.Templates,
+		func(t sandbox.Template) string { return string(t.Name) }, a.showTemplate,
+		func(items []rest.Template, next string) any { return rest.TemplateList{Items: items, Next: next} })
+}
+
+// GetTemplate implements rest.ServerInterface.
+func (a *api) GetTemplate(w http.ResponseWriter, r *http.Request, namespace, name string) {
+	object(a, w, r, namespace, name, func(ctx context.Context, k sandbox.Key) (rest.Template, error) {
+		t, err := a.Service.Template(ctx, k)
+		if err != nil {
+			return rest.Template{}, err
+		}
+		return a.showTemplate(ctx, t)
+	})
+}
+
+// PutTemplate implements rest.ServerInterface.
+func (a *api) PutTemplate(w http.ResponseWriter, r *http.Request, namespace, name string) {
+	object(a, w, r, namespace, name, func(ctx context.Context, k sandbox.Key) (rest.Template, error) {
+		var given rest.TemplateSpec
+		if _, err := a.readJSON(w, r, 8*server.MaxBody, &given); err != nil {
+			return rest.Template{}, err
+		}
+		spec, err := restconv.ToTemplateSpec(given)
+		if err != nil {
+			return rest.Template{}, err
+		}
+		t, err := a.Service.ApplyTemplate(ctx, k, spec)
+		if err != nil {
+			return rest.Template{}, err
+		}
+		return a.showTemplate(ctx, t)
+	})
+}
+
+// DeleteTemplate implements rest.ServerInterface.
+func (a *api) DeleteTemplate(w http.ResponseWriter, r *http.Request, namespace, name string) {
+	remove(a, w, r, namespace, name, a.Service.DeleteTemplate)
+}
+
+// GetTemplateLog implements rest.ServerInterface.
+func (a *api) GetTemplateLog(w http.ResponseWriter, r *http.Request, namespace, name string, q rest.GetTemplateLogParams) {
+	k, err := sandbox.ParseKey(namespace, name)
+	stage := sandbox.AfterReady
+	if q.Stage != "" {
+		stage = sandbox.Stage(q.Stage)
+	}
+	if err == nil && stage != sandbox.AfterReady && stage != sandbox.AfterInit {
+		err = sandbox.Invalid("stage", "%q is neither Init nor Ready", server.Trimmed(string(stage)))
+	}
+	if err != nil {
+		a.fail(w, r, err)
+		return
+	}
+	out := &flowing{api: a, w: w, kind: "text/plain; charset=utf-8"}
+	err = a.Service.CopyBuildLog(r.Context(), sandbox.BuildLogRequest{Key: k, Stage: stage, Follow: q.Follow == nil || *q.Follow}, out)
+	if err != nil {
+		a.fail(w, r, err)
+		return
+	}
+	out.begin() // of an empty log
+}
+
+func (a *api) showPool(ctx context.Context, k sandbox.Key) (rest.Pool, error) {
+	p, status, err := a.Service.Pool(ctx, k)
+	return restconv.FromPool(p, status), err
+}
+
+// ListPools implements rest.ServerInterface.
+func (a *api) ListPools(w http.ResponseWriter, r *http.Request, namespace string, q rest.ListPoolsParams) {
+	p, err := server.Page(q.Limit, q.After)
+	listing(a, w, r, namespace, p, err, a.Service.Pools,
+		func(p sandbox.Pool) string { return string(p.Name) },
+		func(ctx context.Context, p sandbox.Pool) (rest.Pool, error) { return a.showPool(ctx, p.Key) },
+		func(items []rest.Pool, next string) any { return rest.PoolList{Items: items, Next: next} })
+}
+
+// GetPool implements rest.ServerInterface.
+func (a *api) GetPool(w http.ResponseWriter, r *http.Request, namespace, name string) {
+	object(a, w, r, namespace, name, a.showPool)
+}
+
+// PutPool implements rest.ServerInterface.
+func (a *api) PutPool(w http.ResponseWriter, r *http.Request, namespace, name string) {
+	object(a, w, r, namespace, name, func(ctx context.Context, k sandbox.Key) (rest.Pool, error) {
+		var given rest.PoolSpec
+		if _, err := a.readJSON(w, r, server.MaxBody, &given); err != nil {
+			return rest.Pool{}, err
+		}
+		spec, err := restconv.ToPoolSpec(given)
+		if err != nil {
+			return rest.Pool{}, err
+		}
+		if _, err := a.Service.ApplyPool(ctx, k, spec); err != nil {
+			return rest.Pool{}, err
+		}
+		return a.showPool(ctx, k)
+	})
+}
+
+// DeletePool implements rest.ServerInterface.
+func (a *api) DeletePool(w http.ResponseWriter, r *http.Request, namespace, name string) {
+	remove(a, w, r, namespace, name, a.Service.DeletePool)
+}
+
+// ListForks implements rest.ServerInterface.
+func (a *api) ListForks(w http.ResponseWriter, r *http.Request, namespace string, q rest.ListForksParams) {
+	p, err := server.Page(q.Limit, q.After)
+	listing(a, w, r, namespace, p, err, a.Service.Forks,
+		func(f sandbox.Fork) string { return string(f.Name) },
+		server.Plain(restconv.FromFork),
+		func(items []rest.Fork, next string) any { return rest.ForkList{Items: items, Next: next} })
+}
+
+// GetFork implements rest.ServerInterface.
+func (a *api) GetFork(w http.ResponseWriter, r *http.Request, namespace, name string) {
+	object(a, w, r, namespace, name, func(ctx context.Context, k sandbox.Key) (rest.Fork, error) {
+		f, err := a.Service.ForkOf(ctx, k)
+		return restconv.FromFork(f), err
+	})
+}
+
+// DeleteFork implements rest.ServerInterface.
+func (a *api) DeleteFork(w http.ResponseWriter, r *http.Request, namespace, name string) {
+	remove(a, w, r, namespace, name, a.Service.DeleteFork)
+}
+
+// ForkSandbox implements rest.ServerInterface.
+func (a *api) ForkSandbox(w http.ResponseWriter, r *http.Request, namespace, name string, q rest.ForkSandboxParams) {
+	f, err := func() (f sandbox.Fork, err error) {
+		source, err := sandbox.ParseKey(namespace, name)
+		if err != nil {
+			return f, err
+		}
+		var given rest.ForkCreate
+		body, err := a.readJSON(w, r, server.MaxBody, &given)
+		if err != nil {
+			return f, err
+		}
+		k, err := server.Named(source, given.Name)
+		if err != nil {
+			return f, err
+		}
+		once, err := idempotent(r, body)
+		if err != nil {
+			return f, err
+		}
+		f, replayed, err := a.Service.Fork(r.Context(), sandbox.ForkRequest{Key: k, Spec: restconv.ToForkSpec(source.Name, given), Once: once})
+		noteReplay(w, replayed)
+		return f, err
+	}()
+	shown := restconv.FromFork(f)
+	if err == nil {
+		made(r, "forks/"+string(f.Name))
+		for i, c := range f.Children {
+			if c.ID != "" {
+				shown.Children[i].Token = a.Access.Token(c.ID)
+			}
+		}
+	}
+	a.answer(w, r, http.StatusCreated, shown, err)
+}
+
+// idempotent is the identity of a request that has an idempotency key.
+func idempotent(r *http.Request, body []byte) (*sandbox.Once, error) {
+	given, ok := r.Header["Idempotency-Key"]
+	if !ok {
+		return nil, nil
+	}
+	if len(given) != 1 || given[0] == "" || len(given[0]) > server.MaxIdempotencyKey {
+		return nil, sandbox.Invalid("Idempotency-Key", "it has 1 to %d characters, and is given once", server.MaxIdempotencyKey)
+	}
+	once := sandbox.NewOnce(server.PrincipalOf(r.Context()).Name, r.Method+" "+r.URL.Path, given[0], body)
+	return &once, nil
+}
+
+func noteReplay(w http.ResponseWriter, replayed bool) {
+	if replayed {
+		w.Header().Set("Idempotency-Replayed", "true")
+	}
+}
+
+// sandboxVerb serves a route that changes what a sandbox does.
+func (a *api) sandboxVerb(w http.ResponseWriter, r *http.Request, namespace, name string, do func(context.Context, sandbox.Key) (sandbox.Sandbox, error)) {
+	object(a, w, r, namespace, name, func(ctx context.Context, k sandbox.Key) (rest.Sandbox, error) {
+		s, err := do(ctx, k)
+		return restconv.FromSandbox(s), err
+	})
+}

@@ -1,0 +1,69 @@
+package rest
+
+import (
+	"context"
+	"net/http"
+
+	"agentrun.dev/api/rest"
+	"agentrun.dev/internal/convert/restconv"
+	"agentrun.dev/internal/sandbox"
+	"agentrun.dev/internal/server"
+)
+
+// ListSecrets implements rest.ServerInterface.
+func (a *api) ListSecrets(w http.ResponseWriter, r *http.Request, namespace string, q rest.ListSecretsParams) {
+	p, err := server.Page(q.Limit, q.After)
+	listing(a, w, r, namespace, p, err, a.Service.Secrets,
+		func(s sandbox.Secret) string { return string(s.Name) },
+		server.Plain(restconv.FromSecret),
+		func(items []rest.Secret, next string) any { return rest.SecretList{Items: items, Next: next} })
+}
+
+// GetSecret implements rest.ServerInterface.
+func (a *api) GetSecret(w http.ResponseWriter, r *http.Request, namespace, name string) {
+	object(a, w, r, namespace, name, func(ctx context.Context, k sandbox.Key) (rest.Secret, error) {
+		s, err := a.Service.Secret(ctx, k)
+		return restconv.FromSecret(s), err
+	})
+}
+
+// PutSecret implements rest.ServerInterface.
+func (a *api) PutSecret(w http.ResponseWriter, r *http.Request, namespace, name string) {
+	a.writeSecret(w, r, namespace, name, a.Service.ApplySecret)
+}
+
+// PatchSecret implements rest.ServerInterface.
+func (a *api) PatchSecret(w http.ResponseWriter, r *http.Request, namespace, name string) {
+	a.writeSecret(w, r, namespace, name, a.Service.SetSecret)
+}
+
+// DeleteSecret implements rest.ServerInterface.
+func (a *api) DeleteSecret(w http.ResponseWriter, r *http.Request, namespace, name string) {
+	remove(a, w, r, namespace, name, a.Service.DeleteSecret)
+}
+
+func (a *api) writeSecret(w http.ResponseWriter, r *http.Request, namespace, name string, write func(context.Context, sandbox.Key, sandbox.SecretData) (sandbox.Secret, error)) {
+	object(a, w, r, namespace, name, func(ctx context.Context, k sandbox.Key) (rest.Secret, error) {
+		var given rest.SecretValues
+		if _, err := a.readJSON(w, r, 8*server.MaxBody, &given); err != nil {
+			return rest.Secret{}, hideBody(err)
+		}
+		data, err := restconv.ToSecretData(given)
+		if err != nil {
+			return rest.Secret{}, err
+		}
+		s, err := write(ctx, k, data)
+		return restconv.FromSecret(s), err
+	})
+}
+
+// hideBody leaves out of an error what is wrong with the text of a body: a part
+// of a value may be quoted there.
+func hideBody(err error) error {
+	if !sandbox.HasCode(err, sandbox.CodeInvalid) {
+		return err
+	}
+	return sandbox.Errorf(sandbox.CodeInvalid, "the body is not what it should be").
+		Because("what is wrong is not shown, as it may be a secret").
+		Try(`Send {"stringData": {"KEY": "text"}} or {"data": {"KEY": "base64"}}`)
+}

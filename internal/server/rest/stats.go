@@ -1,0 +1,36 @@
+package rest
+
+import (
+	"context"
+	"net/http"
+
+	"agentrun.dev/api/rest"
+	"agentrun.dev/internal/convert/restconv"
+	"agentrun.dev/internal/sandbox"
+	"agentrun.dev/internal/server"
+)
+
+// GetNode implements rest.ServerInterface.
+func (a *api) GetNode(w http.ResponseWriter, r *http.Request) {
+	n, err := a.Service.Node(r.Context())
+	a.answer(w, r, http.StatusOK, restconv.FromNode(n), err)
+}
+
+// ListStats implements rest.ServerInterface.
+func (a *api) ListStats(w http.ResponseWriter, r *http.Request, namespace string, q rest.ListStatsParams) {
+	p, err := server.Page(q.Limit, q.After)
+	listing(a, w, r, namespace, p, err, a.Service.Costs,
+		func(c sandbox.Cost) string { return c.Position() },
+		server.Plain(restconv.FromCost),
+		func(items []rest.SandboxStats, next string) any {
+			return rest.SandboxStatsList{Items: items, Next: next}
+		})
+}
+
+// GetStats implements rest.ServerInterface.
+func (a *api) GetStats(w http.ResponseWriter, r *http.Request, namespace, name string) {
+	object(a, w, r, namespace, name, func(ctx context.Context, k sandbox.Key) (rest.SandboxStats, error) {
+		c, err := a.Service.Cost(ctx, k)
+		return restconv.FromCost(c), err
+	})
+}

@@ -1,0 +1,136 @@
+// Package server is what the APIs of a node have in common: the service that they
+// serve, who may do what with it, what is written down, and the words for what goes
+// wrong. Each API is a package of its own below.
+package server
+
+import (
+	"context"
+	"io"
+	"log/slog"
+	"time"
+
+	"agentrun.dev/internal/access"
+	"agentrun.dev/internal/access/audit"
+	"agentrun.dev/internal/sandbox"
+)
+
+// Service is what is served. *node.Manager implements it. The context of each call
+// says who makes it (sandbox.PrincipalOf). A request with an identity (sandbox.Once)
+// that was done before has the same answer again, and replayed says so.
+type Service interface {
+	ApplyTemplate(ctx context.Context, k sandbox.Key, spec sandbox.TemplateSpec) (sandbox.Template, error)
+	Template(ctx context.Context, k sandbox.Key) (sandbox.Template, error)
+	Templates(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Template, error)
+	Builds(ctx context.Context, t sandbox.Template) ([]sandbox.Build, error)
+	CopyBuildLog(ctx context.Context, r sandbox.BuildLogRequest, w io.Writer) error
+	DeleteTemplate(ctx context.Context, k sandbox.Key) error
+
+	ApplyPool(ctx context.Context, k sandbox.Key, spec sandbox.PoolSpec) (sandbox.Pool, error)
+	Pool(ctx context.Context, k sandbox.Key) (sandbox.Pool, sandbox.PoolStatus, error)
+	Pools(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Pool, error)
+	DeletePool(ctx context.Context, k sandbox.Key) error
+
+	Claim(ctx context.Context, r sandbox.ClaimRequest) (s sandbox.Sandbox, replayed bool, err error)
+	Sandbox(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error)
+	SandboxByID(ctx context.Context, id sandbox.ID) (sandbox.Sandbox, error)
+	Sandboxes(ctx context.Context, r sandbox.SandboxesRequest) ([]sandbox.Sandbox, error)
+	Pause(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error)
+	Resume(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error)
+	Hibernate(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error)
+	Extend(ctx context.Context, k sandbox.Key, timeout time.Duration) (sandbox.Sandbox, error)
+	Kill(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error)
+	Use(ctx context.Context, k sandbox.Key) (sandbox.Session, error)
+
+	Fork(ctx context.Context, r sandbox.ForkRequest) (f sandbox.Fork, replayed bool, err error)
+	ForkOf(ctx context.Context, k sandbox.Key) (sandbox.Fork, error)
+	Forks(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Fork, error)
+	DeleteFork(ctx context.Context, k sandbox.Key) error
+
+	ApplySecret(ctx context.Context, k sandbox.Key, data sandbox.SecretData) (sandbox.Secret, error)
+	SetSecret(ctx context.Context, k sandbox.Key, data sandbox.SecretData) (sandbox.Secret, error)
+	Secret(ctx context.Context, k sandbox.Key) (sandbox.Secret, error)
+	Secrets(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Secret, error)
+	DeleteSecret(ctx context.Context, k sandbox.Key) error
+
+	SetQuota(ctx context.Context, q sandbox.Quota) (sandbox.QuotaUse, error)
+	QuotaOf(ctx context.Context, n sandbox.Namespace) (sandbox.QuotaUse, error)
+
+	Checkpoint(ctx context.Context, r sandbox.CheckpointRequest) (c sandbox.CheckpointSize, replayed bool, err error)
+	CheckpointOf(ctx context.Context, k sandbox.Key) (sandbox.CheckpointSize, error)
+	Checkpoints(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.CheckpointSize, error)
+	DeleteCheckpoint(ctx context.Context, k sandbox.Key) error
+	Restore(ctx context.Context, r sandbox.RestoreRequest) (s sandbox.Sandbox, replayed bool, err error)
+
+	Cost(ctx context.Context, k sandbox.Key) (sandbox.Cost, error)
+	Costs(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Cost, error)
+	Node(ctx context.Context) (sandbox.NodeStatus, error)
+	Watch(ctx context.Context, n sandbox.Namespace, each func(sandbox.Sandbox) error, synced func() error) error
+}
+
+// Authenticator says whose credentials a request shows. Each API finds them in its
+// own way: in a header, or in what the kernel knows of a socket.
+type Authenticator interface {
+	Authenticate(ctx context.Context, c access.Credentials) (access.Principal, error)
+}
+
+// Auditor keeps what was done. *audit.Log is one.
+type Auditor interface{ Write(audit.Event) error }
+
+// Config is what a server of any API works with.
+type Config struct {
+	Service Service
+	// Access makes keys and tokens, Audit keeps what is done with them.
+	Access *access.Store
+	Audit  Auditor
+	// Authenticator says who makes a request; nil knows those of Access, and users
+	// of this machine.
+	Authenticator Authenticator
+	// Version is the daemon's, Endpoint where others reach it.
+	Version, Endpoint string
+	Log               *slog.Logger
+	// Work is told what is done inside of sandboxes; nil is nobody.
+	Work sandbox.Observer
+	// Contexts are shared by all servers of a daemon; nil makes the server's own.
+	Contexts *Contexts
+	// BodyTimeout is how long a client may take to send a message or a JSON body, and
+	// StallTimeout how long it may neither send nor take anything while it
+	// streams. 0 are 30 seconds and a minute. The second is the longer one: an
+	// answer may have to wait for what is left of a body.
+	BodyTimeout, StallTimeout time.Duration
+}
+
+// WithDefaults fills in what was left open.
+func (c Config) WithDefaults() Config {
+	if c.Authenticator == nil {
+		c.Authenticator = access.Authenticator{Store: c.Access, Sandbox: c.Service.SandboxByID}
+	}
+	if c.BodyTimeout == 0 {
+		c.BodyTimeout = bodyTimeout
+	}
+	if c.StallTimeout == 0 {
+		c.StallTimeout = stallTimeout
+	}
+	if c.Work == nil {
+		c.Work = sandbox.Observers()
+	}
+	if c.Contexts == nil {
+		c.Contexts = NewContexts()
+	}
+	return c
+}
+
+const (
+	bodyTimeout  = 30 * time.Second
+	stallTimeout = time.Minute
+)
+
+// Bounds of every request.
+const (
+	MaxHeader         = 64 << 10
+	ReadHeaderTimeout = 10 * time.Second
+	IdleTimeout       = 2 * time.Minute
+	// MaxBody is the size of a JSON body or a message.
+	MaxBody = 1 << 20
+	// MaxIdempotencyKey is the length of the longest idempotency key.
+	MaxIdempotencyKey = 255
+)

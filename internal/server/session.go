@@ -1,0 +1,144 @@
+package server
+
+import (
+	"context"
+	"errors"
+	"io/fs"
+	"sync"
+
+	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/sandbox"
+)
+
+// Session is a sandbox that a request uses, with what requests leave open.
+type Session struct {
+	sandbox.Session
+	observer sandbox.Observer
+	contexts *Contexts
+}
+
+// Use begins to use a sandbox.
+func (c *Config) Use(ctx context.Context, k sandbox.Key) (*Session, error) {
+	s, err := c.Service.Use(ctx, k)
+	if err != nil {
+		return nil, err
+	}
+	if err := checkOwn(ctx, s.Record()); err != nil {
+		s.Close()
+		return nil, err
+	}
+	return &Session{s, c.Work, c.Contexts}, nil
+}
+
+// Sandbox looks at a sandbox.
+func (c *Config) Sandbox(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
+	s, err := c.Service.Sandbox(ctx, k)
+	if err == nil {
+		err = checkOwn(ctx, s)
+	}
+	if err != nil {
+		return sandbox.Sandbox{}, err
+	}
+	return s, nil
+}
+
+// checkOwn refuses a sandbox that is not the one of the token: the name may have gone
+// to another since the request was authorised.
+func checkOwn(ctx context.Context, s sandbox.Sandbox) error {
+	if only := PrincipalOf(ctx).Sandbox; only != "" && s.ID != only {
+		return sandbox.NotFound(sandbox.KindSandbox, s.Key)
+	}
+	return nil
+}
+
+// Begin tells the observer of something that is done in the sandbox.
+func (s *Session) Begin(ctx context.Context, op sandbox.Op) (context.Context, func(error)) {
+	ctx, end := s.observer.Begin(ctx, s.Record().Work(op))
+	return ctx, func(err error) { end(sandbox.Outcome{Err: err}) }
+}
+
+// Scope is as whom and from where files are reached where nothing else is said.
+func (s *Session) Scope() guestrpc.FileScope {
+	r := s.Record()
+	return guestrpc.FileScope{User: r.User, Workdir: r.Workdir}
+}
+
+// Exec starts a program; user and working folder are the sandbox's where the
+// request has none. The environment is there already.
+func (s *Session) Exec(ctx context.Context, req guestrpc.ExecRequest) (*guestrpc.AttachedExec, error) {
+	scope := s.Scope()
+	if req.User == "" {
+		req.User = scope.User
+	}
+	if req.Workdir == "" {
+		req.Workdir = scope.Workdir
+	}
+	return s.Agent().Exec(ctx, req)
+}
+
+// DefaultContext names the context of a language that code runs in where none is
+// named, and sees to it that it is there, with the sandbox's user and folder.
+func (s *Session) DefaultContext(ctx context.Context, language string) (string, error) {
+	name := "default"
+	if language != "" && language != "python" {
+		name += "-" + language
+	}
+	key := contextID{s.Record().ID, name}
+	if s.contexts.has(key) {
+		return name, nil
+	}
+	scope := s.Scope()
+	_, err := s.Agent().CreateContext(ctx, guestrpc.CodeCreateRequest{ID: name, Language: language, Workdir: scope.Workdir, User: scope.User})
+	if err != nil && !errors.Is(err, fs.ErrExist) {
+		return "", err
+	}
+	s.contexts.add(key)
+	return name, nil
+}
+
+// CloseContext ends the kernel of a context and forgets the context.
+func (s *Session) CloseContext(ctx context.Context, id string) error {
+	s.contexts.drop(contextID{s.Record().ID, id})
+	return s.Agent().CloseContext(ctx, id)
+}
+
+// maxContexts bounds the contexts that are remembered. One that was forgotten is
+// asked for again.
+const maxContexts = 10_000
+
+// Contexts remembers which default contexts of sandboxes were seen to be there.
+// The servers of one daemon share it: what one of them closes is gone for all.
+type Contexts struct {
+	mu   sync.Mutex // protects seen
+	seen map[contextID]bool
+}
+
+// contextID names a context of a sandbox.
+type contextID struct {
+	sandbox sandbox.ID
+	name    string
+}
+
+// NewContexts remembers none.
+func NewContexts() *Contexts { return &Contexts{seen: map[contextID]bool{}} }
+
+func (c *Contexts) has(key contextID) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.seen[key]
+}
+
+func (c *Contexts) add(key contextID) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if len(c.seen) >= maxContexts {
+		clear(c.seen)
+	}
+	c.seen[key] = true
+}
+
+func (c *Contexts) drop(key contextID) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	delete(c.seen, key)
+}
