@@ -16,6 +16,7 @@ install -d "$root/lib/agentrun" "$root/bin" "$root/share/man/man1" "$root/lib/sy
 for p in "${programs[@]}"; do install -m 755 "$build/$p" "$root/lib/agentrun/$p"; done
 install -m 644 "$build/vmlinux" "$root/lib/agentrun/vmlinux"
 ln -sfn ../lib/agentrun/agentrun "$root/bin/agentrun"
+rm -f "$root"/share/man/man1/agentrun*.1 # of commands that are gone
 "$build/agentrun" man "$root/share/man/man1"
 install -d "$root/share/bash-completion/completions" "$root/share/zsh/site-functions" "$root/share/fish/vendor_completions.d"
 "$build/agentrun" completion bash >"$root/share/bash-completion/completions/agentrun"

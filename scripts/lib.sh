@@ -71,7 +71,7 @@ build_gvisor_helper() {
 		go version
 		cat gvisor/go.mod gvisor/go.sum go.mod
 		find gvisor internal/guest/guestmux internal/engine/gvisorctl internal/vmm/livefork internal/vmm/vmmctl internal/storage/extent internal/storage/layer internal/codec \
-			-name '*.go' ! -name '*_test.go' -o -name '*.s' | LC_ALL=C sort | xargs sha256sum
+			-name '*.go' ! -name '*_test.go' -o -name '*.s' -o -name '*.json' | LC_ALL=C sort | xargs sha256sum
 	} | sha256sum | cut -c1-16)
 	helper=$cache/gvisor/gvisor-helper-$hash
 	if [ ! -x "$helper" ]; then

@@ -93,14 +93,6 @@ func runCommand(ctx context.Context, o runOptions, argv []string, stdin io.Reade
 	if kind == pick.GVisor && (len(o.disks) > 0 || o.kernel != "" || o.cmdline != "") {
 		return errors.New("--disk, --kernel and --append are for microVMs: gVisor has neither disks nor a kernel of its own to boot (--engine microvm)")
 	}
-	spec, config, closeFiles, err := o.spec(ctx, kind, stderr)
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, closeFiles()) }()
-	if argv, err = o.settings(config, argv); err != nil {
-		return err
-	}
 	dir, err := os.MkdirTemp("/dev/shm", "agentrun-run-")
 	if err != nil {
 		return err
@@ -111,6 +103,14 @@ func runCommand(ctx context.Context, o runOptions, argv []string, stdin io.Reade
 		return err
 	}
 	defer func() { err = errors.Join(err, e.Close()) }()
+	spec, config, closeFiles, err := o.spec(ctx, kind, stderr)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, closeFiles()) }()
+	if argv, err = o.settings(config, argv); err != nil {
+		return err
+	}
 	sb, err := e.Boot(ctx, spec)
 	if err != nil {
 		return err

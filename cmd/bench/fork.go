@@ -18,13 +18,27 @@ func newForkCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "fork (--rootfs DIR | --guest test)",
 		Short: "Forks: to the first instruction, the first answer and the first program",
-		Long: `Boot microVMs and measure, on this machine and beside the floor of the same run:
-the time from the call to the first answer of the guest's agent, the round trip
-of a ping, and of a process from its start to its exit status.
+		Long: `Boot a microVM, freeze it, fork it again and again and measure, beside the floor
+of the same run: when the state is restored, when the agent has answered (with an
+identity of its own), when a program has ended, a warm ping and a warm program, and
+the memory that a fork costs, after its first answer and after a program: pages of
+its own in the guest's RAM, the private memory and PSS of the process apart from
+them, and by how much the kernel's memory has grown. All forks stay alive to the
+end.
 
-The floor is the least that KVM takes for any machine: KVM_CREATE_VM, split
-irqchip, a private mapping of 256 MiB, one slot, one vCPU, its registers, and a
-run to the first port write.`,
+--wall 1,100,500 makes so many forks against the wall clock, each time anew; one
+after the other, as agentrun fork does, or --parallel N at once.
+
+--shells N makes as many forks again, in turns with the others, into N shells that
+wait: jailed processes with VM, vCPU and memory, the state not yet loaded. They are
+reported apart.
+
+--guest test measures the host's side alone, in one process, with a bare guest
+that runs on any KVM: to the first guest instruction, and the same from shells
+made ahead (VM, vCPU and memory there, state not yet loaded).
+
+On gVisor the floor is a plain runsc restore, by its command line, of a shell that
+answers.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			cfg.Engine, _ = pick.Choose(cfg.Engine)

@@ -56,7 +56,7 @@ type TemplateSpec struct {
 	// writes to. With 0 that is in its memory, and holds half as much.
 	Disk  uint64      `json:"disk,omitempty"`
 	Ready *ReadyCheck `json:"ready,omitempty"`
-	// Warmup is code that is run in a language kernel, so that what it has
+	// Warmup is code that an interpreter runs, so that what it has
 	// imported and computed is in the snapshot.
 	Warmup *Program `json:"warmup,omitempty"`
 }
@@ -72,7 +72,7 @@ type ReadyCheck struct {
 	Timeout time.Duration `json:"timeout,omitempty"`
 }
 
-// Program is code in a language that has a kernel.
+// Program is code in a language that has an interpreter.
 type Program struct {
 	Language string `json:"language"`
 	Text     string `json:"text"`

@@ -175,7 +175,7 @@ func TestLayeredAgainstModel(t *testing.T) {
 	}
 }
 
-func TestWriteSpansChecks(t *testing.T) {
+func TestWriteRunsChecks(t *testing.T) {
 	m := layered(t, 4*PageSize)
 	for _, s := range []extent.Run{run(4, 1), run(3, 2), {Start: 1 << 63, Length: PageSize}, {Start: 0, Length: 1 << 63}} {
 		if err := m.WriteRuns(&bytes.Buffer{}, []extent.Run{s}); !errors.Is(err, ErrRange) {

@@ -138,7 +138,7 @@ func (p *Process) Request(ctx context.Context, message func(id uint64) vmmctl.Me
 	return p.Await(ctx, reply)
 }
 
-// Post sends a message; its reply, for await, comes later. A vmm that does not
+// Post sends a message; its reply, for Await, comes later. A vmm that does not
 // answer in time is killed.
 func (p *Process) Post(message func(id uint64) vmmctl.Message, files ...*os.File) (<-chan *vmmctl.Reply, error) {
 	p.mu.Lock()
