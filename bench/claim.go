@@ -9,7 +9,6 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/pool"
-	"agentrun.dev/internal/storage/snapshot"
 )
 
 // ClaimConfig says what Claim measures.
@@ -20,9 +19,9 @@ type ClaimConfig struct {
 	// Count is how many claims are made one after the other, Ready how many
 	// sandboxes wait, Burst how many claims a burst has; 0 makes no burst.
 	Count, Ready, Burst int
-	// Shells is how many forks are half made, for when no sandbox waits. The burst
+	// Spares is how many forks are half made, for when no sandbox waits. The burst
 	// has as many as a daemon's pool.
-	Shells int
+	Spares int
 	// Starts is how many machines are started at once in the burst; 0 leaves that to
 	// the manager.
 	Starts int
@@ -36,7 +35,7 @@ type ClaimReport struct {
 	Memory uint64  `json:"memory_bytes"`
 	VCPUs  int     `json:"vcpus"`
 	Ready  int     `json:"ready"`
-	Shells int     `json:"shells"`
+	Spares int     `json:"shells"`
 	Floor  Summary `json:"floor"`
 	// Ping is a warm one, the measure of a claim: a claim returns when the
 	// sandbox's agent has confirmed its new identity. They take turns, and no
@@ -51,7 +50,7 @@ type ClaimReport struct {
 // Claim measures claims of ready sandboxes: one by one of a pool without a manager,
 // then a burst of them through the manager.
 func Claim(ctx context.Context, cfg ClaimConfig) (_ ClaimReport, err error) {
-	report := ClaimReport{Memory: cfg.Memory, VCPUs: cfg.VCPUs, Ready: cfg.Ready, Shells: cfg.Shells}
+	report := ClaimReport{Memory: cfg.Memory, VCPUs: cfg.VCPUs, Ready: cfg.Ready, Spares: cfg.Spares}
 	from := ForkConfig{Guest: cfg.Guest, Program: cfg.Program, Warm: cfg.Warm}
 	report.Engine = string(from.engine())
 	if cfg.Count > 0 {
@@ -72,12 +71,12 @@ func (r *ClaimReport) oneByOne(ctx context.Context, cfg ClaimConfig, from ForkCo
 		return err
 	}
 	defer func() { err = errors.Join(err, source.close()) }()
-	shells, err := engine.KeepShells(source.engine, source.snap, cfg.Shells)
+	spares, err := engine.KeepSpares(source.engine, source.snap, cfg.Spares)
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, shells.Close()) }()
-	ready := ReadyPool(source.engine, source.snap, cfg.Ready)
+	defer func() { err = errors.Join(err, spares.Close()) }()
+	ready := engine.KeepForksReady(source.engine, source.snap, cfg.Ready)
 	defer func() { err = errors.Join(err, ready.Close()) }()
 	floor, err := floorOf(from.engine(), cfg.Root, cfg.Warm)
 	if err != nil {
@@ -97,26 +96,6 @@ func (r *ClaimReport) oneByOne(ctx context.Context, cfg ClaimConfig, from ForkCo
 	r.Floor, r.Claim, r.Ping = Summarize(s.floors), Summarize(s.claims), Summarize(s.pings)
 	r.Noisy = r.Floor.Noisy()
 	return nil
-}
-
-// ReadyPool keeps sandboxes of a snapshot ready, as a pool of the manager does. A claim
-// asks for one by the host name to give it; empty leaves the choice to the engine.
-func ReadyPool(e engine.Engine, snap *snapshot.Snapshot, count int) *pool.Pool[engine.Sandbox, string] {
-	fork := func(ctx context.Context, hostname string) (engine.Sandbox, error) {
-		return e.Fork(ctx, snap, engine.ForkOptions{Hostname: hostname})
-	}
-	return pool.New(pool.Config[engine.Sandbox, string]{
-		What: "ready sandboxes", Count: count,
-		Make: func(ctx context.Context) (engine.Sandbox, error) {
-			sb, err := fork(ctx, "")
-			if err != nil {
-				return nil, err
-			}
-			return sb, engine.MakeReady(ctx, sb, nil)
-		},
-		Claim: func(ctx context.Context, sb engine.Sandbox, hostname string) error { return sb.Claim(ctx, hostname) },
-		Now:   fork,
-	})
 }
 
 type claimSamples struct{ floors, pings, claims []time.Duration }
@@ -173,7 +152,7 @@ func (s *claimSamples) row(ctx context.Context, ready *pool.Pool[engine.Sandbox,
 // Print writes the report as a table.
 func (r ClaimReport) Print(w io.Writer) error {
 	if r.Claim.N > 0 {
-		fmt.Fprintf(w, "claims of %d ready sandboxes, %d shells, %d MiB, %d vCPU; milliseconds\n", r.Ready, r.Shells, r.Memory>>20, r.VCPUs)
+		fmt.Fprintf(w, "claims of %d ready sandboxes, %d spares, %d MiB, %d vCPU; milliseconds\n", r.Ready, r.Spares, r.Memory>>20, r.VCPUs)
 		err := printTable(w, r.Floor, []row{{"floor", r.Floor}, {"warm ping", r.Ping}, {"claim", r.Claim}})
 		if err != nil {
 			return err

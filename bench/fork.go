@@ -16,6 +16,7 @@ import (
 	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/host/procid"
+	"agentrun.dev/internal/node"
 	"agentrun.dev/internal/storage/snapshot"
 )
 
@@ -37,13 +38,27 @@ type ForkConfig struct {
 	// many of them at once.
 	Walls    []int
 	Parallel int
-	// Shells is how many shells wait for as many forks again, which are made in
+	// Spares is how many spares wait for as many forks again, which are made in
 	// turns with the others; 0 makes none of these. Linux only.
-	Shells int
+	Spares int
 	// Warm is a shell script that runs before the guest is frozen.
 	Warm string
 	// Precreate is how many sandboxes gVisor makes ahead of each fork.
 	Precreate int
+	// Interface is whether as many forks again are made of a guest that has a network
+	// interface, in turns with the others. Linux only.
+	Interface bool
+
+	// wired is whether the guest has one.
+	wired bool
+}
+
+// network is the guest's interface, nil without one.
+func (c *ForkConfig) network() *engine.Network {
+	if !c.wired {
+		return nil
+	}
+	return node.Interface()
 }
 
 // ForkReport is what they found. Times are from the call; what does not apply
@@ -58,11 +73,11 @@ type ForkReport struct {
 	Precreate int     `json:"precreate,omitempty"`
 	Floor     Summary `json:"floor"`
 	// Restored: the machine's state is loaded. FirstInstruction: the guest
-	// was seen to run. FromShell: the same, with VM, vCPU and memory made
+	// was seen to run. FromSpare: the same, with VM, vCPU and memory made
 	// ahead. Only the bare guest shows these two.
 	Restored         Summary `json:"restored"`
 	FirstInstruction Summary `json:"first_instruction"`
-	FromShell        Summary `json:"first_instruction_from_shell"`
+	FromSpare        Summary `json:"first_instruction_from_shell"`
 	// FirstAnswer is that of the agent, the fork's new identity included, and
 	// FirstExec the exit status of a program; both only for Linux.
 	FirstAnswer Summary `json:"first_answer"`
@@ -74,8 +89,10 @@ type ForkReport struct {
 	// (a bare guest: when it has run), and when it has run a program.
 	AfterAnswer Memory `json:"memory_after_answer"`
 	AfterExec   Memory `json:"memory_after_exec"`
-	// Shells are forks into shells that waited; nil if none were made.
-	Shells *ShellReport `json:"from_shells,omitempty"`
+	// Spares are forks into spares that waited; nil if none were made.
+	Spares *SpareReport `json:"from_shells,omitempty"`
+	// Interface are forks with a network interface; nil if none were made.
+	Interface *InterfaceReport `json:"with_interface,omitempty"`
 	// KernelFrom says whose growth the kernel's memory is: cgroup or machine.
 	KernelFrom string `json:"kernel_memory_of"`
 	Walls      []Wall `json:"walls"`
@@ -119,6 +136,10 @@ type forkSource struct {
 	engine engine.Engine
 	snap   *snapshot.Snapshot
 	ahead  ahead
+	// wired is the same guest with a network interface; nil if it is not measured.
+	wired *forkSource
+	// forked is whether there was a fork: only then is anything made ahead.
+	forked bool
 	undo   []func() error
 }
 
@@ -146,12 +167,21 @@ func newForkSource(ctx context.Context, cfg ForkConfig) (_ *forkSource, err erro
 		return nil, err
 	}
 	s.undo = append(s.undo, source.Close)
-	if s.snap, err = source.Snapshot(ctx, filepath.Join(cfg.Folder, "snapshot")); err != nil {
+	dir := "snapshot"
+	if cfg.wired {
+		dir = "snapshot-wired"
+	}
+	if s.snap, err = source.Snapshot(ctx, filepath.Join(cfg.Folder, dir)); err != nil {
 		return nil, err
 	}
 	s.undo = append(s.undo, s.snap.Close)
 	if err := source.Pause(ctx); err != nil { // it must not disturb its children
 		return nil, err
+	}
+	if cfg.Interface {
+		if err := s.openWired(ctx); err != nil {
+			return nil, err
+		}
 	}
 	return s, s.openAhead(ctx, resident)
 }
@@ -165,7 +195,7 @@ func bootWarm(ctx context.Context, e engine.Engine, cfg ForkConfig) (_ engine.Sa
 		return nil, err
 	}
 	defer func() { _ = root.Close() }() // only read
-	source, err := e.Boot(ctx, engine.Spec{Root: root, Memory: cfg.Memory, VCPUs: cfg.VCPUs})
+	source, err := e.Boot(ctx, engine.Spec{Root: root, Memory: cfg.Memory, VCPUs: cfg.VCPUs, Network: cfg.network()})
 	if err != nil {
 		return nil, err
 	}
@@ -190,8 +220,8 @@ func bootWarm(ctx context.Context, e engine.Engine, cfg ForkConfig) (_ engine.Sa
 }
 
 // identify says which process a sandbox is.
-func (c *ForkConfig) identify(sb engine.Sandbox) (procid.ID, error) {
-	if c.engine() == pick.GVisor {
+func (g *Guest) identify(sb engine.Sandbox) (procid.ID, error) {
+	if g.engine() == pick.GVisor {
 		return gvisor.Identify(sb)
 	}
 	return microvm.Identify(sb)
@@ -214,7 +244,7 @@ func (s *forkSource) measure(ctx context.Context, report *ForkReport) (err error
 	var undo []func() error
 	defer func() { err = errors.Join(err, undoAll(undo), floor.Close()) }()
 	kernel := newKernelMemory()
-	var all, ahead forkSamples
+	var all, ahead, wired forkSamples
 	turn := func(samples *forkSamples, fork forkFunc) error {
 		d, err := floor.Sample()
 		if err != nil {
@@ -229,26 +259,34 @@ func (s *forkSource) measure(ctx context.Context, report *ForkReport) (err error
 	}
 	for i := range s.cfg.Count + warmUps {
 		if i == warmUps { // what was measured so far does not count
-			all, ahead = forkSamples{}, forkSamples{}
+			all, ahead, wired = forkSamples{}, forkSamples{}, forkSamples{}
 		}
 		if err := turn(&all, s.cold); err != nil {
 			return err
 		}
-		if s.cfg.Shells == 0 {
+		if s.wired != nil {
+			if err := turn(&wired, s.wired.cold); err != nil {
+				return err
+			}
+		}
+		if s.cfg.Spares == 0 {
 			continue
 		}
-		if err := s.ahead.shells.WaitFull(ctx); err != nil {
+		if err := s.ahead.spares.WaitFull(ctx); err != nil {
 			return err
 		}
-		if err := turn(&ahead, s.fromShell); err != nil {
+		if err := turn(&ahead, s.fromSpare); err != nil {
 			return err
 		}
 	}
-	if s.cfg.Shells > 0 {
-		report.Shells = ahead.shells(s.cfg.Shells)
+	if s.cfg.Spares > 0 {
+		report.Spares = ahead.spares(s.cfg.Spares)
 	}
 	report.Floor, report.Restored = Summarize(all.floors), Summarize(all.restored)
 	report.FirstAnswer, report.FirstExec = Summarize(all.answers), Summarize(all.execs)
+	if s.wired != nil {
+		report.Interface = wired.interfaces(report.FirstAnswer)
+	}
 	report.Ping, report.Exec = Summarize(all.pings), Summarize(all.warm)
 	report.AfterAnswer, report.AfterExec = medianMemory(all.fresh), medianMemory(all.used)
 	report.KernelFrom = kernel.From
@@ -261,7 +299,9 @@ type forkFunc func(context.Context) (engine.Sandbox, time.Duration, error)
 
 // cold is a fork without anything made ahead.
 func (s *forkSource) cold(ctx context.Context) (engine.Sandbox, time.Duration, error) {
-	return timedFork(ctx, s.engine, s.snap)
+	sb, took, err := timedFork(ctx, s.engine, s.snap)
+	s.forked = s.forked || err == nil
+	return sb, took, err
 }
 
 func timedFork(ctx context.Context, e engine.Engine, snap *snapshot.Snapshot) (engine.Sandbox, time.Duration, error) {
@@ -273,13 +313,11 @@ func timedFork(ctx context.Context, e engine.Engine, snap *snapshot.Snapshot) (e
 // measureOne makes a fork, which stays alive, and uses it.
 func (s *forkSource) measureOne(ctx context.Context, kernel kernelMemory, all *forkSamples, fork forkFunc) (engine.Sandbox, error) {
 	before, err := kernel.read()
+	if err == nil {
+		err = s.precreated(ctx)
+	}
 	if err != nil {
 		return nil, err
-	}
-	if ahead, ok := s.engine.(*gvisor.Engine); ok && s.cfg.Precreate > 0 && len(all.answers) > 0 {
-		if err := ahead.Precreated(ctx); err != nil {
-			return nil, err
-		}
 	}
 	sb, answered, err := fork(ctx)
 	if err != nil {
@@ -345,13 +383,16 @@ func (r ForkReport) Print(w io.Writer) error {
 	}
 	err := printTable(w, r.Floor, []row{
 		{"floor", r.Floor}, {"state restored", r.Restored}, {"first instruction", r.FirstInstruction},
-		{"first instruction, from a shell", r.FromShell}, {"first answer", r.FirstAnswer},
+		{"first instruction, from a spare", r.FromSpare}, {"first answer", r.FirstAnswer},
 		{"first exec done", r.FirstExec}, {"warm ping", r.Ping}, {"warm exec", r.Exec},
 	})
 	if err != nil {
 		return err
 	}
-	if err := r.Shells.print(w); err != nil {
+	if err := r.Spares.print(w); err != nil {
+		return err
+	}
+	if err := r.Interface.print(w); err != nil {
 		return err
 	}
 	if err := r.printMemory(w); err != nil {
@@ -377,8 +418,11 @@ func (r ForkReport) printMemory(w io.Writer) error {
 		m    Memory
 	}
 	lines := []line{{"after the first answer", r.AfterAnswer}, {"after a program", r.AfterExec}}
-	if r.Shells != nil {
-		lines = append(lines, line{"from a shell, after the first answer", r.Shells.AfterAnswer}, line{"from a shell, after a program", r.Shells.AfterExec})
+	if r.Spares != nil {
+		lines = append(lines, line{"from a spare, after the first answer", r.Spares.AfterAnswer}, line{"from a spare, after a program", r.Spares.AfterExec})
+	}
+	if i := r.Interface; i != nil {
+		lines = append(lines, line{"with an interface, after the first answer", i.AfterAnswer}, line{"with an interface, after a program", i.AfterExec})
 	}
 	for _, line := range lines {
 		if m := line.m; m != (Memory{}) {

@@ -53,7 +53,7 @@ func closer(vm *vmm.VM) func() error {
 	}
 }
 
-// measure makes forks one after the other, half of them from shells made
+// measure makes forks one after the other, half of them from spares made
 // ahead, the floor in between. Each machine is gone before the next is made: a
 // process of AgentRun has one, and with hundreds in one process each change of
 // its mappings is told to all of them.
@@ -63,7 +63,7 @@ func (f *frozenBare) measure(ctx context.Context, cfg ForkConfig, report *ForkRe
 		return err
 	}
 	defer func() { err = errors.Join(err, floor.Close()) }()
-	var floors, restored, first, shells []time.Duration
+	var floors, restored, first, spares []time.Duration
 	for i := range cfg.Count + warmUps {
 		if err := ctx.Err(); err != nil {
 			return err
@@ -76,33 +76,33 @@ func (f *frozenBare) measure(ctx context.Context, cfg ForkConfig, report *ForkRe
 		if err != nil {
 			return err
 		}
-		_, fromShell, err := f.once(true)
+		_, fromSpare, err := f.once(true)
 		if err != nil {
 			return err
 		}
 		if i >= warmUps {
 			floors, restored = append(floors, d), append(restored, load)
-			first, shells = append(first, run), append(shells, fromShell)
+			first, spares = append(first, run), append(spares, fromSpare)
 		}
 	}
 	report.Floor, report.Restored = Summarize(floors), Summarize(restored)
-	report.FirstInstruction, report.FromShell = Summarize(first), Summarize(shells)
+	report.FirstInstruction, report.FromSpare = Summarize(first), Summarize(spares)
 	report.Noisy = report.Floor.Noisy()
 	return nil
 }
 
-// once makes one fork and ends it. The time begins when there is a shell, if
+// once makes one fork and ends it. The time begins when there is a spare, if
 // that is ahead, else before.
 func (f *frozenBare) once(ahead bool) (loaded, ran time.Duration, err error) {
 	start := time.Now()
-	shell, err := vmm.NewShell(f.config(f.sys))
+	spare, err := vmm.NewSpare(f.config(f.sys))
 	if err != nil {
 		return 0, 0, err
 	}
 	if ahead {
 		start = time.Now()
 	}
-	vm, loaded, ran, err := f.start(shell, start)
+	vm, loaded, ran, err := f.start(spare, start)
 	if err != nil {
 		return 0, 0, err
 	}
@@ -147,11 +147,11 @@ func (f *frozenBare) weigh(ctx context.Context, cfg ForkConfig, report *ForkRepo
 
 // fork makes a fork that has run.
 func (f *frozenBare) fork() (*vmm.VM, error) {
-	shell, err := vmm.NewShell(f.config(f.sys))
+	spare, err := vmm.NewSpare(f.config(f.sys))
 	if err != nil {
 		return nil, err
 	}
-	vm, _, _, err := f.start(shell, time.Now())
+	vm, _, _, err := f.start(spare, time.Now())
 	return vm, err
 }
 
@@ -163,14 +163,14 @@ type frozenBare struct {
 	mapped []guestmem.Mapping
 }
 
-func (f *frozenBare) config(sys *kvm.System) vmm.ShellConfig {
-	return vmm.ShellConfig{KVM: sys, Memory: f.state.Memory, VCPUs: len(f.state.VCPUs), Profile: f.state.Profile, Layers: f.mapped}
+func (f *frozenBare) config(sys *kvm.System) vmm.SpareConfig {
+	return vmm.SpareConfig{KVM: sys, Memory: f.state.Memory, VCPUs: len(f.state.VCPUs), Profile: f.state.Profile, Layers: f.mapped}
 }
 
-// start loads a guest into a shell and runs it to its first port access.
-func (f *frozenBare) start(shell *vmm.Shell, since time.Time) (vm *vmm.VM, loaded, ran time.Duration, err error) {
+// start loads a guest into a spare and runs it to its first port access.
+func (f *frozenBare) start(spare *vmm.Spare, since time.Time) (vm *vmm.VM, loaded, ran time.Duration, err error) {
 	m := newMarker()
-	if vm, err = shell.Load(f.state, vmm.Devices{Marker: m}); err != nil {
+	if vm, err = spare.Load(f.state, vmm.Devices{Marker: m}); err != nil {
 		return nil, 0, 0, err
 	}
 	loaded = time.Since(since)

@@ -281,11 +281,11 @@ func (b *liveBare) fork(children int, s *liveSamples, r *LiveReport) (_ time.Dur
 	}
 	var last time.Duration
 	for range children {
-		shell, err := vmm.NewShell(f.config(b.sys))
+		spare, err := vmm.NewSpare(f.config(b.sys))
 		if err != nil {
 			return 0, err
 		}
-		vm, _, ran, err := f.start(shell, start)
+		vm, _, ran, err := f.start(spare, start)
 		if err != nil {
 			return 0, err
 		}
@@ -349,7 +349,7 @@ func (b *liveBare) capture(file *os.File, s *liveSamples, r *LiveReport) (_ *fro
 		err = store()
 	}
 	if err == nil {
-		err = c.Adopt()
+		err = c.Rebase()
 	}
 	if err != nil {
 		return nil, err

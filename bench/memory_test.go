@@ -191,7 +191,7 @@ func TestForkBare(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if r.FirstInstruction.N != 2 || r.FromShell.N != 2 || r.AfterAnswer.Guest == 0 || r.KernelFrom == "" || len(r.Walls) != 1 || r.Alive != 2 {
+	if r.FirstInstruction.N != 2 || r.FromSpare.N != 2 || r.AfterAnswer.Guest == 0 || r.KernelFrom == "" || len(r.Walls) != 1 || r.Alive != 2 {
 		t.Errorf("%+v", r)
 	}
 }

@@ -3,7 +3,6 @@ package bench
 import (
 	"context"
 	"errors"
-	"io"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -53,13 +52,13 @@ type rootBuilder struct {
 	engine engine.Engine
 }
 
-func (b *rootBuilder) Build(ctx context.Context, _ sandbox.TemplateSpec, _ sandbox.Stage, dir string, _ io.Writer) (built sandbox.Built, err error) {
+func (b *rootBuilder) Build(ctx context.Context, req node.BuildRequest) (built sandbox.Built, err error) {
 	source, err := bootWarm(ctx, b.engine, b.ForkConfig)
 	if err != nil {
 		return built, err
 	}
 	defer func() { err = errors.Join(err, source.Close()) }()
-	snap, err := source.Snapshot(ctx, dir)
+	snap, err := source.Snapshot(ctx, req.Dir)
 	if err != nil {
 		return built, err
 	}

@@ -46,3 +46,20 @@ func Median(sample []uint64) uint64 {
 	slices.Sort(s)
 	return s[len(s)/2]
 }
+
+// Spread describes a few measurements of the same.
+type Spread struct {
+	Min float64 `json:"min"`
+	P50 float64 `json:"p50"`
+	Max float64 `json:"max"`
+}
+
+// SpreadOf sorts them. Its median, too, is the upper one of two.
+func SpreadOf(sample []float64) Spread {
+	if len(sample) == 0 {
+		return Spread{}
+	}
+	s := slices.Clone(sample)
+	slices.Sort(s)
+	return Spread{Min: s[0], P50: s[len(s)/2], Max: s[len(s)-1]}
+}

@@ -6,7 +6,7 @@
 
 prefix=${PREFIX:-/usr}
 root=${DESTDIR:-}$prefix
-programs=(agentrun vmm guest-agent gvisor-helper)
+programs=(agentrun vmm netd guest-agent gvisor-helper)
 for p in "${programs[@]}"; do
 	[ -x "$build/$p" ] || die "$p is not built: run make build"
 done

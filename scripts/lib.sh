@@ -54,7 +54,7 @@ go_build() {
 
 build_programs() {
 	mkdir -p "$build"
-	go_build -o "$build/" ./cmd/agentrun ./cmd/bench ./testbed ./internal/host/jail/escapee
+	go_build -o "$build/" ./cmd/agentrun ./cmd/bench ./cmd/netd ./testbed ./internal/host/jail/escapee
 	# These exist once per sandbox, are idle and hardly ever collect garbage. The
 	# collector that Go has since 1.26 keeps its marks in the spans, a page more of
 	# each: 90 KiB of a vmm process.
@@ -65,13 +65,14 @@ build_programs() {
 
 # gVisor is large and rarely changes: its helper is kept in the cache under the
 # hash of all that it is built from. A module of its own, see docs/design/gvisor.md.
+# What is built is a copy of gVisor's module with our patches (gvisor/patches).
 build_gvisor_helper() {
 	local hash helper
 	hash=$({
 		go version
 		cat gvisor/go.mod gvisor/go.sum go.mod
 		find gvisor internal/guest/guestmux internal/engine/gvisorctl internal/vmm/livefork internal/vmm/vmmctl internal/storage/extent internal/storage/layer internal/codec \
-			-name '*.go' ! -name '*_test.go' -o -name '*.s' -o -name '*.json' | LC_ALL=C sort | xargs sha256sum
+			-name '*.go' ! -name '*_test.go' -o -name '*.s' -o -name '*.json' -o -name '*.patch' | LC_ALL=C sort | xargs sha256sum
 	} | sha256sum | cut -c1-16)
 	helper=$cache/gvisor/gvisor-helper-$hash
 	if [ ! -x "$helper" ]; then
@@ -79,10 +80,33 @@ build_gvisor_helper() {
 		mkdir -p "$cache/gvisor"
 		# The snapshots of one build are not another's: no version, nothing that
 		# differs from one checkout to the next.
-		(cd gvisor && CGO_ENABLED=0 go build -trimpath -ldflags="-s -w" -o "$helper.tmp" ./cmd/gvisor-helper)
+		patch_gvisor
+		(cd gvisor && CGO_ENABLED=0 go build -modfile="$patched/patched.mod" -trimpath -ldflags="-s -w" -o "$helper.tmp" ./cmd/gvisor-helper)
+		rm -rf "$patched"
 		mv "$helper.tmp" "$helper"
 	fi
 	from_cache "$helper" gvisor-helper
+}
+
+# patched is where gVisor's source is built: the same path in every checkout, seen
+# from gvisor/, as the helper has it in it.
+patched=$build/gvisor-source
+
+# patch_gvisor makes that, and patched.mod, which has the helper built with it.
+patch_gvisor() {
+	local module=gvisor.dev/gvisor from p
+	command -v patch >/dev/null || die "patch is missing: install it (apt-get install patch)"
+	from=$(cd gvisor && go mod download $module && go list -m -f '{{.Dir}}' $module)
+	rm -rf "$patched"
+	mkdir -p "$build"
+	cp -r "$from" "$patched"
+	chmod -R u+w "$patched"
+	for p in gvisor/patches/*.patch; do
+		patch -d "$patched" -p1 --fuzz=0 --forward --quiet <"$p" || die "$p does not fit $from"
+	done
+	cp gvisor/go.mod "$patched/patched.mod"
+	cp gvisor/go.sum "$patched/patched.sum"
+	(cd gvisor && go mod edit -replace $module=../build/gvisor-source "$patched/patched.mod")
 }
 
 build_test_guest() { guest/testguest/build.sh "$build/testguest.elf"; }

@@ -11,6 +11,8 @@ packages=(build-essential busybox-static flex bison bc libelf-dev libssl-dev xz-
 packages+=(bash nodejs python3-numpy python3-matplotlib)
 # The Python SDK's tests: their tools, and a certificate.
 packages+=(python3-venv openssl)
+# What sandboxes are connected with in tests: programs that fetch.
+packages+=(git curl ca-certificates python3-pip-whl)
 
 # Any version of the kernel source will do; linux-source is the newest's name.
 if ! compgen -G '/usr/src/linux-source-*.tar.xz' >/dev/null; then

@@ -43,7 +43,7 @@ $unformatted"
 host_tests() {
 	# -race needs cgo; -count=1 because a cached result has tested nothing.
 	# shellcheck disable=SC2046 # one argument per package
-	CGO_ENABLED=1 gotest -- -race -count=1 -timeout=$timeout $(host_packages)
+	CGO_ENABLED=1 gotest -slow 10s -- -race -count=1 -timeout=$timeout $(host_packages)
 }
 
 # The helper's own tests; gVisor with -race would be built anew.
@@ -54,7 +54,7 @@ hardware_tests() { CGO_ENABLED=0 gotest -v -- -count=1 -timeout=$timeout "$@"; }
 # One package at a time: the emulated machine is slow enough.
 in_testbed() {
 	"$build/testbed" start
-	CGO_ENABLED=0 gotest -v -- -count=1 -timeout=$timeout -p 1 -exec "$build/testbed exec" "$@"
+	CGO_ENABLED=0 gotest -v -slow 10s -- -count=1 -timeout=$timeout -p 1 -exec "$build/testbed exec" "$@"
 }
 
 # A machine emulates one processor, and a host has at least two: the second machine

@@ -332,6 +332,24 @@ func (e FileType) Valid() bool {
 	}
 }
 
+// Defines values for NetworkPolicyEgress.
+const (
+	NetworkPolicyEgressAllow NetworkPolicyEgress = "allow"
+	NetworkPolicyEgressDeny  NetworkPolicyEgress = "deny"
+)
+
+// Valid indicates whether the value is a known member of the NetworkPolicyEgress enum.
+func (e NetworkPolicyEgress) Valid() bool {
+	switch e {
+	case NetworkPolicyEgressAllow:
+		return true
+	case NetworkPolicyEgressDeny:
+		return true
+	default:
+		return false
+	}
+}
+
 // Defines values for OnTimeout.
 const (
 	OnTimeoutHibernate OnTimeout = "hibernate"
@@ -503,6 +521,21 @@ func (e Stage) Valid() bool {
 	}
 }
 
+// Defines values for TemplateSpecNetwork.
+const (
+	TemplateSpecNetworkNone TemplateSpecNetwork = "none"
+)
+
+// Valid indicates whether the value is a known member of the TemplateSpecNetwork enum.
+func (e TemplateSpecNetwork) Valid() bool {
+	switch e {
+	case TemplateSpecNetworkNone:
+		return true
+	default:
+		return false
+	}
+}
+
 // Defines values for TerminalEventType.
 const (
 	TerminalEventTypeError TerminalEventType = "error"
@@ -625,6 +658,16 @@ type Build struct {
 	// Stage When the snapshot is taken: after the init commands, or after the ready check and the warm-up.
 	Stage   Stage     `json:"stage"`
 	Started time.Time `json:"started"`
+}
+
+// CASpec A new CA that is limited to `names`, or one that is given by `certificate` and `key`.
+type CASpec struct {
+	// Certificate In PEM, with critical name constraints that permit certain DNS names or exclude all IP addresses.
+	Certificate string `json:"certificate,omitempty"`
+
+	// Key In PEM, not encrypted.
+	Key   string   `json:"key,omitempty"`
+	Names []string `json:"names,omitempty"`
 }
 
 // Checkpoint defines model for Checkpoint.
@@ -1093,8 +1136,11 @@ type Fork struct {
 
 // ForkCreate defines model for ForkCreate.
 type ForkCreate struct {
-	Name     Name `json:"name,omitempty"`
-	Replicas int  `json:"replicas"`
+	Name Name `json:"name,omitempty"`
+
+	// NetworkPolicy Narrows the source's, for the children.
+	NetworkPolicy *NetworkPolicy `json:"networkPolicy,omitempty"`
+	Replicas      int            `json:"replicas"`
 }
 
 // ForkList defines model for ForkList.
@@ -1120,6 +1166,18 @@ type ForkOutcome struct {
 
 // Id defines model for Id.
 type Id = string
+
+// Inject Puts a value into a header of requests to one host, over TLS on port 443.
+type Inject struct {
+	// Format The header with `{}` for the value, such as `Bearer {}`; `{}` if it is missing.
+	Format string `json:"format,omitempty"`
+
+	// Header Its name. In the sandbox the header has exactly the format with the placeholder; another form is refused.
+	Header string `json:"header"`
+
+	// Host A DNS name, which the template's policy allows.
+	Host string `json:"host"`
+}
 
 // Key defines model for Key.
 type Key struct {
@@ -1190,6 +1248,102 @@ type MoveFile struct {
 
 // Name defines model for Name.
 type Name = string
+
+// NamespaceCA defines model for NamespaceCA.
+type NamespaceCA struct {
+	// Certificate In PEM.
+	Certificate string `json:"certificate"`
+
+	// Created When it became that of the namespace.
+	Created time.Time `json:"created"`
+	Expires time.Time `json:"expires"`
+
+	// Fingerprint SHA-256 of the certificate, in hexadecimal.
+	Fingerprint string `json:"fingerprint"`
+
+	// Names The DNS names that it is limited to, with what is below them; none is all.
+	Names     []string `json:"names"`
+	Namespace Name     `json:"namespace"`
+	Subject   string   `json:"subject"`
+}
+
+// NetworkLog defines model for NetworkLog.
+type NetworkLog struct {
+	// Items The oldest first.
+	Items []NetworkLogEntry `json:"items"`
+
+	// Lost How many entries from `from` on were dropped before they were read.
+	Lost int64 `json:"lost"`
+
+	// Next `from` of the next request.
+	Next int64 `json:"next"`
+
+	// Open Connections that are open, the oldest first. They have no `seq` yet.
+	Open []NetworkLogEntry `json:"open,omitempty"`
+}
+
+// NetworkLogEntry defines model for NetworkLogEntry.
+type NetworkLogEntry struct {
+	// Address Address and port that the sandbox wanted to connect to.
+	Address string `json:"address,omitempty"`
+
+	// Ended When it ended, or was refused the last time.
+	Ended *time.Time `json:"ended,omitempty"`
+
+	// Kind Its kind: `name`, `wildcard`, `address`, `default`, `closed`, `tls`, `http`, `dns` or `inject`.
+	Kind string `json:"kind,omitempty"`
+
+	// Name The name that it was for, if that is known.
+	Name string `json:"name,omitempty"`
+
+	// Outcome `open`, `closed`, `reset by remote`, `reset by sandbox`, `refused`, `failed` or `cut`.
+	Outcome string `json:"outcome"`
+
+	// Protocol `tcp`, `udp` or `dns`.
+	Protocol string `json:"protocol"`
+
+	// Reason Why, in words.
+	Reason string `json:"reason,omitempty"`
+
+	// Received Bytes to the sandbox.
+	Received int64 `json:"received,omitempty"`
+
+	// Remote What was connected to instead, if the name has moved since the sandbox resolved it.
+	Remote string `json:"remote,omitempty"`
+
+	// Repeated How many further attempts were refused in the same way.
+	Repeated int64 `json:"repeated,omitempty"`
+
+	// Rule The rule that decided.
+	Rule string `json:"rule,omitempty"`
+
+	// Sent Bytes from the sandbox.
+	Sent int64 `json:"sent,omitempty"`
+
+	// Seq Counts up from 1.
+	Seq int64 `json:"seq,omitempty"`
+
+	// Time When the connection was asked for.
+	Time time.Time `json:"time"`
+}
+
+// NetworkPolicy What may be connected to. The more precise rule decides, and deny before allow at equal precision.
+type NetworkPolicy struct {
+	// Allow Each is `[tcp://|udp://]HOST[:PORT]`. HOST is a name, a wildcard such as `*.example.org` for all names below it, an address or a range of addresses; IPv6 with a port is in brackets. Without a port a rule holds for every port. Without a protocol, one that allows is for TCP, and one that denies for TCP and UDP.
+	Allow NetworkRules `json:"allow,omitempty"`
+
+	// Deny Each is `[tcp://|udp://]HOST[:PORT]`. HOST is a name, a wildcard such as `*.example.org` for all names below it, an address or a range of addresses; IPv6 with a port is in brackets. Without a port a rule holds for every port. Without a protocol, one that allows is for TCP, and one that denies for TCP and UDP.
+	Deny NetworkRules `json:"deny,omitempty"`
+
+	// Egress What holds where no rule matches. `allow` opens the public internet.
+	Egress NetworkPolicyEgress `json:"egress,omitempty"`
+}
+
+// NetworkPolicyEgress What holds where no rule matches. `allow` opens the public internet.
+type NetworkPolicyEgress string
+
+// NetworkRules Each is `[tcp://|udp://]HOST[:PORT]`. HOST is a name, a wildcard such as `*.example.org` for all names below it, an address or a range of addresses; IPv6 with a port is in brackets. Without a port a rule holds for every port. Without a protocol, one that allows is for TCP, and one that denies for TCP and UDP.
+type NetworkRules = []string
 
 // Node defines model for Node.
 type Node struct {
@@ -1342,6 +1496,12 @@ type Sandbox struct {
 	Name      Name     `json:"name"`
 	Namespace Name     `json:"namespace"`
 
+	// NetworkBounds The policies of its template and of the sandboxes that it was forked from. Each of them must allow a connection, too.
+	NetworkBounds []NetworkPolicy `json:"networkBounds,omitempty"`
+
+	// NetworkPolicy What it may connect to, within `networkBounds`; missing if these alone hold.
+	NetworkPolicy *NetworkPolicy `json:"networkPolicy,omitempty"`
+
 	// OnTimeout What a timeout does.
 	OnTimeout OnTimeout `json:"onTimeout,omitempty"`
 
@@ -1387,6 +1547,9 @@ type SandboxCreate struct {
 	Metadata Metadata `json:"metadata,omitempty"`
 	Name     Name     `json:"name,omitempty"`
 
+	// NetworkPolicy Narrows the template's.
+	NetworkPolicy *NetworkPolicy `json:"networkPolicy,omitempty"`
+
 	// OnTimeout What a timeout does.
 	OnTimeout OnTimeout   `json:"onTimeout,omitempty"`
 	Pool      Name        `json:"pool"`
@@ -1422,6 +1585,18 @@ type SandboxStats struct {
 	Id         string `json:"id"`
 	Name       Name   `json:"name"`
 	Namespace  Name   `json:"namespace"`
+
+	// NetworkConnections Its TCP connections and UDP flows that are open.
+	NetworkConnections int64 `json:"networkConnections,omitempty"`
+
+	// NetworkReceived Bytes of frames that it has received since then.
+	NetworkReceived int64 `json:"networkReceived,omitempty"`
+
+	// NetworkRefused Connections and names that were refused to it since then.
+	NetworkRefused int64 `json:"networkRefused,omitempty"`
+
+	// NetworkSent Bytes of frames that it has sent since its machine was connected to the network.
+	NetworkSent int64 `json:"networkSent,omitempty"`
 
 	// Own Bytes of memory that it alone has.
 	Own int64 `json:"own"`
@@ -1468,9 +1643,12 @@ type SecretList struct {
 // SecretRef A value of a secret, as an environment variable.
 type SecretRef struct {
 	// Env The variable; the key if it is missing.
-	Env  string `json:"env,omitempty"`
-	Key  string `json:"key"`
-	Name Name   `json:"name"`
+	Env string `json:"env,omitempty"`
+
+	// Inject Keep the value outside: the variable has a placeholder. The template needs `trustNamespaceCA`.
+	Inject *Inject `json:"inject,omitempty"`
+	Key    string  `json:"key"`
+	Name   Name    `json:"name"`
 }
 
 // SecretValues The values of a secret, at most 64 of at most 32 KiB. A key is in one of the two.
@@ -1508,7 +1686,7 @@ type Template struct {
 	// Problem Why it is not built.
 	Problem string `json:"problem,omitempty"`
 
-	// Revision Digest of the spec.
+	// Revision Digest of the spec, without `networkPolicy`, and of the CA that `trustNamespaceCA` puts in.
 	Revision string       `json:"revision"`
 	Spec     TemplateSpec `json:"spec"`
 }
@@ -1523,6 +1701,9 @@ type TemplateList struct {
 
 // TemplateSpec defines model for TemplateSpec.
 type TemplateSpec struct {
+	// BuildNetwork What init commands, ready check and warm-up may connect to. Without it the node's default holds.
+	BuildNetwork *NetworkPolicy `json:"buildNetwork,omitempty"`
+
 	// Disk Bytes of the layer over the image that a sandbox writes to; without it that is in the sandbox's memory, of which it may take half.
 	Disk int64 `json:"disk,omitempty"`
 
@@ -1539,14 +1720,26 @@ type TemplateSpec struct {
 	Memory int64 `json:"memory,omitempty"`
 
 	// MilliCPUs Thousandths of a processor.
-	MilliCPUs int64       `json:"milliCPUs,omitempty"`
-	Ready     *ReadyCheck `json:"ready,omitempty"`
-	User      string      `json:"user,omitempty"`
-	Warmup    *Program    `json:"warmup,omitempty"`
+	MilliCPUs int64 `json:"milliCPUs,omitempty"`
+
+	// Network With `none`, sandboxes have no network interface.
+	Network TemplateSpecNetwork `json:"network,omitempty"`
+
+	// NetworkPolicy What sandboxes may connect to, and the bound of what claims ask for. Without it they may connect to nothing. It can change without a build.
+	NetworkPolicy *NetworkPolicy `json:"networkPolicy,omitempty"`
+	Ready         *ReadyCheck    `json:"ready,omitempty"`
+
+	// TrustNamespaceCA Put the namespace's CA into the trust stores of the image, so that claims can have `inject` in their secrets.
+	TrustNamespaceCA bool     `json:"trustNamespaceCA,omitempty"`
+	User             string   `json:"user,omitempty"`
+	Warmup           *Program `json:"warmup,omitempty"`
 
 	// Workdir Where exec, code and relative paths start; the image's, or `/workspace`.
 	Workdir string `json:"workdir,omitempty"`
 }
+
+// TemplateSpecNetwork With `none`, sandboxes have no network interface.
+type TemplateSpecNetwork string
 
 // Terminal defines model for Terminal.
 type Terminal struct {
@@ -1828,6 +2021,21 @@ type ForkSandboxParams struct {
 	IdempotencyKey IdempotencyKey `json:"Idempotency-Key,omitempty"`
 }
 
+// GetNetworkLogParams defines parameters for GetNetworkLog.
+type GetNetworkLogParams struct {
+	// From `seq` of the first entry that is wanted.
+	From *int64 `form:"from,omitempty" json:"from,omitempty"`
+
+	// Limit How many at most.
+	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
+
+	// Wait How long to wait for an entry if there is none yet, 30s at most.
+	Wait Duration `form:"wait,omitempty" json:"wait,omitempty"`
+
+	// Open List the connections that are open, too.
+	Open bool `form:"open,omitempty" json:"open,omitempty"`
+}
+
 // ConnectTerminalParams defines parameters for ConnectTerminal.
 type ConnectTerminalParams struct {
 	// Token What createTerminal gave.
@@ -1873,6 +2081,9 @@ type GetTemplateLogParams struct {
 // CreateKeyJSONRequestBody defines body for CreateKey for application/json ContentType.
 type CreateKeyJSONRequestBody = KeyCreate
 
+// PutCAJSONRequestBody defines body for PutCA for application/json ContentType.
+type PutCAJSONRequestBody = CASpec
+
 // RestoreCheckpointJSONRequestBody defines body for RestoreCheckpoint for application/json ContentType.
 type RestoreCheckpointJSONRequestBody = CheckpointRestore
 
@@ -1915,6 +2126,9 @@ type MoveFileJSONRequestBody = MoveFile
 // ForkSandboxJSONRequestBody defines body for ForkSandbox for application/json ContentType.
 type ForkSandboxJSONRequestBody = ForkCreate
 
+// PutNetworkPolicyJSONRequestBody defines body for PutNetworkPolicy for application/json ContentType.
+type PutNetworkPolicyJSONRequestBody = NetworkPolicy
+
 // CreateTerminalJSONRequestBody defines body for CreateTerminal for application/json ContentType.
 type CreateTerminalJSONRequestBody = TerminalRequest
 
@@ -1941,6 +2155,12 @@ type ServerInterface interface {
 	// RevokeKey Revoke an API key; requests that it is used for are cut off. For admins.
 	// (DELETE /v1/keys/{id})
 	RevokeKey(w http.ResponseWriter, r *http.Request, id Id)
+	// GetCA The CA that sandboxes of the namespace can trust; never its key.
+	// (GET /v1/namespaces/{namespace}/ca)
+	GetCA(w http.ResponseWriter, r *http.Request, namespace Namespace)
+	// PutCA Give the namespace another CA. Templates that trust it are built again; sandboxes that trust the one before have no values put into their requests any more.
+	// (PUT /v1/namespaces/{namespace}/ca)
+	PutCA(w http.ResponseWriter, r *http.Request, namespace Namespace)
 	// ListCheckpoints Checkpoints by name.
 	// (GET /v1/namespaces/{namespace}/checkpoints)
 	ListCheckpoints(w http.ResponseWriter, r *http.Request, namespace Namespace, params ListCheckpointsParams)
@@ -2085,6 +2305,15 @@ type ServerInterface interface {
 	// HibernateSandbox Write it to disk and free its memory.
 	// (POST /v1/namespaces/{namespace}/sandboxes/{name}/hibernate)
 	HibernateSandbox(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
+	// GetNetworkLog The connections of a sandbox that have ended, and those that were refused.
+	// (GET /v1/namespaces/{namespace}/sandboxes/{name}/network/log)
+	GetNetworkLog(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name, params GetNetworkLogParams)
+	// DeleteNetworkPolicy Remove the sandbox's own policy. Its bounds alone hold then.
+	// (DELETE /v1/namespaces/{namespace}/sandboxes/{name}/network/policy)
+	DeleteNetworkPolicy(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
+	// PutNetworkPolicy Replace what a sandbox may connect to, within its bounds.
+	// (PUT /v1/namespaces/{namespace}/sandboxes/{name}/network/policy)
+	PutNetworkPolicy(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
 	// PauseSandbox Stop its processors; it keeps its memory.
 	// (POST /v1/namespaces/{namespace}/sandboxes/{name}/pause)
 	PauseSandbox(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
@@ -2212,6 +2441,58 @@ func (siw *ServerInterfaceWrapper) RevokeKey(w http.ResponseWriter, r *http.Requ
 
 	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		siw.Handler.RevokeKey(w, r, id)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// GetCA operation middleware
+func (siw *ServerInterfaceWrapper) GetCA(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.GetCA(w, r, namespace)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// PutCA operation middleware
+func (siw *ServerInterfaceWrapper) PutCA(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.PutCA(w, r, namespace)
 	}))
 
 	for _, middleware := range siw.HandlerMiddlewares {
@@ -4526,6 +4807,166 @@ func (siw *ServerInterfaceWrapper) HibernateSandbox(w http.ResponseWriter, r *ht
 	handler.ServeHTTP(w, r)
 }
 
+// GetNetworkLog operation middleware
+func (siw *ServerInterfaceWrapper) GetNetworkLog(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	// ------------- Path parameter "name" -------------
+	var name Name
+
+	err = runtime.BindStyledParameterWithOptions("simple", "name", r.PathValue("name"), &name, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "name", Err: err})
+		return
+	}
+
+	// Parameter object where we will unmarshal all parameters from the context
+	var params GetNetworkLogParams
+
+	// ------------- Optional query parameter "from" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "from", r.URL.Query(), &params.From, runtime.BindQueryParameterOptions{Type: "integer", Format: "int64"})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "from"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "from", Err: err})
+		}
+		return
+	}
+
+	// ------------- Optional query parameter "limit" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "limit", r.URL.Query(), &params.Limit, runtime.BindQueryParameterOptions{Type: "integer", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "limit"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "limit", Err: err})
+		}
+		return
+	}
+
+	// ------------- Optional query parameter "wait" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "wait", r.URL.Query(), &params.Wait, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "wait"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "wait", Err: err})
+		}
+		return
+	}
+
+	// ------------- Optional query parameter "open" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "open", r.URL.Query(), &params.Open, runtime.BindQueryParameterOptions{Type: "boolean", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "open"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "open", Err: err})
+		}
+		return
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.GetNetworkLog(w, r, namespace, name, params)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// DeleteNetworkPolicy operation middleware
+func (siw *ServerInterfaceWrapper) DeleteNetworkPolicy(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	// ------------- Path parameter "name" -------------
+	var name Name
+
+	err = runtime.BindStyledParameterWithOptions("simple", "name", r.PathValue("name"), &name, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "name", Err: err})
+		return
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.DeleteNetworkPolicy(w, r, namespace, name)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// PutNetworkPolicy operation middleware
+func (siw *ServerInterfaceWrapper) PutNetworkPolicy(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	// ------------- Path parameter "name" -------------
+	var name Name
+
+	err = runtime.BindStyledParameterWithOptions("simple", "name", r.PathValue("name"), &name, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "name", Err: err})
+		return
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.PutNetworkPolicy(w, r, namespace, name)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
 // PauseSandbox operation middleware
 func (siw *ServerInterfaceWrapper) PauseSandbox(w http.ResponseWriter, r *http.Request) {
 
@@ -5414,6 +5855,9 @@ func HandlerWithOptions(si ServerInterface, options StdHTTPServerOptions) http.H
 	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/node", wrapper.GetNode)
 	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/stats", wrapper.ListStats)
 	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/stats", wrapper.GetStats)
+	m.HandleFunc(http.MethodDelete+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/network/policy", wrapper.DeleteNetworkPolicy)
+	m.HandleFunc(http.MethodPut+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/network/policy", wrapper.PutNetworkPolicy)
+	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/network/log", wrapper.GetNetworkLog)
 	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/execs", wrapper.ListExecs)
 	m.HandleFunc(http.MethodPost+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/execs", wrapper.Exec)
 	m.HandleFunc(http.MethodDelete+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/execs/{id}", wrapper.ReleaseExec)
@@ -5448,6 +5892,8 @@ func HandlerWithOptions(si ServerInterface, options StdHTTPServerOptions) http.H
 	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/secrets/{name}", wrapper.GetSecret)
 	m.HandleFunc(http.MethodPatch+" "+options.BaseURL+"/v1/namespaces/{namespace}/secrets/{name}", wrapper.PatchSecret)
 	m.HandleFunc(http.MethodPut+" "+options.BaseURL+"/v1/namespaces/{namespace}/secrets/{name}", wrapper.PutSecret)
+	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/ca", wrapper.GetCA)
+	m.HandleFunc(http.MethodPut+" "+options.BaseURL+"/v1/namespaces/{namespace}/ca", wrapper.PutCA)
 	m.HandleFunc(http.MethodDelete+" "+options.BaseURL+"/v1/namespaces/{namespace}/quota", wrapper.DeleteQuota)
 	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/quota", wrapper.GetQuota)
 	m.HandleFunc(http.MethodPut+" "+options.BaseURL+"/v1/namespaces/{namespace}/quota", wrapper.PutQuota)

@@ -45,8 +45,18 @@ type SandboxTemplateSpec struct {
 	// is in the snapshot.
 	Warmup *Warmup `json:"warmup,omitempty"`
 
-	Volumes       []Volume       `json:"volumes,omitempty"`
+	Volumes []Volume `json:"volumes,omitempty"`
+	// Network is empty, or none: then sandboxes have no network interface.
+	Network string `json:"network,omitempty"`
+	// NetworkPolicy is what sandboxes may connect to, and bounds what claims ask for;
+	// if it is missing, they may connect to nothing.
 	NetworkPolicy *NetworkPolicy `json:"networkPolicy,omitempty"`
+	// BuildNetwork is what init commands, ready check and warm-up may connect to; if
+	// it is missing, the node's default holds.
+	BuildNetwork *NetworkPolicy `json:"buildNetwork,omitempty"`
+	// TrustNamespaceCA puts the namespace's CA into the trust stores of the image, so
+	// that claims can have inject in their secrets.
+	TrustNamespaceCA bool `json:"trustNamespaceCA,omitempty"`
 }
 
 // EnvVar is an environment variable.
@@ -90,10 +100,16 @@ type Volume struct {
 	ForkPolicy string            `json:"forkPolicy,omitempty"`
 }
 
-// NetworkPolicy says what a sandbox can reach.
+// NetworkPolicy says what a sandbox can connect to. The more precise rule decides,
+// and deny before allow at equal precision.
 type NetworkPolicy struct {
-	Egress string   `json:"egress,omitempty"` // deny
-	Allow  []string `json:"allow,omitempty"`
+	// Egress is what holds where no rule matches: deny, or allow, which opens the
+	// public internet; deny if it is empty.
+	Egress string `json:"egress,omitempty"`
+	// Allow and Deny are rules: [tcp://|udp://]HOST[:PORT]. HOST is a name, a wildcard
+	// such as *.example.org, an address or a range of addresses.
+	Allow []string `json:"allow,omitempty"`
+	Deny  []string `json:"deny,omitempty"`
 }
 
 // SandboxPool keeps sandboxes of a template ready to be claimed.
@@ -138,6 +154,8 @@ type SandboxClaimSpec struct {
 	Timeout     *metav1.Duration `json:"timeout,omitempty"`
 	IdleTimeout *metav1.Duration `json:"idleTimeout,omitempty"`
 	OnTimeout   string           `json:"onTimeout,omitempty"`
+	// NetworkPolicy narrows the template's.
+	NetworkPolicy *NetworkPolicy `json:"networkPolicy,omitempty"`
 }
 
 // Secret is a value of a secret that a sandbox gets as an environment variable,
@@ -153,6 +171,18 @@ type Secret struct {
 	// Env is the variable; empty is the key.
 	Env       string     `json:"env,omitempty"`
 	SecretRef *SecretRef `json:"secretRef,omitempty"`
+	// Inject keeps the value outside: the variable has a placeholder, and the value is
+	// put into requests on their way out.
+	Inject *Inject `json:"inject,omitempty"`
+}
+
+// Inject puts a value into a header of requests to one host, over TLS on port 443.
+type Inject struct {
+	Host   string `json:"host"`
+	Header string `json:"header"`
+	// Format is the header with {} for the value, such as "Bearer {}"; {} if it is
+	// missing.
+	Format string `json:"format,omitempty"`
 }
 
 // SecretRef is a key of a Secret.
@@ -178,4 +208,6 @@ type SandboxForkSpec struct {
 	// AllowSecretInheritance would let children have the source's secrets though
 	// another principal has supplied them. It is refused: who supplied them forks.
 	AllowSecretInheritance bool `json:"allowSecretInheritance,omitempty"`
+	// NetworkPolicy narrows the source's, for the children.
+	NetworkPolicy *NetworkPolicy `json:"networkPolicy,omitempty"`
 }

@@ -62,25 +62,25 @@ func (a *agentRun) freeze(ctx context.Context) (err error) {
 	return bench.Teach(ctx, a.engine, a.snap)
 }
 
-// fork makes a fork in a process of its own, and one in a shell that waited.
+// fork makes a fork in a process of its own, and one in a spare that waited.
 func (a *agentRun) fork(ctx context.Context) (_ []forked, err error) {
 	cold, err := a.forkOne(ctx, nil)
 	if err != nil {
 		return nil, err
 	}
-	shells, err := a.engine.KeepShells(a.snap, 1)
+	spares, err := a.engine.KeepSpares(a.snap, 1)
 	if err != nil {
 		return nil, err
 	}
-	defer func() { err = errors.Join(err, shells.Close()) }()
-	if err := shells.WaitFull(ctx); err != nil {
+	defer func() { err = errors.Join(err, spares.Close()) }()
+	if err := spares.WaitFull(ctx); err != nil {
 		return nil, err
 	}
-	ahead, err := a.forkOne(ctx, shells)
+	ahead, err := a.forkOne(ctx, spares)
 	return []forked{cold, ahead}, err
 }
 
-func (a *agentRun) forkOne(ctx context.Context, shells engine.Shells) (f forked, err error) {
+func (a *agentRun) forkOne(ctx context.Context, spares engine.Spares) (f forked, err error) {
 	begin := time.Now()
 	sb, err := a.engine.Fork(ctx, a.snap, engine.ForkOptions{})
 	if err != nil {
@@ -90,11 +90,11 @@ func (a *agentRun) forkOne(ctx context.Context, shells engine.Shells) (f forked,
 	// The first answer confirms the new identity.
 	f = forked{running: microvm.Restored(sb), renewed: time.Since(begin)}
 	f.answered = f.renewed
-	if shells != nil {
-		if !microvm.FromShell(sb) {
-			return f, errors.New("no shell waited")
+	if spares != nil {
+		if !microvm.FromSpare(sb) {
+			return f, errors.New("no spare waited")
 		}
-		if err := shells.WaitFull(ctx); err != nil { // the next one must not disturb the program
+		if err := spares.WaitFull(ctx); err != nil { // the next one must not disturb the program
 			return f, err
 		}
 	}

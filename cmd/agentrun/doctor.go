@@ -5,13 +5,13 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"path/filepath"
 	"strings"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/term"
 
 	"agentrun.dev/internal/client/local"
+	"agentrun.dev/internal/host/assets"
 	"agentrun.dev/internal/host/doctor"
 )
 
@@ -30,7 +30,7 @@ The exit code is 1 when no engine works on this host.`,
 		Args:         cobra.NoArgs,
 		SilenceUsage: true,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			cache, err := cacheFolder()
+			cache, err := assets.CacheFolder()
 			if err != nil {
 				return err
 			}
@@ -78,17 +78,4 @@ func reportStyle(w io.Writer, getenv func(string) string) doctor.Style {
 		Plain: noColor || !utf8,
 		Color: !noColor && ok && term.IsTerminal(int(f.Fd())),
 	}
-}
-
-// cacheFolder is where kernels and images are kept, as the build scripts know
-// it too.
-func cacheFolder() (string, error) {
-	if dir := os.Getenv("AGENTRUN_CACHE"); dir != "" {
-		return filepath.Abs(dir)
-	}
-	dir, err := os.UserCacheDir()
-	if err != nil {
-		return "", fmt.Errorf("find a cache folder (set AGENTRUN_CACHE): %w", err)
-	}
-	return filepath.Join(dir, "agentrun"), nil
 }

@@ -83,7 +83,7 @@ func (o *pullOptions) resolve(progress func(image.Progress)) (p image.PullOption
 func (o *registryOptions) registries() (r image.Registries, err error) {
 	path := o.config
 	if path == "" {
-		path = defaultRegistriesFile()
+		path = defaultFile("registries.json")
 	} else if _, err := os.Stat(path); err != nil {
 		return r, fmt.Errorf("--registries: %w", err)
 	}
@@ -106,14 +106,15 @@ func (o *registryOptions) registries() (r image.Registries, err error) {
 	return r, nil
 }
 
-func defaultRegistriesFile() string {
+// defaultFile is where a file of settings is: the user's own, or the machine's.
+func defaultFile(name string) string {
 	if dir, err := os.UserConfigDir(); err == nil {
-		path := filepath.Join(dir, "agentrun", "registries.json")
+		path := filepath.Join(dir, "agentrun", name)
 		if _, err := os.Stat(path); err == nil {
 			return path
 		}
 	}
-	return "/etc/agentrun/registries.json"
+	return filepath.Join("/etc/agentrun", name)
 }
 
 func newImageCommand() *cobra.Command {

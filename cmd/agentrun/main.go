@@ -40,21 +40,11 @@ type exitCode int
 func (c exitCode) Error() string { return fmt.Sprintf("exit code %d", int(c)) }
 
 func run(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.Writer) error {
-	root := &cobra.Command{
-		Use:           "agentrun",
-		Short:         "Isolated computers for AI agents",
-		Version:       version,
-		SilenceErrors: true,
-		SilenceUsage:  true,
-	}
-	root.SetArgs(args)
-	root.SetIn(stdin)
-	root.SetOut(stdout)
-	root.SetErr(stderr)
+	root := &cobra.Command{Use: "agentrun", Short: "Isolated computers for AI agents", Version: version}
 	root.AddCommand(newRunCommand(), newSnapshotCommand(), newForkCommand(), newExecCommand(), newListCommand(), newRemoveCommand(),
 		newPauseCommand(), newResumeCommand(), newHibernateCommand(), newImageCommand(), newUpCommand(), newDownCommand(),
 		newApplyCommand(), newGetCommand(), newDeleteCommand(), newLogsCommand(), newCodeCommand(), newCopyCommand(), newPortForwardCommand(), newTreeCommand(),
-		newKeyCommand(), newSecretCommand(), newQuotaCommand(), newCheckpointCommand(), newTopCommand(), newTemplateCommand(),
+		newKeyCommand(), newSecretCommand(), newQuotaCommand(), newCACommand(), newNetworkCommand(), newCheckpointCommand(), newTopCommand(), newTemplateCommand(),
 		newDoctorCommand(), newManCommand())
-	return root.ExecuteContext(ctx)
+	return cli.Execute(ctx, root, args, stdin, stdout, stderr)
 }

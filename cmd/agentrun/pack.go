@@ -1,7 +1,6 @@
 package main
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -262,28 +261,10 @@ The digest of the pack is printed. A snapshot that holds secrets is refused.`,
 		Example: `  agentrun snapshot push py registry.example.com/team/py:warm --sign-key cosign.key`,
 		Args:    cobra.ExactArgs(2),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			name, ref, err := parseTravel(args[0], args[1])
-			if err != nil {
-				return err
-			}
-			p := newProgressPrinter(cmd.ErrOrStderr(), ref.String())
-			defer p.end()
-			options, err := o.resolve(p)
-			if err != nil {
-				return err
-			}
-			at, err := registries.registries()
-			if err != nil {
-				return err
-			}
-			return withStore(startsNothing, func(s *local.Store) error {
-				digest, err := s.Push(cmd.Context(), name, ref, at, options)
-				if err != nil {
-					return err
-				}
-				_, err = fmt.Fprintln(cmd.OutOrStdout(), digest)
-				return err
-			})
+			return travel(cmd, trip{name: args[0], ref: args[1]}, &registries, o.resolve,
+				func(s *local.Store, t parsedTrip, options pack.PackOptions) (any, error) {
+					return s.Push(cmd.Context(), t.name, t.ref, t.at, options)
+				})
 		},
 	}
 	o.flags(cmd.Flags())
@@ -304,21 +285,10 @@ be signed. One that this host cannot fork is refused before it is fetched.`,
 		Example: `  agentrun snapshot pull registry.example.com/team/py:warm py --verify-key cosign.pub`,
 		Args:    cobra.ExactArgs(2),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			name, ref, err := parseTravel(args[1], args[0])
-			if err != nil {
-				return err
-			}
-			p := newProgressPrinter(cmd.ErrOrStderr(), ref.String())
-			defer p.end()
-			options, err := o.resolve(p)
-			if err != nil {
-				return err
-			}
-			at, err := registries.registries()
-			if err != nil {
-				return err
-			}
-			return pullSnapshot(cmd.Context(), ref, name, at, options, cmd.OutOrStdout())
+			return travel(cmd, trip{name: args[1], ref: args[0]}, &registries, o.resolve,
+				func(s *local.Store, t parsedTrip, options pack.UnpackOptions) (any, error) {
+					return t.name, s.Pull(cmd.Context(), t.ref, t.name, t.at, options)
+				})
 		},
 	}
 	o.flags(cmd.Flags())
@@ -326,20 +296,47 @@ be signed. One that this host cannot fork is refused before it is fetched.`,
 	return cmd
 }
 
-func pullSnapshot(ctx context.Context, ref image.Reference, name local.Name, at image.Registries, o pack.UnpackOptions, stdout io.Writer) error {
-	return withStore(startsNothing, func(s *local.Store) error {
-		if err := s.Pull(ctx, ref, name, at, o); err != nil {
-			return err
-		}
-		_, err := fmt.Fprintln(stdout, name)
-		return err
-	})
+// trip is the name of a snapshot, and where in a registry it comes from or goes to.
+type trip struct{ name, ref string }
+
+// parsedTrip is a valid one.
+type parsedTrip struct {
+	name local.Name
+	ref  image.Reference
+	at   image.Registries
 }
 
-// parseTravel checks the name of a snapshot and where it is in a registry.
-func parseTravel(name, ref string) (n local.Name, r image.Reference, err error) {
-	if n, err = local.ParseName(name); err == nil {
-		r, err = image.ParseReference(ref)
+func (t trip) parse(registries *registryOptions) (out parsedTrip, err error) {
+	if out.name, err = local.ParseName(t.name); err != nil {
+		return out, err
 	}
-	return n, r, err
+	if out.ref, err = image.ParseReference(t.ref); err != nil {
+		return out, err
+	}
+	out.at, err = registries.registries()
+	return out, err
+}
+
+// travel moves a snapshot with progress, and prints what move returns.
+func travel[O any](cmd *cobra.Command, t trip, registries *registryOptions, resolve func(*progressPrinter) (O, error),
+	move func(*local.Store, parsedTrip, O) (any, error),
+) error {
+	parsed, err := t.parse(registries)
+	if err != nil {
+		return err
+	}
+	p := newProgressPrinter(cmd.ErrOrStderr(), parsed.ref.String())
+	defer p.end()
+	options, err := resolve(p)
+	if err != nil {
+		return err
+	}
+	return withStore(startsNothing, func(s *local.Store) error {
+		moved, err := move(s, parsed, options)
+		if err != nil {
+			return err
+		}
+		_, err = fmt.Fprintln(cmd.OutOrStdout(), moved)
+		return err
+	})
 }

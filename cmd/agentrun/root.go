@@ -53,7 +53,7 @@ func (o *rootOptions) openRoot(ctx context.Context, kind pick.Kind, stderr io.Wr
 	if o.image != "" {
 		return o.openImage(ctx, kind, stderr)
 	}
-	f, err := openRoot(ctx, o.rootfs, kind, stderr)
+	f, err := cli.OpenRoot(ctx, o.rootfs, kind, stderr)
 	return f, image.Config{}, err
 }
 

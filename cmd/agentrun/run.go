@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"agentrun.dev/cmd/internal/cli"
+	"agentrun.dev/internal/client/local"
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/pick"
@@ -93,16 +94,6 @@ func runCommand(ctx context.Context, o runOptions, argv []string, stdin io.Reade
 	if kind == pick.GVisor && (len(o.disks) > 0 || o.kernel != "" || o.cmdline != "") {
 		return errors.New("--disk, --kernel and --append are for microVMs: gVisor has neither disks nor a kernel of its own to boot (--engine microvm)")
 	}
-	dir, err := os.MkdirTemp("/dev/shm", "agentrun-run-")
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
-	e, err := pick.Open(kind, pick.Config{Resident: filepath.Join(dir, "resident"), Scratch: filepath.Join(dir, "scratch"), Jail: o.policy})
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, e.Close()) }()
 	spec, config, closeFiles, err := o.spec(ctx, kind, stderr)
 	if err != nil {
 		return err
@@ -111,10 +102,17 @@ func runCommand(ctx context.Context, o runOptions, argv []string, stdin io.Reade
 	if argv, err = o.settings(config, argv); err != nil {
 		return err
 	}
-	sb, err := e.Boot(ctx, spec)
-	if err != nil {
-		return err
-	}
+	return withStore(o.policy, func(s *local.Store) error {
+		sb, err := s.Boot(ctx, kind, spec)
+		if err != nil {
+			return err
+		}
+		return o.runIn(ctx, sb, argv, stdin, stdout, stderr)
+	})
+}
+
+// runIn runs a command in a sandbox, and ends the sandbox.
+func (o *runOptions) runIn(ctx context.Context, sb engine.Sandbox, argv []string, stdin io.Reader, stdout, stderr io.Writer) error {
 	status, err := o.exec(ctx, sb.Agent(), argv, stdin, stdout, stderr)
 	if o.console {
 		console, consoleErr := sb.Console(context.WithoutCancel(ctx))

@@ -13,6 +13,7 @@ import (
 	"agentrun.dev/cmd/internal/cli"
 	"agentrun.dev/internal/client"
 	"agentrun.dev/internal/client/local"
+	"agentrun.dev/internal/convert/restconv"
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/sandbox"
@@ -29,6 +30,8 @@ type forkOptions struct {
 	json   bool
 	// verbose says on stderr what it took.
 	verbose bool
+	// network is a file with a network policy.
+	network string
 }
 
 func newForkCommand() *cobra.Command {
@@ -63,6 +66,7 @@ both.`,
 	f.StringVar(&o.daemon.namespace, "namespace", string(sandbox.DefaultNamespace), "namespace of a sandbox of the daemon")
 	o.daemon.serverFlag(f)
 	f.StringArrayVar(&o.names, "name", nil, "name of a fork (repeatable; default: the source's name and a number)")
+	f.StringVar(&o.network, "network-policy", "", "YAML file of a network policy that narrows the children's; for a sandbox of the daemon")
 	limitFlags(f, &o.limits)
 	cli.PolicyFlags(f, &o.policy)
 	return cmd
@@ -75,6 +79,13 @@ func (o *forkOptions) forkInDaemon(ctx context.Context, source string, stdout io
 		return errors.New("a fork of the daemon has one --name, after which its children are called, and the limits of its source")
 	}
 	spec := rest.ForkCreate{Replicas: o.count}
+	if o.network != "" {
+		p, err := readPolicy(o.network, nil)
+		if err != nil {
+			return fmt.Errorf("--network-policy: %w", err)
+		}
+		spec.NetworkPolicy = new(restconv.FromNetworkPolicy(p))
+	}
 	if len(o.names) == 1 {
 		spec.Name = o.names[0]
 	}
@@ -102,6 +113,9 @@ func (o *forkOptions) run(ctx context.Context, source string, stdout, stderr io.
 	from, err := local.ParseName(source)
 	if err != nil {
 		return err
+	}
+	if o.network != "" {
+		return fmt.Errorf("--network-policy: %s is not a sandbox of the daemon, and has no network", from)
 	}
 	if o.count < 1 || o.count > 1000 {
 		return fmt.Errorf("-n %d: between 1 and 1000 are possible", o.count)

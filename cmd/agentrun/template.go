@@ -102,6 +102,14 @@ func showTemplate(w io.Writer, t rest.Template, pools []rest.Pool) error {
 	if p := t.Spec.Warmup; p != nil {
 		field("Warmup", "%s, %d bytes", p.Language, len(p.Text))
 	}
+	if t.Spec.Network != "" {
+		field("Network", "%s", t.Spec.Network)
+	}
+	field("Network policy", "%s", policyText(t.Spec.NetworkPolicy))
+	field("Build network", "%s", policyText(t.Spec.BuildNetwork))
+	if t.Spec.TrustNamespaceCA {
+		field("Trusts", "the CA of its namespace (agentrun ca show)")
+	}
 	users := slices.DeleteFunc(slices.Clone(pools), func(p rest.Pool) bool { return p.Spec.Template != t.Name })
 	for _, p := range users {
 		field("Pool", "%s, %d of %d ready", p.Name, p.Ready, p.Spec.Replicas)

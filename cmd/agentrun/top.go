@@ -27,16 +27,17 @@ type topOptions struct {
 
 // Orders of agentrun top, by the flag --sort.
 const (
-	sortCPU    = "cpu"
-	sortMemory = "memory"
-	sortName   = "name"
+	sortCPU     = "cpu"
+	sortMemory  = "memory"
+	sortNetwork = "network"
+	sortName    = "name"
 )
 
 func newTopCommand() *cobra.Command {
 	var o topOptions
 	cmd := &cobra.Command{
 		Use:   "top",
-		Short: "Show what sandboxes cost: processor time, memory of their own and shared",
+		Short: "Show what sandboxes cost: processor time, memory of their own and shared, network",
 		Long: `Show what the daemon's sandboxes cost, again and again until Ctrl-C:
 
   CPU%      processor time since the last look, in hundredths of a processor
@@ -44,6 +45,9 @@ func newTopCommand() *cobra.Command {
   OWN       memory that it alone has
   SHARED    its part of the memory that it has in common with others
   RESERVED  memory that is set aside for it
+  SENT/S    bytes that it has sent each second since the last look; RECV/S are those
+            that it has received
+  CONNS     its connections that are open
 
 Looking wakes none: a hibernated sandbox costs nothing of these.`,
 		Example: `  agentrun top
@@ -51,8 +55,8 @@ Looking wakes none: a hibernated sandbox costs nothing of these.`,
   agentrun top --once --json`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if !slices.Contains([]string{sortCPU, sortMemory, sortName}, o.sort) {
-				return fmt.Errorf("--sort %q: write %s, %s or %s", o.sort, sortCPU, sortMemory, sortName)
+			if !slices.Contains([]string{sortCPU, sortMemory, sortNetwork, sortName}, o.sort) {
+				return fmt.Errorf("--sort %q: write %s, %s, %s or %s", o.sort, sortCPU, sortMemory, sortNetwork, sortName)
 			}
 			if o.interval < 100*time.Millisecond {
 				return fmt.Errorf("--interval %v: at least 100ms", o.interval)
@@ -65,7 +69,7 @@ Looking wakes none: a hibernated sandbox costs nothing of these.`,
 	f.BoolVar(&o.once, "once", false, "look once, over one interval, and end")
 	f.BoolVar(&o.json, "json", false, "print JSON, one object for each look")
 	f.DurationVar(&o.interval, "interval", 2*time.Second, "time between two looks")
-	f.StringVar(&o.sort, "sort", sortCPU, "what comes first: cpu, memory or name")
+	f.StringVar(&o.sort, "sort", sortCPU, "what comes first: cpu, memory, network or name")
 	return cmd
 }
 
@@ -78,8 +82,11 @@ type look struct {
 // costLine is one sandbox in a look.
 type costLine struct {
 	rest.SandboxStats
-	// CPUPercent is nil for one that was not there at the last look.
-	CPUPercent *float64 `json:"cpuPercent,omitempty"`
+	// CPUPercent, and the bytes per second, are nil for one that was not there at the
+	// last look.
+	CPUPercent        *float64 `json:"cpuPercent,omitempty"`
+	SentPerSecond     *float64 `json:"sentPerSecond,omitempty"`
+	ReceivedPerSecond *float64 `json:"receivedPerSecond,omitempty"`
 }
 
 func (o *topOptions) run(ctx context.Context, c *client.Client, w io.Writer) error {
@@ -115,25 +122,43 @@ func takeLook(ctx context.Context, c *client.Client, before look) (now look, err
 	list, err := c.Stats(ctx)
 	now.Sandboxes = make([]costLine, 0, len(list))
 	for _, s := range list {
-		now.Sandboxes = append(now.Sandboxes, costLine{s, cpuPercent(before, s)})
+		now.Sandboxes = append(now.Sandboxes, compareCost(before, s))
 	}
 	return now, err
 }
 
-// cpuPercent is how much of a processor a sandbox has taken since a look. A
-// machine that is a new one has begun from nothing.
-func cpuPercent(before look, now rest.SandboxStats) *float64 {
+// compareCost is what a sandbox has taken since a look: how much of a processor, and how
+// many bytes of the network each second. A machine that is a new one has begun from
+// nothing.
+func compareCost(before look, now rest.SandboxStats) costLine {
+	l := costLine{SandboxStats: now}
 	i := slices.IndexFunc(before.Sandboxes, func(l costLine) bool { return l.Id == now.Id })
 	if i < 0 {
-		return nil
+		return l
 	}
 	old := before.Sandboxes[i]
-	passed := now.Time.Sub(old.Time).Nanoseconds()
-	if passed <= 0 || now.Cpu < old.Cpu {
-		return nil
+	passed := now.Time.Sub(old.Time)
+	rate := func(from, to int64, unit time.Duration) *float64 {
+		if passed <= 0 || to < from {
+			return nil
+		}
+		r := float64(to-from) * float64(unit) / float64(passed)
+		return &r
 	}
-	percent := 100 * float64(now.Cpu-old.Cpu) / float64(passed)
-	return &percent
+	l.CPUPercent = rate(old.Cpu, now.Cpu, 100) // of nanoseconds
+	l.SentPerSecond = rate(old.NetworkSent, now.NetworkSent, time.Second)
+	l.ReceivedPerSecond = rate(old.NetworkReceived, now.NetworkReceived, time.Second)
+	return l
+}
+
+// network is how many bytes a sandbox sends and receives each second.
+func (l costLine) network() (sum float64) {
+	for _, r := range []*float64{l.SentPerSecond, l.ReceivedPerSecond} {
+		if r != nil {
+			sum += *r
+		}
+	}
+	return sum
 }
 
 // sorted orders a look's sandboxes.
@@ -143,6 +168,8 @@ func (l look) sorted(by string) []costLine {
 		switch {
 		case by == sortMemory:
 			return float64(l.Own)
+		case by == sortNetwork:
+			return l.network()
 		case by == sortCPU && l.CPUPercent != nil:
 			return *l.CPUPercent
 		}
@@ -158,6 +185,19 @@ func (l look) sorted(by string) []costLine {
 		return 0
 	})
 	return lines
+}
+
+// perSecond writes bytes per second.
+func perSecond(rate *float64) string {
+	switch {
+	case rate == nil:
+		return "-"
+	case *rate < 1<<10:
+		return fmt.Sprintf("%.0f B", *rate)
+	case *rate < 1<<20:
+		return fmt.Sprintf("%.1f KiB", *rate/(1<<10))
+	}
+	return fmt.Sprintf("%.1f MiB", *rate/(1<<20))
 }
 
 // clearScreen moves to the top left corner and clears what is below.
@@ -184,9 +224,10 @@ func (o *topOptions) show(w io.Writer, l look, screen bool) error {
 		rows = append(rows, object{name: s.Name, row: []string{
 			sandboxStatus(rest.Sandbox{State: s.State}), percent, time.Duration(s.Cpu).Round(10 * time.Millisecond).String(),
 			mebibytes(s.Own), mebibytes(s.Shared), mebibytes(s.Reserved),
+			perSecond(s.SentPerSecond), perSecond(s.ReceivedPerSecond), fmt.Sprint(s.NetworkConnections),
 		}})
 	}
-	if err := printObjects(&b, "NAME\tSTATUS\tCPU%\tCPU TIME\tOWN\tSHARED\tRESERVED", rows); err != nil {
+	if err := printObjects(&b, "NAME\tSTATUS\tCPU%\tCPU TIME\tOWN\tSHARED\tRESERVED\tSENT/S\tRECV/S\tCONNS", rows); err != nil {
 		return err
 	}
 	if !screen && !o.once {

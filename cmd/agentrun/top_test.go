@@ -25,9 +25,12 @@ func TestTop(t *testing.T) {
 		stats("c", time.Second, 2<<20, at.Add(4*time.Second)), // woken: another machine
 		stats("d", time.Second, 9<<20, at.Add(4*time.Second)), // new
 	} {
-		now.Sandboxes = append(now.Sandboxes, costLine{s, cpuPercent(before, s)})
+		if s.Name == "a" {
+			s.NetworkSent, s.NetworkReceived, s.NetworkConnections = 4<<10, 12<<20, 3
+		}
+		now.Sandboxes = append(now.Sandboxes, compareCost(before, s))
 	}
-	for by, want := range map[string]string{sortCPU: "b a c d", sortMemory: "d b c a", sortName: "a b c d"} {
+	for by, want := range map[string]string{sortCPU: "b a c d", sortMemory: "d b c a", sortNetwork: "a b c d", sortName: "a b c d"} {
 		var got []string
 		for _, l := range now.sorted(by) {
 			got = append(got, l.Name)
@@ -42,8 +45,9 @@ func TestTop(t *testing.T) {
 		t.Fatal(err)
 	}
 	lines := strings.Split(out.String(), "\n")
-	if len(lines) != 8 || !strings.HasPrefix(lines[0], "e: 4 sandboxes") || strings.Join(strings.Fields(lines[2]), " ") != "NAME STATUS CPU% CPU TIME OWN SHARED RESERVED" ||
-		strings.Join(strings.Fields(lines[3]), " ") != "b Ready 150.0 6s 3.0 MiB 0.0 MiB 0.0 MiB" || strings.Fields(lines[6])[2] != "-" {
+	if len(lines) != 8 || !strings.HasPrefix(lines[0], "e: 4 sandboxes") || strings.Join(strings.Fields(lines[2]), " ") != "NAME STATUS CPU% CPU TIME OWN SHARED RESERVED SENT/S RECV/S CONNS" ||
+		strings.Join(strings.Fields(lines[3]), " ") != "b Ready 150.0 6s 3.0 MiB 0.0 MiB 0.0 MiB 0 B 0 B 0" ||
+		strings.Join(strings.Fields(lines[4])[9:], " ") != "MiB 1.0 KiB 3.0 MiB 3" || strings.Fields(lines[6])[2] != "-" {
 		t.Errorf("%s", out.String())
 	}
 }

@@ -48,6 +48,7 @@ type upOptions struct {
 	domain   string
 	origins  []string
 	format   string
+	network  string
 	registryOptions
 }
 
@@ -81,6 +82,7 @@ Sandboxes do not end with it: the next agentrun up finds them as they are.`,
 	f.StringVar(&o.domain, "domain", "", "domain whose host names PORT-ID.DOMAIN lead to ports of sandboxes; its DNS must point here")
 	f.StringSliceVar(&o.origins, "allow-origin", nil, "origin whose pages may open terminals, such as https://console.example.com")
 	f.StringVar(&o.metrics, "metrics-listen", "", "TCP address that serves /metrics without authentication, for a scraper on a private network")
+	f.StringVar(&o.network, "network", "", "YAML file of settings of the sandboxes' network, read again when it changes (default: network.yaml in $XDG_CONFIG_HOME/agentrun, or in /etc/agentrun)")
 	f.StringVar(&o.format, "log-format", "json", "form of the log on standard error: json or text")
 	f.BoolVarP(&o.verbose, "verbose", "v", false, "log every request")
 	cli.PolicyFlags(f, &o.policy)
@@ -101,6 +103,10 @@ func (o *upOptions) run(ctx context.Context, stderr io.Writer) error {
 		return err
 	}
 	registries, err := o.registries()
+	if err != nil {
+		return err
+	}
+	network, err := o.networkFile()
 	if err != nil {
 		return err
 	}
@@ -131,7 +137,7 @@ func (o *upOptions) run(ctx context.Context, stderr io.Writer) error {
 	d, err := forkd.Open(ctx, forkd.Config{
 		Dir: dir, Images: images, Pull: image.PullOptions{Registries: registries}, Engine: kind, Jail: o.policy,
 		Listen: o.listen, Advertise: o.public, TLSCert: o.tlsCert, TLSKey: o.tlsKey, InsecureHTTP: o.insecure,
-		Capacity: capacity, KeyFile: o.keyFile, Version: version,
+		Capacity: capacity, KeyFile: o.keyFile, NetworkFile: network, Version: version,
 		MetricsListen: o.metrics, Domain: domain, AllowOrigins: o.origins, Log: log,
 	})
 	if err != nil {
@@ -150,6 +156,18 @@ func (o *upOptions) run(ctx context.Context, stderr io.Writer) error {
 		fmt.Fprintf(stderr, "agentrun: serving metrics on %s, to anybody who reaches it\n", a)
 	}
 	return d.Serve(ctx)
+}
+
+// networkFile is where the settings of the network are. A file that was named must be
+// there; the default one may come later.
+func (o *upOptions) networkFile() (string, error) {
+	if o.network == "" {
+		return defaultFile("network.yaml"), nil
+	}
+	if _, err := os.Stat(o.network); err != nil {
+		return "", fmt.Errorf("--network: %w", err)
+	}
+	return o.network, nil
 }
 
 // sayDoors tells what clients over TCP need.

@@ -5,7 +5,6 @@ import (
 	"fmt"
 
 	"agentrun.dev/bench"
-	"agentrun.dev/cmd/internal/cli"
 	"github.com/spf13/cobra"
 )
 
@@ -35,13 +34,12 @@ at once. Those that find no sandbox ready are forks.`,
 	o.rootFlags(f, &cfg.Guest, "")
 	f.IntVarP(&cfg.Count, "count", "n", cfg.Count, "how many claims, one after the other; 0 makes only the burst")
 	f.IntVar(&cfg.Ready, "ready", cfg.Ready, "how many sandboxes wait")
-	f.IntVar(&cfg.Shells, "shells", 0, "how many forks beyond them wait half made")
+	f.IntVar(&cfg.Spares, "shells", 0, "how many forks beyond them wait half made")
 	f.IntVar(&cfg.Burst, "burst", cfg.Burst, "how many claims in a row, and then at once, through the manager; 0 makes none")
 	f.IntVar(&cfg.Starts, "starts", 0, "how many machines the manager starts at once in the burst (default: by processors)")
 	f.StringVar(&cfg.Program, "program", "true", "program of the root filesystem that warms it up")
-	cli.EngineFlag(f, &cfg.Engine)
 	f.StringVar(&cfg.Warm, "warm", "", "shell script that warms the guest up before it is frozen")
-	cli.PolicyFlags(f, &cfg.Jail)
+	engineFlags(f, &cfg.Guest)
 	require(cmd, "rootfs")
 	return cmd
 }

@@ -5,7 +5,6 @@ import (
 	"fmt"
 
 	"agentrun.dev/bench"
-	"agentrun.dev/cmd/internal/cli"
 	"agentrun.dev/internal/client/local"
 	"github.com/spf13/cobra"
 )
@@ -38,12 +37,11 @@ request to the REST API on a Unix socket, in turns, with several clients at once
 	}
 	f := cmd.Flags()
 	o.flags(f)
-	f.StringVar(&cfg.Image, "image", "", "image to run the program of (required)")
+	f.StringVar(&cfg.Image, "image", "", "image to run the program of")
 	f.StringVar(&cfg.Program, "program", cfg.Program, "program that does nothing")
 	f.IntVarP(&cfg.Count, "count", "n", cfg.Count, "how often each client runs it, each way")
 	f.IntSliceVar(&cfg.Clients, "clients", cfg.Clients, "how many clients at once, one measurement for each number")
-	cli.EngineFlag(f, &cfg.Engine)
-	cli.PolicyFlags(f, &cfg.Jail)
+	engineFlags(f, &cfg.Guest)
 	require(cmd, "image")
 	return cmd
 }

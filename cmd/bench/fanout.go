@@ -5,7 +5,6 @@ import (
 	"fmt"
 
 	"agentrun.dev/bench"
-	"agentrun.dev/cmd/internal/cli"
 	"agentrun.dev/internal/client/local"
 	"github.com/spf13/cobra"
 )
@@ -40,14 +39,13 @@ another. The image is one of this machine's (agentrun image build).`,
 	}
 	f := cmd.Flags()
 	o.flags(f)
-	f.StringVar(&cfg.Image, "image", "", "image with Python and what the code needs (required)")
+	f.StringVar(&cfg.Image, "image", "", "image with Python and what the code needs")
 	f.IntVarP(&cfg.Count, "count", "n", cfg.Count, "how many forks")
 	f.IntVar(&cfg.Parallel, "parallel", cfg.Parallel, "how many at once")
 	f.StringVar(&cfg.Warmup, "warmup", cfg.Warmup, "Python that runs before the snapshot")
 	f.StringVar(&cfg.Code, "code", cfg.Code, "Python that each fork evaluates")
 	f.StringVar(&cfg.Cold, "cold", cfg.Cold, "shell command that does the same from the start")
-	cli.EngineFlag(f, &cfg.Engine)
-	cli.PolicyFlags(f, &cfg.Jail)
+	engineFlags(f, &cfg.Guest)
 	require(cmd, "image")
 	return cmd
 }

@@ -6,7 +6,6 @@ import (
 	"fmt"
 
 	"agentrun.dev/bench"
-	"agentrun.dev/cmd/internal/cli"
 	"agentrun.dev/internal/engine/pick"
 	"github.com/spf13/cobra"
 )
@@ -29,12 +28,15 @@ end.
 --wall 1,100,500 makes so many forks against the wall clock, each time anew; one
 after the other, as agentrun fork does, or --parallel N at once.
 
---shells N makes as many forks again, in turns with the others, into N shells that
+--shells N makes as many forks again, in turns with the others, into N spares that
 wait: jailed processes with VM, vCPU and memory, the state not yet loaded. They are
 reported apart.
 
+--interface makes as many forks again, in turns with the others, of the same guest
+with a network interface, whose other end nobody uses. They are reported apart.
+
 --guest test measures the host's side alone, in one process, with a bare guest
-that runs on any KVM: to the first guest instruction, and the same from shells
+that runs on any KVM: to the first guest instruction, and the same from spares
 made ahead (VM, vCPU and memory there, state not yet loaded).
 
 On gVisor the floor is a plain runsc restore, by its command line, of a shell that
@@ -60,15 +62,15 @@ answers.`,
 	o.flags(f)
 	o.rootFlags(f, &cfg.Guest, "")
 	guestFlag(f, &guest)
-	cli.EngineFlag(f, &cfg.Engine)
 	f.StringVar(&cfg.Warm, "warm", "", "shell script that warms the guest up before it is frozen; what it leaves running runs in every fork")
 	f.IntVar(&cfg.Precreate, "precreate", 0, "gVisor: so many sandboxes wait, made and with the state of their kernels read, but not restored, before each fork")
 	f.IntVarP(&cfg.Count, "count", "n", cfg.Count, "how many forks")
 	f.IntSliceVar(&cfg.Walls, "wall", nil, "numbers of forks to make against the wall clock")
 	f.IntVar(&cfg.Parallel, "parallel", cfg.Parallel, "how many of these to make at once")
-	f.IntVar(&cfg.Shells, "shells", 0, "how many shells wait for forks that are measured apart (Linux)")
+	f.IntVar(&cfg.Spares, "shells", 0, "how many spares wait for forks that are measured apart (Linux)")
+	f.BoolVar(&cfg.Interface, "interface", false, "make as many forks again of a guest with a network interface, measured apart (Linux)")
 	f.StringVar(&cfg.Program, "program", "true", "program of the root filesystem whose execution is measured")
-	cli.PolicyFlags(f, &cfg.Jail)
+	engineFlags(f, &cfg.Guest)
 	return cmd
 }
 
@@ -80,12 +82,14 @@ func checkForkFlags(guest string, cfg bench.ForkConfig) error {
 		return fmt.Errorf("--count %d: at least 1 is needed", cfg.Count)
 	case cfg.Parallel < 1:
 		return fmt.Errorf("--parallel %d: at least 1 is needed", cfg.Parallel)
-	case cfg.Shells < 0:
-		return fmt.Errorf("--shells %d: 0 or more", cfg.Shells)
-	case cfg.Shells > 0 && cfg.Engine == pick.GVisor:
+	case cfg.Spares < 0:
+		return fmt.Errorf("--shells %d: 0 or more", cfg.Spares)
+	case cfg.Spares > 0 && cfg.Engine == pick.GVisor:
 		return errors.New("--shells: gVisor has none; --precreate makes its sandboxes ahead")
-	case cfg.Shells > 0 && guest == bench.GuestTest:
-		return errors.New("--shells: the bare guest is always measured from shells, too")
+	case cfg.Spares > 0 && guest == bench.GuestTest:
+		return errors.New("--shells: the bare guest is always measured from spares, too")
+	case cfg.Interface && guest == bench.GuestTest:
+		return errors.New("--interface: the bare guest has none")
 	}
 	for _, n := range cfg.Walls {
 		if n < 1 {

@@ -27,20 +27,10 @@ func main() {
 }
 
 func run(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.Writer) error {
-	root := &cobra.Command{
-		Use:           "bench",
-		Short:         "Measure AgentRun on this machine, beside the floor that KVM or runsc sets",
-		Version:       version,
-		SilenceErrors: true,
-		SilenceUsage:  true,
-	}
-	root.SetArgs(args)
-	root.SetIn(stdin)
-	root.SetOut(stdout)
-	root.SetErr(stderr)
+	root := &cobra.Command{Use: "bench", Short: "Measure AgentRun on this machine, beside the floor that KVM or runsc sets", Version: version}
 	root.AddCommand(newBootCommand(), newForkCommand(), newLiveCommand(), newClaimCommand(), newWakeCommand(), newFanoutCommand(),
-		newExecCommand(), newPeersCommand(), newFloorCommand())
-	return root.ExecuteContext(ctx)
+		newExecCommand(), newNetworkCommand(), newPeersCommand(), newFloorCommand(), newLoadCommand())
+	return cli.Execute(ctx, root, args, stdin, stdout, stderr)
 }
 
 // newFloorCommand is this program started again by package bench.

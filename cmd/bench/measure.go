@@ -33,6 +33,12 @@ func (o *options) rootFlags(f *pflag.FlagSet, guest *bench.Guest, what string) {
 	f.IntVar(&guest.VCPUs, "cpus", guest.VCPUs, "processors of a sandbox")
 }
 
+// engineFlags are for benchmarks of sandboxes on either engine.
+func engineFlags(f *pflag.FlagSet, guest *bench.Guest) {
+	cli.EngineFlag(f, &guest.Engine)
+	cli.PolicyFlags(f, &guest.Jail)
+}
+
 // guestFlag is for benchmarks that know the bare guest.
 func guestFlag(f *pflag.FlagSet, guest *string) {
 	f.StringVar(guest, "guest", bench.GuestLinux, "linux, or test for the bare guest")
@@ -86,9 +92,10 @@ func (o *options) print(w io.Writer, r report) error {
 	return e.Encode(r)
 }
 
-// require has a command refuse to run without a flag.
+// require has a command refuse to run without a flag, and says so in its help.
 func require(cmd *cobra.Command, flag string) {
 	if err := cmd.MarkFlagRequired(flag); err != nil {
 		panic(err) // the caller has defined the flag
 	}
+	cmd.Flag(flag).Usage += " (required)"
 }

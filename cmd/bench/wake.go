@@ -4,7 +4,6 @@ import (
 	"context"
 
 	"agentrun.dev/bench"
-	"agentrun.dev/cmd/internal/cli"
 	"github.com/spf13/cobra"
 )
 
@@ -27,8 +26,7 @@ that the sandbox was written to, and the same fork with these in memory.`,
 	o.rootFlags(f, &cfg.Guest, "")
 	f.IntVarP(&cfg.Count, "count", "n", cfg.Count, "how many sandboxes, one after the other")
 	f.IntVar(&cfg.Fill, "fill", cfg.Fill, "how many MiB of each are filled")
-	cli.EngineFlag(f, &cfg.Engine)
-	cli.PolicyFlags(f, &cfg.Jail)
+	engineFlags(f, &cfg.Guest)
 	require(cmd, "rootfs")
 	return cmd
 }

@@ -19,11 +19,5 @@ mkdir -p "$1$stdlib"
 tar -C "$stdlib" --exclude=test --exclude=tests --exclude=idlelib --exclude=tkinter --exclude=lib2to3 \
 	--exclude=ensurepip --exclude='config-*' --exclude=dist-packages --exclude=site-packages -cf - . | tar -C "$1$stdlib" -xf -
 
-# The libraries of the interpreter and of its extension modules, and the loader.
-# ldd fails for a module that is not linked dynamically, and goes on.
-{ find "$1$stdlib" -name '*.so' -print0 | xargs -0 ldd "$python" 2>/dev/null || true; } |
-	awk '$2 == "=>" && $3 ~ /^\// { print $3 } $1 ~ /^\// && NF == 2 && $1 !~ /:$/ { print $1 }' | sort -u |
-	while read -r library; do
-		mkdir -p "$1$(dirname "$library")"
-		cp -L "$library" "$1$library"
-	done
+# The interpreter's libraries, and those of its extension modules.
+find "$1$stdlib" -name '*.so' -print0 | xargs -0 "$(dirname "${BASH_SOURCE[0]}")/libraries.sh" "$1" "$python"

@@ -61,6 +61,10 @@ var operations = map[Operation]Rule{
 	"hibernateSandbox": {Need: Change},
 	"extendSandbox":    {Need: Change},
 
+	"putNetworkPolicy":    {Need: Change},
+	"deleteNetworkPolicy": {Need: Change},
+	"getNetworkLog":       {Need: Read, Own: true},
+
 	"forkSandbox": {Need: Change},
 	"listForks":   {Need: Read},
 	"getFork":     {Need: Read},
@@ -110,6 +114,9 @@ var operations = map[Operation]Rule{
 	"putSecret":    {Need: Change, Makes: true},
 	"patchSecret":  {Need: Change},
 	"deleteSecret": {Need: Change},
+
+	"getCA": {Need: Read},
+	"putCA": {Need: Change},
 
 	"getQuota":    {Need: Read},
 	"putQuota":    {Need: Administer},

@@ -60,7 +60,8 @@ func isFolder(t *testing.T, path string) bool {
 	return err == nil && fi.IsDir()
 }
 
-// TestUnusedNames: what the glossary has another name for is not declared again.
+// TestUnusedNames: what the glossary has another name for is not declared again. A name
+// with a dot is one of a package, or of a type in it: elsewhere the word may be right.
 // Generated code has the names of what it was generated from.
 func TestUnusedNames(t *testing.T) {
 	instead := map[string]string{}
@@ -72,6 +73,20 @@ func TestUnusedNames(t *testing.T) {
 	if len(instead) == 0 {
 		t.Fatalf("%s lists no names that are not used", glossary)
 	}
+	declared := declaredNames(t)
+	known := packagesOf(declared)
+	for name, better := range instead {
+		if !strings.Contains(name, ".") {
+			continue
+		}
+		pkg, _, _ := strings.Cut(name, ".")
+		if !known[pkg] {
+			t.Errorf("%s: there is no package %s for %s to be in", glossary, pkg, name)
+		}
+		if declared[name] {
+			t.Errorf("%s is declared: write %s (%s)", name, better, glossary)
+		}
+	}
 	goFiles(t, func(path string, fset *token.FileSet, file *ast.File) {
 		for _, id := range declarations(file) {
 			if better, ok := instead[id.Name]; ok {
@@ -79,6 +94,16 @@ func TestUnusedNames(t *testing.T) {
 			}
 		}
 	})
+}
+
+// packagesOf are the packages of some names.
+func packagesOf(declared map[string]bool) map[string]bool {
+	all := map[string]bool{}
+	for name := range declared {
+		pkg, _, _ := strings.Cut(name, ".")
+		all[pkg] = true
+	}
+	return all
 }
 
 // goFiles calls f with every Go file that a person wrote.

@@ -41,8 +41,14 @@ type goPackage struct {
 // goList runs go list -json in the module's root.
 func goList(t *testing.T, args ...string) []goPackage {
 	t.Helper()
+	return goListIn(t, ".", args...)
+}
+
+// goListIn runs it in a folder, from the module's root.
+func goListIn(t *testing.T, dir string, args ...string) []goPackage {
+	t.Helper()
 	cmd := exec.CommandContext(t.Context(), "go", append([]string{"list", "-json"}, args...)...)
-	cmd.Dir = moduleRoot(t)
+	cmd.Dir = filepath.Join(moduleRoot(t), dir)
 	cmd.Stderr = os.Stderr
 	out, err := cmd.Output()
 	if err != nil {
@@ -97,13 +103,16 @@ func (g group) may(use string) bool {
 	return slices.ContainsFunc(g.mayUse, func(of string) bool { return of == "*" || of == use || strings.HasPrefix(use, of+"/") })
 }
 
-// TestMap: the map has every package, and what it imports.
+// helperModule is where gVisor's helper is, in a module of its own.
+const helperModule = "gvisor"
+
+// TestMap: the map has every package of both modules, and what it imports.
 func TestMap(t *testing.T) {
 	rules := map[string]rule{}
 	for _, r := range packages {
 		rules[r.path] = r
 	}
-	for _, p := range goList(t, "./...") {
+	for _, p := range slices.Concat(goList(t, "./..."), goListIn(t, helperModule, "./...")) {
 		name := strings.TrimPrefix(p.ImportPath, module+"/")
 		r, ok := rules[name]
 		delete(rules, name)
@@ -225,14 +234,27 @@ func TestTestbedIsNoLibrary(t *testing.T) {
 	}
 }
 
+// forTests reports whether a package of ours is for tests: its name or folder says so.
+func forTests(path string) bool {
+	return strings.HasPrefix(path, module+"/test/") || strings.HasPrefix(path, module+"/internal/") && strings.HasSuffix(path, "test")
+}
+
 // TestTestPackages: packages that are for tests are imported by tests only.
 func TestTestPackages(t *testing.T) {
+	found := 0
 	for _, p := range goList(t, "./...") {
-		for _, forTests := range []string{"/internal/node/nodetest", "/internal/node/managertest", "/internal/server/servertest", "/internal/convert/converttest"} {
-			if slices.Contains(p.Imports, module+forTests) && !strings.HasSuffix(p.ImportPath, "test") {
-				t.Errorf("%s imports %s in what is not a test", p.ImportPath, forTests)
+		if forTests(p.ImportPath) {
+			found++
+			continue
+		}
+		for _, imp := range p.Imports {
+			if forTests(imp) {
+				t.Errorf("%s imports %s in what is not a test", p.ImportPath, imp)
 			}
 		}
+	}
+	if found < 2 {
+		t.Errorf("%d packages are for tests: how are they called?", found)
 	}
 }
 
@@ -257,11 +279,35 @@ func TestNoBenchInProduct(t *testing.T) {
 	}
 }
 
-// TestNoGVisorHere: gVisor is in a module of its own, and only there.
-func TestNoGVisorHere(t *testing.T) {
-	for _, p := range goList(t, "-deps", "./...") {
+// ofGVisor is the one part of gVisor that this module uses, and its user. The rest is in
+// a module of its own.
+const (
+	ofGVisor   = "gvisor.dev/gvisor/pkg/"
+	usesGVisor = module + "/internal/network/stack"
+)
+
+// TestGVisor: gVisor's TCP/IP is in netd alone; what runs sandboxes is not in this
+// module at all.
+func TestGVisor(t *testing.T) {
+	for _, p := range goList(t, "./...") {
+		for _, imp := range p.Imports {
+			if strings.HasPrefix(imp, "gvisor.dev/") && p.ImportPath != usesGVisor {
+				t.Errorf("%s imports %s: only %s may", p.ImportPath, imp, usesGVisor)
+			}
+		}
+	}
+	for _, p := range goList(t, "-deps", "./cmd/netd") {
+		if strings.HasPrefix(p.ImportPath, "gvisor.dev/") && (!strings.HasPrefix(p.ImportPath, ofGVisor) || strings.HasPrefix(p.ImportPath, ofGVisor+"sentry")) {
+			t.Errorf("%s is linked into netd", p.ImportPath)
+		}
+	}
+	others := []string{
+		"./cmd/agentrun", "./cmd/bench", "./cmd/guest-agent", "./cmd/vmm", "./internal/node/forkd",
+		"./internal/network/addresses", "./internal/network/netctl", "./internal/network/netproc", "./internal/network/policy",
+	}
+	for _, p := range goList(t, append([]string{"-deps"}, others...)...) {
 		if strings.HasPrefix(p.ImportPath, "gvisor.dev/") {
-			t.Errorf("%s is linked into this module", p.ImportPath)
+			t.Errorf("%s is linked into a program that is not netd", p.ImportPath)
 		}
 	}
 }
@@ -317,20 +363,39 @@ func TestVMMIsSmall(t *testing.T) {
 			t.Errorf("cmd/vmm depends on %s of module %s; allowed are %v", p.ImportPath, p.Module.Path, vmmModules)
 		}
 	}
-	out := filepath.Join(t.TempDir(), "vmm")
-	cmd := exec.CommandContext(t.Context(), "go", "build", "-trimpath", "-ldflags=-s -w", "-o", out, "./cmd/vmm")
+	checkSize(t, "vmm", vmmSizeLimit)
+}
+
+// netdSizeLimit is room above today's size, of which HTTP and TLS are about half.
+const netdSizeLimit = 12 << 20
+
+// TestNetdIsSmall: netd starts no programs, and does not grow unnoticed.
+func TestNetdIsSmall(t *testing.T) {
+	for _, p := range goList(t, "-deps", "./cmd/netd") {
+		if slices.Contains([]string{"os/exec", "plugin", "net/rpc"}, p.ImportPath) {
+			t.Errorf("cmd/netd depends on %s", p.ImportPath)
+		}
+	}
+	checkSize(t, "netd", netdSizeLimit)
+}
+
+// checkSize builds a program of cmd/ as it is installed.
+func checkSize(t *testing.T, program string, limit int64) {
+	t.Helper()
+	out := filepath.Join(t.TempDir(), program)
+	cmd := exec.CommandContext(t.Context(), "go", "build", "-trimpath", "-ldflags=-s -w", "-o", out, "./cmd/"+program)
 	cmd.Dir = moduleRoot(t)
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
 	if said, err := cmd.CombinedOutput(); err != nil {
-		t.Fatalf("build cmd/vmm: %v\n%s", err, said)
+		t.Fatalf("build cmd/%s: %v\n%s", program, err, said)
 	}
 	info, err := os.Stat(out)
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Logf("cmd/vmm: %.2f MiB", float64(info.Size())/(1<<20))
-	if info.Size() > vmmSizeLimit {
-		t.Errorf("cmd/vmm has %d bytes, more than %d: find out what came in, or raise the limit and say why", info.Size(), int64(vmmSizeLimit))
+	t.Logf("cmd/%s: %.2f MiB", program, float64(info.Size())/(1<<20))
+	if info.Size() > limit {
+		t.Errorf("cmd/%s has %d bytes, more than %d: find out what came in, or raise the limit and say why", program, info.Size(), limit)
 	}
 }
 

@@ -10,8 +10,10 @@
 package convert
 
 import (
+	"net/netip"
 	"time"
 
+	"agentrun.dev/internal/network/policy"
 	"agentrun.dev/internal/sandbox"
 )
 
@@ -30,8 +32,11 @@ func (r *Reader) Fail(err error) {
 
 // Key reads a namespace and a name.
 func (r *Reader) Key(namespace, name string) sandbox.Key {
-	return sandbox.Key{Namespace: read(r, namespace, sandbox.ParseNamespace), Name: r.Name(name)}
+	return sandbox.Key{Namespace: r.Namespace(namespace), Name: r.Name(name)}
 }
+
+// Namespace reads a namespace.
+func (r *Reader) Namespace(s string) sandbox.Namespace { return read(r, s, sandbox.ParseNamespace) }
 
 // Name reads a name that must be there.
 func (r *Reader) Name(s string) sandbox.Name { return read(r, s, sandbox.ParseName) }
@@ -70,6 +75,35 @@ func (r *Reader) Duration(d time.Duration, err error) time.Duration {
 		r.Fail(err)
 	}
 	return d
+}
+
+// Policy reads a network policy of a field, whose rules are text.
+func (r *Reader) Policy(field, egress string, allow, deny []string) *policy.Policy {
+	p, err := sandbox.ParseNetworkPolicy(field, egress, allow, deny)
+	if err != nil {
+		r.Fail(err)
+	}
+	return p
+}
+
+// FromAddress writes an address with its port; empty is one that is not known.
+func FromAddress(a netip.AddrPort) string {
+	if !a.IsValid() {
+		return ""
+	}
+	return a.String()
+}
+
+// Address reads what FromAddress writes.
+func (r *Reader) Address(field, s string) netip.AddrPort {
+	if s == "" {
+		return netip.AddrPort{}
+	}
+	a, err := netip.ParseAddrPort(s)
+	if err != nil {
+		r.Fail(sandbox.Invalid(field, "%s is not an address with a port", sandbox.Quote(s)))
+	}
+	return a
 }
 
 func read[T any](r *Reader, s string, parse func(string) (T, error)) T {

@@ -35,7 +35,8 @@ type Spec struct {
 	// Engines without disks let the root filesystem grow by so much instead.
 	Scratch uint64
 	// Files are attached as disks. What was booted with any cannot be captured:
-	// nobody knows what else changes them. Engines without disks refuse them.
+	// nobody knows what else changes them. Engines without disks refuse them:
+	// ErrNoDisks.
 	Files    []FileDisk
 	Hostname string
 	// Cmdline is appended to the guest kernel's command line.
@@ -182,23 +183,23 @@ func ForkRehearsed(ctx context.Context, e Engine, snap *snapshot.Snapshot, o For
 
 // Ahead is an engine that can make parts of forks before they are asked for.
 type Ahead interface {
-	// KeepShells has so many shells wait: sandboxes of a snapshot that have all
+	// KeepSpares has so many spares wait: sandboxes of a snapshot that have all
 	// but a state. Fork takes one where there is one, and the next is made when
-	// it has returned. The snapshot must not be closed before the shells are.
-	KeepShells(snap *snapshot.Snapshot, count int) (Shells, error)
+	// it has returned. The snapshot must not be closed before the spares are.
+	KeepSpares(snap *snapshot.Snapshot, count int) (Spares, error)
 }
 
-// Shells are those of one call of KeepShells.
-type Shells interface {
+// Spares are those of one call of KeepSpares.
+type Spares interface {
 	// WaitFull waits until all of them are there.
 	WaitFull(context.Context) error
-	Stats() ShellStats
+	Stats() SpareStats
 	// Close ends those that wait.
 	Close() error
 }
 
-// ShellStats describes shells.
-type ShellStats struct {
+// SpareStats describes spares.
+type SpareStats struct {
 	// Waiting is how many are there now.
 	Waiting int `json:"waiting"`
 	// Taken counts forks that got one.
@@ -217,16 +218,20 @@ type Sandbox interface {
 	Agent() *guestrpc.Client
 	// Dial opens a stream to a port inside.
 	Dial(ctx context.Context, port uint32) (net.Conn, error)
-	// Wire is the other end of the sandbox's interface: a unix datagram socket, an
-	// Ethernet frame in each message, checksums in place, nothing segmented by
-	// others. Whoever reads and writes there is the sandbox's entire network, and
-	// decides what it reaches. While nobody does, the interface leads nowhere. It
+	// Wire is the other end of the sandbox's interface: a unix datagram socket with
+	// an Ethernet frame in each message, as package wire describes it. Its holder
+	// does what messages leave to do, and may leave as much to the sandbox. Whoever
+	// reads and writes there is the sandbox's entire network, and decides what it
+	// reaches. While nobody does, the interface leads nowhere. It
 	// is never the host's network, nor where a source's or a fork's interface
 	// leads: a fork has the addresses of its source and a wire of its own, on which
 	// the connections that its source has open are reset. Each call makes a copy
-	// for the caller to close. There is none, ErrNoWire, if the sandbox has no
-	// interface, and if it was adopted: only the process that made it, and whoever
-	// got a copy there, has the wire.
+	// for the caller to close. All copies are the same socket: each message is to be
+	// read and written without waiting (MSG_DONTWAIT), as a process that has another
+	// copy can change what the socket does by itself. The first call for a sandbox
+	// that was adopted may give it a new wire: copies from its maker lead nowhere
+	// then. There is none, ErrNoWire, if the sandbox has no interface, or an older
+	// AgentRun has started it.
 	Wire() (*os.File, error)
 	// Settle waits, some seconds at most, until the sandbox has done what it
 	// puts off: what a template has not done, each of its forks does.
@@ -358,6 +363,8 @@ var (
 	ErrOutOfMemory = errors.New("out of memory")
 	// ErrFiles says that a sandbox with files as disks cannot be captured.
 	ErrFiles = errors.New("it has files as disks, and what becomes of them is not captured")
+	// ErrNoDisks says that an engine without disks cannot attach files as disks.
+	ErrNoDisks = errors.New("the engine has no disks")
 	// ErrNoWire says that nobody here has the other end of the sandbox's interface.
 	ErrNoWire = errors.New("no wire")
 	// ErrMismatch says that a snapshot does not fit this engine or this host.

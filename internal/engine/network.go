@@ -23,6 +23,9 @@ type Network struct {
 	Address netip.Prefix
 	// Gateway is where all else is routed to. Without one, nothing is.
 	Gateway netip.Addr
+	// Address6 and Gateway6 are the same of IPv6; without an address it has no IPv6.
+	Address6 netip.Prefix
+	Gateway6 netip.Addr
 	// DNS are the servers in /etc/resolv.conf, three at most. Without any, that
 	// is as the image has it.
 	DNS []netip.Addr
@@ -31,8 +34,11 @@ type Network struct {
 // MaxMTU is the largest MTU of a sandbox.
 const MaxMTU = 9000
 
-// minMTU is the least for IPv4.
-const minMTU = 68
+// The least MTUs: of IPv4, and of IPv6 (RFC 8200 §5).
+const (
+	minMTU  = 68
+	minMTU6 = 1280
+)
 
 // maxDNS is MAXNS of resolv.conf(5).
 const maxDNS = 3
@@ -42,6 +48,8 @@ func (n *Network) Check() error {
 	switch {
 	case n.MAC[0]&1 != 0 || n.MAC == [6]byte{}:
 		return fmt.Errorf("network: %v is not the address of one device", net.HardwareAddr(n.MAC[:]))
+	case n.Address6.IsValid() && n.MTU < minMTU6:
+		return fmt.Errorf("network: an MTU of %d is less than the %d of IPv6", n.MTU, minMTU6)
 	case n.MTU < minMTU || n.MTU > MaxMTU:
 		return fmt.Errorf("network: an MTU of %d is not between %d and %d", n.MTU, minMTU, MaxMTU)
 	case !usable(n.Address.Addr()) || n.Address.Bits() < 1:
@@ -54,14 +62,36 @@ func (n *Network) Check() error {
 		return fmt.Errorf("network: %d DNS servers are more than %d", len(n.DNS), maxDNS)
 	}
 	for _, a := range n.DNS {
-		if !usable(a) {
-			return fmt.Errorf("network: the DNS server %v is no IPv4 address", a)
+		if !usable(a) && !usable6(a) {
+			return fmt.Errorf("network: the DNS server %v is no address of IPv4 or IPv6", a)
 		}
+	}
+	return n.check6()
+}
+
+// check6 is Check for IPv6.
+func (n *Network) check6() error {
+	switch {
+	case !n.Address6.IsValid() && n.Gateway6.IsValid():
+		return fmt.Errorf("network: the gateway %v is of no use without an address of IPv6", n.Gateway6)
+	case !n.Address6.IsValid():
+		return nil
+	case !usable6(n.Address6.Addr()) || n.Address6.Bits() < 1:
+		return fmt.Errorf("network: %v is no IPv6 address with the length of its network's prefix", n.Address6)
+	case n.Gateway6.IsValid() && !usable6(n.Gateway6):
+		return fmt.Errorf("network: the gateway %v is no IPv6 address", n.Gateway6)
+	case n.Gateway6.IsValid() && !n.Address6.Contains(n.Gateway6):
+		return fmt.Errorf("network: the gateway %v is not in the sandbox's network, %v", n.Gateway6, n.Address6.Masked())
 	}
 	return nil
 }
 
 func usable(a netip.Addr) bool { return a.Is4() && !a.IsUnspecified() }
+
+// usable6 refuses zones: they name interfaces, and the sandbox has one.
+func usable6(a netip.Addr) bool {
+	return a.Is6() && !a.Is4In6() && a.Zone() == "" && !a.IsUnspecified() && !a.IsMulticast()
+}
 
 // Nets is the interface in a manifest; none for nil.
 func (n *Network) Nets() []snapshot.Net {
@@ -71,6 +101,12 @@ func (n *Network) Nets() []snapshot.Net {
 	out := snapshot.Net{MAC: net.HardwareAddr(n.MAC[:]).String(), MTU: n.MTU, Address: n.Address.String()}
 	if n.Gateway.IsValid() {
 		out.Gateway = n.Gateway.String()
+	}
+	if n.Address6.IsValid() {
+		out.Address6 = n.Address6.String()
+	}
+	if n.Gateway6.IsValid() {
+		out.Gateway6 = n.Gateway6.String()
 	}
 	for _, a := range n.DNS {
 		out.DNS = append(out.DNS, a.String())
@@ -96,6 +132,12 @@ func NetworkOf(m snapshot.Manifest) (*Network, error) {
 	if out.Address, err = netip.ParsePrefix(in.Address); err == nil && in.Gateway != "" {
 		out.Gateway, err = netip.ParseAddr(in.Gateway)
 	}
+	if err == nil && in.Address6 != "" {
+		out.Address6, err = netip.ParsePrefix(in.Address6)
+	}
+	if err == nil && in.Gateway6 != "" {
+		out.Gateway6, err = netip.ParseAddr(in.Gateway6)
+	}
 	for _, s := range in.DNS {
 		a, dnsErr := netip.ParseAddr(s)
 		err = errors.Join(err, dnsErr)
@@ -113,8 +155,11 @@ func NetworkOf(m snapshot.Manifest) (*Network, error) {
 // WireEnd is what an engine keeps of a sandbox's wire: the host's end. The zero
 // value is that of a sandbox without one.
 type WireEnd struct {
-	mu   sync.Mutex // protects file
-	file *os.File   // nil without one
+	mu   sync.Mutex // protects all following fields
+	file *os.File   // nil without one, and before it was found
+	// find gets the end that a sandbox's maker has left; nil but for a sandbox that
+	// was adopted.
+	find func() (*os.File, error)
 }
 
 // KeepWire takes over the host's end of a sandbox's wire.
@@ -124,12 +169,27 @@ func (w *WireEnd) KeepWire(f *os.File) {
 	w.file = f
 }
 
+// FindWire says how to get the host's end when it is asked for, of a sandbox that
+// was adopted.
+func (w *WireEnd) FindWire(find func() (*os.File, error)) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.find = find
+}
+
 // Wire is a copy of the host's end.
 func (w *WireEnd) Wire() (*os.File, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	if w.file == nil && w.find != nil {
+		file, err := w.find()
+		if err != nil {
+			return nil, err
+		}
+		w.file = file
+	}
 	if w.file == nil {
-		return nil, fmt.Errorf("%w: the sandbox has no network interface, or another process has made it, or it is closed", ErrNoWire)
+		return nil, fmt.Errorf("%w: the sandbox has no network interface, or it is closed", ErrNoWire)
 	}
 	raw, err := w.file.SyscallConn()
 	if err != nil {
@@ -143,10 +203,15 @@ func (w *WireEnd) Wire() (*os.File, error) {
 	return os.NewFile(uintptr(fd), "wire"), nil
 }
 
+// ErrOldWire is why a sandbox that an older AgentRun has started has no wire to
+// give out.
+var ErrOldWire = fmt.Errorf("%w: an older AgentRun has started the sandbox, and only the process that did has its wire: hibernate and wake it, or fork it anew", ErrNoWire)
+
 // CloseWire closes the engine's end; copies of it go on.
 func (w *WireEnd) CloseWire() error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	w.find = nil
 	if w.file == nil {
 		return nil
 	}

@@ -23,7 +23,10 @@ func network() *Network {
 func TestNetworkInManifest(t *testing.T) {
 	bare := network()
 	bare.Gateway, bare.DNS = netip.Addr{}, nil
-	for _, want := range []*Network{nil, network(), bare} {
+	both := network()
+	both.Address6, both.Gateway6 = netip.MustParsePrefix("fd00:a9e7::2/126"), netip.MustParseAddr("fd00:a9e7::1")
+	both.DNS = append(both.DNS, both.Gateway6)
+	for _, want := range []*Network{nil, network(), bare, both} {
 		got, err := NetworkOf(snapshot.Manifest{Nets: want.Nets()})
 		if err != nil || !reflect.DeepEqual(got, want) {
 			t.Errorf("%+v became %+v, %v", want, got, err)
@@ -35,6 +38,8 @@ func TestNetworkInManifest(t *testing.T) {
 		"no address":  {{MAC: "02:00:00:00:00:01", MTU: 1500}},
 		"no gateway":  {{MAC: "02:00:00:00:00:01", MTU: 1500, Address: "10.0.2.15/24", Gateway: "x"}},
 		"no server":   {{MAC: "02:00:00:00:00:01", MTU: 1500, Address: "10.0.2.15/24", DNS: []string{""}}},
+		"no address6": {{MAC: "02:00:00:00:00:01", MTU: 1500, Address: "10.0.2.15/24", Address6: "x"}},
+		"no gateway6": {{MAC: "02:00:00:00:00:01", MTU: 1500, Address: "10.0.2.15/24", Address6: "fd00::2/64", Gateway6: "10.0.2.2"}},
 		"huge frames": {{MAC: "02:00:00:00:00:01", MTU: 65535, Address: "10.0.2.15/24"}},
 	} {
 		if got, err := NetworkOf(snapshot.Manifest{Nets: nets}); err == nil {
@@ -59,7 +64,16 @@ func TestNetworkCheck(t *testing.T) {
 		"IPv6":             func(n *Network) { n.Address = netip.PrefixFrom(v6, 64) },
 		"IPv6 gateway":     func(n *Network) { n.Gateway = v6 },
 		"gateway far away": func(n *Network) { n.Gateway = netip.MustParseAddr("10.0.3.2") },
-		"IPv6 server":      func(n *Network) { n.DNS = []netip.Addr{v6} },
+		"server of a zone": func(n *Network) { n.DNS = []netip.Addr{v6.WithZone("eth0")} },
+		"mapped server":    func(n *Network) { n.DNS = []netip.Addr{netip.MustParseAddr("::ffff:9.9.9.9")} },
+		"gateway alone":    func(n *Network) { n.Gateway6 = v6 },
+		"IPv4 as IPv6":     func(n *Network) { n.Address6 = n.Address },
+		"IPv4 gateway":     func(n *Network) { n.Address6, n.Gateway6 = netip.PrefixFrom(v6, 64), n.Gateway },
+		"far gateway":      func(n *Network) { n.Address6, n.Gateway6 = netip.PrefixFrom(v6, 64), netip.MustParseAddr("fd01::1") },
+		"no prefix6":       func(n *Network) { n.Address6 = netip.PrefixFrom(v6, 0) },
+		"everybody6":       func(n *Network) { n.Address6 = netip.MustParsePrefix("::/64") },
+		"group address6":   func(n *Network) { n.Address6 = netip.MustParsePrefix("ff02::1/64") },
+		"small for IPv6":   func(n *Network) { n.Address6, n.MTU = netip.PrefixFrom(v6, 64), 1279 },
 		"no server":        func(n *Network) { n.DNS = []netip.Addr{{}} },
 		"many servers":     func(n *Network) { n.DNS = append(n.DNS, n.DNS[0], n.DNS[0], n.DNS[0]) },
 	} {
@@ -68,6 +82,36 @@ func TestNetworkCheck(t *testing.T) {
 		if n.Check() == nil {
 			t.Errorf("%s: %+v is taken", name, n)
 		}
+	}
+}
+
+// TestFindWire: the wire of a sandbox that was adopted is got once, when it is asked
+// for, and never after the end.
+func TestFindWire(t *testing.T) {
+	var w WireEnd
+	found := 0
+	missing := errors.New("it does not answer")
+	w.FindWire(func() (*os.File, error) {
+		if found++; found == 1 {
+			return nil, missing
+		}
+		return os.Open(os.DevNull)
+	})
+	if _, err := w.Wire(); !errors.Is(err, missing) {
+		t.Errorf("%v", err)
+	}
+	for range 2 {
+		f, err := w.Wire()
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = f.Close()
+	}
+	if err := w.CloseWire(); err != nil || found != 2 {
+		t.Errorf("found %d times, %v", found, err)
+	}
+	if _, err := w.Wire(); !errors.Is(err, ErrNoWire) || found != 2 {
+		t.Errorf("after the end: %v, found %d times", err, found)
 	}
 }
 

@@ -50,7 +50,7 @@ func (f *forked) turn(context.Context) (func(), error) {
 // given back, and is parked.
 func TestMakeReady(t *testing.T) {
 	turns, atOnce := newForked(t), newForked(t)
-	if err := errors.Join(MakeReady(t.Context(), turns, turns.turn), MakeReady(t.Context(), atOnce, nil)); err != nil {
+	if err := errors.Join(makeReady(t.Context(), turns, turns.turn), makeReady(t.Context(), atOnce, nil)); err != nil {
 		t.Fatal(err)
 	}
 	for _, c := range []struct {
@@ -75,7 +75,7 @@ func TestMakeReadyFails(t *testing.T) {
 		t.Run(step, func(t *testing.T) {
 			f := newForked(t)
 			f.fail[step] = errors.New("no")
-			if err := MakeReady(t.Context(), f, f.turn); !errors.Is(err, f.fail[step]) || !slices.Equal(f.did, want) {
+			if err := makeReady(t.Context(), f, f.turn); !errors.Is(err, f.fail[step]) || !slices.Equal(f.did, want) {
 				t.Errorf("%v after %q, want %q", err, f.did, want)
 			}
 		})
@@ -84,39 +84,39 @@ func TestMakeReadyFails(t *testing.T) {
 	if err := f.agent.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if err := MakeReady(t.Context(), f, nil); err == nil || !slices.Equal(f.did, []string{"close"}) {
+	if err := makeReady(t.Context(), f, nil); err == nil || !slices.Equal(f.did, []string{"close"}) {
 		t.Errorf("without an answer: %v after %q", err, f.did)
 	}
 }
 
-// aheadEngine says how many shells were asked of it.
+// aheadEngine says how many spares were asked of it.
 type aheadEngine struct {
 	Engine
 	asked int
 	fail  error
 }
 
-func (e *aheadEngine) KeepShells(_ *snapshot.Snapshot, n int) (Shells, error) {
+func (e *aheadEngine) KeepSpares(_ *snapshot.Snapshot, n int) (Spares, error) {
 	e.asked = n
-	return noShells{}, e.fail
+	return noSpares{}, e.fail
 }
 
-// TestKeepShells: an engine that can keeps shells, and for another there are none.
-func TestKeepShells(t *testing.T) {
+// TestKeepSpares: an engine that can keeps spares, and for another there are none.
+func TestKeepSpares(t *testing.T) {
 	e := &aheadEngine{}
-	if _, err := KeepShells(e, nil, 4); err != nil || e.asked != 4 {
-		t.Errorf("%d shells, %v", e.asked, err)
+	if _, err := KeepSpares(e, nil, 4); err != nil || e.asked != 4 {
+		t.Errorf("%d spares, %v", e.asked, err)
 	}
 	e.fail = errors.New("no")
-	if _, err := KeepShells(e, nil, 1); !errors.Is(err, e.fail) {
+	if _, err := KeepSpares(e, nil, 1); !errors.Is(err, e.fail) {
 		t.Errorf("%v", err)
 	}
 	var other struct{ Engine }
-	s, err := KeepShells(other, nil, 4)
+	s, err := KeepSpares(other, nil, 4)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := errors.Join(s.WaitFull(t.Context()), s.Close()); err != nil || s.Stats() != (ShellStats{}) {
+	if err := errors.Join(s.WaitFull(t.Context()), s.Close()); err != nil || s.Stats() != (SpareStats{}) {
 		t.Errorf("%v, %+v", err, s.Stats())
 	}
 }

@@ -7,6 +7,7 @@ import (
 	"os"
 	"time"
 
+	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/node/journal"
 	"agentrun.dev/internal/sandbox"
 )
@@ -44,8 +45,12 @@ func (m *Manager) ApplyTemplate(_ context.Context, k sandbox.Key, spec sandbox.T
 	if err := m.checkDisk(spec); err != nil {
 		return sandbox.Template{}, err
 	}
-	t := sandbox.Template{Key: k, Spec: spec, Revision: spec.Digest(), Created: time.Now().UTC()}
-	err := m.db.Update(func(tx *journal.Tx) error {
+	_, ca, err := m.templateCA(k.Namespace, spec)
+	if err != nil {
+		return sandbox.Template{}, fmt.Errorf("apply template %s: %w", k, err)
+	}
+	t := sandbox.Template{Key: k, Spec: spec, Revision: spec.RevisionWith(ca), Created: time.Now().UTC()}
+	err = m.db.Update(func(tx *journal.Tx) error {
 		old, found, err := templates.Get(tx, k.String())
 		if err != nil {
 			return err
@@ -132,8 +137,20 @@ func (m *Manager) runBuild(ctx context.Context, k buildKey, spec sandbox.Templat
 	defer func() { err = errors.Join(err, log.Close()) }()
 	dir := m.snapshotDir(b.Snapshot)
 	memory := m.machineMemory(spec)
-	if err = m.reserve(k.Template.Namespace, memory); err == nil {
-		b.Built, err = m.cfg.Builder.Build(ctx, spec, k.Stage, dir, log)
+	certificate, fingerprint, err := m.templateCA(k.Template.Namespace, spec)
+	if err == nil {
+		err = m.reserve(k.Template.Namespace, memory)
+	}
+	if err == nil {
+		var machine engine.Sandbox
+		b.Built, err = m.cfg.Builder.Build(ctx, BuildRequest{
+			Spec: spec, Stage: k.Stage, Dir: dir, Log: log, TrustCA: certificate,
+			Join: func(ctx context.Context, sb engine.Sandbox) (_ engine.Sandbox, err error) {
+				machine, err = m.joinBuild(ctx, k.Template.Namespace, spec, sb)
+				return machine, err
+			},
+		})
+		b.Lineage, b.TrustedCA = captured(machine), fingerprint
 		m.capacity.release(k.Template.Namespace, memory)
 	}
 	if ctx.Err() != nil { // the next daemon builds it

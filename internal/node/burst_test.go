@@ -114,7 +114,7 @@ func (h *slowHost) Fork(ctx context.Context, snap *snapshot.Snapshot, o engine.F
 	if err := h.begin(ctx, what); err != nil {
 		return nil, err
 	}
-	root, err := snap.ReadLayer(snap.Manifest().Disks[0].Image.Layer().Layers[0])
+	root, err := snap.ReadLayer(snap.Manifest().Disks[0].Stack.Layer().Layers[0])
 	if err != nil {
 		return nil, err
 	}

@@ -41,6 +41,9 @@ func (m *Manager) checkpoint(ctx context.Context, k sandbox.Key, source sandbox.
 		}
 		if err == nil {
 			c.Phase = sandbox.PhaseReady
+			if b.machine != nil { // else it has the lineage from when it was hibernated
+				c.Of.Egress.Lineage = captured(b.machine)
+			}
 			if out, err = sized(m, c); err == nil {
 				err = m.db.Update(func(tx *journal.Tx) error {
 					return errors.Join(checkpoints.Put(tx, k.String(), c), also.write(tx, out))
@@ -60,7 +63,7 @@ func (m *Manager) checkpoint(ctx context.Context, k sandbox.Key, source sandbox.
 
 // enlistCheckpoint takes the name and writes the intent.
 func (m *Manager) enlistCheckpoint(k sandbox.Key, of sandbox.Sandbox) (sandbox.Checkpoint, error) {
-	of.Machine, of.Boot, of.Image = "", "", ""
+	of.Machine, of.Boot, of.Asleep = "", "", ""
 	of.Layers, of.Live, of.Kept = nil, nil, 0
 	c := sandbox.Checkpoint{Key: k, ID: sandbox.NewID(), Phase: sandbox.PhasePending, Created: time.Now().UTC(), Of: of}
 	err := m.db.Update(func(tx *journal.Tx) error {
@@ -82,7 +85,7 @@ func (b *member) writeCheckpoint(ctx context.Context, dir string) error {
 	var snap *snapshot.Snapshot
 	var err error
 	if last.State == sandbox.Hibernated {
-		snap, err = b.manager.cloneSnapshot(b.manager.imageDir(last.Image), dir)
+		snap, err = b.manager.cloneSnapshot(b.manager.asleepDir(last.Asleep), dir)
 	} else {
 		snap, err = b.machine.Snapshot(ctx, dir, b.manager.sealing(last)...)
 	}

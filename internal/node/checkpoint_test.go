@@ -98,11 +98,7 @@ func TestCheckpoint(t *testing.T) {
 // TestCheckpointStill: one that stands still, in memory or on disk, is captured
 // as it is and stays so.
 func TestCheckpointStill(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		h := nodetest.NewHost(t)
-		m := daemon(t, t.TempDir(), h)
-		defer func() { _ = m.Close() }()
-		setUp(t, m, 0)
+	onDaemon(t, func(t *testing.T, m *Manager, h *nodetest.Host) {
 		claim(t, m, "a", sandbox.Lifetime{})
 		memory(t, h, m, "a")["x"] = "1"
 		if _, err := m.Pause(t.Context(), key("a")); err != nil {
@@ -158,11 +154,7 @@ func TestCheckpointStill(t *testing.T) {
 // TestCheckpointInUse: while a sandbox is being made of a checkpoint that is not
 // deleted, and while one is being written it is not to be seen.
 func TestCheckpointInUse(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		h := nodetest.NewHost(t)
-		m := daemon(t, t.TempDir(), h)
-		defer func() { _ = m.Close() }()
-		setUp(t, m, 0)
+	onDaemon(t, func(t *testing.T, m *Manager, h *nodetest.Host) {
 		claim(t, m, "a", sandbox.Lifetime{})
 		var steps int
 		h.Step = func() {

@@ -41,6 +41,9 @@ func (m *Manager) claim(ctx context.Context, k sandbox.Key, spec sandbox.ClaimSp
 		end(out)
 	}()
 	secrets, err := m.secretEnv(k.Namespace, spec.Secrets)
+	if err == nil {
+		err = p.mayInject(k.Namespace, spec.Secrets)
+	}
 	if err != nil {
 		return sandbox.Sandbox{}, err
 	}
@@ -50,11 +53,22 @@ func (m *Manager) claim(ctx context.Context, k sandbox.Key, spec sandbox.ClaimSp
 	if err != nil {
 		return sandbox.Sandbox{}, err
 	}
-	machine, from, err := p.claim(ctx, string(k.Name))
+	fits := func(of *stock) bool { return m.checkInject(k.Namespace, of, spec.Secrets) == nil }
+	machine, from, err := p.claim(ctx, string(k.Name), fits)
 	if err != nil {
 		return sandbox.Sandbox{}, errors.Join(err, b.forget())
 	}
 	out.Waited = machine.waited
+	egress := sandbox.EgressOf(from.policy.Load(), spec.NetworkPolicy)
+	var connected engine.Sandbox
+	if err = m.checkInject(k.Namespace, from, spec.Secrets); err == nil { // it may be of another revision
+		connected, err = m.connectClaimed(ctx, sandbox.Sandbox{
+			Key: k, Egress: egress, Secrets: spec.Secrets, TrustedCA: from.build.TrustedCA,
+		}, machine, from.build.Lineage)
+	}
+	if err != nil {
+		return sandbox.Sandbox{}, errors.Join(fmt.Errorf("connect sandbox %s: %w", k.Name, err), b.forget(), machine.Close())
+	}
 	env := merge(from.build.Env, spec.Env)
 	if len(spec.Env)+len(secrets) > 0 { // the template's are there already
 		if err := setEnv(ctx, machine, merge(env, secrets)); err != nil {
@@ -64,7 +78,8 @@ func (m *Manager) claim(ctx context.Context, k sandbox.Key, spec sandbox.ClaimSp
 	err = b.changeAnd(func(s *sandbox.Sandbox) {
 		s.State, s.Machine, s.Boot, s.Memory, s.Layers = sandbox.Running, machine.id, m.cfg.Boot, machine.memory, machine.held
 		s.Template, s.Revision, s.Limits = from.build.Template.Name, from.build.Revision, limitsOf(from.spec)
-		s.Workdir, s.User, s.Env = from.build.Workdir, from.build.User, env
+		s.Workdir, s.User, s.Env, s.Egress = from.build.Workdir, from.build.User, env, egress
+		s.TrustedCA = from.build.TrustedCA
 		if len(secrets) > 0 {
 			s.Secrets, s.SecretsBy = spec.Secrets, sandbox.PrincipalOf(ctx)
 		}
@@ -73,10 +88,22 @@ func (m *Manager) claim(ctx context.Context, k sandbox.Key, spec sandbox.ClaimSp
 	if err != nil {
 		return sandbox.Sandbox{}, errors.Join(err, b.forget(), machine.Close())
 	}
-	b.attach(machine.Sandbox)
+	b.attach(connected)
 	m.unpark(machine.id)
 	b.unlock()
+	m.noteInject(ctx, b.now())
 	return b.now(), nil
+}
+
+// connectClaimed connects a machine that was claimed. The machine's Close leaves the
+// network from then on.
+func (m *Manager) connectClaimed(ctx context.Context, s sandbox.Sandbox, machine *parked, lineage *sandbox.Lineage) (engine.Sandbox, error) {
+	if err := s.Egress.CheckOwn(s.Egress.Own); err != nil {
+		return nil, err
+	}
+	connected, err := m.joinMember(ctx, s, machine.id, machine.Sandbox, lineage)
+	machine.connected = connected
+	return connected, err
 }
 
 // setEnv gives a machine its environment. Its agent holds it from then on, in

@@ -17,7 +17,15 @@ func (m *Manager) Cost(ctx context.Context, k sandbox.Key) (sandbox.Cost, error)
 	if err != nil {
 		return sandbox.Cost{}, err
 	}
-	return m.cost(ctx, s)
+	return m.cost(ctx, s, m.networkUse(ctx, k.Namespace))
+}
+
+// networkUse is that of all machines of a namespace.
+func (m *Manager) networkUse(ctx context.Context, n sandbox.Namespace) map[sandbox.ID]sandbox.NetworkUse {
+	if m.cfg.Network == nil {
+		return nil
+	}
+	return m.cfg.Network.Use(ctx, n)
 }
 
 // Costs looks at what sandboxes cost, by name.
@@ -26,9 +34,10 @@ func (m *Manager) Costs(ctx context.Context, n sandbox.Namespace, p sandbox.Page
 	if err != nil {
 		return nil, err
 	}
+	use := m.networkUse(ctx, n)
 	out := make([]sandbox.Cost, 0, len(list))
 	for _, s := range list {
-		c, err := m.cost(ctx, s)
+		c, err := m.cost(ctx, s, use)
 		if err != nil {
 			return nil, err
 		}
@@ -37,7 +46,7 @@ func (m *Manager) Costs(ctx context.Context, n sandbox.Namespace, p sandbox.Page
 	return out, nil
 }
 
-func (m *Manager) cost(ctx context.Context, s sandbox.Sandbox) (sandbox.Cost, error) {
+func (m *Manager) cost(ctx context.Context, s sandbox.Sandbox, use map[sandbox.ID]sandbox.NetworkUse) (sandbox.Cost, error) {
 	c := sandbox.Cost{Sandbox: s, At: time.Now().UTC()}
 	m.mu.Lock()
 	b := m.sandboxes[s.ID]
@@ -52,6 +61,7 @@ func (m *Manager) cost(ctx context.Context, s sandbox.Sandbox) (sandbox.Cost, er
 	if machine == nil {
 		return c, nil
 	}
+	c.Network = use[c.Machine]
 	c.Reserved = c.Memory
 	for _, h := range c.Holds() {
 		c.Reserved += h.Bytes

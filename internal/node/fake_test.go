@@ -9,6 +9,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/node/nodetest"
@@ -27,7 +28,7 @@ type builder struct {
 	unable    error        // why that fails
 }
 
-func (b *builder) Build(ctx context.Context, spec sandbox.TemplateSpec, _ sandbox.Stage, dir string, log io.Writer) (sandbox.Built, error) {
+func (b *builder) Build(ctx context.Context, req BuildRequest) (sandbox.Built, error) {
 	if b.gate != nil {
 		select {
 		case <-b.gate:
@@ -36,10 +37,10 @@ func (b *builder) Build(ctx context.Context, spec sandbox.TemplateSpec, _ sandbo
 		}
 	}
 	if b.fail != nil {
-		_, _ = io.WriteString(log, "it fails\n")
+		_, _ = io.WriteString(req.Log, "it fails\n")
 		return sandbox.Built{}, b.fail
 	}
-	snap, err := nodetest.Capture(dir, map[string]string{"image": spec.Image, nodetest.LayerKey: b.pages})
+	snap, err := nodetest.Capture(req.Dir, map[string]string{"image": req.Spec.Image, nodetest.LayerKey: b.pages})
 	if err != nil {
 		return sandbox.Built{}, err
 	}
@@ -79,6 +80,19 @@ func daemon(t *testing.T, dir string, h *nodetest.Host, change ...func(*Config))
 		t.Fatal(err)
 	}
 	return m
+}
+
+// onDaemon runs a test in time of its own, with a daemon whose pool makes sandboxes when
+// they are claimed.
+func onDaemon(t *testing.T, test func(t *testing.T, m *Manager, h *nodetest.Host)) {
+	t.Helper()
+	synctest.Test(t, func(t *testing.T) {
+		h := nodetest.NewHost(t)
+		m := daemon(t, t.TempDir(), h)
+		defer func() { _ = m.Close() }()
+		setUp(t, m, 0)
+		test(t, m, h)
+	})
 }
 
 // crash ends a daemon without a word. Its pools are empty.

@@ -10,12 +10,10 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/network/policy"
 	"agentrun.dev/internal/node/journal"
 	"agentrun.dev/internal/sandbox"
 )
-
-// maxFork is how many children a fork can have.
-const maxFork = 1000
 
 // Fork makes sandboxes that continue from a running one, all from the same
 // instant, named <fork>-1 to <fork>-n. One that is paused or hibernated goes on
@@ -27,10 +25,10 @@ func (m *Manager) Fork(ctx context.Context, r sandbox.ForkRequest) (f sandbox.Fo
 }
 
 func (m *Manager) fork(ctx context.Context, k sandbox.Key, spec sandbox.ForkSpec, also record[sandbox.Fork]) (f sandbox.Fork, err error) {
-	source, n := spec.Source, spec.Replicas
-	if n < 1 || n > maxFork {
-		return f, sandbox.Invalid("replicas", "%d is not between 1 and %d", n, maxFork)
+	if err := spec.Validate(); err != nil {
+		return f, err
 	}
+	source, n := spec.Source, spec.Replicas
 	if _, err := sandbox.ParseName(childName(k.Name, n)); err != nil {
 		return f, err
 	}
@@ -47,7 +45,7 @@ func (m *Manager) fork(ctx context.Context, k sandbox.Key, spec sandbox.ForkSpec
 		if err := m.enlistFork(f); err != nil {
 			return err
 		}
-		if err := m.forkMember(ctx, b, &f); err != nil {
+		if err := m.forkMember(ctx, b, &f, spec.NetworkPolicy); err != nil {
 			return errors.Join(err, m.db.Update(func(tx *journal.Tx) error { return forks.Delete(tx, k.String()) }))
 		}
 		f.Phase = sandbox.PhaseReady
@@ -78,11 +76,15 @@ func (m *Manager) enlistFork(f sandbox.Fork) error {
 }
 
 // forkMember forks a sandbox whose turn it is.
-func (m *Manager) forkMember(ctx context.Context, b *member, f *sandbox.Fork) (err error) {
+func (m *Manager) forkMember(ctx context.Context, b *member, f *sandbox.Fork, narrow *policy.Policy) (err error) {
 	last := b.now()
 	capture, err := b.beginCapture()
 	if err != nil {
 		return err
+	}
+	egress, err := last.Egress.Narrowed(narrow)
+	if err != nil {
+		return errors.Join(err, b.endCapture(last.Live))
 	}
 	// What the fork has left in memory is that, until it is known to be less.
 	held := append(slices.Clone(last.Live), capture)
@@ -92,7 +94,7 @@ func (m *Manager) forkMember(ctx context.Context, b *member, f *sandbox.Fork) (e
 	for i := range f.Children {
 		out := &f.Children[i]
 		out.Name = sandbox.Name(childName(f.Name, i+1))
-		c, err := m.enlistChild(last, f.Name, out)
+		c, err := m.enlistChild(last, egress, f.Name, out)
 		if err != nil {
 			out.Problem = err.Error()
 			continue
@@ -134,7 +136,7 @@ func (m *Manager) forkMember(ctx context.Context, b *member, f *sandbox.Fork) (e
 	var errs []error
 	for i, c := range children {
 		if live.Errs[i] == nil {
-			live.Errs[i] = c.begin(m, live.Forks[i], fromHeld(live.Held))
+			live.Errs[i] = c.begin(ctx, m, live.Forks[i], fromHeld(live.Held), captured(b.machine))
 		}
 		if live.Errs[i] != nil {
 			c.out.Problem = live.Errs[i].Error()
@@ -158,14 +160,14 @@ type child struct {
 }
 
 // enlistChild takes what a child needs before it is made.
-func (m *Manager) enlistChild(source sandbox.Sandbox, fork sandbox.Name, out *sandbox.ForkOutcome) (*child, error) {
+func (m *Manager) enlistChild(source sandbox.Sandbox, egress sandbox.Egress, fork sandbox.Name, out *sandbox.ForkOutcome) (*child, error) {
 	c := &child{out: out, machine: sandbox.NewID(), memory: source.Memory}
 	c.layers = heldFor(source.Layers, string(c.machine))
 	if err := m.reserve(source.Namespace, source.Memory, c.layers...); err != nil {
 		return nil, err
 	}
 	s := source.Child(out.Name)
-	s.Fork = fork
+	s.Fork, s.Egress = fork, egress
 	err := os.Mkdir(m.machineDir(c.machine), 0o700)
 	if err == nil {
 		c.member, err = m.enlist(s)
@@ -178,19 +180,23 @@ func (m *Manager) enlistChild(source sandbox.Sandbox, fork sandbox.Name, out *sa
 }
 
 // begin makes a child of what runs, and holds what was captured.
-func (c *child) begin(m *Manager, sb engine.Sandbox, live []sandbox.Held) error {
+func (c *child) begin(ctx context.Context, m *Manager, sb engine.Sandbox, live []sandbox.Held, lineage *sandbox.Lineage) error {
 	namespace := c.now().Namespace
+	connected, err := m.joinMember(ctx, c.now(), c.machine, sb, lineage)
+	if err != nil {
+		return errors.Join(fmt.Errorf("connect sandbox %s: %w", c.now().Name, err), sb.Close())
+	}
 	m.capacity.take(namespace, 0, live...)
-	err := c.change(func(s *sandbox.Sandbox) {
+	err = c.change(func(s *sandbox.Sandbox) {
 		s.State, s.Machine, s.Boot = sandbox.Running, c.machine, m.cfg.Boot
 		s.Layers, s.Live = c.layers, live
 		s.Clock.Start(time.Now())
 	})
 	if err != nil {
 		m.capacity.release(namespace, 0, live...)
-		return errors.Join(err, sb.Close())
+		return errors.Join(err, connected.Close())
 	}
-	c.attach(sb)
+	c.attach(connected)
 	c.unlock()
 	return nil
 }

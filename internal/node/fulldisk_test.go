@@ -17,11 +17,7 @@ import (
 // that was to wake is hibernated and one that was to hibernate runs, as the next
 // daemon would find them, and both can be tried again.
 func TestIntentIsTakenBack(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		dir, h := t.TempDir(), nodetest.NewHost(t)
-		m := daemon(t, dir, h)
-		defer func() { _ = m.Close() }()
-		setUp(t, m, 0)
+	onDaemon(t, func(t *testing.T, m *Manager, h *nodetest.Host) {
 		ctx := t.Context()
 		claim(t, m, "a", sandbox.Lifetime{})
 		memory(t, h, m, "a")[nodetest.LayerKey] = layerPages
@@ -36,7 +32,7 @@ func TestIntentIsTakenBack(t *testing.T) {
 			if got := b.now().State; got != want {
 				t.Errorf("it is %s, not %s", got, want)
 			}
-			m.db, err = journal.Open(filepath.Join(dir, "journal"))
+			m.db, err = journal.Open(filepath.Join(m.cfg.Dir, "journal"))
 			must(t, err)
 		}
 		failing(func() {

@@ -9,9 +9,9 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// outcome is what came of a request that worked. It is written in the same
+// keptAnswer is what a request that worked was answered with. It is written in the same
 // transaction as what the request made: either both are there, or neither.
-type outcome struct {
+type keptAnswer struct {
 	Body    string           `json:"body"`
 	Time    time.Time        `json:"time"`
 	Sandbox *sandbox.Sandbox `json:"sandbox,omitempty"`
@@ -20,13 +20,14 @@ type outcome struct {
 	Checkpoint *sandbox.CheckpointSize `json:"checkpoint,omitempty"`
 }
 
-var outcomes = journal.Collection[outcome]("outcomes")
+// The collection has the name under which journals already have it.
+var answers = journal.Collection[keptAnswer]("outcomes")
 
-// keepOutcomes is for how long a request is remembered; every forgetOutcomes
+// keepAnswers is for how long an answer is kept; every forgetAnswers
 // those are looked for that can be forgotten.
 const (
-	keepOutcomes   = 24 * time.Hour
-	forgetOutcomes = time.Hour
+	keepAnswers   = 24 * time.Hour
+	forgetAnswers = time.Hour
 )
 
 // request is one that is being served.
@@ -45,23 +46,23 @@ func (r record[T]) write(tx *journal.Tx, object T) error {
 	return r(tx, object)
 }
 
-// What came of each kind of request.
-func sandboxIn(o *outcome) **sandbox.Sandbox           { return &o.Sandbox }
-func forkIn(o *outcome) **sandbox.Fork                 { return &o.Fork }
-func checkpointIn(o *outcome) **sandbox.CheckpointSize { return &o.Checkpoint }
+// The object in the answer to each kind of request.
+func sandboxIn(a *keptAnswer) **sandbox.Sandbox           { return &a.Sandbox }
+func forkIn(a *keptAnswer) **sandbox.Fork                 { return &a.Fork }
+func checkpointIn(a *keptAnswer) **sandbox.CheckpointSize { return &a.Checkpoint }
 
 // doOnce makes an object as a request asks. If the request came before and was done,
 // replayed is set and the object is as it was then.
-func doOnce[T any](ctx context.Context, m *Manager, once *sandbox.Once, in func(*outcome) **T, do func(record[T]) (T, error)) (made T, replayed bool, err error) {
+func doOnce[T any](ctx context.Context, m *Manager, once *sandbox.Once, in func(*keptAnswer) **T, do func(record[T]) (T, error)) (made T, replayed bool, err error) {
 	if once == nil {
 		made, err = do(nil)
 		return made, false, err
 	}
 	before, err := m.serveOnce(ctx, *once, func() error {
 		made, err = do(func(tx *journal.Tx, object T) error {
-			var o outcome
-			*in(&o) = &object
-			return m.putOutcome(tx, *once, o)
+			var a keptAnswer
+			*in(&a) = &object
+			return m.keepAnswer(tx, *once, a)
 		})
 		return err
 	})
@@ -73,7 +74,7 @@ func doOnce[T any](ctx context.Context, m *Manager, once *sandbox.Once, in func(
 
 // serveOnce does a request, or returns what came of it before. While the same one
 // is being served it waits: if that fails, this one is tried.
-func (m *Manager) serveOnce(ctx context.Context, once sandbox.Once, do func() error) (*outcome, error) {
+func (m *Manager) serveOnce(ctx context.Context, once sandbox.Once, do func() error) (*keptAnswer, error) {
 	for {
 		before, other, err := m.beginRequest(once)
 		if err != nil {
@@ -97,22 +98,22 @@ func (m *Manager) serveOnce(ctx context.Context, once sandbox.Once, do func() er
 
 // beginRequest makes the request the caller's, unless it was done before or
 // another caller does it.
-func (m *Manager) beginRequest(once sandbox.Once) (*outcome, *request, error) {
+func (m *Manager) beginRequest(once sandbox.Once) (*keptAnswer, *request, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if other := m.requests[once.Key]; other != nil {
 		return nil, other, once.Check(other.body)
 	}
-	var before outcome
+	var before keptAnswer
 	var found bool
 	err := m.db.View(func(tx *journal.Tx) (err error) {
-		before, found, err = outcomes.Get(tx, once.Key)
+		before, found, err = answers.Get(tx, once.Key)
 		return err
 	})
 	if err != nil {
 		return nil, nil, err
 	}
-	if found && time.Since(before.Time) < keepOutcomes {
+	if found && time.Since(before.Time) < keepAnswers {
 		return &before, nil, once.Check(before.Body)
 	}
 	m.requests[once.Key] = &request{body: once.Body, done: make(chan struct{})}
@@ -126,22 +127,22 @@ func (m *Manager) endRequest(once sandbox.Once) {
 	delete(m.requests, once.Key)
 }
 
-// putOutcome remembers a request, and forgets those that are old.
-func (m *Manager) putOutcome(tx *journal.Tx, once sandbox.Once, o outcome) error {
-	o.Body, o.Time = once.Body, time.Now().UTC()
+// keepAnswer keeps the answer to a request, and forgets those that are old.
+func (m *Manager) keepAnswer(tx *journal.Tx, once sandbox.Once, a keptAnswer) error {
+	a.Body, a.Time = once.Body, time.Now().UTC()
 	var old []string
 	var err error
 	last := m.forgotten.Load()
-	if o.Time.Sub(time.Unix(last, 0)) > forgetOutcomes && m.forgotten.CompareAndSwap(last, o.Time.Unix()) {
-		err = outcomes.Each(tx, "", func(key string, before outcome) error {
-			if o.Time.Sub(before.Time) >= keepOutcomes {
+	if a.Time.Sub(time.Unix(last, 0)) > forgetAnswers && m.forgotten.CompareAndSwap(last, a.Time.Unix()) {
+		err = answers.Each(tx, "", func(key string, before keptAnswer) error {
+			if a.Time.Sub(before.Time) >= keepAnswers {
 				old = append(old, key)
 			}
 			return nil
 		})
 	}
 	for _, key := range old {
-		err = errors.Join(err, outcomes.Delete(tx, key))
+		err = errors.Join(err, answers.Delete(tx, key))
 	}
-	return errors.Join(err, outcomes.Put(tx, once.Key, o))
+	return errors.Join(err, answers.Put(tx, once.Key, a))
 }

@@ -52,17 +52,17 @@ func TestOnce(t *testing.T) {
 		if again, replayed, err := m.Fork(t.Context(), sandbox.ForkRequest{Key: key("g"), Spec: sandbox.ForkSpec{Source: "a", Replicas: 2}, Once: &fork}); err != nil || !replayed || again.Children[1].ID != f.Children[1].ID {
 			t.Errorf("a fork after a restart: %+v, %v, replayed %v", again, err, replayed)
 		}
-		time.Sleep(keepOutcomes)
+		time.Sleep(keepAnswers)
 		synctest.Wait()
 		if s, replayed, err := m.Claim(t.Context(), sandbox.ClaimRequest{Key: key("e"), Spec: spec, Once: &once}); err != nil || replayed || s.ID == first.ID {
 			t.Errorf("a day later: %+v, %v, replayed %v", s, err, replayed)
 		}
 		kept := 0
 		_ = m.db.View(func(tx *journal.Tx) error {
-			return outcomes.Each(tx, "", func(string, outcome) error { kept++; return nil })
+			return answers.Each(tx, "", func(string, keptAnswer) error { kept++; return nil })
 		})
 		if kept != 1 {
-			t.Errorf("%d outcomes are remembered", kept)
+			t.Errorf("%d answers are kept", kept)
 		}
 	})
 }
@@ -70,11 +70,7 @@ func TestOnce(t *testing.T) {
 // TestOnceAtOnce: of requests with one key that come together one is done, and
 // if it fails another.
 func TestOnceAtOnce(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		h := nodetest.NewHost(t)
-		m := daemon(t, t.TempDir(), h)
-		defer func() { _ = m.Close() }()
-		setUp(t, m, 0)
+	onDaemon(t, func(t *testing.T, m *Manager, h *nodetest.Host) {
 		h.FailNext(errors.New("no luck"))
 		once := sandbox.NewOnce("me", "claim", "k", nil)
 		var mu sync.Mutex
@@ -103,7 +99,7 @@ func TestOnceAtOnce(t *testing.T) {
 }
 
 // TestOnceCrash: at every step of a claim and a fork at which a daemon may be
-// killed, either the outcome and what it names are there, or neither.
+// killed, either the answer and what it names are there, or neither.
 func TestOnceCrash(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		h := nodetest.NewHost(t)
@@ -114,19 +110,19 @@ func TestOnceCrash(t *testing.T) {
 		look := func() {
 			steps++
 			err := m.db.View(func(tx *journal.Tx) error {
-				claimed, found, err := outcomes.Get(tx, claimOnce.Key)
+				claimed, found, err := answers.Get(tx, claimOnce.Key)
 				if err != nil {
 					return err
 				}
 				if found {
 					if s, there, err := sandboxes.Get(tx, string(claimed.Sandbox.ID)); err != nil || !there || s.State == sandbox.Starting {
-						t.Errorf("step %d: the outcome names a sandbox that is not there: %+v, %v", steps, s, err)
+						t.Errorf("step %d: the answer names a sandbox that is not there: %+v, %v", steps, s, err)
 					}
 				}
-				forked, found, err := outcomes.Get(tx, forkOnce.Key)
+				forked, found, err := answers.Get(tx, forkOnce.Key)
 				if found {
 					if f, there, err := forks.Get(tx, forked.Fork.String()); err != nil || !there || f.Phase != sandbox.PhaseReady {
-						t.Errorf("step %d: the outcome names a fork that is not there: %+v, %v", steps, f, err)
+						t.Errorf("step %d: the answer names a fork that is not there: %+v, %v", steps, f, err)
 					}
 				}
 				return err

@@ -2,6 +2,7 @@ package node
 
 import (
 	"bytes"
+	"encoding"
 	"encoding/json"
 	"maps"
 	"os"
@@ -10,7 +11,6 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	"agentrun.dev/internal/access"
 	"agentrun.dev/internal/node/journal"
@@ -37,7 +37,7 @@ func TestReadsJournalOfBefore(t *testing.T) {
 		same(t, tx, forks, want.Forks)
 		same(t, tx, checkpoints, want.Checkpoints)
 		same(t, tx, quotas, want.Quotas)
-		same(t, tx, outcomes, want.Outcomes)
+		same(t, tx, answers, want.Answers)
 		return nil
 	})
 	if err != nil {
@@ -114,9 +114,14 @@ func same[T any](t *testing.T, tx *journal.Tx, c journal.Collection[T], want map
 // TestStoredFieldsHaveNames: whoever renames a field does not lose what journals
 // have of it.
 func TestStoredFieldsHaveNames(t *testing.T) {
-	seen := map[reflect.Type]bool{reflect.TypeFor[time.Time](): true}
+	seen := map[reflect.Type]bool{}
+	// What is written as text has no fields there.
+	text := reflect.TypeFor[encoding.TextMarshaler]()
 	var check func(reflect.Type)
 	check = func(of reflect.Type) {
+		if of.Implements(text) {
+			return
+		}
 		switch of.Kind() {
 		case reflect.Pointer, reflect.Slice, reflect.Array, reflect.Map:
 			check(of.Elem())

@@ -27,11 +27,7 @@ func TestKillWhatHangs(t *testing.T) {
 		"hibernate": func(ctx context.Context, m *Manager) error { _, err := m.Hibernate(ctx, key("a")); return err },
 	} {
 		t.Run(name, func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) {
-				h := nodetest.NewHost(t)
-				m := daemon(t, t.TempDir(), h)
-				defer func() { _ = m.Close() }()
-				setUp(t, m, 0)
+			onDaemon(t, func(t *testing.T, m *Manager, h *nodetest.Host) {
 				claim(t, m, "a", sandbox.Lifetime{})
 				asked := h.HangCaptures()
 				captured := make(chan error, 1)
@@ -62,11 +58,7 @@ func TestKillWhatHangs(t *testing.T) {
 // TestKillWaits: whoever cannot wait for the end of what goes on leaves the
 // sandbox killed all the same.
 func TestKillWaits(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		h := nodetest.NewHost(t)
-		m := daemon(t, t.TempDir(), h)
-		defer func() { _ = m.Close() }()
-		setUp(t, m, 0)
+	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
 		claim(t, m, "a", sandbox.Lifetime{})
 		b, err := m.find(key("a"))
 		if err != nil {
@@ -91,11 +83,7 @@ func TestKillWaits(t *testing.T) {
 // TestKillIsForgotten: a sandbox that hibernated before a kill reached it, whose
 // caller gave up, ends later for a reason of its own.
 func TestKillIsForgotten(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		h := nodetest.NewHost(t)
-		m := daemon(t, t.TempDir(), h)
-		defer func() { _ = m.Close() }()
-		setUp(t, m, 0)
+	onDaemon(t, func(t *testing.T, m *Manager, h *nodetest.Host) {
 		claim(t, m, "a", sandbox.Lifetime{})
 		gone, giveUp := context.WithCancel(t.Context())
 		giveUp()

@@ -87,24 +87,25 @@ func (b *member) hibernate(ctx context.Context) (err error) {
 	if err := m.capacity.store(last.Namespace, 0); err != nil {
 		return fmt.Errorf("hibernate sandbox %s: %w", b.id, err)
 	}
-	image, kept := sandbox.NewID(), uint64(0)
-	if err := b.change(func(s *sandbox.Sandbox) { s.State, s.Image = sandbox.Hibernating, image }); err != nil {
+	asleep, kept := sandbox.NewID(), uint64(0)
+	if err := b.change(func(s *sandbox.Sandbox) { s.State, s.Asleep = sandbox.Hibernating, asleep }); err != nil {
 		return err
 	}
 	err = b.machine.Pause(ctx)
 	if err == nil {
 		var snap *snapshot.Snapshot
-		if snap, err = b.machine.Snapshot(ctx, m.imageDir(image), m.sealing(last)...); err == nil {
+		if snap, err = b.machine.Snapshot(ctx, m.asleepDir(asleep), m.sealing(last)...); err == nil {
 			err = snap.Close()
 		}
 	}
 	if err == nil {
-		err = m.count(last.Namespace, m.imageDir(image), &kept)
+		err = m.count(last.Namespace, m.asleepDir(asleep), &kept)
 	}
 	if err == nil {
 		err = b.change(func(s *sandbox.Sandbox) {
 			s.State, s.Machine, s.Boot = sandbox.Hibernated, "", ""
 			s.Layers, s.Live, s.Kept = nil, nil, kept
+			s.Egress.Lineage = captured(b.machine)
 			s.Clock.Stop(time.Now())
 		})
 	}
@@ -116,8 +117,8 @@ func (b *member) hibernate(ctx context.Context) (err error) {
 			err = errors.Join(err, b.machine.Resume(back))
 		}
 		// First what was written: a full disk has room for the journal then.
-		return errors.Join(err, m.removeSnapshot(m.imageDir(image)),
-			b.revert(func(s *sandbox.Sandbox) { s.State, s.Image = last.State, "" }))
+		return errors.Join(err, m.removeSnapshot(m.asleepDir(asleep)),
+			b.revert(func(s *sandbox.Sandbox) { s.State, s.Asleep = last.State, "" }))
 	}
 	return b.dropMachine(last)
 }
@@ -128,7 +129,7 @@ func (b *member) wake(ctx context.Context) (err error) {
 	m, last := b.manager, b.now()
 	ctx, end := m.observer.Begin(ctx, last.Work(sandbox.OpWake))
 	defer func() { end(sandbox.Outcome{Err: err}) }()
-	snap, held, err := m.openHeld(m.imageDir(last.Image), string(last.Image))
+	snap, held, err := m.openHeld(m.asleepDir(last.Asleep), string(last.Asleep))
 	if err != nil {
 		return fmt.Errorf("wake sandbox %s: %w", b.id, err)
 	}
@@ -138,13 +139,16 @@ func (b *member) wake(ctx context.Context) (err error) {
 	}
 	sleepOn := func(s *sandbox.Sandbox) { s.State = sandbox.Hibernated }
 	sb, machine, err := b.wakeMachine(ctx, last, snap)
+	if err == nil {
+		sb, err = m.connectMade(ctx, last, machine, sb, last.Egress.Lineage)
+	}
 	if err != nil {
 		m.capacity.release(last.Namespace, last.Memory, held...)
 		return errors.Join(fmt.Errorf("wake sandbox %s: %w", b.id, err), b.revert(sleepOn))
 	}
 	if err := b.change(func(s *sandbox.Sandbox) {
-		s.State, s.Machine, s.Boot, s.Image = sandbox.Running, machine, m.cfg.Boot, ""
-		s.Layers, s.Kept = held, 0
+		s.State, s.Machine, s.Boot, s.Asleep = sandbox.Running, machine, m.cfg.Boot, ""
+		s.Layers, s.Kept, s.Egress.Lineage = held, 0, nil
 		s.Clock.Start(time.Now())
 	}); err != nil {
 		err = errors.Join(err, sb.Close(), m.cfg.Engine.Remove(m.ctx, m.machineDir(machine)))
@@ -152,7 +156,7 @@ func (b *member) wake(ctx context.Context) (err error) {
 		return errors.Join(err, b.revert(sleepOn))
 	}
 	b.attach(sb)
-	err = m.removeSnapshot(m.imageDir(last.Image))
+	err = m.removeSnapshot(m.asleepDir(last.Asleep))
 	m.capacity.discard(last.Namespace, last.Kept)
 	return err
 }

@@ -28,14 +28,29 @@ import (
 
 // Builder makes the snapshot of a template's revision in a new folder.
 type Builder interface {
-	// Build writes what happens to log, for people.
-	Build(ctx context.Context, spec sandbox.TemplateSpec, stage sandbox.Stage, dir string, log io.Writer) (sandbox.Built, error)
+	// Build writes what happens to the log, for people.
+	Build(context.Context, BuildRequest) (sandbox.Built, error)
 	// Finish brings a fork of a snapshot that was taken after the init commands
 	// to where one that was taken when ready is.
 	Finish(ctx context.Context, spec sandbox.TemplateSpec, built sandbox.Built, sb engine.Sandbox) error
 	// Rehearse has a sandbox that is going to wait in a pool do, without an effect,
 	// what its user will probably do first.
 	Rehearse(ctx context.Context, spec sandbox.TemplateSpec, sb engine.Sandbox) error
+}
+
+// BuildRequest asks for the snapshot of a template's revision at a stage, in the new
+// folder Dir.
+type BuildRequest struct {
+	Spec  sandbox.TemplateSpec
+	Stage sandbox.Stage
+	Dir   string
+	Log   io.Writer
+	// Join connects the machine that is built in. Whoever has called it uses, and
+	// closes, what it returns.
+	Join func(context.Context, engine.Sandbox) (engine.Sandbox, error)
+	// TrustCA is the certificate (PEM) that programs in the sandbox are to trust; nil
+	// is none.
+	TrustCA []byte
 }
 
 // Config is what a Manager works with.
@@ -57,6 +72,8 @@ type Config struct {
 	Log  *slog.Logger
 	// Observer is told what happens; nil is nobody.
 	Observer sandbox.Observer
+	// Network is where the interfaces of sandboxes lead; nil is nowhere.
+	Network Network
 }
 
 // Manager owns the objects of a node. Its methods are safe for concurrent use.
@@ -67,11 +84,14 @@ type Manager struct {
 	capacity *admission
 	turns    *turns
 	secrets  *secretStore
-	ctx      context.Context // ends when the manager closes
-	cancel   context.CancelFunc
-	work     sync.WaitGroup // all goroutines
-	dirty    chan struct{}  // holds at most one notice that something was removed
-	// forgotten is when outcomes were last forgotten, in Unix time. It is read in
+	// authorities are the CAs of namespaces, injections the machines that are shown them.
+	authorities *authorityStore
+	injections  injections
+	ctx         context.Context // ends when the manager closes
+	cancel      context.CancelFunc
+	work        sync.WaitGroup // all goroutines
+	dirty       chan struct{}  // holds at most one notice that something was removed
+	// forgotten is when answers were last forgotten, in Unix time. It is read in
 	// transactions, which may not wait for mu: who has mu may wait for them.
 	forgotten atomic.Int64
 	watches   watches
@@ -115,6 +135,10 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 	if err != nil {
 		return nil, errors.Join(err, db.Close())
 	}
+	authorities, err := openAuthorities(filepath.Join(cfg.Dir, authoritiesDir), cfg.Key)
+	if err != nil {
+		return nil, errors.Join(err, db.Close())
+	}
 	if cfg.Observer == nil {
 		cfg.Observer = sandbox.Observers()
 	}
@@ -125,7 +149,7 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 	}
 	db.Observe(cfg.Observer.Journaled)
 	m := &Manager{
-		cfg: cfg, observer: cfg.Observer, db: db, secrets: secrets, turns: newTurns(cfg.Starts),
+		cfg: cfg, observer: cfg.Observer, db: db, secrets: secrets, authorities: authorities, turns: newTurns(cfg.Starts),
 		dirty:     make(chan struct{}, 1),
 		sandboxes: map[sandbox.ID]*member{}, names: map[sandbox.Key]sandbox.ID{}, pools: map[sandbox.Key]*pool{}, builds: map[buildKey]*build{},
 		requests: map[string]*request{}, restoring: map[sandbox.ID]int{}, parked: map[sandbox.ID]sandbox.Key{},
@@ -136,6 +160,7 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 		return nil, errors.Join(fmt.Errorf("recover the state: %w", err), m.Close())
 	}
 	m.work.Go(m.tidyUp)
+	m.work.Go(m.renewCertificates)
 	return m, nil
 }
 
@@ -186,12 +211,13 @@ const (
 	checkpointsDir = "checkpoints"
 	logsDir        = "logs"
 	secretsDir     = "secrets"
+	authoritiesDir = "authorities"
 )
 
 func (m *Manager) machineDir(id sandbox.ID) string {
 	return filepath.Join(m.cfg.Dir, machinesDir, string(id))
 }
-func (m *Manager) imageDir(id sandbox.ID) string {
+func (m *Manager) asleepDir(id sandbox.ID) string {
 	return filepath.Join(m.cfg.Dir, imagesDir, string(id))
 }
 func (m *Manager) snapshotDir(id sandbox.ID) string {
@@ -246,6 +272,11 @@ func (m *Manager) recover(ctx context.Context) error {
 	// What a daemon that was killed has left in memory nobody is charged for.
 	if err := errors.Join(m.sweep(ctx), m.recoverStorage(), m.keep(machinesDir)); err != nil {
 		return err
+	}
+	if m.cfg.Network != nil {
+		if err := m.cfg.Network.Keep(ctx); err != nil {
+			return err
+		}
 	}
 	return m.recoverPools()
 }
@@ -324,7 +355,7 @@ func settle(tx *journal.Tx, s *sandbox.Sandbox, boot string, now time.Time) erro
 	case sandbox.Starting:
 		return sandboxes.Delete(tx, string(s.ID))
 	case sandbox.Hibernating:
-		s.State, s.Image = sandbox.Running, ""
+		s.State, s.Asleep = sandbox.Running, ""
 	case sandbox.Resuming:
 		s.State, s.Machine = sandbox.Hibernated, ""
 	}
@@ -367,7 +398,7 @@ func (m *Manager) adopt(ctx context.Context, s sandbox.Sandbox) error {
 		err = sb.Resume(ctx)
 	}
 	if err == nil {
-		b.attach(sb)
+		b.attach(m.rejoin(ctx, s, sb))
 		return nil
 	}
 	if ctx.Err() != nil {
@@ -384,7 +415,7 @@ func (m *Manager) sweep(ctx context.Context) error {
 		return errors.Join(
 			sandboxes.Each(tx, "", func(_ string, s sandbox.Sandbox) error {
 				if s.State != sandbox.Ended {
-					named[m.machineDir(s.Machine)], named[m.imageDir(s.Image)] = true, true
+					named[m.machineDir(s.Machine)], named[m.asleepDir(s.Asleep)] = true, true
 				}
 				return nil
 			}),

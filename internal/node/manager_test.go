@@ -177,11 +177,7 @@ func wantNothing(t *testing.T, m *Manager, h *nodetest.Host) {
 // TestTimeouts: a timeout counts the time that a sandbox runs, an idle timeout
 // the time that nobody uses it, and both do what they were told to.
 func TestTimeouts(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		h := nodetest.NewHost(t)
-		m := daemon(t, t.TempDir(), h)
-		defer func() { _ = m.Close() }()
-		setUp(t, m, 0)
+	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
 		ctx := t.Context()
 		after := func(d time.Duration) { time.Sleep(d); synctest.Wait() }
 		claim(t, m, "killed", sandbox.Lifetime{Timeout: time.Minute})
@@ -240,11 +236,7 @@ func TestTimeouts(t *testing.T) {
 
 // TestDeath: a sandbox that ends by itself is known to have, with the reason.
 func TestDeath(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		h := nodetest.NewHost(t)
-		m := daemon(t, t.TempDir(), h)
-		defer func() { _ = m.Close() }()
-		setUp(t, m, 0)
+	onDaemon(t, func(t *testing.T, m *Manager, h *nodetest.Host) {
 		for want, cause := range map[sandbox.Reason]error{
 			sandbox.ReasonOutOfMemory: fmt.Errorf("%w: %w", engine.ErrEnded, engine.ErrOutOfMemory),
 			sandbox.ReasonExited:      fmt.Errorf("%w: %w", engine.ErrEnded, engine.ErrPoweredOff),
@@ -262,11 +254,7 @@ func TestDeath(t *testing.T) {
 
 // TestWakeOnce: many that want a hibernated sandbox at once wake it once.
 func TestWakeOnce(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		h := nodetest.NewHost(t)
-		m := daemon(t, t.TempDir(), h)
-		defer func() { _ = m.Close() }()
-		setUp(t, m, 0)
+	onDaemon(t, func(t *testing.T, m *Manager, h *nodetest.Host) {
 		claim(t, m, "a", sandbox.Lifetime{})
 		if _, err := m.Hibernate(t.Context(), key("a")); err != nil {
 			t.Fatal(err)
@@ -345,33 +333,33 @@ func TestFork(t *testing.T) {
 type aheadHost struct {
 	*nodetest.Host
 	mu   sync.Mutex           // protects kept
-	kept map[*keptShells]bool // true: not closed yet
+	kept map[*keptSpares]bool // true: not closed yet
 }
 
-type keptShells struct {
-	engine.Shells // nobody asks them
+type keptSpares struct {
+	engine.Spares // nobody asks them
 	of            *aheadHost
 }
 
-func (h *aheadHost) KeepShells(*snapshot.Snapshot, int) (engine.Shells, error) {
+func (h *aheadHost) KeepSpares(*snapshot.Snapshot, int) (engine.Spares, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	s := &keptShells{of: h}
+	s := &keptSpares{of: h}
 	h.kept[s] = true
 	return s, nil
 }
 
-func (s *keptShells) Close() error {
+func (s *keptSpares) Close() error {
 	s.of.mu.Lock()
 	defer s.of.mu.Unlock()
 	s.of.kept[s] = false
 	return nil
 }
 
-// TestPoolShells: each revision that a pool serves has shells, and leaves none.
-func TestPoolShells(t *testing.T) {
+// TestPoolSpares: each revision that a pool serves has spares, and leaves none.
+func TestPoolSpares(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		h := &aheadHost{Host: nodetest.NewHost(t), kept: map[*keptShells]bool{}}
+		h := &aheadHost{Host: nodetest.NewHost(t), kept: map[*keptSpares]bool{}}
 		m := daemon(t, t.TempDir(), h.Host, func(c *Config) { c.Engine = h })
 		defer func() { _ = m.Close() }()
 		count := func() (open, all int) {
@@ -386,21 +374,21 @@ func TestPoolShells(t *testing.T) {
 		}
 		setUp(t, m, 1)
 		if open, all := count(); open != 1 || all != 1 {
-			t.Errorf("of a new pool: %d of %d shells", open, all)
+			t.Errorf("of a new pool: %d of %d spares", open, all)
 		}
 		if _, err := m.ApplyTemplate(t.Context(), key("python"), sandbox.TemplateSpec{Image: "two", MilliCPUs: 1000, Memory: 64 * mib}); err != nil {
 			t.Fatal(err)
 		}
 		synctest.Wait()
 		if open, all := count(); open != 1 || all != 2 {
-			t.Errorf("after a change: %d of %d shells", open, all)
+			t.Errorf("after a change: %d of %d spares", open, all)
 		}
 		if err := m.DeletePool(t.Context(), key("pool")); err != nil {
 			t.Fatal(err)
 		}
 		synctest.Wait()
 		if open, all := count(); open != 0 || all != 2 {
-			t.Errorf("after the pool's end: %d of %d shells", open, all)
+			t.Errorf("after the pool's end: %d of %d spares", open, all)
 		}
 	})
 }

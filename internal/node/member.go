@@ -148,8 +148,8 @@ func (b *member) ended(reason sandbox.Reason, detail string) error {
 	delete(m.names, last.Key)
 	m.mu.Unlock()
 	var errs []error
-	if last.Image != "" {
-		errs = append(errs, m.removeSnapshot(m.imageDir(last.Image)))
+	if last.Asleep != "" {
+		errs = append(errs, m.removeSnapshot(m.asleepDir(last.Asleep)))
 		m.capacity.discard(last.Namespace, last.Kept)
 	}
 	errs = append(errs, b.dropMachine(last))

@@ -5,10 +5,12 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"agentrun.dev/internal/engine"
 	enginepool "agentrun.dev/internal/engine/pool"
+	"agentrun.dev/internal/network/policy"
 	"agentrun.dev/internal/node/journal"
 	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/storage/snapshot"
@@ -48,10 +50,12 @@ type stock struct {
 	snap  *snapshot.Snapshot
 	// ready has those that wait; a claim asks for one by the host name to give it.
 	ready  *enginepool.Pool[*parked, string]
-	shells engine.Shells
+	spares engine.Spares
 	// held is what its machines hold of the snapshot. It is in memory for as long as
 	// the stock is there: one that is half made has it, too.
 	held []sandbox.Held
+	// policy is the template's, which changes without a build.
+	policy atomic.Pointer[policy.Policy]
 
 	gone   context.Context // ends with the pool, and ends the claims under way
 	cancel context.CancelFunc
@@ -60,8 +64,8 @@ type stock struct {
 	closed chan struct{} // nil until the stock closes, closed when no claim is under way
 }
 
-// poolShells is how many forks of a pool are half made.
-const poolShells = 1
+// poolSpares is how many forks of a pool are half made.
+const poolSpares = 1
 
 // begin is called before a claim of the stock, while the stock is one of its pool;
 // end after the claim.
@@ -89,7 +93,7 @@ func (s *stock) close() error {
 	s.mu.Unlock()
 	<-s.closed
 	s.cancel()
-	err := errors.Join(s.ready.Close(), s.shells.Close(), s.snap.Close())
+	err := errors.Join(s.ready.Close(), s.spares.Close(), s.snap.Close())
 	s.manager.capacity.release(s.pool.Namespace, 0, s.held...)
 	s.manager.refill() // another pool may wait for that memory
 	return err
@@ -286,6 +290,7 @@ func (p *pool) reconcile(ctx context.Context) error {
 		p.current = current
 		p.mu.Unlock()
 	}
+	current.policy.Store(t.Spec.NetworkPolicy)
 	p.mu.Lock()
 	p.set(sandbox.PhaseReady, "")
 	p.mu.Unlock()
@@ -334,6 +339,7 @@ func (p *pool) open(ctx context.Context, b sandbox.Build, spec sandbox.TemplateS
 		return nil, fmt.Errorf("the snapshot of template %s: %w", b.Template.Name, err)
 	}
 	s := &stock{pool: p.key, build: b, spec: spec, snap: snap, manager: p.manager}
+	s.policy.Store(spec.NetworkPolicy)
 	s.gone, s.cancel = context.WithCancel(ctx)
 	if s.held, err = heldBy(snap, ""); err == nil {
 		err = p.manager.reserve(p.key.Namespace, 0, s.held...)
@@ -342,15 +348,15 @@ func (p *pool) open(ctx context.Context, b sandbox.Build, spec sandbox.TemplateS
 		s.cancel()
 		return nil, errors.Join(fmt.Errorf("the memory of template %s: %w", b.Template.Name, err), snap.Close())
 	}
-	if s.shells, err = engine.KeepShells(p.manager.cfg.Engine, snap, poolShells); err != nil {
+	if s.spares, err = engine.KeepSpares(p.manager.cfg.Engine, snap, poolSpares); err != nil {
 		s.cancel()
 		p.manager.capacity.release(p.key.Namespace, 0, s.held...)
 		return nil, errors.Join(fmt.Errorf("make a pool: %w", err), snap.Close())
 	}
-	s.ready = enginepool.New(enginepool.Config[*parked, string]{
-		What: "ready sandboxes", Count: count,
-		Make:  func(ctx context.Context) (*parked, error) { return p.manager.makeReady(ctx, s) },
-		Claim: func(ctx context.Context, m *parked, hostname string) error { return m.Claim(ctx, hostname) },
+	s.ready = engine.KeepReady(engine.ReadyConfig[*parked]{
+		Count: count,
+		Turn:  p.manager.turns.takeIdle,
+		Fork:  func(ctx context.Context) (*parked, error) { return p.manager.forkWaiting(ctx, s) },
 		Now: func(ctx context.Context, hostname string) (*parked, error) {
 			return p.manager.forkClaimed(ctx, s, hostname)
 		},
@@ -358,41 +364,11 @@ func (p *pool) open(ctx context.Context, b sandbox.Build, spec sandbox.TemplateS
 	return s, nil
 }
 
-// parked is a machine without a sandbox.
-type parked struct {
-	engine.Sandbox
-	manager *Manager
-	id      sandbox.ID
-
-	namespace sandbox.Namespace
-	memory    uint64
-	held      []sandbox.Held
-	waited    bool // in a pool, before it was claimed
-}
-
-// Close ends the machine and all that is left of it.
-func (p *parked) Close() error {
-	m := p.manager
-	err := errors.Join(p.Sandbox.Close(), m.cfg.Engine.Remove(context.WithoutCancel(m.ctx), m.machineDir(p.id)))
-	m.capacity.release(p.namespace, p.memory, p.held...)
-	m.unpark(p.id)
-	m.refill()
-	return err
-}
-
-// finish brings a fork of a build to where it is ready.
-func (m *Manager) finish(ctx context.Context, s *stock, sb engine.Sandbox) error {
-	if s.build.Stage != sandbox.AfterInit {
-		return nil
-	}
-	return m.cfg.Builder.Finish(ctx, s.spec, s.build.Built, sb)
-}
-
 func limitsOf(s sandbox.TemplateSpec) sandbox.Limits { return sandbox.Limits{MilliCPUs: s.MilliCPUs} }
 
-// claim takes a machine of the newest revision that has one, or makes one.
-func (p *pool) claim(ctx context.Context, hostname string) (*parked, *stock, error) {
-	from, end, err := p.source()
+// claim takes a machine of the newest revision that has one and fits, or makes one.
+func (p *pool) claim(ctx context.Context, hostname string, fits func(*stock) bool) (*parked, *stock, error) {
+	from, end, err := p.source(fits)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -412,8 +388,9 @@ func (p *pool) claim(ctx context.Context, hostname string) (*parked, *stock, err
 	return nil, nil, err
 }
 
-// source finds the stock to claim of, and begins a claim of it.
-func (p *pool) source() (_ *stock, end func(), err error) {
+// source finds the stock to claim of, and begins a claim of it. Only what waits of an earlier
+// revision has to fit.
+func (p *pool) source(fits func(*stock) bool) (_ *stock, end func(), err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.current == nil {
@@ -425,7 +402,9 @@ func (p *pool) source() (_ *stock, end func(), err error) {
 	}
 	from := p.current
 	for i := len(p.older) - 1; i >= 0 && from.ready.Stats().Waiting == 0; i-- {
-		from = p.older[i]
+		if fits(p.older[i]) {
+			from = p.older[i]
+		}
 	}
 	if from.ready.Stats().Waiting == 0 {
 		from = p.current

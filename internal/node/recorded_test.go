@@ -15,7 +15,7 @@ type objects struct {
 	Forks       map[string]sandbox.Fork       `json:"forks"`
 	Checkpoints map[string]sandbox.Checkpoint `json:"checkpoints"`
 	Quotas      map[string]sandbox.Quota      `json:"quotas"`
-	Outcomes    map[string]outcome            `json:"outcomes"`
+	Answers     map[string]keptAnswer         `json:"outcomes"`
 }
 
 // recorded is what testdata/journal was written from: each field of each type has a
@@ -59,10 +59,10 @@ func recorded() objects {
 		return s
 	}
 	paused, hibernating, starting := become("paused", sandbox.Paused), become("hibernating", sandbox.Hibernating), become("starting", sandbox.Starting)
-	hibernating.Image = "imagehaaaaaaaaaaaaaa"
+	hibernating.Asleep = "imagehaaaaaaaaaaaaaa"
 	hibernated, resuming, ended := become("hibernated", sandbox.Hibernated), become("resuming", sandbox.Resuming), become("ended", sandbox.Ended)
 	for _, s := range []*sandbox.Sandbox{&hibernated, &resuming} {
-		s.Image, s.Kept, s.Machine, s.Boot, s.Layers, s.Live, s.Clock.Since = "imageaaaaaaaaaaaaaaa", 11<<20, "", "", nil, nil, time.Time{}
+		s.Asleep, s.Kept, s.Machine, s.Boot, s.Layers, s.Live, s.Clock.Since = "imageaaaaaaaaaaaaaaa", 11<<20, "", "", nil, nil, time.Time{}
 	}
 	ended.Ended, ended.Reason, ended.Detail = at(6), sandbox.ReasonOutOfMemory, "its limit was reached"
 	ended.Machine, ended.Boot, ended.Layers, ended.Live, ended.Clock.Since = "", "", nil, nil, time.Time{}
@@ -84,7 +84,7 @@ func recorded() objects {
 		Forks:       map[string]sandbox.Fork{"team/f": fork},
 		Checkpoints: map[string]sandbox.Checkpoint{"team/before": checkpoint, "team/unfinished": unfinished},
 		Quotas:      map[string]sandbox.Quota{"team": {Namespace: "team", Memory: 1 << 33, Sandboxes: 40, Storage: 1 << 34}},
-		Outcomes: map[string]outcome{
+		Answers: map[string]keptAnswer{
 			"claim":      {Body: "digest-1", Time: at(11), Sandbox: &running},
 			"fork":       {Body: "digest-2", Time: at(12), Fork: &fork},
 			"checkpoint": {Body: "digest-3", Time: at(13), Checkpoint: &size},

@@ -73,6 +73,9 @@ type restoring struct {
 func (b *member) restoreFrom(ctx context.Context, c sandbox.Checkpoint, from restoring, also record[sandbox.Sandbox]) error {
 	m, s := b.manager, b.now()
 	sb, machine, err := m.restoreMachine(ctx, s, c, from.snap)
+	if err == nil {
+		sb, err = m.connectMade(ctx, s, machine, sb, c.Of.Egress.Lineage)
+	}
 	if err != nil {
 		return err
 	}
@@ -90,6 +93,7 @@ func (b *member) restoreFrom(ctx context.Context, c sandbox.Checkpoint, from res
 	if err == nil {
 		err = b.changeAnd(func(s *sandbox.Sandbox) {
 			s.State, s.Machine, s.Boot, s.Layers = sandbox.Running, machine, m.cfg.Boot, from.held
+			s.Egress.Lineage = nil
 			s.Clock.Start(time.Now())
 		}, also)
 	}

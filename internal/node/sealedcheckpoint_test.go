@@ -7,6 +7,7 @@ import (
 
 	"agentrun.dev/internal/node/nodetest"
 	"agentrun.dev/internal/sandbox"
+	"agentrun.dev/internal/storage/seal/sealtest"
 	"agentrun.dev/internal/storage/snapshot"
 )
 
@@ -54,7 +55,7 @@ func TestHolderCheckpoint(t *testing.T) {
 				}
 			}
 		}
-		if found := filesWith(t, dir, canary); found != nil {
+		if found := sealtest.FilesWith(t, dir, canary); found != nil {
 			t.Errorf("in the clear in %v", found)
 		}
 	})

@@ -12,21 +12,21 @@ import (
 )
 
 // ApplySecret makes a secret or replaces all of its values. Sandboxes that were
-// claimed keep what they have.
-func (m *Manager) ApplySecret(_ context.Context, k sandbox.Key, data sandbox.SecretData) (sandbox.Secret, error) {
-	return m.putSecret(k, data, true)
+// claimed keep what they have in them; what is put into their requests is the new value.
+func (m *Manager) ApplySecret(ctx context.Context, k sandbox.Key, data sandbox.SecretData) (sandbox.Secret, error) {
+	return m.putSecret(ctx, k, data, true)
 }
 
 // SetSecret sets some values of a secret, and makes it if it is not there.
-func (m *Manager) SetSecret(_ context.Context, k sandbox.Key, data sandbox.SecretData) (sandbox.Secret, error) {
-	return m.putSecret(k, data, false)
+func (m *Manager) SetSecret(ctx context.Context, k sandbox.Key, data sandbox.SecretData) (sandbox.Secret, error) {
+	return m.putSecret(ctx, k, data, false)
 }
 
-func (m *Manager) putSecret(k sandbox.Key, data sandbox.SecretData, replace bool) (sandbox.Secret, error) {
+func (m *Manager) putSecret(ctx context.Context, k sandbox.Key, data sandbox.SecretData, replace bool) (sandbox.Secret, error) {
 	if err := m.begin(); err != nil {
 		return sandbox.Secret{}, err
 	}
-	return m.secrets.change(k, func(old *secretRecord) (*secretRecord, error) {
+	return m.changeSecret(ctx, k, func(old *secretRecord) (*secretRecord, error) {
 		now := time.Now().UTC()
 		next := &secretRecord{Namespace: k.Namespace, Name: k.Name, Created: now, Changed: now, Data: map[string][]byte{}}
 		if old != nil {
@@ -40,12 +40,13 @@ func (m *Manager) putSecret(k sandbox.Key, data sandbox.SecretData, replace bool
 	})
 }
 
-// DeleteSecret deletes a secret. Sandboxes that were claimed keep what they have.
-func (m *Manager) DeleteSecret(_ context.Context, k sandbox.Key) error {
+// DeleteSecret deletes a secret. Sandboxes that were claimed keep what they have in them;
+// requests that ask for it are refused.
+func (m *Manager) DeleteSecret(ctx context.Context, k sandbox.Key) error {
 	if err := m.begin(); err != nil {
 		return err
 	}
-	_, err := m.secrets.change(k, func(old *secretRecord) (*secretRecord, error) {
+	_, err := m.changeSecret(ctx, k, func(old *secretRecord) (*secretRecord, error) {
 		if old == nil {
 			return nil, sandbox.NotFound(sandbox.KindSecret, k)
 		}
@@ -81,19 +82,31 @@ func (m *Manager) secretEnv(n sandbox.Namespace, refs []sandbox.SecretRef) (sand
 	}
 	env := sandbox.Env{}
 	for _, r := range refs {
-		k := sandbox.Key{Namespace: n, Name: r.Secret}
-		have := m.secrets.get(k)
-		if have == nil {
-			return nil, sandbox.NotFound(sandbox.KindSecret, k).Because("the claim asks for its key %s", r.Key)
+		value, err := m.secretValue(n, r)
+		if err != nil {
+			return nil, err
 		}
-		value, ok := have.Data[r.Key]
-		if !ok {
-			return nil, sandbox.Errorf(sandbox.CodeNotFound, "secret %s has no key %s in namespace %s", r.Secret, r.Key, n).
-				Try("`agentrun secret list -n %s` lists what there is", n)
+		if r.Inject != nil {
+			value = r.Placeholder()
 		}
-		env[r.Variable()] = string(value)
+		env[r.Variable()] = value
 	}
 	return env, nil
+}
+
+// secretValue is what a reference stands for.
+func (m *Manager) secretValue(n sandbox.Namespace, r sandbox.SecretRef) (string, error) {
+	k := sandbox.Key{Namespace: n, Name: r.Secret}
+	have := m.secrets.get(k)
+	if have == nil {
+		return "", sandbox.NotFound(sandbox.KindSecret, k).Because("the claim asks for its key %s", r.Key)
+	}
+	value, ok := have.Data[r.Key]
+	if !ok {
+		return "", sandbox.Errorf(sandbox.CodeNotFound, "secret %s has no key %s in namespace %s", r.Secret, r.Key, n).
+			Try("`agentrun secret list -n %s` lists what there is", n)
+	}
+	return string(value), nil
 }
 
 // sealing is how images of a sandbox are written.

@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"io/fs"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -20,6 +19,7 @@ import (
 	"agentrun.dev/internal/node/nodetest"
 	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/storage/seal"
+	"agentrun.dev/internal/storage/seal/sealtest"
 	"agentrun.dev/internal/storage/snapshot"
 )
 
@@ -40,25 +40,6 @@ func claimHolder(t *testing.T, m *Manager, name string) sandbox.Sandbox {
 		t.Fatal(err)
 	}
 	return s
-}
-
-// filesWith are the files below dir that hold text.
-func filesWith(t *testing.T, dir, text string) (found []string) {
-	t.Helper()
-	err := filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
-		if err != nil || !d.Type().IsRegular() {
-			return err
-		}
-		b, err := os.ReadFile(path)
-		if bytes.Contains(b, []byte(text)) {
-			found = append(found, path)
-		}
-		return err
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	return found
 }
 
 // TestSecrets: made, changed, listed without values, deleted, and there again
@@ -89,7 +70,7 @@ func TestSecrets(t *testing.T) {
 		if err := m.Close(); err != nil {
 			t.Fatal(err)
 		}
-		if found := filesWith(t, dir, canary); found != nil {
+		if found := sealtest.FilesWith(t, dir, canary); found != nil {
 			t.Errorf("in the clear in %v", found)
 		}
 		m = daemon(t, dir, h)
@@ -224,7 +205,7 @@ func TestHolder(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			image, err := snapshot.ReadManifest(m.imageDir(asleep.Image))
+			image, err := snapshot.ReadManifest(m.asleepDir(asleep.Asleep))
 			if err != nil || image.Private != private {
 				t.Errorf("the image of %s is private: %v, %v", name, image.Private, err)
 			}
@@ -244,7 +225,7 @@ func TestHolder(t *testing.T) {
 		if _, _, err := m.Fork(as(t, "bob"), sandbox.ForkRequest{Key: key("theft"), Spec: sandbox.ForkSpec{Source: "a", Replicas: 1}}); !sandbox.HasCode(err, sandbox.CodeDenied) {
 			t.Errorf("after a restart: %v", err)
 		}
-		if found := filesWith(t, dir, canary); found != nil || strings.Contains(log.String(), canary) {
+		if found := sealtest.FilesWith(t, dir, canary); found != nil || strings.Contains(log.String(), canary) {
 			t.Errorf("in the clear in %v, or in the log", found)
 		}
 	})

@@ -20,8 +20,7 @@ import (
 // secretStore holds secrets in memory, and sealed in a folder for the next
 // daemon: one file each, named <namespace>.<name>. They are not in the journal.
 type secretStore struct {
-	dir string
-	key *seal.Key // nil: there are none, and none can be made
+	sealedFolder
 
 	mu      sync.Mutex // protects records, and the folder
 	records map[sandbox.Key]*secretRecord
@@ -59,7 +58,7 @@ const (
 
 // openSecrets reads the secrets that an earlier daemon has sealed.
 func openSecrets(dir string, key *seal.Key) (*secretStore, error) {
-	s := &secretStore{dir: dir, key: key, records: map[sandbox.Key]*secretRecord{}}
+	s := &secretStore{sealedFolder: sealedFolder{dir, key}, records: map[sandbox.Key]*secretRecord{}}
 	if key == nil {
 		return s, nil
 	}
@@ -107,19 +106,8 @@ func (s *secretStore) checkKey() error {
 }
 
 func (s *secretStore) load(name string) error {
-	path := filepath.Join(s.dir, name)
-	info, err := os.Lstat(path)
+	b, err := s.read(name)
 	if err != nil {
-		return err
-	}
-	if !info.Mode().IsRegular() || info.Size() > maxSecretFile {
-		return errors.New("it is no file that a daemon has written")
-	}
-	b, err := os.ReadFile(path)
-	if err != nil {
-		return err
-	}
-	if b, err = s.key.Unseal(b); err != nil {
 		return err
 	}
 	var r secretRecord
@@ -179,32 +167,4 @@ func (s *secretStore) change(k sandbox.Key, do func(old *secretRecord) (*secretR
 	}
 	s.records[k] = next
 	return next.public(), nil
-}
-
-// write makes or replaces a file; whoever is killed meanwhile has changed nothing.
-func (s *secretStore) write(name string, b []byte) error {
-	if err := os.MkdirAll(s.dir, 0o700); err != nil {
-		return err
-	}
-	f, err := os.CreateTemp(s.dir, tempSecret)
-	if err != nil {
-		return err
-	}
-	_, err = f.Write(b)
-	if err = errors.Join(err, f.Sync(), f.Close()); err == nil {
-		err = os.Rename(f.Name(), filepath.Join(s.dir, name))
-	}
-	if err != nil {
-		return errors.Join(err, os.Remove(f.Name()))
-	}
-	return s.sync()
-}
-
-// sync makes the names in the folder durable.
-func (s *secretStore) sync() error {
-	dir, err := os.Open(s.dir)
-	if err != nil {
-		return err
-	}
-	return errors.Join(dir.Sync(), dir.Close())
 }

@@ -37,17 +37,8 @@ func (m *Manager) forkClaimed(ctx context.Context, s *stock, hostname string) (_
 	return p, nil
 }
 
-// makeReady makes a machine that can wait in a pool until it is claimed. The fork and
-// each rehearsal of a claim have turns of their own.
-func (m *Manager) makeReady(ctx context.Context, s *stock) (*parked, error) {
-	p, err := m.forkWaiting(ctx, s)
-	if err != nil {
-		return nil, err
-	}
-	return p, engine.MakeReady(ctx, p, m.turns.takeIdle)
-}
-
-// forkWaiting forks the machine of makeReady.
+// forkWaiting forks a machine that is going to wait in a pool until it is claimed. The
+// fork has a turn of its own, as has each rehearsal of a claim after it.
 func (m *Manager) forkWaiting(ctx context.Context, s *stock) (_ *parked, err error) {
 	release, err := m.turns.takeIdle(ctx)
 	if err != nil {

@@ -106,7 +106,7 @@ func (m *Manager) measurer() measurer { return measurer{m, sync.OnceValues(m.tem
 
 func (m measurer) image(s *sandbox.Sandbox) (err error) {
 	if (s.State == sandbox.Hibernated || s.State == sandbox.Resuming) && s.Kept == 0 {
-		s.Kept, err = m.measure(m.manager.imageDir(s.Image))
+		s.Kept, err = m.measure(m.manager.asleepDir(s.Asleep))
 	}
 	return err
 }

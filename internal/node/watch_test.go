@@ -53,11 +53,7 @@ func (w *watcher) wants(t *testing.T, want ...string) {
 // TestWatch: whoever watches is told what is there and what changes, in his
 // namespace or in all; who is slow is told the last, and holds nobody up.
 func TestWatch(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		h := nodetest.NewHost(t)
-		m := daemon(t, t.TempDir(), h)
-		defer func() { _ = m.Close() }()
-		setUp(t, m, 0)
+	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
 		claim(t, m, "a", sandbox.Lifetime{})
 		claim(t, m, "gone", sandbox.Lifetime{})
 		do := func(_ sandbox.Sandbox, err error) {

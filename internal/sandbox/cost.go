@@ -11,6 +11,16 @@ type Cost struct {
 	// What it shares with others is part of each of them here, and set aside once.
 	Reserved uint64
 	Stats
+	Network NetworkUse
+}
+
+// NetworkUse is what a sandbox has done on the network since its machine was connected.
+type NetworkUse struct {
+	// Sent and Received are bytes of frames, as the sandbox sees them.
+	Sent, Received uint64
+	// Connections are TCP connections and UDP flows that are open, Refused those that
+	// were not allowed.
+	Connections, Refused uint64
 }
 
 // Stats is what a sandbox that runs costs its host, in bytes.

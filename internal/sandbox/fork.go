@@ -1,11 +1,17 @@
 package sandbox
 
-import "time"
+import (
+	"time"
+
+	"agentrun.dev/internal/network/policy"
+)
 
 // ForkSpec is what a fork asks for.
 type ForkSpec struct {
 	Source   Name
 	Replicas int
+	// NetworkPolicy narrows the source's for the children; nil leaves it as it is.
+	NetworkPolicy *policy.Policy
 }
 
 // ForkOutcome is what became of one child.

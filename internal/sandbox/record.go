@@ -3,6 +3,8 @@ package sandbox
 import (
 	"slices"
 	"time"
+
+	"agentrun.dev/internal/network/policy"
 )
 
 // State is what a sandbox is doing.
@@ -52,6 +54,8 @@ type ClaimSpec struct {
 	// Secrets become variables of the environment when the claim is made.
 	Secrets  []SecretRef       `json:"secrets,omitempty"`
 	Metadata map[string]string `json:"metadata,omitempty"`
+	// NetworkPolicy narrows the template's; nil leaves it as it is.
+	NetworkPolicy *policy.Policy `json:"networkPolicy,omitempty"`
 	Lifetime
 }
 
@@ -86,10 +90,15 @@ type Sandbox struct {
 	Layers []Held `json:"layers,omitempty"`
 	Live   []Held `json:"live,omitempty"`
 
+	// Egress is what it may connect to.
+	Egress Egress `json:"egress,omitzero"`
+
 	// Secrets are those that its memory has in it, and SecretsBy who claimed it,
 	// or the sandbox that it was forked from, with them.
 	Secrets   []SecretRef `json:"secrets,omitempty"`
 	SecretsBy Principal   `json:"secretsBy,omitempty"`
+	// TrustedCA is the fingerprint of the CA of its namespace that it trusts; empty is none.
+	TrustedCA string `json:"trustedCA,omitempty"`
 
 	// Parent is the sandbox that it continues from, Fork or Checkpoint what it was
 	// made by.
@@ -106,11 +115,11 @@ type Sandbox struct {
 	Lifetime
 	Clock Clock `json:"clock"`
 
-	// Machine is the folder of what runs it, Image that of what it was written
+	// Machine is the folder of what runs it, Asleep that of the snapshot that it was written
 	// to; Running needs the one, Hibernated the other.
 	Machine ID `json:"machine,omitempty"`
-	Image   ID `json:"image,omitempty"`
-	// Kept is what Image takes on disk beyond its template, in bytes.
+	Asleep  ID `json:"image,omitempty"`
+	// Kept is what that snapshot takes on disk beyond its template, in bytes.
 	Kept uint64 `json:"kept,omitempty"`
 	// Boot is the host's boot in which Machine was made.
 	Boot string `json:"boot,omitempty"`
@@ -139,7 +148,7 @@ type Held struct {
 // Child is a sandbox that continues from s, before it has a machine.
 func (s Sandbox) Child(name Name) Sandbox {
 	s.Parent, s.Name, s.Fork, s.Checkpoint = s.ID, name, "", ""
-	s.Machine, s.Boot, s.Image, s.Clock = "", "", "", Clock{}
+	s.Machine, s.Boot, s.Asleep, s.Clock = "", "", "", Clock{}
 	s.Layers, s.Live, s.Kept = nil, nil, 0
 	return s
 }
@@ -148,7 +157,7 @@ func (s Sandbox) Child(name Name) Sandbox {
 func (s *Sandbox) End(reason Reason, detail string, now time.Time) {
 	s.State, s.Reason, s.Detail, s.Ended = Ended, reason, detail, now.UTC()
 	s.Clock.Stop(now)
-	s.Machine, s.Image, s.Boot = "", "", ""
+	s.Machine, s.Asleep, s.Boot = "", "", ""
 	s.Layers, s.Live, s.Kept = nil, nil, 0
 }
 
@@ -165,5 +174,5 @@ func (s Sandbox) Position() string { return string(s.Name) + "/" + string(s.ID) 
 // PoolKey is what the sandbox came from.
 func (s Sandbox) PoolKey() Key { return Key{s.Namespace, s.Pool} }
 
-// HoldsSecrets reports whether its memory has secrets in it.
+// HoldsSecrets reports whether its memory has secrets in it, or its requests get some.
 func (s Sandbox) HoldsSecrets() bool { return len(s.Secrets) > 0 }

@@ -42,6 +42,8 @@ type SecretRef struct {
 	Key    string `json:"key"`
 	// Env is the variable; empty is Key.
 	Env string `json:"env,omitempty"`
+	// Inject keeps the value outside: the variable has Placeholder. Nil puts it in.
+	Inject *Inject `json:"inject,omitempty"`
 }
 
 // Variable is the name of the environment variable.
@@ -104,6 +106,9 @@ func (c ClaimSpec) validateSecrets() error {
 			return Invalid("secrets", "the variable %s is there twice: give another name with env", name)
 		}
 		seen[name] = true
+		if err := r.Inject.Validate(); err != nil {
+			return err
+		}
 	}
 	return nil
 }

@@ -9,6 +9,8 @@ import (
 	"encoding/json"
 	"slices"
 	"time"
+
+	"agentrun.dev/internal/network/policy"
 )
 
 // Kind is a kind of object.
@@ -59,6 +61,16 @@ type TemplateSpec struct {
 	// Warmup is code that an interpreter runs, so that what it has
 	// imported and computed is in the snapshot.
 	Warmup *Program `json:"warmup,omitempty"`
+
+	Network NetworkMode `json:"network,omitempty"`
+	// NetworkPolicy is what sandboxes may connect to, and bounds what claims ask for;
+	// nil is that they may connect to nothing. BuildNetwork is what init commands,
+	// ready check and warm-up may connect to; nil is the node's default.
+	NetworkPolicy *policy.Policy `json:"networkPolicy,omitempty"`
+	BuildNetwork  *policy.Policy `json:"buildNetwork,omitempty"`
+	// TrustNamespaceCA puts the namespace's CA into the trust stores of the image, so
+	// that claims can have values put into requests.
+	TrustNamespaceCA bool `json:"trustNamespaceCA,omitempty"`
 }
 
 // ReadyCheck says when a sandbox is ready. One of its fields is set.
@@ -102,7 +114,7 @@ const (
 type Template struct {
 	Key
 	Spec TemplateSpec `json:"spec"`
-	// Revision is the digest of Spec.
+	// Revision is Spec.RevisionWith the CA that its sandboxes are to trust.
 	Revision string    `json:"revision"`
 	Created  time.Time `json:"created"`
 }
@@ -129,6 +141,10 @@ type Built struct {
 	Env     Env    `json:"env,omitempty"`
 	Workdir string `json:"workdir,omitempty"`
 	User    string `json:"user,omitempty"`
+	// Lineage is what sandboxes inherit of the network of the build.
+	Lineage *Lineage `json:"lineage,omitempty"`
+	// TrustedCA is the fingerprint of the CA in its trust stores; empty is none.
+	TrustedCA string `json:"trustedCA,omitempty"`
 }
 
 // PoolSpec is what a pool keeps.
@@ -155,8 +171,10 @@ type PoolStatus struct {
 	Problem   string `json:"problem,omitempty"`
 }
 
-// Digest is the revision of a spec.
+// Digest is the revision of a spec: of everything that its snapshot depends on.
+// What sandboxes may connect to can change without a build.
 func (s TemplateSpec) Digest() string {
+	s.NetworkPolicy = nil
 	b, err := json.Marshal(s)
 	if err != nil {
 		panic(err) // it has only plain fields

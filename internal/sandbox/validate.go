@@ -65,6 +65,9 @@ func (s TemplateSpec) Validate() error {
 	if s.Warmup != nil && (s.Warmup.Language == "" || len(s.Warmup.Text) > maxText) {
 		return Invalid("warmup", "it needs a language and at most %d bytes of code", maxText)
 	}
+	if err := s.validateNetwork(); err != nil {
+		return err
+	}
 	return s.Ready.validate()
 }
 
@@ -158,7 +161,21 @@ func (c ClaimSpec) Validate() error {
 	if err := validateMetadata(c.Metadata); err != nil {
 		return err
 	}
+	if err := validatePolicy("networkPolicy", c.NetworkPolicy); err != nil {
+		return err
+	}
 	return c.Lifetime.Validate()
+}
+
+// MaxFork is how many children a fork can have.
+const MaxFork = 1000
+
+// Validate refuses a fork that no sandbox can have.
+func (f ForkSpec) Validate() error {
+	if f.Replicas < 1 || f.Replicas > MaxFork {
+		return Invalid("replicas", "%d is not between 1 and %d", f.Replicas, MaxFork)
+	}
+	return validatePolicy("networkPolicy", f.NetworkPolicy)
 }
 
 func validateMetadata(entries map[string]string) error {

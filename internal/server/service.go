@@ -11,6 +11,7 @@ import (
 
 	"agentrun.dev/internal/access"
 	"agentrun.dev/internal/access/audit"
+	"agentrun.dev/internal/network/policy"
 	"agentrun.dev/internal/sandbox"
 )
 
@@ -40,6 +41,8 @@ type Service interface {
 	Extend(ctx context.Context, k sandbox.Key, timeout time.Duration) (sandbox.Sandbox, error)
 	Kill(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error)
 	Use(ctx context.Context, k sandbox.Key) (sandbox.Session, error)
+	SetNetworkPolicy(ctx context.Context, k sandbox.Key, own *policy.Policy) (sandbox.Sandbox, error)
+	Traffic(ctx context.Context, r sandbox.TrafficRequest) (sandbox.TrafficPage, error)
 
 	Fork(ctx context.Context, r sandbox.ForkRequest) (f sandbox.Fork, replayed bool, err error)
 	ForkOf(ctx context.Context, k sandbox.Key) (sandbox.Fork, error)
@@ -51,6 +54,9 @@ type Service interface {
 	Secret(ctx context.Context, k sandbox.Key) (sandbox.Secret, error)
 	Secrets(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Secret, error)
 	DeleteSecret(ctx context.Context, k sandbox.Key) error
+
+	NamespaceCA(ctx context.Context, n sandbox.Namespace) (sandbox.NamespaceCA, error)
+	SetNamespaceCA(ctx context.Context, n sandbox.Namespace, spec sandbox.CASpec) (sandbox.NamespaceCA, error)
 
 	SetQuota(ctx context.Context, q sandbox.Quota) (sandbox.QuotaUse, error)
 	QuotaOf(ctx context.Context, n sandbox.Namespace) (sandbox.QuotaUse, error)

@@ -14,7 +14,7 @@ func Boot(cfg Config) (*VM, error) {
 	if err := cfg.validate(); err != nil {
 		return nil, errors.Join(fmt.Errorf("boot: %w", err), cfg.close())
 	}
-	s, err := NewShell(ShellConfig{KVM: cfg.KVM, Memory: cfg.Memory, VCPUs: cfg.VCPUs, Profile: cfg.Profile})
+	s, err := NewSpare(SpareConfig{KVM: cfg.KVM, Memory: cfg.Memory, VCPUs: cfg.VCPUs, Profile: cfg.Profile})
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("boot: %w", err), cfg.close())
 	}
@@ -67,26 +67,26 @@ const (
 
 // writeTables writes the firmware tables and a first generation id.
 func (vm *VM) writeTables(vcpus int) error {
-	m := acpi.Machine{
-		VCPUs:          vcpus,
-		SerialPort:     serialPort,
-		SerialGSI:      serialGSI,
-		GenerationAddr: generationAddr,
-		EventGSI:       eventGSI,
+	hw := acpi.Hardware{
+		VCPUs:            vcpus,
+		SerialPort:       serialPort,
+		SerialGSI:        serialGSI,
+		GenerationIDAddr: generationIDAddr,
+		EventGSI:         eventGSI,
 	}
 	for i := range vm.windows.virtio {
-		m.Virtio = append(m.Virtio, acpi.VirtioDevice{
+		hw.Virtio = append(hw.Virtio, acpi.VirtioDevice{
 			Base: virtioBase + uint32(i)*virtioWindow,
 			Size: virtioWindow,
 			GSI:  firstVirtioGSI + uint32(i),
 		})
 	}
-	tables, err := m.Tables(acpiAddr, acpiLimit)
+	tables, err := hw.Tables(acpiAddr, acpiLimit)
 	if err != nil {
 		return err
 	}
 	if err := vm.mem.Write(acpiAddr, tables); err != nil {
 		return fmt.Errorf("write ACPI tables: %w", err)
 	}
-	return vm.writeGeneration()
+	return vm.writeGenerationID()
 }

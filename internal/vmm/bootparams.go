@@ -96,7 +96,7 @@ func bootParams(mem *guestmem.Memory, info bootInfo) []byte {
 	}
 	e820(0, lowMemoryEnd, e820RAM)
 	e820(acpiAddr, acpiAddr+acpiLimit, e820ACPI)
-	e820(generationAddr, highMemory, e820Reserved)
+	e820(generationIDAddr, highMemory, e820Reserved)
 	for _, r := range mem.Regions() {
 		e820(max(r.GPA, highMemory), r.GPA+r.Size(), e820RAM)
 	}

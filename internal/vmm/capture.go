@@ -41,7 +41,7 @@ func (c *Capture) Arm(still func(do func() error) (time.Duration, error)) (time.
 	if err := c.Capture.Arm(); err != nil {
 		return stood, err
 	}
-	c.Expect(generationAddr, generationLen) // ChangeGeneration
+	c.Expect(generationIDAddr, generationIDLen) // ChangeGenerationID
 	return stood, nil
 }
 

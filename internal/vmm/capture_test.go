@@ -14,6 +14,7 @@ import (
 	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/vmm/guestmem"
 	"agentrun.dev/internal/vmm/kvm"
+	"agentrun.dev/test/soak"
 	"golang.org/x/sys/unix"
 )
 
@@ -43,7 +44,7 @@ type liveForker struct {
 	sys      *kvm.System
 	uffd     *os.File
 	pagemap  *os.File
-	mappings []guestmem.Mapping // of the source's image
+	mappings []guestmem.Mapping // of the source's stack
 	shared   uint64             // bytes, of all captures
 	late     bool               // as with kernels that cannot protect what is not there
 }
@@ -114,7 +115,7 @@ func (l *liveForker) fork(t testing.TB, g *testGuest, share bool, beside func())
 		t.Fatal(err)
 	}
 	if share {
-		if err := errors.Join(c.Adopt(), c.Share()); err != nil {
+		if err := errors.Join(c.Rebase(), c.Share()); err != nil {
 			t.Fatal(err)
 		}
 		l.shared += c.Stats().Shared
@@ -171,13 +172,10 @@ func TestLiveFork(t *testing.T) {
 // soakCount is n in make soak and reduced in make test, more so in the testbed,
 // where everything takes ten times as long.
 func soakCount(n, reduced int) int {
-	if os.Getenv("AGENTRUN_SOAK") != "" {
-		return n
-	}
 	if os.Getenv("AGENTRUN_TESTBED") != "" {
-		return (reduced + 4) / 5
+		reduced = (reduced + 4) / 5
 	}
-	return reduced
+	return soak.Count(n, reduced)
 }
 
 // TestLiveForksInARow: a source that goes on writing while it is forked again
@@ -197,7 +195,7 @@ func TestLiveForksInARow(t *testing.T) {
 				source.mustDo(t, 100, cmdDirty, firstPage+i*37%(pages-100), 100, 1, i)
 				// All pages get the round's value while the copy is going on.
 				f := l.fork(t, source, true, func() { source.send(t, cmdDirty, firstPage, pages, 1, i+1) })
-				child := f.load(t, f.shell(t, sys))
+				child := f.load(t, f.spare(t, sys))
 				child.mustDo(t, pages, cmdCheck, firstPage, pages, 1, i)
 				if _, err := child.Close(); err != nil {
 					t.Fatal(err)
@@ -284,7 +282,7 @@ func TestDeviceWritesDuringCapture(t *testing.T) {
 				}
 			}
 		})
-		child := f.load(t, f.shell(t, sys))
+		child := f.load(t, f.spare(t, sys))
 		child.mustDo(t, pages, cmdCheck, firstPage, pages, 1, i)
 		if _, err := child.Close(); err != nil {
 			t.Fatal(err)
@@ -318,15 +316,7 @@ func TestFailedCapture(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if err := source.Pause(); err != nil {
-				t.Fatal(err)
-			}
-			if err := c.Begin(); err != nil {
-				t.Fatal(err)
-			}
-			if err := source.Resume(); err != nil {
-				t.Fatal(err)
-			}
+			source.begin(t, c)
 			data, _, err := c.List(nil)
 			if err != nil {
 				t.Fatal(err)
@@ -340,8 +330,8 @@ func TestFailedCapture(t *testing.T) {
 			if err := c.Copy(data); err == nil {
 				t.Error("the copy succeeded")
 			}
-			if err := c.Adopt(); err == nil {
-				t.Error("a layer that is not complete was adopted")
+			if err := c.Rebase(); err == nil {
+				t.Error("a memory was rebased to a layer that is not complete")
 			}
 			if err := c.Close(); err != nil {
 				t.Error(err)
@@ -352,6 +342,20 @@ func TestFailedCapture(t *testing.T) {
 			child.mustDo(t, 100, cmdCheck, firstPage, 100, 1, 8)
 			child.mustDo(t, 900, cmdCheck, firstPage+100, 900, 1, 7)
 		})
+	}
+}
+
+// begin begins a capture while the guest stands still.
+func (g *testGuest) begin(t testing.TB, c *Capture) {
+	t.Helper()
+	if err := g.Pause(); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.Begin(); err != nil {
+		t.Fatal(err)
+	}
+	if err := g.Resume(); err != nil {
+		t.Fatal(err)
 	}
 }
 
@@ -372,15 +376,7 @@ func TestCloseDuringCapture(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := source.Pause(); err != nil {
-			t.Fatal(err)
-		}
-		if err := c.Begin(); err != nil {
-			t.Fatal(err)
-		}
-		if err := source.Resume(); err != nil {
-			t.Fatal(err)
-		}
+		source.begin(t, c)
 		source.send(t, cmdDirty, firstPage, 2000, 1, 8) // it may wait for a page when the end comes
 		closed := make(chan error, 1)
 		go func() {

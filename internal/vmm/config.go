@@ -57,8 +57,8 @@ func FileDisk(f *os.File, readOnly bool, id string) (Disk, error) {
 	return Disk{Backend: backend, ID: id, Close: f.Close}, err
 }
 
-// Net is a network interface whose frames go to and come from a socket, one
-// frame per message.
+// Net is a network interface whose frames go to and come from a socket, as
+// package wire describes them.
 type Net struct {
 	Socket *os.File
 	MAC    [6]byte

@@ -48,6 +48,7 @@ func (vm *VM) createDevices(d Devices, state *State) error {
 	for i, n := range d.Nets {
 		card, err := virtio.NewNet(virtio.NetConfig{MAC: n.MAC, MTU: n.MTU, Socket: n.Socket})
 		if err == nil {
+			vm.nets = append(vm.nets, card)
 			err = attach(vm, card, state)
 		}
 		if err != nil {

@@ -12,6 +12,7 @@ import (
 	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/vmm/guestmem"
 	"agentrun.dev/internal/vmm/kvm"
+	"agentrun.dev/test/soak"
 	"golang.org/x/sys/unix"
 )
 
@@ -90,17 +91,17 @@ func (f *frozen) mappings() (out []guestmem.Mapping) {
 	return out
 }
 
-func (f *frozen) shell(t testing.TB, sys *kvm.System) *Shell {
+func (f *frozen) spare(t testing.TB, sys *kvm.System) *Spare {
 	t.Helper()
-	s, err := NewShell(ShellConfig{KVM: sys, Memory: f.memory, VCPUs: f.vcpus, Layers: f.mappings()})
+	s, err := NewSpare(SpareConfig{KVM: sys, Memory: f.memory, VCPUs: f.vcpus, Layers: f.mappings()})
 	if err != nil {
 		t.Fatal(err)
 	}
 	return s
 }
 
-// load makes a child run in a shell.
-func (f *frozen) load(t testing.TB, s *Shell) *testGuest {
+// load makes a child run in a spare.
+func (f *frozen) load(t testing.TB, s *Spare) *testGuest {
 	t.Helper()
 	state, err := UnmarshalState(f.state)
 	if err != nil {
@@ -119,7 +120,7 @@ func (f *frozen) load(t testing.TB, s *Shell) *testGuest {
 // fork makes a child that lasts as long as the test.
 func (f *frozen) fork(t testing.TB, sys *kvm.System) *testGuest {
 	t.Helper()
-	g := f.load(t, f.shell(t, sys))
+	g := f.load(t, f.spare(t, sys))
 	t.Cleanup(func() {
 		if _, err := g.Close(); err != nil {
 			t.Error(err)
@@ -191,11 +192,7 @@ func TestForksAtOnce(t *testing.T) {
 	parent := bootTestGuest(t, 64<<20, 1)
 	parent.mustDo(t, 64, cmdDirty, firstPage, 64, 1, 1)
 	f := freeze(t, sys, parent, nil)
-	count := 100
-	if os.Getenv("AGENTRUN_SOAK") != "" {
-		count = 500
-	}
-	guests := make([]*testGuest, count)
+	guests := make([]*testGuest, soak.Count(500, 100))
 	var wg sync.WaitGroup
 	for i := range guests {
 		guests[i] = f.fork(t, sys)
@@ -285,7 +282,7 @@ func TestLoadSetsProcessors(t *testing.T) {
 			for i := range s.VCPUs {
 				change(&s.VCPUs[i])
 			}
-			vm, err := f.shell(t, sys).Load(s, Devices{Marker: newTestGuest()})
+			vm, err := f.spare(t, sys).Load(s, Devices{Marker: newTestGuest()})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -362,7 +359,7 @@ func TestLoadRefuses(t *testing.T) {
 				t.Fatal(err)
 			}
 			tt.change(s)
-			vm, err := f.shell(t, sys).Load(s, Devices{Marker: newTestGuest()})
+			vm, err := f.spare(t, sys).Load(s, Devices{Marker: newTestGuest()})
 			if err == nil {
 				_, _ = vm.Close()
 				if name == "TSC" || name == "queue" {
@@ -386,9 +383,9 @@ func TestTouchedAhead(t *testing.T) {
 	parent.mustDo(t, 100, cmdDirty, firstPage, 100, 1, 7)
 	f := freeze(t, sys, parent, nil)
 	device, pages := openUserfaultfd(t), pagemap(t)
-	shell := func(written, read []extent.Run) *Shell {
+	spare := func(written, read []extent.Run) *Spare {
 		t.Helper()
-		s, err := NewShell(ShellConfig{
+		s, err := NewSpare(SpareConfig{
 			KVM: sys, Memory: f.memory, VCPUs: f.vcpus, Layers: f.mappings(), Written: written, Read: read, Watch: device,
 		})
 		if err != nil {
@@ -404,7 +401,7 @@ func TestTouchedAhead(t *testing.T) {
 		}
 		return written, read
 	}
-	use := func(s *Shell) *VM {
+	use := func(s *Spare) *VM {
 		g := f.load(t, s)
 		t.Cleanup(func() {
 			if _, err := g.Close(); err != nil {
@@ -415,7 +412,7 @@ func TestTouchedAhead(t *testing.T) {
 		g.mustDo(t, 1, cmdDirty, firstPage+20, 1, 1, 8)
 		return g.VM
 	}
-	written, read := touched(use(shell(nil, nil)))
+	written, read := touched(use(spare(nil, nil)))
 	page := func(n uint64) extent.Run {
 		return extent.Run{Start: n * guestmem.PageSize, Length: guestmem.PageSize}
 	}
@@ -425,7 +422,7 @@ func TestTouchedAhead(t *testing.T) {
 			t.Errorf("page %d: written %v, read %v", n, written, read)
 		}
 	}
-	s := shell(written, read)
+	s := spare(written, read)
 	gotWritten, gotRead := touched(s.vm)
 	if !reflect.DeepEqual(gotWritten, written) {
 		t.Errorf("written %v, want %v", gotWritten, written)

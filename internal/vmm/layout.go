@@ -6,17 +6,17 @@ import "agentrun.dev/internal/vmm/guestmem"
 // instruction. All but the kernel lie below 1 MiB; the e820 map keeps the
 // guest's allocator away from the part above 0x9fc00.
 const (
-	gdtAddr        = 0x500
-	bootParamsAddr = 0x7000
-	pageTableAddr  = 0x9000 // PML4, PDPT, four page directories: six pages
-	rngSeedAddr    = 0x10000
-	cmdlineAddr    = 0x20000
-	cmdlineMax     = 2048 // COMMAND_LINE_SIZE of x86 Linux, with the final NUL
-	lowMemoryEnd   = 0x9fc00
-	acpiAddr       = 0xe0000
-	acpiLimit      = 0x10000
-	generationAddr = 0xf0000 // VMGENID, a page of its own
-	highMemory     = 0x100000
+	gdtAddr          = 0x500
+	bootParamsAddr   = 0x7000
+	pageTableAddr    = 0x9000 // PML4, PDPT, four page directories: six pages
+	rngSeedAddr      = 0x10000
+	cmdlineAddr      = 0x20000
+	cmdlineMax       = 2048 // COMMAND_LINE_SIZE of x86 Linux, with the final NUL
+	lowMemoryEnd     = 0x9fc00
+	acpiAddr         = 0xe0000
+	acpiLimit        = 0x10000
+	generationIDAddr = 0xf0000 // VMGENID, a page of its own
+	highMemory       = 0x100000
 )
 
 // The device windows in the gap, and the interrupt lines of the IOAPIC.

@@ -9,12 +9,12 @@ import (
 	"agentrun.dev/internal/vmm/vmstate"
 )
 
-// Load puts a saved machine into the shell, with devices of its own. It does
+// Load puts a saved machine into the spare, with devices of its own. It does
 // not run yet: Start does that, and the guest's time goes on from there.
-func (s *Shell) Load(state *State, devices Devices) (*VM, error) {
+func (s *Spare) Load(state *State, devices Devices) (*VM, error) {
 	vm := s.take()
 	if vm == nil {
-		return nil, errors.Join(errors.New("restore: the shell was used before"), devices.close())
+		return nil, errors.Join(errors.New("restore: the spare was used before"), devices.close())
 	}
 	if err := vm.load(state, devices); err != nil {
 		return nil, errors.Join(fmt.Errorf("restore: %w", err), vm.free(), devices.close())
@@ -46,15 +46,15 @@ func (vm *VM) load(state *State, devices Devices) error {
 	vm.stopped = &clock
 	// Before any vCPU runs: the guest's kernel compares the id whenever random
 	// numbers are drawn from it, so that none is drawn twice.
-	if err := vm.writeGeneration(); err != nil {
+	if err := vm.writeGenerationID(); err != nil {
 		return err
 	}
 	if d := vm.devices.Vsock; d != nil && d.Standby != nil {
 		standby := d.Standby
 		d.Standby = nil // the device's from here on
-		return vm.vsock.Adopt(standby, vm.announceLater)
+		return vm.vsock.AttachStandby(standby, vm.announceLater)
 	}
-	return vm.announceGeneration()
+	return vm.announceGenerationID()
 }
 
 // announceLater interrupts the guest's kernel, which then tells all of its parts
@@ -63,7 +63,7 @@ func (vm *VM) load(state *State, devices Devices) error {
 // copy that only waits need not own the pages that the interpreter and the
 // kernel's log write to. Random numbers do not depend on it: the id is there.
 func (vm *VM) announceLater() {
-	if err := vm.announceGeneration(); err != nil {
+	if err := vm.announceGenerationID(); err != nil {
 		vm.end(vmstate.Exit{Reason: vmstate.InternalError, Detail: err.Error()})
 	}
 }

@@ -26,11 +26,12 @@ type VM struct {
 	console consoleLog
 	windows windows
 	ports   ports
+	nets    []*virtio.Net
 	vsock   *virtio.Vsock // nil without one
 	rng     *virtio.RNG
 	balloon *virtio.Balloon
 	profile cpu.Profile
-	devices Devices // which the VM closes
+	devices Devices // which the VM closes; closing protects their sockets
 	gate    *gate
 
 	// capturing is held by the capture that goes on, capture is it.
@@ -41,7 +42,7 @@ type VM struct {
 	exit    vmstate.Exit // set before done is closed
 	done    chan struct{}
 
-	closing sync.Mutex // held by Close
+	closing sync.Mutex // held by Close and Plug
 
 	mu      sync.Mutex // protects all following fields
 	started bool
@@ -206,6 +207,31 @@ func (vm *VM) Close() (vmstate.Exit, error) {
 	return vm.exit, errors.Join(vm.free(), vm.devices.close())
 }
 
+// Plug gives network interface i another socket, which the VM takes over. Frames
+// that wait in the one before are lost.
+func (vm *VM) Plug(i int, socket *os.File) (err error) {
+	vm.closing.Lock()
+	defer vm.closing.Unlock()
+	vm.mu.Lock()
+	closed := vm.closed
+	vm.mu.Unlock()
+	switch {
+	case closed:
+		err = ErrEnded
+	case i < 0 || i >= len(vm.nets):
+		err = fmt.Errorf("there is no interface %d, but %d", i, len(vm.nets))
+	}
+	if err != nil {
+		return errors.Join(fmt.Errorf("plug in a wire: %w", err), socket.Close())
+	}
+	old, err := vm.nets[i].Plug(socket)
+	if err != nil {
+		return errors.Join(fmt.Errorf("plug in a wire: %w", err), socket.Close())
+	}
+	vm.devices.Nets[i].Socket = socket
+	return old.Close()
+}
+
 // leave ends the vCPUs' threads, and waits until they are gone.
 func (vm *VM) leave() {
 	if vm.threads {
@@ -214,7 +240,7 @@ func (vm *VM) leave() {
 	}
 }
 
-// free releases what NewShell and createDevices made.
+// free releases what NewSpare and createDevices made.
 func (vm *VM) free() error {
 	vm.leave()
 	var errs []error

@@ -36,6 +36,7 @@ func TestRun(t *testing.T) {
 		args   []string
 		err    string // substring; empty: the run passes
 		output []string
+		absent string // from the output, unless empty
 	}{
 		{
 			name: "passes", files: map[string]string{"a/a_test.go": good, "b/b.go": "package b\n"},
@@ -88,6 +89,13 @@ func TestExit(t *testing.T) { os.Stderr.WriteString("last words\n"); os.Exit(3) 
 			name: "verbose", files: map[string]string{"a/a_test.go": good},
 			args: []string{"-v"}, output: []string{"      TestGood"},
 		},
+		{
+			name: "slow ones", files: map[string]string{"a/a_test.go": good, "a/slow_test.go": `package a
+import ("testing"; "time")
+func TestSlow(*testing.T) { time.Sleep(500 * time.Millisecond) }
+`},
+			args: []string{"-slow", "400ms"}, output: []string{"      TestSlow"}, absent: "TestGood",
+		},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			writeModule(t, test.files)
@@ -103,6 +111,9 @@ func TestExit(t *testing.T) { os.Stderr.WriteString("last words\n"); os.Exit(3) 
 				if !strings.Contains(out.String(), want) {
 					t.Errorf("no %q in the output", want)
 				}
+			}
+			if test.absent != "" && strings.Contains(out.String(), test.absent) {
+				t.Errorf("%q is in the output", test.absent)
 			}
 			if t.Failed() {
 				t.Log(out.String())

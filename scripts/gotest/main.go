@@ -3,7 +3,7 @@
 // closing count. A skipped test fails the run unless a file allows it: a suite
 // that skips what it cannot run looks like one that passes.
 //
-//	go run ./scripts/gotest [-allow FILE] [-v] -- GO-TEST-ARGUMENTS…
+//	go run ./scripts/gotest [-allow FILE] [-v] [-slow DURATION] -- GO-TEST-ARGUMENTS…
 package main
 
 import (
@@ -33,6 +33,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 	flags := flag.NewFlagSet("gotest", flag.ContinueOnError)
 	allowFile := flags.String("allow", "", "file that lists tests which may be skipped: PACKAGE TEST REASON")
 	verbose := flags.Bool("v", false, "print a line per test that passed, not only per package")
+	slow := flags.Duration("slow", 0, "print a line per test or subtest that passed and took at least this long (0: none)")
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
@@ -51,7 +52,8 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 	if err := cmd.Start(); err != nil {
 		return fmt.Errorf("start go test: %w", err)
 	}
-	s := newSummary(out, *verbose, allowed)
+	s := newSummary(out, allowed)
+	s.verbose, s.slow = *verbose, *slow
 	readErr := readEvents(stdout, s.event)
 	waitErr := cmd.Wait()
 	verdict := s.close()

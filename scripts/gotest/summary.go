@@ -6,6 +6,7 @@ import (
 	"io"
 	"sort"
 	"strings"
+	"time"
 )
 
 // outputLimit bounds what is kept of one test's output; its end matters most.
@@ -43,8 +44,9 @@ type packageCount struct{ passed, failed, skipped int }
 // summary turns events into a short account.
 type summary struct {
 	out     io.Writer
-	verbose bool
 	allowed []allowance
+	verbose bool          // print all tests that passed
+	slow    time.Duration // print those that took this long; 0: none
 
 	output   map[key]*tail
 	running  map[key]bool // started and not ended
@@ -58,9 +60,9 @@ type summary struct {
 	ranTests bool
 }
 
-func newSummary(out io.Writer, verbose bool, allowed []allowance) *summary {
+func newSummary(out io.Writer, allowed []allowance) *summary {
 	return &summary{
-		out: out, verbose: verbose, allowed: allowed,
+		out: out, allowed: allowed,
 		output: map[key]*tail{}, running: map[key]bool{}, parents: map[key]bool{},
 		packages: map[string]*packageCount{}, builds: map[string]*tail{},
 	}
@@ -120,7 +122,8 @@ func (s *summary) testDone(k key, e event) {
 		if leaf {
 			c.passed++
 		}
-		if s.verbose && !strings.Contains(k.test, "/") {
+		slow := s.slow > 0 && e.Elapsed >= s.slow.Seconds()
+		if slow || s.verbose && !strings.Contains(k.test, "/") {
 			fmt.Fprintf(s.out, "      %-50s %8.2fs\n", k.test, e.Elapsed)
 		}
 	case "fail":

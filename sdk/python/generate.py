@@ -23,6 +23,7 @@ CLASSES = (
     "Execution",
     "Files",
     "Follower",
+    "Network",
     "Process",
     "Reader",
     "Sandbox",

@@ -13,6 +13,7 @@ import (
 	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/client"
 	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/test/soak"
 	"golang.org/x/sys/unix"
 )
 
@@ -20,7 +21,7 @@ const mib = 1 << 20
 
 // inMemory is what the daemon's folder in /dev/shm takes.
 func (n *node) inMemory() (bytes uint64) {
-	dir := layer.ResidentFolder(filepath.Join(n.state, "forkd"))
+	dir := layer.ResidentFolder(filepath.Join(n.State, "forkd"))
 	// The daemon may remove files meanwhile.
 	_ = filepath.WalkDir(dir, func(path string, _ os.DirEntry, _ error) error {
 		var st unix.Stat_t
@@ -41,12 +42,12 @@ func (n *node) watchMemory() (stop func()) {
 	go func() {
 		defer close(done)
 		for {
-			before, err := n.client.Node(ctx)
+			before, err := n.Client.Node(ctx)
 			if ctx.Err() != nil {
 				return
 			}
 			used := n.inMemory()
-			after, err2 := n.client.Node(ctx)
+			after, err2 := n.Client.Node(ctx)
 			if ctx.Err() != nil {
 				return
 			}
@@ -71,7 +72,7 @@ type filler struct {
 
 func (f *filler) code(name, code string) string {
 	f.t.Helper()
-	r, err := f.client.RunCode(f.t.Context(), name, rest.CodeRequest{Code: code})
+	r, err := f.Client.RunCode(f.t.Context(), name, rest.CodeRequest{Code: code})
 	if err != nil || r.ExitCode != 0 {
 		f.t.Fatalf("%s in %s: %+v, %v", code, name, r, err)
 	}
@@ -80,7 +81,7 @@ func (f *filler) code(name, code string) string {
 
 func (f *filler) fill(name string) {
 	f.t.Helper()
-	if _, err := f.client.CreateSandbox(f.t.Context(), rest.SandboxCreate{Name: name, Pool: "large"}, ""); err != nil {
+	if _, err := f.Client.CreateSandbox(f.t.Context(), rest.SandboxCreate{Name: name, Pool: "large"}, ""); err != nil {
 		f.t.Fatal(err)
 	}
 	f.sums[name] = f.code(name, fmt.Sprintf("import os, hashlib; data = os.urandom(%d); print(hashlib.sha256(data).hexdigest(), end='')", f.bytes))
@@ -95,7 +96,7 @@ func (f *filler) check(name string) {
 
 func (f *filler) do(name string, verb client.Verb) {
 	f.t.Helper()
-	if _, err := f.client.Do(f.t.Context(), name, verb); err != nil {
+	if _, err := f.Client.Do(f.t.Context(), name, verb); err != nil {
 		f.t.Fatalf("%s %s: %v", verb, name, err)
 	}
 }
@@ -105,19 +106,23 @@ func (f *filler) do(name string, verb client.Verb) {
 // there is room for, and what is in memory is reserved at all times.
 func TestHibernationFreesMemory(t *testing.T) {
 	n := newNode(t)
-	sandboxes, size := count(20, 3), count(200, 64)
+	sandboxes, size := soak.Count(20, 3), soak.Count(200, 64)
 	// Room for the pool's two and a few that are awake.
-	flags := []string{"--capacity", fmt.Sprintf("%dM", count(6*(2*size+300), 1500))}
+	capacity := 1500
+	if soak.On() {
+		capacity = max(capacity, 6*(2*size+300))
+	}
+	flags := []string{"--capacity", fmt.Sprintf("%dM", capacity)}
 	n.up(flags...)
 	image := pythonImage(t)
 	n.template(image)
 	ctx := t.Context()
-	if _, err := n.client.PutTemplate(ctx, "large", rest.TemplateSpec{
+	if _, err := n.Client.PutTemplate(ctx, "large", rest.TemplateSpec{
 		Image: "python:3.12-slim", MilliCPUs: 1000, Memory: int64(size+128) * mib, Warmup: &rest.Program{Language: "python", Text: "warm = 1"},
 	}); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := n.client.PutPool(ctx, "large", rest.PoolSpec{Template: "large", Replicas: 0}); err != nil {
+	if _, err := n.Client.PutPool(ctx, "large", rest.PoolSpec{Template: "large", Replicas: 0}); err != nil {
 		t.Fatal(err)
 	}
 	n.waitReady(ctx, "large")
@@ -135,10 +140,10 @@ func TestHibernationFreesMemory(t *testing.T) {
 			t.Errorf("%d MiB were in memory, and %d are after %s was hibernated", before/mib, after/mib, name)
 		}
 	}
-	if node, err := n.client.Node(ctx); err != nil || node.Hibernated != sandboxes {
+	if node, err := n.Client.Node(ctx); err != nil || node.Hibernated != sandboxes {
 		t.Errorf("%+v, %v", node, err)
 	}
-	q, err := n.client.Quota(ctx)
+	q, err := n.Client.Quota(ctx)
 	if err != nil || q.Used.Storage < int64(sandboxes*size*mib) {
 		t.Errorf("%d MiB are stored, of %d sandboxes of %d: %v", q.Used.Storage/mib, sandboxes, size, err)
 	}
@@ -149,14 +154,14 @@ func TestHibernationFreesMemory(t *testing.T) {
 	}
 	stop()
 	// The next daemon counts the same, and has what woke.
-	n.kill()
+	n.Kill()
 	n.up(flags...)
-	if node, err := n.client.Node(ctx); err != nil || n.inMemory() > uint64(node.Reserved) {
+	if node, err := n.Client.Node(ctx); err != nil || n.inMemory() > uint64(node.Reserved) {
 		t.Errorf("after a crash %d MiB are in memory, and %d are reserved: %v", n.inMemory()/mib, node.Reserved/mib, err)
 	}
 	f.check(names[len(names)-1])
 	for _, name := range append(names, "first") {
-		if _, err := n.client.Kill(ctx, name); err != nil {
+		if _, err := n.Client.Kill(ctx, name); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -173,7 +178,7 @@ func (f *filler) wakeAll(names []string) (most int) {
 	var awake []string
 	for _, name := range names {
 		for {
-			_, err := f.client.Do(f.t.Context(), name, client.Resume)
+			_, err := f.Client.Do(f.t.Context(), name, client.Resume)
 			if err == nil {
 				break
 			}
@@ -194,7 +199,7 @@ func (f *filler) wakeAll(names []string) (most int) {
 func (n *node) waitReady(ctx context.Context, pool string) {
 	n.t.Helper()
 	for {
-		p, err := n.client.Pool(ctx, pool)
+		p, err := n.Client.Pool(ctx, pool)
 		if err != nil || p.Phase == rest.PhaseFailed {
 			n.t.Fatalf("%+v, %v", p, err)
 		}

@@ -1,16 +1,12 @@
 package forkd
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"math/rand/v2"
-	"net"
-	"os"
 	"os/exec"
 	"path/filepath"
-	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -19,126 +15,39 @@ import (
 
 	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/client"
-	"agentrun.dev/internal/host/assets"
+	"agentrun.dev/test/daemon"
+	"agentrun.dev/test/soak"
 )
-
-// count is how often something is done: as often as asked for, or less in a
-// normal test run.
-func count(n, reduced int) int {
-	if os.Getenv("AGENTRUN_SOAK") != "" {
-		return n
-	}
-	return reduced
-}
 
 // node is a state folder and the daemon on it.
 type node struct {
-	t      *testing.T
-	state  string
-	client *client.Client
-	daemon *exec.Cmd
-	ended  chan error   // of the daemon
-	flags  []string     // of agentrun up
-	log    lockedBuffer // of all daemons; one that runs writes to it
-}
-
-// lockedBuffer is written and read at the same time.
-type lockedBuffer struct {
-	mu  sync.Mutex // protects buf
-	buf bytes.Buffer
-}
-
-func (b *lockedBuffer) Write(p []byte) (int, error) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.buf.Write(p)
-}
-
-func (b *lockedBuffer) String() string {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.buf.String()
+	*daemon.Daemon
+	t *testing.T
 }
 
 func newNode(t *testing.T) *node {
 	t.Helper()
-	state, err := os.MkdirTemp("", "agentrun-state-")
-	if err != nil {
-		t.Fatal(err)
-	}
-	n := &node{t: t, state: state}
-	if n.client, err = client.New(client.Config{Socket: filepath.Join(state, "forkd", "socket")}); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		n.client.Close()
-		_ = forget(state)
-	})
+	n := &node{Daemon: daemon.New(t), t: t}
+	t.Cleanup(func() { _ = forget(n.State) })
 	return n
 }
 
-func (n *node) command(args ...string) *exec.Cmd {
-	folder, err := assets.Folder()
-	if err != nil {
-		n.t.Fatal(err)
-	}
-	cmd := exec.Command(filepath.Join(folder, "agentrun"), args...)
-	cmd.Env = append(os.Environ(), "AGENTRUN_STATE="+n.state)
-	return cmd
-}
+func (n *node) command(args ...string) *exec.Cmd { return n.Command(context.Background(), args...) }
 
-// up starts a daemon and waits until it says, as it would to systemd, that it
-// serves.
+// up starts a daemon.
 func (n *node) up(flags ...string) {
 	n.t.Helper()
-	notices, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Net: "unixgram", Name: filepath.Join(n.state, "notify")})
-	if err != nil {
-		n.t.Fatal(err)
-	}
-	defer func() { _ = os.Remove(filepath.Join(n.state, "notify")) }()
-	defer func() { _ = notices.Close() }()
-	cmd, ended := n.command(slices.Concat([]string{"up"}, n.flags, flags)...), make(chan error, 1)
-	cmd.Env = append(cmd.Env, "NOTIFY_SOCKET="+filepath.Join(n.state, "notify"))
-	cmd.Stderr = &n.log
-	if err := cmd.Start(); err != nil {
-		n.t.Fatal(err)
-	}
-	go func() { ended <- cmd.Wait() }()
-	n.daemon, n.ended = cmd, ended
-	ready := make(chan string, 1)
-	go func() {
-		b := make([]byte, 64)
-		size, _ := notices.Read(b) // closed: the daemon has ended
-		ready <- string(b[:size])
-	}()
-	select {
-	case err := <-ended:
-		n.t.Fatalf("the daemon ended: %v\n%s", err, n.log.String())
-	case notice := <-ready:
-		if notice != "READY=1" {
-			n.t.Errorf("systemd is told %q", notice)
-		}
-	}
-	if _, err := n.client.Version(n.t.Context()); err != nil {
-		n.t.Fatal(err)
-	}
+	n.Up(n.t, flags...)
 }
 
 // key makes an API key.
 func (n *node) key(role rest.Role) string {
 	n.t.Helper()
-	made, err := n.client.CreateKey(n.t.Context(), rest.KeyCreate{Name: "test", Role: role})
+	made, err := n.Client.CreateKey(n.t.Context(), rest.KeyCreate{Name: "test", Role: role})
 	if err != nil {
 		n.t.Fatal(err)
 	}
 	return made.Text
-}
-
-// kill ends the daemon without a word.
-func (n *node) kill() {
-	_ = n.daemon.Process.Kill() // it runs
-	<-n.ended
-	n.client.Close()
 }
 
 // down ends it politely.
@@ -156,17 +65,17 @@ func (n *node) template(image string) {
 		n.t.Fatalf("%v: %s", err, out)
 	}
 	ctx := n.t.Context()
-	_, err := n.client.PutTemplate(ctx, "python", rest.TemplateSpec{
+	_, err := n.Client.PutTemplate(ctx, "python", rest.TemplateSpec{
 		Image: "python:3.12-slim", MilliCPUs: 1000, Memory: 128 << 20, Warmup: &rest.Program{Language: "python", Text: "warm = 1"},
 	})
 	if err == nil {
-		_, err = n.client.PutPool(ctx, "pool", rest.PoolSpec{Template: "python", Replicas: 2})
+		_, err = n.Client.PutPool(ctx, "pool", rest.PoolSpec{Template: "python", Replicas: 2})
 	}
 	if err != nil {
 		n.t.Fatal(err)
 	}
 	for {
-		p, err := n.client.Pool(ctx, "pool")
+		p, err := n.Client.Pool(ctx, "pool")
 		if err != nil || p.Phase == rest.PhaseFailed {
 			n.t.Fatalf("%+v, %v", p, err)
 		}
@@ -210,7 +119,7 @@ func (k *told) unsure(name string) {
 // mark puts a secret of its own into a sandbox's kernel and files.
 func (n *node) mark(ctx context.Context, name string) (string, error) {
 	value := strconv.FormatUint(rand.Uint64(), 36)
-	r, err := n.client.RunCode(ctx, name, rest.CodeRequest{Code: "mine = " + strconv.Quote(value) + "; open('mine', 'w').write(mine)"})
+	r, err := n.Client.RunCode(ctx, name, rest.CodeRequest{Code: "mine = " + strconv.Quote(value) + "; open('mine', 'w').write(mine)"})
 	if err == nil && r.ExitCode != 0 {
 		err = fmt.Errorf("mark %s: %+v", name, r)
 	}
@@ -225,13 +134,13 @@ func (n *node) live(ctx context.Context, known *told, who string, step func()) {
 		for _, do := range []func() error{
 			func() error {
 				known.unsure(name)
-				_, err := n.client.CreateSandbox(ctx, rest.SandboxCreate{Name: name, Pool: "pool"}, "")
+				_, err := n.Client.CreateSandbox(ctx, rest.SandboxCreate{Name: name, Pool: "pool"}, "")
 				return err
 			},
 			func() error { return n.remark(ctx, known, name) },
-			func() error { _, err := n.client.Do(ctx, name, client.Hibernate); return err },
+			func() error { _, err := n.Client.Do(ctx, name, client.Hibernate); return err },
 			func() error {
-				_, err := n.client.Checkpoint(ctx, name, rest.CheckpointCreate{Name: name}, "")
+				_, err := n.Client.Checkpoint(ctx, name, rest.CheckpointCreate{Name: name}, "")
 				if err == nil {
 					known.save(name, name)
 				}
@@ -239,21 +148,21 @@ func (n *node) live(ctx context.Context, known *told, who string, step func()) {
 			},
 			func() error {
 				known.unsure(child)
-				_, err := n.client.Fork(ctx, name, rest.ForkCreate{Name: fork, Replicas: 1}, "")
+				_, err := n.Client.Fork(ctx, name, rest.ForkCreate{Name: fork, Replicas: 1}, "")
 				return err
 			},
 			func() error { return n.remark(ctx, known, child) },
 			func() error {
-				_, err := n.client.Checkpoint(ctx, child, rest.CheckpointCreate{Name: child}, "")
+				_, err := n.Client.Checkpoint(ctx, child, rest.CheckpointCreate{Name: child}, "")
 				if err == nil {
 					known.save(child, child)
 				}
 				return err
 			},
-			func() error { _, err := n.client.Do(ctx, child, client.Pause); return err },
+			func() error { _, err := n.Client.Do(ctx, child, client.Pause); return err },
 			func() error {
 				known.unsure(name)
-				_, err := n.client.Kill(ctx, name)
+				_, err := n.Client.Kill(ctx, name)
 				return err
 			},
 		} {
@@ -291,9 +200,9 @@ func TestKilled(t *testing.T) {
 	n := newNode(t)
 	n.up()
 	n.template(pythonImage(t))
-	workers := count(6, 2)
+	workers := soak.Count(6, 2)
 	known := &told{holds: map[string]string{}, maybe: map[string]bool{}, saved: map[string]string{}}
-	for round := range count(20, 3) {
+	for round := range soak.Count(20, 3) {
 		ctx, cancel := context.WithCancel(t.Context())
 		steps := make(chan struct{}, 1000)
 		var all sync.WaitGroup
@@ -314,7 +223,7 @@ func TestKilled(t *testing.T) {
 		}
 		// In the middle of whatever comes next.
 		time.Sleep(time.Duration(rand.IntN(150)) * time.Millisecond)
-		n.kill()
+		n.Kill()
 		cancel()
 		<-idle
 		n.up()
@@ -322,16 +231,16 @@ func TestKilled(t *testing.T) {
 		n.thin(known, 2*workers)
 	}
 	for name := range known.holds {
-		if _, err := n.client.Kill(t.Context(), name); err != nil {
+		if _, err := n.Client.Kill(t.Context(), name); err != nil {
 			t.Error(err)
 		}
 	}
-	if err := n.client.DeletePool(t.Context(), "pool"); err != nil {
+	if err := n.Client.DeletePool(t.Context(), "pool"); err != nil {
 		t.Error(err)
 	}
 	n.down()
 	for _, dir := range []string{"machines", "images", "checkpoints"} {
-		if left, err := filepath.Glob(filepath.Join(n.state, "forkd", dir, "*")); err != nil || len(left) > 0 {
+		if left, err := filepath.Glob(filepath.Join(n.State, "forkd", dir, "*")); err != nil || len(left) > 0 {
 			t.Errorf("left: %q, %v", left, err)
 		}
 	}
@@ -341,7 +250,7 @@ func TestKilled(t *testing.T) {
 // noProcesses looks for what still runs with the state folder.
 func (n *node) noProcesses() {
 	n.t.Helper()
-	if out, err := exec.Command("pgrep", "-f", n.state).Output(); err == nil {
+	if out, err := exec.Command("pgrep", "-f", n.State).Output(); err == nil {
 		n.t.Errorf("processes are left: %s", out)
 	}
 }
@@ -351,7 +260,7 @@ func (n *node) noProcesses() {
 func (n *node) examine(known *told) {
 	n.t.Helper()
 	ctx := n.t.Context()
-	listed, err := n.client.Sandboxes(ctx, false)
+	listed, err := n.Client.Sandboxes(ctx, false)
 	if err != nil {
 		n.t.Fatal(err)
 	}
@@ -363,12 +272,12 @@ func (n *node) examine(known *told) {
 			if !known.maybe[s.Name] {
 				n.t.Errorf("%s is listed, and nobody asked for it", s.Name)
 			}
-			if _, err := n.client.Kill(ctx, s.Name); err != nil {
+			if _, err := n.Client.Kill(ctx, s.Name); err != nil {
 				n.t.Errorf("%s was listed as %s and cannot be ended: %v", s.Name, s.State, err)
 			}
 			continue
 		}
-		r, err := n.client.RunCode(ctx, s.Name, rest.CodeRequest{Code: "print(mine, open('mine').read())"})
+		r, err := n.Client.RunCode(ctx, s.Name, rest.CodeRequest{Code: "print(mine, open('mine').read())"})
 		if got := strings.TrimSpace(r.Stdout); err != nil || got != value+" "+value {
 			n.t.Errorf("%s (%s) holds %q and not %q twice: %v %+v", s.Name, s.State, got, value, err, r.Error)
 		}
@@ -392,7 +301,7 @@ func (n *node) thin(known *told, most int) {
 			return
 		}
 		delete(known.holds, name)
-		if _, err := n.client.Kill(n.t.Context(), name); err != nil {
+		if _, err := n.Client.Kill(n.t.Context(), name); err != nil {
 			n.t.Error(err)
 		}
 	}
@@ -402,26 +311,26 @@ func (n *node) thin(known *told, most int) {
 func (n *node) examineCheckpoints(known *told) {
 	n.t.Helper()
 	ctx := n.t.Context()
-	list, err := n.client.Checkpoints(ctx)
+	list, err := n.Client.Checkpoints(ctx)
 	if err != nil {
 		n.t.Fatal(err)
 	}
 	there := map[string]bool{}
 	for _, c := range list {
 		there[c.Name] = true
-		s, err := n.client.Restore(ctx, c.Name, rest.CheckpointRestore{}, "")
+		s, err := n.Client.Restore(ctx, c.Name, rest.CheckpointRestore{}, "")
 		if err != nil {
 			n.t.Errorf("checkpoint %s is listed and cannot be restored: %v", c.Name, err)
 			continue
 		}
-		r, err := n.client.RunCode(ctx, s.Name, rest.CodeRequest{Code: "print(mine, open('mine').read())"})
+		r, err := n.Client.RunCode(ctx, s.Name, rest.CodeRequest{Code: "print(mine, open('mine').read())"})
 		if value, sure := known.saved[c.Name]; err != nil || sure && strings.TrimSpace(r.Stdout) != value+" "+value {
 			n.t.Errorf("checkpoint %s holds %q and not %q twice: %v %+v", c.Name, r.Stdout, value, err, r.Error)
 		}
-		if _, err := n.client.Kill(ctx, s.Name); err != nil {
+		if _, err := n.Client.Kill(ctx, s.Name); err != nil {
 			n.t.Error(err)
 		}
-		if err := n.client.DeleteCheckpoint(ctx, c.Name); err != nil {
+		if err := n.Client.DeleteCheckpoint(ctx, c.Name); err != nil {
 			n.t.Error(err)
 		}
 	}

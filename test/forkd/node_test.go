@@ -21,7 +21,7 @@ func TestNode(t *testing.T) {
 	n := newNode(t)
 	n.up()
 	n.template(pythonImage(t))
-	conn, err := grpc.NewClient("unix:"+filepath.Join(n.state, "forkd", "node.sock"), grpc.WithTransportCredentials(insecure.NewCredentials()))
+	conn, err := grpc.NewClient("unix:"+filepath.Join(n.State, "forkd", "node.sock"), grpc.WithTransportCredentials(insecure.NewCredentials()))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -50,13 +50,13 @@ func TestNode(t *testing.T) {
 	next("KIND_SYNCED  SANDBOX_STATE_UNSPECIFIED")
 	check(c.ClaimSandbox(ctx, &nodev1.ClaimSandboxRequest{Name: "a", Pool: "pool"}))
 	next("KIND_SANDBOX a SANDBOX_STATE_RUNNING")
-	check(n.client.RunCode(ctx, "a", rest.CodeRequest{Code: "x = 41"}))
+	check(n.Client.RunCode(ctx, "a", rest.CodeRequest{Code: "x = 41"}))
 	check(c.CheckpointSandbox(ctx, &nodev1.CheckpointSandboxRequest{Source: "a", Name: "c"}))
 	check(c.KillSandbox(ctx, &nodev1.KillSandboxRequest{Name: "a"}))
 	next("KIND_SANDBOX a SANDBOX_STATE_ENDED")
 	check(c.RestoreCheckpoint(ctx, &nodev1.RestoreCheckpointRequest{Checkpoint: "c", Name: "b"}))
 	next("KIND_SANDBOX b SANDBOX_STATE_RUNNING")
-	if r, err := n.client.RunCode(ctx, "b", rest.CodeRequest{Code: "print(x + 1)"}); err != nil || r.Stdout != "42\n" {
+	if r, err := n.Client.RunCode(ctx, "b", rest.CodeRequest{Code: "print(x + 1)"}); err != nil || r.Stdout != "42\n" {
 		t.Errorf("%+v, %v", r, err)
 	}
 	if st, err := c.GetSandboxStats(ctx, &nodev1.GetSandboxStatsRequest{Name: "b"}); err != nil || st.GetOwnBytes() == 0 || st.GetCpu().AsDuration() == 0 {

@@ -40,7 +40,7 @@ type front struct {
 // newFront finds out where a daemon listens.
 func newFront(n *node) *front {
 	n.t.Helper()
-	v, err := n.client.Version(n.t.Context())
+	v, err := n.Client.Version(n.t.Context())
 	if err != nil {
 		n.t.Fatal(err)
 	}
@@ -94,7 +94,7 @@ func (f *front) echo(url string, headers ...string) (e echo) {
 func (n *node) serveInside(f *front, name string, port int) (path, host string) {
 	n.t.Helper()
 	ctx := n.t.Context()
-	s, err := n.client.CreateSandbox(ctx, rest.SandboxCreate{Name: name, Pool: "pool"}, "")
+	s, err := n.Client.CreateSandbox(ctx, rest.SandboxCreate{Name: name, Pool: "pool"}, "")
 	if err != nil {
 		n.t.Fatal(err)
 	}
@@ -103,10 +103,10 @@ func (n *node) serveInside(f *front, name string, port int) (path, host string) 
 		n.t.Fatal(err)
 	}
 	defer source.Close()
-	if _, err := n.client.WriteFile(ctx, name, "/tmp/server.py", "", source); err != nil {
+	if _, err := n.Client.WriteFile(ctx, name, "/tmp/server.py", "", source); err != nil {
 		n.t.Fatal(err)
 	}
-	if _, err := n.client.Start(ctx, name, rest.ExecRequest{Argv: []string{"python3", "/tmp/server.py", fmt.Sprint(port), name}}); err != nil {
+	if _, err := n.Client.Start(ctx, name, rest.ExecRequest{Argv: []string{"python3", "/tmp/server.py", fmt.Sprint(port), name}}); err != nil {
 		n.t.Fatal(err)
 	}
 	path = fmt.Sprintf("http://daemon/v1/namespaces/default/sandboxes/%s/ports/%d", name, port)
@@ -137,7 +137,7 @@ func TestPorts(t *testing.T) {
 	otherPath, otherHost := n.serveInside(f, "two", port)
 	defer func() {
 		for _, name := range []string{"one", "two"} {
-			if _, err := n.client.Kill(context.Background(), name); err != nil {
+			if _, err := n.Client.Kill(context.Background(), name); err != nil {
 				t.Error(err)
 			}
 		}
@@ -186,7 +186,7 @@ func TestPorts(t *testing.T) {
 	})
 	t.Run("WebSocket", func(t *testing.T) { f.webSockets(t, path, host) })
 	t.Run("Hibernated", func(t *testing.T) {
-		if _, err := n.client.Do(t.Context(), "two", "hibernate"); err != nil {
+		if _, err := n.Client.Do(t.Context(), "two", "hibernate"); err != nil {
 			t.Fatal(err)
 		}
 		if e := f.echo(otherHost + "/"); e.Name != "two" { // its server went on
@@ -295,19 +295,19 @@ func (f *front) webSockets(t *testing.T, bases ...string) {
 
 // forkedPorts: a fork has a server of its own, which the source's is not.
 func (n *node) forkedPorts(t *testing.T, f *front, port int) {
-	fork, err := n.client.Fork(t.Context(), "one", rest.ForkCreate{Name: "copy", Replicas: 1}, "")
+	fork, err := n.Client.Fork(t.Context(), "one", rest.ForkCreate{Name: "copy", Replicas: 1}, "")
 	if err != nil {
 		t.Fatal(err)
 	}
 	child := fork.Children[0]
 	defer func() {
-		if _, err := n.client.Kill(context.Background(), child.Name); err != nil {
+		if _, err := n.Client.Kill(context.Background(), child.Name); err != nil {
 			t.Error(err)
 		}
 	}()
 	host := fmt.Sprintf("http://%d-%s.%s", port, child.Id, portsDomain)
 	f.echo(host + "/")
-	if _, err := n.client.Run(t.Context(), child.Name, rest.ExecRequest{Shell: "kill $(pidof python3) || pkill python3"}); err != nil {
+	if _, err := n.Client.Run(t.Context(), child.Name, rest.ExecRequest{Shell: "kill $(pidof python3) || pkill python3"}); err != nil {
 		t.Fatal(err)
 	}
 	for {
@@ -452,9 +452,9 @@ func (n *node) scraped(t *testing.T, f *front) {
 	if bytes.Contains(body, []byte(`"one"`)) {
 		t.Error("a label names a sandbox")
 	}
-	address := regexp.MustCompile(`serving metrics on ([0-9.:]+)`).FindStringSubmatch(n.log.String())
+	address := regexp.MustCompile(`serving metrics on ([0-9.:]+)`).FindStringSubmatch(n.Log.String())
 	if address == nil {
-		t.Fatalf("the daemon said %s", n.log.String())
+		t.Fatalf("the daemon said %s", n.Log.String())
 	}
 	res, err = http.Get("http://" + address[1] + "/metrics")
 	if err != nil {
@@ -477,11 +477,11 @@ func TestPortNamesOverTLS(t *testing.T) {
 	n := newNode(t)
 	n.up("--listen", "127.0.0.1:0", "--domain", portsDomain)
 	defer n.down()
-	v, err := n.client.Version(t.Context())
+	v, err := n.Client.Version(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
-	authority, err := os.ReadFile(filepath.Join(n.state, "forkd", "tls", "ca.pem"))
+	authority, err := os.ReadFile(filepath.Join(n.State, "forkd", "tls", "ca.pem"))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -33,9 +33,9 @@ func (a *asker) do(want int, method, path string, body any) map[string]any {
 	if err != nil {
 		a.t.Fatal(err)
 	}
-	host, network, address := "unix", "unix", filepath.Join(a.node.state, "forkd", "socket")
+	host, network, address := "unix", "unix", filepath.Join(a.node.State, "forkd", "socket")
 	if a.token != "" {
-		v, err := a.node.client.Version(a.t.Context())
+		v, err := a.node.Client.Version(a.t.Context())
 		if err != nil {
 			a.t.Fatal(err)
 		}
@@ -81,14 +81,14 @@ func TestSecretsDoNotLeak(t *testing.T) {
 	const canary = "sk-live-zW8m2QpX-canary"
 	sum := sha256.Sum256([]byte(canary))
 	n := newNode(t)
-	n.flags = []string{"-v", "--listen", "127.0.0.1:0", "--insecure-http"}
+	n.Flags = []string{"-v", "--listen", "127.0.0.1:0", "--insecure-http"}
 	t.Cleanup(func() {
-		if err := leave(n.state); err != nil {
+		if err := leave(n.State); err != nil {
 			t.Error(err)
 		}
 	})
 	n.up()
-	t.Cleanup(func() { _ = n.daemon.Process.Kill() }) // one that has ended is left alone
+	t.Cleanup(n.Kill)
 	n.template(pythonImage(t))
 	root := &asker{t: t, node: n, answers: &bytes.Buffer{}}
 	other := &asker{t: t, node: n, answers: root.answers, token: n.key("admin")}
@@ -140,8 +140,8 @@ func TestSecretsDoNotLeak(t *testing.T) {
 		root.do(200, "POST", "sandboxes/"+name+"/hibernate", nil)
 	}
 	root.do(201, "POST", "sandboxes/holder/checkpoints", map[string]any{"name": "asleep"})
-	search(t, n.state, canary)
-	n.kill()
+	search(t, n.State, canary)
+	n.Kill()
 	n.up()
 	other.answers = root.answers
 	holds("holder") // woken
@@ -156,7 +156,7 @@ func TestSecretsDoNotLeak(t *testing.T) {
 	root.do(201, "POST", "sandboxes/holder/forks", map[string]any{"name": "again", "replicas": 1})
 	root.do(200, "POST", "sandboxes/again-1/hibernate", nil)
 	root.do(200, "POST", "sandboxes/holder/hibernate", nil)
-	search(t, n.state, canary)
+	search(t, n.State, canary)
 	holds("again-1")
 	for _, list := range []string{"sandboxes?ended=true", "forks", "pools", "templates", "secrets", "checkpoints"} {
 		root.do(200, "GET", list, nil)
@@ -165,16 +165,16 @@ func TestSecretsDoNotLeak(t *testing.T) {
 	for _, name := range []string{"holder", "twin-1", "twin-2", "again-1", "awake", "asleep"} {
 		root.do(200, "DELETE", "sandboxes/"+name, nil)
 	}
-	search(t, n.state, canary)
+	search(t, n.State, canary)
 	n.down()
-	<-n.ended
-	search(t, n.state, canary)
-	for where, text := range map[string]string{"the answers": root.answers.String(), "the log": n.log.String()} {
+	_ = n.Wait() // it has said how it went
+	search(t, n.State, canary)
+	for where, text := range map[string]string{"the answers": root.answers.String(), "the log": n.Log.String()} {
 		if spelled := spelledIn([]byte(text), canary); spelled != "" {
 			t.Errorf("%s have the secret, as %q", where, spelled)
 		}
 	}
-	if text := n.log.String(); strings.Count(text, `"holdsSecrets":true`) < 4 || !strings.Contains(text, `"allowed":false`) {
+	if text := n.Log.String(); strings.Count(text, `"holdsSecrets":true`) < 4 || !strings.Contains(text, `"allowed":false`) {
 		t.Errorf("the log does not have all forks:\n%s", text)
 	}
 }

@@ -24,6 +24,7 @@ import (
 	"agentrun.dev/internal/engine/folder"
 	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/host/procid"
+	"agentrun.dev/test/soak"
 	"golang.org/x/sys/unix"
 )
 
@@ -46,7 +47,7 @@ func (n *node) look() usage {
 	n.rest()
 	last := n.measure()
 	for range 100 {
-		n.client.Close()
+		n.Client.Close()
 		time.Sleep(100 * time.Millisecond) // there is no event for it
 		now := n.measure()
 		if now.Descriptors == last.Descriptors && now.Goroutines == last.Goroutines {
@@ -59,7 +60,7 @@ func (n *node) look() usage {
 
 func (n *node) measure() (u usage) {
 	n.t.Helper()
-	proc := filepath.Join("/proc", strconv.Itoa(n.daemon.Process.Pid))
+	proc := filepath.Join("/proc", strconv.Itoa(n.PID()))
 	entries := func(dir string) int {
 		list, err := os.ReadDir(dir)
 		if err != nil {
@@ -69,7 +70,7 @@ func (n *node) measure() (u usage) {
 	}
 	u.Descriptors, u.Threads = entries(filepath.Join(proc, "fd")), entries(filepath.Join(proc, "task"))
 	u.Goroutines = n.goroutines()
-	u.Machines = entries(filepath.Join(n.state, "forkd", "machines"))
+	u.Machines = entries(filepath.Join(n.State, "forkd", "machines"))
 	status, err := os.ReadFile(filepath.Join(proc, "status"))
 	if err != nil {
 		n.t.Fatal(err)
@@ -88,7 +89,7 @@ func (n *node) measure() (u usage) {
 		n.t.Fatal(err)
 	}
 	u.Mounts = bytes.Count(mounts, []byte("\n"))
-	err = filepath.WalkDir(n.state, func(path string, d fs.DirEntry, err error) error {
+	err = filepath.WalkDir(n.State, func(path string, d fs.DirEntry, err error) error {
 		if err != nil || d.IsDir() || strings.Contains(filepath.Base(path), "journal") || filepath.Ext(path) == ".log" {
 			return err
 		}
@@ -109,7 +110,7 @@ func (n *node) measure() (u usage) {
 func (n *node) goroutines() int {
 	n.t.Helper()
 	c := &http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-		return (&net.Dialer{}).DialContext(ctx, "unix", filepath.Join(n.state, "forkd", "socket"))
+		return (&net.Dialer{}).DialContext(ctx, "unix", filepath.Join(n.State, "forkd", "socket"))
 	}}}
 	r, err := http.NewRequestWithContext(n.t.Context(), http.MethodGet, "http://localhost/metrics", nil)
 	if err != nil {
@@ -141,11 +142,11 @@ func (n *node) goroutines() int {
 func (n *node) rest() {
 	n.t.Helper()
 	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) { // the API has nothing to wait on
-		p, err := n.client.Pool(n.t.Context(), "pool")
+		p, err := n.Client.Pool(n.t.Context(), "pool")
 		if err != nil {
 			n.t.Fatal(err)
 		}
-		left, err := n.client.Sandboxes(n.t.Context(), false)
+		left, err := n.Client.Sandboxes(n.t.Context(), false)
 		if err != nil {
 			n.t.Fatal(err)
 		}
@@ -168,7 +169,7 @@ type traces struct {
 
 // note adds those that are there now.
 func (s *traces) note(n *node) {
-	machines, err := filepath.Glob(filepath.Join(n.state, "forkd", "machines", "*"))
+	machines, err := filepath.Glob(filepath.Join(n.State, "forkd", "machines", "*"))
 	if err != nil {
 		n.t.Error(err)
 	}
@@ -248,22 +249,22 @@ func TestClaimsAndKills(t *testing.T) {
 	n.up()
 	n.template(pythonImage(t))
 	cycle := func(name string, seen *traces) error {
-		_, err := n.client.CreateSandbox(t.Context(), rest.SandboxCreate{Name: name, Pool: "pool"}, "")
+		_, err := n.Client.CreateSandbox(t.Context(), rest.SandboxCreate{Name: name, Pool: "pool"}, "")
 		if err == nil {
 			_, err = n.mark(t.Context(), name)
 		}
 		if err == nil {
 			seen.note(n) // while this one is alive for certain
-			_, err = n.client.Kill(t.Context(), name)
+			_, err = n.Client.Kill(t.Context(), name)
 		}
 		return err
 	}
 	if err := cycle("first", new(traces)); err != nil { // what is made once
 		t.Fatal(err)
 	}
-	cycles := count(1000, 12)
+	cycles := soak.Count(1000, 12)
 	if kind, _ := pick.Choose(pick.Auto); kind == pick.MicroVM {
-		cycles = count(200, 4)
+		cycles = soak.Count(200, 4)
 	}
 	before := n.look()
 	var seen traces
@@ -287,7 +288,7 @@ func TestClaimsAndKills(t *testing.T) {
 // end ends the pool and the daemon, and looks for processes.
 func (n *node) end(seen *traces) {
 	n.t.Helper()
-	if err := n.client.DeletePool(n.t.Context(), "pool"); err != nil {
+	if err := n.Client.DeletePool(n.t.Context(), "pool"); err != nil {
 		n.t.Error(err)
 	}
 	n.down()
@@ -327,27 +328,27 @@ func (u *user) step(ctx context.Context) (what string, err error) {
 		return "claim", u.claim(ctx)
 	case p < 28:
 		delete(u.holds, name)
-		_, err := u.client.Kill(ctx, name)
+		_, err := u.Client.Kill(ctx, name)
 		return "kill", err
 	case p < 48 && len(names) < mostSandboxes:
 		return "fork", u.fork(ctx, name)
 	case p < 52:
-		_, err := u.client.Do(ctx, name, client.Hibernate)
+		_, err := u.Client.Do(ctx, name, client.Hibernate)
 		return "hibernate", err
 	case p < 56:
-		_, err := u.client.Do(ctx, name, client.Resume)
+		_, err := u.Client.Do(ctx, name, client.Resume)
 		return "resume", err
 	case p < 78:
 		return "code", u.check(ctx, name)
 	case p < 91:
-		r, err := u.client.Run(ctx, name, rest.ExecRequest{Argv: []string{"cat", "mine"}})
+		r, err := u.Client.Run(ctx, name, rest.ExecRequest{Argv: []string{"cat", "mine"}})
 		if err == nil && r.Stdout != u.holds[name] {
 			err = fmt.Errorf("the file of %s has %q, want %q", name, r.Stdout, u.holds[name])
 		}
 		return "exec", err
 	default:
 		var out strings.Builder
-		err := u.client.ReadFile(ctx, name, "mine", &out)
+		err := u.Client.ReadFile(ctx, name, "mine", &out)
 		if err == nil && out.String() != u.holds[name] {
 			err = fmt.Errorf("the file of %s reads %q, want %q", name, out.String(), u.holds[name])
 		}
@@ -358,7 +359,7 @@ func (u *user) step(ctx context.Context) (what string, err error) {
 func (u *user) claim(ctx context.Context) error {
 	u.made++
 	name := fmt.Sprintf("%s-%d", u.name, u.made)
-	if _, err := u.client.CreateSandbox(ctx, rest.SandboxCreate{Name: name, Pool: "pool"}, ""); err != nil {
+	if _, err := u.Client.CreateSandbox(ctx, rest.SandboxCreate{Name: name, Pool: "pool"}, ""); err != nil {
 		return err
 	}
 	value, err := u.mark(ctx, name)
@@ -370,7 +371,7 @@ func (u *user) claim(ctx context.Context) error {
 func (u *user) fork(ctx context.Context, name string) error {
 	u.made++
 	fork := fmt.Sprintf("%s-%d", u.name, u.made)
-	f, err := u.client.Fork(ctx, name, rest.ForkCreate{Name: fork, Replicas: 1}, "")
+	f, err := u.Client.Fork(ctx, name, rest.ForkCreate{Name: fork, Replicas: 1}, "")
 	if err != nil {
 		return err
 	}
@@ -383,7 +384,7 @@ func (u *user) fork(ctx context.Context, name string) error {
 }
 
 func (u *user) check(ctx context.Context, name string) error {
-	r, err := u.client.RunCode(ctx, name, rest.CodeRequest{Code: "print(mine, end='')"})
+	r, err := u.Client.RunCode(ctx, name, rest.CodeRequest{Code: "print(mine, end='')"})
 	if err == nil && r.Stdout != u.holds[name] {
 		err = fmt.Errorf("the kernel of %s has %q, want %q: %+v", name, r.Stdout, u.holds[name], r.Error)
 	}
@@ -396,7 +397,7 @@ func TestSoak(t *testing.T) {
 	n := newNode(t)
 	n.up()
 	n.template(pythonImage(t))
-	clients, steps := count(20, 4), count(10000, 120)
+	clients, steps := soak.Count(20, 4), soak.Count(10000, 120)
 	var mu sync.Mutex // protects done
 	done := map[string]int{}
 	var seen traces
@@ -414,7 +415,7 @@ func TestSoak(t *testing.T) {
 			mu.Unlock()
 		}
 		for name := range u.holds {
-			if _, err := u.client.Kill(t.Context(), name); err != nil {
+			if _, err := u.Client.Kill(t.Context(), name); err != nil {
 				t.Error(err)
 			}
 		}

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/netip"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -15,8 +16,8 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/enginetest"
 	"agentrun.dev/internal/engine/gvisor"
-	"agentrun.dev/internal/host/procid"
 	"agentrun.dev/internal/storage/snapshot"
 )
 
@@ -76,13 +77,27 @@ func pidOf(t *testing.T, sb engine.Sandbox) int {
 }
 
 // TestMadeAhead: a sandbox made ahead has begun to read the checkpoint, none of
-// its programs has run, and the next fork is that sandbox.
+// its programs has run, and the next fork is that sandbox; with a network interface
+// as without.
 func TestMadeAhead(t *testing.T) {
-	dir := tempDir(t)
+	t.Run("loopback", func(t *testing.T) { testMadeAhead(t, nil) })
+	t.Run("interface", func(t *testing.T) {
+		testMadeAhead(t, &engine.Network{MAC: [6]byte{2, 0, 0, 0, 0, 1}, MTU: 1500, Address: netip.MustParsePrefix("10.0.2.15/24")})
+	})
+}
+
+func testMadeAhead(t *testing.T, network *engine.Network) {
+	dir := enginetest.TempDir(t)
 	cfg := config(dir)
 	cfg.Precreate = 1
 	e := newEngine(t, cfg)
-	source := boot(t, e)
+	s := spec(t)
+	s.Network = network
+	source, err := e.Boot(t.Context(), s)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = source.Close() })
 	sh(t, source, "echo the source > /tmp/mine")
 	snap := freeze(t, source)
 	fork := func() engine.Sandbox {
@@ -138,7 +153,7 @@ func TestMadeAhead(t *testing.T) {
 // TestMadeAheadForAnother: sandboxes made ahead are for the snapshot that was
 // forked last; a fork of another one is of that.
 func TestMadeAheadForAnother(t *testing.T) {
-	cfg := config(tempDir(t))
+	cfg := config(enginetest.TempDir(t))
 	cfg.Precreate = 1
 	e := newEngine(t, cfg)
 	source := boot(t, e)
@@ -164,7 +179,7 @@ func TestMadeAheadForAnother(t *testing.T) {
 // TestMadeAheadEnds: sandboxes made ahead end with their parent, in the midst of
 // what they read.
 func TestMadeAheadEnds(t *testing.T) {
-	dir := tempDir(t)
+	dir := enginetest.TempDir(t)
 	path := filepath.Join(t.TempDir(), "snapshot")
 	snap, err := boot(t, newEngine(t, config(dir))).Snapshot(t.Context(), path)
 	if err == nil {
@@ -189,18 +204,7 @@ func TestMadeAheadEnds(t *testing.T) {
 	if line, err := bufio.NewReader(out).ReadString('\n'); line != "<nil>\n" {
 		t.Errorf("%s%v", line, err)
 	}
-	var held []*procid.Handle
-	for _, pid := range helpersOf(t, cmd.Process.Pid) {
-		id, err := procid.Of(pid)
-		if err != nil {
-			t.Fatal(err)
-		}
-		h, err := procid.Adopt(id)
-		if err != nil {
-			t.Fatal(err)
-		}
-		held = append(held, h)
-	}
+	held := enginetest.Hold(t, helpersOf(t, cmd.Process.Pid))
 	if len(held) != 2 {
 		t.Errorf("it has %d helpers: a fork and one that waits", len(held))
 	}

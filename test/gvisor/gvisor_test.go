@@ -13,7 +13,6 @@ import (
 	"testing"
 	"time"
 
-	"agentrun.dev/bench"
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/enginetest"
 	"agentrun.dev/internal/engine/gvisor"
@@ -63,8 +62,8 @@ func freeze(t *testing.T, sb engine.Sandbox) *snapshot.Snapshot {
 // TestMismatch: another engine and another build of the helper refuse a
 // snapshot, and say why.
 func TestMismatch(t *testing.T) {
-	snap := freeze(t, boot(t, newEngine(t, config(tempDir(t)))))
-	dir := tempDir(t)
+	snap := freeze(t, boot(t, newEngine(t, config(enginetest.TempDir(t)))))
+	dir := enginetest.TempDir(t)
 	other, err := microvm.New(microvm.Config{Resident: filepath.Join(dir, "resident"), Scratch: filepath.Join(dir, "scratch")})
 	if err != nil {
 		t.Fatal(err)
@@ -89,7 +88,7 @@ func TestMismatch(t *testing.T) {
 		}
 	}
 	t.Setenv(assets.EnvFolder, build)
-	another := newEngine(t, config(tempDir(t)))
+	another := newEngine(t, config(enginetest.TempDir(t)))
 	if _, err := another.Fork(t.Context(), snap, engine.ForkOptions{}); !errors.Is(err, engine.ErrMismatch) || !strings.Contains(err.Error(), "another build of gvisor-helper") {
 		t.Errorf("another helper: %v", err)
 	}
@@ -98,7 +97,7 @@ func TestMismatch(t *testing.T) {
 // TestDamaged: pages that are not what the manifest says are refused when they
 // are loaded.
 func TestDamaged(t *testing.T) {
-	snap := freeze(t, boot(t, newEngine(t, config(tempDir(t)))))
+	snap := freeze(t, boot(t, newEngine(t, config(enginetest.TempDir(t)))))
 	if err := snap.Verify(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -120,7 +119,7 @@ func TestDamaged(t *testing.T) {
 	if err := g.Close(); err != nil {
 		t.Fatal(err)
 	}
-	fresh := newEngine(t, config(tempDir(t))) // which has not loaded them yet
+	fresh := newEngine(t, config(enginetest.TempDir(t))) // which has not loaded them yet
 	if sb, err := fresh.Fork(t.Context(), snap, engine.ForkOptions{}); err == nil {
 		t.Error("a damaged snapshot was forked")
 		_ = sb.Close()
@@ -133,7 +132,7 @@ func TestDamaged(t *testing.T) {
 // TestStreamsOpen: what goes on over a stream goes on, byte for byte, while the
 // sandbox is captured and forked, and the exec is there in the forks, too.
 func TestStreamsOpen(t *testing.T) {
-	e := newEngine(t, config(tempDir(t)))
+	e := newEngine(t, config(enginetest.TempDir(t)))
 	sb := boot(t, e)
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
@@ -192,7 +191,7 @@ func TestStreamsOpen(t *testing.T) {
 // TestChannelIsPrivate: programs inside reach neither the agent's channel nor
 // anything of the host.
 func TestChannelIsPrivate(t *testing.T) {
-	sb := boot(t, newEngine(t, config(tempDir(t))))
+	sb := boot(t, newEngine(t, config(enginetest.TempDir(t))))
 	// gVisor shows descriptors of the host as host:[N]. The agent's channel is
 	// its descriptor 3; programs have none, and cannot open that one.
 	if got := sh(t, sb, "for f in /proc/$$/fd/*; do readlink $f; done | grep -c host:; readlink /proc/1/fd/3 | cut -d: -f1"); got != "0\nhost" {
@@ -216,7 +215,7 @@ func TestChannelIsPrivate(t *testing.T) {
 // TestHelperIsLockedDown: the process beside a sandbox has a filter on all its
 // threads, and of capabilities the one to end it.
 func TestHelperIsLockedDown(t *testing.T) {
-	e := newEngine(t, config(tempDir(t)))
+	e := newEngine(t, config(enginetest.TempDir(t)))
 	sb := boot(t, e)
 	fork, err := e.Fork(t.Context(), freeze(t, sb), engine.ForkOptions{})
 	if err != nil {
@@ -246,7 +245,7 @@ func TestHelperIsLockedDown(t *testing.T) {
 // TestOutOfMemory: a sandbox whose own kernel takes too much is ended, with the
 // reason.
 func TestOutOfMemory(t *testing.T) {
-	e := newEngine(t, config(tempDir(t)))
+	e := newEngine(t, config(enginetest.TempDir(t)))
 	s := spec(t)
 	s.Memory, s.Scratch = 16*mib, 16*mib
 	sb, err := e.Boot(t.Context(), s)
@@ -274,8 +273,8 @@ func TestOutOfMemory(t *testing.T) {
 // TestReady: sandboxes that have answered wait, paused, and are claimed with an
 // identity of their own.
 func TestReady(t *testing.T) {
-	e := newEngine(t, config(tempDir(t)))
-	ready := bench.ReadyPool(e, freeze(t, boot(t, e)), 2)
+	e := newEngine(t, config(enginetest.TempDir(t)))
+	ready := engine.KeepForksReady(e, freeze(t, boot(t, e)), 2)
 	defer func() { _ = ready.Close() }()
 	if err := ready.WaitFull(t.Context()); err != nil {
 		t.Fatal(err)
@@ -303,7 +302,7 @@ func TestReady(t *testing.T) {
 
 // TestRefuses: what gVisor does not have is refused, not ignored.
 func TestRefuses(t *testing.T) {
-	e := newEngine(t, config(tempDir(t)))
+	e := newEngine(t, config(enginetest.TempDir(t)))
 	for name, change := range map[string]func(*engine.Spec){
 		"command line": func(s *engine.Spec) { s.Cmdline = "quiet" },
 		"disks":        func(s *engine.Spec) { s.Limits.IO.OpsPerSecond = 1 },
@@ -322,7 +321,7 @@ func TestRefuses(t *testing.T) {
 // TestNothingLeft: when sandboxes have ended, however they did, no process, no
 // folder and no cgroup of theirs is left.
 func TestNothingLeft(t *testing.T) {
-	dir := tempDir(t)
+	dir := enginetest.TempDir(t)
 	e := newEngine(t, config(dir))
 	sb := boot(t, e)
 	id, err := gvisor.Identify(sb)
@@ -352,6 +351,6 @@ func TestHibernation(t *testing.T) {
 	s := spec(t)
 	s.Memory = 384 * mib
 	enginetest.Hibernation(t, func(t *testing.T, resident string, key *seal.Key) engine.Engine {
-		return newEngine(t, gvisor.Config{Resident: resident, RunDir: filepath.Join(tempDir(t), "run"), Key: key})
+		return newEngine(t, gvisor.Config{Resident: resident, RunDir: filepath.Join(enginetest.TempDir(t), "run"), Key: key})
 	}, s)
 }

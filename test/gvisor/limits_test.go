@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/enginetest"
 	"agentrun.dev/internal/engine/gvisor"
 )
 
@@ -33,7 +34,7 @@ func descendants(t *testing.T, pid string) []string {
 // that was made ahead, go before the host's processes when memory is short, and
 // have as many open files as they need.
 func TestProcessLimits(t *testing.T) {
-	cfg := config(tempDir(t))
+	cfg := config(enginetest.TempDir(t))
 	cfg.Precreate = 1
 	e := newEngine(t, cfg)
 	sb, err := e.Boot(t.Context(), spec(t))

@@ -3,10 +3,8 @@
 package gvisor
 
 import (
-	"context"
 	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strconv"
 	"testing"
@@ -14,10 +12,10 @@ import (
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/enginetest"
 	"agentrun.dev/internal/engine/gvisor"
-	"agentrun.dev/internal/storage/image"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/storage/seal"
 	"agentrun.dev/internal/storage/snapshot"
+	"agentrun.dev/test/soak"
 )
 
 const mib = 1 << 20
@@ -40,14 +38,8 @@ func runTests(m *testing.M) int {
 		return 1
 	}
 	defer func() { _ = os.RemoveAll(dir) }()
-	root := filepath.Join(dir, "root")
-	rootImage = filepath.Join(dir, "root.erofs")
-	out, err := exec.Command("../../guest/rootfs/busybox.sh", root).CombinedOutput()
-	if err == nil {
-		err = image.FromDir(context.Background(), root, rootImage)
-	}
-	if err != nil {
-		fmt.Fprintf(os.Stderr, "make a root filesystem for the tests: %v\n%s", err, out)
+	if rootImage, err = enginetest.MakeRoot(dir); err != nil {
+		fmt.Fprintln(os.Stderr, "make a root filesystem for the tests:", err)
 		return 1
 	}
 	return m.Run()
@@ -55,17 +47,6 @@ func runTests(m *testing.M) int {
 
 func config(dir string) gvisor.Config {
 	return gvisor.Config{Resident: filepath.Join(dir, "resident"), RunDir: filepath.Join(dir, "run")}
-}
-
-// tempDir is a folder on tmpfs.
-func tempDir(t testing.TB) string {
-	t.Helper()
-	dir, err := os.MkdirTemp("/dev/shm", "agentrun-test-")
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = os.RemoveAll(dir) })
-	return dir
 }
 
 // newEngine makes an engine.
@@ -89,14 +70,6 @@ func openRoot(t testing.TB) *os.File {
 	return f
 }
 
-// count is n in make soak and reduced in make test.
-func count(n, reduced int) int {
-	if os.Getenv("AGENTRUN_SOAK") != "" {
-		return n
-	}
-	return reduced
-}
-
 func spec(t testing.TB) engine.Spec {
 	return engine.Spec{Root: openRoot(t), Memory: 128 * mib, VCPUs: 2, Scratch: 64 * mib, Hostname: "source"}
 }
@@ -106,7 +79,7 @@ func spec(t testing.TB) engine.Spec {
 func TestConformance(t *testing.T) {
 	for name, ahead := range map[string]int{"made at once": 0, "made ahead": 2} {
 		t.Run(name, func(t *testing.T) {
-			dir := tempDir(t)
+			dir := enginetest.TempDir(t)
 			cfg := config(dir)
 			cfg.Precreate = ahead
 			key, err := seal.Generate()
@@ -115,7 +88,7 @@ func TestConformance(t *testing.T) {
 			}
 			cfg.Key = key
 			enginetest.Run(t, enginetest.Target{
-				Engine: newEngine(t, cfg), Spec: spec(t), Forks: count(50, 6), ChildEnv: []string{dirEnv + "=" + dir}, Key: key,
+				Engine: newEngine(t, cfg), Spec: spec(t), Forks: soak.Count(50, 6), ChildEnv: []string{dirEnv + "=" + dir}, Key: key,
 			})
 		})
 	}

@@ -11,7 +11,9 @@ import (
 	"testing"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/enginetest"
 	"agentrun.dev/internal/engine/gvisor"
+	"agentrun.dev/internal/network/wire"
 )
 
 // TestNoHostNetwork: gVisor's kernel is in a network namespace with nothing in
@@ -20,16 +22,16 @@ import (
 func TestNoHostNetwork(t *testing.T) {
 	s := spec(t)
 	s.Network = &engine.Network{MAC: [6]byte{2, 0, 0, 0, 0, 1}, MTU: 1500, Address: netip.MustParsePrefix("10.0.2.15/24"), Gateway: netip.MustParseAddr("10.0.2.2")}
-	sb, err := newEngine(t, config(tempDir(t))).Boot(t.Context(), s)
+	sb, err := newEngine(t, config(enginetest.TempDir(t))).Boot(t.Context(), s)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = sb.Close() })
-	wire, err := sb.Wire()
+	end, err := sb.Wire()
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer func() { _ = wire.Close() }()
+	defer func() { _ = end.Close() }()
 	listener, err := net.Listen("tcp", "0.0.0.0:0")
 	if err != nil {
 		t.Fatal(err)
@@ -58,13 +60,17 @@ func TestNoHostNetwork(t *testing.T) {
 	default:
 	}
 	// What the programs wanted is at the wire: who has the gateway's address?
-	frame := make([]byte, 2048)
+	message := make([]byte, wire.MaxMessage)
 	for {
-		n, err := wire.Read(frame)
+		n, err := end.Read(message)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if n >= 42 && frame[12] == 8 && frame[13] == 6 && string(frame[38:42]) == "\x0a\x00\x02\x02" {
+		_, frame, err := wire.Parse(message[:n])
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(frame) >= 42 && frame[12] == 8 && frame[13] == 6 && string(frame[38:42]) == "\x0a\x00\x02\x02" {
 			break
 		}
 	}
@@ -116,41 +122,42 @@ func sentries(t *testing.T, sb engine.Sandbox) []string {
 func TestWireEnds(t *testing.T) {
 	s := spec(t)
 	s.Network = &engine.Network{MAC: [6]byte{2, 0, 0, 0, 0, 1}, MTU: 1500, Address: netip.MustParsePrefix("10.0.2.15/24")}
-	e := newEngine(t, config(tempDir(t)))
+	e := newEngine(t, config(enginetest.TempDir(t)))
 	sb, err := e.Boot(t.Context(), s)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = sb.Close() })
-	wire, err := sb.Wire()
+	end, err := sb.Wire()
 	if err != nil {
 		t.Fatal(err)
 	}
-	header := "\x02\x00\x00\x00\x00\x01\x02\x00\x00\x00\x00\x02"
+	empty := string(make([]byte, wire.HeaderLen))
+	header := empty + "\x02\x00\x00\x00\x00\x01\x02\x00\x00\x00\x00\x02"
 	for _, frame := range []string{
-		"", "x", header, header + "\x08\x00", header + "\x08\x00\x45", header + "\x08\x06\x00", header + "\x86\xdd\x60",
+		"", "x", empty, empty + "x", "\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff" + header, header, header + "\x08\x00", header + "\x08\x00\x45", header + "\x08\x06\x00", header + "\x86\xdd\x60",
 		header + "\x08\x00" + strings.Repeat("\xff", 60000), strings.Repeat("\xff", 1514),
 		header + "\x08\x00\x45\x00\xff\xff" + strings.Repeat("\x00", 40),
 	} {
-		if _, err := wire.Write([]byte(frame)); err != nil {
+		if _, err := end.Write([]byte(frame)); err != nil {
 			t.Fatal(err)
 		}
 	}
 	sh(t, sb, "(while :; do ping -c 1 -W 1 10.0.2.9; done) </dev/null >/dev/null 2>&1 & echo begun")
-	if _, err := wire.Read(make([]byte, 2048)); err != nil { // it has begun
+	if _, err := end.Read(make([]byte, 2048)); err != nil { // it has begun
 		t.Fatal(err)
 	}
-	if err := wire.Close(); err != nil {
+	if err := end.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if wire, err = sb.Wire(); err != nil { // another
+	if end, err = sb.Wire(); err != nil { // another
 		t.Fatal(err)
 	}
-	if _, err := wire.Read(make([]byte, 2048)); err != nil {
+	if _, err := end.Read(make([]byte, 2048)); err != nil {
 		t.Fatal(err)
 	}
 	// As if the process that made the sandbox had died.
-	if err := errors.Join(wire.Close(), sb.(interface{ CloseWire() error }).CloseWire()); err != nil {
+	if err := errors.Join(end.Close(), sb.(interface{ CloseWire() error }).CloseWire()); err != nil {
 		t.Fatal(err)
 	}
 	if got := sh(t, sb, "ip addr show dev eth0 | grep -c 10.0.2.15/24"); got != "1" {

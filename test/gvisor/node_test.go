@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/enginetest"
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/storage/image"
 )
@@ -51,7 +52,7 @@ done`
 // generators are seeded and its caches full, draws something else in each fork,
 // and in the source.
 func TestNodeForks(t *testing.T) {
-	e := newEngine(t, config(tempDir(t)))
+	e := newEngine(t, config(enginetest.TempDir(t)))
 	s := spec(t)
 	s.Root, s.Memory = nodeRoot(t), 512*mib
 	source, err := e.Boot(t.Context(), s)

@@ -12,7 +12,7 @@ func TestRandom(t *testing.T) {
 		t.Run(itoa(vcpus)+" vCPUs", func(t *testing.T) {
 			s := spec(t)
 			s.VCPUs = vcpus
-			enginetest.Random(t, newEngine(t, config(tempDir(t))), s)
+			enginetest.Random(t, newEngine(t, config(enginetest.TempDir(t))), s)
 		})
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/enginetest"
 	"agentrun.dev/internal/engine/folder"
 	"agentrun.dev/internal/engine/gvisorctl"
 	"agentrun.dev/internal/vmm/vmmctl"
@@ -13,7 +14,7 @@ import (
 // TestSuccessor: what a parent asked for that was killed at once is done before what
 // its successor asks for: a sandbox that was resumed is not paused after that.
 func TestSuccessor(t *testing.T) {
-	e := newEngine(t, config(tempDir(t)))
+	e := newEngine(t, config(enginetest.TempDir(t)))
 	snap := freeze(t, boot(t, e))
 	dir := folder.Folder(t.TempDir())
 	sb, err := e.Fork(t.Context(), snap, engine.ForkOptions{Folder: string(dir)})

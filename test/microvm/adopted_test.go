@@ -1,7 +1,6 @@
 package microvm
 
 import (
-	"fmt"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -9,6 +8,7 @@ import (
 	"testing"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/enginetest"
 )
 
 // TestAdoptedLimit: a limit of memory that a parent has raised which was killed before
@@ -34,7 +34,7 @@ func TestAdoptedLimit(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	file := limitFile(t, pid)
+	file := enginetest.MemoryLimit(t, pid)
 	read := func() string {
 		t.Helper()
 		b, err := os.ReadFile(file)
@@ -61,26 +61,4 @@ func TestAdoptedLimit(t *testing.T) {
 	if got := read(); got != want {
 		t.Errorf("the limit is %s, it was %s", got, want)
 	}
-}
-
-// limitFile is the file with the limit of the cgroup that a process is in.
-func limitFile(t *testing.T, pid int) string {
-	t.Helper()
-	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", pid))
-	if err != nil {
-		t.Fatal(err)
-	}
-	for line := range strings.Lines(string(b)) {
-		fields := strings.SplitN(strings.TrimSpace(line), ":", 3)
-		for _, path := range []string{
-			filepath.Join("/sys/fs/cgroup", fields[1], fields[2], "memory.limit_in_bytes"),
-			filepath.Join("/sys/fs/cgroup", fields[2], "memory.max"),
-		} {
-			if _, err := os.Stat(path); err == nil {
-				return path
-			}
-		}
-	}
-	t.Fatalf("process %d is in no group of memory: %s", pid, b)
-	return ""
 }

@@ -12,6 +12,7 @@ import (
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/storage/snapshot"
+	"agentrun.dev/test/soak"
 )
 
 // complaint is what a kernel prints that has lost time.
@@ -61,7 +62,7 @@ func TestAge(t *testing.T) {
 			t.Fatal(err)
 		}
 		// Time itself is what is tested here.
-		time.Sleep(time.Duration(count(600, 6)) * time.Second)
+		time.Sleep(time.Duration(soak.Count(600, 6)) * time.Second)
 		if err := sb.Resume(t.Context()); err != nil {
 			t.Fatal(err)
 		}
@@ -77,7 +78,7 @@ func TestAge(t *testing.T) {
 			t.Fatal(err)
 		}
 		t.Cleanup(func() { _ = fresh.Close() })
-		oldest, newest := forkTimes(t, e, snap, fresh, count(10, 3))
+		oldest, newest := forkTimes(t, e, snap, fresh, soak.Count(10, 3))
 		t.Logf("first answers of forks, median: %v from the old snapshot, %v from a fresh one", oldest, newest)
 		// The machine is noisy. What ages, like clocks that catch up with the
 		// time that has passed, takes many times longer.

@@ -10,6 +10,7 @@ import (
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/storage/snapshot"
+	"agentrun.dev/test/soak"
 )
 
 // TestCompaction: a chain of forks longer than an image may have layers keeps
@@ -36,7 +37,7 @@ func testCompaction(t *testing.T, opts ...snapshot.Option) {
 	}
 	t.Cleanup(func() { _ = sb.Close() })
 	dir := t.TempDir()
-	depth := layer.MaxLayers + count(2*layer.MaxLayers, 2)
+	depth := layer.MaxLayers + soak.Count(2*layer.MaxLayers, 2)
 	memory, disk := layerWatch{name: "memory"}, layerWatch{name: "disk"}
 	d := 0
 	// Layers that are covered all the same are dropped, and compaction comes later.
@@ -52,7 +53,7 @@ func testCompaction(t *testing.T, opts ...snapshot.Option) {
 			t.Fatalf("private: %v, %v", m.Private, err)
 		}
 		memory.see(t, d, m.Memory.Layers)
-		disk.see(t, d, m.Disks[1].Image.Layers)
+		disk.see(t, d, m.Disks[1].Stack.Layers)
 		var want strings.Builder
 		for before := range d + 1 {
 			fmt.Fprintf(&want, "%d\ndisk %d\n", before, before)

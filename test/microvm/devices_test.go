@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/test/soak"
 	"golang.org/x/sys/unix"
 )
 
@@ -173,7 +174,7 @@ func TestGenerationID(t *testing.T) {
 	if n := g.sh(t, "dmesg | grep -c '%s' || true", said); n != "0" {
 		t.Fatalf("reseeded %s times before anything happened", n)
 	}
-	if err := g.process.RenewGeneration(t.Context()); err != nil {
+	if err := g.process.RenewGenerationID(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	eventually(t, "the kernel reseeds", func() bool {
@@ -260,7 +261,7 @@ func TestMemoryComesBack(t *testing.T) {
 func TestConsoleSpam(t *testing.T) {
 	g := boot(t, 2)
 	before := privateKiB(t, g)
-	g.sh(t, "dd if=/dev/zero bs=1k count=%d 2>/dev/null | tr '\\0' x > /dev/console; echo the end > /dev/console", count(1024, 8))
+	g.sh(t, "dd if=/dev/zero bs=1k count=%d 2>/dev/null | tr '\\0' x > /dev/console; echo the end > /dev/console", soak.Count(1024, 8))
 	// A write to a terminal returns before its driver has sent everything.
 	ctx, cancel := context.WithTimeout(t.Context(), bootTimeout)
 	defer cancel()

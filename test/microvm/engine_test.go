@@ -10,23 +10,13 @@ import (
 	"agentrun.dev/internal/engine/enginetest"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/storage/seal"
+	"agentrun.dev/test/soak"
 )
 
 // newEngine makes an engine with folders of its own.
 func newEngine(t testing.TB) *microvm.Engine {
 	t.Helper()
-	return openEngine(t, tempDir(t))
-}
-
-// tempDir is a folder on tmpfs.
-func tempDir(t testing.TB) string {
-	t.Helper()
-	dir, err := os.MkdirTemp("/dev/shm", "agentrun-test-")
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = os.RemoveAll(dir) })
-	return dir
+	return openEngine(t, enginetest.TempDir(t))
 }
 
 func openEngine(t testing.TB, dir string) *microvm.Engine {
@@ -69,11 +59,11 @@ func openRoot(t testing.TB) *os.File {
 // TestConformance: microVMs keep the contract of engines.
 func TestConformance(t *testing.T) {
 	soakEachSMP(t, func(t *testing.T, vcpus int) {
-		dir := tempDir(t)
+		dir := enginetest.TempDir(t)
 		enginetest.Run(t, enginetest.Target{
 			Engine:        openEngine(t, dir),
 			Spec:          engine.Spec{Root: openRoot(t), Memory: 128 * mib, VCPUs: vcpus, Scratch: 64 * mib, Hostname: "source"},
-			Forks:         count(100, 6),
+			Forks:         soak.Count(100, 6),
 			ScratchDevice: "/dev/vdb",
 			ChildEnv:      []string{dirEnv + "=" + dir},
 			Key:           testKey(),

@@ -15,6 +15,7 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/test/soak"
 	"golang.org/x/sys/unix"
 )
 
@@ -206,7 +207,7 @@ n=%d; while [ $n -gt 0 ]; do cat a; n=$((n-1)); done`
 func TestBulk(t *testing.T) {
 	soakEachSMP(t, func(t *testing.T, vcpus int) {
 		g := boot(t, vcpus, func(s *engine.Spec) { s.Memory = 512 * mib })
-		size := int64(count(100, 16)) * mib
+		size := int64(soak.Count(100, 16)) * mib
 		t.Run("stdout", func(t *testing.T) {
 			h := sha256.New()
 			n := &counter{w: h}

@@ -14,7 +14,7 @@ import (
 // with a disk of its own.
 func TestHibernation(t *testing.T) {
 	enginetest.Hibernation(t, func(t *testing.T, resident string, key *seal.Key) engine.Engine {
-		e, err := microvm.New(microvm.Config{Resident: resident, Scratch: filepath.Join(tempDir(t), "scratch"), Key: key})
+		e, err := microvm.New(microvm.Config{Resident: resident, Scratch: filepath.Join(enginetest.TempDir(t), "scratch"), Key: key})
 		if err != nil {
 			t.Fatal(err)
 		}

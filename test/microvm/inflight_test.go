@@ -11,6 +11,7 @@ import (
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/storage/snapshot"
+	"agentrun.dev/test/soak"
 )
 
 // forkFrom forks a snapshot of a sandbox, and ends the fork with the test.
@@ -89,7 +90,7 @@ func TestBlockInFlight(t *testing.T) {
 		command(t, sb, fmt.Sprintf(startDiskWriters, diskWriters))
 		command(t, sb, fmt.Sprintf(`cd /run/writers; until [ $(cat *.passes 2>/dev/null | wc -l) = %d ]; do usleep 2000; done`, diskWriters))
 		dir := t.TempDir()
-		for i := range count(20, 1) {
+		for i := range soak.Count(20, 1) {
 			child := forkFrom(t, e, sb, filepath.Join(dir, fmt.Sprint(i)))
 			command(t, sb, twoMorePasses)
 			endWriters(t, sb)

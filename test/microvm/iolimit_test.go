@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/enginetest"
 	"agentrun.dev/internal/engine/microvm"
 	"github.com/containerd/cgroups/v3"
 )
@@ -82,7 +83,7 @@ func transfer(t *testing.T, sb engine.Sandbox, dd string, size int) float64 {
 // TestIOLimitOfDevice: where the disks of sandboxes are on a block device, their
 // cgroups bound it as well, one that was booted and one that was forked.
 func TestIOLimitOfDevice(t *testing.T) {
-	e, err := microvm.New(microvm.Config{Resident: tempDir(t), Scratch: onDevice(t)})
+	e, err := microvm.New(microvm.Config{Resident: enginetest.TempDir(t), Scratch: onDevice(t)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -146,7 +147,7 @@ func bounded(t *testing.T, sb engine.Sandbox, want string) {
 // onDevice mounts a block device.
 func onDevice(t *testing.T) string {
 	t.Helper()
-	file, mount := filepath.Join(tempDir(t), "disk"), t.TempDir()
+	file, mount := filepath.Join(enginetest.TempDir(t), "disk"), t.TempDir()
 	run := func(name string, args ...string) {
 		t.Helper()
 		if out, err := exec.Command(name, args...).CombinedOutput(); err != nil {

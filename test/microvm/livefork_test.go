@@ -12,6 +12,7 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
+	"agentrun.dev/test/soak"
 )
 
 // counters starts programs that count in memory and on disk in step, one per
@@ -76,7 +77,7 @@ func TestLiveForks(t *testing.T) {
 		}
 		t.Cleanup(func() { _ = source.Close() })
 		counters(t, source, vcpus)
-		forks := count(1000, 6)
+		forks := soak.Count(1000, 6)
 		var most [2]struct{ mappings, descriptors int }
 		var latency latencies
 		for i := range forks {
@@ -108,7 +109,7 @@ func TestLiveForks(t *testing.T) {
 			half := 2 * i / forks
 			m, d := resources(t, source)
 			most[half].mappings, most[half].descriptors = max(most[half].mappings, m), max(most[half].descriptors, d)
-			if i%50 == 0 || i == forks-1 || !soak {
+			if i%50 == 0 || i == forks-1 || !soak.On() {
 				t.Logf("fork %d: %d mappings, %d descriptors, %+v", i, m, d, f.Stats)
 			}
 		}
@@ -160,7 +161,7 @@ func TestLiveForksAtOnce(t *testing.T) {
 	t.Cleanup(func() { _ = source.Close() })
 	counters(t, source, 1)
 	var wg sync.WaitGroup
-	for range count(8, 3) { // each child keeps a processor busy
+	for range soak.Count(8, 3) { // each child keeps a processor busy
 		wg.Go(func() {
 			f, err := source.Fork(t.Context(), make([]engine.ForkOptions, 2))
 			if err != nil {
@@ -187,7 +188,7 @@ func TestLiveForksAtOnce(t *testing.T) {
 // the fork with an error, and nothing of it is used.
 func TestLiveForkOfKilled(t *testing.T) {
 	e := newEngine(t)
-	for range count(20, 3) {
+	for range soak.Count(20, 3) {
 		source, err := e.Boot(t.Context(), engine.Spec{Root: openRoot(t), Memory: 128 * mib, VCPUs: 1, Scratch: 64 * mib})
 		if err != nil {
 			t.Fatal(err)

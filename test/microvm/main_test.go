@@ -9,9 +9,6 @@ import (
 	"context"
 	"fmt"
 	"os"
-	"os/exec"
-	"path/filepath"
-	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -21,7 +18,7 @@ import (
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/microvm/process"
 	"agentrun.dev/internal/guest/guestrpc"
-	"agentrun.dev/internal/storage/image"
+	"agentrun.dev/test/soak"
 )
 
 const mib = 1 << 20
@@ -39,35 +36,11 @@ func runTests(m *testing.M) int {
 		return 1
 	}
 	defer func() { _ = os.RemoveAll(dir) }()
-	if err := makeRoot(dir); err != nil {
+	if rootImage, err = enginetest.MakeRoot(dir); err != nil {
 		fmt.Fprintln(os.Stderr, "make a root filesystem for the tests:", err)
 		return 1
 	}
 	return m.Run()
-}
-
-func makeRoot(dir string) error {
-	root := filepath.Join(dir, "root")
-	out, err := exec.Command("../../guest/rootfs/busybox.sh", root).CombinedOutput()
-	if err != nil {
-		return fmt.Errorf("%w: %s", err, out)
-	}
-	rootImage = filepath.Join(dir, "root.erofs")
-	return image.FromDir(context.Background(), root, rootImage)
-}
-
-// soak selects full counts; a number above 1 bounds them.
-var soak = os.Getenv("AGENTRUN_SOAK") != ""
-
-// count is n in make soak and reduced in make test.
-func count(n, reduced int) int {
-	if !soak {
-		return reduced
-	}
-	if most, err := strconv.Atoi(os.Getenv("AGENTRUN_SOAK")); err == nil && most > 1 {
-		n = max(reduced, min(n, most))
-	}
-	return n
 }
 
 // testGuest is a booted guest with helpers that fail the test.
@@ -161,7 +134,7 @@ func forEachSMP(t *testing.T, test func(t *testing.T, vcpus int)) {
 // soakEachSMP does so in make soak. In make test two vCPUs stand for both: with
 // them a guest does all that it does with one.
 func soakEachSMP(t *testing.T, test func(t *testing.T, vcpus int)) {
-	if soak {
+	if soak.On() {
 		forEachSMP(t, test)
 		return
 	}

@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/network/wire"
 )
 
 // TestNetwork: frames reach the other end of the wire, and frames from
@@ -31,6 +32,10 @@ func TestNetwork(t *testing.T) {
 	if got := g.sh(t, "cat /sys/class/net/eth0/address /sys/class/net/eth0/mtu"); got != "02:00:00:00:00:01\n1500" {
 		t.Errorf("address and MTU are %q", got)
 	}
+	// Small frames would make a slow connection slower.
+	if got := g.sh(t, "cat /proc/sys/net/ipv4/tcp_min_tso_segs"); got != "255" {
+		t.Errorf("frames of TCP have at least %s segments", got)
+	}
 	if err := ours.Close(); err != nil {
 		t.Fatal(err)
 	}
@@ -40,16 +45,19 @@ func TestNetwork(t *testing.T) {
 }
 
 // answer plays 10.0.2.2 until its end of the wire closes.
-func answer(wire *os.File) error {
+func answer(file *os.File) error {
 	our := []byte{0x02, 0, 0, 0, 0, 2}
-	frame := make([]byte, 2048)
+	message := make([]byte, wire.MaxMessage)
 	for {
-		n, err := wire.Read(frame)
+		n, err := file.Read(message)
 		if err != nil {
 			return err
 		}
-		f := frame[:n]
-		if n < 42 {
+		h, f, err := wire.Parse(message[:n])
+		if err != nil {
+			return err
+		}
+		if h.Complete(f); len(f) < 42 {
 			continue
 		}
 		switch binary.BigEndian.Uint16(f[12:]) {
@@ -78,7 +86,8 @@ func answer(wire *os.File) error {
 		}
 		copy(f[0:6], f[6:12])
 		copy(f[6:12], our)
-		if _, err := wire.Write(f); err != nil {
+		wire.Header{}.Put(message) // nothing is left to do
+		if _, err := file.Write(message[:n]); err != nil {
 			return err
 		}
 	}

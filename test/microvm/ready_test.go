@@ -9,11 +9,11 @@ import (
 	"sync"
 	"testing"
 
-	"agentrun.dev/bench"
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/storage/snapshot"
+	"agentrun.dev/test/soak"
 )
 
 // bootSnapshot boots a guest, warms it up with a shell command and freezes it.
@@ -54,20 +54,20 @@ func TestReady(t *testing.T) {
 	soakEachSMP(t, func(t *testing.T, vcpus int) {
 		e := newEngine(t)
 		snap := bootSnapshot(t, e, vcpus, "echo warmed up > /warm")
-		shells, err := engine.KeepShells(e, snap, 1)
+		spares, err := engine.KeepSpares(e, snap, 1)
 		if err != nil {
 			t.Fatal(err)
 		}
-		p := bench.ReadyPool(e, snap, 2)
+		p := engine.KeepForksReady(e, snap, 2)
 		t.Cleanup(func() {
-			if err := errors.Join(p.Close(), shells.Close()); err != nil {
+			if err := errors.Join(p.Close(), spares.Close()); err != nil {
 				t.Error(err)
 			}
 		})
 		if err := p.WaitFull(t.Context()); err != nil {
 			t.Fatal(err)
 		}
-		n := count(100, 5)
+		n := soak.Count(100, 5)
 		seen := map[string]string{}
 		var mu sync.Mutex
 		var claims sync.WaitGroup

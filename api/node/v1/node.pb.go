@@ -369,7 +369,7 @@ func (x SandboxEvent_Kind) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use SandboxEvent_Kind.Descriptor instead.
 func (SandboxEvent_Kind) EnumDescriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{27, 0}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{28, 0}
 }
 
 // Error is what went wrong, as REST tells it.
@@ -607,9 +607,19 @@ type TemplateSpec struct {
 	Warmup      *Program    `protobuf:"bytes,9,opt,name=warmup,proto3" json:"warmup,omitempty"`
 	// Bytes of the layer over the image that a sandbox writes to; 0 keeps it in the
 	// sandbox's memory, of which it may take half.
-	DiskBytes     uint64 `protobuf:"varint,10,opt,name=disk_bytes,json=diskBytes,proto3" json:"disk_bytes,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	DiskBytes uint64 `protobuf:"varint,10,opt,name=disk_bytes,json=diskBytes,proto3" json:"disk_bytes,omitempty"`
+	// Empty, or none: then sandboxes have no network interface.
+	Network string `protobuf:"bytes,11,opt,name=network,proto3" json:"network,omitempty"`
+	// What sandboxes may connect to, and the bound of what claims ask for; without it
+	// they may connect to nothing. It can change without a build.
+	NetworkPolicy *NetworkPolicy `protobuf:"bytes,12,opt,name=network_policy,json=networkPolicy,proto3" json:"network_policy,omitempty"`
+	// What init commands, ready check and warm-up may connect to; without it the
+	// node's default holds.
+	BuildNetwork *NetworkPolicy `protobuf:"bytes,13,opt,name=build_network,json=buildNetwork,proto3" json:"build_network,omitempty"`
+	// Puts the namespace's CA into the trust stores of the image.
+	TrustNamespaceCa bool `protobuf:"varint,14,opt,name=trust_namespace_ca,json=trustNamespaceCa,proto3" json:"trust_namespace_ca,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *TemplateSpec) Reset() {
@@ -712,6 +722,100 @@ func (x *TemplateSpec) GetDiskBytes() uint64 {
 	return 0
 }
 
+func (x *TemplateSpec) GetNetwork() string {
+	if x != nil {
+		return x.Network
+	}
+	return ""
+}
+
+func (x *TemplateSpec) GetNetworkPolicy() *NetworkPolicy {
+	if x != nil {
+		return x.NetworkPolicy
+	}
+	return nil
+}
+
+func (x *TemplateSpec) GetBuildNetwork() *NetworkPolicy {
+	if x != nil {
+		return x.BuildNetwork
+	}
+	return nil
+}
+
+func (x *TemplateSpec) GetTrustNamespaceCa() bool {
+	if x != nil {
+		return x.TrustNamespaceCa
+	}
+	return false
+}
+
+// What may be connected to. The more precise rule decides, and deny before allow at
+// equal precision.
+type NetworkPolicy struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What holds where no rule matches: deny, which empty is as well, or allow, which
+	// opens the public internet.
+	Egress string `protobuf:"bytes,1,opt,name=egress,proto3" json:"egress,omitempty"`
+	// Rules: [tcp://|udp://]HOST[:PORT]. HOST is a name, a wildcard such as
+	// *.example.org, an address or a range of addresses.
+	Allow         []string `protobuf:"bytes,2,rep,name=allow,proto3" json:"allow,omitempty"`
+	Deny          []string `protobuf:"bytes,3,rep,name=deny,proto3" json:"deny,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *NetworkPolicy) Reset() {
+	*x = NetworkPolicy{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *NetworkPolicy) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*NetworkPolicy) ProtoMessage() {}
+
+func (x *NetworkPolicy) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use NetworkPolicy.ProtoReflect.Descriptor instead.
+func (*NetworkPolicy) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *NetworkPolicy) GetEgress() string {
+	if x != nil {
+		return x.Egress
+	}
+	return ""
+}
+
+func (x *NetworkPolicy) GetAllow() []string {
+	if x != nil {
+		return x.Allow
+	}
+	return nil
+}
+
+func (x *NetworkPolicy) GetDeny() []string {
+	if x != nil {
+		return x.Deny
+	}
+	return nil
+}
+
 type ReadyCheck struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Types that are valid to be assigned to Check:
@@ -727,7 +831,7 @@ type ReadyCheck struct {
 
 func (x *ReadyCheck) Reset() {
 	*x = ReadyCheck{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[4]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -739,7 +843,7 @@ func (x *ReadyCheck) String() string {
 func (*ReadyCheck) ProtoMessage() {}
 
 func (x *ReadyCheck) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[4]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -752,7 +856,7 @@ func (x *ReadyCheck) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadyCheck.ProtoReflect.Descriptor instead.
 func (*ReadyCheck) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{4}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *ReadyCheck) GetCheck() isReadyCheck_Check {
@@ -830,7 +934,7 @@ type Program struct {
 
 func (x *Program) Reset() {
 	*x = Program{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[5]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -842,7 +946,7 @@ func (x *Program) String() string {
 func (*Program) ProtoMessage() {}
 
 func (x *Program) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[5]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -855,7 +959,7 @@ func (x *Program) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Program.ProtoReflect.Descriptor instead.
 func (*Program) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{5}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Program) GetLanguage() string {
@@ -889,7 +993,7 @@ type Template struct {
 
 func (x *Template) Reset() {
 	*x = Template{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[6]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -901,7 +1005,7 @@ func (x *Template) String() string {
 func (*Template) ProtoMessage() {}
 
 func (x *Template) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[6]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -914,7 +1018,7 @@ func (x *Template) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Template.ProtoReflect.Descriptor instead.
 func (*Template) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{6}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *Template) GetNamespace() string {
@@ -988,7 +1092,7 @@ type Build struct {
 
 func (x *Build) Reset() {
 	*x = Build{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[7]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1000,7 +1104,7 @@ func (x *Build) String() string {
 func (*Build) ProtoMessage() {}
 
 func (x *Build) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[7]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1013,7 +1117,7 @@ func (x *Build) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Build.ProtoReflect.Descriptor instead.
 func (*Build) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{7}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Build) GetStage() Stage {
@@ -1069,7 +1173,7 @@ type ApplyTemplateRequest struct {
 
 func (x *ApplyTemplateRequest) Reset() {
 	*x = ApplyTemplateRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[8]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1081,7 +1185,7 @@ func (x *ApplyTemplateRequest) String() string {
 func (*ApplyTemplateRequest) ProtoMessage() {}
 
 func (x *ApplyTemplateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[8]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1094,7 +1198,7 @@ func (x *ApplyTemplateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ApplyTemplateRequest.ProtoReflect.Descriptor instead.
 func (*ApplyTemplateRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{8}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *ApplyTemplateRequest) GetNamespace() string {
@@ -1128,7 +1232,7 @@ type GetTemplateRequest struct {
 
 func (x *GetTemplateRequest) Reset() {
 	*x = GetTemplateRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[9]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1140,7 +1244,7 @@ func (x *GetTemplateRequest) String() string {
 func (*GetTemplateRequest) ProtoMessage() {}
 
 func (x *GetTemplateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[9]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1153,7 +1257,7 @@ func (x *GetTemplateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetTemplateRequest.ProtoReflect.Descriptor instead.
 func (*GetTemplateRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{9}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *GetTemplateRequest) GetNamespace() string {
@@ -1183,7 +1287,7 @@ type ListTemplatesRequest struct {
 
 func (x *ListTemplatesRequest) Reset() {
 	*x = ListTemplatesRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[10]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1195,7 +1299,7 @@ func (x *ListTemplatesRequest) String() string {
 func (*ListTemplatesRequest) ProtoMessage() {}
 
 func (x *ListTemplatesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[10]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1208,7 +1312,7 @@ func (x *ListTemplatesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTemplatesRequest.ProtoReflect.Descriptor instead.
 func (*ListTemplatesRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{10}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *ListTemplatesRequest) GetNamespace() string {
@@ -1243,7 +1347,7 @@ type ListTemplatesResponse struct {
 
 func (x *ListTemplatesResponse) Reset() {
 	*x = ListTemplatesResponse{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[11]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1255,7 +1359,7 @@ func (x *ListTemplatesResponse) String() string {
 func (*ListTemplatesResponse) ProtoMessage() {}
 
 func (x *ListTemplatesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[11]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1268,7 +1372,7 @@ func (x *ListTemplatesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTemplatesResponse.ProtoReflect.Descriptor instead.
 func (*ListTemplatesResponse) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{11}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *ListTemplatesResponse) GetTemplates() []*Template {
@@ -1295,7 +1399,7 @@ type DeleteTemplateRequest struct {
 
 func (x *DeleteTemplateRequest) Reset() {
 	*x = DeleteTemplateRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[12]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1307,7 +1411,7 @@ func (x *DeleteTemplateRequest) String() string {
 func (*DeleteTemplateRequest) ProtoMessage() {}
 
 func (x *DeleteTemplateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[12]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1320,7 +1424,7 @@ func (x *DeleteTemplateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteTemplateRequest.ProtoReflect.Descriptor instead.
 func (*DeleteTemplateRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{12}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *DeleteTemplateRequest) GetNamespace() string {
@@ -1349,7 +1453,7 @@ type PoolSpec struct {
 
 func (x *PoolSpec) Reset() {
 	*x = PoolSpec{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[13]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1361,7 +1465,7 @@ func (x *PoolSpec) String() string {
 func (*PoolSpec) ProtoMessage() {}
 
 func (x *PoolSpec) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[13]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1374,7 +1478,7 @@ func (x *PoolSpec) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PoolSpec.ProtoReflect.Descriptor instead.
 func (*PoolSpec) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{13}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *PoolSpec) GetTemplate() string {
@@ -1416,7 +1520,7 @@ type Pool struct {
 
 func (x *Pool) Reset() {
 	*x = Pool{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[14]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1428,7 +1532,7 @@ func (x *Pool) String() string {
 func (*Pool) ProtoMessage() {}
 
 func (x *Pool) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[14]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1441,7 +1545,7 @@ func (x *Pool) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pool.ProtoReflect.Descriptor instead.
 func (*Pool) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{14}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Pool) GetNamespace() string {
@@ -1511,7 +1615,7 @@ type ApplyPoolRequest struct {
 
 func (x *ApplyPoolRequest) Reset() {
 	*x = ApplyPoolRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[15]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1523,7 +1627,7 @@ func (x *ApplyPoolRequest) String() string {
 func (*ApplyPoolRequest) ProtoMessage() {}
 
 func (x *ApplyPoolRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[15]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1536,7 +1640,7 @@ func (x *ApplyPoolRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ApplyPoolRequest.ProtoReflect.Descriptor instead.
 func (*ApplyPoolRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{15}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *ApplyPoolRequest) GetNamespace() string {
@@ -1570,7 +1674,7 @@ type GetPoolRequest struct {
 
 func (x *GetPoolRequest) Reset() {
 	*x = GetPoolRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[16]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1582,7 +1686,7 @@ func (x *GetPoolRequest) String() string {
 func (*GetPoolRequest) ProtoMessage() {}
 
 func (x *GetPoolRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[16]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1595,7 +1699,7 @@ func (x *GetPoolRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetPoolRequest.ProtoReflect.Descriptor instead.
 func (*GetPoolRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{16}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *GetPoolRequest) GetNamespace() string {
@@ -1623,7 +1727,7 @@ type ListPoolsRequest struct {
 
 func (x *ListPoolsRequest) Reset() {
 	*x = ListPoolsRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[17]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1635,7 +1739,7 @@ func (x *ListPoolsRequest) String() string {
 func (*ListPoolsRequest) ProtoMessage() {}
 
 func (x *ListPoolsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[17]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1648,7 +1752,7 @@ func (x *ListPoolsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListPoolsRequest.ProtoReflect.Descriptor instead.
 func (*ListPoolsRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{17}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *ListPoolsRequest) GetNamespace() string {
@@ -1682,7 +1786,7 @@ type ListPoolsResponse struct {
 
 func (x *ListPoolsResponse) Reset() {
 	*x = ListPoolsResponse{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[18]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1694,7 +1798,7 @@ func (x *ListPoolsResponse) String() string {
 func (*ListPoolsResponse) ProtoMessage() {}
 
 func (x *ListPoolsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[18]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1707,7 +1811,7 @@ func (x *ListPoolsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListPoolsResponse.ProtoReflect.Descriptor instead.
 func (*ListPoolsResponse) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{18}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *ListPoolsResponse) GetPools() []*Pool {
@@ -1734,7 +1838,7 @@ type DeletePoolRequest struct {
 
 func (x *DeletePoolRequest) Reset() {
 	*x = DeletePoolRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[19]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1746,7 +1850,7 @@ func (x *DeletePoolRequest) String() string {
 func (*DeletePoolRequest) ProtoMessage() {}
 
 func (x *DeletePoolRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[19]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1759,7 +1863,7 @@ func (x *DeletePoolRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeletePoolRequest.ProtoReflect.Descriptor instead.
 func (*DeletePoolRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{19}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *DeletePoolRequest) GetNamespace() string {
@@ -1788,7 +1892,7 @@ type Lifetime struct {
 
 func (x *Lifetime) Reset() {
 	*x = Lifetime{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[20]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1800,7 +1904,7 @@ func (x *Lifetime) String() string {
 func (*Lifetime) ProtoMessage() {}
 
 func (x *Lifetime) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[20]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1813,7 +1917,7 @@ func (x *Lifetime) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Lifetime.ProtoReflect.Descriptor instead.
 func (*Lifetime) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{20}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *Lifetime) GetTimeout() *durationpb.Duration {
@@ -1854,21 +1958,26 @@ type Sandbox struct {
 	// What it reserves while it has a machine.
 	MemoryBytes uint64 `protobuf:"varint,12,opt,name=memory_bytes,json=memoryBytes,proto3" json:"memory_bytes,omitempty"`
 	// Id of the sandbox that it continues from, and what it was made by.
-	Parent        string                 `protobuf:"bytes,13,opt,name=parent,proto3" json:"parent,omitempty"`
-	Fork          string                 `protobuf:"bytes,14,opt,name=fork,proto3" json:"fork,omitempty"`
-	Checkpoint    string                 `protobuf:"bytes,15,opt,name=checkpoint,proto3" json:"checkpoint,omitempty"`
-	Created       *timestamppb.Timestamp `protobuf:"bytes,16,opt,name=created,proto3" json:"created,omitempty"`
-	Ended         *timestamppb.Timestamp `protobuf:"bytes,17,opt,name=ended,proto3" json:"ended,omitempty"`
-	Reason        EndReason              `protobuf:"varint,18,opt,name=reason,proto3,enum=agentrun.node.v1.EndReason" json:"reason,omitempty"`
-	Detail        string                 `protobuf:"bytes,19,opt,name=detail,proto3" json:"detail,omitempty"`
-	Lifetime      *Lifetime              `protobuf:"bytes,20,opt,name=lifetime,proto3" json:"lifetime,omitempty"`
+	Parent     string                 `protobuf:"bytes,13,opt,name=parent,proto3" json:"parent,omitempty"`
+	Fork       string                 `protobuf:"bytes,14,opt,name=fork,proto3" json:"fork,omitempty"`
+	Checkpoint string                 `protobuf:"bytes,15,opt,name=checkpoint,proto3" json:"checkpoint,omitempty"`
+	Created    *timestamppb.Timestamp `protobuf:"bytes,16,opt,name=created,proto3" json:"created,omitempty"`
+	Ended      *timestamppb.Timestamp `protobuf:"bytes,17,opt,name=ended,proto3" json:"ended,omitempty"`
+	Reason     EndReason              `protobuf:"varint,18,opt,name=reason,proto3,enum=agentrun.node.v1.EndReason" json:"reason,omitempty"`
+	Detail     string                 `protobuf:"bytes,19,opt,name=detail,proto3" json:"detail,omitempty"`
+	Lifetime   *Lifetime              `protobuf:"bytes,20,opt,name=lifetime,proto3" json:"lifetime,omitempty"`
+	// What it may connect to, within network_bounds; missing if these alone hold.
+	NetworkPolicy *NetworkPolicy `protobuf:"bytes,21,opt,name=network_policy,json=networkPolicy,proto3" json:"network_policy,omitempty"`
+	// The policies of its template and of the sandboxes that it was forked from. Each
+	// of them must allow a connection, too.
+	NetworkBounds []*NetworkPolicy `protobuf:"bytes,22,rep,name=network_bounds,json=networkBounds,proto3" json:"network_bounds,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Sandbox) Reset() {
 	*x = Sandbox{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[21]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1880,7 +1989,7 @@ func (x *Sandbox) String() string {
 func (*Sandbox) ProtoMessage() {}
 
 func (x *Sandbox) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[21]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1893,7 +2002,7 @@ func (x *Sandbox) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Sandbox.ProtoReflect.Descriptor instead.
 func (*Sandbox) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{21}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *Sandbox) GetNamespace() string {
@@ -2036,6 +2145,20 @@ func (x *Sandbox) GetLifetime() *Lifetime {
 	return nil
 }
 
+func (x *Sandbox) GetNetworkPolicy() *NetworkPolicy {
+	if x != nil {
+		return x.NetworkPolicy
+	}
+	return nil
+}
+
+func (x *Sandbox) GetNetworkBounds() []*NetworkPolicy {
+	if x != nil {
+		return x.NetworkBounds
+	}
+	return nil
+}
+
 type ClaimSandboxRequest struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
@@ -2049,13 +2172,15 @@ type ClaimSandboxRequest struct {
 	// principal to the same method, gets the answer of the first one that worked.
 	// With other fields it is refused as a conflict.
 	IdempotencyKey string `protobuf:"bytes,7,opt,name=idempotency_key,json=idempotencyKey,proto3" json:"idempotency_key,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// Narrows the template's.
+	NetworkPolicy *NetworkPolicy `protobuf:"bytes,8,opt,name=network_policy,json=networkPolicy,proto3" json:"network_policy,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ClaimSandboxRequest) Reset() {
 	*x = ClaimSandboxRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[22]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2067,7 +2192,7 @@ func (x *ClaimSandboxRequest) String() string {
 func (*ClaimSandboxRequest) ProtoMessage() {}
 
 func (x *ClaimSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[22]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2080,7 +2205,7 @@ func (x *ClaimSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ClaimSandboxRequest.ProtoReflect.Descriptor instead.
 func (*ClaimSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{22}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *ClaimSandboxRequest) GetNamespace() string {
@@ -2132,6 +2257,13 @@ func (x *ClaimSandboxRequest) GetIdempotencyKey() string {
 	return ""
 }
 
+func (x *ClaimSandboxRequest) GetNetworkPolicy() *NetworkPolicy {
+	if x != nil {
+		return x.NetworkPolicy
+	}
+	return nil
+}
+
 type GetSandboxRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
@@ -2142,7 +2274,7 @@ type GetSandboxRequest struct {
 
 func (x *GetSandboxRequest) Reset() {
 	*x = GetSandboxRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[23]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2154,7 +2286,7 @@ func (x *GetSandboxRequest) String() string {
 func (*GetSandboxRequest) ProtoMessage() {}
 
 func (x *GetSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[23]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2167,7 +2299,7 @@ func (x *GetSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetSandboxRequest.ProtoReflect.Descriptor instead.
 func (*GetSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{23}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *GetSandboxRequest) GetNamespace() string {
@@ -2197,7 +2329,7 @@ type ListSandboxesRequest struct {
 
 func (x *ListSandboxesRequest) Reset() {
 	*x = ListSandboxesRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[24]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2209,7 +2341,7 @@ func (x *ListSandboxesRequest) String() string {
 func (*ListSandboxesRequest) ProtoMessage() {}
 
 func (x *ListSandboxesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[24]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2222,7 +2354,7 @@ func (x *ListSandboxesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSandboxesRequest.ProtoReflect.Descriptor instead.
 func (*ListSandboxesRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{24}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *ListSandboxesRequest) GetNamespace() string {
@@ -2263,7 +2395,7 @@ type ListSandboxesResponse struct {
 
 func (x *ListSandboxesResponse) Reset() {
 	*x = ListSandboxesResponse{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[25]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2275,7 +2407,7 @@ func (x *ListSandboxesResponse) String() string {
 func (*ListSandboxesResponse) ProtoMessage() {}
 
 func (x *ListSandboxesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[25]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2288,7 +2420,7 @@ func (x *ListSandboxesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSandboxesResponse.ProtoReflect.Descriptor instead.
 func (*ListSandboxesResponse) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{25}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *ListSandboxesResponse) GetSandboxes() []*Sandbox {
@@ -2316,7 +2448,7 @@ type WatchSandboxesRequest struct {
 
 func (x *WatchSandboxesRequest) Reset() {
 	*x = WatchSandboxesRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[26]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2328,7 +2460,7 @@ func (x *WatchSandboxesRequest) String() string {
 func (*WatchSandboxesRequest) ProtoMessage() {}
 
 func (x *WatchSandboxesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[26]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2341,7 +2473,7 @@ func (x *WatchSandboxesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchSandboxesRequest.ProtoReflect.Descriptor instead.
 func (*WatchSandboxesRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{26}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *WatchSandboxesRequest) GetNamespace() string {
@@ -2368,7 +2500,7 @@ type SandboxEvent struct {
 
 func (x *SandboxEvent) Reset() {
 	*x = SandboxEvent{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[27]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2380,7 +2512,7 @@ func (x *SandboxEvent) String() string {
 func (*SandboxEvent) ProtoMessage() {}
 
 func (x *SandboxEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[27]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2393,7 +2525,7 @@ func (x *SandboxEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SandboxEvent.ProtoReflect.Descriptor instead.
 func (*SandboxEvent) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{27}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *SandboxEvent) GetKind() SandboxEvent_Kind {
@@ -2420,7 +2552,7 @@ type PauseSandboxRequest struct {
 
 func (x *PauseSandboxRequest) Reset() {
 	*x = PauseSandboxRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[28]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2432,7 +2564,7 @@ func (x *PauseSandboxRequest) String() string {
 func (*PauseSandboxRequest) ProtoMessage() {}
 
 func (x *PauseSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[28]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2445,7 +2577,7 @@ func (x *PauseSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseSandboxRequest.ProtoReflect.Descriptor instead.
 func (*PauseSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{28}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *PauseSandboxRequest) GetNamespace() string {
@@ -2472,7 +2604,7 @@ type ResumeSandboxRequest struct {
 
 func (x *ResumeSandboxRequest) Reset() {
 	*x = ResumeSandboxRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[29]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2484,7 +2616,7 @@ func (x *ResumeSandboxRequest) String() string {
 func (*ResumeSandboxRequest) ProtoMessage() {}
 
 func (x *ResumeSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[29]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2497,7 +2629,7 @@ func (x *ResumeSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeSandboxRequest.ProtoReflect.Descriptor instead.
 func (*ResumeSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{29}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *ResumeSandboxRequest) GetNamespace() string {
@@ -2524,7 +2656,7 @@ type HibernateSandboxRequest struct {
 
 func (x *HibernateSandboxRequest) Reset() {
 	*x = HibernateSandboxRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[30]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2536,7 +2668,7 @@ func (x *HibernateSandboxRequest) String() string {
 func (*HibernateSandboxRequest) ProtoMessage() {}
 
 func (x *HibernateSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[30]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2549,7 +2681,7 @@ func (x *HibernateSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HibernateSandboxRequest.ProtoReflect.Descriptor instead.
 func (*HibernateSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{30}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *HibernateSandboxRequest) GetNamespace() string {
@@ -2578,7 +2710,7 @@ type ExtendSandboxRequest struct {
 
 func (x *ExtendSandboxRequest) Reset() {
 	*x = ExtendSandboxRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[31]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2590,7 +2722,7 @@ func (x *ExtendSandboxRequest) String() string {
 func (*ExtendSandboxRequest) ProtoMessage() {}
 
 func (x *ExtendSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[31]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2603,7 +2735,7 @@ func (x *ExtendSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExtendSandboxRequest.ProtoReflect.Descriptor instead.
 func (*ExtendSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{31}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *ExtendSandboxRequest) GetNamespace() string {
@@ -2637,7 +2769,7 @@ type KillSandboxRequest struct {
 
 func (x *KillSandboxRequest) Reset() {
 	*x = KillSandboxRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[32]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2649,7 +2781,7 @@ func (x *KillSandboxRequest) String() string {
 func (*KillSandboxRequest) ProtoMessage() {}
 
 func (x *KillSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[32]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2662,7 +2794,7 @@ func (x *KillSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KillSandboxRequest.ProtoReflect.Descriptor instead.
 func (*KillSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{32}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *KillSandboxRequest) GetNamespace() string {
@@ -2689,7 +2821,7 @@ type GetSandboxStatsRequest struct {
 
 func (x *GetSandboxStatsRequest) Reset() {
 	*x = GetSandboxStatsRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[33]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2701,7 +2833,7 @@ func (x *GetSandboxStatsRequest) String() string {
 func (*GetSandboxStatsRequest) ProtoMessage() {}
 
 func (x *GetSandboxStatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[33]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2714,7 +2846,7 @@ func (x *GetSandboxStatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetSandboxStatsRequest.ProtoReflect.Descriptor instead.
 func (*GetSandboxStatsRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{33}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *GetSandboxStatsRequest) GetNamespace() string {
@@ -2749,14 +2881,20 @@ type SandboxStats struct {
 	Generation uint64 `protobuf:"varint,10,opt,name=generation,proto3" json:"generation,omitempty"`
 	// Bytes of the node's disk that it has written to and not deleted; 0 where what
 	// it writes is memory.
-	DiskBytes     uint64 `protobuf:"varint,11,opt,name=disk_bytes,json=diskBytes,proto3" json:"disk_bytes,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	DiskBytes uint64 `protobuf:"varint,11,opt,name=disk_bytes,json=diskBytes,proto3" json:"disk_bytes,omitempty"`
+	// Bytes of frames since its machine was connected to the network, connections and
+	// flows that are open, and what was refused.
+	NetworkSentBytes     uint64 `protobuf:"varint,12,opt,name=network_sent_bytes,json=networkSentBytes,proto3" json:"network_sent_bytes,omitempty"`
+	NetworkReceivedBytes uint64 `protobuf:"varint,13,opt,name=network_received_bytes,json=networkReceivedBytes,proto3" json:"network_received_bytes,omitempty"`
+	NetworkConnections   uint64 `protobuf:"varint,14,opt,name=network_connections,json=networkConnections,proto3" json:"network_connections,omitempty"`
+	NetworkRefused       uint64 `protobuf:"varint,15,opt,name=network_refused,json=networkRefused,proto3" json:"network_refused,omitempty"`
+	unknownFields        protoimpl.UnknownFields
+	sizeCache            protoimpl.SizeCache
 }
 
 func (x *SandboxStats) Reset() {
 	*x = SandboxStats{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[34]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2768,7 +2906,7 @@ func (x *SandboxStats) String() string {
 func (*SandboxStats) ProtoMessage() {}
 
 func (x *SandboxStats) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[34]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2781,7 +2919,7 @@ func (x *SandboxStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SandboxStats.ProtoReflect.Descriptor instead.
 func (*SandboxStats) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{34}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *SandboxStats) GetNamespace() string {
@@ -2861,6 +2999,34 @@ func (x *SandboxStats) GetDiskBytes() uint64 {
 	return 0
 }
 
+func (x *SandboxStats) GetNetworkSentBytes() uint64 {
+	if x != nil {
+		return x.NetworkSentBytes
+	}
+	return 0
+}
+
+func (x *SandboxStats) GetNetworkReceivedBytes() uint64 {
+	if x != nil {
+		return x.NetworkReceivedBytes
+	}
+	return 0
+}
+
+func (x *SandboxStats) GetNetworkConnections() uint64 {
+	if x != nil {
+		return x.NetworkConnections
+	}
+	return 0
+}
+
+func (x *SandboxStats) GetNetworkRefused() uint64 {
+	if x != nil {
+		return x.NetworkRefused
+	}
+	return 0
+}
+
 type ListSandboxStatsRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
@@ -2872,7 +3038,7 @@ type ListSandboxStatsRequest struct {
 
 func (x *ListSandboxStatsRequest) Reset() {
 	*x = ListSandboxStatsRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[35]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2884,7 +3050,7 @@ func (x *ListSandboxStatsRequest) String() string {
 func (*ListSandboxStatsRequest) ProtoMessage() {}
 
 func (x *ListSandboxStatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[35]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2897,7 +3063,7 @@ func (x *ListSandboxStatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSandboxStatsRequest.ProtoReflect.Descriptor instead.
 func (*ListSandboxStatsRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{35}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *ListSandboxStatsRequest) GetNamespace() string {
@@ -2931,7 +3097,7 @@ type ListSandboxStatsResponse struct {
 
 func (x *ListSandboxStatsResponse) Reset() {
 	*x = ListSandboxStatsResponse{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[36]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2943,7 +3109,7 @@ func (x *ListSandboxStatsResponse) String() string {
 func (*ListSandboxStatsResponse) ProtoMessage() {}
 
 func (x *ListSandboxStatsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[36]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2956,7 +3122,7 @@ func (x *ListSandboxStatsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSandboxStatsResponse.ProtoReflect.Descriptor instead.
 func (*ListSandboxStatsResponse) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{36}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *ListSandboxStatsResponse) GetStats() []*SandboxStats {
@@ -2973,6 +3139,386 @@ func (x *ListSandboxStatsResponse) GetNext() string {
 	return ""
 }
 
+type SetNetworkPolicyRequest struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	Name      string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	// Missing removes the sandbox's own policy: its bounds alone hold then.
+	Policy        *NetworkPolicy `protobuf:"bytes,3,opt,name=policy,proto3" json:"policy,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SetNetworkPolicyRequest) Reset() {
+	*x = SetNetworkPolicyRequest{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[38]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SetNetworkPolicyRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SetNetworkPolicyRequest) ProtoMessage() {}
+
+func (x *SetNetworkPolicyRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[38]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SetNetworkPolicyRequest.ProtoReflect.Descriptor instead.
+func (*SetNetworkPolicyRequest) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{38}
+}
+
+func (x *SetNetworkPolicyRequest) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *SetNetworkPolicyRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *SetNetworkPolicyRequest) GetPolicy() *NetworkPolicy {
+	if x != nil {
+		return x.Policy
+	}
+	return nil
+}
+
+type GetNetworkLogRequest struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	Name      string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	// seq of the first entry that is wanted; 0 is 1.
+	From uint64 `protobuf:"varint,3,opt,name=from,proto3" json:"from,omitempty"`
+	// How many at most, up to 1000; 0 is 100.
+	Limit uint32 `protobuf:"varint,4,opt,name=limit,proto3" json:"limit,omitempty"`
+	// How long to wait for an entry if there is none yet, 30 seconds at most.
+	Wait *durationpb.Duration `protobuf:"bytes,5,opt,name=wait,proto3" json:"wait,omitempty"`
+	// List the connections that are open, too.
+	Open          bool `protobuf:"varint,6,opt,name=open,proto3" json:"open,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetNetworkLogRequest) Reset() {
+	*x = GetNetworkLogRequest{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[39]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetNetworkLogRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetNetworkLogRequest) ProtoMessage() {}
+
+func (x *GetNetworkLogRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[39]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetNetworkLogRequest.ProtoReflect.Descriptor instead.
+func (*GetNetworkLogRequest) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{39}
+}
+
+func (x *GetNetworkLogRequest) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *GetNetworkLogRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *GetNetworkLogRequest) GetFrom() uint64 {
+	if x != nil {
+		return x.From
+	}
+	return 0
+}
+
+func (x *GetNetworkLogRequest) GetLimit() uint32 {
+	if x != nil {
+		return x.Limit
+	}
+	return 0
+}
+
+func (x *GetNetworkLogRequest) GetWait() *durationpb.Duration {
+	if x != nil {
+		return x.Wait
+	}
+	return nil
+}
+
+func (x *GetNetworkLogRequest) GetOpen() bool {
+	if x != nil {
+		return x.Open
+	}
+	return false
+}
+
+type NetworkLog struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The oldest first.
+	Entries []*NetworkLogEntry `protobuf:"bytes,1,rep,name=entries,proto3" json:"entries,omitempty"`
+	// from of the next request.
+	Next uint64 `protobuf:"varint,2,opt,name=next,proto3" json:"next,omitempty"`
+	// How many entries from from on were dropped before they were read.
+	Lost uint64 `protobuf:"varint,3,opt,name=lost,proto3" json:"lost,omitempty"`
+	// Connections that are open, the oldest first. They have no seq yet.
+	Open          []*NetworkLogEntry `protobuf:"bytes,4,rep,name=open,proto3" json:"open,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *NetworkLog) Reset() {
+	*x = NetworkLog{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[40]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *NetworkLog) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*NetworkLog) ProtoMessage() {}
+
+func (x *NetworkLog) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[40]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use NetworkLog.ProtoReflect.Descriptor instead.
+func (*NetworkLog) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{40}
+}
+
+func (x *NetworkLog) GetEntries() []*NetworkLogEntry {
+	if x != nil {
+		return x.Entries
+	}
+	return nil
+}
+
+func (x *NetworkLog) GetNext() uint64 {
+	if x != nil {
+		return x.Next
+	}
+	return 0
+}
+
+func (x *NetworkLog) GetLost() uint64 {
+	if x != nil {
+		return x.Lost
+	}
+	return 0
+}
+
+func (x *NetworkLog) GetOpen() []*NetworkLogEntry {
+	if x != nil {
+		return x.Open
+	}
+	return nil
+}
+
+type NetworkLogEntry struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Counts up from 1.
+	Seq uint64 `protobuf:"varint,1,opt,name=seq,proto3" json:"seq,omitempty"`
+	// When the connection was asked for.
+	Time *timestamppb.Timestamp `protobuf:"bytes,2,opt,name=time,proto3" json:"time,omitempty"`
+	// When it ended, or was refused the last time.
+	Ended *timestamppb.Timestamp `protobuf:"bytes,3,opt,name=ended,proto3" json:"ended,omitempty"`
+	// tcp, udp or dns.
+	Protocol string `protobuf:"bytes,4,opt,name=protocol,proto3" json:"protocol,omitempty"`
+	// The name that it was for, if that is known.
+	Name string `protobuf:"bytes,5,opt,name=name,proto3" json:"name,omitempty"`
+	// Address and port that the sandbox wanted to connect to, and what was connected to
+	// instead, if the name has moved since the sandbox resolved it.
+	Address string `protobuf:"bytes,6,opt,name=address,proto3" json:"address,omitempty"`
+	Remote  string `protobuf:"bytes,7,opt,name=remote,proto3" json:"remote,omitempty"`
+	// Bytes, as the sandbox sees them.
+	Sent     uint64 `protobuf:"varint,8,opt,name=sent,proto3" json:"sent,omitempty"`
+	Received uint64 `protobuf:"varint,9,opt,name=received,proto3" json:"received,omitempty"`
+	// The rule that decided, its kind, and why in words.
+	Rule   string `protobuf:"bytes,10,opt,name=rule,proto3" json:"rule,omitempty"`
+	Kind   string `protobuf:"bytes,11,opt,name=kind,proto3" json:"kind,omitempty"`
+	Reason string `protobuf:"bytes,12,opt,name=reason,proto3" json:"reason,omitempty"`
+	// open, closed, reset by remote, reset by sandbox, refused, failed or cut.
+	Outcome string `protobuf:"bytes,13,opt,name=outcome,proto3" json:"outcome,omitempty"`
+	// How many further attempts were refused in the same way.
+	Repeated      uint64 `protobuf:"varint,14,opt,name=repeated,proto3" json:"repeated,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *NetworkLogEntry) Reset() {
+	*x = NetworkLogEntry{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[41]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *NetworkLogEntry) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*NetworkLogEntry) ProtoMessage() {}
+
+func (x *NetworkLogEntry) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[41]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use NetworkLogEntry.ProtoReflect.Descriptor instead.
+func (*NetworkLogEntry) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{41}
+}
+
+func (x *NetworkLogEntry) GetSeq() uint64 {
+	if x != nil {
+		return x.Seq
+	}
+	return 0
+}
+
+func (x *NetworkLogEntry) GetTime() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Time
+	}
+	return nil
+}
+
+func (x *NetworkLogEntry) GetEnded() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Ended
+	}
+	return nil
+}
+
+func (x *NetworkLogEntry) GetProtocol() string {
+	if x != nil {
+		return x.Protocol
+	}
+	return ""
+}
+
+func (x *NetworkLogEntry) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *NetworkLogEntry) GetAddress() string {
+	if x != nil {
+		return x.Address
+	}
+	return ""
+}
+
+func (x *NetworkLogEntry) GetRemote() string {
+	if x != nil {
+		return x.Remote
+	}
+	return ""
+}
+
+func (x *NetworkLogEntry) GetSent() uint64 {
+	if x != nil {
+		return x.Sent
+	}
+	return 0
+}
+
+func (x *NetworkLogEntry) GetReceived() uint64 {
+	if x != nil {
+		return x.Received
+	}
+	return 0
+}
+
+func (x *NetworkLogEntry) GetRule() string {
+	if x != nil {
+		return x.Rule
+	}
+	return ""
+}
+
+func (x *NetworkLogEntry) GetKind() string {
+	if x != nil {
+		return x.Kind
+	}
+	return ""
+}
+
+func (x *NetworkLogEntry) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
+func (x *NetworkLogEntry) GetOutcome() string {
+	if x != nil {
+		return x.Outcome
+	}
+	return ""
+}
+
+func (x *NetworkLogEntry) GetRepeated() uint64 {
+	if x != nil {
+		return x.Repeated
+	}
+	return 0
+}
+
 type ForkSandboxRequest struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
@@ -2983,13 +3529,15 @@ type ForkSandboxRequest struct {
 	Replicas uint32 `protobuf:"varint,4,opt,name=replicas,proto3" json:"replicas,omitempty"`
 	// As with ClaimSandbox.
 	IdempotencyKey string `protobuf:"bytes,5,opt,name=idempotency_key,json=idempotencyKey,proto3" json:"idempotency_key,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// Narrows the source's, for the children.
+	NetworkPolicy *NetworkPolicy `protobuf:"bytes,6,opt,name=network_policy,json=networkPolicy,proto3" json:"network_policy,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ForkSandboxRequest) Reset() {
 	*x = ForkSandboxRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[37]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3001,7 +3549,7 @@ func (x *ForkSandboxRequest) String() string {
 func (*ForkSandboxRequest) ProtoMessage() {}
 
 func (x *ForkSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[37]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3014,7 +3562,7 @@ func (x *ForkSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ForkSandboxRequest.ProtoReflect.Descriptor instead.
 func (*ForkSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{37}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *ForkSandboxRequest) GetNamespace() string {
@@ -3052,6 +3600,13 @@ func (x *ForkSandboxRequest) GetIdempotencyKey() string {
 	return ""
 }
 
+func (x *ForkSandboxRequest) GetNetworkPolicy() *NetworkPolicy {
+	if x != nil {
+		return x.NetworkPolicy
+	}
+	return nil
+}
+
 type Fork struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
@@ -3070,7 +3625,7 @@ type Fork struct {
 
 func (x *Fork) Reset() {
 	*x = Fork{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[38]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3082,7 +3637,7 @@ func (x *Fork) String() string {
 func (*Fork) ProtoMessage() {}
 
 func (x *Fork) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[38]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3095,7 +3650,7 @@ func (x *Fork) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Fork.ProtoReflect.Descriptor instead.
 func (*Fork) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{38}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *Fork) GetNamespace() string {
@@ -3173,7 +3728,7 @@ type ForkOutcome struct {
 
 func (x *ForkOutcome) Reset() {
 	*x = ForkOutcome{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[39]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3185,7 +3740,7 @@ func (x *ForkOutcome) String() string {
 func (*ForkOutcome) ProtoMessage() {}
 
 func (x *ForkOutcome) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[39]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3198,7 +3753,7 @@ func (x *ForkOutcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ForkOutcome.ProtoReflect.Descriptor instead.
 func (*ForkOutcome) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{39}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *ForkOutcome) GetName() string {
@@ -3232,7 +3787,7 @@ type GetForkRequest struct {
 
 func (x *GetForkRequest) Reset() {
 	*x = GetForkRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[40]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3244,7 +3799,7 @@ func (x *GetForkRequest) String() string {
 func (*GetForkRequest) ProtoMessage() {}
 
 func (x *GetForkRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[40]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3257,7 +3812,7 @@ func (x *GetForkRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetForkRequest.ProtoReflect.Descriptor instead.
 func (*GetForkRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{40}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *GetForkRequest) GetNamespace() string {
@@ -3285,7 +3840,7 @@ type ListForksRequest struct {
 
 func (x *ListForksRequest) Reset() {
 	*x = ListForksRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[41]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3297,7 +3852,7 @@ func (x *ListForksRequest) String() string {
 func (*ListForksRequest) ProtoMessage() {}
 
 func (x *ListForksRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[41]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3310,7 +3865,7 @@ func (x *ListForksRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListForksRequest.ProtoReflect.Descriptor instead.
 func (*ListForksRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{41}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *ListForksRequest) GetNamespace() string {
@@ -3344,7 +3899,7 @@ type ListForksResponse struct {
 
 func (x *ListForksResponse) Reset() {
 	*x = ListForksResponse{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[42]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3356,7 +3911,7 @@ func (x *ListForksResponse) String() string {
 func (*ListForksResponse) ProtoMessage() {}
 
 func (x *ListForksResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[42]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3369,7 +3924,7 @@ func (x *ListForksResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListForksResponse.ProtoReflect.Descriptor instead.
 func (*ListForksResponse) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{42}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *ListForksResponse) GetForks() []*Fork {
@@ -3396,7 +3951,7 @@ type DeleteForkRequest struct {
 
 func (x *DeleteForkRequest) Reset() {
 	*x = DeleteForkRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[43]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3408,7 +3963,7 @@ func (x *DeleteForkRequest) String() string {
 func (*DeleteForkRequest) ProtoMessage() {}
 
 func (x *DeleteForkRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[43]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3421,7 +3976,7 @@ func (x *DeleteForkRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteForkRequest.ProtoReflect.Descriptor instead.
 func (*DeleteForkRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{43}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *DeleteForkRequest) GetNamespace() string {
@@ -3463,7 +4018,7 @@ type Checkpoint struct {
 
 func (x *Checkpoint) Reset() {
 	*x = Checkpoint{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[44]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3475,7 +4030,7 @@ func (x *Checkpoint) String() string {
 func (*Checkpoint) ProtoMessage() {}
 
 func (x *Checkpoint) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[44]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3488,7 +4043,7 @@ func (x *Checkpoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Checkpoint.ProtoReflect.Descriptor instead.
 func (*Checkpoint) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{44}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{49}
 }
 
 func (x *Checkpoint) GetNamespace() string {
@@ -3611,7 +4166,7 @@ type CheckpointSandboxRequest struct {
 
 func (x *CheckpointSandboxRequest) Reset() {
 	*x = CheckpointSandboxRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[45]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[50]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3623,7 +4178,7 @@ func (x *CheckpointSandboxRequest) String() string {
 func (*CheckpointSandboxRequest) ProtoMessage() {}
 
 func (x *CheckpointSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[45]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[50]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3636,7 +4191,7 @@ func (x *CheckpointSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CheckpointSandboxRequest.ProtoReflect.Descriptor instead.
 func (*CheckpointSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{45}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{50}
 }
 
 func (x *CheckpointSandboxRequest) GetNamespace() string {
@@ -3677,7 +4232,7 @@ type GetCheckpointRequest struct {
 
 func (x *GetCheckpointRequest) Reset() {
 	*x = GetCheckpointRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[46]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[51]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3689,7 +4244,7 @@ func (x *GetCheckpointRequest) String() string {
 func (*GetCheckpointRequest) ProtoMessage() {}
 
 func (x *GetCheckpointRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[46]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[51]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3702,7 +4257,7 @@ func (x *GetCheckpointRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCheckpointRequest.ProtoReflect.Descriptor instead.
 func (*GetCheckpointRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{46}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{51}
 }
 
 func (x *GetCheckpointRequest) GetNamespace() string {
@@ -3730,7 +4285,7 @@ type ListCheckpointsRequest struct {
 
 func (x *ListCheckpointsRequest) Reset() {
 	*x = ListCheckpointsRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[47]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[52]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3742,7 +4297,7 @@ func (x *ListCheckpointsRequest) String() string {
 func (*ListCheckpointsRequest) ProtoMessage() {}
 
 func (x *ListCheckpointsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[47]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[52]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3755,7 +4310,7 @@ func (x *ListCheckpointsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListCheckpointsRequest.ProtoReflect.Descriptor instead.
 func (*ListCheckpointsRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{47}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{52}
 }
 
 func (x *ListCheckpointsRequest) GetNamespace() string {
@@ -3789,7 +4344,7 @@ type ListCheckpointsResponse struct {
 
 func (x *ListCheckpointsResponse) Reset() {
 	*x = ListCheckpointsResponse{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[48]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[53]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3801,7 +4356,7 @@ func (x *ListCheckpointsResponse) String() string {
 func (*ListCheckpointsResponse) ProtoMessage() {}
 
 func (x *ListCheckpointsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[48]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[53]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3814,7 +4369,7 @@ func (x *ListCheckpointsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListCheckpointsResponse.ProtoReflect.Descriptor instead.
 func (*ListCheckpointsResponse) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{48}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{53}
 }
 
 func (x *ListCheckpointsResponse) GetCheckpoints() []*Checkpoint {
@@ -3841,7 +4396,7 @@ type DeleteCheckpointRequest struct {
 
 func (x *DeleteCheckpointRequest) Reset() {
 	*x = DeleteCheckpointRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[49]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[54]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3853,7 +4408,7 @@ func (x *DeleteCheckpointRequest) String() string {
 func (*DeleteCheckpointRequest) ProtoMessage() {}
 
 func (x *DeleteCheckpointRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[49]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[54]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3866,7 +4421,7 @@ func (x *DeleteCheckpointRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteCheckpointRequest.ProtoReflect.Descriptor instead.
 func (*DeleteCheckpointRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{49}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{54}
 }
 
 func (x *DeleteCheckpointRequest) GetNamespace() string {
@@ -3900,7 +4455,7 @@ type RestoreCheckpointRequest struct {
 
 func (x *RestoreCheckpointRequest) Reset() {
 	*x = RestoreCheckpointRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[50]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[55]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3912,7 +4467,7 @@ func (x *RestoreCheckpointRequest) String() string {
 func (*RestoreCheckpointRequest) ProtoMessage() {}
 
 func (x *RestoreCheckpointRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[50]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[55]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3925,7 +4480,7 @@ func (x *RestoreCheckpointRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RestoreCheckpointRequest.ProtoReflect.Descriptor instead.
 func (*RestoreCheckpointRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{50}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{55}
 }
 
 func (x *RestoreCheckpointRequest) GetNamespace() string {
@@ -3977,6 +4532,216 @@ func (x *RestoreCheckpointRequest) GetIdempotencyKey() string {
 	return ""
 }
 
+type NamespaceCA struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	// In PEM.
+	Certificate string `protobuf:"bytes,2,opt,name=certificate,proto3" json:"certificate,omitempty"`
+	// SHA-256 of the certificate, in hexadecimal.
+	Fingerprint string `protobuf:"bytes,3,opt,name=fingerprint,proto3" json:"fingerprint,omitempty"`
+	Subject     string `protobuf:"bytes,4,opt,name=subject,proto3" json:"subject,omitempty"`
+	// The DNS names that it is limited to, with what is below them; none is all.
+	Names []string `protobuf:"bytes,5,rep,name=names,proto3" json:"names,omitempty"`
+	// When it became that of the namespace.
+	Created       *timestamppb.Timestamp `protobuf:"bytes,6,opt,name=created,proto3" json:"created,omitempty"`
+	Expires       *timestamppb.Timestamp `protobuf:"bytes,7,opt,name=expires,proto3" json:"expires,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *NamespaceCA) Reset() {
+	*x = NamespaceCA{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[56]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *NamespaceCA) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*NamespaceCA) ProtoMessage() {}
+
+func (x *NamespaceCA) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[56]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use NamespaceCA.ProtoReflect.Descriptor instead.
+func (*NamespaceCA) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{56}
+}
+
+func (x *NamespaceCA) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *NamespaceCA) GetCertificate() string {
+	if x != nil {
+		return x.Certificate
+	}
+	return ""
+}
+
+func (x *NamespaceCA) GetFingerprint() string {
+	if x != nil {
+		return x.Fingerprint
+	}
+	return ""
+}
+
+func (x *NamespaceCA) GetSubject() string {
+	if x != nil {
+		return x.Subject
+	}
+	return ""
+}
+
+func (x *NamespaceCA) GetNames() []string {
+	if x != nil {
+		return x.Names
+	}
+	return nil
+}
+
+func (x *NamespaceCA) GetCreated() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Created
+	}
+	return nil
+}
+
+func (x *NamespaceCA) GetExpires() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Expires
+	}
+	return nil
+}
+
+type GetNamespaceCARequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetNamespaceCARequest) Reset() {
+	*x = GetNamespaceCARequest{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[57]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetNamespaceCARequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetNamespaceCARequest) ProtoMessage() {}
+
+func (x *GetNamespaceCARequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[57]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetNamespaceCARequest.ProtoReflect.Descriptor instead.
+func (*GetNamespaceCARequest) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{57}
+}
+
+func (x *GetNamespaceCARequest) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+// A new CA that is limited to names, or one that is given by certificate and key.
+type SetNamespaceCARequest struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	Names     []string               `protobuf:"bytes,2,rep,name=names,proto3" json:"names,omitempty"`
+	// Both in PEM; the key is not encrypted.
+	Certificate   string `protobuf:"bytes,3,opt,name=certificate,proto3" json:"certificate,omitempty"`
+	Key           string `protobuf:"bytes,4,opt,name=key,proto3" json:"key,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SetNamespaceCARequest) Reset() {
+	*x = SetNamespaceCARequest{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[58]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SetNamespaceCARequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SetNamespaceCARequest) ProtoMessage() {}
+
+func (x *SetNamespaceCARequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[58]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SetNamespaceCARequest.ProtoReflect.Descriptor instead.
+func (*SetNamespaceCARequest) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{58}
+}
+
+func (x *SetNamespaceCARequest) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *SetNamespaceCARequest) GetNames() []string {
+	if x != nil {
+		return x.Names
+	}
+	return nil
+}
+
+func (x *SetNamespaceCARequest) GetCertificate() string {
+	if x != nil {
+		return x.Certificate
+	}
+	return ""
+}
+
+func (x *SetNamespaceCARequest) GetKey() string {
+	if x != nil {
+		return x.Key
+	}
+	return ""
+}
+
 var File_agentrun_node_v1_node_proto protoreflect.FileDescriptor
 
 const file_agentrun_node_v1_node_proto_rawDesc = "" +
@@ -4000,7 +4765,7 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"hibernated\x18\a \x01(\rR\n" +
 	"hibernated\x12 \n" +
 	"\vcheckpoints\x18\b \x01(\rR\vcheckpoints\x12)\n" +
-	"\x10checkpoint_bytes\x18\t \x01(\x04R\x0fcheckpointBytes\"\xa1\x03\n" +
+	"\x10checkpoint_bytes\x18\t \x01(\x04R\x0fcheckpointBytes\"\xf7\x04\n" +
 	"\fTemplateSpec\x12\x14\n" +
 	"\x05image\x18\x01 \x01(\tR\x05image\x12\x12\n" +
 	"\x04init\x18\x02 \x03(\tR\x04init\x129\n" +
@@ -4014,10 +4779,18 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x06warmup\x18\t \x01(\v2\x19.agentrun.node.v1.ProgramR\x06warmup\x12\x1d\n" +
 	"\n" +
 	"disk_bytes\x18\n" +
-	" \x01(\x04R\tdiskBytes\x1a6\n" +
+	" \x01(\x04R\tdiskBytes\x12\x18\n" +
+	"\anetwork\x18\v \x01(\tR\anetwork\x12F\n" +
+	"\x0enetwork_policy\x18\f \x01(\v2\x1f.agentrun.node.v1.NetworkPolicyR\rnetworkPolicy\x12D\n" +
+	"\rbuild_network\x18\r \x01(\v2\x1f.agentrun.node.v1.NetworkPolicyR\fbuildNetwork\x12,\n" +
+	"\x12trust_namespace_ca\x18\x0e \x01(\bR\x10trustNamespaceCa\x1a6\n" +
 	"\bEnvEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xaf\x01\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"Q\n" +
+	"\rNetworkPolicy\x12\x16\n" +
+	"\x06egress\x18\x01 \x01(\tR\x06egress\x12\x14\n" +
+	"\x05allow\x18\x02 \x03(\tR\x05allow\x12\x12\n" +
+	"\x04deny\x18\x03 \x03(\tR\x04deny\"\xaf\x01\n" +
 	"\n" +
 	"ReadyCheck\x12\x1a\n" +
 	"\acommand\x18\x01 \x01(\tH\x00R\acommand\x12\x14\n" +
@@ -4095,7 +4868,7 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\atimeout\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\atimeout\x12<\n" +
 	"\fidle_timeout\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\vidleTimeout\x12>\n" +
 	"\n" +
-	"on_timeout\x18\x03 \x01(\x0e2\x1f.agentrun.node.v1.TimeoutActionR\tonTimeout\"\xf1\x05\n" +
+	"on_timeout\x18\x03 \x01(\x0e2\x1f.agentrun.node.v1.TimeoutActionR\tonTimeout\"\x81\a\n" +
 	"\aSandbox\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x0e\n" +
@@ -4119,10 +4892,12 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x05ended\x18\x11 \x01(\v2\x1a.google.protobuf.TimestampR\x05ended\x123\n" +
 	"\x06reason\x18\x12 \x01(\x0e2\x1b.agentrun.node.v1.EndReasonR\x06reason\x12\x16\n" +
 	"\x06detail\x18\x13 \x01(\tR\x06detail\x126\n" +
-	"\blifetime\x18\x14 \x01(\v2\x1a.agentrun.node.v1.LifetimeR\blifetime\x1a;\n" +
+	"\blifetime\x18\x14 \x01(\v2\x1a.agentrun.node.v1.LifetimeR\blifetime\x12F\n" +
+	"\x0enetwork_policy\x18\x15 \x01(\v2\x1f.agentrun.node.v1.NetworkPolicyR\rnetworkPolicy\x12F\n" +
+	"\x0enetwork_bounds\x18\x16 \x03(\v2\x1f.agentrun.node.v1.NetworkPolicyR\rnetworkBounds\x1a;\n" +
 	"\rMetadataEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xc4\x03\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x8c\x04\n" +
 	"\x13ClaimSandboxRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x12\n" +
@@ -4130,7 +4905,8 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x03env\x18\x04 \x03(\v2..agentrun.node.v1.ClaimSandboxRequest.EnvEntryR\x03env\x12O\n" +
 	"\bmetadata\x18\x05 \x03(\v23.agentrun.node.v1.ClaimSandboxRequest.MetadataEntryR\bmetadata\x126\n" +
 	"\blifetime\x18\x06 \x01(\v2\x1a.agentrun.node.v1.LifetimeR\blifetime\x12'\n" +
-	"\x0fidempotency_key\x18\a \x01(\tR\x0eidempotencyKey\x1a6\n" +
+	"\x0fidempotency_key\x18\a \x01(\tR\x0eidempotencyKey\x12F\n" +
+	"\x0enetwork_policy\x18\b \x01(\v2\x1f.agentrun.node.v1.NetworkPolicyR\rnetworkPolicy\x1a6\n" +
 	"\bEnvEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a;\n" +
@@ -4176,7 +4952,7 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x04name\x18\x02 \x01(\tR\x04name\"J\n" +
 	"\x16GetSandboxStatsRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
-	"\x04name\x18\x02 \x01(\tR\x04name\"\x89\x03\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\"\xc7\x04\n" +
 	"\fSandboxStats\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x0e\n" +
@@ -4192,20 +4968,58 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	" \x01(\x04R\n" +
 	"generation\x12\x1d\n" +
 	"\n" +
-	"disk_bytes\x18\v \x01(\x04R\tdiskBytes\"c\n" +
+	"disk_bytes\x18\v \x01(\x04R\tdiskBytes\x12,\n" +
+	"\x12network_sent_bytes\x18\f \x01(\x04R\x10networkSentBytes\x124\n" +
+	"\x16network_received_bytes\x18\r \x01(\x04R\x14networkReceivedBytes\x12/\n" +
+	"\x13network_connections\x18\x0e \x01(\x04R\x12networkConnections\x12'\n" +
+	"\x0fnetwork_refused\x18\x0f \x01(\x04R\x0enetworkRefused\"c\n" +
 	"\x17ListSandboxStatsRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x14\n" +
 	"\x05limit\x18\x02 \x01(\rR\x05limit\x12\x14\n" +
 	"\x05after\x18\x03 \x01(\tR\x05after\"d\n" +
 	"\x18ListSandboxStatsResponse\x124\n" +
 	"\x05stats\x18\x01 \x03(\v2\x1e.agentrun.node.v1.SandboxStatsR\x05stats\x12\x12\n" +
-	"\x04next\x18\x02 \x01(\tR\x04next\"\xa3\x01\n" +
+	"\x04next\x18\x02 \x01(\tR\x04next\"\x84\x01\n" +
+	"\x17SetNetworkPolicyRequest\x12\x1c\n" +
+	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x127\n" +
+	"\x06policy\x18\x03 \x01(\v2\x1f.agentrun.node.v1.NetworkPolicyR\x06policy\"\xb5\x01\n" +
+	"\x14GetNetworkLogRequest\x12\x1c\n" +
+	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12\x12\n" +
+	"\x04from\x18\x03 \x01(\x04R\x04from\x12\x14\n" +
+	"\x05limit\x18\x04 \x01(\rR\x05limit\x12-\n" +
+	"\x04wait\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\x04wait\x12\x12\n" +
+	"\x04open\x18\x06 \x01(\bR\x04open\"\xa8\x01\n" +
+	"\n" +
+	"NetworkLog\x12;\n" +
+	"\aentries\x18\x01 \x03(\v2!.agentrun.node.v1.NetworkLogEntryR\aentries\x12\x12\n" +
+	"\x04next\x18\x02 \x01(\x04R\x04next\x12\x12\n" +
+	"\x04lost\x18\x03 \x01(\x04R\x04lost\x125\n" +
+	"\x04open\x18\x04 \x03(\v2!.agentrun.node.v1.NetworkLogEntryR\x04open\"\x8d\x03\n" +
+	"\x0fNetworkLogEntry\x12\x10\n" +
+	"\x03seq\x18\x01 \x01(\x04R\x03seq\x12.\n" +
+	"\x04time\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\x120\n" +
+	"\x05ended\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\x05ended\x12\x1a\n" +
+	"\bprotocol\x18\x04 \x01(\tR\bprotocol\x12\x12\n" +
+	"\x04name\x18\x05 \x01(\tR\x04name\x12\x18\n" +
+	"\aaddress\x18\x06 \x01(\tR\aaddress\x12\x16\n" +
+	"\x06remote\x18\a \x01(\tR\x06remote\x12\x12\n" +
+	"\x04sent\x18\b \x01(\x04R\x04sent\x12\x1a\n" +
+	"\breceived\x18\t \x01(\x04R\breceived\x12\x12\n" +
+	"\x04rule\x18\n" +
+	" \x01(\tR\x04rule\x12\x12\n" +
+	"\x04kind\x18\v \x01(\tR\x04kind\x12\x16\n" +
+	"\x06reason\x18\f \x01(\tR\x06reason\x12\x18\n" +
+	"\aoutcome\x18\r \x01(\tR\aoutcome\x12\x1a\n" +
+	"\brepeated\x18\x0e \x01(\x04R\brepeated\"\xeb\x01\n" +
 	"\x12ForkSandboxRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x16\n" +
 	"\x06source\x18\x02 \x01(\tR\x06source\x12\x12\n" +
 	"\x04name\x18\x03 \x01(\tR\x04name\x12\x1a\n" +
 	"\breplicas\x18\x04 \x01(\rR\breplicas\x12'\n" +
-	"\x0fidempotency_key\x18\x05 \x01(\tR\x0eidempotencyKey\"\xda\x02\n" +
+	"\x0fidempotency_key\x18\x05 \x01(\tR\x0eidempotencyKey\x12F\n" +
+	"\x0enetwork_policy\x18\x06 \x01(\v2\x1f.agentrun.node.v1.NetworkPolicyR\rnetworkPolicy\"\xda\x02\n" +
 	"\x04Fork\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x16\n" +
@@ -4284,7 +5098,22 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a;\n" +
 	"\rMetadataEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01*h\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x8b\x02\n" +
+	"\vNamespaceCA\x12\x1c\n" +
+	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12 \n" +
+	"\vcertificate\x18\x02 \x01(\tR\vcertificate\x12 \n" +
+	"\vfingerprint\x18\x03 \x01(\tR\vfingerprint\x12\x18\n" +
+	"\asubject\x18\x04 \x01(\tR\asubject\x12\x14\n" +
+	"\x05names\x18\x05 \x03(\tR\x05names\x124\n" +
+	"\acreated\x18\x06 \x01(\v2\x1a.google.protobuf.TimestampR\acreated\x124\n" +
+	"\aexpires\x18\a \x01(\v2\x1a.google.protobuf.TimestampR\aexpires\"5\n" +
+	"\x15GetNamespaceCARequest\x12\x1c\n" +
+	"\tnamespace\x18\x01 \x01(\tR\tnamespace\"\x84\x01\n" +
+	"\x15SetNamespaceCARequest\x12\x1c\n" +
+	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x14\n" +
+	"\x05names\x18\x02 \x03(\tR\x05names\x12 \n" +
+	"\vcertificate\x18\x03 \x01(\tR\vcertificate\x12\x15\n" +
+	"\x03key\x18\x04 \x01(\tB\x03\x80\x01\x01R\x03key*h\n" +
 	"\x05Phase\x12\x15\n" +
 	"\x11PHASE_UNSPECIFIED\x10\x00\x12\x11\n" +
 	"\rPHASE_PENDING\x10\x01\x12\x12\n" +
@@ -4318,7 +5147,7 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x1aTIMEOUT_ACTION_UNSPECIFIED\x10\x00\x12\x17\n" +
 	"\x13TIMEOUT_ACTION_KILL\x10\x01\x12\x18\n" +
 	"\x14TIMEOUT_ACTION_PAUSE\x10\x02\x12\x1c\n" +
-	"\x18TIMEOUT_ACTION_HIBERNATE\x10\x032\xaa\x13\n" +
+	"\x18TIMEOUT_ACTION_HIBERNATE\x10\x032\x8f\x16\n" +
 	"\x04Node\x12I\n" +
 	"\aGetNode\x12 .agentrun.node.v1.GetNodeRequest\x1a\x1c.agentrun.node.v1.NodeStatus\x12S\n" +
 	"\rApplyTemplate\x12&.agentrun.node.v1.ApplyTemplateRequest\x1a\x1a.agentrun.node.v1.Template\x12O\n" +
@@ -4341,7 +5170,9 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\rExtendSandbox\x12&.agentrun.node.v1.ExtendSandboxRequest\x1a\x19.agentrun.node.v1.Sandbox\x12N\n" +
 	"\vKillSandbox\x12$.agentrun.node.v1.KillSandboxRequest\x1a\x19.agentrun.node.v1.Sandbox\x12[\n" +
 	"\x0fGetSandboxStats\x12(.agentrun.node.v1.GetSandboxStatsRequest\x1a\x1e.agentrun.node.v1.SandboxStats\x12i\n" +
-	"\x10ListSandboxStats\x12).agentrun.node.v1.ListSandboxStatsRequest\x1a*.agentrun.node.v1.ListSandboxStatsResponse\x12K\n" +
+	"\x10ListSandboxStats\x12).agentrun.node.v1.ListSandboxStatsRequest\x1a*.agentrun.node.v1.ListSandboxStatsResponse\x12X\n" +
+	"\x10SetNetworkPolicy\x12).agentrun.node.v1.SetNetworkPolicyRequest\x1a\x19.agentrun.node.v1.Sandbox\x12U\n" +
+	"\rGetNetworkLog\x12&.agentrun.node.v1.GetNetworkLogRequest\x1a\x1c.agentrun.node.v1.NetworkLog\x12K\n" +
 	"\vForkSandbox\x12$.agentrun.node.v1.ForkSandboxRequest\x1a\x16.agentrun.node.v1.Fork\x12C\n" +
 	"\aGetFork\x12 .agentrun.node.v1.GetForkRequest\x1a\x16.agentrun.node.v1.Fork\x12T\n" +
 	"\tListForks\x12\".agentrun.node.v1.ListForksRequest\x1a#.agentrun.node.v1.ListForksResponse\x12I\n" +
@@ -4351,7 +5182,9 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\rGetCheckpoint\x12&.agentrun.node.v1.GetCheckpointRequest\x1a\x1c.agentrun.node.v1.Checkpoint\x12f\n" +
 	"\x0fListCheckpoints\x12(.agentrun.node.v1.ListCheckpointsRequest\x1a).agentrun.node.v1.ListCheckpointsResponse\x12U\n" +
 	"\x10DeleteCheckpoint\x12).agentrun.node.v1.DeleteCheckpointRequest\x1a\x16.google.protobuf.Empty\x12Z\n" +
-	"\x11RestoreCheckpoint\x12*.agentrun.node.v1.RestoreCheckpointRequest\x1a\x19.agentrun.node.v1.SandboxB!Z\x1fagentrun.dev/api/node/v1;nodev1b\x06proto3"
+	"\x11RestoreCheckpoint\x12*.agentrun.node.v1.RestoreCheckpointRequest\x1a\x19.agentrun.node.v1.Sandbox\x12X\n" +
+	"\x0eGetNamespaceCA\x12'.agentrun.node.v1.GetNamespaceCARequest\x1a\x1d.agentrun.node.v1.NamespaceCA\x12X\n" +
+	"\x0eSetNamespaceCA\x12'.agentrun.node.v1.SetNamespaceCARequest\x1a\x1d.agentrun.node.v1.NamespaceCAB!Z\x1fagentrun.dev/api/node/v1;nodev1b\x06proto3"
 
 var (
 	file_agentrun_node_v1_node_proto_rawDescOnce sync.Once
@@ -4366,7 +5199,7 @@ func file_agentrun_node_v1_node_proto_rawDescGZIP() []byte {
 }
 
 var file_agentrun_node_v1_node_proto_enumTypes = make([]protoimpl.EnumInfo, 6)
-var file_agentrun_node_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 57)
+var file_agentrun_node_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 65)
 var file_agentrun_node_v1_node_proto_goTypes = []any{
 	(Phase)(0),                       // 0: agentrun.node.v1.Phase
 	(Stage)(0),                       // 1: agentrun.node.v1.Stage
@@ -4378,178 +5211,208 @@ var file_agentrun_node_v1_node_proto_goTypes = []any{
 	(*GetNodeRequest)(nil),           // 7: agentrun.node.v1.GetNodeRequest
 	(*NodeStatus)(nil),               // 8: agentrun.node.v1.NodeStatus
 	(*TemplateSpec)(nil),             // 9: agentrun.node.v1.TemplateSpec
-	(*ReadyCheck)(nil),               // 10: agentrun.node.v1.ReadyCheck
-	(*Program)(nil),                  // 11: agentrun.node.v1.Program
-	(*Template)(nil),                 // 12: agentrun.node.v1.Template
-	(*Build)(nil),                    // 13: agentrun.node.v1.Build
-	(*ApplyTemplateRequest)(nil),     // 14: agentrun.node.v1.ApplyTemplateRequest
-	(*GetTemplateRequest)(nil),       // 15: agentrun.node.v1.GetTemplateRequest
-	(*ListTemplatesRequest)(nil),     // 16: agentrun.node.v1.ListTemplatesRequest
-	(*ListTemplatesResponse)(nil),    // 17: agentrun.node.v1.ListTemplatesResponse
-	(*DeleteTemplateRequest)(nil),    // 18: agentrun.node.v1.DeleteTemplateRequest
-	(*PoolSpec)(nil),                 // 19: agentrun.node.v1.PoolSpec
-	(*Pool)(nil),                     // 20: agentrun.node.v1.Pool
-	(*ApplyPoolRequest)(nil),         // 21: agentrun.node.v1.ApplyPoolRequest
-	(*GetPoolRequest)(nil),           // 22: agentrun.node.v1.GetPoolRequest
-	(*ListPoolsRequest)(nil),         // 23: agentrun.node.v1.ListPoolsRequest
-	(*ListPoolsResponse)(nil),        // 24: agentrun.node.v1.ListPoolsResponse
-	(*DeletePoolRequest)(nil),        // 25: agentrun.node.v1.DeletePoolRequest
-	(*Lifetime)(nil),                 // 26: agentrun.node.v1.Lifetime
-	(*Sandbox)(nil),                  // 27: agentrun.node.v1.Sandbox
-	(*ClaimSandboxRequest)(nil),      // 28: agentrun.node.v1.ClaimSandboxRequest
-	(*GetSandboxRequest)(nil),        // 29: agentrun.node.v1.GetSandboxRequest
-	(*ListSandboxesRequest)(nil),     // 30: agentrun.node.v1.ListSandboxesRequest
-	(*ListSandboxesResponse)(nil),    // 31: agentrun.node.v1.ListSandboxesResponse
-	(*WatchSandboxesRequest)(nil),    // 32: agentrun.node.v1.WatchSandboxesRequest
-	(*SandboxEvent)(nil),             // 33: agentrun.node.v1.SandboxEvent
-	(*PauseSandboxRequest)(nil),      // 34: agentrun.node.v1.PauseSandboxRequest
-	(*ResumeSandboxRequest)(nil),     // 35: agentrun.node.v1.ResumeSandboxRequest
-	(*HibernateSandboxRequest)(nil),  // 36: agentrun.node.v1.HibernateSandboxRequest
-	(*ExtendSandboxRequest)(nil),     // 37: agentrun.node.v1.ExtendSandboxRequest
-	(*KillSandboxRequest)(nil),       // 38: agentrun.node.v1.KillSandboxRequest
-	(*GetSandboxStatsRequest)(nil),   // 39: agentrun.node.v1.GetSandboxStatsRequest
-	(*SandboxStats)(nil),             // 40: agentrun.node.v1.SandboxStats
-	(*ListSandboxStatsRequest)(nil),  // 41: agentrun.node.v1.ListSandboxStatsRequest
-	(*ListSandboxStatsResponse)(nil), // 42: agentrun.node.v1.ListSandboxStatsResponse
-	(*ForkSandboxRequest)(nil),       // 43: agentrun.node.v1.ForkSandboxRequest
-	(*Fork)(nil),                     // 44: agentrun.node.v1.Fork
-	(*ForkOutcome)(nil),              // 45: agentrun.node.v1.ForkOutcome
-	(*GetForkRequest)(nil),           // 46: agentrun.node.v1.GetForkRequest
-	(*ListForksRequest)(nil),         // 47: agentrun.node.v1.ListForksRequest
-	(*ListForksResponse)(nil),        // 48: agentrun.node.v1.ListForksResponse
-	(*DeleteForkRequest)(nil),        // 49: agentrun.node.v1.DeleteForkRequest
-	(*Checkpoint)(nil),               // 50: agentrun.node.v1.Checkpoint
-	(*CheckpointSandboxRequest)(nil), // 51: agentrun.node.v1.CheckpointSandboxRequest
-	(*GetCheckpointRequest)(nil),     // 52: agentrun.node.v1.GetCheckpointRequest
-	(*ListCheckpointsRequest)(nil),   // 53: agentrun.node.v1.ListCheckpointsRequest
-	(*ListCheckpointsResponse)(nil),  // 54: agentrun.node.v1.ListCheckpointsResponse
-	(*DeleteCheckpointRequest)(nil),  // 55: agentrun.node.v1.DeleteCheckpointRequest
-	(*RestoreCheckpointRequest)(nil), // 56: agentrun.node.v1.RestoreCheckpointRequest
-	nil,                              // 57: agentrun.node.v1.TemplateSpec.EnvEntry
-	nil,                              // 58: agentrun.node.v1.Sandbox.MetadataEntry
-	nil,                              // 59: agentrun.node.v1.ClaimSandboxRequest.EnvEntry
-	nil,                              // 60: agentrun.node.v1.ClaimSandboxRequest.MetadataEntry
-	nil,                              // 61: agentrun.node.v1.RestoreCheckpointRequest.EnvEntry
-	nil,                              // 62: agentrun.node.v1.RestoreCheckpointRequest.MetadataEntry
-	(*durationpb.Duration)(nil),      // 63: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),    // 64: google.protobuf.Timestamp
-	(*emptypb.Empty)(nil),            // 65: google.protobuf.Empty
+	(*NetworkPolicy)(nil),            // 10: agentrun.node.v1.NetworkPolicy
+	(*ReadyCheck)(nil),               // 11: agentrun.node.v1.ReadyCheck
+	(*Program)(nil),                  // 12: agentrun.node.v1.Program
+	(*Template)(nil),                 // 13: agentrun.node.v1.Template
+	(*Build)(nil),                    // 14: agentrun.node.v1.Build
+	(*ApplyTemplateRequest)(nil),     // 15: agentrun.node.v1.ApplyTemplateRequest
+	(*GetTemplateRequest)(nil),       // 16: agentrun.node.v1.GetTemplateRequest
+	(*ListTemplatesRequest)(nil),     // 17: agentrun.node.v1.ListTemplatesRequest
+	(*ListTemplatesResponse)(nil),    // 18: agentrun.node.v1.ListTemplatesResponse
+	(*DeleteTemplateRequest)(nil),    // 19: agentrun.node.v1.DeleteTemplateRequest
+	(*PoolSpec)(nil),                 // 20: agentrun.node.v1.PoolSpec
+	(*Pool)(nil),                     // 21: agentrun.node.v1.Pool
+	(*ApplyPoolRequest)(nil),         // 22: agentrun.node.v1.ApplyPoolRequest
+	(*GetPoolRequest)(nil),           // 23: agentrun.node.v1.GetPoolRequest
+	(*ListPoolsRequest)(nil),         // 24: agentrun.node.v1.ListPoolsRequest
+	(*ListPoolsResponse)(nil),        // 25: agentrun.node.v1.ListPoolsResponse
+	(*DeletePoolRequest)(nil),        // 26: agentrun.node.v1.DeletePoolRequest
+	(*Lifetime)(nil),                 // 27: agentrun.node.v1.Lifetime
+	(*Sandbox)(nil),                  // 28: agentrun.node.v1.Sandbox
+	(*ClaimSandboxRequest)(nil),      // 29: agentrun.node.v1.ClaimSandboxRequest
+	(*GetSandboxRequest)(nil),        // 30: agentrun.node.v1.GetSandboxRequest
+	(*ListSandboxesRequest)(nil),     // 31: agentrun.node.v1.ListSandboxesRequest
+	(*ListSandboxesResponse)(nil),    // 32: agentrun.node.v1.ListSandboxesResponse
+	(*WatchSandboxesRequest)(nil),    // 33: agentrun.node.v1.WatchSandboxesRequest
+	(*SandboxEvent)(nil),             // 34: agentrun.node.v1.SandboxEvent
+	(*PauseSandboxRequest)(nil),      // 35: agentrun.node.v1.PauseSandboxRequest
+	(*ResumeSandboxRequest)(nil),     // 36: agentrun.node.v1.ResumeSandboxRequest
+	(*HibernateSandboxRequest)(nil),  // 37: agentrun.node.v1.HibernateSandboxRequest
+	(*ExtendSandboxRequest)(nil),     // 38: agentrun.node.v1.ExtendSandboxRequest
+	(*KillSandboxRequest)(nil),       // 39: agentrun.node.v1.KillSandboxRequest
+	(*GetSandboxStatsRequest)(nil),   // 40: agentrun.node.v1.GetSandboxStatsRequest
+	(*SandboxStats)(nil),             // 41: agentrun.node.v1.SandboxStats
+	(*ListSandboxStatsRequest)(nil),  // 42: agentrun.node.v1.ListSandboxStatsRequest
+	(*ListSandboxStatsResponse)(nil), // 43: agentrun.node.v1.ListSandboxStatsResponse
+	(*SetNetworkPolicyRequest)(nil),  // 44: agentrun.node.v1.SetNetworkPolicyRequest
+	(*GetNetworkLogRequest)(nil),     // 45: agentrun.node.v1.GetNetworkLogRequest
+	(*NetworkLog)(nil),               // 46: agentrun.node.v1.NetworkLog
+	(*NetworkLogEntry)(nil),          // 47: agentrun.node.v1.NetworkLogEntry
+	(*ForkSandboxRequest)(nil),       // 48: agentrun.node.v1.ForkSandboxRequest
+	(*Fork)(nil),                     // 49: agentrun.node.v1.Fork
+	(*ForkOutcome)(nil),              // 50: agentrun.node.v1.ForkOutcome
+	(*GetForkRequest)(nil),           // 51: agentrun.node.v1.GetForkRequest
+	(*ListForksRequest)(nil),         // 52: agentrun.node.v1.ListForksRequest
+	(*ListForksResponse)(nil),        // 53: agentrun.node.v1.ListForksResponse
+	(*DeleteForkRequest)(nil),        // 54: agentrun.node.v1.DeleteForkRequest
+	(*Checkpoint)(nil),               // 55: agentrun.node.v1.Checkpoint
+	(*CheckpointSandboxRequest)(nil), // 56: agentrun.node.v1.CheckpointSandboxRequest
+	(*GetCheckpointRequest)(nil),     // 57: agentrun.node.v1.GetCheckpointRequest
+	(*ListCheckpointsRequest)(nil),   // 58: agentrun.node.v1.ListCheckpointsRequest
+	(*ListCheckpointsResponse)(nil),  // 59: agentrun.node.v1.ListCheckpointsResponse
+	(*DeleteCheckpointRequest)(nil),  // 60: agentrun.node.v1.DeleteCheckpointRequest
+	(*RestoreCheckpointRequest)(nil), // 61: agentrun.node.v1.RestoreCheckpointRequest
+	(*NamespaceCA)(nil),              // 62: agentrun.node.v1.NamespaceCA
+	(*GetNamespaceCARequest)(nil),    // 63: agentrun.node.v1.GetNamespaceCARequest
+	(*SetNamespaceCARequest)(nil),    // 64: agentrun.node.v1.SetNamespaceCARequest
+	nil,                              // 65: agentrun.node.v1.TemplateSpec.EnvEntry
+	nil,                              // 66: agentrun.node.v1.Sandbox.MetadataEntry
+	nil,                              // 67: agentrun.node.v1.ClaimSandboxRequest.EnvEntry
+	nil,                              // 68: agentrun.node.v1.ClaimSandboxRequest.MetadataEntry
+	nil,                              // 69: agentrun.node.v1.RestoreCheckpointRequest.EnvEntry
+	nil,                              // 70: agentrun.node.v1.RestoreCheckpointRequest.MetadataEntry
+	(*durationpb.Duration)(nil),      // 71: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),    // 72: google.protobuf.Timestamp
+	(*emptypb.Empty)(nil),            // 73: google.protobuf.Empty
 }
 var file_agentrun_node_v1_node_proto_depIdxs = []int32{
-	57, // 0: agentrun.node.v1.TemplateSpec.env:type_name -> agentrun.node.v1.TemplateSpec.EnvEntry
-	10, // 1: agentrun.node.v1.TemplateSpec.ready:type_name -> agentrun.node.v1.ReadyCheck
-	11, // 2: agentrun.node.v1.TemplateSpec.warmup:type_name -> agentrun.node.v1.Program
-	63, // 3: agentrun.node.v1.ReadyCheck.delay:type_name -> google.protobuf.Duration
-	63, // 4: agentrun.node.v1.ReadyCheck.timeout:type_name -> google.protobuf.Duration
-	9,  // 5: agentrun.node.v1.Template.spec:type_name -> agentrun.node.v1.TemplateSpec
-	64, // 6: agentrun.node.v1.Template.created:type_name -> google.protobuf.Timestamp
-	0,  // 7: agentrun.node.v1.Template.phase:type_name -> agentrun.node.v1.Phase
-	13, // 8: agentrun.node.v1.Template.builds:type_name -> agentrun.node.v1.Build
-	1,  // 9: agentrun.node.v1.Build.stage:type_name -> agentrun.node.v1.Stage
-	0,  // 10: agentrun.node.v1.Build.phase:type_name -> agentrun.node.v1.Phase
-	64, // 11: agentrun.node.v1.Build.started:type_name -> google.protobuf.Timestamp
-	64, // 12: agentrun.node.v1.Build.finished:type_name -> google.protobuf.Timestamp
-	9,  // 13: agentrun.node.v1.ApplyTemplateRequest.spec:type_name -> agentrun.node.v1.TemplateSpec
-	12, // 14: agentrun.node.v1.ListTemplatesResponse.templates:type_name -> agentrun.node.v1.Template
-	1,  // 15: agentrun.node.v1.PoolSpec.snapshot_after:type_name -> agentrun.node.v1.Stage
-	19, // 16: agentrun.node.v1.Pool.spec:type_name -> agentrun.node.v1.PoolSpec
-	64, // 17: agentrun.node.v1.Pool.created:type_name -> google.protobuf.Timestamp
-	0,  // 18: agentrun.node.v1.Pool.phase:type_name -> agentrun.node.v1.Phase
-	19, // 19: agentrun.node.v1.ApplyPoolRequest.spec:type_name -> agentrun.node.v1.PoolSpec
-	20, // 20: agentrun.node.v1.ListPoolsResponse.pools:type_name -> agentrun.node.v1.Pool
-	63, // 21: agentrun.node.v1.Lifetime.timeout:type_name -> google.protobuf.Duration
-	63, // 22: agentrun.node.v1.Lifetime.idle_timeout:type_name -> google.protobuf.Duration
-	4,  // 23: agentrun.node.v1.Lifetime.on_timeout:type_name -> agentrun.node.v1.TimeoutAction
-	2,  // 24: agentrun.node.v1.Sandbox.state:type_name -> agentrun.node.v1.SandboxState
-	58, // 25: agentrun.node.v1.Sandbox.metadata:type_name -> agentrun.node.v1.Sandbox.MetadataEntry
-	64, // 26: agentrun.node.v1.Sandbox.created:type_name -> google.protobuf.Timestamp
-	64, // 27: agentrun.node.v1.Sandbox.ended:type_name -> google.protobuf.Timestamp
-	3,  // 28: agentrun.node.v1.Sandbox.reason:type_name -> agentrun.node.v1.EndReason
-	26, // 29: agentrun.node.v1.Sandbox.lifetime:type_name -> agentrun.node.v1.Lifetime
-	59, // 30: agentrun.node.v1.ClaimSandboxRequest.env:type_name -> agentrun.node.v1.ClaimSandboxRequest.EnvEntry
-	60, // 31: agentrun.node.v1.ClaimSandboxRequest.metadata:type_name -> agentrun.node.v1.ClaimSandboxRequest.MetadataEntry
-	26, // 32: agentrun.node.v1.ClaimSandboxRequest.lifetime:type_name -> agentrun.node.v1.Lifetime
-	27, // 33: agentrun.node.v1.ListSandboxesResponse.sandboxes:type_name -> agentrun.node.v1.Sandbox
-	5,  // 34: agentrun.node.v1.SandboxEvent.kind:type_name -> agentrun.node.v1.SandboxEvent.Kind
-	27, // 35: agentrun.node.v1.SandboxEvent.sandbox:type_name -> agentrun.node.v1.Sandbox
-	63, // 36: agentrun.node.v1.ExtendSandboxRequest.timeout:type_name -> google.protobuf.Duration
-	2,  // 37: agentrun.node.v1.SandboxStats.state:type_name -> agentrun.node.v1.SandboxState
-	64, // 38: agentrun.node.v1.SandboxStats.time:type_name -> google.protobuf.Timestamp
-	63, // 39: agentrun.node.v1.SandboxStats.cpu:type_name -> google.protobuf.Duration
-	40, // 40: agentrun.node.v1.ListSandboxStatsResponse.stats:type_name -> agentrun.node.v1.SandboxStats
-	64, // 41: agentrun.node.v1.Fork.created:type_name -> google.protobuf.Timestamp
-	0,  // 42: agentrun.node.v1.Fork.phase:type_name -> agentrun.node.v1.Phase
-	45, // 43: agentrun.node.v1.Fork.children:type_name -> agentrun.node.v1.ForkOutcome
-	63, // 44: agentrun.node.v1.Fork.pause:type_name -> google.protobuf.Duration
-	44, // 45: agentrun.node.v1.ListForksResponse.forks:type_name -> agentrun.node.v1.Fork
-	64, // 46: agentrun.node.v1.Checkpoint.created:type_name -> google.protobuf.Timestamp
-	50, // 47: agentrun.node.v1.ListCheckpointsResponse.checkpoints:type_name -> agentrun.node.v1.Checkpoint
-	61, // 48: agentrun.node.v1.RestoreCheckpointRequest.env:type_name -> agentrun.node.v1.RestoreCheckpointRequest.EnvEntry
-	62, // 49: agentrun.node.v1.RestoreCheckpointRequest.metadata:type_name -> agentrun.node.v1.RestoreCheckpointRequest.MetadataEntry
-	26, // 50: agentrun.node.v1.RestoreCheckpointRequest.lifetime:type_name -> agentrun.node.v1.Lifetime
-	7,  // 51: agentrun.node.v1.Node.GetNode:input_type -> agentrun.node.v1.GetNodeRequest
-	14, // 52: agentrun.node.v1.Node.ApplyTemplate:input_type -> agentrun.node.v1.ApplyTemplateRequest
-	15, // 53: agentrun.node.v1.Node.GetTemplate:input_type -> agentrun.node.v1.GetTemplateRequest
-	16, // 54: agentrun.node.v1.Node.ListTemplates:input_type -> agentrun.node.v1.ListTemplatesRequest
-	18, // 55: agentrun.node.v1.Node.DeleteTemplate:input_type -> agentrun.node.v1.DeleteTemplateRequest
-	21, // 56: agentrun.node.v1.Node.ApplyPool:input_type -> agentrun.node.v1.ApplyPoolRequest
-	22, // 57: agentrun.node.v1.Node.GetPool:input_type -> agentrun.node.v1.GetPoolRequest
-	23, // 58: agentrun.node.v1.Node.ListPools:input_type -> agentrun.node.v1.ListPoolsRequest
-	25, // 59: agentrun.node.v1.Node.DeletePool:input_type -> agentrun.node.v1.DeletePoolRequest
-	28, // 60: agentrun.node.v1.Node.ClaimSandbox:input_type -> agentrun.node.v1.ClaimSandboxRequest
-	29, // 61: agentrun.node.v1.Node.GetSandbox:input_type -> agentrun.node.v1.GetSandboxRequest
-	30, // 62: agentrun.node.v1.Node.ListSandboxes:input_type -> agentrun.node.v1.ListSandboxesRequest
-	32, // 63: agentrun.node.v1.Node.WatchSandboxes:input_type -> agentrun.node.v1.WatchSandboxesRequest
-	34, // 64: agentrun.node.v1.Node.PauseSandbox:input_type -> agentrun.node.v1.PauseSandboxRequest
-	35, // 65: agentrun.node.v1.Node.ResumeSandbox:input_type -> agentrun.node.v1.ResumeSandboxRequest
-	36, // 66: agentrun.node.v1.Node.HibernateSandbox:input_type -> agentrun.node.v1.HibernateSandboxRequest
-	37, // 67: agentrun.node.v1.Node.ExtendSandbox:input_type -> agentrun.node.v1.ExtendSandboxRequest
-	38, // 68: agentrun.node.v1.Node.KillSandbox:input_type -> agentrun.node.v1.KillSandboxRequest
-	39, // 69: agentrun.node.v1.Node.GetSandboxStats:input_type -> agentrun.node.v1.GetSandboxStatsRequest
-	41, // 70: agentrun.node.v1.Node.ListSandboxStats:input_type -> agentrun.node.v1.ListSandboxStatsRequest
-	43, // 71: agentrun.node.v1.Node.ForkSandbox:input_type -> agentrun.node.v1.ForkSandboxRequest
-	46, // 72: agentrun.node.v1.Node.GetFork:input_type -> agentrun.node.v1.GetForkRequest
-	47, // 73: agentrun.node.v1.Node.ListForks:input_type -> agentrun.node.v1.ListForksRequest
-	49, // 74: agentrun.node.v1.Node.DeleteFork:input_type -> agentrun.node.v1.DeleteForkRequest
-	51, // 75: agentrun.node.v1.Node.CheckpointSandbox:input_type -> agentrun.node.v1.CheckpointSandboxRequest
-	52, // 76: agentrun.node.v1.Node.GetCheckpoint:input_type -> agentrun.node.v1.GetCheckpointRequest
-	53, // 77: agentrun.node.v1.Node.ListCheckpoints:input_type -> agentrun.node.v1.ListCheckpointsRequest
-	55, // 78: agentrun.node.v1.Node.DeleteCheckpoint:input_type -> agentrun.node.v1.DeleteCheckpointRequest
-	56, // 79: agentrun.node.v1.Node.RestoreCheckpoint:input_type -> agentrun.node.v1.RestoreCheckpointRequest
-	8,  // 80: agentrun.node.v1.Node.GetNode:output_type -> agentrun.node.v1.NodeStatus
-	12, // 81: agentrun.node.v1.Node.ApplyTemplate:output_type -> agentrun.node.v1.Template
-	12, // 82: agentrun.node.v1.Node.GetTemplate:output_type -> agentrun.node.v1.Template
-	17, // 83: agentrun.node.v1.Node.ListTemplates:output_type -> agentrun.node.v1.ListTemplatesResponse
-	65, // 84: agentrun.node.v1.Node.DeleteTemplate:output_type -> google.protobuf.Empty
-	20, // 85: agentrun.node.v1.Node.ApplyPool:output_type -> agentrun.node.v1.Pool
-	20, // 86: agentrun.node.v1.Node.GetPool:output_type -> agentrun.node.v1.Pool
-	24, // 87: agentrun.node.v1.Node.ListPools:output_type -> agentrun.node.v1.ListPoolsResponse
-	65, // 88: agentrun.node.v1.Node.DeletePool:output_type -> google.protobuf.Empty
-	27, // 89: agentrun.node.v1.Node.ClaimSandbox:output_type -> agentrun.node.v1.Sandbox
-	27, // 90: agentrun.node.v1.Node.GetSandbox:output_type -> agentrun.node.v1.Sandbox
-	31, // 91: agentrun.node.v1.Node.ListSandboxes:output_type -> agentrun.node.v1.ListSandboxesResponse
-	33, // 92: agentrun.node.v1.Node.WatchSandboxes:output_type -> agentrun.node.v1.SandboxEvent
-	27, // 93: agentrun.node.v1.Node.PauseSandbox:output_type -> agentrun.node.v1.Sandbox
-	27, // 94: agentrun.node.v1.Node.ResumeSandbox:output_type -> agentrun.node.v1.Sandbox
-	27, // 95: agentrun.node.v1.Node.HibernateSandbox:output_type -> agentrun.node.v1.Sandbox
-	27, // 96: agentrun.node.v1.Node.ExtendSandbox:output_type -> agentrun.node.v1.Sandbox
-	27, // 97: agentrun.node.v1.Node.KillSandbox:output_type -> agentrun.node.v1.Sandbox
-	40, // 98: agentrun.node.v1.Node.GetSandboxStats:output_type -> agentrun.node.v1.SandboxStats
-	42, // 99: agentrun.node.v1.Node.ListSandboxStats:output_type -> agentrun.node.v1.ListSandboxStatsResponse
-	44, // 100: agentrun.node.v1.Node.ForkSandbox:output_type -> agentrun.node.v1.Fork
-	44, // 101: agentrun.node.v1.Node.GetFork:output_type -> agentrun.node.v1.Fork
-	48, // 102: agentrun.node.v1.Node.ListForks:output_type -> agentrun.node.v1.ListForksResponse
-	65, // 103: agentrun.node.v1.Node.DeleteFork:output_type -> google.protobuf.Empty
-	50, // 104: agentrun.node.v1.Node.CheckpointSandbox:output_type -> agentrun.node.v1.Checkpoint
-	50, // 105: agentrun.node.v1.Node.GetCheckpoint:output_type -> agentrun.node.v1.Checkpoint
-	54, // 106: agentrun.node.v1.Node.ListCheckpoints:output_type -> agentrun.node.v1.ListCheckpointsResponse
-	65, // 107: agentrun.node.v1.Node.DeleteCheckpoint:output_type -> google.protobuf.Empty
-	27, // 108: agentrun.node.v1.Node.RestoreCheckpoint:output_type -> agentrun.node.v1.Sandbox
-	80, // [80:109] is the sub-list for method output_type
-	51, // [51:80] is the sub-list for method input_type
-	51, // [51:51] is the sub-list for extension type_name
-	51, // [51:51] is the sub-list for extension extendee
-	0,  // [0:51] is the sub-list for field type_name
+	65, // 0: agentrun.node.v1.TemplateSpec.env:type_name -> agentrun.node.v1.TemplateSpec.EnvEntry
+	11, // 1: agentrun.node.v1.TemplateSpec.ready:type_name -> agentrun.node.v1.ReadyCheck
+	12, // 2: agentrun.node.v1.TemplateSpec.warmup:type_name -> agentrun.node.v1.Program
+	10, // 3: agentrun.node.v1.TemplateSpec.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
+	10, // 4: agentrun.node.v1.TemplateSpec.build_network:type_name -> agentrun.node.v1.NetworkPolicy
+	71, // 5: agentrun.node.v1.ReadyCheck.delay:type_name -> google.protobuf.Duration
+	71, // 6: agentrun.node.v1.ReadyCheck.timeout:type_name -> google.protobuf.Duration
+	9,  // 7: agentrun.node.v1.Template.spec:type_name -> agentrun.node.v1.TemplateSpec
+	72, // 8: agentrun.node.v1.Template.created:type_name -> google.protobuf.Timestamp
+	0,  // 9: agentrun.node.v1.Template.phase:type_name -> agentrun.node.v1.Phase
+	14, // 10: agentrun.node.v1.Template.builds:type_name -> agentrun.node.v1.Build
+	1,  // 11: agentrun.node.v1.Build.stage:type_name -> agentrun.node.v1.Stage
+	0,  // 12: agentrun.node.v1.Build.phase:type_name -> agentrun.node.v1.Phase
+	72, // 13: agentrun.node.v1.Build.started:type_name -> google.protobuf.Timestamp
+	72, // 14: agentrun.node.v1.Build.finished:type_name -> google.protobuf.Timestamp
+	9,  // 15: agentrun.node.v1.ApplyTemplateRequest.spec:type_name -> agentrun.node.v1.TemplateSpec
+	13, // 16: agentrun.node.v1.ListTemplatesResponse.templates:type_name -> agentrun.node.v1.Template
+	1,  // 17: agentrun.node.v1.PoolSpec.snapshot_after:type_name -> agentrun.node.v1.Stage
+	20, // 18: agentrun.node.v1.Pool.spec:type_name -> agentrun.node.v1.PoolSpec
+	72, // 19: agentrun.node.v1.Pool.created:type_name -> google.protobuf.Timestamp
+	0,  // 20: agentrun.node.v1.Pool.phase:type_name -> agentrun.node.v1.Phase
+	20, // 21: agentrun.node.v1.ApplyPoolRequest.spec:type_name -> agentrun.node.v1.PoolSpec
+	21, // 22: agentrun.node.v1.ListPoolsResponse.pools:type_name -> agentrun.node.v1.Pool
+	71, // 23: agentrun.node.v1.Lifetime.timeout:type_name -> google.protobuf.Duration
+	71, // 24: agentrun.node.v1.Lifetime.idle_timeout:type_name -> google.protobuf.Duration
+	4,  // 25: agentrun.node.v1.Lifetime.on_timeout:type_name -> agentrun.node.v1.TimeoutAction
+	2,  // 26: agentrun.node.v1.Sandbox.state:type_name -> agentrun.node.v1.SandboxState
+	66, // 27: agentrun.node.v1.Sandbox.metadata:type_name -> agentrun.node.v1.Sandbox.MetadataEntry
+	72, // 28: agentrun.node.v1.Sandbox.created:type_name -> google.protobuf.Timestamp
+	72, // 29: agentrun.node.v1.Sandbox.ended:type_name -> google.protobuf.Timestamp
+	3,  // 30: agentrun.node.v1.Sandbox.reason:type_name -> agentrun.node.v1.EndReason
+	27, // 31: agentrun.node.v1.Sandbox.lifetime:type_name -> agentrun.node.v1.Lifetime
+	10, // 32: agentrun.node.v1.Sandbox.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
+	10, // 33: agentrun.node.v1.Sandbox.network_bounds:type_name -> agentrun.node.v1.NetworkPolicy
+	67, // 34: agentrun.node.v1.ClaimSandboxRequest.env:type_name -> agentrun.node.v1.ClaimSandboxRequest.EnvEntry
+	68, // 35: agentrun.node.v1.ClaimSandboxRequest.metadata:type_name -> agentrun.node.v1.ClaimSandboxRequest.MetadataEntry
+	27, // 36: agentrun.node.v1.ClaimSandboxRequest.lifetime:type_name -> agentrun.node.v1.Lifetime
+	10, // 37: agentrun.node.v1.ClaimSandboxRequest.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
+	28, // 38: agentrun.node.v1.ListSandboxesResponse.sandboxes:type_name -> agentrun.node.v1.Sandbox
+	5,  // 39: agentrun.node.v1.SandboxEvent.kind:type_name -> agentrun.node.v1.SandboxEvent.Kind
+	28, // 40: agentrun.node.v1.SandboxEvent.sandbox:type_name -> agentrun.node.v1.Sandbox
+	71, // 41: agentrun.node.v1.ExtendSandboxRequest.timeout:type_name -> google.protobuf.Duration
+	2,  // 42: agentrun.node.v1.SandboxStats.state:type_name -> agentrun.node.v1.SandboxState
+	72, // 43: agentrun.node.v1.SandboxStats.time:type_name -> google.protobuf.Timestamp
+	71, // 44: agentrun.node.v1.SandboxStats.cpu:type_name -> google.protobuf.Duration
+	41, // 45: agentrun.node.v1.ListSandboxStatsResponse.stats:type_name -> agentrun.node.v1.SandboxStats
+	10, // 46: agentrun.node.v1.SetNetworkPolicyRequest.policy:type_name -> agentrun.node.v1.NetworkPolicy
+	71, // 47: agentrun.node.v1.GetNetworkLogRequest.wait:type_name -> google.protobuf.Duration
+	47, // 48: agentrun.node.v1.NetworkLog.entries:type_name -> agentrun.node.v1.NetworkLogEntry
+	47, // 49: agentrun.node.v1.NetworkLog.open:type_name -> agentrun.node.v1.NetworkLogEntry
+	72, // 50: agentrun.node.v1.NetworkLogEntry.time:type_name -> google.protobuf.Timestamp
+	72, // 51: agentrun.node.v1.NetworkLogEntry.ended:type_name -> google.protobuf.Timestamp
+	10, // 52: agentrun.node.v1.ForkSandboxRequest.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
+	72, // 53: agentrun.node.v1.Fork.created:type_name -> google.protobuf.Timestamp
+	0,  // 54: agentrun.node.v1.Fork.phase:type_name -> agentrun.node.v1.Phase
+	50, // 55: agentrun.node.v1.Fork.children:type_name -> agentrun.node.v1.ForkOutcome
+	71, // 56: agentrun.node.v1.Fork.pause:type_name -> google.protobuf.Duration
+	49, // 57: agentrun.node.v1.ListForksResponse.forks:type_name -> agentrun.node.v1.Fork
+	72, // 58: agentrun.node.v1.Checkpoint.created:type_name -> google.protobuf.Timestamp
+	55, // 59: agentrun.node.v1.ListCheckpointsResponse.checkpoints:type_name -> agentrun.node.v1.Checkpoint
+	69, // 60: agentrun.node.v1.RestoreCheckpointRequest.env:type_name -> agentrun.node.v1.RestoreCheckpointRequest.EnvEntry
+	70, // 61: agentrun.node.v1.RestoreCheckpointRequest.metadata:type_name -> agentrun.node.v1.RestoreCheckpointRequest.MetadataEntry
+	27, // 62: agentrun.node.v1.RestoreCheckpointRequest.lifetime:type_name -> agentrun.node.v1.Lifetime
+	72, // 63: agentrun.node.v1.NamespaceCA.created:type_name -> google.protobuf.Timestamp
+	72, // 64: agentrun.node.v1.NamespaceCA.expires:type_name -> google.protobuf.Timestamp
+	7,  // 65: agentrun.node.v1.Node.GetNode:input_type -> agentrun.node.v1.GetNodeRequest
+	15, // 66: agentrun.node.v1.Node.ApplyTemplate:input_type -> agentrun.node.v1.ApplyTemplateRequest
+	16, // 67: agentrun.node.v1.Node.GetTemplate:input_type -> agentrun.node.v1.GetTemplateRequest
+	17, // 68: agentrun.node.v1.Node.ListTemplates:input_type -> agentrun.node.v1.ListTemplatesRequest
+	19, // 69: agentrun.node.v1.Node.DeleteTemplate:input_type -> agentrun.node.v1.DeleteTemplateRequest
+	22, // 70: agentrun.node.v1.Node.ApplyPool:input_type -> agentrun.node.v1.ApplyPoolRequest
+	23, // 71: agentrun.node.v1.Node.GetPool:input_type -> agentrun.node.v1.GetPoolRequest
+	24, // 72: agentrun.node.v1.Node.ListPools:input_type -> agentrun.node.v1.ListPoolsRequest
+	26, // 73: agentrun.node.v1.Node.DeletePool:input_type -> agentrun.node.v1.DeletePoolRequest
+	29, // 74: agentrun.node.v1.Node.ClaimSandbox:input_type -> agentrun.node.v1.ClaimSandboxRequest
+	30, // 75: agentrun.node.v1.Node.GetSandbox:input_type -> agentrun.node.v1.GetSandboxRequest
+	31, // 76: agentrun.node.v1.Node.ListSandboxes:input_type -> agentrun.node.v1.ListSandboxesRequest
+	33, // 77: agentrun.node.v1.Node.WatchSandboxes:input_type -> agentrun.node.v1.WatchSandboxesRequest
+	35, // 78: agentrun.node.v1.Node.PauseSandbox:input_type -> agentrun.node.v1.PauseSandboxRequest
+	36, // 79: agentrun.node.v1.Node.ResumeSandbox:input_type -> agentrun.node.v1.ResumeSandboxRequest
+	37, // 80: agentrun.node.v1.Node.HibernateSandbox:input_type -> agentrun.node.v1.HibernateSandboxRequest
+	38, // 81: agentrun.node.v1.Node.ExtendSandbox:input_type -> agentrun.node.v1.ExtendSandboxRequest
+	39, // 82: agentrun.node.v1.Node.KillSandbox:input_type -> agentrun.node.v1.KillSandboxRequest
+	40, // 83: agentrun.node.v1.Node.GetSandboxStats:input_type -> agentrun.node.v1.GetSandboxStatsRequest
+	42, // 84: agentrun.node.v1.Node.ListSandboxStats:input_type -> agentrun.node.v1.ListSandboxStatsRequest
+	44, // 85: agentrun.node.v1.Node.SetNetworkPolicy:input_type -> agentrun.node.v1.SetNetworkPolicyRequest
+	45, // 86: agentrun.node.v1.Node.GetNetworkLog:input_type -> agentrun.node.v1.GetNetworkLogRequest
+	48, // 87: agentrun.node.v1.Node.ForkSandbox:input_type -> agentrun.node.v1.ForkSandboxRequest
+	51, // 88: agentrun.node.v1.Node.GetFork:input_type -> agentrun.node.v1.GetForkRequest
+	52, // 89: agentrun.node.v1.Node.ListForks:input_type -> agentrun.node.v1.ListForksRequest
+	54, // 90: agentrun.node.v1.Node.DeleteFork:input_type -> agentrun.node.v1.DeleteForkRequest
+	56, // 91: agentrun.node.v1.Node.CheckpointSandbox:input_type -> agentrun.node.v1.CheckpointSandboxRequest
+	57, // 92: agentrun.node.v1.Node.GetCheckpoint:input_type -> agentrun.node.v1.GetCheckpointRequest
+	58, // 93: agentrun.node.v1.Node.ListCheckpoints:input_type -> agentrun.node.v1.ListCheckpointsRequest
+	60, // 94: agentrun.node.v1.Node.DeleteCheckpoint:input_type -> agentrun.node.v1.DeleteCheckpointRequest
+	61, // 95: agentrun.node.v1.Node.RestoreCheckpoint:input_type -> agentrun.node.v1.RestoreCheckpointRequest
+	63, // 96: agentrun.node.v1.Node.GetNamespaceCA:input_type -> agentrun.node.v1.GetNamespaceCARequest
+	64, // 97: agentrun.node.v1.Node.SetNamespaceCA:input_type -> agentrun.node.v1.SetNamespaceCARequest
+	8,  // 98: agentrun.node.v1.Node.GetNode:output_type -> agentrun.node.v1.NodeStatus
+	13, // 99: agentrun.node.v1.Node.ApplyTemplate:output_type -> agentrun.node.v1.Template
+	13, // 100: agentrun.node.v1.Node.GetTemplate:output_type -> agentrun.node.v1.Template
+	18, // 101: agentrun.node.v1.Node.ListTemplates:output_type -> agentrun.node.v1.ListTemplatesResponse
+	73, // 102: agentrun.node.v1.Node.DeleteTemplate:output_type -> google.protobuf.Empty
+	21, // 103: agentrun.node.v1.Node.ApplyPool:output_type -> agentrun.node.v1.Pool
+	21, // 104: agentrun.node.v1.Node.GetPool:output_type -> agentrun.node.v1.Pool
+	25, // 105: agentrun.node.v1.Node.ListPools:output_type -> agentrun.node.v1.ListPoolsResponse
+	73, // 106: agentrun.node.v1.Node.DeletePool:output_type -> google.protobuf.Empty
+	28, // 107: agentrun.node.v1.Node.ClaimSandbox:output_type -> agentrun.node.v1.Sandbox
+	28, // 108: agentrun.node.v1.Node.GetSandbox:output_type -> agentrun.node.v1.Sandbox
+	32, // 109: agentrun.node.v1.Node.ListSandboxes:output_type -> agentrun.node.v1.ListSandboxesResponse
+	34, // 110: agentrun.node.v1.Node.WatchSandboxes:output_type -> agentrun.node.v1.SandboxEvent
+	28, // 111: agentrun.node.v1.Node.PauseSandbox:output_type -> agentrun.node.v1.Sandbox
+	28, // 112: agentrun.node.v1.Node.ResumeSandbox:output_type -> agentrun.node.v1.Sandbox
+	28, // 113: agentrun.node.v1.Node.HibernateSandbox:output_type -> agentrun.node.v1.Sandbox
+	28, // 114: agentrun.node.v1.Node.ExtendSandbox:output_type -> agentrun.node.v1.Sandbox
+	28, // 115: agentrun.node.v1.Node.KillSandbox:output_type -> agentrun.node.v1.Sandbox
+	41, // 116: agentrun.node.v1.Node.GetSandboxStats:output_type -> agentrun.node.v1.SandboxStats
+	43, // 117: agentrun.node.v1.Node.ListSandboxStats:output_type -> agentrun.node.v1.ListSandboxStatsResponse
+	28, // 118: agentrun.node.v1.Node.SetNetworkPolicy:output_type -> agentrun.node.v1.Sandbox
+	46, // 119: agentrun.node.v1.Node.GetNetworkLog:output_type -> agentrun.node.v1.NetworkLog
+	49, // 120: agentrun.node.v1.Node.ForkSandbox:output_type -> agentrun.node.v1.Fork
+	49, // 121: agentrun.node.v1.Node.GetFork:output_type -> agentrun.node.v1.Fork
+	53, // 122: agentrun.node.v1.Node.ListForks:output_type -> agentrun.node.v1.ListForksResponse
+	73, // 123: agentrun.node.v1.Node.DeleteFork:output_type -> google.protobuf.Empty
+	55, // 124: agentrun.node.v1.Node.CheckpointSandbox:output_type -> agentrun.node.v1.Checkpoint
+	55, // 125: agentrun.node.v1.Node.GetCheckpoint:output_type -> agentrun.node.v1.Checkpoint
+	59, // 126: agentrun.node.v1.Node.ListCheckpoints:output_type -> agentrun.node.v1.ListCheckpointsResponse
+	73, // 127: agentrun.node.v1.Node.DeleteCheckpoint:output_type -> google.protobuf.Empty
+	28, // 128: agentrun.node.v1.Node.RestoreCheckpoint:output_type -> agentrun.node.v1.Sandbox
+	62, // 129: agentrun.node.v1.Node.GetNamespaceCA:output_type -> agentrun.node.v1.NamespaceCA
+	62, // 130: agentrun.node.v1.Node.SetNamespaceCA:output_type -> agentrun.node.v1.NamespaceCA
+	98, // [98:131] is the sub-list for method output_type
+	65, // [65:98] is the sub-list for method input_type
+	65, // [65:65] is the sub-list for extension type_name
+	65, // [65:65] is the sub-list for extension extendee
+	0,  // [0:65] is the sub-list for field type_name
 }
 
 func init() { file_agentrun_node_v1_node_proto_init() }
@@ -4557,7 +5420,7 @@ func file_agentrun_node_v1_node_proto_init() {
 	if File_agentrun_node_v1_node_proto != nil {
 		return
 	}
-	file_agentrun_node_v1_node_proto_msgTypes[4].OneofWrappers = []any{
+	file_agentrun_node_v1_node_proto_msgTypes[5].OneofWrappers = []any{
 		(*ReadyCheck_Command)(nil),
 		(*ReadyCheck_Port)(nil),
 		(*ReadyCheck_Delay)(nil),
@@ -4568,7 +5431,7 @@ func file_agentrun_node_v1_node_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_agentrun_node_v1_node_proto_rawDesc), len(file_agentrun_node_v1_node_proto_rawDesc)),
 			NumEnums:      6,
-			NumMessages:   57,
+			NumMessages:   65,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -48,6 +48,8 @@ const (
 	Node_KillSandbox_FullMethodName       = "/agentrun.node.v1.Node/KillSandbox"
 	Node_GetSandboxStats_FullMethodName   = "/agentrun.node.v1.Node/GetSandboxStats"
 	Node_ListSandboxStats_FullMethodName  = "/agentrun.node.v1.Node/ListSandboxStats"
+	Node_SetNetworkPolicy_FullMethodName  = "/agentrun.node.v1.Node/SetNetworkPolicy"
+	Node_GetNetworkLog_FullMethodName     = "/agentrun.node.v1.Node/GetNetworkLog"
 	Node_ForkSandbox_FullMethodName       = "/agentrun.node.v1.Node/ForkSandbox"
 	Node_GetFork_FullMethodName           = "/agentrun.node.v1.Node/GetFork"
 	Node_ListForks_FullMethodName         = "/agentrun.node.v1.Node/ListForks"
@@ -57,6 +59,8 @@ const (
 	Node_ListCheckpoints_FullMethodName   = "/agentrun.node.v1.Node/ListCheckpoints"
 	Node_DeleteCheckpoint_FullMethodName  = "/agentrun.node.v1.Node/DeleteCheckpoint"
 	Node_RestoreCheckpoint_FullMethodName = "/agentrun.node.v1.Node/RestoreCheckpoint"
+	Node_GetNamespaceCA_FullMethodName    = "/agentrun.node.v1.Node/GetNamespaceCA"
+	Node_SetNamespaceCA_FullMethodName    = "/agentrun.node.v1.Node/SetNamespaceCA"
 )
 
 // NodeClient is the client API for Node service.
@@ -92,6 +96,11 @@ type NodeClient interface {
 	// What it costs. It does not wake it.
 	GetSandboxStats(ctx context.Context, in *GetSandboxStatsRequest, opts ...grpc.CallOption) (*SandboxStats, error)
 	ListSandboxStats(ctx context.Context, in *ListSandboxStatsRequest, opts ...grpc.CallOption) (*ListSandboxStatsResponse, error)
+	// Replaces what it may connect to, within its bounds. Connections that are not
+	// allowed any more end at once. It does not wake it.
+	SetNetworkPolicy(ctx context.Context, in *SetNetworkPolicyRequest, opts ...grpc.CallOption) (*Sandbox, error)
+	// Its connections that have ended, and those that were refused. It does not wake it.
+	GetNetworkLog(ctx context.Context, in *GetNetworkLogRequest, opts ...grpc.CallOption) (*NetworkLog, error)
 	// Makes sandboxes that continue from a running one, all from the same instant.
 	ForkSandbox(ctx context.Context, in *ForkSandboxRequest, opts ...grpc.CallOption) (*Fork, error)
 	GetFork(ctx context.Context, in *GetForkRequest, opts ...grpc.CallOption) (*Fork, error)
@@ -105,6 +114,12 @@ type NodeClient interface {
 	DeleteCheckpoint(ctx context.Context, in *DeleteCheckpointRequest, opts ...grpc.CallOption) (*emptypb.Empty, error)
 	// Makes a sandbox that continues from a checkpoint.
 	RestoreCheckpoint(ctx context.Context, in *RestoreCheckpointRequest, opts ...grpc.CallOption) (*Sandbox, error)
+	// The CA that sandboxes of a namespace can trust; never its key.
+	GetNamespaceCA(ctx context.Context, in *GetNamespaceCARequest, opts ...grpc.CallOption) (*NamespaceCA, error)
+	// Gives a namespace another CA, so that all nodes can have the same. Templates that
+	// trust it are built again; sandboxes that trust the one before have no values put into
+	// their requests any more.
+	SetNamespaceCA(ctx context.Context, in *SetNamespaceCARequest, opts ...grpc.CallOption) (*NamespaceCA, error)
 }
 
 type nodeClient struct {
@@ -324,6 +339,26 @@ func (c *nodeClient) ListSandboxStats(ctx context.Context, in *ListSandboxStatsR
 	return out, nil
 }
 
+func (c *nodeClient) SetNetworkPolicy(ctx context.Context, in *SetNetworkPolicyRequest, opts ...grpc.CallOption) (*Sandbox, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(Sandbox)
+	err := c.cc.Invoke(ctx, Node_SetNetworkPolicy_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *nodeClient) GetNetworkLog(ctx context.Context, in *GetNetworkLogRequest, opts ...grpc.CallOption) (*NetworkLog, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(NetworkLog)
+	err := c.cc.Invoke(ctx, Node_GetNetworkLog_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *nodeClient) ForkSandbox(ctx context.Context, in *ForkSandboxRequest, opts ...grpc.CallOption) (*Fork, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(Fork)
@@ -414,6 +449,26 @@ func (c *nodeClient) RestoreCheckpoint(ctx context.Context, in *RestoreCheckpoin
 	return out, nil
 }
 
+func (c *nodeClient) GetNamespaceCA(ctx context.Context, in *GetNamespaceCARequest, opts ...grpc.CallOption) (*NamespaceCA, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(NamespaceCA)
+	err := c.cc.Invoke(ctx, Node_GetNamespaceCA_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *nodeClient) SetNamespaceCA(ctx context.Context, in *SetNamespaceCARequest, opts ...grpc.CallOption) (*NamespaceCA, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(NamespaceCA)
+	err := c.cc.Invoke(ctx, Node_SetNamespaceCA_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // NodeServer is the server API for Node service.
 // All implementations must embed UnimplementedNodeServer
 // for forward compatibility.
@@ -447,6 +502,11 @@ type NodeServer interface {
 	// What it costs. It does not wake it.
 	GetSandboxStats(context.Context, *GetSandboxStatsRequest) (*SandboxStats, error)
 	ListSandboxStats(context.Context, *ListSandboxStatsRequest) (*ListSandboxStatsResponse, error)
+	// Replaces what it may connect to, within its bounds. Connections that are not
+	// allowed any more end at once. It does not wake it.
+	SetNetworkPolicy(context.Context, *SetNetworkPolicyRequest) (*Sandbox, error)
+	// Its connections that have ended, and those that were refused. It does not wake it.
+	GetNetworkLog(context.Context, *GetNetworkLogRequest) (*NetworkLog, error)
 	// Makes sandboxes that continue from a running one, all from the same instant.
 	ForkSandbox(context.Context, *ForkSandboxRequest) (*Fork, error)
 	GetFork(context.Context, *GetForkRequest) (*Fork, error)
@@ -460,6 +520,12 @@ type NodeServer interface {
 	DeleteCheckpoint(context.Context, *DeleteCheckpointRequest) (*emptypb.Empty, error)
 	// Makes a sandbox that continues from a checkpoint.
 	RestoreCheckpoint(context.Context, *RestoreCheckpointRequest) (*Sandbox, error)
+	// The CA that sandboxes of a namespace can trust; never its key.
+	GetNamespaceCA(context.Context, *GetNamespaceCARequest) (*NamespaceCA, error)
+	// Gives a namespace another CA, so that all nodes can have the same. Templates that
+	// trust it are built again; sandboxes that trust the one before have no values put into
+	// their requests any more.
+	SetNamespaceCA(context.Context, *SetNamespaceCARequest) (*NamespaceCA, error)
 	mustEmbedUnimplementedNodeServer()
 }
 
@@ -530,6 +596,12 @@ func (UnimplementedNodeServer) GetSandboxStats(context.Context, *GetSandboxStats
 func (UnimplementedNodeServer) ListSandboxStats(context.Context, *ListSandboxStatsRequest) (*ListSandboxStatsResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method ListSandboxStats not implemented")
 }
+func (UnimplementedNodeServer) SetNetworkPolicy(context.Context, *SetNetworkPolicyRequest) (*Sandbox, error) {
+	return nil, status.Error(codes.Unimplemented, "method SetNetworkPolicy not implemented")
+}
+func (UnimplementedNodeServer) GetNetworkLog(context.Context, *GetNetworkLogRequest) (*NetworkLog, error) {
+	return nil, status.Error(codes.Unimplemented, "method GetNetworkLog not implemented")
+}
 func (UnimplementedNodeServer) ForkSandbox(context.Context, *ForkSandboxRequest) (*Fork, error) {
 	return nil, status.Error(codes.Unimplemented, "method ForkSandbox not implemented")
 }
@@ -556,6 +628,12 @@ func (UnimplementedNodeServer) DeleteCheckpoint(context.Context, *DeleteCheckpoi
 }
 func (UnimplementedNodeServer) RestoreCheckpoint(context.Context, *RestoreCheckpointRequest) (*Sandbox, error) {
 	return nil, status.Error(codes.Unimplemented, "method RestoreCheckpoint not implemented")
+}
+func (UnimplementedNodeServer) GetNamespaceCA(context.Context, *GetNamespaceCARequest) (*NamespaceCA, error) {
+	return nil, status.Error(codes.Unimplemented, "method GetNamespaceCA not implemented")
+}
+func (UnimplementedNodeServer) SetNamespaceCA(context.Context, *SetNamespaceCARequest) (*NamespaceCA, error) {
+	return nil, status.Error(codes.Unimplemented, "method SetNamespaceCA not implemented")
 }
 func (UnimplementedNodeServer) mustEmbedUnimplementedNodeServer() {}
 func (UnimplementedNodeServer) testEmbeddedByValue()              {}
@@ -931,6 +1009,42 @@ func _Node_ListSandboxStats_Handler(srv interface{}, ctx context.Context, dec fu
 	return interceptor(ctx, in, info, handler)
 }
 
+func _Node_SetNetworkPolicy_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(SetNetworkPolicyRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).SetNetworkPolicy(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_SetNetworkPolicy_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).SetNetworkPolicy(ctx, req.(*SetNetworkPolicyRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Node_GetNetworkLog_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(GetNetworkLogRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).GetNetworkLog(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_GetNetworkLog_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).GetNetworkLog(ctx, req.(*GetNetworkLogRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _Node_ForkSandbox_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(ForkSandboxRequest)
 	if err := dec(in); err != nil {
@@ -1093,6 +1207,42 @@ func _Node_RestoreCheckpoint_Handler(srv interface{}, ctx context.Context, dec f
 	return interceptor(ctx, in, info, handler)
 }
 
+func _Node_GetNamespaceCA_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(GetNamespaceCARequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).GetNamespaceCA(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_GetNamespaceCA_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).GetNamespaceCA(ctx, req.(*GetNamespaceCARequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Node_SetNamespaceCA_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(SetNamespaceCARequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).SetNamespaceCA(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_SetNamespaceCA_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).SetNamespaceCA(ctx, req.(*SetNamespaceCARequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // Node_ServiceDesc is the grpc.ServiceDesc for Node service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -1177,6 +1327,14 @@ var Node_ServiceDesc = grpc.ServiceDesc{
 			Handler:    _Node_ListSandboxStats_Handler,
 		},
 		{
+			MethodName: "SetNetworkPolicy",
+			Handler:    _Node_SetNetworkPolicy_Handler,
+		},
+		{
+			MethodName: "GetNetworkLog",
+			Handler:    _Node_GetNetworkLog_Handler,
+		},
+		{
 			MethodName: "ForkSandbox",
 			Handler:    _Node_ForkSandbox_Handler,
 		},
@@ -1211,6 +1369,14 @@ var Node_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "RestoreCheckpoint",
 			Handler:    _Node_RestoreCheckpoint_Handler,
+		},
+		{
+			MethodName: "GetNamespaceCA",
+			Handler:    _Node_GetNamespaceCA_Handler,
+		},
+		{
+			MethodName: "SetNamespaceCA",
+			Handler:    _Node_SetNamespaceCA_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{

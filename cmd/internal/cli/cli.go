@@ -4,6 +4,7 @@ package cli
 
 import (
 	"context"
+	"io"
 	"os"
 	"os/signal"
 	"time"
@@ -11,6 +12,7 @@ import (
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/host/goruntime"
+	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 	"golang.org/x/sys/unix"
 )
@@ -24,6 +26,17 @@ func Start() (context.Context, context.CancelFunc) {
 	// A matter of speed only, and refused to users without privileges.
 	_ = goruntime.SlowMonitor(monitorSlack)
 	return signal.NotifyContext(context.Background(), os.Interrupt, unix.SIGTERM)
+}
+
+// Execute runs the command that args name of a root command. Whoever gets its error
+// prints it: cobra prints neither it nor how the command is used.
+func Execute(ctx context.Context, root *cobra.Command, args []string, stdin io.Reader, stdout, stderr io.Writer) error {
+	root.SilenceErrors, root.SilenceUsage = true, true
+	root.SetArgs(args)
+	root.SetIn(stdin)
+	root.SetOut(stdout)
+	root.SetErr(stderr)
+	return root.ExecuteContext(ctx)
 }
 
 // EngineFlag is for commands that begin with a root filesystem. Snapshots and

@@ -13,16 +13,42 @@ import (
 	"agentrun.dev/internal/storage/image"
 )
 
-// RootPath returns the path of an EROFS file for --rootfs: the given path, or a file
-// made of the given folder, which cleanup removes. It warns of files that lose
-// something on the engine.
-func RootPath(ctx context.Context, path string, kind pick.Kind, stderr io.Writer) (_ string, cleanup func() error, err error) {
+// OpenRoot opens the EROFS file of --rootfs: the given one, or one without a name that
+// is made of the given folder. It warns of files that lose something on the engine.
+func OpenRoot(ctx context.Context, path string, kind pick.Kind, stderr io.Writer) (*os.File, error) {
+	if folder, err := isFolder(path); err != nil {
+		return nil, err
+	} else if folder {
+		f, lost, err := image.Unnamed(ctx, path, kind == pick.GVisor)
+		if err != nil {
+			return nil, err
+		}
+		if err := WarnLost(stderr, lost); err != nil {
+			return nil, errors.Join(err, f.Close())
+		}
+		return f, nil
+	}
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("--rootfs: %w", err)
+	}
+	return f, nil
+}
+
+// isFolder reports whether --rootfs is one.
+func isFolder(path string) (bool, error) {
 	info, err := os.Stat(path)
 	if err != nil {
-		return "", nil, fmt.Errorf("--rootfs: %w", err)
+		return false, fmt.Errorf("--rootfs: %w", err)
 	}
-	if !info.IsDir() {
-		return path, func() error { return nil }, nil
+	return info.IsDir(), nil
+}
+
+// RootPath is OpenRoot for whoever needs a path, which other processes may open. cleanup
+// removes the file if it was made.
+func RootPath(ctx context.Context, path string, kind pick.Kind, stderr io.Writer) (_ string, cleanup func() error, err error) {
+	if folder, err := isFolder(path); err != nil || !folder {
+		return path, func() error { return nil }, err
 	}
 	dir, err := os.MkdirTemp("", "agentrun-root-")
 	if err != nil {

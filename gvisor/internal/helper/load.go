@@ -5,6 +5,9 @@ import (
 	"fmt"
 	"io"
 	"os"
+
+	"agentrun.dev/internal/engine/gvisorctl"
+	"gvisor.dev/gvisor/runsc/boot"
 )
 
 // loading is a restore that has begun and waits. gVisor reads a checkpoint in two
@@ -48,13 +51,14 @@ func (l *loading) abandon() error {
 }
 
 var (
-	errLoaded        = errors.New("a checkpoint was loaded already: restore it")
-	errLoadedWithout = errors.New("the checkpoint was loaded for a sandbox without a network interface")
+	errLoaded      = errors.New("a checkpoint was loaded already: restore it")
+	errLoadedWired = errors.New("the network interface comes with the checkpoint, which was loaded before")
 )
 
-// load begins to restore a checkpoint. The sandbox's network is a loopback: it
-// cannot get an interface any more.
-func (s *sandboxed) load(files []*os.File) (err error) {
+// load begins to restore a checkpoint. n is nil without a network interface, which
+// the sandbox cannot get any more then.
+func (s *sandboxed) load(f runFiles, n *gvisorctl.Network) (err error) {
+	files := f.first
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	defer func() {
@@ -81,7 +85,7 @@ func (s *sandboxed) load(files []*os.File) (err error) {
 	if err != nil {
 		return err
 	}
-	own := []*os.File{state, nil, nil}
+	own := []*os.File{state, nil, nil, nil}
 	closeOwn := func() {
 		for _, f := range own {
 			_ = f.Close() // only read; nil is refused
@@ -90,6 +94,12 @@ func (s *sandboxed) load(files []*os.File) (err error) {
 	var gate *os.File
 	if own[2], err = reopen(files[2]); err == nil {
 		own[1], gate, err = os.Pipe()
+	}
+	var links *boot.CreateLinksAndRoutesArgs
+	if err == nil && n != nil {
+		if own[3], err = reopen(f.wire); err == nil {
+			links, err = s.relink(n, own[3], f.host)
+		}
 	}
 	var dir string
 	if err == nil {
@@ -102,7 +112,7 @@ func (s *sandboxed) load(files []*os.File) (err error) {
 	}
 	s.ahead = hold(list, gate, func() error {
 		defer closeOwn()
-		return s.cont.Restore(s.conf, dir, false, true, nil)
+		return s.cont.Restore(s.conf, dir, false, true, links)
 	})
 	return nil
 }

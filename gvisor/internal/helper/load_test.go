@@ -52,7 +52,7 @@ func TestHoldFails(t *testing.T) {
 // cannot do.
 func TestLoadRefuses(t *testing.T) {
 	s := &sandboxed{running: true}
-	if err := s.load(nil); !errors.Is(err, errRuns) {
+	if err := s.load(runFiles{}, nil); !errors.Is(err, errRuns) {
 		t.Error(err)
 	}
 	s = &sandboxed{}
@@ -63,7 +63,7 @@ func TestLoadRefuses(t *testing.T) {
 		t.Errorf("checkpoint: %v", err)
 	}
 	s.ahead = &loading{}
-	if err := s.load(nil); !errors.Is(err, errLoaded) || !s.loaded() {
+	if err := s.load(runFiles{}, nil); !errors.Is(err, errLoaded) || !s.loaded() {
 		t.Errorf("load again: %v", err)
 	}
 }

@@ -37,6 +37,7 @@ type sandboxed struct {
 	paused  bool
 	ahead   *loading     // nil but between load and restore
 	control *urpc.Client // to gVisor's kernel; nil until it is needed
+	wire    *os.File     // the host's end of the wire; nil without one
 }
 
 var (
@@ -76,8 +77,8 @@ func create(c *gvisorctl.Create, root, agent *os.File) (*sandboxed, error) {
 	return &sandboxed{conf: conf, cont: cont, host: guestmux.NewHost(ours), made: c}, nil
 }
 
-// start boots the agent. wire is nil without a network interface.
-func (s *sandboxed) start(ctx context.Context, n *gvisorctl.Network, wire *os.File) error {
+// start boots the agent. n is nil without a network interface.
+func (s *sandboxed) start(ctx context.Context, n *gvisorctl.Network, f runFiles) error {
 	return s.begin(ctx, func() error {
 		if s.ahead != nil {
 			return errLoaded
@@ -85,33 +86,65 @@ func (s *sandboxed) start(ctx context.Context, n *gvisorctl.Network, wire *os.Fi
 		if n == nil {
 			return s.cont.Start(s.conf)
 		}
-		return s.startWired(linksOf(n, wire))
+		if err := s.keepWire(f.host); err != nil {
+			return err
+		}
+		return s.startWired(linksOf(n, f.wire))
 	})
 }
 
 // restore continues from a checkpoint, or from the one that was loaded ahead. Its
 // pages are read while the sandbox runs.
-func (s *sandboxed) restore(ctx context.Context, files []*os.File, n *gvisorctl.Network, wire *os.File) error {
+func (s *sandboxed) restore(ctx context.Context, f runFiles, n *gvisorctl.Network) error {
 	return s.begin(ctx, func() error {
 		if l := s.ahead; l != nil {
 			s.ahead = nil
 			if n != nil {
 				_ = l.abandon() // that it fails is what was asked for
-				return errLoadedWithout
+				return errLoadedWired
 			}
 			return l.release()
 		}
-		dir, err := s.checkpointDir(files)
+		dir, err := s.checkpointDir(f.first)
 		if err != nil {
 			return err
 		}
 		var links *boot.CreateLinksAndRoutesArgs // nil: those of the configuration, a loopback
 		if n != nil {
-			links = linksOf(n, wire)
-			links.IsRestore = true
+			if links, err = s.relink(n, f.wire, f.host); err != nil {
+				return err
+			}
 		}
 		return s.cont.Restore(s.conf, dir, false, true, links)
 	})
+}
+
+// relink is linksOf for a sandbox that is restored, whose host's end it keeps. The
+// caller holds s.mu.
+func (s *sandboxed) relink(n *gvisorctl.Network, wire, host *os.File) (*boot.CreateLinksAndRoutesArgs, error) {
+	if err := s.keepWire(host); err != nil {
+		return nil, err
+	}
+	links := linksOf(n, wire)
+	links.IsRestore = true
+	return links, nil
+}
+
+// keepWire keeps the host's end, for parents that come later. The caller holds
+// s.mu.
+func (s *sandboxed) keepWire(host *os.File) (err error) {
+	s.wire, err = reopen(host)
+	return err
+}
+
+// hostEnd is a copy of the host's end of the wire.
+func (s *sandboxed) hostEnd() (*os.File, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.wire == nil {
+		return nil, errors.New("the sandbox has no network interface")
+	}
+	return reopen(s.wire)
 }
 
 // checkpointDir makes the folder in which runsc finds the files of a checkpoint by

@@ -142,7 +142,12 @@ func (s *server) serve(c gvisorctl.Conn) {
 			for _, f := range files {
 				_ = f.Close() // what is kept was copied
 			}
-			_ = c.Send(reply) // a parent that has gone is noticed by Receive
+			var wire []*os.File
+			if reply.Wire != nil {
+				wire = append(wire, reply.Wire)
+			}
+			_ = c.Send(reply, wire...) // a parent that has gone is noticed by Receive
+			_ = reply.Wire.Close()     // the parent has its own; nil is refused
 		})
 	}
 	cancel()
@@ -202,14 +207,19 @@ func (s *server) try(ctx context.Context, m *gvisorctl.Message, files []*os.File
 		if err != nil || f.listener != nil {
 			return errFiles
 		}
-		return box.start(ctx, m.Network, f.wire)
+		return box.start(ctx, m.Network, f)
 	case gvisorctl.OpLoad:
-		if len(files) != len(gvisorctl.CheckpointFiles) {
+		f, err := tellApart(m, files, len(gvisorctl.CheckpointFiles))
+		if err != nil || f.listener != nil {
 			return errFiles
 		}
-		return box.load(files)
+		return box.load(f, m.Network)
 	case gvisorctl.OpRestore:
 		return s.restore(ctx, m, files)
+	case gvisorctl.OpWire:
+		wire, err := box.hostEnd()
+		reply.Wire = wire
+		return err
 	case gvisorctl.OpDial:
 		if len(files) != 1 {
 			return errFiles
@@ -299,20 +309,21 @@ func (s *server) restore(ctx context.Context, m *gvisorctl.Message, files []*os.
 		s.mu.Unlock()
 		go s.accept(listener)
 	}
-	return s.box.restore(ctx, f.first, m.Network, f.wire)
+	return s.box.restore(ctx, f, m.Network)
 }
 
 // runFiles are those of a request that lets the sandbox run.
 type runFiles struct {
-	first          []*os.File
-	wire, listener *os.File // nil without
+	first      []*os.File
+	wire, host *os.File // the sandbox's end of its wire, and the host's; nil without
+	listener   *os.File // nil without
 }
 
 // tellApart sorts the files of such a request, of which so many come first.
 func tellApart(m *gvisorctl.Message, files []*os.File, first int) (f runFiles, err error) {
 	want := first
 	if m.Network != nil {
-		want++
+		want += 2
 	}
 	if m.Listen {
 		want++
@@ -322,7 +333,7 @@ func tellApart(m *gvisorctl.Message, files []*os.File, first int) (f runFiles, e
 	}
 	f.first = files[:first]
 	if m.Network != nil {
-		f.wire = files[first]
+		f.wire, f.host = files[first], files[first+1]
 	}
 	if m.Listen {
 		f.listener = files[want-1]

@@ -91,7 +91,7 @@ func newSpec(c *gvisorctl.Create, root string) *specs.Spec {
 func agentArgs(c *gvisorctl.Create) []string {
 	args := []string{"init", "--enter-container"}
 	for _, a := range c.DNS {
-		args = append(args, "--dns="+a.String())
+		args = append(args, "--dns="+a.StringExpanded())
 	}
 	return args
 }

@@ -59,14 +59,14 @@ func (s *Store) Hibernate(ctx context.Context, name Name) error {
 	if err != nil {
 		return err
 	}
-	image := s.imageDir(name, r.Life)
+	asleep := s.asleepDir(name, r.Life)
 	// Of an attempt that was interrupted.
-	err = errors.Join(os.RemoveAll(image), snapshot.CleanTemp(s.sandboxDir(name)))
+	err = errors.Join(os.RemoveAll(asleep), snapshot.CleanTemp(s.sandboxDir(name)))
 	if err == nil {
 		err = sb.Pause(ctx)
 	}
 	if err == nil {
-		err = s.capture(ctx, sb, image)
+		err = s.capture(ctx, sb, asleep)
 	}
 	if err == nil {
 		r.Hibernated, r.Paused = true, false
@@ -83,7 +83,7 @@ func (s *Store) Hibernate(ctx context.Context, name Name) error {
 
 // wake forks a sandbox from what was written when it was hibernated.
 func (s *Store) wake(ctx context.Context, name Name, r record) (_ engine.Sandbox, err error) {
-	image, machine := s.imageDir(name, r.Life), s.machineDir(name, r.Life+1)
+	asleep, machine := s.asleepDir(name, r.Life), s.machineDir(name, r.Life+1)
 	// Whoever was interrupted may have left a machine: the one that was
 	// captured, or one that woke and that nobody knows of.
 	for _, left := range []string{s.machineDir(name, r.Life), machine} {
@@ -94,7 +94,7 @@ func (s *Store) wake(ctx context.Context, name Name, r record) (_ engine.Sandbox
 	if err := os.Mkdir(machine, 0o700); err != nil {
 		return nil, fmt.Errorf("resume %s: %w", name, err)
 	}
-	snap, err := snapshot.Open(image)
+	snap, err := snapshot.Open(asleep)
 	if err != nil {
 		return nil, err
 	}
@@ -114,7 +114,7 @@ func (s *Store) wake(ctx context.Context, name Name, r record) (_ engine.Sandbox
 	if err := s.write(name, r); err != nil {
 		return nil, errors.Join(err, sb.Close())
 	}
-	if err := snapshot.Remove(image); err != nil { // its machine has links
+	if err := snapshot.Remove(asleep); err != nil { // its machine has links
 		return nil, errors.Join(fmt.Errorf("resume %s: %w", name, err), sb.Detach())
 	}
 	return sb, nil

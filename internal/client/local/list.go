@@ -112,7 +112,7 @@ func (s *Store) describeSandbox(n Name) Entry {
 		return Entry{Status: err.Error(), Created: r.Created}
 	}
 	if r.Hibernated {
-		e := describe(s.imageDir(n, r.Life))
+		e := describe(s.asleepDir(n, r.Life))
 		e.Created = r.Created
 		if e.Status == StatusReady {
 			e.Status = StatusAsleep

@@ -166,8 +166,20 @@ func (s *Store) machineDir(n Name, life uint64) string {
 	return filepath.Join(s.sandboxDir(n), "machine-"+strconv.FormatUint(life, 10))
 }
 
-func (s *Store) imageDir(n Name, life uint64) string {
+func (s *Store) asleepDir(n Name, life uint64) string {
 	return filepath.Join(s.sandboxDir(n), "image-"+strconv.FormatUint(life, 10))
+}
+
+// Boot boots a sandbox on an engine that has no name here and ends with this process.
+// A process that is killed leaves no files: what the engine stores for such a sandbox has
+// no names. What it leaves of cgroups and runtime folders, the engine of the next process
+// removes before it starts a sandbox.
+func (s *Store) Boot(ctx context.Context, kind pick.Kind, spec engine.Spec) (engine.Sandbox, error) {
+	e, err := s.engine(kind)
+	if err != nil {
+		return nil, err
+	}
+	return e.Boot(ctx, spec)
 }
 
 // Template boots a sandbox on an engine, lets warm prepare it, and captures it
@@ -176,11 +188,7 @@ func (s *Store) Template(ctx context.Context, name Name, kind pick.Kind, spec en
 	if err := s.free(name); err != nil {
 		return err
 	}
-	e, err := s.engine(kind)
-	if err != nil {
-		return err
-	}
-	sb, err := e.Boot(ctx, spec)
+	sb, err := s.Boot(ctx, kind, spec)
 	if err != nil {
 		return err
 	}

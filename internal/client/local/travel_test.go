@@ -32,10 +32,10 @@ func freeze(t *testing.T, s *Store, name Name) {
 		if err := b.AddLayer(w.Ref(), f); err != nil {
 			return nil, err
 		}
-		im := layer.Image{Size: layer.PageSize, Layers: []layer.Ref{w.Ref()}, Extents: []layer.Extent{{Length: layer.PageSize}}}
+		stack := layer.Stack{Size: layer.PageSize, Layers: []layer.Ref{w.Ref()}, Extents: []layer.Extent{{Length: layer.PageSize}}}
 		return b.Commit(snapshot.Manifest{
 			Created: time.Unix(1e9, 0).UTC(), Kernel: strings.Repeat("ab", 32), CPU: snapshot.CPU{Profile: "p", Vendor: "NobodysChips"},
-			TSCKHz: 1, VCPUs: 1, Memory: snapshot.ImageOf(im),
+			TSCKHz: 1, VCPUs: 1, Memory: snapshot.StackOf(stack),
 		}, []byte(name))
 	})
 	if err != nil {

@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"agentrun.dev/internal/network/policy"
 	"agentrun.dev/internal/sandbox"
 )
 
@@ -74,6 +75,8 @@ func TestRead(t *testing.T) {
 			Workdir: "/workspace", User: "agent", MilliCPUs: 1500, Memory: 512 << 20, Disk: 2 << 30,
 			Ready:  &sandbox.ReadyCheck{Port: 8080, Timeout: 2 * time.Minute},
 			Warmup: &sandbox.Program{Language: "python", Text: "import json"},
+
+			NetworkPolicy: &policy.Policy{Egress: policy.DenyByDefault},
 		}},
 		{Key: key("team", "python-agent-pool"), Pool: &sandbox.PoolSpec{Template: "python-agent", Replicas: 10, Stage: sandbox.AfterReady}},
 		{Key: key("default", "agent-session-1"), Claim: &sandbox.ClaimSpec{
@@ -94,7 +97,11 @@ func TestRefuses(t *testing.T) {
 	}
 	for name, tt := range map[string]struct{ yaml, want string }{
 		"volumes":    {doc("SandboxTemplate", `{image: a, volumes: [{name: w, size: 5Gi, forkPolicy: Snapshot}]}`), "volumes"},
-		"allow":      {doc("SandboxTemplate", `{image: a, networkPolicy: {egress: deny, allow: ["x:443"]}}`), "networkPolicy.allow"},
+		"allow":      {doc("SandboxTemplate", `{image: a, networkPolicy: {egress: deny, allow: ["a.example", "x:443:1"]}}`), "networkPolicy.allow[1]"},
+		"deny":       {doc("SandboxTemplate", `{image: a, networkPolicy: {deny: ["*"]}}`), "networkPolicy.deny[0]"},
+		"build":      {doc("SandboxTemplate", `{image: a, buildNetwork: {allow: ["*"]}}`), "buildNetwork.allow[0]"},
+		"claim":      {doc("SandboxClaim", `{poolRef: {name: p}, networkPolicy: {allow: ["*"]}}`), "networkPolicy.allow[0]"},
+		"fork":       {doc("SandboxFork", `{sourceRef: {name: p}, networkPolicy: {egress: some}}`), "networkPolicy.egress"},
 		"egress":     {doc("SandboxTemplate", `{image: a, networkPolicy: {egress: all}}`), "networkPolicy.egress"},
 		"disk":       {doc("SandboxTemplate", `{image: a, resources: {disk: -1Gi}}`), "resources.disk"},
 		"no disk":    {doc("SandboxTemplate", `{image: a, resources: {disk: "0.3"}}`), "resources.disk"},

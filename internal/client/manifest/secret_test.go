@@ -71,6 +71,7 @@ func TestRefusesSecrets(t *testing.T) {
 		"two keys":     {claim("{name: s, key: K, secretRef: {name: s, key: K}}"), "secrets[0]: key"},
 		"two names":    {claim("{name: s, secretRef: {name: a, key: A}}, {name: s, secretRef: {name: a, key: B}}"), "secrets[1]"},
 		"bad name":     {claim("{name: ../s, key: K}"), "secrets[0]"},
+		"bad inject":   {claim("{name: s, key: K, inject: {host: a.example, headers: X}}"), "headers"},
 		"a value":      {claim("{name: s, key: K, value: x}"), "value"},
 		"no such kind": {"apiVersion: v1\nkind: ConfigMap\nmetadata: {name: s}\n", "apiVersion"},
 	} {

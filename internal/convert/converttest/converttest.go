@@ -3,13 +3,16 @@
 package converttest
 
 import (
+	"encoding"
 	"fmt"
 	"maps"
+	"net/netip"
 	"reflect"
 	"strings"
 	"testing"
 	"time"
 
+	"agentrun.dev/internal/network/policy"
 	"agentrun.dev/internal/sandbox"
 )
 
@@ -68,7 +71,7 @@ func listed(t *testing.T, fields map[string]string) map[string]bool {
 
 // leaf reports whether a value has no fields that are looked at.
 func leaf(v reflect.Value) bool {
-	if _, isTime := v.Interface().(time.Time); isTime {
+	if _, isText := v.Interface().(encoding.TextMarshaler); isText { // times and rules
 		return true
 	}
 	return v.Kind() != reflect.Struct || !strings.HasPrefix(v.Type().PkgPath(), "agentrun.dev/")
@@ -155,12 +158,24 @@ var words = map[reflect.Type]string{
 	reflect.TypeFor[sandbox.Reason]():        string(sandbox.ReasonOutOfMemory),
 	reflect.TypeFor[sandbox.TimeoutAction](): string(sandbox.TimeoutHibernate),
 	reflect.TypeFor[sandbox.Code]():          string(sandbox.CodeCapacity),
+	reflect.TypeFor[sandbox.NetworkMode]():   string(sandbox.NetworkNone),
+	reflect.TypeFor[policy.Egress]():         string(policy.AllowByDefault),
 }
 
 // fill gives every field a value that no other has, as far as its type has so many.
 func fill(v reflect.Value, path string, n *int) {
 	*n++
 	switch v.Interface().(type) {
+	case policy.Rule:
+		r, err := policy.ParseRule(fmt.Sprintf("udp://*.r%d.example:%d", *n, *n))
+		if err != nil {
+			panic(err)
+		}
+		v.Set(reflect.ValueOf(r))
+		return
+	case netip.AddrPort:
+		v.Set(reflect.ValueOf(netip.AddrPortFrom(netip.AddrFrom4([4]byte{192, 0, 2, byte(*n)}), uint16(*n))))
+		return
 	case time.Time:
 		v.Set(reflect.ValueOf(time.Date(2026, 11, 16, 20, 0, *n, *n, time.UTC)))
 		return

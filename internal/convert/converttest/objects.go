@@ -23,21 +23,22 @@ type Pool struct {
 
 // What APIs leave out, but for what one of them has no field for.
 var (
-	LeftOfTemplate = Same(ofNode, "Builds.Snapshot", "Builds.Env", "Builds.Workdir", "Builds.User")
+	LeftOfTemplate = Same(ofNode, "Builds.Snapshot", "Builds.Env", "Builds.Workdir", "Builds.User", "Builds.Lineage", "Builds.TrustedCA")
 
 	LeftOfSandbox = Both(
-		Same(ofNode, "Limits", "Layers", "Live", "Clock", "Machine", "Image", "Kept", "Boot"),
+		Same(ofNode, "TrustedCA"),
+		Same(ofNode, "Limits", "Layers", "Live", "Clock", "Machine", "Asleep", "Kept", "Boot", "Egress.Lineage"),
 		Same("it may hold what is not for everybody who lists sandboxes", "Env"))
 
 	LeftOfCheckpoint = Both(
-		Same(ofNode, "Kept", "Of.Limits", "Of.Layers", "Of.Live", "Of.Clock", "Of.Machine", "Of.Image", "Of.Kept", "Of.Boot"),
+		Same(ofNode, "Kept", "Of.Limits", "Of.Layers", "Of.Live", "Of.Clock", "Of.Machine", "Of.Asleep", "Of.Kept", "Of.Boot", "Of.TrustedCA"),
 		Same("it may hold what is not for everybody who lists checkpoints", "Of.Env"),
 		Same(ofSandbox, "Of.State", "Of.Metadata", "Of.Secrets", "Of.SecretsBy", "Of.Parent", "Of.Fork", "Of.Checkpoint",
-			"Of.Created", "Of.Ended", "Of.Reason", "Of.Detail", "Of.Timeout", "Of.IdleTimeout", "Of.OnTimeout"))
+			"Of.Created", "Of.Ended", "Of.Reason", "Of.Detail", "Of.Timeout", "Of.IdleTimeout", "Of.OnTimeout", "Of.Egress"))
 
 	LeftOfCost = Both(LeftOfSandbox,
 		Same(ofSandbox, "Pool", "Template", "Revision", "Engine", "Metadata", "Workdir", "User", "Memory", "Secrets", "SecretsBy",
-			"Parent", "Fork", "Checkpoint", "Created", "Ended", "Reason", "Detail", "Timeout", "IdleTimeout", "OnTimeout"))
+			"Parent", "Fork", "Checkpoint", "Created", "Ended", "Reason", "Detail", "Timeout", "IdleTimeout", "OnTimeout", "Egress.Bounds", "Egress.Own"))
 )
 
 const (

@@ -1,12 +1,20 @@
 package nodeconv
 
 import (
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"path/filepath"
+	"reflect"
+	"slices"
+	"strconv"
 	"testing"
 
 	"google.golang.org/protobuf/reflect/protoreflect"
 
 	nodev1 "agentrun.dev/api/node/v1"
 	"agentrun.dev/internal/convert/converttest"
+	"agentrun.dev/internal/network/policy"
 	"agentrun.dev/internal/sandbox"
 )
 
@@ -36,7 +44,15 @@ func TestRoundTrip(t *testing.T) {
 	converttest.Pair[sandbox.RestoreSpec, *nodev1.RestoreCheckpointRequest]{
 		From: FromRestoreSpec, To: ToRestoreSpec, Added: converttest.Both(ofRequest, converttest.Same("the caller adds it", "Checkpoint")),
 	}.Check(t)
+	converttest.Pair[*policy.Policy, *nodev1.SetNetworkPolicyRequest]{
+		From: FromOwnPolicy, To: ToOwnPolicy, Added: converttest.Same("the caller adds it", "Namespace", "Name"),
+	}.Check(t)
+	converttest.Pair[sandbox.TrafficRequest, *nodev1.GetNetworkLogRequest]{From: FromTrafficRequest, To: ToTrafficRequest}.Check(t)
 	converttest.Pair[sandbox.ForkSpec, *nodev1.ForkSandboxRequest]{From: FromForkSpec, To: ToForkSpec, Added: ofRequest}.Check(t)
+	converttest.Pair[sandbox.CASpec, *nodev1.SetNamespaceCARequest]{
+		From: FromCASpec, To: converttest.Sure(ToCASpec), Added: converttest.Same("the caller adds it", "Namespace"),
+	}.Check(t)
+	converttest.Pair[sandbox.NamespaceCA, *nodev1.NamespaceCA]{From: FromNamespaceCA, To: ToNamespaceCA}.Check(t)
 }
 
 // TestRoundTripOfObjects: what is answered is read as what it was.
@@ -75,6 +91,7 @@ func TestRoundTripOfObjects(t *testing.T) {
 		From: FromCost, To: ToCost,
 		Left: converttest.LeftOfCost,
 	}.Check(t)
+	converttest.Pair[sandbox.TrafficPage, *nodev1.NetworkLog]{From: FromTraffic, To: ToTraffic}.Check(t)
 	converttest.Pair[sandbox.NodeStatus, *nodev1.NodeStatus]{
 		From: FromNode, To: converttest.Sure(ToNode), Added: converttest.Same("the server adds it", "Version", "Endpoint"),
 	}.Check(t)
@@ -88,16 +105,56 @@ func TestRoundTripOfObjects(t *testing.T) {
 func TestEnumerations(t *testing.T) {
 	checkEnum(t, phases)
 	checkEnum(t, stages)
-	checkEnum(t, states)
+	checkEnum(t, states, sandbox.Starting) // nobody is told of it
 	checkEnum(t, reasons)
 	checkEnum(t, actions)
+}
+
+// valuesOf are the constants of a type of the vocabulary.
+func valuesOf[S ~string](t *testing.T) (values []S) {
+	t.Helper()
+	files, err := filepath.Glob("../../sandbox/*.go")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range files {
+		file, err := parser.ParseFile(token.NewFileSet(), name, nil, parser.SkipObjectResolution)
+		if err != nil {
+			t.Fatal(err)
+		}
+		ast.Inspect(file, func(n ast.Node) bool {
+			spec, ok := n.(*ast.ValueSpec)
+			if !ok {
+				return true
+			}
+			if of, ok := spec.Type.(*ast.Ident); ok && of.Name == reflect.TypeFor[S]().Name() {
+				for _, v := range spec.Values {
+					text, err := strconv.Unquote(v.(*ast.BasicLit).Value)
+					if err != nil {
+						t.Fatal(err)
+					}
+					values = append(values, S(text))
+				}
+			}
+			return true
+		})
+	}
+	if len(values) < 2 {
+		t.Errorf("%T has the values %q", *new(S), values)
+	}
+	return values
 }
 
 func checkEnum[S ~string, N interface {
 	comparable
 	protoreflect.Enum
-}](t *testing.T, all map[S]N) {
+}](t *testing.T, all map[S]N, left ...S) {
 	t.Helper()
+	for _, s := range valuesOf[S](t) {
+		if _, ok := all[s]; ok == slices.Contains(left, s) {
+			t.Errorf("%T %q is unspecified over gRPC, or is not to be told of", s, s)
+		}
+	}
 	known := map[protoreflect.EnumNumber]bool{0: true} // unspecified
 	var one N
 	for s, n := range all {

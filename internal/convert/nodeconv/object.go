@@ -71,7 +71,7 @@ func FromSandbox(s sandbox.Sandbox) *nodev1.Sandbox {
 		Metadata: s.Metadata, Workdir: s.Workdir, User: s.User, MemoryBytes: s.Memory,
 		Parent: string(s.Parent), Fork: string(s.Fork), Checkpoint: string(s.Checkpoint),
 		Created: fromTime(s.Created), Ended: fromTime(s.Ended), Reason: reasons[s.Reason], Detail: s.Detail,
-		Lifetime: fromLifetime(s.Lifetime),
+		Lifetime: fromLifetime(s.Lifetime), NetworkPolicy: fromPolicy(s.Egress.Own), NetworkBounds: fromPolicies(s.Egress.Bounds),
 	}
 }
 
@@ -85,6 +85,7 @@ func ToSandbox(g *nodev1.Sandbox) (sandbox.Sandbox, error) {
 		Parent: r.OptionalID(g.GetParent()), Fork: r.OptionalName(g.GetFork()), Checkpoint: r.OptionalName(g.GetCheckpoint()),
 		Created: toTime(g.GetCreated()), Ended: toTime(g.GetEnded()), Reason: inverse(reasons, g.GetReason()), Detail: g.GetDetail(),
 		Lifetime: toLifetime(&r, g.GetLifetime()),
+		Egress:   sandbox.Egress{Own: toPolicy(&r, "network_policy", g.GetNetworkPolicy()), Bounds: toPolicies(&r, g.GetNetworkBounds())},
 	}
 	return s, r.Err()
 }
@@ -145,6 +146,7 @@ func FromCost(c sandbox.Cost) *nodev1.SandboxStats {
 		Namespace: string(c.Namespace), Name: string(c.Name), Id: string(c.ID), State: states[c.State], Time: fromTime(c.At),
 		ReservedBytes: c.Reserved, OwnBytes: c.Own, SharedBytes: c.Proportional - min(c.Own, c.Proportional), DiskBytes: c.Disk,
 		Cpu: durationpb.New(c.CPU), Generation: c.Generation,
+		NetworkSentBytes: c.Network.Sent, NetworkReceivedBytes: c.Network.Received, NetworkConnections: c.Network.Connections, NetworkRefused: c.Network.Refused,
 	}
 }
 
@@ -157,6 +159,9 @@ func ToCost(g *nodev1.SandboxStats) (sandbox.Cost, error) {
 		Stats: sandbox.Stats{
 			Own: g.GetOwnBytes(), Proportional: g.GetOwnBytes() + g.GetSharedBytes(), Disk: g.GetDiskBytes(),
 			CPU: r.Duration(ToDuration("cpu", g.GetCpu())), Generation: g.GetGeneration(),
+		},
+		Network: sandbox.NetworkUse{
+			Sent: g.GetNetworkSentBytes(), Received: g.GetNetworkReceivedBytes(), Connections: g.GetNetworkConnections(), Refused: g.GetNetworkRefused(),
 		},
 	}
 	return c, r.Err()

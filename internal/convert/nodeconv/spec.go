@@ -12,7 +12,8 @@ import (
 func FromTemplateSpec(s sandbox.TemplateSpec) *nodev1.TemplateSpec {
 	out := &nodev1.TemplateSpec{
 		Image: s.Image, Init: s.Init, Env: s.Env, Workdir: s.Workdir, User: s.User, MilliCpus: s.MilliCPUs, MemoryBytes: s.Memory,
-		DiskBytes: s.Disk,
+		DiskBytes: s.Disk, Network: string(s.Network), NetworkPolicy: fromPolicy(s.NetworkPolicy), BuildNetwork: fromPolicy(s.BuildNetwork),
+		TrustNamespaceCa: s.TrustNamespaceCA,
 	}
 	if w := s.Warmup; w != nil {
 		out.Warmup = &nodev1.Program{Language: w.Language, Text: w.Text}
@@ -33,9 +34,12 @@ func FromTemplateSpec(s sandbox.TemplateSpec) *nodev1.TemplateSpec {
 
 // ToTemplateSpec reads a template's spec, and completes it.
 func ToTemplateSpec(g *nodev1.TemplateSpec) (sandbox.TemplateSpec, error) {
+	var r convert.Reader
 	s := sandbox.TemplateSpec{
 		Image: g.GetImage(), Init: g.GetInit(), Env: g.GetEnv(), Workdir: g.GetWorkdir(), User: g.GetUser(),
-		MilliCPUs: sandbox.DefaultMilliCPUs, Memory: sandbox.DefaultMemory, Disk: g.GetDiskBytes(),
+		MilliCPUs: sandbox.DefaultMilliCPUs, Memory: sandbox.DefaultMemory, Disk: g.GetDiskBytes(), Network: sandbox.NetworkMode(g.GetNetwork()),
+		NetworkPolicy: toPolicy(&r, "spec.network_policy", g.GetNetworkPolicy()), BuildNetwork: toPolicy(&r, "spec.build_network", g.GetBuildNetwork()),
+		TrustNamespaceCA: g.GetTrustNamespaceCa(),
 	}
 	if n := g.GetMilliCpus(); n > 0 {
 		s.MilliCPUs = n
@@ -46,7 +50,6 @@ func ToTemplateSpec(g *nodev1.TemplateSpec) (sandbox.TemplateSpec, error) {
 	if w := g.GetWarmup(); w != nil {
 		s.Warmup = &sandbox.Program{Language: w.GetLanguage(), Text: w.GetText()}
 	}
-	var r convert.Reader
 	if c := g.GetReady(); c != nil {
 		if c.GetPort() > 65535 {
 			r.Fail(sandbox.Invalid("spec.ready.port", "%d is not a port", c.GetPort()))
@@ -75,7 +78,9 @@ func ToPoolSpec(g *nodev1.PoolSpec) (sandbox.PoolSpec, error) {
 // FromClaimSpec is for ClaimSandbox. The caller adds namespace, name and idempotency
 // key.
 func FromClaimSpec(s sandbox.ClaimSpec) *nodev1.ClaimSandboxRequest {
-	return &nodev1.ClaimSandboxRequest{Pool: string(s.Pool), Env: s.Env, Metadata: s.Metadata, Lifetime: fromLifetime(s.Lifetime)}
+	return &nodev1.ClaimSandboxRequest{
+		Pool: string(s.Pool), Env: s.Env, Metadata: s.Metadata, Lifetime: fromLifetime(s.Lifetime), NetworkPolicy: fromPolicy(s.NetworkPolicy),
+	}
 }
 
 // ToClaimSpec reads what a claim asks for.
@@ -83,6 +88,7 @@ func ToClaimSpec(g *nodev1.ClaimSandboxRequest) (sandbox.ClaimSpec, error) {
 	var r convert.Reader
 	return sandbox.ClaimSpec{
 		Pool: r.Name(g.GetPool()), Env: g.GetEnv(), Metadata: g.GetMetadata(), Lifetime: toLifetime(&r, g.GetLifetime()),
+		NetworkPolicy: toPolicy(&r, "network_policy", g.GetNetworkPolicy()),
 	}, r.Err()
 }
 
@@ -101,13 +107,15 @@ func ToRestoreSpec(g *nodev1.RestoreCheckpointRequest) (sandbox.RestoreSpec, err
 // FromForkSpec is for ForkSandbox. The caller adds namespace, name and idempotency
 // key.
 func FromForkSpec(s sandbox.ForkSpec) *nodev1.ForkSandboxRequest {
-	return &nodev1.ForkSandboxRequest{Source: string(s.Source), Replicas: uint32(s.Replicas)}
+	return &nodev1.ForkSandboxRequest{Source: string(s.Source), Replicas: uint32(s.Replicas), NetworkPolicy: fromPolicy(s.NetworkPolicy)}
 }
 
 // ToForkSpec reads what a fork asks for.
 func ToForkSpec(g *nodev1.ForkSandboxRequest) (sandbox.ForkSpec, error) {
 	var r convert.Reader
-	return sandbox.ForkSpec{Source: r.Name(g.GetSource()), Replicas: int(g.GetReplicas())}, r.Err()
+	return sandbox.ForkSpec{
+		Source: r.Name(g.GetSource()), Replicas: int(g.GetReplicas()), NetworkPolicy: toPolicy(&r, "network_policy", g.GetNetworkPolicy()),
+	}, r.Err()
 }
 
 func fromLifetime(l sandbox.Lifetime) *nodev1.Lifetime {

@@ -71,6 +71,7 @@ func FromSandbox(s sandbox.Sandbox) rest.Sandbox {
 		Parent: string(s.Parent), Fork: string(s.Fork), Checkpoint: string(s.Checkpoint), Created: s.Created, Ended: FromTime(s.Ended),
 		Reason: rest.SandboxReason(s.Reason), Detail: s.Detail,
 		Timeout: FromDuration(s.Timeout), IdleTimeout: FromDuration(s.IdleTimeout), OnTimeout: rest.OnTimeout(s.OnTimeout),
+		NetworkPolicy: fromPolicy(s.Egress.Own), NetworkBounds: fromPolicies(s.Egress.Bounds),
 	}
 }
 
@@ -85,6 +86,7 @@ func ToSandbox(g rest.Sandbox) (sandbox.Sandbox, error) {
 		Parent: r.OptionalID(g.Parent), Fork: r.OptionalName(g.Fork), Checkpoint: r.OptionalName(g.Checkpoint),
 		Created: g.Created, Ended: ToTime(g.Ended), Reason: sandbox.Reason(g.Reason), Detail: g.Detail,
 		Lifetime: toLifetime(&r, g.Timeout, g.IdleTimeout, g.OnTimeout),
+		Egress:   sandbox.Egress{Own: toPolicy(&r, "networkPolicy", g.NetworkPolicy), Bounds: toPolicies(&r, g.NetworkBounds)},
 	}
 	return s, r.Err()
 }
@@ -147,6 +149,8 @@ func FromCost(c sandbox.Cost) rest.SandboxStats {
 		Namespace: string(c.Namespace), Name: string(c.Name), Id: string(c.ID), State: rest.SandboxState(c.State), Time: c.At,
 		Reserved: int64(c.Reserved), Own: int64(c.Own), Shared: int64(c.Proportional - min(c.Own, c.Proportional)),
 		Cpu: c.CPU.Nanoseconds(), Generation: int64(c.Generation), Disk: int64(c.Disk),
+		NetworkSent: int64(c.Network.Sent), NetworkReceived: int64(c.Network.Received),
+		NetworkConnections: int64(c.Network.Connections), NetworkRefused: int64(c.Network.Refused),
 	}
 }
 
@@ -159,6 +163,10 @@ func ToCost(g rest.SandboxStats) (sandbox.Cost, error) {
 		Stats: sandbox.Stats{
 			Own: r.Size("own", g.Own), Proportional: r.Size("own", g.Own) + r.Size("shared", g.Shared), Disk: r.Size("disk", g.Disk),
 			CPU: time.Duration(r.Size("cpu", g.Cpu)), Generation: r.Size("generation", g.Generation),
+		},
+		Network: sandbox.NetworkUse{
+			Sent: r.Size("networkSent", g.NetworkSent), Received: r.Size("networkReceived", g.NetworkReceived),
+			Connections: r.Size("networkConnections", g.NetworkConnections), Refused: r.Size("networkRefused", g.NetworkRefused),
 		},
 	}
 	return c, r.Err()

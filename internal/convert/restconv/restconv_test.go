@@ -5,6 +5,7 @@ import (
 
 	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/convert/converttest"
+	"agentrun.dev/internal/network/policy"
 	"agentrun.dev/internal/sandbox"
 )
 
@@ -19,7 +20,7 @@ func TestRoundTrip(t *testing.T) {
 		From: FromRestoreSpec, To: ToRestoreSpec, Added: converttest.Same("it is the object's, not the restore's", "Name"),
 	}.Check(t)
 	converttest.Pair[sandbox.ForkSpec, rest.ForkCreate]{
-		From: FromForkSpec, To: converttest.Sure(func(g rest.ForkCreate) sandbox.ForkSpec { return ToForkSpec("of-path", g) }),
+		From: FromForkSpec, To: func(g rest.ForkCreate) (sandbox.ForkSpec, error) { return ToForkSpec("of-path", g) },
 		Left: converttest.Same("it is in the path", "Source"), Added: converttest.Same("it is the object's, not the fork's", "Name"),
 	}.Check(t)
 	converttest.Pair[sandbox.Quota, rest.QuotaSpec]{
@@ -29,6 +30,7 @@ func TestRoundTrip(t *testing.T) {
 	converttest.Pair[sandbox.SecretData, rest.SecretValues]{
 		From: FromSecretData, To: ToSecretData, Added: converttest.Same("Data holds text as well", "StringData"),
 	}.Check(t)
+	converttest.Pair[sandbox.CASpec, rest.CASpec]{From: FromCASpec, To: converttest.Sure(ToCASpec)}.Check(t)
 }
 
 // TestRoundTripOfObjects: what is answered is read as what it was.
@@ -65,9 +67,12 @@ func TestRoundTripOfObjects(t *testing.T) {
 		From: FromCost, To: ToCost,
 		Left: converttest.LeftOfCost,
 	}.Check(t)
+	converttest.Pair[policy.Policy, rest.NetworkPolicy]{From: FromNetworkPolicy, To: ToNetworkPolicy}.Check(t)
+	converttest.Pair[sandbox.TrafficPage, rest.NetworkLog]{From: FromTraffic, To: ToTraffic}.Check(t)
 	converttest.Pair[sandbox.NodeStatus, rest.Node]{From: FromNode, To: ToNode}.Check(t)
 	converttest.Pair[sandbox.QuotaUse, rest.Quota]{From: FromQuotaUse, To: ToQuotaUse}.Check(t)
 	converttest.Pair[sandbox.Secret, rest.Secret]{From: FromSecret, To: ToSecret}.Check(t)
+	converttest.Pair[sandbox.NamespaceCA, rest.NamespaceCA]{From: FromNamespaceCA, To: ToNamespaceCA}.Check(t)
 	converttest.Pair[sandbox.Error, rest.Error]{
 		From: func(e sandbox.Error) rest.Error { return FromError(&e) },
 		To:   converttest.Sure(func(g rest.Error) sandbox.Error { return *ToError(g) }),
@@ -88,6 +93,8 @@ func TestRefuses(t *testing.T) {
 		"parent":    func(s *rest.Sandbox) { s.Parent = "x" },
 		"memory":    func(s *rest.Sandbox) { s.Memory = -1 },
 		"timeout":   func(s *rest.Sandbox) { s.Timeout = "-1s" },
+		"policy":    func(s *rest.Sandbox) { s.NetworkPolicy = &rest.NetworkPolicy{Egress: "some"} },
+		"bound":     func(s *rest.Sandbox) { s.NetworkBounds = []rest.NetworkPolicy{{}, {Allow: []string{"*"}}} },
 		"secret":    func(s *rest.Sandbox) { s.Secrets = []rest.SecretRef{{Name: "/"}} },
 	} {
 		bad := good

@@ -50,6 +50,8 @@ func FromTemplateSpec(s sandbox.TemplateSpec) rest.TemplateSpec {
 	out := rest.TemplateSpec{
 		Image: s.Image, Init: s.Init, Env: rest.Env(s.Env), Workdir: s.Workdir, User: s.User,
 		MilliCPUs: int64(s.MilliCPUs), Memory: int64(s.Memory), Disk: int64(s.Disk),
+		Network: rest.TemplateSpecNetwork(s.Network), NetworkPolicy: fromPolicy(s.NetworkPolicy), BuildNetwork: fromPolicy(s.BuildNetwork),
+		TrustNamespaceCA: s.TrustNamespaceCA,
 	}
 	if w := s.Warmup; w != nil {
 		out.Warmup = &rest.Program{Language: w.Language, Text: w.Text}
@@ -66,6 +68,8 @@ func ToTemplateSpec(g rest.TemplateSpec) (sandbox.TemplateSpec, error) {
 	s := sandbox.TemplateSpec{
 		Image: g.Image, Init: g.Init, Env: sandbox.Env(g.Env), Workdir: g.Workdir, User: g.User,
 		MilliCPUs: r.Size("milliCPUs", g.MilliCPUs), Memory: r.Size("memory", g.Memory), Disk: r.Size("disk", g.Disk),
+		Network: sandbox.NetworkMode(g.Network), NetworkPolicy: toPolicy(&r, "networkPolicy", g.NetworkPolicy), BuildNetwork: toPolicy(&r, "buildNetwork", g.BuildNetwork),
+		TrustNamespaceCA: g.TrustNamespaceCA,
 	}
 	if s.MilliCPUs == 0 {
 		s.MilliCPUs = sandbox.DefaultMilliCPUs
@@ -104,6 +108,7 @@ func FromClaimSpec(s sandbox.ClaimSpec) rest.SandboxCreate {
 	return rest.SandboxCreate{
 		Pool: string(s.Pool), Env: rest.Env(s.Env), Secrets: fromSecretRefs(s.Secrets), Metadata: s.Metadata,
 		Timeout: FromDuration(s.Timeout), IdleTimeout: FromDuration(s.IdleTimeout), OnTimeout: rest.OnTimeout(s.OnTimeout),
+		NetworkPolicy: fromPolicy(s.NetworkPolicy),
 	}
 }
 
@@ -115,6 +120,7 @@ func ToClaimSpec(g rest.SandboxCreate) (sandbox.ClaimSpec, error) {
 	var r convert.Reader
 	s := sandbox.ClaimSpec{Pool: r.Name(g.Pool), Env: sandbox.Env(g.Env), Secrets: toSecretRefs(&r, g.Secrets), Metadata: g.Metadata}
 	s.Lifetime = toLifetime(&r, g.Timeout, g.IdleTimeout, g.OnTimeout)
+	s.NetworkPolicy = toPolicy(&r, "networkPolicy", g.NetworkPolicy)
 	return s, r.Err()
 }
 
@@ -144,24 +150,27 @@ func toLifetime(r *convert.Reader, timeout, idle rest.Duration, action rest.OnTi
 
 func fromSecretRefs(refs []sandbox.SecretRef) (out []rest.SecretRef) {
 	for _, r := range refs {
-		out = append(out, rest.SecretRef{Name: string(r.Secret), Key: r.Key, Env: r.Env})
+		out = append(out, rest.SecretRef{Name: string(r.Secret), Key: r.Key, Env: r.Env, Inject: fromInject(r.Inject)})
 	}
 	return out
 }
 
 func toSecretRefs(r *convert.Reader, given []rest.SecretRef) (out []sandbox.SecretRef) {
 	for _, g := range given {
-		out = append(out, sandbox.SecretRef{Secret: r.Name(g.Name), Key: g.Key, Env: g.Env})
+		out = append(out, sandbox.SecretRef{Secret: r.Name(g.Name), Key: g.Key, Env: g.Env, Inject: toInject(g.Inject)})
 	}
 	return out
 }
 
 // FromForkSpec is for a POST to the source, to which the caller adds the fork's name.
-func FromForkSpec(s sandbox.ForkSpec) rest.ForkCreate { return rest.ForkCreate{Replicas: s.Replicas} }
+func FromForkSpec(s sandbox.ForkSpec) rest.ForkCreate {
+	return rest.ForkCreate{Replicas: s.Replicas, NetworkPolicy: fromPolicy(s.NetworkPolicy)}
+}
 
 // ToForkSpec reads what a fork of the source asks for.
-func ToForkSpec(source sandbox.Name, g rest.ForkCreate) sandbox.ForkSpec {
-	return sandbox.ForkSpec{Source: source, Replicas: g.Replicas}
+func ToForkSpec(source sandbox.Name, g rest.ForkCreate) (sandbox.ForkSpec, error) {
+	var r convert.Reader
+	return sandbox.ForkSpec{Source: source, Replicas: g.Replicas, NetworkPolicy: toPolicy(&r, "networkPolicy", g.NetworkPolicy)}, r.Err()
 }
 
 // FromQuota is for a PUT of a namespace's quota, and part of the answer.

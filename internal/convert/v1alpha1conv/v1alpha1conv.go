@@ -14,6 +14,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"agentrun.dev/api/v1alpha1"
+	"agentrun.dev/internal/network/policy"
 	"agentrun.dev/internal/sandbox"
 )
 
@@ -24,6 +25,8 @@ func FromTemplateSpec(s sandbox.TemplateSpec) v1alpha1.SandboxTemplateSpec {
 		Resources: v1alpha1.Resources{
 			CPU: *resource.NewMilliQuantity(int64(s.MilliCPUs), resource.DecimalSI), Memory: fromBytes(s.Memory), Disk: fromBytes(s.Disk),
 		},
+		Network: string(s.Network), NetworkPolicy: fromPolicy(s.NetworkPolicy), BuildNetwork: fromPolicy(s.BuildNetwork),
+		TrustNamespaceCA: s.TrustNamespaceCA,
 	}
 	if r := s.Ready; r != nil {
 		out.Ready = &v1alpha1.ReadyCheck{Command: r.Command, Port: int32(r.Port), Delay: fromDuration(r.Delay), Timeout: fromDuration(r.Timeout)}
@@ -36,12 +39,13 @@ func FromTemplateSpec(s sandbox.TemplateSpec) v1alpha1.SandboxTemplateSpec {
 
 // ToTemplateSpec reads a template's spec, and completes it.
 func ToTemplateSpec(g v1alpha1.SandboxTemplateSpec) (s sandbox.TemplateSpec, err error) {
-	if err := refuse(g); err != nil {
-		return s, err
+	if len(g.Volumes) > 0 {
+		return s, errors.New("volumes: this version has no volumes yet; leave the field out")
 	}
 	s = sandbox.TemplateSpec{
 		Image: g.Image, Init: g.Init, Workdir: g.Workdir, User: g.User,
-		MilliCPUs: sandbox.DefaultMilliCPUs, Memory: sandbox.DefaultMemory,
+		MilliCPUs: sandbox.DefaultMilliCPUs, Memory: sandbox.DefaultMemory, Network: sandbox.NetworkMode(g.Network),
+		TrustNamespaceCA: g.TrustNamespaceCA,
 	}
 	if s.Env, err = toEnv(g.Env); err != nil {
 		return s, err
@@ -71,20 +75,25 @@ func ToTemplateSpec(g v1alpha1.SandboxTemplateSpec) (s sandbox.TemplateSpec, err
 			s.Warmup.Language = "python"
 		}
 	}
-	return s, nil
+	if s.NetworkPolicy, err = toPolicy("networkPolicy", g.NetworkPolicy); err != nil {
+		return s, err
+	}
+	s.BuildNetwork, err = toPolicy("buildNetwork", g.BuildNetwork)
+	return s, err
 }
 
-// refuse names what a template asks for that is not there yet.
-func refuse(s v1alpha1.SandboxTemplateSpec) error {
-	switch {
-	case len(s.Volumes) > 0:
-		return errors.New("volumes: this version has no volumes yet; leave the field out")
-	case s.NetworkPolicy != nil && len(s.NetworkPolicy.Allow) > 0:
-		return errors.New("networkPolicy.allow: this version lets nothing out of a sandbox yet; leave the field out")
-	case s.NetworkPolicy != nil && s.NetworkPolicy.Egress != "" && s.NetworkPolicy.Egress != "deny":
-		return fmt.Errorf("networkPolicy.egress: %q is not possible, this version has only deny", s.NetworkPolicy.Egress)
+func fromPolicy(p *policy.Policy) *v1alpha1.NetworkPolicy {
+	if p == nil {
+		return nil
 	}
-	return nil
+	return &v1alpha1.NetworkPolicy{Egress: string(p.Egress), Allow: policy.Texts(p.Allow), Deny: policy.Texts(p.Deny)}
+}
+
+func toPolicy(field string, g *v1alpha1.NetworkPolicy) (*policy.Policy, error) {
+	if g == nil {
+		return nil, nil
+	}
+	return sandbox.ParseNetworkPolicy(field, g.Egress, g.Allow, g.Deny)
 }
 
 // FromPoolSpec writes a pool's spec.
@@ -108,6 +117,7 @@ func FromClaimSpec(s sandbox.ClaimSpec) v1alpha1.SandboxClaimSpec {
 	return v1alpha1.SandboxClaimSpec{
 		PoolRef: v1alpha1.Ref{Name: string(s.Pool)}, Env: fromEnv(s.Env), Secrets: fromSecretRefs(s.Secrets), Metadata: s.Metadata,
 		Timeout: fromDuration(s.Timeout), IdleTimeout: fromDuration(s.IdleTimeout), OnTimeout: string(s.OnTimeout),
+		NetworkPolicy: fromPolicy(s.NetworkPolicy),
 	}
 }
 
@@ -123,13 +133,18 @@ func ToClaimSpec(g v1alpha1.SandboxClaimSpec) (s sandbox.ClaimSpec, err error) {
 	if s.Env, err = toEnv(g.Env); err != nil {
 		return s, err
 	}
-	s.Secrets, err = toSecretRefs(g.Secrets)
+	if s.Secrets, err = toSecretRefs(g.Secrets); err != nil {
+		return s, err
+	}
+	s.NetworkPolicy, err = toPolicy("networkPolicy", g.NetworkPolicy)
 	return s, err
 }
 
 // FromForkSpec writes a fork's spec.
 func FromForkSpec(s sandbox.ForkSpec) v1alpha1.SandboxForkSpec {
-	return v1alpha1.SandboxForkSpec{SourceRef: v1alpha1.Ref{Name: string(s.Source)}, Replicas: fromReplicas(s.Replicas)}
+	return v1alpha1.SandboxForkSpec{
+		SourceRef: v1alpha1.Ref{Name: string(s.Source)}, Replicas: fromReplicas(s.Replicas), NetworkPolicy: fromPolicy(s.NetworkPolicy),
+	}
 }
 
 // ToForkSpec reads a fork's spec.
@@ -141,12 +156,14 @@ func ToForkSpec(g v1alpha1.SandboxForkSpec) (s sandbox.ForkSpec, err error) {
 	if err != nil {
 		return s, fmt.Errorf("sourceRef: %w", err)
 	}
-	return sandbox.ForkSpec{Source: source, Replicas: toReplicas(g.Replicas)}, nil
+	s = sandbox.ForkSpec{Source: source, Replicas: toReplicas(g.Replicas)}
+	s.NetworkPolicy, err = toPolicy("networkPolicy", g.NetworkPolicy)
+	return s, err
 }
 
 func fromSecretRefs(refs []sandbox.SecretRef) (out []v1alpha1.Secret) {
 	for _, r := range refs {
-		out = append(out, v1alpha1.Secret{Name: string(r.Secret), Key: r.Key, Env: r.Env})
+		out = append(out, v1alpha1.Secret{Name: string(r.Secret), Key: r.Key, Env: r.Env, Inject: (*v1alpha1.Inject)(r.Inject)})
 	}
 	return out
 }
@@ -154,7 +171,7 @@ func fromSecretRefs(refs []sandbox.SecretRef) (out []v1alpha1.Secret) {
 func toSecretRefs(list []v1alpha1.Secret) (out []sandbox.SecretRef, err error) {
 	entries := map[string]bool{}
 	for i, s := range list {
-		ref := sandbox.SecretRef{Key: s.Key, Env: s.Env}
+		ref := sandbox.SecretRef{Key: s.Key, Env: s.Env, Inject: (*sandbox.Inject)(s.Inject)}
 		of := s.Name
 		if r := s.SecretRef; r != nil {
 			if s.Key != "" {

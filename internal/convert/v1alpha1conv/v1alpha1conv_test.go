@@ -12,7 +12,7 @@ import (
 func TestRoundTrip(t *testing.T) {
 	converttest.Pair[sandbox.TemplateSpec, v1alpha1.SandboxTemplateSpec]{
 		From: FromTemplateSpec, To: ToTemplateSpec,
-		Added: converttest.Same("it is refused: there are none yet", "Volumes", "NetworkPolicy"),
+		Added: converttest.Same("it is refused: there are none yet", "Volumes"),
 	}.Check(t)
 	converttest.Pair[sandbox.PoolSpec, v1alpha1.SandboxPoolSpec]{From: FromPoolSpec, To: ToPoolSpec}.Check(t)
 	converttest.Pair[sandbox.ClaimSpec, v1alpha1.SandboxClaimSpec]{

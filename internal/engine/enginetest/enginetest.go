@@ -101,6 +101,7 @@ func Run(t *testing.T, target Target) {
 		{"Files", s.testFiles},
 		{"Adoption", s.testAdoption},
 		{"Network", s.testNetwork},
+		{"Wire", s.testWire},
 		{"NetworkRefuses", s.testNetworkRefuses},
 		{"Stats", s.testStats},
 		{"Close", s.testClose},

@@ -2,6 +2,7 @@ package enginetest
 
 import (
 	"bytes"
+	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -11,24 +12,33 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/network/wire"
 	"golang.org/x/sys/unix"
 )
 
 // lan is the network of one sandbox, at the other end of its wire: a gateway
 // that answers pings, a DNS server that has the same answer for every name, and
-// a TCP port that returns what it gets, on any address that is routed there.
+// a TCP port that returns what it gets, on any address that is routed there. It
+// takes what a sandbox leaves to its network, and leaves as much to the sandbox.
 type lan struct {
 	wire    *os.File
 	answer  [4]byte // to every name
 	stopped chan struct{}
+	slow    time.Duration // before each message that it reads
 
-	mu    sync.Mutex // protects all following fields
-	names []string   // that were asked for
-	dials []string   // addresses and ports of TCP connections
-	bad   []string   // frames that no network would take
-	conns map[string]*lanConn
+	mu      sync.Mutex // protects all following fields
+	names   []string   // that were asked for
+	dials   []string   // addresses and ports of TCP connections
+	bad     []string   // frames that no network would take
+	conns   map[string]*lanConn
+	longest [2]int     // payload of a segment from the sandbox, and to it
+	partial int        // frames from the sandbox whose checksum was to be completed
+	pings   int        // that have come
+	echoed  int        // bytes that were returned
+	taken   *sync.Cond // broadcast after each message
 }
 
 // What the lan and its sandboxes are called.
@@ -36,6 +46,9 @@ var (
 	lanMAC     = [6]byte{2, 0, 0, 0, 0, 2}
 	lanGateway = netip.AddrFrom4([4]byte{10, 0, 2, 2})
 	lanDNS     = netip.AddrFrom4([4]byte{10, 0, 2, 3})
+
+	lanGateway6 = netip.MustParseAddr("fd00:a9e7::2")
+	lanDNS6     = netip.MustParseAddr("fd00:a9e7::3")
 )
 
 const lanEchoPort = 7
@@ -44,29 +57,39 @@ const lanEchoPort = 7
 func lanNetwork() *engine.Network {
 	return &engine.Network{
 		MAC: [6]byte{2, 0, 0, 0, 0, 15}, MTU: 1400,
-		Address: netip.MustParsePrefix("10.0.2.15/24"), Gateway: lanGateway, DNS: []netip.Addr{lanDNS},
+		Address: netip.MustParsePrefix("10.0.2.15/24"), Gateway: lanGateway, DNS: []netip.Addr{lanDNS, lanDNS6},
+		Address6: netip.MustParsePrefix("fd00:a9e7::f/64"), Gateway6: lanGateway6,
 	}
 }
 
 // newLAN makes one at the wire of a sandbox. Its answer to every name ends with
 // this number.
-func newLAN(t *testing.T, sb engine.Sandbox, number byte) *lan {
+func newLAN(t *testing.T, sb engine.Sandbox, number byte) *lan { return newSlowLAN(t, sb, number, 0) }
+
+// newSlowLAN makes one that takes its time before each message.
+func newSlowLAN(t *testing.T, sb engine.Sandbox, number byte, slow time.Duration) *lan {
 	t.Helper()
 	wire, err := sb.Wire()
 	if err != nil {
 		t.Fatal(err)
 	}
 	isInside(t, wire)
-	l := &lan{wire: wire, answer: [4]byte{10, 9, 8, number}, stopped: make(chan struct{}), conns: map[string]*lanConn{}}
+	l := &lan{wire: wire, answer: [4]byte{10, 9, 8, number}, stopped: make(chan struct{}), conns: map[string]*lanConn{}, slow: slow}
+	l.taken = sync.NewCond(&l.mu)
 	go l.serve()
 	t.Cleanup(func() {
-		_ = wire.Close()
-		<-l.stopped
+		l.end()
 		for _, what := range l.bad {
 			t.Errorf("a frame that no network would take: %s", what)
 		}
 	})
 	return l
+}
+
+// end ends the lan; another one can come.
+func (l *lan) end() {
+	_ = l.wire.Close() // twice is fine
+	<-l.stopped
 }
 
 // isInside checks that a wire was made in another network namespace than this
@@ -106,6 +129,33 @@ func (l *lan) asked() []string {
 	return slices.Clone(l.names)
 }
 
+// seen is what the lan has counted.
+func (l *lan) seen() (longest [2]int, partial int) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.longest, l.partial
+}
+
+// until waits for something that only messages change.
+func (l *lan) until(t *testing.T, what string, is func() bool) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	defer context.AfterFunc(ctx, func() {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		l.taken.Broadcast()
+	})()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for !is() {
+		if ctx.Err() != nil {
+			t.Fatalf("waiting until %s: %v (%d pings, %d bytes returned)", what, ctx.Err(), l.pings, l.echoed)
+		}
+		l.taken.Wait()
+	}
+}
+
 func (l *lan) dialed() []string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -114,126 +164,115 @@ func (l *lan) dialed() []string {
 
 func (l *lan) serve() {
 	defer close(l.stopped)
-	frame := make([]byte, 1<<16)
+	message := make([]byte, wire.MaxMessage+1)
 	for {
-		n, err := l.wire.Read(frame)
+		time.Sleep(l.slow)
+		n, err := l.wire.Read(message)
 		if err != nil {
 			return // closed
 		}
 		l.mu.Lock()
-		replies, err := l.take(frame[:n])
+		replies, err := l.takeMessage(message[:n])
 		if err != nil {
-			l.bad = append(l.bad, fmt.Sprintf("%v: %x", err, frame[:n]))
+			l.bad = append(l.bad, fmt.Sprintf("%v: %x", err, message[:min(n, 100)]))
 		}
+		l.taken.Broadcast()
 		l.mu.Unlock()
 		for _, reply := range replies {
-			_, _ = l.wire.Write(reply) // the sandbox may have gone
+			_, _ = l.wire.Write(reply) // it waits for room; the sandbox may have gone
 		}
 	}
 }
 
+// takeMessage does what a message leaves to do, and returns the answers.
+func (l *lan) takeMessage(m []byte) ([][]byte, error) {
+	h, f, err := wire.Parse(m)
+	if err != nil {
+		return nil, err
+	}
+	if !h.Segmented() && len(f) > wire.EthernetLen+lanNetwork().MTU {
+		return nil, errors.New("its length")
+	}
+	if h.Flags&wire.NeedsChecksum != 0 {
+		l.partial++
+		h.Complete(f) // of a long segment it is the sum of all of it
+	}
+	return l.take(h, f)
+}
+
 const (
-	etherARP, etherIPv4           = 0x0806, 0x0800
-	protoICMP, protoTCP, protoUDP = 1, 6, 17
-	etherLen, ipLen, minTransport = 14, 20, 8
+	etherARP, etherIPv4, etherIPv6             = 0x0806, 0x0800, 0x86dd
+	protoICMP, protoTCP, protoUDP, protoICMPv6 = 1, 6, 17, 58
+	ipLen, ip6Len, minTransport                = 20, 40, 8
 )
 
 // take looks at a frame and returns the answers.
-func (l *lan) take(f []byte) ([][]byte, error) {
-	n := lanNetwork()
-	if len(f) < etherLen || len(f) > etherLen+n.MTU {
-		return nil, errors.New("its length")
-	}
-	if !bytes.Equal(f[6:12], n.MAC[:]) {
+func (l *lan) take(h wire.Header, f []byte) ([][]byte, error) {
+	mac := lanNetwork().MAC
+	if !bytes.Equal(f[6:12], mac[:]) {
 		return nil, errors.New("it is from another device")
 	}
-	body := f[etherLen:]
+	body := f[wire.EthernetLen:]
 	switch binary.BigEndian.Uint16(f[12:]) {
 	case etherARP:
 		return arpReply(body), nil
 	case etherIPv4:
-		return l.takeIP(body)
+		if len(body) < ipLen || body[0] != 0x45 || int(binary.BigEndian.Uint16(body[2:])) > len(body) {
+			return nil, nil // options, which nobody here sends but IGMP
+		}
+		if checksum(body[:ipLen]) != 0 {
+			return nil, errors.New("the checksum of its header")
+		}
+		fragment := binary.BigEndian.Uint16(body[6:]) & 0x3fff // more follow, or are before
+		p := packet{
+			from: netip.AddrFrom4([4]byte(body[12:16])), to: netip.AddrFrom4([4]byte(body[16:20])),
+			proto: body[9], data: body[ipLen:binary.BigEndian.Uint16(body[2:])],
+		}
+		if fragment != 0 {
+			return nil, nil
+		}
+		return l.takePacket(h, p)
+	case etherIPv6:
+		if len(body) < ip6Len || int(binary.BigEndian.Uint16(body[4:])) > len(body)-ip6Len {
+			return nil, errors.New("its length")
+		}
+		return l.takePacket(h, packet{
+			from: netip.AddrFrom16([16]byte(body[8:24])), to: netip.AddrFrom16([16]byte(body[24:40])),
+			proto: body[6], data: body[ip6Len : ip6Len+int(binary.BigEndian.Uint16(body[4:]))],
+		})
 	}
-	return nil, nil // IPv6, to which nobody here answers
+	return nil, nil
 }
 
-func ethernet(kind uint16, body []byte) []byte {
-	mac := lanNetwork().MAC
-	f := append(mac[:], lanMAC[:]...)
-	return append(binary.BigEndian.AppendUint16(f, kind), body...)
-}
-
-// arpReply answers for the gateway and the DNS server.
-func arpReply(b []byte) [][]byte {
-	if len(b) < 28 || b[7] != 1 {
-		return nil
+// takePacket looks at a packet, which is not a fragment.
+func (l *lan) takePacket(h wire.Header, p packet) ([][]byte, error) {
+	switch p.proto {
+	case protoICMP, protoICMPv6, protoTCP, protoUDP:
+	default:
+		return nil, nil // groups of IPv6, behind an extension header
 	}
-	target := netip.AddrFrom4([4]byte(b[24:28]))
-	if target != lanGateway && target != lanDNS {
-		return nil
-	}
-	r := slices.Clone(b[:28])
-	r[7] = 2
-	copy(r[8:14], lanMAC[:])
-	copy(r[14:18], b[24:28])
-	copy(r[18:28], b[8:18])
-	return [][]byte{ethernet(etherARP, r)}
-}
-
-func (l *lan) takeIP(b []byte) ([][]byte, error) {
-	if len(b) < ipLen || b[0] != 0x45 || int(binary.BigEndian.Uint16(b[2:])) > len(b) {
-		return nil, nil // options, which nobody here sends but IGMP
-	}
-	if checksum(b[:ipLen]) != 0 {
-		return nil, errors.New("the checksum of its header")
-	}
-	head, data := b[:ipLen], b[ipLen:binary.BigEndian.Uint16(b[2:])]
-	if len(data) < minTransport {
+	if len(p.data) < minTransport {
 		return nil, errors.New("its length")
 	}
-	proto := head[9]
-	sum := checksum(data)
-	if proto != protoICMP {
-		sum = checksum(append(pseudoHeader(head, len(data)), data...))
-	}
-	if sum != 0 {
+	if p.sum() != 0 {
 		return nil, errors.New("the checksum of its contents")
 	}
 	var replies [][]byte
-	switch proto {
-	case protoICMP:
-		if data[0] == 8 {
-			reply := slices.Clone(data)
-			reply[0] = 0
-			setChecksum(reply, 2, nil)
-			replies = [][]byte{reply}
+	switch p.proto {
+	case protoICMP, protoICMPv6:
+		if p.proto == protoICMP && p.data[0] == 8 {
+			l.pings++
 		}
+		return p.pong(), nil
 	case protoUDP:
-		replies = l.dns(data)
+		replies = l.dns(p.data)
 	case protoTCP:
-		replies = l.tcp(head, data)
+		return l.tcp(h, p), nil
 	}
 	for i, r := range replies {
-		replies[i] = ethernet(etherIPv4, ipReply(head, proto, r))
+		replies[i] = p.reply(r, 0)
 	}
 	return replies, nil
-}
-
-// ipReply goes back to where a packet with this header came from.
-func ipReply(head []byte, proto byte, data []byte) []byte {
-	r := make([]byte, ipLen)
-	r[0], r[8], r[9] = 0x45, 64, proto
-	binary.BigEndian.PutUint16(r[2:], uint16(ipLen+len(data)))
-	copy(r[12:16], head[16:20])
-	copy(r[16:20], head[12:16])
-	setChecksum(r, 10, nil)
-	switch proto {
-	case protoUDP:
-		setChecksum(data, 6, pseudoHeader(r, len(data)))
-	case protoTCP:
-		setChecksum(data, 16, pseudoHeader(r, len(data)))
-	}
-	return slices.Concat(r, data)
 }
 
 // dns answers a query for an A record, and with nothing any other.
@@ -265,33 +304,4 @@ func (l *lan) dns(udp []byte) [][]byte {
 	}
 	binary.BigEndian.PutUint16(r[4:], uint16(len(r)))
 	return [][]byte{r}
-}
-
-// pseudoHeader is what the checksums of UDP and TCP also cover.
-func pseudoHeader(ip []byte, length int) []byte {
-	p := slices.Clone(ip[12:20])
-	p = append(p, 0, ip[9])
-	return binary.BigEndian.AppendUint16(p, uint16(length))
-}
-
-// setChecksum puts the checksum of b, and of what it covers before, at an offset.
-func setChecksum(b []byte, at int, before []byte) {
-	b[at], b[at+1] = 0, 0
-	binary.BigEndian.PutUint16(b[at:], checksum(append(before, b...)))
-}
-
-// checksum is that of RFC 1071; of what has a right one it is 0.
-func checksum(b []byte) uint16 {
-	var sum uint32
-	for i := 0; i < len(b); i += 2 {
-		word := uint32(b[i]) << 8
-		if i+1 < len(b) {
-			word |= uint32(b[i+1])
-		}
-		sum += word
-	}
-	for sum > 0xffff {
-		sum = sum>>16 + sum&0xffff
-	}
-	return ^uint16(sum)
 }

@@ -3,6 +3,8 @@ package enginetest
 import (
 	"encoding/binary"
 	"net/netip"
+
+	"agentrun.dev/internal/network/wire"
 )
 
 const (
@@ -15,12 +17,14 @@ const (
 
 const (
 	tcpLen     = 20
-	tcpSegment = 1360 // of an MTU of 1400
-	tcpWindow  = 1 << 15
+	tcpSegment = 1340 // of an MTU of 1400, and IPv6
+	tcpLongest = 60000
+	tcpWindow  = 1<<16 - 1
 )
 
 // segment is one of TCP, as it came.
 type segment struct {
+	packet
 	header   []byte
 	seq, ack uint32
 	flags    byte
@@ -40,16 +44,20 @@ type lanConn struct {
 }
 
 // tcp takes a segment of any connection. What belongs to none is reset.
-func (l *lan) tcp(ip, b []byte) [][]byte {
+func (l *lan) tcp(h wire.Header, p packet) [][]byte {
+	b := p.data
 	if len(b) < tcpLen || int(b[12]>>4)*4 > len(b) {
 		return nil
 	}
 	s := segment{
-		header: b, seq: binary.BigEndian.Uint32(b[4:]), ack: binary.BigEndian.Uint32(b[8:]), flags: b[13],
+		packet: p, header: b, seq: binary.BigEndian.Uint32(b[4:]), ack: binary.BigEndian.Uint32(b[8:]), flags: b[13],
 		window: uint32(binary.BigEndian.Uint16(b[14:])), data: b[int(b[12]>>4)*4:],
 	}
+	if h.Segmented() {
+		l.longest[0] = max(l.longest[0], len(s.data))
+	}
 	port := binary.BigEndian.Uint16(b[2:])
-	to := netip.AddrPortFrom(netip.AddrFrom4([4]byte(ip[16:20])), port).String()
+	to := netip.AddrPortFrom(p.to, port).String()
 	key := to + string(b[:2])
 	c := l.conns[key]
 	switch {
@@ -69,11 +77,11 @@ func (l *lan) tcp(ip, b []byte) [][]byte {
 	case c == nil:
 		return [][]byte{s.reply(flagRST, s.ack, 0, nil)}
 	}
-	return c.take(s)
+	return c.take(l, s)
 }
 
 // take takes a segment of a connection, and returns what may be sent now.
-func (c *lanConn) take(s segment) (out [][]byte) {
+func (c *lanConn) take(l *lan, s segment) (out [][]byte) {
 	c.acked, c.window = s.ack, s.window
 	if s.seq == c.want {
 		c.pending = append(c.pending, s.data...)
@@ -85,10 +93,12 @@ func (c *lanConn) take(s segment) (out [][]byte) {
 	}
 	for {
 		room := int(c.window) - int(c.next-c.acked)
-		n := min(len(c.pending), tcpSegment, room)
+		n := min(len(c.pending), tcpLongest, room)
 		if n <= 0 {
 			break
 		}
+		l.longest[1] = max(l.longest[1], n)
+		l.echoed += n
 		out = append(out, s.reply(flagACK|flagPSH, c.next, c.want, c.pending[:n]))
 		c.pending = c.pending[n:]
 		c.next += uint32(n)
@@ -116,5 +126,9 @@ func (s segment) reply(flags byte, seq, ack uint32, data []byte) []byte {
 	}
 	r[12], r[13] = byte(len(r)/4)<<4, flags
 	binary.BigEndian.PutUint16(r[14:], tcpWindow)
-	return append(r, data...)
+	size := 0
+	if len(data) > tcpSegment {
+		size = tcpSegment
+	}
+	return s.packet.reply(append(r, data...), size)
 }

@@ -36,17 +36,24 @@ func lookUp(name string) string {
 	return "nslookup " + name + ".test | grep -o '10[.]9[.]8[.][0-9]*' | tail -n1"
 }
 
+// bootWired boots a sandbox with an interface.
+func (s *suite) bootWired(t *testing.T) engine.Sandbox {
+	t.Helper()
+	spec := s.Spec
+	spec.Network = lanNetwork()
+	sb, err := s.Engine.Boot(t.Context(), spec)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = sb.Close() })
+	return sb
+}
+
 // testNetwork: a sandbox has the interface that was asked for, its frames go to
 // its own wire and to no other, and whoever is there is its network. Forks keep
 // its addresses; a fork at whose wire is nobody reaches nobody.
 func (s *suite) testNetwork(t *testing.T) {
-	spec := s.Spec
-	spec.Network = lanNetwork()
-	source, err := s.Engine.Boot(t.Context(), spec)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = source.Close() })
+	source := s.bootWired(t)
 	home := newLAN(t, source, 1)
 	home.isReached(t, source, "source")
 	// Frames as long as they may be, and more of them than any buffer holds.
@@ -83,7 +90,7 @@ func (s *suite) testNetwork(t *testing.T) {
 			t.Errorf("%v: names %q arrived, not %q", l.answer, got, l.names)
 		}
 	}
-	if got := home.dialed(); len(got) != 4 {
+	if got := home.dialed(); len(got) != 6 {
 		t.Errorf("connections from the source: %q", got)
 	}
 }
@@ -92,7 +99,7 @@ func (s *suite) testNetwork(t *testing.T) {
 func sees(t *testing.T, got string) string {
 	t.Helper()
 	const last = "eth0 lo"
-	for _, want := range []string{"02:00:00:00:00:0f", "mtu 1400", lanNetwork().Address.String(), "default via 10.0.2.2 dev eth0", "10.0.2.0/24 dev eth0", "nameserver 10.0.2.3", last} {
+	for _, want := range []string{"02:00:00:00:00:0f", "mtu 1400", lanNetwork().Address.String(), lanNetwork().Address6.String(), "default via 10.0.2.2 dev eth0", "10.0.2.0/24 dev eth0", "nameserver 10.0.2.3", "nameserver fd00:a9e7::3", last} {
 		if !strings.Contains(got, want) {
 			t.Errorf("%q is missing in what programs see:\n%s", want, got)
 		}
@@ -102,14 +109,14 @@ func sees(t *testing.T, got string) string {
 }
 
 // isReached checks that a sandbox is at the other end: its interface, that a name
-// is answered from here, and that a connection comes by the gateway.
+// is answered from here, and that connections come by the gateways.
 func (l *lan) isReached(t *testing.T, sb engine.Sandbox, name string) {
 	t.Helper()
-	got := sees(t, sh(t, sb, look+"; "+lookUp(name)+"; echo hello from "+name+" | nc -w 60 192.0.2.7 7"))
-	if want := netip.AddrFrom4(l.answer).String() + "\nhello from " + name; got != want {
+	got := sees(t, sh(t, sb, look+"; "+lookUp(name)+"; echo hello from "+name+" | nc -w 60 192.0.2.7 7; echo six from "+name+" | nc -w 60 2001:db8::7 7"))
+	if want := netip.AddrFrom4(l.answer).String() + "\nhello from " + name + "\nsix from " + name; got != want {
 		t.Errorf("%s got %q, not %q", name, got, want)
 	}
-	if got := l.dialed(); !slices.Contains(got, "192.0.2.7:7") {
+	if got := l.dialed(); !slices.Contains(got, "192.0.2.7:7") || !slices.Contains(got, "[2001:db8::7]:7") {
 		t.Errorf("connections from %s: %q", name, got)
 	}
 }
@@ -139,10 +146,11 @@ func (s *suite) testNetworkRefuses(t *testing.T) {
 		t.Errorf("the wire of a sandbox without an interface: %v, %v", wire, err)
 	}
 	for name, change := range map[string]func(*engine.Spec){
-		"many devices": func(spec *engine.Spec) { spec.Network.MAC[0] = 3 },
-		"no address":   func(spec *engine.Spec) { spec.Network.Address = netip.Prefix{} },
-		"no frames":    func(spec *engine.Spec) { spec.Network.MTU = 0 },
-		"far gateway":  func(spec *engine.Spec) { spec.Network.Gateway = netip.AddrFrom4([4]byte{192, 0, 2, 1}) },
+		"many devices":  func(spec *engine.Spec) { spec.Network.MAC[0] = 3 },
+		"no address":    func(spec *engine.Spec) { spec.Network.Address = netip.Prefix{} },
+		"no frames":     func(spec *engine.Spec) { spec.Network.MTU = 0 },
+		"IPv6 for IPv4": func(spec *engine.Spec) { spec.Network.Address6 = spec.Network.Address },
+		"far gateway":   func(spec *engine.Spec) { spec.Network.Gateway = netip.AddrFrom4([4]byte{192, 0, 2, 1}) },
 	} {
 		spec := s.Spec
 		spec.Network = lanNetwork()

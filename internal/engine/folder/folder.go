@@ -13,7 +13,6 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"strings"
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/host/procid"
@@ -39,6 +38,9 @@ type Record struct {
 	// Streams says that the process can write its sandbox to pipes. That of an
 	// AgentRun before this field cannot: it hangs up on who asks.
 	Streams bool `json:"streams"`
+	// Wires says that the process gives whoever adopts the sandbox its wire. That of
+	// an AgentRun before this field cannot: its frames had no header, either.
+	Wires bool `json:"wires"`
 }
 
 // Control is the path of the socket.
@@ -175,10 +177,4 @@ func Layers(folders, snapshots []string) map[layer.Digest]bool {
 }
 
 // BootID identifies the host's boot.
-func BootID() (string, error) {
-	b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
-	if err != nil {
-		return "", fmt.Errorf("read this machine's boot id: %w", err)
-	}
-	return strings.TrimSpace(string(b)), nil
-}
+func BootID() (string, error) { return procid.BootID() }

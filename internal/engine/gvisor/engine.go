@@ -120,7 +120,7 @@ func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, er
 		return nil, errors.New("boot: gVisor has no kernel command line")
 	}
 	if len(spec.Files) > 0 {
-		return nil, errors.New("boot: gVisor has no disks")
+		return nil, fmt.Errorf("boot: attach files to a sandbox on gVisor: %w (microVMs have them)", engine.ErrNoDisks)
 	}
 	if spec.Limits.IO != (engine.IOLimits{}) {
 		return nil, errors.New("boot: gVisor has no disks whose speed could be limited: its writable layer is memory")
@@ -213,14 +213,14 @@ func (e *Engine) describe(snap *snapshot.Snapshot, hostname string) (*sandbox, e
 	if err != nil {
 		return nil, err
 	}
-	if len(m.Disks) != 1 || len(m.Disks[0].Image.Layers) != 1 {
+	if len(m.Disks) != 1 || len(m.Disks[0].Stack.Layers) != 1 {
 		return nil, fmt.Errorf("%w: it has no root filesystem in one piece", engine.ErrMismatch)
 	}
 	network, err := engine.NetworkOf(m)
 	if err != nil {
 		return nil, err
 	}
-	ref := layer.Ref(m.Disks[0].Image.Layers[0])
+	ref := layer.Ref(m.Disks[0].Stack.Layers[0])
 	root, err := snap.OpenLayer(ref)
 	if err != nil {
 		return nil, err

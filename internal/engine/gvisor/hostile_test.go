@@ -79,6 +79,24 @@ var describeLies = map[string]*gvisorctl.Create{
 	"a long id":        {ID: hostileID + "00"},
 }
 
+// wireLies are the descriptors that come with the answer to OpWire.
+var wireLies = map[string]func() []*os.File{
+	"no wire":           func() []*os.File { return nil },
+	"a file":            func() []*os.File { return []*os.File{os.Stdin} },
+	"the host's socket": func() []*os.File { return ownPair(unix.SOCK_DGRAM)[:1] },
+	"a stream":          func() []*os.File { return ownPair(unix.SOCK_STREAM)[:1] },
+	"two wires":         func() []*os.File { return ownPair(unix.SOCK_DGRAM) },
+}
+
+// ownPair is a pair of sockets of this process's network namespace.
+func ownPair(kind int) []*os.File {
+	fds, err := unix.Socketpair(unix.AF_UNIX, kind|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return nil
+	}
+	return []*os.File{os.NewFile(uintptr(fds[0]), "a"), os.NewFile(uintptr(fds[1]), "b")}
+}
+
 // playHostile is the process.
 func playHostile(lie string) {
 	if unix.SetNonblock(3, true) != nil {
@@ -109,6 +127,11 @@ func playHostile(lie string) {
 		case gvisorctl.OpConsole:
 			if say := words[lie]; say != nil {
 				_ = say(conn)
+				continue
+			}
+		case gvisorctl.OpWire:
+			if send := wireLies[lie]; send != nil {
+				_ = conn.Send(reply, send()...)
 				continue
 			}
 		case gvisorctl.OpStream: // it keeps the pipes
@@ -267,6 +290,25 @@ func TestWritesAfterwards(t *testing.T) {
 		if n, err := f.Read(make([]byte, 2*layer.PageSize)); n != layer.PageSize || err != nil {
 			t.Errorf("%s: %d bytes, %v", f.Name(), n, err)
 		}
+	}
+}
+
+// TestHostileWire: a helper that gives out something else than the wire is killed,
+// and nobody gets it.
+func TestHostileWire(t *testing.T) {
+	for _, lie := range slices.Sorted(maps.Keys(wireLies)) {
+		t.Run(lie, func(t *testing.T) {
+			t.Parallel()
+			s, err := startHostile(t, lie)
+			if err != nil {
+				t.Fatal(err)
+			}
+			s.FindWire(s.askWire)
+			if f, err := s.Wire(); !errors.Is(err, engine.ErrEnded) {
+				t.Errorf("asked for its wire: %v, %v", f, err)
+			}
+			killedFor(t, s, "it has ")
+		})
 	}
 }
 

@@ -11,8 +11,7 @@ import (
 )
 
 // waiting holds sandboxes that were made ahead for the snapshot that was forked
-// last: their kernels run and have read the checkpoint, or, where the sandbox has a
-// network interface, whose wire is not known yet, wait for it.
+// last: their kernels run, have their wires and have read the checkpoint.
 type waiting struct {
 	want int
 
@@ -66,26 +65,23 @@ func (w *waiting) refill(s *sandbox, snap *snapshot.Snapshot, limits engine.Limi
 		w.shape.hostname = "sandbox" // each gets its own when it is restored
 	}
 	for len(w.ready)+w.making < w.want {
-		var load checkpoint
-		if s.network == nil {
-			var err error
-			if load, err = w.files.copy(); err != nil {
-				return
-			}
+		load, err := w.files.copy()
+		if err != nil {
+			return
 		}
 		w.making++
-		of, sh, root := w.of, w.shape, s.root.use()
-		w.busy.Go(func() { w.add(s.engine, of, sh, limits, root, load) })
+		of, sh, root, network := w.of, w.shape, s.root.use(), s.network
+		w.busy.Go(func() { w.add(s.engine, of, sh, limits, root, load, network) })
 	}
 }
 
-// add makes one and has it load a checkpoint, if there is one. Where that fails,
-// the next fork makes its own, and says why it cannot.
-func (w *waiting) add(e *Engine, of snapshot.ID, sh shape, limits engine.Limits, root *shared, load checkpoint) {
+// add makes one and has it load a checkpoint. Where that fails, the next fork makes
+// its own, and says why it cannot.
+func (w *waiting) add(e *Engine, of snapshot.ID, sh shape, limits engine.Limits, root *shared, load checkpoint, network *engine.Network) {
 	p, err := e.create(context.Background(), sh, limits, root.file)
 	_ = root.release() // the sandbox has its own
-	if err == nil && load.state != nil {
-		if err = p.load(context.Background(), load); err != nil {
+	if err == nil {
+		if err = p.load(context.Background(), load, network); err != nil {
 			p.kill()
 		}
 	}
@@ -107,8 +103,18 @@ func (w *waiting) add(e *Engine, of snapshot.ID, sh shape, limits engine.Limits,
 }
 
 // load has a sandbox that waits read a checkpoint, which goes on meanwhile.
-func (p *process) load(ctx context.Context, files checkpoint) error {
-	_, err := p.request(ctx, &gvisorctl.Message{Op: gvisorctl.OpLoad}, files.list()...)
+func (p *process) load(ctx context.Context, c checkpoint, network *engine.Network) error {
+	m, files := &gvisorctl.Message{Op: gvisorctl.OpLoad}, c.list()
+	if network != nil {
+		w, err := newWired(network, p.sentry)
+		if err != nil {
+			return err
+		}
+		defer func() { _ = w.guest.Close() }() // the helper has its own
+		m.Network, p.host = w.network, w.host
+		files = append(files, w.guest, w.host)
+	}
+	_, err := p.request(ctx, m, files...)
 	p.loaded = err == nil
 	return err
 }

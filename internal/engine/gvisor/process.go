@@ -88,7 +88,8 @@ type process struct {
 	held   *procid.Handle // nil for our own child
 	group  *jail.Group    // nil without limits
 	conn   gvisorctl.Conn
-	loaded bool // a checkpoint, ahead of its restore
+	loaded bool     // a checkpoint, ahead of its restore
+	host   *os.File // the host's end of the wire that came with it, until the restore
 
 	done        chan struct{} // closed when the helper has ended
 	exit        string        // why; set before done is closed

@@ -81,20 +81,42 @@ func (s *sandbox) shape() shape {
 // first, the wire of its interface, and the listening socket, if there is one.
 // The wire is made in the network namespace of gVisor's kernel.
 func (s *sandbox) run(ctx context.Context, m *gvisorctl.Message, files []*os.File, listener *os.File) (*gvisorctl.Message, error) {
-	if n := s.network; n != nil {
-		host, wire, err := jail.WireOf(s.sentry)
+	switch {
+	case s.network == nil:
+	case s.loaded: // with its wire
+		s.KeepWire(s.host)
+		s.host = nil
+	default:
+		w, err := newWired(s.network, s.sentry)
 		if err != nil {
 			return nil, err
 		}
-		s.KeepWire(host)
-		defer func() { _ = wire.Close() }() // the helper has its own
-		m.Network = &gvisorctl.Network{MAC: n.MAC, MTU: n.MTU, Address: n.Address, Gateway: n.Gateway}
-		files = append(files, wire)
+		s.KeepWire(w.host)
+		defer func() { _ = w.guest.Close() }() // the helper has its own
+		m.Network = w.network
+		files = append(files, w.guest, w.host)
 	}
 	if m.Listen = listener != nil; m.Listen {
 		files = append(files, listener)
 	}
 	return s.request(ctx, m, files...)
+}
+
+// wired is an interface for a sandbox, and the two ends of its wire.
+type wired struct {
+	network     *gvisorctl.Network
+	host, guest *os.File
+}
+
+// newWired makes them in the network namespace of gVisor's kernel.
+func newWired(n *engine.Network, sentry int) (w wired, err error) {
+	if w.host, w.guest, err = jail.WireOf(sentry); err != nil {
+		return wired{}, err
+	}
+	w.network = &gvisorctl.Network{
+		MAC: n.MAC, MTU: n.MTU, Address: n.Address, Gateway: n.Gateway, Address6: n.Address6, Gateway6: n.Gateway6,
+	}
+	return w, nil
 }
 
 // dialAgent opens the session with the agent.

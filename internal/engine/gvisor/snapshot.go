@@ -13,6 +13,7 @@ import (
 	"agentrun.dev/internal/codec"
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/gvisorctl"
+	"agentrun.dev/internal/engine/trust"
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/storage/snapshot"
@@ -76,7 +77,7 @@ func (s *sandbox) take(ctx context.Context) (_ checkpoint, pause time.Duration, 
 		return checkpoint{}, 0, err
 	}
 	defer func() { err = errors.Join(err, w.back()) }()
-	if w.Took < 0 || w.Took > longest {
+	if w.Took < 0 || w.Took > trust.Longest {
 		err = fmt.Errorf("%w: a checkpoint took it %v", errLie, w.Took)
 	}
 	var c checkpoint
@@ -186,8 +187,8 @@ func (s *sandbox) build(ctx context.Context, b *snapshot.Builder) (*snapshot.Sna
 	}
 	m := snapshot.Manifest{
 		Engine: Name, Created: time.Now().UTC().Truncate(time.Second),
-		CPU: cpu.cpu, VCPUs: s.vcpus, Memory: snapshot.Image{Size: s.memory}, Hostname: s.self.Hostname,
-		Disks:  []snapshot.Disk{{ID: "root", ReadOnly: true, Image: snapshot.ImageOf(wholeFile(root))}},
+		CPU: cpu.cpu, VCPUs: s.vcpus, Memory: snapshot.Stack{Size: s.memory}, Hostname: s.self.Hostname,
+		Disks:  []snapshot.Disk{{ID: "root", ReadOnly: true, Stack: snapshot.StackOf(wholeFile(root))}},
 		Nets:   s.network.Nets(),
 		Labels: map[string]string{engine.GenerationLabel: strconv.FormatUint(s.self.Generation.Load(), 10)},
 		GVisor: &snapshot.GVisor{Helper: helper, Platform: platform, CPUFeatures: cpu.features, Disk: s.disk, Pages: snapshot.Blob(pages)},
@@ -238,8 +239,8 @@ func (s *sandbox) storeRoot(b *snapshot.Builder) (layer.Ref, error) {
 	return ref, b.AddLayer(ref, s.root.file)
 }
 
-func wholeFile(ref layer.Ref) layer.Image {
-	return layer.Image{Size: ref.Size, Layers: []layer.Ref{ref}, Extents: []layer.Extent{{Length: ref.Size}}}
+func wholeFile(ref layer.Ref) layer.Stack {
+	return layer.Stack{Size: ref.Size, Layers: []layer.Ref{ref}, Extents: []layer.Extent{{Length: ref.Size}}}
 }
 
 // stateVersion is that of the two files in a snapshot's state.

@@ -11,6 +11,7 @@ import (
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/folder"
 	"agentrun.dev/internal/engine/gvisorctl"
+	"agentrun.dev/internal/engine/trust"
 	"agentrun.dev/internal/host/jail"
 	"agentrun.dev/internal/host/procid"
 	"agentrun.dev/internal/storage/layer"
@@ -175,7 +176,31 @@ func (e *Engine) adopt(ctx context.Context, f folder.Folder) (_ *sandbox, err er
 	if err := s.group.Restore(s.shape().limits(engine.Limits{}).Memory); err != nil {
 		return nil, errors.Join(err, s.release(), s.process.Detach())
 	}
+	switch {
+	case s.network == nil:
+	case r.Wires:
+		s.FindWire(s.askWire)
+	default:
+		s.FindWire(func() (*os.File, error) { return nil, engine.ErrOldWire })
+	}
 	return s, nil
+}
+
+// askWire gets the host's end of the wire from the helper. A helper that sends
+// anything else is killed.
+func (p *process) askWire() (*os.File, error) {
+	reply, err := p.request(context.Background(), &gvisorctl.Message{Op: gvisorctl.OpWire})
+	if err != nil {
+		return nil, fmt.Errorf("ask for the sandbox's wire: %w", err)
+	}
+	if reply.Wire == nil {
+		return nil, p.condemn(errors.New("it has answered without the wire that it was asked for"))
+	}
+	if err := jail.CheckWire(reply.Wire); err != nil {
+		_ = reply.Wire.Close() // whatever it is
+		return nil, p.condemn(fmt.Errorf("it has sent something else than a wire: %w", err))
+	}
+	return reply.Wire, nil
 }
 
 // Resume lets a paused sandbox go on. Its wall clock is the host's, which has not
@@ -245,22 +270,11 @@ func (e *Engine) attach(ctx context.Context, socket string, id procid.ID) (*proc
 // is fine.
 func stopListening(ctx context.Context, socket string) error {
 	conn, err := gvisorctl.Dial(socket)
-	if errors.Is(err, unix.ECONNREFUSED) || errors.Is(err, fs.ErrNotExist) {
+	if trust.Nobody(err) {
 		return nil
 	}
 	if err != nil {
 		return err
 	}
-	ctx, cancel := context.WithTimeout(ctx, answerTime)
-	defer cancel()
-	stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
-	defer stop()
-	if err := conn.Send(&gvisorctl.Message{Op: gvisorctl.OpStop, ID: 1}); err != nil {
-		return errors.Join(err, conn.Close())
-	}
-	for {
-		if _, _, err := conn.Receive(); err != nil {
-			return errors.Join(ctx.Err(), conn.Close()) // it has gone
-		}
-	}
+	return trust.Stop(ctx, conn, &gvisorctl.Message{Op: gvisorctl.OpStop, ID: 1})
 }

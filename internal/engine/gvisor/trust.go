@@ -10,6 +10,7 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/gvisorctl"
+	"agentrun.dev/internal/engine/trust"
 	"golang.org/x/sys/unix"
 )
 
@@ -18,28 +19,17 @@ import (
 // control socket or does not answer is killed: nothing that it says later could be
 // relied on.
 
-// How long a helper may take to answer: answerTime, and what it takes to copy the
-// sandbox at slowestCopy. That holds for every request, as one may have to wait
-// for a checkpoint that is being written.
-const (
-	answerTime  = 5 * time.Minute
-	slowestCopy = 4 << 20 // bytes in a second
-	// longest is more than any request may take.
-	longest = 24 * time.Hour
-	// closingTime is how long a helper that has closed its control socket may take
-	// to end by itself: an honest one ends the sandbox before.
-	closingTime = 10 * time.Second
-)
+// closingTime is how long a helper that has closed its control socket may take to end
+// by itself: an honest one ends the sandbox before.
+const closingTime = 10 * time.Second
 
 // expect sets how long the helper may take for each answer from now on, if it may
 // have to copy so many bytes.
-func (p *process) expect(bytes uint64) {
-	seconds := min(bytes/slowestCopy, uint64(longest/time.Second))
-	p.patience.Store(int64(answerTime + time.Duration(seconds)*time.Second))
-}
+func (p *process) expect(bytes uint64) { p.patience.Store(int64(trust.Patience(bytes))) }
 
 // pending is a request that was not answered yet.
 type pending struct {
+	op    gvisorctl.Op
 	reply chan *gvisorctl.Message
 	timer *time.Timer // nil where the sandbox decides when there is an answer
 }
@@ -52,7 +42,7 @@ func (r pending) stop() {
 
 // enlist notes a request that is about to be made. The caller holds p.mu.
 func (p *process) enlist(m *gvisorctl.Message) <-chan *gvisorctl.Message {
-	r := pending{reply: make(chan *gvisorctl.Message, 1)}
+	r := pending{op: m.Op, reply: make(chan *gvisorctl.Message, 1)}
 	if m.Op != gvisorctl.OpDial {
 		op, after := m.Op, time.Duration(p.patience.Load())
 		r.timer = time.AfterFunc(after, func() { p.overdue(op, after) })
@@ -95,11 +85,14 @@ func (p *process) listen() error {
 		if err != nil {
 			return fmt.Errorf("it has sent what cannot be read: %w", err)
 		}
+		p.mu.Lock()
+		r, asked := p.waiting[m.ID]
+		if asked && m.Reply && r.op == gvisorctl.OpWire && len(files) == 1 {
+			m.Wire, files = files[0], nil // whoever asked for it looks at it
+		}
 		for _, f := range files {
 			_ = f.Close() // nobody asked for it
 		}
-		p.mu.Lock()
-		r, asked := p.waiting[m.ID]
 		switch {
 		case len(files) > 0:
 			err = fmt.Errorf("it has sent %d descriptors", len(files))
@@ -144,6 +137,9 @@ func (p *process) receive() {
 // kill ends helper and sandbox at once and waits until they are gone.
 func (p *process) kill() {
 	p.signal()
+	if p.host != nil { // the sandbox was never used
+		_ = p.host.Close()
+	}
 	// Whatever the helper has done with its end of the socket, nobody waits for its
 	// last word for long.
 	defer time.AfterFunc(closingTime, func() {
@@ -192,12 +188,10 @@ func newCheckpoint() (c checkpoint, err error) {
 // error is errLie if the kernel is to blame. The files of the result are its own,
 // from their beginning.
 func (c checkpoint) seal(most uint64) (own checkpoint, err error) {
-	const seals = unix.F_SEAL_WRITE | unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
 	left := most
 	for _, f := range c.list() {
-		if _, err := unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, seals); err != nil {
-			// It can be written as long as somebody has it mapped so.
-			return own, fmt.Errorf("%w: seal %s: %w", errLie, f.Name(), err)
+		if err := trust.Seal(f); err != nil {
+			return own, fmt.Errorf("%w: %w", errLie, err)
 		}
 		info, err := f.Stat()
 		if err != nil {

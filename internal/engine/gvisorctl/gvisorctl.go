@@ -27,15 +27,19 @@ type Op string
 const (
 	// OpCreate makes a sandbox: its root filesystem's image and the agent.
 	OpCreate Op = "create"
-	// OpStart boots it; with Network, the wire comes along.
+	// OpStart boots it; with Network, the two ends of its wire come along: the
+	// sandbox's, and the host's, which the helper keeps.
 	OpStart Op = "start"
 	// OpLoad has it read a checkpoint ahead of OpRestore: the checkpoint's files
-	// in the order of CheckpointFiles. Its only network will be a loopback.
+	// in the order of CheckpointFiles; then, with Network, the ends of the wire.
 	OpLoad Op = "load"
 	// OpRestore lets it go on from a checkpoint: its files in the order of
-	// CheckpointFiles, but none after OpLoad; then, with Network, the wire; then,
-	// with Listen, a listening socket.
+	// CheckpointFiles; then, with Network, the ends of the wire; but none of these
+	// after OpLoad; then, with Listen, a listening socket.
 	OpRestore Op = "restore"
+	// OpWire asks for the host's end of the wire, which comes with the reply. It is
+	// the only descriptor that a helper ever sends.
+	OpWire Op = "wire"
 	// OpDial connects a stream, which comes with it, to Port.
 	OpDial Op = "dial"
 	// OpPause and OpResume stop the sandbox and let it go on.
@@ -68,8 +72,12 @@ type Message struct {
 	Create *Create `json:"create,omitempty"`
 	Port   uint32  `json:"port,omitempty"`
 	Listen bool    `json:"listen,omitempty"`
-	// Network is the interface of OpStart and OpRestore; nil is a loopback only.
+	// Network is the interface of OpStart, OpLoad and OpRestore; nil is a loopback
+	// only.
 	Network *Network `json:"network,omitempty"`
+	// Wire is the descriptor of a reply to OpWire, for whoever has received it to
+	// put there.
+	Wire *os.File `json:"-"`
 
 	// Of replies.
 	Reply bool   `json:"reply,omitempty"`
@@ -101,14 +109,17 @@ type Create struct {
 	DNS []netip.Addr `json:"dns,omitempty"`
 }
 
-// Network is an interface, eth0, whose frames go to a wire: a unix datagram
-// socket.
+// Network is an interface, eth0, whose frames go to a wire, as package wire
+// describes them.
 type Network struct {
 	MAC     [6]byte      `json:"mac"`
 	MTU     int          `json:"mtu"`
 	Address netip.Prefix `json:"address"`
 	// Gateway is not valid where there is none.
 	Gateway netip.Addr `json:"gateway"`
+	// Address6 and Gateway6 are the same of IPv6; neither is valid without it.
+	Address6 netip.Prefix `json:"address6"`
+	Gateway6 netip.Addr   `json:"gateway6"`
 }
 
 // Exit is how a sandbox ended.

@@ -99,5 +99,5 @@ func (s *Self) Write(pid int, based bool) error {
 	if s.Folder == "" {
 		return nil
 	}
-	return s.Folder.Write(pid, folder.Record{Hostname: s.Hostname, Generation: s.Generation.Load(), Based: based, Streams: true})
+	return s.Folder.Write(pid, folder.Record{Hostname: s.Hostname, Generation: s.Generation.Load(), Based: based, Streams: true, Wires: true})
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/folder"
@@ -69,6 +70,13 @@ func (e *Engine) adopt(f folder.Folder) (_ *sandbox, err error) {
 		return nil, errors.Join(err, p.Detach())
 	}
 	s.Guest = &Guest{Process: p}
+	switch {
+	case s.network == nil:
+	case r.Wires:
+		s.FindWire(s.rewire)
+	default:
+		s.FindWire(func() (*os.File, error) { return nil, engine.ErrOldWire })
+	}
 	return s, nil
 }
 
@@ -86,19 +94,19 @@ func (e *Engine) restoreLimit(s *sandbox, p *process.Process) error {
 	return p.Cell().Restore(limits.Memory)
 }
 
-// forget is for a sandbox of whose images nothing is known: all of it is stored
+// forget is for a sandbox of whose stacks nothing is known: all of it is stored
 // with the next capture.
 func (s *sandbox) forget() {
-	all := func(im *layer.Image) []extent.Run {
-		*im = layer.Image{Size: im.Size}
-		return []extent.Run{{Length: im.Size}}
+	all := func(stack *layer.Stack) []extent.Run {
+		*stack = layer.Stack{Size: stack.Size}
+		return []extent.Run{{Length: stack.Size}}
 	}
 	memory := s.memory
 	s.owed = all(&memory)
 	s.setMemory(memory)
 	for i := range s.disks {
 		if d := &s.disks[i]; !d.readOnly {
-			d.owed = all(&d.image)
+			d.owed = all(&d.stack)
 		}
 	}
 }

@@ -25,7 +25,7 @@ const diskID = "disk"
 // such a disk begin with. The engine owns the file, which is in memory: whatever
 // the size, its content is some pages.
 type blank struct {
-	image layer.Image
+	stack layer.Stack
 	file  *os.File
 }
 
@@ -73,13 +73,13 @@ func (s *sandbox) attachDisk(ctx context.Context, b *bootMessage, size uint64) e
 	if err != nil {
 		return err
 	}
-	s.boot.blank = &blank{shared.image, file}
+	s.boot.blank = &blank{shared.stack, file}
 	top, err := s.engine.top()
 	if err != nil {
 		return err // the sandbox is released, and closes file
 	}
-	b.addDisk(vmmctl.Disk{ID: diskID, Image: &shared.image}, b.owned(top), file)
-	s.disks = append(s.disks, disk{id: diskID, image: shared.image})
+	b.addDisk(vmmctl.Disk{ID: diskID, Stack: &shared.stack}, b.owned(top), file)
+	s.disks = append(s.disks, disk{id: diskID, stack: shared.stack})
 	return nil
 }
 
@@ -148,9 +148,9 @@ func packBlank(whole *os.File, size uint64) (*blank, error) {
 			break
 		}
 	}
-	var im layer.Image
+	var stack layer.Stack
 	if err == nil {
-		im, err = layer.Overlay(layer.Image{Size: size}, w.Ref(), runs, nil)
+		stack, err = layer.Overlay(layer.Stack{Size: size}, w.Ref(), runs, nil)
 	}
 	if err == nil {
 		const seals = unix.F_SEAL_WRITE | unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
@@ -159,7 +159,7 @@ func packBlank(whole *os.File, size uint64) (*blank, error) {
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("pack the new file system: %w", err), packed.Close())
 	}
-	return &blank{im, packed}, nil
+	return &blank{stack, packed}, nil
 }
 
 // dataOf lists the pages of a sparse file that are not zeros.

@@ -25,12 +25,12 @@ func TestBlank(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		ref := a.image.Layers[0]
-		if ref != b.image.Layers[0] {
-			t.Errorf("%d bytes: two layers, %v and %v", size, ref, b.image.Layers[0])
+		ref := a.stack.Layers[0]
+		if ref != b.stack.Layers[0] {
+			t.Errorf("%d bytes: two layers, %v and %v", size, ref, b.stack.Layers[0])
 		}
-		if ref.Size > size/100 || ref.Size > 4*mib || len(a.image.Extents) > 8 {
-			t.Errorf("%d bytes: a layer of %d bytes in %d parts", size, ref.Size, len(a.image.Extents))
+		if ref.Size > size/100 || ref.Size > 4*mib || len(a.stack.Extents) > 8 {
+			t.Errorf("%d bytes: a layer of %d bytes in %d parts", size, ref.Size, len(a.stack.Extents))
 		}
 		if got, err := fileRef(a.file); err != nil || got != ref {
 			t.Errorf("%d bytes: the file is %v, not %v (%v)", size, got, ref, err)
@@ -60,7 +60,7 @@ func checkExt4(t *testing.T, b *blank, size uint64) {
 	if err := f.Truncate(int64(size)); err != nil {
 		t.Fatal(err)
 	}
-	for _, e := range b.image.Extents {
+	for _, e := range b.stack.Extents {
 		if _, err := io.Copy(io.NewOffsetWriter(f, int64(e.Start)), io.NewSectionReader(b.file, int64(e.Offset), int64(e.Length))); err != nil {
 			t.Fatal(err)
 		}
@@ -91,7 +91,7 @@ func TestBlanks(t *testing.T) {
 	if again, err := b.get(t.Context(), 16*mib); err != nil || again != a {
 		t.Errorf("%p, then %p (%v)", a, again, err)
 	}
-	if other, err := b.get(t.Context(), 32*mib); err != nil || other == a || other.image.Size != 32*mib {
+	if other, err := b.get(t.Context(), 32*mib); err != nil || other == a || other.stack.Size != 32*mib {
 		t.Errorf("%+v, %v", other, err)
 	}
 	if _, err := b.get(t.Context(), 4096); err == nil || !strings.Contains(err.Error(), "4096 bytes") {

@@ -32,7 +32,7 @@ func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, er
 	}
 	s := &sandbox{
 		engine: e, self: identity.Self{Hostname: spec.Hostname}, vcpus: spec.VCPUs, boot: &bootFiles{users: 1},
-		memory:   layer.Image{Size: spec.Memory},
+		memory:   layer.Stack{Size: spec.Memory},
 		disks:    []disk{{id: "root", readOnly: true}},
 		hasFiles: len(spec.Files) > 0,
 	}
@@ -83,13 +83,13 @@ func (s *sandbox) describeBoot(ctx context.Context, b *bootMessage, spec engine.
 		b.addDisk(vmmctl.Disk{ReadOnly: f.ReadOnly, ID: f.ID}, f.File)
 	}
 	if spec.Scratch > 0 {
-		im := layer.Image{Size: spec.Scratch}
+		stack := layer.Stack{Size: spec.Scratch}
 		top, err := s.engine.top()
 		if err != nil {
 			return err
 		}
-		b.addDisk(vmmctl.Disk{ID: "scratch", Image: &im}, b.owned(top))
-		s.disks = append(s.disks, disk{id: "scratch", image: im})
+		b.addDisk(vmmctl.Disk{ID: "scratch", Stack: &stack}, b.owned(top))
+		s.disks = append(s.disks, disk{id: "scratch", stack: stack})
 	}
 	if spec.Disk > 0 {
 		if err := s.attachDisk(ctx, b, spec.Disk); err != nil {
@@ -147,7 +147,7 @@ func (b *bootMessage) addInitrd(f *os.File) {
 	b.files = append(b.files, f)
 }
 
-// addDisk adds a disk in a file, or with an image: then the file is its top, and it
+// addDisk adds a disk in a file, or with a stack: then the file is its top, and it
 // comes with the files of its layers. Disks come before nets.
 func (b *bootMessage) addDisk(d vmmctl.Disk, file *os.File, layers ...*os.File) {
 	b.boot.Devices.Disks = append(b.boot.Devices.Disks, d)

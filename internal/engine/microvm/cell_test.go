@@ -24,9 +24,9 @@ func TestForkStaysInItsCell(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	image := layer.Image{Size: diskSize}
+	stack := layer.Stack{Size: diskSize}
 	s := &sandbox{
-		engine: e, vcpus: 2, memory: layer.Image{Size: 64 * mib}, disks: []disk{{id: "scratch", image: image}},
+		engine: e, vcpus: 2, memory: layer.Stack{Size: 64 * mib}, disks: []disk{{id: "scratch", stack: stack}},
 		network: &engine.Network{MAC: [6]byte{2, 0, 0, 0, 0, 1}, MTU: 1500, Address: netip.MustParsePrefix("10.0.2.15/24")},
 	}
 	top, err := e.top()
@@ -38,7 +38,7 @@ func TestForkStaysInItsCell(t *testing.T) {
 		t.Fatal(err)
 	}
 	m := bareMachine(t)
-	m.addDisk(vmmctl.Disk{ID: "scratch", Image: &image}, top)
+	m.addDisk(vmmctl.Disk{ID: "scratch", Stack: &stack}, top)
 	m.addNet(vmmctl.Net{MAC: s.network.MAC, MTU: 1500}, wire)
 	p, err := m.start(j.Jail, engine.Limits{})
 	if err != nil {

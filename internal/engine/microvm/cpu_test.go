@@ -11,7 +11,7 @@ import (
 )
 
 // TestOtherCPU: a snapshot from another processor is refused, by forks and by
-// shells, with what differs; one whose processor had less is not.
+// spares, with what differs; one whose processor had less is not.
 func TestOtherCPU(t *testing.T) {
 	e := jailedEngine(t, openJail(t).Jail, residentFolder(t))
 	t.Cleanup(func() { _ = e.Close() })
@@ -40,11 +40,11 @@ func TestOtherCPU(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			snap := doctoredSnapshot(t, filepath.Join(t.TempDir(), "snapshot"), c.doctor)
 			_, err := e.Fork(t.Context(), snap, engine.ForkOptions{})
-			kept, keepErr := e.KeepShells(snap, 0)
+			kept, keepErr := e.KeepSpares(snap, 0)
 			fitErr := e.Fits(snap.Manifest())
 			if c.want == "" {
 				if !strings.Contains(err.Error(), noState) || keepErr != nil || fitErr != nil {
-					t.Errorf("%v; shells: %v; fits: %v", err, keepErr, fitErr)
+					t.Errorf("%v; spares: %v; fits: %v", err, keepErr, fitErr)
 				}
 				if err := kept.Close(); err != nil {
 					t.Error(err)

@@ -28,7 +28,7 @@ type Engine struct {
 	scratch  *os.File // a folder
 	vmm      *jail.Jail
 	touched  touched
-	shells   shellSet
+	spares   spareSet
 	cpu      hostCPU
 	key      *seal.Key
 	blanks   blanks
@@ -97,9 +97,9 @@ func (e *Engine) Capabilities() engine.Capabilities {
 	return engine.Capabilities{Disks: true, SharesMemory: true}
 }
 
-// Close frees the engine and ends its shells; sandboxes live on.
+// Close frees the engine and ends its spares; sandboxes live on.
 func (e *Engine) Close() error {
-	return errors.Join(e.shells.close(), e.blanks.close(), e.resident.Close(), e.scratch.Close(), e.vmm.Close())
+	return errors.Join(e.spares.close(), e.blanks.close(), e.resident.Close(), e.scratch.Close(), e.vmm.Close())
 }
 
 // top makes a file without a name for what a disk's guest writes.
@@ -141,10 +141,10 @@ func Restored(sb engine.Sandbox) time.Duration {
 	return 0
 }
 
-// FromShell reports whether a sandbox was forked into a shell that had waited.
-func FromShell(sb engine.Sandbox) bool {
+// FromSpare reports whether a sandbox was forked into a spare that had waited.
+func FromSpare(sb engine.Sandbox) bool {
 	s, ok := sb.(*sandbox)
-	return ok && s.fromShell
+	return ok && s.fromSpare
 }
 
 // ProcessOf is the vmm process of a sandbox, nil if that is no microVM.

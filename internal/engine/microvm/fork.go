@@ -44,9 +44,9 @@ func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 	touch, learn := e.touched.of(about)
 	from.touch, from.watch = touch, learn && e.cpu.mapsAhead()
 	if !from.watch { // what waits is not watched
-		from.shell = func() (*process.Process, bool) { return e.shells.take(snap.ID()) }
+		from.spare = func() (*process.Process, bool) { return e.spares.take(snap.ID()) }
 	}
-	defer e.shells.refill(snap.ID()) // not before: to make the next one would slow this one down
+	defer e.spares.refill(snap.ID()) // not before: to make the next one would slow this one down
 	if _, err = e.restore(ctx, s, opts, from); err == nil && rehearse != nil {
 		err = rehearse(ctx, s)
 	}
@@ -56,7 +56,7 @@ func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 		e.touched.forget(about)
 	// Now, before anybody uses it: what it does later is not what all do.
 	case e.touched.learn(ctx, about, s.Process):
-		e.shells.renew(snap.ID())
+		e.spares.renew(snap.ID())
 	}
 	if err != nil {
 		return nil, errors.Join(err, s.release())
@@ -67,16 +67,16 @@ func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 // origin is where a fork's parts come from. The files are the fork's to close.
 type origin struct {
 	profile string
-	based   bool           // its images are those of its parent
+	based   bool           // its stacks are those of its parent
 	session []byte         // of the standby; empty: the fork opens one
 	touch   vmmctl.Touched // what the fork will need at once
 	watch   bool           // the fork will be asked for what it has touched
 	state   func() (*os.File, error)
 	memory  func(context.Context, layer.Ref) (*os.File, error)
 	disk    func(*disk, layer.Ref) (*os.File, error)
-	// shell takes one that waits for a fork like this; nil where there never is
+	// spare takes one that waits for a fork like this; nil where there never is
 	// any.
-	shell func() (*process.Process, bool)
+	spare func() (*process.Process, bool)
 }
 
 // originOf is that of a snapshot's forks.
@@ -126,7 +126,7 @@ func (e *Engine) restore(ctx context.Context, s *sandbox, opts engine.ForkOption
 	return s, nil
 }
 
-// loading is what makes a machine of a shell.
+// loading is what makes a machine of a spare.
 type loading struct {
 	process.Message
 	load    *vmmctl.Load
@@ -147,7 +147,7 @@ func (e *Engine) prepareLoad(s *sandbox, opts engine.ForkOptions, from origin) (
 	for i := range s.disks {
 		d, sent := &s.disks[i], &l.load.Devices.Disks[i]
 		sent.BytesPerSecond, sent.OpsPerSecond = opts.Limits.IO.BytesPerSecond, opts.Limits.IO.OpsPerSecond
-		refs := d.image.Layers
+		refs := d.stack.Layers
 		if d.readOnly && len(refs) == 0 {
 			refs = []layer.Ref{{}} // what a sandbox was booted from has no digest until it is captured
 		}
@@ -190,8 +190,8 @@ func (e *Engine) devices(s *sandbox) vmmctl.Devices {
 		d := &s.disks[i]
 		sent := vmmctl.Disk{ReadOnly: d.readOnly, ID: d.id}
 		if !d.readOnly {
-			sent.Image = &d.image
-			sizes = append(sizes, d.image.Size)
+			sent.Stack = &d.stack
+			sizes = append(sizes, d.stack.Size)
 		}
 		out.Disks = append(out.Disks, sent)
 	}
@@ -202,14 +202,14 @@ func (e *Engine) devices(s *sandbox) vmmctl.Devices {
 	return out
 }
 
-// load puts a fork into a shell that waits, or into one of its own.
+// load puts a fork into a spare that waits, or into one of its own.
 func (e *Engine) load(ctx context.Context, s *sandbox, opts engine.ForkOptions, from origin, l *loading) (*process.Process, error) {
 	limits, err := e.limits(s, opts.Limits)
 	if err != nil {
 		return nil, err
 	}
-	for from.shell != nil {
-		p, ok := from.shell()
+	for from.spare != nil {
+		p, ok := from.spare()
 		if !ok {
 			break
 		}
@@ -218,7 +218,7 @@ func (e *Engine) load(ctx context.Context, s *sandbox, opts engine.ForkOptions, 
 			_, err = p.Request(context.Background(), l.with, l.Files...)
 		}
 		if err == nil {
-			s.fromShell = true
+			s.fromSpare = true
 			return p, nil
 		}
 		p.Kill()
@@ -226,7 +226,7 @@ func (e *Engine) load(ctx context.Context, s *sandbox, opts engine.ForkOptions, 
 			return nil, fmt.Errorf("start microVM: %w", err)
 		}
 	}
-	first, err := e.prepareShell(ctx, s, from)
+	first, err := e.prepareSpare(ctx, s, from)
 	if err != nil {
 		return nil, err
 	}
@@ -256,10 +256,10 @@ func (l *loading) with(id uint64) vmmctl.Message {
 	return l.load
 }
 
-// prepareShell opens what all forks of an origin share.
-func (e *Engine) prepareShell(ctx context.Context, s *sandbox, from origin) (_ *process.Message, err error) {
-	shell := &vmmctl.Shell{Memory: s.memory, Profile: from.profile, VCPUs: uint64(s.vcpus), Touch: from.touch, Watch: from.watch}
-	m := &process.Message{Message: shell}
+// prepareSpare opens what all forks of an origin share.
+func (e *Engine) prepareSpare(ctx context.Context, s *sandbox, from origin) (_ *process.Message, err error) {
+	spare := &vmmctl.Spare{Memory: s.memory, Profile: from.profile, VCPUs: uint64(s.vcpus), Touch: from.touch, Watch: from.watch}
+	m := &process.Message{Message: spare}
 	for _, ref := range s.memory.Layers {
 		f, openErr := from.memory(ctx, ref)
 		m.Add(&err, f, openErr)
@@ -301,7 +301,7 @@ func (e *Engine) describe(snap *snapshot.Snapshot, hostname string) (*sandbox, e
 	s.self.Generation.Store(generation)
 	s.setMemory(m.Memory.Layer())
 	for _, d := range m.Disks {
-		s.disks = append(s.disks, disk{id: d.ID, readOnly: d.ReadOnly, image: d.Image.Layer()})
+		s.disks = append(s.disks, disk{id: d.ID, readOnly: d.ReadOnly, stack: d.Stack.Layer()})
 	}
 	return s, nil
 }

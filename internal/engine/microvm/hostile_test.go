@@ -301,7 +301,7 @@ func startHostileIn(t *testing.T, cell *jail.Cell, lie string) *sandbox {
 	})
 	s := &sandbox{
 		engine: jailedEngine(t, nil, residentFolder(t)), kernel: "known", vcpus: 1, Guest: &Guest{Process: p},
-		memory: layer.Image{Size: hostileRAM}, disks: []disk{{id: "scratch", image: layer.Image{Size: hostileDisk}}},
+		memory: layer.Stack{Size: hostileRAM}, disks: []disk{{id: "scratch", stack: layer.Stack{Size: hostileDisk}}},
 	}
 	kernel, err := process.MemoryFile("kernel", nil)
 	if err != nil {

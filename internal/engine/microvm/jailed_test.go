@@ -15,7 +15,9 @@ import (
 	"agentrun.dev/internal/engine/microvm/process"
 	"agentrun.dev/internal/host/assets"
 	"agentrun.dev/internal/host/jail"
+	"agentrun.dev/internal/host/jail/jailtest"
 	"agentrun.dev/internal/vmm/vmmctl"
+	"agentrun.dev/test/soak"
 	"golang.org/x/sys/unix"
 )
 
@@ -33,16 +35,11 @@ func openJail(t *testing.T) testJail {
 	if err != nil {
 		t.Fatal(err)
 	}
-	j := testJail{folder: t.TempDir(), cgroup: fmt.Sprintf("agentrun-test-%d-%s", os.Getpid(), strings.ToLower(t.Name()))}
+	j := testJail{folder: t.TempDir(), cgroup: jailtest.Cgroup(t)}
 	j.Jail = jail.New(jail.Config{Program: path, Folder: j.folder, Cgroup: j.cgroup})
 	t.Cleanup(func() {
 		if err := j.Close(); err != nil {
 			t.Error(err)
-		}
-		for _, d := range j.groups(t, "") {
-			if err := os.Remove(d); err != nil {
-				t.Errorf("left behind: %v", err)
-			}
 		}
 	})
 	return j
@@ -51,14 +48,7 @@ func openJail(t *testing.T) testJail {
 // groups lists the jail's cgroups of a kind, in all hierarchies.
 func (j testJail) groups(t *testing.T, pattern string) (all []string) {
 	t.Helper()
-	for _, root := range []string{"/sys/fs/cgroup", "/sys/fs/cgroup/*"} {
-		dirs, err := filepath.Glob(filepath.Join(root, j.cgroup, pattern))
-		if err != nil {
-			t.Fatal(err)
-		}
-		all = append(all, dirs...)
-	}
-	return all
+	return jailtest.Groups(t, j.cgroup, pattern)
 }
 
 // bareMachine is the test guest, which runs on any KVM.
@@ -260,20 +250,16 @@ func (j testJail) nothingLeft(t *testing.T, before traces) {
 	}
 }
 
-// TestNothingIsLeft makes and kills VMs, and shells, and looks for what they
+// TestNothingIsLeft makes and kills VMs, and spares, and looks for what they
 // left.
 func TestNothingIsLeft(t *testing.T) {
 	j := openJail(t)
 	startBare(t, j).Kill() // whatever is made once
-	count := 30
-	if os.Getenv("AGENTRUN_SOAK") != "" {
-		count = 1000
-	}
-	snap := shellSnapshot(t, filepath.Join(t.TempDir(), "snapshot"))
+	snap := spareSnapshot(t, filepath.Join(t.TempDir(), "snapshot"))
 	e := jailedEngine(t, j.Jail, residentFolder(t))
 	machine := bareMachine(t)
 	before := look(t)
-	for i := range count {
+	for i := range soak.Count(1000, 30) {
 		p, err := machine.start(j.Jail, engine.Limits{})
 		if err != nil {
 			t.Fatal(err)
@@ -286,11 +272,11 @@ func TestNothingIsLeft(t *testing.T) {
 		} else {
 			p.Kill()
 		}
-		sh, err := e.newShell(t.Context(), snap)
+		sp, err := e.newSpare(t.Context(), snap)
 		if err != nil {
 			t.Fatal(err)
 		}
-		sh.Kill()
+		sp.Kill()
 	}
 	j.nothingLeft(t, before)
 	if err := e.Close(); err != nil {

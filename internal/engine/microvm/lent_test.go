@@ -57,8 +57,8 @@ func TestLentComeBack(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = top.Close() }()
-	image := layer.Image{Size: mib}
-	m.addDisk(vmmctl.Disk{ID: "data", Image: &image}, top)
+	stack := layer.Stack{Size: mib}
+	m.addDisk(vmmctl.Disk{ID: "data", Stack: &stack}, top)
 	p, err := m.start(j.Jail, engine.Limits{})
 	if err != nil {
 		t.Fatal(err)
@@ -68,7 +68,7 @@ func TestLentComeBack(t *testing.T) {
 		t.Fatal(err)
 	}
 	s := &sandbox{
-		Guest: &Guest{Process: p}, engine: e, vcpus: int(m.boot.VCPUs), memory: layer.Image{Size: m.boot.Memory}, disks: []disk{{id: "data", image: image}},
+		Guest: &Guest{Process: p}, engine: e, vcpus: int(m.boot.VCPUs), memory: layer.Stack{Size: m.boot.Memory}, disks: []disk{{id: "data", stack: stack}},
 	}
 	for i := range 3 * maxLent {
 		_, save := s.durable()

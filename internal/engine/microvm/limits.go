@@ -118,8 +118,8 @@ func writableSize(d *vmmctl.Disk, top *os.File) (uint64, error) {
 	if d.ReadOnly {
 		return 0, nil
 	}
-	if d.Image != nil {
-		return d.Image.Size, nil
+	if d.Stack != nil {
+		return d.Stack.Size, nil
 	}
 	info, err := top.Stat()
 	if err != nil {

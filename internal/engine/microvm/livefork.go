@@ -82,7 +82,7 @@ func (l liveLayers) add(file *os.File, size uint64, runs []extent.Run, closeIt f
 }
 
 // held lists those that a memory is made of: those of disks are on disk.
-func (l liveLayers) held(memory layer.Image) (list []engine.Held) {
+func (l liveLayers) held(memory layer.Stack) (list []engine.Held) {
 	for _, r := range memory.Layers {
 		if x := l[r.Digest]; x != nil {
 			list = append(list, engine.Held{ID: "live-" + r.Digest.String(), Bytes: x.holds})
@@ -91,17 +91,17 @@ func (l liveLayers) held(memory layer.Image) (list []engine.Held) {
 	return list
 }
 
-// leastUse is the part of a layer, as its inverse, that an image must show so
+// leastUse is the part of a layer, as its inverse, that a stack must show so
 // that the layer is worth its memory.
 const leastUse = 4
 
-// wasteful tells live layers of which an image shows little: all that they hold
+// wasteful tells live layers of which a stack shows little: all that they hold
 // is in memory as long as anything of them is used. To store that little again
 // frees them.
-func (l liveLayers) wasteful(im layer.Image) func(layer.Ref) bool {
+func (l liveLayers) wasteful(stack layer.Stack) func(layer.Ref) bool {
 	shown := map[layer.Digest]uint64{}
-	for _, e := range im.Extents {
-		shown[im.Layers[e.Layer].Digest] += e.Length
+	for _, e := range stack.Extents {
+		shown[stack.Layers[e.Layer].Digest] += e.Length
 	}
 	return func(r layer.Ref) bool {
 		x := l[r.Digest]
@@ -109,11 +109,11 @@ func (l liveLayers) wasteful(im layer.Image) func(layer.Ref) bool {
 	}
 }
 
-// usedBy lists those that the images use, for another user.
-func (l liveLayers) usedBy(images ...layer.Image) liveLayers {
+// usedBy lists those that the stacks use, for another user.
+func (l liveLayers) usedBy(stacks ...layer.Stack) liveLayers {
 	out := liveLayers{}
-	for _, im := range images {
-		for _, r := range im.Layers {
+	for _, stack := range stacks {
+		for _, r := range stack.Layers {
 			if x := l[r.Digest]; x != nil && out[r.Digest] == nil {
 				x.use()
 				out[r.Digest] = x
@@ -175,7 +175,7 @@ func (s *sandbox) liveFork(ctx context.Context, opts []engine.ForkOptions) (*eng
 // moment is a running sandbox as it was at one instant: what children are made
 // of.
 type moment struct {
-	sandbox // never runs; its images and live layers are those of the instant
+	sandbox // never runs; its stacks and live layers are those of the instant
 	state   *os.File
 	profile string
 	session []byte
@@ -220,23 +220,23 @@ func (s *sandbox) captureLive(ctx context.Context) (*moment, *vmmctl.Saved, erro
 	}
 }
 
-// How much is stored again to keep images small.
+// How much is stored again to keep stacks small.
 const (
 	storeChanged = iota // nothing
 	storeLive           // what live layers hold, which then are superfluous
-	storeAll            // everything: the image is one layer
+	storeAll            // everything: the stack is one layer
 )
 
-// leastEffort is the effort with which the images may stay small enough.
+// leastEffort is the effort with which the stacks may stay small enough.
 func (s *sandbox) leastEffort() int {
-	images := []layer.Image{s.memory}
+	stacks := []layer.Stack{s.memory}
 	for _, d := range s.disks {
 		if !d.readOnly {
-			images = append(images, d.image)
+			stacks = append(stacks, d.stack)
 		}
 	}
-	for _, im := range images {
-		if len(im.Layers) >= layer.MaxLayers || len(im.Extents) > layer.MaxExtents-layer.MaxRuns {
+	for _, stack := range stacks {
+		if len(stack.Layers) >= layer.MaxLayers || len(stack.Extents) > layer.MaxExtents-layer.MaxRuns {
 			return storeLive
 		}
 	}
@@ -245,9 +245,9 @@ func (s *sandbox) leastEffort() int {
 
 // include says what a Save of some effort stores beyond what changed.
 func (s *sandbox) include(effort int) *vmmctl.Save {
-	pick := func(im layer.Image, owed []extent.Run) []extent.Run {
-		wasteful := s.live.wasteful(im)
-		_, runs := im.Without(func(r layer.Ref) bool {
+	pick := func(stack layer.Stack, owed []extent.Run) []extent.Run {
+		wasteful := s.live.wasteful(stack)
+		_, runs := stack.Without(func(r layer.Ref) bool {
 			return effort == storeAll || effort == storeLive && s.live.has(r) || wasteful(r)
 		})
 		return fewRuns(runs, owed)
@@ -255,7 +255,7 @@ func (s *sandbox) include(effort int) *vmmctl.Save {
 	save := &vmmctl.Save{Memory: pick(s.memory, s.owed)}
 	for i := range s.disks {
 		if d := &s.disks[i]; !d.readOnly {
-			save.Disks = append(save.Disks, pick(d.image, d.owed))
+			save.Disks = append(save.Disks, pick(d.stack, d.owed))
 		}
 	}
 	return save
@@ -265,7 +265,7 @@ func (s *sandbox) include(effort int) *vmmctl.Save {
 func (s *sandbox) writable() (sizes []uint64) {
 	for _, d := range s.disks {
 		if !d.readOnly {
-			sizes = append(sizes, d.image.Size)
+			sizes = append(sizes, d.stack.Size)
 		}
 	}
 	return sizes
@@ -295,20 +295,20 @@ func (s *sandbox) lay(c *captured) (_ *moment, err error) {
 	fresh := liveLayers{}
 	defer func() { err = errors.Join(err, fresh.release()) }() // who uses them has a share by then
 	m := &moment{profile: string(c.machine.Profile), session: c.session}
-	images, err := s.overlay(c, fresh)
+	stacks, err := s.overlay(c, fresh)
 	if err != nil {
 		return nil, err
 	}
 	all := maps.Clone(fresh)
 	maps.Copy(all, s.live)
 	old := s.live
-	s.live = all.usedBy(images...)
+	s.live = all.usedBy(stacks...)
 	err = old.release()
-	s.setImages(images)
+	s.setStacks(stacks)
 	m.engine, m.kernel, m.vcpus, m.parent, m.network = s.engine, s.kernel, s.vcpus, s.parent, s.network
 	m.self.Generation.Store(s.self.Generation.Load())
-	m.disks, m.live = slices.Clone(s.disks), all.usedBy(images...)
-	m.setImages(images)
+	m.disks, m.live = slices.Clone(s.disks), all.usedBy(stacks...)
+	m.setStacks(stacks)
 	if m.boot = s.boot; m.boot != nil {
 		m.boot.use()
 	}
@@ -316,25 +316,25 @@ func (s *sandbox) lay(c *captured) (_ *moment, err error) {
 	return m, err
 }
 
-// overlay lays what was captured over the images of memory and disks; fresh
+// overlay lays what was captured over the stacks of memory and disks; fresh
 // gets the new layers.
-func (s *sandbox) overlay(c *captured, fresh liveLayers) (images []layer.Image, err error) {
+func (s *sandbox) overlay(c *captured, fresh liveLayers) (stacks []layer.Stack, err error) {
 	var ref layer.Ref
 	if len(c.saved.Memory.Runs) > 0 {
 		ref = fresh.add(c.memory.File, s.memory.Size, c.saved.Memory.Runs, c.memory.Close)
 		c.memory = nil
 	}
-	im, err := layer.OverlayInPlace(s.memory, ref, c.saved.Memory.Runs, c.saved.Memory.Zeros)
+	stack, err := layer.OverlayInPlace(s.memory, ref, c.saved.Memory.Runs, c.saved.Memory.Zeros)
 	if err != nil {
 		return nil, err
 	}
-	images = append(images, im)
+	stacks = append(stacks, stack)
 	for i := range s.disks {
 		d := &s.disks[i]
 		if d.readOnly {
 			continue
 		}
-		k := len(images) - 1
+		k := len(stacks) - 1
 		change, ref := c.saved.Disks[k], layer.Ref{}
 		if len(change.Runs) > 0 {
 			size := extent.Total(change.Runs)
@@ -344,23 +344,23 @@ func (s *sandbox) overlay(c *captured, fresh liveLayers) (images []layer.Image, 
 			}
 			ref = fresh.add(f, size, change.Runs, f.Close)
 		}
-		if im, err = layer.Overlay(d.image, ref, change.Runs, change.Zeros); err != nil {
+		if stack, err = layer.Overlay(d.stack, ref, change.Runs, change.Zeros); err != nil {
 			return nil, err
 		}
-		images = append(images, im)
+		stacks = append(stacks, stack)
 	}
-	return images, nil
+	return stacks, nil
 }
 
-// setImages takes what overlay returned: the memory's image, then those of the
+// setStacks takes what overlay returned: the memory's stack, then those of the
 // writable disks. Nothing is owed any more.
-func (s *sandbox) setImages(images []layer.Image) {
-	s.setMemory(images[0])
+func (s *sandbox) setStacks(stacks []layer.Stack) {
+	s.setMemory(stacks[0])
 	s.owed = nil
 	next := 1
 	for i := range s.disks {
 		if d := &s.disks[i]; !d.readOnly {
-			d.image, d.owed = images[next], nil
+			d.stack, d.owed = stacks[next], nil
 			next++
 		}
 	}
@@ -395,13 +395,13 @@ func (m *moment) child(ctx context.Context, opts engine.ForkOptions) (*sandbox, 
 		return nil, err
 	}
 	defer release()
-	images := []layer.Image{m.memory}
+	stacks := []layer.Stack{m.memory}
 	for _, d := range m.disks {
-		images = append(images, d.image)
+		stacks = append(stacks, d.stack)
 	}
 	s := &sandbox{
 		engine: m.engine, kernel: m.kernel, self: identity.Self{Hostname: opts.Hostname}, vcpus: m.vcpus, parent: m.parent,
-		disks: slices.Clone(m.disks), live: m.live.usedBy(images...), boot: m.boot, network: m.network,
+		disks: slices.Clone(m.disks), live: m.live.usedBy(stacks...), boot: m.boot, network: m.network,
 	}
 	s.self.Generation.Store(m.self.Generation.Load() + 1)
 	if s.boot != nil {

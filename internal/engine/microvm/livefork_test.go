@@ -7,7 +7,7 @@ import (
 	"agentrun.dev/internal/storage/layer"
 )
 
-// TestWastefulLayers: a layer of which an image shows less than a quarter is to
+// TestWastefulLayers: a layer of which a stack shows less than a quarter is to
 // be stored again, what is in no live layer never is.
 func TestWastefulLayers(t *testing.T) {
 	const page = layer.PageSize
@@ -15,15 +15,15 @@ func TestWastefulLayers(t *testing.T) {
 	runs := []extent.Run{{Length: 16 * page}, {Start: 32 * page, Length: 16 * page}}
 	used, hidden := live.add(nil, 64*page, runs, nil), live.add(nil, 64*page, runs, nil)
 	durable := layer.Ref{Digest: layer.Digest{1}, Size: 64 * page}
-	im := layer.Image{Size: 64 * page, Layers: []layer.Ref{used, hidden, durable}, Extents: []layer.Extent{
+	stack := layer.Stack{Size: 64 * page, Layers: []layer.Ref{used, hidden, durable}, Extents: []layer.Extent{
 		{Start: 0, Length: 8 * page, Layer: 0},
 		{Start: 8 * page, Length: 7 * page, Layer: 1, Offset: 8 * page},
 		{Start: 15 * page, Length: page, Layer: 2, Offset: 15 * page},
 	}}
-	if err := im.Validate(); err != nil {
+	if err := stack.Validate(); err != nil {
 		t.Fatal(err)
 	}
-	wasteful := live.wasteful(im)
+	wasteful := live.wasteful(stack)
 	for name, tt := range map[string]struct {
 		ref  layer.Ref
 		want bool

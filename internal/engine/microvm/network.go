@@ -1,7 +1,11 @@
 package microvm
 
 import (
+	"context"
+	"errors"
+	"fmt"
 	"os"
+	"strconv"
 	"strings"
 
 	"agentrun.dev/internal/engine"
@@ -21,6 +25,21 @@ func (s *sandbox) wire() (*os.File, error) {
 	}
 	s.KeepWire(host)
 	return guest, nil
+}
+
+// rewire gives a sandbox that was adopted a new wire: the host's end of the one
+// that it has went with its maker. Whoever has a copy of that is cut off.
+func (s *sandbox) rewire() (*os.File, error) {
+	host, guest, err := s.engine.vmm.Wire()
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = guest.Close() }() // the vmm has its own
+	_, err = s.Request(context.Background(), func(id uint64) vmmctl.Message { return &vmmctl.Plug{ID: id} }, guest)
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("give the sandbox a wire: %w", err), host.Close())
+	}
+	return host, nil
 }
 
 // plugIn gives a sandbox that is booted its network interface.
@@ -44,8 +63,14 @@ func addressOf(n *engine.Network) string {
 	if n.Gateway.IsValid() {
 		parts = append(parts, "gw="+n.Gateway.String())
 	}
-	for _, a := range n.DNS {
-		parts = append(parts, "dns="+a.String())
+	if a := n.Address6; a.IsValid() {
+		parts = append(parts, "ip6="+a.Addr().StringExpanded()+"/"+strconv.Itoa(a.Bits()))
+	}
+	if n.Gateway6.IsValid() {
+		parts = append(parts, "gw6="+n.Gateway6.StringExpanded())
+	}
+	for _, a := range n.DNS { // expanded, as the agent reads them
+		parts = append(parts, "dns="+a.StringExpanded())
 	}
 	return strings.Join(parts, ",")
 }

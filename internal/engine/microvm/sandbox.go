@@ -31,18 +31,18 @@ type sandbox struct {
 	self      identity.Self
 	kernel    string // digest
 	vcpus     int
-	memory    layer.Image
+	memory    layer.Stack
 	disks     []disk
 	network   *engine.Network    // nil without an interface
 	parent    *snapshot.Snapshot // whose layers it maps; nil after a boot
 	boot      *bootFiles         // nil in a fork
 	restored  time.Duration      // from the call of Fork until it ran
 	ownParent bool               // parent is its own to close
-	fromShell bool               // which was made before that call
+	fromSpare bool               // which was made before that call
 	hasFiles  bool               // as disks: it cannot be captured
 	filesOnly bool               // its vmm, of an older AgentRun, saves to files and not to pipes
 
-	capture sync.Mutex        // one capture at a time; protects memory, the disks' images and all following fields
+	capture sync.Mutex        // one capture at a time; protects memory, the disks' stacks and all following fields
 	standby *guestrpc.Standby // nil before the first capture
 	live    liveLayers        // those of memory and of the disks that are in no snapshot
 	owed    []extent.Run      // of memory: the vmm believes them kept
@@ -84,7 +84,7 @@ func (b *bootFiles) release() error {
 
 // isBlank reports whether a layer is the one that the disk began with.
 func (b *bootFiles) isBlank(ref layer.Ref) bool {
-	return b.blank != nil && b.blank.image.Layers[0] == ref
+	return b.blank != nil && b.blank.stack.Layers[0] == ref
 }
 
 // layer is the file of a layer that a sandbox was booted from.
@@ -105,18 +105,18 @@ func (s *sandbox) identifyBoot() (err error) {
 	if err != nil {
 		return fmt.Errorf("root filesystem: %w", err)
 	}
-	s.disks[0].image = wholeFile(root)
+	s.disks[0].stack = wholeFile(root)
 	if s.kernel, err = fileDigest(s.boot.kernel); err != nil {
 		return fmt.Errorf("kernel: %w", err)
 	}
 	return nil
 }
 
-// disk is a disk and the image below it.
+// disk is a disk and the stack below it.
 type disk struct {
 	id       string
 	readOnly bool
-	image    layer.Image
+	stack    layer.Stack
 	owed     []extent.Run // as the sandbox's
 }
 
@@ -200,11 +200,11 @@ func (s *sandbox) Stats(context.Context) (engine.Stats, error) {
 }
 
 // setMemory changes what the memory is made of.
-func (s *sandbox) setMemory(im layer.Image) {
-	s.memory = im
+func (s *sandbox) setMemory(stack layer.Stack) {
+	s.memory = stack
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.layers, s.mappings = len(im.Layers), len(im.Extents)
+	s.layers, s.mappings = len(stack.Layers), len(stack.Extents)
 }
 
 // ProcessStats reads the memory and processor time of a vmm process.
@@ -257,9 +257,9 @@ func fileDigest(f *os.File) (string, error) {
 // wholeOf reads a file from its beginning, wherever others are in it.
 func wholeOf(f *os.File) io.Reader { return io.NewSectionReader(f, 0, 1<<62) }
 
-// wholeFile is the image that is one file.
-func wholeFile(ref layer.Ref) layer.Image {
-	return layer.Image{Size: ref.Size, Layers: []layer.Ref{ref}, Extents: []layer.Extent{{Length: ref.Size}}}
+// wholeFile is the stack that is one file.
+func wholeFile(ref layer.Ref) layer.Stack {
+	return layer.Stack{Size: ref.Size, Layers: []layer.Ref{ref}, Extents: []layer.Extent{{Length: ref.Size}}}
 }
 
 // reopen is another descriptor of an open file.

@@ -73,7 +73,7 @@ func (s *sandbox) durable() (*sandbox, *vmmctl.Save) {
 	save.Memory = fewRuns(save.Memory, s.owed)
 	for _, k := range s.disks {
 		var runs []extent.Run
-		k.image, runs = k.image.Without(s.live.has)
+		k.stack, runs = k.stack.Without(s.live.has)
 		if !k.readOnly {
 			save.Disks = append(save.Disks, fewRuns(runs, k.owed))
 		}
@@ -231,7 +231,7 @@ func (s *sandbox) store(ctx context.Context, b *snapshot.Builder, c *captured) (
 	m := snapshot.Manifest{
 		Created: time.Now().UTC().Truncate(time.Second), Kernel: s.kernel,
 		CPU: cpu, TSCKHz: uint64(c.machine.TSCKHz), VCPUs: s.vcpus,
-		Memory: snapshot.ImageOf(memory), Nets: s.network.Nets(), Hostname: s.self.Hostname, Session: c.session,
+		Memory: snapshot.StackOf(memory), Nets: s.network.Nets(), Hostname: s.self.Hostname, Session: c.session,
 		Labels: map[string]string{engine.GenerationLabel: strconv.FormatUint(s.self.Generation.Load(), 10)},
 	}
 	if s.parent != nil {
@@ -239,21 +239,21 @@ func (s *sandbox) store(ctx context.Context, b *snapshot.Builder, c *captured) (
 	}
 	writable := 0
 	for _, d := range s.disks {
-		im := d.image
+		stack := d.stack
 		if d.readOnly {
-			err = st.keep(im)
+			err = st.keep(stack)
 		} else {
 			if c.stored != nil {
-				im, err = st.lay(ctx, im, c.stored.disks[writable], nil, c.saved.Disks[writable])
+				stack, err = st.lay(ctx, stack, c.stored.disks[writable], nil, c.saved.Disks[writable])
 			} else {
-				im, err = st.layDisk(ctx, im, c.disks[writable], c.saved.Disks[writable])
+				stack, err = st.layDisk(ctx, stack, c.disks[writable], c.saved.Disks[writable])
 			}
 			writable++
 		}
 		if err != nil {
 			return nil, err
 		}
-		m.Disks = append(m.Disks, snapshot.Disk{ID: d.id, ReadOnly: d.readOnly, Image: snapshot.ImageOf(im)})
+		m.Disks = append(m.Disks, snapshot.Disk{ID: d.id, ReadOnly: d.readOnly, Stack: snapshot.StackOf(stack)})
 	}
 	return st.Commit(m, c.encoded)
 }
@@ -267,7 +267,7 @@ type storing struct {
 
 // layMemory stores the captured memory. It is loaded from there by the first
 // fork: what is in memory and no sandbox uses nobody would be charged for.
-func (st *storing) layMemory(ctx context.Context, c *captured) (layer.Image, error) {
+func (st *storing) layMemory(ctx context.Context, c *captured) (layer.Stack, error) {
 	below := st.sandbox.memory
 	if c.stored != nil {
 		return st.lay(ctx, below, c.stored.memory, nil, c.saved.Memory)
@@ -287,7 +287,7 @@ func (st *storing) layMemory(ctx context.Context, c *captured) (layer.Image, err
 }
 
 // layDisk stores what was captured of a disk.
-func (st *storing) layDisk(ctx context.Context, below layer.Image, f *os.File, c vmmctl.Change) (layer.Image, error) {
+func (st *storing) layDisk(ctx context.Context, below layer.Stack, f *os.File, c vmmctl.Change) (layer.Stack, error) {
 	var ref layer.Ref
 	if len(c.Runs) > 0 {
 		var err error
@@ -305,45 +305,45 @@ func (st *storing) layDisk(ctx context.Context, below layer.Image, f *os.File, c
 	return st.lay(ctx, below, ref, f, c)
 }
 
-// lay stores a layer, if anything was captured, and puts it over the image
+// lay stores a layer, if anything was captured, and puts it over the stack
 // below.
-func (st *storing) lay(ctx context.Context, below layer.Image, ref layer.Ref, f *os.File, c vmmctl.Change) (im layer.Image, err error) {
+func (st *storing) lay(ctx context.Context, below layer.Stack, ref layer.Ref, f *os.File, c vmmctl.Change) (stack layer.Stack, err error) {
 	if len(c.Runs) > 0 {
 		if err := st.add(ref, f); err != nil {
-			return im, err
+			return stack, err
 		}
 	}
-	im, err = layer.Overlay(below, ref, c.Runs, c.Zeros)
+	stack, err = layer.Overlay(below, ref, c.Runs, c.Zeros)
 	if errors.Is(err, layer.ErrNeedsCompaction) {
 		if below, err = st.compact(ctx, below); err != nil {
-			return im, err
+			return stack, err
 		}
-		im, err = layer.Overlay(below, ref, c.Runs, c.Zeros)
+		stack, err = layer.Overlay(below, ref, c.Runs, c.Zeros)
 	}
 	if err != nil {
-		return im, err
+		return stack, err
 	}
-	return im, st.keep(im)
+	return stack, st.keep(stack)
 }
 
-// compact makes one layer of an image that has too many.
-func (st *storing) compact(ctx context.Context, im layer.Image) (layer.Image, error) {
+// compact makes one layer of a stack that has too many.
+func (st *storing) compact(ctx context.Context, stack layer.Stack) (layer.Stack, error) {
 	newFile := st.sandbox.engine.top
 	if st.Private() { // what holds secrets is on no disk in the clear
 		newFile = st.sandbox.engine.resident.Create
 	}
 	f, err := newFile()
 	if err != nil {
-		return im, err
+		return stack, err
 	}
 	defer func() { _ = f.Close() }() // the snapshot has a copy
-	out, err := layer.Compact(ctx, im, st.sandbox.parent.OpenLayer, f)
+	out, err := layer.Compact(ctx, stack, st.sandbox.parent.OpenLayer, f)
 	if err != nil {
-		return im, err
+		return stack, err
 	}
 	for _, ref := range out.Layers {
 		if err := st.add(ref, f); err != nil {
-			return im, err
+			return stack, err
 		}
 	}
 	return out, nil
@@ -354,10 +354,10 @@ func (st *storing) add(ref layer.Ref, f *os.File) error {
 	return st.AddLayer(ref, f)
 }
 
-// keep stores what an image still lacks: layers of the parent, which are
+// keep stores what a stack still lacks: layers of the parent, which are
 // linked, or what a sandbox was booted from.
-func (st *storing) keep(im layer.Image) error {
-	for _, ref := range im.Layers {
+func (st *storing) keep(stack layer.Stack) error {
+	for _, ref := range stack.Layers {
 		if st.stored[ref.Digest] {
 			continue
 		}

@@ -46,26 +46,26 @@ func (s *sandbox) stream(ctx context.Context, b *snapshot.Builder) (*snapshot.Sn
 	panic("unreachable: the second round returns")
 }
 
-// storeCrowded has those images stored in full that have no room for another
+// storeCrowded has those stacks stored in full that have no room for another
 // layer, or all of them.
 func (s *sandbox) storeCrowded(save *vmmctl.Save, all bool) {
-	whole := func(im *layer.Image, runs *[]extent.Run) {
-		if all || len(im.Layers) >= layer.MaxLayers {
-			*runs = []extent.Run{{Length: im.Size}}
-			*im = layer.Image{Size: im.Size}
+	whole := func(stack *layer.Stack, runs *[]extent.Run) {
+		if all || len(stack.Layers) >= layer.MaxLayers {
+			*runs = []extent.Run{{Length: stack.Size}}
+			*stack = layer.Stack{Size: stack.Size}
 		}
 	}
 	whole(&s.memory, &save.Memory)
 	writable := 0
 	for i := range s.disks {
 		if k := &s.disks[i]; !k.readOnly {
-			whole(&k.image, &save.Disks[writable])
+			whole(&k.stack, &save.Disks[writable])
 			writable++
 		}
 	}
 }
 
-// fits looks whether what was written can be laid over the images.
+// fits looks whether what was written can be laid over the stacks.
 func (s *sandbox) fits(c *captured) error {
 	_, err := layer.Overlay(s.memory, c.stored.memory, c.saved.Memory.Runs, c.saved.Memory.Zeros)
 	writable := 0
@@ -74,7 +74,7 @@ func (s *sandbox) fits(c *captured) error {
 			continue
 		}
 		change := c.saved.Disks[writable]
-		_, diskErr := layer.Overlay(k.image, c.stored.disks[writable], change.Runs, change.Zeros)
+		_, diskErr := layer.Overlay(k.stack, c.stored.disks[writable], change.Runs, change.Zeros)
 		err = errors.Join(err, diskErr)
 		writable++
 	}
@@ -105,7 +105,7 @@ func (s *sandbox) drain(ctx context.Context, b *snapshot.Builder, durable *sandb
 	sizes := []uint64{durable.memory.Size}
 	for _, d := range durable.disks {
 		if !d.readOnly {
-			sizes = append(sizes, d.image.Size)
+			sizes = append(sizes, d.stack.Size)
 		}
 	}
 	for i := range sizes {
@@ -143,7 +143,7 @@ func (s *sandbox) drain(ctx context.Context, b *snapshot.Builder, durable *sandb
 	}()
 	refs := make([]layer.Ref, len(sizes))
 	for i, size := range sizes {
-		// A run is within its image, and none is written twice.
+		// A run is within its stack, and none is written twice.
 		if refs[i], err = b.StreamLayer(ctx, p.streams[i], size); err != nil {
 			p.close() // the vmm fails, and does not wait
 			break

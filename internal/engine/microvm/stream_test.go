@@ -19,7 +19,7 @@ import (
 )
 
 // TestStreamIsChecked: a vmm that names more or less than it has written, other
-// disks, or runs that are not in the image, is not believed.
+// disks, or runs that are not in the stack, is not believed.
 func TestStreamIsChecked(t *testing.T) {
 	const page = layer.PageSize
 	wrote := streamed{memory: layer.Ref{Digest: layer.Digest{1}, Size: 2 * page}, disks: []layer.Ref{{}}}
@@ -50,19 +50,19 @@ func TestStreamIsChecked(t *testing.T) {
 	}
 }
 
-// TestCrowdedImages: an image without room for another layer is written in full,
+// TestCrowdedStacks: a stack without room for another layer is written in full,
 // others are not.
-func TestCrowdedImages(t *testing.T) {
-	full := layer.Image{Size: 1 << 20, Layers: make([]layer.Ref, layer.MaxLayers)}
-	some := layer.Image{Size: 2 << 20, Layers: make([]layer.Ref, 1)}
-	d := &sandbox{memory: full, disks: []disk{{readOnly: true, image: some}, {image: some}}}
+func TestCrowdedStacks(t *testing.T) {
+	full := layer.Stack{Size: 1 << 20, Layers: make([]layer.Ref, layer.MaxLayers)}
+	some := layer.Stack{Size: 2 << 20, Layers: make([]layer.Ref, 1)}
+	d := &sandbox{memory: full, disks: []disk{{readOnly: true, stack: some}, {stack: some}}}
 	save := &vmmctl.Save{Disks: make([][]extent.Run, 1)}
 	d.storeCrowded(save, false)
-	if len(d.memory.Layers) != 0 || d.memory.Size != full.Size || extent.Total(save.Memory) != full.Size || len(d.disks[1].image.Layers) != 1 || save.Disks[0] != nil {
+	if len(d.memory.Layers) != 0 || d.memory.Size != full.Size || extent.Total(save.Memory) != full.Size || len(d.disks[1].stack.Layers) != 1 || save.Disks[0] != nil {
 		t.Errorf("%+v, %+v", d, save)
 	}
 	d.storeCrowded(save, true)
-	if len(d.disks[0].image.Layers) != 1 || len(d.disks[1].image.Layers) != 0 || extent.Total(save.Disks[0]) != some.Size {
+	if len(d.disks[0].stack.Layers) != 1 || len(d.disks[1].stack.Layers) != 0 || extent.Total(save.Disks[0]) != some.Size {
 		t.Errorf("%+v, %+v", d, save)
 	}
 }
@@ -95,9 +95,9 @@ func TestStreamOfJailed(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = top.Close() }()
-	disks := layer.Image{Size: mib}
+	disks := layer.Stack{Size: mib}
 	m.addInitrd(initrd)
-	m.addDisk(vmmctl.Disk{ID: "data", Image: &disks}, top)
+	m.addDisk(vmmctl.Disk{ID: "data", Stack: &disks}, top)
 	p, err := m.start(j.Jail, engine.Limits{})
 	if err != nil {
 		t.Fatal(err)
@@ -111,7 +111,7 @@ func TestStreamOfJailed(t *testing.T) {
 		t.Fatal(err)
 	}
 	s := &sandbox{
-		Guest: &Guest{Process: p}, engine: e, vcpus: int(m.boot.VCPUs), memory: layer.Image{Size: m.boot.Memory}, disks: []disk{{id: "data", image: disks}},
+		Guest: &Guest{Process: p}, engine: e, vcpus: int(m.boot.VCPUs), memory: layer.Stack{Size: m.boot.Memory}, disks: []disk{{id: "data", stack: disks}},
 	}
 	drain := func(ctx context.Context) (size uint64, err error) {
 		b, err := snapshot.NewBuilder(filepath.Join(t.TempDir(), "snapshot"))

@@ -6,6 +6,7 @@ import (
 	"io"
 	"os"
 
+	"agentrun.dev/internal/engine/trust"
 	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/snapshot"
 	"agentrun.dev/internal/vmm/vmmctl"
@@ -77,10 +78,8 @@ func (c *captured) readState() (err error) {
 
 // sealed seals a file in memory that a vmm has written, and then is checkSize.
 func sealed(f *os.File, least, most uint64) (there uint64, err error) {
-	const seals = unix.F_SEAL_WRITE | unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
-	if _, err := unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, seals); err != nil {
-		// It can be written as long as somebody has it mapped so.
-		return 0, fmt.Errorf("%w: seal the captured %s: %w", errLie, f.Name(), err)
+	if err := trust.Seal(f); err != nil {
+		return 0, fmt.Errorf("%w: %w", errLie, err)
 	}
 	return checkSize(f, least, most)
 }

@@ -50,8 +50,8 @@ func TestHonestSave(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	machine, im := bareMachine(t), layer.Image{Size: mib}
-	machine.addDisk(vmmctl.Disk{ID: "scratch", Image: &im}, top)
+	machine, stack := bareMachine(t), layer.Stack{Size: mib}
+	machine.addDisk(vmmctl.Disk{ID: "scratch", Stack: &stack}, top)
 	p, err := machine.start(j.Jail, engine.Limits{})
 	if err := errors.Join(err, top.Close()); err != nil {
 		t.Fatal(err)
@@ -59,7 +59,7 @@ func TestHonestSave(t *testing.T) {
 	t.Cleanup(p.Kill)
 	s := &sandbox{
 		engine: e, kernel: strings.Repeat("ab", 32), vcpus: int(machine.boot.VCPUs), Guest: &Guest{Process: p}, boot: &bootFiles{users: 2},
-		memory: layer.Image{Size: machine.boot.Memory}, disks: []disk{{id: "scratch", image: im}},
+		memory: layer.Stack{Size: machine.boot.Memory}, disks: []disk{{id: "scratch", stack: stack}},
 	}
 	for range 3 {
 		m, saved, err := s.captureLive(t.Context())

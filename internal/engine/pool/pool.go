@@ -1,5 +1,5 @@
 // Package pool keeps things ready that take long to make and little to hand out:
-// ready sandboxes, shells of VMs. It knows nothing else about them.
+// ready sandboxes, spares. It knows nothing else about them.
 //
 // # Types
 //

@@ -16,7 +16,7 @@ type BootConfig struct {
 	RootFlags  string            // agentrun.rootflags=, mount options of the root
 	Overlay    string            // agentrun.overlay=tmpfs, the default, none, or /dev/vdb (ext4)
 	Hostname   string            // agentrun.hostname=
-	Net        *NetConfig        // agentrun.ip=10.0.2.15/24,gw=10.0.2.2,dns=10.0.2.3
+	Net        *NetConfig        // agentrun.ip=10.0.2.15/24,gw=10.0.2.2,dns=10.0.2.3; and ip6=, gw6=
 	Extra      map[string]string // the keys that the caller declared
 }
 
@@ -26,12 +26,15 @@ const (
 	OverlayNone  = "none"
 )
 
-// NetConfig is the address of eth0.
+// NetConfig is the addresses of eth0.
 type NetConfig struct {
-	Addr    [4]byte
-	Prefix  int
-	Gateway [4]byte // zero: no default route
-	DNS     [][4]byte
+	Addr     [4]byte
+	Prefix   int
+	Gateway  [4]byte  // zero: no default route
+	Addr6    [16]byte // zero: no address of IPv6
+	Prefix6  int
+	Gateway6 [16]byte // zero: no default route
+	DNS      []string // addresses of either kind
 }
 
 // ParseCmdline reads the kernel command line. It is strict: an unknown
@@ -182,35 +185,47 @@ const maxDNS = 3
 func parseNet(s string) (*NetConfig, bool) {
 	var n NetConfig
 	first, rest, more := strings.Cut(s, ",")
-	addr, prefix, ok := strings.Cut(first, "/")
-	if !ok {
-		return nil, false
+	addr, bits, ok := cutPrefix(first, 32)
+	if ok {
+		n.Addr, ok = parseIPv4(addr)
 	}
-	if n.Addr, ok = parseIPv4(addr); !ok {
-		return nil, false
-	}
-	bits, err := strconv.ParseUint(prefix, 10, 8)
-	if err != nil || bits < 1 || bits > 32 || len(prefix) > 2 {
-		return nil, false
-	}
-	n.Prefix = int(bits)
-	for more {
+	n.Prefix = bits
+	for ok && more {
 		var part string
 		part, rest, more = strings.Cut(rest, ",")
 		key, value, _ := strings.Cut(part, "=")
-		ip, ok := parseIPv4(value)
-		switch {
-		case !ok:
-			return nil, false
-		case key == "gw" && n.Gateway == [4]byte{}:
-			n.Gateway = ip
-		case key == "dns" && len(n.DNS) < maxDNS:
-			n.DNS = append(n.DNS, ip)
-		default:
-			return nil, false
-		}
+		ok = n.set(key, value)
+	}
+	if !ok || n.Gateway6 != [16]byte{} && n.Addr6 == [16]byte{} {
+		return nil, false
 	}
 	return &n, true
+}
+
+// set takes one of the settings that follow the address. All but dns come once.
+func (n *NetConfig) set(key, value string) (ok bool) {
+	switch {
+	case key == "gw" && n.Gateway == [4]byte{}:
+		n.Gateway, ok = parseIPv4(value)
+	case key == "ip6" && n.Addr6 == [16]byte{}:
+		if value, n.Prefix6, ok = cutPrefix(value, 128); ok {
+			n.Addr6, ok = parseIPv6(value)
+		}
+	case key == "gw6" && n.Gateway6 == [16]byte{}:
+		n.Gateway6, ok = parseIPv6(value)
+	case key == "dns" && len(n.DNS) < maxDNS:
+		var server string
+		server, ok = parseServer(value)
+		n.DNS = append(n.DNS, server)
+	}
+	return ok
+}
+
+// cutPrefix splits an address with the length of its network's prefix.
+func cutPrefix(s string, most uint64) (addr string, bits int, ok bool) {
+	addr, prefix, _ := strings.Cut(s, "/")
+	n, err := strconv.ParseUint(prefix, 10, 8)
+	return addr, int(n), err == nil && n >= 1 && n <= most && len(prefix) <= 3
 }
 
 // parseIPv4 is here because net/netip starts goroutines of its own. 0.0.0.0 is

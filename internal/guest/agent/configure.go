@@ -116,8 +116,24 @@ func linkUpBy(fd int, name string) error {
 	return unix.IoctlIfreq(fd, unix.SIOCSIFFLAGS, ifr)
 }
 
-// setupNetwork gives eth0 its address and the default route (netdevice(7)).
+// minSegments is how many segments a frame of a connection has at least, if there are as
+// many to send. TCP makes small frames for connections that are slow, so as not to send
+// bursts into a network. Here each frame costs the same, however long it is, and nothing
+// is lost: small frames are the reason why a connection is slow, and stays so. No frame
+// has more than 64 KiB.
+const minSegments = "/proc/sys/net/ipv4/tcp_min_tso_segs"
+
+// setupNetwork gives eth0 its addresses and the default routes (netdevice(7)).
 func setupNetwork(n *NetConfig) error {
+	if err := writeSetting(minSegments, "255"); err != nil {
+		return failed("write", minSegments, err)
+	}
+	with6 := n.Addr6 != [16]byte{}
+	if with6 {
+		if err := prepareIPv6(); err != nil {
+			return err
+		}
+	}
 	return netSocket(nic, func(fd int) error {
 		var mask [4]byte
 		binary.BigEndian.PutUint32(mask[:], ^uint32(0)<<(32-n.Prefix))
@@ -139,10 +155,15 @@ func setupNetwork(n *NetConfig) error {
 		if err := linkUpBy(fd, nic); err != nil {
 			return err
 		}
-		if n.Gateway == [4]byte{} {
-			return nil
+		if n.Gateway != [4]byte{} {
+			if err := addDefaultRoute(fd, n.Gateway); err != nil {
+				return failed("add default route by", formatIPv4(n.Gateway), err)
+			}
 		}
-		return failed("add default route by", formatIPv4(n.Gateway), addDefaultRoute(fd, n.Gateway))
+		if with6 {
+			return setupIPv6(fd, n)
+		}
+		return nil
 	})
 }
 
@@ -176,10 +197,10 @@ func addDefaultRoute(fd int, gw [4]byte) error {
 
 // writeResolvConf replaces resolv.conf. Images often ship it as a link into a
 // /run that is empty here, so a link is replaced, not followed.
-func writeResolvConf(etc string, dns [][4]byte) error {
+func writeResolvConf(etc string, dns []string) error {
 	var text []byte
 	for _, ip := range dns {
-		text = append(text, "nameserver "+formatIPv4(ip)+"\n"...)
+		text = append(text, "nameserver "+ip+"\n"...)
 	}
 	path := etc + "/resolv.conf"
 	var st unix.Stat_t

@@ -64,10 +64,10 @@ func EnterContainer(args ...string) error {
 }
 
 // ParseContainer reads the rest of the agent's command line in a container.
-func ParseContainer(args []string) (dns [][4]byte, err error) {
+func ParseContainer(args []string) (dns []string, err error) {
 	for _, a := range args {
 		value, ok := strings.CutPrefix(a, "--dns=")
-		ip, valid := parseIPv4(value)
+		ip, valid := parseServer(value)
 		if !ok || !valid || len(dns) == maxDNS {
 			return nil, fail(ErrInvalid, "parse", a, "want --dns=ADDRESS, three times at most")
 		}
@@ -78,7 +78,7 @@ func ParseContainer(args []string) (dns [][4]byte, err error) {
 
 // BootContainer configures a container: limits, names, the generation, and who
 // is asked for names. The network is there already.
-func BootContainer(dns [][4]byte, log func(string)) error {
+func BootContainer(dns []string, log func(string)) error {
 	unix.Umask(0o022)
 	// What was executed by its descriptor has a number for a name.
 	name := []byte("init\x00")

@@ -7,6 +7,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -144,8 +145,8 @@ func TestServeChannel(t *testing.T) {
 // TestParseContainer: a sandbox that boots without what was asked for is worse
 // than one that does not boot.
 func TestParseContainer(t *testing.T) {
-	got, err := ParseContainer([]string{"--dns=10.0.2.3", "--dns=9.9.9.9"})
-	if err != nil || len(got) != 2 || got[0] != [4]byte{10, 0, 2, 3} || got[1] != [4]byte{9, 9, 9, 9} {
+	got, err := ParseContainer([]string{"--dns=10.0.2.3", "--dns=9.9.9.9", "--dns=fd00:a9e7:0000:0000:0000:0000:0000:0001"})
+	if err != nil || !slices.Equal(got, []string{"10.0.2.3", "9.9.9.9", "fd00:a9e7::1"}) {
 		t.Errorf("%v, %v", got, err)
 	}
 	if got, err := ParseContainer(nil); err != nil || got != nil {

@@ -376,7 +376,7 @@ func TestNamesAreLeftAlone(t *testing.T) {
 	writeTestFile(t, etc+"/hosts", "1.2.3.4 box localhost # mine", 0o644)
 	writeTestFile(t, etc+"/hostname", "image\n", 0o644)
 	os.Symlink("/run/nowhere/resolv.conf", etc+"/resolv.conf")
-	if err := errors.Join(writeNames(etc, "box"), writeResolvConf(etc, [][4]byte{{9, 9, 9, 9}}),
+	if err := errors.Join(writeNames(etc, "box"), writeResolvConf(etc, []string{"9.9.9.9"}),
 		expectFile(etc+"/hosts", "1.2.3.4 box localhost # mine"), expectFile(etc+"/hostname", "image\n"),
 		expectFile(etc+"/resolv.conf", "nameserver 9.9.9.9\n")); err != nil {
 		t.Error(err)

@@ -359,23 +359,31 @@ var started = func() []byte {
 	return frame(frameHeaders, 0, 1, b...)
 }()
 
+// dialHostile returns a client of a guest that answers the first call with in, whatever
+// it was, and says nothing more.
+func dialHostile(t *testing.T, in []byte) *Client {
+	t.Helper()
+	host, guest := socketPair(t)
+	go func() {
+		r := newFrameReader(guest)
+		readHello(r)
+		guest.Write(testHello())
+		r.next() // the OPEN
+		guest.Write(in)
+		guest.(interface{ CloseWrite() error }).CloseWrite()
+	}()
+	c, err := Dial(host)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { c.Close() })
+	return c
+}
+
 func TestHostileGuest(t *testing.T) {
 	for _, tt := range hostileAnswers {
 		t.Run(tt.name, func(t *testing.T) {
-			host, guest := socketPair(t)
-			go func() {
-				r := newFrameReader(guest)
-				readHello(r)
-				guest.Write(testHello())
-				r.next() // the OPEN
-				guest.Write(tt.in)
-				guest.(interface{ CloseWrite() error }).CloseWrite()
-			}()
-			c, err := Dial(host)
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer c.Close()
+			c := dialHostile(t, tt.in)
 			x, err := c.Exec(testContext(t), ExecRequest{Argv: []string{"x"}})
 			if err == nil {
 				_, err = x.Wait()
@@ -394,19 +402,7 @@ func TestHostileEvents(t *testing.T) {
 		"cut":      {9, 0},
 	} {
 		t.Run(name, func(t *testing.T) {
-			host, guest := socketPair(t)
-			go func() {
-				r := newFrameReader(guest)
-				readHello(r)
-				guest.Write(testHello())
-				r.next()
-				guest.Write(concat(frame(frameHeaders, 0, 1, 1), frame(frameData, Control, 1, data...), frame(frameReply, 0, 1, 1)))
-			}()
-			c, err := Dial(host)
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer c.Close()
+			c := dialHostile(t, concat(frame(frameHeaders, 0, 1, 1), frame(frameData, Control, 1, data...), frame(frameReply, 0, 1, 1)))
 			w, err := c.Watch(testContext(t), WatchRequest{Path: "/"})
 			if err != nil {
 				t.Fatal(err)

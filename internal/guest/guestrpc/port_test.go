@@ -116,20 +116,7 @@ func TestConnectHostile(t *testing.T) {
 		"the end twice":              {concat(accepted, frame(frameEOF, Stdout, 1), frame(frameEOF, Stdout, 1)), "EOF on a channel"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			host, guest := socketPair(t)
-			go func() {
-				r := newFrameReader(guest)
-				readHello(r)
-				guest.Write(testHello())
-				r.next() // the OPEN
-				guest.Write(tt.in)
-				guest.(interface{ CloseWrite() error }).CloseWrite()
-			}()
-			c, err := Dial(host)
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer c.Close()
+			c := dialHostile(t, tt.in)
 			conn, err := c.Connect(testContext(t), ConnectRequest{Port: 8080})
 			if err == nil {
 				<-c.Done()

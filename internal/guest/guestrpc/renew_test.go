@@ -197,20 +197,7 @@ func TestHostileRenewReply(t *testing.T) {
 	}
 	for name, in := range answers {
 		t.Run(name, func(t *testing.T) {
-			host, guest := socketPair(t)
-			go func() {
-				r := newFrameReader(guest)
-				readHello(r)
-				guest.Write(testHello())
-				r.next() // the OPEN
-				guest.Write(in)
-				guest.(interface{ CloseWrite() error }).CloseWrite()
-			}()
-			c, err := Dial(host)
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer c.Close()
+			c := dialHostile(t, in)
 			reply, err := c.Renew(testContext(t), *renewal(1))
 			if err == nil {
 				t.Fatalf("got %+v", reply)

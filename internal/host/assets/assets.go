@@ -1,5 +1,5 @@
 // Package assets finds the files that sandboxes are made of: the guest kernel,
-// the guest agent, the vmm program and gVisor's helper. They lie together in one folder: the
+// the guest agent, the vmm and netd programs and gVisor's helper. They lie together in one folder: the
 // one the running program is in, or the one that AGENTRUN_ASSETS names.
 package assets
 
@@ -22,6 +22,8 @@ const (
 	Kernel     Asset = "vmlinux"
 	GuestAgent Asset = "guest-agent"
 	VMM        Asset = "vmm"
+	// Netd is the network of sandboxes.
+	Netd Asset = "netd"
 	// GVisorHelper runs sandboxes on gVisor.
 	GVisorHelper Asset = "gvisor-helper"
 	// TestGuest is the bare guest that measures the host's side of a VM.
@@ -41,6 +43,22 @@ func Folder() (string, error) {
 		return "", fmt.Errorf("find the folder of this program: %w", err)
 	}
 	return filepath.Dir(exe), nil
+}
+
+// EnvCache names the environment variable that overrides the cache folder.
+const EnvCache = "AGENTRUN_CACHE"
+
+// CacheFolder is where kernels, images and the testbed's QEMU are kept, as the build
+// scripts know it too.
+func CacheFolder() (string, error) {
+	if dir := os.Getenv(EnvCache); dir != "" {
+		return filepath.Abs(dir)
+	}
+	dir, err := os.UserCacheDir()
+	if err != nil {
+		return "", fmt.Errorf("find a cache folder (set %s): %w", EnvCache, err)
+	}
+	return filepath.Join(dir, "agentrun"), nil
 }
 
 // Path finds an asset.

@@ -27,6 +27,23 @@ func TestOpen(t *testing.T) {
 	}
 }
 
+func TestCacheFolder(t *testing.T) {
+	t.Setenv(EnvCache, "/somewhere/../cache")
+	if dir, err := CacheFolder(); err != nil || dir != "/cache" {
+		t.Errorf("%q, %v", dir, err)
+	}
+	t.Setenv(EnvCache, "")
+	t.Setenv("XDG_CACHE_HOME", "/cache")
+	if dir, err := CacheFolder(); err != nil || dir != "/cache/agentrun" {
+		t.Errorf("%q, %v", dir, err)
+	}
+	t.Setenv("XDG_CACHE_HOME", "")
+	t.Setenv("HOME", "")
+	if dir, err := CacheFolder(); err == nil || !strings.Contains(err.Error(), EnvCache) {
+		t.Errorf("without a home: %q, %v", dir, err)
+	}
+}
+
 // TestMissing: the error says what is missing, where, and what to do.
 func TestMissing(t *testing.T) {
 	dir := t.TempDir()

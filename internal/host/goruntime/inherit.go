@@ -23,9 +23,9 @@ func SlowMonitorOfChildren(d time.Duration) error {
 // usualSlack is what Linux gives to processes.
 const usualSlack = 50 * time.Microsecond
 
-// spares is how many threads are made ahead, at least. A thread that the monitor
+// threadsAhead is how many threads are made ahead, at least. A thread that the monitor
 // makes begins with its slack; but it takes one that is idle where there is one.
-const spares = 2
+const threadsAhead = 2
 
 // OnlyMonitor gives all threads of a process but its monitor the usual timer
 // slack. It must be called by an init function, which the runtime has the first
@@ -38,7 +38,7 @@ func OnlyMonitor() {
 	usual()
 	// All that the runtime has made so far but the first and the monitor.
 	made, _ := runtime.ThreadCreateProfile(nil)
-	others := max(made-2, spares)
+	others := max(made-2, threadsAhead)
 	var met, left sync.WaitGroup
 	met.Add(others)
 	for range others {

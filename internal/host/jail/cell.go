@@ -44,13 +44,13 @@ func (j *Jail) Start(limits Limits, control, stderr *os.File) (_ *Process, err e
 	c := &Cell{}
 	if t.walls {
 		if c, err = all.take(); err != nil {
-			return nil, fmt.Errorf("jail a vmm process: %w", err)
+			return nil, fmt.Errorf("jail a %s process: %w", j.cfg.Kind, err)
 		}
 	}
 	p, err := c.start(t, limits, control, stderr)
 	if err != nil {
 		_, releaseErr := c.Release()
-		return nil, errors.Join(fmt.Errorf("jail a vmm process: %w", err), releaseErr)
+		return nil, errors.Join(fmt.Errorf("jail a %s process: %w", j.cfg.Kind, err), releaseErr)
 	}
 	return p, nil
 }
@@ -75,6 +75,7 @@ func (c *Cell) start(t *thread, limits Limits, control, stderr *os.File) (*Proce
 		files = append(files, c.lock)
 	}
 	attr := attributes(files, c.uid)
+	attr.Env = t.kind.environment(limits)
 	if c.group != nil {
 		done, err := c.group.bornInside(attr.Sys)
 		if err != nil {
@@ -180,7 +181,7 @@ func (c *Cell) Limit(l Limits) error {
 		return nil
 	}
 	if err := c.budget.limit(c.group, l); err != nil {
-		return fmt.Errorf("limit a vmm process: %w", err)
+		return fmt.Errorf("limit a jailed process: %w", err)
 	}
 	return nil
 }
@@ -193,11 +194,11 @@ func (c *Cell) Extend(bytes uint64) (back func() error, err error) {
 	}
 	reduce, err := c.budget.extend(c.group, bytes)
 	if err != nil {
-		return nil, fmt.Errorf("extend the memory of a vmm process: %w", err)
+		return nil, fmt.Errorf("extend the memory of a jailed process: %w", err)
 	}
 	return func() error {
 		if err := reduce(); err != nil {
-			return fmt.Errorf("reduce the memory of a vmm process: %w", err)
+			return fmt.Errorf("reduce the memory of a jailed process: %w", err)
 		}
 		return nil
 	}, nil
@@ -225,13 +226,24 @@ func (c *Cell) Restore(limit uint64) error {
 		return nil
 	}
 	if err := c.budget.restore(c.group, limit); err != nil {
-		return fmt.Errorf("restore the limit of a vmm process: %w", err)
+		return fmt.Errorf("restore the limit of a jailed process: %w", err)
 	}
 	return nil
 }
 
 // Leave leaves the limits of a process that goes on to whoever finds its cell next.
 func (c *Cell) Leave() { c.budget.close() }
+
+// Disown leaves the cell to whoever finds it next, as if this process had ended: the
+// user id stays taken for as long as the jailed process lives. Nobody may use the Cell
+// afterwards.
+func (c *Cell) Disown() error {
+	c.budget.close()
+	if c.lock == nil {
+		return nil
+	}
+	return c.lock.Close()
+}
 
 // Release frees the cell of a process that has ended, and says how often the
 // kernel had killed in it for want of memory.

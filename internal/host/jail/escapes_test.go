@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -73,6 +74,50 @@ func allocated(t *testing.T, f *os.File) int64 {
 	return st.Blocks * 512
 }
 
+// fatal are attempts that end any locked down process.
+var fatal = []string{
+	"open", "openat2", "open by handle", "socket", "unix socket",
+	"trace a sibling", "read a sibling", "kill a sibling", "kill its thread", "limit a sibling",
+	"fork", "vfork", "clone a process", "clone a namespace", "exec", "execveat",
+	"terminal ioctl", "another KVM ioctl", "map code", "protect code", "remap",
+	"map huge pages", "map locked memory", "merge memory", "wake another process", "requeue", "inherit priority",
+	"setuid", "capset", "mount", "chroot", "unshare", "setns", "another filter", "prctl",
+	"lock a file", "unlock its uid", "bpf", "perf", "io_uring", "keys", "x32", "no such call",
+	"limit its open files",
+}
+
+// wasKilled checks that a process, which said this, was killed for its attempt.
+func (i *inmate) wasKilled(t *testing.T, said string) {
+	t.Helper()
+	status, _ := i.end(t, false)
+	if said != "" || !status.Signaled() || status.Signal() != unix.SIGSYS {
+		t.Errorf("it was not killed for it: answer %q, status %#x, stderr %q", said, status, i.said(t))
+	}
+	if status.CoreDump() {
+		t.Error("it left a core")
+	}
+}
+
+// wasRefused checks that a process, which said this, got an error for its attempt and
+// did not die of it.
+func (i *inmate) wasRefused(t *testing.T, said string, want error) {
+	t.Helper()
+	if said != strconv.Quote(want.Error()) {
+		t.Errorf("it got %s, not %q, stderr %q", said, want, i.said(t))
+	}
+	if status, _ := i.end(t, false); !status.Exited() || status.ExitStatus() != 0 {
+		t.Errorf("it ended with %#x: %s", status, i.said(t))
+	}
+}
+
+// wasUnharmed ends a process that others have attacked, and checks that it lived.
+func (i *inmate) wasUnharmed(t *testing.T) {
+	t.Helper()
+	if status, _ := i.end(t, true); !status.Signaled() || status.Signal() != unix.SIGKILL {
+		t.Errorf("the victim ended with %#x", status)
+	}
+}
+
 // TestEscapes: whatever a locked down process tries ends it, or is refused.
 func TestEscapes(t *testing.T) {
 	j := open(t, config(t))
@@ -85,31 +130,18 @@ func TestEscapes(t *testing.T) {
 		p.orderWith(t, map[string]any{"Do": attempt, "Victim": victim.Pid, "Limit": fileLimit, "Name": service.name}, file)
 		return p, p.answer(t)
 	}
-	for _, attempt := range []string{
-		"open", "openat", "openat2", "open by handle", "stat",
-		"socket", "unix socket", "connect", "bind", "sendto", "sendmsg", "sendmmsg", "setsockopt",
-		"trace a sibling", "read a sibling", "kill a sibling", "kill its thread", "limit a sibling",
-		"fork", "vfork", "clone a process", "clone a namespace", "exec", "execveat",
-		"terminal ioctl", "another KVM ioctl", "map code", "protect code", "remap",
-		"map huge pages", "map locked memory", "merge memory", "wake another process", "requeue", "inherit priority",
-		"setuid", "capset", "mount", "chroot", "unshare", "setns", "another filter", "prctl",
-		"lock a file", "unlock its uid", "bpf", "perf", "io_uring", "keys", "x32", "no such call",
-		"limit a sibling's files", "limit its open files", "allocate beyond the size", "zero beyond the size",
+	for _, attempt := range append([]string{
+		"openat", "stat", "connect", "bind", "sendto", "sendmsg", "sendmmsg", "setsockopt",
+		"limit a sibling's files", "allocate beyond the size", "zero beyond the size",
 		"send to a socket of the machine",
-	} {
+	}, fatal...) {
 		t.Run(attempt, func(t *testing.T) {
 			file := emptyFile(t)
 			if attempt == "send to a socket of the machine" {
 				file = wire
 			}
 			p, said := try(t, attempt, file)
-			status, _ := p.end(t, false)
-			if said != "" || !status.Signaled() || status.Signal() != unix.SIGSYS {
-				t.Errorf("it was not killed for it: answer %q, status %#x, stderr %q", said, status, p.said(t))
-			}
-			if status.CoreDump() {
-				t.Error("it left a core")
-			}
+			p.wasKilled(t, said)
 			service.gotNothing(t)
 			if file != wire && allocated(t, file) > fileLimit {
 				t.Errorf("%d bytes of the disk are taken by a file with a limit of %d", allocated(t, file), fileLimit)
@@ -128,21 +160,13 @@ func TestEscapes(t *testing.T) {
 		t.Run(attempt, func(t *testing.T) {
 			file := emptyFile(t)
 			p, said := try(t, attempt, file)
-			if said != strconv.Quote(want.Error()) {
-				t.Errorf("it got %s, not %q, stderr %q", said, want, p.said(t))
-			}
-			// It does not die of it.
-			if status, _ := p.end(t, false); !status.Exited() || status.ExitStatus() != 0 {
-				t.Errorf("it ended with %#x: %s", status, p.said(t))
-			}
+			p.wasRefused(t, said, want)
 			if info, err := file.Stat(); err != nil || info.Size() > fileLimit || allocated(t, file) > fileLimit {
 				t.Errorf("the file has %d bytes and takes %d of the disk, %v", info.Size(), allocated(t, file), err)
 			}
 		})
 	}
-	if status, _ := victim.end(t, true); !status.Signaled() || status.Signal() != unix.SIGKILL {
-		t.Errorf("the victim ended with %#x", status)
-	}
+	victim.wasUnharmed(t)
 }
 
 // TestWithinLimits: what is below the limits goes on to work.
@@ -158,22 +182,58 @@ func TestWithinLimits(t *testing.T) {
 	}
 }
 
+// view is what a process sees without the filter, and what its attempts got it.
+type view struct {
+	UID, GID         int
+	Groups           []int
+	Root, Interfaces []string
+	Errors           map[string]string
+}
+
+// look has the process look around.
+func (i *inmate) look(t *testing.T, order map[string]any, files ...*os.File) (v view) {
+	t.Helper()
+	order["Do"] = "look"
+	i.orderWith(t, order, files...)
+	said := i.answer(t)
+	if err := json.Unmarshal([]byte(said), &v); err != nil {
+		t.Fatalf("%q: %v, stderr %q", said, err, i.said(t))
+	}
+	return v
+}
+
+// wasRefused checks that the process got these errors, those that any process gets, and
+// no others.
+func (v view) wasRefused(t *testing.T, more map[string]error) {
+	t.Helper()
+	all := map[string]error{
+		"open a device":        unix.ENOENT,
+		"open a file of /proc": unix.ENOENT,
+		"write to the root":    unix.EROFS,
+		"write to the program": unix.EROFS,
+		"kill a sibling":       unix.EPERM,
+		"trace a sibling":      unix.EPERM,
+		"become root":          unix.EPERM,
+		"mount":                unix.EPERM,
+	}
+	maps.Copy(all, more)
+	for what, want := range all {
+		if got := v.Errors[what]; !strings.Contains(got, want.Error()) {
+			t.Errorf("%s: %q, not %q", what, got, want)
+		}
+		delete(v.Errors, what)
+	}
+	for what, err := range v.Errors {
+		t.Errorf("%s: %s", what, err)
+	}
+}
+
 // TestWalls: what a process sees without the filter.
 func TestWalls(t *testing.T) {
 	j := open(t, config(t))
 	victim, p := start(t, j, roomy), start(t, j, roomy)
 	wire, service := wireAndService(t, j)
-	p.orderWith(t, map[string]any{"Do": "look", "Victim": victim.Pid, "Name": service.name}, wire)
-	var v struct {
-		UID, GID         int
-		Groups           []int
-		Root, Interfaces []string
-		Errors           map[string]string
-	}
-	said := p.answer(t)
-	if err := json.Unmarshal([]byte(said), &v); err != nil {
-		t.Fatalf("%q: %v, stderr %q", said, err, p.said(t))
-	}
+	v := p.look(t, map[string]any{"Victim": victim.Pid, "Name": service.name}, wire)
 	if v.UID != p.Cell.UID() || v.GID != v.UID || v.UID < defaultFirstUID || len(v.Groups) != 0 {
 		t.Errorf("it is user %d, group %d, %v; its cell is %d", v.UID, v.GID, v.Groups, p.Cell.UID())
 	}
@@ -186,26 +246,7 @@ func TestWalls(t *testing.T) {
 	if !slices.Equal(v.Interfaces, []string{"lo false"}) {
 		t.Errorf("its network has %q", v.Interfaces)
 	}
-	for what, want := range map[string]error{
-		"open a device":        unix.ENOENT,
-		"open a file of /proc": unix.ENOENT,
-		"write to the root":    unix.EROFS,
-		"write to the program": unix.EROFS,
-		"kill a sibling":       unix.EPERM,
-		"trace a sibling":      unix.EPERM,
-		"become root":          unix.EPERM,
-		"mount":                unix.EPERM,
-
-		"send to a socket of the machine": unix.ECONNREFUSED,
-	} {
-		if got := v.Errors[what]; !strings.Contains(got, want.Error()) {
-			t.Errorf("%s: %q, not %q", what, got, want)
-		}
-		delete(v.Errors, what)
-	}
-	for what, err := range v.Errors {
-		t.Errorf("%s: %s", what, err)
-	}
+	v.wasRefused(t, map[string]error{"send to a socket of the machine": unix.ECONNREFUSED})
 	service.gotNothing(t)
 	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", victim.Pid))
 	if err != nil {
@@ -237,6 +278,22 @@ func networkOf(t *testing.T, f *os.File) os.FileInfo {
 	return info
 }
 
+// notWires are descriptors that whoever has taken over a helper could send.
+func notWires(t *testing.T) map[string]*os.File {
+	t.Helper()
+	out := map[string]*os.File{"standard input": os.Stdin}
+	for name, kind := range map[string]int{"a pair of the machine's network": unix.SOCK_DGRAM, "a stream": unix.SOCK_STREAM} {
+		fds, err := unix.Socketpair(unix.AF_UNIX, kind|unix.SOCK_CLOEXEC, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		a, b := os.NewFile(uintptr(fds[0]), "a"), os.NewFile(uintptr(fds[1]), "b")
+		t.Cleanup(func() { _, _ = a.Close(), b.Close() })
+		out[name] = a
+	}
+	return out
+}
+
 // TestWire: both ends of a wire are in the jail's network namespace, carry frames,
 // and many of them.
 func TestWire(t *testing.T) {
@@ -247,10 +304,10 @@ func TestWire(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for name, make := range map[string]func() (host, guest *os.File, err error){
+	for name, pair := range map[string]func() (host, guest *os.File, err error){
 		"of a jail": j.Wire, "of a process": func() (host, guest *os.File, err error) { return WireOf(p.Pid) },
 	} {
-		host, guest, err := make()
+		host, guest, err := pair()
 		if err != nil {
 			t.Fatal(name, err)
 		}
@@ -260,17 +317,30 @@ func TestWire(t *testing.T) {
 				t.Errorf("%s: an end is in another network namespace", name)
 			}
 		}
-		const frames = 100
-		for range frames {
-			if _, err := unix.Write(int(guest.Fd()), []byte("frame")); err != nil {
-				t.Fatalf("%s: %v", name, err)
+		for size, frames := range map[int]int{5: 500, 1524: 500, 65559: 16} {
+			for _, ends := range [][2]*os.File{{guest, host}, {host, guest}} {
+				b := make([]byte, size)
+				for range frames {
+					if _, err := unix.Write(int(ends[0].Fd()), b); err != nil {
+						t.Fatalf("%s: %v", name, err)
+					}
+				}
+				for range frames {
+					if n, err := unix.Read(int(ends[1].Fd()), b); err != nil || n != size {
+						t.Fatalf("%s: %d bytes, %v", name, n, err)
+					}
+				}
 			}
 		}
-		b := []byte("12345678")
-		for range frames {
-			if n, err := unix.Read(int(host.Fd()), b); err != nil || string(b[:n]) != "frame" {
-				t.Fatalf("%s: %q, %v", name, b[:n], err)
+		for _, end := range []*os.File{host, guest} {
+			if err := CheckWire(end); err != nil {
+				t.Errorf("%s: %v", name, err)
 			}
+		}
+	}
+	for name, f := range notWires(t) {
+		if err := CheckWire(f); err == nil {
+			t.Errorf("%s is a wire", name)
 		}
 	}
 	if _, _, err := WireOf(os.Getpid()); err == nil || !strings.Contains(err.Error(), "no network namespace of its own") {

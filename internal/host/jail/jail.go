@@ -1,6 +1,7 @@
-// Package jail starts vmm processes behind walls that they cannot build
+// Package jail starts vmm processes and netds behind walls that they cannot build
 // themselves: a user id of their own, no capabilities, an empty root, an empty
-// network, and limits for memory, processors and threads. What a process can
+// network (a netd has the machine's), and limits for memory, processors and
+// threads. What a process can
 // do about itself, the filter of its system calls above all, is package
 // lockdown's. docs/design/jail.md has the whole picture.
 //
@@ -28,6 +29,8 @@ type Config struct {
 	// Program is the path of the program to start, a static one that others
 	// may execute.
 	Program string
+	// Kind is what the program is: a vmm unless another is named.
+	Kind Kind
 	// Folder is where the user ids in use are locked. All jails of a machine
 	// whose ids overlap must have the same.
 	Folder string
@@ -146,9 +149,9 @@ func (j *Jail) openThread() (*thread, error) {
 	if err != nil {
 		return nil, fmt.Errorf("make a jail: %w", err)
 	}
-	j.inside, err = startThread(program, os.Geteuid() == 0)
+	j.inside, err = startThread(program, j.cfg.Kind, os.Geteuid() == 0)
 	if err != nil && j.cfg.AllowUnjailed {
-		j.inside, err = startThread(program, false)
+		j.inside, err = startThread(program, j.cfg.Kind, false)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("make a jail: %w", err)
@@ -185,7 +188,8 @@ func (j *Jail) Sweep() error {
 
 func (a *cells) sweep() error { return a.uids.sweep(a.removeGroup) }
 
-// groupName is the cgroup of the process with a user id.
+// groupName is the cgroup of the process with a user id, of either kind: ids are
+// handed out to both.
 func groupName(uid int) string { return "vm-" + strconv.Itoa(uid) }
 
 // removeGroup removes the group of a process that has let go of its user id. One

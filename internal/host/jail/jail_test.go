@@ -14,6 +14,7 @@ import (
 	"testing"
 
 	"agentrun.dev/internal/host/assets"
+	"agentrun.dev/internal/host/jail/jailtest"
 	"golang.org/x/sys/unix"
 )
 
@@ -29,21 +30,7 @@ func config(t *testing.T) Config {
 	if err != nil {
 		t.Fatal(err)
 	}
-	name := "agentrun-test-" + strconv.Itoa(os.Getpid()) + "-" + strings.ToLower(strings.ReplaceAll(t.Name(), "/", "-"))
-	t.Cleanup(func() {
-		for _, pattern := range []string{"/sys/fs/cgroup/" + name, "/sys/fs/cgroup/*/" + name} {
-			dirs, err := filepath.Glob(pattern)
-			if err != nil {
-				t.Error(err)
-			}
-			for _, d := range dirs {
-				if err := os.Remove(d); err != nil {
-					t.Errorf("left behind: %v", err)
-				}
-			}
-		}
-	})
-	return Config{Program: filepath.Join(folder, "escapee"), Folder: t.TempDir(), Cgroup: name}
+	return Config{Program: filepath.Join(folder, "escapee"), Folder: t.TempDir(), Cgroup: jailtest.Cgroup(t)}
 }
 
 func open(t *testing.T, cfg Config) *Jail {
@@ -311,7 +298,7 @@ func TestSweep(t *testing.T) {
 	a, b := open(t, cfg), open(t, cfg)
 	p, other := start(t, a, roomy), start(t, a, roomy)
 	// As if their parent had died: only they hold their locks now.
-	if err := errors.Join(p.Cell.lock.Close(), other.Cell.lock.Close()); err != nil {
+	if err := errors.Join(p.Cell.Disown(), other.Cell.Disown()); err != nil {
 		t.Fatal(err)
 	}
 	if err := b.Sweep(); err != nil {

@@ -7,7 +7,6 @@ import (
 	"os"
 	"runtime"
 	"syscall"
-	"time"
 
 	"agentrun.dev/internal/host/goruntime"
 	"golang.org/x/sys/unix"
@@ -16,6 +15,7 @@ import (
 // thread is a thread of this process that lives in the jail's namespaces, starts
 // processes there and makes their wires.
 type thread struct {
+	kind     Kind
 	walls    bool // whether it is in namespaces
 	requests chan *request
 	source   string   // the program
@@ -30,20 +30,14 @@ type request struct {
 	done chan<- struct{}
 }
 
-// environment is all that a process gets. Huge pages would make a heap of a few
-// hundred KiB cost 4 MiB; there is no cgroup file to read a number of processors
-// from, which vmmserver sets when it knows how many it needs (each has caches of
-// its own); and names of mappings are for nobody.
-var environment = []string{"GODEBUG=disablethp=1,containermaxprocs=0,updatemaxprocs=0,decoratemappings=0", "GOMAXPROCS=1"}
-
 // startThread makes the thread, in namespaces if walls are wanted.
-func startThread(program string, walls bool) (*thread, error) {
+func startThread(program string, kind Kind, walls bool) (*thread, error) {
 	null, err := os.OpenFile(os.DevNull, os.O_RDWR, 0)
 	if err != nil {
 		return nil, err
 	}
 	t := &thread{
-		walls: walls, source: program, program: program, null: null,
+		kind: kind, walls: walls, source: program, program: program, null: null,
 		requests: make(chan *request), ended: make(chan struct{}),
 	}
 	ready := make(chan error)
@@ -70,12 +64,12 @@ func (t *thread) do(what func()) {
 
 // start has the thread start a process.
 func (t *thread) start(attr *os.ProcAttr) (p *os.Process, err error) {
-	t.do(func() { p, err = os.StartProcess(t.program, []string{"vmm"}, attr) })
+	t.do(func() { p, err = os.StartProcess(t.program, []string{t.kind.String()}, attr) })
 	if errors.Is(err, fs.ErrPermission) {
 		err = fmt.Errorf("%w (everybody must be allowed to read and execute %s)", err, t.source)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("start vmm process: %w", err)
+		return nil, fmt.Errorf("start %s process: %w", t.kind, err)
 	}
 	return p, nil
 }
@@ -111,7 +105,7 @@ func (t *thread) run(ready chan<- error) {
 	}
 	if err == nil {
 		// The thread sleeps for nothing but its processes.
-		err = goruntime.SlowMonitorOfChildren(monitorSlack)
+		err = goruntime.SlowMonitorOfChildren(t.kind.monitorSlack())
 	}
 	ready <- err
 	if err != nil {
@@ -123,26 +117,20 @@ func (t *thread) run(ready chan<- error) {
 	}
 }
 
-// monitorSlack is that of the processes' runtime monitor, which would look
-// around every 20 µs from its start on: hundreds of switches of threads until a
-// fork has answered. It can be long: vmmserver makes a P for each vCPU, which
-// spends its life in a system call, and one for the rest.
-const monitorSlack = 10 * time.Millisecond
-
-// innerProgram is where the program is in the jail's root.
-const innerProgram = "/vmm"
-
 // enter leaves the machine's namespaces for empty ones.
 func (t *thread) enter() error {
-	const spaces = unix.CLONE_FS | unix.CLONE_NEWNS | unix.CLONE_NEWNET | unix.CLONE_NEWIPC | unix.CLONE_NEWUTS
+	spaces := unix.CLONE_FS | unix.CLONE_NEWNS | unix.CLONE_NEWIPC | unix.CLONE_NEWUTS
+	if t.kind == VMM {
+		spaces |= unix.CLONE_NEWNET
+	}
 	if err := unix.Unshare(spaces); err != nil {
 		return fmt.Errorf("make namespaces: %w", err)
 	}
-	setQueue() // from the new root it cannot be reached
-	if err := pivot(t.program); err != nil {
+	inner := "/" + t.kind.String()
+	if err := pivot(t.program, inner); err != nil {
 		return fmt.Errorf("make an empty root: %w", err)
 	}
-	t.program = innerProgram
+	t.program = inner
 	if err := reduceCapabilities(); err != nil {
 		return fmt.Errorf("reduce capabilities: %w", err)
 	}
@@ -150,9 +138,9 @@ func (t *thread) enter() error {
 }
 
 // pivot makes a root in memory that has nothing but the program, and takes
-// everything else away. The program is bound, not copied: all processes of all
-// jails share its pages.
-func pivot(program string) error {
+// everything else away. The program is bound as inner, not copied: all processes of
+// all jails share its pages.
+func pivot(program, inner string) error {
 	const harmless = unix.MS_NOSUID | unix.MS_NODEV | unix.MS_RDONLY
 	const here = "/proc" // a folder that every machine has; only we see what is put on it
 	for _, step := range []struct {
@@ -163,10 +151,10 @@ func pivot(program string) error {
 		{"mount tmpfs", func() error {
 			return unix.Mount("agentrun", here, "tmpfs", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, "size=64k,nr_inodes=16,mode=755")
 		}},
-		{"make a file", func() error { return os.WriteFile(here+innerProgram, nil, 0o600) }},
-		{"bind " + program, func() error { return unix.Mount(program, here+innerProgram, "", unix.MS_BIND, "") }},
+		{"make a file", func() error { return os.WriteFile(here+inner, nil, 0o600) }},
+		{"bind " + program, func() error { return unix.Mount(program, here+inner, "", unix.MS_BIND, "") }},
 		{"protect it", func() error {
-			return unix.Mount("", here+innerProgram, "", unix.MS_REMOUNT|unix.MS_BIND|harmless, "")
+			return unix.Mount("", here+inner, "", unix.MS_REMOUNT|unix.MS_BIND|harmless, "")
 		}},
 		{"go there", func() error { return unix.Chdir(here) }},
 		// pivot_root(2): the old root ends up on top of the new one.
@@ -209,5 +197,5 @@ func attributes(files []*os.File, uid int) *os.ProcAttr {
 	if uid != 0 {
 		sys.Credential = &syscall.Credential{Uid: uint32(uid), Gid: uint32(uid)}
 	}
-	return &os.ProcAttr{Env: environment, Files: files, Sys: sys}
+	return &os.ProcAttr{Files: files, Sys: sys}
 }

@@ -81,7 +81,7 @@ func TestUnjailed(t *testing.T) {
 		j.mu.Lock()
 		defer j.mu.Unlock()
 		var err error
-		j.inside, err = startThread(cfg.Program, false)
+		j.inside, err = startThread(cfg.Program, cfg.Kind, false)
 		return j.inside, err
 	})
 	p := start(t, j, roomy)

@@ -31,6 +31,15 @@ func Of(pid int) (ID, error) {
 	return ID{pid, fields[statStart]}, nil
 }
 
+// BootID identifies the host's boot, within which an ID names a process.
+func BootID() (string, error) {
+	b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return "", fmt.Errorf("read this machine's boot id: %w", err)
+	}
+	return strings.TrimSpace(string(b)), nil
+}
+
 // Fields of /proc/PID/stat, as proc(5) numbers them.
 const (
 	statUser     = 14

@@ -22,8 +22,10 @@ import (
 	"agentrun.dev/internal/engine/folder"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/pick"
+	"agentrun.dev/internal/host/jail"
 	"agentrun.dev/internal/node"
 	"agentrun.dev/internal/node/metrics"
+	"agentrun.dev/internal/node/netds"
 	"agentrun.dev/internal/node/template"
 	"agentrun.dev/internal/node/tracing"
 	"agentrun.dev/internal/sandbox"
@@ -66,8 +68,11 @@ type Config struct {
 	// KeyFile has the key that seals secrets; empty is one in the state folder. It
 	// is made if it is missing.
 	KeyFile string
-	Version string
-	Log     *slog.Logger
+	// NetworkFile has the settings of the sandboxes' network, in YAML; empty is none.
+	// It is read again when it changes.
+	NetworkFile string
+	Version     string
+	Log         *slog.Logger
 }
 
 // Names in the state folder.
@@ -92,6 +97,8 @@ type Daemon struct {
 	cfg     Config
 	engine  engine.Engine
 	manager *node.Manager
+	netds   *netds.Netds
+	jail    *jail.Jail // of the netds
 	access  *access.Store
 	audit   *audit.Log
 	metrics *metrics.Metrics
@@ -145,10 +152,14 @@ func Open(ctx context.Context, cfg Config) (_ *Daemon, err error) {
 		watchers = append(watchers, d.tracer)
 	}
 	d.work = sandbox.Observers(watchers...)
+	network, err := d.openNetwork()
+	if err != nil {
+		return nil, err
+	}
 	d.manager, err = node.Open(ctx, node.Config{
 		Dir: cfg.Dir, Engine: d.engine, Boot: boot, Capacity: cfg.Capacity, Key: key, Log: cfg.Log,
-		Observer: d.work,
-		Builder:  &template.Builder{Engine: d.engine, Images: cfg.Images, Pull: cfg.Pull, PlainRoots: cfg.Engine == pick.GVisor},
+		Observer: d.work, Network: network,
+		Builder: &template.Builder{Engine: d.engine, Images: cfg.Images, Pull: cfg.Pull, PlainRoots: cfg.Engine == pick.GVisor},
 	})
 	if err != nil {
 		return nil, err
@@ -163,6 +174,7 @@ func Open(ctx context.Context, cfg Config) (_ *Daemon, err error) {
 		return nil, err
 	}
 	d.metrics.Watch(d.manager)
+	d.metrics.WatchNetwork(d.netds)
 	return d, d.listen(ctx)
 }
 
@@ -349,6 +361,12 @@ func (d *Daemon) Close() error {
 	}
 	if d.manager != nil {
 		errs = append(errs, d.manager.Close())
+	}
+	if d.netds != nil {
+		errs = append(errs, d.netds.Close())
+	}
+	if d.jail != nil {
+		errs = append(errs, d.jail.Close())
 	}
 	if d.tracer != nil {
 		ctx, cancel := context.WithTimeout(context.Background(), shutdownGrace)

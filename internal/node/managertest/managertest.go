@@ -27,30 +27,31 @@ import (
 
 // Builder makes templates of nothing; their sandboxes work in a folder.
 type Builder struct {
-	workdir string
+	// Workdir is that folder.
+	Workdir string
 	// Gate is what a build with an init command waits for.
 	Gate chan struct{}
 }
 
 // Build implements node.Builder.
-func (b *Builder) Build(ctx context.Context, spec sandbox.TemplateSpec, _ sandbox.Stage, dir string, log io.Writer) (sandbox.Built, error) {
-	_, _ = io.WriteString(log, "building\n")
-	if len(spec.Init) > 0 {
+func (b *Builder) Build(ctx context.Context, req node.BuildRequest) (sandbox.Built, error) {
+	_, _ = io.WriteString(req.Log, "building\n")
+	if len(req.Spec.Init) > 0 {
 		select {
 		case <-b.Gate:
 		case <-ctx.Done():
 			return sandbox.Built{}, ctx.Err()
 		}
-		_, _ = io.WriteString(log, "$ "+spec.Init[0]+"\n")
+		_, _ = io.WriteString(req.Log, "$ "+req.Spec.Init[0]+"\n")
 	}
-	if spec.Image == "broken" {
+	if req.Spec.Image == "broken" {
 		return sandbox.Built{}, errors.New("there is no such image")
 	}
-	snap, err := nodetest.Capture(dir, map[string]string{"image": spec.Image})
+	snap, err := nodetest.Capture(req.Dir, map[string]string{"image": req.Spec.Image})
 	if err != nil {
 		return sandbox.Built{}, err
 	}
-	return sandbox.Built{Image: "sha256:0", Workdir: b.workdir, Env: spec.Env}, snap.Close()
+	return sandbox.Built{Image: "sha256:0", Workdir: b.Workdir, Env: req.Spec.Env}, snap.Close()
 }
 
 // Finish implements node.Builder.
@@ -66,6 +67,8 @@ type Node struct {
 	T       testing.TB
 	Manager *node.Manager
 	Builder *Builder
+	// Network is that of its sandboxes.
+	Network *Network
 	// Workdir is where sandboxes work: a folder of the host.
 	Workdir string
 	Access  *access.Store
@@ -80,7 +83,8 @@ type Node struct {
 func New(t testing.TB) *Node {
 	t.Helper()
 	n := &Node{T: t, Workdir: t.TempDir(), TrailDir: t.TempDir(), Log: slog.New(slog.NewTextHandler(io.Discard, nil))}
-	n.Builder = &Builder{workdir: n.Workdir, Gate: make(chan struct{})}
+	n.Builder = &Builder{Workdir: n.Workdir, Gate: make(chan struct{})}
+	n.Network = newNetwork()
 	host := nodetest.NewHost(t)
 	host.Execs = true
 	key, err := seal.Generate()
@@ -88,25 +92,50 @@ func New(t testing.TB) *Node {
 		t.Fatal(err)
 	}
 	n.Manager, err = node.Open(t.Context(), node.Config{
-		Dir: t.TempDir(), Engine: host, Builder: n.Builder, Capacity: 1 << 40, Boot: "this", Key: key, Log: n.Log,
+		Dir: t.TempDir(), Engine: host, Builder: n.Builder, Network: n.Network, Capacity: 1 << 40, Boot: "this", Key: key, Log: n.Log,
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if n.Access, err = access.Open(n.Manager.Journal()); err != nil {
-		t.Fatal(err)
-	}
-	n.Trail, err = audit.Open(audit.Config{Dir: n.TrailDir, Failed: func(err error) { t.Error(err) }})
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		n.Access.Close()
-		if err := errors.Join(n.Trail.Close(), n.Manager.Close()); err != nil {
+		if err := n.Manager.Close(); err != nil {
 			t.Error(err)
 		}
 	})
+	n.Access, n.Trail = guard(t, n.Manager, n.TrailDir)
 	return n
+}
+
+// guard opens the keys of a manager and an audit log, and closes them when the test ends.
+func guard(t testing.TB, m *node.Manager, trailDir string) (*access.Store, *audit.Log) {
+	t.Helper()
+	keys, err := access.Open(m.Journal())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(keys.Close)
+	trail, err := audit.Open(audit.Config{Dir: trailDir, Failed: func(err error) { t.Error(err) }})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := trail.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return keys, trail
+}
+
+// Config is that of a server of a manager that the test has opened, and the key of an
+// administrator.
+func Config(t testing.TB, m *node.Manager) (cfg server.Config, key string) {
+	t.Helper()
+	keys, trail := guard(t, m, t.TempDir())
+	key, _, err := keys.Create(access.KeySpec{Name: "test", Role: access.RoleAdmin})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return server.Config{Service: m, Access: keys, Audit: trail, Log: slog.New(slog.DiscardHandler)}, key
 }
 
 // Config is that of a server of the node.

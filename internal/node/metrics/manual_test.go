@@ -39,6 +39,7 @@ func allMetrics(t *testing.T) map[string]described {
 	t.Helper()
 	m := New("v", "e")
 	m.Watch(empty{})
+	m.WatchNetwork(played{})
 	descs := make(chan *prometheus.Desc)
 	go func() {
 		m.registry.Describe(descs)

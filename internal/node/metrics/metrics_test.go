@@ -1,10 +1,7 @@
 package metrics
 
 import (
-	"context"
-	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
@@ -17,36 +14,13 @@ import (
 	"github.com/prometheus/common/expfmt"
 	"github.com/prometheus/common/model"
 
-	"agentrun.dev/internal/access"
-	"agentrun.dev/internal/access/audit"
-	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/node"
+	"agentrun.dev/internal/node/managertest"
 	"agentrun.dev/internal/node/nodetest"
 	"agentrun.dev/internal/sandbox"
-	"agentrun.dev/internal/server"
 	restserver "agentrun.dev/internal/server/rest"
 	"agentrun.dev/internal/storage/image"
 )
-
-// builder makes templates of nothing.
-type builder struct{}
-
-func (builder) Build(_ context.Context, spec sandbox.TemplateSpec, _ sandbox.Stage, dir string, _ io.Writer) (sandbox.Built, error) {
-	if spec.Image == "broken" {
-		return sandbox.Built{}, errors.New("there is no such image")
-	}
-	snap, err := nodetest.Capture(dir, map[string]string{"image": spec.Image})
-	if err != nil {
-		return sandbox.Built{}, err
-	}
-	return sandbox.Built{Workdir: sandbox.DefaultWorkdir}, snap.Close()
-}
-
-func (builder) Finish(context.Context, sandbox.TemplateSpec, sandbox.Built, engine.Sandbox) error {
-	return nil
-}
-
-func (builder) Rehearse(context.Context, sandbox.TemplateSpec, engine.Sandbox) error { return nil }
 
 // testNode is a manager with metrics.
 type testNode struct {
@@ -62,7 +36,7 @@ func newNode(t *testing.T) *testNode {
 	n := &testNode{t: t, host: nodetest.NewHost(t), metrics: New("v1.2.3", "fake")}
 	var err error
 	n.manager, err = node.Open(t.Context(), node.Config{
-		Dir: t.TempDir(), Engine: n.host, Builder: builder{}, Capacity: 4096 * mib, Boot: "this",
+		Dir: t.TempDir(), Engine: n.host, Builder: &managertest.Builder{Workdir: sandbox.DefaultWorkdir}, Capacity: 4096 * mib, Boot: "this",
 		Log: slog.New(slog.DiscardHandler), Observer: n.metrics,
 	})
 	if err != nil {
@@ -361,23 +335,9 @@ func TestForget(t *testing.T) {
 // and methods clients make up.
 func TestRequests(t *testing.T) {
 	n := newNode(t)
-	keys, err := access.Open(n.manager.Journal())
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(keys.Close)
-	key, _, err := keys.Create(access.KeySpec{Name: "test", Role: access.RoleAdmin})
-	if err != nil {
-		t.Fatal(err)
-	}
-	trail, err := audit.Open(audit.Config{Dir: t.TempDir(), Failed: func(err error) { t.Error(err) }})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = trail.Close() })
-	h := restserver.New(restserver.Config{
-		Config: server.Config{Service: n.manager, Access: keys, Audit: trail, Log: slog.New(slog.DiscardHandler), Work: n.metrics}, Observer: n.metrics, Metrics: n.metrics.Handler(),
-	})
+	cfg, key := managertest.Config(t, n.manager)
+	cfg.Work = n.metrics
+	h := restserver.New(restserver.Config{Config: cfg, Observer: n.metrics, Metrics: n.metrics.Handler()})
 	good := "Bearer " + key
 	get := func(method, path, token string) *httptest.ResponseRecorder {
 		r := httptest.NewRequestWithContext(t.Context(), method, path, nil)

@@ -398,7 +398,7 @@ func Capture(dir string, memory map[string]string, opts ...snapshot.Option) (*sn
 		if err != nil {
 			return nil, err
 		}
-		ram := layer.Image{Size: layer.PageSize}
+		ram := layer.Stack{Size: layer.PageSize}
 		if pages, err := strconv.Atoi(memory[LayerKey]); err == nil {
 			content := make([]byte, pages*layer.PageSize)
 			_, _ = rand.Read(content) // it never fails; no two layers are the same
@@ -409,13 +409,13 @@ func Capture(dir string, memory map[string]string, opts ...snapshot.Option) (*sn
 			ram = whole(ref)
 		}
 		return b.Commit(snapshot.Manifest{
-			Created: time.Unix(0, 0).UTC(), Kernel: strings.Repeat("ab", 32), TSCKHz: 1, VCPUs: 1, Memory: snapshot.ImageOf(ram),
-			Disks: []snapshot.Disk{{ID: "root", ReadOnly: true, Image: snapshot.ImageOf(whole(root))}},
+			Created: time.Unix(0, 0).UTC(), Kernel: strings.Repeat("ab", 32), TSCKHz: 1, VCPUs: 1, Memory: snapshot.StackOf(ram),
+			Disks: []snapshot.Disk{{ID: "root", ReadOnly: true, Stack: snapshot.StackOf(whole(root))}},
 			CPU:   snapshot.CPU{Profile: "x", Vendor: "y", Family: 1}, Labels: memory,
 		}, []byte("state"))
 	}, opts...)
 }
 
-func whole(ref layer.Ref) layer.Image {
-	return layer.Image{Size: ref.Size, Layers: []layer.Ref{ref}, Extents: []layer.Extent{{Length: ref.Size}}}
+func whole(ref layer.Ref) layer.Stack {
+	return layer.Stack{Size: ref.Size, Layers: []layer.Ref{ref}, Extents: []layer.Extent{{Length: ref.Size}}}
 }

@@ -33,7 +33,8 @@ type Builder struct {
 var _ node.Builder = (*Builder)(nil)
 
 // Build makes the snapshot of a template in dir.
-func (b *Builder) Build(ctx context.Context, spec sandbox.TemplateSpec, stage sandbox.Stage, dir string, log io.Writer) (built sandbox.Built, err error) {
+func (b *Builder) Build(ctx context.Context, req node.BuildRequest) (built sandbox.Built, err error) {
+	spec, log := req.Spec, req.Log
 	handle, img, err := b.find(ctx, spec.Image, log)
 	if err != nil {
 		return built, err
@@ -49,11 +50,16 @@ func (b *Builder) Build(ctx context.Context, spec sandbox.TemplateSpec, stage sa
 	say(log, "boot %s", img.Digest)
 	sb, err := b.Engine.Boot(ctx, engine.Spec{
 		Root: root, Memory: spec.Memory, Disk: spec.Disk, VCPUs: processors(spec.MilliCPUs), Hostname: "template",
-		Limits: engine.Limits{MilliCPUs: spec.MilliCPUs},
+		Limits: engine.Limits{MilliCPUs: spec.MilliCPUs}, Network: network(spec),
 	})
 	if err != nil {
 		return built, fmt.Errorf("boot image %s: %w", spec.Image, err)
 	}
+	joined, err := req.Join(ctx, sb)
+	if err != nil {
+		return built, errors.Join(fmt.Errorf("connect the build of image %s: %w", spec.Image, err), sb.Close())
+	}
+	sb = joined
 	defer func() { err = errors.Join(err, sb.Close()) }()
 	r := &run{agent: sb.Agent(), log: log, user: built.User, workdir: built.Workdir}
 	if err := r.prepare(ctx, built.Env); err != nil {
@@ -62,7 +68,12 @@ func (b *Builder) Build(ctx context.Context, spec sandbox.TemplateSpec, stage sa
 	if err := r.init(ctx, spec.Init); err != nil {
 		return built, err
 	}
-	if stage == sandbox.AfterReady {
+	if req.TrustCA != nil {
+		if built.Env, err = r.trust(ctx, req.TrustCA, built.Env); err != nil {
+			return built, err
+		}
+	}
+	if req.Stage == sandbox.AfterReady {
 		if err := r.finish(ctx, spec); err != nil {
 			return built, err
 		}
@@ -75,12 +86,20 @@ func (b *Builder) Build(ctx context.Context, spec sandbox.TemplateSpec, stage sa
 	if err := sb.Agent().Close(); err != nil {
 		return built, err
 	}
-	snap, err := sb.Snapshot(ctx, dir, snapshot.Still())
+	snap, err := sb.Snapshot(ctx, req.Dir, snapshot.Still())
 	if err != nil {
 		return built, err
 	}
 	say(log, "ready: snapshot %s", snap.ID())
 	return built, snap.Close()
+}
+
+// network is the interface of a template's sandboxes.
+func network(spec sandbox.TemplateSpec) *engine.Network {
+	if spec.Network == sandbox.NetworkNone {
+		return nil
+	}
+	return node.Interface()
 }
 
 // Finish brings a fork of a snapshot that was taken after the init commands to
@@ -170,4 +189,6 @@ type run struct {
 	agent         *guestrpc.Client
 	log           io.Writer
 	user, workdir string
+	// root is where trust looks for files; empty is the sandbox's own root.
+	root string
 }

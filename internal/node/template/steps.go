@@ -80,8 +80,8 @@ func explain(said []byte) string {
 		text = ": " + line
 	}
 	if noNetwork.Match(said) {
-		text += ". It looks as if the network were missing: sandboxes have none unless the template's networkPolicy allows it; " +
-			"put what the command fetches into the image (agentrun image build)"
+		text += ". It looks as if the network were missing: a build reaches what the template's buildNetwork allows, or the node's default (agentrun up --network); " +
+			"allow what the command fetches, or put it into the image (agentrun image build)"
 	}
 	return text
 }

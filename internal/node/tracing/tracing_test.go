@@ -2,7 +2,6 @@ package tracing
 
 import (
 	"compress/gzip"
-	"context"
 	"encoding/hex"
 	"io"
 	"log/slog"
@@ -16,13 +15,10 @@ import (
 	tracepb "go.opentelemetry.io/proto/otlp/trace/v1"
 	"google.golang.org/protobuf/proto"
 
-	"agentrun.dev/internal/access"
-	"agentrun.dev/internal/access/audit"
-	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/node"
+	"agentrun.dev/internal/node/managertest"
 	"agentrun.dev/internal/node/nodetest"
 	"agentrun.dev/internal/sandbox"
-	"agentrun.dev/internal/server"
 	restserver "agentrun.dev/internal/server/rest"
 )
 
@@ -93,23 +89,6 @@ func text(s *tracepb.Span, key string) string {
 	return ""
 }
 
-// builder makes templates of nothing.
-type builder struct{}
-
-func (builder) Build(_ context.Context, spec sandbox.TemplateSpec, _ sandbox.Stage, dir string, _ io.Writer) (sandbox.Built, error) {
-	snap, err := nodetest.Capture(dir, map[string]string{"image": spec.Image})
-	if err != nil {
-		return sandbox.Built{}, err
-	}
-	return sandbox.Built{Workdir: "/"}, snap.Close()
-}
-
-func (builder) Finish(context.Context, sandbox.TemplateSpec, sandbox.Built, engine.Sandbox) error {
-	return nil
-}
-
-func (builder) Rehearse(context.Context, sandbox.TemplateSpec, engine.Sandbox) error { return nil }
-
 // TestSpans: a request with a traceparent is a span of the client's trace, what
 // it does is below it, and a collector gets all of it.
 func TestSpans(t *testing.T) {
@@ -128,26 +107,14 @@ func TestSpans(t *testing.T) {
 	host := nodetest.NewHost(t)
 	host.Execs = true
 	m, err := node.Open(t.Context(), node.Config{
-		Dir: t.TempDir(), Engine: host, Builder: builder{}, Capacity: 1 << 40, Boot: "this", Log: quiet, Observer: tracer,
+		Dir: t.TempDir(), Engine: host, Builder: &managertest.Builder{Workdir: "/"}, Capacity: 1 << 40, Boot: "this", Log: quiet, Observer: tracer,
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
-	keys, err := access.Open(m.Journal())
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(keys.Close)
-	key, _, err := keys.Create(access.KeySpec{Name: "test", Role: access.RoleAdmin})
-	if err != nil {
-		t.Fatal(err)
-	}
-	trail, err := audit.Open(audit.Config{Dir: t.TempDir(), Failed: func(err error) { t.Error(err) }})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = trail.Close() })
-	h := restserver.New(restserver.Config{Config: server.Config{Service: m, Access: keys, Audit: trail, Log: quiet, Work: tracer}, Observer: tracer})
+	cfg, key := managertest.Config(t, m)
+	cfg.Work = tracer
+	h := restserver.New(restserver.Config{Config: cfg, Observer: tracer})
 	const traceID, parentID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 	request := func(method, path, body, parent string, status int) {
 		t.Helper()

@@ -47,6 +47,11 @@ var methods = map[string]method{
 	nodev1.Node_KillSandbox_FullMethodName:      {"deleteSandbox", sandbox.KindSandbox, "name"},
 	nodev1.Node_GetSandboxStats_FullMethodName:  {"getStats", sandbox.KindSandbox, "name"},
 	nodev1.Node_ListSandboxStats_FullMethodName: {operation: "listStats"},
+	nodev1.Node_SetNetworkPolicy_FullMethodName: {"putNetworkPolicy", sandbox.KindSandbox, "name"},
+	nodev1.Node_GetNetworkLog_FullMethodName:    {"getNetworkLog", sandbox.KindSandbox, "name"},
+
+	nodev1.Node_GetNamespaceCA_FullMethodName: {operation: "getCA"},
+	nodev1.Node_SetNamespaceCA_FullMethodName: {operation: "putCA"},
 
 	nodev1.Node_ForkSandbox_FullMethodName: {"forkSandbox", sandbox.KindSandbox, "source"},
 	nodev1.Node_GetFork_FullMethodName:     {"getFork", sandbox.KindFork, "name"},

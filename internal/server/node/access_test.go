@@ -2,11 +2,16 @@ package node
 
 import (
 	"context"
+	"errors"
+	"maps"
 	"sync/atomic"
 	"testing"
 
-	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/reflect/protoreflect"
+	"google.golang.org/protobuf/reflect/protoregistry"
+	"google.golang.org/protobuf/types/known/emptypb"
 
 	nodev1 "agentrun.dev/api/node/v1"
 	"agentrun.dev/internal/access"
@@ -46,20 +51,62 @@ func TestMethods(t *testing.T) {
 	}
 }
 
+// newRequest is an empty message of the type that a method takes.
+func newRequest(t *testing.T, name string) proto.Message {
+	t.Helper()
+	m := nodev1.File_agentrun_node_v1_node_proto.Services().ByName("Node").Methods().ByName(protoreflect.Name(name))
+	message, err := protoregistry.GlobalTypes.FindMessageByName(m.Input().FullName())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return message.New().Interface()
+}
+
+// callAll calls every method with an empty request. before gets its full name, and
+// refused the answer.
+func (c *nodeClient) callAll(t *testing.T, before func(full string), refused func(name string, err error)) {
+	t.Helper()
+	path := "/" + nodev1.Node_ServiceDesc.ServiceName + "/"
+	for _, m := range nodev1.Node_ServiceDesc.Methods {
+		before(path + m.MethodName)
+		refused(m.MethodName, c.conn.Invoke(c.ctx, path+m.MethodName, newRequest(t, m.MethodName), &emptypb.Empty{}))
+	}
+	for _, d := range nodev1.Node_ServiceDesc.Streams {
+		before(path + d.StreamName)
+		s, err := c.conn.NewStream(c.ctx, &d, path+d.StreamName)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = s.SendMsg(newRequest(t, d.StreamName)) // it may have been refused already
+		refused(d.StreamName, errors.Join(s.CloseSend(), s.RecvMsg(&emptypb.Empty{})))
+	}
+}
+
 // TestUnlisted: an operation or a method that is not listed is served to nobody.
 func TestUnlisted(t *testing.T) {
-	n := managertest.New(t)
-	cfg := n.Config()
-	admin := access.Local("uid:0")
-	if err := cfg.Authorise(t.Context(), admin, server.Target{Operation: "unheardOf"}); !sandbox.HasCode(err, sandbox.CodeDenied) {
+	c := newNodeClient(t)
+	cfg := c.Config()
+	if err := cfg.Authorise(t.Context(), access.Local("uid:0"), server.Target{Operation: "unheardOf"}); !sandbox.HasCode(err, sandbox.CodeDenied) {
 		t.Errorf("an operation that is not listed: %v", err)
 	}
-	api := &nodeAPI{Config: cfg}
-	if err := api.authoriseCall(t.Context(), admin, "/agentrun.node.v1.Node/Unheard", &nodev1.GetNodeRequest{}); !sandbox.HasCode(err, sandbox.CodeDenied) {
-		t.Errorf("a method that is not listed: %v", err)
-	}
-	err := api.stream(nil, nil, &grpc.StreamServerInfo{FullMethod: "/agentrun.node.v1.Node/WatchUnheard"}, nil)
-	wantRefused(t, err, codes.PermissionDenied, string(sandbox.CodeDenied), "WatchUnheard")
+	listed := maps.Clone(methods)
+	t.Cleanup(func() { methods = listed })
+	c.callAll(t, func(full string) {
+		methods = maps.Clone(listed)
+		delete(methods, full)
+	}, func(name string, err error) {
+		wantRefused(t, err, codes.PermissionDenied, string(sandbox.CodeDenied), name+" is served to nobody")
+	})
+}
+
+// TestAllAuthorised: no method forgets to ask what its caller may.
+func TestAllAuthorised(t *testing.T) {
+	var who asked
+	who.now("")
+	c := newNodeClient(t, func(cfg *server.Config) { cfg.Authenticator = &who })
+	c.callAll(t, func(string) {}, func(name string, err error) {
+		wantRefused(t, err, codes.PermissionDenied, string(sandbox.CodeDenied), "is not for the role")
+	})
 }
 
 // asked is an authenticator for which everybody is one principal.

@@ -37,13 +37,35 @@ func once(ctx context.Context, method string, r onceRequest) (*sandbox.Once, err
 	return &o, nil
 }
 
+// makingRequest is a request that makes an object of another one.
+type makingRequest interface {
+	onceRequest
+	GetNamespace() string
+	GetName() string
+}
+
+// making is what such requests have in common: the object that another one is made of,
+// the key of that other one, and the identity of the request.
+type making struct {
+	from, key sandbox.Key
+	once      *sandbox.Once
+}
+
+// makingOf parses what a request has of it; from names the object.
+func makingOf(ctx context.Context, method string, r makingRequest, from string) (m making, err error) {
+	if m.from, err = sandbox.ParseKey(r.GetNamespace(), from); err != nil {
+		return m, err
+	}
+	if m.key, err = server.Named(m.from, r.GetName()); err != nil {
+		return m, err
+	}
+	m.once, err = once(ctx, method, r)
+	return m, err
+}
+
 // ClaimSandbox implements nodev1.NodeServer.
 func (n *nodeAPI) ClaimSandbox(ctx context.Context, r *nodev1.ClaimSandboxRequest) (*nodev1.Sandbox, error) {
-	from, err := sandbox.ParseKey(r.GetNamespace(), r.GetPool())
-	if err != nil {
-		return nil, err
-	}
-	k, err := server.Named(from, r.GetName())
+	m, err := makingOf(ctx, nodev1.Node_ClaimSandbox_FullMethodName, r, r.GetPool())
 	if err != nil {
 		return nil, err
 	}
@@ -51,11 +73,7 @@ func (n *nodeAPI) ClaimSandbox(ctx context.Context, r *nodev1.ClaimSandboxReques
 	if err != nil {
 		return nil, err
 	}
-	id, err := once(ctx, nodev1.Node_ClaimSandbox_FullMethodName, r)
-	if err != nil {
-		return nil, err
-	}
-	s, _, err := n.Service.Claim(ctx, sandbox.ClaimRequest{Key: k, Spec: spec, Once: id})
+	s, _, err := n.Service.Claim(ctx, sandbox.ClaimRequest{Key: m.key, Spec: spec, Once: m.once})
 	return answered(nodeconv.FromSandbox)(s, err)
 }
 
@@ -154,11 +172,7 @@ func (n *nodeAPI) ListSandboxStats(ctx context.Context, r *nodev1.ListSandboxSta
 
 // ForkSandbox implements nodev1.NodeServer.
 func (n *nodeAPI) ForkSandbox(ctx context.Context, r *nodev1.ForkSandboxRequest) (*nodev1.Fork, error) {
-	source, err := sandbox.ParseKey(r.GetNamespace(), r.GetSource())
-	if err != nil {
-		return nil, err
-	}
-	k, err := server.Named(source, r.GetName())
+	m, err := makingOf(ctx, nodev1.Node_ForkSandbox_FullMethodName, r, r.GetSource())
 	if err != nil {
 		return nil, err
 	}
@@ -166,39 +180,23 @@ func (n *nodeAPI) ForkSandbox(ctx context.Context, r *nodev1.ForkSandboxRequest)
 	if err != nil {
 		return nil, err
 	}
-	id, err := once(ctx, nodev1.Node_ForkSandbox_FullMethodName, r)
-	if err != nil {
-		return nil, err
-	}
-	f, _, err := n.Service.Fork(ctx, sandbox.ForkRequest{Key: k, Spec: spec, Once: id})
+	f, _, err := n.Service.Fork(ctx, sandbox.ForkRequest{Key: m.key, Spec: spec, Once: m.once})
 	return answered(nodeconv.FromFork)(f, err)
 }
 
 // CheckpointSandbox implements nodev1.NodeServer.
 func (n *nodeAPI) CheckpointSandbox(ctx context.Context, r *nodev1.CheckpointSandboxRequest) (*nodev1.Checkpoint, error) {
-	source, err := sandbox.ParseKey(r.GetNamespace(), r.GetSource())
+	m, err := makingOf(ctx, nodev1.Node_CheckpointSandbox_FullMethodName, r, r.GetSource())
 	if err != nil {
 		return nil, err
 	}
-	k, err := server.Named(source, r.GetName())
-	if err != nil {
-		return nil, err
-	}
-	id, err := once(ctx, nodev1.Node_CheckpointSandbox_FullMethodName, r)
-	if err != nil {
-		return nil, err
-	}
-	c, _, err := n.Service.Checkpoint(ctx, sandbox.CheckpointRequest{Key: k, Source: source.Name, Once: id})
+	c, _, err := n.Service.Checkpoint(ctx, sandbox.CheckpointRequest{Key: m.key, Source: m.from.Name, Once: m.once})
 	return answered(nodeconv.FromCheckpoint)(c, err)
 }
 
 // RestoreCheckpoint implements nodev1.NodeServer.
 func (n *nodeAPI) RestoreCheckpoint(ctx context.Context, r *nodev1.RestoreCheckpointRequest) (*nodev1.Sandbox, error) {
-	from, err := sandbox.ParseKey(r.GetNamespace(), r.GetCheckpoint())
-	if err != nil {
-		return nil, err
-	}
-	k, err := server.Named(from, r.GetName())
+	m, err := makingOf(ctx, nodev1.Node_RestoreCheckpoint_FullMethodName, r, r.GetCheckpoint())
 	if err != nil {
 		return nil, err
 	}
@@ -206,10 +204,6 @@ func (n *nodeAPI) RestoreCheckpoint(ctx context.Context, r *nodev1.RestoreCheckp
 	if err != nil {
 		return nil, err
 	}
-	id, err := once(ctx, nodev1.Node_RestoreCheckpoint_FullMethodName, r)
-	if err != nil {
-		return nil, err
-	}
-	s, _, err := n.Service.Restore(ctx, sandbox.RestoreRequest{Key: k, Checkpoint: from.Name, Spec: spec, Once: id})
+	s, _, err := n.Service.Restore(ctx, sandbox.RestoreRequest{Key: m.key, Checkpoint: m.from.Name, Spec: spec, Once: m.once})
 	return answered(nodeconv.FromSandbox)(s, err)
 }

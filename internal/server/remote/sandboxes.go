@@ -8,6 +8,7 @@ import (
 
 	nodev1 "agentrun.dev/api/node/v1"
 	"agentrun.dev/internal/convert/nodeconv"
+	"agentrun.dev/internal/network/policy"
 	"agentrun.dev/internal/sandbox"
 )
 
@@ -68,6 +69,21 @@ func (s *Service) Extend(ctx context.Context, k sandbox.Key, timeout time.Durati
 // Kill implements server.Service.
 func (s *Service) Kill(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
 	return read(ctx, nodeconv.ToSandbox)(s.node.KillSandbox(ctx, &nodev1.KillSandboxRequest{Namespace: string(k.Namespace), Name: string(k.Name)}))
+}
+
+// SetNetworkPolicy implements server.Service.
+func (s *Service) SetNetworkPolicy(ctx context.Context, k sandbox.Key, own *policy.Policy) (sandbox.Sandbox, error) {
+	ask := nodeconv.FromOwnPolicy(own)
+	ask.Namespace, ask.Name = string(k.Namespace), string(k.Name)
+	return read(ctx, nodeconv.ToSandbox)(s.node.SetNetworkPolicy(ctx, ask))
+}
+
+// Traffic implements server.Service.
+func (s *Service) Traffic(ctx context.Context, r sandbox.TrafficRequest) (sandbox.TrafficPage, error) {
+	if err := r.Validate(); err != nil { // a negative limit has no form in a message
+		return sandbox.TrafficPage{}, err
+	}
+	return read(ctx, nodeconv.ToTraffic)(s.node.GetNetworkLog(ctx, nodeconv.FromTrafficRequest(r)))
 }
 
 // Use implements server.Service.

@@ -1,7 +1,6 @@
 package rest
 
 import (
-	"context"
 	"net/http"
 
 	"agentrun.dev/api/rest"
@@ -13,24 +12,12 @@ import (
 // CheckpointSandbox implements rest.ServerInterface.
 func (a *api) CheckpointSandbox(w http.ResponseWriter, r *http.Request, namespace, name string, _ rest.CheckpointSandboxParams) {
 	c, err := func() (c sandbox.CheckpointSize, err error) {
-		source, err := sandbox.ParseKey(namespace, name)
-		if err != nil {
-			return c, err
-		}
 		var given rest.CheckpointCreate
-		body, err := a.readJSON(w, r, server.MaxBody, &given)
+		m, err := a.readMaking(w, r, namespace, name, &given, &given.Name)
 		if err != nil {
 			return c, err
 		}
-		k, err := server.Named(source, given.Name)
-		if err != nil {
-			return c, err
-		}
-		once, err := idempotent(r, body)
-		if err != nil {
-			return c, err
-		}
-		c, replayed, err := a.Service.Checkpoint(r.Context(), sandbox.CheckpointRequest{Key: k, Source: source.Name, Once: once})
+		c, replayed, err := a.Service.Checkpoint(r.Context(), sandbox.CheckpointRequest{Key: m.key, Source: m.from.Name, Once: m.once})
 		noteReplay(w, replayed)
 		return c, err
 	}()
@@ -39,8 +26,7 @@ func (a *api) CheckpointSandbox(w http.ResponseWriter, r *http.Request, namespac
 
 // ListCheckpoints implements rest.ServerInterface.
 func (a *api) ListCheckpoints(w http.ResponseWriter, r *http.Request, namespace string, q rest.ListCheckpointsParams) {
-	p, err := server.Page(q.Limit, q.After)
-	listing(a, w, r, namespace, p, err, a.Service.Checkpoints,
+	listing(a, w, r, namespace, q.Limit, q.After, a.Service.Checkpoints,
 		func(c sandbox.CheckpointSize) string { return string(c.Name) },
 		server.Plain(restconv.FromCheckpoint),
 		func(items []rest.Checkpoint, next string) any { return rest.CheckpointList{Items: items, Next: next} })
@@ -48,10 +34,7 @@ func (a *api) ListCheckpoints(w http.ResponseWriter, r *http.Request, namespace 
 
 // GetCheckpoint implements rest.ServerInterface.
 func (a *api) GetCheckpoint(w http.ResponseWriter, r *http.Request, namespace, name string) {
-	object(a, w, r, namespace, name, func(ctx context.Context, k sandbox.Key) (rest.Checkpoint, error) {
-		c, err := a.Service.CheckpointOf(ctx, k)
-		return restconv.FromCheckpoint(c), err
-	})
+	object(a, w, r, namespace, name, shown(a.Service.CheckpointOf, restconv.FromCheckpoint))
 }
 
 // DeleteCheckpoint implements rest.ServerInterface.
@@ -62,16 +45,8 @@ func (a *api) DeleteCheckpoint(w http.ResponseWriter, r *http.Request, namespace
 // RestoreCheckpoint implements rest.ServerInterface.
 func (a *api) RestoreCheckpoint(w http.ResponseWriter, r *http.Request, namespace, name string, _ rest.RestoreCheckpointParams) {
 	s, err := func() (s sandbox.Sandbox, err error) {
-		from, err := sandbox.ParseKey(namespace, name)
-		if err != nil {
-			return s, err
-		}
 		var given rest.CheckpointRestore
-		body, err := a.readJSON(w, r, server.MaxBody, &given)
-		if err != nil {
-			return s, err
-		}
-		k, err := server.Named(from, given.Name)
+		m, err := a.readMaking(w, r, namespace, name, &given, &given.Name)
 		if err != nil {
 			return s, err
 		}
@@ -79,11 +54,7 @@ func (a *api) RestoreCheckpoint(w http.ResponseWriter, r *http.Request, namespac
 		if err != nil {
 			return s, err
 		}
-		once, err := idempotent(r, body)
-		if err != nil {
-			return s, err
-		}
-		s, replayed, err := a.Service.Restore(r.Context(), sandbox.RestoreRequest{Key: k, Checkpoint: from.Name, Spec: spec, Once: once})
+		s, replayed, err := a.Service.Restore(r.Context(), sandbox.RestoreRequest{Key: m.key, Checkpoint: m.from.Name, Spec: spec, Once: m.once})
 		noteReplay(w, replayed)
 		return s, err
 	}()

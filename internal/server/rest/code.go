@@ -27,12 +27,8 @@ func (a *api) RunCode(w http.ResponseWriter, r *http.Request, namespace, name st
 	if err == nil && !given.Background {
 		form, err = accepted(r, formJSON, formNDJSON, formSSE)
 	}
-	var u *server.Session
-	if err == nil {
-		u, err = a.useNamed(r.Context(), namespace, name)
-	}
-	if err != nil {
-		a.fail(w, r, err)
+	u := a.session(w, r, namespace, name, err)
+	if u == nil {
 		return
 	}
 	defer u.Close()
@@ -232,12 +228,8 @@ func (a *api) AttachCode(w http.ResponseWriter, r *http.Request, namespace, name
 	if err == nil && (q.Stdout < -1 || q.Stderr < -1 || q.Event < -1) {
 		err = sandbox.Invalid("stdout, stderr, event", "a place to begin at is -1 or more")
 	}
-	var u *server.Session
-	if err == nil {
-		u, err = a.useNamed(r.Context(), namespace, name)
-	}
-	if err != nil {
-		a.fail(w, r, err)
+	u := a.session(w, r, namespace, name, err)
+	if u == nil {
 		return
 	}
 	defer u.Close()
@@ -289,12 +281,8 @@ func (a *api) CreateContext(w http.ResponseWriter, r *http.Request, namespace, n
 	if err == nil {
 		req.Env, err = environment(given.Env)
 	}
-	var u *server.Session
-	if err == nil {
-		u, err = a.useNamed(r.Context(), namespace, name)
-	}
-	if err != nil {
-		a.fail(w, r, err)
+	u := a.session(w, r, namespace, name, err)
+	if u == nil {
 		return
 	}
 	defer u.Close()

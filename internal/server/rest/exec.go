@@ -27,6 +27,20 @@ func (a *api) useNamed(ctx context.Context, namespace, name string) (*server.Ses
 	return a.Use(ctx, k)
 }
 
+// session begins to use the sandbox that the path names, for a request in which err was
+// found so far. It answers with the error, and returns nil, if there is one.
+func (a *api) session(w http.ResponseWriter, r *http.Request, namespace, name string, err error) *server.Session {
+	var u *server.Session
+	if err == nil {
+		u, err = a.useNamed(r.Context(), namespace, name)
+	}
+	if err != nil {
+		a.fail(w, r, err)
+		return nil
+	}
+	return u
+}
+
 // inside serves a route that is answered with nothing but success.
 func (a *api) inside(w http.ResponseWriter, r *http.Request, namespace, name string, do func(*server.Session) error) {
 	u, err := a.useNamed(r.Context(), namespace, name)
@@ -112,12 +126,8 @@ func (a *api) Exec(w http.ResponseWriter, r *http.Request, namespace, name strin
 	if err == nil && !x.Background {
 		form, err = accepted(r, formJSON, formNDJSON, formSSE)
 	}
-	var u *server.Session
-	if err == nil {
-		u, err = a.useNamed(r.Context(), namespace, name)
-	}
-	if err != nil {
-		a.fail(w, r, err)
+	u := a.session(w, r, namespace, name, err)
+	if u == nil {
 		return
 	}
 	defer u.Close()
@@ -265,12 +275,8 @@ func (a *api) ListExecs(w http.ResponseWriter, r *http.Request, namespace, name 
 // GetExec implements rest.ServerInterface.
 func (a *api) GetExec(w http.ResponseWriter, r *http.Request, namespace, name, id string) {
 	err := checkID("id", id)
-	var u *server.Session
-	if err == nil {
-		u, err = a.useNamed(r.Context(), namespace, name)
-	}
-	if err != nil {
-		a.fail(w, r, err)
+	u := a.session(w, r, namespace, name, err)
+	if u == nil {
 		return
 	}
 	defer u.Close()

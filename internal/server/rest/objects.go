@@ -20,6 +20,14 @@ func object[T any](a *api, w http.ResponseWriter, r *http.Request, namespace, na
 	a.answer(w, r, http.StatusOK, found, err)
 }
 
+// shown is get with what clients see of its object.
+func shown[T, R any](get func(context.Context, sandbox.Key) (T, error), show func(T) R) func(context.Context, sandbox.Key) (R, error) {
+	return func(ctx context.Context, k sandbox.Key) (R, error) {
+		v, err := get(ctx, k)
+		return show(v), err
+	}
+}
+
 // remove serves a route that deletes an object.
 func remove(a *api, w http.ResponseWriter, r *http.Request, namespace, name string, del func(context.Context, sandbox.Key) error) {
 	k, err := sandbox.ParseKey(namespace, name)
@@ -30,9 +38,10 @@ func remove(a *api, w http.ResponseWriter, r *http.Request, namespace, name stri
 }
 
 // listing serves a route that lists objects.
-func listing[T, R any](a *api, w http.ResponseWriter, r *http.Request, namespace string, p sandbox.Page, err error,
+func listing[T, R any](a *api, w http.ResponseWriter, r *http.Request, namespace string, limit *int, after string,
 	find func(context.Context, sandbox.Namespace, sandbox.Page) ([]T, error), position func(T) string, show func(context.Context, T) (R, error), wrap func(items []R, next string) any,
 ) {
+	p, err := server.Page(limit, after)
 	var n sandbox.Namespace
 	if err == nil {
 		n, err = sandbox.ParseNamespace(namespace)
@@ -60,8 +69,7 @@ func (a *api) showTemplate(ctx context.Context, t sandbox.Template) (rest.Templa
 
 // ListTemplates implements rest.ServerInterface.
 func (a *api) ListTemplates(w http.ResponseWriter, r *http.Request, namespace string, q rest.ListTemplatesParams) {
-	p, err := server.Page(q.Limit, q.After)
-	listing(a, w, r, namespace, p, err, a.Service.Templates,
+	listing(a, w, r, namespace, q.Limit, q.After, a.Service.Templates,
 		func(t sandbox.Template) string { return string(t.Name) }, a.showTemplate,
 		func(items []rest.Template, next string) any { return rest.TemplateList{Items: items, Next: next} })
 }
@@ -131,8 +139,7 @@ func (a *api) showPool(ctx context.Context, k sandbox.Key) (rest.Pool, error) {
 
 // ListPools implements rest.ServerInterface.
 func (a *api) ListPools(w http.ResponseWriter, r *http.Request, namespace string, q rest.ListPoolsParams) {
-	p, err := server.Page(q.Limit, q.After)
-	listing(a, w, r, namespace, p, err, a.Service.Pools,
+	listing(a, w, r, namespace, q.Limit, q.After, a.Service.Pools,
 		func(p sandbox.Pool) string { return string(p.Name) },
 		func(ctx context.Context, p sandbox.Pool) (rest.Pool, error) { return a.showPool(ctx, p.Key) },
 		func(items []rest.Pool, next string) any { return rest.PoolList{Items: items, Next: next} })
@@ -168,8 +175,7 @@ func (a *api) DeletePool(w http.ResponseWriter, r *http.Request, namespace, name
 
 // ListForks implements rest.ServerInterface.
 func (a *api) ListForks(w http.ResponseWriter, r *http.Request, namespace string, q rest.ListForksParams) {
-	p, err := server.Page(q.Limit, q.After)
-	listing(a, w, r, namespace, p, err, a.Service.Forks,
+	listing(a, w, r, namespace, q.Limit, q.After, a.Service.Forks,
 		func(f sandbox.Fork) string { return string(f.Name) },
 		server.Plain(restconv.FromFork),
 		func(items []rest.Fork, next string) any { return rest.ForkList{Items: items, Next: next} })
@@ -177,10 +183,7 @@ func (a *api) ListForks(w http.ResponseWriter, r *http.Request, namespace string
 
 // GetFork implements rest.ServerInterface.
 func (a *api) GetFork(w http.ResponseWriter, r *http.Request, namespace, name string) {
-	object(a, w, r, namespace, name, func(ctx context.Context, k sandbox.Key) (rest.Fork, error) {
-		f, err := a.Service.ForkOf(ctx, k)
-		return restconv.FromFork(f), err
-	})
+	object(a, w, r, namespace, name, shown(a.Service.ForkOf, restconv.FromFork))
 }
 
 // DeleteFork implements rest.ServerInterface.
@@ -188,27 +191,43 @@ func (a *api) DeleteFork(w http.ResponseWriter, r *http.Request, namespace, name
 	remove(a, w, r, namespace, name, a.Service.DeleteFork)
 }
 
+// making is what requests have in common that make an object of another one: the object,
+// the key of what is made, and the identity of the request.
+type making struct {
+	from, key sandbox.Key
+	once      *sandbox.Once
+}
+
+// readMaking reads such a request. name is the field of given with the name of what is
+// made.
+func (a *api) readMaking(w http.ResponseWriter, r *http.Request, namespace, from string, given any, name *string) (m making, err error) {
+	if m.from, err = sandbox.ParseKey(namespace, from); err != nil {
+		return m, err
+	}
+	body, err := a.readJSON(w, r, server.MaxBody, given)
+	if err != nil {
+		return m, err
+	}
+	if m.key, err = server.Named(m.from, *name); err != nil {
+		return m, err
+	}
+	m.once, err = idempotent(r, body)
+	return m, err
+}
+
 // ForkSandbox implements rest.ServerInterface.
 func (a *api) ForkSandbox(w http.ResponseWriter, r *http.Request, namespace, name string, q rest.ForkSandboxParams) {
 	f, err := func() (f sandbox.Fork, err error) {
-		source, err := sandbox.ParseKey(namespace, name)
-		if err != nil {
-			return f, err
-		}
 		var given rest.ForkCreate
-		body, err := a.readJSON(w, r, server.MaxBody, &given)
+		m, err := a.readMaking(w, r, namespace, name, &given, &given.Name)
 		if err != nil {
 			return f, err
 		}
-		k, err := server.Named(source, given.Name)
+		spec, err := restconv.ToForkSpec(m.from.Name, given)
 		if err != nil {
 			return f, err
 		}
-		once, err := idempotent(r, body)
-		if err != nil {
-			return f, err
-		}
-		f, replayed, err := a.Service.Fork(r.Context(), sandbox.ForkRequest{Key: k, Spec: restconv.ToForkSpec(source.Name, given), Once: once})
+		f, replayed, err := a.Service.Fork(r.Context(), sandbox.ForkRequest{Key: m.key, Spec: spec, Once: m.once})
 		noteReplay(w, replayed)
 		return f, err
 	}()

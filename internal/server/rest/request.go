@@ -121,6 +121,7 @@ var queries = map[string][]string{
 	"GET /v1/namespaces/{namespace}/stats":                              {"limit", "after"},
 	"GET /v1/namespaces/{namespace}/sandboxes/{name}/execs/{id}/output": {"stdout", "stderr"},
 	"GET /v1/namespaces/{namespace}/sandboxes/{name}/execs/{id}/socket": {"stdout", "stderr"},
+	"GET /v1/namespaces/{namespace}/sandboxes/{name}/network/log":       {"from", "limit", "wait", "open"},
 	terminalRoute: {"token"},
 	"POST /v1/namespaces/{namespace}/sandboxes/{name}/execs/{id}/stdin":           {"close"},
 	"GET /v1/namespaces/{namespace}/sandboxes/{name}/files":                       {"path", "offset", "length"},

@@ -38,6 +38,10 @@ var routes = map[string]access.Operation{
 	"POST /v1/namespaces/{namespace}/sandboxes/{name}/hibernate": "hibernateSandbox",
 	"POST /v1/namespaces/{namespace}/sandboxes/{name}/extend":    "extendSandbox",
 
+	"PUT /v1/namespaces/{namespace}/sandboxes/{name}/network/policy":    "putNetworkPolicy",
+	"DELETE /v1/namespaces/{namespace}/sandboxes/{name}/network/policy": "deleteNetworkPolicy",
+	"GET /v1/namespaces/{namespace}/sandboxes/{name}/network/log":       "getNetworkLog",
+
 	"POST /v1/namespaces/{namespace}/sandboxes/{name}/forks": "forkSandbox",
 	"GET /v1/namespaces/{namespace}/forks":                   "listForks",
 	"GET /v1/namespaces/{namespace}/forks/{name}":            "getFork",
@@ -87,6 +91,9 @@ var routes = map[string]access.Operation{
 	"PUT /v1/namespaces/{namespace}/secrets/{name}":    "putSecret",
 	"PATCH /v1/namespaces/{namespace}/secrets/{name}":  "patchSecret",
 	"DELETE /v1/namespaces/{namespace}/secrets/{name}": "deleteSecret",
+
+	"GET /v1/namespaces/{namespace}/ca": "getCA",
+	"PUT /v1/namespaces/{namespace}/ca": "putCA",
 
 	"GET /v1/namespaces/{namespace}/quota":    "getQuota",
 	"PUT /v1/namespaces/{namespace}/quota":    "putQuota",

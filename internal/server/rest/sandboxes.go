@@ -12,8 +12,7 @@ import (
 
 // ListSandboxes implements rest.ServerInterface.
 func (a *api) ListSandboxes(w http.ResponseWriter, r *http.Request, namespace string, q rest.ListSandboxesParams) {
-	p, err := server.Page(q.Limit, q.After)
-	listing(a, w, r, namespace, p, err,
+	listing(a, w, r, namespace, q.Limit, q.After,
 		func(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Sandbox, error) {
 			return a.Service.Sandboxes(ctx, sandbox.SandboxesRequest{Namespace: n, Page: p, Ended: q.Ended})
 		},
@@ -38,11 +37,9 @@ func (a *api) CreateSandbox(w http.ResponseWriter, r *http.Request, namespace st
 		if err != nil {
 			return s, err
 		}
-		k := sandbox.Key{Namespace: n, Name: sandbox.NewName(spec.Pool)}
-		if given.Name != "" {
-			if k.Name, err = sandbox.ParseName(given.Name); err != nil {
-				return s, err
-			}
+		k, err := server.Named(sandbox.Key{Namespace: n, Name: spec.Pool}, given.Name)
+		if err != nil {
+			return s, err
 		}
 		once, err := idempotent(r, body)
 		if err != nil {

@@ -12,8 +12,7 @@ import (
 
 // ListSecrets implements rest.ServerInterface.
 func (a *api) ListSecrets(w http.ResponseWriter, r *http.Request, namespace string, q rest.ListSecretsParams) {
-	p, err := server.Page(q.Limit, q.After)
-	listing(a, w, r, namespace, p, err, a.Service.Secrets,
+	listing(a, w, r, namespace, q.Limit, q.After, a.Service.Secrets,
 		func(s sandbox.Secret) string { return string(s.Name) },
 		server.Plain(restconv.FromSecret),
 		func(items []rest.Secret, next string) any { return rest.SecretList{Items: items, Next: next} })
@@ -21,10 +20,7 @@ func (a *api) ListSecrets(w http.ResponseWriter, r *http.Request, namespace stri
 
 // GetSecret implements rest.ServerInterface.
 func (a *api) GetSecret(w http.ResponseWriter, r *http.Request, namespace, name string) {
-	object(a, w, r, namespace, name, func(ctx context.Context, k sandbox.Key) (rest.Secret, error) {
-		s, err := a.Service.Secret(ctx, k)
-		return restconv.FromSecret(s), err
-	})
+	object(a, w, r, namespace, name, shown(a.Service.Secret, restconv.FromSecret))
 }
 
 // PutSecret implements rest.ServerInterface.
@@ -46,7 +42,7 @@ func (a *api) writeSecret(w http.ResponseWriter, r *http.Request, namespace, nam
 	object(a, w, r, namespace, name, func(ctx context.Context, k sandbox.Key) (rest.Secret, error) {
 		var given rest.SecretValues
 		if _, err := a.readJSON(w, r, 8*server.MaxBody, &given); err != nil {
-			return rest.Secret{}, hideBody(err)
+			return rest.Secret{}, hideBody(err, `{"stringData": {"KEY": "text"}} or {"data": {"KEY": "base64"}}`)
 		}
 		data, err := restconv.ToSecretData(given)
 		if err != nil {
@@ -59,11 +55,11 @@ func (a *api) writeSecret(w http.ResponseWriter, r *http.Request, namespace, nam
 
 // hideBody leaves out of an error what is wrong with the text of a body: a part
 // of a value may be quoted there.
-func hideBody(err error) error {
+func hideBody(err error, want string) error {
 	if !sandbox.HasCode(err, sandbox.CodeInvalid) {
 		return err
 	}
 	return sandbox.Errorf(sandbox.CodeInvalid, "the body is not what it should be").
 		Because("what is wrong is not shown, as it may be a secret").
-		Try(`Send {"stringData": {"KEY": "text"}} or {"data": {"KEY": "base64"}}`)
+		Try("Send %s", want)
 }

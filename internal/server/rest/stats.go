@@ -1,7 +1,6 @@
 package rest
 
 import (
-	"context"
 	"net/http"
 
 	"agentrun.dev/api/rest"
@@ -18,8 +17,7 @@ func (a *api) GetNode(w http.ResponseWriter, r *http.Request) {
 
 // ListStats implements rest.ServerInterface.
 func (a *api) ListStats(w http.ResponseWriter, r *http.Request, namespace string, q rest.ListStatsParams) {
-	p, err := server.Page(q.Limit, q.After)
-	listing(a, w, r, namespace, p, err, a.Service.Costs,
+	listing(a, w, r, namespace, q.Limit, q.After, a.Service.Costs,
 		func(c sandbox.Cost) string { return c.Position() },
 		server.Plain(restconv.FromCost),
 		func(items []rest.SandboxStats, next string) any {
@@ -29,8 +27,5 @@ func (a *api) ListStats(w http.ResponseWriter, r *http.Request, namespace string
 
 // GetStats implements rest.ServerInterface.
 func (a *api) GetStats(w http.ResponseWriter, r *http.Request, namespace, name string) {
-	object(a, w, r, namespace, name, func(ctx context.Context, k sandbox.Key) (rest.SandboxStats, error) {
-		c, err := a.Service.Cost(ctx, k)
-		return restconv.FromCost(c), err
-	})
+	object(a, w, r, namespace, name, shown(a.Service.Cost, restconv.FromCost))
 }

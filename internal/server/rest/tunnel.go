@@ -18,12 +18,8 @@ import (
 // ConnectPort implements rest.ServerInterface.
 func (a *api) ConnectPort(w http.ResponseWriter, r *http.Request, namespace, name, portText string) {
 	port, err := parsePort(portText)
-	var u *server.Session
-	if err == nil {
-		u, err = a.useNamed(r.Context(), namespace, name)
-	}
-	if err != nil {
-		a.fail(w, r, err)
+	u := a.session(w, r, namespace, name, err)
+	if u == nil {
 		return
 	}
 	defer u.Close()

@@ -62,6 +62,8 @@ func Run(t *testing.T, target Target) {
 		{"checkpoints", "", (*suite).checkpoints},
 		{"costs", "", (*suite).costs},
 		{"watch", "", (*suite).watch},
+		{"network", "", (*suite).network},
+		{"authorities", "", (*suite).authorities},
 		{"by-id", ByID, (*suite).byID},
 		{"sessions", Sessions, (*suite).sessions},
 		{"logs", Logs, (*suite).logs},

@@ -16,7 +16,9 @@ import (
 	"testing"
 	"time"
 
+	"agentrun.dev/internal/host/assets"
 	"agentrun.dev/internal/storage/image/debian"
+	"agentrun.dev/test/soak"
 )
 
 // TestBuild builds a small image with Python from this host's archives and
@@ -70,7 +72,7 @@ func TestBuild(t *testing.T) {
 	if err != nil || again.Digest != img.Digest || !slices.Equal(phases, []Phase{PhaseDone}) {
 		t.Errorf("%v, %v, phases %v", again, err, phases)
 	}
-	if os.Getenv("AGENTRUN_SOAK") != "" {
+	if soak.On() {
 		if again, err = s.Build(t.Context(), recipe, BuildOptions{NoCache: true}); err != nil || again.Digest != img.Digest {
 			t.Errorf("built anew it is %v, %v; want %s", again, err, img.Digest)
 		}
@@ -93,13 +95,9 @@ func builtBefore(t *testing.T) *Store {
 		}
 		hash.Write(b)
 	}
-	cache := os.Getenv("AGENTRUN_CACHE")
-	if cache == "" {
-		dir, err := os.UserCacheDir()
-		if err != nil {
-			t.Fatal(err)
-		}
-		cache = filepath.Join(dir, "agentrun")
+	cache, err := assets.CacheFolder()
+	if err != nil {
+		t.Fatal(err)
 	}
 	folder := filepath.Join(cache, "test-images")
 	now := time.Now()

@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"syscall"
 
@@ -24,6 +25,42 @@ func FromDir(ctx context.Context, dir, out string) error { return pack(ctx, dir,
 // a file that has any could not be opened. lost names the files that had some,
 // such as the capabilities of programs, from the folder on.
 func FromDirPlain(ctx context.Context, dir, out string) (lost []string, err error) {
+	if lost, err = withXattrs(dir); err != nil {
+		return nil, err
+	}
+	return lost, pack(ctx, dir, out, false)
+}
+
+// Unnamed packs a folder as FromDir does, or as FromDirPlain, into a file without a
+// name: nothing of it is left when this process ends, even if it is killed.
+func Unnamed(ctx context.Context, dir string, plain bool) (_ *os.File, lost []string, err error) {
+	if plain {
+		if lost, err = withXattrs(dir); err != nil {
+			return nil, nil, err
+		}
+	}
+	tmp, err := os.CreateTemp("", "agentrun-root-")
+	if err != nil {
+		return nil, nil, fmt.Errorf("pack root filesystem: %w", err)
+	}
+	defer func() { err = errors.Join(err, tmp.Close()) }()
+	// Not O_TMPFILE: overlay filesystems have learnt it only in Linux 6.2.
+	if err := os.Remove(tmp.Name()); err != nil {
+		return nil, nil, fmt.Errorf("pack root filesystem: %w", err)
+	}
+	if err := packInto(ctx, dir, tmp, !plain); err != nil {
+		return nil, nil, err
+	}
+	// Whoever gets it is not to write to it.
+	f, err := os.Open("/proc/self/fd/" + strconv.Itoa(int(tmp.Fd())))
+	if err != nil {
+		return nil, nil, fmt.Errorf("pack root filesystem: %w", err)
+	}
+	return f, lost, nil
+}
+
+// withXattrs names the files of a folder that have extended attributes.
+func withXattrs(dir string) (names []string, err error) {
 	if dir, err = filepath.EvalSymlinks(dir); err != nil {
 		return nil, fmt.Errorf("root filesystem: %w", err)
 	}
@@ -32,14 +69,38 @@ func FromDirPlain(ctx context.Context, dir, out string) (lost []string, err erro
 		return nil, fmt.Errorf("root filesystem: %w", err)
 	}
 	for _, name := range facts.WithXattrs {
-		lost = append(lost, strings.TrimPrefix(name, "/"))
+		names = append(names, strings.TrimPrefix(name, "/"))
 	}
-	return lost, pack(ctx, dir, out, false)
+	return names, nil
 }
 
 // pack packs a folder with or without the files' extended attributes. The same
 // folder gives the same bytes.
 func pack(ctx context.Context, dir, out string, xattrs bool) (err error) {
+	tmp, err := os.CreateTemp(filepath.Dir(out), ".erofs-*")
+	if err != nil {
+		return fmt.Errorf("pack root filesystem: %w", err)
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, os.Remove(tmp.Name()))
+		}
+	}()
+	defer func() { err = errors.Join(err, tmp.Close()) }()
+	if err := packInto(ctx, dir, tmp, xattrs); err != nil {
+		return err
+	}
+	if err := tmp.Sync(); err != nil {
+		return fmt.Errorf("pack root filesystem: %w", err)
+	}
+	if err := os.Rename(tmp.Name(), out); err != nil {
+		return fmt.Errorf("pack root filesystem: %w", err)
+	}
+	return nil
+}
+
+// packInto packs a folder into an empty file.
+func packInto(ctx context.Context, dir string, out *os.File, xattrs bool) (err error) {
 	// mkfs.erofs would pack a link to the folder as what it is.
 	if dir, err = filepath.EvalSymlinks(dir); err != nil {
 		return fmt.Errorf("root filesystem: %w", err)
@@ -55,36 +116,22 @@ func pack(ctx context.Context, dir, out string, xattrs bool) (err error) {
 	if err != nil {
 		return errors.New("mkfs.erofs is missing: apt-get install erofs-utils")
 	}
-	tmp, err := os.CreateTemp(filepath.Dir(out), ".erofs-*")
-	if err != nil {
-		return fmt.Errorf("pack root filesystem: %w", err)
-	}
-	defer func() {
-		if err != nil {
-			err = errors.Join(err, os.Remove(tmp.Name()))
-		}
-	}()
-	defer func() { err = errors.Join(err, tmp.Close()) }()
 	args := []string{"-E", "noinline_data", "--preserve-mtime", "--quiet", "-U", packUUID}
 	if !xattrs {
 		args = append(args, "-x-1")
 	}
 	var said strings.Builder
-	cmd := exec.CommandContext(ctx, mkfs, append(args, tmp.Name(), dir)...)
+	// The file may have no name.
+	cmd := exec.CommandContext(ctx, mkfs, append(args, "/proc/self/fd/3", dir)...)
+	cmd.ExtraFiles = []*os.File{out}
 	cmd.Stderr = &said
 	// Nobody else would end it if this process is killed.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	if err := runLocked(cmd); err != nil {
 		return fmt.Errorf("pack root filesystem %s with mkfs.erofs: %w: %s", dir, err, strings.TrimSpace(said.String()))
 	}
-	if err := clearBuildTime(tmp); err != nil {
+	if err := clearBuildTime(out); err != nil {
 		return fmt.Errorf("pack root filesystem %s: %w", dir, err)
-	}
-	if err := tmp.Sync(); err != nil {
-		return fmt.Errorf("pack root filesystem: %w", err)
-	}
-	if err := os.Rename(tmp.Name(), out); err != nil {
-		return fmt.Errorf("pack root filesystem: %w", err)
 	}
 	return nil
 }

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -185,6 +186,47 @@ func TestFromDirLeavesNothing(t *testing.T) {
 		}
 		wantEmpty(t, folder)
 	})
+}
+
+// TestUnnamed: the file is FromDir's, or FromDirPlain's, and has no name.
+func TestUnnamed(t *testing.T) {
+	dir, out := rootfs(t), filepath.Join(t.TempDir(), "out")
+	if err := unix.Setxattr(filepath.Join(dir, "bin", "tool"), "user.note", []byte("x"), 0); err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("TMPDIR", t.TempDir())
+	for plain, named := range map[bool]func() ([]string, error){
+		false: func() ([]string, error) { return nil, FromDir(t.Context(), dir, out) },
+		true:  func() ([]string, error) { return FromDirPlain(t.Context(), dir, out) },
+	} {
+		wantLost, err := named()
+		if err != nil {
+			t.Fatal(err)
+		}
+		want, err := os.ReadFile(out)
+		if err != nil {
+			t.Fatal(err)
+		}
+		f, lost, err := Unnamed(t.Context(), dir, plain)
+		if err != nil {
+			t.Fatal(err)
+		}
+		got, err := io.ReadAll(f)
+		if err != nil || !bytes.Equal(got, want) || !slices.Equal(lost, wantLost) {
+			t.Errorf("plain %v: %d bytes, not the %d of the named one; lost %q, %v", plain, len(got), len(want), lost, err)
+		}
+		if _, err := f.WriteAt([]byte("x"), 0); err == nil {
+			t.Error("it can be written to")
+		}
+		wantEmpty(t, os.TempDir())
+		if err := f.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+	if _, _, err := Unnamed(t.Context(), out, false); err == nil {
+		t.Error("a file was packed")
+	}
+	wantEmpty(t, os.TempDir())
 }
 
 // TestPlain: extended attributes are left out, and the files that had some are

@@ -52,9 +52,9 @@ func TestWatch(t *testing.T) {
 	})
 }
 
-// TestRepository: what is put into a repository comes out of it, once.
-func TestRepository(t *testing.T) {
-	r := newRegistry(t, plainHTTP)
+// repository opens one of the registry's.
+func (r *testRegistry) repository(t *testing.T) (Reference, *Repository) {
+	t.Helper()
 	ref, err := ParseReference(r.host + "/team/thing:1")
 	if err != nil {
 		t.Fatal(err)
@@ -63,7 +63,14 @@ func TestRepository(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer repo.Close()
+	t.Cleanup(repo.Close)
+	return ref, repo
+}
+
+// TestRepository: what is put into a repository comes out of it, once.
+func TestRepository(t *testing.T) {
+	r := newRegistry(t, plainHTTP)
+	ref, repo := r.repository(t)
 	content := "the content"
 	digest, size, err := v1.SHA256(strings.NewReader(content))
 	if err != nil {
@@ -128,15 +135,7 @@ func TestRepository(t *testing.T) {
 // TestUploadStops: an upload ends with its context, and says why.
 func TestUploadStops(t *testing.T) {
 	r := newRegistry(t, plainHTTP)
-	ref, err := ParseReference(r.host + "/team/thing:1")
-	if err != nil {
-		t.Fatal(err)
-	}
-	repo, err := r.options(t).Registries.Open(ref)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer repo.Close()
+	_, repo := r.repository(t)
 	why := errors.New("enough")
 	ctx, cancel := context.WithCancelCause(t.Context())
 	r.set(func(_ http.ResponseWriter, req *http.Request) bool {

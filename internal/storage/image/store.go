@@ -40,7 +40,7 @@ var ErrNotFound = errors.New("no such image here")
 // hold set-user-id programs and devices: the folder is its owner's alone.
 func OpenStore(dir string) (*Store, error) {
 	for _, d := range []string{"", rootsName, heldName, makingName, workName} {
-		if err := os.MkdirAll(filepath.Join(dir, d), 0o700); err != nil { //nolint:gosec // whoever starts us names the folder
+		if err := os.MkdirAll(filepath.Join(dir, d), 0o700); err != nil {
 			return nil, fmt.Errorf("open the folder of images: %w", err)
 		}
 	}

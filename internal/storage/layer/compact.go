@@ -13,26 +13,26 @@ import (
 // chunkSize is how much is read at once.
 const chunkSize = 256 << 10
 
-// Compact writes one new layer with everything in im that is not zero, and
-// returns the image that consists of it. Zero pages between others are kept
-// where Gather wants it. An image of zeros
+// Compact writes one new layer with everything in stack that is not zero, and
+// returns the stack that consists of it. Zero pages between others are kept
+// where Gather wants it. A stack of zeros
 // has no layer, and nothing is written. Compact closes what open returns.
-func Compact(ctx context.Context, im Image, open func(Ref) (*os.File, error), w io.Writer) (Image, error) {
-	if err := im.Validate(); err != nil {
-		return Image{}, fmt.Errorf("compact: %w", err)
+func Compact(ctx context.Context, stack Stack, open func(Ref) (*os.File, error), w io.Writer) (Stack, error) {
+	if err := stack.Validate(); err != nil {
+		return Stack{}, fmt.Errorf("compact: %w", err)
 	}
 	var files []*os.File
 	defer func() { _ = Opened{Files: files}.Close() }() // only read from
-	for _, ref := range im.Layers {
+	for _, ref := range stack.Layers {
 		f, err := open(ref)
 		if err != nil {
-			return Image{}, fmt.Errorf("compact: open layer %s: %w", ref.Digest, err)
+			return Stack{}, fmt.Errorf("compact: open layer %s: %w", ref.Digest, err)
 		}
 		files = append(files, f)
 	}
-	src, err := OpenImage(im, files)
+	src, err := OpenStack(stack, files)
 	if err != nil {
-		return Image{}, fmt.Errorf("compact: %w", err)
+		return Stack{}, fmt.Errorf("compact: %w", err)
 	}
 	read := func(p []byte, off uint64) error {
 		if err := ctx.Err(); err != nil {
@@ -40,16 +40,16 @@ func Compact(ctx context.Context, im Image, open func(Ref) (*os.File, error), w 
 		}
 		return src.Read(p, off)
 	}
-	runs, err := used(im.Extents, read)
+	runs, err := used(stack.Extents, read)
 	if err != nil {
-		return Image{}, fmt.Errorf("compact: %w", err)
+		return Stack{}, fmt.Errorf("compact: %w", err)
 	}
 	runs = Gather(runs)
 	out := NewWriter(w)
 	if err := CopyRuns(out, runs, read); err != nil {
-		return Image{}, fmt.Errorf("compact: %w", err)
+		return Stack{}, fmt.Errorf("compact: %w", err)
 	}
-	return Overlay(Image{Size: im.Size}, out.Ref(), runs, nil)
+	return Overlay(Stack{Size: stack.Size}, out.Ref(), runs, nil)
 }
 
 // Reader fills p with what is at off.

@@ -1,4 +1,4 @@
-package layer
+package layer_test
 
 import (
 	"bytes"
@@ -8,13 +8,15 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"agentrun.dev/internal/storage/layer"
 )
 
 // TestCopyRefuses: whoever copies a layer is told if it is another one, from a file
 // or a stream, and is told apart from a failure to write.
 func TestCopyRefuses(t *testing.T) {
-	content := bytes.Repeat([]byte("layer"), PageSize)
-	w := NewWriter(io.Discard)
+	content := bytes.Repeat([]byte("layer"), layer.PageSize)
+	w := layer.NewWriter(io.Discard)
 	if _, err := w.Write(content); err != nil {
 		t.Fatal(err)
 	}
@@ -31,7 +33,7 @@ func TestCopyRefuses(t *testing.T) {
 			t.Fatal(err)
 		}
 		for from, src := range map[string]io.Reader{"file": f, "stream": bytes.NewReader(b)} {
-			if err := Copy(t.Context(), io.Discard, src, ref); !errors.Is(err, ErrDamaged) {
+			if err := layer.Copy(t.Context(), io.Discard, src, ref); !errors.Is(err, layer.ErrDamaged) {
 				t.Errorf("%s %s: %v", name, from, err)
 			}
 		}
@@ -44,7 +46,7 @@ func TestCopyRefuses(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = full.Close() }() // nothing was written
-	if err := Copy(t.Context(), full, strings.NewReader(string(content)), ref); err == nil || errors.Is(err, ErrDamaged) {
+	if err := layer.Copy(t.Context(), full, strings.NewReader(string(content)), ref); err == nil || errors.Is(err, layer.ErrDamaged) {
 		t.Errorf("a full disk: %v", err)
 	}
 }

@@ -1,14 +1,14 @@
 // Package layer owns the content of memories and disks: immutable files of
 // pages named by their digest (Ref), and flat lists that say which page comes
-// from where (Image).
+// from where (Stack).
 //
-//	image      | zeros |  extent  |  extent  | zeros |  extent  |
+//	stack      | zeros |  extent  |  extent  | zeros |  extent  |
 //	                       │           │                  │
 //	layer 0    | pages ◄───┘        ...│...           ◄───┘ |
 //	layer 1    | pages ◄───────────────┘ |
 //
-// Overlay makes the image of a child from its parent's and one new layer,
-// Compact makes an image of one layer again. Resident keeps layers in memory
+// Overlay makes the stack of a child from its parent's and one new layer,
+// Compact makes a stack of one layer again. Resident keeps layers in memory
 // for vmm processes to map.
 //
 // A vmm process links this package, so it needs little: no JSON, no network.

@@ -7,37 +7,37 @@ import (
 	"os"
 )
 
-// Opened is an image with the open files of its layers, in the order of
-// Image.Layers.
+// Opened is a stack with the open files of its layers, in the order of
+// Stack.Layers.
 type Opened struct {
-	Image Image
+	Stack Stack
 	Files []*os.File
 }
 
-// OpenImage pairs an image with its files, which are still the caller's if it fails.
-func OpenImage(im Image, files []*os.File) (Opened, error) {
-	if err := im.Validate(); err != nil {
+// OpenStack pairs a stack with its files, which are still the caller's if it fails.
+func OpenStack(stack Stack, files []*os.File) (Opened, error) {
+	if err := stack.Validate(); err != nil {
 		return Opened{}, err
 	}
-	if len(files) != len(im.Layers) {
-		return Opened{}, fmt.Errorf("image of %d layers with %d files", len(im.Layers), len(files))
+	if len(files) != len(stack.Layers) {
+		return Opened{}, fmt.Errorf("stack of %d layers with %d files", len(stack.Layers), len(files))
 	}
 	for i, f := range files {
 		info, err := f.Stat()
 		if err != nil {
-			return Opened{}, fmt.Errorf("look at layer %s: %w", im.Layers[i].Digest, err)
+			return Opened{}, fmt.Errorf("look at layer %s: %w", stack.Layers[i].Digest, err)
 		}
-		if !info.Mode().IsRegular() || uint64(info.Size()) != im.Layers[i].Size {
-			return Opened{}, fmt.Errorf("layer %s: %s has %d bytes (%s), the image says %d", im.Layers[i].Digest, f.Name(), info.Size(), info.Mode(), im.Layers[i].Size)
+		if !info.Mode().IsRegular() || uint64(info.Size()) != stack.Layers[i].Size {
+			return Opened{}, fmt.Errorf("layer %s: %s has %d bytes (%s), the stack says %d", stack.Layers[i].Digest, f.Name(), info.Size(), info.Mode(), stack.Layers[i].Size)
 		}
 	}
-	return Opened{im, files}, nil
+	return Opened{stack, files}, nil
 }
 
-// Read fills p with the image's content from off on.
+// Read fills p with the stack's content from off on.
 func (o Opened) Read(p []byte, off uint64) error {
 	for len(p) > 0 {
-		e, ok, next := o.Image.Find(off)
+		e, ok, next := o.Stack.Find(off)
 		n := min(uint64(len(p)), next-off)
 		if !ok {
 			clear(p[:n])
@@ -56,7 +56,7 @@ func (o Opened) readLayer(p []byte, e Extent, off uint64) error {
 		err = io.ErrUnexpectedEOF // somebody cut the file off
 	}
 	if err != nil {
-		return fmt.Errorf("read layer %s at %#x: %w", o.Image.Layers[e.Layer].Digest, at, err)
+		return fmt.Errorf("read layer %s at %#x: %w", o.Stack.Layers[e.Layer].Digest, at, err)
 	}
 	return nil
 }

@@ -9,9 +9,9 @@ import (
 	"agentrun.dev/internal/storage/extent"
 )
 
-// ErrNeedsCompaction says that an image has too many layers or extents to take
+// ErrNeedsCompaction says that a stack has too many layers or extents to take
 // another layer. Compact makes room.
-var ErrNeedsCompaction = errors.New("image needs compaction")
+var ErrNeedsCompaction = errors.New("stack needs compaction")
 
 const (
 	// gatheredGap is the largest gap that is worth storing to save an extent,
@@ -44,61 +44,61 @@ func Gather(runs []extent.Run) []extent.Run {
 // from offset 0 on. zeros are ranges that read as zeros now; where a run and
 // zeros overlap, the run wins. If runs is empty, top is ignored. Layers that
 // are not used any more are dropped.
-func Overlay(base Image, top Ref, runs, zeros []extent.Run) (Image, error) {
+func Overlay(base Stack, top Ref, runs, zeros []extent.Run) (Stack, error) {
 	var offset uint64
 	extents := make([]Extent, len(runs))
 	for i, r := range runs {
 		extents[i] = Extent{Start: r.Start, Length: r.Length, Offset: offset}
 		offset += r.Length
 	}
-	im, err := overlay(base, top, extents, runs, zeros)
+	stack, err := overlay(base, top, extents, runs, zeros)
 	if err == nil && len(runs) > 0 && offset != top.Size {
-		return Image{}, fmt.Errorf("overlay layer %s: it has %d bytes, its runs have %d", top.Digest, top.Size, offset)
+		return Stack{}, fmt.Errorf("overlay layer %s: it has %d bytes, its runs have %d", top.Digest, top.Size, offset)
 	}
-	return im, err
+	return stack, err
 }
 
-// OverlayInPlace is Overlay for a layer as large as the image that has each run
+// OverlayInPlace is Overlay for a layer as large as the stack that has each run
 // at its own offset, and nothing elsewhere.
-func OverlayInPlace(base Image, top Ref, runs, zeros []extent.Run) (Image, error) {
+func OverlayInPlace(base Stack, top Ref, runs, zeros []extent.Run) (Stack, error) {
 	extents := make([]Extent, len(runs))
 	for i, r := range runs {
 		extents[i] = Extent{Start: r.Start, Length: r.Length, Offset: r.Start}
 	}
-	im, err := overlay(base, top, extents, runs, zeros)
+	stack, err := overlay(base, top, extents, runs, zeros)
 	if err == nil && len(runs) > 0 && top.Size != base.Size {
-		return Image{}, fmt.Errorf("overlay layer %s: it has %d bytes, the image %d", top.Digest, top.Size, base.Size)
+		return Stack{}, fmt.Errorf("overlay layer %s: it has %d bytes, the stack %d", top.Digest, top.Size, base.Size)
 	}
-	return im, err
+	return stack, err
 }
 
 // overlay puts extents, which are those of runs and in a layer top, over base.
-func overlay(base Image, top Ref, extents []Extent, runs, zeros []extent.Run) (Image, error) {
+func overlay(base Stack, top Ref, extents []Extent, runs, zeros []extent.Run) (Stack, error) {
 	if err := base.Validate(); err != nil {
-		return Image{}, fmt.Errorf("overlay: %w", err)
+		return Stack{}, fmt.Errorf("overlay: %w", err)
 	}
 	if len(runs) > MaxRuns {
-		return Image{}, fmt.Errorf("overlay %d runs: at most %d are possible, coalesce them first", len(runs), MaxRuns)
+		return Stack{}, fmt.Errorf("overlay %d runs: at most %d are possible, coalesce them first", len(runs), MaxRuns)
 	}
 	if err := extent.Check(runs, base.Size, MaxRuns); err != nil {
-		return Image{}, fmt.Errorf("overlay runs: %w", err)
+		return Stack{}, fmt.Errorf("overlay runs: %w", err)
 	}
 	if err := extent.Check(zeros, base.Size, len(zeros)); err != nil {
-		return Image{}, fmt.Errorf("overlay zeros: %w", err)
+		return Stack{}, fmt.Errorf("overlay zeros: %w", err)
 	}
-	out := Image{
+	out := Stack{
 		Size:    base.Size,
 		Layers:  slices.Clone(base.Layers),
 		Extents: subtract(subtract(base.Extents, zeros), runs),
 	}
 	if len(runs) > 0 {
 		if err := out.add(top, extents); err != nil {
-			return Image{}, err
+			return Stack{}, err
 		}
 	}
 	out.tidy()
 	if len(out.Layers) > MaxLayers || len(out.Extents) > MaxExtents {
-		return Image{}, fmt.Errorf("%d layers (limit %d), %d extents (limit %d): %w",
+		return Stack{}, fmt.Errorf("%d layers (limit %d), %d extents (limit %d): %w",
 			len(out.Layers), MaxLayers, len(out.Extents), MaxExtents, ErrNeedsCompaction)
 	}
 	return out, nil
@@ -135,33 +135,33 @@ func (e Extent) tail(n uint64) Extent {
 }
 
 // add appends the extents of one layer, which tidy sorts in.
-func (im *Image) add(top Ref, extents []Extent) error {
+func (s *Stack) add(top Ref, extents []Extent) error {
 	if err := top.validate(); err != nil {
 		return fmt.Errorf("overlay: %w", err)
 	}
 	// The same bytes may have been written before: one file, one layer.
-	i := slices.IndexFunc(im.Layers, func(r Ref) bool { return r.Digest == top.Digest })
+	i := slices.IndexFunc(s.Layers, func(r Ref) bool { return r.Digest == top.Digest })
 	if i < 0 {
-		i = len(im.Layers)
-		im.Layers = append(im.Layers, top)
+		i = len(s.Layers)
+		s.Layers = append(s.Layers, top)
 	}
-	if have := im.Layers[i].Size; have != top.Size {
-		return fmt.Errorf("overlay layer %s: it has %d bytes, and %d in the image below", top.Digest, top.Size, have)
+	if have := s.Layers[i].Size; have != top.Size {
+		return fmt.Errorf("overlay layer %s: it has %d bytes, and %d in the stack below", top.Digest, top.Size, have)
 	}
 	for _, e := range extents {
 		e.Layer = i
-		im.Extents = append(im.Extents, e)
+		s.Extents = append(s.Extents, e)
 	}
 	return nil
 }
 
 // tidy sorts the extents, merges those that continue each other and drops
 // layers that nothing uses.
-func (im *Image) tidy() {
-	slices.SortFunc(im.Extents, func(a, b Extent) int { return cmp.Compare(a.Start, b.Start) })
+func (s *Stack) tidy() {
+	slices.SortFunc(s.Extents, func(a, b Extent) int { return cmp.Compare(a.Start, b.Start) })
 	var merged []Extent
-	number := make([]int, len(im.Layers))
-	for _, e := range im.Extents {
+	number := make([]int, len(s.Layers))
+	for _, e := range s.Extents {
 		number[e.Layer] = 1
 		if n := len(merged); n > 0 && e.continues(merged[n-1]) {
 			merged[n-1].Length += e.Length
@@ -170,7 +170,7 @@ func (im *Image) tidy() {
 		merged = append(merged, e)
 	}
 	var layers []Ref
-	for i, l := range im.Layers {
+	for i, l := range s.Layers {
 		if number[i] == 0 {
 			continue
 		}
@@ -180,5 +180,5 @@ func (im *Image) tidy() {
 	for i := range merged {
 		merged[i].Layer = number[merged[i].Layer]
 	}
-	im.Layers, im.Extents = layers, merged
+	s.Layers, s.Extents = layers, merged
 }

@@ -9,6 +9,7 @@ import (
 	"io"
 	"io/fs"
 	"os"
+	"path/filepath"
 	"strconv"
 	"sync"
 	"syscall"
@@ -37,7 +38,8 @@ type Resident struct {
 // refuses one that others could have put files into.
 func OpenResident(dir string) (*Resident, error) {
 	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
-		return nil, fmt.Errorf("make folder for resident layers: %w", err)
+		return nil, fmt.Errorf("make folder for resident layers: %w (memory of sandboxes is kept in files there: mount a tmpfs on %s that user %d may write to)",
+			err, filepath.Dir(dir), os.Geteuid())
 	}
 	// os.OpenRoot would follow a symbolic link.
 	f, err := os.OpenFile(dir, unix.O_DIRECTORY|unix.O_NOFOLLOW, 0)

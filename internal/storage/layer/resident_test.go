@@ -1,4 +1,4 @@
-package layer
+package layer_test
 
 import (
 	"bytes"
@@ -17,6 +17,9 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/storage/layer/layertest"
 )
 
 // childEnv makes the test binary a loader process: "folder source digest size".
@@ -37,15 +40,15 @@ func TestMain(m *testing.M) {
 // when it has to copy.
 func loader(args string) error {
 	var dir, source, digest string
-	var want Ref
+	var want layer.Ref
 	if _, err := fmt.Sscan(args, &dir, &source, &digest, &want.Size); err != nil {
 		return err
 	}
 	var err error
-	if want.Digest, err = ParseDigest(digest); err != nil {
+	if want.Digest, err = layer.ParseDigest(digest); err != nil {
 		return err
 	}
-	r, err := OpenResident(dir)
+	r, err := layer.OpenResident(dir)
 	if err != nil {
 		return err
 	}
@@ -64,7 +67,7 @@ func loader(args string) error {
 }
 
 // startLoader starts a loader process and waits until it is ready.
-func startLoader(t *testing.T, dir, source string, r Ref) (cmd *exec.Cmd, in io.WriteCloser, out *os.File) {
+func startLoader(t *testing.T, dir, source string, r layer.Ref) (cmd *exec.Cmd, in io.WriteCloser, out *os.File) {
 	t.Helper()
 	exe, err := os.Executable()
 	if err != nil {
@@ -101,10 +104,10 @@ func expect(t *testing.T, r io.Reader, line string) {
 	}
 }
 
-func newResident(t *testing.T) (*Resident, string) {
+func newResident(t *testing.T) (*layer.Resident, string) {
 	t.Helper()
-	dir := filepath.Join(shm(t), "layers")
-	r, err := OpenResident(dir)
+	dir := filepath.Join(layertest.Shm(t), "layers")
+	r, err := layer.OpenResident(dir)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -137,7 +140,7 @@ func leftovers(t *testing.T, dir string) []string {
 	}
 	var names []string
 	for _, e := range entries {
-		if e.Name() != lockName {
+		if e.Name() != layer.LockName {
 			names = append(names, e.Name())
 		}
 	}
@@ -146,18 +149,18 @@ func leftovers(t *testing.T, dir string) []string {
 
 func TestResident(t *testing.T) {
 	r, dir := newResident(t)
-	s := newStore(t)
-	var refs []Ref
+	s := layertest.NewStore(t)
+	var refs []layer.Ref
 	for i := range 3 {
-		content := bytes.Repeat([]byte{byte(i + 1)}, (i+1)*chunkSize+PageSize)
-		l := s.bytes(content)
+		content := bytes.Repeat([]byte{byte(i + 1)}, (i+1)*layer.ChunkSize+layer.PageSize)
+		l := s.Bytes(content)
 		refs = append(refs, l)
 		for range 2 {
-			f, err := r.Load(t.Context(), l, func() (io.ReadCloser, error) { return s.open(l) })
+			f, err := r.Load(t.Context(), l, func() (io.ReadCloser, error) { return s.Open(l) })
 			if err != nil {
 				t.Fatal(err)
 			}
-			sameBytes(t, "layer", readAll(t, f), content)
+			layertest.SameBytes(t, "layer", readAll(t, f), content)
 		}
 	}
 	info, err := os.Stat(filepath.Join(dir, refs[0].Digest.String()))
@@ -168,7 +171,7 @@ func TestResident(t *testing.T) {
 	if files, n, err := r.Stats(); files != 3 || n != total || err != nil {
 		t.Errorf("%d files, %d bytes, %v", files, n, err)
 	}
-	if n, err := r.Keep(func(d Digest) bool { return d != refs[1].Digest }); n != 1 || err != nil {
+	if n, err := r.Keep(func(d layer.Digest) bool { return d != refs[1].Digest }); n != 1 || err != nil {
 		t.Errorf("%d removed, %v", n, err)
 	}
 	for range 2 { // also if it is gone
@@ -179,7 +182,7 @@ func TestResident(t *testing.T) {
 	if got := leftovers(t, dir); !slices.Equal(got, []string{refs[2].Digest.String()}) {
 		t.Errorf("left are %v", got)
 	}
-	again, err := OpenResident(dir)
+	again, err := layer.OpenResident(dir)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -192,22 +195,22 @@ func TestResident(t *testing.T) {
 	if _, _, err := again.Stats(); err == nil {
 		t.Error("statistics of a closed folder")
 	}
-	_, err = again.Load(t.Context(), refs[0], func() (io.ReadCloser, error) { return s.open(refs[0]) })
-	wantError(t, err, "closed")
+	_, err = again.Load(t.Context(), refs[0], func() (io.ReadCloser, error) { return s.Open(refs[0]) })
+	layertest.WantError(t, err, "closed")
 	if _, err := again.Create(); err == nil {
 		t.Error("a file in a closed folder")
 	}
-	wantError(t, again.Remove(refs[0].Digest), "closed")
+	layertest.WantError(t, again.Remove(refs[0].Digest), "closed")
 }
 
 // TestDescriptor: what Load returns cannot be written, and a mapping outlives
 // the file.
 func TestDescriptor(t *testing.T) {
 	r, _ := newResident(t)
-	s := newStore(t)
-	content := bytes.Repeat([]byte{5}, 4*PageSize)
-	l := s.bytes(content)
-	f, err := r.Load(t.Context(), l, func() (io.ReadCloser, error) { return s.open(l) })
+	s := layertest.NewStore(t)
+	content := bytes.Repeat([]byte{5}, 4*layer.PageSize)
+	l := s.Bytes(content)
+	f, err := r.Load(t.Context(), l, func() (io.ReadCloser, error) { return s.Open(l) })
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -218,7 +221,7 @@ func TestDescriptor(t *testing.T) {
 	if err := f.Truncate(0); err == nil {
 		t.Error("truncated")
 	}
-	if _, err := unix.Mmap(int(f.Fd()), 0, PageSize, unix.PROT_WRITE, unix.MAP_SHARED); !errors.Is(err, unix.EACCES) {
+	if _, err := unix.Mmap(int(f.Fd()), 0, layer.PageSize, unix.PROT_WRITE, unix.MAP_SHARED); !errors.Is(err, unix.EACCES) {
 		t.Errorf("shared writable mapping: %v", err)
 	}
 	m, err := unix.Mmap(int(f.Fd()), 0, len(content), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE)
@@ -229,8 +232,8 @@ func TestDescriptor(t *testing.T) {
 		t.Fatal(err)
 	}
 	m[0] = 77
-	sameBytes(t, "mapping", m[1:], content[1:])
-	sameBytes(t, "file", readAll(t, f), content)
+	layertest.SameBytes(t, "mapping", m[1:], content[1:])
+	layertest.SameBytes(t, "file", readAll(t, f), content)
 	if err := unix.Munmap(m); err != nil {
 		t.Error(err)
 	}
@@ -238,9 +241,9 @@ func TestDescriptor(t *testing.T) {
 
 func TestLoadRefuses(t *testing.T) {
 	r, dir := newResident(t)
-	s := newStore(t)
-	content := bytes.Repeat([]byte{5}, 2*chunkSize)
-	l := s.bytes(content)
+	s := layertest.NewStore(t)
+	content := bytes.Repeat([]byte{5}, 2*layer.ChunkSize)
+	l := s.Bytes(content)
 	flipped := slices.Clone(content)
 	flipped[len(flipped)-1] ^= 1
 	for _, c := range []struct {
@@ -259,11 +262,11 @@ func TestLoadRefuses(t *testing.T) {
 				t.Fatal(err)
 			}
 			_, err := r.Load(t.Context(), l, func() (io.ReadCloser, error) { return os.Open(path) })
-			wantError(t, err, append(c.say, "load layer "+l.Digest.String(), path)...)
+			layertest.WantError(t, err, append(c.say, "load layer "+l.Digest.String(), path)...)
 
 			// The same through a pipe, whose size nobody knows before.
 			_, err = r.Load(t.Context(), l, func() (io.ReadCloser, error) { return pipe(t, c.content), nil })
-			wantError(t, err, "load layer "+l.Digest.String(), "expected")
+			layertest.WantError(t, err, "load layer "+l.Digest.String(), "expected")
 		})
 	}
 	_, err := r.Load(t.Context(), l, func() (io.ReadCloser, error) { return nil, fs.ErrPermission })
@@ -271,11 +274,11 @@ func TestLoadRefuses(t *testing.T) {
 		t.Errorf("a source that cannot be opened: %v", err)
 	}
 	_, err = r.Load(t.Context(), l, func() (io.ReadCloser, error) { return os.Open(dir) })
-	wantError(t, err, "copy "+dir)
-	_, err = r.Load(t.Context(), Ref{}, nil)
-	wantError(t, err, "of 0 bytes")
+	layertest.WantError(t, err, "copy "+dir)
+	_, err = r.Load(t.Context(), layer.Ref{}, nil)
+	layertest.WantError(t, err, "of 0 bytes")
 	ctx, cancel := context.WithCancel(t.Context())
-	_, err = r.Load(ctx, l, func() (io.ReadCloser, error) { cancel(); return s.open(l) })
+	_, err = r.Load(ctx, l, func() (io.ReadCloser, error) { cancel(); return s.Open(l) })
 	if !errors.Is(err, context.Canceled) {
 		t.Errorf("after the end of the context: %v", err)
 	}
@@ -286,9 +289,9 @@ func TestLoadRefuses(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	sameBytes(t, "layer", readAll(t, f), content)
-	_, err = r.Load(t.Context(), Ref{l.Digest, PageSize}, nil)
-	wantError(t, err, "has 524288 bytes, 4096 are expected")
+	layertest.SameBytes(t, "layer", readAll(t, f), content)
+	_, err = r.Load(t.Context(), layer.Ref{l.Digest, layer.PageSize}, nil)
+	layertest.WantError(t, err, "has 524288 bytes, 4096 are expected")
 }
 
 // pipe has content in it.
@@ -307,16 +310,16 @@ func pipe(t *testing.T, content []byte) *os.File {
 
 func TestLoadOnceInOneProcess(t *testing.T) {
 	r, _ := newResident(t)
-	s := newStore(t)
+	s := layertest.NewStore(t)
 	content := bytes.Repeat([]byte{5}, 1<<20)
-	l := s.bytes(content)
+	l := s.Bytes(content)
 	var opened atomic.Int32
 	var wg sync.WaitGroup
 	for range 16 {
 		wg.Go(func() {
 			f, err := r.Load(t.Context(), l, func() (io.ReadCloser, error) {
 				opened.Add(1)
-				return s.open(l)
+				return s.Open(l)
 			})
 			if err != nil {
 				t.Error(err)
@@ -336,13 +339,13 @@ func TestLoadOnceInOneProcess(t *testing.T) {
 
 func TestLoadOnceInManyProcesses(t *testing.T) {
 	_, dir := newResident(t)
-	s := newStore(t)
-	l := s.bytes(bytes.Repeat([]byte{5}, 8<<20))
+	s := layertest.NewStore(t)
+	l := s.Bytes(bytes.Repeat([]byte{5}, 8<<20))
 	var all []*exec.Cmd
 	var ins []io.WriteCloser
 	var outs []*os.File
 	for range 4 {
-		cmd, in, out := startLoader(t, dir, s.path(l), l)
+		cmd, in, out := startLoader(t, dir, s.Path(l), l)
 		all, ins, outs = append(all, cmd), append(ins, in), append(outs, out)
 	}
 	for _, in := range ins {
@@ -368,9 +371,9 @@ func TestLoadOnceInManyProcesses(t *testing.T) {
 // FIFO that gives half of the layer.
 func TestKilledLoader(t *testing.T) {
 	r, dir := newResident(t)
-	s := newStore(t)
-	content := bytes.Repeat([]byte{5}, 2*chunkSize)
-	l := s.bytes(content)
+	s := layertest.NewStore(t)
+	content := bytes.Repeat([]byte{5}, 2*layer.ChunkSize)
+	l := s.Bytes(content)
 	fifo := filepath.Join(t.TempDir(), "fifo")
 	if err := unix.Mkfifo(fifo, 0o600); err != nil {
 		t.Fatal(err)
@@ -385,10 +388,10 @@ func TestKilledLoader(t *testing.T) {
 		t.Fatal(err)
 	}
 	// More than a FIFO holds: when this returns, the copy has begun.
-	if _, err := half.Write(content[:chunkSize+PageSize]); err != nil {
+	if _, err := half.Write(content[:layer.ChunkSize+layer.PageSize]); err != nil {
 		t.Fatal(err)
 	}
-	source := func() (io.ReadCloser, error) { return s.open(l) }
+	source := func() (io.ReadCloser, error) { return s.Open(l) }
 	ctx, cancel := context.WithCancel(t.Context())
 	waiting := make(chan error)
 	go func() { // one that gives up before the loader ends
@@ -418,21 +421,21 @@ func TestKilledLoader(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	sameBytes(t, "layer", readAll(t, f), content)
+	layertest.SameBytes(t, "layer", readAll(t, f), content)
 }
 
 // TestWaiter gives up while another goroutine loads.
 func TestWaiter(t *testing.T) {
 	r, _ := newResident(t)
-	s := newStore(t)
-	l := s.bytes(bytes.Repeat([]byte{5}, PageSize))
+	s := layertest.NewStore(t)
+	l := s.Bytes(bytes.Repeat([]byte{5}, layer.PageSize))
 	ctx, cancel := context.WithCancel(t.Context())
 	f, err := r.Load(t.Context(), l, func() (io.ReadCloser, error) {
 		cancel()
 		if _, err := r.Load(ctx, l, nil); !errors.Is(err, context.Canceled) {
 			t.Errorf("waiting for another goroutine: %v", err)
 		}
-		return s.open(l)
+		return s.Open(l)
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -444,21 +447,21 @@ func TestWaiter(t *testing.T) {
 
 func TestAdopt(t *testing.T) {
 	r, dir := newResident(t)
-	content := bytes.Repeat([]byte{6}, 3*PageSize)
+	content := bytes.Repeat([]byte{6}, 3*layer.PageSize)
 	for range 2 { // the second finds it there
 		f, err := r.Create()
 		if err != nil {
 			t.Fatal(err)
 		}
-		w := NewWriter(f)
+		w := layer.NewWriter(f)
 		if _, err := w.Write(content); err != nil {
 			t.Fatal(err)
 		}
 		if got := leftovers(t, dir); len(got) > 1 {
 			t.Errorf("before Adopt there are %v", got)
 		}
-		wantError(t, r.Adopt(t.Context(), f, Ref{Digest{1}, PageSize}), "12288 bytes, 4096")
-		wantError(t, r.Adopt(t.Context(), f, Ref{}), "of 0 bytes")
+		layertest.WantError(t, r.Adopt(t.Context(), f, layer.Ref{layer.Digest{1}, layer.PageSize}), "12288 bytes, 4096")
+		layertest.WantError(t, r.Adopt(t.Context(), f, layer.Ref{}), "of 0 bytes")
 		ctx, cancel := context.WithCancel(t.Context())
 		cancel()
 		if err := r.Adopt(ctx, f, w.Ref()); !errors.Is(err, context.Canceled) {
@@ -470,12 +473,12 @@ func TestAdopt(t *testing.T) {
 		if err := f.Close(); err != nil {
 			t.Fatal(err)
 		}
-		wantError(t, r.Adopt(t.Context(), f, w.Ref()), "adopt layer", "closed")
+		layertest.WantError(t, r.Adopt(t.Context(), f, w.Ref()), "adopt layer", "closed")
 		got, err := r.Load(t.Context(), w.Ref(), nil)
 		if err != nil {
 			t.Fatal(err)
 		}
-		sameBytes(t, "layer", readAll(t, got), content)
+		layertest.SameBytes(t, "layer", readAll(t, got), content)
 	}
 	// A file from elsewhere cannot be linked into the folder.
 	f, err := os.Create(filepath.Join(t.TempDir(), "other"))
@@ -483,15 +486,15 @@ func TestAdopt(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer f.Close()
-	w := NewWriter(f)
-	if _, err := w.Write(content[:PageSize]); err != nil {
+	w := layer.NewWriter(f)
+	if _, err := w.Write(content[:layer.PageSize]); err != nil {
 		t.Fatal(err)
 	}
-	wantError(t, r.Adopt(t.Context(), f, w.Ref()), "adopt layer "+w.Ref().Digest.String())
+	layertest.WantError(t, r.Adopt(t.Context(), f, w.Ref()), "adopt layer "+w.Ref().Digest.String())
 }
 
 func TestOpenResidentRefuses(t *testing.T) {
-	dir := shm(t)
+	dir := layertest.Shm(t)
 	link, file := filepath.Join(dir, "link"), filepath.Join(dir, "file")
 	if err := os.Symlink(dir, link); err != nil {
 		t.Fatal(err)
@@ -506,26 +509,26 @@ func TestOpenResidentRefuses(t *testing.T) {
 	for _, c := range []struct{ name, dir, say string }{
 		{"symbolic link", link, "not a directory"},
 		{"file", file, "not a directory"},
-		{"no parent", filepath.Join(dir, "a", "b"), "no such file"},
+		{"no parent", filepath.Join(dir, "a", "b"), "mount a tmpfs on " + filepath.Join(dir, "a")},
 		{"not on tmpfs", "/proc/self/fd", "not on tmpfs"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			_, err := OpenResident(c.dir)
-			wantError(t, err, c.dir, c.say)
+			_, err := layer.OpenResident(c.dir)
+			layertest.WantError(t, err, c.dir, c.say)
 		})
 	}
 	for _, mode := range []os.FileMode{0o701, 0o710, 0o720, 0o755, 0o777} {
 		if err := os.Chmod(open, mode); err != nil {
 			t.Fatal(err)
 		}
-		_, err := OpenResident(open)
-		wantError(t, err, open, "chmod 700")
+		_, err := layer.OpenResident(open)
+		layertest.WantError(t, err, open, "chmod 700")
 	}
 	if os.Geteuid() == 0 {
 		if err := errors.Join(os.Chmod(open, 0o700), os.Chown(open, 12345, 12345)); err != nil {
 			t.Fatal(err)
 		}
-		_, err := OpenResident(open)
-		wantError(t, err, open, "another user")
+		_, err := layer.OpenResident(open)
+		layertest.WantError(t, err, open, "another user")
 	}
 }

@@ -6,7 +6,7 @@ import (
 	"agentrun.dev/internal/storage/extent"
 )
 
-// CheckChange checks what another process says about a new layer of an image of
+// CheckChange checks what another process says about a new layer of a stack of
 // size bytes: the runs that the layer holds, and those that have become zeros. A
 // page is in one of the two lists at most.
 func CheckChange(runs, zeros []extent.Run, size uint64) error {

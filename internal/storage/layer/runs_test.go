@@ -1,16 +1,17 @@
-package layer
+package layer_test
 
 import (
 	"math"
 	"testing"
 
 	"agentrun.dev/internal/storage/extent"
+	"agentrun.dev/internal/storage/layer"
 )
 
 // TestCheckChange: one case for each lie about a layer.
 func TestCheckChange(t *testing.T) {
-	const p = PageSize
-	many := make([]extent.Run, MaxRuns+1)
+	const p = layer.PageSize
+	many := make([]extent.Run, layer.MaxRuns+1)
 	for i := range many {
 		many[i] = extent.Run{Start: uint64(i) * 2 * p, Length: p}
 	}
@@ -21,7 +22,7 @@ func TestCheckChange(t *testing.T) {
 	}{
 		"nothing":           {ok: true},
 		"runs and zeros":    {runs: []extent.Run{{Start: 0, Length: p}, {Start: p, Length: p}, {Start: 4 * p, Length: p}}, zeros: []extent.Run{{Start: 2 * p, Length: 2 * p}, {Start: size - p, Length: p}}, ok: true},
-		"the largest count": {runs: many[:MaxRuns], ok: true},
+		"the largest count": {runs: many[:layer.MaxRuns], ok: true},
 		"too many":          {runs: many},
 		"too many zeros":    {zeros: many},
 		"empty":             {runs: []extent.Run{{Start: p, Length: 0}}},
@@ -38,7 +39,7 @@ func TestCheckChange(t *testing.T) {
 		"a run over zeros":  {runs: []extent.Run{{Start: 0, Length: 16 * p}}, zeros: []extent.Run{{Start: 2 * p, Length: p}}},
 		"zeros behind":      {zeros: []extent.Run{{Start: size, Length: p}}},
 	} {
-		if err := CheckChange(c.runs, c.zeros, size); (err == nil) != c.ok {
+		if err := layer.CheckChange(c.runs, c.zeros, size); (err == nil) != c.ok {
 			t.Errorf("%s: %v", name, err)
 		}
 	}

@@ -64,8 +64,8 @@ func (c content) write(t testing.TB) (layer.Ref, *os.File) {
 }
 
 // whole is an image of one layer.
-func whole(r layer.Ref) snapshot.Image {
-	return snapshot.ImageOf(layer.Image{Size: r.Size, Layers: []layer.Ref{r}, Extents: []layer.Extent{{Length: r.Size}}})
+func whole(r layer.Ref) snapshot.Stack {
+	return snapshot.StackOf(layer.Stack{Size: r.Size, Layers: []layer.Ref{r}, Extents: []layer.Extent{{Length: r.Size}}})
 }
 
 // make makes a snapshot of a memory and a disk.
@@ -85,7 +85,7 @@ func makeWith(t testing.TB, options []snapshot.Option, memory, disk content, edi
 		manifest := snapshot.Manifest{
 			Created: time.Date(2026, 3, 4, 5, 6, 7, 0, time.UTC), Kernel: strings.Repeat("ab", 32),
 			CPU: snapshot.CPU{Profile: "host-v1", Vendor: "AuthenticAMD", Family: 23, Model: 1}, TSCKHz: 2_400_000,
-			VCPUs: 1, Memory: whole(m), Disks: []snapshot.Disk{{ID: "root", ReadOnly: true, Image: whole(d)}},
+			VCPUs: 1, Memory: whole(m), Disks: []snapshot.Disk{{ID: "root", ReadOnly: true, Stack: whole(d)}},
 		}
 		for _, e := range edit {
 			e(&manifest)
@@ -103,7 +103,7 @@ func makeWith(t testing.TB, options []snapshot.Option, memory, disk content, edi
 func onGVisor(m *snapshot.Manifest) {
 	m.Engine, m.Kernel, m.TSCKHz = snapshot.EngineGVisor, "", 0
 	m.GVisor = &snapshot.GVisor{Helper: strings.Repeat("ab", 32), Platform: "systrap", CPUFeatures: []string{"sse2"}, Pages: m.Memory.Layers[0]}
-	m.Memory = snapshot.Image{Size: 128 << 20}
+	m.Memory = snapshot.Stack{Size: 128 << 20}
 }
 
 // small is a snapshot with little in it.

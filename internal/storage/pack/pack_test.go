@@ -104,7 +104,7 @@ func TestSharedParts(t *testing.T) {
 	}
 	r.count("GET blob")
 	lend := func(ref layer.Ref) *snapshot.Snapshot {
-		if ref.Digest != first.Manifest().Disks[0].Image.Layers[0].Digest {
+		if ref.Digest != first.Manifest().Disks[0].Stack.Layers[0].Digest {
 			return nil
 		}
 		s, err := snapshot.Open(filepath.Join(parent, "snapshot"))
@@ -123,7 +123,7 @@ func TestSharedParts(t *testing.T) {
 		t.Errorf("%d blobs were fetched", n)
 	}
 	// A lender whose copy is damaged is passed over.
-	shared := filepath.Join(parent, "snapshot", "layers", second.Manifest().Disks[0].Image.Layers[0].Digest.String())
+	shared := filepath.Join(parent, "snapshot", "layers", second.Manifest().Disks[0].Stack.Layers[0].Digest.String())
 	if err := errors.Join(os.Remove(shared), os.WriteFile(shared, make([]byte, 8*page), 0o400)); err != nil {
 		t.Fatal(err)
 	}

@@ -157,7 +157,7 @@ func TestAddLayerRefuses(t *testing.T) {
 
 	m := manifest(ref, ref)
 	missing := m
-	missing.Memory = image(wrong)
+	missing.Memory = stack(wrong)
 	_, err = b.Commit(missing, state)
 	wantError(t, err, "layer "+wrong.Digest.String(), "was not added")
 	bad := m

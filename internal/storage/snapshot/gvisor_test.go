@@ -14,7 +14,7 @@ func onGVisor() Manifest {
 		Helper: strings.Repeat("ab", 32), Platform: "systrap", CPUFeatures: []string{"avx", "sse2"}, Disk: 1 << 20,
 		Pages: m.Memory.Layers[0],
 	}
-	m.Memory = Image{Size: 128 << 20}
+	m.Memory = Stack{Size: 128 << 20}
 	return m
 }
 

@@ -28,9 +28,9 @@ func layerFile(t testing.TB, b byte, pages int) (layer.Ref, *os.File) {
 	return w.Ref(), f
 }
 
-// image has one extent with the whole layer.
-func image(r layer.Ref) Image {
-	return ImageOf(layer.Image{Size: 2 * r.Size, Layers: []layer.Ref{r}, Extents: []layer.Extent{{Start: r.Size, Length: r.Size}}})
+// stack has one extent with the whole layer.
+func stack(r layer.Ref) Stack {
+	return StackOf(layer.Stack{Size: 2 * r.Size, Layers: []layer.Ref{r}, Extents: []layer.Extent{{Start: r.Size, Length: r.Size}}})
 }
 
 var state = []byte("processors and devices")
@@ -43,8 +43,8 @@ func manifest(memory, disk layer.Ref) Manifest {
 		CPU:      CPU{Profile: "host-v1", Vendor: "AuthenticAMD", Family: 23, Model: 1, Stepping: 2, Features: map[string]uint32{"1.0.ecx": 1 << 31, "7.0.ebx": 5}},
 		TSCKHz:   2_400_000,
 		VCPUs:    2,
-		Memory:   image(memory),
-		Disks:    []Disk{{ID: "root", ReadOnly: true, Image: image(disk)}, {ID: "my data", Image: Image{Size: page}}},
+		Memory:   stack(memory),
+		Disks:    []Disk{{ID: "root", ReadOnly: true, Stack: stack(disk)}, {ID: "my data", Stack: Stack{Size: page}}},
 		Nets:     []Net{{MAC: "02:00:00:00:00:01", MTU: 1500, Address: "10.0.2.15/24", Gateway: "10.0.2.2", DNS: []string{"10.0.2.3"}}},
 		Hostname: "box-1",
 		Labels:   map[string]string{"team/name": "<ümläut> & co", "b": ""},

@@ -56,7 +56,7 @@ type Manifest struct {
 	CPU      CPU               `json:"cpu"`
 	TSCKHz   uint64            `json:"tsc_khz,omitempty"`
 	VCPUs    int               `json:"vcpus"`
-	Memory   Image             `json:"memory"`
+	Memory   Stack             `json:"memory"`
 	Disks    []Disk            `json:"disks,omitempty"`
 	Nets     []Net             `json:"nets,omitempty"`
 	Hostname string            `json:"hostname,omitempty"`
@@ -103,7 +103,7 @@ type CPU struct {
 type Disk struct {
 	ID       string `json:"id"`
 	ReadOnly bool   `json:"read_only,omitempty"`
-	Image    Image  `json:"image"`
+	Stack    Stack  `json:"image"`
 }
 
 // Net is a network device, and what it was configured with when the machine was
@@ -112,9 +112,13 @@ type Net struct {
 	MAC string `json:"mac"`
 	MTU int    `json:"mtu"`
 	// Address has the length of its network's prefix, as in 10.0.2.15/24.
-	Address string   `json:"address"`
-	Gateway string   `json:"gateway,omitempty"`
-	DNS     []string `json:"dns,omitempty"`
+	Address string `json:"address"`
+	Gateway string `json:"gateway,omitempty"`
+	// Address6 and Gateway6 are the same of IPv6; snapshots from before there was any
+	// have neither.
+	Address6 string   `json:"address6,omitempty"`
+	Gateway6 string   `json:"gateway6,omitempty"`
+	DNS      []string `json:"dns,omitempty"`
 }
 
 // Blob names the content of a file.
@@ -123,8 +127,8 @@ type Blob struct {
 	Size   uint64       `json:"size"`
 }
 
-// Image is a layer.Image with names for JSON.
-type Image struct {
+// Stack is a layer.Stack with names for JSON.
+type Stack struct {
 	Size    uint64   `json:"size"`
 	Layers  []Blob   `json:"layers,omitempty"`
 	Extents []Extent `json:"extents,omitempty"`
@@ -138,25 +142,25 @@ type Extent struct {
 	Offset uint64 `json:"offset"`
 }
 
-// ImageOf is the form of an image in a manifest.
-func ImageOf(im layer.Image) Image {
-	out := Image{Size: im.Size}
-	for _, r := range im.Layers {
+// StackOf is the form of a stack in a manifest.
+func StackOf(stack layer.Stack) Stack {
+	out := Stack{Size: stack.Size}
+	for _, r := range stack.Layers {
 		out.Layers = append(out.Layers, Blob(r))
 	}
-	for _, e := range im.Extents {
+	for _, e := range stack.Extents {
 		out.Extents = append(out.Extents, Extent(e))
 	}
 	return out
 }
 
-// Layer is the image in the form that is worked with.
-func (im Image) Layer() layer.Image {
-	out := layer.Image{Size: im.Size}
-	for _, b := range im.Layers {
+// Layer is the stack in the form that is worked with.
+func (s Stack) Layer() layer.Stack {
+	out := layer.Stack{Size: s.Size}
+	for _, b := range s.Layers {
 		out.Layers = append(out.Layers, layer.Ref(b))
 	}
-	for _, e := range im.Extents {
+	for _, e := range s.Extents {
 		out.Extents = append(out.Extents, layer.Extent(e))
 	}
 	return out
@@ -172,8 +176,8 @@ func (m Manifest) Layers() []layer.Ref {
 			list = append(list, layer.Ref(b))
 		}
 	}
-	for _, im := range m.images() {
-		for _, b := range im.Layers {
+	for _, stack := range m.stacks() {
+		for _, b := range stack.Layers {
 			add(b)
 		}
 	}
@@ -183,11 +187,11 @@ func (m Manifest) Layers() []layer.Ref {
 	return list
 }
 
-// images are the memory and the disks.
-func (m Manifest) images() []Image {
-	list := []Image{m.Memory}
+// stacks are the memory and the disks.
+func (m Manifest) stacks() []Stack {
+	list := []Stack{m.Memory}
 	for _, d := range m.Disks {
-		list = append(list, d.Image)
+		list = append(list, d.Stack)
 	}
 	return list
 }

@@ -36,9 +36,9 @@ func TestManifestRoundTrip(t *testing.T) {
 	if !reflect.DeepEqual(m, full()) {
 		t.Errorf("%+v, want %+v", m, full())
 	}
-	im := full().Disks[0].Image
-	if got := ImageOf(im.Layer()); !reflect.DeepEqual(got, im) {
-		t.Errorf("%+v, want %+v", got, im)
+	stack := full().Disks[0].Stack
+	if got := StackOf(stack.Layer()); !reflect.DeepEqual(got, stack) {
+		t.Errorf("%+v, want %+v", got, stack)
 	}
 	if got := m.Layers(); len(got) != 2 || got[0].Digest != (layer.Digest{1}) || got[1].Size != page {
 		t.Errorf("layers %v", got)
@@ -92,10 +92,10 @@ func TestValidate(t *testing.T) {
 		{"tsc_khz", func(m *Manifest) { m.TSCKHz = math.MaxUint64 }},
 		{"vcpus", func(m *Manifest) { m.VCPUs = 0 }},
 		{"vcpus", func(m *Manifest) { m.VCPUs = 257 }},
-		{"memory: image of 0", func(m *Manifest) { m.Memory = Image{} }},
+		{"memory: stack of 0", func(m *Manifest) { m.Memory = Stack{} }},
 		{"memory: extent 0", func(m *Manifest) { m.Memory.Extents[0].Layer = 7 }},
-		{"disks[1].image", func(m *Manifest) { m.Disks[1].Image.Size = 5 }},
-		{"elsewhere", func(m *Manifest) { m.Disks[1].Image = image(other) }},
+		{"disks[1].image", func(m *Manifest) { m.Disks[1].Stack.Size = 5 }},
+		{"elsewhere", func(m *Manifest) { m.Disks[1].Stack = stack(other) }},
 		{"disks[0].id", func(m *Manifest) { m.Disks[0].ID = strings.Repeat("x", 21) }},
 		{"disks[1].id", func(m *Manifest) { m.Disks[1].ID = "a\n" }},
 		{"disks, nets", func(m *Manifest) { m.Disks = make([]Disk, 25) }},
@@ -110,6 +110,13 @@ func TestValidate(t *testing.T) {
 		{"nets[0].address", func(m *Manifest) { m.Nets[0].Address = "10.0.2.15/0" }},
 		{"nets[0].address", func(m *Manifest) { m.Nets[0].Address = "fd00::1/64" }},
 		{"nets[0].gateway", func(m *Manifest) { m.Nets[0].Gateway = "fd00::1" }},
+		{"nets[0].address6", func(m *Manifest) { m.Nets[0].Address6 = "10.0.2.15/24" }},
+		{"nets[0].address6", func(m *Manifest) { m.Nets[0].Address6 = "fd00::2" }},
+		{"nets[0].address6", func(m *Manifest) { m.Nets[0].Address6 = "fd00:0::2/64" }},
+		{"nets[0].address6", func(m *Manifest) { m.Nets[0].Address6 = "::ffff:10.0.2.15/120" }},
+		{"nets[0].gateway6", func(m *Manifest) { m.Nets[0].Gateway6 = "fd00::1" }},
+		{"nets[0].gateway6", func(m *Manifest) { m.Nets[0].Address6, m.Nets[0].Gateway6 = "fd00::2/64", "fe80::1%eth0" }},
+		{"nets[0].dns", func(m *Manifest) { m.Nets[0].DNS = []string{"fd00::1%eth0"} }},
 		{"nets[0].gateway", func(m *Manifest) { m.Nets[0].Gateway = "10.0.2.2 gw" }},
 		{"nets[0].dns", func(m *Manifest) { m.Nets[0].DNS = []string{"dns.example"} }},
 		{"nets[0].dns", func(m *Manifest) { m.Nets[0].DNS = make([]string, 4) }},
@@ -205,18 +212,18 @@ func TestManifestDamage(t *testing.T) {
 // TestLargestManifest: the limits of the parts fit into that of the file.
 func TestLargestManifest(t *testing.T) {
 	m := full()
-	var im layer.Image
-	im.Size = layer.MaxSize
+	var stack layer.Stack
+	stack.Size = layer.MaxSize
 	for i := range layer.MaxLayers {
-		im.Layers = append(im.Layers, layer.Ref{Digest: layer.Digest{byte(i)}, Size: layer.MaxSize})
+		stack.Layers = append(stack.Layers, layer.Ref{Digest: layer.Digest{byte(i)}, Size: layer.MaxSize})
 	}
 	for i := range layer.MaxExtents {
 		at := layer.MaxSize - uint64(2*(layer.MaxExtents-i))*page
-		im.Extents = append(im.Extents, layer.Extent{Start: at, Length: page, Layer: i % layer.MaxLayers, Offset: at})
+		stack.Extents = append(stack.Extents, layer.Extent{Start: at, Length: page, Layer: i % layer.MaxLayers, Offset: at})
 	}
-	m.Memory, m.Disks = ImageOf(im), nil
+	m.Memory, m.Disks = StackOf(stack), nil
 	for range maxDevices {
-		m.Disks = append(m.Disks, Disk{ID: strings.Repeat("x", maxDiskID), Image: ImageOf(im)})
+		m.Disks = append(m.Disks, Disk{ID: strings.Repeat("x", maxDiskID), Stack: StackOf(stack)})
 	}
 	m.Labels = map[string]string{}
 	for i := range maxLabels {

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"errors"
 	"io"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -13,6 +12,7 @@ import (
 
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/storage/seal"
+	"agentrun.dev/internal/storage/seal/sealtest"
 )
 
 func key(t *testing.T) *seal.Key {
@@ -46,7 +46,7 @@ func canaryLayer(t *testing.T, pages int) (layer.Ref, *os.File) {
 func buildPrivate(t *testing.T, dir string, k *seal.Key, plain *Snapshot) (*Snapshot, layer.Ref) {
 	t.Helper()
 	memory, f := canaryLayer(t, 50)
-	shared := layer.Ref(plain.Manifest().Disks[0].Image.Layers[0])
+	shared := layer.Ref(plain.Manifest().Disks[0].Stack.Layers[0])
 	s, err := Make(dir, func(b *Builder) (*Snapshot, error) {
 		if !b.Private() {
 			t.Error("it is not private")
@@ -63,39 +63,20 @@ func buildPrivate(t *testing.T, dir string, k *seal.Key, plain *Snapshot) (*Snap
 	return s, memory
 }
 
-// grep finds the files below dir that hold text.
-func grep(t *testing.T, dir, text string) (found []string) {
-	t.Helper()
-	err := filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
-		if err != nil || !d.Type().IsRegular() {
-			return err
-		}
-		b, err := os.ReadFile(path)
-		if bytes.Contains(b, []byte(text)) {
-			found = append(found, path)
-		}
-		return err
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	return found
-}
-
 func TestPrivate(t *testing.T) {
 	home := t.TempDir()
 	k := key(t)
 	plain := build(t, filepath.Join(home, "plain"))
 	dir := filepath.Join(home, "private")
 	s, memory := buildPrivate(t, dir, k, plain)
-	if found := grep(t, home, canary); found != nil {
+	if found := sealtest.FilesWith(t, home, canary); found != nil {
 		t.Fatalf("in the clear in %v", found)
 	}
 	if !s.Manifest().Private || s.Manifest().Format != FormatPrivate || string(s.State()) != canary {
 		t.Errorf("%+v, state %q", s.Manifest(), s.State())
 	}
 	// A layer that is shared stays shared.
-	shared := s.Manifest().Disks[0].Image.Layers[0].Digest.String()
+	shared := s.Manifest().Disks[0].Stack.Layers[0].Digest.String()
 	want := []string{shared, memory.Digest.String() + sealedSuffix}
 	slices.Sort(want)
 	if got := names(t, filepath.Join(dir, layersName)); !slices.Equal(got, want) {
@@ -162,7 +143,7 @@ func TestPrivateStaysPrivate(t *testing.T) {
 			return nil, err
 		}
 		defer f.Close()
-		if err := errors.Join(b.AddLayer(memory, f), b.LinkLayer(layer.Ref(s.Manifest().Disks[0].Image.Layers[0]), plain)); err != nil {
+		if err := errors.Join(b.AddLayer(memory, f), b.LinkLayer(layer.Ref(s.Manifest().Disks[0].Stack.Layers[0]), plain)); err != nil {
 			return nil, err
 		}
 		return b.Commit(s.Manifest(), s.State())
@@ -170,7 +151,7 @@ func TestPrivateStaysPrivate(t *testing.T) {
 	if !errors.Is(err, ErrPrivate) {
 		t.Errorf("commit: %v", err)
 	}
-	if found := grep(t, home, canary); found != nil {
+	if found := sealtest.FilesWith(t, home, canary); found != nil {
 		t.Errorf("in the clear in %v", found)
 	}
 }

@@ -11,6 +11,7 @@ import (
 	"testing/iotest"
 
 	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/storage/seal/sealtest"
 )
 
 // TestStreamLayer: a stream becomes a layer, sealed in a private snapshot; what is
@@ -58,7 +59,7 @@ func TestStreamLayer(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer func() { _ = s.Close() }()
-			if found := grep(t, home, canary); (len(found) > 0) != (opts == nil) {
+			if found := sealtest.FilesWith(t, home, canary); (len(found) > 0) != (opts == nil) {
 				t.Errorf("in the clear in %v", found)
 			}
 			if err := s.Verify(t.Context()); err != nil {

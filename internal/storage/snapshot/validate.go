@@ -80,7 +80,7 @@ func (m Manifest) Validate() error {
 	if err := m.validateDevices(); err != nil {
 		return err
 	}
-	return m.validateImages()
+	return m.validateStacks()
 }
 
 // validateEngine checks what only one engine's snapshots have.
@@ -221,12 +221,20 @@ func (n Net) validate() error {
 	if n.Gateway != "" && !ipv4(n.Gateway) {
 		return fmt.Errorf("gateway: %.80q is not an address of IPv4", n.Gateway)
 	}
+	if n.Address6 != "" {
+		if p, err := netip.ParsePrefix(n.Address6); err != nil || p.String() != n.Address6 || p.Bits() < 1 || !ipv6(p.Addr().String()) {
+			return fmt.Errorf("address6: %.80q is not one of IPv6 with a prefix, as in fd00::2/126", n.Address6)
+		}
+	}
+	if n.Gateway6 != "" && (n.Address6 == "" || !ipv6(n.Gateway6)) {
+		return fmt.Errorf("gateway6: %.80q is not an address of IPv6, or of an interface without any", n.Gateway6)
+	}
 	if len(n.DNS) > maxDNS {
 		return fmt.Errorf("dns: %d servers are more than %d", len(n.DNS), maxDNS)
 	}
 	for _, s := range n.DNS {
-		if !ipv4(s) {
-			return fmt.Errorf("dns: %.80q is not an address of IPv4", s)
+		if !ipv4(s) && !ipv6(s) {
+			return fmt.Errorf("dns: %.80q is not an address of IPv4 or IPv6", s)
 		}
 	}
 	return nil
@@ -238,17 +246,24 @@ func ipv4(s string) bool {
 	return err == nil && a.Is4() && a.String() == s
 }
 
-func (m Manifest) validateImages() error {
+// ipv6 accepts an address in its usual form, without a zone, and no address of
+// IPv4 in it.
+func ipv6(s string) bool {
+	a, err := netip.ParseAddr(s)
+	return err == nil && a.Is6() && !a.Is4In6() && a.Zone() == "" && a.String() == s
+}
+
+func (m Manifest) validateStacks() error {
 	sizes := map[layer.Digest]uint64{}
-	for i, im := range m.images() {
+	for i, stack := range m.stacks() {
 		name := "memory"
 		if i > 0 {
 			name = fmt.Sprintf("disks[%d].image", i-1)
 		}
-		if err := im.Layer().Validate(); err != nil {
+		if err := stack.Layer().Validate(); err != nil {
 			return fmt.Errorf("%s: %w", name, err)
 		}
-		for _, l := range im.Layers {
+		for _, l := range stack.Layers {
 			if size, ok := sizes[l.Digest]; ok && size != l.Size {
 				return fmt.Errorf("%s: layer %s has %d bytes here and %d elsewhere", name, l.Digest, l.Size, size)
 			}

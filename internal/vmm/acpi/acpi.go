@@ -43,17 +43,17 @@ type VirtioDevice struct {
 	GSI  uint32
 }
 
-// Machine is what the tables describe.
-type Machine struct {
+// Hardware is what the tables describe.
+type Hardware struct {
 	VCPUs  int
 	Virtio []VirtioDevice
 	// SerialPort and SerialGSI describe the console UART.
 	SerialPort uint16
 	SerialGSI  uint32
-	// GenerationAddr is where the 16 bytes of the generation id live, and
+	// GenerationIDAddr is where the 16 bytes of the generation id live, and
 	// EventGSI the interrupt that says that they changed.
-	GenerationAddr uint64
-	EventGSI       uint32
+	GenerationIDAddr uint64
+	EventGSI         uint32
 }
 
 const (
@@ -64,9 +64,9 @@ const (
 
 // Tables lays RSDP, XSDT, FADT, MADT and DSDT out at base and returns their
 // bytes; the RSDP is first. They take at most limit bytes.
-func (m Machine) Tables(base uint64, limit int) ([]byte, error) {
-	dsdt := table("DSDT", 2, m.dsdt())
-	madt := table("APIC", 5, m.madt())
+func (h Hardware) Tables(base uint64, limit int) ([]byte, error) {
+	dsdt := table("DSDT", 2, h.dsdt())
+	madt := table("APIC", 5, h.madt())
 
 	dsdtAt := align(base + rsdpLen)
 	madtAt := align(dsdtAt + uint64(len(dsdt)))
@@ -166,10 +166,10 @@ func fadt(dsdt uint64) []byte {
 }
 
 // madt is the body of the MADT (§5.2.12): one LAPIC per vCPU, one IOAPIC.
-func (m Machine) madt() []byte {
+func (h Hardware) madt() []byte {
 	b := binary.LittleEndian.AppendUint32(nil, LocalAPICBase)
 	b = binary.LittleEndian.AppendUint32(b, 0) // no 8259s
-	for i := range m.VCPUs {
+	for i := range h.VCPUs {
 		b = append(b, 0, 8, byte(i), byte(i), 1, 0, 0, 0)
 	}
 	b = append(b, 1, 12, 0, 0)
@@ -177,12 +177,12 @@ func (m Machine) madt() []byte {
 	return binary.LittleEndian.AppendUint32(b, 0)
 }
 
-func (m Machine) dsdt() []byte {
+func (h Hardware) dsdt() []byte {
 	devices := [][]byte{
 		device("COM1",
 			name("_HID", eisa("PNP0501")),
 			name("_UID", integer(0)),
-			name("_CRS", resources(ioPorts(m.SerialPort, 8), edgeInterrupt(m.SerialGSI))),
+			name("_CRS", resources(ioPorts(h.SerialPort, 8), edgeInterrupt(h.SerialGSI))),
 		),
 		// The pvpanic device, as Linux' driver and QEMU name it.
 		device("PVPN",
@@ -195,19 +195,19 @@ func (m Machine) dsdt() []byte {
 			name("_HID", text("VMGENCTR")),
 			name("_CID", text("VM_Gen_Counter")),
 			name("_DDN", text("VM_Gen_Counter")),
-			name("ADDR", pkg(integer(m.GenerationAddr&0xffff_ffff), integer(m.GenerationAddr>>32))),
+			name("ADDR", pkg(integer(h.GenerationIDAddr&0xffff_ffff), integer(h.GenerationIDAddr>>32))),
 		),
 		// Hardware-reduced machines have no GPEs: the generic event device
 		// (§5.6.9) turns an interrupt into a notification.
 		device("GEVT",
 			name("_HID", text("ACPI0013")),
-			name("_CRS", resources(edgeInterrupt(m.EventGSI))),
+			name("_CRS", resources(edgeInterrupt(h.EventGSI))),
 			method("_EVT", 1|1<<3, // one argument, serialized
-				ifEqual([]byte{opArg0}, integer(uint64(m.EventGSI)), notify("VGEN", 0x80)),
+				ifEqual([]byte{opArg0}, integer(uint64(h.EventGSI)), notify("VGEN", 0x80)),
 			),
 		),
 	}
-	for i, v := range m.Virtio {
+	for i, v := range h.Virtio {
 		devices = append(devices, device(fmt.Sprintf("VR%02X", i),
 			name("_HID", text("LNRO0005")),
 			name("_UID", integer(uint64(i))),

@@ -10,12 +10,12 @@ import (
 	"testing"
 )
 
-func machine() Machine {
-	m := Machine{VCPUs: 8, SerialPort: 0x3f8, SerialGSI: 4, GenerationAddr: 0xf0000, EventGSI: 9}
+func hardware() Hardware {
+	h := Hardware{VCPUs: 8, SerialPort: 0x3f8, SerialGSI: 4, GenerationIDAddr: 0xf0000, EventGSI: 9}
 	for i := range uint32(14) {
-		m.Virtio = append(m.Virtio, VirtioDevice{Base: 0xd000_0000 + i*0x1000, Size: 0x1000, GSI: 10 + i})
+		h.Virtio = append(h.Virtio, VirtioDevice{Base: 0xd000_0000 + i*0x1000, Size: 0x1000, GSI: 10 + i})
 	}
-	return m
+	return h
 }
 
 // findTable follows RSDP and XSDT as firmware consumers do.
@@ -51,7 +51,7 @@ func findTable(t *testing.T, all []byte, base uint64, signature string) []byte {
 
 func TestTables(t *testing.T) {
 	const base = 0xe0000
-	all, err := machine().Tables(base, 0x10000)
+	all, err := hardware().Tables(base, 0x10000)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -66,7 +66,7 @@ func TestTables(t *testing.T) {
 	if got, want := len(madt), headerLen+8+8*8+12; got != want {
 		t.Errorf("MADT has %d bytes, want %d", got, want)
 	}
-	if _, err := machine().Tables(base, 128); err == nil {
+	if _, err := hardware().Tables(base, 128); err == nil {
 		t.Error("tables beyond the limit were accepted")
 	}
 }
@@ -78,7 +78,7 @@ func TestDisassembly(t *testing.T) {
 		t.Fatal("iasl is missing: apt-get install acpica-tools")
 	}
 	const base = 0xe0000
-	all, err := machine().Tables(base, 0x10000)
+	all, err := hardware().Tables(base, 0x10000)
 	if err != nil {
 		t.Fatal(err)
 	}

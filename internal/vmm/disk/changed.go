@@ -9,7 +9,7 @@ import (
 	"agentrun.dev/internal/storage/layer"
 )
 
-// Changed lists what differs from the image below: runs to be stored, and
+// Changed lists what differs from the stack below: runs to be stored, and
 // ranges that are zeros now and need no place in a layer. Both are sorted,
 // have at most MaxRuns entries and do not overlap; runs are joined over small
 // gaps, whose content is to be stored with them.
@@ -17,7 +17,7 @@ func (d *Disk) Changed() (runs, zeros []extent.Run) {
 	if d.ReadOnly() {
 		return nil, nil
 	}
-	all := newBitmap(d.below.Image.Size / blockSize)
+	all := newBitmap(d.below.Stack.Size / blockSize)
 	for _, s := range d.stages {
 		all.add(&s.present)
 	}
@@ -26,7 +26,7 @@ func (d *Disk) Changed() (runs, zeros []extent.Run) {
 
 // changed is Changed for a set of blocks that are in stages. What include has of
 // the disk is listed in any case, but for what nobody has ever written: that is
-// zeros whatever the image is.
+// zeros whatever the stack is.
 func (v *view) changed(set *bitmap, include []extent.Run) (runs, zeros []extent.Run) {
 	runs, zeros = v.content(set)
 	more, erased := v.within(include)
@@ -48,10 +48,10 @@ func (v *view) changed(set *bitmap, include []extent.Run) (runs, zeros []extent.
 	return runs, zeros
 }
 
-// within divides what is in some runs into data, of a stage or of the image, and
+// within divides what is in some runs into data, of a stage or of the stack, and
 // what was erased.
 func (v *view) within(include []extent.Run) (data, erased []extent.Run) {
-	written := newBitmap(v.below.Image.Size / blockSize)
+	written := newBitmap(v.below.Stack.Size / blockSize)
 	for _, r := range include {
 		for off := r.Start; off < r.End(); {
 			s, _, in, next := v.segment(off, r.End())
@@ -68,7 +68,7 @@ func (v *view) within(include []extent.Run) (data, erased []extent.Run) {
 	return append(data, more...), erased
 }
 
-// hiding keeps those parts of zeros that hide something, in the image or in an
+// hiding keeps those parts of zeros that hide something, in the stack or in an
 // older stage: elsewhere there are zeros already.
 func (v *view) hiding(zeros []extent.Run) []extent.Run {
 	older := view{v.below, v.stages[1:]}
@@ -91,7 +91,7 @@ func (d *Disk) WriteChanged(w io.Writer, runs []extent.Run) error {
 }
 
 func (v *view) writeRuns(w io.Writer, runs []extent.Run) error {
-	if err := extent.Check(runs, v.below.Image.Size, len(runs)); err != nil {
+	if err := extent.Check(runs, v.below.Stack.Size, len(runs)); err != nil {
 		return err
 	}
 	return layer.CopyRuns(w, runs, v.read)

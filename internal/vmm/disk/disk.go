@@ -1,5 +1,5 @@
 // Package disk is what a guest's block device reads and writes: private files with
-// what it has written, above an image of immutable layers. It can be frozen, so that
+// what it has written, above a stack of immutable layers. It can be frozen, so that
 // a snapshot is written beside the guest.
 package disk
 
@@ -20,7 +20,7 @@ const blockSize = extent.PageSize
 // errReadOnly answers writes to a disk without a top.
 var errReadOnly = errors.New("disk is read-only")
 
-// Disk is a block device above an image. What was written is in private sparse
+// Disk is a block device above a stack. What was written is in private sparse
 // files, the newest of which is the top. It is used by one goroutine at a time.
 type Disk struct {
 	view // stages[0] is the top; none: read-only
@@ -34,11 +34,11 @@ type Disk struct {
 	block   [blockSize]byte  // likewise
 }
 
-// New makes a disk of an image, its layers in the order of im.Layers and
-// an empty top, which is made as long as the image; without a top the disk is
+// New makes a disk of a stack, its layers in the order of stack.Layers and
+// an empty top, which is made as long as the stack; without a top the disk is
 // read-only. The files belong to the disk from then on, unless it fails.
-func New(im layer.Image, layers []*os.File, top *os.File) (*Disk, error) {
-	b, err := layer.OpenImage(im, layers)
+func New(stack layer.Stack, layers []*os.File, top *os.File) (*Disk, error) {
+	b, err := layer.OpenStack(stack, layers)
 	if err != nil {
 		return nil, fmt.Errorf("make disk: %w", err)
 	}
@@ -46,11 +46,11 @@ func New(im layer.Image, layers []*os.File, top *os.File) (*Disk, error) {
 	if top == nil {
 		return d, nil
 	}
-	if err := prepareTop(top, im.Size); err != nil {
+	if err := prepareTop(top, stack.Size); err != nil {
 		return nil, fmt.Errorf("make disk: top %s: %w", top.Name(), err)
 	}
-	d.stages = []*stage{newStage(top, im.Size)}
-	d.since = newBitmap(im.Size / blockSize)
+	d.stages = []*stage{newStage(top, stack.Size)}
+	d.since = newBitmap(stack.Size / blockSize)
 	return d, nil
 }
 
@@ -82,7 +82,7 @@ func (d *Disk) Close() error {
 	return err
 }
 
-func (d *Disk) Size() int64    { return int64(d.below.Image.Size) }
+func (d *Disk) Size() int64    { return int64(d.below.Stack.Size) }
 func (d *Disk) ReadOnly() bool { return len(d.stages) == 0 }
 
 // check refuses what the block device does not send.

@@ -13,6 +13,7 @@ import (
 
 	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/storage/layer/layertest"
 	"agentrun.dev/internal/vmm/guestmem"
 )
 
@@ -113,7 +114,7 @@ func (g guest) random(d *Disk, model []byte) {
 		}
 		clear(model[off:end])
 	default:
-		sameBytes(g.t, "read", g.read(d, off, end-off), model[off:end])
+		layertest.SameBytes(g.t, "read", g.read(d, off, end-off), model[off:end])
 	}
 }
 
@@ -128,47 +129,47 @@ func newTop(t *testing.T, dir string) *os.File {
 	return f
 }
 
-func newDisk(s store, im layer.Image, top *os.File) *Disk {
-	s.t.Helper()
-	d, err := New(im, s.openAll(im), top)
+func newDisk(s layertest.Store, stack layer.Stack, top *os.File) *Disk {
+	s.Helper()
+	d, err := New(stack, s.OpenAll(stack), top)
 	if err != nil {
-		s.t.Fatal(err)
+		s.Fatal(err)
 	}
-	s.t.Cleanup(func() { _ = d.Close() }) // some are closed earlier
+	s.Cleanup(func() { _ = d.Close() }) // some are closed earlier
 	return d
 }
 
 // capture makes a snapshot of a disk.
-func capture(s store, d *Disk) layer.Image {
-	s.t.Helper()
+func capture(s layertest.Store, d *Disk) layer.Stack {
+	s.Helper()
 	runs, zeros := d.Changed()
 	if len(runs) > layer.MaxRuns || len(zeros) > layer.MaxRuns {
-		s.t.Fatalf("%d runs, %d zeros", len(runs), len(zeros))
+		s.Fatalf("%d runs, %d zeros", len(runs), len(zeros))
 	}
 	var union []extent.Run
 	union = extent.Sort(append(append(union, runs...), zeros...))
-	if err := extent.Check(union, d.below.Image.Size, len(union)); err != nil {
-		s.t.Fatalf("runs and zeros overlap: %v", err)
+	if err := extent.Check(union, d.below.Stack.Size, len(union)); err != nil {
+		s.Fatalf("runs and zeros overlap: %v", err)
 	}
-	ref := s.put(func(w *layer.Writer) {
+	ref := s.Put(func(w *layer.Writer) {
 		if err := d.WriteChanged(w, runs); err != nil {
-			s.t.Fatal(err)
+			s.Fatal(err)
 		}
 	})
-	im, err := layer.Overlay(d.below.Image, ref, runs, zeros)
+	stack, err := layer.Overlay(d.below.Stack, ref, runs, zeros)
 	if errors.Is(err, layer.ErrNeedsCompaction) {
-		base := layer.Image{}
-		s.put(func(w *layer.Writer) {
-			if base, err = layer.Compact(s.t.Context(), d.below.Image, s.open, w); err != nil {
-				s.t.Fatal(err)
+		base := layer.Stack{}
+		s.Put(func(w *layer.Writer) {
+			if base, err = layer.Compact(s.Context(), d.below.Stack, s.Open, w); err != nil {
+				s.Fatal(err)
 			}
 		})
-		im, err = layer.Overlay(base, ref, runs, zeros)
+		stack, err = layer.Overlay(base, ref, runs, zeros)
 	}
 	if err != nil {
-		s.t.Fatal(err)
+		s.Fatal(err)
 	}
-	return im
+	return stack
 }
 
 // TestDiskModel compares generations of disks with byte slices, on tmpfs, on
@@ -179,20 +180,20 @@ func TestDiskModel(t *testing.T) {
 		dir     func(*testing.T) string
 		noPunch bool
 	}{
-		{"tmpfs", shm, false},
+		{"tmpfs", layertest.Shm, false},
 		{"temporary folder", (*testing.T).TempDir, false},
-		{"no holes", shm, true},
+		{"no holes", layertest.Shm, true},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			for seed := range uint64(4) {
 				g := newGuest(t, rand.New(rand.NewPCG(seed, 3)))
-				s, dir := newStore(t), c.dir(t)
+				s, dir := layertest.NewStore(t), c.dir(t)
 				model := make([]byte, (40+g.r.IntN(900))*blockSize)
-				im := layer.Image{Size: uint64(len(model))}
+				stack := layer.Stack{Size: uint64(len(model))}
 				var parent *Disk
 				var old []byte
 				for range 10 {
-					d := newDisk(s, im, newTop(t, dir))
+					d := newDisk(s, stack, newTop(t, dir))
 					d.noPunch = c.noPunch
 					for range 1 + g.r.IntN(250) {
 						g.random(d, model)
@@ -200,15 +201,15 @@ func TestDiskModel(t *testing.T) {
 					if err := d.Flush(); err != nil {
 						t.Fatal(err)
 					}
-					im = capture(s, d)
-					sameBytes(t, "snapshot", s.content(im), model)
+					stack = capture(s, d)
+					layertest.SameBytes(t, "snapshot", s.Content(stack), model)
 					if parent != nil {
-						sameBytes(t, "parent", hostRead(t, parent), old)
+						layertest.SameBytes(t, "parent", hostRead(t, parent), old)
 						if err := parent.Close(); err != nil {
 							t.Fatal(err)
 						}
 					}
-					sameBytes(t, "disk", hostRead(t, d), model)
+					layertest.SameBytes(t, "disk", hostRead(t, d), model)
 					parent, old = d, slices.Clone(model)
 				}
 			}
@@ -228,10 +229,10 @@ func hostRead(t *testing.T, d *Disk) []byte {
 // TestDiskChanged: what is zero needs no place in the layer.
 func TestDiskChanged(t *testing.T) {
 	g := newGuest(t, rand.New(rand.NewPCG(4, 4)))
-	s := newStore(t)
-	l := s.pages(20)
-	im := layer.Image{Size: 100 * blockSize, Layers: []layer.Ref{l}, Extents: []layer.Extent{ext(10, 20)}}
-	d := newDisk(s, im, newTop(t, shm(t)))
+	s := layertest.NewStore(t)
+	l := pages(s, 20)
+	stack := layer.Stack{Size: 100 * blockSize, Layers: []layer.Ref{l}, Extents: []layer.Extent{ext(10, 20)}}
+	d := newDisk(s, stack, newTop(t, layertest.Shm(t)))
 	if runs, zeros := d.Changed(); runs != nil || zeros != nil {
 		t.Errorf("an untouched disk: %v, %v", runs, zeros)
 	}
@@ -252,10 +253,10 @@ func TestDiskChanged(t *testing.T) {
 // TestDiskManyZeros has more zero ranges than can be listed.
 func TestDiskManyZeros(t *testing.T) {
 	const blocks = 6 * layer.MaxRuns
-	s := newStore(t)
-	l := s.pages(blocks)
-	im := layer.Image{Size: blocks * blockSize, Layers: []layer.Ref{l}, Extents: []layer.Extent{ext(0, blocks)}}
-	d := newDisk(s, im, newTop(t, shm(t)))
+	s := layertest.NewStore(t)
+	l := pages(s, blocks)
+	stack := layer.Stack{Size: blocks * blockSize, Layers: []layer.Ref{l}, Extents: []layer.Extent{ext(0, blocks)}}
+	d := newDisk(s, stack, newTop(t, layertest.Shm(t)))
 	want := bytes.Repeat([]byte{9}, blocks*blockSize)
 	for i := 0; i < blocks; i += 2 + i%3 {
 		if err := d.Discard(int64(i)*blockSize, blockSize); err != nil {
@@ -263,20 +264,20 @@ func TestDiskManyZeros(t *testing.T) {
 		}
 		clear(want[i*blockSize : (i+1)*blockSize])
 	}
-	sameBytes(t, "snapshot", s.content(capture(s, d)), want)
+	layertest.SameBytes(t, "snapshot", s.Content(capture(s, d)), want)
 }
 
 // TestHugeDisk: the bitmap of a huge disk costs little, even after the guest
 // discarded all of it.
 func TestHugeDisk(t *testing.T) {
-	s := newStore(t)
-	l := s.pages(1)
-	im := layer.Image{Size: 1 << 40, Layers: []layer.Ref{l}, Extents: []layer.Extent{{Start: 1<<40 - blockSize, Length: blockSize}}}
-	d := newDisk(s, im, newTop(t, shm(t)))
+	s := layertest.NewStore(t)
+	l := pages(s, 1)
+	stack := layer.Stack{Size: 1 << 40, Layers: []layer.Ref{l}, Extents: []layer.Extent{{Start: 1<<40 - blockSize, Length: blockSize}}}
+	d := newDisk(s, stack, newTop(t, layertest.Shm(t)))
 	if err := d.Discard(sector, d.Size()-sector); err != nil {
 		t.Fatal(err)
 	}
-	d.stages[0].present.set(5, im.Size/blockSize) // as if there had been something below
+	d.stages[0].present.set(5, stack.Size/blockSize) // as if there had been something below
 	chunks := 0
 	for _, c := range d.stages[0].present.chunks {
 		if c != nil && c != fullChunk {
@@ -320,18 +321,18 @@ func TestBitmap(t *testing.T) {
 
 func TestReadOnlyDisk(t *testing.T) {
 	g := newGuest(t, rand.New(rand.NewPCG(6, 6)))
-	s := newStore(t)
-	l := s.pages(2)
-	d := newDisk(s, layer.Image{Size: 4 * blockSize, Layers: []layer.Ref{l}, Extents: []layer.Extent{ext(1, 2)}}, nil)
+	s := layertest.NewStore(t)
+	l := pages(s, 2)
+	d := newDisk(s, layer.Stack{Size: 4 * blockSize, Layers: []layer.Ref{l}, Extents: []layer.Extent{ext(1, 2)}}, nil)
 	want := make([]byte, 4*blockSize)
 	copy(want[blockSize:], bytes.Repeat([]byte{9}, 2*blockSize))
-	sameBytes(t, "disk", g.read(d, 0, len(want)), want)
+	layertest.SameBytes(t, "disk", g.read(d, 0, len(want)), want)
 	if !d.ReadOnly() {
 		t.Error("a disk without a top is writable")
 	}
 	_, err := d.WriteAt(g.mem, g.scatter(sector), 0)
 	for _, err := range []error{err, d.Discard(0, sector), d.WriteZeroes(0, sector, true)} {
-		wantError(t, err, "read-only")
+		layertest.WantError(t, err, "read-only")
 	}
 	if err := d.Flush(); err != nil {
 		t.Error(err)
@@ -342,13 +343,13 @@ func TestReadOnlyDisk(t *testing.T) {
 }
 
 func TestNewDiskRefuses(t *testing.T) {
-	s, dir := newStore(t), shm(t)
-	l := s.pages(2)
-	im := layer.Image{Size: 4 * blockSize, Layers: []layer.Ref{l}, Extents: []layer.Extent{ext(1, 2)}}
+	s, dir := layertest.NewStore(t), layertest.Shm(t)
+	l := pages(s, 2)
+	stack := layer.Stack{Size: 4 * blockSize, Layers: []layer.Ref{l}, Extents: []layer.Extent{ext(1, 2)}}
 	top := newTop(t, dir)
 	defer top.Close()
-	short := s.pages(1)
-	if err := os.Rename(s.path(short), s.path(ref(7, 1))); err != nil {
+	short := pages(s, 1)
+	if err := os.Rename(s.Path(short), s.Path(layertest.Ref(7, 1))); err != nil {
 		t.Fatal(err)
 	}
 	open := func(flag int) *os.File {
@@ -370,24 +371,24 @@ func TestNewDiskRefuses(t *testing.T) {
 	}
 	for _, c := range []struct {
 		name  string
-		im    layer.Image
+		stack layer.Stack
 		files []*os.File
 		top   *os.File
 		say   string
 	}{
-		{"bad image", layer.Image{Size: 1}, nil, top, "image of 1 bytes"},
-		{"no files", im, nil, top, "1 layers with 0 files"},
-		{"a layer of another size", layer.Image{Size: 8 * blockSize, Layers: []layer.Ref{ref(7, 4)}, Extents: []layer.Extent{ext(0, 4)}}, s.openAll(layer.Image{Layers: []layer.Ref{ref(7, 4)}}), top, "has 4096 bytes"},
-		{"a layer that is a device", im, []*os.File{null}, top, os.DevNull},
-		{"a closed layer", im, []*os.File{closed}, top, l.Digest.String()},
-		{"a device as top", im, s.openAll(im), null, "not a regular file"},
-		{"a closed top", im, s.openAll(im), closed, "closed"},
-		{"a top only to read", im, s.openAll(im), open(os.O_RDONLY), "reading and writing"},
-		{"a top to append to", im, s.openAll(im), open(os.O_RDWR | os.O_APPEND), "at any place"},
+		{"bad stack", layer.Stack{Size: 1}, nil, top, "stack of 1 bytes"},
+		{"no files", stack, nil, top, "1 layers with 0 files"},
+		{"a layer of another size", layer.Stack{Size: 8 * blockSize, Layers: []layer.Ref{layertest.Ref(7, 4)}, Extents: []layer.Extent{ext(0, 4)}}, s.OpenAll(layer.Stack{Layers: []layer.Ref{layertest.Ref(7, 4)}}), top, "has 4096 bytes"},
+		{"a layer that is a device", stack, []*os.File{null}, top, os.DevNull},
+		{"a closed layer", stack, []*os.File{closed}, top, l.Digest.String()},
+		{"a device as top", stack, s.OpenAll(stack), null, "not a regular file"},
+		{"a closed top", stack, s.OpenAll(stack), closed, "closed"},
+		{"a top only to read", stack, s.OpenAll(stack), open(os.O_RDONLY), "reading and writing"},
+		{"a top to append to", stack, s.OpenAll(stack), open(os.O_RDWR | os.O_APPEND), "at any place"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			_, err := New(c.im, c.files, c.top)
-			wantError(t, err, "make disk", c.say)
+			_, err := New(c.stack, c.files, c.top)
+			layertest.WantError(t, err, "make disk", c.say)
 		})
 	}
 }
@@ -396,14 +397,14 @@ func TestNewDiskRefuses(t *testing.T) {
 // half-written is ever read.
 func TestDiskErrors(t *testing.T) {
 	g := newGuest(t, rand.New(rand.NewPCG(7, 7)))
-	s := newStore(t)
-	l := s.pages(4)
-	im := layer.Image{Size: 8 * blockSize, Layers: []layer.Ref{l}, Extents: []layer.Extent{ext(0, 4)}}
-	d := newDisk(s, im, newTop(t, shm(t)))
+	s := layertest.NewStore(t)
+	l := pages(s, 4)
+	stack := layer.Stack{Size: 8 * blockSize, Layers: []layer.Ref{l}, Extents: []layer.Extent{ext(0, 4)}}
+	d := newDisk(s, stack, newTop(t, layertest.Shm(t)))
 	for _, r := range [][2]int64{{-sector, sector}, {0, d.Size() + sector}, {d.Size(), sector}, {sector, -sector}} {
-		wantError(t, d.Discard(r[0], r[1]), "beyond the size")
+		layertest.WantError(t, d.Discard(r[0], r[1]), "beyond the size")
 	}
-	wantError(t, d.WriteChanged(io.Discard, []extent.Run{{Start: 0, Length: 9 * blockSize}}), "beyond the size")
+	layertest.WantError(t, d.WriteChanged(io.Discard, []extent.Run{{Start: 0, Length: 9 * blockSize}}), "beyond the size")
 	outside := []guestmem.Range{{GPA: 0, Len: blockSize}, {GPA: 1 << 40, Len: blockSize}}
 	if n, err := d.ReadAt(g.mem, []guestmem.Range{{GPA: 0, Len: sector}}, d.Size()); err == nil || n != 0 {
 		t.Errorf("read behind the end: %d, %v", n, err)
@@ -415,20 +416,20 @@ func TestDiskErrors(t *testing.T) {
 		t.Errorf("write from outside the memory: %v", err)
 	}
 	want := append(bytes.Repeat([]byte{9}, 4*blockSize), make([]byte, 4*blockSize)...)
-	sameBytes(t, "after failed requests", hostRead(t, d), want)
+	layertest.SameBytes(t, "after failed requests", hostRead(t, d), want)
 	if err := d.Discard(blockSize, 0); err != nil {
 		t.Error(err)
 	}
 
-	if err := os.Truncate(s.path(l), blockSize); err != nil {
+	if err := os.Truncate(s.Path(l), blockSize); err != nil {
 		t.Fatal(err)
 	}
 	if n, err := d.ReadAt(g.mem, g.scatter(4*blockSize), 0); n != blockSize {
 		t.Errorf("read of a layer cut off: %d, %v", n, err)
 	}
-	wantError(t, d.Discard(3*blockSize+sector, sector), "copy up", l.Digest.String())
-	wantError(t, d.Discard(3*blockSize-sector, sector), "copy up", l.Digest.String())
-	wantError(t, d.WriteChanged(io.Discard, []extent.Run{{Start: 0, Length: 4 * blockSize}}), "unexpected EOF")
+	layertest.WantError(t, d.Discard(3*blockSize+sector, sector), "copy up", l.Digest.String())
+	layertest.WantError(t, d.Discard(3*blockSize-sector, sector), "copy up", l.Digest.String())
+	layertest.WantError(t, d.WriteChanged(io.Discard, []extent.Run{{Start: 0, Length: 4 * blockSize}}), "unexpected EOF")
 
 	// A top that cannot be written any more.
 	if err := d.stages[0].file.Close(); err != nil {
@@ -436,13 +437,13 @@ func TestDiskErrors(t *testing.T) {
 	}
 	d.stages[0].fd = -1
 	d.stages[0].present.set(6, 7)
-	wantError(t, d.Discard(sector, sector), "copy up", "closed")
-	wantError(t, d.Discard(5*blockSize, blockSize), "punch hole")
-	wantError(t, d.Discard(6*blockSize, sector), "write zeros")
-	wantError(t, d.Discard(7*blockSize-sector, sector), "write zeros")
+	layertest.WantError(t, d.Discard(sector, sector), "copy up", "closed")
+	layertest.WantError(t, d.Discard(5*blockSize, blockSize), "punch hole")
+	layertest.WantError(t, d.Discard(6*blockSize, sector), "write zeros")
+	layertest.WantError(t, d.Discard(7*blockSize-sector, sector), "write zeros")
 	d.noPunch = true
-	wantError(t, d.Discard(6*blockSize, blockSize), "write zeros")
-	wantError(t, d.WriteChanged(io.Discard, []extent.Run{{Start: 6 * blockSize, Length: blockSize}}), "read disk")
+	layertest.WantError(t, d.Discard(6*blockSize, blockSize), "write zeros")
+	layertest.WantError(t, d.WriteChanged(io.Discard, []extent.Run{{Start: 6 * blockSize, Length: blockSize}}), "read disk")
 	if err := d.Flush(); err == nil {
 		t.Error("flushed a closed file")
 	}

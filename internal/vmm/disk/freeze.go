@@ -15,7 +15,7 @@ import (
 type Frozen struct {
 	view
 	disk *Disk
-	// since is what was written after the image that Changed speaks of.
+	// since is what was written after the stack that Changed speaks of.
 	since bitmap
 }
 
@@ -29,7 +29,7 @@ func (d *Disk) Prepare(top *os.File) error {
 	if d.ReadOnly() {
 		return errReadOnly
 	}
-	if err := prepareTop(top, d.below.Image.Size); err != nil {
+	if err := prepareTop(top, d.below.Stack.Size); err != nil {
 		return fmt.Errorf("prepare top %s: %w", top.Name(), err)
 	}
 	if len(d.stages)-1 < maxAside {
@@ -71,8 +71,8 @@ func (d *Disk) Freeze(top *os.File) (*Frozen, error) {
 	}
 	old := d.stages[0]
 	d.since.add(&old.present)
-	d.stages = append([]*stage{newStage(top, d.below.Image.Size)}, d.stages...)
-	f := &Frozen{view: view{d.below, d.stages[1:]}, disk: d, since: newBitmap(d.below.Image.Size / blockSize)}
+	d.stages = append([]*stage{newStage(top, d.below.Stack.Size)}, d.stages...)
+	f := &Frozen{view: view{d.below, d.stages[1:]}, disk: d, since: newBitmap(d.below.Stack.Size / blockSize)}
 	f.since.add(&d.since)
 	return f, err
 }
@@ -90,7 +90,7 @@ func (f *Frozen) WriteChanged(w io.Writer, runs []extent.Run) error { return f.w
 // will not list it again. The disk must not be frozen meanwhile.
 func (f *Frozen) Rebase() {
 	// What was written after Freeze is in the top and not yet in since.
-	f.disk.since = newBitmap(f.below.Image.Size / blockSize)
+	f.disk.since = newBitmap(f.below.Stack.Size / blockSize)
 }
 
 // clear makes blocks of a stage zeros.

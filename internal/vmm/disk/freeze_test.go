@@ -10,6 +10,7 @@ import (
 
 	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/storage/layer/layertest"
 	"agentrun.dev/internal/vmm/guestmem"
 )
 
@@ -31,10 +32,10 @@ func TestIncludeIsSparse(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = mem.Close() }()
-	s := newStore(t)
-	ref := s.put(func(w *layer.Writer) { _, _ = w.Write(bytes.Repeat([]byte{1}, 3*blockSize)) })
-	below := layer.Image{Size: size, Layers: []layer.Ref{ref}, Extents: []layer.Extent{{Start: size / 2, Length: 3 * blockSize}}}
-	d, err := New(below, s.openAll(below), emptyTop(t))
+	s := layertest.NewStore(t)
+	ref := s.Put(func(w *layer.Writer) { _, _ = w.Write(bytes.Repeat([]byte{1}, 3*blockSize)) })
+	below := layer.Stack{Size: size, Layers: []layer.Ref{ref}, Extents: []layer.Extent{{Start: size / 2, Length: 3 * blockSize}}}
+	d, err := New(below, s.OpenAll(below), emptyTop(t))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -78,14 +79,14 @@ func TestFreeze(t *testing.T) {
 	defer func() { _ = mem.Close() }()
 	for _, seed := range []uint64{1, 2, 3} {
 		r := rand.New(rand.NewPCG(seed, 0))
-		s := newStore(t)
+		s := layertest.NewStore(t)
 		content := make([]byte, size)
-		image := layer.Image{Size: size}
-		d, err := New(image, nil, emptyTop(t))
+		stack := layer.Stack{Size: size}
+		d, err := New(stack, nil, emptyTop(t))
 		if err != nil {
 			t.Fatal(err)
 		}
-		durable := image // what the disk was made of
+		durable := stack // what the disk was made of
 		for round := range 30 {
 			for range 8 {
 				off, n := r.Int64N(size/512)*512, (r.Int64N(40)+1)*512
@@ -126,15 +127,15 @@ func TestFreeze(t *testing.T) {
 			clear(content[:size/2])
 
 			rebase := r.IntN(2) == 0
-			base, include := image, []extent.Run(nil)
-			if round%5 == 4 { // fold everything into one layer above the durable image
+			base, include := stack, []extent.Run(nil)
+			if round%5 == 4 { // fold everything into one layer above the durable stack
 				base, rebase = durable, true
-				for _, e := range image.Extents {
+				for _, e := range stack.Extents {
 					include = append(include, extent.Run{Start: e.Start, Length: e.Length})
 				}
 			}
 			runs, zeros := f.Changed(include)
-			ref := s.put(func(w *layer.Writer) {
+			ref := s.Put(func(w *layer.Writer) {
 				if err := f.WriteChanged(w, runs); err != nil {
 					t.Fatal(err)
 				}
@@ -144,7 +145,7 @@ func TestFreeze(t *testing.T) {
 				t.Fatal(err)
 			}
 			got := make([]byte, size)
-			v, err := layer.OpenImage(child, s.openAll(child))
+			v, err := layer.OpenStack(child, s.OpenAll(child))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -159,7 +160,7 @@ func TestFreeze(t *testing.T) {
 			}
 			if rebase {
 				f.Rebase()
-				image = child
+				stack = child
 			}
 			if err := d.read(got, 0); err != nil || !bytes.Equal(got, content) {
 				t.Fatalf("seed %d round %d: the disk differs (%v)", seed, round, err)

@@ -24,14 +24,14 @@ func newStage(file *os.File, size uint64) *stage {
 }
 
 // view is a disk's content: the newest stage that has a block decides, and the
-// image where none has it.
+// stack where none has it.
 type view struct {
 	below  layer.Opened
 	stages []*stage // newest first
 }
 
 // segment finds where the bytes at off come from and how far, at most to end,
-// that holds: from a stage, from a layer of the image (in), or from nowhere,
+// that holds: from a stage, from a layer of the stack (in), or from nowhere,
 // which means zeros.
 func (v *view) segment(off, end uint64) (s *stage, e layer.Extent, in bool, next uint64) {
 	for _, s := range v.stages {
@@ -41,7 +41,7 @@ func (v *view) segment(off, end uint64) (s *stage, e layer.Extent, in bool, next
 			return s, layer.Extent{}, false, end
 		}
 	}
-	e, in, next = v.below.Image.Find(off)
+	e, in, next = v.below.Stack.Find(off)
 	return nil, e, in, min(end, next)
 }
 
@@ -65,10 +65,10 @@ func (v *view) read(p []byte, off uint64) error {
 // content divides the blocks of a set, all of which are in stages, into data
 // and holes.
 func (v *view) content(set *bitmap) (data, holes []extent.Run) {
-	blocks := v.below.Image.Size / blockSize
+	blocks := v.below.Stack.Size / blockSize
 	finders := make([]holeFinder, len(v.stages))
 	for i, s := range v.stages {
-		finders[i] = holeFinder{fd: s.fd, size: v.below.Image.Size}
+		finders[i] = holeFinder{fd: s.fd, size: v.below.Stack.Size}
 	}
 	for first := uint64(0); first < blocks; {
 		in, next := set.span(first, blocks)

@@ -48,7 +48,7 @@ type CaptureConfig struct {
 
 // Capture is a memory as it was at one instant, the call of Begin. Its methods
 // are called by one goroutine, in this order: Announce, Arm and Expect (if Early),
-// Begin, List, Copy, Adopt, Share, Close.
+// Begin, List, Copy, Rebase, Share, Close.
 type Capture struct {
 	m       *Memory
 	pagemap *os.File
@@ -64,12 +64,12 @@ type Capture struct {
 	begun   atomic.Bool
 	closed  bool
 
-	// Of the instant: where the image has data, and where that was discarded.
+	// Of the instant: where the stack has data, and where that was discarded.
 	// What earlier captures failed to hand over counts as changed.
 	mapped, discarded, orphan []extent.Run
 
-	blocks []block // nil without uffd
-	holes  holes   // nil: everything was protected
+	blocks []block     // nil without uffd
+	empty  emptyPieces // nil: everything was protected
 	// lookLeft is how much longer Begin may look at what it protects. cannotScan says
 	// that the kernel has no PAGEMAP_SCAN; the others are room for what a look finds.
 	lookLeft    time.Duration
@@ -78,11 +78,11 @@ type Capture struct {
 	lookEntries []uint64
 	runs        []extent.Run // what Copy was asked for
 	planned     atomic.Bool
-	// completed says that nothing has to be saved any more, adopted that the
-	// layer is part of the image.
-	completed, adopted atomic.Bool
+	// completed says that nothing has to be saved any more, rebased that the
+	// layer is part of the stack.
+	completed, rebased atomic.Bool
 
-	spare    *spare // nil without uffd
+	buffers  *buffers // nil without uffd
 	patience time.Duration
 
 	stop    int // an eventfd that ends serve
@@ -157,14 +157,14 @@ func (c *Capture) prepare(device *os.File, open openFunc) error {
 	if err := c.register(u); err != nil {
 		return errors.Join(err, u.close())
 	}
-	spare, err := newSpare()
+	buffers, err := newBuffers()
 	if err != nil {
 		return errors.Join(err, u.close())
 	}
 	if c.stop, err = unix.Eventfd(0, unix.EFD_CLOEXEC); err != nil {
-		return errors.Join(fmt.Errorf("make an eventfd: %w", err), u.close(), spare.close())
+		return errors.Join(fmt.Errorf("make an eventfd: %w", err), u.close(), buffers.close())
 	}
-	c.uffd, c.markers, c.spare = u, markers, spare
+	c.uffd, c.markers, c.buffers = u, markers, buffers
 	return nil
 }
 
@@ -206,22 +206,22 @@ func (c *Capture) arm() error {
 	if err := c.registerAgain(); err != nil {
 		return err
 	}
-	c.holes = c.findHoles()
+	c.empty = c.findEmpty()
 	if err := c.armReleased(); err != nil {
 		return err
 	}
 	// What was written in that time is done once more, in a fraction of the time: Begin
 	// is left with a fraction of it, too.
-	c.lookAtHoles()
+	c.strikeFilled()
 	return c.armReleased()
 }
 
-// armReleased protects all blocks that are not protected, but for holes.
+// armReleased protects all blocks that are not protected, but for those in empty pieces.
 func (c *Capture) armReleased() error {
 	var armed []extent.Run // of blocks
 	for i, end := uint64(0), uint64(len(c.blocks)); i < end; {
 		n := uint64(0)
-		for n < stepBlocks && i+n < end && !c.holes.has(i+n) && c.blocks[i+n].released.Load() {
+		for n < stepBlocks && i+n < end && !c.empty.has(i+n) && c.blocks[i+n].released.Load() {
 			n++
 		}
 		done, err := c.armStep(i, n)
@@ -322,16 +322,16 @@ func (c *Capture) Begin() error {
 
 // protectRest protects what Arm has not, or what was written since.
 func (c *Capture) protectRest() error {
-	c.lookAtHoles()
+	c.strikeFilled()
 	blocks := uint64(len(c.blocks))
 	for i := uint64(0); i < blocks; i++ {
 		n := uint64(0)
-		for i+n < blocks && !c.holes.has(i+n) && c.blocks[i+n].released.Load() {
+		for i+n < blocks && !c.empty.has(i+n) && c.blocks[i+n].released.Load() {
 			c.blocks[i+n].released.Store(false)
 			n++
 		}
 		if n == 0 {
-			c.blocks[i].released.Store(false) // protected before, or in a hole: zeros until it is written to
+			c.blocks[i].released.Store(false) // protected before, or in an empty piece: zeros until it is written to
 			continue
 		}
 		if err := c.lookStill(i, n); err != nil {
@@ -437,9 +437,9 @@ func (c *Capture) Close() error {
 	// A host write that began before may be about to use it.
 	c.writers.Lock()
 	c.closed = true
-	err = errors.Join(err, stopErr, c.uffd.close(), unix.Close(c.stop), c.spare.close())
+	err = errors.Join(err, stopErr, c.uffd.close(), unix.Close(c.stop), c.buffers.close())
 	c.writers.Unlock()
-	if err != nil && c.adopted.Load() {
+	if err != nil && c.rebased.Load() {
 		c.disown()
 	}
 	return err

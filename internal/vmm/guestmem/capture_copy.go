@@ -15,7 +15,7 @@ const listChunk = 4096
 
 // List says what the layer of this capture has to hold: the pages that were
 // the process's own, and those of include, which are sorted. Pages that were
-// zeros are listed apart, and only where the image has data.
+// zeros are listed apart, and only where the stack has data.
 func (c *Capture) List(include []extent.Run) (data, zeros []extent.Run, err error) {
 	l := lister{
 		Capture: c, included: extent.Unite(include, c.orphan), mapped: c.mapped, discarded: c.discarded, entry: make([]uint64, listChunk),
@@ -227,20 +227,20 @@ func (c *Capture) copyStill() error {
 	return nil
 }
 
-// Adopt makes the layer part of this memory's image: what was copied counts as
+// Rebase makes the layer part of this memory's stack: what was copied counts as
 // unchanged from now on.
-func (c *Capture) Adopt() error {
+func (c *Capture) Rebase() error {
 	if err := c.Err(); err != nil {
 		return err
 	}
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
 	c.m.mapped, c.m.orphan = extent.Unite(c.m.mapped, c.runs), nil // they were among the runs
-	c.adopted.Store(true)
+	c.rebased.Store(true)
 	return nil
 }
 
-// Share puts the file of a layer that was adopted where private copies are,
+// Share puts the file of a layer that Rebase has taken where private copies are,
 // as far as nothing was written there since.
 func (c *Capture) Share() error {
 	if err := c.Err(); err != nil || c.uffd < 0 {

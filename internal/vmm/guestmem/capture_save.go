@@ -9,13 +9,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// spareBlocks is how many blocks can wait to be stored.
-const spareBlocks = 32
+// bufferCount is how many blocks can wait to be stored.
+const bufferCount = 32
 
-// spare is memory for blocks that a guest's write waits for. To store one in
+// buffers is memory for blocks that a guest's write waits for. To store one in
 // the file costs a new page for each of its pages, and a turn with whoever is
 // storing others; to copy it to memory that is there takes microseconds.
-type spare struct {
+type buffers struct {
 	memory []byte
 	// Each is in one of these, or with somebody who fills or stores it.
 	free, pending chan *held
@@ -28,22 +28,22 @@ type held struct {
 	mask  uint16
 }
 
-func newSpare() (*spare, error) {
-	memory, err := unix.Mmap(-1, 0, spareBlocks*blockSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+func newBuffers() (*buffers, error) {
+	memory, err := unix.Mmap(-1, 0, bufferCount*blockSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
 	if err != nil {
 		return nil, fmt.Errorf("make room for blocks that are waited for: %w", err)
 	}
 	for at := 0; at < len(memory); at += PageSize {
 		memory[at] = 1 // now, not when somebody waits
 	}
-	s := &spare{memory: memory, free: make(chan *held, spareBlocks), pending: make(chan *held, spareBlocks)}
+	b := &buffers{memory: memory, free: make(chan *held, bufferCount), pending: make(chan *held, bufferCount)}
 	for at := 0; at < len(memory); at += blockSize {
-		s.free <- &held{bytes: memory[at : at+blockSize]}
+		b.free <- &held{bytes: memory[at : at+blockSize]}
 	}
-	return s, nil
+	return b, nil
 }
 
-func (s *spare) close() error { return unix.Munmap(s.memory) }
+func (b *buffers) close() error { return unix.Munmap(b.memory) }
 
 // save makes sure of a locked, unreleased block's content: of all that was
 // there, or, once that is known, of what the layer is to have.
@@ -73,9 +73,9 @@ func (c *Capture) save(i uint64) error {
 			return nil
 		}
 		select {
-		case h := <-c.spare.free:
+		case h := <-c.buffers.free:
 			h.fill(i, bytes, need)
-			c.spare.pending <- h // it has room for all
+			c.buffers.pending <- h // it has room for all
 		default:
 			if err := c.write(bytes, s.Start, need); err != nil {
 				return err
@@ -145,9 +145,9 @@ type copier struct {
 func (c *copier) storePending() error {
 	for {
 		select {
-		case h := <-c.spare.pending:
+		case h := <-c.buffers.pending:
 			err := c.write(h.bytes, h.block*blockSize, h.mask&c.blocks[h.block].want)
-			c.spare.free <- h
+			c.buffers.free <- h
 			if err != nil {
 				return err
 			}

@@ -67,7 +67,7 @@ func (c *Capture) answer(i uint64) error {
 
 // saves reports whether a block may have to be saved before it is written to:
 // not before the instant, and not any more when the layer is complete.
-func (c *Capture) saves() bool { return c.begun.Load() && !c.adopted.Load() }
+func (c *Capture) saves() bool { return c.begun.Load() && !c.rebased.Load() }
 
 // releaseAround lets go of all of the huge page of a block, of which nothing has
 // to be saved: it stays one, and who writes here will write there. Mostly it was let

@@ -11,20 +11,21 @@ import (
 	"testing"
 
 	"agentrun.dev/internal/storage/extent"
+	"agentrun.dev/test/soak"
 	"golang.org/x/sys/unix"
 )
 
 // captureSteps names the moments of a capture at which tests change the memory, in
 // their order.
 var captureSteps = []string{
-	"NewCapture", "Announce", "Arm", "Begin", "List", "plan", "release", "Copy", "Adopt", "Share", "Close",
+	"NewCapture", "Announce", "Arm", "Begin", "List", "plan", "release", "Copy", "Rebase", "Share", "Close",
 }
 
-// stepGuest is a memory, what it should hold, and what its image holds.
+// stepGuest is a memory, what it should hold, and what its stack holds.
 type stepGuest struct {
 	t          *testing.T
 	m          *Memory
-	now, image []byte
+	now, stack []byte
 	actors     []*actor
 	gate       sync.RWMutex // held for reading by an actor at work, for writing while the guest stands still
 }
@@ -43,7 +44,7 @@ type stepHow struct {
 // stepSize has a last block that is not whole.
 const stepSize = 16<<20 + 5*PageSize
 
-// newStepGuest makes RAM of a layer, with holes, or anonymous RAM of which half is
+// newStepGuest makes RAM of a layer, with zeros between, or anonymous RAM of which half is
 // written to.
 func newStepGuest(t *testing.T, r *rand.Rand, layered bool) *stepGuest {
 	g := &stepGuest{t: t, now: make([]byte, stepSize)}
@@ -73,9 +74,9 @@ func newStepGuest(t *testing.T, r *rand.Rand, layered bool) *stepGuest {
 	if err != nil {
 		t.Fatal(err)
 	}
-	g.image = make([]byte, stepSize)
+	g.stack = make([]byte, stepSize)
 	if layered {
-		copy(g.image, g.now)
+		copy(g.stack, g.now)
 	}
 	t.Cleanup(func() {
 		if err := g.m.Close(); err != nil {
@@ -260,11 +261,11 @@ func (g *stepGuest) capture(how stepHow) taken {
 		step("Copy", func() error { return errors.Join(c.complete(), c.Err()) })
 	}
 	if how.share {
-		step("Adopt", c.Adopt)
+		step("Rebase", c.Rebase)
 		step("Share", c.Share)
 	}
 	step("Close", c.Close)
-	k.got = bytes.Clone(g.image)
+	k.got = bytes.Clone(g.stack)
 	for _, z := range k.zeros {
 		clear(k.got[z.Start:z.End()])
 	}
@@ -301,7 +302,7 @@ func (g *stepGuest) check(k taken, shared bool) {
 	checkFilled(t, k.file, k.data)
 	g.checkUnprotected()
 	if shared {
-		g.image = k.was
+		g.stack = k.was
 	}
 }
 
@@ -405,9 +406,9 @@ func TestCaptureBeside(t *testing.T) {
 }
 
 // eachWay runs a test for RAM of both kinds, captured in all ways, with some seeds.
-// AGENTRUN_SOAK has it go on for long.
+// In make soak it goes on for long.
 func eachWay(t *testing.T, seeds uint64, test func(t *testing.T, how stepHow, r *rand.Rand, g *stepGuest)) {
-	if os.Getenv("AGENTRUN_SOAK") != "" {
+	if soak.On() {
 		seeds *= 50
 	}
 	for _, layered := range []bool{true, false} {

@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"agentrun.dev/internal/storage/extent"
+	"agentrun.dev/test/soak"
 	"golang.org/x/sys/unix"
 )
 
@@ -57,12 +58,12 @@ func guestWrite(t *testing.T, m *Memory, from *os.File, gpa uint64, p []byte) {
 	}
 }
 
-// captureModel is a memory, what it should hold, and what its image holds.
+// captureModel is a memory, what it should hold, and what its stack holds.
 type captureModel struct {
 	t          *testing.T
 	r          *rand.Rand
 	m          *Memory
-	now, image []byte
+	now, stack []byte
 	scratch    *os.File
 	old        bool // as before Linux 6.4
 }
@@ -77,7 +78,7 @@ func (c *captureModel) change() {
 		p[i] = byte(c.r.Uint32())
 	}
 	var err error
-	switch c.r.IntN(8) {
+	switch c.r.IntN(9) {
 	case 0:
 		clear(p)
 		err = c.m.Zero(at, n)
@@ -94,6 +95,13 @@ func (c *captureModel) change() {
 	case 5:
 		if _, err = c.scratch.WriteAt(p, 0); err == nil {
 			_, err = c.m.ReadFile(int(c.scratch.Fd()), 0, []Range{{at, uint32(n)}})
+		}
+	case 6:
+		if _, err = c.scratch.WriteAt(p, 0); err == nil {
+			_, err = c.scratch.Seek(1, 0)
+		}
+		if p = p[min(n, 2):]; err == nil { // the first byte is in no message, the second is its head
+			_, err = c.m.ReadMessage(int(c.scratch.Fd()), make([]byte, 1), []Range{{at, uint32(len(p))}})
 		}
 	default:
 		guestWrite(c.t, c.m, c.scratch, at, p)
@@ -113,8 +121,8 @@ func TestCaptureModel(t *testing.T) {
 		late, hasty, still bool
 	}{{name: "early"}, {name: "old"}, {name: "late", late: true}, {name: "hasty", hasty: true}, {name: "late and hasty", late: true, hasty: true}, {name: "still", still: true}} {
 		t.Run(how.name, func(t *testing.T) {
-			for seed := range uint64(4) {
-				c := newCaptureModel(t, seed)
+			for seed := range soak.Count(8, 2) {
+				c := newCaptureModel(t, uint64(seed))
 				for round := range 12 {
 					c.old = how.name == "old"
 					c.round(round, how.late, how.hasty, how.still)
@@ -128,7 +136,7 @@ func TestCaptureModel(t *testing.T) {
 }
 
 func newCaptureModel(t *testing.T, seed uint64) *captureModel {
-	const size = 8<<20 + 5*PageSize // holes in the second half; the last block is not whole
+	const size = 8<<20 + 5*PageSize // the second half is empty; the last block is not whole
 	c := &captureModel{t: t, r: rand.New(rand.NewPCG(seed, 1)), now: make([]byte, size), scratch: newMemfd(t, nil)}
 	base := make([]byte, 2<<20)
 	for i := range base {
@@ -144,7 +152,7 @@ func newCaptureModel(t *testing.T, seed uint64) *captureModel {
 	for _, m := range mappings {
 		copy(c.now[m.Start:m.End()], base[m.Offset:])
 	}
-	c.image = bytes.Clone(c.now)
+	c.stack = bytes.Clone(c.now)
 	var err error
 	if c.m, err = NewLayered(size, mappings); err != nil {
 		t.Fatal(err)
@@ -213,7 +221,7 @@ func (c *captureModel) round(round int, late, hasty, still bool) {
 	during()
 	share := c.r.IntN(2) == 0
 	if share {
-		if err := cap.Adopt(); err != nil {
+		if err := cap.Rebase(); err != nil {
 			t.Fatal(err)
 		}
 		during()
@@ -227,7 +235,7 @@ func (c *captureModel) round(round int, late, hasty, still bool) {
 	}
 	during()
 
-	child := bytes.Clone(c.image)
+	child := bytes.Clone(c.stack)
 	for _, z := range zeros {
 		clear(child[z.Start:z.End()])
 	}
@@ -240,7 +248,7 @@ func (c *captureModel) round(round int, late, hasty, still bool) {
 		t.Fatalf("round %d: page %d of the capture (include %v, shared %v) is not what it was", round, i/PageSize, include, share)
 	}
 	if share {
-		c.image = child
+		c.stack = child
 	}
 	got := make([]byte, len(c.now))
 	if err := c.m.Read(0, got); err != nil {
@@ -417,17 +425,17 @@ func TestPromptServer(t *testing.T) {
 	}
 }
 
-// TestWrittenHole: a page that was not there at the instant, in the middle of what
+// TestWrittenEmptyPage: a page that was not there at the instant, in the middle of what
 // the layer has, may be written to afterwards without anybody noticing: sharing
 // must not take that away.
-func TestWrittenHole(t *testing.T) {
+func TestWrittenEmptyPage(t *testing.T) {
 	pagemap, uffd := openFile(t, "/proc/self/pagemap", os.O_RDONLY), openFile(t, "/dev/userfaultfd", os.O_RDWR)
-	const pages, hole = 64, 21
+	const pages, empty = 64, 21
 	m, scratch, file := newMemory(t, pages*PageSize), newMemfd(t, nil), newMemfd(t, nil)
-	// Small pages: a huge one has no holes.
+	// Small pages: a huge one has no empty parts.
 	_ = unix.Madvise(m.regions[0].bytes, unix.MADV_NOHUGEPAGE)
 	for p := uint64(0); p < pages; p++ {
-		if p != hole {
+		if p != empty {
 			guestWrite(t, m, scratch, p*PageSize, []byte{1})
 		}
 	}
@@ -438,23 +446,23 @@ func TestWrittenHole(t *testing.T) {
 	if _, _, err := c.List(nil); err != nil {
 		t.Fatal(err)
 	}
-	if err := errors.Join(c.Copy([]extent.Run{{Start: 0, Length: pages * PageSize}}), c.Adopt()); err != nil {
+	if err := errors.Join(c.Copy([]extent.Run{{Start: 0, Length: pages * PageSize}}), c.Rebase()); err != nil {
 		t.Fatal(err)
 	}
-	guestWrite(t, m, scratch, hole*PageSize, []byte{2})
+	guestWrite(t, m, scratch, empty*PageSize, []byte{2})
 	if err := errors.Join(c.Share(), c.Close()); err != nil {
 		t.Fatal(err)
 	}
 	got := make([]byte, 1)
 	for p := uint64(0); p < pages; p++ {
 		want := byte(1)
-		if p == hole {
+		if p == empty {
 			want = 2
 		}
 		if err := m.Read(p*PageSize, got); err != nil || got[0] != want {
 			t.Errorf("page %d begins with %d, not %d (%v)", p, got[0], want, err)
 		}
-		if p == hole {
+		if p == empty {
 			want = 0
 		}
 		if _, err := file.ReadAt(got, int64(p*PageSize)); err != nil || got[0] != want {

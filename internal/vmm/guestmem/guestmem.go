@@ -53,13 +53,13 @@ type Memory struct {
 	// save what it protects. It changes only while nobody writes.
 	live atomic.Pointer[Capture]
 
-	mu     sync.Mutex   // protects all following fields
-	mapped []extent.Run // where the image that this memory began with, or was rebased to, has data
-	layout layout       // what is mapped where
-	orphan []extent.Run // mapped from a layer that is in nobody's image: changed for ever
-	holes  int          // how many mappings discards have made
-	shares int          // how many captures were shared
-	watch  userfaultfd  // 0: nobody watches
+	mu              sync.Mutex   // protects all following fields
+	mapped          []extent.Run // where the stack that this memory began with, or was rebased to, has data
+	layout          layout       // what is mapped where
+	orphan          []extent.Run // mapped from a layer that is in nobody's stack: changed for ever
+	discardMappings int          // how many mappings discards have made
+	shares          int          // how many captures were shared
+	watch           userfaultfd  // 0: nobody watches
 }
 
 // hugeSize is that of a huge page: for RAM whose host addresses are multiples of

@@ -63,7 +63,7 @@ func TestHugePagesAreLetGoWhole(t *testing.T) {
 			t.Fatal(err)
 		}
 		data, _, err := c.List(nil)
-		if err = errors.Join(err, c.Copy(data), c.Adopt()); err != nil {
+		if err = errors.Join(err, c.Copy(data), c.Rebase()); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -116,9 +116,9 @@ func TestHugePagesAreLetGoWhole(t *testing.T) {
 	}
 }
 
-// TestHolesStayHoles: where nothing is when a memory is captured it gets huge pages
+// TestEmptyStaysEmpty: where nothing is when a memory is captured it gets huge pages
 // afterwards, and what came there before the instant is captured.
-func TestHolesStayHoles(t *testing.T) {
+func TestEmptyStaysEmpty(t *testing.T) {
 	const pages = 8
 	pagemap, uffd := openFile(t, "/proc/self/pagemap", os.O_RDONLY), openFile(t, "/dev/userfaultfd", os.O_RDWR)
 	m, scratch, file := newMemory(t, pages*hugeSize), newMemfd(t, nil), newMemfd(t, nil)
@@ -146,7 +146,7 @@ func TestHolesStayHoles(t *testing.T) {
 	if len(data) != 2 || data[0].Start/hugeSize != 0 || data[1].Start/hugeSize != 3 {
 		t.Errorf("%v is captured", data)
 	}
-	if err := errors.Join(c.Copy(data), c.Adopt(), c.Share(), c.Close()); err != nil {
+	if err := errors.Join(c.Copy(data), c.Rebase(), c.Share(), c.Close()); err != nil {
 		t.Fatal(err)
 	}
 	got := make([]byte, 1)

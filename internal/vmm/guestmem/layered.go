@@ -19,9 +19,9 @@ type Mapping struct {
 	Offset uint64
 }
 
-// maxHoles bounds the mappings that a guest's discards can make of RAM that is
+// maxDiscardMappings bounds the mappings that a guest's discards can make of RAM that is
 // backed by a file.
-const maxHoles = 256
+const maxDiscardMappings = 256
 
 // NewLayered maps size bytes of RAM: private copies of the mappings' files
 // where there are any, zeros elsewhere. The zeros are anonymous memory: a fault
@@ -119,7 +119,7 @@ func mapFixed(b []byte, fd int, offset int64, flags int) error {
 // discard drops the pages of a run so that they read as zeros. For memory
 // with a file behind it MADV_DONTNEED would bring the file's bytes back, so
 // such pages become anonymous memory, or, when a guest has made many such
-// holes, are cleared. live is the capture that goes on, nil if none does: a new
+// mappings, are cleared. live is the capture that goes on, nil if none does: a new
 // mapping is registered for it, so that it can be protected like all others. Whoever
 // takes protection away in the moment before finds nothing protected.
 func (m *Memory) discard(s extent.Run, live *Capture) error {
@@ -129,11 +129,11 @@ func (m *Memory) discard(s extent.Run, live *Capture) error {
 		if p.source == 0 {
 			continue
 		}
-		if m.holes == maxHoles {
+		if m.discardMappings == maxDiscardMappings {
 			_ = m.each(p.Run, func(b []byte) error { clear(b); return nil })
 			continue
 		}
-		m.holes++
+		m.discardMappings++
 		err := m.each(p.Run, func(b []byte) error { return mapFixed(b, -1, 0, unix.MAP_ANONYMOUS) })
 		if err != nil {
 			return err
@@ -152,7 +152,7 @@ func (m *Memory) discard(s extent.Run, live *Capture) error {
 // Changed lists the pages that are not what NewLayered or NewAnonymous made
 // them: those of this process's own, as pagemap (an open /proc/self/pagemap)
 // tells, and those whose file was taken away. Pages of zeros are listed apart,
-// and only where the image has data: elsewhere they are what they were. The
+// and only where the stack has data: elsewhere they are what they were. The
 // guest must stand still.
 func (m *Memory) Changed(pagemap *os.File) (data, zeros []extent.Run, err error) {
 	c := &Capture{m: m, pagemap: pagemap, uffd: -1}

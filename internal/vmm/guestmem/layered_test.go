@@ -106,7 +106,7 @@ func TestLayeredIsPrivate(t *testing.T) {
 }
 
 // TestLayeredAgainstModel: random writes and discards, more of them than there
-// may be holes, against plain bytes; what Changed lists, laid over the layer,
+// may be mappings for, against plain bytes; what Changed lists, laid over the layer,
 // gives the memory again.
 func TestLayeredAgainstModel(t *testing.T) {
 	const pages = 4096

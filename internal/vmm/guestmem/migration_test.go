@@ -29,12 +29,17 @@ func TestCaptureWhilePagesMove(t *testing.T) {
 	}
 }
 
-// captureWhilePagesMove makes captures for some seconds.
+// captureWhilePagesMove makes captures for some seconds, and for longer on a machine so
+// busy that the kernel has not moved a page by then.
 func (g *movedGuest) captureWhilePagesMove(newCapture func(CaptureConfig) *Capture) {
 	t := g.t
 	compactMemory(t)
-	before, rounds := movedPages(t), 0
-	for end := time.Now().Add(3 * time.Second); time.Now().Before(end) && !t.Failed(); {
+	before, rounds, begin := movedPages(t), 0, time.Now()
+	goOn := func() bool {
+		passed := time.Since(begin)
+		return passed < 3*time.Second || passed < 2*time.Minute && movedPages(t) == before
+	}
+	for goOn() && !t.Failed() {
 		g.scatter()
 		for range 16 {
 			g.capture(rounds, newCapture)
@@ -111,7 +116,7 @@ type movedGuest struct {
 
 	mu    sync.Mutex // held by the vCPU while it writes, and while it stands still
 	now   []uint64   // the number of each page
-	image []uint64   // what the layer below has
+	stack []uint64   // what the layer below has
 }
 
 const movedGuestPages = 48 << 20 / PageSize
@@ -119,7 +124,7 @@ const movedGuestPages = 48 << 20 / PageSize
 func newMovedGuest(t *testing.T, layered bool) *movedGuest {
 	g := &movedGuest{
 		t: t, seed: uint64(time.Now().UnixNano()), layered: layered, scratch: newMemfd(t, nil),
-		now: make([]uint64, movedGuestPages), image: make([]uint64, movedGuestPages),
+		now: make([]uint64, movedGuestPages), stack: make([]uint64, movedGuestPages),
 	}
 	g.r = rand.New(rand.NewPCG(g.seed, 2))
 	var err error
@@ -131,9 +136,9 @@ func newMovedGuest(t *testing.T, layered bool) *movedGuest {
 	var mappings []Mapping
 	if layered {
 		content := make([]byte, movedGuestPages*PageSize)
-		for p := range g.image {
-			g.image[p] = 1<<63 | uint64(p)
-			binary.LittleEndian.PutUint64(content[p*PageSize:], g.image[p])
+		for p := range g.stack {
+			g.stack[p] = 1<<63 | uint64(p)
+			binary.LittleEndian.PutUint64(content[p*PageSize:], g.stack[p])
 		}
 		mappings = []Mapping{{extent.Run{Start: 0, Length: uint64(len(content))}, newMemfd(t, content), 0}}
 	}
@@ -156,7 +161,7 @@ func (g *movedGuest) scatter() {
 	if err := unix.Madvise(b, unix.MADV_DONTNEED); err != nil {
 		g.t.Fatal(err)
 	}
-	copy(g.now, g.image)
+	copy(g.now, g.stack)
 	for p := range uint64(movedGuestPages) {
 		g.between[2*p*PageSize], g.between[(2*p+1)*PageSize] = 1, 1
 		if p%8 != 7 {
@@ -239,7 +244,7 @@ func (g *movedGuest) capture(round int, newCapture func(CaptureConfig) *Capture)
 	if err := errors.Join(err, c.Close()); err != nil {
 		t.Fatal(err)
 	}
-	got := append([]uint64(nil), g.image...)
+	got := append([]uint64(nil), g.stack...)
 	for _, s := range zeros {
 		clear(got[s.Start/PageSize : s.End()/PageSize])
 	}
@@ -262,7 +267,7 @@ func (g *movedGuest) capture(round int, newCapture func(CaptureConfig) *Capture)
 			continue
 		}
 		if wrong++; wrong == 1 {
-			t.Errorf("capture %d: page %d is %#x, it was %#x (the image below has %#x)", round, p, got[p], was[p], g.image[p])
+			t.Errorf("capture %d: page %d is %#x, it was %#x (the stack below has %#x)", round, p, got[p], was[p], g.stack[p])
 		}
 	}
 	if wrong > 0 {

@@ -131,3 +131,29 @@ func search(rules []rule) (p []unix.SockFilter) {
 
 // maxSkip is how far a conditional jump goes.
 const maxSkip = 255
+
+// allowAny allows a call if all conditions of one of these alternatives hold.
+func allowAny(number uintptr, alternatives ...[]condition) rule {
+	var block []unix.SockFilter
+	for _, all := range alternatives {
+		var one []unix.SockFilter
+		var failures []int // jumps past this alternative, whose length is known at its end
+		for _, c := range all {
+			one = append(one, load(offArg(c.arg)))
+			for i, v := range c.values {
+				one = append(one, unix.SockFilter{Code: opEqual, K: v, Jt: uint8(len(c.values) - i)})
+			}
+			if len(c.values) == 0 {
+				one = append(one, unix.SockFilter{Code: opAnySet, K: c.bits, Jf: 1})
+			}
+			failures = append(failures, len(one))
+			one = append(one, unix.SockFilter{Code: opAlways})
+		}
+		one = append(one, ret(retAllow))
+		for _, at := range failures {
+			one[at].K = uint32(len(one) - at - 1)
+		}
+		block = append(block, one...)
+	}
+	return rule{number, append(block, ret(retKill))}
+}

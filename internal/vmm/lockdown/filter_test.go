@@ -1,6 +1,7 @@
 package lockdown
 
 import (
+	"slices"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -62,7 +63,7 @@ func run(t *testing.T, program []unix.SockFilter, c call) uint32 {
 
 func TestFilter(t *testing.T) {
 	const pid = 4711
-	program, err := program(pid, []uint32{0xae80, 0xae41})
+	program, err := assemble(vmmRules(pid, []uint32{0xae80, 0xae41}))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -71,7 +72,7 @@ func TestFilter(t *testing.T) {
 		copy(c.args[:], args)
 		return c
 	}
-	for _, number := range always {
+	for _, number := range slices.Concat(always, runtimeCalls) {
 		if got := run(t, program, x64(number, 1<<63, 1<<63)); got != retAllow {
 			t.Errorf("system call %d: %#x", number, got)
 		}
@@ -130,7 +131,7 @@ func TestFilter(t *testing.T) {
 // TestFilterKnowsNoOthers: a number without a rule is the end, wherever it lies
 // between those that have one.
 func TestFilterKnowsNoOthers(t *testing.T) {
-	program, err := program(1, []uint32{1})
+	program, err := assemble(vmmRules(1, []uint32{1}))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -140,7 +141,7 @@ func TestFilterKnowsNoOthers(t *testing.T) {
 		unix.SYS_SCHED_SETATTR: true, unix.SYS_MADVISE: true, unix.SYS_FUTEX: true, unix.SYS_FALLOCATE: true,
 		unix.SYS_PRLIMIT64: true,
 	}
-	for _, number := range always {
+	for _, number := range slices.Concat(always, runtimeCalls) {
 		rules[number] = true
 	}
 	for number := range uintptr(1024) {
@@ -156,10 +157,10 @@ func TestFilterKnowsNoOthers(t *testing.T) {
 
 // TestRuleTooLong: a jump that does not fit must not wrap around.
 func TestRuleTooLong(t *testing.T) {
-	if _, err := program(1, make([]uint32, 127)); err == nil {
+	if _, err := assemble(vmmRules(1, make([]uint32, 127))); err == nil {
 		t.Error("a rule of 256 instructions was accepted")
 	}
-	if _, err := program(1, make([]uint32, 126)); err != nil {
+	if _, err := assemble(vmmRules(1, make([]uint32, 126))); err != nil {
 		t.Error(err)
 	}
 }

@@ -1,7 +1,7 @@
 // Package lockdown takes away from a process, for good, what it does not need
 // once it serves a guest: capabilities, core dumps, and all system calls but
-// those that a vmm and the Go runtime below it make. Whatever else it tries,
-// the kernel kills it.
+// those that a vmm, or netd, and the Go runtime below it make. Whatever else it
+// tries, the kernel kills it.
 //
 // It is the inner wall. The outer ones, which a process cannot put around
 // itself without opening paths, are package jail's.
@@ -21,6 +21,14 @@ import (
 // Enter locks the whole process down, all its threads and those to come.
 // ioctls are the only requests that ioctl(2) will take from then on.
 func Enter(ioctls []uint32) error {
+	if err := giveUp(maxFiles); err != nil {
+		return err
+	}
+	return filterCalls(vmmRules(os.Getpid(), ioctls))
+}
+
+// giveUp takes away everything but system calls.
+func giveUp(files uint64) error {
 	if err := dropCapabilities(); err != nil {
 		return fmt.Errorf("drop capabilities: %w", err)
 	}
@@ -29,13 +37,18 @@ func Enter(ioctls []uint32) error {
 	if err := unix.Setrlimit(unix.RLIMIT_CORE, &unix.Rlimit{Cur: 1, Max: 1}); err != nil {
 		return fmt.Errorf("forbid core dumps: %w", err)
 	}
-	if err := limitOpenFiles(); err != nil {
+	if err := limitOpenFiles(files); err != nil {
 		return fmt.Errorf("limit open files: %w", err)
 	}
 	if err := forbidMerging(); err != nil {
 		return fmt.Errorf("keep the kernel from merging memory: %w", err)
 	}
-	filter, err := program(os.Getpid(), ioctls)
+	return nil
+}
+
+// filterCalls allows the system calls of these rules and no others.
+func filterCalls(rules []rule) error {
+	filter, err := assemble(rules)
 	if err == nil {
 		err = install(filter)
 	}
@@ -57,16 +70,16 @@ func forbidMerging() error {
 	return err
 }
 
-// maxFiles is how many descriptors a process can have: one for each stream to
+// maxFiles is how many descriptors a vmm can have: one for each stream to
 // the guest (virtio.MaxVsockConns), and those of disks, captures and the rest.
 const maxFiles = 1024
 
-func limitOpenFiles() error {
+func limitOpenFiles(most uint64) error {
 	var now unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &now); err != nil {
 		return err
 	}
-	most := min(now.Max, maxFiles)
+	most = min(now.Max, most)
 	return unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: most, Max: most})
 }
 

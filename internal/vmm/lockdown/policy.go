@@ -25,11 +25,29 @@ const (
 	futexWakePrivate = 1 | 128
 )
 
-// program is the filter of a process with this id. The kernel remembers which
+// vmmRules are those of a vmm process with this id. The kernel remembers which
 // calls are always allowed and does not run the program for them.
-func program(pid int, ioctls []uint32) ([]unix.SockFilter, error) {
-	rules := []rule{
+func vmmRules(pid int, ioctls []uint32) []rule {
+	rules := append(runtimeRules(pid),
 		allowValues(unix.SYS_IOCTL, 1, ioctls...),
+		// Of the calling thread alone, which has no right to more than it has: who
+		// answers a guest's faults has short slices.
+		allowValues(unix.SYS_SCHED_SETATTR, 0, 0),
+		// To allocate, or to punch a hole. With KEEP_SIZE alone, ext4 allocates
+		// beyond the limit of a file's size.
+		allowValues(unix.SYS_FALLOCATE, 1, 0, unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE),
+		// Its own limit of a file's size, which it can only lower (LimitFileSize).
+		allowIf(unix.SYS_PRLIMIT64, condition{arg: 0, values: []uint32{0}}, condition{arg: 1, values: []uint32{unix.RLIMIT_FSIZE}}),
+	)
+	for _, number := range always {
+		rules = append(rules, allow(number))
+	}
+	return rules
+}
+
+// runtimeRules are those of every Go program with this process id.
+func runtimeRules(pid int) []rule {
+	rules := []rule{
 		// Nothing becomes code that was not in the binary. Huge pages (MAP_HUGETLB)
 		// are others': the machine has set them aside, and no cgroup limit of the
 		// process's memory counts them.
@@ -43,41 +61,37 @@ func program(pid int, ioctls []uint32) ([]unix.SockFilter, error) {
 		allowValues(unix.SYS_TGKILL, 0, uint32(pid)),
 		// No locks, no leases, no owners.
 		allowValues(unix.SYS_FCNTL, 1, unix.F_GETFL, unix.F_SETFL, unix.F_GETFD, unix.F_SETFD, unix.F_DUPFD_CLOEXEC),
-		// Of the calling thread alone, which has no right to more than it has: who
-		// answers a guest's faults has short slices.
-		allowValues(unix.SYS_SCHED_SETATTR, 0, 0),
 		// Not MADV_MERGEABLE: by how long a write takes, a process could tell which
 		// pages others have.
 		allowValues(unix.SYS_MADVISE, 2, advice...),
 		// As the Go runtime waits, and within the process. The other operations
 		// (requeueing, priority inheritance) are where the kernel has had its errors.
 		allowValues(unix.SYS_FUTEX, 1, futexWaitPrivate, futexWakePrivate),
-		// To allocate, or to punch a hole. With KEEP_SIZE alone, ext4 allocates
-		// beyond the limit of a file's size.
-		allowValues(unix.SYS_FALLOCATE, 1, 0, unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE),
-		// Its own limit of a file's size, which it can only lower (LimitFileSize).
-		allowIf(unix.SYS_PRLIMIT64, condition{arg: 0, values: []uint32{0}}, condition{arg: 1, values: []uint32{unix.RLIMIT_FSIZE}}),
 		// The runtime names its mappings.
 		allowValues(unix.SYS_PRCTL, 0, unix.PR_SET_VMA),
 	}
-	for _, number := range always {
+	for _, number := range runtimeCalls {
 		rules = append(rules, allow(number))
 	}
-	return assemble(rules)
+	return rules
 }
 
-// always are the calls that are allowed whatever their arguments: they act on
-// memory, on descriptors that the process was given, or on itself.
+// always are the calls of a vmm that are allowed whatever their arguments: they act
+// on descriptors that it was given.
 var always = []uintptr{
-	// Descriptors.
-	unix.SYS_READ, unix.SYS_WRITE, unix.SYS_READV, unix.SYS_WRITEV,
 	unix.SYS_PREAD64, unix.SYS_PWRITE64, unix.SYS_PREADV, unix.SYS_PWRITEV,
-	unix.SYS_CLOSE, unix.SYS_FSTAT, unix.SYS_LSEEK,
-	unix.SYS_FSYNC, unix.SYS_FDATASYNC, unix.SYS_FTRUNCATE,
+	unix.SYS_LSEEK, unix.SYS_FSYNC, unix.SYS_FDATASYNC, unix.SYS_FTRUNCATE,
 	// Sockets that are there, which are connected, and no new ones. What is sent
 	// goes through write: sendmsg could name another receiver, in memory that a
 	// filter does not see, and pass descriptors on.
 	unix.SYS_RECVMSG, unix.SYS_ACCEPT4, unix.SYS_SHUTDOWN,
+}
+
+// runtimeCalls are those of every Go program that are allowed whatever their
+// arguments: they act on memory, on descriptors that the process was given, or on
+// itself.
+var runtimeCalls = []uintptr{
+	unix.SYS_READ, unix.SYS_WRITE, unix.SYS_READV, unix.SYS_WRITEV, unix.SYS_CLOSE, unix.SYS_FSTAT,
 	// Waiting.
 	unix.SYS_EPOLL_CREATE1, unix.SYS_EPOLL_CTL, unix.SYS_EPOLL_PWAIT, unix.SYS_EVENTFD2,
 	unix.SYS_POLL, unix.SYS_PPOLL, unix.SYS_NANOSLEEP, unix.SYS_RESTART_SYSCALL,

@@ -141,6 +141,31 @@ func (c *core) push(q int, head uint16, n uint32) {
 	}
 }
 
+// quiet asks the driver not to notify the device of buffers of queue q.
+func (c *core) quiet(q int) {
+	if _, err := c.ctx.Queues[q].notify(false); err != nil {
+		c.fail(fmt.Errorf("queue %d: %w", q, err))
+	}
+}
+
+// popOrListen is pop, and has the driver notify the device when there is a buffer
+// again if there is none now.
+func (c *core) popOrListen(q int) (Chain, bool) {
+	chain, ok := c.pop(q)
+	if ok || !c.running() || q >= len(c.ctx.Queues) {
+		return chain, ok
+	}
+	changed, err := c.ctx.Queues[q].notify(true)
+	if err != nil {
+		c.fail(fmt.Errorf("queue %d: %w", q, err))
+		return Chain{}, false
+	}
+	if !changed {
+		return Chain{}, false
+	}
+	return c.pop(q) // one that came before the driver saw that
+}
+
 // announce raises the interrupt for used buffers of queue q unless the driver
 // masked it. With an edge-triggered line every announcement raises: an earlier
 // edge may already have been consumed.

@@ -29,8 +29,9 @@
 //     atomics only and take no lock.
 //
 // A notification runs inline in the vCPU thread for vsock, rng and balloon,
-// whose work is short: a thread hop would cost more than the work. blk and net
-// hand it to a worker goroutine that sleeps on a channel. A worker holds
+// whose work is short: a thread hop would cost more than the work. The same
+// goes for some frames of net, as long as nothing has to be waited for. blk, and
+// net else, hand it to a worker goroutine that sleeps on a channel. A worker holds
 // core.mu for one request at a time; Pause takes core.mu to set a flag, so when
 // it returns the request in flight is finished, those not begun are still in
 // the ring, and nothing touches guest memory or a backing file until Resume.

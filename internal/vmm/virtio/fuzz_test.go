@@ -317,17 +317,20 @@ func FuzzBalloon(f *testing.F) {
 
 func FuzzNet(f *testing.F) {
 	good := program{}.memory(0x9000, netPacket(frame(60, 1)))
+	h, long := tso(3000)
+	f.Add([]byte(program{}.memory(0x9000, netPacketOf(h, long)).chain(1, buf{0x9000, 12, false}, buf{0x900c, uint32(len(long)), false})))
+	f.Add([]byte(program{}.host(messageOf(h, long)).chain(0, buf{0xa000, 1600, true}).chain(0, buf{0xb000, 1600, true}).pause()))
 	f.Add([]byte(good.chain(1, buf{0x9000, 12, false}, buf{0x900c, 60, false}).chain(1, buf{0x9000, 20, false}).pause()))
-	f.Add([]byte(good.host(frame(60, 2)).chain(0, buf{0xa000, 12, true}, buf{0xb000, 1600, true}).host(frame(3, 1)).restart()))
-	f.Add([]byte(program{}.memory(0x9000, []byte{1, 1}).chain(1, buf{0x9000, 100, false}).chain(0, buf{0xa000, 20, true}).host(frame(60, 2))))
+	f.Add([]byte(good.host(message(frame(60, 2))).chain(0, buf{0xa000, 12, true}, buf{0xb000, 1600, true}).host(message(frame(3, 1))).restart()))
+	f.Add([]byte(program{}.memory(0x9000, []byte{1, 1}).chain(1, buf{0x9000, 100, false}).chain(0, buf{0xa000, 20, true}).host(message(frame(60, 2)))))
 	f.Fuzz(func(t *testing.T, program []byte) {
 		n, host := newNet(t, unix.SOCK_DGRAM)
 		fz := newFuzzer(t, n, program)
-		fz.host = func(p []byte) { _, _ = host.Write(p[:min(len(p), 200)]) } // may be full
+		fz.host = func(p []byte) { _, _ = host.Write(p) } // may be full
 		fz.settle = func() {
-			for n.transmit() {
-			}
 			_ = n.raw.Control(func(fd uintptr) {
+				for n.transmit(int(fd)) == again {
+				}
 				for n.deliver(int(fd)) == again {
 				}
 			})

@@ -2,19 +2,30 @@ package virtio
 
 import (
 	"encoding/binary"
-	"errors"
 	"fmt"
 	"os"
+	"sync"
 	"syscall"
 	"time"
 
-	"golang.org/x/sys/unix"
+	"agentrun.dev/internal/network/wire"
+	"agentrun.dev/internal/vmm/guestmem"
 )
 
-// Feature bits, virtio 1.2 §5.1.3. No offloads and no mergeable buffers.
+// Feature bits, virtio 1.2 §5.1.3. Those of the guest say what it takes, those of
+// the host what it may send.
 const (
-	netMTU = 1 << 3
-	netMAC = 1 << 5
+	netCsum      = 1 << 0
+	netGuestCsum = 1 << 1
+	netMTU       = 1 << 3
+	netMAC       = 1 << 5
+	netGuestTSO4 = 1 << 7
+	netGuestTSO6 = 1 << 8
+	netHostTSO4  = 1 << 11
+	netHostTSO6  = 1 << 12
+	netMergeable = 1 << 15 // VIRTIO_NET_F_MRG_RXBUF
+	netOffloads  = netCsum | netGuestCsum | netGuestTSO4 | netGuestTSO6 | netHostTSO4 | netHostTSO6
+	netFeatures  = netOffloads | netMergeable | netMTU | netMAC
 )
 
 // Queues, §5.1.2.
@@ -24,12 +35,12 @@ const (
 )
 
 const (
-	netQueueSize  = 256
-	netHeaderLen  = 12 // struct virtio_net_hdr, §5.1.6
-	netNumBuffers = 10 // offset of num_buffers in it
-	netConfigLen  = 12
-	ethernetLen   = 14
-	vlanTagLen    = 4
+	netQueueSize = 256
+	// netHeaderLen is the size of struct virtio_net_hdr with num_buffers, §5.1.6.
+	// Without that it is the header of a message on a wire.
+	netHeaderLen = wire.HeaderLen + 2
+	netConfigLen = 12
+	vlanTagLen   = 4
 	// netMinMTU is the least §5.1.4.1 allows a device to announce.
 	netMinMTU = 68
 )
@@ -39,7 +50,7 @@ type NetConfig struct {
 	MAC [6]byte
 	MTU uint16
 	// Socket is a non-blocking unix socket that keeps messages apart
-	// (SOCK_DGRAM or SOCK_SEQPACKET): one Ethernet frame per message. The
+	// (SOCK_DGRAM or SOCK_SEQPACKET), each as package wire describes it. The
 	// caller closes it after the device was reset.
 	Socket *os.File
 }
@@ -52,30 +63,39 @@ type NetStats struct {
 
 // Net is a network card, virtio 1.2 §5.1, with one pair of queues.
 //
-// Guest to host: a worker sends each frame; when the socket is full the frame
-// is dropped and counted, as a wire would. Host to guest: a goroutine sleeps in
-// the network poller; when the guest has no buffer, frames stay in the socket,
-// whose bounded queue is the back pressure.
+// Frames go from guest memory to the socket and back by one system call each,
+// without a copy in this process. In both directions the side that cannot take a
+// frame makes the other one wait: when the socket is full, frames stay in the
+// guest's queue; when the guest has no buffers, they stay in the socket. What
+// neither side could ever take is dropped and counted.
+//
+// A guest gets what it has negotiated, and no more. Frames that leave something
+// to do which the guest has not promised to do are completed and cut up here,
+// from a buffer that exists only meanwhile.
 type Net struct {
 	core
-	tx worker
 
 	config [netConfigLen]byte // constant
 	mtu    int                // constant
-	socket *os.File           // constant
-	raw    syscall.RawConn    // constant
 
-	// rxWake makes the receiver look again when it waits for the guest.
-	rxWake chan struct{}
-	rxQuit chan struct{} // nil when there is no receiver; start and stop only
-	rxDone chan struct{}
+	rx, tx *pump // constant
 
-	frame []byte // header and frame in transit, in either direction
+	// plug protects all following fields. Activate, Reset and Plug hold it, and
+	// wait for both pumps, which never take it.
+	plug    sync.Mutex
+	socket  *os.File
+	raw     syscall.RawConn
+	pumping bool // from Activate to Reset
+
+	// The fields below belong to who holds mu.
 	stats NetStats
-
-	sendFn  func(fd uintptr) // made once, so that a frame costs no allocation
-	sending []byte
-	sendErr error
+	// unannounced counts frames that were sent and that the guest has not been told of.
+	unannounced int
+	held        *heldFrame // a frame that is handed to the guest in parts, or nil
+	head        [netHeaderLen]byte
+	// Buffers of the guest for one frame, and the pieces that they are made of.
+	buffers []usedBuffer
+	pieces  []guestmem.Range
 }
 
 // NewNet makes a network card.
@@ -83,77 +103,124 @@ func NewNet(cfg NetConfig) (*Net, error) {
 	if cfg.MTU < netMinMTU {
 		return nil, fmt.Errorf("network device: MTU %d is below %d", cfg.MTU, netMinMTU)
 	}
-	raw, err := cfg.Socket.SyscallConn()
-	if err != nil {
-		return nil, fmt.Errorf("network device: %w", err)
+	n := &Net{mtu: int(cfg.MTU), rx: newPump(), tx: newPump()}
+	if err := n.use(cfg.Socket); err != nil {
+		return nil, err
 	}
-	// Fails for a socket that the poller does not watch, i.e. a blocking one.
-	if err := cfg.Socket.SetReadDeadline(time.Time{}); err != nil {
-		return nil, fmt.Errorf("network device: socket must be non-blocking: %w", err)
-	}
-	n := &Net{tx: newWorker(), mtu: int(cfg.MTU), socket: cfg.Socket, raw: raw, rxWake: make(chan struct{}, 1)}
 	copy(n.config[0:], cfg.MAC[:])
 	binary.LittleEndian.PutUint16(n.config[10:], cfg.MTU)
-	n.frame = make([]byte, netHeaderLen+n.maxFrame()+1)
-	n.sendFn = func(fd uintptr) { _, n.sendErr = unix.Write(int(fd), n.sending) }
 	return n, nil
 }
 
-func (n *Net) maxFrame() int { return n.mtu + ethernetLen + vlanTagLen }
+// use makes a socket the device's.
+func (n *Net) use(socket *os.File) error {
+	raw, err := socket.SyscallConn()
+	if err != nil {
+		return fmt.Errorf("network device: %w", err)
+	}
+	// Fails for a socket that the poller does not watch, i.e. a blocking one.
+	if err := socket.SetDeadline(time.Time{}); err != nil {
+		return fmt.Errorf("network device: socket must be non-blocking: %w", err)
+	}
+	n.socket, n.raw = socket, raw
+	return nil
+}
+
+// maxFrame is the longest frame that is not to be cut up.
+func (n *Net) maxFrame() int { return n.mtu + wire.EthernetLen + vlanTagLen }
 
 func (n *Net) Type() uint32                    { return TypeNet }
-func (n *Net) Features() uint64                { return netMTU | netMAC }
+func (n *Net) Features() uint64                { return netFeatures }
 func (n *Net) QueueSizes() []uint16            { return []uint16{netQueueSize, netQueueSize} }
 func (n *Net) ReadConfig(off uint64, p []byte) { configRead(n.config[:], off, p) } // §5.1.4
 func (n *Net) WriteConfig(uint64, []byte)      {}
 
 func (n *Net) Activate(ctx DriverContext) error {
-	if err := n.socket.SetReadDeadline(time.Time{}); err != nil {
+	n.plug.Lock()
+	defer n.plug.Unlock()
+	if err := n.socket.SetDeadline(time.Time{}); err != nil {
 		return fmt.Errorf("network device: %w", err)
 	}
 	n.activate(ctx)
-	n.tx.start(n.transmit)
-	n.tx.wake()
-	n.rxQuit, n.rxDone = make(chan struct{}), make(chan struct{})
-	go n.receive(n.rxQuit, n.rxDone)
+	n.startPumps()
 	return nil
 }
 
-// Notify takes no lock: it only wakes a goroutine.
+// startPumps begins to move frames. The caller holds plug.
+func (n *Net) startPumps() {
+	n.rx.start(n.raw.Read, n.deliver)
+	n.tx.start(n.raw.Write, n.transmit)
+	n.pumping = true
+}
+
+// stopPumps returns when no frame moves any more. The caller holds plug.
+func (n *Net) stopPumps() {
+	if !n.pumping {
+		return
+	}
+	n.rx.leave()
+	n.tx.leave()
+	// A deadline in the past wakes pumps that wait in the poller. It can only
+	// fail on a closed socket, which does not wait either.
+	_ = n.socket.SetDeadline(time.Unix(1, 0))
+	n.rx.wait()
+	n.tx.wait()
+	n.pumping = false
+}
+
+// Plug makes frames go to another socket from now on, and returns the one that
+// the device had, whose messages nobody reads any more. The caller closes it.
+// After an error the device has what it had.
+func (n *Net) Plug(socket *os.File) (old *os.File, err error) {
+	n.plug.Lock()
+	defer n.plug.Unlock()
+	old = n.socket
+	pumped := n.pumping
+	n.stopPumps()
+	if err = n.use(socket); err != nil {
+		// It had none before, and may be closed: then nothing moves.
+		_ = old.SetDeadline(time.Time{})
+	}
+	if pumped {
+		n.startPumps()
+	}
+	if err != nil {
+		return nil, err
+	}
+	return old, nil
+}
+
+// Notify waits for no lock: what it cannot do at once it leaves to a goroutine.
 func (n *Net) Notify(q int) {
 	switch q {
 	case netRx:
-		n.wakeReceiver()
+		n.rx.wake()
 	case netTx:
-		n.tx.wake()
-	}
-}
-
-func (n *Net) wakeReceiver() {
-	select {
-	case n.rxWake <- struct{}{}:
-	default:
+		if !n.transmitNow() {
+			n.tx.wake()
+		}
 	}
 }
 
 func (n *Net) Reset() {
 	n.deactivate()
-	n.tx.stop()
-	if n.rxQuit == nil {
-		return
-	}
-	close(n.rxQuit)
-	// A deadline in the past wakes a receiver that waits in the poller. It can
-	// only fail on a closed socket, which does not wait either.
-	_ = n.socket.SetReadDeadline(time.Unix(1, 0))
-	<-n.rxDone
-	n.rxQuit, n.rxDone = nil, nil
+	n.plug.Lock()
+	defer n.plug.Unlock()
+	n.stopPumps()
+	n.release()
+}
+
+// release forgets what was made for a driver.
+func (n *Net) release() {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.held, n.buffers, n.pieces, n.unannounced = nil, nil, nil, 0
 }
 
 func (n *Net) Resume() {
 	n.unpause()
 	n.tx.wake()
-	n.wakeReceiver()
+	n.rx.wake()
 }
 
 // Stats is a consistent view.
@@ -163,106 +230,60 @@ func (n *Net) Stats() NetStats {
 	return n.stats
 }
 
-// transmit sends one frame of the guest (§5.1.6.2) and reports whether to look
-// for more.
-func (n *Net) transmit() bool {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	c, ok := n.pop(netTx)
-	if !ok {
-		return false
-	}
-	if n.send(c) {
-		n.stats.TxFrames++
-	} else {
-		n.stats.TxDropped++
-	}
-	n.push(netTx, c.Head, 0)
-	n.announce(netTx)
-	return true
+// negotiated reports whether the driver accepted all of these features.
+func (n *Net) negotiated(bits uint64) bool { return n.ctx.Features&bits == bits }
+
+// pump is a goroutine that moves frames in one direction.
+type pump struct {
+	kick chan struct{} // holds at most one wake-up
+	quit chan struct{} // closed by leave
+	done chan struct{} // closed at its end
 }
 
-// send reports whether the frame left. Flags and segmentation types belong to
-// offloads that were not negotiated: such a frame is not complete.
-func (n *Net) send(c Chain) bool {
-	length := size(c.Readable)
-	if length < netHeaderLen+ethernetLen || length > uint64(netHeaderLen+n.maxFrame()) {
-		return false
+func newPump() *pump { return &pump{kick: make(chan struct{}, 1)} }
+
+// wake makes the pump look again. It never blocks and takes no lock.
+func (p *pump) wake() {
+	select {
+	case p.kick <- struct{}{}:
+	default:
 	}
-	p := n.frame[:length]
-	if _, err := gather(n.ctx.Mem, c.Readable, p); err != nil {
-		return false
-	}
-	if p[0] != 0 || p[1] != 0 {
-		return false
-	}
-	n.sending, n.sendErr = p[netHeaderLen:], nil
-	if err := n.raw.Control(n.sendFn); err != nil || n.sendErr != nil {
-		return false
-	}
-	n.stats.TxBytes += uint64(len(n.sending))
-	return true
 }
 
-// receive moves frames from the socket to the guest until Reset, or until the
-// other end has gone.
-func (n *Net) receive(quit, done chan struct{}) {
-	defer close(done)
-	for {
-		var next verdict
-		if err := n.raw.Read(func(fd uintptr) bool {
-			for {
-				if next = n.deliver(int(fd)); next != again {
-					return next != waitReadable
+// start begins to call step with the socket's descriptor. poll is a method of
+// the socket's syscall.RawConn: it calls a function again when the socket is
+// ready, until that returns true.
+func (p *pump) start(poll func(func(fd uintptr) bool) error, step func(fd int) verdict) {
+	quit, done := make(chan struct{}), make(chan struct{})
+	p.quit, p.done = quit, done
+	go func() {
+		defer close(done)
+		for {
+			var next verdict
+			if err := poll(func(fd uintptr) bool {
+				for next = again; next == again; {
+					select {
+					case <-quit:
+						return true
+					default:
+						next = step(int(fd))
+					}
 				}
+				return next != waitSocket
+			}); err != nil || next == finished {
+				return
 			}
-		}); err != nil || next == finished {
-			return
+			select { // for the guest, or until the device goes on
+			case <-p.kick:
+			case <-quit:
+				return
+			}
 		}
-		select { // the guest has no buffer, or the device is paused
-		case <-n.rxWake:
-		case <-quit:
-			return
-		}
-	}
+	}()
 }
 
-// deliver moves one frame. It looks for a buffer first, so that a frame without
-// one stays in the socket.
-func (n *Net) deliver(fd int) verdict {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	c, ok := n.pop(netRx)
-	if !ok {
-		return waitWake
-	}
-	clear(n.frame[:netHeaderLen])
-	n.frame[netNumBuffers] = 1 // §5.1.6.4.1
-	k, err := unix.Read(fd, n.frame[netHeaderLen:])
-	switch {
-	case errors.Is(err, unix.EINTR):
-		n.ctx.Queues[netRx].Unpop()
-		return again
-	case errors.Is(err, unix.EAGAIN):
-		n.ctx.Queues[netRx].Unpop()
-		return waitReadable
-	case err != nil, k == 0 && hungUp(fd):
-		n.ctx.Queues[netRx].Unpop()
-		return finished
-	}
-	total := netHeaderLen + k
-	if k < ethernetLen || k > n.maxFrame() || uint64(total) > size(c.Writable) {
-		n.ctx.Queues[netRx].Unpop()
-		n.stats.RxDropped++
-		return again
-	}
-	if _, err := scatter(n.ctx.Mem, c.Writable, n.frame[:total]); err != nil {
-		n.fail(fmt.Errorf("queue %d: %w", netRx, err))
-		return waitWake
-	}
-	n.push(netRx, c.Head, uint32(total))
-	n.announce(netRx)
-	n.stats.RxFrames++
-	n.stats.RxBytes += uint64(k)
-	return again
-}
+// leave makes the pump end when it has moved the frame at hand. A pump that waits
+// in the poller is to be woken.
+func (p *pump) leave() { close(p.quit) }
+
+func (p *pump) wait() { <-p.done }

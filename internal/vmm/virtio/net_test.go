@@ -2,10 +2,15 @@ package virtio
 
 import (
 	"bytes"
+	"encoding/binary"
 	"errors"
 	"os"
+	"runtime"
+	"slices"
 	"testing"
+	"time"
 
+	"agentrun.dev/internal/network/wire"
 	"golang.org/x/sys/unix"
 )
 
@@ -23,17 +28,78 @@ func newNet(t testing.TB, kind int) (*Net, *os.File) {
 
 func frame(n int, fill byte) []byte { return bytes.Repeat([]byte{fill}, n) }
 
-func netPacket(f []byte) []byte { return append(make([]byte, netHeaderLen), f...) }
+// netPacket is a frame as a driver gives it: behind the device's header.
+func netPacket(f []byte) []byte { return netPacketOf(wire.Header{}, f) }
 
-// recvFrame reads one message at the host's end.
-func recvFrame(t testing.TB, f *os.File) []byte {
+func netPacketOf(h wire.Header, f []byte) []byte {
+	p := append(make([]byte, netHeaderLen), f...)
+	h.Put(p)
+	return p
+}
+
+// message is a frame as it is on the wire.
+func message(f []byte) []byte { return messageOf(wire.Header{}, f) }
+
+func messageOf(h wire.Header, f []byte) []byte {
+	p := append(make([]byte, wire.HeaderLen), f...)
+	h.Put(p)
+	return p
+}
+
+// tso is the header of a long TCP segment over IPv4, and its frame.
+func tso(payload int) (wire.Header, []byte) {
+	const ip, tcp = wire.EthernetLen, wire.EthernetLen + 20
+	f := make([]byte, tcp+20+payload)
+	f[12], f[13] = 8, 0
+	f[ip], f[ip+9] = 0x45, 6
+	binary.BigEndian.PutUint16(f[ip+2:], uint16(len(f)-ip))
+	f[tcp+12] = 5 << 4
+	for i := range payload {
+		f[tcp+20+i] = byte(i >> 4)
+	}
+	return wire.Header{Flags: wire.NeedsChecksum, GSO: wire.GSOTCPv4, SegmentSize: 1400, ChecksumStart: tcp, ChecksumOffset: 16}, f
+}
+
+// readMessage reads one message at the host's end.
+func readMessage(t testing.TB, f *os.File) (wire.Header, []byte) {
 	t.Helper()
-	p := make([]byte, 4096)
+	p := make([]byte, wire.MaxMessage+1)
 	n, err := f.Read(p)
 	if err != nil {
 		t.Fatal(err)
 	}
-	return p[:n]
+	h, frame, err := wire.Parse(p[:n])
+	if err != nil {
+		t.Fatal(err)
+	}
+	return h, frame
+}
+
+// recvFrame reads a frame that leaves nothing to do.
+func recvFrame(t testing.TB, f *os.File) []byte {
+	t.Helper()
+	h, frame := readMessage(t, f)
+	if h != (wire.Header{}) {
+		t.Fatalf("header %+v", h)
+	}
+	return frame
+}
+
+// cut makes descriptors of at most n bytes of one packet.
+func (g *guest) cut(p []byte, n int) (out []buf) {
+	for c := range slices.Chunk(p, n) {
+		out = append(out, g.out(c))
+	}
+	return out
+}
+
+// sendFar sends a packet from memory that no ring will be in, and waits for it.
+func (g *guest) sendFar(q int, p []byte, n int) {
+	g.t.Helper()
+	defer func(next uint64) { g.next = next }(g.next)
+	g.next = 2 << 20
+	g.send(q, g.cut(p, n)...)
+	g.wait(q)
 }
 
 func TestNetTransmit(t *testing.T) {
@@ -49,9 +115,7 @@ func TestNetTransmit(t *testing.T) {
 			if got := recvFrame(t, host); !bytes.Equal(got, frame(100, 7)) {
 				t.Fatalf("frame of %d bytes", len(got))
 			}
-			flags, gso := netPacket(frame(60, 1)), netPacket(frame(60, 1))
-			flags[0], gso[1] = 1, 1
-			for _, bad := range [][]byte{p[:5], netPacket(frame(13, 1)), netPacket(frame(1519, 1)), flags, gso} {
+			for _, bad := range [][]byte{p[:5], netPacket(frame(13, 1)), netPacket(frame(1519, 1))} {
 				g.send(netTx, g.out(bad))
 				g.wait(netTx)
 			}
@@ -62,7 +126,7 @@ func TestNetTransmit(t *testing.T) {
 					t.Fatalf("frame of %d bytes, want %d", len(got), good)
 				}
 			}
-			want := NetStats{TxFrames: 3, TxBytes: 100 + 14 + 1518, TxDropped: 5}
+			want := NetStats{TxFrames: 3, TxBytes: 100 + 14 + 1518, TxDropped: 3}
 			if got := n.Stats(); got != want {
 				t.Fatalf("stats %+v, want %+v", got, want)
 			}
@@ -70,73 +134,217 @@ func TestNetTransmit(t *testing.T) {
 	}
 }
 
-func TestNetTransmitToFullSocket(t *testing.T) {
+// TestNetTransmitOffloads: what a guest leaves to others arrives as it said, and
+// only if it was allowed to and does not lie.
+func TestNetTransmitOffloads(t *testing.T) {
 	n, host := newNet(t, unix.SOCK_DGRAM)
 	g := startGuest(t, n)
-	b := g.out(netPacket(frame(1000, 1)))
-	sent := 0
-	for n.Stats().TxDropped == 0 {
-		g.send(netTx, b)
-		g.wait(netTx)
-		sent++
-	}
-	for i := range sent - 1 {
-		if got := recvFrame(t, host); len(got) != 1000 {
-			t.Fatalf("frame %d of %d bytes", i, len(got))
+	checksum := wire.Header{Flags: wire.NeedsChecksum, ChecksumStart: 34, ChecksumOffset: 16}
+	long, longFrame := tso(60000)
+	longest, longestFrame := tso(wire.MaxFrame - 54)
+	for i, c := range []struct {
+		h     wire.Header
+		frame []byte
+	}{{checksum, frame(600, 1)}, {long, longFrame}, {longest, longestFrame}} {
+		g.sendFar(netTx, netPacketOf(c.h, c.frame), 5000)
+		if h, f := readMessage(t, host); h != c.h || !bytes.Equal(f, c.frame) {
+			t.Fatalf("message %d: %+v, %d bytes", i, h, len(f))
 		}
 	}
-	g.send(netTx, b)
-	g.wait(netTx)
-	if got := recvFrame(t, host); len(got) != 1000 {
-		t.Fatalf("frame of %d bytes", len(got))
+	lies := map[string]wire.Header{
+		"flags":           {Flags: 4},
+		"far checksum":    {Flags: wire.NeedsChecksum, ChecksumStart: 590, ChecksumOffset: 16},
+		"UDP":             {Flags: wire.NeedsChecksum, GSO: 3, SegmentSize: 9, ChecksumStart: 34, ChecksumOffset: 6},
+		"ECN":             {Flags: wire.NeedsChecksum, GSO: wire.GSOTCPv4 | wire.GSOECN, SegmentSize: 9, ChecksumStart: 34, ChecksumOffset: 16},
+		"no checksum":     {GSO: wire.GSOTCPv4, SegmentSize: 9, ChecksumStart: 34, ChecksumOffset: 16},
+		"segments of 0":   {Flags: wire.NeedsChecksum, GSO: wire.GSOTCPv4, ChecksumStart: 34, ChecksumOffset: 16},
+		"headers too far": {Flags: wire.NeedsChecksum, GSO: wire.GSOTCPv6, SegmentSize: 9, ChecksumStart: 590, ChecksumOffset: 16},
 	}
-	host.Close()
-	g.send(netTx, b)
+	refused := func(name string, p []byte) {
+		t.Helper()
+		before := n.Stats()
+		g.sendFar(netTx, p, 8000)
+		if got := n.Stats(); got.TxDropped != before.TxDropped+1 || got.TxFrames != before.TxFrames {
+			t.Errorf("%s: stats %+v after %+v", name, got, before)
+		}
+	}
+	for name, h := range lies {
+		refused(name, netPacketOf(h, frame(600, 1)))
+	}
+	refused("too long", netPacketOf(long, append(longestFrame, 0)))
+	refused("long without segments", netPacketOf(checksum, longFrame))
+
+	for name, c := range map[string]struct {
+		without uint64
+		h       wire.Header
+	}{"checksum": {netOffloads, checksum}, "TSO": {netHostTSO4, long}, "TSO6": {netHostTSO6, wire.Header{
+		Flags: wire.NeedsChecksum, GSO: wire.GSOTCPv6, SegmentSize: 1400, ChecksumStart: 54, ChecksumOffset: 16,
+	}}} {
+		g.start(n.Features()&^c.without|transportFeatures, 16)
+		refused(name+" that was not negotiated", netPacketOf(c.h, frame(600, 1)))
+	}
+	valid := netPacketOf(wire.Header{Flags: wire.DataValid}, frame(60, 1))
+	g.send(netTx, g.out(valid))
 	g.wait(netTx)
-	if n.Stats().TxDropped != 2 {
-		t.Fatalf("stats %+v", n.Stats())
+	recvFrame(t, host) // what only a device says is not passed on
+	g.wantHealthy()
+}
+
+// fillWire makes count numbered frames available, and returns when the device has
+// filled the wire, at whose other end nobody reads.
+func fillWire(t *testing.T, g *guest, n *Net, count int) {
+	t.Helper()
+	for i := range count {
+		g.add(netTx, g.out(netPacket(frame(1000+i, byte(i)))))
+	}
+	g.kick(netTx)
+	fd := int(n.socket.Fd())
+	if err := unix.SetNonblock(fd, true); err != nil { // Fd made it blocking
+		t.Fatal(err)
+	}
+	room, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF)
+	for began := time.Now(); err == nil; runtime.Gosched() {
+		var queued int
+		if queued, err = unix.IoctlGetInt(fd, unix.SIOCOUTQ); queued >= room {
+			return
+		}
+		if time.Since(began) > patience {
+			t.Fatalf("%d of %d bytes are in the wire", queued, room)
+		}
+	}
+	t.Fatal(err)
+}
+
+// wantFrames reads numbered frames, all there are to be.
+func wantFrames(t *testing.T, host *os.File, from, to int) {
+	t.Helper()
+	for i := from; i < to; i++ {
+		if got := recvFrame(t, host); !bytes.Equal(got, frame(1000+i, byte(i))) {
+			t.Fatalf("frame %d has %d bytes of %d", i, len(got), got[0])
+		}
 	}
 }
 
-func TestNetReceive(t *testing.T) {
-	n, host := newNet(t, unix.SOCK_DGRAM)
-	g := startGuest(t, n)
-	hdr, body := g.in(netHeaderLen), g.in(2000)
-	write := func(f []byte) {
+// TestNetTransmitWaits: a wire that is full makes the guest wait, and loses
+// nothing: not when it is read again, nor by a pause, a reset or another wire.
+func TestNetTransmitWaits(t *testing.T) {
+	const count = 250
+	begin := func(t *testing.T) (*Net, *os.File, *guest) {
+		n, host := newNet(t, unix.SOCK_DGRAM)
+		g := newGuest(t, n)
+		g.start(n.Features()|transportFeatures, 256)
+		fillWire(t, g, n, count)
+		return n, host, g
+	}
+	lostNone := func(t *testing.T, n *Net) {
 		t.Helper()
-		if _, err := host.Write(f); err != nil {
-			t.Fatal(err)
+		if got := n.Stats(); got.TxDropped != 0 || got.TxFrames != count {
+			t.Fatalf("stats %+v", got)
 		}
 	}
-	write(frame(60, 3)) // before there is a buffer: it waits in the socket
-	g.send(netRx, hdr, body)
-	if _, used := g.wait(netRx); used != 72 {
-		t.Fatalf("used %d", used)
+	t.Run("read", func(t *testing.T) {
+		n, host, g := begin(t)
+		wantFrames(t, host, 0, count)
+		for range count {
+			g.wait(netTx)
+		}
+		lostNone(t, n)
+	})
+	t.Run("pause", func(t *testing.T) {
+		n, host, g := begin(t)
+		g.bus.Pause()
+		sent := int(n.Stats().TxFrames)
+		wantFrames(t, host, 0, sent)
+		if got := n.Stats().TxFrames; got != uint64(sent) {
+			t.Fatalf("%d frames moved in a pause", got-uint64(sent))
+		}
+		g.bus.Resume()
+		wantFrames(t, host, sent, count)
+	})
+	t.Run("save", func(t *testing.T) {
+		n, host, g := begin(t)
+		s, state := g.save(), n.Save()
+		sent := int(state.Stats.TxFrames)
+		fork, forkHost := newNet(t, unix.SOCK_DGRAM)
+		if err := fork.Restore(state); err != nil {
+			t.Fatal(err)
+		}
+		g.bus.Close()
+		g.restore(fork, s)
+		g.bus.Resume()
+		wantFrames(t, host, 0, sent)
+		wantFrames(t, forkHost, sent, count)
+		lostNone(t, fork)
+	})
+	t.Run("reset", func(t *testing.T) {
+		n, host, g := begin(t)
+		g.writeReg(regStatus, 0) // returns when nothing waits
+		sent := int(n.Stats().TxFrames)
+		g.start(n.Features()|transportFeatures, 16)
+		wantFrames(t, host, 0, sent)
+		g.send(netTx, g.out(netPacket(frame(99, 1))))
+		if got := recvFrame(t, host); len(got) != 99 {
+			t.Fatalf("frame of %d bytes", len(got))
+		}
+	})
+	t.Run("plug", func(t *testing.T) {
+		n, host, g := begin(t)
+		a, b := socketpair(t, unix.SOCK_DGRAM)
+		old, err := n.Plug(a)
+		if err != nil {
+			t.Fatal(err)
+		}
+		sent := 0
+		for ; ; sent++ { // what the old wire holds
+			if err := host.SetReadDeadline(time.Unix(1, 0)); err != nil {
+				t.Fatal(err)
+			}
+			raw, err := host.SyscallConn()
+			if err != nil {
+				t.Fatal(err)
+			}
+			var k int
+			if ctlErr := raw.Control(func(fd uintptr) { k, err = unix.Read(int(fd), make([]byte, 2000)) }); ctlErr != nil {
+				t.Fatal(ctlErr)
+			}
+			if err != nil {
+				break
+			}
+			if k != wire.HeaderLen+1000+sent {
+				t.Fatalf("message %d has %d bytes", sent, k)
+			}
+		}
+		old.Close()
+		wantFrames(t, b, sent, count)
+		lostNone(t, n)
+		if _, err := b.Write(message(frame(77, 1))); err != nil {
+			t.Fatal(err)
+		}
+		g.send(netRx, g.in(2000))
+		if _, used := g.wait(netRx); used != 77+netHeaderLen {
+			t.Fatalf("used %d", used)
+		}
+		if _, err := n.Plug(old); err == nil {
+			t.Fatal("a closed socket was plugged in")
+		}
+		g.send(netTx, g.out(netPacket(frame(55, 1))))
+		if got := recvFrame(t, b); len(got) != 55 {
+			t.Fatalf("frame of %d bytes", len(got))
+		}
+	})
+}
+
+// TestNetTransmitToNobody: frames for a wire without another end are lost.
+func TestNetTransmitToNobody(t *testing.T) {
+	n, host := newNet(t, unix.SOCK_DGRAM)
+	g := startGuest(t, n)
+	host.Close()
+	for range 2 {
+		g.send(netTx, g.out(netPacket(frame(60, 1))))
+		g.wait(netTx)
 	}
-	if got := g.get(hdr.gpa, netHeaderLen); !bytes.Equal(got, []byte{0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0}) {
-		t.Fatalf("header %x", got)
-	}
-	if got := g.get(body.gpa, 61); !bytes.Equal(got, append(frame(60, 3), 0)) {
-		t.Fatalf("frame %x", got)
-	}
-	// Too short, too long, empty; then one that is right.
-	g.send(netRx, hdr, body)
-	for _, k := range []int{13, 1519, 3000, 0, 1518} {
-		write(frame(k, 4))
-	}
-	if _, used := g.wait(netRx); used != 1518+netHeaderLen {
-		t.Fatalf("used %d", used)
-	}
-	// A buffer that is too small keeps its place.
-	g.send(netRx, g.in(40))
-	write(frame(60, 5))
-	write(frame(20, 6))
-	if _, used := g.wait(netRx); used != 32 {
-		t.Fatalf("used %d", used)
-	}
-	want := NetStats{RxFrames: 3, RxBytes: 60 + 1518 + 20, RxDropped: 5}
-	if got := n.Stats(); got != want {
-		t.Fatalf("stats %+v, want %+v", got, want)
+	if got := n.Stats(); got.TxDropped != 2 || got.TxFrames != 0 {
+		t.Fatalf("stats %+v", got)
 	}
 	g.wantHealthy()
 }
@@ -145,7 +353,7 @@ func TestNetBroken(t *testing.T) {
 	for _, q := range []int{netRx, netTx} {
 		n, host := newNet(t, unix.SOCK_DGRAM)
 		g := startGuest(t, n)
-		if _, err := host.Write(frame(60, 1)); err != nil {
+		if _, err := host.Write(message(frame(60, 1))); err != nil {
 			t.Fatal(err)
 		}
 		g.send(q, buf{gpa: 1 << 40, len: 100, write: q == netRx})
@@ -165,7 +373,7 @@ func TestNetHostGone(t *testing.T) {
 	g := startGuest(t, n)
 	g.send(netRx, g.in(2000))
 	host.Close()
-	<-n.rxDone
+	n.rx.wait()
 	g.send(netTx, g.out(netPacket(frame(60, 1))))
 	g.wait(netTx)
 	g.wantHealthy()
@@ -208,7 +416,7 @@ func TestNetSaveRestore(t *testing.T) {
 	s := g.save()
 	g.send(netTx, g.out(netPacket(frame(61, 1))))
 	g.send(netRx, g.in(2000))
-	if _, err := host.Write(frame(62, 1)); err != nil {
+	if _, err := host.Write(message(frame(62, 1))); err != nil {
 		t.Fatal(err)
 	}
 	state := n.Save()
@@ -223,7 +431,7 @@ func TestNetSaveRestore(t *testing.T) {
 		t.Fatal(err)
 	}
 	g.restore(n2, s)
-	if _, err := host2.Write(frame(63, 1)); err != nil {
+	if _, err := host2.Write(message(frame(63, 1))); err != nil {
 		t.Fatal(err)
 	}
 	g.bus.Resume()
@@ -243,6 +451,32 @@ func TestNetSaveRestore(t *testing.T) {
 	}
 }
 
+// TestNetRestoreOld: a driver that was saved before the card offered anything goes
+// on with what it knew.
+func TestNetRestoreOld(t *testing.T) {
+	n, _ := newNet(t, unix.SOCK_DGRAM)
+	g := newGuest(t, n)
+	g.start(netMTU|netMAC|transportFeatures, 16)
+	s, state := g.save(), n.Save()
+	g.bus.Close()
+	n, host := newNet(t, unix.SOCK_DGRAM)
+	if err := n.Restore(state); err != nil {
+		t.Fatal(err)
+	}
+	g.restore(n, s)
+	h, long := tso(1500)
+	if _, err := host.Write(messageOf(h, long)); err != nil {
+		t.Fatal(err)
+	}
+	g.bus.Resume()
+	for _, want := range []uint32{1400, 100} {
+		g.send(netRx, g.in(2000))
+		if _, used := g.wait(netRx); used != netHeaderLen+54+want {
+			t.Fatalf("used %d", used)
+		}
+	}
+}
+
 // TestNetPauseWhileBusy pauses and resumes under traffic in both directions:
 // no frame is lost, and none moves during a pause.
 func TestNetPauseWhileBusy(t *testing.T) {
@@ -254,7 +488,7 @@ func TestNetPauseWhileBusy(t *testing.T) {
 		p := make([]byte, 4096)
 		for i := range frames {
 			k, err := host.Read(p)
-			if err == nil && k != 60+i {
+			if err == nil && k != wire.HeaderLen+60+i {
 				err = errors.New("frame lost or out of order")
 			}
 			if err == nil {
@@ -269,7 +503,7 @@ func TestNetPauseWhileBusy(t *testing.T) {
 	}()
 	rx := g.in(2000)
 	for i := range frames {
-		g.next = 1 << 20
+		g.next = 2 << 20
 		g.send(netRx, rx)
 		g.send(netTx, g.out(netPacket(frame(60+i, byte(i)))))
 		if i%10 == 0 {

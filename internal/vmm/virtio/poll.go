@@ -2,15 +2,15 @@ package virtio
 
 import "golang.org/x/sys/unix"
 
-// verdict is what a goroutine that moves data from a host socket to the guest
+// verdict is what a goroutine that moves data between a host socket and the guest
 // does next.
 type verdict int
 
 const (
-	again        verdict = iota
-	waitReadable         // until the socket has something
-	waitWake             // until the guest or the VMM does something
-	linger               // as waitWake, but not for ever
+	again      verdict = iota
+	waitSocket         // until the socket is ready
+	waitWake           // until the guest or the VMM does something
+	linger             // as waitWake, but not for ever
 	finished
 )
 

@@ -16,8 +16,12 @@ const (
 	descIndirect = 4
 )
 
-// availNoInterrupt is VIRTQ_AVAIL_F_NO_INTERRUPT, §2.7.6.
-const availNoInterrupt = 1
+// availNoInterrupt is VIRTQ_AVAIL_F_NO_INTERRUPT, §2.7.6, usedNoNotify is
+// VIRTQ_USED_F_NO_NOTIFY, §2.7.8.
+const (
+	availNoInterrupt = 1
+	usedNoNotify     = 1
+)
 
 // Sizes of the parts of a split virtqueue, §2.7.
 const (
@@ -37,8 +41,9 @@ var ErrQueue = errors.New("malformed virtqueue")
 //
 // VIRTIO_F_EVENT_IDX is not offered: it adds two moving thresholds that must
 // survive snapshots, to save notifications that are rare here by design
-// (devices complete inline, vsock announces sent packets lazily, and Linux
-// masks interrupts through the flags while it works on a ring).
+// (devices complete inline, vsock and net announce what was sent lazily, Linux
+// masks interrupts through the flags while it works on a ring, and net masks
+// notifications through them).
 //
 // A Queue has no lock of its own. The transport writes the registers while the
 // queue is not in use; afterwards it belongs to whoever holds the device's
@@ -131,8 +136,44 @@ func (q *Queue) Pop() (c Chain, ok bool, err error) {
 }
 
 // Unpop puts back the buffer that Pop returned last, untouched: the device
-// found that it has nothing to put into it. No other Pop may be in between.
+// found that it has nothing to put into it. No other Pop may be in between. To
+// put back several, the last ones that Pop returned, it is called as often.
 func (q *Queue) Unpop() { q.nextAvail-- }
+
+// more reports whether Pop would find a buffer, or an error.
+func (q *Queue) more() bool {
+	if !q.ready {
+		return false
+	}
+	idx, err := q.availIndex()
+	return err != nil || idx != q.nextAvail
+}
+
+// notify says whether the driver is to notify the device of buffers (§2.7.10). It is
+// a hint: a driver may do so in any case. After it was asked to, what it has added
+// before it saw that is in the ring already, so the caller looks once more (§2.7.10.1).
+// Whether anything has changed is returned. Guest memory is written only then: a fork
+// shares it with its source until it is.
+func (q *Queue) notify(wanted bool) (changed bool, err error) {
+	if !q.ready {
+		return false, nil
+	}
+	var flags uint16
+	if !wanted {
+		flags = usedNoNotify
+	}
+	old, err := q.mem.LoadUint16(q.used)
+	if err != nil {
+		return false, fmt.Errorf("%w: read used flags: %w", ErrQueue, err)
+	}
+	if old == flags {
+		return false, nil
+	}
+	if err := q.mem.StoreUint16(q.used, flags); err != nil {
+		return false, fmt.Errorf("%w: write used flags: %w", ErrQueue, err)
+	}
+	return true, nil
+}
 
 // availIndex is the driver's free-running position in the avail ring.
 func (q *Queue) availIndex() (uint16, error) {
@@ -247,6 +288,15 @@ func (q *Queue) descriptor(table uint64, index uint32) (descriptor, error) {
 // Push returns a buffer to the driver (§2.7.8): n bytes of its writable part
 // were written, from the start on. The entry is published before Push returns.
 func (q *Queue) Push(head uint16, n uint32) error {
+	if err := q.fill(head, n); err != nil {
+		return err
+	}
+	return q.publish()
+}
+
+// fill is Push without telling the driver, which publish does, of all that were
+// filled at once.
+func (q *Queue) fill(head uint16, n uint32) error {
 	if !q.ready {
 		return nil
 	}
@@ -257,6 +307,14 @@ func (q *Queue) Push(head uint16, n uint32) error {
 		return fmt.Errorf("%w: write used ring: %w", ErrQueue, err)
 	}
 	q.nextUsed++
+	return nil
+}
+
+// publish shows the driver the entries that were filled.
+func (q *Queue) publish() error {
+	if !q.ready {
+		return nil
+	}
 	if err := q.mem.StoreUint16(q.used+idxOffset, q.nextUsed); err != nil {
 		return fmt.Errorf("%w: write used index: %w", ErrQueue, err)
 	}

@@ -100,11 +100,11 @@ type Vsock struct {
 	// standby is the connection that a copy of the guest goes on with, the
 	// zero key for none; gone are those that it does not, and that the guest
 	// has not been told of so far (see vsock_standby.go).
-	standby connKey
-	saved   VsockConnState // a standby that nobody has adopted so far
-	adopted *vsockConn     // one that the guest has not answered on so far
-	settled func()         // see Adopt
-	gone    []connKey
+	standby  connKey
+	saved    VsockConnState // a standby that nobody has attached so far
+	attached *vsockConn     // one that the guest has not answered on so far
+	settled  func()         // see AttachStandby
+	gone     []connKey
 
 	rxDirty   bool   // receive buffers were used since the last announcement
 	lazySlots uint32 // descriptors and bytes of transmit buffers that were
@@ -159,7 +159,7 @@ func (d *Vsock) unlock() {
 	if !d.live {
 		d.dropAll() // a broken ring ends the connections, too
 	}
-	if c := d.adopted; c != nil && (c.answered || c.closed) {
+	if c := d.attached; c != nil && (c.answered || c.closed) {
 		d.settleGone()
 		d.flush()
 	}
@@ -181,7 +181,7 @@ func (d *Vsock) unlock() {
 func (d *Vsock) Reset() {
 	d.deactivate()
 	d.mu.Lock()
-	d.standby, d.saved, d.adopted, d.settled, d.gone = connKey{}, VsockConnState{}, nil, nil, nil
+	d.standby, d.saved, d.attached, d.settled, d.gone = connKey{}, VsockConnState{}, nil, nil, nil
 	d.rxDirty, d.lazySlots, d.lazyBytes = false, 0, 0
 	d.unlock()
 	d.wg.Wait()

@@ -328,7 +328,7 @@ func (c *vsockConn) receive() {
 		if err := c.raw.Read(func(fd uintptr) bool {
 			for {
 				if next = c.deliver(int(fd)); next != again {
-					return next != waitReadable
+					return next != waitSocket
 				}
 			}
 		}); err != nil {
@@ -423,7 +423,7 @@ func (c *vsockConn) deliver(fd int) verdict {
 	case errors.Is(err, unix.EINTR):
 		return again
 	case errors.Is(err, unix.EAGAIN):
-		return waitReadable
+		return waitSocket
 	case err != nil:
 		c.abort(ErrVsockReset)
 		d.flush()
@@ -446,7 +446,7 @@ func (c *vsockConn) knock(fd int) verdict {
 	case errors.Is(err, unix.EINTR):
 		return again
 	case errors.Is(err, unix.EAGAIN):
-		return waitReadable
+		return waitSocket
 	}
 	return c.block()
 }
@@ -462,5 +462,5 @@ func (c *vsockConn) watchHangup(fd int) verdict {
 	if c.hostShut == shutBoth {
 		return linger
 	}
-	return waitReadable
+	return waitSocket
 }

@@ -21,7 +21,7 @@ type vsockGuest struct {
 	fwd     uint32        // fwd_cnt it announces
 	scratch uint64        // where packets to send are put
 	rxAt    map[uint16]uint64
-	settled atomic.Int32 // calls of what Adopt was given
+	settled atomic.Int32 // calls of what AttachStandby was given
 }
 
 const (

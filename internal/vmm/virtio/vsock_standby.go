@@ -33,13 +33,13 @@ func (d *Vsock) WakeOn(f func()) {
 // errNoStandby is a mistake of the caller, who knows what was saved.
 var errNoStandby = errors.New("vsock: the state has no standby connection")
 
-// Adopt gives the standby connection of a restored guest its other end, after
+// AttachStandby gives the standby connection of a restored guest its other end, after
 // MMIO.Restore and before Resume. Without it the connection is gone, too.
 // settled is called once, without the device's lock: when the guest has answered
 // and the host has more for it, or when it will not answer. What it is to hear
 // besides can be told then. Until it is used, a copy has nothing more to do, and
 // so no more memory of its own.
-func (d *Vsock) Adopt(conn *os.File, settled func()) error {
+func (d *Vsock) AttachStandby(conn *os.File, settled func()) error {
 	d.mu.Lock()
 	defer d.unlock()
 	s := d.saved
@@ -53,7 +53,7 @@ func (d *Vsock) Adopt(conn *os.File, settled func()) error {
 	c.open = true
 	c.takenCnt, c.fwdCnt, c.toldCnt = s.Taken, s.Taken, s.Told
 	c.sentCnt, c.peerAlloc, c.peerCnt = s.Sent, s.PeerAlloc, s.PeerCnt
-	d.adopted, d.settled, d.saved = c, settled, VsockConnState{}
+	d.attached, d.settled, d.saved = c, settled, VsockConnState{}
 	return nil
 }
 
@@ -66,11 +66,11 @@ func (d *Vsock) settleGone() {
 		d.gone = append(d.gone, connKey{host: d.saved.Host, guest: d.saved.Guest})
 		d.saved = VsockConnState{}
 	}
-	if c := d.adopted; c != nil {
+	if c := d.attached; c != nil {
 		if !c.closed && !c.answered {
 			return
 		}
-		d.adopted = nil
+		d.attached = nil
 		if !c.answered {
 			d.used()
 		}
@@ -84,7 +84,7 @@ func (d *Vsock) settleGone() {
 // used notes that the host has something for the guest, which a copy that has
 // answered takes as the beginning of its use.
 func (d *Vsock) used() {
-	if d.adopted == nil && d.settled != nil {
+	if d.attached == nil && d.settled != nil {
 		d.callbacks = append(d.callbacks, d.settled)
 		d.settled = nil
 	}

@@ -26,7 +26,7 @@ func (g *vsockGuest) callStandby(port uint32) (connKey, *os.File) {
 }
 
 // copyOf captures the guest and goes on in a copy of it.
-func (g *vsockGuest) copyOf(want bool) (adopt *os.File) {
+func (g *vsockGuest) copyOf(want bool) (end *os.File) {
 	g.t.Helper()
 	s := g.save()
 	state := g.dev.Save()
@@ -45,7 +45,7 @@ func (g *vsockGuest) copyOf(want bool) (adopt *os.File) {
 	}
 	a, b := socketpair(g.t, unix.SOCK_STREAM)
 	g.settled.Store(0)
-	if err := g.dev.Adopt(a, func() { g.settled.Add(1) }); err != nil {
+	if err := g.dev.AttachStandby(a, func() { g.settled.Add(1) }); err != nil {
 		g.t.Fatal(err)
 	}
 	g.bus.Resume()
@@ -97,7 +97,7 @@ func TestVsockStandby(t *testing.T) {
 		}
 		// Each copy must name its own.
 		if g.dev.Save().HasStandby() {
-			t.Fatal("a connection that was adopted is a standby again")
+			t.Fatal("a connection that was attached is a standby again")
 		}
 		if err := end.Close(); err != nil {
 			t.Fatal(err)
@@ -110,7 +110,7 @@ func TestVsockStandby(t *testing.T) {
 }
 
 // TestVsockStandbyRefused: a connection with something on its way is not handed
-// on, and one that nobody adopts is reset like all.
+// on, and one that nobody attaches is reset like all.
 func TestVsockStandbyRefused(t *testing.T) {
 	for name, disturb := range map[string]func(*vsockGuest, connKey, *os.File){
 		"unread by the guest": func(g *vsockGuest, _ connKey, host *os.File) {
@@ -131,8 +131,8 @@ func TestVsockStandbyRefused(t *testing.T) {
 			g.copyOf(false)
 			g.want(k, opReset)
 			a, _ := socketpair(t, unix.SOCK_STREAM)
-			if err := g.dev.Adopt(a, nil); err == nil {
-				t.Fatal("adopted")
+			if err := g.dev.AttachStandby(a, nil); err == nil {
+				t.Fatal("attached")
 			}
 		})
 	}

@@ -3,7 +3,7 @@
 //
 // The socket is a SOCK_SEQPACKET pair, so each message is whole and carries
 // its file descriptors with it; the vmm process opens nothing by path. The
-// parent sends Boot first, or Shell and Load, then requests with an id of its
+// parent sends Boot first, or Spare and Load, then requests with an id of its
 // choosing; the vmm answers each with a Reply of the same id, tells Ready when
 // the guest's agent has reported for duty, and Exit as its last word. When the socket
 // closes without an Exit the process was killed; when the parent's end closes

@@ -31,8 +31,8 @@ func (m *Boot) decode(d *codec.Decoder) {
 	m.Devices.decode(d)
 }
 
-func (m *Shell) encode(e *codec.Encoder) {
-	encodeImage(e, &m.Memory)
+func (m *Spare) encode(e *codec.Encoder) {
+	encodeStack(e, &m.Memory)
 	e.String(m.Profile)
 	e.Uvarint(m.VCPUs)
 	m.Touch.encode(e)
@@ -40,8 +40,8 @@ func (m *Shell) encode(e *codec.Encoder) {
 	e.Bool(m.HasUserfaultfd)
 }
 
-func (m *Shell) decode(d *codec.Decoder) {
-	m.Memory = decodeImage(d)
+func (m *Spare) decode(d *codec.Decoder) {
+	m.Memory = decodeStack(d)
 	m.Profile = d.String(maxText)
 	m.VCPUs = d.UvarintMax(1 << 16)
 	m.Touch.decode(d)
@@ -68,9 +68,9 @@ func (d *Devices) encode(e *codec.Encoder) {
 		k := &d.Disks[i]
 		e.Bool(k.ReadOnly)
 		e.String(k.ID)
-		e.Bool(k.Image != nil)
-		if k.Image != nil {
-			encodeImage(e, k.Image)
+		e.Bool(k.Stack != nil)
+		if k.Stack != nil {
+			encodeStack(e, k.Stack)
 		}
 		e.Uvarint(k.BytesPerSecond)
 		e.Uvarint(k.OpsPerSecond)
@@ -90,8 +90,8 @@ func (d *Devices) decode(w *codec.Decoder) {
 	for range w.Count(maxDevices) {
 		k := Disk{ReadOnly: w.Bool(), ID: w.String(maxText)}
 		if w.Bool() {
-			im := decodeImage(w)
-			k.Image = &im
+			stack := decodeStack(w)
+			k.Stack = &stack
 		}
 		k.BytesPerSecond, k.OpsPerSecond = w.Uvarint(), w.Uvarint()
 		d.Disks = append(d.Disks, k)
@@ -107,15 +107,15 @@ func (d *Devices) decode(w *codec.Decoder) {
 	d.MaxFile = w.Uvarint()
 }
 
-func encodeImage(e *codec.Encoder, im *layer.Image) {
-	e.Uvarint(im.Size)
-	e.Uvarint(uint64(len(im.Layers)))
-	for _, r := range im.Layers {
+func encodeStack(e *codec.Encoder, stack *layer.Stack) {
+	e.Uvarint(stack.Size)
+	e.Uvarint(uint64(len(stack.Layers)))
+	for _, r := range stack.Layers {
 		e.Data(r.Digest[:])
 		e.Uvarint(r.Size)
 	}
-	e.Uvarint(uint64(len(im.Extents)))
-	for _, x := range im.Extents {
+	e.Uvarint(uint64(len(stack.Extents)))
+	for _, x := range stack.Extents {
 		e.Uvarint(x.Start)
 		e.Uvarint(x.Length)
 		e.Uvarint(uint64(x.Layer))
@@ -123,27 +123,27 @@ func encodeImage(e *codec.Encoder, im *layer.Image) {
 	}
 }
 
-func decodeImage(d *codec.Decoder) (im layer.Image) {
-	im.Size = d.Uvarint()
+func decodeStack(d *codec.Decoder) (stack layer.Stack) {
+	stack.Size = d.Uvarint()
 	for range d.Count(layer.MaxLayers) {
 		var r layer.Ref
 		if copy(r.Digest[:], d.View(len(r.Digest))) != len(r.Digest) {
 			d.Fail(fmt.Errorf("a digest has %d bytes", len(r.Digest)))
 		}
 		r.Size = d.Uvarint()
-		im.Layers = append(im.Layers, r)
+		stack.Layers = append(stack.Layers, r)
 	}
 	for range d.Count(layer.MaxExtents) {
-		im.Extents = append(im.Extents, layer.Extent{
+		stack.Extents = append(stack.Extents, layer.Extent{
 			Start: d.Uvarint(), Length: d.Uvarint(), Layer: int(d.UvarintMax(layer.MaxLayers)), Offset: d.Uvarint(),
 		})
 	}
 	if d.Err() == nil {
-		if err := im.Validate(); err != nil {
+		if err := stack.Validate(); err != nil {
 			d.Fail(err)
 		}
 	}
-	return im
+	return stack
 }
 
 func (m *Save) encode(e *codec.Encoder) {

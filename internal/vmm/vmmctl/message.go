@@ -24,10 +24,10 @@ const (
 	KindConsole Kind = 5
 	KindBalloon Kind = 6
 	KindStop    Kind = 7
-	// KindGeneration gives the guest a new generation id.
-	KindGeneration Kind = 8
-	KindShell      Kind = 9
-	KindSave       Kind = 10
+	// KindGenerationID gives the guest a new generation id.
+	KindGenerationID Kind = 8
+	KindSpare        Kind = 9
+	KindSave         Kind = 10
 	// KindTouched asks which pages of memory the machine has touched; it comes
 	// with the process's page map.
 	KindTouched Kind = 11
@@ -38,6 +38,7 @@ const (
 	KindPark Kind = 14
 	// KindStream is Save of a machine that stands still, to pipes.
 	KindStream Kind = 15
+	KindPlug   Kind = 16
 
 	KindReply Kind = 64
 	KindReady Kind = 65
@@ -51,7 +52,7 @@ const (
 	maxDevices = 24
 	// MaxTouched bounds the runs of pages of either kind that are told of.
 	MaxTouched = 2048
-	// MaxMessage bounds one message; the images of a machine with many
+	// MaxMessage bounds one message; the stacks of a machine with many
 	// layered disks are the largest.
 	MaxMessage = 128 << 10
 	// MaxFiles bounds the descriptors of one message; the kernel takes 253.
@@ -78,12 +79,12 @@ type Boot struct {
 	Devices        Devices
 }
 
-// Shell describes a machine that is made before it is known what goes on in it:
+// Spare describes a machine that is made before it is known what goes on in it:
 // memory and processors without a state. Load follows, at once or much later.
 // Its descriptors come in this order: KVM, /dev/userfaultfd (if HasUserfaultfd),
 // the layers of the memory.
-type Shell struct {
-	Memory         layer.Image
+type Spare struct {
+	Memory         layer.Stack
 	Profile        string
 	VCPUs          uint64
 	HasUserfaultfd bool
@@ -93,7 +94,7 @@ type Shell struct {
 	Watch bool
 }
 
-// Load continues a saved machine in a shell. Its descriptors are the saved
+// Load continues a saved machine in a spare. Its descriptors are the saved
 // state and those of the devices.
 type Load struct {
 	ID      uint64
@@ -121,22 +122,22 @@ type Devices struct {
 	MaxFile uint64
 }
 
-// Disk is a disk in one file, or one with an image: then its descriptors are
-// the image's layers and its own writable top.
+// Disk is a disk in one file, or one with a stack: then its descriptors are
+// the stack's layers and its own writable top.
 type Disk struct {
 	ReadOnly bool
 	ID       string
-	Image    *layer.Image
+	Stack    *layer.Stack
 	// BytesPerSecond and OpsPerSecond limit what it does; 0 is no limit.
 	BytesPerSecond, OpsPerSecond uint64
 }
 
 // Files is how many descriptors a disk comes with.
 func (d *Disk) Files() int {
-	if d.Image == nil {
+	if d.Stack == nil {
 		return 1
 	}
-	return len(d.Image.Layers) + 1
+	return len(d.Stack.Layers) + 1
 }
 
 // Files is how many descriptors the devices come with.
@@ -161,10 +162,10 @@ type Net struct {
 }
 
 // Save writes a machine, as it is at one instant, to files: its state, what its
-// memory has beyond its image, and the same for each disk that has an image. A
+// memory has beyond its stack, and the same for each disk that has a stack. A
 // machine that was running goes on as soon as it can. Its descriptors are the
 // page map of the vmm process, which it cannot open, the state, the memory
-// (which gets each page at its offset in RAM), and for each disk with an image
+// (which gets each page at its offset in RAM), and for each disk with a stack
 // the layer and an empty file that becomes its top. The reply's data is a Saved.
 type Save struct {
 	ID uint64
@@ -173,7 +174,7 @@ type Save struct {
 	// then those of each disk to the disk's; each pipe is closed before the next is
 	// written to. There is no Rebase.
 	Stream bool
-	// Rebase says that what is saved becomes part of the machine's image: the
+	// Rebase says that what is saved becomes part of the machine's stack: the
 	// next Save tells what changed after this one, if this one succeeds.
 	Rebase bool
 	// Memory and Disks are to be stored even if they did not change.
@@ -200,8 +201,15 @@ type Connect struct {
 	Standby bool
 }
 
+// Plug gives a network interface another wire; its one descriptor is the guest's
+// end. A vmm process of an AgentRun before this message hangs up on who sends it.
+type Plug struct {
+	ID  uint64
+	Net uint64 // its number among Devices.Nets
+}
+
 // Simple is a request without arguments: Pause, Park, Resume, Console, Stop,
-// Generation, Touched or Settle.
+// GenerationID, Touched or Settle.
 type Simple struct {
 	Kind Kind
 	ID   uint64
@@ -213,7 +221,7 @@ type Balloon struct {
 	Bytes uint64
 }
 
-// Reply answers the request with the same id; Boot and Shell have id 0.
+// Reply answers the request with the same id; Boot and Spare have id 0.
 type Reply struct {
 	ID uint64
 	// Error is empty on success.
@@ -252,15 +260,17 @@ func Unmarshal(b []byte) (Message, error) {
 	switch k := Kind(b[0]); k {
 	case KindBoot:
 		m = &Boot{}
-	case KindShell:
-		m = &Shell{}
+	case KindSpare:
+		m = &Spare{}
 	case KindLoad:
 		m = &Load{}
 	case KindSave, KindStream:
 		m = &Save{Stream: k == KindStream}
 	case KindConnect:
 		m = &Connect{}
-	case KindPause, KindPark, KindResume, KindConsole, KindStop, KindGeneration, KindTouched, KindSettle:
+	case KindPlug:
+		m = &Plug{}
+	case KindPause, KindPark, KindResume, KindConsole, KindStop, KindGenerationID, KindTouched, KindSettle:
 		m = &Simple{Kind: k}
 	case KindBalloon:
 		m = &Balloon{}
@@ -283,7 +293,7 @@ func Unmarshal(b []byte) (Message, error) {
 }
 
 func (*Boot) kind() Kind  { return KindBoot }
-func (*Shell) kind() Kind { return KindShell }
+func (*Spare) kind() Kind { return KindSpare }
 func (*Load) kind() Kind  { return KindLoad }
 func (m *Save) kind() Kind {
 	if m.Stream {
@@ -292,6 +302,7 @@ func (m *Save) kind() Kind {
 	return KindSave
 }
 func (*Connect) kind() Kind  { return KindConnect }
+func (*Plug) kind() Kind     { return KindPlug }
 func (m *Simple) kind() Kind { return m.Kind }
 func (*Balloon) kind() Kind  { return KindBalloon }
 func (*Reply) kind() Kind    { return KindReply }
@@ -307,6 +318,9 @@ func (m *Connect) encode(e *codec.Encoder) {
 func (m *Connect) decode(d *codec.Decoder) {
 	m.ID, m.Port, m.Standby = d.Uvarint(), uint32(d.UvarintMax(1<<32-1)), d.Bool()
 }
+
+func (m *Plug) encode(e *codec.Encoder) { e.Uvarint(m.ID); e.Uvarint(m.Net) }
+func (m *Plug) decode(d *codec.Decoder) { m.ID, m.Net = d.Uvarint(), d.UvarintMax(maxDevices) }
 
 func (m *Simple) encode(e *codec.Encoder) { e.Uvarint(m.ID) }
 func (m *Simple) decode(d *codec.Decoder) { m.ID = d.Uvarint() }

@@ -13,8 +13,8 @@ import (
 	"agentrun.dev/internal/storage/layer"
 )
 
-func image() layer.Image {
-	return layer.Image{
+func stack() layer.Stack {
+	return layer.Stack{
 		Size:    1 << 20,
 		Layers:  []layer.Ref{{Digest: layer.Digest{1}, Size: 8 << 10}, {Digest: layer.Digest{2}, Size: 4 << 10}},
 		Extents: []layer.Extent{{Start: 0, Length: 4 << 10, Layer: 1}, {Start: 64 << 10, Length: 8 << 10, Layer: 0}},
@@ -22,10 +22,10 @@ func image() layer.Image {
 }
 
 func devices() Devices {
-	im := image()
+	stack := stack()
 	return Devices{
 		Listen: true, ReadyPort: 1024,
-		Disks: []Disk{{ReadOnly: true, ID: "root"}, {}, {ID: "data", Image: &im, BytesPerSecond: 1 << 40, OpsPerSecond: 100}},
+		Disks: []Disk{{ReadOnly: true, ID: "root"}, {}, {ID: "data", Stack: &stack, BytesPerSecond: 1 << 40, OpsPerSecond: 100}},
 		Nets:  []Net{{MAC: [6]byte{2, 0, 0, 0, 0, 1}, MTU: 1500}}, MaxFile: 1 << 40,
 	}
 }
@@ -35,15 +35,16 @@ func messages() []Message {
 		&Boot{
 			Cmdline: "quiet", Memory: 256 << 20, VCPUs: 2, Profile: "host-v1", HasInitrd: true, Devices: devices(),
 		},
-		&Shell{Memory: image(), Profile: "host-v1", VCPUs: 1, HasUserfaultfd: true, Watch: true, Touch: Touched{
+		&Spare{Memory: stack(), Profile: "host-v1", VCPUs: 1, HasUserfaultfd: true, Watch: true, Touch: Touched{
 			Written: []extent.Run{{Start: 4096, Length: 8192}}, Read: []extent.Run{{Start: 1 << 30, Length: 4096}, {Start: 2 << 30, Length: 4096}},
 		}},
 		&Load{ID: 8, Devices: devices()},
 		&Save{ID: 9},
 		&Save{ID: 9, Stream: true, Memory: []extent.Run{{Start: 4096, Length: 8192}}},
 		&Connect{ID: 7, Port: 1<<32 - 1},
+		&Plug{ID: 8, Net: 1},
 		&Simple{Kind: KindPause, ID: 1},
-		&Simple{Kind: KindGeneration, ID: 2},
+		&Simple{Kind: KindGenerationID, ID: 2},
 		&Balloon{ID: 3, Bytes: 1 << 40},
 		&Reply{ID: 4, Error: "no", Data: []byte("tail")},
 		&Ready{},

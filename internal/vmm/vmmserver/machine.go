@@ -69,13 +69,13 @@ func (s *server) boot(b *vmmctl.Boot) error {
 // below.
 const maxState = 1 << 20
 
-// shell does the same for Shell.
-func (s *server) shell(m *vmmctl.Shell) (*vmm.Shell, error) {
+// spare does the same for Spare.
+func (s *server) spare(m *vmmctl.Spare) (*vmm.Spare, error) {
 	if err := s.begin(1+len(m.Memory.Layers), m.HasUserfaultfd); err != nil {
 		return nil, err
 	}
 	layers := s.take(len(m.Memory.Layers))
-	cfg := vmm.ShellConfig{KVM: s.sys, Memory: m.Memory.Size, VCPUs: int(m.VCPUs), Profile: cpu.Profile(m.Profile)}
+	cfg := vmm.SpareConfig{KVM: s.sys, Memory: m.Memory.Size, VCPUs: int(m.VCPUs), Profile: cpu.Profile(m.Profile)}
 	for _, e := range m.Memory.Extents {
 		cfg.Layers = append(cfg.Layers, guestmem.Mapping{
 			Run: extent.Run{Start: e.Start, Length: e.Length}, File: layers[e.Layer], Offset: e.Offset,
@@ -85,27 +85,27 @@ func (s *server) shell(m *vmmctl.Shell) (*vmm.Shell, error) {
 	if m.Watch {
 		cfg.Watch = s.userfaultfd
 	}
-	shell, err := vmm.NewShell(cfg)
+	spare, err := vmm.NewSpare(cfg)
 	if err := errors.Join(err, closeAll(layers)); err != nil { // a mapping needs no descriptor
 		return nil, err
 	}
-	return shell, nil
+	return spare, nil
 }
 
-// load continues a machine in a shell, which it takes over.
-func (s *server) load(shell *vmm.Shell, m *vmmctl.Load) error {
+// load continues a machine in a spare, which it takes over.
+func (s *server) load(spare *vmm.Spare, m *vmmctl.Load) error {
 	if want := 1 + m.Devices.Files(); len(s.files) != want {
-		return errors.Join(fmt.Errorf("the message came with %d files, not %d", len(s.files), want), shell.Close())
+		return errors.Join(fmt.Errorf("the message came with %d files, not %d", len(s.files), want), spare.Close())
 	}
 	state, err := readState(s.take(1)[0])
 	if err != nil {
-		return errors.Join(err, shell.Close())
+		return errors.Join(err, spare.Close())
 	}
 	devices, err := s.devices(&m.Devices)
 	if err != nil {
-		return errors.Join(err, shell.Close())
+		return errors.Join(err, spare.Close())
 	}
-	s.vm, err = shell.Load(state, devices)
+	s.vm, err = spare.Load(state, devices)
 	return err
 }
 
@@ -137,7 +137,7 @@ func (s *server) devices(d *vmmctl.Devices) (out vmm.Devices, err error) {
 		k := &d.Disks[i]
 		files := s.take(k.Files())
 		var d vmm.Disk
-		if k.Image == nil {
+		if k.Stack == nil {
 			d, err = vmm.FileDisk(files[0], k.ReadOnly, k.ID)
 		} else {
 			d, err = s.layered(k, files)
@@ -162,7 +162,7 @@ func (s *server) devices(d *vmmctl.Devices) (out vmm.Devices, err error) {
 
 func (s *server) layered(k *vmmctl.Disk, files []*os.File) (vmm.Disk, error) {
 	last := len(files) - 1
-	d, err := disk.New(*k.Image, files[:last], files[last])
+	d, err := disk.New(*k.Stack, files[:last], files[last])
 	if err != nil {
 		return vmm.Disk{}, err
 	}

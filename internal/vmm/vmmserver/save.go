@@ -112,7 +112,7 @@ func (s *server) saveTo(m *vmmctl.Save, w *saveFiles) (saved vmmctl.Saved, err e
 				return err
 			}
 		}
-		return s.vm.ChangeGeneration() // last: it is of after the instant
+		return s.vm.ChangeGenerationID() // last: it is of after the instant
 	})
 	if err != nil {
 		return saved, err
@@ -138,7 +138,7 @@ func (s *server) saveTo(m *vmmctl.Save, w *saveFiles) (saved vmmctl.Saved, err e
 		saved.WhyCopiedInPause = vmmctl.Clip(why.Error())
 	}
 	if m.Rebase {
-		if err := c.Adopt(); err != nil {
+		if err := c.Rebase(); err != nil {
 			return saved, err
 		}
 		for _, d := range disks {
@@ -203,7 +203,7 @@ func (s *server) freezeDisks(w *saveFiles) (disks []*disk.Frozen, err error) {
 	return disks, nil
 }
 
-// saveDisk writes what a frozen disk has beyond its image.
+// saveDisk writes what a frozen disk has beyond its stack.
 func saveDisk(m *vmmctl.Save, i int, d *disk.Frozen, to *os.File) (change vmmctl.Change, err error) {
 	var include []extent.Run
 	if i < len(m.Disks) {

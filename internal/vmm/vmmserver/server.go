@@ -19,8 +19,8 @@ import (
 	"agentrun.dev/internal/vmm/vmmctl"
 )
 
-// Serve takes a Boot message, or Shell and Load, runs the VM and returns when it
-// has ended and the parent was told why. A parent that goes between Shell and
+// Serve takes a Boot message, or Spare and Load, runs the VM and returns when it
+// has ended and the parent was told why. A parent that goes between Spare and
 // Load ends it, too. limitFiles bounds the size of all files that the process
 // writes to; it is called once, before the guest runs.
 func Serve(conn *vmmctl.Conn, limitFiles func(bytes uint64) error) error {
@@ -55,7 +55,7 @@ func Serve(conn *vmmctl.Conn, limitFiles func(bytes uint64) error) error {
 }
 
 var (
-	// errGone: a shell is of no use without its parent.
+	// errGone: a spare is of no use without its parent.
 	errGone = errors.New("the parent has gone")
 	// errUnanswered: a parent that cannot be understood gets no answer.
 	errUnanswered = errors.New("no message that was expected")
@@ -74,22 +74,22 @@ func (s *server) make(conn *vmmctl.Conn) (id uint64, err error) {
 		}
 		s.spread(m.VCPUs)
 		return 0, nil
-	case *vmmctl.Shell:
-		shell, err := s.shell(m)
+	case *vmmctl.Spare:
+		spare, err := s.spare(m)
 		if err != nil {
 			return 0, err
 		}
-		id, err := s.fill(conn, shell)
+		id, err := s.fill(conn, spare)
 		if err == nil {
 			s.spread(m.VCPUs)
 		}
 		return id, err
 	}
-	return 0, fmt.Errorf("%w: the first is %T, neither Boot nor Shell", errUnanswered, m)
+	return 0, fmt.Errorf("%w: the first is %T, neither Boot nor Spare", errUnanswered, m)
 }
 
-// fill says that the shell is there and waits for what is to go on in it.
-func (s *server) fill(conn *vmmctl.Conn, shell *vmm.Shell) (id uint64, err error) {
+// fill says that the spare is there and waits for what is to go on in it.
+func (s *server) fill(conn *vmmctl.Conn, spare *vmm.Spare) (id uint64, err error) {
 	var m vmmctl.Message
 	if err = reply(conn, 0, nil, nil); err == nil {
 		m, s.files, err = conn.Receive()
@@ -99,13 +99,13 @@ func (s *server) fill(conn *vmmctl.Conn, shell *vmm.Shell) (id uint64, err error
 		if errors.Is(err, io.EOF) {
 			why = errGone
 		}
-		return 0, errors.Join(fmt.Errorf("%w: %w", why, err), shell.Close())
+		return 0, errors.Join(fmt.Errorf("%w: %w", why, err), spare.Close())
 	}
 	load, ok := m.(*vmmctl.Load)
 	if !ok {
-		return 0, errors.Join(fmt.Errorf("%w: %T after Shell, not Load", errUnanswered, m), shell.Close())
+		return 0, errors.Join(fmt.Errorf("%w: %T after Spare, not Load", errUnanswered, m), spare.Close())
 	}
-	return load.ID, s.load(shell, load)
+	return load.ID, s.load(spare, load)
 }
 
 // spread makes as many Ps as a VM needs. A vCPU keeps its P while it is in the
@@ -238,6 +238,9 @@ func (s *server) request(conn *vmmctl.Conn, m vmmctl.Message, files []*os.File) 
 		})
 		return nil
 	}
+	if p, ok := m.(*vmmctl.Plug); ok && len(files) == 1 {
+		return reply(conn, p.ID, s.vm.Plug(int(p.Net), files[0]), nil)
+	}
 	if save, ok := m.(*vmmctl.Save); ok {
 		go func() { // it takes long, and the parent may want more
 			saved, err := s.save(save, files)
@@ -274,8 +277,8 @@ func (s *server) request(conn *vmmctl.Conn, m vmmctl.Message, files []*os.File) 
 			return reply(conn, m.ID, err, []byte{stood})
 		case vmmctl.KindConsole:
 			return reply(conn, m.ID, nil, s.vm.Console().Tail)
-		case vmmctl.KindGeneration:
-			return reply(conn, m.ID, s.vm.RenewGeneration(), nil)
+		case vmmctl.KindGenerationID:
+			return reply(conn, m.ID, s.vm.RenewGenerationID(), nil)
 		case vmmctl.KindSettle:
 			go func() { // it takes long, and the parent may want more
 				s.vm.Settle(settleQuiet, settleLimit)

@@ -186,10 +186,10 @@ func TestSaveAndRestore(t *testing.T) {
 
 func testSaveAndRestore(t *testing.T, live bool) {
 	p := serve(t)
-	disk := layer.Image{Size: 1 << 20}
+	disk := layer.Stack{Size: 1 << 20}
 	boot := &vmmctl.Boot{
 		Memory: memory, VCPUs: 1, HasUserfaultfd: live, HasInitrd: true,
-		Devices: vmmctl.Devices{Disks: []vmmctl.Disk{{ID: "data", Image: &disk}}, MaxFile: memory},
+		Devices: vmmctl.Devices{Disks: []vmmctl.Disk{{ID: "data", Stack: &disk}}, MaxFile: memory},
 	}
 	kvm := open(t, "/dev/kvm")
 	devices := []*os.File{kvm}
@@ -216,7 +216,7 @@ func testSaveAndRestore(t *testing.T, live bool) {
 	if len(saved.Disks) != 1 || len(saved.Memory.Runs) == 0 || saved.Pause == 0 || (saved.WhyCopiedInPause == "") != live {
 		t.Fatalf("saved %+v", saved)
 	}
-	image, err := layer.OverlayInPlace(layer.Image{Size: memory}, layer.Ref{Digest: layer.Digest{1}, Size: memory}, saved.Memory.Runs, saved.Memory.Zeros)
+	stack, err := layer.OverlayInPlace(layer.Stack{Size: memory}, layer.Ref{Digest: layer.Digest{1}, Size: memory}, saved.Memory.Runs, saved.Memory.Zeros)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -236,18 +236,18 @@ func testSaveAndRestore(t *testing.T, live bool) {
 	if live && length(again.Memory.Runs) > length(saved.Memory.Runs)/4 {
 		t.Errorf("%d bytes, then %d bytes of a machine that has not changed", length(saved.Memory.Runs), length(again.Memory.Runs))
 	}
-	image, err = layer.OverlayInPlace(image, layer.Ref{Digest: layer.Digest{2}, Size: memory}, again.Memory.Runs, again.Memory.Zeros)
+	stack, err = layer.OverlayInPlace(stack, layer.Ref{Digest: layer.Digest{2}, Size: memory}, again.Memory.Runs, again.Memory.Zeros)
 	if err != nil {
 		t.Fatal(err)
 	}
 	layers := []*os.File{}
-	for _, l := range image.Layers {
+	for _, l := range stack.Layers {
 		layers = append(layers, map[layer.Digest]*os.File{{1}: mem, {2}: mem2}[l.Digest])
 	}
 
 	child := serve(t)
-	shell := &vmmctl.Shell{Memory: image, VCPUs: 1, Profile: string(cpu.HostV1), HasUserfaultfd: live}
-	send(t, child.Conn, shell, append(slices.Clone(devices), layers...)...)
+	spare := &vmmctl.Spare{Memory: stack, VCPUs: 1, Profile: string(cpu.HostV1), HasUserfaultfd: live}
+	send(t, child.Conn, spare, append(slices.Clone(devices), layers...)...)
 	send(t, child.Conn, &vmmctl.Load{ID: 8, Devices: boot.Devices}, state2, create(t, "top"))
 	for _, id := range []uint64{0, 8} {
 		if r := answer(t, child.Conn, id); r.Error != "" {
@@ -392,7 +392,7 @@ func TestSuccessor(t *testing.T) {
 func TestRefuses(t *testing.T) {
 	kvm, guest := open(t, "/dev/kvm"), bareGuest(t)
 	empty := create(t, "empty")
-	image := layer.Image{Size: memory}
+	stack := layer.Stack{Size: memory}
 	for name, tt := range map[string]struct {
 		first vmmctl.Message
 		files []*os.File
@@ -404,8 +404,8 @@ func TestRefuses(t *testing.T) {
 		"no kernel":      {&vmmctl.Boot{Memory: memory, VCPUs: 1}, []*os.File{kvm, empty}, "kernel"},
 		"no vCPU":        {&vmmctl.Boot{Memory: memory}, []*os.File{kvm, guest}, "0 vCPUs"},
 		"many vCPUs":     {&vmmctl.Boot{Memory: memory, VCPUs: 1 << 16}, []*os.File{kvm, guest}, "65536 vCPUs"},
-		"a shell's file": {&vmmctl.Shell{Memory: image, VCPUs: 1}, []*os.File{kvm, empty}, "2 files, not 1"},
-		"an empty shell": {&vmmctl.Shell{Memory: image}, []*os.File{kvm}, "0 vCPUs"},
+		"a spare's file": {&vmmctl.Spare{Memory: stack, VCPUs: 1}, []*os.File{kvm, empty}, "2 files, not 1"},
+		"an empty spare": {&vmmctl.Spare{Memory: stack}, []*os.File{kvm}, "0 vCPUs"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			p := serve(t)
@@ -429,13 +429,60 @@ func TestRefuses(t *testing.T) {
 	p = serve(t)
 	send(t, p.Conn, &vmmctl.Ready{})
 	if err := <-p.served; err == nil {
-		t.Error("a first message that is neither Boot nor Shell was taken")
+		t.Error("a first message that is neither Boot nor Spare was taken")
 	}
 }
 
-// TestShell: a shell waits; it refuses what cannot go on in it, and ends with
+// TestPlug: an interface gets another wire while the machine runs; one that is not
+// there, or something that is no wire, is refused, and the machine goes on.
+func TestPlug(t *testing.T) {
+	kvm, guest := open(t, "/dev/kvm"), bareGuest(t)
+	pair := func(kind int) (ours, theirs *os.File) {
+		fds, err := unix.Socketpair(unix.AF_UNIX, kind|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		ours, theirs = os.NewFile(uintptr(fds[0]), "ours"), os.NewFile(uintptr(fds[1]), "theirs")
+		t.Cleanup(func() { _, _ = ours.Close(), theirs.Close() })
+		return ours, theirs
+	}
+	first, wire := pair(unix.SOCK_DGRAM)
+	p := serve(t)
+	send(t, p.Conn, &vmmctl.Boot{Memory: memory, VCPUs: 1, Devices: vmmctl.Devices{
+		MaxFile: 1 << 30, Nets: []vmmctl.Net{{MAC: [6]byte{2, 0, 0, 0, 0, 1}, MTU: 1500}},
+	}}, kvm, guest, wire)
+	if r := answer(t, p.Conn, 0); r.Error != "" {
+		t.Fatal(r.Error)
+	}
+	_, second := pair(unix.SOCK_DGRAM)
+	for id, tt := range []struct {
+		net  uint64
+		file *os.File
+		want string
+	}{
+		{1, second, "there is no interface 1"},
+		{0, create(t, "no socket"), "network device"},
+		{0, second, ""},
+	} {
+		send(t, p.Conn, &vmmctl.Plug{ID: uint64(id + 1), Net: tt.net}, tt.file)
+		if r := answer(t, p.Conn, uint64(id+1)); r.Error != "" != (tt.want != "") || !strings.Contains(r.Error, tt.want) {
+			t.Errorf("plugged %s into interface %d: %q, not %q", tt.file.Name(), tt.net, r.Error, tt.want)
+		}
+	}
+	// The vmm has closed its end of the first wire, this test has another copy.
+	_ = wire.Close()
+	if _, err := first.Write([]byte("frame")); err == nil {
+		t.Error("the vmm still has the first wire")
+	}
+	send(t, p.Conn, &vmmctl.Simple{Kind: vmmctl.KindStop, ID: 9})
+	if err := <-p.served; err != nil {
+		t.Error(err)
+	}
+}
+
+// TestSpare: a spare waits; it refuses what cannot go on in it, and ends with
 // its parent.
-func TestShell(t *testing.T) {
+func TestSpare(t *testing.T) {
 	kvm, empty := open(t, "/dev/kvm"), create(t, "empty")
 	for name, tt := range map[string]struct {
 		next  vmmctl.Message // nil: the parent goes
@@ -447,12 +494,12 @@ func TestShell(t *testing.T) {
 		"no state":        {next: &vmmctl.Load{ID: 5}, files: []*os.File{empty}, want: "no state of a microVM"},
 		"no file":         {next: &vmmctl.Load{ID: 5}, want: "0 files, not 1"},
 		"too many files":  {next: &vmmctl.Load{ID: 5}, files: []*os.File{empty, empty}, want: "2 files, not 1"},
-		"another shell":   {next: &vmmctl.Shell{Memory: layer.Image{Size: memory}, VCPUs: 1}, files: []*os.File{kvm}, fails: true},
+		"another spare":   {next: &vmmctl.Spare{Memory: layer.Stack{Size: memory}, VCPUs: 1}, files: []*os.File{kvm}, fails: true},
 		"a request":       {next: &vmmctl.Simple{Kind: vmmctl.KindPause, ID: 1}, fails: true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			p := serve(t)
-			send(t, p.Conn, &vmmctl.Shell{Memory: layer.Image{Size: memory}, VCPUs: 2}, kvm)
+			send(t, p.Conn, &vmmctl.Spare{Memory: layer.Stack{Size: memory}, VCPUs: 2}, kvm)
 			if r := answer(t, p.Conn, 0); r.Error != "" {
 				t.Fatal(r.Error)
 			}

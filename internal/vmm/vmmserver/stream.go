@@ -55,7 +55,7 @@ func (s *server) streamTo(m *vmmctl.Save, w *saveFiles) (saved vmmctl.Saved, err
 			w.layers = w.layers[1:]
 			saved.Disks = append(saved.Disks, change)
 		}
-		return s.vm.ChangeGeneration() // last, as in saveTo: a machine may go on after its checkpoint
+		return s.vm.ChangeGenerationID() // last, as in saveTo: a machine may go on after its checkpoint
 	})
 	saved.Pause, saved.WhyCopiedInPause = stood, "a sandbox that is written to disk at once stands still"
 	return saved, err

@@ -36,9 +36,6 @@ func askStream(t *testing.T, c *vmmctl.Conn, m *vmmctl.Save, state *os.File) (me
 	return ours[0], ours[1]
 }
 
-// generationID is where the VMGENID is, which is a new one after each save.
-const generationID = 0xf0000
-
 // blank clears the page at an address in the content of some runs.
 func blank(t *testing.T, content []byte, runs []extent.Run, address uint64) {
 	t.Helper()
@@ -57,13 +54,13 @@ func blank(t *testing.T, content []byte, runs []extent.Run, address uint64) {
 // no more and no less; a reader that leaves makes it fail, and harms nothing.
 func TestStream(t *testing.T) {
 	p := serve(t)
-	disk := layer.Image{Size: 1 << 20}
+	disk := layer.Stack{Size: 1 << 20}
 	initrd := create(t, "initrd") // something to be stored
 	if _, err := initrd.Write(bytes.Repeat([]byte("initrd"), 1<<20)); err != nil {
 		t.Fatal(err)
 	}
 	send(t, p.Conn, &vmmctl.Boot{
-		Memory: memory, VCPUs: 1, HasInitrd: true, Devices: vmmctl.Devices{Disks: []vmmctl.Disk{{ID: "data", Image: &disk}}},
+		Memory: memory, VCPUs: 1, HasInitrd: true, Devices: vmmctl.Devices{Disks: []vmmctl.Disk{{ID: "data", Stack: &disk}}},
 	}, open(t, "/dev/kvm"), bareGuest(t), initrd, create(t, "top"))
 	if r := answer(t, p.Conn, 0); r.Error != "" {
 		t.Fatal(r.Error)
@@ -118,8 +115,8 @@ func TestStream(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	blank(t, got, again.Memory.Runs, generationID)
-	blank(t, want.Bytes(), saved.Memory.Runs, generationID)
+	blank(t, got, again.Memory.Runs, generationIDPage)
+	blank(t, want.Bytes(), saved.Memory.Runs, generationIDPage)
 	if len(got) < 6<<20 || length(again.Memory.Runs) != uint64(len(got)) || !bytes.Equal(got, want.Bytes()) {
 		t.Errorf("%d bytes came, of runs of %d, not the %d that a save stores", len(got), length(again.Memory.Runs), want.Len())
 	}
@@ -135,13 +132,13 @@ func TestStream(t *testing.T) {
 	}
 }
 
-// generationIn is the generation id in what was stored of some runs.
-func generationIn(t *testing.T, content []byte, runs []extent.Run) (id [16]byte) {
+// generationIDIn is the generation id in what was stored of some runs.
+func generationIDIn(t *testing.T, content []byte, runs []extent.Run) (id [16]byte) {
 	t.Helper()
 	at := uint64(0)
 	for _, r := range runs {
-		if generationID >= r.Start && generationID < r.Start+r.Length {
-			copy(id[:], content[at+generationID-r.Start:])
+		if generationIDPage >= r.Start && generationIDPage < r.Start+r.Length {
+			copy(id[:], content[at+generationIDPage-r.Start:])
 			return id
 		}
 		at += r.Length
@@ -150,13 +147,13 @@ func generationIn(t *testing.T, content []byte, runs []extent.Run) (id [16]byte)
 	return id
 }
 
-// TestGenerationAfterStream: a machine that was streamed may go on, as a paused
+// TestGenerationIDAfterStream: a machine that was streamed may go on, as a paused
 // sandbox does after its checkpoint. It has another generation id then than the copy.
-func TestGenerationAfterStream(t *testing.T) {
+func TestGenerationIDAfterStream(t *testing.T) {
 	p := serve(t)
-	disk := layer.Image{Size: 1 << 20}
+	disk := layer.Stack{Size: 1 << 20}
 	send(t, p.Conn, &vmmctl.Boot{
-		Memory: memory, VCPUs: 1, Devices: vmmctl.Devices{Disks: []vmmctl.Disk{{ID: "data", Image: &disk}}},
+		Memory: memory, VCPUs: 1, Devices: vmmctl.Devices{Disks: []vmmctl.Disk{{ID: "data", Stack: &disk}}},
 	}, open(t, "/dev/kvm"), bareGuest(t), create(t, "top"))
 	if r := answer(t, p.Conn, 0); r.Error != "" {
 		t.Fatal(r.Error)
@@ -167,7 +164,7 @@ func TestGenerationAfterStream(t *testing.T) {
 	}
 	seen := map[[16]byte]bool{}
 	for id := uint64(2); id < 5; id++ {
-		include := []extent.Run{{Start: generationID, Length: layer.PageSize}}
+		include := []extent.Run{{Start: generationIDPage, Length: layer.PageSize}}
 		mem, changes := askStream(t, p.Conn, &vmmctl.Save{ID: id, Memory: include}, create(t, "state"))
 		content, err := io.ReadAll(mem)
 		if err == nil {
@@ -184,10 +181,10 @@ func TestGenerationAfterStream(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		generation := generationIn(t, content, saved.Memory.Runs)
-		if seen[generation] {
-			t.Errorf("stream %d: the machine still has the generation id %x, which its copy has", id, generation)
+		generationID := generationIDIn(t, content, saved.Memory.Runs)
+		if seen[generationID] {
+			t.Errorf("stream %d: the machine still has the generation id %x, which its copy has", id, generationID)
 		}
-		seen[generation] = true
+		seen[generationID] = true
 	}
 }

@@ -28,6 +28,9 @@ spec:
     memory: 256Mi
   warmup:
     code: import numpy
+  networkPolicy:
+    egress: deny
+    allow: ["192.0.2.0/24", "*.example.org:443"]
 ---
 apiVersion: agentrun.dev/v1alpha1
 kind: SandboxPool

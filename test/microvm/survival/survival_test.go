@@ -28,6 +28,7 @@ import (
 	"agentrun.dev/internal/storage/image"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/storage/snapshot"
+	"agentrun.dev/test/soak"
 	"golang.org/x/sys/unix"
 )
 
@@ -38,17 +39,6 @@ const (
 	base = local.Name("base")
 	mib  = 1 << 20
 )
-
-func count(n, reduced int) int {
-	soak := os.Getenv("AGENTRUN_SOAK")
-	if soak == "" {
-		return reduced
-	}
-	if most, err := strconv.Atoi(soak); err == nil && most > 1 {
-		n = max(reduced, min(n, most))
-	}
-	return n
-}
 
 func TestMain(m *testing.M) {
 	if dir := os.Getenv(parentEnv); dir != "" {
@@ -74,7 +64,7 @@ func TestParentKilled(t *testing.T) {
 	template(t, s)
 	before := vmms(t)
 	var good layers
-	for range count(20, 3) {
+	for range soak.Count(20, 3) {
 		kill(t, dir)
 		adopt(t, s, &good)
 		if t.Failed() {

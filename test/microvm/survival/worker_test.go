@@ -13,6 +13,7 @@ import (
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/test/soak"
 )
 
 // What a parent prints of each operation: what begins, and what has ended.
@@ -39,7 +40,7 @@ func work(dir string) error {
 	return <-errs
 }
 
-func workers() int { return count(50, 4) }
+func workers() int { return soak.Count(50, 4) }
 
 // worker does whatever can be done with a sandbox, with another that is forked
 // from it while it runs, with a snapshot of it, and with one that is forked from

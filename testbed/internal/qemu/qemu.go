@@ -17,6 +17,7 @@ import (
 	"strings"
 	"time"
 
+	"agentrun.dev/internal/host/assets"
 	"golang.org/x/sys/unix"
 )
 
@@ -49,7 +50,7 @@ func Open(folder string) (*VM, error) {
 			return nil, err
 		}
 	}
-	cache, err := cacheFolder()
+	cache, err := assets.CacheFolder()
 	if err != nil {
 		return nil, err
 	}
@@ -89,17 +90,6 @@ func findRepo(folder string) (string, error) {
 			return "", fmt.Errorf("%s is not in a checkout of AgentRun: run the testbed from one", folder)
 		}
 	}
-}
-
-func cacheFolder() (string, error) {
-	if dir := os.Getenv("AGENTRUN_CACHE"); dir != "" {
-		return filepath.Abs(dir)
-	}
-	dir, err := os.UserCacheDir()
-	if err != nil {
-		return "", fmt.Errorf("find a cache folder (set AGENTRUN_CACHE): %w", err)
-	}
-	return filepath.Join(dir, "agentrun"), nil
 }
 
 // PID returns the VM's process, or ErrNotRunning.

@@ -81,7 +81,7 @@ func (p *Process) Mapped() map[uint64]bool {
 }
 
 // maxKept is how many times its memory the layers may hold that a vmm still maps
-// and nobody else uses. As many layers as an image has are enough.
+// and nobody else uses. As many layers as a stack has are enough.
 const maxKept = layer.MaxLayers
 
 // keep counts a charged file that was closed here until back is called.

@@ -5,13 +5,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 
+	"agentrun.dev/internal/engine/trust"
 	"agentrun.dev/internal/host/jail"
 	"agentrun.dev/internal/host/procid"
 	"agentrun.dev/internal/vmm/vmmctl"
-	"golang.org/x/sys/unix"
 )
 
 // Handle is a hold on a vmm process.
@@ -76,28 +75,13 @@ func release(c *jail.Cell, how string) LastWords {
 // StopListening tells a vmm at a socket to stop, and waits until it has.
 func StopListening(ctx context.Context, socket string) error {
 	conn, err := vmmctl.Dial(socket)
-	if errors.Is(err, unix.ECONNREFUSED) || errors.Is(err, fs.ErrNotExist) {
+	if trust.Nobody(err) {
 		return nil
 	}
 	if err != nil {
 		return err
 	}
-	ctx, cancel := context.WithTimeout(ctx, answerTime)
-	defer cancel()
-	stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
-	defer stop()
-	if err := conn.Send(&vmmctl.Simple{Kind: vmmctl.KindStop, ID: 1}); err != nil {
-		return errors.Join(err, conn.Close())
-	}
-	for {
-		_, files, err := conn.Receive()
-		for _, f := range files {
-			_ = f.Close() // a vmm sends none
-		}
-		if err != nil {
-			return errors.Join(ctx.Err(), conn.Close()) // it has gone
-		}
-	}
+	return trust.Stop[vmmctl.Message](ctx, conn, &vmmctl.Simple{Kind: vmmctl.KindStop, ID: 1})
 }
 
 // adopted is a process that somebody else has started.

@@ -78,7 +78,7 @@ func killedFor(t *testing.T, p *Process, why string) {
 }
 
 // TestDeadline: a vmm that does not answer is killed, whatever it was asked, and
-// whoever still waits. How long it may take follows from what it has to copy.
+// whoever still waits.
 func TestDeadline(t *testing.T) {
 	p := play(t, honest)
 	p.patience.Store(int64(10 * time.Millisecond))
@@ -86,15 +86,6 @@ func TestDeadline(t *testing.T) {
 		t.Error(err)
 	}
 	killedFor(t, p, "it has not answered Load within 10ms")
-	p = play(t, honest)
-	p.Expect(600 * slowestCopy)
-	if got, want := time.Duration(p.patience.Load()), answerTime+10*time.Minute; got != want {
-		t.Errorf("it may take %v, not %v", got, want)
-	}
-	p.Expect(1 << 62)
-	if got := time.Duration(p.patience.Load()); got < answerTime || got > 25*time.Hour {
-		t.Errorf("it may take %v", got)
-	}
 }
 
 // TestSaveDeadline: Save has a deadline, too, which a caller does not shorten.

@@ -49,7 +49,7 @@ func Begin(j *jail.Jail, limits jail.Limits, first *Message) (*Process, error) {
 	return p, nil
 }
 
-// Open starts a vmm process with its first message, Boot or Shell, whose reply
+// Open starts a vmm process with its first message, Boot or Spare, whose reply
 // comes later. Of the message's files those are added that every vmm gets.
 func Open(j *jail.Jail, limits jail.Limits, first *Message) (*Process, <-chan *vmmctl.Reply, error) {
 	kvm, err := OpenKVM()
@@ -67,7 +67,7 @@ func Open(j *jail.Jail, limits jail.Limits, first *Message) (*Process, <-chan *v
 	switch m := first.Message.(type) {
 	case *vmmctl.Boot:
 		m.HasUserfaultfd, memory = uffd != nil, m.Memory
-	case *vmmctl.Shell:
+	case *vmmctl.Spare:
 		m.HasUserfaultfd, memory = uffd != nil, m.Memory.Size
 	}
 	p, err := spawn(j, limits, memory)

@@ -95,10 +95,10 @@ func (p *Process) PostResume() (wait func(context.Context) (stood bool, err erro
 	}, nil
 }
 
-// RenewGeneration gives the guest a new generation id and tells its kernel,
+// RenewGenerationID gives the guest a new generation id and tells its kernel,
 // which reseeds its random number generator.
-func (p *Process) RenewGeneration(ctx context.Context) error {
-	return p.simple(ctx, vmmctl.KindGeneration)
+func (p *Process) RenewGenerationID(ctx context.Context) error {
+	return p.simple(ctx, vmmctl.KindGenerationID)
 }
 
 // Settle waits until the guest has given back the memory that it does not use.

@@ -7,6 +7,7 @@ import (
 	"slices"
 	"time"
 
+	"agentrun.dev/internal/engine/trust"
 	"agentrun.dev/internal/vmm/vmmctl"
 	"agentrun.dev/internal/vmm/vmstate"
 )
@@ -15,25 +16,13 @@ import (
 // says, closes its control socket or does not answer is killed: nothing that it
 // says later could be relied on.
 
-// How long a vmm may take to answer: answerTime, and what it takes to copy memory
-// and disks at slowestCopy. That holds for every request, as one may have to wait
-// for a Save that goes on. Emulated machines on a busy host copy some MiB in a
-// second.
-const (
-	answerTime  = 5 * time.Minute
-	slowestCopy = 4 << 20 // bytes in a second
-)
-
 // closingTime is how long a process that has closed its control socket may take
 // to end by itself, which is what an honest one does.
 const closingTime = 5 * time.Second
 
 // Expect sets how long the process may take for each answer from now on, if it
 // may have to copy so many bytes.
-func (p *Process) Expect(bytes uint64) {
-	seconds := min(bytes/slowestCopy, uint64(24*time.Hour/time.Second))
-	p.patience.Store(int64(answerTime + time.Duration(seconds)*time.Second))
-}
+func (p *Process) Expect(bytes uint64) { p.patience.Store(int64(trust.Patience(bytes))) }
 
 // pending is a request that was not answered yet.
 type pending struct {

@@ -1,5 +1,5 @@
 // Command escapee is what the tests of package jail put into a jail: it looks
-// around, or locks itself down as a vmm does and then tries to get out. It
+// around, or locks itself down as a vmm or a netd does and then tries to get out. It
 // reads what to do from its control socket and answers there.
 package main
 
@@ -38,6 +38,8 @@ func main() {
 type order struct {
 	// Do is an attempt, "look", or "hold": wait to be killed.
 	Do string
+	// Netd says that it is to lock itself down as a netd does.
+	Netd bool
 	// Victim is another jailed process.
 	Victim int
 	// Bytes is how much memory to fill.
@@ -58,7 +60,11 @@ func run() error {
 	if o.Do == "look" {
 		return answer(look(o))
 	}
-	if err := lockdown.Enter(slices.Concat(kvm.Requests(), lockdown.Userfaultfd)); err != nil {
+	enter := lockdown.EnterNetwork
+	if !o.Netd {
+		enter = func() error { return lockdown.Enter(slices.Concat(kvm.Requests(), lockdown.Userfaultfd)) }
+	}
+	if err := enter(); err != nil {
 		return err
 	}
 	if o.Limit > 0 {
@@ -66,8 +72,10 @@ func run() error {
 			return err
 		}
 	}
-	if try, ok := attempts[o.Do]; ok {
-		return answer(fmt.Sprint(try(o)))
+	for _, all := range []map[string]func(order) any{attempts, networkAttempts} {
+		if try, ok := all[o.Do]; ok {
+			return answer(fmt.Sprint(try(o)))
+		}
 	}
 	return fmt.Errorf("unknown order %q", o.Do)
 }
@@ -148,7 +156,11 @@ func look(o order) view {
 	_, err = os.Open("/proc/self/status")
 	try("open a file of /proc", err)
 	try("write to the root", os.WriteFile("/new", nil, 0o600))
-	try("write to the program", os.WriteFile("/vmm", nil, 0o600))
+	program := "/vmm"
+	if os.Args[0] == "netd" {
+		program = "/netd"
+	}
+	try("write to the program", os.WriteFile(program, nil, 0o600))
 	try("kill a sibling", syscall.Kill(victim, syscall.SIGKILL))
 	try("trace a sibling", syscall.PtraceAttach(victim))
 	try("become root", syscall.Setuid(0))

@@ -10,10 +10,12 @@ from . import errors
 from ._async.code import AsyncCode, AsyncExecution
 from ._async.commands import AsyncCommands, AsyncProcess, AsyncTerminal
 from ._async.files import AsyncFiles, AsyncWatch
+from ._async.network import AsyncNetwork
 from ._async.sandbox import AsyncAgentRun, AsyncSandbox
 from ._sync.code import Code, Execution
 from ._sync.commands import Commands, Process, Terminal
 from ._sync.files import Files, Watch
+from ._sync.network import Network
 from ._sync.sandbox import AgentRun, Sandbox
 from ._version import __version__
 from .errors import (
@@ -34,7 +36,11 @@ from .models import (
     CodeResult,
     CommandResult,
     FileInfo,
+    Inject,
     Mime,
+    NetworkEntry,
+    NetworkPolicies,
+    NetworkPolicy,
     Output,
     ProcessInfo,
     SandboxInfo,
@@ -52,6 +58,7 @@ __all__ = [
     "AsyncCommands",
     "AsyncExecution",
     "AsyncFiles",
+    "AsyncNetwork",
     "AsyncProcess",
     "AsyncSandbox",
     "AsyncTerminal",
@@ -71,7 +78,12 @@ __all__ = [
     "FileInfo",
     "Files",
     "ForkIncompleteError",
+    "Inject",
     "Mime",
+    "Network",
+    "NetworkEntry",
+    "NetworkPolicies",
+    "NetworkPolicy",
     "NoServerError",
     "Output",
     "Process",

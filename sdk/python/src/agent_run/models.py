@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
@@ -20,16 +20,121 @@ Stream = Literal["stdout", "stderr"]
 
 
 @dataclass(frozen=True)
+class Inject:
+    """Keeps a value outside of a sandbox: it is put into a header of requests to one host, over
+    TLS on port 443. The sandbox's template needs `trustNamespaceCA`."""
+
+    host: str
+    header: str
+    format: str | None = None  # the header with {} for the value, such as "Bearer {}"
+
+
+@dataclass(frozen=True)
 class SecretRef:
-    """A value of a secret that the daemon keeps, as an environment variable of a sandbox."""
+    """A value of a secret that the daemon keeps, as an environment variable of a sandbox.
+
+    With `inject` the variable has a placeholder, which is all that the sandbox ever holds.
+    """
 
     name: str  # of the secret
     key: str
     env: str | None = None  # the variable; the key unless you name one
+    inject: Inject | None = None
 
-    def to_wire(self) -> dict[str, str]:
-        wire = {"name": self.name, "key": self.key}
-        return {**wire, "env": self.env} if self.env is not None else wire
+    def to_wire(self) -> dict[str, Any]:
+        wire: dict[str, Any] = {"name": self.name, "key": self.key}
+        if self.env is not None:
+            wire["env"] = self.env
+        if self.inject is not None:
+            wire["inject"] = {"host": self.inject.host, "header": self.inject.header}
+            if self.inject.format is not None:
+                wire["inject"]["format"] = self.inject.format
+        return wire
+
+    @classmethod
+    def from_wire(cls, d: Mapping[str, Any]) -> SecretRef:
+        i = d.get("inject")
+        inject = None if i is None else Inject(i["host"], i["header"], i.get("format"))
+        return cls(d["name"], d["key"], d.get("env"), inject)
+
+
+Egress = Literal["deny", "allow"]
+
+
+@dataclass(frozen=True)
+class NetworkPolicy:
+    """What a sandbox may connect to. The more precise rule decides, and deny before allow
+    at equal precision.
+
+    A rule is `[tcp://|udp://]HOST[:PORT]`; HOST is a name, a wildcard such as
+    `*.example.org`, an address or a range of addresses.
+    """
+
+    egress: Egress = "deny"  # where no rule matches; "allow" opens the public internet
+    allow: Sequence[str] = ()
+    deny: Sequence[str] = ()
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"egress": self.egress, "allow": list(self.allow), "deny": list(self.deny)}
+
+    @classmethod
+    def from_wire(cls, d: Mapping[str, Any]) -> NetworkPolicy:
+        return cls(d.get("egress", "deny"), tuple(d.get("allow", ())), tuple(d.get("deny", ())))
+
+
+@dataclass(frozen=True)
+class NetworkPolicies:
+    """All policies that hold for a sandbox. Each of them must allow a connection."""
+
+    own: NetworkPolicy | None  # without one its bounds alone hold
+    bounds: tuple[NetworkPolicy, ...]  # of its template, and of what it was forked from
+
+    @classmethod
+    def from_wire(cls, d: Mapping[str, Any]) -> NetworkPolicies:
+        own = d.get("networkPolicy")
+        return cls(
+            own=None if own is None else NetworkPolicy.from_wire(own),
+            bounds=tuple(NetworkPolicy.from_wire(each) for each in d.get("networkBounds", ())),
+        )
+
+
+@dataclass(frozen=True)
+class NetworkEntry:
+    """A connection of a sandbox, or one that was refused."""
+
+    seq: int | None  # counts up from 1; None for a connection that is open
+    time: datetime  # when it was asked for
+    ended: datetime | None
+    protocol: str  # tcp, udp or dns
+    name: str | None  # what it was for, if that is known
+    address: str | None  # with the port
+    remote: str | None  # what was connected to instead, if the name has moved
+    sent: int  # bytes, as the sandbox sees them
+    received: int
+    rule: str | None  # which decided
+    kind: str | None  # of the rule
+    reason: str | None
+    outcome: str  # open, closed, reset by remote, reset by sandbox, refused, failed or cut
+    repeated: int  # how many further attempts were refused in the same way
+
+    @classmethod
+    def from_wire(cls, d: Mapping[str, Any]) -> NetworkEntry:
+        return cls(
+            seq=d.get("seq"),
+            time=instant(d["time"]),
+            ended=instant(d["ended"]) if "ended" in d else None,
+            protocol=d["protocol"],
+            name=d.get("name"),
+            address=d.get("address"),
+            remote=d.get("remote"),
+            sent=d.get("sent", 0),
+            received=d.get("received", 0),
+            rule=d.get("rule"),
+            kind=d.get("kind"),
+            reason=d.get("reason"),
+            outcome=d["outcome"],
+            repeated=d.get("repeated", 0),
+        )
 
 
 @dataclass(frozen=True)
@@ -60,6 +165,7 @@ class SandboxInfo:
     on_timeout: OnTimeout | None
     secrets: tuple[SecretRef, ...]  # which it holds; never a value
     secrets_by: str | None  # who has supplied them, and may fork it
+    network: NetworkPolicies
 
     @classmethod
     def from_wire(cls, d: Mapping[str, Any]) -> SandboxInfo:
@@ -86,8 +192,9 @@ class SandboxInfo:
             timeout=seconds(d["timeout"]) if "timeout" in d else None,
             idle_timeout=seconds(d["idleTimeout"]) if "idleTimeout" in d else None,
             on_timeout=d.get("onTimeout"),
-            secrets=tuple(SecretRef(s["name"], s["key"], s.get("env")) for s in d.get("secrets", ())),
+            secrets=tuple(SecretRef.from_wire(s) for s in d.get("secrets", ())),
             secrets_by=d.get("secretsBy"),
+            network=NetworkPolicies.from_wire(d),
         )
 
 

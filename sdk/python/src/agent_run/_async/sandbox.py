@@ -15,6 +15,7 @@ from ..models import (
     CodeContext,
     CodeResult,
     CommandResult,
+    NetworkPolicy,
     OnTimeout,
     SandboxInfo,
     SecretRef,
@@ -24,6 +25,7 @@ from . import _io
 from .code import AsyncCode
 from .commands import AsyncCommands, AsyncTerminal, Command
 from .files import AsyncFiles
+from .network import AsyncNetwork
 from .transport import AsyncTransport, Request
 
 
@@ -42,6 +44,7 @@ class AsyncSandbox:
         self.commands = AsyncCommands(client._transport, name)
         self.code = AsyncCode(client._transport, name)
         self.files = AsyncFiles(client._transport, name)
+        self.network = AsyncNetwork(client._transport, name)
         self._transport = client._transport
         client._users.add(id)
 
@@ -60,6 +63,7 @@ class AsyncSandbox:
         timeout: Duration | None = None,
         idle_timeout: Duration | None = None,
         on_timeout: OnTimeout | None = None,
+        network_policy: NetworkPolicy | None = None,
         client: AsyncAgentRun | None = None,
     ) -> AsyncSandbox:
         """Claims a sandbox of a pool, at the server that `AsyncAgentRun()` finds unless you give a client."""
@@ -77,6 +81,7 @@ class AsyncSandbox:
                 timeout=timeout,
                 idle_timeout=idle_timeout,
                 on_timeout=on_timeout,
+                network_policy=network_policy,
             )
         except BaseException:
             if own:
@@ -152,14 +157,22 @@ class AsyncSandbox:
         )
 
     async def fork(
-        self, n: int = 1, *, name: str | None = None, idempotency_key: str | None = None
+        self,
+        n: int = 1,
+        *,
+        name: str | None = None,
+        network_policy: NetworkPolicy | None = None,
+        idempotency_key: str | None = None,
     ) -> list[AsyncSandbox]:
-        """Sandboxes that continue from this one, all from the same instant: memory, files, kernels."""
+        """Sandboxes that continue from this one, all from the same instant: memory, files, kernels.
+
+        They may connect to what this one may; `network_policy` narrows that.
+        """
         made = await self._transport.json(
             Request(
                 "POST",
                 self._path("forks"),
-                body=compact({"name": name, "replicas": n}),
+                body=compact({"name": name, "replicas": n, "networkPolicy": _policy(network_policy)}),
                 key=idempotency_key or new_key(),
             )
         )
@@ -273,20 +286,23 @@ class AsyncAgentRun:
         timeout: Duration | None = None,
         idle_timeout: Duration | None = None,
         on_timeout: OnTimeout | None = None,
+        network_policy: NetworkPolicy | None = None,
         idempotency_key: str | None = None,
     ) -> AsyncSandbox:
         """Claims a sandbox of a pool; it has answered when this returns.
 
-        `secrets` are values that the daemon keeps, as environment variables.
+        `secrets` are values that the daemon keeps, as environment variables; one with `inject` is
+        never inside, and put into requests on their way out.
 
         After `timeout`, or `idle_timeout` without use, `on_timeout` happens: kill, unless
         you say pause or hibernate.
+
+        `network_policy` narrows what its template lets it connect to.
         """
         life = _life(name, env, metadata, timeout, idle_timeout, on_timeout)
         refs = None if secrets is None else [each.to_wire() for each in secrets]
-        return await self._make(
-            ("sandboxes",), compact({"pool": pool, "secrets": refs, **life}), idempotency_key
-        )
+        asked = {"pool": pool, "secrets": refs, "networkPolicy": _policy(network_policy), **life}
+        return await self._make(("sandboxes",), compact(asked), idempotency_key)
 
     async def restore(
         self,
@@ -363,6 +379,10 @@ class AsyncAgentRun:
 
 def _name(checkpoint: str | Checkpoint) -> str:
     return checkpoint if isinstance(checkpoint, str) else checkpoint.name
+
+
+def _policy(policy: NetworkPolicy | None) -> dict[str, Any] | None:
+    return None if policy is None else policy.to_wire()
 
 
 def _life(

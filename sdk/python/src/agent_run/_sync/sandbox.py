@@ -16,6 +16,7 @@ from ..models import (
     CodeContext,
     CodeResult,
     CommandResult,
+    NetworkPolicy,
     OnTimeout,
     SandboxInfo,
     SecretRef,
@@ -25,6 +26,7 @@ from . import _io
 from .code import Code
 from .commands import Command, Commands, Terminal
 from .files import Files
+from .network import Network
 from .transport import Request, Transport
 
 
@@ -43,6 +45,7 @@ class Sandbox:
         self.commands = Commands(client._transport, name)
         self.code = Code(client._transport, name)
         self.files = Files(client._transport, name)
+        self.network = Network(client._transport, name)
         self._transport = client._transport
         client._users.add(id)
 
@@ -61,6 +64,7 @@ class Sandbox:
         timeout: Duration | None = None,
         idle_timeout: Duration | None = None,
         on_timeout: OnTimeout | None = None,
+        network_policy: NetworkPolicy | None = None,
         client: AgentRun | None = None,
     ) -> Sandbox:
         """Claims a sandbox of a pool, at the server that `AsyncAgentRun()` finds unless you give a client."""
@@ -78,6 +82,7 @@ class Sandbox:
                 timeout=timeout,
                 idle_timeout=idle_timeout,
                 on_timeout=on_timeout,
+                network_policy=network_policy,
             )
         except BaseException:
             if own:
@@ -151,14 +156,22 @@ class Sandbox:
         return self.commands.pty(command, rows=rows, cols=cols, env=env, cwd=cwd, user=user, timeout=timeout)
 
     def fork(
-        self, n: int = 1, *, name: str | None = None, idempotency_key: str | None = None
+        self,
+        n: int = 1,
+        *,
+        name: str | None = None,
+        network_policy: NetworkPolicy | None = None,
+        idempotency_key: str | None = None,
     ) -> list[Sandbox]:
-        """Sandboxes that continue from this one, all from the same instant: memory, files, kernels."""
+        """Sandboxes that continue from this one, all from the same instant: memory, files, kernels.
+
+        They may connect to what this one may; `network_policy` narrows that.
+        """
         made = self._transport.json(
             Request(
                 "POST",
                 self._path("forks"),
-                body=compact({"name": name, "replicas": n}),
+                body=compact({"name": name, "replicas": n, "networkPolicy": _policy(network_policy)}),
                 key=idempotency_key or new_key(),
             )
         )
@@ -270,18 +283,23 @@ class AgentRun:
         timeout: Duration | None = None,
         idle_timeout: Duration | None = None,
         on_timeout: OnTimeout | None = None,
+        network_policy: NetworkPolicy | None = None,
         idempotency_key: str | None = None,
     ) -> Sandbox:
         """Claims a sandbox of a pool; it has answered when this returns.
 
-        `secrets` are values that the daemon keeps, as environment variables.
+        `secrets` are values that the daemon keeps, as environment variables; one with `inject` is
+        never inside, and put into requests on their way out.
 
         After `timeout`, or `idle_timeout` without use, `on_timeout` happens: kill, unless
         you say pause or hibernate.
+
+        `network_policy` narrows what its template lets it connect to.
         """
         life = _life(name, env, metadata, timeout, idle_timeout, on_timeout)
         refs = None if secrets is None else [each.to_wire() for each in secrets]
-        return self._make(("sandboxes",), compact({"pool": pool, "secrets": refs, **life}), idempotency_key)
+        asked = {"pool": pool, "secrets": refs, "networkPolicy": _policy(network_policy), **life}
+        return self._make(("sandboxes",), compact(asked), idempotency_key)
 
     def restore(
         self,
@@ -358,6 +376,10 @@ class AgentRun:
 
 def _name(checkpoint: str | Checkpoint) -> str:
     return checkpoint if isinstance(checkpoint, str) else checkpoint.name
+
+
+def _policy(policy: NetworkPolicy | None) -> dict[str, Any] | None:
+    return None if policy is None else policy.to_wire()
 
 
 def _life(

@@ -1,0 +1,67 @@
+// Command netd is the network of one namespace's sandboxes. It is started by package
+// netproc, in a jail of package jail, for daemons that speak package netctl with it. It
+// listens on the socket that is its descriptor 3, opens nothing by path, and locks itself
+// down before it accepts the first connection.
+package main
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"time"
+
+	"agentrun.dev/internal/host/goruntime"
+	"agentrun.dev/internal/network/addresses"
+	"agentrun.dev/internal/network/netd"
+	"agentrun.dev/internal/vmm/lockdown"
+)
+
+// version is set by the linker.
+var version = "dev"
+
+// listenerFD is where the parent leaves the listening socket.
+const listenerFD = 3
+
+// patience is how long it goes on with neither a wire nor a daemon.
+const patience = 30 * time.Second
+
+// package jail starts it with the timer slack of a slow monitor.
+func init() { goruntime.OnlyMonitor() }
+
+func main() {
+	if err := run(context.Background()); err != nil {
+		fmt.Fprintln(os.Stderr, "netd:", err)
+		os.Exit(1)
+	}
+}
+
+func run(ctx context.Context) error {
+	file := os.NewFile(listenerFD, "control")
+	l, err := net.FileListener(file)
+	if err != nil {
+		return fmt.Errorf("take over the control socket: %w (netd is started by agentrun, not by hand)", err)
+	}
+	listener, ok := l.(*net.UnixListener)
+	if !ok {
+		return fmt.Errorf("descriptor %d is no unix socket (netd is started by agentrun, not by hand)", listenerFD)
+	}
+	if err := file.Close(); err != nil {
+		return fmt.Errorf("close what was copied: %w", err)
+	}
+	routes, err := addresses.OpenRoutes()
+	if err != nil {
+		return err
+	}
+	if err := lockdown.EnterNetwork(); err != nil {
+		return fmt.Errorf("lock the process down: %w", err)
+	}
+	server, err := netd.New(netd.Config{
+		Host: routes, Version: version, Patience: patience, Log: slog.New(slog.NewTextHandler(os.Stderr, nil)),
+	})
+	if err != nil {
+		return err
+	}
+	return server.Serve(ctx, listener)
+}

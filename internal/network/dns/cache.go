@@ -1,0 +1,89 @@
+package dns
+
+import (
+	"container/list"
+	"net/netip"
+	"sync"
+	"time"
+)
+
+// question is what one upstream is asked, and the key of the cache.
+type question struct {
+	name   string
+	family Family
+}
+
+// reply is what one upstream said about one question: the part of its message that is about
+// the asked name. Records about other names are not in it, so they are neither kept nor told.
+type reply struct {
+	aliases  []string
+	addrs    []netip.Addr
+	notFound bool
+	// open is set if the last alias has to be asked for in its turn.
+	open bool
+	// failed is set if no upstream answered.
+	failed  bool
+	expires time.Time
+}
+
+// cache keeps replies until they expire, and at most size of them: the one that was not used
+// for longest goes first.
+type cache struct {
+	size int
+
+	mu      sync.Mutex
+	entries map[question]*list.Element // mu protects it, and order
+	order   *list.List                 // of cached, most recently used first
+}
+
+type cached struct {
+	question question
+	reply    reply
+}
+
+func newCache(size int) *cache {
+	return &cache{size: size, entries: make(map[question]*list.Element), order: list.New()}
+}
+
+func (c *cache) get(q question, now time.Time) (reply, bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	element, ok := c.entries[q]
+	if !ok {
+		return reply{}, false
+	}
+	entry := element.Value.(*cached)
+	if !now.Before(entry.reply.expires) {
+		c.remove(element)
+		return reply{}, false
+	}
+	c.order.MoveToFront(element)
+	return entry.reply, true
+}
+
+func (c *cache) put(q question, r reply) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if element, ok := c.entries[q]; ok {
+		element.Value.(*cached).reply = r
+		c.order.MoveToFront(element)
+		return
+	}
+	c.entries[q] = c.order.PushFront(&cached{question: q, reply: r})
+	if c.order.Len() > c.size {
+		c.remove(c.order.Back())
+	}
+}
+
+// remove takes an entry out. The caller holds c.mu.
+func (c *cache) remove(element *list.Element) {
+	c.order.Remove(element)
+	delete(c.entries, element.Value.(*cached).question)
+}
+
+func (c *cache) clear() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	clear(c.entries)
+	c.order.Init()
+}

@@ -1,0 +1,126 @@
+package egress
+
+import (
+	"net/netip"
+	"strings"
+	"sync"
+	"time"
+
+	"agentrun.dev/internal/network/policy"
+)
+
+// Outcome is how a connection, or the attempt at one, ended.
+type Outcome string
+
+// The outcomes.
+const (
+	// Open is that of connections that go on; they are not in the log yet.
+	Open Outcome = "open"
+	// Closed is a connection that both sides ended.
+	Closed Outcome = "closed"
+	// ResetByRemote and ResetBySandbox are connections that one side broke off.
+	ResetByRemote  Outcome = "reset by remote"
+	ResetBySandbox Outcome = "reset by sandbox"
+	// Refused is what the policy did not allow; nothing was sent to the other side.
+	Refused Outcome = "refused"
+	// Failed is what the policy allowed, and the outside did not answer.
+	Failed Outcome = "failed"
+	// Cut is a connection that a change of the policy, or the end of the sandbox, has ended.
+	Cut Outcome = "cut"
+)
+
+// Entry is one line of a sandbox's log: a connection that has ended, or a refusal.
+type Entry struct {
+	// Seq counts up from 1 without gaps.
+	Seq uint64
+	// Time is when the connection was asked for, Ended when the entry was written.
+	Time, Ended time.Time
+	// Protocol is tcp, udp or dns.
+	Protocol string
+	// Name is the name that the connection was for, if one is known.
+	Name string
+	// Address is where the sandbox wanted to connect to; Remote is what was dialled instead,
+	// if the name has moved since the sandbox resolved it.
+	Address, Remote netip.AddrPort
+	// Sent and Received are bytes as the sandbox sees them.
+	Sent, Received uint64
+	// Rule decided, and Kind is its kind. Reason says why, in words.
+	Rule    string
+	Kind    policy.Kind
+	Reason  string
+	Outcome Outcome
+	// Repeated is how many further attempts were refused in the same way since Time.
+	Repeated uint64
+}
+
+// similar reports whether an entry is a refusal that another one repeats.
+func (e *Entry) similar(other Entry) bool {
+	return e.Outcome == Refused && other.Outcome == Refused && e.Protocol == other.Protocol &&
+		e.Name == other.Name && e.Address == other.Address && e.Rule == other.Rule && e.Reason == other.Reason
+}
+
+// maxReason bounds the reason of an entry, of which a log keeps many: a sandbox can have an
+// address for 32 long names, all of which are in the reason of a refusal.
+const maxReason = 512
+
+// ring keeps the last entries.
+type ring struct {
+	size int
+
+	mu      sync.Mutex
+	entries []Entry       // mu protects it and all following fields; the entry of sequence number n is at (n-1) % size
+	last    uint64        // sequence number of the newest entry
+	changed chan struct{} // is closed at the next entry; nil if nobody waits
+}
+
+// add appends an entry. A refusal that repeats the newest one is counted there, so that a loop
+// that connects again and again does not push everything else out.
+func (r *ring) add(e Entry) {
+	e.Reason = strings.Clone(e.Reason[:min(len(e.Reason), maxReason)])
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.changed != nil {
+		close(r.changed)
+		r.changed = nil
+	}
+	if r.last > 0 {
+		if newest := &r.entries[(r.last-1)%uint64(r.size)]; newest.similar(e) {
+			newest.Repeated++
+			newest.Ended = e.Ended
+			return
+		}
+	}
+	r.last++
+	e.Seq = r.last
+	if len(r.entries) < r.size {
+		r.entries = append(r.entries, e)
+	} else {
+		r.entries[(r.last-1)%uint64(r.size)] = e
+	}
+}
+
+// since returns up to limit entries after a sequence number, oldest first. A number that was
+// never given is of a log before this one: then it returns the first entries.
+func (r *ring) since(seq uint64, limit int) []Entry {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if seq > r.last {
+		seq = 0
+	}
+	first := max(seq, r.last-uint64(len(r.entries))) + 1
+	var list []Entry
+	for n := first; n <= r.last && len(list) < limit; n++ {
+		list = append(list, r.entries[(n-1)%uint64(r.size)])
+	}
+	return list
+}
+
+// next returns a channel that is closed at the next entry, or repetition.
+func (r *ring) next() <-chan struct{} {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.changed == nil {
+		r.changed = make(chan struct{})
+	}
+	return r.changed
+}

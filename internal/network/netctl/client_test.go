@@ -1,0 +1,447 @@
+package netctl
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// played listens at a path, as a netd does, and gives each connection to serve.
+func played(t *testing.T, serve func(c *Conn)) string {
+	t.Helper()
+	// Longer than a socket's path may be.
+	dir := filepath.Join(t.TempDir(), strings.Repeat("long", 30))
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	path := filepath.Join(dir, "control")
+	file, err := Listen(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	l, err := net.FileListener(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = file.Close() // l has its own copy
+	var all sync.WaitGroup
+	all.Go(func() {
+		for {
+			s, err := l.Accept()
+			if err != nil {
+				return
+			}
+			c := NewConn(s.(*net.UnixConn))
+			all.Go(func() {
+				serve(c)
+				_ = c.Close()
+			})
+		}
+	})
+	t.Cleanup(func() {
+		_ = l.Close()
+		all.Wait()
+	})
+	return path
+}
+
+// welcome answers the Hello of a connection.
+func welcome(t *testing.T, c *Conn) {
+	t.Helper()
+	if m, _, err := c.Receive(time.Time{}); err != nil || m.kind() != KindHello {
+		t.Errorf("received %+v, %v", m, err)
+	}
+	if err := c.Send(time.Time{}, &Welcome{Protocol: Protocol, PID: 1}, nil); err != nil {
+		t.Error(err)
+	}
+}
+
+func connect(t *testing.T, path string) *Client {
+	t.Helper()
+	c, err := Dial(t.Context(), path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = c.Close() })
+	return c
+}
+
+// TestConcurrentCalls: replies come to those who asked, in whatever order.
+func TestConcurrentCalls(t *testing.T) {
+	c := connect(t, played(t, func(c *Conn) {
+		welcome(t, c)
+		var held []*Reply
+		for {
+			m, _, err := c.Receive(time.Time{})
+			if err != nil {
+				return
+			}
+			r := m.(*OfWire)
+			if held = append(held, Fail(r.ID, fmt.Errorf("%w: %s", ErrNotFound, r.Wire))); len(held) < 4 {
+				continue
+			}
+			for i := range held {
+				if err := c.Send(time.Time{}, held[len(held)-1-i], nil); err != nil {
+					t.Error(err)
+				}
+			}
+			held = nil
+		}
+	}))
+	var all sync.WaitGroup
+	for i := range 64 {
+		all.Go(func() {
+			name := ID(fmt.Sprint("wire-", i))
+			err := c.Pause(t.Context(), name)
+			if !errors.Is(err, ErrNotFound) || !strings.HasSuffix(err.Error(), string(name)) {
+				t.Errorf("%s: %v", name, err)
+			}
+		})
+	}
+	all.Wait()
+}
+
+// TestBroken: a netd that ends fails all who wait, and all who come later.
+func TestBroken(t *testing.T) {
+	received := make(chan struct{})
+	end := make(chan struct{})
+	c := connect(t, played(t, func(c *Conn) {
+		welcome(t, c)
+		for range 8 {
+			if _, _, err := c.Receive(time.Time{}); err != nil {
+				t.Error(err)
+			}
+			received <- struct{}{}
+		}
+		<-end
+	}))
+	var all sync.WaitGroup
+	for range 8 {
+		all.Go(func() {
+			if err := c.Pause(t.Context(), "w"); !errors.Is(err, ErrBroken) {
+				t.Errorf("a request to a netd that ended: %v", err)
+			}
+		})
+	}
+	for range 8 {
+		<-received
+	}
+	close(end)
+	all.Wait()
+	<-c.Done()
+	if _, err := c.List(t.Context()); !errors.Is(err, ErrBroken) {
+		t.Errorf("a request after that: %v", err)
+	}
+}
+
+// TestDeadline: whoever gives up is not answered, and whoever has no time left sends
+// nothing; the connection goes on.
+func TestDeadline(t *testing.T) {
+	received, given := make(chan struct{}), make(chan struct{})
+	c := connect(t, played(t, func(c *Conn) {
+		welcome(t, c)
+		first, _, err := c.Receive(time.Time{})
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		close(received)
+		<-given
+		second, _, err := c.Receive(time.Time{})
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		for _, m := range []Message{first, second} {
+			if err := c.Send(time.Time{}, &Reply{ID: m.(Request).RequestID()}, nil); err != nil {
+				t.Error(err)
+			}
+		}
+		_, _, _ = c.Receive(time.Time{})
+	}))
+	late, end := context.WithDeadline(t.Context(), time.Unix(1, 0))
+	defer end()
+	if err := c.Pause(late, "w"); !errors.Is(err, context.DeadlineExceeded) || errors.Is(err, ErrBroken) {
+		t.Errorf("without any time: %v", err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	go func() {
+		<-received
+		cancel()
+	}()
+	if err := c.Pause(ctx, "w"); !errors.Is(err, context.Canceled) {
+		t.Errorf("a netd that does not answer: %v", err)
+	}
+	close(given)
+	if err := c.Pause(t.Context(), "w"); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestStuck: a netd that does not read breaks the connection when the deadline of a
+// request has passed that was sent in part.
+func TestStuck(t *testing.T) {
+	end := make(chan struct{})
+	c := connect(t, played(t, func(c *Conn) {
+		welcome(t, c)
+		<-end
+	}))
+	defer close(end)
+	large := strings.Repeat("x", 200<<10)
+	for {
+		ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
+		err := c.SetPolicy(ctx, "w", Rules{Policies: large})
+		cancel()
+		if errors.Is(err, ErrBroken) {
+			break
+		}
+		if !errors.Is(err, context.DeadlineExceeded) {
+			t.Fatal(err)
+		}
+	}
+	<-c.Done()
+}
+
+// TestHostileNetd: whatever a netd that was taken over says breaks its connection.
+func TestHostileNetd(t *testing.T) {
+	frame := func(m Message) []byte {
+		b := Marshal(m)
+		return append(binary.LittleEndian.AppendUint32(nil, uint32(len(b))), b...)
+	}
+	for name, bytes := range map[string][]byte{
+		"nothing":              {},
+		"half a size":          {1, 0},
+		"an empty message":     {0, 0, 0, 0},
+		"a huge message":       {0xff, 0xff, 0xff, 0xff},
+		"half a message":       {9, 0, 0, 0, byte(KindReply), 1},
+		"rubbish":              []byte("HTTP/1.1 400 Bad Request\r\n\r\n"),
+		"a request":            frame(&Simple{KindList, 1}),
+		"another Welcome":      frame(&Welcome{Protocol: Protocol}),
+		"an answer to nobody":  frame(&Reply{ID: 1000}),
+		"an answer to Hello":   frame(&Reply{ID: 0}),
+		"an answer too long":   frame(&Reply{ID: 1, Data: make([]byte, MaxMessage)}),
+		"a half decoded reply": append(binary.LittleEndian.AppendUint32(nil, 3), byte(KindReply), 1, 0x80),
+	} {
+		t.Run(name, func(t *testing.T) {
+			path := played(t, func(c *Conn) {
+				welcome(t, c)
+				if _, _, err := c.Receive(time.Time{}); err != nil {
+					t.Error(err)
+				}
+				_, _ = c.socket.Write(bytes) // the client may have hung up
+				if name != "an answer too long" {
+					_ = c.socket.CloseWrite()
+				}
+				_, _, _ = c.Receive(time.Time{}) // until it has
+			})
+			c := connect(t, path)
+			if _, err := c.List(t.Context()); !errors.Is(err, ErrBroken) {
+				t.Errorf("a netd that says so: %v", err)
+			}
+		})
+	}
+	t.Run("a descriptor", func(t *testing.T) {
+		c := connect(t, played(t, func(c *Conn) {
+			welcome(t, c)
+			_, _, _ = c.Receive(time.Time{})
+			if err := c.Send(time.Time{}, &Attach{ID: 1}, os.Stdin); err != nil {
+				t.Error(err)
+			}
+			_, _, _ = c.Receive(time.Time{})
+		}))
+		before := descriptors(t)
+		if _, err := c.List(t.Context()); !errors.Is(err, ErrBroken) {
+			t.Errorf("a netd that sends descriptors: %v", err)
+		}
+		if after := descriptors(t); after > before {
+			t.Errorf("%d descriptors, %d before", after, before)
+		}
+	})
+	t.Run("a result that is none", func(t *testing.T) {
+		c := connect(t, played(t, func(c *Conn) {
+			welcome(t, c)
+			_, _, _ = c.Receive(time.Time{})
+			if err := c.Send(time.Time{}, &Reply{ID: 1, Data: []byte{1, 5, 5}}, nil); err != nil {
+				t.Error(err)
+			}
+			_, _, _ = c.Receive(time.Time{})
+		}))
+		if all, err := c.List(t.Context()); err == nil {
+			t.Errorf("decoded as %+v", all)
+		}
+	})
+}
+
+func descriptors(t *testing.T) int {
+	t.Helper()
+	all, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return len(all)
+}
+
+// TestHello: both sides must speak the same protocol, and a netd may refuse.
+func TestHello(t *testing.T) {
+	for name, tt := range map[string]struct {
+		answer Message
+		says   string
+	}{
+		"another protocol": {&Welcome{Protocol: 1}, "it speaks protocol 1, this daemon 2"},
+		"a refusal":        {&Welcome{Protocol: Protocol, Refused: "you are user 7"}, "you are user 7"},
+		"another message":  {&Reply{}, "kind 65"},
+	} {
+		path := played(t, func(c *Conn) {
+			_, _, _ = c.Receive(time.Time{})
+			if err := c.Send(time.Time{}, tt.answer, nil); err != nil {
+				t.Error(err)
+			}
+		})
+		if _, err := Dial(t.Context(), path); !errors.Is(err, ErrRefused) || !strings.Contains(err.Error(), tt.says) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	end := make(chan struct{})
+	path := played(t, func(c *Conn) { <-end })
+	defer close(end)
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
+	defer cancel()
+	if _, err := Dial(ctx, path); !errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Errorf("a netd that says nothing: %v", err)
+	}
+	if _, err := Dial(t.Context(), filepath.Join(t.TempDir(), "none")); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("a netd that is not there: %v", err)
+	}
+}
+
+func socketPair(t *testing.T) (a, b *Conn) {
+	t.Helper()
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	both := [2]*Conn{}
+	for i, fd := range fds {
+		f := os.NewFile(uintptr(fd), "pair")
+		c, err := net.FileConn(f)
+		if err := errors.Join(err, f.Close()); err != nil {
+			t.Fatal(err)
+		}
+		both[i] = NewConn(c.(*net.UnixConn))
+		t.Cleanup(func() { _ = both[i].Close() })
+	}
+	return both[0], both[1]
+}
+
+// TestDescriptors: one comes with each Attach, however long, and with nothing else.
+func TestDescriptors(t *testing.T) {
+	a, b := socketPair(t)
+	long := &Attach{1, Wire{ID: "w", Lineage: Lineage{Tuples: make([]Tuple, MaxTuples)}}}
+	sent := make(chan error, 1)
+	go func() {
+		for range 3 {
+			if err := a.Send(time.Time{}, long, os.Stdin); err != nil {
+				sent <- err
+				return
+			}
+		}
+		sent <- nil
+	}()
+	for range 3 {
+		m, file, err := b.Receive(time.Time{})
+		if err != nil || file == nil || len(m.(*Attach).Lineage.Tuples) != MaxTuples {
+			t.Fatalf("received with %v, %v", file, err)
+		}
+		_ = file.Close()
+	}
+	if err := <-sent; err != nil {
+		t.Fatal(err)
+	}
+	before := descriptors(t)
+	for name, tt := range map[string]struct {
+		m    Message
+		with []int
+	}{
+		"an Attach without one": {long, nil},
+		"another with one":      {&Simple{KindList, 1}, []int{0}},
+		"two":                   {&Attach{1, Wire{}}, []int{0, 1}},
+		"many":                  {&Attach{1, Wire{}}, make([]int, 200)},
+	} {
+		t.Run(name, func(t *testing.T) {
+			a, b := socketPair(t)
+			m := Marshal(tt.m)
+			bytes := append(binary.LittleEndian.AppendUint32(nil, uint32(len(m))), m...)
+			var rights []byte
+			if tt.with != nil {
+				rights = unix.UnixRights(tt.with...)
+			}
+			go func() {
+				n, _, _ := a.socket.WriteMsgUnix(bytes, rights, nil)
+				_, _ = a.socket.Write(bytes[n:])
+			}()
+			if m, file, err := b.Receive(time.Time{}); err == nil || file != nil {
+				t.Errorf("received %+v with %v", m, file)
+			}
+		})
+	}
+	if after := descriptors(t); after > before {
+		t.Errorf("%d descriptors, %d before", after, before)
+	}
+}
+
+func TestConnEnds(t *testing.T) {
+	a, b := socketPair(t)
+	if b.Gone() {
+		t.Error("the other end is said to be gone")
+	}
+	if err := a.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if !b.Gone() || !a.Gone() {
+		t.Error("an end that was closed is said to be there")
+	}
+	if _, _, err := b.Receive(time.Time{}); !errors.Is(err, io.EOF) {
+		t.Errorf("receive after the peer closed: %v, want EOF", err)
+	}
+	if err := b.Send(time.Time{}, &Simple{KindList, 1}, nil); err == nil {
+		t.Error("sent to nobody")
+	}
+	c, _ := socketPair(t)
+	if err := c.Send(time.Time{}, &Reply{Data: make([]byte, MaxMessage)}, nil); !errors.Is(err, ErrInvalid) {
+		t.Errorf("an oversized message: %v", err)
+	}
+	if uid, err := c.PeerUID(); err != nil || int(uid) != os.Getuid() {
+		t.Errorf("the peer is user %d, %v", uid, err)
+	}
+}
+
+// TestListener: a listening socket says who made it.
+func TestListener(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "control")
+	file, err := Listen(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	l, err := net.FileListener(file)
+	if err := errors.Join(err, file.Close()); err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = l.Close() }()
+	if uid, err := ListenerUID(l.(*net.UnixListener)); err != nil || int(uid) != os.Getuid() {
+		t.Errorf("user %d listens, %v", uid, err)
+	}
+	if _, err := Listen(path); err == nil {
+		t.Error("two listen at one path")
+	}
+}

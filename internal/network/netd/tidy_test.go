@@ -1,0 +1,73 @@
+package netd_test
+
+import (
+	"fmt"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"agentrun.dev/internal/network/netctl"
+	"agentrun.dev/internal/network/networktest"
+)
+
+// TestIdleMemory: an idle wire costs at most 4 KiB of a netd's memory, some time after it
+// was attached: what the request has left is given back.
+func TestIdleMemory(t *testing.T) {
+	cfg, _ := config(t)
+	p := start(t, cfg)
+	attach := func(name string, wires int) {
+		t.Helper()
+		for i := range wires {
+			_, far := networktest.NewWire(t)
+			if err := p.Attach(t.Context(), wireOf(netctl.ID(fmt.Sprint(name, i)), rules("api.example.com:443", "*.example.org:443")), far); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	const wires, limit = 500, 4 << 10
+	attach("first-", 1)
+	before := settled(t, p.PID())
+	attach("wire-", wires)
+	each := (settled(t, p.PID()) - before) / wires
+	t.Logf("%d bytes for each of %d idle wires", each, wires)
+	if each > limit {
+		t.Errorf("an idle wire costs %d bytes, more than %d", each, limit)
+	}
+}
+
+// settled is the memory of a process that has given back what it will: it has not changed
+// for longer than that takes. Nothing tells.
+func settled(t *testing.T, pid int) int {
+	t.Helper()
+	const pause = 100 * time.Millisecond
+	now, since := anonymous(t, pid), time.Duration(0)
+	for range 300 {
+		time.Sleep(pause)
+		next := anonymous(t, pid)
+		if since += pause; next != now {
+			now, since = next, 0
+		}
+		if since >= 3*time.Second {
+			return now
+		}
+	}
+	t.Fatal("the memory of an idle process changes all the time")
+	return 0
+}
+
+// anonymous is the memory of a process that no file has, in bytes. The kernel counts it for
+// this file; for others it knows it to some hundred pages only.
+func anonymous(t *testing.T, pid int) int {
+	t.Helper()
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/smaps_rollup", pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, rest, _ := strings.Cut(string(b), "\nAnonymous:")
+	var kib int
+	if _, err := fmt.Sscanf(rest, "%d kB", &kib); err != nil {
+		t.Fatalf("%v in:\n%s", err, b)
+	}
+	return kib << 10
+}

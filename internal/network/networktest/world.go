@@ -1,0 +1,101 @@
+package networktest
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"os/exec"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// World is a network behind that of the host: a namespace with an address that is not
+// the host's own. It needs Main.
+type World struct{ ns *os.File }
+
+// NewWorld makes a world with one address, to which the host has a route. It ends with
+// the test; there is one at a time.
+func NewWorld(t testing.TB, address netip.Addr) *World {
+	t.Helper()
+	if os.Getenv(inside) == "" {
+		t.Fatal("the test is in the host's own network: TestMain must call networktest.Main")
+	}
+	w := &World{}
+	err := onThread(func() (err error) {
+		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
+			return fmt.Errorf("unshare: %w", err)
+		}
+		w.ns, err = os.Open("/proc/thread-self/ns/net")
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	path := fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), w.ns.Fd())
+	t.Cleanup(func() { _ = w.ns.Close() }) // with it goes the pair of interfaces
+	const host, far = "169.254.77.1/30", "169.254.77.2"
+	ip(t, "link add world type veth peer name eth0")
+	ip(t, "link set eth0 netns "+path)
+	ip(t, "addr add "+host+" dev world")
+	ip(t, "link set world up")
+	if err := w.Run(func() error {
+		ip(t, "addr add "+far+"/30 dev eth0")
+		ip(t, fmt.Sprintf("addr add %v/32 dev eth0", address))
+		ip(t, "link set eth0 up")
+		return nil
+	}); err != nil {
+		t.Fatal(err)
+	}
+	ip(t, fmt.Sprintf("route add %v/32 via %s", address, far))
+	return w
+}
+
+// ip runs ip(8) in the network of the calling thread.
+func ip(t testing.TB, args string) {
+	t.Helper()
+	if out, err := exec.CommandContext(context.Background(), "ip", strings.Fields(args)...).CombinedOutput(); err != nil {
+		t.Errorf("ip %s: %v: %s", args, err, out)
+	}
+}
+
+// Run runs f on a thread in the world. Sockets that it makes are the world's.
+func (w *World) Run(f func() error) error {
+	return onThread(func() error {
+		if err := unix.Setns(int(w.ns.Fd()), unix.CLONE_NEWNET); err != nil {
+			return fmt.Errorf("enter the world: %w", err)
+		}
+		return f()
+	})
+}
+
+// Listen listens in the world. The listener is closed with the test.
+func (w *World) Listen(t testing.TB, address string) net.Listener {
+	t.Helper()
+	var l net.Listener
+	if err := w.Run(func() (err error) {
+		l, err = net.Listen("tcp", address)
+		return err
+	}); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = l.Close() })
+	return l
+}
+
+// ListenPacket is Listen for UDP.
+func (w *World) ListenPacket(t testing.TB, address string) net.PacketConn {
+	t.Helper()
+	var c net.PacketConn
+	if err := w.Run(func() (err error) {
+		c, err = net.ListenPacket("udp", address)
+		return err
+	}); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = c.Close() })
+	return c
+}

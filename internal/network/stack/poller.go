@@ -1,0 +1,242 @@
+package stack
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"runtime"
+	"sync"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// Poller reads the wires of a process: one epoll, and a few goroutines that take
+// turns at it. None of them sits in a system call while nothing happens, since
+// epoll's own descriptor is watched by Go's runtime.
+type Poller struct {
+	epoll *os.File
+	raw   syscall.RawConn
+
+	// mu protects all following fields.
+	mu     sync.Mutex
+	wires  map[int32]*Wire
+	lastID int32
+	closed bool
+	// memory is what the connections of all wires have taken of maxMemory, buffers the
+	// part of it that they have reserved for their buffers.
+	memory, maxMemory, buffers int
+
+	wg sync.WaitGroup
+}
+
+// maxWorkers bounds the goroutines of a poller. Each has 512 KiB to read frames into.
+const maxWorkers = 4
+
+// NewPoller starts a poller. Close ends it.
+func NewPoller() (*Poller, error) {
+	fd, err := unix.EpollCreate1(unix.EPOLL_CLOEXEC)
+	if err != nil {
+		return nil, fmt.Errorf("make an epoll for wires: %w", err)
+	}
+	if err := unix.SetNonblock(fd, true); err != nil {
+		unix.Close(fd)
+		return nil, fmt.Errorf("make an epoll for wires: %w", err)
+	}
+	p := &Poller{epoll: os.NewFile(uintptr(fd), "wires"), wires: map[int32]*Wire{}, maxMemory: maxMemory}
+	if p.raw, err = p.epoll.SyscallConn(); err != nil {
+		return nil, errors.Join(fmt.Errorf("make an epoll for wires: %w", err), p.epoll.Close())
+	}
+	for range min(maxWorkers, runtime.GOMAXPROCS(0)) {
+		p.wg.Add(1)
+		go p.work()
+	}
+	return p, nil
+}
+
+// Close closes all wires, and ends the poller.
+func (p *Poller) Close() error {
+	p.mu.Lock()
+	p.closed = true
+	wires := make([]*Wire, 0, len(p.wires))
+	for _, w := range p.wires {
+		wires = append(wires, w)
+	}
+	p.mu.Unlock()
+	for _, w := range wires {
+		w.Close()
+	}
+	err := p.epoll.Close()
+	p.wg.Wait()
+	return err
+}
+
+// work is one of the goroutines. The RawConn lets one of them wait at a time; the
+// next takes its place as soon as that one has something to do.
+func (p *Poller) work() {
+	defer p.wg.Done()
+	in := newInput()
+	defer in.release()
+	var events [16]unix.EpollEvent
+	for {
+		n := 0
+		err := p.raw.Read(func(fd uintptr) bool {
+			var err error
+			n, err = unix.EpollWait(int(fd), events[:], 0)
+			return err == nil && n > 0 || err != nil && !errors.Is(err, unix.EINTR)
+		})
+		if err != nil || n <= 0 {
+			return // the epoll is closed: nothing else makes epoll_wait fail
+		}
+		for _, e := range events[:n] {
+			p.mu.Lock()
+			w := p.wires[e.Fd]
+			p.mu.Unlock()
+			if w != nil {
+				w.ready(e.Events, in)
+			}
+		}
+	}
+}
+
+// add registers w, which is not read before its poll state is armed.
+func (p *Poller) add(w *Wire) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.closed {
+		return errors.New("attach a wire: its poller is closed")
+	}
+	for p.lastID++; p.lastID <= 0 || p.wires[p.lastID] != nil; p.lastID++ {
+		if p.lastID < 0 {
+			p.lastID = 0
+		}
+	}
+	w.poll.id = p.lastID
+	p.wires[w.poll.id] = w
+	return nil
+}
+
+func (p *Poller) remove(w *Wire) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	delete(p.wires, w.poll.id)
+}
+
+// control calls epoll_ctl.
+func (p *Poller) control(op, fd int, id int32, events uint32) error {
+	var result error
+	err := p.raw.Control(func(epoll uintptr) {
+		// The kernel gives the wire's id back, in the field that is called Fd.
+		result = unix.EpollCtl(int(epoll), op, fd, &unix.EpollEvent{Events: events, Fd: id})
+	})
+	return errors.Join(err, result)
+}
+
+// pollState is a wire's entry in epoll. It is one-shot: after an event it is quiet
+// until it is armed again, so that one goroutine at a time reads a wire.
+type pollState struct {
+	// id is what the poller knows the wire by. It does not change.
+	id int32
+
+	// mu protects all following fields.
+	mu sync.Mutex
+	// idle is signalled when reading becomes false.
+	idle sync.Cond
+	// reading is set while a goroutine reads the wire, resting while the sandbox has
+	// sent more than its rate allows.
+	reading, resting bool
+	// writers is set while somebody waits for room.
+	writers bool
+	// closed is set when no event is of interest any more. dead is set when the
+	// socket only fails; it would fail in a loop.
+	closed, dead bool
+}
+
+// arm asks epoll for what is of interest; the caller holds poll.mu.
+func (w *Wire) arm() {
+	events := uint32(unix.EPOLLONESHOT)
+	if !w.poll.reading && !w.poll.resting {
+		events |= unix.EPOLLIN
+	}
+	if w.poll.writers {
+		events |= unix.EPOLLOUT
+	}
+	if w.poll.closed || w.poll.dead {
+		return
+	}
+	// It fails only when the poller is closed, and then nothing is waited for.
+	_ = w.poller.control(unix.EPOLL_CTL_MOD, w.fd, w.poll.id, events)
+}
+
+// armWriters makes the poller call writable when the wire has room.
+func (w *Wire) armWriters() {
+	w.poll.mu.Lock()
+	defer w.poll.mu.Unlock()
+	if !w.poll.writers {
+		w.poll.writers = true
+		w.arm()
+	}
+}
+
+// ready handles an event of epoll.
+func (w *Wire) ready(events uint32, in *input) {
+	w.poll.mu.Lock()
+	if w.poll.closed {
+		w.poll.mu.Unlock()
+		return
+	}
+	writable := events&(unix.EPOLLOUT|unix.EPOLLERR) != 0 && w.poll.writers
+	if writable {
+		w.poll.writers = false
+	}
+	readable := events&(unix.EPOLLIN|unix.EPOLLERR|unix.EPOLLHUP) != 0 && !w.poll.reading && !w.poll.resting
+	if readable {
+		w.poll.reading = true
+	} else {
+		w.arm()
+	}
+	w.poll.mu.Unlock()
+
+	if writable {
+		w.writable()
+	}
+	if readable {
+		w.read(in)
+	}
+}
+
+// doneReading arms the wire again after its reader is done, or, if the sandbox has
+// sent more than it may, after a rest. A dead wire is not armed again.
+func (w *Wire) doneReading(rest time.Duration, dead bool) {
+	w.poll.mu.Lock()
+	defer w.poll.mu.Unlock()
+	w.poll.reading = false
+	w.poll.dead = w.poll.dead || dead
+	w.poll.idle.Broadcast()
+	if rest > 0 {
+		w.poll.resting = true
+		w.clock.AfterFunc(rest, w.rested)
+	}
+	w.arm()
+}
+
+func (w *Wire) rested() {
+	w.poll.mu.Lock()
+	defer w.poll.mu.Unlock()
+	w.poll.resting = false
+	w.arm()
+}
+
+// stopPolling returns when no goroutine of the poller uses w any more.
+func (w *Wire) stopPolling() {
+	w.poll.mu.Lock()
+	w.poll.closed = true
+	for w.poll.reading {
+		w.poll.idle.Wait()
+	}
+	w.poll.mu.Unlock()
+	w.poller.remove(w)
+	// It fails only when the poller is closed.
+	_ = w.poller.control(unix.EPOLL_CTL_DEL, w.fd, w.poll.id, 0)
+}

@@ -1,0 +1,169 @@
+package node
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"time"
+
+	"agentrun.dev/internal/network/policy"
+	"agentrun.dev/internal/node/authority"
+	"agentrun.dev/internal/sandbox"
+	"agentrun.dev/internal/storage/seal"
+)
+
+// authorityStore holds the CAs of namespaces in memory, and sealed in a folder for the
+// next daemon: one file each, named by the namespace.
+type authorityStore struct {
+	sealedFolder
+
+	mu  sync.Mutex // protects all, and the folder
+	all map[sandbox.Namespace]namespaceCA
+}
+
+// namespaceCA is a CA with when it became that of its namespace.
+type namespaceCA struct {
+	*authority.Authority
+	created time.Time
+}
+
+// authorityRecord is what is sealed.
+type authorityRecord struct {
+	// Namespace is in the file too: it cannot pass for another one.
+	Namespace   sandbox.Namespace `json:"namespace"`
+	Created     time.Time         `json:"created"`
+	Certificate []byte            `json:"certificate"`
+	Key         []byte            `json:"key"`
+}
+
+func (c namespaceCA) public(n sandbox.Namespace) sandbox.NamespaceCA {
+	return sandbox.NamespaceCA{
+		Namespace: n, Certificate: string(c.Certificate()), Fingerprint: c.Fingerprint(), Subject: c.Subject(), Names: c.Names(),
+		Created: c.created, Expires: c.NotAfter(),
+	}
+}
+
+// openAuthorities reads the CAs that an earlier daemon has sealed. The key was checked by
+// openSecrets.
+func openAuthorities(dir string, key *seal.Key) (*authorityStore, error) {
+	s := &authorityStore{sealedFolder: sealedFolder{dir, key}, all: map[sandbox.Namespace]namespaceCA{}}
+	entries, err := os.ReadDir(dir)
+	if errors.Is(err, fs.ErrNotExist) || key == nil {
+		return s, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("open the CAs of namespaces: %w", err)
+	}
+	for _, e := range entries {
+		if strings.HasPrefix(e.Name(), tempSecret) { // whoever wrote it was killed
+			err = os.Remove(filepath.Join(dir, e.Name()))
+		} else {
+			err = s.load(e.Name())
+		}
+		if err != nil {
+			return nil, fmt.Errorf("open the CA of namespace %s: %w", e.Name(), err)
+		}
+	}
+	return s, nil
+}
+
+func (s *authorityStore) load(name string) error {
+	b, err := s.read(name)
+	if err != nil {
+		return err
+	}
+	var r authorityRecord
+	if json.Unmarshal(b, &r) != nil { // the error may have a part of the key in it
+		return errors.New("it is damaged")
+	}
+	if string(r.Namespace) != name {
+		return errors.New("it is that of another namespace")
+	}
+	ca, err := authority.Read(r.Certificate, r.Key)
+	if err != nil {
+		return err
+	}
+	s.all[r.Namespace] = namespaceCA{ca, r.Created}
+	return nil
+}
+
+// get is the CA of a namespace, if it has one.
+func (s *authorityStore) get(n sandbox.Namespace) (namespaceCA, bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	ca, ok := s.all[n]
+	return ca, ok
+}
+
+// ensure is the CA of a namespace, which is made if it is missing.
+func (s *authorityStore) ensure(n sandbox.Namespace) (namespaceCA, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if ca, ok := s.all[n]; ok {
+		return ca, nil
+	}
+	return s.make(n, sandbox.CASpec{})
+}
+
+// set gives a namespace another CA.
+func (s *authorityStore) set(n sandbox.Namespace, spec sandbox.CASpec) (namespaceCA, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.make(n, spec)
+}
+
+// make makes or reads a CA, and keeps it. The caller holds s.mu.
+func (s *authorityStore) make(n sandbox.Namespace, spec sandbox.CASpec) (out namespaceCA, err error) {
+	if s.key == nil {
+		return out, sandbox.Errorf(sandbox.CodeUnimplemented, "this daemon keeps no CA").Because("it has no key to seal it with")
+	}
+	if out, err = newAuthority(n, spec); err != nil {
+		return out, err
+	}
+	key, err := out.PrivateKey()
+	if err != nil {
+		return out, err
+	}
+	plain, err := json.Marshal(authorityRecord{Namespace: n, Created: out.created, Certificate: out.Certificate(), Key: key})
+	if err != nil {
+		return out, fmt.Errorf("write the CA of namespace %s: it cannot be encoded", n)
+	}
+	sealed, err := s.sealedFolder.key.Seal(plain)
+	if err == nil {
+		err = s.write(string(n), sealed)
+	}
+	if err != nil {
+		return out, fmt.Errorf("write the CA of namespace %s: %w", n, err)
+	}
+	s.all[n] = out
+	return out, nil
+}
+
+func newAuthority(n sandbox.Namespace, spec sandbox.CASpec) (namespaceCA, error) {
+	now := time.Now().UTC()
+	if spec.Certificate != "" {
+		ca, err := authority.Read([]byte(spec.Certificate), []byte(spec.Key))
+		if err != nil {
+			return namespaceCA{}, sandbox.Invalid("certificate", "%v", err)
+		}
+		if now.After(ca.NotAfter()) {
+			return namespaceCA{}, sandbox.Invalid("certificate", "it was valid until %v", ca.NotAfter())
+		}
+		return namespaceCA{ca, now}, nil
+	}
+	var names []policy.Name
+	for _, text := range spec.Names {
+		name, err := policy.ParseName(text)
+		if err != nil {
+			return namespaceCA{}, sandbox.Invalid("names", "%v", err)
+		}
+		names = append(names, name)
+	}
+	ca, err := authority.New(string(n), names, now)
+	return namespaceCA{ca, now}, err
+}

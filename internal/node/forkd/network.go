@@ -1,0 +1,30 @@
+package forkd
+
+import (
+	"path/filepath"
+
+	"agentrun.dev/internal/host/jail"
+	"agentrun.dev/internal/network/netproc"
+	"agentrun.dev/internal/node"
+	"agentrun.dev/internal/node/netds"
+)
+
+const (
+	netdsName = "netd"
+	// resolvFile is where hosts have their DNS servers.
+	resolvFile = "/etc/resolv.conf"
+)
+
+// openNetwork opens what the interfaces of sandboxes lead to.
+func (d *Daemon) openNetwork() (_ node.Network, err error) {
+	settings, err := netds.OpenSettings(d.cfg.NetworkFile, resolvFile)
+	if err != nil {
+		return nil, err
+	}
+	d.jail, err = netproc.NewJail(jail.Config{AllowUnlimited: d.cfg.Jail.AllowUnlimited, AllowUnjailed: d.cfg.Jail.AllowUnjailed})
+	if err != nil {
+		return nil, err
+	}
+	d.netds = netds.New(netds.Config{Dir: filepath.Join(d.cfg.Dir, netdsName), Jail: d.jail, Settings: settings, Log: d.cfg.Log})
+	return d.netds, nil
+}

@@ -1,0 +1,94 @@
+package netds
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"agentrun.dev/internal/network/netctl"
+	"agentrun.dev/internal/node"
+	"agentrun.dev/internal/sandbox"
+)
+
+// wireOf describes the interface of a machine.
+func wireOf(at node.Joint, rules netctl.Rules) netctl.Wire {
+	face := node.Interface()
+	w := netctl.Wire{
+		ID: netctl.ID(at.Machine), MAC: face.MAC, GatewayMAC: node.GatewayMAC, MTU: face.MTU,
+		Address: face.Address.Addr(), Gateway: face.Gateway,
+		Address6: face.Address6.Addr(), Gateway6: face.Gateway6,
+		Rules: rules, Paused: at.Paused,
+	}
+	if at.Lineage == nil {
+		return w
+	}
+	for _, c := range at.Lineage.Connections {
+		w.Lineage.Tuples = append(w.Lineage.Tuples, netctl.Tuple(c))
+	}
+	for _, p := range at.Lineage.Pins {
+		w.Lineage.Pins = append(w.Lineage.Pins, netctl.Pin(p))
+	}
+	return w
+}
+
+func fromLineage(l netctl.Lineage) *sandbox.Lineage {
+	if len(l.Tuples)+len(l.Pins) == 0 {
+		return nil
+	}
+	out := &sandbox.Lineage{}
+	for _, t := range l.Tuples {
+		out.Connections = append(out.Connections, sandbox.Connection(t))
+	}
+	for _, p := range l.Pins {
+		out.Pins = append(out.Pins, sandbox.Pin(p))
+	}
+	return out
+}
+
+// capture notes the connections of a machine from now on, until collect.
+func (ns *namespace) capture(ctx context.Context, machine sandbox.ID) (collect func(context.Context) *sandbox.Lineage) {
+	unknown := func(err error) *sandbox.Lineage {
+		// Without a netd there are no connections to inherit.
+		if !errors.Is(err, netctl.ErrBroken) {
+			ns.netds.cfg.Log.Error("note the connections of a sandbox that is captured", "machine", machine, "error", err)
+		}
+		return nil
+	}
+	nothing := func(context.Context) *sandbox.Lineage { return nil }
+	c := ns.connected()
+	if c == nil {
+		return nothing
+	}
+	mark, err := c.Mark(ctx, netctl.ID(machine))
+	if err != nil {
+		unknown(err)
+		return nothing
+	}
+	return func(ctx context.Context) *sandbox.Lineage {
+		l, err := c.Collect(ctx, netctl.ID(machine), mark)
+		if err != nil {
+			return unknown(err)
+		}
+		return fromLineage(l)
+	}
+}
+
+// traffic is the log of a machine.
+func (ns *namespace) traffic(ctx context.Context, machine sandbox.ID, r sandbox.TrafficRequest) (sandbox.TrafficPage, error) {
+	c, err := ns.await(ctx)
+	if err != nil {
+		return sandbox.TrafficPage{}, err
+	}
+	page, err := c.Log(ctx, netctl.Log{Wire: netctl.ID(machine), From: max(r.From, 1), Max: r.Max, Wait: r.Wait, Open: r.Open})
+	if err != nil {
+		return sandbox.TrafficPage{}, fmt.Errorf("read the network log: %w", err)
+	}
+	out := sandbox.TrafficPage{Next: page.Next, Lost: page.Lost}
+	for _, e := range page.Entries {
+		out.Entries = append(out.Entries, sandbox.Traffic(e))
+	}
+	for _, e := range page.Open {
+		out.Open = append(out.Open, sandbox.Traffic(e))
+	}
+	return out, nil
+}

@@ -1,0 +1,485 @@
+package netds
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"sync"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/network/netctl"
+	"agentrun.dev/internal/network/netproc"
+	"agentrun.dev/internal/node"
+	"agentrun.dev/internal/sandbox"
+)
+
+// namespace is the network of one namespace: a netd while there are machines.
+type namespace struct {
+	netds *Netds
+	name  sandbox.Namespace
+
+	// turn is held by whoever attaches or detaches wires, so that a netd that comes
+	// back gets each wire once.
+	turn sync.Mutex
+
+	mu      sync.Mutex // protects all following fields
+	joints  map[sandbox.ID]*node.Joint
+	running bool             // whether run is
+	client  *netctl.Client   // nil while there is no netd to speak with
+	changed chan struct{}    // closed and made anew when client or joints change
+	failed  error            // why there is no client
+	process *netproc.Process // of client
+}
+
+func newNamespace(n *Netds, name sandbox.Namespace) *namespace {
+	return &namespace{netds: n, name: name, joints: map[sandbox.ID]*node.Joint{}, changed: make(chan struct{})}
+}
+
+// notify wakes those who wait for a change. The caller holds mu.
+func (ns *namespace) notify() {
+	close(ns.changed)
+	ns.changed = make(chan struct{})
+}
+
+// connected is the client, or nil.
+func (ns *namespace) connected() *netctl.Client {
+	ns.mu.Lock()
+	defer ns.mu.Unlock()
+	return ns.client
+}
+
+// await waits for a netd to speak with, which is started if none runs.
+func (ns *namespace) await(ctx context.Context) (*netctl.Client, error) {
+	for {
+		ns.mu.Lock()
+		if !ns.running && ns.netds.ctx.Err() == nil {
+			ns.running, ns.failed = true, nil
+			ns.netds.work.Go(ns.run)
+		}
+		client, changed, failed := ns.client, ns.changed, ns.failed
+		ns.mu.Unlock()
+		if client != nil {
+			return client, nil
+		}
+		if failed != nil {
+			return nil, failed
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return nil, fmt.Errorf("wait for the netd of namespace %s: %w", ns.name, ctx.Err())
+		case <-ns.netds.ctx.Done():
+			return nil, fmt.Errorf("wait for the netd of namespace %s: the daemon is shutting down", ns.name)
+		}
+	}
+}
+
+// run keeps a netd for as long as there are machines.
+func (ns *namespace) run() {
+	ctx := ns.netds.ctx
+	for ctx.Err() == nil {
+		process, client, err := ns.start(ctx)
+		if err != nil {
+			if ctx.Err() == nil {
+				ns.netds.cfg.Log.Error("start a netd", "namespace", ns.name, "error", err)
+			}
+			// Whoever waits is told; those that are joined wait for the next attempt.
+			if !ns.tryAgain(ctx, again) {
+				return
+			}
+			continue
+		}
+		if ended := ns.serve(ctx, process, client); ended {
+			return
+		}
+	}
+}
+
+// tryAgain waits, and says whether to try again: not without machines.
+func (ns *namespace) tryAgain(ctx context.Context, d time.Duration) bool {
+	select {
+	case <-time.After(d):
+	case <-ctx.Done():
+	}
+	ns.mu.Lock()
+	defer ns.mu.Unlock()
+	if len(ns.joints) > 0 && ctx.Err() == nil {
+		return true
+	}
+	ns.running = false
+	ns.notify()
+	return false
+}
+
+// start gets a netd, and tells those who wait. It has the turn meanwhile: what changes
+// while a netd begins is told to it afterwards.
+func (ns *namespace) start(ctx context.Context) (*netproc.Process, *netctl.Client, error) {
+	ns.turn.Lock()
+	defer ns.turn.Unlock()
+	process, client, err := ns.open(ctx)
+	ns.mu.Lock()
+	defer ns.mu.Unlock()
+	ns.process, ns.client, ns.failed = process, client, err
+	ns.notify()
+	return process, client, err
+}
+
+// open finds the netd or starts one, and gives it the wires that it lacks. The caller has
+// the turn.
+func (ns *namespace) open(ctx context.Context) (_ *netproc.Process, _ *netctl.Client, err error) {
+	cfg := ns.netds.process(ns.name)
+	process, err := netproc.Find(cfg)
+	if errors.Is(err, netproc.ErrNone) {
+		process, err = netproc.Start(ctx, cfg)
+	}
+	if err != nil {
+		return nil, nil, err
+	}
+	client, err := process.Dial(ctx)
+	if err == nil {
+		err = client.Configure(ctx, ns.netds.cfg.Settings.Now().forNetd())
+	}
+	if err == nil {
+		err = ns.attachMissing(ctx, client)
+	}
+	if err == nil {
+		return process, client, nil
+	}
+	// One that cannot be used is in the way of the next.
+	if client != nil {
+		err = errors.Join(err, client.Close())
+	}
+	if ctx.Err() != nil {
+		return nil, nil, errors.Join(err, process.Leave())
+	}
+	return nil, nil, errors.Join(err, process.Kill(ctx))
+}
+
+// attachMissing attaches the wires that a netd does not have. The caller has the turn.
+func (ns *namespace) attachMissing(ctx context.Context, c *netctl.Client) error {
+	list, err := c.List(ctx)
+	if err != nil {
+		return err
+	}
+	there := map[netctl.ID]bool{}
+	for _, w := range list {
+		there[w.ID] = true
+	}
+	ns.mu.Lock()
+	var missing []*node.Joint
+	for id, j := range ns.joints {
+		if !there[netctl.ID(id)] {
+			missing = append(missing, j)
+		}
+	}
+	ns.mu.Unlock()
+	for _, j := range missing {
+		err := ns.attach(ctx, c, j)
+		if errors.Is(err, netctl.ErrBroken) {
+			return err
+		}
+		if err != nil {
+			ns.netds.cfg.Log.Error("a sandbox has no network", "machine", j.Machine, "error", err)
+		}
+	}
+	return nil
+}
+
+// serve waits until the netd has ended or nobody needs it, and says whether the
+// namespace is done with it.
+func (ns *namespace) serve(ctx context.Context, process *netproc.Process, client *netctl.Client) (ended bool) {
+	for {
+		ns.mu.Lock()
+		needed, changed := len(ns.joints) > 0, ns.changed
+		ns.mu.Unlock()
+		var unneeded <-chan time.Time
+		if !needed {
+			unneeded = time.After(ns.netds.cfg.Idle)
+		}
+		select {
+		case <-changed:
+			continue
+		case <-ctx.Done():
+			return true
+		case <-client.Done():
+			ns.lost(ctx, process, client)
+			return false
+		case <-unneeded:
+			if ns.retire(ctx, process, client) {
+				return true
+			}
+		}
+	}
+}
+
+// lost is called when the connection to the netd has ended. One that lives, and has
+// hung up on us, cannot be used: another one gets its wires.
+func (ns *namespace) lost(ctx context.Context, process *netproc.Process, client *netctl.Client) {
+	ns.mu.Lock()
+	ns.client, ns.process = nil, nil
+	ns.notify()
+	ns.mu.Unlock()
+	err := errors.Join(client.Close(), process.Kill(ctx))
+	ns.netds.cfg.Log.Error("a netd has ended; another one is started", "namespace", ns.name, "reason", process.Ended(), "error", err)
+}
+
+// retire ends a netd that has no wires. It fails if there are some by now.
+func (ns *namespace) retire(ctx context.Context, process *netproc.Process, client *netctl.Client) bool {
+	ns.turn.Lock()
+	defer ns.turn.Unlock()
+	ns.mu.Lock()
+	if len(ns.joints) > 0 {
+		ns.mu.Unlock()
+		return false
+	}
+	ns.client, ns.process, ns.running = nil, nil, false
+	ns.notify()
+	ns.mu.Unlock()
+	err := errors.Join(client.Close(), process.Kill(ctx), netproc.Remove(ctx, ns.netds.process(ns.name)))
+	if err != nil && ctx.Err() == nil {
+		ns.netds.cfg.Log.Error("end a netd", "namespace", ns.name, "error", err)
+	}
+	return true
+}
+
+// leave lets go of the netd, which goes on.
+func (ns *namespace) leave() error {
+	ns.mu.Lock()
+	defer ns.mu.Unlock()
+	var errs []error
+	if ns.client != nil {
+		errs = append(errs, ns.client.Close())
+	}
+	if ns.process != nil {
+		errs = append(errs, ns.process.Leave())
+	}
+	ns.client, ns.process = nil, nil
+	return errors.Join(errs...)
+}
+
+// keep ends what no machine of this daemon needs.
+func (ns *namespace) keep(ctx context.Context) error {
+	if gone, err := ns.removeForeign(ctx); gone || err != nil {
+		return err
+	}
+	ns.mu.Lock()
+	needed := len(ns.joints) > 0
+	ns.mu.Unlock()
+	c, err := ns.await(ctx)
+	if err != nil && !needed {
+		return nil // run has told why; a netd that could not be started has no wires
+	}
+	if err != nil {
+		return err
+	}
+	ns.turn.Lock()
+	defer ns.turn.Unlock()
+	list, err := c.List(ctx)
+	if err != nil {
+		return err
+	}
+	var errs []error
+	for _, w := range list {
+		ns.mu.Lock()
+		_, known := ns.joints[sandbox.ID(w.ID)]
+		ns.mu.Unlock()
+		if !known {
+			errs = append(errs, c.Detach(ctx, w.ID))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// removeForeign ends the netd of an earlier daemon unless this one uses it: run ends its
+// own when nobody needs it, and a machine without an interface may have had it started.
+func (ns *namespace) removeForeign(ctx context.Context) (gone bool, err error) {
+	ns.turn.Lock() // run waits for it before it looks for a netd
+	defer ns.turn.Unlock()
+	ns.mu.Lock()
+	running := ns.running
+	ns.mu.Unlock()
+	if running {
+		return false, nil
+	}
+	return true, netproc.Remove(ctx, ns.netds.process(ns.name))
+}
+
+// join connects a machine.
+func (ns *namespace) join(ctx context.Context, at node.Joint) error {
+	j := &at
+	for {
+		c, err := ns.await(ctx)
+		if err != nil {
+			return fmt.Errorf("join the network of namespace %s: %w", ns.name, err)
+		}
+		ns.turn.Lock()
+		err = ns.attach(ctx, c, j)
+		if err == nil {
+			ns.mu.Lock()
+			ns.joints[at.Machine] = j
+			ns.notify()
+			ns.mu.Unlock()
+		}
+		ns.turn.Unlock()
+		if !errors.Is(err, netctl.ErrBroken) || ctx.Err() != nil {
+			return err
+		}
+		select { // the next netd comes
+		case <-c.Done():
+		case <-ctx.Done():
+		}
+	}
+}
+
+// attach gives a wire to a netd. The caller has the turn.
+func (ns *namespace) attach(ctx context.Context, c *netctl.Client, j *node.Joint) error {
+	rules, err := ns.rules(*j)
+	if err != nil {
+		return err
+	}
+	if j.Adopted {
+		if err := ns.attached(ctx, c, j, rules); !errors.Is(err, netctl.ErrNotFound) {
+			return err
+		}
+	}
+	end, err := j.Wire.Wire()
+	if err != nil {
+		return err
+	}
+	defer func() { _ = end.Close() }() // the netd has its own copy
+	if err := c.Attach(ctx, wireOf(*j, rules), end); err != nil {
+		return err
+	}
+	j.Lineage, j.Adopted = nil, false // it was inherited once
+	return nil
+}
+
+// attached brings a wire that an earlier daemon has attached up to date.
+func (ns *namespace) attached(ctx context.Context, c *netctl.Client, j *node.Joint, rules netctl.Rules) error {
+	id := netctl.ID(j.Machine)
+	if err := c.SetPolicy(ctx, id, rules); err != nil {
+		return err
+	}
+	j.Adopted = false
+	if j.Paused {
+		return c.Pause(ctx, id)
+	}
+	return c.Resume(ctx, id)
+}
+
+func (ns *namespace) rules(at node.Joint) (netctl.Rules, error) {
+	b, err := json.Marshal(at.Policies)
+	if err != nil {
+		return netctl.Rules{}, fmt.Errorf("encode network policies: %w", err)
+	}
+	return netctl.Rules{Policies: string(b), ECH: ns.netds.cfg.Settings.Now().ECH, Injections: at.Injections}, nil
+}
+
+// setPolicies replaces what a machine may connect to.
+func (ns *namespace) setPolicies(ctx context.Context, at node.Joint) error {
+	rules, err := ns.rules(at)
+	if err != nil {
+		return err
+	}
+	ns.turn.Lock()
+	defer ns.turn.Unlock()
+	ns.mu.Lock()
+	c, j := ns.client, ns.joints[at.Machine]
+	ns.mu.Unlock()
+	if j == nil {
+		return fmt.Errorf("set the network policy of machine %s: %w", at.Machine, engine.ErrNoWire)
+	}
+	j.Policies, j.Injections = at.Policies, at.Injections
+	if c == nil {
+		return fmt.Errorf("set the network policy of machine %s: the netd of namespace %s is being started; the policy holds as soon as it runs", at.Machine, ns.name)
+	}
+	// It was promised already: whoever has asked for it may be gone.
+	return ns.tell(context.WithoutCancel(ctx), c, at.Machine, rules)
+}
+
+// tell gives a wire other rules. If the netd does not take them, it must not go on with the
+// old ones: it loses the wire, or, if it does not even answer, its life.
+func (ns *namespace) tell(ctx context.Context, c *netctl.Client, machine sandbox.ID, rules netctl.Rules) error {
+	err := c.SetPolicy(ctx, netctl.ID(machine), rules)
+	if err == nil || errors.Is(err, netctl.ErrNotFound) || errors.Is(err, netctl.ErrBroken) {
+		return err // without a wire, or without a netd, nothing is open
+	}
+	if detachErr := c.Detach(ctx, netctl.ID(machine)); detachErr != nil {
+		err = errors.Join(err, detachErr, c.Close()) // another one is started, with the new rules
+	}
+	return err
+}
+
+// reconfigure tells a netd the settings of the node, and the wires what of the settings is in
+// their rules. One that is not there yet, or does not take them, begins with them.
+func (ns *namespace) reconfigure(ctx context.Context) {
+	ns.turn.Lock()
+	defer ns.turn.Unlock()
+	ns.mu.Lock()
+	c, joints := ns.client, slices.Collect(maps.Values(ns.joints))
+	ns.mu.Unlock()
+	if c == nil {
+		return
+	}
+	err := c.Configure(ctx, ns.netds.cfg.Settings.Now().forNetd())
+	if err != nil {
+		err = errors.Join(err, c.Close()) // another one is started
+		joints = nil
+	}
+	for _, j := range joints {
+		rules, rulesErr := ns.rules(*j)
+		if rulesErr == nil {
+			rulesErr = ns.tell(ctx, c, j.Machine, rules)
+		}
+		err = errors.Join(err, rulesErr)
+	}
+	if err != nil && ctx.Err() == nil {
+		ns.netds.cfg.Log.Error("configure a netd", "namespace", ns.name, "error", err)
+	}
+}
+
+// part ends a machine's connections.
+func (ns *namespace) part(ctx context.Context, machine sandbox.ID) {
+	ns.turn.Lock()
+	defer ns.turn.Unlock()
+	ns.mu.Lock()
+	c := ns.client
+	_, joined := ns.joints[machine]
+	delete(ns.joints, machine)
+	ns.notify()
+	ns.mu.Unlock()
+	if c == nil || !joined {
+		return
+	}
+	if err := c.Detach(ctx, netctl.ID(machine)); err != nil && !errors.Is(err, netctl.ErrNotFound) && !errors.Is(err, netctl.ErrBroken) && ctx.Err() == nil {
+		ns.netds.cfg.Log.Error("let go of a sandbox's network", "machine", machine, "error", err)
+	}
+}
+
+// pause stops or starts the clocks of a machine's connections. A netd that is not
+// there is told when it comes back.
+func (ns *namespace) pause(ctx context.Context, machine sandbox.ID, paused bool) {
+	ns.turn.Lock()
+	defer ns.turn.Unlock()
+	ns.mu.Lock()
+	c, j := ns.client, ns.joints[machine]
+	ns.mu.Unlock()
+	if j == nil {
+		return
+	}
+	j.Paused = paused
+	if c == nil {
+		return
+	}
+	do := c.Resume
+	if paused {
+		do = c.Pause
+	}
+	if err := do(ctx, netctl.ID(machine)); err != nil && !errors.Is(err, netctl.ErrBroken) {
+		ns.netds.cfg.Log.Error("pause a sandbox's network, or resume it", "machine", machine, "paused", paused, "error", err)
+	}
+}

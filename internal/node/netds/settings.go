@@ -1,0 +1,186 @@
+package netds
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"net/netip"
+	"os"
+	"reflect"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"agentrun.dev/internal/network/addresses"
+	"agentrun.dev/internal/network/netctl"
+	"agentrun.dev/internal/network/policy"
+	"sigs.k8s.io/yaml"
+)
+
+// Values are what an administrator decides about the network of a node.
+type Values struct {
+	// Upstreams are the DNS servers that names are asked of.
+	Upstreams []netip.AddrPort
+	// InternalDomains have DNS servers of their own, whose private addresses are
+	// open for names that a rule allows.
+	InternalDomains policy.InternalDomains
+	// ClosedRanges are closed in addition to what is closed everywhere.
+	ClosedRanges []netip.Prefix
+	// BuildNetwork is what builds may connect to whose template does not say.
+	BuildNetwork policy.Policy
+	// ECH lets connections pass that hide their name by Encrypted Client Hello.
+	ECH bool
+	// Roots are the certificates (PEM) of CAs by which servers are verified that values
+	// of secrets are sent to.
+	Roots []byte
+}
+
+// file is the form that Values have in a file.
+type file struct {
+	Upstreams       []string               `json:"upstreams"`
+	InternalDomains policy.InternalDomains `json:"internalDomains"`
+	ClosedRanges    []string               `json:"closedRanges"`
+	BuildNetwork    *policy.Policy         `json:"buildNetwork"`
+	ECH             bool                   `json:"ech"`
+	InjectRoots     string                 `json:"injectRoots"`
+}
+
+// defaultBuild has the public indices of Python, npm and Debian packages.
+var defaultBuild = []string{
+	"pypi.org:443", "files.pythonhosted.org:443", "registry.npmjs.org:443",
+	"deb.debian.org:80", "deb.debian.org:443", "security.debian.org:80", "security.debian.org:443",
+}
+
+// Settings are the Values of a node, which follow their files.
+type Settings struct {
+	path, resolv string
+	now          atomic.Pointer[Values]
+	roots        rootsFile // only read uses it, and one at a time
+}
+
+// OpenSettings reads the settings in the YAML file path, which need not exist, and
+// DNS servers from resolv (resolv.conf(5)) where the file names none. An empty path is
+// no file.
+func OpenSettings(path, resolv string) (*Settings, error) {
+	s := &Settings{path: path, resolv: resolv}
+	v, err := s.read()
+	if err != nil {
+		return nil, err
+	}
+	s.now.Store(v)
+	return s, nil
+}
+
+// Now are the settings as they were last read without an error.
+func (s *Settings) Now() Values { return *s.now.Load() }
+
+func (s *Settings) read() (*Values, error) {
+	var f file
+	if s.path != "" {
+		b, err := os.ReadFile(s.path)
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return nil, fmt.Errorf("read the settings of the network: %w", err)
+		}
+		if err := yaml.UnmarshalStrict(b, &f); err != nil {
+			return nil, fmt.Errorf("the settings of the network in %s: %w", s.path, err)
+		}
+	}
+	v := &Values{InternalDomains: f.InternalDomains, ECH: f.ECH}
+	var err error
+	if v.ClosedRanges, err = addresses.ParseRanges(f.ClosedRanges); err != nil {
+		return nil, fmt.Errorf("the settings of the network in %s: closedRanges: %w", s.path, err)
+	}
+	if f.BuildNetwork != nil {
+		v.BuildNetwork = *f.BuildNetwork
+	} else if v.BuildNetwork, err = policy.Parse("deny", defaultBuild, nil); err != nil {
+		return nil, err
+	}
+	for _, text := range f.Upstreams {
+		a, err := policy.ParseUpstream(text)
+		if err != nil {
+			return nil, fmt.Errorf("the settings of the network in %s: upstreams: %w", s.path, err)
+		}
+		v.Upstreams = append(v.Upstreams, a)
+	}
+	if len(f.Upstreams) == 0 {
+		if v.Upstreams, err = nameservers(s.resolv); err != nil {
+			return nil, err
+		}
+	}
+	if v.Roots, err = s.roots.read(f.InjectRoots); err != nil {
+		return nil, err
+	}
+	if err := v.forNetd().Check(); err != nil {
+		return nil, fmt.Errorf("the settings of the network in %s: %w", s.path, err)
+	}
+	return v, nil
+}
+
+// nameservers are the DNS servers of a host. One without any resolves no names.
+func nameservers(path string) (out []netip.AddrPort, err error) {
+	b, err := os.ReadFile(path)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("read the host's DNS servers: %w", err)
+	}
+	const most = 3 // MAXNS of resolv.conf(5)
+	for lines := bufio.NewScanner(bytes.NewReader(b)); lines.Scan() && len(out) < most; {
+		words := strings.Fields(lines.Text())
+		if len(words) < 2 || words[0] != "nameserver" {
+			continue
+		}
+		// One with a zone is of no use in a process that knows no interfaces.
+		if a, err := policy.ParseUpstream(words[1]); err == nil {
+			out = append(out, a)
+		}
+	}
+	return out, nil
+}
+
+// look is how often the files are looked at. They may be links that are replaced, as
+// Kubernetes does it, of which no event tells.
+const look = 2 * time.Second
+
+// watch reads the files again when they change, and calls changed.
+func (s *Settings) watch(ctx context.Context, log *slog.Logger, changed func(context.Context)) {
+	tick := time.NewTicker(look)
+	defer tick.Stop()
+	problem, last := "", s.Now()
+	for {
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return
+		}
+		v, err := s.read()
+		if err != nil {
+			if err.Error() != problem {
+				problem = err.Error()
+				log.Error("the settings of the network stay as they were", "error", err)
+			}
+			continue
+		}
+		problem = ""
+		// Somebody may be writing the file, and half of it may be good YAML: it has to
+		// be the same twice.
+		settled := reflect.DeepEqual(*v, last)
+		last = *v
+		if settled && !reflect.DeepEqual(*v, s.Now()) {
+			s.now.Store(v)
+			log.Info("the settings of the network have changed")
+			changed(ctx)
+		}
+	}
+}
+
+// forNetd are the settings that a netd has to know.
+func (v Values) forNetd() netctl.Settings {
+	out := netctl.Settings{Upstreams: v.Upstreams, ClosedRanges: v.ClosedRanges, Roots: v.Roots}
+	for _, d := range v.InternalDomains {
+		out.InternalDomains = append(out.InternalDomains, netctl.InternalDomain{Domain: string(d.Domain), Upstreams: d.Upstreams})
+	}
+	return out
+}

@@ -1,0 +1,125 @@
+package netds
+
+import (
+	"context"
+	"io"
+	"log/slog"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"agentrun.dev/internal/network/policy"
+	"agentrun.dev/internal/node/authority"
+)
+
+// TestSettings: a file, the host's DNS servers, and what holds without either.
+func TestSettings(t *testing.T) {
+	dir := t.TempDir()
+	file, resolv := filepath.Join(dir, "network.yaml"), filepath.Join(dir, "resolv.conf")
+	if err := os.WriteFile(resolv, []byte("search example.org\nnameserver 192.0.2.1\nnameserver fe80::1%eth0\nnameserver 2001:db8::1\n#nameserver 192.0.2.9\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	s, err := OpenSettings(file, resolv)
+	if err != nil {
+		t.Fatal(err)
+	}
+	v := s.Now()
+	want := []netip.AddrPort{netip.MustParseAddrPort("192.0.2.1:53"), netip.MustParseAddrPort("[2001:db8::1]:53")}
+	if !slices.Equal(v.Upstreams, want) || v.ECH || len(v.ClosedRanges) != 0 {
+		t.Errorf("without a file: %+v", v)
+	}
+	if got := policy.Texts(v.BuildNetwork.Allow); !slices.Contains(got, "pypi.org:443") || v.BuildNetwork.Egress != policy.DenyByDefault {
+		t.Errorf("builds may reach %v", v.BuildNetwork)
+	}
+	roots := filepath.Join(dir, "roots.pem")
+	ca, err := authority.New("x", nil, time.Now())
+	if err == nil {
+		err = os.WriteFile(roots, ca.Certificate(), 0o600)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	text := `
+upstreams: [192.0.2.53, "192.0.2.54:5353"]
+closedRanges: [10.96.0.0/12]
+internalDomains: {cluster.local: [10.96.0.10]}
+buildNetwork: {egress: allow, deny: [evil.example]}
+ech: true
+injectRoots: ` + roots + `
+`
+	if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if s, err = OpenSettings(file, resolv); err != nil {
+		t.Fatal(err)
+	}
+	v = s.Now()
+	netd := v.forNetd()
+	if len(netd.Upstreams) != 2 || netd.Upstreams[1].Port() != 5353 || netd.ClosedRanges[0].String() != "10.96.0.0/12" ||
+		netd.InternalDomains[0].Domain != "cluster.local" || !v.ECH || v.BuildNetwork.Egress != policy.AllowByDefault ||
+		string(netd.Roots) != string(ca.Certificate()) {
+		t.Errorf("%+v", v)
+	}
+	for bad, says := range map[string]string{
+		"upstream: [192.0.2.1]":        "upstream",
+		"injectRoots: /none":           "injectRoots",
+		"injectRoots: " + resolv:       "no CA certificate",
+		"upstreams: [example.org]":     "upstreams",
+		"closedRanges: [10.0.0.0/33]":  "closedRanges",
+		"internalDomains: {a.b: []}":   "a.b",
+		"buildNetwork: {egress: ask}":  "ask",
+		"buildNetwork: {allow: ['*']}": "allow[0]",
+	} {
+		if err := os.WriteFile(file, []byte(bad), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := OpenSettings(file, resolv); err == nil || !strings.Contains(err.Error(), says) {
+			t.Errorf("%s: %v", bad, err)
+		}
+	}
+}
+
+// TestSettingsFollow: a change of the file is acted on, one that makes no sense is not.
+func TestSettingsFollow(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "network.yaml")
+	write := func(text string) {
+		if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	synctest.Test(t, func(t *testing.T) {
+		s, err := OpenSettings(file, "")
+		if err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		changed := make(chan struct{})
+		ended := make(chan struct{})
+		go func() {
+			defer close(ended)
+			s.watch(ctx, slog.New(slog.NewTextHandler(io.Discard, nil)), func(context.Context) { changed <- struct{}{} })
+		}()
+		write("ech: true")
+		<-changed
+		if !s.Now().ECH {
+			t.Error("a change is not seen")
+		}
+		write("ech: perhaps")
+		time.Sleep(2 * look) // of the bubble
+		if !s.Now().ECH {
+			t.Error("a file that makes no sense changes settings")
+		}
+		write("closedRanges: [192.0.2.0/24]")
+		<-changed
+		if s.Now().ECH || len(s.Now().ClosedRanges) != 1 {
+			t.Errorf("%+v", s.Now())
+		}
+		cancel()
+		<-ended
+	})
+}

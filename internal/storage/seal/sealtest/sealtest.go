@@ -1,0 +1,30 @@
+// Package sealtest looks for plain text where there should be none, for tests.
+package sealtest
+
+import (
+	"bytes"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"testing"
+)
+
+// FilesWith are the files below dir that hold text.
+func FilesWith(t testing.TB, dir, text string) (found []string) {
+	t.Helper()
+	files := os.DirFS(dir)
+	err := fs.WalkDir(files, ".", func(path string, d fs.DirEntry, err error) error {
+		if err != nil || !d.Type().IsRegular() {
+			return err
+		}
+		b, err := fs.ReadFile(files, path)
+		if bytes.Contains(b, []byte(text)) {
+			found = append(found, filepath.Join(dir, path))
+		}
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return found
+}
