@@ -320,7 +320,7 @@ func TestHTTPServerLeaves(t *testing.T) {
 		t.Fatalf("got %q, %v", got, err)
 	}
 	close(leave)
-	_ = conn.SetReadDeadline(time.Now().Add(20 * time.Second))
+	_ = conn.SetReadDeadline(time.Now().Add(patience))
 	if _, err := r.ReadByte(); err != io.EOF {
 		t.Errorf("the connection ended with %v", err)
 	}

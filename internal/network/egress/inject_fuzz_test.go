@@ -26,7 +26,7 @@ func FuzzInject(f *testing.F) {
 		done := make(chan struct{})
 		go func() { defer close(done); remote.Splice(inside) }()
 		conn := tls.Client(program, &tls.Config{ServerName: string(theHost), RootCAs: n.trust, NextProtos: []string{alpnHTTP1}, MinVersion: tls.VersionTLS12})
-		_ = conn.SetDeadline(time.Now().Add(20 * time.Second))
+		_ = conn.SetDeadline(time.Now().Add(patience))
 		_, _ = conn.Write(raw)
 		_ = conn.CloseWrite()
 		_, _ = io.Copy(io.Discard, conn)

@@ -158,7 +158,7 @@ func (n *injecting) dialTLS(t testing.TB, name string, protocols ...string) (*tl
 		return nil, err
 	}
 	c := tls.Client(conn, &tls.Config{ServerName: name, RootCAs: n.trust, NextProtos: protocols, MinVersion: tls.VersionTLS12})
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
 	return c, c.HandshakeContext(ctx)
 }
@@ -355,7 +355,7 @@ func TestInjectHostileRequests(t *testing.T) {
 				t.Fatal(err)
 			}
 			_, _ = io.WriteString(conn, c.request+"\r\n")
-			_ = conn.SetReadDeadline(time.Now().Add(20 * time.Second))
+			_ = conn.SetReadDeadline(time.Now().Add(patience))
 			answer, err := http.ReadResponse(bufio.NewReader(conn), nil)
 			if err != nil {
 				t.Fatalf("no answer: %v", err)

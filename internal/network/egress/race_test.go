@@ -1,6 +1,7 @@
 package egress
 
 import (
+	"math"
 	"sync"
 	"testing"
 
@@ -91,7 +92,10 @@ func TestManyAtOnce(t *testing.T) {
 func TestIdleSandboxIsSmall(t *testing.T) {
 	w := newWorld(t)
 	rules := allow("allowed.example:443")
-	perSandbox := testing.AllocsPerRun(100, func() { w.gateway.NewSandbox(rules, nil).Close() })
+	perSandbox := math.Inf(1)
+	for range 5 { // others allocate as well, at times
+		perSandbox = min(perSandbox, testing.AllocsPerRun(100, func() { w.gateway.NewSandbox(rules, nil).Close() }))
+	}
 	if perSandbox > 4 {
 		t.Errorf("%v allocations for an idle sandbox", perSandbox)
 	}

@@ -82,7 +82,7 @@ func TestInternalDomainIsTakenBack(t *testing.T) {
 		t.Fatal(err)
 	}
 	s.Recheck()
-	_ = conn.SetDeadline(time.Now().Add(20 * time.Second))
+	_ = conn.SetDeadline(time.Now().Add(patience))
 	if _, err := conn.Read(make([]byte, 1)); !errors.Is(err, syscall.ECONNRESET) && !errors.Is(err, io.EOF) && !errors.Is(err, net.ErrClosed) {
 		t.Errorf("the connection goes on: %v", err)
 	}
@@ -133,7 +133,7 @@ func TestSetRules(t *testing.T) {
 				conn = tls.Client(raw, config)
 			}
 			echo := func() error {
-				_ = conn.SetDeadline(time.Now().Add(20 * time.Second))
+				_ = conn.SetDeadline(time.Now().Add(patience))
 				if _, err := io.WriteString(conn, "ping"); err != nil {
 					return err
 				}

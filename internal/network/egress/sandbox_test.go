@@ -190,14 +190,14 @@ func TestErrors(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	open := l.Addr().String()
-	if conn, err := connect(t, s, open); err != nil {
+	defer func() { _ = l.Close() }()
+	if conn, err := connect(t, s, l.Addr().String()); err != nil {
 		t.Errorf("connect to a listener: %v", err)
 	} else {
 		_ = conn.Close()
 	}
-	_ = l.Close()
-	if _, err := connect(t, s, open); !errors.Is(err, stack.ErrRefused) || !errors.Is(err, syscall.ECONNREFUSED) {
+	const closed = "127.0.0.1:1" // nobody is given this port by chance
+	if _, err := connect(t, s, closed); !errors.Is(err, stack.ErrRefused) || !errors.Is(err, syscall.ECONNREFUSED) {
 		t.Errorf("connect to a closed port: %v", err)
 	}
 	if e := last(t, s, func(e Entry) bool { return e.Outcome == Failed }); e.Rule != "127.0.0.1" || !strings.Contains(e.Reason, "refused") {

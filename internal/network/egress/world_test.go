@@ -39,6 +39,19 @@ const (
 	addr6       = "2606:2800:220:1::34"
 )
 
+// patience is how long tests wait for what is to happen: a busy host may be slow.
+const patience = time.Minute
+
+// patientConn is a connection to an upstream that is waited for, however slow the host is.
+type patientConn struct{ net.Conn }
+
+func (patientConn) SetDeadline(time.Time) error { return nil }
+
+func dialPatiently(ctx context.Context, network string, upstream netip.AddrPort) (net.Conn, error) {
+	conn, err := (&net.Dialer{}).DialContext(ctx, network, upstream.String())
+	return patientConn{conn}, err
+}
+
 // world is the internet of a test: a DNS server, and servers that note what reaches them.
 type world struct {
 	upstream *upstream
@@ -69,7 +82,7 @@ func newWorld(t testing.TB) *world {
 	internal := startUpstream(t)
 	internal.set("db.corp. A", "10.1.2.3")
 	internal.set("metadata.corp. A", "169.254.169.254")
-	resolver, err := dns.New(dns.Config{Upstreams: dns.Upstreams{
+	resolver, err := dns.New(dns.Config{Dial: dialPatiently, Upstreams: dns.Upstreams{
 		Default:  []netip.AddrPort{w.upstream.addr},
 		Internal: map[string][]netip.AddrPort{"corp": {internal.addr}},
 	}})
@@ -79,7 +92,7 @@ func newWorld(t testing.TB) *world {
 	t.Cleanup(resolver.Close)
 	w.guard = addresses.NewGuard(hostAddresses{}, nil)
 	w.gateway = NewGateway(Config{
-		Resolver: resolver, Guard: w.guard, Dial: w.dial,
+		Resolver: resolver, Guard: w.guard, Dial: w.dial, FirstBytes: patience,
 		Inside: []netip.Prefix{netip.MustParsePrefix("10.255.255.0/30"), netip.MustParsePrefix("fd00:a9e7::/126")},
 	})
 	return w
@@ -166,6 +179,7 @@ func (w *world) serveTLS(t testing.TB, at ...string) *x509.CertPool {
 			if raw.n > 0 {
 				w.note("raw %d bytes", raw.n)
 			}
+			_, _ = io.Copy(io.Discard, conn) // a close before all is read would be a reset
 			return
 		}
 		w.note("tls %s", server.ConnectionState().ServerName)
@@ -337,7 +351,7 @@ func resolve(t testing.TB, s *Sandbox, names ...string) {
 // last is the newest entry of the log, once there is one that fits.
 func last(t testing.TB, s *Sandbox, fits func(Entry) bool) Entry {
 	t.Helper()
-	patience := time.After(20 * time.Second)
+	over := time.After(patience)
 	for {
 		changed := s.LogChanged()
 		entries := s.Log(0, 1<<20)
@@ -348,7 +362,7 @@ func last(t testing.TB, s *Sandbox, fits func(Entry) bool) Entry {
 		}
 		select {
 		case <-changed:
-		case <-patience:
+		case <-over:
 			t.Fatalf("no such entry in the log: %+v", entries)
 		}
 	}
@@ -465,7 +479,7 @@ func (u *upstream) questions() []string {
 
 // readAll reads a connection until it ends, or fails.
 func readAll(conn net.Conn) (string, error) {
-	_ = conn.SetReadDeadline(time.Now().Add(20 * time.Second))
+	_ = conn.SetReadDeadline(time.Now().Add(patience))
 	var b bytes.Buffer
 	_, err := io.Copy(&b, conn)
 	return b.String(), err

@@ -69,15 +69,30 @@ func dial(t *testing.T, path string) *netctl.Client {
 	return c
 }
 
+// hereWith runs a server, and returns it with a parent. One that is not patient for long may
+// have ended before its parent came: the next one is patient for longer.
+func hereWith(t *testing.T, patience time.Duration) (path string, served <-chan error, c *netctl.Client, patient time.Duration) {
+	t.Helper()
+	for ; ; patience *= 2 {
+		path, served = here(t, patience)
+		c, err := netctl.Dial(t.Context(), path)
+		if err == nil {
+			t.Cleanup(func() { _ = c.Close() })
+			return path, served, c, patience
+		}
+		if err := errors.Join(err, <-served); patience > time.Minute {
+			t.Fatal(err)
+		}
+	}
+}
+
 // TestAlone: a server that nobody needs ends by itself; one with a wire does not.
 func TestAlone(t *testing.T) {
-	const short = time.Millisecond
-	_, served := here(t, short)
+	_, served := here(t, time.Millisecond)
 	if err := <-served; err != nil {
 		t.Errorf("a server to which nobody has come: %v", err)
 	}
-	path, served := here(t, 50*short)
-	c := dial(t, path)
+	path, served, c, patience := hereWith(t, 50*time.Millisecond)
 	_, far := networktest.NewWire(t)
 	if err := c.Attach(t.Context(), wireOf("w", rules()), far); err != nil {
 		t.Fatal(err)
@@ -88,7 +103,7 @@ func TestAlone(t *testing.T) {
 	select {
 	case err := <-served:
 		t.Fatalf("it ended although it has a wire: %v", err)
-	case <-time.After(200 * short): // longer than it is patient without one
+	case <-time.After(4 * patience): // longer than it is patient without one
 	}
 	c = dial(t, path)
 	if err := c.Detach(t.Context(), "w"); err != nil {
@@ -105,8 +120,7 @@ func TestAlone(t *testing.T) {
 // TestOrphan: a server without a parent lets go of the wires of sandboxes that have
 // ended, and then nobody needs it.
 func TestOrphan(t *testing.T) {
-	path, served := here(t, 10*time.Millisecond)
-	c := dial(t, path)
+	path, served, c, _ := hereWith(t, 10*time.Millisecond)
 	near, far := networktest.NewWire(t)
 	gone, wire := networktest.NewWire(t)
 	for id, end := range map[netctl.ID]*os.File{"lives": far, "ended": wire} {
@@ -360,7 +374,7 @@ func TestIdleWire(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	each := float64(heap()-before) / 1024 / wires
+	each := (float64(heap()) - float64(before)) / 1024 / wires
 	t.Logf("%.2f KiB for each of %d idle wires", each, wires)
 	if each > 4 {
 		t.Errorf("%.2f KiB for each idle wire", each)

@@ -146,7 +146,7 @@ func TestKilled(t *testing.T) {
 // later.
 func settle(t *testing.T, what string, before int, count func() int) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	for count() > before {
 		if ctx.Err() != nil {

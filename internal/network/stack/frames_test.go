@@ -216,7 +216,7 @@ func TestAnswers(t *testing.T) {
 			if _, err := h.Write(test.message); err != nil {
 				t.Fatal(err)
 			}
-			h.SetReadDeadline(time.Now().Add(10 * time.Second))
+			h.SetReadDeadline(time.Now().Add(patience))
 			b := make([]byte, 2000)
 			n, err := h.Read(b)
 			if err != nil {
@@ -249,7 +249,7 @@ func TestNoReader(t *testing.T) {
 		t.Errorf("%d answers wait", waiting)
 	}
 	b := make([]byte, 2000)
-	h.SetReadDeadline(time.Now().Add(10 * time.Second))
+	h.SetReadDeadline(time.Now().Add(patience))
 	for before := h.w.Stats().FramesOut; h.w.Stats().FramesOut == before; {
 		if _, err := h.Read(b); err != nil {
 			t.Fatal(err)

@@ -5,7 +5,6 @@ import (
 	"net"
 	"os"
 	"testing"
-	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -40,7 +39,7 @@ func newGuest(t testing.TB) guest {
 
 // dial connects from inside the guest.
 func (g guest) dial(network, address string) (net.Conn, error) {
-	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	return g.Dial(ctx, network, address)
 }

@@ -79,7 +79,7 @@ func TestResetsOfNoReader(t *testing.T) {
 		h := &hostile{near, attachEnd(t, p, far, stuck{})}
 		h.send(t, tcpFrame(me4, other4, header.TCPFields{SeqNum: 100, Flags: header.TCPFlagSyn, WindowSize: 1000}))
 		b := make([]byte, 2000)
-		h.SetReadDeadline(time.Now().Add(10 * time.Second))
+		h.SetReadDeadline(time.Now().Add(patience))
 		n, err := h.Read(b)
 		if err != nil {
 			t.Fatal(err)
@@ -110,7 +110,7 @@ func TestResetsOfNoReader(t *testing.T) {
 	if _, err := near.Write(arpFrame(config.MAC, config.Address, config.Gateway)); err != nil {
 		t.Fatal(err)
 	}
-	near.SetReadDeadline(time.Now().Add(10 * time.Second))
+	near.SetReadDeadline(time.Now().Add(patience))
 	if _, err := near.Read(make([]byte, 2000)); err != nil {
 		t.Errorf("another sandbox got no answer: %v", err)
 	}

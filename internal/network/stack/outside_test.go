@@ -100,7 +100,7 @@ func newPoller(t testing.TB) *Poller {
 // nothingLeft fails if goroutines of this package, or anything of netstack, are left.
 func nothingLeft(t testing.TB) {
 	t.Helper()
-	deadline := time.Now().Add(10 * time.Second)
+	deadline := time.Now().Add(patience)
 	for {
 		stacks := make([]byte, 1<<20)
 		stacks = stacks[:runtime.Stack(stacks, true)]
@@ -149,10 +149,13 @@ func serve(t testing.TB, handle func(*net.TCPConn)) uint16 {
 	return uint16(l.Addr().(*net.TCPAddr).Port)
 }
 
+// patience is how long tests wait for what is to happen: a busy host may be slow.
+const patience = time.Minute
+
 // eventually waits for what no event tells.
 func eventually(t testing.TB, what string, is func() bool) {
 	t.Helper()
-	for deadline := time.Now().Add(20 * time.Second); !is(); runtime.Gosched() {
+	for deadline := time.Now().Add(patience); !is(); runtime.Gosched() {
 		if time.Now().After(deadline) {
 			t.Fatalf("still not: %s", what)
 		}

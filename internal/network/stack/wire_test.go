@@ -119,7 +119,7 @@ func TestPing(t *testing.T) {
 				return err
 			}
 			defer unix.Close(s)
-			unix.SetsockoptTimeval(s, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{Sec: 5})
+			unix.SetsockoptTimeval(s, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{Sec: int64(patience.Seconds())})
 			m := []byte{request, 0, 0, 0, 1, 2, 3, 4, 'h', 'i'}
 			if family == unix.AF_INET {
 				binary.BigEndian.PutUint16(m[2:], ^uint16(0x0800+0x0102+0x0304+0x6869))
@@ -159,7 +159,8 @@ func TestPing(t *testing.T) {
 func TestStackIsFreed(t *testing.T) {
 	p, g := newPoller(t), newGuest(t)
 	clock := newSkippingClock()
-	w := attach(t, p, g, &loopback{}, func(c *Config) { c.Clock = clock })
+	const idle = time.Hour // passes only if it is skipped
+	w := attach(t, p, g, &loopback{}, func(c *Config) { c.Clock, c.Limits.StackIdle = clock, idle })
 	port := serve(t, echo)
 	for range 3 {
 		if w.Stats().Stack {
@@ -174,7 +175,7 @@ func TestStackIsFreed(t *testing.T) {
 		if !w.Stats().Stack {
 			t.Error("the stack was freed too early")
 		}
-		clock.Skip(DefaultLimits.StackIdle)
+		clock.Skip(idle)
 		eventually(t, "the stack is freed", func() bool { return !w.Stats().Stack })
 	}
 }
@@ -242,7 +243,7 @@ func TestInherited(t *testing.T) {
 	defer fork.Close()
 	fork.ResetInherited(tuples)
 	for i, c := range conns[1:] {
-		c.SetReadDeadline(time.Now().Add(10 * time.Second))
+		c.SetReadDeadline(time.Now().Add(patience))
 		if _, err := c.Read(make([]byte, 1)); !errors.Is(err, syscall.ECONNRESET) {
 			t.Errorf("connection %d read: %v", i+1, err)
 		}
@@ -353,19 +354,33 @@ func TestSlowReader(t *testing.T) {
 				g.Pause()
 				defer g.Continue()
 			}
-			for range 40 {
-				clock.Skip(10 * time.Second)
-				time.Sleep(10 * time.Millisecond) // for a probe and its answer
-			}
 			if silent {
-				eventually(t, "no connection left", func() bool { return w.Stats().Connections == 0 })
+				eventually(t, "no connection left", func() bool {
+					clock.Skip(10 * time.Second)
+					return w.Stats().Connections == 0
+				})
 				return
+			}
+			for range 20 {
+				heard := segments(w)
+				clock.Skip(20 * time.Second) // the longest time between two probes
+				eventually(t, "a probe is answered", func() bool { return segments(w) > heard })
 			}
 			if b, err := io.ReadAll(c); !bytes.Equal(b, data) {
 				t.Errorf("%d bytes came of %d: %v", len(b), len(data), err)
 			}
 		})
 	}
+}
+
+// segments is how many segments the sandbox has sent on the wire's connections.
+func segments(w *Wire) (n uint64) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, c := range w.conns {
+		n += c.inside.segments()
+	}
+	return n
 }
 
 // TestLimits shows what a sandbox gets that wants too much.
@@ -391,6 +406,7 @@ func TestLimits(t *testing.T) {
 	if err := <-blocked; !errors.Is(err, syscall.ECONNREFUSED) {
 		t.Errorf("the dial that was cut: %v", err)
 	}
+	eventually(t, "nothing is left of it", func() bool { return !hasPort(w, 3) })
 	conns := []net.Conn{<-second}
 	for range 2 {
 		conns = append(conns, g.mustDial(t, "tcp", fmt.Sprintf("203.0.113.5:%d", port)))
@@ -404,6 +420,18 @@ func TestLimits(t *testing.T) {
 		}
 		c.Close()
 	}
+}
+
+// hasPort reports whether the wire has a connection to this port outside.
+func hasPort(w *Wire, port uint16) bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for t := range w.conns {
+		if t.Outside.Port() == port {
+			return true
+		}
+	}
+	return false
 }
 
 // TestRate shows that both directions keep to their rates. A busy host only makes

@@ -243,7 +243,8 @@ func TestNextDaemon(t *testing.T) {
 	if err := talk(conn); err == nil {
 		t.Error("a connection that is not allowed any more goes on")
 	}
-	page, err := n.Traffic(t.Context(), joint(t, "a", a), sandbox.TrafficRequest{})
+	// The connection is written down after its ends have gone.
+	page, err := n.Traffic(t.Context(), joint(t, "a", a), sandbox.TrafficRequest{Wait: time.Minute})
 	if err != nil || len(page.Entries) == 0 {
 		t.Errorf("the log: %+v, %v", page, err)
 	}

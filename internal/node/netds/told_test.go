@@ -11,6 +11,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -118,7 +119,7 @@ func TestECHIsTakenBack(t *testing.T) {
 				}
 				return
 			}
-		case <-time.After(10 * time.Second):
+		case <-time.After(time.Minute):
 			t.Fatal("wires are told nothing")
 		}
 	}
@@ -164,7 +165,7 @@ func TestPolicyThatIsNotTaken(t *testing.T) {
 	}
 	select {
 	case <-client.Done():
-	case <-time.After(10 * time.Second):
+	case <-time.After(time.Minute):
 		t.Error("a netd that goes on with the old policy is kept")
 	}
 }
@@ -206,14 +207,15 @@ func TestSettingsWhileANetdBegins(t *testing.T) {
 	if err := n.Join(t.Context(), at); err != nil {
 		t.Fatal(err)
 	}
-	slow.asked, slow.goOn = make(chan struct{}), make(chan struct{})
+	asked := make(chan struct{})
+	slow.ask, slow.goOn = sync.OnceFunc(func() { close(asked) }), make(chan struct{})
 	first, _ := h.process(t, "default")
 	client := n.of("default").connected()
 	if err := unix.Kill(first.PID, unix.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
 	<-client.Done()
-	<-slow.asked // the next one is configured, and is about to get its wires
+	<-asked // the next one is configured, and is about to get its wires
 	upstream, err := net.ListenPacket("udp", netip.AddrPortFrom(server, 0).String())
 	if err != nil {
 		t.Fatal(err)
@@ -242,7 +244,7 @@ func TestSettingsWhileANetdBegins(t *testing.T) {
 	if _, err := resolver.Write(question); err != nil {
 		t.Fatal(err)
 	}
-	if err := upstream.SetReadDeadline(time.Now().Add(10 * time.Second)); err != nil {
+	if err := upstream.SetReadDeadline(time.Now().Add(time.Minute)); err != nil {
 		t.Fatal(err)
 	}
 	if _, _, err := upstream.ReadFrom(make([]byte, 1000)); err != nil {
@@ -253,12 +255,13 @@ func TestSettingsWhileANetdBegins(t *testing.T) {
 // slowMachine is a machine whose wire is given out when the test wants it.
 type slowMachine struct {
 	machine
-	asked, goOn chan struct{}
+	ask  func()
+	goOn chan struct{}
 }
 
 func (m *slowMachine) Wire() (*os.File, error) {
-	if m.asked != nil {
-		close(m.asked)
+	if m.ask != nil {
+		m.ask()
 		<-m.goOn
 	}
 	return m.machine.Wire()
