@@ -74,6 +74,9 @@ func (x *exchange) serve(conn net.Conn, protocols *http.Protocols, handler http.
 		ExpectContinueTimeout:  time.Second,
 		Protocols:              protocols,
 		HTTP2:                  limitsHTTP2,
+		// The first requests of HTTP/2 may come at once. Those after the first would dial as
+		// well, in vain, instead of waiting for the connection that they can share.
+		MaxConnsPerHost: 1,
 	}
 	discard := log.New(io.Discard, "", 0)
 	x.proxy = &httputil.ReverseProxy{
