@@ -5,6 +5,7 @@ import (
 	"runtime"
 	"sync"
 	"testing"
+	"time"
 
 	"agentrun.dev/internal/network/wire"
 	"golang.org/x/sys/unix"
@@ -96,13 +97,11 @@ func TestNetQuiet(t *testing.T) {
 // eventually waits for what another goroutine does and tells nobody.
 func eventually(t *testing.T, what string, is func() bool) {
 	t.Helper()
-	for range 1 << 24 {
-		if is() {
-			return
+	for began := time.Now(); !is(); runtime.Gosched() {
+		if time.Since(began) > patience {
+			t.Fatalf("waited in vain for %s", what)
 		}
-		runtime.Gosched()
 	}
-	t.Fatalf("waited in vain for %s", what)
 }
 
 // TestNetNothingIsForgotten: a driver that notifies only when it is asked to, and a network
