@@ -134,7 +134,7 @@ func TestForgedDatagrams(t *testing.T) {
 	forgeries := map[string]func(dnsmessage.Message) []byte{
 		"id":           forge(func(m *dnsmessage.Message) { m.ID++ }),
 		"name":         forge(func(m *dnsmessage.Message) { m.Questions[0].Name = dnsmessage.MustNewName("other.test.") }),
-		"case":         forge(func(m *dnsmessage.Message) { m.Questions[0].Name = dnsmessage.MustNewName("BANK.TEST.") }),
+		"case":         forge(func(m *dnsmessage.Message) { m.Questions[0].Name.Data[0] ^= 'a' ^ 'A' }), // of one letter
 		"type":         forge(func(m *dnsmessage.Message) { m.Questions[0].Type = dnsmessage.TypeAAAA }),
 		"class":        forge(func(m *dnsmessage.Message) { m.Questions[0].Class = dnsmessage.ClassCHAOS }),
 		"no question":  forge(func(m *dnsmessage.Message) { m.Questions = nil }),
