@@ -10,7 +10,7 @@ import (
 const get = `
 import sys, urllib.request
 try:
-    print(urllib.request.urlopen(sys.argv[1], timeout=20).read().decode())
+    print(urllib.request.urlopen(sys.argv[1], timeout=120).read().decode())
 except Exception as e:
     print("failed:", e)
 `

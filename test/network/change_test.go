@@ -1,8 +1,10 @@
 package network
 
 import (
+	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/client"
@@ -29,6 +31,23 @@ func (s *site) entry(t *testing.T, sandbox string, matches func(rest.NetworkLogE
 	}
 }
 
+// received waits until so many bytes have come on an open connection of a sandbox.
+func (s *site) received(t *testing.T, sandbox, name string, bytes int64) {
+	t.Helper()
+	for deadline := time.Now().Add(patience); ; {
+		page, err := s.client.NetworkLog(t.Context(), sandbox, client.NetworkLogRequest{Open: true})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if slices.ContainsFunc(page.Open, func(e rest.NetworkLogEntry) bool { return e.Name == name && e.Received == bytes }) {
+			return
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("open connections: %+v; want one to %s that has got %d bytes", page.Open, name, bytes)
+		}
+	}
+}
+
 // TestChange: what a sandbox may connect to changes while it runs, within its bounds.
 func TestChange(t *testing.T) {
 	s := newSite(t)
@@ -52,6 +71,7 @@ func TestChange(t *testing.T) {
 	t.Run("revocation cuts live connections", func(t *testing.T) {
 		s.prints(t, "a", "", "python3", "-c", readOnly, "source.example.org", "9001", "8001")
 		<-src.half
+		s.received(t, "a", "source.example.org", int64(len(src.bytes)/2))
 		reaches(t, "a", "www.example.org", true)
 		s.must(t, "network", "set", "a", "--allow", "www.example.org")
 		if how, _ := s.outcome(t, "a", "8001"); how != "ECONNRESET" {

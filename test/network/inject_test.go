@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/client"
 )
 
@@ -113,9 +114,9 @@ func TestInject(t *testing.T) {
 	})
 	t.Run("a server that is another", func(t *testing.T) {
 		s.prints(t, "a", "failed", "python3", "-c", askWithKey, "https://bad.example.org/")
-		if log := s.must(t, "network", "log", "a"); !strings.Contains(log, "the server's certificate was not verified: x509: certificate is valid for other.example.org, not bad.example.org") {
-			t.Errorf("the log: %s", log)
-		}
+		s.entry(t, "a", func(e rest.NetworkLogEntry) bool {
+			return strings.Contains(e.Reason, "the server's certificate was not verified: x509: certificate is valid for other.example.org, not bad.example.org")
+		})
 	})
 	t.Run("rotation", func(t *testing.T) {
 		s.rotatesOnOneConnection(t, openai)
@@ -160,9 +161,7 @@ func TestInject(t *testing.T) {
 		wants(t, "a", newKey)
 		s.must(t, "ca", "create", "--name", "openai.com")
 		s.prints(t, "a", "failed", "python3", "-c", askWithKey, "https://api.openai.com/")
-		if log := s.must(t, "network", "log", "a"); !strings.Contains(log, "the sandbox trusts the CA") {
-			t.Errorf("the log: %s", log)
-		}
+		s.entry(t, "a", func(e rest.NetworkLogEntry) bool { return strings.Contains(e.Reason, "the sandbox trusts the CA") })
 		s.awaitRevision(t)
 		s.claim(t, "demo", "b", `secrets: [{name: llm, key: OPENAI_API_KEY, inject: {host: api.openai.com, header: Authorization, format: "Bearer {}"}}]`)
 		wants(t, "b", newKey)

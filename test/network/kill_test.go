@@ -233,6 +233,13 @@ func TestNetdKilled(t *testing.T) {
 	for range soak.Count(19, 2) {
 		kill()
 	}
+	// A kill between two transfers breaks none.
+	for range 20 {
+		if _, broken, _ := s.progress(t, "a"); broken > 0 {
+			break
+		}
+		kill()
+	}
 	s.client.Close()
 	const few = 4 // connections that are being closed
 	deadline := time.Now().Add(patience)

@@ -18,13 +18,20 @@ import (
 // echo serves TCP and UDP at one address of the host's loopback.
 func echo(t *testing.T) string {
 	t.Helper()
-	listener, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
+	var listener net.Listener
+	var packets net.PacketConn
+	for range 20 { // the port of the one may be taken for the other
+		var err error
+		if listener, err = net.Listen("tcp", "127.0.0.1:0"); err != nil {
+			t.Fatal(err)
+		}
+		if packets, err = net.ListenPacket("udp", listener.Addr().String()); err == nil {
+			break
+		}
+		_ = listener.Close()
 	}
-	packets, err := net.ListenPacket("udp", listener.Addr().String())
-	if err != nil {
-		t.Fatal(err)
+	if packets == nil {
+		t.Fatal("no port is free for both TCP and UDP")
 	}
 	t.Cleanup(func() { _, _ = listener.Close(), packets.Close() })
 	go func() {
