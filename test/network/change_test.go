@@ -69,8 +69,7 @@ func TestChange(t *testing.T) {
 	}
 
 	t.Run("revocation cuts live connections", func(t *testing.T) {
-		s.prints(t, "a", "", "python3", "-c", readOnly, "source.example.org", "9001", "8001")
-		<-src.half
+		s.reads(t, "a", src, "9001", "8001")
 		s.received(t, "a", "source.example.org", int64(len(src.bytes)/2))
 		reaches(t, "a", "www.example.org", true)
 		s.must(t, "network", "set", "a", "--allow", "www.example.org")

@@ -108,6 +108,16 @@ while True:
     threading.Thread(target=answer, args=(c,), daemon=True).start()
 `
 
+// reads starts a readOnly, and returns when the source has sent it half of its bytes.
+func (s *site) reads(t *testing.T, sandbox string, from *source, port, results string) {
+	t.Helper()
+	r := s.run(t, sandbox, "python3", "-c", readOnly, "source.example.org", port, results)
+	if r.ExitCode != 0 { // nothing would be sent
+		t.Fatalf("%s: connect to port %s of source.example.org: exit code %d\n%s", sandbox, port, r.ExitCode, r.Stderr)
+	}
+	<-from.half
+}
+
 // ask prints what a program on a port of the same sandbox says.
 const ask = `
 import socket, sys
@@ -140,8 +150,7 @@ func TestForks(t *testing.T) {
 	s.claim(t, "demo", "a")
 
 	first := s.newSource(t, "25.1.113.40:9001", 8<<20)
-	s.prints(t, "a", "", "python3", "-c", readOnly, "source.example.org", "9001", "8001")
-	<-first.half
+	s.reads(t, "a", first, "9001", "8001")
 	s.fork(t, "a", "f", 2, nil)
 	forked := time.Now()
 	for _, child := range []string{"f-1", "f-2"} {
@@ -160,8 +169,7 @@ func TestForks(t *testing.T) {
 	}
 
 	second := s.newSource(t, "25.1.113.40:9002", 1<<20)
-	s.prints(t, "a", "", "python3", "-c", readOnly, "source.example.org", "9002", "8002")
-	<-second.half
+	s.reads(t, "a", second, "9002", "8002")
 	s.do(t, "a", client.Hibernate)
 	s.do(t, "a", client.Resume)
 	woken := time.Now()

@@ -260,8 +260,7 @@ func TestDaemonKilled(t *testing.T) {
 	s := connectedSite(t)
 	// This one is half done before, and the rest comes afterwards.
 	slow := s.newSource(t, "25.1.113.50:9002", 4<<20)
-	s.prints(t, "a", "", "python3", "-c", readOnly, "source.example.org", "9002", "8002")
-	<-slow.half
+	s.reads(t, "a", slow, "9002", "8002")
 	before := s.netd(t)
 	for range soak.Count(5, 1) {
 		s.daemon.Kill()

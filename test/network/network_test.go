@@ -181,6 +181,7 @@ func (s *site) prints(t *testing.T, sandbox, want string, argv ...string) {
 	t.Helper()
 	r := s.run(t, sandbox, argv...)
 	if r.ExitCode != 0 || !strings.Contains(r.Stdout, want) {
-		t.Errorf("%s: %.60q: exit code %d, %q; want %q\n%s", sandbox, argv, r.ExitCode, r.Stdout, want, r.Stderr)
+		seen, err := s.agentrun(t, "network", "log", sandbox)
+		t.Errorf("%s: %.60q: exit code %d, %q; want %q\n%s\nits network, %v:\n%s", sandbox, argv, r.ExitCode, r.Stdout, want, r.Stderr, err, seen)
 	}
 }

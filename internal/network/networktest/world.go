@@ -2,6 +2,7 @@ package networktest
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"net/netip"
@@ -9,6 +10,7 @@ import (
 	"os/exec"
 	"strings"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -51,8 +53,37 @@ func NewWorld(t testing.TB, address netip.Addr) *World {
 		t.Fatal(err)
 	}
 	ip(t, fmt.Sprintf("route add %v/32 via %s", address, far))
+	if err := await(address); err != nil {
+		t.Fatalf("reach the world: %v", err)
+	}
 	return w
 }
+
+// patience is for a busy machine to switch interfaces on.
+const patience = 2 * time.Minute
+
+// await returns when the host reaches an address where nobody listens: it refuses. The
+// kernel switches a pair of interfaces on in the background, and drops all packets until
+// it has.
+func await(address netip.Addr) error {
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	for {
+		// Fails after some seconds in which nobody has answered.
+		c, err := new(net.Dialer).DialContext(ctx, "tcp", netip.AddrPortFrom(address, discard).String())
+		switch {
+		case err == nil:
+			return c.Close()
+		case errors.Is(err, unix.ECONNREFUSED):
+			return nil
+		case ctx.Err() != nil || !errors.Is(err, unix.EHOSTUNREACH):
+			return err
+		}
+	}
+}
+
+// discard is a port on which no test listens.
+const discard = 9
 
 // ip runs ip(8) in the network of the calling thread.
 func ip(t testing.TB, args string) {

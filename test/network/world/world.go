@@ -14,6 +14,7 @@ import (
 	"os/exec"
 	"runtime"
 	"testing"
+	"time"
 
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netns"
@@ -34,6 +35,9 @@ var (
 	// NameServer answers for the names that Name has defined.
 	NameServer = netip.MustParseAddrPort("25.1.113.53:53")
 )
+
+// patience is for a busy machine to switch interfaces on.
+const patience = 2 * time.Minute
 
 const (
 	router4 = "25.1.100.1"
@@ -71,7 +75,30 @@ func New(t testing.TB) *World {
 		t.Fatalf("join network namespaces: %v", err)
 	}
 	w.serveNames(t)
+	if err := w.awaitServers(); err != nil {
+		t.Fatalf("reach the servers of the world: %v", err)
+	}
 	return w
+}
+
+// awaitServers returns when the host reaches the servers. The kernel switches the pair of
+// interfaces on in the background, and drops all packets until it has: on a machine that
+// makes and removes many namespaces this takes seconds.
+func (w *World) awaitServers() error {
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	return w.OnHost(func() error {
+		for {
+			// Fails after some seconds in which nobody has answered.
+			c, err := new(net.Dialer).DialContext(ctx, "tcp", NameServer.String())
+			if err == nil {
+				return c.Close()
+			}
+			if ctx.Err() != nil || !errors.Is(err, unix.EHOSTUNREACH) {
+				return err
+			}
+		}
+	})
 }
 
 // makeNamespaces makes both, on a thread that goes back to where it was.
