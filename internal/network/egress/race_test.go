@@ -91,11 +91,11 @@ func TestManyAtOnce(t *testing.T) {
 func TestIdleSandboxIsSmall(t *testing.T) {
 	w := newWorld(t)
 	rules := allow("allowed.example:443")
-	perSandbox := testing.AllocsPerRun(100, func() { w.gateway.NewSandbox(rules, nil).Close() })
+	perSandbox := testing.AllocsPerRun(100, func() { w.gateway.NewSandbox(rules, Inheritance{}).Close() })
 	if perSandbox > 4 {
 		t.Errorf("%v allocations for an idle sandbox", perSandbox)
 	}
-	s := w.gateway.NewSandbox(rules, nil)
+	s := w.gateway.NewSandbox(rules, Inheritance{})
 	if s.live != nil || s.pins.byAddr != nil || s.log.entries != nil {
 		t.Errorf("an idle sandbox has %+v", s)
 	}
