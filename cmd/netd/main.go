@@ -7,6 +7,8 @@ package main
 import (
 	"context"
 	"fmt"
+	"io"
+	"log"
 	"log/slog"
 	"net"
 	"os"
@@ -38,6 +40,9 @@ func main() {
 }
 
 func run(ctx context.Context) error {
+	// net/http logs bytes that a server sends unasked, for which it has no other place. They
+	// may be an echo of a credential, and any server could fill the file of last words.
+	log.SetOutput(io.Discard)
 	file := os.NewFile(listenerFD, "control")
 	l, err := net.FileListener(file)
 	if err != nil {
@@ -54,11 +59,12 @@ func run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if err := lockdown.EnterNetwork(); err != nil {
+	descriptors, err := lockdown.EnterNetwork()
+	if err != nil {
 		return fmt.Errorf("lock the process down: %w", err)
 	}
 	server, err := netd.New(netd.Config{
-		Host: routes, Version: version, Patience: patience, Log: slog.New(slog.NewTextHandler(os.Stderr, nil)),
+		Host: routes, Version: version, Patience: patience, Descriptors: descriptors, Log: slog.New(slog.NewTextHandler(os.Stderr, nil)),
 	})
 	if err != nil {
 		return err

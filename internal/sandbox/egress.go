@@ -66,6 +66,18 @@ type Lineage struct {
 	Connections []Connection `json:"connections,omitempty"`
 	// Pins are the names that the sandbox got addresses for.
 	Pins []Pin `json:"pins,omitempty"`
+	// Wildcards are what the sandbox asked DNS for below wildcards of its policies, which
+	// is bounded for it together with those that continue from it.
+	Wildcards []Wildcard `json:"wildcards,omitempty"`
+}
+
+// Wildcard is how many names below a pattern a sandbox asked for since Began, and the sum
+// of their lengths.
+type Wildcard struct {
+	Pattern string    `json:"pattern"`
+	Began   time.Time `json:"began"`
+	Names   int       `json:"names"`
+	Bytes   int       `json:"bytes"`
 }
 
 // Connection is a TCP connection of a sandbox.

@@ -1,6 +1,9 @@
 package dns
 
 import (
+	"cmp"
+	"slices"
+	"strings"
 	"sync"
 	"time"
 )
@@ -33,13 +36,65 @@ type meter struct {
 	refilled  time.Time            // when tokens was right
 	pending   int                  // queries that wait for upstreams
 	wildcards map[string]*wildcard // by pattern
+	// inherited are names that the source had resolved; they are free until freeUntil.
+	inherited map[string]struct{}
+	freeUntil time.Time
 }
 
 // wildcard is what was asked for below one pattern since began.
 type wildcard struct {
 	began time.Time
 	names map[string]struct{}
+	count int // of names, and of those that the source had asked for
 	bytes int
+	// inherited is set if the source has begun it.
+	inherited bool
+}
+
+// WildcardUse is what was asked for below one pattern since Began. The bound is of a sandbox
+// with all that it continues from: else every fork could send as much again.
+type WildcardUse struct {
+	Pattern      string
+	Began        time.Time
+	Names, Bytes int
+}
+
+// inherit begins with what the source has used.
+func (m *meter) inherit(uses []WildcardUse, names []string, now time.Time) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, u := range uses {
+		if u.Began.After(now) {
+			u.Began = now // of a clock that was ahead
+		}
+		if now.Sub(u.Began) >= m.limits.WildcardWindow {
+			continue
+		}
+		if m.wildcards == nil {
+			m.wildcards = make(map[string]*wildcard)
+		}
+		m.wildcards[u.Pattern] = &wildcard{began: u.Began, names: make(map[string]struct{}), count: u.Names, bytes: u.Bytes, inherited: true}
+	}
+	if len(m.wildcards) == 0 || len(names) == 0 {
+		return
+	}
+	m.inherited, m.freeUntil = make(map[string]struct{}, len(names)), now.Add(m.limits.WildcardWindow)
+	for _, name := range names {
+		m.inherited[name] = struct{}{}
+	}
+}
+
+// uses are those whose window has not passed, in an order that does not vary.
+func (m *meter) uses(now time.Time) (out []WildcardUse) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for pattern, w := range m.wildcards {
+		if now.Sub(w.began) < m.limits.WildcardWindow {
+			out = append(out, WildcardUse{Pattern: pattern, Began: w.began, Names: w.count, Bytes: w.bytes})
+		}
+	}
+	slices.SortFunc(out, func(a, b WildcardUse) int { return cmp.Compare(a.Pattern, b.Pattern) })
+	return out
 }
 
 // query takes one query from the sandbox's rate.
@@ -76,6 +131,28 @@ func (m *meter) end() {
 	m.pending--
 }
 
+// begun is what a pattern that is new begins with. A fork's policy may say in other words what
+// its source's said: then that has begun it. The caller holds m.mu.
+func (m *meter) begun(pattern string, now time.Time) *wildcard {
+	w := &wildcard{began: now, names: make(map[string]struct{})}
+	domain := domainOf(pattern)
+	for other, source := range m.wildcards {
+		if d := domainOf(other); source.inherited && source.count > w.count && (d == domain || below(d, domain) || below(domain, d)) {
+			w.began, w.count, w.bytes, w.inherited = source.began, source.count, source.bytes, true
+		}
+	}
+	return w
+}
+
+// domainOf is the domain of a rule with a wildcard, without protocol and port.
+func domainOf(pattern string) string {
+	if _, rest, ok := strings.Cut(pattern, "://"); ok {
+		pattern = rest
+	}
+	host, _, _ := strings.Cut(pattern, ":")
+	return strings.TrimPrefix(host, "*.")
+}
+
 // name counts a name below a pattern. One that was asked for within the window is free.
 func (m *meter) name(pattern, name string, now time.Time) bool {
 	m.mu.Lock()
@@ -90,16 +167,23 @@ func (m *meter) name(pattern, name string, now time.Time) bool {
 				delete(m.wildcards, other)
 			}
 		}
-		w = &wildcard{began: now, names: make(map[string]struct{})}
+		w = m.begun(pattern, now)
 		m.wildcards[pattern] = w
 	}
 	if _, known := w.names[name]; known {
 		return true
 	}
-	if len(w.names) >= m.limits.WildcardNames || w.bytes+len(name) > m.limits.WildcardBytes {
+	if m.inherited != nil && !now.Before(m.freeUntil) {
+		m.inherited = nil
+	}
+	if _, known := m.inherited[name]; known {
+		return true
+	}
+	if w.count >= m.limits.WildcardNames || w.bytes+len(name) > m.limits.WildcardBytes {
 		return false
 	}
 	w.names[name] = struct{}{}
+	w.count++
 	w.bytes += len(name)
 	return true
 }

@@ -15,7 +15,9 @@ import (
 
 const (
 	defaultCacheSize = 4096
-	maxFlights       = 256 // questions that upstreams are asked at one time
+	// maxTries is how often a question is tried again that somebody else had begun, who was
+	// at a bound of his own.
+	maxTries = 8
 )
 
 // Upstreams are the servers that names are asked for.
@@ -34,6 +36,8 @@ type Config struct {
 	Dial DialFunc
 	// CacheSize bounds the answers that are kept; 0 is 4096.
 	CacheSize int
+	// Flights bounds the questions that upstreams are asked at one time; 0 is DefaultFlights.
+	Flights int
 	// MixCase makes forged answers harder with servers that keep the case of names. Some
 	// forwarders do not, and their answers are then lost.
 	MixCase bool
@@ -45,7 +49,7 @@ type Resolver struct {
 	cache     *cache
 	zones     atomic.Pointer[[]*zone]
 	group     singleflight.Group
-	flights   chan struct{} // holds one element for each question under way
+	flights   flights
 
 	// closed ends flights; they outlive the lookups that began them.
 	closed context.Context
@@ -65,10 +69,14 @@ func New(config Config) (*Resolver, error) {
 	if size <= 0 {
 		size = defaultCacheSize
 	}
+	most := config.Flights
+	if most <= 0 {
+		most = DefaultFlights
+	}
 	r := &Resolver{
 		exchanger: exchanger{dial: dial, mixCase: config.MixCase},
 		cache:     newCache(size),
-		flights:   make(chan struct{}, maxFlights),
+		flights:   flights{most: most},
 	}
 	if err := r.SetUpstreams(config.Upstreams); err != nil {
 		return nil, err
@@ -121,13 +129,19 @@ func zoneOf(zones []*zone, name string) *zone {
 // Lookup returns the addresses of a canonical name. It follows aliases that an upstream did
 // not follow. A name without addresses, or that does not exist, is no error.
 func (r *Resolver) Lookup(ctx context.Context, name string, family Family) (Answer, error) {
+	return r.lookup(ctx, nil, name, family)
+}
+
+// lookup is Lookup on behalf of a client. The error is ErrLimit if that has too many questions
+// under way, which may outlive the lookups that began them.
+func (r *Resolver) lookup(ctx context.Context, client *Client, name string, family Family) (Answer, error) {
 	zones := *r.zones.Load()
 	answer := Answer{Internal: true}
 	z := zoneOf(zones, name)
 	current := name
 	for range maxAliases + 1 {
 		answer.Internal = answer.Internal && z.internal()
-		rep, err := r.ask(ctx, zones, question{name: current, family: family})
+		rep, err := r.ask(ctx, client, zones, question{name: current, family: family})
 		if err != nil {
 			return Answer{}, err
 		}
@@ -156,8 +170,8 @@ func (r *Resolver) Lookup(ctx context.Context, name string, family Family) (Answ
 }
 
 // ask returns one upstream's word about one question, from the cache if it is there. Equal
-// questions are asked once.
-func (r *Resolver) ask(ctx context.Context, zones []*zone, q question) (reply, error) {
+// questions are asked once, for the client that was first.
+func (r *Resolver) ask(ctx context.Context, client *Client, zones []*zone, q question) (reply, error) {
 	if rep, ok := r.cache.get(q, time.Now()); ok {
 		return rep, rep.err(q)
 	}
@@ -165,35 +179,48 @@ func (r *Resolver) ask(ctx context.Context, zones []*zone, q question) (reply, e
 	if q.family == IPv6 {
 		key += " AAAA"
 	}
-	result := r.group.DoChan(key, func() (any, error) { return r.fly(zones, q) })
-	select {
-	case <-ctx.Done():
-		return reply{}, fmt.Errorf("resolve %s: %w", q.name, ctx.Err())
-	case got := <-result:
-		if got.Err != nil {
-			return reply{}, got.Err
+	for try := 1; ; try++ {
+		var first atomic.Bool
+		result := r.group.DoChan(key, func() (any, error) {
+			first.Store(true)
+			return r.fly(client, zones, q)
+		})
+		select {
+		case <-ctx.Done():
+			return reply{}, fmt.Errorf("resolve %s: %w", q.name, ctx.Err())
+		case got := <-result:
+			if errors.Is(got.Err, ErrLimit) && !first.Load() && try < maxTries {
+				continue // another client's bound is not this one's
+			}
+			if got.Err != nil {
+				return reply{}, got.Err
+			}
+			rep := got.Val.(reply)
+			return rep, rep.err(q)
 		}
-		rep := got.Val.(reply)
-		return rep, rep.err(q)
 	}
 }
 
 // fly asks the upstreams, and keeps what they said unless they were replaced meanwhile.
-func (r *Resolver) fly(zones []*zone, q question) (reply, error) {
-	ctx, cancel := context.WithTimeout(r.closed, lookupTimeout)
-	defer cancel()
-	select {
-	case r.flights <- struct{}{}:
-		defer func() { <-r.flights }()
-	case <-ctx.Done():
-		return reply{}, fmt.Errorf("resolve %s: %d questions are under way: %w", q.name, maxFlights, ErrFailed)
+func (r *Resolver) fly(client *Client, zones []*zone, q question) (reply, error) {
+	ctx, takeAway := context.WithCancelCause(r.closed)
+	defer takeAway(nil)
+	flight := r.flights.begin(client, takeAway)
+	if flight == nil {
+		return reply{}, fmt.Errorf("resolve %s: too many questions are under way: %w", q.name, ErrLimit)
 	}
+	defer r.flights.end(flight)
+	ctx, cancel := context.WithTimeout(ctx, lookupTimeout)
+	defer cancel()
 	z := zoneOf(zones, q.name)
 	m, err := r.exchanger.ask(ctx, z, q)
 	now := time.Now()
 	var rep reply
 	if err == nil {
 		rep, err = m.reply(q.name, func(name string) bool { return zoneOf(zones, name) == z }, now)
+	}
+	if err != nil && errors.Is(context.Cause(ctx), ErrLimit) {
+		return reply{}, fmt.Errorf("resolve %s: too many questions are under way: %w", q.name, ErrLimit)
 	}
 	if err != nil && !errors.Is(err, ErrAlias) {
 		if r.closed.Err() != nil {

@@ -41,6 +41,15 @@ func (r *Resolver) NewClient(asker Asker, limits Limits) *Client {
 	return &Client{resolver: r, asker: asker, meter: meter{limits: limits}}
 }
 
+// Inherit counts what the sandbox that this one continues from has asked for below wildcards.
+// The names that it knows from there are free, as they were there.
+func (c *Client) Inherit(uses []WildcardUse, names []string) {
+	c.meter.inherit(uses, names, time.Now())
+}
+
+// Wildcards is what those that continue from the sandbox inherit.
+func (c *Client) Wildcards() []WildcardUse { return c.meter.uses(time.Now()) }
+
 // Lookup returns the addresses of a name, within the sandbox's bounds. It is for a name that the
 // sandbox has resolved before; the Asker is not asked.
 func (c *Client) Lookup(ctx context.Context, name string, family Family) (Answer, error) {
@@ -48,7 +57,7 @@ func (c *Client) Lookup(ctx context.Context, name string, family Family) (Answer
 		return Answer{}, ErrLimit
 	}
 	defer c.meter.end()
-	return c.resolver.Lookup(ctx, name, family)
+	return c.resolver.lookup(ctx, c, name, family)
 }
 
 // query is a sandbox's message, parsed.
@@ -194,8 +203,11 @@ func (c *Client) respond(ctx context.Context, q query) response {
 	if !c.meter.begin() {
 		return refuse(name, ReasonPending, "")
 	}
-	answer, err := c.resolver.Lookup(ctx, name, family)
+	answer, err := c.resolver.lookup(ctx, c, name, family)
 	c.meter.end()
+	if errors.Is(err, ErrLimit) {
+		return refuse(name, ReasonPending, "")
+	}
 	if errors.Is(err, ErrAlias) {
 		c.asker.Refused(name, ReasonAlias, err.Error())
 	}

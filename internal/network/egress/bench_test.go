@@ -57,6 +57,6 @@ func BenchmarkIdleSandbox(b *testing.B) {
 	rules := allow("allowed.example:443")
 	b.ReportAllocs()
 	for b.Loop() {
-		w.gateway.NewSandbox(rules, nil)
+		w.gateway.NewSandbox(rules, Inheritance{})
 	}
 }

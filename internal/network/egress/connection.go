@@ -93,24 +93,24 @@ func (c *connection) inspectionOf(rules Rules, d policy.Connection) inspection {
 // connect dials the connection's target.
 func (c *connection) connect(ctx context.Context) error {
 	c.sandbox.mu.Lock()
-	target := c.target
+	target, old := c.target, c.out
 	c.sandbox.mu.Unlock()
+	if old != nil {
+		old.abort() // before there is another: a connection has one descriptor
+	}
 	conn, err := c.sandbox.gateway.config.Dial(ctx, string(c.protocol), target, c.check)
 	if err != nil {
 		return err
 	}
 	out := &outside{Conn: conn, bytes: &c.bytes}
 	c.sandbox.mu.Lock()
-	old, ending, kind := c.out, c.ending, c.decision.Kind
+	ending, kind := c.ending, c.decision.Kind
 	c.out = out
 	if old == nil && ending == nil {
 		c.counted = kind
 	}
 	c.sandbox.mu.Unlock()
-	switch {
-	case old != nil:
-		old.abort()
-	case ending == nil:
+	if old == nil && ending == nil {
 		c.sandbox.counters.connected(kind)
 		c.sandbox.gateway.counters.connected(kind)
 	}

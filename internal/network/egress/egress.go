@@ -134,16 +134,37 @@ type Rules struct {
 	Inject inject.Set
 }
 
-// NewSandbox returns a sandbox's way out. Pins are those of the sandbox that it was forked
-// from, or woken from; they are resolved again before they are used.
-func (g *Gateway) NewSandbox(rules Rules, inherited []Pin) *Sandbox {
+// Inheritance is what a sandbox has of the one that it was forked from, or woken from.
+type Inheritance struct {
+	// Pins are resolved again before they are used.
+	Pins []Pin
+	// Wildcards count for the sandbox as if it had asked itself.
+	Wildcards []dns.WildcardUse
+}
+
+// NewSandbox returns a sandbox's way out. Close ends it.
+func (g *Gateway) NewSandbox(rules Rules, from Inheritance) *Sandbox {
 	s := &Sandbox{gateway: g, rules: rules, pins: pins{limit: g.config.MaxPins}, log: ring{size: g.config.LogSize}}
 	s.dns = g.config.Resolver.NewClient((*names)(s), g.config.DNS)
-	s.pins.inherit(inherited)
+	s.pins.inherit(from.Pins)
+	if len(from.Wildcards) > 0 {
+		known := make([]string, 0, len(from.Pins))
+		for _, p := range from.Pins {
+			known = append(known, p.Name)
+		}
+		s.dns.Inherit(from.Wildcards, known)
+	}
 	g.counting.Lock()
 	defer g.counting.Unlock()
 	g.sandboxes[s] = struct{}{}
 	return s
+}
+
+// Sandboxes is how many there are that have connections, or may get some.
+func (g *Gateway) Sandboxes() int {
+	g.counting.RLock()
+	defer g.counting.RUnlock()
+	return len(g.sandboxes)
 }
 
 // forget takes a sandbox out whose last connection has ended. The caller holds neither mutex.

@@ -381,7 +381,7 @@ func otherAttempts() []attempt {
 	pinned := Pin{Addr: addrPort(addrAllowed + ":443").Addr(), Name: "allowed.example"}
 	fork := func(rules Rules, to string, pins ...Pin) func(*testing.T, *escape) {
 		return func(t *testing.T, e *escape) {
-			e.s = e.sandbox(t, rules, append(e.s.Pins(), pins...)...)
+			e.s = e.sandbox(t, rules, append(e.s.Inheritance().Pins, pins...)...)
 			dials(to)(t, e)
 		}
 	}

@@ -24,6 +24,8 @@ const (
 	maxHTTPHead = 64 << 10
 	// httpIdle is how long a connection may wait for its next request.
 	httpIdle = 10 * time.Minute
+	// maxHTTP2Buffer is what each side of an HTTP/2 connection may send unread.
+	maxHTTP2Buffer = 1 << 20
 )
 
 var errOneConnection = errors.New("the connection to the server has ended")
@@ -100,7 +102,7 @@ func (x *exchange) serve(conn net.Conn, protocols *http.Protocols, handler http.
 // limitsHTTP2 bound what one connection keeps in memory for a sandbox, or a server, that does
 // not read.
 var limitsHTTP2 = &http.HTTP2Config{
-	MaxConcurrentStreams: 100, MaxReceiveBufferPerConnection: 1 << 20, MaxReceiveBufferPerStream: 256 << 10,
+	MaxConcurrentStreams: 100, MaxReceiveBufferPerConnection: maxHTTP2Buffer, MaxReceiveBufferPerStream: 256 << 10,
 	// There is one connection to the server: requests beyond its bound wait.
 	StrictMaxConcurrentRequests: true,
 }

@@ -14,6 +14,7 @@ import (
 	"net/netip"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -38,6 +39,7 @@ type injecting struct {
 	rules   Rules
 	ca      *authority.Authority
 	trust   *x509.CertPool // of programs in the sandbox
+	memory  *atomic.Int64  // that connections have reserved; nil is not counted
 
 	mu   sync.Mutex
 	got  []*http.Request // mu protects it and body
@@ -152,7 +154,7 @@ func (n *injecting) reached() ([]*http.Request, []string) {
 // dialTLS is TLS of a program in the sandbox with the host.
 func (n *injecting) dialTLS(t testing.TB, name string, protocols ...string) (*tls.Conn, error) {
 	t.Helper()
-	conn, err := connect(t, n.sandbox, addrAllowed+":443")
+	conn, err := connectWith(t, n.sandbox, addrAllowed+":443", n.memory)
 	if err != nil {
 		return nil, err
 	}

@@ -49,6 +49,20 @@ func withUses(reason string, used map[string]int) string {
 	return strings.TrimPrefix(reason+"; credentials: "+strings.Join(list, ", "), "; ")
 }
 
+// What HTTP inside of TLS takes besides what every connection does.
+const (
+	// tlsMemory are records and the buffers of net/http, on both sides.
+	tlsMemory = 128 << 10
+	// http2Memory is what both sides may send before anybody has read it, and their state.
+	http2Memory = 2*maxHTTP2Buffer + 128<<10
+	// requestMemory is one of the many requests of such a connection: heads, what is being
+	// copied, goroutines.
+	requestMemory = 192 << 10
+)
+
+// errNoMemory says that a bound of the process is reached, of which the sandbox has its share.
+var errNoMemory = errors.New("netd has no memory left for it: there are too many connections at one time")
+
 // interception is one connection whose requests get credentials.
 type interception struct {
 	*exchange
@@ -68,6 +82,11 @@ func (c *connection) intercept(ctx context.Context, inside stack.Conn, h hello, 
 	case roots == nil:
 		return refuse("the node has no CA certificates to verify %s by: set injectRoots in the settings of its network", host.Name)
 	}
+	release, ok := inside.Reserve(tlsMemory)
+	if !ok {
+		return c.endWith(Failed, host.Name, errNoMemory)
+	}
+	defer release()
 	i := &interception{host: host.Name, exchange: &exchange{connection: c, inside: &endable{Conn: &replayed{Conn: inside, first: h.raw}}}}
 	i.check = i.judge
 	c.sandbox.mu.Lock()
@@ -84,6 +103,13 @@ func (c *connection) intercept(ctx context.Context, inside stack.Conn, h hello, 
 		return c.endWith(Failed, host.Name, fmt.Errorf("TLS with the server: %w", err))
 	}
 	agreed := server.ConnectionState().NegotiatedProtocol
+	if agreed == alpnHTTP2 {
+		release, ok := inside.Reserve(http2Memory)
+		if !ok {
+			return c.endWith(Failed, host.Name, errNoMemory)
+		}
+		defer release()
+	}
 	program := tls.Server(i.inside, i.shown(host, agreed))
 	if err := program.HandshakeContext(ctx); err != nil {
 		return c.endWith(ResetBySandbox, host.Name, fmt.Errorf("TLS with the sandbox, which has to trust the CA of its namespace: %w", err))
@@ -129,6 +155,16 @@ type usesKey struct{}
 
 // ServeHTTP serves one request.
 func (i *interception) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	if i.many {
+		release, ok := i.inside.Reserve(requestMemory)
+		if !ok {
+			d, _ := i.settled()
+			i.refuseRequest(r.Host, policy.Decision{Kind: ByInject, Rule: d.Rule, Reason: errNoMemory.Error()})
+			http.Error(w, errNoMemory.Error(), http.StatusServiceUnavailable)
+			return
+		}
+		defer release()
+	}
 	uses := new([]inject.Use)
 	i.exchange.ServeHTTP(w, r.WithContext(context.WithValue(r.Context(), usesKey{}, uses)))
 }

@@ -94,12 +94,12 @@ func TestIdleSandboxIsSmall(t *testing.T) {
 	rules := allow("allowed.example:443")
 	perSandbox := math.Inf(1)
 	for range 5 { // others allocate as well, at times
-		perSandbox = min(perSandbox, testing.AllocsPerRun(100, func() { w.gateway.NewSandbox(rules, nil).Close() }))
+		perSandbox = min(perSandbox, testing.AllocsPerRun(100, func() { w.gateway.NewSandbox(rules, Inheritance{}).Close() }))
 	}
 	if perSandbox > 4 {
 		t.Errorf("%v allocations for an idle sandbox", perSandbox)
 	}
-	s := w.gateway.NewSandbox(rules, nil)
+	s := w.gateway.NewSandbox(rules, Inheritance{})
 	if s.live != nil || s.pins.byAddr != nil || s.log.entries != nil {
 		t.Errorf("an idle sandbox has %+v", s)
 	}

@@ -74,11 +74,11 @@ func (s *Sandbox) Close() {
 	s.gateway.forget(s)
 }
 
-// Pins are those that forks of the sandbox inherit.
-func (s *Sandbox) Pins() []Pin {
+// Inheritance is what forks of the sandbox have of it.
+func (s *Sandbox) Inheritance() Inheritance {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.pins.all()
+	return Inheritance{Pins: s.pins.all(), Wildcards: s.dns.Wildcards()}
 }
 
 // Log returns up to limit entries after a sequence number, oldest first. A gap before the first

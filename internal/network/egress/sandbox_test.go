@@ -289,7 +289,7 @@ func TestMovedName(t *testing.T) {
 		s := w.sandbox(t, rules, pins...)
 		resolve(t, s, "still.example")
 		want := append(slices.Clone(pins), Pin{Addr: old, Name: "still.example"})
-		if got := s.Pins(); !slices.Equal(got, want) {
+		if got := s.Inheritance().Pins; !slices.Equal(got, want) {
 			t.Errorf("pins %v, want %v", got, want)
 		}
 	})
@@ -309,7 +309,7 @@ func TestInternalDomain(t *testing.T) {
 		t.Errorf("connect to db.corp in a closed range: %v", err)
 	}
 	// The same name by an inherited pin, and by one that claims less than is true.
-	child := w.sandbox(t, allow("db.corp:5432"), s.Pins()...)
+	child := w.sandbox(t, allow("db.corp:5432"), s.Inheritance().Pins...)
 	if _, err := connect(t, child, "10.1.2.3:5432"); err != nil {
 		t.Errorf("connect to db.corp in a fork: %v", err)
 	}

@@ -18,6 +18,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -232,7 +233,7 @@ func (w *world) serveEcho(t testing.TB, at ...string) {
 
 func (w *world) sandbox(t testing.TB, rules Rules, inherited ...Pin) *Sandbox {
 	t.Helper()
-	s := w.gateway.NewSandbox(rules, inherited)
+	s := w.gateway.NewSandbox(rules, Inheritance{Pins: inherited})
 	t.Cleanup(s.Close)
 	return s
 }
@@ -251,11 +252,19 @@ func written(egress string, allow, deny []string) Rules {
 // connect is what the stack does for a connection: dial, answer the sandbox, splice.
 func connect(t testing.TB, s *Sandbox, to string) (*net.TCPConn, error) {
 	t.Helper()
+	return connectWith(t, s, to, nil)
+}
+
+// connectWith is connect with memory that is counted.
+func connectWith(t testing.TB, s *Sandbox, to string, memory *atomic.Int64) (*net.TCPConn, error) {
+	t.Helper()
 	remote, err := s.DialTCP(t.Context(), netip.MustParseAddrPort("10.255.255.2:40000"), netip.MustParseAddrPort(to))
 	if err != nil {
 		return nil, err
 	}
-	program, inside := pair(t)
+	program, end := pair(t)
+	inside := end.(resettable)
+	inside.memory = memory
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
@@ -277,7 +286,24 @@ func mustConnect(t testing.TB, s *Sandbox, to string) *net.TCPConn {
 }
 
 // resettable is a TCP connection of the loopback as the stack's are.
-type resettable struct{ *net.TCPConn }
+type resettable struct {
+	*net.TCPConn
+	memory *atomic.Int64 // that is reserved; nil is not counted
+}
+
+func (r resettable) Reserve(bytes int) (func(), bool) {
+	if r.memory == nil {
+		return func() {}, true
+	}
+	if r.memory.Add(int64(bytes)) > testMemory {
+		r.memory.Add(-int64(bytes))
+		return nil, false
+	}
+	return sync.OnceFunc(func() { r.memory.Add(-int64(bytes)) }), true
+}
+
+// testMemory is what connections may reserve whose memory is counted.
+const testMemory = 4 << 20
 
 func (r resettable) Reset() error {
 	_ = r.SetLinger(0)
@@ -300,7 +326,7 @@ func pair(t testing.TB) (*net.TCPConn, stack.Conn) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return program.(*net.TCPConn), resettable{inside.(*net.TCPConn)}
+	return program.(*net.TCPConn), resettable{TCPConn: inside.(*net.TCPConn)}
 }
 
 // lookup asks our DNS as a program does.

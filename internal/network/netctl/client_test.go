@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"agentrun.dev/internal/network/networktest"
 	"golang.org/x/sys/unix"
 )
 
@@ -298,7 +299,7 @@ func TestHello(t *testing.T) {
 		answer Message
 		says   string
 	}{
-		"another protocol": {&Welcome{Protocol: 1}, "it speaks protocol 1, this daemon 2"},
+		"another protocol": {&Welcome{Protocol: 1}, "it speaks protocol 1, this daemon 3"},
 		"a refusal":        {&Welcome{Protocol: Protocol, Refused: "you are user 7"}, "you are user 7"},
 		"another message":  {&Reply{}, "kind 65"},
 	} {
@@ -399,6 +400,42 @@ func TestDescriptors(t *testing.T) {
 	if after := descriptors(t); after > before {
 		t.Errorf("%d descriptors, %d before", after, before)
 	}
+}
+
+// TestNoDescriptorLeft: an Attach to a process that can have no further descriptor is received
+// without it, and the connection goes on.
+func TestNoDescriptorLeft(t *testing.T) {
+	a, b := socketPair(t)
+	wire, err := os.Open(os.DevNull)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = wire.Close() }()
+	restore := networktest.NoDescriptors(t)
+	for id, m := range []Message{&Attach{1, Wire{ID: "w"}}, &Simple{KindList, 2}} {
+		var with *os.File
+		if id == 0 {
+			with = wire
+		}
+		if err := a.Send(time.Time{}, m, with); err != nil {
+			t.Fatal(err)
+		}
+	}
+	m, file, err := b.Receive(time.Time{})
+	if attach, ok := m.(*Attach); !ok || attach.Wire.ID != "w" || file != nil || !errors.Is(err, ErrNoDescriptor) || !errors.Is(err, ErrBusy) {
+		t.Errorf("received %+v with %v, %v", m, file, err)
+	}
+	restore()
+	if m, _, err := b.Receive(time.Time{}); err != nil || m.(Request).RequestID() != 2 {
+		t.Errorf("the next message: %+v, %v", m, err)
+	}
+	if err := a.Send(time.Time{}, &Attach{3, Wire{ID: "w"}}, wire); err != nil {
+		t.Fatal(err)
+	}
+	if _, file, err = b.Receive(time.Time{}); err != nil || file == nil {
+		t.Fatalf("with room again: %v, %v", file, err)
+	}
+	_ = file.Close()
 }
 
 func TestConnEnds(t *testing.T) {

@@ -76,9 +76,14 @@ func (c *Conn) sendWith(b []byte, file *os.File) (n int, err error) {
 	return n, errors.Join(err, sendErr)
 }
 
+// ErrNoDescriptor says that a message has come whose descriptor has not, since this
+// process can have no further one.
+var ErrNoDescriptor = fmt.Errorf("%w: no descriptor is left for the one of the message", ErrBusy)
+
 // Receive waits for one message until a deadline; the zero time is none. The caller
 // owns the file, which is nil for most messages. The error is io.EOF when the other
-// end is closed. After any error nothing more can be received.
+// end is closed. After an error nothing more can be received, except for
+// ErrNoDescriptor, with which the message is returned.
 func (c *Conn) Receive(deadline time.Time) (m Message, file *os.File, err error) {
 	if err := c.socket.SetReadDeadline(deadline); err != nil {
 		return nil, nil, fmt.Errorf("receive control message: %w", err)
@@ -90,7 +95,8 @@ func (c *Conn) Receive(deadline time.Time) (m Message, file *os.File, err error)
 		}
 	}()
 	size, file, err := c.receiveHeader()
-	if err != nil {
+	lost := errors.Is(err, ErrNoDescriptor)
+	if err != nil && !lost {
 		return nil, file, err
 	}
 	b, err := readAll(c.socket, int(size))
@@ -100,17 +106,22 @@ func (c *Conn) Receive(deadline time.Time) (m Message, file *os.File, err error)
 	if m, err = Unmarshal(b); err != nil {
 		return nil, file, err
 	}
-	if _, attach := m.(*Attach); attach != (file != nil) {
+	if _, attach := m.(*Attach); attach != (file != nil || lost) {
 		return nil, file, fmt.Errorf("control message of kind %d: a descriptor comes with an Attach, and with nothing else", m.kind())
+	}
+	if lost {
+		return m, nil, fmt.Errorf("receive control message: %w", ErrNoDescriptor)
 	}
 	return m, file, nil
 }
 
 // receiveHeader receives the size of the next message, and its file: descriptors come
-// with the first byte. The kernel closes those that come with later ones.
+// with the first byte. The kernel closes those that come with later ones. The error is
+// ErrNoDescriptor, beside a size that is right, if the file could not be received.
 func (c *Conn) receiveHeader() (size uint32, file *os.File, err error) {
 	var header [headerSize]byte
 	oob := make([]byte, unix.CmsgSpace(4))
+	lost := false
 	for got := 0; got < len(header); {
 		n, oobn, flags, _, err := c.socket.ReadMsgUnix(header[got:], oob)
 		if err == nil && oobn > 0 {
@@ -124,6 +135,10 @@ func (c *Conn) receiveHeader() (size uint32, file *os.File, err error) {
 			return 0, file, io.EOF // the peer may have died with unread messages
 		case errors.Is(err, io.EOF):
 			return 0, file, fmt.Errorf("receive control message: %w", io.ErrUnexpectedEOF)
+		case err == nil && flags&unix.MSG_CTRUNC != 0 && oobn == 0 && file == nil && !lost:
+			// The kernel has room for one in oob: it had none in the table of this process
+			// (scm_detach_fds of Linux).
+			lost = true
 		case err == nil && flags&unix.MSG_CTRUNC != 0:
 			return 0, file, errors.New("receive control message: it has more than one descriptor")
 		case err != nil:
@@ -133,6 +148,9 @@ func (c *Conn) receiveHeader() (size uint32, file *os.File, err error) {
 	}
 	if size = binary.LittleEndian.Uint32(header[:]); size == 0 || size > MaxMessage {
 		return 0, file, fmt.Errorf("receive control message: it says that it has %d bytes, 1 to %d are possible", size, MaxMessage)
+	}
+	if lost {
+		return size, nil, ErrNoDescriptor
 	}
 	return size, file, nil
 }

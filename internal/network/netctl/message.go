@@ -13,7 +13,8 @@ import (
 //
 // 2: rules carry injections, settings roots. A netd that would ignore them would send requests
 // without their credentials.
-const Protocol = 2
+// 3: a lineage carries what was asked for below wildcards.
+const Protocol = 3
 
 // Features that this version has beyond its protocol; there are none yet.
 var Features []string
@@ -50,6 +51,8 @@ const (
 	// carried over.
 	MaxTuples = 16 << 10
 	MaxPins   = 8 << 10
+	// MaxWildcards bounds the patterns of a lineage: 16 policies of 256 rules that allow.
+	MaxWildcards = 4 << 10
 	// MaxWires bounds the wires of one netd.
 	MaxWires = 8 << 10
 	// MaxEntries bounds the entries of the log in one answer.

@@ -23,8 +23,9 @@ var (
 
 func lineage() Lineage {
 	return Lineage{
-		Tuples: []Tuple{{here, netip.MustParseAddrPort("203.0.113.7:443")}, {netip.MustParseAddrPort("[fd00:a9e7::2]:1"), there}},
-		Pins:   []Pin{{Name: "api.example.com", Addr: there.Addr()}, {Name: "db.internal", Addr: netip.MustParseAddr("10.1.2.3"), Internal: true}},
+		Tuples:    []Tuple{{here, netip.MustParseAddrPort("203.0.113.7:443")}, {netip.MustParseAddrPort("[fd00:a9e7::2]:1"), there}},
+		Pins:      []Pin{{Name: "api.example.com", Addr: there.Addr()}, {Name: "db.internal", Addr: netip.MustParseAddr("10.1.2.3"), Internal: true}},
+		Wildcards: []Wildcard{{Pattern: "*.example.com:443", Began: moment, Names: 7, Bytes: 130}},
 	}
 }
 
@@ -216,12 +217,15 @@ func TestIDs(t *testing.T) {
 // TestLargestFits: what the limits allow fits into a message.
 func TestLargestFits(t *testing.T) {
 	name := strings.Repeat("x", maxName)
-	l := Lineage{Tuples: make([]Tuple, MaxTuples), Pins: make([]Pin, MaxPins)}
+	l := Lineage{Tuples: make([]Tuple, MaxTuples), Pins: make([]Pin, MaxPins), Wildcards: make([]Wildcard, MaxWildcards)}
 	for i := range l.Tuples {
 		l.Tuples[i] = Tuple{there, there}
 	}
 	for i := range l.Pins {
 		l.Pins[i] = Pin{name, there.Addr(), true}
+	}
+	for i := range l.Wildcards {
+		l.Wildcards[i] = Wildcard{"tcp://*." + name + ":65535", moment, 1<<31 - 1, 1<<31 - 1}
 	}
 	w := Wire{ID: ID(strings.Repeat("x", maxID)), Lineage: l, Rules: Rules{Policies: strings.Repeat("x", maxPolicies)}}
 	for range maxInjections { // a sandbox has so many secrets, whatever their hosts

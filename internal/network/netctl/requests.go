@@ -105,6 +105,16 @@ type Lineage struct {
 	Tuples []Tuple
 	// Pins are the names that its addresses stand for.
 	Pins []Pin
+	// Wildcards are what was asked for below wildcards of its policies.
+	Wildcards []Wildcard
+}
+
+// Wildcard is how many names below a pattern were asked for since Began, and the sum of
+// their lengths.
+type Wildcard struct {
+	Pattern      string
+	Began        time.Time
+	Names, Bytes int
 }
 
 // Tuple is a TCP connection of a sandbox.
@@ -332,6 +342,12 @@ func (l *Lineage) fields(c coder) {
 		c.text(&p.Name, maxName)
 		c.address(&p.Addr)
 		c.flag(&p.Internal)
+	})
+	list(c, &l.Wildcards, MaxWildcards, func(c coder, w *Wildcard) {
+		c.text(&w.Pattern, maxReason)
+		c.time(&w.Began)
+		c.integer(&w.Names)
+		c.integer(&w.Bytes)
 	})
 }
 

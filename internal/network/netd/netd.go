@@ -43,6 +43,19 @@ type Config struct {
 	// Patience is how long the server goes on with neither a wire nor a parent, and how
 	// long it waits without a parent before it looks at its wires, the first time.
 	Patience time.Duration
+	// Descriptors is how many the process can have; 0 is 64 Ki.
+	Descriptors int
+}
+
+// shares splits the descriptors of a process: most are for wires, connections and flows,
+// some for DNS. The rest is for parents, and for what a wire that is being attached takes
+// twice for a moment.
+func shares(descriptors int) (wires, flights int) {
+	if descriptors <= 0 {
+		descriptors = 64 << 10
+	}
+	flights = min(dns.DefaultFlights, descriptors/8)
+	return descriptors - min(2*dns.DefaultFlights, descriptors/4), flights
 }
 
 // Server is a netd.
@@ -71,11 +84,12 @@ type Server struct {
 
 // New makes a server. It opens no file and no socket.
 func New(cfg Config) (*Server, error) {
-	resolver, err := dns.New(dns.Config{})
+	descriptors, flights := shares(cfg.Descriptors)
+	resolver, err := dns.New(dns.Config{Flights: flights})
 	if err != nil {
 		return nil, err
 	}
-	poller, err := stack.NewPoller()
+	poller, err := stack.NewPoller(descriptors)
 	if err != nil {
 		resolver.Close()
 		return nil, err

@@ -146,7 +146,8 @@ func (s *Server) serveRequests(ctx context.Context, p *parent) error {
 		if errors.Is(err, io.EOF) || errors.Is(err, net.ErrClosed) { // one of us has hung up
 			return nil
 		}
-		if err != nil {
+		noDescriptor := errors.Is(err, netctl.ErrNoDescriptor) // of this request: others go on
+		if err != nil && !noDescriptor {
 			return err
 		}
 		request, ok := m.(netctl.Request)
@@ -155,6 +156,10 @@ func (s *Server) serveRequests(ctx context.Context, p *parent) error {
 				_ = file.Close() // of a message that is none
 			}
 			return fmt.Errorf("a message that is no request: %T", m)
+		}
+		if noDescriptor {
+			p.reply(netctl.Fail(request.RequestID(), fmt.Errorf("netd: %w", err)))
+			continue
 		}
 		places := slots
 		if l, ok := m.(*netctl.Log); ok && l.Wait > 0 {

@@ -124,7 +124,7 @@ func (s *Server) reserve(id netctl.ID) error {
 }
 
 // open makes both halves of a wire, and gives the sandbox what it inherits.
-func (s *Server) open(a netctl.Wire, rules egress.Rules, file *os.File) (*wire, error) {
+func (s *Server) open(a netctl.Wire, rules egress.Rules, file *os.File) (_ *wire, err error) {
 	s.mu.Lock()
 	defaults := s.defaults
 	s.mu.Unlock()
@@ -134,11 +134,12 @@ func (s *Server) open(a netctl.Wire, rules egress.Rules, file *os.File) (*wire, 
 		}
 	}
 	w := &wire{id: a.ID, attached: time.Now(), paused: a.Paused, gone: make(chan struct{})}
-	var pins []egress.Pin
-	for _, p := range a.Lineage.Pins {
-		pins = append(pins, egress.Pin{Addr: p.Addr, Name: p.Name, Internal: p.Internal})
-	}
-	w.sandbox = s.gateway.NewSandbox(rules, pins)
+	w.sandbox = s.gateway.NewSandbox(rules, inheritance(a.Lineage))
+	defer func() {
+		if err != nil {
+			w.sandbox.Close() // the gateway keeps those that are open
+		}
+	}()
 	fd, err := duplicate(file)
 	if err != nil {
 		return nil, fmt.Errorf("copy the descriptor of wire %s: %w", a.ID, err)
@@ -148,7 +149,11 @@ func (s *Server) open(a netctl.Wire, rules egress.Rules, file *os.File) (*wire, 
 		Address6: a.Address6, Gateway6: a.Gateway6, MTU: a.MTU, Limits: limits(a.Limits, defaults),
 	}, &caught{w.sandbox, a.ID, s.cfg.Log})
 	if err != nil {
-		return nil, fmt.Errorf("%w: wire %s: %w", netctl.ErrInvalid, a.ID, errors.Join(err, unix.Close(fd)))
+		kind := netctl.ErrInvalid
+		if errors.Is(err, stack.ErrBusy) {
+			kind = netctl.ErrBusy
+		}
+		return nil, fmt.Errorf("%w: wire %s: %w", kind, a.ID, errors.Join(err, unix.Close(fd)))
 	}
 	if a.Paused {
 		w.stack.Pause()
@@ -159,6 +164,16 @@ func (s *Server) open(a netctl.Wire, rules egress.Rules, file *os.File) (*wire, 
 	}
 	w.stack.ResetInherited(tuples)
 	return w, nil
+}
+
+func inheritance(l netctl.Lineage) (out egress.Inheritance) {
+	for _, p := range l.Pins {
+		out.Pins = append(out.Pins, egress.Pin{Addr: p.Addr, Name: p.Name, Internal: p.Internal})
+	}
+	for _, w := range l.Wildcards {
+		out.Wildcards = append(out.Wildcards, dns.WildcardUse(w))
+	}
+	return out
 }
 
 // duplicate is a descriptor of a file that belongs to nobody else. The file's mode, which
@@ -312,9 +327,12 @@ func (s *Server) collect(id netctl.ID, mark uint64) (netctl.Result, error) {
 	for _, t := range tuples[:min(len(tuples), netctl.MaxTuples)] {
 		l.Tuples = append(l.Tuples, netctl.Tuple{Inside: t.Inside, Outside: t.Outside})
 	}
-	pins := w.sandbox.Pins()
-	for _, p := range pins[:min(len(pins), netctl.MaxPins)] {
+	from := w.sandbox.Inheritance()
+	for _, p := range from.Pins[:min(len(from.Pins), netctl.MaxPins)] {
 		l.Pins = append(l.Pins, netctl.Pin{Name: p.Name, Addr: p.Addr, Internal: p.Internal})
+	}
+	for _, u := range from.Wildcards[:min(len(from.Wildcards), netctl.MaxWildcards)] {
+		l.Wildcards = append(l.Wildcards, netctl.Wildcard(u))
 	}
 	return &l, nil
 }

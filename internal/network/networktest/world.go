@@ -38,9 +38,11 @@ func NewWorld(t testing.TB, address netip.Addr) *World {
 		t.Fatal(err)
 	}
 	path := fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), w.ns.Fd())
-	t.Cleanup(func() { _ = w.ns.Close() }) // with it goes the pair of interfaces
+	t.Cleanup(func() { _ = w.ns.Close() })
 	const host, far = "169.254.77.1/30", "169.254.77.2"
 	ip(t, "link add world type veth peer name eth0")
+	// The namespace lives as long as sockets in it, and the next world is to have the names.
+	t.Cleanup(func() { ip(t, "link del world") })
 	ip(t, "link set eth0 netns "+path)
 	ip(t, "addr add "+host+" dev world")
 	ip(t, "link set world up")

@@ -42,6 +42,8 @@ type Wire struct {
 	opening int
 	flows   map[Tuple]*flow
 	queries int
+	// used is what conns and flows have taken of the poller's bounds.
+	used usage
 	// buffers are the bytes that connections have reserved of Limits.Buffers.
 	buffers int
 	// stack is nil while no connection needs one. idle is set while rest is to come.

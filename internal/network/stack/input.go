@@ -85,6 +85,10 @@ func (w *Wire) frame(in *input, i int) {
 		w.drop(DropMalformed)
 		return
 	}
+	if !h.Segmented() && len(data) > w.cfg.MTU {
+		w.drop(DropOversized)
+		return
+	}
 	to, from := MAC(head[wire.HeaderLen:]), MAC(head[wire.HeaderLen+6:])
 	kind := binary.BigEndian.Uint16(head[wire.HeaderLen+12:])
 	if from != w.cfg.MAC || to[0]&1 == 0 && to != w.cfg.GatewayMAC {

@@ -46,6 +46,6 @@ func TestMemoryOfAll(t *testing.T) {
 	eventually(t, "all memory is given back", func() bool {
 		p.mu.Lock()
 		defer p.mu.Unlock()
-		return p.memory == 0
+		return p.used == usage{}
 	})
 }

@@ -84,7 +84,7 @@ func (o *loopback) ServeDNS(_ context.Context, query []byte, tcp bool) []byte {
 // newPoller starts a poller that is closed, with all that it left behind, at the end.
 func newPoller(t testing.TB) *Poller {
 	t.Helper()
-	p, err := NewPoller()
+	p, err := NewPoller(32 << 10)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -24,9 +24,10 @@ type Poller struct {
 	wires  map[int32]*Wire
 	lastID int32
 	closed bool
-	// memory is what the connections of all wires have taken of maxMemory, buffers the
-	// part of it that they have reserved for their buffers.
-	memory, maxMemory, buffers int
+	// used is what the connections and flows of all wires have taken, buffers the part of
+	// its memory that connections have reserved for their buffers.
+	used                               usage
+	buffers, maxMemory, maxDescriptors int
 
 	wg sync.WaitGroup
 }
@@ -34,8 +35,9 @@ type Poller struct {
 // maxWorkers bounds the goroutines of a poller. Each has 512 KiB to read frames into.
 const maxWorkers = 4
 
-// NewPoller starts a poller. Close ends it.
-func NewPoller() (*Poller, error) {
+// NewPoller starts a poller. Its wires, with their connections and flows, have at most so
+// many descriptors together. Close ends it.
+func NewPoller(descriptors int) (*Poller, error) {
 	fd, err := unix.EpollCreate1(unix.EPOLL_CLOEXEC)
 	if err != nil {
 		return nil, fmt.Errorf("make an epoll for wires: %w", err)
@@ -44,7 +46,7 @@ func NewPoller() (*Poller, error) {
 		unix.Close(fd)
 		return nil, fmt.Errorf("make an epoll for wires: %w", err)
 	}
-	p := &Poller{epoll: os.NewFile(uintptr(fd), "wires"), wires: map[int32]*Wire{}, maxMemory: maxMemory}
+	p := &Poller{epoll: os.NewFile(uintptr(fd), "wires"), wires: map[int32]*Wire{}, maxMemory: maxMemory, maxDescriptors: descriptors}
 	if p.raw, err = p.epoll.SyscallConn(); err != nil {
 		return nil, errors.Join(fmt.Errorf("make an epoll for wires: %w", err), p.epoll.Close())
 	}
@@ -106,6 +108,9 @@ func (p *Poller) add(w *Wire) error {
 	defer p.mu.Unlock()
 	if p.closed {
 		return errors.New("attach a wire: its poller is closed")
+	}
+	if err := p.chargeWire(); err != nil {
+		return fmt.Errorf("attach a wire: %w", err)
 	}
 	for p.lastID++; p.lastID <= 0 || p.wires[p.lastID] != nil; p.lastID++ {
 		if p.lastID < 0 {

@@ -85,6 +85,9 @@ type Conn interface {
 	CloseWrite() error
 	// Reset ends the connection with a RST: ECONNRESET inside.
 	Reset() error
+	// Reserve takes memory of what all connections of the process share, for whoever keeps
+	// more of a connection than Splice does. It is not ok if there is too little left.
+	Reserve(bytes int) (release func(), ok bool)
 }
 
 // Protocol is the transport protocol of a Tuple, by its IP protocol number.
@@ -156,9 +159,10 @@ type Limits struct {
 	StackIdle, Linger time.Duration
 }
 
-// DefaultLimits are those of a sandbox of which nobody says otherwise.
+// DefaultLimits are those of a sandbox of which nobody says otherwise. One that is alone
+// reaches all of them at once: their memory is within the share of one wire (fits).
 var DefaultLimits = Limits{
-	Connections: 4096,
+	Connections: 1600,
 	Opening:     256,
 	Flows:       512,
 	FlowIdle:    60 * time.Second,

@@ -38,12 +38,14 @@ const (
 	DropFull
 	// DropGone: a frame for a wire whose other end is closed.
 	DropGone
+	// DropOversized: a frame that is longer than the MTU, and leaves no segmentation to do.
+	DropOversized
 	drops
 )
 
 var dropNames = [drops]string{
 	"malformed", "foreign-mac", "vlan", "multicast", "ethertype", "options", "fragment",
-	"spoofed", "martian", "protocol", "stray", "limit", "too-long", "full", "gone",
+	"spoofed", "martian", "protocol", "stray", "limit", "too-long", "full", "gone", "oversized",
 }
 
 func (d Drop) String() string {

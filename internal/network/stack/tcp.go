@@ -47,7 +47,7 @@ func (w *Wire) open(t Tuple, syn []byte) {
 	case w.opening >= w.cfg.Limits.Opening:
 		w.drop(DropLimit)
 		return
-	case len(w.conns) >= w.cfg.Limits.Connections || !w.charge():
+	case len(w.conns) >= w.cfg.Limits.Connections || !w.charge(usage{connMemory, 1}):
 		w.drop(DropLimit)
 		w.answer(w.resetFor(syn))
 		return
@@ -242,7 +242,8 @@ func (c *conn) remove() {
 	defer w.mu.Unlock()
 	delete(w.conns, c.tuple)
 	w.buffers -= c.buffer
-	w.release(c.buffer)
+	w.releaseBuffers(c.buffer)
+	w.release(usage{connMemory, 1})
 	w.ended(c.tuple, c.isCut || c.inside != nil && c.inside.wasReset())
 	if len(w.conns) > 0 || w.closed {
 		return

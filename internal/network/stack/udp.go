@@ -14,8 +14,12 @@ import (
 	"gvisor.dev/gvisor/pkg/tcpip/header"
 )
 
-// flowQueue is how many datagrams wait for a flow to be dialled, or to be sent.
-const flowQueue = 16
+// flowQueue is how many datagrams wait for a flow to be dialled, or to be sent, and
+// flowBytes how many bytes they have together; one datagram of any size may wait.
+const (
+	flowQueue = 16
+	flowBytes = 32 << 10
+)
 
 // flow is a pair of UDP addresses: one socket outside.
 type flow struct {
@@ -26,6 +30,7 @@ type flow struct {
 	ctx    context.Context
 	close  context.CancelFunc
 	queue  chan []byte
+	queued atomic.Int64 // bytes in queue
 	timer  tcpip.Timer
 	active atomic.Int64 // when the last datagram passed
 }
@@ -52,17 +57,24 @@ func (w *Wire) datagram(p *packet) {
 	defer w.mu.Unlock()
 	f := w.flows[t]
 	if f == nil {
-		if len(w.flows) >= w.cfg.Limits.Flows || w.closed {
+		if len(w.flows) >= w.cfg.Limits.Flows || w.closed || !w.charge(w.flowUsage()) {
 			w.drop(DropLimit)
 			return
 		}
 		f = w.openFlow(t, p.all)
 	}
-	select {
-	case f.queue <- slices.Clone(data):
-	default:
+	// Nobody else adds: w.mu is held.
+	if waits := int(f.queued.Load()); len(f.queue) == flowQueue || waits > 0 && waits+len(data) > flowBytes {
 		w.drop(DropFull)
+		return
 	}
+	f.queued.Add(int64(len(data)))
+	f.queue <- slices.Clone(data)
+}
+
+// flowUsage is what a flow takes: a socket, the datagrams that wait, and one that comes.
+func (w *Wire) flowUsage() usage {
+	return usage{flowMemory + max(flowBytes, w.cfg.MTU) + w.cfg.MTU, 1}
 }
 
 // openFlow begins a flow; the caller holds w.mu.
@@ -113,6 +125,7 @@ func (f *flow) run() {
 	for f.ctx.Err() == nil {
 		select {
 		case b := <-f.queue:
+			f.queued.Add(-int64(len(b)))
 			f.touch()
 			if _, err := remote.Write(b); err != nil && f.failed(err) {
 				f.close()
@@ -165,6 +178,7 @@ func (f *flow) remove() {
 	defer f.w.mu.Unlock()
 	f.timer.Stop()
 	delete(f.w.flows, f.tuple)
+	f.w.release(f.w.flowUsage())
 	if len(f.w.flows) == 0 {
 		f.w.flows = nil
 	}

@@ -28,11 +28,14 @@ func wireOf(at node.Joint, rules netctl.Rules) netctl.Wire {
 	for _, p := range at.Lineage.Pins {
 		w.Lineage.Pins = append(w.Lineage.Pins, netctl.Pin(p))
 	}
+	for _, u := range at.Lineage.Wildcards {
+		w.Lineage.Wildcards = append(w.Lineage.Wildcards, netctl.Wildcard(u))
+	}
 	return w
 }
 
 func fromLineage(l netctl.Lineage) *sandbox.Lineage {
-	if len(l.Tuples)+len(l.Pins) == 0 {
+	if len(l.Tuples)+len(l.Pins)+len(l.Wildcards) == 0 {
 		return nil
 	}
 	out := &sandbox.Lineage{}
@@ -41,6 +44,9 @@ func fromLineage(l netctl.Lineage) *sandbox.Lineage {
 	}
 	for _, p := range l.Pins {
 		out.Pins = append(out.Pins, sandbox.Pin(p))
+	}
+	for _, u := range l.Wildcards {
+		out.Wildcards = append(out.Wildcards, sandbox.Wildcard(u))
 	}
 	return out
 }

@@ -33,10 +33,17 @@ type namespace struct {
 	changed chan struct{}    // closed and made anew when client or joints change
 	failed  error            // why there is no client
 	process *netproc.Process // of client
+	// lacking are machines without a wire in the netd, with the reason, and leaving those
+	// that a netd may still have a wire of. Both are tried again.
+	lacking map[sandbox.ID]string
+	leaving map[sandbox.ID]bool
 }
 
 func newNamespace(n *Netds, name sandbox.Namespace) *namespace {
-	return &namespace{netds: n, name: name, joints: map[sandbox.ID]*node.Joint{}, changed: make(chan struct{})}
+	return &namespace{
+		netds: n, name: name, joints: map[sandbox.ID]*node.Joint{}, changed: make(chan struct{}),
+		lacking: map[sandbox.ID]string{}, leaving: map[sandbox.ID]bool{},
+	}
 }
 
 // notify wakes those who wait for a change. The caller holds mu.
@@ -159,43 +166,22 @@ func (ns *namespace) open(ctx context.Context) (_ *netproc.Process, _ *netctl.Cl
 	return nil, nil, errors.Join(err, process.Kill(ctx))
 }
 
-// attachMissing attaches the wires that a netd does not have. The caller has the turn.
-func (ns *namespace) attachMissing(ctx context.Context, c *netctl.Client) error {
-	list, err := c.List(ctx)
-	if err != nil {
-		return err
-	}
-	there := map[netctl.ID]bool{}
-	for _, w := range list {
-		there[w.ID] = true
-	}
-	ns.mu.Lock()
-	var missing []*node.Joint
-	for id, j := range ns.joints {
-		if !there[netctl.ID(id)] {
-			missing = append(missing, j)
-		}
-	}
-	ns.mu.Unlock()
-	for _, j := range missing {
-		err := ns.attach(ctx, c, j)
-		if errors.Is(err, netctl.ErrBroken) {
-			return err
-		}
-		if err != nil {
-			ns.netds.cfg.Log.Error("a sandbox has no network", "machine", j.Machine, "error", err)
-		}
-	}
-	return nil
-}
-
 // serve waits until the netd has ended or nobody needs it, and says whether the
-// namespace is done with it.
+// namespace is done with it. Meanwhile it tries again what has failed.
 func (ns *namespace) serve(ctx context.Context, process *netproc.Process, client *netctl.Client) (ended bool) {
+	var retry <-chan time.Time
+	pause := again
 	for {
 		ns.mu.Lock()
 		needed, changed := len(ns.joints) > 0, ns.changed
+		unsettled := len(ns.lacking)+len(ns.leaving) > 0
 		ns.mu.Unlock()
+		switch {
+		case !unsettled:
+			retry, pause = nil, again
+		case retry == nil:
+			retry, pause = time.After(pause), min(2*pause, mostAgain)
+		}
 		var unneeded <-chan time.Time
 		if !needed {
 			unneeded = time.After(ns.netds.cfg.Idle)
@@ -205,6 +191,9 @@ func (ns *namespace) serve(ctx context.Context, process *netproc.Process, client
 			continue
 		case <-ctx.Done():
 			return true
+		case <-retry:
+			retry = nil
+			ns.settle(ctx, client)
 		case <-client.Done():
 			ns.lost(ctx, process, client)
 			return false
@@ -221,6 +210,7 @@ func (ns *namespace) serve(ctx context.Context, process *netproc.Process, client
 func (ns *namespace) lost(ctx context.Context, process *netproc.Process, client *netctl.Client) {
 	ns.mu.Lock()
 	ns.client, ns.process = nil, nil
+	clear(ns.leaving) // with the process
 	ns.notify()
 	ns.mu.Unlock()
 	err := errors.Join(client.Close(), process.Kill(ctx))
@@ -308,69 +298,6 @@ func (ns *namespace) removeForeign(ctx context.Context) (gone bool, err error) {
 	return true, netproc.Remove(ctx, ns.netds.process(ns.name))
 }
 
-// join connects a machine.
-func (ns *namespace) join(ctx context.Context, at node.Joint) error {
-	j := &at
-	for {
-		c, err := ns.await(ctx)
-		if err != nil {
-			return fmt.Errorf("join the network of namespace %s: %w", ns.name, err)
-		}
-		ns.turn.Lock()
-		err = ns.attach(ctx, c, j)
-		if err == nil {
-			ns.mu.Lock()
-			ns.joints[at.Machine] = j
-			ns.notify()
-			ns.mu.Unlock()
-		}
-		ns.turn.Unlock()
-		if !errors.Is(err, netctl.ErrBroken) || ctx.Err() != nil {
-			return err
-		}
-		select { // the next netd comes
-		case <-c.Done():
-		case <-ctx.Done():
-		}
-	}
-}
-
-// attach gives a wire to a netd. The caller has the turn.
-func (ns *namespace) attach(ctx context.Context, c *netctl.Client, j *node.Joint) error {
-	rules, err := ns.rules(*j)
-	if err != nil {
-		return err
-	}
-	if j.Adopted {
-		if err := ns.attached(ctx, c, j, rules); !errors.Is(err, netctl.ErrNotFound) {
-			return err
-		}
-	}
-	end, err := j.Wire.Wire()
-	if err != nil {
-		return err
-	}
-	defer func() { _ = end.Close() }() // the netd has its own copy
-	if err := c.Attach(ctx, wireOf(*j, rules), end); err != nil {
-		return err
-	}
-	j.Lineage, j.Adopted = nil, false // it was inherited once
-	return nil
-}
-
-// attached brings a wire that an earlier daemon has attached up to date.
-func (ns *namespace) attached(ctx context.Context, c *netctl.Client, j *node.Joint, rules netctl.Rules) error {
-	id := netctl.ID(j.Machine)
-	if err := c.SetPolicy(ctx, id, rules); err != nil {
-		return err
-	}
-	j.Adopted = false
-	if j.Paused {
-		return c.Pause(ctx, id)
-	}
-	return c.Resume(ctx, id)
-}
-
 func (ns *namespace) rules(at node.Joint) (netctl.Rules, error) {
 	b, err := json.Marshal(at.Policies)
 	if err != nil {
@@ -398,19 +325,26 @@ func (ns *namespace) setPolicies(ctx context.Context, at node.Joint) error {
 		return fmt.Errorf("set the network policy of machine %s: the netd of namespace %s is being started; the policy holds as soon as it runs", at.Machine, ns.name)
 	}
 	// It was promised already: whoever has asked for it may be gone.
-	return ns.tell(context.WithoutCancel(ctx), c, at.Machine, rules)
+	ctx = context.WithoutCancel(ctx)
+	err = ns.tell(ctx, c, at.Machine, rules)
+	if errors.Is(err, netctl.ErrNotFound) {
+		err = ns.attach(ctx, c, j) // it could not be attached before
+		ns.note(j.Machine, err)
+	}
+	return err
 }
 
 // tell gives a wire other rules. If the netd does not take them, it must not go on with the
 // old ones: it loses the wire, or, if it does not even answer, its life.
 func (ns *namespace) tell(ctx context.Context, c *netctl.Client, machine sandbox.ID, rules netctl.Rules) error {
 	err := c.SetPolicy(ctx, netctl.ID(machine), rules)
-	if err == nil || errors.Is(err, netctl.ErrNotFound) || errors.Is(err, netctl.ErrBroken) {
-		return err // without a wire, or without a netd, nothing is open
+	if err == nil || errors.Is(err, netctl.ErrBroken) {
+		return err // without a netd nothing is open
 	}
-	if detachErr := c.Detach(ctx, netctl.ID(machine)); detachErr != nil {
-		err = errors.Join(err, detachErr, c.Close()) // another one is started, with the new rules
+	if !errors.Is(err, netctl.ErrNotFound) {
+		err = errors.Join(err, ns.takeBack(ctx, c, machine))
 	}
+	ns.note(machine, err)
 	return err
 }
 
@@ -450,12 +384,17 @@ func (ns *namespace) part(ctx context.Context, machine sandbox.ID) {
 	c := ns.client
 	_, joined := ns.joints[machine]
 	delete(ns.joints, machine)
+	delete(ns.lacking, machine)
 	ns.notify()
 	ns.mu.Unlock()
 	if c == nil || !joined {
 		return
 	}
 	if err := c.Detach(ctx, netctl.ID(machine)); err != nil && !errors.Is(err, netctl.ErrNotFound) && !errors.Is(err, netctl.ErrBroken) && ctx.Err() == nil {
+		ns.mu.Lock()
+		ns.leaving[machine] = true
+		ns.notify()
+		ns.mu.Unlock()
 		ns.netds.cfg.Log.Error("let go of a sandbox's network", "machine", machine, "error", err)
 	}
 }
@@ -479,7 +418,8 @@ func (ns *namespace) pause(ctx context.Context, machine sandbox.ID, paused bool)
 	if paused {
 		do = c.Pause
 	}
-	if err := do(ctx, netctl.ID(machine)); err != nil && !errors.Is(err, netctl.ErrBroken) {
+	err := do(ctx, netctl.ID(machine))
+	if err != nil && !errors.Is(err, netctl.ErrBroken) && !errors.Is(err, netctl.ErrNotFound) { // it is told with the wire
 		ns.netds.cfg.Log.Error("pause a sandbox's network, or resume it", "machine", machine, "paused", paused, "error", err)
 	}
 }

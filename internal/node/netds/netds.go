@@ -156,4 +156,8 @@ func (n *Netds) process(name sandbox.Namespace) netproc.Config {
 }
 
 // again is how long to wait before a netd is started that has failed to start.
-const again = time.Second
+// It doubles for wires that a netd does not take, up to mostAgain.
+const (
+	again     = time.Second
+	mostAgain = time.Minute
+)

@@ -37,6 +37,8 @@ type Values struct {
 	// Roots are the certificates (PEM) of CAs by which servers are verified that values
 	// of secrets are sent to.
 	Roots []byte
+	// inFile says that there was a file, with something in it.
+	inFile bool
 }
 
 // file is the form that Values have in a file.
@@ -80,6 +82,7 @@ func (s *Settings) Now() Values { return *s.now.Load() }
 
 func (s *Settings) read() (*Values, error) {
 	var f file
+	inFile := false
 	if s.path != "" {
 		b, err := os.ReadFile(s.path)
 		if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -88,8 +91,9 @@ func (s *Settings) read() (*Values, error) {
 		if err := yaml.UnmarshalStrict(b, &f); err != nil {
 			return nil, fmt.Errorf("the settings of the network in %s: %w", s.path, err)
 		}
+		inFile = len(bytes.TrimSpace(b)) > 0
 	}
-	v := &Values{InternalDomains: f.InternalDomains, ECH: f.ECH}
+	v := &Values{InternalDomains: f.InternalDomains, ECH: f.ECH, inFile: inFile}
 	var err error
 	if v.ClosedRanges, err = addresses.ParseRanges(f.ClosedRanges); err != nil {
 		return nil, fmt.Errorf("the settings of the network in %s: closedRanges: %w", s.path, err)
@@ -118,6 +122,16 @@ func (s *Settings) read() (*Values, error) {
 		return nil, fmt.Errorf("the settings of the network in %s: %w", s.path, err)
 	}
 	return v, nil
+}
+
+// reread reads the files for a daemon that runs. A file that is gone, or was emptied, says
+// nothing: to take it for a wish for the defaults would open the ranges that it had closed.
+func (s *Settings) reread() (*Values, error) {
+	v, err := s.read()
+	if err == nil && s.Now().inFile && !v.inFile {
+		return nil, fmt.Errorf("the settings of the network in %s are gone: write them again, write {} for the defaults, or restart the daemon", s.path)
+	}
+	return v, err
 }
 
 // nameservers are the DNS servers of a host. One without any resolves no names.
@@ -155,7 +169,7 @@ func (s *Settings) watch(ctx context.Context, log *slog.Logger, changed func(con
 		case <-ctx.Done():
 			return
 		}
-		v, err := s.read()
+		v, err := s.reread()
 		if err != nil {
 			if err.Error() != problem {
 				problem = err.Error()

@@ -123,3 +123,61 @@ func TestSettingsFollow(t *testing.T) {
 		<-ended
 	})
 }
+
+// TestSettingsThatAreGone: a file that is deleted, emptied or unreadable opens nothing that it
+// had closed. The log says so once, and what is written next holds.
+func TestSettingsThatAreGone(t *testing.T) {
+	dir := t.TempDir()
+	file := filepath.Join(dir, "network.yaml")
+	put := func(text string) {
+		if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	remove := func() {
+		if err := os.RemoveAll(file); err != nil {
+			t.Fatal(err)
+		}
+	}
+	synctest.Test(t, func(t *testing.T) {
+		put("closedRanges: [192.0.2.0/24]")
+		s, err := OpenSettings(file, "")
+		if err != nil {
+			t.Fatal(err)
+		}
+		var log words
+		ctx, cancel := context.WithCancel(t.Context())
+		changed, ended := make(chan struct{}, 10), make(chan struct{})
+		go func() {
+			defer close(ended)
+			s.watch(ctx, slog.New(slog.NewTextHandler(&log, nil)), func(context.Context) { changed <- struct{}{} })
+		}()
+		for what, gone := range map[string]func(){
+			"deleted":    remove,
+			"emptied":    func() { put("\n") },
+			"unreadable": func() { remove(); _ = os.Mkdir(file, 0o700) }, // root reads any file
+		} {
+			gone()
+			time.Sleep(4 * look) // of the bubble
+			synctest.Wait()
+			if len(changed) > 0 || len(s.Now().ClosedRanges) != 1 {
+				t.Errorf("%s: %v is closed", what, s.Now().ClosedRanges)
+			}
+			if n := log.count("stay as they were"); n != 1 || log.count(file) == 0 {
+				t.Errorf("%s: it is said %d times", what, n)
+			}
+			remove()
+			put("closedRanges: [192.0.2.0/24]")
+			time.Sleep(2 * look)
+			synctest.Wait()
+			log.reset()
+		}
+		put("{}")
+		<-changed
+		if len(s.Now().ClosedRanges) != 0 {
+			t.Errorf("the defaults were asked for: %v", s.Now().ClosedRanges)
+		}
+		cancel()
+		<-ended
+	})
+}

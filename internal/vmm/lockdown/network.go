@@ -17,15 +17,20 @@ const (
 // connections to the outside by TCP and UDP, and the descriptors that it has or is
 // given, among them one to ask the kernel where addresses lead. A netd lives in the host's
 // network, so it must not make unix sockets of its own: every abstract address of
-// the host would be within its reach, and a filter does not see addresses.
-func EnterNetwork() error {
+// the host would be within its reach, and a filter does not see addresses. It returns how
+// many descriptors the process can have: its parent may have been allowed fewer.
+func EnterNetwork() (descriptors int, err error) {
 	if err := giveUp(maxNetworkFiles); err != nil {
-		return err
+		return 0, err
+	}
+	var limit unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
+		return 0, err
 	}
 	if err := LimitFileSize(maxNetworkWords); err != nil {
-		return err
+		return 0, err
 	}
-	return filterCalls(networkRules(os.Getpid()))
+	return int(limit.Cur), filterCalls(networkRules(os.Getpid()))
 }
 
 // Answers to what the standard library tries on its own, and goes on without: it

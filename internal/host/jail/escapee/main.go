@@ -60,11 +60,12 @@ func run() error {
 	if o.Do == "look" {
 		return answer(look(o))
 	}
-	enter := lockdown.EnterNetwork
-	if !o.Netd {
-		enter = func() error { return lockdown.Enter(slices.Concat(kvm.Requests(), lockdown.Userfaultfd)) }
+	if o.Netd {
+		_, err = lockdown.EnterNetwork()
+	} else {
+		err = lockdown.Enter(slices.Concat(kvm.Requests(), lockdown.Userfaultfd))
 	}
-	if err := enter(); err != nil {
+	if err != nil {
 		return err
 	}
 	if o.Limit > 0 {
