@@ -168,9 +168,8 @@ INSIDE, GATEWAY = bytes.fromhex("02a9e7000002"), bytes.fromhex("02a9e7000001")
 
 def frame(data, source=INSIDE, target=GATEWAY, kind=0x0800, patience=QUIET):
     """Put a frame on the wire, and wait for what the gateway sends back."""
-    name = [n for _, n in socket.if_nameindex() if n != "lo"][0]
     with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)) as s:
-        s.bind((name, 0))
+        s.bind(("eth0", 0))
         s.settimeout(patience)
         s.send(target + source + struct.pack("!H", kind) + data)
         while True:
