@@ -94,12 +94,12 @@ in_second_testbed() {
 	# shellcheck disable=SC2086 # one argument per package
 	in_testbed -run="$manuals" $packages || status=$?
 	# Connected sandboxes: the shortest of these tests, or all of them, with as many
-	# forks at once as an emulated machine serves in time.
+	# forks and kills as an emulated machine serves in time.
 	root_archives
 	if [ -z "${AGENTRUN_SOAK:-}" ]; then
 		in_testbed -run='^TestPolicy$' ./test/network || status=$?
 	else
-		AGENTRUN_SOAK=20 in_testbed ./test/network || status=$?
+		AGENTRUN_SOAK=10 in_testbed ./test/network || status=$?
 	fi
 	return "$status"
 }
