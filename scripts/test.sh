@@ -57,6 +57,20 @@ in_testbed() {
 	CGO_ENABLED=0 gotest -v -slow 10s -- -count=1 -timeout=$timeout -p 1 -exec "$build/testbed exec" "$@"
 }
 
+# root_archives makes what the images of ./test/network consist of: an emulated machine
+# would take minutes for it.
+root_archives() {
+	export AGENTRUN_TEST_ROOTS=$build/test-roots
+	local script root=$AGENTRUN_TEST_ROOTS/root
+	mkdir -p "$AGENTRUN_TEST_ROOTS"
+	for script in busybox.sh python.sh programs.sh; do
+		rm -rf "$root"
+		guest/rootfs/$script "$root"
+		tar -C "$root" -cf "$AGENTRUN_TEST_ROOTS/$script.tar" .
+	done
+	rm -rf "$root"
+}
+
 # A machine emulates one processor, and a host has at least two: the second machine
 # has about half of the work, and is printed after the first. Of ./test/microvm it has
 # these.
@@ -79,6 +93,14 @@ in_second_testbed() {
 	[ -z "${AGENTRUN_SOAK:-}" ] || manuals='^TestScripts$' packages='./test/forkd ./test/pack'
 	# shellcheck disable=SC2086 # one argument per package
 	in_testbed -run="$manuals" $packages || status=$?
+	# Connected sandboxes: the shortest of these tests, or all of them, with as many
+	# forks and kills as an emulated machine serves in time.
+	root_archives
+	if [ -z "${AGENTRUN_SOAK:-}" ]; then
+		in_testbed -run='^TestPolicy$' ./test/network || status=$?
+	else
+		AGENTRUN_SOAK=10 in_testbed ./test/network || status=$?
+	fi
 	return "$status"
 }
 

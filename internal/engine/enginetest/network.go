@@ -98,7 +98,7 @@ func (s *suite) testNetwork(t *testing.T) {
 // sees checks what programs see of the interface, and returns the rest.
 func sees(t *testing.T, got string) string {
 	t.Helper()
-	const last = "eth0 lo"
+	const last = "\neth0 lo" // all interfaces
 	for _, want := range []string{"02:00:00:00:00:0f", "mtu 1400", lanNetwork().Address.String(), lanNetwork().Address6.String(), "default via 10.0.2.2 dev eth0", "10.0.2.0/24 dev eth0", "nameserver 10.0.2.3", "nameserver fd00:a9e7::3", last} {
 		if !strings.Contains(got, want) {
 			t.Errorf("%q is missing in what programs see:\n%s", want, got)

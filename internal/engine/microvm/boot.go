@@ -62,7 +62,9 @@ const kernelCmdline = "console=ttyS0 quiet panic=-1 pci=off 8250.nr_uarts=1 sysc
 	// need, and adds up its statistics every second. There is no driver to wait for
 	// some seconds after boot, when it may have been captured.
 	// norandmaps is for the agent alone, which switches it off for all others.
-	" norandmaps tsc=nowatchdog deferred_probe_timeout=0 sysctl.vm.compaction_proactiveness=0 sysctl.vm.stat_interval=60"
+	// The driver for dummy interfaces makes one unasked; programs see those alone that
+	// the sandbox was given.
+	" norandmaps dummy.numdummies=0 tsc=nowatchdog deferred_probe_timeout=0 sysctl.vm.compaction_proactiveness=0 sysctl.vm.stat_interval=60"
 
 // describeBoot says what a Linux guest is booted with: the agent as its first
 // program, the root filesystem as /dev/vda, and what else was asked for.

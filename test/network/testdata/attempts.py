@@ -11,7 +11,7 @@ import struct
 import sys
 
 PATIENCE = 20  # for connections, which are refused at once
-QUIET = 1  # for datagrams, of which nothing may come back
+QUIET = 1  # for datagrams and packets, of which nothing may come back
 
 
 def outcome(e):
@@ -132,10 +132,10 @@ def checksum(data):
     return ~total & 0xFFFF
 
 
-def ping(address):
+def ping(address, patience=QUIET):
     """Send an ICMP echo request."""
     with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as s:
-        s.settimeout(QUIET)
+        s.settimeout(patience)
         body = struct.pack("!BBHHH", 8, 0, 0, 77, 1) + b"abcdefgh"
         s.sendto(body[:2] + struct.pack("!H", checksum(body)) + body[4:], (address, 0))
         while True:
@@ -166,12 +166,11 @@ def datagram(source, target, port, text):
 INSIDE, GATEWAY = bytes.fromhex("02a9e7000002"), bytes.fromhex("02a9e7000001")
 
 
-def frame(data, source=INSIDE, target=GATEWAY, kind=0x0800):
+def frame(data, source=INSIDE, target=GATEWAY, kind=0x0800, patience=QUIET):
     """Put a frame on the wire, and wait for what the gateway sends back."""
-    name = [n for _, n in socket.if_nameindex() if n != "lo"][0]
     with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)) as s:
-        s.bind((name, 0))
-        s.settimeout(QUIET)
+        s.bind(("eth0", 0))
+        s.settimeout(patience)
         s.send(target + source + struct.pack("!H", kind) + data)
         while True:
             try:
@@ -182,11 +181,11 @@ def frame(data, source=INSIDE, target=GATEWAY, kind=0x0800):
                 return "answered by %s with TCP flags %d" % (socket.inet_ntoa(got[26:30]), got[47])
 
 
-def raw(data):
+def raw(data, patience=QUIET):
     """Send an IP packet, and wait for a TCP segment that comes back."""
     with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_TCP) as answers, \
             socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_RAW) as s:
-        answers.settimeout(QUIET)
+        answers.settimeout(patience)
         s.sendto(data, (socket.inet_ntoa(data[16:20]), 0))
         while True:
             try:
@@ -201,8 +200,8 @@ SENDERS = {"frame": frame, "raw": raw}
 
 
 def plain(how, target, port):
-    """Send a SYN as a kernel does."""
-    return SENDERS[how](packet("10.255.255.2", target, 6, segment("10.255.255.2", target, port)))
+    """Send a SYN as a kernel does, and wait for its answer."""
+    return SENDERS[how](packet("10.255.255.2", target, 6, segment("10.255.255.2", target, port)), patience=PATIENCE)
 
 
 def spoofed(how, source, target, port):

@@ -13,7 +13,7 @@ import (
 
 // neededModules are what the VM needs of the distribution's kernel; their
 // dependencies come from modules.dep. Others can be loaded inside by modprobe.
-var neededModules = []string{"virtio_pci", "virtio_console", "9pnet_virtio", "9p", "overlay", "kvm-amd", "tun", "loop", "fuse"}
+var neededModules = []string{"virtio_pci", "virtio_console", "9pnet_virtio", "9p", "overlay", "kvm-amd", "tun", "veth", "loop", "fuse"}
 
 // kernel is a distribution kernel with its modules.
 type kernel struct {
