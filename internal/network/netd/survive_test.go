@@ -112,7 +112,7 @@ func TestKilled(t *testing.T) {
 			t.Fatal(err)
 		}
 		for i, g := range guests {
-			running{p, c}.attach(t, g, wireOf(netctl.ID(fmt.Sprint("wire-", i)), rules(server)))
+			running{p, c}.attach(t, g, wireOf(wireID(i), rules(server)))
 			if err := reach(t.Context(), g, server, "hello"); err != nil {
 				t.Fatalf("round %d: %v", round, err)
 			}
@@ -228,7 +228,8 @@ func TestWires(t *testing.T) {
 	idle := memory(t, p.PID())
 	for i := range guests {
 		guests[i] = networktest.New(t)
-		p.attach(t, guests[i], wireOf(netctl.ID(fmt.Sprint("wire-", i)), rules(server)))
+		guests[i].KnowGateway(t)
+		p.attach(t, guests[i], wireOf(wireID(i), rules(server)))
 	}
 	attached := memory(t, p.PID())
 	conns := make([]net.Conn, wires)
@@ -246,12 +247,16 @@ func TestWires(t *testing.T) {
 			return err
 		})
 		if err != nil {
-			t.Fatalf("wire %d: %v", i, err)
+			t.Fatalf("wire %d: %v\n%s%s", i, err, p.state(t, wireID(i)), g.State())
 		}
 	}
 	for i, c := range conns {
 		if err := speak(c, fmt.Sprintf("%x", sha256.Sum256([]byte(fmt.Sprint(i))))); err != nil {
-			t.Errorf("wire %d: %v", i, err)
+			why := ""
+			if !t.Failed() { // the first one tells enough
+				why = p.state(t, wireID(i)) + guests[i].State()
+			}
+			t.Errorf("wire %d: %v\n%s", i, err, why)
 		}
 	}
 	all, err := p.List(t.Context())
@@ -266,6 +271,28 @@ func TestWires(t *testing.T) {
 	connected := memory(t, p.PID())
 	t.Logf("%d wires: %d KiB of memory before, %.1f KiB more for each attached, %.1f KiB more for each connected",
 		wires, idle>>10, per(attached-idle, wires), per(connected-attached, wires))
+}
+
+func wireID(i int) netctl.ID { return netctl.ID(fmt.Sprint("wire-", i)) }
+
+// state says what netd knows of a wire, for the message of a test in which bytes did not
+// arrive.
+func (r running) state(t *testing.T, id netctl.ID) string {
+	t.Helper()
+	all, err := r.List(t.Context())
+	if err != nil {
+		return err.Error() + "\n"
+	}
+	page, err := r.Log(t.Context(), netctl.Log{Wire: id, Open: true})
+	if err != nil {
+		return err.Error() + "\n"
+	}
+	for _, w := range all {
+		if w.ID == id {
+			return fmt.Sprintf("netd: %+v\nopen: %+v\nlog: %+v\n", w.Counters, page.Open, page.Entries)
+		}
+	}
+	return fmt.Sprintf("netd has no %s\n", id)
 }
 
 func per(bytes, wires int) float64 { return float64(bytes) / 1024 / float64(wires) }
