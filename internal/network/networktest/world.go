@@ -40,16 +40,19 @@ func NewWorld(t testing.TB, address netip.Addr) *World {
 	path := fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), w.ns.Fd())
 	t.Cleanup(func() { _ = w.ns.Close() })
 	const host, far = "169.254.77.1/30", "169.254.77.2"
-	ip(t, "link add world type veth peer name eth0")
+	const hostMAC, farMAC = "02:00:00:00:77:01", "02:00:00:00:77:02"
+	ip(t, "link add world address "+hostMAC+" type veth peer name eth0 address "+farMAC)
 	// The namespace lives as long as sockets in it, and the next world is to have the names.
 	t.Cleanup(func() { ip(t, "link del world") })
 	ip(t, "link set eth0 netns "+path)
 	ip(t, "addr add "+host+" dev world")
 	ip(t, "link set world up")
+	ip(t, "neigh add "+far+" lladdr "+farMAC+" dev world nud permanent") // see Guest.KnowGateway
 	if err := w.Run(func() error {
 		ip(t, "addr add "+far+"/30 dev eth0")
 		ip(t, fmt.Sprintf("addr add %v/32 dev eth0", address))
 		ip(t, "link set eth0 up")
+		ip(t, "neigh add 169.254.77.1 lladdr "+hostMAC+" dev eth0 nud permanent")
 		return nil
 	}); err != nil {
 		t.Fatal(err)
@@ -65,23 +68,18 @@ func NewWorld(t testing.TB, address netip.Addr) *World {
 const patience = 2 * time.Minute
 
 // await returns when the host reaches an address where nobody listens: it refuses. The
-// kernel switches a pair of interfaces on in the background, and drops all packets until
-// it has.
+// kernel switches interfaces on in the background.
 func await(address netip.Addr) error {
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
-	for {
-		// Fails after some seconds in which nobody has answered.
-		c, err := new(net.Dialer).DialContext(ctx, "tcp", netip.AddrPortFrom(address, discard).String())
-		switch {
-		case err == nil:
-			return c.Close()
-		case errors.Is(err, unix.ECONNREFUSED):
-			return nil
-		case ctx.Err() != nil || !errors.Is(err, unix.EHOSTUNREACH):
-			return err
-		}
+	c, err := new(net.Dialer).DialContext(ctx, "tcp", netip.AddrPortFrom(address, discard).String())
+	switch {
+	case err == nil:
+		return c.Close()
+	case errors.Is(err, unix.ECONNREFUSED):
+		return nil
 	}
+	return err
 }
 
 // discard is a port on which no test listens.

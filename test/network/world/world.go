@@ -81,23 +81,17 @@ func New(t testing.TB) *World {
 	return w
 }
 
-// awaitServers returns when the host reaches the servers. The kernel switches the pair of
-// interfaces on in the background, and drops all packets until it has: on a machine that
-// makes and removes many namespaces this takes seconds.
+// awaitServers returns when the host reaches the servers: the kernel switches interfaces on
+// in the background.
 func (w *World) awaitServers() error {
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	return w.OnHost(func() error {
-		for {
-			// Fails after some seconds in which nobody has answered.
-			c, err := new(net.Dialer).DialContext(ctx, "tcp", NameServer.String())
-			if err == nil {
-				return c.Close()
-			}
-			if ctx.Err() != nil || !errors.Is(err, unix.EHOSTUNREACH) {
-				return err
-			}
+		c, err := new(net.Dialer).DialContext(ctx, "tcp", NameServer.String())
+		if err != nil {
+			return err
 		}
+		return c.Close()
 	})
 }
 
@@ -165,7 +159,11 @@ func (w *World) join() error {
 	if err != nil {
 		return err
 	}
-	if _, err := raise(servers, "down0", router4+"/24", router6+"/64"); err != nil {
+	down, err := raise(servers, "down0", router4+"/24", router6+"/64")
+	if err != nil {
+		return err
+	}
+	if err := errors.Join(know(host, up, down, router4, router6), know(servers, down, up, Host4.String(), Host6.String())); err != nil {
 		return err
 	}
 	for _, gateway := range []string{router4, router6} {
@@ -180,6 +178,21 @@ func (w *World) join() error {
 	return within(w.servers, func() error {
 		return os.WriteFile("/proc/sys/net/ipv6/ip_nonlocal_bind", []byte("1"), 0)
 	})
+}
+
+// know makes the addresses of a peer permanent neighbours of a link. All namespaces of a
+// machine share one table of neighbours, which other tests may fill (networktest.KnowGateway).
+func know(h *netlink.Handle, link, peer netlink.Link, addresses ...string) error {
+	for _, text := range addresses {
+		entry := &netlink.Neigh{
+			LinkIndex: link.Attrs().Index, State: netlink.NUD_PERMANENT,
+			IP: net.ParseIP(text), HardwareAddr: peer.Attrs().HardwareAddr,
+		}
+		if err := h.NeighSet(entry); err != nil {
+			return fmt.Errorf("neighbour %s of %s: %w", text, link.Attrs().Name, err)
+		}
+	}
+	return nil
 }
 
 // own makes every address of prefixes one of a namespace's own, by local routes.
