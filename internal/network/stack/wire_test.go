@@ -192,6 +192,7 @@ func TestManyWires(t *testing.T) {
 	all := make([]*Wire, wires)
 	for i := range conns {
 		g := newGuest(t)
+		g.KnowGateway(t)
 		all[i] = attach(t, p, g, &loopback{})
 		conns[i] = g.mustDial(t, "tcp", fmt.Sprintf("203.0.113.5:%d", port))
 		defer conns[i].Close()
