@@ -182,6 +182,9 @@ func (ns *namespace) attachMissing(ctx context.Context, c *netctl.Client) error 
 		if errors.Is(err, netctl.ErrBroken) {
 			return err
 		}
+		if errors.Is(err, engine.ErrNoWire) {
+			continue // it ends just now, or has no interface: join forgets it
+		}
 		ns.note(j.Machine, err)
 	}
 	return nil

@@ -10,6 +10,7 @@ import (
 	"sync/atomic"
 	"testing"
 
+	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/network/netctl"
 	"agentrun.dev/internal/network/networktest"
 	"agentrun.dev/internal/sandbox"
@@ -194,5 +195,23 @@ func TestNothingIsLeftInANetd(t *testing.T) {
 	defer ns.mu.Unlock()
 	if len(ns.leaving)+len(ns.lacking)+len(ns.joints) > 0 {
 		t.Errorf("left: %v, %v, %v", ns.leaving, ns.lacking, ns.joints)
+	}
+}
+
+// TestAdoptedWithoutAWire: a sandbox without an interface, of an earlier daemon, is told so, and
+// nobody reads in the log that its network is tried again.
+func TestAdoptedWithoutAWire(t *testing.T) {
+	h := newHosts(t)
+	var log words
+	h.cfg.Log = slog.New(slog.NewTextHandler(&log, nil))
+	n := New(h.cfg)
+	defer func() { _ = n.Close() }()
+	at := joint(t, "none", nil)
+	at.Adopted = true
+	if err := n.Join(t.Context(), at); !errors.Is(err, engine.ErrNoWire) {
+		t.Errorf("joined: %v", err)
+	}
+	if log.count("tried again") > 0 {
+		t.Errorf("the log: %s", log.all.String())
 	}
 }
