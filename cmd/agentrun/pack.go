@@ -5,11 +5,10 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"path/filepath"
-	"strconv"
 
 	"agentrun.dev/cmd/internal/cli"
 	"agentrun.dev/internal/client/local"
+	"agentrun.dev/internal/durable"
 	"agentrun.dev/internal/storage/image"
 	"agentrun.dev/internal/storage/pack"
 	"agentrun.dev/internal/storage/snapshot"
@@ -132,41 +131,11 @@ The digest of the pack is printed. A snapshot that holds secrets is refused.`,
 
 // newFile makes a file that has its name when all of it is on the disk. It is
 // for its owner alone: it may hold anything that was in a memory.
-func newFile(path string, fill func(io.Writer) error) (err error) {
+func newFile(path string, fill func(io.Writer) error) error {
 	if _, err := os.Lstat(path); err == nil {
 		return fmt.Errorf("%s is there already: choose another name, or remove it", path)
 	}
-	f, err := os.OpenFile(filepath.Dir(path), unix.O_TMPFILE|os.O_RDWR, 0o600)
-	named := ""
-	if errors.Is(err, unix.EOPNOTSUPP) { // overlay filesystems before Linux 6.2
-		if f, err = os.CreateTemp(filepath.Dir(path), ".agentrun-"); err == nil {
-			named = f.Name()
-		}
-	}
-	if err != nil {
-		return err
-	}
-	defer func() {
-		if named != "" {
-			err = errors.Join(err, os.Remove(named))
-		}
-		err = errors.Join(err, f.Close())
-	}()
-	if err := fill(f); err != nil {
-		return err
-	}
-	if err := f.Sync(); err != nil {
-		return err
-	}
-	from := "/proc/self/fd/" + strconv.Itoa(int(f.Fd()))
-	if err := unix.Linkat(unix.AT_FDCWD, from, unix.AT_FDCWD, path, unix.AT_SYMLINK_FOLLOW); err != nil {
-		return &os.LinkError{Op: "link", Old: from, New: path, Err: err}
-	}
-	dir, err := os.Open(filepath.Dir(path))
-	if err != nil {
-		return err
-	}
-	return errors.Join(dir.Sync(), dir.Close())
+	return durable.Create(path, 0o600, func(f *os.File) error { return fill(f) })
 }
 
 func newSnapshotUnpackCommand() *cobra.Command {

@@ -1,6 +1,7 @@
 package access
 
 import (
+	"agentrun.dev/internal/durable"
 	"crypto/ecdsa"
 	"crypto/elliptic"
 	"crypto/rand"
@@ -118,23 +119,13 @@ func sign(c, parent *x509.Certificate, key, signer *ecdsa.PrivateKey) ([]byte, e
 	return x509.CreateCertificate(rand.Reader, c, parent, &key.PublicKey, signer)
 }
 
-func writePEM(path string, mode os.FileMode, blocks ...*pem.Block) (err error) {
-	f, err := os.CreateTemp(filepath.Dir(path), ".new-*")
-	if err != nil {
-		return err
-	}
-	defer func() {
-		if err != nil {
-			err = errors.Join(err, os.Remove(f.Name()))
+func writePEM(path string, mode os.FileMode, blocks ...*pem.Block) error {
+	return durable.Replace(path, mode, func(f *os.File) (err error) {
+		for _, b := range blocks {
+			err = errors.Join(err, pem.Encode(f, b))
 		}
-	}()
-	for _, b := range blocks {
-		err = errors.Join(err, pem.Encode(f, b))
-	}
-	if err = errors.Join(err, f.Chmod(mode), f.Sync(), f.Close()); err != nil {
 		return err
-	}
-	return os.Rename(f.Name(), path)
+	})
 }
 
 // Fingerprint is the SHA-256 of the authority's certificate.

@@ -5,6 +5,7 @@ import (
 	"os"
 	"path/filepath"
 
+	"agentrun.dev/internal/durable"
 	"agentrun.dev/internal/storage/seal"
 )
 
@@ -36,25 +37,8 @@ func (s sealedFolder) write(name string, b []byte) error {
 	if err := os.MkdirAll(s.dir, 0o700); err != nil {
 		return err
 	}
-	f, err := os.CreateTemp(s.dir, tempSecret)
-	if err != nil {
-		return err
-	}
-	_, err = f.Write(b)
-	if err = errors.Join(err, f.Sync(), f.Close()); err == nil {
-		err = os.Rename(f.Name(), filepath.Join(s.dir, name))
-	}
-	if err != nil {
-		return errors.Join(err, os.Remove(f.Name()))
-	}
-	return s.sync()
+	return durable.WriteFile(filepath.Join(s.dir, name), b, 0o600)
 }
 
 // sync makes the names in the folder durable.
-func (s sealedFolder) sync() error {
-	dir, err := os.Open(s.dir)
-	if err != nil {
-		return err
-	}
-	return errors.Join(dir.Sync(), dir.Close())
-}
+func (s sealedFolder) sync() error { return durable.SyncFolder(s.dir) }

@@ -15,6 +15,7 @@ import (
 	"sync"
 	"time"
 
+	"agentrun.dev/internal/durable"
 	"golang.org/x/sys/unix"
 )
 
@@ -203,7 +204,7 @@ func (l *Log) rotate() error {
 	if err := l.open(); err != nil {
 		return err
 	}
-	return full.Close()
+	return errors.Join(full.Close(), durable.SyncFolder(l.cfg.Dir))
 }
 
 // Close writes all to disk and closes the file.

@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 
+	"agentrun.dev/internal/durable"
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/storage/snapshot"
 )
@@ -127,10 +128,7 @@ func (s *Store) write(name Name, r record) error {
 		return err
 	}
 	path := filepath.Join(s.sandboxDir(name), recordName)
-	if err := os.WriteFile(path+".tmp", append(b, '\n'), 0o600); err != nil {
-		return fmt.Errorf("sandbox %s: %w", name, err)
-	}
-	if err := os.Rename(path+".tmp", path); err != nil {
+	if err := durable.WriteFile(path, append(b, '\n'), 0o600); err != nil {
 		return fmt.Errorf("sandbox %s: %w", name, err)
 	}
 	return nil

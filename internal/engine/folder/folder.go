@@ -14,6 +14,7 @@ import (
 	"os"
 	"path/filepath"
 
+	"agentrun.dev/internal/durable"
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/host/procid"
 	"agentrun.dev/internal/storage/layer"
@@ -77,11 +78,7 @@ func (f Folder) replace(r Record) error {
 		return err
 	}
 	// A crash of the host ends the sandbox: nothing has to be durable.
-	temp := f.record() + ".new"
-	if err := os.WriteFile(temp, append(b, '\n'), 0o600); err != nil {
-		return fmt.Errorf("write down the sandbox's process: %w", err)
-	}
-	if err := os.Rename(temp, f.record()); err != nil {
+	if err := durable.ReplaceVolatile(f.record(), append(b, '\n'), 0o600); err != nil {
 		return fmt.Errorf("write down the sandbox's process: %w", err)
 	}
 	return nil

@@ -23,6 +23,7 @@ import (
 	"strings"
 	"sync"
 
+	"agentrun.dev/internal/durable"
 	"agentrun.dev/internal/host/assets"
 	"agentrun.dev/internal/host/jail"
 	"agentrun.dev/internal/host/procid"
@@ -200,11 +201,7 @@ func (c Config) write(id procid.ID) error {
 		return err
 	}
 	// A crash of the host ends the netd: nothing has to be durable.
-	temp := c.record() + ".new"
-	if err := os.WriteFile(temp, append(b, '\n'), 0o600); err != nil {
-		return fmt.Errorf("write down the process of netd: %w", err)
-	}
-	if err := os.Rename(temp, c.record()); err != nil {
+	if err := durable.ReplaceVolatile(c.record(), append(b, '\n'), 0o600); err != nil {
 		return fmt.Errorf("write down the process of netd: %w", err)
 	}
 	return nil

@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 
+	"agentrun.dev/internal/durable"
 	"golang.org/x/sys/unix"
 )
 
@@ -88,7 +89,7 @@ func (s *Store) discard(d Digest) (trash string, err error) {
 	if err != nil {
 		return "", fmt.Errorf("remove image: %w", err)
 	}
-	if err := os.Rename(s.rootDir(d), filepath.Join(trash, d.hex())); err != nil {
+	if err := durable.Rename(s.rootDir(d), filepath.Join(trash, d.hex())); err != nil {
 		return "", errors.Join(fmt.Errorf("remove image %s: %w", d.Short(), err), os.Remove(trash))
 	}
 	return trash, nil

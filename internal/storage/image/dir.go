@@ -13,6 +13,7 @@ import (
 	"strings"
 	"syscall"
 
+	"agentrun.dev/internal/durable"
 	"agentrun.dev/internal/storage/image/tree"
 )
 
@@ -76,27 +77,16 @@ func withXattrs(dir string) (names []string, err error) {
 
 // pack packs a folder with or without the files' extended attributes. The same
 // folder gives the same bytes.
-func pack(ctx context.Context, dir, out string, xattrs bool) (err error) {
-	tmp, err := os.CreateTemp(filepath.Dir(out), ".erofs-*")
-	if err != nil {
+func pack(ctx context.Context, dir, out string, xattrs bool) error {
+	var failed error
+	err := durable.Replace(out, 0o600, func(f *os.File) error {
+		failed = packInto(ctx, dir, f, xattrs)
+		return failed
+	})
+	if err != nil && failed == nil {
 		return fmt.Errorf("pack root filesystem: %w", err)
 	}
-	defer func() {
-		if err != nil {
-			err = errors.Join(err, os.Remove(tmp.Name()))
-		}
-	}()
-	defer func() { err = errors.Join(err, tmp.Close()) }()
-	if err := packInto(ctx, dir, tmp, xattrs); err != nil {
-		return err
-	}
-	if err := tmp.Sync(); err != nil {
-		return fmt.Errorf("pack root filesystem: %w", err)
-	}
-	if err := os.Rename(tmp.Name(), out); err != nil {
-		return fmt.Errorf("pack root filesystem: %w", err)
-	}
-	return nil
+	return err
 }
 
 // packInto packs a folder into an empty file.

@@ -82,12 +82,3 @@ func flock(f *os.File, how int) error {
 
 // tryLock fails with EWOULDBLOCK if someone else has a lock.
 func tryLock(f *os.File, how int) error { return flock(f, how|unix.LOCK_NB) }
-
-// syncDir makes renames in a folder survive a power cut.
-func syncDir(path string) error {
-	d, err := os.Open(path)
-	if err != nil {
-		return err
-	}
-	return errors.Join(d.Sync(), d.Close())
-}

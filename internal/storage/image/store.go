@@ -13,6 +13,7 @@ import (
 	"strings"
 	"time"
 
+	"agentrun.dev/internal/durable"
 	"golang.org/x/sys/unix"
 )
 
@@ -107,26 +108,10 @@ func (s *Store) changeNames(change func(map[string]Digest)) error {
 	if err != nil {
 		return err
 	}
-	if err := writeFile(s.path(namesName), append(b, '\n')); err != nil {
+	if err := durable.WriteFile(s.path(namesName), append(b, '\n'), 0o600); err != nil {
 		return fmt.Errorf("write the names of images: %w", err)
 	}
 	return nil
-}
-
-// writeFile replaces a file as a whole, durably.
-func writeFile(path string, b []byte) (err error) {
-	f, err := os.OpenFile(path+".tmp", os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
-	if err != nil {
-		return err
-	}
-	_, err = f.Write(b)
-	if err = errors.Join(err, f.Sync(), f.Close()); err != nil {
-		return errors.Join(err, os.Remove(f.Name()))
-	}
-	if err := os.Rename(f.Name(), path); err != nil {
-		return err
-	}
-	return syncDir(filepath.Dir(path))
 }
 
 // Tag gives an image that is here a local name, which another may have had.
@@ -339,7 +324,7 @@ func (s *Store) commit(ctx context.Context, w *work, img *Image, named []Referen
 		return err
 	}
 	made := filepath.Join(w.dir, "image")
-	if err := writeFile(filepath.Join(made, metadataName), b.Bytes()); err != nil {
+	if err := durable.WriteFile(filepath.Join(made, metadataName), b.Bytes(), 0o600); err != nil {
 		return fmt.Errorf("store image: %w", err)
 	}
 	return s.locked(ctx, func() error {
@@ -352,10 +337,7 @@ func (s *Store) commit(ctx context.Context, w *work, img *Image, named []Referen
 			if err := os.RemoveAll(s.rootDir(img.Digest)); err != nil {
 				return fmt.Errorf("store image: %w", err)
 			}
-			if err := os.Rename(made, s.rootDir(img.Digest)); err != nil {
-				return fmt.Errorf("store image: %w", err)
-			}
-			if err := syncDir(s.path(rootsName)); err != nil {
+			if err := durable.Rename(made, s.rootDir(img.Digest)); err != nil {
 				return fmt.Errorf("store image: %w", err)
 			}
 		}

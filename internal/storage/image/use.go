@@ -13,6 +13,7 @@ import (
 	"regexp"
 	"strings"
 
+	"agentrun.dev/internal/durable"
 	"golang.org/x/sys/unix"
 )
 
@@ -168,7 +169,7 @@ func (s *Store) Hold(ctx context.Context, d Digest, h Holder) error {
 		if err != nil {
 			return fmt.Errorf("hold image: %w", err)
 		}
-		return errors.Join(f.Close(), syncDir(dir), syncDir(s.path(heldName)))
+		return errors.Join(f.Close(), durable.SyncFolder(dir), durable.SyncFolder(s.path(heldName)))
 	})
 }
 

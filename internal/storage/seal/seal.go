@@ -15,6 +15,7 @@ import (
 	"os"
 	"path/filepath"
 
+	"agentrun.dev/internal/durable"
 	"filippo.io/age"
 )
 
@@ -83,26 +84,15 @@ func OpenOrMake(file string) (*Key, error) {
 	return Open(file)
 }
 
-func (k *Key) write(file string) (err error) {
-	f, err := os.CreateTemp(filepath.Dir(file), ".key-") // for this user alone
-	if err != nil {
+func (k *Key) write(file string) error {
+	err := durable.Create(file, 0o600, func(f *os.File) error {
+		_, err := fmt.Fprintf(f, "# The key of this node's secrets: docs/design/secrets.md.\n%s\n", k.identity)
 		return err
+	})
+	if errors.Is(err, fs.ErrExist) { // another process was faster: its key counts
+		return durable.SyncFolder(filepath.Dir(file))
 	}
-	defer func() { err = errors.Join(err, os.Remove(f.Name())) }()
-	_, err = fmt.Fprintf(f, "# The key of this node's secrets: docs/design/secrets.md.\n%s\n", k.identity)
-	if err = errors.Join(err, f.Sync(), f.Close()); err != nil {
-		return err
-	}
-	// Another process may have been faster: its key counts.
-	if err := os.Link(f.Name(), file); err != nil && !errors.Is(err, fs.ErrExist) {
-		return err
-	}
-	dir, err := os.Open(filepath.Dir(file))
-	if err != nil {
-		return err
-	}
-	defer dir.Close()
-	return dir.Sync()
+	return err
 }
 
 // Writer seals what is written to it. It must be closed: a file without its end

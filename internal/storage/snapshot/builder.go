@@ -9,6 +9,7 @@ import (
 	"os"
 	"strconv"
 
+	"agentrun.dev/internal/durable"
 	"agentrun.dev/internal/storage/layer"
 	"golang.org/x/sys/unix"
 )
@@ -100,7 +101,7 @@ func (b *Builder) AddLayer(ref layer.Ref, src io.Reader) error {
 	}
 	err = b.writeLayer(f, ref, src)
 	if err == nil {
-		err = f.Sync()
+		err = durable.Sync(f)
 	}
 	if err = errors.Join(err, f.Close()); err != nil {
 		return errors.Join(fmt.Errorf("add layer %s: %w", ref.Digest, err), b.layers.Remove(name))
@@ -193,7 +194,7 @@ func (b *Builder) link(ref layer.Ref, f *os.File, sealed bool) bool {
 // linked counts a layer that was linked. Its content may have come here by a
 // plain copy.
 func (b *Builder) linked(ref layer.Ref, f *os.File, sealed bool) error {
-	if err := f.Sync(); err != nil {
+	if err := durable.Sync(f); err != nil {
 		return fmt.Errorf("link layer %s: %w", ref.Digest, err)
 	}
 	b.added[ref.Digest] = stored{ref.Size, sealed}

@@ -4,8 +4,8 @@ import (
 	"crypto/sha256"
 	"errors"
 	"fmt"
-	"os"
 
+	"agentrun.dev/internal/durable"
 	"agentrun.dev/internal/storage/layer"
 )
 
@@ -70,12 +70,12 @@ func (b *Builder) plan(m Manifest, state []byte) ([]step, error) {
 	}
 	return []step{
 		{"drop unused layers", func() error { return b.drop(used) }},
-		{"write state", func() error { return writeFile(b.root, stateName, state) }},
-		{"write manifest", func() error { return writeFile(b.root, manifestName, manifest) }},
-		{"sync layers", func() error { return syncFolder(b.layers) }},
-		{"sync folder", func() error { return syncFolder(b.root) }},
+		{"write state", func() error { return durable.WriteNew(b.root, stateName, state) }},
+		{"write manifest", func() error { return durable.WriteNew(b.root, manifestName, manifest) }},
+		{"sync layers", func() error { return durable.SyncRoot(b.layers) }},
+		{"sync folder", func() error { return durable.SyncRoot(b.root) }},
 		{"move into place", b.move},
-		{"the snapshot is in place but not yet durable: sync parent", func() error { return syncFolder(b.parent) }},
+		{"the snapshot is in place but not yet durable: sync parent", func() error { return durable.SyncRoot(b.parent) }},
 	}, nil
 }
 
@@ -93,22 +93,9 @@ func (b *Builder) drop(used map[layer.Digest]bool) error {
 }
 
 func (b *Builder) move() error {
-	if err := b.rename(b.temp, b.name); err != nil {
+	if err := durable.Place(b.parent, b.temp, b.name); err != nil {
 		return err
 	}
 	b.temp = "" // nothing to abort any more
 	return nil
-}
-
-// writeFile makes a durable read-only file.
-func writeFile(root *os.Root, name string, data []byte) error {
-	f, err := root.OpenFile(name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o400)
-	if err != nil {
-		return err
-	}
-	_, err = f.Write(data)
-	if err == nil {
-		err = f.Sync()
-	}
-	return errors.Join(err, f.Close())
 }

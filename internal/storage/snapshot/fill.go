@@ -7,6 +7,7 @@ import (
 	"io"
 	"os"
 
+	"agentrun.dev/internal/durable"
 	"agentrun.dev/internal/storage/layer"
 )
 
@@ -33,7 +34,7 @@ func (b *Builder) FillLayer(ctx context.Context, ref layer.Ref, fill func(*os.Fi
 		err = layer.Copy(ctx, io.Discard, f, ref)
 	}
 	if err == nil {
-		err = f.Sync()
+		err = durable.Sync(f)
 	}
 	if err = errors.Join(err, f.Close()); err != nil {
 		return errors.Join(fmt.Errorf("fill layer %s: %w", ref.Digest, err), b.layers.Remove(name))

@@ -7,6 +7,7 @@ import (
 	"io"
 	"os"
 
+	"agentrun.dev/internal/durable"
 	"agentrun.dev/internal/storage/layer"
 )
 
@@ -31,7 +32,7 @@ func (b *Builder) StreamLayer(ctx context.Context, src io.Reader, most uint64) (
 	}
 	ref, err = b.stream(ctx, f, src, most)
 	if err == nil && ref.Size > 0 {
-		err = f.Sync()
+		err = durable.Sync(f)
 	}
 	err = errors.Join(err, f.Close())
 	done := false
@@ -41,7 +42,7 @@ func (b *Builder) StreamLayer(ctx context.Context, src io.Reader, most uint64) (
 	if err != nil || done || ref.Size == 0 {
 		return ref, errors.Join(err, b.layers.Remove(streamName))
 	}
-	if err := b.layers.Rename(streamName, layerName(ref.Digest, b.Private())); err != nil {
+	if err := durable.Place(b.layers, streamName, layerName(ref.Digest, b.Private())); err != nil {
 		return ref, fmt.Errorf("add layer %s: %w", ref.Digest, err)
 	}
 	b.added[ref.Digest] = stored{ref.Size, b.Private()}

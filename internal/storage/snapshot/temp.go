@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"strings"
 
+	"agentrun.dev/internal/durable"
 	"golang.org/x/sys/unix"
 )
 
@@ -34,30 +35,6 @@ func openPlace(dir string) (place, error) {
 		return place{}, err
 	}
 	return place{parent, name}, nil
-}
-
-// rename moves a folder inside the parent and never replaces another one.
-func (p place) rename(from, to string) error {
-	dir, err := p.parent.Open(".")
-	if err != nil {
-		return err
-	}
-	defer dir.Close()
-	fd := int(dir.Fd())
-	if err := unix.Renameat2(fd, from, fd, to, unix.RENAME_NOREPLACE); err != nil {
-		return &os.LinkError{Op: "rename", Old: from, New: to, Err: err}
-	}
-	return nil
-}
-
-// syncFolder makes the names in a folder durable.
-func syncFolder(root *os.Root) error {
-	dir, err := root.Open(".")
-	if err != nil {
-		return err
-	}
-	defer dir.Close()
-	return dir.Sync()
 }
 
 func tempName() string { return tempPrefix + rand.Text() }
@@ -170,10 +147,10 @@ func (p place) remove() error {
 	}
 	defer lock.Close()
 	away := tempName()
-	if err := p.rename(p.name, away); err != nil {
+	if err := durable.Place(p.parent, p.name, away); err != nil {
 		return err
 	}
-	if err := syncFolder(p.parent); err != nil {
+	if err := durable.SyncRoot(p.parent); err != nil {
 		return err
 	}
 	return p.parent.RemoveAll(away)
