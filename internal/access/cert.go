@@ -1,7 +1,6 @@
 package access
 
 import (
-	"agentrun.dev/internal/durable"
 	"crypto/ecdsa"
 	"crypto/elliptic"
 	"crypto/rand"
@@ -22,6 +21,8 @@ import (
 	"strings"
 	"sync"
 	"time"
+
+	"agentrun.dev/internal/durable"
 )
 
 // Lifetimes of what a node makes itself. Clients are given the authority, so
