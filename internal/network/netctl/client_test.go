@@ -329,7 +329,12 @@ func TestHello(t *testing.T) {
 
 func socketPair(t *testing.T) (a, b *Conn) {
 	t.Helper()
-	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	return socketPairOf(t, unix.SOCK_STREAM)
+}
+
+func socketPairOf(t *testing.T, kind int) (a, b *Conn) {
+	t.Helper()
+	fds, err := unix.Socketpair(unix.AF_UNIX, kind|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -399,6 +404,34 @@ func TestDescriptors(t *testing.T) {
 	}
 	if after := descriptors(t); after > before {
 		t.Errorf("%d descriptors, %d before", after, before)
+	}
+}
+
+// TestSendsOnce: a message is sent as a whole, with its descriptor and without: once it
+// is there its sender has nothing left to do that could fail. Packets show each write.
+func TestSendsOnce(t *testing.T) {
+	a, b := socketPairOf(t, unix.SOCK_SEQPACKET)
+	for name, with := range map[string]*os.File{"with a descriptor": os.Stdin, "without": nil} {
+		m := &Attach{1, Wire{ID: "w"}}
+		if err := a.Send(time.Time{}, m, with); err != nil {
+			t.Fatal(err)
+		}
+		packet := make([]byte, 1024)
+		if n, _, _, _, err := b.socket.ReadMsgUnix(packet, nil); err != nil || n != headerSize+len(Marshal(m)) {
+			t.Errorf("%s: the first write has %d bytes, %v", name, n, err)
+		}
+		raw, err := b.socket.SyscallConn()
+		if err != nil {
+			t.Fatal(err)
+		}
+		err = raw.Control(func(fd uintptr) {
+			if n, _, err := unix.Recvfrom(int(fd), packet, unix.MSG_DONTWAIT); !errors.Is(err, unix.EAGAIN) {
+				t.Errorf("%s: there is a second write, of %d bytes, %v", name, n, err)
+			}
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
 	}
 }
 

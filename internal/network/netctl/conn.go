@@ -47,7 +47,9 @@ func (c *Conn) Send(deadline time.Time, m Message, file *os.File) error {
 	if err == nil && file != nil {
 		n, err = c.sendWith(b, file)
 	}
-	if err == nil {
+	// A write of nothing fails too if the peer has hung up, who may have done so since it
+	// has received all of the message.
+	if err == nil && n < len(b) {
 		var more int
 		more, err = c.socket.Write(b[n:])
 		n += more
