@@ -9,65 +9,12 @@ import (
 	"os/exec"
 	"path/filepath"
 	"testing"
-	"time"
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/host/procid"
 	"agentrun.dev/internal/storage/snapshot"
 )
-
-// deadline is the timeout of an exec whose sandbox goes away for longer.
-const deadline = 12 * time.Second
-
-// testHibernate: a sandbox that is written to disk while it stands still, ended,
-// and forked again with its identity is the same sandbox. The timeout of an exec
-// counts the time in which it runs.
-func (s *suite) testHibernate(t *testing.T) {
-	sb := s.fork(t, s.warm, engine.ForkOptions{Hostname: "sleeper"})
-	const who = "hostname; cat /etc/machine-id"
-	before := sh(t, sb, who)
-	started, err := sb.Agent().Exec(t.Context(), guestrpc.ExecRequest{ID: "long", Argv: []string{"sleep", "1000"}, Timeout: deadline})
-	if err != nil {
-		t.Fatal(err)
-	}
-	id := started.ID()
-	if err := sb.Pause(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	asleep, err := sb.Snapshot(t.Context(), filepath.Join(s.dir, "asleep"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = asleep.Close() })
-	if err := sb.Close(); err != nil {
-		t.Fatal(err)
-	}
-	time.Sleep(deadline + time.Second) // this is what is tested: time in which it is not there
-
-	awake := s.fork(t, asleep, engine.ForkOptions{KeepIdentity: true})
-	if after := sh(t, awake, who); after != before {
-		t.Errorf("it was %q and is %q", before, after)
-	}
-	execs, err := awake.Agent().ListExecs(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, e := range execs {
-		if e.ID == id && !e.Running {
-			t.Errorf("an exec with a timeout of %v has ended while its sandbox was away: %+v", deadline, e.Exit)
-		}
-	}
-	ctx, cancel := context.WithTimeout(t.Context(), patience)
-	defer cancel()
-	again, err := awake.Agent().Attach(ctx, guestrpc.AttachRequest{ID: id})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if st, err := again.Wait(); err != nil || !st.TimedOut {
-		t.Errorf("it still has a timeout, but ended with %+v, %v", st, err)
-	}
-}
 
 // testLimits: a program that wants more memory than there is, or writes more
 // than its disk holds, harms nobody else.

@@ -10,9 +10,9 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -37,6 +37,8 @@ type Target struct {
 	ChildEnv []string
 	// Key is the one that the engine was opened with.
 	Key *seal.Key
+	// Skip are the parts of the suite that are not to run, by name.
+	Skip []string
 }
 
 // patience ends a test that hangs; nothing is measured with it.
@@ -49,6 +51,7 @@ type suite struct {
 	booted engine.Sandbox
 	warm   *snapshot.Snapshot
 	dir    string
+	sleeper
 }
 
 // Run runs the suite.
@@ -74,14 +77,13 @@ func Run(t *testing.T, target Target) {
 	}
 	t.Cleanup(func() { _ = s.warm.Close() })
 
-	for _, part := range []struct {
-		name string
-		test func(*testing.T)
-	}{
+	t.Cleanup(s.sleeper.close)
+	parts := []part{
 		{"Exec", s.testExec},
 		{"Dial", s.testDial},
 		{"Ports", s.testPorts},
 		{"SourceGoesOn", s.testSourceGoesOn},
+		{"Hibernate", s.testHibernate},
 		{"ForkContinues", s.testForkContinues},
 		{"Identity", s.testIdentity},
 		{"Private", s.testPrivate},
@@ -94,7 +96,7 @@ func Run(t *testing.T, target Target) {
 		{"Pause", s.testPause},
 		{"Clock", s.testClock},
 		{"Park", s.testPark},
-		{"Hibernate", s.testHibernate},
+		{"Wake", s.testWake},
 		{"Sealed", s.testSealed},
 		{"Limits", s.testLimits},
 		{"Disk", s.testDisk},
@@ -106,10 +108,25 @@ func Run(t *testing.T, target Target) {
 		{"Stats", s.testStats},
 		{"Close", s.testClose},
 		{"Refuses", s.testRefuses},
+		{"TimesOut", s.testTimesOut},
 		{"Shutdown", s.testShutdown},
-	} {
-		t.Run(part.name, part.test)
 	}
+	for _, name := range s.Skip {
+		if !slices.ContainsFunc(parts, func(p part) bool { return p.name == name }) {
+			t.Errorf("the suite has no part %q", name)
+		}
+	}
+	for _, part := range parts {
+		if !slices.Contains(s.Skip, part.name) {
+			t.Run(part.name, part.test)
+		}
+	}
+}
+
+// part is one test of the suite.
+type part struct {
+	name string
+	test func(*testing.T)
 }
 
 // warmUp leaves a background process that counts in memory and, on SIGUSR1,
@@ -247,94 +264,6 @@ func (s *suite) testIdentity(t *testing.T) {
 // patienceForClock is how far a fork's wall clock may be from ours when we
 // look, in seconds: the look itself takes time on a slow machine.
 const patienceForClock = 60
-
-// testPrivate: many forks write everywhere and look everywhere, and draw random
-// numbers of their own.
-func (s *suite) testPrivate(t *testing.T) {
-	// Without the counter, which in a hundred forks would leave no processor
-	// time for anything else.
-	source := s.fork(t, s.warm, engine.ForkOptions{})
-	sh(t, source, "kill $(cat /run/test/pid)")
-	quiet, err := source.Snapshot(t.Context(), filepath.Join(s.dir, "quiet"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = quiet.Close() })
-	forks := make([]engine.Sandbox, s.Forks)
-	for i := range forks {
-		forks[i] = s.fork(t, quiet, engine.ForkOptions{Hostname: fmt.Sprintf("fork-%d", i)})
-	}
-	device := s.ScratchDevice
-	var wg sync.WaitGroup
-	limit := make(chan struct{}, 8)
-	each := func(script func(i int) string, check func(i int, got string)) {
-		for i, sb := range forks {
-			wg.Go(func() {
-				limit <- struct{}{}
-				defer func() { <-limit }()
-				check(i, sh(t, sb, script(i)))
-			})
-		}
-		wg.Wait()
-	}
-	each(func(i int) string {
-		script := fmt.Sprintf("echo %d > /run/test/mine; echo %d > /mine; ", i, i)
-		if device != "" {
-			script += fmt.Sprintf("echo disk %d | dd of=%s bs=512 seek=8 conv=fsync 2>/dev/null; ", i, device)
-		}
-		return script + "echo ok"
-	}, func(i int, got string) {
-		if got != "ok" {
-			t.Errorf("fork %d: %q", i, got)
-		}
-	})
-	var drawn sync.Map // random numbers: which fork had them
-	each(func(int) string {
-		script := "head -c 16 /dev/urandom | od -An -tx1; hostname; cat /run/test/mine /mine; "
-		if device != "" {
-			script += fmt.Sprintf("dd if=%s bs=512 skip=8 count=1 2>/dev/null | head -n1", device)
-		}
-		return script
-	}, func(i int, got string) {
-		random, got, _ := strings.Cut(got, "\n")
-		if other, twice := drawn.LoadOrStore(random, i); twice {
-			t.Errorf("forks %d and %d drew the same random numbers, %s", other, i, random)
-		}
-		want := fmt.Sprintf("fork-%d\n%d\n%d", i, i, i)
-		if device != "" {
-			want += fmt.Sprintf("\ndisk %d", i)
-		}
-		if got != want {
-			t.Errorf("fork %d sees %q, not %q", i, got, want)
-		}
-	})
-	if got := sh(t, s.fork(t, quiet, engine.ForkOptions{}), "ls /mine /run/test/mine 2>/dev/null; echo none"); got != "none" {
-		t.Errorf("a new fork sees what others wrote: %q", got)
-	}
-}
-
-// testForkOfFork, five deep.
-func (s *suite) testForkOfFork(t *testing.T) {
-	from := s.warm
-	for depth := 1; depth <= 5; depth++ {
-		sb := s.fork(t, from, engine.ForkOptions{})
-		if got := sh(t, sb, "cat /run/agentrun/generation"); got != strconv.Itoa(depth) {
-			t.Errorf("generation %s at depth %d", got, depth)
-		}
-		for d := 1; d < depth; d++ {
-			if got := sh(t, sb, fmt.Sprintf("cat /depth-%d", d)); got != strconv.Itoa(d) {
-				t.Errorf("depth %d lost what %d wrote: %q", depth, d, got)
-			}
-		}
-		sh(t, sb, fmt.Sprintf("echo %d > /depth-%d", depth, depth))
-		next, err := sb.Snapshot(t.Context(), filepath.Join(s.dir, fmt.Sprintf("depth-%d", depth)))
-		if err != nil {
-			t.Fatal(err)
-		}
-		t.Cleanup(func() { _ = next.Close() })
-		from = next
-	}
-}
 
 // testMoved: a snapshot's folder works elsewhere.
 func (s *suite) testMoved(t *testing.T) {
