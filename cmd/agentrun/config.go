@@ -10,8 +10,8 @@ import (
 	"strings"
 
 	"agentrun.dev/internal/client"
+	"agentrun.dev/internal/client/manifest"
 	"agentrun.dev/internal/node/forkd"
-	"sigs.k8s.io/yaml"
 )
 
 // Where a daemon is that is not this machine's, and what it knows us by. The
@@ -50,7 +50,7 @@ func readConfig(path string) (c clientConfig, err error) {
 	if err != nil {
 		return c, fmt.Errorf("read the configuration: %w", err)
 	}
-	if err := yaml.UnmarshalStrict(data, &c); err != nil {
+	if c, err = manifest.Unmarshal[clientConfig](data); err != nil {
 		return c, fmt.Errorf("read the configuration %s: %w", path, err)
 	}
 	if c.APIKey != "" && info.Mode().Perm()&0o077 != 0 {

@@ -54,7 +54,7 @@ func TestFindDaemon(t *testing.T) {
 		"the file's by flag":  {file: file, flag: "https://file", url: "https://file", key: "ar_file", ca: "ca.pem", named: true},
 		"another key":         {file: file, env: []string{envKey, "ar_env"}, url: "https://file", key: "ar_env", ca: "ca.pem"},
 		"a socket":            {file: file, flag: "unix:///run/s", env: []string{envKey, "ar_env"}, socket: "/run/s", named: true},
-		"an unknown field":    {file: "sever: x\n", says: "sever"},
+		"an unknown field":    {file: "sever: x\n", says: "config.yaml: sever: unknown field; did you mean server?"},
 		"no YAML":             {file: "{", says: "config.yaml"},
 		"no server":           {file: "apiKey: ar_x\n", says: "no server"},
 	} {

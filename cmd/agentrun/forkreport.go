@@ -7,6 +7,7 @@ import (
 	"io"
 	"time"
 
+	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/client/local"
 )
 
@@ -92,6 +93,20 @@ func (r forkReport) explain(w io.Writer) error {
 		if l.WhyCopiedInPause != "" {
 			text += "it stood still for all of the copy: " + l.WhyCopiedInPause + "\n"
 		}
+	}
+	_, err := io.WriteString(w, text)
+	return err
+}
+
+// explainFork says what a fork of the daemon took, as far as its answer has it.
+func explainFork(f rest.Fork, took time.Duration, w io.Writer) error {
+	text := fmt.Sprintf("%d forks in %.0f ms\n", len(f.Children), float64(took.Microseconds())/1e3)
+	if f.Pause != "" {
+		pause, err := time.ParseDuration(f.Pause)
+		if err != nil {
+			return fmt.Errorf("the daemon's answer: pause: %w", err)
+		}
+		text += fmt.Sprintf("the source stood still for %.1f ms\n", float64(pause.Microseconds())/1e3)
 	}
 	_, err := io.WriteString(w, text)
 	return err

@@ -41,7 +41,7 @@ func (c exitCode) Error() string { return fmt.Sprintf("exit code %d", int(c)) }
 
 func run(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.Writer) error {
 	root := &cobra.Command{Use: "agentrun", Short: "Isolated computers for AI agents", Version: version}
-	root.AddCommand(newRunCommand(), newSnapshotCommand(), newForkCommand(), newExecCommand(), newListCommand(), newRemoveCommand(),
+	root.AddCommand(newRunCommand(), newSnapshotCommand(), newForkCommand(), newExecCommand(), newListCommand(), newRemoveCommand(), newKillCommand(),
 		newPauseCommand(), newResumeCommand(), newHibernateCommand(), newImageCommand(), newUpCommand(), newDownCommand(),
 		newApplyCommand(), newGetCommand(), newDeleteCommand(), newLogsCommand(), newCodeCommand(), newCopyCommand(), newPortForwardCommand(), newTreeCommand(),
 		newKeyCommand(), newSecretCommand(), newQuotaCommand(), newCACommand(), newNetworkCommand(), newCheckpointCommand(), newTopCommand(), newTemplateCommand(),

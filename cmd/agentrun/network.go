@@ -9,6 +9,7 @@ import (
 
 	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/client"
+	"agentrun.dev/internal/client/manifest"
 	"agentrun.dev/internal/convert/restconv"
 	"agentrun.dev/internal/network/policy"
 	"github.com/spf13/cobra"
@@ -88,14 +89,22 @@ func readPolicy(path string, stdin io.Reader) (p policy.Policy, err error) {
 	case len(b) > maxPolicyFile:
 		return p, fmt.Errorf("%s is larger than %d bytes", path, maxPolicyFile)
 	}
-	var given *policy.Policy
-	if err := yaml.UnmarshalStrict(b, &given); err != nil {
+	type form struct {
+		Egress string   `json:"egress"`
+		Allow  []string `json:"allow"`
+		Deny   []string `json:"deny"`
+	}
+	given, err := manifest.Unmarshal[*form](b)
+	if err != nil {
 		return p, fmt.Errorf("%s: %w", path, err)
 	}
 	if given == nil {
 		return p, fmt.Errorf("%s is empty: write egress, allow or deny", path)
 	}
-	return *given, nil
+	if p, err = policy.Parse(given.Egress, given.Allow, given.Deny); err != nil {
+		return p, fmt.Errorf("%s: %w", path, err)
+	}
+	return p, nil
 }
 
 func newNetworkSetCommand() *cobra.Command {

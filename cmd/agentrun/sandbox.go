@@ -53,7 +53,7 @@ both.`,
 		ValidArgsFunction: o.daemon.complete(first, "sandboxes"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return o.daemon.choose(args[0], func() error {
-				return o.forkInDaemon(cmd.Context(), args[0], cmd.OutOrStdout())
+				return o.forkInDaemon(cmd.Context(), args[0], cmd.OutOrStdout(), cmd.ErrOrStderr())
 			}, func() error {
 				return o.run(cmd.Context(), args[0], cmd.OutOrStdout(), cmd.ErrOrStderr())
 			})
@@ -74,7 +74,7 @@ both.`,
 
 // forkInDaemon forks a sandbox of the daemon. Its children are named after the
 // fork.
-func (o *forkOptions) forkInDaemon(ctx context.Context, source string, stdout io.Writer) error {
+func (o *forkOptions) forkInDaemon(ctx context.Context, source string, stdout, stderr io.Writer) error {
 	if len(o.names) > 1 || o.limits != (engine.Limits{}) {
 		return errors.New("a fork of the daemon has one --name, after which its children are called, and the limits of its source")
 	}
@@ -90,18 +90,29 @@ func (o *forkOptions) forkInDaemon(ctx context.Context, source string, stdout io
 		spec.Name = o.names[0]
 	}
 	return o.daemon.with(func(c *client.Client) error {
+		begin := time.Now()
 		f, err := c.Fork(ctx, source, spec, "")
 		if err != nil {
 			return err
 		}
-		if o.json {
-			return printJSON(stdout, f)
-		}
+		took := time.Since(begin)
 		var failed []error
 		for _, child := range f.Children {
 			if child.Problem != "" {
 				failed = append(failed, fmt.Errorf("%s: %s", child.Name, child.Problem))
-			} else if _, err := fmt.Fprintln(stdout, child.Name); err != nil {
+			} else if !o.json {
+				if _, err := fmt.Fprintln(stdout, child.Name); err != nil {
+					return err
+				}
+			}
+		}
+		if o.json {
+			if err := printJSON(stdout, f); err != nil {
+				return err
+			}
+		}
+		if o.verbose {
+			if err := explainFork(f, took, stderr); err != nil {
 				return err
 			}
 		}
@@ -254,27 +265,40 @@ func printList(w io.Writer, entries []local.Entry) error {
 }
 
 func newRemoveCommand() *cobra.Command {
-	var o daemonOptions
-	cmd := &cobra.Command{
+	return newEndCommand(cobra.Command{
 		Use:   "rm NAME...",
 		Short: "End and forget sandboxes, delete snapshots",
 		Long: `End and forget sandboxes, delete snapshots. Sandboxes do not need the snapshot
 they came from; what they share is deleted with the last that uses it.`,
-		Args:              cobra.MinimumNArgs(1),
-		ValidArgsFunction: o.complete(all, "sandboxes"),
-		RunE: func(cmd *cobra.Command, args []string) error {
-			return each(args, func(a string) error {
-				return o.choose(a, func() error {
-					return o.with(func(c *client.Client) error {
-						_, err := c.Kill(cmd.Context(), a)
-						return err
-					})
-				}, func() error {
-					return withStore(startsNothing, func(s *local.Store) error { return s.Remove(cmd.Context(), local.Name(a)) })
+	}, (*local.Store).Remove)
+}
+
+func newKillCommand() *cobra.Command {
+	return newEndCommand(cobra.Command{
+		Use:   "kill SANDBOX...",
+		Short: "End and forget sandboxes",
+		Long:  "End and forget sandboxes, as agentrun rm does. A snapshot is refused.",
+	}, (*local.Store).Kill)
+}
+
+// newEndCommand completes a command that ends sandboxes; without is what it does to one
+// that is not the daemon's.
+func newEndCommand(cmd cobra.Command, without func(*local.Store, context.Context, local.Name) error) *cobra.Command {
+	var o daemonOptions
+	cmd.Args = cobra.MinimumNArgs(1)
+	cmd.ValidArgsFunction = o.complete(all, "sandboxes")
+	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		return each(args, func(a string) error {
+			return o.choose(a, func() error {
+				return o.with(func(c *client.Client) error {
+					_, err := c.Kill(cmd.Context(), a)
+					return err
 				})
+			}, func() error {
+				return withStore(startsNothing, func(s *local.Store) error { return without(s, cmd.Context(), local.Name(a)) })
 			})
-		},
+		})
 	}
 	o.flags(cmd.Flags())
-	return cmd
+	return &cmd
 }

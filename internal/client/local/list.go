@@ -163,6 +163,20 @@ func (s *Store) removeMachine(ctx context.Context, dir string) error {
 
 // Remove ends a sandbox and forgets it, or deletes a snapshot.
 func (s *Store) Remove(ctx context.Context, name Name) error {
+	if exists(s.sandboxDir(name)) {
+		return s.Kill(ctx, name)
+	}
+	if dir := s.snapshotDir(name); exists(dir) {
+		if err := snapshot.Remove(dir); err != nil {
+			return fmt.Errorf("remove snapshot %s: %w", name, err)
+		}
+		return s.tidy()
+	}
+	return fmt.Errorf("remove %s: %w", name, ErrNotFound)
+}
+
+// Kill ends a sandbox and forgets it.
+func (s *Store) Kill(ctx context.Context, name Name) error {
 	if dir := s.sandboxDir(name); exists(dir) {
 		// Without its record it is half made, whatever of it is left when this is
 		// interrupted. Such a one may have a machine.
@@ -181,13 +195,10 @@ func (s *Store) Remove(ctx context.Context, name Name) error {
 		}
 		return s.tidy()
 	}
-	if dir := s.snapshotDir(name); exists(dir) {
-		if err := snapshot.Remove(dir); err != nil {
-			return fmt.Errorf("remove snapshot %s: %w", name, err)
-		}
-		return s.tidy()
+	if exists(s.snapshotDir(name)) {
+		return fmt.Errorf("kill %s: it is a snapshot, which does not run; `agentrun rm %s` deletes it", name, name)
 	}
-	return fmt.Errorf("remove %s: %w", name, ErrNotFound)
+	return fmt.Errorf("kill %s: %w", name, ErrNotFound)
 }
 
 // tidy frees the memory layers that no snapshot and no sandbox uses, and what

@@ -132,16 +132,8 @@ var kinds = map[string]func(*Object, []byte) error{
 	v1alpha1.KindSandboxFork:     readFork,
 }
 
-// strict decodes a document, and refuses fields that are not known.
-func strict[T any](doc []byte) (v T, err error) {
-	if err := yaml.UnmarshalStrict(doc, &v); err != nil {
-		return v, err
-	}
-	return v, nil
-}
-
 func readTemplate(o *Object, doc []byte) error {
-	t, err := strict[v1alpha1.SandboxTemplate](doc)
+	t, err := Unmarshal[v1alpha1.SandboxTemplate](doc)
 	if err != nil {
 		return err
 	}
@@ -151,7 +143,7 @@ func readTemplate(o *Object, doc []byte) error {
 }
 
 func readPool(o *Object, doc []byte) error {
-	p, err := strict[v1alpha1.SandboxPool](doc)
+	p, err := Unmarshal[v1alpha1.SandboxPool](doc)
 	if err != nil {
 		return err
 	}
@@ -161,7 +153,7 @@ func readPool(o *Object, doc []byte) error {
 }
 
 func readClaim(o *Object, doc []byte) error {
-	c, err := strict[v1alpha1.SandboxClaim](doc)
+	c, err := Unmarshal[v1alpha1.SandboxClaim](doc)
 	if err != nil {
 		return err
 	}
@@ -171,7 +163,7 @@ func readClaim(o *Object, doc []byte) error {
 }
 
 func readFork(o *Object, doc []byte) error {
-	f, err := strict[v1alpha1.SandboxFork](doc)
+	f, err := Unmarshal[v1alpha1.SandboxFork](doc)
 	if err != nil {
 		return err
 	}

@@ -22,7 +22,7 @@ type secret struct {
 }
 
 func readSecret(o *Object, doc []byte) error {
-	s, err := strict[secret](doc)
+	s, err := Unmarshal[secret](doc)
 	if err != nil {
 		return err
 	}

@@ -13,6 +13,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/types/known/durationpb"
 
@@ -244,6 +245,42 @@ func TestNodeOnce(t *testing.T) {
 	claim.IdempotencyKey = strings.Repeat("k", 256)
 	_, err = c.ClaimSandbox(c.ctx, claim)
 	wantRefused(t, err, codes.InvalidArgument, "invalid", "idempotency_key")
+}
+
+// TestNodeReplayed: an answer that is given again says so in a header, as REST's does.
+func TestNodeReplayed(t *testing.T) {
+	c := newNodeClient(t)
+	c.prepare("default")
+	managertest.Must(c.ClaimSandbox(c.ctx, &nodev1.ClaimSandboxRequest{Name: "a", Pool: "pool"}))(t)
+	managertest.Must(c.CheckpointSandbox(c.ctx, &nodev1.CheckpointSandboxRequest{Source: "a", Name: "p"}))(t)
+	for name, call := range map[string]func(key string, o grpc.CallOption) error{
+		"claim": func(key string, o grpc.CallOption) error {
+			_, err := c.ClaimSandbox(c.ctx, &nodev1.ClaimSandboxRequest{Pool: "pool", IdempotencyKey: key}, o)
+			return err
+		},
+		"fork": func(key string, o grpc.CallOption) error {
+			_, err := c.ForkSandbox(c.ctx, &nodev1.ForkSandboxRequest{Source: "a", Replicas: 1, IdempotencyKey: key}, o)
+			return err
+		},
+		"checkpoint": func(key string, o grpc.CallOption) error {
+			_, err := c.CheckpointSandbox(c.ctx, &nodev1.CheckpointSandboxRequest{Source: "a", IdempotencyKey: key}, o)
+			return err
+		},
+		"restore": func(key string, o grpc.CallOption) error {
+			_, err := c.RestoreCheckpoint(c.ctx, &nodev1.RestoreCheckpointRequest{Checkpoint: "p", IdempotencyKey: key}, o)
+			return err
+		},
+	} {
+		for i, want := range []string{"", "true", "true"} {
+			var header metadata.MD
+			if err := call("k", grpc.Header(&header)); err != nil {
+				t.Fatalf("%s: %v", name, err)
+			}
+			if got := strings.Join(header.Get("idempotency-replayed"), ","); got != want {
+				t.Errorf("%s, request %d: idempotency-replayed is %q, not %q", name, i+1, got, want)
+			}
+		}
+	}
 }
 
 // TestNodeWatch: what is there, then what changes; the daemon's end is told, and

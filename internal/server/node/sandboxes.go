@@ -4,6 +4,7 @@ import (
 	"context"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/metadata"
 	"google.golang.org/protobuf/proto"
 
 	nodev1 "agentrun.dev/api/node/v1"
@@ -35,6 +36,20 @@ func once(ctx context.Context, method string, r onceRequest) (*sandbox.Once, err
 	who := server.PrincipalOf(ctx)
 	o := sandbox.NewOnce(who.Name, method, given, body)
 	return &o, nil
+}
+
+// replayedHeader marks an answer that was given before, as REST's Idempotency-Replayed
+// does. It is no field, since it says something about the answer and not about the object.
+const replayedHeader = "idempotency-replayed"
+
+// answeredOnce is answered, for what may have been done before.
+func answeredOnce[T, G any](ctx context.Context, from func(T) G) func(T, bool, error) (G, error) {
+	return func(v T, replayed bool, err error) (G, error) {
+		if err == nil && replayed {
+			err = grpc.SetHeader(ctx, metadata.Pairs(replayedHeader, "true"))
+		}
+		return answered(from)(v, err)
+	}
 }
 
 // makingRequest is a request that makes an object of another one.
@@ -73,8 +88,7 @@ func (n *nodeAPI) ClaimSandbox(ctx context.Context, r *nodev1.ClaimSandboxReques
 	if err != nil {
 		return nil, err
 	}
-	s, _, err := n.Service.Claim(ctx, sandbox.ClaimRequest{Key: m.key, Spec: spec, Once: m.once})
-	return answered(nodeconv.FromSandbox)(s, err)
+	return answeredOnce(ctx, nodeconv.FromSandbox)(n.Service.Claim(ctx, sandbox.ClaimRequest{Key: m.key, Spec: spec, Once: m.once}))
 }
 
 // GetSandbox implements nodev1.NodeServer.
@@ -180,8 +194,7 @@ func (n *nodeAPI) ForkSandbox(ctx context.Context, r *nodev1.ForkSandboxRequest)
 	if err != nil {
 		return nil, err
 	}
-	f, _, err := n.Service.Fork(ctx, sandbox.ForkRequest{Key: m.key, Spec: spec, Once: m.once})
-	return answered(nodeconv.FromFork)(f, err)
+	return answeredOnce(ctx, nodeconv.FromFork)(n.Service.Fork(ctx, sandbox.ForkRequest{Key: m.key, Spec: spec, Once: m.once}))
 }
 
 // CheckpointSandbox implements nodev1.NodeServer.
@@ -190,8 +203,7 @@ func (n *nodeAPI) CheckpointSandbox(ctx context.Context, r *nodev1.CheckpointSan
 	if err != nil {
 		return nil, err
 	}
-	c, _, err := n.Service.Checkpoint(ctx, sandbox.CheckpointRequest{Key: m.key, Source: m.from.Name, Once: m.once})
-	return answered(nodeconv.FromCheckpoint)(c, err)
+	return answeredOnce(ctx, nodeconv.FromCheckpoint)(n.Service.Checkpoint(ctx, sandbox.CheckpointRequest{Key: m.key, Source: m.from.Name, Once: m.once}))
 }
 
 // RestoreCheckpoint implements nodev1.NodeServer.
@@ -204,6 +216,5 @@ func (n *nodeAPI) RestoreCheckpoint(ctx context.Context, r *nodev1.RestoreCheckp
 	if err != nil {
 		return nil, err
 	}
-	s, _, err := n.Service.Restore(ctx, sandbox.RestoreRequest{Key: m.key, Checkpoint: m.from.Name, Spec: spec, Once: m.once})
-	return answered(nodeconv.FromSandbox)(s, err)
+	return answeredOnce(ctx, nodeconv.FromSandbox)(n.Service.Restore(ctx, sandbox.RestoreRequest{Key: m.key, Checkpoint: m.from.Name, Spec: spec, Once: m.once}))
 }

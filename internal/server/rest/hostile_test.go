@@ -63,6 +63,7 @@ func TestHostileBodies(t *testing.T) {
 		"nested without end":   {"PUT", pool, strings.Repeat("[", 1<<19), nil, 400, "invalid", "JSON"},
 		"huge":                 {"PUT", pool, `{"template":"` + strings.Repeat("x", 2<<20) + `"}`, nil, 413, "too_large", "bytes"},
 		"a huge exec":          {"POST", v1 + "/sandboxes/a/execs", `{"shell":"` + strings.Repeat("x", maxExecBody) + `"}`, nil, 413, "too_large", "bytes"},
+		"a huge terminal":      {"POST", v1 + "/sandboxes/a/terminal", `{"argv":["` + strings.Repeat("x", maxTerminalBody) + `"]}`, nil, 413, "too_large", "bytes"},
 		"huge code":            {"POST", v1 + "/sandboxes/a/code", `{"code":"` + strings.Repeat("x", 17<<20) + `"}`, nil, 413, "too_large", "file"},
 		"a name that climbs":   {"PUT", pool, `{"template":"../x","replicas":1}`, nil, 400, "invalid", "name"},
 		"a pool that climbs":   {"POST", v1 + "/sandboxes", `{"pool":"../x"}`, nil, 400, "invalid", "name"},

@@ -22,7 +22,10 @@ import (
 // Limits of JSON bodies.
 const (
 	maxExecBody = 24 << 20
-	maxCodeBody = 40 << 20 // 16 MiB of code, escaped
+	// maxTerminalBody is small because a command and its environment are kept until the
+	// terminal is opened.
+	maxTerminalBody = 1 << 20
+	maxCodeBody     = 40 << 20 // 16 MiB of code, escaped
 )
 
 // readJSON reads a body strictly: of bounded size and time, one object, with

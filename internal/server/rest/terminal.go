@@ -28,7 +28,7 @@ const hangUpGrace = 2 * time.Second
 func (a *api) CreateTerminal(w http.ResponseWriter, r *http.Request, namespace, name string) {
 	out, err := func() (out rest.Terminal, err error) {
 		var given rest.TerminalRequest
-		if _, err := a.readJSON(w, r, maxExecBody, &given); err != nil {
+		if _, err := a.readJSON(w, r, maxTerminalBody, &given); err != nil {
 			return out, err
 		}
 		req, err := parseTerminal(given)

@@ -3,6 +3,7 @@ package rest
 import (
 	"context"
 	"encoding/json"
+	"fmt"
 	"net/http"
 	"strings"
 	"testing"
@@ -11,6 +12,9 @@ import (
 	"github.com/coder/websocket"
 
 	"agentrun.dev/api/rest"
+	"agentrun.dev/internal/access"
+	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/sandbox"
 )
 
 // screen is an open terminal.
@@ -196,14 +200,50 @@ func TestTerminalTokens(t *testing.T) {
 	n.claim("box")
 	refused("of a sandbox that has ended", at+"/terminal", moved.Token, "", 401)
 
-	for range maxTickets {
-		if _, _, err := store.issue(ticket{}); err != nil {
+	for i := range maxTickets {
+		if _, _, err := store.issue(ticket{who: access.Principal{Name: fmt.Sprint("key:", i)}}); err != nil {
 			t.Fatal(err)
 		}
 	}
 	n.do("POST", at+"/terminal", sh).refused(503, "insufficient_capacity")
 	ahead += ticketLife
 	n.do("POST", at+"/terminal", sh).ok(201)
+}
+
+// TestTerminalShare: one principal takes no tokens from another, by their number or by
+// what they hold.
+func TestTerminalShare(t *testing.T) {
+	for name, one := range map[string]struct {
+		req guestrpc.ExecRequest
+		fit int
+	}{
+		"many":  {guestrpc.ExecRequest{Argv: []string{"sh"}}, maxOwnTickets},
+		"large": {guestrpc.ExecRequest{Argv: []string{"sh"}, Env: []string{strings.Repeat("x", maxTerminalBody/2)}}, 3},
+	} {
+		t.Run(name, func(t *testing.T) {
+			store := NewTerminals()
+			var token string
+			for range one.fit {
+				var err error
+				if token, _, err = store.issue(ticket{who: access.Principal{Name: "key:greedy"}, req: one.req}); err != nil {
+					t.Fatal(err)
+				}
+			}
+			_, _, err := store.issue(ticket{who: access.Principal{Name: "key:greedy"}, req: one.req})
+			if !sandbox.HasCode(err, sandbox.CodeCapacity) || !strings.Contains(err.Error(), "key:greedy") {
+				t.Errorf("%v", err)
+			}
+			if _, _, err := store.issue(ticket{who: access.Principal{Name: "key:quiet"}, req: one.req}); err != nil {
+				t.Errorf("another principal: %v", err)
+			}
+			if _, err := store.redeem(token); err != nil {
+				t.Fatal(err)
+			}
+			if _, _, err := store.issue(ticket{who: access.Principal{Name: "key:greedy"}, req: one.req}); err != nil {
+				t.Errorf("after one was used: %v", err)
+			}
+		})
+	}
 }
 
 // TestTerminalRace: of many who have the same token one gets the terminal.

@@ -21,8 +21,13 @@ import (
 // just got one opens its terminal at once.
 const ticketLife = 30 * time.Second
 
-// maxTickets bounds the tokens that nobody has redeemed yet.
-const maxTickets = 1024
+// Bounds of the tokens that nobody has redeemed yet: of all principals, and of one,
+// which leaves room for the others and takes little memory.
+const (
+	maxTickets        = 1024
+	maxOwnTickets     = 128
+	maxOwnTicketBytes = 2 * maxTerminalBody
+)
 
 // ticket is what a token of a terminal stands for.
 type ticket struct {
@@ -31,6 +36,14 @@ type ticket struct {
 	id      sandbox.ID // names can go to others
 	req     guestrpc.ExecRequest
 	expires time.Time
+}
+
+// size is about what a ticket takes that its principal has chosen.
+func (t ticket) size() (n int64) {
+	for _, text := range slices.Concat(t.req.Argv, t.req.Env, []string{t.req.Workdir, t.req.User}) {
+		n += int64(len(text))
+	}
+	return n
 }
 
 // Terminals keeps the tokens of terminals until they are redeemed. The servers
@@ -53,10 +66,20 @@ func (ts *Terminals) issue(t ticket) (token string, expires time.Time, err error
 	ts.mu.Lock()
 	defer ts.mu.Unlock()
 	now := ts.now()
+	own, bytes := 1, t.size()
 	for digest, old := range ts.tickets {
-		if !now.Before(old.expires) {
+		switch {
+		case !now.Before(old.expires):
 			delete(ts.tickets, digest)
+		case old.who.Name == t.who.Name:
+			own++
+			bytes += old.size()
 		}
+	}
+	if own > maxOwnTickets || bytes > maxOwnTicketBytes {
+		return "", time.Time{}, sandbox.Errorf(sandbox.CodeCapacity, "too many tokens of terminals of %s wait to be used", t.who.Name).
+			Because("a principal has at most %d at a time, with commands and environments of %d bytes", maxOwnTickets, maxOwnTicketBytes).
+			Try("Use them, or try again in %v", ticketLife)
 	}
 	if len(ts.tickets) >= maxTickets {
 		return "", time.Time{}, sandbox.Errorf(sandbox.CodeCapacity, "%d tokens of terminals wait to be used", maxTickets).
