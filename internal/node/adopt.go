@@ -63,11 +63,12 @@ func (m *Manager) adoptAll() {
 			b.adopt(ctx, done, slots, sync.OnceFunc(first.Done))
 		})
 	}
-	if m.cfg.Network == nil {
-		return
-	}
 	m.work.Go(func() {
+		defer close(m.adopted)
 		first.Wait()
+		if m.cfg.Network == nil {
+			return
+		}
 		// Those that were not taken over by now are joined anew when they are.
 		if err := m.cfg.Network.Keep(m.ctx); err != nil && m.ctx.Err() == nil {
 			m.cfg.Log.Error("forget the networks of machines that are gone", "error", err)

@@ -95,6 +95,8 @@ type Manager struct {
 	// transactions, which may not wait for mu: who has mu may wait for them.
 	forgotten atomic.Int64
 	watches   watches
+	// adopted is closed when each machine of an earlier daemon was tried once.
+	adopted chan struct{}
 
 	quotaTurn sync.Mutex // held by who changes a quota
 
@@ -150,7 +152,7 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 	db.Observe(cfg.Observer.Journaled)
 	m := &Manager{
 		cfg: cfg, observer: cfg.Observer, db: db, secrets: secrets, authorities: authorities, turns: newTurns(cfg.Starts),
-		dirty:     make(chan struct{}, 1),
+		dirty:     make(chan struct{}, 1), adopted: make(chan struct{}),
 		sandboxes: map[sandbox.ID]*member{}, names: map[sandbox.Key]sandbox.ID{}, pools: map[sandbox.Key]*pool{}, builds: map[buildKey]*build{},
 		requests: map[string]*request{}, restoring: map[sandbox.ID]int{}, parked: map[sandbox.ID]sandbox.Key{},
 	}
