@@ -152,7 +152,7 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 	db.Observe(cfg.Observer.Journaled)
 	m := &Manager{
 		cfg: cfg, observer: cfg.Observer, db: db, secrets: secrets, authorities: authorities, turns: newTurns(cfg.Starts),
-		dirty:     make(chan struct{}, 1), adopted: make(chan struct{}),
+		dirty: make(chan struct{}, 1), adopted: make(chan struct{}),
 		sandboxes: map[sandbox.ID]*member{}, names: map[sandbox.Key]sandbox.ID{}, pools: map[sandbox.Key]*pool{}, builds: map[buildKey]*build{},
 		requests: map[string]*request{}, restoring: map[sandbox.ID]int{}, parked: map[sandbox.ID]sandbox.Key{},
 	}

@@ -43,7 +43,7 @@ type Host struct {
 	failNext  error
 	failWrite error
 	refused   map[string]error // adoptions
-	hanging   chan struct{} // closed when a capture has begun to hang
+	hanging   chan struct{}    // closed when a capture has begun to hang
 }
 
 // Process is a sandbox that runs.
