@@ -1525,9 +1525,12 @@ type Sandbox struct {
 	Timeout Duration `json:"timeout,omitempty"`
 
 	// Token Gives access to what is inside of this one sandbox, and to nothing else. Only in the response to the request that made it.
-	Token   SandboxToken `json:"token,omitempty"`
-	User    string       `json:"user,omitempty"`
-	Workdir string       `json:"workdir"`
+	Token SandboxToken `json:"token,omitempty"`
+
+	// Unresponsive Why the daemon does not reach its machine, which runs; missing if it does. The sandbox can be looked at and ended; what needs the machine is refused until it answers.
+	Unresponsive string `json:"unresponsive,omitempty"`
+	User         string `json:"user,omitempty"`
+	Workdir      string `json:"workdir"`
 }
 
 // SandboxReason defines model for Sandbox.Reason.

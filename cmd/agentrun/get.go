@@ -104,6 +104,8 @@ func objects[T any](list []T, err error) func(func(T) object) ([]object, error) 
 
 func sandboxStatus(s rest.Sandbox) string {
 	switch {
+	case s.Unresponsive != "":
+		return string(s.State) + " (Unresponsive)"
 	case s.State == rest.SandboxStateRunning:
 		return ready
 	case s.Reason != "":

@@ -22,8 +22,8 @@ func (m *Manager) Checkpoint(ctx context.Context, r sandbox.CheckpointRequest) (
 }
 
 func (m *Manager) checkpoint(ctx context.Context, k sandbox.Key, source sandbox.Name, also record[sandbox.CheckpointSize]) (out sandbox.CheckpointSize, err error) {
-	_, err = m.with(ctx, sandbox.Key{Namespace: k.Namespace, Name: source}, func(b *member) error {
-		if err := m.mayCopy(ctx, b.now(), "checkpoint"); err != nil {
+	_, err = m.with(ctx, sandbox.Key{Namespace: k.Namespace, Name: source}, func(ctx context.Context, b *member) error {
+		if err := errors.Join(m.mayCopy(ctx, b.now(), "checkpoint"), b.answers()); err != nil {
 			return err
 		}
 		done, err := m.beginCheckpoint(b.now())

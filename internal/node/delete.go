@@ -3,13 +3,14 @@ package node
 import (
 	"context"
 	"errors"
+	"fmt"
 
 	"agentrun.dev/internal/node/journal"
 	"agentrun.dev/internal/sandbox"
 )
 
 // DeleteTemplate deletes a template that no pool uses, and its builds.
-func (m *Manager) DeleteTemplate(_ context.Context, k sandbox.Key) error {
+func (m *Manager) DeleteTemplate(ctx context.Context, k sandbox.Key) error {
 	if err := m.begin(); err != nil {
 		return err
 	}
@@ -42,7 +43,11 @@ func (m *Manager) DeleteTemplate(_ context.Context, k sandbox.Key) error {
 	m.mu.Unlock()
 	for _, run := range running {
 		run.cancel()
-		<-run.done
+		select {
+		case <-run.done:
+		case <-ctx.Done(): // whoever deletes something next collects what is left
+			return fmt.Errorf("end the builds of template %s: %w", k.Name, ctx.Err())
+		}
 	}
 	return m.collectBuilds()
 }

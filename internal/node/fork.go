@@ -33,7 +33,7 @@ func (m *Manager) fork(ctx context.Context, k sandbox.Key, spec sandbox.ForkSpec
 		return f, err
 	}
 	f = sandbox.Fork{Key: k, Source: source, Replicas: n, Phase: sandbox.PhasePending, Created: time.Now().UTC()}
-	_, err = m.with(ctx, sandbox.Key{Namespace: k.Namespace, Name: source}, func(b *member) error {
+	_, err = m.with(ctx, sandbox.Key{Namespace: k.Namespace, Name: source}, func(ctx context.Context, b *member) error {
 		last := b.now()
 		if err := m.mayCopy(ctx, last, "fork"); err != nil {
 			return err

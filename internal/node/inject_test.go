@@ -167,6 +167,7 @@ func TestInject(t *testing.T) {
 		}
 		n = newNetwork()
 		m = daemon(t, dir, h, func(c *Config) { c.Network = n })
+		<-m.adopted
 		n.wantValue(t, m, "a", "sk-4", "")
 		rotate("sk-5")
 		n.wantValue(t, m, "f-1", "sk-5", "")
@@ -295,6 +296,7 @@ func TestOtherCA(t *testing.T) {
 		}
 		n = newNetwork()
 		m = daemon(t, dir, h, func(c *Config) { c.Network = n })
+		<-m.adopted
 		if again, err := m.NamespaceCA(t.Context(), sandbox.DefaultNamespace); err != nil || again.Fingerprint != other.Fingerprint() || !again.Created.After(first.Created.Add(-time.Second)) {
 			t.Errorf("after a restart: %+v, %v", again, err)
 		}

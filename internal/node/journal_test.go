@@ -50,6 +50,7 @@ func TestReadsJournalOfBefore(t *testing.T) {
 func TestAdoptsJournalOfBefore(t *testing.T) {
 	m := daemon(t, filepath.Dir(copyOfJournal(t)), nodetest.NewHost(t), func(c *Config) { c.Boot = "boot-1" })
 	defer func() { _ = m.Close() }()
+	<-m.adopted
 	list, err := m.Sandboxes(t.Context(), sandbox.SandboxesRequest{Namespace: "team", Page: sandbox.Page{}, Ended: true})
 	if err != nil {
 		t.Fatal(err)

@@ -29,8 +29,24 @@ func (m *Manager) Kill(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, err
 	return b.now(), err
 }
 
+// untilKilled is a context for whoever has the sandbox's turn, which ends when somebody
+// wants to end the sandbox. done is called before the turn is given back.
+func (b *member) untilKilled(ctx context.Context) (_ context.Context, done func()) {
+	ctx, cancel := context.WithCancel(ctx)
+	b.mu.Lock()
+	b.cancel = cancel
+	b.mu.Unlock()
+	return ctx, func() {
+		b.mu.Lock()
+		b.cancel = nil
+		b.mu.Unlock()
+		cancel()
+	}
+}
+
 // lockToEnd waits for the sandbox's turn, to end it. Whoever has the turn may wait
-// for a machine that never answers: so the machine is ended first.
+// for a machine that never answers, or for one that is being made: so the machine is
+// ended first, and what is done with the sandbox is cancelled.
 func (b *member) lockToEnd(ctx context.Context) error {
 	select {
 	case <-b.turn:
@@ -40,6 +56,9 @@ func (b *member) lockToEnd(ctx context.Context) error {
 	b.mu.Lock()
 	sb := b.machine
 	b.killed = sb != nil
+	if b.cancel != nil {
+		b.cancel()
+	}
 	b.mu.Unlock()
 	if sb != nil {
 		// It may take as long as whoever has the turn takes to notice. Whoever ends

@@ -95,3 +95,28 @@ func TestKillIsForgotten(t *testing.T) {
 		wantEnded(t, m, "a", sandbox.ReasonOutOfMemory)
 	})
 }
+
+// TestKillWhatWakes: a kill does not wait for a machine that is being made.
+func TestKillWhatWakes(t *testing.T) {
+	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
+		claim(t, m, "a", sandbox.Lifetime{})
+		must(t, second(m.Hibernate(t.Context(), key("a"))))
+		for range m.cfg.Starts { // no machine is started any more
+			release, err := m.turns.take(t.Context(), sandbox.DefaultNamespace)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer release()
+		}
+		woken := make(chan error, 1)
+		go func() { woken <- second(m.Resume(t.Context(), key("a"))) }()
+		synctest.Wait()
+		ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
+		defer cancel()
+		must(t, second(m.Kill(ctx, key("a"))))
+		if err := <-woken; err == nil {
+			t.Error("it was woken")
+		}
+		wantEnded(t, m, "a", sandbox.ReasonKilled)
+	})
+}

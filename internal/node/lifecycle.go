@@ -12,8 +12,9 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// with runs do while it is the sandbox's turn.
-func (m *Manager) with(ctx context.Context, k sandbox.Key, do func(*member) error) (sandbox.Sandbox, error) {
+// with runs do while it is the sandbox's turn. Whoever ends the sandbox meanwhile ends
+// the context that do gets.
+func (m *Manager) with(ctx context.Context, k sandbox.Key, do func(context.Context, *member) error) (sandbox.Sandbox, error) {
 	if err := m.begin(); err != nil {
 		return sandbox.Sandbox{}, err
 	}
@@ -28,19 +29,24 @@ func (m *Manager) with(ctx context.Context, k sandbox.Key, do func(*member) erro
 	if b.now().State == sandbox.Ended { // while we waited
 		return sandbox.Sandbox{}, m.whyGone(k)
 	}
-	err = do(b)
+	ctx, done := b.untilKilled(ctx)
+	defer done()
+	err = do(ctx, b)
 	return b.now(), err
 }
 
 // Pause stops a sandbox's processors; it keeps its memory. One that is paused
 // or hibernated is left alone.
 func (m *Manager) Pause(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
-	return m.with(ctx, k, func(b *member) error { return b.pause(ctx) })
+	return m.with(ctx, k, func(ctx context.Context, b *member) error { return b.pause(ctx) })
 }
 
 func (b *member) pause(ctx context.Context) error {
 	if b.now().State != sandbox.Running {
 		return nil
+	}
+	if err := b.answers(); err != nil {
+		return err
 	}
 	if err := b.machine.Pause(ctx); err != nil {
 		return fmt.Errorf("pause sandbox %s: %w", b.id, err)
@@ -53,10 +59,13 @@ func (b *member) pause(ctx context.Context) error {
 
 // Resume lets a sandbox go on that was paused or hibernated.
 func (m *Manager) Resume(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
-	return m.with(ctx, k, func(b *member) error { return b.resume(ctx) })
+	return m.with(ctx, k, func(ctx context.Context, b *member) error { return b.resume(ctx) })
 }
 
 func (b *member) resume(ctx context.Context) error {
+	if err := b.answers(); err != nil {
+		return err
+	}
 	switch b.now().State {
 	case sandbox.Paused:
 		if err := b.machine.Resume(ctx); err != nil {
@@ -73,13 +82,16 @@ func (b *member) resume(ctx context.Context) error {
 
 // Hibernate writes a sandbox to disk and frees its memory.
 func (m *Manager) Hibernate(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
-	return m.with(ctx, k, func(b *member) error { return b.hibernate(ctx) })
+	return m.with(ctx, k, func(ctx context.Context, b *member) error { return b.hibernate(ctx) })
 }
 
 func (b *member) hibernate(ctx context.Context) (err error) {
 	last := b.now()
 	if last.State == sandbox.Hibernated {
 		return nil
+	}
+	if err := b.answers(); err != nil {
+		return err
 	}
 	m := b.manager
 	ctx, end := m.observer.Begin(ctx, last.Work(sandbox.OpHibernate))
@@ -186,7 +198,7 @@ func (m *Manager) Extend(ctx context.Context, k sandbox.Key, timeout time.Durati
 	if timeout < 0 {
 		return sandbox.Sandbox{}, sandbox.Errorf(sandbox.CodeInvalid, "the timeout %v is negative", timeout)
 	}
-	return m.with(ctx, k, func(b *member) error {
+	return m.with(ctx, k, func(_ context.Context, b *member) error {
 		return b.change(func(s *sandbox.Sandbox) {
 			if s.Timeout = timeout; timeout > 0 {
 				s.Timeout += s.Clock.Elapsed(time.Now())

@@ -117,7 +117,15 @@ func (m *Manager) Sandboxes(_ context.Context, r sandbox.SandboxesRequest) (out 
 	})
 	slices.SortFunc(out, func(a, b sandbox.Sandbox) int { return strings.Compare(a.Position(), b.Position()) })
 	out = slices.DeleteFunc(out, func(s sandbox.Sandbox) bool { return s.Position() <= r.Page.After })
-	return out[:min(len(out), r.Page.Most())], err
+	out = out[:min(len(out), r.Page.Most())]
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for i := range out {
+		if b := m.sandboxes[out[i].ID]; b != nil {
+			out[i].Unresponsive = b.now().Unresponsive
+		}
+	}
+	return out, err
 }
 
 // historySize is how many ended sandboxes are remembered, at least, and

@@ -95,6 +95,8 @@ type Manager struct {
 	// transactions, which may not wait for mu: who has mu may wait for them.
 	forgotten atomic.Int64
 	watches   watches
+	// adopted is closed when each machine of an earlier daemon was tried once.
+	adopted chan struct{}
 
 	quotaTurn sync.Mutex // held by who changes a quota
 
@@ -150,7 +152,7 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 	db.Observe(cfg.Observer.Journaled)
 	m := &Manager{
 		cfg: cfg, observer: cfg.Observer, db: db, secrets: secrets, authorities: authorities, turns: newTurns(cfg.Starts),
-		dirty:     make(chan struct{}, 1),
+		dirty: make(chan struct{}, 1), adopted: make(chan struct{}),
 		sandboxes: map[sandbox.ID]*member{}, names: map[sandbox.Key]sandbox.ID{}, pools: map[sandbox.Key]*pool{}, builds: map[buildKey]*build{},
 		requests: map[string]*request{}, restoring: map[sandbox.ID]int{}, parked: map[sandbox.ID]sandbox.Key{},
 	}
@@ -265,20 +267,17 @@ func (m *Manager) recover(ctx context.Context) error {
 		if s.State == sandbox.Starting || s.State == sandbox.Ended {
 			continue
 		}
-		if err := m.adopt(ctx, s); err != nil {
-			return err
-		}
+		m.register(s)
 	}
 	// What a daemon that was killed has left in memory nobody is charged for.
 	if err := errors.Join(m.sweep(ctx), m.recoverStorage(), m.keep(machinesDir)); err != nil {
 		return err
 	}
-	if m.cfg.Network != nil {
-		if err := m.cfg.Network.Keep(ctx); err != nil {
-			return err
-		}
+	if err := m.recoverPools(); err != nil {
+		return err
 	}
-	return m.recoverPools()
+	m.adoptAll()
+	return nil
 }
 
 // tidyUp frees memory, some time after things were removed.
@@ -379,33 +378,6 @@ func settleForks(tx *journal.Tx) error {
 		err = errors.Join(err, forks.Delete(tx, f.String()))
 	}
 	return err
-}
-
-// adopt takes over a sandbox that was there before.
-func (m *Manager) adopt(ctx context.Context, s sandbox.Sandbox) error {
-	b := m.newMember(s)
-	m.mu.Lock()
-	m.sandboxes[s.ID], m.names[s.Key] = b, s.ID
-	m.mu.Unlock()
-	if s.State == sandbox.Hibernated {
-		m.capacity.keep(s.Namespace, s.Kept)
-		return nil
-	}
-	m.capacity.take(s.Namespace, s.Memory, s.Holds()...)
-	sb, err := m.cfg.Engine.Adopt(ctx, m.machineDir(s.Machine))
-	if err == nil && s.State == sandbox.Running {
-		// Whoever was to pause or capture it may have been cut off.
-		err = sb.Resume(ctx)
-	}
-	if err == nil {
-		b.attach(m.rejoin(ctx, s, sb))
-		return nil
-	}
-	if ctx.Err() != nil {
-		return ctx.Err()
-	}
-	m.cfg.Log.Warn("a sandbox is gone", "sandbox", s.ID, "error", err)
-	return b.ended(sandbox.ReasonLost, err.Error())
 }
 
 // sweep removes what no object names.

@@ -24,12 +24,17 @@ type member struct {
 	mu      sync.Mutex      // protects all following fields
 	record  sandbox.Sandbox // as it is in the journal
 	machine engine.Sandbox
-	killed  bool          // by request, while somebody else had the turn
-	users   int           // requests that are being served
-	conns   int           // connections to its ports
-	used    sandbox.Clock // runs while it runs and nobody uses it
-	timer   *time.Timer   // for whichever of its timeouts is next
-	patient time.Time     // before which none is acted upon: it was tried in vain
+	killed  bool // by request, while somebody else had the turn
+	// silent is why the sandbox has no machine yet that an earlier daemon has started:
+	// it does not answer. Empty is a sandbox that was not tried, or has its machine.
+	silent   string
+	detached bool               // no machine is attached any more
+	cancel   context.CancelFunc // ends what whoever has the turn does; nil if nobody has
+	users    int                // requests that are being served
+	conns    int                // connections to its ports
+	used     sandbox.Clock      // runs while it runs and nobody uses it
+	timer    *time.Timer        // for whichever of its timeouts is next
+	patient  time.Time          // before which none is acted upon: it was tried in vain
 }
 
 func (m *Manager) newMember(s sandbox.Sandbox) *member {
@@ -50,11 +55,13 @@ func (b *member) lock(ctx context.Context) error {
 
 func (b *member) unlock() { b.turn <- struct{}{} }
 
-// snapshot returns the record as it is now.
+// now returns the record as it is now.
 func (b *member) now() sandbox.Sandbox {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return b.record
+	s := b.record
+	s.Unresponsive = b.silent
+	return s
 }
 
 // change writes a change of the record to the journal, and then makes it. The
@@ -92,10 +99,12 @@ func (b *member) revert(do func(*sandbox.Sandbox)) error {
 	return err
 }
 
-// attach gives the sandbox its machine and watches it.
-func (b *member) attach(sb engine.Sandbox) {
+// attach gives the sandbox its machine and watches it. It reports false if the daemon
+// has let go of the machines of its sandboxes already.
+func (b *member) attach(sb engine.Sandbox) bool {
 	b.mu.Lock()
-	b.machine, b.killed = sb, false
+	b.machine, b.killed, b.silent = sb, false, ""
+	detached := b.detached
 	b.arm()
 	b.mu.Unlock()
 	b.manager.work.Go(func() {
@@ -105,6 +114,7 @@ func (b *member) attach(sb engine.Sandbox) {
 		case <-b.manager.ctx.Done():
 		}
 	})
+	return !detached
 }
 
 // died ends a sandbox whose machine has ended by itself.
@@ -185,6 +195,7 @@ func (b *member) dropMachine(last sandbox.Sandbox) error {
 func (b *member) detach() error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	b.detached = true
 	if b.timer != nil {
 		b.timer.Stop()
 	}

@@ -275,7 +275,7 @@ func (m *Manager) joinBuild(ctx context.Context, n sandbox.Namespace, spec sandb
 // sandboxes it was forked from allow; nil leaves these alone. Connections that are not
 // allowed any more end.
 func (m *Manager) SetNetworkPolicy(ctx context.Context, k sandbox.Key, own *policy.Policy) (sandbox.Sandbox, error) {
-	return m.with(ctx, k, func(b *member) error {
+	return m.with(ctx, k, func(ctx context.Context, b *member) error {
 		egress := b.now().Egress
 		if err := egress.CheckOwn(own); err != nil {
 			return err

@@ -381,6 +381,7 @@ func TestNetworkAdopted(t *testing.T) {
 		n = newNetwork()
 		m = daemon(t, dir, h, func(c *Config) { c.Network = n })
 		defer func() { _ = m.Close() }()
+		<-m.adopted
 		n.wantPolicies(t, m, "a", `[{"egress":"allow"},{"egress":"deny"}]`)
 		if j, ok := n.of(t, m, "p"); !ok || !j.Paused || !j.Adopted || n.kept != 1 {
 			t.Errorf("a paused one is joined %t, paused %t; kept %d", ok, j.Paused, n.kept)

@@ -42,18 +42,38 @@ func (b *member) next(now time.Time) (left time.Duration, why sandbox.Reason, li
 	return left, why, limited
 }
 
+// due is next, and whether that timeout is to be acted upon now. The caller holds b.mu.
+func (b *member) due(now time.Time) (left time.Duration, why sandbox.Reason, due bool) {
+	left, why, limited := b.next(now)
+	return left, why, b.record.State == sandbox.Running && limited && left == 0 && !now.Before(b.patient)
+}
+
 // expire does what is to be done when a timeout is up.
 func (b *member) expire() {
 	m := b.manager
-	if b.lock(m.ctx) != nil {
+	b.mu.Lock()
+	now := time.Now()
+	_, why, due := b.due(now)
+	// What is done with a sandbox does not make its life longer. It is not idle meanwhile.
+	cut := due && why == sandbox.ReasonTimeout && (b.record.OnTimeout == sandbox.TimeoutKill || b.record.OnTimeout == "")
+	b.mu.Unlock()
+	lock := b.lock
+	if cut {
+		lock = b.lockToEnd
+	}
+	if lock(m.ctx) != nil {
 		return
 	}
 	defer b.unlock()
 	b.mu.Lock()
-	now := time.Now()
-	left, why, limited := b.next(now)
-	due := b.record.State == sandbox.Running && limited && left == 0 && !now.Before(b.patient)
 	action := b.record.OnTimeout
+	if b.record.State == sandbox.Ended {
+		b.mu.Unlock()
+		return
+	}
+	if !cut {
+		_, why, due = b.due(time.Now())
+	}
 	if !due {
 		b.arm() // it was extended or used, or is to be tried later
 	}

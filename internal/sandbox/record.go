@@ -123,6 +123,10 @@ type Sandbox struct {
 	Kept uint64 `json:"kept,omitempty"`
 	// Boot is the host's boot in which Machine was made.
 	Boot string `json:"boot,omitempty"`
+
+	// Unresponsive is why nobody reaches its machine, which runs; empty if somebody does.
+	// Each daemon finds out by itself.
+	Unresponsive string `json:"-"`
 }
 
 // Limits bound what a sandbox takes from its host; 0 is no limit. The journal has

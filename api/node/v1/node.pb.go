@@ -1971,6 +1971,8 @@ type Sandbox struct {
 	// The policies of its template and of the sandboxes that it was forked from. Each
 	// of them must allow a connection, too.
 	NetworkBounds []*NetworkPolicy `protobuf:"bytes,22,rep,name=network_bounds,json=networkBounds,proto3" json:"network_bounds,omitempty"`
+	// Why the daemon does not reach its machine, which runs; empty if it does.
+	Unresponsive  string `protobuf:"bytes,23,opt,name=unresponsive,proto3" json:"unresponsive,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2157,6 +2159,13 @@ func (x *Sandbox) GetNetworkBounds() []*NetworkPolicy {
 		return x.NetworkBounds
 	}
 	return nil
+}
+
+func (x *Sandbox) GetUnresponsive() string {
+	if x != nil {
+		return x.Unresponsive
+	}
+	return ""
 }
 
 type ClaimSandboxRequest struct {
@@ -4868,7 +4877,7 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\atimeout\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\atimeout\x12<\n" +
 	"\fidle_timeout\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\vidleTimeout\x12>\n" +
 	"\n" +
-	"on_timeout\x18\x03 \x01(\x0e2\x1f.agentrun.node.v1.TimeoutActionR\tonTimeout\"\x81\a\n" +
+	"on_timeout\x18\x03 \x01(\x0e2\x1f.agentrun.node.v1.TimeoutActionR\tonTimeout\"\xa5\a\n" +
 	"\aSandbox\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x0e\n" +
@@ -4894,7 +4903,8 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x06detail\x18\x13 \x01(\tR\x06detail\x126\n" +
 	"\blifetime\x18\x14 \x01(\v2\x1a.agentrun.node.v1.LifetimeR\blifetime\x12F\n" +
 	"\x0enetwork_policy\x18\x15 \x01(\v2\x1f.agentrun.node.v1.NetworkPolicyR\rnetworkPolicy\x12F\n" +
-	"\x0enetwork_bounds\x18\x16 \x03(\v2\x1f.agentrun.node.v1.NetworkPolicyR\rnetworkBounds\x1a;\n" +
+	"\x0enetwork_bounds\x18\x16 \x03(\v2\x1f.agentrun.node.v1.NetworkPolicyR\rnetworkBounds\x12\"\n" +
+	"\funresponsive\x18\x17 \x01(\tR\funresponsive\x1a;\n" +
 	"\rMetadataEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x8c\x04\n" +

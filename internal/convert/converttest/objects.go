@@ -34,11 +34,11 @@ var (
 		Same(ofNode, "Kept", "Of.Limits", "Of.Layers", "Of.Live", "Of.Clock", "Of.Machine", "Of.Asleep", "Of.Kept", "Of.Boot", "Of.TrustedCA"),
 		Same("it may hold what is not for everybody who lists checkpoints", "Of.Env"),
 		Same(ofSandbox, "Of.State", "Of.Metadata", "Of.Secrets", "Of.SecretsBy", "Of.Parent", "Of.Fork", "Of.Checkpoint",
-			"Of.Created", "Of.Ended", "Of.Reason", "Of.Detail", "Of.Timeout", "Of.IdleTimeout", "Of.OnTimeout", "Of.Egress"))
+			"Of.Created", "Of.Ended", "Of.Reason", "Of.Detail", "Of.Unresponsive", "Of.Timeout", "Of.IdleTimeout", "Of.OnTimeout", "Of.Egress"))
 
 	LeftOfCost = Both(LeftOfSandbox,
 		Same(ofSandbox, "Pool", "Template", "Revision", "Engine", "Metadata", "Workdir", "User", "Memory", "Secrets", "SecretsBy",
-			"Parent", "Fork", "Checkpoint", "Created", "Ended", "Reason", "Detail", "Timeout", "IdleTimeout", "OnTimeout", "Egress.Bounds", "Egress.Own"))
+			"Parent", "Fork", "Checkpoint", "Created", "Ended", "Reason", "Detail", "Unresponsive", "Timeout", "IdleTimeout", "OnTimeout", "Egress.Bounds", "Egress.Own"))
 )
 
 const (

@@ -70,7 +70,7 @@ func FromSandbox(s sandbox.Sandbox) *nodev1.Sandbox {
 		Pool: string(s.Pool), Template: string(s.Template), Revision: s.Revision, Engine: s.Engine,
 		Metadata: s.Metadata, Workdir: s.Workdir, User: s.User, MemoryBytes: s.Memory,
 		Parent: string(s.Parent), Fork: string(s.Fork), Checkpoint: string(s.Checkpoint),
-		Created: fromTime(s.Created), Ended: fromTime(s.Ended), Reason: reasons[s.Reason], Detail: s.Detail,
+		Created: fromTime(s.Created), Ended: fromTime(s.Ended), Reason: reasons[s.Reason], Detail: s.Detail, Unresponsive: s.Unresponsive,
 		Lifetime: fromLifetime(s.Lifetime), NetworkPolicy: fromPolicy(s.Egress.Own), NetworkBounds: fromPolicies(s.Egress.Bounds),
 	}
 }
@@ -83,7 +83,7 @@ func ToSandbox(g *nodev1.Sandbox) (sandbox.Sandbox, error) {
 		Pool: r.OptionalName(g.GetPool()), Template: r.OptionalName(g.GetTemplate()), Revision: g.GetRevision(), Engine: g.GetEngine(),
 		Metadata: g.GetMetadata(), Workdir: g.GetWorkdir(), User: g.GetUser(), Memory: g.GetMemoryBytes(),
 		Parent: r.OptionalID(g.GetParent()), Fork: r.OptionalName(g.GetFork()), Checkpoint: r.OptionalName(g.GetCheckpoint()),
-		Created: toTime(g.GetCreated()), Ended: toTime(g.GetEnded()), Reason: inverse(reasons, g.GetReason()), Detail: g.GetDetail(),
+		Created: toTime(g.GetCreated()), Ended: toTime(g.GetEnded()), Reason: inverse(reasons, g.GetReason()), Detail: g.GetDetail(), Unresponsive: g.GetUnresponsive(),
 		Lifetime: toLifetime(&r, g.GetLifetime()),
 		Egress:   sandbox.Egress{Own: toPolicy(&r, "network_policy", g.GetNetworkPolicy()), Bounds: toPolicies(&r, g.GetNetworkBounds())},
 	}

@@ -69,7 +69,7 @@ func FromSandbox(s sandbox.Sandbox) rest.Sandbox {
 		Metadata: s.Metadata, Workdir: s.Workdir, User: s.User, Memory: int64(s.Memory),
 		Secrets: fromSecretRefs(s.Secrets), SecretsBy: string(s.SecretsBy),
 		Parent: string(s.Parent), Fork: string(s.Fork), Checkpoint: string(s.Checkpoint), Created: s.Created, Ended: FromTime(s.Ended),
-		Reason: rest.SandboxReason(s.Reason), Detail: s.Detail,
+		Reason: rest.SandboxReason(s.Reason), Detail: s.Detail, Unresponsive: s.Unresponsive,
 		Timeout: FromDuration(s.Timeout), IdleTimeout: FromDuration(s.IdleTimeout), OnTimeout: rest.OnTimeout(s.OnTimeout),
 		NetworkPolicy: fromPolicy(s.Egress.Own), NetworkBounds: fromPolicies(s.Egress.Bounds),
 	}
@@ -84,7 +84,7 @@ func ToSandbox(g rest.Sandbox) (sandbox.Sandbox, error) {
 		Metadata: g.Metadata, Workdir: g.Workdir, User: g.User, Memory: r.Size("memory", g.Memory),
 		Secrets: toSecretRefs(&r, g.Secrets), SecretsBy: sandbox.Principal(g.SecretsBy),
 		Parent: r.OptionalID(g.Parent), Fork: r.OptionalName(g.Fork), Checkpoint: r.OptionalName(g.Checkpoint),
-		Created: g.Created, Ended: ToTime(g.Ended), Reason: sandbox.Reason(g.Reason), Detail: g.Detail,
+		Created: g.Created, Ended: ToTime(g.Ended), Reason: sandbox.Reason(g.Reason), Detail: g.Detail, Unresponsive: g.Unresponsive,
 		Lifetime: toLifetime(&r, g.Timeout, g.IdleTimeout, g.OnTimeout),
 		Egress:   sandbox.Egress{Own: toPolicy(&r, "networkPolicy", g.NetworkPolicy), Bounds: toPolicies(&r, g.NetworkBounds)},
 	}

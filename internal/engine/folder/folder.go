@@ -11,6 +11,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 
@@ -86,11 +87,16 @@ func (f Folder) replace(r Record) error {
 
 func (f Folder) read() (r Record, err error) {
 	b, err := os.ReadFile(f.record())
+	if errors.Is(err, fs.ErrNotExist) {
+		err = fmt.Errorf("%w, or never began: %w", engine.ErrEnded, err)
+	}
 	if err != nil {
 		return r, fmt.Errorf("read which process the sandbox is: %w", err)
 	}
 	if err := json.Unmarshal(b, &r); err != nil {
-		return r, fmt.Errorf("%s is damaged: %w", f.record(), err)
+		// It is replaced in one step: only a power cut damages it, which has ended the
+		// sandbox.
+		return r, fmt.Errorf("%w: %s is damaged: %w", engine.ErrEnded, f.record(), err)
 	}
 	return r, nil
 }

@@ -66,11 +66,19 @@ func TestRecord(t *testing.T) {
 	if err := Folder("").Change(func(*Record) { t.Error("changed") }); err != nil {
 		t.Errorf("no folder: %v", err)
 	}
-	if err := os.WriteFile(f.record(), []byte("{"), 0o600); err != nil {
+	for _, left := range []string{"", "{"} { // by a power cut
+		if err := os.WriteFile(f.record(), []byte(left), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := f.Read(); !errors.Is(err, engine.ErrEnded) {
+			t.Errorf("a damaged record %q: %v", left, err)
+		}
+	}
+	if err := os.Remove(f.record()); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := f.Read(); err == nil || errors.Is(err, engine.ErrEnded) {
-		t.Errorf("a damaged record: %v", err)
+	if _, err := f.Read(); !errors.Is(err, engine.ErrEnded) {
+		t.Errorf("no record: %v", err)
 	}
 }
 

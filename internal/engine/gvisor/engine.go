@@ -180,6 +180,9 @@ func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 		return nil, err
 	}
 	defer release()
+	if err := e.Fits(snap.Manifest()); err != nil {
+		return nil, err
+	}
 	s, err := e.describe(snap, opts.Hostname)
 	if err != nil {
 		return nil, err
@@ -202,12 +205,11 @@ func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 	return s, nil
 }
 
-// describe says what a fork of a snapshot is made of, and refuses those that do
-// not fit.
+// describe says what a fork of a snapshot is made of.
 func (e *Engine) describe(snap *snapshot.Snapshot, hostname string) (*sandbox, error) {
 	m := snap.Manifest()
-	if err := e.Fits(m); err != nil {
-		return nil, err
+	if m.Engine != Name {
+		return nil, fmt.Errorf("%w: it is of engine %q, not %q", engine.ErrMismatch, m.Engine, Name)
 	}
 	generation, err := engine.NextGeneration(m)
 	if err != nil {
@@ -230,7 +232,7 @@ func (e *Engine) describe(snap *snapshot.Snapshot, hostname string) (*sandbox, e
 	}
 	s := &sandbox{
 		engine: e, self: identity.Self{Hostname: hostname}, vcpus: m.VCPUs, memory: m.Memory.Size, disk: m.GVisor.Disk,
-		root: newShared(root), parent: snap, network: network,
+		root: newShared(root), parent: snap, network: network, build: m.GVisor.Helper,
 	}
 	s.root.ref = ref
 	s.self.Generation.Store(generation)

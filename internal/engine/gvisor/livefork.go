@@ -15,6 +15,9 @@ import (
 func (s *sandbox) Fork(ctx context.Context, opts []engine.ForkOptions) (*engine.LiveFork, error) {
 	s.capture.Lock()
 	defer s.capture.Unlock()
+	if err := s.mayFork(); err != nil {
+		return nil, fmt.Errorf("fork: %w", err)
+	}
 	begin := time.Now()
 	c, pause, err := s.take(ctx)
 	if err != nil {
@@ -46,6 +49,19 @@ func (s *sandbox) Fork(ctx context.Context, opts []engine.ForkOptions) (*engine.
 	}
 	all.Wait()
 	return f, nil
+}
+
+// mayFork refuses a sandbox whose helper is of another build: only that build reads its
+// checkpoints.
+func (s *sandbox) mayFork() error {
+	ours, err := s.engine.digest()
+	if err != nil {
+		return err
+	}
+	if s.build != "" && s.build != ours {
+		return fmt.Errorf("%w: its helper is another build of gvisor-helper (%.12s, this is %.12s), and so would its forks have to be: use that build", engine.ErrMismatch, s.build, ours)
+	}
+	return nil
 }
 
 // child starts a sandbox that continues from a checkpoint of this one.

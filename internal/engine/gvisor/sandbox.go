@@ -31,6 +31,10 @@ type sandbox struct {
 	parent       *snapshot.Snapshot // that it was forked from; nil after a boot
 	ownParent    bool               // parent is its own to close
 	restored     time.Duration
+	// build is the digest of its helper's program, empty for the engine's own: the
+	// helper of an adopted sandbox may be of another AgentRun, and so are its
+	// checkpoints.
+	build string
 
 	capture sync.Mutex // one capture at a time; a snapshot takes the identity with it
 

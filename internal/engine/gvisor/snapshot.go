@@ -158,18 +158,18 @@ func (s *sandbox) prepare(ctx context.Context) {
 func (s *sandbox) Snapshot(ctx context.Context, dir string, opts ...snapshot.Option) (*snapshot.Snapshot, error) {
 	s.capture.Lock()
 	defer s.capture.Unlock()
-	snap, err := snapshot.Make(dir, func(b *snapshot.Builder) (*snapshot.Snapshot, error) { return s.build(ctx, b) }, opts...)
+	snap, err := snapshot.Make(dir, func(b *snapshot.Builder) (*snapshot.Snapshot, error) { return s.commit(ctx, b) }, opts...)
 	if err != nil {
 		return nil, fmt.Errorf("snapshot: %w", err)
 	}
 	return snap, nil
 }
 
-func (s *sandbox) build(ctx context.Context, b *snapshot.Builder) (*snapshot.Snapshot, error) {
+func (s *sandbox) commit(ctx context.Context, b *snapshot.Builder) (*snapshot.Snapshot, error) {
 	if err := b.Continues(s.parent); err != nil {
 		return nil, err
 	}
-	helper, err := s.engine.digest()
+	helper, err := s.madeBy()
 	if err != nil {
 		return nil, err
 	}
@@ -309,6 +309,14 @@ func memoryFile(name string, content []byte) (*os.File, error) {
 		return nil, errors.Join(fmt.Errorf("fill memfd: %w", err), f.Close())
 	}
 	return f, nil
+}
+
+// madeBy is the digest of the program of the sandbox's helper.
+func (s *sandbox) madeBy() (string, error) {
+	if s.build != "" {
+		return s.build, nil
+	}
+	return s.engine.digest()
 }
 
 func fileDigest(path string) (string, error) {

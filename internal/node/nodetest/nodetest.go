@@ -42,7 +42,8 @@ type Host struct {
 	resident  map[string]engine.Held
 	failNext  error
 	failWrite error
-	hanging   chan struct{} // closed when a capture has begun to hang
+	refused   map[string]error // adoptions
+	hanging   chan struct{}    // closed when a capture has begun to hang
 }
 
 // Process is a sandbox that runs.
@@ -240,7 +241,31 @@ func (h *Host) Fork(ctx context.Context, snap *snapshot.Snapshot, o engine.ForkO
 	return h.start(o.Folder, snap.Manifest().Labels)
 }
 
-func (h *Host) Adopt(_ context.Context, folder string) (engine.Sandbox, error) {
+// RefuseAdoption has a folder's process answer nobody who wants to adopt it, until err is
+// nil: with ErrHangs only when whoever waits has given up, otherwise with err at once.
+func (h *Host) RefuseAdoption(folder string, err error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.refused == nil {
+		h.refused = map[string]error{}
+	}
+	h.refused[folder] = err
+}
+
+// ErrHangs is for RefuseAdoption.
+var ErrHangs = errors.New("it hangs")
+
+func (h *Host) Adopt(ctx context.Context, folder string) (engine.Sandbox, error) {
+	h.mu.Lock()
+	err := h.refused[folder]
+	h.mu.Unlock()
+	if errors.Is(err, ErrHangs) {
+		<-ctx.Done()
+		return nil, ctx.Err()
+	}
+	if err != nil {
+		return nil, err
+	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	p := h.processes[folder]

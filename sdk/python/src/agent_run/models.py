@@ -160,6 +160,7 @@ class SandboxInfo:
     ended: datetime | None
     reason: str | None  # why it has ended
     detail: str | None
+    unresponsive: str | None  # why its machine, which runs, is not reached
     timeout: float | None  # seconds
     idle_timeout: float | None
     on_timeout: OnTimeout | None
@@ -189,6 +190,7 @@ class SandboxInfo:
             ended=instant(d["ended"]) if "ended" in d else None,
             reason=d.get("reason"),
             detail=d.get("detail"),
+            unresponsive=d.get("unresponsive"),
             timeout=seconds(d["timeout"]) if "timeout" in d else None,
             idle_timeout=seconds(d["idleTimeout"]) if "idleTimeout" in d else None,
             on_timeout=d.get("onTimeout"),

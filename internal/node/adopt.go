@@ -1,0 +1,180 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/sandbox"
+)
+
+// A daemon that starts serves at once. The sandboxes that an earlier one has started
+// have their names and their memory from the journal on; their machines are taken over
+// in the background. One whose machine does not answer is Unresponsive until it does:
+// it can be looked at and ended, and what needs its machine is refused.
+const (
+	// adoptions is how many machines are taken over at once. Each of them mostly waits.
+	adoptions = 32
+	// adoptPatience is how long a machine may take for it.
+	adoptPatience = 30 * time.Second
+	// adoptAgain is how long the daemon waits until it tries again, at first, and
+	// adoptSeldom at most.
+	adoptAgain  = time.Second
+	adoptSeldom = time.Minute
+)
+
+// register makes a sandbox of an earlier daemon known, before the first claim is
+// admitted. It is the adopter's turn, if the sandbox has a machine.
+func (m *Manager) register(s sandbox.Sandbox) {
+	b := m.newMember(s)
+	m.mu.Lock()
+	m.sandboxes[s.ID], m.names[s.Key] = b, s.ID
+	m.mu.Unlock()
+	if s.State == sandbox.Hibernated {
+		m.capacity.keep(s.Namespace, s.Kept)
+		return
+	}
+	m.capacity.take(s.Namespace, s.Memory, s.Holds()...)
+	<-b.turn
+}
+
+// adoptAll takes over the machines of all sandboxes that are registered.
+func (m *Manager) adoptAll() {
+	m.mu.Lock()
+	var waiting []*member
+	for _, b := range m.sandboxes {
+		if s := b.now(); s.State == sandbox.Running || s.State == sandbox.Paused {
+			waiting = append(waiting, b)
+		}
+	}
+	m.mu.Unlock()
+	slots := make(chan struct{}, adoptions)
+	var first sync.WaitGroup // attempts
+	for _, b := range waiting {
+		// Before anything else: a kill that comes now must find it.
+		ctx, done := b.untilKilled(m.ctx)
+		b.mu.Lock()
+		b.arm()
+		b.mu.Unlock()
+		first.Add(1)
+		m.work.Go(func() {
+			b.adopt(ctx, done, slots, sync.OnceFunc(first.Done))
+		})
+	}
+	m.work.Go(func() {
+		defer close(m.adopted)
+		first.Wait()
+		if m.cfg.Network == nil {
+			return
+		}
+		// Those that were not taken over by now are joined anew when they are.
+		if err := m.cfg.Network.Keep(m.ctx); err != nil && m.ctx.Err() == nil {
+			m.cfg.Log.Error("forget the networks of machines that are gone", "error", err)
+		}
+	})
+}
+
+// adopt takes the sandbox's machine over, however often it has to try. It begins with
+// the sandbox's turn, and gives it back between attempts. ctx and done are those of the
+// first turn; tried is called after the first attempt.
+func (b *member) adopt(ctx context.Context, done func(), slots chan struct{}, tried func()) {
+	m := b.manager
+	defer tried()
+	var sb engine.Sandbox // adopted, and not attached
+	defer func() {
+		if sb != nil {
+			_ = sb.Detach() // it was killed, or is the next daemon's
+		}
+	}()
+	for pause := adoptAgain; ; pause = min(2*pause, adoptSeldom) {
+		finished := false
+		if ctx.Err() == nil && b.now().State != sandbox.Ended {
+			sb, finished = b.tryToAdopt(ctx, sb, slots)
+		} else {
+			finished = true
+		}
+		done()
+		b.unlock()
+		tried()
+		if finished {
+			return
+		}
+		var gone <-chan struct{}
+		if sb != nil {
+			gone = sb.Done()
+		}
+		select {
+		case <-time.After(pause):
+		case <-gone:
+		case <-m.ctx.Done():
+			return
+		}
+		if b.lock(m.ctx) != nil {
+			return
+		}
+		ctx, done = b.untilKilled(m.ctx)
+	}
+}
+
+// tryToAdopt is one attempt, with what the last one has left. It returns what the next
+// one goes on with, unless there is to be none.
+func (b *member) tryToAdopt(ctx context.Context, sb engine.Sandbox, slots chan struct{}) (_ engine.Sandbox, finished bool) {
+	m, s := b.manager, b.now()
+	select {
+	case slots <- struct{}{}:
+		defer func() { <-slots }()
+	case <-ctx.Done():
+		return sb, true
+	}
+	attempt, cancel := context.WithTimeoutCause(ctx, adoptPatience, errSilent)
+	defer cancel()
+	var err error
+	if sb == nil {
+		sb, err = m.cfg.Engine.Adopt(attempt, m.machineDir(s.Machine))
+	}
+	if err == nil && s.State == sandbox.Running {
+		// Whoever was to pause or capture it may have been cut off.
+		err = sb.Resume(attempt)
+	}
+	switch {
+	case err == nil:
+		if !b.attach(m.rejoin(attempt, s, sb)) {
+			return sb, true
+		}
+		return nil, true
+	case ctx.Err() != nil: // killed, or the daemon ends
+		return sb, true
+	case errors.Is(err, engine.ErrEnded):
+		m.cfg.Log.Warn("a sandbox is gone", "sandbox", s.ID, "error", err)
+		if err := b.ended(sandbox.ReasonLost, err.Error()); err != nil {
+			m.cfg.Log.Error("end a sandbox that is gone", "sandbox", s.ID, "error", err)
+		}
+		return sb, true
+	}
+	if errors.Is(context.Cause(attempt), errSilent) {
+		err = errors.Join(errSilent, err)
+	}
+	m.cfg.Log.Warn("a sandbox does not answer", "sandbox", s.ID, "error", err)
+	b.mu.Lock()
+	b.silent = err.Error()
+	b.mu.Unlock()
+	m.watches.note(b.now())
+	return sb, false
+}
+
+// errSilent says that a machine has not answered in time.
+var errSilent = errors.New("it has not answered within " + adoptPatience.String())
+
+// answers refuses what needs the machine of a sandbox that has not got it. The caller
+// has the turn.
+func (b *member) answers() error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.machine != nil || b.record.Machine == "" {
+		return nil
+	}
+	return sandbox.Errorf(sandbox.CodeNotReady, "sandbox %s does not answer", b.record.Name).Because("%s", b.silent).
+		Try("Try again later, or end it with `agentrun rm sandbox/%s`", b.record.Name)
+}
