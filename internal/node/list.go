@@ -88,8 +88,8 @@ func list[T any](m *Manager, c journal.Collection[T], n sandbox.Namespace, p san
 func listIf[T any](m *Manager, c journal.Collection[T], n sandbox.Namespace, p sandbox.Page, seen func(T) bool) (out []T, err error) {
 	prefix := string(n) + "/"
 	err = m.db.View(func(tx *journal.Tx) error {
-		return c.Each(tx, prefix, func(key string, object T) error {
-			if strings.TrimPrefix(key, prefix) <= p.After || !seen(object) {
+		return c.EachAfter(tx, prefix, p.After, func(_ string, object T) error {
+			if !seen(object) {
 				return nil
 			}
 			if len(out) == p.Most() {
@@ -107,16 +107,26 @@ func listIf[T any](m *Manager, c journal.Collection[T], n sandbox.Namespace, p s
 
 // Sandboxes lists sandboxes by name; ended ones only if they are asked for.
 func (m *Manager) Sandboxes(_ context.Context, r sandbox.SandboxesRequest) (out []sandbox.Sandbox, err error) {
+	live := map[sandbox.ID]bool{}
+	m.eachMember(r.Namespace, r.Page.After, func(b *member) bool {
+		if s := b.now(); s.State != sandbox.Starting && s.State != sandbox.Ended {
+			live[s.ID], out = true, append(out, s)
+		}
+		return len(out) < r.Page.Most()
+	})
+	if !r.Ended {
+		return out, nil
+	}
+	// Not before: one that ends meanwhile is in one of the two, or in both.
 	err = m.db.View(func(tx *journal.Tx) error {
 		return sandboxes.Each(tx, "", func(_ string, s sandbox.Sandbox) error {
-			if s.Namespace == r.Namespace && s.State != sandbox.Starting && (r.Ended || s.State != sandbox.Ended) {
+			if s.Namespace == r.Namespace && s.State == sandbox.Ended && s.Position() > r.Page.After && !live[s.ID] {
 				out = append(out, s)
 			}
 			return nil
 		})
 	})
 	slices.SortFunc(out, func(a, b sandbox.Sandbox) int { return strings.Compare(a.Position(), b.Position()) })
-	out = slices.DeleteFunc(out, func(s sandbox.Sandbox) bool { return s.Position() <= r.Page.After })
 	return out[:min(len(out), r.Page.Most())], err
 }
 

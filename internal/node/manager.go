@@ -100,9 +100,8 @@ type Manager struct {
 
 	mu        sync.Mutex // protects all following fields
 	closed    bool
-	ends      int                        // sandboxes that have ended since the daemon began
-	sandboxes map[sandbox.ID]*member     // all that have not ended
-	names     map[sandbox.Key]sandbox.ID // likewise
+	ends      int // sandboxes that have ended since the daemon began
+	roster    roster
 	pools     map[sandbox.Key]*pool
 	builds    map[buildKey]*build        // those under way
 	requests  map[string]*request        // those with an idempotency key, likewise
@@ -150,8 +149,8 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 	db.Observe(cfg.Observer.Journaled)
 	m := &Manager{
 		cfg: cfg, observer: cfg.Observer, db: db, secrets: secrets, authorities: authorities, turns: newTurns(cfg.Starts),
-		dirty:     make(chan struct{}, 1),
-		sandboxes: map[sandbox.ID]*member{}, names: map[sandbox.Key]sandbox.ID{}, pools: map[sandbox.Key]*pool{}, builds: map[buildKey]*build{},
+		dirty:  make(chan struct{}, 1),
+		roster: newRoster(), pools: map[sandbox.Key]*pool{}, builds: map[buildKey]*build{},
 		requests: map[string]*request{}, restoring: map[sandbox.ID]int{}, parked: map[sandbox.ID]sandbox.Key{},
 	}
 	m.capacity = newAdmission(cfg.Capacity, m.dropHeld)
@@ -174,7 +173,7 @@ func (m *Manager) Close() error {
 	m.closed = true
 	running := m.pools
 	m.pools = map[sandbox.Key]*pool{}
-	members := slices.Collect(maps.Values(m.sandboxes)) // claims that are refused now leave the map
+	members := slices.Collect(maps.Values(m.roster.byID)) // claims that are refused now leave it
 	m.mu.Unlock()
 	m.cancel()
 	m.turns.close()
@@ -385,7 +384,7 @@ func settleForks(tx *journal.Tx) error {
 func (m *Manager) adopt(ctx context.Context, s sandbox.Sandbox) error {
 	b := m.newMember(s)
 	m.mu.Lock()
-	m.sandboxes[s.ID], m.names[s.Key] = b, s.ID
+	m.roster.add(b)
 	m.mu.Unlock()
 	if s.State == sandbox.Hibernated {
 		m.capacity.keep(s.Namespace, s.Kept)

@@ -16,6 +16,9 @@ import (
 type member struct {
 	manager *Manager
 	id      sandbox.ID
+	key     sandbox.Key
+	// position is where it is in lists of its namespace.
+	position string
 
 	// turn holds one token while nobody changes what the sandbox is doing. It
 	// is a mutex that can be waited for with a context.
@@ -33,7 +36,7 @@ type member struct {
 }
 
 func (m *Manager) newMember(s sandbox.Sandbox) *member {
-	b := &member{manager: m, id: s.ID, record: s, turn: make(chan struct{}, 1)}
+	b := &member{manager: m, id: s.ID, key: s.Key, position: s.Position(), record: s, turn: make(chan struct{}, 1)}
 	b.turn <- struct{}{}
 	return b
 }
@@ -144,8 +147,7 @@ func (b *member) ended(reason sandbox.Reason, detail string) error {
 	}
 	m.observer.Ended(last.PoolKey(), reason)
 	m.mu.Lock()
-	delete(m.sandboxes, b.id)
-	delete(m.names, last.Key)
+	m.roster.remove(b)
 	m.mu.Unlock()
 	var errs []error
 	if last.Asleep != "" {
@@ -197,11 +199,12 @@ func (b *member) detach() error {
 // find returns the sandbox of a name.
 func (m *Manager) find(k sandbox.Key) (*member, error) {
 	m.mu.Lock()
-	defer m.mu.Unlock()
-	if id, ok := m.names[k]; ok {
-		return m.sandboxes[id], nil
+	b := m.roster.get(k)
+	m.mu.Unlock()
+	if b == nil {
+		return nil, m.whyGone(k)
 	}
-	return nil, m.whyGone(k)
+	return b, nil
 }
 
 // whyGone is the error for a sandbox that is not there: it has ended, or never

@@ -102,7 +102,9 @@ func TestEachForItself(t *testing.T) {
 			})
 			synctest.Wait()
 		}
-		do(nil, func(tx *Tx) error { return errors.Join(notes.Put(tx, "a", note{"old"}), notes.Put(tx, "b", note{"old"})) })
+		do(nil, func(tx *Tx) error {
+			return errors.Join(notes.Put(tx, "a", note{"old"}), notes.Put(tx, "b", note{"old"}))
+		})
 		change := func(tx *Tx) error {
 			return errors.Join(
 				notes.Put(tx, "a", note{"1"}), notes.Delete(tx, "a"), notes.Put(tx, "a", note{"2"}),
