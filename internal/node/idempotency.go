@@ -34,6 +34,9 @@ const (
 type request struct {
 	body string
 	done chan struct{}
+	// serving is set once it is known that it was not done before. The manager's mutex
+	// protects it.
+	serving bool
 }
 
 // record writes what else belongs into the transaction that makes an object.
@@ -97,13 +100,19 @@ func (m *Manager) serveOnce(ctx context.Context, once sandbox.Once, do func() er
 }
 
 // beginRequest makes the request the caller's, unless it was done before or
-// another caller does it.
+// another caller does it. Whoever comes while the journal is read waits for that.
 func (m *Manager) beginRequest(once sandbox.Once) (*keptAnswer, *request, error) {
 	m.mu.Lock()
-	defer m.mu.Unlock()
 	if other := m.requests[once.Key]; other != nil {
+		defer m.mu.Unlock()
+		if !other.serving {
+			return nil, other, nil // it may differ from the one that was done before, and this one not
+		}
 		return nil, other, once.Check(other.body)
 	}
+	mine := &request{body: once.Body, done: make(chan struct{})}
+	m.requests[once.Key] = mine
+	m.mu.Unlock()
 	var before keptAnswer
 	var found bool
 	err := m.db.View(func(tx *journal.Tx) (err error) {
@@ -111,12 +120,16 @@ func (m *Manager) beginRequest(once sandbox.Once) (*keptAnswer, *request, error)
 		return err
 	})
 	if err != nil {
+		m.endRequest(once)
 		return nil, nil, err
 	}
 	if found && time.Since(before.Time) < keepAnswers {
+		m.endRequest(once)
 		return &before, nil, once.Check(before.Body)
 	}
-	m.requests[once.Key] = &request{body: once.Body, done: make(chan struct{})}
+	m.mu.Lock()
+	mine.serving = true
+	m.mu.Unlock()
 	return nil, nil, nil
 }
 

@@ -59,3 +59,36 @@ func TestClaimWaitsAlone(t *testing.T) {
 		}
 	})
 }
+
+// TestCollectsBuildsAlone: nobody waits while builds that nobody forks are deleted.
+func TestCollectsBuildsAlone(t *testing.T) {
+	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
+		var first sandbox.Template
+		for _, image := range []string{"one", "two"} {
+			made, err := m.ApplyTemplate(t.Context(), key("other"), sandbox.TemplateSpec{Image: image, MilliCPUs: 1000, Memory: 64 * mib})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if first.Revision == "" {
+				first = made
+			}
+			synctest.Wait()
+		}
+		release := holdJournal(t, m)
+		collected := make(chan error, 1)
+		go func() { collected <- m.collectBuilds() }()
+		synctest.Wait()
+		if !m.mu.TryLock() {
+			release()
+			t.Fatal("the collection of builds keeps everybody from the manager")
+		}
+		m.mu.Unlock()
+		release()
+		if err := <-collected; err != nil {
+			t.Error(err)
+		}
+		if left, err := m.Builds(t.Context(), first); err != nil || len(left) != 0 {
+			t.Errorf("%v is left, %v", left, err)
+		}
+	})
+}
