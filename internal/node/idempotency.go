@@ -23,12 +23,12 @@ type keptAnswer struct {
 // The collection has the name under which journals already have it.
 var answers = journal.Collection[keptAnswer]("outcomes")
 
-// keepAnswers is for how long an answer is kept; every forgetAnswers
-// those are looked for that can be forgotten.
-const (
-	keepAnswers   = 24 * time.Hour
-	forgetAnswers = time.Hour
-)
+// answersByTime has the keys of answers, the oldest first.
+var answersByTime = journal.Collection[string]("outcomes-by-time")
+
+// keepAnswers is for how long an answer is kept. Each new one forgets at most forgetStep
+// of those that are older.
+const keepAnswers = 24 * time.Hour
 
 // request is one that is being served.
 type request struct {
@@ -140,22 +140,27 @@ func (m *Manager) endRequest(once sandbox.Once) {
 	delete(m.requests, once.Key)
 }
 
-// keepAnswer keeps the answer to a request, and forgets those that are old.
+// keepAnswer keeps the answer to a request, and forgets some of those that are old.
 func (m *Manager) keepAnswer(tx *journal.Tx, once sandbox.Once, a keptAnswer) error {
 	a.Body, a.Time = once.Body, time.Now().UTC()
-	var old []string
-	var err error
-	last := m.forgotten.Load()
-	if a.Time.Sub(time.Unix(last, 0)) > forgetAnswers && m.forgotten.CompareAndSwap(last, a.Time.Unix()) {
-		err = answers.Each(tx, "", func(key string, before keptAnswer) error {
-			if a.Time.Sub(before.Time) >= keepAnswers {
-				old = append(old, key)
-			}
-			return nil
-		})
+	old := map[string]string{}
+	err := answersByTime.Each(tx, "", func(at, key string) error {
+		if len(old) == forgetStep || at >= journal.TimeKey(a.Time.Add(1-keepAnswers), "") {
+			return errEnough
+		}
+		old[at] = key
+		return nil
+	})
+	if errors.Is(err, errEnough) {
+		err = nil
 	}
-	for _, key := range old {
-		err = errors.Join(err, answers.Delete(tx, key))
+	for at, key := range old {
+		err = errors.Join(err, answersByTime.Delete(tx, at))
+		// A later answer may have taken its place.
+		before, found, getErr := answers.Get(tx, key)
+		if err = errors.Join(err, getErr); found && journal.TimeKey(before.Time, key) == at {
+			err = errors.Join(err, answers.Delete(tx, key))
+		}
 	}
-	return errors.Join(err, answers.Put(tx, once.Key, a))
+	return errors.Join(err, answers.Put(tx, once.Key, a), answersByTime.Put(tx, journal.TimeKey(a.Time, once.Key), once.Key))
 }

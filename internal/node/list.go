@@ -119,52 +119,20 @@ func (m *Manager) Sandboxes(_ context.Context, r sandbox.SandboxesRequest) (out 
 	}
 	// Not before: one that ends meanwhile is in one of the two, or in both.
 	err = m.db.View(func(tx *journal.Tx) error {
-		return sandboxes.Each(tx, "", func(_ string, s sandbox.Sandbox) error {
-			if s.Namespace == r.Namespace && s.State == sandbox.Ended && s.Position() > r.Page.After && !live[s.ID] {
-				out = append(out, s)
+		left := r.Page.Most()
+		return ended.EachAfter(tx, string(r.Namespace)+"/", r.Page.After, func(_ string, s sandbox.Sandbox) error {
+			if !live[s.ID] {
+				left, out = left-1, append(out, s)
+			}
+			if left == 0 {
+				return errEnough
 			}
 			return nil
 		})
 	})
+	if errors.Is(err, errEnough) {
+		err = nil
+	}
 	slices.SortFunc(out, func(a, b sandbox.Sandbox) int { return strings.Compare(a.Position(), b.Position()) })
 	return out[:min(len(out), r.Page.Most())], err
-}
-
-// historySize is how many ended sandboxes are remembered, at least, and
-// historyStep how many more before the oldest are forgotten.
-const (
-	historySize = 1000
-	historyStep = 100
-)
-
-// trimHistory is called for each sandbox that ends, and forgets those that ended
-// first, now and then.
-func (m *Manager) trimHistory() {
-	m.mu.Lock()
-	m.ends++
-	due := m.ends%historyStep == 0
-	m.mu.Unlock()
-	if !due {
-		return
-	}
-	err := m.db.Update(func(tx *journal.Tx) error {
-		var ended []sandbox.Sandbox
-		err := sandboxes.Each(tx, "", func(_ string, s sandbox.Sandbox) error {
-			if s.State == sandbox.Ended {
-				ended = append(ended, s)
-			}
-			return nil
-		})
-		if err != nil || len(ended) <= historySize {
-			return err
-		}
-		slices.SortFunc(ended, func(a, b sandbox.Sandbox) int { return b.Ended.Compare(a.Ended) })
-		for _, s := range ended[historySize:] {
-			err = errors.Join(err, sandboxes.Delete(tx, string(s.ID)))
-		}
-		return err
-	})
-	if err != nil {
-		m.cfg.Log.Error("trim the history of sandboxes", "error", err)
-	}
 }

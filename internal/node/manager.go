@@ -16,7 +16,6 @@ import (
 	"runtime"
 	"slices"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"agentrun.dev/internal/engine"
@@ -91,16 +90,13 @@ type Manager struct {
 	cancel      context.CancelFunc
 	work        sync.WaitGroup // all goroutines
 	dirty       chan struct{}  // holds at most one notice that something was removed
-	// forgotten is when answers were last forgotten, in Unix time. It is read in
-	// transactions, which may not wait for mu: who has mu may wait for them.
-	forgotten atomic.Int64
-	watches   watches
+	watches     watches
+	history     history
 
 	quotaTurn sync.Mutex // held by who changes a quota
 
 	mu        sync.Mutex // protects all following fields
 	closed    bool
-	ends      int // sandboxes that have ended since the daemon began
 	roster    roster
 	pools     map[sandbox.Key]*pool
 	builds    map[buildKey]*build        // those under way
@@ -254,7 +250,7 @@ func (m *Manager) recover(ctx context.Context) error {
 		}
 		return errors.Join(settleForks(tx), settleCheckpoints(tx), sizes.checkpoints(tx))
 	})
-	if err != nil {
+	if err = errors.Join(err, m.recoverHistory()); err != nil {
 		return err
 	}
 	for _, s := range found {
@@ -360,6 +356,9 @@ func settle(tx *journal.Tx, s *sandbox.Sandbox, boot string, now time.Time) erro
 	}
 	if (s.State == sandbox.Running || s.State == sandbox.Paused) && s.Boot != boot {
 		s.End(sandbox.ReasonHostRestart, "the host was restarted while it ran", now)
+	}
+	if s.State == sandbox.Ended {
+		return errors.Join(sandboxes.Delete(tx, string(s.ID)), ended.Put(tx, endedKey(*s), *s))
 	}
 	return sandboxes.Put(tx, string(s.ID), *s)
 }

@@ -68,11 +68,14 @@ func (b *member) change(do func(*sandbox.Sandbox)) error { return b.changeAnd(do
 func (b *member) changeAnd(do func(*sandbox.Sandbox), also record[sandbox.Sandbox]) error {
 	next := b.now()
 	do(&next)
-	if err := b.manager.db.Update(func(tx *journal.Tx) error {
-		return errors.Join(sandboxes.Put(tx, string(b.id), next), also.write(tx, next))
+	written := func() {}
+	if err := b.manager.db.Update(func(tx *journal.Tx) (err error) {
+		written, err = b.manager.write(tx, next)
+		return errors.Join(err, also.write(tx, next))
 	}); err != nil {
 		return fmt.Errorf("sandbox %s: %w", b.id, err)
 	}
+	written()
 	b.mu.Lock()
 	b.record = next
 	b.arm()
@@ -155,7 +158,6 @@ func (b *member) ended(reason sandbox.Reason, detail string) error {
 		m.capacity.discard(last.Namespace, last.Kept)
 	}
 	errs = append(errs, b.dropMachine(last))
-	m.trimHistory()
 	return errors.Join(errs...)
 }
 
@@ -210,19 +212,19 @@ func (m *Manager) find(k sandbox.Key) (*member, error) {
 // whyGone is the error for a sandbox that is not there: it has ended, or never
 // was.
 func (m *Manager) whyGone(k sandbox.Key) error {
+	of, found := m.history.lastOf(k)
+	if !found {
+		return sandbox.NotFound(sandbox.KindSandbox, k)
+	}
 	var last sandbox.Sandbox
-	err := m.db.View(func(tx *journal.Tx) error {
-		return sandboxes.Each(tx, "", func(_ string, s sandbox.Sandbox) error {
-			if s.Key == k && s.State == sandbox.Ended && s.Ended.After(last.Ended) {
-				last = s
-			}
-			return nil
-		})
+	err := m.db.View(func(tx *journal.Tx) (err error) {
+		last, found, err = ended.Get(tx, of.String())
+		return err
 	})
 	switch {
 	case err != nil:
 		return err
-	case last.ID == "":
+	case !found: // it was forgotten meanwhile
 		return sandbox.NotFound(sandbox.KindSandbox, k)
 	}
 	e := sandbox.Errorf(sandbox.CodeEnded, "sandbox %s has ended (%s)", k.Name, last.Reason)

@@ -15,14 +15,7 @@ import (
 )
 
 // Schema is the version of what this build writes.
-const Schema = 2
-
-// migrations[n] brings the schema from n+1 to n+2.
-var migrations = []func(*Tx) error{
-	// Sandboxes say which secrets they hold, and there are quotas. A build that
-	// knows nothing of them would write secrets to disk in the clear.
-	func(*Tx) error { return nil },
-}
+const Schema = 3
 
 var (
 	metaBucket = []byte("meta")
