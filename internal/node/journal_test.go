@@ -46,6 +46,11 @@ func TestReadsJournalOfBefore(t *testing.T) {
 		same(t, tx, checkpoints, want.Checkpoints)
 		same(t, tx, quotas, want.Quotas)
 		same(t, tx, answers, want.Answers)
+		times := map[string]string{}
+		for key, a := range want.Answers {
+			times[journal.TimeKey(a.Time, key)] = key
+		}
+		same(t, tx, answersByTime, times)
 		return nil
 	})
 	if err != nil {
