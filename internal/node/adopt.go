@@ -3,6 +3,7 @@ package node
 import (
 	"context"
 	"errors"
+	"slices"
 	"sync"
 	"time"
 
@@ -30,7 +31,7 @@ const (
 func (m *Manager) register(s sandbox.Sandbox) {
 	b := m.newMember(s)
 	m.mu.Lock()
-	m.sandboxes[s.ID], m.names[s.Key] = b, s.ID
+	m.roster.add(b)
 	m.mu.Unlock()
 	if s.State == sandbox.Hibernated {
 		m.capacity.keep(s.Namespace, s.Kept)
@@ -42,14 +43,10 @@ func (m *Manager) register(s sandbox.Sandbox) {
 
 // adoptAll takes over the machines of all sandboxes that are registered.
 func (m *Manager) adoptAll() {
-	m.mu.Lock()
-	var waiting []*member
-	for _, b := range m.sandboxes {
-		if s := b.now(); s.State == sandbox.Running || s.State == sandbox.Paused {
-			waiting = append(waiting, b)
-		}
-	}
-	m.mu.Unlock()
+	waiting := slices.DeleteFunc(m.members(), func(b *member) bool {
+		s := b.now()
+		return s.State != sandbox.Running && s.State != sandbox.Paused
+	})
 	slots := make(chan struct{}, adoptions)
 	var first sync.WaitGroup // attempts
 	for _, b := range waiting {

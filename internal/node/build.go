@@ -185,24 +185,24 @@ func (m *Manager) reserve(n sandbox.Namespace, bytes uint64, held ...sandbox.Hel
 
 // collectBuilds deletes builds that nobody will fork any more.
 func (m *Manager) collectBuilds() error {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	used := map[buildKey]bool{}
-	for k := range m.builds {
-		used[k] = true
-	}
-	for _, p := range m.pools {
-		p.uses(used)
-	}
+	used := m.usedBuilds()
 	var dead []sandbox.Build
-	err := m.db.Update(func(tx *journal.Tx) error {
-		err := builds.Each(tx, "", func(_ string, b sandbox.Build) error {
+	unused := func(tx *journal.Tx) error {
+		dead = nil
+		return builds.Each(tx, "", func(_ string, b sandbox.Build) error {
 			t, found, err := templates.Get(tx, b.Template.String())
 			if err == nil && !used[keyOf(b)] && (!found || t.Revision != b.Revision) {
 				dead = append(dead, b)
 			}
 			return err
 		})
+	}
+	if err := m.db.View(unused); err != nil || len(dead) == 0 {
+		return err
+	}
+	// The template may have gone back to a revision since.
+	err := m.db.Update(func(tx *journal.Tx) error {
+		err := unused(tx)
 		for _, b := range dead {
 			err = errors.Join(err, builds.Delete(tx, keyOf(b).String()))
 		}
@@ -219,4 +219,18 @@ func (m *Manager) collectBuilds() error {
 		}
 	}
 	return errors.Join(errs...)
+}
+
+// usedBuilds are those under way and those that pools fork.
+func (m *Manager) usedBuilds() map[buildKey]bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	used := map[buildKey]bool{}
+	for k := range m.builds {
+		used[k] = true
+	}
+	for _, p := range m.pools {
+		p.uses(used)
+	}
+	return used
 }

@@ -12,7 +12,7 @@ import (
 // it.
 func (m *Manager) SandboxByID(_ context.Context, id sandbox.ID) (sandbox.Sandbox, error) {
 	m.mu.Lock()
-	b := m.sandboxes[id]
+	b := m.roster.byID[id]
 	m.mu.Unlock()
 	if b != nil {
 		if s := b.now(); s.State != sandbox.Starting && s.State != sandbox.Ended {

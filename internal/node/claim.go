@@ -131,36 +131,55 @@ func (m *Manager) enlist(s sandbox.Sandbox) (*member, error) {
 	s.ID, s.State, s.Created = sandbox.NewID(), sandbox.Starting, time.Now().UTC()
 	b := m.newMember(s)
 	<-b.turn
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if m.closed {
-		return nil, sandbox.Errorf(sandbox.CodeClosing, "the daemon is shutting down")
-	}
-	if _, taken := m.names[s.Key]; taken {
-		return nil, sandbox.Errorf(sandbox.CodeExists, "sandbox %s exists already in namespace %s", s.Name, s.Namespace).
-			Try("Choose another name, or end it with `agentrun kill %s`", s.Name)
-	}
-	if err := m.admit(s.Namespace); err != nil {
+	if err := m.takeName(b); err != nil {
 		return nil, err
 	}
 	if err := m.db.Update(func(tx *journal.Tx) error { return sandboxes.Put(tx, string(s.ID), s) }); err != nil {
+		b.leave()
+		if m.ctx.Err() != nil {
+			return nil, errClosing() // the journal may be closed
+		}
 		return nil, fmt.Errorf("sandbox %s: %w", s.Name, err)
 	}
-	m.sandboxes[s.ID], m.names[s.Key] = b, s.ID
 	return b, nil
 }
 
-// forget undoes enlist: the sandbox never was.
-func (b *member) forget() error {
+// takeName takes a sandbox's name, and its place in the quota of its namespace, from the
+// moment on at which the sandbox is not yet in the journal: nobody else waits for that.
+func (m *Manager) takeName(b *member) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.closed {
+		return errClosing()
+	}
+	if m.roster.get(b.key) != nil {
+		return sandbox.Errorf(sandbox.CodeExists, "sandbox %s exists already in namespace %s", b.key.Name, b.key.Namespace).
+			Try("Choose another name, or end it with `agentrun kill %s`", b.key.Name)
+	}
+	if err := m.admit(b.key.Namespace); err != nil {
+		return err
+	}
+	m.roster.add(b)
+	return nil
+}
+
+// leave gives back the name of a sandbox that never was. The caller has the turn, and
+// gives it to whoever has found the sandbox meanwhile.
+func (b *member) leave() {
 	m := b.manager
 	m.mu.Lock()
-	delete(m.sandboxes, b.id)
-	delete(m.names, b.record.Key)
+	m.roster.remove(b)
 	m.mu.Unlock()
 	b.mu.Lock()
 	b.record.State = sandbox.Ended
 	b.mu.Unlock()
 	b.unlock()
+}
+
+// forget undoes enlist: the sandbox never was.
+func (b *member) forget() error {
+	m := b.manager
+	b.leave()
 	err := m.db.Update(func(tx *journal.Tx) error { return sandboxes.Delete(tx, string(b.id)) })
 	if m.ctx.Err() != nil {
 		err = nil // the journal may be closed: the next daemon forgets the sandbox

@@ -49,7 +49,7 @@ func (m *Manager) Costs(ctx context.Context, n sandbox.Namespace, p sandbox.Page
 func (m *Manager) cost(ctx context.Context, s sandbox.Sandbox, use map[sandbox.ID]sandbox.NetworkUse) (sandbox.Cost, error) {
 	c := sandbox.Cost{Sandbox: s, At: time.Now().UTC()}
 	m.mu.Lock()
-	b := m.sandboxes[s.ID]
+	b := m.roster.byID[s.ID]
 	m.mu.Unlock()
 	if b == nil {
 		return c, nil // it has ended meanwhile
@@ -80,24 +80,22 @@ func (m *Manager) cost(ctx context.Context, s sandbox.Sandbox, use map[sandbox.I
 // Node looks at the node.
 func (m *Manager) Node(_ context.Context) (sandbox.NodeStatus, error) {
 	n := sandbox.NodeStatus{Engine: m.cfg.Engine.Name(), Capacity: m.capacity.capacity, Reserved: m.capacity.reserved()}
+	for _, b := range m.members() {
+		switch b.now().State {
+		case sandbox.Starting, sandbox.Ended:
+			continue
+		case sandbox.Hibernated:
+			n.Hibernated++
+		}
+		n.Sandboxes++
+	}
 	err := m.db.View(func(tx *journal.Tx) error {
-		return errors.Join(
-			sandboxes.Each(tx, "", func(_ string, s sandbox.Sandbox) error {
-				switch s.State {
-				case sandbox.Starting, sandbox.Ended:
-					return nil
-				case sandbox.Hibernated:
-					n.Hibernated++
-				}
-				n.Sandboxes++
-				return nil
-			}),
-			checkpoints.Each(tx, "", func(_ string, c sandbox.Checkpoint) error {
-				if c.Ready() {
-					n.Checkpoints++
-				}
-				return nil
-			}))
+		return checkpoints.Each(tx, "", func(_ string, c sandbox.Checkpoint) error {
+			if c.Ready() {
+				n.Checkpoints++
+			}
+			return nil
+		})
 	})
 	if err == nil {
 		n.CheckpointBytes, err = m.CheckpointBytes()

@@ -63,7 +63,7 @@ func (m *Manager) DeleteFork(ctx context.Context, k sandbox.Key) error {
 	}
 	for _, c := range f.Children {
 		m.mu.Lock()
-		b := m.sandboxes[c.ID]
+		b := m.roster.byID[c.ID]
 		m.mu.Unlock()
 		if b == nil {
 			continue

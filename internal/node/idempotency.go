@@ -23,17 +23,20 @@ type keptAnswer struct {
 // The collection has the name under which journals already have it.
 var answers = journal.Collection[keptAnswer]("outcomes")
 
-// keepAnswers is for how long an answer is kept; every forgetAnswers
-// those are looked for that can be forgotten.
-const (
-	keepAnswers   = 24 * time.Hour
-	forgetAnswers = time.Hour
-)
+// answersByTime has the keys of answers, the oldest first.
+var answersByTime = journal.Collection[string]("outcomes-by-time")
+
+// keepAnswers is for how long an answer is kept. Each new one forgets at most forgetStep
+// of those that are older.
+const keepAnswers = 24 * time.Hour
 
 // request is one that is being served.
 type request struct {
 	body string
 	done chan struct{}
+	// serving is set once it is known that it was not done before. The manager's mutex
+	// protects it.
+	serving bool
 }
 
 // record writes what else belongs into the transaction that makes an object.
@@ -97,13 +100,19 @@ func (m *Manager) serveOnce(ctx context.Context, once sandbox.Once, do func() er
 }
 
 // beginRequest makes the request the caller's, unless it was done before or
-// another caller does it.
+// another caller does it. Whoever comes while the journal is read waits for that.
 func (m *Manager) beginRequest(once sandbox.Once) (*keptAnswer, *request, error) {
 	m.mu.Lock()
-	defer m.mu.Unlock()
 	if other := m.requests[once.Key]; other != nil {
+		defer m.mu.Unlock()
+		if !other.serving {
+			return nil, other, nil // it may differ from the one that was done before, and this one not
+		}
 		return nil, other, once.Check(other.body)
 	}
+	mine := &request{body: once.Body, done: make(chan struct{})}
+	m.requests[once.Key] = mine
+	m.mu.Unlock()
 	var before keptAnswer
 	var found bool
 	err := m.db.View(func(tx *journal.Tx) (err error) {
@@ -111,12 +120,16 @@ func (m *Manager) beginRequest(once sandbox.Once) (*keptAnswer, *request, error)
 		return err
 	})
 	if err != nil {
+		m.endRequest(once)
 		return nil, nil, err
 	}
 	if found && time.Since(before.Time) < keepAnswers {
+		m.endRequest(once)
 		return &before, nil, once.Check(before.Body)
 	}
-	m.requests[once.Key] = &request{body: once.Body, done: make(chan struct{})}
+	m.mu.Lock()
+	mine.serving = true
+	m.mu.Unlock()
 	return nil, nil, nil
 }
 
@@ -127,22 +140,27 @@ func (m *Manager) endRequest(once sandbox.Once) {
 	delete(m.requests, once.Key)
 }
 
-// keepAnswer keeps the answer to a request, and forgets those that are old.
+// keepAnswer keeps the answer to a request, and forgets some of those that are old.
 func (m *Manager) keepAnswer(tx *journal.Tx, once sandbox.Once, a keptAnswer) error {
 	a.Body, a.Time = once.Body, time.Now().UTC()
-	var old []string
-	var err error
-	last := m.forgotten.Load()
-	if a.Time.Sub(time.Unix(last, 0)) > forgetAnswers && m.forgotten.CompareAndSwap(last, a.Time.Unix()) {
-		err = answers.Each(tx, "", func(key string, before keptAnswer) error {
-			if a.Time.Sub(before.Time) >= keepAnswers {
-				old = append(old, key)
-			}
-			return nil
-		})
+	old := map[string]string{}
+	err := answersByTime.Each(tx, "", func(at, key string) error {
+		if len(old) == forgetStep || at >= journal.TimeKey(a.Time.Add(1-keepAnswers), "") {
+			return errEnough
+		}
+		old[at] = key
+		return nil
+	})
+	if errors.Is(err, errEnough) {
+		err = nil
 	}
-	for _, key := range old {
-		err = errors.Join(err, answers.Delete(tx, key))
+	for at, key := range old {
+		err = errors.Join(err, answersByTime.Delete(tx, at))
+		// A later answer may have taken its place.
+		before, found, getErr := answers.Get(tx, key)
+		if err = errors.Join(err, getErr); found && journal.TimeKey(before.Time, key) == at {
+			err = errors.Join(err, answers.Delete(tx, key))
+		}
 	}
-	return errors.Join(err, answers.Put(tx, once.Key, a))
+	return errors.Join(err, answers.Put(tx, once.Key, a), answersByTime.Put(tx, journal.TimeKey(a.Time, once.Key), once.Key))
 }

@@ -33,11 +33,24 @@ func TestReadsJournalOfBefore(t *testing.T) {
 		same(t, tx, templates, want.Templates)
 		same(t, tx, builds, want.Builds)
 		same(t, tx, pools, want.Pools)
+		past := map[string]sandbox.Sandbox{}
+		for id, s := range want.Sandboxes {
+			if s.State == sandbox.Ended {
+				past[endedKey(s)] = s
+				delete(want.Sandboxes, id)
+			}
+		}
 		same(t, tx, sandboxes, want.Sandboxes)
+		same(t, tx, ended, past)
 		same(t, tx, forks, want.Forks)
 		same(t, tx, checkpoints, want.Checkpoints)
 		same(t, tx, quotas, want.Quotas)
 		same(t, tx, answers, want.Answers)
+		times := map[string]string{}
+		for key, a := range want.Answers {
+			times[journal.TimeKey(a.Time, key)] = key
+		}
+		same(t, tx, answersByTime, times)
 		return nil
 	})
 	if err != nil {

@@ -88,8 +88,8 @@ func list[T any](m *Manager, c journal.Collection[T], n sandbox.Namespace, p san
 func listIf[T any](m *Manager, c journal.Collection[T], n sandbox.Namespace, p sandbox.Page, seen func(T) bool) (out []T, err error) {
 	prefix := string(n) + "/"
 	err = m.db.View(func(tx *journal.Tx) error {
-		return c.Each(tx, prefix, func(key string, object T) error {
-			if strings.TrimPrefix(key, prefix) <= p.After || !seen(object) {
+		return c.EachAfter(tx, prefix, p.After, func(_ string, object T) error {
+			if !seen(object) {
 				return nil
 			}
 			if len(out) == p.Most() {
@@ -107,62 +107,32 @@ func listIf[T any](m *Manager, c journal.Collection[T], n sandbox.Namespace, p s
 
 // Sandboxes lists sandboxes by name; ended ones only if they are asked for.
 func (m *Manager) Sandboxes(_ context.Context, r sandbox.SandboxesRequest) (out []sandbox.Sandbox, err error) {
+	live := map[sandbox.ID]bool{}
+	m.eachMember(r.Namespace, r.Page.After, func(b *member) bool {
+		if s := b.now(); s.State != sandbox.Starting && s.State != sandbox.Ended {
+			live[s.ID], out = true, append(out, s)
+		}
+		return len(out) < r.Page.Most()
+	})
+	if !r.Ended {
+		return out, nil
+	}
+	// Not before: one that ends meanwhile is in one of the two, or in both.
 	err = m.db.View(func(tx *journal.Tx) error {
-		return sandboxes.Each(tx, "", func(_ string, s sandbox.Sandbox) error {
-			if s.Namespace == r.Namespace && s.State != sandbox.Starting && (r.Ended || s.State != sandbox.Ended) {
-				out = append(out, s)
+		left := r.Page.Most()
+		return ended.EachAfter(tx, string(r.Namespace)+"/", r.Page.After, func(_ string, s sandbox.Sandbox) error {
+			if !live[s.ID] {
+				left, out = left-1, append(out, s)
+			}
+			if left == 0 {
+				return errEnough
 			}
 			return nil
 		})
 	})
+	if errors.Is(err, errEnough) {
+		err = nil
+	}
 	slices.SortFunc(out, func(a, b sandbox.Sandbox) int { return strings.Compare(a.Position(), b.Position()) })
-	out = slices.DeleteFunc(out, func(s sandbox.Sandbox) bool { return s.Position() <= r.Page.After })
-	out = out[:min(len(out), r.Page.Most())]
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	for i := range out {
-		if b := m.sandboxes[out[i].ID]; b != nil {
-			out[i].Unresponsive = b.now().Unresponsive
-		}
-	}
-	return out, err
-}
-
-// historySize is how many ended sandboxes are remembered, at least, and
-// historyStep how many more before the oldest are forgotten.
-const (
-	historySize = 1000
-	historyStep = 100
-)
-
-// trimHistory is called for each sandbox that ends, and forgets those that ended
-// first, now and then.
-func (m *Manager) trimHistory() {
-	m.mu.Lock()
-	m.ends++
-	due := m.ends%historyStep == 0
-	m.mu.Unlock()
-	if !due {
-		return
-	}
-	err := m.db.Update(func(tx *journal.Tx) error {
-		var ended []sandbox.Sandbox
-		err := sandboxes.Each(tx, "", func(_ string, s sandbox.Sandbox) error {
-			if s.State == sandbox.Ended {
-				ended = append(ended, s)
-			}
-			return nil
-		})
-		if err != nil || len(ended) <= historySize {
-			return err
-		}
-		slices.SortFunc(ended, func(a, b sandbox.Sandbox) int { return b.Ended.Compare(a.Ended) })
-		for _, s := range ended[historySize:] {
-			err = errors.Join(err, sandboxes.Delete(tx, string(s.ID)))
-		}
-		return err
-	})
-	if err != nil {
-		m.cfg.Log.Error("trim the history of sandboxes", "error", err)
-	}
+	return out[:min(len(out), r.Page.Most())], err
 }

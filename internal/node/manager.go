@@ -16,7 +16,6 @@ import (
 	"runtime"
 	"slices"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"agentrun.dev/internal/engine"
@@ -91,10 +90,8 @@ type Manager struct {
 	cancel      context.CancelFunc
 	work        sync.WaitGroup // all goroutines
 	dirty       chan struct{}  // holds at most one notice that something was removed
-	// forgotten is when answers were last forgotten, in Unix time. It is read in
-	// transactions, which may not wait for mu: who has mu may wait for them.
-	forgotten atomic.Int64
-	watches   watches
+	watches     watches
+	history     history
 	// adopted is closed when each machine of an earlier daemon was tried once.
 	adopted chan struct{}
 
@@ -102,9 +99,7 @@ type Manager struct {
 
 	mu        sync.Mutex // protects all following fields
 	closed    bool
-	ends      int                        // sandboxes that have ended since the daemon began
-	sandboxes map[sandbox.ID]*member     // all that have not ended
-	names     map[sandbox.Key]sandbox.ID // likewise
+	roster    roster
 	pools     map[sandbox.Key]*pool
 	builds    map[buildKey]*build        // those under way
 	requests  map[string]*request        // those with an idempotency key, likewise
@@ -153,7 +148,7 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 	m := &Manager{
 		cfg: cfg, observer: cfg.Observer, db: db, secrets: secrets, authorities: authorities, turns: newTurns(cfg.Starts),
 		dirty: make(chan struct{}, 1), adopted: make(chan struct{}),
-		sandboxes: map[sandbox.ID]*member{}, names: map[sandbox.Key]sandbox.ID{}, pools: map[sandbox.Key]*pool{}, builds: map[buildKey]*build{},
+		roster: newRoster(), pools: map[sandbox.Key]*pool{}, builds: map[buildKey]*build{},
 		requests: map[string]*request{}, restoring: map[sandbox.ID]int{}, parked: map[sandbox.ID]sandbox.Key{},
 	}
 	m.capacity = newAdmission(cfg.Capacity, m.dropHeld)
@@ -176,7 +171,7 @@ func (m *Manager) Close() error {
 	m.closed = true
 	running := m.pools
 	m.pools = map[sandbox.Key]*pool{}
-	members := slices.Collect(maps.Values(m.sandboxes)) // claims that are refused now leave the map
+	members := slices.Collect(maps.Values(m.roster.byID)) // claims that are refused now leave it
 	m.mu.Unlock()
 	m.cancel()
 	m.turns.close()
@@ -257,7 +252,7 @@ func (m *Manager) recover(ctx context.Context) error {
 		}
 		return errors.Join(settleForks(tx), settleCheckpoints(tx), sizes.checkpoints(tx))
 	})
-	if err != nil {
+	if err = errors.Join(err, m.recoverHistory()); err != nil {
 		return err
 	}
 	for _, s := range found {
@@ -360,6 +355,9 @@ func settle(tx *journal.Tx, s *sandbox.Sandbox, boot string, now time.Time) erro
 	}
 	if (s.State == sandbox.Running || s.State == sandbox.Paused) && s.Boot != boot {
 		s.End(sandbox.ReasonHostRestart, "the host was restarted while it ran", now)
+	}
+	if s.State == sandbox.Ended {
+		return errors.Join(sandboxes.Delete(tx, string(s.ID)), ended.Put(tx, endedKey(*s), *s))
 	}
 	return sandboxes.Put(tx, string(s.ID), *s)
 }

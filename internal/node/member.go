@@ -16,6 +16,9 @@ import (
 type member struct {
 	manager *Manager
 	id      sandbox.ID
+	key     sandbox.Key
+	// position is where it is in lists of its namespace.
+	position string
 
 	// turn holds one token while nobody changes what the sandbox is doing. It
 	// is a mutex that can be waited for with a context.
@@ -38,7 +41,7 @@ type member struct {
 }
 
 func (m *Manager) newMember(s sandbox.Sandbox) *member {
-	b := &member{manager: m, id: s.ID, record: s, turn: make(chan struct{}, 1)}
+	b := &member{manager: m, id: s.ID, key: s.Key, position: s.Position(), record: s, turn: make(chan struct{}, 1)}
 	b.turn <- struct{}{}
 	return b
 }
@@ -72,11 +75,14 @@ func (b *member) change(do func(*sandbox.Sandbox)) error { return b.changeAnd(do
 func (b *member) changeAnd(do func(*sandbox.Sandbox), also record[sandbox.Sandbox]) error {
 	next := b.now()
 	do(&next)
-	if err := b.manager.db.Update(func(tx *journal.Tx) error {
-		return errors.Join(sandboxes.Put(tx, string(b.id), next), also.write(tx, next))
+	written := func() {}
+	if err := b.manager.db.Update(func(tx *journal.Tx) (err error) {
+		written, err = b.manager.write(tx, next)
+		return errors.Join(err, also.write(tx, next))
 	}); err != nil {
 		return fmt.Errorf("sandbox %s: %w", b.id, err)
 	}
+	written()
 	b.mu.Lock()
 	b.record = next
 	b.arm()
@@ -154,8 +160,7 @@ func (b *member) ended(reason sandbox.Reason, detail string) error {
 	}
 	m.observer.Ended(last.PoolKey(), reason)
 	m.mu.Lock()
-	delete(m.sandboxes, b.id)
-	delete(m.names, last.Key)
+	m.roster.remove(b)
 	m.mu.Unlock()
 	var errs []error
 	if last.Asleep != "" {
@@ -163,7 +168,6 @@ func (b *member) ended(reason sandbox.Reason, detail string) error {
 		m.capacity.discard(last.Namespace, last.Kept)
 	}
 	errs = append(errs, b.dropMachine(last))
-	m.trimHistory()
 	return errors.Join(errs...)
 }
 
@@ -208,29 +212,30 @@ func (b *member) detach() error {
 // find returns the sandbox of a name.
 func (m *Manager) find(k sandbox.Key) (*member, error) {
 	m.mu.Lock()
-	defer m.mu.Unlock()
-	if id, ok := m.names[k]; ok {
-		return m.sandboxes[id], nil
+	b := m.roster.get(k)
+	m.mu.Unlock()
+	if b == nil {
+		return nil, m.whyGone(k)
 	}
-	return nil, m.whyGone(k)
+	return b, nil
 }
 
 // whyGone is the error for a sandbox that is not there: it has ended, or never
 // was.
 func (m *Manager) whyGone(k sandbox.Key) error {
+	of, found := m.history.lastOf(k)
+	if !found {
+		return sandbox.NotFound(sandbox.KindSandbox, k)
+	}
 	var last sandbox.Sandbox
-	err := m.db.View(func(tx *journal.Tx) error {
-		return sandboxes.Each(tx, "", func(_ string, s sandbox.Sandbox) error {
-			if s.Key == k && s.State == sandbox.Ended && s.Ended.After(last.Ended) {
-				last = s
-			}
-			return nil
-		})
+	err := m.db.View(func(tx *journal.Tx) (err error) {
+		last, found, err = ended.Get(tx, of.String())
+		return err
 	})
 	switch {
 	case err != nil:
 		return err
-	case last.ID == "":
+	case !found: // it was forgotten meanwhile
 		return sandbox.NotFound(sandbox.KindSandbox, k)
 	}
 	e := sandbox.Errorf(sandbox.CodeEnded, "sandbox %s has ended (%s)", k.Name, last.Reason)

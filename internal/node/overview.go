@@ -37,7 +37,6 @@ func (m *Manager) Overview() Overview {
 	m.mu.Lock()
 	out.Builds = len(m.builds)
 	running := maps.Clone(m.pools)
-	members := slices.Collect(maps.Values(m.sandboxes))
 	m.mu.Unlock()
 	byPool := map[sandbox.Key]*PoolOverview{}
 	of := func(k sandbox.Key) *PoolOverview {
@@ -53,7 +52,7 @@ func (m *Manager) Overview() Overview {
 		o.Replicas = p.spec.Replicas
 		p.mu.Unlock()
 	}
-	for _, b := range members {
+	for _, b := range m.members() {
 		s := b.now()
 		of(s.PoolKey()).Sandboxes[s.State]++
 	}
@@ -78,9 +77,8 @@ func (m *Manager) Memory() (map[sandbox.Key]PoolMemory, error) {
 	machines := map[sandbox.ID]sandbox.Key{}
 	m.mu.Lock()
 	maps.Copy(machines, m.parked)
-	members := slices.Collect(maps.Values(m.sandboxes))
 	m.mu.Unlock()
-	for _, b := range members {
+	for _, b := range m.members() {
 		if s := b.now(); s.Machine != "" {
 			machines[s.Machine] = s.PoolKey()
 		}

@@ -40,19 +40,8 @@ func (m *Manager) QuotaOf(_ context.Context, n sandbox.Namespace) (sandbox.Quota
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	use := m.capacity.quota(n)
-	use.UsedSandboxes = m.countSandboxes(n)
+	use.UsedSandboxes = m.roster.count(n)
 	return use, nil
-}
-
-// countSandboxes counts those of a namespace that have not ended. It is called
-// with the mutex.
-func (m *Manager) countSandboxes(n sandbox.Namespace) (count int) {
-	for k := range m.names {
-		if k.Namespace == n {
-			count++
-		}
-	}
-	return count
 }
 
 // admit refuses one more sandbox of a namespace that has as many as it may have.
@@ -62,7 +51,7 @@ func (m *Manager) admit(n sandbox.Namespace) error {
 	if q.Sandboxes == 0 {
 		return nil
 	}
-	have := m.countSandboxes(n)
+	have := m.roster.count(n)
 	if have < q.Sandboxes {
 		return nil
 	}

@@ -5,10 +5,9 @@ package journal
 
 import (
 	"encoding/binary"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"strings"
+	"sync"
 	"time"
 
 	"go.etcd.io/bbolt"
@@ -16,14 +15,7 @@ import (
 )
 
 // Schema is the version of what this build writes.
-const Schema = 2
-
-// migrations[n] brings the schema from n+1 to n+2.
-var migrations = []func(*Tx) error{
-	// Sandboxes say which secrets they hold, and there are quotas. A build that
-	// knows nothing of them would write secrets to disk in the clear.
-	func(*Tx) error { return nil },
-}
+const Schema = 3
 
 var (
 	metaBucket = []byte("meta")
@@ -40,25 +32,47 @@ var ErrInUse = errors.New("the state is in use by another daemon")
 type DB struct {
 	bolt    *bbolt.DB
 	observe func(took time.Duration)
+	cost    Cost
+	// turn holds one token while nobody commits.
+	turn chan struct{}
+
+	mu    sync.Mutex // protects queue
+	queue []*write
 }
 
-// Tx is a transaction. It is valid within the function that got it.
-type Tx struct{ bolt *bbolt.Tx }
+// Cost is what a commit costs beside its work. It is for measurements.
+type Cost struct {
+	// NoSync leaves out the wait for the disk: what is written does not survive the
+	// host's end.
+	NoSync bool
+	// Before is called before each commit, if it is set.
+	Before func()
+}
 
 // Open opens the journal at path and makes it if there is none.
-func Open(path string) (*DB, error) { return open(path, Schema, migrations) }
+func Open(path string) (*DB, error) { return OpenAt(path, Cost{}) }
 
-func open(path string, schema uint32, migrations []func(*Tx) error) (*DB, error) {
-	// A daemon that is being replaced may need a moment to let go of the file.
-	b, err := bbolt.Open(path, 0o600, &bbolt.Options{Timeout: 2 * time.Second})
+// OpenAt is Open with another cost of commits.
+func OpenAt(path string, cost Cost) (*DB, error) { return open(path, Schema, migrations, cost) }
+
+func open(path string, schema uint32, migrations []func(*Tx) error, cost Cost) (*DB, error) {
+	b, err := bbolt.Open(path, 0o600, &bbolt.Options{
+		// A daemon that is being replaced may need a moment to let go of the file.
+		Timeout: 2 * time.Second,
+		// The list of free pages is found again when the file is opened. Written with
+		// each commit, it makes those slow in a file that was once large.
+		FreelistType: bbolt.FreelistMapType, NoFreelistSync: true,
+		NoSync: cost.NoSync,
+	})
 	if errors.Is(err, bolterrors.ErrTimeout) {
 		return nil, fmt.Errorf("open %s: %w", path, ErrInUse)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("open %s: %w", path, err)
 	}
-	db := &DB{bolt: b, observe: func(time.Duration) {}}
-	if err := db.Update(func(tx *Tx) error { return tx.migrate(schema, migrations) }); err != nil {
+	db := &DB{bolt: b, observe: func(time.Duration) {}, cost: cost, turn: make(chan struct{}, 1)}
+	db.turn <- struct{}{}
+	if err := b.Update(func(tx *bbolt.Tx) error { return (&Tx{bolt: tx}).migrate(schema, migrations) }); err != nil {
 		return nil, errors.Join(fmt.Errorf("open %s: %w", path, err), b.Close())
 	}
 	return db, nil
@@ -91,94 +105,7 @@ func (tx *Tx) migrate(schema uint32, migrations []func(*Tx) error) error {
 // Close waits for transactions that are under way.
 func (db *DB) Close() error { return db.bolt.Close() }
 
-// Observe has f told how long each Update took, from the wait for the one before
-// to the disk. It is called before the journal is used by others.
-func (db *DB) Observe(f func(took time.Duration)) { db.observe = f }
-
-// Update runs f in a transaction: all that it wrote is durable when Update
-// returns nil, and none of it otherwise.
-func (db *DB) Update(f func(*Tx) error) error {
-	begin := time.Now()
-	defer func() { db.observe(time.Since(begin)) }()
-	return db.bolt.Update(func(tx *bbolt.Tx) error { return f(&Tx{tx}) })
-}
-
 // View runs f in a transaction that only reads.
 func (db *DB) View(f func(*Tx) error) error {
-	return db.bolt.View(func(tx *bbolt.Tx) error { return f(&Tx{tx}) })
-}
-
-// Collection is a set of objects of one kind, each under a key. Its name is the
-// name in the file.
-type Collection[T any] string
-
-// Get returns the object under key, and whether there is one.
-func (c Collection[T]) Get(tx *Tx, key string) (object T, found bool, err error) {
-	bucket := tx.bolt.Bucket([]byte(c))
-	if bucket == nil {
-		return object, false, nil
-	}
-	v := bucket.Get([]byte(key))
-	if v == nil {
-		return object, false, nil
-	}
-	if err := c.decode(key, v, &object); err != nil {
-		return object, false, err
-	}
-	return object, true, nil
-}
-
-// Put writes an object under key.
-func (c Collection[T]) Put(tx *Tx, key string, object T) error {
-	bucket, err := tx.bolt.CreateBucketIfNotExists([]byte(c))
-	if err != nil {
-		return fmt.Errorf("write %s %s: %w", c, key, err)
-	}
-	v, err := json.Marshal(object)
-	if err != nil {
-		return fmt.Errorf("write %s %s: %w", c, key, err)
-	}
-	if err := bucket.Put([]byte(key), v); err != nil {
-		return fmt.Errorf("write %s %s: %w", c, key, err)
-	}
-	return nil
-}
-
-// Delete removes the object under key, if there is one.
-func (c Collection[T]) Delete(tx *Tx, key string) error {
-	bucket := tx.bolt.Bucket([]byte(c))
-	if bucket == nil {
-		return nil
-	}
-	if err := bucket.Delete([]byte(key)); err != nil {
-		return fmt.Errorf("delete %s %s: %w", c, key, err)
-	}
-	return nil
-}
-
-// Each calls f with the objects whose keys begin with prefix, in the order of
-// their keys. f may not write to the collection.
-func (c Collection[T]) Each(tx *Tx, prefix string, f func(key string, object T) error) error {
-	bucket := tx.bolt.Bucket([]byte(c))
-	if bucket == nil {
-		return nil
-	}
-	cursor := bucket.Cursor()
-	for k, v := cursor.Seek([]byte(prefix)); k != nil && strings.HasPrefix(string(k), prefix); k, v = cursor.Next() {
-		var object T
-		if err := c.decode(string(k), v, &object); err != nil {
-			return err
-		}
-		if err := f(string(k), object); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-func (c Collection[T]) decode(key string, v []byte, object *T) error {
-	if err := json.Unmarshal(v, object); err != nil {
-		return fmt.Errorf("read %s %s: %w", c, key, err)
-	}
-	return nil
+	return db.bolt.View(func(tx *bbolt.Tx) error { return f(&Tx{bolt: tx}) })
 }

@@ -74,7 +74,7 @@ func TestCollection(t *testing.T) {
 // refused and stays as it was.
 func TestSchema(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "journal")
-	db, err := open(path, 1, nil)
+	db, err := open(path, 1, nil, Cost{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -86,11 +86,11 @@ func TestSchema(t *testing.T) {
 		}
 	}
 	failed := errors.New("failed")
-	if _, err := open(path, 3, []func(*Tx) error{step(1), func(*Tx) error { return failed }}); !errors.Is(err, failed) {
+	if _, err := open(path, 3, []func(*Tx) error{step(1), func(*Tx) error { return failed }}, Cost{}); !errors.Is(err, failed) {
 		t.Fatalf("a migration that fails gives %v", err)
 	}
 	for range 2 {
-		db, err = open(path, 3, []func(*Tx) error{step(1), step(2)})
+		db, err = open(path, 3, []func(*Tx) error{step(1), step(2)}, Cost{})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -103,10 +103,10 @@ func TestSchema(t *testing.T) {
 		}
 		_ = db.Close()
 	}
-	if _, err := open(path, 2, []func(*Tx) error{step(1)}); !errors.Is(err, ErrNewer) {
+	if _, err := open(path, 2, []func(*Tx) error{step(1)}, Cost{}); !errors.Is(err, ErrNewer) {
 		t.Errorf("a newer journal gives %v", err)
 	}
-	db, err = open(path, 3, []func(*Tx) error{step(1), step(2)})
+	db, err = open(path, 3, []func(*Tx) error{step(1), step(2)}, Cost{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -121,7 +121,7 @@ func TestMigrations(t *testing.T) {
 	}
 	for from := uint32(1); from < Schema; from++ {
 		path := filepath.Join(t.TempDir(), "journal")
-		db, err := open(path, from, migrations)
+		db, err := open(path, from, migrations, Cost{})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -136,7 +136,7 @@ func TestMigrations(t *testing.T) {
 			t.Errorf("schema %d: %q, %v", from, got.Text, err)
 		}
 		_ = db.Close()
-		if _, err := open(path, from, migrations); !errors.Is(err, ErrNewer) {
+		if _, err := open(path, from, migrations, Cost{}); !errors.Is(err, ErrNewer) {
 			t.Errorf("schema %d opens it again: %v", from, err)
 		}
 	}

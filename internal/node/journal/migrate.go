@@ -1,0 +1,44 @@
+package journal
+
+import (
+	"encoding/json"
+	"errors"
+	"time"
+)
+
+// migrations[n] brings the schema from n+1 to n+2.
+var migrations = []func(*Tx) error{
+	// Sandboxes say which secrets they hold, and there are quotas. A build that
+	// knows nothing of them would write secrets to disk in the clear.
+	func(*Tx) error { return nil },
+	indexEnds,
+}
+
+// indexEnds moves sandboxes that have ended to a collection of their own, by namespace,
+// name and id, and lists answers by their time.
+func indexEnds(tx *Tx) error {
+	type head struct {
+		Namespace string `json:"namespace"`
+		Name      string `json:"name"`
+		ID        string `json:"id"`
+		State     string `json:"state"`
+	}
+	const sandboxes, ended = "sandboxes", "ended"
+	moved := map[string]string{}
+	err := Collection[head](sandboxes).Each(tx, "", func(key string, s head) error {
+		if s.State == "Ended" {
+			moved[key] = s.Namespace + "/" + s.Name + "/" + s.ID
+		}
+		return nil
+	})
+	for from, to := range moved {
+		record, _, getErr := Collection[json.RawMessage](sandboxes).Get(tx, from)
+		err = errors.Join(err, getErr, Collection[json.RawMessage](ended).Put(tx, to, record), Collection[json.RawMessage](sandboxes).Delete(tx, from))
+	}
+	type answer struct {
+		Time time.Time `json:"time"`
+	}
+	return errors.Join(err, Collection[answer]("outcomes").Each(tx, "", func(key string, a answer) error {
+		return Collection[string]("outcomes-by-time").Put(tx, TimeKey(a.Time, key), key)
+	}))
+}

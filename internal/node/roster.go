@@ -1,0 +1,123 @@
+package node
+
+import (
+	"slices"
+	"strings"
+
+	"agentrun.dev/internal/sandbox"
+)
+
+// roster has the sandboxes that have not ended, by id, by name and in the order of
+// lists. Whoever uses it holds the manager's mutex, so nothing in it walks through all.
+type roster struct {
+	byID   map[sandbox.ID]*member
+	spaces map[sandbox.Namespace]*space
+}
+
+// space is the sandboxes of one namespace.
+type space struct {
+	byName map[sandbox.Name]*member
+	order  []*member // by position
+}
+
+func newRoster() roster {
+	return roster{map[sandbox.ID]*member{}, map[sandbox.Namespace]*space{}}
+}
+
+func (r roster) get(k sandbox.Key) *member {
+	if s := r.spaces[k.Namespace]; s != nil {
+		return s.byName[k.Name]
+	}
+	return nil
+}
+
+func (r roster) add(b *member) {
+	s := r.spaces[b.key.Namespace]
+	if s == nil {
+		s = &space{byName: map[sandbox.Name]*member{}}
+		r.spaces[b.key.Namespace] = s
+	}
+	r.byID[b.id], s.byName[b.key.Name] = b, b
+	s.order = slices.Insert(s.order, s.after(b.position), b)
+}
+
+// remove is for one that was added. Its name may be another's by now.
+func (r roster) remove(b *member) {
+	s := r.spaces[b.key.Namespace]
+	if r.byID[b.id] != b || s == nil {
+		return
+	}
+	delete(r.byID, b.id)
+	if s.byName[b.key.Name] == b {
+		delete(s.byName, b.key.Name)
+	}
+	at, _ := slices.BinarySearchFunc(s.order, b.position, comparePosition)
+	if s.order = slices.Delete(s.order, at, at+1); len(s.order) == 0 {
+		delete(r.spaces, b.key.Namespace)
+	}
+}
+
+func (r roster) count(n sandbox.Namespace) int {
+	if s := r.spaces[n]; s != nil {
+		return len(s.order)
+	}
+	return 0
+}
+
+func comparePosition(b *member, position string) int { return strings.Compare(b.position, position) }
+
+// after is where the first comes that is after a position.
+func (s *space) after(position string) int {
+	at, found := slices.BinarySearchFunc(s.order, position, comparePosition)
+	if found {
+		at++
+	}
+	return at
+}
+
+// rosterStep is how many sandboxes are taken from the roster before others have their
+// turn with the mutex.
+const rosterStep = 128
+
+// eachMember calls f with the sandboxes of a namespace after a position, in order, until
+// f returns false.
+func (m *Manager) eachMember(n sandbox.Namespace, after string, f func(*member) bool) {
+	for {
+		var some []*member
+		m.mu.Lock()
+		if s := m.roster.spaces[n]; s != nil {
+			at := s.after(after)
+			some = slices.Clone(s.order[at:min(at+rosterStep, len(s.order))])
+		}
+		m.mu.Unlock()
+		for _, b := range some {
+			if after = b.position; !f(b) {
+				return
+			}
+		}
+		if len(some) < rosterStep {
+			return
+		}
+	}
+}
+
+// namespaces are those that have sandboxes, in no order.
+func (m *Manager) namespaces() (out []sandbox.Namespace) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for n := range m.roster.spaces {
+		out = append(out, n)
+	}
+	return out
+}
+
+// members are all, in no order.
+func (m *Manager) members() (out []*member) {
+	for _, n := range m.namespaces() {
+		m.eachMember(n, "", func(b *member) bool {
+			out = append(out, b)
+			return true
+		})
+	}
+	return out
+}
