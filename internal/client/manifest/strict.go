@@ -121,7 +121,8 @@ func (e *explanation) compareStruct(t reflect.Type, value any, path string) {
 // compareScalar compares what is neither a list nor has fields. Text also takes numbers
 // and truth values, as the YAML library does.
 func (e *explanation) compareScalar(t reflect.Type, value any, path string) {
-	want, fits := "", false
+	var want string
+	var fits bool
 	switch number, isNumber := value.(float64); t.Kind() {
 	case reflect.String:
 		_, isText := value.(string)
