@@ -239,7 +239,7 @@ func (p *pool) status() sandbox.PoolStatus {
 	switch {
 	case st.Problem != "":
 	case len(p.older) > 0:
-		st.Problem = fmt.Sprintf("revision %s is rolled out: %d of %d sandboxes are of it, %d of earlier revisions serve until then",
+		st.Problem = fmt.Sprintf("revision %s is being rolled out: %d of %d sandboxes are of it, %d of earlier revisions serve until then",
 			p.current.build.Revision, now.Waiting, p.spec.Replicas, earlier)
 		if now.LastError != "" {
 			st.Problem += "; the last one of it failed: " + now.LastError

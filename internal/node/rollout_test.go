@@ -36,7 +36,6 @@ func applyImage(t *testing.T, m *Manager, image string) sandbox.Template {
 
 func applyPool(t *testing.T, m *Manager, spec sandbox.PoolSpec) {
 	t.Helper()
-	spec.Template = "python"
 	if _, err := m.ApplyPool(t.Context(), key("pool"), spec); err != nil {
 		t.Fatal(err)
 	}
@@ -52,47 +51,42 @@ func poolStatus(t *testing.T, m *Manager) sandbox.PoolStatus {
 }
 
 // TestRolloutWithoutRoom: a rollout for which there is no memory says so, and holds up
-// nothing that comes after it.
+// nothing that comes after it: maxUnavailable makes room for it, and replicas: 0 ends it.
 func TestRolloutWithoutRoom(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		h := nodetest.NewHost(t)
-		m := daemon(t, t.TempDir(), h, func(c *Config) { c.Capacity = 2 * 64 * mib })
-		defer func() { _ = m.Close() }()
-		setUp(t, m, 2)
-		time.Sleep(time.Minute)
-		applyImage(t, m, "two")
-		time.Sleep(24 * time.Hour)
-		if st := poolStatus(t, m); st.Ready != 2 || st.Snapshots != 0 || st.Problem == "" {
-			t.Errorf("a day after a revision that does not fit: %+v", st)
-		}
-		applyPool(t, m, sandbox.PoolSpec{})
-		time.Sleep(24 * time.Hour)
-		if st := poolStatus(t, m); st.Ready != 0 || len(h.Folders()) != 0 {
-			t.Errorf("a day after replicas: 0: %+v, %d machines", st, len(h.Folders()))
-		}
-	})
-}
-
-// TestRolloutByUnavailable: where nothing more fits, maxUnavailable makes the room for the
-// new revision.
-func TestRolloutByUnavailable(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		h := nodetest.NewHost(t)
-		m := daemon(t, t.TempDir(), h, func(c *Config) { c.Capacity = 3 * 64 * mib })
-		defer func() { _ = m.Close() }()
-		setUp(t, m, 3)
-		none, one := 0, 1
-		applyPool(t, m, sandbox.PoolSpec{Replicas: 3, MaxSurge: &none, MaxUnavailable: &one})
-		time.Sleep(time.Minute)
-		// Without it the template could not be built.
-		applyPool(t, m, sandbox.PoolSpec{Replicas: 2, MaxSurge: &none, MaxUnavailable: &one})
-		time.Sleep(time.Minute)
-		applyImage(t, m, "two")
-		time.Sleep(time.Hour)
-		if st := poolStatus(t, m); st != (sandbox.PoolStatus{Phase: sandbox.PhaseReady, Ready: 2, Snapshots: 2}) {
-			t.Errorf("an hour after the new revision: %+v", st)
-		}
-	})
+	none, one := 0, 1
+	for name, c := range map[string]struct {
+		then sandbox.PoolSpec
+		want sandbox.PoolStatus
+	}{
+		"maxUnavailable": {sandbox.PoolSpec{Replicas: 2, MaxSurge: &none, MaxUnavailable: &one}, sandbox.PoolStatus{Phase: sandbox.PhaseReady, Ready: 2, Snapshots: 2}},
+		"no replicas":    {sandbox.PoolSpec{}, sandbox.PoolStatus{Phase: sandbox.PhaseReady}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				h := nodetest.NewHost(t)
+				m := daemon(t, t.TempDir(), h, func(c *Config) { c.Capacity = 3 * 64 * mib })
+				defer func() { _ = m.Close() }()
+				if _, err := m.ApplyTemplate(t.Context(), key("other"), sandbox.TemplateSpec{Image: "two", MilliCPUs: 1000, Memory: 64 * mib}); err != nil {
+					t.Fatal(err)
+				}
+				synctest.Wait()
+				setUp(t, m, 2)
+				claim(t, m, "a", sandbox.Lifetime{})
+				time.Sleep(time.Minute)
+				applyPool(t, m, sandbox.PoolSpec{Template: "other", Replicas: 2})
+				time.Sleep(24 * time.Hour)
+				if st := poolStatus(t, m); st.Ready != 2 || st.Snapshots != 0 || !strings.Contains(st.Problem, "there is no room") {
+					t.Errorf("a day after a change for which there is no room: %+v", st)
+				}
+				c.then.Template = "other"
+				applyPool(t, m, c.then)
+				time.Sleep(24 * time.Hour)
+				if st := poolStatus(t, m); st != c.want || len(h.Folders()) != c.want.Ready+1 {
+					t.Errorf("a day after the next change: %+v, %d machines", st, len(h.Folders()))
+				}
+			})
+		})
+	}
 }
 
 // TestRolloutNeverReady: an old revision serves claims while sandboxes of the new one never
@@ -103,7 +97,7 @@ func TestRolloutNeverReady(t *testing.T) {
 		m := daemon(t, t.TempDir(), h, func(c *Config) { c.Builder = &neverReady{} })
 		defer func() { _ = m.Close() }()
 		good := applyImage(t, m, "one")
-		applyPool(t, m, sandbox.PoolSpec{Replicas: 2, Stage: sandbox.AfterInit})
+		applyPool(t, m, sandbox.PoolSpec{Template: "python", Replicas: 2, Stage: sandbox.AfterInit})
 		time.Sleep(time.Minute)
 		applyImage(t, m, "bad")
 		time.Sleep(time.Hour)
