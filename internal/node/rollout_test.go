@@ -104,11 +104,16 @@ func TestRolloutNeverReady(t *testing.T) {
 		if st := poolStatus(t, m); st.Ready != 2 || st.Snapshots != 0 || !strings.Contains(st.Problem, "the ready check fails") {
 			t.Errorf("an hour after a revision that is never ready: %+v", st)
 		}
-		for n := range 5 { // more than wait
-			if s := claim(t, m, fmt.Sprintf("a%d", n), sandbox.Lifetime{}); s.Revision != good.Revision {
-				t.Errorf("claim %d is of revision %s, not of %s, which serves", n, s.Revision, good.Revision)
-			}
+		var claims sync.WaitGroup
+		for n := range 20 { // many more than wait
+			claims.Go(func() {
+				s, _, err := m.Claim(t.Context(), sandbox.ClaimRequest{Key: key(fmt.Sprintf("a%d", n)), Spec: sandbox.ClaimSpec{Pool: "pool"}})
+				if err != nil || s.Revision != good.Revision {
+					t.Errorf("claim %d is of revision %q, not of %s, which serves: %v", n, s.Revision, good.Revision, err)
+				}
+			})
 		}
+		claims.Wait()
 		fixed := applyImage(t, m, "fixed")
 		time.Sleep(time.Hour)
 		if st := poolStatus(t, m); st != (sandbox.PoolStatus{Phase: sandbox.PhaseReady, Ready: 2, Snapshots: 2}) {
@@ -163,8 +168,9 @@ func TestPoolTurns(t *testing.T) {
 			t.Fatal(err)
 		}
 		var all sync.WaitGroup
-		all.Go(func() { _, _ = m.ApplyPool(t.Context(), k, spec(0)) })
-		all.Go(func() { _, _ = m.ApplyPool(t.Context(), k, spec(1)) })
+		for n := range 8 {
+			all.Go(func() { _, _ = m.ApplyPool(t.Context(), k, spec(n%2)) })
+		}
 		if i%2 == 0 {
 			all.Go(func() { _ = m.DeletePool(t.Context(), k) })
 		}
