@@ -174,7 +174,8 @@ func (p *pool) sizeOlder(count int) {
 		kept = append(kept, s)
 	}
 	p.older[last].ready.Resize(count)
-	p.older = append(kept, p.older[last])
+	kept = append(kept, p.older[last])
+	p.older = kept
 }
 
 // end closes a stock that has left the pool, in the background: a claim under way may take
