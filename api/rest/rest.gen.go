@@ -1402,6 +1402,12 @@ type PoolList struct {
 
 // PoolSpec defines model for PoolSpec.
 type PoolSpec struct {
+	// MaxSurge How many more than `replicas` there may be while a revision replaces another. Without it: a quarter of `replicas`, at least 1.
+	MaxSurge *int `json:"maxSurge,omitempty"`
+
+	// MaxUnavailable How many fewer than `replicas` may wait meanwhile. Without it: 0. Not both may be 0.
+	MaxUnavailable *int `json:"maxUnavailable,omitempty"`
+
 	// Replicas How many are kept ready.
 	Replicas int `json:"replicas"`
 

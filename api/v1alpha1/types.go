@@ -128,6 +128,11 @@ type SandboxPoolSpec struct {
 	// SnapshotAfter is Ready, or Init: then each sandbox passes the ready check
 	// and the warm-up by itself.
 	SnapshotAfter string `json:"snapshotAfter,omitempty"`
+	// MaxSurge is how many more than Replicas there may be while a revision replaces
+	// another; a quarter of Replicas and at least 1 if it is missing. MaxUnavailable is
+	// how many fewer may wait meanwhile; 0 if it is missing.
+	MaxSurge       *int32 `json:"maxSurge,omitempty"`
+	MaxUnavailable *int32 `json:"maxUnavailable,omitempty"`
 }
 
 // Ref names another object of the same namespace.

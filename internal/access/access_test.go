@@ -209,6 +209,41 @@ func TestBadKeys(t *testing.T) {
 	}
 }
 
+// TestExpiredKeys: keys that have expired keep nobody from making another, and are forgotten
+// then, in the journal as well.
+func TestExpiredKeys(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNode(t)
+		defer n.Close()
+		spec := inA
+		spec.Lifetime = time.Hour
+		_, old := n.create(spec)
+		for len(n.byID) < maxKeys {
+			n.hold(&held{Key: Key{ID: KeyID(random(keyIDLength)), Expires: old.Expires}, digest: digestOf(random(20))})
+		}
+		if _, _, err := n.Create(inA); !sandbox.HasCode(err, sandbox.CodeConflict) {
+			t.Errorf("before they have expired: %v", err)
+		}
+		time.Sleep(time.Hour)
+		_, k, err := n.Create(inA)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if left := n.Keys(); len(left) != 1 || left[0].ID != k.ID {
+			t.Errorf("%d keys are left", len(left))
+		}
+		if err := n.db.View(func(tx *journal.Tx) error {
+			_, found, err := keys.Get(tx, string(old.ID))
+			if found {
+				t.Errorf("key %s is in the journal", old.ID)
+			}
+			return err
+		}); err != nil {
+			t.Fatal(err)
+		}
+	})
+}
+
 // TestFirstKey: it is made once, whatever becomes of it.
 func TestFirstKey(t *testing.T) {
 	n := newNode(t)

@@ -124,10 +124,46 @@ func (s *Store) Create(spec KeySpec) (text string, k Key, err error) {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	var expired []*held
 	if len(s.byID) >= maxKeys {
+		expired = s.expired(time.Now())
+	}
+	if len(s.byID)-len(expired) >= maxKeys {
 		return "", k, sandbox.Errorf(sandbox.CodeConflict, "there are %d keys already", maxKeys).Try("Revoke some of them with `agentrun key revoke`")
 	}
-	return s.create(spec, nil)
+	text, k, err = s.create(spec, func(tx *journal.Tx) error {
+		for _, h := range expired {
+			if err := keys.Delete(tx, string(h.ID)); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		return "", k, err
+	}
+	for _, h := range expired {
+		s.drop(h)
+	}
+	return text, k, nil
+}
+
+// expired lists the keys that have expired. They are kept, so that whoever uses one is told
+// why it is refused, until they would keep others from being made. The caller has the lock.
+func (s *Store) expired(now time.Time) (found []*held) {
+	for _, h := range s.byID {
+		if !h.Expires.IsZero() && !now.Before(h.Expires) {
+			found = append(found, h)
+		}
+	}
+	return found
+}
+
+// drop takes a key out of memory. The caller has the lock.
+func (s *Store) drop(h *held) {
+	delete(s.byDigest, h.digest)
+	delete(s.byID, h.ID)
+	h.end()
 }
 
 // create makes a key of a complete spec. The caller has the lock.
@@ -201,9 +237,7 @@ func (s *Store) Revoke(id KeyID) error {
 	if err := s.db.Update(func(tx *journal.Tx) error { return keys.Delete(tx, string(id)) }); err != nil {
 		return fmt.Errorf("revoke key %s: %w", id, err)
 	}
-	delete(s.byDigest, h.digest)
-	delete(s.byID, id)
-	h.end()
+	s.drop(h)
 	return nil
 }
 

@@ -87,7 +87,7 @@ var packages = []rule{
 	{path: "internal/convert/converttest", owns: "shows that conversions carry every field, for tests", imports: []string{"network/policy", "sandbox"}},
 	{path: "internal/convert/nodeconv", owns: "the gRPC API ↔ the vocabulary", imports: []string{"api/node/v1", "convert", "network/policy", "sandbox"}},
 	{path: "internal/convert/restconv", owns: "REST ↔ the vocabulary", imports: []string{"api/rest", "convert", "network/policy", "sandbox"}},
-	{path: "internal/convert/v1alpha1conv", owns: "the YAML of the four kinds ↔ the vocabulary", imports: []string{"api/v1alpha1", "network/policy", "sandbox"}},
+	{path: "internal/convert/v1alpha1conv", owns: "the YAML of the four kinds ↔ the vocabulary", imports: []string{"api/v1alpha1", "convert", "network/policy", "sandbox"}},
 	{path: "internal/access", owns: "API keys, roles, tokens of sandboxes, TLS certificates ([docs/security.md](docs/security.md))", imports: []string{"durable", "node/journal", "sandbox"}},
 	{path: "internal/access/audit", owns: "the log of who did what: appended, rotated, bounded", imports: []string{"durable"}},
 	{path: "internal/server", owns: "what the APIs have in common: the `Service` that they serve, authentication, authorisation by operation, errors and their codes, sandboxes in use", imports: []string{"access", "access/audit", "guest/guestrpc", "network/policy", "sandbox"}},

@@ -113,3 +113,13 @@ func read[T any](r *Reader, s string, parse func(string) (T, error)) T {
 	}
 	return v
 }
+
+// Number is a number that may be missing, in another type. What does not fit is refused by
+// what is valid, in the type that is read.
+func Number[To, From int | int32 | uint32](n *From) *To {
+	if n == nil {
+		return nil
+	}
+	out := To(*n)
+	return &out
+}

@@ -15,9 +15,13 @@ import (
 
 // Claim makes a sandbox of a pool. It returns when the sandbox has answered.
 func (m *Manager) Claim(ctx context.Context, r sandbox.ClaimRequest) (s sandbox.Sandbox, replayed bool, err error) {
-	return doOnce(ctx, m, r.Once, sandboxIn, func(also record[sandbox.Sandbox]) (sandbox.Sandbox, error) {
+	s, replayed, err = doOnce(ctx, m, r.Once, sandboxIn, func(also record[sandbox.Sandbox]) (sandbox.Sandbox, error) {
 		return m.claim(ctx, r.Key, r.Spec, also)
 	})
+	if replayed {
+		s, err = m.present(s)
+	}
+	return s, replayed, err
 }
 
 func (m *Manager) claim(ctx context.Context, k sandbox.Key, spec sandbox.ClaimSpec, also record[sandbox.Sandbox]) (_ sandbox.Sandbox, err error) {

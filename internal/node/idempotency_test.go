@@ -148,3 +148,26 @@ func TestOnceCrash(t *testing.T) {
 		}
 	})
 }
+
+// TestOnceAfterTheEnd: a claim that comes again is answered with what its sandbox is by now.
+func TestOnceAfterTheEnd(t *testing.T) {
+	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
+		r := sandbox.ClaimRequest{Key: key("a"), Spec: sandbox.ClaimSpec{Pool: "pool"}, Once: new(sandbox.NewOnce("me", "claim", "k", []byte("body")))}
+		first, _, err := m.Claim(t.Context(), r)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := m.Hibernate(t.Context(), key("a")); err != nil {
+			t.Fatal(err)
+		}
+		if s, replayed, err := m.Claim(t.Context(), r); err != nil || !replayed || s.ID != first.ID || s.State != sandbox.Hibernated {
+			t.Errorf("while it hibernates: %+v, %v, replayed %v", s, err, replayed)
+		}
+		if _, err := m.Kill(t.Context(), key("a")); err != nil {
+			t.Fatal(err)
+		}
+		if s, replayed, err := m.Claim(t.Context(), r); err != nil || !replayed || s.ID != first.ID || s.State != sandbox.Ended || s.Reason != sandbox.ReasonKilled {
+			t.Errorf("after it was killed: %+v, %v, replayed %v", s, err, replayed)
+		}
+	})
+}

@@ -96,6 +96,7 @@ type Manager struct {
 	adopted chan struct{}
 
 	quotaTurn sync.Mutex // held by who changes a quota
+	poolTurns keyTurns   // of those who apply or delete a pool
 
 	mu        sync.Mutex // protects all following fields
 	closed    bool

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -27,7 +28,8 @@ type pool struct {
 	mu      sync.Mutex // protects all following fields
 	spec    sandbox.PoolSpec
 	current *stock   // nil before the first build is ready
-	older   []*stock // of earlier revisions, until the current one is full
+	older   []*stock // of earlier revisions, oldest first, until the current one has taken over
+	closing []*stock // whose machines are being ended
 	problem string   // why there is no current one of the template's revision
 	phase   sandbox.Phase
 	changed chan struct{} // closed and made anew with each change of phase
@@ -56,6 +58,12 @@ type stock struct {
 	held []sandbox.Held
 	// policy is the template's, which changes without a build.
 	policy atomic.Pointer[policy.Policy]
+
+	// reached is how many of the stock have waited at once, at most. A stock that is claimed
+	// from as fast as it is filled has not lost its place in a rollout.
+	reached atomic.Int64
+	// served is set once a claim has got one of its machines.
+	served atomic.Bool
 
 	gone   context.Context // ends with the pool, and ends the claims under way
 	cancel context.CancelFunc
@@ -110,6 +118,7 @@ func (m *Manager) ApplyPool(_ context.Context, k sandbox.Key, spec sandbox.PoolS
 	if err := spec.Validate(); err != nil {
 		return sandbox.Pool{}, err
 	}
+	defer m.poolTurns.lock(k)()
 	p := sandbox.Pool{Key: k, Spec: spec, Created: time.Now().UTC()}
 	err := m.db.Update(func(tx *journal.Tx) error {
 		if _, found, err := templates.Get(tx, sandbox.Key{Namespace: k.Namespace, Name: spec.Template}.String()); err != nil || !found {
@@ -145,6 +154,19 @@ func (m *Manager) DeletePool(_ context.Context, k sandbox.Key) error {
 	if err := m.begin(); err != nil {
 		return err
 	}
+	p, err := m.forgetPool(k)
+	if err != nil {
+		return err
+	}
+	if p != nil {
+		err = p.close()
+	}
+	return errors.Join(err, m.collectBuilds())
+}
+
+// forgetPool takes a pool out of the journal and out of memory, and returns what ran of it.
+func (m *Manager) forgetPool(k sandbox.Key) (*pool, error) {
+	defer m.poolTurns.lock(k)()
 	err := m.db.Update(func(tx *journal.Tx) error {
 		if _, found, err := pools.Get(tx, k.String()); err != nil || !found {
 			return errors.Join(err, sandbox.NotFound(sandbox.KindPool, k))
@@ -152,16 +174,13 @@ func (m *Manager) DeletePool(_ context.Context, k sandbox.Key) error {
 		return pools.Delete(tx, k.String())
 	})
 	if err != nil {
-		return err
+		return nil, err
 	}
 	m.mu.Lock()
+	defer m.mu.Unlock()
 	p := m.pools[k]
 	delete(m.pools, k)
-	m.mu.Unlock()
-	if p != nil {
-		err = p.close()
-	}
-	return errors.Join(err, m.collectBuilds())
+	return p, nil
 }
 
 // WaitPool waits until claims of a pool can be made, or its template has failed.
@@ -257,81 +276,6 @@ func (p *pool) fail(problem string) {
 	p.set(phase, problem)
 }
 
-func (p *pool) reconcile(ctx context.Context) error {
-	p.mu.Lock()
-	spec, current := p.spec, p.current
-	p.mu.Unlock()
-	t, err := p.manager.Template(ctx, sandbox.Key{Namespace: p.key.Namespace, Name: spec.Template})
-	if err != nil {
-		return err
-	}
-	k := buildKey{t.Key, t.Revision, spec.Stage}
-	if current == nil || keyOf(current.build) != k {
-		p.manager.ensureBuild(t, spec.Stage)
-		b, err := p.manager.build(k)
-		switch {
-		case sandbox.HasCode(err, sandbox.CodeNotFound) || err == nil && b.Phase == sandbox.PhaseBuilding:
-			p.mu.Lock()
-			p.set(sandbox.PhaseBuilding, "")
-			p.mu.Unlock()
-			return nil // its end wakes us
-		case err != nil:
-			return err
-		case b.Phase == sandbox.PhaseFailed:
-			return fmt.Errorf("template %s: %s", t.Name, b.Problem)
-		}
-		if current, err = p.open(ctx, b, t.Spec, spec.Replicas); err != nil {
-			return err
-		}
-		p.mu.Lock()
-		if p.current != nil {
-			p.older = append(p.older, p.current)
-		}
-		p.current = current
-		p.mu.Unlock()
-	}
-	current.policy.Store(t.Spec.NetworkPolicy)
-	p.mu.Lock()
-	p.set(sandbox.PhaseReady, "")
-	p.mu.Unlock()
-	current.ready.Resize(spec.Replicas)
-	return p.retire(ctx, current)
-}
-
-// retire closes the stocks of earlier revisions once the current one is full.
-func (p *pool) retire(ctx context.Context, current *stock) error {
-	p.mu.Lock()
-	none := len(p.older) == 0
-	p.mu.Unlock()
-	if none {
-		return nil
-	}
-	// It may never be full, for want of memory: what changes meanwhile goes first, and
-	// comes back here.
-	waiting, stop := context.WithCancel(ctx)
-	defer stop()
-	p.manager.work.Go(func() {
-		select {
-		case <-p.wake:
-			stop()
-			p.notice()
-		case <-waiting.Done():
-		}
-	})
-	if full := current.ready.WaitFull(waiting) == nil; !full {
-		return nil // it is closing: so are they
-	}
-	p.mu.Lock()
-	old := p.older
-	p.older = nil
-	p.mu.Unlock()
-	var errs []error
-	for _, s := range old {
-		errs = append(errs, s.close())
-	}
-	return errors.Join(append(errs, p.manager.collectBuilds())...)
-}
-
 // open makes the stock of a build.
 func (p *pool) open(ctx context.Context, b sandbox.Build, spec sandbox.TemplateSpec, count int) (*stock, error) {
 	snap, err := snapshot.Open(p.manager.snapshotDir(b.Snapshot))
@@ -361,6 +305,7 @@ func (p *pool) open(ctx context.Context, b sandbox.Build, spec sandbox.TemplateS
 			return p.manager.forkClaimed(ctx, s, hostname)
 		},
 	})
+	p.manager.work.Go(func() { p.watch(s) })
 	return s, nil
 }
 
@@ -379,6 +324,7 @@ func (p *pool) claim(ctx context.Context, hostname string, fits func(*stock) boo
 	machine, err := from.ready.Get(inPool, hostname)
 	switch {
 	case err == nil:
+		from.served.Store(true)
 		return machine, from, nil
 	case p.manager.ctx.Err() != nil:
 		return nil, nil, errClosing()
@@ -388,8 +334,7 @@ func (p *pool) claim(ctx context.Context, hostname string, fits func(*stock) boo
 	return nil, nil, err
 }
 
-// source finds the stock to claim of, and begins a claim of it. Only what waits of an earlier
-// revision has to fit.
+// source finds the stock to claim of, and begins a claim of it.
 func (p *pool) source(fits func(*stock) bool) (_ *stock, end func(), err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -400,43 +345,14 @@ func (p *pool) source(fits func(*stock) bool) (_ *stock, end func(), err error) 
 		}
 		return nil, nil, e.Try("`agentrun get pool %s` shows how far it is", p.key.Name)
 	}
-	from := p.current
-	for i := len(p.older) - 1; i >= 0 && from.ready.Stats().Waiting == 0; i-- {
-		if fits(p.older[i]) {
-			from = p.older[i]
-		}
-	}
-	if from.ready.Stats().Waiting == 0 {
-		from = p.current
-	}
+	from := p.serving(fits)
 	return from, from.begin(), nil // a stock leaves the pool under the lock, and closes then
-}
-
-// status is what the pool has.
-func (p *pool) status() sandbox.PoolStatus {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	st := sandbox.PoolStatus{Phase: p.phase, Problem: p.problem}
-	if p.current != nil {
-		now := p.current.ready.Stats()
-		st.Ready = now.Waiting
-		if p.phase == sandbox.PhaseReady { // the current one is of the template's revision
-			st.Snapshots = now.Waiting
-		}
-		if st.Problem == "" && now.Waiting < p.spec.Replicas {
-			st.Problem = now.LastError
-		}
-	}
-	for _, s := range p.older {
-		st.Ready += s.ready.Stats().Waiting
-	}
-	return st
 }
 
 func (p *pool) uses(into map[buildKey]bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for _, s := range p.older {
+	for _, s := range slices.Concat(p.older, p.closing) {
 		into[keyOf(s.build)] = true
 	}
 	if p.current != nil {

@@ -15,7 +15,11 @@ import (
 // Restore makes a sandbox that continues from a checkpoint, with an identity of
 // its own. It returns when the sandbox has answered.
 func (m *Manager) Restore(ctx context.Context, r sandbox.RestoreRequest) (s sandbox.Sandbox, replayed bool, err error) {
-	return doOnce(ctx, m, r.Once, sandboxIn, func(also record[sandbox.Sandbox]) (sandbox.Sandbox, error) { return m.restore(ctx, r, also) })
+	s, replayed, err = doOnce(ctx, m, r.Once, sandboxIn, func(also record[sandbox.Sandbox]) (sandbox.Sandbox, error) { return m.restore(ctx, r, also) })
+	if replayed {
+		s, err = m.present(s)
+	}
+	return s, replayed, err
 }
 
 func (m *Manager) restore(ctx context.Context, r sandbox.RestoreRequest, also record[sandbox.Sandbox]) (sandbox.Sandbox, error) {

@@ -152,6 +152,23 @@ type PoolSpec struct {
 	Template Name  `json:"template"`
 	Replicas int   `json:"replicas"`
 	Stage    Stage `json:"stage"`
+	// MaxSurge is how many more than Replicas there may be while a revision replaces
+	// another; nil is a quarter of Replicas, at least 1. MaxUnavailable is how many fewer
+	// may wait meanwhile; nil is 0.
+	MaxSurge       *int `json:"maxSurge,omitempty"`
+	MaxUnavailable *int `json:"maxUnavailable,omitempty"`
+}
+
+// Rollout is MaxSurge and MaxUnavailable with what holds where they are missing.
+func (p PoolSpec) Rollout() (surge, unavailable int) {
+	surge = max(1, (p.Replicas+3)/4)
+	if p.MaxUnavailable != nil {
+		unavailable = *p.MaxUnavailable
+	}
+	if p.MaxSurge != nil {
+		surge = *p.MaxSurge
+	}
+	return surge, unavailable
 }
 
 // Pool keeps sandboxes of a template ready.

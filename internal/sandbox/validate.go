@@ -139,6 +139,15 @@ func (p PoolSpec) Validate() error {
 	case p.Stage != AfterInit && p.Stage != AfterReady:
 		return Invalid("snapshotAfter", "%s is neither %s nor %s", Quote(string(p.Stage)), AfterInit, AfterReady)
 	}
+	surge, unavailable := p.Rollout()
+	switch {
+	case surge < 0 || surge > maxReplicas:
+		return Invalid("maxSurge", "%d is not between 0 and %d", surge, maxReplicas)
+	case unavailable < 0 || unavailable > maxReplicas:
+		return Invalid("maxUnavailable", "%d is not between 0 and %d", unavailable, maxReplicas)
+	case surge == 0 && unavailable == 0:
+		return Invalid("maxSurge", "it is 0, and so is maxUnavailable: a new revision would never be rolled out")
+	}
 	return nil
 }
 

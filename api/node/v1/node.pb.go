@@ -1447,8 +1447,13 @@ type PoolSpec struct {
 	Replicas uint32                 `protobuf:"varint,2,opt,name=replicas,proto3" json:"replicas,omitempty"`
 	// Unspecified is READY.
 	SnapshotAfter Stage `protobuf:"varint,3,opt,name=snapshot_after,json=snapshotAfter,proto3,enum=agentrun.node.v1.Stage" json:"snapshot_after,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	// How many more than replicas there may be while a revision replaces another.
+	// Missing: a quarter of replicas, at least 1.
+	MaxSurge *uint32 `protobuf:"varint,4,opt,name=max_surge,json=maxSurge,proto3,oneof" json:"max_surge,omitempty"`
+	// How many fewer may wait meanwhile. Missing: 0.
+	MaxUnavailable *uint32 `protobuf:"varint,5,opt,name=max_unavailable,json=maxUnavailable,proto3,oneof" json:"max_unavailable,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *PoolSpec) Reset() {
@@ -1500,6 +1505,20 @@ func (x *PoolSpec) GetSnapshotAfter() Stage {
 		return x.SnapshotAfter
 	}
 	return Stage_STAGE_UNSPECIFIED
+}
+
+func (x *PoolSpec) GetMaxSurge() uint32 {
+	if x != nil && x.MaxSurge != nil {
+		return *x.MaxSurge
+	}
+	return 0
+}
+
+func (x *PoolSpec) GetMaxUnavailable() uint32 {
+	if x != nil && x.MaxUnavailable != nil {
+		return *x.MaxUnavailable
+	}
+	return 0
 }
 
 type Pool struct {
@@ -4842,11 +4861,16 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x04next\x18\x02 \x01(\tR\x04next\"I\n" +
 	"\x15DeleteTemplateRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
-	"\x04name\x18\x02 \x01(\tR\x04name\"\x82\x01\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\"\xf4\x01\n" +
 	"\bPoolSpec\x12\x1a\n" +
 	"\btemplate\x18\x01 \x01(\tR\btemplate\x12\x1a\n" +
 	"\breplicas\x18\x02 \x01(\rR\breplicas\x12>\n" +
-	"\x0esnapshot_after\x18\x03 \x01(\x0e2\x17.agentrun.node.v1.StageR\rsnapshotAfter\"\x9b\x02\n" +
+	"\x0esnapshot_after\x18\x03 \x01(\x0e2\x17.agentrun.node.v1.StageR\rsnapshotAfter\x12 \n" +
+	"\tmax_surge\x18\x04 \x01(\rH\x00R\bmaxSurge\x88\x01\x01\x12,\n" +
+	"\x0fmax_unavailable\x18\x05 \x01(\rH\x01R\x0emaxUnavailable\x88\x01\x01B\f\n" +
+	"\n" +
+	"_max_surgeB\x12\n" +
+	"\x10_max_unavailable\"\x9b\x02\n" +
 	"\x04Pool\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12.\n" +
@@ -5435,6 +5459,7 @@ func file_agentrun_node_v1_node_proto_init() {
 		(*ReadyCheck_Port)(nil),
 		(*ReadyCheck_Delay)(nil),
 	}
+	file_agentrun_node_v1_node_proto_msgTypes[14].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{

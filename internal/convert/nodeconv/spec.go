@@ -64,7 +64,10 @@ func ToTemplateSpec(g *nodev1.TemplateSpec) (sandbox.TemplateSpec, error) {
 
 // FromPoolSpec is for ApplyPool, and part of its answer.
 func FromPoolSpec(s sandbox.PoolSpec) *nodev1.PoolSpec {
-	return &nodev1.PoolSpec{Template: string(s.Template), Replicas: uint32(s.Replicas), SnapshotAfter: stages[s.Stage]}
+	return &nodev1.PoolSpec{
+		Template: string(s.Template), Replicas: uint32(s.Replicas), SnapshotAfter: stages[s.Stage],
+		MaxSurge: convert.Number[uint32](s.MaxSurge), MaxUnavailable: convert.Number[uint32](s.MaxUnavailable),
+	}
 }
 
 // ToPoolSpec reads a pool's spec.
@@ -72,6 +75,7 @@ func ToPoolSpec(g *nodev1.PoolSpec) (sandbox.PoolSpec, error) {
 	var r convert.Reader
 	return sandbox.PoolSpec{
 		Template: r.Name(g.GetTemplate()), Replicas: int(g.GetReplicas()), Stage: inverse(stages, g.GetSnapshotAfter()),
+		MaxSurge: convert.Number[int](g.MaxSurge), MaxUnavailable: convert.Number[int](g.MaxUnavailable),
 	}, r.Err()
 }
 

@@ -94,13 +94,19 @@ func ToTemplateSpec(g rest.TemplateSpec) (sandbox.TemplateSpec, error) {
 
 // FromPoolSpec is for a PUT of a pool, and part of the answer.
 func FromPoolSpec(s sandbox.PoolSpec) rest.PoolSpec {
-	return rest.PoolSpec{Template: string(s.Template), Replicas: s.Replicas, SnapshotAfter: rest.Stage(s.Stage)}
+	return rest.PoolSpec{
+		Template: string(s.Template), Replicas: s.Replicas, SnapshotAfter: rest.Stage(s.Stage),
+		MaxSurge: s.MaxSurge, MaxUnavailable: s.MaxUnavailable,
+	}
 }
 
 // ToPoolSpec reads a pool's spec.
 func ToPoolSpec(g rest.PoolSpec) (sandbox.PoolSpec, error) {
 	var r convert.Reader
-	return sandbox.PoolSpec{Template: r.Name(g.Template), Replicas: g.Replicas, Stage: sandbox.Stage(g.SnapshotAfter)}, r.Err()
+	return sandbox.PoolSpec{
+		Template: r.Name(g.Template), Replicas: g.Replicas, Stage: sandbox.Stage(g.SnapshotAfter),
+		MaxSurge: g.MaxSurge, MaxUnavailable: g.MaxUnavailable,
+	}, r.Err()
 }
 
 // FromClaimSpec is for a POST of a sandbox, whose name the caller adds.

@@ -14,6 +14,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"agentrun.dev/api/v1alpha1"
+	"agentrun.dev/internal/convert"
 	"agentrun.dev/internal/network/policy"
 	"agentrun.dev/internal/sandbox"
 )
@@ -100,6 +101,7 @@ func toPolicy(field string, g *v1alpha1.NetworkPolicy) (*policy.Policy, error) {
 func FromPoolSpec(s sandbox.PoolSpec) v1alpha1.SandboxPoolSpec {
 	return v1alpha1.SandboxPoolSpec{
 		TemplateRef: v1alpha1.Ref{Name: string(s.Template)}, Replicas: fromReplicas(s.Replicas), SnapshotAfter: string(s.Stage),
+		MaxSurge: convert.Number[int32](s.MaxSurge), MaxUnavailable: convert.Number[int32](s.MaxUnavailable),
 	}
 }
 
@@ -109,7 +111,10 @@ func ToPoolSpec(g v1alpha1.SandboxPoolSpec) (sandbox.PoolSpec, error) {
 	if err != nil {
 		return sandbox.PoolSpec{}, fmt.Errorf("templateRef: %w", err)
 	}
-	return sandbox.PoolSpec{Template: template, Replicas: toReplicas(g.Replicas), Stage: sandbox.Stage(g.SnapshotAfter)}, nil
+	return sandbox.PoolSpec{
+		Template: template, Replicas: toReplicas(g.Replicas), Stage: sandbox.Stage(g.SnapshotAfter),
+		MaxSurge: convert.Number[int](g.MaxSurge), MaxUnavailable: convert.Number[int](g.MaxUnavailable),
+	}, nil
 }
 
 // FromClaimSpec writes a claim's spec.
