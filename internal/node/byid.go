@@ -4,7 +4,6 @@ import (
 	"context"
 
 	"agentrun.dev/internal/node/journal"
-
 	"agentrun.dev/internal/sandbox"
 )
 
@@ -32,12 +31,11 @@ func (m *Manager) present(s sandbox.Sandbox) (sandbox.Sandbox, error) {
 		return b.now(), nil
 	}
 	err := m.db.View(func(tx *journal.Tx) error {
-		last, found, err := sandboxes.Get(tx, string(s.ID))
+		last, found, err := ended.Get(tx, endedKey(s))
 		if found {
 			s = last
-		} else {
-			s.State = sandbox.Ended
 		}
+		s.State = sandbox.Ended
 		return err
 	})
 	return s, err
