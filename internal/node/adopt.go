@@ -86,11 +86,9 @@ func (b *member) adopt(ctx context.Context, done func(), slots chan struct{}, tr
 		}
 	}()
 	for pause := adoptAgain; ; pause = min(2*pause, adoptSeldom) {
-		finished := false
-		if ctx.Err() == nil && b.now().State != sandbox.Ended {
+		finished := ctx.Err() != nil || b.now().State == sandbox.Ended
+		if !finished {
 			sb, finished = b.tryToAdopt(ctx, sb, slots)
-		} else {
-			finished = true
 		}
 		done()
 		b.unlock()
