@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"log/slog"
 	"net"
 	"path/filepath"
 	"sync"
@@ -13,11 +12,9 @@ import (
 
 	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/access"
-	"agentrun.dev/internal/access/audit"
 	"agentrun.dev/internal/client"
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/sandbox"
-	"agentrun.dev/internal/server"
 	restserver "agentrun.dev/internal/server/rest"
 	"agentrun.dev/internal/storage/image"
 )
@@ -124,25 +121,21 @@ func atOnce(clients, count int, do func() error) ([]time.Duration, error) {
 // serve serves the node's API on a socket, as the daemon does, until the node is
 // closed.
 func (n *benchNode) serve(ctx context.Context, socket string) (*client.Client, error) {
-	keys, err := access.Open(n.manager.Journal())
+	c, _, err := n.serveKeys(ctx, socket)
+	return c, err
+}
+
+// serveKeys is serve, and returns the keys of those who may use the API.
+func (n *benchNode) serveKeys(ctx context.Context, socket string) (*client.Client, *access.Store, error) {
+	cfg, err := n.guard(filepath.Dir(socket))
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
-	trail, err := audit.Open(audit.Config{Dir: filepath.Join(filepath.Dir(socket), "audit"), Failed: func(error) {}})
-	if err != nil {
-		keys.Close()
-		return nil, err
-	}
-	n.undo = append(n.undo, func() error {
-		keys.Close()
-		return trail.Close()
-	})
-	log := slog.New(slog.DiscardHandler)
-	h := restserver.New(restserver.Config{Config: server.Config{Service: n.manager, Access: keys, Audit: trail, Version: "bench", Log: log}})
-	s := restserver.HTTP(h, log)
+	h := restserver.New(restserver.Config{Config: cfg})
+	s := restserver.HTTP(h, cfg.Log)
 	l, err := (&net.ListenConfig{}).Listen(ctx, "unix", socket)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	served := make(chan error, 1)
 	go func() { served <- s.Serve(l) }()
@@ -151,7 +144,8 @@ func (n *benchNode) serve(ctx context.Context, socket string) (*client.Client, e
 		<-served
 		return err
 	})
-	return client.New(client.Config{Socket: socket})
+	c, err := client.New(client.Config{Socket: socket})
+	return c, cfg.Access, err
 }
 
 // Print writes the report as a table.

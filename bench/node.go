@@ -13,6 +13,7 @@ import (
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/node"
+	"agentrun.dev/internal/node/journal"
 	"agentrun.dev/internal/node/template"
 	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/storage/image"
@@ -29,14 +30,21 @@ type nodeConfig struct {
 	Folder string
 	Engine pick.Kind
 	Jail   microvm.JailPolicy
+	// Opened is the engine, if it is open already; it stays the caller's.
+	Opened engine.Engine
 	// Warmup may be nil.
 	Warmup *sandbox.Program
 	// Observer may be nil, and Starts 0.
 	Observer sandbox.Observer
 	Starts   int
+	// Cost is that of the journal's commits.
+	Cost journal.Cost
 }
 
 func (cfg nodeConfig) builder(e engine.Engine) node.Builder {
+	if _, free := e.(*freeEngine); free {
+		return freeBuilder{}
+	}
 	if cfg.Root != nil {
 		return &rootBuilder{rootTemplate: *cfg.Root, engine: e}
 	}
@@ -70,6 +78,9 @@ func (b *rootBuilder) Finish(context.Context, sandbox.TemplateSpec, sandbox.Buil
 	return nil
 }
 
+// DropImage implements node.Builder.
+func (*rootBuilder) DropImage(context.Context, string) (bool, error) { return true, nil }
+
 // Rehearse does nothing: the template has no interpreter that its user will speak to.
 func (b *rootBuilder) Rehearse(context.Context, sandbox.TemplateSpec, engine.Sandbox) error {
 	return nil
@@ -79,6 +90,7 @@ func (b *rootBuilder) Rehearse(context.Context, sandbox.TemplateSpec, engine.San
 // sandbox waits at first.
 type benchNode struct {
 	manager *node.Manager
+	folder  string // for sockets and logs
 	undo    []func() error
 }
 
@@ -93,33 +105,52 @@ func benchKey(name string) sandbox.Key {
 // error.
 func newNode(ctx context.Context, cfg nodeConfig) (*benchNode, error) {
 	n := &benchNode{}
-	resident, err := os.MkdirTemp("/dev/shm", "agentrun-bench-")
-	if err != nil {
+	if err := n.open(ctx, cfg); err != nil {
 		return n, err
 	}
-	n.undo = append(n.undo, func() error { return os.RemoveAll(resident) })
-	e, err := pick.Open(cfg.Engine, pick.Config{Resident: resident, Scratch: filepath.Join(cfg.Folder, "scratch"), Jail: cfg.Jail})
-	if err != nil {
-		return n, err
-	}
-	n.undo = append(n.undo, e.Close)
-	boot, err := folder.BootID()
-	if err != nil {
-		return n, err
-	}
-	n.manager, err = node.Open(ctx, node.Config{
-		Dir: filepath.Join(cfg.Folder, "state"), Engine: e, Boot: boot, Capacity: 1 << 62,
-		Builder: cfg.builder(e), Observer: cfg.Observer, Starts: cfg.Starts, Log: slog.New(slog.DiscardHandler),
-	})
-	if err != nil {
-		return n, err
-	}
-	n.undo = append(n.undo, n.manager.Close)
 	spec := sandbox.TemplateSpec{Image: cfg.Image, MilliCPUs: sandbox.DefaultMilliCPUs, Memory: cfg.Memory, Warmup: cfg.Warmup}
 	if _, err := n.manager.ApplyTemplate(ctx, benchKey(benchPool), spec); err != nil {
 		return n, err
 	}
 	return n, n.keep(ctx, 0)
+}
+
+// open opens the manager of a state folder, which may have sandboxes in it.
+func (n *benchNode) open(ctx context.Context, cfg nodeConfig) error {
+	e, err := n.openEngine(cfg)
+	if err != nil {
+		return err
+	}
+	boot, err := folder.BootID()
+	if err != nil {
+		return err
+	}
+	n.manager, err = node.Open(ctx, node.Config{
+		Dir: filepath.Join(cfg.Folder, "state"), Engine: e, Boot: boot, Capacity: 1 << 62,
+		Builder: cfg.builder(e), Observer: cfg.Observer, Starts: cfg.Starts, Commits: cfg.Cost, Log: slog.New(slog.DiscardHandler),
+	})
+	if err != nil {
+		return err
+	}
+	n.undo = append(n.undo, n.manager.Close)
+	return nil
+}
+
+func (n *benchNode) openEngine(cfg nodeConfig) (engine.Engine, error) {
+	if cfg.Opened != nil {
+		return cfg.Opened, nil
+	}
+	resident, err := os.MkdirTemp("/dev/shm", "agentrun-bench-")
+	if err != nil {
+		return nil, err
+	}
+	n.undo = append(n.undo, func() error { return os.RemoveAll(resident) })
+	e, err := pick.Open(cfg.Engine, pick.Config{Resident: resident, Scratch: filepath.Join(cfg.Folder, "scratch"), Jail: cfg.Jail})
+	if err != nil {
+		return nil, err
+	}
+	n.undo = append(n.undo, e.Close)
+	return e, nil
 }
 
 // keep makes so many sandboxes wait in the pool, and waits until they do.

@@ -15,6 +15,10 @@ die() {
 command -v go >/dev/null ||
 	die "Go is missing: install Go 1.26, or any from 1.21 on, which fetches 1.26 itself (https://go.dev/doc/install)"
 
+# What is compiled names no folder of this machine: all checkouts share it, and so do
+# programs, tests and linters.
+export GOFLAGS="${GOFLAGS:+$GOFLAGS }-trimpath"
+
 script_begin=$(date +%s%N)
 
 # seconds_since NANOSECONDS: for people.
@@ -45,11 +49,20 @@ phase() {
 	printf '== %s: %s\n' "$name" "$(seconds_since "$begin")"
 }
 
-# Programs are static and name no folder of the machine that built them.
+# Programs are static.
 go_build() {
 	local version
 	version=$(git describe --tags --always --dirty 2>/dev/null || echo dev)
-	CGO_ENABLED=0 go build -trimpath -ldflags="-s -w -X main.version=$version" "$@"
+	CGO_ENABLED=0 go build -ldflags="-s -w -X main.version=$version" "$@"
+}
+
+# Tests update AgentRun with real builds (test/forkd): "stamped" is the same source with
+# another build id, "older" lacks what the newest version of each control protocol has added.
+update_flags() {
+	case $1 in
+	stamped) echo "-ldflags=-s -w -buildid=stamped" ;;
+	older) echo "-ldflags=-s -w"$'\n'"-tags=without_newest" ;;
+	esac
 }
 
 build_programs() {
@@ -59,6 +72,11 @@ build_programs() {
 	# collector that Go has since 1.26 keeps its marks in the spans, a page more of
 	# each: 90 KiB of a vmm process.
 	GOEXPERIMENT=nogreenteagc go_build -o "$build/" ./cmd/vmm
+	local other flags
+	for other in stamped older; do
+		mapfile -t flags < <(update_flags $other)
+		GOEXPERIMENT=nogreenteagc CGO_ENABLED=0 go build "${flags[@]}" -o "$build/updates/$other/" ./cmd/vmm
+	done
 	# A heap that begins where an arena does needs one page table less.
 	GOEXPERIMENT=nogreenteagc,norandomizedheapbase64 go_build -o "$build/" ./cmd/guest-agent
 }
@@ -67,7 +85,7 @@ build_programs() {
 # hash of all that it is built from. A module of its own, see docs/design/gvisor.md.
 # What is built is a copy of gVisor's module with our patches (gvisor/patches).
 build_gvisor_helper() {
-	local hash helper
+	local hash helper other flags
 	hash=$({
 		go version
 		cat gvisor/go.mod gvisor/go.sum go.mod
@@ -75,17 +93,31 @@ build_gvisor_helper() {
 			-name '*.go' ! -name '*_test.go' -o -name '*.s' -o -name '*.json' -o -name '*.patch' | LC_ALL=C sort | xargs sha256sum
 	} | sha256sum | cut -c1-16)
 	helper=$cache/gvisor/gvisor-helper-$hash
-	if [ ! -x "$helper" ]; then
+	if [ ! -x "$helper" ] || [ ! -x "$helper-stamped" ] || [ ! -x "$helper-older" ]; then
 		echo "building gVisor (a few minutes, once)" >&2
 		mkdir -p "$cache/gvisor"
 		# The snapshots of one build are not another's: no version, nothing that
 		# differs from one checkout to the next.
 		patch_gvisor
-		(cd gvisor && CGO_ENABLED=0 go build -modfile="$patched/patched.mod" -trimpath -ldflags="-s -w" -o "$helper.tmp" ./cmd/gvisor-helper)
+		link_gvisor_helper "$helper" -ldflags="-s -w"
+		for other in stamped older; do
+			mapfile -t flags < <(update_flags $other)
+			link_gvisor_helper "$helper-$other" "${flags[@]}"
+		done
 		rm -rf "$patched"
-		mv "$helper.tmp" "$helper"
 	fi
 	from_cache "$helper" gvisor-helper
+	for other in stamped older; do
+		from_cache "$helper-$other" "updates/$other/gvisor-helper"
+	done
+}
+
+# link_gvisor_helper FILE FLAG…: all but the first take little more than the linker's time.
+link_gvisor_helper() {
+	local to=$1
+	shift
+	(cd gvisor && CGO_ENABLED=0 go build -modfile="$patched/patched.mod" "$@" -o "$to.tmp" ./cmd/gvisor-helper)
+	mv "$to.tmp" "$to"
 }
 
 # patched is where gVisor's source is built: the same path in every checkout, seen
@@ -113,7 +145,7 @@ build_test_guest() { guest/testguest/build.sh "$build/testguest.elf"; }
 
 # from_cache FILE NAME: a copy in build/, so that nobody writes to the cache.
 from_cache() {
-	mkdir -p "$build"
+	mkdir -p "$(dirname "$build/$2")"
 	cmp -s "$1" "$build/$2" && return
 	cp "$1" "$build/$2.tmp"
 	mv "$build/$2.tmp" "$build/$2"

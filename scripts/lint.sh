@@ -27,8 +27,10 @@ if [ ! -x "$linter" ]; then
 	fi
 	mv "$new/golangci-lint" "$linter"
 fi
+# Without cgo, as programs are built: what was compiled for them serves here, too.
+export CGO_ENABLED=0
 # Another checkout may be looked at meanwhile.
 "$linter" run --allow-parallel-runners "$@"
 # gVisor's helper is a module of its own.
 cd gvisor
-CGO_ENABLED=0 exec "$linter" run --allow-parallel-runners "$@"
+exec "$linter" run --allow-parallel-runners "$@"

@@ -69,5 +69,6 @@ check
 make_wheel
 export AGENTRUN_TEST_PROGRAM=$build/agentrun AGENTRUN_TEST_IMAGES=$images/images PYTHONPATH=$work/site
 cd "$sdk"
-# An interrupted run still ends its daemon and sandboxes.
-timeout --signal=INT --kill-after=60 900 "$venv/bin/python" -m pytest "$@"
+# An interrupted run still ends its daemon and sandboxes, also one in the background of a
+# script, where interrupts are ignored.
+exec env --default-signal=INT timeout --signal=INT --kill-after=60 900 "$venv/bin/python" -m pytest "$@"

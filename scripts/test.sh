@@ -11,12 +11,13 @@ cgroup_packages() { go list ./internal/host/jail; }
 # These too: kernels differ in what memory they can protect.
 memory_packages() { go list ./internal/vmm/guestmem; }
 linux_packages() { go list ./test/microvm/... 2>/dev/null || true; }
+# Those that take longest begin first: nobody is to wait for them in the end.
+longest=(./test/gvisor ./test/forkd ./internal/network/stack ./internal/network/netd ./test/network ./internal/storage/image)
 host_packages() {
 	local packages
-	# Those that take longest begin first: nobody is to wait for them in the end.
 	packages=$(
-		go list ./test/gvisor ./test/forkd
-		go list ./... | grep -v '^agentrun\.dev/test/\(microvm\|gvisor$\|forkd$\)'
+		go list "${longest[@]}"
+		go list ./... | grep -v '^agentrun\.dev/test/microvm' | grep -vxF "$(go list "${longest[@]}")"
 	)
 	own_kvm || packages=$(grep -vxF "$(kvm_packages)" <<<"$packages")
 	# Where KVM is hardware nothing needs the testbed, and QEMU may be missing.
@@ -28,33 +29,58 @@ host_packages() {
 timeout=25m
 [ -z "${AGENTRUN_SOAK:-}" ] || timeout=2h
 
+# -count=1 because a cached result has tested nothing; -vet=off because static_checks has
+# vetted.
+test_flags=(-count=1 -vet=off -timeout=$timeout)
+
 gotest() { "$build/gotest" -allow scripts/skips.allow "$@"; }
 
+# Without cgo, as the programs: what is compiled for them serves here, too.
 static_checks() {
+	export CGO_ENABLED=0
 	local unformatted
 	unformatted=$(gofmt -l $(go list -f "{{.Dir}}" ./...) gvisor | sort -u)
 	[ -z "$unformatted" ] || die "not formatted (gofmt -w):
 $unformatted"
 	go vet ./...
-	(cd gvisor && CGO_ENABLED=0 go vet ./...)
+	(cd gvisor && go vet ./...)
 	for script in scripts/*.sh guest/*/*.sh testbed/*/*.sh .ci/run; do bash -n "$script"; done
 }
 
 host_tests() {
-	# -race needs cgo; -count=1 because a cached result has tested nothing.
+	# -race needs cgo. One package more at once than there are processors: tests of
+	# sandboxes wait now and then.
 	# shellcheck disable=SC2046 # one argument per package
-	CGO_ENABLED=1 gotest -slow 10s -- -race -count=1 -timeout=$timeout $(host_packages)
+	CGO_ENABLED=1 gotest -slow 10s -- -race -p $(($(nproc) + 1)) "${test_flags[@]}" $(host_packages)
 }
 
 # The helper's own tests; gVisor with -race would be built anew.
-gvisor_tests() { (cd gvisor && CGO_ENABLED=0 "$build/gotest" -allow ../scripts/skips.allow -- -count=1 -timeout=$timeout ./...); }
+gvisor_tests() { (cd gvisor && CGO_ENABLED=0 "$build/gotest" -allow ../scripts/skips.allow -- "${test_flags[@]}" ./...); }
 
-hardware_tests() { CGO_ENABLED=0 gotest -v -- -count=1 -timeout=$timeout "$@"; }
+# on_the_host runs what needs no testbed, named NAME. The SDK's tests wait for one
+# sandbox at a time, so they run beside the others, and are printed after them.
+on_the_host() {
+	local name=$1 log=$build/beside-host.log beside status
+	(
+		phase "tests of gVisor's helper" gvisor_tests
+		phase "the Python SDK, with a daemon on gVisor" scripts/sdk-python.sh
+	) >"$log" 2>&1 &
+	beside=$!
+	set +e
+	(phase "$name" host_tests)
+	status=$?
+	set -e
+	wait "$beside" || status=$?
+	cat "$log"
+	return "$status"
+}
+
+hardware_tests() { CGO_ENABLED=0 gotest -v -- "${test_flags[@]}" "$@"; }
 
 # One package at a time: the emulated machine is slow enough.
 in_testbed() {
 	"$build/testbed" start
-	CGO_ENABLED=0 gotest -v -slow 10s -- -count=1 -timeout=$timeout -p 1 -exec "$build/testbed exec" "$@"
+	CGO_ENABLED=0 gotest -v -slow 10s -- "${test_flags[@]}" -p 1 -exec "$build/testbed exec" "$@"
 }
 
 # root_archives makes what the images of ./test/network consist of: an emulated machine
@@ -87,10 +113,10 @@ in_second_testbed() {
 	in_testbed ./test/microvm/survival || status=$?
 	[ -z "${AGENTRUN_SOAK:-}" ] || "$build/testbed" exec scripts/testbed-scheduler.sh normal
 	in_testbed -run="$second_half" ./test/microvm || status=$?
-	# The manuals of the daemon and of packs, which on this host run on gVisor: a
-	# part of them, as an emulated machine takes minutes for each.
+	# The manuals of the daemon and of packs, and its updates, which on this host run on
+	# gVisor: a part of them, as an emulated machine takes minutes for each.
 	local manuals='^TestScripts$/^pool$' packages=./test/forkd
-	[ -z "${AGENTRUN_SOAK:-}" ] || manuals='^TestScripts$' packages='./test/forkd ./test/pack'
+	[ -z "${AGENTRUN_SOAK:-}" ] || manuals='^(TestScripts|TestUpdate)$' packages='./test/forkd ./test/pack'
 	# shellcheck disable=SC2086 # one argument per package
 	in_testbed -run="$manuals" $packages || status=$?
 	# Connected sandboxes: the shortest of these tests, or all of them, with as many
@@ -140,12 +166,10 @@ phase "lint" scripts/lint.sh --if-possible
 phase "guest kernel" build_kernel
 [ "$(where)" = hardware ] || phase "QEMU and a kernel for the testbed" build_testbed
 if own_kvm; then
-	phase "tests on the host, with its own /dev/kvm for the bare guest" host_tests
+	on_the_host "tests on the host, with its own /dev/kvm for the bare guest"
 else
-	phase "tests on the host (no /dev/kvm: the bare guest runs in the testbed alone)" host_tests
+	on_the_host "tests on the host (no /dev/kvm: the bare guest runs in the testbed alone)"
 fi
-phase "tests of gVisor's helper" gvisor_tests
-phase "the Python SDK, with a daemon on gVisor" scripts/sdk-python.sh
 # shellcheck disable=SC2046 # one argument per package
 if [ "$(where)" = hardware ]; then
 	phase "tests with Linux guests, on this host's KVM" hardware_tests $(linux_packages)

@@ -167,6 +167,7 @@ const (
 	ErrorCodeAuditFailed          ErrorCode = "audit_failed"
 	ErrorCodeCannotRun            ErrorCode = "cannot_run"
 	ErrorCodeConflict             ErrorCode = "conflict"
+	ErrorCodeCordoned             ErrorCode = "cordoned"
 	ErrorCodeEnded                ErrorCode = "ended"
 	ErrorCodeFileDenied           ErrorCode = "file_denied"
 	ErrorCodeFileExists           ErrorCode = "file_exists"
@@ -178,12 +179,14 @@ const (
 	ErrorCodeNotAcceptable        ErrorCode = "not_acceptable"
 	ErrorCodeNotFound             ErrorCode = "not_found"
 	ErrorCodeNotReady             ErrorCode = "not_ready"
+	ErrorCodeOtherState           ErrorCode = "other_state"
 	ErrorCodePermissionDenied     ErrorCode = "permission_denied"
 	ErrorCodePortClosed           ErrorCode = "port_closed"
 	ErrorCodeResourceExhausted    ErrorCode = "resource_exhausted"
 	ErrorCodeShuttingDown         ErrorCode = "shutting_down"
 	ErrorCodeTimeout              ErrorCode = "timeout"
 	ErrorCodeTooLarge             ErrorCode = "too_large"
+	ErrorCodeTooOld               ErrorCode = "too_old"
 	ErrorCodeUnauthenticated      ErrorCode = "unauthenticated"
 	ErrorCodeUnavailable          ErrorCode = "unavailable"
 	ErrorCodeUnimplemented        ErrorCode = "unimplemented"
@@ -200,6 +203,8 @@ func (e ErrorCode) Valid() bool {
 	case ErrorCodeCannotRun:
 		return true
 	case ErrorCodeConflict:
+		return true
+	case ErrorCodeCordoned:
 		return true
 	case ErrorCodeEnded:
 		return true
@@ -223,6 +228,8 @@ func (e ErrorCode) Valid() bool {
 		return true
 	case ErrorCodeNotReady:
 		return true
+	case ErrorCodeOtherState:
+		return true
 	case ErrorCodePermissionDenied:
 		return true
 	case ErrorCodePortClosed:
@@ -234,6 +241,8 @@ func (e ErrorCode) Valid() bool {
 	case ErrorCodeTimeout:
 		return true
 	case ErrorCodeTooLarge:
+		return true
+	case ErrorCodeTooOld:
 		return true
 	case ErrorCodeUnauthenticated:
 		return true
@@ -344,6 +353,33 @@ func (e NetworkPolicyEgress) Valid() bool {
 	case NetworkPolicyEgressAllow:
 		return true
 	case NetworkPolicyEgressDeny:
+		return true
+	default:
+		return false
+	}
+}
+
+// Defines values for ObjectEventType.
+const (
+	ObjectEventTypeBookmark ObjectEventType = "bookmark"
+	ObjectEventTypeDeleted  ObjectEventType = "deleted"
+	ObjectEventTypeError    ObjectEventType = "error"
+	ObjectEventTypeObject   ObjectEventType = "object"
+	ObjectEventTypeSynced   ObjectEventType = "synced"
+)
+
+// Valid indicates whether the value is a known member of the ObjectEventType enum.
+func (e ObjectEventType) Valid() bool {
+	switch e {
+	case ObjectEventTypeBookmark:
+		return true
+	case ObjectEventTypeDeleted:
+		return true
+	case ObjectEventTypeError:
+		return true
+	case ObjectEventTypeObject:
+		return true
+	case ObjectEventTypeSynced:
 		return true
 	default:
 		return false
@@ -646,17 +682,24 @@ func (e WatchEventType) Valid() bool {
 
 // Build defines model for Build.
 type Build struct {
+	// Attempts How often it was tried.
+	Attempts int        `json:"attempts,omitempty"`
 	Finished *time.Time `json:"finished,omitempty"`
 
 	// Image Digest of the image that it is made of.
 	Image string `json:"image,omitempty"`
-	Phase Phase  `json:"phase"`
 
-	// Problem Why it failed.
+	// Next When it is tried again, or earlier, if memory becomes free that it lacks.
+	Next  *time.Time `json:"next,omitempty"`
+	Phase Phase      `json:"phase"`
+
+	// Problem Why it failed; of one that is Pending, why it waits or is tried again.
 	Problem string `json:"problem,omitempty"`
 
 	// Stage When the snapshot is taken: after the init commands, or after the ready check and the warm-up.
-	Stage   Stage     `json:"stage"`
+	Stage Stage `json:"stage"`
+
+	// Started When it was tried last, or asked for.
 	Started time.Time `json:"started"`
 }
 
@@ -670,6 +713,16 @@ type CASpec struct {
 	Names []string `json:"names,omitempty"`
 }
 
+// CPU defines model for CPU.
+type CPU struct {
+	// Features By the names that the engine gives them.
+	Features []string `json:"features"`
+
+	// Profile Says which features of the processor sandboxes see.
+	Profile string `json:"profile"`
+	Vendor  string `json:"vendor"`
+}
+
 // Checkpoint defines model for Checkpoint.
 type Checkpoint struct {
 	Created time.Time `json:"created"`
@@ -679,11 +732,14 @@ type Checkpoint struct {
 	Id string `json:"id"`
 
 	// Memory Bytes that a sandbox restored from it reserves.
-	Memory    int64  `json:"memory"`
-	Name      Name   `json:"name"`
-	Namespace Name   `json:"namespace"`
-	Pool      Name   `json:"pool"`
-	Revision  string `json:"revision"`
+	Memory    int64 `json:"memory"`
+	Name      Name  `json:"name"`
+	Namespace Name  `json:"namespace"`
+	Pool      Name  `json:"pool"`
+
+	// ResourceVersion The number of the object's last write: later writes of any object of the node have greater ones.
+	ResourceVersion ObjectVersion `json:"resourceVersion"`
+	Revision        string        `json:"revision"`
 
 	// Size Bytes on disk of all that it is made of.
 	Size   int64 `json:"size"`
@@ -710,6 +766,9 @@ type CheckpointList struct {
 
 	// Next `after` of the next page; missing on the last.
 	Next string `json:"next,omitempty"`
+
+	// ResourceVersion What is listed is at least as new. A watch from that of the first page tells of all that has changed since.
+	ResourceVersion string `json:"resourceVersion"`
 }
 
 // CheckpointRestore defines model for CheckpointRestore.
@@ -900,6 +959,28 @@ type ContextCreateLanguage string
 // ContextList defines model for ContextList.
 type ContextList struct {
 	Items []Context `json:"items"`
+}
+
+// Cordon Why the node makes no sandboxes.
+type Cordon struct {
+	By string `json:"by,omitempty"`
+
+	// Drain What runs is hibernated, and nothing is woken up.
+	Drain bool `json:"drain"`
+
+	// Left How many still run, of a drain.
+	Left int `json:"left"`
+
+	// Problems Why some could not be hibernated. They are tried again.
+	Problems []DrainProblem `json:"problems,omitempty"`
+	Since    time.Time      `json:"since"`
+}
+
+// DrainProblem defines model for DrainProblem.
+type DrainProblem struct {
+	Name      Name   `json:"name"`
+	Namespace Name   `json:"namespace"`
+	Problem   string `json:"problem"`
 }
 
 // Duration Such as `90s`, `10m` or `1h30m`.
@@ -1130,8 +1211,11 @@ type Fork struct {
 	Pause    Duration `json:"pause,omitempty"`
 	Phase    Phase    `json:"phase"`
 	Replicas int      `json:"replicas"`
-	Source   Name     `json:"source"`
-	SourceID string   `json:"sourceID"`
+
+	// ResourceVersion The number of the object's last write: later writes of any object of the node have greater ones.
+	ResourceVersion ObjectVersion `json:"resourceVersion"`
+	Source          Name          `json:"source"`
+	SourceID        string        `json:"sourceID"`
 }
 
 // ForkCreate defines model for ForkCreate.
@@ -1149,6 +1233,9 @@ type ForkList struct {
 
 	// Next `after` of the next page; missing on the last.
 	Next string `json:"next,omitempty"`
+
+	// ResourceVersion What is listed is at least as new. A watch from that of the first page tells of all that has changed since.
+	ResourceVersion string `json:"resourceVersion"`
 }
 
 // ForkOutcome defines model for ForkOutcome.
@@ -1347,12 +1434,20 @@ type NetworkRules = []string
 
 // Node defines model for Node.
 type Node struct {
+	// Boot Identifies the boot of its host.
+	Boot string `json:"boot"`
+
+	// BuildsWaiting How many wait for their turn to be built.
+	BuildsWaiting int `json:"buildsWaiting"`
+
 	// Capacity Bytes of memory that machines may reserve together.
 	Capacity int64 `json:"capacity"`
 
 	// CheckpointBytes What checkpoints take on disk together; what they share counts once.
-	CheckpointBytes int64 `json:"checkpointBytes"`
-	Checkpoints     int   `json:"checkpoints"`
+	CheckpointBytes int64   `json:"checkpointBytes"`
+	Checkpoints     int     `json:"checkpoints"`
+	Cordon          *Cordon `json:"cordon,omitempty"`
+	Cpu             CPU     `json:"cpu"`
 
 	// Engine What runs the sandboxes.
 	Engine string `json:"engine"`
@@ -1360,12 +1455,63 @@ type Node struct {
 	// Hibernated Those of them that are on disk.
 	Hibernated int `json:"hibernated"`
 
+	// Id The node's name: as it was configured, or made up once.
+	Id string `json:"id"`
+
 	// Reserved Bytes that they have reserved: those of sandboxes, of pools and of builds.
 	Reserved int64 `json:"reserved"`
 
+	// ResourceVersion The number of the object's last write: later writes of any object of the node have greater ones.
+	ResourceVersion ObjectVersion `json:"resourceVersion"`
+
 	// Sandboxes Those that have not ended.
 	Sandboxes int `json:"sandboxes"`
+
+	// Snapshots Of the templates that are built.
+	Snapshots []NodeSnapshot `json:"snapshots"`
+
+	// StartsWaiting How many wait for their turn to start a machine.
+	StartsWaiting int `json:"startsWaiting"`
+
+	// State Identifies the state folder: another one has other objects, and counts resource versions anew.
+	State string `json:"state"`
 }
+
+// NodeSnapshot defines model for NodeSnapshot.
+type NodeSnapshot struct {
+	// Digest Digest of the snapshot.
+	Digest string `json:"digest"`
+
+	// Image Digest of the image.
+	Image     string `json:"image,omitempty"`
+	Namespace Name   `json:"namespace"`
+	Revision  string `json:"revision"`
+
+	// Stage When the snapshot is taken: after the init commands, or after the ready check and the warm-up.
+	Stage    Stage `json:"stage"`
+	Template Name  `json:"template"`
+}
+
+// ObjectEvent defines model for ObjectEvent.
+type ObjectEvent struct {
+	Error *Error `json:"error,omitempty"`
+
+	// Id To go on after this event, as resourceVersion or Last-Event-ID. Events before `synced` have none.
+	Id       string    `json:"id,omitempty"`
+	Node     *Node     `json:"node,omitempty"`
+	Pool     *Pool     `json:"pool,omitempty"`
+	Sandbox  *Sandbox  `json:"sandbox,omitempty"`
+	Template *Template `json:"template,omitempty"`
+
+	// Type `object`: one as it is. `deleted`: one as it was; a sandbox is deleted when it has ended. `synced`, of a watch without resourceVersion: all that there were have been told of. `bookmark`: nothing has changed up to its id. `error` is the last.
+	Type ObjectEventType `json:"type"`
+}
+
+// ObjectEventType `object`: one as it is. `deleted`: one as it was; a sandbox is deleted when it has ended. `synced`, of a watch without resourceVersion: all that there were have been told of. `bookmark`: nothing has changed up to its id. `error` is the last.
+type ObjectEventType string
+
+// ObjectVersion The number of the object's last write: later writes of any object of the node have greater ones.
+type ObjectVersion = string
 
 // OnTimeout What a timeout does.
 type OnTimeout string
@@ -1387,6 +1533,9 @@ type Pool struct {
 	// Ready Sandboxes that have answered and can be claimed.
 	Ready int `json:"ready"`
 
+	// ResourceVersion The number of the object's last write: later writes of any object of the node have greater ones.
+	ResourceVersion ObjectVersion `json:"resourceVersion"`
+
 	// Snapshots Those of them that are of the template's current revision.
 	Snapshots int      `json:"snapshots"`
 	Spec      PoolSpec `json:"spec"`
@@ -1398,6 +1547,9 @@ type PoolList struct {
 
 	// Next `after` of the next page; missing on the last.
 	Next string `json:"next,omitempty"`
+
+	// ResourceVersion What is listed is at least as new. A watch from that of the first page tells of all that has changed since.
+	ResourceVersion string `json:"resourceVersion"`
 }
 
 // PoolSpec defines model for PoolSpec.
@@ -1439,7 +1591,7 @@ type QuotaSpec struct {
 	// Sandboxes How many there may be, hibernated ones included. What waits in a pool is none yet.
 	Sandboxes int `json:"sandboxes,omitempty"`
 
-	// Storage Bytes that hibernated sandboxes and checkpoints may take on disk together, beyond their templates.
+	// Storage Bytes that templates, hibernated sandboxes and checkpoints may take on disk together.
 	Storage int64 `json:"storage,omitempty"`
 }
 
@@ -1512,10 +1664,13 @@ type Sandbox struct {
 	OnTimeout OnTimeout `json:"onTimeout,omitempty"`
 
 	// Parent Id of the sandbox that it continues from.
-	Parent   string        `json:"parent,omitempty"`
-	Pool     Name          `json:"pool"`
-	Reason   SandboxReason `json:"reason,omitempty"`
-	Revision string        `json:"revision"`
+	Parent string        `json:"parent,omitempty"`
+	Pool   Name          `json:"pool"`
+	Reason SandboxReason `json:"reason,omitempty"`
+
+	// ResourceVersion The number of the object's last write: later writes of any object of the node have greater ones.
+	ResourceVersion ObjectVersion `json:"resourceVersion"`
+	Revision        string        `json:"revision"`
 
 	// Secrets Which secrets it holds; never a value.
 	Secrets []SecretRef `json:"secrets,omitempty"`
@@ -1576,6 +1731,9 @@ type SandboxList struct {
 
 	// Next `after` of the next page; missing on the last.
 	Next string `json:"next,omitempty"`
+
+	// ResourceVersion What is listed is at least as new. A watch from that of the first page tells of all that has changed since.
+	ResourceVersion string `json:"resourceVersion"`
 }
 
 // SandboxState defines model for SandboxState.
@@ -1695,7 +1853,10 @@ type Template struct {
 	// Problem Why it is not built.
 	Problem string `json:"problem,omitempty"`
 
-	// Revision Digest of the spec, without `networkPolicy`, and of the CA that `trustNamespaceCA` puts in.
+	// ResourceVersion The number of the object's last write: later writes of any object of the node have greater ones.
+	ResourceVersion ObjectVersion `json:"resourceVersion"`
+
+	// Revision Digest of the spec, without `networkPolicy` and `buildTimeout`, and of the CA that `trustNamespaceCA` puts in.
 	Revision string       `json:"revision"`
 	Spec     TemplateSpec `json:"spec"`
 }
@@ -1706,12 +1867,18 @@ type TemplateList struct {
 
 	// Next `after` of the next page; missing on the last.
 	Next string `json:"next,omitempty"`
+
+	// ResourceVersion What is listed is at least as new. A watch from that of the first page tells of all that has changed since.
+	ResourceVersion string `json:"resourceVersion"`
 }
 
 // TemplateSpec defines model for TemplateSpec.
 type TemplateSpec struct {
 	// BuildNetwork What init commands, ready check and warm-up may connect to. Without it the node's default holds.
 	BuildNetwork *NetworkPolicy `json:"buildNetwork,omitempty"`
+
+	// BuildTimeout How long init commands, ready check and warm-up may take together, 24h at most; 30m without it. It can change without a build.
+	BuildTimeout Duration `json:"buildTimeout,omitempty"`
 
 	// Disk Bytes of the layer over the image that a sandbox writes to; without it that is in the sandbox's memory, of which it may take half.
 	Disk int64 `json:"disk,omitempty"`
@@ -1847,6 +2014,9 @@ type After = string
 // IdempotencyKey defines model for IdempotencyKey.
 type IdempotencyKey = string
 
+// LastEventID defines model for LastEventID.
+type LastEventID = string
+
 // Limit defines model for Limit.
 type Limit = int
 
@@ -1856,11 +2026,17 @@ type Namespace = Name
 // Port defines model for Port.
 type Port = string
 
+// ResourceVersion defines model for ResourceVersion.
+type ResourceVersion = string
+
 // StderrOffset defines model for StderrOffset.
 type StderrOffset = int64
 
 // StdoutOffset defines model for StdoutOffset.
 type StdoutOffset = int64
+
+// Watch defines model for Watch.
+type Watch = bool
 
 // ListCheckpointsParams defines parameters for ListCheckpoints.
 type ListCheckpointsParams struct {
@@ -1893,6 +2069,15 @@ type ListPoolsParams struct {
 
 	// After `next` of the page before.
 	After After `form:"after,omitempty" json:"after,omitempty"`
+
+	// Watch Answer with a stream of changes instead of a page. It has neither limit nor after.
+	Watch Watch `form:"watch,omitempty" json:"watch,omitempty"`
+
+	// ResourceVersion With watch: all changes after it. It is that of a list, or the id of an event. Without it the stream begins with all objects that there are.
+	ResourceVersion ResourceVersion `form:"resourceVersion,omitempty" json:"resourceVersion,omitempty"`
+
+	// LastEventID As resourceVersion, before which it goes: browsers send it when they connect again.
+	LastEventID LastEventID `json:"Last-Event-ID,omitempty"`
 }
 
 // ListSandboxesParams defines parameters for ListSandboxes.
@@ -1905,6 +2090,15 @@ type ListSandboxesParams struct {
 
 	// Ended Those that have ended, too.
 	Ended bool `form:"ended,omitempty" json:"ended,omitempty"`
+
+	// Watch Answer with a stream of changes instead of a page. It has neither limit nor after.
+	Watch Watch `form:"watch,omitempty" json:"watch,omitempty"`
+
+	// ResourceVersion With watch: all changes after it. It is that of a list, or the id of an event. Without it the stream begins with all objects that there are.
+	ResourceVersion ResourceVersion `form:"resourceVersion,omitempty" json:"resourceVersion,omitempty"`
+
+	// LastEventID As resourceVersion, before which it goes: browsers send it when they connect again.
+	LastEventID LastEventID `json:"Last-Event-ID,omitempty"`
 }
 
 // CreateSandboxParams defines parameters for CreateSandbox.
@@ -2076,6 +2270,15 @@ type ListTemplatesParams struct {
 
 	// After `next` of the page before.
 	After After `form:"after,omitempty" json:"after,omitempty"`
+
+	// Watch Answer with a stream of changes instead of a page. It has neither limit nor after.
+	Watch Watch `form:"watch,omitempty" json:"watch,omitempty"`
+
+	// ResourceVersion With watch: all changes after it. It is that of a list, or the id of an event. Without it the stream begins with all objects that there are.
+	ResourceVersion ResourceVersion `form:"resourceVersion,omitempty" json:"resourceVersion,omitempty"`
+
+	// LastEventID As resourceVersion, before which it goes: browsers send it when they connect again.
+	LastEventID LastEventID `json:"Last-Event-ID,omitempty"`
 }
 
 // GetTemplateLogParams defines parameters for GetTemplateLog.
@@ -2085,6 +2288,24 @@ type GetTemplateLogParams struct {
 
 	// Follow Go on until the build has ended.
 	Follow *bool `form:"follow,omitempty" json:"follow,omitempty"`
+
+	// Offset Begin at this byte of the log, counted from its first, those that are left out included.
+	Offset *int64 `form:"offset,omitempty" json:"offset,omitempty"`
+
+	// Tail Begin with the last so many lines, instead of at an offset.
+	Tail *int `form:"tail,omitempty" json:"tail,omitempty"`
+}
+
+// GetNodeParams defines parameters for GetNode.
+type GetNodeParams struct {
+	// Watch Answer with a stream of changes instead of a page. It has neither limit nor after.
+	Watch Watch `form:"watch,omitempty" json:"watch,omitempty"`
+
+	// ResourceVersion With watch: all changes after it. It is that of a list, or the id of an event. Without it the stream begins with all objects that there are.
+	ResourceVersion ResourceVersion `form:"resourceVersion,omitempty" json:"resourceVersion,omitempty"`
+
+	// LastEventID As resourceVersion, before which it goes: browsers send it when they connect again.
+	LastEventID LastEventID `json:"Last-Event-ID,omitempty"`
 }
 
 // CreateKeyJSONRequestBody defines body for CreateKey for application/json ContentType.
@@ -2376,7 +2597,16 @@ type ServerInterface interface {
 	GetTemplateLog(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name, params GetTemplateLogParams)
 	// GetNode What the node has, and what of it is taken.
 	// (GET /v1/node)
-	GetNode(w http.ResponseWriter, r *http.Request)
+	GetNode(w http.ResponseWriter, r *http.Request, params GetNodeParams)
+	// CordonNode Have the node make no sandboxes, and fill no pools. What runs goes on.
+	// (POST /v1/node/cordon)
+	CordonNode(w http.ResponseWriter, r *http.Request)
+	// DrainNode Cordon the node, and hibernate what runs, in the background.
+	// (POST /v1/node/drain)
+	DrainNode(w http.ResponseWriter, r *http.Request)
+	// UncordonNode End both. What was hibernated stays so until it is used.
+	// (POST /v1/node/uncordon)
+	UncordonNode(w http.ResponseWriter, r *http.Request)
 	// GetVersion The version of the daemon.
 	// (GET /v1/version)
 	GetVersion(w http.ResponseWriter, r *http.Request)
@@ -2864,6 +3094,53 @@ func (siw *ServerInterfaceWrapper) ListPools(w http.ResponseWriter, r *http.Requ
 		return
 	}
 
+	// ------------- Optional query parameter "watch" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "watch", r.URL.Query(), &params.Watch, runtime.BindQueryParameterOptions{Type: "boolean", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "watch"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "watch", Err: err})
+		}
+		return
+	}
+
+	// ------------- Optional query parameter "resourceVersion" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "resourceVersion", r.URL.Query(), &params.ResourceVersion, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "resourceVersion"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "resourceVersion", Err: err})
+		}
+		return
+	}
+
+	headers := r.Header
+
+	// ------------- Optional header parameter "Last-Event-ID" -------------
+	if valueList, found := headers[http.CanonicalHeaderKey("Last-Event-ID")]; found {
+		var LastEventID LastEventID
+		n := len(valueList)
+		if n != 1 {
+			siw.ErrorHandlerFunc(w, r, &TooManyValuesForParamError{ParamName: "Last-Event-ID", Count: n})
+			return
+		}
+
+		err = runtime.BindStyledParameterWithOptions("simple", "Last-Event-ID", valueList[0], &LastEventID, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationHeader, Explode: false, Required: false, Type: "string", Format: ""})
+		if err != nil {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "Last-Event-ID", Err: err})
+			return
+		}
+
+		params.LastEventID = LastEventID
+
+	}
+
 	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		siw.Handler.ListPools(w, r, namespace, params)
 	}))
@@ -3113,6 +3390,53 @@ func (siw *ServerInterfaceWrapper) ListSandboxes(w http.ResponseWriter, r *http.
 			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "ended", Err: err})
 		}
 		return
+	}
+
+	// ------------- Optional query parameter "watch" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "watch", r.URL.Query(), &params.Watch, runtime.BindQueryParameterOptions{Type: "boolean", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "watch"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "watch", Err: err})
+		}
+		return
+	}
+
+	// ------------- Optional query parameter "resourceVersion" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "resourceVersion", r.URL.Query(), &params.ResourceVersion, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "resourceVersion"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "resourceVersion", Err: err})
+		}
+		return
+	}
+
+	headers := r.Header
+
+	// ------------- Optional header parameter "Last-Event-ID" -------------
+	if valueList, found := headers[http.CanonicalHeaderKey("Last-Event-ID")]; found {
+		var LastEventID LastEventID
+		n := len(valueList)
+		if n != 1 {
+			siw.ErrorHandlerFunc(w, r, &TooManyValuesForParamError{ParamName: "Last-Event-ID", Count: n})
+			return
+		}
+
+		err = runtime.BindStyledParameterWithOptions("simple", "Last-Event-ID", valueList[0], &LastEventID, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationHeader, Explode: false, Required: false, Type: "string", Format: ""})
+		if err != nil {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "Last-Event-ID", Err: err})
+			return
+		}
+
+		params.LastEventID = LastEventID
+
 	}
 
 	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -5505,6 +5829,53 @@ func (siw *ServerInterfaceWrapper) ListTemplates(w http.ResponseWriter, r *http.
 		return
 	}
 
+	// ------------- Optional query parameter "watch" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "watch", r.URL.Query(), &params.Watch, runtime.BindQueryParameterOptions{Type: "boolean", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "watch"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "watch", Err: err})
+		}
+		return
+	}
+
+	// ------------- Optional query parameter "resourceVersion" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "resourceVersion", r.URL.Query(), &params.ResourceVersion, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "resourceVersion"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "resourceVersion", Err: err})
+		}
+		return
+	}
+
+	headers := r.Header
+
+	// ------------- Optional header parameter "Last-Event-ID" -------------
+	if valueList, found := headers[http.CanonicalHeaderKey("Last-Event-ID")]; found {
+		var LastEventID LastEventID
+		n := len(valueList)
+		if n != 1 {
+			siw.ErrorHandlerFunc(w, r, &TooManyValuesForParamError{ParamName: "Last-Event-ID", Count: n})
+			return
+		}
+
+		err = runtime.BindStyledParameterWithOptions("simple", "Last-Event-ID", valueList[0], &LastEventID, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationHeader, Explode: false, Required: false, Type: "string", Format: ""})
+		if err != nil {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "Last-Event-ID", Err: err})
+			return
+		}
+
+		params.LastEventID = LastEventID
+
+	}
+
 	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		siw.Handler.ListTemplates(w, r, namespace, params)
 	}))
@@ -5674,6 +6045,32 @@ func (siw *ServerInterfaceWrapper) GetTemplateLog(w http.ResponseWriter, r *http
 		return
 	}
 
+	// ------------- Optional query parameter "offset" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "offset", r.URL.Query(), &params.Offset, runtime.BindQueryParameterOptions{Type: "integer", Format: "int64"})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "offset"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "offset", Err: err})
+		}
+		return
+	}
+
+	// ------------- Optional query parameter "tail" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "tail", r.URL.Query(), &params.Tail, runtime.BindQueryParameterOptions{Type: "integer", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "tail"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "tail", Err: err})
+		}
+		return
+	}
+
 	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		siw.Handler.GetTemplateLog(w, r, namespace, name, params)
 	}))
@@ -5688,8 +6085,103 @@ func (siw *ServerInterfaceWrapper) GetTemplateLog(w http.ResponseWriter, r *http
 // GetNode operation middleware
 func (siw *ServerInterfaceWrapper) GetNode(w http.ResponseWriter, r *http.Request) {
 
+	var err error
+	_ = err
+
+	// Parameter object where we will unmarshal all parameters from the context
+	var params GetNodeParams
+
+	// ------------- Optional query parameter "watch" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "watch", r.URL.Query(), &params.Watch, runtime.BindQueryParameterOptions{Type: "boolean", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "watch"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "watch", Err: err})
+		}
+		return
+	}
+
+	// ------------- Optional query parameter "resourceVersion" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "resourceVersion", r.URL.Query(), &params.ResourceVersion, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "resourceVersion"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "resourceVersion", Err: err})
+		}
+		return
+	}
+
+	headers := r.Header
+
+	// ------------- Optional header parameter "Last-Event-ID" -------------
+	if valueList, found := headers[http.CanonicalHeaderKey("Last-Event-ID")]; found {
+		var LastEventID LastEventID
+		n := len(valueList)
+		if n != 1 {
+			siw.ErrorHandlerFunc(w, r, &TooManyValuesForParamError{ParamName: "Last-Event-ID", Count: n})
+			return
+		}
+
+		err = runtime.BindStyledParameterWithOptions("simple", "Last-Event-ID", valueList[0], &LastEventID, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationHeader, Explode: false, Required: false, Type: "string", Format: ""})
+		if err != nil {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "Last-Event-ID", Err: err})
+			return
+		}
+
+		params.LastEventID = LastEventID
+
+	}
+
 	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		siw.Handler.GetNode(w, r)
+		siw.Handler.GetNode(w, r, params)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// CordonNode operation middleware
+func (siw *ServerInterfaceWrapper) CordonNode(w http.ResponseWriter, r *http.Request) {
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.CordonNode(w, r)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// DrainNode operation middleware
+func (siw *ServerInterfaceWrapper) DrainNode(w http.ResponseWriter, r *http.Request) {
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.DrainNode(w, r)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// UncordonNode operation middleware
+func (siw *ServerInterfaceWrapper) UncordonNode(w http.ResponseWriter, r *http.Request) {
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.UncordonNode(w, r)
 	}))
 
 	for _, middleware := range siw.HandlerMiddlewares {
@@ -5862,6 +6354,9 @@ func HandlerWithOptions(si ServerInterface, options StdHTTPServerOptions) http.H
 	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/checkpoints/{name}", wrapper.GetCheckpoint)
 	m.HandleFunc(http.MethodPost+" "+options.BaseURL+"/v1/namespaces/{namespace}/checkpoints/{name}/restore", wrapper.RestoreCheckpoint)
 	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/node", wrapper.GetNode)
+	m.HandleFunc(http.MethodPost+" "+options.BaseURL+"/v1/node/cordon", wrapper.CordonNode)
+	m.HandleFunc(http.MethodPost+" "+options.BaseURL+"/v1/node/drain", wrapper.DrainNode)
+	m.HandleFunc(http.MethodPost+" "+options.BaseURL+"/v1/node/uncordon", wrapper.UncordonNode)
 	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/stats", wrapper.ListStats)
 	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/stats", wrapper.GetStats)
 	m.HandleFunc(http.MethodDelete+" "+options.BaseURL+"/v1/namespaces/{namespace}/sandboxes/{name}/network/policy", wrapper.DeleteNetworkPolicy)

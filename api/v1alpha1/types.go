@@ -57,6 +57,9 @@ type SandboxTemplateSpec struct {
 	// TrustNamespaceCA puts the namespace's CA into the trust stores of the image, so
 	// that claims can have inject in their secrets.
 	TrustNamespaceCA bool `json:"trustNamespaceCA,omitempty"`
+	// BuildTimeout is how long init commands, ready check and warm-up may take
+	// together; half an hour if it is missing.
+	BuildTimeout *metav1.Duration `json:"buildTimeout,omitempty"`
 }
 
 // EnvVar is an environment variable.

@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -136,21 +135,25 @@ func (o *applyOptions) claim(ctx context.Context, c *client.Client, name string,
 
 // waitForPool waits until a pool has a template that is built.
 func waitForPool(ctx context.Context, c *client.Client, name string) error {
-	const look = 200 * time.Millisecond // the API has nothing to wait on
-	for {
-		p, err := c.Pool(ctx, name)
-		switch {
-		case err != nil:
-			return err
-		case p.Phase == rest.PhaseReady:
-			return nil
+	there, phase := false, rest.PhasePending
+	err := c.WatchObjects(ctx, "pools", func(e rest.ObjectEvent) (more bool, err error) {
+		missing := fmt.Errorf("there is no pool %s", name)
+		switch p := e.Pool; {
+		case e.Type == rest.ObjectEventTypeSynced && !there:
+			return false, missing
+		case p == nil || p.Name != name:
+			return true, nil
+		case e.Type == rest.ObjectEventTypeDeleted:
+			return false, missing
 		case p.Phase == rest.PhaseFailed:
-			return fmt.Errorf("pool %s: %s", name, p.Problem)
+			return false, fmt.Errorf("pool %s: %s", name, p.Problem)
+		default:
+			there, phase = true, p.Phase
+			return phase != rest.PhaseReady, nil
 		}
-		select {
-		case <-time.After(look):
-		case <-ctx.Done():
-			return errors.Join(fmt.Errorf("wait for pool %s, which is %s", name, p.Phase), ctx.Err())
-		}
+	})
+	if ctx.Err() != nil {
+		return fmt.Errorf("wait for pool %s, which is %s: %w", name, phase, err)
 	}
+	return err
 }

@@ -20,7 +20,7 @@ func newQuotaCommand() *cobra.Command {
 		Short: "Bound what a namespace may use of this machine",
 		Long: `Bound what the sandboxes of a namespace may use together: memory, which those that
 run, are paused or wait in pools reserve; how many there are, hibernated ones
-included; and what hibernated ones and checkpoints take on disk. What is beyond it is
+included; and what templates, hibernated ones and checkpoints take on disk. What is beyond it is
 refused with insufficient_capacity; a pool waits. What is there already stays.`,
 	}
 	cmd.AddCommand(newQuotaSetCommand(), newQuotaGetCommand(), newQuotaDeleteCommand())
@@ -53,7 +53,7 @@ func newQuotaSetCommand() *cobra.Command {
 	o.flags(f)
 	f.Var(&memory, "memory", "memory that its sandboxes may reserve together")
 	f.IntVar(&sandboxes, "sandboxes", 0, "how many sandboxes it may have")
-	f.Var(&storage, "storage", "what its hibernated sandboxes and checkpoints may take on disk together")
+	f.Var(&storage, "storage", "what its templates, hibernated sandboxes and checkpoints may take on disk together")
 	return cmd
 }
 

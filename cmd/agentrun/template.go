@@ -110,6 +110,9 @@ func showTemplate(w io.Writer, t rest.Template, pools []rest.Pool) error {
 	if t.Spec.TrustNamespaceCA {
 		field("Trusts", "the CA of its namespace (agentrun ca show)")
 	}
+	if t.Spec.BuildTimeout != "" {
+		field("Build timeout", "%s", t.Spec.BuildTimeout)
+	}
 	users := slices.DeleteFunc(slices.Clone(pools), func(p rest.Pool) bool { return p.Spec.Template != t.Name })
 	for _, p := range users {
 		field("Pool", "%s, %d of %d ready", p.Name, p.Ready, p.Spec.Replicas)
@@ -146,6 +149,8 @@ type logFlags struct {
 	daemonOptions
 	follow bool
 	stage  string
+	tail   int
+	offset int64
 }
 
 func (o *logFlags) add(cmd *cobra.Command) {
@@ -153,12 +158,19 @@ func (o *logFlags) add(cmd *cobra.Command) {
 	o.flags(f)
 	f.BoolVarP(&o.follow, "follow", "f", false, "go on until the build has ended")
 	f.StringVar(&o.stage, "stage", string(rest.StageReady), "which of its snapshots: Init or Ready")
+	f.IntVar(&o.tail, "tail", -1, "begin with the last so many lines; -1 is all")
+	f.Int64Var(&o.offset, "offset", 0, "begin at this byte of the log")
 }
 
 func (o *logFlags) print(ctx context.Context, template string, w io.Writer) error {
-	return o.with(func(c *client.Client) error {
-		return c.TemplateLog(ctx, template, rest.Stage(o.stage), o.follow, w)
-	})
+	q := rest.GetTemplateLogParams{Stage: rest.Stage(o.stage), Follow: &o.follow}
+	if o.tail >= 0 {
+		q.Tail = &o.tail
+	}
+	if o.offset != 0 {
+		q.Offset = &o.offset
+	}
+	return o.with(func(c *client.Client) error { return c.TemplateLog(ctx, template, q, w) })
 }
 
 func newTemplateLogsCommand() *cobra.Command {
@@ -201,7 +213,7 @@ func buildTemplate(ctx context.Context, c *client.Client, name string, w io.Writ
 	if _, err := c.PutTemplate(ctx, name, t.Spec); err != nil {
 		return err
 	}
-	if err := c.TemplateLog(ctx, name, rest.StageReady, true, w); err != nil {
+	if err := c.TemplateLog(ctx, name, rest.GetTemplateLogParams{Stage: rest.StageReady, Follow: new(true)}, w); err != nil {
 		return err
 	}
 	if t, err = c.Template(ctx, name); err == nil && t.Phase != rest.PhaseReady {

@@ -11,11 +11,13 @@ import (
 	"path/filepath"
 
 	"agentrun.dev/cmd/internal/cli"
+	"agentrun.dev/internal/access"
 	"agentrun.dev/internal/client/local"
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/host/procid"
 	"agentrun.dev/internal/node/forkd"
+	"agentrun.dev/internal/sandbox"
 	restserver "agentrun.dev/internal/server/rest"
 	"agentrun.dev/internal/storage/image"
 	"github.com/coreos/go-systemd/v22/daemon"
@@ -41,7 +43,10 @@ type upOptions struct {
 	tlsCert  string
 	tlsKey   string
 	insecure bool
+	node     string
+	nodeTLS  access.MutualFiles
 	capacity cli.ByteSize
+	reserve  cli.ByteSize
 	keyFile  string
 	verbose  bool
 	metrics  string
@@ -49,8 +54,14 @@ type upOptions struct {
 	origins  []string
 	format   string
 	network  string
+	nodeID   string
+	// reserveGiven says that reserve is not the default.
+	reserveGiven bool
 	registryOptions
 }
+
+// reserveFlag is the name of the flag of upOptions.reserve.
+const reserveFlag = "storage-reserve"
 
 func newUpCommand() *cobra.Command {
 	var o upOptions
@@ -64,9 +75,15 @@ for those who have an API key. The first start with --listen makes one for an ad
 and shows it, once; agentrun key makes others. Without --tls-cert the daemon makes its
 certificate itself, and says where the file is that clients know it by.
 
+With --node-listen it serves gRPC as well, to controllers, gateways and other nodes: they
+show a certificate of a CA in --node-ca that gives them their role. All three files are
+read again when they change. agentrun cert issue makes certificates for where no
+Kubernetes does.
+
 Sandboxes do not end with it: the next agentrun up finds them as they are.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			o.reserveGiven = cmd.Flags().Changed(reserveFlag)
 			return o.run(cmd.Context(), cmd.ErrOrStderr())
 		},
 	}
@@ -77,12 +94,18 @@ Sandboxes do not end with it: the next agentrun up finds them as they are.`,
 	f.StringVar(&o.tlsCert, "tls-cert", "", "certificate for --listen, in PEM (default: one that is made)")
 	f.StringVar(&o.tlsKey, "tls-key", "", "its key, in PEM")
 	f.BoolVar(&o.insecure, "insecure-http", false, "serve --listen without TLS: keys and all else can be read on the way")
+	f.StringVar(&o.node, "node-listen", "", "TCP address to serve gRPC on, to those with a certificate, such as 10.0.0.5:7071")
+	f.StringVar(&o.nodeTLS.Cert, "node-cert", "", "certificate for --node-listen, in PEM")
+	f.StringVar(&o.nodeTLS.Key, "node-key", "", "its key, in PEM")
+	f.StringVar(&o.nodeTLS.CA, "node-ca", "", "CAs whose certificates --node-listen takes, in PEM")
 	f.Var(&o.capacity, "capacity", "memory that sandboxes may reserve together (default: four fifths of this machine's)")
+	f.Var(&o.reserve, reserveFlag, "room on the state folder's disk that is kept free of what sandboxes and templates store (default: a twentieth of the disk, at most 10G)")
 	f.StringVar(&o.keyFile, "secrets-key-file", "", "key that seals secrets on disk, an age identity; made if missing (default: secrets.key in the state folder)")
 	f.StringVar(&o.domain, "domain", "", "domain whose host names PORT-ID.DOMAIN lead to ports of sandboxes; its DNS must point here")
 	f.StringSliceVar(&o.origins, "allow-origin", nil, "origin whose pages may open terminals, such as https://console.example.com")
 	f.StringVar(&o.metrics, "metrics-listen", "", "TCP address that serves /metrics without authentication, for a scraper on a private network")
 	f.StringVar(&o.network, "network", "", "YAML file of settings of the sandboxes' network, read again when it changes (default: network.yaml in $XDG_CONFIG_HOME/agentrun, or in /etc/agentrun)")
+	f.StringVar(&o.nodeID, "node-id", "", "name of this node, letters, digits and dashes (default: one that is made up once, and kept)")
 	f.StringVar(&o.format, "log-format", "json", "form of the log on standard error: json or text")
 	f.BoolVarP(&o.verbose, "verbose", "v", false, "log every request")
 	cli.PolicyFlags(f, &o.policy)
@@ -90,9 +113,26 @@ Sandboxes do not end with it: the next agentrun up finds them as they are.`,
 	return cmd
 }
 
-func (o *upOptions) run(ctx context.Context, stderr io.Writer) error {
+// check refuses flags that have no use without others.
+func (o *upOptions) check() error {
 	if o.listen == "" && (o.public != "" || o.tlsCert != "" || o.tlsKey != "" || o.insecure) {
 		return errors.New("--advertise, --tls-cert, --tls-key and --insecure-http are about --listen, which is missing")
+	}
+	given := 0
+	for _, flag := range []string{o.node, o.nodeTLS.Cert, o.nodeTLS.Key, o.nodeTLS.CA} {
+		if flag != "" {
+			given++
+		}
+	}
+	if given != 0 && given != 4 {
+		return errors.New("--node-listen, --node-cert, --node-key and --node-ca need each other: give all four or none")
+	}
+	return nil
+}
+
+func (o *upOptions) run(ctx context.Context, stderr io.Writer) error {
+	if err := o.check(); err != nil {
+		return err
 	}
 	dir, err := daemonFolder()
 	if err != nil {
@@ -116,6 +156,12 @@ func (o *upOptions) run(ctx context.Context, stderr io.Writer) error {
 			return err
 		}
 	}
+	reserve := uint64(o.reserve)
+	if !o.reserveGiven {
+		if reserve, err = defaultReserve(filepath.Dir(dir)); err != nil {
+			return err
+		}
+	}
 	level := slog.LevelWarn
 	if o.verbose {
 		level = slog.LevelInfo
@@ -133,11 +179,16 @@ func (o *upOptions) run(ctx context.Context, stderr io.Writer) error {
 			return err
 		}
 	}
+	if o.nodeID != "" {
+		if _, err := sandbox.ParseName(o.nodeID); err != nil {
+			return fmt.Errorf("--node-id: %w", err)
+		}
+	}
 	kind, why := pick.Choose(o.engine)
 	d, err := forkd.Open(ctx, forkd.Config{
 		Dir: dir, Images: images, Pull: image.PullOptions{Registries: registries}, Engine: kind, Jail: o.policy,
 		Listen: o.listen, Advertise: o.public, TLSCert: o.tlsCert, TLSKey: o.tlsKey, InsecureHTTP: o.insecure,
-		Capacity: capacity, KeyFile: o.keyFile, NetworkFile: network, Version: version,
+		NodeListen: o.node, NodeFiles: o.nodeTLS, Capacity: capacity, StorageReserve: reserve, KeyFile: o.keyFile, NetworkFile: network, NodeID: o.nodeID, Version: version,
 		MetricsListen: o.metrics, Domain: domain, AllowOrigins: o.origins, Log: log,
 	})
 	if err != nil {
@@ -146,6 +197,9 @@ func (o *upOptions) run(ctx context.Context, stderr io.Writer) error {
 	fmt.Fprintf(stderr, "agentrun: engine %s (%s), %d MiB for sandboxes\n", kind, why, capacity>>20)
 	for _, a := range d.Addresses() {
 		fmt.Fprintf(stderr, "agentrun: serving on %s\n", a)
+	}
+	if a := d.NodeAddress(); a != nil {
+		fmt.Fprintf(stderr, "agentrun: serving gRPC on %s, to certificates of %s\n", a, o.nodeTLS.CA)
 	}
 	sayDoors(stderr, d.Doors())
 	// Under systemd (Type=notify) it is up now; elsewhere nobody is told.
@@ -202,6 +256,18 @@ func defaultCapacity() (uint64, error) {
 		return 0, fmt.Errorf("find out how much memory there is: %w", err)
 	}
 	return info.Totalram * uint64(info.Unit) / 5 * 4, nil
+}
+
+// defaultReserve is a twentieth of the disk of a folder, at most 10 GiB.
+func defaultReserve(dir string) (uint64, error) {
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return 0, fmt.Errorf("open the state folder: %w", err)
+	}
+	var fs unix.Statfs_t
+	if err := unix.Statfs(dir, &fs); err != nil {
+		return 0, fmt.Errorf("find out how large the disk of %s is: %w", dir, err)
+	}
+	return min(fs.Blocks*uint64(fs.Bsize)/20, 10<<30), nil
 }
 
 func newDownCommand() *cobra.Command {

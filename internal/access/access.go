@@ -1,6 +1,7 @@
 // Package access owns who may do what on a node: API keys with their roles and
-// namespaces, the tokens of single sandboxes, and the certificate that clients
-// know the node by. Of a key only a digest is kept. docs/security.md has the whole.
+// namespaces, the tokens of single sandboxes, the certificate that clients know the
+// node by, and the certificates that controllers, gateways and other nodes are known by.
+// Of a key only a digest is kept. docs/security.md has the whole.
 package access
 
 import (
@@ -10,15 +11,19 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// Role is what a key is for.
+// Role is what a key or a certificate is for.
 type Role string
 
-// The roles. RoleSandbox is that of a sandbox's token; no key has it.
+// The roles. RoleSandbox is that of a sandbox's token, and the last three are those of
+// certificates; no key has them.
 const (
-	RoleAdmin   Role = "admin"
-	RoleUser    Role = "user"
-	RoleViewer  Role = "viewer"
-	RoleSandbox Role = "sandbox"
+	RoleAdmin      Role = "admin"
+	RoleUser       Role = "user"
+	RoleViewer     Role = "viewer"
+	RoleSandbox    Role = "sandbox"
+	RoleController Role = "controller"
+	RoleGateway    Role = "gateway"
+	RoleNode       Role = "node"
 )
 
 // Permission is what an operation needs.
@@ -36,16 +41,22 @@ const (
 	Use
 	// Change makes, changes and ends objects.
 	Change
+	// Observe looks at the node as a whole.
+	Observe
 	// Administer is about the node: its keys.
 	Administer
 )
 
-// grants says what each role may.
+// grants says what each role may. Those of certificates are for a component that acts
+// itself: what is made, changed or used belongs to somebody, whom it has to name.
 var grants = map[Role][]Permission{
-	RoleAdmin:   {Anyone, Read, Use, Change, Administer},
-	RoleUser:    {Anyone, Read, Use, Change},
-	RoleViewer:  {Anyone, Read},
-	RoleSandbox: {Anyone, Use},
+	RoleAdmin:      {Anyone, Read, Use, Change, Observe, Administer},
+	RoleUser:       {Anyone, Read, Use, Change},
+	RoleViewer:     {Anyone, Read},
+	RoleSandbox:    {Anyone, Use},
+	RoleController: {Anyone, Read, Observe, Administer},
+	RoleGateway:    {Anyone, Read, Observe},
+	RoleNode:       {Anyone},
 }
 
 // AllNamespaces in a list of namespaces is every one, also those to come.
@@ -53,13 +64,15 @@ const AllNamespaces sandbox.Namespace = "*"
 
 // Principal is who makes a request. The zero value may nothing.
 type Principal struct {
-	// Name is stable: key:<id>, uid:<n> or sandbox:<id>. What belongs to a
-	// principal is kept under it.
+	// Name is stable: key:<id>, uid:<n>, sandbox:<id>, that of a component, or one that
+	// a component has named. What belongs to a principal is kept under it.
 	Name       string
 	Role       Role
 	Namespaces []sandbox.Namespace
 	// Sandbox is the only sandbox that a token is for; empty for all others.
 	Sandbox sandbox.ID
+	// Via is the component that makes the request; zero for all others.
+	Via Component
 	// Until ends when the principal may nothing any more; nil is never.
 	Until context.Context
 }

@@ -69,10 +69,11 @@ var inA = KeySpec{Name: "ci", Role: RoleUser, Namespaces: []sandbox.Namespace{"a
 // TestRoles: the table of docs/security.md.
 func TestRoles(t *testing.T) {
 	for role, may := range map[Role]string{
-		RoleAdmin: "Anyone Read Use Change Administer", RoleUser: "Anyone Read Use Change", RoleViewer: "Anyone Read",
-		RoleSandbox: "Anyone Use", "": "", "other": "",
+		RoleAdmin: "Anyone Read Use Change Observe Administer", RoleUser: "Anyone Read Use Change", RoleViewer: "Anyone Read",
+		RoleSandbox: "Anyone Use", RoleController: "Anyone Read Observe Administer", RoleGateway: "Anyone Read Observe", RoleNode: "Anyone",
+		"": "", "other": "",
 	} {
-		for name, need := range map[string]Permission{"None": None, "Anyone": Anyone, "Read": Read, "Use": Use, "Change": Change, "Administer": Administer} {
+		for name, need := range map[string]Permission{"None": None, "Anyone": Anyone, "Read": Read, "Use": Use, "Change": Change, "Observe": Observe, "Administer": Administer} {
 			want := strings.Contains(" "+may+" ", " "+name+" ")
 			if got := (Principal{Role: role}).May(need); got != want {
 				t.Errorf("%q may %s: %v", role, name, got)

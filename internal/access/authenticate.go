@@ -19,6 +19,10 @@ type Credentials struct {
 	// User is the user at the other end of a Unix socket, as the kernel says. Only
 	// requests without a bearer have one.
 	User *uint32
+	// Component is who has shown its certificate, and Acting for whom it says that it
+	// makes the request; nil is itself. Only requests over mutual TLS have them.
+	Component *Component
+	Acting    *Acting
 }
 
 // Authenticator knows whose keys and tokens the store has made, and the users of
@@ -31,7 +35,10 @@ type Authenticator struct {
 
 // Authenticate says whose the credentials are.
 func (a Authenticator) Authenticate(ctx context.Context, c Credentials) (Principal, error) {
-	if c.User != nil {
+	switch {
+	case c.Component != nil:
+		return c.Component.Principal(c.Acting)
+	case c.User != nil:
 		return localUser(*c.User)
 	}
 	p, err := a.identify(ctx, c.Bearer)

@@ -140,13 +140,7 @@ func (a *Authority) Fingerprint() string {
 // not kept.
 func (a *Authority) Server(hosts []string) (*tls.Config, error) {
 	names := &x509.Certificate{Subject: pkix.Name{Organization: []string{"AgentRun"}, CommonName: "AgentRun node"}}
-	for _, h := range hosts {
-		if ip := net.ParseIP(h); ip != nil {
-			names.IPAddresses = append(names.IPAddresses, ip)
-		} else {
-			names.DNSNames = append(names.DNSNames, h)
-		}
-	}
+	addHosts(names, hosts)
 	var mu sync.Mutex // protects current
 	var current *tls.Certificate
 	get := func(*tls.ClientHelloInfo) (*tls.Certificate, error) {
@@ -155,7 +149,7 @@ func (a *Authority) Server(hosts []string) (*tls.Config, error) {
 		if current != nil && time.Until(current.Leaf.NotAfter) > renewal {
 			return current, nil
 		}
-		fresh, err := a.issue(*names)
+		fresh, err := a.issue(*names, certificateLife, x509.ExtKeyUsageServerAuth)
 		if err != nil {
 			return nil, fmt.Errorf("make a certificate: %w", err)
 		}
@@ -168,16 +162,26 @@ func (a *Authority) Server(hosts []string) (*tls.Config, error) {
 	return serverConfig(get), nil
 }
 
-func (a *Authority) issue(c x509.Certificate) (*tls.Certificate, error) {
+func addHosts(c *x509.Certificate, hosts []string) {
+	for _, h := range hosts {
+		if ip := net.ParseIP(h); ip != nil {
+			c.IPAddresses = append(c.IPAddresses, ip)
+		} else {
+			c.DNSNames = append(c.DNSNames, h)
+		}
+	}
+}
+
+func (a *Authority) issue(c x509.Certificate, life time.Duration, use ...x509.ExtKeyUsage) (*tls.Certificate, error) {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
 		return nil, err
 	}
-	c.NotAfter = time.Now().Add(certificateLife)
+	c.NotAfter = time.Now().Add(life)
 	if c.NotAfter.After(a.cert.NotAfter) {
 		c.NotAfter = a.cert.NotAfter
 	}
-	c.KeyUsage, c.ExtKeyUsage = x509.KeyUsageDigitalSignature, []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}
+	c.KeyUsage, c.ExtKeyUsage = x509.KeyUsageDigitalSignature, use
 	der, err := sign(&c, a.cert, key, a.key)
 	if err != nil {
 		return nil, err
@@ -193,12 +197,8 @@ func (a *Authority) issue(c x509.Certificate) (*tls.Certificate, error) {
 // files. They are read again when the certificate's file has changed; while what
 // is there cannot be used, failed is told and the one before goes on.
 func Given(certFile, keyFile string, failed func(error)) (*tls.Config, error) {
-	info, err := os.Stat(keyFile)
-	if err != nil {
-		return nil, fmt.Errorf("read the TLS key: %w", err)
-	}
-	if info.Mode().Perm()&0o007 != 0 {
-		return nil, fmt.Errorf("read the TLS key: everybody may read %s (mode %04o). Run `chmod o= %s`", keyFile, info.Mode().Perm(), keyFile)
+	if err := checkKeyMode(keyFile); err != nil {
+		return nil, err
 	}
 	var mu sync.Mutex // protects all following variables
 	var current *tls.Certificate

@@ -165,7 +165,7 @@ func TestGiven(t *testing.T) {
 	stamp := time.Now()
 	install := func(name string) {
 		t.Helper()
-		pair, err := a.issue(x509.Certificate{DNSNames: []string{name}})
+		pair, err := a.issue(x509.Certificate{DNSNames: []string{name}}, certificateLife, x509.ExtKeyUsageServerAuth)
 		if err != nil {
 			t.Fatal(err)
 		}

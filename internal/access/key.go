@@ -101,27 +101,37 @@ func (s KeySpec) complete() (KeySpec, error) {
 	if _, err := sandbox.ParseName(s.Name); err != nil {
 		return s, err
 	}
-	switch s.Role {
-	case RoleAdmin:
-		if len(s.Namespaces) == 0 {
-			s.Namespaces = []sandbox.Namespace{AllNamespaces}
-		}
-		// An admin makes keys: one of some namespaces could give itself the rest.
-		if !slices.Equal(s.Namespaces, []sandbox.Namespace{AllNamespaces}) {
-			return s, sandbox.Errorf(sandbox.CodeInvalid, "namespaces: an admin is for all of them").Try("Leave them out, or make a key with the role user")
-		}
-	case RoleUser, RoleViewer:
-		if len(s.Namespaces) == 0 {
-			return s, sandbox.Errorf(sandbox.CodeInvalid, "namespaces: a key for none may nothing").Try("Name them, or write * for all")
-		}
-	default:
-		return s, sandbox.Errorf(sandbox.CodeInvalid, "role: it is none of %s, %s and %s", RoleAdmin, RoleUser, RoleViewer)
-	}
-	if len(s.Namespaces) > maxNamespaces {
-		return s, sandbox.Errorf(sandbox.CodeInvalid, "namespaces: %d are more than %d", len(s.Namespaces), maxNamespaces).Try("Write * for all")
+	var err error
+	if s.Namespaces, err = checkGrant(s.Role, s.Namespaces); err != nil {
+		return s, err
 	}
 	if s.Lifetime < 0 {
 		return s, sandbox.Errorf(sandbox.CodeInvalid, "lifetime: it is negative")
 	}
 	return s, nil
+}
+
+// checkGrant checks the role of a person or a program and the namespaces that it is
+// for, and fills in those of an admin.
+func checkGrant(role Role, in []sandbox.Namespace) ([]sandbox.Namespace, error) {
+	switch role {
+	case RoleAdmin:
+		if len(in) == 0 {
+			in = []sandbox.Namespace{AllNamespaces}
+		}
+		// An admin makes keys: one of some namespaces could give itself the rest.
+		if !slices.Equal(in, []sandbox.Namespace{AllNamespaces}) {
+			return in, sandbox.Errorf(sandbox.CodeInvalid, "namespaces: an admin is for all of them").Try("Leave them out, or use the role user")
+		}
+	case RoleUser, RoleViewer:
+		if len(in) == 0 {
+			return in, sandbox.Errorf(sandbox.CodeInvalid, "namespaces: for none of them it may nothing").Try("Name them, or write * for all")
+		}
+	default:
+		return in, sandbox.Errorf(sandbox.CodeInvalid, "role: it is none of %s, %s and %s", RoleAdmin, RoleUser, RoleViewer)
+	}
+	if len(in) > maxNamespaces {
+		return in, sandbox.Errorf(sandbox.CodeInvalid, "namespaces: %d are more than %d", len(in), maxNamespaces).Try("Write * for all")
+	}
+	return in, nil
 }

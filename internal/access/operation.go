@@ -18,7 +18,13 @@ type Rule struct {
 	Makes bool
 	// Audit writes down what only needs Read as well.
 	Audit bool
+	// Nodes lets the certificates of nodes call it, beside those of controllers and
+	// gateways. It is for what nodes ask of each other.
+	Nodes bool
 }
+
+// For reports whether a component may call the operation at all, for whomever.
+func (r Rule) For(c Component) bool { return c.Role != RoleNode || r.Nodes }
 
 // Audited reports whether the operation is in the audit log even if it is not
 // refused: whatever changes something, reaches into a sandbox or is about keys.
@@ -33,6 +39,7 @@ func Operations() []Operation { return slices.Sorted(maps.Keys(operations)) }
 // operations has every operation. One that is missing is served to nobody.
 var operations = map[Operation]Rule{
 	"getVersion": {Need: Anyone},
+	"getHealth":  {Need: Anyone, Nodes: true},
 	"getMetrics": {Need: Administer},
 
 	"connectPort":     {Need: Use},
@@ -52,7 +59,6 @@ var operations = map[Operation]Rule{
 	"deletePool": {Need: Change},
 
 	"listSandboxes":    {Need: Read},
-	"watchSandboxes":   {Need: Read},
 	"createSandbox":    {Need: Change},
 	"getSandbox":       {Need: Read, Own: true},
 	"deleteSandbox":    {Need: Change},
@@ -107,7 +113,12 @@ var operations = map[Operation]Rule{
 
 	"getStats":  {Need: Read},
 	"listStats": {Need: Read},
-	"getNode":   {Need: Administer},
+	"getNode":   {Need: Observe},
+	"watch":     {Need: Read},
+
+	"cordonNode":   {Need: Administer},
+	"drainNode":    {Need: Administer},
+	"uncordonNode": {Need: Administer},
 
 	"listSecrets":  {Need: Read, Audit: true},
 	"getSecret":    {Need: Read, Audit: true},

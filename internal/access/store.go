@@ -57,6 +57,8 @@ type Store struct {
 	db     *journal.DB
 	secret []byte // of the tokens of sandboxes
 
+	turn sync.Mutex // held by who makes or revokes a key, and waits for the disk
+
 	mu sync.Mutex // protects all following fields
 	// byDigest finds a key by the digest of all of its text: how long that takes
 	// depends on a hash that nobody can choose, and says nothing about any key.
@@ -122,13 +124,13 @@ func (s *Store) Create(spec KeySpec) (text string, k Key, err error) {
 	if spec, err = spec.complete(); err != nil {
 		return "", k, err
 	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	var expired []*held
-	if len(s.byID) >= maxKeys {
-		expired = s.expired(time.Now())
+	s.turn.Lock()
+	defer s.turn.Unlock()
+	count, expired := s.expired(time.Now())
+	if count < maxKeys {
+		expired = nil
 	}
-	if len(s.byID)-len(expired) >= maxKeys {
+	if count-len(expired) >= maxKeys {
 		return "", k, sandbox.Errorf(sandbox.CodeConflict, "there are %d keys already", maxKeys).Try("Revoke some of them with `agentrun key revoke`")
 	}
 	text, k, err = s.create(spec, func(tx *journal.Tx) error {
@@ -148,25 +150,29 @@ func (s *Store) Create(spec KeySpec) (text string, k Key, err error) {
 	return text, k, nil
 }
 
-// expired lists the keys that have expired. They are kept, so that whoever uses one is told
-// why it is refused, until they would keep others from being made. The caller has the lock.
-func (s *Store) expired(now time.Time) (found []*held) {
+// expired counts the keys, and lists those that have expired. They are kept, so that whoever
+// uses one is told why it is refused, until they would keep others from being made.
+func (s *Store) expired(now time.Time) (count int, found []*held) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	for _, h := range s.byID {
 		if !h.Expires.IsZero() && !now.Before(h.Expires) {
 			found = append(found, h)
 		}
 	}
-	return found
+	return len(s.byID), found
 }
 
-// drop takes a key out of memory. The caller has the lock.
+// drop takes a key out of memory.
 func (s *Store) drop(h *held) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	delete(s.byDigest, h.digest)
 	delete(s.byID, h.ID)
 	h.end()
 }
 
-// create makes a key of a complete spec. The caller has the lock.
+// create makes a key of a complete spec. The caller has the turn.
 func (s *Store) create(spec KeySpec, also func(*journal.Tx) error) (text string, k Key, err error) {
 	k = Key{ID: KeyID(random(keyIDLength)), Name: spec.Name, Role: spec.Role, Namespaces: spec.Namespaces, Created: time.Now().UTC()}
 	if spec.Lifetime > 0 {
@@ -185,6 +191,8 @@ func (s *Store) create(spec KeySpec, also func(*journal.Tx) error) (text string,
 	if err != nil {
 		return "", Key{}, fmt.Errorf("make a key: %w", err)
 	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	s.hold(h)
 	return text, k, nil
 }
@@ -192,8 +200,8 @@ func (s *Store) create(spec KeySpec, also func(*journal.Tx) error) (text string,
 // FirstKey makes the first key of a node, an admin's. Once that was done it
 // makes none again, even if all are revoked: whoever may use the socket can.
 func (s *Store) FirstKey() (text string, k Key, err error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.turn.Lock()
+	defer s.turn.Unlock()
 	var made bool
 	err = s.db.View(func(tx *journal.Tx) (err error) {
 		_, made, err = secrets.Get(tx, firstKeyMade)
@@ -228,9 +236,11 @@ func (s *Store) Keys() []Key {
 
 // Revoke forgets a key; requests that it is used for are cut off.
 func (s *Store) Revoke(id KeyID) error {
+	s.turn.Lock()
+	defer s.turn.Unlock()
 	s.mu.Lock()
-	defer s.mu.Unlock()
 	h := s.byID[id]
+	s.mu.Unlock()
 	if h == nil {
 		return sandbox.Errorf(sandbox.CodeNotFound, "there is no key %s", id).Try("`agentrun key list` shows those that there are")
 	}

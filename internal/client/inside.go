@@ -100,6 +100,11 @@ func (c *Client) Resize(ctx context.Context, sandbox, id string, rows, cols int)
 	return c.do(ctx, call{method: http.MethodPost, path: c.object("sandboxes", sandbox, "execs", id, "resize"), body: rest.TerminalSize{Rows: rows, Cols: cols}})
 }
 
+// Terminal asks for a token that opens a terminal.
+func (c *Client) Terminal(ctx context.Context, sandbox string, req rest.TerminalRequest) (rest.Terminal, error) {
+	return get[rest.Terminal](ctx, c, call{method: http.MethodPost, path: c.object("sandboxes", sandbox, "terminal"), body: req})
+}
+
 // RunCode runs code to its end.
 func (c *Client) RunCode(ctx context.Context, sandbox string, req rest.CodeRequest) (rest.CodeResult, error) {
 	return get[rest.CodeResult](ctx, c, call{method: http.MethodPost, path: c.object("sandboxes", sandbox, "code"), body: req})

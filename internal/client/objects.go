@@ -63,12 +63,18 @@ func (c *Client) DeleteTemplate(ctx context.Context, name string) error {
 	return c.do(ctx, call{method: http.MethodDelete, path: c.object("templates", name)})
 }
 
-// TemplateLog writes the log of a template's build to w, until it has ended if
-// follow is set.
-func (c *Client) TemplateLog(ctx context.Context, name string, stage rest.Stage, follow bool, w io.Writer) error {
-	query := url.Values{"follow": {strconv.FormatBool(follow)}}
-	if stage != "" {
-		query.Set("stage", string(stage))
+// TemplateLog writes the log of a template's build to w: what q chooses of it, and until
+// the build has ended only if q.Follow is set.
+func (c *Client) TemplateLog(ctx context.Context, name string, q rest.GetTemplateLogParams, w io.Writer) error {
+	query := url.Values{"follow": {strconv.FormatBool(q.Follow != nil && *q.Follow)}}
+	if q.Stage != "" {
+		query.Set("stage", string(q.Stage))
+	}
+	if q.Offset != nil {
+		query.Set("offset", strconv.FormatInt(*q.Offset, 10))
+	}
+	if q.Tail != nil {
+		query.Set("tail", strconv.Itoa(*q.Tail))
 	}
 	res, err := c.send(ctx, call{method: http.MethodGet, path: c.object("templates", name, "log"), query: query})
 	if err != nil {

@@ -337,6 +337,22 @@ type Capabilities struct {
 	EndsOutOfMemory bool
 }
 
+// Processor is the host's processor as sandboxes of an engine see it.
+type Processor struct {
+	// Profile says which features of it they see.
+	Profile, Vendor string
+	// Features are those, sorted; their names are the engine's.
+	Features []string
+}
+
+// ProcessorOf is the processor of an engine; of one that has none to speak of an empty one.
+func ProcessorOf(e Engine) (Processor, error) {
+	if has, ok := e.(interface{ Processor() (Processor, error) }); ok {
+		return has.Processor()
+	}
+	return Processor{}, nil
+}
+
 // GenerationLabel counts the forks that led to a snapshot.
 const GenerationLabel = "generation"
 

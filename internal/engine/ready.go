@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"agentrun.dev/internal/engine/pool"
 	"agentrun.dev/internal/storage/snapshot"
@@ -63,7 +64,7 @@ const rehearsals = 5
 // ends the fork. turn is that of a ReadyConfig.
 func makeReady(ctx context.Context, sb Sandbox, turn func(context.Context) (release func(), err error)) error {
 	// What a fork does beside its first answer goes before this one.
-	err := sb.Agent().Ping(ctx)
+	err := ping(ctx, sb)
 	if err == nil {
 		err = sb.Park(ctx)
 	}
@@ -74,6 +75,15 @@ func makeReady(ctx context.Context, sb Sandbox, turn func(context.Context) (rele
 		return errors.Join(fmt.Errorf("park a sandbox: %w", err), sb.Close())
 	}
 	return nil
+}
+
+// pingPatience is how long a fork may take to answer again.
+const pingPatience = time.Minute
+
+func ping(ctx context.Context, sb Sandbox) error {
+	ctx, cancel := context.WithTimeout(ctx, pingPatience)
+	defer cancel()
+	return sb.Agent().Ping(ctx)
 }
 
 // rehearseClaim claims a sandbox that is parked, and parks it again.

@@ -12,6 +12,8 @@ import (
 // sandboxes, of all and of each namespace. docs/design/memory.md has the rules.
 type admission struct {
 	capacity uint64
+	// changed is told that memory was taken or given back. It does not wait.
+	changed func()
 	// drop frees what nobody holds any more. That takes time, so it is called without
 	// the mutex; whoever wants to hold the same again waits for left.
 	drop func(ids []string)
@@ -24,6 +26,7 @@ type admission struct {
 	held    map[holding]int              // how many machines of a namespace hold something
 	users   map[string]int               // how many namespaces hold it
 	stored  map[sandbox.Namespace]uint64 // bytes on disk, likewise
+	shares  map[holding]int              // how much that is stored of a namespace shares something
 	quotas  map[sandbox.Namespace]sandbox.Quota
 }
 
@@ -35,9 +38,9 @@ type holding struct {
 
 func newAdmission(capacity uint64, drop func(ids []string)) *admission {
 	a := &admission{
-		capacity: capacity, drop: drop, leaving: map[string]bool{},
+		capacity: capacity, drop: drop, changed: func() {}, leaving: map[string]bool{},
 		spaces: map[sandbox.Namespace]uint64{}, held: map[holding]int{}, users: map[string]int{},
-		stored: map[sandbox.Namespace]uint64{}, quotas: map[sandbox.Namespace]sandbox.Quota{},
+		stored: map[sandbox.Namespace]uint64{}, shares: map[holding]int{}, quotas: map[sandbox.Namespace]sandbox.Quota{},
 	}
 	a.left = sync.NewCond(&a.mu)
 	return a
@@ -99,6 +102,7 @@ func (a *admission) add(n sandbox.Namespace, bytes uint64, held []sandbox.Held) 
 	}
 	a.used += bytes
 	a.spaces[n] += bytes
+	a.changed()
 }
 
 // release gives back what was taken. What nobody holds any more is freed first.
@@ -129,6 +133,7 @@ func (a *admission) release(n sandbox.Namespace, bytes uint64, held ...sandbox.H
 		a.left.Broadcast()
 	}
 	a.used -= bytes
+	a.changed()
 	if a.spaces[n] -= bytes; a.spaces[n] == 0 {
 		delete(a.spaces, n)
 	}
@@ -140,37 +145,72 @@ func (a *admission) reserved() uint64 {
 	return a.used
 }
 
-// store counts bytes on disk, or refuses them. With none it says whether any
-// would be refused.
-func (a *admission) store(n sandbox.Namespace, bytes uint64) error {
+// store counts bytes on disk, and what they share with others of the namespace once, or
+// refuses them. With none it says whether any would be refused.
+func (a *admission) store(n sandbox.Namespace, bytes uint64, shared ...sandbox.Held) error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if most, used := a.quotas[n].Storage, a.stored[n]; most > 0 && (used >= most || bytes > most-used) {
-		err := sandbox.Errorf(sandbox.CodeCapacity, "the quota of namespace %s has no room for what is to be stored", n)
-		if bytes > 0 {
-			err = sandbox.Errorf(sandbox.CodeCapacity, "the quota of namespace %s has no room for %s on disk", n, sandbox.Mebibytes(bytes))
+	need := bytes
+	for _, h := range shared {
+		if a.shares[holding{n, h.ID}] == 0 {
+			need += h.Bytes
 		}
-		return err.Because("hibernated sandboxes and checkpoints take %s of its %s of storage", sandbox.Mebibytes(used), sandbox.Mebibytes(most)).
-			Try("End hibernated sandboxes or delete checkpoints of namespace %s, or raise its quota", n)
 	}
-	a.stored[n] += bytes
+	if most, used := a.quotas[n].Storage, a.stored[n]; most > 0 && (used >= most || need > most-used) {
+		err := sandbox.Errorf(sandbox.CodeCapacity, "the quota of namespace %s has no room for what is to be stored", n)
+		if need > 0 {
+			err = sandbox.Errorf(sandbox.CodeCapacity, "the quota of namespace %s has no room for %s on disk", n, sandbox.Mebibytes(need))
+		}
+		return err.Because("templates, hibernated sandboxes and checkpoints take %s of its %s of storage", sandbox.Mebibytes(used), sandbox.Mebibytes(most)).
+			Try("End hibernated sandboxes or delete checkpoints or templates of namespace %s, or raise its quota", n)
+	}
+	a.addStored(n, bytes, shared)
 	return nil
 }
 
-// keep counts bytes that are there.
-func (a *admission) keep(n sandbox.Namespace, bytes uint64) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
+func (a *admission) addStored(n sandbox.Namespace, bytes uint64, shared []sandbox.Held) {
+	for _, h := range shared {
+		k := holding{n, h.ID}
+		if a.shares[k]++; a.shares[k] == 1 {
+			bytes += h.Bytes
+		}
+	}
 	a.stored[n] += bytes
 }
 
-// discard counts bytes that are there no longer.
-func (a *admission) discard(n sandbox.Namespace, bytes uint64) {
+// keep counts bytes that are there.
+func (a *admission) keep(n sandbox.Namespace, bytes uint64, shared ...sandbox.Held) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
+	a.addStored(n, bytes, shared)
+}
+
+// discard counts bytes that are there no longer.
+func (a *admission) discard(n sandbox.Namespace, bytes uint64, shared ...sandbox.Held) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for _, h := range shared {
+		k := holding{n, h.ID}
+		if a.shares[k]--; a.shares[k] == 0 {
+			delete(a.shares, k)
+			bytes += h.Bytes
+		}
+	}
 	if a.stored[n] -= bytes; a.stored[n] == 0 {
 		delete(a.stored, n)
 	}
+}
+
+// isShared reports whether something that is stored shares what has an id.
+func (a *admission) isShared(id string) bool {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for k := range a.shares {
+		if k.id == id {
+			return true
+		}
+	}
+	return false
 }
 
 // quota is that of a namespace, with the memory and the storage that it uses.

@@ -16,8 +16,9 @@ import (
 // in the background. One whose machine does not answer is Unresponsive until it does:
 // it can be looked at and ended, and what needs its machine is refused.
 const (
-	// adoptions is how many machines are taken over at once. Each of them mostly waits.
-	adoptions = 32
+	// adoptions is how many machines are taken over at once, half of them of one
+	// namespace at most. Each of them mostly waits.
+	adoptions = 64
 	// adoptPatience is how long a machine may take for it.
 	adoptPatience = 30 * time.Second
 	// adoptAgain is how long the daemon waits until it tries again, at first, and
@@ -47,7 +48,6 @@ func (m *Manager) adoptAll() {
 		s := b.now()
 		return s.State != sandbox.Running && s.State != sandbox.Paused
 	})
-	slots := make(chan struct{}, adoptions)
 	var first sync.WaitGroup // attempts
 	for _, b := range waiting {
 		// Before anything else: a kill that comes now must find it.
@@ -57,7 +57,7 @@ func (m *Manager) adoptAll() {
 		b.mu.Unlock()
 		first.Add(1)
 		m.work.Go(func() {
-			b.adopt(ctx, done, slots, sync.OnceFunc(first.Done))
+			b.adopt(ctx, done, sync.OnceFunc(first.Done))
 		})
 	}
 	m.work.Go(func() {
@@ -76,7 +76,7 @@ func (m *Manager) adoptAll() {
 // adopt takes the sandbox's machine over, however often it has to try. It begins with
 // the sandbox's turn, and gives it back between attempts. ctx and done are those of the
 // first turn; tried is called after the first attempt.
-func (b *member) adopt(ctx context.Context, done func(), slots chan struct{}, tried func()) {
+func (b *member) adopt(ctx context.Context, done func(), tried func()) {
 	m := b.manager
 	defer tried()
 	var sb engine.Sandbox // adopted, and not attached
@@ -88,7 +88,7 @@ func (b *member) adopt(ctx context.Context, done func(), slots chan struct{}, tr
 	for pause := adoptAgain; ; pause = min(2*pause, adoptSeldom) {
 		finished := ctx.Err() != nil || b.now().State == sandbox.Ended
 		if !finished {
-			sb, finished = b.tryToAdopt(ctx, sb, slots)
+			sb, finished = b.tryToAdopt(ctx, sb)
 		}
 		done()
 		b.unlock()
@@ -115,17 +115,15 @@ func (b *member) adopt(ctx context.Context, done func(), slots chan struct{}, tr
 
 // tryToAdopt is one attempt, with what the last one has left. It returns what the next
 // one goes on with, unless there is to be none.
-func (b *member) tryToAdopt(ctx context.Context, sb engine.Sandbox, slots chan struct{}) (_ engine.Sandbox, finished bool) {
+func (b *member) tryToAdopt(ctx context.Context, sb engine.Sandbox) (_ engine.Sandbox, finished bool) {
 	m, s := b.manager, b.now()
-	select {
-	case slots <- struct{}{}:
-		defer func() { <-slots }()
-	case <-ctx.Done():
+	release, err := m.adoptTurns.take(ctx, s.Namespace)
+	if err != nil {
 		return sb, true
 	}
+	defer release()
 	attempt, cancel := context.WithTimeoutCause(ctx, adoptPatience, errSilent)
 	defer cancel()
-	var err error
 	if sb == nil {
 		sb, err = m.cfg.Engine.Adopt(attempt, m.machineDir(s.Machine))
 	}
@@ -138,6 +136,7 @@ func (b *member) tryToAdopt(ctx context.Context, sb engine.Sandbox, slots chan s
 		if !b.attach(m.rejoin(attempt, s, sb)) {
 			return sb, true
 		}
+		b.tellSilence()
 		return nil, true
 	case ctx.Err() != nil: // killed, or the daemon ends
 		return sb, true
@@ -155,8 +154,19 @@ func (b *member) tryToAdopt(ctx context.Context, sb engine.Sandbox, slots chan s
 	b.mu.Lock()
 	b.silent = err.Error()
 	b.mu.Unlock()
-	m.watches.note(b.now())
+	b.tellSilence()
 	return sb, false
+}
+
+// tellSilence writes why the sandbox's machine does not answer, or that it does again, for
+// those who watch. The caller has the turn.
+func (b *member) tellSilence() {
+	if b.now().Unresponsive == b.latest().Unresponsive {
+		return
+	}
+	if err := b.change(func(*sandbox.Sandbox) {}); err != nil && b.manager.ctx.Err() == nil {
+		b.manager.cfg.Log.Error("write whether a sandbox answers", "sandbox", b.id, "error", err)
+	}
 }
 
 // errSilent says that a machine has not answered in time.

@@ -191,3 +191,52 @@ func TestStartWithManySilent(t *testing.T) {
 		}
 	})
 }
+
+// TestSilentNeighbours: however many machines of one namespace do not answer, those of
+// another are adopted at once, and their sandboxes can be used.
+func TestSilentNeighbours(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h, dir := nodetest.NewHost(t), t.TempDir()
+		before := daemon(t, dir, h)
+		setUp(t, before, 0)
+		for i := range 3 * adoptions {
+			s := claim(t, before, fmt.Sprintf("s%d", i), sandbox.Lifetime{})
+			h.RefuseAdoption(before.machineDir(s.Machine), nodetest.ErrHangs)
+		}
+		other := sandbox.Key{Namespace: "quiet", Name: "python"}
+		template(t, before, other, "one")
+		must(t, second(before.ApplyPool(t.Context(), other, sandbox.PoolSpec{Template: other.Name})))
+		must(t, before.WaitPool(t.Context(), other))
+		must(t, second2(before.Claim(t.Context(), sandbox.ClaimRequest{Key: other, Spec: sandbox.ClaimSpec{Pool: other.Name}})))
+		must(t, before.Close())
+		begin := time.Now()
+		m := daemon(t, dir, h)
+		defer func() { _ = m.Close() }()
+		u, err := m.Use(t.Context(), other)
+		if err != nil {
+			t.Fatal(err)
+		}
+		u.Close()
+		if waited := time.Since(begin); waited > 0 {
+			t.Errorf("it was there after %v", waited)
+		}
+	})
+}
+
+// TestClaimAtOnce: a claim is served by a daemon that has just begun to serve, before its
+// pools have looked for their snapshots.
+func TestClaimAtOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir, h := t.TempDir(), nodetest.NewHost(t)
+		m := daemon(t, dir, h)
+		setUp(t, m, 1)
+		must(t, m.Close())
+		for i := range 20 {
+			func() {
+				m := daemon(t, dir, h)
+				defer func() { must(t, m.Close()) }()
+				claim(t, m, fmt.Sprintf("at-once-%d", i), sandbox.Lifetime{})
+			}()
+		}
+	})
+}

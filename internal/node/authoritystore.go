@@ -22,7 +22,9 @@ import (
 type authorityStore struct {
 	sealedFolder
 
-	mu  sync.Mutex // protects all, and the folder
+	turns keyTurns // of those who make the CA of a namespace, and its file
+
+	mu  sync.Mutex // protects all
 	all map[sandbox.Namespace]namespaceCA
 }
 
@@ -102,9 +104,11 @@ func (s *authorityStore) get(n sandbox.Namespace) (namespaceCA, bool) {
 
 // ensure is the CA of a namespace, which is made if it is missing.
 func (s *authorityStore) ensure(n sandbox.Namespace) (namespaceCA, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if ca, ok := s.all[n]; ok {
+	if ca, ok := s.get(n); ok {
+		return ca, nil
+	}
+	defer s.turns.lock(sandbox.Key{Namespace: n})()
+	if ca, ok := s.get(n); ok { // somebody else was faster
 		return ca, nil
 	}
 	return s.make(n, sandbox.CASpec{})
@@ -112,12 +116,11 @@ func (s *authorityStore) ensure(n sandbox.Namespace) (namespaceCA, error) {
 
 // set gives a namespace another CA.
 func (s *authorityStore) set(n sandbox.Namespace, spec sandbox.CASpec) (namespaceCA, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	defer s.turns.lock(sandbox.Key{Namespace: n})()
 	return s.make(n, spec)
 }
 
-// make makes or reads a CA, and keeps it. The caller holds s.mu.
+// make makes or reads a CA, and keeps it. The caller has the turn of the namespace.
 func (s *authorityStore) make(n sandbox.Namespace, spec sandbox.CASpec) (out namespaceCA, err error) {
 	if s.key == nil {
 		return out, sandbox.Errorf(sandbox.CodeUnimplemented, "this daemon keeps no CA").Because("it has no key to seal it with")
@@ -140,6 +143,8 @@ func (s *authorityStore) make(n sandbox.Namespace, spec sandbox.CASpec) (out nam
 	if err != nil {
 		return out, fmt.Errorf("write the CA of namespace %s: %w", n, err)
 	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	s.all[n] = out
 	return out, nil
 }

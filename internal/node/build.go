@@ -4,10 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
 	"time"
 
-	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/node/buildlog"
 	"agentrun.dev/internal/node/journal"
 	"agentrun.dev/internal/sandbox"
 )
@@ -17,26 +16,31 @@ type buildKey struct {
 	Template sandbox.Key
 	Revision string
 	Stage    sandbox.Stage
+	// Outdated is the snapshot of a build whose place is another's; empty otherwise.
+	Outdated sandbox.ID
 }
 
 func (k buildKey) String() string {
-	return k.Template.String() + "/" + k.Revision + "/" + string(k.Stage)
+	s := k.Template.String() + "/" + k.Revision + "/" + string(k.Stage)
+	if k.Outdated != "" {
+		s += "/" + string(k.Outdated)
+	}
+	return s
 }
 
-func keyOf(b sandbox.Build) buildKey { return buildKey{b.Template, b.Revision, b.Stage} }
-
-// build is a build under way.
-type build struct {
-	cancel context.CancelFunc
-	done   chan struct{}
-	log    buildLog
+func keyOf(b sandbox.Build) buildKey {
+	k := buildKey{Template: b.Template, Revision: b.Revision, Stage: b.Stage}
+	if b.Outdated != "" {
+		k.Outdated = b.Snapshot
+	}
+	return k
 }
 
 // ApplyTemplate makes a template or changes it. Pools of it follow; sandboxes
 // that were claimed stay as they are. A template that has not changed and whose
 // build failed is built again.
 func (m *Manager) ApplyTemplate(_ context.Context, k sandbox.Key, spec sandbox.TemplateSpec) (sandbox.Template, error) {
-	if err := m.begin(); err != nil {
+	if err := m.beginMaking(); err != nil {
 		return sandbox.Template{}, err
 	}
 	if err := spec.Validate(); err != nil {
@@ -49,7 +53,14 @@ func (m *Manager) ApplyTemplate(_ context.Context, k sandbox.Key, spec sandbox.T
 	if err != nil {
 		return sandbox.Template{}, fmt.Errorf("apply template %s: %w", k, err)
 	}
+	defer m.templateTurns.lock(k)()
 	t := sandbox.Template{Key: k, Spec: spec, Revision: spec.RevisionWith(ca), Created: time.Now().UTC()}
+	if _, err := m.build(buildKey{Template: k, Revision: t.Revision, Stage: sandbox.AfterReady}); sandbox.HasCode(err, sandbox.CodeNotFound) {
+		if err := m.admitBuild(k.Namespace); err != nil {
+			return sandbox.Template{}, err
+		}
+	}
+	var dropped []sandbox.Build
 	err = m.db.Update(func(tx *journal.Tx) error {
 		old, found, err := templates.Get(tx, k.String())
 		if err != nil {
@@ -58,55 +69,96 @@ func (m *Manager) ApplyTemplate(_ context.Context, k sandbox.Key, spec sandbox.T
 		if found {
 			t.Created = old.Created
 		}
-		for _, stage := range []sandbox.Stage{sandbox.AfterInit, sandbox.AfterReady} {
-			bk := buildKey{k, t.Revision, stage}
-			if b, found, err := builds.Get(tx, bk.String()); err != nil {
-				return err
-			} else if found && b.Phase == sandbox.PhaseFailed {
-				if err := builds.Delete(tx, bk.String()); err != nil {
-					return err
-				}
+		dropped, err = dropBuilds(tx, k, func(b sandbox.Build) bool {
+			if b.Revision == t.Revision {
+				return b.Phase == sandbox.PhaseFailed
 			}
-		}
-		return templates.Put(tx, k.String(), t)
+			return !b.Over()
+		})
+		return errors.Join(err, templates.Write(tx, k.String(), &t))
 	})
 	if err != nil {
 		return sandbox.Template{}, fmt.Errorf("apply template %s: %w", k, err)
 	}
+	if _, err := m.endDropped(dropped); err != nil {
+		m.cfg.Log.Error("remove the logs of builds", "template", k, "error", err)
+	}
 	m.ensureBuild(t, sandbox.AfterReady)
-	m.refill()
+	m.noticePools()
 	return t, nil
+}
+
+// dropBuilds takes some builds of a template out of the journal.
+func dropBuilds(tx *journal.Tx, k sandbox.Key, unwanted func(sandbox.Build) bool) (dropped []sandbox.Build, err error) {
+	err = builds.Each(tx, k.String()+"/", func(_ string, b sandbox.Build) error {
+		if unwanted(b) {
+			dropped = append(dropped, b)
+		}
+		return nil
+	})
+	for _, b := range dropped {
+		err = errors.Join(err, builds.Delete(tx, keyOf(b).String()))
+	}
+	return dropped, err
+}
+
+// endDropped ends builds that are not in the journal any more, and removes their logs. The
+// caller has the turn of their template.
+func (m *Manager) endDropped(dropped []sandbox.Build) (ended []*build, err error) {
+	m.mu.Lock()
+	for _, b := range dropped {
+		if run := m.builds[keyOf(b)]; run != nil {
+			run.cancel()
+			delete(m.builds, keyOf(b)) // another of the same key can be started at once
+			ended = append(ended, run)
+		}
+	}
+	m.mu.Unlock()
+	for _, b := range dropped {
+		err = errors.Join(err, buildlog.Remove(m.logFile(b.Snapshot)))
+		m.uncountBuild(b)
+	}
+	return ended, err
 }
 
 // ensureBuild sees to it that a template's revision is built.
 func (m *Manager) ensureBuild(t sandbox.Template, stage sandbox.Stage) {
-	k := buildKey{t.Key, t.Revision, stage}
+	k := buildKey{Template: t.Key, Revision: t.Revision, Stage: stage}
+	if b, err := m.build(k); err == nil && b.Over() {
+		return
+	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.closed || m.builds[k] != nil {
-		return
+	if !m.closed && m.builds[k] == nil {
+		m.startBuild(k, t.Spec)
 	}
-	if b, err := m.build(k); err == nil && (b.Phase == sandbox.PhaseReady || b.Phase == sandbox.PhaseFailed) {
-		return
-	}
-	ctx, cancel := context.WithCancel(m.ctx)
-	run := &build{cancel: cancel, done: make(chan struct{}), log: newBuildLog()}
-	m.builds[k] = run
-	m.work.Go(func() {
-		defer cancel()
-		err := m.runBuild(ctx, k, t.Spec, &run.log)
-		if err != nil && ctx.Err() == nil {
-			m.cfg.Log.Error("build a template", "template", t.Key, "error", err)
-		}
-		m.mu.Lock()
-		delete(m.builds, k)
-		m.mu.Unlock()
-		close(run.done)
-		m.refill()
-	})
 }
 
-// build reads a build from the journal.
+// recoverBuilds goes on with what an earlier daemon was building, or was to build.
+func (m *Manager) recoverBuilds() error {
+	type wanted struct {
+		sandbox.Template
+		stage sandbox.Stage
+	}
+	var all []wanted
+	err := m.db.View(func(tx *journal.Tx) error {
+		return templates.Each(tx, "", func(_ string, t sandbox.Template) error {
+			all = append(all, wanted{t, sandbox.AfterReady})
+			// Only a pool asks for the other stage.
+			_, found, err := builds.Get(tx, buildKey{Template: t.Key, Revision: t.Revision, Stage: sandbox.AfterInit}.String())
+			if found {
+				all = append(all, wanted{t, sandbox.AfterInit})
+			}
+			return err
+		})
+	})
+	for _, w := range all {
+		m.ensureBuild(w.Template, w.stage)
+	}
+	return err
+}
+
+// build reads a build from the journal, to be shown or to see how far it is.
 func (m *Manager) build(k buildKey) (b sandbox.Build, err error) {
 	err = m.db.View(func(tx *journal.Tx) error {
 		var found bool
@@ -115,58 +167,10 @@ func (m *Manager) build(k buildKey) (b sandbox.Build, err error) {
 		}
 		return err
 	})
+	if b.Phase == sandbox.PhasePending && b.Problem == "" {
+		b.Problem = fmt.Sprintf("it waits for its turn: %d builds are made at once, at most %d of one namespace", m.buildTurns.most, m.buildTurns.each)
+	}
 	return b, err
-}
-
-func (m *Manager) putBuild(b sandbox.Build) error {
-	return m.db.Update(func(tx *journal.Tx) error { return builds.Put(tx, keyOf(b).String(), b) })
-}
-
-// runBuild builds, and writes down what came of it.
-func (m *Manager) runBuild(ctx context.Context, k buildKey, spec sandbox.TemplateSpec, log *buildLog) (err error) {
-	ctx, end := m.observer.Begin(ctx, sandbox.Work{Op: sandbox.OpBuild, Template: k.Template, Stage: k.Stage})
-	failed := error(nil)
-	defer func() { end(sandbox.Outcome{Err: errors.Join(err, failed)}) }()
-	b := sandbox.Build{Template: k.Template, Revision: k.Revision, Stage: k.Stage, Phase: sandbox.PhaseBuilding, Started: time.Now().UTC(), Snapshot: sandbox.NewID()}
-	if err := m.putBuild(b); err != nil {
-		return err
-	}
-	if err := log.open(m.logFile(b.Snapshot)); err != nil {
-		return fmt.Errorf("write a build's log: %w", err)
-	}
-	defer func() { err = errors.Join(err, log.Close()) }()
-	dir := m.snapshotDir(b.Snapshot)
-	memory := m.machineMemory(spec)
-	certificate, fingerprint, err := m.templateCA(k.Template.Namespace, spec)
-	if err == nil {
-		err = m.reserve(k.Template.Namespace, memory)
-	}
-	if err == nil {
-		var machine engine.Sandbox
-		b.Built, err = m.cfg.Builder.Build(ctx, BuildRequest{
-			Spec: spec, Stage: k.Stage, Dir: dir, Log: log, TrustCA: certificate,
-			Join: func(ctx context.Context, sb engine.Sandbox) (_ engine.Sandbox, err error) {
-				machine, err = m.joinBuild(ctx, k.Template.Namespace, spec, sb)
-				return machine, err
-			},
-		})
-		b.Lineage, b.TrustedCA = captured(machine), fingerprint
-		m.capacity.release(k.Template.Namespace, memory)
-	}
-	if ctx.Err() != nil { // the next daemon builds it
-		return errors.Join(err, m.removeSnapshot(dir))
-	}
-	b.Finished = time.Now().UTC()
-	b.Phase = sandbox.PhaseReady
-	if err != nil {
-		failed = err
-		b.Phase, b.Problem = sandbox.PhaseFailed, err.Error()
-		if _, werr := fmt.Fprintf(log, "the template is not built: %v\n", err); werr != nil {
-			return werr
-		}
-		return errors.Join(m.putBuild(b), m.removeSnapshot(dir))
-	}
-	return m.putBuild(b)
 }
 
 // machineMemory is what a machine of a template reserves.
@@ -186,39 +190,56 @@ func (m *Manager) reserve(n sandbox.Namespace, bytes uint64, held ...sandbox.Hel
 // collectBuilds deletes builds that nobody will fork any more.
 func (m *Manager) collectBuilds() error {
 	used := m.usedBuilds()
-	var dead []sandbox.Build
-	unused := func(tx *journal.Tx) error {
-		dead = nil
+	unused := func(tx *journal.Tx, b sandbox.Build) (bool, error) {
+		t, found, err := templates.Get(tx, b.Template.String())
+		return !used[keyOf(b)] && (!found || superseded(b, t)), err
+	}
+	var some []sandbox.Build
+	err := m.db.View(func(tx *journal.Tx) error {
 		return builds.Each(tx, "", func(_ string, b sandbox.Build) error {
-			t, found, err := templates.Get(tx, b.Template.String())
-			if err == nil && !used[keyOf(b)] && (!found || t.Revision != b.Revision) {
-				dead = append(dead, b)
+			not, err := unused(tx, b)
+			if not {
+				some = append(some, b)
 			}
 			return err
 		})
+	})
+	if err != nil || len(some) == 0 {
+		return errors.Join(err, m.dropImages())
 	}
-	if err := m.db.View(unused); err != nil || len(dead) == 0 {
-		return err
-	}
-	// The template may have gone back to a revision since.
-	err := m.db.Update(func(tx *journal.Tx) error {
-		err := unused(tx)
-		for _, b := range dead {
-			err = errors.Join(err, builds.Delete(tx, keyOf(b).String()))
+	var dead []sandbox.Build
+	err = m.db.Update(func(tx *journal.Tx) error {
+		var errs []error
+		for _, b := range some {
+			// The template may have gone back to a revision since, and have built it again.
+			now, found, err := builds.Get(tx, keyOf(b).String())
+			if found = found && now.Snapshot == b.Snapshot; err == nil && found {
+				found, err = unused(tx, now)
+			}
+			if err == nil && found {
+				dead = append(dead, now)
+				err = builds.Delete(tx, keyOf(b).String())
+			}
+			errs = append(errs, err)
 		}
-		return err
+		return errors.Join(errs...)
 	})
 	if err != nil {
 		return err
 	}
 	var errs []error
 	for _, b := range dead {
-		errs = append(errs, m.removeSnapshot(m.snapshotDir(b.Snapshot)))
-		if err := os.Remove(m.logFile(b.Snapshot)); !errors.Is(err, os.ErrNotExist) {
-			errs = append(errs, err)
-		}
+		errs = append(errs, m.removeSnapshot(m.snapshotDir(b.Snapshot)), buildlog.Remove(m.logFile(b.Snapshot)))
+		m.uncountBuild(b)
 	}
-	return errors.Join(errs...)
+	return errors.Join(append(errs, m.dropImages())...)
+}
+
+// collect is collectBuilds for those who have nobody to tell of an error.
+func (m *Manager) collect() {
+	if err := m.collectBuilds(); err != nil && m.ctx.Err() == nil {
+		m.cfg.Log.Error("delete builds that are not needed", "error", err)
+	}
 }
 
 // usedBuilds are those under way and those that pools fork.

@@ -2,89 +2,46 @@ package node
 
 import (
 	"context"
+	"errors"
 	"io"
-	"os"
-	"sync"
+	"io/fs"
+	"math"
 
+	"agentrun.dev/internal/node/buildlog"
 	"agentrun.dev/internal/sandbox"
 )
-
-// buildLog is the log of a build under way, which can be followed.
-type buildLog struct {
-	opened chan struct{} // closed when the file is there
-	file   *os.File
-
-	mu    sync.Mutex    // protects all following fields
-	grown chan struct{} // closed when the file has grown
-}
-
-func newBuildLog() buildLog {
-	return buildLog{opened: make(chan struct{}), grown: make(chan struct{})}
-}
-
-func (l *buildLog) open(path string) (err error) {
-	l.file, err = os.OpenFile(path, os.O_CREATE|os.O_EXCL|os.O_WRONLY|os.O_APPEND, 0o600)
-	if err == nil {
-		close(l.opened)
-	}
-	return err
-}
-
-func (l *buildLog) Write(p []byte) (int, error) {
-	n, err := l.file.Write(p)
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	close(l.grown)
-	l.grown = make(chan struct{})
-	return n, err
-}
-
-func (l *buildLog) Close() error { return l.file.Close() }
-
-// growth returns a channel that is closed when the file grows from now on.
-func (l *buildLog) growth() <-chan struct{} {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.grown
-}
 
 // CopyBuildLog writes the log of a template's build to w: what is there, and
 // with Follow what comes until the build has ended.
 func (m *Manager) CopyBuildLog(ctx context.Context, r sandbox.BuildLogRequest, w io.Writer) error {
+	if err := r.Validate(); err != nil {
+		return err
+	}
 	t, err := m.Template(ctx, r.Key)
 	if err != nil {
 		return err
 	}
-	bk := buildKey{t.Key, t.Revision, r.Stage}
-	m.mu.Lock()
-	run := m.builds[bk]
-	m.mu.Unlock()
-	if run != nil {
-		select {
-		case <-run.log.opened:
-		case <-run.done:
-		case <-ctx.Done():
-			return ctx.Err()
-		}
-	}
-	b, err := m.build(bk)
-	if sandbox.HasCode(err, sandbox.CodeNotFound) {
-		return sandbox.Errorf(sandbox.CodeNotReady, "template %s has no %s build", r.Name, r.Stage).Try("Ask for the log of another stage")
-	}
+	log, run, err := m.buildLog(ctx, buildKey{Template: t.Key, Revision: t.Revision, Stage: r.Stage})
 	if err != nil {
 		return err
 	}
-	file, err := os.Open(m.logFile(b.Snapshot))
-	if err != nil {
-		return err
-	}
-	defer file.Close()
-	for ended := run == nil || !r.Follow; ; {
-		var grown <-chan struct{}
-		if run != nil {
-			grown = run.log.growth()
+	at := r.Offset
+	if r.Tail != nil {
+		if at, err = log.LastLines(*r.Tail); err != nil {
+			return err
 		}
-		if _, err := io.Copy(w, file); err != nil || ended {
+	}
+	end := log.End()
+	if r.Begun != nil {
+		r.Begun(end)
+	}
+	from := log.ReadFrom(at)
+	if run == nil || !r.Follow {
+		return from.CopyTo(w, end)
+	}
+	for ended := false; ; {
+		grown := log.Grown()
+		if err := from.CopyTo(w, math.MaxInt64); err != nil || ended {
 			return err
 		}
 		select {
@@ -97,10 +54,37 @@ func (m *Manager) CopyBuildLog(ctx context.Context, r sandbox.BuildLogRequest, w
 	}
 }
 
+// buildLog is the log of a build, and the build if it is under way.
+func (m *Manager) buildLog(ctx context.Context, k buildKey) (*buildlog.Log, *build, error) {
+	m.mu.Lock()
+	run := m.builds[k]
+	m.mu.Unlock()
+	if run != nil {
+		select {
+		case <-run.begun:
+			return run.log, run, nil
+		case <-run.done:
+		case <-ctx.Done():
+			return nil, nil, ctx.Err()
+		}
+	}
+	b, err := m.build(k)
+	missing := sandbox.HasCode(err, sandbox.CodeNotFound)
+	var log *buildlog.Log
+	if err == nil {
+		log, err = buildlog.Open(m.logFile(b.Snapshot))
+		missing = errors.Is(err, fs.ErrNotExist) // it was replaced since
+	}
+	if missing {
+		return nil, nil, sandbox.Errorf(sandbox.CodeNotReady, "template %s has no %s build", k.Template.Name, k.Stage).Try("Ask for the log of another stage")
+	}
+	return log, nil, err
+}
+
 // Builds are what became of a template's current revision.
 func (m *Manager) Builds(_ context.Context, t sandbox.Template) (found []sandbox.Build, err error) {
 	for _, stage := range []sandbox.Stage{sandbox.AfterReady, sandbox.AfterInit} {
-		b, err := m.build(buildKey{t.Key, t.Revision, stage})
+		b, err := m.build(buildKey{Template: t.Key, Revision: t.Revision, Stage: stage})
 		if sandbox.HasCode(err, sandbox.CodeNotFound) {
 			continue
 		}

@@ -10,6 +10,7 @@ import (
 	"sync"
 	"testing"
 	"testing/synctest"
+	"time"
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/node/nodetest"
@@ -590,4 +591,64 @@ func (b *slowBuilder) Finish(ctx context.Context, _ sandbox.TemplateSpec, _ sand
 	case <-ctx.Done():
 		return ctx.Err()
 	}
+}
+
+// TestTurnEnds: a machine that never starts has its turn for a while only: whoever asked for
+// it goes on waiting, and others do not.
+func TestTurnEnds(t *testing.T) {
+	burst(t, 1, 0, func(t *testing.T, m *Manager, h *slowHost) {
+		stuck := h.claims(t.Context(), m, key("stuck"))
+		h.want(t, "stuck")
+		begun := time.Now()
+		other := h.claims(t.Context(), m, key("other"))
+		other.waits(t)
+		time.Sleep(longestStart)
+		h.want(t, "stuck", "other")
+		if waited := time.Since(begun); waited != longestStart {
+			t.Errorf("it took %v", waited)
+		}
+		stuck.waits(t)
+		// What has ended late gives back no second turn.
+		h.finish(t, "stuck", nil)
+		stuck.want(t, true)
+		third := h.claims(t.Context(), m, key("third"))
+		h.want(t, "other")
+		h.finish(t, "other", nil)
+		other.want(t, true)
+		h.finish(t, "third", nil)
+		third.want(t, true)
+	})
+}
+
+// TestLateStarts: of the starts of a namespace that take too long so many go on beside others
+// and no more, and others start beside them.
+func TestLateStarts(t *testing.T) {
+	burst(t, 1, 0, func(t *testing.T, m *Manager, h *slowHost) {
+		quiet := sandbox.Key{Namespace: "quiet", Name: "pool"}
+		if _, err := m.ApplyTemplate(t.Context(), sandbox.Key{Namespace: "quiet", Name: "python"}, sandbox.TemplateSpec{Image: "one", MilliCPUs: 1000, Memory: 64 * mib}); err != nil {
+			t.Fatal(err)
+		}
+		must(t, second(m.ApplyPool(t.Context(), quiet, sandbox.PoolSpec{Template: "python"})))
+		must(t, m.WaitPool(t.Context(), quiet))
+		var stuck []*answer
+		for i := range mostLate + 3 {
+			stuck = append(stuck, h.claims(t.Context(), m, key(fmt.Sprintf("stuck-%02d", i))))
+		}
+		time.Sleep(2 * mostLate * longestStart)
+		if n := len(h.now()); n != mostLate {
+			t.Errorf("%d go on at once, want %d", n, mostLate)
+		}
+		other := h.claims(t.Context(), m, sandbox.Key{Namespace: "quiet", Name: "other"})
+		if now := h.now(); now[len(now)-1] != "other" {
+			t.Errorf("another namespace's does not start: %v", now)
+		}
+		h.finish(t, "stuck-00", nil)
+		if now := h.now(); len(now) != mostLate || now[len(now)-1] != "other" {
+			t.Errorf("the only turn is the other's: %v", now)
+		}
+		h.open()
+		for _, a := range append(stuck, other) {
+			a.want(t, true)
+		}
+	})
 }

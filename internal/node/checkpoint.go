@@ -16,17 +16,33 @@ var checkpoints = journal.Collection[sandbox.Checkpoint]("checkpoints")
 // Checkpoint writes a sandbox to disk under a name. The sandbox goes on; one
 // that is paused or hibernated stays so.
 func (m *Manager) Checkpoint(ctx context.Context, r sandbox.CheckpointRequest) (c sandbox.CheckpointSize, replayed bool, err error) {
-	return doOnce(ctx, m, r.Once, checkpointIn, func(also record[sandbox.CheckpointSize]) (sandbox.CheckpointSize, error) {
+	c, replayed, err = doOnce(ctx, m, r.Once, checkpointIn, func(also record[sandbox.CheckpointSize]) (sandbox.CheckpointSize, error) {
 		return m.checkpoint(ctx, r.Key, r.Source, also)
 	})
+	if !replayed {
+		return c, false, err
+	}
+	// An answer that is kept has no resource version.
+	if now, nowErr := m.CheckpointOf(ctx, c.Key); nowErr == nil && now.ID == c.ID {
+		c = now
+	}
+	return c, true, err
 }
 
 func (m *Manager) checkpoint(ctx context.Context, k sandbox.Key, source sandbox.Name, also record[sandbox.CheckpointSize]) (out sandbox.CheckpointSize, err error) {
+	if err := m.beginMaking(); err != nil {
+		return out, err
+	}
 	_, err = m.with(ctx, sandbox.Key{Namespace: k.Namespace, Name: source}, func(ctx context.Context, b *member) error {
 		if err := errors.Join(m.mayCopy(ctx, b.now(), "checkpoint"), b.answers()); err != nil {
 			return err
 		}
-		done, err := m.beginCheckpoint(b.now())
+		release, err := m.captureTurns.take(ctx, k.Namespace)
+		if err != nil {
+			return fmt.Errorf("checkpoint sandbox %s: %w", source, err)
+		}
+		defer release()
+		done, err := m.beginCheckpoint(ctx, b)
 		if err != nil {
 			return err
 		}
@@ -46,7 +62,7 @@ func (m *Manager) checkpoint(ctx context.Context, k sandbox.Key, source sandbox.
 			}
 			if out, err = sized(m, c); err == nil {
 				err = m.db.Update(func(tx *journal.Tx) error {
-					return errors.Join(checkpoints.Put(tx, k.String(), c), also.write(tx, out))
+					return errors.Join(checkpoints.Write(tx, k.String(), &out.Checkpoint), also.write(tx, out))
 				})
 			}
 		}
@@ -64,7 +80,7 @@ func (m *Manager) checkpoint(ctx context.Context, k sandbox.Key, source sandbox.
 // enlistCheckpoint takes the name and writes the intent.
 func (m *Manager) enlistCheckpoint(k sandbox.Key, of sandbox.Sandbox) (sandbox.Checkpoint, error) {
 	of.Machine, of.Boot, of.Asleep = "", "", ""
-	of.Layers, of.Live, of.Kept = nil, nil, 0
+	of.Layers, of.Live, of.Kept, of.Unresponsive = nil, nil, 0, ""
 	c := sandbox.Checkpoint{Key: k, ID: sandbox.NewID(), Phase: sandbox.PhasePending, Created: time.Now().UTC(), Of: of}
 	err := m.db.Update(func(tx *journal.Tx) error {
 		if _, found, err := checkpoints.Get(tx, k.String()); err != nil {
@@ -150,7 +166,7 @@ func (m *Manager) CheckpointOf(_ context.Context, k sandbox.Key) (sandbox.Checkp
 
 // Checkpoints lists checkpoints by name.
 func (m *Manager) Checkpoints(_ context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.CheckpointSize, error) {
-	list, err := listIf(m, checkpoints, n, p, sandbox.Checkpoint.Ready)
+	list, err := listIf(m, checkpoints, n, p, ownVersion, sandbox.Checkpoint.Ready)
 	if err != nil {
 		return nil, err
 	}
@@ -185,14 +201,25 @@ func (m *Manager) DeleteCheckpoint(_ context.Context, k sandbox.Key) error {
 // then on.
 func (m *Manager) dropCheckpoint(k sandbox.Key) (c sandbox.Checkpoint, err error) {
 	m.mu.Lock()
-	defer m.mu.Unlock()
+	switch n := m.restoring[k]; {
+	case n > 0:
+		m.mu.Unlock()
+		return c, sandbox.Errorf(sandbox.CodeConflict, "checkpoint %s is in use", k.Name).
+			Because("%d sandboxes are being restored from it", n).Try("Try again when they are there")
+	case n < 0:
+		m.mu.Unlock()
+		return c, sandbox.NotFound(sandbox.KindCheckpoint, k) // somebody else deletes it
+	}
+	m.restoring[k] = -1
+	m.mu.Unlock()
+	defer func() {
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		delete(m.restoring, k)
+	}()
 	err = m.db.Update(func(tx *journal.Tx) error {
 		if c, err = readyCheckpoint(tx, k); err != nil {
 			return err
-		}
-		if n := m.restoring[c.ID]; n > 0 {
-			return sandbox.Errorf(sandbox.CodeConflict, "checkpoint %s is in use", k.Name).
-				Because("%d sandboxes are being restored from it", n).Try("Try again when they are there")
 		}
 		return checkpoints.Delete(tx, k.String())
 	})

@@ -25,7 +25,7 @@ func (m *Manager) Claim(ctx context.Context, r sandbox.ClaimRequest) (s sandbox.
 }
 
 func (m *Manager) claim(ctx context.Context, k sandbox.Key, spec sandbox.ClaimSpec, also record[sandbox.Sandbox]) (_ sandbox.Sandbox, err error) {
-	if err := m.begin(); err != nil {
+	if err := m.beginMaking(); err != nil {
 		return sandbox.Sandbox{}, err
 	}
 	if err := spec.Validate(); err != nil {
@@ -156,6 +156,9 @@ func (m *Manager) takeName(b *member) error {
 	if m.closed {
 		return errClosing()
 	}
+	if err := m.cordon.admit(false); err != nil {
+		return err
+	}
 	if m.roster.get(b.key) != nil {
 		return sandbox.Errorf(sandbox.CodeExists, "sandbox %s exists already in namespace %s", b.key.Name, b.key.Namespace).
 			Try("Choose another name, or end it with `agentrun kill %s`", b.key.Name)
@@ -175,7 +178,9 @@ func (b *member) leave() {
 	m.roster.remove(b)
 	m.mu.Unlock()
 	b.mu.Lock()
-	b.record.State = sandbox.Ended
+	left := *b.record
+	left.State = sandbox.Ended
+	b.record = &left
 	b.mu.Unlock()
 	b.unlock()
 }

@@ -7,7 +7,6 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/node/journal"
 	"agentrun.dev/internal/sandbox"
 )
 
@@ -56,7 +55,7 @@ func (m *Manager) cost(ctx context.Context, s sandbox.Sandbox, use map[sandbox.I
 	}
 	b.mu.Lock()
 	machine := b.machine
-	c.Sandbox = b.record
+	c.Sandbox = *b.record
 	b.mu.Unlock()
 	if machine == nil {
 		return c, nil
@@ -75,30 +74,4 @@ func (m *Manager) cost(ctx context.Context, s sandbox.Sandbox, use map[sandbox.I
 		err = fmt.Errorf("look at what sandbox %s costs: %w", s.Name, err)
 	}
 	return c, err
-}
-
-// Node looks at the node.
-func (m *Manager) Node(_ context.Context) (sandbox.NodeStatus, error) {
-	n := sandbox.NodeStatus{Engine: m.cfg.Engine.Name(), Capacity: m.capacity.capacity, Reserved: m.capacity.reserved()}
-	for _, b := range m.members() {
-		switch b.now().State {
-		case sandbox.Starting, sandbox.Ended:
-			continue
-		case sandbox.Hibernated:
-			n.Hibernated++
-		}
-		n.Sandboxes++
-	}
-	err := m.db.View(func(tx *journal.Tx) error {
-		return checkpoints.Each(tx, "", func(_ string, c sandbox.Checkpoint) error {
-			if c.Ready() {
-				n.Checkpoints++
-			}
-			return nil
-		})
-	})
-	if err == nil {
-		n.CheckpointBytes, err = m.CheckpointBytes()
-	}
-	return n, err
 }

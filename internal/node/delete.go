@@ -14,6 +14,25 @@ func (m *Manager) DeleteTemplate(ctx context.Context, k sandbox.Key) error {
 	if err := m.begin(); err != nil {
 		return err
 	}
+	ended, err := m.forgetTemplate(k)
+	if err != nil {
+		return err
+	}
+	for _, run := range ended {
+		select {
+		case <-run.done:
+		case <-ctx.Done(): // it ends and cleans up by itself
+			return fmt.Errorf("end the builds of template %s: %w", k.Name, ctx.Err())
+		}
+	}
+	return m.collectBuilds()
+}
+
+// forgetTemplate takes a template and what is being built of it out of the journal and out
+// of memory, and returns the builds that were under way.
+func (m *Manager) forgetTemplate(k sandbox.Key) ([]*build, error) {
+	defer m.templateTurns.lock(k)()
+	var dropped []sandbox.Build
 	err := m.db.Update(func(tx *journal.Tx) error {
 		if _, found, err := templates.Get(tx, k.String()); err != nil || !found {
 			return errors.Join(err, sandbox.NotFound(sandbox.KindTemplate, k))
@@ -28,28 +47,13 @@ func (m *Manager) DeleteTemplate(ctx context.Context, k sandbox.Key) error {
 		if err != nil {
 			return err
 		}
-		return templates.Delete(tx, k.String())
+		dropped, err = dropBuilds(tx, k, func(b sandbox.Build) bool { return !b.Over() })
+		return errors.Join(err, templates.Delete(tx, k.String()))
 	})
 	if err != nil {
-		return err
+		return nil, err
 	}
-	m.mu.Lock()
-	var running []*build
-	for bk, run := range m.builds {
-		if bk.Template == k {
-			running = append(running, run)
-		}
-	}
-	m.mu.Unlock()
-	for _, run := range running {
-		run.cancel()
-		select {
-		case <-run.done:
-		case <-ctx.Done(): // whoever deletes something next collects what is left
-			return fmt.Errorf("end the builds of template %s: %w", k.Name, ctx.Err())
-		}
-	}
-	return m.collectBuilds()
+	return m.endDropped(dropped)
 }
 
 // DeleteFork ends the children of a fork that are left, and forgets the fork.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"io"
 	"log/slog"
+	"maps"
 	"os"
 	"path/filepath"
 	"sync"
@@ -22,7 +23,8 @@ type builder struct {
 	fail error
 	// pages is how large the layer of a template's memory is.
 	pages string
-	gate  chan struct{} // a build waits for it, if there is one
+	gate  chan struct{}     // a build waits for it, if there is one
+	extra map[string]string // also in the memory
 
 	rehearsed atomic.Int32 // sandboxes
 	unable    error        // why that fails
@@ -40,7 +42,9 @@ func (b *builder) Build(ctx context.Context, req BuildRequest) (sandbox.Built, e
 		_, _ = io.WriteString(req.Log, "it fails\n")
 		return sandbox.Built{}, b.fail
 	}
-	snap, err := nodetest.Capture(req.Dir, map[string]string{"image": req.Spec.Image, nodetest.LayerKey: b.pages})
+	memory := map[string]string{"image": req.Spec.Image, nodetest.LayerKey: b.pages}
+	maps.Copy(memory, b.extra)
+	snap, err := nodetest.Capture(req.Dir, memory)
 	if err != nil {
 		return sandbox.Built{}, err
 	}
@@ -50,6 +54,8 @@ func (b *builder) Build(ctx context.Context, req BuildRequest) (sandbox.Built, e
 func (b *builder) Finish(context.Context, sandbox.TemplateSpec, sandbox.Built, engine.Sandbox) error {
 	return nil
 }
+
+func (*builder) DropImage(context.Context, string) (bool, error) { return true, nil }
 
 func (b *builder) Rehearse(context.Context, sandbox.TemplateSpec, engine.Sandbox) error {
 	b.rehearsed.Add(1)

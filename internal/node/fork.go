@@ -1,6 +1,7 @@
 package node
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -19,13 +20,24 @@ import (
 // instant, named <fork>-1 to <fork>-n. One that is paused or hibernated goes on
 // first. Each child has its own outcome; the error is that of all.
 func (m *Manager) Fork(ctx context.Context, r sandbox.ForkRequest) (f sandbox.Fork, replayed bool, err error) {
-	return doOnce(ctx, m, r.Once, forkIn, func(also record[sandbox.Fork]) (sandbox.Fork, error) {
+	f, replayed, err = doOnce(ctx, m, r.Once, forkIn, func(also record[sandbox.Fork]) (sandbox.Fork, error) {
 		return m.fork(ctx, r.Key, r.Spec, also)
 	})
+	if !replayed {
+		return f, false, err
+	}
+	// An answer that is kept has no resource version.
+	if now, nowErr := m.ForkOf(ctx, f.Key); nowErr == nil && now.Created.Equal(f.Created) {
+		f = now
+	}
+	return f, true, err
 }
 
 func (m *Manager) fork(ctx context.Context, k sandbox.Key, spec sandbox.ForkSpec, also record[sandbox.Fork]) (f sandbox.Fork, err error) {
-	if err := spec.Validate(); err != nil {
+	if err := m.beginMaking(); err != nil {
+		return f, err
+	}
+	if err := errors.Join(spec.Validate(), m.cordon.admit(false)); err != nil {
 		return f, err
 	}
 	source, n := spec.Source, spec.Replicas
@@ -41,6 +53,11 @@ func (m *Manager) fork(ctx context.Context, k sandbox.Key, spec sandbox.ForkSpec
 		if err := b.resume(ctx); err != nil {
 			return err
 		}
+		release, err := m.captureTurns.take(ctx, k.Namespace)
+		if err != nil {
+			return fmt.Errorf("fork sandbox %s: %w", source, err)
+		}
+		defer release()
 		f.SourceID, f.By, f.HoldsSecrets = b.id, sandbox.PrincipalOf(ctx), last.HoldsSecrets()
 		if err := m.enlistFork(f); err != nil {
 			return err
@@ -55,9 +72,12 @@ func (m *Manager) fork(ctx context.Context, k sandbox.Key, spec sandbox.ForkSpec
 			}
 		}
 		return m.db.Update(func(tx *journal.Tx) error {
-			return errors.Join(forks.Put(tx, k.String(), f), also.write(tx, f))
+			return errors.Join(forks.Write(tx, k.String(), &f), also.write(tx, f))
 		})
 	})
+	if err == nil {
+		m.noteFork()
+	}
 	return f, err
 }
 
@@ -91,19 +111,21 @@ func (m *Manager) forkMember(ctx context.Context, b *member, f *sandbox.Fork, na
 	defer func() { err = errors.Join(err, b.endCapture(held)) }()
 	f.Children = make([]sandbox.ForkOutcome, f.Replicas)
 	var children []*child
+	var refused error
 	for i := range f.Children {
 		out := &f.Children[i]
 		out.Name = sandbox.Name(childName(f.Name, i+1))
 		c, err := m.enlistChild(last, egress, f.Name, out)
 		if err != nil {
 			out.Problem = err.Error()
+			refused = cmp.Or(refused, err)
 			continue
 		}
 		children = append(children, c)
 	}
 	if len(children) == 0 {
 		held = last.Live
-		return sandbox.Errorf(sandbox.CodeCapacity, "none of the forks of %s could be made", last.Name).Because("%s", f.Children[0].Problem)
+		return fmt.Errorf("none of the forks of %s could be made: %w", last.Name, refused)
 	}
 	opts := make([]engine.ForkOptions, len(children))
 	for i, c := range children {

@@ -50,12 +50,12 @@ func (e end) String() string { return e.Key.String() + "/" + string(e.id) }
 
 // write puts the record of a sandbox to where it belongs. One that has ended moves, and
 // those go that ended too long before.
-func (m *Manager) write(tx *journal.Tx, s sandbox.Sandbox) (done func(), err error) {
+func (m *Manager) write(tx *journal.Tx, s *sandbox.Sandbox) (done func(), err error) {
 	if s.State != sandbox.Ended {
-		return func() {}, sandboxes.Put(tx, string(s.ID), s)
+		return func() {}, sandboxes.Write(tx, string(s.ID), s)
 	}
-	err = errors.Join(sandboxes.Delete(tx, string(s.ID)), ended.Put(tx, endedKey(s), s))
-	e := end{s.Key, s.ID, ended.Size(tx, endedKey(s))}
+	err = errors.Join(sandboxes.Delete(tx, string(s.ID)), ended.Write(tx, endedKey(*s), s))
+	e := end{s.Key, s.ID, ended.Size(tx, endedKey(*s))}
 	old := m.history.surplus(e)
 	for _, o := range old {
 		err = errors.Join(err, ended.Delete(tx, o.String()))

@@ -18,7 +18,7 @@ func (m *Manager) writeEnd(t *testing.T, n sandbox.Namespace, name string, at ti
 	s.End(sandbox.ReasonCrashed, detail, at)
 	var written func()
 	if err := m.db.Update(func(tx *journal.Tx) (err error) {
-		written, err = m.write(tx, s)
+		written, err = m.write(tx, &s)
 		return err
 	}); err != nil {
 		t.Fatal(err)

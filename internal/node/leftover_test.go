@@ -95,6 +95,8 @@ func TestStorageOfOldJournals(t *testing.T) {
 		dir, h := t.TempDir(), nodetest.NewHost(t)
 		m := daemon(t, dir, h)
 		setUp(t, m, 0)
+		template, err := m.QuotaOf(t.Context(), sandbox.DefaultNamespace)
+		must(t, err)
 		claim(t, m, "a", sandbox.Lifetime{})
 		memory(t, h, m, "a")[nodetest.LayerKey] = layerPages
 		must(t, second(m.Hibernate(t.Context(), key("a"))))
@@ -108,7 +110,10 @@ func TestStorageOfOldJournals(t *testing.T) {
 			s.Kept = 0
 			c, _, err := checkpoints.Get(tx, key("c").String())
 			c.Kept = 0
-			must(t, err, sandboxes.Put(tx, string(s.ID), s), checkpoints.Put(tx, key("c").String(), c))
+			var b sandbox.Build
+			must(t, builds.Each(tx, "", func(_ string, one sandbox.Build) error { b = one; return nil }))
+			b.Kept = 0
+			must(t, err, builds.Put(tx, keyOf(b).String(), b), sandboxes.Put(tx, string(s.ID), s), checkpoints.Put(tx, key("c").String(), c))
 			return nil
 		}), db.Close())
 		m = daemon(t, dir, h)
@@ -121,8 +126,10 @@ func TestStorageOfOldJournals(t *testing.T) {
 		}
 		stored(use.UsedStorage)
 		must(t, second(m.Resume(t.Context(), key("a"))))
-		stored(use.UsedStorage / 2)
+		stored(template.UsedStorage + (use.UsedStorage-template.UsedStorage)/2)
 		must(t, m.DeleteCheckpoint(t.Context(), key("c")))
+		stored(template.UsedStorage)
+		must(t, m.DeletePool(t.Context(), key("pool")), m.DeleteTemplate(t.Context(), key("python")))
 		stored(0)
 	})
 }

@@ -75,6 +75,9 @@ func (b *member) resume(ctx context.Context) error {
 			return errors.Join(err, b.machine.Pause(context.WithoutCancel(ctx)))
 		}
 	case sandbox.Hibernated:
+		if err := b.manager.cordon.admit(true); err != nil {
+			return err
+		}
 		return b.wake(ctx)
 	}
 	return nil
@@ -82,10 +85,17 @@ func (b *member) resume(ctx context.Context) error {
 
 // Hibernate writes a sandbox to disk and frees its memory.
 func (m *Manager) Hibernate(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
-	return m.with(ctx, k, func(ctx context.Context, b *member) error { return b.hibernate(ctx) })
+	return m.with(ctx, k, func(ctx context.Context, b *member) error {
+		return b.hibernate(ctx, func() bool { return true })
+	})
 }
 
-func (b *member) hibernate(ctx context.Context) (err error) {
+// errNotDue says that a sandbox was used, or got more time, while it waited to hibernate.
+var errNotDue = errors.New("its time is not up any more")
+
+// hibernate waits for its turn, until which the sandbox runs on, and asks then whether it
+// still is to be.
+func (b *member) hibernate(ctx context.Context, due func() bool) (err error) {
 	last := b.now()
 	if last.State == sandbox.Hibernated {
 		return nil
@@ -96,14 +106,25 @@ func (b *member) hibernate(ctx context.Context) (err error) {
 	m := b.manager
 	ctx, end := m.observer.Begin(ctx, last.Work(sandbox.OpHibernate))
 	defer func() { end(sandbox.Outcome{Err: err}) }()
-	if err := m.capacity.store(last.Namespace, 0); err != nil {
+	if err := errors.Join(m.room.admit(0), m.capacity.store(last.Namespace, 0)); err != nil {
 		return fmt.Errorf("hibernate sandbox %s: %w", b.id, err)
+	}
+	release, err := m.captureTurns.take(ctx, last.Namespace)
+	if err != nil {
+		return fmt.Errorf("hibernate sandbox %s: %w", b.id, err)
+	}
+	defer release()
+	if !due() {
+		return errNotDue
 	}
 	asleep, kept := sandbox.NewID(), uint64(0)
 	if err := b.change(func(s *sandbox.Sandbox) { s.State, s.Asleep = sandbox.Hibernating, asleep }); err != nil {
 		return err
 	}
 	err = b.machine.Pause(ctx)
+	if err == nil { // it cannot become larger
+		err = m.admitCapture(ctx, b.machine)
+	}
 	if err == nil {
 		var snap *snapshot.Snapshot
 		if snap, err = b.machine.Snapshot(ctx, m.asleepDir(asleep), m.sealing(last)...); err == nil {

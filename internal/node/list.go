@@ -12,12 +12,30 @@ import (
 
 // Template returns a template.
 func (m *Manager) Template(_ context.Context, k sandbox.Key) (t sandbox.Template, err error) {
-	return get(m, templates, sandbox.KindTemplate, k)
+	return get(m, templates, sandbox.KindTemplate, k, templateVersion)
 }
+
+// templateVersion is the resource version of what is shown of a template, its builds
+// included.
+func templateVersion(tx *journal.Tx, t *sandbox.Template) {
+	for _, stage := range []sandbox.Stage{sandbox.AfterReady, sandbox.AfterInit} {
+		v, _ := builds.Version(tx, buildKey{Template: t.Key, Revision: t.Revision, Stage: stage}.String())
+		t.ResourceVersion = max(t.ResourceVersion, v)
+	}
+}
+
+// poolVersion is the resource version of what is shown of a pool, of what it has included.
+func poolVersion(tx *journal.Tx, p *sandbox.Pool) {
+	v, _ := poolStatuses.Version(tx, p.Key.String())
+	p.ResourceVersion = max(p.ResourceVersion, v)
+}
+
+// ownVersion is the resource version of an object that is shown as it was written.
+func ownVersion[T any](*journal.Tx, *T) {}
 
 // Pool returns a pool and what it has.
 func (m *Manager) Pool(_ context.Context, k sandbox.Key) (sandbox.Pool, sandbox.PoolStatus, error) {
-	p, err := get(m, pools, sandbox.KindPool, k)
+	p, err := get(m, pools, sandbox.KindPool, k, poolVersion)
 	if err != nil {
 		return p, sandbox.PoolStatus{}, err
 	}
@@ -36,15 +54,16 @@ func (m *Manager) poolStatus(k sandbox.Key) sandbox.PoolStatus {
 
 // ForkOf returns a fork.
 func (m *Manager) ForkOf(_ context.Context, k sandbox.Key) (sandbox.Fork, error) {
-	return get(m, forks, sandbox.KindFork, k)
+	return get(m, forks, sandbox.KindFork, k, ownVersion)
 }
 
-func get[T any](m *Manager, c journal.Collection[T], kind sandbox.Kind, k sandbox.Key) (object T, err error) {
+func get[T any](m *Manager, c journal.Collection[T], kind sandbox.Kind, k sandbox.Key, version func(*journal.Tx, *T)) (object T, err error) {
 	err = m.db.View(func(tx *journal.Tx) error {
 		var found bool
 		if object, found, err = c.Get(tx, k.String()); err == nil && !found {
 			err = sandbox.NotFound(kind, k)
 		}
+		version(tx, &object)
 		return err
 	})
 	return object, err
@@ -67,35 +86,44 @@ var errEnough = errors.New("enough")
 
 // Templates lists templates by name.
 func (m *Manager) Templates(_ context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Template, error) {
-	return list(m, templates, n, p)
+	return list(m, templates, n, p, templateVersion)
 }
 
 // Pools lists pools by name.
 func (m *Manager) Pools(_ context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Pool, error) {
-	return list(m, pools, n, p)
+	return list(m, pools, n, p, poolVersion)
 }
 
 // Forks lists forks by name.
 func (m *Manager) Forks(_ context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Fork, error) {
-	return list(m, forks, n, p)
+	return list(m, forks, n, p, ownVersion)
 }
 
-func list[T any](m *Manager, c journal.Collection[T], n sandbox.Namespace, p sandbox.Page) ([]T, error) {
-	return listIf(m, c, n, p, func(T) bool { return true })
+func list[T any](m *Manager, c journal.Collection[T], n sandbox.Namespace, p sandbox.Page, version func(*journal.Tx, *T)) ([]T, error) {
+	return listIf(m, c, n, p, version, func(T) bool { return true })
 }
 
-// listIf is list of those objects that are to be seen.
-func listIf[T any](m *Manager, c journal.Collection[T], n sandbox.Namespace, p sandbox.Page, seen func(T) bool) (out []T, err error) {
-	prefix := string(n) + "/"
+// listIf is list of those objects that are to be seen. Without a namespace it is of all, and
+// a page is after the key of an object.
+func listIf[T any](m *Manager, c journal.Collection[T], n sandbox.Namespace, p sandbox.Page, version func(*journal.Tx, *T), seen func(T) bool) (out []T, err error) {
+	prefix := ""
+	if n != "" {
+		prefix = string(n) + "/"
+	}
+	bytes := 0
 	err = m.db.View(func(tx *journal.Tx) error {
-		return c.EachAfter(tx, prefix, p.After, func(_ string, object T) error {
+		return c.EachAfter(tx, prefix, p.After, func(k string, object T) error {
 			if !seen(object) {
 				return nil
 			}
 			if len(out) == p.Most() {
 				return errEnough
 			}
+			version(tx, &object)
 			out = append(out, object)
+			if bytes += c.Size(tx, k); p.Bytes > 0 && bytes >= p.Bytes {
+				return errEnough
+			}
 			return nil
 		})
 	})
@@ -105,15 +133,37 @@ func listIf[T any](m *Manager, c journal.Collection[T], n sandbox.Namespace, p s
 	return out, err
 }
 
-// Sandboxes lists sandboxes by name; ended ones only if they are asked for.
+// Sandboxes lists sandboxes by name, of all namespaces if none is given; ended ones only if
+// they are asked for, of one namespace.
 func (m *Manager) Sandboxes(_ context.Context, r sandbox.SandboxesRequest) (out []sandbox.Sandbox, err error) {
+	if r.Namespace == "" && r.Ended {
+		return nil, sandbox.Invalid("ended", "sandboxes that have ended are listed of one namespace")
+	}
+	// What is in memory is written to the journal first, and so may be older than what a
+	// watch was told. So the journal is asked whether it is the latest.
 	live := map[sandbox.ID]bool{}
-	m.eachMember(r.Namespace, r.Page.After, func(b *member) bool {
-		if s := b.now(); s.State != sandbox.Starting && s.State != sandbox.Ended {
-			live[s.ID], out = true, append(out, s)
+	walk := m.eachMemberOf(r.Namespace, r.Page.After)
+	for left := r.Page.Most(); left > 0; {
+		some := walk(left)
+		if len(some) == 0 {
+			break
 		}
-		return len(out) < r.Page.Most()
-	})
+		err = m.db.View(func(tx *journal.Tx) error {
+			for _, b := range some {
+				s, found, err := m.listed(tx, b)
+				if err != nil {
+					return err
+				}
+				if found {
+					live[s.ID], out, left = true, append(out, s), left-1
+				}
+			}
+			return nil
+		})
+		if err != nil {
+			return nil, err
+		}
+	}
 	if !r.Ended {
 		return out, nil
 	}
@@ -135,4 +185,13 @@ func (m *Manager) Sandboxes(_ context.Context, r sandbox.SandboxesRequest) (out 
 	}
 	slices.SortFunc(out, func(a, b sandbox.Sandbox) int { return strings.Compare(a.Position(), b.Position()) })
 	return out[:min(len(out), r.Page.Most())], err
+}
+
+// listed is a sandbox as lists have it: as the journal has it, with whether it answers.
+func (m *Manager) listed(tx *journal.Tx, b *member) (s sandbox.Sandbox, found bool, err error) {
+	version, found := sandboxes.Version(tx, string(b.id))
+	if s = b.now(); found && version > s.ResourceVersion {
+		s, found, err = sandboxes.Get(tx, string(b.id))
+	}
+	return s, found && s.State != sandbox.Starting && s.State != sandbox.Ended, err
 }

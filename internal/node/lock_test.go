@@ -92,3 +92,59 @@ func TestCollectsBuildsAlone(t *testing.T) {
 		}
 	})
 }
+
+// TestCheckpointGoesAlone: nobody waits while a checkpoint is deleted from the journal, and
+// none is made of it then.
+func TestCheckpointGoesAlone(t *testing.T) {
+	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
+		claim(t, m, "a", sandbox.Lifetime{})
+		must(t, second2(m.Checkpoint(t.Context(), sandbox.CheckpointRequest{Key: key("c"), Source: "a"})))
+		release := holdJournal(t, m)
+		deleted := make(chan error, 1)
+		go func() { deleted <- m.DeleteCheckpoint(t.Context(), key("c")) }()
+		synctest.Wait()
+		if !m.mu.TryLock() {
+			release()
+			t.Fatal("the deletion of a checkpoint keeps everybody from the manager")
+		}
+		m.mu.Unlock()
+		_, _, err := m.Restore(t.Context(), sandbox.RestoreRequest{Key: key("r"), Checkpoint: "c"})
+		if !sandbox.HasCode(err, sandbox.CodeNotFound) {
+			t.Errorf("restored what is being deleted: %v", err)
+		}
+		if err := m.DeleteCheckpoint(t.Context(), key("c")); !sandbox.HasCode(err, sandbox.CodeNotFound) {
+			t.Errorf("deleted twice: %v", err)
+		}
+		release()
+		must(t, <-deleted)
+		must(t, second2(m.Checkpoint(t.Context(), sandbox.CheckpointRequest{Key: key("c"), Source: "a"}))) // its name is free
+	})
+}
+
+// TestSecretIsWrittenAlone: while a secret is written to the disk others can be read, and
+// this one as it was.
+func TestSecretIsWrittenAlone(t *testing.T) {
+	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
+		must(t, second(m.ApplySecret(t.Context(), key("a"), sandbox.SecretData{"K": []byte("old")})))
+		gate, done := make(chan struct{}), make(chan error, 1)
+		go func() {
+			_, err := m.secrets.change(key("a"), func(old *secretRecord) (*secretRecord, error) {
+				<-gate
+				return old, nil
+			})
+			done <- err
+		}()
+		synctest.Wait()
+		if !m.secrets.mu.TryLock() {
+			t.Fatal("whoever changes a secret keeps everybody from all")
+		}
+		m.secrets.mu.Unlock()
+		if v, err := m.secretValue(sandbox.DefaultNamespace, sandbox.SecretRef{Secret: "a", Key: "K"}); v != "old" || err != nil {
+			t.Errorf("%q, %v", v, err)
+		}
+		close(gate)
+		must(t, <-done)
+	})
+}
+
+func second2[A, B any](_ A, _ B, err error) error { return err }

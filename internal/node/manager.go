@@ -16,9 +16,11 @@ import (
 	"runtime"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/node/buildlog"
 	"agentrun.dev/internal/node/journal"
 	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/storage/seal"
@@ -35,6 +37,9 @@ type Builder interface {
 	// Rehearse has a sandbox that is going to wait in a pool do, without an effect,
 	// what its user will probably do first.
 	Rehearse(ctx context.Context, spec sandbox.TemplateSpec, sb engine.Sandbox) error
+	// DropImage removes an image by the name that a template has for it, unless it is in
+	// use. One that is not there is dropped.
+	DropImage(ctx context.Context, name string) (gone bool, err error)
 }
 
 // BuildRequest asks for the snapshot of a template's revision at a stage, in the new
@@ -47,6 +52,9 @@ type BuildRequest struct {
 	// Join connects the machine that is built in. Whoever has called it uses, and
 	// closes, what it returns.
 	Join func(context.Context, engine.Sandbox) (engine.Sandbox, error)
+	// Pull is called before the image is pulled, and not if it is there. Whoever has
+	// returned an error is not to.
+	Pull func() error
 	// TrustCA is the certificate (PEM) that programs in the sandbox are to trust; nil
 	// is none.
 	TrustCA []byte
@@ -63,12 +71,25 @@ type Config struct {
 	// Starts is how many machines are started at once; 0 decides by the host's
 	// processors.
 	Starts int
+	// Builds is how many templates are built at once; 0 decides by the host's
+	// processors.
+	Builds int
+	// Captures is how many sandboxes are hibernated, checkpointed or forked at once; 0
+	// decides by the host's processors.
+	Captures int
+	// StorageReserve is how much of the state folder's disk is kept free of what tenants
+	// store, in bytes; 0 is nothing.
+	StorageReserve uint64
 	// Key seals secrets, and images of sandboxes that hold some; nil is a daemon
 	// that takes no secrets.
 	Key *seal.Key
+	// NodeID is the node's name; empty is one that is made up once, and kept.
+	NodeID string
 	// Boot identifies the host's boot.
 	Boot string
-	Log  *slog.Logger
+	// Commits is what the journal's commits cost, for measurements.
+	Commits journal.Cost
+	Log     *slog.Logger
 	// Observer is told what happens; nil is nobody.
 	Observer sandbox.Observer
 	// Network is where the interfaces of sandboxes lead; nil is nowhere.
@@ -81,8 +102,10 @@ type Manager struct {
 	observer sandbox.Observer
 	db       *journal.DB
 	capacity *admission
-	turns    *turns
-	secrets  *secretStore
+	// turns are those of machines that start. buildTurns are of builds, captureTurns of
+	// sandboxes that hibernate, are checkpointed or forked, adoptTurns of adoptions.
+	turns, buildTurns, captureTurns, adoptTurns *turns
+	secrets                                     *secretStore
 	// authorities are the CAs of namespaces, injections the machines that are shown them.
 	authorities *authorityStore
 	injections  injections
@@ -90,13 +113,30 @@ type Manager struct {
 	cancel      context.CancelFunc
 	work        sync.WaitGroup // all goroutines
 	dirty       chan struct{}  // holds at most one notice that something was removed
-	watches     watches
-	history     history
+	// id is the node's name, processor what sandboxes see of it.
+	id        string
+	processor engine.Processor
+	cordon    *cordon
+	changes   *changes
+	watchers  watchers
+	// statusChanged holds at most one notice that what a pool or the node has may have
+	// changed.
+	statusChanged chan struct{}
+	history       history
+	forked        chan struct{} // holds at most one notice that there are many new forks
+	newForks      atomic.Int64
 	// adopted is closed when each machine of an earlier daemon was tried once.
 	adopted chan struct{}
 
-	quotaTurn sync.Mutex // held by who changes a quota
-	poolTurns keyTurns   // of those who apply or delete a pool
+	// room is that of the state folder's disk.
+	room room
+
+	quotaTurn  sync.Mutex // held by who changes a quota
+	cordonTurn sync.Mutex // likewise the cordon
+	imageTurn  sync.Mutex // held by who pulls or drops an image of a template
+	poolTurns  keyTurns   // of those who apply or delete a pool
+
+	templateTurns keyTurns // likewise of a template
 
 	mu        sync.Mutex // protects all following fields
 	closed    bool
@@ -104,8 +144,9 @@ type Manager struct {
 	pools     map[sandbox.Key]*pool
 	builds    map[buildKey]*build        // those under way
 	requests  map[string]*request        // those with an idempotency key, likewise
-	restoring map[sandbox.ID]int         // checkpoints that sandboxes are being made of
+	restoring map[sandbox.Key]int        // checkpoints that sandboxes are being made of; -1 is one that is being deleted
 	parked    map[sandbox.ID]sandbox.Key // machines that wait in pools
+	digests   map[sandbox.ID]string      // of snapshots, as far as they were asked for
 }
 
 // The journal's collections. Sandboxes are kept by id, the rest by key.
@@ -125,7 +166,7 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 			return nil, fmt.Errorf("open the state folder: %w", err)
 		}
 	}
-	db, err := journal.Open(filepath.Join(cfg.Dir, "journal"))
+	db, err := journal.OpenAt(filepath.Join(cfg.Dir, "journal"), cfg.Commits)
 	if err != nil {
 		return nil, err
 	}
@@ -145,19 +186,51 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 		// leave one of two turns to claims.
 		cfg.Starts = max(2, runtime.NumCPU())
 	}
+	if cfg.Builds < 1 {
+		cfg.Builds = max(4, runtime.NumCPU()) // much of a build is to wait, for a registry for instance
+	}
+	if cfg.Captures < 1 {
+		cfg.Captures = max(4, runtime.NumCPU()) // much of one is to wait for the disk
+	}
 	db.Observe(cfg.Observer.Journaled)
+	db.ObserveCompactions(func(c journal.Compaction) {
+		if c.Err != nil {
+			cfg.Log.Error("compact the journal", "error", c.Err)
+			return
+		}
+		cfg.Log.Info("compacted the journal", "before", c.Before, "after", c.After, "took", c.Took, "writersWaited", c.Held)
+	})
+	var version uint64
+	if err := db.View(func(tx *journal.Tx) error { version = tx.Version(); return nil }); err != nil {
+		return nil, errors.Join(err, db.Close())
+	}
+	kept := newChanges(version)
+	db.ObserveCommits(kept.note)
 	m := &Manager{
-		cfg: cfg, observer: cfg.Observer, db: db, secrets: secrets, authorities: authorities, turns: newTurns(cfg.Starts),
-		dirty: make(chan struct{}, 1), adopted: make(chan struct{}),
+		cordon: &cordon{changed: make(chan struct{})}, digests: map[sandbox.ID]string{},
+		changes: kept, statusChanged: make(chan struct{}, 1),
+		cfg: cfg, observer: cfg.Observer, db: db, secrets: secrets, authorities: authorities,
+		turns: newTurns(cfg.Starts), buildTurns: newLongTurns(cfg.Builds, "build"), captureTurns: newLongTurns(cfg.Captures, "capture a sandbox"),
+		adoptTurns: newLongTurns(adoptions, "take over a machine"),
+		dirty:      make(chan struct{}, 1), adopted: make(chan struct{}), forked: make(chan struct{}, 1),
 		roster: newRoster(), pools: map[sandbox.Key]*pool{}, builds: map[buildKey]*build{},
-		requests: map[string]*request{}, restoring: map[sandbox.ID]int{}, parked: map[sandbox.ID]sandbox.Key{},
+		requests: map[string]*request{}, restoring: map[sandbox.Key]int{}, parked: map[sandbox.ID]sandbox.Key{},
 	}
 	m.capacity = newAdmission(cfg.Capacity, m.dropHeld)
+	m.room = room{cfg.Dir, cfg.StorageReserve}
+	m.capacity.changed = m.noticeStatus
 	m.ctx, m.cancel = context.WithCancel(context.WithoutCancel(ctx))
+	if m.processor, err = engine.ProcessorOf(cfg.Engine); err != nil {
+		cfg.Log.Warn("the node does not tell its processor", "error", err)
+	}
 	if err := m.recover(ctx); err != nil {
 		return nil, errors.Join(fmt.Errorf("recover the state: %w", err), m.Close())
 	}
 	m.work.Go(m.tidyUp)
+	m.noticeStatus()
+	m.work.Go(m.recordStatuses)
+	m.work.Go(m.drain)
+	m.work.Go(m.forgetForks)
 	m.work.Go(m.renewCertificates)
 	return m, nil
 }
@@ -175,7 +248,9 @@ func (m *Manager) Close() error {
 	members := slices.Collect(maps.Values(m.roster.byID)) // claims that are refused now leave it
 	m.mu.Unlock()
 	m.cancel()
-	m.turns.close()
+	for _, t := range []*turns{m.turns, m.buildTurns, m.captureTurns, m.adoptTurns} {
+		t.close()
+	}
 	var errs []error
 	for _, p := range running {
 		errs = append(errs, p.close())
@@ -233,7 +308,7 @@ func (m *Manager) logFile(id sandbox.ID) string {
 // recover brings journal, machines and files into line, in the order that
 // docs/design/forkd.md gives.
 func (m *Manager) recover(ctx context.Context) error {
-	if err := m.recoverQuotas(); err != nil {
+	if err := errors.Join(m.recoverQuotas(), m.recoverCordon(), m.identify()); err != nil {
 		return err
 	}
 	var found []sandbox.Sandbox
@@ -245,13 +320,18 @@ func (m *Manager) recover(ctx context.Context) error {
 		}); err != nil {
 			return err
 		}
+		unanswered, err := settleForks(tx)
+		if err != nil {
+			return err
+		}
 		sizes := m.measurer()
 		for i := range found {
-			if err := errors.Join(sizes.image(&found[i]), settle(tx, &found[i], m.cfg.Boot, now)); err != nil {
+			unanswered.end(&found[i], now)
+			if err := m.settle(tx, &found[i], sizes, now); err != nil {
 				return err
 			}
 		}
-		return errors.Join(settleForks(tx), settleCheckpoints(tx), sizes.checkpoints(tx))
+		return errors.Join(settleCheckpoints(tx), sizes.checkpoints(tx), sizes.builds(tx))
 	})
 	if err = errors.Join(err, m.recoverHistory()); err != nil {
 		return err
@@ -266,56 +346,15 @@ func (m *Manager) recover(ctx context.Context) error {
 		m.register(s)
 	}
 	// What a daemon that was killed has left in memory nobody is charged for.
-	if err := errors.Join(m.sweep(ctx), m.recoverStorage(), m.keep(machinesDir)); err != nil {
+	if err := errors.Join(m.sweep(ctx), m.recoverStorage(), m.keep(machinesDir), m.recoverSnapshots()); err != nil {
 		return err
 	}
-	if err := m.recoverPools(); err != nil {
+	if err := errors.Join(m.recoverPools(), m.recoverBuilds()); err != nil {
 		return err
 	}
 	m.adoptAll()
+	m.work.Go(m.keepPrograms) // an earlier daemon may not have come to it
 	return nil
-}
-
-// tidyUp frees memory, some time after things were removed.
-func (m *Manager) tidyUp() {
-	const quiet = time.Second // many may be removed at once
-	for {
-		select {
-		case <-m.dirty:
-		case <-m.ctx.Done():
-			return
-		}
-		select {
-		case <-time.After(quiet):
-		case <-m.ctx.Done():
-			return
-		}
-		if err := m.keep(machinesDir, snapshotsDir); err != nil {
-			m.cfg.Log.Error("free memory that is not used", "error", err)
-		}
-	}
-}
-
-// removed is called when something was removed that may have used memory.
-func (m *Manager) removed() {
-	select {
-	case m.dirty <- struct{}{}:
-	default:
-	}
-}
-
-// keep says that what is in some folders is in use. Images of hibernated sandboxes
-// and checkpoints are not: they are on disk, and are read when a machine is made of
-// one. Templates are, once there are pools.
-func (m *Manager) keep(dirs ...string) error {
-	found := map[string][]string{}
-	for _, dir := range dirs {
-		var err error
-		if found[dir], err = filepath.Glob(filepath.Join(m.cfg.Dir, dir, "*")); err != nil {
-			return err
-		}
-	}
-	return m.cfg.Engine.Keep(found[machinesDir], found[snapshotsDir])
 }
 
 // startInTurn is startMachine when it is the turn of a machine that a user of a
@@ -345,7 +384,11 @@ func (m *Manager) startMachine(limits sandbox.Limits, start func(engine.ForkOpti
 }
 
 // settle decides what an intent has come to.
-func settle(tx *journal.Tx, s *sandbox.Sandbox, boot string, now time.Time) error {
+func (m *Manager) settle(tx *journal.Tx, s *sandbox.Sandbox, sizes measurer, now time.Time) error {
+	state, kept := s.State, s.Kept
+	if err := sizes.image(s); err != nil {
+		return err
+	}
 	switch s.State {
 	case sandbox.Starting:
 		return sandboxes.Delete(tx, string(s.ID))
@@ -354,29 +397,48 @@ func settle(tx *journal.Tx, s *sandbox.Sandbox, boot string, now time.Time) erro
 	case sandbox.Resuming:
 		s.State, s.Machine = sandbox.Hibernated, ""
 	}
-	if (s.State == sandbox.Running || s.State == sandbox.Paused) && s.Boot != boot {
+	if (s.State == sandbox.Running || s.State == sandbox.Paused) && s.Boot != m.cfg.Boot {
 		s.End(sandbox.ReasonHostRestart, "the host was restarted while it ran", now)
 	}
 	if s.State == sandbox.Ended {
-		return errors.Join(sandboxes.Delete(tx, string(s.ID)), ended.Put(tx, endedKey(*s), *s))
+		return errors.Join(sandboxes.Delete(tx, string(s.ID)), ended.Write(tx, endedKey(*s), s))
 	}
-	return sandboxes.Put(tx, string(s.ID), *s)
+	if s.State == state && s.Kept == kept && s.Unresponsive == "" {
+		return nil // nobody who watches need be told
+	}
+	s.Unresponsive = "" // this daemon finds out by itself
+	return sandboxes.Write(tx, string(s.ID), s)
 }
 
-// settleForks forgets forks that never had an answer: their children that are
-// in the journal stay.
-func settleForks(tx *journal.Tx) error {
-	var unfinished []sandbox.Fork
+// cutOff are forks that never had an answer.
+type cutOff map[sandbox.Key]sandbox.Fork
+
+// settleForks forgets them.
+func settleForks(tx *journal.Tx) (cutOff, error) {
+	unfinished := cutOff{}
 	err := forks.Each(tx, "", func(_ string, f sandbox.Fork) error {
 		if f.Phase == sandbox.PhasePending {
-			unfinished = append(unfinished, f)
+			unfinished[f.Key] = f
 		}
 		return nil
 	})
 	for _, f := range unfinished {
 		err = errors.Join(err, forks.Delete(tx, f.String()))
 	}
-	return err
+	return unfinished, err
+}
+
+// end ends a child of such a fork: whoever asks for the fork again gets all of its children,
+// under the same names. One that somebody has hibernated meanwhile is his.
+func (c cutOff) end(s *sandbox.Sandbox, now time.Time) {
+	f, ok := c[sandbox.Key{Namespace: s.Namespace, Name: s.Fork}]
+	if !ok || s.Parent != f.SourceID || s.Created.Before(f.Created) {
+		return
+	}
+	switch s.State {
+	case sandbox.Running, sandbox.Paused, sandbox.Hibernating:
+		s.End(sandbox.ReasonLost, "the daemon was ended before its fork was complete", now)
+	}
 }
 
 // sweep removes what no object names.
@@ -391,7 +453,7 @@ func (m *Manager) sweep(ctx context.Context) error {
 				return nil
 			}),
 			builds.Each(tx, "", func(_ string, b sandbox.Build) error {
-				named[m.snapshotDir(b.Snapshot)] = true
+				named[m.snapshotDir(b.Snapshot)], named[m.logFile(b.Snapshot)] = true, true
 				return nil
 			}),
 			checkpoints.Each(tx, "", func(_ string, c sandbox.Checkpoint) error {
@@ -413,13 +475,15 @@ func (m *Manager) sweep(ctx context.Context) error {
 		imagesDir:      snapshot.Remove,
 		snapshotsDir:   snapshot.Remove,
 		checkpointsDir: snapshot.Remove,
+		logsDir:        os.Remove,
 	} {
 		entries, err := os.ReadDir(filepath.Join(m.cfg.Dir, dir))
 		if err != nil {
 			return err
 		}
 		for _, e := range entries {
-			if path := filepath.Join(m.cfg.Dir, dir, e.Name()); !named[path] {
+			path := filepath.Join(m.cfg.Dir, dir, e.Name())
+			if !named[path] && !named[buildlog.Base(path)] { // a log may be in several files
 				if err := remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 					return fmt.Errorf("remove what is left in %s: %w", path, err)
 				}

@@ -24,8 +24,8 @@ type member struct {
 	// is a mutex that can be waited for with a context.
 	turn chan struct{}
 
-	mu      sync.Mutex      // protects all following fields
-	record  sandbox.Sandbox // as it is in the journal
+	mu      sync.Mutex       // protects all following fields
+	record  *sandbox.Sandbox // as it is in the journal; it is replaced, never changed
 	machine engine.Sandbox
 	killed  bool // by request, while somebody else had the turn
 	// silent is why the sandbox has no machine yet that an earlier daemon has started:
@@ -41,7 +41,7 @@ type member struct {
 }
 
 func (m *Manager) newMember(s sandbox.Sandbox) *member {
-	b := &member{manager: m, id: s.ID, key: s.Key, position: s.Position(), record: s, turn: make(chan struct{}, 1)}
+	b := &member{manager: m, id: s.ID, key: s.Key, position: s.Position(), record: &s, turn: make(chan struct{}, 1)}
 	b.turn <- struct{}{}
 	return b
 }
@@ -62,9 +62,16 @@ func (b *member) unlock() { b.turn <- struct{}{} }
 func (b *member) now() sandbox.Sandbox {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	s := b.record
+	s := *b.record
 	s.Unresponsive = b.silent
 	return s
+}
+
+// latest is the record as it was written last, which nobody changes.
+func (b *member) latest() *sandbox.Sandbox {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.record
 }
 
 // change writes a change of the record to the journal, and then makes it. The
@@ -77,17 +84,17 @@ func (b *member) changeAnd(do func(*sandbox.Sandbox), also record[sandbox.Sandbo
 	do(&next)
 	written := func() {}
 	if err := b.manager.db.Update(func(tx *journal.Tx) (err error) {
-		written, err = b.manager.write(tx, next)
+		written, err = b.manager.write(tx, &next)
 		return errors.Join(err, also.write(tx, next))
 	}); err != nil {
 		return fmt.Errorf("sandbox %s: %w", b.id, err)
 	}
 	written()
 	b.mu.Lock()
-	b.record = next
+	b.record = &next
 	b.arm()
 	b.mu.Unlock()
-	b.manager.watches.note(next)
+	b.manager.noticeStatus()
 	return nil
 }
 
@@ -99,7 +106,9 @@ func (b *member) revert(do func(*sandbox.Sandbox)) error {
 	if err != nil {
 		b.mu.Lock()
 		defer b.mu.Unlock()
-		do(&b.record)
+		next := *b.record
+		do(&next)
+		b.record = &next
 		b.arm()
 	}
 	return err

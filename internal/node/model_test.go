@@ -201,11 +201,15 @@ func account(t *testing.T, seed uint64) {
 		for _, c := range saved {
 			must(t, m.DeleteCheckpoint(t.Context(), c.Key))
 		}
+		_ = m.DeletePool(t.Context(), sandbox.Key{Namespace: n, Name: "pool"}) // it may be gone
+		must(t, m.DeleteTemplate(t.Context(), sandbox.Key{Namespace: n, Name: "t"}))
 	}
 	synctest.Wait()
 	wantCounts(t, "when all has ended", m.capacity.counts(), counts{})
-	if m.turns.free != m.turns.most || m.turns.filling != 0 || len(m.turns.next)+len(m.turns.refills) > 0 {
-		t.Errorf("turns: %+v", m.turns)
+	for _, turns := range []*turns{m.turns, m.buildTurns, m.captureTurns} {
+		if turns.free != turns.most || turns.filling != 0 || len(turns.next)+len(turns.refills)+len(turns.holds) > 0 {
+			t.Errorf("turns: %+v", turns)
+		}
 	}
 	if left := len(h.Folders()); left > 0 || h.Resident() > 0 {
 		t.Errorf("%d machines and %d bytes of layers are left", left, h.Resident())

@@ -16,9 +16,24 @@ type Overview struct {
 	Capacity, Reserved uint64
 	// Builds is how many are under way.
 	Builds int
+	// StorageFree is how much room the disk of the state folder has, StorageReserve how
+	// much of it is kept free of what tenants store, in bytes.
+	StorageFree, StorageReserve uint64
+	// Turns are the queues, by the kind of work.
+	Turns map[Work]TurnsOverview
 	// Pools are all that exist or that sandboxes exist of, in order.
 	Pools []PoolOverview
 }
+
+// Work is a kind of work that is done in turns.
+type Work string
+
+// The kinds of work.
+const (
+	WorkStart   Work = "start"   // of a machine
+	WorkBuild   Work = "build"   // of a template
+	WorkCapture Work = "capture" // of a sandbox: a hibernation, a checkpoint, a fork
+)
 
 // PoolOverview is one pool.
 type PoolOverview struct {
@@ -33,7 +48,13 @@ type PoolOverview struct {
 
 // Overview looks at everything, from memory: it does not wait for anybody.
 func (m *Manager) Overview() Overview {
-	out := Overview{Capacity: m.cfg.Capacity, Reserved: m.capacity.reserved()}
+	out := Overview{Capacity: m.cfg.Capacity, Reserved: m.capacity.reserved(), Turns: map[Work]TurnsOverview{
+		WorkStart: m.turns.overview(), WorkBuild: m.buildTurns.overview(), WorkCapture: m.captureTurns.overview(),
+	}}
+	out.StorageReserve = m.cfg.StorageReserve
+	if free, err := m.room.free(); err == nil { // a scrape has nobody to tell
+		out.StorageFree = free
+	}
 	m.mu.Lock()
 	out.Builds = len(m.builds)
 	running := maps.Clone(m.pools)

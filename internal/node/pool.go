@@ -24,11 +24,15 @@ type pool struct {
 	wake    chan struct{} // holds at most one notice to look again
 	cancel  context.CancelFunc
 	done    chan struct{}
+	looked  chan struct{} // closed once the pool has looked for what it can serve from
 
 	mu      sync.Mutex // protects all following fields
 	spec    sandbox.PoolSpec
 	current *stock   // nil before the first build is ready
 	older   []*stock // of earlier revisions, oldest first, until the current one has taken over
+	// earlier is the build that an earlier daemon was replacing when it ended, until its
+	// stock is open again; nil is none.
+	earlier *sandbox.Build
 	closing []*stock // whose machines are being ended
 	problem string   // why there is no current one of the template's revision
 	phase   sandbox.Phase
@@ -40,6 +44,7 @@ func (p *pool) set(phase sandbox.Phase, problem string) {
 	p.phase, p.problem = phase, problem
 	close(p.changed)
 	p.changed = make(chan struct{})
+	p.manager.noticeStatus()
 }
 
 // stock is the sandboxes of one build that wait.
@@ -109,7 +114,7 @@ func (s *stock) close() error {
 
 // ApplyPool makes a pool or changes it.
 func (m *Manager) ApplyPool(_ context.Context, k sandbox.Key, spec sandbox.PoolSpec) (sandbox.Pool, error) {
-	if err := m.begin(); err != nil {
+	if err := m.beginMaking(); err != nil {
 		return sandbox.Pool{}, err
 	}
 	if spec.Stage == "" {
@@ -129,7 +134,7 @@ func (m *Manager) ApplyPool(_ context.Context, k sandbox.Key, spec sandbox.PoolS
 		} else if found {
 			p.Created = old.Created
 		}
-		return pools.Put(tx, k.String(), p)
+		return pools.Write(tx, k.String(), &p)
 	})
 	if err != nil {
 		return sandbox.Pool{}, fmt.Errorf("apply pool %s: %w", k.Name, err)
@@ -137,7 +142,7 @@ func (m *Manager) ApplyPool(_ context.Context, k sandbox.Key, spec sandbox.PoolS
 	m.mu.Lock()
 	running := m.pools[k]
 	if running == nil && !m.closed {
-		m.startPool(p)
+		m.startPool(p, nil)
 	}
 	m.mu.Unlock()
 	if running != nil {
@@ -171,7 +176,7 @@ func (m *Manager) forgetPool(k sandbox.Key) (*pool, error) {
 		if _, found, err := pools.Get(tx, k.String()); err != nil || !found {
 			return errors.Join(err, sandbox.NotFound(sandbox.KindPool, k))
 		}
-		return pools.Delete(tx, k.String())
+		return errors.Join(pools.Delete(tx, k.String()), poolStatuses.Delete(tx, k.String()))
 	})
 	if err != nil {
 		return nil, err
@@ -215,18 +220,19 @@ func (m *Manager) recoverPools() error {
 	defer m.mu.Unlock()
 	return m.db.View(func(tx *journal.Tx) error {
 		return pools.Each(tx, "", func(_ string, p sandbox.Pool) error {
-			m.startPool(p)
-			return nil
+			earlier, err := earlierBuild(tx, p)
+			m.startPool(p, earlier)
+			return err
 		})
 	})
 }
 
-// startPool is called with the mutex.
-func (m *Manager) startPool(p sandbox.Pool) {
+// startPool is called with the mutex. earlier is the build that the pool was of before.
+func (m *Manager) startPool(p sandbox.Pool, earlier *sandbox.Build) {
 	ctx, cancel := context.WithCancel(m.ctx)
 	run := &pool{
-		manager: m, key: p.Key, spec: p.Spec, phase: sandbox.PhasePending,
-		wake: make(chan struct{}, 1), cancel: cancel, done: make(chan struct{}), changed: make(chan struct{}),
+		manager: m, key: p.Key, spec: p.Spec, phase: sandbox.PhasePending, earlier: earlier,
+		wake: make(chan struct{}, 1), cancel: cancel, done: make(chan struct{}), changed: make(chan struct{}), looked: make(chan struct{}),
 	}
 	m.pools[p.Key] = run
 	m.work.Go(func() {
@@ -235,9 +241,19 @@ func (m *Manager) startPool(p sandbox.Pool) {
 	})
 }
 
-// refill makes all pools look at what they lack: memory may have been freed, a
-// build may be ready.
+// refill makes all pools look at what they lack, and builds try that lack memory: some may
+// have been freed.
 func (m *Manager) refill() {
+	m.noticePools()
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, b := range m.builds {
+		b.notice()
+	}
+}
+
+// noticePools makes all pools look at what they lack: a build may be ready.
+func (m *Manager) noticePools() {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	for _, p := range m.pools {
@@ -254,10 +270,13 @@ func (p *pool) notice() {
 
 // run keeps the pool in line with its spec and its template.
 func (p *pool) run(ctx context.Context) {
+	looked := sync.OnceFunc(func() { close(p.looked) })
+	defer looked()
 	for {
 		if err := p.reconcile(ctx); err != nil && ctx.Err() == nil {
 			p.fail(err.Error())
 		}
+		looked()
 		select {
 		case <-p.wake:
 		case <-ctx.Done():
@@ -313,6 +332,12 @@ func limitsOf(s sandbox.TemplateSpec) sandbox.Limits { return sandbox.Limits{Mil
 
 // claim takes a machine of the newest revision that has one and fits, or makes one.
 func (p *pool) claim(ctx context.Context, hostname string, fits func(*stock) bool) (*parked, *stock, error) {
+	// A daemon that has just started serves before its pools have found their snapshots.
+	select {
+	case <-p.looked:
+	case <-ctx.Done():
+		return nil, nil, ctx.Err()
+	}
 	from, end, err := p.source(fits)
 	if err != nil {
 		return nil, nil, err
@@ -343,6 +368,9 @@ func (p *pool) source(fits func(*stock) bool) (_ *stock, end func(), err error) 
 		if p.phase == sandbox.PhaseFailed {
 			return nil, nil, e.Because("%s", p.problem).Try("`agentrun logs template/%s` has more", p.spec.Template)
 		}
+		if p.problem != "" {
+			e = e.Because("%s", p.problem)
+		}
 		return nil, nil, e.Try("`agentrun get pool %s` shows how far it is", p.key.Name)
 	}
 	from := p.serving(fits)
@@ -357,6 +385,9 @@ func (p *pool) uses(into map[buildKey]bool) {
 	}
 	if p.current != nil {
 		into[keyOf(p.current.build)] = true
+	}
+	if p.earlier != nil {
+		into[keyOf(*p.earlier)] = true
 	}
 }
 

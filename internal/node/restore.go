@@ -24,7 +24,7 @@ func (m *Manager) Restore(ctx context.Context, r sandbox.RestoreRequest) (s sand
 
 func (m *Manager) restore(ctx context.Context, r sandbox.RestoreRequest, also record[sandbox.Sandbox]) (sandbox.Sandbox, error) {
 	k, spec := r.Key, r.Spec
-	if err := m.begin(); err != nil {
+	if err := m.beginMaking(); err != nil {
 		return sandbox.Sandbox{}, err
 	}
 	if err := spec.Validate(); err != nil {
@@ -127,20 +127,26 @@ func (m *Manager) restoreMachine(ctx context.Context, s sandbox.Sandbox, c sandb
 // holdCheckpoint finds a checkpoint and keeps it from being deleted until done.
 func (m *Manager) holdCheckpoint(k sandbox.Key) (c sandbox.Checkpoint, done func(), err error) {
 	m.mu.Lock()
-	defer m.mu.Unlock()
+	if m.restoring[k] < 0 {
+		m.mu.Unlock()
+		return c, nil, sandbox.NotFound(sandbox.KindCheckpoint, k)
+	}
+	m.restoring[k]++
+	m.mu.Unlock()
+	done = func() {
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		if m.restoring[k]--; m.restoring[k] == 0 {
+			delete(m.restoring, k)
+		}
+	}
 	err = m.db.View(func(tx *journal.Tx) error {
 		c, err = readyCheckpoint(tx, k)
 		return err
 	})
 	if err != nil {
+		done()
 		return c, nil, err
 	}
-	m.restoring[c.ID]++
-	return c, func() {
-		m.mu.Lock()
-		defer m.mu.Unlock()
-		if m.restoring[c.ID]--; m.restoring[c.ID] == 0 {
-			delete(m.restoring, c.ID)
-		}
-	}, nil
+	return c, done, nil
 }

@@ -2,11 +2,12 @@ package node
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"slices"
+	"time"
 
 	enginepool "agentrun.dev/internal/engine/pool"
+	"agentrun.dev/internal/node/journal"
 	"agentrun.dev/internal/sandbox"
 )
 
@@ -20,7 +21,8 @@ func (p *pool) reconcile(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	k := buildKey{t.Key, t.Revision, spec.Stage}
+	p.reopen(ctx, t)
+	k := buildKey{Template: t.Key, Revision: t.Revision, Stage: spec.Stage}
 	if !p.has(k) {
 		// What serves is as large as the spec says, whatever becomes of the new revision.
 		p.step(spec, false)
@@ -58,10 +60,82 @@ func (p *pool) ready(_ context.Context, t sandbox.Template, k buildKey) (*sandbo
 	case b.Phase == sandbox.PhaseFailed:
 		return nil, fmt.Errorf("template %s: %s", t.Name, b.Problem)
 	}
+	why := b.Problem
+	if why == "" {
+		why = p.whyAnew(t)
+	}
+	if b.Problem = why; why != "" {
+		b.Problem = fmt.Sprintf("template %s: %s", t.Name, b.Problem)
+		if !b.Next.IsZero() {
+			b.Problem += fmt.Sprintf("; it is tried again at %s", b.Next.Format(time.RFC3339))
+		}
+	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.set(sandbox.PhaseBuilding, b.Problem)
 	return nil, nil
+}
+
+// whyAnew says why the snapshot of a template that has not changed is made again; empty if it
+// is not.
+func (p *pool) whyAnew(t sandbox.Template) string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.current == nil || p.current.build.Revision != t.Revision || p.current.build.Outdated == "" {
+		return ""
+	}
+	return "its snapshot is made anew: " + p.current.build.Outdated
+}
+
+// earlierBuild is the newest build of another revision of a pool's template, or of the same
+// by another AgentRun: it is there as long as a rollout has not replaced it. nil is none.
+func earlierBuild(tx *journal.Tx, p sandbox.Pool) (newest *sandbox.Build, err error) {
+	template := sandbox.Key{Namespace: p.Namespace, Name: p.Spec.Template}
+	t, _, err := templates.Get(tx, template.String())
+	if err != nil {
+		return nil, err
+	}
+	err = builds.Each(tx, template.String()+"/", func(_ string, b sandbox.Build) error {
+		if superseded(b, t) && b.Stage == p.Spec.Stage && b.Spec != nil && (newest == nil || newest.Finished.Before(b.Finished)) {
+			newest = &b
+		}
+		return nil
+	})
+	return newest, err
+}
+
+// reopen opens the stock that an earlier daemon was replacing when it ended: it serves until
+// the current one does. While that cannot be, it is tried again with whatever changes.
+func (p *pool) reopen(ctx context.Context, t sandbox.Template) {
+	m := p.manager
+	p.mu.Lock()
+	earlier := p.earlier
+	if earlier != nil && p.current != nil && p.current.proven() {
+		p.earlier = nil
+		p.mu.Unlock()
+		m.collect()
+		return
+	}
+	p.mu.Unlock()
+	if earlier == nil {
+		return
+	}
+	spec := *earlier.Spec
+	spec.NetworkPolicy = t.Spec.NetworkPolicy // that changes without a build
+	s, err := p.open(ctx, *earlier, spec, 0)
+	if err != nil {
+		m.cfg.Log.Warn("an earlier revision does not serve", "pool", p.key, "error", err)
+		return
+	}
+	s.served.Store(true) // or else it would have been replaced
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.earlier = nil
+	if p.current == nil {
+		p.current = s
+	} else {
+		p.older = append(p.older, s)
+	}
 }
 
 // has reports whether the pool's current stock is of a build. One of an earlier revision
@@ -102,19 +176,23 @@ func (p *pool) follow(next *stock) {
 // proven reports whether a machine of the stock has become ready.
 func (s *stock) proven() bool { return s.served.Load() || s.reached.Load() > 0 }
 
-// watch wakes the pool when more of a stock wait than ever before.
+// watch wakes the pool when more of a stock wait than ever before. Whatever else becomes of
+// those that wait, whoever watches the pool is told.
 func (p *pool) watch(s *stock) {
+	var last enginepool.Stats
 	for {
-		most := s.reached.Load()
-		var waiting int64
 		if s.ready.WaitUntil(s.gone, func(now enginepool.Stats) bool {
-			waiting = int64(now.Waiting)
-			return waiting > most
+			changed := now.Waiting != last.Waiting || now.LastError != last.LastError
+			last = now
+			return changed
 		}) != nil {
 			return // it closes
 		}
-		s.reached.Store(waiting)
-		p.notice()
+		p.manager.noticeStatus()
+		if waiting := int64(last.Waiting); waiting > s.reached.Load() {
+			s.reached.Store(waiting)
+			p.notice()
+		}
 	}
 }
 
@@ -133,6 +211,12 @@ func (p *pool) step(spec sandbox.PoolSpec, next bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.current == nil {
+		return
+	}
+	if p.manager.draining() {
+		for _, s := range append(slices.Clone(p.older), p.current) {
+			s.ready.Resize(0)
+		}
 		return
 	}
 	if len(p.older) == 0 {
@@ -188,9 +272,10 @@ func (p *pool) end(s *stock) {
 		p.mu.Lock()
 		p.closing = slices.DeleteFunc(p.closing, func(other *stock) bool { return other == s })
 		p.mu.Unlock()
-		if err = errors.Join(err, m.collectBuilds()); err != nil && m.ctx.Err() == nil {
+		if err != nil && m.ctx.Err() == nil {
 			m.cfg.Log.Error("end the sandboxes of an earlier revision", "pool", p.key, "error", err)
 		}
+		m.collect()
 	})
 }
 
@@ -237,11 +322,18 @@ func (p *pool) status() sandbox.PoolStatus {
 		earlier += s.ready.Stats().Waiting
 	}
 	st.Ready += earlier
+	cordoned, _ := p.manager.cordon.get()
 	switch {
 	case st.Problem != "":
+	case cordoned != nil && st.Ready < p.spec.Replicas:
+		st.Problem = "the node is cordoned: pools are not filled"
 	case len(p.older) > 0:
-		st.Problem = fmt.Sprintf("revision %s is being rolled out: %d of %d sandboxes are of it, %d of earlier revisions serve until then",
-			p.current.build.Revision, now.Waiting, p.spec.Replicas, earlier)
+		what, before := "revision "+p.current.build.Revision, "earlier revisions"
+		if p.older[len(p.older)-1].build.Revision == p.current.build.Revision {
+			what, before = "a new snapshot", "the one before"
+		}
+		st.Problem = fmt.Sprintf("%s is being rolled out: %d of %d sandboxes are of it, %d of %s serve until then",
+			what, now.Waiting, p.spec.Replicas, earlier, before)
 		if now.LastError != "" {
 			st.Problem += "; the last one of it failed: " + now.LastError
 		}

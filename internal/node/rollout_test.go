@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"strings"
 	"sync"
 	"testing"
@@ -122,6 +123,71 @@ func TestRolloutNeverReady(t *testing.T) {
 		if s := claim(t, m, "b", sandbox.Lifetime{}); s.Revision != fixed.Revision {
 			t.Errorf("a claim after the fix is of revision %s, not of %s", s.Revision, fixed.Revision)
 		}
+	})
+}
+
+// TestRolloutGoesOn: what an earlier revision has served before a daemon was killed it serves
+// after it, until the new one does. Then it is gone, be it that the daemon was killed before
+// the last step.
+func TestRolloutGoesOn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir, h := t.TempDir(), nodetest.NewHost(t)
+		broken := func(c *Config) { c.Builder = &neverReady{} }
+		m := daemon(t, dir, h, broken)
+		good := applyImage(t, m, "one")
+		applyPool(t, m, sandbox.PoolSpec{Template: "python", Replicas: 2, Stage: sandbox.AfterInit})
+		time.Sleep(time.Minute)
+		bad := applyImage(t, m, "bad")
+		time.Sleep(time.Hour)
+		m.crash()
+		for i := range 2 {
+			m = daemon(t, dir, h, broken)
+			time.Sleep(time.Hour)
+			if st := poolStatus(t, m); st.Ready != 2 || st.Snapshots != 0 || !strings.Contains(st.Problem, "the ready check fails") {
+				t.Errorf("an hour after a restart during a rollout: %+v", st)
+			}
+			if s := claim(t, m, fmt.Sprintf("a%d", i), sandbox.Lifetime{}); s.Revision != good.Revision {
+				t.Errorf("a claim is of revision %s, not of %s, which serves", s.Revision, good.Revision)
+			}
+			synctest.Wait()
+			m.crash()
+		}
+		m = daemon(t, dir, h) // where it does become ready
+		defer func() { _ = m.Close() }()
+		time.Sleep(time.Hour)
+		if st := poolStatus(t, m); st != (sandbox.PoolStatus{Phase: sandbox.PhaseReady, Ready: 2, Snapshots: 2}) {
+			t.Errorf("when the new revision is ready: %+v", st)
+		}
+		if s := claim(t, m, "b", sandbox.Lifetime{}); s.Revision != bad.Revision {
+			t.Errorf("a claim is of revision %s, not of %s", s.Revision, bad.Revision)
+		}
+		wantFolders(t, m, snapshotsDir, 2) // one for each stage
+		wantFolders(t, m, logsDir, 2)
+	})
+}
+
+// TestEarlierRevisionIsDamaged: an earlier revision that cannot serve after a restart holds up
+// nothing, and is gone when the new one serves.
+func TestEarlierRevisionIsDamaged(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir, h := t.TempDir(), nodetest.NewHost(t)
+		m := daemon(t, dir, h, func(c *Config) { c.Builder = &neverReady{} })
+		good := applyImage(t, m, "one")
+		applyPool(t, m, sandbox.PoolSpec{Template: "python", Replicas: 1, Stage: sandbox.AfterInit})
+		time.Sleep(time.Minute)
+		applyImage(t, m, "bad")
+		time.Sleep(time.Hour)
+		b, err := m.build(buildKey{Template: good.Key, Revision: good.Revision, Stage: sandbox.AfterInit})
+		must(t, err)
+		m.crash()
+		must(t, os.RemoveAll(m.snapshotDir(b.Snapshot)))
+		m = daemon(t, dir, h)
+		defer func() { _ = m.Close() }()
+		time.Sleep(time.Hour)
+		if st := poolStatus(t, m); st != (sandbox.PoolStatus{Phase: sandbox.PhaseReady, Ready: 1, Snapshots: 1}) {
+			t.Errorf("when the new revision is ready: %+v", st)
+		}
+		wantFolders(t, m, logsDir, 2) // one for each stage
 	})
 }
 

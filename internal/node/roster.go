@@ -101,6 +101,40 @@ func (m *Manager) eachMember(n sandbox.Namespace, after string, f func(*member) 
 	}
 }
 
+// eachMemberOf walks through the sandboxes of a namespace after a position, in order; of all
+// if there is none, after the namespace and position of one. Each call returns the next, so
+// many at most.
+func (m *Manager) eachMemberOf(n sandbox.Namespace, after string) (next func(most int) []*member) {
+	spaces := []sandbox.Namespace{n}
+	if n == "" {
+		spaces = m.namespaces()
+		slices.SortFunc(spaces, compareSpaces)
+		if of, position, found := strings.Cut(after, "/"); found {
+			spaces = slices.DeleteFunc(spaces, func(s sandbox.Namespace) bool { return compareSpaces(s, sandbox.Namespace(of)) < 0 })
+			if after = ""; len(spaces) > 0 && string(spaces[0]) == of {
+				after = position
+			}
+		}
+	}
+	return func(most int) (out []*member) {
+		for len(spaces) > 0 && len(out) == 0 {
+			m.eachMember(spaces[0], after, func(b *member) bool {
+				out, after = append(out, b), b.position
+				return len(out) < most
+			})
+			if len(out) < most {
+				spaces, after = spaces[1:], ""
+			}
+		}
+		return out
+	}
+}
+
+// compareSpaces orders namespaces as the keys of their objects are.
+func compareSpaces(a, b sandbox.Namespace) int {
+	return strings.Compare(string(a)+"/", string(b)+"/")
+}
+
 // namespaces are those that have sandboxes, in no order.
 func (m *Manager) namespaces() (out []sandbox.Namespace) {
 	m.mu.Lock()

@@ -23,7 +23,7 @@ func (m *Manager) SetSecret(ctx context.Context, k sandbox.Key, data sandbox.Sec
 }
 
 func (m *Manager) putSecret(ctx context.Context, k sandbox.Key, data sandbox.SecretData, replace bool) (sandbox.Secret, error) {
-	if err := m.begin(); err != nil {
+	if err := m.beginMaking(); err != nil {
 		return sandbox.Secret{}, err
 	}
 	return m.changeSecret(ctx, k, func(old *secretRecord) (*secretRecord, error) {

@@ -22,7 +22,9 @@ import (
 type secretStore struct {
 	sealedFolder
 
-	mu      sync.Mutex // protects records, and the folder
+	turns keyTurns // of those who change a secret and its file
+
+	mu      sync.Mutex // protects records
 	records map[sandbox.Key]*secretRecord
 }
 
@@ -141,9 +143,8 @@ func (s *secretStore) change(k sandbox.Key, do func(old *secretRecord) (*secretR
 	if s.key == nil {
 		return sandbox.Secret{}, sandbox.Errorf(sandbox.CodeUnimplemented, "this daemon keeps no secrets").Because("it has no key for them")
 	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	next, err := do(s.records[k])
+	defer s.turns.lock(k)()
+	next, err := do(s.get(k))
 	if err != nil {
 		return sandbox.Secret{}, err
 	}
@@ -151,6 +152,8 @@ func (s *secretStore) change(k sandbox.Key, do func(old *secretRecord) (*secretR
 		if err := errors.Join(os.Remove(filepath.Join(s.dir, secretFile(k))), s.sync()); err != nil {
 			return sandbox.Secret{}, fmt.Errorf("delete secret %s: %w", k.Name, err)
 		}
+		s.mu.Lock()
+		defer s.mu.Unlock()
 		delete(s.records, k)
 		return sandbox.Secret{}, nil
 	}
@@ -165,6 +168,8 @@ func (s *secretStore) change(k sandbox.Key, do func(old *secretRecord) (*secretR
 	if err != nil {
 		return sandbox.Secret{}, fmt.Errorf("write secret %s: %w", k.Name, err)
 	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	s.records[k] = next
 	return next.public(), nil
 }

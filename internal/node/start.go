@@ -40,6 +40,9 @@ func (m *Manager) forkClaimed(ctx context.Context, s *stock, hostname string) (_
 // forkWaiting forks a machine that is going to wait in a pool until it is claimed. The
 // fork has a turn of its own, as has each rehearsal of a claim after it.
 func (m *Manager) forkWaiting(ctx context.Context, s *stock) (_ *parked, err error) {
+	if err := m.cordon.wait(ctx); err != nil {
+		return nil, err
+	}
 	release, err := m.turns.takeIdle(ctx)
 	if err != nil {
 		return nil, err

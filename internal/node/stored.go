@@ -1,6 +1,7 @@
 package node
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -79,9 +80,15 @@ func (m *Manager) count(n sandbox.Namespace, dir string, kept *uint64) error {
 // beginCheckpoint sees to it that there is room for a checkpoint of a sandbox. Of
 // one that runs there are two copies in memory until its checkpoint is on disk,
 // which is what done says.
-func (m *Manager) beginCheckpoint(s sandbox.Sandbox) (done func(), err error) {
-	if err := m.capacity.store(s.Namespace, 0); err != nil {
+func (m *Manager) beginCheckpoint(ctx context.Context, b *member) (done func(), err error) {
+	s := b.now()
+	if err := errors.Join(m.room.admit(0), m.capacity.store(s.Namespace, 0)); err != nil {
 		return nil, err
+	}
+	if b.machine != nil { // else it shares what is there
+		if err := m.admitCapture(ctx, b.machine); err != nil {
+			return nil, err
+		}
 	}
 	if s.State != sandbox.Running {
 		return func() {}, nil
@@ -139,13 +146,19 @@ func (m measurer) measure(dir string) (uint64, error) {
 	return bytes, err
 }
 
-// recoverStorage counts what checkpoints take on disk. The images of hibernated
+// recoverStorage counts what checkpoints and builds take on disk. The images of hibernated
 // sandboxes are counted where these are adopted.
 func (m *Manager) recoverStorage() error {
 	return m.db.View(func(tx *journal.Tx) error {
-		return checkpoints.Each(tx, "", func(_ string, c sandbox.Checkpoint) error {
+		err := checkpoints.Each(tx, "", func(_ string, c sandbox.Checkpoint) error {
 			m.capacity.keep(c.Namespace, c.Kept)
 			return nil
 		})
+		return errors.Join(err, builds.Each(tx, "", func(_ string, b sandbox.Build) error {
+			if b.Over() {
+				m.capacity.keep(b.Template.Namespace, b.Kept, b.Shares()...)
+			}
+			return nil
+		}))
 	})
 }

@@ -1,6 +1,7 @@
 package node
 
 import (
+	"errors"
 	"time"
 
 	"agentrun.dev/internal/sandbox"
@@ -81,14 +82,27 @@ func (b *member) expire() {
 	if !due {
 		return
 	}
+	ctx, done := b.untilKilled(m.ctx)
+	defer done()
 	var err error
 	switch action {
 	case sandbox.TimeoutPause:
-		err = b.pause(m.ctx)
+		err = b.pause(ctx)
 	case sandbox.TimeoutHibernate:
-		err = b.hibernate(m.ctx)
+		err = b.hibernate(ctx, func() bool {
+			b.mu.Lock()
+			defer b.mu.Unlock()
+			_, _, due := b.due(time.Now())
+			return due
+		})
 	default:
 		err = b.ended(why, "")
+	}
+	if errors.Is(err, errNotDue) || ctx.Err() != nil { // it is used, or being ended
+		b.mu.Lock()
+		b.arm()
+		b.mu.Unlock()
+		return
 	}
 	if err == nil && action != sandbox.TimeoutKill {
 		// Who lets it go on wants it to run for as long again.

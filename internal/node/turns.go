@@ -5,13 +5,15 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+	"time"
 
 	"agentrun.dev/internal/sandbox"
 )
 
-// turns bounds how many machines are started at once. Starting a machine is mostly
-// the work of a processor: more starts than processors finish no sooner, and all of
-// them finish late.
+// turns bounds how much of one kind of work is done at once. Starting a machine is
+// mostly the work of a processor: more starts than processors finish no sooner, and all
+// of them finish late. Builds and captures have turns of their own, which may be held
+// for long: so one namespace never holds all of them, and no start waits for one.
 //
 // A user waits for the machine of a claim, of a restore, of a sandbox that wakes up
 // and of a child of a fork. These machines go first: in order of arrival within a
@@ -19,11 +21,19 @@ import (
 // machines so delays the single machine of another by one start. Pools are filled
 // while no user waits.
 type turns struct {
-	most int // how many turns there are
+	most int    // how many turns there are
+	each int    // how many of them one namespace may hold; 0 is all
+	to   string // what a turn is for
+	// longest is for how long a turn is held at most; 0 is for ever. Then the next one has
+	// it, and whoever had it is late: he goes on without. A namespace of which mostLate are
+	// late gets no turn: starts are bounded also where all of them take long.
+	longest time.Duration
 
 	mu      sync.Mutex // protects all following fields
 	free    int
-	filling int // turns that pools hold
+	filling int                       // turns that pools hold
+	holds   map[sandbox.Namespace]int // turns that users hold; none is 0
+	late    map[sandbox.Namespace]int // users that are late, likewise
 	closed  bool
 	users   map[sandbox.Namespace][]*waiter // in order of arrival; no list is empty
 	next    []sandbox.Namespace             // the keys of users; the first is served next
@@ -36,13 +46,55 @@ type waiter struct {
 	refill    bool              // it fills a pool
 	served    chan struct{}
 	err       error // why it got no turn; set before served is closed
+
+	late, ended bool // of the turn; the mutex of turns protects both
 }
+
+// longestStart is for how long the start of a machine has a turn. One that takes longer
+// does not work, it waits: for the disk, or for a machine that never answers.
+const longestStart = 2 * time.Second
+
+// mostLate is how many starts of a namespace may be late.
+const mostLate = 8
 
 func newTurns(most int) *turns {
-	return &turns{most: most, free: most, users: map[sandbox.Namespace][]*waiter{}}
+	return &turns{
+		most: most, free: most, to: "start a machine", longest: longestStart,
+		holds: map[sandbox.Namespace]int{}, late: map[sandbox.Namespace]int{}, users: map[sandbox.Namespace][]*waiter{},
+	}
 }
 
-// take waits for a turn to start a machine that a user of a namespace waits for.
+// newLongTurns are those of work that takes long, of which one namespace holds at most
+// half.
+func newLongTurns(most int, to string) *turns {
+	t := newTurns(most)
+	t.each, t.to, t.longest = max(1, most/2), to, 0
+	return t
+}
+
+// TurnsOverview is who has, and who waits for, the turns of one kind of work.
+type TurnsOverview struct {
+	// Most is how many there are, Each how many of them one namespace has at most.
+	Most, Each int
+	// Held are those that somebody has, Waiting are users who wait for one, and Filling
+	// are the steps of pools that do.
+	Held, Waiting, Filling int
+}
+
+func (t *turns) overview() TurnsOverview {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	o := TurnsOverview{Most: t.most, Each: t.each, Held: t.most - t.free, Filling: len(t.refills)}
+	if o.Each == 0 {
+		o.Each = t.most
+	}
+	for _, all := range t.users {
+		o.Waiting += len(all)
+	}
+	return o
+}
+
+// take waits for a turn for something that a user of a namespace waits for.
 // release gives the turn back; a second call of it does nothing.
 func (t *turns) take(ctx context.Context, n sandbox.Namespace) (release func(), err error) {
 	return t.wait(ctx, &waiter{namespace: n, served: make(chan struct{})})
@@ -66,7 +118,7 @@ func (t *turns) wait(ctx context.Context, w *waiter) (release func(), err error)
 	case <-w.served:
 	case <-ctx.Done():
 		if t.leave(w) {
-			return nil, fmt.Errorf("wait for a turn to start a machine: %w", ctx.Err())
+			return nil, fmt.Errorf("wait for a turn to %s: %w", t.to, ctx.Err())
 		}
 		// It was served in the same moment: whoever has the turn finds out about the
 		// context.
@@ -74,7 +126,14 @@ func (t *turns) wait(ctx context.Context, w *waiter) (release func(), err error)
 	if w.err != nil {
 		return nil, w.err
 	}
-	return sync.OnceFunc(func() { t.giveBack(w) }), nil
+	if t.longest == 0 {
+		return sync.OnceFunc(func() { t.end(w) }), nil
+	}
+	over := time.AfterFunc(t.longest, func() { t.expire(w) })
+	return sync.OnceFunc(func() {
+		over.Stop()
+		t.end(w)
+	}), nil
 }
 
 // enter queues w. The caller holds t.mu.
@@ -113,16 +172,21 @@ func (t *turns) leave(w *waiter) bool {
 
 // serve gives the turns that are free to those who wait. The caller holds t.mu.
 func (t *turns) serve() {
-	for t.free > 0 && len(t.next) > 0 {
-		n := t.next[0]
+	for t.free > 0 {
+		i := slices.IndexFunc(t.next, t.mayHold)
+		if i < 0 {
+			break
+		}
+		n := t.next[i]
 		w := t.users[n][0]
-		t.next = t.next[1:]
+		t.next = slices.Delete(t.next, i, i+1)
 		if rest := t.users[n][1:]; len(rest) > 0 {
 			t.users[n], t.next = rest, append(t.next, n)
 		} else {
 			delete(t.users, n)
 		}
 		t.free--
+		t.holds[n]++
 		close(w.served)
 	}
 	// Where there are several turns, pools leave one of them to users, who would
@@ -136,12 +200,58 @@ func (t *turns) serve() {
 	}
 }
 
-func (t *turns) giveBack(w *waiter) {
+// waiting is how many wait for a turn that users wait for.
+func (t *turns) waiting() (n int) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	for _, all := range t.users {
+		n += len(all)
+	}
+	return n
+}
+
+// mayHold reports whether a namespace may have one more turn. The caller holds t.mu.
+func (t *turns) mayHold(n sandbox.Namespace) bool {
+	return (t.each == 0 || t.holds[n] < t.each) && t.late[n] < mostLate
+}
+
+// expire gives a turn that is held for too long to the next.
+func (t *turns) expire(w *waiter) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if w.ended {
+		return
+	}
+	w.late = true
+	if !w.refill {
+		t.late[w.namespace]++
+	}
+	t.giveBack(w)
+}
+
+// end is called when whoever got a turn needs it no longer.
+func (t *turns) end(w *waiter) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	w.ended = true
+	switch {
+	case !w.late:
+		t.giveBack(w)
+	case !w.refill:
+		if t.late[w.namespace]--; t.late[w.namespace] == 0 {
+			delete(t.late, w.namespace)
+		}
+		t.serve()
+	}
+}
+
+// giveBack makes a turn free. The caller holds t.mu.
+func (t *turns) giveBack(w *waiter) {
 	t.free++
 	if w.refill {
 		t.filling--
+	} else if t.holds[w.namespace]--; t.holds[w.namespace] == 0 {
+		delete(t.holds, w.namespace)
 	}
 	t.serve()
 }

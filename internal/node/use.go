@@ -70,7 +70,7 @@ func (b *member) use() *use {
 	if b.users == 1 {
 		b.arm()
 	}
-	return &use{member: b, machine: b.machine, record: b.record}
+	return &use{member: b, machine: b.machine, record: *b.record}
 }
 
 // Close implements sandbox.Session.

@@ -2,129 +2,329 @@ package node
 
 import (
 	"context"
-	"maps"
+	"errors"
 	"slices"
-	"strings"
 	"sync"
+	"time"
 
 	"agentrun.dev/internal/node/journal"
 	"agentrun.dev/internal/sandbox"
 )
 
-// watches are those who want to know what changes.
-type watches struct {
+// How many watches there are at most, of a principal and of all.
+const (
+	maxWatches    = 64
+	maxAllWatches = 1024
+)
+
+// bookmarkEvery is after how long a watch is told how far it is, if others' changes have
+// taken it further than what it was told last.
+const bookmarkEvery = 10 * time.Second
+
+// watchedKinds are those of objects that can be watched.
+var watchedKinds = []sandbox.Kind{
+	sandbox.KindNode, sandbox.KindTemplate, sandbox.KindPool, sandbox.KindSandbox, sandbox.KindFork, sandbox.KindCheckpoint,
+}
+
+// watchers counts the watches of each principal.
+type watchers struct {
 	mu  sync.Mutex // protects all following fields
-	all map[*watch]bool
+	by  map[sandbox.Principal]int
+	all int
 }
 
-// watch holds what sandboxes have become since somebody last looked: who is slow
-// misses what was in between, never the last.
+func (w *watchers) begin(who sandbox.Principal) (end func(), err error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.by[who] >= maxWatches || w.all >= maxAllWatches {
+		return nil, sandbox.Errorf(sandbox.CodeCapacity, "there are too many watches").
+			Because("%q has %d of %d, all have %d of %d", who, w.by[who], maxWatches, w.all, maxAllWatches).
+			Try("End some, or watch several kinds at once")
+	}
+	if w.by == nil {
+		w.by = map[sandbox.Principal]int{}
+	}
+	w.by[who]++
+	w.all++
+	return func() {
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		w.all--
+		if w.by[who]--; w.by[who] == 0 {
+			delete(w.by, who)
+		}
+	}, nil
+}
+
+// watch is a watch that is served.
 type watch struct {
-	namespace sandbox.Namespace // empty is all
-	wake      chan struct{}     // holds at most one notice to look
-
-	mu      sync.Mutex // protects changed
-	changed map[sandbox.ID]sandbox.Sandbox
+	*Manager
+	of   sandbox.WatchRequest
+	each func(sandbox.Event) error
+	at   uint64 // all changes until here were told, or are not wanted
+	told uint64 // what at was when the other side last learned it
 }
 
-func (ws *watches) begin(n sandbox.Namespace) *watch {
-	w := &watch{namespace: n, wake: make(chan struct{}, 1), changed: map[sandbox.ID]sandbox.Sandbox{}}
-	ws.mu.Lock()
-	defer ws.mu.Unlock()
-	if ws.all == nil {
-		ws.all = map[*watch]bool{}
-	}
-	ws.all[w] = true
-	return w
+// Version is how far the objects of the node are.
+func (m *Manager) Version(context.Context) (v sandbox.StateVersion, err error) {
+	v.ID = m.db.ID()
+	err = m.db.View(func(tx *journal.Tx) error { v.Version = tx.Version(); return nil })
+	return v, err
 }
 
-func (ws *watches) end(w *watch) {
-	ws.mu.Lock()
-	defer ws.mu.Unlock()
-	delete(ws.all, w)
-}
-
-// note tells everybody what a sandbox has become.
-func (ws *watches) note(s sandbox.Sandbox) {
-	ws.mu.Lock()
-	defer ws.mu.Unlock()
-	for w := range ws.all {
-		if w.namespace == "" || w.namespace == s.Namespace {
-			w.note(s)
-		}
-	}
-}
-
-func (w *watch) note(s sandbox.Sandbox) {
-	w.mu.Lock()
-	w.changed[s.ID] = s
-	w.mu.Unlock()
-	select {
-	case w.wake <- struct{}{}:
-	default:
-	}
-}
-
-// take returns what has changed, oldest sandbox first.
-func (w *watch) take() []sandbox.Sandbox {
-	w.mu.Lock()
-	changed := w.changed
-	w.changed = map[sandbox.ID]sandbox.Sandbox{}
-	w.mu.Unlock()
-	return slices.SortedFunc(maps.Values(changed), func(a, b sandbox.Sandbox) int {
-		if c := a.Created.Compare(b.Created); c != 0 {
-			return c
-		}
-		return strings.Compare(string(a.ID), string(b.ID))
-	})
-}
-
-// Watch calls each with every sandbox of a namespace, of all if it is empty; then
-// synced; and from then on each with every sandbox that has changed, as it is, one
-// that has ended included, until ctx ends or a call fails.
-func (m *Manager) Watch(ctx context.Context, n sandbox.Namespace, each func(sandbox.Sandbox) error, synced func() error) error {
+// Watch calls each with what becomes of objects, until ctx ends or a call fails. From 0 on
+// it begins with all that there are, and then says that it is synced; from another resource
+// version it begins with a bookmark.
+func (m *Manager) Watch(ctx context.Context, r sandbox.WatchRequest, each func(sandbox.Event) error) error {
 	if err := m.begin(); err != nil {
 		return err
 	}
-	w := m.watches.begin(n)
-	defer m.watches.end(w)
-	// What changes while this is read is told afterwards, and is never older.
-	err := m.db.View(func(tx *journal.Tx) error {
-		return sandboxes.Each(tx, "", func(_ string, s sandbox.Sandbox) error {
-			if s.Visible() && s.State != sandbox.Ended && (n == "" || s.Namespace == n) {
-				w.mu.Lock()
-				defer w.mu.Unlock()
-				if _, newer := w.changed[s.ID]; !newer {
-					w.changed[s.ID] = s
-				}
-			}
-			return nil
-		})
-	})
+	if err := m.checkWatch(ctx, r); err != nil {
+		return err
+	}
+	end, err := m.watchers.begin(sandbox.PrincipalOf(ctx))
 	if err != nil {
 		return err
 	}
-	for begun := false; ; {
-		for _, s := range w.take() {
-			if !s.Visible() {
-				continue
-			}
-			if err := each(s); err != nil {
-				return err
-			}
+	defer end()
+	w := &watch{Manager: m, of: r, each: each, at: r.From}
+	if r.From == 0 {
+		err = w.begin(ctx)
+	} else if _, _, _, err = m.changes.after(w.at); err == nil { // what is too old gets no bookmark
+		err = w.mark(sandbox.EventBookmark)
+	}
+	if err != nil {
+		return err
+	}
+	return w.follow(ctx)
+}
+
+// checkWatch refuses what no watch can begin from.
+func (m *Manager) checkWatch(ctx context.Context, r sandbox.WatchRequest) error {
+	for _, k := range r.Kinds {
+		if !slices.Contains(watchedKinds, k) {
+			return sandbox.Invalid("kinds", "a %s cannot be watched", k)
 		}
-		if !begun {
-			if err := synced(); err != nil {
+	}
+	now, err := m.Version(ctx)
+	if err != nil {
+		return err
+	}
+	const again = "Forget what is known of this node's objects, and list them again"
+	if r.State != "" && r.State != now.ID {
+		return sandbox.Errorf(sandbox.CodeOtherState, "the node's state folder is %s, not %s", now.ID, sandbox.Quote(r.State)).
+			Because("it was wiped or replaced, or another node has its address").Try(again)
+	}
+	if r.From > now.Version {
+		return sandbox.Errorf(sandbox.CodeOtherState, "resource version %d is in the future", r.From).
+			Because("the node is at %d: it has never given that one, or its state folder was restored from a copy", now.Version).Try(again)
+	}
+	return nil
+}
+
+// wants reports whether the watch is of objects of a kind.
+func (w *watch) wants(k sandbox.Kind) bool {
+	if k == sandbox.KindNode && w.of.Namespace != "" {
+		return false
+	}
+	return len(w.of.Kinds) == 0 || slices.Contains(w.of.Kinds, k)
+}
+
+// mark tells how far the watch is.
+func (w *watch) mark(t sandbox.EventType) error {
+	w.told = w.at
+	return w.each(sandbox.Event{Type: t, ResourceVersion: w.at})
+}
+
+// begin tells of all that there is.
+func (w *watch) begin(ctx context.Context) error {
+	all, version, err := w.objects()
+	if err != nil {
+		return err
+	}
+	for i, c := range all {
+		if all[i] = (change{}); ctx.Err() != nil { // it is not kept for those who are slow
+			return ctx.Err()
+		}
+		if err := w.tell(ctx, c); err != nil {
+			return err
+		}
+	}
+	w.at = version
+	return w.mark(sandbox.EventSynced)
+}
+
+// objects are those that the watch is of, at one resource version.
+func (w *watch) objects() (all []change, version uint64, err error) {
+	add := func(kind sandbox.Kind, k sandbox.Key, version uint64, object any) {
+		if w.of.Namespace == "" || k.Namespace == w.of.Namespace {
+			all = append(all, change{version: version, kind: kind, key: k, object: object})
+		}
+	}
+	known := map[sandbox.ID]*sandbox.Sandbox{}
+	if w.wants(sandbox.KindSandbox) {
+		for _, b := range w.members() {
+			known[b.id] = b.latest()
+		}
+	}
+	err = w.db.View(func(tx *journal.Tx) error {
+		version = tx.Version()
+		prefix := ""
+		if w.of.Namespace != "" {
+			prefix = string(w.of.Namespace) + "/"
+		}
+		if w.wants(sandbox.KindNode) {
+			v, _ := nodeRecords.Version(tx, nodeKey)
+			add(sandbox.KindNode, sandbox.Key{}, v, nil)
+		}
+		var errs []error
+		if w.wants(sandbox.KindTemplate) {
+			errs = append(errs, templates.Each(tx, prefix, func(_ string, t sandbox.Template) error {
+				add(sandbox.KindTemplate, t.Key, t.ResourceVersion, nil)
+				return nil
+			}))
+		}
+		if w.wants(sandbox.KindPool) {
+			errs = append(errs, pools.Each(tx, prefix, func(_ string, p sandbox.Pool) error {
+				add(sandbox.KindPool, p.Key, p.ResourceVersion, nil)
+				return nil
+			}))
+		}
+		if w.wants(sandbox.KindSandbox) {
+			errs = append(errs, sandboxesIn(tx, known, func(s *sandbox.Sandbox) { add(sandbox.KindSandbox, s.Key, s.ResourceVersion, *s) }))
+		}
+		if w.wants(sandbox.KindFork) {
+			errs = append(errs, forks.Each(tx, prefix, func(_ string, f sandbox.Fork) error {
+				add(sandbox.KindFork, f.Key, f.ResourceVersion, f)
+				return nil
+			}))
+		}
+		if w.wants(sandbox.KindCheckpoint) {
+			errs = append(errs, checkpoints.Each(tx, prefix, func(_ string, c sandbox.Checkpoint) error {
+				if c.Ready() {
+					add(sandbox.KindCheckpoint, c.Key, c.ResourceVersion, c)
+				}
+				return nil
+			}))
+		}
+		return errors.Join(errs...)
+	})
+	return all, version, err
+}
+
+// sandboxesIn calls f with the sandboxes that a transaction sees. Those that are known as
+// they are there are not read again.
+func sandboxesIn(tx *journal.Tx, known map[sandbox.ID]*sandbox.Sandbox, f func(*sandbox.Sandbox)) error {
+	return sandboxes.Keys(tx, "", func(id string, version uint64) error {
+		s := known[sandbox.ID(id)]
+		if s == nil || s.ResourceVersion != version {
+			read, _, err := sandboxes.Get(tx, id)
+			if err != nil {
 				return err
 			}
-			begun = true
+			s = &read
+		}
+		if s.Visible() {
+			f(s)
+		}
+		return nil
+	})
+}
+
+// follow tells of what changes.
+func (w *watch) follow(ctx context.Context) error {
+	bookmark := time.NewTicker(bookmarkEvery)
+	defer bookmark.Stop()
+	for {
+		next, upTo, more, err := w.changes.after(w.at)
+		if err != nil {
+			return err
+		}
+		for _, c := range next {
+			if err := ctx.Err(); err != nil {
+				return err
+			}
+			if w.wants(c.kind) && (w.of.Namespace == "" || c.namespace == w.of.Namespace) {
+				if err := w.tell(ctx, c); err != nil {
+					return err
+				}
+				w.told = c.version
+			}
+			w.at = c.version
+		}
+		if w.at = upTo; more == nil {
+			continue
 		}
 		select {
-		case <-w.wake:
+		case <-more:
+		case <-bookmark.C:
+			if w.told < w.at {
+				if err := w.mark(sandbox.EventBookmark); err != nil {
+					return err
+				}
+			}
 		case <-ctx.Done():
 			return ctx.Err()
-		case <-m.ctx.Done():
+		case <-w.ctx.Done():
 			return sandbox.Errorf(sandbox.CodeClosing, "the daemon is shutting down").Try("Watch again when it is back")
 		}
+	}
+}
+
+// tell tells of a change. An object that is put together of several is read now: it may be
+// newer than the change, of which a later one then tells the same. If it is not there any
+// more, a later change says so.
+func (w *watch) tell(ctx context.Context, c change) error {
+	e := sandbox.Event{Type: sandbox.EventObject, ResourceVersion: c.version, Kind: c.kind}
+	if c.deleted {
+		e.Type = sandbox.EventDeleted
+	}
+	var err error
+	switch object := c.object.(type) {
+	case sandbox.Sandbox:
+		e.Sandbox = &object
+	case sandbox.Fork:
+		object.ResourceVersion, e.Fork = c.version, &object
+	case sandbox.Template:
+		object.ResourceVersion, e.Template = c.version, &object
+	case sandbox.Pool:
+		object.ResourceVersion, e.Pool = c.version, &object
+	case sandbox.Checkpoint:
+		object.ResourceVersion = c.version
+		e.Checkpoint = &sandbox.CheckpointSize{Checkpoint: object}
+		if !c.deleted {
+			*e.Checkpoint, err = sized(w.Manager, object)
+		}
+	default:
+		err = w.read(ctx, c, &e)
+	}
+	if sandbox.HasCode(err, sandbox.CodeNotFound) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	return w.each(e)
+}
+
+// read reads the object of an event.
+func (w *watch) read(ctx context.Context, c change, e *sandbox.Event) error {
+	switch c.kind {
+	case sandbox.KindNode:
+		n, err := w.Node(ctx)
+		n.ResourceVersion = max(n.ResourceVersion, c.version)
+		e.Node = &n
+		return err
+	case sandbox.KindTemplate:
+		t, err := w.Template(ctx, c.key)
+		if err == nil {
+			e.Builds, err = w.Builds(ctx, t)
+		}
+		e.Template = &t
+		return err
+	default:
+		p, status, err := w.Pool(ctx, c.key)
+		e.Pool, e.PoolStatus = &p, status
+		return err
 	}
 }

@@ -9,6 +9,7 @@ import (
 // the sandbox nor its template, and any number of sandboxes can be made of it.
 type Checkpoint struct {
 	Key
+	Versioned
 	// ID is never used again; it is the folder's name, too.
 	ID ID `json:"id"`
 	// Phase is Pending while it is being written: an intent.

@@ -42,7 +42,11 @@ type Stats struct {
 
 // NodeStatus is what a node has, and what of it is taken.
 type NodeStatus struct {
-	Engine string
+	Versioned
+	// ID is the node's name, Boot the boot of its host, State its state folder.
+	ID, Boot, State string
+	Engine          string
+	CPU             CPU
 	// Capacity is the memory that machines may reserve together, Reserved what
 	// they have.
 	Capacity, Reserved uint64
@@ -51,4 +55,46 @@ type NodeStatus struct {
 	Checkpoints           int
 	// CheckpointBytes is what checkpoints take on disk together.
 	CheckpointBytes uint64
+	// StartsWaiting and BuildsWaiting are how many wait for their turn.
+	StartsWaiting, BuildsWaiting int
+	// Snapshots are those of the templates that are built.
+	Snapshots []NodeSnapshot
+	// Cordon is why the node takes nothing new; nil is a node that does.
+	Cordon *Cordon
+	// Features are what its API has beyond the first version of that.
+	Features []string
+}
+
+// CPU is a processor as sandboxes see it.
+type CPU struct {
+	// Profile says which features of the processor they see.
+	Profile, Vendor string
+	// Features have the names that the engine gives them.
+	Features []string
+}
+
+// NodeSnapshot is what sandboxes of a template's revision are made of.
+type NodeSnapshot struct {
+	Template Key
+	Revision string
+	Stage    Stage
+	// Image and Digest are the digests of the image and of the snapshot.
+	Image, Digest string
+}
+
+// Cordon is why a node takes nothing new.
+type Cordon struct {
+	Since time.Time `json:"since"`
+	By    Principal `json:"by,omitempty"`
+	// Drain says that what runs is hibernated.
+	Drain bool `json:"drain,omitempty"`
+	// Left is how many run that are to be hibernated, Problems why some were not.
+	Left     int            `json:"-"`
+	Problems []DrainProblem `json:"-"`
+}
+
+// DrainProblem is why a sandbox was not hibernated.
+type DrainProblem struct {
+	Key
+	Problem string
 }

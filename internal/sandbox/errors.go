@@ -21,7 +21,13 @@ const (
 	CodePortClosed    Code = "port_closed"
 	CodeUnimplemented Code = "unimplemented"
 	CodeClosing       Code = "shutting_down"
-	CodeInternal      Code = "internal"
+	// CodeTooOld says that changes since a resource version are not kept any more,
+	// CodeOtherState that the node has never given it.
+	CodeTooOld     Code = "too_old"
+	CodeOtherState Code = "other_state"
+	// CodeCordoned says that a node takes nothing new.
+	CodeCordoned Code = "cordoned"
+	CodeInternal Code = "internal"
 )
 
 // Error is an error as people and programs see it.

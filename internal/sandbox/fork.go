@@ -24,6 +24,7 @@ type ForkOutcome struct {
 // Fork is a fork of a sandbox.
 type Fork struct {
 	Key
+	Versioned
 	Source   Name          `json:"source"`
 	SourceID ID            `json:"sourceID"`
 	Replicas int           `json:"replicas"`

@@ -6,6 +6,9 @@ type Page struct {
 	After string
 	// Limit is how many objects it has at most; 0 is 100.
 	Limit int
+	// Bytes is how much of the journal is read for it: the page ends with the object that
+	// reaches it. There may be more, also where it has fewer than Limit. 0 is no bound.
+	Bytes int
 }
 
 // Bounds of a page.

@@ -9,8 +9,8 @@ type Quota struct {
 	// Sandboxes is how many there may be that have not ended, hibernated ones
 	// included. What waits in pools is none yet.
 	Sandboxes int `json:"sandboxes,omitempty"`
-	// Storage is what hibernated sandboxes and checkpoints of the namespace may take
-	// on disk together, beyond their templates, in bytes.
+	// Storage is what templates, hibernated sandboxes and checkpoints of the namespace may
+	// take on disk together, in bytes.
 	Storage uint64 `json:"storage,omitempty"`
 }
 

@@ -71,6 +71,7 @@ type Lifetime struct {
 // end.
 type Sandbox struct {
 	Key
+	Versioned
 	ID    ID    `json:"id"`
 	State State `json:"state"`
 	// Pool and Template are what it came from, in the end.
@@ -126,7 +127,7 @@ type Sandbox struct {
 
 	// Unresponsive is why nobody reaches its machine, which runs; empty if somebody does.
 	// Each daemon finds out by itself.
-	Unresponsive string `json:"-"`
+	Unresponsive string `json:"unresponsive,omitempty"`
 }
 
 // Limits bound what a sandbox takes from its host; 0 is no limit. The journal has
@@ -153,7 +154,7 @@ type Held struct {
 func (s Sandbox) Child(name Name) Sandbox {
 	s.Parent, s.Name, s.Fork, s.Checkpoint = s.ID, name, "", ""
 	s.Machine, s.Boot, s.Asleep, s.Clock = "", "", "", Clock{}
-	s.Layers, s.Live, s.Kept = nil, nil, 0
+	s.Layers, s.Live, s.Kept, s.Unresponsive = nil, nil, 0, ""
 	return s
 }
 
@@ -162,7 +163,7 @@ func (s *Sandbox) End(reason Reason, detail string, now time.Time) {
 	s.State, s.Reason, s.Detail, s.Ended = Ended, reason, detail, now.UTC()
 	s.Clock.Stop(now)
 	s.Machine, s.Asleep, s.Boot = "", "", ""
-	s.Layers, s.Live, s.Kept = nil, nil, 0
+	s.Layers, s.Live, s.Kept, s.Unresponsive = nil, nil, 0, ""
 }
 
 // Holds is what the sandbox's machine holds in memory beside its own.

@@ -45,4 +45,26 @@ type BuildLogRequest struct {
 	Key
 	Stage  Stage
 	Follow bool
+	// Offset is the byte of the log to begin at. Tail begins at the last so many lines
+	// instead; nil is the whole log.
+	Offset int64
+	Tail   *int
+	// Begun, if there is one, is called before the first byte, with how many bytes were
+	// logged until then.
+	Begun func(end int64)
+}
+
+// Validate refuses what no log has.
+func (r BuildLogRequest) Validate() error {
+	switch {
+	case r.Stage != AfterInit && r.Stage != AfterReady:
+		return Invalid("stage", "%s is neither %s nor %s", Quote(string(r.Stage)), AfterInit, AfterReady)
+	case r.Offset < 0:
+		return Invalid("offset", "%d is negative", r.Offset)
+	case r.Tail != nil && *r.Tail < 0:
+		return Invalid("tail", "%d is negative", *r.Tail)
+	case r.Tail != nil && r.Offset > 0:
+		return Invalid("tail", "the log is asked for from an offset and from its last lines at once: leave one of them out")
+	}
+	return nil
 }

@@ -18,6 +18,7 @@ type Kind string
 
 // The kinds.
 const (
+	KindNode     Kind = "node"
 	KindTemplate Kind = "template"
 	KindPool     Kind = "pool"
 	KindSandbox  Kind = "sandbox"
@@ -71,6 +72,18 @@ type TemplateSpec struct {
 	// TrustNamespaceCA puts the namespace's CA into the trust stores of the image, so
 	// that claims can have values put into requests.
 	TrustNamespaceCA bool `json:"trustNamespaceCA,omitempty"`
+
+	// BuildTimeout is how long init commands, ready check and warm-up may take
+	// together; 0 is DefaultBuildTimeout.
+	BuildTimeout time.Duration `json:"buildTimeout,omitempty"`
+}
+
+// BuildLimit is BuildTimeout with what holds where it is missing.
+func (s TemplateSpec) BuildLimit() time.Duration {
+	if s.BuildTimeout == 0 {
+		return DefaultBuildTimeout
+	}
+	return s.BuildTimeout
 }
 
 // ReadyCheck says when a sandbox is ready. One of its fields is set.
@@ -113,6 +126,7 @@ const (
 // Template describes sandboxes.
 type Template struct {
 	Key
+	Versioned
 	Spec TemplateSpec `json:"spec"`
 	// Revision is Spec.RevisionWith the CA that its sandboxes are to trust.
 	Revision string    `json:"revision"`
@@ -121,22 +135,50 @@ type Template struct {
 
 // Build is what became of a template's revision.
 type Build struct {
-	Template Key       `json:"template"`
-	Revision string    `json:"revision"`
-	Stage    Stage     `json:"stage"`
-	Phase    Phase     `json:"phase"`
-	Problem  string    `json:"problem,omitempty"` // why it failed
+	Versioned
+	Template Key    `json:"template"`
+	Revision string `json:"revision"`
+	Stage    Stage  `json:"stage"`
+	Phase    Phase  `json:"phase"`
+	// Problem is why it failed; of one that is Pending, why it is tried again.
+	Problem string `json:"problem,omitempty"`
+	// Attempts is how often it was tried, Next when it is tried again.
+	Attempts int       `json:"attempts,omitempty"`
+	Next     time.Time `json:"next,omitzero"`
+	// Started is when it was tried last, or asked for.
 	Started  time.Time `json:"started"`
 	Finished time.Time `json:"finished,omitzero"`
 	// Snapshot is where it is, or is to be; its log has the same name.
 	Snapshot ID `json:"snapshot"`
+	// Spec is what it was made of, once it is Ready; builds of earlier programs lack it.
+	Spec *TemplateSpec `json:"spec,omitempty"`
+	// Outdated is why its snapshot is made anew: another AgentRun has made it. It serves
+	// until then.
+	Outdated string `json:"outdated,omitempty"`
+	// Kept is what its snapshot and its log take on disk, in bytes, once it is over.
+	Kept uint64 `json:"kept,omitempty"`
 	Built
 }
+
+// Shares is what a build that is over takes on disk in common with others of its namespace:
+// its image, if a build has pulled it.
+func (b Build) Shares() []Held {
+	if b.Pulled == 0 {
+		return nil
+	}
+	return []Held{{ID: "image " + b.Image, Bytes: b.Pulled}}
+}
+
+// Over reports whether the build has ended, one way or the other.
+func (b Build) Over() bool { return b.Phase == PhaseReady || b.Phase == PhaseFailed }
 
 // Built is what a build found out.
 type Built struct {
 	// Image is the digest of the image that it is made of.
 	Image string `json:"image,omitempty"`
+	// Pulled is what that image takes on disk beside the snapshot, in bytes, if a build
+	// has pulled it; 0 is one that an administrator has put there.
+	Pulled uint64 `json:"pulled,omitempty"`
 	// Env, Workdir and User are those of the template, completed by the image's.
 	Env     Env    `json:"env,omitempty"`
 	Workdir string `json:"workdir,omitempty"`
@@ -174,6 +216,7 @@ func (p PoolSpec) Rollout() (surge, unavailable int) {
 // Pool keeps sandboxes of a template ready.
 type Pool struct {
 	Key
+	Versioned
 	Spec    PoolSpec  `json:"spec"`
 	Created time.Time `json:"created"`
 }
@@ -189,9 +232,10 @@ type PoolStatus struct {
 }
 
 // Digest is the revision of a spec: of everything that its snapshot depends on.
-// What sandboxes may connect to can change without a build.
+// What sandboxes may connect to, and how long a build may take, can change without a
+// build.
 func (s TemplateSpec) Digest() string {
-	s.NetworkPolicy = nil
+	s.NetworkPolicy, s.BuildTimeout = nil, 0
 	b, err := json.Marshal(s)
 	if err != nil {
 		panic(err) // it has only plain fields

@@ -23,6 +23,8 @@ const (
 	maxMilliCPUs = 256_000
 	maxInit      = 100
 	maxText      = 1 << 20
+
+	maxBuildTimeout = 24 * time.Hour
 )
 
 // These are taken where nothing is said.
@@ -31,6 +33,8 @@ const (
 	DefaultMemory    = 512 * mib
 	DefaultWorkdir   = "/workspace"
 	DefaultReady     = time.Minute
+
+	DefaultBuildTimeout = 30 * time.Minute
 )
 
 // Invalid is the error for a field of a request that is not possible.
@@ -51,6 +55,8 @@ func (s TemplateSpec) Validate() error {
 		return InvalidDisk(s.Disk, maxDisk, "")
 	case len(s.Init) > maxInit:
 		return Invalid("init", "%d commands are more than %d", len(s.Init), maxInit)
+	case s.BuildTimeout < 0 || s.BuildTimeout > maxBuildTimeout:
+		return Invalid("buildTimeout", "%v is not between 0, for the default of %v, and %v", s.BuildTimeout, DefaultBuildTimeout, maxBuildTimeout)
 	case s.Workdir != "" && !path.IsAbs(s.Workdir):
 		return Invalid("workdir", "%s is not absolute", Quote(s.Workdir))
 	}

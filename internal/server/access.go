@@ -45,9 +45,11 @@ type Target struct {
 // the one place where that is decided, for all APIs.
 func (c *Config) Authorise(ctx context.Context, p access.Principal, t Target) error {
 	rule := t.Operation.Rule()
+	if !rule.For(p.Via) {
+		return NotForRole(t.Operation, p.Via.Role)
+	}
 	if !p.May(rule.Need) && (!rule.Own || p.Sandbox == "") {
-		return sandbox.Errorf(sandbox.CodeDenied, "%s is not for the role %s", t.Operation, p.Role).
-			Try("Use a key with more rights; docs/security.md has the table")
+		return NotForRole(t.Operation, p.Role)
 	}
 	if t.Namespace == "" {
 		return nil
@@ -78,6 +80,18 @@ func (c *Config) Authorise(ctx context.Context, p access.Principal, t Target) er
 		return deniedIn(n)
 	}
 	return sandbox.NotFound(t.Kind, k)
+}
+
+// NotForRole refuses an operation.
+func NotForRole(o access.Operation, r access.Role) error {
+	e := sandbox.Errorf(sandbox.CodeDenied, "%s is not for the role %s", o, r)
+	switch r {
+	case access.RoleController, access.RoleGateway:
+		return e.Try("Name the principal that the call is for; docs/security.md has the table")
+	case access.RoleNode:
+		return e.Try("Use the certificate of a controller or a gateway; docs/security.md has the table")
+	}
+	return e.Try("Use a key with more rights; docs/security.md has the table")
 }
 
 // deniedIn says nothing about what is in a namespace, nor whether it is used.

@@ -59,31 +59,43 @@ func Page(limit *int, after string) (sandbox.Page, error) {
 	return sandbox.Page{After: after, Limit: n + 1}, nil
 }
 
-// List finds the objects of a page and shows them; next is where the next page
-// begins, and empty if there is none.
+// maxPageBytes is how large the objects of a page may become together before the page ends:
+// a message of gRPC has at most 4 MiB. A page has one object at least.
+const maxPageBytes = 1 << 20
+
+// List finds the objects of a page and shows them, as many as were asked for or as fit;
+// next is where the next page begins, and empty if there is none. size is how many bytes
+// one is that is shown.
 func List[T, R any](ctx context.Context, n sandbox.Namespace, p sandbox.Page,
-	find func(context.Context, sandbox.Namespace, sandbox.Page) ([]T, error), position func(T) string, show func(context.Context, T) (R, error),
+	find func(context.Context, sandbox.Namespace, sandbox.Page) ([]T, error), position func(T) string,
+	show func(context.Context, T) (R, error), size func(R) int,
 ) (items []R, next string, err error) {
-	found, err := find(ctx, n, p)
-	if err != nil {
-		return nil, "", err
-	}
-	if len(found) >= p.Limit {
-		found = found[:p.Limit-1]
-		next = position(found[len(found)-1])
-	}
-	items = make([]R, 0, len(found))
-	for _, one := range found {
-		shown, err := show(ctx, one)
-		if sandbox.HasCode(err, sandbox.CodeNotFound) {
-			continue // it was deleted meanwhile
-		}
+	items = []R{}
+	after, bytes := p.After, 0
+	for left := p.Limit; ; {
+		found, err := find(ctx, n, sandbox.Page{After: after, Limit: left, Bytes: maxPageBytes})
 		if err != nil {
 			return nil, "", err
 		}
-		items = append(items, shown)
+		if len(found) == 0 {
+			return items, "", nil
+		}
+		for _, one := range found {
+			if left == 1 || bytes >= maxPageBytes { // there is one more than is shown
+				return items, after, nil
+			}
+			left, after = left-1, position(one)
+			shown, err := show(ctx, one)
+			if sandbox.HasCode(err, sandbox.CodeNotFound) {
+				continue // it was deleted meanwhile
+			}
+			if err != nil {
+				return nil, "", err
+			}
+			items = append(items, shown)
+			bytes += size(shown)
+		}
 	}
-	return items, next, nil
 }
 
 // Plain is show, for List, of what is shown without asking further.

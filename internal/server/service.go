@@ -70,7 +70,10 @@ type Service interface {
 	Cost(ctx context.Context, k sandbox.Key) (sandbox.Cost, error)
 	Costs(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Cost, error)
 	Node(ctx context.Context) (sandbox.NodeStatus, error)
-	Watch(ctx context.Context, n sandbox.Namespace, each func(sandbox.Sandbox) error, synced func() error) error
+	Cordon(ctx context.Context, drain bool) (sandbox.NodeStatus, error)
+	Uncordon(ctx context.Context) (sandbox.NodeStatus, error)
+	Version(ctx context.Context) (sandbox.StateVersion, error)
+	Watch(ctx context.Context, r sandbox.WatchRequest, each func(sandbox.Event) error) error
 }
 
 // Authenticator says whose credentials a request shows. Each API finds them in its
@@ -94,6 +97,8 @@ type Config struct {
 	// Version is the daemon's, Endpoint where others reach it.
 	Version, Endpoint string
 	Log               *slog.Logger
+	// Readiness says whether the daemon serves; nil is always.
+	Readiness *Readiness
 	// Work is told what is done inside of sandboxes; nil is nobody.
 	Work sandbox.Observer
 	// Contexts are shared by all servers of a daemon; nil makes the server's own.
@@ -121,6 +126,10 @@ func (c Config) WithDefaults() Config {
 	}
 	if c.Contexts == nil {
 		c.Contexts = NewContexts()
+	}
+	if c.Readiness == nil {
+		c.Readiness = &Readiness{}
+		c.Readiness.Set(true)
 	}
 	return c
 }

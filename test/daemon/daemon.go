@@ -3,6 +3,8 @@ package daemon
 
 import (
 	"context"
+	"errors"
+	"io/fs"
 	"net"
 	"os"
 	"os/exec"
@@ -12,6 +14,7 @@ import (
 
 	"agentrun.dev/internal/client"
 	"agentrun.dev/internal/host/assets"
+	"golang.org/x/sys/unix"
 )
 
 // Daemon is a state folder, and one daemon after the other on it.
@@ -27,10 +30,15 @@ type Daemon struct {
 	// Log is that of all daemons.
 	Log Log
 
-	program string
-	process *os.Process
-	ended   chan struct{} // closed when the process has ended, and err is set
-	err     error
+	programs string   // their folder
+	process  *process // of the daemon that was started last
+}
+
+// process is that of one daemon.
+type process struct {
+	*os.Process
+	ended chan struct{} // closed when it has ended, and err is set
+	err   error
 }
 
 // New makes a state folder. The client is closed when the test ends.
@@ -40,7 +48,7 @@ func New(t testing.TB) *Daemon {
 	if err != nil {
 		t.Fatal(err)
 	}
-	d := &Daemon{program: filepath.Join(folder, "agentrun"), Log: Log{filepath.Join(t.TempDir(), "log")}}
+	d := &Daemon{programs: folder, Log: Log{filepath.Join(t.TempDir(), "log")}}
 	if d.State, err = os.MkdirTemp("", "agentrun-state-"); err != nil { // a socket's path is short
 		t.Fatal(err)
 	}
@@ -53,10 +61,70 @@ func New(t testing.TB) *Daemon {
 
 // Command is agentrun with the state folder. It is killed when ctx ends.
 func (d *Daemon) Command(ctx context.Context, args ...string) *exec.Cmd {
-	cmd := exec.CommandContext(ctx, d.program, args...)
-	path := filepath.Dir(d.program) + string(os.PathListSeparator) + os.Getenv("PATH")
-	cmd.Env = append(os.Environ(), "PATH="+path, "AGENTRUN_STATE="+d.State)
+	cmd := exec.CommandContext(ctx, filepath.Join(d.programs, "agentrun"), args...)
+	path := d.programs + string(os.PathListSeparator) + os.Getenv("PATH")
+	cmd.Env = append(os.Environ(), "PATH="+path, "AGENTRUN_STATE="+d.State, assets.EnvFolder+"="+d.programs)
 	return cmd
+}
+
+// OwnPrograms puts the programs into the state folder: the processes of this daemon and
+// of its sandboxes are told from those of others by where their program is.
+func (d *Daemon) OwnPrograms(t testing.TB) {
+	t.Helper()
+	d.programs = d.install(t, "programs", d.programs)
+}
+
+// Install has daemons that are started from now on be of another AgentRun: programs that are
+// in a folder are taken from there, and the others are those of this one.
+func (d *Daemon) Install(t testing.TB, name, folder string) {
+	t.Helper()
+	main, err := assets.Folder()
+	if err != nil {
+		t.Fatal(err)
+	}
+	d.programs = d.install(t, "programs-"+name, folder, main)
+}
+
+// install puts programs into a folder of the state folder: each from the first of some
+// folders that has it.
+func (d *Daemon) install(t testing.TB, name string, from ...string) (own string) {
+	t.Helper()
+	own = filepath.Join(d.State, name)
+	if err := os.MkdirAll(own, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range []assets.Asset{"agentrun", assets.Kernel, assets.GuestAgent, assets.VMM, assets.Netd, assets.GVisorHelper} {
+		for _, folder := range from {
+			err := link(filepath.Join(folder, string(name)), filepath.Join(own, string(name)))
+			if err == nil {
+				break
+			}
+			if !errors.Is(err, fs.ErrNotExist) { // an engine may be missing
+				t.Fatal(err)
+			}
+		}
+	}
+	return own
+}
+
+// link gives a program another name, which may be there already, or copies it.
+func link(from, to string) error {
+	err := os.Link(from, to)
+	switch {
+	case errors.Is(err, fs.ErrExist):
+		return nil
+	case errors.Is(err, unix.EXDEV):
+		return copyProgram(from, to)
+	}
+	return err
+}
+
+func copyProgram(from, to string) error {
+	b, err := os.ReadFile(from)
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(to, b, 0o755) //nolint:gosec // it is to be executed, by users without a name too
 }
 
 // Up starts a daemon, with more flags, and waits until it says that it serves.
@@ -86,10 +154,12 @@ func (d *Daemon) Up(t testing.TB, flags ...string) {
 	if err := launch(cmd); err != nil {
 		t.Fatal(err)
 	}
-	d.process, d.ended = cmd.Process, make(chan struct{})
+	// The daemon before may still be ending, told by its own command.
+	p := &process{Process: cmd.Process, ended: make(chan struct{})}
+	d.process = p
 	go func() {
-		d.err = cmd.Wait()
-		close(d.ended)
+		p.err = cmd.Wait()
+		close(p.ended)
 	}()
 	ready := make(chan string, 1)
 	go func() {
@@ -98,8 +168,8 @@ func (d *Daemon) Up(t testing.TB, flags ...string) {
 		ready <- string(b[:n])
 	}()
 	select {
-	case <-d.ended:
-		t.Fatalf("the daemon ended: %v\n%s", d.err, d.Log)
+	case <-p.ended:
+		t.Fatalf("the daemon ended: %v\n%s", p.err, d.Log)
 	case notice := <-ready:
 		if notice != "READY=1" {
 			t.Errorf("systemd is told %q", notice)
@@ -116,7 +186,7 @@ func (d *Daemon) PID() int { return d.process.Pid }
 // Kill ends the daemon without a word. One that has ended is left alone.
 func (d *Daemon) Kill() {
 	_ = d.process.Kill()
-	<-d.ended
+	<-d.process.ended
 	d.Client.Close() // its connections
 }
 
@@ -128,8 +198,8 @@ func (d *Daemon) Interrupt() error {
 
 // Wait waits for the end of the daemon.
 func (d *Daemon) Wait() error {
-	<-d.ended
-	return d.err
+	<-d.process.ended
+	return d.process.err
 }
 
 // Log is a file that can be read while daemons write to it.

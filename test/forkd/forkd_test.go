@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/host/assets"
 	"agentrun.dev/internal/storage/layer"
@@ -61,18 +62,12 @@ func TestScripts(t *testing.T) {
 
 // leave ends the sandboxes that a script has left. Its daemon has ended already,
 // and sandboxes outlive daemons.
-func leave(state string) (err error) {
+func leave(state string) error {
 	machines, err := filepath.Glob(filepath.Join(state, "forkd", "machines", "*"))
 	if err != nil || len(machines) == 0 {
 		return errors.Join(err, forget(state))
 	}
-	resident, err := os.MkdirTemp("/dev/shm", "agentrun-test-")
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, os.RemoveAll(resident)) }()
-	kind, _ := pick.Choose(pick.Auto)
-	e, err := pick.Open(kind, pick.Config{Resident: resident, Scratch: filepath.Join(state, "scratch")})
+	e, closeEngine, err := openEngine(state)
 	if err != nil {
 		return err
 	}
@@ -80,7 +75,21 @@ func leave(state string) (err error) {
 	for _, m := range machines {
 		errs = append(errs, e.Remove(context.Background(), m))
 	}
-	return errors.Join(append(errs, e.Close(), forget(state))...)
+	return errors.Join(append(errs, closeEngine(), forget(state))...)
+}
+
+// openEngine opens the engine that daemons here use, beside them.
+func openEngine(state string) (e engine.Engine, closeAll func() error, err error) {
+	resident, err := os.MkdirTemp("/dev/shm", "agentrun-test-")
+	if err != nil {
+		return nil, nil, err
+	}
+	kind, _ := pick.Choose(pick.Auto)
+	e, err = pick.Open(kind, pick.Config{Resident: resident, Scratch: filepath.Join(state, "scratch")})
+	if err != nil {
+		return nil, nil, errors.Join(err, os.RemoveAll(resident))
+	}
+	return e, func() error { return errors.Join(e.Close(), os.RemoveAll(resident)) }, nil
 }
 
 // forget removes a state folder and the layers that a daemon, or commands without

@@ -27,7 +27,7 @@ func TestNode(t *testing.T) {
 	}
 	defer func() { _ = conn.Close() }()
 	c, ctx := nodev1.NewNodeClient(conn), t.Context()
-	w, err := c.WatchSandboxes(ctx, &nodev1.WatchSandboxesRequest{AllNamespaces: true})
+	w, err := c.Watch(ctx, &nodev1.WatchRequest{AllNamespaces: true, Kinds: []nodev1.ObjectKind{nodev1.ObjectKind_OBJECT_KIND_SANDBOX}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -37,7 +37,7 @@ func TestNode(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if got := fmt.Sprint(e.GetKind(), " ", e.GetSandbox().GetName(), " ", e.GetSandbox().GetState()); got != want {
+		if got := fmt.Sprint(e.GetType(), " ", e.GetSandbox().GetName(), " ", e.GetSandbox().GetState()); got != want {
 			t.Errorf("told %q, not %q", got, want)
 		}
 	}
@@ -47,15 +47,15 @@ func TestNode(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	next("KIND_SYNCED  SANDBOX_STATE_UNSPECIFIED")
+	next("TYPE_SYNCED  SANDBOX_STATE_UNSPECIFIED")
 	check(c.ClaimSandbox(ctx, &nodev1.ClaimSandboxRequest{Name: "a", Pool: "pool"}))
-	next("KIND_SANDBOX a SANDBOX_STATE_RUNNING")
+	next("TYPE_OBJECT a SANDBOX_STATE_RUNNING")
 	check(n.Client.RunCode(ctx, "a", rest.CodeRequest{Code: "x = 41"}))
 	check(c.CheckpointSandbox(ctx, &nodev1.CheckpointSandboxRequest{Source: "a", Name: "c"}))
 	check(c.KillSandbox(ctx, &nodev1.KillSandboxRequest{Name: "a"}))
-	next("KIND_SANDBOX a SANDBOX_STATE_ENDED")
+	next("TYPE_DELETED a SANDBOX_STATE_ENDED")
 	check(c.RestoreCheckpoint(ctx, &nodev1.RestoreCheckpointRequest{Checkpoint: "c", Name: "b"}))
-	next("KIND_SANDBOX b SANDBOX_STATE_RUNNING")
+	next("TYPE_OBJECT b SANDBOX_STATE_RUNNING")
 	if r, err := n.Client.RunCode(ctx, "b", rest.CodeRequest{Code: "print(x + 1)"}); err != nil || r.Stdout != "42\n" {
 		t.Errorf("%+v, %v", r, err)
 	}
@@ -66,7 +66,7 @@ func TestNode(t *testing.T) {
 		t.Errorf("%v, %v", s, err)
 	}
 	check(c.KillSandbox(ctx, &nodev1.KillSandboxRequest{Name: "b"}))
-	next("KIND_SANDBOX b SANDBOX_STATE_ENDED")
+	next("TYPE_DELETED b SANDBOX_STATE_ENDED")
 	check(c.DeleteCheckpoint(ctx, &nodev1.DeleteCheckpointRequest{Name: "c"}))
 	check(c.DeletePool(ctx, &nodev1.DeletePoolRequest{Name: "pool"}))
 	n.down()

@@ -173,23 +173,28 @@ func (s *traces) note(n *node) {
 	if err != nil {
 		n.t.Error(err)
 	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.groups == nil {
-		s.groups, s.processes = map[string]bool{}, map[procid.ID]bool{}
-	}
 	for _, m := range machines {
 		r, err := folder.Folder(m).Read()
 		if err != nil {
 			continue // it is being made, or has ended
 		}
-		b, _ := os.ReadFile(filepath.Join("/proc", strconv.Itoa(r.Process.PID), "cgroup")) // so may have its process
-		for line := range strings.Lines(string(b)) {
-			name := filepath.Base(strings.TrimSpace(line))
-			if strings.HasPrefix(name, "gvisor-") || strings.HasPrefix(name, "vm-") {
-				s.groups[name] = true
-				s.processes[r.Process] = true
-			}
+		s.add(r.Process)
+	}
+}
+
+// add notes a process of a sandbox.
+func (s *traces) add(p procid.ID) {
+	b, _ := os.ReadFile(filepath.Join("/proc", strconv.Itoa(p.PID), "cgroup")) // it may have ended
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.groups == nil {
+		s.groups, s.processes = map[string]bool{}, map[procid.ID]bool{}
+	}
+	for line := range strings.Lines(string(b)) {
+		name := filepath.Base(strings.TrimSpace(line))
+		if strings.HasPrefix(name, "gvisor-") || strings.HasPrefix(name, "vm-") {
+			s.groups[name] = true
+			s.processes[p] = true
 		}
 	}
 }
@@ -228,6 +233,12 @@ func (n *node) nothingLeft(before usage, seen *traces, clients int) {
 		after.Mounts > before.Mounts || after.Machines > before.Machines || after.Files > before.Files || after.Disk > before.Disk+before.Disk/4 {
 		n.t.Error("something is left")
 	}
+	n.noGroups(seen)
+}
+
+// noGroups waits until no cgroup is left of sandboxes that have ended.
+func (n *node) noGroups(seen *traces) {
+	n.t.Helper()
 	if len(seen.groups) == 0 {
 		n.t.Error("no sandbox was seen")
 	}

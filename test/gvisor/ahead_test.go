@@ -18,7 +18,9 @@ import (
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/enginetest"
 	"agentrun.dev/internal/engine/gvisor"
+	"agentrun.dev/internal/network/wire"
 	"agentrun.dev/internal/storage/snapshot"
+	"golang.org/x/sys/unix"
 )
 
 // aheadEnv is the snapshot that a process makes a sandbox ahead for.
@@ -148,6 +150,97 @@ func testMadeAhead(t *testing.T, network *engine.Network) {
 		sh(t, sb, "echo the fork > /tmp/mine")
 		known = append(known, sb)
 	}
+}
+
+// TestMadeAheadHasLinks: what waits for a fork has made its links, which read from the
+// wire, so that the fork does not have to.
+func TestMadeAheadHasLinks(t *testing.T) {
+	cfg := config(enginetest.TempDir(t))
+	cfg.Precreate = 1
+	e := newEngine(t, cfg)
+	s := spec(t)
+	s.Network = &engine.Network{MAC: [6]byte{2, 0, 0, 0, 0, 1}, MTU: 1500, Address: netip.MustParsePrefix("10.0.2.15/24")}
+	source, err := e.Boot(t.Context(), s)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = source.Close() })
+	snap := freeze(t, source)
+	first, err := e.Fork(t.Context(), snap, engine.ForkOptions{})
+	if err == nil {
+		t.Cleanup(func() { _ = first.Close() })
+		err = e.Precreated(t.Context())
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	waits := slices.DeleteFunc(helpersOf(t, os.Getpid()), func(pid int) bool {
+		return pid == pidOf(t, source) || pid == pidOf(t, first)
+	})
+	if len(waits) != 1 {
+		t.Fatalf("%d sandboxes wait", len(waits))
+	}
+	// Both ends get more than they hold. One has room again: what is sent to the links is read.
+	var ends []unix.PollFd
+	frame := make([]byte, wire.HeaderLen+1500)
+	for _, end := range wireOf(t, waits[0]) {
+		for range 2000 {
+			if err = unix.Send(end, frame, unix.MSG_DONTWAIT); err != nil {
+				break
+			}
+		}
+		if err != nil && !errors.Is(err, unix.EAGAIN) {
+			t.Fatal(err)
+		}
+		ends = append(ends, unix.PollFd{Fd: int32(end), Events: unix.POLLOUT})
+	}
+	if n, err := unix.Poll(ends, 20_000); n != 1 || err != nil {
+		t.Fatalf("%d ends of the wire of a sandbox that waits are read, of %d: %v", n, len(ends), err)
+	}
+	for _, end := range ends { // the fork's own frames would wait
+		for err = nil; err == nil; {
+			_, _, err = unix.Recvfrom(int(end.Fd), frame, unix.MSG_DONTWAIT)
+		}
+	}
+	sb, err := e.Fork(t.Context(), snap, engine.ForkOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = sb.Close() })
+	if got := sh(t, sb, "grep -c eth0: /proc/net/dev"); got != "1" {
+		t.Errorf("the fork has %s interfaces", got)
+	}
+}
+
+// wireOf are copies of the ends of a wire that a helper has: its datagram sockets.
+func wireOf(t *testing.T, helper int) (ends []int) {
+	t.Helper()
+	pid, err := unix.PidfdOpen(helper, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = unix.Close(pid) }()
+	fds, err := os.ReadDir("/proc/" + itoa(helper) + "/fd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, entry := range fds {
+		number, err := strconv.Atoi(entry.Name())
+		if err != nil {
+			t.Fatal(err)
+		}
+		fd, err := unix.PidfdGetfd(pid, number, 0)
+		if err != nil {
+			continue // closed meanwhile
+		}
+		if kind, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_TYPE); err != nil || kind != unix.SOCK_DGRAM {
+			_ = unix.Close(fd) // a copy of the control socket would keep the helper
+			continue
+		}
+		t.Cleanup(func() { _ = unix.Close(fd) })
+		ends = append(ends, fd)
+	}
+	return ends
 }
 
 // TestMadeAheadForAnother: sandboxes made ahead are for the snapshot that was

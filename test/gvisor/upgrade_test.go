@@ -2,55 +2,273 @@ package gvisor
 
 import (
 	"errors"
+	"net/netip"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/enginetest"
+	"agentrun.dev/internal/engine/gvisor"
 	"agentrun.dev/internal/host/assets"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
-// TestUpgradedHelper: a sandbox goes on under its helper when AgentRun has another build
-// of that. A fork of it, which only its own build could restore, is refused by name.
+// installation is the engine of one AgentRun after the other.
+type installation struct {
+	*testing.T
+	helpers string // their folder; empty keeps none
+}
+
+// engine opens that of the AgentRun that is installed now.
+func (in *installation) engine() *gvisor.Engine {
+	in.Helper()
+	cfg := config(enginetest.TempDir(in.T))
+	cfg.Helpers, cfg.Precreate = in.helpers, 1
+	return newEngine(in.T, cfg)
+}
+
+// kept is how many builds of the helper are kept.
+func (in *installation) kept() int {
+	in.Helper()
+	entries, err := os.ReadDir(in.helpers)
+	if err != nil {
+		in.Fatal(err)
+	}
+	return len(entries)
+}
+
+// collect has an engine delete what neither a sandbox that runs nor some snapshots need.
+func (in *installation) collect(e *gvisor.Engine, snapshots ...string) {
+	in.Helper()
+	if err := e.KeepPrograms(func() ([]string, error) { return snapshots, nil }); err != nil {
+		in.Error(err)
+	}
+}
+
+// running leaves a sandbox that outlives its engine, and holds something.
+func (in *installation) running(e *gvisor.Engine, from *snapshot.Snapshot) (dir string) {
+	in.Helper()
+	dir = in.TempDir()
+	sb, err := e.Fork(in.Context(), from, engine.ForkOptions{Folder: dir})
+	if err != nil {
+		in.Fatal(err)
+	}
+	sh(in.T, sb, hold)
+	if err := sb.Detach(); err != nil {
+		in.Fatal(err)
+	}
+	return dir
+}
+
+// adopt takes it over.
+func (in *installation) adopt(e *gvisor.Engine, dir string) engine.Sandbox {
+	in.Helper()
+	sb, err := e.Adopt(in.Context(), dir)
+	if err == nil {
+		in.Cleanup(func() { _ = sb.Close() })
+		err = sb.Resume(in.Context())
+	}
+	if err != nil {
+		in.Fatal(err)
+	}
+	return sb
+}
+
+// hold leaves something in a sandbox's memory, which held reads.
+const (
+	hold = "echo kept >/dev/shm/held"
+	held = "cat /dev/shm/held"
+)
+
+// holds fails unless a sandbox has that in its memory, and ends it.
+func (in *installation) holds(what string, sb engine.Sandbox, err error) {
+	in.Helper()
+	if err != nil {
+		in.Errorf("%s: %v", what, err)
+		return
+	}
+	if got := strings.TrimSpace(sh(in.T, sb, held)); got != "kept" {
+		in.Errorf("%s holds %q", what, got)
+	}
+	if err := sb.Close(); err != nil {
+		in.Error(err)
+	}
+}
+
+// hibernate writes a sandbox of an engine to disk, and ends it.
+func (in *installation) hibernate(sb engine.Sandbox) (dir string) {
+	in.Helper()
+	dir = filepath.Join(in.TempDir(), "asleep")
+	if err := sb.Pause(in.Context()); err != nil {
+		in.Fatal(err)
+	}
+	snap, err := sb.Snapshot(in.Context(), dir)
+	if err == nil {
+		err = errors.Join(snap.Close(), sb.Close())
+	}
+	if err != nil {
+		in.Fatal(err)
+	}
+	return dir
+}
+
+// wake makes a sandbox of what was hibernated.
+func (in *installation) wake(e *gvisor.Engine, dir string) (engine.Sandbox, error) {
+	snap, err := snapshot.Open(dir)
+	if err != nil {
+		return nil, err
+	}
+	in.Cleanup(func() { _ = snap.Close() })
+	return e.Fork(in.Context(), snap, engine.ForkOptions{KeepIdentity: true})
+}
+
+// TestUpgradedHelper: when AgentRun has another build of its helper, what the old one has
+// made goes on with the old one, which is kept for as long as anything needs it: sandboxes
+// that run, live forks of them, hibernated ones, forks of snapshots.
 func TestUpgradedHelper(t *testing.T) {
-	dir := t.TempDir()
-	old := newEngine(t, config(enginetest.TempDir(t)))
-	sb, err := old.Fork(t.Context(), freeze(t, boot(t, old)), engine.ForkOptions{Folder: dir})
+	in := &installation{t, filepath.Join(t.TempDir(), "helpers")}
+	old := in.engine()
+	booted := boot(t, old)
+	template := freeze(t, booted)
+	if err := booted.Close(); err != nil {
+		t.Fatal(err)
+	}
+	source, err := old.Fork(t.Context(), template, engine.ForkOptions{})
 	if err != nil {
 		t.Fatal(err)
+	}
+	sh(t, source, hold)
+	asleep := in.hibernate(source)
+	dir := in.running(old, template)
+	if err := old.Close(); err != nil {
+		t.Fatal(err)
+	}
+
+	upgrade(t)
+	e := in.engine()
+	for range 2 { // the second fork gets a sandbox that was made ahead
+		sb, err := in.wake(e, asleep)
+		in.holds("what was hibernated", sb, err)
+		if err := e.Precreated(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	sb := in.adopt(e, dir)
+	children, err := sb.Fork(t.Context(), []engine.ForkOptions{{}, {Folder: t.TempDir()}})
+	if err = errors.Join(err, children.Errs[0], children.Errs[1]); err != nil {
+		t.Fatal(err)
+	}
+	in.holds("a live fork", children.Forks[0], nil)
+	again := in.hibernate(children.Forks[1])
+	sb2, err := in.wake(e, again)
+	in.holds("a live fork that was hibernated", sb2, err)
+
+	// What is of the old build is told from what is of the new one.
+	now := freeze(t, boot(t, e))
+	if why, err := e.Outdated(template.Manifest()); err != nil || !strings.Contains(why, "another build of gvisor-helper") {
+		t.Errorf("a template of the old build is outdated: %q, %v", why, err)
+	}
+	if why, err := e.Outdated(now.Manifest()); err != nil || why != "" {
+		t.Errorf("a template of the new build is outdated: %q, %v", why, err)
+	}
+
+	// The old build goes with the last that needs it.
+	if err := errors.Join(sb.Detach(), e.Close()); err != nil { // and what it has made ahead
+		t.Fatal(err)
+	}
+	e = in.engine()
+	sb = in.adopt(e, dir)
+	if in.collect(e); in.kept() != 2 {
+		t.Errorf("%d builds are kept while a sandbox of the old one runs", in.kept())
+	}
+	in.holds("the sandbox that goes on", sb, nil)
+	if in.collect(e, asleep); in.kept() != 2 {
+		t.Errorf("%d builds are kept with a hibernated sandbox of the old one", in.kept())
+	}
+	if in.collect(e); in.kept() != 1 {
+		t.Errorf("%d builds are kept in the end", in.kept())
+	}
+	if _, err := in.wake(e, asleep); !errors.Is(err, engine.ErrMismatch) || !strings.Contains(err.Error(), "another build of gvisor-helper") {
+		t.Errorf("without its helper: %v", err)
+	}
+	if why, err := e.Outdated(template.Manifest()); err != nil || why == "" {
+		t.Errorf("a template that cannot be used is not outdated, %v", err)
+	}
+}
+
+// TestUpgradedWithoutKept: a sandbox of an AgentRun that kept no helpers goes on. Forks of it
+// need its helper: that of its process, or else they are refused by name.
+func TestUpgradedWithoutKept(t *testing.T) {
+	in := &installation{T: t}
+	old := in.engine()
+	dir := in.running(old, freeze(t, boot(t, old)))
+	upgrade(t)
+	e := in.engine()
+	sb := in.adopt(e, dir)
+	if _, err := sb.Fork(t.Context(), []engine.ForkOptions{{}}); !errors.Is(err, engine.ErrMismatch) {
+		t.Errorf("a fork where nothing is kept: %v", err)
 	}
 	if err := sb.Detach(); err != nil {
 		t.Fatal(err)
 	}
-	upgrade(t)
-	e := newEngine(t, config(enginetest.TempDir(t)))
-	if sb, err = e.Adopt(t.Context(), dir); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = sb.Close() })
-	if err := sb.Resume(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := sb.Fork(t.Context(), []engine.ForkOptions{{}}); !errors.Is(err, engine.ErrMismatch) {
-		t.Errorf("a fork: %v", err)
-	}
-	snap, err := sb.Snapshot(t.Context(), filepath.Join(t.TempDir(), "snapshot"))
+	in.helpers = filepath.Join(t.TempDir(), "helpers")
+	e = in.engine()
+	sb = in.adopt(e, dir)
+	children, err := sb.Fork(t.Context(), []engine.ForkOptions{{}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer func() { _ = snap.Close() }() // only read
-	if err := old.Fits(snap.Manifest()); err != nil {
-		t.Errorf("its snapshot is of its own helper: %v", err)
+	in.holds("a live fork", children.Forks[0], children.Errs[0])
+	asleep := in.hibernate(sb)
+	sb, err = in.wake(e, asleep)
+	in.holds("what was hibernated", sb, err)
+}
+
+// TestDamagedHelper: a kept helper is verified before it runs.
+func TestDamagedHelper(t *testing.T) {
+	in := &installation{t, filepath.Join(t.TempDir(), "helpers")}
+	old := in.engine()
+	template := freeze(t, boot(t, old))
+	if err := old.Close(); err != nil {
+		t.Fatal(err)
 	}
-	if err := e.Fits(snap.Manifest()); !errors.Is(err, engine.ErrMismatch) {
-		t.Errorf("its snapshot is taken for the new one's: %v", err)
+	path := filepath.Join(in.helpers, string(assets.GVisorHelper)+"-"+template.Manifest().GVisor.Helper)
+	program, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	program[len(program)/2] ^= 1
+	if err := os.Remove(path); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(path, program, 0o500); err != nil {
+		t.Fatal(err)
+	}
+	upgrade(t)
+	if _, err := in.engine().Fork(t.Context(), template, engine.ForkOptions{}); !errors.Is(err, engine.ErrMismatch) || !strings.Contains(err.Error(), path) {
+		t.Errorf("a damaged helper: %v", err)
 	}
 }
 
 // upgrade has engines that are opened from now on find another build of the helper: the
 // same with another digest, as bytes after the end of a program are never read.
 func upgrade(t *testing.T) {
+	t.Helper()
+	path, err := assets.Path(assets.GVisorHelper)
+	if err != nil {
+		t.Fatal(err)
+	}
+	program, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	install(t, append(program, "another"...))
+}
+
+// install has engines that are opened from now on find another helper.
+func install(t *testing.T, helper []byte) {
 	t.Helper()
 	from, err := assets.Folder()
 	if err != nil {
@@ -68,12 +286,50 @@ func upgrade(t *testing.T) {
 			}
 		}
 	}
-	program, err := os.ReadFile(filepath.Join(from, string(assets.GVisorHelper)))
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := os.WriteFile(filepath.Join(to, string(assets.GVisorHelper)), append(program, "another"...), 0o700); err != nil {
+	if err := os.WriteFile(filepath.Join(to, string(assets.GVisorHelper)), helper, 0o700); err != nil {
 		t.Fatal(err)
 	}
 	t.Setenv(assets.EnvFolder, to)
+}
+
+// TestOlderHelper: a helper that lacks the newest operation of the protocol says so. What it
+// cannot do is refused by name, and its sandbox goes on and can do the rest.
+func TestOlderHelper(t *testing.T) {
+	in := &installation{t, filepath.Join(t.TempDir(), "helpers")}
+	folder, err := assets.Folder()
+	if err != nil {
+		t.Fatal(err)
+	}
+	older, err := os.ReadFile(filepath.Join(folder, "updates", "older", string(assets.GVisorHelper)))
+	if err != nil {
+		t.Fatalf("%v: run make build", err)
+	}
+	install(t, older)
+	old := in.engine()
+	s := spec(t)
+	s.Network = &engine.Network{MAC: [6]byte{2, 0, 0, 0, 0, 1}, MTU: 1500, Address: netip.MustParsePrefix("10.0.2.15/24")}
+	booted, err := old.Boot(t.Context(), s)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = booted.Close() }()
+	dir := in.running(old, freeze(t, booted))
+
+	t.Setenv(assets.EnvFolder, folder)
+	e := in.engine()
+	sb := in.adopt(e, dir)
+	if wire, err := sb.Wire(); !errors.Is(err, engine.ErrOldWire) {
+		t.Errorf("its wire is %v, %v", wire, err)
+	}
+	asleep := in.hibernate(sb)
+	sb, err = in.wake(e, asleep)
+	if err != nil {
+		t.Fatal(err)
+	}
+	wire, err := sb.Wire()
+	if err != nil {
+		t.Errorf("whoever wakes it has no wire: %v", err)
+	}
+	_ = wire.Close() // nil is refused
+	in.holds("what was hibernated", sb, nil)
 }

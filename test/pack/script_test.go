@@ -43,7 +43,7 @@ func TestScripts(t *testing.T) {
 			env.Setenv("REGISTRY", server.Listener.Addr().String())
 			env.Setenv("COSIGN_PASSWORD", "open sesame")
 			env.Defer(func() {
-				for _, state := range []string{"here", "there"} {
+				for _, state := range []string{"here", "there", "elsewhere"} {
 					_ = os.RemoveAll(layer.ResidentFolder(filepath.Join(env.WorkDir, state)))
 				}
 			})

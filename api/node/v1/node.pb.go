@@ -321,55 +321,126 @@ func (TimeoutAction) EnumDescriptor() ([]byte, []int) {
 	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{4}
 }
 
-type SandboxEvent_Kind int32
+// ObjectKind is a kind of object that can be watched.
+type ObjectKind int32
 
 const (
-	SandboxEvent_KIND_UNSPECIFIED SandboxEvent_Kind = 0
-	// The sandbox is as it says. Its last event has the state ENDED.
-	SandboxEvent_KIND_SANDBOX SandboxEvent_Kind = 1
-	// All that were there at the beginning have been sent.
-	SandboxEvent_KIND_SYNCED SandboxEvent_Kind = 2
+	ObjectKind_OBJECT_KIND_UNSPECIFIED ObjectKind = 0
+	ObjectKind_OBJECT_KIND_NODE        ObjectKind = 1
+	ObjectKind_OBJECT_KIND_TEMPLATE    ObjectKind = 2
+	ObjectKind_OBJECT_KIND_POOL        ObjectKind = 3
+	ObjectKind_OBJECT_KIND_SANDBOX     ObjectKind = 4
+	ObjectKind_OBJECT_KIND_FORK        ObjectKind = 5
+	ObjectKind_OBJECT_KIND_CHECKPOINT  ObjectKind = 6
 )
 
-// Enum value maps for SandboxEvent_Kind.
+// Enum value maps for ObjectKind.
 var (
-	SandboxEvent_Kind_name = map[int32]string{
-		0: "KIND_UNSPECIFIED",
-		1: "KIND_SANDBOX",
-		2: "KIND_SYNCED",
+	ObjectKind_name = map[int32]string{
+		0: "OBJECT_KIND_UNSPECIFIED",
+		1: "OBJECT_KIND_NODE",
+		2: "OBJECT_KIND_TEMPLATE",
+		3: "OBJECT_KIND_POOL",
+		4: "OBJECT_KIND_SANDBOX",
+		5: "OBJECT_KIND_FORK",
+		6: "OBJECT_KIND_CHECKPOINT",
 	}
-	SandboxEvent_Kind_value = map[string]int32{
-		"KIND_UNSPECIFIED": 0,
-		"KIND_SANDBOX":     1,
-		"KIND_SYNCED":      2,
+	ObjectKind_value = map[string]int32{
+		"OBJECT_KIND_UNSPECIFIED": 0,
+		"OBJECT_KIND_NODE":        1,
+		"OBJECT_KIND_TEMPLATE":    2,
+		"OBJECT_KIND_POOL":        3,
+		"OBJECT_KIND_SANDBOX":     4,
+		"OBJECT_KIND_FORK":        5,
+		"OBJECT_KIND_CHECKPOINT":  6,
 	}
 )
 
-func (x SandboxEvent_Kind) Enum() *SandboxEvent_Kind {
-	p := new(SandboxEvent_Kind)
+func (x ObjectKind) Enum() *ObjectKind {
+	p := new(ObjectKind)
 	*p = x
 	return p
 }
 
-func (x SandboxEvent_Kind) String() string {
+func (x ObjectKind) String() string {
 	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
 }
 
-func (SandboxEvent_Kind) Descriptor() protoreflect.EnumDescriptor {
+func (ObjectKind) Descriptor() protoreflect.EnumDescriptor {
 	return file_agentrun_node_v1_node_proto_enumTypes[5].Descriptor()
 }
 
-func (SandboxEvent_Kind) Type() protoreflect.EnumType {
+func (ObjectKind) Type() protoreflect.EnumType {
 	return &file_agentrun_node_v1_node_proto_enumTypes[5]
 }
 
-func (x SandboxEvent_Kind) Number() protoreflect.EnumNumber {
+func (x ObjectKind) Number() protoreflect.EnumNumber {
 	return protoreflect.EnumNumber(x)
 }
 
-// Deprecated: Use SandboxEvent_Kind.Descriptor instead.
-func (SandboxEvent_Kind) EnumDescriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{28, 0}
+// Deprecated: Use ObjectKind.Descriptor instead.
+func (ObjectKind) EnumDescriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{5}
+}
+
+type WatchEvent_Type int32
+
+const (
+	WatchEvent_TYPE_UNSPECIFIED WatchEvent_Type = 0
+	// An object as it is.
+	WatchEvent_TYPE_OBJECT WatchEvent_Type = 1
+	// An object as it was. A sandbox is deleted when it has ended.
+	WatchEvent_TYPE_DELETED WatchEvent_Type = 2
+	// All that were there at the beginning have been told of. Comes once, of a watch
+	// from 0.
+	WatchEvent_TYPE_SYNCED WatchEvent_Type = 3
+	// All changes until here were told.
+	WatchEvent_TYPE_BOOKMARK WatchEvent_Type = 4
+)
+
+// Enum value maps for WatchEvent_Type.
+var (
+	WatchEvent_Type_name = map[int32]string{
+		0: "TYPE_UNSPECIFIED",
+		1: "TYPE_OBJECT",
+		2: "TYPE_DELETED",
+		3: "TYPE_SYNCED",
+		4: "TYPE_BOOKMARK",
+	}
+	WatchEvent_Type_value = map[string]int32{
+		"TYPE_UNSPECIFIED": 0,
+		"TYPE_OBJECT":      1,
+		"TYPE_DELETED":     2,
+		"TYPE_SYNCED":      3,
+		"TYPE_BOOKMARK":    4,
+	}
+)
+
+func (x WatchEvent_Type) Enum() *WatchEvent_Type {
+	p := new(WatchEvent_Type)
+	*p = x
+	return p
+}
+
+func (x WatchEvent_Type) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (WatchEvent_Type) Descriptor() protoreflect.EnumDescriptor {
+	return file_agentrun_node_v1_node_proto_enumTypes[6].Descriptor()
+}
+
+func (WatchEvent_Type) Type() protoreflect.EnumType {
+	return &file_agentrun_node_v1_node_proto_enumTypes[6]
+}
+
+func (x WatchEvent_Type) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use WatchEvent_Type.Descriptor instead.
+func (WatchEvent_Type) EnumDescriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{10, 0}
 }
 
 // Error is what went wrong, as REST tells it.
@@ -495,8 +566,30 @@ type NodeStatus struct {
 	Checkpoints uint32 `protobuf:"varint,8,opt,name=checkpoints,proto3" json:"checkpoints,omitempty"`
 	// What checkpoints take on disk together; what they share counts once.
 	CheckpointBytes uint64 `protobuf:"varint,9,opt,name=checkpoint_bytes,json=checkpointBytes,proto3" json:"checkpoint_bytes,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Of the last change of what may change.
+	ResourceVersion uint64 `protobuf:"varint,10,opt,name=resource_version,json=resourceVersion,proto3" json:"resource_version,omitempty"`
+	// The node's name: as it was configured, or made up once. The boot of its host. The
+	// state folder: another one has other objects, and counts resource versions anew.
+	NodeId  string `protobuf:"bytes,11,opt,name=node_id,json=nodeId,proto3" json:"node_id,omitempty"`
+	BootId  string `protobuf:"bytes,12,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"`
+	StateId string `protobuf:"bytes,13,opt,name=state_id,json=stateId,proto3" json:"state_id,omitempty"`
+	// What the API of this daemon has beyond its first version. A field of a request that
+	// came with a feature is refused by a daemon without it, as all fields that are not
+	// known.
+	Features []string `protobuf:"bytes,14,rep,name=features,proto3" json:"features,omitempty"`
+	// How many wait for their turn to start a machine, and to build a template.
+	StartsWaiting uint32 `protobuf:"varint,15,opt,name=starts_waiting,json=startsWaiting,proto3" json:"starts_waiting,omitempty"`
+	BuildsWaiting uint32 `protobuf:"varint,16,opt,name=builds_waiting,json=buildsWaiting,proto3" json:"builds_waiting,omitempty"`
+	// Of the templates that are built.
+	Snapshots []*NodeSnapshot `protobuf:"bytes,17,rep,name=snapshots,proto3" json:"snapshots,omitempty"`
+	// Missing: it takes everything.
+	Cordon *Cordon `protobuf:"bytes,18,opt,name=cordon,proto3" json:"cordon,omitempty"`
+	// The processor as sandboxes see it: the profile says which of its features they have.
+	CpuProfile    string   `protobuf:"bytes,19,opt,name=cpu_profile,json=cpuProfile,proto3" json:"cpu_profile,omitempty"`
+	CpuVendor     string   `protobuf:"bytes,20,opt,name=cpu_vendor,json=cpuVendor,proto3" json:"cpu_vendor,omitempty"`
+	CpuFeatures   []string `protobuf:"bytes,21,rep,name=cpu_features,json=cpuFeatures,proto3" json:"cpu_features,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *NodeStatus) Reset() {
@@ -592,6 +685,673 @@ func (x *NodeStatus) GetCheckpointBytes() uint64 {
 	return 0
 }
 
+func (x *NodeStatus) GetResourceVersion() uint64 {
+	if x != nil {
+		return x.ResourceVersion
+	}
+	return 0
+}
+
+func (x *NodeStatus) GetNodeId() string {
+	if x != nil {
+		return x.NodeId
+	}
+	return ""
+}
+
+func (x *NodeStatus) GetBootId() string {
+	if x != nil {
+		return x.BootId
+	}
+	return ""
+}
+
+func (x *NodeStatus) GetStateId() string {
+	if x != nil {
+		return x.StateId
+	}
+	return ""
+}
+
+func (x *NodeStatus) GetFeatures() []string {
+	if x != nil {
+		return x.Features
+	}
+	return nil
+}
+
+func (x *NodeStatus) GetStartsWaiting() uint32 {
+	if x != nil {
+		return x.StartsWaiting
+	}
+	return 0
+}
+
+func (x *NodeStatus) GetBuildsWaiting() uint32 {
+	if x != nil {
+		return x.BuildsWaiting
+	}
+	return 0
+}
+
+func (x *NodeStatus) GetSnapshots() []*NodeSnapshot {
+	if x != nil {
+		return x.Snapshots
+	}
+	return nil
+}
+
+func (x *NodeStatus) GetCordon() *Cordon {
+	if x != nil {
+		return x.Cordon
+	}
+	return nil
+}
+
+func (x *NodeStatus) GetCpuProfile() string {
+	if x != nil {
+		return x.CpuProfile
+	}
+	return ""
+}
+
+func (x *NodeStatus) GetCpuVendor() string {
+	if x != nil {
+		return x.CpuVendor
+	}
+	return ""
+}
+
+func (x *NodeStatus) GetCpuFeatures() []string {
+	if x != nil {
+		return x.CpuFeatures
+	}
+	return nil
+}
+
+// NodeSnapshot is what sandboxes of a template's revision are made of.
+type NodeSnapshot struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	Template  string                 `protobuf:"bytes,2,opt,name=template,proto3" json:"template,omitempty"`
+	Revision  string                 `protobuf:"bytes,3,opt,name=revision,proto3" json:"revision,omitempty"`
+	Stage     Stage                  `protobuf:"varint,4,opt,name=stage,proto3,enum=agentrun.node.v1.Stage" json:"stage,omitempty"`
+	// Digest of the image.
+	Image string `protobuf:"bytes,5,opt,name=image,proto3" json:"image,omitempty"`
+	// Digest of the snapshot: of its manifest, which names all that is in it.
+	Digest        string `protobuf:"bytes,6,opt,name=digest,proto3" json:"digest,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *NodeSnapshot) Reset() {
+	*x = NodeSnapshot{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *NodeSnapshot) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*NodeSnapshot) ProtoMessage() {}
+
+func (x *NodeSnapshot) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use NodeSnapshot.ProtoReflect.Descriptor instead.
+func (*NodeSnapshot) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *NodeSnapshot) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *NodeSnapshot) GetTemplate() string {
+	if x != nil {
+		return x.Template
+	}
+	return ""
+}
+
+func (x *NodeSnapshot) GetRevision() string {
+	if x != nil {
+		return x.Revision
+	}
+	return ""
+}
+
+func (x *NodeSnapshot) GetStage() Stage {
+	if x != nil {
+		return x.Stage
+	}
+	return Stage_STAGE_UNSPECIFIED
+}
+
+func (x *NodeSnapshot) GetImage() string {
+	if x != nil {
+		return x.Image
+	}
+	return ""
+}
+
+func (x *NodeSnapshot) GetDigest() string {
+	if x != nil {
+		return x.Digest
+	}
+	return ""
+}
+
+// Cordon is why a node takes nothing new.
+type Cordon struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Since *timestamppb.Timestamp `protobuf:"bytes,1,opt,name=since,proto3" json:"since,omitempty"`
+	By    string                 `protobuf:"bytes,2,opt,name=by,proto3" json:"by,omitempty"`
+	// What runs is hibernated.
+	Drain bool `protobuf:"varint,3,opt,name=drain,proto3" json:"drain,omitempty"`
+	// Of a drain: what still runs, and those of them that could not be hibernated, with
+	// the reason. They are tried again.
+	Left          uint32          `protobuf:"varint,4,opt,name=left,proto3" json:"left,omitempty"`
+	Problems      []*DrainProblem `protobuf:"bytes,5,rep,name=problems,proto3" json:"problems,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Cordon) Reset() {
+	*x = Cordon{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Cordon) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Cordon) ProtoMessage() {}
+
+func (x *Cordon) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Cordon.ProtoReflect.Descriptor instead.
+func (*Cordon) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *Cordon) GetSince() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Since
+	}
+	return nil
+}
+
+func (x *Cordon) GetBy() string {
+	if x != nil {
+		return x.By
+	}
+	return ""
+}
+
+func (x *Cordon) GetDrain() bool {
+	if x != nil {
+		return x.Drain
+	}
+	return false
+}
+
+func (x *Cordon) GetLeft() uint32 {
+	if x != nil {
+		return x.Left
+	}
+	return 0
+}
+
+func (x *Cordon) GetProblems() []*DrainProblem {
+	if x != nil {
+		return x.Problems
+	}
+	return nil
+}
+
+type DrainProblem struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	Name          string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	Problem       string                 `protobuf:"bytes,3,opt,name=problem,proto3" json:"problem,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DrainProblem) Reset() {
+	*x = DrainProblem{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DrainProblem) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DrainProblem) ProtoMessage() {}
+
+func (x *DrainProblem) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DrainProblem.ProtoReflect.Descriptor instead.
+func (*DrainProblem) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *DrainProblem) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *DrainProblem) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *DrainProblem) GetProblem() string {
+	if x != nil {
+		return x.Problem
+	}
+	return ""
+}
+
+type CordonNodeRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CordonNodeRequest) Reset() {
+	*x = CordonNodeRequest{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CordonNodeRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CordonNodeRequest) ProtoMessage() {}
+
+func (x *CordonNodeRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CordonNodeRequest.ProtoReflect.Descriptor instead.
+func (*CordonNodeRequest) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{6}
+}
+
+type DrainNodeRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DrainNodeRequest) Reset() {
+	*x = DrainNodeRequest{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DrainNodeRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DrainNodeRequest) ProtoMessage() {}
+
+func (x *DrainNodeRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DrainNodeRequest.ProtoReflect.Descriptor instead.
+func (*DrainNodeRequest) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{7}
+}
+
+type UncordonNodeRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UncordonNodeRequest) Reset() {
+	*x = UncordonNodeRequest{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UncordonNodeRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UncordonNodeRequest) ProtoMessage() {}
+
+func (x *UncordonNodeRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UncordonNodeRequest.ProtoReflect.Descriptor instead.
+func (*UncordonNodeRequest) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{8}
+}
+
+type WatchRequest struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	// Of all namespaces; namespace is empty then.
+	AllNamespaces bool `protobuf:"varint,2,opt,name=all_namespaces,json=allNamespaces,proto3" json:"all_namespaces,omitempty"`
+	// None is all, but for the node, which is for admins who watch all namespaces.
+	Kinds []ObjectKind `protobuf:"varint,3,rep,packed,name=kinds,proto3,enum=agentrun.node.v1.ObjectKind" json:"kinds,omitempty"`
+	// All is known until here: what a list had, or the last event after SYNCED. 0 begins
+	// with all that there are. One that is not kept any more is refused as too_old: list
+	// again.
+	ResourceVersion uint64 `protobuf:"varint,4,opt,name=resource_version,json=resourceVersion,proto3" json:"resource_version,omitempty"`
+	// The state folder that the resource version is of. Another one is refused as
+	// other_state: what is known of the node is of no use.
+	StateId       string `protobuf:"bytes,5,opt,name=state_id,json=stateId,proto3" json:"state_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WatchRequest) Reset() {
+	*x = WatchRequest{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WatchRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WatchRequest) ProtoMessage() {}
+
+func (x *WatchRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WatchRequest.ProtoReflect.Descriptor instead.
+func (*WatchRequest) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *WatchRequest) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *WatchRequest) GetAllNamespaces() bool {
+	if x != nil {
+		return x.AllNamespaces
+	}
+	return false
+}
+
+func (x *WatchRequest) GetKinds() []ObjectKind {
+	if x != nil {
+		return x.Kinds
+	}
+	return nil
+}
+
+func (x *WatchRequest) GetResourceVersion() uint64 {
+	if x != nil {
+		return x.ResourceVersion
+	}
+	return 0
+}
+
+func (x *WatchRequest) GetStateId() string {
+	if x != nil {
+		return x.StateId
+	}
+	return ""
+}
+
+type WatchEvent struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Type  WatchEvent_Type        `protobuf:"varint,1,opt,name=type,proto3,enum=agentrun.node.v1.WatchEvent_Type" json:"type,omitempty"`
+	// Watch from here to go on. Before SYNCED it is that of the object, and no watch goes
+	// on from it.
+	ResourceVersion uint64 `protobuf:"varint,2,opt,name=resource_version,json=resourceVersion,proto3" json:"resource_version,omitempty"`
+	// Types that are valid to be assigned to Object:
+	//
+	//	*WatchEvent_Node
+	//	*WatchEvent_Template
+	//	*WatchEvent_Pool
+	//	*WatchEvent_Sandbox
+	//	*WatchEvent_Fork
+	//	*WatchEvent_Checkpoint
+	Object        isWatchEvent_Object `protobuf_oneof:"object"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WatchEvent) Reset() {
+	*x = WatchEvent{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WatchEvent) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WatchEvent) ProtoMessage() {}
+
+func (x *WatchEvent) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WatchEvent.ProtoReflect.Descriptor instead.
+func (*WatchEvent) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *WatchEvent) GetType() WatchEvent_Type {
+	if x != nil {
+		return x.Type
+	}
+	return WatchEvent_TYPE_UNSPECIFIED
+}
+
+func (x *WatchEvent) GetResourceVersion() uint64 {
+	if x != nil {
+		return x.ResourceVersion
+	}
+	return 0
+}
+
+func (x *WatchEvent) GetObject() isWatchEvent_Object {
+	if x != nil {
+		return x.Object
+	}
+	return nil
+}
+
+func (x *WatchEvent) GetNode() *NodeStatus {
+	if x != nil {
+		if x, ok := x.Object.(*WatchEvent_Node); ok {
+			return x.Node
+		}
+	}
+	return nil
+}
+
+func (x *WatchEvent) GetTemplate() *Template {
+	if x != nil {
+		if x, ok := x.Object.(*WatchEvent_Template); ok {
+			return x.Template
+		}
+	}
+	return nil
+}
+
+func (x *WatchEvent) GetPool() *Pool {
+	if x != nil {
+		if x, ok := x.Object.(*WatchEvent_Pool); ok {
+			return x.Pool
+		}
+	}
+	return nil
+}
+
+func (x *WatchEvent) GetSandbox() *Sandbox {
+	if x != nil {
+		if x, ok := x.Object.(*WatchEvent_Sandbox); ok {
+			return x.Sandbox
+		}
+	}
+	return nil
+}
+
+func (x *WatchEvent) GetFork() *Fork {
+	if x != nil {
+		if x, ok := x.Object.(*WatchEvent_Fork); ok {
+			return x.Fork
+		}
+	}
+	return nil
+}
+
+func (x *WatchEvent) GetCheckpoint() *Checkpoint {
+	if x != nil {
+		if x, ok := x.Object.(*WatchEvent_Checkpoint); ok {
+			return x.Checkpoint
+		}
+	}
+	return nil
+}
+
+type isWatchEvent_Object interface {
+	isWatchEvent_Object()
+}
+
+type WatchEvent_Node struct {
+	Node *NodeStatus `protobuf:"bytes,3,opt,name=node,proto3,oneof"`
+}
+
+type WatchEvent_Template struct {
+	// With its builds, of which each change is one of the template.
+	Template *Template `protobuf:"bytes,4,opt,name=template,proto3,oneof"`
+}
+
+type WatchEvent_Pool struct {
+	Pool *Pool `protobuf:"bytes,5,opt,name=pool,proto3,oneof"`
+}
+
+type WatchEvent_Sandbox struct {
+	Sandbox *Sandbox `protobuf:"bytes,6,opt,name=sandbox,proto3,oneof"`
+}
+
+type WatchEvent_Fork struct {
+	Fork *Fork `protobuf:"bytes,7,opt,name=fork,proto3,oneof"`
+}
+
+type WatchEvent_Checkpoint struct {
+	Checkpoint *Checkpoint `protobuf:"bytes,8,opt,name=checkpoint,proto3,oneof"`
+}
+
+func (*WatchEvent_Node) isWatchEvent_Object() {}
+
+func (*WatchEvent_Template) isWatchEvent_Object() {}
+
+func (*WatchEvent_Pool) isWatchEvent_Object() {}
+
+func (*WatchEvent_Sandbox) isWatchEvent_Object() {}
+
+func (*WatchEvent_Fork) isWatchEvent_Object() {}
+
+func (*WatchEvent_Checkpoint) isWatchEvent_Object() {}
+
 type TemplateSpec struct {
 	state   protoimpl.MessageState `protogen:"open.v1"`
 	Image   string                 `protobuf:"bytes,1,opt,name=image,proto3" json:"image,omitempty"`
@@ -618,13 +1378,16 @@ type TemplateSpec struct {
 	BuildNetwork *NetworkPolicy `protobuf:"bytes,13,opt,name=build_network,json=buildNetwork,proto3" json:"build_network,omitempty"`
 	// Puts the namespace's CA into the trust stores of the image.
 	TrustNamespaceCa bool `protobuf:"varint,14,opt,name=trust_namespace_ca,json=trustNamespaceCa,proto3" json:"trust_namespace_ca,omitempty"`
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	// How long init commands, ready check and warm-up may take together, 24 hours at
+	// most; without it half an hour. It can change without a build.
+	BuildTimeout  *durationpb.Duration `protobuf:"bytes,15,opt,name=build_timeout,json=buildTimeout,proto3" json:"build_timeout,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *TemplateSpec) Reset() {
 	*x = TemplateSpec{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[3]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -636,7 +1399,7 @@ func (x *TemplateSpec) String() string {
 func (*TemplateSpec) ProtoMessage() {}
 
 func (x *TemplateSpec) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[3]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -649,7 +1412,7 @@ func (x *TemplateSpec) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TemplateSpec.ProtoReflect.Descriptor instead.
 func (*TemplateSpec) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{3}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *TemplateSpec) GetImage() string {
@@ -750,6 +1513,13 @@ func (x *TemplateSpec) GetTrustNamespaceCa() bool {
 	return false
 }
 
+func (x *TemplateSpec) GetBuildTimeout() *durationpb.Duration {
+	if x != nil {
+		return x.BuildTimeout
+	}
+	return nil
+}
+
 // What may be connected to. The more precise rule decides, and deny before allow at
 // equal precision.
 type NetworkPolicy struct {
@@ -767,7 +1537,7 @@ type NetworkPolicy struct {
 
 func (x *NetworkPolicy) Reset() {
 	*x = NetworkPolicy{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[4]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -779,7 +1549,7 @@ func (x *NetworkPolicy) String() string {
 func (*NetworkPolicy) ProtoMessage() {}
 
 func (x *NetworkPolicy) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[4]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -792,7 +1562,7 @@ func (x *NetworkPolicy) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NetworkPolicy.ProtoReflect.Descriptor instead.
 func (*NetworkPolicy) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{4}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *NetworkPolicy) GetEgress() string {
@@ -831,7 +1601,7 @@ type ReadyCheck struct {
 
 func (x *ReadyCheck) Reset() {
 	*x = ReadyCheck{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[5]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -843,7 +1613,7 @@ func (x *ReadyCheck) String() string {
 func (*ReadyCheck) ProtoMessage() {}
 
 func (x *ReadyCheck) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[5]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -856,7 +1626,7 @@ func (x *ReadyCheck) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadyCheck.ProtoReflect.Descriptor instead.
 func (*ReadyCheck) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{5}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *ReadyCheck) GetCheck() isReadyCheck_Check {
@@ -934,7 +1704,7 @@ type Program struct {
 
 func (x *Program) Reset() {
 	*x = Program{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[6]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -946,7 +1716,7 @@ func (x *Program) String() string {
 func (*Program) ProtoMessage() {}
 
 func (x *Program) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[6]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -959,7 +1729,7 @@ func (x *Program) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Program.ProtoReflect.Descriptor instead.
 func (*Program) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{6}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Program) GetLanguage() string {
@@ -986,14 +1756,16 @@ type Template struct {
 	Phase     Phase                  `protobuf:"varint,6,opt,name=phase,proto3,enum=agentrun.node.v1.Phase" json:"phase,omitempty"`
 	Problem   string                 `protobuf:"bytes,7,opt,name=problem,proto3" json:"problem,omitempty"`
 	// Those of this revision.
-	Builds        []*Build `protobuf:"bytes,8,rep,name=builds,proto3" json:"builds,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Builds []*Build `protobuf:"bytes,8,rep,name=builds,proto3" json:"builds,omitempty"`
+	// The number of its last write, and of those of its builds.
+	ResourceVersion uint64 `protobuf:"varint,9,opt,name=resource_version,json=resourceVersion,proto3" json:"resource_version,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *Template) Reset() {
 	*x = Template{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[7]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1005,7 +1777,7 @@ func (x *Template) String() string {
 func (*Template) ProtoMessage() {}
 
 func (x *Template) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[7]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1018,7 +1790,7 @@ func (x *Template) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Template.ProtoReflect.Descriptor instead.
 func (*Template) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{7}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Template) GetNamespace() string {
@@ -1077,22 +1849,33 @@ func (x *Template) GetBuilds() []*Build {
 	return nil
 }
 
+func (x *Template) GetResourceVersion() uint64 {
+	if x != nil {
+		return x.ResourceVersion
+	}
+	return 0
+}
+
 type Build struct {
 	state   protoimpl.MessageState `protogen:"open.v1"`
 	Stage   Stage                  `protobuf:"varint,1,opt,name=stage,proto3,enum=agentrun.node.v1.Stage" json:"stage,omitempty"`
 	Phase   Phase                  `protobuf:"varint,2,opt,name=phase,proto3,enum=agentrun.node.v1.Phase" json:"phase,omitempty"`
 	Problem string                 `protobuf:"bytes,3,opt,name=problem,proto3" json:"problem,omitempty"`
 	// Digest of the image that it is made of.
-	Image         string                 `protobuf:"bytes,4,opt,name=image,proto3" json:"image,omitempty"`
-	Started       *timestamppb.Timestamp `protobuf:"bytes,5,opt,name=started,proto3" json:"started,omitempty"`
-	Finished      *timestamppb.Timestamp `protobuf:"bytes,6,opt,name=finished,proto3" json:"finished,omitempty"`
+	Image string `protobuf:"bytes,4,opt,name=image,proto3" json:"image,omitempty"`
+	// When it was tried last, or asked for.
+	Started  *timestamppb.Timestamp `protobuf:"bytes,5,opt,name=started,proto3" json:"started,omitempty"`
+	Finished *timestamppb.Timestamp `protobuf:"bytes,6,opt,name=finished,proto3" json:"finished,omitempty"`
+	// How often it was tried, and when it is tried again.
+	Attempts      uint32                 `protobuf:"varint,7,opt,name=attempts,proto3" json:"attempts,omitempty"`
+	Next          *timestamppb.Timestamp `protobuf:"bytes,8,opt,name=next,proto3" json:"next,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Build) Reset() {
 	*x = Build{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[8]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1104,7 +1887,7 @@ func (x *Build) String() string {
 func (*Build) ProtoMessage() {}
 
 func (x *Build) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[8]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1117,7 +1900,7 @@ func (x *Build) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Build.ProtoReflect.Descriptor instead.
 func (*Build) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{8}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *Build) GetStage() Stage {
@@ -1162,6 +1945,20 @@ func (x *Build) GetFinished() *timestamppb.Timestamp {
 	return nil
 }
 
+func (x *Build) GetAttempts() uint32 {
+	if x != nil {
+		return x.Attempts
+	}
+	return 0
+}
+
+func (x *Build) GetNext() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Next
+	}
+	return nil
+}
+
 type ApplyTemplateRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
@@ -1173,7 +1970,7 @@ type ApplyTemplateRequest struct {
 
 func (x *ApplyTemplateRequest) Reset() {
 	*x = ApplyTemplateRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[9]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1185,7 +1982,7 @@ func (x *ApplyTemplateRequest) String() string {
 func (*ApplyTemplateRequest) ProtoMessage() {}
 
 func (x *ApplyTemplateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[9]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1198,7 +1995,7 @@ func (x *ApplyTemplateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ApplyTemplateRequest.ProtoReflect.Descriptor instead.
 func (*ApplyTemplateRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{9}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *ApplyTemplateRequest) GetNamespace() string {
@@ -1232,7 +2029,7 @@ type GetTemplateRequest struct {
 
 func (x *GetTemplateRequest) Reset() {
 	*x = GetTemplateRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[10]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1244,7 +2041,7 @@ func (x *GetTemplateRequest) String() string {
 func (*GetTemplateRequest) ProtoMessage() {}
 
 func (x *GetTemplateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[10]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1257,7 +2054,7 @@ func (x *GetTemplateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetTemplateRequest.ProtoReflect.Descriptor instead.
 func (*GetTemplateRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{10}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *GetTemplateRequest) GetNamespace() string {
@@ -1280,14 +2077,16 @@ type ListTemplatesRequest struct {
 	// How many at most, up to 1000; 0 is 100.
 	Limit uint32 `protobuf:"varint,2,opt,name=limit,proto3" json:"limit,omitempty"`
 	// next of the page before.
-	After         string `protobuf:"bytes,3,opt,name=after,proto3" json:"after,omitempty"`
+	After string `protobuf:"bytes,3,opt,name=after,proto3" json:"after,omitempty"`
+	// Of all namespaces; namespace is empty then.
+	AllNamespaces bool `protobuf:"varint,4,opt,name=all_namespaces,json=allNamespaces,proto3" json:"all_namespaces,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ListTemplatesRequest) Reset() {
 	*x = ListTemplatesRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[11]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1299,7 +2098,7 @@ func (x *ListTemplatesRequest) String() string {
 func (*ListTemplatesRequest) ProtoMessage() {}
 
 func (x *ListTemplatesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[11]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1312,7 +2111,7 @@ func (x *ListTemplatesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTemplatesRequest.ProtoReflect.Descriptor instead.
 func (*ListTemplatesRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{11}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *ListTemplatesRequest) GetNamespace() string {
@@ -1336,18 +2135,29 @@ func (x *ListTemplatesRequest) GetAfter() string {
 	return ""
 }
 
+func (x *ListTemplatesRequest) GetAllNamespaces() bool {
+	if x != nil {
+		return x.AllNamespaces
+	}
+	return false
+}
+
 type ListTemplatesResponse struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	Templates []*Template            `protobuf:"bytes,1,rep,name=templates,proto3" json:"templates,omitempty"`
 	// after of the next page; empty on the last.
-	Next          string `protobuf:"bytes,2,opt,name=next,proto3" json:"next,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Next string `protobuf:"bytes,2,opt,name=next,proto3" json:"next,omitempty"`
+	// What was listed is at least as new. A watch from that of the first page tells of all
+	// that has changed since.
+	ResourceVersion uint64 `protobuf:"varint,3,opt,name=resource_version,json=resourceVersion,proto3" json:"resource_version,omitempty"`
+	StateId         string `protobuf:"bytes,4,opt,name=state_id,json=stateId,proto3" json:"state_id,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *ListTemplatesResponse) Reset() {
 	*x = ListTemplatesResponse{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[12]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1359,7 +2169,7 @@ func (x *ListTemplatesResponse) String() string {
 func (*ListTemplatesResponse) ProtoMessage() {}
 
 func (x *ListTemplatesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[12]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1372,7 +2182,7 @@ func (x *ListTemplatesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTemplatesResponse.ProtoReflect.Descriptor instead.
 func (*ListTemplatesResponse) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{12}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *ListTemplatesResponse) GetTemplates() []*Template {
@@ -1389,6 +2199,20 @@ func (x *ListTemplatesResponse) GetNext() string {
 	return ""
 }
 
+func (x *ListTemplatesResponse) GetResourceVersion() uint64 {
+	if x != nil {
+		return x.ResourceVersion
+	}
+	return 0
+}
+
+func (x *ListTemplatesResponse) GetStateId() string {
+	if x != nil {
+		return x.StateId
+	}
+	return ""
+}
+
 type DeleteTemplateRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
@@ -1399,7 +2223,7 @@ type DeleteTemplateRequest struct {
 
 func (x *DeleteTemplateRequest) Reset() {
 	*x = DeleteTemplateRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[13]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1411,7 +2235,7 @@ func (x *DeleteTemplateRequest) String() string {
 func (*DeleteTemplateRequest) ProtoMessage() {}
 
 func (x *DeleteTemplateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[13]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1424,7 +2248,7 @@ func (x *DeleteTemplateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteTemplateRequest.ProtoReflect.Descriptor instead.
 func (*DeleteTemplateRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{13}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *DeleteTemplateRequest) GetNamespace() string {
@@ -1458,7 +2282,7 @@ type PoolSpec struct {
 
 func (x *PoolSpec) Reset() {
 	*x = PoolSpec{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[14]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1470,7 +2294,7 @@ func (x *PoolSpec) String() string {
 func (*PoolSpec) ProtoMessage() {}
 
 func (x *PoolSpec) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[14]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1483,7 +2307,7 @@ func (x *PoolSpec) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PoolSpec.ProtoReflect.Descriptor instead.
 func (*PoolSpec) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{14}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *PoolSpec) GetTemplate() string {
@@ -1531,15 +2355,17 @@ type Pool struct {
 	Problem   string                 `protobuf:"bytes,6,opt,name=problem,proto3" json:"problem,omitempty"`
 	// Sandboxes that have answered and can be claimed, and those of them that are of
 	// the template's current revision.
-	Ready         uint32 `protobuf:"varint,7,opt,name=ready,proto3" json:"ready,omitempty"`
-	Snapshots     uint32 `protobuf:"varint,8,opt,name=snapshots,proto3" json:"snapshots,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Ready     uint32 `protobuf:"varint,7,opt,name=ready,proto3" json:"ready,omitempty"`
+	Snapshots uint32 `protobuf:"varint,8,opt,name=snapshots,proto3" json:"snapshots,omitempty"`
+	// The number of its last write, what it has included.
+	ResourceVersion uint64 `protobuf:"varint,9,opt,name=resource_version,json=resourceVersion,proto3" json:"resource_version,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *Pool) Reset() {
 	*x = Pool{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[15]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1551,7 +2377,7 @@ func (x *Pool) String() string {
 func (*Pool) ProtoMessage() {}
 
 func (x *Pool) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[15]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1564,7 +2390,7 @@ func (x *Pool) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pool.ProtoReflect.Descriptor instead.
 func (*Pool) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{15}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *Pool) GetNamespace() string {
@@ -1623,6 +2449,13 @@ func (x *Pool) GetSnapshots() uint32 {
 	return 0
 }
 
+func (x *Pool) GetResourceVersion() uint64 {
+	if x != nil {
+		return x.ResourceVersion
+	}
+	return 0
+}
+
 type ApplyPoolRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
@@ -1634,7 +2467,7 @@ type ApplyPoolRequest struct {
 
 func (x *ApplyPoolRequest) Reset() {
 	*x = ApplyPoolRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[16]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1646,7 +2479,7 @@ func (x *ApplyPoolRequest) String() string {
 func (*ApplyPoolRequest) ProtoMessage() {}
 
 func (x *ApplyPoolRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[16]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1659,7 +2492,7 @@ func (x *ApplyPoolRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ApplyPoolRequest.ProtoReflect.Descriptor instead.
 func (*ApplyPoolRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{16}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *ApplyPoolRequest) GetNamespace() string {
@@ -1693,7 +2526,7 @@ type GetPoolRequest struct {
 
 func (x *GetPoolRequest) Reset() {
 	*x = GetPoolRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[17]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1705,7 +2538,7 @@ func (x *GetPoolRequest) String() string {
 func (*GetPoolRequest) ProtoMessage() {}
 
 func (x *GetPoolRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[17]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1718,7 +2551,7 @@ func (x *GetPoolRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetPoolRequest.ProtoReflect.Descriptor instead.
 func (*GetPoolRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{17}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *GetPoolRequest) GetNamespace() string {
@@ -1736,17 +2569,19 @@ func (x *GetPoolRequest) GetName() string {
 }
 
 type ListPoolsRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
-	Limit         uint32                 `protobuf:"varint,2,opt,name=limit,proto3" json:"limit,omitempty"`
-	After         string                 `protobuf:"bytes,3,opt,name=after,proto3" json:"after,omitempty"`
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	Limit     uint32                 `protobuf:"varint,2,opt,name=limit,proto3" json:"limit,omitempty"`
+	After     string                 `protobuf:"bytes,3,opt,name=after,proto3" json:"after,omitempty"`
+	// Of all namespaces; namespace is empty then.
+	AllNamespaces bool `protobuf:"varint,4,opt,name=all_namespaces,json=allNamespaces,proto3" json:"all_namespaces,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ListPoolsRequest) Reset() {
 	*x = ListPoolsRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[18]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1758,7 +2593,7 @@ func (x *ListPoolsRequest) String() string {
 func (*ListPoolsRequest) ProtoMessage() {}
 
 func (x *ListPoolsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[18]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1771,7 +2606,7 @@ func (x *ListPoolsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListPoolsRequest.ProtoReflect.Descriptor instead.
 func (*ListPoolsRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{18}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *ListPoolsRequest) GetNamespace() string {
@@ -1795,17 +2630,28 @@ func (x *ListPoolsRequest) GetAfter() string {
 	return ""
 }
 
+func (x *ListPoolsRequest) GetAllNamespaces() bool {
+	if x != nil {
+		return x.AllNamespaces
+	}
+	return false
+}
+
 type ListPoolsResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Pools         []*Pool                `protobuf:"bytes,1,rep,name=pools,proto3" json:"pools,omitempty"`
-	Next          string                 `protobuf:"bytes,2,opt,name=next,proto3" json:"next,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Pools []*Pool                `protobuf:"bytes,1,rep,name=pools,proto3" json:"pools,omitempty"`
+	Next  string                 `protobuf:"bytes,2,opt,name=next,proto3" json:"next,omitempty"`
+	// What was listed is at least as new. A watch from that of the first page tells of all
+	// that has changed since.
+	ResourceVersion uint64 `protobuf:"varint,3,opt,name=resource_version,json=resourceVersion,proto3" json:"resource_version,omitempty"`
+	StateId         string `protobuf:"bytes,4,opt,name=state_id,json=stateId,proto3" json:"state_id,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *ListPoolsResponse) Reset() {
 	*x = ListPoolsResponse{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[19]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1817,7 +2663,7 @@ func (x *ListPoolsResponse) String() string {
 func (*ListPoolsResponse) ProtoMessage() {}
 
 func (x *ListPoolsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[19]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1830,7 +2676,7 @@ func (x *ListPoolsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListPoolsResponse.ProtoReflect.Descriptor instead.
 func (*ListPoolsResponse) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{19}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *ListPoolsResponse) GetPools() []*Pool {
@@ -1847,6 +2693,20 @@ func (x *ListPoolsResponse) GetNext() string {
 	return ""
 }
 
+func (x *ListPoolsResponse) GetResourceVersion() uint64 {
+	if x != nil {
+		return x.ResourceVersion
+	}
+	return 0
+}
+
+func (x *ListPoolsResponse) GetStateId() string {
+	if x != nil {
+		return x.StateId
+	}
+	return ""
+}
+
 type DeletePoolRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
@@ -1857,7 +2717,7 @@ type DeletePoolRequest struct {
 
 func (x *DeletePoolRequest) Reset() {
 	*x = DeletePoolRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[20]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1869,7 +2729,7 @@ func (x *DeletePoolRequest) String() string {
 func (*DeletePoolRequest) ProtoMessage() {}
 
 func (x *DeletePoolRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[20]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1882,7 +2742,7 @@ func (x *DeletePoolRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeletePoolRequest.ProtoReflect.Descriptor instead.
 func (*DeletePoolRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{20}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *DeletePoolRequest) GetNamespace() string {
@@ -1911,7 +2771,7 @@ type Lifetime struct {
 
 func (x *Lifetime) Reset() {
 	*x = Lifetime{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[21]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1923,7 +2783,7 @@ func (x *Lifetime) String() string {
 func (*Lifetime) ProtoMessage() {}
 
 func (x *Lifetime) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[21]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1936,7 +2796,7 @@ func (x *Lifetime) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Lifetime.ProtoReflect.Descriptor instead.
 func (*Lifetime) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{21}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *Lifetime) GetTimeout() *durationpb.Duration {
@@ -1991,14 +2851,16 @@ type Sandbox struct {
 	// of them must allow a connection, too.
 	NetworkBounds []*NetworkPolicy `protobuf:"bytes,22,rep,name=network_bounds,json=networkBounds,proto3" json:"network_bounds,omitempty"`
 	// Why the daemon does not reach its machine, which runs; empty if it does.
-	Unresponsive  string `protobuf:"bytes,23,opt,name=unresponsive,proto3" json:"unresponsive,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Unresponsive string `protobuf:"bytes,23,opt,name=unresponsive,proto3" json:"unresponsive,omitempty"`
+	// The number of its last write.
+	ResourceVersion uint64 `protobuf:"varint,24,opt,name=resource_version,json=resourceVersion,proto3" json:"resource_version,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *Sandbox) Reset() {
 	*x = Sandbox{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[22]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2010,7 +2872,7 @@ func (x *Sandbox) String() string {
 func (*Sandbox) ProtoMessage() {}
 
 func (x *Sandbox) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[22]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2023,7 +2885,7 @@ func (x *Sandbox) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Sandbox.ProtoReflect.Descriptor instead.
 func (*Sandbox) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{22}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *Sandbox) GetNamespace() string {
@@ -2187,6 +3049,13 @@ func (x *Sandbox) GetUnresponsive() string {
 	return ""
 }
 
+func (x *Sandbox) GetResourceVersion() uint64 {
+	if x != nil {
+		return x.ResourceVersion
+	}
+	return 0
+}
+
 type ClaimSandboxRequest struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
@@ -2208,7 +3077,7 @@ type ClaimSandboxRequest struct {
 
 func (x *ClaimSandboxRequest) Reset() {
 	*x = ClaimSandboxRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[23]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2220,7 +3089,7 @@ func (x *ClaimSandboxRequest) String() string {
 func (*ClaimSandboxRequest) ProtoMessage() {}
 
 func (x *ClaimSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[23]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2233,7 +3102,7 @@ func (x *ClaimSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ClaimSandboxRequest.ProtoReflect.Descriptor instead.
 func (*ClaimSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{23}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *ClaimSandboxRequest) GetNamespace() string {
@@ -2302,7 +3171,7 @@ type GetSandboxRequest struct {
 
 func (x *GetSandboxRequest) Reset() {
 	*x = GetSandboxRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[24]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2314,7 +3183,7 @@ func (x *GetSandboxRequest) String() string {
 func (*GetSandboxRequest) ProtoMessage() {}
 
 func (x *GetSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[24]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2327,7 +3196,7 @@ func (x *GetSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetSandboxRequest.ProtoReflect.Descriptor instead.
 func (*GetSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{24}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *GetSandboxRequest) GetNamespace() string {
@@ -2350,14 +3219,16 @@ type ListSandboxesRequest struct {
 	Limit     uint32                 `protobuf:"varint,2,opt,name=limit,proto3" json:"limit,omitempty"`
 	After     string                 `protobuf:"bytes,3,opt,name=after,proto3" json:"after,omitempty"`
 	// Those that have ended, too.
-	Ended         bool `protobuf:"varint,4,opt,name=ended,proto3" json:"ended,omitempty"`
+	Ended bool `protobuf:"varint,4,opt,name=ended,proto3" json:"ended,omitempty"`
+	// Of all namespaces; namespace is empty then, and ended is not set.
+	AllNamespaces bool `protobuf:"varint,5,opt,name=all_namespaces,json=allNamespaces,proto3" json:"all_namespaces,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ListSandboxesRequest) Reset() {
 	*x = ListSandboxesRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[25]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2369,7 +3240,7 @@ func (x *ListSandboxesRequest) String() string {
 func (*ListSandboxesRequest) ProtoMessage() {}
 
 func (x *ListSandboxesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[25]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2382,7 +3253,7 @@ func (x *ListSandboxesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSandboxesRequest.ProtoReflect.Descriptor instead.
 func (*ListSandboxesRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{25}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *ListSandboxesRequest) GetNamespace() string {
@@ -2413,17 +3284,28 @@ func (x *ListSandboxesRequest) GetEnded() bool {
 	return false
 }
 
+func (x *ListSandboxesRequest) GetAllNamespaces() bool {
+	if x != nil {
+		return x.AllNamespaces
+	}
+	return false
+}
+
 type ListSandboxesResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Sandboxes     []*Sandbox             `protobuf:"bytes,1,rep,name=sandboxes,proto3" json:"sandboxes,omitempty"`
-	Next          string                 `protobuf:"bytes,2,opt,name=next,proto3" json:"next,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Sandboxes []*Sandbox             `protobuf:"bytes,1,rep,name=sandboxes,proto3" json:"sandboxes,omitempty"`
+	Next      string                 `protobuf:"bytes,2,opt,name=next,proto3" json:"next,omitempty"`
+	// What was listed is at least as new. A watch from that of the first page tells of all
+	// that has changed since.
+	ResourceVersion uint64 `protobuf:"varint,3,opt,name=resource_version,json=resourceVersion,proto3" json:"resource_version,omitempty"`
+	StateId         string `protobuf:"bytes,4,opt,name=state_id,json=stateId,proto3" json:"state_id,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *ListSandboxesResponse) Reset() {
 	*x = ListSandboxesResponse{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[26]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2435,7 +3317,7 @@ func (x *ListSandboxesResponse) String() string {
 func (*ListSandboxesResponse) ProtoMessage() {}
 
 func (x *ListSandboxesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[26]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2448,7 +3330,7 @@ func (x *ListSandboxesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSandboxesResponse.ProtoReflect.Descriptor instead.
 func (*ListSandboxesResponse) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{26}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *ListSandboxesResponse) GetSandboxes() []*Sandbox {
@@ -2465,109 +3347,18 @@ func (x *ListSandboxesResponse) GetNext() string {
 	return ""
 }
 
-type WatchSandboxesRequest struct {
-	state     protoimpl.MessageState `protogen:"open.v1"`
-	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
-	// Of all namespaces; namespace is empty then.
-	AllNamespaces bool `protobuf:"varint,2,opt,name=all_namespaces,json=allNamespaces,proto3" json:"all_namespaces,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *WatchSandboxesRequest) Reset() {
-	*x = WatchSandboxesRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[27]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *WatchSandboxesRequest) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*WatchSandboxesRequest) ProtoMessage() {}
-
-func (x *WatchSandboxesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[27]
+func (x *ListSandboxesResponse) GetResourceVersion() uint64 {
 	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
+		return x.ResourceVersion
 	}
-	return mi.MessageOf(x)
+	return 0
 }
 
-// Deprecated: Use WatchSandboxesRequest.ProtoReflect.Descriptor instead.
-func (*WatchSandboxesRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{27}
-}
-
-func (x *WatchSandboxesRequest) GetNamespace() string {
+func (x *ListSandboxesResponse) GetStateId() string {
 	if x != nil {
-		return x.Namespace
+		return x.StateId
 	}
 	return ""
-}
-
-func (x *WatchSandboxesRequest) GetAllNamespaces() bool {
-	if x != nil {
-		return x.AllNamespaces
-	}
-	return false
-}
-
-type SandboxEvent struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Kind          SandboxEvent_Kind      `protobuf:"varint,1,opt,name=kind,proto3,enum=agentrun.node.v1.SandboxEvent_Kind" json:"kind,omitempty"`
-	Sandbox       *Sandbox               `protobuf:"bytes,2,opt,name=sandbox,proto3" json:"sandbox,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *SandboxEvent) Reset() {
-	*x = SandboxEvent{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[28]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *SandboxEvent) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*SandboxEvent) ProtoMessage() {}
-
-func (x *SandboxEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[28]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use SandboxEvent.ProtoReflect.Descriptor instead.
-func (*SandboxEvent) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{28}
-}
-
-func (x *SandboxEvent) GetKind() SandboxEvent_Kind {
-	if x != nil {
-		return x.Kind
-	}
-	return SandboxEvent_KIND_UNSPECIFIED
-}
-
-func (x *SandboxEvent) GetSandbox() *Sandbox {
-	if x != nil {
-		return x.Sandbox
-	}
-	return nil
 }
 
 type PauseSandboxRequest struct {
@@ -2580,7 +3371,7 @@ type PauseSandboxRequest struct {
 
 func (x *PauseSandboxRequest) Reset() {
 	*x = PauseSandboxRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[29]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2592,7 +3383,7 @@ func (x *PauseSandboxRequest) String() string {
 func (*PauseSandboxRequest) ProtoMessage() {}
 
 func (x *PauseSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[29]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2605,7 +3396,7 @@ func (x *PauseSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseSandboxRequest.ProtoReflect.Descriptor instead.
 func (*PauseSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{29}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *PauseSandboxRequest) GetNamespace() string {
@@ -2632,7 +3423,7 @@ type ResumeSandboxRequest struct {
 
 func (x *ResumeSandboxRequest) Reset() {
 	*x = ResumeSandboxRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[30]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2644,7 +3435,7 @@ func (x *ResumeSandboxRequest) String() string {
 func (*ResumeSandboxRequest) ProtoMessage() {}
 
 func (x *ResumeSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[30]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2657,7 +3448,7 @@ func (x *ResumeSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeSandboxRequest.ProtoReflect.Descriptor instead.
 func (*ResumeSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{30}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *ResumeSandboxRequest) GetNamespace() string {
@@ -2684,7 +3475,7 @@ type HibernateSandboxRequest struct {
 
 func (x *HibernateSandboxRequest) Reset() {
 	*x = HibernateSandboxRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[31]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2696,7 +3487,7 @@ func (x *HibernateSandboxRequest) String() string {
 func (*HibernateSandboxRequest) ProtoMessage() {}
 
 func (x *HibernateSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[31]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2709,7 +3500,7 @@ func (x *HibernateSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HibernateSandboxRequest.ProtoReflect.Descriptor instead.
 func (*HibernateSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{31}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *HibernateSandboxRequest) GetNamespace() string {
@@ -2738,7 +3529,7 @@ type ExtendSandboxRequest struct {
 
 func (x *ExtendSandboxRequest) Reset() {
 	*x = ExtendSandboxRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[32]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2750,7 +3541,7 @@ func (x *ExtendSandboxRequest) String() string {
 func (*ExtendSandboxRequest) ProtoMessage() {}
 
 func (x *ExtendSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[32]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2763,7 +3554,7 @@ func (x *ExtendSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExtendSandboxRequest.ProtoReflect.Descriptor instead.
 func (*ExtendSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{32}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *ExtendSandboxRequest) GetNamespace() string {
@@ -2797,7 +3588,7 @@ type KillSandboxRequest struct {
 
 func (x *KillSandboxRequest) Reset() {
 	*x = KillSandboxRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[33]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2809,7 +3600,7 @@ func (x *KillSandboxRequest) String() string {
 func (*KillSandboxRequest) ProtoMessage() {}
 
 func (x *KillSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[33]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2822,7 +3613,7 @@ func (x *KillSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KillSandboxRequest.ProtoReflect.Descriptor instead.
 func (*KillSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{33}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *KillSandboxRequest) GetNamespace() string {
@@ -2849,7 +3640,7 @@ type GetSandboxStatsRequest struct {
 
 func (x *GetSandboxStatsRequest) Reset() {
 	*x = GetSandboxStatsRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[34]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2861,7 +3652,7 @@ func (x *GetSandboxStatsRequest) String() string {
 func (*GetSandboxStatsRequest) ProtoMessage() {}
 
 func (x *GetSandboxStatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[34]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2874,7 +3665,7 @@ func (x *GetSandboxStatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetSandboxStatsRequest.ProtoReflect.Descriptor instead.
 func (*GetSandboxStatsRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{34}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *GetSandboxStatsRequest) GetNamespace() string {
@@ -2922,7 +3713,7 @@ type SandboxStats struct {
 
 func (x *SandboxStats) Reset() {
 	*x = SandboxStats{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[35]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2934,7 +3725,7 @@ func (x *SandboxStats) String() string {
 func (*SandboxStats) ProtoMessage() {}
 
 func (x *SandboxStats) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[35]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2947,7 +3738,7 @@ func (x *SandboxStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SandboxStats.ProtoReflect.Descriptor instead.
 func (*SandboxStats) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{35}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *SandboxStats) GetNamespace() string {
@@ -3066,7 +3857,7 @@ type ListSandboxStatsRequest struct {
 
 func (x *ListSandboxStatsRequest) Reset() {
 	*x = ListSandboxStatsRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[36]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3078,7 +3869,7 @@ func (x *ListSandboxStatsRequest) String() string {
 func (*ListSandboxStatsRequest) ProtoMessage() {}
 
 func (x *ListSandboxStatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[36]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3091,7 +3882,7 @@ func (x *ListSandboxStatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSandboxStatsRequest.ProtoReflect.Descriptor instead.
 func (*ListSandboxStatsRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{36}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *ListSandboxStatsRequest) GetNamespace() string {
@@ -3125,7 +3916,7 @@ type ListSandboxStatsResponse struct {
 
 func (x *ListSandboxStatsResponse) Reset() {
 	*x = ListSandboxStatsResponse{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[37]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3137,7 +3928,7 @@ func (x *ListSandboxStatsResponse) String() string {
 func (*ListSandboxStatsResponse) ProtoMessage() {}
 
 func (x *ListSandboxStatsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[37]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3150,7 +3941,7 @@ func (x *ListSandboxStatsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSandboxStatsResponse.ProtoReflect.Descriptor instead.
 func (*ListSandboxStatsResponse) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{37}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *ListSandboxStatsResponse) GetStats() []*SandboxStats {
@@ -3179,7 +3970,7 @@ type SetNetworkPolicyRequest struct {
 
 func (x *SetNetworkPolicyRequest) Reset() {
 	*x = SetNetworkPolicyRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[38]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3191,7 +3982,7 @@ func (x *SetNetworkPolicyRequest) String() string {
 func (*SetNetworkPolicyRequest) ProtoMessage() {}
 
 func (x *SetNetworkPolicyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[38]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3204,7 +3995,7 @@ func (x *SetNetworkPolicyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetNetworkPolicyRequest.ProtoReflect.Descriptor instead.
 func (*SetNetworkPolicyRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{38}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *SetNetworkPolicyRequest) GetNamespace() string {
@@ -3246,7 +4037,7 @@ type GetNetworkLogRequest struct {
 
 func (x *GetNetworkLogRequest) Reset() {
 	*x = GetNetworkLogRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[39]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3258,7 +4049,7 @@ func (x *GetNetworkLogRequest) String() string {
 func (*GetNetworkLogRequest) ProtoMessage() {}
 
 func (x *GetNetworkLogRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[39]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3271,7 +4062,7 @@ func (x *GetNetworkLogRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetNetworkLogRequest.ProtoReflect.Descriptor instead.
 func (*GetNetworkLogRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{39}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *GetNetworkLogRequest) GetNamespace() string {
@@ -3332,7 +4123,7 @@ type NetworkLog struct {
 
 func (x *NetworkLog) Reset() {
 	*x = NetworkLog{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[40]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3344,7 +4135,7 @@ func (x *NetworkLog) String() string {
 func (*NetworkLog) ProtoMessage() {}
 
 func (x *NetworkLog) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[40]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3357,7 +4148,7 @@ func (x *NetworkLog) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NetworkLog.ProtoReflect.Descriptor instead.
 func (*NetworkLog) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{40}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *NetworkLog) GetEntries() []*NetworkLogEntry {
@@ -3421,7 +4212,7 @@ type NetworkLogEntry struct {
 
 func (x *NetworkLogEntry) Reset() {
 	*x = NetworkLogEntry{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[41]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3433,7 +4224,7 @@ func (x *NetworkLogEntry) String() string {
 func (*NetworkLogEntry) ProtoMessage() {}
 
 func (x *NetworkLogEntry) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[41]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3446,7 +4237,7 @@ func (x *NetworkLogEntry) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NetworkLogEntry.ProtoReflect.Descriptor instead.
 func (*NetworkLogEntry) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{41}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *NetworkLogEntry) GetSeq() uint64 {
@@ -3565,7 +4356,7 @@ type ForkSandboxRequest struct {
 
 func (x *ForkSandboxRequest) Reset() {
 	*x = ForkSandboxRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[42]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3577,7 +4368,7 @@ func (x *ForkSandboxRequest) String() string {
 func (*ForkSandboxRequest) ProtoMessage() {}
 
 func (x *ForkSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[42]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3590,7 +4381,7 @@ func (x *ForkSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ForkSandboxRequest.ProtoReflect.Descriptor instead.
 func (*ForkSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{42}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *ForkSandboxRequest) GetNamespace() string {
@@ -3646,14 +4437,16 @@ type Fork struct {
 	Phase     Phase                  `protobuf:"varint,7,opt,name=phase,proto3,enum=agentrun.node.v1.Phase" json:"phase,omitempty"`
 	Children  []*ForkOutcome         `protobuf:"bytes,8,rep,name=children,proto3" json:"children,omitempty"`
 	// For how long the source stood still.
-	Pause         *durationpb.Duration `protobuf:"bytes,9,opt,name=pause,proto3" json:"pause,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Pause *durationpb.Duration `protobuf:"bytes,9,opt,name=pause,proto3" json:"pause,omitempty"`
+	// The number of its last write.
+	ResourceVersion uint64 `protobuf:"varint,10,opt,name=resource_version,json=resourceVersion,proto3" json:"resource_version,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *Fork) Reset() {
 	*x = Fork{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[43]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3665,7 +4458,7 @@ func (x *Fork) String() string {
 func (*Fork) ProtoMessage() {}
 
 func (x *Fork) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[43]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3678,7 +4471,7 @@ func (x *Fork) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Fork.ProtoReflect.Descriptor instead.
 func (*Fork) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{43}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{49}
 }
 
 func (x *Fork) GetNamespace() string {
@@ -3744,6 +4537,13 @@ func (x *Fork) GetPause() *durationpb.Duration {
 	return nil
 }
 
+func (x *Fork) GetResourceVersion() uint64 {
+	if x != nil {
+		return x.ResourceVersion
+	}
+	return 0
+}
+
 type ForkOutcome struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Name  string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
@@ -3756,7 +4556,7 @@ type ForkOutcome struct {
 
 func (x *ForkOutcome) Reset() {
 	*x = ForkOutcome{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[44]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[50]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3768,7 +4568,7 @@ func (x *ForkOutcome) String() string {
 func (*ForkOutcome) ProtoMessage() {}
 
 func (x *ForkOutcome) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[44]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[50]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3781,7 +4581,7 @@ func (x *ForkOutcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ForkOutcome.ProtoReflect.Descriptor instead.
 func (*ForkOutcome) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{44}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{50}
 }
 
 func (x *ForkOutcome) GetName() string {
@@ -3815,7 +4615,7 @@ type GetForkRequest struct {
 
 func (x *GetForkRequest) Reset() {
 	*x = GetForkRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[45]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[51]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3827,7 +4627,7 @@ func (x *GetForkRequest) String() string {
 func (*GetForkRequest) ProtoMessage() {}
 
 func (x *GetForkRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[45]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[51]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3840,7 +4640,7 @@ func (x *GetForkRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetForkRequest.ProtoReflect.Descriptor instead.
 func (*GetForkRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{45}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{51}
 }
 
 func (x *GetForkRequest) GetNamespace() string {
@@ -3858,17 +4658,19 @@ func (x *GetForkRequest) GetName() string {
 }
 
 type ListForksRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
-	Limit         uint32                 `protobuf:"varint,2,opt,name=limit,proto3" json:"limit,omitempty"`
-	After         string                 `protobuf:"bytes,3,opt,name=after,proto3" json:"after,omitempty"`
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	Limit     uint32                 `protobuf:"varint,2,opt,name=limit,proto3" json:"limit,omitempty"`
+	After     string                 `protobuf:"bytes,3,opt,name=after,proto3" json:"after,omitempty"`
+	// Of all namespaces; namespace is empty then.
+	AllNamespaces bool `protobuf:"varint,4,opt,name=all_namespaces,json=allNamespaces,proto3" json:"all_namespaces,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ListForksRequest) Reset() {
 	*x = ListForksRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[46]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[52]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3880,7 +4682,7 @@ func (x *ListForksRequest) String() string {
 func (*ListForksRequest) ProtoMessage() {}
 
 func (x *ListForksRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[46]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[52]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3893,7 +4695,7 @@ func (x *ListForksRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListForksRequest.ProtoReflect.Descriptor instead.
 func (*ListForksRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{46}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{52}
 }
 
 func (x *ListForksRequest) GetNamespace() string {
@@ -3917,17 +4719,28 @@ func (x *ListForksRequest) GetAfter() string {
 	return ""
 }
 
+func (x *ListForksRequest) GetAllNamespaces() bool {
+	if x != nil {
+		return x.AllNamespaces
+	}
+	return false
+}
+
 type ListForksResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Forks         []*Fork                `protobuf:"bytes,1,rep,name=forks,proto3" json:"forks,omitempty"`
-	Next          string                 `protobuf:"bytes,2,opt,name=next,proto3" json:"next,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Forks []*Fork                `protobuf:"bytes,1,rep,name=forks,proto3" json:"forks,omitempty"`
+	Next  string                 `protobuf:"bytes,2,opt,name=next,proto3" json:"next,omitempty"`
+	// What was listed is at least as new. A watch from that of the first page tells of all
+	// that has changed since.
+	ResourceVersion uint64 `protobuf:"varint,3,opt,name=resource_version,json=resourceVersion,proto3" json:"resource_version,omitempty"`
+	StateId         string `protobuf:"bytes,4,opt,name=state_id,json=stateId,proto3" json:"state_id,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *ListForksResponse) Reset() {
 	*x = ListForksResponse{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[47]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[53]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3939,7 +4752,7 @@ func (x *ListForksResponse) String() string {
 func (*ListForksResponse) ProtoMessage() {}
 
 func (x *ListForksResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[47]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[53]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3952,7 +4765,7 @@ func (x *ListForksResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListForksResponse.ProtoReflect.Descriptor instead.
 func (*ListForksResponse) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{47}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{53}
 }
 
 func (x *ListForksResponse) GetForks() []*Fork {
@@ -3969,6 +4782,20 @@ func (x *ListForksResponse) GetNext() string {
 	return ""
 }
 
+func (x *ListForksResponse) GetResourceVersion() uint64 {
+	if x != nil {
+		return x.ResourceVersion
+	}
+	return 0
+}
+
+func (x *ListForksResponse) GetStateId() string {
+	if x != nil {
+		return x.StateId
+	}
+	return ""
+}
+
 type DeleteForkRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
@@ -3979,7 +4806,7 @@ type DeleteForkRequest struct {
 
 func (x *DeleteForkRequest) Reset() {
 	*x = DeleteForkRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[48]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[54]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3991,7 +4818,7 @@ func (x *DeleteForkRequest) String() string {
 func (*DeleteForkRequest) ProtoMessage() {}
 
 func (x *DeleteForkRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[48]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[54]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4004,7 +4831,7 @@ func (x *DeleteForkRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteForkRequest.ProtoReflect.Descriptor instead.
 func (*DeleteForkRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{48}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{54}
 }
 
 func (x *DeleteForkRequest) GetNamespace() string {
@@ -4040,13 +4867,15 @@ type Checkpoint struct {
 	// On disk: all that it is made of, and what of that nobody else has.
 	StoredBytes   uint64 `protobuf:"varint,14,opt,name=stored_bytes,json=storedBytes,proto3" json:"stored_bytes,omitempty"`
 	UnsharedBytes uint64 `protobuf:"varint,15,opt,name=unshared_bytes,json=unsharedBytes,proto3" json:"unshared_bytes,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	// The number of its last write.
+	ResourceVersion uint64 `protobuf:"varint,16,opt,name=resource_version,json=resourceVersion,proto3" json:"resource_version,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *Checkpoint) Reset() {
 	*x = Checkpoint{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[49]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[55]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4058,7 +4887,7 @@ func (x *Checkpoint) String() string {
 func (*Checkpoint) ProtoMessage() {}
 
 func (x *Checkpoint) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[49]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[55]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4071,7 +4900,7 @@ func (x *Checkpoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Checkpoint.ProtoReflect.Descriptor instead.
 func (*Checkpoint) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{49}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{55}
 }
 
 func (x *Checkpoint) GetNamespace() string {
@@ -4179,6 +5008,13 @@ func (x *Checkpoint) GetUnsharedBytes() uint64 {
 	return 0
 }
 
+func (x *Checkpoint) GetResourceVersion() uint64 {
+	if x != nil {
+		return x.ResourceVersion
+	}
+	return 0
+}
+
 type CheckpointSandboxRequest struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
@@ -4194,7 +5030,7 @@ type CheckpointSandboxRequest struct {
 
 func (x *CheckpointSandboxRequest) Reset() {
 	*x = CheckpointSandboxRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[50]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[56]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4206,7 +5042,7 @@ func (x *CheckpointSandboxRequest) String() string {
 func (*CheckpointSandboxRequest) ProtoMessage() {}
 
 func (x *CheckpointSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[50]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[56]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4219,7 +5055,7 @@ func (x *CheckpointSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CheckpointSandboxRequest.ProtoReflect.Descriptor instead.
 func (*CheckpointSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{50}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{56}
 }
 
 func (x *CheckpointSandboxRequest) GetNamespace() string {
@@ -4260,7 +5096,7 @@ type GetCheckpointRequest struct {
 
 func (x *GetCheckpointRequest) Reset() {
 	*x = GetCheckpointRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[51]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[57]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4272,7 +5108,7 @@ func (x *GetCheckpointRequest) String() string {
 func (*GetCheckpointRequest) ProtoMessage() {}
 
 func (x *GetCheckpointRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[51]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[57]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4285,7 +5121,7 @@ func (x *GetCheckpointRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCheckpointRequest.ProtoReflect.Descriptor instead.
 func (*GetCheckpointRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{51}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{57}
 }
 
 func (x *GetCheckpointRequest) GetNamespace() string {
@@ -4303,17 +5139,19 @@ func (x *GetCheckpointRequest) GetName() string {
 }
 
 type ListCheckpointsRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
-	Limit         uint32                 `protobuf:"varint,2,opt,name=limit,proto3" json:"limit,omitempty"`
-	After         string                 `protobuf:"bytes,3,opt,name=after,proto3" json:"after,omitempty"`
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	Limit     uint32                 `protobuf:"varint,2,opt,name=limit,proto3" json:"limit,omitempty"`
+	After     string                 `protobuf:"bytes,3,opt,name=after,proto3" json:"after,omitempty"`
+	// Of all namespaces; namespace is empty then.
+	AllNamespaces bool `protobuf:"varint,4,opt,name=all_namespaces,json=allNamespaces,proto3" json:"all_namespaces,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ListCheckpointsRequest) Reset() {
 	*x = ListCheckpointsRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[52]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[58]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4325,7 +5163,7 @@ func (x *ListCheckpointsRequest) String() string {
 func (*ListCheckpointsRequest) ProtoMessage() {}
 
 func (x *ListCheckpointsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[52]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[58]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4338,7 +5176,7 @@ func (x *ListCheckpointsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListCheckpointsRequest.ProtoReflect.Descriptor instead.
 func (*ListCheckpointsRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{52}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{58}
 }
 
 func (x *ListCheckpointsRequest) GetNamespace() string {
@@ -4362,17 +5200,28 @@ func (x *ListCheckpointsRequest) GetAfter() string {
 	return ""
 }
 
+func (x *ListCheckpointsRequest) GetAllNamespaces() bool {
+	if x != nil {
+		return x.AllNamespaces
+	}
+	return false
+}
+
 type ListCheckpointsResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Checkpoints   []*Checkpoint          `protobuf:"bytes,1,rep,name=checkpoints,proto3" json:"checkpoints,omitempty"`
-	Next          string                 `protobuf:"bytes,2,opt,name=next,proto3" json:"next,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	state       protoimpl.MessageState `protogen:"open.v1"`
+	Checkpoints []*Checkpoint          `protobuf:"bytes,1,rep,name=checkpoints,proto3" json:"checkpoints,omitempty"`
+	Next        string                 `protobuf:"bytes,2,opt,name=next,proto3" json:"next,omitempty"`
+	// What was listed is at least as new. A watch from that of the first page tells of all
+	// that has changed since.
+	ResourceVersion uint64 `protobuf:"varint,3,opt,name=resource_version,json=resourceVersion,proto3" json:"resource_version,omitempty"`
+	StateId         string `protobuf:"bytes,4,opt,name=state_id,json=stateId,proto3" json:"state_id,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *ListCheckpointsResponse) Reset() {
 	*x = ListCheckpointsResponse{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[53]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[59]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4384,7 +5233,7 @@ func (x *ListCheckpointsResponse) String() string {
 func (*ListCheckpointsResponse) ProtoMessage() {}
 
 func (x *ListCheckpointsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[53]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[59]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4397,7 +5246,7 @@ func (x *ListCheckpointsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListCheckpointsResponse.ProtoReflect.Descriptor instead.
 func (*ListCheckpointsResponse) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{53}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{59}
 }
 
 func (x *ListCheckpointsResponse) GetCheckpoints() []*Checkpoint {
@@ -4414,6 +5263,20 @@ func (x *ListCheckpointsResponse) GetNext() string {
 	return ""
 }
 
+func (x *ListCheckpointsResponse) GetResourceVersion() uint64 {
+	if x != nil {
+		return x.ResourceVersion
+	}
+	return 0
+}
+
+func (x *ListCheckpointsResponse) GetStateId() string {
+	if x != nil {
+		return x.StateId
+	}
+	return ""
+}
+
 type DeleteCheckpointRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
@@ -4424,7 +5287,7 @@ type DeleteCheckpointRequest struct {
 
 func (x *DeleteCheckpointRequest) Reset() {
 	*x = DeleteCheckpointRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[54]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[60]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4436,7 +5299,7 @@ func (x *DeleteCheckpointRequest) String() string {
 func (*DeleteCheckpointRequest) ProtoMessage() {}
 
 func (x *DeleteCheckpointRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[54]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[60]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4449,7 +5312,7 @@ func (x *DeleteCheckpointRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteCheckpointRequest.ProtoReflect.Descriptor instead.
 func (*DeleteCheckpointRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{54}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{60}
 }
 
 func (x *DeleteCheckpointRequest) GetNamespace() string {
@@ -4483,7 +5346,7 @@ type RestoreCheckpointRequest struct {
 
 func (x *RestoreCheckpointRequest) Reset() {
 	*x = RestoreCheckpointRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[55]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[61]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4495,7 +5358,7 @@ func (x *RestoreCheckpointRequest) String() string {
 func (*RestoreCheckpointRequest) ProtoMessage() {}
 
 func (x *RestoreCheckpointRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[55]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[61]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4508,7 +5371,7 @@ func (x *RestoreCheckpointRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RestoreCheckpointRequest.ProtoReflect.Descriptor instead.
 func (*RestoreCheckpointRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{55}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{61}
 }
 
 func (x *RestoreCheckpointRequest) GetNamespace() string {
@@ -4579,7 +5442,7 @@ type NamespaceCA struct {
 
 func (x *NamespaceCA) Reset() {
 	*x = NamespaceCA{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[56]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[62]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4591,7 +5454,7 @@ func (x *NamespaceCA) String() string {
 func (*NamespaceCA) ProtoMessage() {}
 
 func (x *NamespaceCA) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[56]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[62]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4604,7 +5467,7 @@ func (x *NamespaceCA) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NamespaceCA.ProtoReflect.Descriptor instead.
 func (*NamespaceCA) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{56}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{62}
 }
 
 func (x *NamespaceCA) GetNamespace() string {
@@ -4665,7 +5528,7 @@ type GetNamespaceCARequest struct {
 
 func (x *GetNamespaceCARequest) Reset() {
 	*x = GetNamespaceCARequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[57]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[63]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4677,7 +5540,7 @@ func (x *GetNamespaceCARequest) String() string {
 func (*GetNamespaceCARequest) ProtoMessage() {}
 
 func (x *GetNamespaceCARequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[57]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[63]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4690,7 +5553,7 @@ func (x *GetNamespaceCARequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetNamespaceCARequest.ProtoReflect.Descriptor instead.
 func (*GetNamespaceCARequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{57}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{63}
 }
 
 func (x *GetNamespaceCARequest) GetNamespace() string {
@@ -4714,7 +5577,7 @@ type SetNamespaceCARequest struct {
 
 func (x *SetNamespaceCARequest) Reset() {
 	*x = SetNamespaceCARequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[58]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[64]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4726,7 +5589,7 @@ func (x *SetNamespaceCARequest) String() string {
 func (*SetNamespaceCARequest) ProtoMessage() {}
 
 func (x *SetNamespaceCARequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[58]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[64]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4739,7 +5602,7 @@ func (x *SetNamespaceCARequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetNamespaceCARequest.ProtoReflect.Descriptor instead.
 func (*SetNamespaceCARequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{58}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{64}
 }
 
 func (x *SetNamespaceCARequest) GetNamespace() string {
@@ -4780,7 +5643,7 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\amessage\x18\x02 \x01(\tR\amessage\x12\x14\n" +
 	"\x05cause\x18\x03 \x01(\tR\x05cause\x12 \n" +
 	"\vremediation\x18\x04 \x01(\tR\vremediation\"\x10\n" +
-	"\x0eGetNodeRequest\"\xb3\x02\n" +
+	"\x0eGetNodeRequest\"\xe8\x05\n" +
 	"\n" +
 	"NodeStatus\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\tR\aversion\x12\x1a\n" +
@@ -4793,7 +5656,67 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"hibernated\x18\a \x01(\rR\n" +
 	"hibernated\x12 \n" +
 	"\vcheckpoints\x18\b \x01(\rR\vcheckpoints\x12)\n" +
-	"\x10checkpoint_bytes\x18\t \x01(\x04R\x0fcheckpointBytes\"\xf7\x04\n" +
+	"\x10checkpoint_bytes\x18\t \x01(\x04R\x0fcheckpointBytes\x12)\n" +
+	"\x10resource_version\x18\n" +
+	" \x01(\x04R\x0fresourceVersion\x12\x17\n" +
+	"\anode_id\x18\v \x01(\tR\x06nodeId\x12\x17\n" +
+	"\aboot_id\x18\f \x01(\tR\x06bootId\x12\x19\n" +
+	"\bstate_id\x18\r \x01(\tR\astateId\x12\x1a\n" +
+	"\bfeatures\x18\x0e \x03(\tR\bfeatures\x12%\n" +
+	"\x0estarts_waiting\x18\x0f \x01(\rR\rstartsWaiting\x12%\n" +
+	"\x0ebuilds_waiting\x18\x10 \x01(\rR\rbuildsWaiting\x12<\n" +
+	"\tsnapshots\x18\x11 \x03(\v2\x1e.agentrun.node.v1.NodeSnapshotR\tsnapshots\x120\n" +
+	"\x06cordon\x18\x12 \x01(\v2\x18.agentrun.node.v1.CordonR\x06cordon\x12\x1f\n" +
+	"\vcpu_profile\x18\x13 \x01(\tR\n" +
+	"cpuProfile\x12\x1d\n" +
+	"\n" +
+	"cpu_vendor\x18\x14 \x01(\tR\tcpuVendor\x12!\n" +
+	"\fcpu_features\x18\x15 \x03(\tR\vcpuFeatures\"\xc1\x01\n" +
+	"\fNodeSnapshot\x12\x1c\n" +
+	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x1a\n" +
+	"\btemplate\x18\x02 \x01(\tR\btemplate\x12\x1a\n" +
+	"\brevision\x18\x03 \x01(\tR\brevision\x12-\n" +
+	"\x05stage\x18\x04 \x01(\x0e2\x17.agentrun.node.v1.StageR\x05stage\x12\x14\n" +
+	"\x05image\x18\x05 \x01(\tR\x05image\x12\x16\n" +
+	"\x06digest\x18\x06 \x01(\tR\x06digest\"\xb0\x01\n" +
+	"\x06Cordon\x120\n" +
+	"\x05since\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\x05since\x12\x0e\n" +
+	"\x02by\x18\x02 \x01(\tR\x02by\x12\x14\n" +
+	"\x05drain\x18\x03 \x01(\bR\x05drain\x12\x12\n" +
+	"\x04left\x18\x04 \x01(\rR\x04left\x12:\n" +
+	"\bproblems\x18\x05 \x03(\v2\x1e.agentrun.node.v1.DrainProblemR\bproblems\"Z\n" +
+	"\fDrainProblem\x12\x1c\n" +
+	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12\x18\n" +
+	"\aproblem\x18\x03 \x01(\tR\aproblem\"\x13\n" +
+	"\x11CordonNodeRequest\"\x12\n" +
+	"\x10DrainNodeRequest\"\x15\n" +
+	"\x13UncordonNodeRequest\"\xcd\x01\n" +
+	"\fWatchRequest\x12\x1c\n" +
+	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12%\n" +
+	"\x0eall_namespaces\x18\x02 \x01(\bR\rallNamespaces\x122\n" +
+	"\x05kinds\x18\x03 \x03(\x0e2\x1c.agentrun.node.v1.ObjectKindR\x05kinds\x12)\n" +
+	"\x10resource_version\x18\x04 \x01(\x04R\x0fresourceVersion\x12\x19\n" +
+	"\bstate_id\x18\x05 \x01(\tR\astateId\"\x9e\x04\n" +
+	"\n" +
+	"WatchEvent\x125\n" +
+	"\x04type\x18\x01 \x01(\x0e2!.agentrun.node.v1.WatchEvent.TypeR\x04type\x12)\n" +
+	"\x10resource_version\x18\x02 \x01(\x04R\x0fresourceVersion\x122\n" +
+	"\x04node\x18\x03 \x01(\v2\x1c.agentrun.node.v1.NodeStatusH\x00R\x04node\x128\n" +
+	"\btemplate\x18\x04 \x01(\v2\x1a.agentrun.node.v1.TemplateH\x00R\btemplate\x12,\n" +
+	"\x04pool\x18\x05 \x01(\v2\x16.agentrun.node.v1.PoolH\x00R\x04pool\x125\n" +
+	"\asandbox\x18\x06 \x01(\v2\x19.agentrun.node.v1.SandboxH\x00R\asandbox\x12,\n" +
+	"\x04fork\x18\a \x01(\v2\x16.agentrun.node.v1.ForkH\x00R\x04fork\x12>\n" +
+	"\n" +
+	"checkpoint\x18\b \x01(\v2\x1c.agentrun.node.v1.CheckpointH\x00R\n" +
+	"checkpoint\"c\n" +
+	"\x04Type\x12\x14\n" +
+	"\x10TYPE_UNSPECIFIED\x10\x00\x12\x0f\n" +
+	"\vTYPE_OBJECT\x10\x01\x12\x10\n" +
+	"\fTYPE_DELETED\x10\x02\x12\x0f\n" +
+	"\vTYPE_SYNCED\x10\x03\x12\x11\n" +
+	"\rTYPE_BOOKMARK\x10\x04B\b\n" +
+	"\x06object\"\xb7\x05\n" +
 	"\fTemplateSpec\x12\x14\n" +
 	"\x05image\x18\x01 \x01(\tR\x05image\x12\x12\n" +
 	"\x04init\x18\x02 \x03(\tR\x04init\x129\n" +
@@ -4811,7 +5734,8 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\anetwork\x18\v \x01(\tR\anetwork\x12F\n" +
 	"\x0enetwork_policy\x18\f \x01(\v2\x1f.agentrun.node.v1.NetworkPolicyR\rnetworkPolicy\x12D\n" +
 	"\rbuild_network\x18\r \x01(\v2\x1f.agentrun.node.v1.NetworkPolicyR\fbuildNetwork\x12,\n" +
-	"\x12trust_namespace_ca\x18\x0e \x01(\bR\x10trustNamespaceCa\x1a6\n" +
+	"\x12trust_namespace_ca\x18\x0e \x01(\bR\x10trustNamespaceCa\x12>\n" +
+	"\rbuild_timeout\x18\x0f \x01(\v2\x19.google.protobuf.DurationR\fbuildTimeout\x1a6\n" +
 	"\bEnvEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"Q\n" +
@@ -4828,7 +5752,7 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x05check\"9\n" +
 	"\aProgram\x12\x1a\n" +
 	"\blanguage\x18\x01 \x01(\tR\blanguage\x12\x12\n" +
-	"\x04text\x18\x02 \x01(\tR\x04text\"\xbc\x02\n" +
+	"\x04text\x18\x02 \x01(\tR\x04text\"\xe7\x02\n" +
 	"\bTemplate\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x122\n" +
@@ -4837,28 +5761,34 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\acreated\x18\x05 \x01(\v2\x1a.google.protobuf.TimestampR\acreated\x12-\n" +
 	"\x05phase\x18\x06 \x01(\x0e2\x17.agentrun.node.v1.PhaseR\x05phase\x12\x18\n" +
 	"\aproblem\x18\a \x01(\tR\aproblem\x12/\n" +
-	"\x06builds\x18\b \x03(\v2\x17.agentrun.node.v1.BuildR\x06builds\"\x83\x02\n" +
+	"\x06builds\x18\b \x03(\v2\x17.agentrun.node.v1.BuildR\x06builds\x12)\n" +
+	"\x10resource_version\x18\t \x01(\x04R\x0fresourceVersion\"\xcf\x02\n" +
 	"\x05Build\x12-\n" +
 	"\x05stage\x18\x01 \x01(\x0e2\x17.agentrun.node.v1.StageR\x05stage\x12-\n" +
 	"\x05phase\x18\x02 \x01(\x0e2\x17.agentrun.node.v1.PhaseR\x05phase\x12\x18\n" +
 	"\aproblem\x18\x03 \x01(\tR\aproblem\x12\x14\n" +
 	"\x05image\x18\x04 \x01(\tR\x05image\x124\n" +
 	"\astarted\x18\x05 \x01(\v2\x1a.google.protobuf.TimestampR\astarted\x126\n" +
-	"\bfinished\x18\x06 \x01(\v2\x1a.google.protobuf.TimestampR\bfinished\"|\n" +
+	"\bfinished\x18\x06 \x01(\v2\x1a.google.protobuf.TimestampR\bfinished\x12\x1a\n" +
+	"\battempts\x18\a \x01(\rR\battempts\x12.\n" +
+	"\x04next\x18\b \x01(\v2\x1a.google.protobuf.TimestampR\x04next\"|\n" +
 	"\x14ApplyTemplateRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x122\n" +
 	"\x04spec\x18\x03 \x01(\v2\x1e.agentrun.node.v1.TemplateSpecR\x04spec\"F\n" +
 	"\x12GetTemplateRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
-	"\x04name\x18\x02 \x01(\tR\x04name\"`\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\"\x87\x01\n" +
 	"\x14ListTemplatesRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x14\n" +
 	"\x05limit\x18\x02 \x01(\rR\x05limit\x12\x14\n" +
-	"\x05after\x18\x03 \x01(\tR\x05after\"e\n" +
+	"\x05after\x18\x03 \x01(\tR\x05after\x12%\n" +
+	"\x0eall_namespaces\x18\x04 \x01(\bR\rallNamespaces\"\xab\x01\n" +
 	"\x15ListTemplatesResponse\x128\n" +
 	"\ttemplates\x18\x01 \x03(\v2\x1a.agentrun.node.v1.TemplateR\ttemplates\x12\x12\n" +
-	"\x04next\x18\x02 \x01(\tR\x04next\"I\n" +
+	"\x04next\x18\x02 \x01(\tR\x04next\x12)\n" +
+	"\x10resource_version\x18\x03 \x01(\x04R\x0fresourceVersion\x12\x19\n" +
+	"\bstate_id\x18\x04 \x01(\tR\astateId\"I\n" +
 	"\x15DeleteTemplateRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\"\xf4\x01\n" +
@@ -4870,7 +5800,7 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x0fmax_unavailable\x18\x05 \x01(\rH\x01R\x0emaxUnavailable\x88\x01\x01B\f\n" +
 	"\n" +
 	"_max_surgeB\x12\n" +
-	"\x10_max_unavailable\"\x9b\x02\n" +
+	"\x10_max_unavailable\"\xc6\x02\n" +
 	"\x04Pool\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12.\n" +
@@ -4879,21 +5809,25 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x05phase\x18\x05 \x01(\x0e2\x17.agentrun.node.v1.PhaseR\x05phase\x12\x18\n" +
 	"\aproblem\x18\x06 \x01(\tR\aproblem\x12\x14\n" +
 	"\x05ready\x18\a \x01(\rR\x05ready\x12\x1c\n" +
-	"\tsnapshots\x18\b \x01(\rR\tsnapshots\"t\n" +
+	"\tsnapshots\x18\b \x01(\rR\tsnapshots\x12)\n" +
+	"\x10resource_version\x18\t \x01(\x04R\x0fresourceVersion\"t\n" +
 	"\x10ApplyPoolRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12.\n" +
 	"\x04spec\x18\x03 \x01(\v2\x1a.agentrun.node.v1.PoolSpecR\x04spec\"B\n" +
 	"\x0eGetPoolRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
-	"\x04name\x18\x02 \x01(\tR\x04name\"\\\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\"\x83\x01\n" +
 	"\x10ListPoolsRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x14\n" +
 	"\x05limit\x18\x02 \x01(\rR\x05limit\x12\x14\n" +
-	"\x05after\x18\x03 \x01(\tR\x05after\"U\n" +
+	"\x05after\x18\x03 \x01(\tR\x05after\x12%\n" +
+	"\x0eall_namespaces\x18\x04 \x01(\bR\rallNamespaces\"\x9b\x01\n" +
 	"\x11ListPoolsResponse\x12,\n" +
 	"\x05pools\x18\x01 \x03(\v2\x16.agentrun.node.v1.PoolR\x05pools\x12\x12\n" +
-	"\x04next\x18\x02 \x01(\tR\x04next\"E\n" +
+	"\x04next\x18\x02 \x01(\tR\x04next\x12)\n" +
+	"\x10resource_version\x18\x03 \x01(\x04R\x0fresourceVersion\x12\x19\n" +
+	"\bstate_id\x18\x04 \x01(\tR\astateId\"E\n" +
 	"\x11DeletePoolRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\"\xbd\x01\n" +
@@ -4901,7 +5835,7 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\atimeout\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\atimeout\x12<\n" +
 	"\fidle_timeout\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\vidleTimeout\x12>\n" +
 	"\n" +
-	"on_timeout\x18\x03 \x01(\x0e2\x1f.agentrun.node.v1.TimeoutActionR\tonTimeout\"\xa5\a\n" +
+	"on_timeout\x18\x03 \x01(\x0e2\x1f.agentrun.node.v1.TimeoutActionR\tonTimeout\"\xd0\a\n" +
 	"\aSandbox\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x0e\n" +
@@ -4928,7 +5862,8 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\blifetime\x18\x14 \x01(\v2\x1a.agentrun.node.v1.LifetimeR\blifetime\x12F\n" +
 	"\x0enetwork_policy\x18\x15 \x01(\v2\x1f.agentrun.node.v1.NetworkPolicyR\rnetworkPolicy\x12F\n" +
 	"\x0enetwork_bounds\x18\x16 \x03(\v2\x1f.agentrun.node.v1.NetworkPolicyR\rnetworkBounds\x12\"\n" +
-	"\funresponsive\x18\x17 \x01(\tR\funresponsive\x1a;\n" +
+	"\funresponsive\x18\x17 \x01(\tR\funresponsive\x12)\n" +
+	"\x10resource_version\x18\x18 \x01(\x04R\x0fresourceVersion\x1a;\n" +
 	"\rMetadataEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x8c\x04\n" +
@@ -4949,25 +5884,18 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"E\n" +
 	"\x11GetSandboxRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
-	"\x04name\x18\x02 \x01(\tR\x04name\"v\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\"\x9d\x01\n" +
 	"\x14ListSandboxesRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x14\n" +
 	"\x05limit\x18\x02 \x01(\rR\x05limit\x12\x14\n" +
 	"\x05after\x18\x03 \x01(\tR\x05after\x12\x14\n" +
-	"\x05ended\x18\x04 \x01(\bR\x05ended\"d\n" +
+	"\x05ended\x18\x04 \x01(\bR\x05ended\x12%\n" +
+	"\x0eall_namespaces\x18\x05 \x01(\bR\rallNamespaces\"\xaa\x01\n" +
 	"\x15ListSandboxesResponse\x127\n" +
 	"\tsandboxes\x18\x01 \x03(\v2\x19.agentrun.node.v1.SandboxR\tsandboxes\x12\x12\n" +
-	"\x04next\x18\x02 \x01(\tR\x04next\"\\\n" +
-	"\x15WatchSandboxesRequest\x12\x1c\n" +
-	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12%\n" +
-	"\x0eall_namespaces\x18\x02 \x01(\bR\rallNamespaces\"\xbd\x01\n" +
-	"\fSandboxEvent\x127\n" +
-	"\x04kind\x18\x01 \x01(\x0e2#.agentrun.node.v1.SandboxEvent.KindR\x04kind\x123\n" +
-	"\asandbox\x18\x02 \x01(\v2\x19.agentrun.node.v1.SandboxR\asandbox\"?\n" +
-	"\x04Kind\x12\x14\n" +
-	"\x10KIND_UNSPECIFIED\x10\x00\x12\x10\n" +
-	"\fKIND_SANDBOX\x10\x01\x12\x0f\n" +
-	"\vKIND_SYNCED\x10\x02\"G\n" +
+	"\x04next\x18\x02 \x01(\tR\x04next\x12)\n" +
+	"\x10resource_version\x18\x03 \x01(\x04R\x0fresourceVersion\x12\x19\n" +
+	"\bstate_id\x18\x04 \x01(\tR\astateId\"G\n" +
 	"\x13PauseSandboxRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\"H\n" +
@@ -5053,7 +5981,7 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x04name\x18\x03 \x01(\tR\x04name\x12\x1a\n" +
 	"\breplicas\x18\x04 \x01(\rR\breplicas\x12'\n" +
 	"\x0fidempotency_key\x18\x05 \x01(\tR\x0eidempotencyKey\x12F\n" +
-	"\x0enetwork_policy\x18\x06 \x01(\v2\x1f.agentrun.node.v1.NetworkPolicyR\rnetworkPolicy\"\xda\x02\n" +
+	"\x0enetwork_policy\x18\x06 \x01(\v2\x1f.agentrun.node.v1.NetworkPolicyR\rnetworkPolicy\"\x85\x03\n" +
 	"\x04Fork\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x16\n" +
@@ -5063,24 +5991,29 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\acreated\x18\x06 \x01(\v2\x1a.google.protobuf.TimestampR\acreated\x12-\n" +
 	"\x05phase\x18\a \x01(\x0e2\x17.agentrun.node.v1.PhaseR\x05phase\x129\n" +
 	"\bchildren\x18\b \x03(\v2\x1d.agentrun.node.v1.ForkOutcomeR\bchildren\x12/\n" +
-	"\x05pause\x18\t \x01(\v2\x19.google.protobuf.DurationR\x05pause\"K\n" +
+	"\x05pause\x18\t \x01(\v2\x19.google.protobuf.DurationR\x05pause\x12)\n" +
+	"\x10resource_version\x18\n" +
+	" \x01(\x04R\x0fresourceVersion\"K\n" +
 	"\vForkOutcome\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x0e\n" +
 	"\x02id\x18\x02 \x01(\tR\x02id\x12\x18\n" +
 	"\aproblem\x18\x03 \x01(\tR\aproblem\"B\n" +
 	"\x0eGetForkRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
-	"\x04name\x18\x02 \x01(\tR\x04name\"\\\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\"\x83\x01\n" +
 	"\x10ListForksRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x14\n" +
 	"\x05limit\x18\x02 \x01(\rR\x05limit\x12\x14\n" +
-	"\x05after\x18\x03 \x01(\tR\x05after\"U\n" +
+	"\x05after\x18\x03 \x01(\tR\x05after\x12%\n" +
+	"\x0eall_namespaces\x18\x04 \x01(\bR\rallNamespaces\"\x9b\x01\n" +
 	"\x11ListForksResponse\x12,\n" +
 	"\x05forks\x18\x01 \x03(\v2\x16.agentrun.node.v1.ForkR\x05forks\x12\x12\n" +
-	"\x04next\x18\x02 \x01(\tR\x04next\"E\n" +
+	"\x04next\x18\x02 \x01(\tR\x04next\x12)\n" +
+	"\x10resource_version\x18\x03 \x01(\x04R\x0fresourceVersion\x12\x19\n" +
+	"\bstate_id\x18\x04 \x01(\tR\astateId\"E\n" +
 	"\x11DeleteForkRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
-	"\x04name\x18\x02 \x01(\tR\x04name\"\xb8\x03\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\"\xe3\x03\n" +
 	"\n" +
 	"Checkpoint\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
@@ -5098,7 +6031,8 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\fmemory_bytes\x18\f \x01(\x04R\vmemoryBytes\x124\n" +
 	"\acreated\x18\r \x01(\v2\x1a.google.protobuf.TimestampR\acreated\x12!\n" +
 	"\fstored_bytes\x18\x0e \x01(\x04R\vstoredBytes\x12%\n" +
-	"\x0eunshared_bytes\x18\x0f \x01(\x04R\runsharedBytes\"\x8d\x01\n" +
+	"\x0eunshared_bytes\x18\x0f \x01(\x04R\runsharedBytes\x12)\n" +
+	"\x10resource_version\x18\x10 \x01(\x04R\x0fresourceVersion\"\x8d\x01\n" +
 	"\x18CheckpointSandboxRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x16\n" +
 	"\x06source\x18\x02 \x01(\tR\x06source\x12\x12\n" +
@@ -5106,14 +6040,17 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x0fidempotency_key\x18\x04 \x01(\tR\x0eidempotencyKey\"H\n" +
 	"\x14GetCheckpointRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
-	"\x04name\x18\x02 \x01(\tR\x04name\"b\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\"\x89\x01\n" +
 	"\x16ListCheckpointsRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x14\n" +
 	"\x05limit\x18\x02 \x01(\rR\x05limit\x12\x14\n" +
-	"\x05after\x18\x03 \x01(\tR\x05after\"m\n" +
+	"\x05after\x18\x03 \x01(\tR\x05after\x12%\n" +
+	"\x0eall_namespaces\x18\x04 \x01(\bR\rallNamespaces\"\xb3\x01\n" +
 	"\x17ListCheckpointsResponse\x12>\n" +
 	"\vcheckpoints\x18\x01 \x03(\v2\x1c.agentrun.node.v1.CheckpointR\vcheckpoints\x12\x12\n" +
-	"\x04next\x18\x02 \x01(\tR\x04next\"K\n" +
+	"\x04next\x18\x02 \x01(\tR\x04next\x12)\n" +
+	"\x10resource_version\x18\x03 \x01(\x04R\x0fresourceVersion\x12\x19\n" +
+	"\bstate_id\x18\x04 \x01(\tR\astateId\"K\n" +
 	"\x17DeleteCheckpointRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\"\xdf\x03\n" +
@@ -5181,9 +6118,23 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x1aTIMEOUT_ACTION_UNSPECIFIED\x10\x00\x12\x17\n" +
 	"\x13TIMEOUT_ACTION_KILL\x10\x01\x12\x18\n" +
 	"\x14TIMEOUT_ACTION_PAUSE\x10\x02\x12\x1c\n" +
-	"\x18TIMEOUT_ACTION_HIBERNATE\x10\x032\x8f\x16\n" +
+	"\x18TIMEOUT_ACTION_HIBERNATE\x10\x03*\xba\x01\n" +
+	"\n" +
+	"ObjectKind\x12\x1b\n" +
+	"\x17OBJECT_KIND_UNSPECIFIED\x10\x00\x12\x14\n" +
+	"\x10OBJECT_KIND_NODE\x10\x01\x12\x18\n" +
+	"\x14OBJECT_KIND_TEMPLATE\x10\x02\x12\x14\n" +
+	"\x10OBJECT_KIND_POOL\x10\x03\x12\x17\n" +
+	"\x13OBJECT_KIND_SANDBOX\x10\x04\x12\x14\n" +
+	"\x10OBJECT_KIND_FORK\x10\x05\x12\x1a\n" +
+	"\x16OBJECT_KIND_CHECKPOINT\x10\x062\xf0\x17\n" +
 	"\x04Node\x12I\n" +
-	"\aGetNode\x12 .agentrun.node.v1.GetNodeRequest\x1a\x1c.agentrun.node.v1.NodeStatus\x12S\n" +
+	"\aGetNode\x12 .agentrun.node.v1.GetNodeRequest\x1a\x1c.agentrun.node.v1.NodeStatus\x12G\n" +
+	"\x05Watch\x12\x1e.agentrun.node.v1.WatchRequest\x1a\x1c.agentrun.node.v1.WatchEvent0\x01\x12O\n" +
+	"\n" +
+	"CordonNode\x12#.agentrun.node.v1.CordonNodeRequest\x1a\x1c.agentrun.node.v1.NodeStatus\x12M\n" +
+	"\tDrainNode\x12\".agentrun.node.v1.DrainNodeRequest\x1a\x1c.agentrun.node.v1.NodeStatus\x12S\n" +
+	"\fUncordonNode\x12%.agentrun.node.v1.UncordonNodeRequest\x1a\x1c.agentrun.node.v1.NodeStatus\x12S\n" +
 	"\rApplyTemplate\x12&.agentrun.node.v1.ApplyTemplateRequest\x1a\x1a.agentrun.node.v1.Template\x12O\n" +
 	"\vGetTemplate\x12$.agentrun.node.v1.GetTemplateRequest\x1a\x1a.agentrun.node.v1.Template\x12`\n" +
 	"\rListTemplates\x12&.agentrun.node.v1.ListTemplatesRequest\x1a'.agentrun.node.v1.ListTemplatesResponse\x12Q\n" +
@@ -5196,8 +6147,7 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\fClaimSandbox\x12%.agentrun.node.v1.ClaimSandboxRequest\x1a\x19.agentrun.node.v1.Sandbox\x12L\n" +
 	"\n" +
 	"GetSandbox\x12#.agentrun.node.v1.GetSandboxRequest\x1a\x19.agentrun.node.v1.Sandbox\x12`\n" +
-	"\rListSandboxes\x12&.agentrun.node.v1.ListSandboxesRequest\x1a'.agentrun.node.v1.ListSandboxesResponse\x12[\n" +
-	"\x0eWatchSandboxes\x12'.agentrun.node.v1.WatchSandboxesRequest\x1a\x1e.agentrun.node.v1.SandboxEvent0\x01\x12P\n" +
+	"\rListSandboxes\x12&.agentrun.node.v1.ListSandboxesRequest\x1a'.agentrun.node.v1.ListSandboxesResponse\x12P\n" +
 	"\fPauseSandbox\x12%.agentrun.node.v1.PauseSandboxRequest\x1a\x19.agentrun.node.v1.Sandbox\x12R\n" +
 	"\rResumeSandbox\x12&.agentrun.node.v1.ResumeSandboxRequest\x1a\x19.agentrun.node.v1.Sandbox\x12X\n" +
 	"\x10HibernateSandbox\x12).agentrun.node.v1.HibernateSandboxRequest\x1a\x19.agentrun.node.v1.Sandbox\x12R\n" +
@@ -5232,221 +6182,247 @@ func file_agentrun_node_v1_node_proto_rawDescGZIP() []byte {
 	return file_agentrun_node_v1_node_proto_rawDescData
 }
 
-var file_agentrun_node_v1_node_proto_enumTypes = make([]protoimpl.EnumInfo, 6)
-var file_agentrun_node_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 65)
+var file_agentrun_node_v1_node_proto_enumTypes = make([]protoimpl.EnumInfo, 7)
+var file_agentrun_node_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 71)
 var file_agentrun_node_v1_node_proto_goTypes = []any{
 	(Phase)(0),                       // 0: agentrun.node.v1.Phase
 	(Stage)(0),                       // 1: agentrun.node.v1.Stage
 	(SandboxState)(0),                // 2: agentrun.node.v1.SandboxState
 	(EndReason)(0),                   // 3: agentrun.node.v1.EndReason
 	(TimeoutAction)(0),               // 4: agentrun.node.v1.TimeoutAction
-	(SandboxEvent_Kind)(0),           // 5: agentrun.node.v1.SandboxEvent.Kind
-	(*Error)(nil),                    // 6: agentrun.node.v1.Error
-	(*GetNodeRequest)(nil),           // 7: agentrun.node.v1.GetNodeRequest
-	(*NodeStatus)(nil),               // 8: agentrun.node.v1.NodeStatus
-	(*TemplateSpec)(nil),             // 9: agentrun.node.v1.TemplateSpec
-	(*NetworkPolicy)(nil),            // 10: agentrun.node.v1.NetworkPolicy
-	(*ReadyCheck)(nil),               // 11: agentrun.node.v1.ReadyCheck
-	(*Program)(nil),                  // 12: agentrun.node.v1.Program
-	(*Template)(nil),                 // 13: agentrun.node.v1.Template
-	(*Build)(nil),                    // 14: agentrun.node.v1.Build
-	(*ApplyTemplateRequest)(nil),     // 15: agentrun.node.v1.ApplyTemplateRequest
-	(*GetTemplateRequest)(nil),       // 16: agentrun.node.v1.GetTemplateRequest
-	(*ListTemplatesRequest)(nil),     // 17: agentrun.node.v1.ListTemplatesRequest
-	(*ListTemplatesResponse)(nil),    // 18: agentrun.node.v1.ListTemplatesResponse
-	(*DeleteTemplateRequest)(nil),    // 19: agentrun.node.v1.DeleteTemplateRequest
-	(*PoolSpec)(nil),                 // 20: agentrun.node.v1.PoolSpec
-	(*Pool)(nil),                     // 21: agentrun.node.v1.Pool
-	(*ApplyPoolRequest)(nil),         // 22: agentrun.node.v1.ApplyPoolRequest
-	(*GetPoolRequest)(nil),           // 23: agentrun.node.v1.GetPoolRequest
-	(*ListPoolsRequest)(nil),         // 24: agentrun.node.v1.ListPoolsRequest
-	(*ListPoolsResponse)(nil),        // 25: agentrun.node.v1.ListPoolsResponse
-	(*DeletePoolRequest)(nil),        // 26: agentrun.node.v1.DeletePoolRequest
-	(*Lifetime)(nil),                 // 27: agentrun.node.v1.Lifetime
-	(*Sandbox)(nil),                  // 28: agentrun.node.v1.Sandbox
-	(*ClaimSandboxRequest)(nil),      // 29: agentrun.node.v1.ClaimSandboxRequest
-	(*GetSandboxRequest)(nil),        // 30: agentrun.node.v1.GetSandboxRequest
-	(*ListSandboxesRequest)(nil),     // 31: agentrun.node.v1.ListSandboxesRequest
-	(*ListSandboxesResponse)(nil),    // 32: agentrun.node.v1.ListSandboxesResponse
-	(*WatchSandboxesRequest)(nil),    // 33: agentrun.node.v1.WatchSandboxesRequest
-	(*SandboxEvent)(nil),             // 34: agentrun.node.v1.SandboxEvent
-	(*PauseSandboxRequest)(nil),      // 35: agentrun.node.v1.PauseSandboxRequest
-	(*ResumeSandboxRequest)(nil),     // 36: agentrun.node.v1.ResumeSandboxRequest
-	(*HibernateSandboxRequest)(nil),  // 37: agentrun.node.v1.HibernateSandboxRequest
-	(*ExtendSandboxRequest)(nil),     // 38: agentrun.node.v1.ExtendSandboxRequest
-	(*KillSandboxRequest)(nil),       // 39: agentrun.node.v1.KillSandboxRequest
-	(*GetSandboxStatsRequest)(nil),   // 40: agentrun.node.v1.GetSandboxStatsRequest
-	(*SandboxStats)(nil),             // 41: agentrun.node.v1.SandboxStats
-	(*ListSandboxStatsRequest)(nil),  // 42: agentrun.node.v1.ListSandboxStatsRequest
-	(*ListSandboxStatsResponse)(nil), // 43: agentrun.node.v1.ListSandboxStatsResponse
-	(*SetNetworkPolicyRequest)(nil),  // 44: agentrun.node.v1.SetNetworkPolicyRequest
-	(*GetNetworkLogRequest)(nil),     // 45: agentrun.node.v1.GetNetworkLogRequest
-	(*NetworkLog)(nil),               // 46: agentrun.node.v1.NetworkLog
-	(*NetworkLogEntry)(nil),          // 47: agentrun.node.v1.NetworkLogEntry
-	(*ForkSandboxRequest)(nil),       // 48: agentrun.node.v1.ForkSandboxRequest
-	(*Fork)(nil),                     // 49: agentrun.node.v1.Fork
-	(*ForkOutcome)(nil),              // 50: agentrun.node.v1.ForkOutcome
-	(*GetForkRequest)(nil),           // 51: agentrun.node.v1.GetForkRequest
-	(*ListForksRequest)(nil),         // 52: agentrun.node.v1.ListForksRequest
-	(*ListForksResponse)(nil),        // 53: agentrun.node.v1.ListForksResponse
-	(*DeleteForkRequest)(nil),        // 54: agentrun.node.v1.DeleteForkRequest
-	(*Checkpoint)(nil),               // 55: agentrun.node.v1.Checkpoint
-	(*CheckpointSandboxRequest)(nil), // 56: agentrun.node.v1.CheckpointSandboxRequest
-	(*GetCheckpointRequest)(nil),     // 57: agentrun.node.v1.GetCheckpointRequest
-	(*ListCheckpointsRequest)(nil),   // 58: agentrun.node.v1.ListCheckpointsRequest
-	(*ListCheckpointsResponse)(nil),  // 59: agentrun.node.v1.ListCheckpointsResponse
-	(*DeleteCheckpointRequest)(nil),  // 60: agentrun.node.v1.DeleteCheckpointRequest
-	(*RestoreCheckpointRequest)(nil), // 61: agentrun.node.v1.RestoreCheckpointRequest
-	(*NamespaceCA)(nil),              // 62: agentrun.node.v1.NamespaceCA
-	(*GetNamespaceCARequest)(nil),    // 63: agentrun.node.v1.GetNamespaceCARequest
-	(*SetNamespaceCARequest)(nil),    // 64: agentrun.node.v1.SetNamespaceCARequest
-	nil,                              // 65: agentrun.node.v1.TemplateSpec.EnvEntry
-	nil,                              // 66: agentrun.node.v1.Sandbox.MetadataEntry
-	nil,                              // 67: agentrun.node.v1.ClaimSandboxRequest.EnvEntry
-	nil,                              // 68: agentrun.node.v1.ClaimSandboxRequest.MetadataEntry
-	nil,                              // 69: agentrun.node.v1.RestoreCheckpointRequest.EnvEntry
-	nil,                              // 70: agentrun.node.v1.RestoreCheckpointRequest.MetadataEntry
-	(*durationpb.Duration)(nil),      // 71: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),    // 72: google.protobuf.Timestamp
-	(*emptypb.Empty)(nil),            // 73: google.protobuf.Empty
+	(ObjectKind)(0),                  // 5: agentrun.node.v1.ObjectKind
+	(WatchEvent_Type)(0),             // 6: agentrun.node.v1.WatchEvent.Type
+	(*Error)(nil),                    // 7: agentrun.node.v1.Error
+	(*GetNodeRequest)(nil),           // 8: agentrun.node.v1.GetNodeRequest
+	(*NodeStatus)(nil),               // 9: agentrun.node.v1.NodeStatus
+	(*NodeSnapshot)(nil),             // 10: agentrun.node.v1.NodeSnapshot
+	(*Cordon)(nil),                   // 11: agentrun.node.v1.Cordon
+	(*DrainProblem)(nil),             // 12: agentrun.node.v1.DrainProblem
+	(*CordonNodeRequest)(nil),        // 13: agentrun.node.v1.CordonNodeRequest
+	(*DrainNodeRequest)(nil),         // 14: agentrun.node.v1.DrainNodeRequest
+	(*UncordonNodeRequest)(nil),      // 15: agentrun.node.v1.UncordonNodeRequest
+	(*WatchRequest)(nil),             // 16: agentrun.node.v1.WatchRequest
+	(*WatchEvent)(nil),               // 17: agentrun.node.v1.WatchEvent
+	(*TemplateSpec)(nil),             // 18: agentrun.node.v1.TemplateSpec
+	(*NetworkPolicy)(nil),            // 19: agentrun.node.v1.NetworkPolicy
+	(*ReadyCheck)(nil),               // 20: agentrun.node.v1.ReadyCheck
+	(*Program)(nil),                  // 21: agentrun.node.v1.Program
+	(*Template)(nil),                 // 22: agentrun.node.v1.Template
+	(*Build)(nil),                    // 23: agentrun.node.v1.Build
+	(*ApplyTemplateRequest)(nil),     // 24: agentrun.node.v1.ApplyTemplateRequest
+	(*GetTemplateRequest)(nil),       // 25: agentrun.node.v1.GetTemplateRequest
+	(*ListTemplatesRequest)(nil),     // 26: agentrun.node.v1.ListTemplatesRequest
+	(*ListTemplatesResponse)(nil),    // 27: agentrun.node.v1.ListTemplatesResponse
+	(*DeleteTemplateRequest)(nil),    // 28: agentrun.node.v1.DeleteTemplateRequest
+	(*PoolSpec)(nil),                 // 29: agentrun.node.v1.PoolSpec
+	(*Pool)(nil),                     // 30: agentrun.node.v1.Pool
+	(*ApplyPoolRequest)(nil),         // 31: agentrun.node.v1.ApplyPoolRequest
+	(*GetPoolRequest)(nil),           // 32: agentrun.node.v1.GetPoolRequest
+	(*ListPoolsRequest)(nil),         // 33: agentrun.node.v1.ListPoolsRequest
+	(*ListPoolsResponse)(nil),        // 34: agentrun.node.v1.ListPoolsResponse
+	(*DeletePoolRequest)(nil),        // 35: agentrun.node.v1.DeletePoolRequest
+	(*Lifetime)(nil),                 // 36: agentrun.node.v1.Lifetime
+	(*Sandbox)(nil),                  // 37: agentrun.node.v1.Sandbox
+	(*ClaimSandboxRequest)(nil),      // 38: agentrun.node.v1.ClaimSandboxRequest
+	(*GetSandboxRequest)(nil),        // 39: agentrun.node.v1.GetSandboxRequest
+	(*ListSandboxesRequest)(nil),     // 40: agentrun.node.v1.ListSandboxesRequest
+	(*ListSandboxesResponse)(nil),    // 41: agentrun.node.v1.ListSandboxesResponse
+	(*PauseSandboxRequest)(nil),      // 42: agentrun.node.v1.PauseSandboxRequest
+	(*ResumeSandboxRequest)(nil),     // 43: agentrun.node.v1.ResumeSandboxRequest
+	(*HibernateSandboxRequest)(nil),  // 44: agentrun.node.v1.HibernateSandboxRequest
+	(*ExtendSandboxRequest)(nil),     // 45: agentrun.node.v1.ExtendSandboxRequest
+	(*KillSandboxRequest)(nil),       // 46: agentrun.node.v1.KillSandboxRequest
+	(*GetSandboxStatsRequest)(nil),   // 47: agentrun.node.v1.GetSandboxStatsRequest
+	(*SandboxStats)(nil),             // 48: agentrun.node.v1.SandboxStats
+	(*ListSandboxStatsRequest)(nil),  // 49: agentrun.node.v1.ListSandboxStatsRequest
+	(*ListSandboxStatsResponse)(nil), // 50: agentrun.node.v1.ListSandboxStatsResponse
+	(*SetNetworkPolicyRequest)(nil),  // 51: agentrun.node.v1.SetNetworkPolicyRequest
+	(*GetNetworkLogRequest)(nil),     // 52: agentrun.node.v1.GetNetworkLogRequest
+	(*NetworkLog)(nil),               // 53: agentrun.node.v1.NetworkLog
+	(*NetworkLogEntry)(nil),          // 54: agentrun.node.v1.NetworkLogEntry
+	(*ForkSandboxRequest)(nil),       // 55: agentrun.node.v1.ForkSandboxRequest
+	(*Fork)(nil),                     // 56: agentrun.node.v1.Fork
+	(*ForkOutcome)(nil),              // 57: agentrun.node.v1.ForkOutcome
+	(*GetForkRequest)(nil),           // 58: agentrun.node.v1.GetForkRequest
+	(*ListForksRequest)(nil),         // 59: agentrun.node.v1.ListForksRequest
+	(*ListForksResponse)(nil),        // 60: agentrun.node.v1.ListForksResponse
+	(*DeleteForkRequest)(nil),        // 61: agentrun.node.v1.DeleteForkRequest
+	(*Checkpoint)(nil),               // 62: agentrun.node.v1.Checkpoint
+	(*CheckpointSandboxRequest)(nil), // 63: agentrun.node.v1.CheckpointSandboxRequest
+	(*GetCheckpointRequest)(nil),     // 64: agentrun.node.v1.GetCheckpointRequest
+	(*ListCheckpointsRequest)(nil),   // 65: agentrun.node.v1.ListCheckpointsRequest
+	(*ListCheckpointsResponse)(nil),  // 66: agentrun.node.v1.ListCheckpointsResponse
+	(*DeleteCheckpointRequest)(nil),  // 67: agentrun.node.v1.DeleteCheckpointRequest
+	(*RestoreCheckpointRequest)(nil), // 68: agentrun.node.v1.RestoreCheckpointRequest
+	(*NamespaceCA)(nil),              // 69: agentrun.node.v1.NamespaceCA
+	(*GetNamespaceCARequest)(nil),    // 70: agentrun.node.v1.GetNamespaceCARequest
+	(*SetNamespaceCARequest)(nil),    // 71: agentrun.node.v1.SetNamespaceCARequest
+	nil,                              // 72: agentrun.node.v1.TemplateSpec.EnvEntry
+	nil,                              // 73: agentrun.node.v1.Sandbox.MetadataEntry
+	nil,                              // 74: agentrun.node.v1.ClaimSandboxRequest.EnvEntry
+	nil,                              // 75: agentrun.node.v1.ClaimSandboxRequest.MetadataEntry
+	nil,                              // 76: agentrun.node.v1.RestoreCheckpointRequest.EnvEntry
+	nil,                              // 77: agentrun.node.v1.RestoreCheckpointRequest.MetadataEntry
+	(*timestamppb.Timestamp)(nil),    // 78: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),      // 79: google.protobuf.Duration
+	(*emptypb.Empty)(nil),            // 80: google.protobuf.Empty
 }
 var file_agentrun_node_v1_node_proto_depIdxs = []int32{
-	65, // 0: agentrun.node.v1.TemplateSpec.env:type_name -> agentrun.node.v1.TemplateSpec.EnvEntry
-	11, // 1: agentrun.node.v1.TemplateSpec.ready:type_name -> agentrun.node.v1.ReadyCheck
-	12, // 2: agentrun.node.v1.TemplateSpec.warmup:type_name -> agentrun.node.v1.Program
-	10, // 3: agentrun.node.v1.TemplateSpec.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
-	10, // 4: agentrun.node.v1.TemplateSpec.build_network:type_name -> agentrun.node.v1.NetworkPolicy
-	71, // 5: agentrun.node.v1.ReadyCheck.delay:type_name -> google.protobuf.Duration
-	71, // 6: agentrun.node.v1.ReadyCheck.timeout:type_name -> google.protobuf.Duration
-	9,  // 7: agentrun.node.v1.Template.spec:type_name -> agentrun.node.v1.TemplateSpec
-	72, // 8: agentrun.node.v1.Template.created:type_name -> google.protobuf.Timestamp
-	0,  // 9: agentrun.node.v1.Template.phase:type_name -> agentrun.node.v1.Phase
-	14, // 10: agentrun.node.v1.Template.builds:type_name -> agentrun.node.v1.Build
-	1,  // 11: agentrun.node.v1.Build.stage:type_name -> agentrun.node.v1.Stage
-	0,  // 12: agentrun.node.v1.Build.phase:type_name -> agentrun.node.v1.Phase
-	72, // 13: agentrun.node.v1.Build.started:type_name -> google.protobuf.Timestamp
-	72, // 14: agentrun.node.v1.Build.finished:type_name -> google.protobuf.Timestamp
-	9,  // 15: agentrun.node.v1.ApplyTemplateRequest.spec:type_name -> agentrun.node.v1.TemplateSpec
-	13, // 16: agentrun.node.v1.ListTemplatesResponse.templates:type_name -> agentrun.node.v1.Template
-	1,  // 17: agentrun.node.v1.PoolSpec.snapshot_after:type_name -> agentrun.node.v1.Stage
-	20, // 18: agentrun.node.v1.Pool.spec:type_name -> agentrun.node.v1.PoolSpec
-	72, // 19: agentrun.node.v1.Pool.created:type_name -> google.protobuf.Timestamp
-	0,  // 20: agentrun.node.v1.Pool.phase:type_name -> agentrun.node.v1.Phase
-	20, // 21: agentrun.node.v1.ApplyPoolRequest.spec:type_name -> agentrun.node.v1.PoolSpec
-	21, // 22: agentrun.node.v1.ListPoolsResponse.pools:type_name -> agentrun.node.v1.Pool
-	71, // 23: agentrun.node.v1.Lifetime.timeout:type_name -> google.protobuf.Duration
-	71, // 24: agentrun.node.v1.Lifetime.idle_timeout:type_name -> google.protobuf.Duration
-	4,  // 25: agentrun.node.v1.Lifetime.on_timeout:type_name -> agentrun.node.v1.TimeoutAction
-	2,  // 26: agentrun.node.v1.Sandbox.state:type_name -> agentrun.node.v1.SandboxState
-	66, // 27: agentrun.node.v1.Sandbox.metadata:type_name -> agentrun.node.v1.Sandbox.MetadataEntry
-	72, // 28: agentrun.node.v1.Sandbox.created:type_name -> google.protobuf.Timestamp
-	72, // 29: agentrun.node.v1.Sandbox.ended:type_name -> google.protobuf.Timestamp
-	3,  // 30: agentrun.node.v1.Sandbox.reason:type_name -> agentrun.node.v1.EndReason
-	27, // 31: agentrun.node.v1.Sandbox.lifetime:type_name -> agentrun.node.v1.Lifetime
-	10, // 32: agentrun.node.v1.Sandbox.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
-	10, // 33: agentrun.node.v1.Sandbox.network_bounds:type_name -> agentrun.node.v1.NetworkPolicy
-	67, // 34: agentrun.node.v1.ClaimSandboxRequest.env:type_name -> agentrun.node.v1.ClaimSandboxRequest.EnvEntry
-	68, // 35: agentrun.node.v1.ClaimSandboxRequest.metadata:type_name -> agentrun.node.v1.ClaimSandboxRequest.MetadataEntry
-	27, // 36: agentrun.node.v1.ClaimSandboxRequest.lifetime:type_name -> agentrun.node.v1.Lifetime
-	10, // 37: agentrun.node.v1.ClaimSandboxRequest.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
-	28, // 38: agentrun.node.v1.ListSandboxesResponse.sandboxes:type_name -> agentrun.node.v1.Sandbox
-	5,  // 39: agentrun.node.v1.SandboxEvent.kind:type_name -> agentrun.node.v1.SandboxEvent.Kind
-	28, // 40: agentrun.node.v1.SandboxEvent.sandbox:type_name -> agentrun.node.v1.Sandbox
-	71, // 41: agentrun.node.v1.ExtendSandboxRequest.timeout:type_name -> google.protobuf.Duration
-	2,  // 42: agentrun.node.v1.SandboxStats.state:type_name -> agentrun.node.v1.SandboxState
-	72, // 43: agentrun.node.v1.SandboxStats.time:type_name -> google.protobuf.Timestamp
-	71, // 44: agentrun.node.v1.SandboxStats.cpu:type_name -> google.protobuf.Duration
-	41, // 45: agentrun.node.v1.ListSandboxStatsResponse.stats:type_name -> agentrun.node.v1.SandboxStats
-	10, // 46: agentrun.node.v1.SetNetworkPolicyRequest.policy:type_name -> agentrun.node.v1.NetworkPolicy
-	71, // 47: agentrun.node.v1.GetNetworkLogRequest.wait:type_name -> google.protobuf.Duration
-	47, // 48: agentrun.node.v1.NetworkLog.entries:type_name -> agentrun.node.v1.NetworkLogEntry
-	47, // 49: agentrun.node.v1.NetworkLog.open:type_name -> agentrun.node.v1.NetworkLogEntry
-	72, // 50: agentrun.node.v1.NetworkLogEntry.time:type_name -> google.protobuf.Timestamp
-	72, // 51: agentrun.node.v1.NetworkLogEntry.ended:type_name -> google.protobuf.Timestamp
-	10, // 52: agentrun.node.v1.ForkSandboxRequest.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
-	72, // 53: agentrun.node.v1.Fork.created:type_name -> google.protobuf.Timestamp
-	0,  // 54: agentrun.node.v1.Fork.phase:type_name -> agentrun.node.v1.Phase
-	50, // 55: agentrun.node.v1.Fork.children:type_name -> agentrun.node.v1.ForkOutcome
-	71, // 56: agentrun.node.v1.Fork.pause:type_name -> google.protobuf.Duration
-	49, // 57: agentrun.node.v1.ListForksResponse.forks:type_name -> agentrun.node.v1.Fork
-	72, // 58: agentrun.node.v1.Checkpoint.created:type_name -> google.protobuf.Timestamp
-	55, // 59: agentrun.node.v1.ListCheckpointsResponse.checkpoints:type_name -> agentrun.node.v1.Checkpoint
-	69, // 60: agentrun.node.v1.RestoreCheckpointRequest.env:type_name -> agentrun.node.v1.RestoreCheckpointRequest.EnvEntry
-	70, // 61: agentrun.node.v1.RestoreCheckpointRequest.metadata:type_name -> agentrun.node.v1.RestoreCheckpointRequest.MetadataEntry
-	27, // 62: agentrun.node.v1.RestoreCheckpointRequest.lifetime:type_name -> agentrun.node.v1.Lifetime
-	72, // 63: agentrun.node.v1.NamespaceCA.created:type_name -> google.protobuf.Timestamp
-	72, // 64: agentrun.node.v1.NamespaceCA.expires:type_name -> google.protobuf.Timestamp
-	7,  // 65: agentrun.node.v1.Node.GetNode:input_type -> agentrun.node.v1.GetNodeRequest
-	15, // 66: agentrun.node.v1.Node.ApplyTemplate:input_type -> agentrun.node.v1.ApplyTemplateRequest
-	16, // 67: agentrun.node.v1.Node.GetTemplate:input_type -> agentrun.node.v1.GetTemplateRequest
-	17, // 68: agentrun.node.v1.Node.ListTemplates:input_type -> agentrun.node.v1.ListTemplatesRequest
-	19, // 69: agentrun.node.v1.Node.DeleteTemplate:input_type -> agentrun.node.v1.DeleteTemplateRequest
-	22, // 70: agentrun.node.v1.Node.ApplyPool:input_type -> agentrun.node.v1.ApplyPoolRequest
-	23, // 71: agentrun.node.v1.Node.GetPool:input_type -> agentrun.node.v1.GetPoolRequest
-	24, // 72: agentrun.node.v1.Node.ListPools:input_type -> agentrun.node.v1.ListPoolsRequest
-	26, // 73: agentrun.node.v1.Node.DeletePool:input_type -> agentrun.node.v1.DeletePoolRequest
-	29, // 74: agentrun.node.v1.Node.ClaimSandbox:input_type -> agentrun.node.v1.ClaimSandboxRequest
-	30, // 75: agentrun.node.v1.Node.GetSandbox:input_type -> agentrun.node.v1.GetSandboxRequest
-	31, // 76: agentrun.node.v1.Node.ListSandboxes:input_type -> agentrun.node.v1.ListSandboxesRequest
-	33, // 77: agentrun.node.v1.Node.WatchSandboxes:input_type -> agentrun.node.v1.WatchSandboxesRequest
-	35, // 78: agentrun.node.v1.Node.PauseSandbox:input_type -> agentrun.node.v1.PauseSandboxRequest
-	36, // 79: agentrun.node.v1.Node.ResumeSandbox:input_type -> agentrun.node.v1.ResumeSandboxRequest
-	37, // 80: agentrun.node.v1.Node.HibernateSandbox:input_type -> agentrun.node.v1.HibernateSandboxRequest
-	38, // 81: agentrun.node.v1.Node.ExtendSandbox:input_type -> agentrun.node.v1.ExtendSandboxRequest
-	39, // 82: agentrun.node.v1.Node.KillSandbox:input_type -> agentrun.node.v1.KillSandboxRequest
-	40, // 83: agentrun.node.v1.Node.GetSandboxStats:input_type -> agentrun.node.v1.GetSandboxStatsRequest
-	42, // 84: agentrun.node.v1.Node.ListSandboxStats:input_type -> agentrun.node.v1.ListSandboxStatsRequest
-	44, // 85: agentrun.node.v1.Node.SetNetworkPolicy:input_type -> agentrun.node.v1.SetNetworkPolicyRequest
-	45, // 86: agentrun.node.v1.Node.GetNetworkLog:input_type -> agentrun.node.v1.GetNetworkLogRequest
-	48, // 87: agentrun.node.v1.Node.ForkSandbox:input_type -> agentrun.node.v1.ForkSandboxRequest
-	51, // 88: agentrun.node.v1.Node.GetFork:input_type -> agentrun.node.v1.GetForkRequest
-	52, // 89: agentrun.node.v1.Node.ListForks:input_type -> agentrun.node.v1.ListForksRequest
-	54, // 90: agentrun.node.v1.Node.DeleteFork:input_type -> agentrun.node.v1.DeleteForkRequest
-	56, // 91: agentrun.node.v1.Node.CheckpointSandbox:input_type -> agentrun.node.v1.CheckpointSandboxRequest
-	57, // 92: agentrun.node.v1.Node.GetCheckpoint:input_type -> agentrun.node.v1.GetCheckpointRequest
-	58, // 93: agentrun.node.v1.Node.ListCheckpoints:input_type -> agentrun.node.v1.ListCheckpointsRequest
-	60, // 94: agentrun.node.v1.Node.DeleteCheckpoint:input_type -> agentrun.node.v1.DeleteCheckpointRequest
-	61, // 95: agentrun.node.v1.Node.RestoreCheckpoint:input_type -> agentrun.node.v1.RestoreCheckpointRequest
-	63, // 96: agentrun.node.v1.Node.GetNamespaceCA:input_type -> agentrun.node.v1.GetNamespaceCARequest
-	64, // 97: agentrun.node.v1.Node.SetNamespaceCA:input_type -> agentrun.node.v1.SetNamespaceCARequest
-	8,  // 98: agentrun.node.v1.Node.GetNode:output_type -> agentrun.node.v1.NodeStatus
-	13, // 99: agentrun.node.v1.Node.ApplyTemplate:output_type -> agentrun.node.v1.Template
-	13, // 100: agentrun.node.v1.Node.GetTemplate:output_type -> agentrun.node.v1.Template
-	18, // 101: agentrun.node.v1.Node.ListTemplates:output_type -> agentrun.node.v1.ListTemplatesResponse
-	73, // 102: agentrun.node.v1.Node.DeleteTemplate:output_type -> google.protobuf.Empty
-	21, // 103: agentrun.node.v1.Node.ApplyPool:output_type -> agentrun.node.v1.Pool
-	21, // 104: agentrun.node.v1.Node.GetPool:output_type -> agentrun.node.v1.Pool
-	25, // 105: agentrun.node.v1.Node.ListPools:output_type -> agentrun.node.v1.ListPoolsResponse
-	73, // 106: agentrun.node.v1.Node.DeletePool:output_type -> google.protobuf.Empty
-	28, // 107: agentrun.node.v1.Node.ClaimSandbox:output_type -> agentrun.node.v1.Sandbox
-	28, // 108: agentrun.node.v1.Node.GetSandbox:output_type -> agentrun.node.v1.Sandbox
-	32, // 109: agentrun.node.v1.Node.ListSandboxes:output_type -> agentrun.node.v1.ListSandboxesResponse
-	34, // 110: agentrun.node.v1.Node.WatchSandboxes:output_type -> agentrun.node.v1.SandboxEvent
-	28, // 111: agentrun.node.v1.Node.PauseSandbox:output_type -> agentrun.node.v1.Sandbox
-	28, // 112: agentrun.node.v1.Node.ResumeSandbox:output_type -> agentrun.node.v1.Sandbox
-	28, // 113: agentrun.node.v1.Node.HibernateSandbox:output_type -> agentrun.node.v1.Sandbox
-	28, // 114: agentrun.node.v1.Node.ExtendSandbox:output_type -> agentrun.node.v1.Sandbox
-	28, // 115: agentrun.node.v1.Node.KillSandbox:output_type -> agentrun.node.v1.Sandbox
-	41, // 116: agentrun.node.v1.Node.GetSandboxStats:output_type -> agentrun.node.v1.SandboxStats
-	43, // 117: agentrun.node.v1.Node.ListSandboxStats:output_type -> agentrun.node.v1.ListSandboxStatsResponse
-	28, // 118: agentrun.node.v1.Node.SetNetworkPolicy:output_type -> agentrun.node.v1.Sandbox
-	46, // 119: agentrun.node.v1.Node.GetNetworkLog:output_type -> agentrun.node.v1.NetworkLog
-	49, // 120: agentrun.node.v1.Node.ForkSandbox:output_type -> agentrun.node.v1.Fork
-	49, // 121: agentrun.node.v1.Node.GetFork:output_type -> agentrun.node.v1.Fork
-	53, // 122: agentrun.node.v1.Node.ListForks:output_type -> agentrun.node.v1.ListForksResponse
-	73, // 123: agentrun.node.v1.Node.DeleteFork:output_type -> google.protobuf.Empty
-	55, // 124: agentrun.node.v1.Node.CheckpointSandbox:output_type -> agentrun.node.v1.Checkpoint
-	55, // 125: agentrun.node.v1.Node.GetCheckpoint:output_type -> agentrun.node.v1.Checkpoint
-	59, // 126: agentrun.node.v1.Node.ListCheckpoints:output_type -> agentrun.node.v1.ListCheckpointsResponse
-	73, // 127: agentrun.node.v1.Node.DeleteCheckpoint:output_type -> google.protobuf.Empty
-	28, // 128: agentrun.node.v1.Node.RestoreCheckpoint:output_type -> agentrun.node.v1.Sandbox
-	62, // 129: agentrun.node.v1.Node.GetNamespaceCA:output_type -> agentrun.node.v1.NamespaceCA
-	62, // 130: agentrun.node.v1.Node.SetNamespaceCA:output_type -> agentrun.node.v1.NamespaceCA
-	98, // [98:131] is the sub-list for method output_type
-	65, // [65:98] is the sub-list for method input_type
-	65, // [65:65] is the sub-list for extension type_name
-	65, // [65:65] is the sub-list for extension extendee
-	0,  // [0:65] is the sub-list for field type_name
+	10,  // 0: agentrun.node.v1.NodeStatus.snapshots:type_name -> agentrun.node.v1.NodeSnapshot
+	11,  // 1: agentrun.node.v1.NodeStatus.cordon:type_name -> agentrun.node.v1.Cordon
+	1,   // 2: agentrun.node.v1.NodeSnapshot.stage:type_name -> agentrun.node.v1.Stage
+	78,  // 3: agentrun.node.v1.Cordon.since:type_name -> google.protobuf.Timestamp
+	12,  // 4: agentrun.node.v1.Cordon.problems:type_name -> agentrun.node.v1.DrainProblem
+	5,   // 5: agentrun.node.v1.WatchRequest.kinds:type_name -> agentrun.node.v1.ObjectKind
+	6,   // 6: agentrun.node.v1.WatchEvent.type:type_name -> agentrun.node.v1.WatchEvent.Type
+	9,   // 7: agentrun.node.v1.WatchEvent.node:type_name -> agentrun.node.v1.NodeStatus
+	22,  // 8: agentrun.node.v1.WatchEvent.template:type_name -> agentrun.node.v1.Template
+	30,  // 9: agentrun.node.v1.WatchEvent.pool:type_name -> agentrun.node.v1.Pool
+	37,  // 10: agentrun.node.v1.WatchEvent.sandbox:type_name -> agentrun.node.v1.Sandbox
+	56,  // 11: agentrun.node.v1.WatchEvent.fork:type_name -> agentrun.node.v1.Fork
+	62,  // 12: agentrun.node.v1.WatchEvent.checkpoint:type_name -> agentrun.node.v1.Checkpoint
+	72,  // 13: agentrun.node.v1.TemplateSpec.env:type_name -> agentrun.node.v1.TemplateSpec.EnvEntry
+	20,  // 14: agentrun.node.v1.TemplateSpec.ready:type_name -> agentrun.node.v1.ReadyCheck
+	21,  // 15: agentrun.node.v1.TemplateSpec.warmup:type_name -> agentrun.node.v1.Program
+	19,  // 16: agentrun.node.v1.TemplateSpec.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
+	19,  // 17: agentrun.node.v1.TemplateSpec.build_network:type_name -> agentrun.node.v1.NetworkPolicy
+	79,  // 18: agentrun.node.v1.TemplateSpec.build_timeout:type_name -> google.protobuf.Duration
+	79,  // 19: agentrun.node.v1.ReadyCheck.delay:type_name -> google.protobuf.Duration
+	79,  // 20: agentrun.node.v1.ReadyCheck.timeout:type_name -> google.protobuf.Duration
+	18,  // 21: agentrun.node.v1.Template.spec:type_name -> agentrun.node.v1.TemplateSpec
+	78,  // 22: agentrun.node.v1.Template.created:type_name -> google.protobuf.Timestamp
+	0,   // 23: agentrun.node.v1.Template.phase:type_name -> agentrun.node.v1.Phase
+	23,  // 24: agentrun.node.v1.Template.builds:type_name -> agentrun.node.v1.Build
+	1,   // 25: agentrun.node.v1.Build.stage:type_name -> agentrun.node.v1.Stage
+	0,   // 26: agentrun.node.v1.Build.phase:type_name -> agentrun.node.v1.Phase
+	78,  // 27: agentrun.node.v1.Build.started:type_name -> google.protobuf.Timestamp
+	78,  // 28: agentrun.node.v1.Build.finished:type_name -> google.protobuf.Timestamp
+	78,  // 29: agentrun.node.v1.Build.next:type_name -> google.protobuf.Timestamp
+	18,  // 30: agentrun.node.v1.ApplyTemplateRequest.spec:type_name -> agentrun.node.v1.TemplateSpec
+	22,  // 31: agentrun.node.v1.ListTemplatesResponse.templates:type_name -> agentrun.node.v1.Template
+	1,   // 32: agentrun.node.v1.PoolSpec.snapshot_after:type_name -> agentrun.node.v1.Stage
+	29,  // 33: agentrun.node.v1.Pool.spec:type_name -> agentrun.node.v1.PoolSpec
+	78,  // 34: agentrun.node.v1.Pool.created:type_name -> google.protobuf.Timestamp
+	0,   // 35: agentrun.node.v1.Pool.phase:type_name -> agentrun.node.v1.Phase
+	29,  // 36: agentrun.node.v1.ApplyPoolRequest.spec:type_name -> agentrun.node.v1.PoolSpec
+	30,  // 37: agentrun.node.v1.ListPoolsResponse.pools:type_name -> agentrun.node.v1.Pool
+	79,  // 38: agentrun.node.v1.Lifetime.timeout:type_name -> google.protobuf.Duration
+	79,  // 39: agentrun.node.v1.Lifetime.idle_timeout:type_name -> google.protobuf.Duration
+	4,   // 40: agentrun.node.v1.Lifetime.on_timeout:type_name -> agentrun.node.v1.TimeoutAction
+	2,   // 41: agentrun.node.v1.Sandbox.state:type_name -> agentrun.node.v1.SandboxState
+	73,  // 42: agentrun.node.v1.Sandbox.metadata:type_name -> agentrun.node.v1.Sandbox.MetadataEntry
+	78,  // 43: agentrun.node.v1.Sandbox.created:type_name -> google.protobuf.Timestamp
+	78,  // 44: agentrun.node.v1.Sandbox.ended:type_name -> google.protobuf.Timestamp
+	3,   // 45: agentrun.node.v1.Sandbox.reason:type_name -> agentrun.node.v1.EndReason
+	36,  // 46: agentrun.node.v1.Sandbox.lifetime:type_name -> agentrun.node.v1.Lifetime
+	19,  // 47: agentrun.node.v1.Sandbox.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
+	19,  // 48: agentrun.node.v1.Sandbox.network_bounds:type_name -> agentrun.node.v1.NetworkPolicy
+	74,  // 49: agentrun.node.v1.ClaimSandboxRequest.env:type_name -> agentrun.node.v1.ClaimSandboxRequest.EnvEntry
+	75,  // 50: agentrun.node.v1.ClaimSandboxRequest.metadata:type_name -> agentrun.node.v1.ClaimSandboxRequest.MetadataEntry
+	36,  // 51: agentrun.node.v1.ClaimSandboxRequest.lifetime:type_name -> agentrun.node.v1.Lifetime
+	19,  // 52: agentrun.node.v1.ClaimSandboxRequest.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
+	37,  // 53: agentrun.node.v1.ListSandboxesResponse.sandboxes:type_name -> agentrun.node.v1.Sandbox
+	79,  // 54: agentrun.node.v1.ExtendSandboxRequest.timeout:type_name -> google.protobuf.Duration
+	2,   // 55: agentrun.node.v1.SandboxStats.state:type_name -> agentrun.node.v1.SandboxState
+	78,  // 56: agentrun.node.v1.SandboxStats.time:type_name -> google.protobuf.Timestamp
+	79,  // 57: agentrun.node.v1.SandboxStats.cpu:type_name -> google.protobuf.Duration
+	48,  // 58: agentrun.node.v1.ListSandboxStatsResponse.stats:type_name -> agentrun.node.v1.SandboxStats
+	19,  // 59: agentrun.node.v1.SetNetworkPolicyRequest.policy:type_name -> agentrun.node.v1.NetworkPolicy
+	79,  // 60: agentrun.node.v1.GetNetworkLogRequest.wait:type_name -> google.protobuf.Duration
+	54,  // 61: agentrun.node.v1.NetworkLog.entries:type_name -> agentrun.node.v1.NetworkLogEntry
+	54,  // 62: agentrun.node.v1.NetworkLog.open:type_name -> agentrun.node.v1.NetworkLogEntry
+	78,  // 63: agentrun.node.v1.NetworkLogEntry.time:type_name -> google.protobuf.Timestamp
+	78,  // 64: agentrun.node.v1.NetworkLogEntry.ended:type_name -> google.protobuf.Timestamp
+	19,  // 65: agentrun.node.v1.ForkSandboxRequest.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
+	78,  // 66: agentrun.node.v1.Fork.created:type_name -> google.protobuf.Timestamp
+	0,   // 67: agentrun.node.v1.Fork.phase:type_name -> agentrun.node.v1.Phase
+	57,  // 68: agentrun.node.v1.Fork.children:type_name -> agentrun.node.v1.ForkOutcome
+	79,  // 69: agentrun.node.v1.Fork.pause:type_name -> google.protobuf.Duration
+	56,  // 70: agentrun.node.v1.ListForksResponse.forks:type_name -> agentrun.node.v1.Fork
+	78,  // 71: agentrun.node.v1.Checkpoint.created:type_name -> google.protobuf.Timestamp
+	62,  // 72: agentrun.node.v1.ListCheckpointsResponse.checkpoints:type_name -> agentrun.node.v1.Checkpoint
+	76,  // 73: agentrun.node.v1.RestoreCheckpointRequest.env:type_name -> agentrun.node.v1.RestoreCheckpointRequest.EnvEntry
+	77,  // 74: agentrun.node.v1.RestoreCheckpointRequest.metadata:type_name -> agentrun.node.v1.RestoreCheckpointRequest.MetadataEntry
+	36,  // 75: agentrun.node.v1.RestoreCheckpointRequest.lifetime:type_name -> agentrun.node.v1.Lifetime
+	78,  // 76: agentrun.node.v1.NamespaceCA.created:type_name -> google.protobuf.Timestamp
+	78,  // 77: agentrun.node.v1.NamespaceCA.expires:type_name -> google.protobuf.Timestamp
+	8,   // 78: agentrun.node.v1.Node.GetNode:input_type -> agentrun.node.v1.GetNodeRequest
+	16,  // 79: agentrun.node.v1.Node.Watch:input_type -> agentrun.node.v1.WatchRequest
+	13,  // 80: agentrun.node.v1.Node.CordonNode:input_type -> agentrun.node.v1.CordonNodeRequest
+	14,  // 81: agentrun.node.v1.Node.DrainNode:input_type -> agentrun.node.v1.DrainNodeRequest
+	15,  // 82: agentrun.node.v1.Node.UncordonNode:input_type -> agentrun.node.v1.UncordonNodeRequest
+	24,  // 83: agentrun.node.v1.Node.ApplyTemplate:input_type -> agentrun.node.v1.ApplyTemplateRequest
+	25,  // 84: agentrun.node.v1.Node.GetTemplate:input_type -> agentrun.node.v1.GetTemplateRequest
+	26,  // 85: agentrun.node.v1.Node.ListTemplates:input_type -> agentrun.node.v1.ListTemplatesRequest
+	28,  // 86: agentrun.node.v1.Node.DeleteTemplate:input_type -> agentrun.node.v1.DeleteTemplateRequest
+	31,  // 87: agentrun.node.v1.Node.ApplyPool:input_type -> agentrun.node.v1.ApplyPoolRequest
+	32,  // 88: agentrun.node.v1.Node.GetPool:input_type -> agentrun.node.v1.GetPoolRequest
+	33,  // 89: agentrun.node.v1.Node.ListPools:input_type -> agentrun.node.v1.ListPoolsRequest
+	35,  // 90: agentrun.node.v1.Node.DeletePool:input_type -> agentrun.node.v1.DeletePoolRequest
+	38,  // 91: agentrun.node.v1.Node.ClaimSandbox:input_type -> agentrun.node.v1.ClaimSandboxRequest
+	39,  // 92: agentrun.node.v1.Node.GetSandbox:input_type -> agentrun.node.v1.GetSandboxRequest
+	40,  // 93: agentrun.node.v1.Node.ListSandboxes:input_type -> agentrun.node.v1.ListSandboxesRequest
+	42,  // 94: agentrun.node.v1.Node.PauseSandbox:input_type -> agentrun.node.v1.PauseSandboxRequest
+	43,  // 95: agentrun.node.v1.Node.ResumeSandbox:input_type -> agentrun.node.v1.ResumeSandboxRequest
+	44,  // 96: agentrun.node.v1.Node.HibernateSandbox:input_type -> agentrun.node.v1.HibernateSandboxRequest
+	45,  // 97: agentrun.node.v1.Node.ExtendSandbox:input_type -> agentrun.node.v1.ExtendSandboxRequest
+	46,  // 98: agentrun.node.v1.Node.KillSandbox:input_type -> agentrun.node.v1.KillSandboxRequest
+	47,  // 99: agentrun.node.v1.Node.GetSandboxStats:input_type -> agentrun.node.v1.GetSandboxStatsRequest
+	49,  // 100: agentrun.node.v1.Node.ListSandboxStats:input_type -> agentrun.node.v1.ListSandboxStatsRequest
+	51,  // 101: agentrun.node.v1.Node.SetNetworkPolicy:input_type -> agentrun.node.v1.SetNetworkPolicyRequest
+	52,  // 102: agentrun.node.v1.Node.GetNetworkLog:input_type -> agentrun.node.v1.GetNetworkLogRequest
+	55,  // 103: agentrun.node.v1.Node.ForkSandbox:input_type -> agentrun.node.v1.ForkSandboxRequest
+	58,  // 104: agentrun.node.v1.Node.GetFork:input_type -> agentrun.node.v1.GetForkRequest
+	59,  // 105: agentrun.node.v1.Node.ListForks:input_type -> agentrun.node.v1.ListForksRequest
+	61,  // 106: agentrun.node.v1.Node.DeleteFork:input_type -> agentrun.node.v1.DeleteForkRequest
+	63,  // 107: agentrun.node.v1.Node.CheckpointSandbox:input_type -> agentrun.node.v1.CheckpointSandboxRequest
+	64,  // 108: agentrun.node.v1.Node.GetCheckpoint:input_type -> agentrun.node.v1.GetCheckpointRequest
+	65,  // 109: agentrun.node.v1.Node.ListCheckpoints:input_type -> agentrun.node.v1.ListCheckpointsRequest
+	67,  // 110: agentrun.node.v1.Node.DeleteCheckpoint:input_type -> agentrun.node.v1.DeleteCheckpointRequest
+	68,  // 111: agentrun.node.v1.Node.RestoreCheckpoint:input_type -> agentrun.node.v1.RestoreCheckpointRequest
+	70,  // 112: agentrun.node.v1.Node.GetNamespaceCA:input_type -> agentrun.node.v1.GetNamespaceCARequest
+	71,  // 113: agentrun.node.v1.Node.SetNamespaceCA:input_type -> agentrun.node.v1.SetNamespaceCARequest
+	9,   // 114: agentrun.node.v1.Node.GetNode:output_type -> agentrun.node.v1.NodeStatus
+	17,  // 115: agentrun.node.v1.Node.Watch:output_type -> agentrun.node.v1.WatchEvent
+	9,   // 116: agentrun.node.v1.Node.CordonNode:output_type -> agentrun.node.v1.NodeStatus
+	9,   // 117: agentrun.node.v1.Node.DrainNode:output_type -> agentrun.node.v1.NodeStatus
+	9,   // 118: agentrun.node.v1.Node.UncordonNode:output_type -> agentrun.node.v1.NodeStatus
+	22,  // 119: agentrun.node.v1.Node.ApplyTemplate:output_type -> agentrun.node.v1.Template
+	22,  // 120: agentrun.node.v1.Node.GetTemplate:output_type -> agentrun.node.v1.Template
+	27,  // 121: agentrun.node.v1.Node.ListTemplates:output_type -> agentrun.node.v1.ListTemplatesResponse
+	80,  // 122: agentrun.node.v1.Node.DeleteTemplate:output_type -> google.protobuf.Empty
+	30,  // 123: agentrun.node.v1.Node.ApplyPool:output_type -> agentrun.node.v1.Pool
+	30,  // 124: agentrun.node.v1.Node.GetPool:output_type -> agentrun.node.v1.Pool
+	34,  // 125: agentrun.node.v1.Node.ListPools:output_type -> agentrun.node.v1.ListPoolsResponse
+	80,  // 126: agentrun.node.v1.Node.DeletePool:output_type -> google.protobuf.Empty
+	37,  // 127: agentrun.node.v1.Node.ClaimSandbox:output_type -> agentrun.node.v1.Sandbox
+	37,  // 128: agentrun.node.v1.Node.GetSandbox:output_type -> agentrun.node.v1.Sandbox
+	41,  // 129: agentrun.node.v1.Node.ListSandboxes:output_type -> agentrun.node.v1.ListSandboxesResponse
+	37,  // 130: agentrun.node.v1.Node.PauseSandbox:output_type -> agentrun.node.v1.Sandbox
+	37,  // 131: agentrun.node.v1.Node.ResumeSandbox:output_type -> agentrun.node.v1.Sandbox
+	37,  // 132: agentrun.node.v1.Node.HibernateSandbox:output_type -> agentrun.node.v1.Sandbox
+	37,  // 133: agentrun.node.v1.Node.ExtendSandbox:output_type -> agentrun.node.v1.Sandbox
+	37,  // 134: agentrun.node.v1.Node.KillSandbox:output_type -> agentrun.node.v1.Sandbox
+	48,  // 135: agentrun.node.v1.Node.GetSandboxStats:output_type -> agentrun.node.v1.SandboxStats
+	50,  // 136: agentrun.node.v1.Node.ListSandboxStats:output_type -> agentrun.node.v1.ListSandboxStatsResponse
+	37,  // 137: agentrun.node.v1.Node.SetNetworkPolicy:output_type -> agentrun.node.v1.Sandbox
+	53,  // 138: agentrun.node.v1.Node.GetNetworkLog:output_type -> agentrun.node.v1.NetworkLog
+	56,  // 139: agentrun.node.v1.Node.ForkSandbox:output_type -> agentrun.node.v1.Fork
+	56,  // 140: agentrun.node.v1.Node.GetFork:output_type -> agentrun.node.v1.Fork
+	60,  // 141: agentrun.node.v1.Node.ListForks:output_type -> agentrun.node.v1.ListForksResponse
+	80,  // 142: agentrun.node.v1.Node.DeleteFork:output_type -> google.protobuf.Empty
+	62,  // 143: agentrun.node.v1.Node.CheckpointSandbox:output_type -> agentrun.node.v1.Checkpoint
+	62,  // 144: agentrun.node.v1.Node.GetCheckpoint:output_type -> agentrun.node.v1.Checkpoint
+	66,  // 145: agentrun.node.v1.Node.ListCheckpoints:output_type -> agentrun.node.v1.ListCheckpointsResponse
+	80,  // 146: agentrun.node.v1.Node.DeleteCheckpoint:output_type -> google.protobuf.Empty
+	37,  // 147: agentrun.node.v1.Node.RestoreCheckpoint:output_type -> agentrun.node.v1.Sandbox
+	69,  // 148: agentrun.node.v1.Node.GetNamespaceCA:output_type -> agentrun.node.v1.NamespaceCA
+	69,  // 149: agentrun.node.v1.Node.SetNamespaceCA:output_type -> agentrun.node.v1.NamespaceCA
+	114, // [114:150] is the sub-list for method output_type
+	78,  // [78:114] is the sub-list for method input_type
+	78,  // [78:78] is the sub-list for extension type_name
+	78,  // [78:78] is the sub-list for extension extendee
+	0,   // [0:78] is the sub-list for field type_name
 }
 
 func init() { file_agentrun_node_v1_node_proto_init() }
@@ -5454,19 +6430,27 @@ func file_agentrun_node_v1_node_proto_init() {
 	if File_agentrun_node_v1_node_proto != nil {
 		return
 	}
-	file_agentrun_node_v1_node_proto_msgTypes[5].OneofWrappers = []any{
+	file_agentrun_node_v1_node_proto_msgTypes[10].OneofWrappers = []any{
+		(*WatchEvent_Node)(nil),
+		(*WatchEvent_Template)(nil),
+		(*WatchEvent_Pool)(nil),
+		(*WatchEvent_Sandbox)(nil),
+		(*WatchEvent_Fork)(nil),
+		(*WatchEvent_Checkpoint)(nil),
+	}
+	file_agentrun_node_v1_node_proto_msgTypes[13].OneofWrappers = []any{
 		(*ReadyCheck_Command)(nil),
 		(*ReadyCheck_Port)(nil),
 		(*ReadyCheck_Delay)(nil),
 	}
-	file_agentrun_node_v1_node_proto_msgTypes[14].OneofWrappers = []any{}
+	file_agentrun_node_v1_node_proto_msgTypes[22].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_agentrun_node_v1_node_proto_rawDesc), len(file_agentrun_node_v1_node_proto_rawDesc)),
-			NumEnums:      6,
-			NumMessages:   65,
+			NumEnums:      7,
+			NumMessages:   71,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

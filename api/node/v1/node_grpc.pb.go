@@ -29,6 +29,10 @@ const _ = grpc.SupportPackageIsVersion9
 
 const (
 	Node_GetNode_FullMethodName           = "/agentrun.node.v1.Node/GetNode"
+	Node_Watch_FullMethodName             = "/agentrun.node.v1.Node/Watch"
+	Node_CordonNode_FullMethodName        = "/agentrun.node.v1.Node/CordonNode"
+	Node_DrainNode_FullMethodName         = "/agentrun.node.v1.Node/DrainNode"
+	Node_UncordonNode_FullMethodName      = "/agentrun.node.v1.Node/UncordonNode"
 	Node_ApplyTemplate_FullMethodName     = "/agentrun.node.v1.Node/ApplyTemplate"
 	Node_GetTemplate_FullMethodName       = "/agentrun.node.v1.Node/GetTemplate"
 	Node_ListTemplates_FullMethodName     = "/agentrun.node.v1.Node/ListTemplates"
@@ -40,7 +44,6 @@ const (
 	Node_ClaimSandbox_FullMethodName      = "/agentrun.node.v1.Node/ClaimSandbox"
 	Node_GetSandbox_FullMethodName        = "/agentrun.node.v1.Node/GetSandbox"
 	Node_ListSandboxes_FullMethodName     = "/agentrun.node.v1.Node/ListSandboxes"
-	Node_WatchSandboxes_FullMethodName    = "/agentrun.node.v1.Node/WatchSandboxes"
 	Node_PauseSandbox_FullMethodName      = "/agentrun.node.v1.Node/PauseSandbox"
 	Node_ResumeSandbox_FullMethodName     = "/agentrun.node.v1.Node/ResumeSandbox"
 	Node_HibernateSandbox_FullMethodName  = "/agentrun.node.v1.Node/HibernateSandbox"
@@ -69,6 +72,17 @@ const (
 type NodeClient interface {
 	// What the node has, and what of it is taken.
 	GetNode(ctx context.Context, in *GetNodeRequest, opts ...grpc.CallOption) (*NodeStatus, error)
+	// Tells of each change of objects: after a resource version, or all that there are,
+	// an event of type SYNCED, and then what changes. Each change is told once.
+	Watch(ctx context.Context, in *WatchRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchEvent], error)
+	// The node makes no sandboxes from then on, and its pools are not filled. What runs goes
+	// on.
+	CordonNode(ctx context.Context, in *CordonNodeRequest, opts ...grpc.CallOption) (*NodeStatus, error)
+	// Cordons the node, and hibernates all that runs, in the background. GetNode has how
+	// far that is.
+	DrainNode(ctx context.Context, in *DrainNodeRequest, opts ...grpc.CallOption) (*NodeStatus, error)
+	// Ends both. What was hibernated stays so until it is used.
+	UncordonNode(ctx context.Context, in *UncordonNodeRequest, opts ...grpc.CallOption) (*NodeStatus, error)
 	// Makes a template or changes it; it is built in the background.
 	ApplyTemplate(ctx context.Context, in *ApplyTemplateRequest, opts ...grpc.CallOption) (*Template, error)
 	GetTemplate(ctx context.Context, in *GetTemplateRequest, opts ...grpc.CallOption) (*Template, error)
@@ -83,10 +97,6 @@ type NodeClient interface {
 	ClaimSandbox(ctx context.Context, in *ClaimSandboxRequest, opts ...grpc.CallOption) (*Sandbox, error)
 	GetSandbox(ctx context.Context, in *GetSandboxRequest, opts ...grpc.CallOption) (*Sandbox, error)
 	ListSandboxes(ctx context.Context, in *ListSandboxesRequest, opts ...grpc.CallOption) (*ListSandboxesResponse, error)
-	// All sandboxes as they are, one event of kind SYNCED, and from then on those
-	// that have changed. Changes that follow each other may come as one: an event
-	// has what the sandbox is, not what has happened to it.
-	WatchSandboxes(ctx context.Context, in *WatchSandboxesRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[SandboxEvent], error)
 	PauseSandbox(ctx context.Context, in *PauseSandboxRequest, opts ...grpc.CallOption) (*Sandbox, error)
 	ResumeSandbox(ctx context.Context, in *ResumeSandboxRequest, opts ...grpc.CallOption) (*Sandbox, error)
 	HibernateSandbox(ctx context.Context, in *HibernateSandboxRequest, opts ...grpc.CallOption) (*Sandbox, error)
@@ -134,6 +144,55 @@ func (c *nodeClient) GetNode(ctx context.Context, in *GetNodeRequest, opts ...gr
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(NodeStatus)
 	err := c.cc.Invoke(ctx, Node_GetNode_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *nodeClient) Watch(ctx context.Context, in *WatchRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchEvent], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &Node_ServiceDesc.Streams[0], Node_Watch_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[WatchRequest, WatchEvent]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Node_WatchClient = grpc.ServerStreamingClient[WatchEvent]
+
+func (c *nodeClient) CordonNode(ctx context.Context, in *CordonNodeRequest, opts ...grpc.CallOption) (*NodeStatus, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(NodeStatus)
+	err := c.cc.Invoke(ctx, Node_CordonNode_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *nodeClient) DrainNode(ctx context.Context, in *DrainNodeRequest, opts ...grpc.CallOption) (*NodeStatus, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(NodeStatus)
+	err := c.cc.Invoke(ctx, Node_DrainNode_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *nodeClient) UncordonNode(ctx context.Context, in *UncordonNodeRequest, opts ...grpc.CallOption) (*NodeStatus, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(NodeStatus)
+	err := c.cc.Invoke(ctx, Node_UncordonNode_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -249,25 +308,6 @@ func (c *nodeClient) ListSandboxes(ctx context.Context, in *ListSandboxesRequest
 	}
 	return out, nil
 }
-
-func (c *nodeClient) WatchSandboxes(ctx context.Context, in *WatchSandboxesRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[SandboxEvent], error) {
-	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &Node_ServiceDesc.Streams[0], Node_WatchSandboxes_FullMethodName, cOpts...)
-	if err != nil {
-		return nil, err
-	}
-	x := &grpc.GenericClientStream[WatchSandboxesRequest, SandboxEvent]{ClientStream: stream}
-	if err := x.ClientStream.SendMsg(in); err != nil {
-		return nil, err
-	}
-	if err := x.ClientStream.CloseSend(); err != nil {
-		return nil, err
-	}
-	return x, nil
-}
-
-// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
-type Node_WatchSandboxesClient = grpc.ServerStreamingClient[SandboxEvent]
 
 func (c *nodeClient) PauseSandbox(ctx context.Context, in *PauseSandboxRequest, opts ...grpc.CallOption) (*Sandbox, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
@@ -475,6 +515,17 @@ func (c *nodeClient) SetNamespaceCA(ctx context.Context, in *SetNamespaceCAReque
 type NodeServer interface {
 	// What the node has, and what of it is taken.
 	GetNode(context.Context, *GetNodeRequest) (*NodeStatus, error)
+	// Tells of each change of objects: after a resource version, or all that there are,
+	// an event of type SYNCED, and then what changes. Each change is told once.
+	Watch(*WatchRequest, grpc.ServerStreamingServer[WatchEvent]) error
+	// The node makes no sandboxes from then on, and its pools are not filled. What runs goes
+	// on.
+	CordonNode(context.Context, *CordonNodeRequest) (*NodeStatus, error)
+	// Cordons the node, and hibernates all that runs, in the background. GetNode has how
+	// far that is.
+	DrainNode(context.Context, *DrainNodeRequest) (*NodeStatus, error)
+	// Ends both. What was hibernated stays so until it is used.
+	UncordonNode(context.Context, *UncordonNodeRequest) (*NodeStatus, error)
 	// Makes a template or changes it; it is built in the background.
 	ApplyTemplate(context.Context, *ApplyTemplateRequest) (*Template, error)
 	GetTemplate(context.Context, *GetTemplateRequest) (*Template, error)
@@ -489,10 +540,6 @@ type NodeServer interface {
 	ClaimSandbox(context.Context, *ClaimSandboxRequest) (*Sandbox, error)
 	GetSandbox(context.Context, *GetSandboxRequest) (*Sandbox, error)
 	ListSandboxes(context.Context, *ListSandboxesRequest) (*ListSandboxesResponse, error)
-	// All sandboxes as they are, one event of kind SYNCED, and from then on those
-	// that have changed. Changes that follow each other may come as one: an event
-	// has what the sandbox is, not what has happened to it.
-	WatchSandboxes(*WatchSandboxesRequest, grpc.ServerStreamingServer[SandboxEvent]) error
 	PauseSandbox(context.Context, *PauseSandboxRequest) (*Sandbox, error)
 	ResumeSandbox(context.Context, *ResumeSandboxRequest) (*Sandbox, error)
 	HibernateSandbox(context.Context, *HibernateSandboxRequest) (*Sandbox, error)
@@ -539,6 +586,18 @@ type UnimplementedNodeServer struct{}
 func (UnimplementedNodeServer) GetNode(context.Context, *GetNodeRequest) (*NodeStatus, error) {
 	return nil, status.Error(codes.Unimplemented, "method GetNode not implemented")
 }
+func (UnimplementedNodeServer) Watch(*WatchRequest, grpc.ServerStreamingServer[WatchEvent]) error {
+	return status.Error(codes.Unimplemented, "method Watch not implemented")
+}
+func (UnimplementedNodeServer) CordonNode(context.Context, *CordonNodeRequest) (*NodeStatus, error) {
+	return nil, status.Error(codes.Unimplemented, "method CordonNode not implemented")
+}
+func (UnimplementedNodeServer) DrainNode(context.Context, *DrainNodeRequest) (*NodeStatus, error) {
+	return nil, status.Error(codes.Unimplemented, "method DrainNode not implemented")
+}
+func (UnimplementedNodeServer) UncordonNode(context.Context, *UncordonNodeRequest) (*NodeStatus, error) {
+	return nil, status.Error(codes.Unimplemented, "method UncordonNode not implemented")
+}
 func (UnimplementedNodeServer) ApplyTemplate(context.Context, *ApplyTemplateRequest) (*Template, error) {
 	return nil, status.Error(codes.Unimplemented, "method ApplyTemplate not implemented")
 }
@@ -571,9 +630,6 @@ func (UnimplementedNodeServer) GetSandbox(context.Context, *GetSandboxRequest) (
 }
 func (UnimplementedNodeServer) ListSandboxes(context.Context, *ListSandboxesRequest) (*ListSandboxesResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method ListSandboxes not implemented")
-}
-func (UnimplementedNodeServer) WatchSandboxes(*WatchSandboxesRequest, grpc.ServerStreamingServer[SandboxEvent]) error {
-	return status.Error(codes.Unimplemented, "method WatchSandboxes not implemented")
 }
 func (UnimplementedNodeServer) PauseSandbox(context.Context, *PauseSandboxRequest) (*Sandbox, error) {
 	return nil, status.Error(codes.Unimplemented, "method PauseSandbox not implemented")
@@ -670,6 +726,71 @@ func _Node_GetNode_Handler(srv interface{}, ctx context.Context, dec func(interf
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
 		return srv.(NodeServer).GetNode(ctx, req.(*GetNodeRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Node_Watch_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(WatchRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(NodeServer).Watch(m, &grpc.GenericServerStream[WatchRequest, WatchEvent]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Node_WatchServer = grpc.ServerStreamingServer[WatchEvent]
+
+func _Node_CordonNode_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(CordonNodeRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).CordonNode(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_CordonNode_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).CordonNode(ctx, req.(*CordonNodeRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Node_DrainNode_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(DrainNodeRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).DrainNode(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_DrainNode_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).DrainNode(ctx, req.(*DrainNodeRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Node_UncordonNode_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(UncordonNodeRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).UncordonNode(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_UncordonNode_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).UncordonNode(ctx, req.(*UncordonNodeRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -871,17 +992,6 @@ func _Node_ListSandboxes_Handler(srv interface{}, ctx context.Context, dec func(
 	}
 	return interceptor(ctx, in, info, handler)
 }
-
-func _Node_WatchSandboxes_Handler(srv interface{}, stream grpc.ServerStream) error {
-	m := new(WatchSandboxesRequest)
-	if err := stream.RecvMsg(m); err != nil {
-		return err
-	}
-	return srv.(NodeServer).WatchSandboxes(m, &grpc.GenericServerStream[WatchSandboxesRequest, SandboxEvent]{ServerStream: stream})
-}
-
-// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
-type Node_WatchSandboxesServer = grpc.ServerStreamingServer[SandboxEvent]
 
 func _Node_PauseSandbox_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(PauseSandboxRequest)
@@ -1255,6 +1365,18 @@ var Node_ServiceDesc = grpc.ServiceDesc{
 			Handler:    _Node_GetNode_Handler,
 		},
 		{
+			MethodName: "CordonNode",
+			Handler:    _Node_CordonNode_Handler,
+		},
+		{
+			MethodName: "DrainNode",
+			Handler:    _Node_DrainNode_Handler,
+		},
+		{
+			MethodName: "UncordonNode",
+			Handler:    _Node_UncordonNode_Handler,
+		},
+		{
 			MethodName: "ApplyTemplate",
 			Handler:    _Node_ApplyTemplate_Handler,
 		},
@@ -1381,8 +1503,8 @@ var Node_ServiceDesc = grpc.ServiceDesc{
 	},
 	Streams: []grpc.StreamDesc{
 		{
-			StreamName:    "WatchSandboxes",
-			Handler:       _Node_WatchSandboxes_Handler,
+			StreamName:    "Watch",
+			Handler:       _Node_Watch_Handler,
 			ServerStreams: true,
 		},
 	},

@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"runtime"
 	"runtime/debug"
+	"runtime/metrics"
 	"slices"
 	"strings"
 	"testing"
@@ -72,9 +73,10 @@ func TestBundle(t *testing.T) {
 	}
 }
 
-// TestLazyGC: once the heap has grown, garbage is collected as usual.
+// TestLazyGC: there is no collection before a usual restore is over; then they are
+// rare, and once the heap has grown, garbage is collected as usual.
 func TestLazyGC(t *testing.T) {
-	old := debug.SetGCPercent(lazyPercent)
+	old := debug.SetGCPercent(100)
 	defer debug.SetGCPercent(old)
 	asked := make(chan uint64, 10)
 	sizes := []uint64{1, 2, smallHeap + 1}
@@ -92,6 +94,12 @@ func TestLazyGC(t *testing.T) {
 	}
 	if liveHeap() == 0 {
 		t.Error("the heap is empty")
+	}
+	LazyGC()
+	goal := []metrics.Sample{{Name: "/gc/heap/goal:bytes"}}
+	metrics.Read(goal)
+	if got, want := goal[0].Value.Uint64(), uint64(32<<20); got < want {
+		t.Errorf("garbage is collected before the heap has %d bytes; a restore takes 14 MiB, and seven tenths of %d are needed", got, want)
 	}
 }
 

@@ -216,10 +216,6 @@ func (s *server) try(ctx context.Context, m *gvisorctl.Message, files []*os.File
 		return box.load(f, m.Network)
 	case gvisorctl.OpRestore:
 		return s.restore(ctx, m, files)
-	case gvisorctl.OpWire:
-		wire, err := box.hostEnd()
-		reply.Wire = wire
-		return err
 	case gvisorctl.OpDial:
 		if len(files) != 1 {
 			return errFiles
@@ -245,7 +241,7 @@ func (s *server) try(ctx context.Context, m *gvisorctl.Message, files []*os.File
 		reply.Took = took
 		return err
 	case gvisorctl.OpDescribe:
-		reply.Create, reply.SentryPID = box.made, box.cont.SandboxPid()
+		reply.Create, reply.SentryPID, reply.Protocol = box.made, box.cont.SandboxPid(), protocol
 		return nil
 	case gvisorctl.OpConsole:
 		reply.Data = s.console.bytes()
@@ -257,8 +253,11 @@ func (s *server) try(ctx context.Context, m *gvisorctl.Message, files []*os.File
 		s.end(nil)
 		return nil
 	}
-	return fmt.Errorf("unknown request %q", m.Op)
+	return newest(box, m, reply)
 }
+
+// errUnknown is what a helper says to a request of a later version of the protocol.
+func errUnknown(m *gvisorctl.Message) error { return fmt.Errorf("unknown request %q", m.Op) }
 
 // create makes the sandbox, on the main thread.
 func (s *server) create(c *gvisorctl.Create, files []*os.File, reply *gvisorctl.Message) error {
@@ -285,7 +284,7 @@ func (s *server) create(c *gvisorctl.Create, files []*os.File, reply *gvisorctl.
 	if err := <-done; err != nil {
 		return err
 	}
-	reply.SentryPID = s.box.cont.SandboxPid()
+	reply.SentryPID, reply.Protocol = s.box.cont.SandboxPid(), protocol
 	go func() { s.end(s.box.wait()) }()
 	return nil
 }

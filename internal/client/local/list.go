@@ -217,8 +217,20 @@ func (s *Store) tidy() error {
 	errs := []error{snapshot.CleanTemp(filepath.Join(s.dir, "snapshots"))}
 	for _, kind := range pick.Kinds {
 		if e, err := s.engine(kind); err == nil { // one that cannot be opened has left nothing
-			errs = append(errs, e.Keep(folders, snapshots))
+			errs = append(errs, e.Keep(folders, snapshots), engine.KeepPrograms(e, s.everySnapshot))
 		}
 	}
 	return errors.Join(errs...)
+}
+
+// everySnapshot lists what sandboxes may be made of, or were.
+func (s *Store) everySnapshot() (all []string, err error) {
+	for _, pattern := range []string{"snapshots/*", "sandboxes/*/machine-*/from", "sandboxes/*/image-*"} {
+		found, err := filepath.Glob(filepath.Join(s.dir, pattern))
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, found...)
+	}
+	return all, nil
 }

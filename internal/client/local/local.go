@@ -5,6 +5,7 @@
 //	<folder>/sandboxes/<name>/machine-N/  where the engine finds it while it runs
 //	<folder>/sandboxes/<name>/image-N/    what it was when it was hibernated
 //	<folder>/sandboxes/<name>/sandbox.json  written last: which of them it is
+//	<folder>/helpers/                     builds of gvisor-helper (package programs)
 //	<folder>/scratch/                     disks' writable layers, without names
 //
 // A sandbox does not need the snapshot it came from, nor the sandbox: either can
@@ -106,7 +107,7 @@ func (s *Store) engine(kind pick.Kind) (engine.Engine, error) {
 	if e := s.opened[kind]; e != nil {
 		return e, nil
 	}
-	e, err := pick.Open(kind, pick.Config{Resident: s.resident, Scratch: filepath.Join(s.dir, "scratch"), Jail: s.policy})
+	e, err := pick.Open(kind, pick.Config{Resident: s.resident, Scratch: filepath.Join(s.dir, "scratch"), Helpers: filepath.Join(s.dir, "helpers"), Jail: s.policy})
 	if err != nil {
 		return nil, err
 	}

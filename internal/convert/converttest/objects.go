@@ -23,7 +23,7 @@ type Pool struct {
 
 // What APIs leave out, but for what one of them has no field for.
 var (
-	LeftOfTemplate = Same(ofNode, "Builds.Snapshot", "Builds.Env", "Builds.Workdir", "Builds.User", "Builds.Lineage", "Builds.TrustedCA")
+	LeftOfTemplate = Same(ofNode, "Builds.ResourceVersion", "Builds.Snapshot", "Builds.Spec", "Builds.Env", "Builds.Workdir", "Builds.User", "Builds.Lineage", "Builds.TrustedCA", "Builds.Kept", "Builds.Pulled", "Builds.Outdated")
 
 	LeftOfSandbox = Both(
 		Same(ofNode, "TrustedCA"),
@@ -33,11 +33,11 @@ var (
 	LeftOfCheckpoint = Both(
 		Same(ofNode, "Kept", "Of.Limits", "Of.Layers", "Of.Live", "Of.Clock", "Of.Machine", "Of.Asleep", "Of.Kept", "Of.Boot", "Of.TrustedCA"),
 		Same("it may hold what is not for everybody who lists checkpoints", "Of.Env"),
-		Same(ofSandbox, "Of.State", "Of.Metadata", "Of.Secrets", "Of.SecretsBy", "Of.Parent", "Of.Fork", "Of.Checkpoint",
+		Same(ofSandbox, "Of.ResourceVersion", "Of.State", "Of.Metadata", "Of.Secrets", "Of.SecretsBy", "Of.Parent", "Of.Fork", "Of.Checkpoint",
 			"Of.Created", "Of.Ended", "Of.Reason", "Of.Detail", "Of.Unresponsive", "Of.Timeout", "Of.IdleTimeout", "Of.OnTimeout", "Of.Egress"))
 
 	LeftOfCost = Both(LeftOfSandbox,
-		Same(ofSandbox, "Pool", "Template", "Revision", "Engine", "Metadata", "Workdir", "User", "Memory", "Secrets", "SecretsBy",
+		Same(ofSandbox, "ResourceVersion", "Pool", "Template", "Revision", "Engine", "Metadata", "Workdir", "User", "Memory", "Secrets", "SecretsBy",
 			"Parent", "Fork", "Checkpoint", "Created", "Ended", "Reason", "Detail", "Unresponsive", "Timeout", "IdleTimeout", "OnTimeout", "Egress.Bounds", "Egress.Own"))
 )
 

@@ -12,12 +12,12 @@ import (
 func FromTemplate(t sandbox.Template, builds []sandbox.Build) *nodev1.Template {
 	out := &nodev1.Template{
 		Namespace: string(t.Namespace), Name: string(t.Name), Spec: FromTemplateSpec(t.Spec), Revision: t.Revision,
-		Created: fromTime(t.Created), Phase: nodev1.Phase_PHASE_PENDING,
+		Created: fromTime(t.Created), Phase: nodev1.Phase_PHASE_PENDING, ResourceVersion: t.ResourceVersion,
 	}
 	for _, b := range builds {
 		out.Builds = append(out.Builds, &nodev1.Build{
 			Stage: stages[b.Stage], Phase: phases[b.Phase], Problem: b.Problem, Image: b.Image,
-			Started: fromTime(b.Started), Finished: fromTime(b.Finished),
+			Started: fromTime(b.Started), Finished: fromTime(b.Finished), Attempts: uint32(b.Attempts), Next: fromTime(b.Next),
 		})
 		if b.Stage == sandbox.AfterReady {
 			out.Phase, out.Problem = phases[b.Phase], b.Problem
@@ -29,14 +29,15 @@ func FromTemplate(t sandbox.Template, builds []sandbox.Build) *nodev1.Template {
 // ToTemplate reads a template, and its builds as far as they are told of.
 func ToTemplate(g *nodev1.Template) (t sandbox.Template, builds []sandbox.Build, err error) {
 	var r convert.Reader
-	t = sandbox.Template{Key: r.Key(g.GetNamespace(), g.GetName()), Revision: g.GetRevision(), Created: toTime(g.GetCreated())}
+	t = sandbox.Template{Key: r.Key(g.GetNamespace(), g.GetName()), Versioned: versioned(g), Revision: g.GetRevision(), Created: toTime(g.GetCreated())}
 	if t.Spec, err = ToTemplateSpec(g.GetSpec()); err != nil {
 		r.Fail(err)
 	}
 	for _, b := range g.GetBuilds() {
 		builds = append(builds, sandbox.Build{
 			Template: t.Key, Revision: t.Revision, Stage: inverse(stages, b.GetStage()), Phase: inverse(phases, b.GetPhase()),
-			Problem: b.GetProblem(), Started: toTime(b.GetStarted()), Finished: toTime(b.GetFinished()), Built: sandbox.Built{Image: b.GetImage()},
+			Problem: b.GetProblem(), Started: toTime(b.GetStarted()), Finished: toTime(b.GetFinished()),
+			Attempts: int(b.GetAttempts()), Next: toTime(b.GetNext()), Built: sandbox.Built{Image: b.GetImage()},
 		})
 	}
 	return t, builds, r.Err()
@@ -47,13 +48,14 @@ func FromPool(p sandbox.Pool, status sandbox.PoolStatus) *nodev1.Pool {
 	return &nodev1.Pool{
 		Namespace: string(p.Namespace), Name: string(p.Name), Created: fromTime(p.Created), Spec: FromPoolSpec(p.Spec),
 		Phase: phases[status.Phase], Problem: status.Problem, Ready: uint32(status.Ready), Snapshots: uint32(status.Snapshots),
+		ResourceVersion: p.ResourceVersion,
 	}
 }
 
 // ToPool reads a pool and what it has.
 func ToPool(g *nodev1.Pool) (p sandbox.Pool, status sandbox.PoolStatus, err error) {
 	var r convert.Reader
-	p = sandbox.Pool{Key: r.Key(g.GetNamespace(), g.GetName()), Created: toTime(g.GetCreated())}
+	p = sandbox.Pool{Key: r.Key(g.GetNamespace(), g.GetName()), Versioned: versioned(g), Created: toTime(g.GetCreated())}
 	if p.Spec, err = ToPoolSpec(g.GetSpec()); err != nil {
 		r.Fail(err)
 	}
@@ -72,6 +74,7 @@ func FromSandbox(s sandbox.Sandbox) *nodev1.Sandbox {
 		Parent: string(s.Parent), Fork: string(s.Fork), Checkpoint: string(s.Checkpoint),
 		Created: fromTime(s.Created), Ended: fromTime(s.Ended), Reason: reasons[s.Reason], Detail: s.Detail, Unresponsive: s.Unresponsive,
 		Lifetime: fromLifetime(s.Lifetime), NetworkPolicy: fromPolicy(s.Egress.Own), NetworkBounds: fromPolicies(s.Egress.Bounds),
+		ResourceVersion: s.ResourceVersion,
 	}
 }
 
@@ -79,7 +82,7 @@ func FromSandbox(s sandbox.Sandbox) *nodev1.Sandbox {
 func ToSandbox(g *nodev1.Sandbox) (sandbox.Sandbox, error) {
 	var r convert.Reader
 	s := sandbox.Sandbox{
-		Key: r.Key(g.GetNamespace(), g.GetName()), ID: r.ID(g.GetId()), State: inverse(states, g.GetState()),
+		Key: r.Key(g.GetNamespace(), g.GetName()), Versioned: versioned(g), ID: r.ID(g.GetId()), State: inverse(states, g.GetState()),
 		Pool: r.OptionalName(g.GetPool()), Template: r.OptionalName(g.GetTemplate()), Revision: g.GetRevision(), Engine: g.GetEngine(),
 		Metadata: g.GetMetadata(), Workdir: g.GetWorkdir(), User: g.GetUser(), Memory: g.GetMemoryBytes(),
 		Parent: r.OptionalID(g.GetParent()), Fork: r.OptionalName(g.GetFork()), Checkpoint: r.OptionalName(g.GetCheckpoint()),
@@ -95,6 +98,7 @@ func FromFork(f sandbox.Fork) *nodev1.Fork {
 	out := &nodev1.Fork{
 		Namespace: string(f.Namespace), Name: string(f.Name), Source: string(f.Source), SourceId: string(f.SourceID),
 		Replicas: uint32(f.Replicas), Created: fromTime(f.Created), Phase: phases[f.Phase], Pause: fromDuration(f.Pause),
+		ResourceVersion: f.ResourceVersion,
 	}
 	for _, c := range f.Children {
 		out.Children = append(out.Children, &nodev1.ForkOutcome{Name: string(c.Name), Id: string(c.ID), Problem: c.Problem})
@@ -106,7 +110,7 @@ func FromFork(f sandbox.Fork) *nodev1.Fork {
 func ToFork(g *nodev1.Fork) (sandbox.Fork, error) {
 	var r convert.Reader
 	f := sandbox.Fork{
-		Key: r.Key(g.GetNamespace(), g.GetName()), Source: r.Name(g.GetSource()), SourceID: r.OptionalID(g.GetSourceId()),
+		Key: r.Key(g.GetNamespace(), g.GetName()), Versioned: versioned(g), Source: r.Name(g.GetSource()), SourceID: r.OptionalID(g.GetSourceId()),
 		Replicas: int(g.GetReplicas()), Created: toTime(g.GetCreated()), Phase: inverse(phases, g.GetPhase()),
 		Pause: r.Duration(ToDuration("pause", g.GetPause())),
 	}
@@ -122,7 +126,7 @@ func FromCheckpoint(c sandbox.CheckpointSize) *nodev1.Checkpoint {
 		Namespace: string(c.Namespace), Name: string(c.Name), Id: string(c.ID), Source: string(c.Of.Name), SourceId: string(c.Of.ID),
 		Pool: string(c.Of.Pool), Template: string(c.Of.Template), Revision: c.Of.Revision, Engine: c.Of.Engine,
 		Workdir: c.Of.Workdir, User: c.Of.User, MemoryBytes: c.Of.Memory, Created: fromTime(c.Created),
-		StoredBytes: c.Stored, UnsharedBytes: c.Unshared,
+		StoredBytes: c.Stored, UnsharedBytes: c.Unshared, ResourceVersion: c.ResourceVersion,
 	}
 }
 
@@ -130,7 +134,7 @@ func FromCheckpoint(c sandbox.CheckpointSize) *nodev1.Checkpoint {
 func ToCheckpoint(g *nodev1.Checkpoint) (sandbox.CheckpointSize, error) {
 	var r convert.Reader
 	c := sandbox.Checkpoint{
-		Key: r.Key(g.GetNamespace(), g.GetName()), ID: r.ID(g.GetId()), Phase: sandbox.PhaseReady, Created: toTime(g.GetCreated()),
+		Key: r.Key(g.GetNamespace(), g.GetName()), Versioned: versioned(g), ID: r.ID(g.GetId()), Phase: sandbox.PhaseReady, Created: toTime(g.GetCreated()),
 		Of: sandbox.Sandbox{
 			Key: r.Key(g.GetNamespace(), g.GetSource()), ID: r.ID(g.GetSourceId()),
 			Pool: r.OptionalName(g.GetPool()), Template: r.OptionalName(g.GetTemplate()), Revision: g.GetRevision(), Engine: g.GetEngine(),
@@ -167,23 +171,6 @@ func ToCost(g *nodev1.SandboxStats) (sandbox.Cost, error) {
 	return c, r.Err()
 }
 
-// FromNode shows a node, to which the caller adds version and endpoint.
-func FromNode(n sandbox.NodeStatus) *nodev1.NodeStatus {
-	return &nodev1.NodeStatus{
-		Engine: n.Engine, CapacityBytes: n.Capacity, ReservedBytes: n.Reserved, Sandboxes: uint32(n.Sandboxes), Hibernated: uint32(n.Hibernated),
-		Checkpoints: uint32(n.Checkpoints), CheckpointBytes: n.CheckpointBytes,
-	}
-}
-
-// ToNode reads a node.
-func ToNode(g *nodev1.NodeStatus) sandbox.NodeStatus {
-	return sandbox.NodeStatus{
-		Engine: g.GetEngine(), Capacity: g.GetCapacityBytes(), Reserved: g.GetReservedBytes(),
-		Sandboxes: int(g.GetSandboxes()), Hibernated: int(g.GetHibernated()),
-		Checkpoints: int(g.GetCheckpoints()), CheckpointBytes: g.GetCheckpointBytes(),
-	}
-}
-
 // FromError is the detail of a status.
 func FromError(e *sandbox.Error) *nodev1.Error {
 	return &nodev1.Error{Code: string(e.Code), Message: e.Message, Cause: e.Cause, Remediation: e.Remediation}
@@ -192,4 +179,9 @@ func FromError(e *sandbox.Error) *nodev1.Error {
 // ToError reads the detail of a status.
 func ToError(g *nodev1.Error) *sandbox.Error {
 	return &sandbox.Error{Code: sandbox.Code(g.GetCode()), Message: g.GetMessage(), Cause: g.GetCause(), Remediation: g.GetRemediation()}
+}
+
+// versioned reads the resource version of an object.
+func versioned(g interface{ GetResourceVersion() uint64 }) sandbox.Versioned {
+	return sandbox.Versioned{ResourceVersion: g.GetResourceVersion()}
 }

@@ -13,7 +13,7 @@ func FromTemplateSpec(s sandbox.TemplateSpec) *nodev1.TemplateSpec {
 	out := &nodev1.TemplateSpec{
 		Image: s.Image, Init: s.Init, Env: s.Env, Workdir: s.Workdir, User: s.User, MilliCpus: s.MilliCPUs, MemoryBytes: s.Memory,
 		DiskBytes: s.Disk, Network: string(s.Network), NetworkPolicy: fromPolicy(s.NetworkPolicy), BuildNetwork: fromPolicy(s.BuildNetwork),
-		TrustNamespaceCa: s.TrustNamespaceCA,
+		TrustNamespaceCa: s.TrustNamespaceCA, BuildTimeout: fromDuration(s.BuildTimeout),
 	}
 	if w := s.Warmup; w != nil {
 		out.Warmup = &nodev1.Program{Language: w.Language, Text: w.Text}
@@ -39,7 +39,7 @@ func ToTemplateSpec(g *nodev1.TemplateSpec) (sandbox.TemplateSpec, error) {
 		Image: g.GetImage(), Init: g.GetInit(), Env: g.GetEnv(), Workdir: g.GetWorkdir(), User: g.GetUser(),
 		MilliCPUs: sandbox.DefaultMilliCPUs, Memory: sandbox.DefaultMemory, Disk: g.GetDiskBytes(), Network: sandbox.NetworkMode(g.GetNetwork()),
 		NetworkPolicy: toPolicy(&r, "spec.network_policy", g.GetNetworkPolicy()), BuildNetwork: toPolicy(&r, "spec.build_network", g.GetBuildNetwork()),
-		TrustNamespaceCA: g.GetTrustNamespaceCa(),
+		TrustNamespaceCA: g.GetTrustNamespaceCa(), BuildTimeout: r.Duration(ToDuration("spec.build_timeout", g.GetBuildTimeout())),
 	}
 	if n := g.GetMilliCpus(); n > 0 {
 		s.MilliCPUs = n

@@ -12,12 +12,12 @@ import (
 func FromTemplate(t sandbox.Template, builds []sandbox.Build) rest.Template {
 	out := rest.Template{
 		Namespace: string(t.Namespace), Name: string(t.Name), Revision: t.Revision, Created: t.Created,
-		Phase: rest.PhasePending, Builds: []rest.Build{}, Spec: FromTemplateSpec(t.Spec),
+		Phase: rest.PhasePending, Builds: []rest.Build{}, Spec: FromTemplateSpec(t.Spec), ResourceVersion: fromVersion(t.ResourceVersion),
 	}
 	for _, b := range builds {
 		out.Builds = append(out.Builds, rest.Build{
 			Stage: rest.Stage(b.Stage), Phase: rest.Phase(b.Phase), Problem: b.Problem, Image: b.Image,
-			Started: b.Started, Finished: FromTime(b.Finished),
+			Started: b.Started, Finished: FromTime(b.Finished), Attempts: b.Attempts, Next: FromTime(b.Next),
 		})
 		if b.Stage == sandbox.AfterReady {
 			out.Phase, out.Problem = rest.Phase(b.Phase), b.Problem
@@ -29,14 +29,14 @@ func FromTemplate(t sandbox.Template, builds []sandbox.Build) rest.Template {
 // ToTemplate reads a template, and its builds as far as they are told of.
 func ToTemplate(g rest.Template) (t sandbox.Template, builds []sandbox.Build, err error) {
 	var r convert.Reader
-	t = sandbox.Template{Key: r.Key(g.Namespace, g.Name), Revision: g.Revision, Created: g.Created}
+	t = sandbox.Template{Key: r.Key(g.Namespace, g.Name), Versioned: toVersion(&r, g.ResourceVersion), Revision: g.Revision, Created: g.Created}
 	if t.Spec, err = ToTemplateSpec(g.Spec); err != nil {
 		r.Fail(err)
 	}
 	for _, b := range g.Builds {
 		builds = append(builds, sandbox.Build{
 			Template: t.Key, Revision: t.Revision, Stage: sandbox.Stage(b.Stage), Phase: sandbox.Phase(b.Phase), Problem: b.Problem,
-			Started: b.Started, Finished: ToTime(b.Finished), Built: sandbox.Built{Image: b.Image},
+			Started: b.Started, Finished: ToTime(b.Finished), Attempts: b.Attempts, Next: ToTime(b.Next), Built: sandbox.Built{Image: b.Image},
 		})
 	}
 	return t, builds, r.Err()
@@ -47,13 +47,14 @@ func FromPool(p sandbox.Pool, status sandbox.PoolStatus) rest.Pool {
 	return rest.Pool{
 		Namespace: string(p.Namespace), Name: string(p.Name), Created: p.Created, Spec: FromPoolSpec(p.Spec),
 		Phase: rest.Phase(status.Phase), Ready: status.Ready, Snapshots: status.Snapshots, Problem: status.Problem,
+		ResourceVersion: fromVersion(p.ResourceVersion),
 	}
 }
 
 // ToPool reads a pool and what it has.
 func ToPool(g rest.Pool) (p sandbox.Pool, status sandbox.PoolStatus, err error) {
 	var r convert.Reader
-	p = sandbox.Pool{Key: r.Key(g.Namespace, g.Name), Created: g.Created}
+	p = sandbox.Pool{Key: r.Key(g.Namespace, g.Name), Versioned: toVersion(&r, g.ResourceVersion), Created: g.Created}
 	if p.Spec, err = ToPoolSpec(g.Spec); err != nil {
 		r.Fail(err)
 	}
@@ -72,6 +73,7 @@ func FromSandbox(s sandbox.Sandbox) rest.Sandbox {
 		Reason: rest.SandboxReason(s.Reason), Detail: s.Detail, Unresponsive: s.Unresponsive,
 		Timeout: FromDuration(s.Timeout), IdleTimeout: FromDuration(s.IdleTimeout), OnTimeout: rest.OnTimeout(s.OnTimeout),
 		NetworkPolicy: fromPolicy(s.Egress.Own), NetworkBounds: fromPolicies(s.Egress.Bounds),
+		ResourceVersion: fromVersion(s.ResourceVersion),
 	}
 }
 
@@ -79,7 +81,7 @@ func FromSandbox(s sandbox.Sandbox) rest.Sandbox {
 func ToSandbox(g rest.Sandbox) (sandbox.Sandbox, error) {
 	var r convert.Reader
 	s := sandbox.Sandbox{
-		Key: r.Key(g.Namespace, g.Name), ID: r.ID(g.Id), State: sandbox.State(g.State),
+		Key: r.Key(g.Namespace, g.Name), Versioned: toVersion(&r, g.ResourceVersion), ID: r.ID(g.Id), State: sandbox.State(g.State),
 		Pool: r.OptionalName(g.Pool), Template: r.OptionalName(g.Template), Revision: g.Revision, Engine: g.Engine,
 		Metadata: g.Metadata, Workdir: g.Workdir, User: g.User, Memory: r.Size("memory", g.Memory),
 		Secrets: toSecretRefs(&r, g.Secrets), SecretsBy: sandbox.Principal(g.SecretsBy),
@@ -96,7 +98,7 @@ func FromFork(f sandbox.Fork) rest.Fork {
 	out := rest.Fork{
 		Namespace: string(f.Namespace), Name: string(f.Name), Source: string(f.Source), SourceID: string(f.SourceID),
 		Replicas: f.Replicas, Created: f.Created, Phase: rest.Phase(f.Phase), Pause: FromDuration(f.Pause),
-		By: string(f.By), HoldsSecrets: f.HoldsSecrets,
+		By: string(f.By), HoldsSecrets: f.HoldsSecrets, ResourceVersion: fromVersion(f.ResourceVersion),
 		Children: make([]rest.ForkOutcome, 0, len(f.Children)),
 	}
 	for _, c := range f.Children {
@@ -109,7 +111,7 @@ func FromFork(f sandbox.Fork) rest.Fork {
 func ToFork(g rest.Fork) (sandbox.Fork, error) {
 	var r convert.Reader
 	f := sandbox.Fork{
-		Key: r.Key(g.Namespace, g.Name), Source: r.Name(g.Source), SourceID: r.OptionalID(g.SourceID),
+		Key: r.Key(g.Namespace, g.Name), Versioned: toVersion(&r, g.ResourceVersion), Source: r.Name(g.Source), SourceID: r.OptionalID(g.SourceID),
 		Replicas: g.Replicas, Created: g.Created, Phase: sandbox.Phase(g.Phase), Pause: r.Duration(ToDuration("pause", g.Pause)),
 		By: sandbox.Principal(g.By), HoldsSecrets: g.HoldsSecrets,
 	}
@@ -126,7 +128,7 @@ func FromCheckpoint(c sandbox.CheckpointSize) rest.Checkpoint {
 		Source: string(c.Of.Name), SourceID: string(c.Of.ID),
 		Pool: string(c.Of.Pool), Template: string(c.Of.Template), Revision: c.Of.Revision, Engine: c.Of.Engine,
 		Workdir: c.Of.Workdir, User: c.Of.User, Memory: int64(c.Of.Memory), Created: c.Created,
-		Size: int64(c.Stored), Unshared: int64(c.Unshared),
+		Size: int64(c.Stored), Unshared: int64(c.Unshared), ResourceVersion: fromVersion(c.ResourceVersion),
 	}
 }
 
@@ -134,7 +136,7 @@ func FromCheckpoint(c sandbox.CheckpointSize) rest.Checkpoint {
 func ToCheckpoint(g rest.Checkpoint) (sandbox.CheckpointSize, error) {
 	var r convert.Reader
 	c := sandbox.Checkpoint{
-		Key: r.Key(g.Namespace, g.Name), ID: r.ID(g.Id), Phase: sandbox.PhaseReady, Created: g.Created,
+		Key: r.Key(g.Namespace, g.Name), Versioned: toVersion(&r, g.ResourceVersion), ID: r.ID(g.Id), Phase: sandbox.PhaseReady, Created: g.Created,
 		Of: sandbox.Sandbox{
 			Key: r.Key(g.Namespace, g.Source), ID: r.ID(g.SourceID), Pool: r.OptionalName(g.Pool), Template: r.OptionalName(g.Template),
 			Revision: g.Revision, Engine: g.Engine, Workdir: g.Workdir, User: g.User, Memory: r.Size("memory", g.Memory),
@@ -170,24 +172,6 @@ func ToCost(g rest.SandboxStats) (sandbox.Cost, error) {
 		},
 	}
 	return c, r.Err()
-}
-
-// FromNode shows a node.
-func FromNode(n sandbox.NodeStatus) rest.Node {
-	return rest.Node{
-		Engine: n.Engine, Capacity: int64(n.Capacity), Reserved: int64(n.Reserved), Sandboxes: n.Sandboxes, Hibernated: n.Hibernated,
-		Checkpoints: n.Checkpoints, CheckpointBytes: int64(n.CheckpointBytes),
-	}
-}
-
-// ToNode reads a node.
-func ToNode(g rest.Node) (sandbox.NodeStatus, error) {
-	var r convert.Reader
-	n := sandbox.NodeStatus{
-		Engine: g.Engine, Capacity: r.Size("capacity", g.Capacity), Reserved: r.Size("reserved", g.Reserved),
-		Sandboxes: g.Sandboxes, Hibernated: g.Hibernated, Checkpoints: g.Checkpoints, CheckpointBytes: r.Size("checkpointBytes", g.CheckpointBytes),
-	}
-	return n, r.Err()
 }
 
 // FromQuotaUse shows a quota and what is used of it.

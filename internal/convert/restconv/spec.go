@@ -51,7 +51,7 @@ func FromTemplateSpec(s sandbox.TemplateSpec) rest.TemplateSpec {
 		Image: s.Image, Init: s.Init, Env: rest.Env(s.Env), Workdir: s.Workdir, User: s.User,
 		MilliCPUs: int64(s.MilliCPUs), Memory: int64(s.Memory), Disk: int64(s.Disk),
 		Network: rest.TemplateSpecNetwork(s.Network), NetworkPolicy: fromPolicy(s.NetworkPolicy), BuildNetwork: fromPolicy(s.BuildNetwork),
-		TrustNamespaceCA: s.TrustNamespaceCA,
+		TrustNamespaceCA: s.TrustNamespaceCA, BuildTimeout: FromDuration(s.BuildTimeout),
 	}
 	if w := s.Warmup; w != nil {
 		out.Warmup = &rest.Program{Language: w.Language, Text: w.Text}
@@ -69,7 +69,7 @@ func ToTemplateSpec(g rest.TemplateSpec) (sandbox.TemplateSpec, error) {
 		Image: g.Image, Init: g.Init, Env: sandbox.Env(g.Env), Workdir: g.Workdir, User: g.User,
 		MilliCPUs: r.Size("milliCPUs", g.MilliCPUs), Memory: r.Size("memory", g.Memory), Disk: r.Size("disk", g.Disk),
 		Network: sandbox.NetworkMode(g.Network), NetworkPolicy: toPolicy(&r, "networkPolicy", g.NetworkPolicy), BuildNetwork: toPolicy(&r, "buildNetwork", g.BuildNetwork),
-		TrustNamespaceCA: g.TrustNamespaceCA,
+		TrustNamespaceCA: g.TrustNamespaceCA, BuildTimeout: r.Duration(ToDuration("buildTimeout", g.BuildTimeout)),
 	}
 	if s.MilliCPUs == 0 {
 		s.MilliCPUs = sandbox.DefaultMilliCPUs

@@ -27,7 +27,7 @@ func FromTemplateSpec(s sandbox.TemplateSpec) v1alpha1.SandboxTemplateSpec {
 			CPU: *resource.NewMilliQuantity(int64(s.MilliCPUs), resource.DecimalSI), Memory: fromBytes(s.Memory), Disk: fromBytes(s.Disk),
 		},
 		Network: string(s.Network), NetworkPolicy: fromPolicy(s.NetworkPolicy), BuildNetwork: fromPolicy(s.BuildNetwork),
-		TrustNamespaceCA: s.TrustNamespaceCA,
+		TrustNamespaceCA: s.TrustNamespaceCA, BuildTimeout: fromDuration(s.BuildTimeout),
 	}
 	if r := s.Ready; r != nil {
 		out.Ready = &v1alpha1.ReadyCheck{Command: r.Command, Port: int32(r.Port), Delay: fromDuration(r.Delay), Timeout: fromDuration(r.Timeout)}
@@ -46,7 +46,7 @@ func ToTemplateSpec(g v1alpha1.SandboxTemplateSpec) (s sandbox.TemplateSpec, err
 	s = sandbox.TemplateSpec{
 		Image: g.Image, Init: g.Init, Workdir: g.Workdir, User: g.User,
 		MilliCPUs: sandbox.DefaultMilliCPUs, Memory: sandbox.DefaultMemory, Network: sandbox.NetworkMode(g.Network),
-		TrustNamespaceCA: g.TrustNamespaceCA,
+		TrustNamespaceCA: g.TrustNamespaceCA, BuildTimeout: toDuration(g.BuildTimeout),
 	}
 	if s.Env, err = toEnv(g.Env); err != nil {
 		return s, err

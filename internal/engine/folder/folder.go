@@ -37,12 +37,34 @@ type Record struct {
 	// written since. Otherwise there is something in between that only the
 	// process has.
 	Based bool `json:"based"`
-	// Streams says that the process can write its sandbox to pipes. That of an
-	// AgentRun before this field cannot: it hangs up on who asks.
+	// Protocol is the version of its control protocol that the process speaks
+	// (vmmctl.Protocol, gvisorctl.Protocol). 0 is one of an AgentRun before this field:
+	// Speaks knows what it can do.
+	Protocol int `json:"protocol,omitempty"`
+	// Streams and Wires are what an AgentRun before Protocol has written, and goes by
+	// when this machine goes back to it: the process can write its sandbox to pipes, and
+	// gives whoever adopts the sandbox its wire.
 	Streams bool `json:"streams"`
-	// Wires says that the process gives whoever adopts the sandbox its wire. That of
-	// an AgentRun before this field cannot: its frames had no header, either.
-	Wires bool `json:"wires"`
+	Wires   bool `json:"wires"`
+}
+
+// Versions that Streams and Wires stand for, of both control protocols.
+const (
+	sinceStream = 2
+	sinceWire   = 3
+)
+
+// Speaks is the version of its control protocol that the process speaks.
+func (r Record) Speaks() int {
+	switch {
+	case r.Protocol > 0:
+		return r.Protocol
+	case r.Wires:
+		return sinceWire
+	case r.Streams:
+		return sinceStream
+	}
+	return 1
 }
 
 // Control is the path of the socket.
@@ -70,6 +92,7 @@ func (f Folder) Write(pid int, r Record) (err error) {
 	if r.BootID, err = BootID(); err != nil {
 		return err
 	}
+	r.Streams, r.Wires = r.Speaks() >= sinceStream, r.Speaks() >= sinceWire
 	return f.replace(r)
 }
 

@@ -2,6 +2,7 @@ package folder
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"os"
 	"os/exec"
@@ -79,6 +80,28 @@ func TestRecord(t *testing.T) {
 	}
 	if _, err := f.Read(); !errors.Is(err, engine.ErrEnded) {
 		t.Errorf("no record: %v", err)
+	}
+}
+
+// TestSpeaks: an AgentRun before versions has said what its processes can do by name, and is
+// told so too when this machine goes back to it.
+func TestSpeaks(t *testing.T) {
+	f, cmd := newFolder(t), sleeper(t)
+	for text, want := range map[string]int{
+		`{}`: 1, `{"streams":true}`: 2, `{"streams":true,"wires":true}`: 3,
+		`{"protocol":2,"streams":true}`: 2, `{"protocol":7,"streams":true,"wires":true}`: 7,
+	} {
+		var r Record
+		if err := json.Unmarshal([]byte(text), &r); err != nil || r.Speaks() != want {
+			t.Errorf("%s speaks version %d, not %d, %v", text, r.Speaks(), want, err)
+		}
+		if err := f.Write(cmd.Process.Pid, Record{Protocol: want}); err != nil {
+			t.Fatal(err)
+		}
+		got, err := f.Read()
+		if err != nil || got.Protocol != want || got.Streams != (want >= 2) || got.Wires != (want >= 3) {
+			t.Errorf("version %d is written as %+v, %v", want, got, err)
+		}
 	}
 }
 

@@ -17,6 +17,7 @@ import (
 	"agentrun.dev/internal/engine/folder"
 	"agentrun.dev/internal/engine/gvisorctl"
 	"agentrun.dev/internal/engine/identity"
+	"agentrun.dev/internal/engine/programs"
 	"agentrun.dev/internal/host/assets"
 	"agentrun.dev/internal/host/jail"
 	"agentrun.dev/internal/storage/layer"
@@ -33,6 +34,9 @@ type Config struct {
 	// Resident is a folder on tmpfs for the pages that sandboxes are restored
 	// from.
 	Resident string
+	// Helpers is a folder on a disk for the builds of gvisor-helper that snapshots and
+	// sandboxes were made by; empty keeps none.
+	Helpers string
 	// RunDir is a folder, on tmpfs, for what gVisor keeps of running sandboxes;
 	// empty is /run/agentrun/gvisor. All engines of a machine share it.
 	RunDir string
@@ -51,8 +55,7 @@ type Config struct {
 type Engine struct {
 	cfg      Config
 	resident *layer.Resident
-	helper   string // path
-	digest   func() (string, error)
+	helpers  helpers
 	groups   func() (*jail.Groups, error)
 	features func() (*processor, error)
 	waiting  waiting
@@ -78,13 +81,18 @@ func New(cfg Config) (*Engine, error) {
 	if err := os.MkdirAll(cfg.RunDir, 0o700); err != nil {
 		return nil, fmt.Errorf("open engine: %w", err)
 	}
+	var store *programs.Store
+	if cfg.Helpers != "" {
+		if store, err = programs.Open(cfg.Helpers, string(assets.GVisorHelper)); err != nil {
+			return nil, fmt.Errorf("open engine: %w", err)
+		}
+	}
 	resident, err := layer.OpenResident(cfg.Resident)
 	if err != nil {
 		return nil, fmt.Errorf("open engine: %w", err)
 	}
-	e := &Engine{cfg: cfg, resident: resident, helper: path}
+	e := &Engine{cfg: cfg, resident: resident, helpers: helpers{path: path, store: store}}
 	e.waiting.want = cfg.Precreate
-	e.digest = sync.OnceValues(func() (string, error) { return fileDigest(path) })
 	e.features = sync.OnceValues(hostProcessor)
 	e.groups = sync.OnceValues(e.openGroups)
 	return e, nil
@@ -106,13 +114,25 @@ func (e *Engine) openGroups() (*jail.Groups, error) {
 // Name is what snapshots of this engine carry.
 func (e *Engine) Name() string { return Name }
 
+// Processor is what sandboxes see of the host's processor.
+func (e *Engine) Processor() (engine.Processor, error) {
+	p, err := e.features()
+	if err != nil {
+		return engine.Processor{}, err
+	}
+	return engine.Processor{Profile: p.cpu.Profile, Vendor: p.cpu.Vendor, Features: p.features}, nil
+}
+
 // Capabilities say how this engine differs from others.
 func (e *Engine) Capabilities() engine.Capabilities {
 	return engine.Capabilities{ClockCountsPauses: true, TCPPorts: true, CopiesInPause: true, EndsOutOfMemory: true}
 }
 
 // Close frees the engine; sandboxes live on.
-func (e *Engine) Close() error { return errors.Join(e.waiting.close(), e.resident.Close()) }
+func (e *Engine) Close() error {
+	defer e.helpers.close()
+	return errors.Join(e.waiting.close(), e.resident.Close())
+}
 
 // Boot boots a sandbox and returns when its agent has answered.
 func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, error) {
@@ -144,7 +164,12 @@ func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, er
 	if s.self.Hostname == "" {
 		s.self.Hostname = "sandbox"
 	}
-	if s.process, err = e.create(ctx, s.shape(), spec.Limits, root); err == nil {
+	var program *programs.Program
+	if program, err = e.helpers.installed(); err == nil {
+		s.build = program.Digest
+		s.process, err = e.create(ctx, program, s.shape(), spec.Limits, root)
+	}
+	if err == nil {
 		_, err = s.run(ctx, &gvisorctl.Message{Op: gvisorctl.OpStart}, nil, nil)
 	}
 	if err == nil {
@@ -222,6 +247,10 @@ func (e *Engine) describe(snap *snapshot.Snapshot, hostname string) (*sandbox, e
 	if err != nil {
 		return nil, err
 	}
+	build, err := layer.ParseDigest(m.GVisor.Helper)
+	if err != nil {
+		return nil, err
+	}
 	ref := layer.Ref(m.Disks[0].Stack.Layers[0])
 	root, err := snap.OpenLayer(ref)
 	if err != nil {
@@ -232,22 +261,25 @@ func (e *Engine) describe(snap *snapshot.Snapshot, hostname string) (*sandbox, e
 	}
 	s := &sandbox{
 		engine: e, self: identity.Self{Hostname: hostname}, vcpus: m.VCPUs, memory: m.Memory.Size, disk: m.GVisor.Disk,
-		root: newShared(root), parent: snap, network: network, build: m.GVisor.Helper,
+		root: newShared(root), parent: snap, network: network, build: build,
 	}
 	s.root.ref = ref
 	s.self.Generation.Store(generation)
 	return s, nil
 }
 
-// Fits refuses a snapshot of another engine, and one that this helper or this
-// machine cannot restore.
+// Fits refuses a snapshot of another engine, and one that no helper here, or not this
+// machine, can restore.
 func (e *Engine) Fits(m snapshot.Manifest) error {
 	if m.Engine != Name {
 		return fmt.Errorf("%w: it is of engine %q, not %q", engine.ErrMismatch, m.Engine, Name)
 	}
 	g := m.GVisor
-	digest, err := e.digest()
+	build, err := layer.ParseDigest(g.Helper)
 	if err != nil {
+		return err
+	}
+	if err := e.helpers.check(build); err != nil {
 		return err
 	}
 	cpu, err := e.features()
@@ -255,8 +287,6 @@ func (e *Engine) Fits(m snapshot.Manifest) error {
 		return err
 	}
 	switch missing := cpu.lacks(g.CPUFeatures); {
-	case g.Helper != digest:
-		return fmt.Errorf("%w: it was made by another build of gvisor-helper (%.12s, this is %.12s): use that build, or make the snapshot anew", engine.ErrMismatch, g.Helper, digest)
 	case g.Platform != platform:
 		return fmt.Errorf("%w: it was made on gVisor's platform %q, this is %q", engine.ErrMismatch, g.Platform, platform)
 	case len(missing) > 0:
@@ -286,7 +316,7 @@ func (s *sandbox) restore(ctx context.Context, files checkpoint, opts engine.For
 		if opts.Limits.IO != (engine.IOLimits{}) {
 			err = errors.New("gVisor has no disks whose speed could be limited")
 		} else {
-			s.process, err = s.engine.create(ctx, s.shape(), opts.Limits, s.root.file)
+			s.process, err = s.engine.createOf(ctx, s.build, s.shape(), opts.Limits, s.root.file)
 		}
 	}
 	if err == nil {
@@ -304,7 +334,7 @@ func (s *sandbox) restore(ctx context.Context, files checkpoint, opts engine.For
 		err = s.self.Renew(ctx, s.Agent(), opts.KeepIdentity)
 	}
 	if err == nil {
-		err = s.self.Write(s.helper, false)
+		err = s.self.Write(s.helper, folder.Record{Protocol: s.protocol})
 	}
 	if err != nil {
 		return errors.Join(s.abandon(ctx, err), s.release())

@@ -120,7 +120,7 @@ func playHostile(lie string) {
 		reply := &gvisorctl.Message{ID: m.ID, Reply: true}
 		switch m.Op {
 		case gvisorctl.OpDescribe:
-			reply.Create = &gvisorctl.Create{ID: hostileID}
+			reply.Create, reply.Protocol = &gvisorctl.Create{ID: hostileID}, gvisorctl.Protocol
 			if told, lies := describeLies[lie]; lies {
 				reply.Create = told
 			}

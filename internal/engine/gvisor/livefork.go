@@ -15,7 +15,8 @@ import (
 func (s *sandbox) Fork(ctx context.Context, opts []engine.ForkOptions) (*engine.LiveFork, error) {
 	s.capture.Lock()
 	defer s.capture.Unlock()
-	if err := s.mayFork(); err != nil {
+	// Before it stands still: nobody but its own build can restore what it writes.
+	if err := s.engine.helpers.check(s.build); err != nil {
 		return nil, fmt.Errorf("fork: %w", err)
 	}
 	begin := time.Now()
@@ -51,19 +52,6 @@ func (s *sandbox) Fork(ctx context.Context, opts []engine.ForkOptions) (*engine.
 	return f, nil
 }
 
-// mayFork refuses a sandbox whose helper is of another build: only that build reads its
-// checkpoints.
-func (s *sandbox) mayFork() error {
-	ours, err := s.engine.digest()
-	if err != nil {
-		return err
-	}
-	if s.build != "" && s.build != ours {
-		return fmt.Errorf("%w: its helper is another build of gvisor-helper (%.12s, this is %.12s), and so would its forks have to be: use that build", engine.ErrMismatch, s.build, ours)
-	}
-	return nil
-}
-
 // child starts a sandbox that continues from a checkpoint of this one.
 func (s *sandbox) child(ctx context.Context, c checkpoint, opts engine.ForkOptions) (*sandbox, error) {
 	release, err := opts.WaitTurn(ctx)
@@ -73,7 +61,7 @@ func (s *sandbox) child(ctx context.Context, c checkpoint, opts engine.ForkOptio
 	defer release()
 	child := &sandbox{
 		engine: s.engine, self: identity.Self{Hostname: opts.Hostname}, vcpus: s.vcpus, memory: s.memory, disk: s.disk,
-		root: s.root.use(), parent: s.parent, network: s.network,
+		root: s.root.use(), parent: s.parent, network: s.network, build: s.build,
 	}
 	if child.self.Hostname == "" {
 		child.self.Hostname = identity.Hostname()

@@ -7,6 +7,7 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/gvisorctl"
+	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/storage/snapshot"
 )
 
@@ -17,6 +18,7 @@ type waiting struct {
 
 	mu     sync.Mutex // protects all following fields
 	of     snapshot.ID
+	build  layer.Digest // of its helper
 	limits engine.Limits
 	shape  shape
 	files  checkpoint // of the snapshot
@@ -60,7 +62,7 @@ func (w *waiting) refill(s *sandbox, snap *snapshot.Snapshot, limits engine.Limi
 		old := w.ready
 		w.busy.Go(func() { kill(old) })
 		w.files.close()
-		w.of, w.limits, w.ready, w.files = snap.ID(), limits, nil, own
+		w.of, w.build, w.limits, w.ready, w.files = snap.ID(), s.build, limits, nil, own
 		w.shape = s.shape()
 		w.shape.hostname = "sandbox" // each gets its own when it is restored
 	}
@@ -70,15 +72,15 @@ func (w *waiting) refill(s *sandbox, snap *snapshot.Snapshot, limits engine.Limi
 			return
 		}
 		w.making++
-		of, sh, root, network := w.of, w.shape, s.root.use(), s.network
-		w.busy.Go(func() { w.add(s.engine, of, sh, limits, root, load, network) })
+		of, build, sh, root, network := w.of, w.build, w.shape, s.root.use(), s.network
+		w.busy.Go(func() { w.add(s.engine, of, build, sh, limits, root, load, network) })
 	}
 }
 
 // add makes one and has it load a checkpoint. Where that fails, the next fork makes
 // its own, and says why it cannot.
-func (w *waiting) add(e *Engine, of snapshot.ID, sh shape, limits engine.Limits, root *shared, load checkpoint, network *engine.Network) {
-	p, err := e.create(context.Background(), sh, limits, root.file)
+func (w *waiting) add(e *Engine, of snapshot.ID, build layer.Digest, sh shape, limits engine.Limits, root *shared, load checkpoint, network *engine.Network) {
+	p, err := e.createOf(context.Background(), build, sh, limits, root.file)
 	_ = root.release() // the sandbox has its own
 	if err == nil {
 		if err = p.load(context.Background(), load, network); err != nil {

@@ -18,9 +18,11 @@ import (
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/engine/gvisorctl"
 	"agentrun.dev/internal/engine/identity"
+	"agentrun.dev/internal/engine/programs"
 	"agentrun.dev/internal/host/assets"
 	"agentrun.dev/internal/host/jail"
 	"agentrun.dev/internal/host/procid"
+	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/vmm/vmmctl"
 	"golang.org/x/sys/unix"
 )
@@ -82,14 +84,16 @@ func (s shape) limits(asked engine.Limits) jail.Limits {
 type process struct {
 	engine *Engine
 	id     string // of the sandbox
-	helper int    // process ids
-	sentry int
-	child  *exec.Cmd      // nil if somebody else has started it
-	held   *procid.Handle // nil for our own child
-	group  *jail.Group    // nil without limits
-	conn   gvisorctl.Conn
-	loaded bool     // a checkpoint, ahead of its restore
-	host   *os.File // the host's end of the wire that came with it, until the restore
+	// protocol is the version of gvisorctl that the helper speaks.
+	protocol int
+	helper   int // process ids
+	sentry   int
+	child    *exec.Cmd      // nil if somebody else has started it
+	held     *procid.Handle // nil for our own child
+	group    *jail.Group    // nil without limits
+	conn     gvisorctl.Conn
+	loaded   bool     // a checkpoint, ahead of its restore
+	host     *os.File // the host's end of the wire that came with it, until the restore
 
 	done        chan struct{} // closed when the helper has ended
 	exit        string        // why; set before done is closed
@@ -100,7 +104,8 @@ type process struct {
 	left     atomic.Bool            // the socket is closed here, and the helper goes on
 	accused  atomic.Pointer[string] // of what; nil unless it was killed for it
 
-	mu      sync.Mutex // protects all following fields
+	mu      sync.Mutex        // protects all following fields
+	program *programs.Program // of the helper; nil if it is not there, or the helper has ended
 	last    *gvisorctl.Exit
 	nextID  uint64
 	waiting map[uint64]pending // nil once the helper has ended
@@ -112,8 +117,27 @@ const idBytes = 16
 // groupName is the cgroup of a sandbox.
 func groupName(id string) string { return "gvisor-" + id }
 
-// create starts a helper and has it make a sandbox, which waits.
-func (e *Engine) create(ctx context.Context, sh shape, asked engine.Limits, root *os.File) (*process, error) {
+// createOf is create with the helper of a build.
+func (e *Engine) createOf(ctx context.Context, build layer.Digest, sh shape, asked engine.Limits, root *os.File) (*process, error) {
+	program, err := e.helpers.of(build)
+	if err != nil {
+		return nil, err
+	}
+	return e.create(ctx, program, sh, asked, root)
+}
+
+// create starts a helper, whose program it takes over, and has it make a sandbox, which
+// waits.
+func (e *Engine) create(ctx context.Context, program *programs.Program, sh shape, asked engine.Limits, root *os.File) (_ *process, err error) {
+	p := &process{
+		engine: e, id: identity.Hex(idBytes), program: program, nextID: 1,
+		done: make(chan struct{}), waiting: map[uint64]pending{},
+	}
+	defer func() {
+		if err != nil {
+			p.dropProgram()
+		}
+	}()
 	groups, err := e.groups()
 	if err != nil {
 		return nil, err
@@ -123,17 +147,13 @@ func (e *Engine) create(ctx context.Context, sh shape, asked engine.Limits, root
 		return nil, err
 	}
 	defer func() { _ = agent.Close() }() // the helper has its own
-	p := &process{
-		engine: e, id: identity.Hex(idBytes), nextID: 1,
-		done: make(chan struct{}), waiting: map[uint64]pending{},
-	}
 	p.expect(sh.memory + sh.disk)
 	if groups != nil {
 		if p.group, err = groups.Create(groupName(p.id), sh.limits(asked)); err != nil {
 			return nil, err
 		}
 	}
-	if err := p.start(); err != nil {
+	if err := p.start(program.Path); err != nil {
 		_, releaseErr := p.group.Release()
 		return nil, errors.Join(err, releaseErr, os.RemoveAll(e.runDirOf(p.id)))
 	}
@@ -146,13 +166,21 @@ func (e *Engine) create(ctx context.Context, sh shape, asked engine.Limits, root
 		p.kill()
 		return nil, err
 	}
-	p.sentry = reply.SentryPID
+	p.sentry, p.protocol = reply.SentryPID, max(1, reply.Protocol)
 	return p, nil
+}
+
+// dropProgram says that this process does not need the helper's program any more.
+func (p *process) dropProgram() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.program.Release()
+	p.program = nil
 }
 
 // start starts the helper. It holds a lock on its folder for as long as it
 // lives, so that whoever comes later can tell what is left over.
-func (p *process) start() error {
+func (p *process) start(program string) error {
 	unlock, err := p.engine.lockRunDir(unix.LOCK_SH)
 	if err != nil {
 		return err
@@ -178,7 +206,7 @@ func (p *process) start() error {
 	if p.conn, err = gvisorctl.NewConn(ours); err != nil {
 		return errors.Join(err, ours.Close())
 	}
-	cmd := exec.Command(p.engine.helper, "serve")
+	cmd := exec.Command(program, "serve")
 	cmd.Env = []string{}
 	cmd.Dir = "/"
 	cmd.ExtraFiles = []*os.File{theirs, lock}
@@ -229,6 +257,7 @@ func (p *process) finish() {
 		words += "; " + err.Error()
 	}
 	p.exit = words
+	p.dropProgram()
 	close(p.done)
 }
 

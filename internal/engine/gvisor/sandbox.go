@@ -31,10 +31,9 @@ type sandbox struct {
 	parent       *snapshot.Snapshot // that it was forked from; nil after a boot
 	ownParent    bool               // parent is its own to close
 	restored     time.Duration
-	// build is the digest of its helper's program, empty for the engine's own: the
-	// helper of an adopted sandbox may be of another AgentRun, and so are its
-	// checkpoints.
-	build string
+	// build is the digest of its helper's program, which may be of another AgentRun: only
+	// that program reads the checkpoints that it writes.
+	build layer.Digest
 
 	capture sync.Mutex // one capture at a time; a snapshot takes the identity with it
 
@@ -125,6 +124,8 @@ func newWired(n *engine.Network, sentry int) (w wired, err error) {
 
 // dialAgent opens the session with the agent.
 func (s *sandbox) dialAgent(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, identity.AnswerPatience)
+	defer cancel()
 	conn, err := s.Dial(ctx, guestrpc.AgentPort)
 	if err != nil {
 		return err

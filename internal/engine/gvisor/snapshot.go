@@ -2,7 +2,6 @@ package gvisor
 
 import (
 	"context"
-	"crypto/sha256"
 	"errors"
 	"fmt"
 	"io"
@@ -169,10 +168,6 @@ func (s *sandbox) commit(ctx context.Context, b *snapshot.Builder) (*snapshot.Sn
 	if err := b.Continues(s.parent); err != nil {
 		return nil, err
 	}
-	helper, err := s.madeBy()
-	if err != nil {
-		return nil, err
-	}
 	cpu, err := s.engine.features()
 	if err != nil {
 		return nil, err
@@ -191,7 +186,7 @@ func (s *sandbox) commit(ctx context.Context, b *snapshot.Builder) (*snapshot.Sn
 		Disks:  []snapshot.Disk{{ID: "root", ReadOnly: true, Stack: snapshot.StackOf(wholeFile(root))}},
 		Nets:   s.network.Nets(),
 		Labels: map[string]string{engine.GenerationLabel: strconv.FormatUint(s.self.Generation.Load(), 10)},
-		GVisor: &snapshot.GVisor{Helper: helper, Platform: platform, CPUFeatures: cpu.features, Disk: s.disk, Pages: snapshot.Blob(pages)},
+		GVisor: &snapshot.GVisor{Helper: s.build.String(), Platform: platform, CPUFeatures: cpu.features, Disk: s.disk, Pages: snapshot.Blob(pages)},
 	}
 	if s.parent != nil {
 		m.Parent = s.parent.ID().String()
@@ -203,7 +198,7 @@ func (s *sandbox) commit(ctx context.Context, b *snapshot.Builder) (*snapshot.Sn
 // goes to the disk at once. One that runs stands still for as short as possible:
 // until its checkpoint is in memory.
 func (s *sandbox) write(ctx context.Context, b *snapshot.Builder) (state []byte, pages layer.Ref, err error) {
-	if s.paused.Load() || b.Still() {
+	if (s.paused.Load() || b.Still()) && s.protocol >= gvisorctl.SinceStream {
 		return s.stream(ctx, b)
 	}
 	c, _, err := s.take(ctx)
@@ -309,25 +304,4 @@ func memoryFile(name string, content []byte) (*os.File, error) {
 		return nil, errors.Join(fmt.Errorf("fill memfd: %w", err), f.Close())
 	}
 	return f, nil
-}
-
-// madeBy is the digest of the program of the sandbox's helper.
-func (s *sandbox) madeBy() (string, error) {
-	if s.build != "" {
-		return s.build, nil
-	}
-	return s.engine.digest()
-}
-
-func fileDigest(path string) (string, error) {
-	f, err := os.Open(path)
-	if err != nil {
-		return "", fmt.Errorf("hash %s: %w", path, err)
-	}
-	defer func() { _ = f.Close() }() // only read
-	h := sha256.New()
-	if _, err := io.Copy(h, f); err != nil {
-		return "", fmt.Errorf("hash %s: %w", path, err)
-	}
-	return layer.Digest(h.Sum(nil)).String(), nil
 }

@@ -138,6 +138,7 @@ func (s *sandbox) Detach() error {
 func (p *process) Detach() error {
 	p.group.Leave()
 	p.left.Store(true)
+	p.dropProgram()
 	if err := p.conn.Close(); !errors.Is(err, os.ErrClosed) {
 		return err
 	}
@@ -171,14 +172,18 @@ func (e *Engine) adopt(ctx context.Context, f folder.Folder) (_ *sandbox, err er
 	if s.process, err = e.attach(ctx, f.Control(), r.Process); err != nil {
 		return nil, errors.Join(err, s.release())
 	}
+	s.process.adoptProgram(s.build)
 	s.expect(s.memory + s.disk)
 	s.paused.Store(true) // it may be
 	if err := s.group.Restore(s.shape().limits(engine.Limits{}).Memory); err != nil {
 		return nil, errors.Join(err, s.release(), s.process.Detach())
 	}
+	if s.protocol == 0 { // it is of an AgentRun whose helpers do not say
+		s.protocol = r.Speaks()
+	}
 	switch {
 	case s.network == nil:
-	case r.Wires:
+	case s.protocol >= gvisorctl.SinceWire:
 		s.FindWire(s.askWire)
 	default:
 		s.FindWire(func() (*os.File, error) { return nil, engine.ErrOldWire })
@@ -262,8 +267,24 @@ func (e *Engine) attach(ctx context.Context, socket string, id procid.ID) (*proc
 	p.mu.Lock() // whoever reaps the helper removes what these name
 	p.id, p.group = reply.Create.ID, group
 	p.mu.Unlock()
-	p.sentry = reply.SentryPID
+	p.sentry, p.protocol = reply.SentryPID, reply.Protocol
 	return p, nil
+}
+
+// adoptProgram keeps the program of a helper that was adopted. Without it the sandbox goes
+// on, and whoever forks it is told why that cannot be.
+func (p *process) adoptProgram(build layer.Digest) {
+	program, err := p.engine.helpers.adopt(build, p.helper)
+	if err != nil {
+		return
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.waiting == nil { // it has ended meanwhile
+		program.Release()
+		return
+	}
+	p.program = program
 }
 
 // stopListening ends a helper of which only its socket is known. Nobody there

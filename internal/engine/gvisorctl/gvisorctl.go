@@ -4,6 +4,11 @@
 // it, and trusts its parent. The parent does not trust it: a sandbox that has
 // taken over gVisor's kernel speaks to the helper.
 //
+// The protocol has a version, which a helper says when it makes a sandbox and when it
+// describes one. It speaks all up to that: later ones only add. Nobody asks a helper for
+// what came after its version, so that an older one goes on under a newer engine, and the
+// other way round.
+//
 // A helper begins with Create, which makes a sandbox that waits, and goes on
 // with Start or Restore, before which Load may come. Any number of other requests may be under way at once;
 // each is answered once. The last message is an Exit.
@@ -18,6 +23,15 @@ import (
 	"time"
 
 	"agentrun.dev/internal/vmm/vmmctl"
+)
+
+// Protocol is the version of the protocol that is described here.
+const Protocol = SinceWire
+
+// Versions that have added requests. Version 1 has the others, and does not say so.
+const (
+	SinceStream = 2 // OpStream
+	SinceWire   = 3 // OpWire
 )
 
 // Op says what a request asks for.
@@ -86,6 +100,9 @@ type Message struct {
 	Data []byte `json:"data,omitempty"`
 	// Took is for how long a checkpoint kept the sandbox from running.
 	Took time.Duration `json:"took,omitempty"`
+	// Protocol is the version that the helper speaks, in replies to OpCreate and
+	// OpDescribe; 0 says that it is of an AgentRun that did not count them.
+	Protocol int `json:"protocol,omitempty"`
 	// SentryPID is the process of gVisor's kernel.
 	SentryPID int `json:"sentry_pid,omitempty"`
 

@@ -45,6 +45,11 @@ func (s *Self) Renew(ctx context.Context, agent *guestrpc.Client, keep bool) err
 	return send(ctx, agent, req)
 }
 
+// AnswerPatience is how long the agent of a sandbox that has just been made, or is claimed,
+// may take to answer. One that stood still when it was captured never does: a program of
+// its own has stopped it.
+const AnswerPatience = time.Minute
+
 // send completes a request with what every renewal has.
 func send(ctx context.Context, agent *guestrpc.Client, req guestrpc.RenewRequest) error {
 	req.Entropy = make([]byte, entropySize)
@@ -53,6 +58,8 @@ func send(ctx context.Context, agent *guestrpc.Client, req guestrpc.RenewRequest
 	}
 	defer clear(req.Entropy)
 	req.WallClock = time.Now()
+	ctx, cancel := context.WithTimeout(ctx, AnswerPatience)
+	defer cancel()
 	if _, err := agent.Renew(ctx, req); err != nil {
 		return fmt.Errorf("renew the fork's identity: %w", err)
 	}
@@ -93,11 +100,12 @@ func (s *Self) claim(ctx context.Context, agent *guestrpc.Client, hostname strin
 	return wait(ctx)
 }
 
-// Write says in the folder, if there is one, which process the sandbox is. based is
-// as of folder.Record.
-func (s *Self) Write(pid int, based bool) error {
+// Write says in the folder, if there is one, which process the sandbox is, and what else r
+// has of it.
+func (s *Self) Write(pid int, r folder.Record) error {
 	if s.Folder == "" {
 		return nil
 	}
-	return s.Folder.Write(pid, folder.Record{Hostname: s.Hostname, Generation: s.Generation.Load(), Based: based, Streams: true, Wires: true})
+	r.Hostname, r.Generation = s.Hostname, s.Generation.Load()
+	return s.Folder.Write(pid, r)
 }

@@ -14,6 +14,7 @@ import (
 	"agentrun.dev/internal/storage/extent"
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/storage/snapshot"
+	"agentrun.dev/internal/vmm/vmmctl"
 	"golang.org/x/sys/unix"
 )
 
@@ -54,12 +55,12 @@ func (e *Engine) adopt(f folder.Folder) (_ *sandbox, err error) {
 	if err != nil {
 		return nil, err
 	}
-	s.self.Folder, s.ownParent, s.filesOnly = f, true, !r.Streams
+	s.self.Folder, s.ownParent, s.filesOnly = f, true, r.Speaks() < vmmctl.SinceStream
 	s.self.Generation.Store(r.Generation)
 	if !r.Based {
 		s.forget()
 	}
-	p, err := process.Attach(e.vmm, f.Control(), r.Process, s.memory.Size)
+	p, err := process.Attach(e.vmm, f.Control(), r.Process, s.memory.Size, r.Speaks())
 	if errors.Is(err, unix.ESRCH) {
 		err = fmt.Errorf("%w: its process is gone", engine.ErrEnded)
 	}
@@ -72,7 +73,7 @@ func (e *Engine) adopt(f folder.Folder) (_ *sandbox, err error) {
 	s.Guest = &Guest{Process: p}
 	switch {
 	case s.network == nil:
-	case r.Wires:
+	case p.Protocol() >= vmmctl.SincePlug:
 		s.FindWire(s.rewire)
 	default:
 		s.FindWire(func() (*os.File, error) { return nil, engine.ErrOldWire })

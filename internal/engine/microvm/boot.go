@@ -47,6 +47,7 @@ func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, er
 	defer b.close()
 	if err = s.describeBoot(ctx, b, spec); err == nil {
 		s.Guest, err = b.run(ctx, e.vmm, spec.Limits)
+		s.filesOnly = err == nil && s.Protocol() < vmmctl.SinceStream
 	}
 	if err != nil {
 		return nil, errors.Join(err, s.release())

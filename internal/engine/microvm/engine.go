@@ -7,6 +7,8 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
+	"sync"
 	"time"
 
 	"agentrun.dev/internal/engine"
@@ -33,6 +35,7 @@ type Engine struct {
 	key      *seal.Key
 	blanks   blanks
 	lent     jail.Files // to vmm processes, each of which counts its own
+	kernel   func() (string, error)
 }
 
 var _ engine.Engine = (*Engine)(nil)
@@ -86,11 +89,25 @@ func New(cfg Config) (*Engine, error) {
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("open engine: %w", err), scratch.Close())
 	}
-	return &Engine{resident: resident, scratch: scratch, vmm: vmms, key: cfg.Key}, nil
+	return &Engine{resident: resident, scratch: scratch, vmm: vmms, key: cfg.Key, kernel: sync.OnceValues(kernelDigest)}, nil
 }
 
 // Name is what snapshots of this engine carry.
 func (e *Engine) Name() string { return Name }
+
+// Processor is what sandboxes see of the host's processor.
+func (e *Engine) Processor() (engine.Processor, error) {
+	cpu, err := e.cpu.get()
+	if err != nil {
+		return engine.Processor{}, err
+	}
+	p := engine.Processor{Profile: cpu.Profile, Vendor: cpu.Vendor}
+	for word, bits := range cpu.Features {
+		p.Features = append(p.Features, fmt.Sprintf("%s=%#x", word, bits))
+	}
+	slices.Sort(p.Features)
+	return p, nil
+}
 
 // Capabilities say how this engine differs from others.
 func (e *Engine) Capabilities() engine.Capabilities {
@@ -113,6 +130,26 @@ func (e *Engine) top() (*os.File, error) {
 		return nil, errors.Join(fmt.Errorf("make a disk's writable layer: %w", err), f.Close())
 	}
 	return f, nil
+}
+
+// Outdated says why a template's snapshot is to be made anew: its guests have another kernel
+// than this AgentRun would boot, which a snapshot keeps for good.
+func (e *Engine) Outdated(m snapshot.Manifest) (why string, err error) {
+	ours, err := e.kernel()
+	if err != nil || m.Kernel == ours {
+		return "", err
+	}
+	return fmt.Sprintf("its guest kernel is another build (%.12s, this is %.12s)", m.Kernel, ours), nil
+}
+
+// kernelDigest is that of the guest kernel that comes with AgentRun.
+func kernelDigest() (string, error) {
+	f, err := assets.Open(assets.Kernel)
+	if err != nil {
+		return "", err
+	}
+	defer func() { _ = f.Close() }() // only read
+	return fileDigest(f)
 }
 
 // Fork makes a sandbox that continues from a snapshot.

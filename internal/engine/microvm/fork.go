@@ -107,7 +107,7 @@ func (e *Engine) restore(ctx context.Context, s *sandbox, opts engine.ForkOption
 		}
 		return nil, err
 	}
-	s.restored = time.Since(begin)
+	s.restored, s.filesOnly = time.Since(begin), p.Protocol() < vmmctl.SinceStream
 	if l.standby != nil {
 		s.Guest = &Guest{Process: p}
 		s.Guest.Agent, err = guestrpc.Resume(l.standby, from.session)
@@ -118,7 +118,7 @@ func (e *Engine) restore(ctx context.Context, s *sandbox, opts engine.ForkOption
 		err = s.self.Renew(ctx, s.Agent(), opts.KeepIdentity)
 	}
 	if err == nil {
-		err = s.self.Write(s.Pid(), from.based)
+		err = s.self.Write(s.Pid(), folder.Record{Based: from.based, Protocol: p.Protocol()})
 	}
 	if err != nil {
 		return nil, abandon(ctx, p, err)
@@ -237,7 +237,7 @@ func (e *Engine) load(ctx context.Context, s *sandbox, opts engine.ForkOptions, 
 	}
 	// Both messages go at once.
 	loaded, postErr := p.Post(l.with, l.Files...)
-	if _, err = p.Await(context.Background(), made); err == nil {
+	if err = p.Made(made); err == nil {
 		err = postErr
 	}
 	if err == nil {

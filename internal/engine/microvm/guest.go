@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"time"
 
+	"agentrun.dev/internal/engine/identity"
 	"agentrun.dev/internal/engine/microvm/process"
 	"agentrun.dev/internal/guest/guestrpc"
 	"agentrun.dev/internal/vmm/vmstate"
@@ -20,6 +21,8 @@ type Guest struct {
 
 // dialAgent opens a session with the agent of a guest.
 func dialAgent(ctx context.Context, p *process.Process) (*Guest, error) {
+	ctx, cancel := context.WithTimeout(ctx, identity.AnswerPatience)
+	defer cancel()
 	conn, err := p.Dial(ctx, guestrpc.AgentPort)
 	if err != nil {
 		return nil, err

@@ -146,6 +146,16 @@ func TestStreamOfJailed(t *testing.T) {
 	}
 }
 
+// TestHostileHello: a vmm process that says it speaks a version that never was is killed.
+func TestHostileHello(t *testing.T) {
+	s := startHostile(t, "older")
+	made := make(chan *vmmctl.Reply, 1)
+	made <- &vmmctl.Reply{Data: []byte{1, 0}}
+	if err := s.Made(made); !errors.Is(err, engine.ErrEnded) || !strings.Contains(err.Error(), "there is no version 0") {
+		t.Errorf("it is believed: %v", err)
+	}
+}
+
 // TestOlderVMM: the vmm process of an older AgentRun, which hangs up on a message
 // that it does not know, is captured by files while it stands still, and lives on.
 func TestOlderVMM(t *testing.T) {

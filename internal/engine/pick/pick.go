@@ -69,7 +69,10 @@ func Choose(k Kind) (_ Kind, why string) {
 type Config struct {
 	// Resident is a folder on tmpfs, Scratch one on a disk.
 	Resident, Scratch string
-	Jail              microvm.JailPolicy
+	// Helpers is a folder on a disk for the builds of gvisor-helper that snapshots and
+	// sandboxes were made by; empty keeps none.
+	Helpers string
+	Jail    microvm.JailPolicy
 	// Precreate is how many sandboxes gVisor makes ahead.
 	Precreate int
 	// Key opens the private snapshots that adopted sandboxes come from; nil opens
@@ -84,7 +87,7 @@ func Open(k Kind, cfg Config) (engine.Engine, error) {
 		return microvm.New(microvm.Config{Resident: cfg.Resident, Scratch: cfg.Scratch, Jail: cfg.Jail, Key: cfg.Key})
 	case GVisor:
 		return gvisor.New(gvisor.Config{
-			Resident: cfg.Resident, Precreate: cfg.Precreate, Key: cfg.Key,
+			Resident: cfg.Resident, Helpers: cfg.Helpers, Precreate: cfg.Precreate, Key: cfg.Key,
 			AllowUnlimited: cfg.Jail.AllowUnlimited || cfg.Jail.AllowUnjailed,
 		})
 	}

@@ -68,17 +68,9 @@ func (c *connection) serveHTTP(inside stack.Conn) Outcome {
 // serve serves the requests that come from conn, each by handler, and passes them on as rewrite
 // makes them.
 func (x *exchange) serve(conn net.Conn, protocols *http.Protocols, handler http.Handler, rewrite func(*httputil.ProxyRequest)) Outcome {
-	transport := &http.Transport{
-		DialContext:            x.dialOnce,
-		DialTLSContext:         x.dialOnce,
-		DisableCompression:     true,
-		MaxResponseHeaderBytes: maxHTTPHead,
-		ExpectContinueTimeout:  time.Second,
-		Protocols:              protocols,
-		HTTP2:                  limitsHTTP2,
-		// The first requests of HTTP/2 may come at once. Those after the first would dial as
-		// well, in vain, instead of waiting for the connection that they can share.
-		MaxConnsPerHost: 1,
+	transport, err := x.client(protocols)
+	if err != nil {
+		return x.endWith(Failed, "", err)
 	}
 	discard := log.New(io.Discard, "", 0)
 	x.proxy = &httputil.ReverseProxy{
@@ -99,12 +91,30 @@ func (x *exchange) serve(conn net.Conn, protocols *http.Protocols, handler http.
 	return x.outcome()
 }
 
+// client sends requests over the one connection to the server.
+func (x *exchange) client(protocols *http.Protocols) (client, error) {
+	if x.many {
+		return newStreams(context.Background(), x.remote)
+	}
+	return &http.Transport{
+		DialContext:            x.dialOnce,
+		DialTLSContext:         x.dialOnce,
+		DisableCompression:     true,
+		MaxResponseHeaderBytes: maxHTTPHead,
+		ExpectContinueTimeout:  time.Second,
+		Protocols:              protocols,
+	}, nil
+}
+
+type client interface {
+	http.RoundTripper
+	CloseIdleConnections()
+}
+
 // limitsHTTP2 bound what one connection keeps in memory for a sandbox, or a server, that does
 // not read.
 var limitsHTTP2 = &http.HTTP2Config{
 	MaxConcurrentStreams: 100, MaxReceiveBufferPerConnection: maxHTTP2Buffer, MaxReceiveBufferPerStream: 256 << 10,
-	// There is one connection to the server: requests beyond its bound wait.
-	StrictMaxConcurrentRequests: true,
 }
 
 // changed follows the state of the server's one connection.

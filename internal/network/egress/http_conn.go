@@ -121,6 +121,14 @@ func (w *watched) Read(b []byte) (int, error) {
 	return n, err
 }
 
+// Close is the transport's: it ends a connection of which it understands no more, as after bytes
+// that it has not asked for.
+func (w *watched) Close() error {
+	err := w.outside.Close()
+	w.once.Do(func() { w.exchange.remoteEnded(net.ErrClosed) })
+	return err
+}
+
 // oneListener accepts one connection, and then waits until it is closed.
 type oneListener struct {
 	conn   chan net.Conn

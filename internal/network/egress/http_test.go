@@ -295,17 +295,33 @@ func TestHTTP(t *testing.T) {
 	})
 }
 
-// TestHTTPServerLeaves shows that an idle connection ends when the server ends it.
+// TestHTTPServerLeaves shows that an idle connection ends when the server ends it, or says what it
+// was not asked, after which nothing can be understood.
 func TestHTTPServerLeaves(t *testing.T) {
+	over := make(chan struct{})
+	t.Cleanup(func() { close(over) })
+	for name, leave := range map[string]func(net.Conn){
+		"by ending": func(net.Conn) {},
+		"by unasked bytes": func(conn net.Conn) {
+			_, _ = io.WriteString(conn, "HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\nunasked")
+			<-over
+		},
+	} {
+		t.Run(name, func(t *testing.T) { testServerLeaves(t, leave) })
+	}
+}
+
+func testServerLeaves(t *testing.T, leave func(net.Conn)) {
 	w := newWorld(t)
 	w.upstream.set("allowed.example. A", addrAllowed)
-	leave := make(chan struct{})
+	answered := make(chan struct{})
 	w.serve(t, func(conn net.Conn) {
 		if _, err := http.ReadRequest(bufio.NewReader(conn)); err != nil {
 			t.Error(err)
 		}
 		_, _ = io.WriteString(conn, "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
-		<-leave
+		<-answered
+		leave(conn)
 	}, addrAllowed+":80")
 	s := w.sandbox(t, allow("allowed.example:80"))
 	resolve(t, s, "allowed.example")
@@ -319,7 +335,7 @@ func TestHTTPServerLeaves(t *testing.T) {
 	if got, err := io.ReadAll(answer.Body); string(got) != "ok" || err != nil {
 		t.Fatalf("got %q, %v", got, err)
 	}
-	close(leave)
+	close(answered)
 	_ = conn.SetReadDeadline(time.Now().Add(patience))
 	if _, err := r.ReadByte(); err != io.EOF {
 		t.Errorf("the connection ended with %v", err)

@@ -61,6 +61,100 @@ func TestInjectFirstRequests(t *testing.T) {
 	}
 }
 
+// TestInjectFewStreams: a server that allows few requests at one time gets all of many that come
+// at once, and no more at one time than it allows.
+func TestInjectFewStreams(t *testing.T) {
+	const allowed, requests = 3, 60
+	n := newInjecting(t, allow("allowed.example:443"))
+	n.mu.Lock()
+	n.streams.MaxConcurrentStreams = allowed
+	n.mu.Unlock()
+	client := n.overHTTP2(t)
+	var wait sync.WaitGroup
+	for i := range requests {
+		wait.Go(func() {
+			r, _ := http.NewRequest(http.MethodPost, "https://allowed.example/", strings.NewReader(fmt.Sprint(i)))
+			r.Header.Set("Authorization", "Bearer "+thePlaceholder)
+			answer, err := client.RoundTrip(r)
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			defer func() { _ = answer.Body.Close() }()
+			if said, err := io.ReadAll(answer.Body); err != nil || string(said) != "served" {
+				t.Errorf("%s: %q %v", answer.Status, said, err)
+			}
+		})
+	}
+	wait.Wait()
+	if got, bodies := n.reached(); len(got) != requests || len(slices.Compact(slices.Sorted(slices.Values(bodies)))) != requests {
+		t.Errorf("the server got %d of %d requests", len(got), requests)
+	}
+}
+
+// TestInjectOpenedAhead: the server hears of a connection that has no request yet, and does not
+// take it for one that never speaks.
+func TestInjectOpenedAhead(t *testing.T) {
+	n := newInjecting(t, allow("allowed.example:443"))
+	conn, err := n.dialTLS(t, "allowed.example", alpnHTTP2)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = conn.Close() }()
+	<-n.greeted
+}
+
+// TestFirstFrame: the bound is known when the reader of the first frame reads on, however it is
+// cut.
+func TestFirstFrame(t *testing.T) {
+	frames := []byte{0, 0, 6, 4, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 7, 0, 0, 0, 4, 1, 0, 0, 0, 0}
+	for size := 1; size <= len(frames); size++ {
+		ours, theirs := net.Pipe()
+		f := &firstFrame{Conn: ours, done: make(chan struct{})}
+		go func() {
+			_, _ = theirs.Write(frames)
+			_ = theirs.Close()
+		}()
+		for read, buffer := 0, make([]byte, size); ; {
+			known := false
+			n, err := f.Read(buffer)
+			select {
+			case <-f.done:
+				known = true
+			default:
+			}
+			if whole := 15; known != (err != nil || read >= whole) {
+				t.Errorf("by %d bytes: with %d taken in, known is %v", size, read, known)
+			}
+			if err != nil {
+				break
+			}
+			read += n
+		}
+		_ = ours.Close()
+	}
+}
+
+// FuzzFirstFrame: whatever a server sends first, in whatever pieces, the bound is taken for known
+// no earlier than its first frame has been read.
+func FuzzFirstFrame(f *testing.F) {
+	f.Add([]byte{0, 0, 6, 4, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 7, 1}, uint8(3))
+	f.Add([]byte{255, 255, 255, 4, 0}, uint8(0))
+	f.Fuzz(func(t *testing.T, sent []byte, size uint8) {
+		piece := int(size) + 1
+		first := &firstFrame{}
+		for rest := sent; len(rest) > 0; {
+			n := min(piece, len(rest))
+			first.note(rest[:n])
+			rest = rest[n:]
+		}
+		whole := len(sent) >= frameHead && len(sent)-frameHead >= int(sent[0])<<16|int(sent[1])<<8|int(sent[2])
+		if got := len(first.head) == frameHead && first.left == 0; got != whole {
+			t.Errorf("% x in pieces of %d: read whole: %v", sent, piece, got)
+		}
+	})
+}
+
 // TestInjectManyStreams: requests of one HTTP/2 connection do not get each other's answers.
 func TestInjectManyStreams(t *testing.T) {
 	n := newInjecting(t, allow("allowed.example:443"))

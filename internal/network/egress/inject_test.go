@@ -38,8 +38,10 @@ type injecting struct {
 	sandbox *Sandbox
 	rules   Rules
 	ca      *authority.Authority
-	trust   *x509.CertPool // of programs in the sandbox
-	memory  *atomic.Int64  // that connections have reserved; nil is not counted
+	trust   *x509.CertPool   // of programs in the sandbox
+	memory  *atomic.Int64    // that connections have reserved; nil is not counted
+	streams http.HTTP2Config // of the server, before its first connection
+	greeted chan struct{}    // gets what the server has heard the first words of HTTP/2 of
 
 	mu   sync.Mutex
 	got  []*http.Request // mu protects it and body
@@ -69,7 +71,7 @@ func prepared(t testing.TB, hosts ...inject.Host) inject.Set {
 
 func newInjecting(t testing.TB, rules Rules) *injecting {
 	t.Helper()
-	n := &injecting{world: newWorld(t), rules: rules}
+	n := &injecting{world: newWorld(t), rules: rules, greeted: make(chan struct{}, 1)}
 	var err error
 	if n.ca, err = authority.New("default", nil, time.Now()); err != nil {
 		t.Fatal(err)
@@ -98,8 +100,16 @@ func (n *injecting) serveHTTPS(t testing.TB, at string) *x509.CertPool {
 	protocols.SetHTTP1(true)
 	protocols.SetHTTP2(true)
 	server := &http.Server{
-		ReadHeaderTimeout: time.Minute, Protocols: protocols, Handler: http.HandlerFunc(n.answer), ErrorLog: log.New(io.Discard, "", 0),
+		ReadHeaderTimeout: time.Minute, Protocols: protocols, HTTP2: &n.streams, Handler: http.HandlerFunc(n.answer), ErrorLog: log.New(io.Discard, "", 0),
 		TLSConfig: &tls.Config{Certificates: []tls.Certificate{cert}, MinVersion: tls.VersionTLS12, NextProtos: []string{alpnHTTP2, alpnHTTP1}},
+		ConnState: func(_ net.Conn, state http.ConnState) {
+			if state == http.StateIdle {
+				select {
+				case n.greeted <- struct{}{}:
+				default:
+				}
+			}
+		},
 	}
 	t.Cleanup(func() { _ = server.Close() })
 	go func() { _ = server.ServeTLS(l, "", "") }()

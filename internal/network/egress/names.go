@@ -5,7 +5,6 @@ import (
 	"net/netip"
 	"time"
 
-	"agentrun.dev/internal/network/addresses"
 	"agentrun.dev/internal/network/dns"
 	"agentrun.dev/internal/network/policy"
 )
@@ -27,23 +26,17 @@ func (n *names) MayResolve(text string) dns.Verdict {
 	return verdict
 }
 
-// MayAlias refuses an alias that a rule denies, unless a rule allows the name that leads to it:
-// otherwise anybody's name could stand in for a denied one.
+// MayAlias asks the policy whether a name may lead to an alias.
 func (n *names) MayAlias(text, alias string) bool {
-	rules := (*Sandbox)(n).current()
 	name, err := policy.ParseName(text)
 	if err != nil {
 		return false
-	}
-	if rules.Policy.Resolvable(name).Kind != policy.ByDefault {
-		return true
 	}
 	target, err := policy.ParseName(alias)
 	if err != nil {
 		return true // no rule can be about it
 	}
-	d := rules.Policy.Resolvable(target)
-	return d.Allowed || d.Kind == policy.ByDefault
+	return (*Sandbox)(n).current().Policy.LeadsTo(name, target)
 }
 
 // Resolved pins the addresses that the sandbox may be told.
@@ -54,8 +47,6 @@ func (n *names) Resolved(text string, answer dns.Answer) ([]netip.Addr, string) 
 		return nil, err.Error()
 	}
 	rules := s.current()
-	// Without a rule about the name, an internal domain's private addresses stay unknown.
-	internal := answer.Internal && rules.Policy.Resolvable(name).Kind != policy.ByDefault
 	var open []netip.Addr
 	kept := "it has no addresses"
 	for _, addr := range answer.Addrs {
@@ -64,7 +55,7 @@ func (n *names) Resolved(text string, answer dns.Answer) ([]netip.Addr, string) 
 			kept = fmt.Sprintf("%v is the gateway's network", v.Addr)
 			continue
 		}
-		if !v.Closed() || rules.Policy.Opens(v) || (internal && internalMayOpen(v.Class)) {
+		if rules.Policy.Tells(name, v, answer.Internal) {
 			open = append(open, addr)
 		} else {
 			kept = v.Reason
@@ -76,11 +67,6 @@ func (n *names) Resolved(text string, answer dns.Answer) ([]netip.Addr, string) 
 		s.mu.Unlock()
 	}
 	return open, kept
-}
-
-// internalMayOpen is true for the classes that an internal domain's upstream may give.
-func internalMayOpen(class addresses.Class) bool {
-	return class == addresses.Private || class == addresses.NodeRange
 }
 
 // Refused logs a question that was refused.

@@ -338,3 +338,23 @@ func TestDialControl(t *testing.T) {
 		t.Errorf("checked %v", checked)
 	}
 }
+
+// TestNarrowerTellsNoMore shows that a claim's policy beside its template's does not let DNS answer
+// what the template's alone refuses: an alias of a denied name, a private address.
+func TestNarrowerTellsNoMore(t *testing.T) {
+	w := newWorld(t)
+	w.upstream.set("front.example. A", "=evil.example.", addrOther)
+	template := written("allow", nil, []string{"evil.example"})
+	claimed := Rules{Policy: append(template.Policy, allow("front.example:443", "db.corp:5432").Policy...)}
+	for title, rules := range map[string]Rules{"template": template, "claim": claimed} {
+		s := w.sandbox(t, rules)
+		for _, name := range []string{"front.example", "db.corp"} {
+			if addrs, code := lookup(t, s, name, dnsmessage.TypeA); len(addrs) != 0 || code != dnsmessage.RCodeRefused {
+				t.Errorf("%s: %s is answered with %v, %v", title, name, addrs, code)
+			}
+		}
+	}
+	if addrs, _ := lookup(t, w.sandbox(t, allow("front.example:443")), "front.example", dnsmessage.TypeA); len(addrs) != 1 {
+		t.Errorf("a rule about the name itself: %v", addrs)
+	}
+}

@@ -161,11 +161,8 @@ func (p Policy) connectClosed(q Query) (Decision, basis, []Name) {
 			names = append(names, n.Name)
 		}
 	}
-	switch q.To.Class {
-	case addresses.Private, addresses.NodeRange:
-		if len(names) > 0 {
-			return d, byNames, names
-		}
+	if len(names) > 0 && internalMayOpen(q.To.Class) {
+		return d, byNames, names
 	}
 	reason := q.To.Reason
 	if q.To.Range.IsValid() {

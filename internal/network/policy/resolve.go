@@ -6,16 +6,41 @@ import (
 	"agentrun.dev/internal/network/addresses"
 )
 
-// Opens decides whether rules by address open a closed address on some port, so that a sandbox
-// may be told it by DNS. Whether it may connect is Connect's to decide.
-func (s Set) Opens(to addresses.Verdict) bool {
+// Tells decides whether DNS may tell a sandbox an address of a name. Each policy by itself
+// must let it: a closed address by a rule by address that opens it on some port or, if an upstream
+// of internalDomains has given it, by a rule about the name. Whether the sandbox may connect is
+// Connect's to decide.
+func (s Set) Tells(n Name, to addresses.Verdict, internal bool) bool {
+	if !to.Closed() {
+		return true
+	}
 	opens := func(r Rule) bool { return to.OpenedBy(r.prefix) }
 	for _, p := range s {
-		if !slices.ContainsFunc(p.Allow, opens) {
+		if !slices.ContainsFunc(p.Allow, opens) && !(internal && internalMayOpen(to.Class) && p.speaksOf(n)) {
 			return false
 		}
 	}
 	return len(s) > 0
+}
+
+// internalMayOpen is true for the classes that an upstream of internalDomains may give.
+func internalMayOpen(c addresses.Class) bool {
+	return c == addresses.Private || c == addresses.NodeRange
+}
+
+// speaksOf says whether a rule, and not the default, decides about a name.
+func (p Policy) speaksOf(n Name) bool { return Set{p}.Resolvable(n).Kind != ByDefault }
+
+// LeadsTo decides whether a name that may be resolved may be an alias of another. A policy that
+// allows the name only by its default must not deny the other one: else anybody's name could
+// stand in for a denied one.
+func (s Set) LeadsTo(n, alias Name) bool {
+	for _, p := range s {
+		if d := (Set{p}).Resolvable(alias); !p.speaksOf(n) && !d.Allowed && d.Kind != ByDefault {
+			return false
+		}
+	}
+	return true
 }
 
 // DeniesNames says whether a rule denies a name, so that the names of connections matter that

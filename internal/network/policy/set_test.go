@@ -163,7 +163,7 @@ func randomQuery(r *rand.Rand) Query {
 }
 
 // FuzzNarrow: a narrowed set allows nothing that its parent or the child alone refuses,
-// neither a connection, nor a name in it, nor an answer of DNS. And what a set lets
+// neither a connection, nor a name in it, nor an answer of DNS, nor an alias. And what a set lets
 // be connected by name, it lets be resolved.
 func FuzzNarrow(f *testing.F) {
 	for seed := range uint64(40) {
@@ -195,6 +195,14 @@ func FuzzNarrow(f *testing.F) {
 					}
 					if child.Resolvable(n).Allowed && !wider.Resolvable(n).Allowed || child.Name(n, q.Protocol, q.Port).Allowed && !wider.Name(n, q.Protocol, q.Port).Allowed {
 						t.Fatalf("%+v: %s is resolved", wider, n)
+					}
+					if child.Tells(n, q.To, true) && !wider.Tells(n, q.To, true) {
+						t.Fatalf("%+v: %v is told for %s", wider, q, n)
+					}
+					for _, alias := range someNames {
+						if child.LeadsTo(n, Name(alias)) && !wider.LeadsTo(n, Name(alias)) {
+							t.Fatalf("%+v: %s leads to %s", wider, n, alias)
+						}
 					}
 				}
 			}

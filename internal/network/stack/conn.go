@@ -28,10 +28,12 @@ type insideConn struct {
 	readBy, writeBy    deadline
 
 	reset, closed atomic.Bool
+	// aborted is closed when the endpoint was reset, some time after reset was set.
+	aborted chan struct{}
 }
 
 func newInsideConn(c *conn, e tcpip.Endpoint, events *waiter.Queue) *insideConn {
-	i := &insideConn{c: c, endpoint: e, events: events}
+	i := &insideConn{c: c, endpoint: e, events: events, aborted: make(chan struct{})}
 	i.readable, i.mayRead = waiter.NewChannelEntry(waiter.ReadableEvents | waiter.EventHUp | waiter.EventErr)
 	i.writable, i.mayWrite = waiter.NewChannelEntry(waiter.WritableEvents | waiter.EventHUp | waiter.EventErr)
 	events.EventRegister(&i.readable)
@@ -126,6 +128,9 @@ func (i *insideConn) Write(b []byte) (int, error) {
 		if i.writeBy.passed() {
 			return done, i.timeout("write")
 		}
+		if i.wasReset() {
+			return done, errorOf("write", &tcpip.ErrAborted{})
+		}
 		r.Reset(b[done:])
 		n, err := i.endpoint.Write(&r, tcpip.WriteOptions{})
 		done += int(n)
@@ -145,27 +150,52 @@ func (i *insideConn) Write(b []byte) (int, error) {
 	}
 }
 
-// CloseWrite implements Conn.
+// CloseWrite implements Conn. A connection that is being reset has no other end than that.
 func (i *insideConn) CloseWrite() error {
+	if i.wasReset() {
+		return nil
+	}
 	if err := i.endpoint.Shutdown(tcpip.ShutdownWrite); err != nil {
 		return errorOf("close", err)
 	}
 	return nil
 }
 
-// Reset implements Conn.
+// Reset implements Conn. The RST, and whoever is sending a segment of the connection, may have
+// to wait for room on the wire, for as long as the sandbox does not read. Policies are changed
+// meanwhile: Reset does not wait.
 func (i *insideConn) Reset() error {
-	i.reset.Store(true)
-	i.endpoint.Abort()
+	if i.reset.Swap(true) {
+		return nil
+	}
+	w := i.c.w
+	abort := func() {
+		defer close(i.aborted)
+		i.endpoint.Abort()
+	}
+	w.mu.Lock()
+	spawned := w.spawn(abort)
+	w.mu.Unlock()
+	if !spawned {
+		abort() // nobody waits for room on a wire that is closed
+	}
 	return nil
 }
 
 func (i *insideConn) wasReset() bool { return i.reset.Load() }
 
+// settle returns when nothing of a Reset is left to do.
+func (i *insideConn) settle() {
+	if i.wasReset() {
+		<-i.aborted
+	}
+}
+
 // Close implements net.Conn. What was written is still sent. If the sandbox has sent
-// what nobody has read, it gets a RST, as from Linux.
+// what nobody has read, it gets a RST, as from Linux. After Reset it gets that, and no FIN.
 func (i *insideConn) Close() error {
 	if i.closed.CompareAndSwap(false, true) {
+		i.settle()
 		i.endpoint.Close()
 	}
 	return nil

@@ -83,7 +83,8 @@ type Conn interface {
 	net.Conn
 	// CloseWrite sends a FIN: the sandbox reads the end of the stream.
 	CloseWrite() error
-	// Reset ends the connection with a RST: ECONNRESET inside.
+	// Reset ends the connection with a RST: ECONNRESET inside. It does not wait for a sandbox
+	// that does not read.
 	Reset() error
 	// Reserve takes memory of what all connections of the process share, for whoever keeps
 	// more of a connection than Splice does. It is not ok if there is too little left.

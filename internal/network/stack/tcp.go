@@ -65,6 +65,12 @@ func (w *Wire) open(t Tuple, syn []byte) {
 // run is the connection's goroutine.
 func (c *conn) run() {
 	defer c.remove()
+	defer func() {
+		// What waits for room takes memory: it counts as a connection for so long.
+		if inside := c.established(); inside != nil {
+			inside.settle()
+		}
+	}()
 	inside, remote := c.open()
 	c.w.mu.Lock()
 	c.w.opening--
@@ -76,6 +82,13 @@ func (c *conn) run() {
 	// Nothing can be done about a connection that does not close cleanly.
 	_ = remote.Close()
 	inside.linger()
+}
+
+// established is the sandbox's side of the connection, or nil before there is one.
+func (c *conn) established() *insideConn {
+	c.w.mu.Lock()
+	defer c.w.mu.Unlock()
+	return c.inside
 }
 
 // open dials, and completes the sandbox's handshake or refuses it.
@@ -215,8 +228,8 @@ func (w *Wire) forwarded(request *tcp.ForwarderRequest) {
 	}
 }
 
-// cut ends the connection with a RST, in whatever state it is. It may have to wait
-// for room on the wire.
+// cut ends the connection with a RST, in whatever state it is. During the handshake it may
+// have to wait for room on the wire.
 func (c *conn) cut() {
 	c.w.mu.Lock()
 	c.isCut = true

@@ -12,6 +12,7 @@ import (
 	"syscall"
 	"testing"
 
+	"agentrun.dev/test/soak"
 	"golang.org/x/sys/unix"
 )
 
@@ -57,8 +58,8 @@ func TestConnections(t *testing.T) {
 	}{
 		{"one", 1, 32 << 20, "203.0.113.5"},
 		{"one over IPv6", 1, 8 << 20, "[2001:db8::5]"},
-		{"hundred", 100, 1 << 20, "203.0.113.5"},
-		{"thousand", 1000, 100 << 10, "203.0.113.5"},
+		{"hundred", 100, soak.Count(1<<20, 256<<10), "203.0.113.5"},
+		{"thousand", 1000, soak.Count(100<<10, 20<<10), "203.0.113.5"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			p, g := newPoller(t), newGuest(t)

@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"agentrun.dev/test/soak"
 	"golang.org/x/sys/unix"
 )
 
@@ -182,10 +183,8 @@ func TestStackIsFreed(t *testing.T) {
 
 // TestManyWires connects 500 sandboxes with the same address at once.
 func TestManyWires(t *testing.T) {
-	wires := 500
-	if testing.Short() {
-		wires = 50
-	}
+	const wires = 500
+	size := soak.Count(100<<10, 20<<10)
 	p := newPoller(t)
 	port := serve(t, echo)
 	conns := make([]net.Conn, wires)
@@ -200,7 +199,7 @@ func TestManyWires(t *testing.T) {
 	var running sync.WaitGroup
 	for i, c := range conns {
 		running.Go(func() {
-			if err := exchange(c, payload(uint64(i), 100<<10)); err != nil {
+			if err := exchange(c, payload(uint64(i), size)); err != nil {
 				t.Errorf("sandbox %d: %v", i, err)
 			}
 		})
@@ -510,7 +509,7 @@ func TestNothingIsLeft(t *testing.T) {
 	}
 	round()
 	before, memory := descriptors(), heap()
-	for range 10 {
+	for range soak.Count(10, 4) {
 		round()
 	}
 	// The server's connections end a moment later.

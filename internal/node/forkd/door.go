@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 
 	"agentrun.dev/internal/access"
+	nodeserver "agentrun.dev/internal/server/node"
 )
 
 // Doors is what people need to know to come in over TCP.
@@ -81,4 +82,41 @@ func (d *Daemon) settings(addr net.Addr) (*tls.Config, error) {
 	}
 	d.doors.CAFile, d.doors.Fingerprint = authority.File, authority.Fingerprint()
 	return authority.Server(hosts)
+}
+
+// nodeDoor is a server of gRPC, and where it listens.
+type nodeDoor struct {
+	*nodeserver.Server
+	listener net.Listener
+}
+
+// listenNode opens the socket of gRPC, and its TCP address.
+func (d *Daemon) listenNode(ctx context.Context, endpoint string) error {
+	l, err := listenUnix(ctx, NodeSocket(d.cfg.Dir))
+	if err != nil {
+		return err
+	}
+	d.nodes = append(d.nodes, nodeDoor{nodeserver.New(d.serverConfig(endpoint)), l})
+	if d.cfg.NodeListen == "" {
+		return nil
+	}
+	end, err := access.OpenMutual(d.cfg.NodeFiles)
+	if err != nil {
+		return fmt.Errorf("serve gRPC on %s: %w", d.cfg.NodeListen, err)
+	}
+	if l, err = new(net.ListenConfig).Listen(ctx, "tcp", d.cfg.NodeListen); err != nil {
+		return fmt.Errorf("listen on %s for gRPC: %w", d.cfg.NodeListen, err)
+	}
+	d.nodes = append(d.nodes, nodeDoor{nodeserver.NewMutual(d.serverConfig(endpoint), end), l})
+	return nil
+}
+
+// NodeAddress is the TCP address of gRPC; nil is none.
+func (d *Daemon) NodeAddress() net.Addr {
+	for _, n := range d.nodes {
+		if a, ok := n.listener.Addr().(*net.TCPAddr); ok {
+			return a
+		}
+	}
+	return nil
 }

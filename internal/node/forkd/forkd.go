@@ -30,7 +30,6 @@ import (
 	"agentrun.dev/internal/node/tracing"
 	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/server"
-	nodeserver "agentrun.dev/internal/server/node"
 	restserver "agentrun.dev/internal/server/rest"
 	"agentrun.dev/internal/storage/image"
 	"agentrun.dev/internal/storage/layer"
@@ -55,6 +54,10 @@ type Config struct {
 	// makes its own. InsecureHTTP serves it without TLS.
 	TLSCert, TLSKey string
 	InsecureHTTP    bool
+	// NodeListen is a TCP address to serve gRPC on beside its socket, to those who show
+	// a certificate of the CAs in NodeFiles; empty is none.
+	NodeListen string
+	NodeFiles  access.MutualFiles
 	// Domain is that of the host names of ports, PORT-ID.DOMAIN; empty has none.
 	Domain string
 	// AllowOrigins are those of pages that may open terminals, beside the
@@ -65,14 +68,19 @@ type Config struct {
 	MetricsListen string
 	// Capacity is how much memory sandboxes may reserve together, in bytes.
 	Capacity uint64
+	// StorageReserve is how much of the state folder's disk is kept free of what tenants
+	// store, in bytes; 0 is nothing.
+	StorageReserve uint64
 	// KeyFile has the key that seals secrets; empty is one in the state folder. It
 	// is made if it is missing.
 	KeyFile string
 	// NetworkFile has the settings of the sandboxes' network, in YAML; empty is none.
 	// It is read again when it changes.
 	NetworkFile string
-	Version     string
-	Log         *slog.Logger
+	// NodeID is the node's name; empty is one that is made up once, and kept.
+	NodeID  string
+	Version string
+	Log     *slog.Logger
 }
 
 // Names in the state folder.
@@ -112,8 +120,8 @@ type Daemon struct {
 	scraped net.Listener
 	servers []*http.Server
 	sockets []net.Listener // of the servers, in order
-	node    *nodeserver.Server
-	nodes   net.Listener // of node
+	nodes   []nodeDoor
+	ready   server.Readiness
 	doors   Doors
 }
 
@@ -137,7 +145,7 @@ func Open(ctx context.Context, cfg Config) (_ *Daemon, err error) {
 		return nil, err
 	}
 	d.engine, err = pick.Open(cfg.Engine, pick.Config{
-		Resident: layer.ResidentFolder(cfg.Dir), Scratch: filepath.Join(cfg.Dir, "scratch"), Jail: cfg.Jail, Key: key,
+		Resident: layer.ResidentFolder(cfg.Dir), Scratch: filepath.Join(cfg.Dir, "scratch"), Helpers: filepath.Join(cfg.Dir, "helpers"), Jail: cfg.Jail, Key: key,
 	})
 	if err != nil {
 		return nil, err
@@ -157,7 +165,8 @@ func Open(ctx context.Context, cfg Config) (_ *Daemon, err error) {
 		return nil, err
 	}
 	d.manager, err = node.Open(ctx, node.Config{
-		Dir: cfg.Dir, Engine: d.engine, Boot: boot, Capacity: cfg.Capacity, Key: key, Log: cfg.Log,
+		Dir: cfg.Dir, Engine: d.engine, Boot: boot, NodeID: cfg.NodeID, Capacity: cfg.Capacity, StorageReserve: cfg.StorageReserve,
+		Key: key, Log: cfg.Log,
 		Observer: d.work, Network: network,
 		Builder: &template.Builder{Engine: d.engine, Images: cfg.Images, Pull: cfg.Pull, PlainRoots: cfg.Engine == pick.GVisor},
 	})
@@ -204,13 +213,9 @@ func (d *Daemon) listen(ctx context.Context) error {
 		return err
 	}
 	d.sockets = append(d.sockets, l)
-	if d.nodes, err = listenUnix(ctx, NodeSocket(d.cfg.Dir)); err != nil {
-		return err
-	}
 	if d.cfg.Listen == "" {
 		d.serve("")
-		d.serveNode("")
-		return d.listenMetrics(ctx)
+		return errors.Join(d.listenNode(ctx, ""), d.listenMetrics(ctx))
 	}
 	if l, err = d.listenTCP(ctx); err != nil {
 		return err
@@ -222,8 +227,7 @@ func (d *Daemon) listen(ctx context.Context) error {
 	}
 	d.serve(endpoint)
 	d.serve(endpoint)
-	d.serveNode(endpoint)
-	return d.listenMetrics(ctx)
+	return errors.Join(d.listenNode(ctx, endpoint), d.listenMetrics(ctx))
 }
 
 // listenMetrics opens the address for scrapers.
@@ -270,13 +274,10 @@ func (d *Daemon) serve(endpoint string) {
 	d.servers = append(d.servers, restserver.HTTP(h, d.cfg.Log))
 }
 
-// serveNode makes the server of the node's socket.
-func (d *Daemon) serveNode(endpoint string) { d.node = nodeserver.New(d.serverConfig(endpoint)) }
-
 func (d *Daemon) serverConfig(endpoint string) server.Config {
 	return server.Config{
 		Service: d.manager, Access: d.access, Audit: d.audit, Version: d.cfg.Version, Endpoint: endpoint, Log: d.cfg.Log,
-		Work: d.work, Contexts: d.contexts,
+		Work: d.work, Contexts: d.contexts, Readiness: &d.ready,
 	}
 }
 
@@ -307,14 +308,17 @@ const shutdownGrace = 5 * time.Second
 func (d *Daemon) Serve(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	failed := make(chan error, len(d.servers)+1)
+	failed := make(chan error, len(d.servers)+len(d.nodes))
 	var all sync.WaitGroup
-	all.Go(func() {
-		if err := d.node.Serve(d.nodes); err != nil {
-			failed <- fmt.Errorf("serve on %s: %w", d.nodes.Addr(), err)
-			cancel()
-		}
-	})
+	d.ready.Set(true) // Open has swept
+	for _, n := range d.nodes {
+		all.Go(func() {
+			if err := n.Serve(n.listener); err != nil {
+				failed <- fmt.Errorf("serve on %s: %w", n.listener.Addr(), err)
+				cancel()
+			}
+		})
+	}
 	for i, s := range d.servers {
 		all.Go(func() {
 			if err := s.Serve(d.sockets[i]); !errors.Is(err, http.ErrServerClosed) {
@@ -324,9 +328,12 @@ func (d *Daemon) Serve(ctx context.Context) error {
 		})
 	}
 	<-ctx.Done()
+	d.ready.Set(false)
 	grace, stop := context.WithTimeout(context.WithoutCancel(ctx), shutdownGrace)
 	defer stop()
-	d.node.Shutdown(grace)
+	for _, n := range d.nodes {
+		all.Go(func() { n.Shutdown(grace) })
+	}
 	for _, s := range d.servers {
 		if s.Shutdown(grace) != nil {
 			_ = s.Close() // streams go on for as long as there is a daemon
@@ -345,10 +352,12 @@ func (d *Daemon) Serve(ctx context.Context) error {
 // by itself.
 func (d *Daemon) Close() error {
 	var errs []error
-	for _, l := range append(d.sockets, d.nodes) {
-		if l == nil {
-			continue
-		}
+	sockets := d.sockets
+	for _, n := range d.nodes {
+		n.Stop()
+		sockets = append(sockets, n.listener)
+	}
+	for _, l := range sockets {
 		if err := l.Close(); err != nil && !errors.Is(err, net.ErrClosed) {
 			errs = append(errs, err)
 		}

@@ -1,6 +1,7 @@
 package journal
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
 	"strings"
@@ -21,23 +22,33 @@ func (c Collection[T]) Get(tx *Tx, key string) (object T, found bool, err error)
 	if v == nil {
 		return object, false, nil
 	}
-	if err := c.decode(key, v, &object); err != nil {
+	if err := c.decode(tx, key, v, &object); err != nil {
 		return object, false, err
 	}
 	return object, true, nil
 }
 
 // Put writes an object under key.
-func (c Collection[T]) Put(tx *Tx, key string, object T) error {
+func (c Collection[T]) Put(tx *Tx, key string, object T) error { return c.Write(tx, key, &object) }
+
+// Write is Put for callers that go on with the object: it has its new resource version
+// afterwards.
+func (c Collection[T]) Write(tx *Tx, key string, object *T) error {
 	bucket, err := tx.bolt.CreateBucketIfNotExists([]byte(c))
 	if err != nil {
 		return fmt.Errorf("write %s %s: %w", c, key, err)
 	}
-	v, err := json.Marshal(object)
+	body, err := json.Marshal(object)
 	if err != nil {
 		return fmt.Errorf("write %s %s: %w", c, key, err)
 	}
-	return tx.put(bucket, entry{string(c), key, v})
+	version := tx.take()
+	if err := tx.put(bucket, entry{string(c), key, tx.join(version, body)}); err != nil {
+		return err
+	}
+	setVersion(object, version)
+	tx.changes = append(tx.changes, Change{Collection: string(c), Key: key, Version: version, Object: *object, Size: len(body)})
+	return nil
 }
 
 // Delete removes the object under key, if there is one.
@@ -46,7 +57,16 @@ func (c Collection[T]) Delete(tx *Tx, key string) error {
 	if bucket == nil {
 		return nil
 	}
-	return tx.delete(bucket, entry{bucket: string(c), key: key})
+	before := bucket.Get([]byte(key))
+	if before == nil {
+		return nil
+	}
+	change := Change{Collection: string(c), Key: key, Version: tx.take(), Before: tx.body(bytes.Clone(before))}
+	if err := tx.delete(bucket, entry{bucket: string(c), key: key}); err != nil {
+		return err
+	}
+	tx.changes = append(tx.changes, change)
+	return nil
 }
 
 // Size is how many bytes the object under key takes, 0 if there is none.
@@ -55,7 +75,22 @@ func (c Collection[T]) Size(tx *Tx, key string) int {
 	if bucket == nil {
 		return 0
 	}
-	return len(bucket.Get([]byte(key)))
+	return len(tx.body(bucket.Get([]byte(key))))
+}
+
+// Version is the resource version of the object under key, and whether there is one. It
+// costs less than to read the object.
+func (c Collection[T]) Version(tx *Tx, key string) (version uint64, found bool) {
+	bucket := tx.bolt.Bucket([]byte(c))
+	if bucket == nil {
+		return 0, false
+	}
+	v := bucket.Get([]byte(key))
+	if v == nil {
+		return 0, false
+	}
+	version, _, _ = tx.split(v) // a damaged one is found when it is read
+	return version, true
 }
 
 // Each calls f with the objects whose keys begin with prefix, in the order of
@@ -78,7 +113,7 @@ func (c Collection[T]) EachAfter(tx *Tx, prefix, after string, f func(key string
 	}
 	for ; k != nil && strings.HasPrefix(string(k), prefix); k, v = cursor.Next() {
 		var object T
-		if err := c.decode(string(k), v, &object); err != nil {
+		if err := c.decode(tx, string(k), v, &object); err != nil {
 			return err
 		}
 		if err := f(string(k), object); err != nil {
@@ -88,11 +123,44 @@ func (c Collection[T]) EachAfter(tx *Tx, prefix, after string, f func(key string
 	return nil
 }
 
-func (c Collection[T]) decode(key string, v []byte, object *T) error {
-	if err := json.Unmarshal(v, object); err != nil {
-		return fmt.Errorf("read %s %s: %w", c, key, err)
+// Keys calls f with the keys that begin with prefix, in order, and with the resource
+// versions of their objects, which are not read.
+func (c Collection[T]) Keys(tx *Tx, prefix string, f func(key string, version uint64) error) error {
+	bucket := tx.bolt.Bucket([]byte(c))
+	if bucket == nil {
+		return nil
+	}
+	cursor := bucket.Cursor()
+	for k, v := cursor.Seek([]byte(prefix)); k != nil && strings.HasPrefix(string(k), prefix); k, v = cursor.Next() {
+		version, _, err := tx.split(v)
+		if err != nil {
+			return fmt.Errorf("read %s %s: %w", c, k, err)
+		}
+		if err := f(string(k), version); err != nil {
+			return err
+		}
 	}
 	return nil
+}
+
+func (c Collection[T]) decode(tx *Tx, key string, v []byte, object *T) error {
+	version, body, err := tx.split(v)
+	if err == nil {
+		err = json.Unmarshal(body, object)
+	}
+	if err != nil {
+		return fmt.Errorf("read %s %s: %w", c, key, err)
+	}
+	setVersion(object, version)
+	return nil
+}
+
+// Decode reads an object as a Change has it from before.
+func (c Collection[T]) Decode(key string, body []byte) (object T, err error) {
+	if err := json.Unmarshal(body, &object); err != nil {
+		return object, fmt.Errorf("read %s %s: %w", c, key, err)
+	}
+	return object, nil
 }
 
 // TimeKey is a key that sorts by a time, and then by another key.

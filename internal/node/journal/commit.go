@@ -90,36 +90,56 @@ func (db *DB) commitQueued() {
 
 // commit runs functions in one transaction. Its error is that of all.
 func (db *DB) commit(group []*write) error {
+	if db.broken != nil {
+		return db.broken
+	}
 	bolt, err := db.bolt.Begin(true)
 	if err != nil {
 		return fmt.Errorf("write the journal: %w", err)
 	}
-	wrote, committed := false, false
+	var changed []entry
+	var changes []Change
+	committed := false
 	defer func() {
 		if !committed {
 			_ = bolt.Rollback() // nothing was written
 		}
 	}()
 	for _, w := range group {
-		tx := &Tx{bolt: bolt}
+		tx := &Tx{bolt: bolt, plain: db.plain, last: &db.version}
 		if w.run(tx); w.err == nil && w.panicked == nil {
-			wrote = wrote || len(tx.before) > 0
+			changed, changes = append(changed, tx.before...), append(changes, tx.changes...)
 			continue
 		}
 		if err := tx.undo(); err != nil {
 			return fmt.Errorf("undo what was written before an error: %w", err)
 		}
 	}
-	if !wrote {
+	if len(changed) == 0 {
 		return nil
 	}
+	last, err := putVersion(bolt, db.version)
+	if err != nil {
+		return fmt.Errorf("write the journal: %w", err)
+	}
+	changed = append(changed, last)
 	if db.cost.Before != nil {
 		db.cost.Before()
 	}
-	committed = true
-	if err := bolt.Commit(); err != nil {
+	used := bolt.Size()
+	if err := db.setAside(used); err != nil {
 		return fmt.Errorf("write the journal: %w", err)
 	}
+	committed = true
+	err = bolt.Commit()
+	// Not before: what is noted is copied as it is from then on. Also after an error,
+	// as more than what was changed is fine.
+	db.note(changed)
+	db.committed(Commit{Version: db.version, Changes: changes, Failed: err != nil})
+	if err != nil {
+		return fmt.Errorf("write the journal: %w", err)
+	}
+	db.mayCompact(used)
 	return nil
 }
 
@@ -131,8 +151,13 @@ func (w *write) run(tx *Tx) {
 // Tx is a transaction. It is valid within the function that got it.
 type Tx struct {
 	bolt *bbolt.Tx
-	// before is what was there before each change, in order.
-	before []entry
+	// plain says that values have no resource versions yet: those of an older schema.
+	plain bool
+	// last is the resource version that was given last; nil where nothing is written.
+	last *uint64
+	// before is what was there before each change, in order; changes is what became of it.
+	before  []entry
+	changes []Change
 }
 
 // entry is what a collection has under a key; no value is nothing.

@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 )
@@ -162,4 +163,42 @@ func TestCommitFails(t *testing.T) {
 			t.Errorf("%d are there", len(got))
 		}
 	})
+}
+
+// TestCloseWhileCommitting: a journal that is closed in the middle of commits has each of them
+// either whole or refused.
+func TestCloseWhileCommitting(t *testing.T) {
+	for range 100 {
+		path := filepath.Join(t.TempDir(), "journal")
+		committing := make(chan struct{}, 1000)
+		db, err := OpenAt(path, Cost{NoSync: true, Before: func() { committing <- struct{}{} }})
+		if err != nil {
+			t.Fatal(err)
+		}
+		var all sync.WaitGroup
+		var written atomic.Int64
+		c := Collection[int]("numbers")
+		for i := range 4 {
+			all.Go(func() {
+				for n := 0; db.Update(func(tx *Tx) error { return c.Put(tx, fmt.Sprintf("%d-%d", i, n), n) }) == nil; n++ {
+					written.Add(1)
+				}
+			})
+		}
+		<-committing
+		if err := db.Close(); err != nil {
+			t.Error(err)
+		}
+		all.Wait()
+		if db, err = Open(path); err != nil {
+			t.Fatal(err)
+		}
+		var found int64
+		if err := db.View(func(tx *Tx) error { return c.Each(tx, "", func(string, int) error { found++; return nil }) }); err != nil || found != written.Load() {
+			t.Errorf("%d of %d are there, %v", found, written.Load(), err)
+		}
+		if err := db.Close(); err != nil {
+			t.Error(err)
+		}
+	}
 }

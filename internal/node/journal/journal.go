@@ -1,21 +1,26 @@
 // Package journal keeps objects in one file, in transactions that survive a
 // kill at any instant. The file has a schema version: an older one is migrated
-// forward, a newer one is refused.
+// forward, a newer one is refused. Each write of an object has a number of its own,
+// the object's resource version, which only ever grows.
 package journal
 
 import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"io/fs"
+	"os"
 	"sync"
+	"sync/atomic"
 	"time"
 
+	"agentrun.dev/internal/durable"
 	"go.etcd.io/bbolt"
 	bolterrors "go.etcd.io/bbolt/errors"
 )
 
 // Schema is the version of what this build writes.
-const Schema = 3
+const Schema = 4
 
 var (
 	metaBucket = []byte("meta")
@@ -30,14 +35,41 @@ var ErrInUse = errors.New("the state is in use by another daemon")
 
 // DB is an open journal. Its methods are safe for concurrent use.
 type DB struct {
-	bolt    *bbolt.DB
+	path string
+	// id is that of the file, over compactions and restarts.
+	id      string
 	observe func(took time.Duration)
-	cost    Cost
+	// committed is told of each commit, by whoever has the turn.
+	committed func(Commit)
+	cost      Cost
+	plain     bool // see Tx
+	// rename gives the file of a compaction the journal's name.
+	rename func(from, to string) error
+	work   sync.WaitGroup // compactions
 	// turn holds one token while nobody commits.
 	turn chan struct{}
+	// version is the resource version that was given last; whoever has the turn uses it.
+	version uint64
+	// file is that of bolt, aside the room that it has beyond what is used of it; whoever
+	// has the turn uses both.
+	file  *os.File
+	aside durable.Aside
+	short atomic.Bool
+	// broken is why nothing can be written any more; whoever has the turn uses it.
+	broken error
 
-	mu    sync.Mutex // protects queue
-	queue []*write
+	// swap protects bolt, which whoever has the turn may read without it: a compaction
+	// replaces it with both.
+	swap sync.RWMutex
+	bolt *bbolt.DB
+
+	mu           sync.Mutex // protects all following fields
+	queue        []*write
+	closed       bool
+	compacting   *compacting // nil if none is under way
+	compactAfter time.Time   // before which none is begun
+	compacted    func(Compaction)
+	untold       []Compaction // that ended before there was somebody to tell
 }
 
 // Cost is what a commit costs beside its work. It is for measurements.
@@ -56,26 +88,80 @@ func Open(path string) (*DB, error) { return OpenAt(path, Cost{}) }
 func OpenAt(path string, cost Cost) (*DB, error) { return open(path, Schema, migrations, cost) }
 
 func open(path string, schema uint32, migrations []func(*Tx) error, cost Cost) (*DB, error) {
-	b, err := bbolt.Open(path, 0o600, &bbolt.Options{
-		// A daemon that is being replaced may need a moment to let go of the file.
-		Timeout: 2 * time.Second,
+	b, file, err := openCurrent(path, cost)
+	if err != nil {
+		return nil, fmt.Errorf("open %s: %w", path, err)
+	}
+	db := &DB{
+		path: path, bolt: b, file: file, observe: func(time.Duration) {}, committed: func(Commit) {}, cost: cost, plain: schema < versioned,
+		rename: durable.Rename, turn: make(chan struct{}, 1),
+	}
+	var used int64
+	if err := b.Update(func(tx *bbolt.Tx) error {
+		used = tx.Size()
+		if err := (&Tx{bolt: tx, last: &db.version}).migrate(schema, migrations); err != nil {
+			return err
+		}
+		return db.identify(tx)
+	}); err != nil {
+		return nil, errors.Join(fmt.Errorf("open %s: %w", path, err), b.Close())
+	}
+	// A compaction that was killed has left it.
+	if err := removeIfThere(path + compactSuffix); err != nil {
+		return nil, errors.Join(fmt.Errorf("open %s: %w", path, err), b.Close())
+	}
+	if err := db.setAside(used); err != nil {
+		return nil, errors.Join(fmt.Errorf("open %s: %w", path, err), b.Close())
+	}
+	db.mayCompact(used)
+	db.turn <- struct{}{}
+	return db, nil
+}
+
+// letGo is how long a daemon that is being replaced may need to let go of the file.
+const letGo = 2 * time.Second
+
+// openCurrent opens the file that has the journal's name. A compaction of another daemon
+// may give the name to another file while this one waits for it.
+func openCurrent(path string, cost Cost) (*bbolt.DB, *os.File, error) {
+	for begin := time.Now(); ; {
+		b, file, err := openFile(path, cost)
+		if errors.Is(err, bolterrors.ErrTimeout) {
+			return nil, nil, ErrInUse
+		}
+		if err != nil {
+			return nil, nil, err
+		}
+		now, err := os.Stat(path)
+		switch {
+		case err == nil && sameFile(now, file):
+			return b, file, nil
+		case err != nil && !errors.Is(err, fs.ErrNotExist):
+			return nil, nil, errors.Join(err, b.Close())
+		}
+		if err := b.Close(); err != nil {
+			return nil, nil, err
+		}
+		if time.Since(begin) > letGo {
+			return nil, nil, ErrInUse
+		}
+	}
+}
+
+// openFile opens a bbolt file, and returns what it has open.
+func openFile(path string, cost Cost) (b *bbolt.DB, file *os.File, err error) {
+	b, err = bbolt.Open(path, 0o600, &bbolt.Options{
+		Timeout: letGo,
 		// The list of free pages is found again when the file is opened. Written with
 		// each commit, it makes those slow in a file that was once large.
 		FreelistType: bbolt.FreelistMapType, NoFreelistSync: true,
 		NoSync: cost.NoSync,
+		OpenFile: func(name string, flag int, mode os.FileMode) (*os.File, error) {
+			file, err = os.OpenFile(name, flag, mode)
+			return file, err
+		},
 	})
-	if errors.Is(err, bolterrors.ErrTimeout) {
-		return nil, fmt.Errorf("open %s: %w", path, ErrInUse)
-	}
-	if err != nil {
-		return nil, fmt.Errorf("open %s: %w", path, err)
-	}
-	db := &DB{bolt: b, observe: func(time.Duration) {}, cost: cost, turn: make(chan struct{}, 1)}
-	db.turn <- struct{}{}
-	if err := b.Update(func(tx *bbolt.Tx) error { return (&Tx{bolt: tx}).migrate(schema, migrations) }); err != nil {
-		return nil, errors.Join(fmt.Errorf("open %s: %w", path, err), b.Close())
-	}
-	return db, nil
+	return b, file, err
 }
 
 // migrate brings an older journal to schema.
@@ -95,6 +181,7 @@ func (tx *Tx) migrate(schema uint32, migrations []func(*Tx) error) error {
 		return fmt.Errorf("%w: schema %d, this one knows %d. Start the version that wrote it", ErrNewer, have, schema)
 	}
 	for ; have < schema; have++ {
+		tx.plain = have < versioned
 		if err := migrations[have-1](tx); err != nil {
 			return fmt.Errorf("migrate from schema %d: %w", have, err)
 		}
@@ -103,9 +190,24 @@ func (tx *Tx) migrate(schema uint32, migrations []func(*Tx) error) error {
 }
 
 // Close waits for transactions that are under way.
-func (db *DB) Close() error { return db.bolt.Close() }
+func (db *DB) Close() error {
+	db.mu.Lock()
+	db.closed = true
+	db.mu.Unlock()
+	db.work.Wait()
+	<-db.turn // whoever has committed looks at the file afterwards
+	defer func() { db.turn <- struct{}{} }()
+	return db.bolt.Close()
+}
 
 // View runs f in a transaction that only reads.
 func (db *DB) View(f func(*Tx) error) error {
-	return db.bolt.View(func(tx *bbolt.Tx) error { return f(&Tx{bolt: tx}) })
+	db.swap.RLock()
+	tx, err := db.bolt.Begin(false)
+	db.swap.RUnlock()
+	if err != nil {
+		return fmt.Errorf("read the journal: %w", err)
+	}
+	defer func() { _ = tx.Rollback() }() // it has only read
+	return f(&Tx{bolt: tx, plain: db.plain})
 }

@@ -2,6 +2,7 @@ package journal
 
 import (
 	"errors"
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -180,13 +181,13 @@ func TestDamaged(t *testing.T) {
 }
 
 // TestKilled: what a process was told is durable is there after it was killed
-// in the middle of more.
+// in the middle of more, compactions included.
 func TestKilled(t *testing.T) {
 	if path := os.Getenv("JOURNAL_TO_WRITE"); path != "" {
 		writeForever(path)
 	}
 	path := filepath.Join(t.TempDir(), "journal")
-	for range 5 {
+	for round := range 5 {
 		cmd := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^TestKilled$")
 		cmd.Env = append(os.Environ(), "JOURNAL_TO_WRITE="+path)
 		out, err := cmd.StdoutPipe()
@@ -197,7 +198,7 @@ func TestKilled(t *testing.T) {
 			t.Fatal(err)
 		}
 		said := make([]byte, 16) // each byte is a number that is durable
-		n, err := out.Read(said)
+		n, err := io.ReadAtLeast(out, said, 1+3*round)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -229,6 +230,9 @@ func writeForever(path string) {
 		panic(err)
 	}
 	for i := 0; ; i++ {
+		if i%8 == 4 {
+			waste(db)
+		}
 		n := note{strconv.Itoa(i)}
 		if err := db.Update(func(tx *Tx) error { return errors.Join(notes.Put(tx, "a", n), notes.Put(tx, "b", n)) }); err != nil {
 			panic(err)

@@ -1,9 +1,12 @@
 package journal
 
 import (
+	"bytes"
 	"encoding/json"
 	"errors"
 	"time"
+
+	"go.etcd.io/bbolt"
 )
 
 // migrations[n] brings the schema from n+1 to n+2.
@@ -12,6 +15,7 @@ var migrations = []func(*Tx) error{
 	// knows nothing of them would write secrets to disk in the clear.
 	func(*Tx) error { return nil },
 	indexEnds,
+	addVersions,
 }
 
 // indexEnds moves sandboxes that have ended to a collection of their own, by namespace,
@@ -41,4 +45,30 @@ func indexEnds(tx *Tx) error {
 	return errors.Join(err, Collection[answer]("outcomes").Each(tx, "", func(key string, a answer) error {
 		return Collection[string]("outcomes-by-time").Put(tx, TimeKey(a.Time, key), key)
 	}))
+}
+
+// addVersions gives all objects the first resource version: nobody knows in which order
+// they were written.
+func addVersions(tx *Tx) error {
+	first := tx.take()
+	err := tx.bolt.ForEach(func(name []byte, bucket *bbolt.Bucket) error {
+		if bytes.Equal(name, metaBucket) {
+			return nil
+		}
+		var all []entry
+		if err := bucket.ForEach(func(k, v []byte) error {
+			all = append(all, entry{key: string(k), value: withVersion(first, v)})
+			return nil
+		}); err != nil {
+			return err
+		}
+		for _, e := range all { // a bucket is not changed while it is read
+			if err := bucket.Put([]byte(e.key), e.value); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	_, putErr := putVersion(tx.bolt, first)
+	return errors.Join(err, putErr)
 }

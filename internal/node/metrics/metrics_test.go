@@ -294,7 +294,7 @@ func TestLabels(t *testing.T) {
 // allowedLabels are all that there may be.
 var allowedLabels = []string{
 	"namespace", "pool", "engine", "kind", "result", "source", "operation", "reason", "state", "phase",
-	"stage", "route", "method", "code", "version", "goversion",
+	"stage", "route", "method", "code", "version", "goversion", "work",
 }
 
 // TestForget: pools that come and go leave nothing, and are seen before they do.

@@ -53,13 +53,20 @@ var (
 	descCapacity  = describe("capacity_bytes", "Memory that machines may reserve together.", labelEngine)
 	descReserved  = describe("reserved_bytes", "Memory that machines have reserved.", labelEngine)
 	descBuilds    = describe("builds_in_progress", "Templates that are being built.", labelEngine)
+	descTurns     = describe("turns_held", "Turns that are taken, by kind of work: start of a machine, build of a template, capture of a sandbox.", labelEngine, labelWork)
+	descQueue     = describe("turns_waiting", "Requests that wait for a turn, by kind of work. Pools that are filled do not count.", labelEngine, labelWork)
+	descFree      = describe("storage_free_bytes", "Free room on the disk of the state folder, for the daemon's user.")
+	descReserve   = describe("storage_reserve_bytes", "Room on that disk that is kept free of what tenants store.")
 )
+
+// labelWork is the kind of work that is done in turns.
+const labelWork = "work"
 
 // Describe implements prometheus.Collector.
 func (s *state) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
 		descActive, descSandboxes, descReady, descWaiting, descReplicas, descPhase, descShared, descUnique,
-		descMachines, descCapacity, descReserved, descBuilds,
+		descMachines, descCapacity, descReserved, descBuilds, descTurns, descQueue, descFree, descReserve,
 	} {
 		out <- d
 	}
@@ -74,6 +81,12 @@ func (s *state) Collect(out chan<- prometheus.Metric) {
 	gauge(descCapacity, float64(now.Capacity), s.metrics.engine)
 	gauge(descReserved, float64(now.Reserved), s.metrics.engine)
 	gauge(descBuilds, float64(now.Builds), s.metrics.engine)
+	for work, t := range now.Turns {
+		gauge(descTurns, float64(t.Held), s.metrics.engine, string(work))
+		gauge(descQueue, float64(t.Waiting), s.metrics.engine, string(work))
+	}
+	gauge(descFree, float64(now.StorageFree))
+	gauge(descReserve, float64(now.StorageReserve))
 	memory, err := s.readMemory()
 	if err != nil {
 		out <- prometheus.NewInvalidMetric(descUnique, err)

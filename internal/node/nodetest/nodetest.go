@@ -43,6 +43,9 @@ type Host struct {
 	failNext  error
 	failWrite error
 	refused   map[string]error // adoptions
+	build     string           // see Update
+	lost      []string         // builds
+	needed    map[string]bool  // builds that were last said to be needed
 	hanging   chan struct{}    // closed when a capture has begun to hang
 }
 

@@ -11,6 +11,7 @@ import (
 	"maps"
 	"os"
 	"strings"
+	"time"
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/guest/guestrpc"
@@ -35,7 +36,7 @@ var _ node.Builder = (*Builder)(nil)
 // Build makes the snapshot of a template in dir.
 func (b *Builder) Build(ctx context.Context, req node.BuildRequest) (built sandbox.Built, err error) {
 	spec, log := req.Spec, req.Log
-	handle, img, err := b.find(ctx, spec.Image, log)
+	handle, img, err := b.find(ctx, req)
 	if err != nil {
 		return built, err
 	}
@@ -60,23 +61,14 @@ func (b *Builder) Build(ctx context.Context, req node.BuildRequest) (built sandb
 		return built, errors.Join(fmt.Errorf("connect the build of image %s: %w", spec.Image, err), sb.Close())
 	}
 	sb = joined
-	defer func() { err = errors.Join(err, sb.Close()) }()
+	defer func() { err = errors.Join(whyCutOff(ctx, sb, err), sb.Close()) }()
 	r := &run{agent: sb.Agent(), log: log, user: built.User, workdir: built.Workdir}
-	if err := r.prepare(ctx, built.Env); err != nil {
+	err = within(ctx, spec, func(ctx context.Context) (err error) {
+		built.Env, err = r.all(ctx, req, built.Env)
+		return err
+	})
+	if err != nil {
 		return built, err
-	}
-	if err := r.init(ctx, spec.Init); err != nil {
-		return built, err
-	}
-	if req.TrustCA != nil {
-		if built.Env, err = r.trust(ctx, req.TrustCA, built.Env); err != nil {
-			return built, err
-		}
-	}
-	if req.Stage == sandbox.AfterReady {
-		if err := r.finish(ctx, spec); err != nil {
-			return built, err
-		}
 	}
 	say(log, "capture")
 	if err := sb.Settle(ctx); err != nil {
@@ -106,8 +98,24 @@ func network(spec sandbox.TemplateSpec) *engine.Network {
 // where one that was taken when ready is.
 func (b *Builder) Finish(ctx context.Context, spec sandbox.TemplateSpec, built sandbox.Built, sb engine.Sandbox) error {
 	r := &run{agent: sb.Agent(), log: io.Discard, user: built.User, workdir: built.Workdir}
-	return r.finish(ctx, spec)
+	return within(ctx, spec, func(ctx context.Context) error { return r.finish(ctx, spec) })
 }
+
+// within bounds what a template's author has a sandbox do.
+func within(ctx context.Context, spec sandbox.TemplateSpec, do func(context.Context) error) error {
+	limit := spec.BuildLimit()
+	bounded, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	err := do(bounded)
+	if err != nil && bounded.Err() != nil && ctx.Err() == nil {
+		return fmt.Errorf("it was cut off after %v, the template's buildTimeout for init commands, ready check and warm-up together: %w. Make them shorter, or raise buildTimeout", limit, err)
+	}
+	return err
+}
+
+// rehearsalPatience is how long a warm interpreter may need to do nothing. Code that has
+// warmed it up can have made it answer never.
+const rehearsalPatience = 30 * time.Second
 
 // nothing is code, by language, that does and shows nothing.
 var nothing = map[string]string{"python": "None", "bash": ":", "node": "undefined"}
@@ -120,6 +128,8 @@ func (b *Builder) Rehearse(ctx context.Context, spec sandbox.TemplateSpec, sb en
 	if spec.Warmup == nil || nothing[spec.Warmup.Language] == "" {
 		return nil
 	}
+	ctx, cancel := context.WithTimeout(ctx, rehearsalPatience)
+	defer cancel()
 	req := guestrpc.CodeRunRequest{Language: spec.Warmup.Language, Source: nothing[spec.Warmup.Language]}
 	if _, err := sb.Agent().RunCode(ctx, req, io.Discard, io.Discard, nil); err != nil {
 		return fmt.Errorf("use the warm %s kernel: %w", spec.Warmup.Language, err)
@@ -128,23 +138,45 @@ func (b *Builder) Rehearse(ctx context.Context, spec sandbox.TemplateSpec, sb en
 }
 
 // find looks an image up among the local ones, and pulls it otherwise.
-func (b *Builder) find(ctx context.Context, text string, log io.Writer) (*image.Handle, *image.Image, error) {
+func (b *Builder) find(ctx context.Context, req node.BuildRequest) (*image.Handle, *image.Image, error) {
+	text := req.Spec.Image
 	img, err := b.Images.Resolve(text)
 	if errors.Is(err, image.ErrNotFound) {
 		var ref image.Reference
 		if ref, err = image.ParseReference(text); err == nil {
-			say(log, "pull %s", ref)
+			err = req.Pull()
+		}
+		if err == nil {
+			say(req.Log, "pull %s", ref)
 			img, err = b.Images.Pull(ctx, ref, b.Pull)
 		}
+	}
+	if unavailable(err) {
+		err = fmt.Errorf("%w: %w", node.ErrInterrupted, err)
 	}
 	if err != nil {
 		return nil, nil, fmt.Errorf("image %s: %w", text, err)
 	}
 	handle, err := b.Images.Open(ctx, img.Digest)
+	if errors.Is(err, image.ErrNotFound) { // it was dropped with the last template that had it
+		err = fmt.Errorf("%w: %w", node.ErrInterrupted, err)
+	}
 	if err != nil {
 		return nil, nil, fmt.Errorf("image %s: %w", text, err)
 	}
 	return handle, img, nil
+}
+
+// DropImage removes an image that no template is made of any more.
+func (b *Builder) DropImage(ctx context.Context, name string) (gone bool, err error) {
+	_, err = b.Images.Remove(ctx, name)
+	switch {
+	case errors.Is(err, image.ErrInUse):
+		return false, nil
+	case errors.Is(err, image.ErrNotFound):
+		return true, nil
+	}
+	return err == nil, err
 }
 
 // root opens the root filesystem that the engine can read.
@@ -160,7 +192,7 @@ func (b *Builder) root(h *image.Handle, img *image.Image, log io.Writer) (*os.Fi
 
 // complete fills what a template leaves open from its image.
 func complete(spec sandbox.TemplateSpec, img *image.Image) sandbox.Built {
-	built := sandbox.Built{Image: string(img.Digest), Env: sandbox.Env{}, Workdir: spec.Workdir, User: spec.User}
+	built := sandbox.Built{Image: string(img.Digest), Pulled: uint64(img.Size()), Env: sandbox.Env{}, Workdir: spec.Workdir, User: spec.User}
 	for _, e := range img.Config.Env {
 		name, value, _ := strings.Cut(e, "=")
 		built.Env[name] = value

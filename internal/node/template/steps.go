@@ -10,8 +10,30 @@ import (
 	"time"
 
 	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/node"
 	"agentrun.dev/internal/sandbox"
 )
+
+// all does everything that comes before the snapshot of a stage, and returns the
+// environment that programs have then.
+func (r *run) all(ctx context.Context, req node.BuildRequest, env sandbox.Env) (sandbox.Env, error) {
+	if err := r.prepare(ctx, env); err != nil {
+		return env, err
+	}
+	if err := r.init(ctx, req.Spec.Init); err != nil {
+		return env, err
+	}
+	if req.TrustCA != nil {
+		var err error
+		if env, err = r.trust(ctx, req.TrustCA, env); err != nil {
+			return env, err
+		}
+	}
+	if req.Stage == sandbox.AfterReady {
+		return env, r.finish(ctx, req.Spec)
+	}
+	return env, nil
+}
 
 // prepare sets the environment and makes the working folder.
 func (r *run) prepare(ctx context.Context, env sandbox.Env) error {

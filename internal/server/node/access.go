@@ -4,6 +4,7 @@ import (
 	"context"
 	"path"
 
+	healthv1 "google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
 
@@ -24,7 +25,15 @@ type method struct {
 
 // methods has every method. One that is missing is served to nobody.
 var methods = map[string]method{
-	nodev1.Node_GetNode_FullMethodName: {operation: "getNode"},
+	healthv1.Health_Check_FullMethodName: {operation: "getHealth"},
+	healthv1.Health_List_FullMethodName:  {operation: "getHealth"},
+	healthv1.Health_Watch_FullMethodName: {operation: "getHealth"},
+
+	nodev1.Node_GetNode_FullMethodName:      {operation: "getNode"},
+	nodev1.Node_Watch_FullMethodName:        {operation: "watch"},
+	nodev1.Node_CordonNode_FullMethodName:   {operation: "cordonNode"},
+	nodev1.Node_DrainNode_FullMethodName:    {operation: "drainNode"},
+	nodev1.Node_UncordonNode_FullMethodName: {operation: "uncordonNode"},
 
 	nodev1.Node_ApplyTemplate_FullMethodName:  {"putTemplate", sandbox.KindTemplate, "name"},
 	nodev1.Node_GetTemplate_FullMethodName:    {"getTemplate", sandbox.KindTemplate, "name"},
@@ -39,7 +48,6 @@ var methods = map[string]method{
 	nodev1.Node_ClaimSandbox_FullMethodName:     {operation: "createSandbox"},
 	nodev1.Node_GetSandbox_FullMethodName:       {"getSandbox", sandbox.KindSandbox, "name"},
 	nodev1.Node_ListSandboxes_FullMethodName:    {operation: "listSandboxes"},
-	nodev1.Node_WatchSandboxes_FullMethodName:   {operation: "watchSandboxes"},
 	nodev1.Node_PauseSandbox_FullMethodName:     {"pauseSandbox", sandbox.KindSandbox, "name"},
 	nodev1.Node_ResumeSandbox_FullMethodName:    {"resumeSandbox", sandbox.KindSandbox, "name"},
 	nodev1.Node_HibernateSandbox_FullMethodName: {"hibernateSandbox", sandbox.KindSandbox, "name"},
@@ -63,6 +71,15 @@ var methods = map[string]method{
 	nodev1.Node_ListCheckpoints_FullMethodName:   {operation: "listCheckpoints"},
 	nodev1.Node_DeleteCheckpoint_FullMethodName:  {"deleteCheckpoint", sandbox.KindCheckpoint, "name"},
 	nodev1.Node_RestoreCheckpoint_FullMethodName: {"restoreCheckpoint", sandbox.KindCheckpoint, "checkpoint"},
+}
+
+// operationOf is that of a method. One that is not listed has its name, which is no
+// operation's.
+func operationOf(full string) access.Operation {
+	if m, listed := methods[full]; listed {
+		return m.operation
+	}
+	return access.Operation(server.Trimmed(path.Base(full)))
 }
 
 // checkListed refuses a method that is not listed.

@@ -7,7 +7,9 @@ import (
 	"sync/atomic"
 	"testing"
 
+	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	healthv1 "google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
 	"google.golang.org/protobuf/reflect/protoregistry"
@@ -24,8 +26,8 @@ import (
 // listed. What changes something needs the right to.
 func TestMethods(t *testing.T) {
 	served := map[string]bool{}
-	add := func(name string) {
-		full := "/" + nodev1.Node_ServiceDesc.ServiceName + "/" + name
+	add := func(d grpc.ServiceDesc, name string) {
+		full := "/" + d.ServiceName + "/" + name
 		served[full] = true
 		m, listed := methods[full]
 		need := m.operation.Rule().Need
@@ -38,11 +40,13 @@ func TestMethods(t *testing.T) {
 			t.Errorf("%s names %q by %q", name, m.kind, m.by)
 		}
 	}
-	for _, m := range nodev1.Node_ServiceDesc.Methods {
-		add(m.MethodName)
-	}
-	for _, m := range nodev1.Node_ServiceDesc.Streams {
-		add(m.StreamName)
+	for _, d := range []grpc.ServiceDesc{nodev1.Node_ServiceDesc, healthv1.Health_ServiceDesc} {
+		for _, m := range d.Methods {
+			add(d, m.MethodName)
+		}
+		for _, m := range d.Streams {
+			add(d, m.StreamName)
+		}
 	}
 	for full := range methods {
 		if !served[full] {
@@ -150,10 +154,13 @@ func TestNodeRoles(t *testing.T) {
 	wantRefused(t, err, codes.NotFound, "not_found", "pool pool does not exist")
 	_, err = c.ApplyPool(c.ctx, &nodev1.ApplyPoolRequest{Name: "pool", Spec: &nodev1.PoolSpec{Template: "python"}})
 	wantRefused(t, err, codes.PermissionDenied, "permission_denied", "not one of yours")
-	w := managertest.Must(c.WatchSandboxes(c.ctx, &nodev1.WatchSandboxesRequest{AllNamespaces: true}))(t)
+	w := managertest.Must(c.Watch(c.ctx, &nodev1.WatchRequest{AllNamespaces: true}))(t)
 	_, err = w.Recv()
 	wantRefused(t, err, codes.PermissionDenied, "permission_denied", "namespaces")
-	managertest.Must(managertest.Must(c.WatchSandboxes(c.ctx, &nodev1.WatchSandboxesRequest{Namespace: "mine"}))(t).Recv())(t)
+	managertest.Must(managertest.Must(c.Watch(c.ctx, &nodev1.WatchRequest{Namespace: "mine"}))(t).Recv())(t)
+	w = managertest.Must(c.Watch(c.ctx, &nodev1.WatchRequest{Namespace: "mine", Kinds: []nodev1.ObjectKind{nodev1.ObjectKind_OBJECT_KIND_NODE}}))(t)
+	_, err = w.Recv()
+	wantRefused(t, err, codes.PermissionDenied, "permission_denied", "with all namespaces")
 	who.now(access.RoleSandbox, "mine")
 	_, err = c.GetSandbox(c.ctx, &nodev1.GetSandboxRequest{Namespace: "mine"})
 	wantRefused(t, err, codes.PermissionDenied, "permission_denied", "getSandbox")

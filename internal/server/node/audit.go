@@ -8,6 +8,8 @@ import (
 	"strings"
 	"time"
 
+	"google.golang.org/grpc/peer"
+
 	"agentrun.dev/internal/access"
 	"agentrun.dev/internal/access/audit"
 	"agentrun.dev/internal/sandbox"
@@ -17,7 +19,7 @@ import (
 // onlyLooks reports whether a method changes nothing.
 func onlyLooks(method string) bool {
 	name := path.Base(method)
-	return strings.HasPrefix(name, "Get") || strings.HasPrefix(name, "List") || strings.HasPrefix(name, "Watch")
+	return strings.HasPrefix(name, "Get") || strings.HasPrefix(name, "List") || strings.HasPrefix(name, "Watch") || name == "Check"
 }
 
 // call is what was called.
@@ -27,8 +29,14 @@ type call struct {
 }
 
 // event is what the audit log gets to know about a call.
-func (c call) event(who access.Principal, stage audit.Stage) audit.Event {
-	e := audit.Event{Time: time.Now().UTC(), Stage: stage, Request: rand.Text(), Principal: who.Name, Verb: "grpc:" + path.Base(c.method), Remote: "unix"}
+func (c call) event(ctx context.Context, who access.Principal, stage audit.Stage) audit.Event {
+	e := audit.Event{
+		Time: time.Now().UTC(), Stage: stage, Request: rand.Text(), Principal: who.Name, Via: who.Via.String(),
+		Verb: "grpc:" + server.Trimmed(path.Base(c.method)), Remote: "unix", Essential: who.May(access.Administer),
+	}
+	if p, ok := peer.FromContext(ctx); ok && who.Via != (access.Component{}) {
+		e.Remote = p.Addr.String()
+	}
 	if r, ok := c.req.(interface{ GetNamespace() string }); ok {
 		e.Namespace = server.Trimmed(r.GetNamespace())
 	}
@@ -43,7 +51,7 @@ func (c call) event(who access.Principal, stage audit.Stage) audit.Event {
 func (n *nodeAPI) audited(ctx context.Context, who access.Principal, c call, do func(context.Context) error) error {
 	err := n.authoriseCall(ctx, who, c.method, c.req)
 	if err != nil && !sandbox.HasCode(err, sandbox.CodeInvalid) {
-		n.auditEnd(c.event(who, audit.End), err)
+		n.auditEnd(c.event(ctx, who, audit.End), err)
 		return err
 	}
 	serve := func() error {
@@ -55,7 +63,7 @@ func (n *nodeAPI) audited(ctx context.Context, who access.Principal, c call, do 
 	if onlyLooks(c.method) {
 		return serve()
 	}
-	event := c.event(who, audit.Start)
+	event := c.event(ctx, who, audit.Start)
 	if err := n.Audit.Write(event); err != nil {
 		n.Log.Error("the audit log cannot be written", "error", err)
 		return server.AuditFailed()
@@ -74,4 +82,16 @@ func (n *nodeAPI) auditEnd(event audit.Event, err error) {
 	if err := n.Audit.Write(event); err != nil {
 		n.Log.Error("the audit log cannot be written", "request", event.Request, "error", err)
 	}
+}
+
+// auditRefused writes down what was refused before anything was looked at. Whoever may
+// do nothing cannot push others out of the log with it.
+func (n *nodeAPI) auditRefused(t *server.Throttle, event audit.Event, err error) {
+	allowed, omitted := t.Take(time.Now())
+	if !allowed {
+		return
+	}
+	event.Omitted = omitted
+	n.Log.Warn("refused", "verb", event.Verb, "via", event.Via, "remote", event.Remote, "error", err)
+	n.auditEnd(event, err)
 }

@@ -47,6 +47,15 @@ func TestNodeHostile(t *testing.T) {
 			return err
 		}
 	}
+	watching := func(r *nodev1.WatchRequest) func() error {
+		return func() error {
+			w, err := c.Watch(c.ctx, r)
+			if err == nil {
+				_, err = w.Recv()
+			}
+			return err
+		}
+	}
 	big := strings.Repeat("x", 2<<20)
 	for name, try := range map[string]struct {
 		do        func() error
@@ -91,14 +100,26 @@ func TestNodeHostile(t *testing.T) {
 			return err
 		}, codes.InvalidArgument, "invalid", "limit"},
 		"a namespace and all": {func() error {
-			w, err := c.WatchSandboxes(c.ctx, &nodev1.WatchSandboxesRequest{Namespace: "x", AllNamespaces: true})
+			w, err := c.Watch(c.ctx, &nodev1.WatchRequest{Namespace: "x", AllNamespaces: true})
 			if err == nil {
 				_, err = w.Recv()
 			}
 			return err
 		}, codes.InvalidArgument, "invalid", "all_namespaces"},
+		"a namespace and a list of all": {func() error {
+			_, err := c.ListPools(c.ctx, &nodev1.ListPoolsRequest{Namespace: "x", AllNamespaces: true})
+			return err
+		}, codes.InvalidArgument, "invalid", "all_namespaces"},
+		"ended ones of all namespaces": {func() error {
+			_, err := c.ListSandboxes(c.ctx, &nodev1.ListSandboxesRequest{AllNamespaces: true, Ended: true})
+			return err
+		}, codes.InvalidArgument, "invalid", "ended"},
+		"a watch from the future":             {watching(&nodev1.WatchRequest{ResourceVersion: 1 << 60}), codes.FailedPrecondition, "other_state", "in the future"},
+		"a watch of another state folder":     {watching(&nodev1.WatchRequest{ResourceVersion: 1, StateId: "OTHER"}), codes.FailedPrecondition, "other_state", "state folder"},
+		"a watch of no kind":                  {watching(&nodev1.WatchRequest{Kinds: []nodev1.ObjectKind{0}}), codes.InvalidArgument, "invalid", "kinds"},
+		"a watch of a kind that is not known": {watching(&nodev1.WatchRequest{Kinds: []nodev1.ObjectKind{99}}), codes.InvalidArgument, "invalid", "kinds"},
 		"an unknown field of a watch": {func() error {
-			w, err := c.WatchSandboxes(c.ctx, unknown(&nodev1.WatchSandboxesRequest{}))
+			w, err := c.Watch(c.ctx, unknown(&nodev1.WatchRequest{}))
 			if err == nil {
 				_, err = w.Recv()
 			}
@@ -180,14 +201,21 @@ func TestNodePeer(t *testing.T) {
 // TestNodeSlow: who opens a call and sends no request, or does not take what he is
 // sent, is let go.
 func TestNodeSlow(t *testing.T) {
-	var logged managertest.Log
-	c := newNodeClient(t, func(c *server.Config) {
-		c.BodyTimeout, c.StallTimeout = 50*time.Millisecond, 50*time.Millisecond
-		c.Log = slog.New(slog.NewTextHandler(&logged, nil))
-	})
+	for name, connect := range map[string]func(testing.TB, ...func(*server.Config)) *nodeClient{"socket": newNodeClient, "mutual TLS": newGatewayClient} {
+		t.Run(name, func(t *testing.T) {
+			var logged managertest.Log
+			testSlow(t, &logged, connect(t, func(c *server.Config) {
+				c.BodyTimeout, c.StallTimeout = 50*time.Millisecond, 50*time.Millisecond
+				c.Log = slog.New(slog.NewTextHandler(&logged, nil))
+			}))
+		})
+	}
+}
+
+func testSlow(t *testing.T, logged *managertest.Log, c *nodeClient) {
 	c.prepare("default")
 	c.prepare("other")
-	idle := managertest.Must(c.WatchSandboxes(c.ctx, &nodev1.WatchSandboxesRequest{Namespace: "other"}))(t)
+	idle := managertest.Must(c.Watch(c.ctx, &nodev1.WatchRequest{Namespace: "other", Kinds: []nodev1.ObjectKind{nodev1.ObjectKind_OBJECT_KIND_SANDBOX}}))(t)
 	managertest.Must(idle.Recv())(t)
 	silent, err := c.conn.NewStream(c.ctx, &grpc.StreamDesc{ClientStreams: true}, nodev1.Node_GetNode_FullMethodName)
 	if err != nil {
@@ -204,8 +232,8 @@ func TestNodeSlow(t *testing.T) {
 	for _, name := range []string{"a", "b", "c", "d"} {
 		managertest.Must(c.ClaimSandbox(c.ctx, &nodev1.ClaimSandboxRequest{Name: name, Pool: "pool", Metadata: large}))(t)
 	}
-	stalled := managertest.Must(c.WatchSandboxes(c.ctx, &nodev1.WatchSandboxesRequest{}))(t)
-	c.Eventually(func() bool { return strings.Contains(logged.String(), "WatchSandboxes") }) // it has ended
+	stalled := managertest.Must(c.Watch(c.ctx, &nodev1.WatchRequest{Kinds: []nodev1.ObjectKind{nodev1.ObjectKind_OBJECT_KIND_SANDBOX}}))(t)
+	c.Eventually(func() bool { return strings.Contains(logged.String(), "node.v1.Node/Watch") }) // it has ended
 	for err = nil; err == nil; {
 		_, err = stalled.Recv()
 	}

@@ -13,7 +13,9 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
+	healthv1 "google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/keepalive"
+	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/peer"
 	"google.golang.org/grpc/status"
 	"google.golang.org/grpc/tap"
@@ -22,6 +24,7 @@ import (
 
 	nodev1 "agentrun.dev/api/node/v1"
 	"agentrun.dev/internal/access"
+	"agentrun.dev/internal/access/audit"
 	"agentrun.dev/internal/convert/nodeconv"
 	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/server"
@@ -46,6 +49,9 @@ var grpcCodes = map[sandbox.Code]codes.Code{
 	sandbox.CodeExists:         codes.AlreadyExists,
 	sandbox.CodeConflict:       codes.FailedPrecondition,
 	sandbox.CodeEnded:          codes.NotFound,
+	sandbox.CodeTooOld:         codes.OutOfRange,
+	sandbox.CodeOtherState:     codes.FailedPrecondition,
+	sandbox.CodeCordoned:       codes.Unavailable,
 	server.CodeTooLarge:        codes.ResourceExhausted,
 	sandbox.CodeCapacity:       codes.ResourceExhausted,
 	server.CodeExhausted:       codes.ResourceExhausted,
@@ -80,11 +86,32 @@ func grpcStatus(err error) *status.Status {
 type Server struct {
 	*grpc.Server
 	endWatches context.CancelFunc
+	entrance   *entrance // nil on a Unix socket
+}
+
+// Serve serves connections of a listener.
+func (s *Server) Serve(l net.Listener) error {
+	if s.entrance != nil {
+		l = s.entrance.listen(l)
+	}
+	return s.Server.Serve(l)
+}
+
+// Stop ends all calls and connections.
+func (s *Server) Stop() {
+	s.endWatches()
+	if s.entrance != nil {
+		s.entrance.close(true) // gRPC waits for those that it does not serve yet
+	}
+	s.Server.Stop()
 }
 
 // Shutdown ends watches, and waits for other calls until ctx ends.
 func (s *Server) Shutdown(ctx context.Context) {
 	s.endWatches()
+	if s.entrance != nil {
+		s.entrance.close(false)
+	}
 	defer context.AfterFunc(ctx, s.Stop)()
 	s.GracefulStop()
 }
@@ -93,9 +120,33 @@ func (s *Server) Shutdown(ctx context.Context) {
 // other end is known by the kernel; API keys have no part. The caller serves with it, and ends it.
 func New(cfg server.Config) *Server {
 	serving, endWatches := context.WithCancel(context.Background())
-	n := &nodeAPI{Config: cfg.WithDefaults(), serving: serving}
-	s := grpc.NewServer(
-		grpc.Creds(peerCredentials{}),
+	n := newAPI(cfg, serving)
+	return &Server{n.server(peerCredentials{}), endWatches, nil}
+}
+
+// NewMutual makes the gRPC server of a node for TCP: clients are components of a
+// cluster, known by the certificates that they show. It follows the files of end until it
+// is stopped.
+func NewMutual(cfg server.Config, end *access.Mutual) *Server {
+	return newMutual(cfg, end, defaultBounds)
+}
+
+func newMutual(cfg server.Config, end *access.Mutual, b bounds) *Server {
+	serving, endWatches := context.WithCancel(context.Background())
+	n := newAPI(cfg, serving)
+	e := newEntrance(end, b, n)
+	go e.follow(serving)
+	return &Server{n.server(e, grpc.ConnectionTimeout(b.handshake)), endWatches, e}
+}
+
+func newAPI(cfg server.Config, serving context.Context) *nodeAPI {
+	return &nodeAPI{Config: cfg.WithDefaults(), serving: serving}
+}
+
+// server makes the server of the methods.
+func (n *nodeAPI) server(creds credentials.TransportCredentials, more ...grpc.ServerOption) *grpc.Server {
+	s := grpc.NewServer(append([]grpc.ServerOption{
+		grpc.Creds(creds),
 		grpc.MaxRecvMsgSize(maxTemplate),
 		grpc.MaxHeaderListSize(server.MaxHeader),
 		grpc.MaxConcurrentStreams(maxStreams),
@@ -105,9 +156,10 @@ func New(cfg server.Config) *Server {
 		grpc.InTapHandle(n.begin),
 		grpc.ChainUnaryInterceptor(n.unary),
 		grpc.ChainStreamInterceptor(n.stream),
-	)
+	}, more...)...)
 	nodev1.RegisterNodeServer(s, n)
-	return &Server{s, endWatches}
+	healthv1.RegisterHealthServer(s, &health{nodeAPI: n, watches: map[string]int{}})
+	return s
 }
 
 // nodeAPI implements the methods.
@@ -115,6 +167,9 @@ type nodeAPI struct {
 	nodev1.UnimplementedNodeServer
 	server.Config
 	serving context.Context // ends with the server
+	// strangers and nodes bound what is written down of connections of nobody, and of
+	// what nodes may not call.
+	strangers, nodes server.Throttle
 }
 
 // peerCredentials tell who is at the other end of a Unix socket. They encrypt
@@ -147,15 +202,38 @@ func (peerCredentials) Info() credentials.ProtocolInfo {
 func (c peerCredentials) Clone() credentials.TransportCredentials { return c }
 func (peerCredentials) OverrideServerName(string) error           { return nil }
 
-// principal is who makes a call.
+// principal is who makes a call. One that is refused has its name, if it is known.
 func (n *nodeAPI) principal(ctx context.Context) (access.Principal, error) {
-	p, ok := peer.FromContext(ctx)
-	if ok {
-		if user, ok := p.AuthInfo.(peerUser); ok {
-			return n.Authenticator.Authenticate(ctx, access.Credentials{User: &user.uid})
+	acting, err := actingOf(ctx)
+	switch from := fromOf(ctx).(type) {
+	case peerUser:
+		if err == nil && acting != nil {
+			err = sandbox.Invalid("metadata", "a call over the Unix socket names no principal: it is made by the user at its other end")
 		}
+		if err != nil {
+			return access.Principal{}, err
+		}
+		return n.Authenticator.Authenticate(ctx, access.Credentials{User: &from.uid})
+	case peerComponent:
+		if err != nil {
+			return access.Principal{Name: from.String(), Via: from.Component}, err
+		}
+		return n.Authenticator.Authenticate(ctx, access.Credentials{Component: &from.Component, Acting: acting})
 	}
-	return access.Principal{}, sandbox.Errorf(access.CodeUnauthenticated, "the call did not come over the Unix socket")
+	return access.Principal{}, sandbox.Errorf(access.CodeUnauthenticated, "the call came neither over the Unix socket nor over mutual TLS")
+}
+
+func actingOf(ctx context.Context) (*access.Acting, error) {
+	md, _ := metadata.FromIncomingContext(ctx) // none: a handler that was called directly
+	return server.ActingOf(md)
+}
+
+// fromOf is who is at the other end of a call's connection.
+func fromOf(ctx context.Context) credentials.AuthInfo {
+	if p, ok := peer.FromContext(ctx); ok {
+		return p.AuthInfo
+	}
+	return nil
 }
 
 // patience ends a call whose client neither sends its request nor takes what it
@@ -167,8 +245,17 @@ type patience struct {
 
 type patienceKey struct{}
 
-// begin is called when a call has begun and its request may not have come yet.
-func (n *nodeAPI) begin(ctx context.Context, _ *tap.Info) (context.Context, error) {
+// begin is called when a call has begun and its request may not have come yet. What a
+// component may call for nobody is refused here: its request is not even read.
+func (n *nodeAPI) begin(ctx context.Context, info *tap.Info) (context.Context, error) {
+	if from, ok := fromOf(ctx).(peerComponent); ok {
+		if o := operationOf(info.FullMethodName); !o.Rule().For(from.Component) {
+			err := server.NotForRole(o, from.Role)
+			who := access.Principal{Name: from.String(), Via: from.Component}
+			n.auditRefused(&n.nodes, call{method: info.FullMethodName}.event(ctx, who, audit.End), err)
+			return nil, grpcStatus(err).Err()
+		}
+	}
 	ended := ctx // by gRPC, with the call
 	ctx, cancel := context.WithCancel(ctx)
 	p := patience{time.AfterFunc(n.BodyTimeout, cancel), n.StallTimeout}
@@ -240,9 +327,16 @@ func (n *nodeAPI) serve(ctx context.Context, method string, req any, do func(con
 			}
 			err = st.Err()
 		}
-		n.Log.Info("call", "method", method, "principal", who.Name, "code", code.String(), "duration", time.Since(start))
+		n.Log.Info("call", "method", method, "principal", who.Name, "via", who.Via.String(), "code", code.String(), "duration", time.Since(start))
 	}()
 	if err != nil {
+		switch event := (call{method, req}).event(ctx, who, audit.End); {
+		case !sandbox.HasCode(err, sandbox.CodeDenied) || who.Via == (access.Component{}):
+		case who.Via.Role == access.RoleNode:
+			n.auditRefused(&n.nodes, event, err)
+		default:
+			n.auditEnd(event, err)
+		}
 		return err
 	}
 	if err := checkMessage(method, req); err != nil {

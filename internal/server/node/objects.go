@@ -3,6 +3,7 @@ package node
 import (
 	"context"
 
+	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/emptypb"
 
 	nodev1 "agentrun.dev/api/node/v1"
@@ -50,13 +51,20 @@ type listRequest interface {
 	GetAfter() string
 }
 
-// pageOf finds the page that a request asks for.
-func pageOf[T, R any](ctx context.Context, r listRequest,
-	find func(context.Context, sandbox.Namespace, sandbox.Page) ([]T, error), position func(T) string, show func(context.Context, T) (R, error),
-) (items []R, next string, err error) {
-	ns, err := sandbox.ParseNamespace(r.GetNamespace())
-	if err != nil {
-		return nil, "", err
+// pageOf finds the page that a request asks for, and how far the node's objects were before.
+// Of all namespaces a page goes on after a namespace and a position in it.
+func pageOf[T any, R proto.Message](ctx context.Context, n *nodeAPI, r listRequest,
+	find func(context.Context, sandbox.Namespace, sandbox.Page) ([]T, error), position func(T) (sandbox.Namespace, string), show func(context.Context, T) (R, error),
+) (v sandbox.StateVersion, items []R, next string, err error) {
+	var ns sandbox.Namespace
+	of := func(one T) string { _, at := position(one); return at }
+	if all, ok := r.(interface{ GetAllNamespaces() bool }); ok && all.GetAllNamespaces() {
+		if r.GetNamespace() != "" {
+			return v, nil, "", sandbox.Invalid("namespace", "there is one, and all_namespaces is set")
+		}
+		of = func(one T) string { in, at := position(one); return string(in) + "/" + at }
+	} else if ns, err = sandbox.ParseNamespace(r.GetNamespace()); err != nil {
+		return v, nil, "", err
 	}
 	var limit *int
 	if given := r.GetLimit(); given > 0 {
@@ -64,18 +72,13 @@ func pageOf[T, R any](ctx context.Context, r listRequest,
 	}
 	p, err := server.Page(limit, r.GetAfter())
 	if err != nil {
-		return nil, "", err
+		return v, nil, "", err
 	}
-	return server.List(ctx, ns, p, find, position, show)
-}
-
-// GetNode implements nodev1.NodeServer.
-func (n *nodeAPI) GetNode(ctx context.Context, _ *nodev1.GetNodeRequest) (*nodev1.NodeStatus, error) {
-	return answered(func(s sandbox.NodeStatus) *nodev1.NodeStatus {
-		out := nodeconv.FromNode(s)
-		out.Version, out.Endpoint = n.Version, n.Endpoint
-		return out
-	})(n.Service.Node(ctx))
+	if v, err = n.Service.Version(ctx); err != nil {
+		return v, nil, "", err
+	}
+	items, next, err = server.List(ctx, ns, p, find, of, show, func(one R) int { return proto.Size(one) })
+	return v, items, next, err
 }
 
 // nodeTemplate adds to a template how far it is.
@@ -113,8 +116,8 @@ func (n *nodeAPI) GetTemplate(ctx context.Context, r *nodev1.GetTemplateRequest)
 
 // ListTemplates implements nodev1.NodeServer.
 func (n *nodeAPI) ListTemplates(ctx context.Context, r *nodev1.ListTemplatesRequest) (*nodev1.ListTemplatesResponse, error) {
-	items, next, err := pageOf(ctx, r, n.Service.Templates, func(t sandbox.Template) string { return string(t.Name) }, n.nodeTemplate)
-	return &nodev1.ListTemplatesResponse{Templates: items, Next: next}, err
+	v, items, next, err := pageOf(ctx, n, r, n.Service.Templates, func(t sandbox.Template) (sandbox.Namespace, string) { return t.Namespace, string(t.Name) }, n.nodeTemplate)
+	return &nodev1.ListTemplatesResponse{Templates: items, Next: next, ResourceVersion: v.Version, StateId: v.ID}, err
 }
 
 // DeleteTemplate implements nodev1.NodeServer.
@@ -151,9 +154,9 @@ func (n *nodeAPI) GetPool(ctx context.Context, r *nodev1.GetPoolRequest) (*nodev
 
 // ListPools implements nodev1.NodeServer.
 func (n *nodeAPI) ListPools(ctx context.Context, r *nodev1.ListPoolsRequest) (*nodev1.ListPoolsResponse, error) {
-	items, next, err := pageOf(ctx, r, n.Service.Pools, func(p sandbox.Pool) string { return string(p.Name) },
+	v, items, next, err := pageOf(ctx, n, r, n.Service.Pools, func(p sandbox.Pool) (sandbox.Namespace, string) { return p.Namespace, string(p.Name) },
 		func(ctx context.Context, p sandbox.Pool) (*nodev1.Pool, error) { return n.nodePool(ctx, p.Key) })
-	return &nodev1.ListPoolsResponse{Pools: items, Next: next}, err
+	return &nodev1.ListPoolsResponse{Pools: items, Next: next, ResourceVersion: v.Version, StateId: v.ID}, err
 }
 
 // DeletePool implements nodev1.NodeServer.
@@ -168,8 +171,8 @@ func (n *nodeAPI) GetFork(ctx context.Context, r *nodev1.GetForkRequest) (*nodev
 
 // ListForks implements nodev1.NodeServer.
 func (n *nodeAPI) ListForks(ctx context.Context, r *nodev1.ListForksRequest) (*nodev1.ListForksResponse, error) {
-	items, next, err := pageOf(ctx, r, n.Service.Forks, func(f sandbox.Fork) string { return string(f.Name) }, server.Plain(nodeconv.FromFork))
-	return &nodev1.ListForksResponse{Forks: items, Next: next}, err
+	v, items, next, err := pageOf(ctx, n, r, n.Service.Forks, func(f sandbox.Fork) (sandbox.Namespace, string) { return f.Namespace, string(f.Name) }, server.Plain(nodeconv.FromFork))
+	return &nodev1.ListForksResponse{Forks: items, Next: next, ResourceVersion: v.Version, StateId: v.ID}, err
 }
 
 // DeleteFork implements nodev1.NodeServer.
@@ -184,8 +187,8 @@ func (n *nodeAPI) GetCheckpoint(ctx context.Context, r *nodev1.GetCheckpointRequ
 
 // ListCheckpoints implements nodev1.NodeServer.
 func (n *nodeAPI) ListCheckpoints(ctx context.Context, r *nodev1.ListCheckpointsRequest) (*nodev1.ListCheckpointsResponse, error) {
-	items, next, err := pageOf(ctx, r, n.Service.Checkpoints, func(c sandbox.CheckpointSize) string { return string(c.Name) }, server.Plain(nodeconv.FromCheckpoint))
-	return &nodev1.ListCheckpointsResponse{Checkpoints: items, Next: next}, err
+	v, items, next, err := pageOf(ctx, n, r, n.Service.Checkpoints, func(c sandbox.CheckpointSize) (sandbox.Namespace, string) { return c.Namespace, string(c.Name) }, server.Plain(nodeconv.FromCheckpoint))
+	return &nodev1.ListCheckpointsResponse{Checkpoints: items, Next: next, ResourceVersion: v.Version, StateId: v.ID}, err
 }
 
 // DeleteCheckpoint implements nodev1.NodeServer.

@@ -98,39 +98,11 @@ func (n *nodeAPI) GetSandbox(ctx context.Context, r *nodev1.GetSandboxRequest) (
 
 // ListSandboxes implements nodev1.NodeServer.
 func (n *nodeAPI) ListSandboxes(ctx context.Context, r *nodev1.ListSandboxesRequest) (*nodev1.ListSandboxesResponse, error) {
-	items, next, err := pageOf(ctx, r,
+	v, items, next, err := pageOf(ctx, n, r,
 		func(ctx context.Context, ns sandbox.Namespace, p sandbox.Page) ([]sandbox.Sandbox, error) {
 			return n.Service.Sandboxes(ctx, sandbox.SandboxesRequest{Namespace: ns, Page: p, Ended: r.GetEnded()})
-		}, sandbox.Sandbox.Position, server.Plain(nodeconv.FromSandbox))
-	return &nodev1.ListSandboxesResponse{Sandboxes: items, Next: next}, err
-}
-
-// WatchSandboxes implements nodev1.NodeServer.
-func (n *nodeAPI) WatchSandboxes(r *nodev1.WatchSandboxesRequest, out grpc.ServerStreamingServer[nodev1.SandboxEvent]) error {
-	return n.serve(out.Context(), nodev1.Node_WatchSandboxes_FullMethodName, r, func(ctx context.Context) error {
-		var ns sandbox.Namespace
-		switch {
-		case !r.GetAllNamespaces():
-			var err error
-			if ns, err = sandbox.ParseNamespace(r.GetNamespace()); err != nil {
-				return err
-			}
-		case r.GetNamespace() != "":
-			return sandbox.Invalid("namespace", "there is one, and all_namespaces is set")
-		}
-		ctx, cancel := context.WithCancel(ctx)
-		defer cancel()
-		defer context.AfterFunc(n.serving, cancel)()
-		err := n.Service.Watch(ctx, ns,
-			func(s sandbox.Sandbox) error {
-				return out.Send(&nodev1.SandboxEvent{Kind: nodev1.SandboxEvent_KIND_SANDBOX, Sandbox: nodeconv.FromSandbox(s)})
-			},
-			func() error { return out.Send(&nodev1.SandboxEvent{Kind: nodev1.SandboxEvent_KIND_SYNCED}) })
-		if n.serving.Err() != nil {
-			return sandbox.Errorf(sandbox.CodeClosing, "the daemon is shutting down").Try("Watch again when it is back")
-		}
-		return err
-	})
+		}, func(s sandbox.Sandbox) (sandbox.Namespace, string) { return s.Namespace, s.Position() }, server.Plain(nodeconv.FromSandbox))
+	return &nodev1.ListSandboxesResponse{Sandboxes: items, Next: next, ResourceVersion: v.Version, StateId: v.ID}, err
 }
 
 // verb changes what a sandbox does.
@@ -179,8 +151,8 @@ func (n *nodeAPI) GetSandboxStats(ctx context.Context, r *nodev1.GetSandboxStats
 
 // ListSandboxStats implements nodev1.NodeServer.
 func (n *nodeAPI) ListSandboxStats(ctx context.Context, r *nodev1.ListSandboxStatsRequest) (*nodev1.ListSandboxStatsResponse, error) {
-	items, next, err := pageOf(ctx, r, n.Service.Costs,
-		func(c sandbox.Cost) string { return c.Position() }, server.Plain(nodeconv.FromCost))
+	_, items, next, err := pageOf(ctx, n, r, n.Service.Costs,
+		func(c sandbox.Cost) (sandbox.Namespace, string) { return c.Namespace, c.Position() }, server.Plain(nodeconv.FromCost))
 	return &nodev1.ListSandboxStatsResponse{Stats: items, Next: next}, err
 }
 

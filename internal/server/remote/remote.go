@@ -6,6 +6,7 @@ package remote
 import (
 	"context"
 	"io"
+	"sync"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/status"
@@ -17,12 +18,16 @@ import (
 )
 
 // Service is the service of a node at the other end of a connection.
-type Service struct{ node nodev1.NodeClient }
+type Service struct {
+	node nodev1.NodeClient
+	// features are those that the node's API was seen to have.
+	features sync.Map
+}
 
 var _ server.Service = (*Service)(nil)
 
 // New makes the service of a connection, which stays the caller's.
-func New(conn grpc.ClientConnInterface) *Service { return &Service{nodev1.NewNodeClient(conn)} }
+func New(conn grpc.ClientConnInterface) *Service { return &Service{node: nodev1.NewNodeClient(conn)} }
 
 // problem is the error of a call as the node said it.
 func problem(ctx context.Context, err error) error {
@@ -101,8 +106,12 @@ func (s *Service) Template(ctx context.Context, k sandbox.Key) (sandbox.Template
 
 // Templates implements server.Service.
 func (s *Service) Templates(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Template, error) {
+	all, err := s.all(ctx, n)
+	if err != nil {
+		return nil, err
+	}
 	return list(ctx, p, func(limit uint32, after string) ([]*nodev1.Template, string, error) {
-		r, err := s.node.ListTemplates(ctx, &nodev1.ListTemplatesRequest{Namespace: string(n), Limit: limit, After: after})
+		r, err := s.node.ListTemplates(ctx, &nodev1.ListTemplatesRequest{Namespace: string(n), AllNamespaces: all, Limit: limit, After: after})
 		return r.GetTemplates(), r.GetNext(), err
 	}, toTemplate)
 }
@@ -161,8 +170,12 @@ func (s *Service) Pool(ctx context.Context, k sandbox.Key) (sandbox.Pool, sandbo
 
 // Pools implements server.Service.
 func (s *Service) Pools(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Pool, error) {
+	all, err := s.all(ctx, n)
+	if err != nil {
+		return nil, err
+	}
 	return list(ctx, p, func(limit uint32, after string) ([]*nodev1.Pool, string, error) {
-		r, err := s.node.ListPools(ctx, &nodev1.ListPoolsRequest{Namespace: string(n), Limit: limit, After: after})
+		r, err := s.node.ListPools(ctx, &nodev1.ListPoolsRequest{Namespace: string(n), AllNamespaces: all, Limit: limit, After: after})
 		return r.GetPools(), r.GetNext(), err
 	}, toPool)
 }
@@ -190,8 +203,12 @@ func (s *Service) ForkOf(ctx context.Context, k sandbox.Key) (sandbox.Fork, erro
 
 // Forks implements server.Service.
 func (s *Service) Forks(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Fork, error) {
+	all, err := s.all(ctx, n)
+	if err != nil {
+		return nil, err
+	}
 	return list(ctx, p, func(limit uint32, after string) ([]*nodev1.Fork, string, error) {
-		r, err := s.node.ListForks(ctx, &nodev1.ListForksRequest{Namespace: string(n), Limit: limit, After: after})
+		r, err := s.node.ListForks(ctx, &nodev1.ListForksRequest{Namespace: string(n), AllNamespaces: all, Limit: limit, After: after})
 		return r.GetForks(), r.GetNext(), err
 	}, nodeconv.ToFork)
 }
@@ -219,8 +236,12 @@ func (s *Service) CheckpointOf(ctx context.Context, k sandbox.Key) (sandbox.Chec
 
 // Checkpoints implements server.Service.
 func (s *Service) Checkpoints(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.CheckpointSize, error) {
+	all, err := s.all(ctx, n)
+	if err != nil {
+		return nil, err
+	}
 	return list(ctx, p, func(limit uint32, after string) ([]*nodev1.Checkpoint, string, error) {
-		r, err := s.node.ListCheckpoints(ctx, &nodev1.ListCheckpointsRequest{Namespace: string(n), Limit: limit, After: after})
+		r, err := s.node.ListCheckpoints(ctx, &nodev1.ListCheckpointsRequest{Namespace: string(n), AllNamespaces: all, Limit: limit, After: after})
 		return r.GetCheckpoints(), r.GetNext(), err
 	}, nodeconv.ToCheckpoint)
 }
@@ -239,11 +260,6 @@ func (s *Service) Restore(ctx context.Context, r sandbox.RestoreRequest) (sandbo
 	ask.Namespace, ask.Name, ask.Checkpoint = string(r.Namespace), string(r.Name), string(r.Checkpoint)
 	made, err := read(ctx, nodeconv.ToSandbox)(s.node.RestoreCheckpoint(ctx, ask))
 	return made, false, err
-}
-
-// Node implements server.Service.
-func (s *Service) Node(ctx context.Context) (sandbox.NodeStatus, error) {
-	return read(ctx, func(g *nodev1.NodeStatus) (sandbox.NodeStatus, error) { return nodeconv.ToNode(g), nil })(s.node.GetNode(ctx, &nodev1.GetNodeRequest{}))
 }
 
 // ApplySecret implements server.Service.

@@ -8,6 +8,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 
+	"agentrun.dev/internal/access"
 	"agentrun.dev/internal/node/managertest"
 	"agentrun.dev/internal/sandbox"
 	nodeserver "agentrun.dev/internal/server/node"
@@ -18,14 +19,22 @@ import (
 // TestRemote: a manager passes the suite over gRPC, as far as that API reaches. The
 // issue "The node's API" adds what is left out here.
 func TestRemote(t *testing.T) {
-	n := managertest.New(t)
-	servertest.Run(t, servertest.Target{
-		Service:  remote.New(serve(t, n)),
-		Template: sandbox.TemplateSpec{Image: "python", MilliCPUs: sandbox.DefaultMilliCPUs, Memory: sandbox.DefaultMemory},
-		Without: []servertest.Part{
-			servertest.ByID, servertest.Sessions, servertest.Logs, servertest.Secrets, servertest.Quotas, servertest.Identity,
+	for name, connect := range map[string]func(*testing.T) grpc.ClientConnInterface{
+		"socket": func(t *testing.T) grpc.ClientConnInterface { return serve(t, managertest.New(t)) },
+		"mutual TLS": func(t *testing.T) grpc.ClientConnInterface {
+			return remote.As(serveMutual(t, managertest.New(t)).dial("gateway/g"), access.Acting{Principal: "gateway-key:aaaaaaaaaaaa", Role: access.RoleAdmin})
 		},
-	})
+	} {
+		t.Run(name, func(t *testing.T) {
+			servertest.Run(t, servertest.Target{
+				Service:  remote.New(connect(t)),
+				Template: sandbox.TemplateSpec{Image: "python", MilliCPUs: sandbox.DefaultMilliCPUs, Memory: sandbox.DefaultMemory},
+				Without: []servertest.Part{
+					servertest.ByID, servertest.Sessions, servertest.Logs, servertest.Secrets, servertest.Quotas, servertest.Identity,
+				},
+			})
+		})
+	}
 }
 
 // TestGone: a node that does not answer is told of.

@@ -38,8 +38,12 @@ func (s *Service) SandboxByID(context.Context, sandbox.ID) (sandbox.Sandbox, err
 
 // Sandboxes implements server.Service.
 func (s *Service) Sandboxes(ctx context.Context, r sandbox.SandboxesRequest) ([]sandbox.Sandbox, error) {
+	all, err := s.all(ctx, r.Namespace)
+	if err != nil {
+		return nil, err
+	}
 	return list(ctx, r.Page, func(limit uint32, after string) ([]*nodev1.Sandbox, string, error) {
-		got, err := s.node.ListSandboxes(ctx, &nodev1.ListSandboxesRequest{Namespace: string(r.Namespace), Limit: limit, After: after, Ended: r.Ended})
+		got, err := s.node.ListSandboxes(ctx, &nodev1.ListSandboxesRequest{Namespace: string(r.Namespace), AllNamespaces: all, Limit: limit, After: after, Ended: r.Ended})
 		return got.GetSandboxes(), got.GetNext(), err
 	}, nodeconv.ToSandbox)
 }
@@ -102,35 +106,4 @@ func (s *Service) Costs(ctx context.Context, n sandbox.Namespace, p sandbox.Page
 		r, err := s.node.ListSandboxStats(ctx, &nodev1.ListSandboxStatsRequest{Namespace: string(n), Limit: limit, After: after})
 		return r.GetStats(), r.GetNext(), err
 	}, nodeconv.ToCost)
-}
-
-// Watch implements server.Service.
-func (s *Service) Watch(ctx context.Context, n sandbox.Namespace, each func(sandbox.Sandbox) error, synced func() error) error {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel() // ends the call
-	w, err := s.node.WatchSandboxes(ctx, &nodev1.WatchSandboxesRequest{Namespace: string(n), AllNamespaces: n == ""})
-	if err != nil {
-		return problem(ctx, err)
-	}
-	for {
-		e, err := w.Recv()
-		if err != nil {
-			return problem(ctx, err)
-		}
-		if err := event(e, each, synced); err != nil {
-			return err
-		}
-	}
-}
-
-// event passes on what a watch has told.
-func event(e *nodev1.SandboxEvent, each func(sandbox.Sandbox) error, synced func() error) error {
-	if e.GetKind() == nodev1.SandboxEvent_KIND_SYNCED {
-		return synced()
-	}
-	one, err := nodeconv.ToSandbox(e.GetSandbox())
-	if err != nil {
-		return err
-	}
-	return each(one)
 }

@@ -2,7 +2,6 @@ package rest
 
 import (
 	"net/http"
-	"sync"
 	"time"
 
 	"agentrun.dev/internal/access/audit"
@@ -46,7 +45,7 @@ func (a *api) end(rec *record, status int) {
 		return
 	}
 	if rec.event.Principal == "" {
-		allowed, omitted := a.strangers.take(time.Now())
+		allowed, omitted := a.strangers.Take(time.Now())
 		if !allowed {
 			return
 		}
@@ -63,37 +62,4 @@ func made(r *http.Request, object string) {
 	if rec, ok := r.Context().Value(recordKey).(*record); ok {
 		rec.event.Object = object
 	}
-}
-
-// throttle bounds what those write who have shown no key: they could otherwise
-// push everything else out of the log.
-type throttle struct {
-	mu      sync.Mutex // protects all following fields
-	left    float64
-	last    time.Time
-	omitted int
-}
-
-const (
-	strangersBurst     = 100
-	strangersPerSecond = 1
-)
-
-// take asks for one more; if it is allowed, omitted is how many were not before.
-func (t *throttle) take(now time.Time) (allowed bool, omitted int) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if t.last.IsZero() {
-		t.left = strangersBurst
-	} else {
-		t.left = min(strangersBurst, t.left+now.Sub(t.last).Seconds()*strangersPerSecond)
-	}
-	t.last = now
-	if t.left < 1 {
-		t.omitted++
-		return false, 0
-	}
-	t.left--
-	omitted, t.omitted = t.omitted, 0
-	return true, omitted
 }

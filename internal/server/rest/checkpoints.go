@@ -28,8 +28,7 @@ func (a *api) CheckpointSandbox(w http.ResponseWriter, r *http.Request, namespac
 func (a *api) ListCheckpoints(w http.ResponseWriter, r *http.Request, namespace string, q rest.ListCheckpointsParams) {
 	listing(a, w, r, namespace, q.Limit, q.After, a.Service.Checkpoints,
 		func(c sandbox.CheckpointSize) string { return string(c.Name) },
-		server.Plain(restconv.FromCheckpoint),
-		func(items []rest.Checkpoint, next string) any { return rest.CheckpointList{Items: items, Next: next} })
+		server.Plain(restconv.FromCheckpoint))
 }
 
 // GetCheckpoint implements rest.ServerInterface.

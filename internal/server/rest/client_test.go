@@ -34,7 +34,7 @@ func TestClientObjects(t *testing.T) {
 	}
 	managertest.Must(c.PutTemplate(ctx, "python", rest.TemplateSpec{Image: "x"}))(t)
 	var log bytes.Buffer
-	if err := c.TemplateLog(ctx, "python", rest.StageReady, true, &log); err != nil || log.String() != "building\n" {
+	if err := c.TemplateLog(ctx, "python", rest.GetTemplateLogParams{Follow: new(true)}, &log); err != nil || log.String() != "building\n" {
 		t.Errorf("%q, %v", log.String(), err)
 	}
 	managertest.Must(c.PutPool(ctx, "pool", rest.PoolSpec{Template: "python", Replicas: 1}))(t)

@@ -2,7 +2,9 @@ package rest
 
 import (
 	"context"
+	"encoding/json"
 	"net/http"
+	"strconv"
 
 	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/convert/restconv"
@@ -39,23 +41,51 @@ func remove(a *api, w http.ResponseWriter, r *http.Request, namespace, name stri
 
 // listing serves a route that lists objects.
 func listing[T, R any](a *api, w http.ResponseWriter, r *http.Request, namespace string, limit *int, after string,
-	find func(context.Context, sandbox.Namespace, sandbox.Page) ([]T, error), position func(T) string, show func(context.Context, T) (R, error), wrap func(items []R, next string) any,
+	find func(context.Context, sandbox.Namespace, sandbox.Page) ([]T, error), position func(T) string, show func(context.Context, T) (R, error),
 ) {
 	p, err := server.Page(limit, after)
 	var n sandbox.Namespace
 	if err == nil {
 		n, err = sandbox.ParseNamespace(namespace)
 	}
-	var items []R
-	var next string
+	var list page
+	var v sandbox.StateVersion
 	if err == nil {
-		items, next, err = server.List(r.Context(), n, p, find, position, show)
+		v, err = a.Service.Version(r.Context())
 	}
-	if err != nil {
-		a.fail(w, r, err)
-		return
+	if err == nil {
+		encode := func(ctx context.Context, one T) (json.RawMessage, error) {
+			shown, err := show(ctx, one)
+			if err != nil {
+				return nil, err
+			}
+			return json.Marshal(shown)
+		}
+		list.Items, list.Next, err = server.List(r.Context(), n, p, find, position, encode, func(m json.RawMessage) int { return len(m) })
 	}
-	a.answer(w, r, http.StatusOK, wrap(items, next), nil)
+	if versioned[T]() {
+		list.ResourceVersion = restconv.FromPosition(v)
+	}
+	a.answer(w, r, http.StatusOK, list, err)
+}
+
+// versioned reports whether objects of a type are listed with a resource version: secrets
+// and costs are not watched.
+func versioned[T any]() bool {
+	switch any(*new(T)).(type) {
+	case sandbox.Secret, sandbox.Cost:
+		return false
+	}
+	return true
+}
+
+// page is what all lists look like that are read in pages. Its items are encoded one by
+// one: their size decides where it ends.
+type page struct {
+	Items []json.RawMessage `json:"items"`
+	Next  string            `json:"next,omitempty"`
+	// ResourceVersion is that from before the list was read, of objects that are watched.
+	ResourceVersion string `json:"resourceVersion,omitempty"`
 }
 
 // showTemplate adds to a template how far it is.
@@ -69,9 +99,16 @@ func (a *api) showTemplate(ctx context.Context, t sandbox.Template) (rest.Templa
 
 // ListTemplates implements rest.ServerInterface.
 func (a *api) ListTemplates(w http.ResponseWriter, r *http.Request, namespace string, q rest.ListTemplatesParams) {
+	if q.Watch {
+		a.watch(w, r, watching{namespace, sandbox.KindTemplate, q.ResourceVersion, q.LastEventID, q.Limit != nil || q.After != ""})
+		return
+	}
+	if q.ResourceVersion != "" {
+		a.fail(w, r, errNoWatch())
+		return
+	}
 	listing(a, w, r, namespace, q.Limit, q.After, a.Service.Templates,
-		func(t sandbox.Template) string { return string(t.Name) }, a.showTemplate,
-		func(items []rest.Template, next string) any { return rest.TemplateList{Items: items, Next: next} })
+		func(t sandbox.Template) string { return string(t.Name) }, a.showTemplate)
 }
 
 // GetTemplate implements rest.ServerInterface.
@@ -112,19 +149,22 @@ func (a *api) DeleteTemplate(w http.ResponseWriter, r *http.Request, namespace, 
 // GetTemplateLog implements rest.ServerInterface.
 func (a *api) GetTemplateLog(w http.ResponseWriter, r *http.Request, namespace, name string, q rest.GetTemplateLogParams) {
 	k, err := sandbox.ParseKey(namespace, name)
-	stage := sandbox.AfterReady
+	stage, offset := sandbox.AfterReady, int64(0)
+	if q.Offset != nil {
+		offset = *q.Offset
+	}
 	if q.Stage != "" {
 		stage = sandbox.Stage(q.Stage)
-	}
-	if err == nil && stage != sandbox.AfterReady && stage != sandbox.AfterInit {
-		err = sandbox.Invalid("stage", "%q is neither Init nor Ready", server.Trimmed(string(stage)))
 	}
 	if err != nil {
 		a.fail(w, r, err)
 		return
 	}
 	out := &flowing{api: a, w: w, kind: "text/plain; charset=utf-8"}
-	err = a.Service.CopyBuildLog(r.Context(), sandbox.BuildLogRequest{Key: k, Stage: stage, Follow: q.Follow == nil || *q.Follow}, out)
+	err = a.Service.CopyBuildLog(r.Context(), sandbox.BuildLogRequest{
+		Key: k, Stage: stage, Follow: q.Follow == nil || *q.Follow, Offset: offset, Tail: q.Tail,
+		Begun: func(size int64) { w.Header().Set("Log-Size", strconv.FormatInt(size, 10)) },
+	}, out)
 	if err != nil {
 		a.fail(w, r, err)
 		return
@@ -139,10 +179,17 @@ func (a *api) showPool(ctx context.Context, k sandbox.Key) (rest.Pool, error) {
 
 // ListPools implements rest.ServerInterface.
 func (a *api) ListPools(w http.ResponseWriter, r *http.Request, namespace string, q rest.ListPoolsParams) {
+	if q.Watch {
+		a.watch(w, r, watching{namespace, sandbox.KindPool, q.ResourceVersion, q.LastEventID, q.Limit != nil || q.After != ""})
+		return
+	}
+	if q.ResourceVersion != "" {
+		a.fail(w, r, errNoWatch())
+		return
+	}
 	listing(a, w, r, namespace, q.Limit, q.After, a.Service.Pools,
 		func(p sandbox.Pool) string { return string(p.Name) },
-		func(ctx context.Context, p sandbox.Pool) (rest.Pool, error) { return a.showPool(ctx, p.Key) },
-		func(items []rest.Pool, next string) any { return rest.PoolList{Items: items, Next: next} })
+		func(ctx context.Context, p sandbox.Pool) (rest.Pool, error) { return a.showPool(ctx, p.Key) })
 }
 
 // GetPool implements rest.ServerInterface.
@@ -177,8 +224,7 @@ func (a *api) DeletePool(w http.ResponseWriter, r *http.Request, namespace, name
 func (a *api) ListForks(w http.ResponseWriter, r *http.Request, namespace string, q rest.ListForksParams) {
 	listing(a, w, r, namespace, q.Limit, q.After, a.Service.Forks,
 		func(f sandbox.Fork) string { return string(f.Name) },
-		server.Plain(restconv.FromFork),
-		func(items []rest.Fork, next string) any { return rest.ForkList{Items: items, Next: next} })
+		server.Plain(restconv.FromFork))
 }
 
 // GetFork implements rest.ServerInterface.

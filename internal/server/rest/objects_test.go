@@ -88,6 +88,26 @@ func TestBuildLogFollows(t *testing.T) {
 	}
 }
 
+// TestPartOfBuildLog: a log is read from an offset, or from its last lines, and the answer
+// says where the next one begins.
+func TestPartOfBuildLog(t *testing.T) {
+	n := newNode(t)
+	close(n.Builder.Gate)
+	n.do("PUT", v1+"/templates/a", rest.TemplateSpec{Image: "x", Init: []string{"make"}}).ok(200)
+	n.do("GET", v1+"/templates/a/log", nil).ok(200) // until it has ended
+	const log = "building\n$ make\n"
+	for query, want := range map[string]string{"": log, "?offset=9": "$ make\n", "?offset=16": "", "?offset=1000": "", "?tail=1": "$ make\n", "?tail=0": "", "?tail=9": log} {
+		res := n.do("GET", v1+"/templates/a/log"+query, nil).ok(200)
+		if string(res.body) != want || res.header.Get("Log-Size") != "16" {
+			t.Errorf("%q: %q, of %s bytes", query, res.body, res.header.Get("Log-Size"))
+		}
+	}
+	for _, query := range []string{"offset=-1", "tail=-1", "tail=1&offset=1"} {
+		n.do("GET", v1+"/templates/a/log?"+query, nil).refused(400, "invalid")
+	}
+	n.do("GET", v1+"/templates/a/log?tail=x", nil).refused(400, "invalid")
+}
+
 // TestDeleteWhileBuilding: a build of what is deleted ends.
 func TestDeleteWhileBuilding(t *testing.T) {
 	n := newNode(t)

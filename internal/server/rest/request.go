@@ -114,10 +114,11 @@ func checkID(field, id string) error {
 
 // queries are the query parameters of the routes that have any.
 var queries = map[string][]string{
-	"GET /v1/namespaces/{namespace}/templates":                          {"limit", "after"},
-	"GET /v1/namespaces/{namespace}/templates/{name}/log":               {"stage", "follow"},
-	"GET /v1/namespaces/{namespace}/pools":                              {"limit", "after"},
-	"GET /v1/namespaces/{namespace}/sandboxes":                          {"limit", "after", "ended"},
+	"GET /v1/node": {"watch", "resourceVersion"},
+	"GET /v1/namespaces/{namespace}/templates":                          {"limit", "after", "watch", "resourceVersion"},
+	"GET /v1/namespaces/{namespace}/templates/{name}/log":               {"stage", "follow", "offset", "tail"},
+	"GET /v1/namespaces/{namespace}/pools":                              {"limit", "after", "watch", "resourceVersion"},
+	"GET /v1/namespaces/{namespace}/sandboxes":                          {"limit", "after", "ended", "watch", "resourceVersion"},
 	"GET /v1/namespaces/{namespace}/forks":                              {"limit", "after"},
 	"GET /v1/namespaces/{namespace}/secrets":                            {"limit", "after"},
 	"GET /v1/namespaces/{namespace}/checkpoints":                        {"limit", "after"},

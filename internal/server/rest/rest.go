@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"agentrun.dev/api/rest"
+	"agentrun.dev/internal/access"
 	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/server"
 )
@@ -39,7 +40,7 @@ type Config struct {
 // api implements the routes.
 type api struct {
 	Config
-	strangers throttle
+	strangers server.Throttle
 }
 
 var _ rest.ServerInterface = (*api)(nil)
@@ -130,7 +131,7 @@ func (a *api) serve(mux *http.ServeMux, w http.ResponseWriter, r *http.Request) 
 		}
 	}()
 	who, ctx, authErr := a.authenticateRoute(r, pattern, to)
-	audited.event.Principal = who.Name
+	audited.event.Principal, audited.event.Essential = who.Name, who.May(access.Administer)
 	if authErr != nil {
 		err = authErr // who is nobody does not learn what else is wrong
 	}

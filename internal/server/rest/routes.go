@@ -85,6 +85,9 @@ var routes = map[string]access.Operation{
 	"GET /v1/namespaces/{namespace}/sandboxes/{name}/stats": "getStats",
 	"GET /v1/namespaces/{namespace}/stats":                  "listStats",
 	"GET /v1/node":                                          "getNode",
+	"POST /v1/node/cordon":                                  "cordonNode",
+	"POST /v1/node/drain":                                   "drainNode",
+	"POST /v1/node/uncordon":                                "uncordonNode",
 
 	"GET /v1/namespaces/{namespace}/secrets":           "listSecrets",
 	"GET /v1/namespaces/{namespace}/secrets/{name}":    "getSecret",

@@ -12,13 +12,20 @@ import (
 
 // ListSandboxes implements rest.ServerInterface.
 func (a *api) ListSandboxes(w http.ResponseWriter, r *http.Request, namespace string, q rest.ListSandboxesParams) {
+	if q.Watch {
+		a.watch(w, r, watching{namespace, sandbox.KindSandbox, q.ResourceVersion, q.LastEventID, q.Limit != nil || q.After != "" || q.Ended})
+		return
+	}
+	if q.ResourceVersion != "" {
+		a.fail(w, r, errNoWatch())
+		return
+	}
 	listing(a, w, r, namespace, q.Limit, q.After,
 		func(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Sandbox, error) {
 			return a.Service.Sandboxes(ctx, sandbox.SandboxesRequest{Namespace: n, Page: p, Ended: q.Ended})
 		},
 		sandbox.Sandbox.Position,
-		server.Plain(restconv.FromSandbox),
-		func(items []rest.Sandbox, next string) any { return rest.SandboxList{Items: items, Next: next} })
+		server.Plain(restconv.FromSandbox))
 }
 
 // CreateSandbox implements rest.ServerInterface.

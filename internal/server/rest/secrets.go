@@ -14,8 +14,7 @@ import (
 func (a *api) ListSecrets(w http.ResponseWriter, r *http.Request, namespace string, q rest.ListSecretsParams) {
 	listing(a, w, r, namespace, q.Limit, q.After, a.Service.Secrets,
 		func(s sandbox.Secret) string { return string(s.Name) },
-		server.Plain(restconv.FromSecret),
-		func(items []rest.Secret, next string) any { return rest.SecretList{Items: items, Next: next} })
+		server.Plain(restconv.FromSecret))
 }
 
 // GetSecret implements rest.ServerInterface.

@@ -81,14 +81,20 @@ func (a *api) newEvents(w http.ResponseWriter, form string) *events {
 }
 
 // send sends one event; kind is its type.
-func (e *events) send(kind string, event any) error {
+func (e *events) send(kind string, event any) error { return e.sendAs("", kind, event) }
+
+// sendAs is send of an event with an id, from which browsers go on. Empty is none.
+func (e *events) sendAs(id, kind string, event any) error {
 	line, err := json.Marshal(event)
 	if err != nil {
 		return err
 	}
 	line = append(line, '\n')
 	if e.form == formSSE {
-		line = slices.Concat([]byte("event: "+kind+"\ndata: "), line, []byte("\n"))
+		if kind = "event: " + kind + "\n"; id != "" {
+			kind += "id: " + id + "\n"
+		}
+		line = slices.Concat([]byte(kind+"data: "), line, []byte("\n"))
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()

@@ -165,40 +165,95 @@ func (s *suite) watch() {
 	there := s.claim("a")
 	ctx, cancel := context.WithCancel(s.ctx)
 	defer cancel()
-	events, ended := make(chan sandbox.Sandbox, 16), make(chan error, 1)
-	go func() {
-		ended <- s.Service.Watch(ctx, s.namespace,
-			func(one sandbox.Sandbox) error { events <- one; return nil },
-			func() error { events <- sandbox.Sandbox{}; return nil })
-	}()
-	next := func(id sandbox.ID, state sandbox.State) {
+	events, ended := make(chan sandbox.Event, 64), make(chan error, 1)
+	kinds := []sandbox.Kind{sandbox.KindSandbox}
+	watch := func(r sandbox.WatchRequest) {
+		go func() { ended <- s.Service.Watch(ctx, r, func(e sandbox.Event) error { events <- e; return nil }) }()
+	}
+	next := func(t sandbox.EventType, state sandbox.State) (e sandbox.Event) {
 		s.Helper()
 		select {
-		case e := <-events:
-			if e.ID != id || e.State != state {
-				s.Errorf("%s %s %s, not %s %s", e.Name, e.ID, e.State, id, state)
+		case e = <-events:
+			is := e.Type == t && (e.Sandbox != nil) == (state != "")
+			if !is || e.Sandbox != nil && (e.Sandbox.ID != there.ID || e.Sandbox.State != state || e.Sandbox.ResourceVersion != e.ResourceVersion) {
+				s.Errorf("%+v, not %s %s", e, t, state)
 			}
+		case err := <-ended:
+			s.Fatalf("it has ended: %v", err)
 		case <-s.ctx.Done():
 			s.Fatal("nothing was told")
 		}
+		return e
 	}
-	next(there.ID, sandbox.Running)
-	next("", "") // it is synced
-	_, err := s.Service.Pause(s.ctx, s.key("a"))
+	watch(sandbox.WatchRequest{Namespace: s.namespace, Kinds: kinds})
+	next(sandbox.EventObject, sandbox.Running)
+	synced := next(sandbox.EventSynced, "")
+	now, err := s.Service.Version(s.ctx)
 	s.must(err)
-	next(there.ID, sandbox.Paused)
+	if now.ID == "" || now.Version < synced.ResourceVersion || there.ResourceVersion == 0 || synced.ResourceVersion < there.ResourceVersion {
+		s.Errorf("at %+v, synced at %d, made at %d", now, synced.ResourceVersion, there.ResourceVersion)
+	}
+	_, err = s.Service.Pause(s.ctx, s.key("a"))
+	s.must(err)
+	paused := next(sandbox.EventObject, sandbox.Paused)
 	_, err = s.Service.Kill(s.ctx, s.key("a"))
 	s.must(err)
-	next(there.ID, sandbox.Ended)
+	next(sandbox.EventDeleted, sandbox.Ended)
 	cancel()
 	if err := <-ended; !errors.Is(err, context.Canceled) {
 		s.Errorf("a watch that was cancelled: %v", err)
 	}
+	ctx, cancel = context.WithCancel(s.ctx)
+	defer cancel()
+	watch(sandbox.WatchRequest{Kinds: kinds, From: paused.ResourceVersion, State: now.ID})
+	next(sandbox.EventBookmark, "")
+	next(sandbox.EventDeleted, sandbox.Ended)
 	enough := errors.New("enough")
-	err = s.Service.Watch(s.ctx, "", func(sandbox.Sandbox) error { return nil }, func() error { return enough })
-	if !errors.Is(err, enough) {
+	if err := s.Service.Watch(s.ctx, sandbox.WatchRequest{}, func(sandbox.Event) error { return enough }); !errors.Is(err, enough) {
 		s.Errorf("a watch of all that has enough: %v", err)
 	}
+	for what, r := range map[string]sandbox.WatchRequest{
+		"the future": {From: 1 << 60}, "another state folder": {From: paused.ResourceVersion, State: "other"},
+	} {
+		s.refused(what, s.Service.Watch(s.ctx, r, func(sandbox.Event) error { return nil }), sandbox.CodeOtherState)
+	}
+}
+
+// cordon: a node that is cordoned makes nothing new, and one that is drained runs nothing.
+func (s *suite) cordon() {
+	s.setUp()
+	s.claim("a")
+	n, err := s.Service.Cordon(s.ctx, false)
+	s.must(err)
+	if n.Cordon == nil || n.Cordon.Drain || n.Cordon.Since.IsZero() || n.ID == "" || n.State == "" {
+		s.Errorf("%+v", n)
+	}
+	defer func() {
+		n, err := s.Service.Uncordon(s.ctx)
+		s.must(err)
+		if n.Cordon != nil {
+			s.Errorf("%+v", n.Cordon)
+		}
+		s.claim("c")
+		_, err = s.Service.Resume(s.ctx, s.key("a"))
+		s.must(err)
+	}()
+	_, _, err = s.Service.Claim(s.ctx, sandbox.ClaimRequest{Key: s.key("b"), Spec: sandbox.ClaimSpec{Pool: "pool"}})
+	s.refused("a claim", err, sandbox.CodeCordoned)
+	_, err = s.Service.Cordon(s.ctx, true)
+	s.must(err)
+	s.eventually(func() bool {
+		got, err := s.Service.Sandbox(s.ctx, s.key("a"))
+		s.must(err)
+		return got.State == sandbox.Hibernated
+	})
+	s.eventually(func() bool {
+		n, err := s.Service.Node(s.ctx)
+		s.must(err)
+		return n.Cordon != nil && n.Cordon.Drain && n.Cordon.Left == 0
+	})
+	_, err = s.Service.Resume(s.ctx, s.key("a"))
+	s.refused("waking up", err, sandbox.CodeCordoned)
 }
 
 // costs are those of sandboxes, and of the node.

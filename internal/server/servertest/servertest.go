@@ -62,6 +62,7 @@ func Run(t *testing.T, target Target) {
 		{"checkpoints", "", (*suite).checkpoints},
 		{"costs", "", (*suite).costs},
 		{"watch", "", (*suite).watch},
+		{"cordon", "", (*suite).cordon},
 		{"network", "", (*suite).network},
 		{"authorities", "", (*suite).authorities},
 		{"by-id", ByID, (*suite).byID},

@@ -10,5 +10,11 @@
 // the VM is stopped, unless the parent gave it a socket to listen on: then
 // others connect there and are parents like the first.
 //
+// The protocol has a version, which the vmm tells in its first reply (Hello), and the
+// parent writes down for those who adopt it. A vmm speaks all versions up to its own: later
+// ones only add messages and, at the end of messages, fields. Nobody sends a vmm what came
+// after its version, so that an older one goes on under a newer parent, and the other way
+// round.
+//
 // Every message is one byte of kind followed by a message of package codec.
 package vmmctl

@@ -26,7 +26,8 @@ func TestEncodingStays(t *testing.T) {
 		Memory: Change{Runs: runs[:1], Zeros: runs[1:]}, Disks: []Change{{Zeros: runs[:1]}, {Runs: runs}},
 		Stats: livefork.Stats{Pause: 1, Waits: 2, MedianWait: 3, P99Wait: 4, LongestWait: 5, Copied: 6, WhyCopiedInPause: "why"},
 	}
-	got = append(got, hex.EncodeToString(Touched{Written: runs[:1], Read: runs[1:]}.Marshal()), hex.EncodeToString(saved.Marshal()))
+	got = append(got, hex.EncodeToString(Touched{Written: runs[:1], Read: runs[1:]}.Marshal()), hex.EncodeToString(saved.Marshal()),
+		hex.EncodeToString(Hello{Protocol: 3}.Marshal()))
 	want := strings.Fields(string(b))
 	if len(got) != len(want) {
 		t.Fatalf("%d messages, want %d", len(got), len(want))

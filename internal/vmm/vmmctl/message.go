@@ -10,6 +10,15 @@ import (
 	"agentrun.dev/internal/vmm/livefork"
 )
 
+// Protocol is the version of the protocol that is described here.
+const Protocol = SincePlug
+
+// Versions that have added messages. Version 1 has the others, and does not say so.
+const (
+	SinceStream = 2 // Save with Stream
+	SincePlug   = 3 // Plug
+)
+
 // Kind tells messages apart.
 type Kind byte
 
@@ -202,7 +211,7 @@ type Connect struct {
 }
 
 // Plug gives a network interface another wire; its one descriptor is the guest's
-// end. A vmm process of an AgentRun before this message hangs up on who sends it.
+// end. A vmm process before SincePlug hangs up on who sends it.
 type Plug struct {
 	ID  uint64
 	Net uint64 // its number among Devices.Nets
@@ -226,9 +235,42 @@ type Reply struct {
 	ID uint64
 	// Error is empty on success.
 	Error string
-	// Data is the console's tail for a console request, a Saved for Save, and
-	// pages for Touched.
+	// Data is the console's tail for a console request, a Saved for Save, pages for
+	// Touched, and a Hello for Boot and Spare.
 	Data []byte
+}
+
+// Hello says what the vmm process speaks. One of an AgentRun that did not count versions
+// says nothing.
+type Hello struct{ Protocol uint64 }
+
+// Marshal encodes it for a Reply's data.
+func (h Hello) Marshal() []byte {
+	e := codec.NewEncoder(nil)
+	e.Version(messageVersion)
+	e.Uvarint(h.Protocol)
+	return e.Bytes()
+}
+
+// maxProtocol is more versions than there will ever be.
+const maxProtocol = 1 << 16
+
+// UnmarshalHello decodes a Reply's data; none of it is version 1.
+func UnmarshalHello(b []byte) (Hello, error) {
+	if len(b) == 0 {
+		return Hello{1}, nil
+	}
+	d := codec.NewDecoder(b)
+	d.Version(messageVersion)
+	h := Hello{d.UvarintMax(maxProtocol)}
+	err := d.Finish()
+	if err == nil && h.Protocol == 0 {
+		err = errors.New("there is no version 0")
+	}
+	if err != nil {
+		return Hello{}, fmt.Errorf("decode what a vmm speaks: %w", err)
+	}
+	return h, nil
 }
 
 // Ready says that the guest's agent listens.

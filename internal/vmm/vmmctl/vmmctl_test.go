@@ -78,6 +78,40 @@ func TestUnmarshalRefuses(t *testing.T) {
 	}
 }
 
+// TestHello: a vmm that says nothing speaks version 1, and one that is newer its own.
+func TestHello(t *testing.T) {
+	for _, want := range []uint64{1, Protocol, Protocol + 1} {
+		if h, err := UnmarshalHello(Hello{want}.Marshal()); err != nil || h.Protocol != want {
+			t.Errorf("%d came back as %+v, %v", want, h, err)
+		}
+	}
+	if h, err := UnmarshalHello(nil); err != nil || h.Protocol != 1 {
+		t.Errorf("nothing: %+v, %v", h, err)
+	}
+	for what, b := range map[string][]byte{
+		"version 0": Hello{}.Marshal(), "a version that never is": Hello{1 << 40}.Marshal(),
+		"half": Hello{300}.Marshal()[:2], "more": append(Hello{1}.Marshal(), 0),
+	} {
+		if h, err := UnmarshalHello(b); err == nil {
+			t.Errorf("%s: %+v", what, h)
+		}
+	}
+}
+
+func FuzzHello(f *testing.F) {
+	f.Add([]byte{})
+	f.Add(Hello{Protocol}.Marshal())
+	f.Fuzz(func(t *testing.T, b []byte) {
+		h, err := UnmarshalHello(b)
+		if err != nil {
+			return
+		}
+		if again, err := UnmarshalHello(h.Marshal()); err != nil || again != h || h.Protocol == 0 {
+			t.Fatalf("%+v came back as %+v, %v", h, again, err)
+		}
+	})
+}
+
 func FuzzUnmarshal(f *testing.F) {
 	for _, m := range messages() {
 		f.Add(Marshal(m))

@@ -39,7 +39,11 @@ func Serve(conn *vmmctl.Conn, limitFiles func(bytes uint64) error) error {
 	case err != nil:
 		return reply(conn, id, err, nil)
 	}
-	if err := reply(conn, id, nil, nil); err != nil {
+	var data []byte
+	if id == 0 { // a spare has said it when it was there
+		data = vmmctl.Hello{Protocol: protocol}.Marshal()
+	}
+	if err := reply(conn, id, nil, data); err != nil {
 		return err
 	}
 	go s.serve(conn)
@@ -91,7 +95,7 @@ func (s *server) make(conn *vmmctl.Conn) (id uint64, err error) {
 // fill says that the spare is there and waits for what is to go on in it.
 func (s *server) fill(conn *vmmctl.Conn, spare *vmm.Spare) (id uint64, err error) {
 	var m vmmctl.Message
-	if err = reply(conn, 0, nil, nil); err == nil {
+	if err = reply(conn, 0, nil, vmmctl.Hello{Protocol: protocol}.Marshal()); err == nil {
 		m, s.files, err = conn.Receive()
 	}
 	if err != nil {
@@ -238,8 +242,8 @@ func (s *server) request(conn *vmmctl.Conn, m vmmctl.Message, files []*os.File) 
 		})
 		return nil
 	}
-	if p, ok := m.(*vmmctl.Plug); ok && len(files) == 1 {
-		return reply(conn, p.ID, s.vm.Plug(int(p.Net), files[0]), nil)
+	if done, err := s.newest(conn, m, files); done {
+		return err
 	}
 	if save, ok := m.(*vmmctl.Save); ok {
 		go func() { // it takes long, and the parent may want more

@@ -105,9 +105,9 @@ func (a *adopted) Wait() LastWords {
 	return release(a.cell, "vmm process ended without a word")
 }
 
-// Attach connects to a vmm that listens at a socket and runs a guest with so much
-// memory.
-func Attach(j *jail.Jail, socket string, id procid.ID, memory uint64) (*Process, error) {
+// Attach connects to a vmm that listens at a socket, runs a guest with so much
+// memory, and speaks a version of the protocol.
+func Attach(j *jail.Jail, socket string, id procid.ID, memory uint64, protocol int) (*Process, error) {
 	h, err := procid.Adopt(id)
 	if err != nil {
 		return nil, err
@@ -121,6 +121,7 @@ func Attach(j *jail.Jail, socket string, id procid.ID, memory uint64) (*Process,
 		return nil, errors.Join(err, h.Close())
 	}
 	p := Hold(NewAdopted(h, cell), conn, cell, memory)
+	p.protocol = protocol
 	p.paused.Store(true) // it may be
 	return p, nil
 }

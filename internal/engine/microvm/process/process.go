@@ -34,6 +34,7 @@ type Process struct {
 	kept   atomic.Uint64 // bytes of charged files that were closed here, and that the process still has
 	lent   atomic.Int64  // files on disk that captures have handed out and that are not gone
 
+	protocol int                    // what it speaks, once Made or Attach has returned
 	memory   uint64                 // the guest's, in bytes
 	patience atomic.Int64           // how long it may take for an answer; Expect sets it
 	left     atomic.Bool            // the socket is closed here, and the process goes on
@@ -107,6 +108,9 @@ func (p *Process) Wait() (vmstate.Exit, []byte) {
 	<-p.done
 	return p.exit, p.lastTail
 }
+
+// Protocol is the version of vmmctl that the process speaks.
+func (p *Process) Protocol() int { return p.protocol }
 
 // Pid is the process id of the vmm.
 func (p *Process) Pid() int { return p.handle.PID() }

@@ -42,15 +42,29 @@ func Begin(j *jail.Jail, limits jail.Limits, first *Message) (*Process, error) {
 	if err != nil {
 		return nil, err
 	}
-	if _, err := p.Await(context.Background(), made); err != nil {
+	if err := p.Made(made); err != nil {
 		p.Kill()
 		return nil, fmt.Errorf("start microVM: %w", err)
 	}
 	return p, nil
 }
 
+// Made waits for the reply to the first message.
+func (p *Process) Made(made <-chan *vmmctl.Reply) error {
+	r, err := p.Await(context.Background(), made)
+	if err != nil {
+		return err
+	}
+	h, err := vmmctl.UnmarshalHello(r.Data)
+	if err != nil {
+		return p.Condemn(err)
+	}
+	p.protocol = int(h.Protocol)
+	return nil
+}
+
 // Open starts a vmm process with its first message, Boot or Spare, whose reply
-// comes later. Of the message's files those are added that every vmm gets.
+// comes later: Made waits for it. Of the message's files those are added that every vmm gets.
 func Open(j *jail.Jail, limits jail.Limits, first *Message) (*Process, <-chan *vmmctl.Reply, error) {
 	kvm, err := OpenKVM()
 	if err != nil {

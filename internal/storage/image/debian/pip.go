@@ -172,7 +172,7 @@ func (c *chroot) copyFile(from, to string) error {
 	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
 		return err
 	}
-	return os.WriteFile(path, b, 0o600) //nolint:gosec // callers name files of the work folder
+	return os.WriteFile(path, b, 0o600)
 }
 
 // parseSettings reads what pip config list prints: section.name='value', the

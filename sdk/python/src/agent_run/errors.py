@@ -235,6 +235,24 @@ class ShuttingDownError(ApiError):
     code = "shutting_down"
 
 
+class TooOldError(ApiError):
+    """The daemon does not keep what has changed since then: look at everything again."""
+
+    code = "too_old"
+
+
+class OtherStateError(ApiError):
+    """The daemon has another state folder than it had: what was known of it is of no use."""
+
+    code = "other_state"
+
+
+class CordonedError(ApiError):
+    """The node makes no sandboxes, or wakes none, until somebody ends that."""
+
+    code = "cordoned"
+
+
 class AuditFailedError(ApiError):
     """The daemon cannot write its audit log, and does nothing that would be missing there."""
 
@@ -272,6 +290,9 @@ BY_CODE: Mapping[str, type[ApiError]] = {
         UnavailableError,
         UnimplementedError,
         ShuttingDownError,
+        TooOldError,
+        OtherStateError,
+        CordonedError,
         AuditFailedError,
         PortClosedError,
         InternalError,

@@ -167,6 +167,7 @@ class SandboxInfo:
     secrets: tuple[SecretRef, ...]  # which it holds; never a value
     secrets_by: str | None  # who has supplied them, and may fork it
     network: NetworkPolicies
+    resource_version: str  # the number of its last change
 
     @classmethod
     def from_wire(cls, d: Mapping[str, Any]) -> SandboxInfo:
@@ -197,7 +198,20 @@ class SandboxInfo:
             secrets=tuple(SecretRef.from_wire(s) for s in d.get("secrets", ())),
             secrets_by=d.get("secretsBy"),
             network=NetworkPolicies.from_wire(d),
+            resource_version=d["resourceVersion"],
         )
+
+
+@dataclass(frozen=True)
+class SandboxEvent:
+    """What a watch of sandboxes tells.
+
+    `object`: a sandbox as it is. `deleted`: one as it ended. `synced`: all that there were
+    have been told of. `reset`: nobody knows what has changed; all are told of again.
+    """
+
+    type: Literal["object", "deleted", "synced", "reset"]
+    sandbox: SandboxInfo | None  # of an object, and of one that was deleted
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import aclosing
 from datetime import timedelta
 
 import pytest
@@ -153,3 +154,25 @@ async def test_bare_sandbox(client: AsyncAgentRun) -> None:
 
 async def test_version(client: AsyncAgentRun) -> None:
     assert (await client.version()).api == "v1"
+
+
+async def test_watch(client: AsyncAgentRun) -> None:
+    async with aclosing(client.watch()) as events:
+        known = set()
+        async for event in events:
+            if event.type == "synced":
+                break
+            assert event.type == "object"
+            assert event.sandbox is not None
+            known.add(event.sandbox.id)
+        sandbox = await client.create("python-agent-pool")
+        assert sandbox.id not in known
+        told = []
+        async for event in events:
+            if event.sandbox is None or event.sandbox.id != sandbox.id:
+                continue
+            told.append((event.type, event.sandbox.state))
+            if event.type == "deleted":
+                break
+            await sandbox.terminate()
+    assert told == [("object", "Running"), ("deleted", "Ended")]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from datetime import timedelta
 
 import pytest
@@ -154,3 +155,25 @@ def test_bare_sandbox(client: AgentRun) -> None:
 
 def test_version(client: AgentRun) -> None:
     assert (client.version()).api == "v1"
+
+
+def test_watch(client: AgentRun) -> None:
+    with closing(client.watch()) as events:
+        known = set()
+        for event in events:
+            if event.type == "synced":
+                break
+            assert event.type == "object"
+            assert event.sandbox is not None
+            known.add(event.sandbox.id)
+        sandbox = client.create("python-agent-pool")
+        assert sandbox.id not in known
+        told = []
+        for event in events:
+            if event.sandbox is None or event.sandbox.id != sandbox.id:
+                continue
+            told.append((event.type, event.sandbox.state))
+            if event.type == "deleted":
+                break
+            sandbox.terminate()
+    assert told == [("object", "Running"), ("deleted", "Ended")]

@@ -4,13 +4,24 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from types import TracebackType
 from typing import Any
 
 from .._config import discover
+from .._http import Patience
 from .._wire import Duration, compact, duration, new_key
-from ..errors import ForkIncompleteError, NotFoundError, SandboxEndedError
+from ..errors import (
+    ConnectionLostError,
+    ForkIncompleteError,
+    NotFoundError,
+    OtherStateError,
+    SandboxEndedError,
+    ShuttingDownError,
+    TooOldError,
+    from_wire,
+)
 from ..models import (
     Checkpoint,
     CodeContext,
@@ -18,6 +29,7 @@ from ..models import (
     CommandResult,
     NetworkPolicy,
     OnTimeout,
+    SandboxEvent,
     SandboxInfo,
     SecretRef,
     Version,
@@ -340,6 +352,41 @@ class AgentRun:
         """All sandboxes by name, with those that have `ended` if you want."""
         found = self._pages("sandboxes", {"ended": str(ended).lower()})
         return [SandboxInfo.from_wire(each) for each in found]
+
+    def watch(self) -> Generator[SandboxEvent, None]:
+        """All sandboxes, an event of type `synced`, and from then on each change, without end.
+
+        A connection that breaks is made again, and goes on where it was: each change is told
+        once.
+        """
+        query = {"watch": "true"}
+        patience = Patience(self._transport.retry_for)
+        while True:
+            request = Request("GET", self._transport.path("sandboxes"), query)
+            try:
+                with closing(self._transport.events(request)) as events:
+                    for event in events:
+                        patience.renew()
+                        if event["type"] == "error":
+                            raise from_wire(event.get("error"))
+                        if event.get("id"):
+                            query["resourceVersion"] = event["id"]
+                        if event["type"] == "bookmark":
+                            continue
+                        found = event.get("sandbox")
+                        yield SandboxEvent(event["type"], found and SandboxInfo.from_wire(found))
+                problem: Exception = ConnectionLostError("the stream was cut off", sent=True)
+            except (TooOldError, OtherStateError) as e:
+                problem = e
+                query.pop("resourceVersion", None)
+            except (ConnectionLostError, ShuttingDownError) as e:
+                problem = e
+            if "resourceVersion" not in query:
+                yield SandboxEvent("reset", None)
+            pause = patience.pause()
+            if pause is None:
+                raise problem
+            _io.sleep(pause)
 
     def _pages(self, kind: str, query: Mapping[str, str]) -> builtins.list[Any]:
         """All objects of a kind."""

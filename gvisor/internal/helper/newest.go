@@ -1,0 +1,19 @@
+//go:build !without_newest
+
+package helper
+
+import "agentrun.dev/internal/engine/gvisorctl"
+
+// protocol is the version of the protocol that this helper speaks. What the newest version
+// has added is in this file: with the tag without_newest, this is the helper before it, for
+// the tests of updates.
+const protocol = gvisorctl.SinceWire
+
+// newest does a request that the newest version of the protocol has added.
+func newest(box *sandboxed, m *gvisorctl.Message, reply *gvisorctl.Message) (err error) {
+	if m.Op != gvisorctl.OpWire {
+		return errUnknown(m)
+	}
+	reply.Wire, err = box.hostEnd()
+	return err
+}

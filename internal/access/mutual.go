@@ -1,0 +1,283 @@
+package access
+
+import (
+	"bytes"
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"slices"
+	"sync/atomic"
+	"time"
+
+	"agentrun.dev/internal/sandbox"
+	"golang.org/x/sys/unix"
+)
+
+// LookEvery is how often files of certificates are to be looked at. They may be links
+// that are replaced, as Kubernetes does it, of which no event tells.
+const LookEvery = 2 * time.Second
+
+// maxPEM is the length of the longest file of certificates.
+const maxPEM = 1 << 20
+
+// MutualFiles are what one end of mutual TLS needs: its certificate, the key of it,
+// and the CAs that the other end's certificate may be of, all in PEM.
+type MutualFiles struct{ Cert, Key, CA string }
+
+func (f MutualFiles) list() [3]string { return [3]string{f.Cert, f.Key, f.CA} }
+
+// Mutual is one end of mutual TLS. It follows its files as long as somebody calls Look.
+// One goroutine at a time may call Look; all other methods are safe for concurrent use.
+type Mutual struct {
+	files MutualFiles
+	now   atomic.Pointer[Material]
+	// loaded is the state of the files that were read, refused that of files which could
+	// not be used, last the one that was seen last.
+	loaded, refused, last stamps
+}
+
+// Material is what the files had at one moment.
+type Material struct {
+	certificate tls.Certificate
+	roots       *x509.CertPool
+}
+
+// stamp tells a file from the one that was there before.
+type stamp struct {
+	dev, ino uint64
+	size     int64
+	modified unix.Timespec
+	changed  unix.Timespec
+}
+
+type stamps [3]stamp
+
+// noStamps is the state of no files, not even of missing ones.
+var noStamps = stamps{{size: -1}}
+
+// OpenMutual reads the files.
+func OpenMutual(files MutualFiles) (*Mutual, error) {
+	m := &Mutual{files: files}
+	now, err := m.stamps()
+	if err != nil {
+		return nil, err
+	}
+	material, err := files.read()
+	if err != nil {
+		return nil, err
+	}
+	m.loaded, m.refused, m.last = now, noStamps, now
+	m.now.Store(material)
+	return m, nil
+}
+
+// Now is what the files had when they were last read without an error.
+func (m *Mutual) Now() *Material { return m.now.Load() }
+
+// Look reads the files again if they have changed since they were read. All three are
+// used together or none of them: while one cannot be used, what was read before stays,
+// and the error is told once. Somebody may be writing them, and half of a file of
+// CAs may be a good one: files are read when they have been the same twice.
+func (m *Mutual) Look() (changed bool, err error) {
+	now, err := m.stamps()
+	if err != nil {
+		now = stamps{} // a missing file is a state as well
+	}
+	settled := now == m.last
+	m.last = now
+	if !settled || now == m.loaded || now == m.refused {
+		return false, nil
+	}
+	var material *Material
+	if err == nil {
+		material, err = m.files.read()
+	}
+	if err != nil {
+		m.refused = now
+		return false, err
+	}
+	m.loaded, m.refused = now, noStamps
+	m.now.Store(material)
+	return true, nil
+}
+
+func (m *Mutual) stamps() (out stamps, err error) {
+	for i, path := range m.files.list() {
+		var st unix.Stat_t
+		if err := unix.Stat(path, &st); err != nil {
+			return stamps{}, &os.PathError{Op: "read", Path: path, Err: err}
+		}
+		out[i] = stamp{dev: st.Dev, ino: st.Ino, size: st.Size, modified: st.Mtim, changed: st.Ctim}
+	}
+	return out, nil
+}
+
+// read reads the files.
+func (f MutualFiles) read() (*Material, error) {
+	if err := checkKeyMode(f.Key); err != nil {
+		return nil, err
+	}
+	var texts [3][]byte
+	for i, path := range f.list() {
+		var err error
+		if texts[i], err = readPEM(path); err != nil {
+			return nil, err
+		}
+	}
+	pair, err := tls.X509KeyPair(texts[0], texts[1])
+	if err != nil {
+		return nil, fmt.Errorf("read the certificate %s and its key: %w", f.Cert, err)
+	}
+	roots, err := parseCAs(texts[2])
+	if err != nil {
+		return nil, fmt.Errorf("read the CAs in %s: %w", f.CA, err)
+	}
+	return &Material{certificate: pair, roots: roots}, nil
+}
+
+func readPEM(path string) ([]byte, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	text, err := io.ReadAll(io.LimitReader(f, maxPEM+1))
+	if err == nil && len(text) > maxPEM {
+		err = fmt.Errorf("read %s: it has more than %d bytes", path, maxPEM)
+	}
+	return text, errors.Join(err, f.Close())
+}
+
+// checkKeyMode refuses a key that everybody can read.
+func checkKeyMode(path string) error {
+	info, err := os.Stat(path)
+	if err != nil {
+		return fmt.Errorf("read the TLS key: %w", err)
+	}
+	if mode := info.Mode().Perm(); mode&0o007 != 0 {
+		return fmt.Errorf("read the TLS key: everybody may read %s (mode %04o). Run `chmod o= %s`", path, mode, path)
+	}
+	return nil
+}
+
+// parseCAs reads certificates of CAs. Unlike x509.CertPool it leaves nothing out.
+func parseCAs(text []byte) (*x509.CertPool, error) {
+	roots, found := x509.NewCertPool(), false
+	for {
+		block, rest := pem.Decode(text)
+		if block == nil {
+			break
+		}
+		if block.Type != "CERTIFICATE" {
+			return nil, fmt.Errorf("it has a block %s beside certificates", sandbox.Quote(block.Type))
+		}
+		cert, err := x509.ParseCertificate(block.Bytes)
+		if err != nil {
+			return nil, err
+		}
+		if !cert.IsCA {
+			return nil, fmt.Errorf("the certificate of %s is not that of a CA", sandbox.Quote(cert.Subject.String()))
+		}
+		roots.AddCert(cert)
+		found, text = true, rest
+	}
+	switch {
+	case bytes.Contains(text, []byte("-----BEGIN")):
+		return nil, errors.New("a certificate in it is damaged or cut off")
+	case !found:
+		return nil, errors.New("it has no certificate")
+	}
+	return roots, nil
+}
+
+// protocol is what is spoken over mutual TLS (ALPN).
+const protocol = "h2"
+
+// Server makes the TLS settings for a connection whose client has to show the
+// certificate of a component.
+func (m *Material) Server() *tls.Config {
+	return &tls.Config{
+		MinVersion: tls.VersionTLS13, NextProtos: []string{protocol},
+		Certificates: []tls.Certificate{m.certificate},
+		ClientAuth:   tls.RequireAndVerifyClientCert, ClientCAs: m.roots,
+		// A resumed session would bring a certificate that nobody has verified since.
+		SessionTicketsDisabled: true,
+		VerifyConnection: func(s tls.ConnectionState) error {
+			if s.NegotiatedProtocol != protocol {
+				return errors.New("the client does not ask for HTTP/2 (ALPN h2)")
+			}
+			_, err := ClientOf(s)
+			return err
+		},
+	}
+}
+
+// ClientOf is the component at the other end of a connection to a server.
+func ClientOf(s tls.ConnectionState) (Component, error) {
+	if len(s.VerifiedChains) == 0 {
+		return Component{}, sandbox.Errorf(CodeUnauthenticated, "the client has shown no certificate")
+	}
+	leaf := s.PeerCertificates[0]
+	// One without any use would be accepted for all.
+	if !slices.Contains(leaf.ExtKeyUsage, x509.ExtKeyUsageClientAuth) {
+		return Component{}, sandbox.Errorf(CodeUnauthenticated, "the certificate is not for clients").Because("its extended key usage has no clientAuth")
+	}
+	return ComponentOf(leaf)
+}
+
+// Client makes the TLS settings of a client. With the name of a node the server has to
+// show that node's certificate, whatever its address; without, one for the host.
+func (m *Material) Client(node string) *tls.Config {
+	cfg := &tls.Config{MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{m.certificate}, RootCAs: m.roots}
+	if node == "" {
+		return cfg
+	}
+	// VerifyConnection verifies all but the host, and the node's name instead.
+	cfg.InsecureSkipVerify = true
+	cfg.VerifyConnection = func(s tls.ConnectionState) error {
+		if _, err := m.verify(s.PeerCertificates, x509.ExtKeyUsageServerAuth); err != nil {
+			return err
+		}
+		c, err := ComponentOf(s.PeerCertificates[0])
+		if err == nil && c != (Component{Role: RoleNode, Name: node}) {
+			err = fmt.Errorf("the server is %s, not node:%s", c, node)
+		}
+		return err
+	}
+	return cfg
+}
+
+// Verify says how long a client's certificates, the leaf first, are valid by these CAs:
+// until the first in the chain expires.
+func (m *Material) Verify(certs []*x509.Certificate) (until time.Time, err error) {
+	return m.verify(certs, x509.ExtKeyUsageClientAuth)
+}
+
+func (m *Material) verify(certs []*x509.Certificate, use x509.ExtKeyUsage) (until time.Time, err error) {
+	if len(certs) == 0 {
+		return until, errors.New("no certificate was shown")
+	}
+	between := x509.NewCertPool()
+	for _, c := range certs[1:] {
+		between.AddCert(c)
+	}
+	chains, err := certs[0].Verify(x509.VerifyOptions{Roots: m.roots, Intermediates: between, KeyUsages: []x509.ExtKeyUsage{use}})
+	if err != nil {
+		return until, err
+	}
+	for _, chain := range chains {
+		first := chain[0].NotAfter
+		for _, c := range chain[1:] {
+			if c.NotAfter.Before(first) {
+				first = c.NotAfter
+			}
+		}
+		if first.After(until) {
+			until = first
+		}
+	}
+	return until, nil
+}

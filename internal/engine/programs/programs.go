@@ -1,0 +1,332 @@
+// Package programs keeps programs in a folder, by their digests, for as long as what
+// they have made needs them: nobody but the build that has written a checkpoint of
+// gVisor's reads it, and AgentRun may have been updated since.
+//
+//	NAME-DIGEST   a program, with the SHA-256 of its content
+//
+// Several processes may use one folder. Whoever runs a program holds a shared lock on its
+// file; whoever deletes one holds an exclusive lock while it finds out that nothing needs
+// the program.
+package programs
+
+import (
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"time"
+
+	"agentrun.dev/internal/durable"
+	"agentrun.dev/internal/storage/layer"
+	"golang.org/x/sys/unix"
+)
+
+// ErrNotKept says that a program is not in the folder.
+var ErrNotKept = errors.New("the program is not kept")
+
+// ErrDamaged says that a file of the folder is not the program that its name promises.
+var ErrDamaged = errors.New("the kept program is damaged")
+
+const (
+	// maxSize bounds a program: more is not read, whoever says that it is one.
+	maxSize = 1 << 30
+	// mode lets any user execute a program: some are started as users without a name.
+	mode = 0o555
+	// abandoned is how old a half-written file must be for its writer to be gone.
+	abandoned = time.Hour
+)
+
+// Store is an open folder. Its methods are safe for concurrent use.
+type Store struct {
+	dir, name string
+
+	mu   sync.Mutex // protects all following fields, and the users of each Program
+	open map[layer.Digest]*Program
+}
+
+// Open opens a folder for builds of one program, and makes it if it is missing.
+func Open(dir, name string) (*Store, error) {
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return nil, fmt.Errorf("open the folder of kept programs: %w", err)
+	}
+	return &Store{dir: dir, name: name, open: map[layer.Digest]*Program{}}, nil
+}
+
+// Program is one that is in use: nobody deletes it before Release.
+type Program struct {
+	Digest layer.Digest
+	Path   string
+
+	store *Store   // nil for one that is not in a store
+	file  *os.File // holds the lock
+	users int
+}
+
+// Outside is a program that is in no store, and that nobody keeps.
+func Outside(path string) (*Program, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = f.Close() }() // only read
+	d, err := digestOf(f)
+	if err != nil {
+		return nil, err
+	}
+	return &Program{Digest: d, Path: path}, nil
+}
+
+// Again is the same program for another user, who releases it too.
+func (p *Program) Again() *Program {
+	if p != nil && p.store != nil {
+		p.store.mu.Lock()
+		defer p.store.mu.Unlock()
+		p.users++
+	}
+	return p
+}
+
+// Release says that one user does not need the program any more; nil is fine.
+func (p *Program) Release() {
+	if p == nil || p.store == nil {
+		return
+	}
+	p.store.mu.Lock()
+	defer p.store.mu.Unlock()
+	if p.users--; p.users == 0 {
+		delete(p.store.open, p.Digest)
+		_ = p.file.Close() // only read; the lock goes with it
+	}
+}
+
+// path is where a program is. It begins with the name, which is what the processes are
+// called by.
+func (s *Store) path(d layer.Digest) string {
+	return filepath.Join(s.dir, s.name+"-"+d.String())
+}
+
+// Has reports whether a program is kept. Its content is looked at when it is used.
+func (s *Store) Has(d layer.Digest) bool {
+	_, err := os.Lstat(s.path(d))
+	return err == nil
+}
+
+// Use finds a program and verifies its content.
+func (s *Store) Use(d layer.Digest) (*Program, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.use(d)
+}
+
+// use does so for whoever has the mutex.
+func (s *Store) use(d layer.Digest) (_ *Program, err error) {
+	if p := s.open[d]; p != nil {
+		p.users++
+		return p, nil
+	}
+	f, err := os.OpenFile(s.path(d), os.O_RDONLY|unix.O_NOFOLLOW, 0)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("%w: %s", ErrNotKept, s.path(d))
+	}
+	if err != nil {
+		return nil, fmt.Errorf("use a kept program: %w", err)
+	}
+	defer func() {
+		if err != nil {
+			_ = f.Close() // only read
+		}
+	}()
+	if err := lock(f, unix.LOCK_SH); err != nil {
+		return nil, fmt.Errorf("use %s: %w", f.Name(), err)
+	}
+	if !linked(f) { // it was deleted while we waited for the lock
+		return nil, fmt.Errorf("%w: %s", ErrNotKept, f.Name())
+	}
+	got, err := digestOf(f)
+	if err != nil {
+		return nil, fmt.Errorf("use a kept program: %w", err)
+	}
+	if got != d {
+		return nil, fmt.Errorf("%w: the content of %s has the digest %s. Put the program of that AgentRun there, or remove the file and what was made with it", ErrDamaged, f.Name(), got)
+	}
+	p := &Program{Digest: d, Path: f.Name(), store: s, file: f, users: 1}
+	s.open[d] = p
+	return p, nil
+}
+
+// Keep puts a copy of a program into the folder, unless it is there, and uses it.
+func (s *Store) Keep(path string) (*Program, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("keep a program: %w", err)
+	}
+	defer func() { _ = f.Close() }() // only read
+	d, err := digestOf(f)
+	if err != nil {
+		return nil, fmt.Errorf("keep a program: %w", err)
+	}
+	return s.keep(d, f)
+}
+
+// KeepAs is Keep for a file that is to have a digest, and may be anything: the program of
+// a process that somebody else has started.
+func (s *Store) KeepAs(d layer.Digest, path string) (*Program, error) {
+	if p, err := s.Use(d); !errors.Is(err, ErrNotKept) {
+		return p, err
+	}
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("keep a program: %w", err)
+	}
+	defer func() { _ = f.Close() }() // only read
+	if got, err := digestOf(f); err != nil || got != d {
+		return nil, errors.Join(err, fmt.Errorf("keep a program: %s is not the one with the digest %s", path, d))
+	}
+	return s.keep(d, f)
+}
+
+// keep stores the content of a file that has a digest, and uses it.
+func (s *Store) keep(d layer.Digest, f *os.File) (*Program, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for {
+		p, err := s.use(d)
+		switch {
+		case errors.Is(err, ErrNotKept):
+			err = durable.Create(s.path(d), mode, func(to *os.File) error { return copyTo(to, f, d) })
+		case errors.Is(err, ErrDamaged): // and here is one that is not
+			err = durable.Replace(s.path(d), mode, func(to *os.File) error { return copyTo(to, f, d) })
+		default:
+			return p, err
+		}
+		if err != nil && !errors.Is(err, fs.ErrExist) { // another process was faster
+			return nil, fmt.Errorf("keep the program %s: %w", f.Name(), err)
+		}
+	}
+}
+
+// copyTo copies a file that must still be what it was.
+func copyTo(to, from *os.File, d layer.Digest) error {
+	h := sha256.New()
+	if _, err := io.Copy(io.MultiWriter(to, h), wholeOf(from)); err != nil {
+		return err
+	}
+	if layer.Digest(h.Sum(nil)) != d {
+		return fmt.Errorf("%s has changed while it was copied", from.Name())
+	}
+	return nil
+}
+
+// Collect deletes the programs that nobody uses and that needed does not name. needed is
+// called when nobody can begin to use one of those that may be deleted.
+func (s *Store) Collect(needed func() (map[layer.Digest]bool, error)) (err error) {
+	entries, err := os.ReadDir(s.dir)
+	if err != nil {
+		return fmt.Errorf("collect kept programs: %w", err)
+	}
+	idle := map[layer.Digest]*os.File{} // locked
+	defer func() {
+		for _, f := range idle {
+			_ = f.Close() // only read; the lock goes with it
+		}
+	}()
+	for _, e := range entries {
+		path := filepath.Join(s.dir, e.Name())
+		digest, _ := strings.CutPrefix(e.Name(), s.name+"-")
+		d, parseErr := layer.ParseDigest(digest)
+		if parseErr != nil {
+			err = errors.Join(err, removeAbandoned(e, path))
+			continue
+		}
+		f, openErr := os.OpenFile(path, os.O_RDONLY|unix.O_NOFOLLOW, 0)
+		if openErr != nil {
+			if !errors.Is(openErr, fs.ErrNotExist) { // another process collects, too
+				err = errors.Join(err, openErr)
+			}
+			continue
+		}
+		if lock(f, unix.LOCK_EX|unix.LOCK_NB) != nil {
+			_ = f.Close() // it is in use
+			continue
+		}
+		idle[d] = f
+	}
+	if len(idle) == 0 {
+		return err
+	}
+	keep, neededErr := needed()
+	if neededErr != nil {
+		return errors.Join(err, neededErr)
+	}
+	for d, f := range idle {
+		if !keep[d] && linked(f) {
+			err = errors.Join(err, os.Remove(f.Name()))
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("collect kept programs: %w", err)
+	}
+	return nil
+}
+
+// removeAbandoned removes a file that was being written when its writer was killed.
+func removeAbandoned(e fs.DirEntry, path string) error {
+	if !strings.HasPrefix(e.Name(), durable.TempPrefix) {
+		return nil // somebody else's
+	}
+	info, err := e.Info()
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return nil
+	case err != nil:
+		return err
+	case time.Since(info.ModTime()) < abandoned:
+		return nil // it may still be written
+	}
+	if err := os.Remove(path); !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return nil
+}
+
+// linked reports whether a file still has its name.
+func linked(f *os.File) bool {
+	have, err := f.Stat()
+	if err != nil {
+		return false
+	}
+	named, err := os.Lstat(f.Name())
+	return err == nil && os.SameFile(have, named)
+}
+
+// lock waits for a lock, unless how has LOCK_NB.
+func lock(f *os.File, how int) error {
+	for {
+		if err := unix.Flock(int(f.Fd()), how); !errors.Is(err, unix.EINTR) {
+			return err
+		}
+	}
+}
+
+func digestOf(f *os.File) (layer.Digest, error) {
+	info, err := f.Stat()
+	if err != nil {
+		return layer.Digest{}, err
+	}
+	if !info.Mode().IsRegular() || info.Size() > maxSize {
+		return layer.Digest{}, fmt.Errorf("%s is no program: it is %s with %d bytes", f.Name(), info.Mode().Type(), info.Size())
+	}
+	h := sha256.New()
+	if _, err := io.Copy(h, wholeOf(f)); err != nil {
+		return layer.Digest{}, fmt.Errorf("hash %s: %w", f.Name(), err)
+	}
+	return layer.Digest(h.Sum(nil)), nil
+}
+
+// wholeOf reads a file from its beginning, wherever others are in it.
+func wholeOf(f *os.File) io.Reader { return io.NewSectionReader(f, 0, maxSize) }

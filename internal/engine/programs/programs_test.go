@@ -1,0 +1,311 @@
+package programs
+
+import (
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"agentrun.dev/internal/durable"
+	"agentrun.dev/internal/storage/layer"
+)
+
+// program writes a script that says something, as an AgentRun installs it.
+func program(t *testing.T, says string) (path string, d layer.Digest) {
+	t.Helper()
+	path = filepath.Join(t.TempDir(), "helper")
+	text := "#!/bin/sh\necho " + says + "\n"
+	if err := os.WriteFile(path, []byte(text), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	return path, sha256.Sum256([]byte(text))
+}
+
+func open(t *testing.T, dir string) *Store {
+	t.Helper()
+	s, err := Open(dir, "helper")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+// names lists the folder.
+func names(t *testing.T, s *Store) (list []string) {
+	t.Helper()
+	entries, err := os.ReadDir(s.dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range entries {
+		list = append(list, e.Name())
+	}
+	return list
+}
+
+// needs is a set for Collect.
+func needs(list ...layer.Digest) func() (map[layer.Digest]bool, error) {
+	return func() (map[layer.Digest]bool, error) {
+		set := map[layer.Digest]bool{}
+		for _, d := range list {
+			set[d] = true
+		}
+		return set, nil
+	}
+}
+
+// TestKeep: what is kept runs when the installed program is another one, for any user, and
+// under its name.
+func TestKeep(t *testing.T) {
+	path, d := program(t, "old")
+	s := open(t, filepath.Join(t.TempDir(), "helpers"))
+	for range 2 {
+		p, err := s.Keep(path)
+		if err != nil || p.Digest != d {
+			t.Fatalf("%+v, %v", p, err)
+		}
+		defer p.Release()
+	}
+	if err := os.WriteFile(path, []byte("another one"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	p, err := s.Use(d)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer p.Release()
+	if out, err := exec.Command(p.Path).CombinedOutput(); err != nil || string(out) != "old\n" {
+		t.Errorf("%q, %v", out, err)
+	}
+	if info, err := os.Stat(p.Path); err != nil || info.Mode() != 0o555 || !strings.HasPrefix(info.Name(), "helper-") {
+		t.Errorf("%v, %v", info, err)
+	}
+	if s.Has(layer.Digest{1}) || !s.Has(d) {
+		t.Error("it has what it has not")
+	}
+	if _, err := s.Use(layer.Digest{1}); !errors.Is(err, ErrNotKept) {
+		t.Error(err)
+	}
+	if len(names(t, s)) != 1 {
+		t.Error(names(t, s))
+	}
+}
+
+// TestDamaged: a file is not used that is not what its name says; whoever has the program
+// mends it.
+func TestDamaged(t *testing.T) {
+	path, d := program(t, "old")
+	dir := t.TempDir()
+	p, err := open(t, dir).Keep(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for what, damage := range map[string]func() error{
+		"another content": func() error { return os.WriteFile(p.Path, []byte("#!/bin/sh\necho bad\n"), 0o555) },
+		"nothing":         func() error { return os.WriteFile(p.Path, nil, 0o555) },
+	} {
+		if err := errors.Join(os.Remove(p.Path), damage()); err != nil {
+			t.Fatal(err)
+		}
+		s := open(t, dir)
+		if _, err := s.Use(d); !errors.Is(err, ErrDamaged) || !strings.Contains(err.Error(), p.Path) {
+			t.Errorf("%s: %v", what, err)
+		}
+		again, err := s.Keep(path)
+		if err != nil {
+			t.Fatalf("%s: %v", what, err)
+		}
+		if b, err := os.ReadFile(again.Path); err != nil || sha256.Sum256(b) != d {
+			t.Errorf("%s is not mended: %q, %v", what, b, err)
+		}
+	}
+	for what, make := range map[string]func() error{
+		"a link":   func() error { return os.Symlink(path, p.Path) },
+		"a folder": func() error { return os.Mkdir(p.Path, 0o700) },
+	} {
+		if err := errors.Join(os.Remove(p.Path), make()); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := open(t, dir).Use(d); err == nil {
+			t.Errorf("%s is used", what)
+		}
+	}
+}
+
+// TestKeepAs: a file is kept for a digest only if that is its own.
+func TestKeepAs(t *testing.T) {
+	path, d := program(t, "old")
+	s := open(t, t.TempDir())
+	if p, err := s.KeepAs(layer.Digest{1}, path); err == nil {
+		t.Errorf("%+v", p)
+	}
+	for _, from := range []string{"/dev/zero", t.TempDir(), filepath.Join(t.TempDir(), "nothing")} {
+		if _, err := s.KeepAs(d, from); err == nil {
+			t.Errorf("%s is taken for a program", from)
+		}
+	}
+	if len(names(t, s)) != 0 {
+		t.Error(names(t, s))
+	}
+	p, err := s.KeepAs(d, path)
+	if err != nil || p.Digest != d {
+		t.Fatal(err)
+	}
+	if _, err := s.KeepAs(d, "/nothing"); err != nil { // it is there
+		t.Error(err)
+	}
+}
+
+// TestCollect: what is needed or in use stays, whoever uses it; the rest goes, and with it
+// what killed writers have left.
+func TestCollect(t *testing.T) {
+	s := open(t, t.TempDir())
+	needed, _ := program(t, "needed")
+	ours, _ := program(t, "ours")
+	theirs, _ := program(t, "theirs")
+	nobodys, _ := program(t, "nobodys")
+	var kept []*Program
+	for _, path := range []string{needed, ours, theirs, nobodys} {
+		p, err := s.Keep(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		kept = append(kept, p)
+	}
+	other := open(t, s.dir) // as another process's
+	theirUse, err := other.Use(kept[2].Digest)
+	if err != nil {
+		t.Fatal(err)
+	}
+	again := kept[1].Again()
+	for _, p := range kept {
+		p.Release()
+	}
+	left, fresh := filepath.Join(s.dir, durable.TempPrefix+"1"), filepath.Join(s.dir, durable.TempPrefix+"2")
+	long := time.Now().Add(-2 * abandoned)
+	if err := errors.Join(os.WriteFile(left, nil, 0o600), os.Chtimes(left, long, long), os.WriteFile(fresh, nil, 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Collect(func() (map[layer.Digest]bool, error) { return nil, fs.ErrInvalid }); !errors.Is(err, fs.ErrInvalid) || len(names(t, s)) != 5 {
+		t.Errorf("where nobody knows what is needed: %v, %v", names(t, s), err)
+	}
+	if err := s.Collect(needs(kept[0].Digest)); err != nil {
+		t.Fatal(err)
+	}
+	for i, want := range []bool{true, true, true, false} {
+		if s.Has(kept[i].Digest) != want {
+			t.Errorf("program %d is kept: %v", i, !want)
+		}
+	}
+	if _, err := os.Stat(fresh); err != nil {
+		t.Error(err)
+	}
+	again.Release()
+	theirUse.Release()
+	if err := s.Collect(needs()); err != nil || len(names(t, s)) != 1 {
+		t.Errorf("in the end there are %v, %v", names(t, s), err)
+	}
+	if _, err := s.Use(kept[0].Digest); !errors.Is(err, ErrNotKept) {
+		t.Error(err)
+	}
+}
+
+// TestCollectAndUse: whoever begins to use a program while somebody finds out whether it is
+// needed waits for that.
+func TestCollectAndUse(t *testing.T) {
+	for _, stays := range []bool{true, false} {
+		s := open(t, t.TempDir())
+		path, d := program(t, "old")
+		p, err := s.Keep(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		p.Release()
+		used := make(chan error, 1)
+		err = s.Collect(func() (map[layer.Digest]bool, error) {
+			go func() {
+				p, err := s.Use(d)
+				p.Release()
+				used <- err
+			}()
+			for !waitedFor(t, p.Path) {
+				select {
+				case err := <-used:
+					t.Errorf("it was used meanwhile: %v", err)
+					used <- err
+					return nil, nil
+				case <-time.After(time.Millisecond): // the kernel tells nobody who waits
+				}
+			}
+			return map[layer.Digest]bool{d: stays}, nil
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := <-used; stays && err != nil || !stays && !errors.Is(err, ErrNotKept) {
+			t.Errorf("it stays: %v, and using it gives %v", stays, err)
+		}
+	}
+}
+
+// waitedFor reports whether somebody waits for the lock of a file.
+func waitedFor(t *testing.T, path string) bool {
+	t.Helper()
+	info, err := os.Stat(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	locks, err := os.ReadFile("/proc/locks")
+	if err != nil {
+		t.Fatal(err)
+	}
+	inode := fmt.Sprintf(":%d ", info.Sys().(*syscall.Stat_t).Ino)
+	for line := range strings.Lines(string(locks)) {
+		if strings.Contains(line, "->") && strings.Contains(line, inode) {
+			return true
+		}
+	}
+	return false
+}
+
+// TestTogether: programs are kept, used and collected at once, by several processes.
+func TestTogether(t *testing.T) {
+	dir := t.TempDir()
+	var paths []string
+	for i := range 3 {
+		path, _ := program(t, fmt.Sprint("program-", i))
+		paths = append(paths, path)
+	}
+	var all sync.WaitGroup
+	for worker := range 6 {
+		s := open(t, dir)
+		all.Go(func() {
+			for i := range 30 {
+				p, err := s.Keep(paths[(worker+i)%len(paths)])
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				if err := s.Collect(needs()); err != nil {
+					t.Error(err)
+				}
+				if out, err := exec.Command("/bin/sh", p.Path).Output(); err != nil || !strings.HasPrefix(string(out), "program-") {
+					t.Errorf("%q, %v", out, err)
+				}
+				p.Release()
+			}
+		})
+	}
+	all.Wait()
+	if err := open(t, dir).Collect(needs()); err != nil || len(names(t, open(t, dir))) != 0 {
+		t.Errorf("in the end there are %v, %v", names(t, open(t, dir)), err)
+	}
+}

@@ -1,0 +1,353 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"syscall"
+	"time"
+
+	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/node/buildlog"
+	"agentrun.dev/internal/node/journal"
+	"agentrun.dev/internal/sandbox"
+)
+
+// A build that has failed for want of capacity, or because somebody else was the cause, is
+// tried again.
+const (
+	// retryFirst is after how long it is, at first, and retrySeldom at most.
+	retryFirst  = time.Second
+	retrySeldom = time.Minute
+	// maxInterruptions is how often in a row a build may be interrupted, other than by
+	// the daemon's end, until it has failed: a template that ends its machine each time
+	// is not built for ever.
+	maxInterruptions = 5
+)
+
+// ErrInterrupted says that a build has failed for a reason that is not the template's: the
+// same build may work when it is tried again.
+var ErrInterrupted = errors.New("interrupted")
+
+// errReplaced says that a build is not wanted any more: its template was deleted, or has
+// changed.
+var errReplaced = errors.New("the template has changed")
+
+// build is a build under way: it runs, waits for its turn, or waits to be tried again.
+type build struct {
+	key    buildKey
+	spec   sandbox.TemplateSpec
+	cancel context.CancelFunc
+	done   chan struct{}
+	freed  chan struct{} // holds at most one notice that there may be memory
+	begun  chan struct{} // closed when log is set
+	log    *buildlog.Log
+
+	// Of the attempts so far:
+	interrupted int  // how many in a row were interrupted
+	short       bool // the last one has failed for want of capacity
+}
+
+// startBuild is called with the mutex.
+func (m *Manager) startBuild(k buildKey, spec sandbox.TemplateSpec) {
+	ctx, cancel := context.WithCancel(m.ctx)
+	run := &build{
+		key: k, spec: spec, cancel: cancel,
+		done: make(chan struct{}), freed: make(chan struct{}, 1), begun: make(chan struct{}),
+	}
+	m.builds[k] = run
+	m.work.Go(func() {
+		defer cancel()
+		if err := m.runBuild(ctx, run); err != nil && ctx.Err() == nil && !errors.Is(err, errReplaced) {
+			m.cfg.Log.Error("build a template", "template", k.Template, "error", err)
+		}
+		m.mu.Lock()
+		if m.builds[k] == run {
+			delete(m.builds, k)
+		}
+		m.mu.Unlock()
+		close(run.done)
+		m.noticePools()
+	})
+}
+
+// notice tells a build that there may be memory.
+func (b *build) notice() {
+	select {
+	case b.freed <- struct{}{}:
+	default:
+	}
+}
+
+// wait waits until a build is to be tried.
+func (b *build) wait(ctx context.Context, until time.Time) error {
+	timer := time.NewTimer(time.Until(until))
+	defer timer.Stop()
+	var freed <-chan struct{}
+	if b.short {
+		freed = b.freed
+		select { // many sandboxes may end at once, and each frees memory
+		case <-time.After(retryFirst):
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+	select {
+	case <-timer.C:
+	case <-freed:
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	return nil
+}
+
+// runBuild sees a build to its end.
+func (m *Manager) runBuild(ctx context.Context, run *build) error {
+	b, err := m.beginBuild(ctx, run)
+	if err != nil {
+		return err
+	}
+	err = m.tryUntilOver(ctx, run, &b)
+	closed := run.log.Close()
+	switch {
+	case err == nil:
+		return errors.Join(closed, m.collectBuilds())
+	case m.ctx.Err() != nil:
+		return errors.Join(closed, m.leaveBuild(b))
+	}
+	// Whoever did not want it any more has taken it out of the journal.
+	return errors.Join(err, closed, m.removeSnapshot(m.snapshotDir(b.Snapshot)), buildlog.Remove(m.logFile(b.Snapshot)))
+}
+
+// tryUntilOver tries until it is known what becomes of a build, and writes that down.
+func (m *Manager) tryUntilOver(ctx context.Context, run *build, b *sandbox.Build) error {
+	for {
+		if err := run.wait(ctx, b.Next); err != nil {
+			return err
+		}
+		err := m.tryBuild(ctx, run, b)
+		if ctx.Err() != nil || errors.Is(err, errReplaced) {
+			if err == nil {
+				m.capacity.discard(b.Template.Namespace, b.Kept, b.Shares()...)
+			}
+			return errors.Join(err, ctx.Err())
+		}
+		run.judge(b, err)
+		if b.Phase == sandbox.PhaseFailed {
+			if err := m.countFailed(b); err != nil {
+				m.cfg.Log.Error("add up what a build has left", "template", b.Template, "error", err)
+			}
+		}
+		if err := m.insist(ctx, "write what became of a build", func() error { return m.putBuild(*b) }); err != nil {
+			m.uncountBuild(*b)
+			return err
+		}
+		if b.Over() {
+			return nil
+		}
+		m.noticePools()
+	}
+}
+
+// insist does something that nothing but the node's disk can keep from being done, until it
+// is done.
+func (m *Manager) insist(ctx context.Context, what string, do func() error) error {
+	for pause := retryFirst; ; pause = min(2*pause, retrySeldom) {
+		err := do()
+		if err == nil || errors.Is(err, errReplaced) {
+			return err
+		}
+		if ctx.Err() == nil {
+			m.cfg.Log.Error(what, "error", err)
+		}
+		select {
+		case <-time.After(pause):
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+// beginBuild takes up a build, perhaps where an earlier daemon has left it: it is in the
+// journal, and has a log.
+func (m *Manager) beginBuild(ctx context.Context, run *build) (b sandbox.Build, err error) {
+	id := sandbox.NewID()
+	err = m.insist(ctx, "begin a build", func() (err error) {
+		if b, err = m.enlistBuild(run.key, id); err != nil {
+			return err
+		}
+		run.log, err = buildlog.Append(m.logFile(b.Snapshot))
+		return err
+	})
+	if err == nil {
+		close(run.begun)
+	}
+	return b, err
+}
+
+// enlistBuild writes the intent of a build, unless there is nothing to be built.
+func (m *Manager) enlistBuild(k buildKey, id sandbox.ID) (b sandbox.Build, err error) {
+	now := time.Now().UTC()
+	err = m.db.Update(func(tx *journal.Tx) error {
+		t, found, err := templates.Get(tx, k.Template.String())
+		if err != nil {
+			return err
+		}
+		if !found || t.Revision != k.Revision {
+			return errReplaced
+		}
+		if b, found, err = builds.Get(tx, k.String()); err != nil {
+			return err
+		}
+		switch {
+		case !found:
+			b = sandbox.Build{Template: k.Template, Revision: k.Revision, Stage: k.Stage, Started: now, Snapshot: id}
+		case b.Over():
+			return errReplaced
+		case b.Phase == sandbox.PhaseBuilding:
+			b.Problem, b.Next = "the daemon has ended while it was being built", now.Add(backoff(b.Attempts))
+		}
+		b.Phase = sandbox.PhasePending
+		return builds.Put(tx, k.String(), b)
+	})
+	return b, err
+}
+
+// backoff is how long a build waits that was tried so often.
+func backoff(attempts int) time.Duration {
+	pause := retryFirst
+	for ; attempts > 1 && pause < retrySeldom; attempts-- {
+		pause *= 2
+	}
+	return min(pause, retrySeldom)
+}
+
+// leaveBuild leaves a build to the next daemon, which need not wait.
+func (m *Manager) leaveBuild(b sandbox.Build) error {
+	if b.Phase != sandbox.PhaseBuilding {
+		return nil
+	}
+	b.Phase, b.Attempts = sandbox.PhasePending, b.Attempts-1
+	return m.putBuild(b)
+}
+
+// putBuild writes a build that is in the journal.
+func (m *Manager) putBuild(b sandbox.Build) error {
+	return m.db.Update(func(tx *journal.Tx) error {
+		old, found, err := builds.Get(tx, keyOf(b).String())
+		if err != nil {
+			return err
+		}
+		if !found || old.Snapshot != b.Snapshot {
+			return errReplaced
+		}
+		return builds.Put(tx, keyOf(b).String(), b)
+	})
+}
+
+// tryBuild is one attempt. Without an error the snapshot is there.
+func (m *Manager) tryBuild(ctx context.Context, run *build, b *sandbox.Build) (err error) {
+	namespace, memory := b.Template.Namespace, m.machineMemory(run.spec)
+	release, err := m.buildTurns.take(ctx, namespace)
+	if err != nil {
+		return err
+	}
+	defer release()
+	ctx, end := m.observer.Begin(ctx, sandbox.Work{Op: sandbox.OpBuild, Template: b.Template, Stage: b.Stage})
+	defer func() { end(sandbox.Outcome{Err: err}) }()
+	b.Attempts++
+	if err := errors.Join(m.room.admit(0), m.capacity.store(namespace, 0)); err != nil {
+		return err
+	}
+	if err := m.reserve(namespace, memory); err != nil {
+		return err
+	}
+	defer func() {
+		m.capacity.release(namespace, memory)
+		m.refill()
+		select { // that was its own
+		case <-run.freed:
+		default:
+		}
+	}()
+	b.Phase, b.Problem, b.Started, b.Next = sandbox.PhaseBuilding, "", time.Now().UTC(), time.Time{}
+	if err := m.putBuild(*b); err != nil {
+		return err
+	}
+	m.noticePools()
+	dir := m.snapshotDir(b.Snapshot)
+	if err := m.removeSnapshot(dir); err != nil { // of a daemon that was killed
+		return err
+	}
+	if b.Attempts > 1 {
+		_, _ = fmt.Fprintf(run.log, "== attempt %d\n", b.Attempts) // for people
+	}
+	certificate, fingerprint, err := m.templateCA(namespace, run.spec)
+	if err != nil {
+		return err
+	}
+	storing, stop := m.room.watch(ctx)
+	defer stop()
+	var machine engine.Sandbox
+	b.Built, err = m.cfg.Builder.Build(storing, BuildRequest{
+		Spec: run.spec, Stage: b.Stage, Dir: dir, Log: run.log, TrustCA: certificate,
+		Pull: func() error { return m.notePull(run.spec.Image) },
+		Join: func(ctx context.Context, sb engine.Sandbox) (_ engine.Sandbox, err error) {
+			machine, err = m.joinBuild(ctx, namespace, run.spec, sb)
+			return machine, err
+		},
+	})
+	if err = whyNot(storing, err); err != nil {
+		return errors.Join(err, m.removeSnapshot(dir))
+	}
+	if err := m.countBuild(b, run.spec.Image); err != nil {
+		return errors.Join(err, m.removeSnapshot(dir), m.dropRefused(*b, run.spec.Image))
+	}
+	b.Spec, b.Lineage, b.TrustedCA = &run.spec, captured(machine), fingerprint
+	return nil
+}
+
+// judge says what becomes of a build after an attempt.
+func (b *build) judge(of *sandbox.Build, err error) {
+	now := time.Now().UTC()
+	b.short = lacksRoom(err)
+	switch {
+	case b.short:
+		b.interrupted = 0
+	case wasInterrupted(err):
+		b.interrupted++
+	}
+	switch {
+	case err == nil:
+		of.Phase, of.Finished = sandbox.PhaseReady, now
+	case b.short || wasInterrupted(err) && b.interrupted < maxInterruptions:
+		pause := backoff(of.Attempts)
+		of.Kept, of.Pulled = 0, 0
+		of.Phase, of.Problem, of.Next = sandbox.PhasePending, err.Error(), now.Add(pause)
+		_, _ = fmt.Fprintf(b.log, "== it is tried again in %v: %v\n", pause, err) // for people
+	default:
+		if wasInterrupted(err) {
+			err = fmt.Errorf("it was interrupted %d times in a row, the last time: %w", b.interrupted, err)
+		}
+		of.Phase, of.Problem, of.Finished = sandbox.PhaseFailed, err.Error(), now
+		_, _ = fmt.Fprintf(b.log, "the template is not built: %v\n", err) // for people
+	}
+}
+
+// lacksRoom reports whether an attempt has failed for want of memory, of room on the disk or
+// of something else that the host has so much of.
+func lacksRoom(err error) bool {
+	for _, short := range []error{syscall.ENOSPC, syscall.EDQUOT, syscall.ENOMEM, syscall.EMFILE, syscall.ENFILE} {
+		if errors.Is(err, short) {
+			return true
+		}
+	}
+	return sandbox.HasCode(err, sandbox.CodeCapacity)
+}
+
+// wasInterrupted reports whether an attempt has failed because its machine has ended
+// otherwise than by what the template does, or for another reason that is not the template's.
+func wasInterrupted(err error) bool {
+	ended := errors.Is(err, engine.ErrEnded) && !errors.Is(err, engine.ErrOutOfMemory) && !errors.Is(err, engine.ErrPoweredOff)
+	return ended || errors.Is(err, ErrInterrupted)
+}

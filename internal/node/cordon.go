@@ -1,0 +1,249 @@
+package node
+
+import (
+	"context"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"agentrun.dev/internal/node/journal"
+	"agentrun.dev/internal/sandbox"
+)
+
+// A node that is cordoned makes no sandboxes, and fills no pools. One that is drained also
+// ends those that wait in pools, hibernates what runs, and wakes nobody. Both are in the
+// journal: a daemon that starts goes on with them.
+
+var cordons = journal.Collection[sandbox.Cordon]("cordon")
+
+// drains is how many sandboxes are hibernated at once, and drainAgain after how long those
+// are tried again that could not be.
+const (
+	drains     = 4
+	drainAgain = 10 * time.Second
+)
+
+// cordon is why the node takes nothing new, if it does not.
+type cordon struct {
+	mu  sync.Mutex // protects all following fields
+	now *sandbox.Cordon
+	// changed is closed with each change, and made anew.
+	changed  chan struct{}
+	problems map[sandbox.Key]string // of a drain
+}
+
+// get is the cordon, nil if there is none.
+func (c *cordon) get() (now *sandbox.Cordon, changed <-chan struct{}) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.now, c.changed
+}
+
+func (c *cordon) set(now *sandbox.Cordon) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.now, c.problems = now, map[sandbox.Key]string{}
+	close(c.changed)
+	c.changed = make(chan struct{})
+}
+
+// blame notes why a sandbox was not hibernated; an empty problem is none.
+func (c *cordon) blame(k sandbox.Key, problem string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if delete(c.problems, k); problem != "" {
+		c.problems[k] = problem
+	}
+}
+
+// shown is the cordon with how far it is.
+func (c *cordon) shown(left int) *sandbox.Cordon {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.now == nil {
+		return nil
+	}
+	out := *c.now
+	if out.Drain {
+		out.Left = left
+	}
+	for k, problem := range c.problems {
+		out.Problems = append(out.Problems, sandbox.DrainProblem{Key: k, Problem: problem})
+	}
+	slices.SortFunc(out.Problems, func(a, b sandbox.DrainProblem) int { return strings.Compare(a.String(), b.String()) })
+	return &out
+}
+
+// admit refuses what makes a sandbox; with wakes, what only wakes one.
+func (c *cordon) admit(wakes bool) error {
+	now, _ := c.get()
+	if now == nil || wakes && !now.Drain {
+		return nil
+	}
+	what := "cordoned"
+	if now.Drain {
+		what = "being drained"
+	}
+	e := sandbox.Errorf(sandbox.CodeCordoned, "the node is %s", what)
+	if now.By != "" {
+		e = e.Because("%s has asked for it at %s", now.By, now.Since.Format(time.RFC3339))
+	}
+	return e.Try("Use another node, or end that with `agentrun uncordon`")
+}
+
+// wait waits until sandboxes may be made.
+func (c *cordon) wait(ctx context.Context) error {
+	for {
+		now, changed := c.get()
+		if now == nil {
+			return nil
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+// Cordon has the node make no sandboxes; with drain, what runs is hibernated as well.
+func (m *Manager) Cordon(ctx context.Context, drain bool) (sandbox.NodeStatus, error) {
+	if err := m.begin(); err != nil {
+		return sandbox.NodeStatus{}, err
+	}
+	next := sandbox.Cordon{Since: time.Now().UTC(), By: sandbox.PrincipalOf(ctx), Drain: drain}
+	return m.setCordon(ctx, &next)
+}
+
+// Uncordon ends that. What was hibernated stays so until it is used.
+func (m *Manager) Uncordon(ctx context.Context) (sandbox.NodeStatus, error) {
+	if err := m.begin(); err != nil {
+		return sandbox.NodeStatus{}, err
+	}
+	return m.setCordon(ctx, nil)
+}
+
+// setCordon writes a cordon, nil for none, and then has it hold. One that holds already stays
+// as it is.
+func (m *Manager) setCordon(ctx context.Context, next *sandbox.Cordon) (sandbox.NodeStatus, error) {
+	m.cordonTurn.Lock()
+	defer m.cordonTurn.Unlock()
+	now, _ := m.cordon.get()
+	same := now == nil && next == nil || now != nil && next != nil && now.Drain == next.Drain
+	if !same {
+		err := m.db.Update(func(tx *journal.Tx) error {
+			if next == nil {
+				return cordons.Delete(tx, nodeKey)
+			}
+			return cordons.Put(tx, nodeKey, *next)
+		})
+		if err != nil {
+			return sandbox.NodeStatus{}, err
+		}
+		m.cordon.set(next)
+		m.noticePools()
+	}
+	return m.Node(ctx)
+}
+
+// recoverCordon reads what an earlier daemon was told.
+func (m *Manager) recoverCordon() error {
+	return m.db.View(func(tx *journal.Tx) error {
+		c, found, err := cordons.Get(tx, nodeKey)
+		if found {
+			m.cordon.set(&c)
+		}
+		return err
+	})
+}
+
+// draining reports whether nobody is to run.
+func (m *Manager) draining() bool {
+	now, _ := m.cordon.get()
+	return now != nil && now.Drain
+}
+
+// drain hibernates what runs while the node is drained.
+func (m *Manager) drain() {
+	for {
+		now, changed := m.cordon.get()
+		var again <-chan time.Time
+		if now != nil && now.Drain {
+			ctx, cancel := context.WithCancel(m.ctx)
+			go func() {
+				select {
+				case <-changed:
+				case <-ctx.Done():
+				}
+				cancel()
+			}()
+			m.hibernateAll(ctx)
+			cancel()
+			// What was being made when the drain began runs by now, perhaps.
+			again = time.After(drainAgain)
+		}
+		select {
+		case <-changed:
+		case <-again:
+		case <-m.ctx.Done():
+			return
+		}
+	}
+}
+
+// hibernateAll hibernates what runs, some at once.
+func (m *Manager) hibernateAll(ctx context.Context) {
+	slots := make(chan struct{}, drains)
+	var all sync.WaitGroup
+	for _, b := range m.members() {
+		if !runs(b.latest().State) {
+			continue
+		}
+		select {
+		case slots <- struct{}{}:
+		case <-ctx.Done():
+			all.Wait()
+			return
+		}
+		all.Go(func() {
+			defer func() { <-slots }()
+			_, err := m.Hibernate(ctx, b.key)
+			switch {
+			case ctx.Err() != nil:
+				return
+			case err == nil, sandbox.HasCode(err, sandbox.CodeEnded), sandbox.HasCode(err, sandbox.CodeNotFound):
+				m.cordon.blame(b.key, "")
+			default:
+				m.cordon.blame(b.key, err.Error())
+			}
+			m.noticeStatus()
+		})
+	}
+	all.Wait()
+}
+
+// runs reports whether a sandbox in a state has a machine that a drain is to end.
+func runs(s sandbox.State) bool {
+	return s == sandbox.Running || s == sandbox.Paused || s == sandbox.Hibernating || s == sandbox.Resuming
+}
+
+// identify finds the node's name: as it is configured, or made up once.
+func (m *Manager) identify() error {
+	if m.cfg.NodeID != "" {
+		m.id = m.cfg.NodeID
+		return nil
+	}
+	return m.db.Update(func(tx *journal.Tx) error {
+		made, found, err := identities.Get(tx, nodeKey)
+		if err == nil && !found {
+			made = "node-" + string(sandbox.NewID()[:10])
+			err = identities.Put(tx, nodeKey, made)
+		}
+		m.id = made
+		return err
+	})
+}
+
+// identities has the name of the node that was made up.
+var identities = journal.Collection[string]("identity")

@@ -1,0 +1,124 @@
+package node
+
+import (
+	"cmp"
+	"errors"
+	"slices"
+	"time"
+
+	"agentrun.dev/internal/node/journal"
+	"agentrun.dev/internal/sandbox"
+)
+
+// A fork is remembered for as long as one of its children lives, and keptForks after it was
+// made, as what it was answered with. Of forks that have no child left each namespace has at
+// most historyForks, with forkChildren together.
+const (
+	keptForks    = keepAnswers
+	historyForks = 1000
+	forkChildren = 20_000
+	// forksEvery is how often forks are forgotten, and forksAfter after how many new ones.
+	forksEvery = time.Hour
+	forksAfter = 250
+	// A transaction looks at so many forks, or forgets so many.
+	forksStep = 128
+)
+
+// forgetForks forgets forks from time to time.
+func (m *Manager) forgetForks() {
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for {
+		select {
+		case <-timer.C:
+		case <-m.forked:
+		case <-m.ctx.Done():
+			return
+		}
+		if err := m.forgetOldForks(time.Now()); err != nil && m.ctx.Err() == nil {
+			m.cfg.Log.Error("forget forks whose children have ended", "error", err)
+		}
+		timer.Reset(forksEvery)
+	}
+}
+
+// noteFork counts a new fork.
+func (m *Manager) noteFork() {
+	if m.newForks.Add(1)%forksAfter != 0 {
+		return
+	}
+	select {
+	case m.forked <- struct{}{}:
+	default:
+	}
+}
+
+// pastFork is a fork that has no child left.
+type pastFork struct {
+	key      string
+	created  time.Time
+	children int
+}
+
+func (m *Manager) forgetOldForks(now time.Time) error {
+	past := map[sandbox.Namespace][]pastFork{}
+	for after, more := "", true; more; {
+		var some []sandbox.Fork
+		err := m.db.View(func(tx *journal.Tx) error {
+			return forks.EachAfter(tx, "", after, func(_ string, f sandbox.Fork) error {
+				if some = append(some, f); len(some) == forksStep {
+					return errEnough
+				}
+				return nil
+			})
+		})
+		if more = errors.Is(err, errEnough); err != nil && !more {
+			return err
+		}
+		for _, f := range some {
+			if after = f.String(); f.Phase != sandbox.PhasePending && !m.anyLives(f) {
+				past[f.Namespace] = append(past[f.Namespace], pastFork{after, f.Created, len(f.Children)})
+			}
+		}
+	}
+	var old []pastFork
+	for _, all := range past {
+		old = append(old, surplusForks(all, now)...)
+	}
+	for step := range slices.Chunk(old, forksStep) {
+		err := m.db.Update(func(tx *journal.Tx) error {
+			var errs []error
+			for _, p := range step {
+				f, found, err := forks.Get(tx, p.key)
+				if found && f.Created.Equal(p.created) { // else it is a new one
+					err = forks.Delete(tx, p.key)
+				}
+				errs = append(errs, err)
+			}
+			return errors.Join(errs...)
+		})
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// anyLives reports whether a child of a fork has not ended.
+func (m *Manager) anyLives(f sandbox.Fork) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return slices.ContainsFunc(f.Children, func(c sandbox.ForkOutcome) bool { return c.ID != "" && m.roster.byID[c.ID] != nil })
+}
+
+// surplusForks are those forks of a namespace that are forgotten.
+func surplusForks(all []pastFork, now time.Time) (old []pastFork) {
+	slices.SortFunc(all, func(a, b pastFork) int { return cmp.Or(b.created.Compare(a.created), cmp.Compare(a.key, b.key)) })
+	children := 0
+	for i, f := range all { // the newest first
+		if children += f.children; i >= historyForks || children > forkChildren || now.Sub(f.created) > keptForks {
+			old = append(old, f)
+		}
+	}
+	return old
+}

@@ -1,0 +1,126 @@
+package node
+
+import (
+	"context"
+	"fmt"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"agentrun.dev/internal/node/nodetest"
+	"agentrun.dev/internal/sandbox"
+)
+
+// ofBuild makes templates that say which AgentRun has made them.
+type ofBuild struct {
+	builder
+	host *nodetest.Host
+}
+
+func (b *ofBuild) Build(ctx context.Context, req BuildRequest) (sandbox.Built, error) {
+	b.extra = map[string]string{nodetest.BuildKey: b.host.Build()}
+	return b.builder.Build(ctx, req)
+}
+
+// updateDaemon ends a daemon and starts one of another AgentRun, whose builds wait for the
+// gate.
+func updateDaemon(t *testing.T, dir string, h *nodetest.Host, was *Manager, gate chan struct{}, build string, lost ...string) *Manager {
+	t.Helper()
+	if was != nil {
+		must(t, was.Close())
+	}
+	h.Update(build, lost...)
+	return daemon(t, dir, h, func(c *Config) { c.Builder = &ofBuild{builder: builder{gate: gate}, host: h} })
+}
+
+// madeBy is which AgentRun has made what a new claim gets.
+func madeBy(t *testing.T, h *nodetest.Host, m *Manager, name string) string {
+	t.Helper()
+	claim(t, m, name, sandbox.Lifetime{})
+	return memory(t, h, m, name)[nodetest.BuildKey]
+}
+
+// TestOutdatedSnapshot: after an update a template's snapshot is made anew. The pool says
+// that it is Building, and why; the old snapshot serves claims until the new one does, also
+// if the daemon is restarted or taken back meanwhile. Then it is gone, and what it was made
+// by is not needed any more.
+func TestOutdatedSnapshot(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir, h := t.TempDir(), nodetest.NewHost(t)
+		open, shut := make(chan struct{}), make(chan struct{})
+		close(open)
+		m := updateDaemon(t, dir, h, nil, open, "one")
+		defer func() { _ = m.Close() }()
+		setUp(t, m, 2)
+		time.Sleep(time.Minute)
+		for restart := range 2 {
+			m = updateDaemon(t, dir, h, m, shut, "two")
+			time.Sleep(time.Minute)
+			want := sandbox.PoolStatus{Phase: sandbox.PhaseBuilding, Ready: 2, Problem: "template python: its snapshot is made anew: build one has made it"}
+			if st := poolStatus(t, m); st != want {
+				t.Errorf("while it is built: %+v", st)
+			}
+			for i := range 5 { // more than wait
+				if build := madeBy(t, h, m, fmt.Sprintf("claim-%d-%d", restart, i)); build != "one" {
+					t.Errorf("a claim while it is built gets build %q", build)
+				}
+			}
+		}
+		m = updateDaemon(t, dir, h, m, open, "two")
+		time.Sleep(time.Minute)
+		if st := poolStatus(t, m); st != (sandbox.PoolStatus{Phase: sandbox.PhaseReady, Ready: 2, Snapshots: 2}) {
+			t.Errorf("when it is built: %+v", st)
+		}
+		if build := madeBy(t, h, m, "after"); build != "two" {
+			t.Errorf("a claim gets build %q", build)
+		}
+		wantFolders(t, m, snapshotsDir, 1)
+		if h.Needs("one") || !h.Needs("two") {
+			t.Error("the engine was not told what is needed")
+		}
+		// A hibernated sandbox and a checkpoint of an AgentRun keep what made them.
+		_, err := m.Hibernate(t.Context(), key("after"))
+		must(t, err)
+		m = updateDaemon(t, dir, h, m, open, "one")
+		time.Sleep(time.Minute)
+		if build := madeBy(t, h, m, "back"); build != "one" || !h.Needs("two") {
+			t.Errorf("taken back, a claim gets build %q; two is needed: %v", build, h.Needs("two"))
+		}
+		_, err = m.Kill(t.Context(), key("after"))
+		must(t, err)
+		time.Sleep(time.Minute)
+		if h.Needs("two") {
+			t.Error("what nothing was made by is needed")
+		}
+	})
+}
+
+// TestUnusableSnapshot: a template's snapshot that the engine cannot restore any more is made
+// anew; the pool has nothing meanwhile, and says so.
+func TestUnusableSnapshot(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir, h := t.TempDir(), nodetest.NewHost(t)
+		open, shut := make(chan struct{}), make(chan struct{})
+		close(open)
+		m := updateDaemon(t, dir, h, nil, open, "one")
+		defer func() { _ = m.Close() }()
+		setUp(t, m, 2)
+		time.Sleep(time.Minute)
+		m = updateDaemon(t, dir, h, m, shut, "two", "one")
+		time.Sleep(time.Minute)
+		if st := poolStatus(t, m); st.Phase != sandbox.PhaseBuilding || st.Ready != 0 {
+			t.Errorf("while it is built: %+v", st)
+		}
+		_, _, err := m.Claim(t.Context(), sandbox.ClaimRequest{Key: key("early"), Spec: sandbox.ClaimSpec{Pool: "pool"}})
+		if !sandbox.HasCode(err, sandbox.CodeNotReady) {
+			t.Errorf("a claim while it is built: %v", err)
+		}
+		m = updateDaemon(t, dir, h, m, open, "two", "one")
+		time.Sleep(time.Minute)
+		if st := poolStatus(t, m); st != (sandbox.PoolStatus{Phase: sandbox.PhaseReady, Ready: 2, Snapshots: 2}) {
+			t.Errorf("when it is built: %+v", st)
+		}
+		wantFolders(t, m, snapshotsDir, 1)
+		wantFolders(t, m, logsDir, 1)
+	})
+}

@@ -1,0 +1,141 @@
+package node
+
+import (
+	"maps"
+	"time"
+
+	"agentrun.dev/internal/node/journal"
+	"agentrun.dev/internal/sandbox"
+)
+
+// What pools and the node have changes with each sandbox. So that whoever watches learns
+// of it, with a resource version, it is written to the journal: at once, and then all
+// that has changed together, not more often than statusEvery.
+const statusEvery = 200 * time.Millisecond
+
+// poolRecord is what a pool has had, as it was written last.
+type poolRecord struct {
+	sandbox.Key
+	sandbox.PoolStatus
+}
+
+// nodeRecord is what the node has, likewise.
+type nodeRecord struct {
+	Reserved    uint64 `json:"reserved"`
+	Sandboxes   int    `json:"sandboxes"`
+	Hibernated  int    `json:"hibernated"`
+	Checkpoints int    `json:"checkpoints"`
+	Starts      int    `json:"starts"`
+	Builds      int    `json:"builds"`
+	// Left is how many run that are to be hibernated, Problems how many cannot be.
+	Left     int `json:"left,omitempty"`
+	Problems int `json:"problems,omitempty"`
+}
+
+var (
+	poolStatuses = journal.Collection[poolRecord]("pool-statuses")
+	nodeRecords  = journal.Collection[nodeRecord]("node")
+)
+
+// nodeKey is that of the only nodeRecord.
+const nodeKey = "status"
+
+// noticeStatus is called when what a pool or the node has may have changed. It waits for
+// nobody.
+func (m *Manager) noticeStatus() {
+	select {
+	case m.statusChanged <- struct{}{}:
+	default:
+	}
+}
+
+// recordStatuses keeps the journal in line with what pools and the node have.
+func (m *Manager) recordStatuses() {
+	written := map[sandbox.Key]sandbox.PoolStatus{}
+	var node nodeRecord
+	for {
+		select {
+		case <-m.statusChanged:
+		case <-m.ctx.Done():
+			return
+		}
+		if err := m.recordStatus(written, &node); err != nil && m.ctx.Err() == nil {
+			m.cfg.Log.Error("write what pools and the node have", "error", err)
+			m.noticeStatus()
+		}
+		select {
+		case <-time.After(statusEvery):
+		case <-m.ctx.Done():
+			return
+		}
+	}
+}
+
+// recordStatus writes what has changed since it was written.
+func (m *Manager) recordStatus(written map[sandbox.Key]sandbox.PoolStatus, node *nodeRecord) error {
+	now := m.poolsNow()
+	maps.DeleteFunc(written, func(k sandbox.Key, _ sandbox.PoolStatus) bool { _, there := now[k]; return !there })
+	maps.DeleteFunc(now, func(k sandbox.Key, st sandbox.PoolStatus) bool { old, ok := written[k]; return ok && old == st })
+	load, err := m.load()
+	if err != nil {
+		return err
+	}
+	if len(now) == 0 && load == *node {
+		return nil
+	}
+	err = m.db.Update(func(tx *journal.Tx) error {
+		for k, st := range now {
+			if _, there := pools.Version(tx, k.String()); !there {
+				continue // it was deleted meanwhile
+			}
+			if err := poolStatuses.Put(tx, k.String(), poolRecord{k, st}); err != nil {
+				return err
+			}
+		}
+		if load == *node {
+			return nil
+		}
+		return nodeRecords.Put(tx, nodeKey, load)
+	})
+	if err == nil {
+		maps.Copy(written, now)
+		*node = load
+	}
+	return err
+}
+
+// poolsNow is what all pools have.
+func (m *Manager) poolsNow() map[sandbox.Key]sandbox.PoolStatus {
+	m.mu.Lock()
+	running := maps.Clone(m.pools)
+	m.mu.Unlock()
+	out := make(map[sandbox.Key]sandbox.PoolStatus, len(running))
+	for k, p := range running {
+		out[k] = p.status()
+	}
+	return out
+}
+
+// load is what the node has.
+func (m *Manager) load() (nodeRecord, error) {
+	n := nodeRecord{Reserved: m.capacity.reserved(), Starts: m.turns.waiting(), Builds: m.buildTurns.waiting()}
+	running := 0
+	for _, b := range m.members() {
+		switch s := b.latest().State; {
+		case s == sandbox.Starting || s == sandbox.Ended:
+			continue
+		case s == sandbox.Hibernated:
+			n.Hibernated++
+		case runs(s):
+			running++
+		}
+		n.Sandboxes++
+	}
+	if c := m.cordon.shown(running); c != nil {
+		n.Left, n.Problems = c.Left, len(c.Problems)
+	}
+	err := m.db.View(func(tx *journal.Tx) error {
+		return checkpoints.Keys(tx, "", func(string, uint64) error { n.Checkpoints++; return nil })
+	})
+	return n, err
+}

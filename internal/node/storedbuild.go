@@ -1,0 +1,142 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"io/fs"
+
+	"agentrun.dev/internal/node/buildlog"
+	"agentrun.dev/internal/node/journal"
+	"agentrun.dev/internal/sandbox"
+	"agentrun.dev/internal/storage/snapshot"
+)
+
+// pulled are the images that builds have pulled, by the names that templates have for them.
+// They go with the last template; those that somebody else has put there stay.
+var pulled = journal.Collection[pulledImage]("pulled")
+
+type pulledImage struct {
+	Name string `json:"name"`
+}
+
+// notePull is called before a build pulls an image: a daemon that comes after a crash
+// knows, too, whose it is.
+func (m *Manager) notePull(name string) error {
+	m.imageTurn.Lock()
+	defer m.imageTurn.Unlock()
+	return m.db.Update(func(tx *journal.Tx) error { return pulled.Put(tx, name, pulledImage{name}) })
+}
+
+// countBuild counts what a build that is over takes on disk in the quota of its namespace,
+// or refuses it. One that has failed has its log alone, which is bounded.
+func (m *Manager) countBuild(b *sandbox.Build, image string) error {
+	var found bool
+	err := m.db.View(func(tx *journal.Tx) (err error) {
+		_, found, err = pulled.Get(tx, image)
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	if !found {
+		b.Pulled = 0
+	}
+	if b.Kept, err = m.measureBuild(*b); err != nil {
+		return err
+	}
+	return m.capacity.store(b.Template.Namespace, b.Kept, b.Shares()...)
+}
+
+// countFailed is countBuild for a build that has failed. It refuses nothing.
+func (m *Manager) countFailed(b *sandbox.Build) (err error) {
+	b.Pulled = 0
+	if b.Kept, err = m.measureBuild(*b); err == nil {
+		m.capacity.keep(b.Template.Namespace, b.Kept)
+	}
+	return err
+}
+
+// measureBuild is what a build's snapshot, which has a copy of the image's root
+// filesystem, and its log take on disk.
+func (m *Manager) measureBuild(b sandbox.Build) (bytes uint64, err error) {
+	bytes, err = snapshot.BytesBeside(m.snapshotDir(b.Snapshot), func(string) bool { return false })
+	if errors.Is(err, fs.ErrNotExist) {
+		bytes, err = 0, nil
+	}
+	log, logErr := buildlog.Size(m.logFile(b.Snapshot))
+	return bytes + log, errors.Join(err, logErr)
+}
+
+// uncountBuild is called when a build has left the journal.
+func (m *Manager) uncountBuild(b sandbox.Build) {
+	if b.Over() {
+		m.capacity.discard(b.Template.Namespace, b.Kept, b.Shares()...)
+	}
+}
+
+// dropImages removes images that builds have pulled and that no template has any more.
+func (m *Manager) dropImages() error {
+	m.imageTurn.Lock()
+	defer m.imageTurn.Unlock()
+	unused := map[string]bool{}
+	err := m.db.View(func(tx *journal.Tx) error {
+		err := pulled.Each(tx, "", func(name string, _ pulledImage) error {
+			unused[name] = true
+			return nil
+		})
+		if err != nil || len(unused) == 0 {
+			return err
+		}
+		return templates.Each(tx, "", func(_ string, t sandbox.Template) error {
+			delete(unused, t.Spec.Image)
+			return nil
+		})
+	})
+	for name := range unused {
+		err = errors.Join(err, m.dropImage(name))
+	}
+	return err
+}
+
+// dropImage removes an image that a build has pulled. One that is in use is tried again
+// with the next build that ends. The caller has the turn of images.
+func (m *Manager) dropImage(name string) error {
+	gone, err := m.cfg.Builder.DropImage(context.WithoutCancel(m.ctx), name)
+	if err != nil || !gone {
+		return err
+	}
+	return m.db.Update(func(tx *journal.Tx) error { return pulled.Delete(tx, name) })
+}
+
+// dropRefused removes the image of a build that its quota has refused, unless another build
+// is charged for it: otherwise it would be there, and count for nobody.
+func (m *Manager) dropRefused(b sandbox.Build, image string) error {
+	for _, share := range b.Shares() {
+		if m.capacity.isShared(share.ID) {
+			return nil
+		}
+	}
+	if b.Pulled == 0 {
+		return nil
+	}
+	m.imageTurn.Lock()
+	defer m.imageTurn.Unlock()
+	return m.dropImage(image)
+}
+
+// builds adds up what builds have left that an earlier program has not counted.
+func (m measurer) builds(tx *journal.Tx) error {
+	var unknown []sandbox.Build
+	err := builds.Each(tx, "", func(_ string, b sandbox.Build) error {
+		if b.Over() && b.Kept == 0 {
+			unknown = append(unknown, b)
+		}
+		return nil
+	})
+	for _, b := range unknown {
+		var measureErr error
+		b.Kept, measureErr = m.manager.measureBuild(b)
+		err = errors.Join(err, measureErr, builds.Put(tx, keyOf(b).String(), b))
+	}
+	return err
+}

@@ -1,0 +1,195 @@
+package node
+
+import (
+	"context"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+
+	"agentrun.dev/internal/node/nodetest"
+	"agentrun.dev/internal/sandbox"
+)
+
+// puller is a builder that pulls images of 3 MiB, unless they are called local, and makes
+// snapshots of 1 MiB.
+type puller struct {
+	builder
+
+	mu     sync.Mutex // protects all following fields
+	images map[string]bool
+	busy   bool // an image that is dropped is in use
+}
+
+func (p *puller) Build(ctx context.Context, req BuildRequest) (sandbox.Built, error) {
+	if !p.has(req.Spec.Image) {
+		if err := req.Pull(); err != nil {
+			return sandbox.Built{}, err
+		}
+		p.mu.Lock()
+		p.images[req.Spec.Image] = true
+		p.mu.Unlock()
+	}
+	built, err := p.builder.Build(ctx, req)
+	built.Image, built.Pulled = "sha256:"+req.Spec.Image, 3*mib
+	return built, err
+}
+
+func (p *puller) has(name string) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.images[name]
+}
+
+func (p *puller) DropImage(_ context.Context, name string) (bool, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if !p.busy {
+		delete(p.images, name)
+	}
+	return !p.busy, nil
+}
+
+// wantStored checks what of a namespace is on disk, but for logs, which are short.
+func wantStored(t *testing.T, m *Manager, n sandbox.Namespace, mibs uint64) {
+	t.Helper()
+	synctest.Wait()
+	q, err := m.QuotaOf(t.Context(), n)
+	if err != nil || q.UsedStorage/mib != mibs {
+		t.Errorf("%d bytes of %s are stored, not %d MiB (%v)", q.UsedStorage, n, mibs, err)
+	}
+}
+
+// TestStorageOfBuilds: the snapshots and logs of a namespace's templates, and once each
+// image that builds have pulled for them, count in its quota, until they are deleted; so
+// they do for the next daemon. Images that an administrator has put there stay, and count
+// for nobody.
+func TestStorageOfBuilds(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir, h := t.TempDir(), nodetest.NewHost(t)
+		p := &puller{builder: builder{pages: layerPages}, images: map[string]bool{"local": true}}
+		open := func() *Manager { return daemon(t, dir, h, func(c *Config) { c.Builder = p }) }
+		m := open()
+		defer func() { _ = m.Close() }()
+		ctx := t.Context()
+		apply := func(k sandbox.Key, image string) {
+			t.Helper()
+			must(t, second(m.ApplyTemplate(ctx, k, sandbox.TemplateSpec{Image: image, MilliCPUs: 1000, Memory: 64 * mib})))
+			synctest.Wait()
+		}
+		own, with := sandbox.DefaultNamespace, uint64(1) // MiB of a snapshot
+		const image = 3
+		apply(key("one"), "local")
+		wantStored(t, m, own, with)
+		apply(key("two"), "remote")
+		wantStored(t, m, own, 2*with+image)
+		apply(key("three"), "remote")
+		wantStored(t, m, own, 3*with+image)
+		apply(other("one"), "remote")
+		wantStored(t, m, "other", with+image)
+		must(t, m.Close())
+		m = open()
+		wantStored(t, m, own, 3*with+image)
+		wantStored(t, m, "other", with+image)
+		must(t, m.DeleteTemplate(ctx, key("two")))
+		wantStored(t, m, own, 2*with+image)
+		apply(key("three"), "local") // a revision without it
+		wantStored(t, m, own, 2*with)
+		if !p.has("remote") {
+			t.Error("the image of another namespace's template was dropped")
+		}
+		p.busy = true
+		must(t, m.DeleteTemplate(ctx, other("one")))
+		wantStored(t, m, "other", 0)
+		p.busy = false
+		must(t, m.DeleteTemplate(ctx, key("one")), m.DeleteTemplate(ctx, key("three")))
+		wantStored(t, m, own, 0)
+		if p.has("remote") || !p.has("local") {
+			t.Errorf("the images that are left: %v", p.images)
+		}
+		if q, err := m.QuotaOf(ctx, own); err != nil || q.UsedStorage != 0 {
+			t.Errorf("%d bytes are left (%v)", q.UsedStorage, err)
+		}
+	})
+}
+
+// TestBuildBeyondQuota: a build that its quota has no room for leaves nothing, not even the
+// image, and is made once there is room; with a quota that is used up already none is begun.
+func TestBuildBeyondQuota(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := &puller{builder: builder{pages: layerPages}, images: map[string]bool{}}
+		m := daemon(t, t.TempDir(), nodetest.NewHost(t), func(c *Config) { c.Builder = p })
+		defer func() { _ = m.Close() }()
+		ctx := t.Context()
+		quota := func(bytes uint64) {
+			t.Helper()
+			must(t, second(m.SetQuota(ctx, sandbox.Quota{Namespace: sandbox.DefaultNamespace, Storage: bytes})))
+		}
+		spec := sandbox.TemplateSpec{Image: "remote", MilliCPUs: 1000, Memory: 64 * mib}
+		quota(2 * mib)
+		must(t, second(m.ApplyTemplate(ctx, key("a"), spec)))
+		synctest.Wait()
+		built, err := m.Template(ctx, key("a"))
+		must(t, err)
+		found, err := m.Builds(ctx, built)
+		if err != nil || len(found) != 1 || found[0].Phase != sandbox.PhasePending || !strings.Contains(found[0].Problem, "quota of namespace default") {
+			t.Errorf("%+v, %v", found, err)
+		}
+		wantStored(t, m, sandbox.DefaultNamespace, 0)
+		wantFolders(t, m, snapshotsDir, 0)
+		if p.has("remote") {
+			t.Error("its image is left")
+		}
+		quota(5 * mib)
+		synctest.Wait()
+		must(t, waitBuilt(t, m, "a"))
+		wantStored(t, m, sandbox.DefaultNamespace, 4)
+		quota(4 * mib)
+		_, err = m.ApplyTemplate(ctx, key("b"), spec)
+		wantOver(t, "a template with a full quota", err)
+		if list, err := m.Templates(ctx, sandbox.DefaultNamespace, sandbox.Page{}); err != nil || len(list) != 1 {
+			t.Errorf("%d templates, %v", len(list), err)
+		}
+	})
+}
+
+// waitBuilt waits until a template is built.
+func waitBuilt(t *testing.T, m *Manager, name string) error {
+	t.Helper()
+	must(t, second(m.ApplyPool(t.Context(), key(name), sandbox.PoolSpec{Template: sandbox.Name(name)})))
+	return m.WaitPool(t.Context(), key(name))
+}
+
+// TestBuildsOfOneNamespace: a namespace has a bounded number of builds, and leaves turns to
+// another however many wait.
+func TestBuildsOfOneNamespace(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		gate := make(chan struct{})
+		m := daemon(t, t.TempDir(), nodetest.NewHost(t), func(c *Config) { c.Builder, c.Builds = &builder{gate: gate}, 2 })
+		defer func() { _ = m.Close() }()
+		ctx := t.Context()
+		spec := sandbox.TemplateSpec{Image: "one", MilliCPUs: 1000, Memory: 64 * mib}
+		var refused []error
+		for i := range maxBuilds + 10 {
+			name := "t-" + strings.Repeat("x", i/20) + string(rune('a'+i%20))
+			if _, err := m.ApplyTemplate(ctx, key(name), spec); err != nil {
+				refused = append(refused, err)
+			}
+		}
+		if len(refused) != 10 || slices.ContainsFunc(refused, func(err error) bool { return !sandbox.HasCode(err, sandbox.CodeCapacity) }) {
+			t.Errorf("%d were refused: %v", len(refused), refused)
+		}
+		must(t, second(m.ApplyTemplate(ctx, other("quiet"), spec)))
+		synctest.Wait()
+		if o := m.Overview().Turns[WorkBuild]; o.Held != 2 || o.Waiting != maxBuilds-1 {
+			t.Errorf("%+v", o)
+		}
+		close(gate)
+		synctest.Wait()
+		if o := m.Overview(); o.Turns[WorkBuild].Waiting != 0 || o.Builds != 0 {
+			t.Errorf("%+v", o)
+		}
+		must(t, second(m.ApplyTemplate(ctx, key("late"), spec)))
+	})
+}

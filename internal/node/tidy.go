@@ -1,0 +1,72 @@
+package node
+
+import (
+	"path/filepath"
+	"time"
+
+	"agentrun.dev/internal/engine"
+)
+
+// tidyUp frees memory, some time after things were removed.
+func (m *Manager) tidyUp() {
+	const quiet = time.Second // many may be removed at once
+	for {
+		select {
+		case <-m.dirty:
+		case <-m.ctx.Done():
+			return
+		}
+		select {
+		case <-time.After(quiet):
+		case <-m.ctx.Done():
+			return
+		}
+		if err := m.keep(machinesDir, snapshotsDir); err != nil {
+			m.cfg.Log.Error("free memory that is not used", "error", err)
+		}
+		m.keepPrograms()
+	}
+}
+
+// removed is called when something was removed that may have used memory.
+func (m *Manager) removed() {
+	select {
+	case m.dirty <- struct{}{}:
+	default:
+	}
+}
+
+// keep says that what is in some folders is in use. Images of hibernated sandboxes
+// and checkpoints are not: they are on disk, and are read when a machine is made of
+// one. Templates are, once there are pools.
+func (m *Manager) keep(dirs ...string) error {
+	found := map[string][]string{}
+	for _, dir := range dirs {
+		var err error
+		if found[dir], err = filepath.Glob(filepath.Join(m.cfg.Dir, dir, "*")); err != nil {
+			return err
+		}
+	}
+	return m.cfg.Engine.Keep(found[machinesDir], found[snapshotsDir])
+}
+
+// keepPrograms has the engine delete the programs of other AgentRuns that nothing here was
+// made by.
+func (m *Manager) keepPrograms() {
+	err := engine.KeepPrograms(m.cfg.Engine, func() (all []string, err error) {
+		for _, pattern := range []string{
+			filepath.Join(machinesDir, "*", "from"), filepath.Join(imagesDir, "*"),
+			filepath.Join(snapshotsDir, "*"), filepath.Join(checkpointsDir, "*"),
+		} {
+			found, err := filepath.Glob(filepath.Join(m.cfg.Dir, pattern))
+			if err != nil {
+				return nil, err
+			}
+			all = append(all, found...)
+		}
+		return all, nil
+	})
+	if err != nil {
+		m.cfg.Log.Error("delete programs that are not used", "error", err)
+	}
+}
