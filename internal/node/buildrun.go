@@ -107,6 +107,7 @@ func (m *Manager) runBuild(ctx context.Context, run *build) error {
 	if err != nil {
 		return err
 	}
+	m.noticePools() // they show that it waits
 	err = m.tryUntilOver(ctx, run, &b)
 	closed := run.log.Close()
 	switch {

@@ -3,6 +3,7 @@ package node
 import (
 	"context"
 	"fmt"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -91,6 +92,40 @@ func TestOutdatedSnapshot(t *testing.T) {
 		time.Sleep(time.Minute)
 		if h.Needs("two") {
 			t.Error("what nothing was made by is needed")
+		}
+	})
+}
+
+// TestOutdatedWaits: where snapshots are made anew one after the other, the pool of one that
+// waits for its turn says so, and still why it is made anew.
+func TestOutdatedWaits(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir, h := t.TempDir(), nodetest.NewHost(t)
+		open, shut := make(chan struct{}), make(chan struct{})
+		close(open)
+		m := updateDaemon(t, dir, h, nil, open, "one")
+		setUp(t, m, 1)
+		setUpIn(t, m, "other")
+		must(t, m.Close())
+		h.Update("two")
+		m = daemon(t, dir, h, func(c *Config) {
+			c.Builder, c.Builds = &ofBuild{builder: builder{gate: shut}, host: h}, 1
+		})
+		defer func() { _ = m.Close() }()
+		synctest.Wait()
+		waiting := 0
+		for _, n := range []sandbox.Namespace{sandbox.DefaultNamespace, "other"} {
+			_, st, err := m.Pool(t.Context(), sandbox.Key{Namespace: n, Name: "pool"})
+			must(t, err)
+			if !strings.Contains(st.Problem, "its snapshot is made anew: build one has made it") {
+				t.Errorf("the pool of %s says %q", n, st.Problem)
+			}
+			if strings.Contains(st.Problem, "; it waits for its turn") {
+				waiting++
+			}
+		}
+		if waiting != 1 {
+			t.Errorf("%d pools say that they wait, not 1", waiting)
 		}
 	})
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 
 	enginepool "agentrun.dev/internal/engine/pool"
@@ -60,19 +61,16 @@ func (p *pool) ready(_ context.Context, t sandbox.Template, k buildKey) (*sandbo
 	case b.Phase == sandbox.PhaseFailed:
 		return nil, fmt.Errorf("template %s: %s", t.Name, b.Problem)
 	}
-	why := b.Problem
-	if why == "" {
-		why = p.whyAnew(t)
-	}
-	if b.Problem = why; why != "" {
-		b.Problem = fmt.Sprintf("template %s: %s", t.Name, b.Problem)
+	problem := strings.Join(slices.DeleteFunc([]string{p.whyAnew(t), b.Problem}, func(s string) bool { return s == "" }), "; ")
+	if problem != "" {
+		problem = fmt.Sprintf("template %s: %s", t.Name, problem)
 		if !b.Next.IsZero() {
-			b.Problem += fmt.Sprintf("; it is tried again at %s", b.Next.Format(time.RFC3339))
+			problem += fmt.Sprintf("; it is tried again at %s", b.Next.Format(time.RFC3339))
 		}
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.set(sandbox.PhaseBuilding, b.Problem)
+	p.set(sandbox.PhaseBuilding, problem)
 	return nil, nil
 }
 
