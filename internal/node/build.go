@@ -55,11 +55,11 @@ func (m *Manager) ApplyTemplate(_ context.Context, k sandbox.Key, spec sandbox.T
 	}
 	defer m.templateTurns.lock(k)()
 	t := sandbox.Template{Key: k, Spec: spec, Revision: spec.RevisionWith(ca), Created: time.Now().UTC()}
-	if _, err := m.build(buildKey{Template: k, Revision: t.Revision, Stage: sandbox.AfterReady}); sandbox.HasCode(err, sandbox.CodeNotFound) {
-		if err := m.admitBuild(k.Namespace); err != nil {
-			return sandbox.Template{}, err
-		}
+	leave, err := m.admitTemplate(t)
+	if err != nil {
+		return sandbox.Template{}, err
 	}
+	defer leave()
 	var dropped []sandbox.Build
 	err = m.db.Update(func(tx *journal.Tx) error {
 		old, found, err := templates.Get(tx, k.String())
@@ -83,9 +83,29 @@ func (m *Manager) ApplyTemplate(_ context.Context, k sandbox.Key, spec sandbox.T
 	if _, err := m.endDropped(dropped); err != nil {
 		m.cfg.Log.Error("remove the logs of builds", "template", k, "error", err)
 	}
-	m.ensureBuild(t, sandbox.AfterReady)
+	if err := m.ensureBuild(t, sandbox.AfterReady); err != nil {
+		return sandbox.Template{}, fmt.Errorf("apply template %s: %w", k, err)
+	}
 	m.noticePools()
 	return t, nil
+}
+
+// admitTemplate refuses a template that is to be built where there is no room for another
+// build. leave is called when it is being built.
+func (m *Manager) admitTemplate(t sandbox.Template) (leave func(), err error) {
+	k := buildKey{Template: t.Key, Revision: t.Revision, Stage: sandbox.AfterReady}
+	b, err := m.build(k)
+	switch {
+	case err == nil && b.Phase == sandbox.PhaseReady:
+		return func() {}, nil
+	case err != nil && !sandbox.HasCode(err, sandbox.CodeNotFound):
+		return nil, err
+	case err != nil: // what has failed before is told by the build why it fails again
+		if err := errors.Join(m.room.admit(0), m.capacity.store(t.Namespace, 0)); err != nil {
+			return nil, err
+		}
+	}
+	return m.admitBuild(k)
 }
 
 // dropBuilds takes some builds of a template out of the journal.
@@ -121,17 +141,23 @@ func (m *Manager) endDropped(dropped []sandbox.Build) (ended []*build, err error
 	return ended, err
 }
 
-// ensureBuild sees to it that a template's revision is built.
-func (m *Manager) ensureBuild(t sandbox.Template, stage sandbox.Stage) {
+// ensureBuild sees to it that a template's revision is built, or refuses to: where the
+// namespace has enough builds, and k has no place.
+func (m *Manager) ensureBuild(t sandbox.Template, stage sandbox.Stage) error {
 	k := buildKey{Template: t.Key, Revision: t.Revision, Stage: stage}
 	if b, err := m.build(k); err == nil && b.Over() {
-		return
+		return nil
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if !m.closed && m.builds[k] == nil {
-		m.startBuild(k, t.Spec)
+	if m.closed || m.builds[k] != nil {
+		return nil
 	}
+	if m.places.full(k) {
+		return errTooManyBuilds(t.Namespace)
+	}
+	m.startBuild(k, t.Spec)
+	return nil
 }
 
 // recoverBuilds goes on with what an earlier daemon was building, or was to build.
@@ -153,7 +179,12 @@ func (m *Manager) recoverBuilds() error {
 		})
 	})
 	for _, w := range all {
-		m.ensureBuild(w.Template, w.stage)
+		// They were admitted once, and are not refused because there are many by now.
+		m.mu.Lock()
+		leave := m.holdPlace(buildKey{Template: w.Key, Revision: w.Revision, Stage: w.stage})
+		m.mu.Unlock()
+		err = errors.Join(err, m.ensureBuild(w.Template, w.stage))
+		leave()
 	}
 	return err
 }

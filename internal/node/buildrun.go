@@ -56,6 +56,7 @@ func (m *Manager) startBuild(k buildKey, spec sandbox.TemplateSpec) {
 		done: make(chan struct{}), freed: make(chan struct{}, 1), begun: make(chan struct{}),
 	}
 	m.builds[k] = run
+	m.places.hold(k)
 	m.work.Go(func() {
 		defer cancel()
 		if err := m.runBuild(ctx, run); err != nil && ctx.Err() == nil && !errors.Is(err, errReplaced) {
@@ -65,6 +66,7 @@ func (m *Manager) startBuild(k buildKey, spec sandbox.TemplateSpec) {
 		if m.builds[k] == run {
 			delete(m.builds, k)
 		}
+		m.places.leave(k)
 		m.mu.Unlock()
 		close(run.done)
 		m.noticePools()

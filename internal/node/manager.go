@@ -142,7 +142,8 @@ type Manager struct {
 	closed    bool
 	roster    roster
 	pools     map[sandbox.Key]*pool
-	builds    map[buildKey]*build        // those under way
+	builds    map[buildKey]*build // those under way
+	places    buildPlaces
 	requests  map[string]*request        // those with an idempotency key, likewise
 	restoring map[sandbox.Key]int        // checkpoints that sandboxes are being made of; -1 is one that is being deleted
 	parked    map[sandbox.ID]sandbox.Key // machines that wait in pools
@@ -213,7 +214,7 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 		turns: newTurns(cfg.Starts), buildTurns: newLongTurns(cfg.Builds, "build"), captureTurns: newLongTurns(cfg.Captures, "capture a sandbox"),
 		adoptTurns: newLongTurns(adoptions, "take over a machine"),
 		dirty:      make(chan struct{}, 1), adopted: make(chan struct{}), forked: make(chan struct{}, 1),
-		roster: newRoster(), pools: map[sandbox.Key]*pool{}, builds: map[buildKey]*build{},
+		roster: newRoster(), pools: map[sandbox.Key]*pool{}, builds: map[buildKey]*build{}, places: newBuildPlaces(),
 		requests: map[string]*request{}, restoring: map[sandbox.Key]int{}, parked: map[sandbox.ID]sandbox.Key{},
 	}
 	m.capacity = newAdmission(cfg.Capacity, m.dropHeld)

@@ -49,7 +49,12 @@ func (p *pool) reconcile(ctx context.Context) error {
 // ready returns the build that the pool is to be of. Without one and without an error it is
 // being made, and its end wakes the pool.
 func (p *pool) ready(_ context.Context, t sandbox.Template, k buildKey) (*sandbox.Build, error) {
-	p.manager.ensureBuild(t, k.Stage)
+	if err := p.manager.ensureBuild(t, k.Stage); err != nil { // until another build ends
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		p.set(sandbox.PhasePending, fmt.Sprintf("template %s: %v", t.Name, err))
+		return nil, nil
+	}
 	b, err := p.manager.build(k)
 	switch {
 	case sandbox.HasCode(err, sandbox.CodeNotFound):

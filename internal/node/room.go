@@ -2,7 +2,6 @@ package node
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"time"
 
@@ -115,32 +114,4 @@ func (m *Manager) beginMaking() error {
 			Try("Make room on the disk of the daemon's state folder: delete checkpoints, templates or hibernated sandboxes, or what else is on it")
 	}
 	return nil
-}
-
-// errTooManyBuilds refuses a template of a namespace that has builds enough.
-func errTooManyBuilds(n sandbox.Namespace) error {
-	return sandbox.Errorf(sandbox.CodeCapacity, "too many templates of namespace %s wait to be built", n).
-		Because("a namespace has at most %d builds under way or waiting", maxBuilds).
-		Try("Try again when some are ready, or delete templates")
-}
-
-// maxBuilds is how many builds of a namespace may be under way, wait for their turn or be
-// tried again. Each has a log that is open.
-const maxBuilds = 64
-
-// admitBuild refuses a build that is about to be begun. It reads what may change: what is
-// not refused here waits for its turn, and is refused then.
-func (m *Manager) admitBuild(n sandbox.Namespace) error {
-	m.mu.Lock()
-	under := 0
-	for k := range m.builds {
-		if k.Template.Namespace == n {
-			under++
-		}
-	}
-	m.mu.Unlock()
-	if under >= maxBuilds {
-		return errTooManyBuilds(n)
-	}
-	return errors.Join(m.room.admit(0), m.capacity.store(n, 0))
 }
