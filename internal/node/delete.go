@@ -56,15 +56,44 @@ func (m *Manager) forgetTemplate(k sandbox.Key) ([]*build, error) {
 	return m.endDropped(dropped)
 }
 
-// DeleteFork ends the children of a fork that are left, and forgets the fork.
+// DeleteFork ends the children of a fork that are left, and forgets the fork. One that is
+// being made fails, and has no children.
 func (m *Manager) DeleteFork(ctx context.Context, k sandbox.Key) error {
 	if err := m.begin(); err != nil {
 		return err
 	}
 	f, err := m.ForkOf(ctx, k)
-	if err != nil {
-		return err
+	for forgotten := false; err == nil && !forgotten; {
+		if err = m.endChildren(ctx, f); err == nil {
+			f, forgotten, err = m.forgetForkAsIs(f)
+		}
 	}
+	return err
+}
+
+// forgetForkAsIs forgets a fork, unless it was completed since f was read: it is what is
+// returned then.
+func (m *Manager) forgetForkAsIs(f sandbox.Fork) (now sandbox.Fork, forgotten bool, err error) {
+	err = m.db.Update(func(tx *journal.Tx) error {
+		at, found, err := forks.Get(tx, f.String())
+		switch {
+		case err != nil:
+			return err
+		case !found || !at.Created.Equal(f.Created): // somebody else has
+			forgotten = true
+			return nil
+		case at.Phase != f.Phase:
+			now = at
+			return nil
+		}
+		forgotten = true
+		return forks.Delete(tx, f.String())
+	})
+	return now, forgotten, err
+}
+
+// endChildren ends the children of a fork that are left.
+func (m *Manager) endChildren(ctx context.Context, f sandbox.Fork) error {
 	for _, c := range f.Children {
 		m.mu.Lock()
 		b := m.roster.byID[c.ID]
@@ -75,6 +104,7 @@ func (m *Manager) DeleteFork(ctx context.Context, k sandbox.Key) error {
 		if err := b.lockToEnd(ctx); err != nil {
 			return err
 		}
+		var err error
 		if b.now().State != sandbox.Ended {
 			err = b.ended(sandbox.ReasonKilled, "its fork was deleted")
 		}
@@ -83,5 +113,5 @@ func (m *Manager) DeleteFork(ctx context.Context, k sandbox.Key) error {
 			return err
 		}
 	}
-	return m.db.Update(func(tx *journal.Tx) error { return forks.Delete(tx, k.String()) })
+	return nil
 }

@@ -62,18 +62,10 @@ func (m *Manager) fork(ctx context.Context, k sandbox.Key, spec sandbox.ForkSpec
 		if err := m.enlistFork(f); err != nil {
 			return err
 		}
-		if err := m.forkMember(ctx, b, &f, spec.NetworkPolicy); err != nil {
-			return errors.Join(err, m.db.Update(func(tx *journal.Tx) error { return forks.Delete(tx, k.String()) }))
+		if err := m.forkMember(ctx, b, &f, spec.NetworkPolicy, also); err != nil {
+			return errors.Join(err, m.forgetFork(f))
 		}
-		f.Phase = sandbox.PhaseReady
-		for _, c := range f.Children {
-			if c.Problem != "" {
-				f.Phase = sandbox.PhaseFailed
-			}
-		}
-		return m.db.Update(func(tx *journal.Tx) error {
-			return errors.Join(forks.Write(tx, k.String(), &f), also.write(tx, f))
-		})
+		return nil
 	})
 	if err == nil {
 		m.noteFork()
@@ -95,8 +87,28 @@ func (m *Manager) enlistFork(f sandbox.Fork) error {
 	})
 }
 
-// forkMember forks a sandbox whose turn it is.
-func (m *Manager) forkMember(ctx context.Context, b *member, f *sandbox.Fork, narrow *policy.Policy) (err error) {
+// pendingFork is an error if a fork that is being made was deleted meanwhile.
+func pendingFork(tx *journal.Tx, f sandbox.Fork) error {
+	now, found, err := forks.Get(tx, f.String())
+	if err == nil && (!found || now.SourceID != f.SourceID || !now.Created.Equal(f.Created)) {
+		err = sandbox.Errorf(sandbox.CodeConflict, "fork %s was deleted while it was being made", f.Name)
+	}
+	return err
+}
+
+// forgetFork undoes enlistFork.
+func (m *Manager) forgetFork(f sandbox.Fork) error {
+	return m.db.Update(func(tx *journal.Tx) error {
+		if pendingFork(tx, f) != nil {
+			return nil // the name may be another's
+		}
+		return forks.Delete(tx, f.String())
+	})
+}
+
+// forkMember forks a sandbox whose turn it is. The children that were made, and what was
+// answered, are in the journal in one transaction: whoever has no answer has no children.
+func (m *Manager) forkMember(ctx context.Context, b *member, f *sandbox.Fork, narrow *policy.Policy, also record[sandbox.Fork]) (err error) {
 	last := b.now()
 	capture, err := b.beginCapture()
 	if err != nil {
@@ -145,31 +157,68 @@ func (m *Manager) forkMember(ctx context.Context, b *member, f *sandbox.Fork, na
 		if held = last.Live; live != nil && !live.Same {
 			held = fromHeld(live.Source)
 		}
-		err = fmt.Errorf("fork sandbox %s: %w", last.Name, err)
 		for _, c := range children {
-			err = errors.Join(err, c.drop(m))
+			m.dropChild(c)
 		}
-		return err
+		return fmt.Errorf("fork sandbox %s: %w", last.Name, err)
 	}
 	f.Pause, out.Live, held = live.Stats.Pause, fromLiveFork(live.Stats), fromHeld(live.Source)
 	if live.Same {
 		held = last.Live
 	}
-	var errs []error
+	f.Phase = sandbox.PhaseReady
+	var made []*child
 	for i, c := range children {
 		if live.Errs[i] == nil {
-			live.Errs[i] = c.begin(ctx, m, live.Forks[i], fromHeld(live.Held), captured(b.machine))
+			live.Errs[i] = c.connect(ctx, m, live.Forks[i], fromHeld(live.Held), captured(b.machine))
 		}
 		if live.Errs[i] != nil {
 			c.out.Problem = live.Errs[i].Error()
-			errs = append(errs, c.drop(m))
 			out.Failed++
+			m.dropChild(c)
 			continue
 		}
 		c.out.ID = c.id
+		made = append(made, c)
+	}
+	if len(made) < len(f.Children) {
+		f.Phase = sandbox.PhaseFailed
+	}
+	if err := m.commitFork(f, made, also); err != nil {
+		for _, c := range made {
+			m.dropChild(c)
+		}
+		return fmt.Errorf("fork sandbox %s: %w", last.Name, err)
+	}
+	for _, c := range made {
+		c.attach(c.connected)
+		c.unlock()
 		out.Children++
 	}
-	return errors.Join(errs...)
+	return nil
+}
+
+// commitFork writes what came of a fork, with the children that were made.
+func (m *Manager) commitFork(f *sandbox.Fork, made []*child, also record[sandbox.Fork]) error {
+	records := make([]sandbox.Sandbox, len(made))
+	if err := m.db.Update(func(tx *journal.Tx) error {
+		if err := pendingFork(tx, *f); err != nil {
+			return err
+		}
+		for i, c := range made {
+			records[i] = c.running()
+			if err := sandboxes.Write(tx, string(c.id), &records[i]); err != nil {
+				return err
+			}
+		}
+		return errors.Join(forks.Write(tx, f.String(), f), also.write(tx, *f))
+	}); err != nil {
+		return err
+	}
+	for i, c := range made {
+		c.wrote(&records[i])
+	}
+	return nil
 }
 
 // child is a fork in the making.
@@ -179,6 +228,9 @@ type child struct {
 	machine sandbox.ID
 	memory  uint64
 	layers  []sandbox.Held
+	// live and connected are those of a child that was made.
+	live      []sandbox.Held
+	connected engine.Sandbox
 }
 
 // enlistChild takes what a child needs before it is made.
@@ -201,30 +253,41 @@ func (m *Manager) enlistChild(source sandbox.Sandbox, egress sandbox.Egress, for
 	return c, nil
 }
 
-// begin makes a child of what runs, and holds what was captured.
-func (c *child) begin(ctx context.Context, m *Manager, sb engine.Sandbox, live []sandbox.Held, lineage *sandbox.Lineage) error {
-	namespace := c.now().Namespace
+// connect takes a machine for the child, and what was captured for it.
+func (c *child) connect(ctx context.Context, m *Manager, sb engine.Sandbox, live []sandbox.Held, lineage *sandbox.Lineage) error {
 	connected, err := m.joinMember(ctx, c.now(), c.machine, sb, lineage)
 	if err != nil {
 		return errors.Join(fmt.Errorf("connect sandbox %s: %w", c.now().Name, err), sb.Close())
 	}
-	m.capacity.take(namespace, 0, live...)
-	err = c.change(func(s *sandbox.Sandbox) {
-		s.State, s.Machine, s.Boot = sandbox.Running, c.machine, m.cfg.Boot
-		s.Layers, s.Live = c.layers, live
-		s.Clock.Start(time.Now())
-	})
-	if err != nil {
-		m.capacity.release(namespace, 0, live...)
-		return errors.Join(err, connected.Close())
-	}
-	c.attach(connected)
-	c.unlock()
+	m.capacity.take(c.now().Namespace, 0, live...)
+	c.live, c.connected = live, connected
 	return nil
 }
 
-// drop undoes enlistChild.
+// running is the record of a child that was made.
+func (c *child) running() sandbox.Sandbox {
+	s := c.now()
+	s.State, s.Machine, s.Boot = sandbox.Running, c.machine, c.manager.cfg.Boot
+	s.Layers, s.Live = c.layers, c.live
+	s.Clock.Start(time.Now())
+	return s
+}
+
+// drop undoes enlistChild and connect.
 func (c *child) drop(m *Manager) error {
+	var err error
+	if c.connected != nil {
+		err = c.connected.Close()
+		m.capacity.release(c.now().Namespace, 0, c.live...)
+	}
 	m.capacity.release(c.now().Namespace, c.memory, c.layers...)
-	return errors.Join(c.forget(), m.cfg.Engine.Remove(m.ctx, m.machineDir(c.machine)))
+	return errors.Join(err, c.forget(), m.cfg.Engine.Remove(m.ctx, m.machineDir(c.machine)))
+}
+
+// dropChild drops one of which the caller says more than that there is something left of
+// it, which the next daemon removes.
+func (m *Manager) dropChild(c *child) {
+	if err := c.drop(m); err != nil {
+		m.cfg.Log.Error("remove what is left of a child of a fork", "sandbox", c.id, "error", err)
+	}
 }

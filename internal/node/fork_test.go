@@ -54,6 +54,75 @@ func TestForkAgain(t *testing.T) {
 	})
 }
 
+// TestForkWithoutAnswer: a fork whose answer cannot be written has made nothing, and can be
+// asked for again.
+func TestForkWithoutAnswer(t *testing.T) {
+	onDaemon(t, func(t *testing.T, m *Manager, h *nodetest.Host) {
+		claim(t, m, "a", sandbox.Lifetime{})
+		r := sandbox.ForkRequest{Key: key("try"), Spec: sandbox.ForkSpec{Source: "a", Replicas: 3}}
+		r.Once = &sandbox.Once{Body: "body"} // no key is a key that the journal refuses
+		if _, _, err := m.Fork(t.Context(), r); err == nil {
+			t.Fatal("an answer without a key was kept")
+		}
+		wantNoFork(t, m, h)
+		r.Once = nil
+		f, _, err := m.Fork(t.Context(), r)
+		if err != nil || f.Phase != sandbox.PhaseReady || len(f.Children) != 3 {
+			t.Fatalf("%+v, %v", f, err)
+		}
+		wantReserved(t, m, h, 4, 0)
+	})
+}
+
+// TestDeleteForkBeingMade: a fork that is deleted while it is being made fails, and neither
+// it nor a child of it is there.
+func TestDeleteForkBeingMade(t *testing.T) {
+	onDaemon(t, func(t *testing.T, m *Manager, h *nodetest.Host) {
+		claim(t, m, "a", sandbox.Lifetime{})
+		r := sandbox.ForkRequest{Key: key("try"), Spec: sandbox.ForkSpec{Source: "a", Replicas: 3}}
+		h.Step = func() {
+			h.Step = func() {}
+			must(t, m.DeleteFork(t.Context(), key("try")))
+		}
+		if _, _, err := m.Fork(t.Context(), r); !sandbox.HasCode(err, sandbox.CodeConflict) {
+			t.Errorf("a fork that was deleted: %v", err)
+		}
+		wantNoFork(t, m, h)
+		// Whoever deletes it has seen it before it was complete.
+		pending := sandbox.Fork{}
+		h.Step = func() {
+			h.Step = func() {}
+			var err error
+			pending, err = m.ForkOf(t.Context(), key("try"))
+			must(t, err)
+		}
+		must(t, third(m.Fork(t.Context(), r)))
+		now, forgotten, err := m.forgetForkAsIs(pending)
+		if err != nil || forgotten || len(now.Children) != 3 {
+			t.Errorf("%+v, forgotten %t, %v", now, forgotten, err)
+		}
+		must(t, m.DeleteFork(t.Context(), key("try")))
+		wantNoFork(t, m, h)
+	})
+}
+
+// wantNoFork: nothing is there of the fork "try" of the only sandbox.
+func wantNoFork(t *testing.T, m *Manager, h *nodetest.Host) {
+	t.Helper()
+	if _, err := m.ForkOf(t.Context(), key("try")); !sandbox.HasCode(err, sandbox.CodeNotFound) {
+		t.Errorf("the fork is there: %v", err)
+	}
+	for i := range 3 {
+		if s, err := m.Sandbox(t.Context(), key(childName("try", i+1))); err == nil {
+			t.Errorf("a child is there: %+v", s)
+		}
+	}
+	if left := h.Folders(); len(left) != 1 {
+		t.Errorf("%d machines of one sandbox", len(left))
+	}
+	wantReserved(t, m, h, 1, 0)
+}
+
 // TestForkOfTaken: a fork whose children's names are taken says so.
 func TestForkOfTaken(t *testing.T) {
 	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {

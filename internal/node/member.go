@@ -90,12 +90,17 @@ func (b *member) changeAnd(do func(*sandbox.Sandbox), also record[sandbox.Sandbo
 		return fmt.Errorf("sandbox %s: %w", b.id, err)
 	}
 	written()
+	b.wrote(&next)
+	return nil
+}
+
+// wrote says that the record is in the journal as next.
+func (b *member) wrote(next *sandbox.Sandbox) {
 	b.mu.Lock()
-	b.record = &next
+	b.record = next
 	b.arm()
 	b.mu.Unlock()
 	b.manager.noticeStatus()
-	return nil
 }
 
 // revert is change for what takes back an intent. The sandbox is what it is, also
