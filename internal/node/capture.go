@@ -23,12 +23,12 @@ func (b *member) beginCapture() (sandbox.Held, error) {
 	return capture, err
 }
 
-// endCapture says what the sandbox holds of its live forks from now on. The
-// children hold theirs already.
-func (b *member) endCapture(held []sandbox.Held) error {
+// endCapture says what the sandbox holds of its live forks from now on, in a transaction
+// with what else belongs there. The children hold theirs already.
+func (b *member) endCapture(held []sandbox.Held, also record[sandbox.Sandbox]) error {
 	m, last := b.manager, b.now()
 	m.capacity.take(last.Namespace, 0, held...)
-	if err := b.change(func(s *sandbox.Sandbox) { s.Live = held }); err != nil {
+	if err := b.changeAnd(func(s *sandbox.Sandbox) { s.Live = held }, also); err != nil {
 		m.capacity.release(last.Namespace, 0, held...)
 		return err
 	}

@@ -116,11 +116,16 @@ func (m *Manager) forkMember(ctx context.Context, b *member, f *sandbox.Fork, na
 	}
 	egress, err := last.Egress.Narrowed(narrow)
 	if err != nil {
-		return errors.Join(err, b.endCapture(last.Live))
+		return errors.Join(err, b.endCapture(last.Live, nil))
 	}
 	// What the fork has left in memory is that, until it is known to be less.
 	held := append(slices.Clone(last.Live), capture)
-	defer func() { err = errors.Join(err, b.endCapture(held)) }()
+	committed := false
+	defer func() {
+		if !committed {
+			err = errors.Join(err, b.endCapture(held, nil))
+		}
+	}()
 	f.Children = make([]sandbox.ForkOutcome, f.Replicas)
 	var children []*child
 	var refused error
@@ -184,12 +189,13 @@ func (m *Manager) forkMember(ctx context.Context, b *member, f *sandbox.Fork, na
 	if len(made) < len(f.Children) {
 		f.Phase = sandbox.PhaseFailed
 	}
-	if err := m.commitFork(f, made, also); err != nil {
+	if err := m.commitFork(b, held, f, made, also); err != nil {
 		for _, c := range made {
 			m.dropChild(c)
 		}
 		return fmt.Errorf("fork sandbox %s: %w", last.Name, err)
 	}
+	committed = true
 	for _, c := range made {
 		c.attach(c.connected)
 		c.unlock()
@@ -198,10 +204,11 @@ func (m *Manager) forkMember(ctx context.Context, b *member, f *sandbox.Fork, na
 	return nil
 }
 
-// commitFork writes what came of a fork, with the children that were made.
-func (m *Manager) commitFork(f *sandbox.Fork, made []*child, also record[sandbox.Fork]) error {
+// commitFork writes what came of a fork, with the children that were made and what their
+// source holds from now on.
+func (m *Manager) commitFork(b *member, held []sandbox.Held, f *sandbox.Fork, made []*child, also record[sandbox.Fork]) error {
 	records := make([]sandbox.Sandbox, len(made))
-	if err := m.db.Update(func(tx *journal.Tx) error {
+	if err := b.endCapture(held, func(tx *journal.Tx, _ sandbox.Sandbox) error {
 		if err := pendingFork(tx, *f); err != nil {
 			return err
 		}

@@ -2,33 +2,11 @@ package node
 
 import (
 	"context"
-	"errors"
 	"time"
 
 	"agentrun.dev/internal/node/journal"
 	"agentrun.dev/internal/sandbox"
 )
-
-// keptAnswer is what a request that worked was answered with. It is written in the same
-// transaction as what the request made: either both are there, or neither.
-type keptAnswer struct {
-	Body    string           `json:"body"`
-	Time    time.Time        `json:"time"`
-	Sandbox *sandbox.Sandbox `json:"sandbox,omitempty"`
-	Fork    *sandbox.Fork    `json:"fork,omitempty"`
-
-	Checkpoint *sandbox.CheckpointSize `json:"checkpoint,omitempty"`
-}
-
-// The collection has the name under which journals already have it.
-var answers = journal.Collection[keptAnswer]("outcomes")
-
-// answersByTime has the keys of answers, the oldest first.
-var answersByTime = journal.Collection[string]("outcomes-by-time")
-
-// keepAnswers is for how long an answer is kept. Each new one forgets at most forgetStep
-// of those that are older.
-const keepAnswers = 24 * time.Hour
 
 // request is one that is being served.
 type request struct {
@@ -49,11 +27,6 @@ func (r record[T]) write(tx *journal.Tx, object T) error {
 	return r(tx, object)
 }
 
-// The object in the answer to each kind of request.
-func sandboxIn(a *keptAnswer) **sandbox.Sandbox           { return &a.Sandbox }
-func forkIn(a *keptAnswer) **sandbox.Fork                 { return &a.Fork }
-func checkpointIn(a *keptAnswer) **sandbox.CheckpointSize { return &a.Checkpoint }
-
 // doOnce makes an object as a request asks. If the request came before and was done,
 // replayed is set and the object is as it was then.
 func doOnce[T any](ctx context.Context, m *Manager, once *sandbox.Once, in func(*keptAnswer) **T, do func(record[T]) (T, error)) (made T, replayed bool, err error) {
@@ -65,7 +38,7 @@ func doOnce[T any](ctx context.Context, m *Manager, once *sandbox.Once, in func(
 		made, err = do(func(tx *journal.Tx, object T) error {
 			var a keptAnswer
 			*in(&a) = &object
-			return m.keepAnswer(tx, *once, a)
+			return keepAnswer(tx, *once, a)
 		})
 		return err
 	})
@@ -138,29 +111,4 @@ func (m *Manager) endRequest(once sandbox.Once) {
 	defer m.mu.Unlock()
 	close(m.requests[once.Key].done)
 	delete(m.requests, once.Key)
-}
-
-// keepAnswer keeps the answer to a request, and forgets some of those that are old.
-func (m *Manager) keepAnswer(tx *journal.Tx, once sandbox.Once, a keptAnswer) error {
-	a.Body, a.Time = once.Body, time.Now().UTC()
-	old := map[string]string{}
-	err := answersByTime.Each(tx, "", func(at, key string) error {
-		if len(old) == forgetStep || at >= journal.TimeKey(a.Time.Add(1-keepAnswers), "") {
-			return errEnough
-		}
-		old[at] = key
-		return nil
-	})
-	if errors.Is(err, errEnough) {
-		err = nil
-	}
-	for at, key := range old {
-		err = errors.Join(err, answersByTime.Delete(tx, at))
-		// A later answer may have taken its place.
-		before, found, getErr := answers.Get(tx, key)
-		if err = errors.Join(err, getErr); found && journal.TimeKey(before.Time, key) == at {
-			err = errors.Join(err, answers.Delete(tx, key))
-		}
-	}
-	return errors.Join(err, answers.Put(tx, once.Key, a), answersByTime.Put(tx, journal.TimeKey(a.Time, once.Key), once.Key))
 }

@@ -61,7 +61,9 @@ func TestReadsJournalOfBefore(t *testing.T) {
 // TestAdoptsJournalOfBefore: a daemon starts with that journal, and ends those
 // sandboxes only whose machines are gone.
 func TestAdoptsJournalOfBefore(t *testing.T) {
-	m := daemon(t, filepath.Dir(copyOfJournal(t)), nodetest.NewHost(t), func(c *Config) { c.Boot = "boot-1" })
+	m := daemon(t, filepath.Dir(copyOfJournal(t)), nodetest.NewHost(t), func(c *Config) {
+		c.Boot, c.Builder = "boot-1", &builder{gate: make(chan struct{})} // a build counts, too
+	})
 	defer func() { _ = m.Close() }()
 	<-m.adopted
 	list, err := m.Sandboxes(t.Context(), sandbox.SandboxesRequest{Namespace: "team", Page: sandbox.Page{}, Ended: true})

@@ -3,6 +3,7 @@ package journal
 import (
 	"bytes"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"strings"
 	"time"
@@ -141,6 +142,43 @@ func (c Collection[T]) Keys(tx *Tx, prefix string, f func(key string, version ui
 		}
 	}
 	return nil
+}
+
+// First returns the first object whose key begins with prefix, and whether there is one.
+func (c Collection[T]) First(tx *Tx, prefix string) (key string, object T, found bool, err error) {
+	err = c.Each(tx, prefix, func(k string, o T) error {
+		key, object, found = k, o, true
+		return errFound
+	})
+	if errors.Is(err, errFound) {
+		err = nil
+	}
+	return key, object, found, err
+}
+
+var errFound = errors.New("it was found")
+
+// Last returns the last object whose key begins with prefix, which ends below 0xff, and
+// whether there is one.
+func (c Collection[T]) Last(tx *Tx, prefix string) (key string, object T, found bool, err error) {
+	bucket := tx.bolt.Bucket([]byte(c))
+	if bucket == nil {
+		return "", object, false, nil
+	}
+	cursor := bucket.Cursor()
+	after := []byte(prefix)
+	after[len(after)-1]++
+	k, v := cursor.Seek(after)
+	if k == nil {
+		k, v = cursor.Last()
+	} else {
+		k, v = cursor.Prev()
+	}
+	if k == nil || !strings.HasPrefix(string(k), prefix) {
+		return "", object, false, nil
+	}
+	err = c.decode(tx, string(k), v, &object)
+	return string(k), object, err == nil, err
 }
 
 func (c Collection[T]) decode(tx *Tx, key string, v []byte, object *T) error {

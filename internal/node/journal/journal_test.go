@@ -59,6 +59,13 @@ func TestCollection(t *testing.T) {
 		if _, found, err := Collection[note]("empty").Get(tx, "x"); found || err != nil {
 			t.Errorf("found in an empty collection: %v, %v", found, err)
 		}
+		for prefix, want := range map[string][2]string{"b/": {"b/1", "b/2"}, "c/": {"c/1", "c/1"}, "a/": {}, "d/": {}} {
+			first, _, _, err := notes.First(tx, prefix)
+			last, _, found, lastErr := notes.Last(tx, prefix)
+			if got := [2]string{first, last}; got != want || found != (want[1] != "") || err != nil || lastErr != nil {
+				t.Errorf("%s begins and ends with %q, want %q: %v, %v", prefix, got, want, err, lastErr)
+			}
+		}
 		return notes.Each(tx, "b/", func(key string, n note) error {
 			keys = append(keys, key+"="+n.Text)
 			return nil
