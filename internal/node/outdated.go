@@ -60,6 +60,10 @@ func (m *Manager) recoverSnapshots() error {
 	if err != nil {
 		return err
 	}
+	for _, b := range outdated {
+		b.Outdated = ""
+		m.uncountBuild(b)
+	}
 	for _, b := range unusable {
 		err = errors.Join(err, m.removeSnapshot(m.snapshotDir(b.Snapshot)), buildlog.Remove(m.logFile(b.Snapshot)))
 		m.uncountBuild(b)

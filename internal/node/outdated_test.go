@@ -96,6 +96,37 @@ func TestOutdatedSnapshot(t *testing.T) {
 	})
 }
 
+// TestOutdatedWithinQuota: while a snapshot is made anew the namespace pays for one of the
+// two, also after a restart in between.
+func TestOutdatedWithinQuota(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir, h := t.TempDir(), nodetest.NewHost(t)
+		open, shut := make(chan struct{}), make(chan struct{})
+		close(open)
+		m := updateDaemon(t, dir, h, nil, open, "one")
+		defer func() { _ = m.Close() }()
+		setUp(t, m, 1)
+		time.Sleep(time.Minute)
+		q, err := m.QuotaOf(t.Context(), sandbox.DefaultNamespace)
+		must(t, err)
+		used := q.UsedStorage
+		if used == 0 {
+			t.Fatal("a template takes nothing")
+		}
+		must(t, second(m.SetQuota(t.Context(), sandbox.Quota{Namespace: sandbox.DefaultNamespace, Storage: used * 3 / 2})))
+		for _, gate := range []chan struct{}{shut, shut, open} {
+			m = updateDaemon(t, dir, h, m, gate, "two")
+			time.Sleep(time.Minute)
+		}
+		if build := madeBy(t, h, m, "after"); build != "two" {
+			t.Errorf("a claim gets build %q: %+v", build, poolStatus(t, m))
+		}
+		if q, err = m.QuotaOf(t.Context(), sandbox.DefaultNamespace); err != nil || q.UsedStorage != used {
+			t.Errorf("%d bytes are stored, not %d (%v)", q.UsedStorage, used, err)
+		}
+	})
+}
+
 // TestOutdatedWaits: where snapshots are made anew one after the other, the pool of one that
 // waits for its turn says so, and still why it is made anew.
 func TestOutdatedWaits(t *testing.T) {

@@ -155,7 +155,7 @@ func (m *Manager) recoverStorage() error {
 			return nil
 		})
 		return errors.Join(err, builds.Each(tx, "", func(_ string, b sandbox.Build) error {
-			if b.Over() {
+			if b.Counts() {
 				m.capacity.keep(b.Template.Namespace, b.Kept, b.Shares()...)
 			}
 			return nil

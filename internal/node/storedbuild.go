@@ -67,9 +67,10 @@ func (m *Manager) measureBuild(b sandbox.Build) (bytes uint64, err error) {
 	return bytes + log, errors.Join(err, logErr)
 }
 
-// uncountBuild is called when a build has left the journal.
+// uncountBuild is called with a build as it was, when it has left the journal or does not
+// count any more.
 func (m *Manager) uncountBuild(b sandbox.Build) {
-	if b.Over() {
+	if b.Counts() {
 		m.capacity.discard(b.Template.Namespace, b.Kept, b.Shares()...)
 	}
 }

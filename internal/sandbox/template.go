@@ -172,6 +172,10 @@ func (b Build) Shares() []Held {
 // Over reports whether the build has ended, one way or the other.
 func (b Build) Over() bool { return b.Phase == PhaseReady || b.Phase == PhaseFailed }
 
+// Counts reports whether the build counts in the disk quota of its namespace. One that is
+// being replaced does not: its tenant has not asked for two.
+func (b Build) Counts() bool { return b.Over() && b.Outdated == "" }
+
 // Built is what a build found out.
 type Built struct {
 	// Image is the digest of the image that it is made of.
