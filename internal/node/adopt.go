@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/node/journal"
 	"agentrun.dev/internal/sandbox"
 )
 
@@ -40,6 +41,26 @@ func (m *Manager) register(s sandbox.Sandbox) {
 	}
 	m.capacity.take(s.Namespace, s.Memory, s.Holds()...)
 	<-b.turn
+}
+
+// checkEngine refuses to start where another engine has sandboxes that run: this one would
+// find none of their machines, and take them for lost.
+func (m *Manager) checkEngine() error {
+	others, engine := 0, ""
+	err := m.db.View(func(tx *journal.Tx) error {
+		return sandboxes.Each(tx, "", func(_ string, s sandbox.Sandbox) error {
+			if s.Machine != "" && s.Boot == m.cfg.Boot && s.Engine != "" && s.Engine != m.cfg.Engine.Name() {
+				others, engine = others+1, s.Engine
+			}
+			return nil
+		})
+	})
+	if err != nil || others == 0 {
+		return err
+	}
+	return sandbox.Errorf(sandbox.CodeConflict, "the daemon cannot run with the engine %s", m.cfg.Engine.Name()).
+		Because("%d sandboxes of its state folder run with the engine %s", others, engine).
+		Try("Start the daemon with `--engine` as it was; for another engine hibernate or end them first")
 }
 
 // adoptAll takes over the machines of all sandboxes that are registered.

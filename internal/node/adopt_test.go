@@ -240,3 +240,35 @@ func TestClaimAtOnce(t *testing.T) {
 		}
 	})
 }
+
+// TestOtherEngine: a daemon with another engine does not take running sandboxes for lost: it
+// does not start. What is hibernated keeps it from nothing.
+func TestOtherEngine(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h, dir := nodetest.NewHost(t), t.TempDir()
+		m := daemon(t, dir, h)
+		setUp(t, m, 0)
+		claim(t, m, "a", sandbox.Lifetime{})
+		claim(t, m, "b", sandbox.Lifetime{})
+		must(t, second(m.Hibernate(t.Context(), key("b"))))
+		cfg := m.cfg
+		must(t, m.Close())
+		cfg.Engine = renamed{h}
+		_, err := Open(t.Context(), cfg)
+		if !sandbox.HasCode(err, sandbox.CodeConflict) || !strings.Contains(err.Error(), "1 sandboxes of its state folder run with the engine fake") {
+			t.Errorf("it started: %v", err)
+		}
+		m = daemon(t, dir, h)
+		synctest.Wait()
+		wantState(t, m, "a", sandbox.Running)
+		must(t, second(m.Hibernate(t.Context(), key("a"))))
+		must(t, m.Close())
+		m, err = Open(t.Context(), cfg)
+		must(t, err)
+		wantState(t, m, "a", sandbox.Hibernated)
+		must(t, m.Close())
+		m = daemon(t, dir, h)
+		defer func() { _ = m.Close() }()
+		must(t, second(m.Resume(t.Context(), key("a"))))
+	})
+}

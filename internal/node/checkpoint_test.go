@@ -249,9 +249,8 @@ func TestCheckpointOtherEngine(t *testing.T) {
 		setUp(t, m, 0)
 		claim(t, m, "a", sandbox.Lifetime{})
 		checkpoint(t, m, "c", "a")
-		if err := m.Close(); err != nil {
-			t.Fatal(err)
-		}
+		must(t, second(m.Kill(t.Context(), key("a"))))
+		must(t, m.Close())
 		m = daemon(t, dir, h, func(c *Config) { c.Engine = renamed{h} })
 		defer func() { _ = m.Close() }()
 		if _, _, err := m.Restore(t.Context(), sandbox.RestoreRequest{Key: key("r"), Checkpoint: "c", Spec: sandbox.RestoreSpec{}}); !sandbox.HasCode(err, sandbox.CodeConflict) || !strings.Contains(err.Error(), "other") {

@@ -309,6 +309,9 @@ func (m *Manager) logFile(id sandbox.ID) string {
 // recover brings journal, machines and files into line, in the order that
 // docs/design/forkd.md gives.
 func (m *Manager) recover(ctx context.Context) error {
+	if err := m.checkEngine(); err != nil {
+		return err
+	}
 	if err := errors.Join(m.recoverQuotas(), m.recoverCordon(), m.identify()); err != nil {
 		return err
 	}
