@@ -45,6 +45,8 @@ const (
 type Store struct {
 	dir, name string
 
+	keeping sync.Mutex // held by who stores a program
+
 	mu   sync.Mutex // protects all following fields, and the users of each Program
 	open map[layer.Digest]*Program
 }
@@ -116,19 +118,39 @@ func (s *Store) Has(d layer.Digest) bool {
 	return err == nil
 }
 
-// Use finds a program and verifies its content.
+// Use finds a program and verifies its content, for which nobody else waits.
 func (s *Store) Use(d layer.Digest) (*Program, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.use(d)
-}
-
-// use does so for whoever has the mutex.
-func (s *Store) use(d layer.Digest) (_ *Program, err error) {
-	if p := s.open[d]; p != nil {
-		p.users++
+	if p := s.again(d); p != nil {
 		return p, nil
 	}
+	p, err := s.verify(d)
+	if err != nil {
+		return nil, err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if first := s.open[d]; first != nil {
+		first.users++
+		_ = p.file.Close() // only read
+		return first, nil
+	}
+	s.open[d] = p
+	return p, nil
+}
+
+// again is another use of a program that is in use; nil if it is not.
+func (s *Store) again(d layer.Digest) *Program {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	p := s.open[d]
+	if p != nil {
+		p.users++
+	}
+	return p
+}
+
+// verify locks a program and looks at its content.
+func (s *Store) verify(d layer.Digest) (_ *Program, err error) {
 	f, err := os.OpenFile(s.path(d), os.O_RDONLY|unix.O_NOFOLLOW, 0)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, fmt.Errorf("%w: %s", ErrNotKept, s.path(d))
@@ -154,9 +176,7 @@ func (s *Store) use(d layer.Digest) (_ *Program, err error) {
 	if got != d {
 		return nil, fmt.Errorf("%w: the content of %s has the digest %s. Put the program of that AgentRun there, or remove the file and what was made with it", ErrDamaged, f.Name(), got)
 	}
-	p := &Program{Digest: d, Path: f.Name(), store: s, file: f, users: 1}
-	s.open[d] = p
-	return p, nil
+	return &Program{Digest: d, Path: f.Name(), store: s, file: f, users: 1}, nil
 }
 
 // Keep puts a copy of a program into the folder, unless it is there, and uses it.
@@ -192,10 +212,10 @@ func (s *Store) KeepAs(d layer.Digest, path string) (*Program, error) {
 
 // keep stores the content of a file that has a digest, and uses it.
 func (s *Store) keep(d layer.Digest, f *os.File) (*Program, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.keeping.Lock()
+	defer s.keeping.Unlock()
 	for {
-		p, err := s.use(d)
+		p, err := s.Use(d)
 		switch {
 		case errors.Is(err, ErrNotKept):
 			err = durable.Create(s.path(d), mode, func(to *os.File) error { return copyTo(to, f, d) })

@@ -256,6 +256,59 @@ func TestCollectAndUse(t *testing.T) {
 	}
 }
 
+// TestUseWaitsForNobodyElse: while one program is waited for, or verified, others are used.
+func TestUseWaitsForNobodyElse(t *testing.T) {
+	dir := t.TempDir()
+	s := open(t, dir)
+	slow, slowDigest := program(t, "slow")
+	quick, quickDigest := program(t, "quick")
+	for _, path := range []string{slow, quick} {
+		p, err := s.Keep(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		p.Release()
+	}
+	path := s.path(slowDigest)
+	held, err := os.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := lock(held, syscall.LOCK_EX); err != nil {
+		t.Fatal(err)
+	}
+	used := make(chan error, 1)
+	go func() {
+		p, err := s.Use(slowDigest)
+		p.Release()
+		used <- err
+	}()
+	for !waitedFor(t, path) {
+		time.Sleep(time.Millisecond) // the kernel tells nobody who waits
+	}
+	others := make(chan error, 1)
+	go func() {
+		p, err := s.Use(quickDigest)
+		p.Again().Release()
+		p.Release()
+		others <- err
+	}()
+	select {
+	case err := <-others:
+		if err != nil {
+			t.Error(err)
+		}
+	case <-time.After(time.Minute):
+		t.Error("another program was not used meanwhile")
+	}
+	if err := held.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-used; err != nil {
+		t.Error(err)
+	}
+}
+
 // waitedFor reports whether somebody waits for the lock of a file.
 func waitedFor(t *testing.T, path string) bool {
 	t.Helper()
