@@ -101,7 +101,7 @@ func (m *Manager) admitTemplate(t sandbox.Template) (leave func(), err error) {
 	case err != nil && !sandbox.HasCode(err, sandbox.CodeNotFound):
 		return nil, err
 	case err != nil: // what has failed before is told by the build why it fails again
-		if err := errors.Join(m.room.admit(0), m.capacity.store(t.Namespace, 0)); err != nil {
+		if err := errors.Join(m.room.admit(), m.capacity.store(t.Namespace, 0)); err != nil {
 			return nil, err
 		}
 	}

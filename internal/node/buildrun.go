@@ -259,7 +259,7 @@ func (m *Manager) tryBuild(ctx context.Context, run *build, b *sandbox.Build) (e
 	ctx, end := m.observer.Begin(ctx, sandbox.Work{Op: sandbox.OpBuild, Template: b.Template, Stage: b.Stage})
 	defer func() { end(sandbox.Outcome{Err: err}) }()
 	b.Attempts++
-	if err := errors.Join(m.room.admit(0), m.capacity.store(namespace, 0)); err != nil {
+	if err := errors.Join(m.room.admit(), m.capacity.store(namespace, 0)); err != nil {
 		return err
 	}
 	if err := m.reserve(namespace, memory); err != nil {

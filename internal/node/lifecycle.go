@@ -106,7 +106,7 @@ func (b *member) hibernate(ctx context.Context, due func() bool) (err error) {
 	m := b.manager
 	ctx, end := m.observer.Begin(ctx, last.Work(sandbox.OpHibernate))
 	defer func() { end(sandbox.Outcome{Err: err}) }()
-	if err := errors.Join(m.room.admit(0), m.capacity.store(last.Namespace, 0)); err != nil {
+	if err := errors.Join(m.room.admit(), m.capacity.store(last.Namespace, 0)); err != nil {
 		return fmt.Errorf("hibernate sandbox %s: %w", b.id, err)
 	}
 	release, err := m.captureTurns.take(ctx, last.Namespace)
@@ -123,7 +123,10 @@ func (b *member) hibernate(ctx context.Context, due func() bool) (err error) {
 	}
 	err = b.machine.Pause(ctx)
 	if err == nil { // it cannot become larger
-		err = m.admitCapture(ctx, b.machine)
+		var stored func()
+		if stored, err = m.admitCapture(ctx, b.machine); err == nil {
+			defer stored()
+		}
 	}
 	if err == nil {
 		var snap *snapshot.Snapshot

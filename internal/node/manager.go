@@ -129,7 +129,7 @@ type Manager struct {
 	adopted chan struct{}
 
 	// room is that of the state folder's disk.
-	room room
+	room *room
 
 	quotaTurn  sync.Mutex // held by who changes a quota
 	cordonTurn sync.Mutex // likewise the cordon
@@ -218,7 +218,7 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 		requests: map[string]*request{}, restoring: map[sandbox.Key]int{}, parked: map[sandbox.ID]sandbox.Key{},
 	}
 	m.capacity = newAdmission(cfg.Capacity, m.dropHeld)
-	m.room = room{cfg.Dir, cfg.StorageReserve}
+	m.room = &room{dir: cfg.Dir, reserve: cfg.StorageReserve}
 	m.capacity.changed = m.noticeStatus
 	m.ctx, m.cancel = context.WithCancel(context.WithoutCancel(ctx))
 	if m.processor, err = engine.ProcessorOf(cfg.Engine); err != nil {

@@ -3,6 +3,7 @@ package node
 import (
 	"context"
 	"fmt"
+	"sync"
 	"time"
 
 	"agentrun.dev/internal/engine"
@@ -15,10 +16,14 @@ import (
 type room struct {
 	dir     string
 	reserve uint64 // bytes
+
+	mu sync.Mutex // protects pledged
+	// pledged is how many bytes were admitted that are still being stored.
+	pledged uint64
 }
 
 // free is how much room the disk has.
-func (r room) free() (uint64, error) {
+func (r *room) free() (uint64, error) {
 	var st unix.Statfs_t
 	if err := unix.Statfs(r.dir, &st); err != nil {
 		return 0, fmt.Errorf("look at the disk of %s: %w", r.dir, err)
@@ -26,25 +31,45 @@ func (r room) free() (uint64, error) {
 	return st.Bavail * uint64(st.Bsize), nil
 }
 
-// admit refuses to store so many bytes more where they would take of the reserve. With none
-// it says whether any would be refused.
-func (r room) admit(bytes uint64) error {
-	free, err := r.free()
-	if err != nil {
-		return err
-	}
-	if r.reserve > 0 && (free < r.reserve || bytes > free-r.reserve) {
-		return r.refused(bytes, free)
-	}
-	return nil
+// admit refuses to store anything more where the reserve is taken of already.
+func (r *room) admit() error {
+	_, err := r.pledge(0)
+	return err
 }
 
-func (r room) refused(bytes, free uint64) error {
+// pledge refuses to store so many bytes more where they would take of the reserve. They count
+// until stored is called, for those who come meanwhile.
+func (r *room) pledge(bytes uint64) (stored func(), err error) {
+	if r.reserve == 0 {
+		return func() {}, nil
+	}
+	free, err := r.free()
+	if err != nil {
+		return nil, err
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if taken := r.reserve + r.pledged; free < taken || bytes > free-taken {
+		return nil, r.refused(bytes, free, r.pledged)
+	}
+	r.pledged += bytes
+	return func() {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		r.pledged -= bytes
+	}, nil
+}
+
+func (r *room) refused(bytes, free, pledged uint64) error {
 	err := sandbox.Errorf(sandbox.CodeCapacity, "the disk of the node has no room for what is to be stored")
 	if bytes > 0 {
 		err = sandbox.Errorf(sandbox.CodeCapacity, "the disk of the node has no room for %s", sandbox.Mebibytes(bytes))
 	}
-	return err.Because("%s are free, of which %s are kept for the node itself", sandbox.Mebibytes(free), sandbox.Mebibytes(r.reserve)).
+	kept := sandbox.Mebibytes(r.reserve) + " are kept for the node itself"
+	if pledged > 0 {
+		kept += " and " + sandbox.Mebibytes(pledged) + " for what is being stored"
+	}
+	return err.Because("%s are free, of which %s", sandbox.Mebibytes(free), kept).
 		Try("Delete checkpoints, templates or hibernated sandboxes, remove images (`agentrun image prune`), or make the disk larger")
 }
 
@@ -55,7 +80,7 @@ const watchEvery = 200 * time.Millisecond
 // watch is a context for something that is stored of which nobody knows how large it
 // becomes: it ends when more than half of the reserve is gone. The cause is the error that
 // whoever asked is to be told.
-func (r room) watch(ctx context.Context) (_ context.Context, stop func()) {
+func (r *room) watch(ctx context.Context) (_ context.Context, stop func()) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	if r.reserve == 0 {
 		return ctx, func() { cancel(nil) }
@@ -70,7 +95,7 @@ func (r room) watch(ctx context.Context) (_ context.Context, stop func()) {
 				return
 			}
 			if free, err := r.free(); err == nil && free < r.reserve/2 {
-				cancel(r.refused(0, free))
+				cancel(r.refused(0, free, 0))
 				return
 			}
 		}
@@ -87,19 +112,20 @@ func whyNot(ctx context.Context, err error) error {
 	return err
 }
 
-// admitCapture sees to it that there is room on the disk for what a machine has.
-func (m *Manager) admitCapture(ctx context.Context, machine engine.Sandbox) error {
+// admitCapture sees to it that there is room on the disk for what a machine has, beside what
+// others store. stored is called when it is on disk, or will not be.
+func (m *Manager) admitCapture(ctx context.Context, machine engine.Sandbox) (stored func(), err error) {
 	if m.room.reserve == 0 {
-		return nil
+		return func() {}, nil
 	}
-	if err := m.room.admit(0); err != nil {
-		return err
+	if err := m.room.admit(); err != nil {
+		return nil, err
 	}
 	stats, err := machine.Stats(ctx)
 	if err != nil {
-		return fmt.Errorf("find out how much there is to store: %w", err)
+		return nil, fmt.Errorf("find out how much there is to store: %w", err)
 	}
-	return m.room.admit(stats.Own + stats.Disk)
+	return m.room.pledge(stats.Own + stats.Disk)
 }
 
 // beginMaking is begin for what makes something that the journal has to keep. While the disk

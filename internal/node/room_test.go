@@ -110,6 +110,37 @@ func TestReserve(t *testing.T) {
 	})
 }
 
+// TestReserveOfSeveral: what is being stored counts for whoever comes meanwhile, though
+// nothing of it is on the disk yet.
+func TestReserveOfSeveral(t *testing.T) {
+	state := smallDisk(t, 64)
+	synctest.Test(t, func(t *testing.T) {
+		h := nodetest.NewHost(t)
+		m := daemon(t, state, h, func(c *Config) { c.StorageReserve = 16 * mib })
+		defer func() { _ = m.Close() }()
+		setUp(t, m, 0)
+		ctx := t.Context()
+		claim(t, m, "a", sandbox.Lifetime{})
+		claim(t, m, "b", sandbox.Lifetime{})
+		fillUntil(t, m, 28*mib) // room for one of two
+		asked := h.HangCaptures()
+		first := make(chan error)
+		go func() { first <- second(m.Hibernate(ctx, key("a"))) }()
+		<-asked
+		patient, cancel := context.WithTimeout(ctx, time.Minute)
+		defer cancel()
+		wantNoRoom(t, "beside another", second(m.Hibernate(patient, key("b"))))
+		wantNoRoom(t, "beside another", third(m.Checkpoint(patient, sandbox.CheckpointRequest{Key: key("c"), Source: "b"})))
+		must(t, second(m.Kill(ctx, key("a"))))
+		if err := <-first; err == nil {
+			t.Error("a sandbox that was killed hibernated")
+		}
+		if m.room.pledged != 0 {
+			t.Errorf("%d bytes are being stored by nobody", m.room.pledged)
+		}
+	})
+}
+
 // hungry is a builder that takes half of the disk and then waits for its end.
 type hungry struct {
 	builder

@@ -82,21 +82,24 @@ func (m *Manager) count(n sandbox.Namespace, dir string, kept *uint64) error {
 // which is what done says.
 func (m *Manager) beginCheckpoint(ctx context.Context, b *member) (done func(), err error) {
 	s := b.now()
-	if err := errors.Join(m.room.admit(0), m.capacity.store(s.Namespace, 0)); err != nil {
+	if err := errors.Join(m.room.admit(), m.capacity.store(s.Namespace, 0)); err != nil {
 		return nil, err
 	}
+	stored := func() {}
 	if b.machine != nil { // else it shares what is there
-		if err := m.admitCapture(ctx, b.machine); err != nil {
+		if stored, err = m.admitCapture(ctx, b.machine); err != nil {
 			return nil, err
 		}
 	}
 	if s.State != sandbox.Running {
-		return func() {}, nil
+		return stored, nil
 	}
 	if err := m.reserve(s.Namespace, s.Memory); err != nil {
+		stored()
 		return nil, fmt.Errorf("there is a second copy of a running sandbox in memory until it is written, pause %s first: %w", s.Name, err)
 	}
 	return func() {
+		stored()
 		m.capacity.release(s.Namespace, s.Memory)
 		m.refill()
 	}, nil
