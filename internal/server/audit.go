@@ -1,6 +1,7 @@
 package server
 
 import (
+	"maps"
 	"sync"
 	"time"
 
@@ -16,9 +17,8 @@ func AuditFailed() error {
 		Try("Make room on the disk of the daemon's state folder")
 }
 
-// Throttle bounds what those write into the audit log who have shown that they may do
-// nothing: they could otherwise push everything else out of it. The zero value is ready
-// to use.
+// Throttle bounds what is written into the audit log of requests that are refused: whoever
+// makes many could otherwise push everything else out of it. The zero value is ready to use.
 type Throttle struct {
 	mu      sync.Mutex // protects all following fields
 	left    float64
@@ -27,8 +27,8 @@ type Throttle struct {
 }
 
 const (
-	strangersBurst     = 100
-	strangersPerSecond = 1
+	refusedBurst     = 100
+	refusedPerSecond = 1
 )
 
 // Take asks for one more; if it is allowed, omitted is how many were not before.
@@ -36,9 +36,9 @@ func (t *Throttle) Take(now time.Time) (allowed bool, omitted int) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.last.IsZero() {
-		t.left = strangersBurst
+		t.left = refusedBurst
 	} else {
-		t.left = min(strangersBurst, t.left+now.Sub(t.last).Seconds()*strangersPerSecond)
+		t.left = min(refusedBurst, t.left+now.Sub(t.last).Seconds()*refusedPerSecond)
 	}
 	t.last = now
 	if t.left < 1 {
@@ -48,4 +48,42 @@ func (t *Throttle) Take(now time.Time) (allowed bool, omitted int) {
 	t.left--
 	omitted, t.omitted = t.omitted, 0
 	return true, omitted
+}
+
+// Throttles are those of principals, one each. The zero value is ready to use.
+type Throttles struct {
+	mu  sync.Mutex // protects all following fields
+	all map[string]*Throttle
+	// others is shared by those who come while throttlesAtMost have one.
+	others Throttle
+}
+
+const throttlesAtMost = 4096
+
+// Of is the throttle of a principal; strangers have the empty name.
+func (ts *Throttles) Of(principal string, now time.Time) *Throttle {
+	ts.mu.Lock()
+	defer ts.mu.Unlock()
+	if t := ts.all[principal]; t != nil {
+		return t
+	}
+	if ts.all == nil {
+		ts.all = map[string]*Throttle{}
+	}
+	if len(ts.all) >= throttlesAtMost {
+		maps.DeleteFunc(ts.all, func(_ string, t *Throttle) bool { return t.idle(now) })
+	}
+	if len(ts.all) >= throttlesAtMost {
+		return &ts.others
+	}
+	t := &Throttle{}
+	ts.all[principal] = t
+	return t
+}
+
+// idle reports whether a throttle is as good as a new one.
+func (t *Throttle) idle(now time.Time) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return !t.last.IsZero() && now.Sub(t.last) > refusedBurst/refusedPerSecond*time.Second
 }

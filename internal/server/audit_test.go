@@ -1,6 +1,7 @@
 package server
 
 import (
+	"fmt"
 	"testing"
 	"time"
 )
@@ -19,13 +20,33 @@ func TestStrangersAreBounded(t *testing.T) {
 		}
 		return written, omitted
 	}
-	if w, o := count(1000, now); w != strangersBurst || o != 0 {
+	if w, o := count(1000, now); w != refusedBurst || o != 0 {
 		t.Errorf("%d, %d", w, o)
 	}
-	if w, o := count(5, now.Add(2*time.Second)); w != 2 || o != 1000-strangersBurst {
+	if w, o := count(5, now.Add(2*time.Second)); w != 2 || o != 1000-refusedBurst {
 		t.Errorf("%d, %d", w, o)
 	}
-	if w, o := count(1000, now.Add(time.Hour)); w != strangersBurst || o != 3 {
+	if w, o := count(1000, now.Add(time.Hour)); w != refusedBurst || o != 3 {
 		t.Errorf("%d, %d", w, o)
+	}
+}
+
+// TestThrottles: each principal has a bound of its own, and there are not more of them than
+// are of use.
+func TestThrottles(t *testing.T) {
+	var all Throttles
+	now := time.Now()
+	for i := range throttlesAtMost {
+		name := fmt.Sprint("key:", i)
+		if ok, _ := all.Of(name, now).Take(now); !ok || all.Of(name, now) != all.Of(name, now) {
+			t.Fatalf("%s is refused, or has two", name)
+		}
+	}
+	if all.Of("late", now) != all.Of("later", now) || len(all.all) != throttlesAtMost {
+		t.Errorf("there are %d", len(all.all))
+	}
+	now = now.Add(time.Hour)
+	if all.Of("late", now) == all.Of("later", now) || len(all.all) != 2 {
+		t.Errorf("there are %d an hour later", len(all.all))
 	}
 }

@@ -47,8 +47,8 @@ type Event struct {
 	// Essential is an event of somebody who may make room on the disk. While that is full,
 	// half of the room that is set aside for the log is for such events alone.
 	Essential bool `json:"-"`
-	// Omitted is how many requests of strangers were refused since the event
-	// before and not written.
+	// Omitted is how many requests of the principal, or of strangers, were refused since
+	// the event before and not written.
 	Omitted int `json:"omitted,omitempty"`
 }
 

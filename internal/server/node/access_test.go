@@ -165,3 +165,27 @@ func TestNodeRoles(t *testing.T) {
 	_, err = c.GetSandbox(c.ctx, &nodev1.GetSandboxRequest{Namespace: "mine"})
 	wantRefused(t, err, codes.PermissionDenied, "permission_denied", "getSandbox")
 }
+
+// TestRefusedAreBounded: of calls that are refused a principal cannot write as many into the
+// audit log as it makes; those of another are written.
+func TestRefusedAreBounded(t *testing.T) {
+	var who asked
+	c := newNodeClient(t, func(cfg *server.Config) { cfg.Authenticator = &who })
+	const flood = 300
+	refused := func(name string) {
+		who.Store(&access.Principal{Name: name, Role: access.RoleViewer, Namespaces: []sandbox.Namespace{"mine"}})
+		_, err := c.DeletePool(c.ctx, &nodev1.DeletePoolRequest{Namespace: "mine", Name: "pool"})
+		wantRefused(t, err, codes.PermissionDenied, "permission_denied", "deletePool is not for the role viewer")
+	}
+	for range flood {
+		refused("key:loud")
+	}
+	refused("key:quiet")
+	wrote := map[string]int{}
+	for _, e := range c.Events() {
+		wrote[e.Principal]++
+	}
+	if wrote["key:quiet"] != 1 || wrote["key:loud"] < 100 || wrote["key:loud"] == flood {
+		t.Errorf("%v", wrote)
+	}
+}

@@ -51,7 +51,8 @@ func (c call) event(ctx context.Context, who access.Principal, stage audit.Stage
 func (n *nodeAPI) audited(ctx context.Context, who access.Principal, c call, do func(context.Context) error) error {
 	err := n.authoriseCall(ctx, who, c.method, c.req)
 	if err != nil && !sandbox.HasCode(err, sandbox.CodeInvalid) {
-		n.auditEnd(c.event(ctx, who, audit.End), err)
+		event := c.event(ctx, who, audit.End)
+		n.auditRefused(n.refusals.Of(who.Name, event.Time), event, err)
 		return err
 	}
 	serve := func() error {
@@ -84,8 +85,8 @@ func (n *nodeAPI) auditEnd(event audit.Event, err error) {
 	}
 }
 
-// auditRefused writes down what was refused before anything was looked at. Whoever may
-// do nothing cannot push others out of the log with it.
+// auditRefused writes down what was refused before anything was looked at, within a bound:
+// nobody pushes others out of the log with it.
 func (n *nodeAPI) auditRefused(t *server.Throttle, event audit.Event, err error) {
 	allowed, omitted := t.Take(time.Now())
 	if !allowed {

@@ -170,6 +170,8 @@ type nodeAPI struct {
 	// strangers and nodes bound what is written down of connections of nobody, and of
 	// what nodes may not call.
 	strangers, nodes server.Throttle
+	// refusals are those of principals.
+	refusals server.Throttles
 }
 
 // peerCredentials tell who is at the other end of a Unix socket. They encrypt
@@ -335,7 +337,7 @@ func (n *nodeAPI) serve(ctx context.Context, method string, req any, do func(con
 		case who.Via.Role == access.RoleNode:
 			n.auditRefused(&n.nodes, event, err)
 		default:
-			n.auditEnd(event, err)
+			n.auditRefused(n.refusals.Of(who.Name, event.Time), event, err)
 		}
 		return err
 	}

@@ -538,6 +538,29 @@ func TestAudit(t *testing.T) {
 	}
 }
 
+// TestRefusedAreBounded: of requests that are refused a key cannot write as many into the
+// audit log as it makes; those of another are written.
+func TestRefusedAreBounded(t *testing.T) {
+	n := newNode(t)
+	loud, quiet := n.with(n.key(access.RoleViewer, "default")), n.with(n.key(access.RoleViewer, "default"))
+	const flood = 300
+	for range flood {
+		loud.do("DELETE", v1+"/pools/pool", nil, "X-Request-Id", "loud").refused(403, "permission_denied")
+	}
+	quiet.do("DELETE", v1+"/pools/pool", nil, "X-Request-Id", "quiet").refused(403, "permission_denied")
+	wrote := func() map[string]int {
+		out := map[string]int{}
+		for _, e := range n.Events() {
+			out[e.Request]++
+		}
+		return out
+	}
+	n.Eventually(func() bool { return wrote()["quiet"] == 1 }) // the end comes after the answer
+	if all := wrote(); all["loud"] < 90 || all["loud"] == flood {
+		t.Errorf("%v", all)
+	}
+}
+
 // TestAuditFails: what belongs into the log and does not get there is not done.
 func TestAuditFails(t *testing.T) {
 	var broken atomic.Bool // the end of a request is written when it has been answered

@@ -44,8 +44,9 @@ func (a *api) end(rec *record, status int) {
 	if !rec.begun && !rec.denied {
 		return
 	}
-	if rec.event.Principal == "" {
-		allowed, omitted := a.strangers.Take(time.Now())
+	if !rec.begun {
+		now := time.Now()
+		allowed, omitted := a.refusals.Of(rec.event.Principal, now).Take(now)
 		if !allowed {
 			return
 		}

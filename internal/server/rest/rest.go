@@ -40,7 +40,7 @@ type Config struct {
 // api implements the routes.
 type api struct {
 	Config
-	strangers server.Throttle
+	refusals server.Throttles
 }
 
 var _ rest.ServerInterface = (*api)(nil)
