@@ -119,6 +119,8 @@ type Manager struct {
 	cordon    *cordon
 	changes   *changes
 	watchers  watchers
+	// watchesBegin holds a token for each watch that reads all that there is.
+	watchesBegin chan struct{}
 	// statusChanged holds at most one notice that what a pool or the node has may have
 	// changed.
 	statusChanged chan struct{}
@@ -209,7 +211,7 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 	db.ObserveCommits(kept.note)
 	m := &Manager{
 		cordon: &cordon{changed: make(chan struct{})}, digests: map[sandbox.ID]string{},
-		changes: kept, statusChanged: make(chan struct{}, 1),
+		changes: kept, statusChanged: make(chan struct{}, 1), watchesBegin: make(chan struct{}, watchesBegin),
 		cfg: cfg, observer: cfg.Observer, db: db, secrets: secrets, authorities: authorities,
 		turns: newTurns(cfg.Starts), buildTurns: newLongTurns(cfg.Builds, "build"), captureTurns: newLongTurns(cfg.Captures, "capture a sandbox"),
 		adoptTurns: newLongTurns(adoptions, "take over a machine"),

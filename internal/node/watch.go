@@ -11,14 +11,19 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// How many watches there are at most, of a principal and of all.
+// How many watches there are at most: of a principal, of single namespaces, and of all. What
+// tenants leave is for those who see all namespaces.
 const (
-	maxWatches    = 64
-	maxAllWatches = 1024
+	maxWatches      = 64
+	maxSpaceWatches = 768
+	maxAllWatches   = 1024
 )
 
-// bookmarkEvery is after how long a watch is told how far it is, if others' changes have
-// taken it further than what it was told last.
+// watchesBegin is how many watches read all that there is at once.
+const watchesBegin = 4
+
+// bookmarkEvery is after how long a watch that was told nothing is told how far it is. Whoever
+// is in between sees that there is somebody at both ends.
 const bookmarkEvery = 10 * time.Second
 
 // watchedKinds are those of objects that can be watched.
@@ -31,14 +36,21 @@ type watchers struct {
 	mu  sync.Mutex // protects all following fields
 	by  map[sandbox.Principal]int
 	all int
+	// spaces are those of single namespaces.
+	spaces int
 }
 
-func (w *watchers) begin(who sandbox.Principal) (end func(), err error) {
+// begin admits a watch of a namespace, or of all if there is none.
+func (w *watchers) begin(who sandbox.Principal, n sandbox.Namespace) (end func(), err error) {
+	space := 0
+	if n != "" {
+		space = 1
+	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if w.by[who] >= maxWatches || w.all >= maxAllWatches {
+	if w.by[who] >= maxWatches || w.all >= maxAllWatches || w.spaces+space > maxSpaceWatches {
 		return nil, sandbox.Errorf(sandbox.CodeCapacity, "there are too many watches").
-			Because("%q has %d of %d, all have %d of %d", who, w.by[who], maxWatches, w.all, maxAllWatches).
+			Because("%q has %d of %d, single namespaces have %d of %d, all have %d of %d", who, w.by[who], maxWatches, w.spaces, maxSpaceWatches, w.all, maxAllWatches).
 			Try("End some, or watch several kinds at once")
 	}
 	if w.by == nil {
@@ -46,10 +58,12 @@ func (w *watchers) begin(who sandbox.Principal) (end func(), err error) {
 	}
 	w.by[who]++
 	w.all++
+	w.spaces += space
 	return func() {
 		w.mu.Lock()
 		defer w.mu.Unlock()
 		w.all--
+		w.spaces -= space
 		if w.by[who]--; w.by[who] == 0 {
 			delete(w.by, who)
 		}
@@ -62,7 +76,8 @@ type watch struct {
 	of   sandbox.WatchRequest
 	each func(sandbox.Event) error
 	at   uint64 // all changes until here were told, or are not wanted
-	told uint64 // what at was when the other side last learned it
+	// spoke is set when the other side was told something since the last tick of bookmarks.
+	spoke bool
 }
 
 // Version is how far the objects of the node are.
@@ -82,7 +97,7 @@ func (m *Manager) Watch(ctx context.Context, r sandbox.WatchRequest, each func(s
 	if err := m.checkWatch(ctx, r); err != nil {
 		return err
 	}
-	end, err := m.watchers.begin(sandbox.PrincipalOf(ctx))
+	end, err := m.watchers.begin(sandbox.PrincipalOf(ctx), r.Namespace)
 	if err != nil {
 		return err
 	}
@@ -132,13 +147,19 @@ func (w *watch) wants(k sandbox.Kind) bool {
 
 // mark tells how far the watch is.
 func (w *watch) mark(t sandbox.EventType) error {
-	w.told = w.at
+	w.spoke = true
 	return w.each(sandbox.Event{Type: t, ResourceVersion: w.at})
 }
 
 // begin tells of all that there is.
 func (w *watch) begin(ctx context.Context) error {
+	select {
+	case w.watchesBegin <- struct{}{}:
+	case <-ctx.Done():
+		return ctx.Err()
+	}
 	all, version, err := w.objects()
+	<-w.watchesBegin
 	if err != nil {
 		return err
 	}
@@ -248,7 +269,7 @@ func (w *watch) follow(ctx context.Context) error {
 				if err := w.tell(ctx, c); err != nil {
 					return err
 				}
-				w.told = c.version
+				w.spoke = true
 			}
 			w.at = c.version
 		}
@@ -258,11 +279,12 @@ func (w *watch) follow(ctx context.Context) error {
 		select {
 		case <-more:
 		case <-bookmark.C:
-			if w.told < w.at {
+			if !w.spoke {
 				if err := w.mark(sandbox.EventBookmark); err != nil {
 					return err
 				}
 			}
+			w.spoke = false
 		case <-ctx.Done():
 			return ctx.Err()
 		case <-w.ctx.Done():

@@ -293,13 +293,53 @@ func TestWatchResumes(t *testing.T) {
 	})
 }
 
-// TestWatchesAreBounded: of one principal, and of all together.
+// TestWatchIsNeverSilent: a watch of what does not change says so from time to time.
+func TestWatchIsNeverSilent(t *testing.T) {
+	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
+		time.Sleep(time.Hour) // nothing is written any more
+		w := &watcher{}
+		defer w.start(t, m, onSandboxes("", 0))()
+		w.wants(t, "synced")
+		at := w.at
+		time.Sleep(6*bookmarkEvery + time.Second)
+		if said := w.take(); len(said) < 5 || len(said) > 6 || slices.Index(said, "bookmark") != 0 || w.at != at {
+			t.Errorf("it was told %q, and is at %d, not %d", said, w.at, at)
+		}
+		for range 20 {
+			claim(t, m, string(sandbox.NewName("x")), sandbox.Lifetime{})
+			time.Sleep(bookmarkEvery / 2)
+		}
+		if said := w.take(); len(said) != 20 || slices.Contains(said, "bookmark") {
+			t.Errorf("of 20 claims it was told %q", said)
+		}
+	})
+}
+
+// TestWatchesTakeTurns: so many watches at once read all that there is; the next one waits.
+func TestWatchesTakeTurns(t *testing.T) {
+	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
+		for range watchesBegin {
+			m.watchesBegin <- struct{}{}
+		}
+		w := &watcher{}
+		stop := w.start(t, m, onSandboxes("", 0))
+		w.wants(t)
+		<-m.watchesBegin
+		w.wants(t, "synced")
+		_ = stop()
+		if len(m.watchesBegin) != watchesBegin-1 {
+			t.Error("it has not given its turn back")
+		}
+	})
+}
+
+// TestWatchesAreBounded: of one principal, of single namespaces, and of all together.
 func TestWatchesAreBounded(t *testing.T) {
 	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
-		as := func(who string) error {
+		in := func(n sandbox.Namespace, who string) error {
 			ctx, cancel := context.WithCancel(sandbox.WithPrincipal(t.Context(), sandbox.Principal(who)))
 			ended := make(chan error, 1)
-			go func() { ended <- m.Watch(ctx, onSandboxes("", 0), func(sandbox.Event) error { return nil }) }()
+			go func() { ended <- m.Watch(ctx, onSandboxes(n, 0), func(sandbox.Event) error { return nil }) }()
 			synctest.Wait()
 			select {
 			case err := <-ended:
@@ -310,6 +350,7 @@ func TestWatchesAreBounded(t *testing.T) {
 				return nil
 			}
 		}
+		as := func(who string) error { return in("", who) }
 		for range maxWatches {
 			if err := as("greedy"); err != nil {
 				t.Fatal(err)
@@ -320,6 +361,15 @@ func TestWatchesAreBounded(t *testing.T) {
 		}
 		if err := as("modest"); err != nil {
 			t.Errorf("another principal: %v", err)
+		}
+		m.watchers.mu.Lock()
+		m.watchers.spaces = maxSpaceWatches
+		m.watchers.mu.Unlock()
+		if err := in("default", "tenant"); !sandbox.HasCode(err, sandbox.CodeCapacity) {
+			t.Errorf("more than tenants may have: %v", err)
+		}
+		if err := as("controller"); err != nil {
+			t.Errorf("a watch of all beside those of tenants: %v", err)
 		}
 		m.watchers.mu.Lock()
 		m.watchers.all = maxAllWatches
