@@ -135,12 +135,27 @@ func (db *DB) commit(group []*write) error {
 	// Not before: what is noted is copied as it is from then on. Also after an error,
 	// as more than what was changed is fine.
 	db.note(changed)
-	db.committed(Commit{Version: db.version, Changes: changes, Failed: err != nil})
 	if err != nil {
-		return fmt.Errorf("write the journal: %w", err)
+		return db.failed(err)
 	}
+	db.committed(Commit{Version: db.version, Changes: changes})
 	db.mayCompact(used)
 	return nil
+}
+
+// failed says what a commit has come to that has failed. Mostly nothing of it is in the file.
+// Otherwise the file has what its writers are told it has not, and the disk may have neither:
+// nothing is written any more, until a daemon begins with what is there.
+func (db *DB) failed(err error) error {
+	err = fmt.Errorf("write the journal: %w", err)
+	var there uint64
+	lookErr := db.bolt.View(func(tx *bbolt.Tx) error { there = (&Tx{bolt: tx}).Version(); return nil })
+	if lookErr == nil && there < db.version {
+		return err
+	}
+	db.broken = errors.Join(fmt.Errorf("%w: nothing is written before the daemon is started again", err), lookErr)
+	db.committed(Commit{Version: db.version, Failed: true})
+	return db.broken
 }
 
 func (w *write) run(tx *Tx) {

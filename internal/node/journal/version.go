@@ -43,7 +43,8 @@ type Commit struct {
 	Version uint64
 	// Changes are in the order of their resource versions.
 	Changes []Change
-	// Failed says that the changes may be in the file or not: the disk has said neither.
+	// Failed says that the changes may be in the file or not: the disk has said neither. It
+	// is the last commit.
 	Failed bool
 }
 

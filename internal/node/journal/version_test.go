@@ -5,6 +5,8 @@ import (
 	"errors"
 	"path/filepath"
 	"slices"
+	"strings"
+	"syscall"
 	"testing"
 
 	"go.etcd.io/bbolt"
@@ -205,8 +207,43 @@ func TestCommits(t *testing.T) {
 	if err := db.Update(func(tx *Tx) error { return tolds.Put(tx, "big", told{Text: string(make([]byte, 1<<20))}) }); err == nil {
 		t.Fatal("it was written")
 	}
-	if len(got) != 3 || !got[2].Failed {
+	if len(got) != 2 {
+		t.Errorf("of what is not in the file: %+v", got[2:])
+	}
+	db.bolt.MaxSize = 0
+	must(func(tx *Tx) error { return tolds.Put(tx, "b", told{Text: "2"}) })
+	if len(got) != 3 || got[2].Failed || got[2].Version != last(t, db) {
 		t.Errorf("%+v", got[2:])
+	}
+}
+
+// TestUnknownCommit: where the disk has failed after a commit got into the file, nothing is
+// written any more: whoever was told that it has failed could not go on from what is there.
+func TestUnknownCommit(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "journal")
+	db := openTest(t, path)
+	var got []Commit
+	db.ObserveCommits(func(c Commit) { got = append(got, c) })
+	put := func(db *DB) error {
+		return db.Update(func(tx *Tx) error { return tolds.Put(tx, "a", told{Text: "1"}) })
+	}
+	if err := put(db); err != nil {
+		t.Fatal(err)
+	}
+	if err := db.failed(syscall.EIO); !errors.Is(err, syscall.EIO) || len(got) != 2 || !got[1].Failed {
+		t.Errorf("%v, %+v", err, got)
+	}
+	if err := put(db); !errors.Is(err, syscall.EIO) || !strings.Contains(err.Error(), "started again") || len(got) != 2 {
+		t.Errorf("it was written: %v, %+v", err, got)
+	}
+	if version(t, db, "a") == 0 {
+		t.Error("it cannot be read")
+	}
+	if err := db.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if err := put(openTest(t, path)); err != nil {
+		t.Error(err)
 	}
 }
 
