@@ -165,7 +165,8 @@ func checkKeyMode(path string) error {
 
 // parseCAs reads certificates of CAs. Unlike x509.CertPool it leaves nothing out.
 func parseCAs(text []byte) (*x509.CertPool, error) {
-	roots, found := x509.NewCertPool(), false
+	const begin = "-----BEGIN"
+	roots, found, begun := x509.NewCertPool(), 0, bytes.Count(text, []byte(begin))
 	for {
 		block, rest := pem.Decode(text)
 		if block == nil {
@@ -182,12 +183,12 @@ func parseCAs(text []byte) (*x509.CertPool, error) {
 			return nil, fmt.Errorf("the certificate of %s is not that of a CA", sandbox.Quote(cert.Subject.String()))
 		}
 		roots.AddCert(cert)
-		found, text = true, rest
+		found, text = found+1, rest
 	}
 	switch {
-	case bytes.Contains(text, []byte("-----BEGIN")):
+	case found != begun: // what pem does not understand it leaves out
 		return nil, errors.New("a certificate in it is damaged or cut off")
-	case !found:
+	case found == 0:
 		return nil, errors.New("it has no certificate")
 	}
 	return roots, nil

@@ -1,12 +1,14 @@
 package access
 
 import (
+	"bytes"
 	"crypto/tls"
 	"crypto/x509"
 	"errors"
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -131,9 +133,19 @@ func TestMutualFiles(t *testing.T) {
 		"an empty CA":    {func(f accesstest.Files) error { return os.WriteFile(f.CA, nil, 0o600) }, "no certificate"},
 		"half a CA":      {func(f accesstest.Files) error { return os.WriteFile(f.CA, ca.PEM()[:200], 0o600) }, "cut off"},
 		"a CA and half":  {func(f accesstest.Files) error { return os.WriteFile(f.CA, append(ca.PEM(), ca.PEM()[:200]...), 0o600) }, "cut off"},
-		"a key as CA":    {func(f accesstest.Files) error { return os.WriteFile(f.CA, []byte(text(leaf.Key)), 0o600) }, "PRIVATE KEY"},
-		"no CA's":        {func(f accesstest.Files) error { return os.WriteFile(f.CA, []byte(text(leaf.Cert)), 0o600) }, "not that of a CA"},
-		"a huge CA":      {func(f accesstest.Files) error { return os.WriteFile(f.CA, make([]byte, maxPEM+1), 0o600) }, "more than"},
+		"half a CA and one": {func(f accesstest.Files) error {
+			return os.WriteFile(f.CA, append(ca.PEM()[:200:200], append([]byte("\n"), ca.PEM()...)...), 0o600)
+		}, "cut off"},
+		"a damaged CA and one": {func(f accesstest.Files) error {
+			return os.WriteFile(f.CA, append(bytes.Replace(ca.PEM(), []byte("MII"), []byte("M!I"), 1), ca.PEM()...), 0o600)
+		}, "damaged"},
+		"a CA between damaged ones": {func(f accesstest.Files) error {
+			damaged := bytes.Replace(ca.PEM(), []byte("-----END"), []byte("----END"), 1)
+			return os.WriteFile(f.CA, slices.Concat(damaged, ca.PEM(), damaged), 0o600)
+		}, "damaged"},
+		"a key as CA": {func(f accesstest.Files) error { return os.WriteFile(f.CA, []byte(text(leaf.Key)), 0o600) }, "PRIVATE KEY"},
+		"no CA's":     {func(f accesstest.Files) error { return os.WriteFile(f.CA, []byte(text(leaf.Cert)), 0o600) }, "not that of a CA"},
+		"a huge CA":   {func(f accesstest.Files) error { return os.WriteFile(f.CA, make([]byte, maxPEM+1), 0o600) }, "more than"},
 		"a damaged CA": {func(f accesstest.Files) error {
 			return os.WriteFile(f.CA, []byte("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"), 0o600)
 		}, "ca.crt"},
