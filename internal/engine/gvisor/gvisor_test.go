@@ -1,12 +1,16 @@
 package gvisor
 
 import (
+	"errors"
 	"os"
+	"path/filepath"
 	"slices"
 	"testing"
 
 	"agentrun.dev/internal/codec"
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/engine/programs"
+	"agentrun.dev/internal/storage/layer"
 )
 
 func TestProcessor(t *testing.T) {
@@ -89,5 +93,41 @@ func TestOwnStats(t *testing.T) {
 	}
 	if _, err := ProcessStats(1 << 30); err == nil {
 		t.Error("a process that is not there has memory")
+	}
+}
+
+// TestProgramOfCapture: the program of a helper is there until what was captured says that it
+// is needed, though the helper has ended meanwhile.
+func TestProgramOfCapture(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "helper")
+	store, err := programs.Open(t.TempDir(), "helper")
+	if err := errors.Join(err, os.WriteFile(path, []byte("a program"), 0o700)); err != nil {
+		t.Fatal(err)
+	}
+	p, err := store.Keep(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	collect := func() (there bool) {
+		t.Helper()
+		if err := store.Collect(func() (map[layer.Digest]bool, error) { return nil, nil }); err != nil {
+			t.Fatal(err)
+		}
+		return store.Has(p.Digest)
+	}
+	ended := errors.New("it has ended")
+	s := &sandbox{process: &process{program: p}, build: p.Digest}
+	s.engine = &Engine{features: func() (*processor, error) {
+		s.dropProgram()
+		if !collect() {
+			t.Error("it is gone during the capture")
+		}
+		return nil, ended
+	}}
+	if _, err := s.Snapshot(t.Context(), filepath.Join(t.TempDir(), "snapshot")); !errors.Is(err, ended) {
+		t.Errorf("%v", err)
+	}
+	if collect() {
+		t.Error("it is kept after the capture")
 	}
 }

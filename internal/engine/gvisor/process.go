@@ -178,6 +178,13 @@ func (p *process) dropProgram() {
 	p.program = nil
 }
 
+// useProgram keeps the helper's program until it is released, also when the helper ends.
+func (p *process) useProgram() *programs.Program {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.program.Again()
+}
+
 // start starts the helper. It holds a lock on its folder for as long as it
 // lives, so that whoever comes later can tell what is left over.
 func (p *process) start(program string) error {

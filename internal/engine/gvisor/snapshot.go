@@ -157,6 +157,9 @@ func (s *sandbox) prepare(ctx context.Context) {
 func (s *sandbox) Snapshot(ctx context.Context, dir string, opts ...snapshot.Option) (*snapshot.Snapshot, error) {
 	s.capture.Lock()
 	defer s.capture.Unlock()
+	// The snapshot says that the program is needed, once it is there. The sandbox may have
+	// ended by then.
+	defer s.useProgram().Release()
 	snap, err := snapshot.Make(dir, func(b *snapshot.Builder) (*snapshot.Snapshot, error) { return s.commit(ctx, b) }, opts...)
 	if err != nil {
 		return nil, fmt.Errorf("snapshot: %w", err)
