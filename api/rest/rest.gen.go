@@ -2049,7 +2049,7 @@ type ListCheckpointsParams struct {
 
 // RestoreCheckpointParams defines parameters for RestoreCheckpoint.
 type RestoreCheckpointParams struct {
-	// IdempotencyKey Makes a retry safe: for 24 hours a request with the same key, by the same principal on the same route, gets the response of the first one that worked. With another body it is 409. While the first is being served, others wait for it. One that failed made nothing, and is not remembered.
+	// IdempotencyKey Makes a retry safe: for 24 hours a request with the same key, by the same principal on the same route, gets the response of the first one that worked. Of a namespace the last 10,000 are remembered, and at most 16 MiB of responses. With another body it is 409. While the first is being served, others wait for it. One that failed made nothing, and is not remembered.
 	IdempotencyKey IdempotencyKey `json:"Idempotency-Key,omitempty"`
 }
 
@@ -2103,13 +2103,13 @@ type ListSandboxesParams struct {
 
 // CreateSandboxParams defines parameters for CreateSandbox.
 type CreateSandboxParams struct {
-	// IdempotencyKey Makes a retry safe: for 24 hours a request with the same key, by the same principal on the same route, gets the response of the first one that worked. With another body it is 409. While the first is being served, others wait for it. One that failed made nothing, and is not remembered.
+	// IdempotencyKey Makes a retry safe: for 24 hours a request with the same key, by the same principal on the same route, gets the response of the first one that worked. Of a namespace the last 10,000 are remembered, and at most 16 MiB of responses. With another body it is 409. While the first is being served, others wait for it. One that failed made nothing, and is not remembered.
 	IdempotencyKey IdempotencyKey `json:"Idempotency-Key,omitempty"`
 }
 
 // CheckpointSandboxParams defines parameters for CheckpointSandbox.
 type CheckpointSandboxParams struct {
-	// IdempotencyKey Makes a retry safe: for 24 hours a request with the same key, by the same principal on the same route, gets the response of the first one that worked. With another body it is 409. While the first is being served, others wait for it. One that failed made nothing, and is not remembered.
+	// IdempotencyKey Makes a retry safe: for 24 hours a request with the same key, by the same principal on the same route, gets the response of the first one that worked. Of a namespace the last 10,000 are remembered, and at most 16 MiB of responses. With another body it is 409. While the first is being served, others wait for it. One that failed made nothing, and is not remembered.
 	IdempotencyKey IdempotencyKey `json:"Idempotency-Key,omitempty"`
 }
 
@@ -2220,7 +2220,7 @@ type WatchFilesParams struct {
 
 // ForkSandboxParams defines parameters for ForkSandbox.
 type ForkSandboxParams struct {
-	// IdempotencyKey Makes a retry safe: for 24 hours a request with the same key, by the same principal on the same route, gets the response of the first one that worked. With another body it is 409. While the first is being served, others wait for it. One that failed made nothing, and is not remembered.
+	// IdempotencyKey Makes a retry safe: for 24 hours a request with the same key, by the same principal on the same route, gets the response of the first one that worked. Of a namespace the last 10,000 are remembered, and at most 16 MiB of responses. With another body it is 409. While the first is being served, others wait for it. One that failed made nothing, and is not remembered.
 	IdempotencyKey IdempotencyKey `json:"Idempotency-Key,omitempty"`
 }
 

@@ -3067,6 +3067,7 @@ type ClaimSandboxRequest struct {
 	Lifetime *Lifetime         `protobuf:"bytes,6,opt,name=lifetime,proto3" json:"lifetime,omitempty"`
 	// Makes a retry safe: for 24 hours a request with the same key, by the same
 	// principal to the same method, gets the answer of the first one that worked.
+	// Of a namespace the last 10,000 are remembered, and at most 16 MiB of answers.
 	// With other fields it is refused as a conflict.
 	IdempotencyKey string `protobuf:"bytes,7,opt,name=idempotency_key,json=idempotencyKey,proto3" json:"idempotency_key,omitempty"`
 	// Narrows the template's.
