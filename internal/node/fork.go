@@ -99,10 +99,11 @@ func pendingFork(tx *journal.Tx, f sandbox.Fork) error {
 // forgetFork undoes enlistFork.
 func (m *Manager) forgetFork(f sandbox.Fork) error {
 	return m.db.Update(func(tx *journal.Tx) error {
-		if pendingFork(tx, f) != nil {
+		err := pendingFork(tx, f)
+		if sandbox.HasCode(err, sandbox.CodeConflict) {
 			return nil // the name may be another's
 		}
-		return forks.Delete(tx, f.String())
+		return errors.Join(err, forks.Delete(tx, f.String()))
 	})
 }
 

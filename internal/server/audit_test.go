@@ -38,15 +38,16 @@ func TestThrottles(t *testing.T) {
 	now := time.Now()
 	for i := range throttlesAtMost {
 		name := fmt.Sprint("key:", i)
-		if ok, _ := all.Of(name, now).Take(now); !ok || all.Of(name, now) != all.Of(name, now) {
+		mine := all.Of(name, now)
+		if ok, _ := mine.Take(now); !ok || all.Of(name, now) != mine {
 			t.Fatalf("%s is refused, or has two", name)
 		}
 	}
-	if all.Of("late", now) != all.Of("later", now) || len(all.all) != throttlesAtMost {
+	if late, later := all.Of("late", now), all.Of("later", now); late != later || len(all.all) != throttlesAtMost {
 		t.Errorf("there are %d", len(all.all))
 	}
 	now = now.Add(time.Hour)
-	if all.Of("late", now) == all.Of("later", now) || len(all.all) != 2 {
+	if late, later := all.Of("late", now), all.Of("later", now); late == later || len(all.all) != 2 {
 		t.Errorf("there are %d an hour later", len(all.all))
 	}
 }

@@ -168,12 +168,11 @@ func (c Collection[T]) Last(tx *Tx, prefix string) (key string, object T, found 
 	cursor := bucket.Cursor()
 	after := []byte(prefix)
 	after[len(after)-1]++
-	k, v := cursor.Seek(after)
-	if k == nil {
-		k, v = cursor.Last()
-	} else {
-		k, v = cursor.Prev()
+	last := cursor.Last
+	if beyond, _ := cursor.Seek(after); beyond != nil {
+		last = cursor.Prev
 	}
+	k, v := last()
 	if k == nil || !strings.HasPrefix(string(k), prefix) {
 		return "", object, false, nil
 	}
