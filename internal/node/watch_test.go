@@ -50,6 +50,13 @@ func (w *watcher) each(e sandbox.Event) error {
 	return nil
 }
 
+// where is what to go on from, while the watch goes on.
+func (w *watcher) where() uint64 {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.at
+}
+
 // take takes what was told since the last time.
 func (w *watcher) take() (said []string) {
 	synctest.Wait()
@@ -300,10 +307,10 @@ func TestWatchIsNeverSilent(t *testing.T) {
 		w := &watcher{}
 		defer w.start(t, m, onSandboxes("", 0))()
 		w.wants(t, "synced")
-		at := w.at
+		at := w.where()
 		time.Sleep(6*bookmarkEvery + time.Second)
-		if said := w.take(); len(said) < 5 || len(said) > 6 || slices.Index(said, "bookmark") != 0 || w.at != at {
-			t.Errorf("it was told %q, and is at %d, not %d", said, w.at, at)
+		if said := w.take(); len(said) < 5 || len(said) > 6 || slices.Index(said, "bookmark") != 0 || w.where() != at {
+			t.Errorf("it was told %q, and is at %d, not %d", said, w.where(), at)
 		}
 		for range 20 {
 			claim(t, m, string(sandbox.NewName("x")), sandbox.Lifetime{})
