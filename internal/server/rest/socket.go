@@ -41,7 +41,14 @@ func (a *api) ConnectExec(w http.ResponseWriter, r *http.Request, namespace, nam
 		defer s.Close() // whoever has left takes no more events
 		a.takeInput(ctx, conn, u.Agent(), id)
 	}()
-	copyExec(s, func(event rest.ExecEvent) error { return a.sendMessage(ctx, conn, event) })
+	copyExec(s, func(event rest.ExecEvent) error {
+		// Whoever may not be here any more learns nothing, not even why it ends. This is the
+		// context that ends first of all that are made of it.
+		if err := r.Context().Err(); err != nil {
+			return err
+		}
+		return a.sendMessage(ctx, conn, event)
+	})
 	_ = conn.Close(websocket.StatusNormalClosure, "")
 }
 
