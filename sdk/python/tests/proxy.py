@@ -69,11 +69,15 @@ class Proxy:
         try:
             while data := daemon.recv(1 << 16):
                 with self._lock:
-                    passed[0] += len(data)
-                    if self.breaks > 0 and passed[0] > self.after:
+                    before, passed[0] = passed[0], passed[0] + len(data)
+                    broken = self.breaks > 0 and passed[0] > self.after
+                    if broken:
                         self.breaks -= 1
-                        return
+                        # All before it is passed on, however much comes at once.
+                        data = data[: max(0, self.after - before)]
                 client.sendall(data)
+                if broken:
+                    return
         except OSError:
             pass
         finally:
