@@ -195,7 +195,7 @@ func bootWarm(ctx context.Context, e engine.Engine, cfg ForkConfig) (_ engine.Sa
 		return nil, err
 	}
 	defer func() { _ = root.Close() }() // only read
-	source, err := e.Boot(ctx, engine.Spec{Root: root, Memory: cfg.Memory, VCPUs: cfg.VCPUs, Network: cfg.network()})
+	source, err := e.Boot(ctx, engine.Spec{Root: root, Memory: cfg.Memory, VCPUs: cfg.VCPUs, Limits: engine.Limits{Background: true}, Network: cfg.network()})
 	if err != nil {
 		return nil, err
 	}

@@ -76,6 +76,9 @@ type Limits struct {
 	// MilliCPUs are thousandths of a processor's time; 0 is one processor more
 	// than the sandbox has, for its devices.
 	MilliCPUs uint64
+	// Background is a sandbox that nobody waits for as for an answer: where processors
+	// are short, others go first.
+	Background bool
 	// IO is for each disk.
 	IO IOLimits
 }

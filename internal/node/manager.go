@@ -190,7 +190,7 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 		cfg.Starts = max(2, runtime.NumCPU())
 	}
 	if cfg.Builds < 1 {
-		cfg.Builds = max(4, runtime.NumCPU()) // much of a build is to wait, for a registry for instance
+		cfg.Builds = max(2, runtime.NumCPU()) // a namespace has at most half of them
 	}
 	if cfg.Captures < 1 {
 		cfg.Captures = max(4, runtime.NumCPU()) // much of one is to wait for the disk

@@ -167,8 +167,8 @@ func (o *observer) check(t *testing.T, tr *truth, want map[sandbox.ID]sandbox.Sa
 // between once: while sandboxes come and go, the daemon is killed, and the journal is
 // compacted. What is kept for them is bounded.
 func TestWatchersHaveTheTruth(t *testing.T) {
-	const keep = 200
 	sandboxes, rounds := soak.Count(10000, 150), 3
+	keep := sandboxes * 4 / 3 // fewer than a stalled watcher misses, more than a list takes
 	spaces := []sandbox.Namespace{"a", "b", "c"}
 	dir, host := t.TempDir(), nodetest.NewHost(t)
 	var now atomic.Pointer[Manager]

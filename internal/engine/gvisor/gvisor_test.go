@@ -33,7 +33,7 @@ func TestLimits(t *testing.T) {
 	if want := uint64(160+16+11+160) << 20; l.Memory != want || l.MilliCPUs != 3000 || l.Threads == 0 {
 		t.Errorf("%+v, want %d bytes", l, want)
 	}
-	if l := s.limits(engine.Limits{MilliCPUs: 500}); l.MilliCPUs != 500 {
+	if l := s.limits(engine.Limits{MilliCPUs: 500, Background: true}); l.MilliCPUs != 500 || !l.Background {
 		t.Errorf("%+v", l)
 	}
 }

@@ -72,7 +72,7 @@ const usualOverhead = 64 << 20
 func (s shape) limits(asked engine.Limits) jail.Limits {
 	l := jail.Limits{
 		Memory:    s.memory + s.disk + (s.memory+s.disk)/overheadPerRAM + overheadFixed,
-		MilliCPUs: asked.MilliCPUs, Threads: maxThreads,
+		MilliCPUs: asked.MilliCPUs, Background: asked.Background, Threads: maxThreads,
 	}
 	if l.MilliCPUs == 0 {
 		l.MilliCPUs = uint64(s.vcpus+1) * 1000

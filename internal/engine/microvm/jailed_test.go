@@ -315,7 +315,7 @@ func TestMachineLimits(t *testing.T) {
 			t.Errorf("disk %d: %d bytes can be written, %v", i, got, err)
 		}
 	}
-	if l, err = machineLimits(256*mib, 2, devices, files, engine.Limits{MilliCPUs: 250}); err != nil || l.MilliCPUs != 250 {
+	if l, err = machineLimits(256*mib, 2, devices, files, engine.Limits{MilliCPUs: 250, Background: true}); err != nil || l.MilliCPUs != 250 || !l.Background {
 		t.Errorf("limits %+v, %v", l, err)
 	}
 }

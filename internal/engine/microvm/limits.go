@@ -58,7 +58,7 @@ const threadsFixed = 48
 // disk, the file that is written to, or any on the same file system.
 func machineLimits(ram, vcpus uint64, devices *vmmctl.Devices, tops []*os.File, asked engine.Limits) (jail.Limits, error) {
 	l := jail.Limits{
-		Memory: MemoryLimit(ram), MilliCPUs: asked.MilliCPUs,
+		Memory: MemoryLimit(ram), MilliCPUs: asked.MilliCPUs, Background: asked.Background,
 		Threads: threadsFixed + int(vcpus) + len(devices.Disks) + len(devices.Nets),
 	}
 	if l.MilliCPUs == 0 {

@@ -15,6 +15,9 @@ type Limits struct {
 	Memory uint64
 	// MilliCPUs are thousandths of a processor's time.
 	MilliCPUs uint64
+	// Background gives the others' processes eight times as much of the processors where
+	// they do not suffice for all.
+	Background bool
 	// Threads bounds those of the process.
 	Threads int
 	// IO need not be set: it leaves what is.
@@ -33,6 +36,20 @@ const cpuPeriod = 100_000
 
 // quota is the processor time in a period.
 func (l Limits) quota() int64 { return int64(l.MilliCPUs * cpuPeriod / 1000) }
+
+// The weight of a group beside others. A process of a light one is preempted when one of a
+// usual one is woken.
+const (
+	usualWeight      = 100
+	backgroundWeight = usualWeight / 8
+)
+
+func (l Limits) weight() uint64 {
+	if l.Background {
+		return backgroundWeight
+	}
+	return usualWeight
+}
 
 // hierarchy is where groups are made.
 type hierarchy interface {

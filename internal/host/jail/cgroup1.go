@@ -99,6 +99,9 @@ func (h *v1) remove(name string) error {
 	return nil
 }
 
+// usualShares is what the kernel gives a group.
+const usualShares = 1024
+
 type v1Group struct{ cgroup1.Cgroup }
 
 func (g v1Group) set(l Limits) error {
@@ -106,9 +109,10 @@ func (g v1Group) set(l Limits) error {
 		return err
 	}
 	memory, quota, period, threads := int64(l.Memory), l.quota(), uint64(cpuPeriod), int64(l.Threads)
+	shares := l.weight() * usualShares / usualWeight
 	err := g.Update(&specs.LinuxResources{
 		Memory: &specs.LinuxMemory{Limit: &memory},
-		CPU:    &specs.LinuxCPU{Quota: &quota, Period: &period},
+		CPU:    &specs.LinuxCPU{Quota: &quota, Period: &period, Shares: &shares},
 		Pids:   &specs.LinuxPids{Limit: &threads},
 	})
 	if err != nil {

@@ -35,10 +35,10 @@ func openV2(parent string) (*v2, error) {
 }
 
 func v2Resources(l Limits) *cgroup2.Resources {
-	memory, quota := int64(l.Memory), l.quota()
+	memory, quota, weight := int64(l.Memory), l.quota(), l.weight()
 	return &cgroup2.Resources{
 		Memory: &cgroup2.Memory{Max: &memory},
-		CPU:    &cgroup2.CPU{Max: cgroup2.NewCPUMax(&quota, nil)},
+		CPU:    &cgroup2.CPU{Max: cgroup2.NewCPUMax(&quota, nil), Weight: &weight},
 		Pids:   &cgroup2.Pids{Max: int64(l.Threads)},
 	}
 }

@@ -35,7 +35,7 @@ func TestLimitsAreSet(t *testing.T) {
 	check := func(wanted map[string]string) {
 		t.Helper()
 		for file, want := range wanted {
-			v2 := file == "memory.max" || file == "cpu.max"
+			v2 := file == "memory.max" || file == "cpu.max" || file == "cpu.weight"
 			if cgroups.Mode() == cgroups.Unified != v2 && file != "pids.max" {
 				continue // the other version's name
 			}
@@ -47,14 +47,16 @@ func TestLimitsAreSet(t *testing.T) {
 	check(map[string]string{
 		"memory.max": "104857600", "memory.limit_in_bytes": "104857600",
 		"cpu.max": "150000 100000", "cpu.cfs_quota_us": "150000",
+		"cpu.weight": "100", "cpu.shares": "1024",
 		"pids.max": "12",
 	})
-	if err := p.Cell.Limit(Limits{Memory: 50 * mib, MilliCPUs: 700, Threads: 12}); err != nil {
+	if err := p.Cell.Limit(Limits{Memory: 50 * mib, MilliCPUs: 700, Threads: 12, Background: true}); err != nil {
 		t.Fatal(err)
 	}
 	check(map[string]string{
 		"memory.max": "52428800", "memory.limit_in_bytes": "52428800",
 		"cpu.max": "70000 100000", "cpu.cfs_quota_us": "70000",
+		"cpu.weight": "12", "cpu.shares": "122",
 		"pids.max": "12",
 	})
 	if err := p.Cell.Limit(Limits{Memory: 50 * mib}); err == nil {

@@ -33,6 +33,14 @@ type Builder struct {
 
 var _ node.Builder = (*Builder)(nil)
 
+// machine is what a template is built in. Sandboxes that somebody uses go before it.
+func machine(spec sandbox.TemplateSpec, root *os.File) engine.Spec {
+	return engine.Spec{
+		Root: root, Memory: spec.Memory, Disk: spec.Disk, VCPUs: processors(spec.MilliCPUs), Hostname: "template",
+		Limits: engine.Limits{MilliCPUs: spec.MilliCPUs, Background: true}, Network: network(spec),
+	}
+}
+
 // Build makes the snapshot of a template in dir.
 func (b *Builder) Build(ctx context.Context, req node.BuildRequest) (built sandbox.Built, err error) {
 	spec, log := req.Spec, req.Log
@@ -49,10 +57,7 @@ func (b *Builder) Build(ctx context.Context, req node.BuildRequest) (built sandb
 	built = complete(spec, img)
 
 	say(log, "boot %s", img.Digest)
-	sb, err := b.Engine.Boot(ctx, engine.Spec{
-		Root: root, Memory: spec.Memory, Disk: spec.Disk, VCPUs: processors(spec.MilliCPUs), Hostname: "template",
-		Limits: engine.Limits{MilliCPUs: spec.MilliCPUs}, Network: network(spec),
-	})
+	sb, err := b.Engine.Boot(ctx, machine(spec, root))
 	if err != nil {
 		return built, fmt.Errorf("boot image %s: %w", spec.Image, err)
 	}

@@ -144,3 +144,11 @@ func TestUnavailable(t *testing.T) {
 		}
 	}
 }
+
+// TestBuildsGiveWay: what a template is built in leaves the processors to sandboxes.
+func TestBuildsGiveWay(t *testing.T) {
+	l := machine(sandbox.TemplateSpec{MilliCPUs: 700}, nil).Limits
+	if !l.Background || l.MilliCPUs != 700 {
+		t.Errorf("a template is built with %+v", l)
+	}
+}
