@@ -22,8 +22,12 @@ const (
 	extensionESNI = 0xffce // its draft of before 2020, which some servers still read
 )
 
-// recordTypeHandshake is the first byte of each TLS connection (RFC 8446 §5.1).
+// recordTypeHandshake is the first byte of each TLS connection that may pass (RFC 8446 §5.1).
 const recordTypeHandshake = 22
+
+// beginsTLS reports whether a first byte is the type of a TLS record. Servers take alerts, and
+// some take others, before the ClientHello: what begins so must not pass as another protocol.
+func beginsTLS(b byte) bool { return b >= 20 && b <= 24 }
 
 // hello is what the first bytes of a connection say.
 type hello struct {
@@ -41,7 +45,7 @@ type hello struct {
 
 var (
 	errHelloRead = errors.New("ClientHello was read")
-	errNotTLS    = errors.New("the connection does not begin like TLS")
+	errNoHello   = errors.New("the connection does not begin with a ClientHello")
 	errHelloLong = fmt.Errorf("ClientHello is longer than %d bytes", maxHello)
 )
 
@@ -58,7 +62,7 @@ func readHello(ctx context.Context, conn io.Reader) (hello, error) {
 		},
 	})
 	err := server.HandshakeContext(ctx)
-	h := hello{raw: recorder.raw, isTLS: len(recorder.raw) > 0 && recorder.raw[0] == recordTypeHandshake}
+	h := hello{raw: recorder.raw, isTLS: len(recorder.raw) > 0 && beginsTLS(recorder.raw[0])}
 	if info == nil {
 		if recorder.err != nil {
 			err = recorder.err
@@ -86,7 +90,7 @@ func (r *recorder) Read(b []byte) (int, error) {
 	n, err := r.from.Read(b[:min(len(b), maxHello-len(r.raw))])
 	r.raw = append(r.raw, b[:n]...)
 	if len(r.raw) > 0 && r.raw[0] != recordTypeHandshake {
-		err = errNotTLS // at once: crypto/tls would wait for a whole header
+		err = errNoHello // at once: crypto/tls would wait for a whole header
 	}
 	if err != nil {
 		r.err = err

@@ -2,9 +2,12 @@ package egress
 
 import (
 	"bytes"
+	"crypto/tls"
 	"encoding/binary"
 	"errors"
+	"io"
 	"net/netip"
+	"slices"
 	"testing"
 
 	"agentrun.dev/internal/network/addresses"
@@ -123,4 +126,26 @@ var errEnd = errors.New("end of the test's bytes")
 
 func publicAddress() addresses.Verdict {
 	return addresses.NewGuard(hostAddresses{}, nil).Check(netip.MustParseAddr(addrAllowed))
+}
+
+// TestAlertBeforeHello: TLS servers pass over a warning before the ClientHello. A denied name
+// behind one is denied all the same.
+func TestAlertBeforeHello(t *testing.T) {
+	w := newWorld(t)
+	pool := w.serveTLS(t, addrAllowed+":443")
+	s := w.sandbox(t, written("allow", nil, []string{"evil.example"}))
+	conn := mustConnect(t, s, addrAllowed+":443")
+	// no_renegotiation, a warning (RFC 5246, 7.2)
+	if _, err := conn.Write([]byte{21, 3, 1, 0, 2, 1, 100}); err != nil {
+		t.Fatal(err)
+	}
+	client := tls.Client(conn, &tls.Config{ServerName: "evil.example", RootCAs: pool, MinVersion: tls.VersionTLS12})
+	if err := client.Handshake(); err == nil {
+		_, _ = io.WriteString(client, "x")
+		_, _ = io.ReadFull(client, make([]byte, 1))
+		t.Error("TLS with a denied name was begun behind an alert")
+	}
+	if seen := w.seen(); slices.Contains(seen, "tls evil.example") {
+		t.Errorf("servers saw %q", seen)
+	}
 }
