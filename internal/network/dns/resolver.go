@@ -170,15 +170,14 @@ func (r *Resolver) lookup(ctx context.Context, client *Client, name string, fami
 }
 
 // ask returns one upstream's word about one question, from the cache if it is there. Equal
-// questions are asked once, for the client that was first.
+// questions to the same upstreams are asked once, for the client that was first.
 func (r *Resolver) ask(ctx context.Context, client *Client, zones []*zone, q question) (reply, error) {
 	if rep, ok := r.cache.get(q, time.Now()); ok {
 		return rep, rep.err(q)
 	}
-	key := q.name
-	if q.family == IPv6 {
-		key += " AAAA"
-	}
+	// Answers of upstreams that were replaced meanwhile are not for those who ask the new ones.
+	// The flight has the zones, so that no others get their address while it lasts.
+	key := fmt.Sprintf("%s %v %p", q.name, q.family.recordType(), zones[0])
 	for try := 1; ; try++ {
 		var first atomic.Bool
 		result := r.group.DoChan(key, func() (any, error) {

@@ -373,6 +373,44 @@ func TestEqualQuestions(t *testing.T) {
 	})
 }
 
+// TestUpstreamsChangeMeanwhile: who asks after the upstreams were replaced gets no answer of those
+// before, although a question to them is still under way. Else a public server could give an
+// address for a name that has become internal.
+func TestUpstreamsChangeMeanwhile(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		public, internal := netip.MustParseAddrPort("192.0.2.53:53"), netip.MustParseAddrPort("10.0.0.53:53")
+		answer := make(chan struct{})
+		slow := &played{answer: func(q dnsmessage.Message) dnsmessage.Message {
+			<-answer
+			return records{"db.corp. A": {addrRecord("db.corp.", "10.6.6.6", 60)}}.reply(q)
+		}}
+		own := &played{answer: records{"db.corp. A": {addrRecord("db.corp.", "10.1.2.3", 60)}}.reply}
+		r := newResolver(t, Config{
+			Upstreams: Upstreams{Default: []netip.AddrPort{public}},
+			Dial: func(ctx context.Context, network string, to netip.AddrPort) (net.Conn, error) {
+				if to == internal {
+					return own.dial(ctx, network, to)
+				}
+				return slow.dial(ctx, network, to)
+			},
+		})
+		go func() { _, _ = r.Lookup(t.Context(), "db.corp", IPv4) }()
+		synctest.Wait()
+		if err := r.SetUpstreams(Upstreams{Default: []netip.AddrPort{public}, Internal: map[string][]netip.AddrPort{"corp": {internal}}}); err != nil {
+			t.Fatal(err)
+		}
+		var got Answer
+		var err error
+		go func() { got, err = r.Lookup(t.Context(), "db.corp", IPv4) }()
+		synctest.Wait() // it has its answer, or waits for the same
+		close(answer)
+		synctest.Wait()
+		if err != nil || !slices.Equal(got.Addrs, addrs("10.1.2.3")) || !got.Internal {
+			t.Errorf("got %+v, %v", got, err)
+		}
+	})
+}
+
 // TestSilentUpstream shows that a lookup ends, and that a failure is remembered for a second.
 func TestSilentUpstream(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
