@@ -88,6 +88,7 @@ var specials = concat(
 	ranges(Metadata, "the wire server of Azure", "168.63.129.16/32"),
 	ranges(Metadata, "metadata of Oracle Cloud", "192.0.0.192/32", "fd00:c1::a9fe:a9fe/128"),
 	ranges(Metadata, "metadata of Alibaba Cloud", "100.100.100.200/32"),
+	ranges(Metadata, "metadata of Volcano Engine", "100.96.0.96/32"),
 	ranges(Metadata, "metadata of Tencent Cloud", "169.254.0.23/32"),
 	ranges(Metadata, "metadata of Scaleway", "169.254.42.42/32", "fd00:42::42/128"),
 	ranges(Metadata, "metadata of Linode", "169.254.169.255/32", "fd00:a9fe:a9fe::1/128"),

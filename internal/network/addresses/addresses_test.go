@@ -34,6 +34,7 @@ var table = []struct {
 	{"2001:0:a9fe:a9fe::1", Metadata}, {"2001:0:101:101::5601:5601", Metadata}, {"fe80::a9fe:a9fe", Metadata},
 	{"fd00:ec2::254", Metadata}, {"fd00:ec2::23", Metadata}, {"fd20:ce::254", Metadata}, {"168.63.129.16", Metadata}, {"::ffff:168.63.129.16", Metadata},
 	{"64:ff9b::168.63.129.16", Metadata}, {"192.0.0.192", Metadata}, {"fd00:c1::a9fe:a9fe", Metadata}, {"100.100.100.200", Metadata},
+	{"100.96.0.96", Metadata}, {"64:ff9b::100.96.0.96", Metadata},
 	{"169.254.170.2", Metadata}, {"169.254.170.23", Metadata}, {"169.254.0.23", Metadata}, {"169.254.42.42", Metadata}, {"fd00:42::42", Metadata},
 	{"169.254.169.255", Metadata}, {"fd00:a9fe:a9fe::1", Metadata},
 
