@@ -1,6 +1,8 @@
 package stack
 
 import (
+	"context"
+	"net/netip"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -207,4 +209,55 @@ func TestBucket(t *testing.T) {
 	if d := (&bucket{clock: newClock(clock)}).take(1 << 30); d != 0 {
 		t.Errorf("without a rate %v", d)
 	}
+}
+
+// awaited is a Remote that wants a byte of the sandbox in time.
+type awaited struct {
+	paused <-chan struct{}
+	in     time.Duration
+	got    chan error
+}
+
+func (a *awaited) Splice(inside Conn) {
+	<-a.paused
+	err := inside.SetReadDeadline(time.Now().Add(a.in))
+	if err == nil {
+		_, err = inside.Read(make([]byte, 1))
+	}
+	a.got <- err
+	_ = inside.Close()
+}
+
+func (*awaited) Close() error { return nil }
+
+// remotes is an Outside with one Remote for all connections.
+type remotes struct {
+	loopback
+	remote Remote
+}
+
+func (r *remotes) DialTCP(context.Context, netip.AddrPort, netip.AddrPort) (Remote, error) {
+	return r.remote, nil
+}
+
+// TestPausedIsNotLate: deadlines of connections wait for a sandbox that is paused.
+func TestPausedIsNotLate(t *testing.T) {
+	p, g := newPoller(t), newGuest(t)
+	paused := make(chan struct{})
+	a := &awaited{paused, 10 * time.Millisecond, make(chan error, 1)}
+	w := attach(t, p, g, &remotes{remote: a})
+	c := g.mustDial(t, "tcp", "203.0.113.5:443")
+	defer c.Close()
+	w.Pause()
+	close(paused)
+	select {
+	case err := <-a.got:
+		t.Fatalf("while it was paused: %v", err)
+	case <-time.After(20 * a.in): // for a timer to do harm, if it ran
+	}
+	c.Write([]byte("x"))
+	if err := <-a.got; err != nil {
+		t.Errorf("what it sent when it went on: %v", err)
+	}
+	w.Resume()
 }

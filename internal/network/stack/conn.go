@@ -34,6 +34,7 @@ type insideConn struct {
 
 func newInsideConn(c *conn, e tcpip.Endpoint, events *waiter.Queue) *insideConn {
 	i := &insideConn{c: c, endpoint: e, events: events, aborted: make(chan struct{})}
+	i.readBy.clock, i.writeBy.clock = c.w.clock, c.w.clock
 	i.readable, i.mayRead = waiter.NewChannelEntry(waiter.ReadableEvents | waiter.EventHUp | waiter.EventErr)
 	i.writable, i.mayWrite = waiter.NewChannelEntry(waiter.WritableEvents | waiter.EventHUp | waiter.EventErr)
 	events.EventRegister(&i.readable)
@@ -263,11 +264,14 @@ func (i *insideConn) SetWriteDeadline(t time.Time) error {
 	return nil
 }
 
-// deadline is a deadline that can be waited for. The zero one never passes.
+// deadline is a deadline that can be waited for. Until it is set it never passes. It comes later
+// by the time for which its clock stands still: a sandbox that is paused is not late.
 type deadline struct {
+	clock tcpip.Clock
+
 	// mu protects all following fields.
 	mu    sync.Mutex
-	timer *time.Timer
+	timer tcpip.Timer
 	// over is closed when the deadline passes. It is nil while there is none.
 	over chan struct{}
 }
@@ -298,8 +302,8 @@ func (d *deadline) set(t time.Time) {
 		close(d.over)
 		return
 	}
-	var timer *time.Timer
-	timer = time.AfterFunc(left, func() {
+	var timer tcpip.Timer
+	timer = d.clock.AfterFunc(left, func() {
 		d.mu.Lock()
 		defer d.mu.Unlock()
 		if d.timer == timer { // and not one that was set since
