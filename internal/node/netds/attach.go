@@ -89,7 +89,7 @@ func (ns *namespace) attach(ctx context.Context, c *netctl.Client, j *node.Joint
 	if err := c.Attach(ctx, wireOf(*j, rules), end); err != nil {
 		return errors.Join(err, ns.takeBack(ctx, c, j.Machine)) // it may have done it, and be late
 	}
-	j.Lineage, j.Adopted = nil, false // it was inherited once
+	j.Adopted = false
 	return nil
 }
 

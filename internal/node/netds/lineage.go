@@ -4,6 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
+	"time"
 
 	"agentrun.dev/internal/network/netctl"
 	"agentrun.dev/internal/node"
@@ -76,6 +79,45 @@ func (ns *namespace) capture(ctx context.Context, machine sandbox.ID) (collect f
 			return unknown(err)
 		}
 		return fromLineage(l)
+	}
+}
+
+// rememberEvery is how old may be what the daemon knows of a netd that is killed.
+const rememberEvery = 5 * time.Second
+
+// remember asks a netd what its machines would hand to those that continue from them: the next
+// netd, if this one is killed, continues from there. Those that have sent nothing since, as seen
+// says, are not asked about.
+func (ns *namespace) remember(ctx context.Context, c *netctl.Client, seen map[netctl.ID]uint64) {
+	list, err := c.List(ctx)
+	if err != nil {
+		return // it has ended, or is asked again
+	}
+	maps.DeleteFunc(seen, func(id netctl.ID, _ uint64) bool {
+		return !slices.ContainsFunc(list, func(w netctl.WireInfo) bool { return w.ID == id })
+	})
+	for _, w := range list {
+		if frames, ok := seen[w.ID]; ok && frames == w.Counters.FramesIn {
+			continue
+		}
+		mark, err := c.Mark(ctx, w.ID)
+		if err != nil {
+			continue // it has left, or is asked again
+		}
+		l, err := c.Collect(ctx, w.ID, mark)
+		if err != nil {
+			continue
+		}
+		seen[w.ID] = w.Counters.FramesIn
+		ns.turn.Lock()
+		ns.mu.Lock()
+		j := ns.joints[sandbox.ID(w.ID)]
+		current := ns.client == c
+		ns.mu.Unlock()
+		if j != nil && current {
+			j.Lineage = fromLineage(l)
+		}
+		ns.turn.Unlock()
 	}
 }
 

@@ -171,6 +171,8 @@ func (ns *namespace) open(ctx context.Context) (_ *netproc.Process, _ *netctl.Cl
 func (ns *namespace) serve(ctx context.Context, process *netproc.Process, client *netctl.Client) (ended bool) {
 	var retry <-chan time.Time
 	pause := again
+	remember, seen := time.NewTicker(rememberEvery), map[netctl.ID]uint64{}
+	defer remember.Stop()
 	for {
 		ns.mu.Lock()
 		needed, changed := len(ns.joints) > 0, ns.changed
@@ -182,9 +184,9 @@ func (ns *namespace) serve(ctx context.Context, process *netproc.Process, client
 		case retry == nil:
 			retry, pause = time.After(pause), min(2*pause, mostAgain)
 		}
-		var unneeded <-chan time.Time
+		unneeded, look := (<-chan time.Time)(nil), remember.C
 		if !needed {
-			unneeded = time.After(ns.netds.cfg.Idle)
+			unneeded, look = time.After(ns.netds.cfg.Idle), nil
 		}
 		select {
 		case <-changed:
@@ -194,6 +196,8 @@ func (ns *namespace) serve(ctx context.Context, process *netproc.Process, client
 		case <-retry:
 			retry = nil
 			ns.settle(ctx, client)
+		case <-look:
+			ns.remember(ctx, client, seen)
 		case <-client.Done():
 			ns.lost(ctx, process, client)
 			return false
