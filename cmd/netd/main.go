@@ -12,6 +12,7 @@ import (
 	"log/slog"
 	"net"
 	"os"
+	"runtime/debug"
 	"time"
 
 	"agentrun.dev/internal/host/goruntime"
@@ -29,6 +30,9 @@ const listenerFD = 3
 // patience is how long it goes on with neither a wire nor a daemon.
 const patience = 30 * time.Second
 
+// memoryGoal is what its collector aims at, of the 1 GiB that its cgroup has.
+const memoryGoal = 800 << 20
+
 // package jail starts it with the timer slack of a slow monitor.
 func init() { goruntime.OnlyMonitor() }
 
@@ -43,6 +47,7 @@ func run(ctx context.Context) error {
 	// net/http logs bytes that a server sends unasked, for which it has no other place. They
 	// may be an echo of a credential, and any server could fill the file of last words.
 	log.SetOutput(io.Discard)
+	debug.SetMemoryLimit(memoryGoal)
 	file := os.NewFile(listenerFD, "control")
 	l, err := net.FileListener(file)
 	if err != nil {

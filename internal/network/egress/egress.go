@@ -43,6 +43,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -53,6 +54,8 @@ import (
 	"agentrun.dev/internal/network/inject"
 	"agentrun.dev/internal/network/policy"
 	"agentrun.dev/internal/network/stack"
+
+	"golang.org/x/sys/unix"
 )
 
 const (
@@ -180,14 +183,33 @@ func (g *Gateway) forget(s *Sandbox) {
 
 // Dial is the DialFunc of the host's network.
 func Dial(ctx context.Context, network string, to netip.AddrPort, check CheckFunc) (net.Conn, error) {
-	d := net.Dialer{Timeout: dialTimeout, Control: func(_, address string, _ syscall.RawConn) error {
+	d := net.Dialer{Timeout: dialTimeout, Control: func(network, address string, conn syscall.RawConn) error {
 		actual, err := netip.ParseAddrPort(address)
 		if err != nil {
 			return fmt.Errorf("check the address to dial: %w", err)
 		}
-		return check(actual)
+		if err := check(actual); err != nil || !strings.HasPrefix(network, "tcp") {
+			return err
+		}
+		return boundUnsent(conn)
 	}}
 	return d.DialContext(ctx, network, to.String())
+}
+
+// maxUnsent is how many bytes the kernel keeps that it has not sent yet, where it would keep
+// megabytes for a server that does not read. What was sent, and is not acknowledged, comes on
+// top of it: that keeps long ways busy.
+const maxUnsent = 128 << 10
+
+func boundUnsent(conn syscall.RawConn) error {
+	var err error
+	controlErr := conn.Control(func(fd uintptr) {
+		err = unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT, maxUnsent)
+	})
+	if err = errors.Join(controlErr, err); err != nil {
+		return fmt.Errorf("bound what waits to be sent: %w", err)
+	}
+	return nil
 }
 
 // told turns the error of a dial into what the sandbox is told.

@@ -63,7 +63,7 @@ func networkRules(pid int) []rule {
 		// or devices (SO_BINDTODEVICE).
 		allowAny(unix.SYS_SETSOCKOPT,
 			[]condition{is(1, unix.SOL_SOCKET), is(2, unix.SO_KEEPALIVE, unix.SO_BROADCAST, unix.SO_LINGER, unix.SO_RCVBUF, unix.SO_SNDBUF)},
-			[]condition{is(1, unix.IPPROTO_TCP), is(2, unix.TCP_NODELAY, unix.TCP_KEEPIDLE, unix.TCP_KEEPINTVL, unix.TCP_KEEPCNT, unix.TCP_USER_TIMEOUT)},
+			[]condition{is(1, unix.IPPROTO_TCP), is(2, unix.TCP_NODELAY, unix.TCP_KEEPIDLE, unix.TCP_KEEPINTVL, unix.TCP_KEEPCNT, unix.TCP_USER_TIMEOUT, unix.TCP_NOTSENT_LOWAT)},
 			[]condition{is(1, unix.IPPROTO_IPV6), is(2, unix.IPV6_V6ONLY, unix.IPV6_RECVERR)},
 			[]condition{is(1, unix.IPPROTO_IP), is(2, unix.IP_RECVERR)},
 		),
