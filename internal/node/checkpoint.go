@@ -17,7 +17,7 @@ var checkpoints = journal.Collection[sandbox.Checkpoint]("checkpoints")
 // that is paused or hibernated stays so.
 func (m *Manager) Checkpoint(ctx context.Context, r sandbox.CheckpointRequest) (c sandbox.CheckpointSize, replayed bool, err error) {
 	c, replayed, err = doOnce(ctx, m, r.Once, checkpointIn, func(also record[sandbox.CheckpointSize]) (sandbox.CheckpointSize, error) {
-		return m.checkpoint(ctx, r.Key, r.Source, also)
+		return m.checkpoint(ctx, r, also)
 	})
 	if !replayed {
 		return c, false, err
@@ -29,11 +29,12 @@ func (m *Manager) Checkpoint(ctx context.Context, r sandbox.CheckpointRequest) (
 	return c, true, err
 }
 
-func (m *Manager) checkpoint(ctx context.Context, k sandbox.Key, source sandbox.Name, also record[sandbox.CheckpointSize]) (out sandbox.CheckpointSize, err error) {
+func (m *Manager) checkpoint(ctx context.Context, r sandbox.CheckpointRequest, also record[sandbox.CheckpointSize]) (out sandbox.CheckpointSize, err error) {
+	k, source := r.Key, r.Source
 	if err := m.beginMaking(); err != nil {
 		return out, err
 	}
-	_, err = m.with(ctx, sandbox.Key{Namespace: k.Namespace, Name: source}, func(ctx context.Context, b *member) error {
+	_, err = m.with(ctx, sandbox.Key{Namespace: k.Namespace, Name: source}, []sandbox.Precondition{r.When}, func(ctx context.Context, b *member) error {
 		if err := errors.Join(m.mayCopy(ctx, b.now(), "checkpoint"), b.answers()); err != nil {
 			return err
 		}
@@ -81,6 +82,7 @@ func (m *Manager) checkpoint(ctx context.Context, k sandbox.Key, source sandbox.
 func (m *Manager) enlistCheckpoint(k sandbox.Key, of sandbox.Sandbox) (sandbox.Checkpoint, error) {
 	of.Machine, of.Boot, of.Asleep = "", "", ""
 	of.Layers, of.Live, of.Kept, of.Unresponsive = nil, nil, 0, ""
+	of.Owner, of.Token = "", "" // they are the source's
 	c := sandbox.Checkpoint{Key: k, ID: sandbox.NewID(), Phase: sandbox.PhasePending, Created: time.Now().UTC(), Of: of}
 	err := m.db.Update(func(tx *journal.Tx) error {
 		if _, found, err := checkpoints.Get(tx, k.String()); err != nil {
@@ -183,11 +185,11 @@ func (m *Manager) Checkpoints(_ context.Context, n sandbox.Namespace, p sandbox.
 
 // DeleteCheckpoint deletes a checkpoint that nobody is being restored from.
 // Sandboxes that were stay.
-func (m *Manager) DeleteCheckpoint(_ context.Context, k sandbox.Key) error {
+func (m *Manager) DeleteCheckpoint(_ context.Context, k sandbox.Key, when ...sandbox.Precondition) error {
 	if err := m.begin(); err != nil {
 		return err
 	}
-	c, err := m.dropCheckpoint(k)
+	c, err := m.dropCheckpoint(k, when)
 	if err != nil {
 		return err
 	}
@@ -199,7 +201,7 @@ func (m *Manager) DeleteCheckpoint(_ context.Context, k sandbox.Key) error {
 
 // dropCheckpoint takes a checkpoint out of the journal: none is restored from
 // then on.
-func (m *Manager) dropCheckpoint(k sandbox.Key) (c sandbox.Checkpoint, err error) {
+func (m *Manager) dropCheckpoint(k sandbox.Key, when []sandbox.Precondition) (c sandbox.Checkpoint, err error) {
 	m.mu.Lock()
 	switch n := m.restoring[k]; {
 	case n > 0:
@@ -219,6 +221,10 @@ func (m *Manager) dropCheckpoint(k sandbox.Key) (c sandbox.Checkpoint, err error
 	}()
 	err = m.db.Update(func(tx *journal.Tx) error {
 		if c, err = readyCheckpoint(tx, k); err != nil {
+			return err
+		}
+		of := sandbox.Identity{Kind: sandbox.KindCheckpoint, Key: k, ID: c.ID, Version: c.ResourceVersion}
+		if err := of.Meets(when...); err != nil {
 			return err
 		}
 		return checkpoints.Delete(tx, k.String())

@@ -21,7 +21,7 @@ import (
 // first. Each child has its own outcome; the error is that of all.
 func (m *Manager) Fork(ctx context.Context, r sandbox.ForkRequest) (f sandbox.Fork, replayed bool, err error) {
 	f, replayed, err = doOnce(ctx, m, r.Once, forkIn, func(also record[sandbox.Fork]) (sandbox.Fork, error) {
-		return m.fork(ctx, r.Key, r.Spec, also)
+		return m.fork(ctx, r, also)
 	})
 	if !replayed {
 		return f, false, err
@@ -33,7 +33,8 @@ func (m *Manager) Fork(ctx context.Context, r sandbox.ForkRequest) (f sandbox.Fo
 	return f, true, err
 }
 
-func (m *Manager) fork(ctx context.Context, k sandbox.Key, spec sandbox.ForkSpec, also record[sandbox.Fork]) (f sandbox.Fork, err error) {
+func (m *Manager) fork(ctx context.Context, r sandbox.ForkRequest, also record[sandbox.Fork]) (f sandbox.Fork, err error) {
+	k, spec := r.Key, r.Spec
 	if err := m.beginMaking(); err != nil {
 		return f, err
 	}
@@ -45,7 +46,7 @@ func (m *Manager) fork(ctx context.Context, k sandbox.Key, spec sandbox.ForkSpec
 		return f, err
 	}
 	f = sandbox.Fork{Key: k, Source: source, Replicas: n, Phase: sandbox.PhasePending, Created: time.Now().UTC()}
-	_, err = m.with(ctx, sandbox.Key{Namespace: k.Namespace, Name: source}, func(ctx context.Context, b *member) error {
+	_, err = m.with(ctx, sandbox.Key{Namespace: k.Namespace, Name: source}, []sandbox.Precondition{r.When}, func(ctx context.Context, b *member) error {
 		last := b.now()
 		if err := m.mayCopy(ctx, last, "fork"); err != nil {
 			return err

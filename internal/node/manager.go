@@ -137,6 +137,7 @@ type Manager struct {
 	cordonTurn sync.Mutex // likewise the cordon
 	imageTurn  sync.Mutex // held by who pulls or drops an image of a template
 	poolTurns  keyTurns   // of those who apply or delete a pool
+	ownerTurns textTurns  // of those who claim for an owner
 
 	templateTurns keyTurns // likewise of a template
 
@@ -407,7 +408,7 @@ func (m *Manager) settle(tx *journal.Tx, s *sandbox.Sandbox, sizes measurer, now
 		s.End(sandbox.ReasonHostRestart, "the host was restarted while it ran", now)
 	}
 	if s.State == sandbox.Ended {
-		return errors.Join(sandboxes.Delete(tx, string(s.ID)), ended.Write(tx, endedKey(*s), s))
+		return writeEnded(tx, s)
 	}
 	if s.State == state && s.Kept == kept && s.Unresponsive == "" {
 		return nil // nobody who watches need be told

@@ -37,3 +37,8 @@ type Fork struct {
 	By           Principal `json:"by,omitempty"`
 	HoldsSecrets bool      `json:"holdsSecrets,omitempty"`
 }
+
+// Identity is that of a fork, which has no id.
+func (f Fork) Identity() Identity {
+	return Identity{Kind: KindFork, Key: f.Key, Version: f.ResourceVersion}
+}

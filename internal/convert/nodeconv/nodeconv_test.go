@@ -38,17 +38,20 @@ func TestRoundTrip(t *testing.T) {
 		})
 	}
 	converttest.Pair[sandbox.PoolSpec, *nodev1.PoolSpec]{From: FromPoolSpec, To: ToPoolSpec}.Check(t)
-	converttest.Pair[sandbox.ClaimSpec, *nodev1.ClaimSandboxRequest]{
-		From: FromClaimSpec, To: ToClaimSpec, Left: converttest.Same(noSecrets, "Secrets"), Added: ofRequest,
+	converttest.Pair[sandbox.ClaimRequest, *nodev1.ClaimSandboxRequest]{
+		From: FromClaim, To: ToClaim,
+		Left:  converttest.Both(converttest.Same("the caller adds it", "Namespace", "Name", "Once"), converttest.Same(noSecrets, "Spec.Secrets")),
+		Added: converttest.Same("the caller adds it", "IdempotencyKey"),
 	}.Check(t)
+	converttest.Pair[sandbox.Precondition, *nodev1.Precondition]{From: FromPrecondition, To: ToPrecondition}.Check(t)
 	converttest.Pair[sandbox.RestoreSpec, *nodev1.RestoreCheckpointRequest]{
 		From: FromRestoreSpec, To: ToRestoreSpec, Added: converttest.Both(ofRequest, converttest.Same("the caller adds it", "Checkpoint")),
 	}.Check(t)
 	converttest.Pair[*policy.Policy, *nodev1.SetNetworkPolicyRequest]{
-		From: FromOwnPolicy, To: ToOwnPolicy, Added: converttest.Same("the caller adds it", "Namespace", "Name"),
+		From: FromOwnPolicy, To: ToOwnPolicy, Added: converttest.Same("the caller adds it", "Namespace", "Name", "Precondition"),
 	}.Check(t)
 	converttest.Pair[sandbox.TrafficRequest, *nodev1.GetNetworkLogRequest]{From: FromTrafficRequest, To: ToTrafficRequest}.Check(t)
-	converttest.Pair[sandbox.ForkSpec, *nodev1.ForkSandboxRequest]{From: FromForkSpec, To: ToForkSpec, Added: ofRequest}.Check(t)
+	converttest.Pair[sandbox.ForkSpec, *nodev1.ForkSandboxRequest]{From: FromForkSpec, To: ToForkSpec, Added: converttest.Both(ofRequest, converttest.Same("the caller adds it", "Precondition"))}.Check(t)
 	converttest.Pair[sandbox.CASpec, *nodev1.SetNamespaceCARequest]{
 		From: FromCASpec, To: converttest.Sure(ToCASpec), Added: converttest.Same("the caller adds it", "Namespace"),
 	}.Check(t)

@@ -12,7 +12,7 @@ import (
 func FromTemplate(t sandbox.Template, builds []sandbox.Build) rest.Template {
 	out := rest.Template{
 		Namespace: string(t.Namespace), Name: string(t.Name), Revision: t.Revision, Created: t.Created,
-		Phase: rest.PhasePending, Builds: []rest.Build{}, Spec: FromTemplateSpec(t.Spec), ResourceVersion: fromVersion(t.ResourceVersion),
+		Phase: rest.PhasePending, Builds: []rest.Build{}, Spec: FromTemplateSpec(t.Spec), ResourceVersion: fromVersion(t.ResourceVersion), Owner: string(t.Owner),
 	}
 	for _, b := range builds {
 		out.Builds = append(out.Builds, rest.Build{
@@ -29,7 +29,7 @@ func FromTemplate(t sandbox.Template, builds []sandbox.Build) rest.Template {
 // ToTemplate reads a template, and its builds as far as they are told of.
 func ToTemplate(g rest.Template) (t sandbox.Template, builds []sandbox.Build, err error) {
 	var r convert.Reader
-	t = sandbox.Template{Key: r.Key(g.Namespace, g.Name), Versioned: toVersion(&r, g.ResourceVersion), Revision: g.Revision, Created: g.Created}
+	t = sandbox.Template{Key: r.Key(g.Namespace, g.Name), Versioned: toVersion(&r, g.ResourceVersion), Revision: g.Revision, Created: g.Created, Owner: r.OptionalUID(g.Owner)}
 	if t.Spec, err = ToTemplateSpec(g.Spec); err != nil {
 		r.Fail(err)
 	}
@@ -47,14 +47,14 @@ func FromPool(p sandbox.Pool, status sandbox.PoolStatus) rest.Pool {
 	return rest.Pool{
 		Namespace: string(p.Namespace), Name: string(p.Name), Created: p.Created, Spec: FromPoolSpec(p.Spec),
 		Phase: rest.Phase(status.Phase), Ready: status.Ready, Snapshots: status.Snapshots, Problem: status.Problem,
-		ResourceVersion: fromVersion(p.ResourceVersion),
+		ResourceVersion: fromVersion(p.ResourceVersion), Owner: string(p.Owner),
 	}
 }
 
 // ToPool reads a pool and what it has.
 func ToPool(g rest.Pool) (p sandbox.Pool, status sandbox.PoolStatus, err error) {
 	var r convert.Reader
-	p = sandbox.Pool{Key: r.Key(g.Namespace, g.Name), Versioned: toVersion(&r, g.ResourceVersion), Created: g.Created}
+	p = sandbox.Pool{Key: r.Key(g.Namespace, g.Name), Versioned: toVersion(&r, g.ResourceVersion), Created: g.Created, Owner: r.OptionalUID(g.Owner)}
 	if p.Spec, err = ToPoolSpec(g.Spec); err != nil {
 		r.Fail(err)
 	}
@@ -71,9 +71,9 @@ func FromSandbox(s sandbox.Sandbox) rest.Sandbox {
 		Secrets: fromSecretRefs(s.Secrets), SecretsBy: string(s.SecretsBy),
 		Parent: string(s.Parent), Fork: string(s.Fork), Checkpoint: string(s.Checkpoint), Created: s.Created, Ended: FromTime(s.Ended),
 		Reason: rest.SandboxReason(s.Reason), Detail: s.Detail, Unresponsive: s.Unresponsive,
-		Timeout: FromDuration(s.Timeout), IdleTimeout: FromDuration(s.IdleTimeout), OnTimeout: rest.OnTimeout(s.OnTimeout),
+		Timeout: FromDuration(s.Timeout), IdleTimeout: FromDuration(s.IdleTimeout), OnTimeout: rest.OnTimeout(s.OnTimeout), Expires: FromTime(s.Expires),
 		NetworkPolicy: fromPolicy(s.Egress.Own), NetworkBounds: fromPolicies(s.Egress.Bounds),
-		ResourceVersion: fromVersion(s.ResourceVersion),
+		ResourceVersion: fromVersion(s.ResourceVersion), Owner: string(s.Owner),
 	}
 }
 
@@ -87,8 +87,8 @@ func ToSandbox(g rest.Sandbox) (sandbox.Sandbox, error) {
 		Secrets: toSecretRefs(&r, g.Secrets), SecretsBy: sandbox.Principal(g.SecretsBy),
 		Parent: r.OptionalID(g.Parent), Fork: r.OptionalName(g.Fork), Checkpoint: r.OptionalName(g.Checkpoint),
 		Created: g.Created, Ended: ToTime(g.Ended), Reason: sandbox.Reason(g.Reason), Detail: g.Detail, Unresponsive: g.Unresponsive,
-		Lifetime: toLifetime(&r, g.Timeout, g.IdleTimeout, g.OnTimeout),
-		Egress:   sandbox.Egress{Own: toPolicy(&r, "networkPolicy", g.NetworkPolicy), Bounds: toPolicies(&r, g.NetworkBounds)},
+		Lifetime: toLifetime(&r, g.Timeout, g.IdleTimeout, g.OnTimeout, g.Expires), Owner: r.OptionalUID(g.Owner),
+		Egress: sandbox.Egress{Own: toPolicy(&r, "networkPolicy", g.NetworkPolicy), Bounds: toPolicies(&r, g.NetworkBounds)},
 	}
 	return s, r.Err()
 }
