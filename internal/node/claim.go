@@ -142,7 +142,7 @@ func merge(below, above sandbox.Env) sandbox.Env {
 // enlist begins a sandbox: its name is taken, its intent is in the journal, and
 // it is the caller's turn.
 func (m *Manager) enlist(s sandbox.Sandbox) (*member, error) {
-	s.ID, s.State, s.Created = sandbox.NewID(), sandbox.Starting, time.Now().UTC()
+	s.ID, s.State, s.Created = m.cfg.Codes.NewID(), sandbox.Starting, time.Now().UTC()
 	if !s.Expires.IsZero() {
 		s.Expires = s.Expires.UTC() // by the clock on the wall, as the journal has it
 	}

@@ -85,6 +85,8 @@ type Config struct {
 	Key *seal.Key
 	// NodeID is the node's name; empty is one that is made up once, and kept.
 	NodeID string
+	// Codes are in the ids of sandboxes that the node makes; zero is none.
+	Codes sandbox.Codes
 	// Boot identifies the host's boot.
 	Boot string
 	// Commits is what the journal's commits cost, for measurements.
