@@ -1202,9 +1202,12 @@ type FileWritten struct {
 // Fork defines model for Fork.
 type Fork struct {
 	// By Who asked for it.
-	By       string        `json:"by,omitempty"`
-	Children []ForkOutcome `json:"children"`
-	Created  time.Time     `json:"created"`
+	By string `json:"by,omitempty"`
+
+	// Checkpoint Of the same instant; missing if there is none.
+	Checkpoint Name          `json:"checkpoint,omitempty"`
+	Children   []ForkOutcome `json:"children"`
+	Created    time.Time     `json:"created"`
 
 	// HoldsSecrets The children hold their source's secrets.
 	HoldsSecrets bool `json:"holdsSecrets,omitempty"`
@@ -1226,7 +1229,15 @@ type Fork struct {
 
 // ForkCreate defines model for ForkCreate.
 type ForkCreate struct {
-	Name Name `json:"name,omitempty"`
+	// Atomic All children, or none and an error.
+	Atomic bool `json:"atomic,omitempty"`
+
+	// Checkpoint Name of a checkpoint of the same instant. The children are made of it, which takes longer, and the source stays paused or hibernated if it is.
+	Checkpoint Name `json:"checkpoint,omitempty"`
+	Name       Name `json:"name,omitempty"`
+
+	// Names Names of the children, in order: as many as `replicas`, or none.
+	Names []Name `json:"names,omitempty"`
 
 	// NetworkPolicy Narrows the source's, for the children.
 	NetworkPolicy *NetworkPolicy `json:"networkPolicy,omitempty"`
@@ -1249,6 +1260,9 @@ type ForkOutcome struct {
 	// Id Of the child; missing if there is none.
 	Id   string `json:"id,omitempty"`
 	Name Name   `json:"name"`
+
+	// Owner UID of the object of a controller that it is of. Keys of the node do not change or delete what has an owner.
+	Owner Owner `json:"owner,omitempty"`
 
 	// Problem Why there is none.
 	Problem string `json:"problem,omitempty"`

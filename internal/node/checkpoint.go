@@ -48,34 +48,52 @@ func (m *Manager) checkpoint(ctx context.Context, r sandbox.CheckpointRequest, a
 			return err
 		}
 		defer done()
-		c, err := m.enlistCheckpoint(k, b.now())
+		c, err := m.storeCheckpoint(ctx, b, k)
 		if err != nil {
 			return err
 		}
-		dir := m.checkpointDir(c.ID)
-		if err = b.writeCheckpoint(ctx, dir); err == nil {
-			err = m.count(k.Namespace, dir, &c.Kept)
-		}
-		if err == nil {
-			c.Phase = sandbox.PhaseReady
-			if b.machine != nil { // else it has the lineage from when it was hibernated
-				c.Of.Egress.Lineage = captured(b.machine)
-			}
-			if out, err = sized(m, c); err == nil {
-				err = m.db.Update(func(tx *journal.Tx) error {
-					return errors.Join(checkpoints.Write(tx, k.String(), &out.Checkpoint), also.write(tx, out))
-				})
-			}
-		}
+		err = m.db.Update(func(tx *journal.Tx) error {
+			return errors.Join(checkpoints.Write(tx, k.String(), &c.Checkpoint), also.write(tx, c))
+		})
 		if err != nil {
-			m.capacity.discard(k.Namespace, c.Kept)
-			return errors.Join(fmt.Errorf("checkpoint sandbox %s: %w", source, err),
-				m.db.Update(func(tx *journal.Tx) error { return checkpoints.Delete(tx, k.String()) }),
-				m.removeSnapshot(dir))
+			return errors.Join(fmt.Errorf("checkpoint sandbox %s: %w", source, err), m.undoCheckpoint(c.Checkpoint))
 		}
+		out = c
 		return nil
 	})
 	return out, err
+}
+
+// storeCheckpoint writes a sandbox whose turn it is to disk. The checkpoint is complete, but for
+// the journal, which has it as an intent.
+func (m *Manager) storeCheckpoint(ctx context.Context, b *member, k sandbox.Key) (out sandbox.CheckpointSize, err error) {
+	c, err := m.enlistCheckpoint(k, b.now())
+	if err != nil {
+		return out, err
+	}
+	dir := m.checkpointDir(c.ID)
+	if err = b.writeCheckpoint(ctx, dir); err == nil {
+		err = m.count(k.Namespace, dir, &c.Kept)
+	}
+	if err == nil {
+		c.Phase = sandbox.PhaseReady
+		if b.machine != nil { // else it has the lineage from when it was hibernated
+			c.Of.Egress.Lineage = captured(b.machine)
+		}
+		out, err = sized(m, c)
+	}
+	if err != nil {
+		return out, errors.Join(fmt.Errorf("checkpoint sandbox %s: %w", b.key.Name, err), m.undoCheckpoint(c))
+	}
+	return out, nil
+}
+
+// undoCheckpoint undoes storeCheckpoint.
+func (m *Manager) undoCheckpoint(c sandbox.Checkpoint) error {
+	m.capacity.discard(c.Namespace, c.Kept)
+	return errors.Join(
+		m.db.Update(func(tx *journal.Tx) error { return checkpoints.Delete(tx, c.String()) }),
+		m.removeSnapshot(m.checkpointDir(c.ID)))
 }
 
 // enlistCheckpoint takes the name and writes the intent.

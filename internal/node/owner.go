@@ -90,15 +90,18 @@ func (m *Manager) claimOwned(ctx context.Context, r sandbox.ClaimRequest) (s san
 		s, err = m.present(before.sandbox())
 		return s, true, err
 	}
-	s, err = m.claim(ctx, r, func(tx *journal.Tx, s sandbox.Sandbox) error {
-		next := ownerRecord{Key: s.Key, Owner: r.Owner, ID: s.ID, Pool: s.Pool, Created: s.Created, Asked: asked}
-		old, found, err := owners.Get(tx, next.key())
-		if found { // it is over
-			err = forgetOwner(tx, old)
-		}
-		return errors.Join(err, owners.Put(tx, next.key(), next))
-	})
+	s, err = m.claim(ctx, r, func(tx *journal.Tx, s sandbox.Sandbox) error { return putOwner(tx, s, asked) })
 	return s, false, err
+}
+
+// putOwner notes the sandbox of an owner that has none, in the transaction that makes it.
+func putOwner(tx *journal.Tx, s sandbox.Sandbox, asked map[string]string) error {
+	next := ownerRecord{Key: s.Key, Owner: s.Owner, ID: s.ID, Pool: s.Pool, Created: s.Created, Asked: asked}
+	old, found, err := owners.Get(tx, next.key())
+	if found { // it is over
+		err = forgetOwner(tx, old)
+	}
+	return errors.Join(err, owners.Put(tx, next.key(), next))
 }
 
 // ownerOf is what is known of an owner, if it is. One that is new is refused where too many
@@ -141,11 +144,16 @@ func askedBy(r sandbox.ClaimRequest) (map[string]string, error) {
 	set("lifetime.idle_timeout", l.IdleTimeout, l.IdleTimeout != 0)
 	set("lifetime.on_timeout", l.OnTimeout, l.OnTimeout != "")
 	set("lifetime.expires", l.Expires.UTC(), !l.Expires.IsZero())
+	return digests(fields)
+}
+
+// digests are those of fields, by name.
+func digests(fields map[string]any) (map[string]string, error) {
 	out := make(map[string]string, len(fields))
 	for name, value := range fields {
 		body, err := json.Marshal(value)
 		if err != nil {
-			return nil, fmt.Errorf("read the claim's %s: %w", name, err)
+			return nil, fmt.Errorf("read the request's %s: %w", name, err)
 		}
 		sum := sha256.Sum256(body)
 		out[name] = hex.EncodeToString(sum[:16])
@@ -155,20 +163,25 @@ func askedBy(r sandbox.ClaimRequest) (map[string]string, error) {
 
 // check refuses a claim that asks for something else than the one before.
 func (r ownerRecord) check(asked map[string]string) error {
-	if maps.Equal(r.Asked, asked) {
+	differ := differing(r.Asked, asked)
+	if differ == "" {
 		return nil
 	}
-	differ := map[string]bool{}
-	for name := range r.Asked {
-		differ[name] = r.Asked[name] != asked[name]
-	}
-	for name := range asked {
-		differ[name] = r.Asked[name] != asked[name]
-	}
-	maps.DeleteFunc(differ, func(_ string, is bool) bool { return !is })
 	return sandbox.Errorf(sandbox.CodeConflict, "the owner %s has the sandbox %s, which was claimed otherwise", r.Owner, r.Name).
-		Because("these fields differ: %s", strings.Join(slices.Sorted(maps.Keys(differ)), ", ")).
-		Try("Ask for the same, or use another owner")
+		Because("these fields differ: %s", differ).Try("Ask for the same, or use another owner")
+}
+
+// differing names the fields whose digests differ, sorted.
+func differing(before, now map[string]string) string {
+	names := map[string]bool{}
+	for _, fields := range []map[string]string{before, now} {
+		for name := range fields {
+			if before[name] != now[name] {
+				names[name] = true
+			}
+		}
+	}
+	return strings.Join(slices.Sorted(maps.Keys(names)), ", ")
 }
 
 // endOwner notes the end of an owner's sandbox, in the transaction that ends it, and forgets

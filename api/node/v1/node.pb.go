@@ -4703,7 +4703,14 @@ type ForkSandboxRequest struct {
 	// Narrows the source's, for the children.
 	NetworkPolicy *NetworkPolicy `protobuf:"bytes,6,opt,name=network_policy,json=networkPolicy,proto3" json:"network_policy,omitempty"`
 	// Of the source.
-	Precondition  *Precondition `protobuf:"bytes,7,opt,name=precondition,proto3" json:"precondition,omitempty"`
+	Precondition *Precondition `protobuf:"bytes,7,opt,name=precondition,proto3" json:"precondition,omitempty"`
+	// One for each replica, in order, or none at all.
+	Children []*ForkChild `protobuf:"bytes,8,rep,name=children,proto3" json:"children,omitempty"`
+	// All children, or none and an error.
+	Atomic bool `protobuf:"varint,9,opt,name=atomic,proto3" json:"atomic,omitempty"`
+	// Name of a checkpoint of the same instant; empty makes none. The children are made of it,
+	// which takes longer, and the source stays paused or hibernated if it is.
+	Checkpoint    string `protobuf:"bytes,10,opt,name=checkpoint,proto3" json:"checkpoint,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -4787,6 +4794,92 @@ func (x *ForkSandboxRequest) GetPrecondition() *Precondition {
 	return nil
 }
 
+func (x *ForkSandboxRequest) GetChildren() []*ForkChild {
+	if x != nil {
+		return x.Children
+	}
+	return nil
+}
+
+func (x *ForkSandboxRequest) GetAtomic() bool {
+	if x != nil {
+		return x.Atomic
+	}
+	return false
+}
+
+func (x *ForkSandboxRequest) GetCheckpoint() string {
+	if x != nil {
+		return x.Checkpoint
+	}
+	return ""
+}
+
+type ForkChild struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Empty is <name of the fork>-<number, from 1>.
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// As with ClaimSandbox; all children have an owner, or none has. With owners the fork must
+	// have a name, and a request for it with the same children is answered with the fork that
+	// there is, as long as it is remembered. An owner that has a sandbox already gets no other.
+	Owner string `protobuf:"bytes,2,opt,name=owner,proto3" json:"owner,omitempty"`
+	// As with ClaimSandbox.
+	TokenSha256   string `protobuf:"bytes,3,opt,name=token_sha256,json=tokenSha256,proto3" json:"token_sha256,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ForkChild) Reset() {
+	*x = ForkChild{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[52]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ForkChild) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ForkChild) ProtoMessage() {}
+
+func (x *ForkChild) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[52]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ForkChild.ProtoReflect.Descriptor instead.
+func (*ForkChild) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{52}
+}
+
+func (x *ForkChild) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *ForkChild) GetOwner() string {
+	if x != nil {
+		return x.Owner
+	}
+	return ""
+}
+
+func (x *ForkChild) GetTokenSha256() string {
+	if x != nil {
+		return x.TokenSha256
+	}
+	return ""
+}
+
 type Fork struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
@@ -4801,13 +4894,15 @@ type Fork struct {
 	Pause *durationpb.Duration `protobuf:"bytes,9,opt,name=pause,proto3" json:"pause,omitempty"`
 	// The number of its last write.
 	ResourceVersion uint64 `protobuf:"varint,10,opt,name=resource_version,json=resourceVersion,proto3" json:"resource_version,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Name of the checkpoint of the same instant; empty if there is none.
+	Checkpoint    string `protobuf:"bytes,11,opt,name=checkpoint,proto3" json:"checkpoint,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Fork) Reset() {
 	*x = Fork{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[52]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[53]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4819,7 +4914,7 @@ func (x *Fork) String() string {
 func (*Fork) ProtoMessage() {}
 
 func (x *Fork) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[52]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[53]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4832,7 +4927,7 @@ func (x *Fork) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Fork.ProtoReflect.Descriptor instead.
 func (*Fork) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{52}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{53}
 }
 
 func (x *Fork) GetNamespace() string {
@@ -4905,19 +5000,28 @@ func (x *Fork) GetResourceVersion() uint64 {
 	return 0
 }
 
+func (x *Fork) GetCheckpoint() string {
+	if x != nil {
+		return x.Checkpoint
+	}
+	return ""
+}
+
 type ForkOutcome struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Name  string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// Of the child; empty if there is none, and then there is a problem.
-	Id            string `protobuf:"bytes,2,opt,name=id,proto3" json:"id,omitempty"`
-	Problem       string `protobuf:"bytes,3,opt,name=problem,proto3" json:"problem,omitempty"`
+	Id      string `protobuf:"bytes,2,opt,name=id,proto3" json:"id,omitempty"`
+	Problem string `protobuf:"bytes,3,opt,name=problem,proto3" json:"problem,omitempty"`
+	// UID of its owner; empty if it has none.
+	Owner         string `protobuf:"bytes,4,opt,name=owner,proto3" json:"owner,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ForkOutcome) Reset() {
 	*x = ForkOutcome{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[53]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[54]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4929,7 +5033,7 @@ func (x *ForkOutcome) String() string {
 func (*ForkOutcome) ProtoMessage() {}
 
 func (x *ForkOutcome) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[53]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[54]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4942,7 +5046,7 @@ func (x *ForkOutcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ForkOutcome.ProtoReflect.Descriptor instead.
 func (*ForkOutcome) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{53}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{54}
 }
 
 func (x *ForkOutcome) GetName() string {
@@ -4966,6 +5070,13 @@ func (x *ForkOutcome) GetProblem() string {
 	return ""
 }
 
+func (x *ForkOutcome) GetOwner() string {
+	if x != nil {
+		return x.Owner
+	}
+	return ""
+}
+
 type GetForkRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
@@ -4976,7 +5087,7 @@ type GetForkRequest struct {
 
 func (x *GetForkRequest) Reset() {
 	*x = GetForkRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[54]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[55]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4988,7 +5099,7 @@ func (x *GetForkRequest) String() string {
 func (*GetForkRequest) ProtoMessage() {}
 
 func (x *GetForkRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[54]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[55]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5001,7 +5112,7 @@ func (x *GetForkRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetForkRequest.ProtoReflect.Descriptor instead.
 func (*GetForkRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{54}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{55}
 }
 
 func (x *GetForkRequest) GetNamespace() string {
@@ -5031,7 +5142,7 @@ type ListForksRequest struct {
 
 func (x *ListForksRequest) Reset() {
 	*x = ListForksRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[55]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[56]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5043,7 +5154,7 @@ func (x *ListForksRequest) String() string {
 func (*ListForksRequest) ProtoMessage() {}
 
 func (x *ListForksRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[55]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[56]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5056,7 +5167,7 @@ func (x *ListForksRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListForksRequest.ProtoReflect.Descriptor instead.
 func (*ListForksRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{55}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{56}
 }
 
 func (x *ListForksRequest) GetNamespace() string {
@@ -5101,7 +5212,7 @@ type ListForksResponse struct {
 
 func (x *ListForksResponse) Reset() {
 	*x = ListForksResponse{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[56]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[57]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5113,7 +5224,7 @@ func (x *ListForksResponse) String() string {
 func (*ListForksResponse) ProtoMessage() {}
 
 func (x *ListForksResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[56]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[57]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5126,7 +5237,7 @@ func (x *ListForksResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListForksResponse.ProtoReflect.Descriptor instead.
 func (*ListForksResponse) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{56}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{57}
 }
 
 func (x *ListForksResponse) GetForks() []*Fork {
@@ -5168,7 +5279,7 @@ type DeleteForkRequest struct {
 
 func (x *DeleteForkRequest) Reset() {
 	*x = DeleteForkRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[57]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[58]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5180,7 +5291,7 @@ func (x *DeleteForkRequest) String() string {
 func (*DeleteForkRequest) ProtoMessage() {}
 
 func (x *DeleteForkRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[57]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[58]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5193,7 +5304,7 @@ func (x *DeleteForkRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteForkRequest.ProtoReflect.Descriptor instead.
 func (*DeleteForkRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{57}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{58}
 }
 
 func (x *DeleteForkRequest) GetNamespace() string {
@@ -5244,7 +5355,7 @@ type Checkpoint struct {
 
 func (x *Checkpoint) Reset() {
 	*x = Checkpoint{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[58]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[59]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5256,7 +5367,7 @@ func (x *Checkpoint) String() string {
 func (*Checkpoint) ProtoMessage() {}
 
 func (x *Checkpoint) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[58]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[59]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5269,7 +5380,7 @@ func (x *Checkpoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Checkpoint.ProtoReflect.Descriptor instead.
 func (*Checkpoint) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{58}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{59}
 }
 
 func (x *Checkpoint) GetNamespace() string {
@@ -5401,7 +5512,7 @@ type CheckpointSandboxRequest struct {
 
 func (x *CheckpointSandboxRequest) Reset() {
 	*x = CheckpointSandboxRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[59]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[60]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5413,7 +5524,7 @@ func (x *CheckpointSandboxRequest) String() string {
 func (*CheckpointSandboxRequest) ProtoMessage() {}
 
 func (x *CheckpointSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[59]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[60]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5426,7 +5537,7 @@ func (x *CheckpointSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CheckpointSandboxRequest.ProtoReflect.Descriptor instead.
 func (*CheckpointSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{59}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{60}
 }
 
 func (x *CheckpointSandboxRequest) GetNamespace() string {
@@ -5474,7 +5585,7 @@ type GetCheckpointRequest struct {
 
 func (x *GetCheckpointRequest) Reset() {
 	*x = GetCheckpointRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[60]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[61]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5486,7 +5597,7 @@ func (x *GetCheckpointRequest) String() string {
 func (*GetCheckpointRequest) ProtoMessage() {}
 
 func (x *GetCheckpointRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[60]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[61]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5499,7 +5610,7 @@ func (x *GetCheckpointRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCheckpointRequest.ProtoReflect.Descriptor instead.
 func (*GetCheckpointRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{60}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{61}
 }
 
 func (x *GetCheckpointRequest) GetNamespace() string {
@@ -5529,7 +5640,7 @@ type ListCheckpointsRequest struct {
 
 func (x *ListCheckpointsRequest) Reset() {
 	*x = ListCheckpointsRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[61]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[62]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5541,7 +5652,7 @@ func (x *ListCheckpointsRequest) String() string {
 func (*ListCheckpointsRequest) ProtoMessage() {}
 
 func (x *ListCheckpointsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[61]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[62]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5554,7 +5665,7 @@ func (x *ListCheckpointsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListCheckpointsRequest.ProtoReflect.Descriptor instead.
 func (*ListCheckpointsRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{61}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{62}
 }
 
 func (x *ListCheckpointsRequest) GetNamespace() string {
@@ -5599,7 +5710,7 @@ type ListCheckpointsResponse struct {
 
 func (x *ListCheckpointsResponse) Reset() {
 	*x = ListCheckpointsResponse{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[62]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[63]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5611,7 +5722,7 @@ func (x *ListCheckpointsResponse) String() string {
 func (*ListCheckpointsResponse) ProtoMessage() {}
 
 func (x *ListCheckpointsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[62]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[63]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5624,7 +5735,7 @@ func (x *ListCheckpointsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListCheckpointsResponse.ProtoReflect.Descriptor instead.
 func (*ListCheckpointsResponse) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{62}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{63}
 }
 
 func (x *ListCheckpointsResponse) GetCheckpoints() []*Checkpoint {
@@ -5666,7 +5777,7 @@ type DeleteCheckpointRequest struct {
 
 func (x *DeleteCheckpointRequest) Reset() {
 	*x = DeleteCheckpointRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[63]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[64]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5678,7 +5789,7 @@ func (x *DeleteCheckpointRequest) String() string {
 func (*DeleteCheckpointRequest) ProtoMessage() {}
 
 func (x *DeleteCheckpointRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[63]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[64]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5691,7 +5802,7 @@ func (x *DeleteCheckpointRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteCheckpointRequest.ProtoReflect.Descriptor instead.
 func (*DeleteCheckpointRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{63}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{64}
 }
 
 func (x *DeleteCheckpointRequest) GetNamespace() string {
@@ -5732,7 +5843,7 @@ type RestoreCheckpointRequest struct {
 
 func (x *RestoreCheckpointRequest) Reset() {
 	*x = RestoreCheckpointRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[64]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[65]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5744,7 +5855,7 @@ func (x *RestoreCheckpointRequest) String() string {
 func (*RestoreCheckpointRequest) ProtoMessage() {}
 
 func (x *RestoreCheckpointRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[64]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[65]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5757,7 +5868,7 @@ func (x *RestoreCheckpointRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RestoreCheckpointRequest.ProtoReflect.Descriptor instead.
 func (*RestoreCheckpointRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{64}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{65}
 }
 
 func (x *RestoreCheckpointRequest) GetNamespace() string {
@@ -5828,7 +5939,7 @@ type NamespaceCA struct {
 
 func (x *NamespaceCA) Reset() {
 	*x = NamespaceCA{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[65]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[66]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5840,7 +5951,7 @@ func (x *NamespaceCA) String() string {
 func (*NamespaceCA) ProtoMessage() {}
 
 func (x *NamespaceCA) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[65]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[66]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5853,7 +5964,7 @@ func (x *NamespaceCA) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NamespaceCA.ProtoReflect.Descriptor instead.
 func (*NamespaceCA) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{65}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{66}
 }
 
 func (x *NamespaceCA) GetNamespace() string {
@@ -5914,7 +6025,7 @@ type GetNamespaceCARequest struct {
 
 func (x *GetNamespaceCARequest) Reset() {
 	*x = GetNamespaceCARequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[66]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[67]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5926,7 +6037,7 @@ func (x *GetNamespaceCARequest) String() string {
 func (*GetNamespaceCARequest) ProtoMessage() {}
 
 func (x *GetNamespaceCARequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[66]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[67]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5939,7 +6050,7 @@ func (x *GetNamespaceCARequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetNamespaceCARequest.ProtoReflect.Descriptor instead.
 func (*GetNamespaceCARequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{66}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{67}
 }
 
 func (x *GetNamespaceCARequest) GetNamespace() string {
@@ -5963,7 +6074,7 @@ type SetNamespaceCARequest struct {
 
 func (x *SetNamespaceCARequest) Reset() {
 	*x = SetNamespaceCARequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[67]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[68]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5975,7 +6086,7 @@ func (x *SetNamespaceCARequest) String() string {
 func (*SetNamespaceCARequest) ProtoMessage() {}
 
 func (x *SetNamespaceCARequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[67]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[68]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5988,7 +6099,7 @@ func (x *SetNamespaceCARequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetNamespaceCARequest.ProtoReflect.Descriptor instead.
 func (*SetNamespaceCARequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{67}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{68}
 }
 
 func (x *SetNamespaceCARequest) GetNamespace() string {
@@ -6396,7 +6507,7 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x04kind\x18\v \x01(\tR\x04kind\x12\x16\n" +
 	"\x06reason\x18\f \x01(\tR\x06reason\x12\x18\n" +
 	"\aoutcome\x18\r \x01(\tR\aoutcome\x12\x1a\n" +
-	"\brepeated\x18\x0e \x01(\x04R\brepeated\"\xaf\x02\n" +
+	"\brepeated\x18\x0e \x01(\x04R\brepeated\"\xa0\x03\n" +
 	"\x12ForkSandboxRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x16\n" +
 	"\x06source\x18\x02 \x01(\tR\x06source\x12\x12\n" +
@@ -6404,7 +6515,17 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\breplicas\x18\x04 \x01(\rR\breplicas\x12'\n" +
 	"\x0fidempotency_key\x18\x05 \x01(\tR\x0eidempotencyKey\x12F\n" +
 	"\x0enetwork_policy\x18\x06 \x01(\v2\x1f.agentrun.node.v1.NetworkPolicyR\rnetworkPolicy\x12B\n" +
-	"\fprecondition\x18\a \x01(\v2\x1e.agentrun.node.v1.PreconditionR\fprecondition\"\x85\x03\n" +
+	"\fprecondition\x18\a \x01(\v2\x1e.agentrun.node.v1.PreconditionR\fprecondition\x127\n" +
+	"\bchildren\x18\b \x03(\v2\x1b.agentrun.node.v1.ForkChildR\bchildren\x12\x16\n" +
+	"\x06atomic\x18\t \x01(\bR\x06atomic\x12\x1e\n" +
+	"\n" +
+	"checkpoint\x18\n" +
+	" \x01(\tR\n" +
+	"checkpoint\"X\n" +
+	"\tForkChild\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x14\n" +
+	"\x05owner\x18\x02 \x01(\tR\x05owner\x12!\n" +
+	"\ftoken_sha256\x18\x03 \x01(\tR\vtokenSha256\"\xa5\x03\n" +
 	"\x04Fork\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x16\n" +
@@ -6416,11 +6537,15 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\bchildren\x18\b \x03(\v2\x1d.agentrun.node.v1.ForkOutcomeR\bchildren\x12/\n" +
 	"\x05pause\x18\t \x01(\v2\x19.google.protobuf.DurationR\x05pause\x12)\n" +
 	"\x10resource_version\x18\n" +
-	" \x01(\x04R\x0fresourceVersion\"K\n" +
+	" \x01(\x04R\x0fresourceVersion\x12\x1e\n" +
+	"\n" +
+	"checkpoint\x18\v \x01(\tR\n" +
+	"checkpoint\"a\n" +
 	"\vForkOutcome\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x0e\n" +
 	"\x02id\x18\x02 \x01(\tR\x02id\x12\x18\n" +
-	"\aproblem\x18\x03 \x01(\tR\aproblem\"B\n" +
+	"\aproblem\x18\x03 \x01(\tR\aproblem\x12\x14\n" +
+	"\x05owner\x18\x04 \x01(\tR\x05owner\"B\n" +
 	"\x0eGetForkRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\"\x83\x01\n" +
@@ -6611,7 +6736,7 @@ func file_agentrun_node_v1_node_proto_rawDescGZIP() []byte {
 }
 
 var file_agentrun_node_v1_node_proto_enumTypes = make([]protoimpl.EnumInfo, 7)
-var file_agentrun_node_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 75)
+var file_agentrun_node_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 76)
 var file_agentrun_node_v1_node_proto_goTypes = []any{
 	(Phase)(0),                       // 0: agentrun.node.v1.Phase
 	(Stage)(0),                       // 1: agentrun.node.v1.Stage
@@ -6672,38 +6797,39 @@ var file_agentrun_node_v1_node_proto_goTypes = []any{
 	(*NetworkLog)(nil),               // 56: agentrun.node.v1.NetworkLog
 	(*NetworkLogEntry)(nil),          // 57: agentrun.node.v1.NetworkLogEntry
 	(*ForkSandboxRequest)(nil),       // 58: agentrun.node.v1.ForkSandboxRequest
-	(*Fork)(nil),                     // 59: agentrun.node.v1.Fork
-	(*ForkOutcome)(nil),              // 60: agentrun.node.v1.ForkOutcome
-	(*GetForkRequest)(nil),           // 61: agentrun.node.v1.GetForkRequest
-	(*ListForksRequest)(nil),         // 62: agentrun.node.v1.ListForksRequest
-	(*ListForksResponse)(nil),        // 63: agentrun.node.v1.ListForksResponse
-	(*DeleteForkRequest)(nil),        // 64: agentrun.node.v1.DeleteForkRequest
-	(*Checkpoint)(nil),               // 65: agentrun.node.v1.Checkpoint
-	(*CheckpointSandboxRequest)(nil), // 66: agentrun.node.v1.CheckpointSandboxRequest
-	(*GetCheckpointRequest)(nil),     // 67: agentrun.node.v1.GetCheckpointRequest
-	(*ListCheckpointsRequest)(nil),   // 68: agentrun.node.v1.ListCheckpointsRequest
-	(*ListCheckpointsResponse)(nil),  // 69: agentrun.node.v1.ListCheckpointsResponse
-	(*DeleteCheckpointRequest)(nil),  // 70: agentrun.node.v1.DeleteCheckpointRequest
-	(*RestoreCheckpointRequest)(nil), // 71: agentrun.node.v1.RestoreCheckpointRequest
-	(*NamespaceCA)(nil),              // 72: agentrun.node.v1.NamespaceCA
-	(*GetNamespaceCARequest)(nil),    // 73: agentrun.node.v1.GetNamespaceCARequest
-	(*SetNamespaceCARequest)(nil),    // 74: agentrun.node.v1.SetNamespaceCARequest
-	nil,                              // 75: agentrun.node.v1.TemplateSpec.EnvEntry
-	nil,                              // 76: agentrun.node.v1.Sandbox.MetadataEntry
-	nil,                              // 77: agentrun.node.v1.ClaimSandboxRequest.EnvEntry
-	nil,                              // 78: agentrun.node.v1.ClaimSandboxRequest.MetadataEntry
-	nil,                              // 79: agentrun.node.v1.ClaimSandboxRequest.SecretValuesEntry
-	nil,                              // 80: agentrun.node.v1.RestoreCheckpointRequest.EnvEntry
-	nil,                              // 81: agentrun.node.v1.RestoreCheckpointRequest.MetadataEntry
-	(*timestamppb.Timestamp)(nil),    // 82: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),      // 83: google.protobuf.Duration
-	(*emptypb.Empty)(nil),            // 84: google.protobuf.Empty
+	(*ForkChild)(nil),                // 59: agentrun.node.v1.ForkChild
+	(*Fork)(nil),                     // 60: agentrun.node.v1.Fork
+	(*ForkOutcome)(nil),              // 61: agentrun.node.v1.ForkOutcome
+	(*GetForkRequest)(nil),           // 62: agentrun.node.v1.GetForkRequest
+	(*ListForksRequest)(nil),         // 63: agentrun.node.v1.ListForksRequest
+	(*ListForksResponse)(nil),        // 64: agentrun.node.v1.ListForksResponse
+	(*DeleteForkRequest)(nil),        // 65: agentrun.node.v1.DeleteForkRequest
+	(*Checkpoint)(nil),               // 66: agentrun.node.v1.Checkpoint
+	(*CheckpointSandboxRequest)(nil), // 67: agentrun.node.v1.CheckpointSandboxRequest
+	(*GetCheckpointRequest)(nil),     // 68: agentrun.node.v1.GetCheckpointRequest
+	(*ListCheckpointsRequest)(nil),   // 69: agentrun.node.v1.ListCheckpointsRequest
+	(*ListCheckpointsResponse)(nil),  // 70: agentrun.node.v1.ListCheckpointsResponse
+	(*DeleteCheckpointRequest)(nil),  // 71: agentrun.node.v1.DeleteCheckpointRequest
+	(*RestoreCheckpointRequest)(nil), // 72: agentrun.node.v1.RestoreCheckpointRequest
+	(*NamespaceCA)(nil),              // 73: agentrun.node.v1.NamespaceCA
+	(*GetNamespaceCARequest)(nil),    // 74: agentrun.node.v1.GetNamespaceCARequest
+	(*SetNamespaceCARequest)(nil),    // 75: agentrun.node.v1.SetNamespaceCARequest
+	nil,                              // 76: agentrun.node.v1.TemplateSpec.EnvEntry
+	nil,                              // 77: agentrun.node.v1.Sandbox.MetadataEntry
+	nil,                              // 78: agentrun.node.v1.ClaimSandboxRequest.EnvEntry
+	nil,                              // 79: agentrun.node.v1.ClaimSandboxRequest.MetadataEntry
+	nil,                              // 80: agentrun.node.v1.ClaimSandboxRequest.SecretValuesEntry
+	nil,                              // 81: agentrun.node.v1.RestoreCheckpointRequest.EnvEntry
+	nil,                              // 82: agentrun.node.v1.RestoreCheckpointRequest.MetadataEntry
+	(*timestamppb.Timestamp)(nil),    // 83: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),      // 84: google.protobuf.Duration
+	(*emptypb.Empty)(nil),            // 85: google.protobuf.Empty
 }
 var file_agentrun_node_v1_node_proto_depIdxs = []int32{
 	10,  // 0: agentrun.node.v1.NodeStatus.snapshots:type_name -> agentrun.node.v1.NodeSnapshot
 	11,  // 1: agentrun.node.v1.NodeStatus.cordon:type_name -> agentrun.node.v1.Cordon
 	1,   // 2: agentrun.node.v1.NodeSnapshot.stage:type_name -> agentrun.node.v1.Stage
-	82,  // 3: agentrun.node.v1.Cordon.since:type_name -> google.protobuf.Timestamp
+	83,  // 3: agentrun.node.v1.Cordon.since:type_name -> google.protobuf.Timestamp
 	12,  // 4: agentrun.node.v1.Cordon.problems:type_name -> agentrun.node.v1.DrainProblem
 	5,   // 5: agentrun.node.v1.WatchRequest.kinds:type_name -> agentrun.node.v1.ObjectKind
 	6,   // 6: agentrun.node.v1.WatchEvent.type:type_name -> agentrun.node.v1.WatchEvent.Type
@@ -6711,170 +6837,171 @@ var file_agentrun_node_v1_node_proto_depIdxs = []int32{
 	23,  // 8: agentrun.node.v1.WatchEvent.template:type_name -> agentrun.node.v1.Template
 	31,  // 9: agentrun.node.v1.WatchEvent.pool:type_name -> agentrun.node.v1.Pool
 	38,  // 10: agentrun.node.v1.WatchEvent.sandbox:type_name -> agentrun.node.v1.Sandbox
-	59,  // 11: agentrun.node.v1.WatchEvent.fork:type_name -> agentrun.node.v1.Fork
-	65,  // 12: agentrun.node.v1.WatchEvent.checkpoint:type_name -> agentrun.node.v1.Checkpoint
-	75,  // 13: agentrun.node.v1.TemplateSpec.env:type_name -> agentrun.node.v1.TemplateSpec.EnvEntry
+	60,  // 11: agentrun.node.v1.WatchEvent.fork:type_name -> agentrun.node.v1.Fork
+	66,  // 12: agentrun.node.v1.WatchEvent.checkpoint:type_name -> agentrun.node.v1.Checkpoint
+	76,  // 13: agentrun.node.v1.TemplateSpec.env:type_name -> agentrun.node.v1.TemplateSpec.EnvEntry
 	21,  // 14: agentrun.node.v1.TemplateSpec.ready:type_name -> agentrun.node.v1.ReadyCheck
 	22,  // 15: agentrun.node.v1.TemplateSpec.warmup:type_name -> agentrun.node.v1.Program
 	20,  // 16: agentrun.node.v1.TemplateSpec.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
 	20,  // 17: agentrun.node.v1.TemplateSpec.build_network:type_name -> agentrun.node.v1.NetworkPolicy
-	83,  // 18: agentrun.node.v1.TemplateSpec.build_timeout:type_name -> google.protobuf.Duration
-	83,  // 19: agentrun.node.v1.ReadyCheck.delay:type_name -> google.protobuf.Duration
-	83,  // 20: agentrun.node.v1.ReadyCheck.timeout:type_name -> google.protobuf.Duration
+	84,  // 18: agentrun.node.v1.TemplateSpec.build_timeout:type_name -> google.protobuf.Duration
+	84,  // 19: agentrun.node.v1.ReadyCheck.delay:type_name -> google.protobuf.Duration
+	84,  // 20: agentrun.node.v1.ReadyCheck.timeout:type_name -> google.protobuf.Duration
 	19,  // 21: agentrun.node.v1.Template.spec:type_name -> agentrun.node.v1.TemplateSpec
-	82,  // 22: agentrun.node.v1.Template.created:type_name -> google.protobuf.Timestamp
+	83,  // 22: agentrun.node.v1.Template.created:type_name -> google.protobuf.Timestamp
 	0,   // 23: agentrun.node.v1.Template.phase:type_name -> agentrun.node.v1.Phase
 	24,  // 24: agentrun.node.v1.Template.builds:type_name -> agentrun.node.v1.Build
 	1,   // 25: agentrun.node.v1.Build.stage:type_name -> agentrun.node.v1.Stage
 	0,   // 26: agentrun.node.v1.Build.phase:type_name -> agentrun.node.v1.Phase
-	82,  // 27: agentrun.node.v1.Build.started:type_name -> google.protobuf.Timestamp
-	82,  // 28: agentrun.node.v1.Build.finished:type_name -> google.protobuf.Timestamp
-	82,  // 29: agentrun.node.v1.Build.next:type_name -> google.protobuf.Timestamp
+	83,  // 27: agentrun.node.v1.Build.started:type_name -> google.protobuf.Timestamp
+	83,  // 28: agentrun.node.v1.Build.finished:type_name -> google.protobuf.Timestamp
+	83,  // 29: agentrun.node.v1.Build.next:type_name -> google.protobuf.Timestamp
 	19,  // 30: agentrun.node.v1.ApplyTemplateRequest.spec:type_name -> agentrun.node.v1.TemplateSpec
 	23,  // 31: agentrun.node.v1.ListTemplatesResponse.templates:type_name -> agentrun.node.v1.Template
 	13,  // 32: agentrun.node.v1.DeleteTemplateRequest.precondition:type_name -> agentrun.node.v1.Precondition
 	1,   // 33: agentrun.node.v1.PoolSpec.snapshot_after:type_name -> agentrun.node.v1.Stage
 	30,  // 34: agentrun.node.v1.Pool.spec:type_name -> agentrun.node.v1.PoolSpec
-	82,  // 35: agentrun.node.v1.Pool.created:type_name -> google.protobuf.Timestamp
+	83,  // 35: agentrun.node.v1.Pool.created:type_name -> google.protobuf.Timestamp
 	0,   // 36: agentrun.node.v1.Pool.phase:type_name -> agentrun.node.v1.Phase
 	30,  // 37: agentrun.node.v1.ApplyPoolRequest.spec:type_name -> agentrun.node.v1.PoolSpec
 	31,  // 38: agentrun.node.v1.ListPoolsResponse.pools:type_name -> agentrun.node.v1.Pool
 	13,  // 39: agentrun.node.v1.DeletePoolRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	83,  // 40: agentrun.node.v1.Lifetime.timeout:type_name -> google.protobuf.Duration
-	83,  // 41: agentrun.node.v1.Lifetime.idle_timeout:type_name -> google.protobuf.Duration
+	84,  // 40: agentrun.node.v1.Lifetime.timeout:type_name -> google.protobuf.Duration
+	84,  // 41: agentrun.node.v1.Lifetime.idle_timeout:type_name -> google.protobuf.Duration
 	4,   // 42: agentrun.node.v1.Lifetime.on_timeout:type_name -> agentrun.node.v1.TimeoutAction
-	82,  // 43: agentrun.node.v1.Lifetime.expires:type_name -> google.protobuf.Timestamp
+	83,  // 43: agentrun.node.v1.Lifetime.expires:type_name -> google.protobuf.Timestamp
 	2,   // 44: agentrun.node.v1.Sandbox.state:type_name -> agentrun.node.v1.SandboxState
-	76,  // 45: agentrun.node.v1.Sandbox.metadata:type_name -> agentrun.node.v1.Sandbox.MetadataEntry
-	82,  // 46: agentrun.node.v1.Sandbox.created:type_name -> google.protobuf.Timestamp
-	82,  // 47: agentrun.node.v1.Sandbox.ended:type_name -> google.protobuf.Timestamp
+	77,  // 45: agentrun.node.v1.Sandbox.metadata:type_name -> agentrun.node.v1.Sandbox.MetadataEntry
+	83,  // 46: agentrun.node.v1.Sandbox.created:type_name -> google.protobuf.Timestamp
+	83,  // 47: agentrun.node.v1.Sandbox.ended:type_name -> google.protobuf.Timestamp
 	3,   // 48: agentrun.node.v1.Sandbox.reason:type_name -> agentrun.node.v1.EndReason
 	37,  // 49: agentrun.node.v1.Sandbox.lifetime:type_name -> agentrun.node.v1.Lifetime
 	20,  // 50: agentrun.node.v1.Sandbox.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
 	20,  // 51: agentrun.node.v1.Sandbox.network_bounds:type_name -> agentrun.node.v1.NetworkPolicy
-	77,  // 52: agentrun.node.v1.ClaimSandboxRequest.env:type_name -> agentrun.node.v1.ClaimSandboxRequest.EnvEntry
-	78,  // 53: agentrun.node.v1.ClaimSandboxRequest.metadata:type_name -> agentrun.node.v1.ClaimSandboxRequest.MetadataEntry
+	78,  // 52: agentrun.node.v1.ClaimSandboxRequest.env:type_name -> agentrun.node.v1.ClaimSandboxRequest.EnvEntry
+	79,  // 53: agentrun.node.v1.ClaimSandboxRequest.metadata:type_name -> agentrun.node.v1.ClaimSandboxRequest.MetadataEntry
 	37,  // 54: agentrun.node.v1.ClaimSandboxRequest.lifetime:type_name -> agentrun.node.v1.Lifetime
 	20,  // 55: agentrun.node.v1.ClaimSandboxRequest.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
-	79,  // 56: agentrun.node.v1.ClaimSandboxRequest.secret_values:type_name -> agentrun.node.v1.ClaimSandboxRequest.SecretValuesEntry
+	80,  // 56: agentrun.node.v1.ClaimSandboxRequest.secret_values:type_name -> agentrun.node.v1.ClaimSandboxRequest.SecretValuesEntry
 	38,  // 57: agentrun.node.v1.ListSandboxesResponse.sandboxes:type_name -> agentrun.node.v1.Sandbox
 	13,  // 58: agentrun.node.v1.PauseSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
 	13,  // 59: agentrun.node.v1.ResumeSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
 	13,  // 60: agentrun.node.v1.HibernateSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	83,  // 61: agentrun.node.v1.ExtendSandboxRequest.timeout:type_name -> google.protobuf.Duration
+	84,  // 61: agentrun.node.v1.ExtendSandboxRequest.timeout:type_name -> google.protobuf.Duration
 	13,  // 62: agentrun.node.v1.ExtendSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	82,  // 63: agentrun.node.v1.ExtendSandboxRequest.expires:type_name -> google.protobuf.Timestamp
+	83,  // 63: agentrun.node.v1.ExtendSandboxRequest.expires:type_name -> google.protobuf.Timestamp
 	13,  // 64: agentrun.node.v1.KillSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
 	13,  // 65: agentrun.node.v1.SetSandboxTokenRequest.precondition:type_name -> agentrun.node.v1.Precondition
 	2,   // 66: agentrun.node.v1.SandboxStats.state:type_name -> agentrun.node.v1.SandboxState
-	82,  // 67: agentrun.node.v1.SandboxStats.time:type_name -> google.protobuf.Timestamp
-	83,  // 68: agentrun.node.v1.SandboxStats.cpu:type_name -> google.protobuf.Duration
+	83,  // 67: agentrun.node.v1.SandboxStats.time:type_name -> google.protobuf.Timestamp
+	84,  // 68: agentrun.node.v1.SandboxStats.cpu:type_name -> google.protobuf.Duration
 	51,  // 69: agentrun.node.v1.ListSandboxStatsResponse.stats:type_name -> agentrun.node.v1.SandboxStats
 	20,  // 70: agentrun.node.v1.SetNetworkPolicyRequest.policy:type_name -> agentrun.node.v1.NetworkPolicy
 	13,  // 71: agentrun.node.v1.SetNetworkPolicyRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	83,  // 72: agentrun.node.v1.GetNetworkLogRequest.wait:type_name -> google.protobuf.Duration
+	84,  // 72: agentrun.node.v1.GetNetworkLogRequest.wait:type_name -> google.protobuf.Duration
 	57,  // 73: agentrun.node.v1.NetworkLog.entries:type_name -> agentrun.node.v1.NetworkLogEntry
 	57,  // 74: agentrun.node.v1.NetworkLog.open:type_name -> agentrun.node.v1.NetworkLogEntry
-	82,  // 75: agentrun.node.v1.NetworkLogEntry.time:type_name -> google.protobuf.Timestamp
-	82,  // 76: agentrun.node.v1.NetworkLogEntry.ended:type_name -> google.protobuf.Timestamp
+	83,  // 75: agentrun.node.v1.NetworkLogEntry.time:type_name -> google.protobuf.Timestamp
+	83,  // 76: agentrun.node.v1.NetworkLogEntry.ended:type_name -> google.protobuf.Timestamp
 	20,  // 77: agentrun.node.v1.ForkSandboxRequest.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
 	13,  // 78: agentrun.node.v1.ForkSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	82,  // 79: agentrun.node.v1.Fork.created:type_name -> google.protobuf.Timestamp
-	0,   // 80: agentrun.node.v1.Fork.phase:type_name -> agentrun.node.v1.Phase
-	60,  // 81: agentrun.node.v1.Fork.children:type_name -> agentrun.node.v1.ForkOutcome
-	83,  // 82: agentrun.node.v1.Fork.pause:type_name -> google.protobuf.Duration
-	59,  // 83: agentrun.node.v1.ListForksResponse.forks:type_name -> agentrun.node.v1.Fork
-	13,  // 84: agentrun.node.v1.DeleteForkRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	82,  // 85: agentrun.node.v1.Checkpoint.created:type_name -> google.protobuf.Timestamp
-	13,  // 86: agentrun.node.v1.CheckpointSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	65,  // 87: agentrun.node.v1.ListCheckpointsResponse.checkpoints:type_name -> agentrun.node.v1.Checkpoint
-	13,  // 88: agentrun.node.v1.DeleteCheckpointRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	80,  // 89: agentrun.node.v1.RestoreCheckpointRequest.env:type_name -> agentrun.node.v1.RestoreCheckpointRequest.EnvEntry
-	81,  // 90: agentrun.node.v1.RestoreCheckpointRequest.metadata:type_name -> agentrun.node.v1.RestoreCheckpointRequest.MetadataEntry
-	37,  // 91: agentrun.node.v1.RestoreCheckpointRequest.lifetime:type_name -> agentrun.node.v1.Lifetime
-	82,  // 92: agentrun.node.v1.NamespaceCA.created:type_name -> google.protobuf.Timestamp
-	82,  // 93: agentrun.node.v1.NamespaceCA.expires:type_name -> google.protobuf.Timestamp
-	8,   // 94: agentrun.node.v1.Node.GetNode:input_type -> agentrun.node.v1.GetNodeRequest
-	17,  // 95: agentrun.node.v1.Node.Watch:input_type -> agentrun.node.v1.WatchRequest
-	14,  // 96: agentrun.node.v1.Node.CordonNode:input_type -> agentrun.node.v1.CordonNodeRequest
-	15,  // 97: agentrun.node.v1.Node.DrainNode:input_type -> agentrun.node.v1.DrainNodeRequest
-	16,  // 98: agentrun.node.v1.Node.UncordonNode:input_type -> agentrun.node.v1.UncordonNodeRequest
-	25,  // 99: agentrun.node.v1.Node.ApplyTemplate:input_type -> agentrun.node.v1.ApplyTemplateRequest
-	26,  // 100: agentrun.node.v1.Node.GetTemplate:input_type -> agentrun.node.v1.GetTemplateRequest
-	27,  // 101: agentrun.node.v1.Node.ListTemplates:input_type -> agentrun.node.v1.ListTemplatesRequest
-	29,  // 102: agentrun.node.v1.Node.DeleteTemplate:input_type -> agentrun.node.v1.DeleteTemplateRequest
-	32,  // 103: agentrun.node.v1.Node.ApplyPool:input_type -> agentrun.node.v1.ApplyPoolRequest
-	33,  // 104: agentrun.node.v1.Node.GetPool:input_type -> agentrun.node.v1.GetPoolRequest
-	34,  // 105: agentrun.node.v1.Node.ListPools:input_type -> agentrun.node.v1.ListPoolsRequest
-	36,  // 106: agentrun.node.v1.Node.DeletePool:input_type -> agentrun.node.v1.DeletePoolRequest
-	39,  // 107: agentrun.node.v1.Node.ClaimSandbox:input_type -> agentrun.node.v1.ClaimSandboxRequest
-	40,  // 108: agentrun.node.v1.Node.GetSandbox:input_type -> agentrun.node.v1.GetSandboxRequest
-	41,  // 109: agentrun.node.v1.Node.ListSandboxes:input_type -> agentrun.node.v1.ListSandboxesRequest
-	43,  // 110: agentrun.node.v1.Node.PauseSandbox:input_type -> agentrun.node.v1.PauseSandboxRequest
-	44,  // 111: agentrun.node.v1.Node.ResumeSandbox:input_type -> agentrun.node.v1.ResumeSandboxRequest
-	45,  // 112: agentrun.node.v1.Node.HibernateSandbox:input_type -> agentrun.node.v1.HibernateSandboxRequest
-	46,  // 113: agentrun.node.v1.Node.ExtendSandbox:input_type -> agentrun.node.v1.ExtendSandboxRequest
-	47,  // 114: agentrun.node.v1.Node.KillSandbox:input_type -> agentrun.node.v1.KillSandboxRequest
-	48,  // 115: agentrun.node.v1.Node.SetSandboxToken:input_type -> agentrun.node.v1.SetSandboxTokenRequest
-	49,  // 116: agentrun.node.v1.Node.ReleaseOwner:input_type -> agentrun.node.v1.ReleaseOwnerRequest
-	50,  // 117: agentrun.node.v1.Node.GetSandboxStats:input_type -> agentrun.node.v1.GetSandboxStatsRequest
-	52,  // 118: agentrun.node.v1.Node.ListSandboxStats:input_type -> agentrun.node.v1.ListSandboxStatsRequest
-	54,  // 119: agentrun.node.v1.Node.SetNetworkPolicy:input_type -> agentrun.node.v1.SetNetworkPolicyRequest
-	55,  // 120: agentrun.node.v1.Node.GetNetworkLog:input_type -> agentrun.node.v1.GetNetworkLogRequest
-	58,  // 121: agentrun.node.v1.Node.ForkSandbox:input_type -> agentrun.node.v1.ForkSandboxRequest
-	61,  // 122: agentrun.node.v1.Node.GetFork:input_type -> agentrun.node.v1.GetForkRequest
-	62,  // 123: agentrun.node.v1.Node.ListForks:input_type -> agentrun.node.v1.ListForksRequest
-	64,  // 124: agentrun.node.v1.Node.DeleteFork:input_type -> agentrun.node.v1.DeleteForkRequest
-	66,  // 125: agentrun.node.v1.Node.CheckpointSandbox:input_type -> agentrun.node.v1.CheckpointSandboxRequest
-	67,  // 126: agentrun.node.v1.Node.GetCheckpoint:input_type -> agentrun.node.v1.GetCheckpointRequest
-	68,  // 127: agentrun.node.v1.Node.ListCheckpoints:input_type -> agentrun.node.v1.ListCheckpointsRequest
-	70,  // 128: agentrun.node.v1.Node.DeleteCheckpoint:input_type -> agentrun.node.v1.DeleteCheckpointRequest
-	71,  // 129: agentrun.node.v1.Node.RestoreCheckpoint:input_type -> agentrun.node.v1.RestoreCheckpointRequest
-	73,  // 130: agentrun.node.v1.Node.GetNamespaceCA:input_type -> agentrun.node.v1.GetNamespaceCARequest
-	74,  // 131: agentrun.node.v1.Node.SetNamespaceCA:input_type -> agentrun.node.v1.SetNamespaceCARequest
-	9,   // 132: agentrun.node.v1.Node.GetNode:output_type -> agentrun.node.v1.NodeStatus
-	18,  // 133: agentrun.node.v1.Node.Watch:output_type -> agentrun.node.v1.WatchEvent
-	9,   // 134: agentrun.node.v1.Node.CordonNode:output_type -> agentrun.node.v1.NodeStatus
-	9,   // 135: agentrun.node.v1.Node.DrainNode:output_type -> agentrun.node.v1.NodeStatus
-	9,   // 136: agentrun.node.v1.Node.UncordonNode:output_type -> agentrun.node.v1.NodeStatus
-	23,  // 137: agentrun.node.v1.Node.ApplyTemplate:output_type -> agentrun.node.v1.Template
-	23,  // 138: agentrun.node.v1.Node.GetTemplate:output_type -> agentrun.node.v1.Template
-	28,  // 139: agentrun.node.v1.Node.ListTemplates:output_type -> agentrun.node.v1.ListTemplatesResponse
-	84,  // 140: agentrun.node.v1.Node.DeleteTemplate:output_type -> google.protobuf.Empty
-	31,  // 141: agentrun.node.v1.Node.ApplyPool:output_type -> agentrun.node.v1.Pool
-	31,  // 142: agentrun.node.v1.Node.GetPool:output_type -> agentrun.node.v1.Pool
-	35,  // 143: agentrun.node.v1.Node.ListPools:output_type -> agentrun.node.v1.ListPoolsResponse
-	84,  // 144: agentrun.node.v1.Node.DeletePool:output_type -> google.protobuf.Empty
-	38,  // 145: agentrun.node.v1.Node.ClaimSandbox:output_type -> agentrun.node.v1.Sandbox
-	38,  // 146: agentrun.node.v1.Node.GetSandbox:output_type -> agentrun.node.v1.Sandbox
-	42,  // 147: agentrun.node.v1.Node.ListSandboxes:output_type -> agentrun.node.v1.ListSandboxesResponse
-	38,  // 148: agentrun.node.v1.Node.PauseSandbox:output_type -> agentrun.node.v1.Sandbox
-	38,  // 149: agentrun.node.v1.Node.ResumeSandbox:output_type -> agentrun.node.v1.Sandbox
-	38,  // 150: agentrun.node.v1.Node.HibernateSandbox:output_type -> agentrun.node.v1.Sandbox
-	38,  // 151: agentrun.node.v1.Node.ExtendSandbox:output_type -> agentrun.node.v1.Sandbox
-	38,  // 152: agentrun.node.v1.Node.KillSandbox:output_type -> agentrun.node.v1.Sandbox
-	38,  // 153: agentrun.node.v1.Node.SetSandboxToken:output_type -> agentrun.node.v1.Sandbox
-	84,  // 154: agentrun.node.v1.Node.ReleaseOwner:output_type -> google.protobuf.Empty
-	51,  // 155: agentrun.node.v1.Node.GetSandboxStats:output_type -> agentrun.node.v1.SandboxStats
-	53,  // 156: agentrun.node.v1.Node.ListSandboxStats:output_type -> agentrun.node.v1.ListSandboxStatsResponse
-	38,  // 157: agentrun.node.v1.Node.SetNetworkPolicy:output_type -> agentrun.node.v1.Sandbox
-	56,  // 158: agentrun.node.v1.Node.GetNetworkLog:output_type -> agentrun.node.v1.NetworkLog
-	59,  // 159: agentrun.node.v1.Node.ForkSandbox:output_type -> agentrun.node.v1.Fork
-	59,  // 160: agentrun.node.v1.Node.GetFork:output_type -> agentrun.node.v1.Fork
-	63,  // 161: agentrun.node.v1.Node.ListForks:output_type -> agentrun.node.v1.ListForksResponse
-	84,  // 162: agentrun.node.v1.Node.DeleteFork:output_type -> google.protobuf.Empty
-	65,  // 163: agentrun.node.v1.Node.CheckpointSandbox:output_type -> agentrun.node.v1.Checkpoint
-	65,  // 164: agentrun.node.v1.Node.GetCheckpoint:output_type -> agentrun.node.v1.Checkpoint
-	69,  // 165: agentrun.node.v1.Node.ListCheckpoints:output_type -> agentrun.node.v1.ListCheckpointsResponse
-	84,  // 166: agentrun.node.v1.Node.DeleteCheckpoint:output_type -> google.protobuf.Empty
-	38,  // 167: agentrun.node.v1.Node.RestoreCheckpoint:output_type -> agentrun.node.v1.Sandbox
-	72,  // 168: agentrun.node.v1.Node.GetNamespaceCA:output_type -> agentrun.node.v1.NamespaceCA
-	72,  // 169: agentrun.node.v1.Node.SetNamespaceCA:output_type -> agentrun.node.v1.NamespaceCA
-	132, // [132:170] is the sub-list for method output_type
-	94,  // [94:132] is the sub-list for method input_type
-	94,  // [94:94] is the sub-list for extension type_name
-	94,  // [94:94] is the sub-list for extension extendee
-	0,   // [0:94] is the sub-list for field type_name
+	59,  // 79: agentrun.node.v1.ForkSandboxRequest.children:type_name -> agentrun.node.v1.ForkChild
+	83,  // 80: agentrun.node.v1.Fork.created:type_name -> google.protobuf.Timestamp
+	0,   // 81: agentrun.node.v1.Fork.phase:type_name -> agentrun.node.v1.Phase
+	61,  // 82: agentrun.node.v1.Fork.children:type_name -> agentrun.node.v1.ForkOutcome
+	84,  // 83: agentrun.node.v1.Fork.pause:type_name -> google.protobuf.Duration
+	60,  // 84: agentrun.node.v1.ListForksResponse.forks:type_name -> agentrun.node.v1.Fork
+	13,  // 85: agentrun.node.v1.DeleteForkRequest.precondition:type_name -> agentrun.node.v1.Precondition
+	83,  // 86: agentrun.node.v1.Checkpoint.created:type_name -> google.protobuf.Timestamp
+	13,  // 87: agentrun.node.v1.CheckpointSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
+	66,  // 88: agentrun.node.v1.ListCheckpointsResponse.checkpoints:type_name -> agentrun.node.v1.Checkpoint
+	13,  // 89: agentrun.node.v1.DeleteCheckpointRequest.precondition:type_name -> agentrun.node.v1.Precondition
+	81,  // 90: agentrun.node.v1.RestoreCheckpointRequest.env:type_name -> agentrun.node.v1.RestoreCheckpointRequest.EnvEntry
+	82,  // 91: agentrun.node.v1.RestoreCheckpointRequest.metadata:type_name -> agentrun.node.v1.RestoreCheckpointRequest.MetadataEntry
+	37,  // 92: agentrun.node.v1.RestoreCheckpointRequest.lifetime:type_name -> agentrun.node.v1.Lifetime
+	83,  // 93: agentrun.node.v1.NamespaceCA.created:type_name -> google.protobuf.Timestamp
+	83,  // 94: agentrun.node.v1.NamespaceCA.expires:type_name -> google.protobuf.Timestamp
+	8,   // 95: agentrun.node.v1.Node.GetNode:input_type -> agentrun.node.v1.GetNodeRequest
+	17,  // 96: agentrun.node.v1.Node.Watch:input_type -> agentrun.node.v1.WatchRequest
+	14,  // 97: agentrun.node.v1.Node.CordonNode:input_type -> agentrun.node.v1.CordonNodeRequest
+	15,  // 98: agentrun.node.v1.Node.DrainNode:input_type -> agentrun.node.v1.DrainNodeRequest
+	16,  // 99: agentrun.node.v1.Node.UncordonNode:input_type -> agentrun.node.v1.UncordonNodeRequest
+	25,  // 100: agentrun.node.v1.Node.ApplyTemplate:input_type -> agentrun.node.v1.ApplyTemplateRequest
+	26,  // 101: agentrun.node.v1.Node.GetTemplate:input_type -> agentrun.node.v1.GetTemplateRequest
+	27,  // 102: agentrun.node.v1.Node.ListTemplates:input_type -> agentrun.node.v1.ListTemplatesRequest
+	29,  // 103: agentrun.node.v1.Node.DeleteTemplate:input_type -> agentrun.node.v1.DeleteTemplateRequest
+	32,  // 104: agentrun.node.v1.Node.ApplyPool:input_type -> agentrun.node.v1.ApplyPoolRequest
+	33,  // 105: agentrun.node.v1.Node.GetPool:input_type -> agentrun.node.v1.GetPoolRequest
+	34,  // 106: agentrun.node.v1.Node.ListPools:input_type -> agentrun.node.v1.ListPoolsRequest
+	36,  // 107: agentrun.node.v1.Node.DeletePool:input_type -> agentrun.node.v1.DeletePoolRequest
+	39,  // 108: agentrun.node.v1.Node.ClaimSandbox:input_type -> agentrun.node.v1.ClaimSandboxRequest
+	40,  // 109: agentrun.node.v1.Node.GetSandbox:input_type -> agentrun.node.v1.GetSandboxRequest
+	41,  // 110: agentrun.node.v1.Node.ListSandboxes:input_type -> agentrun.node.v1.ListSandboxesRequest
+	43,  // 111: agentrun.node.v1.Node.PauseSandbox:input_type -> agentrun.node.v1.PauseSandboxRequest
+	44,  // 112: agentrun.node.v1.Node.ResumeSandbox:input_type -> agentrun.node.v1.ResumeSandboxRequest
+	45,  // 113: agentrun.node.v1.Node.HibernateSandbox:input_type -> agentrun.node.v1.HibernateSandboxRequest
+	46,  // 114: agentrun.node.v1.Node.ExtendSandbox:input_type -> agentrun.node.v1.ExtendSandboxRequest
+	47,  // 115: agentrun.node.v1.Node.KillSandbox:input_type -> agentrun.node.v1.KillSandboxRequest
+	48,  // 116: agentrun.node.v1.Node.SetSandboxToken:input_type -> agentrun.node.v1.SetSandboxTokenRequest
+	49,  // 117: agentrun.node.v1.Node.ReleaseOwner:input_type -> agentrun.node.v1.ReleaseOwnerRequest
+	50,  // 118: agentrun.node.v1.Node.GetSandboxStats:input_type -> agentrun.node.v1.GetSandboxStatsRequest
+	52,  // 119: agentrun.node.v1.Node.ListSandboxStats:input_type -> agentrun.node.v1.ListSandboxStatsRequest
+	54,  // 120: agentrun.node.v1.Node.SetNetworkPolicy:input_type -> agentrun.node.v1.SetNetworkPolicyRequest
+	55,  // 121: agentrun.node.v1.Node.GetNetworkLog:input_type -> agentrun.node.v1.GetNetworkLogRequest
+	58,  // 122: agentrun.node.v1.Node.ForkSandbox:input_type -> agentrun.node.v1.ForkSandboxRequest
+	62,  // 123: agentrun.node.v1.Node.GetFork:input_type -> agentrun.node.v1.GetForkRequest
+	63,  // 124: agentrun.node.v1.Node.ListForks:input_type -> agentrun.node.v1.ListForksRequest
+	65,  // 125: agentrun.node.v1.Node.DeleteFork:input_type -> agentrun.node.v1.DeleteForkRequest
+	67,  // 126: agentrun.node.v1.Node.CheckpointSandbox:input_type -> agentrun.node.v1.CheckpointSandboxRequest
+	68,  // 127: agentrun.node.v1.Node.GetCheckpoint:input_type -> agentrun.node.v1.GetCheckpointRequest
+	69,  // 128: agentrun.node.v1.Node.ListCheckpoints:input_type -> agentrun.node.v1.ListCheckpointsRequest
+	71,  // 129: agentrun.node.v1.Node.DeleteCheckpoint:input_type -> agentrun.node.v1.DeleteCheckpointRequest
+	72,  // 130: agentrun.node.v1.Node.RestoreCheckpoint:input_type -> agentrun.node.v1.RestoreCheckpointRequest
+	74,  // 131: agentrun.node.v1.Node.GetNamespaceCA:input_type -> agentrun.node.v1.GetNamespaceCARequest
+	75,  // 132: agentrun.node.v1.Node.SetNamespaceCA:input_type -> agentrun.node.v1.SetNamespaceCARequest
+	9,   // 133: agentrun.node.v1.Node.GetNode:output_type -> agentrun.node.v1.NodeStatus
+	18,  // 134: agentrun.node.v1.Node.Watch:output_type -> agentrun.node.v1.WatchEvent
+	9,   // 135: agentrun.node.v1.Node.CordonNode:output_type -> agentrun.node.v1.NodeStatus
+	9,   // 136: agentrun.node.v1.Node.DrainNode:output_type -> agentrun.node.v1.NodeStatus
+	9,   // 137: agentrun.node.v1.Node.UncordonNode:output_type -> agentrun.node.v1.NodeStatus
+	23,  // 138: agentrun.node.v1.Node.ApplyTemplate:output_type -> agentrun.node.v1.Template
+	23,  // 139: agentrun.node.v1.Node.GetTemplate:output_type -> agentrun.node.v1.Template
+	28,  // 140: agentrun.node.v1.Node.ListTemplates:output_type -> agentrun.node.v1.ListTemplatesResponse
+	85,  // 141: agentrun.node.v1.Node.DeleteTemplate:output_type -> google.protobuf.Empty
+	31,  // 142: agentrun.node.v1.Node.ApplyPool:output_type -> agentrun.node.v1.Pool
+	31,  // 143: agentrun.node.v1.Node.GetPool:output_type -> agentrun.node.v1.Pool
+	35,  // 144: agentrun.node.v1.Node.ListPools:output_type -> agentrun.node.v1.ListPoolsResponse
+	85,  // 145: agentrun.node.v1.Node.DeletePool:output_type -> google.protobuf.Empty
+	38,  // 146: agentrun.node.v1.Node.ClaimSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 147: agentrun.node.v1.Node.GetSandbox:output_type -> agentrun.node.v1.Sandbox
+	42,  // 148: agentrun.node.v1.Node.ListSandboxes:output_type -> agentrun.node.v1.ListSandboxesResponse
+	38,  // 149: agentrun.node.v1.Node.PauseSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 150: agentrun.node.v1.Node.ResumeSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 151: agentrun.node.v1.Node.HibernateSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 152: agentrun.node.v1.Node.ExtendSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 153: agentrun.node.v1.Node.KillSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 154: agentrun.node.v1.Node.SetSandboxToken:output_type -> agentrun.node.v1.Sandbox
+	85,  // 155: agentrun.node.v1.Node.ReleaseOwner:output_type -> google.protobuf.Empty
+	51,  // 156: agentrun.node.v1.Node.GetSandboxStats:output_type -> agentrun.node.v1.SandboxStats
+	53,  // 157: agentrun.node.v1.Node.ListSandboxStats:output_type -> agentrun.node.v1.ListSandboxStatsResponse
+	38,  // 158: agentrun.node.v1.Node.SetNetworkPolicy:output_type -> agentrun.node.v1.Sandbox
+	56,  // 159: agentrun.node.v1.Node.GetNetworkLog:output_type -> agentrun.node.v1.NetworkLog
+	60,  // 160: agentrun.node.v1.Node.ForkSandbox:output_type -> agentrun.node.v1.Fork
+	60,  // 161: agentrun.node.v1.Node.GetFork:output_type -> agentrun.node.v1.Fork
+	64,  // 162: agentrun.node.v1.Node.ListForks:output_type -> agentrun.node.v1.ListForksResponse
+	85,  // 163: agentrun.node.v1.Node.DeleteFork:output_type -> google.protobuf.Empty
+	66,  // 164: agentrun.node.v1.Node.CheckpointSandbox:output_type -> agentrun.node.v1.Checkpoint
+	66,  // 165: agentrun.node.v1.Node.GetCheckpoint:output_type -> agentrun.node.v1.Checkpoint
+	70,  // 166: agentrun.node.v1.Node.ListCheckpoints:output_type -> agentrun.node.v1.ListCheckpointsResponse
+	85,  // 167: agentrun.node.v1.Node.DeleteCheckpoint:output_type -> google.protobuf.Empty
+	38,  // 168: agentrun.node.v1.Node.RestoreCheckpoint:output_type -> agentrun.node.v1.Sandbox
+	73,  // 169: agentrun.node.v1.Node.GetNamespaceCA:output_type -> agentrun.node.v1.NamespaceCA
+	73,  // 170: agentrun.node.v1.Node.SetNamespaceCA:output_type -> agentrun.node.v1.NamespaceCA
+	133, // [133:171] is the sub-list for method output_type
+	95,  // [95:133] is the sub-list for method input_type
+	95,  // [95:95] is the sub-list for extension type_name
+	95,  // [95:95] is the sub-list for extension extendee
+	0,   // [0:95] is the sub-list for field type_name
 }
 
 func init() { file_agentrun_node_v1_node_proto_init() }
@@ -6902,7 +7029,7 @@ func file_agentrun_node_v1_node_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_agentrun_node_v1_node_proto_rawDesc), len(file_agentrun_node_v1_node_proto_rawDesc)),
 			NumEnums:      7,
-			NumMessages:   75,
+			NumMessages:   76,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

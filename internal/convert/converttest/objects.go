@@ -36,6 +36,8 @@ var (
 		Same(ofSandbox, "Of.ResourceVersion", "Of.State", "Of.Metadata", "Of.Secrets", "Of.SecretsBy", "Of.Parent", "Of.Fork", "Of.Checkpoint",
 			"Of.Created", "Of.Ended", "Of.Reason", "Of.Detail", "Of.Unresponsive", "Of.Timeout", "Of.IdleTimeout", "Of.OnTimeout", "Of.Expires", "Of.Owner", "Of.Egress"))
 
+	LeftOfFork = Same(ofNode, "Asked")
+
 	LeftOfCost = Both(LeftOfSandbox,
 		Same(ofSandbox, "ResourceVersion", "Pool", "Template", "Revision", "Engine", "Metadata", "Workdir", "User", "Memory", "Secrets", "SecretsBy",
 			"Parent", "Fork", "Checkpoint", "Created", "Ended", "Reason", "Detail", "Unresponsive", "Timeout", "IdleTimeout", "OnTimeout", "Expires", "Owner", "Egress.Bounds", "Egress.Own"))

@@ -83,7 +83,7 @@ func TestRoundTripOfObjects(t *testing.T) {
 		From: FromSandbox, To: ToSandbox, Left: converttest.Both(converttest.LeftOfSandbox, converttest.Same(noSecrets, "Secrets", "SecretsBy")),
 	}.Check(t)
 	converttest.Pair[sandbox.Fork, *nodev1.Fork]{
-		From: FromFork, To: ToFork, Left: converttest.Same(noSecrets, "By", "HoldsSecrets"),
+		From: FromFork, To: ToFork, Left: converttest.Both(converttest.Same(noSecrets, "By", "HoldsSecrets"), converttest.LeftOfFork),
 	}.Check(t)
 	converttest.Pair[sandbox.CheckpointSize, *nodev1.Checkpoint]{
 		From: FromCheckpoint, To: ToCheckpoint,

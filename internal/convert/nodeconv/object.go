@@ -98,10 +98,10 @@ func FromFork(f sandbox.Fork) *nodev1.Fork {
 	out := &nodev1.Fork{
 		Namespace: string(f.Namespace), Name: string(f.Name), Source: string(f.Source), SourceId: string(f.SourceID),
 		Replicas: uint32(f.Replicas), Created: fromTime(f.Created), Phase: phases[f.Phase], Pause: fromDuration(f.Pause),
-		ResourceVersion: f.ResourceVersion,
+		ResourceVersion: f.ResourceVersion, Checkpoint: string(f.Checkpoint),
 	}
 	for _, c := range f.Children {
-		out.Children = append(out.Children, &nodev1.ForkOutcome{Name: string(c.Name), Id: string(c.ID), Problem: c.Problem})
+		out.Children = append(out.Children, &nodev1.ForkOutcome{Name: string(c.Name), Id: string(c.ID), Problem: c.Problem, Owner: string(c.Owner)})
 	}
 	return out
 }
@@ -112,10 +112,10 @@ func ToFork(g *nodev1.Fork) (sandbox.Fork, error) {
 	f := sandbox.Fork{
 		Key: r.Key(g.GetNamespace(), g.GetName()), Versioned: versioned(g), Source: r.Name(g.GetSource()), SourceID: r.OptionalID(g.GetSourceId()),
 		Replicas: int(g.GetReplicas()), Created: toTime(g.GetCreated()), Phase: inverse(phases, g.GetPhase()),
-		Pause: r.Duration(ToDuration("pause", g.GetPause())),
+		Pause: r.Duration(ToDuration("pause", g.GetPause())), Checkpoint: r.OptionalName(g.GetCheckpoint()),
 	}
 	for _, c := range g.GetChildren() {
-		f.Children = append(f.Children, sandbox.ForkOutcome{Name: r.Name(c.GetName()), ID: r.OptionalID(c.GetId()), Problem: c.GetProblem()})
+		f.Children = append(f.Children, sandbox.ForkOutcome{Name: r.Name(c.GetName()), ID: r.OptionalID(c.GetId()), Problem: c.GetProblem(), Owner: r.OptionalUID(c.GetOwner())})
 	}
 	return f, r.Err()
 }

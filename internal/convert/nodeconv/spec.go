@@ -130,15 +130,26 @@ func ToRestoreSpec(g *nodev1.RestoreCheckpointRequest) (sandbox.RestoreSpec, err
 // FromForkSpec is for ForkSandbox. The caller adds namespace, name and idempotency
 // key.
 func FromForkSpec(s sandbox.ForkSpec) *nodev1.ForkSandboxRequest {
-	return &nodev1.ForkSandboxRequest{Source: string(s.Source), Replicas: uint32(s.Replicas), NetworkPolicy: fromPolicy(s.NetworkPolicy)}
+	out := &nodev1.ForkSandboxRequest{Source: string(s.Source), Replicas: uint32(s.Replicas), NetworkPolicy: fromPolicy(s.NetworkPolicy), Atomic: s.Atomic, Checkpoint: string(s.Checkpoint)}
+	for _, c := range s.Children {
+		out.Children = append(out.Children, &nodev1.ForkChild{Name: string(c.Name), Owner: string(c.Owner), TokenSha256: string(c.Token)})
+	}
+	return out
 }
 
 // ToForkSpec reads what a fork asks for.
 func ToForkSpec(g *nodev1.ForkSandboxRequest) (sandbox.ForkSpec, error) {
 	var r convert.Reader
-	return sandbox.ForkSpec{
+	s := sandbox.ForkSpec{
 		Source: r.Name(g.GetSource()), Replicas: int(g.GetReplicas()), NetworkPolicy: toPolicy(&r, "network_policy", g.GetNetworkPolicy()),
-	}, r.Err()
+		Atomic: g.GetAtomic(), Checkpoint: r.OptionalName(g.GetCheckpoint()),
+	}
+	for _, c := range g.GetChildren() {
+		s.Children = append(s.Children, sandbox.ForkChild{
+			Name: r.OptionalName(c.GetName()), Owner: r.OptionalUID(c.GetOwner()), Token: r.OptionalTokenHash(c.GetTokenSha256()),
+		})
+	}
+	return s, r.Err()
 }
 
 func fromLifetime(l sandbox.Lifetime) *nodev1.Lifetime {

@@ -98,11 +98,11 @@ func FromFork(f sandbox.Fork) rest.Fork {
 	out := rest.Fork{
 		Namespace: string(f.Namespace), Name: string(f.Name), Source: string(f.Source), SourceID: string(f.SourceID),
 		Replicas: f.Replicas, Created: f.Created, Phase: rest.Phase(f.Phase), Pause: FromDuration(f.Pause),
-		By: string(f.By), HoldsSecrets: f.HoldsSecrets, ResourceVersion: fromVersion(f.ResourceVersion),
+		By: string(f.By), HoldsSecrets: f.HoldsSecrets, ResourceVersion: fromVersion(f.ResourceVersion), Checkpoint: string(f.Checkpoint),
 		Children: make([]rest.ForkOutcome, 0, len(f.Children)),
 	}
 	for _, c := range f.Children {
-		out.Children = append(out.Children, rest.ForkOutcome{Name: string(c.Name), Id: string(c.ID), Problem: c.Problem})
+		out.Children = append(out.Children, rest.ForkOutcome{Name: string(c.Name), Id: string(c.ID), Problem: c.Problem, Owner: string(c.Owner)})
 	}
 	return out
 }
@@ -113,10 +113,10 @@ func ToFork(g rest.Fork) (sandbox.Fork, error) {
 	f := sandbox.Fork{
 		Key: r.Key(g.Namespace, g.Name), Versioned: toVersion(&r, g.ResourceVersion), Source: r.Name(g.Source), SourceID: r.OptionalID(g.SourceID),
 		Replicas: g.Replicas, Created: g.Created, Phase: sandbox.Phase(g.Phase), Pause: r.Duration(ToDuration("pause", g.Pause)),
-		By: sandbox.Principal(g.By), HoldsSecrets: g.HoldsSecrets,
+		By: sandbox.Principal(g.By), HoldsSecrets: g.HoldsSecrets, Checkpoint: r.OptionalName(g.Checkpoint),
 	}
 	for _, c := range g.Children {
-		f.Children = append(f.Children, sandbox.ForkOutcome{Name: r.Name(c.Name), ID: r.OptionalID(c.Id), Problem: c.Problem})
+		f.Children = append(f.Children, sandbox.ForkOutcome{Name: r.Name(c.Name), ID: r.OptionalID(c.Id), Problem: c.Problem, Owner: r.OptionalUID(c.Owner)})
 	}
 	return f, r.Err()
 }

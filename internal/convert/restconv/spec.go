@@ -173,13 +173,21 @@ func toSecretRefs(r *convert.Reader, given []rest.SecretRef) (out []sandbox.Secr
 
 // FromForkSpec is for a POST to the source, to which the caller adds the fork's name.
 func FromForkSpec(s sandbox.ForkSpec) rest.ForkCreate {
-	return rest.ForkCreate{Replicas: s.Replicas, NetworkPolicy: fromPolicy(s.NetworkPolicy)}
+	out := rest.ForkCreate{Replicas: s.Replicas, NetworkPolicy: fromPolicy(s.NetworkPolicy), Atomic: s.Atomic, Checkpoint: string(s.Checkpoint)}
+	for _, c := range s.Children {
+		out.Names = append(out.Names, string(c.Name))
+	}
+	return out
 }
 
 // ToForkSpec reads what a fork of the source asks for.
 func ToForkSpec(source sandbox.Name, g rest.ForkCreate) (sandbox.ForkSpec, error) {
 	var r convert.Reader
-	return sandbox.ForkSpec{Source: source, Replicas: g.Replicas, NetworkPolicy: toPolicy(&r, "networkPolicy", g.NetworkPolicy)}, r.Err()
+	s := sandbox.ForkSpec{Source: source, Replicas: g.Replicas, NetworkPolicy: toPolicy(&r, "networkPolicy", g.NetworkPolicy), Atomic: g.Atomic, Checkpoint: r.OptionalName(g.Checkpoint)}
+	for _, name := range g.Names {
+		s.Children = append(s.Children, sandbox.ForkChild{Name: r.Name(name)})
+	}
+	return s, r.Err()
 }
 
 // FromQuota is for a PUT of a namespace's quota, and part of the answer.

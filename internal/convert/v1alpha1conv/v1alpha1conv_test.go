@@ -21,5 +21,6 @@ func TestRoundTrip(t *testing.T) {
 	}.Check(t)
 	converttest.Pair[sandbox.ForkSpec, v1alpha1.SandboxForkSpec]{
 		From: FromForkSpec, To: ToForkSpec, Added: converttest.Same("it is refused", "AllowSecretInheritance"),
+		Left: converttest.Same("a controller says it to the node", "Children", "Atomic", "Checkpoint"),
 	}.Check(t)
 }

@@ -38,6 +38,10 @@ var features = []feature{
 			"agentrun.node.v1.ClaimSandboxRequest.SecretValuesEntry.key", "agentrun.node.v1.ClaimSandboxRequest.SecretValuesEntry.value",
 		},
 	},
+	{name: "fork-children", fields: []protoreflect.FullName{
+		"agentrun.node.v1.ForkSandboxRequest.children", "agentrun.node.v1.ForkSandboxRequest.atomic", "agentrun.node.v1.ForkSandboxRequest.checkpoint",
+		"agentrun.node.v1.ForkChild.name", "agentrun.node.v1.ForkChild.owner", "agentrun.node.v1.ForkChild.token_sha256",
+	}},
 	{name: "expires", fields: []protoreflect.FullName{"agentrun.node.v1.Lifetime.expires", "agentrun.node.v1.ExtendSandboxRequest.expires"}},
 	{name: "preconditions", fields: []protoreflect.FullName{
 		"agentrun.node.v1.Precondition.id", "agentrun.node.v1.Precondition.owner", "agentrun.node.v1.Precondition.resource_version",

@@ -149,6 +149,16 @@ func TestOneVersionApart(t *testing.T) {
 				return err
 			},
 		},
+		"fork-children": {
+			func(s *remote.Service) error {
+				_, _, err := s.Fork(c.ctx, sandbox.ForkRequest{Key: k("f"), Spec: sandbox.ForkSpec{Source: "gone", Replicas: 1, Atomic: true}})
+				return not(err, sandbox.CodeNotFound)
+			},
+			func(s *remote.Service) error {
+				_, _, err := s.Fork(c.ctx, sandbox.ForkRequest{Key: k("f"), Spec: sandbox.ForkSpec{Source: "gone", Replicas: 1, Children: []sandbox.ForkChild{{Name: "x"}}}})
+				return not(err, sandbox.CodeNotFound)
+			},
+		},
 		"expires": {
 			func(s *remote.Service) error {
 				_, err := s.SetExpiry(c.ctx, k("gone"), time.Now().Add(time.Hour))

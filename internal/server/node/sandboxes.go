@@ -202,6 +202,9 @@ func (n *nodeAPI) ForkSandbox(ctx context.Context, r *nodev1.ForkSandboxRequest)
 	if err != nil {
 		return nil, err
 	}
+	if spec.Owned() && r.GetName() == "" { // each call would make another one up
+		return nil, sandbox.Invalid("name", "a fork for owners must give one")
+	}
 	when, err := nodeconv.ToPrecondition(r.GetPrecondition())
 	if err != nil {
 		return nil, err

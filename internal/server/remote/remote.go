@@ -9,6 +9,7 @@ import (
 	"sync"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 
 	nodev1 "agentrun.dev/api/node/v1"
@@ -212,11 +213,15 @@ func (s *Service) Fork(ctx context.Context, r sandbox.ForkRequest) (sandbox.Fork
 	if err != nil {
 		return sandbox.Fork{}, false, err
 	}
+	if err := s.needsIf(ctx, r.Spec.Atomic || len(r.Spec.Children) > 0 || r.Spec.Checkpoint != "", "fork-children"); err != nil {
+		return sandbox.Fork{}, false, err
+	}
 	ask := nodeconv.FromForkSpec(r.Spec)
 	ask.Precondition = p
 	ask.Namespace, ask.Name = string(r.Namespace), string(r.Name)
-	f, err := read(ctx, nodeconv.ToFork)(s.node.ForkSandbox(ctx, ask))
-	return f, false, err
+	var header metadata.MD
+	f, err := read(ctx, nodeconv.ToFork)(s.node.ForkSandbox(ctx, ask, grpc.Header(&header)))
+	return f, replayed(header), err
 }
 
 // ForkOf implements server.Service.

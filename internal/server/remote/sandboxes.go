@@ -32,11 +32,11 @@ func (s *Service) Claim(ctx context.Context, r sandbox.ClaimRequest) (sandbox.Sa
 	}
 	var header metadata.MD
 	made, err := read(ctx, nodeconv.ToSandbox)(s.node.ClaimSandbox(ctx, nodeconv.FromClaim(r), grpc.Header(&header)))
-	return made, err == nil && len(header.Get(replayedHeader)) > 0, err
+	return made, replayed(header), err
 }
 
-// replayedHeader marks an answer that was given before.
-const replayedHeader = "idempotency-replayed"
+// replayed reports whether an answer is marked as one that was given before.
+func replayed(header metadata.MD) bool { return len(header.Get("idempotency-replayed")) > 0 }
 
 // Sandbox implements server.Service.
 func (s *Service) Sandbox(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
