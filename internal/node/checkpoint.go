@@ -100,7 +100,6 @@ func (m *Manager) undoCheckpoint(c sandbox.Checkpoint) error {
 func (m *Manager) enlistCheckpoint(k sandbox.Key, of sandbox.Sandbox) (sandbox.Checkpoint, error) {
 	of.Machine, of.Boot, of.Asleep = "", "", ""
 	of.Layers, of.Live, of.Kept, of.Unresponsive = nil, nil, 0, ""
-	of.Owner, of.Token = "", "" // they are the source's
 	c := sandbox.Checkpoint{Key: k, ID: sandbox.NewID(), Phase: sandbox.PhasePending, Created: time.Now().UTC(), Of: of}
 	err := m.db.Update(func(tx *journal.Tx) error {
 		if _, found, err := checkpoints.Get(tx, k.String()); err != nil {

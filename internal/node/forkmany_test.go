@@ -85,6 +85,24 @@ func TestForkOfMany(t *testing.T) {
 	})
 }
 
+// TestForkOfManyInTheMaking: a key does not cut off what a controller forks.
+func TestForkOfManyInTheMaking(t *testing.T) {
+	onDaemon(t, func(t *testing.T, m *Manager, h *nodetest.Host) {
+		claim(t, m, "a", sandbox.Lifetime{})
+		looked := 0
+		h.Step = func() {
+			looked++
+			if err := m.DeleteFork(t.Context(), key("f")); !sandbox.HasCode(err, sandbox.CodeDenied) {
+				t.Errorf("%v", err)
+			}
+		}
+		if f, _, err := m.Fork(owning(t), many()); err != nil || f.Phase != sandbox.PhaseReady || looked == 0 {
+			t.Errorf("%+v, %v, looked %d times", f, err, looked)
+		}
+		h.Step = nil
+	})
+}
+
 // TestForkAtomic: where one child cannot be made there is none, of whichever step that comes; and
 // where the fork is not atomic, the others are.
 func TestForkAtomic(t *testing.T) {
@@ -176,6 +194,15 @@ func TestForkChildrenThatCannotBe(t *testing.T) {
 		if len(h.Folders()) != 1 {
 			t.Errorf("%d machines", len(h.Folders()))
 		}
+		// One that could neither be made nor forgotten is not answered with.
+		asked, err := askedByFork(many())
+		must(t, err, m.db.Update(func(tx *journal.Tx) error {
+			return forks.Put(tx, key("f").String(), sandbox.Fork{Key: key("f"), Phase: sandbox.PhasePending, Asked: asked})
+		}))
+		if _, _, err := m.Fork(owning(t), many()); !sandbox.HasCode(err, sandbox.CodeExists) {
+			t.Errorf("a fork that is pending: %v", err)
+		}
+		must(t, m.DeleteFork(owning(t), key("f")))
 		// Names and tokens are for everybody.
 		f, _, err := m.Fork(t.Context(), many(func(s *sandbox.ForkSpec) {
 			for i := range s.Children {
@@ -371,10 +398,10 @@ func TestForkWithCheckpoint(t *testing.T) {
 			onDaemon(t, func(t *testing.T, m *Manager, h *nodetest.Host) {
 				claim(t, m, "a", sandbox.Lifetime{})
 				prepare(t, m, h)
-				machines, reserved, stored := len(h.Folders()), m.capacity.reserved(), 0
+				machines, reserved := len(h.Folders()), m.capacity.reserved()
 				list, err := m.Checkpoints(t.Context(), sandbox.DefaultNamespace, sandbox.Page{})
 				must(t, err)
-				stored = len(list)
+				stored := len(list)
 				if f, _, err := m.Fork(owning(t), many(func(s *sandbox.ForkSpec) { s.Atomic, s.Checkpoint = true, "c" })); err == nil {
 					t.Errorf("%+v", f)
 				}

@@ -48,7 +48,9 @@ func (m *Manager) forkOwned(ctx context.Context, r sandbox.ForkRequest) (f sandb
 	switch {
 	case err != nil:
 		return f, false, err
-	case !found || f.Asked == nil: // the name of a fork without owners is taken
+	case !found || f.Asked == nil || f.Phase == sandbox.PhasePending:
+		// A name is taken by a fork without owners, and by one that could neither be made
+		// nor forgotten.
 		f, err = m.fork(ctx, r, asked, nil)
 		return f, false, err
 	}

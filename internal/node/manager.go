@@ -419,37 +419,6 @@ func (m *Manager) settle(tx *journal.Tx, s *sandbox.Sandbox, sizes measurer, now
 	return sandboxes.Write(tx, string(s.ID), s)
 }
 
-// cutOff are forks that never had an answer.
-type cutOff map[sandbox.Key]sandbox.Fork
-
-// settleForks forgets them.
-func settleForks(tx *journal.Tx) (cutOff, error) {
-	unfinished := cutOff{}
-	err := forks.Each(tx, "", func(_ string, f sandbox.Fork) error {
-		if f.Phase == sandbox.PhasePending {
-			unfinished[f.Key] = f
-		}
-		return nil
-	})
-	for _, f := range unfinished {
-		err = errors.Join(err, forks.Delete(tx, f.String()))
-	}
-	return unfinished, err
-}
-
-// end ends a child of such a fork: whoever asks for the fork again gets all of its children,
-// under the same names. One that somebody has hibernated meanwhile is his.
-func (c cutOff) end(s *sandbox.Sandbox, now time.Time) {
-	f, ok := c[sandbox.Key{Namespace: s.Namespace, Name: s.Fork}]
-	if !ok || s.Parent != f.SourceID || s.Created.Before(f.Created) {
-		return
-	}
-	switch s.State {
-	case sandbox.Running, sandbox.Paused, sandbox.Hibernating:
-		s.End(sandbox.ReasonLost, "the daemon was ended before its fork was complete", now)
-	}
-}
-
 // sweep removes what no object names.
 func (m *Manager) sweep(ctx context.Context) error {
 	named := map[string]bool{}

@@ -25,7 +25,8 @@ type member struct {
 	turn chan struct{}
 
 	// token is the hash of the sandbox's token, empty for the derived one; until ends when
-	// that is good no more, which revoke has it do. The manager's mutex protects them.
+	// that is replaced, by revoke. Whoever uses the sandbox when it ends is told so. The
+	// manager's mutex protects them.
 	token  sandbox.TokenHash
 	until  context.Context
 	revoke context.CancelFunc

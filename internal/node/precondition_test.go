@@ -162,13 +162,9 @@ func TestDeletePreconditions(t *testing.T) {
 	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
 		claim(t, m, "a", sandbox.Lifetime{})
 		c := checkpoint(t, m, "c", "a")
-		f, _, err := m.Fork(t.Context(), sandbox.ForkRequest{Key: key("f"), Spec: sandbox.ForkSpec{Source: "a", Replicas: 1}})
-		if err != nil {
-			t.Fatal(err)
-		}
-		if f, err = m.ForkOf(t.Context(), key("f")); err != nil {
-			t.Fatal(err)
-		}
+		must(t, third(m.Fork(t.Context(), sandbox.ForkRequest{Key: key("f"), Spec: sandbox.ForkSpec{Source: "a", Replicas: 1}})))
+		f, err := m.ForkOf(t.Context(), key("f"))
+		must(t, err)
 		time.Sleep(2 * statusEvery)
 		p, _, err := m.Pool(t.Context(), key("pool"))
 		if err != nil {

@@ -56,7 +56,6 @@ func (r roster) remove(b *member) {
 	if r.tokens[b.token] == b {
 		delete(r.tokens, b.token)
 	}
-	b.revoke()
 	if s.byName[b.key.Name] == b {
 		delete(s.byName, b.key.Name)
 	}

@@ -15,7 +15,7 @@ func (r roster) mayTake(token sandbox.TokenHash) error {
 }
 
 // SandboxOfToken is the sandbox, which has not ended, that a token is for. The context ends
-// when the token is not good any more.
+// when the token is replaced.
 func (m *Manager) SandboxOfToken(_ context.Context, t sandbox.Token) (sandbox.Sandbox, context.Context, error) {
 	m.mu.Lock()
 	b := m.roster.tokens[t.Hash]
@@ -38,6 +38,9 @@ func (m *Manager) SandboxOfToken(_ context.Context, t sandbox.Token) (sandbox.Sa
 // SetToken replaces a sandbox's token. The one before is refused from then on, and requests
 // that are under way with it end.
 func (m *Manager) SetToken(ctx context.Context, k sandbox.Key, token sandbox.TokenHash, when ...sandbox.Precondition) (sandbox.Sandbox, error) {
+	if token == "" {
+		return sandbox.Sandbox{}, sandbox.Invalid("token", "its hash is missing")
+	}
 	return m.alter(ctx, k, when, func(_ context.Context, b *member) error {
 		if b.now().Token == token {
 			return nil

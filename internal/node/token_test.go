@@ -51,6 +51,7 @@ func TestTokens(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
+		wantInvalid(t, second(m.SetToken(owning(t), key("a"), "")))
 		if one.Err() == nil || before.Err() == nil {
 			t.Error("what is done with a token that was replaced goes on")
 		}
@@ -74,8 +75,8 @@ func TestTokens(t *testing.T) {
 			t.Fatal(err)
 		}
 		wantToken(t, m, hashed("ars_three"), "")
-		if last.Err() == nil {
-			t.Error("what is done with the token of a sandbox that has ended goes on")
+		if last.Err() != nil {
+			t.Error("who uses a sandbox when it ends is cut off, and not told that it has ended")
 		}
 		claimFor(t, m, ownedClaim(func(r *sandbox.ClaimRequest) { r.Owner, r.Token = "b", sandbox.HashToken("ars_three") }))
 	})

@@ -36,7 +36,7 @@ type Service interface {
 	Claim(ctx context.Context, r sandbox.ClaimRequest) (s sandbox.Sandbox, replayed bool, err error)
 	Sandbox(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error)
 	SandboxByID(ctx context.Context, id sandbox.ID) (sandbox.Sandbox, error)
-	// SandboxOfToken also says until when the token is good.
+	// SandboxOfToken also has a context that ends when the token is replaced.
 	SandboxOfToken(ctx context.Context, t sandbox.Token) (sandbox.Sandbox, context.Context, error)
 	ReleaseOwner(ctx context.Context, r sandbox.ReleaseRequest) error
 	Sandboxes(ctx context.Context, r sandbox.SandboxesRequest) ([]sandbox.Sandbox, error)

@@ -2985,7 +2985,9 @@ type Sandbox struct {
 	// The number of its last write.
 	ResourceVersion uint64 `protobuf:"varint,24,opt,name=resource_version,json=resourceVersion,proto3" json:"resource_version,omitempty"`
 	// UID of its owner; empty if it has none.
-	Owner         string `protobuf:"bytes,25,opt,name=owner,proto3" json:"owner,omitempty"`
+	Owner string `protobuf:"bytes,25,opt,name=owner,proto3" json:"owner,omitempty"`
+	// Where others reach it, as that of the node. Only the answer to a claim has it.
+	Endpoint      string `protobuf:"bytes,26,opt,name=endpoint,proto3" json:"endpoint,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3191,6 +3193,13 @@ func (x *Sandbox) GetResourceVersion() uint64 {
 func (x *Sandbox) GetOwner() string {
 	if x != nil {
 		return x.Owner
+	}
+	return ""
+}
+
+func (x *Sandbox) GetEndpoint() string {
+	if x != nil {
+		return x.Endpoint
 	}
 	return ""
 }
@@ -6345,7 +6354,7 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\fidle_timeout\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\vidleTimeout\x12>\n" +
 	"\n" +
 	"on_timeout\x18\x03 \x01(\x0e2\x1f.agentrun.node.v1.TimeoutActionR\tonTimeout\x124\n" +
-	"\aexpires\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\aexpires\"\xe6\a\n" +
+	"\aexpires\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\aexpires\"\x82\b\n" +
 	"\aSandbox\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x0e\n" +
@@ -6374,7 +6383,8 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x0enetwork_bounds\x18\x16 \x03(\v2\x1f.agentrun.node.v1.NetworkPolicyR\rnetworkBounds\x12\"\n" +
 	"\funresponsive\x18\x17 \x01(\tR\funresponsive\x12)\n" +
 	"\x10resource_version\x18\x18 \x01(\x04R\x0fresourceVersion\x12\x14\n" +
-	"\x05owner\x18\x19 \x01(\tR\x05owner\x1a;\n" +
+	"\x05owner\x18\x19 \x01(\tR\x05owner\x12\x1a\n" +
+	"\bendpoint\x18\x1a \x01(\tR\bendpoint\x1a;\n" +
 	"\rMetadataEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xe9\x05\n" +

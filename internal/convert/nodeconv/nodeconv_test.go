@@ -81,6 +81,7 @@ func TestRoundTripOfObjects(t *testing.T) {
 	}.Check(t)
 	converttest.Pair[sandbox.Sandbox, *nodev1.Sandbox]{
 		From: FromSandbox, To: ToSandbox, Left: converttest.Both(converttest.LeftOfSandbox, converttest.Same(noSecrets, "Secrets", "SecretsBy")),
+		Added: converttest.Same("the server adds it", "Endpoint"),
 	}.Check(t)
 	converttest.Pair[sandbox.Fork, *nodev1.Fork]{
 		From: FromFork, To: ToFork, Left: converttest.Both(converttest.Same(noSecrets, "By", "HoldsSecrets"), converttest.LeftOfFork),

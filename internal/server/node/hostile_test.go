@@ -65,6 +65,12 @@ func TestNodeHostile(t *testing.T) {
 			return err
 		}
 	}
+	fork := func(replicas uint32, children ...*nodev1.ForkChild) func() error {
+		return func() error {
+			_, err := c.ForkSandbox(c.ctx, &nodev1.ForkSandboxRequest{Source: "a", Name: "f", Replicas: replicas, Children: children})
+			return err
+		}
+	}
 	release := func(owner string) func() error {
 		return func() error {
 			_, err := c.ReleaseOwner(c.ctx, &nodev1.ReleaseOwnerRequest{Owner: owner})
@@ -140,6 +146,16 @@ func TestNodeHostile(t *testing.T) {
 		"an owner of nobody":                 {kill(&nodev1.Precondition{Owner: "nobody"}), codes.FailedPrecondition, "conflict", "no owner"},
 		"a version to come":                  {kill(&nodev1.Precondition{ResourceVersion: math.MaxUint64}), codes.FailedPrecondition, "conflict", "resource version"},
 		"an unknown field of a precondition": {kill(unknown(&nodev1.Precondition{})), codes.InvalidArgument, "invalid", "does not know"},
+		"children that are fewer":            {fork(2, &nodev1.ForkChild{}), codes.InvalidArgument, "invalid", "1 of them, and 2 replicas"},
+		"a child that climbs":                {fork(1, &nodev1.ForkChild{Name: "../a"}), codes.InvalidArgument, "invalid", "name"},
+		"children with one name":             {fork(2, &nodev1.ForkChild{Name: "b"}, &nodev1.ForkChild{Name: "b"}), codes.InvalidArgument, "invalid", "the name b"},
+		"children, one owned":                {fork(2, &nodev1.ForkChild{Owner: "b"}, &nodev1.ForkChild{}), codes.InvalidArgument, "invalid", "owner"},
+		"a child's token":                    {fork(1, &nodev1.ForkChild{TokenSha256: "ars_x"}), codes.InvalidArgument, "invalid", "the hash of the token is not valid"},
+		"an unknown field of one":            {fork(1, unknown(&nodev1.ForkChild{})), codes.InvalidArgument, "invalid", "does not know"},
+		"a fork of nobody's name": {func() error {
+			_, err := c.ForkSandbox(c.ctx, &nodev1.ForkSandboxRequest{Source: "a", Replicas: 1, Children: []*nodev1.ForkChild{{Owner: "b"}}})
+			return err
+		}, codes.InvalidArgument, "invalid", "must give one"},
 		"no token": {func() error {
 			_, err := c.SetSandboxToken(c.ctx, &nodev1.SetSandboxTokenRequest{Name: "a"})
 			return err

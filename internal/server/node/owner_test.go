@@ -13,13 +13,14 @@ import (
 	nodev1 "agentrun.dev/api/node/v1"
 	"agentrun.dev/internal/node/managertest"
 	"agentrun.dev/internal/sandbox"
+	"agentrun.dev/internal/server"
 )
 
 // TestOwnersByRole: a claim by owner is the same for whichever controller, whose principals own
 // what they make; gateways and others neither give owners nor change what has one, and use it as
 // before; other namespaces see nothing of it.
 func TestOwnersByRole(t *testing.T) {
-	n := newMutualNode(t, defaultBounds)
+	n := newMutualNode(t, defaultBounds, func(c *server.Config) { c.Endpoint = "https://10.0.0.5:7070" })
 	one, two := nodev1.NewNodeClient(n.as("controller/one")), nodev1.NewNodeClient(n.as("controller/two"))
 	gateway := nodev1.NewNodeClient(n.as("gateway/g"))
 	team := acting(t, "agentrun-principal", "kubernetes:team-a")
@@ -39,7 +40,7 @@ func TestOwnersByRole(t *testing.T) {
 	made := managertest.Must(one.ClaimSandbox(team, ask("ars_one")))(t)
 	var header metadata.MD
 	again := managertest.Must(two.ClaimSandbox(team, ask("ars_two"), grpc.Header(&header)))(t)
-	if again.GetId() != made.GetId() || again.GetOwner() != "S" || again.GetState() != nodev1.SandboxState_SANDBOX_STATE_RUNNING ||
+	if again.GetId() != made.GetId() || again.GetOwner() != "S" || again.GetEndpoint() != "https://10.0.0.5:7070" || again.GetState() != nodev1.SandboxState_SANDBOX_STATE_RUNNING ||
 		again.GetResourceVersion() == 0 || again.GetLifetime().GetExpires().GetSeconds() != 4e9 || len(header.Get(replayedHeader)) != 1 {
 		t.Errorf("%v, %v, not %v", again, header, made)
 	}

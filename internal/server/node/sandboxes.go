@@ -93,7 +93,11 @@ func (n *nodeAPI) ClaimSandbox(ctx context.Context, r *nodev1.ClaimSandboxReques
 		return nil, sandbox.Invalid("name", "a claim for an owner must give one")
 	}
 	claim.Key, claim.Once = m.key, m.once
-	return answeredOnce(ctx, nodeconv.FromSandbox)(n.Service.Claim(ctx, claim))
+	return answeredOnce(ctx, func(s sandbox.Sandbox) *nodev1.Sandbox {
+		out := nodeconv.FromSandbox(s)
+		out.Endpoint = n.Endpoint
+		return out
+	})(n.Service.Claim(ctx, claim))
 }
 
 // GetSandbox implements nodev1.NodeServer.

@@ -187,3 +187,28 @@ func TestExpires(t *testing.T) {
 	n.do("POST", v1+"/sandboxes", rest.SandboxCreate{Name: "b", Pool: "pool", Expires: &past}).refused(400, "invalid")
 	n.do("POST", v1+"/sandboxes", `{"name":"b","pool":"pool","expires":"0001-01-01T00:00:00Z"}`).refused(400, "invalid")
 }
+
+// TestForkOfMany: names for the children, all or none, and a checkpoint of the same instant.
+func TestForkOfMany(t *testing.T) {
+	n := newNode(t)
+	n.setUp()
+	n.claim("a")
+	at := v1 + "/sandboxes/a/forks"
+	f := as[rest.Fork](n.do("POST", at, rest.ForkCreate{Name: "f", Replicas: 2, Names: []string{"x", "y"}, Atomic: true, Checkpoint: "c"}).ok(201))
+	if f.Children[0].Name != "x" || f.Children[1].Token != n.token("y") || f.Checkpoint != "c" {
+		t.Errorf("%+v", f)
+	}
+	n.do("GET", v1+"/checkpoints/c", nil).ok(200)
+	n.do("POST", at, rest.ForkCreate{Name: "g", Replicas: 2, Names: []string{"z", "x"}, Atomic: true}).refused(409, "already_exists")
+	n.do("GET", v1+"/sandboxes/z", nil).refused(404, "not_found")
+	partly := as[rest.Fork](n.do("POST", at, rest.ForkCreate{Name: "g", Replicas: 2, Names: []string{"z", "x"}}).ok(201))
+	if partly.Children[0].Id == "" || partly.Children[1].Problem == "" {
+		t.Errorf("%+v", partly)
+	}
+	for _, body := range []any{
+		rest.ForkCreate{Replicas: 1, Names: []string{"b", "c"}}, rest.ForkCreate{Replicas: 2, Names: []string{"b", "b"}},
+		rest.ForkCreate{Replicas: 1, Names: []string{"../b"}}, `{"replicas":1,"checkpoint":"../c"}`, `{"replicas":1,"children":[{"owner":"me"}]}`,
+	} {
+		n.do("POST", at, body).refused(400, "invalid")
+	}
+}

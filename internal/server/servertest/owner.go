@@ -100,6 +100,52 @@ func (s *suite) owners() {
 	s.must(s.Service.DeletePool(s.ctx, s.key("owned"), sandbox.Precondition{Owner: "pool"}))
 }
 
+// manyForks: children have the names that they are given, all or none, and a checkpoint of the
+// same instant.
+func (s *suite) manyForks() {
+	s.setUp()
+	s.claim("a")
+	ask := func(name sandbox.Name, spec sandbox.ForkSpec) (sandbox.Fork, error) {
+		spec.Source, spec.Replicas = "a", 2
+		f, _, err := s.Service.Fork(s.ctx, sandbox.ForkRequest{Key: s.key(name), Spec: spec})
+		return f, err
+	}
+	f, err := ask("f", sandbox.ForkSpec{Atomic: true, Checkpoint: "c", Children: []sandbox.ForkChild{{Name: "x"}, {Token: sandbox.HashToken("ars_f2_" + string(s.namespace))}}})
+	s.must(err)
+	if f.Phase != sandbox.PhaseReady || f.Checkpoint != "c" || len(f.Children) != 2 || f.Children[0].Name != "x" || f.Children[1].Name != "f-2" {
+		s.Fatalf("%+v", f)
+	}
+	for _, c := range f.Children {
+		child, err := s.Service.Sandbox(s.ctx, s.key(c.Name))
+		s.state(child, err, sandbox.Running)
+		if child.ID != c.ID || child.Fork != "f" {
+			s.Errorf("%+v of %+v", child, f)
+		}
+	}
+	_, err = s.Service.CheckpointOf(s.ctx, s.key("c"))
+	s.must(err)
+	_, err = ask("g", sandbox.ForkSpec{Atomic: true, Children: []sandbox.ForkChild{{Name: "y"}, {Name: "x"}}})
+	s.refused("an atomic fork with a name that is taken", err, sandbox.CodeExists)
+	_, err = s.Service.Sandbox(s.ctx, s.key("y"))
+	s.missing("a child of it", err)
+	_, err = s.Service.ForkOf(s.ctx, s.key("g"))
+	s.missing("that fork", err)
+	_, err = ask("g", sandbox.ForkSpec{Children: []sandbox.ForkChild{{Name: "y"}}})
+	s.refused("fewer children than replicas", err, sandbox.CodeInvalid)
+	owned := sandbox.ForkSpec{Children: []sandbox.ForkChild{{Owner: "1"}, {Owner: "2"}}}
+	f, err = ask("g", owned)
+	if !s.Owns {
+		s.refused("owners", err, sandbox.CodeDenied)
+		return
+	}
+	s.must(err)
+	again, replayed, err := s.Service.Fork(s.ctx, sandbox.ForkRequest{Key: s.key("g"), Spec: sandbox.ForkSpec{Source: "a", Replicas: 2, Children: owned.Children}})
+	s.must(err)
+	if !replayed || f.Children[1].Owner != "2" || again.Children[1] != f.Children[1] {
+		s.Errorf("%+v, then %+v, replayed %t", f, again, replayed)
+	}
+}
+
 // tokens are of one sandbox, until they are replaced.
 func (s *suite) tokens() {
 	s.setUp()

@@ -77,6 +77,7 @@ func Run(t *testing.T, target Target) {
 		{"preconditions", "", (*suite).preconditions},
 		{"end-times", "", (*suite).endTimes},
 		{"owners", "", (*suite).owners},
+		{"many-forks", "", (*suite).manyForks},
 		{"tokens", Tokens, (*suite).tokens},
 	} {
 		t.Run(part.name, func(t *testing.T) {
