@@ -774,7 +774,8 @@ type CheckpointList struct {
 // CheckpointRestore defines model for CheckpointRestore.
 type CheckpointRestore struct {
 	// Env Environment variables by name.
-	Env Env `json:"env,omitempty"`
+	Env     Env      `json:"env,omitempty"`
+	Expires *Expires `json:"expires,omitempty"`
 
 	// IdleTimeout Such as `90s`, `10m` or `1h30m`.
 	//
@@ -1145,12 +1146,17 @@ type ExecStarted struct {
 	Pid int32 `json:"pid"`
 }
 
-// Extend defines model for Extend.
+// Expires When the sandbox ends, whatever it is doing and whatever `onTimeout` is.
+type Expires = time.Time
+
+// Extend One of the two.
 type Extend struct {
+	Expires *Expires `json:"expires,omitempty"`
+
 	// Timeout Such as `90s`, `10m` or `1h30m`.
 	//
 	// Example: 10m
-	Timeout Duration `json:"timeout"`
+	Timeout Duration `json:"timeout,omitempty"`
 }
 
 // FileInfo defines model for FileInfo.
@@ -1196,9 +1202,12 @@ type FileWritten struct {
 // Fork defines model for Fork.
 type Fork struct {
 	// By Who asked for it.
-	By       string        `json:"by,omitempty"`
-	Children []ForkOutcome `json:"children"`
-	Created  time.Time     `json:"created"`
+	By string `json:"by,omitempty"`
+
+	// Checkpoint Of the same instant; missing if there is none.
+	Checkpoint Name          `json:"checkpoint,omitempty"`
+	Children   []ForkOutcome `json:"children"`
+	Created    time.Time     `json:"created"`
 
 	// HoldsSecrets The children hold their source's secrets.
 	HoldsSecrets bool `json:"holdsSecrets,omitempty"`
@@ -1220,7 +1229,15 @@ type Fork struct {
 
 // ForkCreate defines model for ForkCreate.
 type ForkCreate struct {
-	Name Name `json:"name,omitempty"`
+	// Atomic All children, or none and an error.
+	Atomic bool `json:"atomic,omitempty"`
+
+	// Checkpoint Name of a checkpoint of the same instant. The children are made of it, which takes longer, and the source stays paused or hibernated if it is.
+	Checkpoint Name `json:"checkpoint,omitempty"`
+	Name       Name `json:"name,omitempty"`
+
+	// Names Names of the children, in order: as many as `replicas`, or none.
+	Names []Name `json:"names,omitempty"`
 
 	// NetworkPolicy Narrows the source's, for the children.
 	NetworkPolicy *NetworkPolicy `json:"networkPolicy,omitempty"`
@@ -1244,12 +1261,18 @@ type ForkOutcome struct {
 	Id   string `json:"id,omitempty"`
 	Name Name   `json:"name"`
 
+	// Owner UID of the object of a controller that it is of. Keys of the node do not change or delete what has an owner.
+	Owner Owner `json:"owner,omitempty"`
+
 	// Problem Why there is none.
 	Problem string `json:"problem,omitempty"`
 
 	// Token Gives access to what is inside of this one sandbox, and to nothing else. Only in the response to the request that made it.
 	Token SandboxToken `json:"token,omitempty"`
 }
+
+// ID defines model for ID.
+type ID = string
 
 // Id defines model for Id.
 type Id = string
@@ -1516,6 +1539,9 @@ type ObjectVersion = string
 // OnTimeout What a timeout does.
 type OnTimeout string
 
+// Owner UID of the object of a controller that it is of. Keys of the node do not change or delete what has an owner.
+type Owner = string
+
 // Path defines model for Path.
 type Path = string
 
@@ -1527,8 +1553,11 @@ type Pool struct {
 	Created   time.Time `json:"created"`
 	Name      Name      `json:"name"`
 	Namespace Name      `json:"namespace"`
-	Phase     Phase     `json:"phase"`
-	Problem   string    `json:"problem,omitempty"`
+
+	// Owner UID of the object of a controller that it is of. Keys of the node do not change or delete what has an owner.
+	Owner   Owner  `json:"owner,omitempty"`
+	Phase   Phase  `json:"phase"`
+	Problem string `json:"problem,omitempty"`
 
 	// Ready Sandboxes that have answered and can be claimed.
 	Ready int `json:"ready"`
@@ -1631,9 +1660,10 @@ type Sandbox struct {
 	Created    time.Time `json:"created"`
 
 	// Detail What is known beyond the reason.
-	Detail string     `json:"detail,omitempty"`
-	Ended  *time.Time `json:"ended,omitempty"`
-	Engine string     `json:"engine"`
+	Detail  string     `json:"detail,omitempty"`
+	Ended   *time.Time `json:"ended,omitempty"`
+	Engine  string     `json:"engine"`
+	Expires *Expires   `json:"expires,omitempty"`
 
 	// Fork Name of the fork that made it.
 	Fork string `json:"fork,omitempty"`
@@ -1662,6 +1692,9 @@ type Sandbox struct {
 
 	// OnTimeout What a timeout does.
 	OnTimeout OnTimeout `json:"onTimeout,omitempty"`
+
+	// Owner UID of the object of a controller that it is of. Keys of the node do not change or delete what has an owner.
+	Owner Owner `json:"owner,omitempty"`
 
 	// Parent Id of the sandbox that it continues from.
 	Parent string        `json:"parent,omitempty"`
@@ -1700,7 +1733,8 @@ type SandboxReason string
 // SandboxCreate defines model for SandboxCreate.
 type SandboxCreate struct {
 	// Env Environment variables by name.
-	Env Env `json:"env,omitempty"`
+	Env     Env      `json:"env,omitempty"`
+	Expires *Expires `json:"expires,omitempty"`
 
 	// IdleTimeout Such as `90s`, `10m` or `1h30m`.
 	//
@@ -1848,7 +1882,10 @@ type Template struct {
 	Created   time.Time `json:"created"`
 	Name      Name      `json:"name"`
 	Namespace Name      `json:"namespace"`
-	Phase     Phase     `json:"phase"`
+
+	// Owner UID of the object of a controller that it is of. Keys of the node do not change or delete what has an owner.
+	Owner Owner `json:"owner,omitempty"`
+	Phase Phase `json:"phase"`
 
 	// Problem Why it is not built.
 	Problem string `json:"problem,omitempty"`
@@ -2011,6 +2048,9 @@ type WatchEventType string
 // After defines model for After.
 type After = string
 
+// CheckpointID defines model for CheckpointID.
+type CheckpointID = ID
+
 // IdempotencyKey defines model for IdempotencyKey.
 type IdempotencyKey = string
 
@@ -2029,6 +2069,9 @@ type Port = string
 // ResourceVersion defines model for ResourceVersion.
 type ResourceVersion = string
 
+// SandboxID defines model for SandboxID.
+type SandboxID = ID
+
 // StderrOffset defines model for StderrOffset.
 type StderrOffset = int64
 
@@ -2045,6 +2088,12 @@ type ListCheckpointsParams struct {
 
 	// After `next` of the page before.
 	After After `form:"after,omitempty" json:"after,omitempty"`
+}
+
+// DeleteCheckpointParams defines parameters for DeleteCheckpoint.
+type DeleteCheckpointParams struct {
+	// Id The checkpoint that the request is for: if the name is another's by now, nothing is done, and the response is 409.
+	Id CheckpointID `form:"id,omitempty" json:"id,omitempty"`
 }
 
 // RestoreCheckpointParams defines parameters for RestoreCheckpoint.
@@ -2107,8 +2156,17 @@ type CreateSandboxParams struct {
 	IdempotencyKey IdempotencyKey `json:"Idempotency-Key,omitempty"`
 }
 
+// DeleteSandboxParams defines parameters for DeleteSandbox.
+type DeleteSandboxParams struct {
+	// Id The sandbox that the request is for: if the name is another's by now, nothing is done. The response is 410 if that sandbox has ended, as far as that is remembered, and 409 otherwise.
+	Id SandboxID `form:"id,omitempty" json:"id,omitempty"`
+}
+
 // CheckpointSandboxParams defines parameters for CheckpointSandbox.
 type CheckpointSandboxParams struct {
+	// Id The sandbox that the request is for: if the name is another's by now, nothing is done. The response is 410 if that sandbox has ended, as far as that is remembered, and 409 otherwise.
+	Id SandboxID `form:"id,omitempty" json:"id,omitempty"`
+
 	// IdempotencyKey Makes a retry safe: for 24 hours a request with the same key, by the same principal on the same route, gets the response of the first one that worked. Of a namespace the last 10,000 are remembered, and at most 16 MiB of responses. With another body it is 409. While the first is being served, others wait for it. One that failed made nothing, and is not remembered.
 	IdempotencyKey IdempotencyKey `json:"Idempotency-Key,omitempty"`
 }
@@ -2147,6 +2205,12 @@ type ConnectExecParams struct {
 type WriteStdinParams struct {
 	// Close Close it afterwards. A terminal gets Ctrl-D.
 	Close bool `form:"close,omitempty" json:"close,omitempty"`
+}
+
+// ExtendSandboxParams defines parameters for ExtendSandbox.
+type ExtendSandboxParams struct {
+	// Id The sandbox that the request is for: if the name is another's by now, nothing is done. The response is 410 if that sandbox has ended, as far as that is remembered, and 409 otherwise.
+	Id SandboxID `form:"id,omitempty" json:"id,omitempty"`
 }
 
 // RemoveFileParams defines parameters for RemoveFile.
@@ -2220,8 +2284,17 @@ type WatchFilesParams struct {
 
 // ForkSandboxParams defines parameters for ForkSandbox.
 type ForkSandboxParams struct {
+	// Id The sandbox that the request is for: if the name is another's by now, nothing is done. The response is 410 if that sandbox has ended, as far as that is remembered, and 409 otherwise.
+	Id SandboxID `form:"id,omitempty" json:"id,omitempty"`
+
 	// IdempotencyKey Makes a retry safe: for 24 hours a request with the same key, by the same principal on the same route, gets the response of the first one that worked. Of a namespace the last 10,000 are remembered, and at most 16 MiB of responses. With another body it is 409. While the first is being served, others wait for it. One that failed made nothing, and is not remembered.
 	IdempotencyKey IdempotencyKey `json:"Idempotency-Key,omitempty"`
+}
+
+// HibernateSandboxParams defines parameters for HibernateSandbox.
+type HibernateSandboxParams struct {
+	// Id The sandbox that the request is for: if the name is another's by now, nothing is done. The response is 410 if that sandbox has ended, as far as that is remembered, and 409 otherwise.
+	Id SandboxID `form:"id,omitempty" json:"id,omitempty"`
 }
 
 // GetNetworkLogParams defines parameters for GetNetworkLog.
@@ -2237,6 +2310,30 @@ type GetNetworkLogParams struct {
 
 	// Open List the connections that are open, too.
 	Open bool `form:"open,omitempty" json:"open,omitempty"`
+}
+
+// DeleteNetworkPolicyParams defines parameters for DeleteNetworkPolicy.
+type DeleteNetworkPolicyParams struct {
+	// Id The sandbox that the request is for: if the name is another's by now, nothing is done. The response is 410 if that sandbox has ended, as far as that is remembered, and 409 otherwise.
+	Id SandboxID `form:"id,omitempty" json:"id,omitempty"`
+}
+
+// PutNetworkPolicyParams defines parameters for PutNetworkPolicy.
+type PutNetworkPolicyParams struct {
+	// Id The sandbox that the request is for: if the name is another's by now, nothing is done. The response is 410 if that sandbox has ended, as far as that is remembered, and 409 otherwise.
+	Id SandboxID `form:"id,omitempty" json:"id,omitempty"`
+}
+
+// PauseSandboxParams defines parameters for PauseSandbox.
+type PauseSandboxParams struct {
+	// Id The sandbox that the request is for: if the name is another's by now, nothing is done. The response is 410 if that sandbox has ended, as far as that is remembered, and 409 otherwise.
+	Id SandboxID `form:"id,omitempty" json:"id,omitempty"`
+}
+
+// ResumeSandboxParams defines parameters for ResumeSandbox.
+type ResumeSandboxParams struct {
+	// Id The sandbox that the request is for: if the name is another's by now, nothing is done. The response is 410 if that sandbox has ended, as far as that is remembered, and 409 otherwise.
+	Id SandboxID `form:"id,omitempty" json:"id,omitempty"`
 }
 
 // ConnectTerminalParams defines parameters for ConnectTerminal.
@@ -2396,7 +2493,7 @@ type ServerInterface interface {
 	ListCheckpoints(w http.ResponseWriter, r *http.Request, namespace Namespace, params ListCheckpointsParams)
 	// DeleteCheckpoint Delete a checkpoint. Sandboxes that were restored from it stay.
 	// (DELETE /v1/namespaces/{namespace}/checkpoints/{name})
-	DeleteCheckpoint(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
+	DeleteCheckpoint(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name, params DeleteCheckpointParams)
 	// GetCheckpoint One checkpoint.
 	// (GET /v1/namespaces/{namespace}/checkpoints/{name})
 	GetCheckpoint(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
@@ -2441,7 +2538,7 @@ type ServerInterface interface {
 	CreateSandbox(w http.ResponseWriter, r *http.Request, namespace Namespace, params CreateSandboxParams)
 	// DeleteSandbox End a sandbox.
 	// (DELETE /v1/namespaces/{namespace}/sandboxes/{name})
-	DeleteSandbox(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
+	DeleteSandbox(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name, params DeleteSandboxParams)
 	// GetSandbox One sandbox. One that has ended is 410; the list has it, with `ended`.
 	// (GET /v1/namespaces/{namespace}/sandboxes/{name})
 	GetSandbox(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
@@ -2502,9 +2599,9 @@ type ServerInterface interface {
 	// WriteStdin Write to its standard input.
 	// (POST /v1/namespaces/{namespace}/sandboxes/{name}/execs/{id}/stdin)
 	WriteStdin(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name, id Id, params WriteStdinParams)
-	// ExtendSandbox Give it a timeout that counts from now on.
+	// ExtendSandbox Give it a timeout that counts from now on, or another end time.
 	// (POST /v1/namespaces/{namespace}/sandboxes/{name}/extend)
-	ExtendSandbox(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
+	ExtendSandbox(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name, params ExtendSandboxParams)
 	// RemoveFile Remove a file or folder.
 	// (DELETE /v1/namespaces/{namespace}/sandboxes/{name}/files)
 	RemoveFile(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name, params RemoveFileParams)
@@ -2534,22 +2631,22 @@ type ServerInterface interface {
 	ForkSandbox(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name, params ForkSandboxParams)
 	// HibernateSandbox Write it to disk and free its memory.
 	// (POST /v1/namespaces/{namespace}/sandboxes/{name}/hibernate)
-	HibernateSandbox(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
+	HibernateSandbox(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name, params HibernateSandboxParams)
 	// GetNetworkLog The connections of a sandbox that have ended, and those that were refused.
 	// (GET /v1/namespaces/{namespace}/sandboxes/{name}/network/log)
 	GetNetworkLog(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name, params GetNetworkLogParams)
 	// DeleteNetworkPolicy Remove the sandbox's own policy. Its bounds alone hold then.
 	// (DELETE /v1/namespaces/{namespace}/sandboxes/{name}/network/policy)
-	DeleteNetworkPolicy(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
+	DeleteNetworkPolicy(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name, params DeleteNetworkPolicyParams)
 	// PutNetworkPolicy Replace what a sandbox may connect to, within its bounds.
 	// (PUT /v1/namespaces/{namespace}/sandboxes/{name}/network/policy)
-	PutNetworkPolicy(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
+	PutNetworkPolicy(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name, params PutNetworkPolicyParams)
 	// PauseSandbox Stop its processors; it keeps its memory.
 	// (POST /v1/namespaces/{namespace}/sandboxes/{name}/pause)
-	PauseSandbox(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
+	PauseSandbox(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name, params PauseSandboxParams)
 	// ResumeSandbox Let it go on.
 	// (POST /v1/namespaces/{namespace}/sandboxes/{name}/resume)
-	ResumeSandbox(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
+	ResumeSandbox(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name, params ResumeSandboxParams)
 	// GetStats What a sandbox costs. It does not wake it.
 	// (GET /v1/namespaces/{namespace}/sandboxes/{name}/stats)
 	GetStats(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
@@ -2820,8 +2917,24 @@ func (siw *ServerInterfaceWrapper) DeleteCheckpoint(w http.ResponseWriter, r *ht
 		return
 	}
 
+	// Parameter object where we will unmarshal all parameters from the context
+	var params DeleteCheckpointParams
+
+	// ------------- Optional query parameter "id" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "id", r.URL.Query(), &params.Id, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "id"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "id", Err: err})
+		}
+		return
+	}
+
 	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		siw.Handler.DeleteCheckpoint(w, r, namespace, name)
+		siw.Handler.DeleteCheckpoint(w, r, namespace, name, params)
 	}))
 
 	for _, middleware := range siw.HandlerMiddlewares {
@@ -3524,8 +3637,24 @@ func (siw *ServerInterfaceWrapper) DeleteSandbox(w http.ResponseWriter, r *http.
 		return
 	}
 
+	// Parameter object where we will unmarshal all parameters from the context
+	var params DeleteSandboxParams
+
+	// ------------- Optional query parameter "id" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "id", r.URL.Query(), &params.Id, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "id"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "id", Err: err})
+		}
+		return
+	}
+
 	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		siw.Handler.DeleteSandbox(w, r, namespace, name)
+		siw.Handler.DeleteSandbox(w, r, namespace, name, params)
 	}))
 
 	for _, middleware := range siw.HandlerMiddlewares {
@@ -3596,6 +3725,19 @@ func (siw *ServerInterfaceWrapper) CheckpointSandbox(w http.ResponseWriter, r *h
 
 	// Parameter object where we will unmarshal all parameters from the context
 	var params CheckpointSandboxParams
+
+	// ------------- Optional query parameter "id" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "id", r.URL.Query(), &params.Id, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "id"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "id", Err: err})
+		}
+		return
+	}
 
 	headers := r.Header
 
@@ -4516,8 +4658,24 @@ func (siw *ServerInterfaceWrapper) ExtendSandbox(w http.ResponseWriter, r *http.
 		return
 	}
 
+	// Parameter object where we will unmarshal all parameters from the context
+	var params ExtendSandboxParams
+
+	// ------------- Optional query parameter "id" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "id", r.URL.Query(), &params.Id, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "id"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "id", Err: err})
+		}
+		return
+	}
+
 	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		siw.Handler.ExtendSandbox(w, r, namespace, name)
+		siw.Handler.ExtendSandbox(w, r, namespace, name, params)
 	}))
 
 	for _, middleware := range siw.HandlerMiddlewares {
@@ -5073,6 +5231,19 @@ func (siw *ServerInterfaceWrapper) ForkSandbox(w http.ResponseWriter, r *http.Re
 	// Parameter object where we will unmarshal all parameters from the context
 	var params ForkSandboxParams
 
+	// ------------- Optional query parameter "id" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "id", r.URL.Query(), &params.Id, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "id"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "id", Err: err})
+		}
+		return
+	}
+
 	headers := r.Header
 
 	// ------------- Optional header parameter "Idempotency-Key" -------------
@@ -5129,8 +5300,24 @@ func (siw *ServerInterfaceWrapper) HibernateSandbox(w http.ResponseWriter, r *ht
 		return
 	}
 
+	// Parameter object where we will unmarshal all parameters from the context
+	var params HibernateSandboxParams
+
+	// ------------- Optional query parameter "id" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "id", r.URL.Query(), &params.Id, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "id"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "id", Err: err})
+		}
+		return
+	}
+
 	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		siw.Handler.HibernateSandbox(w, r, namespace, name)
+		siw.Handler.HibernateSandbox(w, r, namespace, name, params)
 	}))
 
 	for _, middleware := range siw.HandlerMiddlewares {
@@ -5254,8 +5441,24 @@ func (siw *ServerInterfaceWrapper) DeleteNetworkPolicy(w http.ResponseWriter, r 
 		return
 	}
 
+	// Parameter object where we will unmarshal all parameters from the context
+	var params DeleteNetworkPolicyParams
+
+	// ------------- Optional query parameter "id" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "id", r.URL.Query(), &params.Id, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "id"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "id", Err: err})
+		}
+		return
+	}
+
 	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		siw.Handler.DeleteNetworkPolicy(w, r, namespace, name)
+		siw.Handler.DeleteNetworkPolicy(w, r, namespace, name, params)
 	}))
 
 	for _, middleware := range siw.HandlerMiddlewares {
@@ -5289,8 +5492,24 @@ func (siw *ServerInterfaceWrapper) PutNetworkPolicy(w http.ResponseWriter, r *ht
 		return
 	}
 
+	// Parameter object where we will unmarshal all parameters from the context
+	var params PutNetworkPolicyParams
+
+	// ------------- Optional query parameter "id" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "id", r.URL.Query(), &params.Id, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "id"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "id", Err: err})
+		}
+		return
+	}
+
 	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		siw.Handler.PutNetworkPolicy(w, r, namespace, name)
+		siw.Handler.PutNetworkPolicy(w, r, namespace, name, params)
 	}))
 
 	for _, middleware := range siw.HandlerMiddlewares {
@@ -5324,8 +5543,24 @@ func (siw *ServerInterfaceWrapper) PauseSandbox(w http.ResponseWriter, r *http.R
 		return
 	}
 
+	// Parameter object where we will unmarshal all parameters from the context
+	var params PauseSandboxParams
+
+	// ------------- Optional query parameter "id" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "id", r.URL.Query(), &params.Id, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "id"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "id", Err: err})
+		}
+		return
+	}
+
 	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		siw.Handler.PauseSandbox(w, r, namespace, name)
+		siw.Handler.PauseSandbox(w, r, namespace, name, params)
 	}))
 
 	for _, middleware := range siw.HandlerMiddlewares {
@@ -5359,8 +5594,24 @@ func (siw *ServerInterfaceWrapper) ResumeSandbox(w http.ResponseWriter, r *http.
 		return
 	}
 
+	// Parameter object where we will unmarshal all parameters from the context
+	var params ResumeSandboxParams
+
+	// ------------- Optional query parameter "id" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "id", r.URL.Query(), &params.Id, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "id"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "id", Err: err})
+		}
+		return
+	}
+
 	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		siw.Handler.ResumeSandbox(w, r, namespace, name)
+		siw.Handler.ResumeSandbox(w, r, namespace, name, params)
 	}))
 
 	for _, middleware := range siw.HandlerMiddlewares {

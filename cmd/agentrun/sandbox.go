@@ -32,6 +32,9 @@ type forkOptions struct {
 	verbose bool
 	// network is a file with a network policy.
 	network string
+	// atomic makes all, or none; checkpoint names one of the same instant.
+	atomic     bool
+	checkpoint string
 }
 
 func newForkCommand() *cobra.Command {
@@ -65,20 +68,22 @@ both.`,
 	f.IntVarP(&o.count, "count", "n", 1, "how many")
 	f.StringVar(&o.daemon.namespace, "namespace", string(sandbox.DefaultNamespace), "namespace of a sandbox of the daemon")
 	o.daemon.serverFlag(f)
-	f.StringArrayVar(&o.names, "name", nil, "name of a fork (repeatable; default: the source's name and a number)")
+	f.StringArrayVar(&o.names, "name", nil, "name of a fork (repeatable; default: the source's name and a number); a single one with -n is followed by a number")
+	f.StringVar(&o.checkpoint, "checkpoint", "", "name of a checkpoint of the same instant, of which the forks are made; of a sandbox of the daemon")
+	f.BoolVar(&o.atomic, "atomic", false, "all forks, or none; of a sandbox of the daemon")
 	f.StringVar(&o.network, "network-policy", "", "YAML file of a network policy that narrows the children's; for a sandbox of the daemon")
 	limitFlags(f, &o.limits)
 	cli.PolicyFlags(f, &o.policy)
 	return cmd
 }
 
-// forkInDaemon forks a sandbox of the daemon. Its children are named after the
-// fork.
+// forkInDaemon forks a sandbox of the daemon. Its children are named after the fork, whose
+// name is the only one, unless each has a name.
 func (o *forkOptions) forkInDaemon(ctx context.Context, source string, stdout, stderr io.Writer) error {
-	if len(o.names) > 1 || o.limits != (engine.Limits{}) {
-		return errors.New("a fork of the daemon has one --name, after which its children are called, and the limits of its source")
+	if o.limits != (engine.Limits{}) {
+		return errors.New("a fork of the daemon has the limits of its source")
 	}
-	spec := rest.ForkCreate{Replicas: o.count}
+	spec := rest.ForkCreate{Replicas: o.count, Atomic: o.atomic, Checkpoint: o.checkpoint}
 	if o.network != "" {
 		p, err := readPolicy(o.network, nil)
 		if err != nil {
@@ -86,8 +91,13 @@ func (o *forkOptions) forkInDaemon(ctx context.Context, source string, stdout, s
 		}
 		spec.NetworkPolicy = new(restconv.FromNetworkPolicy(p))
 	}
-	if len(o.names) == 1 {
+	switch {
+	case len(o.names) == 1:
 		spec.Name = o.names[0]
+	case len(o.names) > 1 && o.count != 1:
+		return errNamesAndCount()
+	case len(o.names) > 1:
+		spec.Names, spec.Replicas = o.names, len(o.names)
 	}
 	return o.daemon.with(func(c *client.Client) error {
 		begin := time.Now()
@@ -120,10 +130,17 @@ func (o *forkOptions) forkInDaemon(ctx context.Context, source string, stdout, s
 	})
 }
 
+func errNamesAndCount() error {
+	return errors.New("-n and --name: a name for each fork, or how many, but not both")
+}
+
 func (o *forkOptions) run(ctx context.Context, source string, stdout, stderr io.Writer) error {
 	from, err := local.ParseName(source)
 	if err != nil {
 		return err
+	}
+	if o.atomic || o.checkpoint != "" {
+		return fmt.Errorf("--atomic and --checkpoint: %s is not a sandbox of the daemon", from)
 	}
 	if o.network != "" {
 		return fmt.Errorf("--network-policy: %s is not a sandbox of the daemon, and has no network", from)
@@ -141,7 +158,7 @@ func (o *forkOptions) run(ctx context.Context, source string, stdout, stderr io.
 			wanted = append(wanted, parsed)
 		}
 		if wanted != nil && o.count != 1 {
-			return errors.New("-n and --name: a name for each fork, or how many, but not both")
+			return errNamesAndCount()
 		}
 		if wanted == nil {
 			if wanted, err = s.FreeNames(from, o.count); err != nil {

@@ -55,6 +55,8 @@ type upOptions struct {
 	format   string
 	network  string
 	nodeID   string
+	// cluster and code are in the ids of sandboxes.
+	cluster, code string
 	// reserveGiven says that reserve is not the default.
 	reserveGiven bool
 	registryOptions
@@ -106,6 +108,8 @@ Sandboxes do not end with it: the next agentrun up finds them as they are.`,
 	f.StringVar(&o.metrics, "metrics-listen", "", "TCP address that serves /metrics without authentication, for a scraper on a private network")
 	f.StringVar(&o.network, "network", "", "YAML file of settings of the sandboxes' network, read again when it changes (default: network.yaml in $XDG_CONFIG_HOME/agentrun, or in /etc/agentrun)")
 	f.StringVar(&o.nodeID, "node-id", "", "name of this node, letters, digits and dashes (default: one that is made up once, and kept)")
+	f.StringVar(&o.cluster, "cluster-code", "", "code of this node's cluster in the ids of its sandboxes, 1 to 7 of a-z and 0-9; with --node-code")
+	f.StringVar(&o.code, "node-code", "", "code of this node in the ids of its sandboxes, 1 to 12 of a-z and 0-9; with --cluster-code")
 	f.StringVar(&o.format, "log-format", "json", "form of the log on standard error: json or text")
 	f.BoolVarP(&o.verbose, "verbose", "v", false, "log every request")
 	cli.PolicyFlags(f, &o.policy)
@@ -184,11 +188,15 @@ func (o *upOptions) run(ctx context.Context, stderr io.Writer) error {
 			return fmt.Errorf("--node-id: %w", err)
 		}
 	}
+	codes, err := sandbox.ParseCodes(o.cluster, o.code)
+	if err != nil {
+		return fmt.Errorf("--cluster-code and --node-code: %w", err)
+	}
 	kind, why := pick.Choose(o.engine)
 	d, err := forkd.Open(ctx, forkd.Config{
 		Dir: dir, Images: images, Pull: image.PullOptions{Registries: registries}, Engine: kind, Jail: o.policy,
 		Listen: o.listen, Advertise: o.public, TLSCert: o.tlsCert, TLSKey: o.tlsKey, InsecureHTTP: o.insecure,
-		NodeListen: o.node, NodeFiles: o.nodeTLS, Capacity: capacity, StorageReserve: reserve, KeyFile: o.keyFile, NetworkFile: network, NodeID: o.nodeID, Version: version,
+		NodeListen: o.node, NodeFiles: o.nodeTLS, Capacity: capacity, StorageReserve: reserve, KeyFile: o.keyFile, NetworkFile: network, NodeID: o.nodeID, Codes: codes, Version: version,
 		MetricsListen: o.metrics, Domain: domain, AllowOrigins: o.origins, Log: log,
 	})
 	if err != nil {

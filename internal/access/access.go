@@ -73,6 +73,8 @@ type Principal struct {
 	Sandbox sandbox.ID
 	// Via is the component that makes the request; zero for all others.
 	Via Component
+	// Local says that it is a user of this machine, over a socket.
+	Local bool
 	// Until ends when the principal may nothing any more; nil is never.
 	Until context.Context
 }
@@ -87,5 +89,9 @@ func (p Principal) In(n sandbox.Namespace) bool {
 
 // Local is the principal of a user of this machine who may use the socket.
 func Local(name string) Principal {
-	return Principal{Name: name, Role: RoleAdmin, Namespaces: []sandbox.Namespace{AllNamespaces}}
+	return Principal{Name: name, Role: RoleAdmin, Namespaces: []sandbox.Namespace{AllNamespaces}, Local: true}
 }
+
+// Owns reports whether the principal may give owners, and change what has one. A key of the
+// node may not, whatever its role is.
+func (p Principal) Owns() bool { return p.Local || p.Via.Role == RoleController }

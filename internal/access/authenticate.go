@@ -29,8 +29,9 @@ type Credentials struct {
 // this machine who may use the socket.
 type Authenticator struct {
 	Store *Store
-	// Sandbox finds a sandbox that has not ended.
-	Sandbox func(context.Context, sandbox.ID) (sandbox.Sandbox, error)
+	// Sandbox finds the sandbox, which has not ended, that a token is for, and until when
+	// the token is good.
+	Sandbox func(context.Context, sandbox.Token) (sandbox.Sandbox, context.Context, error)
 }
 
 // Authenticate says whose the credentials are.
@@ -53,15 +54,17 @@ func (a Authenticator) identify(ctx context.Context, text string) (Principal, er
 	if !IsToken(text) {
 		return a.Store.Find(text)
 	}
-	id, err := a.Store.Sandbox(text)
-	if err != nil {
-		return Principal{}, err
+	token := a.Store.Read(text)
+	s, until, err := a.Sandbox(ctx, token)
+	switch {
+	case err == nil:
+		p := OfSandbox(s)
+		p.Until = until
+		return p, nil
+	case token.Derived != "":
+		return Principal{}, errors.New("its sandbox has ended, or has another token")
 	}
-	s, err := a.Sandbox(ctx, id)
-	if err != nil {
-		return Principal{}, errors.New("its sandbox has ended")
-	}
-	return OfSandbox(s), nil
+	return Principal{}, ErrUnknown
 }
 
 // localUser takes the user that the daemon runs as, and root.

@@ -66,6 +66,8 @@ var operations = map[Operation]Rule{
 	"resumeSandbox":    {Need: Change},
 	"hibernateSandbox": {Need: Change},
 	"extendSandbox":    {Need: Change},
+	"putToken":         {Need: Change},
+	"releaseOwner":     {Need: Change},
 
 	"putNetworkPolicy":    {Need: Change},
 	"deleteNetworkPolicy": {Need: Change},

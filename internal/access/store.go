@@ -290,6 +290,14 @@ func (s *Store) Sandbox(text string) (sandbox.ID, error) {
 	return sandbox.ParseID(name)
 }
 
+// Read is what a token says. One that the store has not derived is known by its hash.
+func (s *Store) Read(text string) sandbox.Token {
+	if id, err := s.Sandbox(text); err == nil {
+		return sandbox.Token{Derived: id}
+	}
+	return sandbox.Token{Hash: sandbox.HashToken(text)}
+}
+
 // OfSandbox is the principal of a sandbox's token.
 func OfSandbox(s sandbox.Sandbox) Principal {
 	return Principal{Name: "sandbox:" + string(s.ID), Role: RoleSandbox, Namespaces: []sandbox.Namespace{s.Namespace}, Sandbox: s.ID}

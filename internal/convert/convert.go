@@ -60,6 +60,30 @@ func (r *Reader) OptionalID(s string) sandbox.ID {
 	return r.ID(s)
 }
 
+// OptionalUID reads the UID of an owner, which may be empty.
+func (r *Reader) OptionalUID(s string) sandbox.UID {
+	if s == "" {
+		return ""
+	}
+	return read(r, s, sandbox.ParseUID)
+}
+
+// OptionalTokenHash reads the hash of a token, which may be empty.
+func (r *Reader) OptionalTokenHash(s string) sandbox.TokenHash {
+	if s == "" {
+		return ""
+	}
+	return read(r, s, sandbox.ParseTokenHash)
+}
+
+// Time reads a time with a function that knows how the API writes it.
+func (r *Reader) Time(t time.Time, err error) time.Time {
+	if err != nil {
+		r.Fail(err)
+	}
+	return t
+}
+
 // Size reads a number that is not negative.
 func (r *Reader) Size(field string, n int64) uint64 {
 	if n < 0 {

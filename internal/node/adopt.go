@@ -67,7 +67,13 @@ func (m *Manager) checkEngine() error {
 func (m *Manager) adoptAll() {
 	waiting := slices.DeleteFunc(m.members(), func(b *member) bool {
 		s := b.now()
-		return s.State != sandbox.Running && s.State != sandbox.Paused
+		if s.State == sandbox.Running || s.State == sandbox.Paused {
+			return false
+		}
+		b.mu.Lock()
+		b.arm() // it may have an end time
+		b.mu.Unlock()
+		return true
 	})
 	var first sync.WaitGroup // attempts
 	for _, b := range waiting {

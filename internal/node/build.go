@@ -36,11 +36,11 @@ func keyOf(b sandbox.Build) buildKey {
 	return k
 }
 
-// ApplyTemplate makes a template or changes it. Pools of it follow; sandboxes
+// ApplyTemplate makes a template or changes it, for an owner if one is given. Pools of it follow; sandboxes
 // that were claimed stay as they are. A template that has not changed and whose
 // build failed is built again.
-func (m *Manager) ApplyTemplate(_ context.Context, k sandbox.Key, spec sandbox.TemplateSpec) (sandbox.Template, error) {
-	if err := m.beginMaking(); err != nil {
+func (m *Manager) ApplyTemplate(ctx context.Context, k sandbox.Key, spec sandbox.TemplateSpec, owner ...sandbox.UID) (sandbox.Template, error) {
+	if err := errors.Join(m.beginMaking(), sandbox.MayGive(ctx, oneOwner(owner))); err != nil {
 		return sandbox.Template{}, err
 	}
 	if err := spec.Validate(); err != nil {
@@ -68,6 +68,10 @@ func (m *Manager) ApplyTemplate(_ context.Context, k sandbox.Key, spec sandbox.T
 		}
 		if found {
 			t.Created = old.Created
+		}
+		old.Key = k
+		if t.Owner, err = give(ctx, old.Identity(), oneOwner(owner)); err != nil {
+			return err
 		}
 		dropped, err = dropBuilds(tx, k, func(b sandbox.Build) bool {
 			if b.Revision == t.Revision {

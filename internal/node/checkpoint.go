@@ -17,7 +17,7 @@ var checkpoints = journal.Collection[sandbox.Checkpoint]("checkpoints")
 // that is paused or hibernated stays so.
 func (m *Manager) Checkpoint(ctx context.Context, r sandbox.CheckpointRequest) (c sandbox.CheckpointSize, replayed bool, err error) {
 	c, replayed, err = doOnce(ctx, m, r.Once, checkpointIn, func(also record[sandbox.CheckpointSize]) (sandbox.CheckpointSize, error) {
-		return m.checkpoint(ctx, r.Key, r.Source, also)
+		return m.checkpoint(ctx, r, also)
 	})
 	if !replayed {
 		return c, false, err
@@ -29,11 +29,12 @@ func (m *Manager) Checkpoint(ctx context.Context, r sandbox.CheckpointRequest) (
 	return c, true, err
 }
 
-func (m *Manager) checkpoint(ctx context.Context, k sandbox.Key, source sandbox.Name, also record[sandbox.CheckpointSize]) (out sandbox.CheckpointSize, err error) {
+func (m *Manager) checkpoint(ctx context.Context, r sandbox.CheckpointRequest, also record[sandbox.CheckpointSize]) (out sandbox.CheckpointSize, err error) {
+	k, source := r.Key, r.Source
 	if err := m.beginMaking(); err != nil {
 		return out, err
 	}
-	_, err = m.with(ctx, sandbox.Key{Namespace: k.Namespace, Name: source}, func(ctx context.Context, b *member) error {
+	_, err = m.with(ctx, sandbox.Key{Namespace: k.Namespace, Name: source}, []sandbox.Precondition{r.When}, func(ctx context.Context, b *member) error {
 		if err := errors.Join(m.mayCopy(ctx, b.now(), "checkpoint"), b.answers()); err != nil {
 			return err
 		}
@@ -47,34 +48,52 @@ func (m *Manager) checkpoint(ctx context.Context, k sandbox.Key, source sandbox.
 			return err
 		}
 		defer done()
-		c, err := m.enlistCheckpoint(k, b.now())
+		c, err := m.storeCheckpoint(ctx, b, k)
 		if err != nil {
 			return err
 		}
-		dir := m.checkpointDir(c.ID)
-		if err = b.writeCheckpoint(ctx, dir); err == nil {
-			err = m.count(k.Namespace, dir, &c.Kept)
-		}
-		if err == nil {
-			c.Phase = sandbox.PhaseReady
-			if b.machine != nil { // else it has the lineage from when it was hibernated
-				c.Of.Egress.Lineage = captured(b.machine)
-			}
-			if out, err = sized(m, c); err == nil {
-				err = m.db.Update(func(tx *journal.Tx) error {
-					return errors.Join(checkpoints.Write(tx, k.String(), &out.Checkpoint), also.write(tx, out))
-				})
-			}
-		}
+		err = m.db.Update(func(tx *journal.Tx) error {
+			return errors.Join(checkpoints.Write(tx, k.String(), &c.Checkpoint), also.write(tx, c))
+		})
 		if err != nil {
-			m.capacity.discard(k.Namespace, c.Kept)
-			return errors.Join(fmt.Errorf("checkpoint sandbox %s: %w", source, err),
-				m.db.Update(func(tx *journal.Tx) error { return checkpoints.Delete(tx, k.String()) }),
-				m.removeSnapshot(dir))
+			return errors.Join(fmt.Errorf("checkpoint sandbox %s: %w", source, err), m.undoCheckpoint(c.Checkpoint))
 		}
+		out = c
 		return nil
 	})
 	return out, err
+}
+
+// storeCheckpoint writes a sandbox whose turn it is to disk. The checkpoint is complete, but for
+// the journal, which has it as an intent.
+func (m *Manager) storeCheckpoint(ctx context.Context, b *member, k sandbox.Key) (out sandbox.CheckpointSize, err error) {
+	c, err := m.enlistCheckpoint(k, b.now())
+	if err != nil {
+		return out, err
+	}
+	dir := m.checkpointDir(c.ID)
+	if err = b.writeCheckpoint(ctx, dir); err == nil {
+		err = m.count(k.Namespace, dir, &c.Kept)
+	}
+	if err == nil {
+		c.Phase = sandbox.PhaseReady
+		if b.machine != nil { // else it has the lineage from when it was hibernated
+			c.Of.Egress.Lineage = captured(b.machine)
+		}
+		out, err = sized(m, c)
+	}
+	if err != nil {
+		return out, errors.Join(fmt.Errorf("checkpoint sandbox %s: %w", b.key.Name, err), m.undoCheckpoint(c))
+	}
+	return out, nil
+}
+
+// undoCheckpoint undoes storeCheckpoint.
+func (m *Manager) undoCheckpoint(c sandbox.Checkpoint) error {
+	m.capacity.discard(c.Namespace, c.Kept)
+	return errors.Join(
+		m.db.Update(func(tx *journal.Tx) error { return checkpoints.Delete(tx, c.String()) }),
+		m.removeSnapshot(m.checkpointDir(c.ID)))
 }
 
 // enlistCheckpoint takes the name and writes the intent.
@@ -183,11 +202,11 @@ func (m *Manager) Checkpoints(_ context.Context, n sandbox.Namespace, p sandbox.
 
 // DeleteCheckpoint deletes a checkpoint that nobody is being restored from.
 // Sandboxes that were stay.
-func (m *Manager) DeleteCheckpoint(_ context.Context, k sandbox.Key) error {
+func (m *Manager) DeleteCheckpoint(_ context.Context, k sandbox.Key, when ...sandbox.Precondition) error {
 	if err := m.begin(); err != nil {
 		return err
 	}
-	c, err := m.dropCheckpoint(k)
+	c, err := m.dropCheckpoint(k, when)
 	if err != nil {
 		return err
 	}
@@ -199,7 +218,7 @@ func (m *Manager) DeleteCheckpoint(_ context.Context, k sandbox.Key) error {
 
 // dropCheckpoint takes a checkpoint out of the journal: none is restored from
 // then on.
-func (m *Manager) dropCheckpoint(k sandbox.Key) (c sandbox.Checkpoint, err error) {
+func (m *Manager) dropCheckpoint(k sandbox.Key, when []sandbox.Precondition) (c sandbox.Checkpoint, err error) {
 	m.mu.Lock()
 	switch n := m.restoring[k]; {
 	case n > 0:
@@ -219,6 +238,10 @@ func (m *Manager) dropCheckpoint(k sandbox.Key) (c sandbox.Checkpoint, err error
 	}()
 	err = m.db.Update(func(tx *journal.Tx) error {
 		if c, err = readyCheckpoint(tx, k); err != nil {
+			return err
+		}
+		of := sandbox.Identity{Kind: sandbox.KindCheckpoint, Key: k, ID: c.ID, Version: c.ResourceVersion}
+		if err := of.Meets(when...); err != nil {
 			return err
 		}
 		return checkpoints.Delete(tx, k.String())

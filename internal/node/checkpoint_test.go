@@ -222,7 +222,7 @@ func TestCheckpointFails(t *testing.T) {
 			t.Error(err)
 		}
 		// A daemon that was killed when it had forgotten it, and not deleted it yet.
-		if _, err := m.dropCheckpoint(key("c")); err != nil {
+		if _, err := m.dropCheckpoint(key("c"), nil); err != nil {
 			t.Fatal(err)
 		}
 		wantFolders(t, m, checkpointsDir, 1)

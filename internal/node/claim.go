@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"slices"
 	"time"
 
 	"agentrun.dev/internal/engine"
@@ -15,8 +16,14 @@ import (
 
 // Claim makes a sandbox of a pool. It returns when the sandbox has answered.
 func (m *Manager) Claim(ctx context.Context, r sandbox.ClaimRequest) (s sandbox.Sandbox, replayed bool, err error) {
+	if err := errors.Join(r.Validate(), sandbox.MayGive(ctx, r.Owner)); err != nil {
+		return s, false, err
+	}
+	if r.Owner != "" {
+		return m.claimOwned(ctx, r)
+	}
 	s, replayed, err = doOnce(ctx, m, r.Once, sandboxIn, func(also record[sandbox.Sandbox]) (sandbox.Sandbox, error) {
-		return m.claim(ctx, r.Key, r.Spec, also)
+		return m.claim(ctx, r, also)
 	})
 	if replayed {
 		s, err = m.present(s)
@@ -24,11 +31,12 @@ func (m *Manager) Claim(ctx context.Context, r sandbox.ClaimRequest) (s sandbox.
 	return s, replayed, err
 }
 
-func (m *Manager) claim(ctx context.Context, k sandbox.Key, spec sandbox.ClaimSpec, also record[sandbox.Sandbox]) (_ sandbox.Sandbox, err error) {
+func (m *Manager) claim(ctx context.Context, r sandbox.ClaimRequest, also record[sandbox.Sandbox]) (_ sandbox.Sandbox, err error) {
+	k, spec := r.Key, r.Spec
 	if err := m.beginMaking(); err != nil {
 		return sandbox.Sandbox{}, err
 	}
-	if err := spec.Validate(); err != nil {
+	if err := errors.Join(spec.Validate(), sandbox.CheckExpiry(spec.Expires, time.Now())); err != nil {
 		return sandbox.Sandbox{}, err
 	}
 	m.mu.Lock()
@@ -44,7 +52,7 @@ func (m *Manager) claim(ctx context.Context, k sandbox.Key, spec sandbox.ClaimSp
 		out.Err = err
 		end(out)
 	}()
-	secrets, err := m.secretEnv(k.Namespace, spec.Secrets)
+	secrets, err := m.claimSecrets(r)
 	if err == nil {
 		err = p.mayInject(k.Namespace, spec.Secrets)
 	}
@@ -53,6 +61,7 @@ func (m *Manager) claim(ctx context.Context, k sandbox.Key, spec sandbox.ClaimSp
 	}
 	b, err := m.enlist(sandbox.Sandbox{
 		Key: k, Pool: spec.Pool, Engine: m.cfg.Engine.Name(), Metadata: spec.Metadata, Lifetime: spec.Lifetime,
+		Owner: r.Owner, Token: r.Token,
 	})
 	if err != nil {
 		return sandbox.Sandbox{}, err
@@ -86,6 +95,7 @@ func (m *Manager) claim(ctx context.Context, k sandbox.Key, spec sandbox.ClaimSp
 		s.TrustedCA = from.build.TrustedCA
 		if len(secrets) > 0 {
 			s.Secrets, s.SecretsBy = spec.Secrets, sandbox.PrincipalOf(ctx)
+			s.Given = slices.Sorted(maps.Keys(r.Values))
 		}
 		s.Clock.Start(time.Now())
 	}, also)
@@ -132,7 +142,10 @@ func merge(below, above sandbox.Env) sandbox.Env {
 // enlist begins a sandbox: its name is taken, its intent is in the journal, and
 // it is the caller's turn.
 func (m *Manager) enlist(s sandbox.Sandbox) (*member, error) {
-	s.ID, s.State, s.Created = sandbox.NewID(), sandbox.Starting, time.Now().UTC()
+	s.ID, s.State, s.Created = m.cfg.Codes.NewID(), sandbox.Starting, time.Now().UTC()
+	if !s.Expires.IsZero() {
+		s.Expires = s.Expires.UTC() // by the clock on the wall, as the journal has it
+	}
 	b := m.newMember(s)
 	<-b.turn
 	if err := m.takeName(b); err != nil {
@@ -163,7 +176,7 @@ func (m *Manager) takeName(b *member) error {
 		return sandbox.Errorf(sandbox.CodeExists, "sandbox %s exists already in namespace %s", b.key.Name, b.key.Namespace).
 			Try("Choose another name, or end it with `agentrun kill %s`", b.key.Name)
 	}
-	if err := m.admit(b.key.Namespace); err != nil {
+	if err := errors.Join(m.admit(b.key.Namespace), m.roster.mayTake(b.record.Token)); err != nil {
 		return err
 	}
 	m.roster.add(b)

@@ -208,7 +208,7 @@ func (m *Manager) hibernateAll(ctx context.Context) {
 		}
 		all.Go(func() {
 			defer func() { <-slots }()
-			_, err := m.Hibernate(ctx, b.key)
+			_, err := m.Hibernate(sandbox.WithOwning(ctx), b.key)
 			switch {
 			case ctx.Err() != nil:
 				return

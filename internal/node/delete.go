@@ -10,11 +10,11 @@ import (
 )
 
 // DeleteTemplate deletes a template that no pool uses, and its builds.
-func (m *Manager) DeleteTemplate(ctx context.Context, k sandbox.Key) error {
+func (m *Manager) DeleteTemplate(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) error {
 	if err := m.begin(); err != nil {
 		return err
 	}
-	ended, err := m.forgetTemplate(k)
+	ended, err := m.forgetTemplate(ctx, k, when)
 	if err != nil {
 		return err
 	}
@@ -30,14 +30,19 @@ func (m *Manager) DeleteTemplate(ctx context.Context, k sandbox.Key) error {
 
 // forgetTemplate takes a template and what is being built of it out of the journal and out
 // of memory, and returns the builds that were under way.
-func (m *Manager) forgetTemplate(k sandbox.Key) ([]*build, error) {
+func (m *Manager) forgetTemplate(ctx context.Context, k sandbox.Key, when []sandbox.Precondition) ([]*build, error) {
 	defer m.templateTurns.lock(k)()
 	var dropped []sandbox.Build
 	err := m.db.Update(func(tx *journal.Tx) error {
-		if _, found, err := templates.Get(tx, k.String()); err != nil || !found {
+		now, found, err := templates.Get(tx, k.String())
+		if err != nil || !found {
 			return errors.Join(err, sandbox.NotFound(sandbox.KindTemplate, k))
 		}
-		err := pools.Each(tx, string(k.Namespace)+"/", func(_ string, p sandbox.Pool) error {
+		templateVersion(tx, &now)
+		if err := mayDelete(ctx, now.Identity(), when); err != nil {
+			return err
+		}
+		err = pools.Each(tx, string(k.Namespace)+"/", func(_ string, p sandbox.Pool) error {
 			if p.Spec.Template == k.Name {
 				return sandbox.Errorf(sandbox.CodeConflict, "template %s is in use", k.Name).
 					Because("pool %s keeps sandboxes of it", p.Name).Try("Delete the pool first")
@@ -58,17 +63,46 @@ func (m *Manager) forgetTemplate(k sandbox.Key) ([]*build, error) {
 
 // DeleteFork ends the children of a fork that are left, and forgets the fork. One that is
 // being made fails, and has no children.
-func (m *Manager) DeleteFork(ctx context.Context, k sandbox.Key) error {
+func (m *Manager) DeleteFork(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) error {
 	if err := m.begin(); err != nil {
 		return err
 	}
 	f, err := m.ForkOf(ctx, k)
+	if err == nil {
+		err = errors.Join(f.Identity().Meets(when...), m.mayEnd(ctx, f))
+	}
 	for forgotten := false; err == nil && !forgotten; {
 		if err = m.endChildren(ctx, f); err == nil {
 			f, forgotten, err = m.forgetForkAsIs(f)
 		}
 	}
 	return err
+}
+
+// mayEnd refuses to end children of a fork that have owners, or are going to have some, for
+// those who may not.
+func (m *Manager) mayEnd(ctx context.Context, f sandbox.Fork) error {
+	if f.Phase == sandbox.PhasePending && f.Asked != nil && !sandbox.MayOwn(ctx) {
+		return sandbox.Errorf(sandbox.CodeDenied, "fork %s is not yours to change", f.Name).Because("its children have owners")
+	}
+	for _, c := range f.Children {
+		m.mu.Lock()
+		b := m.roster.byID[c.ID]
+		m.mu.Unlock()
+		if b == nil {
+			continue
+		}
+		if err := sandbox.MayChange(ctx, b.now().Identity()); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// mayDelete refuses to delete an object that does not meet preconditions, or for those who may
+// not because of its owner.
+func mayDelete(ctx context.Context, o sandbox.Identity, when []sandbox.Precondition) error {
+	return errors.Join(o.Meets(when...), sandbox.MayChange(ctx, o))
 }
 
 // forgetForkAsIs forgets a fork, unless it was completed since f was read: it is what is

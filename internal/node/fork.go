@@ -7,21 +7,24 @@ import (
 	"fmt"
 	"os"
 	"slices"
-	"strconv"
 	"time"
 
 	"agentrun.dev/internal/engine"
-	"agentrun.dev/internal/network/policy"
 	"agentrun.dev/internal/node/journal"
 	"agentrun.dev/internal/sandbox"
 )
 
 // Fork makes sandboxes that continue from a running one, all from the same
-// instant, named <fork>-1 to <fork>-n. One that is paused or hibernated goes on
-// first. Each child has its own outcome; the error is that of all.
+// instant, named <fork>-1 to <fork>-n where nothing else is said. One that is paused or
+// hibernated goes on first, and stays so if there is to be a checkpoint, too: that is what the
+// children are made of then. Each child has its own outcome, and the error is that of all,
+// unless the fork is atomic: then all are there, or none.
 func (m *Manager) Fork(ctx context.Context, r sandbox.ForkRequest) (f sandbox.Fork, replayed bool, err error) {
+	if r.Spec.Owned() {
+		return m.forkOwned(ctx, r)
+	}
 	f, replayed, err = doOnce(ctx, m, r.Once, forkIn, func(also record[sandbox.Fork]) (sandbox.Fork, error) {
-		return m.fork(ctx, r.Key, r.Spec, also)
+		return m.fork(ctx, r, nil, also)
 	})
 	if !replayed {
 		return f, false, err
@@ -33,25 +36,31 @@ func (m *Manager) Fork(ctx context.Context, r sandbox.ForkRequest) (f sandbox.Fo
 	return f, true, err
 }
 
-func (m *Manager) fork(ctx context.Context, k sandbox.Key, spec sandbox.ForkSpec, also record[sandbox.Fork]) (f sandbox.Fork, err error) {
+// fork is Fork once. asked is that of children with owners.
+func (m *Manager) fork(ctx context.Context, r sandbox.ForkRequest, asked map[string]string, also record[sandbox.Fork]) (f sandbox.Fork, err error) {
+	k, spec := r.Key, r.Spec
 	if err := m.beginMaking(); err != nil {
 		return f, err
 	}
 	if err := errors.Join(spec.Validate(), m.cordon.admit(false)); err != nil {
 		return f, err
 	}
-	source, n := spec.Source, spec.Replicas
-	if _, err := sandbox.ParseName(childName(k.Name, n)); err != nil {
+	if err := spec.ValidateAs(k.Name); err != nil {
 		return f, err
 	}
-	f = sandbox.Fork{Key: k, Source: source, Replicas: n, Phase: sandbox.PhasePending, Created: time.Now().UTC()}
-	_, err = m.with(ctx, sandbox.Key{Namespace: k.Namespace, Name: source}, func(ctx context.Context, b *member) error {
+	source := spec.Source
+	f = sandbox.Fork{Key: k, Source: source, Replicas: spec.Replicas, Phase: sandbox.PhasePending, Created: time.Now().UTC(), Checkpoint: spec.Checkpoint, Asked: asked}
+	_, err = m.with(ctx, sandbox.Key{Namespace: k.Namespace, Name: source}, []sandbox.Precondition{r.When}, func(ctx context.Context, b *member) error {
 		last := b.now()
 		if err := m.mayCopy(ctx, last, "fork"); err != nil {
 			return err
 		}
-		if err := b.resume(ctx); err != nil {
-			return err
+		fork := m.forkThrough
+		if spec.Checkpoint == "" {
+			fork = m.forkMember
+			if err := b.resume(ctx); err != nil {
+				return err
+			}
 		}
 		release, err := m.captureTurns.take(ctx, k.Namespace)
 		if err != nil {
@@ -62,7 +71,7 @@ func (m *Manager) fork(ctx context.Context, k sandbox.Key, spec sandbox.ForkSpec
 		if err := m.enlistFork(f); err != nil {
 			return err
 		}
-		if err := m.forkMember(ctx, b, &f, spec.NetworkPolicy, also); err != nil {
+		if err := fork(ctx, b, &f, spec, also); err != nil {
 			return errors.Join(err, m.forgetFork(f))
 		}
 		return nil
@@ -72,8 +81,6 @@ func (m *Manager) fork(ctx context.Context, k sandbox.Key, spec sandbox.ForkSpec
 	}
 	return f, err
 }
-
-func childName(fork sandbox.Name, n int) string { return string(fork) + "-" + strconv.Itoa(n) }
 
 func (m *Manager) enlistFork(f sandbox.Fork) error {
 	return m.db.Update(func(tx *journal.Tx) error {
@@ -109,13 +116,13 @@ func (m *Manager) forgetFork(f sandbox.Fork) error {
 
 // forkMember forks a sandbox whose turn it is. The children that were made, and what was
 // answered, are in the journal in one transaction: whoever has no answer has no children.
-func (m *Manager) forkMember(ctx context.Context, b *member, f *sandbox.Fork, narrow *policy.Policy, also record[sandbox.Fork]) (err error) {
+func (m *Manager) forkMember(ctx context.Context, b *member, f *sandbox.Fork, spec sandbox.ForkSpec, also record[sandbox.Fork]) (err error) {
 	last := b.now()
 	capture, err := b.beginCapture()
 	if err != nil {
 		return err
 	}
-	egress, err := last.Egress.Narrowed(narrow)
+	egress, err := last.Egress.Narrowed(spec.NetworkPolicy)
 	if err != nil {
 		return errors.Join(err, b.endCapture(last.Live, nil))
 	}
@@ -127,22 +134,10 @@ func (m *Manager) forkMember(ctx context.Context, b *member, f *sandbox.Fork, na
 			err = errors.Join(err, b.endCapture(held, nil))
 		}
 	}()
-	f.Children = make([]sandbox.ForkOutcome, f.Replicas)
-	var children []*child
-	var refused error
-	for i := range f.Children {
-		out := &f.Children[i]
-		out.Name = sandbox.Name(childName(f.Name, i+1))
-		c, err := m.enlistChild(last, egress, f.Name, out)
-		if err != nil {
-			out.Problem = err.Error()
-			refused = cmp.Or(refused, err)
-			continue
-		}
-		children = append(children, c)
-	}
-	if len(children) == 0 {
+	children, refused := m.enlistChildren(last, egress, f, spec)
+	if len(children) == 0 || refused != nil && spec.Atomic {
 		held = last.Live
+		m.dropChildren(children)
 		return fmt.Errorf("none of the forks of %s could be made: %w", last.Name, refused)
 	}
 	opts := make([]engine.ForkOptions, len(children))
@@ -163,37 +158,20 @@ func (m *Manager) forkMember(ctx context.Context, b *member, f *sandbox.Fork, na
 		if held = last.Live; live != nil && !live.Same {
 			held = fromHeld(live.Source)
 		}
-		for _, c := range children {
-			m.dropChild(c)
-		}
+		m.dropChildren(children)
 		return fmt.Errorf("fork sandbox %s: %w", last.Name, err)
 	}
 	f.Pause, out.Live, held = live.Stats.Pause, fromLiveFork(live.Stats), fromHeld(live.Source)
 	if live.Same {
 		held = last.Live
 	}
-	f.Phase = sandbox.PhaseReady
-	var made []*child
-	for i, c := range children {
-		if live.Errs[i] == nil {
-			live.Errs[i] = c.connect(ctx, m, live.Forks[i], fromHeld(live.Held), captured(b.machine))
-		}
-		if live.Errs[i] != nil {
-			c.out.Problem = live.Errs[i].Error()
-			out.Failed++
-			m.dropChild(c)
-			continue
-		}
-		c.out.ID = c.id
-		made = append(made, c)
-	}
-	if len(made) < len(f.Children) {
-		f.Phase = sandbox.PhaseFailed
+	made, failed := m.connectChildren(ctx, children, live, captured(b.machine))
+	out.Failed = len(children) - len(made)
+	if err := m.settleFork(f, spec, made, failed); err != nil {
+		return err
 	}
 	if err := m.commitFork(b, held, f, made, also); err != nil {
-		for _, c := range made {
-			m.dropChild(c)
-		}
+		m.dropChildren(made)
 		return fmt.Errorf("fork sandbox %s: %w", last.Name, err)
 	}
 	committed = true
@@ -201,6 +179,58 @@ func (m *Manager) forkMember(ctx context.Context, b *member, f *sandbox.Fork, na
 		c.attach(c.connected)
 		c.unlock()
 		out.Children++
+	}
+	return nil
+}
+
+// enlistChildren takes what the children of a fork need before they are made, and returns those
+// that have it, with why the first of the others has not.
+func (m *Manager) enlistChildren(source sandbox.Sandbox, egress sandbox.Egress, f *sandbox.Fork, spec sandbox.ForkSpec) (children []*child, refused error) {
+	f.Children = make([]sandbox.ForkOutcome, f.Replicas)
+	for i := range f.Children {
+		want, out := spec.Child(f.Name, i), &f.Children[i]
+		out.Name, out.Owner = want.Name, want.Owner
+		c, err := m.enlistChild(source, egress, f.Name, want, out)
+		if err != nil {
+			out.Problem = err.Error()
+			if refused = cmp.Or(refused, err); spec.Atomic {
+				return children, refused
+			}
+			continue
+		}
+		children = append(children, c)
+	}
+	return children, refused
+}
+
+// connectChildren connects the children whose machines were made, and returns those that are
+// there, with why the first of the others is not.
+func (m *Manager) connectChildren(ctx context.Context, children []*child, live *engine.LiveFork, lineage *sandbox.Lineage) (made []*child, failed error) {
+	for i, c := range children {
+		if live.Errs[i] == nil {
+			live.Errs[i] = c.connect(ctx, m, live.Forks[i], fromHeld(live.Held), lineage)
+		}
+		if live.Errs[i] != nil {
+			c.out.Problem = live.Errs[i].Error()
+			failed = cmp.Or(failed, live.Errs[i])
+			m.dropChild(c)
+			continue
+		}
+		c.out.ID = c.id
+		made = append(made, c)
+	}
+	return made, failed
+}
+
+// settleFork says what came of a fork. One that is atomic and lacks a child has failed, and
+// nothing is left of it.
+func (m *Manager) settleFork(f *sandbox.Fork, spec sandbox.ForkSpec, made []*child, failed error) error {
+	if f.Phase = sandbox.PhaseReady; len(made) < len(f.Children) {
+		f.Phase = sandbox.PhaseFailed
+	}
+	if failed != nil && spec.Atomic {
+		m.dropChildren(made)
+		return fmt.Errorf("none of the forks of %s are there: %w", f.Source, failed)
 	}
 	return nil
 }
@@ -216,6 +246,13 @@ func (m *Manager) commitFork(b *member, held []sandbox.Held, f *sandbox.Fork, ma
 		for i, c := range made {
 			records[i] = c.running()
 			if err := sandboxes.Write(tx, string(c.id), &records[i]); err != nil {
+				return err
+			}
+			if c.out.Owner == "" {
+				continue
+			}
+			asked, err := askedOfChild(*f, c.out.Name)
+			if err = errors.Join(err, putOwner(tx, records[i], asked)); err != nil {
 				return err
 			}
 		}
@@ -242,14 +279,17 @@ type child struct {
 }
 
 // enlistChild takes what a child needs before it is made.
-func (m *Manager) enlistChild(source sandbox.Sandbox, egress sandbox.Egress, fork sandbox.Name, out *sandbox.ForkOutcome) (*child, error) {
+func (m *Manager) enlistChild(source sandbox.Sandbox, egress sandbox.Egress, fork sandbox.Name, want sandbox.ForkChild, out *sandbox.ForkOutcome) (*child, error) {
+	if err := m.mayHave(source.Namespace, want.Owner); err != nil {
+		return nil, err
+	}
 	c := &child{out: out, machine: sandbox.NewID(), memory: source.Memory}
 	c.layers = heldFor(source.Layers, string(c.machine))
 	if err := m.reserve(source.Namespace, source.Memory, c.layers...); err != nil {
 		return nil, err
 	}
 	s := source.Child(out.Name)
-	s.Fork, s.Egress = fork, egress
+	s.Fork, s.Egress, s.Owner, s.Token = fork, egress, want.Owner, want.Token
 	err := os.Mkdir(m.machineDir(c.machine), 0o700)
 	if err == nil {
 		c.member, err = m.enlist(s)
@@ -290,6 +330,12 @@ func (c *child) drop(m *Manager) error {
 	}
 	m.capacity.release(c.now().Namespace, c.memory, c.layers...)
 	return errors.Join(err, c.forget(), m.cfg.Engine.Remove(m.ctx, m.machineDir(c.machine)))
+}
+
+func (m *Manager) dropChildren(all []*child) {
+	for _, c := range all {
+		m.dropChild(c)
+	}
 }
 
 // dropChild drops one of which the caller says more than that there is something left of

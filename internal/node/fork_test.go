@@ -113,7 +113,7 @@ func wantNoFork(t *testing.T, m *Manager, h *nodetest.Host) {
 		t.Errorf("the fork is there: %v", err)
 	}
 	for i := range 3 {
-		if s, err := m.Sandbox(t.Context(), key(childName("try", i+1))); err == nil {
+		if s, err := m.Sandbox(t.Context(), key(fmt.Sprintf("try-%d", i+1))); err == nil {
 			t.Errorf("a child is there: %+v", s)
 		}
 	}

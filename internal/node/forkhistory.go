@@ -122,3 +122,34 @@ func surplusForks(all []pastFork, now time.Time) (old []pastFork) {
 	}
 	return old
 }
+
+// cutOff are forks that never had an answer.
+type cutOff map[sandbox.Key]sandbox.Fork
+
+// settleForks forgets them.
+func settleForks(tx *journal.Tx) (cutOff, error) {
+	unfinished := cutOff{}
+	err := forks.Each(tx, "", func(_ string, f sandbox.Fork) error {
+		if f.Phase == sandbox.PhasePending {
+			unfinished[f.Key] = f
+		}
+		return nil
+	})
+	for _, f := range unfinished {
+		err = errors.Join(err, forks.Delete(tx, f.String()))
+	}
+	return unfinished, err
+}
+
+// end ends a child of such a fork: whoever asks for the fork again gets all of its children,
+// under the same names. One that somebody has hibernated meanwhile is his.
+func (c cutOff) end(s *sandbox.Sandbox, now time.Time) {
+	f, ok := c[sandbox.Key{Namespace: s.Namespace, Name: s.Fork}]
+	if !ok || s.Parent != f.SourceID || s.Created.Before(f.Created) {
+		return
+	}
+	switch s.State {
+	case sandbox.Running, sandbox.Paused, sandbox.Hibernating:
+		s.End(sandbox.ReasonLost, "the daemon was ended before its fork was complete", now)
+	}
+}

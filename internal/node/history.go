@@ -54,13 +54,18 @@ func (m *Manager) write(tx *journal.Tx, s *sandbox.Sandbox) (done func(), err er
 	if s.State != sandbox.Ended {
 		return func() {}, sandboxes.Write(tx, string(s.ID), s)
 	}
-	err = errors.Join(sandboxes.Delete(tx, string(s.ID)), ended.Write(tx, endedKey(*s), s))
+	err = writeEnded(tx, s)
 	e := end{s.Key, s.ID, ended.Size(tx, endedKey(*s))}
 	old := m.history.surplus(e)
 	for _, o := range old {
 		err = errors.Join(err, ended.Delete(tx, o.String()))
 	}
 	return func() { m.history.add(e, old) }, err
+}
+
+// writeEnded moves a sandbox that has ended.
+func writeEnded(tx *journal.Tx, s *sandbox.Sandbox) error {
+	return errors.Join(sandboxes.Delete(tx, string(s.ID)), ended.Write(tx, endedKey(*s), s), endOwner(tx, *s))
 }
 
 // surplus are the ends to forget when there is one more.

@@ -277,7 +277,7 @@ func (m *Manager) rebuildTrusting(ctx context.Context, n sandbox.Namespace) erro
 	})
 	slices.SortFunc(trusting, func(a, b sandbox.Template) int { return cmp.Compare(a.Name, b.Name) })
 	for _, t := range trusting {
-		_, applied := m.ApplyTemplate(ctx, t.Key, t.Spec)
+		_, applied := m.ApplyTemplate(sandbox.WithOwning(ctx), t.Key, t.Spec) // no more than its CA changes
 		err = errors.Join(err, applied)
 	}
 	return err

@@ -2,26 +2,38 @@ package node
 
 import (
 	"context"
+	"slices"
 
 	"agentrun.dev/internal/sandbox"
 )
 
-// Kill ends a sandbox, whatever is being done with it: a fork, a checkpoint or a
-// hibernation that waits for its machine fails.
-func (m *Manager) Kill(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
+// Kill ends a sandbox, if it meets preconditions, whatever is being done with it: a fork, a
+// checkpoint or a hibernation that waits for its machine fails. Only a kill of a resource
+// version waits for what is being done, since that makes it another one.
+func (m *Manager) Kill(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) (sandbox.Sandbox, error) {
 	if err := m.begin(); err != nil {
 		return sandbox.Sandbox{}, err
 	}
-	b, err := m.find(k)
+	b, err := m.findFor(k, when)
 	if err != nil {
 		return sandbox.Sandbox{}, err
 	}
-	if err := b.lockToEnd(ctx); err != nil {
+	if err := sandbox.MayChange(ctx, b.now().Identity()); err != nil {
+		return sandbox.Sandbox{}, err
+	}
+	lock := b.lockToEnd
+	if slices.ContainsFunc(when, func(p sandbox.Precondition) bool { return p.Version != 0 }) {
+		lock = b.lock
+	}
+	if err := lock(ctx); err != nil {
 		return sandbox.Sandbox{}, err
 	}
 	defer b.unlock()
-	switch {
-	case b.now().State != sandbox.Ended:
+	switch now := b.now(); {
+	case now.State != sandbox.Ended:
+		if err := now.Identity().Meets(when...); err != nil {
+			return sandbox.Sandbox{}, err
+		}
 		err = b.ended(sandbox.ReasonKilled, "")
 	case !b.wasKilled(): // it has ended by itself while we waited
 		return sandbox.Sandbox{}, m.whyGone(k)

@@ -12,13 +12,13 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// with runs do while it is the sandbox's turn. Whoever ends the sandbox meanwhile ends
-// the context that do gets.
-func (m *Manager) with(ctx context.Context, k sandbox.Key, do func(context.Context, *member) error) (sandbox.Sandbox, error) {
+// with runs do while it is the sandbox's turn, if the sandbox meets preconditions. Whoever
+// ends the sandbox meanwhile ends the context that do gets.
+func (m *Manager) with(ctx context.Context, k sandbox.Key, when []sandbox.Precondition, do func(context.Context, *member) error) (sandbox.Sandbox, error) {
 	if err := m.begin(); err != nil {
 		return sandbox.Sandbox{}, err
 	}
-	b, err := m.find(k)
+	b, err := m.findFor(k, when)
 	if err != nil {
 		return sandbox.Sandbox{}, err
 	}
@@ -26,8 +26,12 @@ func (m *Manager) with(ctx context.Context, k sandbox.Key, do func(context.Conte
 		return sandbox.Sandbox{}, err
 	}
 	defer b.unlock()
-	if b.now().State == sandbox.Ended { // while we waited
+	now := b.now()
+	if now.State == sandbox.Ended { // while we waited
 		return sandbox.Sandbox{}, m.whyGone(k)
+	}
+	if err := now.Identity().Meets(when...); err != nil {
+		return sandbox.Sandbox{}, err
 	}
 	ctx, done := b.untilKilled(ctx)
 	defer done()
@@ -35,10 +39,20 @@ func (m *Manager) with(ctx context.Context, k sandbox.Key, do func(context.Conte
 	return b.now(), err
 }
 
+// alter is with, for what changes the sandbox: not everybody may where it has an owner.
+func (m *Manager) alter(ctx context.Context, k sandbox.Key, when []sandbox.Precondition, do func(context.Context, *member) error) (sandbox.Sandbox, error) {
+	return m.with(ctx, k, when, func(turn context.Context, b *member) error {
+		if err := sandbox.MayChange(ctx, b.now().Identity()); err != nil {
+			return err
+		}
+		return do(turn, b)
+	})
+}
+
 // Pause stops a sandbox's processors; it keeps its memory. One that is paused
 // or hibernated is left alone.
-func (m *Manager) Pause(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
-	return m.with(ctx, k, func(ctx context.Context, b *member) error { return b.pause(ctx) })
+func (m *Manager) Pause(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) (sandbox.Sandbox, error) {
+	return m.alter(ctx, k, when, func(ctx context.Context, b *member) error { return b.pause(ctx) })
 }
 
 func (b *member) pause(ctx context.Context) error {
@@ -58,8 +72,8 @@ func (b *member) pause(ctx context.Context) error {
 }
 
 // Resume lets a sandbox go on that was paused or hibernated.
-func (m *Manager) Resume(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
-	return m.with(ctx, k, func(ctx context.Context, b *member) error { return b.resume(ctx) })
+func (m *Manager) Resume(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) (sandbox.Sandbox, error) {
+	return m.alter(ctx, k, when, func(ctx context.Context, b *member) error { return b.resume(ctx) })
 }
 
 func (b *member) resume(ctx context.Context) error {
@@ -84,8 +98,8 @@ func (b *member) resume(ctx context.Context) error {
 }
 
 // Hibernate writes a sandbox to disk and frees its memory.
-func (m *Manager) Hibernate(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
-	return m.with(ctx, k, func(ctx context.Context, b *member) error {
+func (m *Manager) Hibernate(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) (sandbox.Sandbox, error) {
+	return m.alter(ctx, k, when, func(ctx context.Context, b *member) error {
 		return b.hibernate(ctx, func() bool { return true })
 	})
 }
@@ -218,15 +232,28 @@ func (m *Manager) removeSnapshot(dir string) error {
 }
 
 // Extend gives a sandbox a timeout that counts from now on; 0 is none.
-func (m *Manager) Extend(ctx context.Context, k sandbox.Key, timeout time.Duration) (sandbox.Sandbox, error) {
+func (m *Manager) Extend(ctx context.Context, k sandbox.Key, timeout time.Duration, when ...sandbox.Precondition) (sandbox.Sandbox, error) {
 	if timeout < 0 {
 		return sandbox.Sandbox{}, sandbox.Errorf(sandbox.CodeInvalid, "the timeout %v is negative", timeout)
 	}
-	return m.with(ctx, k, func(_ context.Context, b *member) error {
+	return m.alter(ctx, k, when, func(_ context.Context, b *member) error {
 		return b.change(func(s *sandbox.Sandbox) {
 			if s.Timeout = timeout; timeout > 0 {
 				s.Timeout += s.Clock.Elapsed(time.Now())
 			}
 		})
+	})
+}
+
+// SetExpiry gives a sandbox another end time.
+func (m *Manager) SetExpiry(ctx context.Context, k sandbox.Key, at time.Time, when ...sandbox.Precondition) (sandbox.Sandbox, error) {
+	if at.IsZero() {
+		return sandbox.Sandbox{}, sandbox.Invalid("expires", "it is missing")
+	}
+	if err := sandbox.CheckExpiry(at, time.Now()); err != nil {
+		return sandbox.Sandbox{}, err
+	}
+	return m.alter(ctx, k, when, func(_ context.Context, b *member) error {
+		return b.change(func(s *sandbox.Sandbox) { s.Expires = at.UTC() })
 	})
 }

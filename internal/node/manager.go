@@ -85,6 +85,8 @@ type Config struct {
 	Key *seal.Key
 	// NodeID is the node's name; empty is one that is made up once, and kept.
 	NodeID string
+	// Codes are in the ids of sandboxes that the node makes; zero is none.
+	Codes sandbox.Codes
 	// Boot identifies the host's boot.
 	Boot string
 	// Commits is what the journal's commits cost, for measurements.
@@ -137,6 +139,7 @@ type Manager struct {
 	cordonTurn sync.Mutex // likewise the cordon
 	imageTurn  sync.Mutex // held by who pulls or drops an image of a template
 	poolTurns  keyTurns   // of those who apply or delete a pool
+	ownerTurns textTurns  // of those who claim for an owner
 
 	templateTurns keyTurns // likewise of a template
 
@@ -407,44 +410,13 @@ func (m *Manager) settle(tx *journal.Tx, s *sandbox.Sandbox, sizes measurer, now
 		s.End(sandbox.ReasonHostRestart, "the host was restarted while it ran", now)
 	}
 	if s.State == sandbox.Ended {
-		return errors.Join(sandboxes.Delete(tx, string(s.ID)), ended.Write(tx, endedKey(*s), s))
+		return writeEnded(tx, s)
 	}
 	if s.State == state && s.Kept == kept && s.Unresponsive == "" {
 		return nil // nobody who watches need be told
 	}
 	s.Unresponsive = "" // this daemon finds out by itself
 	return sandboxes.Write(tx, string(s.ID), s)
-}
-
-// cutOff are forks that never had an answer.
-type cutOff map[sandbox.Key]sandbox.Fork
-
-// settleForks forgets them.
-func settleForks(tx *journal.Tx) (cutOff, error) {
-	unfinished := cutOff{}
-	err := forks.Each(tx, "", func(_ string, f sandbox.Fork) error {
-		if f.Phase == sandbox.PhasePending {
-			unfinished[f.Key] = f
-		}
-		return nil
-	})
-	for _, f := range unfinished {
-		err = errors.Join(err, forks.Delete(tx, f.String()))
-	}
-	return unfinished, err
-}
-
-// end ends a child of such a fork: whoever asks for the fork again gets all of its children,
-// under the same names. One that somebody has hibernated meanwhile is his.
-func (c cutOff) end(s *sandbox.Sandbox, now time.Time) {
-	f, ok := c[sandbox.Key{Namespace: s.Namespace, Name: s.Fork}]
-	if !ok || s.Parent != f.SourceID || s.Created.Before(f.Created) {
-		return
-	}
-	switch s.State {
-	case sandbox.Running, sandbox.Paused, sandbox.Hibernating:
-		s.End(sandbox.ReasonLost, "the daemon was ended before its fork was complete", now)
-	}
 }
 
 // sweep removes what no object names.

@@ -121,7 +121,7 @@ func TestLife(t *testing.T) {
 		}
 		memory(t, h, m, "a")["mine"] = "kept"
 		for _, step := range []struct {
-			do   func(context.Context, sandbox.Key) (sandbox.Sandbox, error)
+			do   func(context.Context, sandbox.Key, ...sandbox.Precondition) (sandbox.Sandbox, error)
 			want sandbox.State
 		}{
 			{m.Pause, sandbox.Paused}, {m.Pause, sandbox.Paused}, {m.Resume, sandbox.Running}, {m.Resume, sandbox.Running},

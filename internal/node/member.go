@@ -24,6 +24,13 @@ type member struct {
 	// is a mutex that can be waited for with a context.
 	turn chan struct{}
 
+	// token is the hash of the sandbox's token, empty for the derived one; until ends when
+	// that is replaced, by revoke. Whoever uses the sandbox when it ends is told so. The
+	// manager's mutex protects them.
+	token  sandbox.TokenHash
+	until  context.Context
+	revoke context.CancelFunc
+
 	mu      sync.Mutex       // protects all following fields
 	record  *sandbox.Sandbox // as it is in the journal; it is replaced, never changed
 	machine engine.Sandbox
@@ -43,6 +50,7 @@ type member struct {
 func (m *Manager) newMember(s sandbox.Sandbox) *member {
 	b := &member{manager: m, id: s.ID, key: s.Key, position: s.Position(), record: &s, turn: make(chan struct{}, 1)}
 	b.turn <- struct{}{}
+	b.hold(s.Token)
 	return b
 }
 
@@ -190,9 +198,7 @@ func (b *member) dropMachine(last sandbox.Sandbox) error {
 	b.mu.Lock()
 	sb := b.machine
 	b.machine = nil
-	if b.timer != nil {
-		b.timer.Stop()
-	}
+	b.arm() // one that is hibernated may have an end time
 	b.mu.Unlock()
 	if last.Machine == "" {
 		return nil
@@ -234,6 +240,41 @@ func (m *Manager) find(k sandbox.Key) (*member, error) {
 	return b, nil
 }
 
+// findFor is find, for a call that is for the sandbox that meets preconditions: it may have
+// ended, and its name be another's by now. Whether the resource version is the one that is
+// meant is to be seen when it is the caller's turn.
+func (m *Manager) findFor(k sandbox.Key, when []sandbox.Precondition) (*member, error) {
+	b, err := m.find(k)
+	if err != nil {
+		return nil, err
+	}
+	for _, p := range when {
+		if p.ID != "" && p.ID != b.id {
+			last, found, err := m.endedAs(k, p.ID)
+			if err == nil && found {
+				err = errEnded(last)
+			}
+			if err != nil {
+				return nil, err
+			}
+		}
+		p.Version = 0
+		if err := b.now().Identity().Meets(p); err != nil {
+			return nil, err
+		}
+	}
+	return b, nil
+}
+
+// endedAs is the sandbox of a name and an id that has ended, if it is remembered.
+func (m *Manager) endedAs(k sandbox.Key, id sandbox.ID) (last sandbox.Sandbox, found bool, err error) {
+	err = m.db.View(func(tx *journal.Tx) (err error) {
+		last, found, err = ended.Get(tx, endedKey(sandbox.Sandbox{Key: k, ID: id}))
+		return err
+	})
+	return last, found, err
+}
+
 // whyGone is the error for a sandbox that is not there: it has ended, or never
 // was.
 func (m *Manager) whyGone(k sandbox.Key) error {
@@ -252,7 +293,12 @@ func (m *Manager) whyGone(k sandbox.Key) error {
 	case !found: // it was forgotten meanwhile
 		return sandbox.NotFound(sandbox.KindSandbox, k)
 	}
-	e := sandbox.Errorf(sandbox.CodeEnded, "sandbox %s has ended (%s)", k.Name, last.Reason)
+	return errEnded(last)
+}
+
+// errEnded is the error for a sandbox that has ended.
+func errEnded(last sandbox.Sandbox) error {
+	e := sandbox.Errorf(sandbox.CodeEnded, "sandbox %s has ended (%s)", last.Name, last.Reason)
 	if last.Detail != "" {
 		e = e.Because("%s", last.Detail)
 	}

@@ -274,8 +274,8 @@ func (m *Manager) joinBuild(ctx context.Context, n sandbox.Namespace, spec sandb
 // SetNetworkPolicy replaces a sandbox's own policy, within what its template and the
 // sandboxes it was forked from allow; nil leaves these alone. Connections that are not
 // allowed any more end.
-func (m *Manager) SetNetworkPolicy(ctx context.Context, k sandbox.Key, own *policy.Policy) (sandbox.Sandbox, error) {
-	return m.with(ctx, k, func(ctx context.Context, b *member) error {
+func (m *Manager) SetNetworkPolicy(ctx context.Context, k sandbox.Key, own *policy.Policy, when ...sandbox.Precondition) (sandbox.Sandbox, error) {
+	return m.alter(ctx, k, when, func(ctx context.Context, b *member) error {
 		egress := b.now().Egress
 		if err := egress.CheckOwn(own); err != nil {
 			return err

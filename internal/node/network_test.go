@@ -251,7 +251,7 @@ func TestFollowTraffic(t *testing.T) {
 			page sandbox.TrafficPage
 			err  error
 		}
-		during := func(do func(context.Context, sandbox.Key) (sandbox.Sandbox, error)) answer {
+		during := func(do func(context.Context, sandbox.Key, ...sandbox.Precondition) (sandbox.Sandbox, error)) answer {
 			answers := make(chan answer, 1)
 			go func() {
 				page, err := m.Traffic(t.Context(), follow)

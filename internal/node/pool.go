@@ -112,9 +112,9 @@ func (s *stock) close() error {
 	return err
 }
 
-// ApplyPool makes a pool or changes it.
-func (m *Manager) ApplyPool(_ context.Context, k sandbox.Key, spec sandbox.PoolSpec) (sandbox.Pool, error) {
-	if err := m.beginMaking(); err != nil {
+// ApplyPool makes a pool or changes it, for an owner if one is given.
+func (m *Manager) ApplyPool(ctx context.Context, k sandbox.Key, spec sandbox.PoolSpec, owner ...sandbox.UID) (sandbox.Pool, error) {
+	if err := errors.Join(m.beginMaking(), sandbox.MayGive(ctx, oneOwner(owner))); err != nil {
 		return sandbox.Pool{}, err
 	}
 	if spec.Stage == "" {
@@ -129,10 +129,16 @@ func (m *Manager) ApplyPool(_ context.Context, k sandbox.Key, spec sandbox.PoolS
 		if _, found, err := templates.Get(tx, sandbox.Key{Namespace: k.Namespace, Name: spec.Template}.String()); err != nil || !found {
 			return errors.Join(err, sandbox.NotFound(sandbox.KindTemplate, sandbox.Key{Namespace: k.Namespace, Name: spec.Template}))
 		}
-		if old, found, err := pools.Get(tx, k.String()); err != nil {
+		old, found, err := pools.Get(tx, k.String())
+		if err != nil {
 			return err
-		} else if found {
+		}
+		if found {
 			p.Created = old.Created
+		}
+		old.Key = k
+		if p.Owner, err = give(ctx, old.Identity(), oneOwner(owner)); err != nil {
+			return err
 		}
 		return pools.Write(tx, k.String(), &p)
 	})
@@ -155,11 +161,11 @@ func (m *Manager) ApplyPool(_ context.Context, k sandbox.Key, spec sandbox.PoolS
 }
 
 // DeletePool ends a pool and the sandboxes that wait in it.
-func (m *Manager) DeletePool(_ context.Context, k sandbox.Key) error {
+func (m *Manager) DeletePool(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) error {
 	if err := m.begin(); err != nil {
 		return err
 	}
-	p, err := m.forgetPool(k)
+	p, err := m.forgetPool(ctx, k, when)
 	if err != nil {
 		return err
 	}
@@ -170,11 +176,16 @@ func (m *Manager) DeletePool(_ context.Context, k sandbox.Key) error {
 }
 
 // forgetPool takes a pool out of the journal and out of memory, and returns what ran of it.
-func (m *Manager) forgetPool(k sandbox.Key) (*pool, error) {
+func (m *Manager) forgetPool(ctx context.Context, k sandbox.Key, when []sandbox.Precondition) (*pool, error) {
 	defer m.poolTurns.lock(k)()
 	err := m.db.Update(func(tx *journal.Tx) error {
-		if _, found, err := pools.Get(tx, k.String()); err != nil || !found {
+		now, found, err := pools.Get(tx, k.String())
+		if err != nil || !found {
 			return errors.Join(err, sandbox.NotFound(sandbox.KindPool, k))
+		}
+		poolVersion(tx, &now)
+		if err := mayDelete(ctx, now.Identity(), when); err != nil {
+			return err
 		}
 		return errors.Join(pools.Delete(tx, k.String()), poolStatuses.Delete(tx, k.String()))
 	})

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"agentrun.dev/internal/engine"
@@ -37,6 +38,14 @@ func (m *Manager) restore(ctx context.Context, r sandbox.RestoreRequest, also re
 	defer done()
 	if err := m.mayCopy(ctx, c.Of, "restore"); err != nil {
 		return sandbox.Sandbox{}, err
+	}
+	if err := sandbox.CheckExpiry(spec.Expires, time.Now()); err != nil {
+		return sandbox.Sandbox{}, err
+	}
+	if len(spec.Env) > 0 && len(c.Of.Given) > 0 {
+		return sandbox.Sandbox{}, sandbox.Errorf(sandbox.CodeConflict, "checkpoint %s cannot be given variables", c.Name).
+			Because("its environment would be written anew, and nobody keeps the values of secrets that came with the claim (%s)", strings.Join(c.Of.Given, ", ")).
+			Try("Restore it without env")
 	}
 	if name := m.cfg.Engine.Name(); c.Of.Engine != name {
 		return sandbox.Sandbox{}, sandbox.Errorf(sandbox.CodeConflict, "checkpoint %s cannot be restored here", c.Name).

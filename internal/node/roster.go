@@ -12,6 +12,8 @@ import (
 type roster struct {
 	byID   map[sandbox.ID]*member
 	spaces map[sandbox.Namespace]*space
+	// tokens has those whose tokens the node has not derived.
+	tokens map[sandbox.TokenHash]*member
 }
 
 // space is the sandboxes of one namespace.
@@ -21,7 +23,7 @@ type space struct {
 }
 
 func newRoster() roster {
-	return roster{map[sandbox.ID]*member{}, map[sandbox.Namespace]*space{}}
+	return roster{map[sandbox.ID]*member{}, map[sandbox.Namespace]*space{}, map[sandbox.TokenHash]*member{}}
 }
 
 func (r roster) get(k sandbox.Key) *member {
@@ -38,6 +40,9 @@ func (r roster) add(b *member) {
 		r.spaces[b.key.Namespace] = s
 	}
 	r.byID[b.id], s.byName[b.key.Name] = b, b
+	if b.token != "" {
+		r.tokens[b.token] = b
+	}
 	s.order = slices.Insert(s.order, s.after(b.position), b)
 }
 
@@ -48,6 +53,9 @@ func (r roster) remove(b *member) {
 		return
 	}
 	delete(r.byID, b.id)
+	if r.tokens[b.token] == b {
+		delete(r.tokens, b.token)
+	}
 	if s.byName[b.key.Name] == b {
 		delete(s.byName, b.key.Name)
 	}

@@ -94,6 +94,23 @@ func (m *Manager) secretEnv(n sandbox.Namespace, refs []sandbox.SecretRef) (sand
 	return env, nil
 }
 
+// claimSecrets is the variables that a claim's secrets become: those that it refers to, and
+// those that came with it.
+func (m *Manager) claimSecrets(r sandbox.ClaimRequest) (sandbox.Env, error) {
+	env, err := m.secretEnv(r.Namespace, r.Spec.Secrets)
+	if err != nil || len(r.Values) == 0 {
+		return env, err
+	}
+	if m.cfg.Key == nil { // images could not be sealed
+		return nil, sandbox.Errorf(sandbox.CodeUnimplemented, "this daemon takes no secrets").Because("it has no key for them")
+	}
+	given := make(sandbox.Env, len(r.Values))
+	for name, value := range r.Values {
+		given[name] = string(value)
+	}
+	return merge(env, given), nil
+}
+
 // secretValue is what a reference stands for.
 func (m *Manager) secretValue(n sandbox.Namespace, r sandbox.SecretRef) (string, error) {
 	k := sandbox.Key{Namespace: n, Name: r.Secret}

@@ -1,6 +1,7 @@
 package node
 
 import (
+	"cmp"
 	"errors"
 	"time"
 
@@ -14,50 +15,87 @@ func (b *member) arm() {
 		b.timer = nil
 	}
 	now := time.Now()
-	if b.record.State != sandbox.Running {
+	switch {
+	case b.record.State != sandbox.Running:
 		b.used.Stop(now)
-		return
-	}
-	if b.users > 0 {
+	case b.users > 0:
 		b.used = sandbox.Clock{}
-	} else {
+	default:
 		b.used.Start(now)
 	}
-	left, _, limited := b.next(now)
-	if left = max(left, b.patient.Sub(now)); limited {
-		b.timer = time.AfterFunc(left, b.expire)
+	next, limited := b.next(now)
+	if !limited || b.detached {
+		return
 	}
+	if next.byClock {
+		next.left = min(next.left, clockEvery)
+	}
+	b.timer = time.AfterFunc(max(next.left, b.patient.Sub(now)), b.expire)
 }
 
-// next is how long it is until the next timeout, and why that is one.
-func (b *member) next(now time.Time) (left time.Duration, why sandbox.Reason, limited bool) {
-	if life, ok := b.record.Clock.Left(b.record.Timeout, now); ok {
-		left, why, limited = life, sandbox.ReasonTimeout, true
+// clockEvery is how often the clock is looked at for a sandbox with an end time, at least:
+// clocks are set, and timers stand still while a host is suspended.
+const clockEvery = time.Minute
+
+// timeUp is one of the ends of a sandbox's time: when, why, and what is to be done.
+type timeUp struct {
+	left   time.Duration
+	why    sandbox.Reason
+	action sandbox.TimeoutAction
+	// byClock says that it is a time of the clock on the wall.
+	byClock bool
+}
+
+// next is the next of the sandbox's timeouts, if it has any. The caller holds b.mu.
+func (b *member) next(now time.Time) (next timeUp, limited bool) {
+	r := b.record
+	if r.State == sandbox.Starting || r.State == sandbox.Ended {
+		return next, false
+	}
+	sooner := func(t timeUp) {
+		if !limited || t.left < next.left {
+			next, limited = t, true
+		}
+	}
+	if !r.Expires.IsZero() {
+		sooner(timeUp{max(0, r.Expires.Sub(now)), sandbox.ReasonTimeout, sandbox.TimeoutKill, true})
+	}
+	if r.State != sandbox.Running {
+		return next, limited
+	}
+	action := cmp.Or(r.OnTimeout, sandbox.TimeoutKill)
+	if life, ok := r.Clock.Left(r.Timeout, now); ok {
+		sooner(timeUp{life, sandbox.ReasonTimeout, action, false})
 	}
 	if b.users > 0 {
-		return left, why, limited
+		return next, limited
 	}
-	if idle, ok := b.used.Left(b.record.IdleTimeout, now); ok && (!limited || idle < left) {
-		left, why, limited = idle, sandbox.ReasonIdle, true
+	if idle, ok := b.used.Left(r.IdleTimeout, now); ok {
+		sooner(timeUp{idle, sandbox.ReasonIdle, action, false})
 	}
-	return left, why, limited
+	return next, limited
 }
 
 // due is next, and whether that timeout is to be acted upon now. The caller holds b.mu.
-func (b *member) due(now time.Time) (left time.Duration, why sandbox.Reason, due bool) {
-	left, why, limited := b.next(now)
-	return left, why, b.record.State == sandbox.Running && limited && left == 0 && !now.Before(b.patient)
+func (b *member) due(now time.Time) (next timeUp, due bool) {
+	next, limited := b.next(now)
+	return next, limited && next.left == 0 && !now.Before(b.patient)
 }
 
 // expire does what is to be done when a timeout is up.
 func (b *member) expire() {
 	m := b.manager
 	b.mu.Lock()
-	now := time.Now()
-	_, why, due := b.due(now)
+	up, due := b.due(time.Now())
 	// What is done with a sandbox does not make its life longer. It is not idle meanwhile.
-	cut := due && why == sandbox.ReasonTimeout && (b.record.OnTimeout == sandbox.TimeoutKill || b.record.OnTimeout == "")
+	cut := due && up.why == sandbox.ReasonTimeout && up.action == sandbox.TimeoutKill
+	if !due {
+		b.arm() // the clock was to be looked at
+	}
 	b.mu.Unlock()
+	if !due {
+		return
+	}
 	lock := b.lock
 	if cut {
 		lock = b.lockToEnd
@@ -67,13 +105,12 @@ func (b *member) expire() {
 	}
 	defer b.unlock()
 	b.mu.Lock()
-	action := b.record.OnTimeout
 	if b.record.State == sandbox.Ended {
 		b.mu.Unlock()
 		return
 	}
 	if !cut {
-		_, why, due = b.due(time.Now())
+		up, due = b.due(time.Now())
 	}
 	if !due {
 		b.arm() // it was extended or used, or is to be tried later
@@ -85,18 +122,18 @@ func (b *member) expire() {
 	ctx, done := b.untilKilled(m.ctx)
 	defer done()
 	var err error
-	switch action {
+	switch up.action {
 	case sandbox.TimeoutPause:
 		err = b.pause(ctx)
 	case sandbox.TimeoutHibernate:
 		err = b.hibernate(ctx, func() bool {
 			b.mu.Lock()
 			defer b.mu.Unlock()
-			_, _, due := b.due(time.Now())
+			_, due := b.due(time.Now())
 			return due
 		})
 	default:
-		err = b.ended(why, "")
+		err = b.ended(up.why, "")
 	}
 	if errors.Is(err, errNotDue) || ctx.Err() != nil { // it is used, or being ended
 		b.mu.Lock()
@@ -104,7 +141,7 @@ func (b *member) expire() {
 		b.mu.Unlock()
 		return
 	}
-	if err == nil && action != sandbox.TimeoutKill {
+	if err == nil && up.action != sandbox.TimeoutKill {
 		// Who lets it go on wants it to run for as long again.
 		err = b.change(func(s *sandbox.Sandbox) { s.Clock = sandbox.Clock{} })
 		b.mu.Lock()
@@ -112,7 +149,7 @@ func (b *member) expire() {
 		b.mu.Unlock()
 	}
 	if err != nil && m.ctx.Err() == nil {
-		m.cfg.Log.Error("a sandbox's time is up", "sandbox", b.id, "action", action, "error", err)
+		m.cfg.Log.Error("a sandbox's time is up", "sandbox", b.id, "action", up.action, "error", err)
 		retry := retryExpiry
 		if sandbox.HasCode(err, sandbox.CodeCapacity) {
 			retry = retryRefused

@@ -43,7 +43,7 @@ func (m *Manager) Use(ctx context.Context, k sandbox.Key) (sandbox.Session, erro
 		return u, nil
 	}
 	var u *use
-	_, err = m.with(ctx, k, func(ctx context.Context, b *member) error {
+	_, err = m.with(ctx, k, nil, func(ctx context.Context, b *member) error {
 		if err := b.resume(ctx); err != nil {
 			return err
 		}

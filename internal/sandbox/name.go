@@ -1,8 +1,6 @@
 package sandbox
 
 import (
-	"crypto/rand"
-	"encoding/base32"
 	"fmt"
 	"regexp"
 	"strings"
@@ -76,27 +74,3 @@ type Key struct {
 }
 
 func (k Key) String() string { return string(k.Namespace) + "/" + string(k.Name) }
-
-// ID identifies a sandbox or a machine, for ever. All have the same length, so
-// that none is a prefix of another.
-type ID string
-
-const idLength = 20
-
-var idText = base32.NewEncoding("abcdefghijklmnopqrstuvwxyz234567").WithPadding(base32.NoPadding)
-
-// NewID makes an id up: 100 random bits.
-func NewID() ID {
-	var b [13]byte
-	_, _ = rand.Read(b[:]) // never fails
-	return ID(idText.EncodeToString(b[:])[:idLength])
-}
-
-// ParseID checks an id.
-func ParseID(s string) (ID, error) {
-	if len(s) != idLength || strings.Trim(s, "abcdefghijklmnopqrstuvwxyz234567") != "" {
-		return "", Errorf(CodeInvalid, "the id %s is not valid", Quote(s)).
-			Because("it is not %d of the characters a-z and 2-7", idLength)
-	}
-	return ID(s), nil
-}

@@ -59,12 +59,14 @@ type ClaimSpec struct {
 	Lifetime
 }
 
-// Lifetime bounds a sandbox's life; 0 is no bound.
+// Lifetime bounds a sandbox's life; what is missing is no bound.
 type Lifetime struct {
 	Timeout     time.Duration `json:"timeout,omitempty"`
 	IdleTimeout time.Duration `json:"idleTimeout,omitempty"`
 	// OnTimeout is what either does; empty is kill.
 	OnTimeout TimeoutAction `json:"onTimeout,omitempty"`
+	// Expires is when it ends, whatever it is doing; zero is never.
+	Expires time.Time `json:"expires,omitzero"`
 }
 
 // Sandbox is one sandbox, from its claim or fork on and, for a while, after its
@@ -98,8 +100,15 @@ type Sandbox struct {
 	// or the sandbox that it was forked from, with them.
 	Secrets   []SecretRef `json:"secrets,omitempty"`
 	SecretsBy Principal   `json:"secretsBy,omitempty"`
+	// Given are the variables whose secret values came with the claim. Nobody keeps those.
+	Given []string `json:"given,omitempty"`
 	// TrustedCA is the fingerprint of the CA of its namespace that it trusts; empty is none.
 	TrustedCA string `json:"trustedCA,omitempty"`
+
+	// Owner is the object of a controller that it was claimed for; empty is none. Token is the
+	// hash of its token; with an empty one the node derives the token from the id.
+	Owner UID       `json:"owner,omitempty"`
+	Token TokenHash `json:"token,omitempty"`
 
 	// Parent is the sandbox that it continues from, Fork or Checkpoint what it was
 	// made by.
@@ -155,6 +164,7 @@ func (s Sandbox) Child(name Name) Sandbox {
 	s.Parent, s.Name, s.Fork, s.Checkpoint = s.ID, name, "", ""
 	s.Machine, s.Boot, s.Asleep, s.Clock = "", "", "", Clock{}
 	s.Layers, s.Live, s.Kept, s.Unresponsive = nil, nil, 0, ""
+	s.Owner, s.Token = "", ""
 	return s
 }
 
@@ -180,4 +190,4 @@ func (s Sandbox) Position() string { return string(s.Name) + "/" + string(s.ID) 
 func (s Sandbox) PoolKey() Key { return Key{s.Namespace, s.Pool} }
 
 // HoldsSecrets reports whether its memory has secrets in it, or its requests get some.
-func (s Sandbox) HoldsSecrets() bool { return len(s.Secrets) > 0 }
+func (s Sandbox) HoldsSecrets() bool { return len(s.Secrets) > 0 || len(s.Given) > 0 }

@@ -1,5 +1,7 @@
 package sandbox
 
+import "slices"
+
 // Requests that make an object. Each names the object in Key, and has in Once what
 // it is known by if it comes again; nil is a request that comes once.
 
@@ -8,20 +10,29 @@ type ClaimRequest struct {
 	Key
 	Spec ClaimSpec
 	Once *Once
+	// Owner is what the request is known by if it comes again, instead of Once; empty is
+	// none.
+	Owner UID
+	// Token is the hash of the sandbox's token; empty leaves that to the node.
+	Token TokenHash
+	// Values are those of secrets, by the variables that they become.
+	Values SecretData
 }
 
-// ForkRequest asks for sandboxes that continue from a running one.
+// ForkRequest asks for sandboxes that continue from a running one, which meets When.
 type ForkRequest struct {
 	Key
 	Spec ForkSpec
 	Once *Once
+	When Precondition
 }
 
-// CheckpointRequest asks to write the sandbox Source to disk.
+// CheckpointRequest asks to write the sandbox Source to disk, which meets When.
 type CheckpointRequest struct {
 	Key
 	Source Name
 	Once   *Once
+	When   Precondition
 }
 
 // RestoreRequest asks for a sandbox that continues from a checkpoint.
@@ -52,6 +63,29 @@ type BuildLogRequest struct {
 	// Begun, if there is one, is called before the first byte, with how many bytes were
 	// logged until then.
 	Begun func(end int64)
+}
+
+// Validate refuses what no claim can have beside its spec.
+func (r ClaimRequest) Validate() error {
+	if r.Owner != "" && r.Once != nil {
+		return Invalid("owner", "the request has an idempotency key, too: its owner is the key")
+	}
+	if len(r.Values) == 0 {
+		return nil
+	}
+	if err := r.Values.Validate(); err != nil {
+		return err
+	}
+	for name := range r.Values {
+		_, plain := r.Spec.Env[name]
+		if !envName.MatchString(name) {
+			return Invalid("secret_values", "%s is no name for an environment variable", Quote(name))
+		}
+		if plain || slices.ContainsFunc(r.Spec.Secrets, func(s SecretRef) bool { return s.Variable() == name }) {
+			return Invalid("secret_values", "the variable %s is there twice", name)
+		}
+	}
+	return nil
 }
 
 // Validate refuses what no log has.

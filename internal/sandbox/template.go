@@ -131,6 +131,13 @@ type Template struct {
 	// Revision is Spec.RevisionWith the CA that its sandboxes are to trust.
 	Revision string    `json:"revision"`
 	Created  time.Time `json:"created"`
+	// Owner is the object of a controller that it is of; empty is none.
+	Owner UID `json:"owner,omitempty"`
+}
+
+// Identity is that of a template.
+func (t Template) Identity() Identity {
+	return Identity{Kind: KindTemplate, Key: t.Key, Owner: t.Owner, Version: t.ResourceVersion}
 }
 
 // Build is what became of a template's revision.
@@ -223,6 +230,13 @@ type Pool struct {
 	Versioned
 	Spec    PoolSpec  `json:"spec"`
 	Created time.Time `json:"created"`
+	// Owner is the object of a controller that it is of; empty is none.
+	Owner UID `json:"owner,omitempty"`
+}
+
+// Identity is that of a pool.
+func (p Pool) Identity() Identity {
+	return Identity{Kind: KindPool, Key: p.Key, Owner: p.Owner, Version: p.ResourceVersion}
 }
 
 // PoolStatus is what a pool has.

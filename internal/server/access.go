@@ -18,6 +18,9 @@ type principalKey struct{}
 // the request was made with. Cancel it when the request is over.
 func WithPrincipal(ctx context.Context, p access.Principal) (context.Context, context.CancelFunc) {
 	ctx = sandbox.WithPrincipal(ctx, sandbox.Principal(p.Name))
+	if p.Owns() {
+		ctx = sandbox.WithOwning(ctx)
+	}
 	ctx, cancel := context.WithCancel(context.WithValue(ctx, principalKey{}, p))
 	if p.Until == nil {
 		return ctx, cancel

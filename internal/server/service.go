@@ -17,37 +17,44 @@ import (
 
 // Service is what is served. *node.Manager implements it. The context of each call
 // says who makes it (sandbox.PrincipalOf). A request with an identity (sandbox.Once)
-// that was done before has the same answer again, and replayed says so.
+// that was done before has the same answer again, and replayed says so. A method with
+// preconditions does nothing to an object that does not meet all of them. Of owners one may be
+// given; who may is in the context, too (sandbox.MayOwn).
 type Service interface {
-	ApplyTemplate(ctx context.Context, k sandbox.Key, spec sandbox.TemplateSpec) (sandbox.Template, error)
+	ApplyTemplate(ctx context.Context, k sandbox.Key, spec sandbox.TemplateSpec, owner ...sandbox.UID) (sandbox.Template, error)
 	Template(ctx context.Context, k sandbox.Key) (sandbox.Template, error)
 	Templates(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Template, error)
 	Builds(ctx context.Context, t sandbox.Template) ([]sandbox.Build, error)
 	CopyBuildLog(ctx context.Context, r sandbox.BuildLogRequest, w io.Writer) error
-	DeleteTemplate(ctx context.Context, k sandbox.Key) error
+	DeleteTemplate(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) error
 
-	ApplyPool(ctx context.Context, k sandbox.Key, spec sandbox.PoolSpec) (sandbox.Pool, error)
+	ApplyPool(ctx context.Context, k sandbox.Key, spec sandbox.PoolSpec, owner ...sandbox.UID) (sandbox.Pool, error)
 	Pool(ctx context.Context, k sandbox.Key) (sandbox.Pool, sandbox.PoolStatus, error)
 	Pools(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Pool, error)
-	DeletePool(ctx context.Context, k sandbox.Key) error
+	DeletePool(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) error
 
 	Claim(ctx context.Context, r sandbox.ClaimRequest) (s sandbox.Sandbox, replayed bool, err error)
 	Sandbox(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error)
 	SandboxByID(ctx context.Context, id sandbox.ID) (sandbox.Sandbox, error)
+	// SandboxOfToken also has a context that ends when the token is replaced.
+	SandboxOfToken(ctx context.Context, t sandbox.Token) (sandbox.Sandbox, context.Context, error)
+	ReleaseOwner(ctx context.Context, r sandbox.ReleaseRequest) error
 	Sandboxes(ctx context.Context, r sandbox.SandboxesRequest) ([]sandbox.Sandbox, error)
-	Pause(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error)
-	Resume(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error)
-	Hibernate(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error)
-	Extend(ctx context.Context, k sandbox.Key, timeout time.Duration) (sandbox.Sandbox, error)
-	Kill(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error)
+	Pause(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) (sandbox.Sandbox, error)
+	Resume(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) (sandbox.Sandbox, error)
+	Hibernate(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) (sandbox.Sandbox, error)
+	Extend(ctx context.Context, k sandbox.Key, timeout time.Duration, when ...sandbox.Precondition) (sandbox.Sandbox, error)
+	SetExpiry(ctx context.Context, k sandbox.Key, at time.Time, when ...sandbox.Precondition) (sandbox.Sandbox, error)
+	SetToken(ctx context.Context, k sandbox.Key, token sandbox.TokenHash, when ...sandbox.Precondition) (sandbox.Sandbox, error)
+	Kill(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) (sandbox.Sandbox, error)
 	Use(ctx context.Context, k sandbox.Key) (sandbox.Session, error)
-	SetNetworkPolicy(ctx context.Context, k sandbox.Key, own *policy.Policy) (sandbox.Sandbox, error)
+	SetNetworkPolicy(ctx context.Context, k sandbox.Key, own *policy.Policy, when ...sandbox.Precondition) (sandbox.Sandbox, error)
 	Traffic(ctx context.Context, r sandbox.TrafficRequest) (sandbox.TrafficPage, error)
 
 	Fork(ctx context.Context, r sandbox.ForkRequest) (f sandbox.Fork, replayed bool, err error)
 	ForkOf(ctx context.Context, k sandbox.Key) (sandbox.Fork, error)
 	Forks(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Fork, error)
-	DeleteFork(ctx context.Context, k sandbox.Key) error
+	DeleteFork(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) error
 
 	ApplySecret(ctx context.Context, k sandbox.Key, data sandbox.SecretData) (sandbox.Secret, error)
 	SetSecret(ctx context.Context, k sandbox.Key, data sandbox.SecretData) (sandbox.Secret, error)
@@ -64,7 +71,7 @@ type Service interface {
 	Checkpoint(ctx context.Context, r sandbox.CheckpointRequest) (c sandbox.CheckpointSize, replayed bool, err error)
 	CheckpointOf(ctx context.Context, k sandbox.Key) (sandbox.CheckpointSize, error)
 	Checkpoints(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.CheckpointSize, error)
-	DeleteCheckpoint(ctx context.Context, k sandbox.Key) error
+	DeleteCheckpoint(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) error
 	Restore(ctx context.Context, r sandbox.RestoreRequest) (s sandbox.Sandbox, replayed bool, err error)
 
 	Cost(ctx context.Context, k sandbox.Key) (sandbox.Cost, error)
@@ -113,7 +120,7 @@ type Config struct {
 // WithDefaults fills in what was left open.
 func (c Config) WithDefaults() Config {
 	if c.Authenticator == nil {
-		c.Authenticator = access.Authenticator{Store: c.Access, Sandbox: c.Service.SandboxByID}
+		c.Authenticator = access.Authenticator{Store: c.Access, Sandbox: c.Service.SandboxOfToken}
 	}
 	if c.BodyTimeout == 0 {
 		c.BodyTimeout = bodyTimeout

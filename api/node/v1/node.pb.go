@@ -440,7 +440,7 @@ func (x WatchEvent_Type) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use WatchEvent_Type.Descriptor instead.
 func (WatchEvent_Type) EnumDescriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{10, 0}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{11, 0}
 }
 
 // Error is what went wrong, as REST tells it.
@@ -996,6 +996,73 @@ func (x *DrainProblem) GetProblem() string {
 	return ""
 }
 
+// Precondition says which object a call is for: fields that are set must be those of the
+// object, or the call is refused as a conflict and does nothing.
+type Precondition struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Of a sandbox or a checkpoint. A sandbox that has ended is answered with ended, also if
+	// its name is another's by now.
+	Id string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	// UID of the owner, of what can have one.
+	Owner string `protobuf:"bytes,2,opt,name=owner,proto3" json:"owner,omitempty"`
+	// Of the object as it was shown. A kill with it waits for what is being done with the
+	// sandbox.
+	ResourceVersion uint64 `protobuf:"varint,3,opt,name=resource_version,json=resourceVersion,proto3" json:"resource_version,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
+}
+
+func (x *Precondition) Reset() {
+	*x = Precondition{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Precondition) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Precondition) ProtoMessage() {}
+
+func (x *Precondition) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Precondition.ProtoReflect.Descriptor instead.
+func (*Precondition) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *Precondition) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *Precondition) GetOwner() string {
+	if x != nil {
+		return x.Owner
+	}
+	return ""
+}
+
+func (x *Precondition) GetResourceVersion() uint64 {
+	if x != nil {
+		return x.ResourceVersion
+	}
+	return 0
+}
+
 type CordonNodeRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -1004,7 +1071,7 @@ type CordonNodeRequest struct {
 
 func (x *CordonNodeRequest) Reset() {
 	*x = CordonNodeRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[6]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1016,7 +1083,7 @@ func (x *CordonNodeRequest) String() string {
 func (*CordonNodeRequest) ProtoMessage() {}
 
 func (x *CordonNodeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[6]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1029,7 +1096,7 @@ func (x *CordonNodeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CordonNodeRequest.ProtoReflect.Descriptor instead.
 func (*CordonNodeRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{6}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{7}
 }
 
 type DrainNodeRequest struct {
@@ -1040,7 +1107,7 @@ type DrainNodeRequest struct {
 
 func (x *DrainNodeRequest) Reset() {
 	*x = DrainNodeRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[7]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1052,7 +1119,7 @@ func (x *DrainNodeRequest) String() string {
 func (*DrainNodeRequest) ProtoMessage() {}
 
 func (x *DrainNodeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[7]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1065,7 +1132,7 @@ func (x *DrainNodeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DrainNodeRequest.ProtoReflect.Descriptor instead.
 func (*DrainNodeRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{7}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{8}
 }
 
 type UncordonNodeRequest struct {
@@ -1076,7 +1143,7 @@ type UncordonNodeRequest struct {
 
 func (x *UncordonNodeRequest) Reset() {
 	*x = UncordonNodeRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[8]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1088,7 +1155,7 @@ func (x *UncordonNodeRequest) String() string {
 func (*UncordonNodeRequest) ProtoMessage() {}
 
 func (x *UncordonNodeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[8]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1101,7 +1168,7 @@ func (x *UncordonNodeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UncordonNodeRequest.ProtoReflect.Descriptor instead.
 func (*UncordonNodeRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{8}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{9}
 }
 
 type WatchRequest struct {
@@ -1124,7 +1191,7 @@ type WatchRequest struct {
 
 func (x *WatchRequest) Reset() {
 	*x = WatchRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[9]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1136,7 +1203,7 @@ func (x *WatchRequest) String() string {
 func (*WatchRequest) ProtoMessage() {}
 
 func (x *WatchRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[9]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1149,7 +1216,7 @@ func (x *WatchRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchRequest.ProtoReflect.Descriptor instead.
 func (*WatchRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{9}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *WatchRequest) GetNamespace() string {
@@ -1208,7 +1275,7 @@ type WatchEvent struct {
 
 func (x *WatchEvent) Reset() {
 	*x = WatchEvent{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[10]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1220,7 +1287,7 @@ func (x *WatchEvent) String() string {
 func (*WatchEvent) ProtoMessage() {}
 
 func (x *WatchEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[10]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1233,7 +1300,7 @@ func (x *WatchEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchEvent.ProtoReflect.Descriptor instead.
 func (*WatchEvent) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{10}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *WatchEvent) GetType() WatchEvent_Type {
@@ -1387,7 +1454,7 @@ type TemplateSpec struct {
 
 func (x *TemplateSpec) Reset() {
 	*x = TemplateSpec{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[11]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1399,7 +1466,7 @@ func (x *TemplateSpec) String() string {
 func (*TemplateSpec) ProtoMessage() {}
 
 func (x *TemplateSpec) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[11]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1412,7 +1479,7 @@ func (x *TemplateSpec) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TemplateSpec.ProtoReflect.Descriptor instead.
 func (*TemplateSpec) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{11}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *TemplateSpec) GetImage() string {
@@ -1537,7 +1604,7 @@ type NetworkPolicy struct {
 
 func (x *NetworkPolicy) Reset() {
 	*x = NetworkPolicy{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[12]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1549,7 +1616,7 @@ func (x *NetworkPolicy) String() string {
 func (*NetworkPolicy) ProtoMessage() {}
 
 func (x *NetworkPolicy) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[12]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1562,7 +1629,7 @@ func (x *NetworkPolicy) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NetworkPolicy.ProtoReflect.Descriptor instead.
 func (*NetworkPolicy) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{12}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *NetworkPolicy) GetEgress() string {
@@ -1601,7 +1668,7 @@ type ReadyCheck struct {
 
 func (x *ReadyCheck) Reset() {
 	*x = ReadyCheck{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[13]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1613,7 +1680,7 @@ func (x *ReadyCheck) String() string {
 func (*ReadyCheck) ProtoMessage() {}
 
 func (x *ReadyCheck) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[13]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1626,7 +1693,7 @@ func (x *ReadyCheck) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadyCheck.ProtoReflect.Descriptor instead.
 func (*ReadyCheck) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{13}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *ReadyCheck) GetCheck() isReadyCheck_Check {
@@ -1704,7 +1771,7 @@ type Program struct {
 
 func (x *Program) Reset() {
 	*x = Program{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[14]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1716,7 +1783,7 @@ func (x *Program) String() string {
 func (*Program) ProtoMessage() {}
 
 func (x *Program) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[14]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1729,7 +1796,7 @@ func (x *Program) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Program.ProtoReflect.Descriptor instead.
 func (*Program) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{14}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Program) GetLanguage() string {
@@ -1759,13 +1826,15 @@ type Template struct {
 	Builds []*Build `protobuf:"bytes,8,rep,name=builds,proto3" json:"builds,omitempty"`
 	// The number of its last write, and of those of its builds.
 	ResourceVersion uint64 `protobuf:"varint,9,opt,name=resource_version,json=resourceVersion,proto3" json:"resource_version,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// UID of its owner; empty if it has none.
+	Owner         string `protobuf:"bytes,10,opt,name=owner,proto3" json:"owner,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Template) Reset() {
 	*x = Template{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[15]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1777,7 +1846,7 @@ func (x *Template) String() string {
 func (*Template) ProtoMessage() {}
 
 func (x *Template) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[15]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1790,7 +1859,7 @@ func (x *Template) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Template.ProtoReflect.Descriptor instead.
 func (*Template) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{15}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *Template) GetNamespace() string {
@@ -1856,6 +1925,13 @@ func (x *Template) GetResourceVersion() uint64 {
 	return 0
 }
 
+func (x *Template) GetOwner() string {
+	if x != nil {
+		return x.Owner
+	}
+	return ""
+}
+
 type Build struct {
 	state   protoimpl.MessageState `protogen:"open.v1"`
 	Stage   Stage                  `protobuf:"varint,1,opt,name=stage,proto3,enum=agentrun.node.v1.Stage" json:"stage,omitempty"`
@@ -1875,7 +1951,7 @@ type Build struct {
 
 func (x *Build) Reset() {
 	*x = Build{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[16]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1887,7 +1963,7 @@ func (x *Build) String() string {
 func (*Build) ProtoMessage() {}
 
 func (x *Build) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[16]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1900,7 +1976,7 @@ func (x *Build) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Build.ProtoReflect.Descriptor instead.
 func (*Build) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{16}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *Build) GetStage() Stage {
@@ -1960,17 +2036,21 @@ func (x *Build) GetNext() *timestamppb.Timestamp {
 }
 
 type ApplyTemplateRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
-	Name          string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
-	Spec          *TemplateSpec          `protobuf:"bytes,3,opt,name=spec,proto3" json:"spec,omitempty"`
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	Name      string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	Spec      *TemplateSpec          `protobuf:"bytes,3,opt,name=spec,proto3" json:"spec,omitempty"`
+	// The object of a controller that it is of: 1 to 64 letters, digits and dashes. Only
+	// controllers, and users of this machine, give owners, and change or delete what has one.
+	// Empty leaves the owner that it has; another one is refused as a conflict.
+	Owner         string `protobuf:"bytes,4,opt,name=owner,proto3" json:"owner,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ApplyTemplateRequest) Reset() {
 	*x = ApplyTemplateRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[17]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1982,7 +2062,7 @@ func (x *ApplyTemplateRequest) String() string {
 func (*ApplyTemplateRequest) ProtoMessage() {}
 
 func (x *ApplyTemplateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[17]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1995,7 +2075,7 @@ func (x *ApplyTemplateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ApplyTemplateRequest.ProtoReflect.Descriptor instead.
 func (*ApplyTemplateRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{17}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *ApplyTemplateRequest) GetNamespace() string {
@@ -2019,6 +2099,13 @@ func (x *ApplyTemplateRequest) GetSpec() *TemplateSpec {
 	return nil
 }
 
+func (x *ApplyTemplateRequest) GetOwner() string {
+	if x != nil {
+		return x.Owner
+	}
+	return ""
+}
+
 type GetTemplateRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
@@ -2029,7 +2116,7 @@ type GetTemplateRequest struct {
 
 func (x *GetTemplateRequest) Reset() {
 	*x = GetTemplateRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[18]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2041,7 +2128,7 @@ func (x *GetTemplateRequest) String() string {
 func (*GetTemplateRequest) ProtoMessage() {}
 
 func (x *GetTemplateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[18]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2054,7 +2141,7 @@ func (x *GetTemplateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetTemplateRequest.ProtoReflect.Descriptor instead.
 func (*GetTemplateRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{18}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *GetTemplateRequest) GetNamespace() string {
@@ -2086,7 +2173,7 @@ type ListTemplatesRequest struct {
 
 func (x *ListTemplatesRequest) Reset() {
 	*x = ListTemplatesRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[19]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2098,7 +2185,7 @@ func (x *ListTemplatesRequest) String() string {
 func (*ListTemplatesRequest) ProtoMessage() {}
 
 func (x *ListTemplatesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[19]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2111,7 +2198,7 @@ func (x *ListTemplatesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTemplatesRequest.ProtoReflect.Descriptor instead.
 func (*ListTemplatesRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{19}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *ListTemplatesRequest) GetNamespace() string {
@@ -2157,7 +2244,7 @@ type ListTemplatesResponse struct {
 
 func (x *ListTemplatesResponse) Reset() {
 	*x = ListTemplatesResponse{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[20]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2169,7 +2256,7 @@ func (x *ListTemplatesResponse) String() string {
 func (*ListTemplatesResponse) ProtoMessage() {}
 
 func (x *ListTemplatesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[20]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2182,7 +2269,7 @@ func (x *ListTemplatesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTemplatesResponse.ProtoReflect.Descriptor instead.
 func (*ListTemplatesResponse) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{20}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *ListTemplatesResponse) GetTemplates() []*Template {
@@ -2217,13 +2304,14 @@ type DeleteTemplateRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
 	Name          string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	Precondition  *Precondition          `protobuf:"bytes,3,opt,name=precondition,proto3" json:"precondition,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *DeleteTemplateRequest) Reset() {
 	*x = DeleteTemplateRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[21]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2235,7 +2323,7 @@ func (x *DeleteTemplateRequest) String() string {
 func (*DeleteTemplateRequest) ProtoMessage() {}
 
 func (x *DeleteTemplateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[21]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2248,7 +2336,7 @@ func (x *DeleteTemplateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteTemplateRequest.ProtoReflect.Descriptor instead.
 func (*DeleteTemplateRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{21}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *DeleteTemplateRequest) GetNamespace() string {
@@ -2263,6 +2351,13 @@ func (x *DeleteTemplateRequest) GetName() string {
 		return x.Name
 	}
 	return ""
+}
+
+func (x *DeleteTemplateRequest) GetPrecondition() *Precondition {
+	if x != nil {
+		return x.Precondition
+	}
+	return nil
 }
 
 type PoolSpec struct {
@@ -2282,7 +2377,7 @@ type PoolSpec struct {
 
 func (x *PoolSpec) Reset() {
 	*x = PoolSpec{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[22]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2294,7 +2389,7 @@ func (x *PoolSpec) String() string {
 func (*PoolSpec) ProtoMessage() {}
 
 func (x *PoolSpec) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[22]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2307,7 +2402,7 @@ func (x *PoolSpec) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PoolSpec.ProtoReflect.Descriptor instead.
 func (*PoolSpec) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{22}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *PoolSpec) GetTemplate() string {
@@ -2359,13 +2454,15 @@ type Pool struct {
 	Snapshots uint32 `protobuf:"varint,8,opt,name=snapshots,proto3" json:"snapshots,omitempty"`
 	// The number of its last write, what it has included.
 	ResourceVersion uint64 `protobuf:"varint,9,opt,name=resource_version,json=resourceVersion,proto3" json:"resource_version,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// UID of its owner; empty if it has none.
+	Owner         string `protobuf:"bytes,10,opt,name=owner,proto3" json:"owner,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Pool) Reset() {
 	*x = Pool{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[23]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2377,7 +2474,7 @@ func (x *Pool) String() string {
 func (*Pool) ProtoMessage() {}
 
 func (x *Pool) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[23]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2390,7 +2487,7 @@ func (x *Pool) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pool.ProtoReflect.Descriptor instead.
 func (*Pool) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{23}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *Pool) GetNamespace() string {
@@ -2456,18 +2553,27 @@ func (x *Pool) GetResourceVersion() uint64 {
 	return 0
 }
 
+func (x *Pool) GetOwner() string {
+	if x != nil {
+		return x.Owner
+	}
+	return ""
+}
+
 type ApplyPoolRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
-	Name          string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
-	Spec          *PoolSpec              `protobuf:"bytes,3,opt,name=spec,proto3" json:"spec,omitempty"`
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	Name      string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	Spec      *PoolSpec              `protobuf:"bytes,3,opt,name=spec,proto3" json:"spec,omitempty"`
+	// As that of a template.
+	Owner         string `protobuf:"bytes,4,opt,name=owner,proto3" json:"owner,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ApplyPoolRequest) Reset() {
 	*x = ApplyPoolRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[24]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2479,7 +2585,7 @@ func (x *ApplyPoolRequest) String() string {
 func (*ApplyPoolRequest) ProtoMessage() {}
 
 func (x *ApplyPoolRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[24]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2492,7 +2598,7 @@ func (x *ApplyPoolRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ApplyPoolRequest.ProtoReflect.Descriptor instead.
 func (*ApplyPoolRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{24}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *ApplyPoolRequest) GetNamespace() string {
@@ -2516,6 +2622,13 @@ func (x *ApplyPoolRequest) GetSpec() *PoolSpec {
 	return nil
 }
 
+func (x *ApplyPoolRequest) GetOwner() string {
+	if x != nil {
+		return x.Owner
+	}
+	return ""
+}
+
 type GetPoolRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
@@ -2526,7 +2639,7 @@ type GetPoolRequest struct {
 
 func (x *GetPoolRequest) Reset() {
 	*x = GetPoolRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[25]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2538,7 +2651,7 @@ func (x *GetPoolRequest) String() string {
 func (*GetPoolRequest) ProtoMessage() {}
 
 func (x *GetPoolRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[25]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2551,7 +2664,7 @@ func (x *GetPoolRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetPoolRequest.ProtoReflect.Descriptor instead.
 func (*GetPoolRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{25}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *GetPoolRequest) GetNamespace() string {
@@ -2581,7 +2694,7 @@ type ListPoolsRequest struct {
 
 func (x *ListPoolsRequest) Reset() {
 	*x = ListPoolsRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[26]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2593,7 +2706,7 @@ func (x *ListPoolsRequest) String() string {
 func (*ListPoolsRequest) ProtoMessage() {}
 
 func (x *ListPoolsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[26]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2606,7 +2719,7 @@ func (x *ListPoolsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListPoolsRequest.ProtoReflect.Descriptor instead.
 func (*ListPoolsRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{26}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *ListPoolsRequest) GetNamespace() string {
@@ -2651,7 +2764,7 @@ type ListPoolsResponse struct {
 
 func (x *ListPoolsResponse) Reset() {
 	*x = ListPoolsResponse{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[27]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2663,7 +2776,7 @@ func (x *ListPoolsResponse) String() string {
 func (*ListPoolsResponse) ProtoMessage() {}
 
 func (x *ListPoolsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[27]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2676,7 +2789,7 @@ func (x *ListPoolsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListPoolsResponse.ProtoReflect.Descriptor instead.
 func (*ListPoolsResponse) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{27}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *ListPoolsResponse) GetPools() []*Pool {
@@ -2711,13 +2824,14 @@ type DeletePoolRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
 	Name          string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	Precondition  *Precondition          `protobuf:"bytes,3,opt,name=precondition,proto3" json:"precondition,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *DeletePoolRequest) Reset() {
 	*x = DeletePoolRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[28]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2729,7 +2843,7 @@ func (x *DeletePoolRequest) String() string {
 func (*DeletePoolRequest) ProtoMessage() {}
 
 func (x *DeletePoolRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[28]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2742,7 +2856,7 @@ func (x *DeletePoolRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeletePoolRequest.ProtoReflect.Descriptor instead.
 func (*DeletePoolRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{28}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *DeletePoolRequest) GetNamespace() string {
@@ -2759,19 +2873,28 @@ func (x *DeletePoolRequest) GetName() string {
 	return ""
 }
 
+func (x *DeletePoolRequest) GetPrecondition() *Precondition {
+	if x != nil {
+		return x.Precondition
+	}
+	return nil
+}
+
 // Lifetime bounds a sandbox's life; a bound that is missing is none.
 type Lifetime struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Timeout       *durationpb.Duration   `protobuf:"bytes,1,opt,name=timeout,proto3" json:"timeout,omitempty"`
-	IdleTimeout   *durationpb.Duration   `protobuf:"bytes,2,opt,name=idle_timeout,json=idleTimeout,proto3" json:"idle_timeout,omitempty"`
-	OnTimeout     TimeoutAction          `protobuf:"varint,3,opt,name=on_timeout,json=onTimeout,proto3,enum=agentrun.node.v1.TimeoutAction" json:"on_timeout,omitempty"`
+	state       protoimpl.MessageState `protogen:"open.v1"`
+	Timeout     *durationpb.Duration   `protobuf:"bytes,1,opt,name=timeout,proto3" json:"timeout,omitempty"`
+	IdleTimeout *durationpb.Duration   `protobuf:"bytes,2,opt,name=idle_timeout,json=idleTimeout,proto3" json:"idle_timeout,omitempty"`
+	OnTimeout   TimeoutAction          `protobuf:"varint,3,opt,name=on_timeout,json=onTimeout,proto3,enum=agentrun.node.v1.TimeoutAction" json:"on_timeout,omitempty"`
+	// Ends the sandbox, whatever it is doing and whatever on_timeout is.
+	Expires       *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=expires,proto3" json:"expires,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Lifetime) Reset() {
 	*x = Lifetime{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[29]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2783,7 +2906,7 @@ func (x *Lifetime) String() string {
 func (*Lifetime) ProtoMessage() {}
 
 func (x *Lifetime) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[29]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2796,7 +2919,7 @@ func (x *Lifetime) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Lifetime.ProtoReflect.Descriptor instead.
 func (*Lifetime) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{29}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *Lifetime) GetTimeout() *durationpb.Duration {
@@ -2818,6 +2941,13 @@ func (x *Lifetime) GetOnTimeout() TimeoutAction {
 		return x.OnTimeout
 	}
 	return TimeoutAction_TIMEOUT_ACTION_UNSPECIFIED
+}
+
+func (x *Lifetime) GetExpires() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Expires
+	}
+	return nil
 }
 
 type Sandbox struct {
@@ -2854,13 +2984,17 @@ type Sandbox struct {
 	Unresponsive string `protobuf:"bytes,23,opt,name=unresponsive,proto3" json:"unresponsive,omitempty"`
 	// The number of its last write.
 	ResourceVersion uint64 `protobuf:"varint,24,opt,name=resource_version,json=resourceVersion,proto3" json:"resource_version,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// UID of its owner; empty if it has none.
+	Owner string `protobuf:"bytes,25,opt,name=owner,proto3" json:"owner,omitempty"`
+	// Where others reach it, as that of the node. Only the answer to a claim has it.
+	Endpoint      string `protobuf:"bytes,26,opt,name=endpoint,proto3" json:"endpoint,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Sandbox) Reset() {
 	*x = Sandbox{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[30]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2872,7 +3006,7 @@ func (x *Sandbox) String() string {
 func (*Sandbox) ProtoMessage() {}
 
 func (x *Sandbox) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[30]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2885,7 +3019,7 @@ func (x *Sandbox) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Sandbox.ProtoReflect.Descriptor instead.
 func (*Sandbox) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{30}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *Sandbox) GetNamespace() string {
@@ -3056,6 +3190,20 @@ func (x *Sandbox) GetResourceVersion() uint64 {
 	return 0
 }
 
+func (x *Sandbox) GetOwner() string {
+	if x != nil {
+		return x.Owner
+	}
+	return ""
+}
+
+func (x *Sandbox) GetEndpoint() string {
+	if x != nil {
+		return x.Endpoint
+	}
+	return ""
+}
+
 type ClaimSandboxRequest struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
@@ -3072,13 +3220,26 @@ type ClaimSandboxRequest struct {
 	IdempotencyKey string `protobuf:"bytes,7,opt,name=idempotency_key,json=idempotencyKey,proto3" json:"idempotency_key,omitempty"`
 	// Narrows the template's.
 	NetworkPolicy *NetworkPolicy `protobuf:"bytes,8,opt,name=network_policy,json=networkPolicy,proto3" json:"network_policy,omitempty"`
+	// The object of a controller that it is for, as that of a template: with it the name must
+	// be given. It is the key of the request, within the namespace, for whichever principal: a
+	// request with the same one is answered with the sandbox that there is, as it is, and
+	// marked as replayed. Until the owner is released, or for 7 days after the end, that is one
+	// which has ended. Another token and other secrets are ignored then; with other fields it
+	// is refused as a conflict.
+	Owner string `protobuf:"bytes,9,opt,name=owner,proto3" json:"owner,omitempty"`
+	// SHA-256 of the token that the caller has made, in hexadecimal; a token begins with ars_.
+	// Empty: the sandbox has the one that REST tells.
+	TokenSha256 string `protobuf:"bytes,10,opt,name=token_sha256,json=tokenSha256,proto3" json:"token_sha256,omitempty"`
+	// Values of secrets by the variables that they become. The node keeps none of them: what
+	// is restored from such a sandbox cannot be given other variables.
+	SecretValues  map[string][]byte `protobuf:"bytes,11,rep,name=secret_values,json=secretValues,proto3" json:"secret_values,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ClaimSandboxRequest) Reset() {
 	*x = ClaimSandboxRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[31]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3090,7 +3251,7 @@ func (x *ClaimSandboxRequest) String() string {
 func (*ClaimSandboxRequest) ProtoMessage() {}
 
 func (x *ClaimSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[31]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3103,7 +3264,7 @@ func (x *ClaimSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ClaimSandboxRequest.ProtoReflect.Descriptor instead.
 func (*ClaimSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{31}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *ClaimSandboxRequest) GetNamespace() string {
@@ -3162,6 +3323,27 @@ func (x *ClaimSandboxRequest) GetNetworkPolicy() *NetworkPolicy {
 	return nil
 }
 
+func (x *ClaimSandboxRequest) GetOwner() string {
+	if x != nil {
+		return x.Owner
+	}
+	return ""
+}
+
+func (x *ClaimSandboxRequest) GetTokenSha256() string {
+	if x != nil {
+		return x.TokenSha256
+	}
+	return ""
+}
+
+func (x *ClaimSandboxRequest) GetSecretValues() map[string][]byte {
+	if x != nil {
+		return x.SecretValues
+	}
+	return nil
+}
+
 type GetSandboxRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
@@ -3172,7 +3354,7 @@ type GetSandboxRequest struct {
 
 func (x *GetSandboxRequest) Reset() {
 	*x = GetSandboxRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[32]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3184,7 +3366,7 @@ func (x *GetSandboxRequest) String() string {
 func (*GetSandboxRequest) ProtoMessage() {}
 
 func (x *GetSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[32]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3197,7 +3379,7 @@ func (x *GetSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetSandboxRequest.ProtoReflect.Descriptor instead.
 func (*GetSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{32}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *GetSandboxRequest) GetNamespace() string {
@@ -3229,7 +3411,7 @@ type ListSandboxesRequest struct {
 
 func (x *ListSandboxesRequest) Reset() {
 	*x = ListSandboxesRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[33]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3241,7 +3423,7 @@ func (x *ListSandboxesRequest) String() string {
 func (*ListSandboxesRequest) ProtoMessage() {}
 
 func (x *ListSandboxesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[33]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3254,7 +3436,7 @@ func (x *ListSandboxesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSandboxesRequest.ProtoReflect.Descriptor instead.
 func (*ListSandboxesRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{33}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *ListSandboxesRequest) GetNamespace() string {
@@ -3306,7 +3488,7 @@ type ListSandboxesResponse struct {
 
 func (x *ListSandboxesResponse) Reset() {
 	*x = ListSandboxesResponse{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[34]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3318,7 +3500,7 @@ func (x *ListSandboxesResponse) String() string {
 func (*ListSandboxesResponse) ProtoMessage() {}
 
 func (x *ListSandboxesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[34]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3331,7 +3513,7 @@ func (x *ListSandboxesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSandboxesResponse.ProtoReflect.Descriptor instead.
 func (*ListSandboxesResponse) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{34}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *ListSandboxesResponse) GetSandboxes() []*Sandbox {
@@ -3366,13 +3548,14 @@ type PauseSandboxRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
 	Name          string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	Precondition  *Precondition          `protobuf:"bytes,3,opt,name=precondition,proto3" json:"precondition,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *PauseSandboxRequest) Reset() {
 	*x = PauseSandboxRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[35]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3384,7 +3567,7 @@ func (x *PauseSandboxRequest) String() string {
 func (*PauseSandboxRequest) ProtoMessage() {}
 
 func (x *PauseSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[35]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3397,7 +3580,7 @@ func (x *PauseSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseSandboxRequest.ProtoReflect.Descriptor instead.
 func (*PauseSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{35}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *PauseSandboxRequest) GetNamespace() string {
@@ -3414,17 +3597,25 @@ func (x *PauseSandboxRequest) GetName() string {
 	return ""
 }
 
+func (x *PauseSandboxRequest) GetPrecondition() *Precondition {
+	if x != nil {
+		return x.Precondition
+	}
+	return nil
+}
+
 type ResumeSandboxRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
 	Name          string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	Precondition  *Precondition          `protobuf:"bytes,3,opt,name=precondition,proto3" json:"precondition,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ResumeSandboxRequest) Reset() {
 	*x = ResumeSandboxRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[36]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3436,7 +3627,7 @@ func (x *ResumeSandboxRequest) String() string {
 func (*ResumeSandboxRequest) ProtoMessage() {}
 
 func (x *ResumeSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[36]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3449,7 +3640,7 @@ func (x *ResumeSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeSandboxRequest.ProtoReflect.Descriptor instead.
 func (*ResumeSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{36}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *ResumeSandboxRequest) GetNamespace() string {
@@ -3466,17 +3657,25 @@ func (x *ResumeSandboxRequest) GetName() string {
 	return ""
 }
 
+func (x *ResumeSandboxRequest) GetPrecondition() *Precondition {
+	if x != nil {
+		return x.Precondition
+	}
+	return nil
+}
+
 type HibernateSandboxRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
 	Name          string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	Precondition  *Precondition          `protobuf:"bytes,3,opt,name=precondition,proto3" json:"precondition,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *HibernateSandboxRequest) Reset() {
 	*x = HibernateSandboxRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[37]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3488,7 +3687,7 @@ func (x *HibernateSandboxRequest) String() string {
 func (*HibernateSandboxRequest) ProtoMessage() {}
 
 func (x *HibernateSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[37]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3501,7 +3700,7 @@ func (x *HibernateSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HibernateSandboxRequest.ProtoReflect.Descriptor instead.
 func (*HibernateSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{37}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *HibernateSandboxRequest) GetNamespace() string {
@@ -3518,19 +3717,29 @@ func (x *HibernateSandboxRequest) GetName() string {
 	return ""
 }
 
+func (x *HibernateSandboxRequest) GetPrecondition() *Precondition {
+	if x != nil {
+		return x.Precondition
+	}
+	return nil
+}
+
 type ExtendSandboxRequest struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
 	Name      string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
-	// Zero is none; it must be there.
-	Timeout       *durationpb.Duration `protobuf:"bytes,3,opt,name=timeout,proto3" json:"timeout,omitempty"`
+	// Zero is none. Either it or expires must be there.
+	Timeout      *durationpb.Duration `protobuf:"bytes,3,opt,name=timeout,proto3" json:"timeout,omitempty"`
+	Precondition *Precondition        `protobuf:"bytes,4,opt,name=precondition,proto3" json:"precondition,omitempty"`
+	// Another end time. It can be moved, not removed.
+	Expires       *timestamppb.Timestamp `protobuf:"bytes,5,opt,name=expires,proto3" json:"expires,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ExtendSandboxRequest) Reset() {
 	*x = ExtendSandboxRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[38]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3542,7 +3751,7 @@ func (x *ExtendSandboxRequest) String() string {
 func (*ExtendSandboxRequest) ProtoMessage() {}
 
 func (x *ExtendSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[38]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3555,7 +3764,7 @@ func (x *ExtendSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExtendSandboxRequest.ProtoReflect.Descriptor instead.
 func (*ExtendSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{38}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *ExtendSandboxRequest) GetNamespace() string {
@@ -3579,17 +3788,32 @@ func (x *ExtendSandboxRequest) GetTimeout() *durationpb.Duration {
 	return nil
 }
 
+func (x *ExtendSandboxRequest) GetPrecondition() *Precondition {
+	if x != nil {
+		return x.Precondition
+	}
+	return nil
+}
+
+func (x *ExtendSandboxRequest) GetExpires() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Expires
+	}
+	return nil
+}
+
 type KillSandboxRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
 	Name          string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	Precondition  *Precondition          `protobuf:"bytes,3,opt,name=precondition,proto3" json:"precondition,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *KillSandboxRequest) Reset() {
 	*x = KillSandboxRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[39]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3601,7 +3825,7 @@ func (x *KillSandboxRequest) String() string {
 func (*KillSandboxRequest) ProtoMessage() {}
 
 func (x *KillSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[39]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3614,7 +3838,7 @@ func (x *KillSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KillSandboxRequest.ProtoReflect.Descriptor instead.
 func (*KillSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{39}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *KillSandboxRequest) GetNamespace() string {
@@ -3631,6 +3855,134 @@ func (x *KillSandboxRequest) GetName() string {
 	return ""
 }
 
+func (x *KillSandboxRequest) GetPrecondition() *Precondition {
+	if x != nil {
+		return x.Precondition
+	}
+	return nil
+}
+
+type SetSandboxTokenRequest struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	Name      string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	// As with ClaimSandbox; it must be there.
+	TokenSha256   string        `protobuf:"bytes,3,opt,name=token_sha256,json=tokenSha256,proto3" json:"token_sha256,omitempty"`
+	Precondition  *Precondition `protobuf:"bytes,4,opt,name=precondition,proto3" json:"precondition,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SetSandboxTokenRequest) Reset() {
+	*x = SetSandboxTokenRequest{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[41]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SetSandboxTokenRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SetSandboxTokenRequest) ProtoMessage() {}
+
+func (x *SetSandboxTokenRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[41]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SetSandboxTokenRequest.ProtoReflect.Descriptor instead.
+func (*SetSandboxTokenRequest) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{41}
+}
+
+func (x *SetSandboxTokenRequest) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *SetSandboxTokenRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *SetSandboxTokenRequest) GetTokenSha256() string {
+	if x != nil {
+		return x.TokenSha256
+	}
+	return ""
+}
+
+func (x *SetSandboxTokenRequest) GetPrecondition() *Precondition {
+	if x != nil {
+		return x.Precondition
+	}
+	return nil
+}
+
+type ReleaseOwnerRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	Owner         string                 `protobuf:"bytes,2,opt,name=owner,proto3" json:"owner,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReleaseOwnerRequest) Reset() {
+	*x = ReleaseOwnerRequest{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[42]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReleaseOwnerRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReleaseOwnerRequest) ProtoMessage() {}
+
+func (x *ReleaseOwnerRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[42]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReleaseOwnerRequest.ProtoReflect.Descriptor instead.
+func (*ReleaseOwnerRequest) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{42}
+}
+
+func (x *ReleaseOwnerRequest) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *ReleaseOwnerRequest) GetOwner() string {
+	if x != nil {
+		return x.Owner
+	}
+	return ""
+}
+
 type GetSandboxStatsRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
@@ -3641,7 +3993,7 @@ type GetSandboxStatsRequest struct {
 
 func (x *GetSandboxStatsRequest) Reset() {
 	*x = GetSandboxStatsRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[40]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3653,7 +4005,7 @@ func (x *GetSandboxStatsRequest) String() string {
 func (*GetSandboxStatsRequest) ProtoMessage() {}
 
 func (x *GetSandboxStatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[40]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3666,7 +4018,7 @@ func (x *GetSandboxStatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetSandboxStatsRequest.ProtoReflect.Descriptor instead.
 func (*GetSandboxStatsRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{40}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *GetSandboxStatsRequest) GetNamespace() string {
@@ -3714,7 +4066,7 @@ type SandboxStats struct {
 
 func (x *SandboxStats) Reset() {
 	*x = SandboxStats{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[41]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3726,7 +4078,7 @@ func (x *SandboxStats) String() string {
 func (*SandboxStats) ProtoMessage() {}
 
 func (x *SandboxStats) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[41]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3739,7 +4091,7 @@ func (x *SandboxStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SandboxStats.ProtoReflect.Descriptor instead.
 func (*SandboxStats) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{41}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *SandboxStats) GetNamespace() string {
@@ -3858,7 +4210,7 @@ type ListSandboxStatsRequest struct {
 
 func (x *ListSandboxStatsRequest) Reset() {
 	*x = ListSandboxStatsRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[42]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3870,7 +4222,7 @@ func (x *ListSandboxStatsRequest) String() string {
 func (*ListSandboxStatsRequest) ProtoMessage() {}
 
 func (x *ListSandboxStatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[42]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3883,7 +4235,7 @@ func (x *ListSandboxStatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSandboxStatsRequest.ProtoReflect.Descriptor instead.
 func (*ListSandboxStatsRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{42}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *ListSandboxStatsRequest) GetNamespace() string {
@@ -3917,7 +4269,7 @@ type ListSandboxStatsResponse struct {
 
 func (x *ListSandboxStatsResponse) Reset() {
 	*x = ListSandboxStatsResponse{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[43]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3929,7 +4281,7 @@ func (x *ListSandboxStatsResponse) String() string {
 func (*ListSandboxStatsResponse) ProtoMessage() {}
 
 func (x *ListSandboxStatsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[43]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3942,7 +4294,7 @@ func (x *ListSandboxStatsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSandboxStatsResponse.ProtoReflect.Descriptor instead.
 func (*ListSandboxStatsResponse) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{43}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *ListSandboxStatsResponse) GetStats() []*SandboxStats {
@@ -3965,13 +4317,14 @@ type SetNetworkPolicyRequest struct {
 	Name      string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
 	// Missing removes the sandbox's own policy: its bounds alone hold then.
 	Policy        *NetworkPolicy `protobuf:"bytes,3,opt,name=policy,proto3" json:"policy,omitempty"`
+	Precondition  *Precondition  `protobuf:"bytes,4,opt,name=precondition,proto3" json:"precondition,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *SetNetworkPolicyRequest) Reset() {
 	*x = SetNetworkPolicyRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[44]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3983,7 +4336,7 @@ func (x *SetNetworkPolicyRequest) String() string {
 func (*SetNetworkPolicyRequest) ProtoMessage() {}
 
 func (x *SetNetworkPolicyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[44]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3996,7 +4349,7 @@ func (x *SetNetworkPolicyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetNetworkPolicyRequest.ProtoReflect.Descriptor instead.
 func (*SetNetworkPolicyRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{44}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *SetNetworkPolicyRequest) GetNamespace() string {
@@ -4020,6 +4373,13 @@ func (x *SetNetworkPolicyRequest) GetPolicy() *NetworkPolicy {
 	return nil
 }
 
+func (x *SetNetworkPolicyRequest) GetPrecondition() *Precondition {
+	if x != nil {
+		return x.Precondition
+	}
+	return nil
+}
+
 type GetNetworkLogRequest struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
@@ -4038,7 +4398,7 @@ type GetNetworkLogRequest struct {
 
 func (x *GetNetworkLogRequest) Reset() {
 	*x = GetNetworkLogRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[45]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4050,7 +4410,7 @@ func (x *GetNetworkLogRequest) String() string {
 func (*GetNetworkLogRequest) ProtoMessage() {}
 
 func (x *GetNetworkLogRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[45]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4063,7 +4423,7 @@ func (x *GetNetworkLogRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetNetworkLogRequest.ProtoReflect.Descriptor instead.
 func (*GetNetworkLogRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{45}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *GetNetworkLogRequest) GetNamespace() string {
@@ -4124,7 +4484,7 @@ type NetworkLog struct {
 
 func (x *NetworkLog) Reset() {
 	*x = NetworkLog{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[46]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4136,7 +4496,7 @@ func (x *NetworkLog) String() string {
 func (*NetworkLog) ProtoMessage() {}
 
 func (x *NetworkLog) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[46]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4149,7 +4509,7 @@ func (x *NetworkLog) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NetworkLog.ProtoReflect.Descriptor instead.
 func (*NetworkLog) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{46}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{49}
 }
 
 func (x *NetworkLog) GetEntries() []*NetworkLogEntry {
@@ -4213,7 +4573,7 @@ type NetworkLogEntry struct {
 
 func (x *NetworkLogEntry) Reset() {
 	*x = NetworkLogEntry{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[47]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[50]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4225,7 +4585,7 @@ func (x *NetworkLogEntry) String() string {
 func (*NetworkLogEntry) ProtoMessage() {}
 
 func (x *NetworkLogEntry) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[47]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[50]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4238,7 +4598,7 @@ func (x *NetworkLogEntry) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NetworkLogEntry.ProtoReflect.Descriptor instead.
 func (*NetworkLogEntry) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{47}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{50}
 }
 
 func (x *NetworkLogEntry) GetSeq() uint64 {
@@ -4351,13 +4711,22 @@ type ForkSandboxRequest struct {
 	IdempotencyKey string `protobuf:"bytes,5,opt,name=idempotency_key,json=idempotencyKey,proto3" json:"idempotency_key,omitempty"`
 	// Narrows the source's, for the children.
 	NetworkPolicy *NetworkPolicy `protobuf:"bytes,6,opt,name=network_policy,json=networkPolicy,proto3" json:"network_policy,omitempty"`
+	// Of the source.
+	Precondition *Precondition `protobuf:"bytes,7,opt,name=precondition,proto3" json:"precondition,omitempty"`
+	// One for each replica, in order, or none at all.
+	Children []*ForkChild `protobuf:"bytes,8,rep,name=children,proto3" json:"children,omitempty"`
+	// All children, or none and an error.
+	Atomic bool `protobuf:"varint,9,opt,name=atomic,proto3" json:"atomic,omitempty"`
+	// Name of a checkpoint of the same instant; empty makes none. The children are made of it,
+	// which takes longer, and the source stays paused or hibernated if it is.
+	Checkpoint    string `protobuf:"bytes,10,opt,name=checkpoint,proto3" json:"checkpoint,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ForkSandboxRequest) Reset() {
 	*x = ForkSandboxRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[48]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[51]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4369,7 +4738,7 @@ func (x *ForkSandboxRequest) String() string {
 func (*ForkSandboxRequest) ProtoMessage() {}
 
 func (x *ForkSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[48]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[51]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4382,7 +4751,7 @@ func (x *ForkSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ForkSandboxRequest.ProtoReflect.Descriptor instead.
 func (*ForkSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{48}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{51}
 }
 
 func (x *ForkSandboxRequest) GetNamespace() string {
@@ -4427,6 +4796,99 @@ func (x *ForkSandboxRequest) GetNetworkPolicy() *NetworkPolicy {
 	return nil
 }
 
+func (x *ForkSandboxRequest) GetPrecondition() *Precondition {
+	if x != nil {
+		return x.Precondition
+	}
+	return nil
+}
+
+func (x *ForkSandboxRequest) GetChildren() []*ForkChild {
+	if x != nil {
+		return x.Children
+	}
+	return nil
+}
+
+func (x *ForkSandboxRequest) GetAtomic() bool {
+	if x != nil {
+		return x.Atomic
+	}
+	return false
+}
+
+func (x *ForkSandboxRequest) GetCheckpoint() string {
+	if x != nil {
+		return x.Checkpoint
+	}
+	return ""
+}
+
+type ForkChild struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Empty is <name of the fork>-<number, from 1>.
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// As with ClaimSandbox; all children have an owner, or none has. With owners the fork must
+	// have a name, and a request for it with the same children is answered with the fork that
+	// there is, as long as it is remembered. An owner that has a sandbox already gets no other.
+	Owner string `protobuf:"bytes,2,opt,name=owner,proto3" json:"owner,omitempty"`
+	// As with ClaimSandbox.
+	TokenSha256   string `protobuf:"bytes,3,opt,name=token_sha256,json=tokenSha256,proto3" json:"token_sha256,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ForkChild) Reset() {
+	*x = ForkChild{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[52]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ForkChild) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ForkChild) ProtoMessage() {}
+
+func (x *ForkChild) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[52]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ForkChild.ProtoReflect.Descriptor instead.
+func (*ForkChild) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{52}
+}
+
+func (x *ForkChild) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *ForkChild) GetOwner() string {
+	if x != nil {
+		return x.Owner
+	}
+	return ""
+}
+
+func (x *ForkChild) GetTokenSha256() string {
+	if x != nil {
+		return x.TokenSha256
+	}
+	return ""
+}
+
 type Fork struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
@@ -4441,13 +4903,15 @@ type Fork struct {
 	Pause *durationpb.Duration `protobuf:"bytes,9,opt,name=pause,proto3" json:"pause,omitempty"`
 	// The number of its last write.
 	ResourceVersion uint64 `protobuf:"varint,10,opt,name=resource_version,json=resourceVersion,proto3" json:"resource_version,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Name of the checkpoint of the same instant; empty if there is none.
+	Checkpoint    string `protobuf:"bytes,11,opt,name=checkpoint,proto3" json:"checkpoint,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Fork) Reset() {
 	*x = Fork{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[49]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[53]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4459,7 +4923,7 @@ func (x *Fork) String() string {
 func (*Fork) ProtoMessage() {}
 
 func (x *Fork) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[49]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[53]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4472,7 +4936,7 @@ func (x *Fork) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Fork.ProtoReflect.Descriptor instead.
 func (*Fork) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{49}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{53}
 }
 
 func (x *Fork) GetNamespace() string {
@@ -4545,19 +5009,28 @@ func (x *Fork) GetResourceVersion() uint64 {
 	return 0
 }
 
+func (x *Fork) GetCheckpoint() string {
+	if x != nil {
+		return x.Checkpoint
+	}
+	return ""
+}
+
 type ForkOutcome struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Name  string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// Of the child; empty if there is none, and then there is a problem.
-	Id            string `protobuf:"bytes,2,opt,name=id,proto3" json:"id,omitempty"`
-	Problem       string `protobuf:"bytes,3,opt,name=problem,proto3" json:"problem,omitempty"`
+	Id      string `protobuf:"bytes,2,opt,name=id,proto3" json:"id,omitempty"`
+	Problem string `protobuf:"bytes,3,opt,name=problem,proto3" json:"problem,omitempty"`
+	// UID of its owner; empty if it has none.
+	Owner         string `protobuf:"bytes,4,opt,name=owner,proto3" json:"owner,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ForkOutcome) Reset() {
 	*x = ForkOutcome{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[50]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[54]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4569,7 +5042,7 @@ func (x *ForkOutcome) String() string {
 func (*ForkOutcome) ProtoMessage() {}
 
 func (x *ForkOutcome) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[50]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[54]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4582,7 +5055,7 @@ func (x *ForkOutcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ForkOutcome.ProtoReflect.Descriptor instead.
 func (*ForkOutcome) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{50}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{54}
 }
 
 func (x *ForkOutcome) GetName() string {
@@ -4606,6 +5079,13 @@ func (x *ForkOutcome) GetProblem() string {
 	return ""
 }
 
+func (x *ForkOutcome) GetOwner() string {
+	if x != nil {
+		return x.Owner
+	}
+	return ""
+}
+
 type GetForkRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
@@ -4616,7 +5096,7 @@ type GetForkRequest struct {
 
 func (x *GetForkRequest) Reset() {
 	*x = GetForkRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[51]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[55]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4628,7 +5108,7 @@ func (x *GetForkRequest) String() string {
 func (*GetForkRequest) ProtoMessage() {}
 
 func (x *GetForkRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[51]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[55]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4641,7 +5121,7 @@ func (x *GetForkRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetForkRequest.ProtoReflect.Descriptor instead.
 func (*GetForkRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{51}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{55}
 }
 
 func (x *GetForkRequest) GetNamespace() string {
@@ -4671,7 +5151,7 @@ type ListForksRequest struct {
 
 func (x *ListForksRequest) Reset() {
 	*x = ListForksRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[52]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[56]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4683,7 +5163,7 @@ func (x *ListForksRequest) String() string {
 func (*ListForksRequest) ProtoMessage() {}
 
 func (x *ListForksRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[52]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[56]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4696,7 +5176,7 @@ func (x *ListForksRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListForksRequest.ProtoReflect.Descriptor instead.
 func (*ListForksRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{52}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{56}
 }
 
 func (x *ListForksRequest) GetNamespace() string {
@@ -4741,7 +5221,7 @@ type ListForksResponse struct {
 
 func (x *ListForksResponse) Reset() {
 	*x = ListForksResponse{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[53]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[57]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4753,7 +5233,7 @@ func (x *ListForksResponse) String() string {
 func (*ListForksResponse) ProtoMessage() {}
 
 func (x *ListForksResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[53]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[57]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4766,7 +5246,7 @@ func (x *ListForksResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListForksResponse.ProtoReflect.Descriptor instead.
 func (*ListForksResponse) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{53}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{57}
 }
 
 func (x *ListForksResponse) GetForks() []*Fork {
@@ -4801,13 +5281,14 @@ type DeleteForkRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
 	Name          string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	Precondition  *Precondition          `protobuf:"bytes,3,opt,name=precondition,proto3" json:"precondition,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *DeleteForkRequest) Reset() {
 	*x = DeleteForkRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[54]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[58]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4819,7 +5300,7 @@ func (x *DeleteForkRequest) String() string {
 func (*DeleteForkRequest) ProtoMessage() {}
 
 func (x *DeleteForkRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[54]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[58]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4832,7 +5313,7 @@ func (x *DeleteForkRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteForkRequest.ProtoReflect.Descriptor instead.
 func (*DeleteForkRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{54}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{58}
 }
 
 func (x *DeleteForkRequest) GetNamespace() string {
@@ -4847,6 +5328,13 @@ func (x *DeleteForkRequest) GetName() string {
 		return x.Name
 	}
 	return ""
+}
+
+func (x *DeleteForkRequest) GetPrecondition() *Precondition {
+	if x != nil {
+		return x.Precondition
+	}
+	return nil
 }
 
 type Checkpoint struct {
@@ -4876,7 +5364,7 @@ type Checkpoint struct {
 
 func (x *Checkpoint) Reset() {
 	*x = Checkpoint{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[55]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[59]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4888,7 +5376,7 @@ func (x *Checkpoint) String() string {
 func (*Checkpoint) ProtoMessage() {}
 
 func (x *Checkpoint) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[55]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[59]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4901,7 +5389,7 @@ func (x *Checkpoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Checkpoint.ProtoReflect.Descriptor instead.
 func (*Checkpoint) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{55}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{59}
 }
 
 func (x *Checkpoint) GetNamespace() string {
@@ -5025,13 +5513,15 @@ type CheckpointSandboxRequest struct {
 	Name string `protobuf:"bytes,3,opt,name=name,proto3" json:"name,omitempty"`
 	// As with ClaimSandbox.
 	IdempotencyKey string `protobuf:"bytes,4,opt,name=idempotency_key,json=idempotencyKey,proto3" json:"idempotency_key,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// Of the source.
+	Precondition  *Precondition `protobuf:"bytes,5,opt,name=precondition,proto3" json:"precondition,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *CheckpointSandboxRequest) Reset() {
 	*x = CheckpointSandboxRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[56]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[60]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5043,7 +5533,7 @@ func (x *CheckpointSandboxRequest) String() string {
 func (*CheckpointSandboxRequest) ProtoMessage() {}
 
 func (x *CheckpointSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[56]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[60]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5056,7 +5546,7 @@ func (x *CheckpointSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CheckpointSandboxRequest.ProtoReflect.Descriptor instead.
 func (*CheckpointSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{56}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{60}
 }
 
 func (x *CheckpointSandboxRequest) GetNamespace() string {
@@ -5087,6 +5577,13 @@ func (x *CheckpointSandboxRequest) GetIdempotencyKey() string {
 	return ""
 }
 
+func (x *CheckpointSandboxRequest) GetPrecondition() *Precondition {
+	if x != nil {
+		return x.Precondition
+	}
+	return nil
+}
+
 type GetCheckpointRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
@@ -5097,7 +5594,7 @@ type GetCheckpointRequest struct {
 
 func (x *GetCheckpointRequest) Reset() {
 	*x = GetCheckpointRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[57]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[61]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5109,7 +5606,7 @@ func (x *GetCheckpointRequest) String() string {
 func (*GetCheckpointRequest) ProtoMessage() {}
 
 func (x *GetCheckpointRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[57]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[61]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5122,7 +5619,7 @@ func (x *GetCheckpointRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCheckpointRequest.ProtoReflect.Descriptor instead.
 func (*GetCheckpointRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{57}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{61}
 }
 
 func (x *GetCheckpointRequest) GetNamespace() string {
@@ -5152,7 +5649,7 @@ type ListCheckpointsRequest struct {
 
 func (x *ListCheckpointsRequest) Reset() {
 	*x = ListCheckpointsRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[58]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[62]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5164,7 +5661,7 @@ func (x *ListCheckpointsRequest) String() string {
 func (*ListCheckpointsRequest) ProtoMessage() {}
 
 func (x *ListCheckpointsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[58]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[62]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5177,7 +5674,7 @@ func (x *ListCheckpointsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListCheckpointsRequest.ProtoReflect.Descriptor instead.
 func (*ListCheckpointsRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{58}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{62}
 }
 
 func (x *ListCheckpointsRequest) GetNamespace() string {
@@ -5222,7 +5719,7 @@ type ListCheckpointsResponse struct {
 
 func (x *ListCheckpointsResponse) Reset() {
 	*x = ListCheckpointsResponse{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[59]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[63]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5234,7 +5731,7 @@ func (x *ListCheckpointsResponse) String() string {
 func (*ListCheckpointsResponse) ProtoMessage() {}
 
 func (x *ListCheckpointsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[59]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[63]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5247,7 +5744,7 @@ func (x *ListCheckpointsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListCheckpointsResponse.ProtoReflect.Descriptor instead.
 func (*ListCheckpointsResponse) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{59}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{63}
 }
 
 func (x *ListCheckpointsResponse) GetCheckpoints() []*Checkpoint {
@@ -5282,13 +5779,14 @@ type DeleteCheckpointRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
 	Name          string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	Precondition  *Precondition          `protobuf:"bytes,3,opt,name=precondition,proto3" json:"precondition,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *DeleteCheckpointRequest) Reset() {
 	*x = DeleteCheckpointRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[60]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[64]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5300,7 +5798,7 @@ func (x *DeleteCheckpointRequest) String() string {
 func (*DeleteCheckpointRequest) ProtoMessage() {}
 
 func (x *DeleteCheckpointRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[60]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[64]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5313,7 +5811,7 @@ func (x *DeleteCheckpointRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteCheckpointRequest.ProtoReflect.Descriptor instead.
 func (*DeleteCheckpointRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{60}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{64}
 }
 
 func (x *DeleteCheckpointRequest) GetNamespace() string {
@@ -5328,6 +5826,13 @@ func (x *DeleteCheckpointRequest) GetName() string {
 		return x.Name
 	}
 	return ""
+}
+
+func (x *DeleteCheckpointRequest) GetPrecondition() *Precondition {
+	if x != nil {
+		return x.Precondition
+	}
+	return nil
 }
 
 type RestoreCheckpointRequest struct {
@@ -5347,7 +5852,7 @@ type RestoreCheckpointRequest struct {
 
 func (x *RestoreCheckpointRequest) Reset() {
 	*x = RestoreCheckpointRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[61]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[65]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5359,7 +5864,7 @@ func (x *RestoreCheckpointRequest) String() string {
 func (*RestoreCheckpointRequest) ProtoMessage() {}
 
 func (x *RestoreCheckpointRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[61]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[65]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5372,7 +5877,7 @@ func (x *RestoreCheckpointRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RestoreCheckpointRequest.ProtoReflect.Descriptor instead.
 func (*RestoreCheckpointRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{61}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{65}
 }
 
 func (x *RestoreCheckpointRequest) GetNamespace() string {
@@ -5443,7 +5948,7 @@ type NamespaceCA struct {
 
 func (x *NamespaceCA) Reset() {
 	*x = NamespaceCA{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[62]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[66]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5455,7 +5960,7 @@ func (x *NamespaceCA) String() string {
 func (*NamespaceCA) ProtoMessage() {}
 
 func (x *NamespaceCA) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[62]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[66]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5468,7 +5973,7 @@ func (x *NamespaceCA) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NamespaceCA.ProtoReflect.Descriptor instead.
 func (*NamespaceCA) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{62}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{66}
 }
 
 func (x *NamespaceCA) GetNamespace() string {
@@ -5529,7 +6034,7 @@ type GetNamespaceCARequest struct {
 
 func (x *GetNamespaceCARequest) Reset() {
 	*x = GetNamespaceCARequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[63]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[67]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5541,7 +6046,7 @@ func (x *GetNamespaceCARequest) String() string {
 func (*GetNamespaceCARequest) ProtoMessage() {}
 
 func (x *GetNamespaceCARequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[63]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[67]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5554,7 +6059,7 @@ func (x *GetNamespaceCARequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetNamespaceCARequest.ProtoReflect.Descriptor instead.
 func (*GetNamespaceCARequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{63}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{67}
 }
 
 func (x *GetNamespaceCARequest) GetNamespace() string {
@@ -5578,7 +6083,7 @@ type SetNamespaceCARequest struct {
 
 func (x *SetNamespaceCARequest) Reset() {
 	*x = SetNamespaceCARequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[64]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[68]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5590,7 +6095,7 @@ func (x *SetNamespaceCARequest) String() string {
 func (*SetNamespaceCARequest) ProtoMessage() {}
 
 func (x *SetNamespaceCARequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[64]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[68]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5603,7 +6108,7 @@ func (x *SetNamespaceCARequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetNamespaceCARequest.ProtoReflect.Descriptor instead.
 func (*SetNamespaceCARequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{64}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{68}
 }
 
 func (x *SetNamespaceCARequest) GetNamespace() string {
@@ -5689,7 +6194,11 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\fDrainProblem\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x18\n" +
-	"\aproblem\x18\x03 \x01(\tR\aproblem\"\x13\n" +
+	"\aproblem\x18\x03 \x01(\tR\aproblem\"_\n" +
+	"\fPrecondition\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\x12\x14\n" +
+	"\x05owner\x18\x02 \x01(\tR\x05owner\x12)\n" +
+	"\x10resource_version\x18\x03 \x01(\x04R\x0fresourceVersion\"\x13\n" +
 	"\x11CordonNodeRequest\"\x12\n" +
 	"\x10DrainNodeRequest\"\x15\n" +
 	"\x13UncordonNodeRequest\"\xcd\x01\n" +
@@ -5753,7 +6262,7 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x05check\"9\n" +
 	"\aProgram\x12\x1a\n" +
 	"\blanguage\x18\x01 \x01(\tR\blanguage\x12\x12\n" +
-	"\x04text\x18\x02 \x01(\tR\x04text\"\xe7\x02\n" +
+	"\x04text\x18\x02 \x01(\tR\x04text\"\xfd\x02\n" +
 	"\bTemplate\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x122\n" +
@@ -5763,7 +6272,9 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x05phase\x18\x06 \x01(\x0e2\x17.agentrun.node.v1.PhaseR\x05phase\x12\x18\n" +
 	"\aproblem\x18\a \x01(\tR\aproblem\x12/\n" +
 	"\x06builds\x18\b \x03(\v2\x17.agentrun.node.v1.BuildR\x06builds\x12)\n" +
-	"\x10resource_version\x18\t \x01(\x04R\x0fresourceVersion\"\xcf\x02\n" +
+	"\x10resource_version\x18\t \x01(\x04R\x0fresourceVersion\x12\x14\n" +
+	"\x05owner\x18\n" +
+	" \x01(\tR\x05owner\"\xcf\x02\n" +
 	"\x05Build\x12-\n" +
 	"\x05stage\x18\x01 \x01(\x0e2\x17.agentrun.node.v1.StageR\x05stage\x12-\n" +
 	"\x05phase\x18\x02 \x01(\x0e2\x17.agentrun.node.v1.PhaseR\x05phase\x12\x18\n" +
@@ -5772,11 +6283,12 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\astarted\x18\x05 \x01(\v2\x1a.google.protobuf.TimestampR\astarted\x126\n" +
 	"\bfinished\x18\x06 \x01(\v2\x1a.google.protobuf.TimestampR\bfinished\x12\x1a\n" +
 	"\battempts\x18\a \x01(\rR\battempts\x12.\n" +
-	"\x04next\x18\b \x01(\v2\x1a.google.protobuf.TimestampR\x04next\"|\n" +
+	"\x04next\x18\b \x01(\v2\x1a.google.protobuf.TimestampR\x04next\"\x92\x01\n" +
 	"\x14ApplyTemplateRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x122\n" +
-	"\x04spec\x18\x03 \x01(\v2\x1e.agentrun.node.v1.TemplateSpecR\x04spec\"F\n" +
+	"\x04spec\x18\x03 \x01(\v2\x1e.agentrun.node.v1.TemplateSpecR\x04spec\x12\x14\n" +
+	"\x05owner\x18\x04 \x01(\tR\x05owner\"F\n" +
 	"\x12GetTemplateRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\"\x87\x01\n" +
@@ -5789,10 +6301,11 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\ttemplates\x18\x01 \x03(\v2\x1a.agentrun.node.v1.TemplateR\ttemplates\x12\x12\n" +
 	"\x04next\x18\x02 \x01(\tR\x04next\x12)\n" +
 	"\x10resource_version\x18\x03 \x01(\x04R\x0fresourceVersion\x12\x19\n" +
-	"\bstate_id\x18\x04 \x01(\tR\astateId\"I\n" +
+	"\bstate_id\x18\x04 \x01(\tR\astateId\"\x8d\x01\n" +
 	"\x15DeleteTemplateRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
-	"\x04name\x18\x02 \x01(\tR\x04name\"\xf4\x01\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12B\n" +
+	"\fprecondition\x18\x03 \x01(\v2\x1e.agentrun.node.v1.PreconditionR\fprecondition\"\xf4\x01\n" +
 	"\bPoolSpec\x12\x1a\n" +
 	"\btemplate\x18\x01 \x01(\tR\btemplate\x12\x1a\n" +
 	"\breplicas\x18\x02 \x01(\rR\breplicas\x12>\n" +
@@ -5801,7 +6314,7 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x0fmax_unavailable\x18\x05 \x01(\rH\x01R\x0emaxUnavailable\x88\x01\x01B\f\n" +
 	"\n" +
 	"_max_surgeB\x12\n" +
-	"\x10_max_unavailable\"\xc6\x02\n" +
+	"\x10_max_unavailable\"\xdc\x02\n" +
 	"\x04Pool\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12.\n" +
@@ -5811,11 +6324,14 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\aproblem\x18\x06 \x01(\tR\aproblem\x12\x14\n" +
 	"\x05ready\x18\a \x01(\rR\x05ready\x12\x1c\n" +
 	"\tsnapshots\x18\b \x01(\rR\tsnapshots\x12)\n" +
-	"\x10resource_version\x18\t \x01(\x04R\x0fresourceVersion\"t\n" +
+	"\x10resource_version\x18\t \x01(\x04R\x0fresourceVersion\x12\x14\n" +
+	"\x05owner\x18\n" +
+	" \x01(\tR\x05owner\"\x8a\x01\n" +
 	"\x10ApplyPoolRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12.\n" +
-	"\x04spec\x18\x03 \x01(\v2\x1a.agentrun.node.v1.PoolSpecR\x04spec\"B\n" +
+	"\x04spec\x18\x03 \x01(\v2\x1a.agentrun.node.v1.PoolSpecR\x04spec\x12\x14\n" +
+	"\x05owner\x18\x04 \x01(\tR\x05owner\"B\n" +
 	"\x0eGetPoolRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\"\x83\x01\n" +
@@ -5828,15 +6344,17 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x05pools\x18\x01 \x03(\v2\x16.agentrun.node.v1.PoolR\x05pools\x12\x12\n" +
 	"\x04next\x18\x02 \x01(\tR\x04next\x12)\n" +
 	"\x10resource_version\x18\x03 \x01(\x04R\x0fresourceVersion\x12\x19\n" +
-	"\bstate_id\x18\x04 \x01(\tR\astateId\"E\n" +
+	"\bstate_id\x18\x04 \x01(\tR\astateId\"\x89\x01\n" +
 	"\x11DeletePoolRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
-	"\x04name\x18\x02 \x01(\tR\x04name\"\xbd\x01\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12B\n" +
+	"\fprecondition\x18\x03 \x01(\v2\x1e.agentrun.node.v1.PreconditionR\fprecondition\"\xf3\x01\n" +
 	"\bLifetime\x123\n" +
 	"\atimeout\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\atimeout\x12<\n" +
 	"\fidle_timeout\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\vidleTimeout\x12>\n" +
 	"\n" +
-	"on_timeout\x18\x03 \x01(\x0e2\x1f.agentrun.node.v1.TimeoutActionR\tonTimeout\"\xd0\a\n" +
+	"on_timeout\x18\x03 \x01(\x0e2\x1f.agentrun.node.v1.TimeoutActionR\tonTimeout\x124\n" +
+	"\aexpires\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\aexpires\"\x82\b\n" +
 	"\aSandbox\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x0e\n" +
@@ -5864,10 +6382,12 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x0enetwork_policy\x18\x15 \x01(\v2\x1f.agentrun.node.v1.NetworkPolicyR\rnetworkPolicy\x12F\n" +
 	"\x0enetwork_bounds\x18\x16 \x03(\v2\x1f.agentrun.node.v1.NetworkPolicyR\rnetworkBounds\x12\"\n" +
 	"\funresponsive\x18\x17 \x01(\tR\funresponsive\x12)\n" +
-	"\x10resource_version\x18\x18 \x01(\x04R\x0fresourceVersion\x1a;\n" +
+	"\x10resource_version\x18\x18 \x01(\x04R\x0fresourceVersion\x12\x14\n" +
+	"\x05owner\x18\x19 \x01(\tR\x05owner\x12\x1a\n" +
+	"\bendpoint\x18\x1a \x01(\tR\bendpoint\x1a;\n" +
 	"\rMetadataEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x8c\x04\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xe9\x05\n" +
 	"\x13ClaimSandboxRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x12\n" +
@@ -5876,13 +6396,20 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\bmetadata\x18\x05 \x03(\v23.agentrun.node.v1.ClaimSandboxRequest.MetadataEntryR\bmetadata\x126\n" +
 	"\blifetime\x18\x06 \x01(\v2\x1a.agentrun.node.v1.LifetimeR\blifetime\x12'\n" +
 	"\x0fidempotency_key\x18\a \x01(\tR\x0eidempotencyKey\x12F\n" +
-	"\x0enetwork_policy\x18\b \x01(\v2\x1f.agentrun.node.v1.NetworkPolicyR\rnetworkPolicy\x1a6\n" +
+	"\x0enetwork_policy\x18\b \x01(\v2\x1f.agentrun.node.v1.NetworkPolicyR\rnetworkPolicy\x12\x14\n" +
+	"\x05owner\x18\t \x01(\tR\x05owner\x12!\n" +
+	"\ftoken_sha256\x18\n" +
+	" \x01(\tR\vtokenSha256\x12a\n" +
+	"\rsecret_values\x18\v \x03(\v27.agentrun.node.v1.ClaimSandboxRequest.SecretValuesEntryB\x03\x80\x01\x01R\fsecretValues\x1a6\n" +
 	"\bEnvEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a;\n" +
 	"\rMetadataEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"E\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a?\n" +
+	"\x11SecretValuesEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\fR\x05value:\x028\x01\"E\n" +
 	"\x11GetSandboxRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\"\x9d\x01\n" +
@@ -5896,23 +6423,37 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\tsandboxes\x18\x01 \x03(\v2\x19.agentrun.node.v1.SandboxR\tsandboxes\x12\x12\n" +
 	"\x04next\x18\x02 \x01(\tR\x04next\x12)\n" +
 	"\x10resource_version\x18\x03 \x01(\x04R\x0fresourceVersion\x12\x19\n" +
-	"\bstate_id\x18\x04 \x01(\tR\astateId\"G\n" +
+	"\bstate_id\x18\x04 \x01(\tR\astateId\"\x8b\x01\n" +
 	"\x13PauseSandboxRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
-	"\x04name\x18\x02 \x01(\tR\x04name\"H\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12B\n" +
+	"\fprecondition\x18\x03 \x01(\v2\x1e.agentrun.node.v1.PreconditionR\fprecondition\"\x8c\x01\n" +
 	"\x14ResumeSandboxRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
-	"\x04name\x18\x02 \x01(\tR\x04name\"K\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12B\n" +
+	"\fprecondition\x18\x03 \x01(\v2\x1e.agentrun.node.v1.PreconditionR\fprecondition\"\x8f\x01\n" +
 	"\x17HibernateSandboxRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
-	"\x04name\x18\x02 \x01(\tR\x04name\"}\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12B\n" +
+	"\fprecondition\x18\x03 \x01(\v2\x1e.agentrun.node.v1.PreconditionR\fprecondition\"\xf7\x01\n" +
 	"\x14ExtendSandboxRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x123\n" +
-	"\atimeout\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\atimeout\"F\n" +
+	"\atimeout\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\atimeout\x12B\n" +
+	"\fprecondition\x18\x04 \x01(\v2\x1e.agentrun.node.v1.PreconditionR\fprecondition\x124\n" +
+	"\aexpires\x18\x05 \x01(\v2\x1a.google.protobuf.TimestampR\aexpires\"\x8a\x01\n" +
 	"\x12KillSandboxRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
-	"\x04name\x18\x02 \x01(\tR\x04name\"J\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12B\n" +
+	"\fprecondition\x18\x03 \x01(\v2\x1e.agentrun.node.v1.PreconditionR\fprecondition\"\xb1\x01\n" +
+	"\x16SetSandboxTokenRequest\x12\x1c\n" +
+	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12!\n" +
+	"\ftoken_sha256\x18\x03 \x01(\tR\vtokenSha256\x12B\n" +
+	"\fprecondition\x18\x04 \x01(\v2\x1e.agentrun.node.v1.PreconditionR\fprecondition\"I\n" +
+	"\x13ReleaseOwnerRequest\x12\x1c\n" +
+	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x14\n" +
+	"\x05owner\x18\x02 \x01(\tR\x05owner\"J\n" +
 	"\x16GetSandboxStatsRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\"\xc7\x04\n" +
@@ -5942,11 +6483,12 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x05after\x18\x03 \x01(\tR\x05after\"d\n" +
 	"\x18ListSandboxStatsResponse\x124\n" +
 	"\x05stats\x18\x01 \x03(\v2\x1e.agentrun.node.v1.SandboxStatsR\x05stats\x12\x12\n" +
-	"\x04next\x18\x02 \x01(\tR\x04next\"\x84\x01\n" +
+	"\x04next\x18\x02 \x01(\tR\x04next\"\xc8\x01\n" +
 	"\x17SetNetworkPolicyRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x127\n" +
-	"\x06policy\x18\x03 \x01(\v2\x1f.agentrun.node.v1.NetworkPolicyR\x06policy\"\xb5\x01\n" +
+	"\x06policy\x18\x03 \x01(\v2\x1f.agentrun.node.v1.NetworkPolicyR\x06policy\x12B\n" +
+	"\fprecondition\x18\x04 \x01(\v2\x1e.agentrun.node.v1.PreconditionR\fprecondition\"\xb5\x01\n" +
 	"\x14GetNetworkLogRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x12\n" +
@@ -5975,14 +6517,25 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x04kind\x18\v \x01(\tR\x04kind\x12\x16\n" +
 	"\x06reason\x18\f \x01(\tR\x06reason\x12\x18\n" +
 	"\aoutcome\x18\r \x01(\tR\aoutcome\x12\x1a\n" +
-	"\brepeated\x18\x0e \x01(\x04R\brepeated\"\xeb\x01\n" +
+	"\brepeated\x18\x0e \x01(\x04R\brepeated\"\xa0\x03\n" +
 	"\x12ForkSandboxRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x16\n" +
 	"\x06source\x18\x02 \x01(\tR\x06source\x12\x12\n" +
 	"\x04name\x18\x03 \x01(\tR\x04name\x12\x1a\n" +
 	"\breplicas\x18\x04 \x01(\rR\breplicas\x12'\n" +
 	"\x0fidempotency_key\x18\x05 \x01(\tR\x0eidempotencyKey\x12F\n" +
-	"\x0enetwork_policy\x18\x06 \x01(\v2\x1f.agentrun.node.v1.NetworkPolicyR\rnetworkPolicy\"\x85\x03\n" +
+	"\x0enetwork_policy\x18\x06 \x01(\v2\x1f.agentrun.node.v1.NetworkPolicyR\rnetworkPolicy\x12B\n" +
+	"\fprecondition\x18\a \x01(\v2\x1e.agentrun.node.v1.PreconditionR\fprecondition\x127\n" +
+	"\bchildren\x18\b \x03(\v2\x1b.agentrun.node.v1.ForkChildR\bchildren\x12\x16\n" +
+	"\x06atomic\x18\t \x01(\bR\x06atomic\x12\x1e\n" +
+	"\n" +
+	"checkpoint\x18\n" +
+	" \x01(\tR\n" +
+	"checkpoint\"X\n" +
+	"\tForkChild\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x14\n" +
+	"\x05owner\x18\x02 \x01(\tR\x05owner\x12!\n" +
+	"\ftoken_sha256\x18\x03 \x01(\tR\vtokenSha256\"\xa5\x03\n" +
 	"\x04Fork\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x16\n" +
@@ -5994,11 +6547,15 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\bchildren\x18\b \x03(\v2\x1d.agentrun.node.v1.ForkOutcomeR\bchildren\x12/\n" +
 	"\x05pause\x18\t \x01(\v2\x19.google.protobuf.DurationR\x05pause\x12)\n" +
 	"\x10resource_version\x18\n" +
-	" \x01(\x04R\x0fresourceVersion\"K\n" +
+	" \x01(\x04R\x0fresourceVersion\x12\x1e\n" +
+	"\n" +
+	"checkpoint\x18\v \x01(\tR\n" +
+	"checkpoint\"a\n" +
 	"\vForkOutcome\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x0e\n" +
 	"\x02id\x18\x02 \x01(\tR\x02id\x12\x18\n" +
-	"\aproblem\x18\x03 \x01(\tR\aproblem\"B\n" +
+	"\aproblem\x18\x03 \x01(\tR\aproblem\x12\x14\n" +
+	"\x05owner\x18\x04 \x01(\tR\x05owner\"B\n" +
 	"\x0eGetForkRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\"\x83\x01\n" +
@@ -6011,10 +6568,11 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x05forks\x18\x01 \x03(\v2\x16.agentrun.node.v1.ForkR\x05forks\x12\x12\n" +
 	"\x04next\x18\x02 \x01(\tR\x04next\x12)\n" +
 	"\x10resource_version\x18\x03 \x01(\x04R\x0fresourceVersion\x12\x19\n" +
-	"\bstate_id\x18\x04 \x01(\tR\astateId\"E\n" +
+	"\bstate_id\x18\x04 \x01(\tR\astateId\"\x89\x01\n" +
 	"\x11DeleteForkRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
-	"\x04name\x18\x02 \x01(\tR\x04name\"\xe3\x03\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12B\n" +
+	"\fprecondition\x18\x03 \x01(\v2\x1e.agentrun.node.v1.PreconditionR\fprecondition\"\xe3\x03\n" +
 	"\n" +
 	"Checkpoint\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
@@ -6033,12 +6591,13 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\acreated\x18\r \x01(\v2\x1a.google.protobuf.TimestampR\acreated\x12!\n" +
 	"\fstored_bytes\x18\x0e \x01(\x04R\vstoredBytes\x12%\n" +
 	"\x0eunshared_bytes\x18\x0f \x01(\x04R\runsharedBytes\x12)\n" +
-	"\x10resource_version\x18\x10 \x01(\x04R\x0fresourceVersion\"\x8d\x01\n" +
+	"\x10resource_version\x18\x10 \x01(\x04R\x0fresourceVersion\"\xd1\x01\n" +
 	"\x18CheckpointSandboxRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x16\n" +
 	"\x06source\x18\x02 \x01(\tR\x06source\x12\x12\n" +
 	"\x04name\x18\x03 \x01(\tR\x04name\x12'\n" +
-	"\x0fidempotency_key\x18\x04 \x01(\tR\x0eidempotencyKey\"H\n" +
+	"\x0fidempotency_key\x18\x04 \x01(\tR\x0eidempotencyKey\x12B\n" +
+	"\fprecondition\x18\x05 \x01(\v2\x1e.agentrun.node.v1.PreconditionR\fprecondition\"H\n" +
 	"\x14GetCheckpointRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\"\x89\x01\n" +
@@ -6051,10 +6610,11 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\vcheckpoints\x18\x01 \x03(\v2\x1c.agentrun.node.v1.CheckpointR\vcheckpoints\x12\x12\n" +
 	"\x04next\x18\x02 \x01(\tR\x04next\x12)\n" +
 	"\x10resource_version\x18\x03 \x01(\x04R\x0fresourceVersion\x12\x19\n" +
-	"\bstate_id\x18\x04 \x01(\tR\astateId\"K\n" +
+	"\bstate_id\x18\x04 \x01(\tR\astateId\"\x8f\x01\n" +
 	"\x17DeleteCheckpointRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
-	"\x04name\x18\x02 \x01(\tR\x04name\"\xdf\x03\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12B\n" +
+	"\fprecondition\x18\x03 \x01(\v2\x1e.agentrun.node.v1.PreconditionR\fprecondition\"\xdf\x03\n" +
 	"\x18RestoreCheckpointRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x1e\n" +
 	"\n" +
@@ -6128,7 +6688,7 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x10OBJECT_KIND_POOL\x10\x03\x12\x17\n" +
 	"\x13OBJECT_KIND_SANDBOX\x10\x04\x12\x14\n" +
 	"\x10OBJECT_KIND_FORK\x10\x05\x12\x1a\n" +
-	"\x16OBJECT_KIND_CHECKPOINT\x10\x062\xf0\x17\n" +
+	"\x16OBJECT_KIND_CHECKPOINT\x10\x062\x97\x19\n" +
 	"\x04Node\x12I\n" +
 	"\aGetNode\x12 .agentrun.node.v1.GetNodeRequest\x1a\x1c.agentrun.node.v1.NodeStatus\x12G\n" +
 	"\x05Watch\x12\x1e.agentrun.node.v1.WatchRequest\x1a\x1c.agentrun.node.v1.WatchEvent0\x01\x12O\n" +
@@ -6153,7 +6713,9 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\rResumeSandbox\x12&.agentrun.node.v1.ResumeSandboxRequest\x1a\x19.agentrun.node.v1.Sandbox\x12X\n" +
 	"\x10HibernateSandbox\x12).agentrun.node.v1.HibernateSandboxRequest\x1a\x19.agentrun.node.v1.Sandbox\x12R\n" +
 	"\rExtendSandbox\x12&.agentrun.node.v1.ExtendSandboxRequest\x1a\x19.agentrun.node.v1.Sandbox\x12N\n" +
-	"\vKillSandbox\x12$.agentrun.node.v1.KillSandboxRequest\x1a\x19.agentrun.node.v1.Sandbox\x12[\n" +
+	"\vKillSandbox\x12$.agentrun.node.v1.KillSandboxRequest\x1a\x19.agentrun.node.v1.Sandbox\x12V\n" +
+	"\x0fSetSandboxToken\x12(.agentrun.node.v1.SetSandboxTokenRequest\x1a\x19.agentrun.node.v1.Sandbox\x12M\n" +
+	"\fReleaseOwner\x12%.agentrun.node.v1.ReleaseOwnerRequest\x1a\x16.google.protobuf.Empty\x12[\n" +
 	"\x0fGetSandboxStats\x12(.agentrun.node.v1.GetSandboxStatsRequest\x1a\x1e.agentrun.node.v1.SandboxStats\x12i\n" +
 	"\x10ListSandboxStats\x12).agentrun.node.v1.ListSandboxStatsRequest\x1a*.agentrun.node.v1.ListSandboxStatsResponse\x12X\n" +
 	"\x10SetNetworkPolicy\x12).agentrun.node.v1.SetNetworkPolicyRequest\x1a\x19.agentrun.node.v1.Sandbox\x12U\n" +
@@ -6184,7 +6746,7 @@ func file_agentrun_node_v1_node_proto_rawDescGZIP() []byte {
 }
 
 var file_agentrun_node_v1_node_proto_enumTypes = make([]protoimpl.EnumInfo, 7)
-var file_agentrun_node_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 71)
+var file_agentrun_node_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 76)
 var file_agentrun_node_v1_node_proto_goTypes = []any{
 	(Phase)(0),                       // 0: agentrun.node.v1.Phase
 	(Stage)(0),                       // 1: agentrun.node.v1.Stage
@@ -6199,231 +6761,257 @@ var file_agentrun_node_v1_node_proto_goTypes = []any{
 	(*NodeSnapshot)(nil),             // 10: agentrun.node.v1.NodeSnapshot
 	(*Cordon)(nil),                   // 11: agentrun.node.v1.Cordon
 	(*DrainProblem)(nil),             // 12: agentrun.node.v1.DrainProblem
-	(*CordonNodeRequest)(nil),        // 13: agentrun.node.v1.CordonNodeRequest
-	(*DrainNodeRequest)(nil),         // 14: agentrun.node.v1.DrainNodeRequest
-	(*UncordonNodeRequest)(nil),      // 15: agentrun.node.v1.UncordonNodeRequest
-	(*WatchRequest)(nil),             // 16: agentrun.node.v1.WatchRequest
-	(*WatchEvent)(nil),               // 17: agentrun.node.v1.WatchEvent
-	(*TemplateSpec)(nil),             // 18: agentrun.node.v1.TemplateSpec
-	(*NetworkPolicy)(nil),            // 19: agentrun.node.v1.NetworkPolicy
-	(*ReadyCheck)(nil),               // 20: agentrun.node.v1.ReadyCheck
-	(*Program)(nil),                  // 21: agentrun.node.v1.Program
-	(*Template)(nil),                 // 22: agentrun.node.v1.Template
-	(*Build)(nil),                    // 23: agentrun.node.v1.Build
-	(*ApplyTemplateRequest)(nil),     // 24: agentrun.node.v1.ApplyTemplateRequest
-	(*GetTemplateRequest)(nil),       // 25: agentrun.node.v1.GetTemplateRequest
-	(*ListTemplatesRequest)(nil),     // 26: agentrun.node.v1.ListTemplatesRequest
-	(*ListTemplatesResponse)(nil),    // 27: agentrun.node.v1.ListTemplatesResponse
-	(*DeleteTemplateRequest)(nil),    // 28: agentrun.node.v1.DeleteTemplateRequest
-	(*PoolSpec)(nil),                 // 29: agentrun.node.v1.PoolSpec
-	(*Pool)(nil),                     // 30: agentrun.node.v1.Pool
-	(*ApplyPoolRequest)(nil),         // 31: agentrun.node.v1.ApplyPoolRequest
-	(*GetPoolRequest)(nil),           // 32: agentrun.node.v1.GetPoolRequest
-	(*ListPoolsRequest)(nil),         // 33: agentrun.node.v1.ListPoolsRequest
-	(*ListPoolsResponse)(nil),        // 34: agentrun.node.v1.ListPoolsResponse
-	(*DeletePoolRequest)(nil),        // 35: agentrun.node.v1.DeletePoolRequest
-	(*Lifetime)(nil),                 // 36: agentrun.node.v1.Lifetime
-	(*Sandbox)(nil),                  // 37: agentrun.node.v1.Sandbox
-	(*ClaimSandboxRequest)(nil),      // 38: agentrun.node.v1.ClaimSandboxRequest
-	(*GetSandboxRequest)(nil),        // 39: agentrun.node.v1.GetSandboxRequest
-	(*ListSandboxesRequest)(nil),     // 40: agentrun.node.v1.ListSandboxesRequest
-	(*ListSandboxesResponse)(nil),    // 41: agentrun.node.v1.ListSandboxesResponse
-	(*PauseSandboxRequest)(nil),      // 42: agentrun.node.v1.PauseSandboxRequest
-	(*ResumeSandboxRequest)(nil),     // 43: agentrun.node.v1.ResumeSandboxRequest
-	(*HibernateSandboxRequest)(nil),  // 44: agentrun.node.v1.HibernateSandboxRequest
-	(*ExtendSandboxRequest)(nil),     // 45: agentrun.node.v1.ExtendSandboxRequest
-	(*KillSandboxRequest)(nil),       // 46: agentrun.node.v1.KillSandboxRequest
-	(*GetSandboxStatsRequest)(nil),   // 47: agentrun.node.v1.GetSandboxStatsRequest
-	(*SandboxStats)(nil),             // 48: agentrun.node.v1.SandboxStats
-	(*ListSandboxStatsRequest)(nil),  // 49: agentrun.node.v1.ListSandboxStatsRequest
-	(*ListSandboxStatsResponse)(nil), // 50: agentrun.node.v1.ListSandboxStatsResponse
-	(*SetNetworkPolicyRequest)(nil),  // 51: agentrun.node.v1.SetNetworkPolicyRequest
-	(*GetNetworkLogRequest)(nil),     // 52: agentrun.node.v1.GetNetworkLogRequest
-	(*NetworkLog)(nil),               // 53: agentrun.node.v1.NetworkLog
-	(*NetworkLogEntry)(nil),          // 54: agentrun.node.v1.NetworkLogEntry
-	(*ForkSandboxRequest)(nil),       // 55: agentrun.node.v1.ForkSandboxRequest
-	(*Fork)(nil),                     // 56: agentrun.node.v1.Fork
-	(*ForkOutcome)(nil),              // 57: agentrun.node.v1.ForkOutcome
-	(*GetForkRequest)(nil),           // 58: agentrun.node.v1.GetForkRequest
-	(*ListForksRequest)(nil),         // 59: agentrun.node.v1.ListForksRequest
-	(*ListForksResponse)(nil),        // 60: agentrun.node.v1.ListForksResponse
-	(*DeleteForkRequest)(nil),        // 61: agentrun.node.v1.DeleteForkRequest
-	(*Checkpoint)(nil),               // 62: agentrun.node.v1.Checkpoint
-	(*CheckpointSandboxRequest)(nil), // 63: agentrun.node.v1.CheckpointSandboxRequest
-	(*GetCheckpointRequest)(nil),     // 64: agentrun.node.v1.GetCheckpointRequest
-	(*ListCheckpointsRequest)(nil),   // 65: agentrun.node.v1.ListCheckpointsRequest
-	(*ListCheckpointsResponse)(nil),  // 66: agentrun.node.v1.ListCheckpointsResponse
-	(*DeleteCheckpointRequest)(nil),  // 67: agentrun.node.v1.DeleteCheckpointRequest
-	(*RestoreCheckpointRequest)(nil), // 68: agentrun.node.v1.RestoreCheckpointRequest
-	(*NamespaceCA)(nil),              // 69: agentrun.node.v1.NamespaceCA
-	(*GetNamespaceCARequest)(nil),    // 70: agentrun.node.v1.GetNamespaceCARequest
-	(*SetNamespaceCARequest)(nil),    // 71: agentrun.node.v1.SetNamespaceCARequest
-	nil,                              // 72: agentrun.node.v1.TemplateSpec.EnvEntry
-	nil,                              // 73: agentrun.node.v1.Sandbox.MetadataEntry
-	nil,                              // 74: agentrun.node.v1.ClaimSandboxRequest.EnvEntry
-	nil,                              // 75: agentrun.node.v1.ClaimSandboxRequest.MetadataEntry
-	nil,                              // 76: agentrun.node.v1.RestoreCheckpointRequest.EnvEntry
-	nil,                              // 77: agentrun.node.v1.RestoreCheckpointRequest.MetadataEntry
-	(*timestamppb.Timestamp)(nil),    // 78: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),      // 79: google.protobuf.Duration
-	(*emptypb.Empty)(nil),            // 80: google.protobuf.Empty
+	(*Precondition)(nil),             // 13: agentrun.node.v1.Precondition
+	(*CordonNodeRequest)(nil),        // 14: agentrun.node.v1.CordonNodeRequest
+	(*DrainNodeRequest)(nil),         // 15: agentrun.node.v1.DrainNodeRequest
+	(*UncordonNodeRequest)(nil),      // 16: agentrun.node.v1.UncordonNodeRequest
+	(*WatchRequest)(nil),             // 17: agentrun.node.v1.WatchRequest
+	(*WatchEvent)(nil),               // 18: agentrun.node.v1.WatchEvent
+	(*TemplateSpec)(nil),             // 19: agentrun.node.v1.TemplateSpec
+	(*NetworkPolicy)(nil),            // 20: agentrun.node.v1.NetworkPolicy
+	(*ReadyCheck)(nil),               // 21: agentrun.node.v1.ReadyCheck
+	(*Program)(nil),                  // 22: agentrun.node.v1.Program
+	(*Template)(nil),                 // 23: agentrun.node.v1.Template
+	(*Build)(nil),                    // 24: agentrun.node.v1.Build
+	(*ApplyTemplateRequest)(nil),     // 25: agentrun.node.v1.ApplyTemplateRequest
+	(*GetTemplateRequest)(nil),       // 26: agentrun.node.v1.GetTemplateRequest
+	(*ListTemplatesRequest)(nil),     // 27: agentrun.node.v1.ListTemplatesRequest
+	(*ListTemplatesResponse)(nil),    // 28: agentrun.node.v1.ListTemplatesResponse
+	(*DeleteTemplateRequest)(nil),    // 29: agentrun.node.v1.DeleteTemplateRequest
+	(*PoolSpec)(nil),                 // 30: agentrun.node.v1.PoolSpec
+	(*Pool)(nil),                     // 31: agentrun.node.v1.Pool
+	(*ApplyPoolRequest)(nil),         // 32: agentrun.node.v1.ApplyPoolRequest
+	(*GetPoolRequest)(nil),           // 33: agentrun.node.v1.GetPoolRequest
+	(*ListPoolsRequest)(nil),         // 34: agentrun.node.v1.ListPoolsRequest
+	(*ListPoolsResponse)(nil),        // 35: agentrun.node.v1.ListPoolsResponse
+	(*DeletePoolRequest)(nil),        // 36: agentrun.node.v1.DeletePoolRequest
+	(*Lifetime)(nil),                 // 37: agentrun.node.v1.Lifetime
+	(*Sandbox)(nil),                  // 38: agentrun.node.v1.Sandbox
+	(*ClaimSandboxRequest)(nil),      // 39: agentrun.node.v1.ClaimSandboxRequest
+	(*GetSandboxRequest)(nil),        // 40: agentrun.node.v1.GetSandboxRequest
+	(*ListSandboxesRequest)(nil),     // 41: agentrun.node.v1.ListSandboxesRequest
+	(*ListSandboxesResponse)(nil),    // 42: agentrun.node.v1.ListSandboxesResponse
+	(*PauseSandboxRequest)(nil),      // 43: agentrun.node.v1.PauseSandboxRequest
+	(*ResumeSandboxRequest)(nil),     // 44: agentrun.node.v1.ResumeSandboxRequest
+	(*HibernateSandboxRequest)(nil),  // 45: agentrun.node.v1.HibernateSandboxRequest
+	(*ExtendSandboxRequest)(nil),     // 46: agentrun.node.v1.ExtendSandboxRequest
+	(*KillSandboxRequest)(nil),       // 47: agentrun.node.v1.KillSandboxRequest
+	(*SetSandboxTokenRequest)(nil),   // 48: agentrun.node.v1.SetSandboxTokenRequest
+	(*ReleaseOwnerRequest)(nil),      // 49: agentrun.node.v1.ReleaseOwnerRequest
+	(*GetSandboxStatsRequest)(nil),   // 50: agentrun.node.v1.GetSandboxStatsRequest
+	(*SandboxStats)(nil),             // 51: agentrun.node.v1.SandboxStats
+	(*ListSandboxStatsRequest)(nil),  // 52: agentrun.node.v1.ListSandboxStatsRequest
+	(*ListSandboxStatsResponse)(nil), // 53: agentrun.node.v1.ListSandboxStatsResponse
+	(*SetNetworkPolicyRequest)(nil),  // 54: agentrun.node.v1.SetNetworkPolicyRequest
+	(*GetNetworkLogRequest)(nil),     // 55: agentrun.node.v1.GetNetworkLogRequest
+	(*NetworkLog)(nil),               // 56: agentrun.node.v1.NetworkLog
+	(*NetworkLogEntry)(nil),          // 57: agentrun.node.v1.NetworkLogEntry
+	(*ForkSandboxRequest)(nil),       // 58: agentrun.node.v1.ForkSandboxRequest
+	(*ForkChild)(nil),                // 59: agentrun.node.v1.ForkChild
+	(*Fork)(nil),                     // 60: agentrun.node.v1.Fork
+	(*ForkOutcome)(nil),              // 61: agentrun.node.v1.ForkOutcome
+	(*GetForkRequest)(nil),           // 62: agentrun.node.v1.GetForkRequest
+	(*ListForksRequest)(nil),         // 63: agentrun.node.v1.ListForksRequest
+	(*ListForksResponse)(nil),        // 64: agentrun.node.v1.ListForksResponse
+	(*DeleteForkRequest)(nil),        // 65: agentrun.node.v1.DeleteForkRequest
+	(*Checkpoint)(nil),               // 66: agentrun.node.v1.Checkpoint
+	(*CheckpointSandboxRequest)(nil), // 67: agentrun.node.v1.CheckpointSandboxRequest
+	(*GetCheckpointRequest)(nil),     // 68: agentrun.node.v1.GetCheckpointRequest
+	(*ListCheckpointsRequest)(nil),   // 69: agentrun.node.v1.ListCheckpointsRequest
+	(*ListCheckpointsResponse)(nil),  // 70: agentrun.node.v1.ListCheckpointsResponse
+	(*DeleteCheckpointRequest)(nil),  // 71: agentrun.node.v1.DeleteCheckpointRequest
+	(*RestoreCheckpointRequest)(nil), // 72: agentrun.node.v1.RestoreCheckpointRequest
+	(*NamespaceCA)(nil),              // 73: agentrun.node.v1.NamespaceCA
+	(*GetNamespaceCARequest)(nil),    // 74: agentrun.node.v1.GetNamespaceCARequest
+	(*SetNamespaceCARequest)(nil),    // 75: agentrun.node.v1.SetNamespaceCARequest
+	nil,                              // 76: agentrun.node.v1.TemplateSpec.EnvEntry
+	nil,                              // 77: agentrun.node.v1.Sandbox.MetadataEntry
+	nil,                              // 78: agentrun.node.v1.ClaimSandboxRequest.EnvEntry
+	nil,                              // 79: agentrun.node.v1.ClaimSandboxRequest.MetadataEntry
+	nil,                              // 80: agentrun.node.v1.ClaimSandboxRequest.SecretValuesEntry
+	nil,                              // 81: agentrun.node.v1.RestoreCheckpointRequest.EnvEntry
+	nil,                              // 82: agentrun.node.v1.RestoreCheckpointRequest.MetadataEntry
+	(*timestamppb.Timestamp)(nil),    // 83: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),      // 84: google.protobuf.Duration
+	(*emptypb.Empty)(nil),            // 85: google.protobuf.Empty
 }
 var file_agentrun_node_v1_node_proto_depIdxs = []int32{
 	10,  // 0: agentrun.node.v1.NodeStatus.snapshots:type_name -> agentrun.node.v1.NodeSnapshot
 	11,  // 1: agentrun.node.v1.NodeStatus.cordon:type_name -> agentrun.node.v1.Cordon
 	1,   // 2: agentrun.node.v1.NodeSnapshot.stage:type_name -> agentrun.node.v1.Stage
-	78,  // 3: agentrun.node.v1.Cordon.since:type_name -> google.protobuf.Timestamp
+	83,  // 3: agentrun.node.v1.Cordon.since:type_name -> google.protobuf.Timestamp
 	12,  // 4: agentrun.node.v1.Cordon.problems:type_name -> agentrun.node.v1.DrainProblem
 	5,   // 5: agentrun.node.v1.WatchRequest.kinds:type_name -> agentrun.node.v1.ObjectKind
 	6,   // 6: agentrun.node.v1.WatchEvent.type:type_name -> agentrun.node.v1.WatchEvent.Type
 	9,   // 7: agentrun.node.v1.WatchEvent.node:type_name -> agentrun.node.v1.NodeStatus
-	22,  // 8: agentrun.node.v1.WatchEvent.template:type_name -> agentrun.node.v1.Template
-	30,  // 9: agentrun.node.v1.WatchEvent.pool:type_name -> agentrun.node.v1.Pool
-	37,  // 10: agentrun.node.v1.WatchEvent.sandbox:type_name -> agentrun.node.v1.Sandbox
-	56,  // 11: agentrun.node.v1.WatchEvent.fork:type_name -> agentrun.node.v1.Fork
-	62,  // 12: agentrun.node.v1.WatchEvent.checkpoint:type_name -> agentrun.node.v1.Checkpoint
-	72,  // 13: agentrun.node.v1.TemplateSpec.env:type_name -> agentrun.node.v1.TemplateSpec.EnvEntry
-	20,  // 14: agentrun.node.v1.TemplateSpec.ready:type_name -> agentrun.node.v1.ReadyCheck
-	21,  // 15: agentrun.node.v1.TemplateSpec.warmup:type_name -> agentrun.node.v1.Program
-	19,  // 16: agentrun.node.v1.TemplateSpec.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
-	19,  // 17: agentrun.node.v1.TemplateSpec.build_network:type_name -> agentrun.node.v1.NetworkPolicy
-	79,  // 18: agentrun.node.v1.TemplateSpec.build_timeout:type_name -> google.protobuf.Duration
-	79,  // 19: agentrun.node.v1.ReadyCheck.delay:type_name -> google.protobuf.Duration
-	79,  // 20: agentrun.node.v1.ReadyCheck.timeout:type_name -> google.protobuf.Duration
-	18,  // 21: agentrun.node.v1.Template.spec:type_name -> agentrun.node.v1.TemplateSpec
-	78,  // 22: agentrun.node.v1.Template.created:type_name -> google.protobuf.Timestamp
+	23,  // 8: agentrun.node.v1.WatchEvent.template:type_name -> agentrun.node.v1.Template
+	31,  // 9: agentrun.node.v1.WatchEvent.pool:type_name -> agentrun.node.v1.Pool
+	38,  // 10: agentrun.node.v1.WatchEvent.sandbox:type_name -> agentrun.node.v1.Sandbox
+	60,  // 11: agentrun.node.v1.WatchEvent.fork:type_name -> agentrun.node.v1.Fork
+	66,  // 12: agentrun.node.v1.WatchEvent.checkpoint:type_name -> agentrun.node.v1.Checkpoint
+	76,  // 13: agentrun.node.v1.TemplateSpec.env:type_name -> agentrun.node.v1.TemplateSpec.EnvEntry
+	21,  // 14: agentrun.node.v1.TemplateSpec.ready:type_name -> agentrun.node.v1.ReadyCheck
+	22,  // 15: agentrun.node.v1.TemplateSpec.warmup:type_name -> agentrun.node.v1.Program
+	20,  // 16: agentrun.node.v1.TemplateSpec.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
+	20,  // 17: agentrun.node.v1.TemplateSpec.build_network:type_name -> agentrun.node.v1.NetworkPolicy
+	84,  // 18: agentrun.node.v1.TemplateSpec.build_timeout:type_name -> google.protobuf.Duration
+	84,  // 19: agentrun.node.v1.ReadyCheck.delay:type_name -> google.protobuf.Duration
+	84,  // 20: agentrun.node.v1.ReadyCheck.timeout:type_name -> google.protobuf.Duration
+	19,  // 21: agentrun.node.v1.Template.spec:type_name -> agentrun.node.v1.TemplateSpec
+	83,  // 22: agentrun.node.v1.Template.created:type_name -> google.protobuf.Timestamp
 	0,   // 23: agentrun.node.v1.Template.phase:type_name -> agentrun.node.v1.Phase
-	23,  // 24: agentrun.node.v1.Template.builds:type_name -> agentrun.node.v1.Build
+	24,  // 24: agentrun.node.v1.Template.builds:type_name -> agentrun.node.v1.Build
 	1,   // 25: agentrun.node.v1.Build.stage:type_name -> agentrun.node.v1.Stage
 	0,   // 26: agentrun.node.v1.Build.phase:type_name -> agentrun.node.v1.Phase
-	78,  // 27: agentrun.node.v1.Build.started:type_name -> google.protobuf.Timestamp
-	78,  // 28: agentrun.node.v1.Build.finished:type_name -> google.protobuf.Timestamp
-	78,  // 29: agentrun.node.v1.Build.next:type_name -> google.protobuf.Timestamp
-	18,  // 30: agentrun.node.v1.ApplyTemplateRequest.spec:type_name -> agentrun.node.v1.TemplateSpec
-	22,  // 31: agentrun.node.v1.ListTemplatesResponse.templates:type_name -> agentrun.node.v1.Template
-	1,   // 32: agentrun.node.v1.PoolSpec.snapshot_after:type_name -> agentrun.node.v1.Stage
-	29,  // 33: agentrun.node.v1.Pool.spec:type_name -> agentrun.node.v1.PoolSpec
-	78,  // 34: agentrun.node.v1.Pool.created:type_name -> google.protobuf.Timestamp
-	0,   // 35: agentrun.node.v1.Pool.phase:type_name -> agentrun.node.v1.Phase
-	29,  // 36: agentrun.node.v1.ApplyPoolRequest.spec:type_name -> agentrun.node.v1.PoolSpec
-	30,  // 37: agentrun.node.v1.ListPoolsResponse.pools:type_name -> agentrun.node.v1.Pool
-	79,  // 38: agentrun.node.v1.Lifetime.timeout:type_name -> google.protobuf.Duration
-	79,  // 39: agentrun.node.v1.Lifetime.idle_timeout:type_name -> google.protobuf.Duration
-	4,   // 40: agentrun.node.v1.Lifetime.on_timeout:type_name -> agentrun.node.v1.TimeoutAction
-	2,   // 41: agentrun.node.v1.Sandbox.state:type_name -> agentrun.node.v1.SandboxState
-	73,  // 42: agentrun.node.v1.Sandbox.metadata:type_name -> agentrun.node.v1.Sandbox.MetadataEntry
-	78,  // 43: agentrun.node.v1.Sandbox.created:type_name -> google.protobuf.Timestamp
-	78,  // 44: agentrun.node.v1.Sandbox.ended:type_name -> google.protobuf.Timestamp
-	3,   // 45: agentrun.node.v1.Sandbox.reason:type_name -> agentrun.node.v1.EndReason
-	36,  // 46: agentrun.node.v1.Sandbox.lifetime:type_name -> agentrun.node.v1.Lifetime
-	19,  // 47: agentrun.node.v1.Sandbox.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
-	19,  // 48: agentrun.node.v1.Sandbox.network_bounds:type_name -> agentrun.node.v1.NetworkPolicy
-	74,  // 49: agentrun.node.v1.ClaimSandboxRequest.env:type_name -> agentrun.node.v1.ClaimSandboxRequest.EnvEntry
-	75,  // 50: agentrun.node.v1.ClaimSandboxRequest.metadata:type_name -> agentrun.node.v1.ClaimSandboxRequest.MetadataEntry
-	36,  // 51: agentrun.node.v1.ClaimSandboxRequest.lifetime:type_name -> agentrun.node.v1.Lifetime
-	19,  // 52: agentrun.node.v1.ClaimSandboxRequest.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
-	37,  // 53: agentrun.node.v1.ListSandboxesResponse.sandboxes:type_name -> agentrun.node.v1.Sandbox
-	79,  // 54: agentrun.node.v1.ExtendSandboxRequest.timeout:type_name -> google.protobuf.Duration
-	2,   // 55: agentrun.node.v1.SandboxStats.state:type_name -> agentrun.node.v1.SandboxState
-	78,  // 56: agentrun.node.v1.SandboxStats.time:type_name -> google.protobuf.Timestamp
-	79,  // 57: agentrun.node.v1.SandboxStats.cpu:type_name -> google.protobuf.Duration
-	48,  // 58: agentrun.node.v1.ListSandboxStatsResponse.stats:type_name -> agentrun.node.v1.SandboxStats
-	19,  // 59: agentrun.node.v1.SetNetworkPolicyRequest.policy:type_name -> agentrun.node.v1.NetworkPolicy
-	79,  // 60: agentrun.node.v1.GetNetworkLogRequest.wait:type_name -> google.protobuf.Duration
-	54,  // 61: agentrun.node.v1.NetworkLog.entries:type_name -> agentrun.node.v1.NetworkLogEntry
-	54,  // 62: agentrun.node.v1.NetworkLog.open:type_name -> agentrun.node.v1.NetworkLogEntry
-	78,  // 63: agentrun.node.v1.NetworkLogEntry.time:type_name -> google.protobuf.Timestamp
-	78,  // 64: agentrun.node.v1.NetworkLogEntry.ended:type_name -> google.protobuf.Timestamp
-	19,  // 65: agentrun.node.v1.ForkSandboxRequest.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
-	78,  // 66: agentrun.node.v1.Fork.created:type_name -> google.protobuf.Timestamp
-	0,   // 67: agentrun.node.v1.Fork.phase:type_name -> agentrun.node.v1.Phase
-	57,  // 68: agentrun.node.v1.Fork.children:type_name -> agentrun.node.v1.ForkOutcome
-	79,  // 69: agentrun.node.v1.Fork.pause:type_name -> google.protobuf.Duration
-	56,  // 70: agentrun.node.v1.ListForksResponse.forks:type_name -> agentrun.node.v1.Fork
-	78,  // 71: agentrun.node.v1.Checkpoint.created:type_name -> google.protobuf.Timestamp
-	62,  // 72: agentrun.node.v1.ListCheckpointsResponse.checkpoints:type_name -> agentrun.node.v1.Checkpoint
-	76,  // 73: agentrun.node.v1.RestoreCheckpointRequest.env:type_name -> agentrun.node.v1.RestoreCheckpointRequest.EnvEntry
-	77,  // 74: agentrun.node.v1.RestoreCheckpointRequest.metadata:type_name -> agentrun.node.v1.RestoreCheckpointRequest.MetadataEntry
-	36,  // 75: agentrun.node.v1.RestoreCheckpointRequest.lifetime:type_name -> agentrun.node.v1.Lifetime
-	78,  // 76: agentrun.node.v1.NamespaceCA.created:type_name -> google.protobuf.Timestamp
-	78,  // 77: agentrun.node.v1.NamespaceCA.expires:type_name -> google.protobuf.Timestamp
-	8,   // 78: agentrun.node.v1.Node.GetNode:input_type -> agentrun.node.v1.GetNodeRequest
-	16,  // 79: agentrun.node.v1.Node.Watch:input_type -> agentrun.node.v1.WatchRequest
-	13,  // 80: agentrun.node.v1.Node.CordonNode:input_type -> agentrun.node.v1.CordonNodeRequest
-	14,  // 81: agentrun.node.v1.Node.DrainNode:input_type -> agentrun.node.v1.DrainNodeRequest
-	15,  // 82: agentrun.node.v1.Node.UncordonNode:input_type -> agentrun.node.v1.UncordonNodeRequest
-	24,  // 83: agentrun.node.v1.Node.ApplyTemplate:input_type -> agentrun.node.v1.ApplyTemplateRequest
-	25,  // 84: agentrun.node.v1.Node.GetTemplate:input_type -> agentrun.node.v1.GetTemplateRequest
-	26,  // 85: agentrun.node.v1.Node.ListTemplates:input_type -> agentrun.node.v1.ListTemplatesRequest
-	28,  // 86: agentrun.node.v1.Node.DeleteTemplate:input_type -> agentrun.node.v1.DeleteTemplateRequest
-	31,  // 87: agentrun.node.v1.Node.ApplyPool:input_type -> agentrun.node.v1.ApplyPoolRequest
-	32,  // 88: agentrun.node.v1.Node.GetPool:input_type -> agentrun.node.v1.GetPoolRequest
-	33,  // 89: agentrun.node.v1.Node.ListPools:input_type -> agentrun.node.v1.ListPoolsRequest
-	35,  // 90: agentrun.node.v1.Node.DeletePool:input_type -> agentrun.node.v1.DeletePoolRequest
-	38,  // 91: agentrun.node.v1.Node.ClaimSandbox:input_type -> agentrun.node.v1.ClaimSandboxRequest
-	39,  // 92: agentrun.node.v1.Node.GetSandbox:input_type -> agentrun.node.v1.GetSandboxRequest
-	40,  // 93: agentrun.node.v1.Node.ListSandboxes:input_type -> agentrun.node.v1.ListSandboxesRequest
-	42,  // 94: agentrun.node.v1.Node.PauseSandbox:input_type -> agentrun.node.v1.PauseSandboxRequest
-	43,  // 95: agentrun.node.v1.Node.ResumeSandbox:input_type -> agentrun.node.v1.ResumeSandboxRequest
-	44,  // 96: agentrun.node.v1.Node.HibernateSandbox:input_type -> agentrun.node.v1.HibernateSandboxRequest
-	45,  // 97: agentrun.node.v1.Node.ExtendSandbox:input_type -> agentrun.node.v1.ExtendSandboxRequest
-	46,  // 98: agentrun.node.v1.Node.KillSandbox:input_type -> agentrun.node.v1.KillSandboxRequest
-	47,  // 99: agentrun.node.v1.Node.GetSandboxStats:input_type -> agentrun.node.v1.GetSandboxStatsRequest
-	49,  // 100: agentrun.node.v1.Node.ListSandboxStats:input_type -> agentrun.node.v1.ListSandboxStatsRequest
-	51,  // 101: agentrun.node.v1.Node.SetNetworkPolicy:input_type -> agentrun.node.v1.SetNetworkPolicyRequest
-	52,  // 102: agentrun.node.v1.Node.GetNetworkLog:input_type -> agentrun.node.v1.GetNetworkLogRequest
-	55,  // 103: agentrun.node.v1.Node.ForkSandbox:input_type -> agentrun.node.v1.ForkSandboxRequest
-	58,  // 104: agentrun.node.v1.Node.GetFork:input_type -> agentrun.node.v1.GetForkRequest
-	59,  // 105: agentrun.node.v1.Node.ListForks:input_type -> agentrun.node.v1.ListForksRequest
-	61,  // 106: agentrun.node.v1.Node.DeleteFork:input_type -> agentrun.node.v1.DeleteForkRequest
-	63,  // 107: agentrun.node.v1.Node.CheckpointSandbox:input_type -> agentrun.node.v1.CheckpointSandboxRequest
-	64,  // 108: agentrun.node.v1.Node.GetCheckpoint:input_type -> agentrun.node.v1.GetCheckpointRequest
-	65,  // 109: agentrun.node.v1.Node.ListCheckpoints:input_type -> agentrun.node.v1.ListCheckpointsRequest
-	67,  // 110: agentrun.node.v1.Node.DeleteCheckpoint:input_type -> agentrun.node.v1.DeleteCheckpointRequest
-	68,  // 111: agentrun.node.v1.Node.RestoreCheckpoint:input_type -> agentrun.node.v1.RestoreCheckpointRequest
-	70,  // 112: agentrun.node.v1.Node.GetNamespaceCA:input_type -> agentrun.node.v1.GetNamespaceCARequest
-	71,  // 113: agentrun.node.v1.Node.SetNamespaceCA:input_type -> agentrun.node.v1.SetNamespaceCARequest
-	9,   // 114: agentrun.node.v1.Node.GetNode:output_type -> agentrun.node.v1.NodeStatus
-	17,  // 115: agentrun.node.v1.Node.Watch:output_type -> agentrun.node.v1.WatchEvent
-	9,   // 116: agentrun.node.v1.Node.CordonNode:output_type -> agentrun.node.v1.NodeStatus
-	9,   // 117: agentrun.node.v1.Node.DrainNode:output_type -> agentrun.node.v1.NodeStatus
-	9,   // 118: agentrun.node.v1.Node.UncordonNode:output_type -> agentrun.node.v1.NodeStatus
-	22,  // 119: agentrun.node.v1.Node.ApplyTemplate:output_type -> agentrun.node.v1.Template
-	22,  // 120: agentrun.node.v1.Node.GetTemplate:output_type -> agentrun.node.v1.Template
-	27,  // 121: agentrun.node.v1.Node.ListTemplates:output_type -> agentrun.node.v1.ListTemplatesResponse
-	80,  // 122: agentrun.node.v1.Node.DeleteTemplate:output_type -> google.protobuf.Empty
-	30,  // 123: agentrun.node.v1.Node.ApplyPool:output_type -> agentrun.node.v1.Pool
-	30,  // 124: agentrun.node.v1.Node.GetPool:output_type -> agentrun.node.v1.Pool
-	34,  // 125: agentrun.node.v1.Node.ListPools:output_type -> agentrun.node.v1.ListPoolsResponse
-	80,  // 126: agentrun.node.v1.Node.DeletePool:output_type -> google.protobuf.Empty
-	37,  // 127: agentrun.node.v1.Node.ClaimSandbox:output_type -> agentrun.node.v1.Sandbox
-	37,  // 128: agentrun.node.v1.Node.GetSandbox:output_type -> agentrun.node.v1.Sandbox
-	41,  // 129: agentrun.node.v1.Node.ListSandboxes:output_type -> agentrun.node.v1.ListSandboxesResponse
-	37,  // 130: agentrun.node.v1.Node.PauseSandbox:output_type -> agentrun.node.v1.Sandbox
-	37,  // 131: agentrun.node.v1.Node.ResumeSandbox:output_type -> agentrun.node.v1.Sandbox
-	37,  // 132: agentrun.node.v1.Node.HibernateSandbox:output_type -> agentrun.node.v1.Sandbox
-	37,  // 133: agentrun.node.v1.Node.ExtendSandbox:output_type -> agentrun.node.v1.Sandbox
-	37,  // 134: agentrun.node.v1.Node.KillSandbox:output_type -> agentrun.node.v1.Sandbox
-	48,  // 135: agentrun.node.v1.Node.GetSandboxStats:output_type -> agentrun.node.v1.SandboxStats
-	50,  // 136: agentrun.node.v1.Node.ListSandboxStats:output_type -> agentrun.node.v1.ListSandboxStatsResponse
-	37,  // 137: agentrun.node.v1.Node.SetNetworkPolicy:output_type -> agentrun.node.v1.Sandbox
-	53,  // 138: agentrun.node.v1.Node.GetNetworkLog:output_type -> agentrun.node.v1.NetworkLog
-	56,  // 139: agentrun.node.v1.Node.ForkSandbox:output_type -> agentrun.node.v1.Fork
-	56,  // 140: agentrun.node.v1.Node.GetFork:output_type -> agentrun.node.v1.Fork
-	60,  // 141: agentrun.node.v1.Node.ListForks:output_type -> agentrun.node.v1.ListForksResponse
-	80,  // 142: agentrun.node.v1.Node.DeleteFork:output_type -> google.protobuf.Empty
-	62,  // 143: agentrun.node.v1.Node.CheckpointSandbox:output_type -> agentrun.node.v1.Checkpoint
-	62,  // 144: agentrun.node.v1.Node.GetCheckpoint:output_type -> agentrun.node.v1.Checkpoint
-	66,  // 145: agentrun.node.v1.Node.ListCheckpoints:output_type -> agentrun.node.v1.ListCheckpointsResponse
-	80,  // 146: agentrun.node.v1.Node.DeleteCheckpoint:output_type -> google.protobuf.Empty
-	37,  // 147: agentrun.node.v1.Node.RestoreCheckpoint:output_type -> agentrun.node.v1.Sandbox
-	69,  // 148: agentrun.node.v1.Node.GetNamespaceCA:output_type -> agentrun.node.v1.NamespaceCA
-	69,  // 149: agentrun.node.v1.Node.SetNamespaceCA:output_type -> agentrun.node.v1.NamespaceCA
-	114, // [114:150] is the sub-list for method output_type
-	78,  // [78:114] is the sub-list for method input_type
-	78,  // [78:78] is the sub-list for extension type_name
-	78,  // [78:78] is the sub-list for extension extendee
-	0,   // [0:78] is the sub-list for field type_name
+	83,  // 27: agentrun.node.v1.Build.started:type_name -> google.protobuf.Timestamp
+	83,  // 28: agentrun.node.v1.Build.finished:type_name -> google.protobuf.Timestamp
+	83,  // 29: agentrun.node.v1.Build.next:type_name -> google.protobuf.Timestamp
+	19,  // 30: agentrun.node.v1.ApplyTemplateRequest.spec:type_name -> agentrun.node.v1.TemplateSpec
+	23,  // 31: agentrun.node.v1.ListTemplatesResponse.templates:type_name -> agentrun.node.v1.Template
+	13,  // 32: agentrun.node.v1.DeleteTemplateRequest.precondition:type_name -> agentrun.node.v1.Precondition
+	1,   // 33: agentrun.node.v1.PoolSpec.snapshot_after:type_name -> agentrun.node.v1.Stage
+	30,  // 34: agentrun.node.v1.Pool.spec:type_name -> agentrun.node.v1.PoolSpec
+	83,  // 35: agentrun.node.v1.Pool.created:type_name -> google.protobuf.Timestamp
+	0,   // 36: agentrun.node.v1.Pool.phase:type_name -> agentrun.node.v1.Phase
+	30,  // 37: agentrun.node.v1.ApplyPoolRequest.spec:type_name -> agentrun.node.v1.PoolSpec
+	31,  // 38: agentrun.node.v1.ListPoolsResponse.pools:type_name -> agentrun.node.v1.Pool
+	13,  // 39: agentrun.node.v1.DeletePoolRequest.precondition:type_name -> agentrun.node.v1.Precondition
+	84,  // 40: agentrun.node.v1.Lifetime.timeout:type_name -> google.protobuf.Duration
+	84,  // 41: agentrun.node.v1.Lifetime.idle_timeout:type_name -> google.protobuf.Duration
+	4,   // 42: agentrun.node.v1.Lifetime.on_timeout:type_name -> agentrun.node.v1.TimeoutAction
+	83,  // 43: agentrun.node.v1.Lifetime.expires:type_name -> google.protobuf.Timestamp
+	2,   // 44: agentrun.node.v1.Sandbox.state:type_name -> agentrun.node.v1.SandboxState
+	77,  // 45: agentrun.node.v1.Sandbox.metadata:type_name -> agentrun.node.v1.Sandbox.MetadataEntry
+	83,  // 46: agentrun.node.v1.Sandbox.created:type_name -> google.protobuf.Timestamp
+	83,  // 47: agentrun.node.v1.Sandbox.ended:type_name -> google.protobuf.Timestamp
+	3,   // 48: agentrun.node.v1.Sandbox.reason:type_name -> agentrun.node.v1.EndReason
+	37,  // 49: agentrun.node.v1.Sandbox.lifetime:type_name -> agentrun.node.v1.Lifetime
+	20,  // 50: agentrun.node.v1.Sandbox.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
+	20,  // 51: agentrun.node.v1.Sandbox.network_bounds:type_name -> agentrun.node.v1.NetworkPolicy
+	78,  // 52: agentrun.node.v1.ClaimSandboxRequest.env:type_name -> agentrun.node.v1.ClaimSandboxRequest.EnvEntry
+	79,  // 53: agentrun.node.v1.ClaimSandboxRequest.metadata:type_name -> agentrun.node.v1.ClaimSandboxRequest.MetadataEntry
+	37,  // 54: agentrun.node.v1.ClaimSandboxRequest.lifetime:type_name -> agentrun.node.v1.Lifetime
+	20,  // 55: agentrun.node.v1.ClaimSandboxRequest.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
+	80,  // 56: agentrun.node.v1.ClaimSandboxRequest.secret_values:type_name -> agentrun.node.v1.ClaimSandboxRequest.SecretValuesEntry
+	38,  // 57: agentrun.node.v1.ListSandboxesResponse.sandboxes:type_name -> agentrun.node.v1.Sandbox
+	13,  // 58: agentrun.node.v1.PauseSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
+	13,  // 59: agentrun.node.v1.ResumeSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
+	13,  // 60: agentrun.node.v1.HibernateSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
+	84,  // 61: agentrun.node.v1.ExtendSandboxRequest.timeout:type_name -> google.protobuf.Duration
+	13,  // 62: agentrun.node.v1.ExtendSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
+	83,  // 63: agentrun.node.v1.ExtendSandboxRequest.expires:type_name -> google.protobuf.Timestamp
+	13,  // 64: agentrun.node.v1.KillSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
+	13,  // 65: agentrun.node.v1.SetSandboxTokenRequest.precondition:type_name -> agentrun.node.v1.Precondition
+	2,   // 66: agentrun.node.v1.SandboxStats.state:type_name -> agentrun.node.v1.SandboxState
+	83,  // 67: agentrun.node.v1.SandboxStats.time:type_name -> google.protobuf.Timestamp
+	84,  // 68: agentrun.node.v1.SandboxStats.cpu:type_name -> google.protobuf.Duration
+	51,  // 69: agentrun.node.v1.ListSandboxStatsResponse.stats:type_name -> agentrun.node.v1.SandboxStats
+	20,  // 70: agentrun.node.v1.SetNetworkPolicyRequest.policy:type_name -> agentrun.node.v1.NetworkPolicy
+	13,  // 71: agentrun.node.v1.SetNetworkPolicyRequest.precondition:type_name -> agentrun.node.v1.Precondition
+	84,  // 72: agentrun.node.v1.GetNetworkLogRequest.wait:type_name -> google.protobuf.Duration
+	57,  // 73: agentrun.node.v1.NetworkLog.entries:type_name -> agentrun.node.v1.NetworkLogEntry
+	57,  // 74: agentrun.node.v1.NetworkLog.open:type_name -> agentrun.node.v1.NetworkLogEntry
+	83,  // 75: agentrun.node.v1.NetworkLogEntry.time:type_name -> google.protobuf.Timestamp
+	83,  // 76: agentrun.node.v1.NetworkLogEntry.ended:type_name -> google.protobuf.Timestamp
+	20,  // 77: agentrun.node.v1.ForkSandboxRequest.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
+	13,  // 78: agentrun.node.v1.ForkSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
+	59,  // 79: agentrun.node.v1.ForkSandboxRequest.children:type_name -> agentrun.node.v1.ForkChild
+	83,  // 80: agentrun.node.v1.Fork.created:type_name -> google.protobuf.Timestamp
+	0,   // 81: agentrun.node.v1.Fork.phase:type_name -> agentrun.node.v1.Phase
+	61,  // 82: agentrun.node.v1.Fork.children:type_name -> agentrun.node.v1.ForkOutcome
+	84,  // 83: agentrun.node.v1.Fork.pause:type_name -> google.protobuf.Duration
+	60,  // 84: agentrun.node.v1.ListForksResponse.forks:type_name -> agentrun.node.v1.Fork
+	13,  // 85: agentrun.node.v1.DeleteForkRequest.precondition:type_name -> agentrun.node.v1.Precondition
+	83,  // 86: agentrun.node.v1.Checkpoint.created:type_name -> google.protobuf.Timestamp
+	13,  // 87: agentrun.node.v1.CheckpointSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
+	66,  // 88: agentrun.node.v1.ListCheckpointsResponse.checkpoints:type_name -> agentrun.node.v1.Checkpoint
+	13,  // 89: agentrun.node.v1.DeleteCheckpointRequest.precondition:type_name -> agentrun.node.v1.Precondition
+	81,  // 90: agentrun.node.v1.RestoreCheckpointRequest.env:type_name -> agentrun.node.v1.RestoreCheckpointRequest.EnvEntry
+	82,  // 91: agentrun.node.v1.RestoreCheckpointRequest.metadata:type_name -> agentrun.node.v1.RestoreCheckpointRequest.MetadataEntry
+	37,  // 92: agentrun.node.v1.RestoreCheckpointRequest.lifetime:type_name -> agentrun.node.v1.Lifetime
+	83,  // 93: agentrun.node.v1.NamespaceCA.created:type_name -> google.protobuf.Timestamp
+	83,  // 94: agentrun.node.v1.NamespaceCA.expires:type_name -> google.protobuf.Timestamp
+	8,   // 95: agentrun.node.v1.Node.GetNode:input_type -> agentrun.node.v1.GetNodeRequest
+	17,  // 96: agentrun.node.v1.Node.Watch:input_type -> agentrun.node.v1.WatchRequest
+	14,  // 97: agentrun.node.v1.Node.CordonNode:input_type -> agentrun.node.v1.CordonNodeRequest
+	15,  // 98: agentrun.node.v1.Node.DrainNode:input_type -> agentrun.node.v1.DrainNodeRequest
+	16,  // 99: agentrun.node.v1.Node.UncordonNode:input_type -> agentrun.node.v1.UncordonNodeRequest
+	25,  // 100: agentrun.node.v1.Node.ApplyTemplate:input_type -> agentrun.node.v1.ApplyTemplateRequest
+	26,  // 101: agentrun.node.v1.Node.GetTemplate:input_type -> agentrun.node.v1.GetTemplateRequest
+	27,  // 102: agentrun.node.v1.Node.ListTemplates:input_type -> agentrun.node.v1.ListTemplatesRequest
+	29,  // 103: agentrun.node.v1.Node.DeleteTemplate:input_type -> agentrun.node.v1.DeleteTemplateRequest
+	32,  // 104: agentrun.node.v1.Node.ApplyPool:input_type -> agentrun.node.v1.ApplyPoolRequest
+	33,  // 105: agentrun.node.v1.Node.GetPool:input_type -> agentrun.node.v1.GetPoolRequest
+	34,  // 106: agentrun.node.v1.Node.ListPools:input_type -> agentrun.node.v1.ListPoolsRequest
+	36,  // 107: agentrun.node.v1.Node.DeletePool:input_type -> agentrun.node.v1.DeletePoolRequest
+	39,  // 108: agentrun.node.v1.Node.ClaimSandbox:input_type -> agentrun.node.v1.ClaimSandboxRequest
+	40,  // 109: agentrun.node.v1.Node.GetSandbox:input_type -> agentrun.node.v1.GetSandboxRequest
+	41,  // 110: agentrun.node.v1.Node.ListSandboxes:input_type -> agentrun.node.v1.ListSandboxesRequest
+	43,  // 111: agentrun.node.v1.Node.PauseSandbox:input_type -> agentrun.node.v1.PauseSandboxRequest
+	44,  // 112: agentrun.node.v1.Node.ResumeSandbox:input_type -> agentrun.node.v1.ResumeSandboxRequest
+	45,  // 113: agentrun.node.v1.Node.HibernateSandbox:input_type -> agentrun.node.v1.HibernateSandboxRequest
+	46,  // 114: agentrun.node.v1.Node.ExtendSandbox:input_type -> agentrun.node.v1.ExtendSandboxRequest
+	47,  // 115: agentrun.node.v1.Node.KillSandbox:input_type -> agentrun.node.v1.KillSandboxRequest
+	48,  // 116: agentrun.node.v1.Node.SetSandboxToken:input_type -> agentrun.node.v1.SetSandboxTokenRequest
+	49,  // 117: agentrun.node.v1.Node.ReleaseOwner:input_type -> agentrun.node.v1.ReleaseOwnerRequest
+	50,  // 118: agentrun.node.v1.Node.GetSandboxStats:input_type -> agentrun.node.v1.GetSandboxStatsRequest
+	52,  // 119: agentrun.node.v1.Node.ListSandboxStats:input_type -> agentrun.node.v1.ListSandboxStatsRequest
+	54,  // 120: agentrun.node.v1.Node.SetNetworkPolicy:input_type -> agentrun.node.v1.SetNetworkPolicyRequest
+	55,  // 121: agentrun.node.v1.Node.GetNetworkLog:input_type -> agentrun.node.v1.GetNetworkLogRequest
+	58,  // 122: agentrun.node.v1.Node.ForkSandbox:input_type -> agentrun.node.v1.ForkSandboxRequest
+	62,  // 123: agentrun.node.v1.Node.GetFork:input_type -> agentrun.node.v1.GetForkRequest
+	63,  // 124: agentrun.node.v1.Node.ListForks:input_type -> agentrun.node.v1.ListForksRequest
+	65,  // 125: agentrun.node.v1.Node.DeleteFork:input_type -> agentrun.node.v1.DeleteForkRequest
+	67,  // 126: agentrun.node.v1.Node.CheckpointSandbox:input_type -> agentrun.node.v1.CheckpointSandboxRequest
+	68,  // 127: agentrun.node.v1.Node.GetCheckpoint:input_type -> agentrun.node.v1.GetCheckpointRequest
+	69,  // 128: agentrun.node.v1.Node.ListCheckpoints:input_type -> agentrun.node.v1.ListCheckpointsRequest
+	71,  // 129: agentrun.node.v1.Node.DeleteCheckpoint:input_type -> agentrun.node.v1.DeleteCheckpointRequest
+	72,  // 130: agentrun.node.v1.Node.RestoreCheckpoint:input_type -> agentrun.node.v1.RestoreCheckpointRequest
+	74,  // 131: agentrun.node.v1.Node.GetNamespaceCA:input_type -> agentrun.node.v1.GetNamespaceCARequest
+	75,  // 132: agentrun.node.v1.Node.SetNamespaceCA:input_type -> agentrun.node.v1.SetNamespaceCARequest
+	9,   // 133: agentrun.node.v1.Node.GetNode:output_type -> agentrun.node.v1.NodeStatus
+	18,  // 134: agentrun.node.v1.Node.Watch:output_type -> agentrun.node.v1.WatchEvent
+	9,   // 135: agentrun.node.v1.Node.CordonNode:output_type -> agentrun.node.v1.NodeStatus
+	9,   // 136: agentrun.node.v1.Node.DrainNode:output_type -> agentrun.node.v1.NodeStatus
+	9,   // 137: agentrun.node.v1.Node.UncordonNode:output_type -> agentrun.node.v1.NodeStatus
+	23,  // 138: agentrun.node.v1.Node.ApplyTemplate:output_type -> agentrun.node.v1.Template
+	23,  // 139: agentrun.node.v1.Node.GetTemplate:output_type -> agentrun.node.v1.Template
+	28,  // 140: agentrun.node.v1.Node.ListTemplates:output_type -> agentrun.node.v1.ListTemplatesResponse
+	85,  // 141: agentrun.node.v1.Node.DeleteTemplate:output_type -> google.protobuf.Empty
+	31,  // 142: agentrun.node.v1.Node.ApplyPool:output_type -> agentrun.node.v1.Pool
+	31,  // 143: agentrun.node.v1.Node.GetPool:output_type -> agentrun.node.v1.Pool
+	35,  // 144: agentrun.node.v1.Node.ListPools:output_type -> agentrun.node.v1.ListPoolsResponse
+	85,  // 145: agentrun.node.v1.Node.DeletePool:output_type -> google.protobuf.Empty
+	38,  // 146: agentrun.node.v1.Node.ClaimSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 147: agentrun.node.v1.Node.GetSandbox:output_type -> agentrun.node.v1.Sandbox
+	42,  // 148: agentrun.node.v1.Node.ListSandboxes:output_type -> agentrun.node.v1.ListSandboxesResponse
+	38,  // 149: agentrun.node.v1.Node.PauseSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 150: agentrun.node.v1.Node.ResumeSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 151: agentrun.node.v1.Node.HibernateSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 152: agentrun.node.v1.Node.ExtendSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 153: agentrun.node.v1.Node.KillSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 154: agentrun.node.v1.Node.SetSandboxToken:output_type -> agentrun.node.v1.Sandbox
+	85,  // 155: agentrun.node.v1.Node.ReleaseOwner:output_type -> google.protobuf.Empty
+	51,  // 156: agentrun.node.v1.Node.GetSandboxStats:output_type -> agentrun.node.v1.SandboxStats
+	53,  // 157: agentrun.node.v1.Node.ListSandboxStats:output_type -> agentrun.node.v1.ListSandboxStatsResponse
+	38,  // 158: agentrun.node.v1.Node.SetNetworkPolicy:output_type -> agentrun.node.v1.Sandbox
+	56,  // 159: agentrun.node.v1.Node.GetNetworkLog:output_type -> agentrun.node.v1.NetworkLog
+	60,  // 160: agentrun.node.v1.Node.ForkSandbox:output_type -> agentrun.node.v1.Fork
+	60,  // 161: agentrun.node.v1.Node.GetFork:output_type -> agentrun.node.v1.Fork
+	64,  // 162: agentrun.node.v1.Node.ListForks:output_type -> agentrun.node.v1.ListForksResponse
+	85,  // 163: agentrun.node.v1.Node.DeleteFork:output_type -> google.protobuf.Empty
+	66,  // 164: agentrun.node.v1.Node.CheckpointSandbox:output_type -> agentrun.node.v1.Checkpoint
+	66,  // 165: agentrun.node.v1.Node.GetCheckpoint:output_type -> agentrun.node.v1.Checkpoint
+	70,  // 166: agentrun.node.v1.Node.ListCheckpoints:output_type -> agentrun.node.v1.ListCheckpointsResponse
+	85,  // 167: agentrun.node.v1.Node.DeleteCheckpoint:output_type -> google.protobuf.Empty
+	38,  // 168: agentrun.node.v1.Node.RestoreCheckpoint:output_type -> agentrun.node.v1.Sandbox
+	73,  // 169: agentrun.node.v1.Node.GetNamespaceCA:output_type -> agentrun.node.v1.NamespaceCA
+	73,  // 170: agentrun.node.v1.Node.SetNamespaceCA:output_type -> agentrun.node.v1.NamespaceCA
+	133, // [133:171] is the sub-list for method output_type
+	95,  // [95:133] is the sub-list for method input_type
+	95,  // [95:95] is the sub-list for extension type_name
+	95,  // [95:95] is the sub-list for extension extendee
+	0,   // [0:95] is the sub-list for field type_name
 }
 
 func init() { file_agentrun_node_v1_node_proto_init() }
@@ -6431,7 +7019,7 @@ func file_agentrun_node_v1_node_proto_init() {
 	if File_agentrun_node_v1_node_proto != nil {
 		return
 	}
-	file_agentrun_node_v1_node_proto_msgTypes[10].OneofWrappers = []any{
+	file_agentrun_node_v1_node_proto_msgTypes[11].OneofWrappers = []any{
 		(*WatchEvent_Node)(nil),
 		(*WatchEvent_Template)(nil),
 		(*WatchEvent_Pool)(nil),
@@ -6439,19 +7027,19 @@ func file_agentrun_node_v1_node_proto_init() {
 		(*WatchEvent_Fork)(nil),
 		(*WatchEvent_Checkpoint)(nil),
 	}
-	file_agentrun_node_v1_node_proto_msgTypes[13].OneofWrappers = []any{
+	file_agentrun_node_v1_node_proto_msgTypes[14].OneofWrappers = []any{
 		(*ReadyCheck_Command)(nil),
 		(*ReadyCheck_Port)(nil),
 		(*ReadyCheck_Delay)(nil),
 	}
-	file_agentrun_node_v1_node_proto_msgTypes[22].OneofWrappers = []any{}
+	file_agentrun_node_v1_node_proto_msgTypes[23].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_agentrun_node_v1_node_proto_rawDesc), len(file_agentrun_node_v1_node_proto_rawDesc)),
 			NumEnums:      7,
-			NumMessages:   71,
+			NumMessages:   76,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

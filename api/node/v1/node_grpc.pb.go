@@ -49,6 +49,8 @@ const (
 	Node_HibernateSandbox_FullMethodName  = "/agentrun.node.v1.Node/HibernateSandbox"
 	Node_ExtendSandbox_FullMethodName     = "/agentrun.node.v1.Node/ExtendSandbox"
 	Node_KillSandbox_FullMethodName       = "/agentrun.node.v1.Node/KillSandbox"
+	Node_SetSandboxToken_FullMethodName   = "/agentrun.node.v1.Node/SetSandboxToken"
+	Node_ReleaseOwner_FullMethodName      = "/agentrun.node.v1.Node/ReleaseOwner"
 	Node_GetSandboxStats_FullMethodName   = "/agentrun.node.v1.Node/GetSandboxStats"
 	Node_ListSandboxStats_FullMethodName  = "/agentrun.node.v1.Node/ListSandboxStats"
 	Node_SetNetworkPolicy_FullMethodName  = "/agentrun.node.v1.Node/SetNetworkPolicy"
@@ -103,6 +105,11 @@ type NodeClient interface {
 	// Gives it a timeout that counts from now on.
 	ExtendSandbox(ctx context.Context, in *ExtendSandboxRequest, opts ...grpc.CallOption) (*Sandbox, error)
 	KillSandbox(ctx context.Context, in *KillSandboxRequest, opts ...grpc.CallOption) (*Sandbox, error)
+	// Replaces its token by one that the caller has made. The one before is refused from then
+	// on, and requests that are under way with it end.
+	SetSandboxToken(ctx context.Context, in *SetSandboxTokenRequest, opts ...grpc.CallOption) (*Sandbox, error)
+	// Forgets an owner whose sandbox has ended. It is not_found if it is forgotten already.
+	ReleaseOwner(ctx context.Context, in *ReleaseOwnerRequest, opts ...grpc.CallOption) (*emptypb.Empty, error)
 	// What it costs. It does not wake it.
 	GetSandboxStats(ctx context.Context, in *GetSandboxStatsRequest, opts ...grpc.CallOption) (*SandboxStats, error)
 	ListSandboxStats(ctx context.Context, in *ListSandboxStatsRequest, opts ...grpc.CallOption) (*ListSandboxStatsResponse, error)
@@ -359,6 +366,26 @@ func (c *nodeClient) KillSandbox(ctx context.Context, in *KillSandboxRequest, op
 	return out, nil
 }
 
+func (c *nodeClient) SetSandboxToken(ctx context.Context, in *SetSandboxTokenRequest, opts ...grpc.CallOption) (*Sandbox, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(Sandbox)
+	err := c.cc.Invoke(ctx, Node_SetSandboxToken_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *nodeClient) ReleaseOwner(ctx context.Context, in *ReleaseOwnerRequest, opts ...grpc.CallOption) (*emptypb.Empty, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(emptypb.Empty)
+	err := c.cc.Invoke(ctx, Node_ReleaseOwner_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *nodeClient) GetSandboxStats(ctx context.Context, in *GetSandboxStatsRequest, opts ...grpc.CallOption) (*SandboxStats, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(SandboxStats)
@@ -546,6 +573,11 @@ type NodeServer interface {
 	// Gives it a timeout that counts from now on.
 	ExtendSandbox(context.Context, *ExtendSandboxRequest) (*Sandbox, error)
 	KillSandbox(context.Context, *KillSandboxRequest) (*Sandbox, error)
+	// Replaces its token by one that the caller has made. The one before is refused from then
+	// on, and requests that are under way with it end.
+	SetSandboxToken(context.Context, *SetSandboxTokenRequest) (*Sandbox, error)
+	// Forgets an owner whose sandbox has ended. It is not_found if it is forgotten already.
+	ReleaseOwner(context.Context, *ReleaseOwnerRequest) (*emptypb.Empty, error)
 	// What it costs. It does not wake it.
 	GetSandboxStats(context.Context, *GetSandboxStatsRequest) (*SandboxStats, error)
 	ListSandboxStats(context.Context, *ListSandboxStatsRequest) (*ListSandboxStatsResponse, error)
@@ -645,6 +677,12 @@ func (UnimplementedNodeServer) ExtendSandbox(context.Context, *ExtendSandboxRequ
 }
 func (UnimplementedNodeServer) KillSandbox(context.Context, *KillSandboxRequest) (*Sandbox, error) {
 	return nil, status.Error(codes.Unimplemented, "method KillSandbox not implemented")
+}
+func (UnimplementedNodeServer) SetSandboxToken(context.Context, *SetSandboxTokenRequest) (*Sandbox, error) {
+	return nil, status.Error(codes.Unimplemented, "method SetSandboxToken not implemented")
+}
+func (UnimplementedNodeServer) ReleaseOwner(context.Context, *ReleaseOwnerRequest) (*emptypb.Empty, error) {
+	return nil, status.Error(codes.Unimplemented, "method ReleaseOwner not implemented")
 }
 func (UnimplementedNodeServer) GetSandboxStats(context.Context, *GetSandboxStatsRequest) (*SandboxStats, error) {
 	return nil, status.Error(codes.Unimplemented, "method GetSandboxStats not implemented")
@@ -1083,6 +1121,42 @@ func _Node_KillSandbox_Handler(srv interface{}, ctx context.Context, dec func(in
 	return interceptor(ctx, in, info, handler)
 }
 
+func _Node_SetSandboxToken_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(SetSandboxTokenRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).SetSandboxToken(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_SetSandboxToken_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).SetSandboxToken(ctx, req.(*SetSandboxTokenRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Node_ReleaseOwner_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ReleaseOwnerRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).ReleaseOwner(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_ReleaseOwner_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).ReleaseOwner(ctx, req.(*ReleaseOwnerRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _Node_GetSandboxStats_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(GetSandboxStatsRequest)
 	if err := dec(in); err != nil {
@@ -1439,6 +1513,14 @@ var Node_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "KillSandbox",
 			Handler:    _Node_KillSandbox_Handler,
+		},
+		{
+			MethodName: "SetSandboxToken",
+			Handler:    _Node_SetSandboxToken_Handler,
+		},
+		{
+			MethodName: "ReleaseOwner",
+			Handler:    _Node_ReleaseOwner_Handler,
 		},
 		{
 			MethodName: "GetSandboxStats",

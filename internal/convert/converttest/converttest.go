@@ -159,6 +159,7 @@ var words = map[reflect.Type]string{
 	reflect.TypeFor[sandbox.TimeoutAction](): string(sandbox.TimeoutHibernate),
 	reflect.TypeFor[sandbox.Code]():          string(sandbox.CodeCapacity),
 	reflect.TypeFor[sandbox.NetworkMode]():   string(sandbox.NetworkNone),
+	reflect.TypeFor[sandbox.TokenHash]():     string(sandbox.HashToken("a token")),
 	reflect.TypeFor[policy.Egress]():         string(policy.AllowByDefault),
 }
 
@@ -181,6 +182,9 @@ func fill(v reflect.Value, path string, n *int) {
 		return
 	case time.Duration:
 		v.SetInt(int64(*n) * int64(time.Second))
+		return
+	case sandbox.UID:
+		v.SetString(fmt.Sprintf("Owner-%d", *n))
 		return
 	case sandbox.ID:
 		v.SetString(fmt.Sprintf("%-20s", strings.Map(func(r rune) rune { return r - '0' + 'a' }, fmt.Sprintf("%020d", *n))))

@@ -26,19 +26,21 @@ var (
 	LeftOfTemplate = Same(ofNode, "Builds.ResourceVersion", "Builds.Snapshot", "Builds.Spec", "Builds.Env", "Builds.Workdir", "Builds.User", "Builds.Lineage", "Builds.TrustedCA", "Builds.Kept", "Builds.Pulled", "Builds.Outdated")
 
 	LeftOfSandbox = Both(
-		Same(ofNode, "TrustedCA"),
+		Same(ofNode, "TrustedCA", "Token", "Given"),
 		Same(ofNode, "Limits", "Layers", "Live", "Clock", "Machine", "Asleep", "Kept", "Boot", "Egress.Lineage"),
 		Same("it may hold what is not for everybody who lists sandboxes", "Env"))
 
 	LeftOfCheckpoint = Both(
-		Same(ofNode, "Kept", "Of.Limits", "Of.Layers", "Of.Live", "Of.Clock", "Of.Machine", "Of.Asleep", "Of.Kept", "Of.Boot", "Of.TrustedCA"),
+		Same(ofNode, "Kept", "Of.Limits", "Of.Layers", "Of.Live", "Of.Clock", "Of.Machine", "Of.Asleep", "Of.Kept", "Of.Boot", "Of.TrustedCA", "Of.Token", "Of.Given"),
 		Same("it may hold what is not for everybody who lists checkpoints", "Of.Env"),
 		Same(ofSandbox, "Of.ResourceVersion", "Of.State", "Of.Metadata", "Of.Secrets", "Of.SecretsBy", "Of.Parent", "Of.Fork", "Of.Checkpoint",
-			"Of.Created", "Of.Ended", "Of.Reason", "Of.Detail", "Of.Unresponsive", "Of.Timeout", "Of.IdleTimeout", "Of.OnTimeout", "Of.Egress"))
+			"Of.Created", "Of.Ended", "Of.Reason", "Of.Detail", "Of.Unresponsive", "Of.Timeout", "Of.IdleTimeout", "Of.OnTimeout", "Of.Expires", "Of.Owner", "Of.Egress"))
+
+	LeftOfFork = Same(ofNode, "Asked")
 
 	LeftOfCost = Both(LeftOfSandbox,
 		Same(ofSandbox, "ResourceVersion", "Pool", "Template", "Revision", "Engine", "Metadata", "Workdir", "User", "Memory", "Secrets", "SecretsBy",
-			"Parent", "Fork", "Checkpoint", "Created", "Ended", "Reason", "Detail", "Unresponsive", "Timeout", "IdleTimeout", "OnTimeout", "Egress.Bounds", "Egress.Own"))
+			"Parent", "Fork", "Checkpoint", "Created", "Ended", "Reason", "Detail", "Unresponsive", "Timeout", "IdleTimeout", "OnTimeout", "Expires", "Owner", "Egress.Bounds", "Egress.Own"))
 )
 
 const (

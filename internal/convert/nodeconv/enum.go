@@ -62,6 +62,14 @@ func toTime(t *timestamppb.Timestamp) time.Time {
 	return t.AsTime()
 }
 
+// ToExpiry reads an end time; missing is none.
+func ToExpiry(field string, t *timestamppb.Timestamp) (time.Time, error) {
+	if t != nil && (t.CheckValid() != nil || t.AsTime().IsZero()) {
+		return time.Time{}, sandbox.Invalid(field, "it is no time of the years 1 to 9999")
+	}
+	return toTime(t), nil
+}
+
 // fromDuration leaves out what is 0.
 func fromDuration(d time.Duration) *durationpb.Duration {
 	if d == 0 {

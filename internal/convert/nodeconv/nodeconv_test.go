@@ -38,17 +38,20 @@ func TestRoundTrip(t *testing.T) {
 		})
 	}
 	converttest.Pair[sandbox.PoolSpec, *nodev1.PoolSpec]{From: FromPoolSpec, To: ToPoolSpec}.Check(t)
-	converttest.Pair[sandbox.ClaimSpec, *nodev1.ClaimSandboxRequest]{
-		From: FromClaimSpec, To: ToClaimSpec, Left: converttest.Same(noSecrets, "Secrets"), Added: ofRequest,
+	converttest.Pair[sandbox.ClaimRequest, *nodev1.ClaimSandboxRequest]{
+		From: FromClaim, To: ToClaim,
+		Left:  converttest.Both(converttest.Same("the caller adds it", "Namespace", "Name", "Once"), converttest.Same(noSecrets, "Spec.Secrets")),
+		Added: converttest.Same("the caller adds it", "IdempotencyKey"),
 	}.Check(t)
+	converttest.Pair[sandbox.Precondition, *nodev1.Precondition]{From: FromPrecondition, To: ToPrecondition}.Check(t)
 	converttest.Pair[sandbox.RestoreSpec, *nodev1.RestoreCheckpointRequest]{
 		From: FromRestoreSpec, To: ToRestoreSpec, Added: converttest.Both(ofRequest, converttest.Same("the caller adds it", "Checkpoint")),
 	}.Check(t)
 	converttest.Pair[*policy.Policy, *nodev1.SetNetworkPolicyRequest]{
-		From: FromOwnPolicy, To: ToOwnPolicy, Added: converttest.Same("the caller adds it", "Namespace", "Name"),
+		From: FromOwnPolicy, To: ToOwnPolicy, Added: converttest.Same("the caller adds it", "Namespace", "Name", "Precondition"),
 	}.Check(t)
 	converttest.Pair[sandbox.TrafficRequest, *nodev1.GetNetworkLogRequest]{From: FromTrafficRequest, To: ToTrafficRequest}.Check(t)
-	converttest.Pair[sandbox.ForkSpec, *nodev1.ForkSandboxRequest]{From: FromForkSpec, To: ToForkSpec, Added: ofRequest}.Check(t)
+	converttest.Pair[sandbox.ForkSpec, *nodev1.ForkSandboxRequest]{From: FromForkSpec, To: ToForkSpec, Added: converttest.Both(ofRequest, converttest.Same("the caller adds it", "Precondition"))}.Check(t)
 	converttest.Pair[sandbox.CASpec, *nodev1.SetNamespaceCARequest]{
 		From: FromCASpec, To: converttest.Sure(ToCASpec), Added: converttest.Same("the caller adds it", "Namespace"),
 	}.Check(t)
@@ -78,9 +81,10 @@ func TestRoundTripOfObjects(t *testing.T) {
 	}.Check(t)
 	converttest.Pair[sandbox.Sandbox, *nodev1.Sandbox]{
 		From: FromSandbox, To: ToSandbox, Left: converttest.Both(converttest.LeftOfSandbox, converttest.Same(noSecrets, "Secrets", "SecretsBy")),
+		Added: converttest.Same("the server adds it", "Endpoint"),
 	}.Check(t)
 	converttest.Pair[sandbox.Fork, *nodev1.Fork]{
-		From: FromFork, To: ToFork, Left: converttest.Same(noSecrets, "By", "HoldsSecrets"),
+		From: FromFork, To: ToFork, Left: converttest.Both(converttest.Same(noSecrets, "By", "HoldsSecrets"), converttest.LeftOfFork),
 	}.Check(t)
 	converttest.Pair[sandbox.CheckpointSize, *nodev1.Checkpoint]{
 		From: FromCheckpoint, To: ToCheckpoint,

@@ -12,7 +12,7 @@ import (
 func FromTemplate(t sandbox.Template, builds []sandbox.Build) *nodev1.Template {
 	out := &nodev1.Template{
 		Namespace: string(t.Namespace), Name: string(t.Name), Spec: FromTemplateSpec(t.Spec), Revision: t.Revision,
-		Created: fromTime(t.Created), Phase: nodev1.Phase_PHASE_PENDING, ResourceVersion: t.ResourceVersion,
+		Created: fromTime(t.Created), Phase: nodev1.Phase_PHASE_PENDING, ResourceVersion: t.ResourceVersion, Owner: string(t.Owner),
 	}
 	for _, b := range builds {
 		out.Builds = append(out.Builds, &nodev1.Build{
@@ -29,7 +29,7 @@ func FromTemplate(t sandbox.Template, builds []sandbox.Build) *nodev1.Template {
 // ToTemplate reads a template, and its builds as far as they are told of.
 func ToTemplate(g *nodev1.Template) (t sandbox.Template, builds []sandbox.Build, err error) {
 	var r convert.Reader
-	t = sandbox.Template{Key: r.Key(g.GetNamespace(), g.GetName()), Versioned: versioned(g), Revision: g.GetRevision(), Created: toTime(g.GetCreated())}
+	t = sandbox.Template{Key: r.Key(g.GetNamespace(), g.GetName()), Versioned: versioned(g), Revision: g.GetRevision(), Created: toTime(g.GetCreated()), Owner: r.OptionalUID(g.GetOwner())}
 	if t.Spec, err = ToTemplateSpec(g.GetSpec()); err != nil {
 		r.Fail(err)
 	}
@@ -48,14 +48,14 @@ func FromPool(p sandbox.Pool, status sandbox.PoolStatus) *nodev1.Pool {
 	return &nodev1.Pool{
 		Namespace: string(p.Namespace), Name: string(p.Name), Created: fromTime(p.Created), Spec: FromPoolSpec(p.Spec),
 		Phase: phases[status.Phase], Problem: status.Problem, Ready: uint32(status.Ready), Snapshots: uint32(status.Snapshots),
-		ResourceVersion: p.ResourceVersion,
+		ResourceVersion: p.ResourceVersion, Owner: string(p.Owner),
 	}
 }
 
 // ToPool reads a pool and what it has.
 func ToPool(g *nodev1.Pool) (p sandbox.Pool, status sandbox.PoolStatus, err error) {
 	var r convert.Reader
-	p = sandbox.Pool{Key: r.Key(g.GetNamespace(), g.GetName()), Versioned: versioned(g), Created: toTime(g.GetCreated())}
+	p = sandbox.Pool{Key: r.Key(g.GetNamespace(), g.GetName()), Versioned: versioned(g), Created: toTime(g.GetCreated()), Owner: r.OptionalUID(g.GetOwner())}
 	if p.Spec, err = ToPoolSpec(g.GetSpec()); err != nil {
 		r.Fail(err)
 	}
@@ -74,7 +74,7 @@ func FromSandbox(s sandbox.Sandbox) *nodev1.Sandbox {
 		Parent: string(s.Parent), Fork: string(s.Fork), Checkpoint: string(s.Checkpoint),
 		Created: fromTime(s.Created), Ended: fromTime(s.Ended), Reason: reasons[s.Reason], Detail: s.Detail, Unresponsive: s.Unresponsive,
 		Lifetime: fromLifetime(s.Lifetime), NetworkPolicy: fromPolicy(s.Egress.Own), NetworkBounds: fromPolicies(s.Egress.Bounds),
-		ResourceVersion: s.ResourceVersion,
+		ResourceVersion: s.ResourceVersion, Owner: string(s.Owner),
 	}
 }
 
@@ -87,8 +87,8 @@ func ToSandbox(g *nodev1.Sandbox) (sandbox.Sandbox, error) {
 		Metadata: g.GetMetadata(), Workdir: g.GetWorkdir(), User: g.GetUser(), Memory: g.GetMemoryBytes(),
 		Parent: r.OptionalID(g.GetParent()), Fork: r.OptionalName(g.GetFork()), Checkpoint: r.OptionalName(g.GetCheckpoint()),
 		Created: toTime(g.GetCreated()), Ended: toTime(g.GetEnded()), Reason: inverse(reasons, g.GetReason()), Detail: g.GetDetail(), Unresponsive: g.GetUnresponsive(),
-		Lifetime: toLifetime(&r, g.GetLifetime()),
-		Egress:   sandbox.Egress{Own: toPolicy(&r, "network_policy", g.GetNetworkPolicy()), Bounds: toPolicies(&r, g.GetNetworkBounds())},
+		Lifetime: toLifetime(&r, g.GetLifetime()), Owner: r.OptionalUID(g.GetOwner()),
+		Egress: sandbox.Egress{Own: toPolicy(&r, "network_policy", g.GetNetworkPolicy()), Bounds: toPolicies(&r, g.GetNetworkBounds())},
 	}
 	return s, r.Err()
 }
@@ -98,10 +98,10 @@ func FromFork(f sandbox.Fork) *nodev1.Fork {
 	out := &nodev1.Fork{
 		Namespace: string(f.Namespace), Name: string(f.Name), Source: string(f.Source), SourceId: string(f.SourceID),
 		Replicas: uint32(f.Replicas), Created: fromTime(f.Created), Phase: phases[f.Phase], Pause: fromDuration(f.Pause),
-		ResourceVersion: f.ResourceVersion,
+		ResourceVersion: f.ResourceVersion, Checkpoint: string(f.Checkpoint),
 	}
 	for _, c := range f.Children {
-		out.Children = append(out.Children, &nodev1.ForkOutcome{Name: string(c.Name), Id: string(c.ID), Problem: c.Problem})
+		out.Children = append(out.Children, &nodev1.ForkOutcome{Name: string(c.Name), Id: string(c.ID), Problem: c.Problem, Owner: string(c.Owner)})
 	}
 	return out
 }
@@ -112,10 +112,10 @@ func ToFork(g *nodev1.Fork) (sandbox.Fork, error) {
 	f := sandbox.Fork{
 		Key: r.Key(g.GetNamespace(), g.GetName()), Versioned: versioned(g), Source: r.Name(g.GetSource()), SourceID: r.OptionalID(g.GetSourceId()),
 		Replicas: int(g.GetReplicas()), Created: toTime(g.GetCreated()), Phase: inverse(phases, g.GetPhase()),
-		Pause: r.Duration(ToDuration("pause", g.GetPause())),
+		Pause: r.Duration(ToDuration("pause", g.GetPause())), Checkpoint: r.OptionalName(g.GetCheckpoint()),
 	}
 	for _, c := range g.GetChildren() {
-		f.Children = append(f.Children, sandbox.ForkOutcome{Name: r.Name(c.GetName()), ID: r.OptionalID(c.GetId()), Problem: c.GetProblem()})
+		f.Children = append(f.Children, sandbox.ForkOutcome{Name: r.Name(c.GetName()), ID: r.OptionalID(c.GetId()), Problem: c.GetProblem(), Owner: r.OptionalUID(c.GetOwner())})
 	}
 	return f, r.Err()
 }

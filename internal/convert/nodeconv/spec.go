@@ -79,21 +79,40 @@ func ToPoolSpec(g *nodev1.PoolSpec) (sandbox.PoolSpec, error) {
 	}, r.Err()
 }
 
-// FromClaimSpec is for ClaimSandbox. The caller adds namespace, name and idempotency
-// key.
-func FromClaimSpec(s sandbox.ClaimSpec) *nodev1.ClaimSandboxRequest {
+// FromClaim is for ClaimSandbox. The caller adds the idempotency key.
+func FromClaim(r sandbox.ClaimRequest) *nodev1.ClaimSandboxRequest {
+	s := r.Spec
 	return &nodev1.ClaimSandboxRequest{
+		Namespace: string(r.Namespace), Name: string(r.Name),
 		Pool: string(s.Pool), Env: s.Env, Metadata: s.Metadata, Lifetime: fromLifetime(s.Lifetime), NetworkPolicy: fromPolicy(s.NetworkPolicy),
+		Owner: string(r.Owner), TokenSha256: string(r.Token), SecretValues: r.Values,
 	}
 }
 
-// ToClaimSpec reads what a claim asks for.
-func ToClaimSpec(g *nodev1.ClaimSandboxRequest) (sandbox.ClaimSpec, error) {
+// ToClaim reads what a claim asks for. The caller adds namespace, name and idempotency key.
+func ToClaim(g *nodev1.ClaimSandboxRequest) (sandbox.ClaimRequest, error) {
 	var r convert.Reader
-	return sandbox.ClaimSpec{
-		Pool: r.Name(g.GetPool()), Env: g.GetEnv(), Metadata: g.GetMetadata(), Lifetime: toLifetime(&r, g.GetLifetime()),
-		NetworkPolicy: toPolicy(&r, "network_policy", g.GetNetworkPolicy()),
+	return sandbox.ClaimRequest{
+		Spec: sandbox.ClaimSpec{
+			Pool: r.Name(g.GetPool()), Env: g.GetEnv(), Metadata: g.GetMetadata(), Lifetime: toLifetime(&r, g.GetLifetime()),
+			NetworkPolicy: toPolicy(&r, "network_policy", g.GetNetworkPolicy()),
+		},
+		Owner: r.OptionalUID(g.GetOwner()), Token: r.OptionalTokenHash(g.GetTokenSha256()), Values: g.GetSecretValues(),
 	}, r.Err()
+}
+
+// FromPrecondition is part of the calls that can have one; nil is none.
+func FromPrecondition(p sandbox.Precondition) *nodev1.Precondition {
+	if p == (sandbox.Precondition{}) {
+		return nil
+	}
+	return &nodev1.Precondition{Id: string(p.ID), Owner: string(p.Owner), ResourceVersion: p.Version}
+}
+
+// ToPrecondition reads what an object has to be.
+func ToPrecondition(g *nodev1.Precondition) (sandbox.Precondition, error) {
+	var r convert.Reader
+	return sandbox.Precondition{ID: r.OptionalID(g.GetId()), Owner: r.OptionalUID(g.GetOwner()), Version: g.GetResourceVersion()}, r.Err()
 }
 
 // FromRestoreSpec is for RestoreCheckpoint. The caller adds namespace, names and
@@ -111,19 +130,30 @@ func ToRestoreSpec(g *nodev1.RestoreCheckpointRequest) (sandbox.RestoreSpec, err
 // FromForkSpec is for ForkSandbox. The caller adds namespace, name and idempotency
 // key.
 func FromForkSpec(s sandbox.ForkSpec) *nodev1.ForkSandboxRequest {
-	return &nodev1.ForkSandboxRequest{Source: string(s.Source), Replicas: uint32(s.Replicas), NetworkPolicy: fromPolicy(s.NetworkPolicy)}
+	out := &nodev1.ForkSandboxRequest{Source: string(s.Source), Replicas: uint32(s.Replicas), NetworkPolicy: fromPolicy(s.NetworkPolicy), Atomic: s.Atomic, Checkpoint: string(s.Checkpoint)}
+	for _, c := range s.Children {
+		out.Children = append(out.Children, &nodev1.ForkChild{Name: string(c.Name), Owner: string(c.Owner), TokenSha256: string(c.Token)})
+	}
+	return out
 }
 
 // ToForkSpec reads what a fork asks for.
 func ToForkSpec(g *nodev1.ForkSandboxRequest) (sandbox.ForkSpec, error) {
 	var r convert.Reader
-	return sandbox.ForkSpec{
+	s := sandbox.ForkSpec{
 		Source: r.Name(g.GetSource()), Replicas: int(g.GetReplicas()), NetworkPolicy: toPolicy(&r, "network_policy", g.GetNetworkPolicy()),
-	}, r.Err()
+		Atomic: g.GetAtomic(), Checkpoint: r.OptionalName(g.GetCheckpoint()),
+	}
+	for _, c := range g.GetChildren() {
+		s.Children = append(s.Children, sandbox.ForkChild{
+			Name: r.OptionalName(c.GetName()), Owner: r.OptionalUID(c.GetOwner()), Token: r.OptionalTokenHash(c.GetTokenSha256()),
+		})
+	}
+	return s, r.Err()
 }
 
 func fromLifetime(l sandbox.Lifetime) *nodev1.Lifetime {
-	return &nodev1.Lifetime{Timeout: fromDuration(l.Timeout), IdleTimeout: fromDuration(l.IdleTimeout), OnTimeout: actions[l.OnTimeout]}
+	return &nodev1.Lifetime{Timeout: fromDuration(l.Timeout), IdleTimeout: fromDuration(l.IdleTimeout), OnTimeout: actions[l.OnTimeout], Expires: fromTime(l.Expires)}
 }
 
 func toLifetime(r *convert.Reader, g *nodev1.Lifetime) sandbox.Lifetime {
@@ -131,5 +161,6 @@ func toLifetime(r *convert.Reader, g *nodev1.Lifetime) sandbox.Lifetime {
 		Timeout:     r.Duration(ToDuration("lifetime.timeout", g.GetTimeout())),
 		IdleTimeout: r.Duration(ToDuration("lifetime.idle_timeout", g.GetIdleTimeout())),
 		OnTimeout:   inverse(actions, g.GetOnTimeout()),
+		Expires:     r.Time(ToExpiry("lifetime.expires", g.GetExpires())),
 	}
 }

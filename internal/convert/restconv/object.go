@@ -12,7 +12,7 @@ import (
 func FromTemplate(t sandbox.Template, builds []sandbox.Build) rest.Template {
 	out := rest.Template{
 		Namespace: string(t.Namespace), Name: string(t.Name), Revision: t.Revision, Created: t.Created,
-		Phase: rest.PhasePending, Builds: []rest.Build{}, Spec: FromTemplateSpec(t.Spec), ResourceVersion: fromVersion(t.ResourceVersion),
+		Phase: rest.PhasePending, Builds: []rest.Build{}, Spec: FromTemplateSpec(t.Spec), ResourceVersion: fromVersion(t.ResourceVersion), Owner: string(t.Owner),
 	}
 	for _, b := range builds {
 		out.Builds = append(out.Builds, rest.Build{
@@ -29,7 +29,7 @@ func FromTemplate(t sandbox.Template, builds []sandbox.Build) rest.Template {
 // ToTemplate reads a template, and its builds as far as they are told of.
 func ToTemplate(g rest.Template) (t sandbox.Template, builds []sandbox.Build, err error) {
 	var r convert.Reader
-	t = sandbox.Template{Key: r.Key(g.Namespace, g.Name), Versioned: toVersion(&r, g.ResourceVersion), Revision: g.Revision, Created: g.Created}
+	t = sandbox.Template{Key: r.Key(g.Namespace, g.Name), Versioned: toVersion(&r, g.ResourceVersion), Revision: g.Revision, Created: g.Created, Owner: r.OptionalUID(g.Owner)}
 	if t.Spec, err = ToTemplateSpec(g.Spec); err != nil {
 		r.Fail(err)
 	}
@@ -47,14 +47,14 @@ func FromPool(p sandbox.Pool, status sandbox.PoolStatus) rest.Pool {
 	return rest.Pool{
 		Namespace: string(p.Namespace), Name: string(p.Name), Created: p.Created, Spec: FromPoolSpec(p.Spec),
 		Phase: rest.Phase(status.Phase), Ready: status.Ready, Snapshots: status.Snapshots, Problem: status.Problem,
-		ResourceVersion: fromVersion(p.ResourceVersion),
+		ResourceVersion: fromVersion(p.ResourceVersion), Owner: string(p.Owner),
 	}
 }
 
 // ToPool reads a pool and what it has.
 func ToPool(g rest.Pool) (p sandbox.Pool, status sandbox.PoolStatus, err error) {
 	var r convert.Reader
-	p = sandbox.Pool{Key: r.Key(g.Namespace, g.Name), Versioned: toVersion(&r, g.ResourceVersion), Created: g.Created}
+	p = sandbox.Pool{Key: r.Key(g.Namespace, g.Name), Versioned: toVersion(&r, g.ResourceVersion), Created: g.Created, Owner: r.OptionalUID(g.Owner)}
 	if p.Spec, err = ToPoolSpec(g.Spec); err != nil {
 		r.Fail(err)
 	}
@@ -71,9 +71,9 @@ func FromSandbox(s sandbox.Sandbox) rest.Sandbox {
 		Secrets: fromSecretRefs(s.Secrets), SecretsBy: string(s.SecretsBy),
 		Parent: string(s.Parent), Fork: string(s.Fork), Checkpoint: string(s.Checkpoint), Created: s.Created, Ended: FromTime(s.Ended),
 		Reason: rest.SandboxReason(s.Reason), Detail: s.Detail, Unresponsive: s.Unresponsive,
-		Timeout: FromDuration(s.Timeout), IdleTimeout: FromDuration(s.IdleTimeout), OnTimeout: rest.OnTimeout(s.OnTimeout),
+		Timeout: FromDuration(s.Timeout), IdleTimeout: FromDuration(s.IdleTimeout), OnTimeout: rest.OnTimeout(s.OnTimeout), Expires: FromTime(s.Expires),
 		NetworkPolicy: fromPolicy(s.Egress.Own), NetworkBounds: fromPolicies(s.Egress.Bounds),
-		ResourceVersion: fromVersion(s.ResourceVersion),
+		ResourceVersion: fromVersion(s.ResourceVersion), Owner: string(s.Owner),
 	}
 }
 
@@ -87,8 +87,8 @@ func ToSandbox(g rest.Sandbox) (sandbox.Sandbox, error) {
 		Secrets: toSecretRefs(&r, g.Secrets), SecretsBy: sandbox.Principal(g.SecretsBy),
 		Parent: r.OptionalID(g.Parent), Fork: r.OptionalName(g.Fork), Checkpoint: r.OptionalName(g.Checkpoint),
 		Created: g.Created, Ended: ToTime(g.Ended), Reason: sandbox.Reason(g.Reason), Detail: g.Detail, Unresponsive: g.Unresponsive,
-		Lifetime: toLifetime(&r, g.Timeout, g.IdleTimeout, g.OnTimeout),
-		Egress:   sandbox.Egress{Own: toPolicy(&r, "networkPolicy", g.NetworkPolicy), Bounds: toPolicies(&r, g.NetworkBounds)},
+		Lifetime: toLifetime(&r, g.Timeout, g.IdleTimeout, g.OnTimeout, g.Expires), Owner: r.OptionalUID(g.Owner),
+		Egress: sandbox.Egress{Own: toPolicy(&r, "networkPolicy", g.NetworkPolicy), Bounds: toPolicies(&r, g.NetworkBounds)},
 	}
 	return s, r.Err()
 }
@@ -98,11 +98,11 @@ func FromFork(f sandbox.Fork) rest.Fork {
 	out := rest.Fork{
 		Namespace: string(f.Namespace), Name: string(f.Name), Source: string(f.Source), SourceID: string(f.SourceID),
 		Replicas: f.Replicas, Created: f.Created, Phase: rest.Phase(f.Phase), Pause: FromDuration(f.Pause),
-		By: string(f.By), HoldsSecrets: f.HoldsSecrets, ResourceVersion: fromVersion(f.ResourceVersion),
+		By: string(f.By), HoldsSecrets: f.HoldsSecrets, ResourceVersion: fromVersion(f.ResourceVersion), Checkpoint: string(f.Checkpoint),
 		Children: make([]rest.ForkOutcome, 0, len(f.Children)),
 	}
 	for _, c := range f.Children {
-		out.Children = append(out.Children, rest.ForkOutcome{Name: string(c.Name), Id: string(c.ID), Problem: c.Problem})
+		out.Children = append(out.Children, rest.ForkOutcome{Name: string(c.Name), Id: string(c.ID), Problem: c.Problem, Owner: string(c.Owner)})
 	}
 	return out
 }
@@ -113,10 +113,10 @@ func ToFork(g rest.Fork) (sandbox.Fork, error) {
 	f := sandbox.Fork{
 		Key: r.Key(g.Namespace, g.Name), Versioned: toVersion(&r, g.ResourceVersion), Source: r.Name(g.Source), SourceID: r.OptionalID(g.SourceID),
 		Replicas: g.Replicas, Created: g.Created, Phase: sandbox.Phase(g.Phase), Pause: r.Duration(ToDuration("pause", g.Pause)),
-		By: sandbox.Principal(g.By), HoldsSecrets: g.HoldsSecrets,
+		By: sandbox.Principal(g.By), HoldsSecrets: g.HoldsSecrets, Checkpoint: r.OptionalName(g.Checkpoint),
 	}
 	for _, c := range g.Children {
-		f.Children = append(f.Children, sandbox.ForkOutcome{Name: r.Name(c.Name), ID: r.OptionalID(c.Id), Problem: c.Problem})
+		f.Children = append(f.Children, sandbox.ForkOutcome{Name: r.Name(c.Name), ID: r.OptionalID(c.Id), Problem: c.Problem, Owner: r.OptionalUID(c.Owner)})
 	}
 	return f, r.Err()
 }

@@ -21,7 +21,8 @@ func TestRoundTrip(t *testing.T) {
 	}.Check(t)
 	converttest.Pair[sandbox.ForkSpec, rest.ForkCreate]{
 		From: FromForkSpec, To: func(g rest.ForkCreate) (sandbox.ForkSpec, error) { return ToForkSpec("of-path", g) },
-		Left: converttest.Same("it is in the path", "Source"), Added: converttest.Same("it is the object's, not the fork's", "Name"),
+		Left:  converttest.Both(converttest.Same("it is in the path", "Source"), converttest.Same("only a controller gives them", "Children.Owner", "Children.Token")),
+		Added: converttest.Same("it is the object's, not the fork's", "Name"),
 	}.Check(t)
 	converttest.Pair[sandbox.Quota, rest.QuotaSpec]{
 		From: FromQuota, To: func(g rest.QuotaSpec) (sandbox.Quota, error) { return ToQuota("of-path", g) },
@@ -56,7 +57,7 @@ func TestRoundTripOfObjects(t *testing.T) {
 		Added: converttest.Same("the server gives it to whoever made the sandbox", "Token"),
 	}.Check(t)
 	converttest.Pair[sandbox.Fork, rest.Fork]{
-		From: FromFork, To: ToFork, Added: converttest.Same("the server gives it to whoever made the fork", "Children.Token"),
+		From: FromFork, To: ToFork, Left: converttest.LeftOfFork, Added: converttest.Same("the server gives it to whoever made the fork", "Children.Token"),
 	}.Check(t)
 	converttest.Pair[sandbox.CheckpointSize, rest.Checkpoint]{
 		From: FromCheckpoint, To: ToCheckpoint,

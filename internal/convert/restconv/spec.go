@@ -113,7 +113,7 @@ func ToPoolSpec(g rest.PoolSpec) (sandbox.PoolSpec, error) {
 func FromClaimSpec(s sandbox.ClaimSpec) rest.SandboxCreate {
 	return rest.SandboxCreate{
 		Pool: string(s.Pool), Env: rest.Env(s.Env), Secrets: fromSecretRefs(s.Secrets), Metadata: s.Metadata,
-		Timeout: FromDuration(s.Timeout), IdleTimeout: FromDuration(s.IdleTimeout), OnTimeout: rest.OnTimeout(s.OnTimeout),
+		Timeout: FromDuration(s.Timeout), IdleTimeout: FromDuration(s.IdleTimeout), OnTimeout: rest.OnTimeout(s.OnTimeout), Expires: FromTime(s.Expires),
 		NetworkPolicy: fromPolicy(s.NetworkPolicy),
 	}
 }
@@ -125,7 +125,7 @@ func ToClaimSpec(g rest.SandboxCreate) (sandbox.ClaimSpec, error) {
 	}
 	var r convert.Reader
 	s := sandbox.ClaimSpec{Pool: r.Name(g.Pool), Env: sandbox.Env(g.Env), Secrets: toSecretRefs(&r, g.Secrets), Metadata: g.Metadata}
-	s.Lifetime = toLifetime(&r, g.Timeout, g.IdleTimeout, g.OnTimeout)
+	s.Lifetime = toLifetime(&r, g.Timeout, g.IdleTimeout, g.OnTimeout, g.Expires)
 	s.NetworkPolicy = toPolicy(&r, "networkPolicy", g.NetworkPolicy)
 	return s, r.Err()
 }
@@ -135,7 +135,7 @@ func ToClaimSpec(g rest.SandboxCreate) (sandbox.ClaimSpec, error) {
 func FromRestoreSpec(s sandbox.RestoreSpec) rest.CheckpointRestore {
 	return rest.CheckpointRestore{
 		Env: rest.Env(s.Env), Metadata: s.Metadata,
-		Timeout: FromDuration(s.Timeout), IdleTimeout: FromDuration(s.IdleTimeout), OnTimeout: rest.OnTimeout(s.OnTimeout),
+		Timeout: FromDuration(s.Timeout), IdleTimeout: FromDuration(s.IdleTimeout), OnTimeout: rest.OnTimeout(s.OnTimeout), Expires: FromTime(s.Expires),
 	}
 }
 
@@ -143,14 +143,17 @@ func FromRestoreSpec(s sandbox.RestoreSpec) rest.CheckpointRestore {
 func ToRestoreSpec(g rest.CheckpointRestore) (sandbox.RestoreSpec, error) {
 	var r convert.Reader
 	s := sandbox.RestoreSpec{Env: sandbox.Env(g.Env), Metadata: g.Metadata}
-	s.Lifetime = toLifetime(&r, g.Timeout, g.IdleTimeout, g.OnTimeout)
+	s.Lifetime = toLifetime(&r, g.Timeout, g.IdleTimeout, g.OnTimeout, g.Expires)
 	return s, r.Err()
 }
 
-func toLifetime(r *convert.Reader, timeout, idle rest.Duration, action rest.OnTimeout) sandbox.Lifetime {
+func toLifetime(r *convert.Reader, timeout, idle rest.Duration, action rest.OnTimeout, expires *time.Time) sandbox.Lifetime {
+	if expires != nil && expires.IsZero() { // it would be none
+		r.Fail(sandbox.Invalid("expires", "it is in the year 1"))
+	}
 	return sandbox.Lifetime{
 		Timeout: r.Duration(ToDuration("timeout", timeout)), IdleTimeout: r.Duration(ToDuration("idleTimeout", idle)),
-		OnTimeout: sandbox.TimeoutAction(action),
+		OnTimeout: sandbox.TimeoutAction(action), Expires: ToTime(expires),
 	}
 }
 
@@ -170,13 +173,21 @@ func toSecretRefs(r *convert.Reader, given []rest.SecretRef) (out []sandbox.Secr
 
 // FromForkSpec is for a POST to the source, to which the caller adds the fork's name.
 func FromForkSpec(s sandbox.ForkSpec) rest.ForkCreate {
-	return rest.ForkCreate{Replicas: s.Replicas, NetworkPolicy: fromPolicy(s.NetworkPolicy)}
+	out := rest.ForkCreate{Replicas: s.Replicas, NetworkPolicy: fromPolicy(s.NetworkPolicy), Atomic: s.Atomic, Checkpoint: string(s.Checkpoint)}
+	for _, c := range s.Children {
+		out.Names = append(out.Names, string(c.Name))
+	}
+	return out
 }
 
 // ToForkSpec reads what a fork of the source asks for.
 func ToForkSpec(source sandbox.Name, g rest.ForkCreate) (sandbox.ForkSpec, error) {
 	var r convert.Reader
-	return sandbox.ForkSpec{Source: source, Replicas: g.Replicas, NetworkPolicy: toPolicy(&r, "networkPolicy", g.NetworkPolicy)}, r.Err()
+	s := sandbox.ForkSpec{Source: source, Replicas: g.Replicas, NetworkPolicy: toPolicy(&r, "networkPolicy", g.NetworkPolicy), Atomic: g.Atomic, Checkpoint: r.OptionalName(g.Checkpoint)}
+	for _, name := range g.Names {
+		s.Children = append(s.Children, sandbox.ForkChild{Name: r.Name(name)})
+	}
+	return s, r.Err()
 }
 
 // FromQuota is for a PUT of a namespace's quota, and part of the answer.

@@ -78,7 +78,9 @@ type Config struct {
 	// It is read again when it changes.
 	NetworkFile string
 	// NodeID is the node's name; empty is one that is made up once, and kept.
-	NodeID  string
+	NodeID string
+	// Codes are in the ids of sandboxes that the node makes; zero is none.
+	Codes   sandbox.Codes
 	Version string
 	Log     *slog.Logger
 }
@@ -165,7 +167,7 @@ func Open(ctx context.Context, cfg Config) (_ *Daemon, err error) {
 		return nil, err
 	}
 	d.manager, err = node.Open(ctx, node.Config{
-		Dir: cfg.Dir, Engine: d.engine, Boot: boot, NodeID: cfg.NodeID, Capacity: cfg.Capacity, StorageReserve: cfg.StorageReserve,
+		Dir: cfg.Dir, Engine: d.engine, Boot: boot, NodeID: cfg.NodeID, Codes: cfg.Codes, Capacity: cfg.Capacity, StorageReserve: cfg.StorageReserve,
 		Key: key, Log: cfg.Log,
 		Observer: d.work, Network: network,
 		Builder: &template.Builder{Engine: d.engine, Images: cfg.Images, Pull: cfg.Pull, PlainRoots: cfg.Engine == pick.GVisor},

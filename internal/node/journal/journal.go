@@ -20,7 +20,7 @@ import (
 )
 
 // Schema is the version of what this build writes.
-const Schema = 4
+const Schema = 5
 
 var (
 	metaBucket = []byte("meta")

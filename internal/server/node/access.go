@@ -53,6 +53,8 @@ var methods = map[string]method{
 	nodev1.Node_HibernateSandbox_FullMethodName: {"hibernateSandbox", sandbox.KindSandbox, "name"},
 	nodev1.Node_ExtendSandbox_FullMethodName:    {"extendSandbox", sandbox.KindSandbox, "name"},
 	nodev1.Node_KillSandbox_FullMethodName:      {"deleteSandbox", sandbox.KindSandbox, "name"},
+	nodev1.Node_SetSandboxToken_FullMethodName:  {"putToken", sandbox.KindSandbox, "name"},
+	nodev1.Node_ReleaseOwner_FullMethodName:     {operation: "releaseOwner"},
 	nodev1.Node_GetSandboxStats_FullMethodName:  {"getStats", sandbox.KindSandbox, "name"},
 	nodev1.Node_ListSandboxStats_FullMethodName: {operation: "listStats"},
 	nodev1.Node_SetNetworkPolicy_FullMethodName: {"putNetworkPolicy", sandbox.KindSandbox, "name"},

@@ -29,6 +29,29 @@ var features = []feature{
 		"agentrun.node.v1.ListSandboxesRequest.all_namespaces", "agentrun.node.v1.ListForksRequest.all_namespaces",
 		"agentrun.node.v1.ListCheckpointsRequest.all_namespaces",
 	}},
+	{
+		name:    "owners",
+		methods: []string{nodev1.Node_ReleaseOwner_FullMethodName, nodev1.Node_SetSandboxToken_FullMethodName},
+		fields: []protoreflect.FullName{
+			"agentrun.node.v1.ApplyTemplateRequest.owner", "agentrun.node.v1.ApplyPoolRequest.owner", "agentrun.node.v1.ClaimSandboxRequest.owner",
+			"agentrun.node.v1.ClaimSandboxRequest.token_sha256", "agentrun.node.v1.ClaimSandboxRequest.secret_values",
+			"agentrun.node.v1.ClaimSandboxRequest.SecretValuesEntry.key", "agentrun.node.v1.ClaimSandboxRequest.SecretValuesEntry.value",
+		},
+	},
+	{name: "fork-children", fields: []protoreflect.FullName{
+		"agentrun.node.v1.ForkSandboxRequest.children", "agentrun.node.v1.ForkSandboxRequest.atomic", "agentrun.node.v1.ForkSandboxRequest.checkpoint",
+		"agentrun.node.v1.ForkChild.name", "agentrun.node.v1.ForkChild.owner", "agentrun.node.v1.ForkChild.token_sha256",
+	}},
+	{name: "expires", fields: []protoreflect.FullName{"agentrun.node.v1.Lifetime.expires", "agentrun.node.v1.ExtendSandboxRequest.expires"}},
+	{name: "preconditions", fields: []protoreflect.FullName{
+		"agentrun.node.v1.Precondition.id", "agentrun.node.v1.Precondition.owner", "agentrun.node.v1.Precondition.resource_version",
+		"agentrun.node.v1.DeleteTemplateRequest.precondition", "agentrun.node.v1.DeletePoolRequest.precondition",
+		"agentrun.node.v1.PauseSandboxRequest.precondition", "agentrun.node.v1.ResumeSandboxRequest.precondition",
+		"agentrun.node.v1.HibernateSandboxRequest.precondition", "agentrun.node.v1.ExtendSandboxRequest.precondition",
+		"agentrun.node.v1.KillSandboxRequest.precondition", "agentrun.node.v1.SetNetworkPolicyRequest.precondition",
+		"agentrun.node.v1.ForkSandboxRequest.precondition", "agentrun.node.v1.DeleteForkRequest.precondition",
+		"agentrun.node.v1.CheckpointSandboxRequest.precondition", "agentrun.node.v1.DeleteCheckpointRequest.precondition",
+	}},
 }
 
 // FeatureNames are those of this build.

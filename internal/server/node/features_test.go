@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -126,6 +127,62 @@ func TestOneVersionApart(t *testing.T) {
 			func(s *remote.Service) error { _, err := s.Cordon(c.ctx, true); return err },
 			func(s *remote.Service) error { _, err := s.Uncordon(c.ctx); return err },
 		},
+		"owners": {
+			func(s *remote.Service) error {
+				_, _, err := s.Claim(c.ctx, sandbox.ClaimRequest{Key: k("o"), Owner: "o", Spec: sandbox.ClaimSpec{Pool: "pool"}})
+				return err
+			},
+			func(s *remote.Service) error {
+				err := s.ReleaseOwner(c.ctx, sandbox.ReleaseRequest{Namespace: "default", Owner: "o"})
+				return not(err, sandbox.CodeConflict, sandbox.CodeNotFound)
+			},
+			func(s *remote.Service) error {
+				_, err := s.SetToken(c.ctx, k("gone"), sandbox.HashToken("ars_x"))
+				return not(err, sandbox.CodeNotFound)
+			},
+			func(s *remote.Service) error {
+				_, err := s.ApplyPool(c.ctx, k("pool-o"), sandbox.PoolSpec{Template: "python"}, "o")
+				return err
+			},
+			func(s *remote.Service) error {
+				_, err := s.ApplyTemplate(c.ctx, k("template-o"), sandbox.TemplateSpec{Image: "python", MilliCPUs: 1000, Memory: sandbox.MinMemory}, "o")
+				return err
+			},
+		},
+		"fork-children": {
+			func(s *remote.Service) error {
+				_, _, err := s.Fork(c.ctx, sandbox.ForkRequest{Key: k("f"), Spec: sandbox.ForkSpec{Source: "gone", Replicas: 1, Atomic: true}})
+				return not(err, sandbox.CodeNotFound)
+			},
+			func(s *remote.Service) error {
+				_, _, err := s.Fork(c.ctx, sandbox.ForkRequest{Key: k("f"), Spec: sandbox.ForkSpec{Source: "gone", Replicas: 1, Children: []sandbox.ForkChild{{Name: "x"}}}})
+				return not(err, sandbox.CodeNotFound)
+			},
+		},
+		"expires": {
+			func(s *remote.Service) error {
+				_, err := s.SetExpiry(c.ctx, k("gone"), time.Now().Add(time.Hour))
+				return not(err, sandbox.CodeNotFound)
+			},
+			func(s *remote.Service) error {
+				life := sandbox.Lifetime{Expires: time.Now().Add(time.Hour)}
+				_, _, err := s.Claim(c.ctx, sandbox.ClaimRequest{Key: k("e"), Spec: sandbox.ClaimSpec{Pool: "gone", Lifetime: life}})
+				return not(err, sandbox.CodeNotFound)
+			},
+		},
+		"preconditions": {
+			func(s *remote.Service) error {
+				_, err := s.Kill(c.ctx, k("gone"), sandbox.Precondition{Owner: "x"})
+				return not(err, sandbox.CodeNotFound)
+			},
+			func(s *remote.Service) error {
+				return not(s.DeletePool(c.ctx, k("gone"), sandbox.Precondition{Version: 1}), sandbox.CodeNotFound)
+			},
+			func(s *remote.Service) error {
+				_, _, err := s.Fork(c.ctx, sandbox.ForkRequest{Key: k("f"), Spec: sandbox.ForkSpec{Source: "gone", Replicas: 1}, When: sandbox.Precondition{ID: sandbox.NewID()}})
+				return not(err, sandbox.CodeNotFound)
+			},
+		},
 		"list-all-namespaces": {
 			func(s *remote.Service) error { _, err := s.Templates(c.ctx, "", sandbox.Page{}); return err },
 			func(s *remote.Service) error { _, err := s.Pools(c.ctx, "", sandbox.Page{}); return err },
@@ -161,6 +218,14 @@ func TestOneVersionApart(t *testing.T) {
 			t.Errorf("a daemon without %s was asked for it", other.lacks.name)
 		}
 	}
+}
+
+// not is an error unless it has one of the codes.
+func not(err error, codes ...sandbox.Code) error {
+	if slices.ContainsFunc(codes, func(c sandbox.Code) bool { return sandbox.HasCode(err, c) }) {
+		return nil
+	}
+	return err
 }
 
 // errEnough ends a watch.

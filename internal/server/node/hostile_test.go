@@ -3,6 +3,7 @@ package node
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"math"
 	"net"
@@ -18,6 +19,7 @@ import (
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/durationpb"
 	"google.golang.org/protobuf/types/known/emptypb"
+	"google.golang.org/protobuf/types/known/timestamppb"
 
 	nodev1 "agentrun.dev/api/node/v1"
 	"agentrun.dev/internal/access"
@@ -57,6 +59,24 @@ func TestNodeHostile(t *testing.T) {
 		}
 	}
 	big := strings.Repeat("x", 2<<20)
+	kill := func(p *nodev1.Precondition) func() error {
+		return func() error {
+			_, err := c.KillSandbox(c.ctx, &nodev1.KillSandboxRequest{Name: "a", Precondition: p})
+			return err
+		}
+	}
+	fork := func(replicas uint32, children ...*nodev1.ForkChild) func() error {
+		return func() error {
+			_, err := c.ForkSandbox(c.ctx, &nodev1.ForkSandboxRequest{Source: "a", Name: "f", Replicas: replicas, Children: children})
+			return err
+		}
+	}
+	release := func(owner string) func() error {
+		return func() error {
+			_, err := c.ReleaseOwner(c.ctx, &nodev1.ReleaseOwnerRequest{Owner: owner})
+			return err
+		}
+	}
 	for name, try := range map[string]struct {
 		do        func() error
 		code      codes.Code
@@ -95,6 +115,53 @@ func TestNodeHostile(t *testing.T) {
 			_, err := c.ExtendSandbox(c.ctx, &nodev1.ExtendSandboxRequest{Name: "a"})
 			return err
 		}, codes.InvalidArgument, "invalid", "timeout"},
+		"a timeout and an end time": {func() error {
+			_, err := c.ExtendSandbox(c.ctx, &nodev1.ExtendSandboxRequest{Name: "a", Timeout: durationpb.New(1), Expires: timestamppb.Now()})
+			return err
+		}, codes.InvalidArgument, "invalid", "either"},
+		"an end time that has passed": {claim(&nodev1.ClaimSandboxRequest{Pool: "pool", Lifetime: &nodev1.Lifetime{Expires: timestamppb.Now()}}), codes.InvalidArgument, "invalid", "has passed"},
+		"an end time in the year 1":   {claim(&nodev1.ClaimSandboxRequest{Pool: "pool", Lifetime: &nodev1.Lifetime{Expires: timestamppb.New(time.Time{})}}), codes.InvalidArgument, "invalid", "lifetime.expires"},
+		"an end time after all years": {claim(&nodev1.ClaimSandboxRequest{Pool: "pool", Lifetime: &nodev1.Lifetime{Expires: &timestamppb.Timestamp{Seconds: math.MaxInt64}}}), codes.InvalidArgument, "invalid", "lifetime.expires"},
+		"an owner that climbs":        {claim(&nodev1.ClaimSandboxRequest{Pool: "pool", Name: "o", Owner: "../default/x"}), codes.InvalidArgument, "invalid", "owner"},
+		"an owner too long":           {claim(&nodev1.ClaimSandboxRequest{Pool: "pool", Name: "o", Owner: strings.Repeat("a", 65)}), codes.InvalidArgument, "invalid", "1 to 64"},
+		"an owner without a name":     {claim(&nodev1.ClaimSandboxRequest{Pool: "pool", Owner: "a"}), codes.InvalidArgument, "invalid", "name"},
+		"an owner and a key":          {claim(&nodev1.ClaimSandboxRequest{Pool: "pool", Name: "o", Owner: "a", IdempotencyKey: "k"}), codes.InvalidArgument, "invalid", "idempotency key"},
+		"a token instead of its hash": {claim(&nodev1.ClaimSandboxRequest{Pool: "pool", TokenSha256: "ars_secret"}), codes.InvalidArgument, "invalid", "the hash of the token is not valid"},
+		"a hash in capitals":          {claim(&nodev1.ClaimSandboxRequest{Pool: "pool", TokenSha256: strings.Repeat("A", 64)}), codes.InvalidArgument, "invalid", "the hash of the token is not valid"},
+		"a value with a NUL":          {claim(&nodev1.ClaimSandboxRequest{Pool: "pool", SecretValues: map[string][]byte{"A": {0}}}), codes.InvalidArgument, "invalid", "NUL"},
+		"a value too large":           {claim(&nodev1.ClaimSandboxRequest{Pool: "pool", SecretValues: map[string][]byte{"A": make([]byte, 33<<10)}}), codes.InvalidArgument, "invalid", "bytes"},
+		"too many values": {claim(&nodev1.ClaimSandboxRequest{Pool: "pool", SecretValues: func() map[string][]byte {
+			out := map[string][]byte{}
+			for i := range 65 {
+				out[fmt.Sprintf("A%d", i)] = nil
+			}
+			return out
+		}()}), codes.InvalidArgument, "invalid", "64"},
+		"an owner of a template that is none": {func() error {
+			_, err := c.ApplyTemplate(c.ctx, &nodev1.ApplyTemplateRequest{Name: "o", Spec: &nodev1.TemplateSpec{Image: "x"}, Owner: "a b"})
+			return err
+		}, codes.InvalidArgument, "invalid", "owner"},
+		"an id that is none":                 {kill(&nodev1.Precondition{Id: "../a"}), codes.InvalidArgument, "invalid", "id"},
+		"an id of nobody":                    {kill(&nodev1.Precondition{Id: strings.Repeat("a", 20)}), codes.FailedPrecondition, "conflict", "not the one"},
+		"an owner of nobody":                 {kill(&nodev1.Precondition{Owner: "nobody"}), codes.FailedPrecondition, "conflict", "no owner"},
+		"a version to come":                  {kill(&nodev1.Precondition{ResourceVersion: math.MaxUint64}), codes.FailedPrecondition, "conflict", "resource version"},
+		"an unknown field of a precondition": {kill(unknown(&nodev1.Precondition{})), codes.InvalidArgument, "invalid", "does not know"},
+		"children that are fewer":            {fork(2, &nodev1.ForkChild{}), codes.InvalidArgument, "invalid", "1 of them, and 2 replicas"},
+		"a child that climbs":                {fork(1, &nodev1.ForkChild{Name: "../a"}), codes.InvalidArgument, "invalid", "name"},
+		"children with one name":             {fork(2, &nodev1.ForkChild{Name: "b"}, &nodev1.ForkChild{Name: "b"}), codes.InvalidArgument, "invalid", "the name b"},
+		"children, one owned":                {fork(2, &nodev1.ForkChild{Owner: "b"}, &nodev1.ForkChild{}), codes.InvalidArgument, "invalid", "owner"},
+		"a child's token":                    {fork(1, &nodev1.ForkChild{TokenSha256: "ars_x"}), codes.InvalidArgument, "invalid", "the hash of the token is not valid"},
+		"an unknown field of one":            {fork(1, unknown(&nodev1.ForkChild{})), codes.InvalidArgument, "invalid", "does not know"},
+		"a fork of nobody's name": {func() error {
+			_, err := c.ForkSandbox(c.ctx, &nodev1.ForkSandboxRequest{Source: "a", Replicas: 1, Children: []*nodev1.ForkChild{{Owner: "b"}}})
+			return err
+		}, codes.InvalidArgument, "invalid", "must give one"},
+		"no token": {func() error {
+			_, err := c.SetSandboxToken(c.ctx, &nodev1.SetSandboxTokenRequest{Name: "a"})
+			return err
+		}, codes.InvalidArgument, "invalid", "the hash of the token is not valid"},
+		"releasing nothing":  {release(""), codes.InvalidArgument, "invalid", "owner"},
+		"releasing a nobody": {release("nobody"), codes.NotFound, "not_found", "nobody"},
 		"a page too large": {func() error {
 			_, err := c.ListSandboxes(c.ctx, &nodev1.ListSandboxesRequest{Limit: 1001})
 			return err

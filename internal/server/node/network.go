@@ -10,13 +10,13 @@ import (
 
 // SetNetworkPolicy implements nodev1.NodeServer.
 func (n *nodeAPI) SetNetworkPolicy(ctx context.Context, r *nodev1.SetNetworkPolicyRequest) (*nodev1.Sandbox, error) {
-	return answered(nodeconv.FromSandbox)(of(ctx, r, func(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
+	return verb(ctx, r, func(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) (sandbox.Sandbox, error) {
 		own, err := nodeconv.ToOwnPolicy(r)
 		if err != nil {
 			return sandbox.Sandbox{}, err
 		}
-		return n.Service.SetNetworkPolicy(ctx, k, own)
-	}))
+		return n.Service.SetNetworkPolicy(ctx, k, own, when...)
+	})
 }
 
 // GetNetworkLog implements nodev1.NodeServer. A call that waits ends with the server.

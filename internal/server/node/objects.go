@@ -39,9 +39,48 @@ func of[T any](ctx context.Context, r objectRequest, get func(context.Context, s
 	return get(ctx, k)
 }
 
+// conditionalRequest is a request that is for an object which meets a precondition.
+type conditionalRequest interface {
+	objectRequest
+	GetPrecondition() *nodev1.Precondition
+}
+
+// meant is of, for a call that has a precondition.
+func meant[T any](ctx context.Context, r conditionalRequest, do func(context.Context, sandbox.Key, ...sandbox.Precondition) (T, error)) (T, error) {
+	return of(ctx, r, func(ctx context.Context, k sandbox.Key) (T, error) {
+		when, err := nodeconv.ToPrecondition(r.GetPrecondition())
+		if err != nil {
+			var none T
+			return none, err
+		}
+		return do(ctx, k, when)
+	})
+}
+
 // deleted deletes what a request names.
-func deleted(ctx context.Context, r objectRequest, del func(context.Context, sandbox.Key) error) (*emptypb.Empty, error) {
-	return of(ctx, r, func(ctx context.Context, k sandbox.Key) (*emptypb.Empty, error) { return &emptypb.Empty{}, del(ctx, k) })
+func deleted(ctx context.Context, r conditionalRequest, del func(context.Context, sandbox.Key, ...sandbox.Precondition) error) (*emptypb.Empty, error) {
+	return meant(ctx, r, func(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) (*emptypb.Empty, error) {
+		return &emptypb.Empty{}, del(ctx, k, when...)
+	})
+}
+
+// ownedRequest is a request that may give an owner.
+type ownedRequest interface {
+	objectRequest
+	GetOwner() string
+}
+
+// applied applies what a request says, for the owner that it gives, if any.
+func applied[T any](ctx context.Context, r ownedRequest, apply func(sandbox.Key, sandbox.UID) (T, error)) (T, error) {
+	return of(ctx, r, func(_ context.Context, k sandbox.Key) (out T, err error) {
+		var owner sandbox.UID
+		if given := r.GetOwner(); given != "" {
+			if owner, err = sandbox.ParseUID(given); err != nil {
+				return out, err
+			}
+		}
+		return apply(k, owner)
+	})
 }
 
 // listRequest is a request for a page.
@@ -92,12 +131,12 @@ func (n *nodeAPI) nodeTemplate(ctx context.Context, t sandbox.Template) (*nodev1
 
 // ApplyTemplate implements nodev1.NodeServer.
 func (n *nodeAPI) ApplyTemplate(ctx context.Context, r *nodev1.ApplyTemplateRequest) (*nodev1.Template, error) {
-	return of(ctx, r, func(ctx context.Context, k sandbox.Key) (*nodev1.Template, error) {
+	return applied(ctx, r, func(k sandbox.Key, owner sandbox.UID) (*nodev1.Template, error) {
 		spec, err := nodeconv.ToTemplateSpec(r.GetSpec())
 		if err != nil {
 			return nil, err
 		}
-		t, err := n.Service.ApplyTemplate(ctx, k, spec)
+		t, err := n.Service.ApplyTemplate(ctx, k, spec, owner)
 		if err != nil {
 			return nil, err
 		}
@@ -135,12 +174,12 @@ func (n *nodeAPI) nodePool(ctx context.Context, k sandbox.Key) (*nodev1.Pool, er
 
 // ApplyPool implements nodev1.NodeServer.
 func (n *nodeAPI) ApplyPool(ctx context.Context, r *nodev1.ApplyPoolRequest) (*nodev1.Pool, error) {
-	return of(ctx, r, func(ctx context.Context, k sandbox.Key) (*nodev1.Pool, error) {
+	return applied(ctx, r, func(k sandbox.Key, owner sandbox.UID) (*nodev1.Pool, error) {
 		spec, err := nodeconv.ToPoolSpec(r.GetSpec())
 		if err != nil {
 			return nil, err
 		}
-		if _, err := n.Service.ApplyPool(ctx, k, spec); err != nil {
+		if _, err := n.Service.ApplyPool(ctx, k, spec, owner); err != nil {
 			return nil, err
 		}
 		return n.nodePool(ctx, k)

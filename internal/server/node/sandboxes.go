@@ -6,6 +6,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/emptypb"
 
 	nodev1 "agentrun.dev/api/node/v1"
 	"agentrun.dev/internal/convert/nodeconv"
@@ -84,11 +85,19 @@ func (n *nodeAPI) ClaimSandbox(ctx context.Context, r *nodev1.ClaimSandboxReques
 	if err != nil {
 		return nil, err
 	}
-	spec, err := nodeconv.ToClaimSpec(r)
+	claim, err := nodeconv.ToClaim(r)
 	if err != nil {
 		return nil, err
 	}
-	return answeredOnce(ctx, nodeconv.FromSandbox)(n.Service.Claim(ctx, sandbox.ClaimRequest{Key: m.key, Spec: spec, Once: m.once}))
+	if claim.Owner != "" && r.GetName() == "" { // each call would make another one up
+		return nil, sandbox.Invalid("name", "a claim for an owner must give one")
+	}
+	claim.Key, claim.Once = m.key, m.once
+	return answeredOnce(ctx, func(s sandbox.Sandbox) *nodev1.Sandbox {
+		out := nodeconv.FromSandbox(s)
+		out.Endpoint = n.Endpoint
+		return out
+	})(n.Service.Claim(ctx, claim))
 }
 
 // GetSandbox implements nodev1.NodeServer.
@@ -106,8 +115,8 @@ func (n *nodeAPI) ListSandboxes(ctx context.Context, r *nodev1.ListSandboxesRequ
 }
 
 // verb changes what a sandbox does.
-func verb(ctx context.Context, r objectRequest, do func(context.Context, sandbox.Key) (sandbox.Sandbox, error)) (*nodev1.Sandbox, error) {
-	return answered(nodeconv.FromSandbox)(of(ctx, r, do))
+func verb(ctx context.Context, r conditionalRequest, do func(context.Context, sandbox.Key, ...sandbox.Precondition) (sandbox.Sandbox, error)) (*nodev1.Sandbox, error) {
+	return answered(nodeconv.FromSandbox)(meant(ctx, r, do))
 }
 
 // PauseSandbox implements nodev1.NodeServer.
@@ -127,21 +136,52 @@ func (n *nodeAPI) HibernateSandbox(ctx context.Context, r *nodev1.HibernateSandb
 
 // ExtendSandbox implements nodev1.NodeServer.
 func (n *nodeAPI) ExtendSandbox(ctx context.Context, r *nodev1.ExtendSandboxRequest) (*nodev1.Sandbox, error) {
-	if r.GetTimeout() == nil {
-		return nil, sandbox.Invalid("timeout", "it is missing; zero is none")
+	if (r.GetTimeout() == nil) == (r.GetExpires() == nil) {
+		return nil, sandbox.Invalid("timeout", "either it or expires must be there; a timeout of zero is none")
 	}
 	timeout, err := nodeconv.ToDuration("timeout", r.GetTimeout())
 	if err != nil {
 		return nil, err
 	}
-	return verb(ctx, r, func(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
-		return n.Service.Extend(ctx, k, timeout)
+	at, err := nodeconv.ToExpiry("expires", r.GetExpires())
+	if err != nil {
+		return nil, err
+	}
+	return verb(ctx, r, func(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) (sandbox.Sandbox, error) {
+		if r.GetExpires() != nil {
+			return n.Service.SetExpiry(ctx, k, at, when...)
+		}
+		return n.Service.Extend(ctx, k, timeout, when...)
 	})
 }
 
 // KillSandbox implements nodev1.NodeServer.
 func (n *nodeAPI) KillSandbox(ctx context.Context, r *nodev1.KillSandboxRequest) (*nodev1.Sandbox, error) {
 	return verb(ctx, r, n.Service.Kill)
+}
+
+// SetSandboxToken implements nodev1.NodeServer.
+func (n *nodeAPI) SetSandboxToken(ctx context.Context, r *nodev1.SetSandboxTokenRequest) (*nodev1.Sandbox, error) {
+	token, err := sandbox.ParseTokenHash(r.GetTokenSha256())
+	if err != nil {
+		return nil, err
+	}
+	return verb(ctx, r, func(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) (sandbox.Sandbox, error) {
+		return n.Service.SetToken(ctx, k, token, when...)
+	})
+}
+
+// ReleaseOwner implements nodev1.NodeServer.
+func (n *nodeAPI) ReleaseOwner(ctx context.Context, r *nodev1.ReleaseOwnerRequest) (*emptypb.Empty, error) {
+	in, err := sandbox.ParseNamespace(r.GetNamespace())
+	if err != nil {
+		return nil, err
+	}
+	owner, err := sandbox.ParseUID(r.GetOwner())
+	if err != nil {
+		return nil, err
+	}
+	return &emptypb.Empty{}, n.Service.ReleaseOwner(ctx, sandbox.ReleaseRequest{Namespace: in, Owner: owner})
 }
 
 // GetSandboxStats implements nodev1.NodeServer.
@@ -166,7 +206,14 @@ func (n *nodeAPI) ForkSandbox(ctx context.Context, r *nodev1.ForkSandboxRequest)
 	if err != nil {
 		return nil, err
 	}
-	return answeredOnce(ctx, nodeconv.FromFork)(n.Service.Fork(ctx, sandbox.ForkRequest{Key: m.key, Spec: spec, Once: m.once}))
+	if spec.Owned() && r.GetName() == "" { // each call would make another one up
+		return nil, sandbox.Invalid("name", "a fork for owners must give one")
+	}
+	when, err := nodeconv.ToPrecondition(r.GetPrecondition())
+	if err != nil {
+		return nil, err
+	}
+	return answeredOnce(ctx, nodeconv.FromFork)(n.Service.Fork(ctx, sandbox.ForkRequest{Key: m.key, Spec: spec, Once: m.once, When: when}))
 }
 
 // CheckpointSandbox implements nodev1.NodeServer.
@@ -175,7 +222,11 @@ func (n *nodeAPI) CheckpointSandbox(ctx context.Context, r *nodev1.CheckpointSan
 	if err != nil {
 		return nil, err
 	}
-	return answeredOnce(ctx, nodeconv.FromCheckpoint)(n.Service.Checkpoint(ctx, sandbox.CheckpointRequest{Key: m.key, Source: m.from.Name, Once: m.once}))
+	when, err := nodeconv.ToPrecondition(r.GetPrecondition())
+	if err != nil {
+		return nil, err
+	}
+	return answeredOnce(ctx, nodeconv.FromCheckpoint)(n.Service.Checkpoint(ctx, sandbox.CheckpointRequest{Key: m.key, Source: m.from.Name, Once: m.once, When: when}))
 }
 
 // RestoreCheckpoint implements nodev1.NodeServer.

@@ -33,6 +33,14 @@ func (s *Service) needs(ctx context.Context, feature string) error {
 		Because("its daemon is of an earlier version").Try("Update the daemon of the node")
 }
 
+// needsIf is needs, for a call that may use a feature.
+func (s *Service) needsIf(ctx context.Context, used bool, feature string) error {
+	if !used {
+		return nil
+	}
+	return s.needs(ctx, feature)
+}
+
 // Cordon implements server.Service.
 func (s *Service) Cordon(ctx context.Context, drain bool) (sandbox.NodeStatus, error) {
 	if err := s.needs(ctx, "cordon"); err != nil {

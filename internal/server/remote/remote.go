@@ -9,6 +9,7 @@ import (
 	"sync"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 
 	nodev1 "agentrun.dev/api/node/v1"
@@ -93,10 +94,15 @@ func toPool(g *nodev1.Pool) (sandbox.Pool, error) {
 }
 
 // ApplyTemplate implements server.Service.
-func (s *Service) ApplyTemplate(ctx context.Context, k sandbox.Key, spec sandbox.TemplateSpec) (sandbox.Template, error) {
-	return read(ctx, toTemplate)(s.node.ApplyTemplate(ctx, &nodev1.ApplyTemplateRequest{
-		Namespace: string(k.Namespace), Name: string(k.Name), Spec: nodeconv.FromTemplateSpec(spec),
-	}))
+func (s *Service) ApplyTemplate(ctx context.Context, k sandbox.Key, spec sandbox.TemplateSpec, owner ...sandbox.UID) (sandbox.Template, error) {
+	ask := &nodev1.ApplyTemplateRequest{Namespace: string(k.Namespace), Name: string(k.Name), Spec: nodeconv.FromTemplateSpec(spec)}
+	for _, uid := range owner {
+		ask.Owner = string(uid)
+	}
+	if err := s.needsIf(ctx, ask.Owner != "", "owners"); err != nil {
+		return sandbox.Template{}, err
+	}
+	return read(ctx, toTemplate)(s.node.ApplyTemplate(ctx, ask))
 }
 
 // Template implements server.Service.
@@ -138,8 +144,12 @@ func (s *Service) CopyBuildLog(context.Context, sandbox.BuildLogRequest, io.Writ
 }
 
 // DeleteTemplate implements server.Service.
-func (s *Service) DeleteTemplate(ctx context.Context, k sandbox.Key) error {
-	return done(ctx)(s.node.DeleteTemplate(ctx, &nodev1.DeleteTemplateRequest{Namespace: string(k.Namespace), Name: string(k.Name)}))
+func (s *Service) DeleteTemplate(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) error {
+	p, err := s.precondition(ctx, when)
+	if err != nil {
+		return err
+	}
+	return done(ctx)(s.node.DeleteTemplate(ctx, &nodev1.DeleteTemplateRequest{Namespace: string(k.Namespace), Name: string(k.Name), Precondition: p}))
 }
 
 // done is for calls that are answered with nothing.
@@ -153,10 +163,15 @@ func done(ctx context.Context) func(any, error) error {
 }
 
 // ApplyPool implements server.Service.
-func (s *Service) ApplyPool(ctx context.Context, k sandbox.Key, spec sandbox.PoolSpec) (sandbox.Pool, error) {
-	return read(ctx, toPool)(s.node.ApplyPool(ctx, &nodev1.ApplyPoolRequest{
-		Namespace: string(k.Namespace), Name: string(k.Name), Spec: nodeconv.FromPoolSpec(spec),
-	}))
+func (s *Service) ApplyPool(ctx context.Context, k sandbox.Key, spec sandbox.PoolSpec, owner ...sandbox.UID) (sandbox.Pool, error) {
+	ask := &nodev1.ApplyPoolRequest{Namespace: string(k.Namespace), Name: string(k.Name), Spec: nodeconv.FromPoolSpec(spec)}
+	for _, uid := range owner {
+		ask.Owner = string(uid)
+	}
+	if err := s.needsIf(ctx, ask.Owner != "", "owners"); err != nil {
+		return sandbox.Pool{}, err
+	}
+	return read(ctx, toPool)(s.node.ApplyPool(ctx, ask))
 }
 
 // Pool implements server.Service.
@@ -181,8 +196,12 @@ func (s *Service) Pools(ctx context.Context, n sandbox.Namespace, p sandbox.Page
 }
 
 // DeletePool implements server.Service.
-func (s *Service) DeletePool(ctx context.Context, k sandbox.Key) error {
-	return done(ctx)(s.node.DeletePool(ctx, &nodev1.DeletePoolRequest{Namespace: string(k.Namespace), Name: string(k.Name)}))
+func (s *Service) DeletePool(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) error {
+	p, err := s.precondition(ctx, when)
+	if err != nil {
+		return err
+	}
+	return done(ctx)(s.node.DeletePool(ctx, &nodev1.DeletePoolRequest{Namespace: string(k.Namespace), Name: string(k.Name), Precondition: p}))
 }
 
 // Fork implements server.Service.
@@ -190,10 +209,19 @@ func (s *Service) Fork(ctx context.Context, r sandbox.ForkRequest) (sandbox.Fork
 	if r.Once != nil {
 		return sandbox.Fork{}, false, missing("identity of requests")
 	}
+	p, err := s.precondition(ctx, []sandbox.Precondition{r.When})
+	if err != nil {
+		return sandbox.Fork{}, false, err
+	}
+	if err := s.needsIf(ctx, r.Spec.Atomic || len(r.Spec.Children) > 0 || r.Spec.Checkpoint != "", "fork-children"); err != nil {
+		return sandbox.Fork{}, false, err
+	}
 	ask := nodeconv.FromForkSpec(r.Spec)
+	ask.Precondition = p
 	ask.Namespace, ask.Name = string(r.Namespace), string(r.Name)
-	f, err := read(ctx, nodeconv.ToFork)(s.node.ForkSandbox(ctx, ask))
-	return f, false, err
+	var header metadata.MD
+	f, err := read(ctx, nodeconv.ToFork)(s.node.ForkSandbox(ctx, ask, grpc.Header(&header)))
+	return f, replayed(header), err
 }
 
 // ForkOf implements server.Service.
@@ -214,8 +242,12 @@ func (s *Service) Forks(ctx context.Context, n sandbox.Namespace, p sandbox.Page
 }
 
 // DeleteFork implements server.Service.
-func (s *Service) DeleteFork(ctx context.Context, k sandbox.Key) error {
-	return done(ctx)(s.node.DeleteFork(ctx, &nodev1.DeleteForkRequest{Namespace: string(k.Namespace), Name: string(k.Name)}))
+func (s *Service) DeleteFork(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) error {
+	p, err := s.precondition(ctx, when)
+	if err != nil {
+		return err
+	}
+	return done(ctx)(s.node.DeleteFork(ctx, &nodev1.DeleteForkRequest{Namespace: string(k.Namespace), Name: string(k.Name), Precondition: p}))
 }
 
 // Checkpoint implements server.Service.
@@ -223,8 +255,12 @@ func (s *Service) Checkpoint(ctx context.Context, r sandbox.CheckpointRequest) (
 	if r.Once != nil {
 		return sandbox.CheckpointSize{}, false, missing("identity of requests")
 	}
+	p, err := s.precondition(ctx, []sandbox.Precondition{r.When})
+	if err != nil {
+		return sandbox.CheckpointSize{}, false, err
+	}
 	c, err := read(ctx, nodeconv.ToCheckpoint)(s.node.CheckpointSandbox(ctx, &nodev1.CheckpointSandboxRequest{
-		Namespace: string(r.Namespace), Name: string(r.Name), Source: string(r.Source),
+		Namespace: string(r.Namespace), Name: string(r.Name), Source: string(r.Source), Precondition: p,
 	}))
 	return c, false, err
 }
@@ -247,14 +283,21 @@ func (s *Service) Checkpoints(ctx context.Context, n sandbox.Namespace, p sandbo
 }
 
 // DeleteCheckpoint implements server.Service.
-func (s *Service) DeleteCheckpoint(ctx context.Context, k sandbox.Key) error {
-	return done(ctx)(s.node.DeleteCheckpoint(ctx, &nodev1.DeleteCheckpointRequest{Namespace: string(k.Namespace), Name: string(k.Name)}))
+func (s *Service) DeleteCheckpoint(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) error {
+	p, err := s.precondition(ctx, when)
+	if err != nil {
+		return err
+	}
+	return done(ctx)(s.node.DeleteCheckpoint(ctx, &nodev1.DeleteCheckpointRequest{Namespace: string(k.Namespace), Name: string(k.Name), Precondition: p}))
 }
 
 // Restore implements server.Service.
 func (s *Service) Restore(ctx context.Context, r sandbox.RestoreRequest) (sandbox.Sandbox, bool, error) {
 	if r.Once != nil {
 		return sandbox.Sandbox{}, false, missing("identity of requests")
+	}
+	if err := s.needsIf(ctx, !r.Spec.Expires.IsZero(), "expires"); err != nil {
+		return sandbox.Sandbox{}, false, err
 	}
 	ask := nodeconv.FromRestoreSpec(r.Spec)
 	ask.Namespace, ask.Name, ask.Checkpoint = string(r.Namespace), string(r.Name), string(r.Checkpoint)

@@ -30,8 +30,9 @@ func TestRemote(t *testing.T) {
 				Service:  remote.New(connect(t)),
 				Template: sandbox.TemplateSpec{Image: "python", MilliCPUs: sandbox.DefaultMilliCPUs, Memory: sandbox.DefaultMemory},
 				Without: []servertest.Part{
-					servertest.ByID, servertest.Sessions, servertest.Logs, servertest.Secrets, servertest.Quotas, servertest.Identity,
+					servertest.ByID, servertest.Sessions, servertest.Logs, servertest.Secrets, servertest.Quotas, servertest.Identity, servertest.Tokens,
 				},
+				Owns: name == "socket", // the other one is a gateway
 			})
 		})
 	}

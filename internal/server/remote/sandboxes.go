@@ -1,10 +1,14 @@
 package remote
 
 import (
+	"cmp"
 	"context"
 	"time"
 
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/metadata"
 	"google.golang.org/protobuf/types/known/durationpb"
+	"google.golang.org/protobuf/types/known/timestamppb"
 
 	nodev1 "agentrun.dev/api/node/v1"
 	"agentrun.dev/internal/convert/nodeconv"
@@ -20,11 +24,19 @@ func (s *Service) Claim(ctx context.Context, r sandbox.ClaimRequest) (sandbox.Sa
 	case len(r.Spec.Secrets) > 0:
 		return sandbox.Sandbox{}, false, missing("secrets")
 	}
-	ask := nodeconv.FromClaimSpec(r.Spec)
-	ask.Namespace, ask.Name = string(r.Namespace), string(r.Name)
-	made, err := read(ctx, nodeconv.ToSandbox)(s.node.ClaimSandbox(ctx, ask))
-	return made, false, err
+	if err := s.needsIf(ctx, r.Owner != "" || r.Token != "" || len(r.Values) > 0, "owners"); err != nil {
+		return sandbox.Sandbox{}, false, err
+	}
+	if err := s.needsIf(ctx, !r.Spec.Expires.IsZero(), "expires"); err != nil {
+		return sandbox.Sandbox{}, false, err
+	}
+	var header metadata.MD
+	made, err := read(ctx, nodeconv.ToSandbox)(s.node.ClaimSandbox(ctx, nodeconv.FromClaim(r), grpc.Header(&header)))
+	return made, replayed(header), err
 }
+
+// replayed reports whether an answer is marked as one that was given before.
+func replayed(header metadata.MD) bool { return len(header.Get("idempotency-replayed")) > 0 }
 
 // Sandbox implements server.Service.
 func (s *Service) Sandbox(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
@@ -49,35 +61,108 @@ func (s *Service) Sandboxes(ctx context.Context, r sandbox.SandboxesRequest) ([]
 }
 
 // Pause implements server.Service.
-func (s *Service) Pause(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
-	return read(ctx, nodeconv.ToSandbox)(s.node.PauseSandbox(ctx, &nodev1.PauseSandboxRequest{Namespace: string(k.Namespace), Name: string(k.Name)}))
+func (s *Service) Pause(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) (sandbox.Sandbox, error) {
+	p, err := s.precondition(ctx, when)
+	if err != nil {
+		return sandbox.Sandbox{}, err
+	}
+	return read(ctx, nodeconv.ToSandbox)(s.node.PauseSandbox(ctx, &nodev1.PauseSandboxRequest{Namespace: string(k.Namespace), Name: string(k.Name), Precondition: p}))
 }
 
 // Resume implements server.Service.
-func (s *Service) Resume(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
-	return read(ctx, nodeconv.ToSandbox)(s.node.ResumeSandbox(ctx, &nodev1.ResumeSandboxRequest{Namespace: string(k.Namespace), Name: string(k.Name)}))
+func (s *Service) Resume(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) (sandbox.Sandbox, error) {
+	p, err := s.precondition(ctx, when)
+	if err != nil {
+		return sandbox.Sandbox{}, err
+	}
+	return read(ctx, nodeconv.ToSandbox)(s.node.ResumeSandbox(ctx, &nodev1.ResumeSandboxRequest{Namespace: string(k.Namespace), Name: string(k.Name), Precondition: p}))
 }
 
 // Hibernate implements server.Service.
-func (s *Service) Hibernate(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
-	return read(ctx, nodeconv.ToSandbox)(s.node.HibernateSandbox(ctx, &nodev1.HibernateSandboxRequest{Namespace: string(k.Namespace), Name: string(k.Name)}))
+func (s *Service) Hibernate(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) (sandbox.Sandbox, error) {
+	p, err := s.precondition(ctx, when)
+	if err != nil {
+		return sandbox.Sandbox{}, err
+	}
+	return read(ctx, nodeconv.ToSandbox)(s.node.HibernateSandbox(ctx, &nodev1.HibernateSandboxRequest{Namespace: string(k.Namespace), Name: string(k.Name), Precondition: p}))
 }
 
 // Extend implements server.Service.
-func (s *Service) Extend(ctx context.Context, k sandbox.Key, timeout time.Duration) (sandbox.Sandbox, error) {
-	return read(ctx, nodeconv.ToSandbox)(s.node.ExtendSandbox(ctx, &nodev1.ExtendSandboxRequest{
-		Namespace: string(k.Namespace), Name: string(k.Name), Timeout: durationpb.New(timeout),
+func (s *Service) Extend(ctx context.Context, k sandbox.Key, timeout time.Duration, when ...sandbox.Precondition) (sandbox.Sandbox, error) {
+	return s.extend(ctx, k, &nodev1.ExtendSandboxRequest{Timeout: durationpb.New(timeout)}, when)
+}
+
+// SetExpiry implements server.Service.
+func (s *Service) SetExpiry(ctx context.Context, k sandbox.Key, at time.Time, when ...sandbox.Precondition) (sandbox.Sandbox, error) {
+	if err := s.needs(ctx, "expires"); err != nil {
+		return sandbox.Sandbox{}, err
+	}
+	return s.extend(ctx, k, &nodev1.ExtendSandboxRequest{Expires: timestamppb.New(at)}, when)
+}
+
+func (s *Service) extend(ctx context.Context, k sandbox.Key, ask *nodev1.ExtendSandboxRequest, when []sandbox.Precondition) (_ sandbox.Sandbox, err error) {
+	if ask.Precondition, err = s.precondition(ctx, when); err != nil {
+		return sandbox.Sandbox{}, err
+	}
+	ask.Namespace, ask.Name = string(k.Namespace), string(k.Name)
+	return read(ctx, nodeconv.ToSandbox)(s.node.ExtendSandbox(ctx, ask))
+}
+
+// SetToken implements server.Service.
+func (s *Service) SetToken(ctx context.Context, k sandbox.Key, token sandbox.TokenHash, when ...sandbox.Precondition) (sandbox.Sandbox, error) {
+	p, err := s.precondition(ctx, when)
+	if err == nil {
+		err = s.needs(ctx, "owners")
+	}
+	if err != nil {
+		return sandbox.Sandbox{}, err
+	}
+	return read(ctx, nodeconv.ToSandbox)(s.node.SetSandboxToken(ctx, &nodev1.SetSandboxTokenRequest{
+		Namespace: string(k.Namespace), Name: string(k.Name), TokenSha256: string(token), Precondition: p,
 	}))
 }
 
+// SandboxOfToken implements server.Service.
+func (s *Service) SandboxOfToken(context.Context, sandbox.Token) (sandbox.Sandbox, context.Context, error) {
+	return sandbox.Sandbox{}, nil, missing("sandboxes by token")
+}
+
+// ReleaseOwner implements server.Service.
+func (s *Service) ReleaseOwner(ctx context.Context, r sandbox.ReleaseRequest) error {
+	if err := s.needs(ctx, "owners"); err != nil {
+		return err
+	}
+	return done(ctx)(s.node.ReleaseOwner(ctx, &nodev1.ReleaseOwnerRequest{Namespace: string(r.Namespace), Owner: string(r.Owner)}))
+}
+
+// precondition is the one that says what all of some say.
+func (s *Service) precondition(ctx context.Context, when []sandbox.Precondition) (*nodev1.Precondition, error) {
+	var all sandbox.Precondition
+	for _, p := range when {
+		both := sandbox.Precondition{ID: cmp.Or(p.ID, all.ID), Owner: cmp.Or(p.Owner, all.Owner), Version: cmp.Or(p.Version, all.Version)}
+		if overlaid := (sandbox.Precondition{ID: cmp.Or(all.ID, p.ID), Owner: cmp.Or(all.Owner, p.Owner), Version: cmp.Or(all.Version, p.Version)}); both != overlaid {
+			return nil, sandbox.Errorf(sandbox.CodeConflict, "the preconditions contradict each other")
+		}
+		all = both
+	}
+	return nodeconv.FromPrecondition(all), s.needsIf(ctx, all != sandbox.Precondition{}, "preconditions")
+}
+
 // Kill implements server.Service.
-func (s *Service) Kill(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
-	return read(ctx, nodeconv.ToSandbox)(s.node.KillSandbox(ctx, &nodev1.KillSandboxRequest{Namespace: string(k.Namespace), Name: string(k.Name)}))
+func (s *Service) Kill(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) (sandbox.Sandbox, error) {
+	p, err := s.precondition(ctx, when)
+	if err != nil {
+		return sandbox.Sandbox{}, err
+	}
+	return read(ctx, nodeconv.ToSandbox)(s.node.KillSandbox(ctx, &nodev1.KillSandboxRequest{Namespace: string(k.Namespace), Name: string(k.Name), Precondition: p}))
 }
 
 // SetNetworkPolicy implements server.Service.
-func (s *Service) SetNetworkPolicy(ctx context.Context, k sandbox.Key, own *policy.Policy) (sandbox.Sandbox, error) {
+func (s *Service) SetNetworkPolicy(ctx context.Context, k sandbox.Key, own *policy.Policy, when ...sandbox.Precondition) (_ sandbox.Sandbox, err error) {
 	ask := nodeconv.FromOwnPolicy(own)
+	if ask.Precondition, err = s.precondition(ctx, when); err != nil {
+		return sandbox.Sandbox{}, err
+	}
 	ask.Namespace, ask.Name = string(k.Namespace), string(k.Name)
 	return read(ctx, nodeconv.ToSandbox)(s.node.SetNetworkPolicy(ctx, ask))
 }

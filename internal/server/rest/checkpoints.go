@@ -17,7 +17,7 @@ func (a *api) CheckpointSandbox(w http.ResponseWriter, r *http.Request, namespac
 		if err != nil {
 			return c, err
 		}
-		c, replayed, err := a.Service.Checkpoint(r.Context(), sandbox.CheckpointRequest{Key: m.key, Source: m.from.Name, Once: m.once})
+		c, replayed, err := a.Service.Checkpoint(r.Context(), sandbox.CheckpointRequest{Key: m.key, Source: m.from.Name, Once: m.once, When: m.when})
 		noteReplay(w, replayed)
 		return c, err
 	}()
@@ -37,7 +37,7 @@ func (a *api) GetCheckpoint(w http.ResponseWriter, r *http.Request, namespace, n
 }
 
 // DeleteCheckpoint implements rest.ServerInterface.
-func (a *api) DeleteCheckpoint(w http.ResponseWriter, r *http.Request, namespace, name string) {
+func (a *api) DeleteCheckpoint(w http.ResponseWriter, r *http.Request, namespace, name string, _ rest.DeleteCheckpointParams) {
 	remove(a, w, r, namespace, name, a.Service.DeleteCheckpoint)
 }
 

@@ -11,8 +11,8 @@ import (
 )
 
 // PutNetworkPolicy implements rest.ServerInterface.
-func (a *api) PutNetworkPolicy(w http.ResponseWriter, r *http.Request, namespace, name string) {
-	a.sandboxVerb(w, r, namespace, name, func(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
+func (a *api) PutNetworkPolicy(w http.ResponseWriter, r *http.Request, namespace, name string, _ rest.PutNetworkPolicyParams) {
+	a.sandboxVerb(w, r, namespace, name, func(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) (sandbox.Sandbox, error) {
 		// A body that is null would be a policy that allows nothing; it is none.
 		var given *rest.NetworkPolicy
 		if _, err := a.readJSON(w, r, server.MaxBody, &given); err != nil {
@@ -25,14 +25,14 @@ func (a *api) PutNetworkPolicy(w http.ResponseWriter, r *http.Request, namespace
 		if err != nil {
 			return sandbox.Sandbox{}, err
 		}
-		return a.Service.SetNetworkPolicy(ctx, k, &own)
+		return a.Service.SetNetworkPolicy(ctx, k, &own, when...)
 	})
 }
 
 // DeleteNetworkPolicy implements rest.ServerInterface.
-func (a *api) DeleteNetworkPolicy(w http.ResponseWriter, r *http.Request, namespace, name string) {
-	a.sandboxVerb(w, r, namespace, name, func(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
-		return a.Service.SetNetworkPolicy(ctx, k, nil)
+func (a *api) DeleteNetworkPolicy(w http.ResponseWriter, r *http.Request, namespace, name string, _ rest.DeleteNetworkPolicyParams) {
+	a.sandboxVerb(w, r, namespace, name, func(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) (sandbox.Sandbox, error) {
+		return a.Service.SetNetworkPolicy(ctx, k, nil, when...)
 	})
 }
 

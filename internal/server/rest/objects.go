@@ -30,13 +30,25 @@ func shown[T, R any](get func(context.Context, sandbox.Key) (T, error), show fun
 	}
 }
 
-// remove serves a route that deletes an object.
-func remove(a *api, w http.ResponseWriter, r *http.Request, namespace, name string, del func(context.Context, sandbox.Key) error) {
+// remove serves a route that deletes an object, if that meets a precondition.
+func remove(a *api, w http.ResponseWriter, r *http.Request, namespace, name string, del func(context.Context, sandbox.Key, ...sandbox.Precondition) error) {
 	k, err := sandbox.ParseKey(namespace, name)
+	var when sandbox.Precondition
 	if err == nil {
-		err = del(r.Context(), k)
+		when, err = meant(r)
+	}
+	if err == nil {
+		err = del(r.Context(), k, when)
 	}
 	a.done(w, r, err)
+}
+
+// meant is which object a request is for, beside its name.
+func meant(r *http.Request) (p sandbox.Precondition, err error) {
+	if q := r.URL.Query(); q.Has("id") {
+		p.ID, err = sandbox.ParseID(q.Get("id"))
+	}
+	return p, err
 }
 
 // listing serves a route that lists objects.
@@ -238,10 +250,11 @@ func (a *api) DeleteFork(w http.ResponseWriter, r *http.Request, namespace, name
 }
 
 // making is what requests have in common that make an object of another one: the object,
-// the key of what is made, and the identity of the request.
+// the key of what is made, the identity of the request, and which object it is for.
 type making struct {
 	from, key sandbox.Key
 	once      *sandbox.Once
+	when      sandbox.Precondition
 }
 
 // readMaking reads such a request. name is the field of given with the name of what is
@@ -255,6 +268,9 @@ func (a *api) readMaking(w http.ResponseWriter, r *http.Request, namespace, from
 		return m, err
 	}
 	if m.key, err = server.Named(m.from, *name); err != nil {
+		return m, err
+	}
+	if m.when, err = meant(r); err != nil {
 		return m, err
 	}
 	m.once, err = idempotent(r, body)
@@ -273,7 +289,7 @@ func (a *api) ForkSandbox(w http.ResponseWriter, r *http.Request, namespace, nam
 		if err != nil {
 			return f, err
 		}
-		f, replayed, err := a.Service.Fork(r.Context(), sandbox.ForkRequest{Key: m.key, Spec: spec, Once: m.once})
+		f, replayed, err := a.Service.Fork(r.Context(), sandbox.ForkRequest{Key: m.key, Spec: spec, Once: m.once, When: m.when})
 		noteReplay(w, replayed)
 		return f, err
 	}()
@@ -308,10 +324,14 @@ func noteReplay(w http.ResponseWriter, replayed bool) {
 	}
 }
 
-// sandboxVerb serves a route that changes what a sandbox does.
-func (a *api) sandboxVerb(w http.ResponseWriter, r *http.Request, namespace, name string, do func(context.Context, sandbox.Key) (sandbox.Sandbox, error)) {
+// sandboxVerb serves a route that changes what a sandbox does, if that meets a precondition.
+func (a *api) sandboxVerb(w http.ResponseWriter, r *http.Request, namespace, name string, do func(context.Context, sandbox.Key, ...sandbox.Precondition) (sandbox.Sandbox, error)) {
 	object(a, w, r, namespace, name, func(ctx context.Context, k sandbox.Key) (rest.Sandbox, error) {
-		s, err := do(ctx, k)
+		when, err := meant(r)
+		if err != nil {
+			return rest.Sandbox{}, err
+		}
+		s, err := do(ctx, k, when)
 		return restconv.FromSandbox(s), err
 	})
 }

@@ -63,7 +63,9 @@ func (a *api) CreateSandbox(w http.ResponseWriter, r *http.Request, namespace st
 func (a *api) answerMade(w http.ResponseWriter, r *http.Request, s sandbox.Sandbox, err error) {
 	shown := restconv.FromSandbox(s)
 	if err == nil {
-		shown.Token = a.Access.Token(s.ID)
+		if s.Token == "" {
+			shown.Token = a.Access.Token(s.ID)
+		}
 		made(r, "sandboxes/"+string(s.Name))
 	}
 	a.answer(w, r, http.StatusCreated, shown, err)
@@ -71,43 +73,46 @@ func (a *api) answerMade(w http.ResponseWriter, r *http.Request, s sandbox.Sandb
 
 // GetSandbox implements rest.ServerInterface.
 func (a *api) GetSandbox(w http.ResponseWriter, r *http.Request, namespace, name string) {
-	a.sandboxVerb(w, r, namespace, name, a.Sandbox)
+	object(a, w, r, namespace, name, shown(a.Sandbox, restconv.FromSandbox))
 }
 
 // DeleteSandbox implements rest.ServerInterface.
-func (a *api) DeleteSandbox(w http.ResponseWriter, r *http.Request, namespace, name string) {
+func (a *api) DeleteSandbox(w http.ResponseWriter, r *http.Request, namespace, name string, _ rest.DeleteSandboxParams) {
 	a.sandboxVerb(w, r, namespace, name, a.Service.Kill)
 }
 
 // PauseSandbox implements rest.ServerInterface.
-func (a *api) PauseSandbox(w http.ResponseWriter, r *http.Request, namespace, name string) {
+func (a *api) PauseSandbox(w http.ResponseWriter, r *http.Request, namespace, name string, _ rest.PauseSandboxParams) {
 	a.sandboxVerb(w, r, namespace, name, a.Service.Pause)
 }
 
 // ResumeSandbox implements rest.ServerInterface.
-func (a *api) ResumeSandbox(w http.ResponseWriter, r *http.Request, namespace, name string) {
+func (a *api) ResumeSandbox(w http.ResponseWriter, r *http.Request, namespace, name string, _ rest.ResumeSandboxParams) {
 	a.sandboxVerb(w, r, namespace, name, a.Service.Resume)
 }
 
 // HibernateSandbox implements rest.ServerInterface.
-func (a *api) HibernateSandbox(w http.ResponseWriter, r *http.Request, namespace, name string) {
+func (a *api) HibernateSandbox(w http.ResponseWriter, r *http.Request, namespace, name string, _ rest.HibernateSandboxParams) {
 	a.sandboxVerb(w, r, namespace, name, a.Service.Hibernate)
 }
 
 // ExtendSandbox implements rest.ServerInterface.
-func (a *api) ExtendSandbox(w http.ResponseWriter, r *http.Request, namespace, name string) {
-	a.sandboxVerb(w, r, namespace, name, func(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
+func (a *api) ExtendSandbox(w http.ResponseWriter, r *http.Request, namespace, name string, _ rest.ExtendSandboxParams) {
+	a.sandboxVerb(w, r, namespace, name, func(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) (sandbox.Sandbox, error) {
 		var given rest.Extend
 		if _, err := a.readJSON(w, r, server.MaxBody, &given); err != nil {
 			return sandbox.Sandbox{}, err
 		}
-		if given.Timeout == "" {
-			return sandbox.Sandbox{}, sandbox.Invalid("timeout", "it is missing; 0s is none")
+		if (given.Timeout == "") == (given.Expires == nil) {
+			return sandbox.Sandbox{}, sandbox.Invalid("timeout", "either it or expires must be there; a timeout of 0s is none")
+		}
+		if given.Expires != nil {
+			return a.Service.SetExpiry(ctx, k, *given.Expires, when...)
 		}
 		timeout, err := restconv.ToDuration("timeout", given.Timeout)
 		if err != nil {
 			return sandbox.Sandbox{}, err
 		}
-		return a.Service.Extend(ctx, k, timeout)
+		return a.Service.Extend(ctx, k, timeout, when...)
 	})
 }

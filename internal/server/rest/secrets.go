@@ -34,7 +34,9 @@ func (a *api) PatchSecret(w http.ResponseWriter, r *http.Request, namespace, nam
 
 // DeleteSecret implements rest.ServerInterface.
 func (a *api) DeleteSecret(w http.ResponseWriter, r *http.Request, namespace, name string) {
-	remove(a, w, r, namespace, name, a.Service.DeleteSecret)
+	remove(a, w, r, namespace, name, func(ctx context.Context, k sandbox.Key, _ ...sandbox.Precondition) error {
+		return a.Service.DeleteSecret(ctx, k) // its route has no precondition
+	})
 }
 
 func (a *api) writeSecret(w http.ResponseWriter, r *http.Request, namespace, name string, write func(context.Context, sandbox.Key, sandbox.SecretData) (sandbox.Secret, error)) {

@@ -12,6 +12,7 @@ import (
 func TestManager(t *testing.T) {
 	servertest.Run(t, servertest.Target{
 		Service:  managertest.New(t).Manager,
+		Owns:     true,
 		Template: sandbox.TemplateSpec{Image: "python", MilliCPUs: sandbox.DefaultMilliCPUs, Memory: sandbox.DefaultMemory},
 	})
 }

@@ -24,6 +24,7 @@ const (
 	Secrets  Part = "secrets"
 	Quotas   Part = "quotas"
 	Identity Part = "identity of requests"
+	Tokens   Part = "sandboxes by token"
 )
 
 // Target is what the suite needs of a service.
@@ -31,6 +32,8 @@ type Target struct {
 	Service server.Service
 	// Template is that of the sandboxes. They have a POSIX shell.
 	Template sandbox.TemplateSpec
+	// Owns says that the suite may give owners.
+	Owns bool
 	// Without are the parts that the service has not. Each must be refused with
 	// sandbox.CodeUnimplemented, so that none stays here that it has.
 	Without []Part
@@ -71,10 +74,18 @@ func Run(t *testing.T, target Target) {
 		{"secrets", Secrets, (*suite).secrets},
 		{"quotas", Quotas, (*suite).quotas},
 		{"identity", Identity, (*suite).identity},
+		{"preconditions", "", (*suite).preconditions},
+		{"end-times", "", (*suite).endTimes},
+		{"owners", "", (*suite).owners},
+		{"many-forks", "", (*suite).manyForks},
+		{"tokens", Tokens, (*suite).tokens},
 	} {
 		t.Run(part.name, func(t *testing.T) {
 			ctx, cancel := context.WithTimeout(t.Context(), patience)
 			defer cancel()
+			if target.Owns {
+				ctx = sandbox.WithOwning(ctx)
+			}
 			s := &suite{T: t, Target: target, ctx: ctx, namespace: sandbox.Namespace("suite-" + part.name)}
 			if slices.Contains(target.Without, part.needs) {
 				s.refused("a part that it has not", s.probe(part.needs), sandbox.CodeUnimplemented)
@@ -89,6 +100,8 @@ func Run(t *testing.T, target Target) {
 func (s *suite) probe(p Part) error {
 	var err error
 	switch p {
+	case Tokens:
+		_, _, err = s.Service.SandboxOfToken(s.ctx, sandbox.Token{Derived: sandbox.NewID()})
 	case ByID:
 		_, err = s.Service.SandboxByID(s.ctx, sandbox.NewID())
 	case Sessions:
