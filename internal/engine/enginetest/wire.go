@@ -17,7 +17,7 @@ func echoBlob(address string) string {
 // what the other sends.
 func (s *suite) testWire(t *testing.T) {
 	source := s.bootWired(t)
-	sh(t, source, "head -c 3000000 /dev/urandom > /blob")
+	sh(t, source, "head -c 1200000 /dev/urandom > /blob")
 	snap, err := source.Snapshot(t.Context(), filepath.Join(s.dir, "wire"))
 	if err != nil {
 		t.Fatal(err)
@@ -88,7 +88,7 @@ func (s *suite) testPausedWire(t *testing.T, sb engine.Sandbox) {
 	l := newLAN(t, sb, 1)
 	sh(t, sb, "(nc 10.0.2.2 7 < /blob > /back; echo $? > /done) </dev/null >/dev/null 2>&1 &")
 	for i := range 3 {
-		l.until(t, "some of it has come", func() bool { return l.echoed > i*500_000 })
+		l.until(t, "some of it has come", func() bool { return l.echoed > i*300_000 })
 		if err := sb.Pause(t.Context()); err != nil {
 			t.Fatal(err)
 		}

@@ -17,6 +17,7 @@ import (
 func TestChargedAsItIs(t *testing.T) {
 	other := startBare(t, openJail(t)) // only for its cgroup
 	s := startHostileIn(t, other.Cell(), "honest")
+	t.Cleanup(func() { go other.Kill() }) // the end of each waits until the cgroup is empty
 	_, before, err := s.Charged()
 	if err != nil {
 		t.Fatal(err)
