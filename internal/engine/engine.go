@@ -141,9 +141,9 @@ type Engine interface {
 	// renewed. Fork returns once the sandbox's agent has confirmed the renewal.
 	Fork(context.Context, *snapshot.Snapshot, ForkOptions) (Sandbox, error)
 	// Adopt takes over a sandbox that has a folder. No other process may hold the
-	// sandbox. Adopt also takes over a paused sandbox: the result has no session with
-	// its agent until Resume, which is harmless if the sandbox runs. If the sandbox
-	// is gone, the error is ErrEnded.
+	// sandbox. The sandbox may be paused. It has no session with its agent until
+	// Resume, which is harmless if the sandbox runs. If the sandbox is gone, the
+	// error is ErrEnded.
 	Adopt(ctx context.Context, folder string) (Sandbox, error)
 	// Remove ends the machine of a folder and deletes the folder. It does so
 	// whichever process started the machine, and however far the start came.

@@ -17,8 +17,8 @@ const (
 	smallHeap      = 16 << 20 // of live objects
 )
 
-// LazyGC makes garbage collections rare while the heap is small. In a usual restore
-// there is none at all.
+// LazyGC makes garbage collections rare while the heap is small. A usual restore ends
+// before the first collection.
 func LazyGC() {
 	debug.SetGCPercent(restorePercent)
 	watchHeap(liveHeap)

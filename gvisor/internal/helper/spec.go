@@ -18,8 +18,7 @@ import (
 // newConfig is runsc's configuration: an empty network namespace of the host (the
 // interface is described when the sandbox starts), no cgroups of its own (the engine
 // has put this process into one), and no change of the host. Programs may have raw
-// sockets, for ping, because packets are checked outside of the sandbox, whoever has
-// made them.
+// sockets, for ping, because all packets are checked outside of the sandbox.
 func newConfig(c *gvisorctl.Create) (*config.Config, error) {
 	flags := flag.NewFlagSet("runsc", flag.ContinueOnError)
 	config.RegisterFlags(flags)

@@ -184,7 +184,7 @@ func newCheckpoint() (c checkpoint, err error) {
 }
 
 // seal makes a checkpoint from files that gVisor's kernel has written and may still
-// have open. Afterwards nobody can write to the files, and they hold at most most
+// have open. Afterwards the files cannot be written to, and they hold at most most
 // bytes. The error is errLie if the kernel is to blame. The files of the result have
 // descriptors of their own, at offset 0.
 func (c checkpoint) seal(most uint64) (own checkpoint, err error) {

@@ -17,7 +17,7 @@ import (
 )
 
 // streamed holds the layers that a vmm has written through pipes into the snapshot in
-// the making. A layer to which nothing was written has the zero Ref.
+// the making. An empty layer has the zero Ref.
 type streamed struct {
 	memory layer.Ref
 	disks  []layer.Ref // one per writable disk
@@ -47,8 +47,8 @@ func (s *sandbox) stream(ctx context.Context, b *snapshot.Builder) (*snapshot.Sn
 	panic("unreachable: the second round returns")
 }
 
-// storeCrowded lets a stack be stored in full if it has no room for another layer.
-// With all set, every stack is stored in full.
+// storeCrowded makes save store a stack in full if the stack has no room for another
+// layer. With all set, every stack is stored in full.
 func (s *sandbox) storeCrowded(save *vmmctl.Save, all bool) {
 	whole := func(stack *layer.Stack, runs *[]extent.Run) {
 		if all || len(stack.Layers) >= layer.MaxLayers {

@@ -110,8 +110,8 @@ func ContainerChannel() (*Conn, error) {
 }
 
 // ShutdownContainer ends the container, and returns only if it could not. Every
-// process gets SIGTERM and, after grace, SIGKILL. There is nothing to unmount:
-// all of it is memory.
+// process gets SIGTERM and, after grace, SIGKILL. No filesystem has to be unmounted,
+// because all of them are in memory.
 func ShutdownContainer(ps *Processes, grace time.Duration) error {
 	if os.Getpid() != 1 {
 		return fail(ErrPermission, "shut down", "", "only PID 1 can")

@@ -7,8 +7,8 @@ import (
 	"syscall"
 )
 
-// Kind says what went wrong in a way that callers can branch on with
-// errors.Is. A Kind is a constant, so that nobody can change it.
+// Kind says what went wrong in a form that callers can branch on with errors.Is. A
+// Kind is a constant, so it cannot be changed.
 type Kind string
 
 func (k Kind) Error() string { return string(k) }
