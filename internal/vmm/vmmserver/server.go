@@ -151,7 +151,7 @@ type server struct {
 	ready       sync.Once
 
 	saving  sync.Mutex // held by a save until its copy is complete; protects leave
-	leave   func()     // ends the capture that lingers; nil if none does
+	leave   func()     // ends the lingering capture; nil without one
 	stillMu sync.Mutex // held while the guest is paused or resumed
 
 	parents vmmctl.Parents
