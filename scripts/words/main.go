@@ -27,8 +27,9 @@
 //     copies", "is who asked". "The client, who waits" and "says who may read"
 //     are not counted. So with whom ("by whom it is held") and whose.
 //   - whoever and whomever, unless they start a sentence.
-//   - none, as a noun: "a request that is none", "has none", "0 is none". Not
-//     counted are "none of them" and "if there is none".
+//   - none, as a noun: "a request that is none", "has none", "0 is none", "for
+//     none". Not counted are "none of them", "if there is none", "misses none"
+//     and "none is lost".
 //   - nobody: another process, thread or user that the sentence could name.
 //   - nothing, as an actor or after a word that makes a riddle of it: "may
 //     nothing", "is nothing", "for nothing", "nothing is". "Does nothing",

@@ -210,9 +210,10 @@ func (c cursor) none() bool {
 		return false
 	case be[before] && c.at(-2) == "there" && (c.at(-3) == "if" || c.at(-3) == "when"):
 		return false
+	case be[before] || have[before] || prepositions[before] || number[before]:
+		return true
 	}
-	return be[before] || have[before] || prepositions[before] || number[before] || clauseStart[before] ||
-		conjunction[before] || auxiliary[after] || sentenceEnd(after)
+	return clauseStart[before] && !auxiliary[after]
 }
 
 func (c cursor) nothing() bool {
