@@ -134,7 +134,7 @@ func (a *cells) take() (_ *Cell, err error) {
 }
 
 // Find returns the cell of a running process that this or another jail of the
-// machine has started.
+// host has started.
 func (j *Jail) Find(pid int) (*Cell, error) {
 	if os.Geteuid() != 0 {
 		return &Cell{}, nil

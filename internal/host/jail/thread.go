@@ -119,7 +119,7 @@ func (t *thread) run(ready chan<- error) {
 	}
 }
 
-// enter leaves the machine's namespaces for empty ones.
+// enter moves the thread from the host's namespaces into empty ones.
 func (t *thread) enter() error {
 	spaces := unix.CLONE_FS | unix.CLONE_NEWNS | unix.CLONE_NEWIPC | unix.CLONE_NEWUTS
 	if t.kind == VMM {

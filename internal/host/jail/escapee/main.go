@@ -46,7 +46,7 @@ type order struct {
 	Bytes int
 	// Limit is the maximum size of its files; 0 is unlimited.
 	Limit uint64
-	// Name is an abstract address of the machine.
+	// Name is an abstract address of the host.
 	Name string
 
 	files []int // files that came with the order
@@ -319,7 +319,7 @@ func sendTo(fd int, name string) error {
 	return unix.Sendmsg(fd, []byte("from the jail"), unix.UnixRights(controlFD), &unix.SockaddrUnix{Name: name}, 0)
 }
 
-// fillFile writes so many bytes, piece by piece.
+// fillFile writes that many bytes, in pieces.
 func fillFile(fd int, bytes uint64) any {
 	for at := uint64(0); at < bytes; at += 4096 {
 		if _, err := unix.Pwrite(fd, make([]byte, 4096), int64(at)); err != nil {
