@@ -29,7 +29,7 @@ func SetAside(f *os.File, from, size int64) error {
 	}
 }
 
-// ErrNoAside: the file system cannot reserve room for files.
+// ErrNoAside means that the file system cannot reserve room for files.
 var ErrNoAside = errors.New("the file system sets no room aside for files")
 
 // ShareOf is a fraction of the size of a file's disk, but at most most.

@@ -51,7 +51,7 @@ type VM struct {
 	stopped *ClockState // the guest's time while it stands still
 }
 
-// ErrEnded: the guest is no longer running.
+// ErrEnded means that the guest is no longer running.
 var ErrEnded = errors.New("the guest has ended")
 
 // Start lets the guest run for the first time.

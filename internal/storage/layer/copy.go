@@ -8,7 +8,7 @@ import (
 	"os"
 )
 
-// ErrDamaged: the data is not the layer that its Ref names.
+// ErrDamaged means that the data is not the layer that its Ref names.
 var ErrDamaged = errors.New("the layer is damaged")
 
 // damage describes how the data differs from the layer.

@@ -9,8 +9,8 @@ import (
 	"agentrun.dev/internal/storage/extent"
 )
 
-// ErrNeedsCompaction: the stack has too many layers or extents to take another
-// layer. Compact makes room.
+// ErrNeedsCompaction means that the stack has too many layers or extents to
+// take another layer. Compact makes room.
 var ErrNeedsCompaction = errors.New("stack needs compaction")
 
 const (

@@ -25,7 +25,7 @@ type Key struct {
 	name     string // its origin, for errors
 }
 
-// ErrKey: the data was sealed with another key, or is damaged.
+// ErrKey means that the data was sealed with another key, or is damaged.
 var ErrKey = errors.New("it was sealed with another key, or is damaged")
 
 // Generate makes a key that exists only in memory.

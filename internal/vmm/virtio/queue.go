@@ -33,8 +33,8 @@ const (
 	idxOffset    = 2
 )
 
-// ErrQueue: a guest broke the rules of a virtqueue. The device that owns the
-// queue stands still until the driver resets it.
+// ErrQueue means that a guest broke the rules of a virtqueue. The device that
+// owns the queue stands still until the driver resets it.
 var ErrQueue = errors.New("malformed virtqueue")
 
 // Queue is the device's side of a split virtqueue (virtio 1.2 §2.7).
