@@ -27,8 +27,8 @@ func (k Kind) String() string {
 
 // runtimeDebug holds the settings of the Go runtime for all jailed processes. With
 // huge pages a heap of a few hundred KiB would cost 4 MiB. The empty root has no
-// cgroup file from which the runtime could read a number of processors. Names of
-// mappings cost system calls, and no tool reads them.
+// cgroup file from which the runtime could read a number of processors. No tool
+// reads the names of these processes' mappings.
 const runtimeDebug = "GODEBUG=disablethp=1,containermaxprocs=0,updatemaxprocs=0,decoratemappings=0"
 
 // netdProcessors bounds the processors that a netd uses at once, because each TCP/IP

@@ -15,8 +15,8 @@ var ErrNeedsCompaction = errors.New("stack needs compaction")
 
 const (
 	// gatheredGap is the largest gap that is worth storing to save an extent.
-	// An extent costs each fork two mappings, and a page at its edge keeps the
-	// kernel from mapping the neighbours with it.
+	// An extent costs each fork two mappings, and at its boundaries a fault
+	// maps fewer of the neighbouring pages.
 	gatheredGap = 64 << 10
 	// Gathering may add gatheredBytes to a layer, and this fraction of its
 	// size.

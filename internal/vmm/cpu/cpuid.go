@@ -1,5 +1,5 @@
-// Package cpu owns the processor features that a guest sees, and the KVM
-// capabilities that a machine needs.
+// Package cpu owns the features of the host's processor and of KVM: those that
+// a guest sees, and those that a machine needs.
 package cpu
 
 import (

@@ -42,8 +42,9 @@ type CaptureConfig struct {
 	Pagemap *os.File
 	// File gets the pages, each at its offset in RAM.
 	File *os.File
-	// Patience is how long Copy yields to other threads before each block.
-	// After that it takes its share of the processors.
+	// Patience is the time from the start of Copy during which it yields to
+	// other threads before each block. After that it takes its share of the
+	// processors.
 	Patience time.Duration
 }
 

@@ -11,8 +11,8 @@ type Stats struct {
 	// Captured is the time from the call until the copy was complete and could
 	// be used for children. The engine measures it.
 	Captured time.Duration
-	// Waits counts the source's writes that had to wait for a page to be saved.
-	// MedianWait and P99Wait are the quantiles of the waiting times.
+	// Waits counts the source's writes to memory that was not yet copied. Half
+	// of them were served within MedianWait, 99 of 100 within P99Wait.
 	Waits                            uint64
 	MedianWait, P99Wait, LongestWait time.Duration
 	// Copied is the bytes of memory that were stored.

@@ -6,9 +6,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// VsockState is the state of a paused Vsock. Of the connections it holds only
-// the standby: the other ends of the rest are processes of the host, and a copy
-// of the guest gets a RST for each.
+// VsockState is the state of a paused Vsock. Of the connections only the
+// standby continues: the other ends of the rest are processes of the host, and
+// a copy of the guest gets a RST for each.
 type VsockState struct {
 	// NextPort continues in the copy, so that a new connection does not get the
 	// ports of a connection from before the capture.
