@@ -67,7 +67,7 @@ func (c *Capture) answer(i uint64) error {
 }
 
 // saves reports whether a block may have to be saved before it is written. That
-// is so from the instant until the layer is complete.
+// is so from the instant until Rebase has accepted the layer.
 func (c *Capture) saves() bool { return c.begun.Load() && !c.rebased.Load() }
 
 // releaseAround releases the whole huge page of a block, of which no page has to be
