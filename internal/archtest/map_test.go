@@ -129,6 +129,7 @@ var packages = []rule{
 	{path: "scripts/apidoc", owns: "writes docs/api-reference.md"},
 	{path: "scripts/benchcompare", owns: "compares benchmarks of two checkouts"},
 	{path: "scripts/gotest", owns: "runs tests, and counts what was skipped"},
+	{path: "scripts/words", owns: "counts words in comments that hide the actor"},
 	{path: "test/daemon", owns: "the daemon, run as systemd would, for tests", imports: []string{"client", "host/assets"}},
 	{path: "test/soak", owns: "how often tests do what is worth repeating"},
 	{path: "test/network/world", owns: "a small internet for tests: two network namespaces, servers, names"},

@@ -12,9 +12,9 @@ import (
 // needs less. The bound keeps a sandbox from blocking its Resume forever.
 const clockPatience = 30 * time.Second
 
-// SetClock sets the wall clock of a sandbox that stood still. The agent of a template
-// that an older AgentRun has built cannot do that. Such a sandbox goes on with a
-// clock that is behind by the pause.
+// SetClock sets the wall clock of a sandbox that has booted or was paused. The agent of
+// a template that an older AgentRun has built cannot do that. Such a sandbox goes on
+// with the clock that it has, which is behind by the pause.
 func SetClock(ctx context.Context, agent *guestrpc.Client) error {
 	if !agent.Can(guestrpc.CanSetClock) {
 		return nil
@@ -22,7 +22,7 @@ func SetClock(ctx context.Context, agent *guestrpc.Client) error {
 	ctx, cancel := context.WithTimeout(ctx, clockPatience)
 	defer cancel()
 	if err := agent.SetClock(ctx, guestrpc.SetClockRequest{WallClock: time.Now()}); err != nil {
-		return fmt.Errorf("set the wall clock after a pause: %w", err)
+		return fmt.Errorf("set the wall clock: %w", err)
 	}
 	return nil
 }

@@ -52,7 +52,7 @@ func TestSetClock(t *testing.T) {
 		t.Error("an agent that cannot was asked nevertheless")
 	}
 	g.refuse = &guestrpc.Error{Code: guestrpc.CodePermissionDenied, Message: "no"}
-	if err := SetClock(t.Context(), dialClocked(t, g, guestrpc.CanSetClock)); err == nil || !strings.Contains(err.Error(), "set the wall clock after a pause: ") {
+	if err := SetClock(t.Context(), dialClocked(t, g, guestrpc.CanSetClock)); err == nil || !strings.Contains(err.Error(), "set the wall clock: ") {
 		t.Errorf("an agent that refuses: %v", err)
 	}
 }

@@ -52,6 +52,11 @@ func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, er
 	if err != nil {
 		return nil, errors.Join(err, s.release())
 	}
+	// A starting kernel counts ticks of its timer until it reads kvm-clock. Those that a busy
+	// host delivered late are missing from its wall clock.
+	if err := identity.SetClock(ctx, s.Agent()); err != nil {
+		return nil, errors.Join(err, s.Close())
+	}
 	return s, nil
 }
 
