@@ -316,11 +316,11 @@ func (s *server) restore(ctx context.Context, m *gvisorctl.Message, files []*os.
 type runFiles struct {
 	first      []*os.File
 	wire, host *os.File // the sandbox's end of its wire, and the host's; nil without an interface
-	listener   *os.File // nil if nobody will adopt the sandbox
+	listener   *os.File // the listening socket; nil without one
 }
 
-// tellApart sorts the files of such a request. The number of files that come first is
-// known.
+// tellApart sorts the files of such a request. first is the number of files before the
+// wire and the listening socket.
 func tellApart(m *gvisorctl.Message, files []*os.File, first int) (f runFiles, err error) {
 	want := first
 	if m.Network != nil {

@@ -184,9 +184,9 @@ func newCheckpoint() (c checkpoint, err error) {
 }
 
 // seal makes a checkpoint from files that gVisor's kernel has written and may still
-// have open. Afterwards the files cannot be written to, and they hold at most most
-// bytes. The error is errLie if the kernel is to blame. The files of the result have
-// descriptors of their own, at offset 0.
+// have open. Afterwards the files cannot be written to, and they hold no more than
+// most bytes. The error is errLie if the kernel is to blame. The files of the result
+// have descriptors of their own, at offset 0.
 func (c checkpoint) seal(most uint64) (own checkpoint, err error) {
 	left := most
 	for _, f := range c.list() {

@@ -101,7 +101,7 @@ func page(w *wire, r *netctl.Log, from uint64, entries []egress.Entry) *netctl.L
 		p.Entries = append(p.Entries, entry(e))
 	}
 	if len(entries) > 0 {
-		p.Lost = entries[0].Seq - min(from, entries[0].Seq) // a log that was restarted is behind from
+		p.Lost = entries[0].Seq - min(from, entries[0].Seq) // a restarted log has lower numbers than from
 		p.Next = entries[len(entries)-1].Seq + 1
 	}
 	if r.Open {
