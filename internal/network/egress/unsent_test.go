@@ -9,8 +9,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestUnsentIsBounded: of what is sent to a server that has stopped to read, once the kernel
-// has learned that it reads fast, little waits in the kernel, which no budget counts.
+// TestUnsentIsBounded: when a fast server stops reading, few bytes wait unsent in the
+// kernel, which no budget counts.
 func TestUnsentIsBounded(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
