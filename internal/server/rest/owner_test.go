@@ -212,3 +212,27 @@ func TestForkOfMany(t *testing.T) {
 		n.do("POST", at, body).refused(400, "invalid")
 	}
 }
+
+// TestTerminalOfAReplacedToken: a token of a terminal is no better than the token, or the key,
+// that it was asked for with.
+func TestTerminalOfAReplacedToken(t *testing.T) {
+	n, s := ownedNode(t, "ars_given")
+	const owned = v1 + "/sandboxes/owned"
+	var tickets []string
+	for range 16 {
+		r := n.with("ars_given").do("POST", owned+"/terminal", rest.TerminalRequest{Argv: []string{"/bin/cat"}}).ok(201)
+		tickets = append(tickets, as[rest.Terminal](r).Token)
+	}
+	if _, err := n.Manager.SetToken(sandbox.WithOwning(t.Context()), s.Key, sandbox.HashToken("ars_next")); err != nil {
+		t.Fatal(err)
+	}
+	for _, ticket := range tickets {
+		conn, res, err := n.dialTerminal(owned+"/terminal", ticket, "")
+		if err == nil {
+			_ = conn.CloseNow()
+			t.Error("it opened")
+		} else if res == nil || res.StatusCode != http.StatusUnauthorized {
+			t.Errorf("%v, %v", res, err)
+		}
+	}
+}
