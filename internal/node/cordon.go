@@ -2,6 +2,7 @@ package node
 
 import (
 	"context"
+	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -55,6 +56,13 @@ func (c *cordon) blame(k sandbox.Key, problem string) {
 	if delete(c.problems, k); problem != "" {
 		c.problems[k] = problem
 	}
+}
+
+// forgive forgets the problems of those that do not run any more.
+func (c *cordon) forgive(running map[sandbox.Key]bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	maps.DeleteFunc(c.problems, func(k sandbox.Key, _ string) bool { return !running[k] })
 }
 
 // shown is the cordon with how far it is.
@@ -194,12 +202,19 @@ func (m *Manager) drain() {
 
 // hibernateAll hibernates what runs, some at once.
 func (m *Manager) hibernateAll(ctx context.Context) {
+	running := map[sandbox.Key]bool{}
+	left := slices.DeleteFunc(m.members(), func(b *member) bool {
+		is := runs(b.latest().State)
+		if is {
+			running[b.key] = true
+		}
+		return !is
+	})
+	m.cordon.forgive(running)
+	m.noticeStatus()
 	slots := make(chan struct{}, drains)
 	var all sync.WaitGroup
-	for _, b := range m.members() {
-		if !runs(b.latest().State) {
-			continue
-		}
+	for _, b := range left {
 		select {
 		case slots <- struct{}{}:
 		case <-ctx.Done():

@@ -140,6 +140,34 @@ func TestDrain(t *testing.T) {
 	})
 }
 
+// TestDrainForgetsProblems: a sandbox that does not run any more, whatever has ended it, is no
+// problem of a drain.
+func TestDrainForgetsProblems(t *testing.T) {
+	onDaemon(t, func(t *testing.T, m *Manager, h *nodetest.Host) {
+		for _, name := range []string{"a", "b"} {
+			claim(t, m, name, sandbox.Lifetime{})
+			h.FailCapture(errors.New("the disk is on fire"))
+			must(t, second(m.Cordon(t.Context(), true)))
+			synctest.Wait()
+			if c := cordoned(t, m); c == nil || len(c.Problems) != 1 {
+				t.Fatalf("%+v", c)
+			}
+			switch name {
+			case "a":
+				must(t, second(m.Kill(t.Context(), key(name))))
+			case "b":
+				must(t, second(m.Hibernate(t.Context(), key(name))))
+			}
+			time.Sleep(drainAgain)
+			synctest.Wait()
+			if c := cordoned(t, m); c == nil || c.Left != 0 || len(c.Problems) != 0 {
+				t.Errorf("%s: %+v", name, c)
+			}
+			must(t, second(m.Uncordon(t.Context())))
+		}
+	})
+}
+
 // TestNodeIsKnown: the node has a name that stays, the one that it is configured with, and
 // tells what it is and has.
 func TestNodeIsKnown(t *testing.T) {
