@@ -188,6 +188,16 @@ func TestExpires(t *testing.T) {
 	n.do("POST", v1+"/sandboxes", `{"name":"b","pool":"pool","expires":"0001-01-01T00:00:00Z"}`).refused(400, "invalid")
 }
 
+// TestExpiresInNoYear: a time that is of the year 10000 in UTC is refused, and not a defect.
+func TestExpiresInNoYear(t *testing.T) {
+	n := newNode(t)
+	n.setUp()
+	at := n.claim("a")
+	const late = "9999-12-31T23:59:59-12:00"
+	n.do("POST", v1+"/sandboxes", map[string]string{"name": "b", "pool": "pool", "expires": late}).refused(400, "invalid")
+	n.do("POST", at+"/extend", map[string]string{"expires": late}).refused(400, "invalid")
+}
+
 // TestForkOfMany: names for the children, all or none, and a checkpoint of the same instant.
 func TestForkOfMany(t *testing.T) {
 	n := newNode(t)
