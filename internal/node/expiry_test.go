@@ -1,6 +1,7 @@
 package node
 
 import (
+	"math"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -96,6 +97,21 @@ func TestExpiryIsSooner(t *testing.T) {
 		time.Sleep(time.Hour)
 		synctest.Wait()
 		wantEnded(t, m, "a", sandbox.ReasonTimeout)
+	})
+}
+
+// TestExtendedForEver: the longest timeout that can be is long, and no negative one, which no
+// client of the node's API could read.
+func TestExtendedForEver(t *testing.T) {
+	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
+		claim(t, m, "a", sandbox.Lifetime{Timeout: time.Hour})
+		time.Sleep(time.Minute)
+		if s, err := m.Extend(t.Context(), key("a"), math.MaxInt64); err != nil || s.Timeout != math.MaxInt64 {
+			t.Errorf("%v, %v", s.Timeout, err)
+		}
+		time.Sleep(1000 * time.Hour)
+		synctest.Wait()
+		wantState(t, m, "a", sandbox.Running)
 	})
 }
 
