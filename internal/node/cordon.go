@@ -25,6 +25,13 @@ const (
 	drainAgain = 10 * time.Second
 )
 
+// The first of the problems of a drain are shown, so many and so many bytes of each: they are
+// part of each message about the node.
+const (
+	shownProblems   = 1000
+	maxDrainProblem = 512
+)
+
 // cordon is why the node takes nothing new, if it does not.
 type cordon struct {
 	mu  sync.Mutex // protects all following fields
@@ -54,7 +61,7 @@ func (c *cordon) blame(k sandbox.Key, problem string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if delete(c.problems, k); problem != "" {
-		c.problems[k] = problem
+		c.problems[k] = strings.ToValidUTF8(problem[:min(len(problem), maxDrainProblem)], "")
 	}
 }
 
@@ -80,6 +87,7 @@ func (c *cordon) shown(left int) *sandbox.Cordon {
 		out.Problems = append(out.Problems, sandbox.DrainProblem{Key: k, Problem: problem})
 	}
 	slices.SortFunc(out.Problems, func(a, b sandbox.DrainProblem) int { return strings.Compare(a.String(), b.String()) })
+	out.Problems = out.Problems[:min(len(out.Problems), shownProblems)]
 	return &out
 }
 

@@ -2,10 +2,12 @@ package node
 
 import (
 	"errors"
+	"fmt"
 	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
+	"unicode/utf8"
 
 	"agentrun.dev/internal/node/nodetest"
 	"agentrun.dev/internal/sandbox"
@@ -166,6 +168,27 @@ func TestDrainForgetsProblems(t *testing.T) {
 			must(t, second(m.Uncordon(t.Context())))
 		}
 	})
+}
+
+// TestDrainProblemsAreBounded: however many sandboxes cannot be hibernated, and whatever is said
+// of it, the node can be looked at: a message has a bound.
+func TestDrainProblemsAreBounded(t *testing.T) {
+	c := &cordon{changed: make(chan struct{})}
+	c.set(&sandbox.Cordon{Drain: true})
+	for i := range 10_000 {
+		c.blame(key(fmt.Sprintf("s-%05d", i)), strings.Repeat("ü", 4096))
+	}
+	shown := c.shown(10_000)
+	total := 0
+	for _, p := range shown.Problems {
+		total += len(p.Problem)
+		if !utf8.ValidString(p.Problem) {
+			t.Fatal("it is no text")
+		}
+	}
+	if len(shown.Problems) == 0 || total > 1<<20 || shown.Left != 10_000 || shown.Problems[0].Name != "s-00000" {
+		t.Errorf("%d problems of %d bytes, %d left", len(shown.Problems), total, shown.Left)
+	}
 }
 
 // TestNodeIsKnown: the node has a name that stays, the one that it is configured with, and
