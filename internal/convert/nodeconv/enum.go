@@ -3,6 +3,7 @@
 package nodeconv
 
 import (
+	"strings"
 	"time"
 
 	"google.golang.org/protobuf/types/known/durationpb"
@@ -69,6 +70,10 @@ func ToExpiry(field string, t *timestamppb.Timestamp) (time.Time, error) {
 	}
 	return toTime(t), nil
 }
+
+// text is what somebody has said who need not have said text, as JSON has it: a message of gRPC
+// with anything else is not sent at all.
+func text(s string) string { return strings.ToValidUTF8(s, "\uFFFD") }
 
 // fromDuration leaves out what is 0.
 func fromDuration(d time.Duration) *durationpb.Duration {

@@ -24,7 +24,7 @@ func FromNode(n sandbox.NodeStatus) *nodev1.NodeStatus {
 	if c := n.Cordon; c != nil {
 		out.Cordon = &nodev1.Cordon{Since: fromTime(c.Since), By: string(c.By), Drain: c.Drain, Left: uint32(c.Left)}
 		for _, p := range c.Problems {
-			out.Cordon.Problems = append(out.Cordon.Problems, &nodev1.DrainProblem{Namespace: string(p.Namespace), Name: string(p.Name), Problem: p.Problem})
+			out.Cordon.Problems = append(out.Cordon.Problems, &nodev1.DrainProblem{Namespace: string(p.Namespace), Name: string(p.Name), Problem: text(p.Problem)})
 		}
 	}
 	return out

@@ -16,7 +16,7 @@ func FromTemplate(t sandbox.Template, builds []sandbox.Build) *nodev1.Template {
 	}
 	for _, b := range builds {
 		out.Builds = append(out.Builds, &nodev1.Build{
-			Stage: stages[b.Stage], Phase: phases[b.Phase], Problem: b.Problem, Image: b.Image,
+			Stage: stages[b.Stage], Phase: phases[b.Phase], Problem: text(b.Problem), Image: b.Image,
 			Started: fromTime(b.Started), Finished: fromTime(b.Finished), Attempts: uint32(b.Attempts), Next: fromTime(b.Next),
 		})
 		if b.Stage == sandbox.AfterReady {
@@ -47,7 +47,7 @@ func ToTemplate(g *nodev1.Template) (t sandbox.Template, builds []sandbox.Build,
 func FromPool(p sandbox.Pool, status sandbox.PoolStatus) *nodev1.Pool {
 	return &nodev1.Pool{
 		Namespace: string(p.Namespace), Name: string(p.Name), Created: fromTime(p.Created), Spec: FromPoolSpec(p.Spec),
-		Phase: phases[status.Phase], Problem: status.Problem, Ready: uint32(status.Ready), Snapshots: uint32(status.Snapshots),
+		Phase: phases[status.Phase], Problem: text(status.Problem), Ready: uint32(status.Ready), Snapshots: uint32(status.Snapshots),
 		ResourceVersion: p.ResourceVersion, Owner: string(p.Owner),
 	}
 }
@@ -72,7 +72,7 @@ func FromSandbox(s sandbox.Sandbox) *nodev1.Sandbox {
 		Pool: string(s.Pool), Template: string(s.Template), Revision: s.Revision, Engine: s.Engine,
 		Metadata: s.Metadata, Workdir: s.Workdir, User: s.User, MemoryBytes: s.Memory,
 		Parent: string(s.Parent), Fork: string(s.Fork), Checkpoint: string(s.Checkpoint),
-		Created: fromTime(s.Created), Ended: fromTime(s.Ended), Reason: reasons[s.Reason], Detail: s.Detail, Unresponsive: s.Unresponsive,
+		Created: fromTime(s.Created), Ended: fromTime(s.Ended), Reason: reasons[s.Reason], Detail: text(s.Detail), Unresponsive: text(s.Unresponsive),
 		Lifetime: fromLifetime(s.Lifetime), NetworkPolicy: fromPolicy(s.Egress.Own), NetworkBounds: fromPolicies(s.Egress.Bounds),
 		ResourceVersion: s.ResourceVersion, Owner: string(s.Owner),
 	}
@@ -101,7 +101,7 @@ func FromFork(f sandbox.Fork) *nodev1.Fork {
 		ResourceVersion: f.ResourceVersion, Checkpoint: string(f.Checkpoint),
 	}
 	for _, c := range f.Children {
-		out.Children = append(out.Children, &nodev1.ForkOutcome{Name: string(c.Name), Id: string(c.ID), Problem: c.Problem, Owner: string(c.Owner)})
+		out.Children = append(out.Children, &nodev1.ForkOutcome{Name: string(c.Name), Id: string(c.ID), Problem: text(c.Problem), Owner: string(c.Owner)})
 	}
 	return out
 }
@@ -173,7 +173,7 @@ func ToCost(g *nodev1.SandboxStats) (sandbox.Cost, error) {
 
 // FromError is the detail of a status.
 func FromError(e *sandbox.Error) *nodev1.Error {
-	return &nodev1.Error{Code: string(e.Code), Message: e.Message, Cause: e.Cause, Remediation: e.Remediation}
+	return &nodev1.Error{Code: string(e.Code), Message: text(e.Message), Cause: text(e.Cause), Remediation: text(e.Remediation)}
 }
 
 // ToError reads the detail of a status.

@@ -62,9 +62,14 @@ func (c *cache) get(q question, now time.Time) (reply, bool) {
 	return entry.reply, true
 }
 
-func (c *cache) put(q question, r reply) {
+// put keeps a reply if it is current, which is asked while nobody clears the cache: whoever
+// clears it makes what was asked before not current first.
+func (c *cache) put(q question, r reply, current func() bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	if !current() {
+		return
+	}
 	if element, ok := c.entries[q]; ok {
 		element.Value.(*cached).reply = r
 		c.order.MoveToFront(element)

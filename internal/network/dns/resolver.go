@@ -234,9 +234,7 @@ func (r *Resolver) fly(client *Client, zones []*zone, q question) (reply, error)
 	} else if err != nil {
 		return reply{}, err
 	}
-	if current := *r.zones.Load(); &current[0] == &zones[0] {
-		r.cache.put(q, rep)
-	}
+	r.cache.put(q, rep, func() bool { current := *r.zones.Load(); return &current[0] == &zones[0] })
 	return rep, nil
 }
 

@@ -412,6 +412,24 @@ func TestUpstreamsChangeMeanwhile(t *testing.T) {
 	})
 }
 
+// TestClearedMeanwhile: what was current when it was put does not outlive the cache's clearing,
+// whenever that comes.
+func TestClearedMeanwhile(t *testing.T) {
+	c, q, cleared := newCache(1), question{name: "db.corp"}, make(chan struct{})
+	c.put(q, reply{expires: time.Now().Add(time.Hour)}, func() bool {
+		go func() { c.clear(); close(cleared) }()
+		select {
+		case <-cleared: // too soon
+		case <-time.After(10 * time.Millisecond):
+		}
+		return true
+	})
+	<-cleared
+	if _, found := c.get(q, time.Now()); found {
+		t.Error("an answer of upstreams that were replaced is kept")
+	}
+}
+
 // TestSilentUpstream: a lookup ends, and its failure is kept for a second.
 func TestSilentUpstream(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -443,7 +461,7 @@ func TestCacheIsBounded(t *testing.T) {
 	c := newCache(3)
 	now := time.Now()
 	for i := range 10 {
-		c.put(question{name: fmt.Sprint(i)}, reply{expires: now.Add(time.Minute)})
+		c.put(question{name: fmt.Sprint(i)}, reply{expires: now.Add(time.Minute)}, func() bool { return true })
 		c.get(question{name: "0"}, now)
 	}
 	if len(c.entries) != 3 || c.order.Len() != 3 {

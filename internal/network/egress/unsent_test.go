@@ -1,6 +1,7 @@
 package egress
 
 import (
+	"errors"
 	"io"
 	"net"
 	"net/netip"
@@ -54,10 +55,15 @@ func TestUnsentIsBounded(t *testing.T) {
 	}
 	unsent := 0
 	err = raw.Control(func(fd uintptr) {
-		for err == nil {
-			_, err = unix.Write(int(fd), b) // it does not wait
+		for unsent == 0 { // until the other end takes no more
+			for err == nil {
+				_, err = unix.Write(int(fd), b) // it does not wait
+			}
+			if !errors.Is(err, unix.EAGAIN) {
+				return
+			}
+			unsent, err = unix.IoctlGetInt(int(fd), unix.SIOCOUTQNSD)
 		}
-		unsent, _ = unix.IoctlGetInt(int(fd), unix.SIOCOUTQNSD)
 	})
 	if err != nil {
 		t.Fatal(err)
