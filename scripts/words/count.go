@@ -79,8 +79,8 @@ func countFolders(folders []string) ([]*pkg, error) {
 	return packages, nil
 }
 
-// countFile returns the number of lines of comments in a file and the findings
-// in them. Of a generated file both are zero.
+// countFile returns the number of comment lines in a file, and the findings in
+// them. For a generated file it returns zero and nil.
 func countFile(path string) (int, []finding, error) {
 	set := token.NewFileSet()
 	file, err := parser.ParseFile(set, path, nil, parser.ParseComments|parser.SkipObjectResolution)

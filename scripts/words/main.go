@@ -17,24 +17,25 @@
 // at the start of a paragraph and after . : ; , ( and a dash. Each pattern looks
 // at a word, the words around it, and whether it starts a clause:
 //
-//   - what, as a subject or after a preposition: "What waits is closed", "of
+//   - "what", as a subject or after a preposition: "What waits is closed", "of
 //     what it wrote", "X is what the guest has", "this and what follows". After
 //     other verbs only if "what" is the subject of its own clause: "keeps what
 //     was written" is counted, "keeps what it needs" is not. Indirect questions
 //     ("says what is wrong"), questions and "what kind" are not counted.
-//   - who, as a noun: at the start of a clause, unless a comma makes it a
+//   - "who", as a noun: at the start of a clause, unless a comma makes it a
 //     relative pronoun, and after a preposition or a form of "be": "for who
 //     copies", "is who asked". "The client, who waits" and "says who may read"
-//     are not counted. So with whom ("by whom it is held") and whose.
-//   - whoever and whomever, unless they start a sentence.
-//   - none, as a noun: "a request that is none", "has none", "0 is none", "for
+//     are not counted. So with "whom" and "whose": "by whom it is
+//     held" is counted.
+//   - "whoever" and "whomever", unless they start a sentence.
+//   - "none", as a noun: "a request that is none", "has none", "0 is none", "for
 //     none". Not counted are "none of them", "if there is none", "misses none"
 //     and "none is lost".
-//   - nobody: another process, thread or user that the sentence could name.
-//   - nothing, as an actor or after a word that makes a riddle of it: "may
+//   - "nobody": another process, thread or user that the sentence could name.
+//   - "nothing", as an actor or after a word that makes a riddle of it: "may
 //     nothing", "is nothing", "for nothing", "nothing is". "Does nothing",
 //     "there is nothing to do" and "nothing but" are not counted.
-//   - one, where it names a class at the end of a sentence: "*Log is one." Not
+//   - "one", where it names a class at the end of a sentence: "*Log is one." Not
 //     counted is "if there is one".
 package main
 
@@ -124,7 +125,7 @@ func table(out io.Writer, packages []*pkg) error {
 	return w.Flush()
 }
 
-// tooMany is an error that names the packages above the limit.
+// tooMany returns an error that names the packages above the limit.
 func tooMany(packages []*pkg, limit float64) error {
 	var names []string
 	for _, p := range packages {

@@ -14,7 +14,8 @@ type word struct {
 
 const paragraph = "¶"
 
-// split makes words of lines. Code blocks and quoted text become the word "·".
+// split splits lines into words. Code blocks and quoted text become the word
+// "·".
 func split(lines []textLine) []word {
 	words := []word{{paragraph, 0}}
 	var quote rune
@@ -74,13 +75,14 @@ func set(list string) map[string]bool {
 	return m
 }
 
-// The classes of words that the patterns tell apart.
+// The classes of words that the patterns distinguish.
 var (
 	sentenceStart = set(paragraph + " . ! ? :")
 	clauseStart   = set(paragraph + " . ! ? : ; ( – — ,")
 	prepositions  = set(`of for with by from in into on onto to at as than like beside besides beyond behind before after
 		under over between about against around through without within until upon per via except despite`)
-	// Verbs that a question may follow: says what is wrong, knows of whom, depends on who.
+	// Verbs that introduce an indirect question: "says what is wrong", "knows of whom",
+	// "depends on who".
 	question = set(`say says said saying know knows known knew tell tells told show shows shown ask asks asked decide
 		decides decided determine determines describe describes explain explains learn learns learned see sees find out
 		check checks list lists listed matter matters choose chooses exactly understand report reports guess prove
@@ -113,7 +115,8 @@ type cursor struct {
 	i     int
 }
 
-// at returns the word so many places from here; beyond the ends is a paragraph.
+// at returns the word at an offset from here; outside of the comment it returns
+// paragraph.
 func (c cursor) at(offset int) string {
 	i := c.i + offset
 	if i < 0 || i >= len(c.words) {

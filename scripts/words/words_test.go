@@ -7,7 +7,8 @@ import (
 	"testing"
 )
 
-// TestPatterns: sentences that hide their actor are counted, plain ones are not.
+// TestPatterns: sentences that hide their actor are counted, plain sentences are
+// not.
 func TestPatterns(t *testing.T) {
 	counted := map[string]int{
 		// From STYLE.md and from the code.
@@ -96,8 +97,8 @@ func write(t *testing.T, files map[string]string) string {
 	return dir
 }
 
-// TestRun: packages are sorted by their rate, findings have their place, and a
-// limit fails the run and names the package.
+// TestRun: packages are sorted by rate, findings have their position, and
+// exceeding a limit fails the run and names the package.
 func TestRun(t *testing.T) {
 	dir := write(t, map[string]string{
 		"bad/bad.go":             source,

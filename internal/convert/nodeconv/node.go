@@ -6,7 +6,8 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// FromNode shows a node, to which the caller adds version, endpoint and features.
+// FromNode converts a node's status. The caller adds version, endpoint and
+// features.
 func FromNode(n sandbox.NodeStatus) *nodev1.NodeStatus {
 	out := &nodev1.NodeStatus{
 		Engine: n.Engine, CapacityBytes: n.Capacity, ReservedBytes: n.Reserved, Sandboxes: uint32(n.Sandboxes), Hibernated: uint32(n.Hibernated),
@@ -30,7 +31,7 @@ func FromNode(n sandbox.NodeStatus) *nodev1.NodeStatus {
 	return out
 }
 
-// ToNode reads a node.
+// ToNode reads a node's status.
 func ToNode(g *nodev1.NodeStatus) (sandbox.NodeStatus, error) {
 	var r convert.Reader
 	n := sandbox.NodeStatus{
