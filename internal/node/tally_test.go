@@ -1,6 +1,7 @@
 package node
 
 import (
+	"runtime"
 	"slices"
 	"sync"
 	"testing"
@@ -170,14 +171,19 @@ func TestPoolOrTemplate(t *testing.T) {
 		for range 20 {
 			must(t, second(m.ApplyTemplate(t.Context(), key("t"), sandbox.TemplateSpec{Image: "t", MilliCPUs: 1000, Memory: 64 * mib})))
 			synctest.Wait()
-			// Both are in the queue of the journal before either is written.
+			// Both would be in one transaction of the journal: the second one gets there, or
+			// waits for its turn, while nobody can write.
 			release := holdJournal(t, m)
 			var applied, deleted error
 			var both sync.WaitGroup
 			both.Go(func() {
 				applied = second(m.ApplyPool(t.Context(), key("p"), sandbox.PoolSpec{Template: "t", Stage: sandbox.AfterReady}))
 			})
+			synctest.Wait()
 			both.Go(func() { deleted = m.DeleteTemplate(t.Context(), key("t")) })
+			for range 1000 { // not Wait: a turn is a mutex
+				runtime.Gosched()
+			}
 			release()
 			both.Wait()
 			if (applied == nil) == (deleted == nil) {
