@@ -23,6 +23,9 @@ type DaemonConfig struct {
 	Free bool
 	// Records is how many sandboxes live. Each has RecordBytes of metadata.
 	Records, RecordBytes int
+	// Stored is how many templates and checkpoints there are more of each when the node's
+	// status is measured, which is only done with the engine that is free of cost.
+	Stored int
 	// Rounds is how often the empty and the full state take turns. For is the length
 	// of each measurement.
 	Rounds int
@@ -51,6 +54,7 @@ type DaemonReport struct {
 
 	Get     DaemonGet      `json:"get"`
 	Page    DaemonPage     `json:"page_of_100"`
+	Status  *DaemonStatus  `json:"status,omitempty"`
 	Churn   []DaemonChurn  `json:"claim_and_kill"`
 	Start   DaemonStart    `json:"start"`
 	Journal *DaemonJournal `json:"journal,omitempty"`
@@ -71,6 +75,7 @@ func Daemon(ctx context.Context, cfg DaemonConfig) (_ DaemonReport, err error) {
 		return s
 	}
 	empty, full, unsynced := state("empty", 1), state("full", cfg.Records), state("unsynced", cfg.Records)
+	stored := state("stored", cfg.Records)
 	for _, step := range []struct {
 		name string
 		do   func() error
@@ -80,6 +85,7 @@ func Daemon(ctx context.Context, cfg DaemonConfig) (_ DaemonReport, err error) {
 		}},
 		{"look up sandboxes", func() (err error) { report.Get, err = measureGets(ctx, cfg, empty, full); return err }},
 		{"list sandboxes", func() (err error) { report.Page, err = measurePages(ctx, cfg, full); return err }},
+		{"look at the node", func() (err error) { report.Status, err = lookAtNode(ctx, cfg, empty, stored); return err }},
 		{"make sandboxes", func() error { return unsynced.fill(ctx, journal.Cost{NoSync: true}) }},
 		{"claim and end sandboxes", func() (err error) {
 			report.Churn, err = measureChurn(ctx, cfg, full, unsynced)
@@ -98,6 +104,22 @@ func Daemon(ctx context.Context, cfg DaemonConfig) (_ DaemonReport, err error) {
 		}
 	}
 	return report, nil
+}
+
+// lookAtNode is measureStatus where the engine is free of cost.
+func lookAtNode(ctx context.Context, cfg DaemonConfig, empty, stored *nodeState) (*DaemonStatus, error) {
+	if !cfg.Free {
+		return nil, nil
+	}
+	err := stored.fill(ctx, journal.Cost{NoSync: true})
+	if err == nil {
+		err = stored.store(ctx, cfg.Stored)
+	}
+	if err != nil {
+		return nil, err
+	}
+	out, err := measureStatus(ctx, cfg, empty, stored)
+	return &out, err
 }
 
 // nodeState is the state that outlives a manager: its state folder, and the engine

@@ -32,6 +32,12 @@ func (r DaemonReport) Print(w io.Writer) error {
 	line("look up, REST, all", r.Get.REST.Full)
 	line("page of 100, in process", r.Page.Process)
 	line("page of 100, REST", r.Page.REST)
+	if st := r.Status; st != nil {
+		line("the node's status, in process, 1 record", st.Process.Empty)
+		line("the node's status, in process, all", st.Process.Full)
+		line("the node's status, REST, 1 record", st.REST.Empty)
+		line("the node's status, REST, all", st.REST.Full)
+	}
 	for _, c := range r.Churn {
 		line(fmt.Sprintf("claim, %s", c), c.Claim)
 		line(fmt.Sprintf("kill, %s", c), c.Kill)
@@ -48,6 +54,10 @@ func (r DaemonReport) Print(w io.Writer) error {
 	fmt.Fprintf(w, "\nlook-ups beside %d others that ask for what is not there: in process p99 %.3f ms%s; REST with all records takes %.2f times as long as with one at p50, %.2f times at p99%s\n",
 		r.Get.Others, r.Get.Process.Full.P99, r.goal("%.0f", goalGet), r.Get.REST.RatioP50(), r.Get.REST.RatioP99(), r.goal("%.1f", goalRatio))
 	fmt.Fprintf(w, "a page of 100: p99 %.2f ms in process, %.2f ms by REST%s\n", r.Page.Process.P99, r.Page.REST.P99, r.goal("%.0f", goalPage))
+	if st := r.Status; st != nil {
+		fmt.Fprintf(w, "the node's status with all sandboxes, %d templates and %d checkpoints: p99 %.2f ms in process, %.2f ms by REST; the first one %.0f ms\n",
+			st.Templates, st.Checkpoints, st.Process.Full.P99, st.REST.Full.P99, st.First)
+	}
 	r.printChurn(w)
 	s := r.Start
 	fmt.Fprintf(w, "start with a journal of %d MiB, %d adoptions of %.0f ms and %d that never answer: first answer after %.0f ms%s, the rest adopted after %.0f ms%s\n",

@@ -123,12 +123,26 @@ func (s *freeSandbox) Done() <-chan struct{}               { return s.done }
 func (s *freeSandbox) Wait() error                         { <-s.done; return engine.ErrEnded }
 func (s *freeSandbox) Close() error                        { s.engine.end(s.folder); return nil }
 
+// Snapshot makes one that has nothing of the sandbox.
+func (s *freeSandbox) Snapshot(ctx context.Context, dir string, _ ...snapshot.Option) (*snapshot.Snapshot, error) {
+	return freeSnapshot(ctx, dir)
+}
+
 // freeBuilder makes templates without contents.
 type freeBuilder struct{}
 
 // Build makes a snapshot of a page of zeros.
 func (freeBuilder) Build(ctx context.Context, req node.BuildRequest) (sandbox.Built, error) {
-	snap, err := snapshot.Make(req.Dir, func(b *snapshot.Builder) (*snapshot.Snapshot, error) {
+	snap, err := freeSnapshot(ctx, req.Dir)
+	if err != nil {
+		return sandbox.Built{}, err
+	}
+	return sandbox.Built{Image: "none", Workdir: sandbox.DefaultWorkdir}, snap.Close()
+}
+
+// freeSnapshot makes a snapshot of a page of zeros.
+func freeSnapshot(ctx context.Context, dir string) (*snapshot.Snapshot, error) {
+	return snapshot.Make(dir, func(b *snapshot.Builder) (*snapshot.Snapshot, error) {
 		page, err := b.StreamLayer(ctx, bytes.NewReader(make([]byte, layer.PageSize)), layer.PageSize)
 		if err != nil {
 			return nil, err
@@ -141,10 +155,6 @@ func (freeBuilder) Build(ctx context.Context, req node.BuildRequest) (sandbox.Bu
 			CPU:    snapshot.CPU{Profile: "none", Vendor: "none", Family: 1},
 		}, []byte("none"))
 	})
-	if err != nil {
-		return sandbox.Built{}, err
-	}
-	return sandbox.Built{Image: "none", Workdir: sandbox.DefaultWorkdir}, snap.Close()
 }
 
 // Finish does nothing, because nothing runs in these sandboxes.

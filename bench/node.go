@@ -39,6 +39,8 @@ type nodeConfig struct {
 	Starts   int
 	// Cost is the cost of the journal's commits.
 	Cost journal.Cost
+	// Reserve is how much of the disk is kept free of what tenants store.
+	Reserve uint64
 }
 
 func (cfg nodeConfig) builder(e engine.Engine) node.Builder {
@@ -128,7 +130,7 @@ func (n *benchNode) open(ctx context.Context, cfg nodeConfig) error {
 	}
 	n.manager, err = node.Open(ctx, node.Config{
 		Dir: filepath.Join(cfg.Folder, "state"), Engine: e, Boot: boot, Capacity: 1 << 62,
-		Builder: cfg.builder(e), Observer: cfg.Observer, Starts: cfg.Starts, Commits: cfg.Cost, Log: slog.New(slog.DiscardHandler),
+		Builder: cfg.builder(e), Observer: cfg.Observer, Starts: cfg.Starts, Commits: cfg.Cost, StorageReserve: cfg.Reserve, Log: slog.New(slog.DiscardHandler),
 	})
 	if err != nil {
 		return err

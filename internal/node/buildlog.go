@@ -75,6 +75,10 @@ func (m *Manager) buildLog(ctx context.Context, k buildKey) (*buildlog.Log, *bui
 		log, err = buildlog.Open(m.logFile(b.Snapshot))
 		missing = errors.Is(err, fs.ErrNotExist) // it was replaced since
 	}
+	if missing && b.Phase == sandbox.PhaseFailed {
+		return nil, nil, sandbox.Errorf(sandbox.CodeNotReady, "there is no log of the build of template %s", k.Template.Name).Because("%s", b.Problem).
+			Try("Make room in the quota of disk of namespace %s, and apply the template again", k.Template.Namespace)
+	}
 	if missing {
 		return nil, nil, sandbox.Errorf(sandbox.CodeNotReady, "template %s has no %s build", k.Template.Name, k.Stage).Try("Ask for the log of another stage")
 	}

@@ -42,15 +42,9 @@ func (m *Manager) forgetTemplate(ctx context.Context, k sandbox.Key, when []sand
 		if err := mayDelete(ctx, now.Identity(), when); err != nil {
 			return err
 		}
-		err = pools.Each(tx, string(k.Namespace)+"/", func(_ string, p sandbox.Pool) error {
-			if p.Spec.Template == k.Name {
-				return sandbox.Errorf(sandbox.CodeConflict, "template %s is in use", k.Name).
-					Because("pool %s keeps sandboxes of it", p.Name).Try("Delete the pool first")
-			}
-			return nil
-		})
-		if err != nil {
-			return err
+		if pool, used := m.tally.poolOf(k); used {
+			return sandbox.Errorf(sandbox.CodeConflict, "template %s is in use", k.Name).
+				Because("pool %s keeps sandboxes of it", pool).Try("Delete the pool first")
 		}
 		dropped, err = dropBuilds(tx, k, func(b sandbox.Build) bool { return !b.Over() })
 		return errors.Join(err, templates.Delete(tx, k.String()))

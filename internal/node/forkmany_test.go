@@ -296,6 +296,7 @@ func testForkKilled(t *testing.T, change func(*sandbox.ForkSpec)) {
 		h.Step = take
 		m.db.ObserveCommits(func(c journal.Commit) {
 			m.changes.note(c)
+			m.tally.note(c)
 			take()
 		})
 		must(t, third(m.Fork(owning(t), many(change))))

@@ -120,6 +120,7 @@ type Manager struct {
 	processor engine.Processor
 	cordon    *cordon
 	changes   *changes
+	tally     *tally
 	watchers  watchers
 	// watchesBegin holds a token for each watch that reads all that there is.
 	watchesBegin chan struct{}
@@ -152,7 +153,6 @@ type Manager struct {
 	requests  map[string]*request        // those with an idempotency key, likewise
 	restoring map[sandbox.Key]int        // checkpoints that sandboxes are being made of; -1 is one that is being deleted
 	parked    map[sandbox.ID]sandbox.Key // machines that wait in pools
-	digests   map[sandbox.ID]string      // of snapshots, as far as they were asked for
 }
 
 // The journal's collections. Sandboxes are kept by id, the rest by key.
@@ -210,11 +210,11 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 	if err := db.View(func(tx *journal.Tx) error { version = tx.Version(); return nil }); err != nil {
 		return nil, errors.Join(err, db.Close())
 	}
-	kept := newChanges(version)
-	db.ObserveCommits(kept.note)
+	kept, counted := newChanges(version), newTally()
+	db.ObserveCommits(func(c journal.Commit) { kept.note(c); counted.note(c) })
 	m := &Manager{
-		cordon: &cordon{changed: make(chan struct{})}, digests: map[sandbox.ID]string{},
-		changes: kept, statusChanged: make(chan struct{}, 1), watchesBegin: make(chan struct{}, watchesBegin),
+		cordon:  &cordon{changed: make(chan struct{})},
+		changes: kept, tally: counted, statusChanged: make(chan struct{}, 1), watchesBegin: make(chan struct{}, watchesBegin),
 		cfg: cfg, observer: cfg.Observer, db: db, secrets: secrets, authorities: authorities,
 		turns: newTurns(cfg.Starts), buildTurns: newLongTurns(cfg.Builds, "build"), captureTurns: newLongTurns(cfg.Captures, "capture a sandbox"),
 		adoptTurns: newLongTurns(adoptions, "take over a machine"),
@@ -329,6 +329,9 @@ func (m *Manager) recover(ctx context.Context) error {
 		}); err != nil {
 			return err
 		}
+		if err := m.tally.read(tx, found); err != nil {
+			return err
+		}
 		unanswered, err := settleForks(tx)
 		if err != nil {
 			return err
@@ -363,6 +366,8 @@ func (m *Manager) recover(ctx context.Context) error {
 	}
 	m.adoptAll()
 	m.work.Go(m.keepPrograms) // an earlier daemon may not have come to it
+	// So that whoever asks first need not wait for all; it is told what went wrong.
+	m.work.Go(func() { _, _ = m.CheckpointBytes() })
 	return nil
 }
 

@@ -368,6 +368,7 @@ func TestOwnerKilled(t *testing.T) {
 		h.Step = take
 		m.db.ObserveCommits(func(c journal.Commit) {
 			m.changes.note(c)
+			m.tally.note(c)
 			take()
 		})
 		for _, step := range []struct {

@@ -3,6 +3,7 @@ package node
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io/fs"
 
 	"agentrun.dev/internal/node/buildlog"
@@ -28,7 +29,7 @@ func (m *Manager) notePull(name string) error {
 }
 
 // countBuild counts what a build that is over takes on disk in the quota of its namespace,
-// or refuses it. One that has failed has its log alone, which is bounded.
+// or refuses it.
 func (m *Manager) countBuild(b *sandbox.Build, image string) error {
 	var found bool
 	err := m.db.View(func(tx *journal.Tx) (err error) {
@@ -47,13 +48,20 @@ func (m *Manager) countBuild(b *sandbox.Build, image string) error {
 	return m.capacity.store(b.Template.Namespace, b.Kept, b.Shares()...)
 }
 
-// countFailed is countBuild for a build that has failed. It refuses nothing.
+// countFailed is countBuild for a build that has failed, of which its log is left. Where the
+// quota has no room for that, it is removed, and the build says so.
 func (m *Manager) countFailed(b *sandbox.Build) (err error) {
 	b.Pulled = 0
-	if b.Kept, err = m.measureBuild(*b); err == nil {
-		m.capacity.keep(b.Template.Namespace, b.Kept)
+	if b.Kept, err = m.measureBuild(*b); err != nil {
+		return err
 	}
-	return err
+	refused := m.capacity.store(b.Template.Namespace, b.Kept)
+	if refused == nil {
+		return nil
+	}
+	b.Kept = 0
+	b.Problem += fmt.Sprintf(" (its log is not kept: the quota of namespace %s has no room for it)", b.Template.Namespace)
+	return buildlog.Remove(m.logFile(b.Snapshot))
 }
 
 // measureBuild is what a build's snapshot, which has a copy of the image's root

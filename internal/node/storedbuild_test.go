@@ -2,6 +2,11 @@ package node
 
 import (
 	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -191,5 +196,63 @@ func TestBuildsOfOneNamespace(t *testing.T) {
 			t.Errorf("%+v", o)
 		}
 		must(t, second(m.ApplyTemplate(ctx, key("late"), spec)))
+	})
+}
+
+// talker is a builder whose builds write much and fail.
+type talker struct{ builder }
+
+func (*talker) Build(_ context.Context, req BuildRequest) (sandbox.Built, error) {
+	if _, err := req.Log.Write(make([]byte, 600<<10)); err != nil {
+		return sandbox.Built{}, err
+	}
+	return sandbox.Built{}, errors.New("it does not work")
+}
+
+// TestLogsStayInQuota: logs of builds that have failed take no more of the disk than the quota
+// has room for. One that is not kept says so, and the build's reason is there.
+func TestLogsStayInQuota(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir := t.TempDir()
+		m := daemon(t, dir, nodetest.NewHost(t), func(c *Config) { c.Builder = &talker{} })
+		defer func() { _ = m.Close() }()
+		const quota = mib
+		must(t, second(m.SetQuota(t.Context(), sandbox.Quota{Namespace: sandbox.DefaultNamespace, Storage: quota})))
+		for i, kept := range []bool{true, false, false} {
+			k := key(fmt.Sprint("t", i))
+			made, err := m.ApplyTemplate(t.Context(), k, sandbox.TemplateSpec{Image: "x", MilliCPUs: 1000, Memory: 64 * mib})
+			must(t, err)
+			synctest.Wait()
+			built, err := m.Builds(t.Context(), made)
+			if err != nil || len(built) != 1 || built[0].Phase != sandbox.PhaseFailed || !strings.Contains(built[0].Problem, "it does not work") {
+				t.Fatalf("%+v, %v", built, err)
+			}
+			err = m.CopyBuildLog(t.Context(), sandbox.BuildLogRequest{Key: k, Stage: sandbox.AfterReady}, io.Discard)
+			if kept != (err == nil) || kept == strings.Contains(built[0].Problem, "its log is not kept") {
+				t.Errorf("the log of build %d: %v; the build: %s", i, err, built[0].Problem)
+			}
+			if !kept && (!sandbox.HasCode(err, sandbox.CodeNotReady) || !strings.Contains(err.Error(), "quota of namespace default")) {
+				t.Errorf("%v", err)
+			}
+			q, err := m.QuotaOf(t.Context(), sandbox.DefaultNamespace)
+			must(t, err)
+			onDisk := uint64(0)
+			files, err := filepath.Glob(filepath.Join(dir, logsDir, "*"))
+			must(t, err)
+			for _, file := range files {
+				info, err := os.Stat(file)
+				must(t, err)
+				onDisk += uint64(info.Size())
+			}
+			if q.UsedStorage > quota || q.UsedStorage != onDisk {
+				t.Errorf("%d bytes count, %d are on disk, of %d", q.UsedStorage, onDisk, quota)
+			}
+		}
+		for i := range 3 {
+			must(t, m.DeleteTemplate(t.Context(), key(fmt.Sprint("t", i))))
+		}
+		if q, err := m.QuotaOf(t.Context(), sandbox.DefaultNamespace); err != nil || q.UsedStorage != 0 {
+			t.Errorf("%d bytes are left (%v)", q.UsedStorage, err)
+		}
 	})
 }

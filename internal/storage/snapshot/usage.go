@@ -15,8 +15,15 @@ import (
 // counts once. The zero value is empty and ready to use.
 type Usage struct {
 	// Bytes is what all folders together take.
-	Bytes uint64
-	seen  map[inode]bool
+	Bytes   uint64
+	seen    map[inode]*usedFile
+	folders map[string]map[inode]bool // that were added
+}
+
+// usedFile is a file of some folders.
+type usedFile struct {
+	bytes   uint64
+	folders int
 }
 
 type inode struct{ device, number uint64 }
@@ -53,9 +60,26 @@ func BytesBeside(dir string, shared func(digest string) bool) (bytes uint64, err
 // statBlock is the unit of stat(2)'s st_blocks.
 const statBlock = 512
 
-// Add adds a folder. What vanishes meanwhile does not count.
+// Remove takes back what Add has added of a folder, which may be gone by now.
+func (u *Usage) Remove(dir string) {
+	for id := range u.folders[dir] {
+		file := u.seen[id]
+		if file.folders--; file.folders == 0 {
+			u.Bytes -= file.bytes
+			delete(u.seen, id)
+		}
+	}
+	delete(u.folders, dir)
+}
+
+// Add adds a folder, anew if it was added before. What vanishes meanwhile does not count.
 func (u *Usage) Add(dir string) (size Size, err error) {
+	u.Remove(dir)
 	own := map[inode]bool{} // a file may have two names in one folder
+	if u.seen == nil {
+		u.seen, u.folders = map[inode]*usedFile{}, map[string]map[inode]bool{}
+	}
+	u.folders[dir] = own
 	err = filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
 		if os.IsNotExist(err) {
 			return nil
@@ -79,13 +103,13 @@ func (u *Usage) Add(dir string) (size Size, err error) {
 		if st.Nlink == 1 {
 			size.Unshared += bytes
 		}
-		if !u.seen[id] {
-			if u.seen == nil {
-				u.seen = map[inode]bool{}
-			}
-			u.seen[id] = true
+		file := u.seen[id]
+		if file == nil {
+			file = &usedFile{bytes: bytes}
+			u.seen[id] = file
 			u.Bytes += bytes
 		}
+		file.folders++
 		return nil
 	})
 	return size, err
