@@ -23,7 +23,8 @@ type Settings struct {
 	InternalDomains []InternalDomain
 	// ClosedRanges are closed in addition to what is closed everywhere.
 	ClosedRanges []netip.Prefix
-	// Defaults are the limits of wires that do not say theirs; 0 is netd's own.
+	// Defaults are the limits of wires that do not say theirs; 0 is netd's own. Up and Down
+	// hold at once, the others for wires that are attached from then on.
 	Defaults Limits
 	// Roots are the certificates (PEM) of CAs by which servers are verified that credentials
 	// are sent to.
@@ -49,8 +50,7 @@ type InternalDomain struct {
 	Upstreams []netip.AddrPort
 }
 
-// Limits bound what a sandbox can use of its netd. A limit of 0 is the default,
-// except for Up and Down, whose default is none.
+// Limits bound what a sandbox can use of its netd. A limit of 0 is the default.
 type Limits struct {
 	// Connections and Opening are TCP connections, and those of them that are being
 	// opened; Flows are pairs of UDP addresses; Queries are DNS messages. All are

@@ -84,6 +84,14 @@ func (p *Poller) Attach(fd int, cfg Config, out Outside) (*Wire, error) {
 	return w, nil
 }
 
+// SetRates changes Limits.Up and Limits.Down of a wire that is served; 0 is DefaultLimits's.
+// Frames that wait already go on as they were told.
+func (w *Wire) SetRates(up, down int64) {
+	up, down = ratesOrDefault(up, down)
+	w.up.setRate(up)
+	w.down.setRate(down)
+}
+
 // Close cuts all connections at once, without a word to the sandbox, and waits until
 // nothing of the wire is left. It waits for the Outside's methods, which must not call
 // it.

@@ -127,8 +127,7 @@ type Config struct {
 	Address6, Gateway6 netip.Addr
 	// MTU is the interface's, 1280 to 65535.
 	MTU int
-	// Limits are the sandbox's. Those that are 0 are DefaultLimits's, except for
-	// rates.
+	// Limits are the sandbox's. Those that are 0 are DefaultLimits's.
 	Limits Limits
 	// Clock is for tests. It is the real one if it is nil.
 	Clock tcpip.Clock
@@ -152,8 +151,7 @@ type Limits struct {
 	// Buffers is how many bytes the buffers of all TCP connections have together,
 	// apart from the 32 KiB that each has in any case. The first ones get the most.
 	Buffers int
-	// Up and Down are bytes per second from and to the sandbox, frames included.
-	// 0 is as fast as it goes.
+	// Up and Down are bytes per second from and to the sandbox, headers included.
 	Up, Down int64
 	// StackIdle is how long the stack is kept without a connection, Linger how long
 	// one that has ended outside waits for a sandbox that says nothing.
@@ -171,6 +169,10 @@ var DefaultLimits = Limits{
 	Buffers:     128 << 20,
 	StackIdle:   5 * time.Second,
 	Linger:      60 * time.Second,
+	// 10 Gbit/s: more than one sandbox is able to, so that it slows down nobody who is alone,
+	// and less than a fast host has, so that one sandbox does not take all of its network.
+	Up:   1_250_000_000,
+	Down: 1_250_000_000,
 }
 
 func (l Limits) orDefault() Limits {
@@ -192,7 +194,18 @@ func (l Limits) orDefault() Limits {
 	setDuration(&l.FlowIdle, DefaultLimits.FlowIdle)
 	setDuration(&l.StackIdle, DefaultLimits.StackIdle)
 	setDuration(&l.Linger, DefaultLimits.Linger)
+	l.Up, l.Down = ratesOrDefault(l.Up, l.Down)
 	return l
+}
+
+func ratesOrDefault(up, down int64) (int64, int64) {
+	if up <= 0 {
+		up = DefaultLimits.Up
+	}
+	if down <= 0 {
+		down = DefaultLimits.Down
+	}
+	return up, down
 }
 
 // check refuses what no wire can be served with.
@@ -209,7 +222,7 @@ func (c *Config) check() error {
 	case c.MAC[0]&1 != 0 || c.GatewayMAC[0]&1 != 0 || c.MAC == c.GatewayMAC:
 		return fmt.Errorf("MACs %x of the sandbox and %x of its gateway: two different ones that are no groups are needed", c.MAC, c.GatewayMAC)
 	case c.Limits.Up < 0 || c.Limits.Down < 0:
-		return fmt.Errorf("rates %d up and %d down: bytes per second, or 0 for no limit", c.Limits.Up, c.Limits.Down)
+		return fmt.Errorf("rates %d up and %d down: bytes per second, or 0 for the default", c.Limits.Up, c.Limits.Down)
 	}
 	return nil
 }
