@@ -189,3 +189,19 @@ func TestSettingsThatAreGone(t *testing.T) {
 		<-ended
 	})
 }
+
+// TestBuildPolicy: what builds may connect to is what the settings say at that moment.
+func TestBuildPolicy(t *testing.T) {
+	n, change := withSettings(t, Config{Dir: t.TempDir(), Log: silent()}, "buildNetwork: {allow: [index.example.org:443]}")
+	wants := func(want ...string) {
+		t.Helper()
+		if p := n.BuildPolicy(); p.Egress != policy.DenyByDefault || !slices.Equal(policy.Texts(p.Allow), want) {
+			t.Errorf("builds may connect to %+v; want %v", p, want)
+		}
+	}
+	wants("index.example.org:443")
+	change("buildNetwork: {allow: [mirror.example.org:443]}")
+	wants("mirror.example.org:443")
+	change("{}")
+	wants(defaultBuild...)
+}
