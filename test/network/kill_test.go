@@ -25,9 +25,17 @@ type netd struct {
 }
 
 // netd finds the running one.
-func (s *site) netd(t *testing.T) netd {
+func (s *site) netd(t *testing.T) netd { return s.netdOf(t, "default") }
+
+// netdRecord is where the daemon has written down the netd of a namespace.
+func (s *site) netdRecord(namespace string) string {
+	return filepath.Join(s.state, "forkd", "netd", namespace, "process.json")
+}
+
+// netdOf finds that of a namespace.
+func (s *site) netdOf(t *testing.T, namespace string) netd {
 	t.Helper()
-	b, err := os.ReadFile(filepath.Join(s.state, "forkd", "netd", "default", "process.json"))
+	b, err := os.ReadFile(s.netdRecord(namespace))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -180,6 +188,22 @@ func descriptors(t *testing.T, pid int) int {
 	return len(entries)
 }
 
+// settles waits until the daemon has no more of something than at most.
+func (s *site) settles(t *testing.T, what string, most int, count func() int) {
+	t.Helper()
+	for deadline := time.Now().Add(patience); ; {
+		n := count()
+		if n <= most {
+			return
+		}
+		if time.Now().After(deadline) {
+			t.Errorf("the daemon has %d %s; at most %d are what it had after the first kill", n, what, most)
+			return
+		}
+		time.Sleep(10 * time.Millisecond) // nothing tells of them
+	}
+}
+
 // connectedSite has two sandboxes, a and b, which transfer all the time, and a server
 // of pages.
 func connectedSite(t *testing.T) *site {
@@ -204,11 +228,30 @@ func connectedSite(t *testing.T) *site {
 	return s
 }
 
+// lastEnds has a namespace with one sandbox, which uses its network and is ended, and returns
+// the namespace's netd. That has a minute to go.
+func (s *site) lastEnds(t *testing.T, namespace string) netd {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "objects.yaml")
+	if err := os.WriteFile(path, []byte(poolOf("demo", 1, "networkPolicy: {allow: [www.example.org]}", s.memory)+"\n---\n"+claimOf("demo", "last")), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	s.must(t, "apply", "-n", namespace, "-f", path)
+	s.must(t, "exec", "-n", namespace, "last", "--", "python3", "-c", await, "http://www.example.org/")
+	n := s.netdOf(t, namespace)
+	s.must(t, "kill", "-n", namespace, "last")
+	return n
+}
+
 // TestNetdKilled: a netd that is killed is replaced. Connections that it served break,
-// new ones work, and nothing of it is left.
+// new ones work, and nothing of it is left: of the process, and in the daemon. One whose
+// namespace has no sandboxes any more ends, and leaves nothing either.
 func TestNetdKilled(t *testing.T) {
 	s := connectedSite(t)
+	unneeded := s.lastEnds(t, "other")
+	kills := 0
 	kill := func() {
+		kills++
 		before := s.netd(t)
 		if err := syscall.Kill(before.pid, syscall.SIGKILL); err != nil {
 			t.Fatal(err)
@@ -229,7 +272,7 @@ func TestNetdKilled(t *testing.T) {
 	}
 	kill()
 	s.client.Close()
-	open := descriptors(t, s.daemon.PID())
+	open, goroutines := descriptors(t, s.daemon.PID()), s.daemon.Goroutines(t)
 	for range soak.Count(19, 2) {
 		kill()
 	}
@@ -240,16 +283,15 @@ func TestNetdKilled(t *testing.T) {
 		}
 		kill()
 	}
+	unneeded.gone(t, s.netd(t))
+	if _, err := os.Stat(s.netdRecord("other")); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("what the daemon has written down of a netd that nobody needs: %v", err)
+	}
 	s.client.Close()
 	const few = 4 // connections that are being closed
-	deadline := time.Now().Add(patience)
-	for descriptors(t, s.daemon.PID()) > open+few {
-		if time.Now().After(deadline) {
-			t.Errorf("the daemon has %d files open; it had %d after the first kill", descriptors(t, s.daemon.PID()), open)
-			break
-		}
-		time.Sleep(10 * time.Millisecond) // nothing tells of them
-	}
+	s.settles(t, "files open", open+few, func() int { return descriptors(t, s.daemon.PID()) })
+	// One that is left of each kill is too many. The netd that nobody needs had some, too.
+	s.settles(t, "goroutines", goroutines+kills-2, func() int { return s.daemon.Goroutines(t) })
 	if whole, broken, wrong := s.progress(t, "a"); wrong != "" || broken == 0 {
 		t.Errorf("%d transfers whole, %d broken, one wrong: %q; want that kills have broken some", whole, broken, wrong)
 	}

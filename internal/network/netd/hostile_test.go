@@ -330,11 +330,11 @@ var bounded = netctl.Limits{Connections: 128, Opening: 32, Flows: 64, Queries: 1
 
 const boundedMemory = 128*192<<10 + 64*54<<10 + 8<<20
 
-// TestHostileFrames: for ten seconds, in make soak for an hour, sandboxes send frames that no kernel
+// TestHostileFrames: for a minute, in make soak for an hour, sandboxes send frames that no kernel
 // sends, among ones that open connections and use them. Their netd lives, its memory is bounded, a
 // sandbox beside them is served, and nothing is left of them when they have ended.
 func TestHostileFrames(t *testing.T) {
-	lasts := time.Duration(soak.Count(3600, 10)) * time.Second
+	lasts := time.Duration(soak.Count(3600, 60)) * time.Second
 	cfg, _ := config(t)
 	p := start(t, cfg)
 	w := networktest.NewWorld(t, public)
