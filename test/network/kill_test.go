@@ -271,6 +271,10 @@ func TestNetdKilled(t *testing.T) {
 		before.gone(t, after)
 	}
 	kill()
+	unneeded.gone(t, s.netd(t))
+	if _, err := os.Stat(s.netdRecord("other")); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("what the daemon has written down of a netd that nobody needs: %v", err)
+	}
 	s.client.Close()
 	open, goroutines := descriptors(t, s.daemon.PID()), s.daemon.Goroutines(t)
 	for range soak.Count(19, 2) {
@@ -283,14 +287,10 @@ func TestNetdKilled(t *testing.T) {
 		}
 		kill()
 	}
-	unneeded.gone(t, s.netd(t))
-	if _, err := os.Stat(s.netdRecord("other")); !errors.Is(err, fs.ErrNotExist) {
-		t.Errorf("what the daemon has written down of a netd that nobody needs: %v", err)
-	}
 	s.client.Close()
 	const few = 4 // connections that are being closed
 	s.settles(t, "files open", open+few, func() int { return descriptors(t, s.daemon.PID()) })
-	// One that is left of each kill is too many. The netd that nobody needs had some, too.
+	// One that is left of each kill is too many.
 	s.settles(t, "goroutines", goroutines+kills-2, func() int { return s.daemon.Goroutines(t) })
 	if whole, broken, wrong := s.progress(t, "a"); wrong != "" || broken == 0 {
 		t.Errorf("%d transfers whole, %d broken, one wrong: %q; want that kills have broken some", whole, broken, wrong)
