@@ -178,21 +178,32 @@ func (s *site) awaitTransfers(t *testing.T, sandbox string, more int) {
 	}
 }
 
-// descriptors is how many files a process has open.
-func descriptors(t *testing.T, pid int) int {
+// descriptors is how many files the daemon has open.
+func (s *site) descriptors(t testing.TB) int {
 	t.Helper()
-	entries, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid))
+	entries, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", s.daemon.PID()))
 	if err != nil {
 		t.Fatal(err)
 	}
 	return len(entries)
 }
 
+// least is how many of something the daemon has, those aside that come and go.
+func (s *site) least(t *testing.T, count func(testing.TB) int) int {
+	t.Helper()
+	n := count(t)
+	for range 50 {
+		time.Sleep(10 * time.Millisecond) // nothing tells of their ends
+		n = min(n, count(t))
+	}
+	return n
+}
+
 // settles waits until the daemon has no more of something than at most.
-func (s *site) settles(t *testing.T, what string, most int, count func() int) {
+func (s *site) settles(t *testing.T, what string, most int, count func(testing.TB) int) {
 	t.Helper()
 	for deadline := time.Now().Add(patience); ; {
-		n := count()
+		n := count(t)
 		if n <= most {
 			return
 		}
@@ -205,8 +216,8 @@ func (s *site) settles(t *testing.T, what string, most int, count func() int) {
 }
 
 // connectedSite has two sandboxes, a and b, which transfer all the time, and a server
-// of pages.
-func connectedSite(t *testing.T) *site {
+// of pages. First is done before there are sandboxes.
+func connectedSite(t *testing.T, first ...func(*site)) *site {
 	t.Helper()
 	s := newSite(t)
 	s.importImage(t, "demo:1", "python.sh")
@@ -219,6 +230,9 @@ func connectedSite(t *testing.T) *site {
 		for range src.half { // nobody waits for it
 		}
 	}()
+	for _, do := range first {
+		do(s)
+	}
 	s.pool(t, "demo", 1, "networkPolicy: {egress: deny, allow: [source.example.org, www.example.org]}")
 	s.claim(t, "demo", "a")
 	s.prints(t, "a", "", "python3", "-c", transfers, src.whole())
@@ -247,8 +261,8 @@ func (s *site) lastEnds(t *testing.T, namespace string) netd {
 // new ones work, and nothing of it is left: of the process, and in the daemon. One whose
 // namespace has no sandboxes any more ends, and leaves nothing either.
 func TestNetdKilled(t *testing.T) {
-	s := connectedSite(t)
-	unneeded := s.lastEnds(t, "other")
+	var unneeded netd
+	s := connectedSite(t, func(s *site) { unneeded = s.lastEnds(t, "other") })
 	kills := 0
 	kill := func() {
 		kills++
@@ -276,7 +290,7 @@ func TestNetdKilled(t *testing.T) {
 		t.Errorf("what the daemon has written down of a netd that nobody needs: %v", err)
 	}
 	s.client.Close()
-	open, goroutines := descriptors(t, s.daemon.PID()), s.daemon.Goroutines(t)
+	open, goroutines := s.least(t, s.descriptors), s.least(t, s.daemon.Goroutines)
 	for range soak.Count(19, 2) {
 		kill()
 	}
@@ -288,10 +302,9 @@ func TestNetdKilled(t *testing.T) {
 		kill()
 	}
 	s.client.Close()
-	const few = 4 // connections that are being closed
-	s.settles(t, "files open", open+few, func() int { return descriptors(t, s.daemon.PID()) })
 	// One that is left of each kill is too many.
-	s.settles(t, "goroutines", goroutines+kills-2, func() int { return s.daemon.Goroutines(t) })
+	s.settles(t, "files open", open+kills-2, s.descriptors)
+	s.settles(t, "goroutines", goroutines+kills-2, s.daemon.Goroutines)
 	if whole, broken, wrong := s.progress(t, "a"); wrong != "" || broken == 0 {
 		t.Errorf("%d transfers whole, %d broken, one wrong: %q; want that kills have broken some", whole, broken, wrong)
 	}
