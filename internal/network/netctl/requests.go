@@ -24,7 +24,7 @@ type Settings struct {
 	// ClosedRanges are closed in addition to the ranges that are closed everywhere.
 	ClosedRanges []netip.Prefix
 	// Defaults are the limits of wires without limits of their own. 0 is netd's own
-	// default.
+	// default. Up and Down apply at once, the others to wires that are attached later.
 	Defaults Limits
 	// Roots are the certificates (PEM) of the CAs that verify the servers that
 	// credentials are sent to.
@@ -51,7 +51,6 @@ type InternalDomain struct {
 }
 
 // Limits bound how much a sandbox can use of its netd. A limit of 0 is the default.
-// The default of Up and Down is no limit.
 type Limits struct {
 	// Connections bounds the TCP connections, and Opening those of them that are
 	// being opened. Flows bounds the pairs of UDP addresses, and Queries the DNS

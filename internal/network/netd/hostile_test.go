@@ -331,12 +331,12 @@ var bounded = netctl.Limits{Connections: 128, Opening: 32, Flows: 64, Queries: 1
 
 const boundedMemory = 128*192<<10 + 64*54<<10 + 8<<20
 
-// TestHostileFrames: for ten seconds, in make soak for an hour, sandboxes send frames
+// TestHostileFrames: for a minute, in make soak for an hour, sandboxes send frames
 // that no kernel sends, among frames that open connections and use them. Their netd
 // survives, its memory is bounded, and a sandbox beside them is served. When they
 // have ended, they leave nothing behind.
 func TestHostileFrames(t *testing.T) {
-	lasts := time.Duration(soak.Count(3600, 10)) * time.Second
+	lasts := time.Duration(soak.Count(3600, 60)) * time.Second
 	cfg, _ := config(t)
 	p := start(t, cfg)
 	w := networktest.NewWorld(t, public)

@@ -26,6 +26,7 @@ type wire struct {
 	attached time.Time
 	sandbox  *egress.Sandbox
 	stack    *stack.Wire
+	limits   netctl.Limits // the wire's own
 	gone     chan struct{} // closed when the wire is gone
 
 	mu       sync.Mutex // protects all following fields
@@ -66,11 +67,22 @@ func (s *Server) configure(c netctl.Settings) error {
 	s.guard.SetClosed(c.ClosedRanges)
 	s.mu.Lock()
 	s.defaults = c.Defaults
+	for _, w := range s.wires {
+		if w != nil {
+			w.setRates(s.defaults)
+		}
+	}
 	s.mu.Unlock()
 	for _, w := range s.all() {
 		w.sandbox.Recheck()
 	}
 	return nil
+}
+
+// setRates gives the wire its rates: its own, or the defaults.
+func (w *wire) setRates(defaults netctl.Limits) {
+	l := limits(w.limits, defaults)
+	w.stack.SetRates(l.Up, l.Down)
 }
 
 // attach begins to serve a wire. The caller keeps file.
@@ -94,6 +106,7 @@ func (s *Server) attach(a netctl.Wire, file *os.File) error {
 		err = errors.New("netd is shutting down")
 	default:
 		s.wires[a.ID] = w
+		w.setRates(s.defaults) // they may have changed meanwhile
 	}
 	s.mu.Unlock()
 	s.tidySoon()
@@ -135,7 +148,7 @@ func (s *Server) open(a netctl.Wire, rules egress.Rules, file *os.File) (_ *wire
 			return nil, fmt.Errorf("%w: %v is in none of the networks of sandboxes, %v", netctl.ErrInvalid, addr, netctl.Inside)
 		}
 	}
-	w := &wire{id: a.ID, attached: time.Now(), paused: a.Paused, gone: make(chan struct{})}
+	w := &wire{id: a.ID, attached: time.Now(), paused: a.Paused, limits: a.Limits, gone: make(chan struct{})}
 	w.sandbox = s.gateway.NewSandbox(rules, inheritance(a.Lineage))
 	defer func() {
 		if err != nil {

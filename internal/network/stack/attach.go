@@ -86,6 +86,14 @@ func (p *Poller) Attach(fd int, cfg Config, out Outside) (*Wire, error) {
 	return w, nil
 }
 
+// SetRates changes Limits.Up and Limits.Down of a wire that is being served. 0 stands for
+// the value of DefaultLimits. Frames that already wait keep their delay.
+func (w *Wire) SetRates(up, down int64) {
+	up, down = ratesOrDefault(up, down)
+	w.up.setRate(up)
+	w.down.setRate(down)
+}
+
 // Close cuts all connections at once, without informing the sandbox, and waits until
 // the wire is completely gone. It waits for the Outside's methods, which must not
 // call it.

@@ -137,11 +137,11 @@ func (t *timer) Reset(d time.Duration) {
 
 // bucket is a token bucket of bytes. A debt must be paid before more bytes pass.
 type bucket struct {
-	rate  int64
 	clock *clock
 
 	// mu protects all following fields.
-	mu sync.Mutex
+	mu   sync.Mutex
+	rate int64
 	// tokens are the bytes that may pass at once. A negative number is a debt.
 	tokens float64
 	last   tcpip.MonotonicTime
@@ -152,11 +152,23 @@ const maxBurst = 2 << 16
 
 // take takes n bytes and returns how long to wait before the next ones pass.
 func (b *bucket) take(n int) time.Duration {
-	if b.rate == 0 {
-		return 0
-	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	return b.pay(n)
+}
+
+// setRate changes the rate from now on: what has come together before stays, as far as the
+// new rate lets it.
+func (b *bucket) setRate(rate int64) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.pay(0)
+	b.rate = rate
+	b.pay(0)
+}
+
+// pay is take; the caller holds b.mu.
+func (b *bucket) pay(n int) time.Duration {
 	rate := float64(b.rate)
 	now := b.clock.NowMonotonic()
 	b.tokens = min(b.tokens+rate*now.Sub(b.last).Seconds(), max(maxBurst, rate/20))

@@ -206,8 +206,16 @@ func TestBucket(t *testing.T) {
 	if d := b.take(0); d != 250*time.Millisecond {
 		t.Errorf("after half of that %v are left", d)
 	}
-	if d := (&bucket{clock: newClock(clock)}).take(1 << 30); d != 0 {
-		t.Errorf("without a rate %v", d)
+	clock.Advance(time.Hour)
+	b.setRate(1 << 30)
+	if d := b.take(1 << 30); d > time.Second || d < 900*time.Millisecond {
+		t.Errorf("at a higher rate a second's bytes wait %v", d)
+	}
+	clock.Advance(time.Hour)
+	b.take(0)
+	b.setRate(1 << 20)
+	if d := b.take(1<<20 + maxBurst); d != time.Second {
+		t.Errorf("at a lower rate, which keeps less together, a second's bytes wait %v", d)
 	}
 }
 

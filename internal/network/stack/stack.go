@@ -131,7 +131,7 @@ type Config struct {
 	// MTU is the MTU of the sandbox's interface, 1280 to 65535.
 	MTU int
 	// Limits are the sandbox's limits. A limit that is 0 is replaced by that of
-	// DefaultLimits, except for rates.
+	// DefaultLimits.
 	Limits Limits
 	// Clock is set by tests. nil is the real clock.
 	Clock tcpip.Clock
@@ -157,7 +157,7 @@ type Limits struct {
 	// connections get the largest buffers.
 	Buffers int
 	// Up and Down are bytes per second from and to the sandbox, including frame
-	// headers. 0 is no limit.
+	// headers.
 	Up, Down int64
 	// StackIdle is how long the stack is kept without a connection. Linger is how
 	// long a connection that has ended outside waits for a silent sandbox.
@@ -176,6 +176,10 @@ var DefaultLimits = Limits{
 	Buffers:     128 << 20,
 	StackIdle:   5 * time.Second,
 	Linger:      60 * time.Second,
+	// 10 Gbit/s: more than one sandbox is able to, so that it slows down nobody who is alone,
+	// and less than a fast host has, so that one sandbox does not take all of its network.
+	Up:   1_250_000_000,
+	Down: 1_250_000_000,
 }
 
 func (l Limits) orDefault() Limits {
@@ -197,7 +201,18 @@ func (l Limits) orDefault() Limits {
 	setDuration(&l.FlowIdle, DefaultLimits.FlowIdle)
 	setDuration(&l.StackIdle, DefaultLimits.StackIdle)
 	setDuration(&l.Linger, DefaultLimits.Linger)
+	l.Up, l.Down = ratesOrDefault(l.Up, l.Down)
 	return l
+}
+
+func ratesOrDefault(up, down int64) (int64, int64) {
+	if up <= 0 {
+		up = DefaultLimits.Up
+	}
+	if down <= 0 {
+		down = DefaultLimits.Down
+	}
+	return up, down
 }
 
 // check refuses an invalid Config.
@@ -214,7 +229,7 @@ func (c *Config) check() error {
 	case c.MAC[0]&1 != 0 || c.GatewayMAC[0]&1 != 0 || c.MAC == c.GatewayMAC:
 		return fmt.Errorf("MACs %x of the sandbox and %x of its gateway: two different ones that are no groups are needed", c.MAC, c.GatewayMAC)
 	case c.Limits.Up < 0 || c.Limits.Down < 0:
-		return fmt.Errorf("rates %d up and %d down: bytes per second, or 0 for no limit", c.Limits.Up, c.Limits.Down)
+		return fmt.Errorf("rates %d up and %d down: bytes per second, or 0 for the default", c.Limits.Up, c.Limits.Down)
 	}
 	return nil
 }
