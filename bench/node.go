@@ -79,7 +79,7 @@ func (b *rootBuilder) Finish(context.Context, sandbox.TemplateSpec, sandbox.Buil
 }
 
 // DropImage implements node.Builder.
-func (*rootBuilder) DropImage(context.Context, string) (bool, error) { return true, nil }
+func (*rootBuilder) DropImage(context.Context, sandbox.Namespace, string) (bool, error) { return true, nil }
 
 // Rehearse does nothing: the template has no interpreter that its user will speak to.
 func (b *rootBuilder) Rehearse(context.Context, sandbox.TemplateSpec, engine.Sandbox) error {

@@ -60,7 +60,7 @@ func (b *Builder) Finish(context.Context, sandbox.TemplateSpec, sandbox.Built, e
 }
 
 // DropImage implements node.Builder.
-func (*Builder) DropImage(context.Context, string) (bool, error) { return true, nil }
+func (*Builder) DropImage(context.Context, sandbox.Namespace, string) (bool, error) { return true, nil }
 
 // Rehearse implements node.Builder.
 func (b *Builder) Rehearse(context.Context, sandbox.TemplateSpec, engine.Sandbox) error { return nil }
