@@ -17,7 +17,7 @@ import (
 type puller struct {
 	builder
 
-	mu     sync.Mutex // protects all following fields
+	mu     sync.Mutex      // protects all following fields
 	images map[string]bool // as a template names them, or with the namespace that pulled them
 	busy   bool            // an image that is dropped is in use
 }

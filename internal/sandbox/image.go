@@ -71,6 +71,9 @@ func ValidImageName(field, name string) error {
 // RegistryHost is the host, or host:port, of a registry, in lower case.
 type RegistryHost string
 
+// maxRegistryHost is the length of the longest host.
+const maxRegistryHost = 128
+
 // dockerHub is what Docker's registry is called in names of images.
 const dockerHub = "index.docker.io"
 
@@ -93,7 +96,7 @@ func ParseRegistryHost(s string) (RegistryHost, error) {
 	if port != "" {
 		whole += ":" + port
 	}
-	named := len(host) <= 253 && hostName.MatchString(host)
+	named := len(s) <= maxRegistryHost && hostName.MatchString(host)
 	if badPort || whole != s || !named && (notAddress != nil || a.String() != host || a.Zone() != "") {
 		return "", Invalid("registry", "%s is no host of a registry: write HOST or HOST:PORT, in lower case", Quote(s))
 	}
@@ -122,7 +125,9 @@ func (p Password) GoString() string { return p.String() }
 func (p Password) LogValue() slog.Value { return slog.StringValue(p.String()) }
 
 // MarshalJSON refuses: only what is sealed is written, and nothing is answered.
-func (Password) MarshalJSON() ([]byte, error) { return nil, errors.New("a password is not written as JSON") }
+func (Password) MarshalJSON() ([]byte, error) {
+	return nil, errors.New("a password is not written as JSON")
+}
 
 // RegistryCredentials are what a registry knows a namespace by.
 type RegistryCredentials struct {
