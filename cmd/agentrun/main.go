@@ -44,7 +44,7 @@ func run(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.
 	root.AddCommand(newRunCommand(), newSnapshotCommand(), newForkCommand(), newExecCommand(), newListCommand(), newRemoveCommand(), newKillCommand(),
 		newPauseCommand(), newResumeCommand(), newHibernateCommand(), newImageCommand(), newUpCommand(), newDownCommand(),
 		newApplyCommand(), newGetCommand(), newDeleteCommand(), newLogsCommand(), newCodeCommand(), newCopyCommand(), newPortForwardCommand(), newTreeCommand(),
-		newKeyCommand(), newCertCommand(), newSecretCommand(), newQuotaCommand(), newCACommand(), newNetworkCommand(), newCheckpointCommand(), newTopCommand(), newTemplateCommand(),
+		newKeyCommand(), newCertCommand(), newSecretCommand(), newRegistryCommand(), newQuotaCommand(), newCACommand(), newNetworkCommand(), newCheckpointCommand(), newTopCommand(), newTemplateCommand(),
 		newCordonCommand(), newDrainCommand(), newUncordonCommand(),
 		newDoctorCommand(), newManCommand())
 	return cli.Execute(ctx, root, args, stdin, stdout, stderr)

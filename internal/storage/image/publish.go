@@ -7,9 +7,9 @@ import (
 	"slices"
 )
 
-// Publish lets all namespaces use an image that is here. It is found as ResolveIn finds it
-// for a namespace, or as Resolve does for root if namespace is empty. Its published names
-// are those given, or else the name that it was found by.
+// Publish lets all namespaces use an image that is here. Names of a namespace are looked at
+// first, if one is given; otherwise it is found as Resolve finds it for root. Its published
+// names are those given, or else the namespace's name that it was found by.
 func (s *Store) Publish(ctx context.Context, namespace, text string, named ...Reference) (img *Image, err error) {
 	err = s.locked(ctx, func() error {
 		c, err := s.readCatalog()
@@ -17,19 +17,20 @@ func (s *Store) Publish(ctx context.Context, namespace, text string, named ...Re
 			return err
 		}
 		var d Digest
-		if namespace == "" {
-			d, err = s.resolve(c.names, text, anyDigest)
-		} else {
-			d, err = s.resolveIn(c, namespace, text)
+		ref, refErr := ParseReference(text)
+		if refErr == nil {
+			d = c.rights.Namespaces[namespace][ref.String()]
 		}
-		if err != nil {
-			return err
+		switch {
+		case d == "":
+			if d, err = s.resolve(c.names, text, anyDigest); err != nil {
+				return err
+			}
+		case len(named) == 0:
+			named = []Reference{ref}
 		}
 		if _, err := s.load(d); err != nil {
 			return err
-		}
-		if ref, err := ParseReference(text); err == nil && len(named) == 0 && c.rights.Namespaces[namespace][ref.String()] == d {
-			named = []Reference{ref}
 		}
 		if err := s.name(d, naming{names: named}); err != nil {
 			return err
