@@ -103,10 +103,10 @@ func explainTenant(err error, ref Reference) error {
 	switch {
 	case errors.As(err, &unreachable):
 		return hidden{unreachable.Error(), clean(unreachable.cause.Error()), err}
-	case errors.As(err, &forbidden):
-		return hidden{clean(forbidden.text), clean(forbidden.text), err}
 	case errors.As(err, &answer):
 		return hidden{clean(answered(answer, ref)), clean(answer.Error()), err}
+	case errors.As(err, &forbidden):
+		return hidden{clean(forbidden.text), clean(forbidden.text), err}
 	}
 	return hidden{clean(err.Error()), clean(err.Error()), err}
 }
