@@ -1703,6 +1703,9 @@ type ReadyCheck struct {
 type RegistryCredentials struct {
 	// Password Or a token. It is sealed, and shown to nobody.
 	Password string `json:"password,omitempty"`
+
+	// Registry Its HOST or HOST:PORT, in lower case.
+	Registry string `json:"registry"`
 	Username string `json:"username"`
 }
 
@@ -2215,6 +2218,12 @@ type ListPoolsParams struct {
 	LastEventID LastEventID `json:"Last-Event-ID,omitempty"`
 }
 
+// DeleteRegistryLoginParams defines parameters for DeleteRegistryLogin.
+type DeleteRegistryLoginParams struct {
+	// Registry Its HOST or HOST:PORT, in lower case.
+	Registry Registry `form:"registry" json:"registry"`
+}
+
 // ListRegistryLoginsParams defines parameters for ListRegistryLogins.
 type ListRegistryLoginsParams struct {
 	// Limit How many at most.
@@ -2643,15 +2652,15 @@ type ServerInterface interface {
 	// PutQuota Bound the namespace from now on. What it has already stays.
 	// (PUT /v1/namespaces/{namespace}/quota)
 	PutQuota(w http.ResponseWriter, r *http.Request, namespace Namespace)
+	// DeleteRegistryLogin Delete them. Images that were pulled with them stay for as long as templates of the namespace name them.
+	// (DELETE /v1/namespaces/{namespace}/registries)
+	DeleteRegistryLogin(w http.ResponseWriter, r *http.Request, namespace Namespace, params DeleteRegistryLoginParams)
 	// ListRegistryLogins Registries that the namespace has credentials for, by host; never a password.
 	// (GET /v1/namespaces/{namespace}/registries)
 	ListRegistryLogins(w http.ResponseWriter, r *http.Request, namespace Namespace, params ListRegistryLoginsParams)
-	// DeleteRegistryLogin Delete them. Images that were pulled with them stay for as long as templates of the namespace name them.
-	// (DELETE /v1/namespaces/{namespace}/registries/{registry})
-	DeleteRegistryLogin(w http.ResponseWriter, r *http.Request, namespace Namespace, registry Registry)
 	// PutRegistryLogin Give the namespace credentials for a registry. Builds that begin later pull with them.
-	// (PUT /v1/namespaces/{namespace}/registries/{registry})
-	PutRegistryLogin(w http.ResponseWriter, r *http.Request, namespace Namespace, registry Registry)
+	// (PUT /v1/namespaces/{namespace}/registries)
+	PutRegistryLogin(w http.ResponseWriter, r *http.Request, namespace Namespace)
 	// ListSandboxes Sandboxes by name.
 	// (GET /v1/namespaces/{namespace}/sandboxes)
 	ListSandboxes(w http.ResponseWriter, r *http.Request, namespace Namespace, params ListSandboxesParams)
@@ -3653,6 +3662,48 @@ func (siw *ServerInterfaceWrapper) PutQuota(w http.ResponseWriter, r *http.Reque
 	handler.ServeHTTP(w, r)
 }
 
+// DeleteRegistryLogin operation middleware
+func (siw *ServerInterfaceWrapper) DeleteRegistryLogin(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	// Parameter object where we will unmarshal all parameters from the context
+	var params DeleteRegistryLoginParams
+
+	// ------------- Required query parameter "registry" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, true, "registry", r.URL.Query(), &params.Registry, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "registry"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "registry", Err: err})
+		}
+		return
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.DeleteRegistryLogin(w, r, namespace, params)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
 // ListRegistryLogins operation middleware
 func (siw *ServerInterfaceWrapper) ListRegistryLogins(w http.ResponseWriter, r *http.Request) {
 
@@ -3708,41 +3759,6 @@ func (siw *ServerInterfaceWrapper) ListRegistryLogins(w http.ResponseWriter, r *
 	handler.ServeHTTP(w, r)
 }
 
-// DeleteRegistryLogin operation middleware
-func (siw *ServerInterfaceWrapper) DeleteRegistryLogin(w http.ResponseWriter, r *http.Request) {
-
-	var err error
-	_ = err
-
-	// ------------- Path parameter "namespace" -------------
-	var namespace Namespace
-
-	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
-	if err != nil {
-		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
-		return
-	}
-
-	// ------------- Path parameter "registry" -------------
-	var registry Registry
-
-	err = runtime.BindStyledParameterWithOptions("simple", "registry", r.PathValue("registry"), &registry, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
-	if err != nil {
-		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "registry", Err: err})
-		return
-	}
-
-	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		siw.Handler.DeleteRegistryLogin(w, r, namespace, registry)
-	}))
-
-	for _, middleware := range siw.HandlerMiddlewares {
-		handler = middleware(handler)
-	}
-
-	handler.ServeHTTP(w, r)
-}
-
 // PutRegistryLogin operation middleware
 func (siw *ServerInterfaceWrapper) PutRegistryLogin(w http.ResponseWriter, r *http.Request) {
 
@@ -3758,17 +3774,8 @@ func (siw *ServerInterfaceWrapper) PutRegistryLogin(w http.ResponseWriter, r *ht
 		return
 	}
 
-	// ------------- Path parameter "registry" -------------
-	var registry Registry
-
-	err = runtime.BindStyledParameterWithOptions("simple", "registry", r.PathValue("registry"), &registry, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
-	if err != nil {
-		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "registry", Err: err})
-		return
-	}
-
 	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		siw.Handler.PutRegistryLogin(w, r, namespace, registry)
+		siw.Handler.PutRegistryLogin(w, r, namespace)
 	}))
 
 	for _, middleware := range siw.HandlerMiddlewares {
@@ -6982,9 +6989,9 @@ func HandlerWithOptions(si ServerInterface, options StdHTTPServerOptions) http.H
 	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/images", wrapper.ListImages)
 	m.HandleFunc(http.MethodPost+" "+options.BaseURL+"/v1/images/publish", wrapper.PublishImage)
 	m.HandleFunc(http.MethodPost+" "+options.BaseURL+"/v1/images/unpublish", wrapper.UnpublishImage)
+	m.HandleFunc(http.MethodDelete+" "+options.BaseURL+"/v1/namespaces/{namespace}/registries", wrapper.DeleteRegistryLogin)
 	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/registries", wrapper.ListRegistryLogins)
-	m.HandleFunc(http.MethodDelete+" "+options.BaseURL+"/v1/namespaces/{namespace}/registries/{registry}", wrapper.DeleteRegistryLogin)
-	m.HandleFunc(http.MethodPut+" "+options.BaseURL+"/v1/namespaces/{namespace}/registries/{registry}", wrapper.PutRegistryLogin)
+	m.HandleFunc(http.MethodPut+" "+options.BaseURL+"/v1/namespaces/{namespace}/registries", wrapper.PutRegistryLogin)
 	m.HandleFunc(http.MethodDelete+" "+options.BaseURL+"/v1/namespaces/{namespace}/quota", wrapper.DeleteQuota)
 	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/quota", wrapper.GetQuota)
 	m.HandleFunc(http.MethodPut+" "+options.BaseURL+"/v1/namespaces/{namespace}/quota", wrapper.PutQuota)

@@ -55,7 +55,7 @@ func (o *limitOptions) limits() (tree.Limits, error) {
 func (o *registryOptions) flags(f *pflag.FlagSet) {
 	f.StringArrayVar(&o.caFiles, "ca-file", nil, "PEM file of a certificate authority to trust beside the system's (repeatable)")
 	f.StringArrayVar(&o.plainHTTP, "plain-http", nil, "HOST[:PORT] of a registry to be spoken to without TLS (repeatable); never guessed")
-	f.StringVar(&o.config, "registries", "", "JSON file of settings of registries (default: registries.json in $XDG_CONFIG_HOME/agentrun, or in /etc/agentrun)")
+	f.StringVar(&o.config, "registries", "", "JSON file of settings of registries: TLS, and what builds of namespaces may reach (default: registries.json in $XDG_CONFIG_HOME/agentrun, or in /etc/agentrun)")
 }
 
 // pullOptions are the flags of agentrun image pull.

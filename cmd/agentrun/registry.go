@@ -43,7 +43,7 @@ failed is built again when it is applied again.`,
 				return fmt.Errorf("read the password: %w", err)
 			}
 			return o.with(func(c *client.Client) error {
-				l, err := c.PutRegistryLogin(cmd.Context(), args[0], rest.RegistryCredentials{Username: user, Password: string(password)})
+				l, err := c.PutRegistryLogin(cmd.Context(), rest.RegistryCredentials{Registry: args[0], Username: user, Password: string(password)})
 				if err != nil {
 					return err
 				}

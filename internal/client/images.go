@@ -3,6 +3,7 @@ package client
 import (
 	"context"
 	"net/http"
+	"net/url"
 
 	"agentrun.dev/api/rest"
 )
@@ -28,11 +29,11 @@ func (c *Client) RegistryLogins(ctx context.Context) ([]rest.RegistryLogin, erro
 }
 
 // PutRegistryLogin gives the namespace credentials for a registry.
-func (c *Client) PutRegistryLogin(ctx context.Context, registry string, login rest.RegistryCredentials) (rest.RegistryLogin, error) {
-	return get[rest.RegistryLogin](ctx, c, call{method: http.MethodPut, path: c.object("registries", registry), body: login})
+func (c *Client) PutRegistryLogin(ctx context.Context, login rest.RegistryCredentials) (rest.RegistryLogin, error) {
+	return get[rest.RegistryLogin](ctx, c, call{method: http.MethodPut, path: c.space + "/registries", body: login})
 }
 
 // DeleteRegistryLogin deletes them.
 func (c *Client) DeleteRegistryLogin(ctx context.Context, registry string) error {
-	return c.do(ctx, call{method: http.MethodDelete, path: c.object("registries", registry)})
+	return c.do(ctx, call{method: http.MethodDelete, path: c.space + "/registries", query: url.Values{"registry": {registry}}})
 }

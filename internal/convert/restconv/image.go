@@ -49,7 +49,7 @@ func ToRegistryLogin(g rest.RegistryLogin) (sandbox.RegistryLogin, error) {
 	}, r.Err()
 }
 
-// FromRegistryCredentials is for a PUT of credentials.
+// FromRegistryCredentials is for a PUT of credentials. The caller adds the registry.
 func FromRegistryCredentials(c sandbox.RegistryCredentials) rest.RegistryCredentials {
 	return rest.RegistryCredentials{Username: c.Username, Password: string(c.Password)}
 }

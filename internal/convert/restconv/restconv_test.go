@@ -113,6 +113,6 @@ func TestRoundTripOfImages(t *testing.T) {
 	converttest.Pair[sandbox.PublishRequest, rest.ImagePublish]{From: FromPublish, To: ToPublish}.Check(t)
 	converttest.Pair[sandbox.RegistryLogin, rest.RegistryLogin]{From: FromRegistryLogin, To: ToRegistryLogin}.Check(t)
 	converttest.Pair[sandbox.RegistryCredentials, rest.RegistryCredentials]{
-		From: FromRegistryCredentials, To: converttest.Sure(ToRegistryCredentials),
+		From: FromRegistryCredentials, To: converttest.Sure(ToRegistryCredentials), Added: converttest.Same("the caller adds it", "Registry"),
 	}.Check(t)
 }

@@ -54,22 +54,25 @@ func (a *api) ListRegistryLogins(w http.ResponseWriter, r *http.Request, namespa
 }
 
 // PutRegistryLogin implements rest.ServerInterface.
-func (a *api) PutRegistryLogin(w http.ResponseWriter, r *http.Request, namespace, registry string) {
+func (a *api) PutRegistryLogin(w http.ResponseWriter, r *http.Request, namespace string) {
 	var login sandbox.RegistryLogin
-	err := a.registry(r.Context(), namespace, registry, func(ctx context.Context, n sandbox.Namespace, host sandbox.RegistryHost) (err error) {
-		var given rest.RegistryCredentials
-		if _, err := a.readJSON(w, r, server.MaxBody, &given); err != nil {
-			return hideBody(err, `{"username": "NAME", "password": "PASSWORD"}`)
-		}
-		login, err = a.Service.SetRegistryLogin(ctx, n, host, restconv.ToRegistryCredentials(given))
-		return err
-	})
+	var given rest.RegistryCredentials
+	_, err := a.readJSON(w, r, server.MaxBody, &given)
+	if err != nil {
+		err = hideBody(err, `{"registry": "HOST[:PORT]", "username": "NAME", "password": "PASSWORD"}`)
+	}
+	if err == nil {
+		err = a.registry(r.Context(), namespace, given.Registry, func(ctx context.Context, n sandbox.Namespace, host sandbox.RegistryHost) (err error) {
+			login, err = a.Service.SetRegistryLogin(ctx, n, host, restconv.ToRegistryCredentials(given))
+			return err
+		})
+	}
 	a.answer(w, r, http.StatusOK, restconv.FromRegistryLogin(login), err)
 }
 
 // DeleteRegistryLogin implements rest.ServerInterface.
-func (a *api) DeleteRegistryLogin(w http.ResponseWriter, r *http.Request, namespace, registry string) {
-	a.done(w, r, a.registry(r.Context(), namespace, registry, a.Service.DeleteRegistryLogin))
+func (a *api) DeleteRegistryLogin(w http.ResponseWriter, r *http.Request, namespace string, q rest.DeleteRegistryLoginParams) {
+	a.done(w, r, a.registry(r.Context(), namespace, q.Registry, a.Service.DeleteRegistryLogin))
 }
 
 func (a *api) registry(ctx context.Context, namespace, registry string, do func(context.Context, sandbox.Namespace, sandbox.RegistryHost) error) error {

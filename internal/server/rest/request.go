@@ -123,6 +123,7 @@ var queries = map[string][]string{
 	"GET /v1/namespaces/{namespace}/secrets":                            {"limit", "after"},
 	"GET /v1/namespaces/{namespace}/images":                             {"limit", "after"},
 	"GET /v1/namespaces/{namespace}/registries":                         {"limit", "after"},
+	"DELETE /v1/namespaces/{namespace}/registries":                      {"registry"},
 	"GET /v1/namespaces/{namespace}/checkpoints":                        {"limit", "after"},
 	"DELETE /v1/namespaces/{namespace}/sandboxes/{name}":                {"id"},
 	"POST /v1/namespaces/{namespace}/sandboxes/{name}/pause":            {"id"},

@@ -102,9 +102,9 @@ var routes = map[string]access.Operation{
 	"POST /v1/images/publish":               "publishImage",
 	"POST /v1/images/unpublish":             "unpublishImage",
 
-	"GET /v1/namespaces/{namespace}/registries":               "listRegistryLogins",
-	"PUT /v1/namespaces/{namespace}/registries/{registry}":    "putRegistryLogin",
-	"DELETE /v1/namespaces/{namespace}/registries/{registry}": "deleteRegistryLogin",
+	"GET /v1/namespaces/{namespace}/registries":    "listRegistryLogins",
+	"PUT /v1/namespaces/{namespace}/registries":    "putRegistryLogin",
+	"DELETE /v1/namespaces/{namespace}/registries": "deleteRegistryLogin",
 
 	"GET /v1/namespaces/{namespace}/quota":    "getQuota",
 	"PUT /v1/namespaces/{namespace}/quota":    "putQuota",
