@@ -55,7 +55,7 @@ func TestPublishRoutes(t *testing.T) {
 	for _, path := range []string{"/v1/images/publish", "/v1/images/unpublish"} {
 		n.do("POST", path, rest.ImageUnpublish{Image: "app:1"}).refused(404, "not_found")
 		n.do("POST", path, rest.ImageUnpublish{Image: "a b"}).refused(400, "invalid")
-		n.with(n.key(access.RoleUser)).do("POST", path, rest.ImageUnpublish{Image: "app:1"}).refused(403, "permission_denied")
+		n.with(n.key(access.RoleUser, "default")).do("POST", path, rest.ImageUnpublish{Image: "app:1"}).refused(403, "permission_denied")
 	}
 	if got := as[rest.ImageList](n.do("GET", v1+"/images", nil).ok(200)); len(got.Items) != 0 {
 		t.Errorf("%+v", got)
