@@ -43,7 +43,11 @@ func (m *Manager) PublishImage(ctx context.Context, r sandbox.PublishRequest) (s
 	}
 	m.imageTurn.Lock() // it does not go meanwhile
 	defer m.imageTurn.Unlock()
-	return images.Publish(ctx, r)
+	img, err := images.Publish(ctx, r)
+	if err == nil { // a request's body is not in the audit log
+		m.cfg.Log.Warn("image published", "digest", img.Digest, "names", img.Names, "principal", string(sandbox.PrincipalOf(ctx)))
+	}
+	return img, err
 }
 
 // UnpublishImage ends that: by a name that one goes, by its digest all of them do.
@@ -55,7 +59,11 @@ func (m *Manager) UnpublishImage(ctx context.Context, image string) error {
 	}
 	m.imageTurn.Lock()
 	defer m.imageTurn.Unlock()
-	return images.Unpublish(ctx, image)
+	if err := images.Unpublish(ctx, image); err != nil {
+		return err
+	}
+	m.cfg.Log.Warn("image unpublished", "image", image, "principal", string(sandbox.PrincipalOf(ctx)))
+	return nil
 }
 
 // SetRegistryLogin gives a namespace credentials for a registry, in place of those that it

@@ -8,6 +8,7 @@ import (
 	"testing"
 	"testing/synctest"
 
+	"agentrun.dev/internal/node/journal"
 	"agentrun.dev/internal/node/nodetest"
 	"agentrun.dev/internal/sandbox"
 )
@@ -115,6 +116,32 @@ func TestStorageOfBuilds(t *testing.T) {
 		}
 		if q, err := m.QuotaOf(ctx, own); err != nil || q.UsedStorage != 0 {
 			t.Errorf("%d bytes are left (%v)", q.UsedStorage, err)
+		}
+	})
+}
+
+// TestPulledBefore: an image that an AgentRun has pulled in which images belonged to no
+// namespace is published, counts for each namespace whose templates name it, and goes with
+// the last of them.
+func TestPulledBefore(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir, h := t.TempDir(), nodetest.NewHost(t)
+		p := &puller{builder: builder{pages: layerPages}, images: map[string]bool{"old": true}}
+		m := daemon(t, dir, h, func(c *Config) { c.Builder = p })
+		defer func() { _ = m.Close() }()
+		must(t, m.db.Update(func(tx *journal.Tx) error { return pulled.Put(tx, "old", pulledImage{Name: "old"}) }))
+		for _, k := range []sandbox.Key{key("a"), other("a")} {
+			must(t, second(m.ApplyTemplate(t.Context(), k, sandbox.TemplateSpec{Image: "old", MilliCPUs: 1000, Memory: 64 * mib})))
+		}
+		wantStored(t, m, sandbox.DefaultNamespace, 4)
+		wantStored(t, m, "other", 4)
+		must(t, m.DeleteTemplate(t.Context(), key("a")))
+		if !p.has("old") {
+			t.Error("it went while another namespace's template named it")
+		}
+		must(t, m.DeleteTemplate(t.Context(), other("a")))
+		if p.has("old") {
+			t.Error("it is left")
 		}
 	})
 }
