@@ -97,7 +97,9 @@ func ParseRegistryHost(s string) (RegistryHost, error) {
 		whole += ":" + port
 	}
 	named := len(s) <= maxRegistryHost && hostName.MatchString(host)
-	if badPort || whole != s || !named && (notAddress != nil || a.String() != host || a.Zone() != "") {
+	// Others are the first part of a name in Docker's registry.
+	isHost := host == "localhost" || strings.ContainsAny(s, ".:")
+	if !isHost || badPort || whole != s || !named && (notAddress != nil || a.String() != host || a.Zone() != "") {
 		return "", Invalid("registry", "%s is no host of a registry: write HOST or HOST:PORT, in lower case", Quote(s))
 	}
 	return RegistryHost(s), nil

@@ -176,3 +176,29 @@ func TestUnreachableRegistry(t *testing.T) {
 		t.Errorf("without a guard: %v", err)
 	}
 }
+
+// FuzzRegistryHost: a host that credentials are kept for is the one that images name.
+func FuzzRegistryHost(f *testing.F) {
+	for _, seed := range []string{
+		"docker.io", "index.docker.io", "registry.example.com:5000", "localhost", "localhost:5000", "127.0.0.1:5000", "[::1]:5000", "[::ffff:127.0.0.1]", "a", "a:0", "a:1",
+		"A.example", "a.example/b", "u@a.example", "a.example:", "a..b", "-a.b", "[fe80::1%25eth0]:1", "xn--a.b", "1.2.3", "a_b.c",
+	} {
+		f.Add(seed)
+	}
+	f.Fuzz(func(t *testing.T, text string) {
+		host, err := sandbox.ParseRegistryHost(text)
+		if err != nil {
+			return
+		}
+		ref, err := image.ParseReference(string(host) + "/team/app:1")
+		if err != nil {
+			t.Fatalf("%q is %q, and no image is there: %v", text, host, err)
+		}
+		if ref.Registry() != string(host) {
+			t.Errorf("%q is %q, and an image there is of %q", text, host, ref.Registry())
+		}
+		if again, err := sandbox.ParseRegistryHost(string(host)); err != nil || again != host {
+			t.Errorf("%q is %q, and that %q: %v", text, host, again, err)
+		}
+	})
+}

@@ -162,7 +162,7 @@ func (g *gate) dialer(opens []netip.Prefix) *net.Dialer {
 // check refuses a closed address that is not in opens.
 func (g *gate) check(a netip.Addr, opens []netip.Prefix) error {
 	v := g.tenant.Guard.Check(a)
-	if !v.Closed() || slices.ContainsFunc(opens, func(p netip.Prefix) bool { return v.OpenedBy(p) }) {
+	if !v.Closed() || slices.ContainsFunc(opens, v.OpenedBy) {
 		return nil
 	}
 	return fmt.Errorf("%s (to open it for a registry, its entry in the settings of registries has to have the address in addresses, and the registry that the image is named by an entry, too)", v.Reason)

@@ -355,7 +355,7 @@ func TestRebinding(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	server := &http.Server{ConnState: func(net.Conn, http.ConnState) { comes.Add(1) }, ErrorLog: log.New(io.Discard, "", 0)} //nolint:gosec // a bait
+	server := &http.Server{ConnState: func(net.Conn, http.ConnState) { comes.Add(1) }, ErrorLog: log.New(io.Discard, "", 0)}
 	served := make(chan struct{})
 	go func() { defer close(served); _ = server.Serve(elsewhere) }()
 	t.Cleanup(func() { _ = server.Close(); <-served })
