@@ -48,7 +48,7 @@ func newRootCommand() *cobra.Command {
 	root.AddCommand(newRunCommand(), newSnapshotCommand(), newForkCommand(), newExecCommand(), newListCommand(), newRemoveCommand(), newKillCommand(),
 		newPauseCommand(), newResumeCommand(), newHibernateCommand(), newImageCommand(), newUpCommand(), newDownCommand(),
 		newApplyCommand(), newGetCommand(), newDeleteCommand(), newLogsCommand(), newCodeCommand(), newCopyCommand(), newPortForwardCommand(), newTreeCommand(),
-		newKeyCommand(), newCertCommand(), newSecretCommand(), newQuotaCommand(), newCACommand(), newNetworkCommand(), newCheckpointCommand(), newTopCommand(), newTemplateCommand(),
+		newKeyCommand(), newCertCommand(), newSecretCommand(), newRegistryCommand(), newQuotaCommand(), newCACommand(), newNetworkCommand(), newCheckpointCommand(), newTopCommand(), newTemplateCommand(),
 		newCordonCommand(), newDrainCommand(), newUncordonCommand(),
 		newDoctorCommand(), newManCommand())
 	return root

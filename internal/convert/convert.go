@@ -49,6 +49,11 @@ func (r *Reader) OptionalName(s string) sandbox.Name {
 	return r.Name(s)
 }
 
+// RegistryHost reads a registry's host.
+func (r *Reader) RegistryHost(s string) sandbox.RegistryHost {
+	return read(r, s, sandbox.ParseRegistryHost)
+}
+
 // ID reads an id that must be there.
 func (r *Reader) ID(s string) sandbox.ID { return read(r, s, sandbox.ParseID) }
 

@@ -86,7 +86,7 @@ func (m *Manager) buildLog(ctx context.Context, k buildKey) (*buildlog.Log, *bui
 }
 
 // Builds are what became of a template's current revision.
-func (m *Manager) Builds(_ context.Context, t sandbox.Template) (found []sandbox.Build, err error) {
+func (m *Manager) Builds(ctx context.Context, t sandbox.Template) (found []sandbox.Build, err error) {
 	for _, stage := range []sandbox.Stage{sandbox.AfterReady, sandbox.AfterInit} {
 		b, err := m.build(buildKey{Template: t.Key, Revision: t.Revision, Stage: stage})
 		if sandbox.HasCode(err, sandbox.CodeNotFound) {
@@ -94,6 +94,9 @@ func (m *Manager) Builds(_ context.Context, t sandbox.Template) (found []sandbox
 		}
 		if err != nil {
 			return nil, err
+		}
+		if !sandbox.Administers(ctx) {
+			b.Cause = ""
 		}
 		found = append(found, b)
 	}

@@ -37,24 +37,29 @@ type Builder interface {
 	// Rehearse has a sandbox that is going to wait in a pool do, without an effect,
 	// what its user will probably do first.
 	Rehearse(ctx context.Context, spec sandbox.TemplateSpec, sb engine.Sandbox) error
-	// DropImage removes an image by the name that a template has for it, unless it is in
-	// use. One that is not there is dropped.
-	DropImage(ctx context.Context, name string) (gone bool, err error)
+	// DropImage takes the name that templates of a namespace have for an image away from
+	// the namespace, and removes the image unless others have it, too. Without a namespace
+	// it is a published name. One that is not there is dropped; one in use is not.
+	DropImage(ctx context.Context, n sandbox.Namespace, name string) (gone bool, err error)
 }
 
 // BuildRequest asks for the snapshot of a template's revision at a stage, in the new
 // folder Dir.
 type BuildRequest struct {
-	Spec  sandbox.TemplateSpec
-	Stage sandbox.Stage
-	Dir   string
-	Log   io.Writer
+	// Namespace is whose image it is.
+	Namespace sandbox.Namespace
+	Spec      sandbox.TemplateSpec
+	Stage     sandbox.Stage
+	Dir       string
+	Log       io.Writer
 	// Join connects the machine that is built in. Whoever has called it uses, and
 	// closes, what it returns.
 	Join func(context.Context, engine.Sandbox) (engine.Sandbox, error)
 	// Pull is called before the image is pulled, and not if it is there. Whoever has
 	// returned an error is not to.
 	Pull func() error
+	// Credentials are those of the namespace for a registry.
+	Credentials func(registry string) (user, password string, ok bool)
 	// TrustCA is the certificate (PEM) that programs in the sandbox are to trust; nil
 	// is none.
 	TrustCA []byte
@@ -66,6 +71,8 @@ type Config struct {
 	Dir     string
 	Engine  engine.Engine
 	Builder Builder
+	// Images has the images that the builder finds; nil knows nothing of them.
+	Images ImageStore
 	// Capacity is how much memory sandboxes may reserve together.
 	Capacity uint64
 	// Starts is how many machines are started at once; 0 decides by the host's
@@ -108,6 +115,7 @@ type Manager struct {
 	// sandboxes that hibernate, are checkpointed or forked, adoptTurns of adoptions.
 	turns, buildTurns, captureTurns, adoptTurns *turns
 	secrets                                     *secretStore
+	logins                                      *loginStore
 	// authorities are the CAs of namespaces, injections the machines that are shown them.
 	authorities *authorityStore
 	injections  injections
@@ -184,6 +192,10 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 	if err != nil {
 		return nil, errors.Join(err, db.Close())
 	}
+	logins, err := openLogins(filepath.Join(cfg.Dir, loginsDir), cfg.Key)
+	if err != nil {
+		return nil, errors.Join(err, db.Close())
+	}
 	if cfg.Observer == nil {
 		cfg.Observer = sandbox.Observers()
 	}
@@ -215,7 +227,7 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 	m := &Manager{
 		cordon:  &cordon{changed: make(chan struct{})},
 		changes: kept, tally: counted, statusChanged: make(chan struct{}, 1), watchesBegin: make(chan struct{}, watchesBegin),
-		cfg: cfg, observer: cfg.Observer, db: db, secrets: secrets, authorities: authorities,
+		cfg: cfg, observer: cfg.Observer, db: db, secrets: secrets, authorities: authorities, logins: logins,
 		turns: newTurns(cfg.Starts), buildTurns: newLongTurns(cfg.Builds, "build"), captureTurns: newLongTurns(cfg.Captures, "capture a sandbox"),
 		adoptTurns: newLongTurns(adoptions, "take over a machine"),
 		dirty:      make(chan struct{}, 1), adopted: make(chan struct{}), forked: make(chan struct{}, 1),
@@ -291,6 +303,7 @@ const (
 	logsDir        = "logs"
 	secretsDir     = "secrets"
 	authoritiesDir = "authorities"
+	loginsDir      = "registries"
 )
 
 func (m *Manager) machineDir(id sandbox.ID) string {

@@ -13,6 +13,7 @@ import (
 	"testing"
 	"testing/synctest"
 
+	"agentrun.dev/internal/node/journal"
 	"agentrun.dev/internal/node/nodetest"
 	"agentrun.dev/internal/sandbox"
 )
@@ -22,18 +23,20 @@ import (
 type puller struct {
 	builder
 
-	mu     sync.Mutex // protects all following fields
-	images map[string]bool
-	busy   bool // an image that is dropped is in use
+	mu     sync.Mutex      // protects all following fields
+	images map[string]bool // as a template names them, or with the namespace that pulled them
+	busy   bool            // an image that is dropped is in use
 }
 
+func nameIn(n sandbox.Namespace, name string) string { return string(n) + " " + name }
+
 func (p *puller) Build(ctx context.Context, req BuildRequest) (sandbox.Built, error) {
-	if !p.has(req.Spec.Image) {
+	if own := nameIn(req.Namespace, req.Spec.Image); !p.has(req.Spec.Image) && !p.has(own) {
 		if err := req.Pull(); err != nil {
 			return sandbox.Built{}, err
 		}
 		p.mu.Lock()
-		p.images[req.Spec.Image] = true
+		p.images[own] = true
 		p.mu.Unlock()
 	}
 	built, err := p.builder.Build(ctx, req)
@@ -47,11 +50,11 @@ func (p *puller) has(name string) bool {
 	return p.images[name]
 }
 
-func (p *puller) DropImage(_ context.Context, name string) (bool, error) {
+func (p *puller) DropImage(_ context.Context, n sandbox.Namespace, name string) (bool, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if !p.busy {
-		delete(p.images, name)
+		delete(p.images, pulledImage{n, name}.key())
 	}
 	return !p.busy, nil
 }
@@ -101,7 +104,10 @@ func TestStorageOfBuilds(t *testing.T) {
 		wantStored(t, m, own, 2*with+image)
 		apply(key("three"), "local") // a revision without it
 		wantStored(t, m, own, 2*with)
-		if !p.has("remote") {
+		if p.has(nameIn(own, "remote")) {
+			t.Error("the namespace has the image still")
+		}
+		if !p.has(nameIn("other", "remote")) {
 			t.Error("the image of another namespace's template was dropped")
 		}
 		p.busy = true
@@ -110,11 +116,37 @@ func TestStorageOfBuilds(t *testing.T) {
 		p.busy = false
 		must(t, m.DeleteTemplate(ctx, key("one")), m.DeleteTemplate(ctx, key("three")))
 		wantStored(t, m, own, 0)
-		if p.has("remote") || !p.has("local") {
+		if len(p.images) != 1 || !p.has("local") {
 			t.Errorf("the images that are left: %v", p.images)
 		}
 		if q, err := m.QuotaOf(ctx, own); err != nil || q.UsedStorage != 0 {
 			t.Errorf("%d bytes are left (%v)", q.UsedStorage, err)
+		}
+	})
+}
+
+// TestPulledBefore: an image that an AgentRun has pulled in which images belonged to no
+// namespace is published, counts for each namespace whose templates name it, and goes with
+// the last of them.
+func TestPulledBefore(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir, h := t.TempDir(), nodetest.NewHost(t)
+		p := &puller{builder: builder{pages: layerPages}, images: map[string]bool{"old": true}}
+		m := daemon(t, dir, h, func(c *Config) { c.Builder = p })
+		defer func() { _ = m.Close() }()
+		must(t, m.db.Update(func(tx *journal.Tx) error { return pulled.Put(tx, "old", pulledImage{Name: "old"}) }))
+		for _, k := range []sandbox.Key{key("a"), other("a")} {
+			must(t, second(m.ApplyTemplate(t.Context(), k, sandbox.TemplateSpec{Image: "old", MilliCPUs: 1000, Memory: 64 * mib})))
+		}
+		wantStored(t, m, sandbox.DefaultNamespace, 4)
+		wantStored(t, m, "other", 4)
+		must(t, m.DeleteTemplate(t.Context(), key("a")))
+		if !p.has("old") {
+			t.Error("it went while another namespace's template named it")
+		}
+		must(t, m.DeleteTemplate(t.Context(), other("a")))
+		if p.has("old") {
+			t.Error("it is left")
 		}
 	})
 }
@@ -143,7 +175,7 @@ func TestBuildBeyondQuota(t *testing.T) {
 		}
 		wantStored(t, m, sandbox.DefaultNamespace, 0)
 		wantFolders(t, m, snapshotsDir, 0)
-		if p.has("remote") {
+		if len(p.images) > 0 {
 			t.Error("its image is left")
 		}
 		quota(5 * mib)

@@ -36,6 +36,9 @@ func TestScripts(t *testing.T) {
 		Setup: func(env *testscript.Env) error {
 			env.Setenv("PATH", folder+string(os.PathListSeparator)+env.Getenv("PATH"))
 			env.Setenv("IMAGE", image)
+			if filepath.Base(env.WorkDir) == "script-images" {
+				env.Setenv("REGISTRY", registryWith(t, image))
+			}
 			// A socket's path is short.
 			state, err := os.MkdirTemp("", "agentrun-state-")
 			if err != nil {

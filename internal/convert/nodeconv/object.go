@@ -16,7 +16,7 @@ func FromTemplate(t sandbox.Template, builds []sandbox.Build) *nodev1.Template {
 	}
 	for _, b := range builds {
 		out.Builds = append(out.Builds, &nodev1.Build{
-			Stage: stages[b.Stage], Phase: phases[b.Phase], Problem: text(b.Problem), Image: b.Image,
+			Stage: stages[b.Stage], Phase: phases[b.Phase], Problem: text(b.Problem), Cause: text(b.Cause), Image: b.Image,
 			Started: fromTime(b.Started), Finished: fromTime(b.Finished), Attempts: uint32(b.Attempts), Next: fromTime(b.Next),
 		})
 		if b.Stage == sandbox.AfterReady {
@@ -36,7 +36,7 @@ func ToTemplate(g *nodev1.Template) (t sandbox.Template, builds []sandbox.Build,
 	for _, b := range g.GetBuilds() {
 		builds = append(builds, sandbox.Build{
 			Template: t.Key, Revision: t.Revision, Stage: inverse(stages, b.GetStage()), Phase: inverse(phases, b.GetPhase()),
-			Problem: b.GetProblem(), Started: toTime(b.GetStarted()), Finished: toTime(b.GetFinished()),
+			Problem: b.GetProblem(), Cause: b.GetCause(), Started: toTime(b.GetStarted()), Finished: toTime(b.GetFinished()),
 			Attempts: int(b.GetAttempts()), Next: toTime(b.GetNext()), Built: sandbox.Built{Image: b.GetImage()},
 		})
 	}

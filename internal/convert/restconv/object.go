@@ -16,7 +16,7 @@ func FromTemplate(t sandbox.Template, builds []sandbox.Build) rest.Template {
 	}
 	for _, b := range builds {
 		out.Builds = append(out.Builds, rest.Build{
-			Stage: rest.Stage(b.Stage), Phase: rest.Phase(b.Phase), Problem: b.Problem, Image: b.Image,
+			Stage: rest.Stage(b.Stage), Phase: rest.Phase(b.Phase), Problem: b.Problem, Cause: b.Cause, Image: b.Image,
 			Started: b.Started, Finished: FromTime(b.Finished), Attempts: b.Attempts, Next: FromTime(b.Next),
 		})
 		if b.Stage == sandbox.AfterReady {
@@ -35,7 +35,7 @@ func ToTemplate(g rest.Template) (t sandbox.Template, builds []sandbox.Build, er
 	}
 	for _, b := range g.Builds {
 		builds = append(builds, sandbox.Build{
-			Template: t.Key, Revision: t.Revision, Stage: sandbox.Stage(b.Stage), Phase: sandbox.Phase(b.Phase), Problem: b.Problem,
+			Template: t.Key, Revision: t.Revision, Stage: sandbox.Stage(b.Stage), Phase: sandbox.Phase(b.Phase), Problem: b.Problem, Cause: b.Cause,
 			Started: b.Started, Finished: ToTime(b.Finished), Attempts: b.Attempts, Next: ToTime(b.Next), Built: sandbox.Built{Image: b.Image},
 		})
 	}

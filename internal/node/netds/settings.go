@@ -97,6 +97,14 @@ type Settings struct {
 	path, resolv string
 	now          atomic.Pointer[Values]
 	roots        rootsFile // only read uses it, and one at a time
+	guard        *addresses.Guard
+}
+
+// Follow has a guard close the ranges that are closed now, and those of later settings. It
+// is called before the settings are given to New.
+func (s *Settings) Follow(g *addresses.Guard) {
+	s.guard = g
+	g.SetClosed(s.Now().ClosedRanges)
 }
 
 // OpenSettings reads the settings in the YAML file path, which need not exist, and
@@ -222,6 +230,9 @@ func (s *Settings) watch(ctx context.Context, log *slog.Logger, changed func(con
 		last = *v
 		if settled && !reflect.DeepEqual(*v, s.Now()) {
 			s.now.Store(v)
+			if s.guard != nil {
+				s.guard.SetClosed(v.ClosedRanges)
+			}
 			log.Info("the settings of the network have changed")
 			changed(ctx)
 		}

@@ -13,6 +13,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"agentrun.dev/internal/network/addresses"
 	"agentrun.dev/internal/network/netctl"
 	"agentrun.dev/internal/network/policy"
 	"agentrun.dev/internal/node/authority"
@@ -92,7 +93,13 @@ bandwidth: {up: 10Mi, down: "25000000"}
 	}
 }
 
+// ofNobody is a host without addresses.
+type ofNobody struct{}
+
+func (ofNobody) Owns(netip.Addr) (bool, string, error) { return false, "", nil }
+
 // TestSettingsFollow: a change of the file is acted on, one that makes no sense is not.
+// A guard of addresses follows, too.
 func TestSettingsFollow(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "network.yaml")
 	write := func(text string) {
@@ -105,6 +112,8 @@ func TestSettingsFollow(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
+		guard := addresses.NewGuard(ofNobody{}, nil)
+		s.Follow(guard)
 		ctx, cancel := context.WithCancel(t.Context())
 		changed := make(chan struct{})
 		ended := make(chan struct{})
@@ -122,10 +131,18 @@ func TestSettingsFollow(t *testing.T) {
 		if !s.Now().ECH {
 			t.Error("a file that makes no sense changes settings")
 		}
-		write("closedRanges: [192.0.2.0/24]")
+		write("closedRanges: [8.8.0.0/16]")
 		<-changed
 		if s.Now().ECH || len(s.Now().ClosedRanges) != 1 {
 			t.Errorf("%+v", s.Now())
+		}
+		if v := guard.Check(netip.MustParseAddr("8.8.8.8")); v.Class != addresses.NodeRange {
+			t.Errorf("the guard that follows says %+v", v)
+		}
+		guard = addresses.NewGuard(ofNobody{}, nil)
+		s.Follow(guard)
+		if v := guard.Check(netip.MustParseAddr("8.8.8.8")); !v.Closed() {
+			t.Error("a guard that follows later does not know what is closed")
 		}
 		cancel()
 		<-ended

@@ -63,6 +63,13 @@ var methods = map[string]method{
 	nodev1.Node_GetNamespaceCA_FullMethodName: {operation: "getCA"},
 	nodev1.Node_SetNamespaceCA_FullMethodName: {operation: "putCA"},
 
+	nodev1.Node_ListImages_FullMethodName:          {operation: "listImages"},
+	nodev1.Node_PublishImage_FullMethodName:        {operation: "publishImage"},
+	nodev1.Node_UnpublishImage_FullMethodName:      {operation: "unpublishImage"},
+	nodev1.Node_ListRegistryLogins_FullMethodName:  {operation: "listRegistryLogins"},
+	nodev1.Node_SetRegistryLogin_FullMethodName:    {operation: "putRegistryLogin"},
+	nodev1.Node_DeleteRegistryLogin_FullMethodName: {operation: "deleteRegistryLogin"},
+
 	nodev1.Node_ForkSandbox_FullMethodName: {"forkSandbox", sandbox.KindSandbox, "source"},
 	nodev1.Node_GetFork_FullMethodName:     {"getFork", sandbox.KindFork, "name"},
 	nodev1.Node_ListForks_FullMethodName:   {operation: "listForks"},
