@@ -163,7 +163,9 @@ func (freeBuilder) Finish(context.Context, sandbox.TemplateSpec, sandbox.Built, 
 }
 
 // DropImage implements node.Builder.
-func (freeBuilder) DropImage(context.Context, sandbox.Namespace, string) (bool, error) { return true, nil }
+func (freeBuilder) DropImage(context.Context, sandbox.Namespace, string) (bool, error) {
+	return true, nil
+}
 
 // Rehearse does nothing, because nothing runs in these sandboxes.
 func (freeBuilder) Rehearse(context.Context, sandbox.TemplateSpec, engine.Sandbox) error { return nil }

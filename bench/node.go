@@ -81,7 +81,9 @@ func (b *rootBuilder) Finish(context.Context, sandbox.TemplateSpec, sandbox.Buil
 }
 
 // DropImage implements node.Builder.
-func (*rootBuilder) DropImage(context.Context, sandbox.Namespace, string) (bool, error) { return true, nil }
+func (*rootBuilder) DropImage(context.Context, sandbox.Namespace, string) (bool, error) {
+	return true, nil
+}
 
 // Rehearse does nothing, because the template has no interpreter that its user will
 // speak to.
