@@ -974,7 +974,10 @@ type Cordon struct {
 
 	// Problems Why some could not be hibernated. They are tried again.
 	Problems []DrainProblem `json:"problems,omitempty"`
-	Since    time.Time      `json:"since"`
+
+	// Sealed Of a drain: how many hibernated sandboxes and checkpoints hold secrets. They are sealed for this node and never leave it.
+	Sealed int       `json:"sealed"`
+	Since  time.Time `json:"since"`
 }
 
 // DrainProblem defines model for DrainProblem.

@@ -37,6 +37,7 @@ var errReplaced = errors.New("the template has changed")
 type build struct {
 	key    buildKey
 	spec   sandbox.TemplateSpec
+	image  string // its digest; empty is whichever the name leads to
 	cancel context.CancelFunc
 	done   chan struct{}
 	freed  chan struct{} // holds at most one notice that there may be memory
@@ -49,10 +50,10 @@ type build struct {
 }
 
 // startBuild is called with the mutex.
-func (m *Manager) startBuild(k buildKey, spec sandbox.TemplateSpec) {
+func (m *Manager) startBuild(k buildKey, t sandbox.Template) {
 	ctx, cancel := context.WithCancel(m.ctx)
 	run := &build{
-		key: k, spec: spec, cancel: cancel,
+		key: k, spec: t.Spec, image: t.Image, cancel: cancel,
 		done: make(chan struct{}), freed: make(chan struct{}, 1), begun: make(chan struct{}),
 	}
 	m.builds[k] = run
@@ -110,6 +111,7 @@ func (m *Manager) runBuild(ctx context.Context, run *build) error {
 		return err
 	}
 	m.noticePools() // they show that it waits
+	defer m.dropOrder(b)
 	err = m.tryUntilOver(ctx, run, &b)
 	closed := run.log.Close()
 	switch {
@@ -128,7 +130,7 @@ func (m *Manager) tryUntilOver(ctx context.Context, run *build, b *sandbox.Build
 		if err := run.wait(ctx, b.Next); err != nil {
 			return err
 		}
-		err := m.tryBuild(ctx, run, b)
+		err := m.try(ctx, run, b)
 		if ctx.Err() != nil || errors.Is(err, errReplaced) {
 			if err == nil {
 				m.capacity.discard(b.Template.Namespace, b.Kept, b.Shares()...)
@@ -150,6 +152,15 @@ func (m *Manager) tryUntilOver(ctx context.Context, run *build, b *sandbox.Build
 		}
 		m.noticePools()
 	}
+}
+
+// try is one attempt: to fetch, if that was ordered, or to build. Without an error the snapshot is
+// there.
+func (m *Manager) try(ctx context.Context, run *build, b *sandbox.Build) error {
+	if b.Fetch != nil {
+		return m.tryFetch(ctx, run, b)
+	}
+	return m.tryBuild(ctx, run, b)
 }
 
 // insist does something that nothing but the node's disk can keep from being done, until it
@@ -293,7 +304,7 @@ func (m *Manager) tryBuild(ctx context.Context, run *build, b *sandbox.Build) (e
 	defer stop()
 	var machine engine.Sandbox
 	b.Built, err = m.cfg.Builder.Build(storing, BuildRequest{
-		Spec: run.spec, Stage: b.Stage, Dir: dir, Log: run.log, TrustCA: certificate,
+		Spec: run.spec, Image: run.image, Stage: b.Stage, Dir: dir, Log: run.log, TrustCA: certificate,
 		Pull: func() error { return m.notePull(run.spec.Image) },
 		Join: func(ctx context.Context, sb engine.Sandbox) (_ engine.Sandbox, err error) {
 			machine, err = m.joinBuild(ctx, namespace, run.spec, sb)
@@ -322,7 +333,7 @@ func (b *build) judge(of *sandbox.Build, err error) {
 	}
 	switch {
 	case err == nil:
-		of.Phase, of.Finished = sandbox.PhaseReady, now
+		of.Phase, of.Finished, of.Fetch = sandbox.PhaseReady, now, nil
 	case b.short || wasInterrupted(err) && b.interrupted < maxInterruptions:
 		pause := backoff(of.Attempts)
 		of.Kept, of.Pulled = 0, 0
@@ -332,7 +343,7 @@ func (b *build) judge(of *sandbox.Build, err error) {
 		if wasInterrupted(err) {
 			err = fmt.Errorf("it was interrupted %d times in a row, the last time: %w", b.interrupted, err)
 		}
-		of.Phase, of.Problem, of.Finished = sandbox.PhaseFailed, err.Error(), now
+		of.Phase, of.Problem, of.Finished, of.Fetch = sandbox.PhaseFailed, err.Error(), now, nil
 		_, _ = fmt.Fprintf(b.log, "the template is not built: %v\n", err) // for people
 	}
 }

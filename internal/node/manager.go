@@ -23,6 +23,7 @@ import (
 	"agentrun.dev/internal/node/buildlog"
 	"agentrun.dev/internal/node/journal"
 	"agentrun.dev/internal/sandbox"
+	"agentrun.dev/internal/storage/peer"
 	"agentrun.dev/internal/storage/seal"
 	"agentrun.dev/internal/storage/snapshot"
 )
@@ -45,7 +46,9 @@ type Builder interface {
 // BuildRequest asks for the snapshot of a template's revision at a stage, in the new
 // folder Dir.
 type BuildRequest struct {
-	Spec  sandbox.TemplateSpec
+	Spec sandbox.TemplateSpec
+	// Image is the digest that the image must have; empty is whichever the name leads to.
+	Image string
 	Stage sandbox.Stage
 	Dir   string
 	Log   io.Writer
@@ -96,6 +99,10 @@ type Config struct {
 	Observer sandbox.Observer
 	// Network is where the interfaces of sandboxes lead; nil is nowhere.
 	Network Network
+	// Peers is how snapshots of other nodes come here; nil is a daemon that fetches none.
+	Peers Peers
+	// Serves bounds what other nodes read.
+	Serves peer.Limits
 }
 
 // Manager owns the objects of a node. Its methods are safe for concurrent use.
@@ -106,8 +113,9 @@ type Manager struct {
 	capacity *admission
 	// turns are those of machines that start. buildTurns are of builds, captureTurns of
 	// sandboxes that hibernate, are checkpointed or forked, adoptTurns of adoptions.
-	turns, buildTurns, captureTurns, adoptTurns *turns
-	secrets                                     *secretStore
+	// fetchTurns are of snapshots that are fetched.
+	turns, buildTurns, fetchTurns, captureTurns, adoptTurns *turns
+	secrets                                                 *secretStore
 	// authorities are the CAs of namespaces, injections the machines that are shown them.
 	authorities *authorityStore
 	injections  injections
@@ -140,6 +148,8 @@ type Manager struct {
 	imageTurn  sync.Mutex // held by who pulls or drops an image of a template
 	poolTurns  keyTurns   // of those who apply or delete a pool
 	ownerTurns textTurns  // of those who claim for an owner
+	partsTurns textTurns  // of those who use what is fetched of a snapshot
+	serves     *peer.Server
 
 	templateTurns keyTurns // likewise of a template
 
@@ -167,7 +177,7 @@ var (
 // Open opens the state folder, takes over what is still running and goes on
 // with what was under way.
 func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
-	for _, dir := range []string{machinesDir, imagesDir, snapshotsDir, checkpointsDir, logsDir} {
+	for _, dir := range []string{machinesDir, imagesDir, snapshotsDir, checkpointsDir, logsDir, fetchingDir} {
 		if err := os.MkdirAll(filepath.Join(cfg.Dir, dir), 0o700); err != nil {
 			return nil, fmt.Errorf("open the state folder: %w", err)
 		}
@@ -217,6 +227,7 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 		changes: kept, statusChanged: make(chan struct{}, 1), watchesBegin: make(chan struct{}, watchesBegin),
 		cfg: cfg, observer: cfg.Observer, db: db, secrets: secrets, authorities: authorities,
 		turns: newTurns(cfg.Starts), buildTurns: newLongTurns(cfg.Builds, "build"), captureTurns: newLongTurns(cfg.Captures, "capture a sandbox"),
+		fetchTurns: newLongTurns(fetches, "fetch a snapshot"), serves: peer.NewServer(cfg.Serves),
 		adoptTurns: newLongTurns(adoptions, "take over a machine"),
 		dirty:      make(chan struct{}, 1), adopted: make(chan struct{}), forked: make(chan struct{}, 1),
 		roster: newRoster(), pools: map[sandbox.Key]*pool{}, builds: map[buildKey]*build{}, places: newBuildPlaces(),
@@ -254,7 +265,7 @@ func (m *Manager) Close() error {
 	members := slices.Collect(maps.Values(m.roster.byID)) // claims that are refused now leave it
 	m.mu.Unlock()
 	m.cancel()
-	for _, t := range []*turns{m.turns, m.buildTurns, m.captureTurns, m.adoptTurns} {
+	for _, t := range []*turns{m.turns, m.buildTurns, m.fetchTurns, m.captureTurns, m.adoptTurns} {
 		t.close()
 	}
 	var errs []error
@@ -291,6 +302,7 @@ const (
 	logsDir        = "logs"
 	secretsDir     = "secrets"
 	authoritiesDir = "authorities"
+	fetchingDir    = "fetching"
 )
 
 func (m *Manager) machineDir(id sandbox.ID) string {
@@ -432,6 +444,9 @@ func (m *Manager) sweep(ctx context.Context) error {
 			}),
 			builds.Each(tx, "", func(_ string, b sandbox.Build) error {
 				named[m.snapshotDir(b.Snapshot)], named[m.logFile(b.Snapshot)] = true, true
+				if b.Fetch != nil {
+					named[m.orderFile(b.Snapshot)], named[m.partsDir(b.Fetch.Digest)] = true, true
+				}
 				return nil
 			}),
 			checkpoints.Each(tx, "", func(_ string, c sandbox.Checkpoint) error {
@@ -454,6 +469,7 @@ func (m *Manager) sweep(ctx context.Context) error {
 		snapshotsDir:   snapshot.Remove,
 		checkpointsDir: snapshot.Remove,
 		logsDir:        os.Remove,
+		fetchingDir:    os.RemoveAll,
 	} {
 		entries, err := os.ReadDir(filepath.Join(m.cfg.Dir, dir))
 		if err != nil {

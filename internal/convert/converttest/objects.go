@@ -23,7 +23,7 @@ type Pool struct {
 
 // What APIs leave out, but for what one of them has no field for.
 var (
-	LeftOfTemplate = Same(ofNode, "Builds.ResourceVersion", "Builds.Snapshot", "Builds.Spec", "Builds.Env", "Builds.Workdir", "Builds.User", "Builds.Lineage", "Builds.TrustedCA", "Builds.Kept", "Builds.Pulled", "Builds.Outdated")
+	LeftOfTemplate = Same(ofNode, "Builds.ResourceVersion", "Builds.Snapshot", "Builds.Spec", "Builds.Env", "Builds.Workdir", "Builds.User", "Builds.Lineage", "Builds.TrustedCA", "Builds.Kept", "Builds.Pulled", "Builds.Outdated", "Builds.Fetch", "Image")
 
 	LeftOfSandbox = Both(
 		Same(ofNode, "TrustedCA", "Token", "Given"),

@@ -31,7 +31,10 @@ type Builder struct {
 	PlainRoots bool
 }
 
-var _ node.Builder = (*Builder)(nil)
+var (
+	_ node.Builder       = (*Builder)(nil)
+	_ node.ImageResolver = (*Builder)(nil)
+)
 
 // machine is what a template is built in. Sandboxes that somebody uses go before it.
 func machine(spec sandbox.TemplateSpec, root *os.File) engine.Spec {
@@ -146,6 +149,11 @@ func (b *Builder) Rehearse(ctx context.Context, spec sandbox.TemplateSpec, sb en
 func (b *Builder) find(ctx context.Context, req node.BuildRequest) (*image.Handle, *image.Image, error) {
 	text := req.Spec.Image
 	img, err := b.Images.Resolve(text)
+	if req.Image != "" && (err != nil || string(img.Digest) != req.Image) {
+		if pinned, there := b.Images.Resolve(req.Image); there == nil { // its name may be another's by now
+			img, err = pinned, nil
+		}
+	}
 	if errors.Is(err, image.ErrNotFound) {
 		var ref image.Reference
 		if ref, err = image.ParseReference(text); err == nil {
@@ -162,6 +170,9 @@ func (b *Builder) find(ctx context.Context, req node.BuildRequest) (*image.Handl
 	if err != nil {
 		return nil, nil, fmt.Errorf("image %s: %w", text, err)
 	}
+	if req.Image != "" && string(img.Digest) != req.Image {
+		return nil, nil, fmt.Errorf("image %s is %s now, and the template was applied when it was %s, which is not here: apply it again to take the new one", text, img.Digest, req.Image)
+	}
 	handle, err := b.Images.Open(ctx, img.Digest)
 	if errors.Is(err, image.ErrNotFound) { // it was dropped with the last template that had it
 		err = fmt.Errorf("%w: %w", node.ErrInterrupted, err)
@@ -170,6 +181,32 @@ func (b *Builder) find(ctx context.Context, req node.BuildRequest) (*image.Handl
 		return nil, nil, fmt.Errorf("image %s: %w", text, err)
 	}
 	return handle, img, nil
+}
+
+// resolving is how long a registry may take to say which image a name leads to.
+const resolving = 10 * time.Second
+
+// ResolveImage implements node.ImageResolver. A registry that has no answer is no error: whoever
+// builds asks it again, and says why.
+func (b *Builder) ResolveImage(ctx context.Context, name string) string {
+	img, err := b.Images.Resolve(name)
+	if err == nil {
+		return string(img.Digest)
+	}
+	if !errors.Is(err, image.ErrNotFound) {
+		return "" // the build says what is wrong
+	}
+	ref, err := image.ParseReference(name)
+	if err != nil {
+		return "" // likewise
+	}
+	ctx, cancel := context.WithTimeout(ctx, resolving)
+	defer cancel()
+	digest, err := image.Lookup(ctx, ref, b.Pull)
+	if err != nil {
+		return "" // likewise
+	}
+	return string(digest)
 }
 
 // DropImage removes an image that no template is made of any more.

@@ -63,6 +63,11 @@ var methods = map[string]method{
 	nodev1.Node_GetNamespaceCA_FullMethodName: {operation: "getCA"},
 	nodev1.Node_SetNamespaceCA_FullMethodName: {operation: "putCA"},
 
+	nodev1.Node_GetSnapshotOffer_FullMethodName: {operation: "getSnapshotOffer"},
+	nodev1.Node_FetchSnapshot_FullMethodName:    {"fetchSnapshot", sandbox.KindTemplate, "name"},
+	nodev1.Node_GetSnapshotParts_FullMethodName: {operation: "getSnapshotParts"},
+	nodev1.Node_ReadSnapshot_FullMethodName:     {operation: "readSnapshot"},
+
 	nodev1.Node_ForkSandbox_FullMethodName: {"forkSandbox", sandbox.KindSandbox, "source"},
 	nodev1.Node_GetFork_FullMethodName:     {"getFork", sandbox.KindFork, "name"},
 	nodev1.Node_ListForks_FullMethodName:   {operation: "listForks"},
