@@ -14,7 +14,6 @@ import (
 	"testing"
 	"time"
 
-	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/node/nodetest"
 	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/storage/layer"
@@ -196,8 +195,10 @@ func (n *fetchNode) until(k sandbox.Key, is func(sandbox.Build) bool) sandbox.Bu
 	}
 }
 
-func over(b sandbox.Build) bool  { return b.Over() }
-func tried(b sandbox.Build) bool { return b.Over() || b.Phase == sandbox.PhasePending && b.Attempts > 0 }
+func over(b sandbox.Build) bool { return b.Over() }
+func tried(b sandbox.Build) bool {
+	return b.Over() || b.Phase == sandbox.PhasePending && b.Attempts > 0
+}
 
 // build applies the template, and gives the offer of what was built.
 func (n *fetchNode) build() sandbox.Offer {
@@ -221,7 +222,7 @@ func (n *fetchNode) offer(b sandbox.Build) sandbox.Offer {
 	return o
 }
 
-func request(o sandbox.Offer, peers ...string) sandbox.FetchRequest {
+func fetchOf(o sandbox.Offer, peers ...string) sandbox.FetchRequest {
 	r := sandbox.FetchRequest{Key: pyKey, Spec: pySpec, Offer: o}
 	for _, p := range peers {
 		r.Peers = append(r.Peers, sandbox.PeerAddress{Address: p + ":1", Node: p})
@@ -274,29 +275,29 @@ func TestFetchTemplate(t *testing.T) {
 	w := newWires()
 	a, b := newFetchNode(t, w, "a"), newFetchNode(t, w, "b")
 	o := a.build()
-	applied := must1(t)(b.FetchTemplate(t.Context(), request(o, "a")))
+	applied := sure(b.FetchTemplate(t.Context(), fetchOf(o, "a")))(t)
 	if applied.Revision != o.Revision || applied.Image != "sha256:python" {
 		t.Errorf("%+v", applied)
 	}
 	b.wantFetched(o)
 	sent := w.sent["a"]
-	again := must1(t)(b.FetchTemplate(t.Context(), request(o, "a")))
+	again := sure(b.FetchTemplate(t.Context(), fetchOf(o, "a")))(t)
 	if again.Revision != o.Revision || w.sent["a"] != sent {
 		t.Errorf("%+v, %d parts were sent", again, w.sent["a"]-sent)
 	}
-	if again := must1(t)(b.ApplyTemplate(t.Context(), pyKey, pySpec)); again.Revision != o.Revision || b.builder.builds() != 0 {
+	if again := sure(b.ApplyTemplate(t.Context(), pyKey, pySpec))(t); again.Revision != o.Revision || b.builder.builds() != 0 {
 		t.Errorf("%+v, %d were built", again, b.builder.builds())
 	}
 	b.wantNothingLeft()
-	other := request(o, "a")
+	other := fetchOf(o, "a")
 	other.Name = "other"
-	must1(t)(b.FetchTemplate(t.Context(), other))
+	sure(b.FetchTemplate(t.Context(), other))(t)
 	if got := b.until(other.Key, over); got.Phase != sandbox.PhaseReady || w.sent["a"] != sent+1 { // the state
 		t.Errorf("%+v, %d parts were sent", got, w.sent["a"]-sent)
 	}
 	// What b has fetched it gives to others, until it is deleted.
 	c := newFetchNode(t, w, "c")
-	must1(t)(c.FetchTemplate(t.Context(), request(o, "b")))
+	sure(c.FetchTemplate(t.Context(), fetchOf(o, "b")))(t)
 	c.wantFetched(o)
 }
 
@@ -309,7 +310,7 @@ func TestFetchGoesOn(t *testing.T) {
 	o := a.build()
 	some := 4
 	w.allow["a"] = &some
-	must1(t)(b.FetchTemplate(t.Context(), request(o, "a")))
+	sure(b.FetchTemplate(t.Context(), fetchOf(o, "a")))(t)
 	got := b.until(pyKey, tried)
 	if !strings.Contains(got.Problem, "parts of") || !strings.Contains(got.Problem, "are missing: a: ") || !strings.Contains(got.Problem, "connection reset") || got.Over() {
 		t.Fatalf("%+v", got)
@@ -322,7 +323,7 @@ func TestFetchGoesOn(t *testing.T) {
 	w.mu.Lock()
 	w.nodes["c"], w.nodes["a"] = a.Manager, nil
 	w.mu.Unlock()
-	must1(t)(b.FetchTemplate(t.Context(), request(o, "a", "c")))
+	sure(b.FetchTemplate(t.Context(), fetchOf(o, "a", "c")))(t)
 	b.wantFetched(o)
 	if w.sent["a"]+w.sent["c"] > layerMiB+4 { // state, root, memory, and what was torn
 		t.Errorf("%v parts were sent", w.sent)
@@ -336,9 +337,9 @@ func TestFetchFails(t *testing.T) {
 	a, b := newFetchNode(t, w, "a"), newFetchNode(t, w, "b")
 	o := a.build()
 	w.flip["a"] = true
-	r := request(o, "a")
+	r := fetchOf(o, "a")
 	r.Pack = "registry.example.com/team/py:1"
-	must1(t)(b.FetchTemplate(t.Context(), r))
+	sure(b.FetchTemplate(t.Context(), r))(t)
 	got := b.until(pyKey, over)
 	if got.Phase != sandbox.PhaseFailed || !strings.Contains(got.Problem, "no such pack") {
 		t.Errorf("%+v", got)
@@ -348,7 +349,7 @@ func TestFetchFails(t *testing.T) {
 		t.Errorf("%s, %v", &log, err)
 	}
 	b.wantNothingLeft()
-	applied := must1(t)(b.ApplyTemplate(t.Context(), pyKey, pySpec))
+	applied := sure(b.ApplyTemplate(t.Context(), pyKey, pySpec))(t)
 	if got := b.until(pyKey, over); got.Phase != sandbox.PhaseReady || b.builder.builds() != 1 || applied.Revision != o.Revision {
 		t.Errorf("%+v, %+v", got, applied)
 	}
@@ -378,9 +379,9 @@ func TestFetchPack(t *testing.T) {
 			return b.Commit(from.Manifest(), from.State())
 		})
 	}
-	r := request(o, "gone")
+	r := fetchOf(o, "gone")
 	r.Pack = "registry.example.com/team/py:1"
-	must1(t)(b.FetchTemplate(t.Context(), r))
+	sure(b.FetchTemplate(t.Context(), r))(t)
 	b.wantFetched(o)
 }
 
@@ -390,30 +391,26 @@ func TestFetchRefuses(t *testing.T) {
 	a, b := newFetchNode(t, w, "a"), newFetchNode(t, w, "b")
 	o := a.build()
 	for say, change := range map[string]func(*sandbox.FetchRequest){
-		"name nodes":               func(r *sandbox.FetchRequest) { r.Peers = nil },
-		"not HOST:PORT":            func(r *sandbox.FetchRequest) { r.Peers[0].Address = "a" },
-		"name in the certificate":  func(r *sandbox.FetchRequest) { r.Peers[0].Node = "" },
-		"are more than 16":         func(r *sandbox.FetchRequest) { r.Peers = slices.Repeat(r.Peers, 17) },
-		"the offer is of another":  func(r *sandbox.FetchRequest) { r.Spec.Init = []string{"true"} },
-		"offer.stage":              func(r *sandbox.FetchRequest) { r.Offer.Stage = "" },
-		"Fetch the snapshot of":    func(r *sandbox.FetchRequest) { r.Offer.Stage, r.Name = sandbox.AfterInit, "x" },
-		"revision is \"x\"":        func(r *sandbox.FetchRequest) { r.Offer.Revision = "x" },
-		"the manifest is that of":  func(r *sandbox.FetchRequest) { r.Offer.Digest = strings.Repeat("0", 64) },
-		"offer.manifest":           func(r *sandbox.FetchRequest) { r.Offer.Manifest = append(r.Offer.Manifest, ' ') },
-		"offer.built: it is":       func(r *sandbox.FetchRequest) { r.Offer.Built = []byte(`{"future":1}`) },
-		"are not 1 to":             func(r *sandbox.FetchRequest) { r.Offer.Manifest = nil },
-		"trust no CA, those":       func(r *sandbox.FetchRequest) { r.Spec.TrustNamespaceCA = true },
-		"build other has made it":  func(r *sandbox.FetchRequest) { r.Offer = madeBy(t, "other", o) },
-		"build lost is lost":       func(r *sandbox.FetchRequest) { r.Offer = madeBy(t, "lost", o) },
-		"64 MiB":                   func(r *sandbox.FetchRequest) { r.Spec.Memory = 1 },
-		"never travels":            func(r *sandbox.FetchRequest) { r.Offer = madeBy(t, "sealed", o) },
-		"the namespace's own name": nil,
+		"name nodes":              func(r *sandbox.FetchRequest) { r.Peers = nil },
+		"not HOST:PORT":           func(r *sandbox.FetchRequest) { r.Peers[0].Address = "a" },
+		"name in the certificate": func(r *sandbox.FetchRequest) { r.Peers[0].Node = "" },
+		"are more than 16":        func(r *sandbox.FetchRequest) { r.Peers = slices.Repeat(r.Peers, 17) },
+		"the offer is of another": func(r *sandbox.FetchRequest) { r.Spec.Init = []string{"true"} },
+		"offer.stage":             func(r *sandbox.FetchRequest) { r.Offer.Stage = "" },
+		"Fetch the snapshot of":   func(r *sandbox.FetchRequest) { r.Offer.Stage, r.Name = sandbox.AfterInit, "x" },
+		"revision is \"x\"":       func(r *sandbox.FetchRequest) { r.Offer.Revision = "x" },
+		"the manifest is that of": func(r *sandbox.FetchRequest) { r.Offer.Digest = strings.Repeat("0", 64) },
+		"offer.manifest":          func(r *sandbox.FetchRequest) { r.Offer.Manifest = append(r.Offer.Manifest, ' ') },
+		"offer.built: it is":      func(r *sandbox.FetchRequest) { r.Offer.Built = []byte(`{"future":1}`) },
+		"are not 1 to":            func(r *sandbox.FetchRequest) { r.Offer.Manifest = nil },
+		"trust no CA, those":      func(r *sandbox.FetchRequest) { r.Spec.TrustNamespaceCA = true },
+		"build other has made it": func(r *sandbox.FetchRequest) { r.Offer = offerBy(t, "other", o) },
+		"build lost is lost":      func(r *sandbox.FetchRequest) { r.Offer = offerBy(t, "lost", o) },
+		"64 MiB":                  func(r *sandbox.FetchRequest) { r.Spec.Memory = 1 },
+		"never travels":           func(r *sandbox.FetchRequest) { r.Offer = offerBy(t, "sealed", o) },
 	} {
-		if change == nil {
-			continue
-		}
 		b.host.Update("", "lost")
-		r := request(o, "a")
+		r := fetchOf(o, "a")
 		change(&r)
 		if _, err := b.FetchTemplate(t.Context(), r); err == nil || !strings.Contains(err.Error(), say) {
 			t.Errorf("%s: %v", say, err)
@@ -424,13 +421,13 @@ func TestFetchRefuses(t *testing.T) {
 	}
 	b.wantNothingLeft()
 	b.cfg.Peers = nil
-	if _, err := b.FetchTemplate(t.Context(), request(o, "a")); !sandbox.HasCode(err, sandbox.CodeUnimplemented) {
+	if _, err := b.FetchTemplate(t.Context(), fetchOf(o, "a")); !sandbox.HasCode(err, sandbox.CodeUnimplemented) {
 		t.Errorf("%v", err)
 	}
 }
 
-// madeBy is an offer of a snapshot of another AgentRun, or of one that is sealed.
-func madeBy(t *testing.T, build string, o sandbox.Offer) sandbox.Offer {
+// offerBy is an offer of a snapshot of another AgentRun, or of one that is sealed.
+func offerBy(t *testing.T, build string, o sandbox.Offer) sandbox.Offer {
 	t.Helper()
 	m, err := snapshot.ParseManifest(o.Manifest)
 	if err != nil {
@@ -452,8 +449,8 @@ func TestFetchQuota(t *testing.T) {
 	w := newWires()
 	a, b := newFetchNode(t, w, "a"), newFetchNode(t, w, "b")
 	o := a.build()
-	must1(t)(b.SetQuota(t.Context(), sandbox.Quota{Namespace: "default", Storage: 2 * mib}))
-	must1(t)(b.FetchTemplate(t.Context(), request(o, "a")))
+	sure(b.SetQuota(t.Context(), sandbox.Quota{Namespace: "default", Storage: 2 * mib}))(t)
+	sure(b.FetchTemplate(t.Context(), fetchOf(o, "a")))(t)
 	got := b.until(pyKey, tried)
 	if got.Phase != sandbox.PhasePending || !strings.Contains(got.Problem, "the quota of namespace default has no room") || w.sent["a"] != 0 {
 		t.Errorf("%+v, %d parts were sent", got, w.sent["a"])
@@ -475,7 +472,7 @@ func TestOnlyTemplatesAreOffered(t *testing.T) {
 	a := newFetchNode(t, w, "a")
 	o := a.build()
 	ctx := t.Context()
-	must1(t)(a.ApplyPool(ctx, sandbox.Key{Namespace: "default", Name: "pool"}, sandbox.PoolSpec{Template: "py"}))
+	sure(a.ApplyPool(ctx, sandbox.Key{Namespace: "default", Name: "pool"}, sandbox.PoolSpec{Template: "py"}))(t)
 	box := sandbox.Key{Namespace: "default", Name: "a"}
 	if _, _, err := a.Claim(ctx, sandbox.ClaimRequest{Key: box, Spec: sandbox.ClaimSpec{Pool: "pool"}}); err != nil {
 		t.Fatal(err)
@@ -484,9 +481,9 @@ func TestOnlyTemplatesAreOffered(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	slept := must1(t)(a.Hibernate(ctx, box))
+	slept := sure(a.Hibernate(ctx, box))(t)
 	for _, dir := range []string{a.checkpointDir(c.ID), a.asleepDir(slept.Asleep)} {
-		snap := must1(t)(snapshot.Open(dir))
+		snap := sure(snapshot.Open(dir))(t)
 		id, layers := snap.ID().String(), snap.Manifest().Layers()
 		if err := snap.Close(); err != nil {
 			t.Error(err)
@@ -524,7 +521,7 @@ func TestRevisionHasImage(t *testing.T) {
 	w := newWires()
 	a := newFetchNode(t, w, "a")
 	ctx := t.Context()
-	first := must1(t)(a.ApplyTemplate(ctx, pyKey, pySpec))
+	first := sure(a.ApplyTemplate(ctx, pyKey, pySpec))(t)
 	a.until(pyKey, over)
 	if first.Image != "sha256:python" || first.Revision == pySpec.RevisionWith("", "") || a.builder.built[0] != "sha256:python" {
 		t.Errorf("%+v, built of %v", first, a.builder.built)
@@ -532,18 +529,18 @@ func TestRevisionHasImage(t *testing.T) {
 	a.builder.mu.Lock()
 	a.builder.digests["python"] = "sha256:moved"
 	a.builder.mu.Unlock()
-	if again := must1(t)(a.ApplyTemplate(ctx, pyKey, pySpec)); again.Revision != first.Revision || again.Image != first.Image {
+	if again := sure(a.ApplyTemplate(ctx, pyKey, pySpec))(t); again.Revision != first.Revision || again.Image != first.Image {
 		t.Errorf("%+v", again)
 	}
 	changed := pySpec
 	changed.Init = []string{"true"}
-	if got := must1(t)(a.ApplyTemplate(ctx, pyKey, changed)); got.Image != "sha256:moved" {
+	if got := sure(a.ApplyTemplate(ctx, pyKey, changed))(t); got.Image != "sha256:moved" {
 		t.Errorf("%+v", got)
 	}
 	// Another node has another image under that name: its revision is another one.
 	b := newFetchNode(t, w, "b")
 	b.builder.digests["python"] = "sha256:other"
-	if got := must1(t)(b.ApplyTemplate(ctx, pyKey, pySpec)); got.Revision == first.Revision {
+	if got := sure(b.ApplyTemplate(ctx, pyKey, pySpec))(t); got.Revision == first.Revision {
 		t.Errorf("%+v", got)
 	}
 	// One that is not found, and fails, is looked up again.
@@ -551,14 +548,14 @@ func TestRevisionHasImage(t *testing.T) {
 	none.Image = "none"
 	k := sandbox.Key{Namespace: "default", Name: "none"}
 	b.builder.fail = errors.New("no such image")
-	if got := must1(t)(b.ApplyTemplate(ctx, k, none)); got.Image != "" || got.Revision != none.RevisionWith("", "") {
+	if got := sure(b.ApplyTemplate(ctx, k, none))(t); got.Image != "" || got.Revision != none.RevisionWith("", "") {
 		t.Errorf("%+v", got)
 	}
 	b.until(k, over)
 	b.builder.mu.Lock()
 	b.builder.digests["none"] = "sha256:there"
 	b.builder.mu.Unlock()
-	if got := must1(t)(b.ApplyTemplate(ctx, k, none)); got.Image != "sha256:there" {
+	if got := sure(b.ApplyTemplate(ctx, k, none))(t); got.Image != "sha256:there" {
 		t.Errorf("%+v", got)
 	}
 }
@@ -569,15 +566,15 @@ func TestEarlierRevisions(t *testing.T) {
 	w := newWires()
 	a, b := newFetchNode(t, w, "a"), newFetchNode(t, w, "b")
 	a.builder.digests = nil // as if nobody looked
-	first := must1(t)(a.ApplyTemplate(t.Context(), pyKey, pySpec))
+	first := sure(a.ApplyTemplate(t.Context(), pyKey, pySpec))(t)
 	o := a.offer(a.until(pyKey, over))
 	a.builder.mu.Lock()
 	a.builder.digests = map[string]string{"python": "sha256:python"}
 	a.builder.mu.Unlock()
-	if again := must1(t)(a.ApplyTemplate(t.Context(), pyKey, pySpec)); again.Revision != first.Revision || again.Image != "" || a.builder.builds() != 1 {
+	if again := sure(a.ApplyTemplate(t.Context(), pyKey, pySpec))(t); again.Revision != first.Revision || again.Image != "" || a.builder.builds() != 1 {
 		t.Errorf("%+v became %+v", first, again)
 	}
-	must1(t)(b.FetchTemplate(t.Context(), request(o, "a")))
+	sure(b.FetchTemplate(t.Context(), fetchOf(o, "a")))(t)
 	b.wantFetched(o)
 }
 
@@ -601,7 +598,7 @@ func TestSweepFetched(t *testing.T) {
 func TestDrainTellsOfSealed(t *testing.T) {
 	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
 		ctx := sandbox.WithPrincipal(t.Context(), "key:x")
-		must1(t)(m.ApplySecret(ctx, sandbox.Key{Namespace: "default", Name: "s"}, sandbox.SecretData{"k": []byte("v")}))
+		sure(m.ApplySecret(ctx, sandbox.Key{Namespace: "default", Name: "s"}, sandbox.SecretData{"k": []byte("v")}))(t)
 		for name, secrets := range map[sandbox.Name][]sandbox.SecretRef{"with": {{Secret: "s", Key: "k", Env: "V"}}, "without": nil} {
 			k := sandbox.Key{Namespace: "default", Name: name}
 			_, _, err := m.Claim(ctx, sandbox.ClaimRequest{Key: k, Spec: sandbox.ClaimSpec{Pool: "pool", Secrets: secrets}})
@@ -617,7 +614,11 @@ func TestDrainTellsOfSealed(t *testing.T) {
 	})
 }
 
-var _ engine.Outdater = (*nodetest.Host)(nil)
-
-// must1 is a value that a call gave, or the end of the test.
-func must1(t *testing.T) func(v any, err error) any { return nil }
+// sure is a value that a call gave, or the end of the test.
+func sure[T any](v T, err error) func(*testing.T) T {
+	return func(t *testing.T) T {
+		t.Helper()
+		must(t, err)
+		return v
+	}
+}
