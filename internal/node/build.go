@@ -258,7 +258,11 @@ func (m *Manager) build(k buildKey) (b sandbox.Build, err error) {
 		return err
 	})
 	if b.Phase == sandbox.PhasePending && b.Problem == "" {
-		b.Problem = fmt.Sprintf("it waits for its turn: %d builds are made at once, at most %d of one namespace", m.buildTurns.most, m.buildTurns.each)
+		turns, what := m.buildTurns, "builds are made"
+		if b.Fetch != nil {
+			turns, what = m.fetchTurns, "snapshots are fetched"
+		}
+		b.Problem = fmt.Sprintf("it waits for its turn: %d %s at once, at most %d of one namespace", turns.most, what, turns.each)
 	}
 	return b, err
 }
