@@ -209,9 +209,15 @@ func TestFetch(t *testing.T) {
 		time.Sleep(20 * time.Millisecond) // likewise
 	}
 
-	// d has told the digests of its parts; what is on its disk is another byte now.
-	if err := b.Client.DeleteTemplate(t.Context(), "python"); err != nil {
-		t.Fatal(err)
+	// d tells the digests of its parts, and then another byte is on its disk.
+	for _, fetch := range []bool{true, false} {
+		if err := b.Client.DeleteTemplate(t.Context(), "python"); err != nil {
+			t.Fatal(err)
+		}
+		if fetch {
+			b.fetch(spec, o, d)
+			b.until(sandbox.Build.Over)
+		}
 	}
 	layers, err := filepath.Glob(filepath.Join(d.State, "forkd", "snapshots", "*", "layers", "*"))
 	if err != nil || len(layers) == 0 {
