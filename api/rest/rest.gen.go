@@ -1896,7 +1896,7 @@ type Template struct {
 	// ResourceVersion The number of the object's last write: later writes of any object of the node have greater ones.
 	ResourceVersion ObjectVersion `json:"resourceVersion"`
 
-	// Revision Digest of the spec, without `networkPolicy` and `buildTimeout`, and of the CA that `trustNamespaceCA` puts in.
+	// Revision Digest of the spec, without `networkPolicy` and `buildTimeout`, of the CA that `trustNamespaceCA` puts in, and of the digest of its image, if that was found when it was applied.
 	Revision string       `json:"revision"`
 	Spec     TemplateSpec `json:"spec"`
 }

@@ -126,6 +126,7 @@ func (m *Manager) runBuild(ctx context.Context, run *build) error {
 
 // tryUntilOver tries until it is known what becomes of a build, and writes that down.
 func (m *Manager) tryUntilOver(ctx context.Context, run *build, b *sandbox.Build) error {
+	fetched := b.Fetch != nil
 	for {
 		if err := run.wait(ctx, b.Next); err != nil {
 			return err
@@ -143,7 +144,7 @@ func (m *Manager) tryUntilOver(ctx context.Context, run *build, b *sandbox.Build
 				m.cfg.Log.Error("add up what a build has left", "template", b.Template, "error", err)
 			}
 		}
-		if err := m.insist(ctx, "write what became of a build", func() error { return m.putBuild(*b) }); err != nil {
+		if err := m.insist(ctx, "write what became of a build", func() error { return m.endBuild(b, fetched) }); err != nil {
 			m.uncountBuild(*b)
 			return err
 		}
@@ -257,6 +258,42 @@ func (m *Manager) putBuild(b sandbox.Build) error {
 		}
 		return builds.Put(tx, keyOf(b).String(), b)
 	})
+}
+
+// endBuild writes what became of a build. If nobody could tell which image it is of when its template
+// was applied, the template has that in its revision from now on: other nodes could have built
+// another image for the same revision. A snapshot that was fetched has the revision of where it
+// was built.
+func (m *Manager) endBuild(b *sandbox.Build, fetched bool) error {
+	if _, ok := m.cfg.Builder.(ImageResolver); !ok || fetched || b.Phase != sandbox.PhaseReady || b.Stage != sandbox.AfterReady {
+		return m.putBuild(*b)
+	}
+	defer m.templateTurns.lock(b.Template)()
+	ended := *b
+	err := m.db.Update(func(tx *journal.Tx) error {
+		old, found, err := builds.Get(tx, keyOf(*b).String())
+		if err != nil {
+			return err
+		}
+		if !found || old.Snapshot != b.Snapshot {
+			return errReplaced
+		}
+		t, found, err := templates.Get(tx, b.Template.String())
+		if err != nil {
+			return err
+		}
+		if found && t.Image == "" && t.Revision == b.Revision && t.Revision == t.Spec.RevisionWith(b.TrustedCA, "") {
+			t.Image = b.Image
+			t.Revision = t.Spec.RevisionWith(b.TrustedCA, t.Image)
+			ended.Revision = t.Revision
+			err = errors.Join(templates.Write(tx, b.Template.String(), &t), builds.Delete(tx, keyOf(*b).String()))
+		}
+		return errors.Join(err, builds.Put(tx, keyOf(ended).String(), ended))
+	})
+	if err == nil {
+		*b = ended
+	}
+	return err
 }
 
 // tryBuild is one attempt. Without an error the snapshot is there.

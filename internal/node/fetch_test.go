@@ -160,7 +160,8 @@ func newFetchNode(t *testing.T, w *wires, name string) *fetchNode {
 
 func (n *fetchNode) open(change ...func(*Config)) {
 	n.Helper()
-	n.Manager = daemon(n.T, n.dir, n.host, append(change, func(c *Config) { c.Builder, c.Peers = n.builder, n.wires })...)
+	change = append([]func(*Config){func(c *Config) { c.Builder, c.Peers = n.builder, n.wires }}, change...)
+	n.Manager = daemon(n.T, n.dir, n.host, change...)
 }
 
 var (
@@ -560,18 +561,44 @@ func TestRevisionHasImage(t *testing.T) {
 	}
 }
 
+// TestImageFoundLater: where nobody could tell the image when a template was applied, the build that
+// finds it puts it into the revision, and is that revision's.
+func TestImageFoundLater(t *testing.T) {
+	w := newWires()
+	a, b := newFetchNode(t, w, "a"), newFetchNode(t, w, "b")
+	a.builder.digests = nil // the registry has no answer
+	first := sure(a.ApplyTemplate(t.Context(), pyKey, pySpec))(t)
+	built := a.until(pyKey, over)
+	now := sure(a.Template(t.Context(), pyKey))(t)
+	if first.Image != "" || now.Image != "sha256:whichever" || now.Revision != pySpec.RevisionWith("", now.Image) || built.Revision != now.Revision {
+		t.Errorf("%+v became %+v with %+v", first, now, built)
+	}
+	if again := sure(a.ApplyTemplate(t.Context(), pyKey, pySpec))(t); again.Revision != now.Revision || a.builder.builds() != 1 {
+		t.Errorf("%+v, built %d times", again, a.builder.builds())
+	}
+	o := a.offer(built)
+	sure(b.FetchTemplate(t.Context(), fetchOf(o, "a")))(t)
+	b.wantFetched(o)
+	a.crash()
+	a.open()
+	if again := sure(a.Template(t.Context(), pyKey))(t); again.Revision != now.Revision || a.builder.builds() != 1 {
+		t.Errorf("%+v, built %d times", again, a.builder.builds())
+	}
+}
+
 // TestEarlierRevisions: a template of an earlier program keeps its revision, and its build; it
 // is fetched like any.
 func TestEarlierRevisions(t *testing.T) {
 	w := newWires()
 	a, b := newFetchNode(t, w, "a"), newFetchNode(t, w, "b")
-	a.builder.digests = nil // as if nobody looked
+	a.crash()
+	a.open(func(c *Config) { c.Builder = &a.builder.builder }) // it knows nothing of images
 	first := sure(a.ApplyTemplate(t.Context(), pyKey, pySpec))(t)
 	o := a.offer(a.until(pyKey, over))
-	a.builder.mu.Lock()
-	a.builder.digests = map[string]string{"python": "sha256:python"}
-	a.builder.mu.Unlock()
-	if again := sure(a.ApplyTemplate(t.Context(), pyKey, pySpec))(t); again.Revision != first.Revision || again.Image != "" || a.builder.builds() != 1 {
+	a.crash()
+	a.open()
+	w.nodes["a"] = a.Manager
+	if again := sure(a.ApplyTemplate(t.Context(), pyKey, pySpec))(t); again.Revision != first.Revision || again.Image != "" || a.builder.builds() != 0 {
 		t.Errorf("%+v became %+v", first, again)
 	}
 	sure(b.FetchTemplate(t.Context(), fetchOf(o, "a")))(t)

@@ -2,7 +2,10 @@ package forkd
 
 import (
 	"errors"
+	"io"
 	"io/fs"
+	"log"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -10,12 +13,16 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/go-containerregistry/pkg/registry"
 	"golang.org/x/sys/unix"
 
 	"agentrun.dev/api/rest"
 	"agentrun.dev/internal/access"
 	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/server/remote"
+	"agentrun.dev/internal/storage/image"
+	"agentrun.dev/internal/storage/pack"
+	"agentrun.dev/internal/storage/snapshot"
 )
 
 // cluster is some daemons on this machine, and the CA of their certificates.
@@ -50,13 +57,13 @@ func (c *cluster) issue(role, name string) access.MutualFiles {
 }
 
 // add starts a daemon, which ends with the test.
-func (c *cluster) add(name string) *member {
+func (c *cluster) add(name string, flags ...string) *member {
 	c.Helper()
 	m := &member{node: newNode(c.T), cluster: c, name: name}
 	if c.ca == nil {
 		c.ca = m.node
 	}
-	m.start()
+	m.start(flags...)
 	c.Cleanup(m.down)
 	return m
 }
@@ -181,6 +188,17 @@ func TestFetch(t *testing.T) {
 		t.Errorf("%+v is not %+v, %v", got.Snapshots, status.Snapshots, err)
 	}
 
+	// A fourth one has it from a registry.
+	packs := httptest.NewServer(registry.New(registry.Logger(log.New(io.Discard, "", 0))))
+	defer packs.Close()
+	host := strings.TrimPrefix(packs.URL, "http://")
+	e := c.add("n4", "--plain-http", host)
+	r := sandbox.FetchRequest{Key: fetchedKey, Spec: spec, Offer: o, Pack: a.push(host + "/team/python:warm")}
+	if _, err := e.controller.FetchTemplate(t.Context(), r); err != nil {
+		t.Fatal(err)
+	}
+	e.wantClaimed()
+
 	// The next daemon of a is slow, and dies when some has come.
 	a.down()
 	a.start("--peer-rate", "1M")
@@ -237,6 +255,28 @@ func TestFetch(t *testing.T) {
 	if err := a.Client.DeletePool(t.Context(), "pool"); err != nil {
 		t.Error(err)
 	}
+}
+
+// push pushes the only snapshot of a daemon to a registry.
+func (m *member) push(name string) string {
+	m.t.Helper()
+	dirs, err := filepath.Glob(filepath.Join(m.State, "forkd", "snapshots", "*"))
+	if err != nil || len(dirs) != 1 {
+		m.t.Fatal(dirs, err)
+	}
+	snap, err := snapshot.Open(dirs[0])
+	if err != nil {
+		m.t.Fatal(err)
+	}
+	defer snap.Close()
+	ref, err := image.ParseReference(name)
+	if err == nil {
+		_, err = pack.Push(m.t.Context(), snap, ref, image.Registries{Hosts: map[string]image.Registry{ref.Registry(): {PlainHTTP: true}}}, pack.PackOptions{})
+	}
+	if err != nil {
+		m.t.Fatal(err)
+	}
+	return name
 }
 
 // flip changes one byte of a file, which nobody may write to: somewhere in its first part that is
