@@ -252,6 +252,11 @@ func (s *servedSnapshot) SnapshotDigests(ctx context.Context, r sandbox.Snapshot
 	if err != nil {
 		return nil, err
 	}
+	leave, err := s.from.Enter(ctx, string(sandbox.PrincipalOf(ctx)))
+	if err != nil {
+		return nil, err
+	}
+	defer leave()
 	page, err := s.from.Digests(ctx, s.snap, blob, from)
 	return page.Page(), err
 }
@@ -261,7 +266,12 @@ func (s *servedSnapshot) ReadSnapshot(ctx context.Context, r sandbox.SnapshotRea
 	if err != nil {
 		return err
 	}
-	return s.from.Read(ctx, string(sandbox.PrincipalOf(ctx)), s.snap, blob, r.Parts, send)
+	leave, err := s.from.Enter(ctx, string(sandbox.PrincipalOf(ctx)))
+	if err != nil {
+		return err
+	}
+	defer leave()
+	return s.from.Read(ctx, s.snap, blob, r.Parts, send)
 }
 
 // remotePeer is such a node, from the other end.

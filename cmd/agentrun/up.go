@@ -139,8 +139,8 @@ func (o *upOptions) check() error {
 	if o.peerRate != 0 && o.peerRate < peer.MinRate {
 		return fmt.Errorf("--peer-rate: %d bytes per second are too few: a part of a snapshot must come in time, give %d or more", o.peerRate, peer.MinRate)
 	}
-	if o.reads < 1 {
-		return errors.New("--peer-reads must be at least 1")
+	if o.reads < 1 || o.peerRate != 0 && uint64(o.reads) > peer.DefaultReads*uint64(o.peerRate)/peer.MinRate {
+		return fmt.Errorf("--peer-reads: %d reads at once are not possible: there is at least 1, and with --peer-rate each needs %d bytes per second", o.reads, peer.MinRate/peer.DefaultReads)
 	}
 	return nil
 }

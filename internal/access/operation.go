@@ -118,7 +118,7 @@ var operations = map[Operation]Rule{
 	"getNode":   {Need: Observe},
 	"watch":     {Need: Read},
 
-	"getSnapshotOffer": {Need: Observe, Audit: true},
+	"getSnapshotOffer": {Need: Observe},
 	"fetchSnapshot":    {Need: Administer},
 	"getSnapshotParts": {Need: Replicate, Nodes: true},
 	"readSnapshot":     {Need: Replicate, Nodes: true},

@@ -271,7 +271,11 @@ func (m *Manager) fetch(ctx context.Context, run *build, b sandbox.Build, what o
 		}
 		if b.Fetch.Pack == "" {
 			var missing *peer.MissingError
-			if errors.As(err, &missing) {
+			switch {
+			case !errors.As(err, &missing):
+			case missing.Busy: // it is tried until it is its turn
+				err = sandbox.Errorf(sandbox.CodeCapacity, "the nodes that have the snapshot serve others").Because("%v", err)
+			default:
 				err = fmt.Errorf("%w: %w", ErrInterrupted, err)
 			}
 			return progress, err

@@ -84,7 +84,7 @@ func (m *Manager) SnapshotOffer(_ context.Context, digest string) (sandbox.Offer
 // SnapshotDigests gives a page of the digests of the parts of a layer.
 func (m *Manager) SnapshotDigests(ctx context.Context, r sandbox.SnapshotRead, from uint32) ([]byte, error) {
 	var page peer.Digests
-	err := m.serveLayer(r, func(snap *snapshot.Snapshot, blob layer.Digest) (err error) {
+	err := m.serveLayer(ctx, r, func(snap *snapshot.Snapshot, blob layer.Digest) (err error) {
 		page, err = m.serves.Digests(ctx, snap, blob, from)
 		return err
 	})
@@ -93,27 +93,31 @@ func (m *Manager) SnapshotDigests(ctx context.Context, r sandbox.SnapshotRead, f
 
 // ReadSnapshot sends parts of a layer, in the order in which they are asked for.
 func (m *Manager) ReadSnapshot(ctx context.Context, r sandbox.SnapshotRead, send func(number uint32, content []byte) error) error {
-	return m.serveLayer(r, func(snap *snapshot.Snapshot, blob layer.Digest) error {
-		return m.serves.Read(ctx, string(sandbox.PrincipalOf(ctx)), snap, blob, r.Parts, send)
+	return m.serveLayer(ctx, r, func(snap *snapshot.Snapshot, blob layer.Digest) error {
+		return m.serves.Read(ctx, snap, blob, r.Parts, send)
 	})
 }
 
-func (m *Manager) serveLayer(r sandbox.SnapshotRead, do func(*snapshot.Snapshot, layer.Digest) error) error {
+func (m *Manager) serveLayer(ctx context.Context, r sandbox.SnapshotRead, do func(*snapshot.Snapshot, layer.Digest) error) error {
 	blob, err := layer.ParseDigest(r.Layer)
 	if err != nil {
 		return sandbox.Invalid("layer", "%v", err)
 	}
+	leave, err := m.serves.Enter(ctx, string(sandbox.PrincipalOf(ctx)))
+	if errors.Is(err, peer.ErrBusy) {
+		return sandbox.Errorf(sandbox.CodeCapacity, "the snapshot %.12s cannot be read now", r.Snapshot).Because("%v", err)
+	}
+	if err != nil {
+		return err
+	}
+	defer leave()
 	snap, _, err := m.openOffered(r.Snapshot)
 	if err != nil {
 		return err
 	}
 	defer func() { _ = snap.Close() }() // only read
-	err = do(snap, blob)
-	switch {
-	case errors.Is(err, peer.ErrAsked):
+	if err = do(snap, blob); errors.Is(err, peer.ErrAsked) {
 		return sandbox.Errorf(sandbox.CodeInvalid, "the parts of layer %s cannot be read", r.Layer).Because("%v", err)
-	case errors.Is(err, peer.ErrBusy):
-		return sandbox.Errorf(sandbox.CodeCapacity, "the snapshot %s cannot be read now", r.Snapshot).Because("%v", err).Try("Ask another node, or later")
 	}
 	return err
 }

@@ -2,6 +2,7 @@ package forkd
 
 import (
 	"context"
+	"fmt"
 
 	"agentrun.dev/internal/access"
 	"agentrun.dev/internal/node"
@@ -69,12 +70,20 @@ func (p *peerNode) Name() string { return "node " + p.address.Node + " (" + p.ad
 func (p *peerNode) Digests(ctx context.Context, snap snapshot.ID, blob layer.Digest, from uint32) (peer.Digests, error) {
 	page, err := p.from.Digests(ctx, sandbox.SnapshotRead{Snapshot: snap.String(), Layer: blob.String()}, from)
 	if err != nil {
-		return nil, err
+		return nil, refused(err)
 	}
 	return peer.ParsePage(page)
 }
 
 // Read implements peer.Source.
 func (p *peerNode) Read(ctx context.Context, snap snapshot.ID, blob layer.Digest, parts []uint32, each func(uint32, []byte) error) error {
-	return p.from.Read(ctx, sandbox.SnapshotRead{Snapshot: snap.String(), Layer: blob.String(), Parts: parts}, each)
+	return refused(p.from.Read(ctx, sandbox.SnapshotRead{Snapshot: snap.String(), Layer: blob.String(), Parts: parts}, each))
+}
+
+// refused is an error of another node, in the words of package peer.
+func refused(err error) error {
+	if sandbox.HasCode(err, sandbox.CodeCapacity) {
+		return fmt.Errorf("%w (%w)", peer.ErrBusy, err)
+	}
+	return err
 }

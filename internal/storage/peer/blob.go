@@ -173,7 +173,7 @@ func (w *fill) run(ctx context.Context) {
 		all.Wait()
 		close(idle)
 	}()
-	tick := time.NewTicker(w.Stall / 20) // what others were asked for may be late by now
+	tick := time.NewTicker(w.Options.late/4 + time.Millisecond) // what others were asked for may be late by now
 	defer tick.Stop()
 	for {
 		select {
@@ -274,7 +274,7 @@ func (w *fill) take(ctx context.Context, s *source) []uint32 {
 		}
 		var mine []uint32
 		if len(w.free) == 0 {
-			mine = w.late(s)
+			mine = w.overdue(s)
 		} else {
 			// Not all that are left: others would have nothing to do.
 			n := min(MaxRead, max(1, len(w.free)/(2*workers)), len(w.free))
@@ -291,11 +291,11 @@ func (w *fill) take(ctx context.Context, s *source) []uint32 {
 	}
 }
 
-// late are parts that another peer was asked for a while ago: one that is slow does not hold up
+// overdue are parts that another peer was asked for a while ago: one that is slow does not hold up
 // those that have nothing to do. The caller holds w.mu.
-func (w *fill) late(s *source) (parts []uint32) {
+func (w *fill) overdue(s *source) (parts []uint32) {
 	for n := range w.missing {
-		if u, asked := w.under[n]; asked && u.by != s && time.Since(u.since) > w.Stall/4 && len(parts) < MaxRead {
+		if u, asked := w.under[n]; asked && u.by != s && time.Since(u.since) > w.Options.late && len(parts) < MaxRead {
 			parts = append(parts, n)
 		}
 	}
@@ -314,6 +314,11 @@ func (w *fill) work(ctx context.Context, s *source) {
 		left, err := w.read(ctx, s, parts)
 		if err == nil && len(left) > 0 {
 			err = fmt.Errorf("it has sent %d of %d parts that it was asked for", len(parts)-len(left), len(parts))
+		}
+		if errors.Is(err, ErrBusy) { // its other worker may have a place
+			s.serving(err)
+			w.giveBack(s, left)
+			return
 		}
 		if err != nil && ctx.Err() == nil && w.broken() == nil {
 			s.leave(fmt.Errorf("layer %.12s: %w", w.blob.Digest, err))

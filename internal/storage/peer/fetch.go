@@ -53,6 +53,9 @@ type Options struct {
 	Log io.Writer
 	// Stall is how long nothing may come from a peer; 0 is the constant.
 	Stall time.Duration
+	// late is after how long others are asked, too, for what a peer was asked for; 0 is a
+	// quarter of Stall.
+	late time.Duration
 }
 
 // Result is what a fetch took.
@@ -65,8 +68,9 @@ type Result struct {
 // MissingError says what no peer has given.
 type MissingError struct {
 	Parts, Of, Layers int
-	// Why is what was wrong with each peer.
-	Why []string
+	// Why is what was wrong with each peer; Busy is that one only serves enough others.
+	Why  []string
+	Busy bool
 }
 
 func (e *MissingError) Error() string {
@@ -137,6 +141,8 @@ type source struct {
 	Source
 	mu   sync.Mutex // protects all following fields
 	left error      // nil: it is asked
+	// busy is why it was not asked for more, though it is no worse than others.
+	busy error
 	// byDigests is the error of a part that was not what a list of digests says: the list may
 	// be wrong, too.
 	byDigests bool
@@ -154,6 +160,23 @@ func (s *source) leave(err error) {
 	if s.left == nil {
 		s.left, s.byDigests = err, errors.Is(err, ErrPart)
 	}
+}
+
+// serving is that a peer serves enough others.
+func (s *source) serving(err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.busy = err
+}
+
+// reason is why a peer has not given all.
+func (s *source) reason() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.left != nil {
+		return s.left
+	}
+	return s.busy
 }
 
 // blame leaves a peer out for good.
@@ -194,6 +217,9 @@ func newFetch(m snapshot.Manifest, dir string, o Options) (*fetch, error) {
 	}
 	if f.Stall == 0 {
 		f.Stall = Stall
+	}
+	if f.late == 0 {
+		f.late = f.Stall / 4
 	}
 	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, os.ErrExist) {
 		return nil, err
@@ -241,8 +267,9 @@ func (f *fetch) missing(ctx context.Context, done int, err error) error {
 		m.Parts, m.Of, m.Layers = m.Parts+b.Parts(), m.Of+b.Parts(), m.Layers+1
 	}
 	for _, s := range f.sources {
-		if why := s.why(); why != nil {
+		if why := s.reason(); why != nil {
 			m.Why = append(m.Why, s.Name()+": "+why.Error())
+			m.Busy = m.Busy || errors.Is(why, ErrBusy)
 		}
 	}
 	return m

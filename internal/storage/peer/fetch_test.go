@@ -4,11 +4,12 @@ import (
 	"bytes"
 	"context"
 	"errors"
-	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"agentrun.dev/internal/storage/layer"
@@ -22,7 +23,7 @@ import (
 func TestFetch(t *testing.T) {
 	snap := source0(t)
 	one, two := peerOf("one", snap), peerOf("two", snap)
-	f, err := fetchInto(t, t.TempDir(), snap.Manifest(), Options{Sources: []Source{one, two}, Stall: time.Minute})
+	f, err := fetchInto(t, t.TempDir(), snap.Manifest(), Options{Sources: []Source{one, two}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -48,7 +49,7 @@ func TestOtherPeer(t *testing.T) {
 	parts := 0
 	dies := &hostile{honest: peerOf("dies", snap)}
 	dies.read = func(ctx context.Context, blob layer.Digest, ask []uint32, each func(uint32, []byte) error) error {
-		return dies.server.Read(ctx, "test", snap, blob, ask, func(n uint32, content []byte) error {
+		return dies.server.Read(ctx, snap, blob, ask, func(n uint32, content []byte) error {
 			dies.mu.Lock()
 			parts++
 			dead := parts > 4
@@ -195,7 +196,7 @@ func TestSealed(t *testing.T) {
 	if _, err := s.Digests(t.Context(), snap, blob, 0); !errors.Is(err, ErrSealed) {
 		t.Errorf("digests: %v", err)
 	}
-	err = s.Read(t.Context(), "p", snap, blob, []uint32{0}, func(uint32, []byte) error {
+	err = s.Read(t.Context(), snap, blob, []uint32{0}, func(uint32, []byte) error {
 		t.Error("a part was sent")
 		return nil
 	})
@@ -244,10 +245,10 @@ func TestServerRefuses(t *testing.T) {
 		second(s.Digests(t.Context(), snap, layer.Digest{1}, 0)),
 		second(s.Digests(t.Context(), snap, blob, 10)),
 		second(s.Digests(t.Context(), snap, blob, 1<<32-1)),
-		s.Read(t.Context(), "p", snap, layer.Digest{1}, []uint32{0}, never),
-		s.Read(t.Context(), "p", snap, blob, nil, never),
-		s.Read(t.Context(), "p", snap, blob, []uint32{2, 10}, never),
-		s.Read(t.Context(), "p", snap, blob, make([]uint32, MaxRead+1), never),
+		s.Read(t.Context(), snap, layer.Digest{1}, []uint32{0}, never),
+		s.Read(t.Context(), snap, blob, nil, never),
+		s.Read(t.Context(), snap, blob, []uint32{2, 10}, never),
+		s.Read(t.Context(), snap, blob, make([]uint32, MaxRead+1), never),
 	} {
 		if !errors.Is(err, ErrAsked) {
 			t.Errorf("%v", err)
@@ -272,42 +273,88 @@ func TestDamagedHere(t *testing.T) {
 	}
 }
 
-// TestReadsAreBounded: one peer has at most half of the places.
+// TestReadsAreBounded: one peer has at most half of the places; who waits gets one that becomes
+// free, or is told to ask another node.
 func TestReadsAreBounded(t *testing.T) {
-	snap := source0(t)
-	s, blob := NewServer(Limits{Reads: 4, BytesPerSecond: 1 << 40}), snap.Manifest().Memory.Layers[0].Digest
-	held, free := make(chan struct{}, 10), make(chan struct{})
-	done := make(chan error, 10)
-	read := func(peer string) {
-		done <- s.Read(t.Context(), peer, snap, blob, []uint32{2}, func(uint32, []byte) error {
-			held <- struct{}{}
-			<-free
-			return nil
-		})
-	}
-	for range 3 {
-		go read("greedy")
-	}
-	<-held
-	<-held
-	for i := range 2 {
-		go read(fmt.Sprint("other ", i))
-		<-held
-	}
-	ctx, cancel := context.WithCancel(t.Context())
-	cancel()
-	if err := s.Read(ctx, "third", snap, blob, []uint32{2}, func(uint32, []byte) error { return nil }); !errors.Is(err, context.Canceled) {
-		t.Errorf("a fifth: %v", err)
-	}
-	select {
-	case <-held:
-		t.Error("one peer has more than half")
-	default:
-	}
-	close(free)
-	for range 5 {
-		if err := <-done; err != nil {
-			t.Error(err)
+	synctest.Test(t, func(t *testing.T) {
+		s := NewServer(Limits{Reads: 4})
+		enter := func(peer string) func() {
+			t.Helper()
+			leave, err := s.Enter(t.Context(), peer)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return leave
 		}
+		first := enter("greedy")
+		defer enter("greedy")()
+		got := make(chan func(), 1)
+		go func() { got <- enter("greedy") }()
+		synctest.Wait()
+		select {
+		case <-got:
+			t.Error("one peer has more than half")
+		default:
+		}
+		first()
+		defer (<-got)()
+		defer enter("other")()
+		defer enter("third")()
+		if _, err := s.Enter(t.Context(), "fourth"); !errors.Is(err, ErrBusy) {
+			t.Errorf("a fifth: %v", err)
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		cancel()
+		if _, err := s.Enter(ctx, "fourth"); !errors.Is(err, context.Canceled) {
+			t.Errorf("%v", err)
+		}
+	})
+}
+
+// TestBusyPeer: a peer that serves enough others is asked again later, and is not taken for one that
+// has failed.
+func TestBusyPeer(t *testing.T) {
+	snap := source0(t)
+	busy := &hostile{honest: peerOf("busy", snap)}
+	busy.read = func(context.Context, layer.Digest, []uint32, func(uint32, []byte) error) error { return ErrBusy }
+	f, err := fetchInto(t, t.TempDir(), snap.Manifest(), Options{Sources: []Source{busy}})
+	var missing *MissingError
+	if !errors.As(err, &missing) || !missing.Busy || !strings.Contains(err.Error(), "busy: "+ErrBusy.Error()) {
+		t.Errorf("%v", err)
 	}
+	if f, err = fetchInto(t, f.parent, snap.Manifest(), Options{Sources: []Source{busy, peerOf("free", snap)}}); err != nil {
+		t.Fatal(err)
+	}
+	f.wantSame(t, snap)
+}
+
+// TestPace: what is sent to all peers together is bounded.
+func TestPace(t *testing.T) {
+	snap := source0(t)
+	const perSecond = 2 << 20
+	blob := snap.Manifest().Memory.Layers[0].Digest
+	synctest.Test(t, func(t *testing.T) {
+		s := NewServer(Limits{BytesPerSecond: perSecond})
+		begin, sent := time.Now(), 0
+		var all sync.WaitGroup
+		var mu sync.Mutex
+		for range 2 {
+			all.Go(func() {
+				err := s.Read(t.Context(), snap, blob, []uint32{2, 3, 4, 5, 6, 7}, func(_ uint32, content []byte) error {
+					mu.Lock()
+					defer mu.Unlock()
+					sent += len(content)
+					return nil
+				})
+				if err != nil {
+					t.Error(err)
+				}
+			})
+		}
+		all.Wait()
+		least := time.Duration(float64(sent-MaxContent) / perSecond * float64(time.Second))
+		if took := time.Since(begin); took < least-time.Millisecond || took > least+time.Second {
+			t.Errorf("%d bytes took %v, not %v", sent, took, least)
+		}
+	})
 }

@@ -82,11 +82,21 @@ func (h *honest) Digests(ctx context.Context, id snapshot.ID, blob layer.Digest,
 	if id != h.snap.ID() {
 		return nil, errors.New("no such snapshot here")
 	}
+	leave, err := h.server.Enter(ctx, "test")
+	if err != nil {
+		return nil, err
+	}
+	defer leave()
 	return h.server.Digests(ctx, h.snap, blob, from)
 }
 
 func (h *honest) Read(ctx context.Context, id snapshot.ID, blob layer.Digest, parts []uint32, each func(uint32, []byte) error) error {
-	return h.server.Read(ctx, "test", h.snap, blob, parts, func(n uint32, content []byte) error {
+	leave, err := h.server.Enter(ctx, "test")
+	if err != nil {
+		return err
+	}
+	defer leave()
+	return h.server.Read(ctx, h.snap, blob, parts, func(n uint32, content []byte) error {
 		h.mu.Lock()
 		h.parts[n]++
 		h.mu.Unlock()
@@ -141,7 +151,7 @@ func fetchInto(t testing.TB, parent string, m snapshot.Manifest, o Options) (*fe
 	f := &fetched{parent: parent}
 	o.Log = &f.log
 	if o.Stall == 0 {
-		o.Stall = 2 * time.Second
+		o.Stall = time.Minute
 	}
 	var err error
 	f.snap, f.Result, err = Fetch(t.Context(), m, filepath.Join(parent, "parts"), filepath.Join(parent, "snapshot"), o)

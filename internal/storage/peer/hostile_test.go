@@ -108,7 +108,11 @@ func TestHostilePeers(t *testing.T) {
 			alone := &hostile{honest: peerOf("hostile", snap)}
 			c.is(alone)
 			alone.name = "hostile"
-			f, err := fetchInto(t, t.TempDir(), snap.Manifest(), Options{Sources: []Source{alone}, Stall: 300 * time.Millisecond})
+			o := Options{Sources: []Source{alone}}
+			if name == "silence" {
+				o.Stall = 300 * time.Millisecond
+			}
+			f, err := fetchInto(t, t.TempDir(), snap.Manifest(), o)
 			var missing *MissingError
 			if !errors.As(err, &missing) || !strings.Contains(err.Error(), "hostile: ") || !strings.Contains(err.Error(), c.say) {
 				t.Errorf("alone: %v", err)
@@ -116,7 +120,7 @@ func TestHostilePeers(t *testing.T) {
 			f.wantNone(t)
 			first := &hostile{honest: peerOf("hostile", snap)}
 			c.is(first)
-			f, err = fetchInto(t, f.parent, snap.Manifest(), Options{Sources: []Source{first, peerOf("honest", snap)}, Stall: 2 * time.Second})
+			f, err = fetchInto(t, f.parent, snap.Manifest(), Options{Sources: []Source{first, peerOf("honest", snap)}, late: 50 * time.Millisecond})
 			if err != nil {
 				t.Fatalf("%v\n%s", err, &f.log)
 			}
@@ -149,7 +153,7 @@ func TestSlowPeer(t *testing.T) {
 		ended <- struct{}{}
 		return ctx.Err()
 	}
-	f, err := fetchInto(t, t.TempDir(), snap.Manifest(), Options{Sources: []Source{slow, peerOf("quick", snap)}, Stall: 2 * time.Second})
+	f, err := fetchInto(t, t.TempDir(), snap.Manifest(), Options{Sources: []Source{slow, peerOf("quick", snap)}, late: time.Millisecond})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -179,9 +179,9 @@ func open(snap *snapshot.Snapshot, b Blob) (content, error) {
 	return snap.OpenLayer(layer.Ref(b))
 }
 
-// Read sends parts of a blob to a peer, in the order in which it asks for them. Content that
-// was damaged since its digests were computed is found out by whoever gets it.
-func (s *Server) Read(ctx context.Context, peer string, snap *snapshot.Snapshot, blob layer.Digest, parts []uint32, send func(number uint32, content []byte) error) error {
+// Read sends parts of a blob, in the order in which they are asked for. Content that was damaged
+// since its digests were computed is found out by whoever gets it.
+func (s *Server) Read(ctx context.Context, snap *snapshot.Snapshot, blob layer.Digest, parts []uint32, send func(number uint32, content []byte) error) error {
 	b, err := find(snap, blob)
 	if err != nil {
 		return err
@@ -194,11 +194,6 @@ func (s *Server) Read(ctx context.Context, peer string, snap *snapshot.Snapshot,
 			return fmt.Errorf("%w: layer %s has %d parts, there is no part %d", ErrAsked, blob, b.Parts(), n)
 		}
 	}
-	leave, err := s.enter(ctx, peer)
-	if err != nil {
-		return err
-	}
-	defer leave()
 	in, err := open(snap, b)
 	if err != nil {
 		return err
@@ -226,8 +221,9 @@ func (s *Server) Read(ctx context.Context, peer string, snap *snapshot.Snapshot,
 	return nil
 }
 
-// enter waits for a place among those that are read for.
-func (s *Server) enter(ctx context.Context, peer string) (leave func(), err error) {
+// Enter waits for a place among those that are served, before anything is opened for a peer. leave
+// gives it back.
+func (s *Server) Enter(ctx context.Context, peer string) (leave func(), err error) {
 	patience := time.NewTimer(readPatience)
 	defer patience.Stop()
 	for {
