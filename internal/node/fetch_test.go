@@ -459,6 +459,13 @@ func TestFetchQuota(t *testing.T) {
 	if q, err := b.QuotaOf(t.Context(), "default"); err != nil || q.UsedStorage != 0 {
 		t.Errorf("%+v, %v", q, err)
 	}
+	full := newFetchNode(t, w, "full")
+	full.crash()
+	full.open(func(c *Config) { c.StorageReserve = 1 << 60 })
+	if _, err := full.FetchTemplate(t.Context(), fetchOf(o, "a")); !sandbox.HasCode(err, sandbox.CodeCapacity) || !strings.Contains(err.Error(), "the disk of the node has no room") {
+		t.Errorf("%v", err)
+	}
+	full.wantNothingLeft()
 	// Nobody wants it any more.
 	if err := b.DeleteTemplate(t.Context(), pyKey); err != nil {
 		t.Error(err)

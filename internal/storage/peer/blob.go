@@ -187,6 +187,13 @@ func (w *fill) run(ctx context.Context) {
 
 // openFile opens a file of a size, in which what was not written is zeros.
 func openFile(path string, size int64) (f *os.File, fresh bool, err error) {
+	// One that a snapshot has linked is not written to any more, whatever a list says.
+	var st unix.Stat_t
+	if unix.Lstat(path, &st) == nil && (st.Nlink > 1 || st.Mode&unix.S_IFMT != unix.S_IFREG) {
+		if err := os.Remove(path); err != nil {
+			return nil, false, err
+		}
+	}
 	f, err = os.OpenFile(path, os.O_RDWR, 0) // root writes to what is read-only
 	if errors.Is(err, os.ErrPermission) {
 		if err = os.Chmod(path, 0o600); err == nil {

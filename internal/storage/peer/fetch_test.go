@@ -145,6 +145,26 @@ func TestTorn(t *testing.T) {
 	f.wantSame(t, snap)
 }
 
+// TestLinkedIsNotWrittenTo: what an earlier fetch has become is left alone by the next, whatever a
+// peer tells of it.
+func TestLinkedIsNotWrittenTo(t *testing.T) {
+	snap := source0(t)
+	f, err := fetchInto(t, t.TempDir(), snap.Manifest(), Options{Sources: []Source{peerOf("p", snap)}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ref := snap.Manifest().Memory.Layers[0]
+	if err := os.Remove(filepath.Join(f.parent, "parts", ref.Digest.String()+listSuffix)); err != nil {
+		t.Fatal(err)
+	}
+	liar := &hostile{honest: peerOf("liar", snap)}
+	liar.digests = func(d Digests, _ uint32) (Digests, error) { return make(Digests, len(d)), nil }
+	if _, _, err := Fetch(t.Context(), snap.Manifest(), filepath.Join(f.parent, "parts"), filepath.Join(f.parent, "again"), Options{Sources: []Source{liar}}); err == nil {
+		t.Error("a liar was believed")
+	}
+	f.wantSame(t, snap)
+}
+
 // TestLent: a layer that is here is not sent, unless it is damaged.
 func TestLent(t *testing.T) {
 	disk := bytes.Repeat([]byte("disk"), page)
