@@ -121,7 +121,9 @@ func (m *member) until(is func(sandbox.Build) bool) sandbox.Build {
 }
 
 // tried is that an attempt has failed.
-func tried(b sandbox.Build) bool { return b.Over() || b.Attempts > 0 && b.Phase == sandbox.PhasePending }
+func tried(b sandbox.Build) bool {
+	return b.Over() || b.Attempts > 0 && b.Phase == sandbox.PhasePending
+}
 
 // wantClaimed claims a sandbox, whose interpreter is that of the template, and gives it back.
 func (m *member) wantClaimed() {
