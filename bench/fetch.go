@@ -25,6 +25,7 @@ import (
 	"agentrun.dev/internal/storage/layer"
 	"agentrun.dev/internal/storage/peer"
 	"agentrun.dev/internal/storage/snapshot"
+	"golang.org/x/sys/unix"
 )
 
 // FetchConfig says what Fetch measures.
@@ -52,6 +53,12 @@ type FetchReport struct {
 	Copy Spread `json:"copy_mib_per_second"`
 	Link Spread `json:"link_mib_per_second"`
 	Hash Spread `json:"hash_mib_per_second"`
+	// The same in seconds of processor time for each GiB, of both ends together: others on the
+	// machine change it less.
+	FetchCPU float64 `json:"fetch_cpu_s_gib"`
+	CopyCPU  float64 `json:"copy_cpu_s_gib"`
+	LinkCPU  float64 `json:"link_cpu_s_gib"`
+	HashCPU  float64 `json:"hash_cpu_s_gib"`
 	// The ratios are of medians.
 	ToCopy float64 `json:"ratio_to_copy"`
 	ToLink float64 `json:"ratio_to_link"`
@@ -67,8 +74,9 @@ func Fetch(ctx context.Context, cfg FetchConfig) (_ FetchReport, err error) {
 	}
 	defer func() { err = errors.Join(err, f.close()) }()
 	var fetched, two, copied, linked, hashed []float64
+	var cpu [5]time.Duration
 	for range cfg.Rounds {
-		for _, part := range []struct {
+		for i, part := range []struct {
 			do  func(context.Context) error
 			out *[]float64
 		}{
@@ -76,16 +84,30 @@ func Fetch(ctx context.Context, cfg FetchConfig) (_ FetchReport, err error) {
 			{f.copy, &copied}, {f.link, &linked}, {f.hash, &hashed},
 			{func(ctx context.Context) error { return f.fetch(ctx, 2) }, &two},
 		} {
-			begin := time.Now()
+			begin, used := time.Now(), processorTime()
 			if err := part.do(ctx); err != nil {
 				return report, err
 			}
+			cpu[i] += processorTime() - used
 			*part.out = append(*part.out, float64(cfg.Size)/(1<<20)/time.Since(begin).Seconds())
 		}
 	}
 	report.Fetch, report.Two, report.Copy, report.Link, report.Hash = SpreadOf(fetched), SpreadOf(two), SpreadOf(copied), SpreadOf(linked), SpreadOf(hashed)
+	perGiB := func(i int) float64 { return cpu[i].Seconds() * (1 << 30) / float64(cfg.Size) / float64(cfg.Rounds) }
+	report.FetchCPU, report.CopyCPU, report.LinkCPU, report.HashCPU = perGiB(0), perGiB(1), perGiB(2), perGiB(3)
 	report.ToCopy, report.ToLink = report.Fetch.P50/report.Copy.P50, report.Fetch.P50/report.Link.P50
 	return report, nil
+}
+
+// processorTime is what this process and the programs that it has waited for have used.
+func processorTime() (total time.Duration) {
+	for _, who := range []int{unix.RUSAGE_SELF, unix.RUSAGE_CHILDREN} {
+		var use unix.Rusage
+		if unix.Getrusage(who, &use) == nil { // it fails for no other reason than who
+			total += time.Duration(use.Utime.Nano() + use.Stime.Nano())
+		}
+	}
+	return total
 }
 
 // Print writes the report for people.
@@ -102,8 +124,10 @@ func (r FetchReport) Print(w io.Writer) error {
 	row("cp and sync", r.Copy)
 	row("TLS over loopback", r.Link)
 	row("read and hash", r.Hash)
-	_, lastErr := fmt.Fprintf(t, "\nfetch is %.2f times cp, %.2f times TLS over loopback\n", r.ToCopy, r.ToLink)
-	return errors.Join(err, headErr, lastErr, t.Flush())
+	err = errors.Join(err, headErr, t.Flush())
+	_, lastErr := fmt.Fprintf(w, "\nfetch is %.2f times cp, %.2f times TLS over loopback; seconds of processor time for each GiB: fetch %.2f (both ends), cp %.2f, TLS %.2f (both ends), read and hash %.2f\n",
+		r.ToCopy, r.ToLink, r.FetchCPU, r.CopyCPU, r.LinkCPU, r.HashCPU)
+	return errors.Join(err, lastErr)
 }
 
 // fetchBench is two nodes that have a snapshot, and one that has not.
@@ -222,7 +246,7 @@ func (f *fetchBench) serve(ctx context.Context) error {
 		s.Stop()
 		return <-served
 	})
-	conn, err := remote.Dial(remote.Target{Address: l.Addr().String(), Node: "n", Files: f.files})
+	conn, err := remote.Dial(remote.Target{Address: l.Addr().String(), Node: "n", Files: f.files, Window: remote.SnapshotWindow})
 	if err != nil {
 		return err
 	}

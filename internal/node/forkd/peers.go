@@ -38,7 +38,7 @@ func (d *Daemon) openPeers() node.Peers {
 
 // Dial implements node.Peers.
 func (p *peers) Dial(a sandbox.PeerAddress) (node.Peer, error) {
-	conn, err := remote.Dial(remote.Target{Address: a.Address, Node: a.Node, Files: p.files, Failed: p.failed})
+	conn, err := remote.Dial(remote.Target{Address: a.Address, Node: a.Node, Files: p.files, Failed: p.failed, Window: remote.SnapshotWindow})
 	if err != nil {
 		return nil, err
 	}

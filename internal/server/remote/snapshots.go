@@ -38,6 +38,10 @@ func NewSnapshots(conn grpc.ClientConnInterface) Snapshots {
 	return Snapshots{nodev1.NewNodeClient(conn)}
 }
 
+// SnapshotWindow is the Window for connections on which parts are read: two that are under way, and
+// as much ahead.
+const SnapshotWindow = 4 << 20
+
 // Bounds of messages with parts of snapshots, for who does not trust their sender.
 var (
 	maxPage = grpc.MaxCallRecvMsgSize(1 << 20)
