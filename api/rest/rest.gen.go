@@ -977,7 +977,10 @@ type Cordon struct {
 
 	// Problems Why some could not be hibernated. They are tried again.
 	Problems []DrainProblem `json:"problems,omitempty"`
-	Since    time.Time      `json:"since"`
+
+	// Sealed Of a drain: how many hibernated sandboxes and checkpoints hold secrets. They are sealed for this node and never leave it.
+	Sealed int       `json:"sealed"`
+	Since  time.Time `json:"since"`
 }
 
 // DrainProblem defines model for DrainProblem.
@@ -1970,7 +1973,7 @@ type Template struct {
 	// ResourceVersion The number of the object's last write: later writes of any object of the node have greater ones.
 	ResourceVersion ObjectVersion `json:"resourceVersion"`
 
-	// Revision Digest of the spec, without `networkPolicy` and `buildTimeout`, and of the CA that `trustNamespaceCA` puts in.
+	// Revision Digest of the spec, without `networkPolicy` and `buildTimeout`, of the CA that `trustNamespaceCA` puts in, and of the digest of its image, if that was found when it was applied.
 	Revision string       `json:"revision"`
 	Spec     TemplateSpec `json:"spec"`
 }

@@ -55,7 +55,8 @@ func newDrainCommand() *cobra.Command {
 		Short: "Cordon the daemon, and hibernate what runs",
 		Long: `Cordon the daemon, end what waits in pools, hibernate what runs, and wake nothing up
 until agentrun uncordon. The command waits until nothing runs; the daemon goes on without it.
-A sandbox that cannot be hibernated is named with the reason, and tried again.`,
+A sandbox that cannot be hibernated is named with the reason, and tried again. What holds
+secrets is sealed on this node's disk and never leaves it; the command says how much that is.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return o.with(func(c *client.Client) error {
@@ -81,7 +82,7 @@ func said(w io.Writer, what string, err error) error {
 
 // drained waits until nothing runs, and tells why some still do.
 func drained(ctx context.Context, c *client.Client, stdout, stderr io.Writer) error {
-	told := map[string]string{}
+	told, sealed := map[string]string{}, 0
 	err := c.WatchNode(ctx, func(e rest.ObjectEvent) (more bool, err error) {
 		switch n := e.Node; {
 		case n == nil:
@@ -95,8 +96,12 @@ func drained(ctx context.Context, c *client.Client, stdout, stderr io.Writer) er
 					_, err = fmt.Fprintf(stderr, "agentrun: %s still runs: %s\n", name, p.Problem)
 				}
 			}
+			sealed = n.Cordon.Sealed
 			return n.Cordon.Left > 0, err
 		}
 	})
+	if err == nil && sealed > 0 {
+		_, err = fmt.Fprintf(stderr, "agentrun: %d hibernated sandboxes and checkpoints hold secrets: they are sealed for this node, and never leave it\n", sealed)
+	}
 	return said(stdout, "drained", err)
 }

@@ -20,6 +20,7 @@ import (
 	"agentrun.dev/internal/sandbox"
 	restserver "agentrun.dev/internal/server/rest"
 	"agentrun.dev/internal/storage/image"
+	"agentrun.dev/internal/storage/peer"
 	"github.com/coreos/go-systemd/v22/daemon"
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
@@ -45,6 +46,8 @@ type upOptions struct {
 	insecure bool
 	node     string
 	nodeTLS  access.MutualFiles
+	peerRate cli.ByteSize
+	reads    int
 	capacity cli.ByteSize
 	reserve  cli.ByteSize
 	keyFile  string
@@ -100,6 +103,8 @@ Sandboxes do not end with it: the next agentrun up finds them as they are.`,
 	f.StringVar(&o.nodeTLS.Cert, "node-cert", "", "certificate for --node-listen, in PEM")
 	f.StringVar(&o.nodeTLS.Key, "node-key", "", "its key, in PEM")
 	f.StringVar(&o.nodeTLS.CA, "node-ca", "", "CAs whose certificates --node-listen takes, in PEM")
+	f.Var(&o.peerRate, "peer-rate", "bytes per second that other nodes may read of this node's snapshots, all together, at least 1M (default: no bound)")
+	f.IntVar(&o.reads, "peer-reads", peer.DefaultReads, "reads of other nodes that are served at once")
 	f.Var(&o.capacity, "capacity", "memory that sandboxes may reserve together (default: four fifths of this machine's)")
 	f.Var(&o.reserve, reserveFlag, "room on the state folder's disk that is kept free of what sandboxes and templates store (default: a twentieth of the disk, at most 10G)")
 	f.StringVar(&o.keyFile, "secrets-key-file", "", "key that seals secrets on disk, an age identity; made if missing (default: secrets.key in the state folder)")
@@ -130,6 +135,12 @@ func (o *upOptions) check() error {
 	}
 	if given != 0 && given != 4 {
 		return errors.New("--node-listen, --node-cert, --node-key and --node-ca need each other: give all four or none")
+	}
+	if o.peerRate != 0 && o.peerRate < peer.MinRate {
+		return fmt.Errorf("--peer-rate: %d bytes per second are too few: a part of a snapshot must come in time, give %d or more", o.peerRate, peer.MinRate)
+	}
+	if o.reads < 1 || o.peerRate != 0 && uint64(o.reads) > peer.DefaultReads*uint64(o.peerRate)/peer.MinRate {
+		return fmt.Errorf("--peer-reads: %d reads at once are not possible: there is at least 1, and with --peer-rate each needs %d bytes per second", o.reads, peer.MinRate/peer.DefaultReads)
 	}
 	return nil
 }
@@ -196,7 +207,7 @@ func (o *upOptions) run(ctx context.Context, stderr io.Writer) error {
 	d, err := forkd.Open(ctx, forkd.Config{
 		Dir: dir, Images: images, Pull: image.PullOptions{Registries: registries}, Engine: kind, Jail: o.policy,
 		Listen: o.listen, Advertise: o.public, TLSCert: o.tlsCert, TLSKey: o.tlsKey, InsecureHTTP: o.insecure,
-		NodeListen: o.node, NodeFiles: o.nodeTLS, Capacity: capacity, StorageReserve: reserve, KeyFile: o.keyFile, NetworkFile: network, NodeID: o.nodeID, Codes: codes, Version: version,
+		NodeListen: o.node, NodeFiles: o.nodeTLS, Serves: peer.Limits{BytesPerSecond: uint64(o.peerRate), Reads: o.reads}, Capacity: capacity, StorageReserve: reserve, KeyFile: o.keyFile, NetworkFile: network, NodeID: o.nodeID, Codes: codes, Version: version,
 		MetricsListen: o.metrics, Domain: domain, AllowOrigins: o.origins, Log: log,
 	})
 	if err != nil {

@@ -45,6 +45,9 @@ const (
 	Observe
 	// Administer is about the node: its keys.
 	Administer
+	// Replicate reads snapshots of templates, of all namespaces, to have them on another
+	// node.
+	Replicate
 )
 
 // grants says what each role may. Those of certificates are for a component that acts
@@ -56,7 +59,7 @@ var grants = map[Role][]Permission{
 	RoleSandbox:    {Anyone, Use},
 	RoleController: {Anyone, Read, Observe, Administer},
 	RoleGateway:    {Anyone, Read, Observe},
-	RoleNode:       {Anyone},
+	RoleNode:       {Anyone, Replicate},
 }
 
 // AllNamespaces in a list of namespaces is every one, also those to come.

@@ -199,7 +199,7 @@ func TestOperationsOfNodes(t *testing.T) {
 			}
 		}
 	}
-	if !slices.Equal(open, []Operation{"getHealth"}) {
+	if !slices.Equal(open, []Operation{"getHealth", "getSnapshotParts", "readSnapshot"}) {
 		t.Errorf("%v", open)
 	}
 	if Operation("unheardOf").Rule().For(Component{RoleNode, "n"}) {

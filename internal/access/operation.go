@@ -118,6 +118,11 @@ var operations = map[Operation]Rule{
 	"getNode":   {Need: Observe},
 	"watch":     {Need: Read},
 
+	"getSnapshotOffer": {Need: Observe},
+	"fetchSnapshot":    {Need: Administer},
+	"getSnapshotParts": {Need: Replicate, Nodes: true},
+	"readSnapshot":     {Need: Replicate, Nodes: true},
+
 	"cordonNode":   {Need: Administer},
 	"drainNode":    {Need: Administer},
 	"uncordonNode": {Need: Administer},

@@ -54,50 +54,98 @@ func (m *Manager) ApplyTemplate(ctx context.Context, k sandbox.Key, spec sandbox
 		return sandbox.Template{}, fmt.Errorf("apply template %s: %w", k, err)
 	}
 	defer m.templateTurns.lock(k)()
-	t := sandbox.Template{Key: k, Spec: spec, Revision: spec.RevisionWith(ca), Created: time.Now().UTC()}
-	leave, err := m.admitTemplate(t)
+	t := sandbox.Template{Key: k, Spec: spec, Created: time.Now().UTC()}
+	if t.Image, err = m.imageOf(ctx, k, spec); err != nil {
+		return sandbox.Template{}, fmt.Errorf("apply template %s: %w", k, err)
+	}
+	t.Revision = spec.RevisionWith(ca, t.Image)
+	if err := m.writeTemplate(ctx, &t, oneOwner(owner), sandbox.AfterReady, nil); err != nil {
+		return sandbox.Template{}, fmt.Errorf("apply template %s: %w", k, err)
+	}
+	return t, nil
+}
+
+// writeTemplate makes a template or changes it, and sees to it that its revision is built; with
+// order, that it is fetched, if it is neither there nor being built. The caller has the turn of
+// the template.
+func (m *Manager) writeTemplate(ctx context.Context, t *sandbox.Template, owner sandbox.UID, stage sandbox.Stage, order *sandbox.Build) error {
+	leave, err := m.admitTemplate(*t, stage)
 	if err != nil {
-		return sandbox.Template{}, err
+		return err
 	}
 	defer leave()
+	k := buildKey{Template: t.Key, Revision: t.Revision, Stage: stage}
 	var dropped []sandbox.Build
 	err = m.db.Update(func(tx *journal.Tx) error {
-		old, found, err := templates.Get(tx, k.String())
+		old, found, err := templates.Get(tx, t.Key.String())
 		if err != nil {
 			return err
 		}
 		if found {
 			t.Created = old.Created
 		}
-		old.Key = k
-		if t.Owner, err = give(ctx, old.Identity(), oneOwner(owner)); err != nil {
+		old.Key = t.Key
+		if t.Owner, err = give(ctx, old.Identity(), owner); err != nil {
 			return err
 		}
-		dropped, err = dropBuilds(tx, k, func(b sandbox.Build) bool {
+		dropped, err = dropBuilds(tx, t.Key, func(b sandbox.Build) bool {
 			if b.Revision == t.Revision {
-				return b.Phase == sandbox.PhaseFailed
+				replaced := order != nil && keyOf(b) == k && b.Fetch != nil && !b.Over()
+				return b.Phase == sandbox.PhaseFailed || replaced
 			}
 			return !b.Over()
 		})
-		return errors.Join(err, templates.Write(tx, k.String(), &t))
+		if err = errors.Join(err, templates.Write(tx, t.Key.String(), t)); err != nil || order == nil {
+			return err
+		}
+		if _, found, err = builds.Get(tx, k.String()); err == nil && !found {
+			err = builds.Put(tx, k.String(), *order)
+		}
+		return err
 	})
 	if err != nil {
-		return sandbox.Template{}, fmt.Errorf("apply template %s: %w", k, err)
+		return err
 	}
 	if _, err := m.endDropped(dropped); err != nil {
-		m.cfg.Log.Error("remove the logs of builds", "template", k, "error", err)
+		m.cfg.Log.Error("remove the logs of builds", "template", t.Key, "error", err)
 	}
-	if err := m.ensureBuild(t, sandbox.AfterReady); err != nil {
-		return sandbox.Template{}, fmt.Errorf("apply template %s: %w", k, err)
+	if err := m.ensureBuild(*t, stage); err != nil {
+		return err
 	}
 	m.noticePools()
-	return t, nil
+	return nil
+}
+
+// imageOf is the digest of the image of a template that is applied. A spec that has not changed
+// keeps it, so that it has the same revision again, unless it has failed.
+func (m *Manager) imageOf(ctx context.Context, k sandbox.Key, spec sandbox.TemplateSpec) (string, error) {
+	r, ok := m.cfg.Builder.(ImageResolver)
+	if !ok {
+		return "", nil
+	}
+	var old sandbox.Template
+	var built sandbox.Build
+	err := m.db.View(func(tx *journal.Tx) (err error) {
+		if old, _, err = templates.Get(tx, k.String()); err == nil {
+			built, _, err = builds.Get(tx, buildKey{Template: k, Revision: old.Revision, Stage: sandbox.AfterReady}.String())
+		}
+		return err
+	})
+	if err != nil {
+		return "", err
+	}
+	// Of one without a digest only a build that works is kept: an earlier program has made it.
+	keep := built.Phase != sandbox.PhaseFailed && (old.Image != "" || built.Phase == sandbox.PhaseReady)
+	if old.Revision != "" && old.Spec.Digest() == spec.Digest() && keep {
+		return old.Image, nil
+	}
+	return r.ResolveImage(ctx, k.Namespace, spec.Image, m.credentials(k.Namespace)), nil
 }
 
 // admitTemplate refuses a template that is to be built where there is no room for another
 // build. leave is called when it is being built.
-func (m *Manager) admitTemplate(t sandbox.Template) (leave func(), err error) {
-	k := buildKey{Template: t.Key, Revision: t.Revision, Stage: sandbox.AfterReady}
+func (m *Manager) admitTemplate(t sandbox.Template, stage sandbox.Stage) (leave func(), err error) {
+	k := buildKey{Template: t.Key, Revision: t.Revision, Stage: stage}
 	b, err := m.build(k)
 	switch {
 	case err == nil && b.Phase == sandbox.PhaseReady:
@@ -160,7 +208,7 @@ func (m *Manager) ensureBuild(t sandbox.Template, stage sandbox.Stage) error {
 	if m.places.full(k) {
 		return errTooManyBuilds(t.Namespace)
 	}
-	m.startBuild(k, t.Spec)
+	m.startBuild(k, t)
 	return nil
 }
 
@@ -203,7 +251,11 @@ func (m *Manager) build(k buildKey) (b sandbox.Build, err error) {
 		return err
 	})
 	if b.Phase == sandbox.PhasePending && b.Problem == "" {
-		b.Problem = fmt.Sprintf("it waits for its turn: %d builds are made at once, at most %d of one namespace", m.buildTurns.most, m.buildTurns.each)
+		turns, what := m.buildTurns, "builds are made"
+		if b.Fetch != nil {
+			turns, what = m.fetchTurns, "snapshots are fetched"
+		}
+		b.Problem = fmt.Sprintf("it waits for its turn: %d %s at once, at most %d of one namespace", turns.most, what, turns.each)
 	}
 	return b, err
 }

@@ -37,6 +37,7 @@ var errReplaced = errors.New("the template has changed")
 type build struct {
 	key    buildKey
 	spec   sandbox.TemplateSpec
+	image  string // its digest; empty is whichever the name leads to
 	cancel context.CancelFunc
 	done   chan struct{}
 	freed  chan struct{} // holds at most one notice that there may be memory
@@ -49,10 +50,10 @@ type build struct {
 }
 
 // startBuild is called with the mutex.
-func (m *Manager) startBuild(k buildKey, spec sandbox.TemplateSpec) {
+func (m *Manager) startBuild(k buildKey, t sandbox.Template) {
 	ctx, cancel := context.WithCancel(m.ctx)
 	run := &build{
-		key: k, spec: spec, cancel: cancel,
+		key: k, spec: t.Spec, image: t.Image, cancel: cancel,
 		done: make(chan struct{}), freed: make(chan struct{}, 1), begun: make(chan struct{}),
 	}
 	m.builds[k] = run
@@ -110,6 +111,7 @@ func (m *Manager) runBuild(ctx context.Context, run *build) error {
 		return err
 	}
 	m.noticePools() // they show that it waits
+	defer m.dropOrder(b)
 	err = m.tryUntilOver(ctx, run, &b)
 	closed := run.log.Close()
 	switch {
@@ -124,11 +126,12 @@ func (m *Manager) runBuild(ctx context.Context, run *build) error {
 
 // tryUntilOver tries until it is known what becomes of a build, and writes that down.
 func (m *Manager) tryUntilOver(ctx context.Context, run *build, b *sandbox.Build) error {
+	fetched := b.Fetch != nil
 	for {
 		if err := run.wait(ctx, b.Next); err != nil {
 			return err
 		}
-		err := m.tryBuild(ctx, run, b)
+		err := m.try(ctx, run, b)
 		if ctx.Err() != nil || errors.Is(err, errReplaced) {
 			if err == nil {
 				m.capacity.discard(b.Template.Namespace, b.Kept, b.Shares()...)
@@ -144,7 +147,7 @@ func (m *Manager) tryUntilOver(ctx context.Context, run *build, b *sandbox.Build
 				m.cfg.Log.Error("add up what a build has left", "template", b.Template, "error", err)
 			}
 		}
-		if err := m.insist(ctx, "write what became of a build", func() error { return m.putBuild(*b) }); err != nil {
+		if err := m.insist(ctx, "write what became of a build", func() error { return m.endBuild(b, fetched) }); err != nil {
 			m.uncountBuild(*b)
 			return err
 		}
@@ -153,6 +156,15 @@ func (m *Manager) tryUntilOver(ctx context.Context, run *build, b *sandbox.Build
 		}
 		m.noticePools()
 	}
+}
+
+// try is one attempt: to fetch, if that was ordered, or to build. Without an error the snapshot is
+// there.
+func (m *Manager) try(ctx context.Context, run *build, b *sandbox.Build) error {
+	if b.Fetch != nil {
+		return m.tryFetch(ctx, run, b)
+	}
+	return m.tryBuild(ctx, run, b)
 }
 
 // insist does something that nothing but the node's disk can keep from being done, until it
@@ -251,6 +263,42 @@ func (m *Manager) putBuild(b sandbox.Build) error {
 	})
 }
 
+// endBuild writes what became of a build. If nobody could tell which image it is of when its template
+// was applied, the template has that in its revision from now on: other nodes could have built
+// another image for the same revision. A snapshot that was fetched has the revision of where it
+// was built.
+func (m *Manager) endBuild(b *sandbox.Build, fetched bool) error {
+	if _, ok := m.cfg.Builder.(ImageResolver); !ok || fetched || b.Phase != sandbox.PhaseReady || b.Stage != sandbox.AfterReady {
+		return m.putBuild(*b)
+	}
+	defer m.templateTurns.lock(b.Template)()
+	ended := *b
+	err := m.db.Update(func(tx *journal.Tx) error {
+		old, found, err := builds.Get(tx, keyOf(*b).String())
+		if err != nil {
+			return err
+		}
+		if !found || old.Snapshot != b.Snapshot {
+			return errReplaced
+		}
+		t, found, err := templates.Get(tx, b.Template.String())
+		if err != nil {
+			return err
+		}
+		if found && t.Image == "" && t.Revision == b.Revision && t.Revision == t.Spec.RevisionWith(b.TrustedCA, "") {
+			t.Image = b.Image
+			t.Revision = t.Spec.RevisionWith(b.TrustedCA, t.Image)
+			ended.Revision = t.Revision
+			err = errors.Join(templates.Write(tx, b.Template.String(), &t), builds.Delete(tx, keyOf(*b).String()))
+		}
+		return errors.Join(err, builds.Put(tx, keyOf(ended).String(), ended))
+	})
+	if err == nil {
+		*b = ended
+	}
+	return err
+}
+
 // tryBuild is one attempt. Without an error the snapshot is there.
 func (m *Manager) tryBuild(ctx context.Context, run *build, b *sandbox.Build) (err error) {
 	namespace, memory := b.Template.Namespace, m.machineMemory(run.spec)
@@ -296,11 +344,9 @@ func (m *Manager) tryBuild(ctx context.Context, run *build, b *sandbox.Build) (e
 	defer stop()
 	var machine engine.Sandbox
 	b.Built, err = m.cfg.Builder.Build(storing, BuildRequest{
-		Namespace: namespace, Spec: run.spec, Stage: b.Stage, Dir: dir, Log: run.log, TrustCA: certificate,
-		Pull: func() error { return m.notePull(namespace, run.spec.Image) },
-		Credentials: func(registry string) (user, password string, ok bool) {
-			return m.logins.credentials(namespace, registry)
-		},
+		Namespace: namespace, Spec: run.spec, Image: run.image, Stage: b.Stage, Dir: dir, Log: run.log, TrustCA: certificate,
+		Pull:        func() error { return m.notePull(namespace, run.spec.Image) },
+		Credentials: m.credentials(namespace),
 		Join: func(ctx context.Context, sb engine.Sandbox) (_ engine.Sandbox, err error) {
 			machine, err = m.joinBuild(ctx, namespace, run.spec, sb)
 			return machine, err
@@ -332,7 +378,7 @@ func (b *build) judge(of *sandbox.Build, err error) {
 	}
 	switch {
 	case err == nil:
-		of.Phase, of.Finished = sandbox.PhaseReady, now
+		of.Phase, of.Finished, of.Fetch = sandbox.PhaseReady, now, nil
 	case b.short || wasInterrupted(err) && b.interrupted < maxInterruptions:
 		pause := backoff(of.Attempts)
 		of.Kept, of.Pulled = 0, 0
@@ -342,7 +388,7 @@ func (b *build) judge(of *sandbox.Build, err error) {
 		if wasInterrupted(err) {
 			err = fmt.Errorf("it was interrupted %d times in a row, the last time: %w", b.interrupted, err)
 		}
-		of.Phase, of.Problem, of.Finished = sandbox.PhaseFailed, err.Error(), now
+		of.Phase, of.Problem, of.Finished, of.Fetch = sandbox.PhaseFailed, err.Error(), now, nil
 		_, _ = fmt.Fprintf(b.log, "the template is not built: %v\n", err) // for people
 	}
 }

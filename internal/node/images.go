@@ -96,3 +96,7 @@ func (m *Manager) RegistryLogins(_ context.Context, n sandbox.Namespace, p sandb
 	}
 	return out[:min(len(out), p.Most())], nil
 }
+
+func (m *Manager) credentials(n sandbox.Namespace) Credentials {
+	return func(registry string) (user, password string, ok bool) { return m.logins.credentials(n, registry) }
+}

@@ -7,7 +7,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"log/slog"
 	"maps"
@@ -23,47 +22,10 @@ import (
 	"agentrun.dev/internal/node/buildlog"
 	"agentrun.dev/internal/node/journal"
 	"agentrun.dev/internal/sandbox"
+	"agentrun.dev/internal/storage/peer"
 	"agentrun.dev/internal/storage/seal"
 	"agentrun.dev/internal/storage/snapshot"
 )
-
-// Builder makes the snapshot of a template's revision in a new folder.
-type Builder interface {
-	// Build writes what happens to the log, for people.
-	Build(context.Context, BuildRequest) (sandbox.Built, error)
-	// Finish brings a fork of a snapshot that was taken after the init commands
-	// to where one that was taken when ready is.
-	Finish(ctx context.Context, spec sandbox.TemplateSpec, built sandbox.Built, sb engine.Sandbox) error
-	// Rehearse has a sandbox that is going to wait in a pool do, without an effect,
-	// what its user will probably do first.
-	Rehearse(ctx context.Context, spec sandbox.TemplateSpec, sb engine.Sandbox) error
-	// DropImage takes the name that templates of a namespace have for an image away from
-	// the namespace, and removes the image unless others have it, too. Without a namespace
-	// it is a published name. One that is not there is dropped; one in use is not.
-	DropImage(ctx context.Context, n sandbox.Namespace, name string) (gone bool, err error)
-}
-
-// BuildRequest asks for the snapshot of a template's revision at a stage, in the new
-// folder Dir.
-type BuildRequest struct {
-	// Namespace is whose image it is.
-	Namespace sandbox.Namespace
-	Spec      sandbox.TemplateSpec
-	Stage     sandbox.Stage
-	Dir       string
-	Log       io.Writer
-	// Join connects the machine that is built in. Whoever has called it uses, and
-	// closes, what it returns.
-	Join func(context.Context, engine.Sandbox) (engine.Sandbox, error)
-	// Pull is called before the image is pulled, and not if it is there. Whoever has
-	// returned an error is not to.
-	Pull func() error
-	// Credentials are those of the namespace for a registry.
-	Credentials func(registry string) (user, password string, ok bool)
-	// TrustCA is the certificate (PEM) that programs in the sandbox are to trust; nil
-	// is none.
-	TrustCA []byte
-}
 
 // Config is what a Manager works with.
 type Config struct {
@@ -103,6 +65,10 @@ type Config struct {
 	Observer sandbox.Observer
 	// Network is where the interfaces of sandboxes lead; nil is nowhere.
 	Network Network
+	// Peers is how snapshots of other nodes come here; nil is a daemon that fetches none.
+	Peers Peers
+	// Serves bounds what other nodes read.
+	Serves peer.Limits
 }
 
 // Manager owns the objects of a node. Its methods are safe for concurrent use.
@@ -113,9 +79,10 @@ type Manager struct {
 	capacity *admission
 	// turns are those of machines that start. buildTurns are of builds, captureTurns of
 	// sandboxes that hibernate, are checkpointed or forked, adoptTurns of adoptions.
-	turns, buildTurns, captureTurns, adoptTurns *turns
-	secrets                                     *secretStore
-	logins                                      *loginStore
+	// fetchTurns are of snapshots that are fetched.
+	turns, buildTurns, fetchTurns, captureTurns, adoptTurns *turns
+	secrets                                                 *secretStore
+	logins                                                  *loginStore
 	// authorities are the CAs of namespaces, injections the machines that are shown them.
 	authorities *authorityStore
 	injections  injections
@@ -149,6 +116,8 @@ type Manager struct {
 	imageTurn  sync.Mutex // held by who pulls or drops an image of a template
 	poolTurns  keyTurns   // of those who apply or delete a pool
 	ownerTurns textTurns  // of those who claim for an owner
+	partsTurns textTurns  // of those who use what is fetched of a snapshot
+	serves     *peer.Server
 
 	templateTurns keyTurns // likewise of a template
 
@@ -175,7 +144,7 @@ var (
 // Open opens the state folder, takes over what is still running and goes on
 // with what was under way.
 func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
-	for _, dir := range []string{machinesDir, imagesDir, snapshotsDir, checkpointsDir, logsDir} {
+	for _, dir := range []string{machinesDir, imagesDir, snapshotsDir, checkpointsDir, logsDir, fetchingDir} {
 		if err := os.MkdirAll(filepath.Join(cfg.Dir, dir), 0o700); err != nil {
 			return nil, fmt.Errorf("open the state folder: %w", err)
 		}
@@ -229,6 +198,7 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 		changes: kept, tally: counted, statusChanged: make(chan struct{}, 1), watchesBegin: make(chan struct{}, watchesBegin),
 		cfg: cfg, observer: cfg.Observer, db: db, secrets: secrets, authorities: authorities, logins: logins,
 		turns: newTurns(cfg.Starts), buildTurns: newLongTurns(cfg.Builds, "build"), captureTurns: newLongTurns(cfg.Captures, "capture a sandbox"),
+		fetchTurns: newLongTurns(fetches, "fetch a snapshot"), serves: peer.NewServer(cfg.Serves),
 		adoptTurns: newLongTurns(adoptions, "take over a machine"),
 		dirty:      make(chan struct{}, 1), adopted: make(chan struct{}), forked: make(chan struct{}, 1),
 		roster: newRoster(), pools: map[sandbox.Key]*pool{}, builds: map[buildKey]*build{}, places: newBuildPlaces(),
@@ -266,7 +236,7 @@ func (m *Manager) Close() error {
 	members := slices.Collect(maps.Values(m.roster.byID)) // claims that are refused now leave it
 	m.mu.Unlock()
 	m.cancel()
-	for _, t := range []*turns{m.turns, m.buildTurns, m.captureTurns, m.adoptTurns} {
+	for _, t := range []*turns{m.turns, m.buildTurns, m.fetchTurns, m.captureTurns, m.adoptTurns} {
 		t.close()
 	}
 	var errs []error
@@ -304,6 +274,7 @@ const (
 	secretsDir     = "secrets"
 	authoritiesDir = "authorities"
 	loginsDir      = "registries"
+	fetchingDir    = "fetching"
 )
 
 func (m *Manager) machineDir(id sandbox.ID) string {
@@ -450,6 +421,9 @@ func (m *Manager) sweep(ctx context.Context) error {
 			}),
 			builds.Each(tx, "", func(_ string, b sandbox.Build) error {
 				named[m.snapshotDir(b.Snapshot)], named[m.logFile(b.Snapshot)] = true, true
+				if b.Fetch != nil {
+					named[m.orderFile(b.Snapshot)], named[m.partsDir(b.Fetch.Digest)] = true, true
+				}
 				return nil
 			}),
 			checkpoints.Each(tx, "", func(_ string, c sandbox.Checkpoint) error {
@@ -472,6 +446,7 @@ func (m *Manager) sweep(ctx context.Context) error {
 		snapshotsDir:   snapshot.Remove,
 		checkpointsDir: snapshot.Remove,
 		logsDir:        os.Remove,
+		fetchingDir:    os.RemoveAll,
 	} {
 		entries, err := os.ReadDir(filepath.Join(m.cfg.Dir, dir))
 		if err != nil {

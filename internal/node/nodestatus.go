@@ -2,6 +2,7 @@ package node
 
 import (
 	"context"
+	"errors"
 
 	"agentrun.dev/internal/node/journal"
 	"agentrun.dev/internal/sandbox"
@@ -28,9 +29,32 @@ func (m *Manager) Node(context.Context) (sandbox.NodeStatus, error) {
 	if err == nil {
 		n.Snapshots, err = m.tally.nodeSnapshots(m.digest)
 	}
+	if n.Cordon != nil && n.Cordon.Drain && err == nil {
+		n.Cordon.Sealed, err = m.sealed()
+	}
 	if err == nil {
 		n.CheckpointBytes, err = m.CheckpointBytes()
 	}
+	return n, err
+}
+
+// sealed counts what holds secrets on disk.
+func (m *Manager) sealed() (n int, err error) {
+	err = m.db.View(func(tx *journal.Tx) error {
+		return errors.Join(
+			sandboxes.Each(tx, "", func(_ string, s sandbox.Sandbox) error {
+				if s.State == sandbox.Hibernated && s.HoldsSecrets() {
+					n++
+				}
+				return nil
+			}),
+			checkpoints.Each(tx, "", func(_ string, c sandbox.Checkpoint) error {
+				if c.Of.HoldsSecrets() {
+					n++
+				}
+				return nil
+			}))
+	})
 	return n, err
 }
 

@@ -91,6 +91,9 @@ type Cordon struct {
 	// Left is how many run that are to be hibernated, Problems why the first of them were not.
 	Left     int            `json:"-"`
 	Problems []DrainProblem `json:"-"`
+	// Sealed is how many hibernated sandboxes and checkpoints hold secrets: they never leave the
+	// node.
+	Sealed int `json:"-"`
 }
 
 // DrainProblem is why a sandbox was not hibernated.

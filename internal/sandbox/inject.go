@@ -142,11 +142,12 @@ func (s CASpec) Validate() error {
 	return nil
 }
 
-// RevisionWith is the revision of a spec whose snapshot has a CA in it.
-func (s TemplateSpec) RevisionWith(fingerprint string) string {
-	if fingerprint == "" {
+// RevisionWith is the revision of a spec whose snapshot has a CA in it, and is made of the image
+// with a digest; either may be empty.
+func (s TemplateSpec) RevisionWith(fingerprint, image string) string {
+	if fingerprint == "" && image == "" {
 		return s.Digest()
 	}
-	sum := sha256.Sum256([]byte(s.Digest() + fingerprint))
+	sum := sha256.Sum256([]byte(s.Digest() + fingerprint + image))
 	return hex.EncodeToString(sum[:8])
 }

@@ -128,9 +128,12 @@ type Template struct {
 	Key
 	Versioned
 	Spec TemplateSpec `json:"spec"`
-	// Revision is Spec.RevisionWith the CA that its sandboxes are to trust.
+	// Revision is Spec.RevisionWith the CA that its sandboxes are to trust, and Image.
 	Revision string    `json:"revision"`
 	Created  time.Time `json:"created"`
+	// Image is the digest of its image, from when it was applied. Templates of earlier
+	// programs have none, and those whose image was not found.
+	Image string `json:"image,omitempty"`
 	// Owner is the object of a controller that it is of; empty is none.
 	Owner UID `json:"owner,omitempty"`
 }
@@ -166,6 +169,8 @@ type Build struct {
 	Outdated string `json:"outdated,omitempty"`
 	// Kept is what its snapshot and its log take on disk, in bytes, once it is over.
 	Kept uint64 `json:"kept,omitempty"`
+	// Fetch says that its snapshot is fetched, and not built; nil once it is over.
+	Fetch *FetchOrder `json:"fetch,omitempty"`
 	Built
 }
 

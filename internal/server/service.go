@@ -90,6 +90,17 @@ type Service interface {
 	Watch(ctx context.Context, r sandbox.WatchRequest, each func(sandbox.Event) error) error
 }
 
+// Snapshots is what is served of snapshots that travel between nodes. *node.Manager implements it.
+type Snapshots interface {
+	// SnapshotOffer is what another node needs to fetch a template's snapshot, by its digest.
+	SnapshotOffer(ctx context.Context, digest string) (sandbox.Offer, error)
+	// FetchTemplate is ApplyTemplate with a snapshot that is fetched and not built.
+	FetchTemplate(ctx context.Context, r sandbox.FetchRequest) (sandbox.Template, error)
+	// SnapshotDigests gives a page of the digests of a layer's parts, ReadSnapshot such parts.
+	SnapshotDigests(ctx context.Context, r sandbox.SnapshotRead, from uint32) ([]byte, error)
+	ReadSnapshot(ctx context.Context, r sandbox.SnapshotRead, send func(number uint32, content []byte) error) error
+}
+
 // Authenticator says whose credentials a request shows. Each API finds them in its
 // own way: in a header, or in what the kernel knows of a socket.
 type Authenticator interface {
@@ -102,6 +113,8 @@ type Auditor interface{ Write(audit.Event) error }
 // Config is what a server of any API works with.
 type Config struct {
 	Service Service
+	// Snapshots is what travels between nodes; nil is nothing.
+	Snapshots Snapshots
 	// Access makes keys and tokens, Audit keeps what is done with them.
 	Access *access.Store
 	Audit  Auditor

@@ -865,8 +865,11 @@ type Cordon struct {
 	Drain bool `protobuf:"varint,3,opt,name=drain,proto3" json:"drain,omitempty"`
 	// Of a drain: what still runs, and those of them that could not be hibernated, with
 	// the reason. They are tried again.
-	Left          uint32          `protobuf:"varint,4,opt,name=left,proto3" json:"left,omitempty"`
-	Problems      []*DrainProblem `protobuf:"bytes,5,rep,name=problems,proto3" json:"problems,omitempty"`
+	Left     uint32          `protobuf:"varint,4,opt,name=left,proto3" json:"left,omitempty"`
+	Problems []*DrainProblem `protobuf:"bytes,5,rep,name=problems,proto3" json:"problems,omitempty"`
+	// Of a drain: how many hibernated sandboxes and checkpoints hold secrets. They are sealed
+	// for this node and never leave it.
+	Sealed        uint32 `protobuf:"varint,6,opt,name=sealed,proto3" json:"sealed,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -934,6 +937,13 @@ func (x *Cordon) GetProblems() []*DrainProblem {
 		return x.Problems
 	}
 	return nil
+}
+
+func (x *Cordon) GetSealed() uint32 {
+	if x != nil {
+		return x.Sealed
+	}
+	return 0
 }
 
 type DrainProblem struct {
@@ -6759,6 +6769,502 @@ func (x *DeleteRegistryLoginRequest) GetRegistry() string {
 	return ""
 }
 
+type GetSnapshotOfferRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// As GetNode shows it.
+	Digest        string `protobuf:"bytes,1,opt,name=digest,proto3" json:"digest,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetSnapshotOfferRequest) Reset() {
+	*x = GetSnapshotOfferRequest{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[79]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetSnapshotOfferRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetSnapshotOfferRequest) ProtoMessage() {}
+
+func (x *GetSnapshotOfferRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[79]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetSnapshotOfferRequest.ProtoReflect.Descriptor instead.
+func (*GetSnapshotOfferRequest) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{79}
+}
+
+func (x *GetSnapshotOfferRequest) GetDigest() string {
+	if x != nil {
+		return x.Digest
+	}
+	return ""
+}
+
+// SnapshotOffer is handed to another node as it is.
+type SnapshotOffer struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Of the template, and when the snapshot was taken.
+	Revision string `protobuf:"bytes,1,opt,name=revision,proto3" json:"revision,omitempty"`
+	Stage    Stage  `protobuf:"varint,2,opt,name=stage,proto3,enum=agentrun.node.v1.Stage" json:"stage,omitempty"`
+	// Of the snapshot: of its manifest.
+	Digest string `protobuf:"bytes,3,opt,name=digest,proto3" json:"digest,omitempty"`
+	// manifest.json, byte for byte.
+	Manifest []byte `protobuf:"bytes,4,opt,name=manifest,proto3" json:"manifest,omitempty"`
+	// What the build found out, in a form that nodes know.
+	Built         []byte `protobuf:"bytes,5,opt,name=built,proto3" json:"built,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SnapshotOffer) Reset() {
+	*x = SnapshotOffer{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[80]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SnapshotOffer) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SnapshotOffer) ProtoMessage() {}
+
+func (x *SnapshotOffer) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[80]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SnapshotOffer.ProtoReflect.Descriptor instead.
+func (*SnapshotOffer) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{80}
+}
+
+func (x *SnapshotOffer) GetRevision() string {
+	if x != nil {
+		return x.Revision
+	}
+	return ""
+}
+
+func (x *SnapshotOffer) GetStage() Stage {
+	if x != nil {
+		return x.Stage
+	}
+	return Stage_STAGE_UNSPECIFIED
+}
+
+func (x *SnapshotOffer) GetDigest() string {
+	if x != nil {
+		return x.Digest
+	}
+	return ""
+}
+
+func (x *SnapshotOffer) GetManifest() []byte {
+	if x != nil {
+		return x.Manifest
+	}
+	return nil
+}
+
+func (x *SnapshotOffer) GetBuilt() []byte {
+	if x != nil {
+		return x.Built
+	}
+	return nil
+}
+
+type FetchSnapshotRequest struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	Name      string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	// That of the template on the node that has built it.
+	Spec  *TemplateSpec  `protobuf:"bytes,3,opt,name=spec,proto3" json:"spec,omitempty"`
+	Owner string         `protobuf:"bytes,4,opt,name=owner,proto3" json:"owner,omitempty"`
+	Offer *SnapshotOffer `protobuf:"bytes,5,opt,name=offer,proto3" json:"offer,omitempty"`
+	// Nodes that are asked, all at once; at most 16.
+	Peers []*SnapshotPeer `protobuf:"bytes,6,rep,name=peers,proto3" json:"peers,omitempty"`
+	// REGISTRY/NAME:TAG of a pack of the snapshot, which is used where peers do not have all.
+	Pack          string `protobuf:"bytes,7,opt,name=pack,proto3" json:"pack,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *FetchSnapshotRequest) Reset() {
+	*x = FetchSnapshotRequest{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[81]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *FetchSnapshotRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*FetchSnapshotRequest) ProtoMessage() {}
+
+func (x *FetchSnapshotRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[81]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use FetchSnapshotRequest.ProtoReflect.Descriptor instead.
+func (*FetchSnapshotRequest) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{81}
+}
+
+func (x *FetchSnapshotRequest) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *FetchSnapshotRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *FetchSnapshotRequest) GetSpec() *TemplateSpec {
+	if x != nil {
+		return x.Spec
+	}
+	return nil
+}
+
+func (x *FetchSnapshotRequest) GetOwner() string {
+	if x != nil {
+		return x.Owner
+	}
+	return ""
+}
+
+func (x *FetchSnapshotRequest) GetOffer() *SnapshotOffer {
+	if x != nil {
+		return x.Offer
+	}
+	return nil
+}
+
+func (x *FetchSnapshotRequest) GetPeers() []*SnapshotPeer {
+	if x != nil {
+		return x.Peers
+	}
+	return nil
+}
+
+func (x *FetchSnapshotRequest) GetPack() string {
+	if x != nil {
+		return x.Pack
+	}
+	return ""
+}
+
+type SnapshotPeer struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// HOST:PORT of its --node-listen.
+	Address string `protobuf:"bytes,1,opt,name=address,proto3" json:"address,omitempty"`
+	// The name that its certificate must have.
+	Node          string `protobuf:"bytes,2,opt,name=node,proto3" json:"node,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SnapshotPeer) Reset() {
+	*x = SnapshotPeer{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[82]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SnapshotPeer) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SnapshotPeer) ProtoMessage() {}
+
+func (x *SnapshotPeer) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[82]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SnapshotPeer.ProtoReflect.Descriptor instead.
+func (*SnapshotPeer) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{82}
+}
+
+func (x *SnapshotPeer) GetAddress() string {
+	if x != nil {
+		return x.Address
+	}
+	return ""
+}
+
+func (x *SnapshotPeer) GetNode() string {
+	if x != nil {
+		return x.Node
+	}
+	return ""
+}
+
+type GetSnapshotPartsRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Digests of the snapshot and of the layer, or of the state.
+	Snapshot string `protobuf:"bytes,1,opt,name=snapshot,proto3" json:"snapshot,omitempty"`
+	Layer    string `protobuf:"bytes,2,opt,name=layer,proto3" json:"layer,omitempty"`
+	// The first part that is asked for.
+	From          uint32 `protobuf:"varint,3,opt,name=from,proto3" json:"from,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetSnapshotPartsRequest) Reset() {
+	*x = GetSnapshotPartsRequest{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[83]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetSnapshotPartsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetSnapshotPartsRequest) ProtoMessage() {}
+
+func (x *GetSnapshotPartsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[83]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetSnapshotPartsRequest.ProtoReflect.Descriptor instead.
+func (*GetSnapshotPartsRequest) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{83}
+}
+
+func (x *GetSnapshotPartsRequest) GetSnapshot() string {
+	if x != nil {
+		return x.Snapshot
+	}
+	return ""
+}
+
+func (x *GetSnapshotPartsRequest) GetLayer() string {
+	if x != nil {
+		return x.Layer
+	}
+	return ""
+}
+
+func (x *GetSnapshotPartsRequest) GetFrom() uint32 {
+	if x != nil {
+		return x.From
+	}
+	return 0
+}
+
+type SnapshotParts struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// 32 bytes for each part, zeros for one of nothing but zeros. Fewer than are left end a page.
+	Digests       []byte `protobuf:"bytes,1,opt,name=digests,proto3" json:"digests,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SnapshotParts) Reset() {
+	*x = SnapshotParts{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[84]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SnapshotParts) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SnapshotParts) ProtoMessage() {}
+
+func (x *SnapshotParts) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[84]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SnapshotParts.ProtoReflect.Descriptor instead.
+func (*SnapshotParts) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{84}
+}
+
+func (x *SnapshotParts) GetDigests() []byte {
+	if x != nil {
+		return x.Digests
+	}
+	return nil
+}
+
+type ReadSnapshotRequest struct {
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	Snapshot string                 `protobuf:"bytes,1,opt,name=snapshot,proto3" json:"snapshot,omitempty"`
+	Layer    string                 `protobuf:"bytes,2,opt,name=layer,proto3" json:"layer,omitempty"`
+	// Numbers of parts, at most 64.
+	Parts         []uint32 `protobuf:"varint,3,rep,packed,name=parts,proto3" json:"parts,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReadSnapshotRequest) Reset() {
+	*x = ReadSnapshotRequest{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[85]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReadSnapshotRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReadSnapshotRequest) ProtoMessage() {}
+
+func (x *ReadSnapshotRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[85]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReadSnapshotRequest.ProtoReflect.Descriptor instead.
+func (*ReadSnapshotRequest) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{85}
+}
+
+func (x *ReadSnapshotRequest) GetSnapshot() string {
+	if x != nil {
+		return x.Snapshot
+	}
+	return ""
+}
+
+func (x *ReadSnapshotRequest) GetLayer() string {
+	if x != nil {
+		return x.Layer
+	}
+	return ""
+}
+
+func (x *ReadSnapshotRequest) GetParts() []uint32 {
+	if x != nil {
+		return x.Parts
+	}
+	return nil
+}
+
+type SnapshotPart struct {
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	Number uint32                 `protobuf:"varint,1,opt,name=number,proto3" json:"number,omitempty"`
+	// Its content, as one frame of zstd.
+	Content       []byte `protobuf:"bytes,2,opt,name=content,proto3" json:"content,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SnapshotPart) Reset() {
+	*x = SnapshotPart{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[86]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SnapshotPart) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SnapshotPart) ProtoMessage() {}
+
+func (x *SnapshotPart) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[86]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SnapshotPart.ProtoReflect.Descriptor instead.
+func (*SnapshotPart) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{86}
+}
+
+func (x *SnapshotPart) GetNumber() uint32 {
+	if x != nil {
+		return x.Number
+	}
+	return 0
+}
+
+func (x *SnapshotPart) GetContent() []byte {
+	if x != nil {
+		return x.Content
+	}
+	return nil
+}
+
 var File_agentrun_node_v1_node_proto protoreflect.FileDescriptor
 
 const file_agentrun_node_v1_node_proto_rawDesc = "" +
@@ -6804,13 +7310,14 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\brevision\x18\x03 \x01(\tR\brevision\x12-\n" +
 	"\x05stage\x18\x04 \x01(\x0e2\x17.agentrun.node.v1.StageR\x05stage\x12\x14\n" +
 	"\x05image\x18\x05 \x01(\tR\x05image\x12\x16\n" +
-	"\x06digest\x18\x06 \x01(\tR\x06digest\"\xb0\x01\n" +
+	"\x06digest\x18\x06 \x01(\tR\x06digest\"\xc8\x01\n" +
 	"\x06Cordon\x120\n" +
 	"\x05since\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\x05since\x12\x0e\n" +
 	"\x02by\x18\x02 \x01(\tR\x02by\x12\x14\n" +
 	"\x05drain\x18\x03 \x01(\bR\x05drain\x12\x12\n" +
 	"\x04left\x18\x04 \x01(\rR\x04left\x12:\n" +
-	"\bproblems\x18\x05 \x03(\v2\x1e.agentrun.node.v1.DrainProblemR\bproblems\"Z\n" +
+	"\bproblems\x18\x05 \x03(\v2\x1e.agentrun.node.v1.DrainProblemR\bproblems\x12\x16\n" +
+	"\x06sealed\x18\x06 \x01(\rR\x06sealed\"Z\n" +
 	"\fDrainProblem\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x18\n" +
@@ -7306,7 +7813,39 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\bpassword\x18\x04 \x01(\tB\x03\x80\x01\x01R\bpassword\"V\n" +
 	"\x1aDeleteRegistryLoginRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x1a\n" +
-	"\bregistry\x18\x02 \x01(\tR\bregistry*h\n" +
+	"\bregistry\x18\x02 \x01(\tR\bregistry\"1\n" +
+	"\x17GetSnapshotOfferRequest\x12\x16\n" +
+	"\x06digest\x18\x01 \x01(\tR\x06digest\"\xa4\x01\n" +
+	"\rSnapshotOffer\x12\x1a\n" +
+	"\brevision\x18\x01 \x01(\tR\brevision\x12-\n" +
+	"\x05stage\x18\x02 \x01(\x0e2\x17.agentrun.node.v1.StageR\x05stage\x12\x16\n" +
+	"\x06digest\x18\x03 \x01(\tR\x06digest\x12\x1a\n" +
+	"\bmanifest\x18\x04 \x01(\fR\bmanifest\x12\x14\n" +
+	"\x05built\x18\x05 \x01(\fR\x05built\"\x93\x02\n" +
+	"\x14FetchSnapshotRequest\x12\x1c\n" +
+	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x122\n" +
+	"\x04spec\x18\x03 \x01(\v2\x1e.agentrun.node.v1.TemplateSpecR\x04spec\x12\x14\n" +
+	"\x05owner\x18\x04 \x01(\tR\x05owner\x125\n" +
+	"\x05offer\x18\x05 \x01(\v2\x1f.agentrun.node.v1.SnapshotOfferR\x05offer\x124\n" +
+	"\x05peers\x18\x06 \x03(\v2\x1e.agentrun.node.v1.SnapshotPeerR\x05peers\x12\x12\n" +
+	"\x04pack\x18\a \x01(\tR\x04pack\"<\n" +
+	"\fSnapshotPeer\x12\x18\n" +
+	"\aaddress\x18\x01 \x01(\tR\aaddress\x12\x12\n" +
+	"\x04node\x18\x02 \x01(\tR\x04node\"_\n" +
+	"\x17GetSnapshotPartsRequest\x12\x1a\n" +
+	"\bsnapshot\x18\x01 \x01(\tR\bsnapshot\x12\x14\n" +
+	"\x05layer\x18\x02 \x01(\tR\x05layer\x12\x12\n" +
+	"\x04from\x18\x03 \x01(\rR\x04from\")\n" +
+	"\rSnapshotParts\x12\x18\n" +
+	"\adigests\x18\x01 \x01(\fR\adigests\"]\n" +
+	"\x13ReadSnapshotRequest\x12\x1a\n" +
+	"\bsnapshot\x18\x01 \x01(\tR\bsnapshot\x12\x14\n" +
+	"\x05layer\x18\x02 \x01(\tR\x05layer\x12\x14\n" +
+	"\x05parts\x18\x03 \x03(\rR\x05parts\"@\n" +
+	"\fSnapshotPart\x12\x16\n" +
+	"\x06number\x18\x01 \x01(\rR\x06number\x12\x18\n" +
+	"\acontent\x18\x02 \x01(\fR\acontent*h\n" +
 	"\x05Phase\x12\x15\n" +
 	"\x11PHASE_UNSPECIFIED\x10\x00\x12\x11\n" +
 	"\rPHASE_PENDING\x10\x01\x12\x12\n" +
@@ -7349,7 +7888,7 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x10OBJECT_KIND_POOL\x10\x03\x12\x17\n" +
 	"\x13OBJECT_KIND_SANDBOX\x10\x04\x12\x14\n" +
 	"\x10OBJECT_KIND_FORK\x10\x05\x12\x1a\n" +
-	"\x16OBJECT_KIND_CHECKPOINT\x10\x062\xc1\x1d\n" +
+	"\x16OBJECT_KIND_CHECKPOINT\x10\x062\xaf \n" +
 	"\x04Node\x12I\n" +
 	"\aGetNode\x12 .agentrun.node.v1.GetNodeRequest\x1a\x1c.agentrun.node.v1.NodeStatus\x12G\n" +
 	"\x05Watch\x12\x1e.agentrun.node.v1.WatchRequest\x1a\x1c.agentrun.node.v1.WatchEvent0\x01\x12O\n" +
@@ -7399,7 +7938,11 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x0eUnpublishImage\x12'.agentrun.node.v1.UnpublishImageRequest\x1a\x16.google.protobuf.Empty\x12o\n" +
 	"\x12ListRegistryLogins\x12+.agentrun.node.v1.ListRegistryLoginsRequest\x1a,.agentrun.node.v1.ListRegistryLoginsResponse\x12^\n" +
 	"\x10SetRegistryLogin\x12).agentrun.node.v1.SetRegistryLoginRequest\x1a\x1f.agentrun.node.v1.RegistryLogin\x12[\n" +
-	"\x13DeleteRegistryLogin\x12,.agentrun.node.v1.DeleteRegistryLoginRequest\x1a\x16.google.protobuf.EmptyB!Z\x1fagentrun.dev/api/node/v1;nodev1b\x06proto3"
+	"\x13DeleteRegistryLogin\x12,.agentrun.node.v1.DeleteRegistryLoginRequest\x1a\x16.google.protobuf.Empty\x12^\n" +
+	"\x10GetSnapshotOffer\x12).agentrun.node.v1.GetSnapshotOfferRequest\x1a\x1f.agentrun.node.v1.SnapshotOffer\x12S\n" +
+	"\rFetchSnapshot\x12&.agentrun.node.v1.FetchSnapshotRequest\x1a\x1a.agentrun.node.v1.Template\x12^\n" +
+	"\x10GetSnapshotParts\x12).agentrun.node.v1.GetSnapshotPartsRequest\x1a\x1f.agentrun.node.v1.SnapshotParts\x12W\n" +
+	"\fReadSnapshot\x12%.agentrun.node.v1.ReadSnapshotRequest\x1a\x1e.agentrun.node.v1.SnapshotPart0\x01B!Z\x1fagentrun.dev/api/node/v1;nodev1b\x06proto3"
 
 var (
 	file_agentrun_node_v1_node_proto_rawDescOnce sync.Once
@@ -7414,7 +7957,7 @@ func file_agentrun_node_v1_node_proto_rawDescGZIP() []byte {
 }
 
 var file_agentrun_node_v1_node_proto_enumTypes = make([]protoimpl.EnumInfo, 7)
-var file_agentrun_node_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 86)
+var file_agentrun_node_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 94)
 var file_agentrun_node_v1_node_proto_goTypes = []any{
 	(Phase)(0),                         // 0: agentrun.node.v1.Phase
 	(Stage)(0),                         // 1: agentrun.node.v1.Stage
@@ -7502,22 +8045,30 @@ var file_agentrun_node_v1_node_proto_goTypes = []any{
 	(*ListRegistryLoginsResponse)(nil), // 83: agentrun.node.v1.ListRegistryLoginsResponse
 	(*SetRegistryLoginRequest)(nil),    // 84: agentrun.node.v1.SetRegistryLoginRequest
 	(*DeleteRegistryLoginRequest)(nil), // 85: agentrun.node.v1.DeleteRegistryLoginRequest
-	nil,                                // 86: agentrun.node.v1.TemplateSpec.EnvEntry
-	nil,                                // 87: agentrun.node.v1.Sandbox.MetadataEntry
-	nil,                                // 88: agentrun.node.v1.ClaimSandboxRequest.EnvEntry
-	nil,                                // 89: agentrun.node.v1.ClaimSandboxRequest.MetadataEntry
-	nil,                                // 90: agentrun.node.v1.ClaimSandboxRequest.SecretValuesEntry
-	nil,                                // 91: agentrun.node.v1.RestoreCheckpointRequest.EnvEntry
-	nil,                                // 92: agentrun.node.v1.RestoreCheckpointRequest.MetadataEntry
-	(*timestamppb.Timestamp)(nil),      // 93: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),        // 94: google.protobuf.Duration
-	(*emptypb.Empty)(nil),              // 95: google.protobuf.Empty
+	(*GetSnapshotOfferRequest)(nil),    // 86: agentrun.node.v1.GetSnapshotOfferRequest
+	(*SnapshotOffer)(nil),              // 87: agentrun.node.v1.SnapshotOffer
+	(*FetchSnapshotRequest)(nil),       // 88: agentrun.node.v1.FetchSnapshotRequest
+	(*SnapshotPeer)(nil),               // 89: agentrun.node.v1.SnapshotPeer
+	(*GetSnapshotPartsRequest)(nil),    // 90: agentrun.node.v1.GetSnapshotPartsRequest
+	(*SnapshotParts)(nil),              // 91: agentrun.node.v1.SnapshotParts
+	(*ReadSnapshotRequest)(nil),        // 92: agentrun.node.v1.ReadSnapshotRequest
+	(*SnapshotPart)(nil),               // 93: agentrun.node.v1.SnapshotPart
+	nil,                                // 94: agentrun.node.v1.TemplateSpec.EnvEntry
+	nil,                                // 95: agentrun.node.v1.Sandbox.MetadataEntry
+	nil,                                // 96: agentrun.node.v1.ClaimSandboxRequest.EnvEntry
+	nil,                                // 97: agentrun.node.v1.ClaimSandboxRequest.MetadataEntry
+	nil,                                // 98: agentrun.node.v1.ClaimSandboxRequest.SecretValuesEntry
+	nil,                                // 99: agentrun.node.v1.RestoreCheckpointRequest.EnvEntry
+	nil,                                // 100: agentrun.node.v1.RestoreCheckpointRequest.MetadataEntry
+	(*timestamppb.Timestamp)(nil),      // 101: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),        // 102: google.protobuf.Duration
+	(*emptypb.Empty)(nil),              // 103: google.protobuf.Empty
 }
 var file_agentrun_node_v1_node_proto_depIdxs = []int32{
 	10,  // 0: agentrun.node.v1.NodeStatus.snapshots:type_name -> agentrun.node.v1.NodeSnapshot
 	11,  // 1: agentrun.node.v1.NodeStatus.cordon:type_name -> agentrun.node.v1.Cordon
 	1,   // 2: agentrun.node.v1.NodeSnapshot.stage:type_name -> agentrun.node.v1.Stage
-	93,  // 3: agentrun.node.v1.Cordon.since:type_name -> google.protobuf.Timestamp
+	101, // 3: agentrun.node.v1.Cordon.since:type_name -> google.protobuf.Timestamp
 	12,  // 4: agentrun.node.v1.Cordon.problems:type_name -> agentrun.node.v1.DrainProblem
 	5,   // 5: agentrun.node.v1.WatchRequest.kinds:type_name -> agentrun.node.v1.ObjectKind
 	6,   // 6: agentrun.node.v1.WatchEvent.type:type_name -> agentrun.node.v1.WatchEvent.Type
@@ -7527,185 +8078,197 @@ var file_agentrun_node_v1_node_proto_depIdxs = []int32{
 	38,  // 10: agentrun.node.v1.WatchEvent.sandbox:type_name -> agentrun.node.v1.Sandbox
 	60,  // 11: agentrun.node.v1.WatchEvent.fork:type_name -> agentrun.node.v1.Fork
 	66,  // 12: agentrun.node.v1.WatchEvent.checkpoint:type_name -> agentrun.node.v1.Checkpoint
-	86,  // 13: agentrun.node.v1.TemplateSpec.env:type_name -> agentrun.node.v1.TemplateSpec.EnvEntry
+	94,  // 13: agentrun.node.v1.TemplateSpec.env:type_name -> agentrun.node.v1.TemplateSpec.EnvEntry
 	21,  // 14: agentrun.node.v1.TemplateSpec.ready:type_name -> agentrun.node.v1.ReadyCheck
 	22,  // 15: agentrun.node.v1.TemplateSpec.warmup:type_name -> agentrun.node.v1.Program
 	20,  // 16: agentrun.node.v1.TemplateSpec.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
 	20,  // 17: agentrun.node.v1.TemplateSpec.build_network:type_name -> agentrun.node.v1.NetworkPolicy
-	94,  // 18: agentrun.node.v1.TemplateSpec.build_timeout:type_name -> google.protobuf.Duration
-	94,  // 19: agentrun.node.v1.ReadyCheck.delay:type_name -> google.protobuf.Duration
-	94,  // 20: agentrun.node.v1.ReadyCheck.timeout:type_name -> google.protobuf.Duration
+	102, // 18: agentrun.node.v1.TemplateSpec.build_timeout:type_name -> google.protobuf.Duration
+	102, // 19: agentrun.node.v1.ReadyCheck.delay:type_name -> google.protobuf.Duration
+	102, // 20: agentrun.node.v1.ReadyCheck.timeout:type_name -> google.protobuf.Duration
 	19,  // 21: agentrun.node.v1.Template.spec:type_name -> agentrun.node.v1.TemplateSpec
-	93,  // 22: agentrun.node.v1.Template.created:type_name -> google.protobuf.Timestamp
+	101, // 22: agentrun.node.v1.Template.created:type_name -> google.protobuf.Timestamp
 	0,   // 23: agentrun.node.v1.Template.phase:type_name -> agentrun.node.v1.Phase
 	24,  // 24: agentrun.node.v1.Template.builds:type_name -> agentrun.node.v1.Build
 	1,   // 25: agentrun.node.v1.Build.stage:type_name -> agentrun.node.v1.Stage
 	0,   // 26: agentrun.node.v1.Build.phase:type_name -> agentrun.node.v1.Phase
-	93,  // 27: agentrun.node.v1.Build.started:type_name -> google.protobuf.Timestamp
-	93,  // 28: agentrun.node.v1.Build.finished:type_name -> google.protobuf.Timestamp
-	93,  // 29: agentrun.node.v1.Build.next:type_name -> google.protobuf.Timestamp
+	101, // 27: agentrun.node.v1.Build.started:type_name -> google.protobuf.Timestamp
+	101, // 28: agentrun.node.v1.Build.finished:type_name -> google.protobuf.Timestamp
+	101, // 29: agentrun.node.v1.Build.next:type_name -> google.protobuf.Timestamp
 	19,  // 30: agentrun.node.v1.ApplyTemplateRequest.spec:type_name -> agentrun.node.v1.TemplateSpec
 	23,  // 31: agentrun.node.v1.ListTemplatesResponse.templates:type_name -> agentrun.node.v1.Template
 	13,  // 32: agentrun.node.v1.DeleteTemplateRequest.precondition:type_name -> agentrun.node.v1.Precondition
 	1,   // 33: agentrun.node.v1.PoolSpec.snapshot_after:type_name -> agentrun.node.v1.Stage
 	30,  // 34: agentrun.node.v1.Pool.spec:type_name -> agentrun.node.v1.PoolSpec
-	93,  // 35: agentrun.node.v1.Pool.created:type_name -> google.protobuf.Timestamp
+	101, // 35: agentrun.node.v1.Pool.created:type_name -> google.protobuf.Timestamp
 	0,   // 36: agentrun.node.v1.Pool.phase:type_name -> agentrun.node.v1.Phase
 	30,  // 37: agentrun.node.v1.ApplyPoolRequest.spec:type_name -> agentrun.node.v1.PoolSpec
 	31,  // 38: agentrun.node.v1.ListPoolsResponse.pools:type_name -> agentrun.node.v1.Pool
 	13,  // 39: agentrun.node.v1.DeletePoolRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	94,  // 40: agentrun.node.v1.Lifetime.timeout:type_name -> google.protobuf.Duration
-	94,  // 41: agentrun.node.v1.Lifetime.idle_timeout:type_name -> google.protobuf.Duration
+	102, // 40: agentrun.node.v1.Lifetime.timeout:type_name -> google.protobuf.Duration
+	102, // 41: agentrun.node.v1.Lifetime.idle_timeout:type_name -> google.protobuf.Duration
 	4,   // 42: agentrun.node.v1.Lifetime.on_timeout:type_name -> agentrun.node.v1.TimeoutAction
-	93,  // 43: agentrun.node.v1.Lifetime.expires:type_name -> google.protobuf.Timestamp
+	101, // 43: agentrun.node.v1.Lifetime.expires:type_name -> google.protobuf.Timestamp
 	2,   // 44: agentrun.node.v1.Sandbox.state:type_name -> agentrun.node.v1.SandboxState
-	87,  // 45: agentrun.node.v1.Sandbox.metadata:type_name -> agentrun.node.v1.Sandbox.MetadataEntry
-	93,  // 46: agentrun.node.v1.Sandbox.created:type_name -> google.protobuf.Timestamp
-	93,  // 47: agentrun.node.v1.Sandbox.ended:type_name -> google.protobuf.Timestamp
+	95,  // 45: agentrun.node.v1.Sandbox.metadata:type_name -> agentrun.node.v1.Sandbox.MetadataEntry
+	101, // 46: agentrun.node.v1.Sandbox.created:type_name -> google.protobuf.Timestamp
+	101, // 47: agentrun.node.v1.Sandbox.ended:type_name -> google.protobuf.Timestamp
 	3,   // 48: agentrun.node.v1.Sandbox.reason:type_name -> agentrun.node.v1.EndReason
 	37,  // 49: agentrun.node.v1.Sandbox.lifetime:type_name -> agentrun.node.v1.Lifetime
 	20,  // 50: agentrun.node.v1.Sandbox.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
 	20,  // 51: agentrun.node.v1.Sandbox.network_bounds:type_name -> agentrun.node.v1.NetworkPolicy
-	88,  // 52: agentrun.node.v1.ClaimSandboxRequest.env:type_name -> agentrun.node.v1.ClaimSandboxRequest.EnvEntry
-	89,  // 53: agentrun.node.v1.ClaimSandboxRequest.metadata:type_name -> agentrun.node.v1.ClaimSandboxRequest.MetadataEntry
+	96,  // 52: agentrun.node.v1.ClaimSandboxRequest.env:type_name -> agentrun.node.v1.ClaimSandboxRequest.EnvEntry
+	97,  // 53: agentrun.node.v1.ClaimSandboxRequest.metadata:type_name -> agentrun.node.v1.ClaimSandboxRequest.MetadataEntry
 	37,  // 54: agentrun.node.v1.ClaimSandboxRequest.lifetime:type_name -> agentrun.node.v1.Lifetime
 	20,  // 55: agentrun.node.v1.ClaimSandboxRequest.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
-	90,  // 56: agentrun.node.v1.ClaimSandboxRequest.secret_values:type_name -> agentrun.node.v1.ClaimSandboxRequest.SecretValuesEntry
+	98,  // 56: agentrun.node.v1.ClaimSandboxRequest.secret_values:type_name -> agentrun.node.v1.ClaimSandboxRequest.SecretValuesEntry
 	38,  // 57: agentrun.node.v1.ListSandboxesResponse.sandboxes:type_name -> agentrun.node.v1.Sandbox
 	13,  // 58: agentrun.node.v1.PauseSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
 	13,  // 59: agentrun.node.v1.ResumeSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
 	13,  // 60: agentrun.node.v1.HibernateSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	94,  // 61: agentrun.node.v1.ExtendSandboxRequest.timeout:type_name -> google.protobuf.Duration
+	102, // 61: agentrun.node.v1.ExtendSandboxRequest.timeout:type_name -> google.protobuf.Duration
 	13,  // 62: agentrun.node.v1.ExtendSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	93,  // 63: agentrun.node.v1.ExtendSandboxRequest.expires:type_name -> google.protobuf.Timestamp
+	101, // 63: agentrun.node.v1.ExtendSandboxRequest.expires:type_name -> google.protobuf.Timestamp
 	13,  // 64: agentrun.node.v1.KillSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
 	13,  // 65: agentrun.node.v1.SetSandboxTokenRequest.precondition:type_name -> agentrun.node.v1.Precondition
 	2,   // 66: agentrun.node.v1.SandboxStats.state:type_name -> agentrun.node.v1.SandboxState
-	93,  // 67: agentrun.node.v1.SandboxStats.time:type_name -> google.protobuf.Timestamp
-	94,  // 68: agentrun.node.v1.SandboxStats.cpu:type_name -> google.protobuf.Duration
+	101, // 67: agentrun.node.v1.SandboxStats.time:type_name -> google.protobuf.Timestamp
+	102, // 68: agentrun.node.v1.SandboxStats.cpu:type_name -> google.protobuf.Duration
 	51,  // 69: agentrun.node.v1.ListSandboxStatsResponse.stats:type_name -> agentrun.node.v1.SandboxStats
 	20,  // 70: agentrun.node.v1.SetNetworkPolicyRequest.policy:type_name -> agentrun.node.v1.NetworkPolicy
 	13,  // 71: agentrun.node.v1.SetNetworkPolicyRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	94,  // 72: agentrun.node.v1.GetNetworkLogRequest.wait:type_name -> google.protobuf.Duration
+	102, // 72: agentrun.node.v1.GetNetworkLogRequest.wait:type_name -> google.protobuf.Duration
 	57,  // 73: agentrun.node.v1.NetworkLog.entries:type_name -> agentrun.node.v1.NetworkLogEntry
 	57,  // 74: agentrun.node.v1.NetworkLog.open:type_name -> agentrun.node.v1.NetworkLogEntry
-	93,  // 75: agentrun.node.v1.NetworkLogEntry.time:type_name -> google.protobuf.Timestamp
-	93,  // 76: agentrun.node.v1.NetworkLogEntry.ended:type_name -> google.protobuf.Timestamp
+	101, // 75: agentrun.node.v1.NetworkLogEntry.time:type_name -> google.protobuf.Timestamp
+	101, // 76: agentrun.node.v1.NetworkLogEntry.ended:type_name -> google.protobuf.Timestamp
 	20,  // 77: agentrun.node.v1.ForkSandboxRequest.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
 	13,  // 78: agentrun.node.v1.ForkSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
 	59,  // 79: agentrun.node.v1.ForkSandboxRequest.children:type_name -> agentrun.node.v1.ForkChild
-	93,  // 80: agentrun.node.v1.Fork.created:type_name -> google.protobuf.Timestamp
+	101, // 80: agentrun.node.v1.Fork.created:type_name -> google.protobuf.Timestamp
 	0,   // 81: agentrun.node.v1.Fork.phase:type_name -> agentrun.node.v1.Phase
 	61,  // 82: agentrun.node.v1.Fork.children:type_name -> agentrun.node.v1.ForkOutcome
-	94,  // 83: agentrun.node.v1.Fork.pause:type_name -> google.protobuf.Duration
+	102, // 83: agentrun.node.v1.Fork.pause:type_name -> google.protobuf.Duration
 	60,  // 84: agentrun.node.v1.ListForksResponse.forks:type_name -> agentrun.node.v1.Fork
 	13,  // 85: agentrun.node.v1.DeleteForkRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	93,  // 86: agentrun.node.v1.Checkpoint.created:type_name -> google.protobuf.Timestamp
+	101, // 86: agentrun.node.v1.Checkpoint.created:type_name -> google.protobuf.Timestamp
 	13,  // 87: agentrun.node.v1.CheckpointSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
 	66,  // 88: agentrun.node.v1.ListCheckpointsResponse.checkpoints:type_name -> agentrun.node.v1.Checkpoint
 	13,  // 89: agentrun.node.v1.DeleteCheckpointRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	91,  // 90: agentrun.node.v1.RestoreCheckpointRequest.env:type_name -> agentrun.node.v1.RestoreCheckpointRequest.EnvEntry
-	92,  // 91: agentrun.node.v1.RestoreCheckpointRequest.metadata:type_name -> agentrun.node.v1.RestoreCheckpointRequest.MetadataEntry
+	99,  // 90: agentrun.node.v1.RestoreCheckpointRequest.env:type_name -> agentrun.node.v1.RestoreCheckpointRequest.EnvEntry
+	100, // 91: agentrun.node.v1.RestoreCheckpointRequest.metadata:type_name -> agentrun.node.v1.RestoreCheckpointRequest.MetadataEntry
 	37,  // 92: agentrun.node.v1.RestoreCheckpointRequest.lifetime:type_name -> agentrun.node.v1.Lifetime
-	93,  // 93: agentrun.node.v1.NamespaceCA.created:type_name -> google.protobuf.Timestamp
-	93,  // 94: agentrun.node.v1.NamespaceCA.expires:type_name -> google.protobuf.Timestamp
-	93,  // 95: agentrun.node.v1.Image.stored:type_name -> google.protobuf.Timestamp
+	101, // 93: agentrun.node.v1.NamespaceCA.created:type_name -> google.protobuf.Timestamp
+	101, // 94: agentrun.node.v1.NamespaceCA.expires:type_name -> google.protobuf.Timestamp
+	101, // 95: agentrun.node.v1.Image.stored:type_name -> google.protobuf.Timestamp
 	76,  // 96: agentrun.node.v1.ListImagesResponse.images:type_name -> agentrun.node.v1.Image
-	93,  // 97: agentrun.node.v1.RegistryLogin.changed:type_name -> google.protobuf.Timestamp
+	101, // 97: agentrun.node.v1.RegistryLogin.changed:type_name -> google.protobuf.Timestamp
 	81,  // 98: agentrun.node.v1.ListRegistryLoginsResponse.logins:type_name -> agentrun.node.v1.RegistryLogin
-	8,   // 99: agentrun.node.v1.Node.GetNode:input_type -> agentrun.node.v1.GetNodeRequest
-	17,  // 100: agentrun.node.v1.Node.Watch:input_type -> agentrun.node.v1.WatchRequest
-	14,  // 101: agentrun.node.v1.Node.CordonNode:input_type -> agentrun.node.v1.CordonNodeRequest
-	15,  // 102: agentrun.node.v1.Node.DrainNode:input_type -> agentrun.node.v1.DrainNodeRequest
-	16,  // 103: agentrun.node.v1.Node.UncordonNode:input_type -> agentrun.node.v1.UncordonNodeRequest
-	25,  // 104: agentrun.node.v1.Node.ApplyTemplate:input_type -> agentrun.node.v1.ApplyTemplateRequest
-	26,  // 105: agentrun.node.v1.Node.GetTemplate:input_type -> agentrun.node.v1.GetTemplateRequest
-	27,  // 106: agentrun.node.v1.Node.ListTemplates:input_type -> agentrun.node.v1.ListTemplatesRequest
-	29,  // 107: agentrun.node.v1.Node.DeleteTemplate:input_type -> agentrun.node.v1.DeleteTemplateRequest
-	32,  // 108: agentrun.node.v1.Node.ApplyPool:input_type -> agentrun.node.v1.ApplyPoolRequest
-	33,  // 109: agentrun.node.v1.Node.GetPool:input_type -> agentrun.node.v1.GetPoolRequest
-	34,  // 110: agentrun.node.v1.Node.ListPools:input_type -> agentrun.node.v1.ListPoolsRequest
-	36,  // 111: agentrun.node.v1.Node.DeletePool:input_type -> agentrun.node.v1.DeletePoolRequest
-	39,  // 112: agentrun.node.v1.Node.ClaimSandbox:input_type -> agentrun.node.v1.ClaimSandboxRequest
-	40,  // 113: agentrun.node.v1.Node.GetSandbox:input_type -> agentrun.node.v1.GetSandboxRequest
-	41,  // 114: agentrun.node.v1.Node.ListSandboxes:input_type -> agentrun.node.v1.ListSandboxesRequest
-	43,  // 115: agentrun.node.v1.Node.PauseSandbox:input_type -> agentrun.node.v1.PauseSandboxRequest
-	44,  // 116: agentrun.node.v1.Node.ResumeSandbox:input_type -> agentrun.node.v1.ResumeSandboxRequest
-	45,  // 117: agentrun.node.v1.Node.HibernateSandbox:input_type -> agentrun.node.v1.HibernateSandboxRequest
-	46,  // 118: agentrun.node.v1.Node.ExtendSandbox:input_type -> agentrun.node.v1.ExtendSandboxRequest
-	47,  // 119: agentrun.node.v1.Node.KillSandbox:input_type -> agentrun.node.v1.KillSandboxRequest
-	48,  // 120: agentrun.node.v1.Node.SetSandboxToken:input_type -> agentrun.node.v1.SetSandboxTokenRequest
-	49,  // 121: agentrun.node.v1.Node.ReleaseOwner:input_type -> agentrun.node.v1.ReleaseOwnerRequest
-	50,  // 122: agentrun.node.v1.Node.GetSandboxStats:input_type -> agentrun.node.v1.GetSandboxStatsRequest
-	52,  // 123: agentrun.node.v1.Node.ListSandboxStats:input_type -> agentrun.node.v1.ListSandboxStatsRequest
-	54,  // 124: agentrun.node.v1.Node.SetNetworkPolicy:input_type -> agentrun.node.v1.SetNetworkPolicyRequest
-	55,  // 125: agentrun.node.v1.Node.GetNetworkLog:input_type -> agentrun.node.v1.GetNetworkLogRequest
-	58,  // 126: agentrun.node.v1.Node.ForkSandbox:input_type -> agentrun.node.v1.ForkSandboxRequest
-	62,  // 127: agentrun.node.v1.Node.GetFork:input_type -> agentrun.node.v1.GetForkRequest
-	63,  // 128: agentrun.node.v1.Node.ListForks:input_type -> agentrun.node.v1.ListForksRequest
-	65,  // 129: agentrun.node.v1.Node.DeleteFork:input_type -> agentrun.node.v1.DeleteForkRequest
-	67,  // 130: agentrun.node.v1.Node.CheckpointSandbox:input_type -> agentrun.node.v1.CheckpointSandboxRequest
-	68,  // 131: agentrun.node.v1.Node.GetCheckpoint:input_type -> agentrun.node.v1.GetCheckpointRequest
-	69,  // 132: agentrun.node.v1.Node.ListCheckpoints:input_type -> agentrun.node.v1.ListCheckpointsRequest
-	71,  // 133: agentrun.node.v1.Node.DeleteCheckpoint:input_type -> agentrun.node.v1.DeleteCheckpointRequest
-	72,  // 134: agentrun.node.v1.Node.RestoreCheckpoint:input_type -> agentrun.node.v1.RestoreCheckpointRequest
-	74,  // 135: agentrun.node.v1.Node.GetNamespaceCA:input_type -> agentrun.node.v1.GetNamespaceCARequest
-	75,  // 136: agentrun.node.v1.Node.SetNamespaceCA:input_type -> agentrun.node.v1.SetNamespaceCARequest
-	77,  // 137: agentrun.node.v1.Node.ListImages:input_type -> agentrun.node.v1.ListImagesRequest
-	79,  // 138: agentrun.node.v1.Node.PublishImage:input_type -> agentrun.node.v1.PublishImageRequest
-	80,  // 139: agentrun.node.v1.Node.UnpublishImage:input_type -> agentrun.node.v1.UnpublishImageRequest
-	82,  // 140: agentrun.node.v1.Node.ListRegistryLogins:input_type -> agentrun.node.v1.ListRegistryLoginsRequest
-	84,  // 141: agentrun.node.v1.Node.SetRegistryLogin:input_type -> agentrun.node.v1.SetRegistryLoginRequest
-	85,  // 142: agentrun.node.v1.Node.DeleteRegistryLogin:input_type -> agentrun.node.v1.DeleteRegistryLoginRequest
-	9,   // 143: agentrun.node.v1.Node.GetNode:output_type -> agentrun.node.v1.NodeStatus
-	18,  // 144: agentrun.node.v1.Node.Watch:output_type -> agentrun.node.v1.WatchEvent
-	9,   // 145: agentrun.node.v1.Node.CordonNode:output_type -> agentrun.node.v1.NodeStatus
-	9,   // 146: agentrun.node.v1.Node.DrainNode:output_type -> agentrun.node.v1.NodeStatus
-	9,   // 147: agentrun.node.v1.Node.UncordonNode:output_type -> agentrun.node.v1.NodeStatus
-	23,  // 148: agentrun.node.v1.Node.ApplyTemplate:output_type -> agentrun.node.v1.Template
-	23,  // 149: agentrun.node.v1.Node.GetTemplate:output_type -> agentrun.node.v1.Template
-	28,  // 150: agentrun.node.v1.Node.ListTemplates:output_type -> agentrun.node.v1.ListTemplatesResponse
-	95,  // 151: agentrun.node.v1.Node.DeleteTemplate:output_type -> google.protobuf.Empty
-	31,  // 152: agentrun.node.v1.Node.ApplyPool:output_type -> agentrun.node.v1.Pool
-	31,  // 153: agentrun.node.v1.Node.GetPool:output_type -> agentrun.node.v1.Pool
-	35,  // 154: agentrun.node.v1.Node.ListPools:output_type -> agentrun.node.v1.ListPoolsResponse
-	95,  // 155: agentrun.node.v1.Node.DeletePool:output_type -> google.protobuf.Empty
-	38,  // 156: agentrun.node.v1.Node.ClaimSandbox:output_type -> agentrun.node.v1.Sandbox
-	38,  // 157: agentrun.node.v1.Node.GetSandbox:output_type -> agentrun.node.v1.Sandbox
-	42,  // 158: agentrun.node.v1.Node.ListSandboxes:output_type -> agentrun.node.v1.ListSandboxesResponse
-	38,  // 159: agentrun.node.v1.Node.PauseSandbox:output_type -> agentrun.node.v1.Sandbox
-	38,  // 160: agentrun.node.v1.Node.ResumeSandbox:output_type -> agentrun.node.v1.Sandbox
-	38,  // 161: agentrun.node.v1.Node.HibernateSandbox:output_type -> agentrun.node.v1.Sandbox
-	38,  // 162: agentrun.node.v1.Node.ExtendSandbox:output_type -> agentrun.node.v1.Sandbox
-	38,  // 163: agentrun.node.v1.Node.KillSandbox:output_type -> agentrun.node.v1.Sandbox
-	38,  // 164: agentrun.node.v1.Node.SetSandboxToken:output_type -> agentrun.node.v1.Sandbox
-	95,  // 165: agentrun.node.v1.Node.ReleaseOwner:output_type -> google.protobuf.Empty
-	51,  // 166: agentrun.node.v1.Node.GetSandboxStats:output_type -> agentrun.node.v1.SandboxStats
-	53,  // 167: agentrun.node.v1.Node.ListSandboxStats:output_type -> agentrun.node.v1.ListSandboxStatsResponse
-	38,  // 168: agentrun.node.v1.Node.SetNetworkPolicy:output_type -> agentrun.node.v1.Sandbox
-	56,  // 169: agentrun.node.v1.Node.GetNetworkLog:output_type -> agentrun.node.v1.NetworkLog
-	60,  // 170: agentrun.node.v1.Node.ForkSandbox:output_type -> agentrun.node.v1.Fork
-	60,  // 171: agentrun.node.v1.Node.GetFork:output_type -> agentrun.node.v1.Fork
-	64,  // 172: agentrun.node.v1.Node.ListForks:output_type -> agentrun.node.v1.ListForksResponse
-	95,  // 173: agentrun.node.v1.Node.DeleteFork:output_type -> google.protobuf.Empty
-	66,  // 174: agentrun.node.v1.Node.CheckpointSandbox:output_type -> agentrun.node.v1.Checkpoint
-	66,  // 175: agentrun.node.v1.Node.GetCheckpoint:output_type -> agentrun.node.v1.Checkpoint
-	70,  // 176: agentrun.node.v1.Node.ListCheckpoints:output_type -> agentrun.node.v1.ListCheckpointsResponse
-	95,  // 177: agentrun.node.v1.Node.DeleteCheckpoint:output_type -> google.protobuf.Empty
-	38,  // 178: agentrun.node.v1.Node.RestoreCheckpoint:output_type -> agentrun.node.v1.Sandbox
-	73,  // 179: agentrun.node.v1.Node.GetNamespaceCA:output_type -> agentrun.node.v1.NamespaceCA
-	73,  // 180: agentrun.node.v1.Node.SetNamespaceCA:output_type -> agentrun.node.v1.NamespaceCA
-	78,  // 181: agentrun.node.v1.Node.ListImages:output_type -> agentrun.node.v1.ListImagesResponse
-	76,  // 182: agentrun.node.v1.Node.PublishImage:output_type -> agentrun.node.v1.Image
-	95,  // 183: agentrun.node.v1.Node.UnpublishImage:output_type -> google.protobuf.Empty
-	83,  // 184: agentrun.node.v1.Node.ListRegistryLogins:output_type -> agentrun.node.v1.ListRegistryLoginsResponse
-	81,  // 185: agentrun.node.v1.Node.SetRegistryLogin:output_type -> agentrun.node.v1.RegistryLogin
-	95,  // 186: agentrun.node.v1.Node.DeleteRegistryLogin:output_type -> google.protobuf.Empty
-	143, // [143:187] is the sub-list for method output_type
-	99,  // [99:143] is the sub-list for method input_type
-	99,  // [99:99] is the sub-list for extension type_name
-	99,  // [99:99] is the sub-list for extension extendee
-	0,   // [0:99] is the sub-list for field type_name
+	1,   // 99: agentrun.node.v1.SnapshotOffer.stage:type_name -> agentrun.node.v1.Stage
+	19,  // 100: agentrun.node.v1.FetchSnapshotRequest.spec:type_name -> agentrun.node.v1.TemplateSpec
+	87,  // 101: agentrun.node.v1.FetchSnapshotRequest.offer:type_name -> agentrun.node.v1.SnapshotOffer
+	89,  // 102: agentrun.node.v1.FetchSnapshotRequest.peers:type_name -> agentrun.node.v1.SnapshotPeer
+	8,   // 103: agentrun.node.v1.Node.GetNode:input_type -> agentrun.node.v1.GetNodeRequest
+	17,  // 104: agentrun.node.v1.Node.Watch:input_type -> agentrun.node.v1.WatchRequest
+	14,  // 105: agentrun.node.v1.Node.CordonNode:input_type -> agentrun.node.v1.CordonNodeRequest
+	15,  // 106: agentrun.node.v1.Node.DrainNode:input_type -> agentrun.node.v1.DrainNodeRequest
+	16,  // 107: agentrun.node.v1.Node.UncordonNode:input_type -> agentrun.node.v1.UncordonNodeRequest
+	25,  // 108: agentrun.node.v1.Node.ApplyTemplate:input_type -> agentrun.node.v1.ApplyTemplateRequest
+	26,  // 109: agentrun.node.v1.Node.GetTemplate:input_type -> agentrun.node.v1.GetTemplateRequest
+	27,  // 110: agentrun.node.v1.Node.ListTemplates:input_type -> agentrun.node.v1.ListTemplatesRequest
+	29,  // 111: agentrun.node.v1.Node.DeleteTemplate:input_type -> agentrun.node.v1.DeleteTemplateRequest
+	32,  // 112: agentrun.node.v1.Node.ApplyPool:input_type -> agentrun.node.v1.ApplyPoolRequest
+	33,  // 113: agentrun.node.v1.Node.GetPool:input_type -> agentrun.node.v1.GetPoolRequest
+	34,  // 114: agentrun.node.v1.Node.ListPools:input_type -> agentrun.node.v1.ListPoolsRequest
+	36,  // 115: agentrun.node.v1.Node.DeletePool:input_type -> agentrun.node.v1.DeletePoolRequest
+	39,  // 116: agentrun.node.v1.Node.ClaimSandbox:input_type -> agentrun.node.v1.ClaimSandboxRequest
+	40,  // 117: agentrun.node.v1.Node.GetSandbox:input_type -> agentrun.node.v1.GetSandboxRequest
+	41,  // 118: agentrun.node.v1.Node.ListSandboxes:input_type -> agentrun.node.v1.ListSandboxesRequest
+	43,  // 119: agentrun.node.v1.Node.PauseSandbox:input_type -> agentrun.node.v1.PauseSandboxRequest
+	44,  // 120: agentrun.node.v1.Node.ResumeSandbox:input_type -> agentrun.node.v1.ResumeSandboxRequest
+	45,  // 121: agentrun.node.v1.Node.HibernateSandbox:input_type -> agentrun.node.v1.HibernateSandboxRequest
+	46,  // 122: agentrun.node.v1.Node.ExtendSandbox:input_type -> agentrun.node.v1.ExtendSandboxRequest
+	47,  // 123: agentrun.node.v1.Node.KillSandbox:input_type -> agentrun.node.v1.KillSandboxRequest
+	48,  // 124: agentrun.node.v1.Node.SetSandboxToken:input_type -> agentrun.node.v1.SetSandboxTokenRequest
+	49,  // 125: agentrun.node.v1.Node.ReleaseOwner:input_type -> agentrun.node.v1.ReleaseOwnerRequest
+	50,  // 126: agentrun.node.v1.Node.GetSandboxStats:input_type -> agentrun.node.v1.GetSandboxStatsRequest
+	52,  // 127: agentrun.node.v1.Node.ListSandboxStats:input_type -> agentrun.node.v1.ListSandboxStatsRequest
+	54,  // 128: agentrun.node.v1.Node.SetNetworkPolicy:input_type -> agentrun.node.v1.SetNetworkPolicyRequest
+	55,  // 129: agentrun.node.v1.Node.GetNetworkLog:input_type -> agentrun.node.v1.GetNetworkLogRequest
+	58,  // 130: agentrun.node.v1.Node.ForkSandbox:input_type -> agentrun.node.v1.ForkSandboxRequest
+	62,  // 131: agentrun.node.v1.Node.GetFork:input_type -> agentrun.node.v1.GetForkRequest
+	63,  // 132: agentrun.node.v1.Node.ListForks:input_type -> agentrun.node.v1.ListForksRequest
+	65,  // 133: agentrun.node.v1.Node.DeleteFork:input_type -> agentrun.node.v1.DeleteForkRequest
+	67,  // 134: agentrun.node.v1.Node.CheckpointSandbox:input_type -> agentrun.node.v1.CheckpointSandboxRequest
+	68,  // 135: agentrun.node.v1.Node.GetCheckpoint:input_type -> agentrun.node.v1.GetCheckpointRequest
+	69,  // 136: agentrun.node.v1.Node.ListCheckpoints:input_type -> agentrun.node.v1.ListCheckpointsRequest
+	71,  // 137: agentrun.node.v1.Node.DeleteCheckpoint:input_type -> agentrun.node.v1.DeleteCheckpointRequest
+	72,  // 138: agentrun.node.v1.Node.RestoreCheckpoint:input_type -> agentrun.node.v1.RestoreCheckpointRequest
+	74,  // 139: agentrun.node.v1.Node.GetNamespaceCA:input_type -> agentrun.node.v1.GetNamespaceCARequest
+	75,  // 140: agentrun.node.v1.Node.SetNamespaceCA:input_type -> agentrun.node.v1.SetNamespaceCARequest
+	77,  // 141: agentrun.node.v1.Node.ListImages:input_type -> agentrun.node.v1.ListImagesRequest
+	79,  // 142: agentrun.node.v1.Node.PublishImage:input_type -> agentrun.node.v1.PublishImageRequest
+	80,  // 143: agentrun.node.v1.Node.UnpublishImage:input_type -> agentrun.node.v1.UnpublishImageRequest
+	82,  // 144: agentrun.node.v1.Node.ListRegistryLogins:input_type -> agentrun.node.v1.ListRegistryLoginsRequest
+	84,  // 145: agentrun.node.v1.Node.SetRegistryLogin:input_type -> agentrun.node.v1.SetRegistryLoginRequest
+	85,  // 146: agentrun.node.v1.Node.DeleteRegistryLogin:input_type -> agentrun.node.v1.DeleteRegistryLoginRequest
+	86,  // 147: agentrun.node.v1.Node.GetSnapshotOffer:input_type -> agentrun.node.v1.GetSnapshotOfferRequest
+	88,  // 148: agentrun.node.v1.Node.FetchSnapshot:input_type -> agentrun.node.v1.FetchSnapshotRequest
+	90,  // 149: agentrun.node.v1.Node.GetSnapshotParts:input_type -> agentrun.node.v1.GetSnapshotPartsRequest
+	92,  // 150: agentrun.node.v1.Node.ReadSnapshot:input_type -> agentrun.node.v1.ReadSnapshotRequest
+	9,   // 151: agentrun.node.v1.Node.GetNode:output_type -> agentrun.node.v1.NodeStatus
+	18,  // 152: agentrun.node.v1.Node.Watch:output_type -> agentrun.node.v1.WatchEvent
+	9,   // 153: agentrun.node.v1.Node.CordonNode:output_type -> agentrun.node.v1.NodeStatus
+	9,   // 154: agentrun.node.v1.Node.DrainNode:output_type -> agentrun.node.v1.NodeStatus
+	9,   // 155: agentrun.node.v1.Node.UncordonNode:output_type -> agentrun.node.v1.NodeStatus
+	23,  // 156: agentrun.node.v1.Node.ApplyTemplate:output_type -> agentrun.node.v1.Template
+	23,  // 157: agentrun.node.v1.Node.GetTemplate:output_type -> agentrun.node.v1.Template
+	28,  // 158: agentrun.node.v1.Node.ListTemplates:output_type -> agentrun.node.v1.ListTemplatesResponse
+	103, // 159: agentrun.node.v1.Node.DeleteTemplate:output_type -> google.protobuf.Empty
+	31,  // 160: agentrun.node.v1.Node.ApplyPool:output_type -> agentrun.node.v1.Pool
+	31,  // 161: agentrun.node.v1.Node.GetPool:output_type -> agentrun.node.v1.Pool
+	35,  // 162: agentrun.node.v1.Node.ListPools:output_type -> agentrun.node.v1.ListPoolsResponse
+	103, // 163: agentrun.node.v1.Node.DeletePool:output_type -> google.protobuf.Empty
+	38,  // 164: agentrun.node.v1.Node.ClaimSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 165: agentrun.node.v1.Node.GetSandbox:output_type -> agentrun.node.v1.Sandbox
+	42,  // 166: agentrun.node.v1.Node.ListSandboxes:output_type -> agentrun.node.v1.ListSandboxesResponse
+	38,  // 167: agentrun.node.v1.Node.PauseSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 168: agentrun.node.v1.Node.ResumeSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 169: agentrun.node.v1.Node.HibernateSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 170: agentrun.node.v1.Node.ExtendSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 171: agentrun.node.v1.Node.KillSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 172: agentrun.node.v1.Node.SetSandboxToken:output_type -> agentrun.node.v1.Sandbox
+	103, // 173: agentrun.node.v1.Node.ReleaseOwner:output_type -> google.protobuf.Empty
+	51,  // 174: agentrun.node.v1.Node.GetSandboxStats:output_type -> agentrun.node.v1.SandboxStats
+	53,  // 175: agentrun.node.v1.Node.ListSandboxStats:output_type -> agentrun.node.v1.ListSandboxStatsResponse
+	38,  // 176: agentrun.node.v1.Node.SetNetworkPolicy:output_type -> agentrun.node.v1.Sandbox
+	56,  // 177: agentrun.node.v1.Node.GetNetworkLog:output_type -> agentrun.node.v1.NetworkLog
+	60,  // 178: agentrun.node.v1.Node.ForkSandbox:output_type -> agentrun.node.v1.Fork
+	60,  // 179: agentrun.node.v1.Node.GetFork:output_type -> agentrun.node.v1.Fork
+	64,  // 180: agentrun.node.v1.Node.ListForks:output_type -> agentrun.node.v1.ListForksResponse
+	103, // 181: agentrun.node.v1.Node.DeleteFork:output_type -> google.protobuf.Empty
+	66,  // 182: agentrun.node.v1.Node.CheckpointSandbox:output_type -> agentrun.node.v1.Checkpoint
+	66,  // 183: agentrun.node.v1.Node.GetCheckpoint:output_type -> agentrun.node.v1.Checkpoint
+	70,  // 184: agentrun.node.v1.Node.ListCheckpoints:output_type -> agentrun.node.v1.ListCheckpointsResponse
+	103, // 185: agentrun.node.v1.Node.DeleteCheckpoint:output_type -> google.protobuf.Empty
+	38,  // 186: agentrun.node.v1.Node.RestoreCheckpoint:output_type -> agentrun.node.v1.Sandbox
+	73,  // 187: agentrun.node.v1.Node.GetNamespaceCA:output_type -> agentrun.node.v1.NamespaceCA
+	73,  // 188: agentrun.node.v1.Node.SetNamespaceCA:output_type -> agentrun.node.v1.NamespaceCA
+	78,  // 189: agentrun.node.v1.Node.ListImages:output_type -> agentrun.node.v1.ListImagesResponse
+	76,  // 190: agentrun.node.v1.Node.PublishImage:output_type -> agentrun.node.v1.Image
+	103, // 191: agentrun.node.v1.Node.UnpublishImage:output_type -> google.protobuf.Empty
+	83,  // 192: agentrun.node.v1.Node.ListRegistryLogins:output_type -> agentrun.node.v1.ListRegistryLoginsResponse
+	81,  // 193: agentrun.node.v1.Node.SetRegistryLogin:output_type -> agentrun.node.v1.RegistryLogin
+	103, // 194: agentrun.node.v1.Node.DeleteRegistryLogin:output_type -> google.protobuf.Empty
+	87,  // 195: agentrun.node.v1.Node.GetSnapshotOffer:output_type -> agentrun.node.v1.SnapshotOffer
+	23,  // 196: agentrun.node.v1.Node.FetchSnapshot:output_type -> agentrun.node.v1.Template
+	91,  // 197: agentrun.node.v1.Node.GetSnapshotParts:output_type -> agentrun.node.v1.SnapshotParts
+	93,  // 198: agentrun.node.v1.Node.ReadSnapshot:output_type -> agentrun.node.v1.SnapshotPart
+	151, // [151:199] is the sub-list for method output_type
+	103, // [103:151] is the sub-list for method input_type
+	103, // [103:103] is the sub-list for extension type_name
+	103, // [103:103] is the sub-list for extension extendee
+	0,   // [0:103] is the sub-list for field type_name
 }
 
 func init() { file_agentrun_node_v1_node_proto_init() }
@@ -7733,7 +8296,7 @@ func file_agentrun_node_v1_node_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_agentrun_node_v1_node_proto_rawDesc), len(file_agentrun_node_v1_node_proto_rawDesc)),
 			NumEnums:      7,
-			NumMessages:   86,
+			NumMessages:   94,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -72,6 +72,10 @@ const (
 	Node_ListRegistryLogins_FullMethodName  = "/agentrun.node.v1.Node/ListRegistryLogins"
 	Node_SetRegistryLogin_FullMethodName    = "/agentrun.node.v1.Node/SetRegistryLogin"
 	Node_DeleteRegistryLogin_FullMethodName = "/agentrun.node.v1.Node/DeleteRegistryLogin"
+	Node_GetSnapshotOffer_FullMethodName    = "/agentrun.node.v1.Node/GetSnapshotOffer"
+	Node_FetchSnapshot_FullMethodName       = "/agentrun.node.v1.Node/FetchSnapshot"
+	Node_GetSnapshotParts_FullMethodName    = "/agentrun.node.v1.Node/GetSnapshotParts"
+	Node_ReadSnapshot_FullMethodName        = "/agentrun.node.v1.Node/ReadSnapshot"
 )
 
 // NodeClient is the client API for Node service.
@@ -152,6 +156,15 @@ type NodeClient interface {
 	ListRegistryLogins(ctx context.Context, in *ListRegistryLoginsRequest, opts ...grpc.CallOption) (*ListRegistryLoginsResponse, error)
 	SetRegistryLogin(ctx context.Context, in *SetRegistryLoginRequest, opts ...grpc.CallOption) (*RegistryLogin, error)
 	DeleteRegistryLogin(ctx context.Context, in *DeleteRegistryLoginRequest, opts ...grpc.CallOption) (*emptypb.Empty, error)
+	// What another node needs to fetch a snapshot of a template of this one, beside its content.
+	GetSnapshotOffer(ctx context.Context, in *GetSnapshotOfferRequest, opts ...grpc.CallOption) (*SnapshotOffer, error)
+	// Makes a template as ApplyTemplate does, and has its snapshot fetched instead of built, in
+	// the background. An offer that does not fit this node is refused with the difference.
+	FetchSnapshot(ctx context.Context, in *FetchSnapshotRequest, opts ...grpc.CallOption) (*Template, error)
+	// The digests of the parts of a layer of a template's snapshot; for other nodes.
+	GetSnapshotParts(ctx context.Context, in *GetSnapshotPartsRequest, opts ...grpc.CallOption) (*SnapshotParts, error)
+	// Sends parts of a layer, in the order in which they are asked for; for other nodes.
+	ReadSnapshot(ctx context.Context, in *ReadSnapshotRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[SnapshotPart], error)
 }
 
 type nodeClient struct {
@@ -611,6 +624,55 @@ func (c *nodeClient) DeleteRegistryLogin(ctx context.Context, in *DeleteRegistry
 	return out, nil
 }
 
+func (c *nodeClient) GetSnapshotOffer(ctx context.Context, in *GetSnapshotOfferRequest, opts ...grpc.CallOption) (*SnapshotOffer, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(SnapshotOffer)
+	err := c.cc.Invoke(ctx, Node_GetSnapshotOffer_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *nodeClient) FetchSnapshot(ctx context.Context, in *FetchSnapshotRequest, opts ...grpc.CallOption) (*Template, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(Template)
+	err := c.cc.Invoke(ctx, Node_FetchSnapshot_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *nodeClient) GetSnapshotParts(ctx context.Context, in *GetSnapshotPartsRequest, opts ...grpc.CallOption) (*SnapshotParts, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(SnapshotParts)
+	err := c.cc.Invoke(ctx, Node_GetSnapshotParts_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *nodeClient) ReadSnapshot(ctx context.Context, in *ReadSnapshotRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[SnapshotPart], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &Node_ServiceDesc.Streams[1], Node_ReadSnapshot_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[ReadSnapshotRequest, SnapshotPart]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Node_ReadSnapshotClient = grpc.ServerStreamingClient[SnapshotPart]
+
 // NodeServer is the server API for Node service.
 // All implementations must embed UnimplementedNodeServer
 // for forward compatibility.
@@ -689,6 +751,15 @@ type NodeServer interface {
 	ListRegistryLogins(context.Context, *ListRegistryLoginsRequest) (*ListRegistryLoginsResponse, error)
 	SetRegistryLogin(context.Context, *SetRegistryLoginRequest) (*RegistryLogin, error)
 	DeleteRegistryLogin(context.Context, *DeleteRegistryLoginRequest) (*emptypb.Empty, error)
+	// What another node needs to fetch a snapshot of a template of this one, beside its content.
+	GetSnapshotOffer(context.Context, *GetSnapshotOfferRequest) (*SnapshotOffer, error)
+	// Makes a template as ApplyTemplate does, and has its snapshot fetched instead of built, in
+	// the background. An offer that does not fit this node is refused with the difference.
+	FetchSnapshot(context.Context, *FetchSnapshotRequest) (*Template, error)
+	// The digests of the parts of a layer of a template's snapshot; for other nodes.
+	GetSnapshotParts(context.Context, *GetSnapshotPartsRequest) (*SnapshotParts, error)
+	// Sends parts of a layer, in the order in which they are asked for; for other nodes.
+	ReadSnapshot(*ReadSnapshotRequest, grpc.ServerStreamingServer[SnapshotPart]) error
 	mustEmbedUnimplementedNodeServer()
 }
 
@@ -830,6 +901,18 @@ func (UnimplementedNodeServer) SetRegistryLogin(context.Context, *SetRegistryLog
 }
 func (UnimplementedNodeServer) DeleteRegistryLogin(context.Context, *DeleteRegistryLoginRequest) (*emptypb.Empty, error) {
 	return nil, status.Error(codes.Unimplemented, "method DeleteRegistryLogin not implemented")
+}
+func (UnimplementedNodeServer) GetSnapshotOffer(context.Context, *GetSnapshotOfferRequest) (*SnapshotOffer, error) {
+	return nil, status.Error(codes.Unimplemented, "method GetSnapshotOffer not implemented")
+}
+func (UnimplementedNodeServer) FetchSnapshot(context.Context, *FetchSnapshotRequest) (*Template, error) {
+	return nil, status.Error(codes.Unimplemented, "method FetchSnapshot not implemented")
+}
+func (UnimplementedNodeServer) GetSnapshotParts(context.Context, *GetSnapshotPartsRequest) (*SnapshotParts, error) {
+	return nil, status.Error(codes.Unimplemented, "method GetSnapshotParts not implemented")
+}
+func (UnimplementedNodeServer) ReadSnapshot(*ReadSnapshotRequest, grpc.ServerStreamingServer[SnapshotPart]) error {
+	return status.Error(codes.Unimplemented, "method ReadSnapshot not implemented")
 }
 func (UnimplementedNodeServer) mustEmbedUnimplementedNodeServer() {}
 func (UnimplementedNodeServer) testEmbeddedByValue()              {}
@@ -1637,6 +1720,71 @@ func _Node_DeleteRegistryLogin_Handler(srv interface{}, ctx context.Context, dec
 	return interceptor(ctx, in, info, handler)
 }
 
+func _Node_GetSnapshotOffer_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(GetSnapshotOfferRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).GetSnapshotOffer(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_GetSnapshotOffer_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).GetSnapshotOffer(ctx, req.(*GetSnapshotOfferRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Node_FetchSnapshot_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(FetchSnapshotRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).FetchSnapshot(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_FetchSnapshot_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).FetchSnapshot(ctx, req.(*FetchSnapshotRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Node_GetSnapshotParts_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(GetSnapshotPartsRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).GetSnapshotParts(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_GetSnapshotParts_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).GetSnapshotParts(ctx, req.(*GetSnapshotPartsRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Node_ReadSnapshot_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(ReadSnapshotRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(NodeServer).ReadSnapshot(m, &grpc.GenericServerStream[ReadSnapshotRequest, SnapshotPart]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Node_ReadSnapshotServer = grpc.ServerStreamingServer[SnapshotPart]
+
 // Node_ServiceDesc is the grpc.ServiceDesc for Node service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -1816,11 +1964,28 @@ var Node_ServiceDesc = grpc.ServiceDesc{
 			MethodName: "DeleteRegistryLogin",
 			Handler:    _Node_DeleteRegistryLogin_Handler,
 		},
+		{
+			MethodName: "GetSnapshotOffer",
+			Handler:    _Node_GetSnapshotOffer_Handler,
+		},
+		{
+			MethodName: "FetchSnapshot",
+			Handler:    _Node_FetchSnapshot_Handler,
+		},
+		{
+			MethodName: "GetSnapshotParts",
+			Handler:    _Node_GetSnapshotParts_Handler,
+		},
 	},
 	Streams: []grpc.StreamDesc{
 		{
 			StreamName:    "Watch",
 			Handler:       _Node_Watch_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "ReadSnapshot",
+			Handler:       _Node_ReadSnapshot_Handler,
 			ServerStreams: true,
 		},
 	},

@@ -24,7 +24,7 @@ type Pool struct {
 // These fields are in no API. An API can lack further ones, which its test
 // adds.
 var (
-	LeftOfTemplate = Same(ofNode, "Builds.ResourceVersion", "Builds.Snapshot", "Builds.Spec", "Builds.Env", "Builds.Workdir", "Builds.User", "Builds.Lineage", "Builds.TrustedCA", "Builds.Kept", "Builds.Pulled", "Builds.Outdated")
+	LeftOfTemplate = Same(ofNode, "Builds.ResourceVersion", "Builds.Snapshot", "Builds.Spec", "Builds.Env", "Builds.Workdir", "Builds.User", "Builds.Lineage", "Builds.TrustedCA", "Builds.Kept", "Builds.Pulled", "Builds.Outdated", "Builds.Fetch", "Image")
 
 	LeftOfSandbox = Both(
 		Same(ofNode, "TrustedCA", "Token", "Given"),

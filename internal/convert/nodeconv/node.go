@@ -23,7 +23,7 @@ func FromNode(n sandbox.NodeStatus) *nodev1.NodeStatus {
 		})
 	}
 	if c := n.Cordon; c != nil {
-		out.Cordon = &nodev1.Cordon{Since: fromTime(c.Since), By: string(c.By), Drain: c.Drain, Left: uint32(c.Left)}
+		out.Cordon = &nodev1.Cordon{Since: fromTime(c.Since), By: string(c.By), Drain: c.Drain, Left: uint32(c.Left), Sealed: uint32(c.Sealed)}
 		for _, p := range c.Problems {
 			out.Cordon.Problems = append(out.Cordon.Problems, &nodev1.DrainProblem{Namespace: string(p.Namespace), Name: string(p.Name), Problem: text(p.Problem)})
 		}
@@ -49,7 +49,7 @@ func ToNode(g *nodev1.NodeStatus) (sandbox.NodeStatus, error) {
 		})
 	}
 	if c := g.GetCordon(); c != nil {
-		n.Cordon = &sandbox.Cordon{Since: toTime(c.GetSince()), By: sandbox.Principal(c.GetBy()), Drain: c.GetDrain(), Left: int(c.GetLeft())}
+		n.Cordon = &sandbox.Cordon{Since: toTime(c.GetSince()), By: sandbox.Principal(c.GetBy()), Drain: c.GetDrain(), Left: int(c.GetLeft()), Sealed: int(c.GetSealed())}
 		for _, p := range c.GetProblems() {
 			n.Cordon.Problems = append(n.Cordon.Problems, sandbox.DrainProblem{Key: r.Key(p.GetNamespace(), p.GetName()), Problem: p.GetProblem()})
 		}

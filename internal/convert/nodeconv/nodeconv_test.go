@@ -55,6 +55,10 @@ func TestRoundTrip(t *testing.T) {
 	converttest.Pair[sandbox.CASpec, *nodev1.SetNamespaceCARequest]{
 		From: FromCASpec, To: converttest.Sure(ToCASpec), Added: converttest.Same("the caller adds it", "Namespace"),
 	}.Check(t)
+	converttest.Pair[sandbox.FetchRequest, *nodev1.FetchSnapshotRequest]{
+		From: FromFetch, To: ToFetch, Change: func(r *sandbox.FetchRequest) { r.Spec.Ready.Port, r.Spec.Ready.Delay = 0, 0 },
+	}.Check(t)
+	converttest.Pair[sandbox.Offer, *nodev1.SnapshotOffer]{From: FromOffer, To: ToOffer}.Check(t)
 	converttest.Pair[sandbox.NamespaceCA, *nodev1.NamespaceCA]{From: FromNamespaceCA, To: ToNamespaceCA}.Check(t)
 }
 

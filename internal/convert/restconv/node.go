@@ -22,7 +22,7 @@ func FromNode(n sandbox.NodeStatus) rest.Node {
 		})
 	}
 	if c := n.Cordon; c != nil {
-		out.Cordon = &rest.Cordon{Since: c.Since, By: string(c.By), Drain: c.Drain, Left: c.Left}
+		out.Cordon = &rest.Cordon{Since: c.Since, By: string(c.By), Drain: c.Drain, Left: c.Left, Sealed: c.Sealed}
 		for _, p := range c.Problems {
 			out.Cordon.Problems = append(out.Cordon.Problems, rest.DrainProblem{Namespace: string(p.Namespace), Name: string(p.Name), Problem: p.Problem})
 		}
@@ -46,7 +46,7 @@ func ToNode(g rest.Node) (sandbox.NodeStatus, error) {
 		})
 	}
 	if c := g.Cordon; c != nil {
-		n.Cordon = &sandbox.Cordon{Since: c.Since, By: sandbox.Principal(c.By), Drain: c.Drain, Left: c.Left}
+		n.Cordon = &sandbox.Cordon{Since: c.Since, By: sandbox.Principal(c.By), Drain: c.Drain, Left: c.Left, Sealed: c.Sealed}
 		for _, p := range c.Problems {
 			n.Cordon.Problems = append(n.Cordon.Problems, sandbox.DrainProblem{Key: r.Key(p.Namespace, p.Name), Problem: p.Problem})
 		}

@@ -34,6 +34,7 @@ import (
 	restserver "agentrun.dev/internal/server/rest"
 	"agentrun.dev/internal/storage/image"
 	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/storage/peer"
 	"agentrun.dev/internal/storage/seal"
 )
 
@@ -59,6 +60,8 @@ type Config struct {
 	// a certificate of the CAs in NodeFiles; empty is none.
 	NodeListen string
 	NodeFiles  access.MutualFiles
+	// Serves bounds what other nodes read of this one.
+	Serves peer.Limits
 	// Domain is that of the host names of ports, PORT-ID.DOMAIN; empty has none.
 	Domain string
 	// AllowOrigins are those of pages that may open terminals, beside the
@@ -101,7 +104,10 @@ func Socket(dir string) string { return filepath.Join(dir, socketName) }
 // NodeSocket is the path of the socket of the gRPC API for a controller.
 func NodeSocket(dir string) string { return filepath.Join(dir, nodeName) }
 
-var _ server.Service = (*node.Manager)(nil)
+var (
+	_ server.Service   = (*node.Manager)(nil)
+	_ server.Snapshots = (*node.Manager)(nil)
+)
 
 // Daemon is an open daemon.
 type Daemon struct {
@@ -173,7 +179,7 @@ func Open(ctx context.Context, cfg Config) (_ *Daemon, err error) {
 	d.manager, err = node.Open(ctx, node.Config{
 		Dir: cfg.Dir, Engine: d.engine, Boot: boot, NodeID: cfg.NodeID, Codes: cfg.Codes, Capacity: cfg.Capacity, StorageReserve: cfg.StorageReserve,
 		Key: key, Log: cfg.Log,
-		Observer: d.work, Network: network,
+		Observer: d.work, Network: network, Peers: d.openPeers(), Serves: cfg.Serves,
 		Images:  template.Images{Store: cfg.Images},
 		Builder: &template.Builder{Engine: d.engine, Images: cfg.Images, Pull: cfg.Pull, Guard: d.guard, PlainRoots: cfg.Engine == pick.GVisor},
 	})
@@ -283,7 +289,7 @@ func (d *Daemon) serve(endpoint string) {
 
 func (d *Daemon) serverConfig(endpoint string) server.Config {
 	return server.Config{
-		Service: d.manager, Access: d.access, Audit: d.audit, Version: d.cfg.Version, Endpoint: endpoint, Log: d.cfg.Log,
+		Service: d.manager, Snapshots: d.manager, Access: d.access, Audit: d.audit, Version: d.cfg.Version, Endpoint: endpoint, Log: d.cfg.Log,
 		Work: d.work, Contexts: d.contexts, Readiness: &d.ready,
 	}
 }

@@ -144,12 +144,12 @@ func Config(t testing.TB, m *node.Manager) (cfg server.Config, key string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return server.Config{Service: m, Access: keys, Audit: trail, Log: slog.New(slog.DiscardHandler)}, key
+	return server.Config{Service: m, Snapshots: m, Access: keys, Audit: trail, Log: slog.New(slog.DiscardHandler)}, key
 }
 
 // Config is that of a server of the node.
 func (n *Node) Config() server.Config {
-	return server.Config{Service: n.Manager, Access: n.Access, Audit: n.Trail, Version: "test", Log: n.Log}
+	return server.Config{Service: n.Manager, Snapshots: n.Manager, Access: n.Access, Audit: n.Trail, Version: "test", Log: n.Log}
 }
 
 // Events are those of the audit log.

@@ -34,7 +34,10 @@ type Builder struct {
 	PlainRoots bool
 }
 
-var _ node.Builder = (*Builder)(nil)
+var (
+	_ node.Builder       = (*Builder)(nil)
+	_ node.ImageResolver = (*Builder)(nil)
+)
 
 // machine is what a template is built in. Sandboxes that somebody uses go before it.
 func machine(spec sandbox.TemplateSpec, root *os.File) engine.Spec {
@@ -149,6 +152,11 @@ func (b *Builder) Rehearse(ctx context.Context, spec sandbox.TemplateSpec, sb en
 func (b *Builder) find(ctx context.Context, req node.BuildRequest) (*image.Handle, *image.Image, error) {
 	text := req.Spec.Image
 	img, err := b.Images.ResolveIn(string(req.Namespace), text)
+	if req.Image != "" && (err != nil || string(img.Digest) != req.Image) {
+		if pinned, there := b.Images.ResolveIn(string(req.Namespace), req.Image); there == nil { // its name may be another's by now
+			img, err = pinned, nil
+		}
+	}
 	if errors.Is(err, image.ErrNotFound) {
 		img, err = b.pull(ctx, req, err)
 	}
@@ -158,6 +166,9 @@ func (b *Builder) find(ctx context.Context, req node.BuildRequest) (*image.Handl
 	if err != nil {
 		return nil, nil, fmt.Errorf("image %s: %w", text, err)
 	}
+	if req.Image != "" && string(img.Digest) != req.Image {
+		return nil, nil, fmt.Errorf("image %s is %s now, and the template was applied when it was %s, which is not here: apply it again to take the new one", text, img.Digest, req.Image)
+	}
 	handle, err := b.Images.Open(ctx, img.Digest)
 	if errors.Is(err, image.ErrNotFound) { // it was dropped with the last template that had it
 		err = fmt.Errorf("%w: %w", node.ErrInterrupted, err)
@@ -166,6 +177,32 @@ func (b *Builder) find(ctx context.Context, req node.BuildRequest) (*image.Handl
 		return nil, nil, fmt.Errorf("image %s: %w", text, err)
 	}
 	return handle, img, nil
+}
+
+// resolving is how long a registry may take to say which image a name leads to.
+const resolving = 10 * time.Second
+
+// ResolveImage implements node.ImageResolver. A registry that has no answer is no error: whoever
+// builds asks it again, and says why.
+func (b *Builder) ResolveImage(ctx context.Context, n sandbox.Namespace, name string, credentials node.Credentials) string {
+	img, err := b.Images.ResolveIn(string(n), name)
+	if err == nil {
+		return string(img.Digest)
+	}
+	if !errors.Is(err, image.ErrNotFound) {
+		return "" // the build says what is wrong
+	}
+	ref, err := image.ParseReference(name)
+	if err != nil {
+		return "" // likewise
+	}
+	ctx, cancel := context.WithTimeout(ctx, resolving)
+	defer cancel()
+	digest, err := image.Lookup(ctx, ref, b.pullOptions(n, credentials))
+	if err != nil {
+		return "" // likewise
+	}
+	return string(digest)
 }
 
 // pull pulls an image for the namespace of a template, where it was not found.
@@ -182,9 +219,14 @@ func (b *Builder) pull(ctx context.Context, req node.BuildRequest, notFound erro
 		return nil, err
 	}
 	say(req.Log, "pull %s", ref)
+	return b.Images.Pull(ctx, ref, b.pullOptions(req.Namespace, req.Credentials))
+}
+
+// pullOptions are those of whatever the node asks a registry for a namespace.
+func (b *Builder) pullOptions(n sandbox.Namespace, credentials node.Credentials) image.PullOptions {
 	o := b.Pull
-	o.Tenant = &image.Tenant{Namespace: string(req.Namespace), Credentials: req.Credentials, Guard: b.Guard}
-	return b.Images.Pull(ctx, ref, o)
+	o.Tenant = &image.Tenant{Namespace: string(n), Credentials: credentials, Guard: b.Guard}
+	return o
 }
 
 // DropImage takes an image's name away that no template of a namespace has any more.

@@ -69,6 +69,10 @@ var methods = map[string]method{
 	nodev1.Node_ListRegistryLogins_FullMethodName:  {operation: "listRegistryLogins"},
 	nodev1.Node_SetRegistryLogin_FullMethodName:    {operation: "putRegistryLogin"},
 	nodev1.Node_DeleteRegistryLogin_FullMethodName: {operation: "deleteRegistryLogin"},
+	nodev1.Node_GetSnapshotOffer_FullMethodName: {operation: "getSnapshotOffer"},
+	nodev1.Node_FetchSnapshot_FullMethodName:    {"fetchSnapshot", sandbox.KindTemplate, "name"},
+	nodev1.Node_GetSnapshotParts_FullMethodName: {operation: "getSnapshotParts"},
+	nodev1.Node_ReadSnapshot_FullMethodName:     {operation: "readSnapshot"},
 
 	nodev1.Node_ForkSandbox_FullMethodName: {"forkSandbox", sandbox.KindSandbox, "source"},
 	nodev1.Node_GetFork_FullMethodName:     {"getFork", sandbox.KindFork, "name"},

@@ -40,8 +40,11 @@ func (c call) event(ctx context.Context, who access.Principal, stage audit.Stage
 	if r, ok := c.req.(interface{ GetNamespace() string }); ok {
 		e.Namespace = server.Trimmed(r.GetNamespace())
 	}
-	if r, ok := c.req.(interface{ GetName() string }); ok {
+	switch r := c.req.(type) {
+	case interface{ GetName() string }:
 		e.Object = server.TrimmedTo(r.GetName(), server.MaxObject)
+	case interface{ GetSnapshot() string }:
+		e.Object = server.TrimmedTo(r.GetSnapshot(), server.MaxObject)
 	}
 	return e
 }

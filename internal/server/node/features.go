@@ -46,6 +46,13 @@ var features = []feature{
 		"agentrun.node.v1.ForkSandboxRequest.children", "agentrun.node.v1.ForkSandboxRequest.atomic", "agentrun.node.v1.ForkSandboxRequest.checkpoint",
 		"agentrun.node.v1.ForkChild.name", "agentrun.node.v1.ForkChild.owner", "agentrun.node.v1.ForkChild.token_sha256",
 	}},
+	{
+		name: "snapshots",
+		methods: []string{
+			nodev1.Node_GetSnapshotOffer_FullMethodName, nodev1.Node_FetchSnapshot_FullMethodName,
+			nodev1.Node_GetSnapshotParts_FullMethodName, nodev1.Node_ReadSnapshot_FullMethodName,
+		},
+	},
 	{name: "expires", fields: []protoreflect.FullName{"agentrun.node.v1.Lifetime.expires", "agentrun.node.v1.ExtendSandboxRequest.expires"}},
 	{name: "preconditions", fields: []protoreflect.FullName{
 		"agentrun.node.v1.Precondition.id", "agentrun.node.v1.Precondition.owner", "agentrun.node.v1.Precondition.resource_version",

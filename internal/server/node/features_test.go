@@ -189,6 +189,16 @@ func TestOneVersionApart(t *testing.T) {
 				return not(err, sandbox.CodeNotFound)
 			},
 		},
+		"snapshots": {
+			func(s *remote.Service) error {
+				_, err := s.SnapshotOffer(c.ctx, strings.Repeat("0", 64))
+				return not(err, sandbox.CodeNotFound)
+			},
+			func(s *remote.Service) error {
+				_, err := s.FetchTemplate(c.ctx, sandbox.FetchRequest{Key: k("fetched")})
+				return not(err, sandbox.CodeInvalid)
+			},
+		},
 		"preconditions": {
 			func(s *remote.Service) error {
 				_, err := s.Kill(c.ctx, k("gone"), sandbox.Precondition{Owner: "x"})

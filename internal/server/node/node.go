@@ -355,7 +355,8 @@ func checkMessage(method string, req any) error {
 	if !ok {
 		return sandbox.Errorf(sandbox.CodeInternal, "%T is no message", req)
 	}
-	if method != nodev1.Node_ApplyTemplate_FullMethodName && proto.Size(m) > server.MaxBody {
+	large := method == nodev1.Node_ApplyTemplate_FullMethodName || method == nodev1.Node_FetchSnapshot_FullMethodName
+	if !large && proto.Size(m) > server.MaxBody {
 		return sandbox.Errorf(server.CodeTooLarge, "the message has more than %d bytes", server.MaxBody)
 	}
 	return checkFields(m.ProtoReflect())

@@ -30,6 +30,9 @@ type Target struct {
 	Files access.MutualFiles
 	// Failed is told of files that cannot be used; the ones before go on.
 	Failed func(error)
+	// Window is how many bytes of answers a node may send ahead, on one call and on all; 0 leaves
+	// that to gRPC, which begins with 64 KiB.
+	Window int32
 	// Look is how often the files are looked at; 0 is access.LookEvery.
 	Look time.Duration
 }
@@ -91,13 +94,17 @@ func Dial(t Target) (*Conn, error) {
 }
 
 func (c *Conn) open() (*link, error) {
-	conn, err := grpc.NewClient("passthrough:///"+c.target.Address,
+	var more []grpc.DialOption
+	if w := c.target.Window; w > 0 {
+		more = append(more, grpc.WithInitialWindowSize(w), grpc.WithInitialConnWindowSize(w))
+	}
+	conn, err := grpc.NewClient("passthrough:///"+c.target.Address, append(more,
 		grpc.WithTransportCredentials(credentials.NewTLS(c.end.Now().Client(c.target.Node))),
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: pingTime, Timeout: pingTimeout}),
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxAnswer)),
 		grpc.WithMaxHeaderListSize(server.MaxHeader),
 		grpc.WithConnectParams(grpc.ConnectParams{Backoff: retries, MinConnectTimeout: maxConnect}),
-	)
+	)...)
 	if err != nil {
 		return nil, fmt.Errorf("reach the node at %s: %w", c.target.Address, err)
 	}

@@ -130,6 +130,37 @@ func (r *Repository) manifest(ctx context.Context, platform Platform, bounded bo
 	return readManifest(img, platform)
 }
 
+// Lookup asks a registry which image a reference leads to, and fetches no more of it than its
+// manifest.
+func Lookup(ctx context.Context, ref Reference, o PullOptions) (Digest, error) {
+	digest, err := lookup(ctx, ref, o)
+	if err != nil {
+		return "", fmt.Errorf("look up %s: %w", ref, explain(err, ref))
+	}
+	return digest, nil
+}
+
+func lookup(ctx context.Context, ref Reference, o PullOptions) (Digest, error) {
+	platform, err := o.platform()
+	if err != nil {
+		return "", err
+	}
+	r, err := o.Registries.open(ref, o.Tenant, remote.WithPlatform(platform.v1()))
+	if err != nil {
+		return "", err
+	}
+	defer r.Close()
+	img, err := resolveRemote(ctx, r.puller, r.at, platform)
+	if err != nil {
+		return "", err
+	}
+	raw, err := img.Digest()
+	if err != nil {
+		return "", err
+	}
+	return ParseDigest(raw.String())
+}
+
 // resolveRemote asks the registry for the manifest of the platform's image.
 func resolveRemote(ctx context.Context, puller *remote.Puller, at name.Reference, platform Platform) (v1.Image, error) {
 	desc, err := puller.Get(ctx, at)

@@ -52,6 +52,9 @@ func TestPull(t *testing.T) {
 			last = p
 		}
 	}
+	if d, err := Lookup(t.Context(), ref, o); err != nil || d != digestOf(t, img) || len(phases) > 0 {
+		t.Errorf("looked up: %s, %v, %v", d, err, phases)
+	}
 	got, err := s.Pull(t.Context(), ref, o)
 	if err != nil {
 		t.Fatal(err)

@@ -1,0 +1,320 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"time"
+
+	"agentrun.dev/internal/durable"
+	"agentrun.dev/internal/node/journal"
+	"agentrun.dev/internal/sandbox"
+	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/storage/peer"
+	"agentrun.dev/internal/storage/snapshot"
+)
+
+// A snapshot that is fetched is a build that is done in another way: it waits, is tried again,
+// goes on after a restart, is replaced and deleted as all are.
+
+// Peers is how snapshots of other nodes come here.
+type Peers interface {
+	// Dial makes a peer of an address. Nothing is sent yet.
+	Dial(sandbox.PeerAddress) (Peer, error)
+	// Pull makes a snapshot in the new folder dir of a pack in a registry.
+	Pull(ctx context.Context, pack, dir string, o PullRequest) (*snapshot.Snapshot, error)
+}
+
+// Peer is another node.
+type Peer interface {
+	peer.Source
+	io.Closer
+}
+
+// PullRequest is how a pack is pulled.
+type PullRequest struct {
+	// Accept refuses another snapshot before its content is fetched.
+	Accept func(snapshot.Manifest) error
+	// Lend gives a snapshot that is here and has a layer, or nil.
+	Lend func(layer.Ref) *snapshot.Snapshot
+}
+
+// fetches is how many snapshots are fetched at once.
+const fetches = 4
+
+// orderFile has the manifest of a snapshot that is to be fetched for a build.
+func (m *Manager) orderFile(id sandbox.ID) string {
+	return filepath.Join(m.cfg.Dir, fetchingDir, string(id)+".manifest")
+}
+
+// partsDir has what was fetched so far of a snapshot.
+func (m *Manager) partsDir(digest string) string {
+	return filepath.Join(m.cfg.Dir, fetchingDir, digest)
+}
+
+// FetchTemplate makes a template or changes it, as ApplyTemplate does, and has its snapshot
+// fetched from other nodes where it would be built. What does not fit is refused.
+func (m *Manager) FetchTemplate(ctx context.Context, r sandbox.FetchRequest) (sandbox.Template, error) {
+	if err := errors.Join(m.beginMaking(), sandbox.MayGive(ctx, r.Owner)); err != nil {
+		return sandbox.Template{}, err
+	}
+	if err := r.Validate(); err != nil {
+		return sandbox.Template{}, err
+	}
+	if m.cfg.Peers == nil {
+		return sandbox.Template{}, errFetchesNone()
+	}
+	if err := m.checkDisk(r.Spec); err != nil {
+		return sandbox.Template{}, err
+	}
+	what, err := m.checkOffer(r.Offer, r.Spec)
+	if err != nil {
+		return sandbox.Template{}, err
+	}
+	_, ca, err := m.templateCA(r.Namespace, r.Spec)
+	if err != nil {
+		return sandbox.Template{}, fmt.Errorf("fetch template %s: %w", r.Key, err)
+	}
+	t := sandbox.Template{Key: r.Key, Spec: r.Spec, Revision: r.Offer.Revision, Created: time.Now().UTC()}
+	if t.Image, err = revisionOf(r.Offer, what.built, r.Spec, ca); err != nil {
+		return sandbox.Template{}, err
+	}
+	defer m.templateTurns.lock(r.Key)()
+	if err := m.orderFetch(ctx, r, &t); err != nil {
+		return sandbox.Template{}, fmt.Errorf("fetch template %s: %w", r.Key, err)
+	}
+	return t, nil
+}
+
+func errFetchesNone() error {
+	return sandbox.Errorf(sandbox.CodeUnimplemented, "this daemon fetches no snapshots").Try("Start it with --node-listen and the certificate of a node")
+}
+
+// orderFetch writes down what is to be fetched, and begins with it. The caller has the turn of the
+// template.
+func (m *Manager) orderFetch(ctx context.Context, r sandbox.FetchRequest, t *sandbox.Template) error {
+	if r.Offer.Stage == sandbox.AfterInit {
+		// A template's own build is that of the other stage.
+		now, err := m.Template(ctx, r.Key)
+		if err != nil && !sandbox.HasCode(err, sandbox.CodeNotFound) {
+			return err
+		}
+		if now.Revision != t.Revision {
+			return sandbox.Errorf(sandbox.CodeConflict, "the template %s has not that revision here", r.Name).
+				Because("a snapshot of stage %s is fetched for a template that is there", sandbox.AfterInit).
+				Try("Fetch the snapshot of stage %s first", sandbox.AfterReady)
+		}
+	}
+	id := sandbox.NewID()
+	if err := durable.WriteFile(m.orderFile(id), r.Offer.Manifest, 0o600); err != nil {
+		return err
+	}
+	err := m.writeTemplate(ctx, t, r.Owner, r.Offer.Stage, &sandbox.Build{
+		Template: t.Key, Revision: t.Revision, Stage: r.Offer.Stage, Phase: sandbox.PhasePending, Started: time.Now().UTC(), Snapshot: id,
+		Fetch: &sandbox.FetchOrder{Digest: r.Offer.Digest, Built: r.Offer.Built, Peers: r.Peers, Pack: r.Pack},
+	})
+	b, lookErr := m.build(buildKey{Template: t.Key, Revision: t.Revision, Stage: r.Offer.Stage})
+	if lookErr != nil || b.Snapshot != id { // it is there, or is being built
+		err = errors.Join(err, os.Remove(m.orderFile(id)))
+	}
+	return err
+}
+
+// dropOrder removes what was kept for a build that is over, or that nobody wants any more. b is
+// the build as it began.
+func (m *Manager) dropOrder(b sandbox.Build) {
+	if b.Fetch == nil || m.ctx.Err() != nil { // the next daemon goes on
+		return
+	}
+	err := os.Remove(m.orderFile(b.Snapshot))
+	if errors.Is(err, fs.ErrNotExist) {
+		err = nil
+	}
+	done, turnErr := m.partsTurns.take(m.ctx, b.Fetch.Digest)
+	if turnErr != nil { // the daemon ends
+		return
+	}
+	defer done()
+	wanted := false
+	err = errors.Join(err, m.db.View(func(tx *journal.Tx) error {
+		return builds.Each(tx, "", func(_ string, other sandbox.Build) error {
+			wanted = wanted || other.Fetch != nil && other.Fetch.Digest == b.Fetch.Digest
+			return nil
+		})
+	}))
+	if !wanted {
+		err = errors.Join(err, os.RemoveAll(m.partsDir(b.Fetch.Digest)))
+	}
+	if err != nil {
+		m.cfg.Log.Error("remove what was fetched", "template", b.Template, "error", err)
+	}
+}
+
+// tryFetch is one attempt to fetch. Without an error the snapshot is there.
+func (m *Manager) tryFetch(ctx context.Context, run *build, b *sandbox.Build) error {
+	release, err := m.fetchTurns.take(ctx, b.Template.Namespace)
+	if err != nil {
+		return err
+	}
+	defer release()
+	done, err := m.partsTurns.take(ctx, b.Fetch.Digest)
+	if err != nil {
+		return err
+	}
+	defer done()
+	b.Attempts++
+	if m.cfg.Peers == nil {
+		return errFetchesNone()
+	}
+	what, err := m.readOrder(*b, run.spec)
+	if err != nil {
+		return err
+	}
+	stored, err := m.admitFetch(*b, what.manifest)
+	if err != nil {
+		return err
+	}
+	defer stored()
+	b.Phase, b.Problem, b.Started, b.Next = sandbox.PhaseBuilding, "", time.Now().UTC(), time.Time{}
+	if err := m.putBuild(*b); err != nil {
+		return err
+	}
+	m.noticePools()
+	dir := m.snapshotDir(b.Snapshot)
+	if err := m.removeSnapshot(dir); err != nil { // of a daemon that was killed
+		return err
+	}
+	if b.Attempts > 1 {
+		_, _ = fmt.Fprintf(run.log, "== attempt %d\n", b.Attempts) // for people
+	}
+	storing, stop := m.room.watch(ctx)
+	defer stop()
+	progress, err := m.fetch(storing, run, *b, what, dir)
+	if progress {
+		run.interrupted = 0
+	}
+	if err = whyNot(storing, err); err != nil {
+		return errors.Join(err, m.removeSnapshot(dir))
+	}
+	stored()
+	b.Built = what.built
+	if err := m.countBuild(b, run.spec.Image); err != nil {
+		return errors.Join(err, m.removeSnapshot(dir))
+	}
+	b.Pulled, b.Spec = 0, &run.spec
+	return nil
+}
+
+// readOrder reads what is to be fetched. It fitted once; AgentRun may have been updated since.
+func (m *Manager) readOrder(b sandbox.Build, spec sandbox.TemplateSpec) (what offer, err error) {
+	manifest, err := os.ReadFile(m.orderFile(b.Snapshot))
+	if err != nil {
+		return what, fmt.Errorf("the manifest of the snapshot is not here any more, fetch the template again: %w", err)
+	}
+	return m.checkOffer(sandbox.Offer{Digest: b.Fetch.Digest, Manifest: manifest, Built: b.Fetch.Built}, spec)
+}
+
+// admitFetch sees to it that there is room for what is fetched. stored is called when it is there,
+// or will not be; it may be called twice.
+func (m *Manager) admitFetch(b sandbox.Build, manifest snapshot.Manifest) (stored func(), err error) {
+	var all uint64 // a build counts with all that it has
+	for _, blob := range peer.Blobs(manifest) {
+		all += blob.Size
+	}
+	missing := peer.Missing(manifest, m.lend)
+	var there snapshot.Usage
+	if _, err := there.Add(m.partsDir(b.Fetch.Digest)); err != nil {
+		return nil, err
+	}
+	left, err := m.room.pledge(missing - min(missing, there.Bytes))
+	if err != nil {
+		return nil, err
+	}
+	if err := m.capacity.store(b.Template.Namespace, all); err != nil {
+		left()
+		return nil, err
+	}
+	open := true
+	return func() {
+		if open {
+			open = false
+			left()
+			m.capacity.discard(b.Template.Namespace, all)
+		}
+	}, nil
+}
+
+// fetch makes the snapshot of what peers have, or of a pack. progress says that something has come.
+func (m *Manager) fetch(ctx context.Context, run *build, b sandbox.Build, what offer, dir string) (progress bool, err error) {
+	var sources []peer.Source
+	for _, p := range b.Fetch.Peers {
+		of, err := m.cfg.Peers.Dial(p)
+		if err != nil {
+			_, _ = fmt.Fprintf(run.log, "== %s is left out: %v\n", p.Node, err) // for people
+			continue
+		}
+		defer func() { _ = of.Close() }() // nothing is under way on it
+		sources = append(sources, of)
+	}
+	if len(b.Fetch.Peers) > 0 {
+		snap, result, err := peer.Fetch(ctx, what.manifest, m.partsDir(b.Fetch.Digest), dir, peer.Options{Sources: sources, Lend: m.lend, Log: run.log})
+		if err == nil {
+			m.cfg.Log.Info("fetched a snapshot", "template", b.Template, "snapshot", what.id.String(), "fetched", result.Fetched, "found", result.Found, "lent", result.Lent)
+			return true, snap.Close()
+		}
+		if progress = result.Fetched > 0; ctx.Err() != nil {
+			return progress, err
+		}
+		if b.Fetch.Pack == "" {
+			var missing *peer.MissingError
+			switch {
+			case !errors.As(err, &missing):
+			case missing.Busy: // it is tried until it is its turn
+				err = sandbox.Errorf(sandbox.CodeCapacity, "the nodes that have the snapshot serve others").Because("%v", err)
+			default:
+				err = fmt.Errorf("%w: %w", ErrInterrupted, err)
+			}
+			return progress, err
+		}
+		_, _ = fmt.Fprintf(run.log, "== %v\n", err) // for people
+	}
+	_, _ = fmt.Fprintf(run.log, "== pull %s\n", b.Fetch.Pack) // likewise
+	snap, err := m.cfg.Peers.Pull(ctx, b.Fetch.Pack, dir, PullRequest{Lend: m.lend, Accept: func(got snapshot.Manifest) error {
+		id, err := peer.IDOf(got)
+		if err == nil && id != what.id {
+			err = fmt.Errorf("the pack is of snapshot %s, not of %s", id, what.id)
+		}
+		return err
+	}})
+	if err != nil {
+		return progress, err
+	}
+	return true, snap.Close()
+}
+
+// lend finds a snapshot of a template that has a layer; nil is none.
+func (m *Manager) lend(ref layer.Ref) *snapshot.Snapshot {
+	dirs, err := filepath.Glob(filepath.Join(m.cfg.Dir, snapshotsDir, "*"))
+	if err != nil {
+		return nil
+	}
+	for _, dir := range dirs {
+		manifest, err := snapshot.ReadManifest(dir)
+		if err != nil || manifest.Private { // it is being made, or being removed
+			continue
+		}
+		for _, has := range manifest.Layers() {
+			if has != ref {
+				continue
+			}
+			if snap, err := snapshot.Open(dir); err == nil {
+				return snap
+			}
+		}
+	}
+	return nil
+}

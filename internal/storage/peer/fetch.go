@@ -1,0 +1,385 @@
+package peer
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"agentrun.dev/internal/storage/layer"
+	"agentrun.dev/internal/storage/snapshot"
+)
+
+// Source is a peer that is asked. Its methods end with their context, and are safe for
+// concurrent use. Nothing of what it says is believed.
+type Source interface {
+	// Name is for people.
+	Name() string
+	// Digests gives a page of the digests of a blob's parts, from a part on.
+	Digests(ctx context.Context, snap snapshot.ID, blob layer.Digest, from uint32) (Digests, error)
+	// Read asks for parts, and calls each with what comes, one call at a time. It returns the
+	// error of each.
+	Read(ctx context.Context, snap snapshot.ID, blob layer.Digest, parts []uint32, each func(number uint32, content []byte) error) error
+}
+
+// Bounds of a fetch.
+const (
+	// Stall is how long nothing may come from a peer that was asked for parts.
+	Stall = 20 * time.Second
+	// listing is how long a peer may take for digests, beside a second for each hashed of
+	// the layer: it may have to hash it first.
+	listing = 30 * time.Second
+	hashed  = 64 << 20
+	// least is how long a fetch may take, beside a second for each MiB.
+	least = 10 * time.Minute
+	// workers is how many reads of one peer are under way.
+	workers = 2
+)
+
+// Options are how a snapshot is fetched.
+type Options struct {
+	// Sources are asked, all at once.
+	Sources []Source
+	// Lend gives a snapshot that is here and has a layer, which need not be fetched then;
+	// or nil. It is closed after use.
+	Lend func(layer.Ref) *snapshot.Snapshot
+	// Log is told what happens, for people; nil is nobody.
+	Log io.Writer
+	// Stall is how long nothing may come from a peer; 0 is the constant.
+	Stall time.Duration
+	// late is after how long others are asked, too, for what a peer was asked for; 0 is a
+	// quarter of Stall.
+	late time.Duration
+}
+
+// Result is what a fetch took.
+type Result struct {
+	// Fetched is how many bytes of content have come, Found how many of what an earlier
+	// attempt had fetched were there, Lent what other snapshots here had.
+	Fetched, Found, Lent uint64
+}
+
+// MissingError says what no peer has given.
+type MissingError struct {
+	Parts, Of, Layers int
+	// Why is what was wrong with each peer; Busy is that one only serves enough others.
+	Why  []string
+	Busy bool
+}
+
+func (e *MissingError) Error() string {
+	text := fmt.Sprintf("%d of %d parts of %d layers are missing", e.Parts, e.Of, e.Layers)
+	if len(e.Why) == 0 {
+		return text + ", and no peer is left to be asked"
+	}
+	return text + ": " + strings.Join(e.Why, "; ")
+}
+
+// Missing is how many bytes a fetch has to bring here at most, zeros included: those of layers
+// that nobody lends.
+func Missing(m snapshot.Manifest, lend func(layer.Ref) *snapshot.Snapshot) (bytes uint64) {
+	for _, b := range Blobs(m) {
+		if lent := lendOf(lend, m, b); lent != nil {
+			_ = lent.Close() // only looked at
+			continue
+		}
+		bytes += b.Size
+	}
+	return bytes
+}
+
+func lendOf(lend func(layer.Ref) *snapshot.Snapshot, m snapshot.Manifest, b Blob) *snapshot.Snapshot {
+	if lend == nil || b == Blob(m.State) {
+		return nil
+	}
+	return lend(layer.Ref(b))
+}
+
+// Fetch makes a snapshot at dir of what peers have. What comes is kept in the folder parts,
+// whose parent exists, and found there by the next attempt; the caller removes it.
+func Fetch(ctx context.Context, m snapshot.Manifest, parts, dir string, o Options) (*snapshot.Snapshot, Result, error) {
+	f, err := newFetch(m, parts, o)
+	if err != nil {
+		return nil, Result{}, fmt.Errorf("fetch snapshot: %w", err)
+	}
+	var size uint64
+	for _, b := range f.blobs {
+		size += b.Size
+	}
+	ctx, cancel := context.WithTimeout(ctx, least+time.Duration(size/PartSize)*time.Second)
+	defer cancel()
+	snap, err := f.all(ctx, dir)
+	if err != nil {
+		err = fmt.Errorf("fetch snapshot %s: %w", f.id, err)
+	}
+	return snap, f.result, err
+}
+
+// fetch is one attempt.
+type fetch struct {
+	Options
+	id       snapshot.ID
+	manifest snapshot.Manifest
+	blobs    []Blob
+	dir      string
+	sources  []*source
+	lent     map[layer.Digest]bool
+	told     map[layer.Digest]told // the digests of parts of blobs
+
+	mu     sync.Mutex // protects result
+	result Result
+}
+
+// source is a peer, and why it is not asked any more.
+type source struct {
+	Source
+	mu   sync.Mutex // protects all following fields
+	left error      // nil: it is asked
+	// busy is why it was not asked for more, though it is no worse than others.
+	busy error
+	// byDigests is the error of a part that was not what a list of digests says: the list may
+	// be wrong, too.
+	byDigests bool
+}
+
+func (s *source) why() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.left
+}
+
+func (s *source) leave(err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.left == nil {
+		s.left, s.byDigests = err, errors.Is(err, ErrPart)
+	}
+}
+
+// serving is that a peer serves enough others.
+func (s *source) serving(err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.busy = err
+}
+
+// reason is why a peer has not given all.
+func (s *source) reason() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.left != nil {
+		return s.left
+	}
+	return s.busy
+}
+
+// blame leaves a peer out for good.
+func (s *source) blame(err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.left, s.byDigests = err, false
+}
+
+// forgive has a peer asked again that was left out because of a list of digests.
+func (s *source) forgive() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.byDigests {
+		s.left, s.byDigests = nil, false
+	}
+}
+
+func newFetch(m snapshot.Manifest, dir string, o Options) (*fetch, error) {
+	if err := Travels(m); err != nil {
+		return nil, err
+	}
+	id, err := IDOf(m)
+	if err != nil {
+		return nil, err
+	}
+	f := &fetch{Options: o, id: id, manifest: m, blobs: Blobs(m), dir: dir, lent: map[layer.Digest]bool{}, told: map[layer.Digest]told{}}
+	for _, b := range f.blobs {
+		if err := b.check(); err != nil {
+			return nil, err
+		}
+	}
+	for _, s := range o.Sources {
+		f.sources = append(f.sources, &source{Source: s})
+	}
+	if f.Log == nil {
+		f.Log = io.Discard
+	}
+	if f.Stall == 0 {
+		f.Stall = Stall
+	}
+	if f.late == 0 {
+		f.late = f.Stall / 4
+	}
+	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, os.ErrExist) {
+		return nil, err
+	}
+	return f, nil
+}
+
+// say writes a line for people.
+func (f *fetch) say(format string, args ...any) {
+	_, _ = fmt.Fprintf(f.Log, "== "+format+"\n", args...)
+}
+
+// all fetches all blobs and makes the snapshot. A blob whose list of digests was wrong is
+// fetched again, with another peer's list: each time a peer less is asked.
+func (f *fetch) all(ctx context.Context, dir string) (*snapshot.Snapshot, error) {
+	for {
+		for i, b := range f.blobs {
+			if err := f.blob(ctx, b); err != nil {
+				return nil, f.missing(ctx, i, err)
+			}
+		}
+		snap, err := f.commit(dir)
+		var bad *damagedError
+		if !errors.As(err, &bad) {
+			return snap, err
+		}
+		if err := f.distrust(bad.blob, "its digests of parts are not those of the layer"); err != nil {
+			return nil, err
+		}
+	}
+}
+
+// missing says what is, where that is why an attempt ends. All that is before the first blobs
+// is there.
+func (f *fetch) missing(ctx context.Context, done int, err error) error {
+	var m *MissingError
+	if ctx.Err() != nil || !errors.As(err, &m) {
+		return err
+	}
+	for _, b := range f.blobs[done+1:] {
+		if lent := lendOf(f.Lend, f.manifest, b); lent != nil {
+			_ = lent.Close() // only looked at
+			continue
+		}
+		m.Parts, m.Of, m.Layers = m.Parts+b.Parts(), m.Of+b.Parts(), m.Layers+1
+	}
+	for _, s := range f.sources {
+		if why := s.reason(); why != nil {
+			m.Why = append(m.Why, s.Name()+": "+why.Error())
+			m.Busy = m.Busy || errors.Is(why, ErrBusy)
+		}
+	}
+	return m
+}
+
+// damagedError is a blob that is complete, and not what its digest says.
+type damagedError struct{ blob Blob }
+
+func (e *damagedError) Error() string {
+	return fmt.Sprintf("layer %s: %v", e.blob.Digest, layer.ErrDamaged)
+}
+
+// commit makes the snapshot of what is there. Each layer is hashed.
+func (f *fetch) commit(dir string) (*snapshot.Snapshot, error) {
+	state, err := os.ReadFile(f.file(f.blobs[0]))
+	if err != nil {
+		return nil, err
+	}
+	if digestOfState(state) != f.blobs[0].Digest {
+		return nil, &damagedError{f.blobs[0]}
+	}
+	snap, err := snapshot.Make(dir, func(b *snapshot.Builder) (*snapshot.Snapshot, error) {
+		for _, ref := range f.manifest.Layers() {
+			if f.lent[ref.Digest] {
+				if err := f.link(b, ref); err != nil {
+					return nil, err
+				}
+				continue
+			}
+			err := b.LinkFile(ref, f.file(Blob(ref)))
+			if errors.Is(err, layer.ErrDamaged) {
+				return nil, &damagedError{Blob(ref)}
+			}
+			if err != nil {
+				return nil, err
+			}
+		}
+		return b.Commit(f.manifest, state)
+	})
+	if err == nil && snap.ID() != f.id {
+		err = errors.Join(fmt.Errorf("it became snapshot %s", snap.ID()), snap.Close(), snapshot.Remove(dir))
+	}
+	if err != nil {
+		return nil, err
+	}
+	return snap, nil
+}
+
+// link shares a layer that another snapshot here has.
+func (f *fetch) link(b *snapshot.Builder, ref layer.Ref) error {
+	from := f.Lend(ref)
+	if from == nil {
+		return fmt.Errorf("layer %s: the snapshot that had it has gone", ref.Digest)
+	}
+	return errors.Join(b.LinkLayer(ref, from), from.Close())
+}
+
+// borrow reports whether a snapshot here has a layer, whole.
+func (f *fetch) borrow(ctx context.Context, b Blob) bool {
+	if f.lent[b.Digest] {
+		return true
+	}
+	from := lendOf(f.Lend, f.manifest, b)
+	if from == nil {
+		return false
+	}
+	defer func() { _ = from.Close() }() // only read from
+	in, err := from.OpenLayer(layer.Ref(b))
+	if err != nil {
+		return false // it is fetched instead
+	}
+	defer func() { _ = in.Close() }() // likewise
+	if layer.Copy(ctx, io.Discard, in, layer.Ref(b)) != nil {
+		return false
+	}
+	f.lent[b.Digest] = true
+	f.mu.Lock()
+	f.result.Lent += b.Size
+	f.mu.Unlock()
+	f.say("layer %.12s is here", b.Digest)
+	return true
+}
+
+func (f *fetch) file(b Blob) string { return filepath.Join(f.dir, b.Digest.String()) }
+
+// asked are the peers that are still asked.
+func (f *fetch) asked() (out []*source) {
+	for _, s := range f.sources {
+		if s.why() == nil {
+			out = append(out, s)
+		}
+	}
+	return out
+}
+
+// IDOf is the id of the snapshot that a manifest describes.
+func IDOf(m snapshot.Manifest) (snapshot.ID, error) {
+	b, err := m.Encode()
+	if err != nil {
+		return snapshot.ID{}, err
+	}
+	return snapshot.ID(digestOfState(b)), nil
+}
+
+// sorted gives numbers in order.
+func sorted(parts map[uint32]bool) []uint32 {
+	out := make([]uint32, 0, len(parts))
+	for n := range parts {
+		out = append(out, n)
+	}
+	slices.Sort(out)
+	return out
+}
