@@ -37,6 +37,7 @@ const (
 	Node_GetTemplate_FullMethodName       = "/agentrun.node.v1.Node/GetTemplate"
 	Node_ListTemplates_FullMethodName     = "/agentrun.node.v1.Node/ListTemplates"
 	Node_DeleteTemplate_FullMethodName    = "/agentrun.node.v1.Node/DeleteTemplate"
+	Node_GetTemplateLog_FullMethodName    = "/agentrun.node.v1.Node/GetTemplateLog"
 	Node_ApplyPool_FullMethodName         = "/agentrun.node.v1.Node/ApplyPool"
 	Node_GetPool_FullMethodName           = "/agentrun.node.v1.Node/GetPool"
 	Node_ListPools_FullMethodName         = "/agentrun.node.v1.Node/ListPools"
@@ -55,6 +56,9 @@ const (
 	Node_ListSandboxStats_FullMethodName  = "/agentrun.node.v1.Node/ListSandboxStats"
 	Node_SetNetworkPolicy_FullMethodName  = "/agentrun.node.v1.Node/SetNetworkPolicy"
 	Node_GetNetworkLog_FullMethodName     = "/agentrun.node.v1.Node/GetNetworkLog"
+	Node_UseSandbox_FullMethodName        = "/agentrun.node.v1.Node/UseSandbox"
+	Node_FindSandbox_FullMethodName       = "/agentrun.node.v1.Node/FindSandbox"
+	Node_WatchToken_FullMethodName        = "/agentrun.node.v1.Node/WatchToken"
 	Node_ForkSandbox_FullMethodName       = "/agentrun.node.v1.Node/ForkSandbox"
 	Node_GetFork_FullMethodName           = "/agentrun.node.v1.Node/GetFork"
 	Node_ListForks_FullMethodName         = "/agentrun.node.v1.Node/ListForks"
@@ -66,6 +70,13 @@ const (
 	Node_RestoreCheckpoint_FullMethodName = "/agentrun.node.v1.Node/RestoreCheckpoint"
 	Node_GetNamespaceCA_FullMethodName    = "/agentrun.node.v1.Node/GetNamespaceCA"
 	Node_SetNamespaceCA_FullMethodName    = "/agentrun.node.v1.Node/SetNamespaceCA"
+	Node_ApplySecret_FullMethodName       = "/agentrun.node.v1.Node/ApplySecret"
+	Node_PatchSecret_FullMethodName       = "/agentrun.node.v1.Node/PatchSecret"
+	Node_GetSecret_FullMethodName         = "/agentrun.node.v1.Node/GetSecret"
+	Node_ListSecrets_FullMethodName       = "/agentrun.node.v1.Node/ListSecrets"
+	Node_DeleteSecret_FullMethodName      = "/agentrun.node.v1.Node/DeleteSecret"
+	Node_GetQuota_FullMethodName          = "/agentrun.node.v1.Node/GetQuota"
+	Node_SetQuota_FullMethodName          = "/agentrun.node.v1.Node/SetQuota"
 )
 
 // NodeClient is the client API for Node service.
@@ -91,6 +102,8 @@ type NodeClient interface {
 	ListTemplates(ctx context.Context, in *ListTemplatesRequest, opts ...grpc.CallOption) (*ListTemplatesResponse, error)
 	// Deletes a template that no pool uses.
 	DeleteTemplate(ctx context.Context, in *DeleteTemplateRequest, opts ...grpc.CallOption) (*emptypb.Empty, error)
+	// The log of its build.
+	GetTemplateLog(ctx context.Context, in *GetTemplateLogRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[TemplateLog], error)
 	ApplyPool(ctx context.Context, in *ApplyPoolRequest, opts ...grpc.CallOption) (*Pool, error)
 	GetPool(ctx context.Context, in *GetPoolRequest, opts ...grpc.CallOption) (*Pool, error)
 	ListPools(ctx context.Context, in *ListPoolsRequest, opts ...grpc.CallOption) (*ListPoolsResponse, error)
@@ -118,6 +131,14 @@ type NodeClient interface {
 	SetNetworkPolicy(ctx context.Context, in *SetNetworkPolicyRequest, opts ...grpc.CallOption) (*Sandbox, error)
 	// Its connections that have ended, and those that were refused. It does not wake it.
 	GetNetworkLog(ctx context.Context, in *GetNetworkLogRequest, opts ...grpc.CallOption) (*NetworkLog, error)
+	// What is inside of a sandbox: a stream to its agent, on which each call is judged, counted
+	// and written down by itself. Using a sandbox that sleeps wakes it.
+	UseSandbox(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[UseSandboxRequest, UseSandboxResponse], error)
+	// The sandbox of an id, which has not ended.
+	FindSandbox(ctx context.Context, in *FindSandboxRequest, opts ...grpc.CallOption) (*Sandbox, error)
+	// The sandbox, which has not ended, that a token is for. The call ends when the token is
+	// replaced, or with the sandbox.
+	WatchToken(ctx context.Context, in *WatchTokenRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[Sandbox], error)
 	// Makes sandboxes that continue from a running one, all from the same instant.
 	ForkSandbox(ctx context.Context, in *ForkSandboxRequest, opts ...grpc.CallOption) (*Fork, error)
 	GetFork(ctx context.Context, in *GetForkRequest, opts ...grpc.CallOption) (*Fork, error)
@@ -137,6 +158,16 @@ type NodeClient interface {
 	// trust it are built again; sandboxes that trust the one before have no values put into
 	// their requests any more.
 	SetNamespaceCA(ctx context.Context, in *SetNamespaceCARequest, opts ...grpc.CallOption) (*NamespaceCA, error)
+	// Replaces all values of a secret, or makes it.
+	ApplySecret(ctx context.Context, in *SecretValues, opts ...grpc.CallOption) (*Secret, error)
+	// Adds values to a secret, or replaces them.
+	PatchSecret(ctx context.Context, in *SecretValues, opts ...grpc.CallOption) (*Secret, error)
+	// The names of its values. No call answers with a value.
+	GetSecret(ctx context.Context, in *GetSecretRequest, opts ...grpc.CallOption) (*Secret, error)
+	ListSecrets(ctx context.Context, in *ListSecretsRequest, opts ...grpc.CallOption) (*ListSecretsResponse, error)
+	DeleteSecret(ctx context.Context, in *DeleteSecretRequest, opts ...grpc.CallOption) (*emptypb.Empty, error)
+	GetQuota(ctx context.Context, in *GetQuotaRequest, opts ...grpc.CallOption) (*Quota, error)
+	SetQuota(ctx context.Context, in *SetQuotaRequest, opts ...grpc.CallOption) (*Quota, error)
 }
 
 type nodeClient struct {
@@ -245,6 +276,25 @@ func (c *nodeClient) DeleteTemplate(ctx context.Context, in *DeleteTemplateReque
 	}
 	return out, nil
 }
+
+func (c *nodeClient) GetTemplateLog(ctx context.Context, in *GetTemplateLogRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[TemplateLog], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &Node_ServiceDesc.Streams[1], Node_GetTemplateLog_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[GetTemplateLogRequest, TemplateLog]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Node_GetTemplateLogClient = grpc.ServerStreamingClient[TemplateLog]
 
 func (c *nodeClient) ApplyPool(ctx context.Context, in *ApplyPoolRequest, opts ...grpc.CallOption) (*Pool, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
@@ -426,6 +476,48 @@ func (c *nodeClient) GetNetworkLog(ctx context.Context, in *GetNetworkLogRequest
 	return out, nil
 }
 
+func (c *nodeClient) UseSandbox(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[UseSandboxRequest, UseSandboxResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &Node_ServiceDesc.Streams[2], Node_UseSandbox_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[UseSandboxRequest, UseSandboxResponse]{ClientStream: stream}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Node_UseSandboxClient = grpc.BidiStreamingClient[UseSandboxRequest, UseSandboxResponse]
+
+func (c *nodeClient) FindSandbox(ctx context.Context, in *FindSandboxRequest, opts ...grpc.CallOption) (*Sandbox, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(Sandbox)
+	err := c.cc.Invoke(ctx, Node_FindSandbox_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *nodeClient) WatchToken(ctx context.Context, in *WatchTokenRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[Sandbox], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &Node_ServiceDesc.Streams[3], Node_WatchToken_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[WatchTokenRequest, Sandbox]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Node_WatchTokenClient = grpc.ServerStreamingClient[Sandbox]
+
 func (c *nodeClient) ForkSandbox(ctx context.Context, in *ForkSandboxRequest, opts ...grpc.CallOption) (*Fork, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(Fork)
@@ -536,6 +628,76 @@ func (c *nodeClient) SetNamespaceCA(ctx context.Context, in *SetNamespaceCAReque
 	return out, nil
 }
 
+func (c *nodeClient) ApplySecret(ctx context.Context, in *SecretValues, opts ...grpc.CallOption) (*Secret, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(Secret)
+	err := c.cc.Invoke(ctx, Node_ApplySecret_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *nodeClient) PatchSecret(ctx context.Context, in *SecretValues, opts ...grpc.CallOption) (*Secret, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(Secret)
+	err := c.cc.Invoke(ctx, Node_PatchSecret_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *nodeClient) GetSecret(ctx context.Context, in *GetSecretRequest, opts ...grpc.CallOption) (*Secret, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(Secret)
+	err := c.cc.Invoke(ctx, Node_GetSecret_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *nodeClient) ListSecrets(ctx context.Context, in *ListSecretsRequest, opts ...grpc.CallOption) (*ListSecretsResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ListSecretsResponse)
+	err := c.cc.Invoke(ctx, Node_ListSecrets_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *nodeClient) DeleteSecret(ctx context.Context, in *DeleteSecretRequest, opts ...grpc.CallOption) (*emptypb.Empty, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(emptypb.Empty)
+	err := c.cc.Invoke(ctx, Node_DeleteSecret_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *nodeClient) GetQuota(ctx context.Context, in *GetQuotaRequest, opts ...grpc.CallOption) (*Quota, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(Quota)
+	err := c.cc.Invoke(ctx, Node_GetQuota_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *nodeClient) SetQuota(ctx context.Context, in *SetQuotaRequest, opts ...grpc.CallOption) (*Quota, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(Quota)
+	err := c.cc.Invoke(ctx, Node_SetQuota_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // NodeServer is the server API for Node service.
 // All implementations must embed UnimplementedNodeServer
 // for forward compatibility.
@@ -559,6 +721,8 @@ type NodeServer interface {
 	ListTemplates(context.Context, *ListTemplatesRequest) (*ListTemplatesResponse, error)
 	// Deletes a template that no pool uses.
 	DeleteTemplate(context.Context, *DeleteTemplateRequest) (*emptypb.Empty, error)
+	// The log of its build.
+	GetTemplateLog(*GetTemplateLogRequest, grpc.ServerStreamingServer[TemplateLog]) error
 	ApplyPool(context.Context, *ApplyPoolRequest) (*Pool, error)
 	GetPool(context.Context, *GetPoolRequest) (*Pool, error)
 	ListPools(context.Context, *ListPoolsRequest) (*ListPoolsResponse, error)
@@ -586,6 +750,14 @@ type NodeServer interface {
 	SetNetworkPolicy(context.Context, *SetNetworkPolicyRequest) (*Sandbox, error)
 	// Its connections that have ended, and those that were refused. It does not wake it.
 	GetNetworkLog(context.Context, *GetNetworkLogRequest) (*NetworkLog, error)
+	// What is inside of a sandbox: a stream to its agent, on which each call is judged, counted
+	// and written down by itself. Using a sandbox that sleeps wakes it.
+	UseSandbox(grpc.BidiStreamingServer[UseSandboxRequest, UseSandboxResponse]) error
+	// The sandbox of an id, which has not ended.
+	FindSandbox(context.Context, *FindSandboxRequest) (*Sandbox, error)
+	// The sandbox, which has not ended, that a token is for. The call ends when the token is
+	// replaced, or with the sandbox.
+	WatchToken(*WatchTokenRequest, grpc.ServerStreamingServer[Sandbox]) error
 	// Makes sandboxes that continue from a running one, all from the same instant.
 	ForkSandbox(context.Context, *ForkSandboxRequest) (*Fork, error)
 	GetFork(context.Context, *GetForkRequest) (*Fork, error)
@@ -605,6 +777,16 @@ type NodeServer interface {
 	// trust it are built again; sandboxes that trust the one before have no values put into
 	// their requests any more.
 	SetNamespaceCA(context.Context, *SetNamespaceCARequest) (*NamespaceCA, error)
+	// Replaces all values of a secret, or makes it.
+	ApplySecret(context.Context, *SecretValues) (*Secret, error)
+	// Adds values to a secret, or replaces them.
+	PatchSecret(context.Context, *SecretValues) (*Secret, error)
+	// The names of its values. No call answers with a value.
+	GetSecret(context.Context, *GetSecretRequest) (*Secret, error)
+	ListSecrets(context.Context, *ListSecretsRequest) (*ListSecretsResponse, error)
+	DeleteSecret(context.Context, *DeleteSecretRequest) (*emptypb.Empty, error)
+	GetQuota(context.Context, *GetQuotaRequest) (*Quota, error)
+	SetQuota(context.Context, *SetQuotaRequest) (*Quota, error)
 	mustEmbedUnimplementedNodeServer()
 }
 
@@ -641,6 +823,9 @@ func (UnimplementedNodeServer) ListTemplates(context.Context, *ListTemplatesRequ
 }
 func (UnimplementedNodeServer) DeleteTemplate(context.Context, *DeleteTemplateRequest) (*emptypb.Empty, error) {
 	return nil, status.Error(codes.Unimplemented, "method DeleteTemplate not implemented")
+}
+func (UnimplementedNodeServer) GetTemplateLog(*GetTemplateLogRequest, grpc.ServerStreamingServer[TemplateLog]) error {
+	return status.Error(codes.Unimplemented, "method GetTemplateLog not implemented")
 }
 func (UnimplementedNodeServer) ApplyPool(context.Context, *ApplyPoolRequest) (*Pool, error) {
 	return nil, status.Error(codes.Unimplemented, "method ApplyPool not implemented")
@@ -696,6 +881,15 @@ func (UnimplementedNodeServer) SetNetworkPolicy(context.Context, *SetNetworkPoli
 func (UnimplementedNodeServer) GetNetworkLog(context.Context, *GetNetworkLogRequest) (*NetworkLog, error) {
 	return nil, status.Error(codes.Unimplemented, "method GetNetworkLog not implemented")
 }
+func (UnimplementedNodeServer) UseSandbox(grpc.BidiStreamingServer[UseSandboxRequest, UseSandboxResponse]) error {
+	return status.Error(codes.Unimplemented, "method UseSandbox not implemented")
+}
+func (UnimplementedNodeServer) FindSandbox(context.Context, *FindSandboxRequest) (*Sandbox, error) {
+	return nil, status.Error(codes.Unimplemented, "method FindSandbox not implemented")
+}
+func (UnimplementedNodeServer) WatchToken(*WatchTokenRequest, grpc.ServerStreamingServer[Sandbox]) error {
+	return status.Error(codes.Unimplemented, "method WatchToken not implemented")
+}
 func (UnimplementedNodeServer) ForkSandbox(context.Context, *ForkSandboxRequest) (*Fork, error) {
 	return nil, status.Error(codes.Unimplemented, "method ForkSandbox not implemented")
 }
@@ -728,6 +922,27 @@ func (UnimplementedNodeServer) GetNamespaceCA(context.Context, *GetNamespaceCARe
 }
 func (UnimplementedNodeServer) SetNamespaceCA(context.Context, *SetNamespaceCARequest) (*NamespaceCA, error) {
 	return nil, status.Error(codes.Unimplemented, "method SetNamespaceCA not implemented")
+}
+func (UnimplementedNodeServer) ApplySecret(context.Context, *SecretValues) (*Secret, error) {
+	return nil, status.Error(codes.Unimplemented, "method ApplySecret not implemented")
+}
+func (UnimplementedNodeServer) PatchSecret(context.Context, *SecretValues) (*Secret, error) {
+	return nil, status.Error(codes.Unimplemented, "method PatchSecret not implemented")
+}
+func (UnimplementedNodeServer) GetSecret(context.Context, *GetSecretRequest) (*Secret, error) {
+	return nil, status.Error(codes.Unimplemented, "method GetSecret not implemented")
+}
+func (UnimplementedNodeServer) ListSecrets(context.Context, *ListSecretsRequest) (*ListSecretsResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method ListSecrets not implemented")
+}
+func (UnimplementedNodeServer) DeleteSecret(context.Context, *DeleteSecretRequest) (*emptypb.Empty, error) {
+	return nil, status.Error(codes.Unimplemented, "method DeleteSecret not implemented")
+}
+func (UnimplementedNodeServer) GetQuota(context.Context, *GetQuotaRequest) (*Quota, error) {
+	return nil, status.Error(codes.Unimplemented, "method GetQuota not implemented")
+}
+func (UnimplementedNodeServer) SetQuota(context.Context, *SetQuotaRequest) (*Quota, error) {
+	return nil, status.Error(codes.Unimplemented, "method SetQuota not implemented")
 }
 func (UnimplementedNodeServer) mustEmbedUnimplementedNodeServer() {}
 func (UnimplementedNodeServer) testEmbeddedByValue()              {}
@@ -904,6 +1119,17 @@ func _Node_DeleteTemplate_Handler(srv interface{}, ctx context.Context, dec func
 	}
 	return interceptor(ctx, in, info, handler)
 }
+
+func _Node_GetTemplateLog_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(GetTemplateLogRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(NodeServer).GetTemplateLog(m, &grpc.GenericServerStream[GetTemplateLogRequest, TemplateLog]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Node_GetTemplateLogServer = grpc.ServerStreamingServer[TemplateLog]
 
 func _Node_ApplyPool_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(ApplyPoolRequest)
@@ -1229,6 +1455,42 @@ func _Node_GetNetworkLog_Handler(srv interface{}, ctx context.Context, dec func(
 	return interceptor(ctx, in, info, handler)
 }
 
+func _Node_UseSandbox_Handler(srv interface{}, stream grpc.ServerStream) error {
+	return srv.(NodeServer).UseSandbox(&grpc.GenericServerStream[UseSandboxRequest, UseSandboxResponse]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Node_UseSandboxServer = grpc.BidiStreamingServer[UseSandboxRequest, UseSandboxResponse]
+
+func _Node_FindSandbox_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(FindSandboxRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).FindSandbox(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_FindSandbox_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).FindSandbox(ctx, req.(*FindSandboxRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Node_WatchToken_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(WatchTokenRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(NodeServer).WatchToken(m, &grpc.GenericServerStream[WatchTokenRequest, Sandbox]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Node_WatchTokenServer = grpc.ServerStreamingServer[Sandbox]
+
 func _Node_ForkSandbox_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(ForkSandboxRequest)
 	if err := dec(in); err != nil {
@@ -1427,6 +1689,132 @@ func _Node_SetNamespaceCA_Handler(srv interface{}, ctx context.Context, dec func
 	return interceptor(ctx, in, info, handler)
 }
 
+func _Node_ApplySecret_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(SecretValues)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).ApplySecret(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_ApplySecret_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).ApplySecret(ctx, req.(*SecretValues))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Node_PatchSecret_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(SecretValues)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).PatchSecret(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_PatchSecret_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).PatchSecret(ctx, req.(*SecretValues))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Node_GetSecret_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(GetSecretRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).GetSecret(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_GetSecret_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).GetSecret(ctx, req.(*GetSecretRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Node_ListSecrets_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ListSecretsRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).ListSecrets(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_ListSecrets_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).ListSecrets(ctx, req.(*ListSecretsRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Node_DeleteSecret_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(DeleteSecretRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).DeleteSecret(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_DeleteSecret_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).DeleteSecret(ctx, req.(*DeleteSecretRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Node_GetQuota_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(GetQuotaRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).GetQuota(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_GetQuota_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).GetQuota(ctx, req.(*GetQuotaRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Node_SetQuota_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(SetQuotaRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).SetQuota(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_SetQuota_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).SetQuota(ctx, req.(*SetQuotaRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // Node_ServiceDesc is the grpc.ServiceDesc for Node service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -1539,6 +1927,10 @@ var Node_ServiceDesc = grpc.ServiceDesc{
 			Handler:    _Node_GetNetworkLog_Handler,
 		},
 		{
+			MethodName: "FindSandbox",
+			Handler:    _Node_FindSandbox_Handler,
+		},
+		{
 			MethodName: "ForkSandbox",
 			Handler:    _Node_ForkSandbox_Handler,
 		},
@@ -1582,11 +1974,55 @@ var Node_ServiceDesc = grpc.ServiceDesc{
 			MethodName: "SetNamespaceCA",
 			Handler:    _Node_SetNamespaceCA_Handler,
 		},
+		{
+			MethodName: "ApplySecret",
+			Handler:    _Node_ApplySecret_Handler,
+		},
+		{
+			MethodName: "PatchSecret",
+			Handler:    _Node_PatchSecret_Handler,
+		},
+		{
+			MethodName: "GetSecret",
+			Handler:    _Node_GetSecret_Handler,
+		},
+		{
+			MethodName: "ListSecrets",
+			Handler:    _Node_ListSecrets_Handler,
+		},
+		{
+			MethodName: "DeleteSecret",
+			Handler:    _Node_DeleteSecret_Handler,
+		},
+		{
+			MethodName: "GetQuota",
+			Handler:    _Node_GetQuota_Handler,
+		},
+		{
+			MethodName: "SetQuota",
+			Handler:    _Node_SetQuota_Handler,
+		},
 	},
 	Streams: []grpc.StreamDesc{
 		{
 			StreamName:    "Watch",
 			Handler:       _Node_Watch_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "GetTemplateLog",
+			Handler:       _Node_GetTemplateLog_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "UseSandbox",
+			Handler:       _Node_UseSandbox_Handler,
+			ServerStreams: true,
+			ClientStreams: true,
+		},
+		{
+			StreamName:    "WatchToken",
+			Handler:       _Node_WatchToken_Handler,
 			ServerStreams: true,
 		},
 	},
