@@ -4,8 +4,8 @@
 // 	protoc        (unknown)
 // source: agentrun/node/v1/node.proto
 
-// The API of one node for the controller of many: the objects that REST has,
-// without what is inside of sandboxes. The daemon serves it on its Unix socket
+// The API of one node for those who stand before many: the objects that REST has,
+// and what is inside of sandboxes. The daemon serves it on its Unix socket
 // node.sock.
 //
 // Names and namespaces are DNS labels; an empty namespace is "default". A field
@@ -6680,27 +6680,27 @@ func (x *AwakeSandbox) GetError() *Error {
 	return nil
 }
 
-type FindSandboxRequest struct {
+type GetSandboxByIDRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *FindSandboxRequest) Reset() {
-	*x = FindSandboxRequest{}
+func (x *GetSandboxByIDRequest) Reset() {
+	*x = GetSandboxByIDRequest{}
 	mi := &file_agentrun_node_v1_node_proto_msgTypes[76]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *FindSandboxRequest) String() string {
+func (x *GetSandboxByIDRequest) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*FindSandboxRequest) ProtoMessage() {}
+func (*GetSandboxByIDRequest) ProtoMessage() {}
 
-func (x *FindSandboxRequest) ProtoReflect() protoreflect.Message {
+func (x *GetSandboxByIDRequest) ProtoReflect() protoreflect.Message {
 	mi := &file_agentrun_node_v1_node_proto_msgTypes[76]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
@@ -6712,12 +6712,12 @@ func (x *FindSandboxRequest) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use FindSandboxRequest.ProtoReflect.Descriptor instead.
-func (*FindSandboxRequest) Descriptor() ([]byte, []int) {
+// Deprecated: Use GetSandboxByIDRequest.ProtoReflect.Descriptor instead.
+func (*GetSandboxByIDRequest) Descriptor() ([]byte, []int) {
 	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{76}
 }
 
-func (x *FindSandboxRequest) GetId() string {
+func (x *GetSandboxByIDRequest) GetId() string {
 	if x != nil {
 		return x.Id
 	}
@@ -8052,8 +8052,8 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\fAwakeSandbox\x12\x12\n" +
 	"\x04wake\x18\x01 \x01(\x04R\x04wake\x123\n" +
 	"\asandbox\x18\x02 \x01(\v2\x19.agentrun.node.v1.SandboxR\asandbox\x12-\n" +
-	"\x05error\x18\x03 \x01(\v2\x17.agentrun.node.v1.ErrorR\x05error\"$\n" +
-	"\x12FindSandboxRequest\x12\x0e\n" +
+	"\x05error\x18\x03 \x01(\v2\x17.agentrun.node.v1.ErrorR\x05error\"'\n" +
+	"\x15GetSandboxByIDRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\"]\n" +
 	"\x11WatchTokenRequest\x12\x1a\n" +
 	"\aderived\x18\x01 \x01(\tH\x00R\aderived\x12#\n" +
@@ -8153,7 +8153,7 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x10OBJECT_KIND_POOL\x10\x03\x12\x17\n" +
 	"\x13OBJECT_KIND_SANDBOX\x10\x04\x12\x14\n" +
 	"\x10OBJECT_KIND_FORK\x10\x05\x12\x1a\n" +
-	"\x16OBJECT_KIND_CHECKPOINT\x10\x062\x88 \n" +
+	"\x16OBJECT_KIND_CHECKPOINT\x10\x062\x8e \n" +
 	"\x04Node\x12I\n" +
 	"\aGetNode\x12 .agentrun.node.v1.GetNodeRequest\x1a\x1c.agentrun.node.v1.NodeStatus\x12G\n" +
 	"\x05Watch\x12\x1e.agentrun.node.v1.WatchRequest\x1a\x1c.agentrun.node.v1.WatchEvent0\x01\x12O\n" +
@@ -8187,8 +8187,8 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x10SetNetworkPolicy\x12).agentrun.node.v1.SetNetworkPolicyRequest\x1a\x19.agentrun.node.v1.Sandbox\x12U\n" +
 	"\rGetNetworkLog\x12&.agentrun.node.v1.GetNetworkLogRequest\x1a\x1c.agentrun.node.v1.NetworkLog\x12[\n" +
 	"\n" +
-	"UseSandbox\x12#.agentrun.node.v1.UseSandboxRequest\x1a$.agentrun.node.v1.UseSandboxResponse(\x010\x01\x12N\n" +
-	"\vFindSandbox\x12$.agentrun.node.v1.FindSandboxRequest\x1a\x19.agentrun.node.v1.Sandbox\x12N\n" +
+	"UseSandbox\x12#.agentrun.node.v1.UseSandboxRequest\x1a$.agentrun.node.v1.UseSandboxResponse(\x010\x01\x12T\n" +
+	"\x0eGetSandboxByID\x12'.agentrun.node.v1.GetSandboxByIDRequest\x1a\x19.agentrun.node.v1.Sandbox\x12N\n" +
 	"\n" +
 	"WatchToken\x12#.agentrun.node.v1.WatchTokenRequest\x1a\x19.agentrun.node.v1.Sandbox0\x01\x12K\n" +
 	"\vForkSandbox\x12$.agentrun.node.v1.ForkSandboxRequest\x1a\x16.agentrun.node.v1.Fork\x12C\n" +
@@ -8309,7 +8309,7 @@ var file_agentrun_node_v1_node_proto_goTypes = []any{
 	(*OpenSandbox)(nil),              // 80: agentrun.node.v1.OpenSandbox
 	(*UseSandboxResponse)(nil),       // 81: agentrun.node.v1.UseSandboxResponse
 	(*AwakeSandbox)(nil),             // 82: agentrun.node.v1.AwakeSandbox
-	(*FindSandboxRequest)(nil),       // 83: agentrun.node.v1.FindSandboxRequest
+	(*GetSandboxByIDRequest)(nil),    // 83: agentrun.node.v1.GetSandboxByIDRequest
 	(*WatchTokenRequest)(nil),        // 84: agentrun.node.v1.WatchTokenRequest
 	(*GetTemplateLogRequest)(nil),    // 85: agentrun.node.v1.GetTemplateLogRequest
 	(*TemplateLog)(nil),              // 86: agentrun.node.v1.TemplateLog
@@ -8475,7 +8475,7 @@ var file_agentrun_node_v1_node_proto_depIdxs = []int32{
 	54,  // 137: agentrun.node.v1.Node.SetNetworkPolicy:input_type -> agentrun.node.v1.SetNetworkPolicyRequest
 	55,  // 138: agentrun.node.v1.Node.GetNetworkLog:input_type -> agentrun.node.v1.GetNetworkLogRequest
 	79,  // 139: agentrun.node.v1.Node.UseSandbox:input_type -> agentrun.node.v1.UseSandboxRequest
-	83,  // 140: agentrun.node.v1.Node.FindSandbox:input_type -> agentrun.node.v1.FindSandboxRequest
+	83,  // 140: agentrun.node.v1.Node.GetSandboxByID:input_type -> agentrun.node.v1.GetSandboxByIDRequest
 	84,  // 141: agentrun.node.v1.Node.WatchToken:input_type -> agentrun.node.v1.WatchTokenRequest
 	58,  // 142: agentrun.node.v1.Node.ForkSandbox:input_type -> agentrun.node.v1.ForkSandboxRequest
 	62,  // 143: agentrun.node.v1.Node.GetFork:input_type -> agentrun.node.v1.GetForkRequest
@@ -8524,7 +8524,7 @@ var file_agentrun_node_v1_node_proto_depIdxs = []int32{
 	38,  // 186: agentrun.node.v1.Node.SetNetworkPolicy:output_type -> agentrun.node.v1.Sandbox
 	56,  // 187: agentrun.node.v1.Node.GetNetworkLog:output_type -> agentrun.node.v1.NetworkLog
 	81,  // 188: agentrun.node.v1.Node.UseSandbox:output_type -> agentrun.node.v1.UseSandboxResponse
-	38,  // 189: agentrun.node.v1.Node.FindSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 189: agentrun.node.v1.Node.GetSandboxByID:output_type -> agentrun.node.v1.Sandbox
 	38,  // 190: agentrun.node.v1.Node.WatchToken:output_type -> agentrun.node.v1.Sandbox
 	60,  // 191: agentrun.node.v1.Node.ForkSandbox:output_type -> agentrun.node.v1.Fork
 	60,  // 192: agentrun.node.v1.Node.GetFork:output_type -> agentrun.node.v1.Fork

@@ -4,8 +4,8 @@
 // - protoc             (unknown)
 // source: agentrun/node/v1/node.proto
 
-// The API of one node for the controller of many: the objects that REST has,
-// without what is inside of sandboxes. The daemon serves it on its Unix socket
+// The API of one node for those who stand before many: the objects that REST has,
+// and what is inside of sandboxes. The daemon serves it on its Unix socket
 // node.sock.
 //
 // Names and namespaces are DNS labels; an empty namespace is "default". A field
@@ -57,7 +57,7 @@ const (
 	Node_SetNetworkPolicy_FullMethodName  = "/agentrun.node.v1.Node/SetNetworkPolicy"
 	Node_GetNetworkLog_FullMethodName     = "/agentrun.node.v1.Node/GetNetworkLog"
 	Node_UseSandbox_FullMethodName        = "/agentrun.node.v1.Node/UseSandbox"
-	Node_FindSandbox_FullMethodName       = "/agentrun.node.v1.Node/FindSandbox"
+	Node_GetSandboxByID_FullMethodName    = "/agentrun.node.v1.Node/GetSandboxByID"
 	Node_WatchToken_FullMethodName        = "/agentrun.node.v1.Node/WatchToken"
 	Node_ForkSandbox_FullMethodName       = "/agentrun.node.v1.Node/ForkSandbox"
 	Node_GetFork_FullMethodName           = "/agentrun.node.v1.Node/GetFork"
@@ -135,7 +135,7 @@ type NodeClient interface {
 	// and written down by itself. Using a sandbox that sleeps wakes it.
 	UseSandbox(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[UseSandboxRequest, UseSandboxResponse], error)
 	// The sandbox of an id, which has not ended.
-	FindSandbox(ctx context.Context, in *FindSandboxRequest, opts ...grpc.CallOption) (*Sandbox, error)
+	GetSandboxByID(ctx context.Context, in *GetSandboxByIDRequest, opts ...grpc.CallOption) (*Sandbox, error)
 	// The sandbox, which has not ended, that a token is for. The call ends when the token is
 	// replaced, or with the sandbox.
 	WatchToken(ctx context.Context, in *WatchTokenRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[Sandbox], error)
@@ -489,10 +489,10 @@ func (c *nodeClient) UseSandbox(ctx context.Context, opts ...grpc.CallOption) (g
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type Node_UseSandboxClient = grpc.BidiStreamingClient[UseSandboxRequest, UseSandboxResponse]
 
-func (c *nodeClient) FindSandbox(ctx context.Context, in *FindSandboxRequest, opts ...grpc.CallOption) (*Sandbox, error) {
+func (c *nodeClient) GetSandboxByID(ctx context.Context, in *GetSandboxByIDRequest, opts ...grpc.CallOption) (*Sandbox, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(Sandbox)
-	err := c.cc.Invoke(ctx, Node_FindSandbox_FullMethodName, in, out, cOpts...)
+	err := c.cc.Invoke(ctx, Node_GetSandboxByID_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -754,7 +754,7 @@ type NodeServer interface {
 	// and written down by itself. Using a sandbox that sleeps wakes it.
 	UseSandbox(grpc.BidiStreamingServer[UseSandboxRequest, UseSandboxResponse]) error
 	// The sandbox of an id, which has not ended.
-	FindSandbox(context.Context, *FindSandboxRequest) (*Sandbox, error)
+	GetSandboxByID(context.Context, *GetSandboxByIDRequest) (*Sandbox, error)
 	// The sandbox, which has not ended, that a token is for. The call ends when the token is
 	// replaced, or with the sandbox.
 	WatchToken(*WatchTokenRequest, grpc.ServerStreamingServer[Sandbox]) error
@@ -884,8 +884,8 @@ func (UnimplementedNodeServer) GetNetworkLog(context.Context, *GetNetworkLogRequ
 func (UnimplementedNodeServer) UseSandbox(grpc.BidiStreamingServer[UseSandboxRequest, UseSandboxResponse]) error {
 	return status.Error(codes.Unimplemented, "method UseSandbox not implemented")
 }
-func (UnimplementedNodeServer) FindSandbox(context.Context, *FindSandboxRequest) (*Sandbox, error) {
-	return nil, status.Error(codes.Unimplemented, "method FindSandbox not implemented")
+func (UnimplementedNodeServer) GetSandboxByID(context.Context, *GetSandboxByIDRequest) (*Sandbox, error) {
+	return nil, status.Error(codes.Unimplemented, "method GetSandboxByID not implemented")
 }
 func (UnimplementedNodeServer) WatchToken(*WatchTokenRequest, grpc.ServerStreamingServer[Sandbox]) error {
 	return status.Error(codes.Unimplemented, "method WatchToken not implemented")
@@ -1462,20 +1462,20 @@ func _Node_UseSandbox_Handler(srv interface{}, stream grpc.ServerStream) error {
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type Node_UseSandboxServer = grpc.BidiStreamingServer[UseSandboxRequest, UseSandboxResponse]
 
-func _Node_FindSandbox_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
-	in := new(FindSandboxRequest)
+func _Node_GetSandboxByID_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(GetSandboxByIDRequest)
 	if err := dec(in); err != nil {
 		return nil, err
 	}
 	if interceptor == nil {
-		return srv.(NodeServer).FindSandbox(ctx, in)
+		return srv.(NodeServer).GetSandboxByID(ctx, in)
 	}
 	info := &grpc.UnaryServerInfo{
 		Server:     srv,
-		FullMethod: Node_FindSandbox_FullMethodName,
+		FullMethod: Node_GetSandboxByID_FullMethodName,
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
-		return srv.(NodeServer).FindSandbox(ctx, req.(*FindSandboxRequest))
+		return srv.(NodeServer).GetSandboxByID(ctx, req.(*GetSandboxByIDRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -1927,8 +1927,8 @@ var Node_ServiceDesc = grpc.ServiceDesc{
 			Handler:    _Node_GetNetworkLog_Handler,
 		},
 		{
-			MethodName: "FindSandbox",
-			Handler:    _Node_FindSandbox_Handler,
+			MethodName: "GetSandboxByID",
+			Handler:    _Node_GetSandboxByID_Handler,
 		},
 		{
 			MethodName: "ForkSandbox",

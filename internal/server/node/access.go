@@ -40,6 +40,8 @@ var methods = map[string]method{
 	nodev1.Node_ListTemplates_FullMethodName:  {operation: "listTemplates"},
 	nodev1.Node_DeleteTemplate_FullMethodName: {"deleteTemplate", sandbox.KindTemplate, "name"},
 
+	nodev1.Node_GetTemplateLog_FullMethodName: {"getTemplateLog", sandbox.KindTemplate, "name"},
+
 	nodev1.Node_ApplyPool_FullMethodName:  {"putPool", sandbox.KindPool, "name"},
 	nodev1.Node_GetPool_FullMethodName:    {"getPool", sandbox.KindPool, "name"},
 	nodev1.Node_ListPools_FullMethodName:  {operation: "listPools"},
@@ -53,6 +55,9 @@ var methods = map[string]method{
 	nodev1.Node_HibernateSandbox_FullMethodName: {"hibernateSandbox", sandbox.KindSandbox, "name"},
 	nodev1.Node_ExtendSandbox_FullMethodName:    {"extendSandbox", sandbox.KindSandbox, "name"},
 	nodev1.Node_KillSandbox_FullMethodName:      {"deleteSandbox", sandbox.KindSandbox, "name"},
+	nodev1.Node_UseSandbox_FullMethodName:       {"useSandbox", sandbox.KindSandbox, "name"},
+	nodev1.Node_GetSandboxByID_FullMethodName:   {operation: "findSandbox"},
+	nodev1.Node_WatchToken_FullMethodName:       {operation: "findToken"},
 	nodev1.Node_SetSandboxToken_FullMethodName:  {"putToken", sandbox.KindSandbox, "name"},
 	nodev1.Node_ReleaseOwner_FullMethodName:     {operation: "releaseOwner"},
 	nodev1.Node_GetSandboxStats_FullMethodName:  {"getStats", sandbox.KindSandbox, "name"},
@@ -62,6 +67,15 @@ var methods = map[string]method{
 
 	nodev1.Node_GetNamespaceCA_FullMethodName: {operation: "getCA"},
 	nodev1.Node_SetNamespaceCA_FullMethodName: {operation: "putCA"},
+
+	nodev1.Node_ApplySecret_FullMethodName:  {"putSecret", sandbox.KindSecret, "name"},
+	nodev1.Node_PatchSecret_FullMethodName:  {"patchSecret", sandbox.KindSecret, "name"},
+	nodev1.Node_GetSecret_FullMethodName:    {"getSecret", sandbox.KindSecret, "name"},
+	nodev1.Node_ListSecrets_FullMethodName:  {operation: "listSecrets"},
+	nodev1.Node_DeleteSecret_FullMethodName: {"deleteSecret", sandbox.KindSecret, "name"},
+
+	nodev1.Node_GetQuota_FullMethodName: {operation: "getQuota"},
+	nodev1.Node_SetQuota_FullMethodName: {operation: "putQuota"},
 
 	nodev1.Node_ForkSandbox_FullMethodName: {"forkSandbox", sandbox.KindSandbox, "source"},
 	nodev1.Node_GetFork_FullMethodName:     {"getFork", sandbox.KindFork, "name"},
