@@ -42,7 +42,9 @@ func (n *nodeAPI) ListSecrets(ctx context.Context, r *nodev1.ListSecretsRequest)
 
 // DeleteSecret implements nodev1.NodeServer.
 func (n *nodeAPI) DeleteSecret(ctx context.Context, r *nodev1.DeleteSecretRequest) (*emptypb.Empty, error) {
-	_, err := of(ctx, r, func(ctx context.Context, k sandbox.Key) (struct{}, error) { return struct{}{}, n.Service.DeleteSecret(ctx, k) })
+	_, err := of(ctx, r, func(ctx context.Context, k sandbox.Key) (struct{}, error) {
+		return struct{}{}, n.Service.DeleteSecret(ctx, k)
+	})
 	return &emptypb.Empty{}, err
 }
 
