@@ -108,3 +108,21 @@ func ToBuildLogRequest(g *nodev1.GetTemplateLogRequest) (sandbox.BuildLogRequest
 	}
 	return out, r.Err()
 }
+
+// FromToken is for WatchToken.
+func FromToken(t sandbox.Token) *nodev1.WatchTokenRequest {
+	if t.Derived != "" {
+		return &nodev1.WatchTokenRequest{Token: &nodev1.WatchTokenRequest_Derived{Derived: string(t.Derived)}}
+	}
+	return &nodev1.WatchTokenRequest{Token: &nodev1.WatchTokenRequest_TokenSha256{TokenSha256: string(t.Hash)}}
+}
+
+// ToToken reads which token is asked about.
+func ToToken(g *nodev1.WatchTokenRequest) (sandbox.Token, error) {
+	var r convert.Reader
+	t := sandbox.Token{Derived: r.OptionalID(g.GetDerived()), Hash: r.OptionalTokenHash(g.GetTokenSha256())}
+	if t == (sandbox.Token{}) {
+		r.Fail(sandbox.Invalid("token", "either derived or token_sha256 must be there"))
+	}
+	return t, r.Err()
+}

@@ -7,7 +7,6 @@ import (
 	"google.golang.org/grpc"
 
 	nodev1 "agentrun.dev/api/node/v1"
-	"agentrun.dev/internal/convert"
 	"agentrun.dev/internal/convert/nodeconv"
 	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/server"
@@ -36,12 +35,8 @@ func (n *nodeAPI) WatchToken(r *nodev1.WatchTokenRequest, out grpc.ServerStreami
 			return err
 		}
 		defer leave()
-		var fields convert.Reader
-		token := sandbox.Token{Derived: fields.OptionalID(r.GetDerived()), Hash: fields.OptionalTokenHash(r.GetTokenSha256())}
-		if token == (sandbox.Token{}) {
-			fields.Fail(sandbox.Invalid("token", "either derived or token_sha256 must be there"))
-		}
-		if err := fields.Err(); err != nil {
+		token, err := nodeconv.ToToken(r)
+		if err != nil {
 			return err
 		}
 		s, until, err := n.Service.SandboxOfToken(ctx, token)

@@ -126,12 +126,8 @@ func (s *Service) SandboxOfToken(ctx context.Context, t sandbox.Token) (sandbox.
 	if err := s.needs(ctx, "use"); err != nil {
 		return sandbox.Sandbox{}, nil, err
 	}
-	ask := &nodev1.WatchTokenRequest{Token: &nodev1.WatchTokenRequest_TokenSha256{TokenSha256: string(t.Hash)}}
-	if t.Derived != "" {
-		ask.Token = &nodev1.WatchTokenRequest_Derived{Derived: string(t.Derived)}
-	}
 	until, end := context.WithCancel(ctx)
-	w, err := s.node.WatchToken(until, ask)
+	w, err := s.node.WatchToken(until, nodeconv.FromToken(t))
 	var got *nodev1.Sandbox
 	if err == nil {
 		got, err = w.Recv()
