@@ -5,6 +5,7 @@ import (
 	"errors"
 	"io"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc"
@@ -37,8 +38,9 @@ type using struct {
 	ctx    context.Context // of the principal, and of the stream
 	stream *useStream
 
-	wakes sync.WaitGroup
+	end   context.CancelFunc // of the session on the stream, and of its calls
 	idle  *time.Timer
+	under sync.WaitGroup // calls and wakes; added to with mu held, while closing is not set
 
 	mu      sync.Mutex // protects all following fields
 	calls   int
@@ -74,7 +76,7 @@ func (n *nodeAPI) UseSandbox(ss grpc.BidiStreamingServer[nodev1.UseSandboxReques
 			return err
 		}
 		defer leave()
-		u.stream = &useStream{ss: ss, end: patienceOf(ss.Context()).end, using: u}
+		u.stream = &useStream{ss: ss, cut: patienceOf(ss.Context()).end, using: u}
 		return u.run(when)
 	})
 }
@@ -100,21 +102,28 @@ func (u *using) run(when sandbox.Precondition) error {
 	if err := u.stream.awake(0, record, nil); err != nil {
 		return err
 	}
-	u.idle = time.AfterFunc(idleStream, u.idled)
+	session, end := context.WithCancel(u.ctx)
+	defer end()
+	u.end, u.idle = end, time.AfterFunc(idleStream, u.idled)
 	defer u.idle.Stop()
-	defer context.AfterFunc(u.ctx, u.stream.end)() // with the principal's authority
 	defer context.AfterFunc(u.serving, u.close)()
-	err = guestrpc.ServeRelay(u.ctx, u.stream, u, can...)
-	u.stream.end()
-	u.wakes.Wait()
+	served := make(chan error, 1)
+	go func() { served <- guestrpc.ServeRelay(session, u.stream, u, can...) }()
+	select {
+	case err = <-served:
+	case <-session.Done(): // what waits for the client's bytes ends with the stream, when this has returned
+		err = session.Err()
+	}
+	end()
+	u.stream.stop()
+	u.mu.Lock()
+	u.closing = true
+	u.mu.Unlock()
+	u.under.Wait()
 	u.mu.Lock()
 	defer u.mu.Unlock()
-	var violation *guestrpc.ProtocolError
-	switch {
-	case u.cause != nil:
+	if u.cause != nil {
 		return u.cause
-	case errors.As(err, &violation):
-		return sandbox.Errorf(sandbox.CodeInvalid, "the bytes of the stream are not those of a session").Because("%v", err)
 	}
 	return err
 }
@@ -140,7 +149,7 @@ func (u *using) finish(cause error) {
 		u.cause = cause
 	}
 	u.mu.Unlock()
-	u.stream.end()
+	u.end()
 }
 
 // idled ends a stream that nobody uses.
@@ -149,7 +158,7 @@ func (u *using) idled() {
 	defer u.mu.Unlock()
 	if u.calls == 0 && u.cause == nil {
 		u.cause = sandbox.Errorf(server.CodeUnavailable, "nothing was done on the stream for %v", idleStream).Try("Open it again")
-		u.stream.end()
+		u.end()
 	}
 }
 
@@ -165,7 +174,7 @@ func (u *using) close() {
 		u.cause = errClosing
 	}
 	if u.calls == 0 {
-		u.stream.end()
+		u.end()
 	}
 }
 
@@ -177,11 +186,13 @@ func (u *using) take() error {
 		return errClosing
 	}
 	u.calls++
+	u.under.Add(1)
 	u.idle.Stop()
 	return nil
 }
 
 func (u *using) release() {
+	defer u.under.Done()
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	u.calls--
@@ -190,7 +201,7 @@ func (u *using) release() {
 	}
 	u.idle.Reset(idleStream)
 	if u.closing {
-		u.stream.end()
+		u.end()
 	}
 }
 
@@ -206,7 +217,7 @@ func (u *using) wake(number uint64) error {
 	}
 	u.waking++
 	u.idle.Reset(idleStream)
-	u.wakes.Go(func() {
+	u.under.Go(func() {
 		s, err := u.use(u.ctx)
 		var record sandbox.Sandbox
 		if err == nil {
@@ -314,13 +325,17 @@ func (r *relayedCall) End(err error) {
 type useStream struct {
 	*using
 	ss   grpc.BidiStreamingServer[nodev1.UseSandboxRequest, nodev1.UseSandboxResponse]
-	end  context.CancelFunc // of the call, and with it of what waits for the client
+	cut  context.CancelFunc // ends the call at once, with what waits for the client
 	rest []byte             // of a message
 
 	sending sync.Mutex // only one may send at a time
+	stopped atomic.Bool
 }
 
-var _ io.ReadWriteCloser = (*useStream)(nil)
+var (
+	_ io.ReadWriteCloser  = (*useStream)(nil)
+	_ guestrpc.CloserWith = (*useStream)(nil)
+)
 
 // Read implements io.Reader.
 func (s *useStream) Read(p []byte) (int, error) {
@@ -368,7 +383,21 @@ func (s *useStream) Write(p []byte) (int, error) {
 func (s *useStream) send(m *nodev1.UseSandboxResponse) error {
 	s.sending.Lock()
 	defer s.sending.Unlock()
+	if s.stopped.Load() {
+		return io.ErrClosedPipe
+	}
 	return s.ss.Send(m)
+}
+
+// stop sends nothing more. A client that does not take what is being sent is cut off: it
+// would not take the reason, either.
+func (s *useStream) stop() {
+	s.stopped.Store(true)
+	if !s.sending.TryLock() {
+		s.cut()
+		return
+	}
+	s.sending.Unlock()
 }
 
 // awake answers with the sandbox, or why it is not.
@@ -380,6 +409,16 @@ func (s *useStream) awake(number uint64, record sandbox.Sandbox, err error) erro
 		a.Sandbox = nodeconv.FromSandbox(record)
 	}
 	return s.send(&nodev1.UseSandboxResponse{Response: &nodev1.UseSandboxResponse_Awake{Awake: a}})
+}
+
+// CloseWith implements guestrpc.CloserWith. A read that is under way ends with the call.
+func (s *useStream) CloseWith(err error) {
+	var violation *guestrpc.ProtocolError
+	if errors.As(err, &violation) {
+		s.finish(sandbox.Errorf(sandbox.CodeInvalid, "the bytes of the stream are not those of a session").Because("%v", err))
+		return
+	}
+	s.end()
 }
 
 // Close implements io.Closer.

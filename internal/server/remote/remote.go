@@ -20,6 +20,8 @@ import (
 // Service is the service of a node at the other end of a connection.
 type Service struct {
 	node nodev1.NodeClient
+	// self is the node for the component itself, if it makes its calls for somebody.
+	self nodev1.NodeClient
 	// features are those that the node's API was seen to have.
 	features sync.Map
 	streams  streams
@@ -28,7 +30,14 @@ type Service struct {
 var _ server.Service = (*Service)(nil)
 
 // New makes the service of a connection, which stays the caller's.
-func New(conn grpc.ClientConnInterface) *Service { return &Service{node: nodev1.NewNodeClient(conn)} }
+func New(conn grpc.ClientConnInterface) *Service {
+	s := &Service{node: nodev1.NewNodeClient(conn)}
+	s.self = s.node
+	if a, ok := conn.(*acting); ok {
+		s.self = nodev1.NewNodeClient(a.ClientConnInterface)
+	}
+	return s
+}
 
 // problem is the error of a call as the node said it.
 func problem(ctx context.Context, err error) error {
