@@ -28,7 +28,7 @@ type Relayed interface {
 	Agent() *Client
 	// Connect makes the connection of a call to MethodConnect.
 	Connect(ctx context.Context, port uint16) (RelayedPort, error)
-	// End is called once, when the call has ended.
+	// End is called once, when the call has ended and its client was told.
 	End(err error)
 }
 
@@ -144,7 +144,7 @@ func bindRelayed(to Relay, m Method, body []byte) (callFunc, error) {
 		if err != nil {
 			return nil, err
 		}
-		defer func() { at.End(err) }()
+		defer func() { st.after = func() { at.End(err) } }()
 		if connect, ok := req.(*ConnectRequest); ok {
 			return &empty{}, relayPort(ctx, st, at, connect.Port)
 		}

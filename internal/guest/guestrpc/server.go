@@ -247,6 +247,9 @@ func (srv *server) end() {
 // call runs a handler and sends its result.
 func (srv *server) call(st *stream, run callFunc) {
 	reply, err := protect(st, run)
+	if st.after != nil {
+		defer st.after()
+	}
 	h := header{typ: frameReply, stream: st.id}
 	var payload []byte
 	if err == nil {

@@ -261,7 +261,7 @@ func TestUseStalled(t *testing.T) {
 		t.Fatal(err)
 	}
 	gate := &gated{stream: stalled, pass: make(chan struct{}, 1000)}
-	for range 10 { // for the hello, and the answer to what follows
+	for range 3 { // the sandbox, the hello, and the answer to what follows
 		gate.pass <- struct{}{}
 	}
 	agent := managertest.Must(guestrpc.NewClient(t.Context(), gate))(t)
@@ -278,7 +278,7 @@ func TestUseStalled(t *testing.T) {
 		})
 	})
 	u.works(s)
-	for range 990 {
+	for range 900 {
 		gate.pass <- struct{}{}
 	}
 	<-agent.Done()
