@@ -32,6 +32,8 @@ type DaemonConfig struct {
 	// where Added is added to each commit.
 	Clients, SlowClients int
 	Added                time.Duration
+	// SharedClients do so, too, with a connection each and with one for all.
+	SharedClients int
 	// When the daemon starts, the first Silent sandboxes never answer, and the next Slow
 	// take Adoption each. A real engine's do neither.
 	Slow, Silent int
