@@ -146,8 +146,11 @@ func (r *churnRun) lookUp(ctx context.Context, service *remote.Service, stop *at
 	return nil
 }
 
-// guard opens the keys and the audit log of the node.
+// guard opens the keys and the audit log of the node, once.
 func (n *benchNode) guard(folder string) (server.Config, error) {
+	if n.guarded != nil {
+		return *n.guarded, nil
+	}
 	cfg := server.Config{Service: n.manager, Version: "bench", Log: slog.New(slog.DiscardHandler)}
 	keys, err := access.Open(n.manager.Journal())
 	if err != nil {
@@ -160,6 +163,7 @@ func (n *benchNode) guard(folder string) (server.Config, error) {
 	}
 	n.undo = append(n.undo, trail.Close)
 	cfg.Access, cfg.Audit = keys, trail
+	n.guarded = &cfg
 	return cfg, nil
 }
 
