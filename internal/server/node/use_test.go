@@ -14,6 +14,7 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/durationpb"
 
 	nodev1 "agentrun.dev/api/node/v1"
@@ -538,4 +539,33 @@ func TestIdentityIsOfPrincipal(t *testing.T) {
 	bad.Identity.Key = "x"
 	_, err = c.ClaimSandbox(c.ctx, bad)
 	wantRefused(t, err, codes.InvalidArgument, "invalid", "identity")
+}
+
+// FuzzUseMessage: whatever message comes on a stream, it is refused or is a frame's worth of
+// bytes for the session.
+func FuzzUseMessage(f *testing.F) {
+	for _, m := range []*nodev1.UseSandboxRequest{
+		open("a"), data([]byte("AGRUNRPC")), data(make([]byte, maxData+1)), unknown(data([]byte("x"))), {},
+		{Request: &nodev1.UseSandboxRequest_Wake{Wake: 1}},
+	} {
+		b, err := proto.Marshal(m)
+		if err != nil {
+			f.Fatal(err)
+		}
+		f.Add(b)
+	}
+	f.Fuzz(func(t *testing.T, b []byte) {
+		var m nodev1.UseSandboxRequest
+		if proto.Unmarshal(b, &m) != nil {
+			return
+		}
+		s := &useStream{using: &using{closing: true}} // wakes nothing
+		err := s.received(&m)
+		switch _, wakes := m.GetRequest().(*nodev1.UseSandboxRequest_Wake); {
+		case err == nil && (len(s.rest) == 0 || len(s.rest) > maxData):
+			t.Errorf("%d bytes are taken", len(s.rest))
+		case err != nil && !sandbox.HasCode(err, sandbox.CodeInvalid) && !wakes:
+			t.Errorf("%v", err)
+		}
+	})
 }

@@ -164,6 +164,9 @@ func (s *Service) Use(ctx context.Context, k sandbox.Key) (sandbox.Session, erro
 			h.forget() // whatever has the name next has another stream
 		}
 		h.leave()
+		if ctx.Err() != nil {
+			return nil, ctx.Err()
+		}
 		if !ended {
 			return nil, err
 		}
