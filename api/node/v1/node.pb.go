@@ -6950,30 +6950,30 @@ func (x *TemplateLog) GetData() []byte {
 	return nil
 }
 
-// SecretValues are values of a secret by key.
-type SecretValues struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
-	Name          string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
-	Data          map[string][]byte      `protobuf:"bytes,3,rep,name=data,proto3" json:"data,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+type ApplySecretRequest struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	Name      string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	// Values by key.
+	Data          map[string][]byte `protobuf:"bytes,3,rep,name=data,proto3" json:"data,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *SecretValues) Reset() {
-	*x = SecretValues{}
+func (x *ApplySecretRequest) Reset() {
+	*x = ApplySecretRequest{}
 	mi := &file_agentrun_node_v1_node_proto_msgTypes[80]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *SecretValues) String() string {
+func (x *ApplySecretRequest) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*SecretValues) ProtoMessage() {}
+func (*ApplySecretRequest) ProtoMessage() {}
 
-func (x *SecretValues) ProtoReflect() protoreflect.Message {
+func (x *ApplySecretRequest) ProtoReflect() protoreflect.Message {
 	mi := &file_agentrun_node_v1_node_proto_msgTypes[80]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
@@ -6985,26 +6985,87 @@ func (x *SecretValues) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use SecretValues.ProtoReflect.Descriptor instead.
-func (*SecretValues) Descriptor() ([]byte, []int) {
+// Deprecated: Use ApplySecretRequest.ProtoReflect.Descriptor instead.
+func (*ApplySecretRequest) Descriptor() ([]byte, []int) {
 	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{80}
 }
 
-func (x *SecretValues) GetNamespace() string {
+func (x *ApplySecretRequest) GetNamespace() string {
 	if x != nil {
 		return x.Namespace
 	}
 	return ""
 }
 
-func (x *SecretValues) GetName() string {
+func (x *ApplySecretRequest) GetName() string {
 	if x != nil {
 		return x.Name
 	}
 	return ""
 }
 
-func (x *SecretValues) GetData() map[string][]byte {
+func (x *ApplySecretRequest) GetData() map[string][]byte {
+	if x != nil {
+		return x.Data
+	}
+	return nil
+}
+
+type PatchSecretRequest struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	Name      string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	// Values by key.
+	Data          map[string][]byte `protobuf:"bytes,3,rep,name=data,proto3" json:"data,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PatchSecretRequest) Reset() {
+	*x = PatchSecretRequest{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[81]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PatchSecretRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PatchSecretRequest) ProtoMessage() {}
+
+func (x *PatchSecretRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[81]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PatchSecretRequest.ProtoReflect.Descriptor instead.
+func (*PatchSecretRequest) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{81}
+}
+
+func (x *PatchSecretRequest) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *PatchSecretRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *PatchSecretRequest) GetData() map[string][]byte {
 	if x != nil {
 		return x.Data
 	}
@@ -7026,7 +7087,7 @@ type Secret struct {
 
 func (x *Secret) Reset() {
 	*x = Secret{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[81]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[82]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -7038,7 +7099,7 @@ func (x *Secret) String() string {
 func (*Secret) ProtoMessage() {}
 
 func (x *Secret) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[81]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[82]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -7051,7 +7112,7 @@ func (x *Secret) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Secret.ProtoReflect.Descriptor instead.
 func (*Secret) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{81}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{82}
 }
 
 func (x *Secret) GetNamespace() string {
@@ -7099,7 +7160,7 @@ type GetSecretRequest struct {
 
 func (x *GetSecretRequest) Reset() {
 	*x = GetSecretRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[82]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[83]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -7111,7 +7172,7 @@ func (x *GetSecretRequest) String() string {
 func (*GetSecretRequest) ProtoMessage() {}
 
 func (x *GetSecretRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[82]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[83]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -7124,7 +7185,7 @@ func (x *GetSecretRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetSecretRequest.ProtoReflect.Descriptor instead.
 func (*GetSecretRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{82}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{83}
 }
 
 func (x *GetSecretRequest) GetNamespace() string {
@@ -7152,7 +7213,7 @@ type ListSecretsRequest struct {
 
 func (x *ListSecretsRequest) Reset() {
 	*x = ListSecretsRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[83]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[84]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -7164,7 +7225,7 @@ func (x *ListSecretsRequest) String() string {
 func (*ListSecretsRequest) ProtoMessage() {}
 
 func (x *ListSecretsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[83]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[84]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -7177,7 +7238,7 @@ func (x *ListSecretsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSecretsRequest.ProtoReflect.Descriptor instead.
 func (*ListSecretsRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{83}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{84}
 }
 
 func (x *ListSecretsRequest) GetNamespace() string {
@@ -7211,7 +7272,7 @@ type ListSecretsResponse struct {
 
 func (x *ListSecretsResponse) Reset() {
 	*x = ListSecretsResponse{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[84]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[85]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -7223,7 +7284,7 @@ func (x *ListSecretsResponse) String() string {
 func (*ListSecretsResponse) ProtoMessage() {}
 
 func (x *ListSecretsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[84]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[85]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -7236,7 +7297,7 @@ func (x *ListSecretsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSecretsResponse.ProtoReflect.Descriptor instead.
 func (*ListSecretsResponse) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{84}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{85}
 }
 
 func (x *ListSecretsResponse) GetSecrets() []*Secret {
@@ -7263,7 +7324,7 @@ type DeleteSecretRequest struct {
 
 func (x *DeleteSecretRequest) Reset() {
 	*x = DeleteSecretRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[85]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[86]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -7275,7 +7336,7 @@ func (x *DeleteSecretRequest) String() string {
 func (*DeleteSecretRequest) ProtoMessage() {}
 
 func (x *DeleteSecretRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[85]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[86]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -7288,7 +7349,7 @@ func (x *DeleteSecretRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteSecretRequest.ProtoReflect.Descriptor instead.
 func (*DeleteSecretRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{85}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{86}
 }
 
 func (x *DeleteSecretRequest) GetNamespace() string {
@@ -7314,7 +7375,7 @@ type GetQuotaRequest struct {
 
 func (x *GetQuotaRequest) Reset() {
 	*x = GetQuotaRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[86]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[87]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -7326,7 +7387,7 @@ func (x *GetQuotaRequest) String() string {
 func (*GetQuotaRequest) ProtoMessage() {}
 
 func (x *GetQuotaRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[86]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[87]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -7339,7 +7400,7 @@ func (x *GetQuotaRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetQuotaRequest.ProtoReflect.Descriptor instead.
 func (*GetQuotaRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{86}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{87}
 }
 
 func (x *GetQuotaRequest) GetNamespace() string {
@@ -7362,7 +7423,7 @@ type SetQuotaRequest struct {
 
 func (x *SetQuotaRequest) Reset() {
 	*x = SetQuotaRequest{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[87]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[88]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -7374,7 +7435,7 @@ func (x *SetQuotaRequest) String() string {
 func (*SetQuotaRequest) ProtoMessage() {}
 
 func (x *SetQuotaRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[87]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[88]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -7387,7 +7448,7 @@ func (x *SetQuotaRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetQuotaRequest.ProtoReflect.Descriptor instead.
 func (*SetQuotaRequest) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{87}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{88}
 }
 
 func (x *SetQuotaRequest) GetNamespace() string {
@@ -7434,7 +7495,7 @@ type Quota struct {
 
 func (x *Quota) Reset() {
 	*x = Quota{}
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[88]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[89]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -7446,7 +7507,7 @@ func (x *Quota) String() string {
 func (*Quota) ProtoMessage() {}
 
 func (x *Quota) ProtoReflect() protoreflect.Message {
-	mi := &file_agentrun_node_v1_node_proto_msgTypes[88]
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[89]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -7459,7 +7520,7 @@ func (x *Quota) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Quota.ProtoReflect.Descriptor instead.
 func (*Quota) Descriptor() ([]byte, []int) {
-	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{88}
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{89}
 }
 
 func (x *Quota) GetNamespace() string {
@@ -8069,11 +8130,18 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x05_tail\"5\n" +
 	"\vTemplateLog\x12\x12\n" +
 	"\x04size\x18\x01 \x01(\x03R\x04size\x12\x12\n" +
-	"\x04data\x18\x02 \x01(\fR\x04data\"\xbc\x01\n" +
-	"\fSecretValues\x12\x1c\n" +
+	"\x04data\x18\x02 \x01(\fR\x04data\"\xc8\x01\n" +
+	"\x12ApplySecretRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
-	"\x04name\x18\x02 \x01(\tR\x04name\x12A\n" +
-	"\x04data\x18\x03 \x03(\v2(.agentrun.node.v1.SecretValues.DataEntryB\x03\x80\x01\x01R\x04data\x1a7\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12G\n" +
+	"\x04data\x18\x03 \x03(\v2..agentrun.node.v1.ApplySecretRequest.DataEntryB\x03\x80\x01\x01R\x04data\x1a7\n" +
+	"\tDataEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\fR\x05value:\x028\x01\"\xc8\x01\n" +
+	"\x12PatchSecretRequest\x12\x1c\n" +
+	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12G\n" +
+	"\x04data\x18\x03 \x03(\v2..agentrun.node.v1.PatchSecretRequest.DataEntryB\x03\x80\x01\x01R\x04data\x1a7\n" +
 	"\tDataEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\fR\x05value:\x028\x01\"\xba\x01\n" +
@@ -8153,7 +8221,7 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x10OBJECT_KIND_POOL\x10\x03\x12\x17\n" +
 	"\x13OBJECT_KIND_SANDBOX\x10\x04\x12\x14\n" +
 	"\x10OBJECT_KIND_FORK\x10\x05\x12\x1a\n" +
-	"\x16OBJECT_KIND_CHECKPOINT\x10\x062\x8e \n" +
+	"\x16OBJECT_KIND_CHECKPOINT\x10\x062\x9a \n" +
 	"\x04Node\x12I\n" +
 	"\aGetNode\x12 .agentrun.node.v1.GetNodeRequest\x1a\x1c.agentrun.node.v1.NodeStatus\x12G\n" +
 	"\x05Watch\x12\x1e.agentrun.node.v1.WatchRequest\x1a\x1c.agentrun.node.v1.WatchEvent0\x01\x12O\n" +
@@ -8202,9 +8270,9 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x10DeleteCheckpoint\x12).agentrun.node.v1.DeleteCheckpointRequest\x1a\x16.google.protobuf.Empty\x12Z\n" +
 	"\x11RestoreCheckpoint\x12*.agentrun.node.v1.RestoreCheckpointRequest\x1a\x19.agentrun.node.v1.Sandbox\x12X\n" +
 	"\x0eGetNamespaceCA\x12'.agentrun.node.v1.GetNamespaceCARequest\x1a\x1d.agentrun.node.v1.NamespaceCA\x12X\n" +
-	"\x0eSetNamespaceCA\x12'.agentrun.node.v1.SetNamespaceCARequest\x1a\x1d.agentrun.node.v1.NamespaceCA\x12G\n" +
-	"\vApplySecret\x12\x1e.agentrun.node.v1.SecretValues\x1a\x18.agentrun.node.v1.Secret\x12G\n" +
-	"\vPatchSecret\x12\x1e.agentrun.node.v1.SecretValues\x1a\x18.agentrun.node.v1.Secret\x12I\n" +
+	"\x0eSetNamespaceCA\x12'.agentrun.node.v1.SetNamespaceCARequest\x1a\x1d.agentrun.node.v1.NamespaceCA\x12M\n" +
+	"\vApplySecret\x12$.agentrun.node.v1.ApplySecretRequest\x1a\x18.agentrun.node.v1.Secret\x12M\n" +
+	"\vPatchSecret\x12$.agentrun.node.v1.PatchSecretRequest\x1a\x18.agentrun.node.v1.Secret\x12I\n" +
 	"\tGetSecret\x12\".agentrun.node.v1.GetSecretRequest\x1a\x18.agentrun.node.v1.Secret\x12Z\n" +
 	"\vListSecrets\x12$.agentrun.node.v1.ListSecretsRequest\x1a%.agentrun.node.v1.ListSecretsResponse\x12M\n" +
 	"\fDeleteSecret\x12%.agentrun.node.v1.DeleteSecretRequest\x1a\x16.google.protobuf.Empty\x12F\n" +
@@ -8224,7 +8292,7 @@ func file_agentrun_node_v1_node_proto_rawDescGZIP() []byte {
 }
 
 var file_agentrun_node_v1_node_proto_enumTypes = make([]protoimpl.EnumInfo, 7)
-var file_agentrun_node_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 97)
+var file_agentrun_node_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 99)
 var file_agentrun_node_v1_node_proto_goTypes = []any{
 	(Phase)(0),                       // 0: agentrun.node.v1.Phase
 	(Stage)(0),                       // 1: agentrun.node.v1.Stage
@@ -8313,32 +8381,34 @@ var file_agentrun_node_v1_node_proto_goTypes = []any{
 	(*WatchTokenRequest)(nil),        // 84: agentrun.node.v1.WatchTokenRequest
 	(*GetTemplateLogRequest)(nil),    // 85: agentrun.node.v1.GetTemplateLogRequest
 	(*TemplateLog)(nil),              // 86: agentrun.node.v1.TemplateLog
-	(*SecretValues)(nil),             // 87: agentrun.node.v1.SecretValues
-	(*Secret)(nil),                   // 88: agentrun.node.v1.Secret
-	(*GetSecretRequest)(nil),         // 89: agentrun.node.v1.GetSecretRequest
-	(*ListSecretsRequest)(nil),       // 90: agentrun.node.v1.ListSecretsRequest
-	(*ListSecretsResponse)(nil),      // 91: agentrun.node.v1.ListSecretsResponse
-	(*DeleteSecretRequest)(nil),      // 92: agentrun.node.v1.DeleteSecretRequest
-	(*GetQuotaRequest)(nil),          // 93: agentrun.node.v1.GetQuotaRequest
-	(*SetQuotaRequest)(nil),          // 94: agentrun.node.v1.SetQuotaRequest
-	(*Quota)(nil),                    // 95: agentrun.node.v1.Quota
-	nil,                              // 96: agentrun.node.v1.TemplateSpec.EnvEntry
-	nil,                              // 97: agentrun.node.v1.Sandbox.MetadataEntry
-	nil,                              // 98: agentrun.node.v1.ClaimSandboxRequest.EnvEntry
-	nil,                              // 99: agentrun.node.v1.ClaimSandboxRequest.MetadataEntry
-	nil,                              // 100: agentrun.node.v1.ClaimSandboxRequest.SecretValuesEntry
-	nil,                              // 101: agentrun.node.v1.RestoreCheckpointRequest.EnvEntry
-	nil,                              // 102: agentrun.node.v1.RestoreCheckpointRequest.MetadataEntry
-	nil,                              // 103: agentrun.node.v1.SecretValues.DataEntry
-	(*timestamppb.Timestamp)(nil),    // 104: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),      // 105: google.protobuf.Duration
-	(*emptypb.Empty)(nil),            // 106: google.protobuf.Empty
+	(*ApplySecretRequest)(nil),       // 87: agentrun.node.v1.ApplySecretRequest
+	(*PatchSecretRequest)(nil),       // 88: agentrun.node.v1.PatchSecretRequest
+	(*Secret)(nil),                   // 89: agentrun.node.v1.Secret
+	(*GetSecretRequest)(nil),         // 90: agentrun.node.v1.GetSecretRequest
+	(*ListSecretsRequest)(nil),       // 91: agentrun.node.v1.ListSecretsRequest
+	(*ListSecretsResponse)(nil),      // 92: agentrun.node.v1.ListSecretsResponse
+	(*DeleteSecretRequest)(nil),      // 93: agentrun.node.v1.DeleteSecretRequest
+	(*GetQuotaRequest)(nil),          // 94: agentrun.node.v1.GetQuotaRequest
+	(*SetQuotaRequest)(nil),          // 95: agentrun.node.v1.SetQuotaRequest
+	(*Quota)(nil),                    // 96: agentrun.node.v1.Quota
+	nil,                              // 97: agentrun.node.v1.TemplateSpec.EnvEntry
+	nil,                              // 98: agentrun.node.v1.Sandbox.MetadataEntry
+	nil,                              // 99: agentrun.node.v1.ClaimSandboxRequest.EnvEntry
+	nil,                              // 100: agentrun.node.v1.ClaimSandboxRequest.MetadataEntry
+	nil,                              // 101: agentrun.node.v1.ClaimSandboxRequest.SecretValuesEntry
+	nil,                              // 102: agentrun.node.v1.RestoreCheckpointRequest.EnvEntry
+	nil,                              // 103: agentrun.node.v1.RestoreCheckpointRequest.MetadataEntry
+	nil,                              // 104: agentrun.node.v1.ApplySecretRequest.DataEntry
+	nil,                              // 105: agentrun.node.v1.PatchSecretRequest.DataEntry
+	(*timestamppb.Timestamp)(nil),    // 106: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),      // 107: google.protobuf.Duration
+	(*emptypb.Empty)(nil),            // 108: google.protobuf.Empty
 }
 var file_agentrun_node_v1_node_proto_depIdxs = []int32{
 	10,  // 0: agentrun.node.v1.NodeStatus.snapshots:type_name -> agentrun.node.v1.NodeSnapshot
 	11,  // 1: agentrun.node.v1.NodeStatus.cordon:type_name -> agentrun.node.v1.Cordon
 	1,   // 2: agentrun.node.v1.NodeSnapshot.stage:type_name -> agentrun.node.v1.Stage
-	104, // 3: agentrun.node.v1.Cordon.since:type_name -> google.protobuf.Timestamp
+	106, // 3: agentrun.node.v1.Cordon.since:type_name -> google.protobuf.Timestamp
 	12,  // 4: agentrun.node.v1.Cordon.problems:type_name -> agentrun.node.v1.DrainProblem
 	5,   // 5: agentrun.node.v1.WatchRequest.kinds:type_name -> agentrun.node.v1.ObjectKind
 	6,   // 6: agentrun.node.v1.WatchEvent.type:type_name -> agentrun.node.v1.WatchEvent.Type
@@ -8348,93 +8418,93 @@ var file_agentrun_node_v1_node_proto_depIdxs = []int32{
 	38,  // 10: agentrun.node.v1.WatchEvent.sandbox:type_name -> agentrun.node.v1.Sandbox
 	60,  // 11: agentrun.node.v1.WatchEvent.fork:type_name -> agentrun.node.v1.Fork
 	66,  // 12: agentrun.node.v1.WatchEvent.checkpoint:type_name -> agentrun.node.v1.Checkpoint
-	96,  // 13: agentrun.node.v1.TemplateSpec.env:type_name -> agentrun.node.v1.TemplateSpec.EnvEntry
+	97,  // 13: agentrun.node.v1.TemplateSpec.env:type_name -> agentrun.node.v1.TemplateSpec.EnvEntry
 	21,  // 14: agentrun.node.v1.TemplateSpec.ready:type_name -> agentrun.node.v1.ReadyCheck
 	22,  // 15: agentrun.node.v1.TemplateSpec.warmup:type_name -> agentrun.node.v1.Program
 	20,  // 16: agentrun.node.v1.TemplateSpec.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
 	20,  // 17: agentrun.node.v1.TemplateSpec.build_network:type_name -> agentrun.node.v1.NetworkPolicy
-	105, // 18: agentrun.node.v1.TemplateSpec.build_timeout:type_name -> google.protobuf.Duration
-	105, // 19: agentrun.node.v1.ReadyCheck.delay:type_name -> google.protobuf.Duration
-	105, // 20: agentrun.node.v1.ReadyCheck.timeout:type_name -> google.protobuf.Duration
+	107, // 18: agentrun.node.v1.TemplateSpec.build_timeout:type_name -> google.protobuf.Duration
+	107, // 19: agentrun.node.v1.ReadyCheck.delay:type_name -> google.protobuf.Duration
+	107, // 20: agentrun.node.v1.ReadyCheck.timeout:type_name -> google.protobuf.Duration
 	19,  // 21: agentrun.node.v1.Template.spec:type_name -> agentrun.node.v1.TemplateSpec
-	104, // 22: agentrun.node.v1.Template.created:type_name -> google.protobuf.Timestamp
+	106, // 22: agentrun.node.v1.Template.created:type_name -> google.protobuf.Timestamp
 	0,   // 23: agentrun.node.v1.Template.phase:type_name -> agentrun.node.v1.Phase
 	24,  // 24: agentrun.node.v1.Template.builds:type_name -> agentrun.node.v1.Build
 	1,   // 25: agentrun.node.v1.Build.stage:type_name -> agentrun.node.v1.Stage
 	0,   // 26: agentrun.node.v1.Build.phase:type_name -> agentrun.node.v1.Phase
-	104, // 27: agentrun.node.v1.Build.started:type_name -> google.protobuf.Timestamp
-	104, // 28: agentrun.node.v1.Build.finished:type_name -> google.protobuf.Timestamp
-	104, // 29: agentrun.node.v1.Build.next:type_name -> google.protobuf.Timestamp
+	106, // 27: agentrun.node.v1.Build.started:type_name -> google.protobuf.Timestamp
+	106, // 28: agentrun.node.v1.Build.finished:type_name -> google.protobuf.Timestamp
+	106, // 29: agentrun.node.v1.Build.next:type_name -> google.protobuf.Timestamp
 	19,  // 30: agentrun.node.v1.ApplyTemplateRequest.spec:type_name -> agentrun.node.v1.TemplateSpec
 	23,  // 31: agentrun.node.v1.ListTemplatesResponse.templates:type_name -> agentrun.node.v1.Template
 	13,  // 32: agentrun.node.v1.DeleteTemplateRequest.precondition:type_name -> agentrun.node.v1.Precondition
 	1,   // 33: agentrun.node.v1.PoolSpec.snapshot_after:type_name -> agentrun.node.v1.Stage
 	30,  // 34: agentrun.node.v1.Pool.spec:type_name -> agentrun.node.v1.PoolSpec
-	104, // 35: agentrun.node.v1.Pool.created:type_name -> google.protobuf.Timestamp
+	106, // 35: agentrun.node.v1.Pool.created:type_name -> google.protobuf.Timestamp
 	0,   // 36: agentrun.node.v1.Pool.phase:type_name -> agentrun.node.v1.Phase
 	30,  // 37: agentrun.node.v1.ApplyPoolRequest.spec:type_name -> agentrun.node.v1.PoolSpec
 	31,  // 38: agentrun.node.v1.ListPoolsResponse.pools:type_name -> agentrun.node.v1.Pool
 	13,  // 39: agentrun.node.v1.DeletePoolRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	105, // 40: agentrun.node.v1.Lifetime.timeout:type_name -> google.protobuf.Duration
-	105, // 41: agentrun.node.v1.Lifetime.idle_timeout:type_name -> google.protobuf.Duration
+	107, // 40: agentrun.node.v1.Lifetime.timeout:type_name -> google.protobuf.Duration
+	107, // 41: agentrun.node.v1.Lifetime.idle_timeout:type_name -> google.protobuf.Duration
 	4,   // 42: agentrun.node.v1.Lifetime.on_timeout:type_name -> agentrun.node.v1.TimeoutAction
-	104, // 43: agentrun.node.v1.Lifetime.expires:type_name -> google.protobuf.Timestamp
+	106, // 43: agentrun.node.v1.Lifetime.expires:type_name -> google.protobuf.Timestamp
 	2,   // 44: agentrun.node.v1.Sandbox.state:type_name -> agentrun.node.v1.SandboxState
-	97,  // 45: agentrun.node.v1.Sandbox.metadata:type_name -> agentrun.node.v1.Sandbox.MetadataEntry
-	104, // 46: agentrun.node.v1.Sandbox.created:type_name -> google.protobuf.Timestamp
-	104, // 47: agentrun.node.v1.Sandbox.ended:type_name -> google.protobuf.Timestamp
+	98,  // 45: agentrun.node.v1.Sandbox.metadata:type_name -> agentrun.node.v1.Sandbox.MetadataEntry
+	106, // 46: agentrun.node.v1.Sandbox.created:type_name -> google.protobuf.Timestamp
+	106, // 47: agentrun.node.v1.Sandbox.ended:type_name -> google.protobuf.Timestamp
 	3,   // 48: agentrun.node.v1.Sandbox.reason:type_name -> agentrun.node.v1.EndReason
 	37,  // 49: agentrun.node.v1.Sandbox.lifetime:type_name -> agentrun.node.v1.Lifetime
 	20,  // 50: agentrun.node.v1.Sandbox.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
 	20,  // 51: agentrun.node.v1.Sandbox.network_bounds:type_name -> agentrun.node.v1.NetworkPolicy
-	98,  // 52: agentrun.node.v1.ClaimSandboxRequest.env:type_name -> agentrun.node.v1.ClaimSandboxRequest.EnvEntry
-	99,  // 53: agentrun.node.v1.ClaimSandboxRequest.metadata:type_name -> agentrun.node.v1.ClaimSandboxRequest.MetadataEntry
+	99,  // 52: agentrun.node.v1.ClaimSandboxRequest.env:type_name -> agentrun.node.v1.ClaimSandboxRequest.EnvEntry
+	100, // 53: agentrun.node.v1.ClaimSandboxRequest.metadata:type_name -> agentrun.node.v1.ClaimSandboxRequest.MetadataEntry
 	37,  // 54: agentrun.node.v1.ClaimSandboxRequest.lifetime:type_name -> agentrun.node.v1.Lifetime
 	20,  // 55: agentrun.node.v1.ClaimSandboxRequest.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
-	100, // 56: agentrun.node.v1.ClaimSandboxRequest.secret_values:type_name -> agentrun.node.v1.ClaimSandboxRequest.SecretValuesEntry
+	101, // 56: agentrun.node.v1.ClaimSandboxRequest.secret_values:type_name -> agentrun.node.v1.ClaimSandboxRequest.SecretValuesEntry
 	77,  // 57: agentrun.node.v1.ClaimSandboxRequest.secrets:type_name -> agentrun.node.v1.SecretRef
 	76,  // 58: agentrun.node.v1.ClaimSandboxRequest.identity:type_name -> agentrun.node.v1.RequestIdentity
 	38,  // 59: agentrun.node.v1.ListSandboxesResponse.sandboxes:type_name -> agentrun.node.v1.Sandbox
 	13,  // 60: agentrun.node.v1.PauseSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
 	13,  // 61: agentrun.node.v1.ResumeSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
 	13,  // 62: agentrun.node.v1.HibernateSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	105, // 63: agentrun.node.v1.ExtendSandboxRequest.timeout:type_name -> google.protobuf.Duration
+	107, // 63: agentrun.node.v1.ExtendSandboxRequest.timeout:type_name -> google.protobuf.Duration
 	13,  // 64: agentrun.node.v1.ExtendSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	104, // 65: agentrun.node.v1.ExtendSandboxRequest.expires:type_name -> google.protobuf.Timestamp
+	106, // 65: agentrun.node.v1.ExtendSandboxRequest.expires:type_name -> google.protobuf.Timestamp
 	13,  // 66: agentrun.node.v1.KillSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
 	13,  // 67: agentrun.node.v1.SetSandboxTokenRequest.precondition:type_name -> agentrun.node.v1.Precondition
 	2,   // 68: agentrun.node.v1.SandboxStats.state:type_name -> agentrun.node.v1.SandboxState
-	104, // 69: agentrun.node.v1.SandboxStats.time:type_name -> google.protobuf.Timestamp
-	105, // 70: agentrun.node.v1.SandboxStats.cpu:type_name -> google.protobuf.Duration
+	106, // 69: agentrun.node.v1.SandboxStats.time:type_name -> google.protobuf.Timestamp
+	107, // 70: agentrun.node.v1.SandboxStats.cpu:type_name -> google.protobuf.Duration
 	51,  // 71: agentrun.node.v1.ListSandboxStatsResponse.stats:type_name -> agentrun.node.v1.SandboxStats
 	20,  // 72: agentrun.node.v1.SetNetworkPolicyRequest.policy:type_name -> agentrun.node.v1.NetworkPolicy
 	13,  // 73: agentrun.node.v1.SetNetworkPolicyRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	105, // 74: agentrun.node.v1.GetNetworkLogRequest.wait:type_name -> google.protobuf.Duration
+	107, // 74: agentrun.node.v1.GetNetworkLogRequest.wait:type_name -> google.protobuf.Duration
 	57,  // 75: agentrun.node.v1.NetworkLog.entries:type_name -> agentrun.node.v1.NetworkLogEntry
 	57,  // 76: agentrun.node.v1.NetworkLog.open:type_name -> agentrun.node.v1.NetworkLogEntry
-	104, // 77: agentrun.node.v1.NetworkLogEntry.time:type_name -> google.protobuf.Timestamp
-	104, // 78: agentrun.node.v1.NetworkLogEntry.ended:type_name -> google.protobuf.Timestamp
+	106, // 77: agentrun.node.v1.NetworkLogEntry.time:type_name -> google.protobuf.Timestamp
+	106, // 78: agentrun.node.v1.NetworkLogEntry.ended:type_name -> google.protobuf.Timestamp
 	20,  // 79: agentrun.node.v1.ForkSandboxRequest.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
 	13,  // 80: agentrun.node.v1.ForkSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
 	59,  // 81: agentrun.node.v1.ForkSandboxRequest.children:type_name -> agentrun.node.v1.ForkChild
 	76,  // 82: agentrun.node.v1.ForkSandboxRequest.identity:type_name -> agentrun.node.v1.RequestIdentity
-	104, // 83: agentrun.node.v1.Fork.created:type_name -> google.protobuf.Timestamp
+	106, // 83: agentrun.node.v1.Fork.created:type_name -> google.protobuf.Timestamp
 	0,   // 84: agentrun.node.v1.Fork.phase:type_name -> agentrun.node.v1.Phase
 	61,  // 85: agentrun.node.v1.Fork.children:type_name -> agentrun.node.v1.ForkOutcome
-	105, // 86: agentrun.node.v1.Fork.pause:type_name -> google.protobuf.Duration
+	107, // 86: agentrun.node.v1.Fork.pause:type_name -> google.protobuf.Duration
 	60,  // 87: agentrun.node.v1.ListForksResponse.forks:type_name -> agentrun.node.v1.Fork
 	13,  // 88: agentrun.node.v1.DeleteForkRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	104, // 89: agentrun.node.v1.Checkpoint.created:type_name -> google.protobuf.Timestamp
+	106, // 89: agentrun.node.v1.Checkpoint.created:type_name -> google.protobuf.Timestamp
 	13,  // 90: agentrun.node.v1.CheckpointSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
 	76,  // 91: agentrun.node.v1.CheckpointSandboxRequest.identity:type_name -> agentrun.node.v1.RequestIdentity
 	66,  // 92: agentrun.node.v1.ListCheckpointsResponse.checkpoints:type_name -> agentrun.node.v1.Checkpoint
 	13,  // 93: agentrun.node.v1.DeleteCheckpointRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	101, // 94: agentrun.node.v1.RestoreCheckpointRequest.env:type_name -> agentrun.node.v1.RestoreCheckpointRequest.EnvEntry
-	102, // 95: agentrun.node.v1.RestoreCheckpointRequest.metadata:type_name -> agentrun.node.v1.RestoreCheckpointRequest.MetadataEntry
+	102, // 94: agentrun.node.v1.RestoreCheckpointRequest.env:type_name -> agentrun.node.v1.RestoreCheckpointRequest.EnvEntry
+	103, // 95: agentrun.node.v1.RestoreCheckpointRequest.metadata:type_name -> agentrun.node.v1.RestoreCheckpointRequest.MetadataEntry
 	37,  // 96: agentrun.node.v1.RestoreCheckpointRequest.lifetime:type_name -> agentrun.node.v1.Lifetime
 	76,  // 97: agentrun.node.v1.RestoreCheckpointRequest.identity:type_name -> agentrun.node.v1.RequestIdentity
-	104, // 98: agentrun.node.v1.NamespaceCA.created:type_name -> google.protobuf.Timestamp
-	104, // 99: agentrun.node.v1.NamespaceCA.expires:type_name -> google.protobuf.Timestamp
+	106, // 98: agentrun.node.v1.NamespaceCA.created:type_name -> google.protobuf.Timestamp
+	106, // 99: agentrun.node.v1.NamespaceCA.expires:type_name -> google.protobuf.Timestamp
 	78,  // 100: agentrun.node.v1.SecretRef.inject:type_name -> agentrun.node.v1.Inject
 	80,  // 101: agentrun.node.v1.UseSandboxRequest.open:type_name -> agentrun.node.v1.OpenSandbox
 	13,  // 102: agentrun.node.v1.OpenSandbox.precondition:type_name -> agentrun.node.v1.Precondition
@@ -8442,113 +8512,114 @@ var file_agentrun_node_v1_node_proto_depIdxs = []int32{
 	38,  // 104: agentrun.node.v1.AwakeSandbox.sandbox:type_name -> agentrun.node.v1.Sandbox
 	7,   // 105: agentrun.node.v1.AwakeSandbox.error:type_name -> agentrun.node.v1.Error
 	1,   // 106: agentrun.node.v1.GetTemplateLogRequest.stage:type_name -> agentrun.node.v1.Stage
-	103, // 107: agentrun.node.v1.SecretValues.data:type_name -> agentrun.node.v1.SecretValues.DataEntry
-	104, // 108: agentrun.node.v1.Secret.created:type_name -> google.protobuf.Timestamp
-	104, // 109: agentrun.node.v1.Secret.changed:type_name -> google.protobuf.Timestamp
-	88,  // 110: agentrun.node.v1.ListSecretsResponse.secrets:type_name -> agentrun.node.v1.Secret
-	8,   // 111: agentrun.node.v1.Node.GetNode:input_type -> agentrun.node.v1.GetNodeRequest
-	17,  // 112: agentrun.node.v1.Node.Watch:input_type -> agentrun.node.v1.WatchRequest
-	14,  // 113: agentrun.node.v1.Node.CordonNode:input_type -> agentrun.node.v1.CordonNodeRequest
-	15,  // 114: agentrun.node.v1.Node.DrainNode:input_type -> agentrun.node.v1.DrainNodeRequest
-	16,  // 115: agentrun.node.v1.Node.UncordonNode:input_type -> agentrun.node.v1.UncordonNodeRequest
-	25,  // 116: agentrun.node.v1.Node.ApplyTemplate:input_type -> agentrun.node.v1.ApplyTemplateRequest
-	26,  // 117: agentrun.node.v1.Node.GetTemplate:input_type -> agentrun.node.v1.GetTemplateRequest
-	27,  // 118: agentrun.node.v1.Node.ListTemplates:input_type -> agentrun.node.v1.ListTemplatesRequest
-	29,  // 119: agentrun.node.v1.Node.DeleteTemplate:input_type -> agentrun.node.v1.DeleteTemplateRequest
-	85,  // 120: agentrun.node.v1.Node.GetTemplateLog:input_type -> agentrun.node.v1.GetTemplateLogRequest
-	32,  // 121: agentrun.node.v1.Node.ApplyPool:input_type -> agentrun.node.v1.ApplyPoolRequest
-	33,  // 122: agentrun.node.v1.Node.GetPool:input_type -> agentrun.node.v1.GetPoolRequest
-	34,  // 123: agentrun.node.v1.Node.ListPools:input_type -> agentrun.node.v1.ListPoolsRequest
-	36,  // 124: agentrun.node.v1.Node.DeletePool:input_type -> agentrun.node.v1.DeletePoolRequest
-	39,  // 125: agentrun.node.v1.Node.ClaimSandbox:input_type -> agentrun.node.v1.ClaimSandboxRequest
-	40,  // 126: agentrun.node.v1.Node.GetSandbox:input_type -> agentrun.node.v1.GetSandboxRequest
-	41,  // 127: agentrun.node.v1.Node.ListSandboxes:input_type -> agentrun.node.v1.ListSandboxesRequest
-	43,  // 128: agentrun.node.v1.Node.PauseSandbox:input_type -> agentrun.node.v1.PauseSandboxRequest
-	44,  // 129: agentrun.node.v1.Node.ResumeSandbox:input_type -> agentrun.node.v1.ResumeSandboxRequest
-	45,  // 130: agentrun.node.v1.Node.HibernateSandbox:input_type -> agentrun.node.v1.HibernateSandboxRequest
-	46,  // 131: agentrun.node.v1.Node.ExtendSandbox:input_type -> agentrun.node.v1.ExtendSandboxRequest
-	47,  // 132: agentrun.node.v1.Node.KillSandbox:input_type -> agentrun.node.v1.KillSandboxRequest
-	48,  // 133: agentrun.node.v1.Node.SetSandboxToken:input_type -> agentrun.node.v1.SetSandboxTokenRequest
-	49,  // 134: agentrun.node.v1.Node.ReleaseOwner:input_type -> agentrun.node.v1.ReleaseOwnerRequest
-	50,  // 135: agentrun.node.v1.Node.GetSandboxStats:input_type -> agentrun.node.v1.GetSandboxStatsRequest
-	52,  // 136: agentrun.node.v1.Node.ListSandboxStats:input_type -> agentrun.node.v1.ListSandboxStatsRequest
-	54,  // 137: agentrun.node.v1.Node.SetNetworkPolicy:input_type -> agentrun.node.v1.SetNetworkPolicyRequest
-	55,  // 138: agentrun.node.v1.Node.GetNetworkLog:input_type -> agentrun.node.v1.GetNetworkLogRequest
-	79,  // 139: agentrun.node.v1.Node.UseSandbox:input_type -> agentrun.node.v1.UseSandboxRequest
-	83,  // 140: agentrun.node.v1.Node.GetSandboxByID:input_type -> agentrun.node.v1.GetSandboxByIDRequest
-	84,  // 141: agentrun.node.v1.Node.WatchToken:input_type -> agentrun.node.v1.WatchTokenRequest
-	58,  // 142: agentrun.node.v1.Node.ForkSandbox:input_type -> agentrun.node.v1.ForkSandboxRequest
-	62,  // 143: agentrun.node.v1.Node.GetFork:input_type -> agentrun.node.v1.GetForkRequest
-	63,  // 144: agentrun.node.v1.Node.ListForks:input_type -> agentrun.node.v1.ListForksRequest
-	65,  // 145: agentrun.node.v1.Node.DeleteFork:input_type -> agentrun.node.v1.DeleteForkRequest
-	67,  // 146: agentrun.node.v1.Node.CheckpointSandbox:input_type -> agentrun.node.v1.CheckpointSandboxRequest
-	68,  // 147: agentrun.node.v1.Node.GetCheckpoint:input_type -> agentrun.node.v1.GetCheckpointRequest
-	69,  // 148: agentrun.node.v1.Node.ListCheckpoints:input_type -> agentrun.node.v1.ListCheckpointsRequest
-	71,  // 149: agentrun.node.v1.Node.DeleteCheckpoint:input_type -> agentrun.node.v1.DeleteCheckpointRequest
-	72,  // 150: agentrun.node.v1.Node.RestoreCheckpoint:input_type -> agentrun.node.v1.RestoreCheckpointRequest
-	74,  // 151: agentrun.node.v1.Node.GetNamespaceCA:input_type -> agentrun.node.v1.GetNamespaceCARequest
-	75,  // 152: agentrun.node.v1.Node.SetNamespaceCA:input_type -> agentrun.node.v1.SetNamespaceCARequest
-	87,  // 153: agentrun.node.v1.Node.ApplySecret:input_type -> agentrun.node.v1.SecretValues
-	87,  // 154: agentrun.node.v1.Node.PatchSecret:input_type -> agentrun.node.v1.SecretValues
-	89,  // 155: agentrun.node.v1.Node.GetSecret:input_type -> agentrun.node.v1.GetSecretRequest
-	90,  // 156: agentrun.node.v1.Node.ListSecrets:input_type -> agentrun.node.v1.ListSecretsRequest
-	92,  // 157: agentrun.node.v1.Node.DeleteSecret:input_type -> agentrun.node.v1.DeleteSecretRequest
-	93,  // 158: agentrun.node.v1.Node.GetQuota:input_type -> agentrun.node.v1.GetQuotaRequest
-	94,  // 159: agentrun.node.v1.Node.SetQuota:input_type -> agentrun.node.v1.SetQuotaRequest
-	9,   // 160: agentrun.node.v1.Node.GetNode:output_type -> agentrun.node.v1.NodeStatus
-	18,  // 161: agentrun.node.v1.Node.Watch:output_type -> agentrun.node.v1.WatchEvent
-	9,   // 162: agentrun.node.v1.Node.CordonNode:output_type -> agentrun.node.v1.NodeStatus
-	9,   // 163: agentrun.node.v1.Node.DrainNode:output_type -> agentrun.node.v1.NodeStatus
-	9,   // 164: agentrun.node.v1.Node.UncordonNode:output_type -> agentrun.node.v1.NodeStatus
-	23,  // 165: agentrun.node.v1.Node.ApplyTemplate:output_type -> agentrun.node.v1.Template
-	23,  // 166: agentrun.node.v1.Node.GetTemplate:output_type -> agentrun.node.v1.Template
-	28,  // 167: agentrun.node.v1.Node.ListTemplates:output_type -> agentrun.node.v1.ListTemplatesResponse
-	106, // 168: agentrun.node.v1.Node.DeleteTemplate:output_type -> google.protobuf.Empty
-	86,  // 169: agentrun.node.v1.Node.GetTemplateLog:output_type -> agentrun.node.v1.TemplateLog
-	31,  // 170: agentrun.node.v1.Node.ApplyPool:output_type -> agentrun.node.v1.Pool
-	31,  // 171: agentrun.node.v1.Node.GetPool:output_type -> agentrun.node.v1.Pool
-	35,  // 172: agentrun.node.v1.Node.ListPools:output_type -> agentrun.node.v1.ListPoolsResponse
-	106, // 173: agentrun.node.v1.Node.DeletePool:output_type -> google.protobuf.Empty
-	38,  // 174: agentrun.node.v1.Node.ClaimSandbox:output_type -> agentrun.node.v1.Sandbox
-	38,  // 175: agentrun.node.v1.Node.GetSandbox:output_type -> agentrun.node.v1.Sandbox
-	42,  // 176: agentrun.node.v1.Node.ListSandboxes:output_type -> agentrun.node.v1.ListSandboxesResponse
-	38,  // 177: agentrun.node.v1.Node.PauseSandbox:output_type -> agentrun.node.v1.Sandbox
-	38,  // 178: agentrun.node.v1.Node.ResumeSandbox:output_type -> agentrun.node.v1.Sandbox
-	38,  // 179: agentrun.node.v1.Node.HibernateSandbox:output_type -> agentrun.node.v1.Sandbox
-	38,  // 180: agentrun.node.v1.Node.ExtendSandbox:output_type -> agentrun.node.v1.Sandbox
-	38,  // 181: agentrun.node.v1.Node.KillSandbox:output_type -> agentrun.node.v1.Sandbox
-	38,  // 182: agentrun.node.v1.Node.SetSandboxToken:output_type -> agentrun.node.v1.Sandbox
-	106, // 183: agentrun.node.v1.Node.ReleaseOwner:output_type -> google.protobuf.Empty
-	51,  // 184: agentrun.node.v1.Node.GetSandboxStats:output_type -> agentrun.node.v1.SandboxStats
-	53,  // 185: agentrun.node.v1.Node.ListSandboxStats:output_type -> agentrun.node.v1.ListSandboxStatsResponse
-	38,  // 186: agentrun.node.v1.Node.SetNetworkPolicy:output_type -> agentrun.node.v1.Sandbox
-	56,  // 187: agentrun.node.v1.Node.GetNetworkLog:output_type -> agentrun.node.v1.NetworkLog
-	81,  // 188: agentrun.node.v1.Node.UseSandbox:output_type -> agentrun.node.v1.UseSandboxResponse
-	38,  // 189: agentrun.node.v1.Node.GetSandboxByID:output_type -> agentrun.node.v1.Sandbox
-	38,  // 190: agentrun.node.v1.Node.WatchToken:output_type -> agentrun.node.v1.Sandbox
-	60,  // 191: agentrun.node.v1.Node.ForkSandbox:output_type -> agentrun.node.v1.Fork
-	60,  // 192: agentrun.node.v1.Node.GetFork:output_type -> agentrun.node.v1.Fork
-	64,  // 193: agentrun.node.v1.Node.ListForks:output_type -> agentrun.node.v1.ListForksResponse
-	106, // 194: agentrun.node.v1.Node.DeleteFork:output_type -> google.protobuf.Empty
-	66,  // 195: agentrun.node.v1.Node.CheckpointSandbox:output_type -> agentrun.node.v1.Checkpoint
-	66,  // 196: agentrun.node.v1.Node.GetCheckpoint:output_type -> agentrun.node.v1.Checkpoint
-	70,  // 197: agentrun.node.v1.Node.ListCheckpoints:output_type -> agentrun.node.v1.ListCheckpointsResponse
-	106, // 198: agentrun.node.v1.Node.DeleteCheckpoint:output_type -> google.protobuf.Empty
-	38,  // 199: agentrun.node.v1.Node.RestoreCheckpoint:output_type -> agentrun.node.v1.Sandbox
-	73,  // 200: agentrun.node.v1.Node.GetNamespaceCA:output_type -> agentrun.node.v1.NamespaceCA
-	73,  // 201: agentrun.node.v1.Node.SetNamespaceCA:output_type -> agentrun.node.v1.NamespaceCA
-	88,  // 202: agentrun.node.v1.Node.ApplySecret:output_type -> agentrun.node.v1.Secret
-	88,  // 203: agentrun.node.v1.Node.PatchSecret:output_type -> agentrun.node.v1.Secret
-	88,  // 204: agentrun.node.v1.Node.GetSecret:output_type -> agentrun.node.v1.Secret
-	91,  // 205: agentrun.node.v1.Node.ListSecrets:output_type -> agentrun.node.v1.ListSecretsResponse
-	106, // 206: agentrun.node.v1.Node.DeleteSecret:output_type -> google.protobuf.Empty
-	95,  // 207: agentrun.node.v1.Node.GetQuota:output_type -> agentrun.node.v1.Quota
-	95,  // 208: agentrun.node.v1.Node.SetQuota:output_type -> agentrun.node.v1.Quota
-	160, // [160:209] is the sub-list for method output_type
-	111, // [111:160] is the sub-list for method input_type
-	111, // [111:111] is the sub-list for extension type_name
-	111, // [111:111] is the sub-list for extension extendee
-	0,   // [0:111] is the sub-list for field type_name
+	104, // 107: agentrun.node.v1.ApplySecretRequest.data:type_name -> agentrun.node.v1.ApplySecretRequest.DataEntry
+	105, // 108: agentrun.node.v1.PatchSecretRequest.data:type_name -> agentrun.node.v1.PatchSecretRequest.DataEntry
+	106, // 109: agentrun.node.v1.Secret.created:type_name -> google.protobuf.Timestamp
+	106, // 110: agentrun.node.v1.Secret.changed:type_name -> google.protobuf.Timestamp
+	89,  // 111: agentrun.node.v1.ListSecretsResponse.secrets:type_name -> agentrun.node.v1.Secret
+	8,   // 112: agentrun.node.v1.Node.GetNode:input_type -> agentrun.node.v1.GetNodeRequest
+	17,  // 113: agentrun.node.v1.Node.Watch:input_type -> agentrun.node.v1.WatchRequest
+	14,  // 114: agentrun.node.v1.Node.CordonNode:input_type -> agentrun.node.v1.CordonNodeRequest
+	15,  // 115: agentrun.node.v1.Node.DrainNode:input_type -> agentrun.node.v1.DrainNodeRequest
+	16,  // 116: agentrun.node.v1.Node.UncordonNode:input_type -> agentrun.node.v1.UncordonNodeRequest
+	25,  // 117: agentrun.node.v1.Node.ApplyTemplate:input_type -> agentrun.node.v1.ApplyTemplateRequest
+	26,  // 118: agentrun.node.v1.Node.GetTemplate:input_type -> agentrun.node.v1.GetTemplateRequest
+	27,  // 119: agentrun.node.v1.Node.ListTemplates:input_type -> agentrun.node.v1.ListTemplatesRequest
+	29,  // 120: agentrun.node.v1.Node.DeleteTemplate:input_type -> agentrun.node.v1.DeleteTemplateRequest
+	85,  // 121: agentrun.node.v1.Node.GetTemplateLog:input_type -> agentrun.node.v1.GetTemplateLogRequest
+	32,  // 122: agentrun.node.v1.Node.ApplyPool:input_type -> agentrun.node.v1.ApplyPoolRequest
+	33,  // 123: agentrun.node.v1.Node.GetPool:input_type -> agentrun.node.v1.GetPoolRequest
+	34,  // 124: agentrun.node.v1.Node.ListPools:input_type -> agentrun.node.v1.ListPoolsRequest
+	36,  // 125: agentrun.node.v1.Node.DeletePool:input_type -> agentrun.node.v1.DeletePoolRequest
+	39,  // 126: agentrun.node.v1.Node.ClaimSandbox:input_type -> agentrun.node.v1.ClaimSandboxRequest
+	40,  // 127: agentrun.node.v1.Node.GetSandbox:input_type -> agentrun.node.v1.GetSandboxRequest
+	41,  // 128: agentrun.node.v1.Node.ListSandboxes:input_type -> agentrun.node.v1.ListSandboxesRequest
+	43,  // 129: agentrun.node.v1.Node.PauseSandbox:input_type -> agentrun.node.v1.PauseSandboxRequest
+	44,  // 130: agentrun.node.v1.Node.ResumeSandbox:input_type -> agentrun.node.v1.ResumeSandboxRequest
+	45,  // 131: agentrun.node.v1.Node.HibernateSandbox:input_type -> agentrun.node.v1.HibernateSandboxRequest
+	46,  // 132: agentrun.node.v1.Node.ExtendSandbox:input_type -> agentrun.node.v1.ExtendSandboxRequest
+	47,  // 133: agentrun.node.v1.Node.KillSandbox:input_type -> agentrun.node.v1.KillSandboxRequest
+	48,  // 134: agentrun.node.v1.Node.SetSandboxToken:input_type -> agentrun.node.v1.SetSandboxTokenRequest
+	49,  // 135: agentrun.node.v1.Node.ReleaseOwner:input_type -> agentrun.node.v1.ReleaseOwnerRequest
+	50,  // 136: agentrun.node.v1.Node.GetSandboxStats:input_type -> agentrun.node.v1.GetSandboxStatsRequest
+	52,  // 137: agentrun.node.v1.Node.ListSandboxStats:input_type -> agentrun.node.v1.ListSandboxStatsRequest
+	54,  // 138: agentrun.node.v1.Node.SetNetworkPolicy:input_type -> agentrun.node.v1.SetNetworkPolicyRequest
+	55,  // 139: agentrun.node.v1.Node.GetNetworkLog:input_type -> agentrun.node.v1.GetNetworkLogRequest
+	79,  // 140: agentrun.node.v1.Node.UseSandbox:input_type -> agentrun.node.v1.UseSandboxRequest
+	83,  // 141: agentrun.node.v1.Node.GetSandboxByID:input_type -> agentrun.node.v1.GetSandboxByIDRequest
+	84,  // 142: agentrun.node.v1.Node.WatchToken:input_type -> agentrun.node.v1.WatchTokenRequest
+	58,  // 143: agentrun.node.v1.Node.ForkSandbox:input_type -> agentrun.node.v1.ForkSandboxRequest
+	62,  // 144: agentrun.node.v1.Node.GetFork:input_type -> agentrun.node.v1.GetForkRequest
+	63,  // 145: agentrun.node.v1.Node.ListForks:input_type -> agentrun.node.v1.ListForksRequest
+	65,  // 146: agentrun.node.v1.Node.DeleteFork:input_type -> agentrun.node.v1.DeleteForkRequest
+	67,  // 147: agentrun.node.v1.Node.CheckpointSandbox:input_type -> agentrun.node.v1.CheckpointSandboxRequest
+	68,  // 148: agentrun.node.v1.Node.GetCheckpoint:input_type -> agentrun.node.v1.GetCheckpointRequest
+	69,  // 149: agentrun.node.v1.Node.ListCheckpoints:input_type -> agentrun.node.v1.ListCheckpointsRequest
+	71,  // 150: agentrun.node.v1.Node.DeleteCheckpoint:input_type -> agentrun.node.v1.DeleteCheckpointRequest
+	72,  // 151: agentrun.node.v1.Node.RestoreCheckpoint:input_type -> agentrun.node.v1.RestoreCheckpointRequest
+	74,  // 152: agentrun.node.v1.Node.GetNamespaceCA:input_type -> agentrun.node.v1.GetNamespaceCARequest
+	75,  // 153: agentrun.node.v1.Node.SetNamespaceCA:input_type -> agentrun.node.v1.SetNamespaceCARequest
+	87,  // 154: agentrun.node.v1.Node.ApplySecret:input_type -> agentrun.node.v1.ApplySecretRequest
+	88,  // 155: agentrun.node.v1.Node.PatchSecret:input_type -> agentrun.node.v1.PatchSecretRequest
+	90,  // 156: agentrun.node.v1.Node.GetSecret:input_type -> agentrun.node.v1.GetSecretRequest
+	91,  // 157: agentrun.node.v1.Node.ListSecrets:input_type -> agentrun.node.v1.ListSecretsRequest
+	93,  // 158: agentrun.node.v1.Node.DeleteSecret:input_type -> agentrun.node.v1.DeleteSecretRequest
+	94,  // 159: agentrun.node.v1.Node.GetQuota:input_type -> agentrun.node.v1.GetQuotaRequest
+	95,  // 160: agentrun.node.v1.Node.SetQuota:input_type -> agentrun.node.v1.SetQuotaRequest
+	9,   // 161: agentrun.node.v1.Node.GetNode:output_type -> agentrun.node.v1.NodeStatus
+	18,  // 162: agentrun.node.v1.Node.Watch:output_type -> agentrun.node.v1.WatchEvent
+	9,   // 163: agentrun.node.v1.Node.CordonNode:output_type -> agentrun.node.v1.NodeStatus
+	9,   // 164: agentrun.node.v1.Node.DrainNode:output_type -> agentrun.node.v1.NodeStatus
+	9,   // 165: agentrun.node.v1.Node.UncordonNode:output_type -> agentrun.node.v1.NodeStatus
+	23,  // 166: agentrun.node.v1.Node.ApplyTemplate:output_type -> agentrun.node.v1.Template
+	23,  // 167: agentrun.node.v1.Node.GetTemplate:output_type -> agentrun.node.v1.Template
+	28,  // 168: agentrun.node.v1.Node.ListTemplates:output_type -> agentrun.node.v1.ListTemplatesResponse
+	108, // 169: agentrun.node.v1.Node.DeleteTemplate:output_type -> google.protobuf.Empty
+	86,  // 170: agentrun.node.v1.Node.GetTemplateLog:output_type -> agentrun.node.v1.TemplateLog
+	31,  // 171: agentrun.node.v1.Node.ApplyPool:output_type -> agentrun.node.v1.Pool
+	31,  // 172: agentrun.node.v1.Node.GetPool:output_type -> agentrun.node.v1.Pool
+	35,  // 173: agentrun.node.v1.Node.ListPools:output_type -> agentrun.node.v1.ListPoolsResponse
+	108, // 174: agentrun.node.v1.Node.DeletePool:output_type -> google.protobuf.Empty
+	38,  // 175: agentrun.node.v1.Node.ClaimSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 176: agentrun.node.v1.Node.GetSandbox:output_type -> agentrun.node.v1.Sandbox
+	42,  // 177: agentrun.node.v1.Node.ListSandboxes:output_type -> agentrun.node.v1.ListSandboxesResponse
+	38,  // 178: agentrun.node.v1.Node.PauseSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 179: agentrun.node.v1.Node.ResumeSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 180: agentrun.node.v1.Node.HibernateSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 181: agentrun.node.v1.Node.ExtendSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 182: agentrun.node.v1.Node.KillSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 183: agentrun.node.v1.Node.SetSandboxToken:output_type -> agentrun.node.v1.Sandbox
+	108, // 184: agentrun.node.v1.Node.ReleaseOwner:output_type -> google.protobuf.Empty
+	51,  // 185: agentrun.node.v1.Node.GetSandboxStats:output_type -> agentrun.node.v1.SandboxStats
+	53,  // 186: agentrun.node.v1.Node.ListSandboxStats:output_type -> agentrun.node.v1.ListSandboxStatsResponse
+	38,  // 187: agentrun.node.v1.Node.SetNetworkPolicy:output_type -> agentrun.node.v1.Sandbox
+	56,  // 188: agentrun.node.v1.Node.GetNetworkLog:output_type -> agentrun.node.v1.NetworkLog
+	81,  // 189: agentrun.node.v1.Node.UseSandbox:output_type -> agentrun.node.v1.UseSandboxResponse
+	38,  // 190: agentrun.node.v1.Node.GetSandboxByID:output_type -> agentrun.node.v1.Sandbox
+	38,  // 191: agentrun.node.v1.Node.WatchToken:output_type -> agentrun.node.v1.Sandbox
+	60,  // 192: agentrun.node.v1.Node.ForkSandbox:output_type -> agentrun.node.v1.Fork
+	60,  // 193: agentrun.node.v1.Node.GetFork:output_type -> agentrun.node.v1.Fork
+	64,  // 194: agentrun.node.v1.Node.ListForks:output_type -> agentrun.node.v1.ListForksResponse
+	108, // 195: agentrun.node.v1.Node.DeleteFork:output_type -> google.protobuf.Empty
+	66,  // 196: agentrun.node.v1.Node.CheckpointSandbox:output_type -> agentrun.node.v1.Checkpoint
+	66,  // 197: agentrun.node.v1.Node.GetCheckpoint:output_type -> agentrun.node.v1.Checkpoint
+	70,  // 198: agentrun.node.v1.Node.ListCheckpoints:output_type -> agentrun.node.v1.ListCheckpointsResponse
+	108, // 199: agentrun.node.v1.Node.DeleteCheckpoint:output_type -> google.protobuf.Empty
+	38,  // 200: agentrun.node.v1.Node.RestoreCheckpoint:output_type -> agentrun.node.v1.Sandbox
+	73,  // 201: agentrun.node.v1.Node.GetNamespaceCA:output_type -> agentrun.node.v1.NamespaceCA
+	73,  // 202: agentrun.node.v1.Node.SetNamespaceCA:output_type -> agentrun.node.v1.NamespaceCA
+	89,  // 203: agentrun.node.v1.Node.ApplySecret:output_type -> agentrun.node.v1.Secret
+	89,  // 204: agentrun.node.v1.Node.PatchSecret:output_type -> agentrun.node.v1.Secret
+	89,  // 205: agentrun.node.v1.Node.GetSecret:output_type -> agentrun.node.v1.Secret
+	92,  // 206: agentrun.node.v1.Node.ListSecrets:output_type -> agentrun.node.v1.ListSecretsResponse
+	108, // 207: agentrun.node.v1.Node.DeleteSecret:output_type -> google.protobuf.Empty
+	96,  // 208: agentrun.node.v1.Node.GetQuota:output_type -> agentrun.node.v1.Quota
+	96,  // 209: agentrun.node.v1.Node.SetQuota:output_type -> agentrun.node.v1.Quota
+	161, // [161:210] is the sub-list for method output_type
+	112, // [112:161] is the sub-list for method input_type
+	112, // [112:112] is the sub-list for extension type_name
+	112, // [112:112] is the sub-list for extension extendee
+	0,   // [0:112] is the sub-list for field type_name
 }
 
 func init() { file_agentrun_node_v1_node_proto_init() }
@@ -8590,7 +8661,7 @@ func file_agentrun_node_v1_node_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_agentrun_node_v1_node_proto_rawDesc), len(file_agentrun_node_v1_node_proto_rawDesc)),
 			NumEnums:      7,
-			NumMessages:   97,
+			NumMessages:   99,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -159,9 +159,9 @@ type NodeClient interface {
 	// their requests any more.
 	SetNamespaceCA(ctx context.Context, in *SetNamespaceCARequest, opts ...grpc.CallOption) (*NamespaceCA, error)
 	// Replaces all values of a secret, or makes it.
-	ApplySecret(ctx context.Context, in *SecretValues, opts ...grpc.CallOption) (*Secret, error)
+	ApplySecret(ctx context.Context, in *ApplySecretRequest, opts ...grpc.CallOption) (*Secret, error)
 	// Adds values to a secret, or replaces them.
-	PatchSecret(ctx context.Context, in *SecretValues, opts ...grpc.CallOption) (*Secret, error)
+	PatchSecret(ctx context.Context, in *PatchSecretRequest, opts ...grpc.CallOption) (*Secret, error)
 	// The names of its values. No call answers with a value.
 	GetSecret(ctx context.Context, in *GetSecretRequest, opts ...grpc.CallOption) (*Secret, error)
 	ListSecrets(ctx context.Context, in *ListSecretsRequest, opts ...grpc.CallOption) (*ListSecretsResponse, error)
@@ -628,7 +628,7 @@ func (c *nodeClient) SetNamespaceCA(ctx context.Context, in *SetNamespaceCAReque
 	return out, nil
 }
 
-func (c *nodeClient) ApplySecret(ctx context.Context, in *SecretValues, opts ...grpc.CallOption) (*Secret, error) {
+func (c *nodeClient) ApplySecret(ctx context.Context, in *ApplySecretRequest, opts ...grpc.CallOption) (*Secret, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(Secret)
 	err := c.cc.Invoke(ctx, Node_ApplySecret_FullMethodName, in, out, cOpts...)
@@ -638,7 +638,7 @@ func (c *nodeClient) ApplySecret(ctx context.Context, in *SecretValues, opts ...
 	return out, nil
 }
 
-func (c *nodeClient) PatchSecret(ctx context.Context, in *SecretValues, opts ...grpc.CallOption) (*Secret, error) {
+func (c *nodeClient) PatchSecret(ctx context.Context, in *PatchSecretRequest, opts ...grpc.CallOption) (*Secret, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(Secret)
 	err := c.cc.Invoke(ctx, Node_PatchSecret_FullMethodName, in, out, cOpts...)
@@ -778,9 +778,9 @@ type NodeServer interface {
 	// their requests any more.
 	SetNamespaceCA(context.Context, *SetNamespaceCARequest) (*NamespaceCA, error)
 	// Replaces all values of a secret, or makes it.
-	ApplySecret(context.Context, *SecretValues) (*Secret, error)
+	ApplySecret(context.Context, *ApplySecretRequest) (*Secret, error)
 	// Adds values to a secret, or replaces them.
-	PatchSecret(context.Context, *SecretValues) (*Secret, error)
+	PatchSecret(context.Context, *PatchSecretRequest) (*Secret, error)
 	// The names of its values. No call answers with a value.
 	GetSecret(context.Context, *GetSecretRequest) (*Secret, error)
 	ListSecrets(context.Context, *ListSecretsRequest) (*ListSecretsResponse, error)
@@ -923,10 +923,10 @@ func (UnimplementedNodeServer) GetNamespaceCA(context.Context, *GetNamespaceCARe
 func (UnimplementedNodeServer) SetNamespaceCA(context.Context, *SetNamespaceCARequest) (*NamespaceCA, error) {
 	return nil, status.Error(codes.Unimplemented, "method SetNamespaceCA not implemented")
 }
-func (UnimplementedNodeServer) ApplySecret(context.Context, *SecretValues) (*Secret, error) {
+func (UnimplementedNodeServer) ApplySecret(context.Context, *ApplySecretRequest) (*Secret, error) {
 	return nil, status.Error(codes.Unimplemented, "method ApplySecret not implemented")
 }
-func (UnimplementedNodeServer) PatchSecret(context.Context, *SecretValues) (*Secret, error) {
+func (UnimplementedNodeServer) PatchSecret(context.Context, *PatchSecretRequest) (*Secret, error) {
 	return nil, status.Error(codes.Unimplemented, "method PatchSecret not implemented")
 }
 func (UnimplementedNodeServer) GetSecret(context.Context, *GetSecretRequest) (*Secret, error) {
@@ -1690,7 +1690,7 @@ func _Node_SetNamespaceCA_Handler(srv interface{}, ctx context.Context, dec func
 }
 
 func _Node_ApplySecret_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
-	in := new(SecretValues)
+	in := new(ApplySecretRequest)
 	if err := dec(in); err != nil {
 		return nil, err
 	}
@@ -1702,13 +1702,13 @@ func _Node_ApplySecret_Handler(srv interface{}, ctx context.Context, dec func(in
 		FullMethod: Node_ApplySecret_FullMethodName,
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
-		return srv.(NodeServer).ApplySecret(ctx, req.(*SecretValues))
+		return srv.(NodeServer).ApplySecret(ctx, req.(*ApplySecretRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
 
 func _Node_PatchSecret_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
-	in := new(SecretValues)
+	in := new(PatchSecretRequest)
 	if err := dec(in); err != nil {
 		return nil, err
 	}
@@ -1720,7 +1720,7 @@ func _Node_PatchSecret_Handler(srv interface{}, ctx context.Context, dec func(in
 		FullMethod: Node_PatchSecret_FullMethodName,
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
-		return srv.(NodeServer).PatchSecret(ctx, req.(*SecretValues))
+		return srv.(NodeServer).PatchSecret(ctx, req.(*PatchSecretRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }

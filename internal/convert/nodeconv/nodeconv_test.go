@@ -56,8 +56,8 @@ func TestRoundTrip(t *testing.T) {
 		From: FromCASpec, To: converttest.Sure(ToCASpec), Added: converttest.Same("the caller adds it", "Namespace"),
 	}.Check(t)
 	converttest.Pair[sandbox.NamespaceCA, *nodev1.NamespaceCA]{From: FromNamespaceCA, To: ToNamespaceCA}.Check(t)
-	converttest.Pair[sandbox.SecretData, *nodev1.SecretValues]{
-		From: FromSecretData, To: converttest.Sure(ToSecretData), Added: converttest.Same("the caller adds it", "Namespace", "Name"),
+	converttest.Pair[sandbox.SecretData, *nodev1.ApplySecretRequest]{
+		From: FromSecretData, To: converttest.Sure(func(g *nodev1.ApplySecretRequest) sandbox.SecretData { return ToSecretData(g) }), Added: converttest.Same("the caller adds it", "Namespace", "Name"),
 	}.Check(t)
 	converttest.Pair[sandbox.Quota, *nodev1.SetQuotaRequest]{From: FromQuota, To: ToQuota}.Check(t)
 	converttest.Pair[sandbox.BuildLogRequest, *nodev1.GetTemplateLogRequest]{From: FromBuildLogRequest, To: ToBuildLogRequest}.Check(t)

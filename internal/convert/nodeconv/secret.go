@@ -17,11 +17,13 @@ func ToSecret(g *nodev1.Secret) (sandbox.Secret, error) {
 	return sandbox.Secret{Key: r.Key(g.GetNamespace(), g.GetName()), Keys: g.GetKeys(), Created: toTime(g.GetCreated()), Changed: toTime(g.GetChanged())}, r.Err()
 }
 
-// FromSecretData is for ApplySecret and PatchSecret. The caller adds namespace and name.
-func FromSecretData(d sandbox.SecretData) *nodev1.SecretValues { return &nodev1.SecretValues{Data: d} }
+// FromSecretData is for ApplySecret. The caller adds namespace and name.
+func FromSecretData(d sandbox.SecretData) *nodev1.ApplySecretRequest {
+	return &nodev1.ApplySecretRequest{Data: d}
+}
 
 // ToSecretData reads the values of a secret.
-func ToSecretData(g *nodev1.SecretValues) sandbox.SecretData { return g.GetData() }
+func ToSecretData(g interface{ GetData() map[string][]byte }) sandbox.SecretData { return g.GetData() }
 
 func fromSecretRefs(refs []sandbox.SecretRef) (out []*nodev1.SecretRef) {
 	for _, r := range refs {

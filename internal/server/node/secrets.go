@@ -13,16 +13,22 @@ import (
 )
 
 // ApplySecret implements nodev1.NodeServer.
-func (n *nodeAPI) ApplySecret(ctx context.Context, r *nodev1.SecretValues) (*nodev1.Secret, error) {
+func (n *nodeAPI) ApplySecret(ctx context.Context, r *nodev1.ApplySecretRequest) (*nodev1.Secret, error) {
 	return writeSecret(ctx, r, n.Service.ApplySecret)
 }
 
 // PatchSecret implements nodev1.NodeServer.
-func (n *nodeAPI) PatchSecret(ctx context.Context, r *nodev1.SecretValues) (*nodev1.Secret, error) {
+func (n *nodeAPI) PatchSecret(ctx context.Context, r *nodev1.PatchSecretRequest) (*nodev1.Secret, error) {
 	return writeSecret(ctx, r, n.Service.SetSecret)
 }
 
-func writeSecret(ctx context.Context, r *nodev1.SecretValues, write func(context.Context, sandbox.Key, sandbox.SecretData) (sandbox.Secret, error)) (*nodev1.Secret, error) {
+// secretRequest is a request with values of a secret.
+type secretRequest interface {
+	objectRequest
+	GetData() map[string][]byte
+}
+
+func writeSecret(ctx context.Context, r secretRequest, write func(context.Context, sandbox.Key, sandbox.SecretData) (sandbox.Secret, error)) (*nodev1.Secret, error) {
 	return answered(nodeconv.FromSecret)(of(ctx, r, func(ctx context.Context, k sandbox.Key) (sandbox.Secret, error) {
 		return write(ctx, k, nodeconv.ToSecretData(r))
 	}))

@@ -501,7 +501,7 @@ func TestFindOthers(t *testing.T) {
 // namespaces' do not exist.
 func TestSecretsOverGRPC(t *testing.T) {
 	c := newGatewayClient(t)
-	made := managertest.Must(c.ApplySecret(c.ctx, &nodev1.SecretValues{Name: "s", Data: map[string][]byte{"KEY": []byte("plain-value")}}))(t)
+	made := managertest.Must(c.ApplySecret(c.ctx, &nodev1.ApplySecretRequest{Name: "s", Data: map[string][]byte{"KEY": []byte("plain-value")}}))(t)
 	if strings.Contains(made.String(), "plain-value") || !slices.Equal(made.GetKeys(), []string{"KEY"}) {
 		t.Errorf("%v", made)
 	}
@@ -522,7 +522,7 @@ func TestSecretsOverGRPC(t *testing.T) {
 	wantRefused(t, err, codes.NotFound, "not_found", "s")
 	_, err = c.SetQuota(other, &nodev1.SetQuotaRequest{Namespace: "other"})
 	wantRefused(t, err, codes.PermissionDenied, "permission_denied", "putQuota is not for the role user")
-	_, err = c.ApplySecret(c.ctx, &nodev1.SecretValues{Name: "s", Data: map[string][]byte{"KEY": bytes.Repeat([]byte("x"), sandbox.MaxSecretValue+1)}})
+	_, err = c.ApplySecret(c.ctx, &nodev1.ApplySecretRequest{Name: "s", Data: map[string][]byte{"KEY": bytes.Repeat([]byte("x"), sandbox.MaxSecretValue+1)}})
 	wantRefused(t, err, codes.InvalidArgument, "invalid", "KEY")
 }
 

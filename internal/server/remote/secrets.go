@@ -49,7 +49,9 @@ func (s *Service) ApplySecret(ctx context.Context, k sandbox.Key, data sandbox.S
 	if err := s.needs(ctx, "secrets"); err != nil {
 		return sandbox.Secret{}, err
 	}
-	return read(ctx, nodeconv.ToSecret)(s.node.ApplySecret(ctx, secretValues(k, data)))
+	ask := nodeconv.FromSecretData(data)
+	ask.Namespace, ask.Name = string(k.Namespace), string(k.Name)
+	return read(ctx, nodeconv.ToSecret)(s.node.ApplySecret(ctx, ask))
 }
 
 // SetSecret implements server.Service.
@@ -57,13 +59,7 @@ func (s *Service) SetSecret(ctx context.Context, k sandbox.Key, data sandbox.Sec
 	if err := s.needs(ctx, "secrets"); err != nil {
 		return sandbox.Secret{}, err
 	}
-	return read(ctx, nodeconv.ToSecret)(s.node.PatchSecret(ctx, secretValues(k, data)))
-}
-
-func secretValues(k sandbox.Key, data sandbox.SecretData) *nodev1.SecretValues {
-	ask := nodeconv.FromSecretData(data)
-	ask.Namespace, ask.Name = string(k.Namespace), string(k.Name)
-	return ask
+	return read(ctx, nodeconv.ToSecret)(s.node.PatchSecret(ctx, &nodev1.PatchSecretRequest{Namespace: string(k.Namespace), Name: string(k.Name), Data: data}))
 }
 
 // Secret implements server.Service.
