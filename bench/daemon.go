@@ -36,6 +36,8 @@ type DaemonConfig struct {
 	// many do so while Added is added to each commit.
 	Clients, SlowClients int
 	Added                time.Duration
+	// SharedClients do so, too, with a connection each and with one for all.
+	SharedClients int
 	// When the daemon starts, the first Silent sandboxes never answer, and the
 	// adoption of each of the next Slow takes Adoption. Sandboxes of a real engine do
 	// neither.

@@ -26,6 +26,8 @@ import (
 // through gRPC.
 type DaemonChurn struct {
 	Clients int `json:"clients"`
+	// Connections is how many connections they have together.
+	Connections int `json:"connections"`
 	// Synced is false if commits do not wait for the disk. Added is the time added to
 	// each commit.
 	Synced bool    `json:"synced"`
@@ -43,6 +45,7 @@ type DaemonChurn struct {
 type churnRun struct {
 	state   *nodeState
 	clients int
+	shared  bool // all have one connection
 	cost    journal.Cost
 	added   time.Duration
 
@@ -56,6 +59,9 @@ func measureChurn(ctx context.Context, cfg DaemonConfig, full, unsynced *nodeSta
 		{state: full, clients: cfg.Clients},
 		{state: unsynced, clients: cfg.Clients, cost: journal.Cost{NoSync: true}},
 		{state: full, clients: cfg.SlowClients, added: cfg.Added, cost: journal.Cost{Before: func() { time.Sleep(cfg.Added) }}},
+		// One of them right after the other: they are compared.
+		{state: full, clients: cfg.SharedClients},
+		{state: full, clients: cfg.SharedClients, shared: true},
 	}
 	for round := range cfg.Rounds {
 		for _, r := range runs {
@@ -66,11 +72,19 @@ func measureChurn(ctx context.Context, cfg DaemonConfig, full, unsynced *nodeSta
 	}
 	for _, r := range runs {
 		out = append(out, DaemonChurn{
-			Clients: r.clients, Synced: !r.cost.NoSync, Added: float64(r.added) / 1e6,
+			Clients: r.clients, Connections: r.connections(), Synced: !r.cost.NoSync, Added: float64(r.added) / 1e6,
 			PerSecond: float64(len(r.kill)) / r.took.Seconds(), Claim: Summarize(r.claim), Kill: Summarize(r.kill), Get: Summarize(r.get),
 		})
 	}
 	return out, nil
+}
+
+// connections is how many the clients have.
+func (r *churnRun) connections() int {
+	if r.shared {
+		return 1
+	}
+	return r.clients
 }
 
 // do lets the clients claim and end sandboxes for d.
@@ -80,10 +94,11 @@ func (r *churnRun) do(ctx context.Context, round int, d time.Duration) (err erro
 		return err
 	}
 	defer func() { err = errors.Join(err, n.close()) }()
-	services, err := n.serveNode(ctx, r.clients+1)
+	services, err := n.serveNode(ctx, r.connections()+1) // the last is that of who looks up
 	if err != nil {
 		return err
 	}
+	beside := services[r.connections()]
 	settle()
 	var stop atomic.Bool
 	var clients sync.WaitGroup
@@ -92,8 +107,9 @@ func (r *churnRun) do(ctx context.Context, round int, d time.Duration) (err erro
 	begin := time.Now()
 	timer := time.AfterFunc(d, func() { stop.Store(true) })
 	defer timer.Stop()
-	clients.Go(func() { lookErr = r.lookUp(ctx, services[r.clients], &stop) })
-	for c, service := range services[:r.clients] {
+	clients.Go(func() { lookErr = r.lookUp(ctx, beside, &stop) })
+	for c := range r.clients {
+		service := services[c%r.connections()]
 		clients.Go(func() {
 			for i := 0; !stop.Load(); i++ {
 				k := benchKey(fmt.Sprintf("churn-%d-%d-%d", round, c, i))
@@ -132,8 +148,11 @@ func (r *churnRun) lookUp(ctx context.Context, service *remote.Service, stop *at
 	return nil
 }
 
-// guard opens the keys and the audit log of the node.
+// guard opens the keys and the audit log of the node, once.
 func (n *benchNode) guard(folder string) (server.Config, error) {
+	if n.guarded != nil {
+		return *n.guarded, nil
+	}
 	cfg := server.Config{Service: n.manager, Version: "bench", Log: slog.New(slog.DiscardHandler)}
 	keys, err := access.Open(n.manager.Journal())
 	if err != nil {
@@ -146,6 +165,7 @@ func (n *benchNode) guard(folder string) (server.Config, error) {
 	}
 	n.undo = append(n.undo, trail.Close)
 	cfg.Access, cfg.Audit = keys, trail
+	n.guarded = &cfg
 	return cfg, nil
 }
 

@@ -14,6 +14,7 @@ const (
 	goalChurn    = 1000 // per second
 	goalUnsynced = 0.6  // relative to the rate without fsync
 	goalSlow     = 500  // per second
+	goalShared   = 0.9  // relative to the rate with a connection each
 	goalAnswer   = 2000 // ms
 	goalAdopted  = 10000
 )
@@ -87,17 +88,22 @@ func (c DaemonChurn) String() string {
 	if c.Added > 0 {
 		how += fmt.Sprintf(", %.0f ms more", c.Added)
 	}
+	if c.Connections == 1 && c.Clients > 1 {
+		how += ", one connection"
+	}
 	return how
 }
 
 func (r DaemonReport) printChurn(w io.Writer) {
-	for _, c := range r.Churn {
+	for i, c := range r.Churn {
 		fmt.Fprintf(w, "claim and kill through gRPC, %s: %.0f/s", c, c.PerSecond)
 		switch {
 		case !c.Synced:
 			fmt.Fprintf(w, "; with fsync %.0f %% of it%s", 100*r.Churn[0].PerSecond/c.PerSecond, r.goal("%.0f %%", 100*goalUnsynced))
 		case c.Added > 0:
 			fmt.Fprint(w, r.goal("%d", goalSlow))
+		case i > 0 && c.Connections == 1:
+			fmt.Fprintf(w, "; %.0f %% of it with a connection each%s", 100*c.PerSecond/r.Churn[i-1].PerSecond, r.goal("%.0f %%", 100*goalShared))
 		default:
 			fmt.Fprint(w, r.goal("%d", goalChurn))
 		}

@@ -16,6 +16,7 @@ import (
 	"agentrun.dev/internal/node/journal"
 	"agentrun.dev/internal/node/template"
 	"agentrun.dev/internal/sandbox"
+	"agentrun.dev/internal/server"
 	"agentrun.dev/internal/storage/image"
 )
 
@@ -96,6 +97,7 @@ func (b *rootBuilder) Rehearse(context.Context, sandbox.TemplateSpec, engine.San
 type benchNode struct {
 	manager *node.Manager
 	folder  string // for sockets and logs
+	guarded *server.Config
 	undo    []func() error
 }
 

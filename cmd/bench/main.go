@@ -29,7 +29,7 @@ func main() {
 func run(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.Writer) error {
 	root := &cobra.Command{Use: "bench", Short: "Measure AgentRun on this machine, beside the floor that KVM or runsc sets", Version: version}
 	root.AddCommand(newBootCommand(), newForkCommand(), newLiveCommand(), newClaimCommand(), newWakeCommand(), newFanoutCommand(),
-		newExecCommand(), newNodeCommand(), newTenantsCommand(), newNetworkCommand(), newFetchCommand(), newPeersCommand(), newFloorCommand(), newLoadCommand())
+		newExecCommand(), newDataPlaneCommand(), newNodeCommand(), newTenantsCommand(), newNetworkCommand(), newFetchCommand(), newPeersCommand(), newFloorCommand(), newLoadCommand())
 	return cli.Execute(ctx, root, args, stdin, stdout, stderr)
 }
 

@@ -16,7 +16,7 @@ const freeEngine = "free"
 func newNodeCommand() *cobra.Command {
 	cfg := bench.DaemonConfig{
 		Guest: bench.Guest{VCPUs: 1}, Records: 10000, RecordBytes: 4096, Stored: 500, Rounds: 3, For: 3 * time.Second, Others: 100,
-		Clients: 32, SlowClients: 64, Added: 2 * time.Millisecond, Slow: 1000, Adoption: 100 * time.Millisecond, Silent: 10,
+		Clients: 32, SlowClients: 64, SharedClients: 64, Added: 2 * time.Millisecond, Slow: 1000, Adoption: 100 * time.Millisecond, Silent: 10,
 		Large: 455 << 20,
 	}
 	o := options{memory: 64 << 20}
@@ -38,9 +38,9 @@ what remains is the daemon. With --engine gvisor or microvm they are real, of
   build/bench node --engine gvisor --rootfs build/demo-rootfs --records 20 --clients 4 --slow-clients 8 --large 0`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if cfg.Records < 1 || cfg.Rounds < 1 || cfg.Clients < 1 || cfg.SlowClients < 1 || cfg.For <= 0 || cfg.Stored < 0 {
-				return fmt.Errorf("--records %d, --rounds %d, --clients %d, --slow-clients %d, --for %v: at least 1 is needed",
-					cfg.Records, cfg.Rounds, cfg.Clients, cfg.SlowClients, cfg.For)
+			if cfg.Records < 1 || cfg.Rounds < 1 || cfg.Clients < 1 || cfg.SlowClients < 1 || cfg.SharedClients < 1 || cfg.For <= 0 || cfg.Stored < 0 {
+				return fmt.Errorf("--records %d, --rounds %d, --clients %d, --slow-clients %d, --shared-clients %d, --for %v: at least 1 is needed",
+					cfg.Records, cfg.Rounds, cfg.Clients, cfg.SlowClients, cfg.SharedClients, cfg.For)
 			}
 			if cfg.Free = engine == freeEngine; cfg.Free {
 				o.rootfs = ""
@@ -64,6 +64,7 @@ what remains is the daemon. With --engine gvisor or microvm they are real, of
 	f.IntVar(&cfg.Others, "others", cfg.Others, "how many ask for what is not there")
 	f.IntVar(&cfg.Clients, "clients", cfg.Clients, "how many claim and end sandboxes at once")
 	f.IntVar(&cfg.SlowClients, "slow-clients", cfg.SlowClients, "how many do where commits are slow")
+	f.IntVar(&cfg.SharedClients, "shared-clients", cfg.SharedClients, "how many do with a connection each, and with one for all")
 	f.DurationVar(&cfg.Added, "added", cfg.Added, "what is added to each of those commits")
 	f.IntVar(&cfg.Slow, "slow", cfg.Slow, "how many sandboxes take --adoption to be taken over at the start (engine free of cost)")
 	f.DurationVar(&cfg.Adoption, "adoption", cfg.Adoption, "how long that is")

@@ -78,6 +78,12 @@ var operations = map[Operation]Rule{
 	"getFork":     {Need: Read},
 	"deleteFork":  {Need: Change},
 
+	// Streams of gRPC: what is done on one is an operation of its own each time.
+	"useSandbox": {Need: Use},
+	// Which sandbox an id or a token is of.
+	"findSandbox": {Need: Read},
+	"findToken":   {Need: Read},
+
 	"listExecs":   {Need: Use},
 	"exec":        {Need: Use},
 	"getExec":     {Need: Use},

@@ -4,6 +4,7 @@ import (
 	"crypto/sha256"
 	"encoding/hex"
 	"fmt"
+	"regexp"
 )
 
 // Once identifies a request that may come more than once and is to be done once.
@@ -16,6 +17,23 @@ type Once struct {
 // principal's choice.
 func NewOnce(principal, route, key string, body []byte) Once {
 	return Once{Key: digest([]byte(fmt.Sprintf("%q %q %q", principal, route, key))), Body: digest(body)}
+}
+
+var digestText = regexp.MustCompile(`^[0-9a-f]{64}$`)
+
+// ParseOnce checks an identity that others have made.
+func ParseOnce(key, body string) (Once, error) {
+	if !digestText.MatchString(key) || !digestText.MatchString(body) {
+		return Once{}, Errorf(CodeInvalid, "the identity of the request is not valid").
+			Because("key and body are not 64 of the characters 0-9 and a-f each").Try("Send the SHA-256 of both, in hexadecimal")
+	}
+	return Once{Key: key, Body: body}, nil
+}
+
+// Of is the identity as a request of a principal to a route: what one principal has made
+// up is never that of another.
+func (o Once) Of(principal, route string) Once {
+	return Once{Key: digest([]byte(fmt.Sprintf("%q %q identity %q", principal, route, o.Key))), Body: o.Body}
 }
 
 func digest(b []byte) string {

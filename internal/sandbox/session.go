@@ -28,4 +28,6 @@ type Conn interface {
 	io.ReadWriteCloser
 	// CloseWrite tells the program that nothing more comes.
 	CloseWrite() error
+	// Done is closed when the connection has ended, on either side.
+	Done() <-chan struct{}
 }

@@ -98,9 +98,12 @@ func (s *Session) DefaultContext(ctx context.Context, language string) (string, 
 
 // CloseContext ends the kernel of a context and forgets the context.
 func (s *Session) CloseContext(ctx context.Context, id string) error {
-	s.contexts.drop(contextID{s.Record().ID, id})
+	s.ForgetContext(id)
 	return s.Agent().CloseContext(ctx, id)
 }
+
+// ForgetContext is for a context that is being closed.
+func (s *Session) ForgetContext(id string) { s.contexts.drop(contextID{s.Record().ID, id}) }
 
 // maxContexts bounds the contexts that are remembered. One that was forgotten is
 // asked for again.

@@ -4,8 +4,8 @@
 // 	protoc        (unknown)
 // source: agentrun/node/v1/node.proto
 
-// The API of one node for the controller of many: the objects that REST has,
-// without what is inside of sandboxes. The daemon serves it on its Unix socket
+// The API of one node for those who stand before many: the objects that REST has,
+// and what is inside of sandboxes. The daemon serves it on its Unix socket
 // node.sock.
 //
 // Names and namespaces are DNS labels; an empty namespace is "default". A field
@@ -3251,7 +3251,11 @@ type ClaimSandboxRequest struct {
 	TokenSha256 string `protobuf:"bytes,10,opt,name=token_sha256,json=tokenSha256,proto3" json:"token_sha256,omitempty"`
 	// Values of secrets by the variables that they become. The node keeps none of them: what
 	// is restored from such a sandbox cannot be given other variables.
-	SecretValues  map[string][]byte `protobuf:"bytes,11,rep,name=secret_values,json=secretValues,proto3" json:"secret_values,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	SecretValues map[string][]byte `protobuf:"bytes,11,rep,name=secret_values,json=secretValues,proto3" json:"secret_values,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	// Values of secrets of the namespace.
+	Secrets []*SecretRef `protobuf:"bytes,12,rep,name=secrets,proto3" json:"secrets,omitempty"`
+	// In place of idempotency_key.
+	Identity      *RequestIdentity `protobuf:"bytes,13,opt,name=identity,proto3" json:"identity,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3359,6 +3363,20 @@ func (x *ClaimSandboxRequest) GetTokenSha256() string {
 func (x *ClaimSandboxRequest) GetSecretValues() map[string][]byte {
 	if x != nil {
 		return x.SecretValues
+	}
+	return nil
+}
+
+func (x *ClaimSandboxRequest) GetSecrets() []*SecretRef {
+	if x != nil {
+		return x.Secrets
+	}
+	return nil
+}
+
+func (x *ClaimSandboxRequest) GetIdentity() *RequestIdentity {
+	if x != nil {
+		return x.Identity
 	}
 	return nil
 }
@@ -4738,7 +4756,9 @@ type ForkSandboxRequest struct {
 	Atomic bool `protobuf:"varint,9,opt,name=atomic,proto3" json:"atomic,omitempty"`
 	// Name of a checkpoint of the same instant; empty makes none. The children are made of it,
 	// which takes longer, and the source stays paused or hibernated if it is.
-	Checkpoint    string `protobuf:"bytes,10,opt,name=checkpoint,proto3" json:"checkpoint,omitempty"`
+	Checkpoint string `protobuf:"bytes,10,opt,name=checkpoint,proto3" json:"checkpoint,omitempty"`
+	// In place of idempotency_key.
+	Identity      *RequestIdentity `protobuf:"bytes,11,opt,name=identity,proto3" json:"identity,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -4841,6 +4861,13 @@ func (x *ForkSandboxRequest) GetCheckpoint() string {
 		return x.Checkpoint
 	}
 	return ""
+}
+
+func (x *ForkSandboxRequest) GetIdentity() *RequestIdentity {
+	if x != nil {
+		return x.Identity
+	}
+	return nil
 }
 
 type ForkChild struct {
@@ -5533,7 +5560,9 @@ type CheckpointSandboxRequest struct {
 	// As with ClaimSandbox.
 	IdempotencyKey string `protobuf:"bytes,4,opt,name=idempotency_key,json=idempotencyKey,proto3" json:"idempotency_key,omitempty"`
 	// Of the source.
-	Precondition  *Precondition `protobuf:"bytes,5,opt,name=precondition,proto3" json:"precondition,omitempty"`
+	Precondition *Precondition `protobuf:"bytes,5,opt,name=precondition,proto3" json:"precondition,omitempty"`
+	// In place of idempotency_key.
+	Identity      *RequestIdentity `protobuf:"bytes,6,opt,name=identity,proto3" json:"identity,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -5599,6 +5628,13 @@ func (x *CheckpointSandboxRequest) GetIdempotencyKey() string {
 func (x *CheckpointSandboxRequest) GetPrecondition() *Precondition {
 	if x != nil {
 		return x.Precondition
+	}
+	return nil
+}
+
+func (x *CheckpointSandboxRequest) GetIdentity() *RequestIdentity {
+	if x != nil {
+		return x.Identity
 	}
 	return nil
 }
@@ -5865,8 +5901,10 @@ type RestoreCheckpointRequest struct {
 	Lifetime *Lifetime         `protobuf:"bytes,6,opt,name=lifetime,proto3" json:"lifetime,omitempty"`
 	// As with ClaimSandbox.
 	IdempotencyKey string `protobuf:"bytes,7,opt,name=idempotency_key,json=idempotencyKey,proto3" json:"idempotency_key,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// In place of idempotency_key.
+	Identity      *RequestIdentity `protobuf:"bytes,8,opt,name=identity,proto3" json:"identity,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *RestoreCheckpointRequest) Reset() {
@@ -5946,6 +5984,13 @@ func (x *RestoreCheckpointRequest) GetIdempotencyKey() string {
 		return x.IdempotencyKey
 	}
 	return ""
+}
+
+func (x *RestoreCheckpointRequest) GetIdentity() *RequestIdentity {
+	if x != nil {
+		return x.Identity
+	}
+	return nil
 }
 
 type NamespaceCA struct {
@@ -7265,6 +7310,1394 @@ func (x *SnapshotPart) GetContent() []byte {
 	return nil
 }
 
+// RequestIdentity is which request it is, for those who know that of their own client's: the
+// same key again is answered as it was, if the body is the same. Both are SHA-256 in
+// hexadecimal. Names and other fields are not compared. It is one of the principal and the
+// method.
+type RequestIdentity struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Key           string                 `protobuf:"bytes,1,opt,name=key,proto3" json:"key,omitempty"`
+	Body          string                 `protobuf:"bytes,2,opt,name=body,proto3" json:"body,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RequestIdentity) Reset() {
+	*x = RequestIdentity{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[87]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RequestIdentity) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RequestIdentity) ProtoMessage() {}
+
+func (x *RequestIdentity) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[87]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RequestIdentity.ProtoReflect.Descriptor instead.
+func (*RequestIdentity) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{87}
+}
+
+func (x *RequestIdentity) GetKey() string {
+	if x != nil {
+		return x.Key
+	}
+	return ""
+}
+
+func (x *RequestIdentity) GetBody() string {
+	if x != nil {
+		return x.Body
+	}
+	return ""
+}
+
+// SecretRef is one value of a secret that a sandbox has as a variable.
+type SecretRef struct {
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	Secret string                 `protobuf:"bytes,1,opt,name=secret,proto3" json:"secret,omitempty"`
+	Key    string                 `protobuf:"bytes,2,opt,name=key,proto3" json:"key,omitempty"`
+	// The variable; empty is the key.
+	Env string `protobuf:"bytes,3,opt,name=env,proto3" json:"env,omitempty"`
+	// Keeps the value outside of the sandbox.
+	Inject        *Inject `protobuf:"bytes,4,opt,name=inject,proto3" json:"inject,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SecretRef) Reset() {
+	*x = SecretRef{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[88]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SecretRef) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SecretRef) ProtoMessage() {}
+
+func (x *SecretRef) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[88]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SecretRef.ProtoReflect.Descriptor instead.
+func (*SecretRef) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{88}
+}
+
+func (x *SecretRef) GetSecret() string {
+	if x != nil {
+		return x.Secret
+	}
+	return ""
+}
+
+func (x *SecretRef) GetKey() string {
+	if x != nil {
+		return x.Key
+	}
+	return ""
+}
+
+func (x *SecretRef) GetEnv() string {
+	if x != nil {
+		return x.Env
+	}
+	return ""
+}
+
+func (x *SecretRef) GetInject() *Inject {
+	if x != nil {
+		return x.Inject
+	}
+	return nil
+}
+
+// Inject puts a value into a header of requests to one host, on their way out.
+type Inject struct {
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	Host   string                 `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"`
+	Header string                 `protobuf:"bytes,2,opt,name=header,proto3" json:"header,omitempty"`
+	// The header with {} for the value; empty is {}.
+	Format        string `protobuf:"bytes,3,opt,name=format,proto3" json:"format,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Inject) Reset() {
+	*x = Inject{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[89]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Inject) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Inject) ProtoMessage() {}
+
+func (x *Inject) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[89]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Inject.ProtoReflect.Descriptor instead.
+func (*Inject) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{89}
+}
+
+func (x *Inject) GetHost() string {
+	if x != nil {
+		return x.Host
+	}
+	return ""
+}
+
+func (x *Inject) GetHeader() string {
+	if x != nil {
+		return x.Header
+	}
+	return ""
+}
+
+func (x *Inject) GetFormat() string {
+	if x != nil {
+		return x.Format
+	}
+	return ""
+}
+
+type UseSandboxRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Types that are valid to be assigned to Request:
+	//
+	//	*UseSandboxRequest_Open
+	//	*UseSandboxRequest_Data
+	//	*UseSandboxRequest_Wake
+	Request       isUseSandboxRequest_Request `protobuf_oneof:"request"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UseSandboxRequest) Reset() {
+	*x = UseSandboxRequest{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[90]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UseSandboxRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UseSandboxRequest) ProtoMessage() {}
+
+func (x *UseSandboxRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[90]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UseSandboxRequest.ProtoReflect.Descriptor instead.
+func (*UseSandboxRequest) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{90}
+}
+
+func (x *UseSandboxRequest) GetRequest() isUseSandboxRequest_Request {
+	if x != nil {
+		return x.Request
+	}
+	return nil
+}
+
+func (x *UseSandboxRequest) GetOpen() *OpenSandbox {
+	if x != nil {
+		if x, ok := x.Request.(*UseSandboxRequest_Open); ok {
+			return x.Open
+		}
+	}
+	return nil
+}
+
+func (x *UseSandboxRequest) GetData() []byte {
+	if x != nil {
+		if x, ok := x.Request.(*UseSandboxRequest_Data); ok {
+			return x.Data
+		}
+	}
+	return nil
+}
+
+func (x *UseSandboxRequest) GetWake() uint64 {
+	if x != nil {
+		if x, ok := x.Request.(*UseSandboxRequest_Wake); ok {
+			return x.Wake
+		}
+	}
+	return 0
+}
+
+type isUseSandboxRequest_Request interface {
+	isUseSandboxRequest_Request()
+}
+
+type UseSandboxRequest_Open struct {
+	// The first message, and no other.
+	Open *OpenSandbox `protobuf:"bytes,1,opt,name=open,proto3,oneof"`
+}
+
+type UseSandboxRequest_Data struct {
+	// Bytes of a session of guestrpc, at most 65,548 at once. The caller is its client.
+	Data []byte `protobuf:"bytes,2,opt,name=data,proto3,oneof"`
+}
+
+type UseSandboxRequest_Wake struct {
+	// Asks to wake the sandbox and to show it, with a number of the caller's choice. One at
+	// a time.
+	Wake uint64 `protobuf:"varint,3,opt,name=wake,proto3,oneof"`
+}
+
+func (*UseSandboxRequest_Open) isUseSandboxRequest_Request() {}
+
+func (*UseSandboxRequest_Data) isUseSandboxRequest_Request() {}
+
+func (*UseSandboxRequest_Wake) isUseSandboxRequest_Request() {}
+
+type OpenSandbox struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	Name          string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	Precondition  *Precondition          `protobuf:"bytes,3,opt,name=precondition,proto3" json:"precondition,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *OpenSandbox) Reset() {
+	*x = OpenSandbox{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[91]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *OpenSandbox) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*OpenSandbox) ProtoMessage() {}
+
+func (x *OpenSandbox) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[91]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use OpenSandbox.ProtoReflect.Descriptor instead.
+func (*OpenSandbox) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{91}
+}
+
+func (x *OpenSandbox) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *OpenSandbox) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *OpenSandbox) GetPrecondition() *Precondition {
+	if x != nil {
+		return x.Precondition
+	}
+	return nil
+}
+
+type UseSandboxResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Types that are valid to be assigned to Response:
+	//
+	//	*UseSandboxResponse_Awake
+	//	*UseSandboxResponse_Data
+	Response      isUseSandboxResponse_Response `protobuf_oneof:"response"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UseSandboxResponse) Reset() {
+	*x = UseSandboxResponse{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[92]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UseSandboxResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UseSandboxResponse) ProtoMessage() {}
+
+func (x *UseSandboxResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[92]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UseSandboxResponse.ProtoReflect.Descriptor instead.
+func (*UseSandboxResponse) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{92}
+}
+
+func (x *UseSandboxResponse) GetResponse() isUseSandboxResponse_Response {
+	if x != nil {
+		return x.Response
+	}
+	return nil
+}
+
+func (x *UseSandboxResponse) GetAwake() *AwakeSandbox {
+	if x != nil {
+		if x, ok := x.Response.(*UseSandboxResponse_Awake); ok {
+			return x.Awake
+		}
+	}
+	return nil
+}
+
+func (x *UseSandboxResponse) GetData() []byte {
+	if x != nil {
+		if x, ok := x.Response.(*UseSandboxResponse_Data); ok {
+			return x.Data
+		}
+	}
+	return nil
+}
+
+type isUseSandboxResponse_Response interface {
+	isUseSandboxResponse_Response()
+}
+
+type UseSandboxResponse_Awake struct {
+	// The answer to open and to wake.
+	Awake *AwakeSandbox `protobuf:"bytes,1,opt,name=awake,proto3,oneof"`
+}
+
+type UseSandboxResponse_Data struct {
+	Data []byte `protobuf:"bytes,2,opt,name=data,proto3,oneof"`
+}
+
+func (*UseSandboxResponse_Awake) isUseSandboxResponse_Response() {}
+
+func (*UseSandboxResponse_Data) isUseSandboxResponse_Response() {}
+
+// AwakeSandbox is the sandbox, which runs, or why it does not.
+type AwakeSandbox struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What the caller has sent; 0 is the answer to open.
+	Wake          uint64   `protobuf:"varint,1,opt,name=wake,proto3" json:"wake,omitempty"`
+	Sandbox       *Sandbox `protobuf:"bytes,2,opt,name=sandbox,proto3" json:"sandbox,omitempty"`
+	Error         *Error   `protobuf:"bytes,3,opt,name=error,proto3" json:"error,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AwakeSandbox) Reset() {
+	*x = AwakeSandbox{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[93]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AwakeSandbox) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AwakeSandbox) ProtoMessage() {}
+
+func (x *AwakeSandbox) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[93]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AwakeSandbox.ProtoReflect.Descriptor instead.
+func (*AwakeSandbox) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{93}
+}
+
+func (x *AwakeSandbox) GetWake() uint64 {
+	if x != nil {
+		return x.Wake
+	}
+	return 0
+}
+
+func (x *AwakeSandbox) GetSandbox() *Sandbox {
+	if x != nil {
+		return x.Sandbox
+	}
+	return nil
+}
+
+func (x *AwakeSandbox) GetError() *Error {
+	if x != nil {
+		return x.Error
+	}
+	return nil
+}
+
+type GetSandboxByIDRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetSandboxByIDRequest) Reset() {
+	*x = GetSandboxByIDRequest{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[94]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetSandboxByIDRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetSandboxByIDRequest) ProtoMessage() {}
+
+func (x *GetSandboxByIDRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[94]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetSandboxByIDRequest.ProtoReflect.Descriptor instead.
+func (*GetSandboxByIDRequest) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{94}
+}
+
+func (x *GetSandboxByIDRequest) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+// WatchTokenRequest names a token, which itself is not sent.
+type WatchTokenRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Types that are valid to be assigned to Token:
+	//
+	//	*WatchTokenRequest_Derived
+	//	*WatchTokenRequest_TokenSha256
+	Token         isWatchTokenRequest_Token `protobuf_oneof:"token"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WatchTokenRequest) Reset() {
+	*x = WatchTokenRequest{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[95]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WatchTokenRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WatchTokenRequest) ProtoMessage() {}
+
+func (x *WatchTokenRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[95]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WatchTokenRequest.ProtoReflect.Descriptor instead.
+func (*WatchTokenRequest) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{95}
+}
+
+func (x *WatchTokenRequest) GetToken() isWatchTokenRequest_Token {
+	if x != nil {
+		return x.Token
+	}
+	return nil
+}
+
+func (x *WatchTokenRequest) GetDerived() string {
+	if x != nil {
+		if x, ok := x.Token.(*WatchTokenRequest_Derived); ok {
+			return x.Derived
+		}
+	}
+	return ""
+}
+
+func (x *WatchTokenRequest) GetTokenSha256() string {
+	if x != nil {
+		if x, ok := x.Token.(*WatchTokenRequest_TokenSha256); ok {
+			return x.TokenSha256
+		}
+	}
+	return ""
+}
+
+type isWatchTokenRequest_Token interface {
+	isWatchTokenRequest_Token()
+}
+
+type WatchTokenRequest_Derived struct {
+	// The id of the sandbox, if the token is the one that the node derives from it.
+	Derived string `protobuf:"bytes,1,opt,name=derived,proto3,oneof"`
+}
+
+type WatchTokenRequest_TokenSha256 struct {
+	// Otherwise its SHA-256 in hexadecimal.
+	TokenSha256 string `protobuf:"bytes,2,opt,name=token_sha256,json=tokenSha256,proto3,oneof"`
+}
+
+func (*WatchTokenRequest_Derived) isWatchTokenRequest_Token() {}
+
+func (*WatchTokenRequest_TokenSha256) isWatchTokenRequest_Token() {}
+
+type GetTemplateLogRequest struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	Name      string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	// Unspecified is READY.
+	Stage Stage `protobuf:"varint,3,opt,name=stage,proto3,enum=agentrun.node.v1.Stage" json:"stage,omitempty"`
+	// Until the build has ended.
+	Follow bool `protobuf:"varint,4,opt,name=follow,proto3" json:"follow,omitempty"`
+	// The byte to begin at.
+	Offset int64 `protobuf:"varint,5,opt,name=offset,proto3" json:"offset,omitempty"`
+	// Begins at the last so many lines instead.
+	Tail          *int32 `protobuf:"varint,6,opt,name=tail,proto3,oneof" json:"tail,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetTemplateLogRequest) Reset() {
+	*x = GetTemplateLogRequest{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[96]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetTemplateLogRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetTemplateLogRequest) ProtoMessage() {}
+
+func (x *GetTemplateLogRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[96]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetTemplateLogRequest.ProtoReflect.Descriptor instead.
+func (*GetTemplateLogRequest) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{96}
+}
+
+func (x *GetTemplateLogRequest) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *GetTemplateLogRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *GetTemplateLogRequest) GetStage() Stage {
+	if x != nil {
+		return x.Stage
+	}
+	return Stage_STAGE_UNSPECIFIED
+}
+
+func (x *GetTemplateLogRequest) GetFollow() bool {
+	if x != nil {
+		return x.Follow
+	}
+	return false
+}
+
+func (x *GetTemplateLogRequest) GetOffset() int64 {
+	if x != nil {
+		return x.Offset
+	}
+	return 0
+}
+
+func (x *GetTemplateLogRequest) GetTail() int32 {
+	if x != nil && x.Tail != nil {
+		return *x.Tail
+	}
+	return 0
+}
+
+type TemplateLog struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Of the first message: how many bytes were logged until then.
+	Size          int64  `protobuf:"varint,1,opt,name=size,proto3" json:"size,omitempty"`
+	Data          []byte `protobuf:"bytes,2,opt,name=data,proto3" json:"data,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TemplateLog) Reset() {
+	*x = TemplateLog{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[97]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TemplateLog) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TemplateLog) ProtoMessage() {}
+
+func (x *TemplateLog) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[97]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TemplateLog.ProtoReflect.Descriptor instead.
+func (*TemplateLog) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{97}
+}
+
+func (x *TemplateLog) GetSize() int64 {
+	if x != nil {
+		return x.Size
+	}
+	return 0
+}
+
+func (x *TemplateLog) GetData() []byte {
+	if x != nil {
+		return x.Data
+	}
+	return nil
+}
+
+type ApplySecretRequest struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	Name      string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	// Values by key.
+	Data          map[string][]byte `protobuf:"bytes,3,rep,name=data,proto3" json:"data,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ApplySecretRequest) Reset() {
+	*x = ApplySecretRequest{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[98]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ApplySecretRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ApplySecretRequest) ProtoMessage() {}
+
+func (x *ApplySecretRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[98]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ApplySecretRequest.ProtoReflect.Descriptor instead.
+func (*ApplySecretRequest) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{98}
+}
+
+func (x *ApplySecretRequest) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *ApplySecretRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *ApplySecretRequest) GetData() map[string][]byte {
+	if x != nil {
+		return x.Data
+	}
+	return nil
+}
+
+type PatchSecretRequest struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	Name      string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	// Values by key.
+	Data          map[string][]byte `protobuf:"bytes,3,rep,name=data,proto3" json:"data,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PatchSecretRequest) Reset() {
+	*x = PatchSecretRequest{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[99]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PatchSecretRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PatchSecretRequest) ProtoMessage() {}
+
+func (x *PatchSecretRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[99]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PatchSecretRequest.ProtoReflect.Descriptor instead.
+func (*PatchSecretRequest) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{99}
+}
+
+func (x *PatchSecretRequest) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *PatchSecretRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *PatchSecretRequest) GetData() map[string][]byte {
+	if x != nil {
+		return x.Data
+	}
+	return nil
+}
+
+// Secret is what anybody may know of a secret.
+type Secret struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	Name      string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	// The names of its values.
+	Keys          []string               `protobuf:"bytes,3,rep,name=keys,proto3" json:"keys,omitempty"`
+	Created       *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=created,proto3" json:"created,omitempty"`
+	Changed       *timestamppb.Timestamp `protobuf:"bytes,5,opt,name=changed,proto3" json:"changed,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Secret) Reset() {
+	*x = Secret{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[100]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Secret) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Secret) ProtoMessage() {}
+
+func (x *Secret) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[100]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Secret.ProtoReflect.Descriptor instead.
+func (*Secret) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{100}
+}
+
+func (x *Secret) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *Secret) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *Secret) GetKeys() []string {
+	if x != nil {
+		return x.Keys
+	}
+	return nil
+}
+
+func (x *Secret) GetCreated() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Created
+	}
+	return nil
+}
+
+func (x *Secret) GetChanged() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Changed
+	}
+	return nil
+}
+
+type GetSecretRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	Name          string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetSecretRequest) Reset() {
+	*x = GetSecretRequest{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[101]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetSecretRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetSecretRequest) ProtoMessage() {}
+
+func (x *GetSecretRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[101]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetSecretRequest.ProtoReflect.Descriptor instead.
+func (*GetSecretRequest) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{101}
+}
+
+func (x *GetSecretRequest) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *GetSecretRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+type ListSecretsRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	Limit         uint32                 `protobuf:"varint,2,opt,name=limit,proto3" json:"limit,omitempty"`
+	After         string                 `protobuf:"bytes,3,opt,name=after,proto3" json:"after,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListSecretsRequest) Reset() {
+	*x = ListSecretsRequest{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[102]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListSecretsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListSecretsRequest) ProtoMessage() {}
+
+func (x *ListSecretsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[102]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListSecretsRequest.ProtoReflect.Descriptor instead.
+func (*ListSecretsRequest) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{102}
+}
+
+func (x *ListSecretsRequest) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *ListSecretsRequest) GetLimit() uint32 {
+	if x != nil {
+		return x.Limit
+	}
+	return 0
+}
+
+func (x *ListSecretsRequest) GetAfter() string {
+	if x != nil {
+		return x.After
+	}
+	return ""
+}
+
+type ListSecretsResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Secrets       []*Secret              `protobuf:"bytes,1,rep,name=secrets,proto3" json:"secrets,omitempty"`
+	Next          string                 `protobuf:"bytes,2,opt,name=next,proto3" json:"next,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListSecretsResponse) Reset() {
+	*x = ListSecretsResponse{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[103]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListSecretsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListSecretsResponse) ProtoMessage() {}
+
+func (x *ListSecretsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[103]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListSecretsResponse.ProtoReflect.Descriptor instead.
+func (*ListSecretsResponse) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{103}
+}
+
+func (x *ListSecretsResponse) GetSecrets() []*Secret {
+	if x != nil {
+		return x.Secrets
+	}
+	return nil
+}
+
+func (x *ListSecretsResponse) GetNext() string {
+	if x != nil {
+		return x.Next
+	}
+	return ""
+}
+
+type DeleteSecretRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	Name          string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DeleteSecretRequest) Reset() {
+	*x = DeleteSecretRequest{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[104]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DeleteSecretRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DeleteSecretRequest) ProtoMessage() {}
+
+func (x *DeleteSecretRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[104]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DeleteSecretRequest.ProtoReflect.Descriptor instead.
+func (*DeleteSecretRequest) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{104}
+}
+
+func (x *DeleteSecretRequest) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *DeleteSecretRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+type GetQuotaRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetQuotaRequest) Reset() {
+	*x = GetQuotaRequest{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[105]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetQuotaRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetQuotaRequest) ProtoMessage() {}
+
+func (x *GetQuotaRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[105]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetQuotaRequest.ProtoReflect.Descriptor instead.
+func (*GetQuotaRequest) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{105}
+}
+
+func (x *GetQuotaRequest) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+// SetQuotaRequest replaces all bounds; 0 is no bound.
+type SetQuotaRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	MemoryBytes   uint64                 `protobuf:"varint,2,opt,name=memory_bytes,json=memoryBytes,proto3" json:"memory_bytes,omitempty"`
+	Sandboxes     int64                  `protobuf:"varint,3,opt,name=sandboxes,proto3" json:"sandboxes,omitempty"`
+	StorageBytes  uint64                 `protobuf:"varint,4,opt,name=storage_bytes,json=storageBytes,proto3" json:"storage_bytes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SetQuotaRequest) Reset() {
+	*x = SetQuotaRequest{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[106]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SetQuotaRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SetQuotaRequest) ProtoMessage() {}
+
+func (x *SetQuotaRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[106]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SetQuotaRequest.ProtoReflect.Descriptor instead.
+func (*SetQuotaRequest) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{106}
+}
+
+func (x *SetQuotaRequest) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *SetQuotaRequest) GetMemoryBytes() uint64 {
+	if x != nil {
+		return x.MemoryBytes
+	}
+	return 0
+}
+
+func (x *SetQuotaRequest) GetSandboxes() int64 {
+	if x != nil {
+		return x.Sandboxes
+	}
+	return 0
+}
+
+func (x *SetQuotaRequest) GetStorageBytes() uint64 {
+	if x != nil {
+		return x.StorageBytes
+	}
+	return 0
+}
+
+// Quota bounds what a namespace may use; 0 is no bound.
+type Quota struct {
+	state            protoimpl.MessageState `protogen:"open.v1"`
+	Namespace        string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	MemoryBytes      uint64                 `protobuf:"varint,2,opt,name=memory_bytes,json=memoryBytes,proto3" json:"memory_bytes,omitempty"`
+	Sandboxes        int64                  `protobuf:"varint,3,opt,name=sandboxes,proto3" json:"sandboxes,omitempty"`
+	StorageBytes     uint64                 `protobuf:"varint,4,opt,name=storage_bytes,json=storageBytes,proto3" json:"storage_bytes,omitempty"`
+	UsedMemoryBytes  uint64                 `protobuf:"varint,5,opt,name=used_memory_bytes,json=usedMemoryBytes,proto3" json:"used_memory_bytes,omitempty"`
+	UsedSandboxes    int64                  `protobuf:"varint,6,opt,name=used_sandboxes,json=usedSandboxes,proto3" json:"used_sandboxes,omitempty"`
+	UsedStorageBytes uint64                 `protobuf:"varint,7,opt,name=used_storage_bytes,json=usedStorageBytes,proto3" json:"used_storage_bytes,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
+}
+
+func (x *Quota) Reset() {
+	*x = Quota{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[107]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Quota) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Quota) ProtoMessage() {}
+
+func (x *Quota) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[107]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Quota.ProtoReflect.Descriptor instead.
+func (*Quota) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{107}
+}
+
+func (x *Quota) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *Quota) GetMemoryBytes() uint64 {
+	if x != nil {
+		return x.MemoryBytes
+	}
+	return 0
+}
+
+func (x *Quota) GetSandboxes() int64 {
+	if x != nil {
+		return x.Sandboxes
+	}
+	return 0
+}
+
+func (x *Quota) GetStorageBytes() uint64 {
+	if x != nil {
+		return x.StorageBytes
+	}
+	return 0
+}
+
+func (x *Quota) GetUsedMemoryBytes() uint64 {
+	if x != nil {
+		return x.UsedMemoryBytes
+	}
+	return 0
+}
+
+func (x *Quota) GetUsedSandboxes() int64 {
+	if x != nil {
+		return x.UsedSandboxes
+	}
+	return 0
+}
+
+func (x *Quota) GetUsedStorageBytes() uint64 {
+	if x != nil {
+		return x.UsedStorageBytes
+	}
+	return 0
+}
+
 var File_agentrun_node_v1_node_proto protoreflect.FileDescriptor
 
 const file_agentrun_node_v1_node_proto_rawDesc = "" +
@@ -7515,7 +8948,7 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\bendpoint\x18\x1a \x01(\tR\bendpoint\x1a;\n" +
 	"\rMetadataEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xe9\x05\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xdf\x06\n" +
 	"\x13ClaimSandboxRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x12\n" +
@@ -7528,7 +8961,9 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x05owner\x18\t \x01(\tR\x05owner\x12!\n" +
 	"\ftoken_sha256\x18\n" +
 	" \x01(\tR\vtokenSha256\x12a\n" +
-	"\rsecret_values\x18\v \x03(\v27.agentrun.node.v1.ClaimSandboxRequest.SecretValuesEntryB\x03\x80\x01\x01R\fsecretValues\x1a6\n" +
+	"\rsecret_values\x18\v \x03(\v27.agentrun.node.v1.ClaimSandboxRequest.SecretValuesEntryB\x03\x80\x01\x01R\fsecretValues\x125\n" +
+	"\asecrets\x18\f \x03(\v2\x1b.agentrun.node.v1.SecretRefR\asecrets\x12=\n" +
+	"\bidentity\x18\r \x01(\v2!.agentrun.node.v1.RequestIdentityR\bidentity\x1a6\n" +
 	"\bEnvEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a;\n" +
@@ -7645,7 +9080,7 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x04kind\x18\v \x01(\tR\x04kind\x12\x16\n" +
 	"\x06reason\x18\f \x01(\tR\x06reason\x12\x18\n" +
 	"\aoutcome\x18\r \x01(\tR\aoutcome\x12\x1a\n" +
-	"\brepeated\x18\x0e \x01(\x04R\brepeated\"\xa0\x03\n" +
+	"\brepeated\x18\x0e \x01(\x04R\brepeated\"\xdf\x03\n" +
 	"\x12ForkSandboxRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x16\n" +
 	"\x06source\x18\x02 \x01(\tR\x06source\x12\x12\n" +
@@ -7659,7 +9094,8 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\n" +
 	"checkpoint\x18\n" +
 	" \x01(\tR\n" +
-	"checkpoint\"X\n" +
+	"checkpoint\x12=\n" +
+	"\bidentity\x18\v \x01(\v2!.agentrun.node.v1.RequestIdentityR\bidentity\"X\n" +
 	"\tForkChild\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x14\n" +
 	"\x05owner\x18\x02 \x01(\tR\x05owner\x12!\n" +
@@ -7719,13 +9155,14 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\acreated\x18\r \x01(\v2\x1a.google.protobuf.TimestampR\acreated\x12!\n" +
 	"\fstored_bytes\x18\x0e \x01(\x04R\vstoredBytes\x12%\n" +
 	"\x0eunshared_bytes\x18\x0f \x01(\x04R\runsharedBytes\x12)\n" +
-	"\x10resource_version\x18\x10 \x01(\x04R\x0fresourceVersion\"\xd1\x01\n" +
+	"\x10resource_version\x18\x10 \x01(\x04R\x0fresourceVersion\"\x90\x02\n" +
 	"\x18CheckpointSandboxRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x16\n" +
 	"\x06source\x18\x02 \x01(\tR\x06source\x12\x12\n" +
 	"\x04name\x18\x03 \x01(\tR\x04name\x12'\n" +
 	"\x0fidempotency_key\x18\x04 \x01(\tR\x0eidempotencyKey\x12B\n" +
-	"\fprecondition\x18\x05 \x01(\v2\x1e.agentrun.node.v1.PreconditionR\fprecondition\"H\n" +
+	"\fprecondition\x18\x05 \x01(\v2\x1e.agentrun.node.v1.PreconditionR\fprecondition\x12=\n" +
+	"\bidentity\x18\x06 \x01(\v2!.agentrun.node.v1.RequestIdentityR\bidentity\"H\n" +
 	"\x14GetCheckpointRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\"\x89\x01\n" +
@@ -7742,7 +9179,7 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x17DeleteCheckpointRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12B\n" +
-	"\fprecondition\x18\x03 \x01(\v2\x1e.agentrun.node.v1.PreconditionR\fprecondition\"\xdf\x03\n" +
+	"\fprecondition\x18\x03 \x01(\v2\x1e.agentrun.node.v1.PreconditionR\fprecondition\"\x9e\x04\n" +
 	"\x18RestoreCheckpointRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x1e\n" +
 	"\n" +
@@ -7752,7 +9189,8 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x03env\x18\x04 \x03(\v23.agentrun.node.v1.RestoreCheckpointRequest.EnvEntryR\x03env\x12T\n" +
 	"\bmetadata\x18\x05 \x03(\v28.agentrun.node.v1.RestoreCheckpointRequest.MetadataEntryR\bmetadata\x126\n" +
 	"\blifetime\x18\x06 \x01(\v2\x1a.agentrun.node.v1.LifetimeR\blifetime\x12'\n" +
-	"\x0fidempotency_key\x18\a \x01(\tR\x0eidempotencyKey\x1a6\n" +
+	"\x0fidempotency_key\x18\a \x01(\tR\x0eidempotencyKey\x12=\n" +
+	"\bidentity\x18\b \x01(\v2!.agentrun.node.v1.RequestIdentityR\bidentity\x1a6\n" +
 	"\bEnvEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a;\n" +
@@ -7845,7 +9283,102 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x05parts\x18\x03 \x03(\rR\x05parts\"@\n" +
 	"\fSnapshotPart\x12\x16\n" +
 	"\x06number\x18\x01 \x01(\rR\x06number\x12\x18\n" +
-	"\acontent\x18\x02 \x01(\fR\acontent*h\n" +
+	"\acontent\x18\x02 \x01(\fR\acontent\"7\n" +
+	"\x0fRequestIdentity\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x12\n" +
+	"\x04body\x18\x02 \x01(\tR\x04body\"y\n" +
+	"\tSecretRef\x12\x16\n" +
+	"\x06secret\x18\x01 \x01(\tR\x06secret\x12\x10\n" +
+	"\x03key\x18\x02 \x01(\tR\x03key\x12\x10\n" +
+	"\x03env\x18\x03 \x01(\tR\x03env\x120\n" +
+	"\x06inject\x18\x04 \x01(\v2\x18.agentrun.node.v1.InjectR\x06inject\"L\n" +
+	"\x06Inject\x12\x12\n" +
+	"\x04host\x18\x01 \x01(\tR\x04host\x12\x16\n" +
+	"\x06header\x18\x02 \x01(\tR\x06header\x12\x16\n" +
+	"\x06format\x18\x03 \x01(\tR\x06format\"\x7f\n" +
+	"\x11UseSandboxRequest\x123\n" +
+	"\x04open\x18\x01 \x01(\v2\x1d.agentrun.node.v1.OpenSandboxH\x00R\x04open\x12\x14\n" +
+	"\x04data\x18\x02 \x01(\fH\x00R\x04data\x12\x14\n" +
+	"\x04wake\x18\x03 \x01(\x04H\x00R\x04wakeB\t\n" +
+	"\arequest\"\x83\x01\n" +
+	"\vOpenSandbox\x12\x1c\n" +
+	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12B\n" +
+	"\fprecondition\x18\x03 \x01(\v2\x1e.agentrun.node.v1.PreconditionR\fprecondition\"n\n" +
+	"\x12UseSandboxResponse\x126\n" +
+	"\x05awake\x18\x01 \x01(\v2\x1e.agentrun.node.v1.AwakeSandboxH\x00R\x05awake\x12\x14\n" +
+	"\x04data\x18\x02 \x01(\fH\x00R\x04dataB\n" +
+	"\n" +
+	"\bresponse\"\x86\x01\n" +
+	"\fAwakeSandbox\x12\x12\n" +
+	"\x04wake\x18\x01 \x01(\x04R\x04wake\x123\n" +
+	"\asandbox\x18\x02 \x01(\v2\x19.agentrun.node.v1.SandboxR\asandbox\x12-\n" +
+	"\x05error\x18\x03 \x01(\v2\x17.agentrun.node.v1.ErrorR\x05error\"'\n" +
+	"\x15GetSandboxByIDRequest\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\"]\n" +
+	"\x11WatchTokenRequest\x12\x1a\n" +
+	"\aderived\x18\x01 \x01(\tH\x00R\aderived\x12#\n" +
+	"\ftoken_sha256\x18\x02 \x01(\tH\x00R\vtokenSha256B\a\n" +
+	"\x05token\"\xca\x01\n" +
+	"\x15GetTemplateLogRequest\x12\x1c\n" +
+	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12-\n" +
+	"\x05stage\x18\x03 \x01(\x0e2\x17.agentrun.node.v1.StageR\x05stage\x12\x16\n" +
+	"\x06follow\x18\x04 \x01(\bR\x06follow\x12\x16\n" +
+	"\x06offset\x18\x05 \x01(\x03R\x06offset\x12\x17\n" +
+	"\x04tail\x18\x06 \x01(\x05H\x00R\x04tail\x88\x01\x01B\a\n" +
+	"\x05_tail\"5\n" +
+	"\vTemplateLog\x12\x12\n" +
+	"\x04size\x18\x01 \x01(\x03R\x04size\x12\x12\n" +
+	"\x04data\x18\x02 \x01(\fR\x04data\"\xc8\x01\n" +
+	"\x12ApplySecretRequest\x12\x1c\n" +
+	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12G\n" +
+	"\x04data\x18\x03 \x03(\v2..agentrun.node.v1.ApplySecretRequest.DataEntryB\x03\x80\x01\x01R\x04data\x1a7\n" +
+	"\tDataEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\fR\x05value:\x028\x01\"\xc8\x01\n" +
+	"\x12PatchSecretRequest\x12\x1c\n" +
+	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12G\n" +
+	"\x04data\x18\x03 \x03(\v2..agentrun.node.v1.PatchSecretRequest.DataEntryB\x03\x80\x01\x01R\x04data\x1a7\n" +
+	"\tDataEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\fR\x05value:\x028\x01\"\xba\x01\n" +
+	"\x06Secret\x12\x1c\n" +
+	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12\x12\n" +
+	"\x04keys\x18\x03 \x03(\tR\x04keys\x124\n" +
+	"\acreated\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\acreated\x124\n" +
+	"\achanged\x18\x05 \x01(\v2\x1a.google.protobuf.TimestampR\achanged\"D\n" +
+	"\x10GetSecretRequest\x12\x1c\n" +
+	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\"^\n" +
+	"\x12ListSecretsRequest\x12\x1c\n" +
+	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x14\n" +
+	"\x05limit\x18\x02 \x01(\rR\x05limit\x12\x14\n" +
+	"\x05after\x18\x03 \x01(\tR\x05after\"]\n" +
+	"\x13ListSecretsResponse\x122\n" +
+	"\asecrets\x18\x01 \x03(\v2\x18.agentrun.node.v1.SecretR\asecrets\x12\x12\n" +
+	"\x04next\x18\x02 \x01(\tR\x04next\"G\n" +
+	"\x13DeleteSecretRequest\x12\x1c\n" +
+	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\"/\n" +
+	"\x0fGetQuotaRequest\x12\x1c\n" +
+	"\tnamespace\x18\x01 \x01(\tR\tnamespace\"\x95\x01\n" +
+	"\x0fSetQuotaRequest\x12\x1c\n" +
+	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12!\n" +
+	"\fmemory_bytes\x18\x02 \x01(\x04R\vmemoryBytes\x12\x1c\n" +
+	"\tsandboxes\x18\x03 \x01(\x03R\tsandboxes\x12#\n" +
+	"\rstorage_bytes\x18\x04 \x01(\x04R\fstorageBytes\"\x8c\x02\n" +
+	"\x05Quota\x12\x1c\n" +
+	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12!\n" +
+	"\fmemory_bytes\x18\x02 \x01(\x04R\vmemoryBytes\x12\x1c\n" +
+	"\tsandboxes\x18\x03 \x01(\x03R\tsandboxes\x12#\n" +
+	"\rstorage_bytes\x18\x04 \x01(\x04R\fstorageBytes\x12*\n" +
+	"\x11used_memory_bytes\x18\x05 \x01(\x04R\x0fusedMemoryBytes\x12%\n" +
+	"\x0eused_sandboxes\x18\x06 \x01(\x03R\rusedSandboxes\x12,\n" +
+	"\x12used_storage_bytes\x18\a \x01(\x04R\x10usedStorageBytes*h\n" +
 	"\x05Phase\x12\x15\n" +
 	"\x11PHASE_UNSPECIFIED\x10\x00\x12\x11\n" +
 	"\rPHASE_PENDING\x10\x01\x12\x12\n" +
@@ -7888,7 +9421,7 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x10OBJECT_KIND_POOL\x10\x03\x12\x17\n" +
 	"\x13OBJECT_KIND_SANDBOX\x10\x04\x12\x14\n" +
 	"\x10OBJECT_KIND_FORK\x10\x05\x12\x1a\n" +
-	"\x16OBJECT_KIND_CHECKPOINT\x10\x062\xaf \n" +
+	"\x16OBJECT_KIND_CHECKPOINT\x10\x062\xb2'\n" +
 	"\x04Node\x12I\n" +
 	"\aGetNode\x12 .agentrun.node.v1.GetNodeRequest\x1a\x1c.agentrun.node.v1.NodeStatus\x12G\n" +
 	"\x05Watch\x12\x1e.agentrun.node.v1.WatchRequest\x1a\x1c.agentrun.node.v1.WatchEvent0\x01\x12O\n" +
@@ -7899,7 +9432,8 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\rApplyTemplate\x12&.agentrun.node.v1.ApplyTemplateRequest\x1a\x1a.agentrun.node.v1.Template\x12O\n" +
 	"\vGetTemplate\x12$.agentrun.node.v1.GetTemplateRequest\x1a\x1a.agentrun.node.v1.Template\x12`\n" +
 	"\rListTemplates\x12&.agentrun.node.v1.ListTemplatesRequest\x1a'.agentrun.node.v1.ListTemplatesResponse\x12Q\n" +
-	"\x0eDeleteTemplate\x12'.agentrun.node.v1.DeleteTemplateRequest\x1a\x16.google.protobuf.Empty\x12G\n" +
+	"\x0eDeleteTemplate\x12'.agentrun.node.v1.DeleteTemplateRequest\x1a\x16.google.protobuf.Empty\x12Z\n" +
+	"\x0eGetTemplateLog\x12'.agentrun.node.v1.GetTemplateLogRequest\x1a\x1d.agentrun.node.v1.TemplateLog0\x01\x12G\n" +
 	"\tApplyPool\x12\".agentrun.node.v1.ApplyPoolRequest\x1a\x16.agentrun.node.v1.Pool\x12C\n" +
 	"\aGetPool\x12 .agentrun.node.v1.GetPoolRequest\x1a\x16.agentrun.node.v1.Pool\x12T\n" +
 	"\tListPools\x12\".agentrun.node.v1.ListPoolsRequest\x1a#.agentrun.node.v1.ListPoolsResponse\x12I\n" +
@@ -7919,7 +9453,12 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x0fGetSandboxStats\x12(.agentrun.node.v1.GetSandboxStatsRequest\x1a\x1e.agentrun.node.v1.SandboxStats\x12i\n" +
 	"\x10ListSandboxStats\x12).agentrun.node.v1.ListSandboxStatsRequest\x1a*.agentrun.node.v1.ListSandboxStatsResponse\x12X\n" +
 	"\x10SetNetworkPolicy\x12).agentrun.node.v1.SetNetworkPolicyRequest\x1a\x19.agentrun.node.v1.Sandbox\x12U\n" +
-	"\rGetNetworkLog\x12&.agentrun.node.v1.GetNetworkLogRequest\x1a\x1c.agentrun.node.v1.NetworkLog\x12K\n" +
+	"\rGetNetworkLog\x12&.agentrun.node.v1.GetNetworkLogRequest\x1a\x1c.agentrun.node.v1.NetworkLog\x12[\n" +
+	"\n" +
+	"UseSandbox\x12#.agentrun.node.v1.UseSandboxRequest\x1a$.agentrun.node.v1.UseSandboxResponse(\x010\x01\x12T\n" +
+	"\x0eGetSandboxByID\x12'.agentrun.node.v1.GetSandboxByIDRequest\x1a\x19.agentrun.node.v1.Sandbox\x12N\n" +
+	"\n" +
+	"WatchToken\x12#.agentrun.node.v1.WatchTokenRequest\x1a\x19.agentrun.node.v1.Sandbox0\x01\x12K\n" +
 	"\vForkSandbox\x12$.agentrun.node.v1.ForkSandboxRequest\x1a\x16.agentrun.node.v1.Fork\x12C\n" +
 	"\aGetFork\x12 .agentrun.node.v1.GetForkRequest\x1a\x16.agentrun.node.v1.Fork\x12T\n" +
 	"\tListForks\x12\".agentrun.node.v1.ListForksRequest\x1a#.agentrun.node.v1.ListForksResponse\x12I\n" +
@@ -7942,7 +9481,14 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x10GetSnapshotOffer\x12).agentrun.node.v1.GetSnapshotOfferRequest\x1a\x1f.agentrun.node.v1.SnapshotOffer\x12S\n" +
 	"\rFetchSnapshot\x12&.agentrun.node.v1.FetchSnapshotRequest\x1a\x1a.agentrun.node.v1.Template\x12^\n" +
 	"\x10GetSnapshotParts\x12).agentrun.node.v1.GetSnapshotPartsRequest\x1a\x1f.agentrun.node.v1.SnapshotParts\x12W\n" +
-	"\fReadSnapshot\x12%.agentrun.node.v1.ReadSnapshotRequest\x1a\x1e.agentrun.node.v1.SnapshotPart0\x01B!Z\x1fagentrun.dev/api/node/v1;nodev1b\x06proto3"
+	"\fReadSnapshot\x12%.agentrun.node.v1.ReadSnapshotRequest\x1a\x1e.agentrun.node.v1.SnapshotPart0\x01\x12M\n" +
+	"\vApplySecret\x12$.agentrun.node.v1.ApplySecretRequest\x1a\x18.agentrun.node.v1.Secret\x12M\n" +
+	"\vPatchSecret\x12$.agentrun.node.v1.PatchSecretRequest\x1a\x18.agentrun.node.v1.Secret\x12I\n" +
+	"\tGetSecret\x12\".agentrun.node.v1.GetSecretRequest\x1a\x18.agentrun.node.v1.Secret\x12Z\n" +
+	"\vListSecrets\x12$.agentrun.node.v1.ListSecretsRequest\x1a%.agentrun.node.v1.ListSecretsResponse\x12M\n" +
+	"\fDeleteSecret\x12%.agentrun.node.v1.DeleteSecretRequest\x1a\x16.google.protobuf.Empty\x12F\n" +
+	"\bGetQuota\x12!.agentrun.node.v1.GetQuotaRequest\x1a\x17.agentrun.node.v1.Quota\x12F\n" +
+	"\bSetQuota\x12!.agentrun.node.v1.SetQuotaRequest\x1a\x17.agentrun.node.v1.QuotaB!Z\x1fagentrun.dev/api/node/v1;nodev1b\x06proto3"
 
 var (
 	file_agentrun_node_v1_node_proto_rawDescOnce sync.Once
@@ -7957,7 +9503,7 @@ func file_agentrun_node_v1_node_proto_rawDescGZIP() []byte {
 }
 
 var file_agentrun_node_v1_node_proto_enumTypes = make([]protoimpl.EnumInfo, 7)
-var file_agentrun_node_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 94)
+var file_agentrun_node_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 117)
 var file_agentrun_node_v1_node_proto_goTypes = []any{
 	(Phase)(0),                         // 0: agentrun.node.v1.Phase
 	(Stage)(0),                         // 1: agentrun.node.v1.Stage
@@ -8053,22 +9599,45 @@ var file_agentrun_node_v1_node_proto_goTypes = []any{
 	(*SnapshotParts)(nil),              // 91: agentrun.node.v1.SnapshotParts
 	(*ReadSnapshotRequest)(nil),        // 92: agentrun.node.v1.ReadSnapshotRequest
 	(*SnapshotPart)(nil),               // 93: agentrun.node.v1.SnapshotPart
-	nil,                                // 94: agentrun.node.v1.TemplateSpec.EnvEntry
-	nil,                                // 95: agentrun.node.v1.Sandbox.MetadataEntry
-	nil,                                // 96: agentrun.node.v1.ClaimSandboxRequest.EnvEntry
-	nil,                                // 97: agentrun.node.v1.ClaimSandboxRequest.MetadataEntry
-	nil,                                // 98: agentrun.node.v1.ClaimSandboxRequest.SecretValuesEntry
-	nil,                                // 99: agentrun.node.v1.RestoreCheckpointRequest.EnvEntry
-	nil,                                // 100: agentrun.node.v1.RestoreCheckpointRequest.MetadataEntry
-	(*timestamppb.Timestamp)(nil),      // 101: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),        // 102: google.protobuf.Duration
-	(*emptypb.Empty)(nil),              // 103: google.protobuf.Empty
+	(*RequestIdentity)(nil),            // 94: agentrun.node.v1.RequestIdentity
+	(*SecretRef)(nil),                  // 95: agentrun.node.v1.SecretRef
+	(*Inject)(nil),                     // 96: agentrun.node.v1.Inject
+	(*UseSandboxRequest)(nil),          // 97: agentrun.node.v1.UseSandboxRequest
+	(*OpenSandbox)(nil),                // 98: agentrun.node.v1.OpenSandbox
+	(*UseSandboxResponse)(nil),         // 99: agentrun.node.v1.UseSandboxResponse
+	(*AwakeSandbox)(nil),               // 100: agentrun.node.v1.AwakeSandbox
+	(*GetSandboxByIDRequest)(nil),      // 101: agentrun.node.v1.GetSandboxByIDRequest
+	(*WatchTokenRequest)(nil),          // 102: agentrun.node.v1.WatchTokenRequest
+	(*GetTemplateLogRequest)(nil),      // 103: agentrun.node.v1.GetTemplateLogRequest
+	(*TemplateLog)(nil),                // 104: agentrun.node.v1.TemplateLog
+	(*ApplySecretRequest)(nil),         // 105: agentrun.node.v1.ApplySecretRequest
+	(*PatchSecretRequest)(nil),         // 106: agentrun.node.v1.PatchSecretRequest
+	(*Secret)(nil),                     // 107: agentrun.node.v1.Secret
+	(*GetSecretRequest)(nil),           // 108: agentrun.node.v1.GetSecretRequest
+	(*ListSecretsRequest)(nil),         // 109: agentrun.node.v1.ListSecretsRequest
+	(*ListSecretsResponse)(nil),        // 110: agentrun.node.v1.ListSecretsResponse
+	(*DeleteSecretRequest)(nil),        // 111: agentrun.node.v1.DeleteSecretRequest
+	(*GetQuotaRequest)(nil),            // 112: agentrun.node.v1.GetQuotaRequest
+	(*SetQuotaRequest)(nil),            // 113: agentrun.node.v1.SetQuotaRequest
+	(*Quota)(nil),                      // 114: agentrun.node.v1.Quota
+	nil,                                // 115: agentrun.node.v1.TemplateSpec.EnvEntry
+	nil,                                // 116: agentrun.node.v1.Sandbox.MetadataEntry
+	nil,                                // 117: agentrun.node.v1.ClaimSandboxRequest.EnvEntry
+	nil,                                // 118: agentrun.node.v1.ClaimSandboxRequest.MetadataEntry
+	nil,                                // 119: agentrun.node.v1.ClaimSandboxRequest.SecretValuesEntry
+	nil,                                // 120: agentrun.node.v1.RestoreCheckpointRequest.EnvEntry
+	nil,                                // 121: agentrun.node.v1.RestoreCheckpointRequest.MetadataEntry
+	nil,                                // 122: agentrun.node.v1.ApplySecretRequest.DataEntry
+	nil,                                // 123: agentrun.node.v1.PatchSecretRequest.DataEntry
+	(*timestamppb.Timestamp)(nil),      // 124: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),        // 125: google.protobuf.Duration
+	(*emptypb.Empty)(nil),              // 126: google.protobuf.Empty
 }
 var file_agentrun_node_v1_node_proto_depIdxs = []int32{
 	10,  // 0: agentrun.node.v1.NodeStatus.snapshots:type_name -> agentrun.node.v1.NodeSnapshot
 	11,  // 1: agentrun.node.v1.NodeStatus.cordon:type_name -> agentrun.node.v1.Cordon
 	1,   // 2: agentrun.node.v1.NodeSnapshot.stage:type_name -> agentrun.node.v1.Stage
-	101, // 3: agentrun.node.v1.Cordon.since:type_name -> google.protobuf.Timestamp
+	124, // 3: agentrun.node.v1.Cordon.since:type_name -> google.protobuf.Timestamp
 	12,  // 4: agentrun.node.v1.Cordon.problems:type_name -> agentrun.node.v1.DrainProblem
 	5,   // 5: agentrun.node.v1.WatchRequest.kinds:type_name -> agentrun.node.v1.ObjectKind
 	6,   // 6: agentrun.node.v1.WatchEvent.type:type_name -> agentrun.node.v1.WatchEvent.Type
@@ -8078,197 +9647,236 @@ var file_agentrun_node_v1_node_proto_depIdxs = []int32{
 	38,  // 10: agentrun.node.v1.WatchEvent.sandbox:type_name -> agentrun.node.v1.Sandbox
 	60,  // 11: agentrun.node.v1.WatchEvent.fork:type_name -> agentrun.node.v1.Fork
 	66,  // 12: agentrun.node.v1.WatchEvent.checkpoint:type_name -> agentrun.node.v1.Checkpoint
-	94,  // 13: agentrun.node.v1.TemplateSpec.env:type_name -> agentrun.node.v1.TemplateSpec.EnvEntry
+	115, // 13: agentrun.node.v1.TemplateSpec.env:type_name -> agentrun.node.v1.TemplateSpec.EnvEntry
 	21,  // 14: agentrun.node.v1.TemplateSpec.ready:type_name -> agentrun.node.v1.ReadyCheck
 	22,  // 15: agentrun.node.v1.TemplateSpec.warmup:type_name -> agentrun.node.v1.Program
 	20,  // 16: agentrun.node.v1.TemplateSpec.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
 	20,  // 17: agentrun.node.v1.TemplateSpec.build_network:type_name -> agentrun.node.v1.NetworkPolicy
-	102, // 18: agentrun.node.v1.TemplateSpec.build_timeout:type_name -> google.protobuf.Duration
-	102, // 19: agentrun.node.v1.ReadyCheck.delay:type_name -> google.protobuf.Duration
-	102, // 20: agentrun.node.v1.ReadyCheck.timeout:type_name -> google.protobuf.Duration
+	125, // 18: agentrun.node.v1.TemplateSpec.build_timeout:type_name -> google.protobuf.Duration
+	125, // 19: agentrun.node.v1.ReadyCheck.delay:type_name -> google.protobuf.Duration
+	125, // 20: agentrun.node.v1.ReadyCheck.timeout:type_name -> google.protobuf.Duration
 	19,  // 21: agentrun.node.v1.Template.spec:type_name -> agentrun.node.v1.TemplateSpec
-	101, // 22: agentrun.node.v1.Template.created:type_name -> google.protobuf.Timestamp
+	124, // 22: agentrun.node.v1.Template.created:type_name -> google.protobuf.Timestamp
 	0,   // 23: agentrun.node.v1.Template.phase:type_name -> agentrun.node.v1.Phase
 	24,  // 24: agentrun.node.v1.Template.builds:type_name -> agentrun.node.v1.Build
 	1,   // 25: agentrun.node.v1.Build.stage:type_name -> agentrun.node.v1.Stage
 	0,   // 26: agentrun.node.v1.Build.phase:type_name -> agentrun.node.v1.Phase
-	101, // 27: agentrun.node.v1.Build.started:type_name -> google.protobuf.Timestamp
-	101, // 28: agentrun.node.v1.Build.finished:type_name -> google.protobuf.Timestamp
-	101, // 29: agentrun.node.v1.Build.next:type_name -> google.protobuf.Timestamp
+	124, // 27: agentrun.node.v1.Build.started:type_name -> google.protobuf.Timestamp
+	124, // 28: agentrun.node.v1.Build.finished:type_name -> google.protobuf.Timestamp
+	124, // 29: agentrun.node.v1.Build.next:type_name -> google.protobuf.Timestamp
 	19,  // 30: agentrun.node.v1.ApplyTemplateRequest.spec:type_name -> agentrun.node.v1.TemplateSpec
 	23,  // 31: agentrun.node.v1.ListTemplatesResponse.templates:type_name -> agentrun.node.v1.Template
 	13,  // 32: agentrun.node.v1.DeleteTemplateRequest.precondition:type_name -> agentrun.node.v1.Precondition
 	1,   // 33: agentrun.node.v1.PoolSpec.snapshot_after:type_name -> agentrun.node.v1.Stage
 	30,  // 34: agentrun.node.v1.Pool.spec:type_name -> agentrun.node.v1.PoolSpec
-	101, // 35: agentrun.node.v1.Pool.created:type_name -> google.protobuf.Timestamp
+	124, // 35: agentrun.node.v1.Pool.created:type_name -> google.protobuf.Timestamp
 	0,   // 36: agentrun.node.v1.Pool.phase:type_name -> agentrun.node.v1.Phase
 	30,  // 37: agentrun.node.v1.ApplyPoolRequest.spec:type_name -> agentrun.node.v1.PoolSpec
 	31,  // 38: agentrun.node.v1.ListPoolsResponse.pools:type_name -> agentrun.node.v1.Pool
 	13,  // 39: agentrun.node.v1.DeletePoolRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	102, // 40: agentrun.node.v1.Lifetime.timeout:type_name -> google.protobuf.Duration
-	102, // 41: agentrun.node.v1.Lifetime.idle_timeout:type_name -> google.protobuf.Duration
+	125, // 40: agentrun.node.v1.Lifetime.timeout:type_name -> google.protobuf.Duration
+	125, // 41: agentrun.node.v1.Lifetime.idle_timeout:type_name -> google.protobuf.Duration
 	4,   // 42: agentrun.node.v1.Lifetime.on_timeout:type_name -> agentrun.node.v1.TimeoutAction
-	101, // 43: agentrun.node.v1.Lifetime.expires:type_name -> google.protobuf.Timestamp
+	124, // 43: agentrun.node.v1.Lifetime.expires:type_name -> google.protobuf.Timestamp
 	2,   // 44: agentrun.node.v1.Sandbox.state:type_name -> agentrun.node.v1.SandboxState
-	95,  // 45: agentrun.node.v1.Sandbox.metadata:type_name -> agentrun.node.v1.Sandbox.MetadataEntry
-	101, // 46: agentrun.node.v1.Sandbox.created:type_name -> google.protobuf.Timestamp
-	101, // 47: agentrun.node.v1.Sandbox.ended:type_name -> google.protobuf.Timestamp
+	116, // 45: agentrun.node.v1.Sandbox.metadata:type_name -> agentrun.node.v1.Sandbox.MetadataEntry
+	124, // 46: agentrun.node.v1.Sandbox.created:type_name -> google.protobuf.Timestamp
+	124, // 47: agentrun.node.v1.Sandbox.ended:type_name -> google.protobuf.Timestamp
 	3,   // 48: agentrun.node.v1.Sandbox.reason:type_name -> agentrun.node.v1.EndReason
 	37,  // 49: agentrun.node.v1.Sandbox.lifetime:type_name -> agentrun.node.v1.Lifetime
 	20,  // 50: agentrun.node.v1.Sandbox.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
 	20,  // 51: agentrun.node.v1.Sandbox.network_bounds:type_name -> agentrun.node.v1.NetworkPolicy
-	96,  // 52: agentrun.node.v1.ClaimSandboxRequest.env:type_name -> agentrun.node.v1.ClaimSandboxRequest.EnvEntry
-	97,  // 53: agentrun.node.v1.ClaimSandboxRequest.metadata:type_name -> agentrun.node.v1.ClaimSandboxRequest.MetadataEntry
+	117, // 52: agentrun.node.v1.ClaimSandboxRequest.env:type_name -> agentrun.node.v1.ClaimSandboxRequest.EnvEntry
+	118, // 53: agentrun.node.v1.ClaimSandboxRequest.metadata:type_name -> agentrun.node.v1.ClaimSandboxRequest.MetadataEntry
 	37,  // 54: agentrun.node.v1.ClaimSandboxRequest.lifetime:type_name -> agentrun.node.v1.Lifetime
 	20,  // 55: agentrun.node.v1.ClaimSandboxRequest.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
-	98,  // 56: agentrun.node.v1.ClaimSandboxRequest.secret_values:type_name -> agentrun.node.v1.ClaimSandboxRequest.SecretValuesEntry
-	38,  // 57: agentrun.node.v1.ListSandboxesResponse.sandboxes:type_name -> agentrun.node.v1.Sandbox
-	13,  // 58: agentrun.node.v1.PauseSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	13,  // 59: agentrun.node.v1.ResumeSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	13,  // 60: agentrun.node.v1.HibernateSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	102, // 61: agentrun.node.v1.ExtendSandboxRequest.timeout:type_name -> google.protobuf.Duration
-	13,  // 62: agentrun.node.v1.ExtendSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	101, // 63: agentrun.node.v1.ExtendSandboxRequest.expires:type_name -> google.protobuf.Timestamp
-	13,  // 64: agentrun.node.v1.KillSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	13,  // 65: agentrun.node.v1.SetSandboxTokenRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	2,   // 66: agentrun.node.v1.SandboxStats.state:type_name -> agentrun.node.v1.SandboxState
-	101, // 67: agentrun.node.v1.SandboxStats.time:type_name -> google.protobuf.Timestamp
-	102, // 68: agentrun.node.v1.SandboxStats.cpu:type_name -> google.protobuf.Duration
-	51,  // 69: agentrun.node.v1.ListSandboxStatsResponse.stats:type_name -> agentrun.node.v1.SandboxStats
-	20,  // 70: agentrun.node.v1.SetNetworkPolicyRequest.policy:type_name -> agentrun.node.v1.NetworkPolicy
-	13,  // 71: agentrun.node.v1.SetNetworkPolicyRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	102, // 72: agentrun.node.v1.GetNetworkLogRequest.wait:type_name -> google.protobuf.Duration
-	57,  // 73: agentrun.node.v1.NetworkLog.entries:type_name -> agentrun.node.v1.NetworkLogEntry
-	57,  // 74: agentrun.node.v1.NetworkLog.open:type_name -> agentrun.node.v1.NetworkLogEntry
-	101, // 75: agentrun.node.v1.NetworkLogEntry.time:type_name -> google.protobuf.Timestamp
-	101, // 76: agentrun.node.v1.NetworkLogEntry.ended:type_name -> google.protobuf.Timestamp
-	20,  // 77: agentrun.node.v1.ForkSandboxRequest.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
-	13,  // 78: agentrun.node.v1.ForkSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	59,  // 79: agentrun.node.v1.ForkSandboxRequest.children:type_name -> agentrun.node.v1.ForkChild
-	101, // 80: agentrun.node.v1.Fork.created:type_name -> google.protobuf.Timestamp
-	0,   // 81: agentrun.node.v1.Fork.phase:type_name -> agentrun.node.v1.Phase
-	61,  // 82: agentrun.node.v1.Fork.children:type_name -> agentrun.node.v1.ForkOutcome
-	102, // 83: agentrun.node.v1.Fork.pause:type_name -> google.protobuf.Duration
-	60,  // 84: agentrun.node.v1.ListForksResponse.forks:type_name -> agentrun.node.v1.Fork
-	13,  // 85: agentrun.node.v1.DeleteForkRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	101, // 86: agentrun.node.v1.Checkpoint.created:type_name -> google.protobuf.Timestamp
-	13,  // 87: agentrun.node.v1.CheckpointSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	66,  // 88: agentrun.node.v1.ListCheckpointsResponse.checkpoints:type_name -> agentrun.node.v1.Checkpoint
-	13,  // 89: agentrun.node.v1.DeleteCheckpointRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	99,  // 90: agentrun.node.v1.RestoreCheckpointRequest.env:type_name -> agentrun.node.v1.RestoreCheckpointRequest.EnvEntry
-	100, // 91: agentrun.node.v1.RestoreCheckpointRequest.metadata:type_name -> agentrun.node.v1.RestoreCheckpointRequest.MetadataEntry
-	37,  // 92: agentrun.node.v1.RestoreCheckpointRequest.lifetime:type_name -> agentrun.node.v1.Lifetime
-	101, // 93: agentrun.node.v1.NamespaceCA.created:type_name -> google.protobuf.Timestamp
-	101, // 94: agentrun.node.v1.NamespaceCA.expires:type_name -> google.protobuf.Timestamp
-	101, // 95: agentrun.node.v1.Image.stored:type_name -> google.protobuf.Timestamp
-	76,  // 96: agentrun.node.v1.ListImagesResponse.images:type_name -> agentrun.node.v1.Image
-	101, // 97: agentrun.node.v1.RegistryLogin.changed:type_name -> google.protobuf.Timestamp
-	81,  // 98: agentrun.node.v1.ListRegistryLoginsResponse.logins:type_name -> agentrun.node.v1.RegistryLogin
-	1,   // 99: agentrun.node.v1.SnapshotOffer.stage:type_name -> agentrun.node.v1.Stage
-	19,  // 100: agentrun.node.v1.FetchSnapshotRequest.spec:type_name -> agentrun.node.v1.TemplateSpec
-	87,  // 101: agentrun.node.v1.FetchSnapshotRequest.offer:type_name -> agentrun.node.v1.SnapshotOffer
-	89,  // 102: agentrun.node.v1.FetchSnapshotRequest.peers:type_name -> agentrun.node.v1.SnapshotPeer
-	8,   // 103: agentrun.node.v1.Node.GetNode:input_type -> agentrun.node.v1.GetNodeRequest
-	17,  // 104: agentrun.node.v1.Node.Watch:input_type -> agentrun.node.v1.WatchRequest
-	14,  // 105: agentrun.node.v1.Node.CordonNode:input_type -> agentrun.node.v1.CordonNodeRequest
-	15,  // 106: agentrun.node.v1.Node.DrainNode:input_type -> agentrun.node.v1.DrainNodeRequest
-	16,  // 107: agentrun.node.v1.Node.UncordonNode:input_type -> agentrun.node.v1.UncordonNodeRequest
-	25,  // 108: agentrun.node.v1.Node.ApplyTemplate:input_type -> agentrun.node.v1.ApplyTemplateRequest
-	26,  // 109: agentrun.node.v1.Node.GetTemplate:input_type -> agentrun.node.v1.GetTemplateRequest
-	27,  // 110: agentrun.node.v1.Node.ListTemplates:input_type -> agentrun.node.v1.ListTemplatesRequest
-	29,  // 111: agentrun.node.v1.Node.DeleteTemplate:input_type -> agentrun.node.v1.DeleteTemplateRequest
-	32,  // 112: agentrun.node.v1.Node.ApplyPool:input_type -> agentrun.node.v1.ApplyPoolRequest
-	33,  // 113: agentrun.node.v1.Node.GetPool:input_type -> agentrun.node.v1.GetPoolRequest
-	34,  // 114: agentrun.node.v1.Node.ListPools:input_type -> agentrun.node.v1.ListPoolsRequest
-	36,  // 115: agentrun.node.v1.Node.DeletePool:input_type -> agentrun.node.v1.DeletePoolRequest
-	39,  // 116: agentrun.node.v1.Node.ClaimSandbox:input_type -> agentrun.node.v1.ClaimSandboxRequest
-	40,  // 117: agentrun.node.v1.Node.GetSandbox:input_type -> agentrun.node.v1.GetSandboxRequest
-	41,  // 118: agentrun.node.v1.Node.ListSandboxes:input_type -> agentrun.node.v1.ListSandboxesRequest
-	43,  // 119: agentrun.node.v1.Node.PauseSandbox:input_type -> agentrun.node.v1.PauseSandboxRequest
-	44,  // 120: agentrun.node.v1.Node.ResumeSandbox:input_type -> agentrun.node.v1.ResumeSandboxRequest
-	45,  // 121: agentrun.node.v1.Node.HibernateSandbox:input_type -> agentrun.node.v1.HibernateSandboxRequest
-	46,  // 122: agentrun.node.v1.Node.ExtendSandbox:input_type -> agentrun.node.v1.ExtendSandboxRequest
-	47,  // 123: agentrun.node.v1.Node.KillSandbox:input_type -> agentrun.node.v1.KillSandboxRequest
-	48,  // 124: agentrun.node.v1.Node.SetSandboxToken:input_type -> agentrun.node.v1.SetSandboxTokenRequest
-	49,  // 125: agentrun.node.v1.Node.ReleaseOwner:input_type -> agentrun.node.v1.ReleaseOwnerRequest
-	50,  // 126: agentrun.node.v1.Node.GetSandboxStats:input_type -> agentrun.node.v1.GetSandboxStatsRequest
-	52,  // 127: agentrun.node.v1.Node.ListSandboxStats:input_type -> agentrun.node.v1.ListSandboxStatsRequest
-	54,  // 128: agentrun.node.v1.Node.SetNetworkPolicy:input_type -> agentrun.node.v1.SetNetworkPolicyRequest
-	55,  // 129: agentrun.node.v1.Node.GetNetworkLog:input_type -> agentrun.node.v1.GetNetworkLogRequest
-	58,  // 130: agentrun.node.v1.Node.ForkSandbox:input_type -> agentrun.node.v1.ForkSandboxRequest
-	62,  // 131: agentrun.node.v1.Node.GetFork:input_type -> agentrun.node.v1.GetForkRequest
-	63,  // 132: agentrun.node.v1.Node.ListForks:input_type -> agentrun.node.v1.ListForksRequest
-	65,  // 133: agentrun.node.v1.Node.DeleteFork:input_type -> agentrun.node.v1.DeleteForkRequest
-	67,  // 134: agentrun.node.v1.Node.CheckpointSandbox:input_type -> agentrun.node.v1.CheckpointSandboxRequest
-	68,  // 135: agentrun.node.v1.Node.GetCheckpoint:input_type -> agentrun.node.v1.GetCheckpointRequest
-	69,  // 136: agentrun.node.v1.Node.ListCheckpoints:input_type -> agentrun.node.v1.ListCheckpointsRequest
-	71,  // 137: agentrun.node.v1.Node.DeleteCheckpoint:input_type -> agentrun.node.v1.DeleteCheckpointRequest
-	72,  // 138: agentrun.node.v1.Node.RestoreCheckpoint:input_type -> agentrun.node.v1.RestoreCheckpointRequest
-	74,  // 139: agentrun.node.v1.Node.GetNamespaceCA:input_type -> agentrun.node.v1.GetNamespaceCARequest
-	75,  // 140: agentrun.node.v1.Node.SetNamespaceCA:input_type -> agentrun.node.v1.SetNamespaceCARequest
-	77,  // 141: agentrun.node.v1.Node.ListImages:input_type -> agentrun.node.v1.ListImagesRequest
-	79,  // 142: agentrun.node.v1.Node.PublishImage:input_type -> agentrun.node.v1.PublishImageRequest
-	80,  // 143: agentrun.node.v1.Node.UnpublishImage:input_type -> agentrun.node.v1.UnpublishImageRequest
-	82,  // 144: agentrun.node.v1.Node.ListRegistryLogins:input_type -> agentrun.node.v1.ListRegistryLoginsRequest
-	84,  // 145: agentrun.node.v1.Node.SetRegistryLogin:input_type -> agentrun.node.v1.SetRegistryLoginRequest
-	85,  // 146: agentrun.node.v1.Node.DeleteRegistryLogin:input_type -> agentrun.node.v1.DeleteRegistryLoginRequest
-	86,  // 147: agentrun.node.v1.Node.GetSnapshotOffer:input_type -> agentrun.node.v1.GetSnapshotOfferRequest
-	88,  // 148: agentrun.node.v1.Node.FetchSnapshot:input_type -> agentrun.node.v1.FetchSnapshotRequest
-	90,  // 149: agentrun.node.v1.Node.GetSnapshotParts:input_type -> agentrun.node.v1.GetSnapshotPartsRequest
-	92,  // 150: agentrun.node.v1.Node.ReadSnapshot:input_type -> agentrun.node.v1.ReadSnapshotRequest
-	9,   // 151: agentrun.node.v1.Node.GetNode:output_type -> agentrun.node.v1.NodeStatus
-	18,  // 152: agentrun.node.v1.Node.Watch:output_type -> agentrun.node.v1.WatchEvent
-	9,   // 153: agentrun.node.v1.Node.CordonNode:output_type -> agentrun.node.v1.NodeStatus
-	9,   // 154: agentrun.node.v1.Node.DrainNode:output_type -> agentrun.node.v1.NodeStatus
-	9,   // 155: agentrun.node.v1.Node.UncordonNode:output_type -> agentrun.node.v1.NodeStatus
-	23,  // 156: agentrun.node.v1.Node.ApplyTemplate:output_type -> agentrun.node.v1.Template
-	23,  // 157: agentrun.node.v1.Node.GetTemplate:output_type -> agentrun.node.v1.Template
-	28,  // 158: agentrun.node.v1.Node.ListTemplates:output_type -> agentrun.node.v1.ListTemplatesResponse
-	103, // 159: agentrun.node.v1.Node.DeleteTemplate:output_type -> google.protobuf.Empty
-	31,  // 160: agentrun.node.v1.Node.ApplyPool:output_type -> agentrun.node.v1.Pool
-	31,  // 161: agentrun.node.v1.Node.GetPool:output_type -> agentrun.node.v1.Pool
-	35,  // 162: agentrun.node.v1.Node.ListPools:output_type -> agentrun.node.v1.ListPoolsResponse
-	103, // 163: agentrun.node.v1.Node.DeletePool:output_type -> google.protobuf.Empty
-	38,  // 164: agentrun.node.v1.Node.ClaimSandbox:output_type -> agentrun.node.v1.Sandbox
-	38,  // 165: agentrun.node.v1.Node.GetSandbox:output_type -> agentrun.node.v1.Sandbox
-	42,  // 166: agentrun.node.v1.Node.ListSandboxes:output_type -> agentrun.node.v1.ListSandboxesResponse
-	38,  // 167: agentrun.node.v1.Node.PauseSandbox:output_type -> agentrun.node.v1.Sandbox
-	38,  // 168: agentrun.node.v1.Node.ResumeSandbox:output_type -> agentrun.node.v1.Sandbox
-	38,  // 169: agentrun.node.v1.Node.HibernateSandbox:output_type -> agentrun.node.v1.Sandbox
-	38,  // 170: agentrun.node.v1.Node.ExtendSandbox:output_type -> agentrun.node.v1.Sandbox
-	38,  // 171: agentrun.node.v1.Node.KillSandbox:output_type -> agentrun.node.v1.Sandbox
-	38,  // 172: agentrun.node.v1.Node.SetSandboxToken:output_type -> agentrun.node.v1.Sandbox
-	103, // 173: agentrun.node.v1.Node.ReleaseOwner:output_type -> google.protobuf.Empty
-	51,  // 174: agentrun.node.v1.Node.GetSandboxStats:output_type -> agentrun.node.v1.SandboxStats
-	53,  // 175: agentrun.node.v1.Node.ListSandboxStats:output_type -> agentrun.node.v1.ListSandboxStatsResponse
-	38,  // 176: agentrun.node.v1.Node.SetNetworkPolicy:output_type -> agentrun.node.v1.Sandbox
-	56,  // 177: agentrun.node.v1.Node.GetNetworkLog:output_type -> agentrun.node.v1.NetworkLog
-	60,  // 178: agentrun.node.v1.Node.ForkSandbox:output_type -> agentrun.node.v1.Fork
-	60,  // 179: agentrun.node.v1.Node.GetFork:output_type -> agentrun.node.v1.Fork
-	64,  // 180: agentrun.node.v1.Node.ListForks:output_type -> agentrun.node.v1.ListForksResponse
-	103, // 181: agentrun.node.v1.Node.DeleteFork:output_type -> google.protobuf.Empty
-	66,  // 182: agentrun.node.v1.Node.CheckpointSandbox:output_type -> agentrun.node.v1.Checkpoint
-	66,  // 183: agentrun.node.v1.Node.GetCheckpoint:output_type -> agentrun.node.v1.Checkpoint
-	70,  // 184: agentrun.node.v1.Node.ListCheckpoints:output_type -> agentrun.node.v1.ListCheckpointsResponse
-	103, // 185: agentrun.node.v1.Node.DeleteCheckpoint:output_type -> google.protobuf.Empty
-	38,  // 186: agentrun.node.v1.Node.RestoreCheckpoint:output_type -> agentrun.node.v1.Sandbox
-	73,  // 187: agentrun.node.v1.Node.GetNamespaceCA:output_type -> agentrun.node.v1.NamespaceCA
-	73,  // 188: agentrun.node.v1.Node.SetNamespaceCA:output_type -> agentrun.node.v1.NamespaceCA
-	78,  // 189: agentrun.node.v1.Node.ListImages:output_type -> agentrun.node.v1.ListImagesResponse
-	76,  // 190: agentrun.node.v1.Node.PublishImage:output_type -> agentrun.node.v1.Image
-	103, // 191: agentrun.node.v1.Node.UnpublishImage:output_type -> google.protobuf.Empty
-	83,  // 192: agentrun.node.v1.Node.ListRegistryLogins:output_type -> agentrun.node.v1.ListRegistryLoginsResponse
-	81,  // 193: agentrun.node.v1.Node.SetRegistryLogin:output_type -> agentrun.node.v1.RegistryLogin
-	103, // 194: agentrun.node.v1.Node.DeleteRegistryLogin:output_type -> google.protobuf.Empty
-	87,  // 195: agentrun.node.v1.Node.GetSnapshotOffer:output_type -> agentrun.node.v1.SnapshotOffer
-	23,  // 196: agentrun.node.v1.Node.FetchSnapshot:output_type -> agentrun.node.v1.Template
-	91,  // 197: agentrun.node.v1.Node.GetSnapshotParts:output_type -> agentrun.node.v1.SnapshotParts
-	93,  // 198: agentrun.node.v1.Node.ReadSnapshot:output_type -> agentrun.node.v1.SnapshotPart
-	151, // [151:199] is the sub-list for method output_type
-	103, // [103:151] is the sub-list for method input_type
-	103, // [103:103] is the sub-list for extension type_name
-	103, // [103:103] is the sub-list for extension extendee
-	0,   // [0:103] is the sub-list for field type_name
+	119, // 56: agentrun.node.v1.ClaimSandboxRequest.secret_values:type_name -> agentrun.node.v1.ClaimSandboxRequest.SecretValuesEntry
+	95,  // 57: agentrun.node.v1.ClaimSandboxRequest.secrets:type_name -> agentrun.node.v1.SecretRef
+	94,  // 58: agentrun.node.v1.ClaimSandboxRequest.identity:type_name -> agentrun.node.v1.RequestIdentity
+	38,  // 59: agentrun.node.v1.ListSandboxesResponse.sandboxes:type_name -> agentrun.node.v1.Sandbox
+	13,  // 60: agentrun.node.v1.PauseSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
+	13,  // 61: agentrun.node.v1.ResumeSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
+	13,  // 62: agentrun.node.v1.HibernateSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
+	125, // 63: agentrun.node.v1.ExtendSandboxRequest.timeout:type_name -> google.protobuf.Duration
+	13,  // 64: agentrun.node.v1.ExtendSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
+	124, // 65: agentrun.node.v1.ExtendSandboxRequest.expires:type_name -> google.protobuf.Timestamp
+	13,  // 66: agentrun.node.v1.KillSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
+	13,  // 67: agentrun.node.v1.SetSandboxTokenRequest.precondition:type_name -> agentrun.node.v1.Precondition
+	2,   // 68: agentrun.node.v1.SandboxStats.state:type_name -> agentrun.node.v1.SandboxState
+	124, // 69: agentrun.node.v1.SandboxStats.time:type_name -> google.protobuf.Timestamp
+	125, // 70: agentrun.node.v1.SandboxStats.cpu:type_name -> google.protobuf.Duration
+	51,  // 71: agentrun.node.v1.ListSandboxStatsResponse.stats:type_name -> agentrun.node.v1.SandboxStats
+	20,  // 72: agentrun.node.v1.SetNetworkPolicyRequest.policy:type_name -> agentrun.node.v1.NetworkPolicy
+	13,  // 73: agentrun.node.v1.SetNetworkPolicyRequest.precondition:type_name -> agentrun.node.v1.Precondition
+	125, // 74: agentrun.node.v1.GetNetworkLogRequest.wait:type_name -> google.protobuf.Duration
+	57,  // 75: agentrun.node.v1.NetworkLog.entries:type_name -> agentrun.node.v1.NetworkLogEntry
+	57,  // 76: agentrun.node.v1.NetworkLog.open:type_name -> agentrun.node.v1.NetworkLogEntry
+	124, // 77: agentrun.node.v1.NetworkLogEntry.time:type_name -> google.protobuf.Timestamp
+	124, // 78: agentrun.node.v1.NetworkLogEntry.ended:type_name -> google.protobuf.Timestamp
+	20,  // 79: agentrun.node.v1.ForkSandboxRequest.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
+	13,  // 80: agentrun.node.v1.ForkSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
+	59,  // 81: agentrun.node.v1.ForkSandboxRequest.children:type_name -> agentrun.node.v1.ForkChild
+	94,  // 82: agentrun.node.v1.ForkSandboxRequest.identity:type_name -> agentrun.node.v1.RequestIdentity
+	124, // 83: agentrun.node.v1.Fork.created:type_name -> google.protobuf.Timestamp
+	0,   // 84: agentrun.node.v1.Fork.phase:type_name -> agentrun.node.v1.Phase
+	61,  // 85: agentrun.node.v1.Fork.children:type_name -> agentrun.node.v1.ForkOutcome
+	125, // 86: agentrun.node.v1.Fork.pause:type_name -> google.protobuf.Duration
+	60,  // 87: agentrun.node.v1.ListForksResponse.forks:type_name -> agentrun.node.v1.Fork
+	13,  // 88: agentrun.node.v1.DeleteForkRequest.precondition:type_name -> agentrun.node.v1.Precondition
+	124, // 89: agentrun.node.v1.Checkpoint.created:type_name -> google.protobuf.Timestamp
+	13,  // 90: agentrun.node.v1.CheckpointSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
+	94,  // 91: agentrun.node.v1.CheckpointSandboxRequest.identity:type_name -> agentrun.node.v1.RequestIdentity
+	66,  // 92: agentrun.node.v1.ListCheckpointsResponse.checkpoints:type_name -> agentrun.node.v1.Checkpoint
+	13,  // 93: agentrun.node.v1.DeleteCheckpointRequest.precondition:type_name -> agentrun.node.v1.Precondition
+	120, // 94: agentrun.node.v1.RestoreCheckpointRequest.env:type_name -> agentrun.node.v1.RestoreCheckpointRequest.EnvEntry
+	121, // 95: agentrun.node.v1.RestoreCheckpointRequest.metadata:type_name -> agentrun.node.v1.RestoreCheckpointRequest.MetadataEntry
+	37,  // 96: agentrun.node.v1.RestoreCheckpointRequest.lifetime:type_name -> agentrun.node.v1.Lifetime
+	94,  // 97: agentrun.node.v1.RestoreCheckpointRequest.identity:type_name -> agentrun.node.v1.RequestIdentity
+	124, // 98: agentrun.node.v1.NamespaceCA.created:type_name -> google.protobuf.Timestamp
+	124, // 99: agentrun.node.v1.NamespaceCA.expires:type_name -> google.protobuf.Timestamp
+	124, // 100: agentrun.node.v1.Image.stored:type_name -> google.protobuf.Timestamp
+	76,  // 101: agentrun.node.v1.ListImagesResponse.images:type_name -> agentrun.node.v1.Image
+	124, // 102: agentrun.node.v1.RegistryLogin.changed:type_name -> google.protobuf.Timestamp
+	81,  // 103: agentrun.node.v1.ListRegistryLoginsResponse.logins:type_name -> agentrun.node.v1.RegistryLogin
+	1,   // 104: agentrun.node.v1.SnapshotOffer.stage:type_name -> agentrun.node.v1.Stage
+	19,  // 105: agentrun.node.v1.FetchSnapshotRequest.spec:type_name -> agentrun.node.v1.TemplateSpec
+	87,  // 106: agentrun.node.v1.FetchSnapshotRequest.offer:type_name -> agentrun.node.v1.SnapshotOffer
+	89,  // 107: agentrun.node.v1.FetchSnapshotRequest.peers:type_name -> agentrun.node.v1.SnapshotPeer
+	96,  // 108: agentrun.node.v1.SecretRef.inject:type_name -> agentrun.node.v1.Inject
+	98,  // 109: agentrun.node.v1.UseSandboxRequest.open:type_name -> agentrun.node.v1.OpenSandbox
+	13,  // 110: agentrun.node.v1.OpenSandbox.precondition:type_name -> agentrun.node.v1.Precondition
+	100, // 111: agentrun.node.v1.UseSandboxResponse.awake:type_name -> agentrun.node.v1.AwakeSandbox
+	38,  // 112: agentrun.node.v1.AwakeSandbox.sandbox:type_name -> agentrun.node.v1.Sandbox
+	7,   // 113: agentrun.node.v1.AwakeSandbox.error:type_name -> agentrun.node.v1.Error
+	1,   // 114: agentrun.node.v1.GetTemplateLogRequest.stage:type_name -> agentrun.node.v1.Stage
+	122, // 115: agentrun.node.v1.ApplySecretRequest.data:type_name -> agentrun.node.v1.ApplySecretRequest.DataEntry
+	123, // 116: agentrun.node.v1.PatchSecretRequest.data:type_name -> agentrun.node.v1.PatchSecretRequest.DataEntry
+	124, // 117: agentrun.node.v1.Secret.created:type_name -> google.protobuf.Timestamp
+	124, // 118: agentrun.node.v1.Secret.changed:type_name -> google.protobuf.Timestamp
+	107, // 119: agentrun.node.v1.ListSecretsResponse.secrets:type_name -> agentrun.node.v1.Secret
+	8,   // 120: agentrun.node.v1.Node.GetNode:input_type -> agentrun.node.v1.GetNodeRequest
+	17,  // 121: agentrun.node.v1.Node.Watch:input_type -> agentrun.node.v1.WatchRequest
+	14,  // 122: agentrun.node.v1.Node.CordonNode:input_type -> agentrun.node.v1.CordonNodeRequest
+	15,  // 123: agentrun.node.v1.Node.DrainNode:input_type -> agentrun.node.v1.DrainNodeRequest
+	16,  // 124: agentrun.node.v1.Node.UncordonNode:input_type -> agentrun.node.v1.UncordonNodeRequest
+	25,  // 125: agentrun.node.v1.Node.ApplyTemplate:input_type -> agentrun.node.v1.ApplyTemplateRequest
+	26,  // 126: agentrun.node.v1.Node.GetTemplate:input_type -> agentrun.node.v1.GetTemplateRequest
+	27,  // 127: agentrun.node.v1.Node.ListTemplates:input_type -> agentrun.node.v1.ListTemplatesRequest
+	29,  // 128: agentrun.node.v1.Node.DeleteTemplate:input_type -> agentrun.node.v1.DeleteTemplateRequest
+	103, // 129: agentrun.node.v1.Node.GetTemplateLog:input_type -> agentrun.node.v1.GetTemplateLogRequest
+	32,  // 130: agentrun.node.v1.Node.ApplyPool:input_type -> agentrun.node.v1.ApplyPoolRequest
+	33,  // 131: agentrun.node.v1.Node.GetPool:input_type -> agentrun.node.v1.GetPoolRequest
+	34,  // 132: agentrun.node.v1.Node.ListPools:input_type -> agentrun.node.v1.ListPoolsRequest
+	36,  // 133: agentrun.node.v1.Node.DeletePool:input_type -> agentrun.node.v1.DeletePoolRequest
+	39,  // 134: agentrun.node.v1.Node.ClaimSandbox:input_type -> agentrun.node.v1.ClaimSandboxRequest
+	40,  // 135: agentrun.node.v1.Node.GetSandbox:input_type -> agentrun.node.v1.GetSandboxRequest
+	41,  // 136: agentrun.node.v1.Node.ListSandboxes:input_type -> agentrun.node.v1.ListSandboxesRequest
+	43,  // 137: agentrun.node.v1.Node.PauseSandbox:input_type -> agentrun.node.v1.PauseSandboxRequest
+	44,  // 138: agentrun.node.v1.Node.ResumeSandbox:input_type -> agentrun.node.v1.ResumeSandboxRequest
+	45,  // 139: agentrun.node.v1.Node.HibernateSandbox:input_type -> agentrun.node.v1.HibernateSandboxRequest
+	46,  // 140: agentrun.node.v1.Node.ExtendSandbox:input_type -> agentrun.node.v1.ExtendSandboxRequest
+	47,  // 141: agentrun.node.v1.Node.KillSandbox:input_type -> agentrun.node.v1.KillSandboxRequest
+	48,  // 142: agentrun.node.v1.Node.SetSandboxToken:input_type -> agentrun.node.v1.SetSandboxTokenRequest
+	49,  // 143: agentrun.node.v1.Node.ReleaseOwner:input_type -> agentrun.node.v1.ReleaseOwnerRequest
+	50,  // 144: agentrun.node.v1.Node.GetSandboxStats:input_type -> agentrun.node.v1.GetSandboxStatsRequest
+	52,  // 145: agentrun.node.v1.Node.ListSandboxStats:input_type -> agentrun.node.v1.ListSandboxStatsRequest
+	54,  // 146: agentrun.node.v1.Node.SetNetworkPolicy:input_type -> agentrun.node.v1.SetNetworkPolicyRequest
+	55,  // 147: agentrun.node.v1.Node.GetNetworkLog:input_type -> agentrun.node.v1.GetNetworkLogRequest
+	97,  // 148: agentrun.node.v1.Node.UseSandbox:input_type -> agentrun.node.v1.UseSandboxRequest
+	101, // 149: agentrun.node.v1.Node.GetSandboxByID:input_type -> agentrun.node.v1.GetSandboxByIDRequest
+	102, // 150: agentrun.node.v1.Node.WatchToken:input_type -> agentrun.node.v1.WatchTokenRequest
+	58,  // 151: agentrun.node.v1.Node.ForkSandbox:input_type -> agentrun.node.v1.ForkSandboxRequest
+	62,  // 152: agentrun.node.v1.Node.GetFork:input_type -> agentrun.node.v1.GetForkRequest
+	63,  // 153: agentrun.node.v1.Node.ListForks:input_type -> agentrun.node.v1.ListForksRequest
+	65,  // 154: agentrun.node.v1.Node.DeleteFork:input_type -> agentrun.node.v1.DeleteForkRequest
+	67,  // 155: agentrun.node.v1.Node.CheckpointSandbox:input_type -> agentrun.node.v1.CheckpointSandboxRequest
+	68,  // 156: agentrun.node.v1.Node.GetCheckpoint:input_type -> agentrun.node.v1.GetCheckpointRequest
+	69,  // 157: agentrun.node.v1.Node.ListCheckpoints:input_type -> agentrun.node.v1.ListCheckpointsRequest
+	71,  // 158: agentrun.node.v1.Node.DeleteCheckpoint:input_type -> agentrun.node.v1.DeleteCheckpointRequest
+	72,  // 159: agentrun.node.v1.Node.RestoreCheckpoint:input_type -> agentrun.node.v1.RestoreCheckpointRequest
+	74,  // 160: agentrun.node.v1.Node.GetNamespaceCA:input_type -> agentrun.node.v1.GetNamespaceCARequest
+	75,  // 161: agentrun.node.v1.Node.SetNamespaceCA:input_type -> agentrun.node.v1.SetNamespaceCARequest
+	77,  // 162: agentrun.node.v1.Node.ListImages:input_type -> agentrun.node.v1.ListImagesRequest
+	79,  // 163: agentrun.node.v1.Node.PublishImage:input_type -> agentrun.node.v1.PublishImageRequest
+	80,  // 164: agentrun.node.v1.Node.UnpublishImage:input_type -> agentrun.node.v1.UnpublishImageRequest
+	82,  // 165: agentrun.node.v1.Node.ListRegistryLogins:input_type -> agentrun.node.v1.ListRegistryLoginsRequest
+	84,  // 166: agentrun.node.v1.Node.SetRegistryLogin:input_type -> agentrun.node.v1.SetRegistryLoginRequest
+	85,  // 167: agentrun.node.v1.Node.DeleteRegistryLogin:input_type -> agentrun.node.v1.DeleteRegistryLoginRequest
+	86,  // 168: agentrun.node.v1.Node.GetSnapshotOffer:input_type -> agentrun.node.v1.GetSnapshotOfferRequest
+	88,  // 169: agentrun.node.v1.Node.FetchSnapshot:input_type -> agentrun.node.v1.FetchSnapshotRequest
+	90,  // 170: agentrun.node.v1.Node.GetSnapshotParts:input_type -> agentrun.node.v1.GetSnapshotPartsRequest
+	92,  // 171: agentrun.node.v1.Node.ReadSnapshot:input_type -> agentrun.node.v1.ReadSnapshotRequest
+	105, // 172: agentrun.node.v1.Node.ApplySecret:input_type -> agentrun.node.v1.ApplySecretRequest
+	106, // 173: agentrun.node.v1.Node.PatchSecret:input_type -> agentrun.node.v1.PatchSecretRequest
+	108, // 174: agentrun.node.v1.Node.GetSecret:input_type -> agentrun.node.v1.GetSecretRequest
+	109, // 175: agentrun.node.v1.Node.ListSecrets:input_type -> agentrun.node.v1.ListSecretsRequest
+	111, // 176: agentrun.node.v1.Node.DeleteSecret:input_type -> agentrun.node.v1.DeleteSecretRequest
+	112, // 177: agentrun.node.v1.Node.GetQuota:input_type -> agentrun.node.v1.GetQuotaRequest
+	113, // 178: agentrun.node.v1.Node.SetQuota:input_type -> agentrun.node.v1.SetQuotaRequest
+	9,   // 179: agentrun.node.v1.Node.GetNode:output_type -> agentrun.node.v1.NodeStatus
+	18,  // 180: agentrun.node.v1.Node.Watch:output_type -> agentrun.node.v1.WatchEvent
+	9,   // 181: agentrun.node.v1.Node.CordonNode:output_type -> agentrun.node.v1.NodeStatus
+	9,   // 182: agentrun.node.v1.Node.DrainNode:output_type -> agentrun.node.v1.NodeStatus
+	9,   // 183: agentrun.node.v1.Node.UncordonNode:output_type -> agentrun.node.v1.NodeStatus
+	23,  // 184: agentrun.node.v1.Node.ApplyTemplate:output_type -> agentrun.node.v1.Template
+	23,  // 185: agentrun.node.v1.Node.GetTemplate:output_type -> agentrun.node.v1.Template
+	28,  // 186: agentrun.node.v1.Node.ListTemplates:output_type -> agentrun.node.v1.ListTemplatesResponse
+	126, // 187: agentrun.node.v1.Node.DeleteTemplate:output_type -> google.protobuf.Empty
+	104, // 188: agentrun.node.v1.Node.GetTemplateLog:output_type -> agentrun.node.v1.TemplateLog
+	31,  // 189: agentrun.node.v1.Node.ApplyPool:output_type -> agentrun.node.v1.Pool
+	31,  // 190: agentrun.node.v1.Node.GetPool:output_type -> agentrun.node.v1.Pool
+	35,  // 191: agentrun.node.v1.Node.ListPools:output_type -> agentrun.node.v1.ListPoolsResponse
+	126, // 192: agentrun.node.v1.Node.DeletePool:output_type -> google.protobuf.Empty
+	38,  // 193: agentrun.node.v1.Node.ClaimSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 194: agentrun.node.v1.Node.GetSandbox:output_type -> agentrun.node.v1.Sandbox
+	42,  // 195: agentrun.node.v1.Node.ListSandboxes:output_type -> agentrun.node.v1.ListSandboxesResponse
+	38,  // 196: agentrun.node.v1.Node.PauseSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 197: agentrun.node.v1.Node.ResumeSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 198: agentrun.node.v1.Node.HibernateSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 199: agentrun.node.v1.Node.ExtendSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 200: agentrun.node.v1.Node.KillSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 201: agentrun.node.v1.Node.SetSandboxToken:output_type -> agentrun.node.v1.Sandbox
+	126, // 202: agentrun.node.v1.Node.ReleaseOwner:output_type -> google.protobuf.Empty
+	51,  // 203: agentrun.node.v1.Node.GetSandboxStats:output_type -> agentrun.node.v1.SandboxStats
+	53,  // 204: agentrun.node.v1.Node.ListSandboxStats:output_type -> agentrun.node.v1.ListSandboxStatsResponse
+	38,  // 205: agentrun.node.v1.Node.SetNetworkPolicy:output_type -> agentrun.node.v1.Sandbox
+	56,  // 206: agentrun.node.v1.Node.GetNetworkLog:output_type -> agentrun.node.v1.NetworkLog
+	99,  // 207: agentrun.node.v1.Node.UseSandbox:output_type -> agentrun.node.v1.UseSandboxResponse
+	38,  // 208: agentrun.node.v1.Node.GetSandboxByID:output_type -> agentrun.node.v1.Sandbox
+	38,  // 209: agentrun.node.v1.Node.WatchToken:output_type -> agentrun.node.v1.Sandbox
+	60,  // 210: agentrun.node.v1.Node.ForkSandbox:output_type -> agentrun.node.v1.Fork
+	60,  // 211: agentrun.node.v1.Node.GetFork:output_type -> agentrun.node.v1.Fork
+	64,  // 212: agentrun.node.v1.Node.ListForks:output_type -> agentrun.node.v1.ListForksResponse
+	126, // 213: agentrun.node.v1.Node.DeleteFork:output_type -> google.protobuf.Empty
+	66,  // 214: agentrun.node.v1.Node.CheckpointSandbox:output_type -> agentrun.node.v1.Checkpoint
+	66,  // 215: agentrun.node.v1.Node.GetCheckpoint:output_type -> agentrun.node.v1.Checkpoint
+	70,  // 216: agentrun.node.v1.Node.ListCheckpoints:output_type -> agentrun.node.v1.ListCheckpointsResponse
+	126, // 217: agentrun.node.v1.Node.DeleteCheckpoint:output_type -> google.protobuf.Empty
+	38,  // 218: agentrun.node.v1.Node.RestoreCheckpoint:output_type -> agentrun.node.v1.Sandbox
+	73,  // 219: agentrun.node.v1.Node.GetNamespaceCA:output_type -> agentrun.node.v1.NamespaceCA
+	73,  // 220: agentrun.node.v1.Node.SetNamespaceCA:output_type -> agentrun.node.v1.NamespaceCA
+	78,  // 221: agentrun.node.v1.Node.ListImages:output_type -> agentrun.node.v1.ListImagesResponse
+	76,  // 222: agentrun.node.v1.Node.PublishImage:output_type -> agentrun.node.v1.Image
+	126, // 223: agentrun.node.v1.Node.UnpublishImage:output_type -> google.protobuf.Empty
+	83,  // 224: agentrun.node.v1.Node.ListRegistryLogins:output_type -> agentrun.node.v1.ListRegistryLoginsResponse
+	81,  // 225: agentrun.node.v1.Node.SetRegistryLogin:output_type -> agentrun.node.v1.RegistryLogin
+	126, // 226: agentrun.node.v1.Node.DeleteRegistryLogin:output_type -> google.protobuf.Empty
+	87,  // 227: agentrun.node.v1.Node.GetSnapshotOffer:output_type -> agentrun.node.v1.SnapshotOffer
+	23,  // 228: agentrun.node.v1.Node.FetchSnapshot:output_type -> agentrun.node.v1.Template
+	91,  // 229: agentrun.node.v1.Node.GetSnapshotParts:output_type -> agentrun.node.v1.SnapshotParts
+	93,  // 230: agentrun.node.v1.Node.ReadSnapshot:output_type -> agentrun.node.v1.SnapshotPart
+	107, // 231: agentrun.node.v1.Node.ApplySecret:output_type -> agentrun.node.v1.Secret
+	107, // 232: agentrun.node.v1.Node.PatchSecret:output_type -> agentrun.node.v1.Secret
+	107, // 233: agentrun.node.v1.Node.GetSecret:output_type -> agentrun.node.v1.Secret
+	110, // 234: agentrun.node.v1.Node.ListSecrets:output_type -> agentrun.node.v1.ListSecretsResponse
+	126, // 235: agentrun.node.v1.Node.DeleteSecret:output_type -> google.protobuf.Empty
+	114, // 236: agentrun.node.v1.Node.GetQuota:output_type -> agentrun.node.v1.Quota
+	114, // 237: agentrun.node.v1.Node.SetQuota:output_type -> agentrun.node.v1.Quota
+	179, // [179:238] is the sub-list for method output_type
+	120, // [120:179] is the sub-list for method input_type
+	120, // [120:120] is the sub-list for extension type_name
+	120, // [120:120] is the sub-list for extension extendee
+	0,   // [0:120] is the sub-list for field type_name
 }
 
 func init() { file_agentrun_node_v1_node_proto_init() }
@@ -8290,13 +9898,27 @@ func file_agentrun_node_v1_node_proto_init() {
 		(*ReadyCheck_Delay)(nil),
 	}
 	file_agentrun_node_v1_node_proto_msgTypes[23].OneofWrappers = []any{}
+	file_agentrun_node_v1_node_proto_msgTypes[90].OneofWrappers = []any{
+		(*UseSandboxRequest_Open)(nil),
+		(*UseSandboxRequest_Data)(nil),
+		(*UseSandboxRequest_Wake)(nil),
+	}
+	file_agentrun_node_v1_node_proto_msgTypes[92].OneofWrappers = []any{
+		(*UseSandboxResponse_Awake)(nil),
+		(*UseSandboxResponse_Data)(nil),
+	}
+	file_agentrun_node_v1_node_proto_msgTypes[95].OneofWrappers = []any{
+		(*WatchTokenRequest_Derived)(nil),
+		(*WatchTokenRequest_TokenSha256)(nil),
+	}
+	file_agentrun_node_v1_node_proto_msgTypes[96].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_agentrun_node_v1_node_proto_rawDesc), len(file_agentrun_node_v1_node_proto_rawDesc)),
 			NumEnums:      7,
-			NumMessages:   94,
+			NumMessages:   117,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

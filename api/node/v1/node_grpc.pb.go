@@ -4,8 +4,8 @@
 // - protoc             (unknown)
 // source: agentrun/node/v1/node.proto
 
-// The API of one node for the controller of many: the objects that REST has,
-// without what is inside of sandboxes. The daemon serves it on its Unix socket
+// The API of one node for those who stand before many: the objects that REST has,
+// and what is inside of sandboxes. The daemon serves it on its Unix socket
 // node.sock.
 //
 // Names and namespaces are DNS labels; an empty namespace is "default". A field
@@ -37,6 +37,7 @@ const (
 	Node_GetTemplate_FullMethodName         = "/agentrun.node.v1.Node/GetTemplate"
 	Node_ListTemplates_FullMethodName       = "/agentrun.node.v1.Node/ListTemplates"
 	Node_DeleteTemplate_FullMethodName      = "/agentrun.node.v1.Node/DeleteTemplate"
+	Node_GetTemplateLog_FullMethodName      = "/agentrun.node.v1.Node/GetTemplateLog"
 	Node_ApplyPool_FullMethodName           = "/agentrun.node.v1.Node/ApplyPool"
 	Node_GetPool_FullMethodName             = "/agentrun.node.v1.Node/GetPool"
 	Node_ListPools_FullMethodName           = "/agentrun.node.v1.Node/ListPools"
@@ -55,6 +56,9 @@ const (
 	Node_ListSandboxStats_FullMethodName    = "/agentrun.node.v1.Node/ListSandboxStats"
 	Node_SetNetworkPolicy_FullMethodName    = "/agentrun.node.v1.Node/SetNetworkPolicy"
 	Node_GetNetworkLog_FullMethodName       = "/agentrun.node.v1.Node/GetNetworkLog"
+	Node_UseSandbox_FullMethodName          = "/agentrun.node.v1.Node/UseSandbox"
+	Node_GetSandboxByID_FullMethodName      = "/agentrun.node.v1.Node/GetSandboxByID"
+	Node_WatchToken_FullMethodName          = "/agentrun.node.v1.Node/WatchToken"
 	Node_ForkSandbox_FullMethodName         = "/agentrun.node.v1.Node/ForkSandbox"
 	Node_GetFork_FullMethodName             = "/agentrun.node.v1.Node/GetFork"
 	Node_ListForks_FullMethodName           = "/agentrun.node.v1.Node/ListForks"
@@ -76,6 +80,13 @@ const (
 	Node_FetchSnapshot_FullMethodName       = "/agentrun.node.v1.Node/FetchSnapshot"
 	Node_GetSnapshotParts_FullMethodName    = "/agentrun.node.v1.Node/GetSnapshotParts"
 	Node_ReadSnapshot_FullMethodName        = "/agentrun.node.v1.Node/ReadSnapshot"
+	Node_ApplySecret_FullMethodName         = "/agentrun.node.v1.Node/ApplySecret"
+	Node_PatchSecret_FullMethodName         = "/agentrun.node.v1.Node/PatchSecret"
+	Node_GetSecret_FullMethodName           = "/agentrun.node.v1.Node/GetSecret"
+	Node_ListSecrets_FullMethodName         = "/agentrun.node.v1.Node/ListSecrets"
+	Node_DeleteSecret_FullMethodName        = "/agentrun.node.v1.Node/DeleteSecret"
+	Node_GetQuota_FullMethodName            = "/agentrun.node.v1.Node/GetQuota"
+	Node_SetQuota_FullMethodName            = "/agentrun.node.v1.Node/SetQuota"
 )
 
 // NodeClient is the client API for Node service.
@@ -101,6 +112,8 @@ type NodeClient interface {
 	ListTemplates(ctx context.Context, in *ListTemplatesRequest, opts ...grpc.CallOption) (*ListTemplatesResponse, error)
 	// Deletes a template that no pool uses.
 	DeleteTemplate(ctx context.Context, in *DeleteTemplateRequest, opts ...grpc.CallOption) (*emptypb.Empty, error)
+	// The log of its build.
+	GetTemplateLog(ctx context.Context, in *GetTemplateLogRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[TemplateLog], error)
 	ApplyPool(ctx context.Context, in *ApplyPoolRequest, opts ...grpc.CallOption) (*Pool, error)
 	GetPool(ctx context.Context, in *GetPoolRequest, opts ...grpc.CallOption) (*Pool, error)
 	ListPools(ctx context.Context, in *ListPoolsRequest, opts ...grpc.CallOption) (*ListPoolsResponse, error)
@@ -128,6 +141,14 @@ type NodeClient interface {
 	SetNetworkPolicy(ctx context.Context, in *SetNetworkPolicyRequest, opts ...grpc.CallOption) (*Sandbox, error)
 	// Its connections that have ended, and those that were refused. It does not wake it.
 	GetNetworkLog(ctx context.Context, in *GetNetworkLogRequest, opts ...grpc.CallOption) (*NetworkLog, error)
+	// What is inside of a sandbox: a stream to its agent, on which each call is judged, counted
+	// and written down by itself. Using a sandbox that sleeps wakes it.
+	UseSandbox(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[UseSandboxRequest, UseSandboxResponse], error)
+	// The sandbox of an id, which has not ended.
+	GetSandboxByID(ctx context.Context, in *GetSandboxByIDRequest, opts ...grpc.CallOption) (*Sandbox, error)
+	// The sandbox, which has not ended, that a token is for. The call ends when the token is
+	// replaced, or with the sandbox.
+	WatchToken(ctx context.Context, in *WatchTokenRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[Sandbox], error)
 	// Makes sandboxes that continue from a running one, all from the same instant.
 	ForkSandbox(ctx context.Context, in *ForkSandboxRequest, opts ...grpc.CallOption) (*Fork, error)
 	GetFork(ctx context.Context, in *GetForkRequest, opts ...grpc.CallOption) (*Fork, error)
@@ -165,6 +186,16 @@ type NodeClient interface {
 	GetSnapshotParts(ctx context.Context, in *GetSnapshotPartsRequest, opts ...grpc.CallOption) (*SnapshotParts, error)
 	// Sends parts of a layer, in the order in which they are asked for; for other nodes.
 	ReadSnapshot(ctx context.Context, in *ReadSnapshotRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[SnapshotPart], error)
+	// Replaces all values of a secret, or makes it.
+	ApplySecret(ctx context.Context, in *ApplySecretRequest, opts ...grpc.CallOption) (*Secret, error)
+	// Adds values to a secret, or replaces them.
+	PatchSecret(ctx context.Context, in *PatchSecretRequest, opts ...grpc.CallOption) (*Secret, error)
+	// The names of its values. No call answers with a value.
+	GetSecret(ctx context.Context, in *GetSecretRequest, opts ...grpc.CallOption) (*Secret, error)
+	ListSecrets(ctx context.Context, in *ListSecretsRequest, opts ...grpc.CallOption) (*ListSecretsResponse, error)
+	DeleteSecret(ctx context.Context, in *DeleteSecretRequest, opts ...grpc.CallOption) (*emptypb.Empty, error)
+	GetQuota(ctx context.Context, in *GetQuotaRequest, opts ...grpc.CallOption) (*Quota, error)
+	SetQuota(ctx context.Context, in *SetQuotaRequest, opts ...grpc.CallOption) (*Quota, error)
 }
 
 type nodeClient struct {
@@ -273,6 +304,25 @@ func (c *nodeClient) DeleteTemplate(ctx context.Context, in *DeleteTemplateReque
 	}
 	return out, nil
 }
+
+func (c *nodeClient) GetTemplateLog(ctx context.Context, in *GetTemplateLogRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[TemplateLog], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &Node_ServiceDesc.Streams[1], Node_GetTemplateLog_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[GetTemplateLogRequest, TemplateLog]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Node_GetTemplateLogClient = grpc.ServerStreamingClient[TemplateLog]
 
 func (c *nodeClient) ApplyPool(ctx context.Context, in *ApplyPoolRequest, opts ...grpc.CallOption) (*Pool, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
@@ -453,6 +503,48 @@ func (c *nodeClient) GetNetworkLog(ctx context.Context, in *GetNetworkLogRequest
 	}
 	return out, nil
 }
+
+func (c *nodeClient) UseSandbox(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[UseSandboxRequest, UseSandboxResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &Node_ServiceDesc.Streams[2], Node_UseSandbox_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[UseSandboxRequest, UseSandboxResponse]{ClientStream: stream}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Node_UseSandboxClient = grpc.BidiStreamingClient[UseSandboxRequest, UseSandboxResponse]
+
+func (c *nodeClient) GetSandboxByID(ctx context.Context, in *GetSandboxByIDRequest, opts ...grpc.CallOption) (*Sandbox, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(Sandbox)
+	err := c.cc.Invoke(ctx, Node_GetSandboxByID_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *nodeClient) WatchToken(ctx context.Context, in *WatchTokenRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[Sandbox], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &Node_ServiceDesc.Streams[3], Node_WatchToken_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[WatchTokenRequest, Sandbox]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Node_WatchTokenClient = grpc.ServerStreamingClient[Sandbox]
 
 func (c *nodeClient) ForkSandbox(ctx context.Context, in *ForkSandboxRequest, opts ...grpc.CallOption) (*Fork, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
@@ -656,7 +748,7 @@ func (c *nodeClient) GetSnapshotParts(ctx context.Context, in *GetSnapshotPartsR
 
 func (c *nodeClient) ReadSnapshot(ctx context.Context, in *ReadSnapshotRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[SnapshotPart], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &Node_ServiceDesc.Streams[1], Node_ReadSnapshot_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &Node_ServiceDesc.Streams[4], Node_ReadSnapshot_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -672,6 +764,76 @@ func (c *nodeClient) ReadSnapshot(ctx context.Context, in *ReadSnapshotRequest, 
 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type Node_ReadSnapshotClient = grpc.ServerStreamingClient[SnapshotPart]
+
+func (c *nodeClient) ApplySecret(ctx context.Context, in *ApplySecretRequest, opts ...grpc.CallOption) (*Secret, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(Secret)
+	err := c.cc.Invoke(ctx, Node_ApplySecret_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *nodeClient) PatchSecret(ctx context.Context, in *PatchSecretRequest, opts ...grpc.CallOption) (*Secret, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(Secret)
+	err := c.cc.Invoke(ctx, Node_PatchSecret_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *nodeClient) GetSecret(ctx context.Context, in *GetSecretRequest, opts ...grpc.CallOption) (*Secret, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(Secret)
+	err := c.cc.Invoke(ctx, Node_GetSecret_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *nodeClient) ListSecrets(ctx context.Context, in *ListSecretsRequest, opts ...grpc.CallOption) (*ListSecretsResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ListSecretsResponse)
+	err := c.cc.Invoke(ctx, Node_ListSecrets_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *nodeClient) DeleteSecret(ctx context.Context, in *DeleteSecretRequest, opts ...grpc.CallOption) (*emptypb.Empty, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(emptypb.Empty)
+	err := c.cc.Invoke(ctx, Node_DeleteSecret_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *nodeClient) GetQuota(ctx context.Context, in *GetQuotaRequest, opts ...grpc.CallOption) (*Quota, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(Quota)
+	err := c.cc.Invoke(ctx, Node_GetQuota_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *nodeClient) SetQuota(ctx context.Context, in *SetQuotaRequest, opts ...grpc.CallOption) (*Quota, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(Quota)
+	err := c.cc.Invoke(ctx, Node_SetQuota_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
 
 // NodeServer is the server API for Node service.
 // All implementations must embed UnimplementedNodeServer
@@ -696,6 +858,8 @@ type NodeServer interface {
 	ListTemplates(context.Context, *ListTemplatesRequest) (*ListTemplatesResponse, error)
 	// Deletes a template that no pool uses.
 	DeleteTemplate(context.Context, *DeleteTemplateRequest) (*emptypb.Empty, error)
+	// The log of its build.
+	GetTemplateLog(*GetTemplateLogRequest, grpc.ServerStreamingServer[TemplateLog]) error
 	ApplyPool(context.Context, *ApplyPoolRequest) (*Pool, error)
 	GetPool(context.Context, *GetPoolRequest) (*Pool, error)
 	ListPools(context.Context, *ListPoolsRequest) (*ListPoolsResponse, error)
@@ -723,6 +887,14 @@ type NodeServer interface {
 	SetNetworkPolicy(context.Context, *SetNetworkPolicyRequest) (*Sandbox, error)
 	// Its connections that have ended, and those that were refused. It does not wake it.
 	GetNetworkLog(context.Context, *GetNetworkLogRequest) (*NetworkLog, error)
+	// What is inside of a sandbox: a stream to its agent, on which each call is judged, counted
+	// and written down by itself. Using a sandbox that sleeps wakes it.
+	UseSandbox(grpc.BidiStreamingServer[UseSandboxRequest, UseSandboxResponse]) error
+	// The sandbox of an id, which has not ended.
+	GetSandboxByID(context.Context, *GetSandboxByIDRequest) (*Sandbox, error)
+	// The sandbox, which has not ended, that a token is for. The call ends when the token is
+	// replaced, or with the sandbox.
+	WatchToken(*WatchTokenRequest, grpc.ServerStreamingServer[Sandbox]) error
 	// Makes sandboxes that continue from a running one, all from the same instant.
 	ForkSandbox(context.Context, *ForkSandboxRequest) (*Fork, error)
 	GetFork(context.Context, *GetForkRequest) (*Fork, error)
@@ -760,6 +932,16 @@ type NodeServer interface {
 	GetSnapshotParts(context.Context, *GetSnapshotPartsRequest) (*SnapshotParts, error)
 	// Sends parts of a layer, in the order in which they are asked for; for other nodes.
 	ReadSnapshot(*ReadSnapshotRequest, grpc.ServerStreamingServer[SnapshotPart]) error
+	// Replaces all values of a secret, or makes it.
+	ApplySecret(context.Context, *ApplySecretRequest) (*Secret, error)
+	// Adds values to a secret, or replaces them.
+	PatchSecret(context.Context, *PatchSecretRequest) (*Secret, error)
+	// The names of its values. No call answers with a value.
+	GetSecret(context.Context, *GetSecretRequest) (*Secret, error)
+	ListSecrets(context.Context, *ListSecretsRequest) (*ListSecretsResponse, error)
+	DeleteSecret(context.Context, *DeleteSecretRequest) (*emptypb.Empty, error)
+	GetQuota(context.Context, *GetQuotaRequest) (*Quota, error)
+	SetQuota(context.Context, *SetQuotaRequest) (*Quota, error)
 	mustEmbedUnimplementedNodeServer()
 }
 
@@ -796,6 +978,9 @@ func (UnimplementedNodeServer) ListTemplates(context.Context, *ListTemplatesRequ
 }
 func (UnimplementedNodeServer) DeleteTemplate(context.Context, *DeleteTemplateRequest) (*emptypb.Empty, error) {
 	return nil, status.Error(codes.Unimplemented, "method DeleteTemplate not implemented")
+}
+func (UnimplementedNodeServer) GetTemplateLog(*GetTemplateLogRequest, grpc.ServerStreamingServer[TemplateLog]) error {
+	return status.Error(codes.Unimplemented, "method GetTemplateLog not implemented")
 }
 func (UnimplementedNodeServer) ApplyPool(context.Context, *ApplyPoolRequest) (*Pool, error) {
 	return nil, status.Error(codes.Unimplemented, "method ApplyPool not implemented")
@@ -850,6 +1035,15 @@ func (UnimplementedNodeServer) SetNetworkPolicy(context.Context, *SetNetworkPoli
 }
 func (UnimplementedNodeServer) GetNetworkLog(context.Context, *GetNetworkLogRequest) (*NetworkLog, error) {
 	return nil, status.Error(codes.Unimplemented, "method GetNetworkLog not implemented")
+}
+func (UnimplementedNodeServer) UseSandbox(grpc.BidiStreamingServer[UseSandboxRequest, UseSandboxResponse]) error {
+	return status.Error(codes.Unimplemented, "method UseSandbox not implemented")
+}
+func (UnimplementedNodeServer) GetSandboxByID(context.Context, *GetSandboxByIDRequest) (*Sandbox, error) {
+	return nil, status.Error(codes.Unimplemented, "method GetSandboxByID not implemented")
+}
+func (UnimplementedNodeServer) WatchToken(*WatchTokenRequest, grpc.ServerStreamingServer[Sandbox]) error {
+	return status.Error(codes.Unimplemented, "method WatchToken not implemented")
 }
 func (UnimplementedNodeServer) ForkSandbox(context.Context, *ForkSandboxRequest) (*Fork, error) {
 	return nil, status.Error(codes.Unimplemented, "method ForkSandbox not implemented")
@@ -913,6 +1107,27 @@ func (UnimplementedNodeServer) GetSnapshotParts(context.Context, *GetSnapshotPar
 }
 func (UnimplementedNodeServer) ReadSnapshot(*ReadSnapshotRequest, grpc.ServerStreamingServer[SnapshotPart]) error {
 	return status.Error(codes.Unimplemented, "method ReadSnapshot not implemented")
+}
+func (UnimplementedNodeServer) ApplySecret(context.Context, *ApplySecretRequest) (*Secret, error) {
+	return nil, status.Error(codes.Unimplemented, "method ApplySecret not implemented")
+}
+func (UnimplementedNodeServer) PatchSecret(context.Context, *PatchSecretRequest) (*Secret, error) {
+	return nil, status.Error(codes.Unimplemented, "method PatchSecret not implemented")
+}
+func (UnimplementedNodeServer) GetSecret(context.Context, *GetSecretRequest) (*Secret, error) {
+	return nil, status.Error(codes.Unimplemented, "method GetSecret not implemented")
+}
+func (UnimplementedNodeServer) ListSecrets(context.Context, *ListSecretsRequest) (*ListSecretsResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method ListSecrets not implemented")
+}
+func (UnimplementedNodeServer) DeleteSecret(context.Context, *DeleteSecretRequest) (*emptypb.Empty, error) {
+	return nil, status.Error(codes.Unimplemented, "method DeleteSecret not implemented")
+}
+func (UnimplementedNodeServer) GetQuota(context.Context, *GetQuotaRequest) (*Quota, error) {
+	return nil, status.Error(codes.Unimplemented, "method GetQuota not implemented")
+}
+func (UnimplementedNodeServer) SetQuota(context.Context, *SetQuotaRequest) (*Quota, error) {
+	return nil, status.Error(codes.Unimplemented, "method SetQuota not implemented")
 }
 func (UnimplementedNodeServer) mustEmbedUnimplementedNodeServer() {}
 func (UnimplementedNodeServer) testEmbeddedByValue()              {}
@@ -1089,6 +1304,17 @@ func _Node_DeleteTemplate_Handler(srv interface{}, ctx context.Context, dec func
 	}
 	return interceptor(ctx, in, info, handler)
 }
+
+func _Node_GetTemplateLog_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(GetTemplateLogRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(NodeServer).GetTemplateLog(m, &grpc.GenericServerStream[GetTemplateLogRequest, TemplateLog]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Node_GetTemplateLogServer = grpc.ServerStreamingServer[TemplateLog]
 
 func _Node_ApplyPool_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(ApplyPoolRequest)
@@ -1413,6 +1639,42 @@ func _Node_GetNetworkLog_Handler(srv interface{}, ctx context.Context, dec func(
 	}
 	return interceptor(ctx, in, info, handler)
 }
+
+func _Node_UseSandbox_Handler(srv interface{}, stream grpc.ServerStream) error {
+	return srv.(NodeServer).UseSandbox(&grpc.GenericServerStream[UseSandboxRequest, UseSandboxResponse]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Node_UseSandboxServer = grpc.BidiStreamingServer[UseSandboxRequest, UseSandboxResponse]
+
+func _Node_GetSandboxByID_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(GetSandboxByIDRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).GetSandboxByID(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_GetSandboxByID_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).GetSandboxByID(ctx, req.(*GetSandboxByIDRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Node_WatchToken_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(WatchTokenRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(NodeServer).WatchToken(m, &grpc.GenericServerStream[WatchTokenRequest, Sandbox]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Node_WatchTokenServer = grpc.ServerStreamingServer[Sandbox]
 
 func _Node_ForkSandbox_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(ForkSandboxRequest)
@@ -1785,6 +2047,132 @@ func _Node_ReadSnapshot_Handler(srv interface{}, stream grpc.ServerStream) error
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type Node_ReadSnapshotServer = grpc.ServerStreamingServer[SnapshotPart]
 
+func _Node_ApplySecret_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ApplySecretRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).ApplySecret(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_ApplySecret_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).ApplySecret(ctx, req.(*ApplySecretRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Node_PatchSecret_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(PatchSecretRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).PatchSecret(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_PatchSecret_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).PatchSecret(ctx, req.(*PatchSecretRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Node_GetSecret_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(GetSecretRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).GetSecret(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_GetSecret_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).GetSecret(ctx, req.(*GetSecretRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Node_ListSecrets_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ListSecretsRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).ListSecrets(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_ListSecrets_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).ListSecrets(ctx, req.(*ListSecretsRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Node_DeleteSecret_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(DeleteSecretRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).DeleteSecret(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_DeleteSecret_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).DeleteSecret(ctx, req.(*DeleteSecretRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Node_GetQuota_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(GetQuotaRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).GetQuota(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_GetQuota_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).GetQuota(ctx, req.(*GetQuotaRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Node_SetQuota_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(SetQuotaRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).SetQuota(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_SetQuota_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).SetQuota(ctx, req.(*SetQuotaRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // Node_ServiceDesc is the grpc.ServiceDesc for Node service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -1897,6 +2285,10 @@ var Node_ServiceDesc = grpc.ServiceDesc{
 			Handler:    _Node_GetNetworkLog_Handler,
 		},
 		{
+			MethodName: "GetSandboxByID",
+			Handler:    _Node_GetSandboxByID_Handler,
+		},
+		{
 			MethodName: "ForkSandbox",
 			Handler:    _Node_ForkSandbox_Handler,
 		},
@@ -1976,11 +2368,55 @@ var Node_ServiceDesc = grpc.ServiceDesc{
 			MethodName: "GetSnapshotParts",
 			Handler:    _Node_GetSnapshotParts_Handler,
 		},
+		{
+			MethodName: "ApplySecret",
+			Handler:    _Node_ApplySecret_Handler,
+		},
+		{
+			MethodName: "PatchSecret",
+			Handler:    _Node_PatchSecret_Handler,
+		},
+		{
+			MethodName: "GetSecret",
+			Handler:    _Node_GetSecret_Handler,
+		},
+		{
+			MethodName: "ListSecrets",
+			Handler:    _Node_ListSecrets_Handler,
+		},
+		{
+			MethodName: "DeleteSecret",
+			Handler:    _Node_DeleteSecret_Handler,
+		},
+		{
+			MethodName: "GetQuota",
+			Handler:    _Node_GetQuota_Handler,
+		},
+		{
+			MethodName: "SetQuota",
+			Handler:    _Node_SetQuota_Handler,
+		},
 	},
 	Streams: []grpc.StreamDesc{
 		{
 			StreamName:    "Watch",
 			Handler:       _Node_Watch_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "GetTemplateLog",
+			Handler:       _Node_GetTemplateLog_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "UseSandbox",
+			Handler:       _Node_UseSandbox_Handler,
+			ServerStreams: true,
+			ClientStreams: true,
+		},
+		{
+			StreamName:    "WatchToken",
+			Handler:       _Node_WatchToken_Handler,
 			ServerStreams: true,
 		},
 		{

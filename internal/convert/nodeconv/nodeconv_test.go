@@ -19,10 +19,10 @@ import (
 )
 
 // noSecrets is why fields are left.
-const noSecrets = "this API has no secrets yet"
+const noSecrets = "this API does not tell"
 
 // ofRequest is what the caller adds to a request.
-var ofRequest = converttest.Same("the caller adds it", "Namespace", "Name", "IdempotencyKey")
+var ofRequest = converttest.Same("the caller adds it", "Namespace", "Name", "IdempotencyKey", "Identity")
 
 // TestRoundTrip: requests are the same after conversion in both directions.
 func TestRoundTrip(t *testing.T) {
@@ -40,8 +40,8 @@ func TestRoundTrip(t *testing.T) {
 	converttest.Pair[sandbox.PoolSpec, *nodev1.PoolSpec]{From: FromPoolSpec, To: ToPoolSpec}.Check(t)
 	converttest.Pair[sandbox.ClaimRequest, *nodev1.ClaimSandboxRequest]{
 		From: FromClaim, To: ToClaim,
-		Left:  converttest.Both(converttest.Same("the caller adds it", "Namespace", "Name", "Once"), converttest.Same(noSecrets, "Spec.Secrets")),
-		Added: converttest.Same("the caller adds it", "IdempotencyKey"),
+		Left:  converttest.Same("the caller adds it", "Namespace", "Name", "Once"),
+		Added: converttest.Same("the caller adds it", "IdempotencyKey", "Identity"),
 	}.Check(t)
 	converttest.Pair[sandbox.Precondition, *nodev1.Precondition]{From: FromPrecondition, To: ToPrecondition}.Check(t)
 	converttest.Pair[sandbox.RestoreSpec, *nodev1.RestoreCheckpointRequest]{
@@ -60,6 +60,11 @@ func TestRoundTrip(t *testing.T) {
 	}.Check(t)
 	converttest.Pair[sandbox.Offer, *nodev1.SnapshotOffer]{From: FromOffer, To: ToOffer}.Check(t)
 	converttest.Pair[sandbox.NamespaceCA, *nodev1.NamespaceCA]{From: FromNamespaceCA, To: ToNamespaceCA}.Check(t)
+	converttest.Pair[sandbox.SecretData, *nodev1.ApplySecretRequest]{
+		From: FromSecretData, To: converttest.Sure(func(g *nodev1.ApplySecretRequest) sandbox.SecretData { return ToSecretData(g) }), Added: converttest.Same("the caller adds it", "Namespace", "Name"),
+	}.Check(t)
+	converttest.Pair[sandbox.Quota, *nodev1.SetQuotaRequest]{From: FromQuota, To: ToQuota}.Check(t)
+	converttest.Pair[sandbox.BuildLogRequest, *nodev1.GetTemplateLogRequest]{From: FromBuildLogRequest, To: ToBuildLogRequest}.Check(t)
 }
 
 // TestRoundTripOfObjects: answers are the same after conversion in both
@@ -100,6 +105,8 @@ func TestRoundTripOfObjects(t *testing.T) {
 		From: FromCost, To: ToCost,
 		Left: converttest.LeftOfCost,
 	}.Check(t)
+	converttest.Pair[sandbox.Secret, *nodev1.Secret]{From: FromSecret, To: ToSecret}.Check(t)
+	converttest.Pair[sandbox.QuotaUse, *nodev1.Quota]{From: FromQuotaUse, To: ToQuotaUse}.Check(t)
 	converttest.Pair[sandbox.TrafficPage, *nodev1.NetworkLog]{From: FromTraffic, To: ToTraffic}.Check(t)
 	converttest.Pair[sandbox.NodeStatus, *nodev1.NodeStatus]{
 		From: FromNode, To: ToNode, Added: converttest.Same("the server adds it", "Version", "Endpoint"),

@@ -80,23 +80,23 @@ func ToPoolSpec(g *nodev1.PoolSpec) (sandbox.PoolSpec, error) {
 	}, r.Err()
 }
 
-// FromClaim is for ClaimSandbox. The caller adds the idempotency key.
+// FromClaim is for ClaimSandbox. The caller adds what the request is known by.
 func FromClaim(r sandbox.ClaimRequest) *nodev1.ClaimSandboxRequest {
 	s := r.Spec
 	return &nodev1.ClaimSandboxRequest{
 		Namespace: string(r.Namespace), Name: string(r.Name),
 		Pool: string(s.Pool), Env: s.Env, Metadata: s.Metadata, Lifetime: fromLifetime(s.Lifetime), NetworkPolicy: fromPolicy(s.NetworkPolicy),
-		Owner: string(r.Owner), TokenSha256: string(r.Token), SecretValues: r.Values,
+		Owner: string(r.Owner), TokenSha256: string(r.Token), SecretValues: r.Values, Secrets: fromSecretRefs(s.Secrets),
 	}
 }
 
-// ToClaim reads what a claim asks for. The caller adds namespace, name and idempotency key.
+// ToClaim reads what a claim asks for. The caller adds namespace, name and what the request is known by.
 func ToClaim(g *nodev1.ClaimSandboxRequest) (sandbox.ClaimRequest, error) {
 	var r convert.Reader
 	return sandbox.ClaimRequest{
 		Spec: sandbox.ClaimSpec{
 			Pool: r.Name(g.GetPool()), Env: g.GetEnv(), Metadata: g.GetMetadata(), Lifetime: toLifetime(&r, g.GetLifetime()),
-			NetworkPolicy: toPolicy(&r, "network_policy", g.GetNetworkPolicy()),
+			NetworkPolicy: toPolicy(&r, "network_policy", g.GetNetworkPolicy()), Secrets: toSecretRefs(&r, g.GetSecrets()),
 		},
 		Owner: r.OptionalUID(g.GetOwner()), Token: r.OptionalTokenHash(g.GetTokenSha256()), Values: g.GetSecretValues(),
 	}, r.Err()

@@ -47,8 +47,13 @@ func start(t testing.TB, h Handler) *Client {
 	if err != nil {
 		t.Fatal(err)
 	}
+	direct := c
+	if throughRelay {
+		c = relay(t, &relayTo{agent: c})
+	}
 	t.Cleanup(func() {
 		c.Close()
+		direct.Close()
 		if err := <-served; err != nil && !errors.Is(err, syscall.ECONNRESET) && !errors.Is(err, syscall.EPIPE) {
 			t.Errorf("Serve: %v", err)
 		}

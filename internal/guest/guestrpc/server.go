@@ -81,8 +81,10 @@ type Handler interface {
 // server is the agent's end of a session.
 type server struct {
 	s       session
-	handler Handler
+	handler Handler // nil if calls are made elsewhere
 	calls   sync.WaitGroup
+	// elsewhere binds the calls of a relay, and is nil otherwise.
+	elsewhere func(m Method, body []byte) (callFunc, error)
 	// jobs goes to a goroutine that has run a call before and waits for the next one.
 	// Its stack has grown already, which in a fork saves fifty page faults. At most
 	// one such goroutine waits; idle holds its place.
@@ -101,10 +103,20 @@ type server struct {
 // When it returns, all its calls have returned. A connection that the host has closed
 // is no error. Closing conn must end a Read under way.
 func Serve(ctx context.Context, conn io.ReadWriteCloser, h Handler, capabilities ...string) error {
-	srv := &server{handler: h, jobs: make(chan job), idle: make(chan struct{}, 1)}
+	srv := newServer(conn, serverWindow)
+	srv.handler = h
+	return srv.serve(ctx, capabilities)
+}
+
+func newServer(conn io.ReadWriteCloser, window uint32) *server {
+	srv := &server{jobs: make(chan job), idle: make(chan struct{}, 1)}
+	srv.s.init(conn, window, srv.idleBuffer[:])
+	srv.s.onOpen = srv.open
+	return srv
+}
+
+func (srv *server) serve(ctx context.Context, capabilities []string) error {
 	s := &srv.s
-	s.init(conn, serverWindow, srv.idleBuffer[:])
-	s.onOpen = srv.open
 	stop := context.AfterFunc(ctx, func() { s.fail(context.Cause(ctx)) })
 	defer stop()
 	err := srv.handshake(capabilities)
@@ -152,15 +164,19 @@ func (srv *server) open(id uint32, payload []byte) error {
 	s.lastID = id
 	s.mu.Unlock()
 
-	switch Method(method) {
-	case MethodRenew:
-		srv.renew(id, payload[n:])
-		return nil
-	case MethodPrepare:
-		srv.prepare(id, payload[n:])
-		return nil
+	bind := srv.elsewhere
+	if bind == nil {
+		switch Method(method) {
+		case MethodRenew:
+			srv.renew(id, payload[n:])
+			return nil
+		case MethodPrepare:
+			srv.prepare(id, payload[n:])
+			return nil
+		}
+		bind = srv.bind
 	}
-	run, err := srv.bind(Method(method), payload[n:])
+	run, err := bind(Method(method), payload[n:])
 	if err != nil {
 		s.reset(id, ErrorFrom(err))
 		return nil
@@ -232,10 +248,17 @@ func (srv *server) end() {
 // call runs a handler and sends its result.
 func (srv *server) call(st *stream, run callFunc) {
 	reply, err := protect(st, run)
+	if st.after != nil {
+		defer st.after()
+	}
 	h := header{typ: frameReply, stream: st.id}
 	var payload []byte
 	if err == nil {
-		payload, err = marshal(nil, reply)
+		if relayed, ok := reply.(*relayedReply); ok {
+			payload = relayed.payload
+		} else {
+			payload, err = marshal(nil, reply)
+		}
 	}
 	if err == nil && uint32(len(payload)) > srv.s.peer.maxPayload {
 		err = newError(CodeResourceExhausted, "reply is larger than a frame")

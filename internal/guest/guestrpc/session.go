@@ -53,6 +53,10 @@ func (s *session) ourHello(capabilities []string) []byte {
 	return h.append(nil)
 }
 
+// CloserWith is a connection that is told why it is closed, and in place of Close. A read
+// that is under way need not end at once.
+type CloserWith interface{ CloseWith(err error) }
+
 // fail ends the session: err becomes the cause that every stream fails with.
 // Only the first call counts.
 func (s *session) fail(err error) {
@@ -63,7 +67,11 @@ func (s *session) fail(err error) {
 		}
 		s.err = err
 		close(s.closed)
-		_ = s.conn.Close() // an error changes nothing now
+		if c, tells := s.conn.(CloserWith); tells {
+			c.CloseWith(err)
+		} else {
+			_ = s.conn.Close() // an error changes nothing now
+		}
 		s.mu.Lock()
 		streams := s.streams
 		s.streams = nil

@@ -13,6 +13,7 @@ type stream struct {
 	accept    channelSet // channels that the peer may send on
 	streaming bool       // HEADERS comes before DATA and REPLY
 	blocking  bool       // writes wait inside the system call: the agent's side
+	after     func()     // of a call that is relayed, when it is over; nil of others
 
 	done chan struct{} // closed when the stream has ended
 

@@ -34,7 +34,7 @@ func TestMethods(t *testing.T) {
 		switch {
 		case !listed || need == access.None:
 			t.Errorf("%s is %+v", name, m)
-		case !onlyLooks(full) && need < access.Change:
+		case !onlyLooks(full) && need < access.Use:
 			t.Errorf("%s only needs %d", name, need)
 		case (m.by == "") != (m.kind == ""):
 			t.Errorf("%s names %q by %q", name, m.kind, m.by)

@@ -64,7 +64,7 @@ func (n *nodeAPI) audited(ctx context.Context, who access.Principal, c call, do 
 		}
 		return do(ctx)
 	}
-	if onlyLooks(c.method) {
+	if onlyLooks(c.method) && !operationOf(c.method).Rule().Audit {
 		return serve()
 	}
 	event := c.event(ctx, who, audit.Start)

@@ -53,6 +53,28 @@ var features = []feature{
 			nodev1.Node_GetSnapshotParts_FullMethodName, nodev1.Node_ReadSnapshot_FullMethodName,
 		},
 	},
+	{name: "use", methods: []string{
+		nodev1.Node_UseSandbox_FullMethodName, nodev1.Node_GetSandboxByID_FullMethodName, nodev1.Node_WatchToken_FullMethodName,
+	}},
+	{name: "template-logs", methods: []string{nodev1.Node_GetTemplateLog_FullMethodName}},
+	{
+		name: "secrets",
+		methods: []string{
+			nodev1.Node_ApplySecret_FullMethodName, nodev1.Node_PatchSecret_FullMethodName, nodev1.Node_GetSecret_FullMethodName,
+			nodev1.Node_ListSecrets_FullMethodName, nodev1.Node_DeleteSecret_FullMethodName,
+		},
+		fields: []protoreflect.FullName{
+			"agentrun.node.v1.ClaimSandboxRequest.secrets", "agentrun.node.v1.SecretRef.secret", "agentrun.node.v1.SecretRef.key",
+			"agentrun.node.v1.SecretRef.env", "agentrun.node.v1.SecretRef.inject", "agentrun.node.v1.Inject.host",
+			"agentrun.node.v1.Inject.header", "agentrun.node.v1.Inject.format",
+		},
+	},
+	{name: "quotas", methods: []string{nodev1.Node_GetQuota_FullMethodName, nodev1.Node_SetQuota_FullMethodName}},
+	{name: "identity", fields: []protoreflect.FullName{
+		"agentrun.node.v1.ClaimSandboxRequest.identity", "agentrun.node.v1.ForkSandboxRequest.identity",
+		"agentrun.node.v1.CheckpointSandboxRequest.identity", "agentrun.node.v1.RestoreCheckpointRequest.identity",
+		"agentrun.node.v1.RequestIdentity.key", "agentrun.node.v1.RequestIdentity.body",
+	}},
 	{name: "expires", fields: []protoreflect.FullName{"agentrun.node.v1.Lifetime.expires", "agentrun.node.v1.ExtendSandboxRequest.expires"}},
 	{name: "preconditions", fields: []protoreflect.FullName{
 		"agentrun.node.v1.Precondition.id", "agentrun.node.v1.Precondition.owner", "agentrun.node.v1.Precondition.resource_version",

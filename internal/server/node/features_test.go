@@ -2,6 +2,7 @@ package node
 
 import (
 	"context"
+	"io"
 	"os"
 	"path/filepath"
 	"slices"
@@ -197,6 +198,72 @@ func TestOneVersionApart(t *testing.T) {
 			func(s *remote.Service) error {
 				_, err := s.FetchTemplate(c.ctx, sandbox.FetchRequest{Key: k("fetched")})
 				return not(err, sandbox.CodeInvalid)
+			},
+		},
+		"use": {
+			func(s *remote.Service) error {
+				_, err := s.Use(c.ctx, k("gone"))
+				return not(err, sandbox.CodeNotFound)
+			},
+			func(s *remote.Service) error {
+				_, err := s.SandboxByID(c.ctx, sandbox.NewID())
+				return not(err, sandbox.CodeNotFound)
+			},
+			func(s *remote.Service) error {
+				_, _, err := s.SandboxOfToken(c.ctx, sandbox.Token{Derived: sandbox.NewID()})
+				return not(err, sandbox.CodeNotFound)
+			},
+		},
+		"template-logs": {func(s *remote.Service) error {
+			return s.CopyBuildLog(c.ctx, sandbox.BuildLogRequest{Key: k("python"), Stage: sandbox.AfterReady}, io.Discard)
+		}},
+		"secrets": {
+			func(s *remote.Service) error {
+				_, err := s.ApplySecret(c.ctx, k("secret"), sandbox.SecretData{"A": []byte("1")})
+				return err
+			},
+			func(s *remote.Service) error {
+				_, err := s.SetSecret(c.ctx, k("secret"), sandbox.SecretData{"B": []byte("1")})
+				return err
+			},
+			func(s *remote.Service) error {
+				_, err := s.Secret(c.ctx, k("secret"))
+				return err
+			},
+			func(s *remote.Service) error {
+				_, err := s.Secrets(c.ctx, "default", sandbox.Page{})
+				return err
+			},
+			func(s *remote.Service) error { return s.DeleteSecret(c.ctx, k("secret")) },
+			func(s *remote.Service) error {
+				refs := []sandbox.SecretRef{{Secret: "secret", Key: "A"}}
+				_, _, err := s.Claim(c.ctx, sandbox.ClaimRequest{Key: k("s"), Spec: sandbox.ClaimSpec{Pool: "gone", Secrets: refs}})
+				return not(err, sandbox.CodeNotFound)
+			},
+		},
+		"quotas": {
+			func(s *remote.Service) error {
+				_, err := s.SetQuota(c.ctx, sandbox.Quota{Namespace: "other"})
+				return err
+			},
+			func(s *remote.Service) error { _, err := s.QuotaOf(c.ctx, "other"); return err },
+		},
+		"identity": {
+			func(s *remote.Service) error {
+				_, _, err := s.Claim(c.ctx, sandbox.ClaimRequest{Key: k("i"), Spec: sandbox.ClaimSpec{Pool: "gone"}, Once: new(sandbox.NewOnce("", "", "", nil))})
+				return not(err, sandbox.CodeNotFound)
+			},
+			func(s *remote.Service) error {
+				_, _, err := s.Fork(c.ctx, sandbox.ForkRequest{Key: k("f"), Spec: sandbox.ForkSpec{Source: "gone", Replicas: 1}, Once: new(sandbox.NewOnce("", "", "", nil))})
+				return not(err, sandbox.CodeNotFound)
+			},
+			func(s *remote.Service) error {
+				_, _, err := s.Checkpoint(c.ctx, sandbox.CheckpointRequest{Key: k("c"), Source: "gone", Once: new(sandbox.NewOnce("", "", "", nil))})
+				return not(err, sandbox.CodeNotFound)
+			},
+			func(s *remote.Service) error {
+				_, _, err := s.Restore(c.ctx, sandbox.RestoreRequest{Key: k("r"), Checkpoint: "gone", Once: new(sandbox.NewOnce("", "", "", nil))})
+				return not(err, sandbox.CodeNotFound)
 			},
 		},
 		"preconditions": {

@@ -193,7 +193,7 @@ func TestNodeHostile(t *testing.T) {
 			return err
 		}, codes.InvalidArgument, "invalid", "does not know"},
 		// These are refused before they are looked at.
-		"larger than anything": {apply(&nodev1.TemplateSpec{Image: strings.Repeat("x", maxTemplate)}), codes.ResourceExhausted, "", ""},
+		"larger than anything": {apply(&nodev1.TemplateSpec{Image: strings.Repeat("x", maxLarge)}), codes.ResourceExhausted, "", ""},
 		"no such method": {func() error {
 			return c.conn.Invoke(c.ctx, "/agentrun.node.v1.Node/Explode", &emptypb.Empty{}, &emptypb.Empty{})
 		}, codes.Unimplemented, "", ""},

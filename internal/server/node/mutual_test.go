@@ -97,12 +97,18 @@ func acting(t testing.TB, pairs ...string) context.Context {
 // newGatewayClient is a client over mutual TLS with the rights of root on the socket.
 func newGatewayClient(t testing.TB, change ...func(*server.Config)) *nodeClient {
 	t.Helper()
+	c, _ := newGateway(t, change...)
+	return c
+}
+
+func newGateway(t testing.TB, change ...func(*server.Config)) (*nodeClient, *mutualNode) {
+	t.Helper()
 	n := newMutualNode(t, defaultBounds, change...)
 	conn := n.as("gateway/g")
 	return &nodeClient{
 		Node: n.Node, NodeClient: nodev1.NewNodeClient(conn), conn: conn, server: n.server,
 		ctx: acting(t, "agentrun-principal", "gateway-key:aaaaaaaaaaaa", "agentrun-role", "admin"),
-	}
+	}, n
 }
 
 // TestMutualRoles: what a component may itself, and for those whom it names; each

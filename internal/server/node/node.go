@@ -8,6 +8,8 @@ import (
 	"fmt"
 	"net"
 	"runtime/debug"
+	"slices"
+	"sync"
 	"time"
 
 	"google.golang.org/grpc"
@@ -33,8 +35,8 @@ import (
 // Bounds of a gRPC connection and its calls. Messages, headers and times are
 // bounded as those of REST are.
 const (
-	maxStreams       = 256
-	maxTemplate      = 8 * server.MaxBody
+	maxStreams       = 1024
+	maxLarge         = 8 * server.MaxBody
 	keepaliveTime    = time.Minute
 	keepaliveTimeout = 20 * time.Second
 	minPing          = 10 * time.Second
@@ -147,7 +149,7 @@ func newAPI(cfg server.Config, serving context.Context) *nodeAPI {
 func (n *nodeAPI) server(creds credentials.TransportCredentials, more ...grpc.ServerOption) *grpc.Server {
 	s := grpc.NewServer(append([]grpc.ServerOption{
 		grpc.Creds(creds),
-		grpc.MaxRecvMsgSize(maxTemplate),
+		grpc.MaxRecvMsgSize(maxLarge),
 		grpc.MaxHeaderListSize(server.MaxHeader),
 		grpc.MaxConcurrentStreams(maxStreams),
 		grpc.ConnectionTimeout(server.ReadHeaderTimeout),
@@ -172,6 +174,8 @@ type nodeAPI struct {
 	strangers, nodes server.Throttle
 	// refusals are those of principals.
 	refusals server.Throttles
+	// uses and tokens are streams that are held.
+	uses, tokens seats
 }
 
 // peerCredentials tell who is at the other end of a Unix socket. They encrypt
@@ -243,6 +247,7 @@ func fromOf(ctx context.Context) credentials.AuthInfo {
 type patience struct {
 	timer *time.Timer
 	stall time.Duration
+	end   context.CancelFunc // of the call
 }
 
 type patienceKey struct{}
@@ -260,7 +265,7 @@ func (n *nodeAPI) begin(ctx context.Context, info *tap.Info) (context.Context, e
 	}
 	ended := ctx // by gRPC, with the call
 	ctx, cancel := context.WithCancel(ctx)
-	p := patience{time.AfterFunc(n.BodyTimeout, cancel), n.StallTimeout}
+	p := patience{time.AfterFunc(n.BodyTimeout, cancel), n.StallTimeout, cancel}
 	context.AfterFunc(ended, func() { p.timer.Stop() })
 	return context.WithValue(ctx, patienceKey{}, p), nil
 }
@@ -288,19 +293,21 @@ func (n *nodeAPI) stream(srv any, ss grpc.ServerStream, info *grpc.StreamServerI
 	if err := checkListed(info.FullMethod); err != nil {
 		return grpcStatus(err).Err()
 	}
-	return handle(srv, &patientStream{ss, patienceOf(ss.Context())})
+	return handle(srv, &patientStream{ServerStream: ss, patience: patienceOf(ss.Context())})
 }
 
 // patientStream is a stream whose client has only so much time.
 type patientStream struct {
 	grpc.ServerStream
 	patience
+	begun sync.Once
 }
 
-// RecvMsg takes the request.
+// RecvMsg takes the request, or the first of many: from then on the timer is that of what
+// is sent.
 func (s *patientStream) RecvMsg(m any) error {
 	err := s.ServerStream.RecvMsg(m)
-	s.timer.Stop()
+	s.begun.Do(func() { s.timer.Stop() })
 	return err
 }
 
@@ -349,14 +356,18 @@ func (n *nodeAPI) serve(ctx context.Context, method string, req any, do func(con
 	return n.audited(ctx, who, call{method, req}, do)
 }
 
+// large are the methods whose messages have what REST takes more of, too.
+var large = []string{
+	nodev1.Node_ApplyTemplate_FullMethodName, nodev1.Node_FetchSnapshot_FullMethodName, nodev1.Node_ApplySecret_FullMethodName, nodev1.Node_PatchSecret_FullMethodName,
+}
+
 // checkMessage refuses what is too large, and what would be ignored.
 func checkMessage(method string, req any) error {
 	m, ok := req.(proto.Message)
 	if !ok {
 		return sandbox.Errorf(sandbox.CodeInternal, "%T is no message", req)
 	}
-	large := method == nodev1.Node_ApplyTemplate_FullMethodName || method == nodev1.Node_FetchSnapshot_FullMethodName
-	if !large && proto.Size(m) > server.MaxBody {
+	if !slices.Contains(large, method) && proto.Size(m) > server.MaxBody {
 		return sandbox.Errorf(server.CodeTooLarge, "the message has more than %d bytes", server.MaxBody)
 	}
 	return checkFields(m.ProtoReflect())

@@ -18,12 +18,21 @@ import (
 type onceRequest interface {
 	proto.Message
 	GetIdempotencyKey() string
+	GetIdentity() *nodev1.RequestIdentity
 }
 
 // once is the identity of a request that has an idempotency key, nil of one
-// without. It is that of all its fields but for the values of secrets.
+// without: that of all its fields but for the values of secrets, or the one that its
+// caller has found.
 func once(ctx context.Context, method string, r onceRequest) (*sandbox.Once, error) {
 	given := r.GetIdempotencyKey()
+	if found, err := nodeconv.ToOnce(r.GetIdentity()); found != nil {
+		if err == nil && given != "" {
+			err = sandbox.Invalid("identity", "the request has an idempotency key, too: leave one of them out")
+		}
+		o := found.Of(server.PrincipalOf(ctx).Name, method)
+		return &o, err
+	}
 	if given == "" {
 		return nil, nil
 	}

@@ -14,12 +14,13 @@ func (s *Service) Node(ctx context.Context) (sandbox.NodeStatus, error) {
 	return read(ctx, nodeconv.ToNode)(s.node.GetNode(ctx, &nodev1.GetNodeRequest{}))
 }
 
-// needs refuses what the node's daemon is too old for.
+// needs refuses what the node's daemon is too old for. Whether it is the component asks itself:
+// not everybody may look at a node.
 func (s *Service) needs(ctx context.Context, feature string) error {
 	if _, has := s.features.Load(feature); has {
 		return nil
 	}
-	n, err := s.Node(ctx)
+	n, err := read(ctx, nodeconv.ToNode)(s.self.GetNode(ctx, &nodev1.GetNodeRequest{}))
 	if err != nil {
 		return err
 	}

@@ -1,11 +1,10 @@
 // Package remote is a service that a node's daemon serves over gRPC (api/node/v1), for
-// those who serve the sandboxes of other nodes. What that API has not yet is refused
-// with sandbox.CodeUnimplemented.
+// those who serve the sandboxes of other nodes. What the node's daemon is too old for is
+// refused with sandbox.CodeUnimplemented.
 package remote
 
 import (
 	"context"
-	"io"
 	"sync"
 
 	"google.golang.org/grpc"
@@ -21,14 +20,24 @@ import (
 // Service is the service of a node at the other end of a connection.
 type Service struct {
 	node nodev1.NodeClient
+	// self is the node for the component itself, if it makes its calls for somebody.
+	self nodev1.NodeClient
 	// features are those that the node's API was seen to have.
 	features sync.Map
+	streams  streams
 }
 
 var _ server.Service = (*Service)(nil)
 
 // New makes the service of a connection, which stays the caller's.
-func New(conn grpc.ClientConnInterface) *Service { return &Service{node: nodev1.NewNodeClient(conn)} }
+func New(conn grpc.ClientConnInterface) *Service {
+	s := &Service{node: nodev1.NewNodeClient(conn)}
+	s.self = s.node
+	if a, ok := conn.(*acting); ok {
+		s.self = nodev1.NewNodeClient(a.ClientConnInterface)
+	}
+	return s
+}
 
 // problem is the error of a call as the node said it.
 func problem(ctx context.Context, err error) error {
@@ -53,10 +62,6 @@ func read[G, T any](ctx context.Context, to func(G) (T, error)) func(G, error) (
 		}
 		return to(got)
 	}
-}
-
-func missing(what string) error {
-	return sandbox.Errorf(sandbox.CodeUnimplemented, "the node's API has no %s yet", what)
 }
 
 // maxLimit is the most that one call lists.
@@ -138,11 +143,6 @@ func (s *Service) Builds(ctx context.Context, t sandbox.Template) ([]sandbox.Bui
 	return builds, nil
 }
 
-// CopyBuildLog implements server.Service.
-func (s *Service) CopyBuildLog(context.Context, sandbox.BuildLogRequest, io.Writer) error {
-	return missing("logs of builds")
-}
-
 // DeleteTemplate implements server.Service.
 func (s *Service) DeleteTemplate(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) error {
 	p, err := s.precondition(ctx, when)
@@ -206,10 +206,11 @@ func (s *Service) DeletePool(ctx context.Context, k sandbox.Key, when ...sandbox
 
 // Fork implements server.Service.
 func (s *Service) Fork(ctx context.Context, r sandbox.ForkRequest) (sandbox.Fork, bool, error) {
-	if r.Once != nil {
-		return sandbox.Fork{}, false, missing("identity of requests")
-	}
 	p, err := s.precondition(ctx, []sandbox.Precondition{r.When})
+	if err != nil {
+		return sandbox.Fork{}, false, err
+	}
+	identity, err := s.identity(ctx, r.Once)
 	if err != nil {
 		return sandbox.Fork{}, false, err
 	}
@@ -217,7 +218,7 @@ func (s *Service) Fork(ctx context.Context, r sandbox.ForkRequest) (sandbox.Fork
 		return sandbox.Fork{}, false, err
 	}
 	ask := nodeconv.FromForkSpec(r.Spec)
-	ask.Precondition = p
+	ask.Precondition, ask.Identity = p, identity
 	ask.Namespace, ask.Name = string(r.Namespace), string(r.Name)
 	var header metadata.MD
 	f, err := read(ctx, nodeconv.ToFork)(s.node.ForkSandbox(ctx, ask, grpc.Header(&header)))
@@ -252,17 +253,19 @@ func (s *Service) DeleteFork(ctx context.Context, k sandbox.Key, when ...sandbox
 
 // Checkpoint implements server.Service.
 func (s *Service) Checkpoint(ctx context.Context, r sandbox.CheckpointRequest) (sandbox.CheckpointSize, bool, error) {
-	if r.Once != nil {
-		return sandbox.CheckpointSize{}, false, missing("identity of requests")
-	}
 	p, err := s.precondition(ctx, []sandbox.Precondition{r.When})
 	if err != nil {
 		return sandbox.CheckpointSize{}, false, err
 	}
+	identity, err := s.identity(ctx, r.Once)
+	if err != nil {
+		return sandbox.CheckpointSize{}, false, err
+	}
+	var header metadata.MD
 	c, err := read(ctx, nodeconv.ToCheckpoint)(s.node.CheckpointSandbox(ctx, &nodev1.CheckpointSandboxRequest{
-		Namespace: string(r.Namespace), Name: string(r.Name), Source: string(r.Source), Precondition: p,
-	}))
-	return c, false, err
+		Namespace: string(r.Namespace), Name: string(r.Name), Source: string(r.Source), Precondition: p, Identity: identity,
+	}, grpc.Header(&header)))
+	return c, replayed(header), err
 }
 
 // CheckpointOf implements server.Service.
@@ -293,47 +296,17 @@ func (s *Service) DeleteCheckpoint(ctx context.Context, k sandbox.Key, when ...s
 
 // Restore implements server.Service.
 func (s *Service) Restore(ctx context.Context, r sandbox.RestoreRequest) (sandbox.Sandbox, bool, error) {
-	if r.Once != nil {
-		return sandbox.Sandbox{}, false, missing("identity of requests")
+	identity, err := s.identity(ctx, r.Once)
+	if err != nil {
+		return sandbox.Sandbox{}, false, err
 	}
 	if err := s.needsIf(ctx, !r.Spec.Expires.IsZero(), "expires"); err != nil {
 		return sandbox.Sandbox{}, false, err
 	}
 	ask := nodeconv.FromRestoreSpec(r.Spec)
 	ask.Namespace, ask.Name, ask.Checkpoint = string(r.Namespace), string(r.Name), string(r.Checkpoint)
-	made, err := read(ctx, nodeconv.ToSandbox)(s.node.RestoreCheckpoint(ctx, ask))
-	return made, false, err
-}
-
-// ApplySecret implements server.Service.
-func (s *Service) ApplySecret(context.Context, sandbox.Key, sandbox.SecretData) (sandbox.Secret, error) {
-	return sandbox.Secret{}, missing("secrets")
-}
-
-// SetSecret implements server.Service.
-func (s *Service) SetSecret(context.Context, sandbox.Key, sandbox.SecretData) (sandbox.Secret, error) {
-	return sandbox.Secret{}, missing("secrets")
-}
-
-// Secret implements server.Service.
-func (s *Service) Secret(context.Context, sandbox.Key) (sandbox.Secret, error) {
-	return sandbox.Secret{}, missing("secrets")
-}
-
-// Secrets implements server.Service.
-func (s *Service) Secrets(context.Context, sandbox.Namespace, sandbox.Page) ([]sandbox.Secret, error) {
-	return nil, missing("secrets")
-}
-
-// DeleteSecret implements server.Service.
-func (s *Service) DeleteSecret(context.Context, sandbox.Key) error { return missing("secrets") }
-
-// SetQuota implements server.Service.
-func (s *Service) SetQuota(context.Context, sandbox.Quota) (sandbox.QuotaUse, error) {
-	return sandbox.QuotaUse{}, missing("quotas")
-}
-
-// QuotaOf implements server.Service.
-func (s *Service) QuotaOf(context.Context, sandbox.Namespace) (sandbox.QuotaUse, error) {
-	return sandbox.QuotaUse{}, missing("quotas")
+	ask.Identity = identity
+	var header metadata.MD
+	made, err := read(ctx, nodeconv.ToSandbox)(s.node.RestoreCheckpoint(ctx, ask, grpc.Header(&header)))
+	return made, replayed(header), err
 }

@@ -16,8 +16,7 @@ import (
 	"agentrun.dev/internal/server/servertest"
 )
 
-// TestRemote: a manager passes the suite over gRPC, as far as that API reaches. The
-// issue "The node's API" adds what is left out here.
+// TestRemote: a manager passes the suite over gRPC, in full.
 func TestRemote(t *testing.T) {
 	for name, connect := range map[string]func(*testing.T) grpc.ClientConnInterface{
 		"socket": func(t *testing.T) grpc.ClientConnInterface { return serve(t, managertest.New(t)) },
@@ -29,10 +28,7 @@ func TestRemote(t *testing.T) {
 			servertest.Run(t, servertest.Target{
 				Service:  remote.New(connect(t)),
 				Template: sandbox.TemplateSpec{Image: "python", MilliCPUs: sandbox.DefaultMilliCPUs, Memory: sandbox.DefaultMemory},
-				Without: []servertest.Part{
-					servertest.ByID, servertest.Sessions, servertest.Logs, servertest.Secrets, servertest.Quotas, servertest.Identity, servertest.Tokens,
-				},
-				Owns: name == "socket", // the other one is a gateway
+				Owns:     name == "socket", // the other one is a gateway
 			})
 		})
 	}

@@ -18,11 +18,12 @@ import (
 
 // Claim implements server.Service.
 func (s *Service) Claim(ctx context.Context, r sandbox.ClaimRequest) (sandbox.Sandbox, bool, error) {
-	switch {
-	case r.Once != nil:
-		return sandbox.Sandbox{}, false, missing("identity of requests")
-	case len(r.Spec.Secrets) > 0:
-		return sandbox.Sandbox{}, false, missing("secrets")
+	identity, err := s.identity(ctx, r.Once)
+	if err != nil {
+		return sandbox.Sandbox{}, false, err
+	}
+	if err := s.needsIf(ctx, len(r.Spec.Secrets) > 0, "secrets"); err != nil {
+		return sandbox.Sandbox{}, false, err
 	}
 	if err := s.needsIf(ctx, r.Owner != "" || r.Token != "" || len(r.Values) > 0, "owners"); err != nil {
 		return sandbox.Sandbox{}, false, err
@@ -30,8 +31,10 @@ func (s *Service) Claim(ctx context.Context, r sandbox.ClaimRequest) (sandbox.Sa
 	if err := s.needsIf(ctx, !r.Spec.Expires.IsZero(), "expires"); err != nil {
 		return sandbox.Sandbox{}, false, err
 	}
+	ask := nodeconv.FromClaim(r)
+	ask.Identity = identity
 	var header metadata.MD
-	made, err := read(ctx, nodeconv.ToSandbox)(s.node.ClaimSandbox(ctx, nodeconv.FromClaim(r), grpc.Header(&header)))
+	made, err := read(ctx, nodeconv.ToSandbox)(s.node.ClaimSandbox(ctx, ask, grpc.Header(&header)))
 	return made, replayed(header), err
 }
 
@@ -41,11 +44,6 @@ func replayed(header metadata.MD) bool { return len(header.Get("idempotency-repl
 // Sandbox implements server.Service.
 func (s *Service) Sandbox(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
 	return read(ctx, nodeconv.ToSandbox)(s.node.GetSandbox(ctx, &nodev1.GetSandboxRequest{Namespace: string(k.Namespace), Name: string(k.Name)}))
-}
-
-// SandboxByID implements server.Service.
-func (s *Service) SandboxByID(context.Context, sandbox.ID) (sandbox.Sandbox, error) {
-	return sandbox.Sandbox{}, missing("sandboxes by id")
 }
 
 // Sandboxes implements server.Service.
@@ -122,11 +120,6 @@ func (s *Service) SetToken(ctx context.Context, k sandbox.Key, token sandbox.Tok
 	}))
 }
 
-// SandboxOfToken implements server.Service.
-func (s *Service) SandboxOfToken(context.Context, sandbox.Token) (sandbox.Sandbox, context.Context, error) {
-	return sandbox.Sandbox{}, nil, missing("sandboxes by token")
-}
-
 // ReleaseOwner implements server.Service.
 func (s *Service) ReleaseOwner(ctx context.Context, r sandbox.ReleaseRequest) error {
 	if err := s.needs(ctx, "owners"); err != nil {
@@ -173,11 +166,6 @@ func (s *Service) Traffic(ctx context.Context, r sandbox.TrafficRequest) (sandbo
 		return sandbox.TrafficPage{}, err
 	}
 	return read(ctx, nodeconv.ToTraffic)(s.node.GetNetworkLog(ctx, nodeconv.FromTrafficRequest(r)))
-}
-
-// Use implements server.Service.
-func (s *Service) Use(context.Context, sandbox.Key) (sandbox.Session, error) {
-	return nil, missing("way into a sandbox")
 }
 
 // Cost implements server.Service.

@@ -83,7 +83,8 @@ func TestPermissions(t *testing.T) {
 			t.Errorf("%s only needs %d", pattern, o.Rule().Need)
 		}
 	})
-	served := []access.Operation{portOperation, "watch", "getHealth", "putToken", "releaseOwner", "getSnapshotOffer", "fetchSnapshot", "getSnapshotParts", "readSnapshot"} // all but the first by gRPC alone
+	served := []access.Operation{portOperation, "watch", "getHealth", "putToken", "releaseOwner", "useSandbox", "findSandbox", "findToken",
+		"getSnapshotOffer", "fetchSnapshot", "getSnapshotParts", "readSnapshot"} // all but the first by gRPC alone
 	for pattern, o := range routes {
 		if served = append(served, o); !described[pattern] {
 			t.Errorf("%s is not described", pattern)

@@ -4,27 +4,12 @@ package servertest
 
 import (
 	"context"
-	"io"
 	"slices"
 	"testing"
 	"time"
 
 	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/server"
-)
-
-// Part is a part of the contract that a service may lack for now.
-type Part string
-
-// The parts.
-const (
-	ByID     Part = "sandboxes by id"
-	Sessions Part = "sessions"
-	Logs     Part = "logs of builds"
-	Secrets  Part = "secrets"
-	Quotas   Part = "quotas"
-	Identity Part = "identity of requests"
-	Tokens   Part = "sandboxes by token"
 )
 
 // Target is what the suite needs of a service.
@@ -34,9 +19,6 @@ type Target struct {
 	Template sandbox.TemplateSpec
 	// Owns says that the suite may give owners.
 	Owns bool
-	// Without are the parts that the service has not. Each must be refused with
-	// sandbox.CodeUnimplemented, so that none stays here that it has.
-	Without []Part
 }
 
 // patience ends a test that hangs; nothing is measured with it.
@@ -53,34 +35,33 @@ type suite struct {
 // Run runs the suite.
 func Run(t *testing.T, target Target) {
 	for _, part := range []struct {
-		name  string
-		needs Part
-		test  func(*suite)
+		name string
+		test func(*suite)
 	}{
-		{"templates", "", (*suite).templates},
-		{"pools", "", (*suite).pools},
-		{"sandboxes", "", (*suite).sandboxes},
-		{"lists", "", (*suite).lists},
-		{"forks", "", (*suite).forks},
-		{"checkpoints", "", (*suite).checkpoints},
-		{"costs", "", (*suite).costs},
-		{"watch", "", (*suite).watch},
-		{"cordon", "", (*suite).cordon},
-		{"network", "", (*suite).network},
-		{"authorities", "", (*suite).authorities},
-		{"images", "", (*suite).images},
-		{"registries", "", (*suite).registries},
-		{"by-id", ByID, (*suite).byID},
-		{"sessions", Sessions, (*suite).sessions},
-		{"logs", Logs, (*suite).logs},
-		{"secrets", Secrets, (*suite).secrets},
-		{"quotas", Quotas, (*suite).quotas},
-		{"identity", Identity, (*suite).identity},
-		{"preconditions", "", (*suite).preconditions},
-		{"end-times", "", (*suite).endTimes},
-		{"owners", "", (*suite).owners},
-		{"many-forks", "", (*suite).manyForks},
-		{"tokens", Tokens, (*suite).tokens},
+		{"templates", (*suite).templates},
+		{"pools", (*suite).pools},
+		{"sandboxes", (*suite).sandboxes},
+		{"lists", (*suite).lists},
+		{"forks", (*suite).forks},
+		{"checkpoints", (*suite).checkpoints},
+		{"costs", (*suite).costs},
+		{"watch", (*suite).watch},
+		{"cordon", (*suite).cordon},
+		{"network", (*suite).network},
+		{"authorities", (*suite).authorities},
+		{"images", (*suite).images},
+		{"registries", (*suite).registries},
+		{"by-id", (*suite).byID},
+		{"sessions", (*suite).sessions},
+		{"logs", (*suite).logs},
+		{"secrets", (*suite).secrets},
+		{"quotas", (*suite).quotas},
+		{"identity", (*suite).identity},
+		{"preconditions", (*suite).preconditions},
+		{"end-times", (*suite).endTimes},
+		{"owners", (*suite).owners},
+		{"many-forks", (*suite).manyForks},
+		{"tokens", (*suite).tokens},
 	} {
 		t.Run(part.name, func(t *testing.T) {
 			ctx, cancel := context.WithTimeout(t.Context(), patience)
@@ -89,35 +70,9 @@ func Run(t *testing.T, target Target) {
 				ctx = sandbox.WithOwning(ctx)
 			}
 			s := &suite{T: t, Target: target, ctx: ctx, namespace: sandbox.Namespace("suite-" + part.name)}
-			if slices.Contains(target.Without, part.needs) {
-				s.refused("a part that it has not", s.probe(part.needs), sandbox.CodeUnimplemented)
-				return
-			}
 			part.test(s)
 		})
 	}
-}
-
-// probe asks for the least of a part.
-func (s *suite) probe(p Part) error {
-	var err error
-	switch p {
-	case Tokens:
-		_, _, err = s.Service.SandboxOfToken(s.ctx, sandbox.Token{Derived: sandbox.NewID()})
-	case ByID:
-		_, err = s.Service.SandboxByID(s.ctx, sandbox.NewID())
-	case Sessions:
-		_, err = s.Service.Use(s.ctx, s.key("a"))
-	case Logs:
-		err = s.Service.CopyBuildLog(s.ctx, sandbox.BuildLogRequest{Key: s.key("a"), Stage: sandbox.AfterReady}, io.Discard)
-	case Secrets:
-		_, err = s.Service.Secrets(s.ctx, s.namespace, sandbox.Page{})
-	case Quotas:
-		_, err = s.Service.QuotaOf(s.ctx, s.namespace)
-	case Identity:
-		_, _, err = s.Service.Claim(s.ctx, sandbox.ClaimRequest{Key: s.key("a"), Spec: sandbox.ClaimSpec{Pool: "pool"}, Once: new(s.once("a"))})
-	}
-	return err
 }
 
 func (s *suite) key(name sandbox.Name) sandbox.Key {

@@ -1,0 +1,233 @@
+package remote
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"time"
+
+	nodev1 "agentrun.dev/api/node/v1"
+	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/sandbox"
+)
+
+// Bounds of the streams that are held.
+const (
+	// idleStreams is how many that nobody uses are held, each for idleStream.
+	idleStreams = 64
+	idleStream  = 30 * time.Second
+	// freshStream is for how long sessions begin on a stream: one that is older ends with
+	// the last of them, and so does the connection that it is on when that was replaced.
+	freshStream = time.Minute
+)
+
+// streams are those of sandboxes, one each, which sessions share. The zero value is ready
+// to use.
+type streams struct {
+	mu   sync.Mutex // protects all following fields, and those of held
+	held map[sandbox.Key]*held
+	idle int // of those
+}
+
+// held is a stream that is being opened, or is open.
+type held struct {
+	all   *streams
+	key   sandbox.Key
+	ready chan struct{} // closed when it is open, or is not going to be
+	end   context.CancelFunc
+	made  time.Time
+
+	// Set before ready is closed.
+	stream *stream
+	err    error
+
+	users int
+	timer *time.Timer // while nobody uses it
+}
+
+// take is the stream of a sandbox, for one user, who leaves it. fresh says that it was
+// opened for this one.
+func (all *streams) take(node nodev1.NodeClient, k sandbox.Key) (h *held, fresh bool) {
+	all.mu.Lock()
+	defer all.mu.Unlock()
+	if h = all.held[k]; h != nil && h.good() {
+		if h.users == 0 {
+			h.timer.Stop()
+			all.idle--
+		}
+		h.users++
+		return h, false
+	}
+	if h != nil {
+		h.drop()
+	}
+	ctx, end := context.WithCancel(context.Background())
+	h = &held{all: all, key: k, ready: make(chan struct{}), end: end, made: time.Now(), users: 1}
+	if all.held == nil {
+		all.held = map[sandbox.Key]*held{}
+	}
+	all.held[k] = h
+	go func() {
+		h.stream, h.err = openStream(ctx, node, k)
+		close(h.ready)
+	}()
+	return h, true
+}
+
+// good reports whether a session may begin on it. The caller holds all.mu.
+func (h *held) good() bool {
+	if time.Since(h.made) > freshStream {
+		return false
+	}
+	select {
+	case <-h.ready:
+	default:
+		return true
+	}
+	if h.err != nil {
+		return false
+	}
+	select {
+	case <-h.stream.ended:
+		return false
+	default:
+		return true
+	}
+}
+
+// drop makes sure that no session begins on it; the last one ends it. The caller holds
+// all.mu.
+func (h *held) drop() {
+	if h.all.held[h.key] != h {
+		return
+	}
+	delete(h.all.held, h.key)
+	if h.users == 0 {
+		h.timer.Stop()
+		h.all.idle--
+		h.end()
+	}
+}
+
+// forget is drop, for those who do not hold all.mu.
+func (h *held) forget() {
+	h.all.mu.Lock()
+	defer h.all.mu.Unlock()
+	h.drop()
+}
+
+// leave ends a use.
+func (h *held) leave() {
+	all := h.all
+	all.mu.Lock()
+	defer all.mu.Unlock()
+	if h.users--; h.users > 0 {
+		return
+	}
+	if all.held[h.key] != h || !h.good() || all.idle >= idleStreams {
+		if all.held[h.key] == h {
+			delete(all.held, h.key)
+		}
+		h.end()
+		return
+	}
+	select {
+	case <-h.ready:
+	default: // nobody waits for it any more
+		delete(all.held, h.key)
+		h.end()
+		return
+	}
+	all.idle++
+	h.timer = time.AfterFunc(idleStream, func() {
+		all.mu.Lock()
+		defer all.mu.Unlock()
+		if h.users == 0 {
+			h.drop()
+		}
+	})
+}
+
+// Use implements server.Service.
+func (s *Service) Use(ctx context.Context, k sandbox.Key) (sandbox.Session, error) {
+	if err := s.needs(ctx, "use"); err != nil {
+		return nil, err
+	}
+	for {
+		h, fresh := s.streams.take(s.node, k)
+		record, err := h.begin(ctx, fresh)
+		if err == nil {
+			return &session{service: s, held: h, record: record}, nil
+		}
+		ended := errors.Is(err, errStreamEnded)
+		if ended || sandbox.HasCode(err, sandbox.CodeEnded) || sandbox.HasCode(err, sandbox.CodeNotFound) {
+			h.forget() // whatever has the name next has another stream
+		}
+		h.leave()
+		if ctx.Err() != nil {
+			return nil, ctx.Err()
+		}
+		if !ended {
+			return nil, err
+		}
+	}
+}
+
+// begin is the sandbox as it is when a session begins, which wakes it.
+func (h *held) begin(ctx context.Context, fresh bool) (sandbox.Sandbox, error) {
+	select {
+	case <-h.ready:
+	case <-ctx.Done():
+		return sandbox.Sandbox{}, ctx.Err()
+	}
+	switch {
+	case h.err != nil:
+		return sandbox.Sandbox{}, h.err
+	case fresh:
+		return h.stream.record, nil
+	}
+	return h.stream.wake(ctx)
+}
+
+// session is a use of a sandbox of a node. The node counts each call that is made on it.
+type session struct {
+	service *Service
+	held    *held
+	record  sandbox.Sandbox
+	close   sync.Once
+}
+
+var _ sandbox.Session = (*session)(nil)
+
+// Record implements sandbox.Session.
+func (u *session) Record() sandbox.Sandbox { return u.record }
+
+// Agent implements sandbox.Session.
+func (u *session) Agent() *guestrpc.Client { return u.held.stream.agent }
+
+// Connect implements sandbox.Session.
+func (u *session) Connect(ctx context.Context, port uint16) (sandbox.Conn, error) {
+	conn, err := u.Agent().Connect(ctx, guestrpc.ConnectRequest{Port: port})
+	if err == nil {
+		return conn, nil
+	}
+	var said *guestrpc.Error // by the node, with all of its words
+	if errors.As(err, &said) {
+		switch said.Code {
+		case guestrpc.CodeFailedPrecondition:
+			return nil, sandbox.Errorf(sandbox.CodePortClosed, "%s", said.Message)
+		case guestrpc.CodeResourceExhausted:
+			return nil, sandbox.Errorf(sandbox.CodeCapacity, "%s", said.Message)
+		}
+	}
+	return nil, err
+}
+
+// Stats implements sandbox.Session.
+func (u *session) Stats(ctx context.Context) (sandbox.Stats, error) {
+	c, err := u.service.Cost(ctx, u.record.Key)
+	return c.Stats, err
+}
+
+// Close implements sandbox.Session. What was begun goes on.
+func (u *session) Close() { u.close.Do(u.held.leave) }
