@@ -6,14 +6,14 @@ import (
 	"text/tabwriter"
 )
 
-// Goals of a daemon, for 10,000 records and an engine that is free of cost.
+// Goals of a daemon with 10,000 records and an engine that costs nothing.
 const (
 	goalGet      = 1.0  // ms, p99, in process
-	goalRatio    = 1.5  // of REST to an empty journal
+	goalRatio    = 1.5  // with REST, relative to an empty journal
 	goalPage     = 10.0 // ms
-	goalChurn    = 1000 // in a second
-	goalUnsynced = 0.6  // of what there is without fsync
-	goalSlow     = 500  // in a second
+	goalChurn    = 1000 // per second
+	goalUnsynced = 0.6  // relative to the rate without fsync
+	goalSlow     = 500  // per second
 	goalAnswer   = 2000 // ms
 	goalAdopted  = 10000
 )
@@ -59,7 +59,8 @@ func (r DaemonReport) Print(w io.Writer) error {
 	return nil
 }
 
-// goal is what a figure is to be compared with; a real engine has costs of its own.
+// goal is the goal of a figure, for comparison; empty with a real engine, which has
+// costs of its own.
 func (r DaemonReport) goal(format string, goal any) string {
 	if r.Engine != freeName {
 		return ""
@@ -67,7 +68,7 @@ func (r DaemonReport) goal(format string, goal any) string {
 	return fmt.Sprintf(" (goal "+format+")", goal)
 }
 
-// String says which clients these are.
+// String describes the clients.
 func (c DaemonChurn) String() string {
 	how := fmt.Sprintf("%d clients", c.Clients)
 	if !c.Synced {

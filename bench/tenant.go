@@ -18,18 +18,19 @@ import (
 // TenantsConfig describes a measurement of a quiet tenant beside others.
 type TenantsConfig struct {
 	Guest
-	// Rounds is how many sandboxes the quiet tenant claims, uses and ends beside each.
+	// Rounds is how many sandboxes the quiet tenant claims, uses and ends beside each
+	// other tenant.
 	Rounds int
-	// Busy is how many workers the busy tenant has, Hostile how many the hostile one has for
-	// each of its floods.
+	// Busy is how many workers the busy tenant has. Hostile is how many workers the
+	// hostile tenant has for each of its floods.
 	Busy, Hostile int
-	// Argv is what runs in the sandboxes.
+	// Argv is the program that runs in the sandboxes.
 	Argv []string
 	// Storage is the hostile tenant's quota of disk.
 	Storage uint64
 }
 
-// TenantsReport is what a quiet tenant has waited for.
+// TenantsReport is how long a quiet tenant has waited.
 type TenantsReport struct {
 	Engine  string  `json:"engine"`
 	Busy    Waits   `json:"busy"`
@@ -38,14 +39,14 @@ type TenantsReport struct {
 	Quota   float64 `json:"quota_mib"`
 }
 
-// Waits are those beside another tenant.
+// Waits are the waiting times beside another tenant.
 type Waits struct {
 	Claim Summary `json:"claim"`
 	Exec  Summary `json:"exec"`
 }
 
-// Tenants measures a quiet tenant's claims and execs through REST beside a tenant that is
-// merely busy, and then beside a hostile one.
+// Tenants measures a quiet tenant's claims and execs through REST, first beside a
+// tenant that is merely busy, then beside a hostile one.
 func Tenants(ctx context.Context, cfg TenantsConfig) (r *TenantsReport, err error) {
 	n := &benchNode{}
 	defer func() { err = errors.Join(err, n.close()) }()
@@ -109,7 +110,7 @@ func Tenants(ctx context.Context, cfg TenantsConfig) (r *TenantsReport, err erro
 	return r, errors.Join(tenants.Leave(ctx, hostile), tenants.Leave(ctx, busy), tenants.Leave(ctx, quiet))
 }
 
-// beside measures a quiet tenant while another one does something.
+// beside measures a quiet tenant while do runs another one.
 func beside(ctx context.Context, quiet tenants.Tenant, rounds int, do func(context.Context) error) (Waits, error) {
 	other, stop := context.WithCancel(ctx)
 	defer stop()
@@ -120,7 +121,8 @@ func beside(ctx context.Context, quiet tenants.Tenant, rounds int, do func(conte
 	return Waits{Claim: Summarize(times.Claims), Exec: Summarize(times.Execs)}, errors.Join(err, <-ended)
 }
 
-// goalTenants is how many times as long a quiet tenant waits beside a hostile one at most.
+// goalTenants is the goal: beside a hostile tenant, a quiet one waits at most this
+// many times as long.
 const goalTenants = 3.0
 
 // Print writes the report as a table.

@@ -1,7 +1,8 @@
 package archtest
 
-// The map of internal/: what each folder is for, and which of the others it may
-// use. A group that is not listed is nobody's.
+// groups are the folders of internal/, each with its purpose and the other
+// folders that it may import. A folder that is not listed here fails
+// TestGroups.
 var groups = []group{
 	{name: "archtest", owns: "the rules about the tree"},
 	{name: "codec", owns: "how bytes cross a boundary of trust"},
@@ -20,8 +21,9 @@ var groups = []group{
 	{name: "client", owns: "the other side of the API; sandboxes without a daemon", mayUse: []string{"convert", "durable", "engine", "sandbox", "storage"}},
 }
 
-// packages are all that are more than tests: what each owns, and exactly which of
-// ours it imports (those of internal/ without that word), tests aside.
+// packages lists all packages that are more than tests, each with its purpose
+// and the complete list of our packages that it imports outside of tests. The
+// lists omit the prefix internal/.
 var packages = []rule{
 	{path: "internal/codec", owns: "the bounded binary codec of both protocols and of saved state"},
 	{path: "internal/durable", owns: "files and folders that survive a power cut whole: temporary file, fsync, rename, fsync of the folder"},
@@ -129,6 +131,7 @@ var packages = []rule{
 	{path: "scripts/apidoc", owns: "writes docs/api-reference.md"},
 	{path: "scripts/benchcompare", owns: "compares benchmarks of two checkouts"},
 	{path: "scripts/gotest", owns: "runs tests, and counts what was skipped"},
+	{path: "scripts/words", owns: "counts words in comments that hide the actor"},
 	{path: "test/daemon", owns: "the daemon, run as systemd would, for tests", imports: []string{"client", "host/assets"}},
 	{path: "test/soak", owns: "how often tests do what is worth repeating"},
 	{path: "test/network/world", owns: "a small internet for tests: two network namespaces, servers, names"},

@@ -79,10 +79,10 @@ func (m *Manager) DeleteFork(ctx context.Context, k sandbox.Key, when ...sandbox
 	return err
 }
 
-// mayEnd refuses to end children of a fork that have owners, or are going to have some, for
-// those who may not.
+// mayEnd refuses to delete a fork whose children have, had or are going to have owners, for
+// those who may not. Where all have ended its controller may still have to hear of it.
 func (m *Manager) mayEnd(ctx context.Context, f sandbox.Fork) error {
-	if f.Phase == sandbox.PhasePending && f.Asked != nil && !sandbox.MayOwn(ctx) {
+	if f.Asked != nil && !sandbox.MayOwn(ctx) {
 		return sandbox.Errorf(sandbox.CodeDenied, "fork %s is not yours to change", f.Name).Because("its children have owners")
 	}
 	for _, c := range f.Children {

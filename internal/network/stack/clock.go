@@ -7,20 +7,20 @@ import (
 	"gvisor.dev/gvisor/pkg/tcpip"
 )
 
-// clock is a clock that can be stopped, for sandboxes that are paused: their
-// connections must not time out, and what is to be sent again should not have
-// backed off by minutes when they go on.
+// clock is a clock that can be stopped, for sandboxes that are paused. Their
+// connections must not time out. Nor should the backoff of retransmissions have grown
+// to minutes when they continue.
 type clock struct {
 	real tcpip.Clock
 
 	// mu protects all following fields.
 	mu sync.Mutex
-	// lost is how long the clock has stood still in total, before the present stop.
+	// lost is the total time that the clock stood still, without the present stop.
 	lost time.Duration
-	// stopped is whether it stands still, since is from when on.
+	// stopped is whether the clock stands still, and since is when it stopped.
 	stopped bool
 	since   tcpip.MonotonicTime
-	// parked are the timers that came due while it stood still.
+	// parked are the timers that were due while the clock stood still.
 	parked map[*timer]struct{}
 }
 
@@ -31,7 +31,7 @@ func newClock(real tcpip.Clock) *clock {
 	return &clock{real: real}
 }
 
-// Now implements tcpip.Clock. It is the time of day, which nobody can stop.
+// Now implements tcpip.Clock. It is the time of day, which does not stop.
 func (c *clock) Now() time.Time { return c.real.Now() }
 
 // NowMonotonic implements tcpip.Clock.
@@ -81,8 +81,8 @@ func (c *clock) start() {
 	c.parked = nil
 }
 
-// timer is a timer of a clock. The timer below it does not know of stops: when it
-// comes due too early, it is set again.
+// timer is a timer of a clock. The real timer below it does not know about stops:
+// when it fires too early, it is set again.
 type timer struct {
 	clock *clock
 	f     func()
@@ -135,14 +135,14 @@ func (t *timer) Reset(d time.Duration) {
 	t.real.Reset(d)
 }
 
-// bucket is a token bucket of bytes. Its debt is paid before more passes.
+// bucket is a token bucket of bytes. A debt must be paid before more bytes pass.
 type bucket struct {
 	rate  int64
 	clock *clock
 
 	// mu protects all following fields.
 	mu sync.Mutex
-	// tokens are the bytes that may pass at once. A debt is negative.
+	// tokens are the bytes that may pass at once. A negative number is a debt.
 	tokens float64
 	last   tcpip.MonotonicTime
 }

@@ -11,8 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Usage adds up what folders take on disk: what several of them link to counts
-// once. The zero value has seen nothing.
+// Usage adds up the disk space of folders. A file that several of them link to
+// counts once. The zero value is empty and ready to use.
 type Usage struct {
 	// Bytes is what all folders together take.
 	Bytes uint64
@@ -21,15 +21,15 @@ type Usage struct {
 
 type inode struct{ device, number uint64 }
 
-// Size is what one folder takes on disk.
+// Size is the disk space of one folder.
 type Size struct {
-	// Stored is all that is in it, Unshared what of that has no other name: it is
-	// what deleting the folder frees.
+	// Stored is the space of all files in it. Unshared is the space of those that
+	// have no other name: deleting the folder frees that much.
 	Stored, Unshared uint64
 }
 
-// BytesBeside is how many bytes the files of a folder have, without the layers for
-// which shared is true.
+// BytesBeside adds up the sizes of a folder's files, except the layers for which
+// shared is true.
 func BytesBeside(dir string, shared func(digest string) bool) (bytes uint64, err error) {
 	err = filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
 		if err != nil || !d.Type().IsRegular() {

@@ -6,8 +6,8 @@ import (
 	"testing"
 )
 
-// TestUsage: a file that two folders link to is stored in both, belongs to
-// neither alone, and counts once.
+// TestUsage: a file that two folders link to counts as stored in both, as
+// unshared in neither, and once in the total.
 func TestUsage(t *testing.T) {
 	dir := t.TempDir()
 	write := func(folder, name string, bytes int) {
