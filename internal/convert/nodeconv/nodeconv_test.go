@@ -193,7 +193,9 @@ func checkEnum[S ~string, N interface {
 func TestRoundTripOfImages(t *testing.T) {
 	converttest.Pair[sandbox.Image, *nodev1.Image]{From: FromImage, To: ToImage}.Check(t)
 	converttest.Pair[sandbox.PublishRequest, *nodev1.PublishImageRequest]{From: FromPublish, To: ToPublish}.Check(t)
-	converttest.Pair[sandbox.RegistryLogin, *nodev1.RegistryLogin]{From: FromRegistryLogin, To: ToRegistryLogin}.Check(t)
+	converttest.Pair[sandbox.RegistryLogin, *nodev1.RegistryLogin]{
+		From: FromRegistryLogin, To: ToRegistryLogin, Change: func(l *sandbox.RegistryLogin) { l.Registry += ".example.com:5000" },
+	}.Check(t)
 	converttest.Pair[sandbox.RegistryCredentials, *nodev1.SetRegistryLoginRequest]{
 		From: FromRegistryCredentials, To: converttest.Sure(ToRegistryCredentials), Added: converttest.Same("the caller adds it", "Namespace", "Registry"),
 	}.Check(t)

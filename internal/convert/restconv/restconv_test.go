@@ -112,7 +112,9 @@ func TestRefuses(t *testing.T) {
 func TestRoundTripOfImages(t *testing.T) {
 	converttest.Pair[sandbox.Image, rest.Image]{From: FromImage, To: ToImage}.Check(t)
 	converttest.Pair[sandbox.PublishRequest, rest.ImagePublish]{From: FromPublish, To: ToPublish}.Check(t)
-	converttest.Pair[sandbox.RegistryLogin, rest.RegistryLogin]{From: FromRegistryLogin, To: ToRegistryLogin}.Check(t)
+	converttest.Pair[sandbox.RegistryLogin, rest.RegistryLogin]{
+		From: FromRegistryLogin, To: ToRegistryLogin, Change: func(l *sandbox.RegistryLogin) { l.Registry += ".example.com:5000" },
+	}.Check(t)
 	converttest.Pair[sandbox.RegistryCredentials, rest.RegistryCredentials]{
 		From: FromRegistryCredentials, To: converttest.Sure(ToRegistryCredentials), Added: converttest.Same("the caller adds it", "Registry"),
 	}.Check(t)
