@@ -68,8 +68,8 @@ func (p *Poller) Attach(fd int, cfg Config, out Outside) (*Wire, error) {
 	}
 	cfg.Limits = cfg.Limits.orDefault()
 	w := &Wire{poller: p, fd: fd, cfg: cfg, out: out, clock: newClock(cfg.Clock)}
-	w.up = bucket{rate: cfg.Limits.Up, clock: w.clock}
-	w.down = bucket{rate: cfg.Limits.Down, clock: w.clock}
+	w.up.fill(cfg.Limits.Up, w.clock)
+	w.down.fill(cfg.Limits.Down, w.clock)
 	w.poll.idle.L = &w.poll.mu
 	w.tx.room.L = &w.tx.mu
 	w.ctx, w.cancel = context.WithCancel(context.Background())

@@ -147,8 +147,18 @@ type bucket struct {
 	last   tcpip.MonotonicTime
 }
 
-// maxBurst is how many bytes pass at once after silence: two of the largest frames.
+// maxBurst is how many bytes pass at once after silence, if a twentieth of a second's are not
+// more: two of the largest frames.
 const maxBurst = 2 << 16
+
+// fill makes b a bucket that is full.
+func (b *bucket) fill(rate int64, clock *clock) {
+	b.clock, b.rate = clock, rate
+	b.tokens, b.last = b.most(), clock.NowMonotonic()
+}
+
+// most is how many bytes may pass at once.
+func (b *bucket) most() float64 { return max(maxBurst, float64(b.rate)/20) }
 
 // take takes n bytes and returns how long to wait before the next ones pass.
 func (b *bucket) take(n int) time.Duration {
@@ -171,7 +181,7 @@ func (b *bucket) setRate(rate int64) {
 func (b *bucket) pay(n int) time.Duration {
 	rate := float64(b.rate)
 	now := b.clock.NowMonotonic()
-	b.tokens = min(b.tokens+rate*now.Sub(b.last).Seconds(), max(maxBurst, rate/20))
+	b.tokens = min(b.tokens+rate*now.Sub(b.last).Seconds(), b.most())
 	b.tokens -= float64(n)
 	b.last = now
 	if b.tokens >= 0 {

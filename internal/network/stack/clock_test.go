@@ -194,8 +194,8 @@ func TestClockStops(t *testing.T) {
 
 func TestBucket(t *testing.T) {
 	clock := newManualClock()
-	b := &bucket{rate: 1 << 20, clock: newClock(clock)}
-	clock.Advance(time.Hour)
+	b := &bucket{}
+	b.fill(1<<20, newClock(clock))
 	if d := b.take(maxBurst); d != 0 {
 		t.Errorf("the first bytes wait %v", d)
 	}

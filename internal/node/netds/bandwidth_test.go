@@ -45,8 +45,8 @@ func TestBandwidth(t *testing.T) {
 	// What may come at once: the bucket, and the last frame's debt.
 	const atOnce = 2<<16 + 1<<16
 	h, from := newHosts(t), flood(t)
+	g := networktest.New(t) // it ends after the netds, which may ask for its wire
 	n, change := withSettings(t, h.cfg, "bandwidth: {down: 1Mi}")
-	g := networktest.New(t)
 	if err := n.Join(t.Context(), joint(t, "a", g, from)); err != nil {
 		t.Fatal(err)
 	}

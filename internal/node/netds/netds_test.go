@@ -10,6 +10,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"runtime"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -190,6 +191,59 @@ func TestKilledNetd(t *testing.T) {
 	}
 	if second, _ := h.process(t, "default"); second == first {
 		t.Error("the same process")
+	}
+}
+
+// TestNothingIsLeftOfKilledNetds: the daemon keeps no goroutine and no descriptor of netds that are
+// killed in the middle of transfers.
+func TestNothingIsLeftOfKilledNetds(t *testing.T) {
+	h, from := newHosts(t), flood(t)
+	n := New(h.cfg)
+	defer func() { _ = n.Close() }()
+	g := networktest.New(t)
+	if err := n.Join(t.Context(), joint(t, "a", g, from)); err != nil {
+		t.Fatal(err)
+	}
+	descriptors := func() int {
+		all, err := os.ReadDir("/proc/self/fd")
+		if err != nil {
+			t.Fatal(err)
+		}
+		return len(all)
+	}
+	kill := func() {
+		c, err := g.Dial(t.Context(), "tcp", from)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := io.ReadFull(c, make([]byte, 100<<10)); err != nil {
+			t.Fatal(err)
+		}
+		p, _ := h.process(t, "default")
+		client := n.of("default").connected()
+		if err := unix.Kill(p.PID, unix.SIGKILL); err != nil {
+			t.Fatal(err)
+		}
+		for next := client; next == client; { // the daemon may not have noticed
+			if next, err = n.of("default").await(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := c.Close(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	kill()
+	// The end of the test's own connection may be counted, too: one, not one for each kill.
+	goroutines, open := runtime.NumGoroutine(), descriptors()
+	for range 5 {
+		kill()
+	}
+	for deadline := time.Now().Add(time.Minute); runtime.NumGoroutine() > goroutines || descriptors() > open; {
+		if time.Now().After(deadline) {
+			t.Fatalf("%d goroutines and %d descriptors; after the first kill there were %d and %d", runtime.NumGoroutine(), descriptors(), goroutines, open)
+		}
+		time.Sleep(10 * time.Millisecond) // nothing tells of them
 	}
 }
 

@@ -56,8 +56,8 @@ func TestNamesOutliveANetd(t *testing.T) {
 			t.Cleanup(func() { _ = c.Close() })
 		}
 	}()
+	g := networktest.New(t) // it ends after the netds, which may ask for its wire
 	n, _ := withSettings(t, h.cfg, `upstreams: ["93.184.216.34"]`)
-	g := networktest.New(t)
 	if err := n.Join(t.Context(), joint(t, "a", g, "a.example:22")); err != nil {
 		t.Fatal(err)
 	}
