@@ -126,6 +126,44 @@ func TestRolloutNeverReady(t *testing.T) {
 	})
 }
 
+// Build fails for the image "broken".
+func (b *neverReady) Build(ctx context.Context, r BuildRequest) (sandbox.Built, error) {
+	if r.Spec.Image == "broken" {
+		return sandbox.Built{}, errors.New("the build fails")
+	}
+	return b.builder.Build(ctx, r)
+}
+
+// TestRolloutFollowsSpec: a pool is as large as its spec says while the new revision is not
+// built, and while it never becomes ready: it grows, and with replicas: 0 it ends what waits.
+func TestRolloutFollowsSpec(t *testing.T) {
+	for _, image := range []string{"broken", "bad"} {
+		t.Run(image, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				h := nodetest.NewHost(t)
+				m := daemon(t, t.TempDir(), h, func(c *Config) { c.Builder = &neverReady{} })
+				defer func() { _ = m.Close() }()
+				applyImage(t, m, "one")
+				pool := sandbox.PoolSpec{Template: "python", Replicas: 2, Stage: sandbox.AfterInit}
+				applyPool(t, m, pool)
+				time.Sleep(time.Minute)
+				applyImage(t, m, image)
+				time.Sleep(time.Minute)
+				for _, pool.Replicas = range []int{4, 1, 0} {
+					applyPool(t, m, pool)
+					time.Sleep(time.Minute)
+					if st := poolStatus(t, m); st.Ready != pool.Replicas {
+						t.Errorf("a minute after replicas: %d, %+v", pool.Replicas, st)
+					}
+				}
+				if n := len(h.Folders()); n != 0 {
+					t.Errorf("%d machines are left", n)
+				}
+			})
+		})
+	}
+}
+
 // TestRolloutGoesOn: what an earlier revision has served before a daemon was killed it serves
 // after it, until the new one does. Then it is gone, be it that the daemon was killed before
 // the last step.
