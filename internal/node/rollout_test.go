@@ -164,6 +164,33 @@ func TestRolloutFollowsSpec(t *testing.T) {
 	}
 }
 
+// TestRolloutMakesRoom: where there is no room for the layers of a new revision beside all
+// that waits of the one before, maxUnavailable makes room for them.
+func TestRolloutMakesRoom(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := daemon(t, t.TempDir(), nodetest.NewHost(t), func(c *Config) {
+			c.Builder, c.Capacity = &builder{pages: layerPages}, 2*64*mib+mib+mib/2
+		})
+		defer func() { _ = m.Close() }()
+		must(t, second(m.ApplyTemplate(t.Context(), key("other"), sandbox.TemplateSpec{Image: "two", MilliCPUs: 1000, Memory: 64 * mib})))
+		synctest.Wait()
+		setUp(t, m, 2)
+		none, two := 0, 2
+		pool := sandbox.PoolSpec{Template: "other", Replicas: 2}
+		applyPool(t, m, pool)
+		time.Sleep(time.Minute)
+		if st := poolStatus(t, m); st.Ready != 2 || !strings.Contains(st.Problem, "there is no room") {
+			t.Errorf("without room for the new layers: %+v", st)
+		}
+		pool.MaxSurge, pool.MaxUnavailable = &none, &two
+		applyPool(t, m, pool)
+		time.Sleep(time.Minute)
+		if st := poolStatus(t, m); st != (sandbox.PoolStatus{Phase: sandbox.PhaseReady, Ready: 2, Snapshots: 2}) {
+			t.Errorf("with both unavailable: %+v", st)
+		}
+	})
+}
+
 // TestRolloutGoesOn: what an earlier revision has served before a daemon was killed it serves
 // after it, until the new one does. Then it is gone, be it that the daemon was killed before
 // the last step.
