@@ -292,7 +292,10 @@ func TestPoolTurns(t *testing.T) {
 	m := daemon(t, t.TempDir(), nodetest.NewHost(t))
 	defer func() { _ = m.Close() }()
 	applyImage(t, m, "one")
-	spec := func(n int) sandbox.PoolSpec { return sandbox.PoolSpec{Template: "python", Replicas: n} }
+	must(t, second(m.ApplyTemplate(t.Context(), key("other"), sandbox.TemplateSpec{Image: "two", MilliCPUs: 1000, Memory: 64 * mib})))
+	spec := func(n int) sandbox.PoolSpec { // of two templates: those of one come one after the other
+		return sandbox.PoolSpec{Template: []sandbox.Name{"python", "other"}[n], Replicas: n}
+	}
 	for i := range 300 {
 		k := key(fmt.Sprintf("p%d", i))
 		if _, err := m.ApplyPool(t.Context(), k, spec(0)); err != nil {
