@@ -126,6 +126,71 @@ func TestRolloutNeverReady(t *testing.T) {
 	})
 }
 
+// Build fails for the image "broken".
+func (b *neverReady) Build(ctx context.Context, r BuildRequest) (sandbox.Built, error) {
+	if r.Spec.Image == "broken" {
+		return sandbox.Built{}, errors.New("the build fails")
+	}
+	return b.builder.Build(ctx, r)
+}
+
+// TestRolloutFollowsSpec: a pool is as large as its spec says while the new revision is not
+// built, and while it never becomes ready: it grows, and with replicas: 0 it ends what waits.
+func TestRolloutFollowsSpec(t *testing.T) {
+	for _, image := range []string{"broken", "bad"} {
+		t.Run(image, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				h := nodetest.NewHost(t)
+				m := daemon(t, t.TempDir(), h, func(c *Config) { c.Builder = &neverReady{} })
+				defer func() { _ = m.Close() }()
+				applyImage(t, m, "one")
+				pool := sandbox.PoolSpec{Template: "python", Replicas: 2, Stage: sandbox.AfterInit}
+				applyPool(t, m, pool)
+				time.Sleep(time.Minute)
+				applyImage(t, m, image)
+				time.Sleep(time.Minute)
+				for _, pool.Replicas = range []int{4, 1, 0} {
+					applyPool(t, m, pool)
+					time.Sleep(time.Minute)
+					if st := poolStatus(t, m); st.Ready != pool.Replicas {
+						t.Errorf("a minute after replicas: %d, %+v", pool.Replicas, st)
+					}
+				}
+				if n := len(h.Folders()); n != 0 {
+					t.Errorf("%d machines are left", n)
+				}
+			})
+		})
+	}
+}
+
+// TestRolloutMakesRoom: where there is no room for the layers of a new revision beside all
+// that waits of the one before, maxUnavailable makes room for them.
+func TestRolloutMakesRoom(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := daemon(t, t.TempDir(), nodetest.NewHost(t), func(c *Config) {
+			c.Builder, c.Capacity = &builder{pages: layerPages}, 2*64*mib+mib+mib/2
+		})
+		defer func() { _ = m.Close() }()
+		must(t, second(m.ApplyTemplate(t.Context(), key("other"), sandbox.TemplateSpec{Image: "two", MilliCPUs: 1000, Memory: 64 * mib})))
+		synctest.Wait()
+		setUp(t, m, 2)
+		none, two := 0, 2
+		pool := sandbox.PoolSpec{Template: "other", Replicas: 2}
+		applyPool(t, m, pool)
+		time.Sleep(time.Minute)
+		if st := poolStatus(t, m); st.Ready != 2 || !strings.Contains(st.Problem, "there is no room") {
+			t.Errorf("without room for the new layers: %+v", st)
+		}
+		pool.MaxSurge, pool.MaxUnavailable = &none, &two
+		applyPool(t, m, pool)
+		time.Sleep(time.Minute)
+		if st := poolStatus(t, m); st != (sandbox.PoolStatus{Phase: sandbox.PhaseReady, Ready: 2, Snapshots: 2}) {
+			t.Errorf("with both unavailable: %+v", st)
+		}
+	})
+}
+
 // TestRolloutGoesOn: what an earlier revision has served before a daemon was killed it serves
 // after it, until the new one does. Then it is gone, be it that the daemon was killed before
 // the last step.
@@ -227,7 +292,10 @@ func TestPoolTurns(t *testing.T) {
 	m := daemon(t, t.TempDir(), nodetest.NewHost(t))
 	defer func() { _ = m.Close() }()
 	applyImage(t, m, "one")
-	spec := func(n int) sandbox.PoolSpec { return sandbox.PoolSpec{Template: "python", Replicas: n} }
+	must(t, second(m.ApplyTemplate(t.Context(), key("other"), sandbox.TemplateSpec{Image: "two", MilliCPUs: 1000, Memory: 64 * mib})))
+	spec := func(n int) sandbox.PoolSpec { // of two templates: those of one come one after the other
+		return sandbox.PoolSpec{Template: []sandbox.Name{"python", "other"}[n], Replicas: n}
+	}
 	for i := range 300 {
 		k := key(fmt.Sprintf("p%d", i))
 		if _, err := m.ApplyPool(t.Context(), k, spec(0)); err != nil {
