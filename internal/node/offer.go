@@ -37,7 +37,11 @@ func (m *Manager) offered(digest string) (found sandbox.Build, err error) {
 		return found, err
 	}
 	for _, b := range ready {
-		if has, err := m.digest(b.Snapshot); err == nil && has == digest {
+		manifest, err := snapshot.ReadManifest(m.snapshotDir(b.Snapshot))
+		if err != nil {
+			continue // it is being removed
+		}
+		if id, err := peer.IDOf(manifest); err == nil && id.String() == digest {
 			return b, nil
 		}
 	}
